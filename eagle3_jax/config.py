@@ -1,0 +1,420 @@
+"""Run configuration: one YAML file per run, one frozen dataclass per verb, every check of a value.
+
+`load` reads the YAML, applies dotted command-line overrides, and validates the whole before any verb begins work.
+Unknown keys, wrong types and impossible combinations are refused by field name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import pydantic
+import tyro
+import yaml
+
+_STRICT = pydantic.ConfigDict(extra="forbid")
+
+
+def _require(condition: bool, field: str, got: object, expected: str) -> None:
+    if not condition:
+        raise ValueError(f"{field}: got {got!r}, expected {expected}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftTree:
+    """Size of the draft, in SGLang's terms.
+
+    Attributes:
+        num_steps: depth of the tree; at most this many drafted tokens can be accepted in one round.
+        topk: children kept per expanded node; 1 is a chain.
+        num_draft_tokens: nodes verified per round, the root included.
+    """
+
+    __pydantic_config__ = _STRICT
+
+    num_steps: int = 4
+    topk: int = 1
+    num_draft_tokens: int = 5
+
+    def __post_init__(self) -> None:
+        s, k, n = self.num_steps, self.topk, self.num_draft_tokens
+        _require(s >= 1, "num_steps", s, "at least 1")
+        _require(k >= 1, "topk", k, "at least 1")
+        if k == 1:
+            _require(n == s + 1, "num_draft_tokens", n, f"num_steps + 1 = {s + 1} for a chain (topk=1)")
+        pool = k + (s - 1) * k * k
+        _require(s < n <= pool + 1, "num_draft_tokens", n, f"num_steps + 1 = {s + 1} to {pool + 1} (root + candidates)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TargetConfig:
+    """The model that is made faster.
+
+    Attributes:
+        name: a registered name ("smollm2-135m-instruct"), a hub id ("org/model"), or a Hugging Face folder.
+        dtype: dtype of weights and activations; float32 is the exact mode.
+        aux_layers: boundaries b (the residual stream entering block b) whose states feed the draft head;
+            None is (2, n // 2, n - 3).
+    """
+
+    __pydantic_config__ = _STRICT
+
+    name: str = "smollm2-135m-instruct"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    aux_layers: tuple[int, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftConfig:
+    """Shape of the draft head; None takes the target's value.
+
+    Attributes:
+        vocab_size: draft vocabulary, the most frequent tokens of the training conversations.
+        rope_theta: RoPE base of the head (its own: not inherited from the target).
+        fc_norm, norm_output: together they make the head EAGLE-3.1 (EAGLE3_SPEC section 1.4).
+    """
+
+    __pydantic_config__ = _STRICT
+
+    vocab_size: int = 32000
+    intermediate_size: int | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    rope_theta: float = 10000.0
+    max_position_embeddings: int = 2048
+    fc_norm: bool = False
+    norm_output: bool = False
+
+    def __post_init__(self) -> None:
+        _require(self.vocab_size >= 1, "draft.vocab_size", self.vocab_size, "at least 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Devices as data x model axes. data=0 takes every device that model leaves over."""
+
+    __pydantic_config__ = _STRICT
+
+    data: int = 0
+    model: int = 1
+
+    def __post_init__(self) -> None:
+        _require(self.data >= 0, "mesh.data", self.data, "0 (all that is left over) or more")
+        _require(self.model >= 1, "mesh.model", self.model, "at least 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackagedSource:
+    """The prompts that come with this package (five categories)."""
+
+    __pydantic_config__ = _STRICT
+    kind: Literal["packaged"]
+    limit: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JsonlSource:
+    """A JSONL file: OpenAI `messages`, ShareGPT `conversations`, or plain `prompt` (see data.sources)."""
+
+    __pydantic_config__ = _STRICT
+    kind: Literal["jsonl"]
+    path: str
+    category: str = "jsonl"
+    limit: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TfdsSource:
+    """A `tfds.data_source`; `field` names the text feature that holds the prompt."""
+
+    __pydantic_config__ = _STRICT
+    kind: Literal["tfds"]
+    name: str
+    field: str
+    split: str = "train"
+    category: str = "tfds"
+    limit: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SelfSource:
+    """Prompts that the target writes itself, given only the opening of its template's user turn."""
+
+    __pydantic_config__ = _STRICT
+    kind: Literal["self"]
+    count: int
+    temperature: float = 1.0
+    max_tokens: int = 128
+
+
+Source = Annotated[PackagedSource | JsonlSource | TfdsSource | SelfSource, pydantic.Field(discriminator="kind")]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrepareConfig:
+    """prompts -> clean, de-duplicated, split prompts.
+
+    Attributes:
+        near_duplicate: Jaccard similarity of MinHash shingles from which a prompt counts as a duplicate.
+        personal_data: replace what the recognisers find by its kind ("<EMAIL_ADDRESS>"), or drop the prompt.
+        held_out: share of prompts kept for measurement, chosen by content hash.
+        max_chars: longer prompts are rejected.
+    """
+
+    __pydantic_config__ = _STRICT
+    sources: tyro.conf.Fixed[tuple[Source, ...]] = (PackagedSource(kind="packaged"),)
+    near_duplicate: float = 0.8
+    personal_data: Literal["redact", "drop"] = "redact"
+    held_out: float = 0.1
+    max_chars: int = 8000
+    batch_size: int = 32
+
+    def __post_init__(self) -> None:
+        _require(len(self.sources) > 0, "prepare.sources", self.sources, "at least one source")
+        _require(0 < self.near_duplicate <= 1, "prepare.near_duplicate", self.near_duplicate, "in (0, 1]")
+        _require(0 < self.held_out < 1, "prepare.held_out", self.held_out, "in (0, 1)")
+        _require(self.batch_size >= 1, "prepare.batch_size", self.batch_size, "at least 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RegenerateConfig:
+    """prompts -> conversations answered by the target itself."""
+
+    __pydantic_config__ = _STRICT
+    temperature: float = 0.7
+    max_tokens: int = 256
+    max_length: int = 1024
+    batch_size: int = 32
+
+    def __post_init__(self) -> None:
+        _require(self.temperature >= 0, "regenerate.temperature", self.temperature, "0 (greedy) or more")
+        _require(self.max_tokens >= 1, "regenerate.max_tokens", self.max_tokens, "at least 1")
+        _require(
+            self.max_length > self.max_tokens,
+            "regenerate.max_length",
+            self.max_length,
+            f"more than regenerate.max_tokens = {self.max_tokens}",
+        )
+        _require(self.batch_size >= 1, "regenerate.batch_size", self.batch_size, "at least 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExtractConfig:
+    """conversations -> features.
+
+    Attributes:
+        max_length: longer conversations are truncated to this many tokens.
+        batch_tokens: tokens per forward pass, padding included.
+        shard_records: conversations per ArrayRecord shard; the unit of resumption.
+    """
+
+    __pydantic_config__ = _STRICT
+    max_length: int = 2048
+    batch_tokens: int = 4096
+    shard_records: int = 256
+
+    def __post_init__(self) -> None:
+        _require(self.max_length >= 8, "extract.max_length", self.max_length, "at least 8")
+        _require(
+            self.batch_tokens >= self.max_length,
+            "extract.batch_tokens",
+            self.batch_tokens,
+            f"at least extract.max_length = {self.max_length}",
+        )
+        _require(self.shard_records >= 1, "extract.shard_records", self.shard_records, "at least 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """features -> draft head (EAGLE3_SPEC sections 2 and 9).
+
+    Attributes:
+        ttt_steps: steps of the training-time test; step_decay weighs step i by step_decay ** i.
+        batch_size: packed rows per step; row_length: tokens per row.
+        epochs: passes over the features; max_steps stops earlier when it is not None.
+        mask_offset: the loss mask that counts for the prediction of token t+2 is mask[t + mask_offset].
+        loss_reduction: divide by all positions ("all", the paper's code) or by those that count ("mask").
+        argmax_mask: drop positions whose teacher argmax is outside the draft vocabulary.
+        loss_block: positions per block of the vocabulary-wide part of the loss.
+        remat: recompute each step in the backward pass (memory for time).
+        eval_every, checkpoint_every, log_every: in optimizer steps.
+    """
+
+    __pydantic_config__ = _STRICT
+    ttt_steps: int = 7
+    step_decay: float = 0.8
+    batch_size: int = 4
+    row_length: int = 2048
+    epochs: float = 1.0
+    max_steps: int | None = None
+    learning_rate: float = 1e-4
+    warmup_ratio: float = 0.015
+    b1: float = 0.9
+    b2: float = 0.95
+    weight_decay: float = 0.0
+    clip_norm: float = 0.5
+    mask_offset: Literal[0, 1, 2] = 0
+    loss_reduction: Literal["all", "mask"] = "all"
+    argmax_mask: bool = True
+    loss_block: int = 512
+    remat: bool = False
+    log_every: int = 10
+    eval_every: int = 200
+    eval_batches: int = 16
+    checkpoint_every: int = 500
+    keep_checkpoints: int = 2
+
+    def __post_init__(self) -> None:
+        for field in ("ttt_steps", "batch_size", "row_length", "loss_block", "log_every", "eval_every"):
+            _require(getattr(self, field) >= 1, f"train.{field}", getattr(self, field), "at least 1")
+        _require(0 < self.step_decay <= 1, "train.step_decay", self.step_decay, "in (0, 1]")
+        _require(self.learning_rate > 0, "train.learning_rate", self.learning_rate, "more than 0")
+        _require(self.epochs > 0, "train.epochs", self.epochs, "more than 0")
+        _require(0 <= self.warmup_ratio < 1, "train.warmup_ratio", self.warmup_ratio, "in [0, 1)")
+        _require(
+            self.row_length % min(self.loss_block, self.row_length) == 0,
+            "train.loss_block",
+            self.loss_block,
+            f"a divisor of train.row_length = {self.row_length}",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """checkpoint -> serving checkpoint. `sglang` is the form that SGLang, vLLM and sglang-jax all take."""
+
+    __pydantic_config__ = _STRICT
+    format: Literal["sglang"] = "sglang"
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """export -> acceptance, losslessness and speed against vanilla decoding of the same engine.
+
+    Attributes:
+        draft: exported folder to measure; None is the run's own `export` folder.
+        limit: at most this many prompts, spread evenly over the categories.
+    """
+
+    __pydantic_config__ = _STRICT
+    tree: DraftTree = DraftTree()
+    draft: str | None = None
+    temperature: float = 0.0
+    max_tokens: int = 128
+    batch_size: int = 1
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.temperature >= 0, "evaluate.temperature", self.temperature, "0 (greedy) or more")
+        _require(self.max_tokens >= 1, "evaluate.max_tokens", self.max_tokens, "at least 1")
+        _require(self.batch_size >= 1, "evaluate.batch_size", self.batch_size, "at least 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One run: where it lives, its seed, its models, and one section per verb."""
+
+    __pydantic_config__ = _STRICT
+    run_dir: str
+    seed: int = 0
+    compile_cache: str | None = None
+    target: TargetConfig = TargetConfig()
+    draft: DraftConfig = DraftConfig()
+    mesh: MeshConfig = MeshConfig()
+    prepare: PrepareConfig = PrepareConfig()
+    regenerate: RegenerateConfig = RegenerateConfig()
+    extract: ExtractConfig = ExtractConfig()
+    train: TrainConfig = TrainConfig()
+    export: ExportConfig = ExportConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+
+    def folder(self, verb: str) -> pathlib.Path:
+        """Output folder of a verb, e.g. `runs/quickstart/features`."""
+        return pathlib.Path(self.run_dir) / FOLDERS[verb]
+
+
+# verb -> its output folder inside run_dir; one verb's output is the next one's input.
+FOLDERS = {
+    "prepare": "prompts",
+    "regenerate": "conversations",
+    "extract": "features",
+    "train": "checkpoints",
+    "export": "export",
+    "evaluate": "evaluation",
+}
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be run; the message lists field, got, expected."""
+
+
+def from_dict(values: dict[str, Any]) -> RunConfig:
+    """Validates nested values (as read from YAML) into a RunConfig. Raises ConfigError."""
+    try:
+        return pydantic.TypeAdapter(RunConfig).validate_python(values)
+    except pydantic.ValidationError as error:
+        lines = [
+            f"  {'.'.join(str(part) for part in item['loc']) or 'config'}: {item['msg']} (got {item['input']!r})"
+            for item in error.errors()
+        ]
+        raise ConfigError("invalid configuration:\n" + "\n".join(lines)) from error
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """The plain nested form of a config dataclass (JSON- and YAML-ready)."""
+    return pydantic.TypeAdapter(type(config)).dump_python(config, mode="json")
+
+
+def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads a YAML run file and applies dotted overrides such as `--train.learning_rate 3e-4`.
+
+    Raises:
+        ConfigError: unreadable file, unknown key, wrong type, value out of range.
+    """
+    path = pathlib.Path(path)
+    try:
+        values = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config {path}: not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"--config {path}: got {type(values).__name__}, expected a mapping of sections")
+    config = from_dict(values)
+    if overrides:
+        config = tyro.cli(RunConfig, default=config, args=list(overrides), prog=f"--config {path}")
+        config = from_dict(to_dict(config))
+    return config
+
+
+def from_command_line(
+    verb: str, description: str, argv: Sequence[str] | None = None, **flags: str
+) -> tuple[RunConfig, argparse.Namespace]:
+    """Parses `python -m eagle3_jax.<verb> --config FILE [--flag VALUE ...] [--section.field VALUE ...]`.
+
+    Args:
+        flags: the verb's own required string flags, name -> help.
+
+    Exits with status 2 and a clear sentence when the configuration is refused.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m eagle3_jax.{verb}",
+        description=description,
+        epilog="Every field of the config can be overridden: --section.field VALUE",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", required=True, help="YAML run file, see configs/")
+    for name, text in flags.items():
+        parser.add_argument(f"--{name}", required=True, help=text)
+    arguments, rest = parser.parse_known_args(argv)
+    try:
+        return load(arguments.config, rest), arguments
+    except ConfigError as error:
+        sys.exit(f"eagle3_jax.{verb}: {error}")

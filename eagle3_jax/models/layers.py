@@ -1,0 +1,126 @@
+"""The few functions that target and draft models are made of.
+
+Conventions: activations carry the compute dtype and weights follow it; norms, RoPE and softmax run in float32; every
+contraction asks for the highest precision, so that float32 means float32 on a TPU too (bfloat16 is unaffected).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+HIGHEST = jax.lax.Precision.HIGHEST
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Llama-3.1's frequency scaling (Hugging Face `rope_type: llama3`)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> Float[Array, " half"]:
+    """Inverse frequencies of the rotate-half (NeoX) layout, float32 [head_dim // 2]."""
+    inverse = 1.0 / theta ** (jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if scaling is None:
+        return inverse
+    wavelength = 2 * math.pi / inverse
+    original = scaling.original_max_position_embeddings
+    low, high = original / scaling.low_freq_factor, original / scaling.high_freq_factor
+    smooth = (original / wavelength - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blended = (1 - smooth) * inverse / scaling.factor + smooth * inverse
+    return jnp.where(wavelength > low, inverse / scaling.factor, jnp.where(wavelength < high, inverse, blended))
+
+
+def rope_table(
+    positions: Int[Array, "b t"], frequencies: Float[Array, " half"]
+) -> tuple[Float[Array, "b t 1 half"], Float[Array, "b t 1 half"]]:
+    """Cosines and sines of every position, float32, ready to broadcast over heads."""
+    angles = positions[..., None, None].astype(jnp.float32) * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def apply_rope(
+    x: Float[Array, "b t heads d"], table: tuple[Float[Array, "b t 1 half"], Float[Array, "b t 1 half"]]
+) -> Float[Array, "b t heads d"]:
+    """Rotates the two halves of each head (rotate-half layout), in float32."""
+    cos, sin = table
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def rms_norm(x: Float[Array, "*batch h"], weight: Float[Array, " h"], eps: float) -> Float[Array, "*batch h"]:
+    """x / rms(x) * weight, variance in float32, as Llama computes it."""
+    x32 = x.astype(jnp.float32)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return normed.astype(x.dtype) * weight.astype(x.dtype)
+
+
+def linear(x: Float[Array, "*batch h"], kernel: Float[Array, "h *out"]) -> Float[Array, "*batch *out"]:
+    """x @ kernel over the last axis of x and the first of kernel; the kernel is cast to x's dtype."""
+    flat = kernel.reshape(kernel.shape[0], -1).astype(x.dtype)
+    return jnp.dot(x, flat, precision=HIGHEST).reshape(*x.shape[:-1], *kernel.shape[1:])
+
+
+def vocabulary_logits(x: Float[Array, "*batch h"], rows: Float[Array, "v h"]) -> Float[Array, "*batch v"]:
+    """x @ rows.T in float32; rows are one per token, as embeddings are stored."""
+    return jax.lax.dot_general(
+        x, rows.astype(x.dtype), (((x.ndim - 1,), (1,)), ((), ())), precision=HIGHEST, preferred_element_type=jnp.float32
+    )
+
+
+class Attention(nnx.Module):
+    """Projections of grouped-query attention; what is attended, the caller decides.
+
+    `qkv` [in, kv_heads, group + 2, head_dim] keeps each KV head beside its queries: one contraction, and a split over
+    the model axis cuts between KV heads.
+    """
+
+    def __init__(
+        self, in_features: int, hidden: int, heads: int, kv_heads: int, head_dim: int, *, dtype: Any, rngs: nnx.Rngs
+    ) -> None:
+        self.qkv = normal((in_features, kv_heads, heads // kv_heads + 2, head_dim), dtype, rngs)
+        self.o = normal((heads * head_dim, hidden), dtype, rngs)
+
+    def project(
+        self, x: Float[Array, "b t h"], rope: tuple[Float[Array, "b t 1 half"], Float[Array, "b t 1 half"]]
+    ) -> tuple[Float[Array, "b t n d"], Float[Array, "b t k d"], Float[Array, "b t k d"]]:
+        """Rotated queries and keys, and values."""
+        b, t, _ = x.shape
+        qkv = linear(x, self.qkv[...])
+        q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
+        return apply_rope(q.reshape(b, t, -1, q.shape[-1]), rope), apply_rope(k, rope), v
+
+    def output(self, attended: Float[Array, "b t n d"]) -> Float[Array, "b t h"]:
+        return linear(attended.reshape(*attended.shape[:2], -1), self.o[...])
+
+
+class SwiGLU(nnx.Module):
+    """down(silu(gate(x)) * up(x)); gate and up are one contraction, `gate_up` [hidden, 2, intermediate]."""
+
+    def __init__(self, hidden: int, intermediate: int, *, dtype: Any, rngs: nnx.Rngs) -> None:
+        self.gate_up = normal((hidden, 2, intermediate), dtype, rngs)
+        self.down = normal((intermediate, hidden), dtype, rngs)
+
+    def __call__(self, x: Float[Array, "b t h"]) -> Float[Array, "b t h"]:
+        gate_up = linear(x, self.gate_up[...])
+        return linear(jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :], self.down[...])
+
+
+def normal(shape: tuple[int, ...], dtype: Any, rngs: nnx.Rngs, scale: float = 0.02) -> nnx.Param:
+    """A parameter drawn from N(0, scale^2), Hugging Face's initialisation."""
+    return nnx.Param((scale * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype))
+
+
+def ones(size: int, dtype: Any) -> nnx.Param:
+    """A norm's weight."""
+    return nnx.Param(jnp.ones((size,), dtype))

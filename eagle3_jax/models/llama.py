@@ -1,0 +1,193 @@
+"""The Llama family as a target: RMSNorm, RoPE, grouped-query attention, SwiGLU, tied or untied embeddings.
+
+One forward serves prefill, one-token decode and tree verification, and returns the aux hidden states on the way. The
+layers are unrolled: scanning them copies each layer's weights out of the stack on a CPU (about twice the time a step).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import P
+from jaxtyping import Array, Bool, Float, Int
+
+from eagle3_jax.models.cache import KVCache
+from eagle3_jax.models.layers import (
+    Attention,
+    RopeScaling,
+    SwiGLU,
+    normal,
+    ones,
+    rms_norm,
+    rope_frequencies,
+    rope_table,
+    vocabulary_logits,
+)
+
+# (regex over the parameter's path, partition): heads and FFN columns over the model axis.
+SHARDING_RULES = (
+    (r"embed|lm_head", P("model", None)),
+    (r"attention/qkv", P(None, "model", None, None)),
+    (r"attention/o", P("model", None)),
+    (r"mlp/gate_up", P(None, None, "model")),
+    (r"mlp/down", P("model", None)),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig:
+    """Shape of a Llama-architecture model, in Hugging Face's words.
+
+    Attributes:
+        aux_layers: boundaries whose residual stream is returned; ascending, distinct, in [0, num_hidden_layers].
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    tie_word_embeddings: bool
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...]
+    aux_layers: tuple[int, ...]
+    bos_token_id: int | None = None
+    rope_scaling: RopeScaling | None = None
+
+    @classmethod
+    def from_hf(cls, values: dict[str, Any], aux_layers: tuple[int, ...] | None = None) -> LlamaConfig:
+        """Reads a Hugging Face config.json (transformers 4 and 5 spellings). Raises ValueError with every problem."""
+        problems: list[str] = []
+        if values.get("architectures") != ["LlamaForCausalLM"]:
+            problems.append(f"architectures: got {values.get('architectures')!r}, expected ['LlamaForCausalLM']")
+        for field, expected in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
+            if values.get(field, expected) != expected:
+                problems.append(f"{field}: got {values[field]!r}, expected {expected!r}")
+        required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        problems += [f"{field}: missing" for field in required if field not in values]
+        rope = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        scaling_fields = [field.name for field in dataclasses.fields(RopeScaling)]
+        scaling = None
+        if kind == "llama3":
+            missing = [field for field in scaling_fields if field not in rope]
+            problems += [f"rope_scaling.{field}: missing" for field in missing]
+            scaling = None if missing else RopeScaling(**{field: rope[field] for field in scaling_fields})
+        elif kind != "default":
+            problems.append(f"rope_scaling.rope_type: got {kind!r}, expected 'default' or 'llama3'")
+        if problems:
+            raise ValueError("unsupported target config:\n  " + "\n  ".join(problems))
+        heads, layers = values["num_attention_heads"], values["num_hidden_layers"]
+        eos = values.get("eos_token_id")
+        return cls(
+            vocab_size=values["vocab_size"],
+            hidden_size=values["hidden_size"],
+            intermediate_size=values["intermediate_size"],
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=values.get("num_key_value_heads") or heads,
+            head_dim=values.get("head_dim") or values["hidden_size"] // heads,
+            rms_norm_eps=values.get("rms_norm_eps", 1e-6),
+            rope_theta=float(rope.get("rope_theta") or values.get("rope_theta") or 10000.0),
+            tie_word_embeddings=values.get("tie_word_embeddings", False),
+            max_position_embeddings=values.get("max_position_embeddings", 2048),
+            eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+            aux_layers=check_aux_layers(aux_layers, layers),
+            bos_token_id=values.get("bos_token_id"),
+            rope_scaling=scaling,
+        )
+
+
+def check_aux_layers(aux_layers: tuple[int, ...] | None, layers: int) -> tuple[int, ...]:
+    """The boundaries to use: the given ones, or (2, n // 2, n - 3) (EAGLE3_SPEC section 1.3). Raises ValueError."""
+    chosen = (2, layers // 2, layers - 3) if aux_layers is None else tuple(aux_layers)
+    if not chosen or list(chosen) != sorted(set(chosen)) or chosen[0] < 0 or chosen[-1] > layers:
+        hint = "; the default rule collides on shallow targets, name them" if aux_layers is None else ""
+        raise ValueError(f"target.aux_layers: got {chosen}, expected ascending, distinct, within 0..{layers}{hint}")
+    return chosen
+
+
+class Block(nnx.Module):
+    """One decoder layer."""
+
+    def __init__(self, config: LlamaConfig, *, dtype: Any, rngs: nnx.Rngs) -> None:
+        c = config
+        self.input_norm = ones(c.hidden_size, dtype)
+        self.attention = Attention(
+            c.hidden_size,
+            c.hidden_size,
+            c.num_attention_heads,
+            c.num_key_value_heads,
+            c.head_dim,
+            dtype=dtype,
+            rngs=rngs,
+        )
+        self.post_norm = ones(c.hidden_size, dtype)
+        self.mlp = SwiGLU(c.hidden_size, c.intermediate_size, dtype=dtype, rngs=rngs)
+
+
+class Llama(nnx.Module):
+    """The target model. Parameters: `embed` [V, H], `blocks`, `norm` [H], and `lm_head` [V, H] unless tied."""
+
+    def __init__(self, config: LlamaConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs) -> None:
+        self.config = config
+        self.embed = normal((config.vocab_size, config.hidden_size), dtype, rngs)
+        self.blocks = nnx.List([Block(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)])
+        self.norm = ones(config.hidden_size, dtype)
+        if not config.tie_word_embeddings:
+            self.lm_head = normal((config.vocab_size, config.hidden_size), dtype, rngs)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "b t"],
+        positions: Int[Array, "b t"],
+        cache: KVCache,
+        lengths: Int[Array, " b"],
+        tail_mask: Bool[Array, "b t t"] | None = None,
+    ) -> tuple[Float[Array, "b t h"], Float[Array, "b t aux"], KVCache]:
+        """Runs t new tokens of each sequence behind its committed prefix.
+
+        Args:
+            positions: RoPE positions (committed length + depth in the tree).
+            lengths: committed tokens in the cache; the new ones are written behind them.
+            tail_mask: which of the new tokens each of them sees; None is causal.
+
+        Returns:
+            The last hidden state after the final norm (the LM head's input), the aux hidden states concatenated in
+            ascending order of boundary, and the cache.
+        """
+        c = self.config
+        rope = rope_table(positions, rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling))
+        x = self.embed[...][tokens]
+        aux = []
+        for layer, block in enumerate(self.blocks):
+            if layer in c.aux_layers:
+                aux.append(x)
+            q, k, v = block.attention.project(rms_norm(x, block.input_norm[...], c.rms_norm_eps), rope)
+            cache = cache.append(layer, k, v, lengths)
+            x = x + block.attention.output(cache.attend(layer, q, lengths, tail_mask))
+            x = x + block.mlp(rms_norm(x, block.post_norm[...], c.rms_norm_eps))
+        if c.num_hidden_layers in c.aux_layers:
+            aux.append(x)
+        return rms_norm(x, self.norm[...], c.rms_norm_eps), jnp.concatenate(aux, axis=-1), cache
+
+    @property
+    def output_rows(self) -> Float[Array, "v h"]:
+        """Rows of the LM head, one per token of the vocabulary."""
+        return self.embed[...] if self.config.tie_word_embeddings else self.lm_head[...]
+
+    def logits(self, hidden: Float[Array, "*batch h"]) -> Float[Array, "*batch v"]:
+        """float32 logits of final-normed hidden states."""
+        return vocabulary_logits(hidden, self.output_rows)
+
+    def empty_cache(self, batch: int, slots: int) -> KVCache:
+        c = self.config
+        dtype = self.embed[...].dtype
+        return KVCache.empty(c.num_hidden_layers, batch, c.num_key_value_heads, slots, c.head_dim, dtype)
