@@ -77,7 +77,9 @@ def begin(folder: str | pathlib.Path, identity: dict[str, Any]) -> bool:
         differing = list(_differences(found.get("identity", {}), identity))
         if differing:
             lines = "\n".join(f"  {field}: found {old!r}, expected {new!r}" for field, old, new in differing)
-            raise ManifestError(f"{folder} was made from something else:\n{lines}\nremove it, or choose another run_dir")
+            raise ManifestError(
+                f"{folder} was made from something else:\n{lines}\nremove it, or choose another run_dir"
+            )
         return bool(found.get("finished"))
     folder.mkdir(parents=True, exist_ok=True)
     write_json(path, {"finished": False, "identity": identity, "versions": versions()})

@@ -1,0 +1,91 @@
+# shellcheck shell=bash
+# Shared by the other scripts, which source it: finds a Python, makes the virtual environment, installs once.
+# Needs bash and a Python 3.11 or newer, nothing else.
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+VENV=${VENV:-.venv}
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+NEEDED_MIB=4096
+
+fail() {
+  printf '%s: %s\n' "$(basename "$0")" "$*" >&2
+  exit 1
+}
+
+# A name on the PATH is not enough: version managers leave shims that cannot run.
+is_new_enough() {
+  "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
+}
+
+find_python() {
+  local candidate found=""
+  if [[ -n ${PYTHON:-} ]]; then
+    is_new_enough "$PYTHON" || fail "PYTHON=$PYTHON is not a Python 3.11 or newer that runs."
+    echo "$PYTHON"
+    return
+  fi
+  for candidate in python3 python3.13 python3.12 python3.11; do
+    if is_new_enough "$candidate"; then
+      echo "$candidate"
+      return
+    fi
+  done
+  found=$(python3 --version 2>/dev/null || true)
+  fail "needs Python 3.11 or newer, found ${found:-no Python}. Install one, or name it: PYTHON=/path/to/python3.12 bash $0"
+}
+
+# Says in one sentence why making the environment failed, from what pip or venv printed.
+explain() {
+  local output=$1 last
+  case $output in
+    *"No space left"* | *"Errno 28"* | *"Disk quota"*)
+      echo "the disk is full; $VENV needs about $((NEEDED_MIB / 1024)) GiB. Free some space and run the same command again." ;;
+    *"ensurepip is not available"* | *"No module named venv"* | *"No module named ensurepip"* | *"No module named 'ensurepip'"*)
+      echo "this Python has no venv module. Install it (on Debian and Ubuntu: apt install python3-venv) and run the same command again." ;;
+    *"NewConnectionError"* | *"Failed to establish"* | *"Temporary failure"* | *"timed out"* | *"ConnectionError"* | \
+      *"ProxyError"* | *"SSLError"* | *"Network is unreachable"* | *"No matching distribution"*)
+      echo "could not get the packages: no network, or a package index that does not hold them. Check the connection and run the same command again." ;;
+    *)
+      last=${output%$'\n'}
+      echo "could not make $VENV: ${last##*$'\n'}" ;;
+  esac
+}
+
+# Shows the latest line of a long command on a terminal; stays silent in a log.
+ticker() {
+  local line
+  while IFS= read -r line; do
+    if [[ -t 2 ]]; then printf '\r\033[K%.100s' "$line" >&2; fi
+  done
+  if [[ -t 2 ]]; then printf '\r\033[K' >&2; fi
+}
+
+# prepare_environment NAME EXTRAS [SUPERSET]
+# Installs the package with EXTRAS ("" or "[test]") into $VENV unless that was done for these very versions.
+# NAME names the stamp that says so; the stamp of SUPERSET, which holds as much or more, counts too.
+# A half-made environment has no stamp, so the next run completes it.
+prepare_environment() {
+  local name=$1 extras=$2 superset=${3:-$1} python constraints key stamp output free
+  if ! is_new_enough "$VENV/bin/python" || ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
+    python=$(find_python)
+    echo "Making $VENV with $("$python" --version) ..."
+    output=$("$python" -m venv --clear "$VENV" 2>&1) || fail "$(explain "$output")"
+  fi
+  constraints=constraints/py312.txt
+  if "$VENV/bin/python" -c 'import sys; sys.exit(sys.version_info >= (3, 12))'; then constraints=constraints/py311.txt; fi
+  key=$(cat pyproject.toml "$constraints" | cksum)
+  for stamp in "$VENV/.installed-$name" "$VENV/.installed-$superset"; do
+    if [[ -f $stamp && $(<"$stamp") == "$key" ]]; then return; fi
+  done
+
+  free=$(df -Pm "$VENV" | awk 'NR == 2 {print $4}')
+  if [[ ! -f $VENV/.installed-$name && ! -f $VENV/.installed-$superset ]] && ((free < NEEDED_MIB)); then
+    fail "the disk is nearly full: $VENV needs about $((NEEDED_MIB / 1024)) GiB, $free MiB are free. Free some space and run the same command again."
+  fi
+  echo "Installing into $VENV (minutes the first time, only once) ..."
+  rm -f "$VENV/.installed-$name"
+  output=$("$VENV/bin/python" -m pip install --progress-bar off --constraint "$constraints" --editable ".$extras" 2>&1 |
+    tee >(ticker)) || fail "$(explain "$output")"
+  echo "$key" >"$VENV/.installed-$name" || fail "the disk is full. Free some space and run the same command again."
+}
