@@ -1,0 +1,227 @@
+"""Feature shards: one record per conversation, many records per ArrayRecord file, random access over all of a folder.
+
+A record is a safetensors buffer: it names its arrays, their shapes and dtypes, holds bfloat16, and runs no code when
+it is read. Beside each shard lies a small JSON file with what a reader wants to know before it reads: the lengths of
+the records, the size of the shard, and the writer's own notes. It is written last, so that its presence says that the
+shard is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+from collections.abc import Iterable
+from typing import Any, SupportsIndex
+
+import ml_dtypes
+import numpy as np
+import safetensors
+import safetensors.numpy
+from array_record.python import array_record_module
+from jaxtyping import Int32
+
+from eagle3_jax import manifest
+
+Record = dict[str, np.ndarray]
+
+_SUFFIX = ".array_record"
+_SHARD = re.compile(r"(\d{5})-of-(\d{5})\.array_record")
+# Field -> (dtype, dimensions, safetensors' name of the dtype).
+_FIELDS = {
+    "token_ids": (np.dtype(np.int32), 1, "I32"),
+    "loss_mask": (np.dtype(np.uint8), 1, "U8"),
+    "aux": (np.dtype(ml_dtypes.bfloat16), 2, "BF16"),
+    "last_hidden": (np.dtype(ml_dtypes.bfloat16), 2, "BF16"),
+    "argmax": (np.dtype(np.int32), 1, "I32"),
+}
+
+
+class FeatureError(ValueError):
+    """A record or a shard that is not what it should be; the message names the file."""
+
+
+def encode_record(record: Record) -> bytes:
+    """Serialises one conversation's features.
+
+    Args:
+        record: `token_ids` int32 [L]; `loss_mask` uint8 [L], 1 where the token is the target's own; `aux` bfloat16
+            [L, n_aux * H], the aux hidden states in ascending order of boundary (EAGLE3_SPEC section 1.3);
+            `last_hidden` bfloat16 [L, H], after the target's final norm; `argmax` int32 [L], the target's most likely
+            token behind position t.
+
+    Raises:
+        FeatureError: missing or surplus fields, wrong dtypes, or lengths that do not agree.
+    """
+    if problems := _problems(record):
+        raise FeatureError("feature record:\n  " + "\n  ".join(problems))
+    return safetensors.numpy.save({name: np.ascontiguousarray(record[name]) for name in _FIELDS})
+
+
+def decode_record(data: bytes) -> Record:
+    """The inverse of `encode_record`. Raises FeatureError when `data` is no feature record."""
+    try:
+        parts = dict(safetensors.deserialize(data))
+    except safetensors.SafetensorError as error:
+        raise FeatureError(f"feature record: {error}") from error
+    problems = [f"{name}: missing" for name in _FIELDS.keys() - parts.keys()]
+    problems += [
+        f"{name}: got {parts[name]['dtype']}, expected {code}"
+        for name, (_, _, code) in _FIELDS.items()
+        if name in parts and parts[name]["dtype"] != code
+    ]
+    if problems:
+        raise FeatureError("feature record:\n  " + "\n  ".join(sorted(problems)))
+    return {
+        name: np.frombuffer(parts[name]["data"], dtype).reshape(parts[name]["shape"])
+        for name, (dtype, _, _) in _FIELDS.items()
+    }
+
+
+def shard_path(folder: str | pathlib.Path, index: int, shards: int) -> pathlib.Path:
+    """Name of shard `index` of `shards`; the number of shards in the name shows when one is missing."""
+    return pathlib.Path(folder) / f"{index:05d}-of-{shards:05d}{_SUFFIX}"
+
+
+def write_shard(path: str | pathlib.Path, records: Iterable[Record], notes: Any = None) -> None:
+    """Writes a shard and its sidecar atomically.
+
+    Args:
+        notes: anything JSON-ready that the writer wants to find again with `read_notes`. May be a dict that is still
+            being filled while `records` is consumed.
+
+    Raises:
+        FeatureError: a record of a wrong form; nothing is left behind.
+    """
+    path = pathlib.Path(path)
+    lengths = []
+    with manifest.atomic(path) as temporary:
+        # One record a group, uncompressed: random access reads exactly the record (hidden states hardly compress).
+        writer = array_record_module.ArrayRecordWriter(str(temporary), "group_size:1,uncompressed")
+        try:
+            for record in records:
+                writer.write(encode_record(record))
+                lengths.append(len(record["token_ids"]))
+        finally:
+            writer.close()
+        size = temporary.stat().st_size
+    manifest.write_json(_sidecar(path), {"bytes": size, "lengths": lengths, "notes": notes})
+
+
+def is_complete(path: str | pathlib.Path) -> bool:
+    """Whether `write_shard` finished this shard and the file still has the size it had then."""
+    path = pathlib.Path(path)
+    return _sidecar(path).exists() and path.exists() and path.stat().st_size == _read_sidecar(path)["bytes"]
+
+
+def read_notes(path: str | pathlib.Path) -> Any:
+    """The notes that `write_shard` was given. Raises FeatureError."""
+    return _read_sidecar(pathlib.Path(path))["notes"]
+
+
+class FeatureSource:
+    """Random access over all shards of a folder; a data source for `grain.MapDataset.source`.
+
+    Opening reads the sidecars alone. Shards are opened when they are first read, so that an instance can be pickled
+    for grain's worker processes.
+
+    Attributes:
+        lengths: int32 [records], tokens of each record.
+
+    Raises:
+        FeatureError: at opening, a missing, foreign or truncated shard; at reading, an altered one.
+    """
+
+    def __init__(self, folder: str | pathlib.Path) -> None:
+        self.folder = pathlib.Path(folder)
+        self._paths = _shards(self.folder)
+        lengths = [_checked_lengths(path) for path in self._paths]
+        self.lengths: Int32[np.ndarray, " records"] = np.concatenate(lengths)
+        self._ends = np.cumsum([len(part) for part in lengths])
+        self._readers: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: SupportsIndex) -> Record:
+        at = range(len(self))[index.__index__()]  # negative indices and IndexError as of a list
+        shard = int(np.searchsorted(self._ends, at, side="right"))
+        path = self._paths[shard]
+        try:
+            reader = self._readers.get(shard)
+            if reader is None:
+                reader = self._readers[shard] = _open(path)
+            start = int(self._ends[shard - 1]) if shard else 0
+            (data,) = reader.read([at - start])
+            record = decode_record(data)
+        except (RuntimeError, IndexError, FeatureError) as error:
+            raise FeatureError(f"{path}, record {at}: unreadable ({error}); remove it and extract again") from error
+        if len(record["token_ids"]) != self.lengths[at]:
+            found = len(record["token_ids"])
+            raise FeatureError(f"{path}, record {at}: got {found} tokens, expected {self.lengths[at]} by its sidecar")
+        return record
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_readers": {}}
+
+    def __repr__(self) -> str:
+        return f"FeatureSource({str(self.folder)!r}, records={len(self)})"
+
+
+def _open(path: pathlib.Path) -> Any:
+    return array_record_module.ArrayRecordReader(str(path), "readahead_buffer_size:0,max_parallelism:0")
+
+
+def _sidecar(path: pathlib.Path) -> pathlib.Path:
+    return path.with_suffix(".json")
+
+
+def _read_sidecar(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        return json.loads(_sidecar(path).read_text())
+    except FileNotFoundError as error:
+        raise FeatureError(f"{_sidecar(path)}: not found, the shard beside it is incomplete; extract again") from error
+    except json.JSONDecodeError as error:
+        raise FeatureError(f"{_sidecar(path)}: not valid JSON ({error}); remove it and extract again") from error
+
+
+def _checked_lengths(path: pathlib.Path) -> Int32[np.ndarray, " records"]:
+    sidecar = _read_sidecar(path)
+    size = path.stat().st_size
+    if size != sidecar["bytes"]:
+        raise FeatureError(f"{path}: got {size} bytes, expected {sidecar['bytes']}; remove it and extract again")
+    return np.asarray(sidecar["lengths"], np.int32)
+
+
+def _shards(folder: pathlib.Path) -> list[pathlib.Path]:
+    """All shards in order, checked to be one complete set."""
+    paths = sorted(folder.glob(f"*{_SUFFIX}"))
+    found = []
+    for path in paths:
+        match = _SHARD.fullmatch(path.name)
+        if match is None:
+            raise FeatureError(f"{path}: got a foreign name, expected NNNNN-of-NNNNN{_SUFFIX}")
+        found.append((int(match[1]), int(match[2])))
+    if not found:
+        raise FeatureError(f"{folder}: no {_SUFFIX} files, expected the output of `python -m eagle3_jax.extract`")
+    shards = found[0][1]
+    missing = [shard_path(folder, i, shards).name for i in range(shards) if (i, shards) not in found]
+    if missing or len(found) != shards:
+        raise FeatureError(f"{folder}: got {len(found)} shards, expected {shards}; missing: {', '.join(missing)}")
+    return paths
+
+
+def _problems(record: Record) -> list[str]:
+    problems = [f"{name}: missing" for name in _FIELDS if name not in record]
+    problems += [f"{name}: not a field" for name in record if name not in _FIELDS]
+    length = len(record["token_ids"]) if "token_ids" in record else None
+    for name, (dtype, dimensions, _) in _FIELDS.items():
+        if name not in record:
+            continue
+        array = record[name]
+        if array.dtype != dtype or array.ndim != dimensions or (length is not None and len(array) != length):
+            shape = "[L]" if dimensions == 1 else "[L, width]"
+            problems.append(
+                f"{name}: got {array.dtype} {list(array.shape)}, expected {dtype} {shape} with L = {length}"
+            )
+    return problems

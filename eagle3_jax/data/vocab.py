@@ -1,0 +1,35 @@
+"""The draft vocabulary: the tokens the target says most often (EAGLE3_SPEC section 3)."""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Int32, Int64, Integer, UInt8
+
+
+def count_tokens(
+    token_ids: Int32[np.ndarray, " l"], loss_mask: UInt8[np.ndarray, " l"], vocab_size: int
+) -> Int64[np.ndarray, " v"]:
+    """How often each token of the target's vocabulary occurs where the loss counts."""
+    return np.bincount(token_ids[loss_mask != 0], minlength=vocab_size).astype(np.int64)
+
+
+def choose_draft_vocabulary(counts: Integer[np.ndarray, " v"], size: int) -> Int32[np.ndarray, " size"]:
+    """The `size` most frequent tokens, ties to the lower id; never-seen ones fill up from the lowest id on.
+
+    Returns:
+        Absolute target ids, ascending: draft id d stands for the target's token `result[d]`.
+
+    Raises:
+        ValueError: `size` is not within 1..V.
+    """
+    if not 1 <= size <= len(counts):
+        raise ValueError(f"draft.vocab_size: got {size}, expected 1 to the target's vocabulary, {len(counts)}")
+    # A stable sort keeps equal counts in order of id; the unused have count 0 and so come last, lowest first.
+    most_frequent = np.argsort(-counts.astype(np.int64), kind="stable")[:size]
+    return np.sort(most_frequent).astype(np.int32)
+
+
+def coverage(counts: Integer[np.ndarray, " v"], token_ids: Int32[np.ndarray, " size"]) -> float:
+    """Share of the counted tokens that the draft vocabulary can say; 1.0 when nothing was counted."""
+    total = int(counts.sum())
+    return float(counts[token_ids].sum()) / total if total else 1.0

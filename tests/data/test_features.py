@@ -1,0 +1,159 @@
+"""Feature records and shards: round trip, random access, pickling, and what is said about broken files."""
+
+import os
+import pickle
+import re
+
+import grain
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eagle3_jax.data import features
+
+
+def make_record(length: int, seed: int = 0, aux: int = 12, hidden: int = 4) -> features.Record:
+    rng = np.random.default_rng(seed)
+    return {
+        "token_ids": rng.integers(0, 100, length).astype(np.int32),
+        "loss_mask": rng.integers(0, 2, length).astype(np.uint8),
+        "aux": rng.normal(size=(length, aux)).astype(ml_dtypes.bfloat16),
+        "last_hidden": rng.normal(size=(length, hidden)).astype(ml_dtypes.bfloat16),
+        "argmax": rng.integers(0, 100, length).astype(np.int32),
+    }
+
+
+def assert_same(left: features.Record, right: features.Record) -> None:
+    assert left.keys() == right.keys()
+    for name in left:
+        assert left[name].dtype == right[name].dtype
+        assert left[name].shape == right[name].shape
+        assert left[name].tobytes() == right[name].tobytes(), name
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for shard, lengths in enumerate(([3, 5, 1], [], [7, 2])):
+        records = (make_record(length, seed=10 * shard + i) for i, length in enumerate(lengths))
+        features.write_shard(features.shard_path(tmp_path, shard, 3), records, notes={"shard": shard})
+    return tmp_path
+
+
+@settings(deadline=None, max_examples=20)
+@given(length=st.integers(1, 40), hidden=st.integers(1, 9), seed=st.integers(0, 1000))
+def test_a_record_survives_encoding_bit_for_bit(length, hidden, seed):
+    record = make_record(length, seed, aux=3 * hidden, hidden=hidden)
+    assert_same(features.decode_record(features.encode_record(record)), record)
+
+
+def test_a_strided_array_is_encoded_by_value():
+    record = make_record(6)
+    record["aux"] = record["aux"][:, ::2]
+    np.testing.assert_array_equal(features.decode_record(features.encode_record(record))["aux"], record["aux"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda r: r.pop("argmax"), r"argmax: missing"),
+        (lambda r: r.update(extra=r["argmax"]), r"extra: not a field"),
+        (lambda r: r.update(aux=r["aux"].astype(np.float32)), r"aux: got float32 \[4, 12\], expected bfloat16"),
+        (lambda r: r.update(loss_mask=r["loss_mask"][:-1]), r"loss_mask: got uint8 \[3\], .* with L = 4"),
+    ],
+)
+def test_a_record_of_a_wrong_form_is_refused_by_field(change, message):
+    record = make_record(4)
+    change(record)
+    with pytest.raises(features.FeatureError, match=message):
+        features.encode_record(record)
+
+
+@pytest.mark.parametrize("data", [b"", b"nonsense that is no record", features.encode_record(make_record(4))[:-3]])
+def test_bytes_that_are_no_record_are_refused(data):
+    with pytest.raises(features.FeatureError, match="feature record"):
+        features.decode_record(data)
+
+
+def test_random_access_over_all_shards(folder):
+    source = features.FeatureSource(folder)
+    assert len(source) == 5
+    assert source.lengths.dtype == np.int32
+    np.testing.assert_array_equal(source.lengths, [3, 5, 1, 7, 2])
+    expected = [make_record(3, 0), make_record(5, 1), make_record(1, 2), make_record(7, 20), make_record(2, 21)]
+    for index in (4, 0, 3, 1, 2, -1):
+        assert_same(source[index], expected[index])
+    with pytest.raises(IndexError):
+        source[5]
+
+
+def test_a_source_is_pickled_without_its_open_files(folder):
+    source = features.FeatureSource(folder)
+    first = source[0]
+    assert_same(pickle.loads(pickle.dumps(source))[0], first)
+
+
+def test_grain_reads_a_source(folder):
+    dataset = grain.MapDataset.source(features.FeatureSource(folder)).shuffle(seed=1).map(lambda r: len(r["token_ids"]))
+    assert sorted(dataset[i] for i in range(len(dataset))) == [1, 2, 3, 5, 7]
+
+
+def test_notes_come_back_and_may_grow_while_records_are_written(tmp_path):
+    path, notes = features.shard_path(tmp_path, 0, 1), {"seen": 0}
+
+    def records():
+        for i in range(3):
+            notes["seen"] += 1
+            yield make_record(2, i)
+
+    features.write_shard(path, records(), notes)
+    assert features.read_notes(path) == {"seen": 3}
+    assert features.is_complete(path)
+
+
+def test_a_failed_shard_leaves_nothing_behind(tmp_path):
+    path = features.shard_path(tmp_path, 0, 1)
+    bad = make_record(3)
+    del bad["aux"]
+    with pytest.raises(features.FeatureError, match="aux: missing"):
+        features.write_shard(path, [make_record(3), bad])
+    assert os.listdir(tmp_path) == []
+    assert not features.is_complete(path)
+
+
+def test_a_truncated_shard_is_refused_by_name(folder):
+    path = features.shard_path(folder, 2, 3)
+    path.write_bytes(path.read_bytes()[:-100])
+    assert not features.is_complete(path)
+    with pytest.raises(features.FeatureError, match=rf"{re.escape(str(path))}: got \d+ bytes, expected \d+"):
+        features.FeatureSource(folder)
+
+
+def test_an_altered_shard_is_refused_by_name(tmp_path):
+    path = features.shard_path(tmp_path, 0, 1)
+    features.write_shard(path, [make_record(200, aux=300)])
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(features.FeatureError, match=rf"{re.escape(str(path))}, record 0: unreadable .*hash mismatch"):
+        features.FeatureSource(tmp_path)[0]
+
+
+def test_missing_shards_are_named(folder):
+    features.shard_path(folder, 1, 3).unlink()
+    with pytest.raises(features.FeatureError, match=r"got 2 shards, expected 3; missing: 00001-of-00003.array_record"):
+        features.FeatureSource(folder)
+
+
+def test_a_shard_without_its_sidecar_is_incomplete(folder):
+    path = features.shard_path(folder, 0, 3)
+    path.with_suffix(".json").unlink()
+    assert not features.is_complete(path)
+    with pytest.raises(features.FeatureError, match="incomplete"):
+        features.FeatureSource(folder)
+
+
+def test_an_empty_folder_says_who_fills_it(tmp_path):
+    with pytest.raises(features.FeatureError, match=r"eagle3_jax\.extract"):
+        features.FeatureSource(tmp_path)
