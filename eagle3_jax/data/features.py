@@ -14,11 +14,11 @@ import re
 from collections.abc import Iterable
 from typing import Any, SupportsIndex
 
+import array_record.python.array_record_module as array_record
 import ml_dtypes
 import numpy as np
 import safetensors
 import safetensors.numpy
-from array_record.python import array_record_module
 from jaxtyping import Int32
 
 from eagle3_jax import manifest
@@ -97,7 +97,7 @@ def write_shard(path: str | pathlib.Path, records: Iterable[Record], notes: Any 
     lengths = []
     with manifest.atomic(path) as temporary:
         # One record a group, uncompressed: random access reads exactly the record (hidden states hardly compress).
-        writer = array_record_module.ArrayRecordWriter(str(temporary), "group_size:1,uncompressed")
+        writer = array_record.ArrayRecordWriter(str(temporary), "group_size:1,uncompressed")
         try:
             for record in records:
                 writer.write(encode_record(record))
@@ -169,7 +169,7 @@ class FeatureSource:
 
 
 def _open(path: pathlib.Path) -> Any:
-    return array_record_module.ArrayRecordReader(str(path), "readahead_buffer_size:0,max_parallelism:0")
+    return array_record.ArrayRecordReader(str(path), "readahead_buffer_size:0,max_parallelism:0")
 
 
 def _sidecar(path: pathlib.Path) -> pathlib.Path:
