@@ -68,6 +68,11 @@ class TargetConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     aux_layers: tuple[int, ...] | None = None
 
+    def __post_init__(self) -> None:
+        layers = self.aux_layers
+        ascending = layers is None or (len(layers) > 0 and layers[0] >= 0 and sorted(set(layers)) == list(layers))
+        _require(ascending, "target.aux_layers", layers, "ascending, distinct boundaries, none below 0")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftConfig:
@@ -271,8 +276,14 @@ class TrainConfig:
     keep_checkpoints: int = 2
 
     def __post_init__(self) -> None:
-        for field in ("ttt_steps", "batch_size", "row_length", "loss_block", "log_every", "eval_every"):
+        counts = ("ttt_steps", "batch_size", "row_length", "loss_block", "log_every", "eval_every", "eval_batches")
+        for field in (*counts, "checkpoint_every", "keep_checkpoints"):
             _require(getattr(self, field) >= 1, f"train.{field}", getattr(self, field), "at least 1")
+        _require(self.max_steps is None or self.max_steps >= 1, "train.max_steps", self.max_steps, "at least 1")
+        for field in ("b1", "b2"):
+            _require(0 <= getattr(self, field) < 1, f"train.{field}", getattr(self, field), "in [0, 1)")
+        _require(self.weight_decay >= 0, "train.weight_decay", self.weight_decay, "0 or more")
+        _require(self.clip_norm > 0, "train.clip_norm", self.clip_norm, "more than 0")
         _require(0 < self.step_decay <= 1, "train.step_decay", self.step_decay, "in (0, 1]")
         _require(self.learning_rate > 0, "train.learning_rate", self.learning_rate, "more than 0")
         _require(self.epochs > 0, "train.epochs", self.epochs, "more than 0")
@@ -377,6 +388,7 @@ def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Raises:
         ConfigError: unreadable file, unknown key, wrong type, value out of range.
+        SystemExit: an override without a value, or with one that its field does not take (tyro prints which).
     """
     path = pathlib.Path(path)
     try:
@@ -389,7 +401,16 @@ def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"--config {path}: got {type(values).__name__}, expected a mapping of sections")
     config = from_dict(values)
     if overrides:
-        config = tyro.cli(RunConfig, default=config, args=list(overrides), prog=f"--config {path}")
+        config, unknown = tyro.cli(
+            RunConfig,
+            default=config,
+            args=list(overrides),
+            prog=f"--config {path}",
+            config=(tyro.conf.AvoidSubcommands,),  # the sources are a union; they come from the file alone
+            return_unknown_args=True,
+        )
+        if unknown:
+            raise ConfigError(f"{unknown[0]}: not a field of the configuration, expected --section.field VALUE")
         config = from_dict(to_dict(config))
     return config
 

@@ -74,7 +74,7 @@ def begin(folder: str | pathlib.Path, identity: dict[str, Any]) -> bool:
     identity = json.loads(json.dumps(identity))
     if path.exists():
         found = _load(path)
-        differing = list(_differences(found.get("identity", {}), identity))
+        differing = list(_differences(found["identity"], identity))
         if differing:
             lines = "\n".join(f"  {field}: found {old!r}, expected {new!r}" for field, old, new in differing)
             raise ManifestError(
@@ -115,9 +115,12 @@ def fingerprint(manifest: dict[str, Any]) -> str:
 
 def _load(path: pathlib.Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        manifest = json.loads(path.read_text())
+    except ValueError as error:
         raise ManifestError(f"{path}: not valid JSON ({error}), expected a manifest") from error
+    if not isinstance(manifest, dict) or "identity" not in manifest:
+        raise ManifestError(f"{path}: got no identity, expected a manifest")
+    return manifest
 
 
 def _differences(found: Any, expected: Any, field: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -1,0 +1,145 @@
+"""Configuration: the three ways in (YAML, overrides, command line) and every refusal by field name."""
+
+import dataclasses
+import pathlib
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eagle3_jax import config
+from eagle3_jax.config import ConfigError, DraftTree, TargetConfig, TrainConfig
+
+
+@pytest.fixture
+def run_file(tmp_path: pathlib.Path) -> pathlib.Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "run_dir: runs/x\n"
+        "train: {learning_rate: 1e-4, max_steps: 5}\n"
+        "prepare: {sources: [{kind: packaged}, {kind: jsonl, path: a.jsonl, limit: 3}]}\n"
+    )
+    return path
+
+
+def test_yaml_becomes_typed_values(run_file):
+    run = config.load(run_file)
+    assert run.train.learning_rate == 1e-4  # YAML itself reads 1e-4 as a string
+    assert run.prepare.sources[1] == config.JsonlSource(kind="jsonl", path="a.jsonl", limit=3)
+    assert run.folder("extract") == pathlib.Path("runs/x/features")
+
+
+def test_overrides_change_only_what_they_name(run_file):
+    plain = config.load(run_file)
+    changed = config.load(run_file, ["--train.learning_rate", "3e-4", "--target.aux-layers", "2", "8", "20"])
+    assert changed.train.learning_rate == 3e-4
+    assert changed.target.aux_layers == (2, 8, 20)
+    assert changed.train.max_steps == 5
+    assert changed.prepare == plain.prepare
+
+
+def test_overrides_of_one_section_are_checked_together(run_file):
+    tree = ["--evaluate.tree.num-steps", "4", "--evaluate.tree.topk", "3", "--evaluate.tree.num-draft-tokens", "10"]
+    assert config.load(run_file, tree).evaluate.tree == DraftTree(num_steps=4, topk=3, num_draft_tokens=10)
+
+
+def test_the_dumped_form_reads_back_equal(run_file):
+    run = config.load(run_file)
+    assert config.from_dict(yaml.safe_load(yaml.safe_dump(config.to_dict(run)))) == run
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, r"run_dir: .*required"),
+        ({"run_dir": "x", "trian": {}}, "trian"),
+        ({"run_dir": "x", "train": {"learning_rat": 1}}, r"train\.learning_rat"),
+        ({"run_dir": "x", "train": {"ttt_steps": "many"}}, r"train\.ttt_steps.*got 'many'"),
+        ({"run_dir": "x", "train": {"mask_offset": 3}}, r"train\.mask_offset.*got 3"),
+        ({"run_dir": "x", "prepare": {"sources": [{"kind": "web"}]}}, r"prepare\.sources\.0.*'web'"),
+        ({"run_dir": "x", "prepare": {"sources": []}}, r"prepare\.sources.*at least one source"),
+        ({"run_dir": "x", "extract": {"max_length": 9999}}, r"extract\.batch_tokens: got 4096, expected at least"),
+    ],
+)
+def test_wrong_values_are_refused_by_field(values, message):
+    with pytest.raises(ConfigError, match=message):
+        config.from_dict(values)
+
+
+def test_all_errors_come_in_one_message():
+    with pytest.raises(ConfigError, match=r"(?s)train\.batch_size.*nope"):
+        config.from_dict({"run_dir": "x", "nope": 1, "train": {"batch_size": "a"}})
+
+
+@pytest.mark.parametrize("field", ["max_steps", "checkpoint_every", "keep_checkpoints", "eval_batches", "batch_size"])
+def test_counts_start_at_one(field):
+    with pytest.raises(ValueError, match=f"train.{field}: got 0, expected at least 1"):
+        dataclasses.replace(TrainConfig(), **{field: 0})
+
+
+@pytest.mark.parametrize("layers", [(), (8, 2, 20), (2, 2, 20), (-1, 2, 3)])
+def test_aux_layers_ascend_and_differ(layers):
+    with pytest.raises(ValueError, match="target.aux_layers"):
+        TargetConfig(aux_layers=layers)
+    assert TargetConfig(aux_layers=(2, 8, 20)).aux_layers == (2, 8, 20)
+
+
+@given(steps=st.integers(1, 8), topk=st.integers(1, 8), tokens=st.integers(1, 200))
+@settings(deadline=None, max_examples=200)
+def test_a_tree_is_accepted_exactly_when_its_candidates_suffice(steps, topk, tokens):
+    # Level 1 offers topk nodes, every later level topk children of topk nodes; a chain is used whole.
+    candidates = topk + sum(topk * topk for _ in range(steps - 1))
+    possible = tokens - 1 == steps if topk == 1 else steps <= tokens - 1 <= candidates
+    if possible:
+        DraftTree(num_steps=steps, topk=topk, num_draft_tokens=tokens)
+    else:
+        with pytest.raises(ValueError, match="num_draft_tokens"):
+            DraftTree(num_steps=steps, topk=topk, num_draft_tokens=tokens)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [("a: [", "not valid YAML"), ("- 1", "got list, expected a mapping"), ("", "got NoneType")]
+)
+def test_a_file_that_is_no_configuration_is_refused(tmp_path, content, message):
+    path = tmp_path / "bad.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        config.load(path)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"none\.yaml: No such file"):
+        config.load(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize("override", ["--train.nope", "--nope", "--prepare.sources"])
+def test_unknown_overrides_are_refused_by_name(run_file, override):
+    with pytest.raises(ConfigError, match=f"{override}: not a field"):
+        config.load(run_file, [override, "1"])
+
+
+def test_overrides_out_of_range_are_refused_by_name(run_file, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        config.load(run_file, ["--evaluate.max-tokens", "0"])
+    assert stopped.value.code == 2
+    assert "evaluate.max_tokens: got 0" in capsys.readouterr().err
+
+
+def test_the_command_line_keeps_the_verbs_own_flags_apart(run_file):
+    argv = ["--config", str(run_file), "--output", "o.json", "--seed", "7"]
+    run, flags = config.from_command_line("evaluate", "Measures.", argv, output="where to")
+    assert (run.seed, flags.output) == (7, "o.json")
+
+
+def test_the_command_line_stops_with_a_sentence(run_file):
+    with pytest.raises(SystemExit, match=r"^eagle3_jax\.train: --nope: not a field"):
+        config.from_command_line("train", "Trains.", ["--config", str(run_file), "--nope", "1"])
+
+
+SHIPPED = sorted((pathlib.Path(__file__).parent.parent / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_shipped_configurations_are_valid(path):
+    config.load(path)

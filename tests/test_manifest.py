@@ -1,0 +1,83 @@
+"""Manifests: finished work is recognised, other work is refused, half-written files never appear."""
+
+import hashlib
+import json
+
+import pytest
+
+from eagle3_jax import manifest
+from eagle3_jax.manifest import ManifestError
+
+IDENTITY = {"verb": "extract", "config": {"max_length": 8}, "inputs": ["a", "b"]}
+
+
+def test_begin_and_finish(tmp_path):
+    folder = tmp_path / "deep" / "features"
+    assert manifest.begin(folder, IDENTITY) is False
+    assert manifest.begin(folder, IDENTITY) is False  # killed before the end: the work goes on
+    manifest.finish(folder, tokens=12)
+    assert manifest.begin(folder, IDENTITY) is True
+    found = manifest.read(folder, "extract")
+    assert (found["identity"], found["results"]) == (IDENTITY, {"tokens": 12})
+    assert found["versions"]["jax"]
+
+
+def test_identities_are_compared_as_json(tmp_path):
+    manifest.begin(tmp_path, {"aux_layers": (2, 8)})
+    assert manifest.begin(tmp_path, {"aux_layers": [2, 8]}) is False
+
+
+def test_other_work_is_refused_field_by_field(tmp_path):
+    manifest.begin(tmp_path, IDENTITY)
+    other = {"verb": "extract", "config": {"max_length": 16}, "inputs": ["a", "c"], "seed": 1}
+    with pytest.raises(ManifestError) as refused:
+        manifest.begin(tmp_path, other)
+    message = str(refused.value)
+    assert "config.max_length: found 8, expected 16" in message
+    assert "inputs: found ['a', 'b'], expected ['a', 'c']" in message
+    assert "seed: found None, expected 1" in message
+    assert "verb" not in message
+
+
+def test_unfinished_and_missing_inputs_are_refused(tmp_path):
+    with pytest.raises(ManifestError, match=r"not found, expected the output of `python -m eagle3_jax\.extract`"):
+        manifest.read(tmp_path, "extract")
+    manifest.begin(tmp_path, IDENTITY)
+    with pytest.raises(ManifestError, match=r"unfinished, run `python -m eagle3_jax\.extract`"):
+        manifest.read(tmp_path, "extract")
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", "\udcff"])
+def test_a_damaged_manifest_is_refused(tmp_path, content):
+    (tmp_path / manifest.NAME).write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(ManifestError, match="expected a manifest"):
+        manifest.begin(tmp_path, IDENTITY)
+
+
+def test_the_fingerprint_follows_identity_and_results(tmp_path):
+    def fingerprint(name, identity, **results):
+        manifest.begin(tmp_path / name, identity)
+        manifest.finish(tmp_path / name, **results)
+        return manifest.fingerprint(manifest.read(tmp_path / name, "extract"))
+
+    first = fingerprint("a", IDENTITY, tokens=1)
+    assert fingerprint("b", dict(reversed(IDENTITY.items())), tokens=1) == first
+    assert fingerprint("c", IDENTITY, tokens=2) != first
+    assert fingerprint("d", IDENTITY | {"seed": 1}, tokens=1) != first
+
+
+def test_atomic_leaves_the_old_file_when_writing_fails(tmp_path):
+    path = tmp_path / "numbers.json"
+    manifest.write_json(path, {"a": 1})
+    with pytest.raises(TypeError):
+        manifest.write_json(path, {"a": object()})
+    with pytest.raises(RuntimeError), manifest.atomic(path) as partial:
+        partial.write_text("half")
+        raise RuntimeError
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_digest_is_sha256(tmp_path):
+    (tmp_path / "x").write_bytes(b"abc")
+    assert manifest.digest(tmp_path / "x") == hashlib.sha256(b"abc").hexdigest()
