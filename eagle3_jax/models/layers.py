@@ -74,7 +74,11 @@ def linear(x: Float[Array, "*batch h"], kernel: Float[Array, "h *out"]) -> Float
 def vocabulary_logits(x: Float[Array, "*batch h"], rows: Float[Array, "v h"]) -> Float[Array, "*batch v"]:
     """x @ rows.T in float32; rows are one per token, as embeddings are stored."""
     return jax.lax.dot_general(
-        x, rows.astype(x.dtype), (((x.ndim - 1,), (1,)), ((), ())), precision=HIGHEST, preferred_element_type=jnp.float32
+        x,
+        rows.astype(x.dtype),
+        (((x.ndim - 1,), (1,)), ((), ())),
+        precision=HIGHEST,
+        preferred_element_type=jnp.float32,
     )
 
 

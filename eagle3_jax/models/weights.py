@@ -1,0 +1,177 @@
+"""Hugging Face checkpoints (safetensors, single file or sharded) -> the target model.
+
+One table says which tensors make each parameter and how. All that is wrong with a checkpoint (missing, surplus, wrongly
+shaped, unreadable) is reported in one message, by name, before a device sees a byte.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from safetensors import SafetensorError, safe_open
+
+from eagle3_jax.mesh import shardings
+from eagle3_jax.models.llama import SHARDING_RULES, Llama, LlamaConfig
+
+_IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a table that old checkpoints carry
+
+
+class WeightsError(ValueError):
+    """A checkpoint that does not fit its config; the message lists every problem."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """How one parameter is made.
+
+    Attributes:
+        tensors: Hugging Face name -> expected shape ([out, in] for projections).
+        combine: those tensors, in order -> the parameter.
+    """
+
+    tensors: dict[str, tuple[int, ...]]
+    combine: Callable[..., np.ndarray]
+
+
+def fuse_qkv(config: Any, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """[heads * d, in], [kv * d, in], [kv * d, in] -> [in, kv_heads, group + 2, d]."""
+    kv_heads, d = config.num_key_value_heads, config.head_dim
+    parts = [x.reshape(kv_heads, -1, d, x.shape[-1]) for x in (q, k, v)]
+    return np.concatenate(parts, axis=1).transpose(3, 0, 1, 2)
+
+
+def fuse_gate_up(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    """Two [intermediate, in] -> [in, 2, intermediate]."""
+    return np.stack([gate, up]).transpose(2, 0, 1)
+
+
+def llama_table(config: LlamaConfig) -> dict[str, Entry]:
+    """Parameter path in `Llama` -> the Hugging Face tensors that it is made of."""
+    c = config
+    h, f, d = c.hidden_size, c.intermediate_size, c.head_dim
+    heads, kv = c.num_attention_heads * d, c.num_key_value_heads * d
+
+    def same(name: str, *shape: int) -> Entry:
+        return Entry({name: shape}, lambda x: x)
+
+    table = {"embed": same("model.embed_tokens.weight", c.vocab_size, h), "norm": same("model.norm.weight", h)}
+    if not c.tie_word_embeddings:
+        table["lm_head"] = same("lm_head.weight", c.vocab_size, h)
+    for i in range(c.num_hidden_layers):
+        ours, theirs = f"blocks/{i}", f"model.layers.{i}"
+        attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
+        table |= {
+            f"{ours}/input_norm": same(f"{theirs}.input_layernorm.weight", h),
+            f"{ours}/post_norm": same(f"{theirs}.post_attention_layernorm.weight", h),
+            f"{ours}/attention/qkv": Entry(
+                {
+                    f"{attention}.q_proj.weight": (heads, h),
+                    f"{attention}.k_proj.weight": (kv, h),
+                    f"{attention}.v_proj.weight": (kv, h),
+                },
+                lambda q, k, v: fuse_qkv(c, q, k, v),
+            ),
+            f"{ours}/attention/o": Entry({f"{attention}.o_proj.weight": (h, heads)}, np.transpose),
+            f"{ours}/mlp/gate_up": Entry(
+                {f"{mlp}.gate_proj.weight": (f, h), f"{mlp}.up_proj.weight": (f, h)}, fuse_gate_up
+            ),
+            f"{ours}/mlp/down": Entry({f"{mlp}.down_proj.weight": (h, f)}, np.transpose),
+        }
+    return table
+
+
+def load_llama(
+    folder: str | pathlib.Path, config: LlamaConfig, dtype: Any, mesh: jax.sharding.Mesh | None = None
+) -> Llama:
+    """Loads a checkpoint folder, tensor by tensor, straight into the model's layout and sharding.
+
+    Raises:
+        WeightsError: every missing, surplus, wrongly shaped and unreadable tensor or file, by name.
+    """
+    folder = pathlib.Path(folder)
+    table = llama_table(config)
+    files = _locate(folder)
+    _check(folder, table, files, tied=config.tie_word_embeddings)
+    abstract = nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    placement = None if mesh is None else shardings(abstract, mesh, SHARDING_RULES)
+    handles = {path: safe_open(path, framework="numpy") for path in set(files.values())}
+
+    def read(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, sharding: Any = None) -> jax.Array:
+        entry = table[parameter_path(path)]
+        tensors = [handles[files[name]].get_tensor(name) for name in entry.tensors]
+        value = np.ascontiguousarray(entry.combine(*tensors)).astype(leaf.dtype)
+        return jax.device_put(value, sharding)
+
+    if placement is None:
+        return jax.tree_util.tree_map_with_path(read, abstract)
+    return jax.tree_util.tree_map_with_path(read, abstract, placement)
+
+
+def parameter_path(path: tuple[Any, ...]) -> str:
+    """A pytree path inside a module as "blocks/0/attention/qkv"."""
+    return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
+
+
+def fingerprint(folder: str | pathlib.Path) -> str:
+    """sha256 over all weight files of a folder, in order of name."""
+    total = hashlib.sha256()
+    for path in sorted(pathlib.Path(folder).glob("*.safetensors")):
+        with open(path, "rb") as stream:
+            total.update(hashlib.file_digest(stream, "sha256").digest())
+    return total.hexdigest()
+
+
+def _locate(folder: pathlib.Path) -> dict[str, pathlib.Path]:
+    """Tensor name -> file."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        missing = sorted({file for file in weight_map.values() if not (folder / file).exists()})
+        if missing:
+            raise WeightsError(f"{folder}: {index.name} names files that are missing: {', '.join(missing)}")
+        return {name: folder / file for name, file in weight_map.items()}
+    single = folder / "model.safetensors"
+    if not single.exists():
+        others = sorted(path.name for path in folder.glob("*.bin")) if folder.is_dir() else []
+        hint = f" (found {', '.join(others)}: pickle files are never read, convert to safetensors)" if others else ""
+        raise WeightsError(f"{folder}: expected model.safetensors or {index.name}{hint}")
+    try:
+        with safe_open(single, framework="numpy") as handle:
+            return dict.fromkeys(handle.keys(), single)
+    except SafetensorError as error:
+        raise WeightsError(f"{single}: truncated or not safetensors ({error})") from error
+
+
+def _check(folder: pathlib.Path, table: dict[str, Entry], files: dict[str, pathlib.Path], *, tied: bool) -> None:
+    expected = {name: shape for entry in table.values() for name, shape in entry.tensors.items()}
+    problems = [f"missing tensor {name} {list(shape)}" for name, shape in expected.items() if name not in files]
+    for name in sorted(files.keys() - expected.keys()):
+        if not name.endswith(_IGNORED_SUFFIX) and not (tied and name == "lm_head.weight"):
+            problems.append(f"surplus tensor {name}")
+    by_file: dict[pathlib.Path, list[str]] = {}
+    for name, path in files.items():
+        if name in expected:
+            by_file.setdefault(path, []).append(name)
+    for path, names in sorted(by_file.items()):
+        try:
+            with safe_open(path, framework="numpy") as handle:
+                held = set(handle.keys())
+                for name in names:
+                    if name not in held:
+                        problems.append(f"{path.name}: the index promises {name}, the file does not hold it")
+                        continue
+                    shape = tuple(handle.get_slice(name).get_shape())
+                    if shape != expected[name]:
+                        problems.append(f"{name}: got shape {list(shape)}, expected {list(expected[name])}")
+        except SafetensorError as error:
+            problems.append(f"{path.name}: truncated or not safetensors ({error})")
+    if problems:
+        raise WeightsError(f"{folder} does not fit its config ({len(problems)} problems):\n  " + "\n  ".join(problems))
