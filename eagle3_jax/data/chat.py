@@ -1,0 +1,157 @@
+"""Messages -> token ids, and which of them the assistant says, for any chat template.
+
+A template's own `{% generation %}` marks are not relied on: most templates lack them, and transformers then answers
+with an all-zero mask. Instead the conversation is rendered as text several times, and the spans are found by comparing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import jinja2
+import numpy as np
+from jaxtyping import Int32, UInt8
+
+Messages = list[dict[str, str]]
+
+# Stands for a content whose place in the rendered text is wanted: one word that no template and no text contains.
+_SENTINEL = "qzxsentinelxzq"
+# Templates that print today's date would make other tokens each day.
+_DATE = "26 Jul 2024"
+
+
+def template_hash(tokenizer: Any) -> str:
+    """sha256 in hex of the chat template, or of all of them where there are several. ValueError: there is none."""
+    template = tokenizer.chat_template
+    if not template:
+        raise ValueError(f"tokenizer {tokenizer.name_or_path!r}: got no chat_template, expected one")
+    text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def prompt_ids(tokenizer: Any, messages: Messages) -> list[int]:
+    """The ids after which the assistant's answer follows (generation prompt included).
+
+    Raises:
+        ValueError: the template refuses the messages.
+    """
+    return _tokenize(tokenizer, _render(tokenizer, messages, generation_prompt=True))
+
+
+def user_opening_ids(tokenizer: Any) -> list[int]:
+    """The ids of all that the template puts before the first user's content, a default system prompt included.
+
+    A target that continues from here writes a prompt (EAGLE3_SPEC section 4: self-prompting).
+    """
+    text = _render(tokenizer, [{"role": "user", "content": _SENTINEL}], generation_prompt=False)
+    start = text.find(_SENTINEL)
+    if start < 0:
+        raise ValueError("chat template: got no user content in what it renders, expected the content as it is")
+    return _tokenize(tokenizer, text[:start])
+
+
+def encode(tokenizer: Any, messages: Messages) -> tuple[Int32[np.ndarray, " l"], UInt8[np.ndarray, " l"]]:
+    """Tokenises a conversation and marks what the assistant says.
+
+    Args:
+        messages: at least one assistant turn, none of them first.
+
+    Returns:
+        token ids, and a mask that is 1 on the tokens of every assistant turn and on the token that ends the turn. What
+        the template writes by itself (headers, the line break after the end of a turn) is 0.
+
+    Raises:
+        ValueError: the template refuses the messages or rewrites a turn so that it cannot be found; or no token, or
+            every token, would be the assistant's.
+    """
+    full = _render(tokenizer, messages, generation_prompt=False)
+    spans = [
+        _assistant_span(tokenizer, messages, index, full)
+        for index, message in enumerate(messages)
+        if message["role"] == "assistant"
+    ]
+    if tokenizer.is_fast:
+        encoded = tokenizer(full, add_special_tokens=False, return_offsets_mapping=True)
+        ids, mask = encoded["input_ids"], _mask_by_offsets(encoded["offset_mapping"], spans)
+    else:
+        ids = _tokenize(tokenizer, full)
+        mask = np.zeros(len(ids), np.uint8)
+        for start, end in spans:
+            mask[len(_tokenize(tokenizer, full[:start])) : len(_tokenize(tokenizer, full[:end]))] = 1
+    if not mask.any() or mask.all():
+        share = "all" if len(mask) and mask.all() else "none"
+        raise ValueError(f"loss mask: got {share} of {len(mask)} tokens as the assistant's, expected some but not all")
+    return np.asarray(ids, np.int32), mask
+
+
+def _render(tokenizer: Any, messages: Messages, generation_prompt: bool) -> str:
+    template_hash(tokenizer)  # refuses a tokenizer without a template
+    try:
+        return tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=generation_prompt,
+            date_string=_DATE,
+            strftime_now=lambda _: _DATE,
+        )
+    except jinja2.TemplateError as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise ValueError(f"chat template: refuses messages of roles [{roles}]: {error}") from error
+
+
+def _tokenize(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has written them already
+
+
+def _assistant_span(tokenizer: Any, messages: Messages, index: int, full: str) -> tuple[int, int]:
+    """Characters [start, end) of `full` that the assistant generates in turn `index`."""
+    if index == 0:
+        raise ValueError("messages: got an assistant turn first, expected a system or user turn")
+    before, text = messages[:index], messages[index]["content"]
+
+    def with_content(content: str) -> str:
+        return _render(tokenizer, [*before, messages[index] | {"content": content}, *messages[index + 1 :]], False)
+
+    # Behind the content all is as in `full`, whatever the template does with the content itself (strip, drop thoughts).
+    _, found, after = with_content(text + _SENTINEL).rpartition(_SENTINEL)
+    if not found or not full.endswith(after):
+        raise ValueError(f"chat template: rewrites assistant turn {index}, expected its content as it is")
+    content_end = len(full) - len(after)
+
+    opening = _render(tokenizer, before, generation_prompt=True)
+    if opening != _render(tokenizer, before, generation_prompt=False) and full.startswith(opening):
+        start = len(opening)
+    else:  # no generation prompt, or a history that is rendered otherwise than it was: from the content's first letter
+        start = with_content(_SENTINEL + text).find(_SENTINEL)
+        if start < 0 or with_content(_SENTINEL + text)[:start] != full[:start]:
+            raise ValueError(f"chat template: rewrites what precedes assistant turn {index}, expected it as it is")
+    return start, content_end + _end_of_turn(tokenizer, after)
+
+
+def _end_of_turn(tokenizer: Any, after: str) -> int:
+    """Characters of `after` up to the end of the special token that ends the turn; 0 when no such token comes first."""
+    stripped = after.lstrip()
+    token = max((token for token in _special_tokens(tokenizer) if stripped.startswith(token)), key=len, default=None)
+    return 0 if token is None else len(after) - len(stripped) + len(token)
+
+
+def _special_tokens(tokenizer: Any) -> set[str]:
+    added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    return {*tokenizer.all_special_tokens, *added}
+
+
+def _mask_by_offsets(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> UInt8[np.ndarray, " l"]:
+    """1 for tokens that overlap a span.
+
+    Byte-level tokenizers trim white space off their offsets (to nothing for "\\n\\n"), so a token is taken to begin
+    where the one before it ended.
+    """
+    mask = np.zeros(len(offsets), np.uint8)
+    for start, end in spans:
+        previous = 0
+        for position, (token_start, token_end) in enumerate(offsets):
+            mask[position] |= token_end > start and min(previous, token_start) < end
+            previous = max(previous, token_end)
+    return mask

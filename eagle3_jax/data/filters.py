@@ -1,0 +1,143 @@
+"""What makes prompts fit to train on: one spelling, no duplicates, no personal data, a stable split."""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import re
+import unicodedata
+from collections.abc import Hashable, Sequence
+
+import datasketch
+import numpy as np
+
+from eagle3_jax.data import personal
+
+Messages = list[dict[str, str]]
+
+_EXCERPT = 200
+# C0 and C1 controls but tab and newline; zero-width space, word joiner, byte order mark. Joiners that Hindi, Persian
+# and emoji are written with stay.
+_INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u2060\ufeff]")
+# Words; each letter by itself where a script (Thai, Lao, Khmer, Chinese, Japanese) writes no spaces between them.
+_WORD = re.compile(
+    r"[\u0e00-\u0eff\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]|[^\W\u0e00-\u0eff\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]+"
+)
+_MARKER = re.compile(r"<\|[^|<>\s]{1,40}\|>")
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|([bfnrt])|(.))")
+
+
+def normalise(text: str) -> str:
+    """NFC, "\\n" line ends, no control or invisible characters, no space at the ends."""
+    text = unicodedata.normalize("NFC", text).replace("\r\n", "\n").replace("\r", "\n")
+    return _INVISIBLE.sub("", text).strip()
+
+
+def excerpt(text: str) -> str:
+    """The beginning of a rejected text, without personal data."""
+    # Redacted before it is cut, since half an address is still one. JSON's escapes are undone, since they hide where a
+    # word begins ("\\n555-...") or what it is made of ("\\u0040").
+    text = _ESCAPE.sub(_unescape, text[: 10 * _EXCERPT])
+    text = text.encode("utf-8", errors="replace").decode("utf-8")
+    return personal.redact(text)[0][:_EXCERPT]
+
+
+def content(messages: Messages) -> str:
+    """All that is said, as one text."""
+    return "\n".join(message["content"] for message in messages)
+
+
+def content_hash(messages: Messages) -> str:
+    """sha256 in hex over roles and contents, blind to letter case and to the amount of white space."""
+    parts = [f"{message['role']}:{' '.join(message['content'].casefold().split())}" for message in messages]
+    return hashlib.sha256("\n".join(parts).encode("utf-8")).hexdigest()
+
+
+def refuse(messages: Messages, max_chars: int) -> str | None:
+    """The reason why these messages cannot be used, or None."""
+    text = content(messages)
+    if len(text) > max_chars:
+        return f"longer than {max_chars} characters"
+    if _MARKER.search(text):
+        return "holds a chat-template marker"  # the tokenizer would take it for a turn of its own
+    return None
+
+
+def redact(messages: Messages) -> tuple[Messages, collections.Counter[str]]:
+    """Messages without personal data, and how often each kind was found."""
+    redacted: Messages = []
+    found: collections.Counter[str] = collections.Counter()
+    for message in messages:
+        text, kinds = personal.redact(message["content"])
+        redacted.append(message | {"content": text})
+        found += kinds
+    return redacted, found
+
+
+class Duplicates:
+    """Remembers what it has seen. The first of several alike stays; the result depends on the order alone.
+
+    Exact: by `content_hash`. Near: MinHash over 3-word shingles and banded lookup (datasketch), confirmed by the
+    estimated Jaccard similarity.
+
+    Args:
+        near: Jaccard similarity from which two texts count as alike.
+    """
+
+    def __init__(self, near: float, num_perm: int = 128) -> None:
+        self._near = near
+        self._exact: set[str] = set()
+        self._template = datasketch.MinHash(num_perm=num_perm, seed=1, hashfunc=_hash32)
+        self._lsh = datasketch.MinHashLSH(threshold=near, num_perm=num_perm)
+        self._sketches: dict[Hashable, datasketch.MinHash] = {}
+
+    def check(self, messages: Messages) -> str | None:
+        """Returns "exact duplicate", "near duplicate", or None, and then the messages are remembered."""
+        key = content_hash(messages)
+        if key in self._exact:
+            return "exact duplicate"
+        sketch = self._template.copy()
+        sketch.update_batch(_shingles(content(messages)))
+        if any(self._sketches[other].jaccard(sketch) >= self._near for other in self._lsh.query(sketch)):
+            return "near duplicate"
+        self._exact.add(key)
+        self._lsh.insert(key, sketch)
+        self._sketches[key] = sketch
+        return None
+
+
+def split(hashes: Sequence[str], held_out: float) -> list[bool]:
+    """Which prompts are held out, by content hash: a prompt keeps its side when others are added.
+
+    A small set that hashing would leave on one side gives its lowest hash to the held-out side, or its highest to
+    training.
+
+    Args:
+        hashes: hex digests, distinct.
+        held_out: share that is held out on average.
+
+    Raises:
+        ValueError: fewer than two prompts.
+    """
+    if len(hashes) < 2:
+        raise ValueError(f"prepare: got {len(hashes)} usable prompts, expected at least 2 (one to train, one held out)")
+    chosen = [int(digest[:16], 16) / 2**64 < held_out for digest in hashes]
+    if not any(chosen):
+        chosen[hashes.index(min(hashes))] = True
+    if all(chosen):
+        chosen[hashes.index(max(hashes))] = False
+    return chosen
+
+
+def _unescape(match: re.Match[str]) -> str:
+    code_point, white_space, other = match.groups()
+    return chr(int(code_point, 16)) if code_point else " " if white_space else other
+
+
+def _shingles(text: str, size: int = 3) -> list[bytes]:
+    words = _WORD.findall(text.casefold()) or [text]
+    return [" ".join(words[i : i + size]).encode("utf-8") for i in range(max(1, len(words) - size + 1))]
+
+
+def _hash32(data: bytes) -> int:
+    return int(np.frombuffer(hashlib.blake2b(data, digest_size=4).digest(), "<u4")[0])

@@ -1,0 +1,131 @@
+"""Personal data: found by Presidio's pattern recognisers alone, replaced by the name of its kind.
+
+Patterns and checksums only: no language model, no download, nothing leaves the machine. Names and postal addresses are
+therefore not found. What is personal is told from what merely looks so with care, because prompts about mathematics are
+full of digits and prompts about code full of colons.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import ipaddress
+import logging
+import re
+from typing import Any
+
+# Presidio scores 0 to 1; below this a pattern matches too much by itself.
+_MIN_SCORE = 0.4
+_CREDENTIALS = r"(?<=\w://)[^\s/?#:@\"'<>]*:[^\s/?#\"'<>]+(?=@)"
+_SEVEN_DIGITS = re.compile(r"(?:\d[\s().\-/]{0,3}){7}")
+_DIGIT_OR_COLON = re.compile(r"\d|::")
+_ANNOUNCED = re.compile(
+    r"(?i)(?:phone|mobile|\bcell\b|\bcall\b|\btel\b|\bfax\b|whatsapp|contact|\bsms\b|my number)[^\n]{0,30}$"
+)
+_THOUSANDS = re.compile(r"\d{1,3}(?:\.\d{3})+")
+
+
+def redact(text: str) -> tuple[str, collections.Counter[str]]:
+    """Replaces personal data by its kind, such as "<EMAIL_ADDRESS>".
+
+    Returns:
+        The text without it, and how often each kind was found (never what was found).
+    """
+    found: collections.Counter[str] = collections.Counter()
+    recognisers = []
+    if "@" in text:
+        recognisers += _recognisers()["at"]
+    if _DIGIT_OR_COLON.search(text):
+        recognisers += _recognisers()["digit"]
+    if _SEVEN_DIGITS.search(text):
+        recognisers += _recognisers()["phone"]
+    for recogniser in recognisers:
+        end_of_next = len(text) + 1
+        spans = recogniser.analyze(text, recogniser.supported_entities, None)
+        # From the back, so that positions stay true; of two that overlap the longer counts.
+        for span in sorted(spans, key=lambda span: (span.end, span.end - span.start), reverse=True):
+            if span.score >= _MIN_SCORE and span.end <= end_of_next:
+                text = f"{text[: span.start]}<{span.entity_type}>{text[span.end :]}"
+                found[span.entity_type] += 1
+                end_of_next = span.start
+    return text, found
+
+
+@functools.cache
+def _recognisers() -> dict[str, list[Any]]:
+    """Presidio takes seconds to import, so this waits until it is needed."""
+    import presidio_analyzer
+    import tldextract
+    from presidio_analyzer import predefined_recognizers as predefined
+
+    # A failed checksum is logged with the value itself.
+    logging.getLogger("presidio-analyzer").disabled = True
+    top_level_domains = tldextract.TLDExtract(suffix_list_urls=(), cache_dir=None)
+
+    class Email(predefined.EmailRecognizer):
+        def validate_result(self, pattern_text: str) -> bool:
+            """As the parent, but with the list of domains that is installed: the parent downloads one."""
+            return top_level_domains(pattern_text).fqdn != ""
+
+    class Ip(predefined.IpRecognizer):
+        def invalidate_result(self, pattern_text: str) -> bool:
+            """Also lets pass what code is full of: loopback, 0.0.0.0, and slices and paths such as `[::2]`."""
+            if super().invalidate_result(pattern_text):
+                return True
+            address = ipaddress.ip_interface(pattern_text).ip
+            groups = [group for group in re.split("[:.]", pattern_text) if group]
+            return address.is_loopback or address.is_unspecified or (address.version == 6 and len(groups) < 3)
+
+    class Phone(predefined.PhoneRecognizer):
+        """Numbers of many countries. `announced_only` takes also numbers that no operator has given out."""
+
+        def __init__(self, announced_only: bool) -> None:
+            super().__init__(leniency=0 if announced_only else 1)
+            self.announced_only = announced_only
+
+        def analyze(self, text: str, entities: list[str], nlp_artifacts: Any = None) -> list[Any]:
+            spans = super().analyze(text, entities, nlp_artifacts)
+            return [span for span in spans if _looks_like_phone(text, span.start, span.end, self.announced_only)]
+
+    credentials = presidio_analyzer.PatternRecognizer(
+        supported_entity="URL_CREDENTIALS",
+        patterns=[presidio_analyzer.Pattern("user and password in a URL", _CREDENTIALS, 0.9)],
+    )
+    return {
+        "at": [credentials, Email()],
+        "digit": [
+            Ip(),
+            predefined.IbanRecognizer(),
+            predefined.CreditCardRecognizer(),
+            # National ids that have letters, separators or strong checksums; plain nine-digit ones are left out.
+            predefined.UsSsnRecognizer(),
+            predefined.UsItinRecognizer(),
+            predefined.UkNinoRecognizer(),
+            predefined.EsNifRecognizer(),
+            predefined.EsNieRecognizer(),
+            predefined.ItFiscalCodeRecognizer(),
+            predefined.FiPersonalIdentityCodeRecognizer(),
+            predefined.PlPeselRecognizer(),
+            predefined.InAadhaarRecognizer(),
+            predefined.KrRrnRecognizer(),
+            predefined.SgFinRecognizer(),
+        ],
+        "phone": [Phone(announced_only=False), Phone(announced_only=True)],
+    }
+
+
+def _looks_like_phone(text: str, start: int, end: int, announced_only: bool) -> bool:
+    """Tells a phone number from a sum, a sequence or a large number, which have the same digits."""
+    number = text[start:end]
+    if number.startswith("+") or _ANNOUNCED.search(text[max(0, start - 40) : start]):
+        return True
+    if announced_only:
+        return False
+    if number.startswith("("):
+        return True
+    groups, separators = re.findall(r"\d+", number), re.findall(r"\D+", number)
+    if not separators or max(map(len, separators)) > 1 or _THOUSANDS.fullmatch(number):
+        return False
+    if number.startswith("0"):
+        return len(groups[0]) > 1
+    return len(groups) >= 3 and len(set(separators)) == 1 and separators[0] != " " and max(map(len, groups)) >= 3

@@ -1,0 +1,197 @@
+"""Every source of prompts, normalised to one record: {"id", "category", "messages"}.
+
+A reader yields a `Prompt` for what it understood and a `Reject` for what it did not; a broken line never stops a run.
+Assistant turns are dropped here: the target answers the user turns itself (`regenerate`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.resources
+import json
+import pathlib
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, TypedDict
+
+from eagle3_jax.data import filters
+
+# Roles of the OpenAI and the ShareGPT form, and what they mean here; None is dropped.
+_ROLES = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": None,
+    "gpt": None,
+    "chatgpt": None,
+    "bing": None,
+    "bard": None,
+    "model": None,
+}
+_PLAIN_FIELDS = ("prompt", "question", "text")
+_CATEGORY = re.compile(r"[A-Za-z][\w-]{0,39}")
+
+
+class Prompt(TypedDict):
+    """System and user messages, in order: what the target is asked. `line` is where it stood in its source."""
+
+    id: str
+    category: str
+    line: int
+    messages: list[dict[str, str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reject:
+    """Something that is no usable prompt: where it stood, why it was refused, and its beginning.
+
+    `text` is an excerpt from which personal data was removed (`filters.excerpt`).
+    """
+
+    source: str
+    line: int
+    reason: str
+    text: str
+
+
+class BrokenRecord(ValueError):
+    """A record that no source form fits; the message is the reason, without the record's content."""
+
+
+def packaged() -> Iterator[Prompt | Reject]:
+    """The prompts that come with this package, category after category."""
+    folder = importlib.resources.files("eagle3_jax.data") / "prompts"
+    for entry in sorted(folder.iterdir(), key=lambda item: item.name):
+        if entry.name.endswith(".jsonl"):
+            with entry.open("rb") as stream:
+                yield from _lines(stream, "packaged", entry.name.removesuffix(".jsonl"))
+
+
+def jsonl(path: str | pathlib.Path, category: str = "jsonl") -> Iterator[Prompt | Reject]:
+    """Reads a JSONL file whose lines have one of these forms; they may be mixed.
+
+    - OpenAI: {"messages": [{"role": "user", "content": "..."}]}; content may be a list of text parts
+    - ShareGPT: {"conversations": [{"from": "human", "value": "..."}]}
+    - plain: {"prompt": "..."}, {"question": "..."} or {"text": "..."}
+
+    Each may carry "id" and "category".
+
+    Args:
+        category: of records that name none.
+    """
+    path = pathlib.Path(path)
+    with path.open("rb") as stream:
+        yield from _lines(stream, f"jsonl:{path.name}", category)
+
+
+def tfds(name: str, field: str, split: str = "train", category: str = "tfds") -> Iterator[Prompt | Reject]:
+    """Reads the text feature `field` of a TensorFlow Dataset through `tfds.data_source` (no TensorFlow needed).
+
+    Raises:
+        ValueError: the dataset has no such feature.
+    """
+    import tensorflow_datasets  # slow to import, and needed by this source only
+
+    source = tensorflow_datasets.data_source(name, split=split)
+    for number, example in enumerate(source, start=1):
+        if field not in example:
+            raise ValueError(f"prepare.sources: tfds {name}: field: got {field!r}, expected one of {sorted(example)}")
+        text = example[field]
+        text = text.decode("utf-8", errors="replace") if isinstance(text, bytes) else text
+        yield _record({"prompt": text}, f"tfds:{name}", number, category)
+
+
+def self_written(outputs: Iterable[tuple[str, str]], min_chars: int = 8) -> Iterator[Prompt | Reject]:
+    """Turns what the target wrote after the opening of a user turn into prompts.
+
+    Args:
+        outputs: (text, finish_reason) per generation. Only "stop" is a whole prompt; "length" was cut off.
+        min_chars: shorter texts are rejected.
+    """
+    for number, (text, finish_reason) in enumerate(outputs, start=1):
+        if finish_reason != "stop":
+            yield Reject("self", number, "the target did not end its prompt", filters.excerpt(text))
+        elif len(text.strip()) < min_chars:
+            yield Reject("self", number, f"shorter than {min_chars} characters", filters.excerpt(text))
+        else:
+            yield _record({"prompt": text}, "self", number, "self")
+
+
+def _lines(stream: Iterable[bytes], source: str, category: str) -> Iterator[Prompt | Reject]:
+    for number, raw in enumerate(stream, start=1):
+        raw = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
+        if not raw.strip():
+            continue
+        try:
+            record = json.loads(raw.decode("utf-8"))
+        except UnicodeDecodeError:
+            yield Reject(source, number, "not valid UTF-8", filters.excerpt(raw.decode("utf-8", errors="replace")))
+        except (ValueError, RecursionError):  # RecursionError: thousands of nested brackets
+            yield Reject(source, number, "not valid JSON", filters.excerpt(raw.decode("utf-8", errors="replace")))
+        else:
+            yield _record(record, source, number, category)
+
+
+def _record(record: Any, source: str, number: int, category: str) -> Prompt | Reject:
+    try:
+        messages = _messages(record)
+    except BrokenRecord as error:
+        return Reject(source, number, str(error), filters.excerpt(json.dumps(record, ensure_ascii=False, default=str)))
+    named, given = record.get("category"), record.get("id")
+    return {
+        "id": str(given) if isinstance(given, str | int) else f"{source}:{number}",
+        "category": named if isinstance(named, str) and _CATEGORY.fullmatch(named) else category,
+        "line": number,
+        "messages": messages,
+    }
+
+
+def _messages(record: Any) -> list[dict[str, str]]:
+    if not isinstance(record, dict):
+        raise BrokenRecord(f"got {type(record).__name__}, expected an object")
+    if "messages" in record:
+        turns = _turns(record["messages"], "messages", "role", "content")
+    elif "conversations" in record:
+        turns = _turns(record["conversations"], "conversations", "from", "value")
+    else:
+        field = next((name for name in _PLAIN_FIELDS if name in record), None)
+        if field is None:
+            raise BrokenRecord(f"no field messages, conversations, {', '.join(_PLAIN_FIELDS)}")
+        turns = [("user", _text(record[field], field))]
+    messages = [{"role": role, "content": filters.normalise(content)} for role, content in turns]
+    messages = [message for message in messages if message["content"] or message["role"] == "user"]
+    if any(message["role"] == "system" for message in messages[1:]):
+        raise BrokenRecord("a system message after the first message")
+    users = [message for message in messages if message["role"] == "user"]
+    if not users:
+        raise BrokenRecord("no user message")
+    if not all(message["content"] for message in users):
+        raise BrokenRecord("an empty user message")
+    return messages
+
+
+def _turns(turns: Any, name: str, role_field: str, content_field: str) -> list[tuple[str, str]]:
+    if not isinstance(turns, list):
+        raise BrokenRecord(f"{name}: got {type(turns).__name__}, expected a list")
+    found = []
+    for turn in turns:
+        if not isinstance(turn, dict):
+            raise BrokenRecord(f"{name}: got {type(turn).__name__} in the list, expected an object")
+        role = turn.get(role_field)
+        if not isinstance(role, str) or role not in _ROLES:
+            raise BrokenRecord(f"{name}: unknown {role_field}, expected one of {', '.join(_ROLES)}")
+        if (meaning := _ROLES[role]) is not None:
+            found.append((meaning, _text(turn.get(content_field), f"{name}: {content_field}")))
+    return found
+
+
+def _text(value: Any, field: str) -> str:
+    if isinstance(value, list):  # OpenAI content parts
+        if not all(isinstance(part, dict) and part.get("type") == "text" for part in value):
+            raise BrokenRecord(f"{field}: a part that is not text")
+        value = "\n".join(str(part.get("text", "")) for part in value)
+    if not isinstance(value, str):
+        raise BrokenRecord(f"{field}: got {type(value).__name__}, expected text")
+    if any("\ud800" <= char <= "\udfff" for char in value):  # half of a \uXXXX pair: no file could hold it
+        raise BrokenRecord(f"{field}: half a surrogate pair")
+    return value

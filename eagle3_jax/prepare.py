@@ -1,0 +1,212 @@
+"""prompts -> clean, de-duplicated prompts in train.jsonl and held_out.jsonl.
+
+`python -m eagle3_jax.prepare --config configs/quickstart.yaml` reads the sources of the section `prepare`, normalises
+and filters what they hold, and writes `prompts/{train,held_out,rejects}.jsonl` with a manifest that counts it.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import pathlib
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import tqdm
+
+from eagle3_jax import config as configs
+from eagle3_jax import manifest
+from eagle3_jax.data import chat, filters, sources
+
+TRAIN, HELD_OUT, REJECTS = "train.jsonl", "held_out.jsonl", "rejects.jsonl"
+
+# The target may never end its prompts; then it is given up after this many tries per prompt that was asked for.
+_TRIES = 4
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    config, _ = configs.from_command_line("prepare", "Reads, cleans and splits the prompts.", argv)
+    try:
+        prepare(config)
+    except (ValueError, OSError) as error:
+        sys.exit(f"eagle3_jax.prepare: {error}")
+
+
+def prepare(config: configs.RunConfig) -> None:
+    """Runs the verb; does nothing when its output is there already.
+
+    Raises:
+        ValueError: fewer than two usable prompts; or the folder holds other work (ManifestError).
+        OSError: a source's file cannot be read.
+    """
+    folder = config.folder("prepare")
+    if manifest.begin(folder, _identity(config)):
+        print(f"prepare: {folder} is finished already")
+        return
+    kept, rejects, counts = _filter(_read_all(config, folder), config.prepare)
+    hashes = [filters.content_hash(prompt["messages"]) for prompt in kept]
+    held_out = filters.split(hashes, config.prepare.held_out)
+    parts = {
+        TRAIN: [prompt for prompt, held in zip(kept, held_out, strict=True) if not held],
+        HELD_OUT: [prompt for prompt, held in zip(kept, held_out, strict=True) if held],
+        REJECTS: rejects,
+    }
+    for name, records in parts.items():
+        _write_jsonl(folder / name, records)
+    categories = {
+        name.removesuffix(".jsonl"): dict(collections.Counter(prompt["category"] for prompt in parts[name]))
+        for name in (TRAIN, HELD_OUT)
+    }
+    manifest.finish(
+        folder,
+        prompts={name.removesuffix(".jsonl"): len(records) for name, records in parts.items()},
+        categories=categories,
+        files={name: manifest.digest(folder / name) for name in parts},
+        **counts,
+    )
+    for path in folder.glob("self_*.jsonl"):  # raw output of the target, with whatever personal data it made up
+        path.unlink()
+    print(
+        f"prepare: {len(parts[TRAIN])} to train, {len(parts[HELD_OUT])} held out, {len(rejects)} rejected -> {folder}"
+    )
+
+
+def _identity(config: configs.RunConfig) -> dict[str, Any]:
+    section = config.prepare
+    identity: dict[str, Any] = {"verb": "prepare", "prepare": configs.to_dict(section), "seed": config.seed}
+    identity["inputs"] = {}
+    for source in section.sources:
+        if isinstance(source, configs.JsonlSource):
+            try:
+                identity["inputs"][source.path] = manifest.digest(source.path)
+            except OSError as error:
+                raise ValueError(f"prepare.sources: path: got {source.path!r} ({error.strerror})") from error
+    if any(isinstance(source, configs.SelfSource) for source in section.sources):
+        identity["target"] = configs.to_dict(config.target)
+    return identity
+
+
+def _read_all(config: configs.RunConfig, folder: pathlib.Path) -> Iterator[tuple[str, sources.Prompt | sources.Reject]]:
+    """Everything from every source, up to its limit, as (label, record)."""
+    for number, source in enumerate(config.prepare.sources):
+        if isinstance(source, configs.PackagedSource):
+            label, records = "packaged", sources.packaged()
+        elif isinstance(source, configs.JsonlSource):
+            label, records = f"jsonl:{pathlib.Path(source.path).name}", sources.jsonl(source.path, source.category)
+        elif isinstance(source, configs.TfdsSource):
+            label = f"tfds:{source.name}"
+            records = sources.tfds(source.name, source.field, source.split, source.category)
+        else:
+            label, records = (
+                "self",
+                sources.self_written(_self_outputs(config, source, folder / f"self_{number}.jsonl")),
+            )
+        limit = source.count if isinstance(source, configs.SelfSource) else source.limit
+        prompts = 0
+        for record in records:
+            if isinstance(record, dict):
+                if prompts == limit:
+                    break
+                prompts += 1
+            yield label, record
+
+
+def _filter(
+    records: Iterable[tuple[str, sources.Prompt | sources.Reject]], section: configs.PrepareConfig
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
+    """Returns the prompts that stay, the rejects (JSON-ready), and the counts for the manifest."""
+    kept: list[dict[str, Any]] = []
+    rejects: list[dict[str, Any]] = []
+    read: collections.Counter[str] = collections.Counter()
+    personal: collections.Counter[str] = collections.Counter()
+    duplicates = filters.Duplicates(section.near_duplicate)
+    for label, record in tqdm.tqdm(records, desc="prepare", unit=" prompts", mininterval=1.0):
+        read[label] += 1
+        if isinstance(record, sources.Reject):
+            rejects.append({"source": label, "line": record.line, "reason": record.reason, "text": record.text})
+            continue
+        messages = record["messages"]
+        reason = filters.refuse(messages, section.max_chars)
+        if reason is None:
+            messages, found = filters.redact(messages)
+            personal += found
+            if found and section.personal_data == "drop":
+                reason = "personal data"
+        reason = reason or duplicates.check(messages)
+        if reason is None:
+            identifier = f"{record['category']}-{filters.content_hash(messages)[:16]}"
+            kept.append({"id": identifier, "category": record["category"], "messages": messages})
+        else:
+            text = filters.excerpt(filters.content(messages))
+            rejects.append({"source": label, "line": record["line"], "reason": reason, "text": text})
+    counts = {
+        "sources": dict(read),
+        "rejected": dict(collections.Counter(reject["reason"] for reject in rejects)),
+        "personal_data": dict(personal),
+    }
+    return kept, rejects, counts
+
+
+def _self_outputs(
+    config: configs.RunConfig, source: configs.SelfSource, log: pathlib.Path
+) -> Iterator[tuple[str, str]]:
+    """What the target writes after the opening of a user turn, as (text, finish_reason), until enough of it ended.
+
+    Every batch is appended to `log` as one line. After an interruption those lines are read back instead of generated,
+    and generation goes on with the next batch's own seed.
+    """
+    whole = 0
+    lines = _read_log(log)
+    for line in lines:
+        for text, finish_reason in line:
+            whole += finish_reason == "stop"
+            yield text, finish_reason
+    if whole >= source.count:
+        return
+    from eagle3_jax.decoding.engine import Engine, SamplingParams  # only now: JAX and the target are loaded by it
+
+    engine = Engine.load(config.target, batch_size=config.prepare.batch_size, tree=None, max_length=None)
+    opening = chat.user_opening_ids(engine.tokenizer)
+    batch = config.prepare.batch_size
+    number = len(lines)
+    with (
+        log.open("a", encoding="utf-8") as stream,
+        tqdm.tqdm(desc="self-prompting", initial=whole, total=source.count, unit=" prompts") as progress,
+    ):
+        while whole < source.count and number * batch < _TRIES * source.count + batch:
+            sampling = SamplingParams(
+                temperature=source.temperature, max_tokens=source.max_tokens, seed=config.seed + number
+            )
+            outputs = [(out.text, out.finish_reason) for out in engine.generate([opening] * batch, sampling)]
+            stream.write(json.dumps(outputs, ensure_ascii=False) + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+            number += 1
+            ended = sum(finish_reason == "stop" for _, finish_reason in outputs)
+            whole += ended
+            progress.update(ended)
+            yield from outputs
+
+
+def _read_log(path: pathlib.Path) -> list[list[tuple[str, str]]]:
+    """The whole lines of a log; a last line that an interruption tore is cut off the file."""
+    if not path.exists():
+        return []
+    raw = path.read_bytes()
+    whole = raw[: raw.rfind(b"\n") + 1]
+    if len(whole) < len(raw):
+        os.truncate(path, len(whole))
+    return [[(text, reason) for text, reason in json.loads(line)] for line in whole.splitlines()]
+
+
+def _write_jsonl(path: pathlib.Path, records: Iterable[Any]) -> None:
+    with manifest.atomic(path) as temporary, temporary.open("w", encoding="utf-8") as stream:
+        for record in records:
+            stream.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()
