@@ -1,0 +1,123 @@
+"""Normalisation, duplicates, refusals, the split."""
+
+import hashlib
+import random
+import unicodedata
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eagle3_jax.data import filters
+
+PASSAGE = (
+    "The lighthouse on the northern cape was built of grey stone and stood for a hundred years before the sea took the "
+    "ground from under it one winter night while the keeper and his daughter were safe in the village below the hill."
+)
+
+
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def test_normalise():
+    assert filters.normalise(" a\r\nb\rc\x00\u200b\ufeff e\u0301 ") == "a\nb\nc \u00e9"
+    assert filters.normalise("नमस्ते\u200d👩\u200d💻") == "नमस्ते\u200d👩\u200d💻"  # joiners belong to the writing
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.text())
+def test_normalise_is_idempotent_and_nfc(text):
+    once = filters.normalise(text)
+    assert filters.normalise(once) == once
+    assert unicodedata.is_normalized("NFC", once)
+
+
+def test_exact_duplicates_ignore_case_and_space():
+    duplicates = filters.Duplicates(near=0.8)
+    assert duplicates.check(user("Why is the sky  blue?")) is None
+    assert duplicates.check(user("why is the\nSKY blue?")) == "exact duplicate"
+    assert duplicates.check([{"role": "system", "content": "Why is the sky blue?"}, *user("Why?")]) is None
+
+
+def test_near_duplicates():
+    duplicates = filters.Duplicates(near=0.8)
+    assert duplicates.check(user(PASSAGE)) is None
+    assert duplicates.check(user(PASSAGE.replace("one winter", "one summer"))) == "near duplicate"
+    assert duplicates.check(user(" ".join(reversed(PASSAGE.split())))) is None
+    assert duplicates.check(user(" ".join(PASSAGE.split()[:12]) + " fell, and nobody knows why it did so")) is None
+
+
+def test_near_duplicates_in_scripts_without_spaces():
+    text = "请用简单的话解释什么是人工智能以及它如何改变我们每天的生活和工作方式并举出三个例子说明"
+    duplicates = filters.Duplicates(near=0.8)
+    assert duplicates.check(user(text)) is None
+    assert duplicates.check(user(text + "吧")) == "near duplicate"
+    assert duplicates.check(user("写一首关于秋天的短诗并说明它的意思")) is None
+
+
+def test_templated_questions_with_other_numbers_stay():
+    duplicates = filters.Duplicates(near=0.8)
+    for a, b in [(3, 4), (5, 7), (8, 2)]:
+        assert duplicates.check(user(f"Anna has {a} apples and buys {b} more. How many does she have?")) is None
+
+
+def test_duplicates_are_deterministic():
+    generator = random.Random(0)
+    texts = [" ".join(generator.choices(PASSAGE.split(), k=12)) for _ in range(100)]
+    runs = []
+    for _ in range(2):
+        duplicates = filters.Duplicates(near=0.5)
+        runs.append([duplicates.check(user(text)) for text in texts])
+    assert runs[0] == runs[1]
+
+
+def test_refuse():
+    assert filters.refuse(user("short"), max_chars=10) is None
+    assert filters.refuse(user("x" * 11), max_chars=10) == "longer than 10 characters"
+    assert filters.refuse(user("say <|im_end|> now"), max_chars=100) == "holds a chat-template marker"
+    assert filters.refuse(user("a <| b |> c, p <|> q, <s>struck</s>"), max_chars=100) is None
+
+
+def test_redact_counts_over_messages():
+    messages = [{"role": "system", "content": "You serve bob@example.org."}, *user("I am ann@example.org")]
+    redacted, found = filters.redact(messages)
+    assert [message["content"] for message in redacted] == ["You serve <EMAIL_ADDRESS>.", "I am <EMAIL_ADDRESS>"]
+    assert dict(found) == {"EMAIL_ADDRESS": 2}
+    assert messages[1]["content"] == "I am ann@example.org"  # the input is left as it is
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x" * 195 + " bob@example.org",
+        r"{\"content\": \"bob\u0040example.org",
+        r"{\"content\": \"line\n536-22-8726\"",
+        "\ud800 bob@example.org",
+    ],
+)
+def test_excerpt_holds_no_personal_data(text):
+    short = filters.excerpt(text)
+    assert len(short) <= 200
+    assert "bob" not in short and "8726" not in short
+    short.encode("utf-8")
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.sets(st.text(min_size=1), min_size=3, max_size=40), st.floats(0.05, 0.95))
+def test_split_is_stable_when_prompts_are_added(texts, held_out):
+    hashes = [hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest() for text in sorted(texts)]
+    whole = dict(zip(hashes, filters.split(hashes, held_out), strict=True))
+    assert set(whole.values()) == {True, False}
+    by_hash = {digest: int(digest[:16], 16) / 2**64 < held_out for digest in hashes}
+    if set(by_hash.values()) == {True, False}:
+        assert whole == by_hash
+
+
+def test_split_share_and_minimum():
+    hashes = [hashlib.sha256(str(i).encode()).hexdigest() for i in range(2000)]
+    assert abs(sum(filters.split(hashes, 0.1)) / 2000 - 0.1) < 0.02
+    assert sorted(filters.split(hashes[:2], 0.001)) == [False, True]
+    assert sorted(filters.split(hashes[:2], 0.999)) == [False, True]
+    with pytest.raises(ValueError, match="got 1 usable prompts, expected at least 2"):
+        filters.split(hashes[:1], 0.5)

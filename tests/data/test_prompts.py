@@ -1,0 +1,49 @@
+"""The packaged prompts: enough, distinct, clean, and on both sides of a split."""
+
+import collections
+
+import pytest
+
+from eagle3_jax.data import filters, sources
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[sources.Prompt]:
+    found = list(sources.packaged())
+    assert all(isinstance(record, dict) for record in found)
+    return found  # pyright: ignore[reportReturnType]
+
+
+def test_at_least_fifty_of_each_category(prompts):
+    counts = collections.Counter(prompt["category"] for prompt in prompts)
+    assert set(counts) == {"code", "chat", "long_context", "math", "multilingual"}
+    assert min(counts.values()) >= 50 and sum(counts.values()) >= 250
+
+
+def test_ids_are_distinct_and_every_prompt_is_one_user_turn(prompts):
+    assert len({prompt["id"] for prompt in prompts}) == len(prompts)
+    assert {tuple(message["role"] for message in prompt["messages"]) for prompt in prompts} == {("user",)}
+
+
+def test_long_context_is_long(prompts):
+    lengths = [
+        len(filters.content(prompt["messages"]).split()) for prompt in prompts if prompt["category"] == "long_context"
+    ]
+    assert min(lengths) >= 150 and max(lengths) <= 600
+
+
+def test_nothing_is_filtered(prompts):
+    duplicates = filters.Duplicates(near=0.8)
+    for prompt in prompts:
+        assert filters.refuse(prompt["messages"], max_chars=8000) is None
+        redacted, found = filters.redact(prompt["messages"])
+        assert (redacted, dict(found)) == (prompt["messages"], {})
+        assert duplicates.check(redacted) is None
+
+
+@pytest.mark.parametrize("held_out", [0.1, 0.2, 0.3])
+def test_every_category_is_held_out_in_part(prompts, held_out):
+    sides = filters.split([filters.content_hash(prompt["messages"]) for prompt in prompts], held_out)
+    counts = collections.Counter(prompt["category"] for prompt, held in zip(prompts, sides, strict=True) if held)
+    assert len(counts) == 5
+    assert abs(sum(counts.values()) / len(prompts) - held_out) < 0.06

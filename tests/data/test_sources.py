@@ -1,0 +1,146 @@
+"""Every form of prompt becomes the same record; what is broken is set aside with its reason."""
+
+import json
+import sys
+import types
+
+import pytest
+
+from eagle3_jax.data import sources
+
+
+def read(tmp_path, *lines: object) -> list:
+    path = tmp_path / "prompts.jsonl"
+    raw = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
+    path.write_bytes(b"\n".join(raw) + b"\n")
+    return list(sources.jsonl(path, category="mine"))
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"prompt": "Hi"}, [("user", "Hi")]),
+        ({"question": "Hi", "answer": "no"}, [("user", "Hi")]),
+        ({"text": " Hi\r\n"}, [("user", "Hi")]),
+        ({"messages": [{"role": "user", "content": "Hi"}]}, [("user", "Hi")]),
+        (
+            {
+                "messages": [
+                    {"role": "system", "content": "Be brief."},
+                    {"role": "user", "content": "A"},
+                    {"role": "assistant", "content": "dropped"},
+                    {"role": "user", "content": [{"type": "text", "text": "B"}]},
+                ]
+            },
+            [("system", "Be brief."), ("user", "A"), ("user", "B")],
+        ),
+        (
+            {
+                "conversations": [
+                    {"from": "human", "value": "A"},
+                    {"from": "gpt", "value": "dropped"},
+                    {"from": "human", "value": "B"},
+                    {"from": "gpt", "value": None},
+                ]
+            },
+            [("user", "A"), ("user", "B")],
+        ),
+        ({"messages": [{"role": "system", "content": ""}, {"role": "user", "content": "A"}]}, [("user", "A")]),
+    ],
+)
+def test_forms(tmp_path, record, expected):
+    (prompt,) = read(tmp_path, record)
+    assert [(message["role"], message["content"]) for message in prompt["messages"]] == expected
+    assert (prompt["category"], prompt["id"], prompt["line"]) == ("mine", "jsonl:prompts.jsonl:1", 1)
+
+
+def test_own_id_and_category(tmp_path):
+    first, second = read(
+        tmp_path,
+        {"id": "HumanEval/0", "category": "code", "prompt": "Hi"},
+        {"id": 7, "category": "555-123-4567", "prompt": "Hi"},  # no name of a category
+    )
+    assert (first["id"], first["category"]) == ("HumanEval/0", "code")
+    assert (second["id"], second["category"]) == ("7", "mine")
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"prompt": "never clo', "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b"1" * 5000, "not valid JSON"),
+        (b'{"prompt": "\xff\xfe"}', "not valid UTF-8"),
+        (["Hi"], "got list, expected an object"),
+        ({"promt": "Hi"}, "no field messages, conversations, prompt, question, text"),
+        ({"prompt": 5}, "prompt: got int, expected text"),
+        ({"prompt": " \n\u200b"}, "an empty user message"),
+        ({"prompt": "\ud800"}, "prompt: half a surrogate pair"),
+        ({"messages": "Hi"}, "messages: got str, expected a list"),
+        ({"messages": ["Hi"]}, "messages: got str in the list, expected an object"),
+        ({"messages": [{"role": "assistant", "content": "Hi"}]}, "no user message"),
+        ({"messages": [{"role": "tool", "content": "Hi"}]}, "messages: unknown role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a part that is not text"),
+        ({"conversations": [{"from": "human"}]}, "conversations: value: got NoneType, expected text"),
+        (
+            {"messages": [{"role": "user", "content": "Hi"}, {"role": "system", "content": "Late"}]},
+            "a system message after the first message",
+        ),
+    ],
+)
+def test_broken_lines_are_set_aside(tmp_path, line, reason):
+    before, reject, after = read(tmp_path, {"prompt": "before"}, line, {"prompt": "after"})
+    assert isinstance(reject, sources.Reject)
+    assert reason in reject.reason
+    assert (reject.source, reject.line) == ("jsonl:prompts.jsonl", 2)
+    assert len(reject.text) <= 200
+    json.dumps(vars(reject), ensure_ascii=False).encode("utf-8")
+    assert (before["messages"][0]["content"], after["messages"][0]["content"]) == ("before", "after")
+
+
+def test_rejects_hold_no_personal_data(tmp_path):
+    found = read(
+        tmp_path,
+        b'{"prompt": "mail bob@example.org',
+        {"messages": [{"role": "tool", "content": "first line\n536-22-8726"}]},
+        b'{"prompt": "escaped bob\\u0040example.org',
+    )
+    assert all(isinstance(record, sources.Reject) for record in found)
+    assert not any("bob" in record.text or "8726" in record.text for record in found)
+
+
+def test_blank_lines_and_byte_order_mark(tmp_path):
+    found = read(tmp_path, b'\xef\xbb\xbf{"prompt": "A"}', b"", b"  \r", b'{"prompt": "B\xe2\x80\xa8C"}\r')
+    assert [(prompt["line"], prompt["messages"][0]["content"]) for prompt in found] == [(1, "A"), (4, "B\u2028C")]
+
+
+def test_tfds(monkeypatch):
+    examples = [{"question": b"One?", "n": 1}, {"question": "Two?", "n": 2}, {"question": b"", "n": 3}]
+    asked = []
+
+    def data_source(name: str, split: str) -> list:
+        asked.append((name, split))
+        return examples
+
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", types.SimpleNamespace(data_source=data_source))
+    first, second, third = sources.tfds("gsm8k", "question", split="test", category="math")
+    assert asked == [("gsm8k", "test")]
+    assert isinstance(first, dict) and isinstance(second, dict) and isinstance(third, sources.Reject)
+    assert [first["messages"][0]["content"], second["messages"][0]["content"]] == ["One?", "Two?"]
+    assert (first["category"], third.reason) == ("math", "an empty user message")
+    with pytest.raises(ValueError, match=r"field: got 'answer', expected one of \['n', 'question'\]"):
+        list(sources.tfds("gsm8k", "answer"))
+
+
+def test_self_written():
+    outputs = [
+        ("What is a good name?", "stop"),
+        ("An endless sto", "length"),
+        ("Hm", "stop"),
+        ("a\ud800bcdefgh", "stop"),
+    ]
+    first, cut, short, broken = sources.self_written(outputs)
+    assert isinstance(first, dict) and (first["category"], first["id"]) == ("self", "self:1")
+    assert isinstance(cut, sources.Reject) and cut.reason == "the target did not end its prompt"
+    assert isinstance(short, sources.Reject) and short.reason == "shorter than 8 characters"
+    assert isinstance(broken, sources.Reject)
