@@ -1,0 +1,129 @@
+"""Counts against a definition computed by hand, fairness of the order, and compilation kept out of the times."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eagle3_jax.decoding.measure import Tally, compare, first_difference, total
+
+
+def output(tokens: Sequence[int], rounds: int = 0, accepted: Sequence[int] = ()) -> Any:
+    return SimpleNamespace(
+        token_ids=list(tokens), stats=SimpleNamespace(rounds=rounds, accepted_per_position=list(accepted))
+    )
+
+
+@dataclasses.dataclass
+class FakeEngine:
+    """Answers from a table; takes `seconds` a call; compiles something new in the calls named."""
+
+    name: str
+    log: list[tuple[str, list[Any]]]
+    answers: dict[str, Any]
+    seconds: float = 0.0
+    compile_in: tuple[int, ...] = ()
+    calls: int = 0
+
+    def generate(self, prompts: Any, params: Any) -> list[Any]:
+        self.log.append((self.name, prompts))
+        if self.calls in self.compile_in:
+            jax.jit(lambda x: x + self.calls)(jnp.zeros(self.calls + 1)).block_until_ready()
+            time.sleep(0.2)
+        self.calls += 1
+        time.sleep(self.seconds)
+        return [self.answers[prompt] for prompt in prompts]
+
+
+def prompts(*names: str) -> list[dict[str, Any]]:
+    """ "a0" is a prompt of category "a"."""
+    return [{"id": name, "category": name[0], "messages": name} for name in names]
+
+
+def test_the_numbers_follow_their_definitions() -> None:
+    tally = Tally()
+    # 1 token of the prefill, 4 rounds: 3 + 1 + 2 + 1 tokens.
+    tally.add(["x"], [output([1] * 8)], [output([1] * 8, 4, [2, 1, 0])], (2.0, 1.0))
+    tally.add(["y"], [output([1, 2, 3])], [output([1, 2, 4], 2, [0, 0, 0])], (1.0, 0.5))
+    report = tally.report(exact=True)
+    assert report == {
+        "prompts": 2,
+        "identical": 1,
+        "mismatches": [{"id": "y", "position": 2}],
+        "tokens": 11,
+        "rounds": 6,
+        "accepted_per_position": [2, 1, 0],
+        "tau": (6 + 3) / 6,
+        "alpha": [2 / 6, 1 / 2, 0.0],
+        "tokens_per_second": {"vanilla": 11 / 3, "speculative": 11 / 1.5},
+        "seconds": {"vanilla": 3.0, "speculative": 1.5},
+        "speedup": 2.0,
+    }
+
+
+def test_what_cannot_be_said_is_none() -> None:
+    tally = Tally()
+    tally.add(["x"], [output([5])], [output([6], 0, [0, 0])], (1.0, 1.0))  # ended by its first token
+    report = tally.report(exact=False)
+    assert (report["tau"], report["alpha"]) == (None, [None, None])
+    assert (report["identical"], report["mismatches"]) == (None, None)
+    assert Tally().report(exact=True)["speedup"] is None
+
+
+def test_totals_add_everything() -> None:
+    one, two = Tally(), Tally()
+    one.add(["x"], [output([1, 2])], [output([1, 2], 1, [1, 0])], (1.0, 0.5))
+    two.add(["y"], [output([3])], [output([4], 2, [1, 1])], (2.0, 0.25))
+    whole = total([one, Tally(), two])
+    assert whole == Tally(2, 3, 3, 0.75, 3, 3.0, [2, 1], [{"id": "y", "position": 0}])
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(0, 1), max_size=4), st.lists(st.integers(0, 1), max_size=4))
+def test_first_difference(a: list[int], b: list[int]) -> None:
+    position = first_difference(a, b)
+    if position is None:
+        assert a == b
+    else:
+        assert a[:position] == b[:position] and a[: position + 1] != b[: position + 1]
+
+
+def test_categories_and_engines_take_turns() -> None:
+    asked = prompts("a0", "a1", "a2", "b0", "b1", "c0")
+    answers = {prompt["id"]: output([1, 2], 1, [1]) for prompt in asked}
+    log: list[tuple[str, list[Any]]] = []
+    vanilla, speculative = FakeEngine("v", log, answers, 0.004), FakeEngine("s", log, answers, 0.001)
+    tallies = compare(vanilla, speculative, asked, None, batch_size=2)
+    assert [call for call in log[2:] if call[0] == "v"] == [
+        ("v", ["a0", "a1"]),
+        ("v", ["b0", "b1"]),
+        ("v", ["c0"]),
+        ("v", ["a2"]),
+    ]
+    assert [name for name, _ in log[2:]] == ["v", "s", "s", "v", "v", "s", "s", "v"]
+    assert {category: tally.prompts for category, tally in tallies.items()} == {"a": 3, "b": 2, "c": 1}
+    speedup = total(list(tallies.values())).report(exact=True)["speedup"]
+    assert 1.5 < speedup
+
+
+def test_a_call_that_compiles_is_measured_again() -> None:
+    asked = prompts("a0", "a1")
+    answers = {prompt["id"]: output([1], 1, [1]) for prompt in asked}
+    speculative = FakeEngine("s", [], answers, compile_in=(0, 2))
+    tallies = compare(FakeEngine("v", [], answers), speculative, asked, None, batch_size=1)
+    assert speculative.calls == 4  # to warm up, the first prompt, the second twice
+    assert tallies["a"].seconds < 0.2 and tallies["a"].prompts == 2
+
+
+def test_an_engine_that_never_stops_compiling_is_no_measurement() -> None:
+    asked = prompts("a0")
+    answers = {"a0": output([1], 1, [1])}
+    with pytest.raises(RuntimeError, match="still compiles after 3 calls"):
+        compare(FakeEngine("v", [], answers, compile_in=(1, 2, 3)), FakeEngine("s", [], answers), asked, None, 1)
