@@ -18,8 +18,9 @@ Messages = list[dict[str, str]]
 
 # Stands for a content whose place in the rendered text is wanted: one word that no template and no text contains.
 _SENTINEL = "qzxsentinelxzq"
-# Templates that print today's date would make other tokens each day.
+# Templates that print today's date would make other tokens each day. They take it from one of two names.
 _DATE = "26 Jul 2024"
+_FIXED_CLOCK = f"{{% macro strftime_now(format) %}}{_DATE}{{% endmacro %}}"
 
 
 def template_hash(tokenizer: Any) -> str:
@@ -91,10 +92,10 @@ def _render(tokenizer: Any, messages: Messages, generation_prompt: bool) -> str:
     try:
         return tokenizer.apply_chat_template(
             messages,
+            chat_template=_FIXED_CLOCK + tokenizer.get_chat_template(),
             tokenize=False,
             add_generation_prompt=generation_prompt,
             date_string=_DATE,
-            strftime_now=lambda _: _DATE,
         )
     except jinja2.TemplateError as error:
         roles = ", ".join(message["role"] for message in messages)
@@ -121,12 +122,14 @@ def _assistant_span(tokenizer: Any, messages: Messages, index: int, full: str) -
     content_end = len(full) - len(after)
 
     opening = _render(tokenizer, before, generation_prompt=True)
-    if opening != _render(tokenizer, before, generation_prompt=False) and full.startswith(opening):
-        start = len(opening)
-    else:  # no generation prompt, or a history that is rendered otherwise than it was: from the content's first letter
-        start = with_content(_SENTINEL + text).find(_SENTINEL)
-        if start < 0 or with_content(_SENTINEL + text)[:start] != full[:start]:
-            raise ValueError(f"chat template: rewrites what precedes assistant turn {index}, expected it as it is")
+    if full.startswith(opening) and opening != _render(tokenizer, before, generation_prompt=False):
+        return len(opening), content_end + _end_of_turn(tokenizer, after)
+    # No generation prompt, or a history that is rendered otherwise than it was: the turn begins with its content, or
+    # with the white space that parts it from what was there before ("[/INST] content").
+    head = with_content(_SENTINEL + text).partition(_SENTINEL)[0]
+    if not full.startswith(head):
+        raise ValueError(f"chat template: rewrites what precedes assistant turn {index}, expected it as it is")
+    start = len(opening) if head.startswith(opening) and not head[len(opening) :].strip() else len(head)
     return start, content_end + _end_of_turn(tokenizer, after)
 
 
