@@ -1,0 +1,227 @@
+"""`python -m eagle3_jax.extract`: conversations -> what the draft head is trained on.
+
+The target reads its own conversations once. Kept per token: its aux hidden states, the input of its LM head, and its
+most likely next token, which is all that training asks of it (EAGLE3_SPEC sections 1.3 and 4). The draft vocabulary is
+counted on the way. A shard of conversations is the unit of resumption.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import pathlib
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from eagle3_jax import config as configuration
+from eagle3_jax import manifest
+from eagle3_jax.config import ExtractConfig, RunConfig
+from eagle3_jax.data import chat, features, vocab
+from eagle3_jax.data.states import Conversation, compute_records, plan_batches
+from eagle3_jax.mesh import batch_sharding, make_mesh
+from eagle3_jax.models.draft import DraftHeadConfig
+from eagle3_jax.models.registry import Target, load_target
+
+SPLITS = ("train", "held_out")
+REJECTS = "rejects.jsonl"
+
+
+class Rejected(ValueError):
+    """A conversation that cannot be trained on."""
+
+
+def run(config: RunConfig, target: Target | None = None) -> None:
+    """Extracts the features of `config`'s conversations into its features folder.
+
+    Args:
+        target: an already loaded target; None loads `config.target`.
+
+    Raises:
+        ManifestError: unfinished conversations, conversations of another target, or a folder of other work.
+        ValueError: no conversation could be used.
+    """
+    conversations, folder = config.folder("regenerate"), config.folder("extract")
+    made_from = manifest.read(conversations, made_by="regenerate")
+    mesh = make_mesh(config.mesh)
+    target = target or load_target(config.target, mesh)
+    _check_same_target(made_from["identity"]["target"], target.identity, conversations)
+    DraftHeadConfig.for_target(config.draft, target.model.config)  # refuses an impossible draft vocabulary now
+    longest = target.model.config.max_position_embeddings
+    if config.extract.max_length > longest:
+        raise ValueError(
+            f"extract.max_length: got {config.extract.max_length}, expected at most the target's {longest}"
+        )
+    identity = {
+        "verb": "extract",
+        "conversations": manifest.fingerprint(made_from),
+        "target": target.identity,
+        "max_length": config.extract.max_length,
+        "shard_records": config.extract.shard_records,
+        "draft_vocab_size": config.draft.vocab_size,
+    }
+    if manifest.begin(folder, identity):
+        print(f"{folder}: already finished, nothing to do", file=sys.stderr)
+        return
+    results = {
+        split: _extract_split(config.extract, conversations / f"{split}.jsonl", folder / split, target, mesh)
+        for split in SPLITS
+    }
+    counts = _token_counts(folder / "train", target.model.config.vocab_size)
+    if not results["train"]["records"]:
+        raise ValueError(f"{conversations}: none of the conversations could be used, see {folder / 'train' / REJECTS}")
+    token_ids = vocab.choose_draft_vocabulary(counts, config.draft.vocab_size)
+    with manifest.atomic(folder / "vocab.npz") as temporary, open(temporary, "wb") as stream:
+        np.savez(stream, token_ids=token_ids)
+    manifest.finish(folder, draft_vocabulary_coverage=vocab.coverage(counts, token_ids), **results)
+
+
+def read_conversation(line: str, tokenizer: Any, max_length: int) -> Conversation:
+    """Tokenises one line of a conversations file.
+
+    An answer that was cut off at `max_tokens` ends where the target stopped: the end-of-turn that the chat template
+    puts behind it was never the target's choice, so it must not be learned.
+
+    Raises:
+        Rejected: nothing remains that the loss could count.
+    """
+    values = json.loads(line)
+    try:
+        encoded, mask = chat.encode(tokenizer, values["messages"])
+    except ValueError as error:
+        raise Rejected(str(error)) from error
+    token_ids, loss_mask = np.asarray(encoded, np.int32), np.asarray(mask, np.uint8)
+    if values["truncated"]:
+        end = int(np.flatnonzero(loss_mask)[-1]) + 1
+        last = tokenizer.added_tokens_decoder.get(int(token_ids[end - 1]))
+        if last is not None and last.special:
+            end -= 1
+        token_ids, loss_mask = token_ids[:end], loss_mask[:end]
+    token_ids, loss_mask = token_ids[:max_length], loss_mask[:max_length]
+    if not loss_mask.any():
+        raise Rejected(f"no answer within extract.max_length = {max_length} tokens")
+    return Conversation(values["id"], token_ids, loss_mask)
+
+
+def _extract_split(
+    config: ExtractConfig, source: pathlib.Path, folder: pathlib.Path, target: Target, mesh: jax.sharding.Mesh
+) -> dict[str, Any]:
+    """Writes all shards of one split that are not yet there. Returns the counts for the manifest."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for left_behind in folder.glob(".*.partial"):  # by a run that was killed while it wrote
+        left_behind.unlink()
+    with open(source, encoding="utf-8") as stream:
+        total = sum(1 for _ in stream)
+    shards = max(1, -(-total // config.shard_records))
+    paths = [features.shard_path(folder, shard, shards) for shard in range(shards)]
+    start, tokens = time.monotonic(), 0
+    with (
+        open(source, encoding="utf-8") as stream,
+        tqdm(total=total, desc=f"extract {folder.name}", unit="conversation", disable=jax.process_index() > 0) as bar,
+    ):
+        for shard, path in enumerate(paths):
+            lines = list(itertools.islice(stream, config.shard_records))
+            if not features.is_complete(path):
+                notes = _extract_shard(config, lines, path, target, mesh, seed=shard)
+                tokens += notes["tokens"]
+                bar.set_postfix_str(f"{tokens / (time.monotonic() - start):.0f} tokens/s")
+            bar.update(len(lines))
+    seconds = time.monotonic() - start
+    all_notes = [features.read_notes(path) for path in paths]
+    rejects = [reject for notes in all_notes for reject in notes["rejects"]]
+    with manifest.atomic(folder / REJECTS) as temporary:
+        temporary.write_text("".join(json.dumps(reject, ensure_ascii=False) + "\n" for reject in rejects))
+    computed = sum(notes["computed_tokens"] for notes in all_notes)
+    kept = sum(notes["tokens"] for notes in all_notes)
+    return {
+        "records": sum(len(notes["ids"]) for notes in all_notes),
+        "rejected": len(rejects),
+        "tokens": kept,
+        "loss_tokens": sum(sum(notes["token_counts"][1]) for notes in all_notes),
+        "padding_share": 1 - kept / computed if computed else 0.0,
+        "tokens_per_second": tokens / seconds if tokens else None,
+    }
+
+
+def _extract_shard(
+    config: ExtractConfig,
+    lines: Sequence[str],
+    path: pathlib.Path,
+    target: Target,
+    mesh: jax.sharding.Mesh,
+    seed: int,
+) -> dict[str, Any]:
+    model = target.model
+    conversations, rejects = [], []
+    for line in lines:
+        try:
+            conversations.append(read_conversation(line, target.tokenizer, config.max_length))
+        except Rejected as error:
+            rejects.append({"id": json.loads(line)["id"], "reason": str(error)})
+    batches = plan_batches(
+        [len(c.token_ids) for c in conversations], config.batch_tokens, multiple=mesh.shape["data"], seed=seed
+    )
+    counts = np.zeros(model.config.vocab_size, np.int64)
+    notes: dict[str, Any] = {
+        "ids": [],
+        "rejects": rejects,
+        "tokens": 0,
+        "computed_tokens": sum(batch.rows * batch.length for batch in batches),
+    }
+
+    def records() -> Iterator[features.Record]:
+        place = functools.partial(jax.device_put, device=batch_sharding(mesh))
+        for conversation, record in compute_records(conversations, batches, model, place):
+            if record is None:
+                rejects.append({"id": conversation.name, "reason": "NaN or infinity in the hidden states"})
+                continue
+            notes["ids"].append(conversation.name)
+            notes["tokens"] += len(conversation.token_ids)
+            counts[:] += vocab.count_tokens(conversation.token_ids, conversation.loss_mask, len(counts))
+            yield record
+        said = np.flatnonzero(counts)
+        notes["token_counts"] = [said.tolist(), counts[said].tolist()]
+
+    features.write_shard(path, records(), notes)
+    return notes
+
+
+def _token_counts(folder: pathlib.Path, vocab_size: int) -> np.ndarray:
+    """int64 [V]: how often each token counts in the loss, summed over the shards' notes."""
+    counts = np.zeros(vocab_size, np.int64)
+    for path in folder.glob("*.array_record"):
+        token_ids, times = features.read_notes(path)["token_counts"]
+        counts[np.asarray(token_ids, np.int64)] += np.asarray(times, np.int64)
+    return counts
+
+
+def _check_same_target(found: dict[str, Any], expected: dict[str, Any], folder: pathlib.Path) -> None:
+    """The target must be the one that answered; its dtype and aux layers may differ."""
+    for field in ("weights", "tokenizer", "chat_template"):
+        if found.get(field) != expected.get(field):
+            raise manifest.ManifestError(
+                f"{folder}: target.{field}: found {found.get(field)!r}, expected {expected.get(field)!r}; "
+                "these conversations are another target's"
+            )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    config, _ = configuration.from_command_line(
+        "extract", "Conversations -> features of the target, and the draft vocabulary.", argv
+    )
+    if config.compile_cache:
+        jax.config.update("jax_compilation_cache_dir", config.compile_cache)
+    try:
+        run(config)
+    except ValueError as error:
+        sys.exit(f"eagle3_jax.extract: {error}")
+
+
+if __name__ == "__main__":
+    main()

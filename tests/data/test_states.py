@@ -1,0 +1,62 @@
+"""Batches of conversations, and the size of what their forward pass holds."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eagle3_jax.data import states
+from eagle3_jax.models import llama
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    lengths=st.lists(st.integers(1, 500), max_size=60), budget=st.integers(512, 4096), multiple=st.sampled_from([1, 2])
+)
+def test_batches_hold_every_conversation_once_within_their_bounds(lengths, budget, multiple):
+    batches = states.plan_batches(lengths, budget, multiple)
+    assert sorted(i for batch in batches for i in batch.indices) == list(range(len(lengths)))
+    shapes = {(batch.rows, batch.length) for batch in batches}
+    assert len(shapes) == len({length for _, length in shapes})  # one program a length
+    for batch in batches:
+        assert 0 < len(batch.indices) <= batch.rows
+        assert batch.rows % multiple == 0
+        assert batch.rows == multiple or batch.rows * batch.length <= budget
+        longest = max(lengths[i] for i in batch.indices)
+        assert batch.length % 64 == 0
+        assert batch.length - 64 < longest <= batch.length
+
+
+def test_the_whole_vocabulary_is_never_there_for_all_positions():
+    """No intermediate of the forward pass is as large as [batch, length, vocabulary]."""
+    tokens = jnp.zeros((4, 256), jnp.int32)
+
+    def sizes(jaxpr):
+        for equation in jaxpr.eqns:
+            yield from (np.prod(out.aval.shape, dtype=int) for out in equation.outvars)
+            for sub in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+                sub = getattr(sub, "jaxpr", sub)
+                if hasattr(sub, "eqns"):
+                    yield from sizes(sub)
+
+    config = llama.LlamaConfig(
+        vocab_size=50_000,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        rms_norm_eps=1e-5,
+        rope_theta=1e4,
+        tie_word_embeddings=False,
+        max_position_embeddings=512,
+        eos_token_ids=(),
+        aux_layers=(0, 1, 3),
+    )
+    model = nnx.eval_shape(lambda: llama.Llama(config, rngs=nnx.Rngs(0)))
+    whole = tokens.size * config.vocab_size
+    largest = max(sizes(jax.make_jaxpr(states.forward)(model, tokens).jaxpr))
+    assert 256 * config.vocab_size <= largest < whole

@@ -1,0 +1,253 @@
+"""Extraction: values against a plain forward pass, batching, resumption, and what is set aside."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from eagle3_jax import config as configuration
+from eagle3_jax import extract, manifest
+from eagle3_jax.data import features
+from eagle3_jax.mesh import make_mesh, shardings
+from eagle3_jax.models import llama
+from eagle3_jax.models.registry import Target
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A token a byte, and the three special tokens of ChatML."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"]
+    )
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    tokenizer = byte_tokenizer()
+    eos = tokenizer.backend_tokenizer.token_to_id("<|im_end|>")
+    config = llama.LlamaConfig(
+        vocab_size=len(tokenizer) + 6,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        rms_norm_eps=1e-5,
+        rope_theta=1e4,
+        tie_word_embeddings=True,
+        max_position_embeddings=512,
+        eos_token_ids=(eos,),
+        aux_layers=(0, 1, 3),
+    )
+    identity = {"weights": "w", "tokenizer": "t", "chat_template": "c", "aux_layers": [0, 1, 3], "dtype": "float32"}
+    return Target(llama.Llama(config, rngs=nnx.Rngs(0)), tokenizer, identity, pathlib.Path())
+
+
+def conversation(name: str, *turns: str, truncated: bool = False) -> dict:
+    messages = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+    return {"id": name, "category": "chat", "messages": messages, "truncated": truncated}
+
+
+CONVERSATIONS = [
+    conversation("short", "Hi", "Hello."),
+    conversation("long", "Tell me of trees. " * 4, "Trees are tall. " * 6),
+    conversation("turns", "One", "two", "Three", "four."),
+    conversation("cut", "Count", "1 2 3 4", truncated=True),
+    conversation("no answer", "Hello?"),
+]
+
+
+def prepared(folder: pathlib.Path, train=CONVERSATIONS, held_out=CONVERSATIONS[:1], **extract_values):
+    """A config whose conversations exist, as `regenerate` leaves them."""
+    config = configuration.from_dict(
+        {
+            "run_dir": str(folder),
+            "draft": {"vocab_size": 20},
+            "mesh": {"data": 1},
+            "extract": {"max_length": 256, "batch_tokens": 512, "shard_records": 2} | extract_values,
+        }
+    )
+    conversations = config.folder("regenerate")
+    manifest.begin(conversations, {"target": {"weights": "w", "tokenizer": "t", "chat_template": "c"}})
+    for split, lines in (("train", train), ("held_out", held_out)):
+        (conversations / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    manifest.finish(conversations)
+    return config
+
+
+@pytest.fixture(scope="module")
+def assert_close_to_plain(target):
+    """Compares a record with a forward pass of its conversation alone, without padding."""
+    model = target.model
+
+    @functools.cache
+    def plain(token_ids: tuple[int, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return jax.jit(forward)(model, jnp.asarray(token_ids, jnp.int32)[None])
+
+    def forward(model, tokens):
+        positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        cache = model.empty_cache(1, tokens.shape[1])
+        hidden, aux, _ = model(tokens, positions, cache, jnp.zeros(1, jnp.int32))
+        return aux[0], hidden[0], jnp.argmax(model.logits(hidden[0]), axis=-1)
+
+    def check(record: features.Record) -> None:
+        aux, hidden, argmax = plain(tuple(record["token_ids"].tolist()))
+        # bfloat16 keeps 8 bits; float32 summed in another order may round to the neighbour.
+        np.testing.assert_allclose(record["aux"].astype(np.float32), aux, rtol=2**-7, atol=1e-5)
+        np.testing.assert_allclose(record["last_hidden"].astype(np.float32), hidden, rtol=2**-7, atol=1e-5)
+        np.testing.assert_array_equal(record["argmax"], argmax)
+
+    return check
+
+
+def test_records_equal_a_plain_forward_of_each_conversation(tmp_path, target, assert_close_to_plain):
+    config = prepared(tmp_path)
+    extract.run(config, target)
+    source = features.FeatureSource(config.folder("extract") / "train")
+    texts = {target.tokenizer.decode(source[i]["token_ids"]): source[i] for i in range(len(source))}
+    assert len(texts) == 4
+    for record in texts.values():
+        assert record["aux"].shape[1] == 3 * 16
+        assert record["aux"].dtype == ml_dtypes.bfloat16
+        assert_close_to_plain(record)
+    turns = next(record for text, record in texts.items() if "four" in text)
+    said = target.tokenizer.decode(turns["token_ids"][turns["loss_mask"] == 1])
+    assert said == "two<|im_end|>four.<|im_end|>"
+
+
+def test_a_truncated_answer_ends_where_the_target_stopped(target):
+    read = extract.read_conversation(json.dumps(CONVERSATIONS[3]), target.tokenizer, 256)
+    assert target.tokenizer.decode(read.token_ids).endswith("assistant\n1 2 3 4")
+    assert target.tokenizer.decode(read.token_ids[read.loss_mask == 1]) == "1 2 3 4"
+    whole = extract.read_conversation(json.dumps(CONVERSATIONS[3] | {"truncated": False}), target.tokenizer, 256)
+    assert target.tokenizer.decode(whole.token_ids[whole.loss_mask == 1]) == "1 2 3 4<|im_end|>"
+
+
+def test_a_conversation_longer_than_max_length_is_truncated_or_rejected(target):
+    line = json.dumps(CONVERSATIONS[1])
+    assert len(extract.read_conversation(line, target.tokenizer, 110).token_ids) == 110
+    with pytest.raises(extract.Rejected, match=r"no answer within extract\.max_length = 40 tokens"):
+        extract.read_conversation(line, target.tokenizer, 40)
+
+
+def test_manifest_vocabulary_and_rejects(tmp_path, target):
+    config = prepared(tmp_path)
+    extract.run(config, target)
+    folder = config.folder("extract")
+    results = manifest.read(folder, "extract")["results"]
+    source = features.FeatureSource(folder / "train")
+    said = np.concatenate([source[i]["token_ids"][source[i]["loss_mask"] == 1] for i in range(len(source))])
+    token_ids = np.load(folder / "vocab.npz")["token_ids"]
+    assert token_ids.dtype == np.int32
+    assert len(token_ids) == 20
+    assert np.all(np.diff(token_ids) > 0)
+    assert results["draft_vocabulary_coverage"] == pytest.approx(np.isin(said, token_ids).mean())
+    assert np.bincount(said).argmax() in token_ids
+    assert results["train"]["records"] == 4
+    assert results["train"]["rejected"] == 1
+    assert results["train"]["tokens"] == source.lengths.sum()
+    assert results["train"]["loss_tokens"] == len(said)
+    assert 0 < results["train"]["padding_share"] < 1
+    assert results["held_out"]["records"] == 1
+    (reject,) = [json.loads(line) for line in (folder / "train" / "rejects.jsonl").read_text().splitlines()]
+    assert reject["id"] == "no answer"
+    assert "loss mask" in reject["reason"]
+
+
+def test_a_killed_run_goes_on_and_a_finished_one_does_nothing(tmp_path, target, monkeypatch):
+    whole = prepared(tmp_path / "whole")
+    extract.run(whole, target)
+    config = prepared(tmp_path / "killed")
+    write, written = features.write_shard, []
+
+    def killed_at_the_second(path, *args):
+        if len(written) == 1:
+            path.with_name(f".{path.name}.1.partial").write_bytes(b"half a shard")
+            raise KeyboardInterrupt
+        written.append(path)
+        write(path, *args)
+
+    monkeypatch.setattr(features, "write_shard", killed_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        extract.run(config, target)
+    first = written[0].stat().st_mtime_ns
+
+    monkeypatch.setattr(features, "write_shard", write)
+    extract.run(config, target)
+    assert written[0].stat().st_mtime_ns == first
+    for split in extract.SPLITS:
+        left = features.FeatureSource(whole.folder("extract") / split)
+        right = features.FeatureSource(config.folder("extract") / split)
+        assert len(left) == len(right)
+        for i in range(len(left)):
+            assert features.encode_record(left[i]) == features.encode_record(right[i])
+    assert not list(config.folder("extract").rglob("*.partial"))
+    for file in ("vocab.npz", "train/rejects.jsonl"):
+        assert (whole.folder("extract") / file).read_bytes() == (config.folder("extract") / file).read_bytes()
+
+    monkeypatch.setattr(features, "write_shard", None)
+    extract.run(config, target)
+
+
+def test_a_record_with_a_nan_is_set_aside_and_its_neighbours_kept(tmp_path, target):
+    model = llama.Llama(target.model.config, rngs=nnx.Rngs(0))
+    (poison,) = target.tokenizer.encode("Z")
+    model.embed[...] = model.embed[...].at[poison].set(jnp.nan)
+    lines = [CONVERSATIONS[0], conversation("poisoned", "Zoo?", "Yes."), CONVERSATIONS[2]]
+    config = prepared(tmp_path, train=lines, shard_records=3)
+    # Logits of all positions see the poisoned row of the tied embedding; only hidden states decide.
+    extract.run(config, dataclasses.replace(target, model=model))
+    folder = config.folder("extract") / "train"
+    (reject,) = [json.loads(line) for line in (folder / "rejects.jsonl").read_text().splitlines()]
+    assert reject == {"id": "poisoned", "reason": "NaN or infinity in the hidden states"}
+    assert len(features.FeatureSource(folder)) == 2
+
+
+def test_nothing_usable_is_an_error(tmp_path, target):
+    config = prepared(tmp_path, train=CONVERSATIONS[-1:])
+    with pytest.raises(ValueError, match=r"none of the conversations could be used, see .*rejects\.jsonl"):
+        extract.run(config, target)
+
+
+def test_conversations_of_another_target_are_refused(tmp_path, target):
+    other = dataclasses.replace(target, identity=target.identity | {"tokenizer": "another"})
+    with pytest.raises(manifest.ManifestError, match=r"target\.tokenizer: found 't', expected 'another'"):
+        extract.run(prepared(tmp_path), other)
+
+
+def test_a_length_beyond_the_targets_is_refused(tmp_path, target):
+    config = prepared(tmp_path, max_length=1024, batch_tokens=1024)
+    with pytest.raises(ValueError, match=r"extract\.max_length: got 1024, expected at most the target's 512"):
+        extract.run(config, target)
+
+
+@pytest.mark.parametrize(("data", "model"), [(4, 1), (2, 2)])
+def test_a_mesh_gives_the_same_records(tmp_path, target, assert_close_to_plain, data, model):
+    config = prepared(tmp_path)
+    config = dataclasses.replace(config, mesh=configuration.MeshConfig(data=data, model=model))
+    placed = jax.device_put(target.model, shardings(target.model, make_mesh(config.mesh), llama.SHARDING_RULES))
+    extract.run(config, dataclasses.replace(target, model=placed))
+    source = features.FeatureSource(config.folder("extract") / "train")
+    assert len(source) == 4
+    for i in range(len(source)):
+        assert_close_to_plain(source[i])
