@@ -180,5 +180,5 @@ def _sum(rows: Sequence[Sequence[int]]) -> list[int]:
     return [sum(column) for column in zip(*[row for row in rows if row], strict=True)]
 
 
-def _ratio(part: float, whole: float) -> float | None:
+def _ratio(part: int | float, whole: int | float) -> float | None:
     return part / whole if whole else None
