@@ -43,7 +43,6 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture(scope="module")
 def target() -> Target:
     tokenizer = byte_tokenizer()
-    eos = tokenizer.backend_tokenizer.token_to_id("<|im_end|>")
     config = llama.LlamaConfig(
         vocab_size=len(tokenizer) + 6,
         hidden_size=16,
@@ -56,7 +55,7 @@ def target() -> Target:
         rope_theta=1e4,
         tie_word_embeddings=True,
         max_position_embeddings=512,
-        eos_token_ids=(eos,),
+        eos_token_ids=(),
         aux_layers=(0, 1, 3),
     )
     identity = {"weights": "w", "tokenizer": "t", "chat_template": "c", "aux_layers": [0, 1, 3], "dtype": "float32"}
