@@ -1,0 +1,262 @@
+"""`python -m eagle3_jax.report`: all that a run measured, as a table, as `report.json` and as a picture."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from eagle3_jax import config as configuration
+from eagle3_jax import manifest
+from eagle3_jax.config import FOLDERS, RunConfig
+
+# Okabe and Ito's palette: told apart with any colour vision, and in grey by their lightness.
+COLOURS = {"vanilla": "#B8BCC2", "chain": "#56B4E9", "tree": "#0072B2"}
+OTHERS = ("#E69F00", "#009E73", "#CC79A7", "#D55E00")
+_NUMBERS = ("tau", "alpha", "speedup", "tokens_per_second", "identical", "prompts", "rounds", "tokens")
+
+
+def run(config: RunConfig) -> dict[str, Any]:
+    """Writes `report.json` and `report.png` into the run's folder.
+
+    Returns:
+        What `report.json` holds: `drafts` (one entry per file of the evaluation folder, e.g. "chain", "tree", each
+        overall and per category), `stages` (manifests' results and seconds), `hardware`, `versions`, `target`.
+
+    Raises:
+        ValueError: nothing was evaluated yet, or the evaluations do not belong together.
+    """
+    folder = pathlib.Path(config.run_dir)
+    evaluations = _evaluations(config.folder("evaluate"))
+    report = assemble(evaluations, _stages(config))
+    manifest.write_json(folder / "report.json", report)
+    with manifest.atomic(folder / "report.png") as temporary:
+        draw(report, temporary)
+    return report
+
+
+def assemble(evaluations: dict[str, dict[str, Any]], stages: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Puts evaluation reports (name -> report of `evaluate`) and stages together.
+
+    The vanilla rate is the mean over the evaluations, weighted by time: each measured it anew, beside its own draft.
+
+    Raises:
+        ValueError: the evaluations measured different targets or prompts.
+    """
+    first = next(iter(evaluations.values()))
+    for name, evaluation in evaluations.items():
+        for field in ("target", "prompts_file"):
+            found, expected = evaluation["identity"][field], first["identity"][field]
+            if found != expected:
+                raise ValueError(f"evaluation/{name}.json: {field}: found {found!r}, expected {expected!r}")
+
+    def numbers(part: dict[str, Any]) -> dict[str, Any]:
+        return {key: part[key] for key in _NUMBERS}
+
+    def vanilla(parts: Sequence[dict[str, Any]]) -> float:
+        seconds = [part["seconds"]["vanilla"] for part in parts]
+        rates = [part["tokens_per_second"]["vanilla"] for part in parts]
+        return sum(r * s for r, s in zip(rates, seconds, strict=True)) / sum(seconds)
+
+    return {
+        "vanilla": {
+            "tokens_per_second": vanilla(list(evaluations.values())),
+            "categories": {
+                category: vanilla([evaluation["categories"][category] for evaluation in evaluations.values()])
+                for category in first["categories"]
+            },
+        },
+        "drafts": {
+            name: numbers(evaluation)
+            | {
+                "tree": evaluation["config"]["evaluate"]["tree"],
+                "categories": {c: numbers(part) for c, part in evaluation["categories"].items()},
+            }
+            for name, evaluation in evaluations.items()
+        },
+        "settings": {key: first["config"]["evaluate"][key] for key in ("temperature", "max_tokens", "batch_size")},
+        "target": first["identity"]["target"],
+        "draft": first["identity"]["draft"],
+        "stages": stages,
+        "hardware": first["hardware"],
+        "versions": first["versions"],
+    }
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report as fixed-width text: stages, then one block of rows per draft."""
+    lines = []
+    timed = {name: stage["seconds"] for name, stage in report["stages"].items() if stage.get("seconds") is not None}
+    if timed:
+        lines += _aligned([("stage", "minutes"), *((name, f"{s / 60:.1f}") for name, s in timed.items())])
+        lines += [f"total {sum(timed.values()) / 60:.1f} minutes", ""]
+    for name, draft in report["drafts"].items():
+        rows = [(f"{name} ({_size(draft['tree'])})", "vanilla tok/s", f"{name} tok/s", "speed-up", "tau", "identical")]
+        for category, part in [*draft["categories"].items(), ("all", draft)]:
+            rates = part["tokens_per_second"]
+            rows.append(
+                (
+                    category,
+                    _number(rates["vanilla"], 1),
+                    _number(rates["speculative"], 1),
+                    _number(part["speedup"], 2) + "x",
+                    _number(part["tau"], 2),
+                    _identical(part),
+                )
+            )
+        lines += _aligned(rows)
+        shares = "  ".join(_number(share, 2) for share in draft["alpha"])
+        lines += [f"accepted per draft position, of those that got there: {shares}", ""]
+    hardware = report["hardware"]
+    where = hardware["accelerator"] or hardware["cpu"]
+    lines.append(f"{report['target']['name']} in {report['target']['dtype']} on {where}, {hardware['cores']} cores")
+    return "\n".join(lines)
+
+
+def draw(report: dict[str, Any], path: pathlib.Path) -> None:
+    """Draws tokens/s per category (left) and acceptance per draft position (right) as a PNG."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot as plt
+
+    drafts, settings, hardware = report["drafts"], report["settings"], report["hardware"]
+    colours = COLOURS | dict(zip([name for name in drafts if name not in COLOURS], OTHERS * 9, strict=False))
+    style = {"font.size": 10, "font.family": "DejaVu Sans", "axes.edgecolor": "#8A8F98", "text.color": "#1F2328"}
+    style |= {"axes.labelcolor": "#1F2328", "xtick.color": "#424A53", "ytick.color": "#424A53"}
+    with plt.rc_context(style):
+        figure, (left, right) = plt.subplots(
+            1, 2, figsize=(11, 4.6), width_ratios=(2.3, 1), layout="constrained", facecolor="white"
+        )
+        _draw_rates(left, report, colours)
+        _draw_acceptance(right, drafts, colours)
+        for axes in (left, right):
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.tick_params(length=0)
+            axes.set_axisbelow(True)
+            axes.grid(axis="y", color="#E6E8EB", linewidth=0.8)
+        headline = "   ".join(
+            f"{name}: {_number(draft['speedup'], 2)}x faster, tau {_number(draft['tau'], 2)}, "
+            f"identical {_identical(draft)}"
+            for name, draft in drafts.items()
+        )
+        figure.suptitle(f"{report['target']['name']} with EAGLE-3\n", x=0.012, ha="left", weight="bold", fontsize=13)
+        figure.text(0.012, 0.925, headline, ha="left", va="top", fontsize=10.5)
+        where = hardware["accelerator"] or f"{hardware['cpu']}, {hardware['cores']} cores"
+        figure.supxlabel(
+            f"{where} · {report['target']['dtype']} · temperature {settings['temperature']:g} · batch "
+            f"{settings['batch_size']} · {settings['max_tokens']} tokens per prompt",
+            fontsize=8.5,
+            color="#6E7781",
+        )
+        figure.savefig(path, dpi=150, format="png")
+        plt.close(figure)
+
+
+def _draw_rates(axes: Any, report: dict[str, Any], colours: dict[str, str]) -> None:
+    drafts = report["drafts"]
+    categories = list(report["vanilla"]["categories"])
+    bars = {"vanilla": [report["vanilla"]["tokens_per_second"], *report["vanilla"]["categories"].values()]}
+    for name, draft in drafts.items():
+        parts = [draft, *(draft["categories"][category] for category in categories)]
+        bars[name] = [part["tokens_per_second"]["speculative"] or 0.0 for part in parts]
+    width = 0.8 / len(bars)
+    places = [0.0, *(1.25 + i for i in range(len(categories)))]  # a gap between the whole and its parts
+    for i, (name, rates) in enumerate(bars.items()):
+        offset = (i - (len(bars) - 1) / 2) * width
+        drawn = axes.bar([place + offset for place in places], rates, width * 0.94, color=colours[name], label=name)
+        axes.bar_label(drawn, fmt="%.0f", padding=2, fontsize=8, color="#424A53")
+    axes.set_xticks(places, [label.replace("_", "\n") for label in ("all prompts", *categories)])
+    axes.get_xticklabels()[0].set_weight("bold")
+    axes.set_ylabel("tokens per second")
+    axes.margins(x=0.02, y=0.2)
+    axes.legend(loc="upper right", ncols=len(bars), frameon=False, fontsize=9.5, handlelength=1, columnspacing=1.2)
+
+
+def _draw_acceptance(axes: Any, drafts: dict[str, Any], colours: dict[str, str]) -> None:
+    longest = max((len(draft["alpha"]) for draft in drafts.values()), default=1)
+    for name, draft in drafts.items():
+        points = [(i, share) for i, share in enumerate(draft["alpha"], start=1) if share is not None]
+        axes.plot(
+            [i for i, _ in points],
+            [100 * share for _, share in points],
+            marker="os^Dv"[list(drafts).index(name) % 5],
+            markersize=7,
+            linewidth=2,
+            color=colours[name],
+            label=name,
+        )
+    axes.set_ylim(0, 100)
+    axes.set_xlim(0.7, longest + 0.3)
+    axes.set_xticks(range(1, longest + 1))
+    axes.yaxis.set_major_formatter("{x:.0f} %")
+    axes.set_xlabel("draft position")
+    axes.set_ylabel("accepted, of those that got there")
+    axes.legend(loc="upper right", frameon=False, fontsize=9.5, ncols=2)
+
+
+def _evaluations(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
+    """Name -> report of every file in the evaluation folder, "chain" and "tree" first."""
+    paths = sorted(folder.glob("*.json"), key=lambda path: (path.stem not in COLOURS, path.stem))
+    if not paths:
+        raise ValueError(f"{folder}: no *.json, expected the output of `python -m eagle3_jax.evaluate`")
+    found = {}
+    for path in paths:
+        try:
+            found[path.stem] = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path}: not valid JSON ({error})") from error
+    return found
+
+
+def _stages(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """Stage -> its results (from its manifest) and its seconds (from `stages.json`, when that was kept)."""
+    clock = pathlib.Path(config.run_dir) / "stages.json"
+    stages: dict[str, dict[str, Any]] = {}
+    for name, seconds in (json.loads(clock.read_text()) if clock.exists() else {}).items():
+        stages[name] = {"seconds": seconds}
+    for verb in FOLDERS:
+        with contextlib.suppress(manifest.ManifestError):  # not run, or still running
+            stages.setdefault(verb, {})["results"] = manifest.read(config.folder(verb), made_by=verb)["results"]
+    return stages
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as text: the first column to the left, numbers to the right, a line under the head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    texts = [
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
+    return [texts[0], "-" * len(texts[0]), *texts[1:]]
+
+
+def _size(tree: dict[str, int]) -> str:
+    if tree["topk"] == 1:
+        return f"{tree['num_steps']} drafts in a row"
+    return f"depth {tree['num_steps']}, {tree['num_draft_tokens']} tokens"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _identical(part: dict[str, Any]) -> str:
+    return "-" if part["identical"] is None else f"{part['identical']}/{part['prompts']}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    config, _ = configuration.from_command_line("report", (__doc__ or "").splitlines()[0], argv)
+    try:
+        report = run(config)
+    except ValueError as error:
+        sys.exit(f"eagle3_jax.report: {error}")
+    print(table(report))
+    print(f"\n{pathlib.Path(config.run_dir) / 'report.json'}\n{pathlib.Path(config.run_dir) / 'report.png'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""The report puts evaluations and stages together; the table and the picture hold what it says."""
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+
+from eagle3_jax import report
+from eagle3_jax.config import FOLDERS, RunConfig
+from eagle3_jax.decoding.measure import Tally, total
+from eagle3_jax.manifest import begin, finish
+
+CATEGORIES = ("chat", "code", "long_context", "math", "multilingual")
+TREES = {
+    "chain": {"num_steps": 4, "topk": 1, "num_draft_tokens": 5},
+    "tree": {"num_steps": 4, "topk": 3, "num_draft_tokens": 10},
+}
+
+
+def evaluation(name: str, rate: float = 95.0, exact: bool = True) -> dict[str, Any]:
+    """A report as `evaluate` writes it, with round numbers."""
+    tallies = {}
+    for i, category in enumerate(CATEGORIES):
+        accepted = [220 - 20 * i, 110 - 10 * i, 50 - 5 * i, 20]
+        tokens = 384 - 10 * i
+        vanilla_seconds = tokens / (56.0 - i)
+        tallies[category] = Tally(4, 200, tokens, tokens / (rate - 6 * i), tokens, vanilla_seconds, accepted)
+    tallies["math"].mismatches.append({"id": "math-3", "position": 17})
+    return {
+        **total(list(tallies.values())).report(exact=exact),
+        "categories": {category: tally.report(exact=exact) for category, tally in tallies.items()},
+        "identity": {
+            "target": {"name": "smollm2-135m-instruct", "dtype": "float32"},
+            "draft": {"folder": "runs/x/export", "weights": "ab"},
+            "prompts_file": {"name": "held_out.jsonl", "sha256": "cd"},
+        },
+        "config": {"evaluate": {"tree": TREES[name], "temperature": 0.0, "max_tokens": 96, "batch_size": 1}},
+        "hardware": {"cpu": "A CPU @ 2.60GHz", "cores": 2, "accelerator": None, "devices": 1},
+        "versions": {"python": "3.11.7", "jax": "0.10.2"},
+    }
+
+
+@pytest.fixture
+def config(tmp_path: pathlib.Path) -> RunConfig:
+    """A run whose evaluations and clock are there, and whose prepare stage has finished."""
+    config = RunConfig(run_dir=str(tmp_path))
+    folder = config.folder("evaluate")
+    folder.mkdir()
+    for name, rate in (("tree", 108.0), ("chain", 95.0)):
+        (folder / f"{name}.json").write_text(json.dumps(evaluation(name, rate)))
+    (tmp_path / "stages.json").write_text(json.dumps({"install": 90, "prepare": 30.5, "evaluate-chain": 60}))
+    begin(config.folder("prepare"), {"verb": "prepare"})
+    finish(config.folder("prepare"), train=200)
+    begin(config.folder("train"), {"verb": "train"})  # unfinished
+    return config
+
+
+def test_a_run_ends_in_a_report_and_a_picture(config: RunConfig, tmp_path: pathlib.Path) -> None:
+    made = report.run(config)
+    assert json.loads((tmp_path / "report.json").read_text()) == json.loads(json.dumps(made))
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert list(made["drafts"]) == ["chain", "tree"]
+    chain = evaluation("chain", 95.0)
+    for key in ("tau", "alpha", "speedup", "identical", "prompts", "tokens_per_second"):
+        assert made["drafts"]["chain"][key] == chain[key]
+        assert made["drafts"]["chain"]["categories"]["math"][key] == chain["categories"]["math"][key]
+    assert made["vanilla"]["tokens_per_second"] == pytest.approx(chain["tokens_per_second"]["vanilla"])
+    assert made["stages"]["prepare"] == {"seconds": 30.5, "results": {"train": 200}}
+    assert made["stages"]["install"] == {"seconds": 90}
+    assert "train" not in made["stages"] and set(made["stages"]) <= {"install", "evaluate-chain", *FOLDERS}
+
+
+def test_the_table_says_it_all(config: RunConfig) -> None:
+    text = report.table(report.run(config))
+    lines = text.splitlines()
+    assert "total 3.0 minutes" in lines
+    chain = evaluation("chain", 95.0)
+    row = next(line for line in lines if line.startswith("all"))
+    assert row.split() == [
+        "all",
+        f"{chain['tokens_per_second']['vanilla']:.1f}",
+        f"{chain['tokens_per_second']['speculative']:.1f}",
+        f"{chain['speedup']:.2f}x",
+        f"{chain['tau']:.2f}",
+        "19/20",
+    ]
+    header = next(line for line in lines if line.startswith("chain (4 drafts in a row)"))
+    assert len(header) == len(row)
+    assert any(line.startswith("tree (depth 4, 10 tokens)") for line in lines)
+    assert lines[-1] == "smollm2-135m-instruct in float32 on A CPU @ 2.60GHz, 2 cores"
+
+
+def test_sampled_evaluations_and_unknown_names_are_drawn_too(tmp_path: pathlib.Path) -> None:
+    sampled = evaluation("chain", exact=False)
+    sampled["alpha"] = [0.5, None, None, None]
+    made = report.assemble({"sampled": sampled}, {})
+    report.draw(made, tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 10_000
+    assert "0.50  -  -  -" in report.table(made)
+
+
+def test_evaluations_of_different_prompts_are_not_put_together() -> None:
+    other = evaluation("tree")
+    other["identity"]["prompts_file"] = {"name": "train.jsonl", "sha256": "ef"}
+    with pytest.raises(ValueError, match=r"evaluation/tree.json: prompts_file: found .*train.jsonl"):
+        report.assemble({"chain": evaluation("chain"), "tree": other}, {})
+
+
+def test_nothing_to_report_is_said(tmp_path: pathlib.Path) -> None:
+    config = RunConfig(run_dir=str(tmp_path))
+    with pytest.raises(ValueError, match=r"no \*.json, expected the output of `python -m eagle3_jax.evaluate`"):
+        report.run(config)
+    config.folder("evaluate").mkdir()
+    (config.folder("evaluate") / "chain.json").write_text("{")
+    with pytest.raises(ValueError, match=r"chain.json: not valid JSON"):
+        report.run(config)
