@@ -1,0 +1,303 @@
+"""Requests in, tokens out: continuous batching over a fixed number of slots.
+
+The host prefills a request, inserts it into a free slot, and lets the device run rounds until a slot is free again or
+all are done. Shapes depend on the prompt's bucket and the number of cache slots alone, so programs are soon all
+compiled.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import pathlib
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eagle3_jax.config import DraftTree, TargetConfig
+from eagle3_jax.decoding import rounds
+from eagle3_jax.decoding.detokenizer import Detokenizer
+from eagle3_jax.decoding.sampling import Sampling, SamplingParams
+from eagle3_jax.decoding.tree import scratch_slots
+from eagle3_jax.formats.sglang import load_draft
+from eagle3_jax.models.draft import Draft
+from eagle3_jax.models.llama import Llama
+from eagle3_jax.models.registry import Target, load_target
+
+Prompt = str | Sequence[dict[str, Any]] | Sequence[int]
+
+# Rounds between two looks of the host, at most; the device comes back earlier when it has nothing to do.
+_ROUNDS = 64
+
+GREEDY = SamplingParams()
+
+_prefill = jax.jit(rounds.prefill, static_argnames=("slots", "max_output", "tree", "greedy"))
+_decode = jax.jit(rounds.decode, static_argnames=("tree", "greedy"), donate_argnames="state")
+_insert = jax.jit(rounds.insert, donate_argnames="state")
+
+
+@functools.partial(jax.jit, static_argnames="batch")
+def _vacant(sequence: rounds.State, batch: int) -> rounds.State:
+    """A batch of free slots, shaped like one sequence."""
+    state = jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape[1:])), sequence)
+    return dataclasses.replace(state, done=jnp.ones(batch, bool))
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """How well drafting did for one request.
+
+    Attributes:
+        rounds: target passes after prefill.
+        accepted_per_position: in how many of them the draft at depth 1, 2, ... was accepted.
+    """
+
+    rounds: int
+    accepted_per_position: list[int]
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens a round, the bonus included: 1 without a draft."""
+        return 1 + sum(self.accepted_per_position) / max(self.rounds, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """One answer.
+
+    Attributes:
+        token_ids: without the prompt; the end-of-sequence token is the last one when `finish_reason` is "stop".
+        text: without special tokens.
+        finish_reason: "stop": end of sequence; "length": `max_tokens`, or the engine's `max_length`.
+    """
+
+    token_ids: list[int]
+    text: str
+    finish_reason: Literal["stop", "length"]
+    stats: Stats
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A part of a streamed answer; the last one has the finish reason. Text never ends inside a character."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: Literal["stop", "length"] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    ids: list[int]
+    params: SamplingParams
+    limit: int  # params.max_tokens, or what max_length leaves
+
+
+class Engine:
+    """Answers prompts with a target model, faster with a draft; the tokens' distribution is the target's own."""
+
+    def __init__(
+        self,
+        target: Llama,
+        tokenizer: Any,
+        draft: Draft | None = None,
+        tree: DraftTree | None = None,
+        *,
+        batch_size: int = 1,
+        max_length: int = 2048,
+    ) -> None:
+        """Takes loaded models; `load` takes names and folders.
+
+        Args:
+            tokenizer: a Hugging Face tokenizer.
+            tree: shape of the draft; None decodes without one, also where a draft is given.
+            batch_size: sequences decoded together.
+            max_length: longest prompt and answer together, in tokens.
+
+        Raises:
+            ValueError: a tree without a draft, a draft of another target, or a size out of range.
+        """
+        if batch_size < 1:
+            raise ValueError(f"batch_size: got {batch_size}, expected at least 1")
+        if not 2 <= max_length <= target.config.max_position_embeddings:
+            raise ValueError(
+                f"max_length: got {max_length}, expected 2 to the target's {target.config.max_position_embeddings}"
+            )
+        if tree is not None and draft is None:
+            raise ValueError(f"draft: got None, expected a draft head for {tree}")
+        if tree is not None and draft is not None:
+            _check_draft(draft, target, tree)
+        self.target, self.tokenizer, self.tree = target, tokenizer, tree
+        self.draft = None if tree is None else draft
+        self.batch_size, self.max_length = batch_size, max_length
+
+    @classmethod
+    def load(
+        cls,
+        target: TargetConfig | str | Target,
+        draft: str | pathlib.Path | Draft | None = None,
+        tree: DraftTree | None = None,
+        batch_size: int = 1,
+        max_length: int = 2048,
+    ) -> Engine:
+        """Loads the models; a draft is a folder that `export` wrote (see `__init__` for the rest)."""
+        loaded = target if isinstance(target, Target) else load_target(target)
+        if isinstance(draft, str | pathlib.Path):
+            draft = load_draft(draft, target=loaded.model.config, dtype=loaded.model.embed[...].dtype)
+        return cls(loaded.model, loaded.tokenizer, draft, tree, batch_size=batch_size, max_length=max_length)
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+        on_output: Callable[[int, Output], object] | None = None,
+    ) -> list[Output]:
+        """Answers prompts, in their order.
+
+        Args:
+            prompts: each a string (one user turn), messages (both through the chat template), or token ids.
+            params: for all, or one for each prompt.
+            on_output: called with a prompt's index and its answer as soon as it is finished.
+
+        Raises:
+            ValueError: a prompt that is too long, empty or of another kind; before any work begins.
+        """
+        if isinstance(prompts, str):
+            raise ValueError(f"prompts: got the string {prompts[:40]!r}, expected a list of prompts")
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise ValueError(f"params: got {len(each)}, expected one for all or {len(prompts)}, one for each prompt")
+        requests = [self._request(f"prompts[{i}]", p, each[i]) for i, p in enumerate(prompts)]
+        outputs: dict[int, Output] = {}
+        for index, output in self._run(requests):
+            outputs[index] = output
+            if on_output is not None:
+                on_output(index, output)
+        return [outputs[i] for i in range(len(requests))]
+
+    def stream(self, prompt: Prompt, params: SamplingParams = GREEDY) -> Iterator[Piece]:
+        """Answers one prompt piece by piece, one round at a time. Raises ValueError like `generate`."""
+        request = self._request("prompt", prompt, params)
+        greedy, slots = params.temperature == 0, self._slots([request])
+        state = self._start(request, slots, greedy)
+        sent, pending = 0, Detokenizer(self.tokenizer)
+        while True:
+            output = self._output(request, *_fetch(state, 0)) if state.done[0] else None
+            ids = np.asarray(state.output[0])[: int(state.num_output[0])].tolist()
+            text = pending.add(ids[sent:], last=output is not None)
+            if output is not None:
+                yield Piece(text, ids[sent:], output.finish_reason)
+                return
+            yield Piece(text, ids[sent:], None)
+            sent = len(ids)
+            state = _decode(self.target, self.draft, state, 1, 1, tree=self.tree, greedy=greedy)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt: a string or messages through the chat template, with the answer's opening."""
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        ids = [int(item) for item in prompt if not isinstance(item, dict)]
+        if len(ids) == len(prompt):
+            return ids
+        text = self.tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _request(self, name: str, prompt: Prompt, params: SamplingParams) -> _Request:
+        ids = self.encode(prompt)
+        if not 1 <= len(ids) < self.max_length:
+            raise ValueError(f"{name}: got {len(ids)} tokens, expected 1 to {self.max_length - 1} (max_length - 1)")
+        vocabulary = self.target.config.vocab_size
+        if not 0 <= min(ids) <= max(ids) < vocabulary:
+            raise ValueError(f"{name}: got token ids {min(ids)} to {max(ids)}, expected 0 to {vocabulary - 1}")
+        return _Request(ids, params, min(params.max_tokens, self.max_length - len(ids)))
+
+    def _slots(self, requests: list[_Request]) -> int:
+        """Cache slots that are enough for each of these requests, in steps that keep the number of programs small."""
+        need = max((max(_bucket(len(r.ids)), len(r.ids) + r.limit) for r in requests), default=0)
+        return _round_up(need + scratch_slots(self.tree), 256)
+
+    def _start(self, request: _Request, slots: int, greedy: bool) -> rounds.State:
+        """Prefills one request."""
+        ids, params = request.ids, request.params
+        tokens = np.zeros((1, _bucket(len(ids))), np.int32)
+        tokens[0, : len(ids)] = ids
+        # Different prompts under one seed get different random numbers, the same prompt always the same.
+        key = jax.random.fold_in(jax.random.key(params.seed), zlib.crc32(np.asarray(ids, np.int32).tobytes()))
+        sampling = Sampling(
+            jnp.array([params.temperature], jnp.float32),
+            jnp.array([params.top_k], jnp.int32),
+            jnp.array([params.top_p], jnp.float32),
+            key[None],
+        )
+        return _prefill(
+            self.target,
+            self.draft,
+            jnp.asarray(tokens),
+            jnp.array([len(ids)], jnp.int32),
+            sampling,
+            jnp.array([request.limit], jnp.int32),
+            jnp.array([params.ignore_eos]),
+            slots=slots,
+            max_output=slots,
+            tree=self.tree,
+            greedy=greedy,
+        )
+
+    def _run(self, requests: list[_Request]) -> Iterator[tuple[int, Output]]:
+        """Yields (index, answer) as they finish."""
+        waiting = collections.deque(enumerate(requests))
+        running: dict[int, int] = {}  # slot -> request
+        slots, greedy = self._slots(requests), all(r.params.temperature == 0 for r in requests)
+        batch = min(self.batch_size, len(requests))
+        state = None
+        while waiting or running:
+            for slot in [slot for slot in range(batch) if slot not in running]:
+                if waiting:
+                    running[slot], request = waiting.popleft()
+                    sequence = self._start(request, slots, greedy)
+                    if batch > 1:
+                        sequence = _insert(_vacant(sequence, batch) if state is None else state, slot, sequence)
+                    state = sequence
+            stop_at = 1 if waiting else batch
+            state = _decode(self.target, self.draft, state, _ROUNDS, stop_at, tree=self.tree, greedy=greedy)
+            done = np.asarray(state.done)
+            for slot in [slot for slot in running if done[slot]]:
+                index = running.pop(slot)
+                yield index, self._output(requests[index], *_fetch(state, slot))
+
+    def _output(self, request: _Request, ids: list[int], rounds_: int, accepted: list[int]) -> Output:
+        stopped = not request.params.ignore_eos and ids[-1] in self.target.config.eos_token_ids
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return Output(ids, text, "stop" if stopped else "length", Stats(rounds_, accepted))
+
+
+def _check_draft(draft: Draft, target: Llama, tree: DraftTree) -> None:
+    head = draft.head.config
+    for field in ("vocab_size", "aux_layers"):
+        got, expected = getattr(head, field), getattr(target.config, field)
+        if got != expected:
+            raise ValueError(f"draft.{field}: got {got}, expected the target's {expected}")
+    if head.hidden_size != target.config.hidden_size:  # it reads the target's embeddings
+        raise ValueError(f"draft.hidden_size: got {head.hidden_size}, expected {target.config.hidden_size}")
+    if tree.topk > head.draft_vocab_size:
+        raise ValueError(f"tree.topk: got {tree.topk}, expected at most the draft vocabulary, {head.draft_vocab_size}")
+
+
+def _fetch(state: rounds.State, slot: int) -> tuple[list[int], int, list[int]]:
+    """Tokens, rounds and accepted drafts per position of one slot."""
+    output, count, taken, accepted = jax.device_get((state.output, state.num_output, state.rounds, state.accepted))
+    return output[slot, : count[slot]].tolist(), int(taken[slot]), accepted[slot].tolist()
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+def _bucket(length: int) -> int:
+    """Padded length of a prompt: multiples of 64, of 256 from there on."""
+    return _round_up(length, 64 if length <= 256 else 256)
