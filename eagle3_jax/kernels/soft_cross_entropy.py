@@ -1,0 +1,175 @@
+"""Cross entropy of several students against one teacher over a large vocabulary, block by block.
+
+The logits of teacher and students exist for one block of positions at a time, in the forward and in the backward
+pass: the gradient of a soft cross entropy with respect to the logits is w * (q - p) in closed form, so the forward
+pass computes the gradients along with the loss and nothing is recomputed (EAGLE3_SPEC section 2.4 is the formula).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+_HIGHEST = jax.lax.Precision.HIGHEST
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """How students and teacher compare at each position; zero (False) where a whole block was skipped.
+
+    Attributes:
+        cross_entropy: float32 [K, B, T], -sum_v p_v log q_v.
+        entropy: float32 [B, T], the teacher's own; cross_entropy - entropy is the KL divergence.
+        hits: bool [K, B, T], whether the label is a student's most probable token.
+    """
+
+    cross_entropy: Float[Array, "k b t"]
+    entropy: Float[Array, "b t"]
+    hits: Bool[Array, "k b t"]
+
+
+def soft_cross_entropy(
+    hidden: Float[Array, "k b t h"],
+    rows: Float[Array, "v h"],
+    teacher_hidden: Float[Array, "b t h"],
+    teacher_rows: Float[Array, "v h"],
+    labels: Int[Array, "b t"],
+    weights: Float[Array, "k b t"],
+    block: int,
+) -> tuple[Float[Array, ""], Comparison]:
+    """sum over k, b, t of weights * CE(softmax(teacher logits), softmax(student logits)).
+
+    Args:
+        hidden: LM-head inputs of K students; gradients flow to `hidden` and `rows` only.
+        rows: the students' LM head. Matmul operands have the dtype of `hidden`; logits and softmax are float32.
+        labels: the token in [0, v) that counts as a hit; -1 where none does.
+        weights: blocks in which all weights are zero are skipped, so it pays to have the others close together.
+        block: positions per block over all B rows; bounds the memory to block * v floats, a few times over.
+
+    Returns:
+        The loss, and the comparison (without gradient).
+    """
+    b, t = teacher_hidden.shape[:2]
+    length = min(t, max(1, block // b))  # positions of each row in a block
+    pad = -t % length
+    inputs = (
+        jnp.pad(hidden, ((0, 0), (0, 0), (0, pad), (0, 0))),
+        jnp.pad(teacher_hidden, ((0, 0), (0, pad), (0, 0))),
+        jnp.pad(labels, ((0, 0), (0, pad)), constant_values=-1),
+        jnp.pad(weights, ((0, 0), (0, 0), (0, pad))),
+    )
+    loss, comparison = _blocked(length, inputs[0], rows, teacher_rows, *inputs[1:])
+    return loss, jax.tree.map(lambda x: jax.lax.stop_gradient(x[..., :t]), comparison)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _blocked(length: int, hidden: Array, rows: Array, teacher_rows: Array, *rest: Array) -> tuple[Array, Comparison]:
+    return _scan(length, hidden, rows, teacher_rows, *rest, gradients=False)[0]
+
+
+def _forward(
+    length: int, hidden: Array, rows: Array, teacher_rows: Array, *rest: Array
+) -> tuple[tuple[Array, Comparison], tuple[Array, Array]]:
+    return _scan(length, hidden, rows, teacher_rows, *rest, gradients=True)
+
+
+def _backward(length: int, gradients: tuple[Array, Array], cotangents: Any) -> tuple[Array | None, ...]:
+    d_hidden, d_rows = gradients
+    g = cotangents[0]
+    return (d_hidden * g.astype(d_hidden.dtype), d_rows * g.astype(d_rows.dtype), *(None,) * 4)
+
+
+_blocked.defvjp(_forward, _backward)
+
+
+def _scan(
+    length: int,
+    hidden: Array,
+    rows: Array,
+    teacher_rows: Array,
+    teacher_hidden: Array,
+    labels: Array,
+    weights: Array,
+    gradients: bool,
+) -> tuple[tuple[Array, Comparison], Any]:
+    """Scans the blocks of `length` positions of every row; the outputs of `_block`, put together again."""
+    k, b, t, h = hidden.shape
+    own_rows, own_teacher_rows = rows.astype(hidden.dtype), teacher_rows.astype(hidden.dtype)
+
+    def cut(x: Array, axis: int) -> Array:
+        return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, length, *x.shape[axis + 1 :]), axis, 0)
+
+    def join(x: Array, axis: int) -> Array:
+        x = jnp.moveaxis(x, 0, axis)
+        return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+
+    def body(carry: tuple[Array, Array], block: tuple[Array, ...]) -> tuple[tuple[Array, Array], Any]:
+        def skip(carry: Any) -> tuple[Any, Any]:
+            d_hidden = jnp.zeros_like(block[0]) if gradients else ()
+            comparison = Comparison(
+                jnp.zeros((k, b, length)), jnp.zeros((b, length)), jnp.zeros((k, b, length), jnp.bool)
+            )
+            return carry, (comparison, d_hidden)
+
+        run = functools.partial(_block, own_rows, own_teacher_rows, gradients=gradients)
+        return jax.lax.cond(jnp.any(block[-1] != 0), lambda c: run(c, *block), skip, carry)
+
+    blocks = (cut(hidden, 2), cut(teacher_hidden.astype(hidden.dtype), 1), cut(labels, 1), cut(weights, 2))
+    start = (jnp.zeros(()), jnp.zeros((h, rows.shape[0]) if gradients else ()))
+    (loss, d_rows), (comparison, d_hidden) = jax.lax.scan(body, start, blocks)
+    comparison = Comparison(
+        join(comparison.cross_entropy, 2), join(comparison.entropy, 1), join(comparison.hits, 2)
+    )
+    return (loss, comparison), (join(d_hidden, 2), d_rows.T.astype(rows.dtype)) if gradients else None
+
+
+def _block(
+    rows: Array,
+    teacher_rows: Array,
+    carry: tuple[Array, Array],
+    hidden: Array,
+    teacher_hidden: Array,
+    labels: Array,
+    weights: Array,
+    gradients: bool,
+) -> tuple[tuple[Array, Array], Any]:
+    """One block: hidden [K, B, n, H], teacher_hidden [B, n, H], labels [B, n], weights [K, B, n]."""
+    teacher_logits = _logits(teacher_hidden, teacher_rows)
+    p = jax.nn.softmax(teacher_logits, axis=-1)
+    entropy = jax.nn.logsumexp(teacher_logits, axis=-1) - jnp.sum(p * teacher_logits, axis=-1)
+
+    def student(carry: tuple[Array, Array], step: tuple[Array, Array]) -> tuple[tuple[Array, Array], Any]:
+        (loss, d_rows), (x, w) = carry, step
+        logits = _logits(x, rows)
+        top = jnp.max(logits, axis=-1, keepdims=True)
+        unnormed = jnp.exp(logits - top)
+        total = jnp.sum(unnormed, axis=-1, keepdims=True)
+        ce = (top + jnp.log(total))[..., 0] - jnp.sum(p * logits, axis=-1)
+        # An argmax is a slow reduction on a CPU; comparing the label's logit with the maximum says the same.
+        labelled = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[..., None], axis=-1)
+        hits = (labelled >= top)[..., 0] & (labels >= 0)
+        loss += jnp.sum(w * ce)
+        if not gradients:
+            return (loss, d_rows), (ce, hits, ())
+        d_logits = ((unnormed / total - p) * w[..., None]).astype(x.dtype)
+        d_hidden = jnp.dot(d_logits, rows, precision=_HIGHEST)
+        # Accumulated as [H, V]: the contraction that is faster on a CPU.
+        d_rows += jax.lax.dot_general(
+            x, d_logits, (((0, 1), (0, 1)), ((), ())), precision=_HIGHEST, preferred_element_type=jnp.float32
+        )
+        return (loss, d_rows), (ce, hits, d_hidden)
+
+    carry, (ce, hits, d_hidden) = jax.lax.scan(student, carry, (hidden, weights))
+    return carry, (Comparison(ce, entropy, hits), d_hidden)
+
+
+def _logits(x: Array, rows: Array) -> Array:
+    return jax.lax.dot_general(
+        x, rows, (((x.ndim - 1,), (1,)), ((), ())), precision=_HIGHEST, preferred_element_type=jnp.float32
+    )

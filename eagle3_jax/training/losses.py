@@ -1,0 +1,87 @@
+"""The loss of the training-time test (EAGLE3_SPEC sections 2.3 to 2.5).
+
+Everything is aligned by the teacher's position u: step i predicts with the state at t = u - 1 - i what the teacher
+predicts at u, so that the teacher's distribution is computed once for all steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from eagle3_jax.config import TrainConfig
+from eagle3_jax.kernels.soft_cross_entropy import soft_cross_entropy
+from eagle3_jax.models.draft import DraftHead
+from eagle3_jax.training.batch import Batch, Teacher
+from eagle3_jax.training.ttt import training_time_test
+
+
+def ttt_loss(
+    head: DraftHead, teacher: Teacher, batch: Batch, config: TrainConfig
+) -> tuple[Float[Array, ""], dict[str, Any]]:
+    """Sum over steps of step_decay ** i times the soft cross entropy on the draft vocabulary.
+
+    Returns:
+        The loss, and sums for metrics: `cross_entropy`, `divergence` (KL), `hits` and `compared` [steps] (positions
+        that train), `counted` [steps] (positions that the mask counts, the teacher's argmax outside the draft
+        vocabulary included), and `tokens` (not padding).
+    """
+    steps = jnp.arange(config.ttt_steps)
+    states = training_time_test(head, teacher.embed, batch, config.ttt_steps, config.remat)
+    counted = teacher_mask(batch.loss_mask, batch.segment_ids, config.mask_offset)
+    labels = teacher.draft_ids[batch.argmax]
+    trained = counted & (labels >= 0) if config.argmax_mask else counted
+    # Positions that train come first in each row, so that the blocks behind them are skipped.
+    order = jnp.argsort(~(trained & (batch.positions >= 1)), axis=1, stable=True)
+
+    def ordered(x: Array) -> Array:
+        return jnp.take_along_axis(x, order.reshape(order.shape + (1,) * (x.ndim - 2)), axis=1)
+
+    # The state at t = u - 1 - i must lie in the same document.
+    inside = batch.positions >= 1 + steps[:, None, None]
+    compared = jax.vmap(ordered)(trained & inside)
+    source = jnp.maximum(order - 1 - steps[:, None, None], 0)
+    hidden = jnp.take_along_axis(states, source[..., None], axis=2)
+    tokens = jnp.sum(batch.segment_ids > 0)
+    divisor = jnp.sum(counted & (batch.positions >= 1)) if config.loss_reduction == "mask" else tokens
+    decay = jnp.float32(config.step_decay) ** steps
+    weights = decay[:, None, None] * compared / jnp.maximum(divisor, 1)
+    loss, comparison = soft_cross_entropy(
+        hidden,
+        head.lm_head[...],
+        ordered(batch.last_hidden.astype(hidden.dtype)),
+        teacher.rows,
+        ordered(labels),
+        weights,
+        config.loss_block,
+    )
+    rows = (1, 2)
+    divergence = comparison.cross_entropy - comparison.entropy
+    return loss, {
+        "cross_entropy": jnp.sum(jnp.where(compared, comparison.cross_entropy, 0), rows),
+        "divergence": jnp.sum(jnp.where(compared, divergence, 0), rows),
+        "hits": jnp.sum(comparison.hits & compared, rows),
+        "compared": jnp.sum(compared, rows),
+        "counted": jnp.sum(counted & inside, rows),
+        "tokens": tokens,
+    }
+
+
+def teacher_mask(
+    loss_mask: Int[Array, "b t"], segment_ids: Int[Array, "b t"], offset: int
+) -> Bool[Array, "b t"]:
+    """Which teacher positions u the loss mask counts: mask[u - 1 + offset], each document's last entry taken as 0.
+
+    In the shift form, with the mask taken at t + offset and shifted along with the targets at every step, the mask of
+    step i at index t is mask[t + i + offset], and u = t + 1 + i.
+    """
+    follows = jnp.pad(segment_ids[:, 1:], ((0, 0), (0, 1)))  # 0 behind the row's end
+    inner = (loss_mask != 0) & (segment_ids > 0) & (segment_ids == follows)
+    by = offset - 1
+    shifted = jnp.roll(inner, -by, axis=1)
+    same = jnp.roll(segment_ids, -by, axis=1) == segment_ids
+    t = jnp.arange(segment_ids.shape[1])
+    return shifted & same & (t + by >= 0) & (t + by < segment_ids.shape[1])
