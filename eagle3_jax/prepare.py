@@ -7,7 +7,9 @@ and filters what they hold, and writes `prompts/{train,held_out,rejects}.jsonl` 
 from __future__ import annotations
 
 import collections
+import hashlib
 import json
+import math
 import os
 import pathlib
 import sys
@@ -24,6 +26,8 @@ TRAIN, HELD_OUT, REJECTS = "train.jsonl", "held_out.jsonl", "rejects.jsonl"
 
 # The target may never end its prompts; then it is given up after this many tries per prompt that was asked for.
 _TRIES = 4
+# Self-prompts are kept on disk after this many batches: the unit of resumption.
+_CHUNK = 4
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -155,40 +159,49 @@ def _self_outputs(
 ) -> Iterator[tuple[str, str]]:
     """What the target writes after the opening of a user turn, as (text, finish_reason), until enough of it ended.
 
-    Every batch is appended to `log` as one line. After an interruption those lines are read back instead of generated,
-    and generation goes on with the next batch's own seed.
+    Every chunk of outputs is appended to `log` as one line. After an interruption those lines are read back instead of
+    generated, and generation goes on with the next chunk.
     """
-    whole = 0
-    lines = _read_log(log)
-    for line in lines:
-        for text, finish_reason in line:
-            whole += finish_reason == "stop"
-            yield text, finish_reason
-    if whole >= source.count:
+    done = _read_log(log)
+    for outputs in done:
+        yield from outputs
+    ended = sum(reason == "stop" for outputs in done for _, reason in outputs)
+    if ended >= source.count:
         return
     from eagle3_jax.decoding.engine import Engine, SamplingParams  # only now: JAX and the target are loaded by it
+    from eagle3_jax.models import registry
 
-    engine = Engine.load(config.target, batch_size=config.prepare.batch_size, tree=None, max_length=None)
-    opening = chat.user_opening_ids(engine.tokenizer)
-    batch = config.prepare.batch_size
-    number = len(lines)
+    size = _CHUNK * config.prepare.batch_size
+    opening = chat.user_opening_ids(registry.load_tokenizer(config.target.name))
+    length = len(opening) + source.max_tokens
+    engine = Engine.load(config.target, batch_size=config.prepare.batch_size, max_length=length)
     with (
         log.open("a", encoding="utf-8") as stream,
-        tqdm.tqdm(desc="self-prompting", initial=whole, total=source.count, unit=" prompts") as progress,
+        tqdm.tqdm(desc="self-prompting", initial=ended, total=source.count, unit=" prompts") as progress,
     ):
-        while whole < source.count and number * batch < _TRIES * source.count + batch:
-            sampling = SamplingParams(
-                temperature=source.temperature, max_tokens=source.max_tokens, seed=config.seed + number
+        for number in range(len(done), math.ceil(_TRIES * source.count / size)):
+            # The opening is the same for all, so each needs a seed of its own.
+            params = [
+                SamplingParams(temperature=source.temperature, max_tokens=source.max_tokens, seed=seed)
+                for seed in _seeds(f"{config.seed}/{log.stem}/{number}", size)
+            ]
+            answers = engine.generate(
+                [opening] * size, params, on_output=lambda _, output: progress.update(output.finish_reason == "stop")
             )
-            outputs = [(out.text, out.finish_reason) for out in engine.generate([opening] * batch, sampling)]
+            outputs = [(answer.text, answer.finish_reason) for answer in answers]
             stream.write(json.dumps(outputs, ensure_ascii=False) + "\n")
             stream.flush()
             os.fsync(stream.fileno())
-            number += 1
-            ended = sum(finish_reason == "stop" for _, finish_reason in outputs)
-            whole += ended
-            progress.update(ended)
             yield from outputs
+            ended += sum(reason == "stop" for _, reason in outputs)
+            if ended >= source.count:
+                return
+
+
+def _seeds(name: str, count: int) -> list[int]:
+    """Distinct-looking 31-bit seeds that depend on nothing but the name."""
+    digests = (hashlib.sha256(f"{name}/{row}".encode()).digest() for row in range(count))
+    return [int.from_bytes(digest[:4], "little") >> 1 for digest in digests]
 
 
 def _read_log(path: pathlib.Path) -> list[list[tuple[str, str]]]:
