@@ -9,7 +9,6 @@ import unicodedata
 from collections.abc import Hashable, Sequence
 
 import datasketch
-import numpy as np
 
 from eagle3_jax.data import personal
 
@@ -77,8 +76,8 @@ def redact(messages: Messages) -> tuple[Messages, collections.Counter[str]]:
 class Duplicates:
     """Remembers what it has seen. The first of several alike stays; the result depends on the order alone.
 
-    Exact: by `content_hash`. Near: MinHash over 3-word shingles and banded lookup (datasketch), confirmed by the
-    estimated Jaccard similarity.
+    Exact: by `content_hash`. Near: candidates by MinHash over 3-word shingles and banded lookup (datasketch), confirmed
+    by the Jaccard similarity of the shingles themselves.
 
     Args:
         near: Jaccard similarity from which two texts count as alike.
@@ -86,23 +85,24 @@ class Duplicates:
 
     def __init__(self, near: float, num_perm: int = 128) -> None:
         self._near = near
-        self._exact: set[str] = set()
         self._template = datasketch.MinHash(num_perm=num_perm, seed=1, hashfunc=_hash32)
-        self._lsh = datasketch.MinHashLSH(threshold=near, num_perm=num_perm)
-        self._sketches: dict[Hashable, datasketch.MinHash] = {}
+        # Candidates are confirmed, so one too many costs little and one too few is a duplicate that stays. Near 1 there
+        # would be too few bands.
+        self._lsh = datasketch.MinHashLSH(threshold=min(near, 0.9), num_perm=num_perm, weights=(0.1, 0.9))
+        self._shingles: dict[Hashable, frozenset[bytes]] = {}
 
     def check(self, messages: Messages) -> str | None:
         """Returns "exact duplicate", "near duplicate", or None, and then the messages are remembered."""
         key = content_hash(messages)
-        if key in self._exact:
+        if key in self._shingles:
             return "exact duplicate"
+        shingles = _shingles(content(messages))
         sketch = self._template.copy()
-        sketch.update_batch(_shingles(content(messages)))
-        if any(self._sketches[other].jaccard(sketch) >= self._near for other in self._lsh.query(sketch)):
+        sketch.update_batch(list(shingles))
+        if any(_jaccard(shingles, self._shingles[other]) >= self._near for other in self._lsh.query(sketch)):
             return "near duplicate"
-        self._exact.add(key)
         self._lsh.insert(key, sketch)
-        self._sketches[key] = sketch
+        self._shingles[key] = shingles
         return None
 
 
@@ -134,10 +134,16 @@ def _unescape(match: re.Match[str]) -> str:
     return chr(int(code_point, 16)) if code_point else " " if white_space else other
 
 
-def _shingles(text: str, size: int = 3) -> list[bytes]:
+def _shingles(text: str, size: int = 3) -> frozenset[bytes]:
+    """Digests of all runs of `size` words."""
     words = _WORD.findall(text.casefold()) or [text]
-    return [" ".join(words[i : i + size]).encode("utf-8") for i in range(max(1, len(words) - size + 1))]
+    runs = (" ".join(words[i : i + size]) for i in range(max(1, len(words) - size + 1)))
+    return frozenset(hashlib.blake2b(run.encode("utf-8"), digest_size=8).digest() for run in runs)
 
 
-def _hash32(data: bytes) -> int:
-    return int(np.frombuffer(hashlib.blake2b(data, digest_size=4).digest(), "<u4")[0])
+def _jaccard(a: frozenset[bytes], b: frozenset[bytes]) -> float:
+    return len(a & b) / len(a | b)
+
+
+def _hash32(shingle: bytes) -> int:
+    return int.from_bytes(shingle[:4], "little")

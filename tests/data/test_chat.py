@@ -1,5 +1,7 @@
 """Masks over several templates and tokenizers: what the assistant says is 1, the end of its turn too, nothing else."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import tokenizers
@@ -168,7 +170,7 @@ def test_marks_exactly_what_the_assistant_says(name, messages):
 def test_equals_the_marks_of_a_template_that_has_them():
     tokenizer = tokenizer_with(CHATML_MARKED)
     ids, mask = chat.encode(tokenizer, MULTI)
-    marked = tokenizer.apply_chat_template(MULTI, return_dict=True, return_assistant_tokens_mask=True)
+    marked: Any = tokenizer.apply_chat_template(MULTI, return_dict=True, return_assistant_tokens_mask=True)
     assert ids.tolist() == marked["input_ids"]
     assert mask.tolist() == marked["assistant_masks"]
 

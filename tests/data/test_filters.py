@@ -48,6 +48,15 @@ def test_near_duplicates():
     assert duplicates.check(user(" ".join(PASSAGE.split()[:12]) + " fell, and nobody knows why it did so")) is None
 
 
+@pytest.mark.parametrize("near", [0.01, 0.5, 0.95, 1.0])
+def test_any_threshold(near):
+    duplicates = filters.Duplicates(near=near)
+    assert duplicates.check(user(PASSAGE)) is None
+    assert duplicates.check(user(PASSAGE.replace(" a ", ", a "))) == "near duplicate"  # the same words
+    changed = duplicates.check(user(PASSAGE.replace("one winter", "one summer")))  # Jaccard 0.86
+    assert changed == ("near duplicate" if near < 0.86 else None)
+
+
 def test_near_duplicates_in_scripts_without_spaces():
     text = "请用简单的话解释什么是人工智能以及它如何改变我们每天的生活和工作方式并举出三个例子说明"
     duplicates = filters.Duplicates(near=0.8)

@@ -1,10 +1,10 @@
 """Every form of prompt becomes the same record; what is broken is set aside with its reason."""
 
 import json
-import sys
-import types
 
+import numpy as np
 import pytest
+import tensorflow_datasets as tfds
 
 from eagle3_jax.data import sources
 
@@ -114,22 +114,30 @@ def test_blank_lines_and_byte_order_mark(tmp_path):
     assert [(prompt["line"], prompt["messages"][0]["content"]) for prompt in found] == [(1, "A"), (4, "B\u2028C")]
 
 
-def test_tfds(monkeypatch):
-    examples = [{"question": b"One?", "n": 1}, {"question": "Two?", "n": 2}, {"question": b"", "n": 3}]
-    asked = []
+def test_tfds(tmp_path):
+    features = tfds.features.FeaturesDict({"question": tfds.features.Text(), "number": np.int64})
 
-    def data_source(name: str, split: str) -> list:
-        asked.append((name, split))
-        return examples
+    class TinyQuestions(tfds.core.GeneratorBasedBuilder):
+        VERSION = tfds.core.Version("1.0.0")
 
-    monkeypatch.setitem(sys.modules, "tensorflow_datasets", types.SimpleNamespace(data_source=data_source))
-    first, second, third = sources.tfds("gsm8k", "question", split="test", category="math")
-    assert asked == [("gsm8k", "test")]
-    assert isinstance(first, dict) and isinstance(second, dict) and isinstance(third, sources.Reject)
-    assert [first["messages"][0]["content"], second["messages"][0]["content"]] == ["One?", "Two?"]
-    assert (first["category"], third.reason) == ("math", "an empty user message")
-    with pytest.raises(ValueError, match=r"field: got 'answer', expected one of \['n', 'question'\]"):
-        list(sources.tfds("gsm8k", "answer"))
+        def _info(self) -> tfds.core.DatasetInfo:
+            return tfds.core.DatasetInfo(builder=self, features=features)
+
+        def _split_generators(self, dl_manager: object) -> dict:
+            return {"test": self._generate_examples()}
+
+        def _generate_examples(self):  # pyright: ignore[reportIncompatibleMethodOverride]
+            yield from enumerate({"question": text, "number": 1} for text in ("One?", "Zwei – ja?", ""))
+
+    TinyQuestions(data_dir=str(tmp_path), file_format="array_record").download_and_prepare()
+    tfds.core.add_data_dir(str(tmp_path))
+    found = list(sources.tfds("tiny_questions", "question", split="test", category="math"))
+    prompts = [record for record in found if isinstance(record, dict)]
+    assert {prompt["messages"][0]["content"] for prompt in prompts} == {"One?", "Zwei – ja?"}
+    assert {prompt["category"] for prompt in prompts} == {"math"}
+    assert [record.reason for record in found if isinstance(record, sources.Reject)] == ["an empty user message"]
+    with pytest.raises(ValueError, match=r"field: got 'answer', expected one of \['number', 'question'\]"):
+        list(sources.tfds("tiny_questions", "answer", split="test"))
 
 
 def test_self_written():

@@ -1,0 +1,223 @@
+"""The verb prepare: counts, files, resumption, and no personal data in anything it writes."""
+
+import json
+import pathlib
+import types
+from typing import Any
+
+import pytest
+
+from eagle3_jax import config as configs
+from eagle3_jax import manifest, prepare
+from eagle3_jax.data import chat
+from eagle3_jax.decoding.sampling import SamplingParams
+from eagle3_jax.models import registry
+
+QUESTIONS = [f"What is {a} plus {b}?" for a in range(2, 6) for b in range(10, 15)]
+
+
+def run_config(tmp_path: pathlib.Path, *given: dict[str, Any], **section: Any) -> configs.RunConfig:
+    return configs.from_dict({"run_dir": str(tmp_path / "run"), "prepare": {"sources": list(given), **section}})
+
+
+def jsonl(tmp_path: pathlib.Path, *lines: Any, name: str = "in.jsonl") -> dict[str, Any]:
+    path = tmp_path / name
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return {"kind": "jsonl", "path": str(path), "category": "mine"}
+
+
+def read(config: configs.RunConfig, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (config.folder("prepare") / name).read_text().splitlines()]
+
+
+def prompts(config: configs.RunConfig) -> list[dict[str, Any]]:
+    return read(config, prepare.TRAIN) + read(config, prepare.HELD_OUT)
+
+
+def results(config: configs.RunConfig) -> dict[str, Any]:
+    return manifest.read(config.folder("prepare"), "prepare")["results"]
+
+
+def test_counts_files_and_reasons(tmp_path):
+    source = jsonl(
+        tmp_path,
+        *({"prompt": question} for question in QUESTIONS),
+        '{"prompt": "broken, from bob@example.org',
+        {"prompt": QUESTIONS[0].upper()},
+        {"prompt": "x" * 3000},
+        {"prompt": "Write to bob@example.org and eve@example.org about 4111 1111 1111 1111"},
+        {"conversations": [{"from": "human", "value": "And you?"}, {"from": "gpt", "value": "Fine."}]},
+    )
+    config = run_config(tmp_path, source, held_out=0.3, max_chars=2000)
+    prepare.prepare(config)
+    found = results(config)
+    assert found["sources"] == {"jsonl:in.jsonl": 25}
+    assert found["rejected"] == {"not valid JSON": 1, "exact duplicate": 1, "longer than 2000 characters": 1}
+    assert found["personal_data"] == {"EMAIL_ADDRESS": 2, "CREDIT_CARD": 1}
+    assert found["prompts"]["train"] + found["prompts"]["held_out"] == 22 and found["prompts"]["rejects"] == 3
+    assert found["prompts"]["held_out"] > 0
+    assert sum(found["categories"]["train"].values()) == found["prompts"]["train"]
+    assert found["files"] == {
+        name: manifest.digest(config.folder("prepare") / name)
+        for name in (prepare.TRAIN, prepare.HELD_OUT, prepare.REJECTS)
+    }
+    rejects = read(config, prepare.REJECTS)
+    assert [(reject["line"], reject["reason"]) for reject in rejects] == [
+        (21, "not valid JSON"),
+        (22, "exact duplicate"),
+        (23, "longer than 2000 characters"),
+    ]
+    kept = prompts(config)
+    assert {"Write to <EMAIL_ADDRESS> and <EMAIL_ADDRESS> about <CREDIT_CARD>", "And you?"} < {
+        prompt["messages"][0]["content"] for prompt in kept
+    }
+    assert len({prompt["id"] for prompt in kept}) == 22
+    assert {tuple(prompt) for prompt in kept} == {("id", "category", "messages")}
+    for path in config.folder("prepare").iterdir():
+        assert "example.org" not in path.read_text() and "4111" not in path.read_text()
+
+
+def test_drop_personal_data(tmp_path):
+    source = jsonl(tmp_path, *({"prompt": question} for question in QUESTIONS), {"prompt": "Ask bob@example.org"})
+    config = run_config(tmp_path, source, personal_data="drop")
+    prepare.prepare(config)
+    assert results(config)["rejected"] == {"personal data": 1}
+    assert results(config)["personal_data"] == {"EMAIL_ADDRESS": 1}
+    assert read(config, prepare.REJECTS)[0]["text"] == "Ask <EMAIL_ADDRESS>"
+
+
+def test_several_sources_limits_and_categories(tmp_path):
+    source = jsonl(tmp_path, *({"prompt": question} for question in QUESTIONS))
+    config = run_config(tmp_path, {"kind": "packaged", "limit": 30}, source | {"limit": 7})
+    prepare.prepare(config)
+    assert results(config)["sources"] == {"packaged": 30, "jsonl:in.jsonl": 7}
+    assert {prompt["category"] for prompt in prompts(config)} == {"chat", "mine"}
+
+
+def test_a_prompt_keeps_its_side_and_id_when_others_are_added(tmp_path):
+    few, many = tmp_path / "few", tmp_path / "many"
+    few.mkdir()
+    many.mkdir()
+    questions = [{"prompt": question} for question in QUESTIONS]
+    small = run_config(few, jsonl(few, *questions[:12]), held_out=0.4)
+    large = run_config(many, jsonl(many, *reversed(questions)), held_out=0.4)
+    prepare.prepare(small)
+    prepare.prepare(large)
+    for name in (prepare.TRAIN, prepare.HELD_OUT):
+        ids = {prompt["id"] for prompt in read(small, name)}
+        assert ids and ids <= {prompt["id"] for prompt in read(large, name)}
+
+
+def test_finished_work_is_left_alone_and_other_work_refused(tmp_path, capsys):
+    source = jsonl(tmp_path, *({"prompt": question} for question in QUESTIONS))
+    config = run_config(tmp_path, source)
+    prepare.prepare(config)
+    before = {path: path.stat().st_mtime_ns for path in config.folder("prepare").iterdir()}
+    prepare.prepare(config)
+    assert "finished already" in capsys.readouterr().out
+    assert before == {path: path.stat().st_mtime_ns for path in config.folder("prepare").iterdir()}
+    jsonl(tmp_path, *({"prompt": question} for question in QUESTIONS[1:]))
+    with pytest.raises(manifest.ManifestError, match="inputs"):
+        prepare.prepare(config)
+
+
+def test_clear_errors(tmp_path, capsys):
+    config = run_config(tmp_path, {"kind": "jsonl", "path": str(tmp_path / "none.jsonl")})
+    with pytest.raises(ValueError, match=r"prepare.sources: path: got '.*none.jsonl' \(No such file"):
+        prepare.prepare(config)
+    config = run_config(tmp_path, jsonl(tmp_path, {"prompt": "Only one?"}, "{"))
+    with pytest.raises(ValueError, match="got 1 usable prompts, expected at least 2"):
+        prepare.prepare(config)
+
+
+def test_command_line(tmp_path):
+    file = tmp_path / "run.yaml"
+    source = jsonl(tmp_path, *({"prompt": question} for question in QUESTIONS))
+    file.write_text(json.dumps({"run_dir": str(tmp_path / "run"), "prepare": {"sources": [source]}}))
+    prepare.main(["--config", str(file), "--prepare.held_out", "0.5"])
+    assert len((tmp_path / "run/prompts/held_out.jsonl").read_text().splitlines()) > 3
+    with pytest.raises(SystemExit, match="was made from something else"):
+        prepare.main(["--config", str(file), "--prepare.held_out", "0.25"])
+
+
+class FakeEngine:
+    """Stands for the engine: text depends on the seed, every fourth is cut off; it can be made to die."""
+
+    chunks = 0
+    dies_at: int | None = None
+    never_ends = False
+
+    @classmethod
+    def load(cls, target: object, *, batch_size: int, max_length: int) -> "FakeEngine":
+        assert (batch_size, max_length) == (2, 3 + 128)
+        return cls()
+
+    def generate(self, rows: list[list[int]], params: list[SamplingParams], on_output: Any) -> list[Any]:
+        if self.chunks == self.dies_at:
+            raise KeyboardInterrupt
+        type(self).chunks += 1
+        assert rows == [[1, 2, 3]] * 8 and len({one.seed for one in params}) == 8
+        outputs = []
+        for row, one in enumerate(params):
+            reason = "length" if row % 4 == 3 or self.never_ends else "stop"
+            text = f"Tell me about the {one.seed} of bob{row}@example.org, at {one.temperature} and {one.max_tokens}."
+            outputs.append(types.SimpleNamespace(text=text, finish_reason=reason))
+            on_output(row, outputs[-1])
+        return outputs
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    fake = type("Fresh", (FakeEngine,), {})
+    monkeypatch.setattr("eagle3_jax.decoding.engine.Engine", fake)
+    monkeypatch.setattr(registry, "load_tokenizer", lambda name: "tokenizer of " + name)
+    monkeypatch.setattr(chat, "user_opening_ids", lambda tokenizer: [1, 2, 3])
+    return fake
+
+
+def test_self_prompting(tmp_path, engine):
+    config = run_config(tmp_path, {"kind": "self", "count": 20}, batch_size=2, near_duplicate=1.0)
+    prepare.prepare(config)
+    assert engine.chunks == 4  # six of eight end
+    found = results(config)
+    assert found["rejected"]["the target did not end its prompt"] >= 6
+    assert found["sources"]["self"] == 20 + found["rejected"]["the target did not end its prompt"]
+    assert found["personal_data"]["EMAIL_ADDRESS"] == 20
+    assert {prompt["category"] for prompt in prompts(config)} == {"self"}
+    assert sorted(path.name for path in config.folder("prepare").iterdir()) == [
+        "held_out.jsonl",
+        "manifest.json",
+        "rejects.jsonl",
+        "train.jsonl",
+    ]
+    assert manifest.read(config.folder("prepare"), "prepare")["identity"]["target"]["name"] == "smollm2-135m-instruct"
+
+
+def test_self_prompting_goes_on_where_it_was_killed(tmp_path, engine):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    whole = run_config(tmp_path / "a", {"kind": "self", "count": 20}, batch_size=2, near_duplicate=1.0)
+    prepare.prepare(whole)
+    engine.chunks = 0
+
+    config = run_config(tmp_path / "b", {"kind": "self", "count": 20}, batch_size=2, near_duplicate=1.0)
+    engine.dies_at = 2
+    with pytest.raises(KeyboardInterrupt):
+        prepare.prepare(config)
+    log = config.folder("prepare") / "self_0.jsonl"
+    with log.open("a") as stream:
+        stream.write('[["a torn li')
+    engine.dies_at = None
+    prepare.prepare(config)
+    assert engine.chunks == 4
+    for name in (prepare.TRAIN, prepare.HELD_OUT, prepare.REJECTS):
+        assert (config.folder("prepare") / name).read_bytes() == (whole.folder("prepare") / name).read_bytes()
+
+
+def test_self_prompting_ends_even_if_the_target_does_not(tmp_path, engine):
+    engine.never_ends = True
+    source = jsonl(tmp_path, *({"prompt": question} for question in QUESTIONS))
+    config = run_config(tmp_path, source, {"kind": "self", "count": 4}, batch_size=2)
+    prepare.prepare(config)
+    assert engine.chunks == 2
+    assert results(config)["rejected"] == {"the target did not end its prompt": 16}
