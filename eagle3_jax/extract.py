@@ -1,8 +1,9 @@
-"""`python -m eagle3_jax.extract`: conversations -> what the draft head is trained on.
+"""conversations -> what the draft head is trained on.
 
-The target reads its own conversations once. Kept per token: its aux hidden states, the input of its LM head, and its
-most likely next token, which is all that training asks of it (EAGLE3_SPEC sections 1.3 and 4). The draft vocabulary is
-counted on the way. A shard of conversations is the unit of resumption.
+`python -m eagle3_jax.extract --config configs/quickstart.yaml` lets the target read its own conversations once. Kept
+per token: its aux hidden states, the input of its LM head, and its most likely next token, which is all that training
+asks of it (EAGLE3_SPEC sections 1.3 and 4). The draft vocabulary is counted on the way. A shard of conversations is the
+unit of resumption.
 """
 
 from __future__ import annotations
@@ -20,9 +21,8 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from eagle3_jax import config as configuration
+from eagle3_jax import config as configs
 from eagle3_jax import manifest
-from eagle3_jax.config import ExtractConfig, RunConfig
 from eagle3_jax.data import chat, features, vocab
 from eagle3_jax.data.states import Conversation, compute_records, plan_batches
 from eagle3_jax.mesh import batch_sharding, make_mesh
@@ -37,7 +37,7 @@ class Rejected(ValueError):
     """A conversation that cannot be trained on."""
 
 
-def run(config: RunConfig, target: Target | None = None) -> None:
+def extract(config: configs.RunConfig, target: Target | None = None) -> None:
     """Extracts the features of `config`'s conversations into its features folder.
 
     Args:
@@ -67,7 +67,7 @@ def run(config: RunConfig, target: Target | None = None) -> None:
         "draft_vocab_size": config.draft.vocab_size,
     }
     if manifest.begin(folder, identity):
-        print(f"{folder}: already finished, nothing to do", file=sys.stderr)
+        print(f"extract: {folder} is finished already", file=sys.stderr)
         return
     results = {
         split: _extract_split(config.extract, conversations / f"{split}.jsonl", folder / split, target, mesh)
@@ -110,7 +110,7 @@ def read_conversation(line: str, tokenizer: Any, max_length: int) -> Conversatio
 
 
 def _extract_split(
-    config: ExtractConfig, source: pathlib.Path, folder: pathlib.Path, target: Target, mesh: jax.sharding.Mesh
+    config: configs.ExtractConfig, source: pathlib.Path, folder: pathlib.Path, target: Target, mesh: jax.sharding.Mesh
 ) -> dict[str, Any]:
     """Writes all shards of one split that are not yet there. Returns the counts for the manifest."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -150,7 +150,7 @@ def _extract_split(
 
 
 def _extract_shard(
-    config: ExtractConfig,
+    config: configs.ExtractConfig,
     lines: Sequence[str],
     path: pathlib.Path,
     target: Target,
@@ -212,14 +212,15 @@ def _check_same_target(found: dict[str, Any], expected: dict[str, Any], folder: 
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    config, _ = configuration.from_command_line(
+    """The command line."""
+    config, _ = configs.from_command_line(
         "extract", "Conversations -> features of the target, and the draft vocabulary.", argv
     )
     if config.compile_cache:
         jax.config.update("jax_compilation_cache_dir", config.compile_cache)
     try:
-        run(config)
-    except ValueError as error:
+        extract(config)
+    except (ValueError, OSError) as error:
         sys.exit(f"eagle3_jax.extract: {error}")
 
 

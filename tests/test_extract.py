@@ -121,7 +121,7 @@ def assert_close_to_plain(target):
 
 def test_records_equal_a_plain_forward_of_each_conversation(tmp_path, target, assert_close_to_plain):
     config = prepared(tmp_path)
-    extract.run(config, target)
+    extract.extract(config, target)
     source = features.FeatureSource(config.folder("extract") / "train")
     texts = {target.tokenizer.decode(source[i]["token_ids"]): source[i] for i in range(len(source))}
     assert len(texts) == 4
@@ -151,7 +151,7 @@ def test_a_conversation_longer_than_max_length_is_truncated_or_rejected(target):
 
 def test_manifest_vocabulary_and_rejects(tmp_path, target):
     config = prepared(tmp_path)
-    extract.run(config, target)
+    extract.extract(config, target)
     folder = config.folder("extract")
     results = manifest.read(folder, "extract")["results"]
     source = features.FeatureSource(folder / "train")
@@ -175,7 +175,7 @@ def test_manifest_vocabulary_and_rejects(tmp_path, target):
 
 def test_a_killed_run_goes_on_and_a_finished_one_does_nothing(tmp_path, target, monkeypatch):
     whole = prepared(tmp_path / "whole")
-    extract.run(whole, target)
+    extract.extract(whole, target)
     config = prepared(tmp_path / "killed")
     write, written = features.write_shard, []
 
@@ -188,11 +188,11 @@ def test_a_killed_run_goes_on_and_a_finished_one_does_nothing(tmp_path, target, 
 
     monkeypatch.setattr(features, "write_shard", killed_at_the_second)
     with pytest.raises(KeyboardInterrupt):
-        extract.run(config, target)
+        extract.extract(config, target)
     first = written[0].stat().st_mtime_ns
 
     monkeypatch.setattr(features, "write_shard", write)
-    extract.run(config, target)
+    extract.extract(config, target)
     assert written[0].stat().st_mtime_ns == first
     for split in extract.SPLITS:
         left = features.FeatureSource(whole.folder("extract") / split)
@@ -205,7 +205,7 @@ def test_a_killed_run_goes_on_and_a_finished_one_does_nothing(tmp_path, target, 
         assert (whole.folder("extract") / file).read_bytes() == (config.folder("extract") / file).read_bytes()
 
     monkeypatch.setattr(features, "write_shard", None)
-    extract.run(config, target)
+    extract.extract(config, target)
 
 
 def test_a_record_with_a_nan_is_set_aside_and_its_neighbours_kept(tmp_path, target):
@@ -215,7 +215,7 @@ def test_a_record_with_a_nan_is_set_aside_and_its_neighbours_kept(tmp_path, targ
     lines = [CONVERSATIONS[0], conversation("poisoned", "Zoo?", "Yes."), CONVERSATIONS[2]]
     config = prepared(tmp_path, train=lines, shard_records=3)
     # Logits of all positions see the poisoned row of the tied embedding; only hidden states decide.
-    extract.run(config, dataclasses.replace(target, model=model))
+    extract.extract(config, dataclasses.replace(target, model=model))
     folder = config.folder("extract") / "train"
     (reject,) = [json.loads(line) for line in (folder / "rejects.jsonl").read_text().splitlines()]
     assert reject == {"id": "poisoned", "reason": "NaN or infinity in the hidden states"}
@@ -225,19 +225,19 @@ def test_a_record_with_a_nan_is_set_aside_and_its_neighbours_kept(tmp_path, targ
 def test_nothing_usable_is_an_error(tmp_path, target):
     config = prepared(tmp_path, train=CONVERSATIONS[-1:])
     with pytest.raises(ValueError, match=r"none of the conversations could be used, see .*rejects\.jsonl"):
-        extract.run(config, target)
+        extract.extract(config, target)
 
 
 def test_conversations_of_another_target_are_refused(tmp_path, target):
     other = dataclasses.replace(target, identity=target.identity | {"tokenizer": "another"})
     with pytest.raises(manifest.ManifestError, match=r"target\.tokenizer: found 't', expected 'another'"):
-        extract.run(prepared(tmp_path), other)
+        extract.extract(prepared(tmp_path), other)
 
 
 def test_a_length_beyond_the_targets_is_refused(tmp_path, target):
     config = prepared(tmp_path, max_length=1024, batch_tokens=1024)
     with pytest.raises(ValueError, match=r"extract\.max_length: got 1024, expected at most the target's 512"):
-        extract.run(config, target)
+        extract.extract(config, target)
 
 
 @pytest.mark.parametrize(("data", "model"), [(4, 1), (2, 2)])
@@ -245,7 +245,7 @@ def test_a_mesh_gives_the_same_records(tmp_path, target, assert_close_to_plain, 
     config = prepared(tmp_path)
     config = dataclasses.replace(config, mesh=configuration.MeshConfig(data=data, model=model))
     placed = jax.device_put(target.model, shardings(target.model, make_mesh(config.mesh), llama.SHARDING_RULES))
-    extract.run(config, dataclasses.replace(target, model=placed))
+    extract.extract(config, dataclasses.replace(target, model=placed))
     source = features.FeatureSource(config.folder("extract") / "train")
     assert len(source) == 4
     for i in range(len(source)):

@@ -1,0 +1,281 @@
+"""prompts -> conversations that the target itself answered.
+
+`python -m eagle3_jax.regenerate --config configs/quickstart.yaml` keeps the users' turns and lets the target answer
+them: a draft head learns to foretell what the target says, not what is right (EAGLE3_SPEC section 4.2). Answers go to
+`conversations/*.jsonl.partial` as they finish, so that a run that was killed goes on where it was.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import tqdm
+
+from eagle3_jax import config as configs
+from eagle3_jax import manifest
+from eagle3_jax.data import chat
+from eagle3_jax.decoding.engine import Engine, Output, SamplingParams
+from eagle3_jax.models.registry import load_target
+
+SPLITS = ("train", "held_out")
+# The engine gives all prompts of one call caches of the same length; prompts are grouped in steps of as many tokens.
+_GROUP_TOKENS = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What the target said in one turn; a line of the log."""
+
+    id: str
+    turn: int
+    text: str
+    tokens: int
+    truncated: bool
+
+
+@dataclasses.dataclass
+class Dialogue:
+    """A prompt on its way to a conversation.
+
+    Attributes:
+        end: why no more turns follow: "complete", "truncated" (the last answer reached max_tokens), "empty" (the next
+            answer had no text), "too_long" (the next turn does not fit), "refused" (by the chat template).
+    """
+
+    prompt: dict[str, Any]
+    answers: list[Answer] = dataclasses.field(default_factory=list)
+    end: str | None = None
+
+    @property
+    def turns(self) -> int:
+        return sum(message["role"] == "user" for message in self.prompt["messages"])
+
+    def messages(self, turns: int) -> list[dict[str, str]]:
+        """The prompt's messages up to the user's turn number `turns` (from 1), with the answers that are there."""
+        messages, answers = [], iter(self.answers)
+        for message in self.prompt["messages"]:
+            if message["role"] == "assistant":
+                continue
+            messages.append(message)
+            if message["role"] == "user":
+                turns -= 1
+                answer = next(answers, None)
+                if answer is not None:
+                    messages.append({"role": "assistant", "content": answer.text})
+                if turns == 0:
+                    break
+        return messages
+
+    def take(self, answer: Answer) -> None:
+        """Continues with an answer, or ends."""
+        if not answer.text.strip():
+            self.end = "empty"
+            return
+        self.answers.append(answer)
+        if answer.truncated:  # the end of this turn was never said, so nothing can follow it
+            self.end = "truncated"
+        elif len(self.answers) == self.turns:
+            self.end = "complete"
+
+    def conversation(self) -> dict[str, Any]:
+        return {
+            "id": self.prompt["id"],
+            "category": self.prompt["category"],
+            "messages": self.messages(len(self.answers)),
+            "truncated": self.answers[-1].truncated,
+        }
+
+
+def regenerate(config: configs.RunConfig) -> None:
+    """Runs the verb; does nothing when its output is there already.
+
+    Raises:
+        ManifestError: unfinished prompts, or the folder holds other work.
+        ValueError: regenerate.max_length is beyond the target's, or no prompt could be answered.
+    """
+    prompts, folder, settings = config.folder("prepare"), config.folder("regenerate"), config.regenerate
+    made_from = manifest.read(prompts, made_by="prepare")
+    target = load_target(config.target)
+    identity = {
+        "verb": "regenerate",
+        "prompts": manifest.fingerprint(made_from),
+        # What is said does not depend on which hidden states are kept later.
+        "target": {field: value for field, value in target.identity.items() if field != "aux_layers"},
+        "seed": config.seed,
+        "temperature": settings.temperature,
+        "max_tokens": settings.max_tokens,
+        "max_length": settings.max_length,
+    }
+    if manifest.begin(folder, identity):
+        print(f"regenerate: {folder} is finished already", file=sys.stderr)
+        return
+    engine = Engine.load(target, batch_size=settings.batch_size, max_length=settings.max_length)
+    results = {}
+    for split in SPLITS:
+        answerer = Answerer(engine, settings, config.seed, _log(folder, split))
+        dialogues = answerer.converse(list(_read_jsonl(prompts / f"{split}.jsonl")), split)
+        with manifest.atomic(folder / f"{split}.jsonl") as temporary, temporary.open("w", encoding="utf-8") as stream:
+            for dialogue in dialogues:
+                if dialogue.answers:
+                    stream.write(json.dumps(dialogue.conversation(), ensure_ascii=False) + "\n")
+        results[split] = _counts(dialogues) | {
+            "tokens_per_second": answerer.rate(),
+            "digest": manifest.digest(folder / f"{split}.jsonl"),
+        }
+    if not results["train"]["conversations"]:
+        raise ValueError(f"{prompts}: none of the prompts was answered: {results['train']['dropped']}")
+    manifest.finish(folder, **results)
+    for split in SPLITS:
+        _log(folder, split).unlink(missing_ok=True)
+
+
+class Answerer:
+    """Lets an engine answer, and remembers the answers in a log file.
+
+    A turn's random seed comes of the prompt's id and the run's seed: what a prompt is answered does not depend on where
+    a run was interrupted.
+    """
+
+    def __init__(self, engine: Engine, settings: configs.RegenerateConfig, seed: int, log: pathlib.Path) -> None:
+        self.engine, self.settings, self.seed, self.log = engine, settings, seed, log
+        self.known = {(answer.id, answer.turn): answer for answer in _read_log(log)}
+        self.tokens, self.seconds = 0, 0.0
+
+    def rate(self) -> float | None:
+        """Tokens a second of what was generated now; None when all was in the log."""
+        return self.tokens / self.seconds if self.tokens else None
+
+    def converse(self, prompts: Sequence[dict[str, Any]], name: str) -> list[Dialogue]:
+        """Answers all first turns, then all second ones, and so on. Returns the dialogues in the prompts' order."""
+        dialogues = [Dialogue(prompt, end=None if _has_user(prompt) else "refused") for prompt in prompts]
+        turn = 0
+        while True:
+            asked = [
+                (dialogue, ids) for dialogue in dialogues if dialogue.end is None and (ids := self._ask(dialogue, turn))
+            ]
+            if not asked:
+                return dialogues
+            self._answer(asked, turn, f"{name}, turn {turn + 1}")
+            for dialogue, _ in asked:
+                dialogue.take(self.known[dialogue.prompt["id"], turn])
+            turn += 1
+
+    def _ask(self, dialogue: Dialogue, turn: int) -> list[int] | None:
+        """Token ids of the next turn; None ends the dialogue."""
+        try:
+            ids = chat.prompt_ids(self.engine.tokenizer, dialogue.messages(turn + 1))
+        except ValueError:
+            dialogue.end = "refused"
+            return None
+        if len(ids) > self.settings.max_length - self.settings.max_tokens:
+            dialogue.end = "too_long"
+            return None
+        return ids
+
+    def _answer(self, asked: list[tuple[Dialogue, list[int]]], turn: int, name: str) -> None:
+        """Fills `known` for all that is asked."""
+        groups: dict[int, list[tuple[str, list[int]]]] = collections.defaultdict(list)
+        for dialogue, ids in asked:
+            if (dialogue.prompt["id"], turn) not in self.known:
+                need = len(ids) + self.settings.max_tokens
+                groups[-(-need // _GROUP_TOKENS)].append((dialogue.prompt["id"], ids))
+        missing = sum(len(group) for group in groups.values())
+        start, before = time.monotonic(), self.tokens
+        with (
+            self.log.open("a", encoding="utf-8") as stream,
+            tqdm.tqdm(desc=name, total=len(asked), initial=len(asked) - missing, unit=" answers") as progress,
+        ):
+            for _, group in sorted(groups.items()):
+                names = [name for name, _ in group]
+
+                def on_output(index: int, output: Output, names: list[str] = names) -> None:
+                    answer = _to_answer(names[index], turn, output)
+                    self.known[answer.id, turn] = answer
+                    stream.write(json.dumps(dataclasses.asdict(answer), ensure_ascii=False) + "\n")
+                    stream.flush()
+                    self.tokens += answer.tokens
+                    rate = (self.tokens - before) / (time.monotonic() - start)
+                    progress.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
+                    progress.update()
+
+                self.engine.generate([ids for _, ids in group], [self._params(n, turn) for n in names], on_output)
+        self.seconds += time.monotonic() - start
+
+    def _params(self, name: str, turn: int) -> SamplingParams:
+        digest = hashlib.sha256(f"{self.seed}/{name}/{turn}".encode()).digest()
+        return SamplingParams(
+            temperature=self.settings.temperature,
+            max_tokens=self.settings.max_tokens,
+            seed=int.from_bytes(digest[:4], "big"),
+        )
+
+
+def _to_answer(name: str, turn: int, output: Output) -> Answer:
+    truncated = output.finish_reason == "length"
+    # A cut may leave the first bytes of a character, which decode to replacement characters.
+    text = output.text.rstrip("\ufffd") if truncated else output.text
+    return Answer(name, turn, text, len(output.token_ids), truncated)
+
+
+def _has_user(prompt: dict[str, Any]) -> bool:
+    return any(message["role"] == "user" for message in prompt["messages"])
+
+
+def _counts(dialogues: Sequence[Dialogue]) -> dict[str, Any]:
+    """What the manifest says of a split. Dialogues that ended with no answer at all are not conversations."""
+    kept = [dialogue for dialogue in dialogues if dialogue.answers]
+    return {
+        "prompts": len(dialogues),
+        "conversations": len(kept),
+        "answers": sum(len(dialogue.answers) for dialogue in kept),
+        "tokens": sum(answer.tokens for dialogue in kept for answer in dialogue.answers),
+        "ended": dict(collections.Counter(dialogue.end for dialogue in kept)),
+        "dropped": dict(collections.Counter(dialogue.end for dialogue in dialogues if not dialogue.answers)),
+    }
+
+
+def _log(folder: pathlib.Path, split: str) -> pathlib.Path:
+    return folder / f"{split}.jsonl.partial"
+
+
+def _read_log(path: pathlib.Path) -> Iterator[Answer]:
+    """The answers of an earlier run; a last line that was torn when it was killed is cut off the file."""
+    if not path.exists():
+        return
+    raw = path.read_bytes()
+    whole = raw[: raw.rfind(b"\n") + 1]
+    if len(whole) < len(raw):
+        os.truncate(path, len(whole))
+    for line in whole.splitlines():
+        yield Answer(**json.loads(line))
+
+
+def _read_jsonl(path: pathlib.Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8") as stream:
+        for line in stream:
+            yield json.loads(line)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    config, _ = configs.from_command_line("regenerate", "Lets the target answer the prompts itself.", argv)
+    if config.compile_cache:
+        jax.config.update("jax_compilation_cache_dir", config.compile_cache)
+    try:
+        regenerate(config)
+    except (ValueError, OSError) as error:
+        sys.exit(f"eagle3_jax.regenerate: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""Regeneration with an engine that answers by rule: turns, resumption, and what is left out."""
+
+import json
+import pathlib
+import types
+from typing import Any
+
+import pytest
+
+from eagle3_jax import config as configuration
+from eagle3_jax import manifest, regenerate
+from eagle3_jax.decoding.engine import Engine, Output, Stats
+
+IDENTITY = {"weights": "w", "tokenizer": "t", "chat_template": "c", "aux_layers": [0, 1, 3], "dtype": "float32"}
+
+
+def letters(_: Any, messages: list[dict[str, str]]) -> list[int]:
+    """A chat template of one line a message, and a tokenizer of one token a letter."""
+    text = "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant: "
+    return [ord(letter) for letter in text]
+
+
+class FakeEngine(Engine):
+    """Says which random seed it was given, and some words of the prompt decide how it ends.
+
+    Args:
+        limit: raises KeyboardInterrupt after so many answers.
+    """
+
+    def __init__(self, limit: int = 10**9) -> None:
+        self.tokenizer = None
+        self.limit = limit
+        self.asked: list[str] = []
+
+    def generate(self, prompts: Any, params: Any = (), on_output: Any = None) -> list[Output]:
+        outputs = {}
+        texts = ["".join(chr(token) for token in prompt) for prompt in prompts]
+        for index in reversed(range(len(texts))):  # whatever is finished first comes first
+            if len(self.asked) == self.limit:
+                raise KeyboardInterrupt
+            self.asked.append(texts[index])
+            last = texts[index].splitlines()[-2]
+            text = "" if "silence" in last else f"answer {params[index].seed}"
+            reason = "length" if "ramble" in last else "stop"
+            text += "\ufffd" if reason == "length" else ""
+            outputs[index] = Output([1] * 5, text, reason, Stats(5, []))
+            on_output(index, outputs[index])
+        return [outputs[index] for index in range(len(texts))]
+
+
+def prompt(name: str, *turns: str, system: str | None = None) -> dict:
+    messages = [{"role": "system", "content": system}] if system else []
+    for i, turn in enumerate(turns):
+        messages += [{"role": "assistant", "content": "given"}] if i else []
+        messages.append({"role": "user", "content": turn})
+    return {"id": name, "category": "chat", "messages": messages}
+
+
+PROMPTS = [
+    prompt("one", "Hi"),
+    prompt("two", "First", "Second", system="Be kind."),
+    prompt("silent", "silence please"),
+    prompt("late silence", "Talk", "silence now"),
+    prompt("cut", "ramble on", "never asked"),
+    prompt("long", "x" * 500),
+    prompt("late long", "Hello", "x" * 500),
+]
+
+
+@pytest.fixture
+def prepared(tmp_path, monkeypatch):
+    """Makes a run folder with prompts, and a function that runs the verb there with a fake engine."""
+
+    def make(name: str, train=PROMPTS, held_out=PROMPTS[:1]):
+        config = configuration.from_dict({"run_dir": str(tmp_path / name), "regenerate": {"max_length": 500}})
+        prompts = config.folder("prepare")
+        manifest.begin(prompts, {"verb": "prepare"})
+        for split, lines in (("train", train), ("held_out", held_out)):
+            (prompts / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        manifest.finish(prompts)
+
+        def run(engine: FakeEngine, **changes) -> None:
+            target = types.SimpleNamespace(identity=IDENTITY | changes)
+            monkeypatch.setattr(regenerate, "load_target", lambda _: target)
+            monkeypatch.setattr(regenerate.chat, "prompt_ids", letters)
+            monkeypatch.setattr(regenerate.Engine, "load", lambda *_, **__: engine)
+            regenerate.regenerate(config)
+
+        return config.folder("regenerate"), run
+
+    return make
+
+
+def read(path: pathlib.Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_target_answers_every_turn_in_its_context(prepared):
+    folder, run = prepared("run")
+    engine = FakeEngine()
+    run(engine)
+    conversations = {line["id"]: line for line in read(folder / "train.jsonl")}
+    assert list(conversations) == ["one", "two", "late silence", "cut", "late long"]  # the prompts' order
+    two = conversations["two"]
+    assert [m["role"] for m in two["messages"]] == ["system", "user", "assistant", "user", "assistant"]
+    first, second = two["messages"][2]["content"], two["messages"][4]["content"]
+    assert first != second
+    assert f"system: Be kind.\nuser: First\nassistant: {first}\nuser: Second\nassistant: " in engine.asked
+    assert not any("given" in asked for asked in engine.asked)
+    assert two["category"] == "chat"
+    assert two["truncated"] is False
+
+
+def test_conversations_end_where_the_target_ends_them(prepared):
+    folder, run = prepared("run")
+    run(FakeEngine())
+    conversations = {line["id"]: line for line in read(folder / "train.jsonl")}
+    assert conversations["cut"]["truncated"] is True
+    assert not conversations["cut"]["messages"][1]["content"].endswith("\ufffd")
+    for name in ("late silence", "cut", "late long"):
+        assert [m["role"] for m in conversations[name]["messages"]] == ["user", "assistant"]
+    results = manifest.read(folder, "regenerate")["results"]["train"]
+    assert results["ended"] == {"complete": 2, "empty": 1, "truncated": 1, "too_long": 1}
+    assert results["dropped"] == {"empty": 1, "too_long": 1}
+    assert results["prompts"] == 7
+    assert results["conversations"] == 5
+    assert results["answers"] == 6
+    assert results["tokens"] == 30
+    assert results["tokens_per_second"] > 0
+
+
+def test_prompts_without_a_user_are_dropped(prepared):
+    lonely = {"id": "lonely", "category": "chat", "messages": [{"role": "system", "content": "Alone."}]}
+    folder, run = prepared("run", train=[lonely, PROMPTS[0]])
+    run(FakeEngine())
+    assert manifest.read(folder, "regenerate")["results"]["train"]["dropped"] == {"refused": 1}
+
+
+@pytest.mark.parametrize("limit", range(10))
+def test_a_killed_run_goes_on_to_the_same_conversations(prepared, limit):
+    whole, run = prepared("whole")
+    engine = FakeEngine()
+    run(engine)
+    assert len(engine.asked) == 9
+
+    folder, run = prepared("killed")
+    first = FakeEngine(limit)
+    try:
+        run(first)
+    except KeyboardInterrupt:
+        with (folder / "train.jsonl.partial").open("a") as stream:
+            stream.write('{"id": "torn", "tu')
+    second = FakeEngine()
+    run(second)
+    assert sorted(first.asked + second.asked) == sorted(engine.asked)  # nothing is answered twice
+    for split in ("train.jsonl", "held_out.jsonl"):
+        assert (folder / split).read_bytes() == (whole / split).read_bytes()
+    assert not list(folder.glob("*.partial"))
+    third = FakeEngine()
+    run(third)
+    assert third.asked == []
+
+
+def test_another_target_is_refused_but_other_aux_layers_are_not(prepared):
+    _, run = prepared("run")
+    run(FakeEngine())
+    run(FakeEngine(limit=0), aux_layers=[0, 2, 3])
+    with pytest.raises(manifest.ManifestError, match=r"target\.weights: found 'w', expected 'other'"):
+        run(FakeEngine(), weights="other")
+
+
+def test_no_answer_at_all_is_an_error(prepared):
+    _, run = prepared("run", train=[PROMPTS[2]])
+    with pytest.raises(ValueError, match=r"none of the prompts was answered: {'empty': 1}"):
+        run(FakeEngine())
+
+
+def test_unfinished_prompts_are_refused(tmp_path):
+    config = configuration.from_dict({"run_dir": str(tmp_path)})
+    with pytest.raises(manifest.ManifestError, match=r"eagle3_jax\.prepare"):
+        regenerate.regenerate(config)
