@@ -125,12 +125,16 @@ def draw(report: dict[str, Any], path: pathlib.Path) -> None:
 
     drafts, settings, hardware = report["drafts"], report["settings"], report["hardware"]
     colours = COLOURS | dict(zip([name for name in drafts if name not in COLOURS], OTHERS * 9, strict=False))
-    style = {"font.size": 10, "font.family": "DejaVu Sans", "axes.edgecolor": "#8A8F98", "text.color": "#1F2328"}
+    style: dict[Any, Any] = {
+        "font.size": 10,
+        "font.family": "DejaVu Sans",
+        "axes.edgecolor": "#8A8F98",
+        "text.color": "#1F2328",
+    }
     style |= {"axes.labelcolor": "#1F2328", "xtick.color": "#424A53", "ytick.color": "#424A53"}
     with plt.rc_context(style):
-        figure, (left, right) = plt.subplots(
-            1, 2, figsize=(11, 4.6), width_ratios=(2.3, 1), layout="constrained", facecolor="white"
-        )
+        figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6), width_ratios=(2.3, 1), facecolor="white")
+        figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.06, wspace=0.05)
         _draw_rates(left, report, colours)
         _draw_acceptance(right, drafts, colours)
         for axes in (left, right):
@@ -138,8 +142,8 @@ def draw(report: dict[str, Any], path: pathlib.Path) -> None:
             axes.tick_params(length=0)
             axes.set_axisbelow(True)
             axes.grid(axis="y", color="#E6E8EB", linewidth=0.8)
-        headline = "   ".join(
-            f"{name}: {_number(draft['speedup'], 2)}x faster, tau {_number(draft['tau'], 2)}, "
+        headline = "      ".join(
+            f"{name}: speed-up {_number(draft['speedup'], 2)}, tau {_number(draft['tau'], 2)}, "
             f"identical {_identical(draft)}"
             for name, draft in drafts.items()
         )

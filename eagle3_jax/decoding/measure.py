@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 _COMPILING = "/jax/core/compile/"
 _MOST_REPETITIONS = 3
+_REFILLS = 4
 
 
 @runtime_checkable
@@ -108,12 +109,13 @@ def compare(
 ) -> dict[str, Tally]:
     """Lets both engines answer all prompts.
 
-    A group holds up to `batch_size` prompts of one category, so that its seconds are that category's. Categories take
-    turns, and so do the engines in going first.
+    A group holds prompts of one category, so that its seconds are that category's; one prompt at batch size 1, else
+    enough to refill slots that fall free. Categories take turns, and so do the engines in going first.
 
     Args:
-        prompts: each with "id", "category" and "messages".
+        prompts: each with "id", "category" and "prompt", which is what the engines are given.
         params: sampling parameters, the same for both.
+        batch_size: of the engines.
 
     Returns:
         A tally per category, in order of first appearance.
@@ -121,12 +123,12 @@ def compare(
     tallies = {prompt["category"]: Tally() for prompt in prompts}
     with tqdm(total=len(prompts), desc="evaluate", unit="prompt", disable=jax.process_index() > 0) as bar:
         for number, group in enumerate(_groups(prompts, batch_size)):
-            messages = [prompt["messages"] for prompt in group]
+            asked = [prompt["prompt"] for prompt in group]
             order = [vanilla, speculative] if number % 2 == 0 else [speculative, vanilla]
             if number == 0:  # wakes threads, allocators and caches
                 for engine in order:
-                    engine.generate(messages, params)
-            answers = {engine is speculative: _timed(engine, messages, params) for engine in order}
+                    engine.generate(asked, params)
+            answers = {engine is speculative: _timed(engine, asked, params) for engine in order}
             (plain, plain_seconds), (fast, fast_seconds) = answers[False], answers[True]
             tally = tallies[group[0]["category"]]
             tally.add([prompt["id"] for prompt in group], plain, fast, (plain_seconds, fast_seconds))
@@ -137,14 +139,18 @@ def compare(
     return tallies
 
 
-def _groups(prompts: Sequence[Mapping[str, Any]], size: int) -> Iterator[list[Mapping[str, Any]]]:
+def _groups(prompts: Sequence[Mapping[str, Any]], batch_size: int) -> list[list[Mapping[str, Any]]]:
     """Groups of one category each, the categories in turn."""
+    size = 1 if batch_size == 1 else _REFILLS * batch_size
     by_category: dict[str, list[Mapping[str, Any]]] = {}
     for prompt in prompts:
         by_category.setdefault(prompt["category"], []).append(prompt)
-    longest = max(map(len, by_category.values()), default=0)
-    for start in range(0, longest, size):
-        yield from (group for members in by_category.values() if (group := members[start : start + size]))
+    turns = []
+    for members in by_category.values():
+        parts = max(1, round(len(members) / size))  # of even size: a small rest would leave slots empty
+        cuts = [i * len(members) // parts for i in range(parts + 1)]
+        turns += [(turn, members[cuts[turn] : cuts[turn + 1]]) for turn in range(parts)]
+    return [group for _, group in sorted(turns, key=lambda item: item[0])]
 
 
 def _timed(engine: Decoder, messages: Sequence[Any], params: Any) -> tuple[Sequence[Any], float]:

@@ -44,7 +44,7 @@ class FakeEngine:
 
 def prompts(*names: str) -> list[dict[str, Any]]:
     """ "a0" is a prompt of category "a"."""
-    return [{"id": name, "category": name[0], "messages": name} for name in names]
+    return [{"id": name, "category": name[0], "prompt": name} for name in names]
 
 
 def test_the_numbers_follow_their_definitions() -> None:
@@ -100,17 +100,22 @@ def test_categories_and_engines_take_turns() -> None:
     answers = {prompt["id"]: output([1, 2], 1, [1]) for prompt in asked}
     log: list[tuple[str, list[Any]]] = []
     vanilla, speculative = FakeEngine("v", log, answers, 0.004), FakeEngine("s", log, answers, 0.001)
-    tallies = compare(vanilla, speculative, asked, None, batch_size=2)
-    assert [call for call in log[2:] if call[0] == "v"] == [
-        ("v", ["a0", "a1"]),
-        ("v", ["b0", "b1"]),
-        ("v", ["c0"]),
-        ("v", ["a2"]),
-    ]
-    assert [name for name, _ in log[2:]] == ["v", "s", "s", "v", "v", "s", "s", "v"]
+    tallies = compare(vanilla, speculative, asked, None, batch_size=1)
+    assert [given for name, given in log[2:] if name == "v"] == [["a0"], ["b0"], ["c0"], ["a1"], ["b1"], ["a2"]]
+    assert [name for name, _ in log[2:]] == ["v", "s", "s", "v", "v", "s", "s", "v", "v", "s", "s", "v"]
     assert {category: tally.prompts for category, tally in tallies.items()} == {"a": 3, "b": 2, "c": 1}
     speedup = total(list(tallies.values())).report(exact=True)["speedup"]
     assert 1.5 < speedup
+
+
+@pytest.mark.parametrize(("count", "sizes"), [(1, [1]), (9, [9]), (17, [8, 9]), (24, [8, 8, 8])])
+def test_batches_get_groups_that_refill_them(count: int, sizes: list[int]) -> None:
+    asked = prompts(*(f"a{i}" for i in range(count)))
+    log: list[tuple[str, list[Any]]] = []
+    engine = FakeEngine("v", log, {prompt["id"]: output([1]) for prompt in asked})
+    compare(engine, FakeEngine("s", [], engine.answers), asked, None, batch_size=2)
+    assert [len(given) for _, given in log[1:]] == sizes
+    assert [name for _, given in log[1:] for name in given] == [prompt["id"] for prompt in asked]
 
 
 def test_a_call_that_compiles_is_measured_again() -> None:

@@ -1,0 +1,187 @@
+"""`python -m eagle3_jax.evaluate`: acceptance, losslessness, and speed against vanilla decoding of the same engine.
+
+The report is JSON with stable keys: `tau`, `alpha`, `rounds`, `tokens`, `accepted_per_position`, `identical`,
+`prompts`, `tokens_per_second`, `speedup`, overall and under `categories`; and what was measured, where, and how.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import platform
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from eagle3_jax import config as configuration
+from eagle3_jax import manifest
+from eagle3_jax.config import RunConfig
+from eagle3_jax.data import chat, sources
+from eagle3_jax.decoding.engine import Engine, SamplingParams
+from eagle3_jax.decoding.measure import compare, total
+from eagle3_jax.models import weights
+from eagle3_jax.models.registry import Target, load_target
+
+
+def run(
+    config: RunConfig, prompts_path: str | pathlib.Path, output: str | pathlib.Path, target: Target | None = None
+) -> dict[str, Any]:
+    """Measures the draft of `config` on the prompts of a file and writes the report to `output`.
+
+    Args:
+        target: an already loaded target; None loads `config.target`.
+
+    Returns:
+        The report. One that is already there, of the same measurement, is returned as it is.
+
+    Raises:
+        ManifestError: the draft is missing, or was made for another target.
+        ValueError: no usable prompts.
+    """
+    output, settings = pathlib.Path(output), config.evaluate
+    prompts, unusable = read_prompts(prompts_path)
+    draft = pathlib.Path(settings.draft or config.folder("export"))
+    own = settings.draft is None or (draft / manifest.NAME).exists()  # a draft from elsewhere cannot say its target
+    made_from = manifest.read(draft, made_by="export") if own else None
+    target = target or load_target(config.target)
+    if made_from is not None:
+        _check_same_target(made_from["identity"]["target"], target.identity, draft)
+    identity = {
+        "evaluate": configuration.to_dict(settings),
+        "seed": config.seed,
+        "target": target.identity,
+        "draft": {"folder": str(draft), "weights": weights.fingerprint(draft)},
+        "prompts_file": {"name": pathlib.Path(prompts_path).name, "sha256": manifest.digest(prompts_path)},
+    }
+    if (done := _finished(output, identity)) is not None:
+        print(f"{output}: already finished, nothing to do (remove it to measure again)", file=sys.stderr)
+        return done
+    room = target.model.config.max_position_embeddings - settings.max_tokens
+    asked = [{**prompt, "prompt": chat.prompt_ids(target.tokenizer, prompt["messages"])} for prompt in prompts]
+    fitting = [prompt for prompt in asked if len(prompt["prompt"]) <= room]
+    if not fitting:
+        raise ValueError(f"--prompts {prompts_path}: got none within {room} tokens, which evaluate.max_tokens leaves")
+    measured = spread(fitting, settings.limit)
+    longest = max(len(prompt["prompt"]) for prompt in measured)
+    sizes = settings.batch_size, longest + settings.max_tokens
+    vanilla = Engine.load(target, None, None, *sizes)
+    speculative = Engine.load(target, draft, settings.tree, *sizes)
+    params = SamplingParams(temperature=settings.temperature, max_tokens=settings.max_tokens, seed=config.seed)
+    tallies = compare(vanilla, speculative, measured, params, settings.batch_size)
+    exact = settings.temperature == 0
+    report = {
+        **total(list(tallies.values())).report(exact=exact),
+        "categories": {category: tally.report(exact=exact) for category, tally in tallies.items()},
+        "left_out": {"unusable": unusable, "too_long": len(prompts) - len(fitting)},
+        "identity": identity,
+        "config": configuration.to_dict(config),
+        "hardware": hardware(),
+        "versions": manifest.versions(),
+    }
+    output.parent.mkdir(parents=True, exist_ok=True)
+    manifest.write_json(output, report)
+    return report
+
+
+def read_prompts(path: str | pathlib.Path) -> tuple[list[sources.Prompt], int]:
+    """The prompts of a JSONL file in any form of `sources.jsonl`, and how many lines were refused (said on stderr).
+
+    Raises:
+        ValueError: no file, or no usable prompt in it.
+    """
+    path = pathlib.Path(path)
+    if not path.is_file():
+        raise ValueError(f"--prompts {path}: not found, expected a JSONL file of prompts")
+    prompts, rejected = [], 0
+    for item in sources.jsonl(path, category="all"):
+        if isinstance(item, sources.Reject):
+            rejected += 1
+            print(f"{path}, line {item.line}: left out: {item.reason}", file=sys.stderr)
+        else:
+            prompts.append(item)
+    if not prompts:
+        raise ValueError(f"--prompts {path}: got no usable prompt, {rejected} lines refused")
+    return prompts, rejected
+
+
+def spread(prompts: Sequence[dict[str, Any]], limit: int | None) -> list[dict[str, Any]]:
+    """The first `limit` prompts when the categories give one each in turn; all of them for None."""
+    by_category: dict[str, list[dict[str, Any]]] = {}
+    for prompt in prompts:
+        by_category.setdefault(prompt["category"], []).append(prompt)
+    turns = [(turn, prompt) for members in by_category.values() for turn, prompt in enumerate(members)]
+    return [prompt for _, prompt in sorted(turns, key=lambda item: item[0])][:limit]
+
+
+def hardware() -> dict[str, Any]:
+    """What the numbers were measured on."""
+    cpu = platform.processor() or platform.machine()
+    info = pathlib.Path("/proc/cpuinfo")
+    if info.exists():
+        names = [
+            line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        ]
+        cpu = names[0] if names else cpu
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    device = jax.devices()[0]
+    accelerator = None if device.platform == "cpu" else device.device_kind
+    return {"cpu": cpu, "cores": cores, "accelerator": accelerator, "devices": jax.device_count()}
+
+
+def summary(report: dict[str, Any]) -> str:
+    """One line per category and one for all."""
+    rows: list[tuple[str, ...]] = [("", "tau", "speed-up", "vanilla", "speculative tok/s", "identical")]
+    for name, part in [*report["categories"].items(), ("all", report)]:
+        rates = part["tokens_per_second"]
+        numbers = [part["tau"], part["speedup"], rates["vanilla"], rates["speculative"]]
+        same = "-" if part["identical"] is None else f"{part['identical']}/{part['prompts']}"
+        rows.append((name, *("-" if number is None else f"{number:.2f}" for number in numbers), same))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cells = [[row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))] for row in rows]
+    return "\n".join("  ".join(row) for row in cells)
+
+
+def _check_same_target(found: dict[str, Any], expected: dict[str, Any], draft: pathlib.Path) -> None:
+    """The draft must have learned from this very target; in which dtype does not matter."""
+    for field in ("weights", "tokenizer", "aux_layers"):
+        if found.get(field) != expected[field]:
+            raise manifest.ManifestError(
+                f"{draft}: target.{field}: found {found.get(field)!r}, expected {expected[field]!r}"
+            )
+
+
+def _finished(output: pathlib.Path, identity: dict[str, Any]) -> dict[str, Any] | None:
+    """The report of this very measurement, when it is there already."""
+    if not output.exists():
+        return None
+    try:
+        report = json.loads(output.read_text())
+    except ValueError:
+        return None
+    return report if isinstance(report, dict) and report.get("identity") == identity else None
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    config, arguments = configuration.from_command_line(
+        "evaluate",
+        (__doc__ or "").splitlines()[0],
+        argv,
+        prompts="JSONL file of prompts: messages, conversations or prompt; id and category are optional",
+        output="JSON file for the report",
+    )
+    if config.compile_cache:
+        jax.config.update("jax_compilation_cache_dir", config.compile_cache)
+    try:
+        report = run(config, arguments.prompts, arguments.output)
+    except ValueError as error:
+        sys.exit(f"eagle3_jax.evaluate: {error}")
+    print(summary(report))
+    for mismatch in report["mismatches"] or []:
+        print(f"NOT identical: prompt {mismatch['id']}, from token {mismatch['position']} on", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""The verb on a tiny target with the real engine, and what it refuses."""
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from eagle3_jax import config as configuration
+from eagle3_jax import evaluate, manifest
+from eagle3_jax.config import RunConfig
+from eagle3_jax.formats.sglang import save_draft
+from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
+from eagle3_jax.models.llama import Llama, LlamaConfig
+from eagle3_jax.models.registry import Target
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    """A random target that reads bytes."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}<|end|>{% endfor %}"
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        rms_norm_eps=1e-5,
+        rope_theta=1e4,
+        tie_word_embeddings=True,
+        max_position_embeddings=128,
+        eos_token_ids=(),
+        aux_layers=(0, 1, 2),
+    )
+    identity = {"weights": "w", "tokenizer": "t", "chat_template": "c", "aux_layers": [0, 1, 2], "dtype": "float32"}
+    return Target(Llama(config, rngs=nnx.Rngs(0)), tokenizer, identity, pathlib.Path())
+
+
+@pytest.fixture
+def config(tmp_path: pathlib.Path, target: Target) -> RunConfig:
+    """A run whose export is there."""
+    values: dict[str, Any] = {"max_tokens": 8, "tree": {"num_steps": 2, "topk": 1, "num_draft_tokens": 3}}
+    config = configuration.from_dict({"run_dir": str(tmp_path / "run"), "draft": {"vocab_size": 9}, "evaluate": values})
+    head = DraftHead(DraftHeadConfig.for_target(config.draft, target.model.config), rngs=nnx.Rngs(1))
+    folder = config.folder("export")
+    folder.parent.mkdir()
+    save_draft(folder, Draft(head, jnp.arange(60, 69)), target=target.model.config, dtype="float32")
+    manifest.begin(folder, {"target": target.identity})
+    manifest.finish(folder)
+    return config
+
+
+@pytest.fixture
+def prompts(tmp_path: pathlib.Path) -> pathlib.Path:
+    """Two forms, two categories, a line that is broken and one that is too long."""
+    lines = [
+        {"id": "a", "category": "chat", "messages": [{"role": "user", "content": "Hi"}]},
+        {"id": "b", "category": "chat", "prompt": "Why is the sky blue?"},
+        {"prompt": "Count."},
+        {"prompt": "x" * 400},
+    ]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + "{broken\n")
+    return path
+
+
+def test_measures_a_prompts_file(
+    config: RunConfig, target: Target, prompts: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "deep" / "report.json"
+    report = evaluate.run(config, prompts, output, target)
+    assert json.loads(output.read_text()) == json.loads(json.dumps(report))
+    assert (report["prompts"], report["identical"], report["mismatches"]) == (3, 3, [])
+    assert report["left_out"] == {"unusable": 1, "too_long": 1}
+    assert report["tokens"] == 3 + report["rounds"] + sum(report["accepted_per_position"])
+    assert len(report["alpha"]) == 2 and report["tau"] >= 1
+    assert set(report["tokens_per_second"]) == {"vanilla", "speculative"}
+    assert report["speedup"] == pytest.approx(report["seconds"]["vanilla"] / report["seconds"]["speculative"])
+    assert {name: part["prompts"] for name, part in report["categories"].items()} == {"chat": 2, "all": 1}
+    assert report["hardware"]["cores"] >= 1 and report["versions"]["python"]
+    assert report["config"]["evaluate"]["max_tokens"] == 8
+    assert report["identity"]["draft"]["weights"] and report["identity"]["target"] == target.identity
+    assert evaluate.summary(report).splitlines()[-1].split()[-1] == "3/3"
+
+    before = output.read_bytes()
+    assert evaluate.run(config, prompts, output, target) == report
+    assert output.read_bytes() == before and "nothing to do" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_sampled_answers_need_not_be_identical(
+    config: RunConfig, target: Target, prompts: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    sampled = dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, temperature=1.0, batch_size=2))
+    report = evaluate.run(sampled, prompts, tmp_path / "report.json", target)
+    assert report["identical"] is None and report["tau"] >= 1
+
+
+def test_limit_takes_the_categories_in_turn() -> None:
+    prompts = [{"id": f"{c}{i}", "category": c} for c, count in (("a", 5), ("b", 1), ("c", 3)) for i in range(count)]
+    assert [p["id"] for p in evaluate.spread(prompts, 6)] == ["a0", "b0", "c0", "a1", "c1", "a2"]
+    assert len(evaluate.spread(prompts, None)) == 9
+
+
+def test_a_draft_of_another_target_is_refused(
+    config: RunConfig, target: Target, prompts: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    other = dataclasses.replace(target, identity=target.identity | {"weights": "v"})
+    with pytest.raises(manifest.ManifestError, match=r"target.weights: found 'w', expected 'v'"):
+        evaluate.run(config, prompts, tmp_path / "report.json", other)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(None, "not found, expected a JSONL file"), ("[1]\n{}\n", "no usable prompt, 2 lines refused")],
+)
+def test_a_prompts_file_without_prompts_is_refused(
+    config: RunConfig, target: Target, tmp_path: pathlib.Path, text: str | None, message: str
+) -> None:
+    path = tmp_path / "none.jsonl"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        evaluate.run(config, path, tmp_path / "report.json", target)
+
+
+def test_prompts_that_leave_no_room_are_refused(config: RunConfig, target: Target, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "long.jsonl"
+    path.write_text(json.dumps({"prompt": "x" * 130}))
+    with pytest.raises(ValueError, match=r"got none within 120 tokens"):
+        evaluate.run(config, path, tmp_path / "report.json", target)
+
+
+def test_a_missing_export_is_named(tmp_path: pathlib.Path, prompts: pathlib.Path) -> None:
+    with pytest.raises(manifest.ManifestError, match=r"expected the output of `python -m eagle3_jax.export`"):
+        evaluate.run(RunConfig(run_dir=str(tmp_path / "empty")), prompts, tmp_path / "report.json")
