@@ -19,6 +19,8 @@ from typing import Any
 NAME = "manifest.json"
 _PACKAGES = ("eagle3_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "transformers", "numpy")
 
+_TIMINGS = ("seconds", "tokens_per_second")
+
 
 class ManifestError(ValueError):
     """A folder whose manifest is missing, unfinished, or made from something else."""
@@ -108,9 +110,18 @@ def read(folder: str | pathlib.Path, made_by: str) -> dict[str, Any]:
 
 
 def fingerprint(manifest: dict[str, Any]) -> str:
-    """Identifies a finished folder as the input of the next verb: a digest over its identity and results."""
-    essence = json.dumps([manifest["identity"], manifest["results"]], sort_keys=True)
+    """Identifies a finished folder as the input of the next verb: a digest over its identity and results.
+
+    What a clock said is left out, so that the same work done again has the same fingerprint.
+    """
+    essence = json.dumps(_untimed([manifest["identity"], manifest["results"]]), sort_keys=True)
     return hashlib.sha256(essence.encode()).hexdigest()
+
+
+def _untimed(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _untimed(item) for key, item in value.items() if key not in _TIMINGS}
+    return [_untimed(item) for item in value] if isinstance(value, list) else value
 
 
 def _load(path: pathlib.Path) -> dict[str, Any]:

@@ -81,3 +81,10 @@ def test_atomic_leaves_the_old_file_when_writing_fails(tmp_path):
 def test_digest_is_sha256(tmp_path):
     (tmp_path / "x").write_bytes(b"abc")
     assert manifest.digest(tmp_path / "x") == hashlib.sha256(b"abc").hexdigest()
+
+
+def test_fingerprint_ignores_clocks_and_nothing_else():
+    work = {"identity": {"verb": "x"}, "results": {"train": {"tokens": 7, "tokens_per_second": 3.0}, "seconds": 1}}
+    again = {"identity": {"verb": "x"}, "results": {"train": {"tokens": 7, "tokens_per_second": 4.0}, "seconds": 2}}
+    other = {"identity": {"verb": "x"}, "results": {"train": {"tokens": 8, "tokens_per_second": 3.0}, "seconds": 1}}
+    assert manifest.fingerprint(work) == manifest.fingerprint(again) != manifest.fingerprint(other)
