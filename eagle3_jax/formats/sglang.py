@@ -109,14 +109,16 @@ def save_draft(folder: str | pathlib.Path, draft: Draft, *, target: LlamaConfig,
     folder = pathlib.Path(folder)
     config = draft.head.config
     ids = np.asarray(draft.token_ids).astype(np.int64)
-    if problems := misfits(config, target) + _vocabulary_problems(ids, config):
-        raise DraftFormatError(f"{folder}: this draft cannot be saved:\n  " + "\n  ".join(problems))
+    problems = misfits(config, target) + _vocabulary_problems(ids, config)
     table = draft_table(config)
     tensors: Tensors = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(draft.head):
-        entry = table[parameter_path(path)]
-        parts = entry.split(np.asarray(leaf).astype(jnp.dtype(dtype)))
-        tensors |= dict(zip(entry.tensors, map(np.ascontiguousarray, parts), strict=True))
+        entry, value = table[parameter_path(path)], np.asarray(leaf).astype(jnp.dtype(dtype))
+        if not np.isfinite(value).all():
+            problems.append(f"{parameter_path(path)}: got NaN or infinity; did the training diverge?")
+        tensors |= dict(zip(entry.tensors, map(np.ascontiguousarray, entry.split(value)), strict=True))
+    if problems:
+        raise DraftFormatError(f"{folder}: this draft cannot be saved:\n  " + "\n  ".join(problems))
     tensors["d2t"] = ids - np.arange(len(ids), dtype=np.int64)
     tensors["t2d"] = np.zeros(config.vocab_size, np.bool_)
     tensors["t2d"][ids] = True

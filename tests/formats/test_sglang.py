@@ -394,6 +394,10 @@ def test_nothing_is_left_of_a_save_that_fails(tmp_path: pathlib.Path) -> None:
         save_draft(tmp_path / "head", make_draft(), target=dataclasses.replace(TARGET, vocab_size=51), dtype="float32")
     with pytest.raises(DraftFormatError, match="ascending, distinct"):
         save_draft(tmp_path / "head", make_draft(ids=[3, 0]), target=TARGET, dtype="float32")
+    draft = make_draft()
+    draft.head.fc[...] = draft.head.fc[...].at[0, 0].set(jnp.nan)
+    with pytest.raises(DraftFormatError, match="fc: got NaN or infinity"):
+        save_draft(tmp_path / "head", draft, target=TARGET, dtype="float32")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "head").mkdir()
     with pytest.raises(FileExistsError):

@@ -1,0 +1,117 @@
+"""`python -m eagle3_jax.export`: the newest checkpoint -> a draft head that SGLang, vLLM and sglang-jax serve.
+
+The folder appears only after it was read back and every bit of it compared. Its `manifest.json` stands beside
+`config.json` and `model.safetensors`, where engines do not look.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import shutil
+import sys
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eagle3_jax import config as configuration
+from eagle3_jax import manifest
+from eagle3_jax.config import RunConfig
+from eagle3_jax.formats import sglang
+from eagle3_jax.models.draft import Draft, DraftHeadConfig
+from eagle3_jax.models.llama import LlamaConfig
+from eagle3_jax.models.registry import fetch, read_config
+from eagle3_jax.training.checkpoint import CheckpointError, Checkpoints, load_head
+
+
+def run(config: RunConfig, target: LlamaConfig | None = None) -> None:
+    """Exports the head of `config`'s run into its export folder.
+
+    Args:
+        target: the target's architecture; None reads it from `config.target`. Its weights are not needed.
+
+    Raises:
+        ManifestError: features are missing or unfinished, checkpoints are missing, or the folder holds another export.
+        CheckpointError: no checkpoint, or of a head of another shape than the config's.
+        DraftFormatError: the head cannot be written in this form, or does not come back as it was.
+    """
+    folder = config.folder("export")
+    trained, step = _newest(config.folder("train"))
+    features = manifest.read(config.folder("extract"), made_by="extract")
+    vocabulary = config.folder("extract") / "vocab.npz"
+    identity = {
+        "verb": "export",
+        "export": configuration.to_dict(config.export),
+        "training": trained,
+        "step": step,
+        "vocabulary": manifest.digest(vocabulary),
+        "target": features["identity"]["target"],
+    }
+    if folder.exists():
+        if not (folder / manifest.NAME).exists() or not manifest.begin(folder, identity):
+            raise manifest.ManifestError(f"{folder}: got something else than an export; remove it")
+        print(f"{folder}: already finished, nothing to do", file=sys.stderr)
+        return
+    target = target or read_config(fetch(config.target.name), config.target.aux_layers)
+    head = load_head(config.folder("train"), DraftHeadConfig.for_target(config.draft, target))
+    with np.load(vocabulary) as arrays:
+        draft = Draft(head, jnp.asarray(arrays["token_ids"]))
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        sglang.save_draft(partial, draft, target=target, dtype=config.export.dtype)
+        _verify(partial, draft, target, config.export.dtype)
+        manifest.begin(partial, identity)
+        files = {path.name: manifest.digest(path) for path in (partial / sglang.CONFIG, partial / sglang.WEIGHTS)}
+        parameters = sum(leaf.size for leaf in jax.tree.leaves(head))
+        manifest.finish(partial, parameters=parameters, files=files)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    size = (folder / sglang.WEIGHTS).stat().st_size / 2**20
+    print(f"{folder}: {parameters / 1e6:.1f} M parameters, {size:.0f} MiB, read back bit by bit", file=sys.stderr)
+
+
+def _newest(folder: pathlib.Path) -> tuple[str, int]:
+    """Fingerprint of the training and step of its newest checkpoint. A training that was stopped early will do.
+
+    Raises:
+        ManifestError, CheckpointError: there is none.
+    """
+    path = folder / manifest.NAME
+    if not path.exists():
+        raise manifest.ManifestError(f"{path}: not found, expected the output of `python -m eagle3_jax.train`")
+    trained = json.loads(path.read_text())
+    with Checkpoints(folder) as checkpoints:
+        step = checkpoints.latest
+    if step is None:
+        raise CheckpointError(f"{folder}: no checkpoint yet, expected the output of `python -m eagle3_jax.train`")
+    if not trained["finished"]:
+        print(f"{folder}: the training has not finished, exporting its step {step}", file=sys.stderr)
+    return manifest.fingerprint({"identity": trained["identity"], "results": None}), step
+
+
+def _verify(folder: pathlib.Path, draft: Draft, target: LlamaConfig, dtype: str) -> None:
+    """Reads the folder back and compares. Raises DraftFormatError."""
+    again = sglang.load_draft(folder, target=target, dtype=jnp.dtype(dtype))
+    expected = jax.tree.map(lambda leaf: leaf.astype(jnp.dtype(dtype)), draft.head)
+    pairs = zip(
+        jax.tree.leaves((again.head, again.token_ids)), jax.tree.leaves((expected, draft.token_ids)), strict=True
+    )
+    if again.head.config != draft.head.config or not all(np.array_equal(got, wanted) for got, wanted in pairs):
+        raise sglang.DraftFormatError(f"{folder}: what was written does not read back the same; is the disk full?")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    config, _ = configuration.from_command_line("export", (__doc__ or "").splitlines()[0], argv)
+    try:
+        run(config)
+    except ValueError as error:
+        sys.exit(f"eagle3_jax.export: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""From a checkpoint to a folder that is whole, verified, and not made twice."""
+
+import dataclasses
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from eagle3_jax import config as configuration
+from eagle3_jax import export, manifest
+from eagle3_jax.config import RunConfig
+from eagle3_jax.formats.sglang import load_draft
+from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
+from eagle3_jax.models.llama import LlamaConfig
+from eagle3_jax.training.checkpoint import Checkpoints
+from eagle3_jax.training.state import TrainState
+
+TARGET = LlamaConfig(
+    vocab_size=40,
+    hidden_size=8,
+    intermediate_size=12,
+    num_hidden_layers=8,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=4,
+    rms_norm_eps=1e-5,
+    rope_theta=1e4,
+    tie_word_embeddings=True,
+    max_position_embeddings=64,
+    eos_token_ids=(1, 2),
+    aux_layers=(2, 4, 5),
+)
+IDS = np.array([1, 2, 7, 30], np.int32)
+
+
+def head(seed: int) -> DraftHead:
+    config = DraftHeadConfig.for_target(configuration.DraftConfig(vocab_size=4), TARGET)
+    return DraftHead(config, rngs=nnx.Rngs(seed))
+
+
+def save_checkpoint(config: RunConfig, step: int) -> None:
+    with Checkpoints(config.folder("train"), keep=2) as checkpoints:
+        state = TrainState(jnp.array(step, jnp.int32), head(step), {"count": jnp.zeros(())})
+        checkpoints.save(state, {"position": np.array(0)})
+
+
+@pytest.fixture
+def config(tmp_path: pathlib.Path) -> RunConfig:
+    """A run that was trained for 3 steps and is not finished."""
+    values = {"run_dir": str(tmp_path / "run"), "draft": {"vocab_size": 4}, "export": {"dtype": "float32"}}
+    config = configuration.from_dict(values)
+    manifest.begin(config.folder("extract"), {"target": {"weights": "w"}})
+    np.savez(config.folder("extract") / "vocab.npz", token_ids=IDS)
+    manifest.finish(config.folder("extract"))
+    manifest.begin(config.folder("train"), {"verb": "train"})
+    save_checkpoint(config, 3)
+    return config
+
+
+def test_the_newest_checkpoint_becomes_a_serving_checkpoint(
+    config: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_checkpoint(config, 5)
+    export.run(config, TARGET)
+    assert "exporting its step 5" in capsys.readouterr().err
+    folder = config.folder("export")
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "manifest.json", "model.safetensors"]
+    assert not [path for path in folder.parent.iterdir() if path.name.endswith(".partial")]
+    draft = load_draft(folder, target=TARGET)
+    assert draft.token_ids.tolist() == IDS.tolist()
+    for got, expected in zip(jax.tree.leaves(draft.head), jax.tree.leaves(head(5)), strict=True):
+        np.testing.assert_array_equal(got, expected)
+    made = manifest.read(folder, made_by="export")
+    assert made["identity"]["target"] == {"weights": "w"} and made["identity"]["step"] == 5
+    assert made["results"]["files"]["model.safetensors"] == manifest.digest(folder / "model.safetensors")
+    assert made["results"]["parameters"] == sum(leaf.size for leaf in jax.tree.leaves(head(5)))
+    assert json.loads((folder / "config.json").read_text())["eos_token_id"] == [1, 2]
+
+
+def test_a_second_run_does_nothing_and_a_later_step_is_not_mixed_in(
+    config: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export.run(config, TARGET)
+    before = (config.folder("export") / "model.safetensors").stat().st_mtime_ns
+    manifest.finish(config.folder("train"))
+    export.run(config, TARGET)
+    assert "nothing to do" in capsys.readouterr().err
+    assert (config.folder("export") / "model.safetensors").stat().st_mtime_ns == before
+    save_checkpoint(config, 4)
+    with pytest.raises(manifest.ManifestError, match=r"step: found 3, expected 4"):
+        export.run(config, TARGET)
+
+
+def test_what_does_not_read_back_the_same_never_appears(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_another(folder: pathlib.Path, **arguments):
+        draft = load_draft(folder, **arguments)
+        return dataclasses.replace(draft, token_ids=draft.token_ids + 1)
+
+    monkeypatch.setattr(export.sglang, "load_draft", load_another)
+    with pytest.raises(ValueError, match="does not read back the same"):
+        export.run(config, TARGET)
+    assert not [path for path in config.folder("export").parent.iterdir() if "export" in path.name]
+
+
+def test_a_folder_of_something_else_is_left_alone(config: RunConfig) -> None:
+    config.folder("export").mkdir()
+    (config.folder("export") / "notes.txt").write_text("mine")
+    with pytest.raises(manifest.ManifestError, match="something else than an export"):
+        export.run(config, TARGET)
+    assert [path.name for path in config.folder("export").iterdir()] == ["notes.txt"]
+
+
+def test_a_run_without_a_checkpoint_is_refused(tmp_path: pathlib.Path) -> None:
+    config = RunConfig(run_dir=str(tmp_path / "run"))
+    with pytest.raises(manifest.ManifestError, match=r"expected the output of `python -m eagle3_jax.train`"):
+        export.run(config, TARGET)
+    manifest.begin(config.folder("train"), {"verb": "train"})
+    with pytest.raises(ValueError, match="no checkpoint yet"):
+        export.run(config, TARGET)
