@@ -48,6 +48,7 @@ def prepare(config: configs.RunConfig) -> None:
     """
     folder = config.folder("prepare")
     if manifest.begin(folder, _identity(config)):
+        _remove_logs(folder)
         print(f"prepare: {folder} is finished already")
         return
     kept, rejects, counts = _filter(_read_all(config, folder), config.prepare)
@@ -71,8 +72,7 @@ def prepare(config: configs.RunConfig) -> None:
         files={name: manifest.digest(folder / name) for name in parts},
         **counts,
     )
-    for path in folder.glob("self_*.jsonl"):  # raw output of the target, with whatever personal data it made up
-        path.unlink()
+    _remove_logs(folder)
     print(
         f"prepare: {len(parts[TRAIN])} to train, {len(parts[HELD_OUT])} held out, {len(rejects)} rejected -> {folder}"
     )
@@ -171,15 +171,17 @@ def _self_outputs(
     from eagle3_jax.decoding.engine import Engine, SamplingParams  # only now: JAX and the target are loaded by it
     from eagle3_jax.models import registry
 
-    size = _CHUNK * config.prepare.batch_size
+    batch = config.prepare.batch_size
     opening = chat.user_opening_ids(registry.load_tokenizer(config.target.name))
     length = len(opening) + source.max_tokens
-    engine = Engine.load(config.target, batch_size=config.prepare.batch_size, max_length=length)
+    engine = Engine.load(config.target, batch_size=batch, max_length=length)
     with (
         log.open("a", encoding="utf-8") as stream,
         tqdm.tqdm(desc="self-prompting", initial=ended, total=source.count, unit=" prompts") as progress,
     ):
-        for number in range(len(done), math.ceil(_TRIES * source.count / size)):
+        number, tried = len(done), sum(map(len, done))
+        while ended < source.count and tried < _TRIES * source.count:
+            size = batch * min(_CHUNK, math.ceil((source.count - ended) / batch))
             # The opening is the same for all, so each needs a seed of its own.
             params = [
                 SamplingParams(temperature=source.temperature, max_tokens=source.max_tokens, seed=seed)
@@ -193,9 +195,8 @@ def _self_outputs(
             stream.flush()
             os.fsync(stream.fileno())
             yield from outputs
+            number, tried = number + 1, tried + size
             ended += sum(reason == "stop" for _, reason in outputs)
-            if ended >= source.count:
-                return
 
 
 def _seeds(name: str, count: int) -> list[int]:
@@ -213,6 +214,12 @@ def _read_log(path: pathlib.Path) -> list[list[tuple[str, str]]]:
     if len(whole) < len(raw):
         os.truncate(path, len(whole))
     return [[(text, reason) for text, reason in json.loads(line)] for line in whole.splitlines()]
+
+
+def _remove_logs(folder: pathlib.Path) -> None:
+    """They hold the target's raw output, with whatever personal data it made up."""
+    for path in folder.glob("self_*.jsonl"):
+        path.unlink()
 
 
 def _write_jsonl(path: pathlib.Path, records: Iterable[Any]) -> None:

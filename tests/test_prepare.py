@@ -113,8 +113,11 @@ def test_finished_work_is_left_alone_and_other_work_refused(tmp_path, capsys):
     config = run_config(tmp_path, source)
     prepare.prepare(config)
     before = {path: path.stat().st_mtime_ns for path in config.folder("prepare").iterdir()}
+    leftover = config.folder("prepare") / "self_0.jsonl"  # killed just before its end
+    leftover.write_text("[]\n")
     prepare.prepare(config)
     assert "finished already" in capsys.readouterr().out
+    assert not leftover.exists()
     assert before == {path: path.stat().st_mtime_ns for path in config.folder("prepare").iterdir()}
     jsonl(tmp_path, *({"prompt": question} for question in QUESTIONS[1:]))
     with pytest.raises(manifest.ManifestError, match="inputs"):
@@ -156,7 +159,7 @@ class FakeEngine:
         if self.chunks == self.dies_at:
             raise KeyboardInterrupt
         type(self).chunks += 1
-        assert rows == [[1, 2, 3]] * 8 and len({one.seed for one in params}) == 8
+        assert rows == [[1, 2, 3]] * len(params) and len({one.seed for one in params}) == len(params) <= 8
         outputs = []
         for row, one in enumerate(params):
             reason = "length" if row % 4 == 3 or self.never_ends else "stop"
@@ -178,10 +181,10 @@ def engine(monkeypatch):
 def test_self_prompting(tmp_path, engine):
     config = run_config(tmp_path, {"kind": "self", "count": 20}, batch_size=2, near_duplicate=1.0)
     prepare.prepare(config)
-    assert engine.chunks == 4  # six of eight end
+    assert engine.chunks == 4  # 8, 8, 8 and 2 tries, of which 6, 6, 6 and 2 end
     found = results(config)
-    assert found["rejected"]["the target did not end its prompt"] >= 6
-    assert found["sources"]["self"] == 20 + found["rejected"]["the target did not end its prompt"]
+    assert found["rejected"] == {"the target did not end its prompt": 6}
+    assert found["sources"]["self"] == 26
     assert found["personal_data"]["EMAIL_ADDRESS"] == 20
     assert {prompt["category"] for prompt in prompts(config)} == {"self"}
     assert sorted(path.name for path in config.folder("prepare").iterdir()) == [
@@ -219,5 +222,5 @@ def test_self_prompting_ends_even_if_the_target_does_not(tmp_path, engine):
     source = jsonl(tmp_path, *({"prompt": question} for question in QUESTIONS))
     config = run_config(tmp_path, source, {"kind": "self", "count": 4}, batch_size=2)
     prepare.prepare(config)
-    assert engine.chunks == 2
+    assert engine.chunks == 4
     assert results(config)["rejected"] == {"the target did not end its prompt": 16}
