@@ -140,10 +140,9 @@ def draw(report: dict[str, Any], path: pathlib.Path) -> None:
         for axes in (left, right):
             axes.spines[["top", "right"]].set_visible(False)
             axes.tick_params(length=0)
-            axes.set_axisbelow(True)
-            axes.grid(axis="y", color="#E6E8EB", linewidth=0.8)
+        right.grid(axis="y", color="#E6E8EB", linewidth=0.8)  # on the left every bar says its number
         headline = "      ".join(
-            f"{name}: speed-up {_number(draft['speedup'], 2)}, tau {_number(draft['tau'], 2)}, "
+            f"{name}: speed-up {_number(draft['speedup'], 2)}x, tau {_number(draft['tau'], 2)}, "
             f"identical {_identical(draft)}"
             for name, draft in drafts.items()
         )
