@@ -120,19 +120,13 @@ def _extract_split(
         total = sum(1 for _ in stream)
     shards = max(1, -(-total // config.shard_records))
     paths = [features.shard_path(folder, shard, shards) for shard in range(shards)]
-    start, tokens = time.monotonic(), 0
-    with (
-        open(source, encoding="utf-8") as stream,
-        tqdm(total=total, desc=f"extract {folder.name}", unit="conversation", disable=jax.process_index() > 0) as bar,
-    ):
+    with open(source, encoding="utf-8") as stream, _Progress(total, f"extract {folder.name}") as progress:
         for shard, path in enumerate(paths):
             lines = list(itertools.islice(stream, config.shard_records))
-            if not features.is_complete(path):
-                notes = _extract_shard(config, lines, path, target, mesh, seed=shard)
-                tokens += notes["tokens"]
-                bar.set_postfix_str(f"{tokens / (time.monotonic() - start):.0f} tokens/s")
-            bar.update(len(lines))
-    seconds = time.monotonic() - start
+            if features.is_complete(path):
+                progress.bar.update(len(lines))
+            else:
+                _extract_shard(config, lines, path, target, mesh, shard, progress)
     all_notes = [features.read_notes(path) for path in paths]
     rejects = [reject for notes in all_notes for reject in notes["rejects"]]
     with manifest.atomic(folder / REJECTS) as temporary:
@@ -145,8 +139,30 @@ def _extract_split(
         "tokens": kept,
         "loss_tokens": sum(sum(notes["token_counts"][1]) for notes in all_notes),
         "padding_share": 1 - kept / computed if computed else 0.0,
-        "tokens_per_second": tokens / seconds if tokens else None,
+        "tokens_per_second": progress.rate() if progress.tokens else None,
     }
+
+
+class _Progress:
+    """A bar of conversations, and the tokens a second of what is computed now."""
+
+    def __init__(self, total: int, name: str) -> None:
+        self.bar = tqdm(total=total, desc=name, unit=" conversations", disable=jax.process_index() > 0)
+        self.start, self.tokens = time.monotonic(), 0
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.close()
+
+    def rate(self) -> float:
+        return self.tokens / (time.monotonic() - self.start)
+
+    def add(self, tokens: int) -> None:
+        self.tokens += tokens
+        self.bar.set_postfix_str(f"{self.rate():.0f} tokens/s", refresh=False)
+        self.bar.update()
 
 
 def _extract_shard(
@@ -156,7 +172,8 @@ def _extract_shard(
     target: Target,
     mesh: jax.sharding.Mesh,
     seed: int,
-) -> dict[str, Any]:
+    progress: _Progress,
+) -> None:
     model = target.model
     conversations, rejects = [], []
     for line in lines:
@@ -164,6 +181,7 @@ def _extract_shard(
             conversations.append(read_conversation(line, target.tokenizer, config.max_length))
         except Rejected as error:
             rejects.append({"id": json.loads(line)["id"], "reason": str(error)})
+            progress.add(0)
     batches = plan_batches(
         [len(c.token_ids) for c in conversations], config.batch_tokens, multiple=mesh.shape["data"], seed=seed
     )
@@ -178,6 +196,7 @@ def _extract_shard(
     def records() -> Iterator[features.Record]:
         place = functools.partial(jax.device_put, device=batch_sharding(mesh))
         for conversation, record in compute_records(conversations, batches, model, place):
+            progress.add(len(conversation.token_ids))
             if record is None:
                 rejects.append({"id": conversation.name, "reason": "NaN or infinity in the hidden states"})
                 continue
@@ -189,7 +208,6 @@ def _extract_shard(
         notes["token_counts"] = [said.tolist(), counts[said].tolist()]
 
     features.write_shard(path, records(), notes)
-    return notes
 
 
 def _token_counts(folder: pathlib.Path, vocab_size: int) -> np.ndarray:
