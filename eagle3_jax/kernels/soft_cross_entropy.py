@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+Compared = tuple[Array, Array, Array]  # the fields of `Comparison`
+
 _HIGHEST = jax.lax.Precision.HIGHEST
 
 
@@ -58,25 +60,42 @@ def soft_cross_entropy(
     b, t = teacher_hidden.shape[:2]
     length = min(t, max(1, block // b))  # positions of each row in a block
     pad = -t % length
-    inputs = (
+    outputs: Any = _blocked(
+        length,
         jnp.pad(hidden, ((0, 0), (0, 0), (0, pad), (0, 0))),
+        rows,
+        teacher_rows,
         jnp.pad(teacher_hidden, ((0, 0), (0, pad), (0, 0))),
         jnp.pad(labels, ((0, 0), (0, pad)), constant_values=-1),
         jnp.pad(weights, ((0, 0), (0, 0), (0, pad))),
     )
-    loss, comparison = _blocked(length, inputs[0], rows, teacher_rows, *inputs[1:])
-    return loss, jax.tree.map(lambda x: jax.lax.stop_gradient(x[..., :t]), comparison)
+    loss, compared = outputs
+    return loss, Comparison(*(jax.lax.stop_gradient(x[..., :t]) for x in compared))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _blocked(length: int, hidden: Array, rows: Array, teacher_rows: Array, *rest: Array) -> tuple[Array, Comparison]:
-    return _scan(length, hidden, rows, teacher_rows, *rest, gradients=False)[0]
+def _blocked(
+    length: int,
+    hidden: Array,
+    rows: Array,
+    teacher_rows: Array,
+    teacher_hidden: Array,
+    labels: Array,
+    weights: Array,
+) -> tuple[Array, Compared]:
+    return _scan(length, hidden, rows, teacher_rows, teacher_hidden, labels, weights, gradients=False)[0]
 
 
 def _forward(
-    length: int, hidden: Array, rows: Array, teacher_rows: Array, *rest: Array
-) -> tuple[tuple[Array, Comparison], tuple[Array, Array]]:
-    return _scan(length, hidden, rows, teacher_rows, *rest, gradients=True)
+    length: int,
+    hidden: Array,
+    rows: Array,
+    teacher_rows: Array,
+    teacher_hidden: Array,
+    labels: Array,
+    weights: Array,
+) -> tuple[tuple[Array, Compared], tuple[Array, Array]]:
+    return _scan(length, hidden, rows, teacher_rows, teacher_hidden, labels, weights, gradients=True)
 
 
 def _backward(length: int, gradients: tuple[Array, Array], cotangents: Any) -> tuple[Array | None, ...]:
@@ -97,9 +116,9 @@ def _scan(
     labels: Array,
     weights: Array,
     gradients: bool,
-) -> tuple[tuple[Array, Comparison], Any]:
+) -> tuple[tuple[Array, Compared], Any]:
     """Scans the blocks of `length` positions of every row; the outputs of `_block`, put together again."""
-    k, b, t, h = hidden.shape
+    k, b, _, h = hidden.shape
     own_rows, own_teacher_rows = rows.astype(hidden.dtype), teacher_rows.astype(hidden.dtype)
 
     def cut(x: Array, axis: int) -> Array:
@@ -112,34 +131,28 @@ def _scan(
     def body(carry: tuple[Array, Array], block: tuple[Array, ...]) -> tuple[tuple[Array, Array], Any]:
         def skip(carry: Any) -> tuple[Any, Any]:
             d_hidden = jnp.zeros_like(block[0]) if gradients else ()
-            comparison = Comparison(
-                jnp.zeros((k, b, length)), jnp.zeros((b, length)), jnp.zeros((k, b, length), jnp.bool)
-            )
-            return carry, (comparison, d_hidden)
+            compared = (jnp.zeros((k, b, length)), jnp.zeros((b, length)), jnp.zeros((k, b, length), jnp.bool))
+            return carry, (compared, d_hidden)
 
         run = functools.partial(_block, own_rows, own_teacher_rows, gradients=gradients)
-        return jax.lax.cond(jnp.any(block[-1] != 0), lambda c: run(c, *block), skip, carry)
+        return jax.lax.cond(jnp.any(block[-1] != 0), lambda c: run(carry=c, block=block), skip, carry)
 
     blocks = (cut(hidden, 2), cut(teacher_hidden.astype(hidden.dtype), 1), cut(labels, 1), cut(weights, 2))
     start = (jnp.zeros(()), jnp.zeros((h, rows.shape[0]) if gradients else ()))
-    (loss, d_rows), (comparison, d_hidden) = jax.lax.scan(body, start, blocks)
-    comparison = Comparison(
-        join(comparison.cross_entropy, 2), join(comparison.entropy, 1), join(comparison.hits, 2)
-    )
-    return (loss, comparison), (join(d_hidden, 2), d_rows.T.astype(rows.dtype)) if gradients else None
+    (loss, d_rows), ((ce, entropy, hits), d_hidden) = jax.lax.scan(body, start, blocks)
+    compared = (join(ce, 2), join(entropy, 1), join(hits, 2))
+    return (loss, compared), (join(d_hidden, 2), d_rows.T.astype(rows.dtype)) if gradients else None
 
 
 def _block(
     rows: Array,
     teacher_rows: Array,
     carry: tuple[Array, Array],
-    hidden: Array,
-    teacher_hidden: Array,
-    labels: Array,
-    weights: Array,
+    block: tuple[Array, ...],
     gradients: bool,
 ) -> tuple[tuple[Array, Array], Any]:
     """One block: hidden [K, B, n, H], teacher_hidden [B, n, H], labels [B, n], weights [K, B, n]."""
+    hidden, teacher_hidden, labels, weights = block
     teacher_logits = _logits(teacher_hidden, teacher_rows)
     p = jax.nn.softmax(teacher_logits, axis=-1)
     entropy = jax.nn.logsumexp(teacher_logits, axis=-1) - jnp.sum(p * teacher_logits, axis=-1)
@@ -166,7 +179,7 @@ def _block(
         return (loss, d_rows), (ce, hits, d_hidden)
 
     carry, (ce, hits, d_hidden) = jax.lax.scan(student, carry, (hidden, weights))
-    return carry, (Comparison(ce, entropy, hits), d_hidden)
+    return carry, ((ce, entropy, hits), d_hidden)
 
 
 def _logits(x: Array, rows: Array) -> Array:

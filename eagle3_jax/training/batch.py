@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import P
 from jaxtyping import Array, Float, Int
+
+# A leaf of a pytree: an array, or in its place a shape or a sharding.
+Leaf = Any
 
 TEACHER_SHARDING_RULES = ((r"embed|rows", P("model", None)),)
 
@@ -18,21 +22,22 @@ class Batch:
     """Packed rows of T tokens, several documents each.
 
     Attributes:
-        aux: the target's aux hidden states, concatenated in ascending order of boundary.
-        last_hidden: the target's last hidden state after its final norm.
-        argmax: the target's most probable next token at each position.
-        loss_mask: nonzero where a token was written by the assistant.
-        segment_ids: 1, 2, ... for the documents of a row, 0 for padding.
-        positions: position in the document.
+        token_ids: int [B, T].
+        aux: float [B, T, n_aux * H], the target's aux hidden states, concatenated in ascending order of boundary.
+        last_hidden: float [B, T, H], the target's last hidden state after its final norm.
+        argmax: int [B, T], the target's most probable next token at each position.
+        loss_mask: int [B, T], nonzero where a token was written by the assistant.
+        segment_ids: int [B, T], 1, 2, ... for the documents of a row, 0 for padding.
+        positions: int [B, T], position in the document.
     """
 
-    token_ids: Int[Array, "b t"]
-    aux: Float[Array, "b t aux"]
-    last_hidden: Float[Array, "b t h"]
-    argmax: Int[Array, "b t"]
-    loss_mask: Int[Array, "b t"]
-    segment_ids: Int[Array, "b t"]
-    positions: Int[Array, "b t"]
+    token_ids: Leaf
+    aux: Leaf
+    last_hidden: Leaf
+    argmax: Leaf
+    loss_mask: Leaf
+    segment_ids: Leaf
+    positions: Leaf
 
 
 @jax.tree_util.register_dataclass
@@ -41,14 +46,14 @@ class Teacher:
     """The target's frozen parts that training reads; never in the optimizer.
 
     Attributes:
-        embed: the embedding table, one row a target token.
-        rows: rows of the target's LM head at the draft vocabulary, in draft order.
-        draft_ids: int32 [target vocabulary], the draft token of each target token, -1 outside the draft vocabulary.
+        embed: float [V, H], the embedding table, one row a target token.
+        rows: float [draft vocabulary, H], rows of the target's LM head at the draft vocabulary, in draft order.
+        draft_ids: int32 [V], the draft token of each target token, -1 outside the draft vocabulary.
     """
 
-    embed: Float[Array, "v h"]
-    rows: Float[Array, "dv h"]
-    draft_ids: Int[Array, " v"]
+    embed: Leaf
+    rows: Leaf
+    draft_ids: Leaf
 
     @classmethod
     def of(cls, embed: Float[Array, "v h"], output_rows: Float[Array, "v h"], token_ids: Int[Array, " dv"]) -> Teacher:

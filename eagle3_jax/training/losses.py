@@ -70,9 +70,7 @@ def ttt_loss(
     }
 
 
-def teacher_mask(
-    loss_mask: Int[Array, "b t"], segment_ids: Int[Array, "b t"], offset: int
-) -> Bool[Array, "b t"]:
+def teacher_mask(loss_mask: Int[Array, "b t"], segment_ids: Int[Array, "b t"], offset: int) -> Bool[Array, "b t"]:
     """Which teacher positions u the loss mask counts: mask[u - 1 + offset], each document's last entry taken as 0.
 
     In the shift form, with the mask taken at t + offset and shifted along with the targets at every step, the mask of

@@ -1,0 +1,132 @@
+"""Feature records -> batches of packed rows, all of one shape.
+
+What goes into which row is planned at the start from the records' lengths alone, so that rows can be read in any
+order: the iterator's state is a number, and a resumed run reads exactly the rows that it would have read.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence
+from typing import Protocol, SupportsIndex, runtime_checkable
+
+import grain
+import ml_dtypes
+import numpy as np
+
+Row = dict[str, np.ndarray]
+
+
+@runtime_checkable
+class RecordSource(Protocol):
+    """Random access to feature records (see `features.FeatureSource`)."""
+
+    lengths: np.ndarray
+
+    def __getitem__(self, index: SupportsIndex) -> dict[str, np.ndarray]: ...
+
+
+def plan_rows(lengths: np.ndarray, row_length: int, seed: int, epoch: int) -> list[list[int]]:
+    """Packs every record into rows of at most `row_length` tokens: best fit over a seeded shuffle.
+
+    Args:
+        lengths: tokens of each record; a longer one than `row_length` fills a row by itself (and is truncated there).
+
+    Returns:
+        The records of each row, rows in shuffled order. A function of its arguments only.
+    """
+    rng = np.random.default_rng((seed, epoch))
+    rows: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (tokens left, row), ascending: the first that fits is the tightest
+    for record in rng.permutation(len(lengths)):
+        length = min(int(lengths[record]), row_length)
+        at = bisect.bisect_left(room, (length, -1))
+        if at == len(room):
+            rows.append([])
+            left, row = row_length, len(rows) - 1
+        else:
+            left, row = room.pop(at)
+        rows[row].append(int(record))
+        if left > length:
+            bisect.insort(room, (left - length, row))
+    return [rows[i] for i in rng.permutation(len(rows))]
+
+
+class PackedRows:
+    """The rows of all epochs as a random-access source; a row is padded to `row_length` and has the fields
+
+    `token_ids`, `argmax`, `loss_mask`, `segment_ids` (1, 2, ... per record, 0 padding), `positions` (in the record):
+    int32 [T]; `aux` [T, n_aux * H] and `last_hidden` [T, H]: bfloat16.
+
+    Attributes:
+        tokens: tokens in all rows, padding not counted.
+        padding: share of padding in all rows.
+    """
+
+    def __init__(
+        self,
+        source: RecordSource,
+        row_length: int,
+        *,
+        multiple: int,
+        seed: int = 0,
+        epochs: float = 1.0,
+        max_rows: int | None = None,
+    ) -> None:
+        """
+        Args:
+            multiple: the number of rows is brought to a multiple of it (the batch size) with empty rows.
+            epochs: may end within a pass.
+            max_rows: at most so many rows.
+        """
+        if not len(source.lengths):
+            raise ValueError("features: got no records, expected at least one")
+        self.source, self.row_length = source, row_length
+        self.plan: list[list[int]] = []
+        for epoch in range(math.ceil(epochs)):
+            rows = plan_rows(source.lengths, row_length, seed, epoch)
+            self.plan += rows[: math.ceil(len(rows) * min(1.0, epochs - epoch))]
+        self.plan = self.plan[:max_rows]
+        self.plan += [[] for _ in range(-len(self.plan) % multiple)]
+        self.tokens = sum(min(int(source.lengths[r]), row_length) for row in self.plan for r in row)
+        self.padding = 1 - self.tokens / (len(self.plan) * row_length)
+        first = source[0]
+        self._widths = {name: first[name].shape[1] for name in ("aux", "last_hidden")}
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def __getitem__(self, index: SupportsIndex) -> Row:
+        t = self.row_length
+        row: Row = {name: np.zeros((t, width), ml_dtypes.bfloat16) for name, width in self._widths.items()}
+        for name in ("token_ids", "argmax", "loss_mask", "segment_ids", "positions"):
+            row[name] = np.zeros(t, np.int32)
+        start = 0
+        for segment, number in enumerate(self.plan[index.__index__()], start=1):
+            record = self.source[number]
+            end = min(start + len(record["token_ids"]), t)
+            for name in ("token_ids", "argmax", "loss_mask", "aux", "last_hidden"):
+                row[name][start:end] = record[name][: end - start]
+            row["segment_ids"][start:end] = segment
+            row["positions"][start:end] = np.arange(end - start)
+            start = end
+        return row
+
+    def __repr__(self) -> str:
+        return f"PackedRows({self.source!r}, row_length={self.row_length}, rows={len(self)})"
+
+
+def batches(
+    rows: Sequence[Row] | PackedRows, batch_size: int, process: int = 0, processes: int = 1
+) -> grain.IterDataset[Row]:
+    """Stacks rows in order; one thread reads ahead.
+
+    Args:
+        batch_size: rows per global batch; this process gets its `batch_size // processes` of each.
+    """
+    if batch_size % processes:
+        raise ValueError(f"train.batch_size: got {batch_size}, expected a multiple of the {processes} processes")
+    own = grain.MapDataset.source(rows)[process::processes]
+    stacked = own.batch(batch_size // processes, drop_remainder=True)
+    return stacked.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))

@@ -1,0 +1,220 @@
+"""features -> a trained draft head.
+
+`python -m eagle3_jax.train --config configs/quickstart.yaml` trains the head with the training-time test on what
+`extract` wrote. Killed and run again, it goes on from its last checkpoint as if it had never stopped.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from eagle3_jax import config as configs
+from eagle3_jax import manifest
+from eagle3_jax.data.features import FeatureSource
+from eagle3_jax.data.loader import PackedRows, Row, batches
+from eagle3_jax.mesh import batch_sharding, make_mesh, shardings, start_distributed
+from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
+from eagle3_jax.models.registry import Target, load_target
+from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Batch, Teacher
+from eagle3_jax.training.checkpoint import Checkpoints
+from eagle3_jax.training.metrics import MetricWriter, summarise
+from eagle3_jax.training.optimizer import learning_rate, make_optimizer
+from eagle3_jax.training.state import init_state, make_eval_step, make_train_step
+
+# These say how a run is watched, not what comes out of it; they may change when it is resumed.
+_WATCHING = ("log_every", "eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints", "remat")
+# So many steps may be on their way to the device; each of them holds its batch.
+_IN_FLIGHT = 2
+
+
+def train(config: configs.RunConfig, target: Target | None = None) -> dict[str, Any]:
+    """Trains `config`'s draft head into its checkpoints folder.
+
+    Args:
+        target: an already loaded target; None loads `config.target`. Only its embeddings and LM head are kept.
+
+    Returns:
+        The results, as the manifest has them.
+
+    Raises:
+        ManifestError: unfinished features, features of another target, or a folder of other work.
+        ValueError: sizes that do not fit each other.
+    """
+    run = config.train
+
+    # -------------------------------------------------------------------------------------------------------- inputs
+    features, folder = config.folder("extract"), config.folder("train")
+    made_from = manifest.read(features, made_by="extract")
+    mesh = make_mesh(config.mesh)
+    for count, what in ((mesh.shape["data"], "the mesh's data axis"), (jax.process_count(), "processes")):
+        if run.batch_size % count:
+            raise ValueError(f"train.batch_size: got {run.batch_size}, expected a multiple of {count} ({what})")
+    target = target or load_target(config.target, mesh)
+    _check_same_target(made_from["identity"]["target"], target.identity, features)
+    head_config = DraftHeadConfig.for_target(config.draft, target.model.config)
+    identity = {
+        "verb": "train",
+        "features": manifest.fingerprint(made_from),
+        "target": target.identity,
+        "draft": configs.to_dict(config.draft),
+        "train": {name: value for name, value in configs.to_dict(run).items() if name not in _WATCHING},
+        "seed": config.seed,
+    }
+    if manifest.begin(folder, identity):
+        print(f"train: {folder} is finished already", file=sys.stderr)
+        return manifest.read(folder, made_by="train")["results"]
+    with np.load(features / "vocab.npz", allow_pickle=False) as arrays:
+        token_ids = arrays["token_ids"]
+    if len(token_ids) != head_config.draft_vocab_size:
+        raise ValueError(
+            f"draft.vocab_size: got {head_config.draft_vocab_size}, expected {len(token_ids)}, as the features have it"
+        )
+
+    # ---------------------------------------------------------------------------------------------------------- data
+    rows = PackedRows(
+        FeatureSource(features / "train"),
+        run.row_length,
+        multiple=run.batch_size,
+        seed=config.seed,
+        epochs=run.epochs,
+        max_rows=None if run.max_steps is None else run.max_steps * run.batch_size,
+    )
+    total = len(rows) // run.batch_size
+    iterator = iter(batches(rows, run.batch_size, jax.process_index(), jax.process_count()))
+    held_out = _held_out_rows(config)
+
+    def place(row: Row) -> Batch:
+        arrays = {name: jax.make_array_from_process_local_data(batch_sharding(mesh), x) for name, x in row.items()}
+        return Batch(**arrays)
+
+    # --------------------------------------------------------------------------------------------------------- state
+    model = target.model
+    draw_teacher = (model.embed[...], model.output_rows, token_ids)
+    where = shardings(jax.eval_shape(Teacher.of, *draw_teacher), mesh, TEACHER_SHARDING_RULES)
+    teacher = jax.jit(Teacher.of, out_shardings=where)(*draw_teacher)
+    optimizer = make_optimizer(run, total)
+    state = init_state(head_config, config.seed, teacher.rows, model.norm[...], optimizer, mesh)
+    del target, model, draw_teacher
+    train_step, eval_step = make_train_step(run, optimizer, mesh), make_eval_step(run)
+    schedule = learning_rate(run, total)
+
+    def evaluate(head: DraftHead) -> dict[str, Any]:
+        if held_out is None:
+            return {}
+        own = batches(held_out, run.batch_size, jax.process_index(), jax.process_count())
+        return summarise([eval_step(head, teacher, place(row)) for row in own])
+
+    with Checkpoints(folder, run.keep_checkpoints) as checkpoints, MetricWriter(folder) as writer:
+        if checkpoints.latest is not None:
+            state = checkpoints.restore(state, iterator)
+        done = int(state.step)
+        print(
+            f"train: {total} steps of {run.batch_size} x {run.row_length} tokens, {rows.padding:.1%} padding"
+            + (f", going on at step {done}" if done else ""),
+            file=sys.stderr,
+        )
+
+        # --------------------------------------------------------------------------------------------------- compile
+        start = time.monotonic()
+        example = {name: np.stack([x] * (run.batch_size // jax.process_count())) for name, x in rows[0].items()}
+        compiled = train_step.lower(state, teacher, place(example)).compile()
+        print(f"train: compiled in {time.monotonic() - start:.1f} s", file=sys.stderr)
+
+        # ------------------------------------------------------------------------------------------------------ loop
+        last = time.monotonic()
+        tokens, seconds, evaluated, pending = 0, 0.0, 0, []
+        evaluation: dict[str, Any] = {}
+        summary: dict[str, Any] = {}
+        progress = tqdm(total=total, initial=done, desc="train", unit="step", disable=jax.process_index() > 0)
+        for step in range(done + 1, total + 1):
+            state, sums = compiled(state, teacher, place(next(iterator)))
+            pending.append(sums)
+            if len(pending) > _IN_FLIGHT:
+                jax.block_until_ready(pending[-1 - _IN_FLIGHT])
+            progress.update()
+            if step % run.log_every == 0 or step == total:
+                summary = summarise(pending)
+                pending.clear()
+                passed, last = time.monotonic() - last, time.monotonic()
+                tokens, seconds = tokens + summary["tokens"], seconds + passed
+                rate = summary["tokens"] / passed
+                writer.write(
+                    step,
+                    "train",
+                    summary | {"learning_rate": float(np.asarray(schedule(step - 1))), "tokens_per_second": rate},
+                )
+                progress.set_postfix_str(
+                    f"loss {summary['loss']:.3f}, acc_0 {summary['accuracy'][0]:.3f}, {rate:.0f} tokens/s"
+                )
+            if step % run.eval_every == 0 or step % run.checkpoint_every == 0 or step == total:
+                jax.block_until_ready(sums)
+                paused = time.monotonic()
+                if step % run.eval_every == 0 or step == total:
+                    evaluation, evaluated = evaluate(state.head), step
+                    writer.write(step, "held_out", evaluation)
+                if step % run.checkpoint_every == 0 or step == total:
+                    checkpoints.save(state, iterator)
+                last += time.monotonic() - paused
+        progress.close()
+        if evaluated != total:  # all steps were done before, only the end was missing
+            evaluation = evaluate(state.head)
+
+    # -------------------------------------------------------------------------------------------------------- finish
+    results = {
+        "steps": total,
+        "tokens": rows.tokens,
+        "padding_share": rows.padding,
+        "tokens_per_second": tokens / seconds if seconds else None,
+        "train": summary,
+        "held_out": evaluation,
+    }
+    manifest.finish(folder, **results)
+    return results
+
+
+def _held_out_rows(config: configs.RunConfig) -> PackedRows | None:
+    """The held-out rows that evaluation reads, the same every time; None where there are no held-out records."""
+    source = FeatureSource(config.folder("extract") / "held_out")
+    if not len(source):
+        return None
+    run = config.train
+    return PackedRows(
+        source, run.row_length, multiple=run.batch_size, seed=config.seed, max_rows=run.eval_batches * run.batch_size
+    )
+
+
+def _check_same_target(found: dict[str, Any], expected: dict[str, Any], folder: pathlib.Path) -> None:
+    """The features must be this target's; its dtype may differ."""
+    for field in ("weights", "tokenizer", "aux_layers"):
+        if found.get(field) != expected.get(field):
+            raise manifest.ManifestError(
+                f"{folder}: target.{field}: found {found.get(field)!r}, expected {expected.get(field)!r}; "
+                "these features are another target's"
+            )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    config, _ = configs.from_command_line("train", "Features -> a trained draft head.", argv)
+    if config.compile_cache:
+        jax.config.update("jax_compilation_cache_dir", config.compile_cache)
+    try:
+        start_distributed()
+        results = train(config)
+    except (ValueError, OSError) as error:
+        sys.exit(f"eagle3_jax.train: {error}")
+    if results["held_out"]:
+        accuracy = ", ".join(f"{x:.3f}" for x in results["held_out"]["accuracy"])
+        print(f"train: held-out tau {results['held_out']['tau']:.2f}, accuracy per step {accuracy}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Sums over batches -> numbers that people read, and where they are written."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+from tensorboardX import SummaryWriter
+
+
+def summarise(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Means over the sums that `ttt_loss` returns (still on the device; this waits for them).
+
+    Returns:
+        `loss` (mean over batches); per step `accuracy` (the draft's first choice is the target's, over all positions
+        that the mask counts), `cross_entropy` and `divergence` (KL) over the positions that train; `tau`, the expected
+        acceptance length of a chain as long as there are steps, 1 + sum_k prod_{i<=k} accuracy_i (EAGLE3_SPEC section
+        2.5); `tokens`; and `gradient_norm` where there was one.
+    """
+    host: list[dict[str, np.ndarray]] = jax.device_get(list(batches))
+    total = {name: np.sum([batch[name] for batch in host], axis=0, dtype=np.float64) for name in host[0]}
+    accuracy = total["hits"] / np.maximum(total["counted"], 1)
+    compared = np.maximum(total["compared"], 1)
+    summary = {
+        "loss": float(total["loss"]) / len(host),
+        "tau": float(1 + np.cumprod(accuracy).sum()),
+        "accuracy": accuracy.tolist(),
+        "cross_entropy": (total["cross_entropy"] / compared).tolist(),
+        "divergence": (total["divergence"] / compared).tolist(),
+        "tokens": int(total["tokens"]),
+    }
+    if "gradient_norm" in total:
+        summary["gradient_norm"] = float(total["gradient_norm"]) / len(host)
+    return summary
+
+
+class MetricWriter:
+    """Appends to `metrics.jsonl` and to TensorBoard files in a folder; only process 0 writes. A context manager."""
+
+    def __init__(self, folder: str | pathlib.Path) -> None:
+        self._active = jax.process_index() == 0
+        if self._active:
+            folder = pathlib.Path(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lines = open(folder / "metrics.jsonl", "a", encoding="utf-8")
+            self._board = SummaryWriter(str(folder / "tensorboard"))
+
+    def write(self, step: int, kind: str, values: dict[str, Any]) -> None:
+        """One line, and one TensorBoard curve per number; element i of a list is the curve `name_i`.
+
+        Args:
+            kind: "train" or "held_out".
+        """
+        if not self._active:
+            return
+        self._lines.write(json.dumps({"step": step, "kind": kind} | values) + "\n")
+        self._lines.flush()
+        for name, value in values.items():
+            several = isinstance(value, list)
+            for i, number in enumerate(value if several else [value]):
+                self._board.add_scalar(f"{kind}/{name}_{i}" if several else f"{kind}/{name}", number, step)
+
+    def __enter__(self) -> MetricWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._active:
+            self._lines.close()
+            self._board.close()

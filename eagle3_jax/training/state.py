@@ -1,0 +1,97 @@
+"""The training state, its placement on a mesh, and the steps over it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from eagle3_jax.config import TrainConfig
+from eagle3_jax.mesh import replicated, shardings
+from eagle3_jax.models.draft import SHARDING_RULES, DraftHead, DraftHeadConfig
+from eagle3_jax.training.batch import Batch, Leaf, Teacher
+from eagle3_jax.training.losses import ttt_loss
+
+Metrics = dict[str, Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """What a step changes: the number of steps (int32), float32 weights, and the optimizer's moments."""
+
+    step: Leaf
+    head: DraftHead
+    opt_state: Any
+
+
+def init_head(
+    config: DraftHeadConfig, seed: int, rows: Float[Array, "dv h"], final_norm: Float[Array, " h"]
+) -> DraftHead:
+    """A new head: N(0, 0.02), with the target's LM-head rows and final norm as a start for its own.
+
+    Args:
+        rows: the target's output rows at the draft vocabulary.
+        final_norm: the weight of the target's final norm.
+    """
+    head = DraftHead(config, dtype=jnp.float32, rngs=nnx.Rngs(seed))
+    head.lm_head[...] = rows.astype(jnp.float32)
+    head.norm[...] = final_norm.astype(jnp.float32)
+    return head
+
+
+def init_state(
+    config: DraftHeadConfig,
+    seed: int,
+    rows: Float[Array, "dv h"],
+    final_norm: Float[Array, " h"],
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+) -> TrainState:
+    """A new state, made where it is to lie (see `init_head`)."""
+
+    def build(rows: Array, final_norm: Array) -> TrainState:
+        head: Any = init_head(config, seed, rows, final_norm)
+        return TrainState(jnp.zeros((), jnp.int32), head, optimizer.init(head))
+
+    where = shardings(jax.eval_shape(build, rows, final_norm), mesh, SHARDING_RULES)
+    return jax.jit(build, out_shardings=where)(rows, final_norm)
+
+
+def make_train_step(config: TrainConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> jax.stages.Wrapped:
+    """One optimizer step, jitted; the state passed in is donated, and the new one lies where it lay.
+
+    The batch lies wherever the caller put it (over the data axis).
+    """
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def train_step(state: TrainState, teacher: Teacher, batch: Batch) -> tuple[TrainState, Metrics]:
+        loss_and_gradients = jax.value_and_grad(ttt_loss, has_aux=True)
+        (loss, sums), gradients = loss_and_gradients(state.head, teacher, batch, config)
+        head: Any = state.head  # a pytree to optax
+        updates, opt_state = optimizer.update(gradients, state.opt_state, head)
+        head = optax.apply_updates(head, updates)
+        sums = sums | {"loss": loss, "gradient_norm": optax.tree.norm(gradients)}
+        new = TrainState(state.step + 1, head, opt_state)
+        constrain = jax.lax.with_sharding_constraint
+        return constrain(new, shardings(new, mesh, SHARDING_RULES)), constrain(sums, replicated(mesh))
+
+    return train_step
+
+
+def make_eval_step(config: TrainConfig) -> jax.stages.Wrapped:
+    """The sums of `ttt_loss` on a batch, without gradients."""
+
+    @jax.jit
+    def eval_step(head: DraftHead, teacher: Teacher, batch: Batch) -> Metrics:
+        loss, sums = ttt_loss(head, teacher, batch, dataclasses.replace(config, remat=False))
+        return sums | {"loss": loss}
+
+    return eval_step

@@ -1,0 +1,183 @@
+"""The train verb on random features of a tiny target: it learns, resumes bit-equally, and refuses what does not fit."""
+
+import json
+import pathlib
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+
+from eagle3_jax import config as configs
+from eagle3_jax import manifest, train
+from eagle3_jax.data import features
+from eagle3_jax.models.draft import DraftHeadConfig
+from eagle3_jax.models.llama import Llama, LlamaConfig
+from eagle3_jax.models.registry import Target
+from eagle3_jax.training.checkpoint import CheckpointError, Checkpoints, load_head
+
+HIDDEN, VOCAB, DRAFT_VOCAB = 16, 60, 40
+IDENTITY = {"weights": "w", "tokenizer": "t", "chat_template": "c", "aux_layers": [0, 1, 3], "dtype": "float32"}
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        rms_norm_eps=1e-5,
+        rope_theta=1e4,
+        tie_word_embeddings=True,
+        max_position_embeddings=512,
+        eos_token_ids=(),
+        aux_layers=(0, 1, 3),
+    )
+    return Target(Llama(config, rngs=nnx.Rngs(0)), None, IDENTITY, pathlib.Path())
+
+
+def record(target: Target, length: int, rng: np.random.Generator) -> features.Record:
+    """A sequence that counts up: what comes next can be learned."""
+    token_ids = ((rng.integers(VOCAB) + np.arange(length)) % VOCAB).astype(np.int32)
+    loss_mask = np.ones(length, np.uint8)
+    loss_mask[:3] = 0
+    embed = np.asarray(target.model.embed[...])
+    following = (token_ids + 1) % VOCAB
+    last_hidden = 40 * embed[following] / np.linalg.norm(embed[following], axis=1, keepdims=True)
+    return {
+        "token_ids": token_ids,
+        "loss_mask": loss_mask,
+        "aux": np.tile(embed[token_ids], 3).astype(ml_dtypes.bfloat16) * 50,
+        "last_hidden": last_hidden.astype(ml_dtypes.bfloat16),
+        "argmax": following,
+    }
+
+
+def prepared(folder: pathlib.Path, target: Target, **values) -> configs.RunConfig:
+    """A config whose features exist, as `extract` leaves them."""
+    config = configs.from_dict(
+        {
+            "run_dir": str(folder),
+            "target": {"aux_layers": [0, 1, 3]},
+            "draft": {"vocab_size": DRAFT_VOCAB},
+            "mesh": {"data": 2, "model": 2},
+            "train": {
+                "ttt_steps": 3,
+                "batch_size": 2,
+                "row_length": 32,
+                "loss_block": 16,
+                "epochs": 40,
+                "max_steps": 6,
+                "learning_rate": 1e-2,
+                "log_every": 2,
+                "eval_every": 4,
+                "checkpoint_every": 3,
+            }
+            | values,
+        }
+    )
+    source = config.folder("extract")
+    manifest.begin(source, {"target": IDENTITY})
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 12), ("held_out", 3)):
+        (source / split).mkdir(parents=True)
+        lengths = rng.integers(6, 40, count)
+        features.write_shard(features.shard_path(source / split, 0, 1), (record(target, n, rng) for n in lengths))
+    np.savez(source / "vocab.npz", token_ids=np.arange(DRAFT_VOCAB, dtype=np.int32))
+    manifest.finish(source)
+    return config
+
+
+def leaves(config: configs.RunConfig, target: Target) -> list[np.ndarray]:
+    head = load_head(config.folder("train"), DraftHeadConfig.for_target(config.draft, target.model.config))
+    return [np.asarray(x) for x in jax.tree.leaves(head)]
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, target):
+    config = prepared(tmp_path_factory.mktemp("run"), target)
+    return config, train.train(config, target)
+
+
+def test_a_run_writes_results_metrics_and_checkpoints(finished, target):
+    config, results = finished
+    folder = config.folder("train")
+    assert results["steps"] == 6
+    assert manifest.read(folder, made_by="train")["results"] == json.loads(json.dumps(results))
+    assert 1 <= results["held_out"]["tau"] <= 4
+    assert len(results["held_out"]["accuracy"]) == 3
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["kind"]) for line in lines] == [
+        (2, "train"), (4, "train"), (4, "held_out"), (6, "train"), (6, "held_out")
+    ]  # fmt: skip
+    assert all(np.isfinite(line["loss"]) for line in lines)
+    assert lines[-2]["accuracy"][0] > lines[0]["accuracy"][0]  # it learns to count
+    assert list((folder / "tensorboard").iterdir())
+    with Checkpoints(folder, keep=2) as checkpoints:
+        assert checkpoints.latest == 6
+    assert all(np.isfinite(leaf).all() for leaf in leaves(config, target))
+
+
+def test_finished_work_is_not_done_again(finished, target, capsys):
+    config, results = finished
+    assert train.train(config, target) == json.loads(json.dumps(results))
+    assert "finished already" in capsys.readouterr().err
+
+
+def test_a_killed_run_goes_on_bit_equally(finished, target, tmp_path, monkeypatch):
+    whole, _ = finished
+    config = prepared(tmp_path, target)
+    save = Checkpoints.save
+
+    def save_and_die(self, state, iterator):
+        save(self, state, iterator)
+        raise Killed
+
+    monkeypatch.setattr(Checkpoints, "save", save_and_die)
+    with pytest.raises(Killed):
+        train.train(config, target)
+    monkeypatch.setattr(Checkpoints, "save", save)
+    with Checkpoints(config.folder("train"), keep=2) as checkpoints:
+        assert checkpoints.latest == 3
+    with pytest.raises(manifest.ManifestError, match="unfinished"):
+        manifest.read(config.folder("train"), made_by="train")
+    train.train(config, target)
+    for one, other in zip(leaves(whole, target), leaves(config, target), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_other_features_and_sizes_are_refused_by_name(tmp_path, target):
+    config = prepared(tmp_path, target)
+    other = Target(target.model, None, IDENTITY | {"weights": "x"}, target.folder)
+    with pytest.raises(manifest.ManifestError, match=r"target.weights: found 'w', expected 'x'"):
+        train.train(config, other)
+    odd = configs.from_dict(configs.to_dict(config) | {"train": {"batch_size": 3, "row_length": 32, "loss_block": 16}})
+    with pytest.raises(ValueError, match=r"train.batch_size: got 3, expected a multiple of 2"):
+        train.train(odd, target)
+    larger = configs.from_dict(configs.to_dict(config) | {"draft": {"vocab_size": 50}})
+    with pytest.raises(ValueError, match=r"draft.vocab_size: got 50, expected 40"):
+        train.train(larger, target)
+
+
+def test_no_checkpoint_is_an_error_with_the_verb_in_it(tmp_path, target):
+    config = DraftHeadConfig.for_target(configs.DraftConfig(vocab_size=DRAFT_VOCAB), target.model.config)
+    for folder in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(CheckpointError, match=r"eagle3_jax.train"):
+            load_head(folder, config)
+
+
+def test_the_command_line_says_what_is_wrong(tmp_path, capsys):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"run_dir: {tmp_path}\n")
+    with pytest.raises(SystemExit) as error:
+        train.main(["--config", str(path)])
+    assert "python -m eagle3_jax.extract" in str(error.value)
