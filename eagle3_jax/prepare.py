@@ -52,7 +52,7 @@ def prepare(config: configs.RunConfig) -> None:
         print(f"prepare: {folder} is finished already")
         return
     kept, rejects, counts = _filter(_read_all(config, folder), config.prepare)
-    hashes = [filters.content_hash(prompt["messages"]) for prompt in kept]
+    hashes = [filters.opening_hash(prompt["messages"]) for prompt in kept]
     held_out = filters.split(hashes, config.prepare.held_out)
     parts = {
         TRAIN: [prompt for prompt, held in zip(kept, held_out, strict=True) if not held],

@@ -15,6 +15,7 @@ from eagle3_jax.data import personal
 Messages = list[dict[str, str]]
 
 _EXCERPT = 200
+_OPENING_WORDS = 12
 # C0 and C1 controls but tab and newline; zero-width space, word joiner, byte order mark. Joiners that Hindi, Persian
 # and emoji are written with stay.
 _INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u2060\ufeff]")
@@ -106,14 +107,20 @@ class Duplicates:
         return None
 
 
+def opening_hash(messages: Messages) -> str:
+    """sha256 of how a prompt begins (its first words), so that several questions on one passage have the same."""
+    words = content(messages).casefold().split()[:_OPENING_WORDS]
+    return hashlib.sha256(" ".join(words).encode("utf-8")).hexdigest()
+
+
 def split(hashes: Sequence[str], held_out: float) -> list[bool]:
-    """Which prompts are held out, by content hash: a prompt keeps its side when others are added.
+    """Which prompts are held out, by hash: a prompt keeps its side when others are added.
 
     A small set that hashing would leave on one side gives its lowest hash to the held-out side, or its highest to
     training.
 
     Args:
-        hashes: hex digests, distinct.
+        hashes: hex digests; prompts with the same one stay together.
         held_out: share that is held out on average.
 
     Raises:

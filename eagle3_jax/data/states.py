@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, BFloat16, Bool, Int32
 
 from eagle3_jax.data.features import Record
+from eagle3_jax.models.layers import argmax
 from eagle3_jax.models.llama import Llama
 
 # Lengths are padded to multiples of this; each distinct length is one compiled program.
@@ -73,14 +74,14 @@ def forward(
     b, t = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
     hidden, aux, _ = model(tokens, positions, model.empty_cache(b, t), jnp.zeros(b, jnp.int32))
-    argmax = jax.lax.map(
-        lambda row: jnp.argmax(model.logits(row)).astype(jnp.int32),
+    predicted = jax.lax.map(
+        lambda row: argmax(model.logits(row)),
         hidden.reshape(b * t, -1),
         batch_size=_LOGITS_BLOCK,
     ).reshape(b, t)
     aux, hidden = aux.astype(jnp.bfloat16), hidden.astype(jnp.bfloat16)
     finite = jnp.isfinite(aux).all(-1) & jnp.isfinite(hidden).all(-1)
-    return aux, hidden, argmax, finite
+    return aux, hidden, predicted, finite
 
 
 def compute_records(
@@ -112,7 +113,7 @@ def compute_records(
 def _fetch(
     conversations: Sequence[Conversation], indices: list[int], outputs: Any
 ) -> Iterator[tuple[Conversation, Record | None]]:
-    aux, hidden, argmax, finite = jax.device_get(outputs)
+    aux, hidden, predicted, finite = jax.device_get(outputs)
     for row, index in enumerate(indices):
         conversation = conversations[index]
         length = len(conversation.token_ids)
@@ -124,6 +125,6 @@ def _fetch(
             "loss_mask": conversation.loss_mask,
             "aux": aux[row, :length],
             "last_hidden": hidden[row, :length],
-            "argmax": argmax[row, :length],
+            "argmax": predicted[row, :length],
         }
         yield conversation, record

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
+from eagle3_jax.models.layers import argmax
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -76,7 +78,7 @@ def probabilities(logits: Float[Array, "b n v"], sampling: Sampling) -> Float[Ar
     probs = jax.nn.softmax(shifted / jnp.where(temperature > 0, temperature, 1.0), axis=-1)
     filtered = jnp.any((sampling.temperature > 0) & ((sampling.top_k > 0) | (sampling.top_p < 1)))
     probs = jax.lax.cond(filtered, lambda p: _filter(p, sampling), lambda p: p, probs)
-    greedy = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=probs.dtype)
+    greedy = jax.nn.one_hot(argmax(logits), logits.shape[-1], dtype=probs.dtype)
     return jnp.where(temperature > 0, probs, greedy)
 
 
@@ -95,9 +97,26 @@ def _filter(probs: Array, sampling: Sampling) -> Array:
 
 
 def draw(keys: Key[Array, " b"], weights: Float[Array, "b v"]) -> Int[Array, " b"]:
-    """One token of each row with probability proportional to its weight; a weight of 0 is never drawn."""
-    tokens = jax.vmap(jax.random.categorical)(keys, jnp.log(weights))
-    return tokens.astype(jnp.int32)
+    """One token of each row with probability proportional to its weight; a weight of 0 is never drawn.
+
+    First a block of the vocabulary, then a token in it: two random numbers a row, where Gumbel noise takes one a token.
+    """
+    size = weights.shape[-1]
+    width = math.isqrt(size)
+    blocks = jnp.pad(weights, ((0, 0), (0, -size % width))).reshape(weights.shape[0], -1, width)
+    coins = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)
+    block = _invert(blocks.sum(axis=-1), coins[:, 0])
+    inside = _invert(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], coins[:, 1])
+    return (block * width + inside).astype(jnp.int32)
+
+
+def _invert(weights: Array, coins: Array) -> Array:
+    """The first entry of each row at which the running sum exceeds coin * total."""
+    sums = jnp.cumsum(weights, axis=-1)
+    exceeds = (sums > coins[:, None] * sums[:, -1:]) & (weights > 0)
+    # Rounding may leave none: then the last entry that has weight.
+    last = weights.shape[-1] - 1 - jnp.argmax(weights[:, ::-1] > 0, axis=-1)
+    return jnp.where(exceeds.any(axis=-1), jnp.argmax(exceeds, axis=-1), last)
 
 
 def first_token(
@@ -105,6 +124,6 @@ def first_token(
 ) -> Int[Array, " b"]:
     """The token that follows a prompt, from the logits at its last position."""
     if greedy:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return argmax(logits)
     # A prompt's own length belongs to the first round.
     return draw(sampling.keys(lengths - 1), probabilities(logits[:, None], sampling)[:, 0])

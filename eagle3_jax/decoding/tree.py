@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from eagle3_jax.config import DraftTree
 from eagle3_jax.models.cache import KVCache
 from eagle3_jax.models.draft import Draft
+from eagle3_jax.models.layers import argmax
 from eagle3_jax.models.llama import Llama
 
 
@@ -179,7 +180,7 @@ def _children(draft: Draft, states: Float[Array, "b t h"], k: int) -> tuple[Floa
     ids = []
     masked = logits
     for _ in range(k):  # k passes of argmax: on a CPU, top_k sorts the whole vocabulary
-        ids.append(jnp.argmax(masked, axis=-1))
+        ids.append(argmax(masked))
         masked = jnp.where(jnp.arange(logits.shape[-1]) == ids[-1][..., None], -jnp.inf, masked)
     best = jnp.stack(ids, axis=-1)
     normalizer = jax.nn.logsumexp(logits, axis=-1, keepdims=True)

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.decoding.sampling import Sampling, draw, probabilities
 from eagle3_jax.decoding.tree import TokenTree
+from eagle3_jax.models.layers import argmax
 
 
 @jax.tree_util.register_dataclass
@@ -55,7 +56,7 @@ def verify(
         greedy: leaves sampling out of the program; every temperature must then be 0.
     """
     if greedy:
-        predicted = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        predicted = argmax(logits)
         walk = walk_greedy(tree, predicted, steps)
         return walk, jnp.take_along_axis(predicted, walk.last[:, None], axis=1)[:, 0]
     coin_keys, bonus_keys = jax.vmap(jax.random.split, out_axes=1)(sampling.keys(lengths))

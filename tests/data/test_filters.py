@@ -130,3 +130,9 @@ def test_split_share_and_minimum():
     assert sorted(filters.split(hashes[:2], 0.999)) == [False, True]
     with pytest.raises(ValueError, match="got 1 usable prompts, expected at least 2"):
         filters.split(hashes[:1], 0.5)
+
+
+def test_questions_on_one_passage_stay_together():
+    questions = ["Who kept the lamp?", "How many steps were there, and why did the keepers climb them at night?"]
+    hashes = [filters.opening_hash(user(f"{PASSAGE}\n\n{question}")) for question in questions]
+    assert hashes[0] == hashes[1] != filters.opening_hash(user(questions[0]))
