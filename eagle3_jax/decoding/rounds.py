@@ -221,17 +221,18 @@ def generate(
     *,
     max_tokens: int,
     tree: DraftTree | None = None,
-    temperature: float | Float[Array, " b"] | None = None,
-    top_k: int | Int[Array, " b"] = 0,
-    top_p: float | Float[Array, " b"] = 1.0,
-    ignore_eos: bool | Bool[Array, ""] = False,
+    temperature: float | Float[Array, "..."] | None = None,
+    top_k: int | Int[Array, "..."] = 0,
+    top_p: float | Float[Array, "..."] = 1.0,
+    ignore_eos: bool | Bool[Array, "..."] = False,
 ) -> State:
     """Answers a batch of prompts without a host: for reinforcement learning and other loops inside a program.
 
     Args:
         prompts: padded on the right. lengths: of each prompt, at least 1.
         tree: None is vanilla decoding, and the draft may then be None.
-        temperature: None is greedy and leaves sampling out of the program; else one for all, or one a sequence.
+        temperature: None is greedy and leaves sampling out of the program.
+        temperature, top_k, top_p, ignore_eos: one for all, or one a sequence.
 
     Returns:
         The final state: `output[:, :max_tokens]` with `num_output` tokens each (the end-of-sequence token included),
@@ -239,7 +240,7 @@ def generate(
     """
     batch, length = prompts.shape
 
-    def each(value: Array | float | None, dtype: Any) -> Array:
+    def each(value: Any, dtype: Any) -> Array:
         return jnp.broadcast_to(jnp.asarray(0 if value is None else value, dtype), (batch,))
 
     sampling = Sampling(

@@ -1,0 +1,149 @@
+"""The engine: requests in, tokens out, whatever else is being answered."""
+
+import numpy as np
+import pytest
+
+from eagle3_jax.config import DraftTree
+from eagle3_jax.decoding import engine as engine_lib
+from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.decoding.sampling import SamplingParams
+
+CHAIN = DraftTree(num_steps=3, topk=1, num_draft_tokens=4)
+LETTERS = "abcdefghijklmnopqrstuvw"  # token 23 is special
+
+
+class Tokenizer:
+    """A letter a token; the template puts the special token in front of each message and of the answer."""
+
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+        assert not tokenize
+        assert add_generation_prompt
+        return "".join("#" + message["content"] for message in messages) + "#"
+
+    def __call__(self, text, add_special_tokens):
+        assert not add_special_tokens
+        return {"input_ids": [23 if letter == "#" else LETTERS.index(letter) for letter in text]}
+
+    def decode(self, ids, skip_special_tokens):
+        return "".join("" if skip_special_tokens and token == 23 else (LETTERS + "#")[token] for token in ids)
+
+
+def make(toy, tree=CHAIN, target=None, **kwargs) -> Engine:
+    kwargs = {"batch_size": 2, "max_length": 128, **kwargs}
+    return Engine(target or toy.target, Tokenizer(), None if tree is None else toy.good, tree, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def speculative(toy) -> Engine:
+    return make(toy)
+
+
+PROMPTS = ["hello", [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "d"}], [1, 2, 3], "q", "sun"]
+
+
+def test_speculative_answers_are_the_vanilla_ones_in_the_order_of_the_prompts(toy, speculative):
+    params = [SamplingParams(max_tokens=n) for n in (1, 2, 3, 20, 9)]
+    finished = []
+    got = speculative.generate(PROMPTS, params, on_output=lambda index, output: finished.append((index, output)))
+    expected = make(toy, None).generate(PROMPTS, params)
+    assert [out.token_ids for out in got] == [out.token_ids for out in expected]
+    assert [len(out.token_ids) for out in got] == [1, 2, 3, 20, 9]
+    assert all(out.finish_reason == "length" for out in got)
+    assert [out.text for out in got] == [speculative.tokenizer.decode(out.token_ids, True) for out in got]
+    assert sorted(finished, key=lambda pair: pair[0]) == list(enumerate(got))
+    assert [out.stats.rounds for out in expected] == [0, 1, 2, 19, 8]
+    assert all(out.stats.acceptance_length == 1 and out.stats.accepted_per_position == [] for out in expected)
+    assert got[0].stats.rounds == 0
+    assert got[3].stats.rounds < 19
+    assert got[3].stats.acceptance_length > 1.2
+    assert len(got[3].stats.accepted_per_position) == 3
+
+
+def test_answers_do_not_depend_on_their_neighbours(speculative):
+    params = [SamplingParams(max_tokens=10, temperature=t, top_k=k, seed=3) for t, k in [(0.0, 0), (1.0, 0), (2.0, 5)]]
+    prompts = ["same", "same", "same"]
+    together = speculative.generate(prompts, params)
+    reverse = speculative.generate([*prompts, "other"][::-1], [*params, SamplingParams(temperature=1.0)][::-1])
+    alone = [speculative.generate(["same", "fill"], [p, SamplingParams(temperature=1.0)])[0] for p in params]
+    for i in range(3):
+        assert together[i].token_ids == reverse[3 - i].token_ids == alone[i].token_ids
+    assert together[1].token_ids != together[0].token_ids
+
+
+def test_seeds_matter_and_repeat(speculative):
+    def ask(seed):
+        out = speculative.generate(["aaa", "bbb"], SamplingParams(max_tokens=12, temperature=1.5, seed=seed))
+        return [answer.token_ids for answer in out]
+
+    assert ask(1) == ask(1)
+    assert ask(1)[0] != ask(2)[0]
+
+
+def test_nothing_compiles_once_warm(speculative):
+    params = SamplingParams(max_tokens=7)
+    speculative.generate(PROMPTS, params)
+    caches = [engine_lib._prefill, engine_lib._decode, engine_lib._insert, engine_lib._vacant]
+    before = [function._cache_size() for function in caches]
+    for count in range(2, 6):
+        speculative.generate(PROMPTS[:count], SamplingParams(max_tokens=count))
+    assert [function._cache_size() for function in caches] == before
+
+
+def test_end_of_sequence_stops_unless_ignored(toy):
+    free = make(toy, None).generate(["hello"], SamplingParams(max_tokens=12))[0].token_ids
+    stop = free[4]
+    engine = make(toy, target=toy.with_eos(stop), batch_size=1)
+    out = engine.generate(["hello"], SamplingParams(max_tokens=12))[0]
+    assert out.token_ids == free[: free.index(stop) + 1]
+    assert out.finish_reason == "stop"
+    out = engine.generate(["hello"], SamplingParams(max_tokens=12, ignore_eos=True))[0]
+    assert (out.token_ids, out.finish_reason) == (free, "length")
+    pieces = list(engine.stream("hello", SamplingParams(max_tokens=12)))
+    assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+    assert pieces[-1].finish_reason == "stop"
+
+
+def test_streamed_pieces_join_to_the_answer(speculative):
+    for params in (SamplingParams(max_tokens=15), SamplingParams(max_tokens=1), SamplingParams(temperature=1.0)):
+        whole = speculative.generate(["hello", "abc"], params)[0]
+        pieces = list(speculative.stream("hello", params))
+        assert "".join(piece.text for piece in pieces) == whole.text
+        assert [token for piece in pieces for token in piece.token_ids] == whole.token_ids
+        assert pieces[-1].finish_reason == "length"
+
+
+def test_max_length_cuts_the_answer(speculative):
+    prompt = np.arange(120) % 20
+    out = speculative.generate([prompt.tolist()], SamplingParams(max_tokens=100))[0]
+    assert len(out.token_ids) == 8
+    assert out.finish_reason == "length"
+
+
+def test_no_prompts_no_answers(speculative):
+    assert speculative.generate([]) == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        ("hello", SamplingParams(), r"prompts: got the string 'hello', expected a list"),
+        (["a", [1] * 128], SamplingParams(), r"prompts\[1\]: got 128 tokens, expected 1 to 127"),
+        ([[]], SamplingParams(), r"prompts\[0\]: got 0 tokens"),
+        ([[1, 24]], SamplingParams(), r"prompts\[0\]: got token ids 1 to 24, expected 0 to 23"),
+        (["a", "b"], [SamplingParams()], r"params: got 1, expected one for all or 2"),
+    ],
+)
+def test_impossible_requests_are_refused_before_any_work(speculative, prompts, params, message):
+    with pytest.raises(ValueError, match=message):
+        speculative.generate(prompts, params, on_output=lambda *_: pytest.fail("work began"))
+
+
+def test_engines_that_cannot_work_are_refused(toy):
+    with pytest.raises(ValueError, match="batch_size: got 0"):
+        make(toy, batch_size=0)
+    with pytest.raises(ValueError, match="max_length: got 1000, expected 2 to the target's 512"):
+        make(toy, max_length=1000)
+    with pytest.raises(ValueError, match="draft: got None"):
+        Engine(toy.target, Tokenizer(), None, CHAIN, max_length=128)
+    with pytest.raises(ValueError, match=r"tree.topk: got 23, expected at most the draft vocabulary, 22"):
+        make(toy, DraftTree(num_steps=1, topk=23, num_draft_tokens=3))

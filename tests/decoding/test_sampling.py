@@ -1,0 +1,97 @@
+"""The distribution a request samples from, and its parameters."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eagle3_jax.decoding.sampling import Sampling, SamplingParams, draw, probabilities
+
+
+def sampling(temperature, top_k=0, top_p=1.0) -> Sampling:
+    batch = len(temperature)
+    return Sampling(
+        jnp.asarray(temperature, jnp.float32),
+        jnp.asarray(np.broadcast_to(top_k, batch), jnp.int32),
+        jnp.asarray(np.broadcast_to(top_p, batch), jnp.float32),
+        jax.random.split(jax.random.key(0), batch),
+    )
+
+
+def reference(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+    """One row, token by token."""
+    scaled = logits.astype(np.float64) / temperature
+    probs = np.exp(scaled - scaled.max())
+    probs /= probs.sum()
+    order = sorted(range(len(probs)), key=lambda token: -probs[token])
+    if top_k:
+        order = order[:top_k]
+    total, before, kept = sum(probs[token] for token in order), 0.0, np.zeros_like(probs)
+    for token in order:
+        if before < top_p * total:
+            kept[token] = probs[token]
+        before += probs[token]
+    return kept / kept.sum()
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.integers(0, 10_000),
+    st.floats(0.2, 3.0),
+    st.integers(0, 14),
+    st.floats(0.05, 1.0),
+)
+def test_temperature_then_top_k_then_top_p(seed, temperature, top_k, top_p):
+    logits = np.random.default_rng(seed).normal(size=(1, 2, 12)).astype(np.float32) * 3
+    got = jax.jit(probabilities)(jnp.asarray(logits), sampling([temperature], top_k, top_p))
+    for row in range(2):
+        expected = reference(logits[0, row], temperature, top_k, top_p)
+        # A token right at the edge of the mass may fall on either side of it in float32.
+        if (np.abs(np.cumsum(np.sort(expected)[::-1]) - top_p) > 1e-5).all() or top_p == 1.0:
+            np.testing.assert_allclose(got[0, row], expected, atol=1e-5)
+
+
+def test_temperatures_down_to_zero_in_one_batch():
+    logits = jnp.broadcast_to(jnp.array([0.0, 100.0, 99.9, -50.0]), (4, 1, 4))
+    probs = np.asarray(probabilities(logits, sampling([0.0, 1e-6, 1e-5, 1.0])))[:, 0]
+    assert np.isfinite(probs).all()
+    np.testing.assert_array_equal(probs[:3], np.eye(4)[[1, 1, 1]])
+    assert 0.4 < probs[3, 2] < 0.5
+
+
+def test_filters_do_not_touch_their_neighbours():
+    logits = jax.random.normal(jax.random.key(1), (3, 1, 9))
+    mixed = probabilities(logits, sampling([1.0, 0.0, 1.0], [2, 0, 0], [1.0, 1.0, 0.5]))
+    alone = probabilities(logits, sampling([1.0, 1.0, 1.0]))
+    assert int((mixed[0] > 0).sum()) == 2
+    assert int((mixed[1] > 0).sum()) == 1
+    assert float(alone[2].max()) == pytest.approx(float(mixed[2].max() * alone[2][mixed[2] > 0].sum()), rel=1e-5)
+
+
+def test_a_weight_of_zero_is_never_drawn():
+    keys = jax.random.split(jax.random.key(2), 500)
+    tokens = draw(keys, jnp.broadcast_to(jnp.array([0.0, 1.0, 0.0, 3.0]), (500, 4)))
+    counts = np.bincount(tokens, minlength=4)
+    assert counts[0] == counts[2] == 0
+    assert 90 < counts[1] < 165  # 125 expected, standard deviation 10
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -1.0),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("top_k", -1),
+        ("max_tokens", 0),
+        ("seed", -1),
+        ("seed", 2**32),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(field, value):
+    with pytest.raises(ValueError, match=f"{field}: got .*expected"):
+        SamplingParams(**{field: value})

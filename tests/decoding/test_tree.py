@@ -1,0 +1,140 @@
+"""Trees against plain Python references."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eagle3_jax.config import DraftTree
+from eagle3_jax.decoding import tree as tree_lib
+from eagle3_jax.kernels.tree_attention import tree_attention
+
+SIZES = [
+    DraftTree(num_steps=1, topk=1, num_draft_tokens=2),
+    DraftTree(num_steps=3, topk=1, num_draft_tokens=4),
+    DraftTree(num_steps=2, topk=2, num_draft_tokens=5),
+    DraftTree(num_steps=3, topk=3, num_draft_tokens=10),
+    DraftTree(num_steps=4, topk=2, num_draft_tokens=15),
+]
+
+
+rerank = jax.jit(tree_lib.rerank, static_argnums=0)
+
+
+def reference_rerank(size: DraftTree, scores: list[float]) -> list[int]:
+    """Pool indices of the chosen candidates: the best ones, the earlier of equals."""
+    order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
+    return sorted(order[: size.num_draft_tokens - 1])
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.sampled_from(SIZES), st.randoms(use_true_random=False), st.booleans())
+def test_rerank_keeps_the_best_and_stays_connected(size, random, ties):
+    """A pool as `grow` builds it: each level expands k candidates of the level before; equal scores included."""
+    k = size.topk
+    scores, parents = [], []
+    level = []
+    for depth in range(1, size.num_steps + 1):
+        expanded = [-1] if depth == 1 else random.sample(level, k)
+        level = []
+        for parent in expanded:
+            for _ in range(k):
+                loss = random.choice([0.0, 0.5]) if ties else random.random()
+                level.append(len(scores))
+                parents.append(parent)
+                scores.append((scores[parent] if parent >= 0 else 0.0) - loss)
+    tokens = [random.randrange(100) for _ in scores]
+    tree = rerank(
+        size,
+        jnp.array([7], jnp.int32),
+        jnp.asarray([scores], jnp.float32),
+        jnp.asarray([tokens], jnp.int32),
+        jnp.asarray([parents], jnp.int32),
+    )
+    chosen = reference_rerank(size, np.float32(scores).tolist())
+    assert tree.tokens[0].tolist() == [7, *(tokens[i] for i in chosen)]
+    nodes = {-1: 0, **{pool: node + 1 for node, pool in enumerate(chosen)}}
+    assert tree.parents[0].tolist() == [-1, *(nodes[parents[i]] for i in chosen)]  # KeyError: not connected
+    above, mask = tree.parents[0].tolist(), np.asarray(tree.mask[0])
+    for node, (parent, depth) in enumerate(zip(above, tree.depths[0].tolist(), strict=True)):
+        ancestors = {node}
+        while parent >= 0:
+            ancestors.add(parent)
+            parent = above[parent]
+        assert depth == len(ancestors) - 1
+        assert np.flatnonzero(mask[node]).tolist() == sorted(ancestors)
+
+
+@jax.jit
+def without_cache(target, draft, tokens, features):
+    """The head's states over pairs, each of which sees those before it; nothing cached."""
+
+    def attend(queries, keys, values):
+        return tree_attention(queries, keys.swapaxes(1, 2), values.swapaxes(1, 2), jnp.zeros(1, jnp.int32))
+
+    states = draft.head(target.embed[...][tokens], features, jnp.arange(tokens.shape[1])[None], attend)
+    return states, jax.nn.log_softmax(draft.head.logits(states))
+
+
+def reference_grow(toy, draft, size, root, committed, features):
+    """The tree with Python lists: every candidate from its whole history, without a cache.
+
+    Of the padded pairs, those behind the last token see what they like; nothing before them sees them.
+    """
+    length = len(committed)
+    room = length + size.num_steps
+
+    def children(path, score):
+        known = np.zeros((1, room, features.shape[-1]), np.float32)
+        known[:, :length] = features
+        tokens = np.zeros((1, room), np.int32)
+        history = [*committed[1:], root, *path]
+        tokens[0, : len(history)] = history
+        for last in range(length - 1, length + len(path)):  # each pass gives the next pair its feature
+            states, logp = without_cache(toy.target, draft, tokens, known)
+            known[:, last + 1] = states[:, last]
+        logp = np.asarray(logp[0, len(history) - 1])
+        best = np.argsort(-logp, kind="stable")[: size.topk]
+        return [([*path, int(draft.token_ids[i])], score + float(logp[i])) for i in best]
+
+    level = children([], 0.0)
+    pool = list(level)
+    for _ in range(size.num_steps - 1):
+        frontier = sorted(level, key=lambda node: -node[1])[: size.topk]
+        level = [child for node in frontier for child in children(*node)]
+        pool += level
+    return sorted(pool, key=lambda node: -node[1])[: size.num_draft_tokens - 1]
+
+
+@pytest.mark.parametrize("kind", ["plain", "good"])
+@pytest.mark.parametrize("size", [SIZES[1], SIZES[3]], ids=["chain", "tree"])
+def test_grow_against_a_reference_without_cache(toy, size, kind):
+    draft = getattr(toy, kind)
+    committed, root = [3, 1, 20, 7, 5], 18
+    length = len(committed)
+    features = jax.random.normal(jax.random.key(5), (1, length, toy.target.config.hidden_size))
+    tokens = jnp.asarray([[*committed[1:], root]], jnp.int32)
+    states, cache = jax.jit(tree_lib.feed)(
+        toy.target,
+        draft,
+        tokens,
+        features,
+        jnp.arange(length)[None],
+        draft.head.empty_cache(1, 32),
+        jnp.zeros(1, jnp.int32),
+    )
+    tree, _ = jax.jit(tree_lib.grow, static_argnums=2)(
+        toy.target, draft, size, jnp.array([root], jnp.int32), states[:, -1], cache, jnp.array([length], jnp.int32)
+    )
+    got = []
+    for node in range(1, size.num_draft_tokens):
+        path = []
+        while node > 0:
+            path.insert(0, int(tree.tokens[0, node]))
+            node = int(tree.parents[0, node])
+        got.append(path)
+    expected = [path for path, _ in reference_grow(toy, draft, size, root, committed, features)]
+    assert sorted(got) == sorted(expected)
+    assert len(got) == size.num_draft_tokens - 1

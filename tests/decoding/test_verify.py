@@ -1,0 +1,113 @@
+"""The walk down the tree: greedy, and sampled with the target's exact distribution."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eagle3_jax.decoding.sampling import Sampling
+from eagle3_jax.decoding.tree import TokenTree, _ancestors
+from eagle3_jax.decoding.verify import verify, walk_greedy, walk_sampled
+
+
+def make_tree(tokens: list[int], parents: list[int], batch: int) -> TokenTree:
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    rows = [jnp.broadcast_to(jnp.asarray(values, jnp.int32), (batch, len(values))) for values in (tokens, parents)]
+    return TokenTree(*rows, jnp.broadcast_to(jnp.asarray(depths, jnp.int32), rows[0].shape), _ancestors(rows[1], 3))
+
+
+TREES = {
+    "chain": ([0, 1, 2, 3], [-1, 0, 1, 2]),
+    "branches": ([0, 1, 2, 3, 1, 2, 0], [-1, 0, 0, 1, 1, 2, 3]),
+    # The same token stands in two branches, as a sibling's child and as a child of the root.
+    "wide": ([2, 0, 1, 2, 3, 0, 1, 0, 0], [-1, 0, 0, 0, 0, 1, 1, 2, 5]),
+    "root": ([2], [-1]),
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("sharp", [1.0, 6.0])
+def test_sampled_walk_has_exactly_the_target_s_distribution(name, sharp):
+    """All coins, by enumeration: between two neighbouring thresholds nothing depends on where a coin falls.
+
+    For every node and token: the walk reaches the node and the next token is that one with the probability that the
+    target gives to this continuation.
+    """
+    tokens, parents = TREES[name]
+    steps, vocabulary = 3 if name != "root" else 0, 5
+    rng = np.random.default_rng(3)
+    probs = np.exp(sharp * rng.normal(size=(len(tokens), vocabulary)))
+    probs /= probs.sum(axis=-1, keepdims=True)
+    probs[0, 3] = 0.0  # a drafted token that the target never says
+    probs[0] /= probs[0].sum()
+
+    thresholds = {0.0, 1.0}
+    for node in range(len(tokens)):
+        children = [j for j in range(1, len(tokens)) if parents[j] == node]
+        thresholds |= set(np.cumsum([probs[node, tokens[j]] for j in children]).tolist())
+    edges = sorted(thresholds)
+    intervals = [(a, b) for a, b in itertools.pairwise(edges) if b - a > 1e-9]
+    combinations = list(itertools.product(intervals, repeat=steps))
+    coins = jnp.asarray([[(a + b) / 2 for a, b in combination] for combination in combinations], jnp.float32)
+    weights = np.array([np.prod([b - a for a, b in combination]) for combination in combinations])
+
+    batch = len(combinations)
+    walk, rest = jax.jit(walk_sampled)(
+        make_tree(tokens, parents, batch),
+        jnp.broadcast_to(jnp.asarray(probs, jnp.float32), (batch, *probs.shape)),
+        coins.reshape(batch, steps),
+    )
+    path, accepted, rest = np.asarray(walk.path), np.asarray(walk.accepted), np.asarray(rest, np.float64)
+    got = np.zeros_like(probs)
+    for weight, way, taken, bonus in zip(weights, path, accepted, rest, strict=True):
+        for here, there in itertools.pairwise(way[: taken + 1]):
+            got[here, tokens[there]] += weight
+        got[way[taken]] += weight * bonus / bonus.sum()
+
+    reached = np.ones(len(tokens))
+    for node in range(1, len(tokens)):
+        reached[node] = reached[parents[node]] * probs[parents[node], tokens[node]]
+    np.testing.assert_allclose(got, reached[:, None] * probs, atol=1e-6)
+
+
+def test_a_coin_beyond_rounding_still_gives_a_token_of_the_target():
+    tree = make_tree([0, 1, 2], [-1, 0, 0], 1)
+    probs = jnp.zeros((1, 3, 4)).at[:, :, 1].set(0.5).at[:, :, 2].set(0.4999999)
+    walk, weights = walk_sampled(tree, probs, jnp.full((1, 1), 1 - 2**-24))
+    assert int(walk.accepted[0]) == 0
+    assert float(weights.sum()) > 0
+    assert np.asarray(weights)[0, [0, 3]].sum() == 0
+
+
+def test_greedy_walk_follows_the_argmax_and_stays_where_it_ends():
+    tree = make_tree([9, 1, 2, 5, 6, 7], [-1, 0, 0, 1, 2, 3], 4)
+    predicted = jnp.asarray(
+        [
+            [1, 5, 0, 7, 0, 8],  # 1, 5, 7, then the bonus
+            [2, 5, 0, 7, 0, 8],  # 2, and nothing of its own child 6
+            [7, 5, 6, 7, 0, 8],  # 7 is drafted, but not at the root
+            [2, 5, 6, 7, 3, 8],  # 2, 6
+        ],
+        jnp.int32,
+    )
+    walk = walk_greedy(tree, predicted, 3)
+    assert walk.accepted.tolist() == [3, 1, 0, 2]
+    assert walk.path.tolist() == [[0, 1, 3, 5], [0, 2, 2, 2], [0, 0, 0, 0], [0, 2, 4, 4]]
+
+
+def test_temperature_zero_is_greedy_among_sampled_neighbours():
+    tokens, parents = TREES["branches"]
+    tree, key = make_tree(tokens, parents, 3), jax.random.key(0)
+    logits = 3 * jax.random.normal(key, (3, len(tokens), 5))
+    sampling = Sampling(jnp.array([0.0, 1.0, 1e-6]), jnp.zeros(3, jnp.int32), jnp.ones(3), jax.random.split(key, 3))
+    lengths = jnp.array([3, 4, 5], jnp.int32)
+    jitted = jax.jit(verify, static_argnums=2, static_argnames="greedy")
+    walk, bonus = jitted(tree, logits, 3, sampling, lengths, greedy=False)
+    expected, expected_bonus = jitted(tree, logits, 3, sampling, lengths, greedy=True)
+    for row in (0, 2):
+        assert walk.path[row].tolist() == expected.path[row].tolist()
+        assert bonus[row] == expected_bonus[row]
