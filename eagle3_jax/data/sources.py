@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.resources
+import itertools
 import json
 import pathlib
 import re
@@ -59,12 +60,15 @@ class BrokenRecord(ValueError):
 
 
 def packaged() -> Iterator[Prompt | Reject]:
-    """The prompts that come with this package, category after category."""
+    """The prompts that come with this package, the categories in turn, so that a limit takes of each."""
     folder = importlib.resources.files("eagle3_jax.data") / "prompts"
+    categories = []
     for entry in sorted(folder.iterdir(), key=lambda item: item.name):
         if entry.name.endswith(".jsonl"):
             with entry.open("rb") as stream:
-                yield from _lines(stream, "packaged", entry.name.removesuffix(".jsonl"))
+                categories.append(list(_lines(stream, "packaged", entry.name.removesuffix(".jsonl"))))
+    for turn in itertools.zip_longest(*categories):
+        yield from (prompt for prompt in turn if prompt is not None)
 
 
 def jsonl(path: str | pathlib.Path, category: str = "jsonl") -> Iterator[Prompt | Reject]:

@@ -47,3 +47,7 @@ def test_every_category_is_held_out_in_part(prompts, held_out):
     counts = collections.Counter(prompt["category"] for prompt, held in zip(prompts, sides, strict=True) if held)
     assert len(counts) == 5
     assert abs(sum(counts.values()) / len(prompts) - held_out) < 0.06
+
+
+def test_a_limit_takes_of_each_category(prompts):
+    assert len({prompt["category"] for prompt in prompts[:5]}) == 5
