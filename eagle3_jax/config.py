@@ -335,7 +335,6 @@ class RunConfig:
     __pydantic_config__ = _STRICT
     run_dir: str
     seed: int = 0
-    compile_cache: str | None = None
     target: TargetConfig = TargetConfig()
     draft: DraftConfig = DraftConfig()
     mesh: MeshConfig = MeshConfig()

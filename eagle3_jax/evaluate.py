@@ -172,8 +172,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         prompts="JSONL file of prompts: messages, conversations or prompt; id and category are optional",
         output="JSON file for the report",
     )
-    if config.compile_cache:
-        jax.config.update("jax_compilation_cache_dir", config.compile_cache)
     try:
         report = run(config, arguments.prompts, arguments.output)
     except ValueError as error:

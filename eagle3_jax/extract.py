@@ -234,8 +234,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     config, _ = configs.from_command_line(
         "extract", "Conversations -> features of the target, and the draft vocabulary.", argv
     )
-    if config.compile_cache:
-        jax.config.update("jax_compilation_cache_dir", config.compile_cache)
     try:
         extract(config)
     except (ValueError, OSError) as error:

@@ -269,8 +269,6 @@ def _read_jsonl(path: pathlib.Path) -> Iterator[dict[str, Any]]:
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
     config, _ = configs.from_command_line("regenerate", "Lets the target answer the prompts itself.", argv)
-    if config.compile_cache:
-        jax.config.update("jax_compilation_cache_dir", config.compile_cache)
     try:
         regenerate(config)
     except (ValueError, OSError) as error:

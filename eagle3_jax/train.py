@@ -204,8 +204,6 @@ def _check_same_target(found: dict[str, Any], expected: dict[str, Any], folder: 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
     config, _ = configs.from_command_line("train", "Features -> a trained draft head.", argv)
-    if config.compile_cache:
-        jax.config.update("jax_compilation_cache_dir", config.compile_cache)
     try:
         start_distributed()
         results = train(config)
