@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
 import tqdm
 
 from eagle3_jax import config as configs
