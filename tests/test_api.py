@@ -3,8 +3,9 @@
 import subprocess
 import sys
 
-import eagle3_jax
 import pytest
+
+import eagle3_jax
 
 
 def test_every_public_name_is_there():
