@@ -1,5 +1,7 @@
 """The engine: requests in, tokens out, whatever else is being answered."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -28,7 +30,7 @@ class Tokenizer:
         return "".join("" if skip_special_tokens and token == 23 else (LETTERS + "#")[token] for token in ids)
 
 
-def make(toy, tree=CHAIN, target=None, **kwargs) -> Engine:
+def make(toy, tree: DraftTree | None = CHAIN, target=None, **kwargs) -> Engine:
     kwargs = {"batch_size": 2, "max_length": 128, **kwargs}
     return Engine(target or toy.target, Tokenizer(), None if tree is None else toy.good, tree, **kwargs)
 
@@ -82,7 +84,7 @@ def test_seeds_matter_and_repeat(speculative):
 def test_nothing_compiles_once_warm(speculative):
     params = SamplingParams(max_tokens=7)
     speculative.generate(PROMPTS, params)
-    caches = [engine_lib._prefill, engine_lib._decode, engine_lib._insert, engine_lib._vacant]
+    caches: list[Any] = [engine_lib._prefill, engine_lib._decode, engine_lib._insert, engine_lib._vacant]
     before = [function._cache_size() for function in caches]
     for count in range(2, 6):
         speculative.generate(PROMPTS[:count], SamplingParams(max_tokens=count))

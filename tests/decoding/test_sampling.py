@@ -1,5 +1,7 @@
 """The distribution a request samples from, and its parameters."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from eagle3_jax.decoding.sampling import Sampling, SamplingParams, draw, probabilities
 
 
-def sampling(temperature, top_k=0, top_p=1.0) -> Sampling:
+def sampling(temperature: list[float], top_k: Any = 0, top_p: Any = 1.0) -> Sampling:
     batch = len(temperature)
     return Sampling(
         jnp.asarray(temperature, jnp.float32),

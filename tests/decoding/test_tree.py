@@ -53,7 +53,7 @@ def test_rerank_keeps_the_best_and_stays_connected(size, random, ties):
         jnp.asarray([tokens], jnp.int32),
         jnp.asarray([parents], jnp.int32),
     )
-    chosen = reference_rerank(size, np.float32(scores).tolist())
+    chosen = reference_rerank(size, np.asarray(scores, np.float32).tolist())
     assert tree.tokens[0].tolist() == [7, *(tokens[i] for i in chosen)]
     nodes = {-1: 0, **{pool: node + 1 for node, pool in enumerate(chosen)}}
     assert tree.parents[0].tolist() == [-1, *(nodes[parents[i]] for i in chosen)]  # KeyError: not connected

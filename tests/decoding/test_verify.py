@@ -16,8 +16,11 @@ def make_tree(tokens: list[int], parents: list[int], batch: int) -> TokenTree:
     depths = [0]
     for parent in parents[1:]:
         depths.append(depths[parent] + 1)
-    rows = [jnp.broadcast_to(jnp.asarray(values, jnp.int32), (batch, len(values))) for values in (tokens, parents)]
-    return TokenTree(*rows, jnp.broadcast_to(jnp.asarray(depths, jnp.int32), rows[0].shape), _ancestors(rows[1], 3))
+
+    def rows(values):
+        return jnp.broadcast_to(jnp.asarray(values, jnp.int32), (batch, len(values)))
+
+    return TokenTree(rows(tokens), rows(parents), rows(depths), _ancestors(rows(parents), 3))
 
 
 TREES = {
