@@ -46,9 +46,10 @@ def ttt_loss(
     source = jnp.maximum(order - 1 - steps[:, None, None], 0)
     hidden = jnp.take_along_axis(states, source[..., None], axis=2)
     tokens = jnp.sum(batch.segment_ids > 0)
-    divisor = jnp.sum(counted & (batch.positions >= 1)) if config.loss_reduction == "mask" else tokens
+    counts = jnp.sum(counted & inside, axis=(1, 2))
+    divisor = jnp.broadcast_to(tokens, counts.shape) if config.loss_reduction == "all" else counts
     decay = jnp.float32(config.step_decay) ** steps
-    weights = decay[:, None, None] * compared / jnp.maximum(divisor, 1)
+    weights = (decay / jnp.maximum(divisor, 1))[:, None, None] * compared
     loss, comparison = soft_cross_entropy(
         hidden,
         head.lm_head[...],
@@ -65,7 +66,7 @@ def ttt_loss(
         "divergence": jnp.sum(jnp.where(compared, divergence, 0), rows),
         "hits": jnp.sum(comparison.hits & compared, rows),
         "compared": jnp.sum(compared, rows),
-        "counted": jnp.sum(counted & inside, rows),
+        "counted": counts,
         "tokens": tokens,
     }
 

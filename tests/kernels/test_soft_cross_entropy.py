@@ -1,0 +1,98 @@
+"""The blockwise loss and its closed-form gradients against plain jnp."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eagle3_jax.kernels.soft_cross_entropy import soft_cross_entropy
+
+
+def reference(hidden, rows, teacher_hidden, teacher_rows, labels, weights):
+    """All logits at once."""
+    p = jax.nn.softmax(teacher_hidden @ teacher_rows.T)
+    logits = hidden @ rows.T
+    ce = -jnp.sum(p * jax.nn.log_softmax(logits), axis=-1)
+    entropy = -jnp.sum(p * jax.nn.log_softmax(teacher_hidden @ teacher_rows.T), axis=-1)
+    return jnp.sum(weights * ce), ce, entropy, jnp.argmax(logits, -1) == labels
+
+
+def random_inputs(seed, k=3, b=2, t=11, h=8, v=20):
+    keys = jax.random.split(jax.random.key(seed), 6)
+    hidden = jax.random.normal(keys[0], (k, b, t, h))
+    rows, teacher_rows = jax.random.normal(keys[1], (2, v, h))
+    teacher_hidden = jax.random.normal(keys[2], (b, t, h))
+    labels = jax.random.randint(keys[3], (b, t), -1, v)
+    weights = jax.random.uniform(keys[4], (k, b, t)) * (jax.random.uniform(keys[5], (b, t)) > 0.3)
+    return hidden, rows, teacher_hidden, teacher_rows, labels, weights
+
+
+@pytest.mark.parametrize("block", [1, 8, 100])  # positions one by one; a last block that is not full; all at once
+def test_loss_and_gradients_equal_the_reference_for_any_block(block):
+    hidden, rows, *rest = random_inputs(block)
+
+    def scaled(hidden, rows):
+        loss, comparison = soft_cross_entropy(hidden, rows, *rest, block=block)
+        return 3 * loss, comparison
+
+    (loss, comparison), gradients = jax.jit(jax.value_and_grad(scaled, (0, 1), has_aux=True))(hidden, rows)
+    expected = jax.value_and_grad(lambda h, r: 3 * reference(h, r, *rest)[0], (0, 1))(hidden, rows)
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-5)
+    for got, want in zip(gradients, expected[1], strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    _, ce, entropy, hits = reference(hidden, rows, *rest)
+    used = np.asarray(rest[-1]) > 0
+    np.testing.assert_allclose(np.where(used, comparison.cross_entropy, 0), np.where(used, ce, 0), rtol=1e-4)
+    at = used.any(0)
+    np.testing.assert_allclose(np.where(at, comparison.entropy, 0), np.where(at, entropy, 0), rtol=1e-4)
+    np.testing.assert_array_equal(comparison.hits & used, hits & used)
+    without, _ = soft_cross_entropy(hidden, rows, *rest, block=block)
+    np.testing.assert_allclose(3 * without, loss, rtol=1e-6)
+
+
+def test_blocks_without_weight_are_skipped():
+    hidden, rows, *teacher, weights = random_inputs(0, t=12)
+    weights = weights.at[:, :, 4:].set(0)
+    poisoned = hidden.at[:, :, 4:].set(jnp.nan)
+    loss, comparison = soft_cross_entropy(poisoned, rows, *teacher, weights=weights, block=8)
+    np.testing.assert_allclose(loss, reference(hidden, rows, *teacher, weights=weights)[0], rtol=1e-5)
+    assert not np.any(comparison.cross_entropy[:, :, 4:])
+    assert not np.any(comparison.hits[:, :, 4:])
+
+
+def test_the_teacher_gets_no_gradient():
+    hidden, rows, teacher_hidden, *rest = random_inputs(0)
+    gradient = jax.grad(lambda x: soft_cross_entropy(hidden, rows, x, *rest, block=8)[0])(teacher_hidden)
+    assert not np.any(gradient)
+
+
+def test_a_label_outside_the_vocabulary_is_never_a_hit():
+    hidden, rows, teacher_hidden, teacher_rows, labels, weights = random_inputs(0)
+    _, comparison = soft_cross_entropy(
+        hidden, rows, teacher_hidden, teacher_rows, jnp.full_like(labels, -1), jnp.ones_like(weights), block=8
+    )
+    assert not np.any(comparison.hits)
+
+
+def test_no_logits_of_all_positions_exist():
+    """Neither forward nor backward holds an array of positions x vocabulary beyond one block."""
+    b, t, h, v, block = 2, 64, 8, 512, 8
+    hidden, rows, *rest = random_inputs(0, b=b, t=t, h=h, v=v)
+    run = jax.jit(jax.grad(lambda x, r: soft_cross_entropy(x, r, *rest, block=block)[0], (0, 1)))
+    memory = run.lower(hidden, rows).compile().memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < b * t * v * 4
+
+
+def test_bfloat16_operands_keep_a_float32_softmax():
+    dtype = jnp.bfloat16
+    hidden, rows, *rest = random_inputs(1)
+    half = jax.tree.map(lambda x: x.astype(dtype), (hidden, rows))
+    run = jax.value_and_grad(lambda h, r: soft_cross_entropy(h, r, *rest, block=8)[0], (0, 1))
+    loss, gradients = run(hidden.astype(dtype), rows)
+    exact, expected = run(half[0].astype(jnp.float32), rows)
+    assert loss.dtype == jnp.float32
+    assert [g.dtype for g in gradients] == [dtype, jnp.float32]
+    np.testing.assert_allclose(loss, exact, rtol=2e-2)
+    for got, want in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(got.astype(jnp.float32), want, atol=0.1)
