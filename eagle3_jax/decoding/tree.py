@@ -146,10 +146,14 @@ def rerank(
     """
     k, steps, nodes = tree.topk, tree.num_steps, tree.num_draft_tokens
     batch, size = scores.shape
-    _, best = jax.lax.top_k(scores, nodes - 1)
-    chosen = jnp.sort(best, axis=-1)
-    member = jnp.any(best[:, :, None] == jnp.arange(size), axis=1)
-    node_of = jnp.cumsum(member, axis=-1, dtype=jnp.int32)  # pool index -> node index, where chosen
+    if nodes - 1 == size:  # all of them, in a chain always: the scores need not even be computed
+        chosen = jnp.broadcast_to(jnp.arange(size), scores.shape)
+        node_of = chosen + 1
+    else:
+        _, best = jax.lax.top_k(scores, nodes - 1)
+        chosen = jnp.sort(best, axis=-1)
+        member = jnp.any(best[:, :, None] == jnp.arange(size), axis=1)
+        node_of = jnp.cumsum(member, axis=-1, dtype=jnp.int32)  # pool index -> node index, where chosen
     parent = jnp.take_along_axis(parents, chosen, axis=1)
     parent = jnp.where(parent < 0, 0, jnp.take_along_axis(node_of, jnp.maximum(parent, 0), axis=1))
     level = jnp.concatenate([jnp.ones(k, jnp.int32), jnp.repeat(jnp.arange(2, steps + 1, dtype=jnp.int32), k * k)])
