@@ -22,6 +22,7 @@ from eagle3_jax.config import RunConfig
 from eagle3_jax.data import chat, sources
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.measure import compare, total
+from eagle3_jax.mesh import decoding_mesh
 from eagle3_jax.models import weights
 from eagle3_jax.models.registry import Target, load_target
 
@@ -46,7 +47,7 @@ def run(
     draft = pathlib.Path(settings.draft or config.folder("export"))
     own = settings.draft is None or (draft / manifest.NAME).exists()  # a draft from elsewhere cannot say its target
     made_from = manifest.read(draft, made_by="export") if own else None
-    target = target or load_target(config.target)
+    target = target or load_target(config.target, decoding_mesh(config.mesh))
     if made_from is not None:
         _check_same_target(made_from["identity"]["target"], target.identity, draft)
     identity = {

@@ -51,6 +51,11 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     return jax.make_mesh((data, config.model), AXES, axis_types=(AxisType.Auto,) * 2, devices=devices[:used])
 
 
+def decoding_mesh(config: MeshConfig) -> Mesh:
+    """The devices that one engine decodes on: the model axis. Its batch is not split, so more would do the same work."""
+    return make_mesh(MeshConfig(data=1, model=config.model), jax.devices()[: config.model])
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """The whole array on every device."""
     return NamedSharding(mesh, PartitionSpec())

@@ -169,12 +169,14 @@ def _self_outputs(
     if ended >= source.count:
         return
     from eagle3_jax.decoding.engine import Engine, SamplingParams  # only now: JAX and the target are loaded by it
+    from eagle3_jax.mesh import decoding_mesh
     from eagle3_jax.models import registry
 
     batch = config.prepare.batch_size
     opening = chat.user_opening_ids(registry.load_tokenizer(config.target.name))
     length = len(opening) + source.max_tokens
-    engine = Engine.load(config.target, batch_size=batch, max_length=length)
+    target = registry.load_target(config.target, decoding_mesh(config.mesh))
+    engine = Engine.load(target, batch_size=batch, max_length=length)
     with (
         log.open("a", encoding="utf-8") as stream,
         tqdm.tqdm(desc="self-prompting", initial=ended, total=source.count, unit=" prompts") as progress,

@@ -24,6 +24,7 @@ from eagle3_jax import config as configs
 from eagle3_jax import manifest
 from eagle3_jax.data import chat
 from eagle3_jax.decoding.engine import Engine, Output, SamplingParams
+from eagle3_jax.mesh import decoding_mesh
 from eagle3_jax.models.registry import load_target
 
 SPLITS = ("train", "held_out")
@@ -104,7 +105,7 @@ def regenerate(config: configs.RunConfig) -> None:
     """
     prompts, folder, settings = config.folder("prepare"), config.folder("regenerate"), config.regenerate
     made_from = manifest.read(prompts, made_by="prepare")
-    target = load_target(config.target)
+    target = load_target(config.target, decoding_mesh(config.mesh))
     identity = {
         "verb": "regenerate",
         "prompts": manifest.fingerprint(made_from),

@@ -91,7 +91,14 @@ def test_several_sources_limits_and_categories(tmp_path):
     config = run_config(tmp_path, {"kind": "packaged", "limit": 30}, source | {"limit": 7})
     prepare.prepare(config)
     assert results(config)["sources"] == {"packaged": 30, "jsonl:in.jsonl": 7}
-    assert {prompt["category"] for prompt in prompts(config)} == {"chat", "mine"}
+    assert {prompt["category"] for prompt in prompts(config)} == {
+        "chat",
+        "code",
+        "long_context",
+        "math",
+        "multilingual",
+        "mine",
+    }
 
 
 def test_a_prompt_keeps_its_side_and_id_when_others_are_added(tmp_path):
@@ -173,6 +180,7 @@ class FakeEngine:
 def engine(monkeypatch):
     fake = type("Fresh", (FakeEngine,), {})
     monkeypatch.setattr("eagle3_jax.decoding.engine.Engine", fake)
+    monkeypatch.setattr(registry, "load_target", lambda *_: None)
     monkeypatch.setattr(registry, "load_tokenizer", lambda name: "tokenizer of " + name)
     monkeypatch.setattr(chat, "user_opening_ids", lambda tokenizer: [1, 2, 3])
     return fake

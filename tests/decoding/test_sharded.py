@@ -1,0 +1,23 @@
+"""Decoding with the target split over a mesh says what it says on one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eagle3_jax.config import DraftTree, MeshConfig
+from eagle3_jax.decoding import rounds
+from eagle3_jax.mesh import make_mesh, shardings
+from eagle3_jax.models.llama import SHARDING_RULES
+
+
+def test_sharded_target_decodes_alike(toy):
+    mesh = make_mesh(MeshConfig(data=1, model=2), jax.devices()[:2])
+    split = jax.device_put(toy.target, shardings(toy.target, mesh, SHARDING_RULES))
+    prompts = jnp.asarray(np.random.default_rng(0).integers(0, 24, (2, 6)))
+    arguments = (toy.good, prompts, jnp.array([6, 4]), jax.random.key(0))
+    tree = DraftTree(num_steps=3, topk=2, num_draft_tokens=6)
+    expected = rounds.generate(toy.target, *arguments, max_tokens=12, tree=tree)
+    got = rounds.generate(split, *arguments, max_tokens=12, tree=tree)
+    np.testing.assert_array_equal(got.output, expected.output)
+    np.testing.assert_array_equal(got.accepted, expected.accepted)
+    assert split.blocks[0].attention.qkv[...].sharding.spec[1] == "model"
