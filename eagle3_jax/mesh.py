@@ -52,7 +52,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def decoding_mesh(config: MeshConfig) -> Mesh:
-    """The devices that one engine decodes on: the model axis. Its batch is not split, so more would do the same work."""
+    """The devices that one engine decodes on: the model axis. Its batch is not split, so more would repeat the work."""
     return make_mesh(MeshConfig(data=1, model=config.model), jax.devices()[: config.model])
 
 

@@ -11,9 +11,10 @@ import statistics
 import time
 
 import torch
+from transformers import AutoModelForCausalLM
+
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.models.registry import load_target
-from transformers import AutoModelForCausalLM
 
 
 def main() -> None:

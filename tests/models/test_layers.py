@@ -2,10 +2,11 @@
 
 import jax.numpy as jnp
 import numpy as np
-from eagle3_jax.models.layers import argmax
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+
+from eagle3_jax.models.layers import argmax
 
 
 @settings(max_examples=60, deadline=None)
