@@ -101,7 +101,7 @@ def train(config: configs.RunConfig, target: Target | None = None) -> dict[str, 
     where = shardings(jax.eval_shape(Teacher.of, *draw_teacher), mesh, TEACHER_SHARDING_RULES)
     teacher = jax.jit(Teacher.of, out_shardings=where)(*draw_teacher)
     optimizer = make_optimizer(run, total)
-    state = init_state(head_config, config.seed, teacher.rows, model.norm[...], optimizer, mesh)
+    state = init_state(head_config, config.seed, teacher.rows, optimizer, mesh)
     del target, model, draw_teacher
     train_step, eval_step = make_train_step(run, optimizer, mesh), make_eval_step(run)
     schedule = learning_rate(run, total)

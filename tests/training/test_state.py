@@ -15,7 +15,7 @@ from eagle3_jax.mesh import batch_sharding, make_mesh, shardings
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES
 from eagle3_jax.training.checkpoint import Checkpoints, load_head
 from eagle3_jax.training.optimizer import learning_rate, make_optimizer
-from eagle3_jax.training.state import init_state, make_eval_step, make_train_step
+from eagle3_jax.training.state import init_head, init_state, make_eval_step, make_train_step
 
 CONFIG = TrainConfig(ttt_steps=3, batch_size=4, row_length=16, loss_block=16, learning_rate=1e-2)
 
@@ -32,7 +32,7 @@ def run(head_config, teacher, make_batch):
             placed = jax.device_put(teacher, shardings(teacher, mesh, TEACHER_SHARDING_RULES))
             on_mesh = jax.device_put(batch, batch_sharding(mesh))
             optimizer = make_optimizer(CONFIG, 10)
-            state = init_state(head_config, 0, placed.rows, jnp.ones(head_config.hidden_size), optimizer, mesh)
+            state = init_state(head_config, 0, placed.rows, optimizer, mesh)
             step = make_train_step(CONFIG, optimizer, mesh)
             for _ in range(2):
                 state, sums = step(state, placed, on_mesh)
@@ -92,6 +92,14 @@ def test_checkpoints_restore_onto_another_mesh(run, tmp_path, head_config):
         np.testing.assert_array_equal(got, want)
 
 
+def test_a_new_head_begins_where_the_target_stands(head_config, teacher):
+    head = init_head(head_config, 0, teacher.rows)
+    np.testing.assert_array_equal(head.lm_head[...], teacher.rows)
+    aux = np.zeros((1, 1, 3 * head_config.hidden_size), np.float32)
+    aux[..., -head_config.hidden_size :] = np.arange(head_config.hidden_size)
+    np.testing.assert_allclose(head.fuse(jnp.asarray(aux)), aux[..., -head_config.hidden_size :], atol=3)
+
+
 def test_the_rate_warms_up_and_ends_near_zero():
     schedule = learning_rate(TrainConfig(learning_rate=1.0, warmup_ratio=0.1), 100)
     rates = [float(np.asarray(schedule(step))) for step in range(100)]
@@ -142,12 +150,12 @@ optimizer = make_optimizer(config, 100)
 def spec(tree, where):
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, where)
 
-def build(rows, norm):
-    head = init_head(head_config, 0, rows, norm)
+def build(rows):
+    head = init_head(head_config, 0, rows)
     return TrainState(jnp.zeros((), jnp.int32), head, optimizer.init(head))
 
 shape = jax.ShapeDtypeStruct
-state = jax.eval_shape(build, shape((DV, H), jnp.bfloat16), shape((H,), jnp.bfloat16))
+state = jax.eval_shape(build, shape((DV, H), jnp.bfloat16))
 state = spec(state, shardings(state, mesh, SHARDING_RULES))
 teacher = Teacher(shape((V, H), jnp.bfloat16), shape((DV, H), jnp.bfloat16), shape((V,), jnp.int32))
 teacher = spec(teacher, shardings(teacher, mesh, TEACHER_SHARDING_RULES))
