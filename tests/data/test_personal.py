@@ -69,7 +69,7 @@ def test_leaves_alone(text):
 def test_is_fast_enough_for_large_sets():
     text = "A shop sold 45 books on Monday, 90 on Tuesday and 70 on Wednesday, in 2023. " * 3
     personal.redact("warm 1 @")
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(200):
         personal.redact(text)
-    assert time.perf_counter() - start < 1.0  # alone on a core it takes 0.06 s
+    assert time.process_time() - start < 1.0  # it takes 0.06 s
