@@ -18,7 +18,7 @@ from eagle3_jax import config as configuration
 from eagle3_jax import extract, manifest
 from eagle3_jax.data import features
 from eagle3_jax.mesh import make_mesh, shardings
-from eagle3_jax.models import llama
+from eagle3_jax.models import layers, llama
 from eagle3_jax.models.registry import Target
 
 TEMPLATE = (
@@ -244,7 +244,7 @@ def test_a_length_beyond_the_targets_is_refused(tmp_path, target):
 def test_a_mesh_gives_the_same_records(tmp_path, target, assert_close_to_plain, data, model):
     config = prepared(tmp_path)
     config = dataclasses.replace(config, mesh=configuration.MeshConfig(data=data, model=model))
-    placed = jax.device_put(target.model, shardings(target.model, make_mesh(config.mesh), llama.SHARDING_RULES))
+    placed = jax.device_put(target.model, shardings(target.model, make_mesh(config.mesh), layers.SHARDING_RULES))
     extract.extract(config, dataclasses.replace(target, model=placed))
     source = features.FeatureSource(config.folder("extract") / "train")
     assert len(source) == 4

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import P
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.config import DraftConfig
@@ -31,14 +30,6 @@ from eagle3_jax.models.layers import (
     vocabulary_logits,
 )
 from eagle3_jax.models.llama import LlamaConfig
-
-SHARDING_RULES = (
-    (r"lm_head", P("model", None)),
-    (r"attention/qkv", P(None, "model", None, None)),
-    (r"attention/o", P("model", None)),
-    (r"mlp/gate_up", P(None, None, "model")),
-    (r"mlp/down", P("model", None)),
-)
 
 
 @dataclasses.dataclass(frozen=True)

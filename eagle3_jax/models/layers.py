@@ -13,9 +13,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import P
 from jaxtyping import Array, Float, Int
 
 HIGHEST = jax.lax.Precision.HIGHEST
+
+# (regex over a parameter's path, partition), for targets and draft heads: vocabulary rows, KV heads and FFN columns go
+# over the model axis.
+SHARDING_RULES = (
+    (r"embed|lm_head", P("model", None)),
+    (r"attention/qkv", P(None, "model", None, None)),
+    (r"attention/o", P("model", None)),
+    (r"mlp/gate_up", P(None, None, "model")),
+    (r"mlp/down", P("model", None)),
+)
 
 
 @dataclasses.dataclass(frozen=True)

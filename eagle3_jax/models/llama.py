@@ -11,7 +11,6 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jax import P
 from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.models.cache import KVCache
@@ -25,15 +24,6 @@ from eagle3_jax.models.layers import (
     rope_frequencies,
     rope_table,
     vocabulary_logits,
-)
-
-# (regex over the parameter's path, partition): heads and FFN columns over the model axis.
-SHARDING_RULES = (
-    (r"embed|lm_head", P("model", None)),
-    (r"attention/qkv", P(None, "model", None, None)),
-    (r"attention/o", P("model", None)),
-    (r"mlp/gate_up", P(None, None, "model")),
-    (r"mlp/down", P("model", None)),
 )
 
 

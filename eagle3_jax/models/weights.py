@@ -19,7 +19,8 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 
 from eagle3_jax.mesh import shardings
-from eagle3_jax.models.llama import SHARDING_RULES, Llama, LlamaConfig
+from eagle3_jax.models.layers import SHARDING_RULES
+from eagle3_jax.models.llama import Llama, LlamaConfig
 
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a table that old checkpoints carry
 

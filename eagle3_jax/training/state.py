@@ -15,7 +15,8 @@ from jaxtyping import Array, Float
 
 from eagle3_jax.config import TrainConfig
 from eagle3_jax.mesh import replicated, shardings
-from eagle3_jax.models.draft import SHARDING_RULES, DraftHead, DraftHeadConfig
+from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
+from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.training.batch import Batch, Leaf, Teacher
 from eagle3_jax.training.losses import ttt_loss
 

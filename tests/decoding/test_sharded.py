@@ -7,7 +7,7 @@ import numpy as np
 from eagle3_jax.config import DraftTree, MeshConfig
 from eagle3_jax.decoding import rounds
 from eagle3_jax.mesh import make_mesh, shardings
-from eagle3_jax.models.llama import SHARDING_RULES
+from eagle3_jax.models.layers import SHARDING_RULES
 
 
 def test_sharded_target_decodes_alike(toy):
