@@ -6,8 +6,6 @@ with an all-zero mask. Instead the conversation is rendered as text several time
 
 from __future__ import annotations
 
-import hashlib
-import json
 from typing import Any
 
 import jinja2
@@ -21,15 +19,6 @@ _SENTINEL = "qzxsentinelxzq"
 # Templates that print today's date would make other tokens each day. They take it from one of two names.
 _DATE = "26 Jul 2024"
 _FIXED_CLOCK = f"{{% macro strftime_now(format) %}}{_DATE}{{% endmacro %}}"
-
-
-def template_hash(tokenizer: Any) -> str:
-    """sha256 in hex of the chat template, or of all of them where there are several. ValueError: there is none."""
-    template = tokenizer.chat_template
-    if not template:
-        raise ValueError(f"tokenizer {tokenizer.name_or_path!r}: got no chat_template, expected one")
-    text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
-    return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
 def prompt_ids(tokenizer: Any, messages: Messages) -> list[int]:
@@ -88,7 +77,8 @@ def encode(tokenizer: Any, messages: Messages) -> tuple[Int32[np.ndarray, " l"],
 
 
 def _render(tokenizer: Any, messages: Messages, generation_prompt: bool) -> str:
-    template_hash(tokenizer)  # refuses a tokenizer without a template
+    if not tokenizer.chat_template:
+        raise ValueError(f"tokenizer {tokenizer.name_or_path!r}: got no chat_template, expected one")
     try:
         return tokenizer.apply_chat_template(
             messages,

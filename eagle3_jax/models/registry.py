@@ -90,11 +90,16 @@ def load_target(config: TargetConfig | str, mesh: jax.sharding.Mesh | None = Non
         "name": config.name,
         "weights": digest,
         "tokenizer": hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
-        "chat_template": hashlib.sha256((tokenizer.chat_template or "").encode()).hexdigest(),
+        "chat_template": hashlib.sha256(_template_text(tokenizer.chat_template).encode()).hexdigest(),
         "aux_layers": list(model_config.aux_layers),
         "dtype": config.dtype,
     }
     return Target(model, tokenizer, identity, folder)
+
+
+def _template_text(template: str | dict[str, str] | None) -> str:
+    """One text for a tokenizer's template, or for all of them where there are several."""
+    return template if isinstance(template, str) else json.dumps(template or "", sort_keys=True)
 
 
 def read_config(folder: pathlib.Path, aux_layers: tuple[int, ...] | None = None) -> LlamaConfig:

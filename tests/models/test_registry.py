@@ -66,3 +66,9 @@ def test_cache_that_was_altered(tmp_path):
     (tmp_path / manifest.NAME).write_text(json.dumps({"weights": "0" * 64}))
     with pytest.raises(registry.TargetError, match="altered since they were cached"):
         registry._check_cached(tmp_path, "1" * 64)
+
+
+def test_template_text_tells_templates_apart():
+    several = {"default": "{{ a }}", "tools": "{{ b }}"}
+    texts = {registry._template_text(template) for template in ("{{ a }}", several, several | {"tools": "c"}, None)}
+    assert len(texts) == 4
