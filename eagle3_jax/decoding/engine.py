@@ -299,5 +299,5 @@ def _round_up(value: int, step: int) -> int:
 
 
 def _bucket(length: int) -> int:
-    """Padded length of a prompt: multiples of 64, of 256 from there on."""
-    return _round_up(length, 64 if length <= 256 else 256)
+    """Padded length of a prompt: multiples of an eighth of the next power of two, and of 64."""
+    return _round_up(length, max(64, (1 << (length - 1).bit_length()) // 8))
