@@ -49,6 +49,6 @@ held_out=$RUN/prompts/held_out.jsonl
 stage evaluate-chain evaluate --prompts "$held_out" --output "$RUN/evaluation/chain.json" \
   --evaluate.tree.num-steps 3 --evaluate.tree.topk 1 --evaluate.tree.num-draft-tokens 4
 stage evaluate-tree evaluate --prompts "$held_out" --output "$RUN/evaluation/tree.json" \
-  --evaluate.tree.num-steps 4 --evaluate.tree.topk 3 --evaluate.tree.num-draft-tokens 8
+  --evaluate.tree.num-steps 3 --evaluate.tree.topk 3 --evaluate.tree.num-draft-tokens 8
 stage report report
 printf '\nDone in %d:%02d. Numbers: %s, picture: %s\n' $((SECONDS / 60)) $((SECONDS % 60)) "$RUN/report.json" "$RUN/report.png"
