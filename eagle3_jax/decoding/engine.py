@@ -8,6 +8,7 @@ compiled.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import pathlib
@@ -18,6 +19,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from eagle3_jax.config import DraftTree, TargetConfig
 from eagle3_jax.decoding import rounds
@@ -135,6 +137,8 @@ class Engine:
         self.target, self.tokenizer, self.tree = target, tokenizer, tree
         self.draft = None if tree is None else draft
         self.batch_size, self.max_length = batch_size, max_length
+        sharding = target.embed[...].sharding
+        self._mesh = sharding.mesh if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) else None
 
     @classmethod
     def load(
@@ -195,7 +199,7 @@ class Engine:
                 return
             yield Piece(text, ids[sent:], None)
             sent = len(ids)
-            state = _decode(self.target, self.draft, state, 1, 1, tree=self.tree, greedy=greedy)
+            state = self._decode(state, 1, 1, greedy)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt: a string or messages through the chat template, with the answer's opening."""
@@ -234,19 +238,28 @@ class Engine:
             jnp.array([params.top_p], jnp.float32),
             key[None],
         )
-        return _prefill(
-            self.target,
-            self.draft,
-            jnp.asarray(tokens),
-            jnp.array([len(ids)], jnp.int32),
-            sampling,
-            jnp.array([request.limit], jnp.int32),
-            jnp.array([params.ignore_eos]),
-            slots=slots,
-            max_output=slots,
-            tree=self.tree,
-            greedy=greedy,
-        )
+        with self._devices():
+            return _prefill(
+                self.target,
+                self.draft,
+                jnp.asarray(tokens),
+                jnp.array([len(ids)], jnp.int32),
+                sampling,
+                jnp.array([request.limit], jnp.int32),
+                jnp.array([params.ignore_eos]),
+                slots=slots,
+                max_output=slots,
+                tree=self.tree,
+                greedy=greedy,
+            )
+
+    def _decode(self, state: rounds.State, max_rounds: int, stop_at: int, greedy: bool) -> rounds.State:
+        with self._devices():
+            return _decode(self.target, self.draft, state, max_rounds, stop_at, tree=self.tree, greedy=greedy)
+
+    def _devices(self) -> contextlib.AbstractContextManager[object]:
+        """Sets the target's mesh: kernels are split over the devices of the mesh that is set."""
+        return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
 
     def _run(self, requests: list[_Request]) -> Iterator[tuple[int, Output]]:
         """Yields (index, answer) as they finish."""
@@ -264,7 +277,7 @@ class Engine:
                         sequence = _insert(_vacant(sequence, batch) if state is None else state, slot, sequence)
                     state = sequence
             stop_at = 1 if waiting else batch
-            state = _decode(self.target, self.draft, state, _ROUNDS, stop_at, tree=self.tree, greedy=greedy)
+            state = self._decode(state, _ROUNDS, stop_at, greedy)
             done = np.asarray(state.done)
             for slot in [slot for slot in running if done[slot]]:
                 index = running.pop(slot)

@@ -6,31 +6,151 @@ tree and the drafting of it (EAGLE3_SPEC section 5.2).
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jax import P
+from jaxtyping import Array, Bool, Float, Int, Num
+
+from eagle3_jax.kernels import tree_attention_tpu as tpu
+
+Implementation = Literal["xla", "pallas"]
+
+# VMEM that a kernel may use, of at least 64 MiB that TPUs since v5e have.
+_VMEM_LIMIT = 56 << 20
+# How the kernel's work is cut, by static profiles (tools/tpu_profile.py).
+_KEYS_PER_STEP = 8192  # over all KV heads, at most
+_KEYS_PER_HEAD = 2048
+_SCORES_PER_ITEM = {"TPU v6 lite": 256 * 1024}
+_SCORES_PER_ITEM_ELSEWHERE = 128 * 1024
+_ROWS = 512  # of a tile, all query heads of a KV head together, at most
+_NODES = 16  # nodes come in multiples of this: the rows of a bfloat16 tile
 
 
 def tree_attention(
     queries: Float[Array, "b t n d"],
-    keys: Float[Array, "b k s d"],
-    values: Float[Array, "b k s d"],
+    keys: Array,
+    values: Array,
     lengths: Int[Array, " b"],
     tail_mask: Bool[Array, "b t m"] | None = None,
+    *,
+    page_table: Int[Array, "b pages"] | None = None,
+    window: int | None = None,
+    positions: Int[Array, "b t"] | None = None,
+    sinks: Float[Array, " n"] | None = None,
+    key_scale: Float[Array, " k"] | None = None,
+    value_scale: Float[Array, " k"] | None = None,
+    implementation: Implementation | None = None,
+    interpret: Any = False,
 ) -> Float[Array, "b t n d"]:
     """softmax(q k^T / sqrt(d)) v over slots [0, length) without any mask and the tail at [length, length + m).
 
     Args:
         queries: n = group * k query heads, grouped by KV head.
-        keys, values: contiguous caches of s slots; the new tokens' own are already in the tail.
+        keys, values: [b, k, slots, d], contiguous; with a page table [pages, k, page_size, d]. The new tokens' own are
+            already in the tail. Any dtype, int8 and float8 included: they are read as the queries' dtype.
         lengths: int32, committed tokens of each sequence.
-        tail_mask: which of the m tail slots each query sees; None is causal with m = t.
+        tail_mask: which of the m tail slots each query sees; None is causal with m = t. Every query sees one slot at
+            least.
+        page_table: int32, the page that holds each stretch of page_size slots; entries behind the tail may be anything.
+        window: a query sees only keys at its own position and the window - 1 before it. Of the tail the mask decides;
+            a causal tail (None) is cut as well.
+        positions: of the queries, for a window; the default is length + 0, 1, 2, ...
+        sinks: a logit of each query head that takes part in its softmax and attends to nothing (gpt-oss).
+        key_scale, value_scale: float32, what the entries of each KV head are to be multiplied by.
+        implementation: the default is "pallas" on a TPU and "xla" elsewhere.
+        interpret: runs the kernel without a TPU, `pltpu.InterpretParams` included.
 
     Returns:
-        In the queries' dtype; the softmax is float32.
+        In the queries' dtype; scores, softmax and sums are float32.
+
+    Raises:
+        ValueError: shapes that do not belong together, or that the kernel cannot hold in VMEM.
     """
+    implementation = implementation or ("pallas" if _device().platform == "tpu" else "xla")
+    t = queries.shape[1]
+    scaled = queries if key_scale is None else queries * _per_query_head(key_scale, queries).astype(queries.dtype)
+    first = None
+    if window is not None:
+        positions = lengths[:, None] + jnp.arange(t) if positions is None else positions
+        first = jnp.maximum(positions - window + 1, 0)
+    if implementation == "xla":
+        if page_table is not None:
+            written = lengths + (t if tail_mask is None else tail_mask.shape[-1])
+            keys, values = _gathered(keys, page_table, written), _gathered(values, page_table, written)
+        attended = _xla(scaled, keys, values, lengths, tail_mask, first, sinks)
+    else:
+        attend = functools.partial(_pallas, interpret=interpret)
+        operands = scaled, keys, values, lengths, tail_mask, page_table, first, sinks
+        attended = _sharded(attend, operands, paged=page_table is not None)
+    return attended if value_scale is None else attended * _per_query_head(value_scale, queries).astype(attended.dtype)
+
+
+def _device() -> Any:
+    """What the program that is traced now is for: the device of the mesh that is set, else this process's first."""
+    return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+
+
+def _sharded(attend: Callable[..., Array], operands: tuple[Array | None, ...], *, paged: bool) -> Array:
+    """`attend` on each device's share: KV heads over the model axis, sequences over the data axis, as far as they go.
+
+    A Pallas call is opaque to the partitioner, so the mesh that is set (`jax.set_mesh`) says how to split it.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return attend(*operands)
+    queries, keys = operands[0], operands[1]
+    assert queries is not None and keys is not None
+
+    def axis(name: str, *sizes: int) -> str | None:
+        ways = mesh.shape.get(name, 1)
+        return name if ways > 1 and all(size % ways == 0 for size in sizes) else None
+
+    # Pages belong to no sequence: every device of the data axis needs all of them.
+    data = None if paged else axis("data", queries.shape[0])
+    heads = axis("model", keys.shape[1])
+    cache, rows = P(data, heads), P(data)
+    specs = (P(data, None, heads), cache, cache, rows, rows, rows, rows, P(heads))
+    given = [spec for spec, operand in zip(specs, operands, strict=True) if operand is not None]
+
+    def local(*shares: Array) -> Array:
+        rest = iter(shares)
+        return attend(*(None if operand is None else next(rest) for operand in operands))
+
+    split = jax.shard_map(local, mesh=mesh, in_specs=tuple(given), out_specs=P(data, None, heads), check_vma=False)
+    return split(*(operand for operand in operands if operand is not None))
+
+
+def _per_query_head(scale: Float[Array, " k"], queries: Array) -> Float[Array, "n 1"]:
+    return jnp.repeat(scale, queries.shape[2] // scale.shape[0])[:, None]
+
+
+def _gathered(
+    pages: Num[Array, "p k s d"], page_table: Int[Array, "b n"], written: Int[Array, " b"]
+) -> Num[Array, "b k slots d"]:
+    """Each sequence's pages in a row, zeros where nothing was written."""
+    found = jnp.take(pages, page_table, axis=0, mode="clip")  # [b, n, k, s, d]
+    b, n, k, s, d = found.shape
+    row = found.swapaxes(1, 2).reshape(b, k, n * s, d)
+    return jnp.where(jnp.arange(n * s)[:, None] < written[:, None, None, None], row, jnp.zeros((), row.dtype))
+
+
+def _xla(
+    queries: Float[Array, "b t n d"],
+    keys: Array,
+    values: Array,
+    lengths: Int[Array, " b"],
+    tail_mask: Bool[Array, "b t m"] | None,
+    first: Int[Array, "b t"] | None,
+    sinks: Float[Array, " n"] | None,
+) -> Float[Array, "b t n d"]:
     b, t, n, d = queries.shape
     kv_heads, slots = keys.shape[1], keys.shape[2]
+    keys, values = keys.astype(queries.dtype), values.astype(queries.dtype)
     tail = jnp.arange(slots)[None, :] - lengths[:, None]  # [b, s], index into the tail
     if tail_mask is None:
         visible = tail[:, None, :] <= jnp.arange(t)[None, :, None]
@@ -38,12 +158,121 @@ def tree_attention(
         m = tail_mask.shape[-1]
         inside = jnp.take_along_axis(tail_mask, jnp.clip(tail, 0, m - 1)[:, None, :], axis=-1)
         visible = (tail < 0)[:, None, :] | (inside & (tail >= 0)[:, None, :] & (tail < m)[:, None, :])
+    if first is not None:
+        visible &= jnp.arange(slots)[None, None, :] >= first[:, :, None]
     rows = queries.reshape(b, t, kv_heads, n // kv_heads, d).transpose(0, 2, 3, 1, 4).reshape(b, kv_heads, -1, d)
     scores = jnp.einsum(
         "bkrd,bksd->bkrs", rows, keys, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )
     scores = scores.reshape(b, kv_heads, -1, t, slots) * d**-0.5
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype).reshape(b, kv_heads, -1, slots)
+    if sinks is None:
+        weights = jax.nn.softmax(scores, axis=-1)
+    else:
+        sink = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(kv_heads, -1, 1, 1), (*scores.shape[:-1], 1))
+        weights = jax.nn.softmax(jnp.concatenate([scores, sink], axis=-1), axis=-1)[..., :-1]
+    weights = weights.astype(values.dtype).reshape(b, kv_heads, -1, slots)
     attended = jnp.einsum("bkrs,bksd->bkrd", weights, values, precision=jax.lax.Precision.HIGHEST)
     return attended.reshape(b, kv_heads, -1, t, d).transpose(0, 3, 1, 2, 4).reshape(b, t, n, d)
+
+
+def _pallas(
+    queries: Float[Array, "b t n d"],
+    keys: Array,
+    values: Array,
+    lengths: Int[Array, " b"],
+    tail_mask: Bool[Array, "b t m"] | None,
+    page_table: Int[Array, "b pages"] | None,
+    first: Int[Array, "b t"] | None,
+    sinks: Float[Array, " n"] | None,
+    interpret: Any,
+) -> Float[Array, "b t n d"]:
+    b, t, n, d = queries.shape
+    s = plan(
+        queries.shape,
+        keys.shape,
+        (queries.dtype, keys.dtype),
+        tail=t if tail_mask is None else tail_mask.shape[-1],
+        pages=None if page_table is None else page_table.shape[1],
+    )
+    pad = ((0, 0), (0, s.nodes - t))
+    folded = jnp.pad(queries, (*pad, (0, 0), (0, 0))).reshape(b, -1, s.tile, s.kv_heads, s.group, d)
+    folded = folded.transpose(0, 3, 1, 4, 2, 5).reshape(b, s.kv_heads, -1, d)  # rows: tile, group, node
+    bits = None if tail_mask is None else jnp.pad(pack(tail_mask), (*pad, (0, 0)))
+    first = None if first is None else jnp.pad(first, pad, mode="edge")
+    if sinks is not None:
+        base2 = sinks.astype(jnp.float32).reshape(s.kv_heads, s.group) * math.log2(math.e)
+        sinks = jnp.tile(jnp.repeat(base2, s.tile, axis=1), (1, s.nodes // s.tile))
+    table = jnp.zeros((b, s.pages), jnp.int32) if page_table is None else page_table
+    attended = tpu.attend(
+        s, folded, keys, values, table, lengths, bits, first, sinks, vmem_limit=_VMEM_LIMIT, interpret=interpret
+    )
+    attended = attended.reshape(b, s.kv_heads, -1, s.group, s.tile, d).transpose(0, 2, 4, 1, 3, 5)
+    return attended.reshape(b, s.nodes, n, d)[:, :t]
+
+
+def plan(
+    queries: tuple[int, ...],
+    keys: tuple[int, ...],
+    dtypes: tuple[Any, Any],
+    *,
+    tail: int,
+    pages: int | None,
+    length: int | None = None,
+) -> tpu.Shape:
+    """How the kernel cuts its work.
+
+    Args:
+        queries, keys: shapes, as `tree_attention` takes them. dtypes: of both.
+        tail: slots of the tail.
+        pages: columns of the page table; None is contiguous.
+        length: see `tree_attention_tpu.Shape`.
+
+    Raises:
+        ValueError: with the numbers, where something does not fit.
+    """
+    b, t, n, d = queries
+    kv_heads, slots = keys[1], keys[2]
+    group = n // kv_heads
+    paged = pages is not None
+    page_size = slots if paged else 256 if slots % 256 == 0 else tpu.LANES
+    if page_size % tpu.LANES or slots % page_size:
+        what = "page_size" if paged else "slots"
+        raise ValueError(f"{what}: got {slots}, expected a multiple of {tpu.LANES} for the TPU kernel")
+    pages = pages or slots // page_size
+    nodes = -(-t // _NODES) * _NODES
+    tile = min(nodes, max(_NODES, _ROWS // group // _NODES * _NODES))
+    piece = math.gcd(page_size, 256)
+    step = min(pages, max(1, min(_KEYS_PER_HEAD, _KEYS_PER_STEP // kv_heads) // page_size))
+    scores = _SCORES_PER_ITEM.get(_device().device_kind, _SCORES_PER_ITEM_ELSEWHERE)
+    width = max(piece, min(scores // (group * tile), step * page_size) // piece * piece)
+    while step * page_size % width:  # a block is a whole number of items
+        width -= piece
+    shape = tpu.Shape(
+        batch=b,
+        nodes=-(-nodes // tile) * tile,
+        group=group,
+        kv_heads=kv_heads,
+        head_dim=d,
+        page_size=page_size,
+        pages=pages,
+        tile=tile,
+        step=step,
+        width=width,
+        tail=tail,
+        paged=paged,
+        length=length,
+    )
+    needed = shape.vmem_bytes(*(jnp.dtype(dtype).itemsize for dtype in dtypes))
+    if needed > _VMEM_LIMIT:
+        raise ValueError(
+            f"VMEM: got {needed / 2**20:.1f} MiB for {shape}, expected at most {_VMEM_LIMIT / 2**20:.0f} MiB"
+        )
+    return shape
+
+
+def pack(mask: Bool[Array, "b t m"]) -> Int[Array, "b t w"]:
+    """Rows of bits as int32 words, the first slot in the lowest bit of the first word."""
+    b, t, m = mask.shape
+    bits = jnp.pad(mask, ((0, 0), (0, 0), (0, -m % 32))).reshape(b, t, -1, 32).astype(jnp.uint32)
+    return jax.lax.bitcast_convert_type((bits << jnp.arange(32, dtype=jnp.uint32)).sum(axis=-1), jnp.int32)

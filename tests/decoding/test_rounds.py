@@ -11,6 +11,7 @@ import pytest
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding import rounds
 from eagle3_jax.decoding.sampling import Sampling
+from eagle3_jax.kernels.tree_attention import tree_attention
 
 MAX_TOKENS = 24
 TREES = {
@@ -99,6 +100,17 @@ def test_greedy_speculation_changes_no_token(toy, vanilla, name):
     # All that a round takes counts, but for what the limit cuts off the last one.
     surplus = np.asarray(state.rounds) + accepted.sum(axis=1) - (MAX_TOKENS - 1)
     assert ((surplus >= 0) & (surplus <= TREES[name].num_steps)).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["chain3", "tree3x3"])
+def test_the_kernel_for_tpu_changes_no_token(toy, vanilla, name, monkeypatch):
+    """All attention of target and head through the Pallas kernel, interpreted."""
+    kernel = functools.partial(tree_attention, implementation="pallas", interpret=True)
+    monkeypatch.setattr("eagle3_jax.models.cache.tree_attention", kernel)
+    state = jax.jit(generate, static_argnames="tree")(toy.target, toy.good, tree=TREES[name])
+    np.testing.assert_array_equal(state.output[:, :MAX_TOKENS], vanilla)
+    assert (np.asarray(state.rounds) < MAX_TOKENS - 1).all()
 
 
 @pytest.mark.parametrize("name", ["chain3", "tree3x3"])

@@ -1,4 +1,4 @@
-"""The loop of rounds compiles for a TPU v5p, where there is none: nothing in it needs a host or a CPU."""
+"""The loop of rounds compiles for TPUs, where there are none: nothing in it needs a host or a CPU."""
 
 from typing import Any
 
@@ -13,7 +13,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from eagle3_jax.config import DraftConfig, DraftTree
 from eagle3_jax.decoding import rounds
 from eagle3_jax.decoding.sampling import Sampling
+from eagle3_jax.mesh import shardings
 from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
+from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.llama import Llama, LlamaConfig
 
 pytest.importorskip("libtpu")
@@ -38,19 +40,19 @@ BATCH, SLOTS = 4, 1024
 
 
 @pytest.mark.parametrize(
-    ("tree", "greedy"),
+    ("tree", "greedy", "topology"),
     [
-        (None, True),
-        pytest.param(DraftTree(num_steps=4, topk=4, num_draft_tokens=16), True, marks=pytest.mark.slow),
-        pytest.param(DraftTree(num_steps=4, topk=4, num_draft_tokens=16), False, marks=pytest.mark.slow),
-        pytest.param(DraftTree(num_steps=4, topk=1, num_draft_tokens=5), True, marks=pytest.mark.slow),
+        (None, True, "v5p:1x1x1"),
+        pytest.param(DraftTree(num_steps=4, topk=4, num_draft_tokens=16), True, "v5p:1x1x1", marks=pytest.mark.slow),
+        pytest.param(DraftTree(num_steps=4, topk=4, num_draft_tokens=16), False, "v5p:1x1x1", marks=pytest.mark.slow),
+        pytest.param(DraftTree(num_steps=4, topk=1, num_draft_tokens=5), True, "v5p:1x1x1", marks=pytest.mark.slow),
+        pytest.param(DraftTree(num_steps=4, topk=1, num_draft_tokens=5), True, "v5e:2x2", marks=pytest.mark.slow),
     ],
-    ids=["vanilla", "tree", "tree-sampled", "chain"],
+    ids=["vanilla", "tree", "tree-sampled", "chain", "chain-sharded"],
 )
-def test_rounds_compile_for_a_v5p(tree, greedy):
-    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5p:1x1x1").devices
-    mesh = Mesh(np.array(devices[:1]), ("data",))
-    place = NamedSharding(mesh, PartitionSpec())
+def test_rounds_compile_for_a_tpu(tree, greedy, topology):
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    mesh = Mesh(np.array(devices).reshape(1, -1), ("data", "model"))
 
     def build():
         head = DraftHeadConfig.for_target(DraftConfig(vocab_size=32000), CONFIG)
@@ -71,6 +73,8 @@ def test_rounds_compile_for_a_v5p(tree, greedy):
             tree=tree,
             greedy=greedy,
         )
+        named = jax.tree_util.tree_leaves_with_path((target, draft))
+        names[:] = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in named]
         models, structures[0] = jax.tree.flatten((target, draft))
         state, structures[1] = jax.tree.flatten(state)
         return models, state
@@ -81,14 +85,21 @@ def test_rounds_compile_for_a_v5p(tree, greedy):
 
     # Shapes travel as leaves: the checked dataclasses that hold them want arrays.
     structures: dict[int, Any] = {}
-    models, state = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), jax.eval_shape(build)
-    )
+    names: list[str] = []
+    models, state = jax.eval_shape(build)
+    places = shardings(dict(zip(names, models, strict=True)), mesh, SHARDING_RULES)
+    models = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=places[name]) for name, x in zip(names, models, strict=True)
+    ]
+    split, whole = NamedSharding(mesh, PartitionSpec(None, "model")), NamedSharding(mesh, PartitionSpec())
+    state = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split if x.ndim == 4 else whole) for x in state]
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = jax.jit(decode, donate_argnums=1).lower(models, state)
     assert "callback" not in lowered.as_text()
-    memory: Any = lowered.compile().memory_analysis()
-    caches = sum(size(x) for x in state if x.ndim == 4)
+    compiled = lowered.compile()
+    assert "tpu_custom_call" in (compiled.as_text() or "")  # attention is the Pallas kernel
+    memory: Any = compiled.memory_analysis()
+    caches = sum(size(x) for x in state if x.ndim == 4) // len(devices)
     assert memory.alias_size_in_bytes >= caches  # written in place
     # The compiler keeps the weights of fused projections in a layout of its own, once for all rounds. Beside that and
     # the logits there is nothing large.

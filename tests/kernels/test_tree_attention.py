@@ -1,14 +1,18 @@
 """Tree attention against an independent loop, over many shapes; unused slots may hold anything."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AxisType
 
-from eagle3_jax.kernels.tree_attention import tree_attention
+from eagle3_jax.kernels.tree_attention import plan, tree_attention
 
 
-def reference(q, k, v, lengths, mask):
+def reference(q, k, v, lengths, mask, window=None, positions=(), sinks=None):
     """One query at a time, in float64."""
     b, t, n, d = q.shape
     group = n // k.shape[1]
@@ -16,11 +20,27 @@ def reference(q, k, v, lengths, mask):
     for i in range(b):
         for j in range(t):
             seen = list(range(lengths[i])) + [lengths[i] + m for m in np.flatnonzero(mask[i, j])]
+            if window is not None:
+                seen = [slot for slot in seen if slot > positions[i][j] - window]
             for h in range(n):
-                scores = k[i, h // group, seen].astype(float) @ q[i, j, h] / np.sqrt(d)
+                scores = k[i, h // group, seen].astype(float) @ q[i, j, h].astype(float) / np.sqrt(d)
+                if sinks is not None:
+                    scores = np.append(scores, sinks[h])
                 weights = np.exp(scores - scores.max())
-                out[i, j, h] = weights / weights.sum() @ v[i, h // group, seen]
+                out[i, j, h] = (weights / weights.sum())[: len(seen)] @ v[i, h // group, seen].astype(float)
     return out
+
+
+def random_tree(rng, batch, nodes, tail):
+    """Ancestor masks of random trees whose last `nodes` of `tail` are asked, and the nodes' depths."""
+    mask, depths = np.zeros((batch, tail, tail), bool), np.zeros((batch, tail), int)
+    for i in range(batch):
+        for j in range(tail):
+            if j:
+                parent = rng.integers(0, j)
+                mask[i, j], depths[i, j] = mask[i, parent], depths[i, parent] + 1
+            mask[i, j, j] = True
+    return mask[:, tail - nodes :], depths[:, tail - nodes :]
 
 
 @settings(max_examples=15, deadline=None)
@@ -32,7 +52,7 @@ def reference(q, k, v, lengths, mask):
     causal=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_equals_the_loop(batch, nodes, kv_heads, group, causal, seed):
+def test_xla_equals_the_loop(batch, nodes, kv_heads, group, causal, seed):
     rng = np.random.default_rng(seed)
     slots, d = 16, 4
     lengths = rng.integers(0, slots - nodes + 1, batch)
@@ -54,3 +74,128 @@ def test_equals_the_loop(batch, nodes, kv_heads, group, causal, seed):
         None if causal else jnp.asarray(mask),
     )
     np.testing.assert_allclose(got, expected, atol=2e-5, rtol=2e-5)
+
+
+def paged(rng, rows, page_size, lengths, tail):
+    """[b, k, slots, d] cut into pages that lie anywhere among others; whatever holds no token is NaN."""
+    b, k, slots, d = rows.shape
+    count = slots // page_size
+    pages = np.full((b * count + 2, k, page_size, d), np.nan, np.float32)
+    table = rng.permutation(len(pages))[: b * count].reshape(b, count)
+    for i in range(b):
+        for j in range(-(-(lengths[i] + tail) // page_size)):
+            used = min(page_size, lengths[i] + tail - j * page_size)
+            pages[table[i, j], :, :used] = rows[i, :, j * page_size : j * page_size + used]
+    return pages, table
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    batch=st.integers(1, 3),
+    nodes=st.sampled_from([1, 2, 7, 16, 33, 70]),
+    extra=st.sampled_from([0, 0, 5]),
+    kv_heads=st.integers(1, 2),
+    group=st.sampled_from([1, 3, 4]),
+    head_dim=st.sampled_from([64, 80, 96, 128, 256]),
+    dtype=st.sampled_from(["float32", "bfloat16", "int8", "float8_e4m3fn"]),
+    kind=st.sampled_from(["tree", "tree", "causal", "window", "sinks"]),
+    contiguous=st.booleans(),
+    page_size=st.sampled_from([128, 256]),
+    seed=st.integers(0, 1000),
+)
+def test_pallas_equals_the_loop(
+    batch, nodes, extra, kv_heads, group, head_dim, dtype, kind, contiguous, page_size, seed
+):
+    rng = np.random.default_rng(seed)
+    slots = 512
+    tail = nodes if kind == "causal" else nodes + extra
+    lengths = rng.integers(0, slots - tail + 1, batch)
+    q = rng.normal(size=(batch, nodes, kv_heads * group, head_dim)).astype(np.float32)
+    k, v = rng.normal(size=(2, batch, kv_heads, slots, head_dim)).astype(np.float32)
+    options, compute = {}, jnp.float32
+    if dtype == "int8":
+        scales = np.array([0.02, 0.03], np.float32)[:kv_heads]
+        options |= {"key_scale": jnp.asarray(scales), "value_scale": jnp.asarray(scales)}
+        k, v = (np.clip(np.round(x / scales[:, None, None]), -127, 127) for x in (k, v))
+        exact_k, exact_v = (x * scales[:, None, None] for x in (k, v))
+    elif dtype == "bfloat16":
+        q, k, v = (np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32) for x in (q, k, v))
+        compute, exact_k, exact_v = jnp.bfloat16, k, v
+    else:
+        k, v = (np.asarray(jnp.asarray(x, dtype), np.float32) for x in (k, v))
+        exact_k, exact_v = k, v
+    mask, depths = random_tree(rng, batch, nodes, tail)
+    if kind == "causal":
+        mask = np.broadcast_to(np.tril(np.ones((nodes, nodes), bool)), mask.shape)
+    positions, window = lengths[:, None] + depths, 60 if kind == "window" else None
+    sinks = rng.normal(size=kv_heads * group).astype(np.float32) if kind == "sinks" else None
+    expected = reference(q, exact_k, exact_v, lengths, mask, window, positions, sinks)
+    if window is not None:
+        options |= {"window": window, "positions": jnp.asarray(positions)}
+    if sinks is not None:
+        options["sinks"] = jnp.asarray(sinks)
+    if contiguous:
+        for i in range(batch):
+            k[i, :, lengths[i] + tail :] = v[i, :, lengths[i] + tail :] = 0 if dtype == "int8" else np.nan
+    else:
+        state = rng.bit_generator.state
+        k, table = paged(rng, k, page_size, lengths, tail)
+        rng.bit_generator.state = state  # the values' pages lie where the keys' do
+        v, _ = paged(rng, v, page_size, lengths, tail)
+        options["page_table"] = jnp.asarray(table, jnp.int32)
+    if dtype == "int8":
+        k, v = np.nan_to_num(k, nan=99), np.nan_to_num(v, nan=99)
+    arguments = (
+        jnp.asarray(q, compute),
+        jnp.asarray(k).astype(dtype),
+        jnp.asarray(v).astype(dtype),
+        jnp.asarray(lengths, jnp.int32),
+        None if kind == "causal" else jnp.asarray(mask),
+    )
+    tolerance = 2e-2 if dtype == "bfloat16" else 5e-5
+    got = tree_attention(*arguments, **options, implementation="pallas", interpret=True)
+    np.testing.assert_allclose(np.asarray(got, np.float32), expected, atol=tolerance, rtol=tolerance)
+    if not contiguous:  # the reference that others are compared with, with the same options
+        got = tree_attention(*arguments, **options, implementation="xla")
+        np.testing.assert_allclose(np.asarray(got, np.float32), expected, atol=tolerance, rtol=tolerance)
+
+
+def example(batch=2, nodes=20, kv_heads=2, group=2, slots=512, seed=0):
+    """Arguments of a call with a tree, contiguous."""
+    rng = np.random.default_rng(seed)
+    q = rng.normal(size=(batch, nodes, kv_heads * group, 64)).astype(np.float32)
+    k, v = rng.normal(size=(2, batch, kv_heads, slots, 64)).astype(np.float32)
+    lengths = rng.integers(0, slots - nodes + 1, batch).astype(np.int32)
+    return [jnp.asarray(x) for x in (q, k, v, lengths, random_tree(rng, batch, nodes, nodes)[0])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [1, 20])
+def test_races_and_reads_of_what_was_never_written(nodes):
+    """The interpreter of TPU memory: VMEM begins as NaN, and accesses that may overtake each other are reported."""
+    arguments = example(nodes=nodes)
+    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    got = tree_attention(*arguments, implementation="pallas", interpret=params)
+    np.testing.assert_allclose(got, tree_attention(*arguments, implementation="xla"), atol=2e-5, rtol=2e-5)
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # where the verdict is, and only there
+
+    assert interpret_pallas_call.races is not None
+    assert not interpret_pallas_call.races.races_found
+
+
+@pytest.mark.parametrize("batch", [4, 3])  # 3 sequences do not divide over the data axis
+def test_sharded_equals_unsharded(batch):
+    arguments = example(batch=batch, kv_heads=4)
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    expected = tree_attention(*arguments, implementation="xla")
+    with jax.set_mesh(mesh):
+        got = jax.jit(lambda *x: tree_attention(*x, implementation="pallas", interpret=True))(*arguments)
+    np.testing.assert_allclose(got, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_what_cannot_be_is_refused_with_numbers():
+    bf16 = (jnp.bfloat16, jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"slots: got 200, expected a multiple of 128"):
+        plan((1, 4, 8, 128), (1, 8, 200, 128), bf16, tail=4, pages=None)
+    with pytest.raises(ValueError, match=r"VMEM: got \d+\.\d MiB .* expected at most 56 MiB"):
+        plan((1, 64, 512, 128), (1, 512, 4096, 128), bf16, tail=64, pages=None)
