@@ -276,6 +276,7 @@ class Engine:
                     if batch > 1:
                         sequence = _insert(_vacant(sequence, batch) if state is None else state, slot, sequence)
                     state = sequence
+            assert state is not None
             stop_at = 1 if waiting else batch
             state = self._decode(state, _ROUNDS, stop_at, greedy)
             done = np.asarray(state.done)

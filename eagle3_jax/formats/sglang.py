@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from eagle3_jax.formats.sglang_config import misfits, read_config, write_config
 from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
 from eagle3_jax.models.llama import LlamaConfig
-from eagle3_jax.models.weights import Entry, fuse_gate_up, fuse_qkv, parameter_path
+from eagle3_jax.models.weights import Entry, fuse_qkv, parameter_path
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -76,15 +76,12 @@ def draft_table(config: DraftHeadConfig) -> dict[str, DraftEntry]:
                 f"{attention}.v_proj.weight": (kv, 2 * h),
             },
             lambda q, k, v: fuse_qkv(c, q, k, v),
-            _split_qkv,
+            lambda x: _split_qkv(c, x),
         ),
         "attention/o": transposed(f"{attention}.o_proj.weight", h, heads),
         "post_norm": same("midlayer.post_attention_layernorm.weight", h),
-        "mlp/gate_up": DraftEntry(
-            {f"{mlp}.gate_proj.weight": (f, h), f"{mlp}.up_proj.weight": (f, h)},
-            fuse_gate_up,
-            lambda x: (x[:, 0].T, x[:, 1].T),
-        ),
+        "mlp/gate": transposed(f"{mlp}.gate_proj.weight", f, h),
+        "mlp/up": transposed(f"{mlp}.up_proj.weight", f, h),
         "mlp/down": transposed(f"{mlp}.down_proj.weight", h, f),
         "norm": same("norm.weight", h),
         "lm_head": same("lm_head.weight", c.draft_vocab_size, h),
@@ -158,9 +155,10 @@ def load_draft(folder: str | pathlib.Path, *, target: LlamaConfig, dtype: Any = 
     return Draft(head, jnp.asarray(_absolute(tensors["d2t"])))
 
 
-def _split_qkv(x: np.ndarray) -> tuple[np.ndarray, ...]:
-    """[in, kv_heads, group + 2, d] -> q [heads * d, in] (a KV head's queries side by side), k and v [kv * d, in]."""
-    return tuple(part.reshape(x.shape[0], -1).T for part in (x[:, :, :-2], x[:, :, -2], x[:, :, -1]))
+def _split_qkv(config: DraftHeadConfig, x: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The inverse of `fuse_qkv`: q [heads * d, in] (a KV head's queries side by side), k and v [kv_heads * d, in]."""
+    heads = x.T.reshape(config.num_key_value_heads, -1, config.head_dim, x.shape[0])
+    return tuple(part.reshape(-1, x.shape[0]) for part in (heads[:, :-2], heads[:, -2], heads[:, -1]))
 
 
 @contextlib.contextmanager

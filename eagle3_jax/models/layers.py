@@ -22,9 +22,9 @@ HIGHEST = jax.lax.Precision.HIGHEST
 # over the model axis.
 SHARDING_RULES = (
     (r"embed|lm_head", P("model", None)),
-    (r"attention/qkv", P(None, "model", None, None)),
+    (r"attention/qkv", P(None, "model")),
     (r"attention/o", P("model", None)),
-    (r"mlp/gate_up", P(None, None, "model")),
+    (r"mlp/(gate|up)", P(None, "model")),
     (r"mlp/down", P("model", None)),
 )
 
@@ -76,15 +76,14 @@ def rms_norm(x: Float[Array, "*batch h"], weight: Float[Array, " h"], eps: float
     return normed.astype(x.dtype) * weight.astype(x.dtype)
 
 
-def linear(x: Float[Array, "*batch h"], kernel: Float[Array, "h *out"]) -> Float[Array, "*batch *out"]:
-    """x @ kernel over the last axis of x and the first of kernel; the kernel is cast to x's dtype."""
-    rows = x.reshape(-1, x.shape[-1])
-    flat = kernel.reshape(kernel.shape[0], -1).astype(x.dtype)
+def linear(x: Float[Array, "*batch h"], kernel: Float[Array, "h out"]) -> Float[Array, "*batch out"]:
+    """x @ kernel; the kernel is cast to x's dtype."""
+    rows, kernel = x.reshape(-1, x.shape[-1]), kernel.astype(x.dtype)
     if 1 < rows.shape[0] <= _FEW_ROWS:
-        product = jax.lax.platform_dependent(rows, flat, cpu=_convolve, default=_dot)
+        product = jax.lax.platform_dependent(rows, kernel, cpu=_convolve, default=_dot)
     else:
-        product = _dot(rows, flat)
-    return product.reshape(*x.shape[:-1], *kernel.shape[1:])
+        product = _dot(rows, kernel)
+    return product.reshape(*x.shape[:-1], -1)
 
 
 def vocabulary_logits(x: Float[Array, "*batch h"], rows: Float[Array, "v h"]) -> Float[Array, "*batch v"]:
@@ -129,29 +128,35 @@ def _dot_blocks(x: Float[Array, "m h"], rows: Float[Array, "v h"]) -> Float[Arra
 
 
 def argmax(x: Float[Array, "*batch v"]) -> Int[Array, "*batch"]:
-    """jnp.argmax over the last axis, int32: the first of the greatest.
+    """jnp.argmax over the last axis, int32: the first of the greatest."""
+    return jax.lax.platform_dependent(x, cpu=_argmax_of_blocks, default=lambda x: jnp.argmax(x, axis=-1)).astype(
+        jnp.int32
+    )
 
-    In two levels (the block that holds the maximum, then the place in it): a CPU reduces values in vectors but indices
-    one by one, which over a vocabulary costs as much as a layer.
+
+def _argmax_of_blocks(x: Float[Array, "*batch v"]) -> Int[Array, "*batch"]:
+    """In two levels (the block that holds the maximum, then the place in it): a CPU reduces values in vectors but
+    indices one by one, which over a vocabulary costs as much as a layer.
     """
     padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % 128)], constant_values=-jnp.inf)
     blocks = padded.reshape(*x.shape[:-1], -1, 128)
     block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1)
     inside = jnp.argmax(jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :], axis=-1)
-    return (block * 128 + inside).astype(jnp.int32)
+    return block * 128 + inside
 
 
 class Attention(nnx.Module):
     """Projections of grouped-query attention; what is attended, the caller decides.
 
-    `qkv` [in, kv_heads, group + 2, head_dim] keeps each KV head beside its queries: one contraction, and a split over
-    the model axis cuts between KV heads.
+    `qkv` [in, kv_heads * (group + 2) * head_dim] keeps each KV head beside its queries: one contraction, and a split
+    over the model axis cuts between KV heads. Two dimensions: of more, a TPU would keep a copy in another layout.
     """
 
     def __init__(
         self, in_features: int, hidden: int, heads: int, kv_heads: int, head_dim: int, *, dtype: Any, rngs: nnx.Rngs
     ) -> None:
-        self.qkv = normal((in_features, kv_heads, heads // kv_heads + 2, head_dim), dtype, rngs)
+        self.kv_heads, self.head_dim = kv_heads, head_dim
+        self.qkv = normal((in_features, (heads + 2 * kv_heads) * head_dim), dtype, rngs)
         self.o = normal((heads * head_dim, hidden), dtype, rngs)
 
     def project(
@@ -159,7 +164,9 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "b t n d"], Float[Array, "b t k d"], Float[Array, "b t k d"]]:
         """Rotated queries and keys, and values."""
         b, t, _ = x.shape
-        qkv = linear(x, self.qkv[...])
+        # Behind the barrier lie layouts by head: without it a TPU keeps a copy of the kernel that suits them.
+        qkv = jax.lax.optimization_barrier(linear(x, self.qkv[...]))
+        qkv = qkv.reshape(b, t, self.kv_heads, -1, self.head_dim)
         q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
         return apply_rope(q.reshape(b, t, -1, q.shape[-1]), rope), apply_rope(k, rope), v
 
@@ -168,15 +175,15 @@ class Attention(nnx.Module):
 
 
 class SwiGLU(nnx.Module):
-    """down(silu(gate(x)) * up(x)); gate and up are one contraction, `gate_up` [hidden, 2, intermediate]."""
+    """down(silu(gate(x)) * up(x)); `gate` and `up` [hidden, intermediate], `down` [intermediate, hidden]."""
 
     def __init__(self, hidden: int, intermediate: int, *, dtype: Any, rngs: nnx.Rngs) -> None:
-        self.gate_up = normal((hidden, 2, intermediate), dtype, rngs)
+        self.gate = normal((hidden, intermediate), dtype, rngs)
+        self.up = normal((hidden, intermediate), dtype, rngs)
         self.down = normal((intermediate, hidden), dtype, rngs)
 
     def __call__(self, x: Float[Array, "b t h"]) -> Float[Array, "b t h"]:
-        gate_up = linear(x, self.gate_up[...])
-        return linear(jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :], self.down[...])
+        return linear(jax.nn.silu(linear(x, self.gate[...])) * linear(x, self.up[...]), self.down[...])
 
 
 def normal(shape: tuple[int, ...], dtype: Any, rngs: nnx.Rngs, scale: float = 0.02) -> nnx.Param:

@@ -43,15 +43,10 @@ class Entry:
 
 
 def fuse_qkv(config: Any, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """[heads * d, in], [kv * d, in], [kv * d, in] -> [in, kv_heads, group + 2, d]."""
+    """[heads * d, in], [kv * d, in], [kv * d, in] -> [in, kv_heads * (group + 2) * d], heads side by side."""
     kv_heads, d = config.num_key_value_heads, config.head_dim
     parts = [x.reshape(kv_heads, -1, d, x.shape[-1]) for x in (q, k, v)]
-    return np.concatenate(parts, axis=1).transpose(3, 0, 1, 2)
-
-
-def fuse_gate_up(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """Two [intermediate, in] -> [in, 2, intermediate]."""
-    return np.stack([gate, up]).transpose(2, 0, 1)
+    return np.concatenate(parts, axis=1).reshape(-1, q.shape[-1]).T
 
 
 def llama_table(config: LlamaConfig) -> dict[str, Entry]:
@@ -81,9 +76,8 @@ def llama_table(config: LlamaConfig) -> dict[str, Entry]:
                 lambda q, k, v: fuse_qkv(c, q, k, v),
             ),
             f"{ours}/attention/o": Entry({f"{attention}.o_proj.weight": (h, heads)}, np.transpose),
-            f"{ours}/mlp/gate_up": Entry(
-                {f"{mlp}.gate_proj.weight": (f, h), f"{mlp}.up_proj.weight": (f, h)}, fuse_gate_up
-            ),
+            f"{ours}/mlp/gate": Entry({f"{mlp}.gate_proj.weight": (f, h)}, np.transpose),
+            f"{ours}/mlp/up": Entry({f"{mlp}.up_proj.weight": (f, h)}, np.transpose),
             f"{ours}/mlp/down": Entry({f"{mlp}.down_proj.weight": (h, f)}, np.transpose),
         }
     return table

@@ -83,7 +83,7 @@ def _good_head(config: DraftHeadConfig, target: Llama, token_ids: jax.Array) -> 
     config = dataclasses.replace(config, num_attention_heads=heads, num_key_value_heads=heads, norm_output=True)
     head = initialise(lambda: DraftHead(config, rngs=nnx.Rngs(0)), 4)
     identity = jnp.eye(HIDDEN).reshape(HIDDEN, heads, config.head_dim)
-    embedding_half = jnp.stack([3 * identity, 3 * identity, identity], axis=2)
+    embedding_half = jnp.stack([3 * identity, 3 * identity, identity], axis=2).reshape(HIDDEN, -1)
     head.attention.qkv[...] = jnp.concatenate([embedding_half, 0.01 * head.attention.qkv[...][HIDDEN:]], axis=0)
     head.attention.o[...] = 3 * jnp.eye(HIDDEN)
     head.lm_head[...] = target.lm_head[...][token_ids]

@@ -29,7 +29,7 @@ def test_products_of_any_number_of_rows(rows, vocabulary):
     """A CPU takes other ways for few rows than for one or many; all give the same."""
     generator = np.random.default_rng(rows)
     x = generator.normal(size=(1, rows, 24)).astype(np.float32)
-    kernel = generator.normal(size=(24, 3, 5)).astype(np.float32)
+    kernel = generator.normal(size=(24, 15)).astype(np.float32)
     table = generator.normal(size=(vocabulary, 24)).astype(np.float32)
-    np.testing.assert_allclose(jax.jit(linear)(x, kernel), np.einsum("bth,hij->btij", x, kernel), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(linear)(x, kernel), x @ kernel, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(jax.jit(vocabulary_logits)(x, table), x @ table.T, rtol=1e-5, atol=1e-5)

@@ -48,11 +48,11 @@ def test_table_covers_every_parameter(folder):
     loaded = leaves(load_llama(folder, CONFIG, jnp.float32))
     assert loaded.keys() == llama_table(CONFIG).keys()
     tensors = load_file(folder / "model.safetensors")
-    qkv = loaded["blocks/1/attention/qkv"]
+    qkv = loaded["blocks/1/attention/qkv"].reshape(16, 2, 4, 4)
     heads = np.concatenate([qkv[:, k, :2].reshape(16, -1) for k in range(2)], axis=1)
     np.testing.assert_array_equal(heads.T, tensors["model.layers.1.self_attn.q_proj.weight"])
     np.testing.assert_array_equal(qkv[:, :, 2].reshape(16, -1).T, tensors["model.layers.1.self_attn.k_proj.weight"])
-    np.testing.assert_array_equal(loaded["blocks/0/mlp/gate_up"][:, 1].T, tensors["model.layers.0.mlp.up_proj.weight"])
+    np.testing.assert_array_equal(loaded["blocks/0/mlp/up"].T, tensors["model.layers.0.mlp.up_proj.weight"])
 
 
 def split(folder, drop=()):
