@@ -21,7 +21,7 @@ from eagle3_jax.kernels import tree_attention_tpu as tpu
 Implementation = Literal["xla", "pallas"]
 
 # VMEM that a kernel may use, of at least 64 MiB that TPUs since v5e have.
-_VMEM_LIMIT = 56 << 20
+VMEM_LIMIT = 56 << 20
 # How the kernel's work is cut, by static profiles (tools/tpu_profile.py).
 _KEYS_PER_STEP = 8192  # over all KV heads, at most
 _KEYS_PER_HEAD = 2048
@@ -205,7 +205,7 @@ def _pallas(
         sinks = jnp.tile(jnp.repeat(base2, s.tile, axis=1), (1, s.nodes // s.tile))
     table = jnp.zeros((b, s.pages), jnp.int32) if page_table is None else page_table
     attended = tpu.attend(
-        s, folded, keys, values, table, lengths, bits, first, sinks, vmem_limit=_VMEM_LIMIT, interpret=interpret
+        s, folded, keys, values, table, lengths, bits, first, sinks, vmem_limit=VMEM_LIMIT, interpret=interpret
     )
     attended = attended.reshape(b, s.kv_heads, -1, s.group, s.tile, d).transpose(0, 2, 4, 1, 3, 5)
     return attended.reshape(b, s.nodes, n, d)[:, :t]
@@ -264,9 +264,9 @@ def plan(
         length=length,
     )
     needed = shape.vmem_bytes(*(jnp.dtype(dtype).itemsize for dtype in dtypes))
-    if needed > _VMEM_LIMIT:
+    if needed > VMEM_LIMIT:
         raise ValueError(
-            f"VMEM: got {needed / 2**20:.1f} MiB for {shape}, expected at most {_VMEM_LIMIT / 2**20:.0f} MiB"
+            f"VMEM: got {needed / 2**20:.1f} MiB for {shape}, expected at most {VMEM_LIMIT / 2**20:.0f} MiB"
         )
     return shape
 
