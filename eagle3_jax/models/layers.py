@@ -97,8 +97,8 @@ def vocabulary_logits(x: Float[Array, "*batch h"], rows: Float[Array, "v h"]) ->
 
 
 # A product of 2 to 16 rows reads weights and does little else. Of XLA's ways for a CPU a plain dot is not the fastest
-# there: 30 layers of SmolLM2 with its LM head, 2 cores, 4 / 8 / 16 rows: 19.4 / 21.6 / 26.8 ms; as below 16.1 / 17.2 /
-# 19.9 ms. One row, and from 17 on, the dot is the fastest.
+# there: 30 layers of SmolLM2 with its LM head, 2 cores, 4 / 8 / 16 rows: 20.1 / 22.5 / 27.6 ms; as below 16.8 / 18.0 /
+# 20.5 ms. One row, and from 17 on, the dot is the fastest.
 _FEW_ROWS = 16
 _VOCABULARY_BLOCKS = 8
 

@@ -43,7 +43,7 @@ def random_tree(rng, batch, nodes, tail):
     return mask[:, tail - nodes :], depths[:, tail - nodes :]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     batch=st.integers(1, 3),
     nodes=st.integers(1, 6),
