@@ -69,10 +69,11 @@ def extract(config: configs.RunConfig, target: Target | None = None) -> None:
     if manifest.begin(folder, identity):
         print(f"extract: {folder} is finished already", file=sys.stderr)
         return
-    results = {
-        split: _extract_split(config.extract, conversations / f"{split}.jsonl", folder / split, target, mesh)
-        for split in SPLITS
-    }
+    with jax.set_mesh(mesh):  # kernels are split over it
+        results = {
+            split: _extract_split(config.extract, conversations / f"{split}.jsonl", folder / split, target, mesh)
+            for split in SPLITS
+        }
     counts = _token_counts(folder / "train", target.model.config.vocab_size)
     if not results["train"]["records"]:
         raise ValueError(f"{conversations}: none of the conversations could be used, see {folder / 'train' / REJECTS}")

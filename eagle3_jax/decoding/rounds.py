@@ -24,8 +24,6 @@ from eagle3_jax.models.cache import KVCache
 from eagle3_jax.models.draft import Draft
 from eagle3_jax.models.llama import Llama
 
-SLOTS = 128  # caches come in multiples of this: the attention kernel for TPU reads so many at once
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +63,7 @@ def steps_of(tree: DraftTree | None) -> int:
 
 def slots_needed(prompt_slots: int, max_tokens: int, tree: DraftTree | None) -> int:
     """Cache slots for prompts of at most `prompt_slots` tokens, padding included, and their answers."""
-    return -(-(prompt_slots + max_tokens + scratch_slots(tree)) // SLOTS) * SLOTS
+    return prompt_slots + max_tokens + scratch_slots(tree)
 
 
 def prefill(

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.kernels.tree_attention import tree_attention
+from eagle3_jax.kernels.tree_attention_tpu import LANES
 
 
 @jax.tree_util.register_dataclass
@@ -30,6 +31,9 @@ class KVCache:
 
     @classmethod
     def empty(cls, layers: int, batch: int, kv_heads: int, slots: int, head_dim: int, dtype: Any) -> KVCache:
+        """Room for `slots` entries a sequence at least, in a multiple of what the attention kernel for TPU reads."""
+        slots = -(-slots // LANES) * LANES
+
         def zeros() -> tuple[Array, ...]:
             return tuple(jnp.zeros((batch, kv_heads, slots, head_dim), dtype) for _ in range(layers))
 

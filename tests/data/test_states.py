@@ -1,11 +1,16 @@
 """Batches of conversations, and the size of what their forward pass holds."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from eagle3_jax.data import states
 from eagle3_jax.models import llama
@@ -60,3 +65,41 @@ def test_the_whole_vocabulary_is_never_there_for_all_positions():
     whole = tokens.size * config.vocab_size
     largest = max(sizes(jax.make_jaxpr(states.forward)(model, tokens).jaxpr))
     assert 256 * config.vocab_size <= largest < whole
+
+
+def test_the_forward_pass_compiles_for_a_tpu():
+    """Conversations over the data axis, KV heads over the model axis, a length that is no multiple of the kernel's."""
+    pytest.importorskip("libtpu")
+    config = llama.LlamaConfig(
+        vocab_size=1024,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        rms_norm_eps=1e-5,
+        rope_theta=1e4,
+        tie_word_embeddings=True,
+        max_position_embeddings=512,
+        eos_token_ids=(0,),
+        aux_layers=(0, 1, 2),
+    )
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
+    mesh = Mesh(np.array(devices).reshape(2, 2), ("data", "model"))
+    structure: Any = None
+
+    def build():
+        nonlocal structure
+        model = llama.Llama(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        parts, structure = jax.tree.flatten(model)
+        return parts
+
+    def argument(x, *axes):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
+
+    leaves = [argument(x) for x in jax.eval_shape(build)]
+    tokens = argument(jax.ShapeDtypeStruct((4, 64), jnp.int32), "data")
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        forward = jax.jit(lambda leaves, tokens: states.forward(structure.unflatten(leaves), tokens))
+        assert "tpu_custom_call" in (forward.lower(leaves, tokens).compile().as_text() or "")

@@ -59,7 +59,7 @@ def prefill(toy, draft, prompts, lengths, tree) -> rounds.State:
         ),
         jnp.full(batch, MAX_TOKENS, jnp.int32),
         jnp.zeros(batch, bool),
-        slots=64,
+        slots=128,
         max_output=MAX_TOKENS,
         tree=tree,
         greedy=True,
@@ -136,7 +136,7 @@ def test_one_sequence_alone_says_the_same(toy, vanilla, name):
 @pytest.mark.parametrize("name", BOTH_TREE_FIRST)
 def test_caches_and_draft_state_after_each_round_are_a_fresh_prefill_s(toy, name):
     """Lengths count committed tokens only, and every committed token has its true feature."""
-    tree, slots = TREES[name], 64
+    tree, slots = TREES[name], 128
     state = prefill(toy, toy.good, PROMPTS, LENGTHS, tree)
     for _ in range(5):
         state = decode(toy.target, toy.good, state, 1, 4, tree=tree, greedy=True)
