@@ -135,6 +135,7 @@ def test_pallas_equals_the_loop(
     if sinks is not None:
         options["sinks"] = jnp.asarray(sinks)
     if contiguous:
+        k, v = k.copy(), v.copy()
         for i in range(batch):
             k[i, :, lengths[i] + tail :] = v[i, :, lengths[i] + tail :] = 0 if dtype == "int8" else np.nan
     else:
