@@ -228,6 +228,8 @@ def generate(
 ) -> State:
     """Answers a batch of prompts without a host: for reinforcement learning and other loops inside a program.
 
+    On several TPU chips call it under `jax.set_mesh`: the attention kernel is split over the mesh that is set.
+
     Args:
         prompts: padded on the right. lengths: of each prompt, at least 1.
         tree: None is vanilla decoding, and the draft may then be None.

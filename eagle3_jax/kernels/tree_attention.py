@@ -57,8 +57,8 @@ def tree_attention(
         tail_mask: which of the m tail slots each query sees; None is causal with m = t. Every query sees one slot at
             least.
         page_table: int32, the page that holds each stretch of page_size slots; entries behind the tail may be anything.
-        window: a query sees only keys at its own position and the window - 1 before it. Of the tail the mask decides;
-            a causal tail (None) is cut as well.
+        window: a query sees only slots at its own position and the window - 1 before it. Slots of a tree's tail stand
+            behind their positions: what lies beyond the window there, the mask must leave out.
         positions: of the queries, for a window; the default is length + 0, 1, 2, ...
         sinks: a logit of each query head that takes part in its softmax and attends to nothing (gpt-oss).
         key_scale, value_scale: float32, what the entries of each KV head are to be multiplied by.
@@ -69,7 +69,7 @@ def tree_attention(
         In the queries' dtype; scores, softmax and sums are float32.
 
     Raises:
-        ValueError: shapes that do not belong together, or that the kernel cannot hold in VMEM.
+        ValueError: slots or pages that the kernel cannot read, or more than it can hold in VMEM; with the numbers.
     """
     implementation = implementation or ("pallas" if _device().platform == "tpu" else "xla")
     t = queries.shape[1]

@@ -95,16 +95,15 @@ def test_rounds_compile_for_a_tpu(tree, greedy, topology):
     state = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split if x.ndim == 4 else whole) for x in state]
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = jax.jit(decode, donate_argnums=1).lower(models, state)
-    assert "callback" not in lowered.as_text()
-    compiled = lowered.compile()
-    if not greedy:
-        return  # jaxlib cannot read this program back from libtpu
-    assert "tpu_custom_call" in (compiled.as_text() or "")  # attention is the Pallas kernel
-    memory: Any = compiled.memory_analysis()
+    program = lowered.as_text()
+    assert "callback" not in program
+    assert "tpu_custom_call" in program  # attention is the Pallas kernel
+    memory: Any = lowered.compile().memory_analysis()
     caches = sum(size(x) for x in state if x.ndim == 4) // len(devices)
     assert memory.alias_size_in_bytes >= caches  # written in place
-    # Beside the logits there is nothing large: no weights in another layout, none gathered from other devices.
-    assert memory.temp_size_in_bytes < 64 << 20
+    # Beside the logits, and where it samples their distributions, there is nothing large: no weights in another layout,
+    # none gathered from other devices.
+    assert memory.temp_size_in_bytes < (64 if greedy else 256) << 20
 
 
 def size(x: jax.ShapeDtypeStruct) -> int:
