@@ -103,7 +103,7 @@ def train(config: configs.RunConfig, target: Target | None = None) -> dict[str, 
     optimizer = make_optimizer(run, total)
     state = init_state(head_config, config.seed, teacher.rows, optimizer, mesh)
     del target, model, draw_teacher
-    train_step, eval_step = make_train_step(run, optimizer, mesh), make_eval_step(run)
+    train_step, eval_step = make_train_step(run, optimizer, mesh), make_eval_step(run, mesh)
     schedule = learning_rate(run, total)
 
     def evaluate(head: DraftHead) -> dict[str, Any]:

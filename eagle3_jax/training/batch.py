@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 # A leaf of a pytree: an array, or in its place a shape or a sharding.
 Leaf = Any
 
-TEACHER_SHARDING_RULES = ((r"embed|rows", P("model", None)),)
+TEACHER_SHARDING_RULES = ((r"embed|rows", P(("model", "data"), None)),)
 
 
 @jax.tree_util.register_dataclass

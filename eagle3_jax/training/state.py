@@ -10,17 +10,24 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax import P
+from jax.sharding import Mesh, use_abstract_mesh
 from jaxtyping import Array, Float
 
 from eagle3_jax.config import TrainConfig
 from eagle3_jax.mesh import replicated, shardings
 from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
-from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.training.batch import Batch, Leaf, Teacher
 from eagle3_jax.training.losses import ttt_loss
 
 Metrics = dict[str, Array]
+
+# Weights and moments lie split over the data axis too (FSDP): a step gathers a weight where it is used.
+STATE_SHARDING_RULES = (
+    (r"lm_head", P(("model", "data"), None)),
+    (r"attention/qkv|mlp/(gate|up)|(^|/)fc$", P("data", "model")),
+    (r"attention/o|mlp/down", P("model", "data")),
+)
 
 
 @jax.tree_util.register_dataclass
@@ -64,7 +71,7 @@ def init_state(
         head: Any = init_head(config, seed, rows)
         return TrainState(jnp.zeros((), jnp.int32), head, optimizer.init(head))
 
-    where = shardings(jax.eval_shape(build, rows), mesh, SHARDING_RULES)
+    where = shardings(jax.eval_shape(build, rows), mesh, STATE_SHARDING_RULES)
     return jax.jit(build, out_shardings=where)(rows)
 
 
@@ -76,25 +83,27 @@ def make_train_step(config: TrainConfig, optimizer: optax.GradientTransformation
 
     @functools.partial(jax.jit, donate_argnums=0)
     def train_step(state: TrainState, teacher: Teacher, batch: Batch) -> tuple[TrainState, Metrics]:
-        loss_and_gradients = jax.value_and_grad(ttt_loss, has_aux=True)
-        (loss, sums), gradients = loss_and_gradients(state.head, teacher, batch, config)
+        with use_abstract_mesh(mesh.abstract_mesh):  # over which kernels are split
+            loss_and_gradients = jax.value_and_grad(ttt_loss, has_aux=True)
+            (loss, sums), gradients = loss_and_gradients(state.head, teacher, batch, config)
         head: Any = state.head  # a pytree to optax
         updates, opt_state = optimizer.update(gradients, state.opt_state, head)
         head = optax.apply_updates(head, updates)
         sums = sums | {"loss": loss, "gradient_norm": optax.tree.norm(gradients)}
         new = TrainState(state.step + 1, head, opt_state)
         constrain = jax.lax.with_sharding_constraint
-        return constrain(new, shardings(new, mesh, SHARDING_RULES)), constrain(sums, replicated(mesh))
+        return constrain(new, shardings(new, mesh, STATE_SHARDING_RULES)), constrain(sums, replicated(mesh))
 
     return train_step
 
 
-def make_eval_step(config: TrainConfig) -> jax.stages.Wrapped:
+def make_eval_step(config: TrainConfig, mesh: Mesh) -> jax.stages.Wrapped:
     """The sums of `ttt_loss` on a batch, without gradients."""
 
     @jax.jit
     def eval_step(head: DraftHead, teacher: Teacher, batch: Batch) -> Metrics:
-        loss, sums = ttt_loss(head, teacher, batch, dataclasses.replace(config, remat=False))
+        with use_abstract_mesh(mesh.abstract_mesh):
+            loss, sums = ttt_loss(head, teacher, batch, dataclasses.replace(config, remat=False))
         return sums | {"loss": loss}
 
     return eval_step

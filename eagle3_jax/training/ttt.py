@@ -3,20 +3,25 @@
 At step i the pair at index t is (token t+1+i, the head's own output of step i-1 at the same t), just as when drafting
 from a prefix that ends at t. It attends the true features (step 0) up to t, and behind them one key of each later step
 at t itself. Tokens are the document's, so that all positions run in parallel.
+
+The steps are one loop, so that a program holds one of them whatever their number.
 """
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
+from eagle3_jax.kernels.ttt_attention import ttt_attention
 from eagle3_jax.models.draft import DraftHead
 from eagle3_jax.training.batch import Batch
 
-_HIGHEST = jax.lax.Precision.HIGHEST
-# Queries per block of the causal part: bounds the scores' memory, and skips what no query of the block may see.
-_QUERIES = 256
+# What all steps share: embeddings of the tokens, positions, documents.
+_Inputs = tuple[Array, Array, Array]
 
 
 def training_time_test(
@@ -33,120 +38,74 @@ def training_time_test(
         it holds garbage that no other position ever reads.
     """
     embeds = jax.lax.stop_gradient(embed)[batch.token_ids]
-    visible = _visible(batch.segment_ids)
-
-    def step(
-        head: DraftHead,
-        state: Array,
-        embeds: Array,
-        positions: Array,
-        keys: tuple[Array, ...],
-        values: tuple[Array, ...],
-    ) -> tuple[Array, Array, Array]:
-        added: list[Array] = []
-
-        def attend(q: Array, k: Array, v: Array) -> Array:
-            added.extend((k, v))
-            return ttt_attention(q, (*keys, k), (*values, v), visible)
-
-        state = head(embeds, state, positions, attend)
-        return state, added[0], added[1]
-
-    if remat:
-        step = jax.checkpoint(step)
-    state = head.fuse(batch.aux.astype(embed.dtype))
-    keys: tuple[Array, ...] = ()
-    values: tuple[Array, ...] = ()
-    outputs = []
-    for i in range(steps):
-        with jax.named_scope(f"ttt_step_{i}"):
-            state, k, v = step(head, state, _shift_left(embeds, 1 + i), batch.positions + i, keys, values)
-        keys, values = (*keys, k), (*values, v)
-        outputs.append(head.output_hidden(state))
-    return jnp.stack(outputs)
+    inputs = jnp.pad(embeds, ((0, 0), (0, steps), (0, 0))), batch.positions, batch.segment_ids
+    run: Any = _run_again_backwards if remat else _run
+    states = run(steps, head, head.fuse(batch.aux.astype(embed.dtype)), inputs)[0]
+    return head.output_hidden(states)
 
 
-def ttt_attention(
-    queries: Float[Array, "b t n d"],
-    keys: tuple[Float[Array, "b t k d"], ...],
-    values: tuple[Float[Array, "b t k d"], ...],
-    visible: Bool[Array, "b t t"],
-) -> Float[Array, "b t n d"]:
-    """softmax over the visible keys of step 0 and the key at the same index of each later step, in float32.
+def _run(steps: int, head: Any, state: Array, inputs: _Inputs) -> tuple[Array, Array, Array]:
+    """States after each step [steps, b, t, h], and keys and values of all steps [steps, b, t, k, d]."""
+    c = head.config
+    cache = jnp.zeros((steps, *state.shape[:2], c.num_key_value_heads, c.head_dim), state.dtype)
 
-    Args:
-        keys, values: of steps 0..i, the newest last. `visible` is a mask over those of step 0, nothing beyond the
-            diagonal, and must show every query its own.
-    """
-    block = jax.checkpoint(_attend_block)  # scores are cheaper to compute again than to keep
-    outputs = []
-    for start in range(0, queries.shape[1], _QUERIES):
-        rows, seen = slice(start, start + _QUERIES), slice(0, start + _QUERIES)
-        outputs.append(
-            block(
-                queries[:, rows],
-                keys[0][:, seen],
-                values[0][:, seen],
-                [k[:, rows] for k in keys[1:]],
-                [v[:, rows] for v in values[1:]],
-                visible[:, rows, seen],
-            )
-        )
-    return jnp.concatenate(outputs, axis=1)
+    def body(carry: tuple[Array, Array, Array], i: Array) -> tuple[tuple[Array, Array, Array], Array]:
+        state, keys, values = carry
+        state, key, value = _step(head, state, keys, values, inputs, i)
+        return (state, keys.at[i].set(key), values.at[i].set(value)), state
+
+    (_, keys, values), states = jax.lax.scan(body, (state, cache, cache), jnp.arange(steps))
+    return states, keys, values
 
 
-def _attend_block(
-    queries: Array,
-    keys: Array,
-    values: Array,
-    own_keys: list[Array],
-    own_values: list[Array],
-    visible: Array,
-) -> Array:
-    """Queries [b, t, n, d] against the causal keys [b, s, k, d] and their own of later steps, [b, t, k, d] each."""
-    b, t, n, d = queries.shape
-    s, kv_heads = keys.shape[1], keys.shape[2]
-    group = n // kv_heads
-    scale = d**-0.5
-    q = queries.reshape(b, t, kv_heads, group, d).transpose(0, 2, 3, 1, 4)  # [b, k, g, t, d]
-    flat = q.reshape(b, kv_heads, group * t, d)
-    scores = jnp.einsum("bkrd,bskd->bkrs", flat, keys, precision=_HIGHEST, preferred_element_type=jnp.float32)
-    scores = scores.reshape(b, kv_heads, group, t, s) * scale
-    scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    q32 = q.astype(jnp.float32)
-    own = [jnp.sum(q32 * _heads_first(k), axis=-1) * scale for k in own_keys]  # [b, k, g, t] each
-    top = jax.lax.stop_gradient(jnp.max(scores, axis=-1))
-    for score in own:
-        top = jnp.maximum(top, jax.lax.stop_gradient(score))
-    unnormed = jnp.exp(scores - top[..., None])
-    total = jnp.sum(unnormed, axis=-1)
-    attended = jnp.einsum(
-        "bkrs,bskd->bkrd",
-        unnormed.reshape(b, kv_heads, group * t, s).astype(values.dtype),
-        values,
-        precision=_HIGHEST,
-        preferred_element_type=jnp.float32,
-    ).reshape(q.shape)
-    for score, value in zip(own, own_values, strict=True):
-        weight = jnp.exp(score - top)
-        total += weight
-        attended += weight[..., None] * _heads_first(value)
-    attended /= total[..., None]
-    return attended.transpose(0, 3, 1, 2, 4).reshape(b, t, n, d).astype(queries.dtype)
+def _step(
+    head: DraftHead, state: Array, keys: Array, values: Array, inputs: _Inputs, i: Array
+) -> tuple[Array, Array, Array]:
+    """The state after step i, and the step's keys and values [b, t, k, d]; those in `keys`, `values` end before it."""
+    embeds, positions, segment_ids = inputs
+    added: list[Array] = []
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        added.extend((k, v))
+        return ttt_attention(q, keys.at[i].set(k), values.at[i].set(v), segment_ids, i)
+
+    following = jax.lax.dynamic_slice_in_dim(embeds, 1 + i, state.shape[1], axis=1)
+    state = head(following, state, positions + i, attend)
+    return state, added[0], added[1]
 
 
-def _heads_first(x: Array) -> Array:
-    """[b, t, k, d] -> float32 [b, k, 1, t, d]."""
-    return x.astype(jnp.float32).transpose(0, 2, 1, 3)[:, :, None]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run_again_backwards(steps: int, head: Any, state: Array, inputs: _Inputs) -> tuple[Array, Array, Array]:
+    """`_run`, of which the backward pass keeps states, keys and values and computes the rest again, step by step."""
+    return _run(steps, head, state, inputs)
 
 
-def _shift_left(x: Float[Array, "b t h"], by: int) -> Float[Array, "b t h"]:
-    """x[:, t + by] at t; zeros behind the row's end."""
-    by = min(by, x.shape[1])
-    return jnp.pad(x[:, by:], ((0, 0), (0, by), (0, 0)))
+def _forward(steps: int, head: Any, state: Array, inputs: _Inputs) -> tuple[tuple[Array, Array, Array], Any]:
+    outputs = _run(steps, head, state, inputs)
+    return outputs, (head, state, inputs, outputs)
 
 
-def _visible(segment_ids: Int[Array, "b t"]) -> Bool[Array, "b t t"]:
-    """Which keys of step 0 a query sees: those before it in its own document, and its own."""
-    t = jnp.arange(segment_ids.shape[1])
-    return (segment_ids[:, :, None] == segment_ids[:, None, :]) & (t[:, None] >= t[None, :])
+def _backward(steps: int, saved: Any, cotangents: tuple[Array, Array, Array]) -> tuple[Any, Array, None]:
+    head, state, inputs, (states, keys, values) = saved
+    before = jnp.concatenate([state[None], states[:-1]])
+
+    def body(carry: Any, step: tuple[Array, Array, Array]) -> tuple[Any, None]:
+        d_head, d_state, d_keys, d_values = carry
+        i, state, d_output = step
+        _, pull = jax.vjp(lambda head, x, k, v: _step(head, x, k, v, inputs, i), head, state, keys, values)
+        own = d_keys[i].astype(keys.dtype), d_values[i].astype(values.dtype)
+        more_head, d_state, more_keys, more_values = pull((d_state + d_output, *own))
+        d_head = jax.tree.map(jnp.add, d_head, more_head)
+        return (d_head, d_state, d_keys + more_keys, d_values + more_values), None
+
+    d_states, d_keys, d_values = cotangents
+    start = (
+        jax.tree.map(jnp.zeros_like, head),
+        jnp.zeros_like(state),
+        *(x.astype(jnp.float32) for x in (d_keys, d_values)),
+    )
+    (d_head, d_state, *_), _ = jax.lax.scan(body, start, (jnp.arange(steps), before, d_states), reverse=True)
+    return d_head, d_state, None
+
+
+_run_again_backwards.defvjp(_forward, _backward)

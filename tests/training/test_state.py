@@ -53,18 +53,18 @@ def test_a_mesh_computes_what_one_device_computes(run):
 
 def test_the_state_stays_where_it_lies(run):
     state, _, mesh = run(4, 2)
-    assert tuple(state.head.attention.qkv[...].sharding.spec)[:2] == (None, "model")
+    assert tuple(state.head.attention.qkv[...].sharding.spec)[:2] == ("data", "model")
     moments = optax.tree.get(state.opt_state, "mu")
-    assert tuple(moments.attention.qkv[...].sharding.spec)[:2] == (None, "model")
-    assert state.head.mlp.down[...].addressable_shards[0].data.shape[0] == state.head.mlp.down[...].shape[0] // 2
+    assert tuple(moments.attention.qkv[...].sharding.spec)[:2] == ("data", "model")
+    assert state.head.mlp.down[...].addressable_shards[0].data.size == state.head.mlp.down[...].size // 8
     assert mesh.shape == {"data": 4, "model": 2}
 
 
 def test_a_step_counts_and_its_loss_falls(run, teacher, make_batch):
-    state, sums, _ = run(1, 1)
+    state, sums, mesh = run(1, 1)
     assert state.step == 2
     batch = make_batch([[6, 9], [16], [4, 4, 4], [12]], 16)
-    after = make_eval_step(CONFIG)(jax.device_get(state.head), teacher, batch)
+    after = make_eval_step(CONFIG, mesh)(jax.device_get(state.head), teacher, batch)
     assert after["loss"] < sums["loss"]
 
 
@@ -133,10 +133,9 @@ from jax.experimental import topologies
 from eagle3_jax.config import MeshConfig, TrainConfig
 from eagle3_jax.mesh import batch_sharding, make_mesh, shardings
 from eagle3_jax.models.draft import DraftHeadConfig
-from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.training.batch import Batch, Teacher, TEACHER_SHARDING_RULES
 from eagle3_jax.training.optimizer import make_optimizer
-from eagle3_jax.training.state import TrainState, init_head, make_train_step
+from eagle3_jax.training.state import STATE_SHARDING_RULES, TrainState, init_head, make_train_step
 
 devices = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x1").devices
 mesh = make_mesh(MeshConfig(data=2, model=2), devices)
@@ -157,7 +156,7 @@ def build(rows):
 
 shape = jax.ShapeDtypeStruct
 state = jax.eval_shape(build, shape((DV, H), jnp.bfloat16))
-state = spec(state, shardings(state, mesh, SHARDING_RULES))
+state = spec(state, shardings(state, mesh, STATE_SHARDING_RULES))
 teacher = Teacher(shape((V, H), jnp.bfloat16), shape((DV, H), jnp.bfloat16), shape((V,), jnp.int32))
 teacher = spec(teacher, shardings(teacher, mesh, TEACHER_SHARDING_RULES))
 integers = shape((B, T), jnp.int32, sharding=batch_sharding(mesh))
@@ -168,6 +167,7 @@ with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
 text = compiled.as_text()
 assert "input_output_alias" in text, "the state is not donated"
 assert "all-reduce" in text, "gradients are not summed over the data axis"
+assert "tpu_custom_call" in text, "attention is not the kernel"
 print("compiled", compiled.memory_analysis().temp_size_in_bytes)
 """
 

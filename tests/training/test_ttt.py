@@ -11,7 +11,6 @@ from flax import nnx
 from eagle3_jax.decoding.tree import feed
 from eagle3_jax.models.draft import Draft
 from eagle3_jax.models.llama import Llama, LlamaConfig
-from eagle3_jax.training import ttt
 from eagle3_jax.training.ttt import training_time_test
 
 STEPS = 5
@@ -99,13 +98,6 @@ def test_packed_documents_do_not_see_each_other(head, target, make_batch):
         kept = 6 - 1 - i, 9 - 1 - i  # where token t+1+i is still in the document
         np.testing.assert_allclose(packed[i, 0, : kept[0]], alone[i, 0, : kept[0]], rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(packed[i, 0, 6 : 6 + kept[1]], alone[i, 1, : kept[1]], rtol=1e-4, atol=1e-5)
-
-
-def test_blocks_of_queries_change_nothing(head, target, make_batch, monkeypatch):
-    batch = make_batch([[6, 9], [17]], 20)
-    whole = training_time_test(head, target.embed[...], batch, STEPS)
-    monkeypatch.setattr(ttt, "_QUERIES", 8)
-    np.testing.assert_allclose(training_time_test(head, target.embed[...], batch, STEPS), whole, rtol=1e-4, atol=1e-5)
 
 
 def test_rematerialisation_changes_neither_values_nor_gradients(head, target, make_batch):
