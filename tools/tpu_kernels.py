@@ -11,7 +11,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-Program = tuple[Callable[..., Any], list[tuple[tuple[int, ...], Any]]]  # a function; shape and dtype of its arguments
+import tpu_peers
+from tpu_peers import Program
+
+STATIC_PROFILE = "static profile"
+BUNDLES = "bundles x trips"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,11 +23,13 @@ class Case(abc.ABC):
     """One program.
 
     Attributes:
-        kernel: its name. floor_bytes: that it must move between HBM and the chip, at the least.
+        kernel: its name. method: how its cycles are found, see tools/tpu_profile.py.
+        floor_bytes: that it must move between HBM and the chip, at the least.
         operations: multiplications and additions of its matrix products. sizes: as they are printed.
     """
 
     kernel: str
+    method: str = STATIC_PROFILE
 
     @property
     @abc.abstractmethod
@@ -52,6 +58,7 @@ class Attention(Case):
     batch: int = 4
     head_dim: int = 128
     keys: int = 4096
+    page: int = 256
     dtype: str = "bfloat16"
 
     @property
@@ -68,13 +75,29 @@ class Attention(Case):
     def sizes(self) -> str:
         return f"{self.nodes} nodes, {self.query_heads}/{self.kv_heads}"
 
-    def program(self) -> Program:
-        return ATTENTION[self.kernel](self)
-
     @property
     def rows(self) -> int:
         """Of the matrix of a KV head, query heads and nodes folded as ours has them."""
         return self.query_heads // self.kv_heads * self.nodes
+
+    @property
+    def cache(self) -> tuple[int, ...]:
+        """Shape of the keys and of the values, as ours has them."""
+        return (self.batch * self.keys // self.page, self.kv_heads, self.page, self.head_dim)
+
+    def plan(self) -> Any:
+        """How our kernel cuts its work, with the lengths baked in."""
+        import jax.numpy as jnp
+
+        from eagle3_jax.kernels import tree_attention
+
+        dtype = jnp.dtype(self.dtype)
+        queries = (self.batch, self.nodes, self.query_heads, self.head_dim)
+        pages, length = self.keys // self.page, self.keys - self.nodes
+        return tree_attention.plan(queries, self.cache, (dtype, dtype), tail=self.nodes, pages=pages, length=length)
+
+    def program(self) -> Program:
+        return ATTENTION[self.kernel](self)
 
 
 def _tree(case: Attention) -> Program:
@@ -86,72 +109,36 @@ def _causal(case: Attention) -> Program:
 
 
 def _ours(case: Attention, *, causal: bool) -> Program:
-    """The kernel itself, on queries that are folded already, with the lengths baked in."""
-    import jax.numpy as jnp
-
+    """The kernel itself, on queries that are folded already."""
     from eagle3_jax.kernels import tree_attention, tree_attention_tpu
 
-    c, page = case, 256
-    cache = (c.batch * c.keys // page, c.kv_heads, page, c.head_dim)
-    shape = tree_attention.plan(
-        (c.batch, c.nodes, c.query_heads, c.head_dim),
-        cache,
-        (jnp.dtype(c.dtype), jnp.dtype(c.dtype)),
-        tail=c.nodes,
-        pages=c.keys // page,
-        length=c.keys - c.nodes,
-    )
-    shapes = [
+    c, shape = case, case.plan()
+    arguments = [
         ((c.batch, c.kv_heads, shape.group * shape.nodes, c.head_dim), c.dtype),
-        (cache, c.dtype),
-        (cache, c.dtype),
+        (c.cache, c.dtype),
+        (c.cache, c.dtype),
         ((c.batch, shape.pages), "int32"),
         ((c.batch,), "int32"),
     ]
     if not causal:
-        shapes.append(((c.batch, shape.nodes, shape.words), "int32"))
+        arguments.append(((c.batch, shape.nodes, shape.words), "int32"))
 
     def attend(q: Any, k: Any, v: Any, table: Any, lengths: Any, *bits: Any) -> Any:
         return tree_attention_tpu.attend(shape, q, k, v, table, lengths, *bits, vmem_limit=tree_attention.VMEM_LIMIT)
 
-    return attend, shapes
-
-
-def _flash(case: Attention) -> Program:
-    """JAX's own kernel on folded rows, the tree as a bias."""
-    from jax.experimental.pallas.ops.tpu import flash_attention as flash
-
-    c = case
-    sizes = flash.BlockSizes(block_q=min(c.rows, 256), block_k_major=1024, block_k=1024, block_b=1)
-    q, kv = (c.batch, c.kv_heads, c.rows, c.head_dim), (c.batch, c.kv_heads, c.keys, c.head_dim)
-
-    def attend(q: Any, k: Any, v: Any, bias: Any) -> Any:
-        return flash.flash_attention(q, k, v, bias, sm_scale=c.head_dim**-0.5, block_sizes=sizes)
-
-    return attend, [(q, c.dtype), (kv, c.dtype), (kv, c.dtype), ((c.batch, c.kv_heads, c.rows, c.keys), "float32")]
-
-
-def _xla(case: Attention) -> Program:
-    """Plain operations on folded rows, under a mask of every slot."""
-    import jax
-    import jax.numpy as jnp
-
-    c = case
-    q, kv = (c.batch, c.kv_heads, c.rows, c.head_dim), (c.batch, c.kv_heads, c.keys, c.head_dim)
-
-    def attend(q: Any, k: Any, v: Any, mask: Any) -> Any:
-        scores = jnp.einsum("bkrd,bksd->bkrs", q, k, preferred_element_type=jnp.float32) * c.head_dim**-0.5
-        weights = jax.nn.softmax(jnp.where(mask[:, None], scores, -1e30), axis=-1)
-        return jnp.einsum("bkrs,bksd->bkrd", weights.astype(v.dtype), v)
-
-    return attend, [(q, c.dtype), (kv, c.dtype), (kv, c.dtype), ((c.batch, c.rows, c.keys), "bool")]
+    # Blocks of the prefix have code of their own, and those that hold the tail, one for each tile of a sequence.
+    tiles, steps = c.batch * shape.nodes // shape.tile, -(-shape.pages // shape.step)
+    return Program(attend, arguments, {"tree_attention": [tiles * (steps - 1), tiles]})
 
 
 ATTENTION: dict[str, Callable[[Attention], Program]] = {
     "tree_attention": _tree,
     "tree_attention causal": _causal,
-    "jax flash_attention, dense bias": _flash,
-    "xla, dense mask": _xla,
+    "jax flash_attention, dense bias": tpu_peers.flash,
+    "xla, dense mask": tpu_peers.xla,
+    "jax paged_attention": tpu_peers.paged,
+    "jax ragged_paged_attention": tpu_peers.ragged,
+    "tpu-inference RPA v3": tpu_peers.ragged_v3,
 }
 
 CASES: list[Case] = [
@@ -162,4 +149,15 @@ CASES: list[Case] = [
     Attention("tree_attention", query_heads=8, kv_heads=1),  # 70B over 8 chips
     Attention("jax flash_attention, dense bias"),
     Attention("xla, dense mask"),
+    # Those that read their lengths at run time, and ours counted in the same way.
+    Attention("tree_attention", BUNDLES),
+    Attention("tree_attention causal", BUNDLES),
+    Attention("jax ragged_paged_attention", BUNDLES),
+    Attention("tpu-inference RPA v3", BUNDLES),
+    Attention("tree_attention", BUNDLES, nodes=16),
+    Attention("jax ragged_paged_attention", BUNDLES, nodes=16),
+    Attention("tpu-inference RPA v3", BUNDLES, nodes=16),
+    Attention("tree_attention causal", BUNDLES, nodes=1),
+    Attention("jax paged_attention", BUNDLES, nodes=1),
+    Attention("tpu-inference RPA v3", BUNDLES, nodes=1),
 ]

@@ -1,12 +1,17 @@
-"""Static cycles of the TPU kernels, without a TPU: compiled ahead of time, simulated by libtpu's scheduler.
+"""Cycles of the TPU kernels, without a TPU: compiled ahead of time, counted by libtpu's scheduler.
 
     .venv/bin/python tools/tpu_profile.py [--chips v6e,v5e] [--json FILE] [--baseline FILE]
 
-Each row is one program of tools/tpu_kernels.py, compiled in a process of its own (what the simulator cannot model ends
-the process). Lengths are baked in, because the simulator takes loops and branches over run-time values for nothing. Its
-model of the memory is optimistic: reads and writes do not contend, and a copy may run above the chip's bandwidth. The
-microseconds here are therefore the larger of cycles / clock and bytes / bandwidth; the clocks are assumed, and nothing
-was ever compared with a real TPU. Good for comparing kernels with each other and a kernel with itself.
+Each row is one program of tools/tpu_kernels.py, compiled in a process of its own. Its cycles are one of these:
+
+- "static profile": libtpu's simulation of the program, waits for copies included. It takes loops and branches over
+  run-time values for nothing, so lengths are baked in, and it ends the process where it has no model. Its memory is
+  optimistic: reads and writes do not contend, and a copy may run above the chip's bandwidth.
+- "bundles x trips": instructions of the stretches of code that have matrix products, times how often each runs. Nothing
+  waits for a copy or starts one. For kernels that the simulation cannot follow, to be compared with each other only.
+
+The microseconds are the larger of cycles / clock and bytes / bandwidth; the clocks are assumed, and nothing was ever
+compared with a real TPU. Good for comparing kernels with each other and a kernel with itself.
 
 With --baseline, rows are compared with those of an earlier --json; one that takes 3 % more cycles is an error.
 """
@@ -15,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -24,9 +30,13 @@ import sys
 import tempfile
 from typing import Any
 
-from tpu_kernels import CASES, Case
+from tpu_kernels import BUNDLES, CASES, STATIC_PROFILE, Case
 
-FLAG = "--xla_jf_dump_static_llo_profile_to"
+FLAGS = {
+    STATIC_PROFILE: "--xla_jf_dump_static_llo_profile_to={folder}",
+    BUNDLES: "--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+    " --xla_jf_dump_llo_pass_label_regex=.*final_bundles.*",
+}
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -35,9 +45,10 @@ ENVIRONMENT = {
     "TPU_WORKER_ID": "0",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
+SECONDS = 300  # for one program
 MOST_MORE = 1.03
 # What a row measures; the rest of it says what of.
-FIGURES = {"cycles", "microseconds", "floor_microseconds", "compute_floor_microseconds", "share"}
+FIGURES = {"cycles", "microseconds", "floor_microseconds", "compute_floor_microseconds", "share", "reason"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +88,7 @@ def main() -> None:
     if unknown := set(chips) - CHIPS.keys():
         parser.error(f"--chips: got {', '.join(sorted(unknown))}, expected some of {', '.join(CHIPS)}")
     rows = []
-    print(f"{'kernel':34}{'sizes':18}{'chip':>6}{'cycles':>9}{'us':>8}{'floor':>8}{'share':>7}")
+    print(f"{'kernel':34}{'sizes':18}{'chip':>6}{'cycles':>9}{'us':>8}{'floor':>8}{'share':>7}  method")
     for chip in chips:
         for number, case in enumerate(CASES):
             if case.kernel.startswith(arguments.kernels):
@@ -93,8 +104,8 @@ def main() -> None:
 
 
 def measure(name: str, case: Case, command: list[str]) -> dict[str, Any]:
-    """One row, of what `command` compiles; cycles are None where the simulator has no model of the program."""
-    chip, cycles = CHIPS[name], static_cycles(command)
+    """One row, of what `command` compiles; without cycles it has a reason."""
+    chip, (cycles, reason) = CHIPS[name], count(case.method, command)
     floor = case.floor_bytes / chip.gigabytes / 1e3
     microseconds = None if cycles is None else max(cycles / chip.gigahertz / 1e3, floor)
     return dataclasses.asdict(case) | {
@@ -104,15 +115,16 @@ def measure(name: str, case: Case, command: list[str]) -> dict[str, Any]:
         "floor_microseconds": floor,
         "compute_floor_microseconds": case.operations / chip.teraflops / 1e6,
         "share": None if microseconds is None else floor / microseconds,
+        "reason": reason,
     }
 
 
 def line(case: Case, row: dict[str, Any]) -> str:
     begin = f"{case.kernel:34}{case.sizes:18}{row['chip']:>6}"
     if row["cycles"] is None:
-        return f"{begin}{'not modelled':>17}{row['floor_microseconds']:8.1f}"
+        return f"{begin}{'-':>9}{'-':>8}{row['floor_microseconds']:8.1f}{'-':>7}  {row['reason']}"
     figures = (row["microseconds"], row["floor_microseconds"])
-    return f"{begin}{row['cycles']:9}" + "".join(f"{x:8.1f}" for x in figures) + f"{row['share']:7.0%}"
+    return f"{begin}{row['cycles']:9}" + "".join(f"{x:8.1f}" for x in figures) + f"{row['share']:7.0%}  {case.method}"
 
 
 def regressions(rows: list[dict[str, Any]], baseline: list[dict[str, Any]]) -> list[str]:
@@ -130,39 +142,79 @@ def regressions(rows: list[dict[str, Any]], baseline: list[dict[str, Any]]) -> l
     return found
 
 
-def static_cycles(command: list[str]) -> int | None:
-    """Cycles of the program's operations, but for copies of its arguments into the layouts that it wants."""
+def count(method: str, command: list[str]) -> tuple[int | None, str | None]:
+    """Cycles of the program that `command` compiles, or why there are none."""
     with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | ENVIRONMENT | {"LIBTPU_INIT_ARGS": f"{FLAG}={folder}"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-        if done.returncode > 0:  # an exception; the simulator's own failures are signals
-            sys.exit(done.stderr)
+        environment = os.environ | ENVIRONMENT | {"LIBTPU_INIT_ARGS": FLAGS[method].format(folder=folder)}
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            return None, f"does not compile: more than {SECONDS} seconds"
+        if done.returncode > 0:
+            errors = re.findall(r"^[\w.]+(?:Error|Exception)\b.*", done.stderr, re.MULTILINE)
+            return None, f"does not compile: {errors[-1] if errors else done.stderr[-200:]}"
+        if method == STATIC_PROFILE:  # whose failures are signals
+            cycles = static_profile(pathlib.Path(folder)) if done.returncode == 0 else None
+            return cycles, None if cycles else "not modelled"
         if done.returncode < 0:
-            return None
-        total = 0
-        for path in pathlib.Path(folder).glob("*.textproto"):
-            for operation in path.read_text().split("hlo_op_estimate {")[1:]:
-                name = re.search(r'hlo_op_name: "([^"]+)"', operation)
-                cycles = re.search(r"estimated_cycles: (-?\d+)", operation)
-                if name and cycles and not re.fullmatch(r"copy[.\d]*", name[1]):
-                    total += int(cycles[1])
-        return total or None
+            return None, f"does not compile: signal {-done.returncode}"
+        return bundles(pathlib.Path(folder), json.loads(done.stdout.splitlines()[-1]))
 
 
-def compile_case(chip: Chip, case: Case) -> None:
-    """Compiles one program; runs in the child, where libtpu leaves its profile."""
+def static_profile(folder: pathlib.Path) -> int | None:
+    """Of the program's operations, but for copies of its arguments into the layouts that it wants."""
+    total = 0
+    for path in folder.glob("*.textproto"):
+        for operation in path.read_text().split("hlo_op_estimate {")[1:]:
+            name = re.search(r'hlo_op_name: "([^"]+)"', operation)
+            cycles = re.search(r"estimated_cycles: (-?\d+)", operation)
+            if name and cycles and not re.fullmatch(r"copy[.\d]*", name[1]):
+                total += int(cycles[1])
+    return total or None
+
+
+def bundles(folder: pathlib.Path, trips: dict[str, list[int]]) -> tuple[int | None, str | None]:
+    """Of the stretches of code with matrix products, each times how often it runs; one ends where a branch may land."""
+    total = 0
+    for name, times in trips.items():
+        sizes = []
+        for path in folder.glob(f"*-{name}*-final_bundles.txt"):
+            if "schedule-analysis" in path.name:
+                continue
+            code = re.split(r"^ *0x[0-9a-f]+ (?=[A-Z]{2}:)", path.read_text(), flags=re.MULTILINE)
+            sizes += [
+                1 + len(re.findall(r"^ *0x[0-9a-f]+ ", stretch, re.MULTILINE))
+                for stretch in code
+                if "vmatmul" in stretch
+            ]
+        if len(sizes) != len(times):
+            return None, f"stretches with matrix products: got {sizes} bundles, expected {len(times)} stretches"
+        total += sum(size * trip for size, trip in zip(sizes, times, strict=True))
+    return total, None
+
+
+@functools.cache
+def mesh(chip: Chip) -> Any:
+    """Of one device of this kind, which need not be there."""
     import jax
     import numpy as np
     from jax.experimental import topologies
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     devices = topologies.get_topology_desc(platform="tpu", topology_name=chip.topology).devices
-    mesh = Mesh(np.array(devices[:1]), ("model",))
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        function, shapes = case.program()
-        place = NamedSharding(mesh, PartitionSpec())
-        arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape, dtype in shapes]
-        jax.jit(function).lower(*arguments).compile()
+    return jax.sharding.Mesh(np.array(devices[:1]), ("model",))
+
+
+def compile_case(chip: Chip, case: Case) -> None:
+    """Compiles one program and prints its trips; runs in the child, where libtpu leaves its profile or its code."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    place = NamedSharding(mesh(chip), PartitionSpec())
+    with jax.sharding.use_abstract_mesh(place.mesh.abstract_mesh):
+        program = case.program()
+        arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape, dtype in program.arguments]
+        jax.jit(program.function).lower(*arguments).compile()
+    print(json.dumps(program.trips))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ tree and the drafting of it (EAGLE3_SPEC section 5.2).
 from __future__ import annotations
 
 import functools
+import importlib.resources
+import json
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -22,12 +24,13 @@ Implementation = Literal["xla", "pallas"]
 
 # VMEM that a kernel may use, of at least 64 MiB that TPUs since v5e have.
 VMEM_LIMIT = 56 << 20
-# How the kernel's work is cut, by static profiles (tools/tpu_profile.py).
-_KEYS_PER_STEP = 8192  # over all KV heads, at most
-_KEYS_PER_HEAD = 2048
-_SCORES_PER_ITEM = {"TPU v6 lite": 256 * 1024}
-_SCORES_PER_ITEM_ELSEWHERE = 128 * 1024
-_ROWS = 512  # of a tile, all query heads of a KV head together, at most
+# How the kernel's work is cut, by the kind of chip, "default" elsewhere; tools/tpu_tune.py chooses. At most: keys of a
+# grid step over all KV heads, those of one head in it, scores of an item, and rows of a tile, all query heads of a KV
+# head together.
+BLOCKS: dict[str, dict[str, int]] = json.loads(
+    (importlib.resources.files("eagle3_jax.kernels") / "tree_attention_blocks.json").read_text()
+)
+_ITEM = 512  # keys of an item, at least: the fixed costs of narrower ones outweigh what they save
 _NODES = 16  # nodes come in multiples of this: the rows of a bfloat16 tile
 
 
@@ -241,11 +244,12 @@ def plan(
         raise ValueError(f"{what}: got {slots}, expected a multiple of {tpu.LANES} for the TPU kernel")
     pages = pages or slots // page_size
     nodes = -(-t // _NODES) * _NODES
-    tile = min(nodes, max(_NODES, _ROWS // group // _NODES * _NODES))
+    blocks = BLOCKS.get(_device().device_kind, BLOCKS["default"])
+    tile = min(nodes, max(_NODES, blocks["rows"] // group // _NODES * _NODES))
     piece = math.gcd(page_size, 256)
-    step = min(pages, max(1, min(_KEYS_PER_HEAD, _KEYS_PER_STEP // kv_heads) // page_size))
-    scores = _SCORES_PER_ITEM.get(_device().device_kind, _SCORES_PER_ITEM_ELSEWHERE)
-    width = max(piece, min(scores // (group * tile), step * page_size) // piece * piece)
+    step = min(pages, max(1, min(blocks["keys_per_head"], blocks["keys_per_step"] // kv_heads) // page_size))
+    item = max(_ITEM, blocks["scores_per_item"] // (group * tile))
+    width = max(piece, min(item, step * page_size) // piece * piece)
     while step * page_size % width:  # a block is a whole number of items
         width -= piece
     shape = tpu.Shape(

@@ -1,5 +1,7 @@
 """The kernel for real chips, where there are none: it compiles, and moves no more than it must."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from eagle3_jax.kernels.tree_attention import plan, tree_attention
+from eagle3_jax.kernels.tree_attention import BLOCKS, plan, tree_attention
 from eagle3_jax.kernels.tree_attention_tpu import bytes_moved
 
 pytest.importorskip("libtpu")
@@ -18,11 +20,15 @@ MODELS = {"llama31-8b, qwen3-8b": (32, 8), "llama33-70b over 8": (8, 1)}
 SLOTS = 4096
 
 
+def one(chip):
+    """A mesh of one device."""
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip]).devices
+    return Mesh(np.array(devices[:1]), ("model",))
+
+
 def compiled(chip, heads, *, batch=4, nodes=64, page_size=256, causal=False, dtype=jnp.bfloat16, head_dim=128):
     """HLO of what the engine calls, compiled for one chip."""
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip]).devices
-    mesh = Mesh(np.array(devices[:1]), ("model",))
-    pages = SLOTS // page_size
+    mesh, pages = one(chip), SLOTS // page_size
 
     def argument(shape, dtype):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
@@ -78,6 +84,20 @@ def test_compiles(chip, heads):
 )
 def test_compiles_in_every_form(options):
     assert "tpu_custom_call" in compiled("v6e", (8, 2), **options)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_each_chip_has_block_sizes_that_fit(chip):
+    """Its own row of the table, which is kept; what it makes of these shapes, `plan` would refuse beyond VMEM."""
+    mesh = one(chip)
+    row = BLOCKS[mesh.devices.flat[0].device_kind]
+    assert row.keys() == BLOCKS["default"].keys() == {"keys_per_step", "keys_per_head", "scores_per_item", "rows"}
+    for (n, k), nodes, dtype in itertools.product(MODELS.values(), (16, 64), (jnp.bfloat16, jnp.float32)):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            shape = plan((4, nodes, n, 128), (64, k, 256, 128), (dtype, dtype), tail=nodes, pages=16)
+        assert shape.block <= min(row["keys_per_head"], row["keys_per_step"] // k)
+        assert shape.rows <= row["rows"]
+        assert shape.width <= max(512, row["scores_per_item"] // shape.rows)
 
 
 @pytest.mark.parametrize("heads", MODELS.values(), ids=MODELS)

@@ -1,0 +1,166 @@
+"""Attention as others do it, for tools/tpu_kernels.py: plain XLA, the kernels that JAX ships, and tpu-inference's.
+
+Their block sizes are the best of a few that were tried on v6e. None of them takes a tree of draft tokens but flash
+attention, as a bias of every score; the others attend causally.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import subprocess
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tpu_kernels import Attention
+
+TPU_INFERENCE = "tpu-inference==0.32.0"
+VMEM_LIMIT = 56 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What is compiled.
+
+    Attributes:
+        arguments: shape and dtype of each.
+        trips: by the beginning of a custom call's name, how often each of its stretches of code with matrix products
+            runs, in their order; where the cycles are to be counted so.
+    """
+
+    function: Any
+    arguments: list[tuple[tuple[int, ...], Any]]
+    trips: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+
+
+def flash(case: Attention) -> Program:
+    """JAX's own kernel on rows folded as ours are, the tree as a bias."""
+    from jax.experimental.pallas.ops.tpu import flash_attention as jax_flash
+
+    c = case
+    sizes = jax_flash.BlockSizes(block_q=min(c.rows, 256), block_k_major=1024, block_k=1024, block_b=1)
+    q, kv = (c.batch, c.kv_heads, c.rows, c.head_dim), (c.batch, c.kv_heads, c.keys, c.head_dim)
+
+    def attend(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        return jax_flash.flash_attention(q, k, v, bias, sm_scale=c.head_dim**-0.5, block_sizes=sizes)
+
+    bias = ((c.batch, c.kv_heads, c.rows, c.keys), "float32")
+    return Program(attend, [(q, c.dtype), (kv, c.dtype), (kv, c.dtype), bias])
+
+
+def xla(case: Attention) -> Program:
+    """Plain operations on folded rows, under a mask of every slot."""
+    import jax
+    import jax.numpy as jnp
+
+    c = case
+    q, kv = (c.batch, c.kv_heads, c.rows, c.head_dim), (c.batch, c.kv_heads, c.keys, c.head_dim)
+
+    def attend(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        scores = jnp.einsum("bkrd,bksd->bkrs", q, k, preferred_element_type=jnp.float32) * c.head_dim**-0.5
+        weights = jax.nn.softmax(jnp.where(mask[:, None], scores, -1e30), axis=-1)
+        return jnp.einsum("bkrs,bksd->bkrd", weights.astype(v.dtype), v)
+
+    return Program(attend, [(q, c.dtype), (kv, c.dtype), (kv, c.dtype), ((c.batch, c.rows, c.keys), "bool")])
+
+
+def paged(case: Attention) -> Program:
+    """JAX's own kernel for one token of each sequence."""
+    from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
+
+    c, pages = case, case.keys // case.page
+    cache = ((c.kv_heads, c.batch * pages, c.page, c.head_dim), c.dtype)
+    arguments = [
+        ((c.batch, c.query_heads, c.head_dim), c.dtype),
+        cache,
+        cache,
+        ((c.batch,), "int32"),
+        ((c.batch, pages), "int32"),
+    ]
+
+    def attend(q: Any, k: Any, v: Any, lengths: Any, table: Any) -> Any:
+        return paged_attention(q, k, v, lengths, table, pages_per_compute_block=pages)
+
+    return Program(attend, arguments, {"paged_attention": [c.batch * c.kv_heads]})
+
+
+def ragged(case: Attention) -> Program:
+    """JAX's own kernel for new tokens of several sequences in a row, causal."""
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+
+    c, pages, keys = case, case.keys // case.page, 2048
+    arguments = [
+        ((c.batch * c.nodes, c.query_heads, c.head_dim), c.dtype),
+        ((c.batch * pages, c.page, 2 * c.kv_heads, c.head_dim), c.dtype),
+        ((c.batch,), "int32"),
+        ((c.batch, pages), "int32"),
+        ((c.batch + 1,), "int32"),
+        ((1,), "int32"),
+    ]
+
+    def attend(*operands: Any) -> Any:
+        return ragged_paged_attention(
+            *operands,
+            sm_scale=c.head_dim**-0.5,
+            num_kv_pages_per_block=keys // c.page,
+            num_queries_per_block=c.nodes,
+            vmem_limit_bytes=VMEM_LIMIT,
+        )
+
+    return Program(attend, arguments, {"ragged_paged_attention": [c.batch * c.keys // keys]})
+
+
+def ragged_v3(case: Attention) -> Program:
+    """tpu-inference's kernel for the same, which writes the new keys and values too."""
+    import jax
+
+    ragged_paged_attention = _tpu_inference(jax.sharding.get_abstract_mesh().abstract_device.device_kind)
+    c, pages, keys = case, case.keys // case.page, 2048
+    new = (c.batch * c.nodes, c.kv_heads, c.head_dim)
+    arguments = [
+        ((c.batch * c.nodes, c.query_heads, c.head_dim), c.dtype),
+        (new, c.dtype),
+        (new, c.dtype),
+        ((c.batch * pages, c.page, c.kv_heads, 2, c.head_dim), c.dtype),
+        ((c.batch,), "int32"),
+        ((c.batch * pages,), "int32"),
+        ((c.batch + 1,), "int32"),
+        ((3,), "int32"),
+    ]
+
+    # Two calls: one for sequences with one new token, one for all others. The one that has nothing to do stays small.
+    sizes, idle = (c.nodes, c.keys, c.nodes, keys), (1, c.page, 1, c.page)
+    name, chosen = (
+        ("RPAd", {"d_block_sizes": sizes, "m_block_sizes": idle})
+        if c.nodes == 1
+        else ("RPAm", {"d_block_sizes": idle, "m_block_sizes": sizes})
+    )
+
+    def attend(*operands: Any) -> Any:
+        return ragged_paged_attention(*operands, sm_scale=c.head_dim**-0.5, vmem_limit_bytes=VMEM_LIMIT, **chosen)
+
+    return Program(attend, arguments, {name: [c.batch * c.keys // keys]})
+
+
+def _tpu_inference(device_kind: str) -> Any:
+    """`ragged_paged_attention` v3 from the wheel, downloaded once, without its package around it."""
+    folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "eagle3_jax/wheels"
+    if not (wheels := list(folder.glob("tpu_inference-*.whl"))):
+        download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, TPU_INFERENCE]
+        subprocess.run(download, check=True)
+        wheels = list(folder.glob("tpu_inference-*.whl"))
+    names = "tpu_inference", "kernels", "ragged_paged_attention", "v3"
+    for end in range(1, len(names) + 1):
+        package = types.ModuleType(".".join(names[:end]))
+        package.__path__ = ["/".join([str(wheels[0]), *names[:end]])]
+        sys.modules[package.__name__] = package
+    from tpu_inference.kernels.ragged_paged_attention.v3 import util  # pyright: ignore[reportMissingImports]
+
+    # It asks the first device of the process, which is no TPU here.
+    util.get_tpu_version = lambda: {"TPU v5 lite": 5, "TPU v5": 5, "TPU v6 lite": 6, "TPU7x": 7}[device_kind]
+    from tpu_inference.kernels.ragged_paged_attention.v3 import kernel  # pyright: ignore[reportMissingImports]
+
+    return kernel.ragged_paged_attention
