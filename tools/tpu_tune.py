@@ -78,20 +78,18 @@ def tune(chip: str) -> Row:
     present = table.get(kind(chip), table["default"])
     before = times(present)
     rows = [dict(zip(VALUES, values, strict=True)) for values in itertools.product(*VALUES.values())]
-    found = {json.dumps(row): times(row) for row in rows if fits(chip, row)}
-    best = min(found, key=lambda row: ratio(found[row], before))
-    better = ratio(found[best], before) < MOST
+    found = [(row, times(row)) for row in rows if fits(chip, row)]
+    best, after = min(found, key=lambda pair: ratio(pair[1], before))
+    better = ratio(after, before) < MOST
     report(chip, present, before, "present")
-    report(chip, json.loads(best), found[best], "best, taken" if better else "best, not taken")
-    return json.loads(best) if better else present
+    report(chip, best, after, "best, taken" if better else "best, not taken")
+    return best if better else present
 
 
-def ratio(found: list[float | None], best: list[float | None]) -> float:
-    """Geometric mean of the times, of those that the best row has; infinite where one of them is missing."""
-    pairs = [(new, old) for new, old in zip(found, best, strict=True) if old is not None]
-    if not pairs or any(new is None for new, _ in pairs):
-        return math.inf
-    return math.prod((new or 0) / old for new, old in pairs) ** (1 / len(pairs))
+def ratio(after: list[float | None], before: list[float | None]) -> float:
+    """Geometric mean over the shapes that were measured before; infinite where one of them is not measured now."""
+    ratios = [math.inf if new is None else new / old for new, old in zip(after, before, strict=True) if old is not None]
+    return math.prod(ratios) ** (1 / len(ratios)) if ratios else math.inf
 
 
 def fits(chip: str, row: Row) -> bool:
