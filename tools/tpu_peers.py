@@ -150,7 +150,8 @@ def _tpu_inference(device_kind: str) -> Any:
     folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "eagle3_jax/wheels"
     if not (wheels := list(folder.glob("tpu_inference-*.whl"))):
         download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, TPU_INFERENCE]
-        subprocess.run(download, check=True)
+        if subprocess.run(download).returncode:
+            raise ImportError(f"pip cannot download {TPU_INFERENCE}")
         wheels = list(folder.glob("tpu_inference-*.whl"))
     names = "tpu_inference", "kernels", "ragged_paged_attention", "v3"
     for end in range(1, len(names) + 1):
