@@ -127,7 +127,8 @@ def _ours(case: Attention, *, causal: bool) -> Program:
         return tree_attention_tpu.attend(shape, q, k, v, table, lengths, *bits, vmem_limit=tree_attention.VMEM_LIMIT)
 
     # Blocks of the prefix have code of their own, and those that hold the tail, one for each tile of a sequence.
-    tiles, steps = c.batch * shape.nodes // shape.tile, -(-shape.pages // shape.step)
+    # The cores of a device (v5p has two) share the sequences.
+    tiles, steps = c.batch // tpu_peers.cores() * shape.nodes // shape.tile, -(-shape.pages // shape.step)
     return Program(attend, arguments, {"tree_attention": [tiles * (steps - 1), tiles]})
 
 

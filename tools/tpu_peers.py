@@ -36,6 +36,13 @@ class Program:
     trips: dict[str, list[int]] = dataclasses.field(default_factory=dict)
 
 
+def cores() -> int:
+    """Of the device that the program is for."""
+    import jax
+
+    return jax.sharding.get_abstract_mesh().abstract_device.num_cores
+
+
 def flash(case: Attention) -> Program:
     """JAX's own kernel on rows folded as ours are, the tree as a bias."""
     from jax.experimental.pallas.ops.tpu import flash_attention as jax_flash
@@ -82,9 +89,10 @@ def paged(case: Attention) -> Program:
     ]
 
     def attend(q: Any, k: Any, v: Any, lengths: Any, table: Any) -> Any:
-        return paged_attention(q, k, v, lengths, table, pages_per_compute_block=pages)
+        both = "batch" if cores() == 2 else None
+        return paged_attention(q, k, v, lengths, table, pages_per_compute_block=pages, megacore_mode=both)
 
-    return Program(attend, arguments, {"paged_attention": [c.batch * c.kv_heads]})
+    return Program(attend, arguments, {"paged_attention": [c.batch // cores() * c.kv_heads]})
 
 
 def ragged(case: Attention) -> Program:
