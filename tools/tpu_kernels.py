@@ -120,16 +120,18 @@ def _ours(case: Attention, *, causal: bool) -> Program:
         ((c.batch, shape.pages), "int32"),
         ((c.batch,), "int32"),
     ]
+    arguments += [((c.batch, c.kv_heads, shape.new_rows(c.dtype), c.head_dim), c.dtype)] * 2
     if not causal:
         arguments.append(((c.batch, shape.nodes, shape.words), "int32"))
 
-    def attend(q: Any, k: Any, v: Any, table: Any, lengths: Any, *bits: Any) -> Any:
-        return tree_attention_tpu.attend(shape, q, k, v, table, lengths, *bits, vmem_limit=tree_attention.VMEM_LIMIT)
+    def attend(q: Any, k: Any, v: Any, table: Any, lengths: Any, new_k: Any, new_v: Any, bits: Any = None) -> Any:
+        new, limit = (new_k, new_v), tree_attention.VMEM_LIMIT
+        return tree_attention_tpu.attend(shape, q, k, v, table, lengths, bits, new=new, vmem_limit=limit)
 
     # Blocks of the prefix have code of their own, and those that hold the tail, one for each tile of a sequence.
     # The cores of a device (v5p has two) share the sequences.
     tiles, steps = c.batch // tpu_peers.cores() * shape.nodes // shape.tile, -(-shape.pages // shape.step)
-    return Program(attend, arguments, {"tree_attention": [tiles * (steps - 1), tiles]})
+    return Program(attend, arguments, {"tree_attention": [tiles * (steps - 1), tiles]}, donated=(1, 2))
 
 
 ATTENTION: dict[str, Callable[[Attention], Program]] = {

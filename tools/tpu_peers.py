@@ -29,11 +29,13 @@ class Program:
         arguments: shape and dtype of each.
         trips: by the beginning of a custom call's name, how often each of its stretches of code with matrix products
             runs, in their order; where the cycles are to be counted so.
+        donated: numbers of the arguments that are written in place.
     """
 
     function: Any
     arguments: list[tuple[tuple[int, ...], Any]]
     trips: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    donated: tuple[int, ...] = ()
 
 
 def cores() -> int:

@@ -214,7 +214,7 @@ def compile_case(chip: Chip, case: Case) -> None:
     with jax.sharding.use_abstract_mesh(place.mesh.abstract_mesh):
         program = case.program()
         arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape, dtype in program.arguments]
-        jax.jit(program.function).lower(*arguments).compile()
+        jax.jit(program.function, donate_argnums=program.donated).lower(*arguments).compile()
     print(json.dumps(program.trips))
 
 

@@ -57,22 +57,21 @@ def feed(
     cache: KVCache,
     lengths: Int[Array, " b"],
     *,
-    behind: int = 0,
     tail_mask: Bool[Array, "b t m"] | None = None,
 ) -> tuple[Float[Array, "b t h"], KVCache]:
     """Runs the head over pairs (token, feature) behind `lengths` committed ones.
 
     Args:
         tokens: target ids. positions: RoPE positions of the pairs.
-        behind: first slot of the tail to write to; the tail's earlier ones hold what the pass before left there.
-        tail_mask: tail slots each pair sees; None is causal.
+        tail_mask: which of the m tail slots each pair sees; None is causal. The pairs take the last t; the earlier ones
+            hold what the passes before left there.
     """
     updated = cache
 
     def attend(queries: Array, keys: Array, values: Array) -> Array:
         nonlocal updated
-        updated = updated.append(0, keys, values, lengths + behind)
-        return updated.attend(0, queries, lengths, tail_mask)
+        attended, updated = updated.append_and_attend(0, queries, keys, values, lengths, tail_mask)
+        return attended
 
     states = draft.head(target.embed[...][tokens], features, positions, attend)
     return states, updated
@@ -115,7 +114,6 @@ def grow(
             positions,
             cache,
             lengths,
-            behind=(depth - 1) * k,
             tail_mask=seen,
         )
         gained, candidates = _children(draft, states, k)

@@ -19,6 +19,7 @@ from jax import P
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from eagle3_jax.kernels import tree_attention_tpu as tpu
+from eagle3_jax.kernels.cache_write import write
 
 Implementation = Literal["xla", "pallas"]
 
@@ -36,6 +37,8 @@ _NODES = 16  # nodes come in multiples of this: the rows of a bfloat16 tile
 
 def tree_attention(
     queries: Float[Array, "b t n d"],
+    new_keys: Float[Array, "b t k d"],
+    new_values: Float[Array, "b t k d"],
     keys: Array,
     values: Array,
     lengths: Int[Array, " b"],
@@ -49,16 +52,22 @@ def tree_attention(
     value_scale: Float[Array, " k"] | None = None,
     implementation: Implementation | None = None,
     interpret: Any = False,
-) -> Float[Array, "b t n d"]:
-    """softmax(q k^T / sqrt(d)) v over slots [0, length) without any mask and the tail at [length, length + m).
+) -> tuple[Float[Array, "b t n d"], Array, Array]:
+    """Writes the new tokens' keys and values behind the tail that is there, and attends.
+
+    softmax(q k^T / sqrt(d)) v over slots [0, length) without any mask and the tail at [length, length + m), whose last
+    t slots are the new tokens' own.
 
     Args:
         queries: n = group * k query heads, grouped by KV head.
-        keys, values: [b, k, slots, d], contiguous; with a page table [pages, k, page_size, d]. The new tokens' own are
-            already in the tail. Any dtype, int8 and float8 included: they are read as the queries' dtype.
-        lengths: int32, committed tokens of each sequence.
-        tail_mask: which of the m tail slots each query sees; None is causal with m = t. Every query sees one slot at
-            least.
+        new_keys, new_values: of the new tokens. The cache holds them in its dtype, divided by its scale; int8 rounds to
+            the nearest, and what is beyond int8's or float8's range becomes its end.
+        keys, values: the cache, [b, k, slots, d], contiguous; with a page table [pages, k, page_size, d]. Any dtype,
+            int8 and float8 included: it is read as the queries' dtype. To have it written in place, donate it. No two
+            sequences may share a page that is written.
+        lengths: int32, committed tokens of each sequence; length + m must not exceed the slots.
+        tail_mask: which of the m >= t tail slots each query sees; None is causal with m = t. Every query sees one slot
+            at least.
         page_table: int32, the page that holds each stretch of page_size slots; entries behind the tail may be anything.
         window: a query sees only slots at its own position and the window - 1 before it. Slots of a tree's tail stand
             behind their positions: what lies beyond the window there, the mask must leave out.
@@ -69,28 +78,31 @@ def tree_attention(
         interpret: runs the kernel without a TPU, `pltpu.InterpretParams` included.
 
     Returns:
-        In the queries' dtype; scores, softmax and sums are float32.
+        What is attended, in the queries' dtype (scores, softmax and sums are float32), and the keys and values with the
+        new ones; all other slots are as they were.
 
     Raises:
-        ValueError: slots or pages that the kernel cannot read, or more than it can hold in VMEM; with the numbers.
+        ValueError: a tail without room for the new tokens; slots or pages that the kernel cannot read, or more than it
+            can hold in VMEM; with the numbers.
     """
     implementation = implementation or ("pallas" if _device().platform == "tpu" else "xla")
     t = queries.shape[1]
+    if tail_mask is not None and tail_mask.shape[-1] < t:
+        raise ValueError(f"tail_mask: got {tail_mask.shape[-1]} slots, expected those of the {t} new tokens at least")
     scaled = queries if key_scale is None else queries * _per_query_head(key_scale, queries).astype(queries.dtype)
     first = None
     if window is not None:
         positions = lengths[:, None] + jnp.arange(t) if positions is None else positions
         first = jnp.maximum(positions - window + 1, 0)
+    new_keys, new_values = _stored(new_keys, key_scale, keys.dtype), _stored(new_values, value_scale, values.dtype)
+    operands = scaled, new_keys, new_values, keys, values, lengths, tail_mask, page_table, first, sinks
     if implementation == "xla":
-        if page_table is not None:
-            written = lengths + (t if tail_mask is None else tail_mask.shape[-1])
-            keys, values = _gathered(keys, page_table, written), _gathered(values, page_table, written)
-        attended = _xla(scaled, keys, values, lengths, tail_mask, first, sinks)
+        attended, keys, values = _xla(*operands)
     else:
-        attend = functools.partial(_pallas, interpret=interpret)
-        operands = scaled, keys, values, lengths, tail_mask, page_table, first, sinks
-        attended = _sharded(attend, operands, paged=page_table is not None)
-    return attended if value_scale is None else attended * _per_query_head(value_scale, queries).astype(attended.dtype)
+        attended, keys, values = _sharded(functools.partial(_pallas, interpret=interpret), operands)
+    if value_scale is not None:
+        attended *= _per_query_head(value_scale, queries).astype(attended.dtype)
+    return attended, keys, values
 
 
 def _device() -> Any:
@@ -98,7 +110,7 @@ def _device() -> Any:
     return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
 
 
-def _sharded(attend: Callable[..., Array], operands: tuple[Array | None, ...], *, paged: bool) -> Array:
+def _sharded(attend: Callable[..., Any], operands: tuple[Array | None, ...]) -> Any:
     """`attend` on each device's share: KV heads over the model axis, sequences over the data axis, as far as they go.
 
     A Pallas call is opaque to the partitioner, so the mesh that is set (`jax.set_mesh`) says how to split it.
@@ -106,7 +118,7 @@ def _sharded(attend: Callable[..., Array], operands: tuple[Array | None, ...], *
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return attend(*operands)
-    queries, keys = operands[0], operands[1]
+    queries, _, _, keys, _, _, _, page_table, *_ = operands
     assert queries is not None and keys is not None
 
     def axis(name: str, *sizes: int) -> str | None:
@@ -114,18 +126,32 @@ def _sharded(attend: Callable[..., Array], operands: tuple[Array | None, ...], *
         return name if ways > 1 and all(size % ways == 0 for size in sizes) else None
 
     # Pages belong to no sequence: every device of the data axis needs all of them.
-    data = None if paged else axis("data", queries.shape[0])
+    data = None if page_table is not None else axis("data", queries.shape[0])
     heads = axis("model", keys.shape[1])
-    cache, rows = P(data, heads), P(data)
-    specs = (P(data, None, heads), cache, cache, rows, rows, rows, rows, P(heads))
+    tokens, cache, rows = P(data, None, heads), P(data, heads), P(data)
+    specs = (tokens, tokens, tokens, cache, cache, rows, rows, rows, rows, P(heads))
     given = [spec for spec, operand in zip(specs, operands, strict=True) if operand is not None]
 
-    def local(*shares: Array) -> Array:
+    def local(*shares: Array) -> Any:
         rest = iter(shares)
         return attend(*(None if operand is None else next(rest) for operand in operands))
 
-    split = jax.shard_map(local, mesh=mesh, in_specs=tuple(given), out_specs=P(data, None, heads), check_vma=False)
+    split = jax.shard_map(local, mesh=mesh, in_specs=tuple(given), out_specs=(tokens, cache, cache), check_vma=False)
     return split(*(operand for operand in operands if operand is not None))
+
+
+def _stored(new: Float[Array, "b t k d"], scale: Float[Array, " k"] | None, dtype: Any) -> Num[Array, "b k t d"]:
+    """New entries as the cache holds them."""
+    new = new.swapaxes(1, 2)
+    if scale is not None:
+        new = new / scale[:, None, None]
+    if jnp.dtype(dtype).itemsize > 1:
+        return new.astype(dtype)
+    if jnp.issubdtype(dtype, jnp.integer):
+        new, limits = jnp.round(new), jnp.iinfo(dtype)
+    else:
+        limits = jnp.finfo(dtype)
+    return jnp.clip(new, float(limits.min), float(limits.max)).astype(dtype)
 
 
 def _per_query_head(scale: Float[Array, " k"], queries: Array) -> Float[Array, "n 1"]:
@@ -143,6 +169,25 @@ def _gathered(
 
 
 def _xla(
+    queries: Float[Array, "b t n d"],
+    new_keys: Array,
+    new_values: Array,
+    keys: Array,
+    values: Array,
+    lengths: Int[Array, " b"],
+    tail_mask: Bool[Array, "b t m"] | None,
+    page_table: Int[Array, "b pages"] | None,
+    first: Int[Array, "b t"] | None,
+    sinks: Float[Array, " n"] | None,
+) -> tuple[Float[Array, "b t n d"], Array, Array]:
+    end = lengths + (queries.shape[1] if tail_mask is None else tail_mask.shape[-1])
+    at = end - queries.shape[1]
+    keys, values = write(keys, new_keys, at, page_table), write(values, new_values, at, page_table)
+    rows = (keys, values) if page_table is None else (_gathered(x, page_table, end) for x in (keys, values))
+    return _attended(queries, *rows, lengths, tail_mask, first, sinks), keys, values
+
+
+def _attended(
     queries: Float[Array, "b t n d"],
     keys: Array,
     values: Array,
@@ -181,6 +226,8 @@ def _xla(
 
 def _pallas(
     queries: Float[Array, "b t n d"],
+    new_keys: Array,
+    new_values: Array,
     keys: Array,
     values: Array,
     lengths: Int[Array, " b"],
@@ -189,7 +236,7 @@ def _pallas(
     first: Int[Array, "b t"] | None,
     sinks: Float[Array, " n"] | None,
     interpret: Any,
-) -> Float[Array, "b t n d"]:
+) -> tuple[Float[Array, "b t n d"], Array, Array]:
     b, t, n, d = queries.shape
     s = plan(
         queries.shape,
@@ -198,6 +245,12 @@ def _pallas(
         tail=t if tail_mask is None else tail_mask.shape[-1],
         pages=None if page_table is None else page_table.shape[1],
     )
+    if s.written:
+        rows = ((0, 0), (0, 0), (0, s.new_rows(keys.dtype) - t), (0, 0))
+        new = jnp.pad(new_keys, rows), jnp.pad(new_values, rows)
+    else:
+        new, at = None, lengths + s.tail - t
+        keys, values = write(keys, new_keys, at, page_table), write(values, new_values, at, page_table)
     pad = ((0, 0), (0, s.nodes - t))
     folded = jnp.pad(queries, (*pad, (0, 0), (0, 0))).reshape(b, -1, s.tile, s.kv_heads, s.group, d)
     folded = folded.transpose(0, 3, 1, 4, 2, 5).reshape(b, s.kv_heads, -1, d)  # rows: tile, group, node
@@ -207,11 +260,11 @@ def _pallas(
         base2 = sinks.astype(jnp.float32).reshape(s.kv_heads, s.group) * math.log2(math.e)
         sinks = jnp.tile(jnp.repeat(base2, s.tile, axis=1), (1, s.nodes // s.tile))
     table = jnp.zeros((b, s.pages), jnp.int32) if page_table is None else page_table
-    attended = tpu.attend(
-        s, folded, keys, values, table, lengths, bits, first, sinks, vmem_limit=VMEM_LIMIT, interpret=interpret
+    attended, keys, values = tpu.attend(
+        s, folded, keys, values, table, lengths, bits, first, sinks, new, vmem_limit=VMEM_LIMIT, interpret=interpret
     )
     attended = attended.reshape(b, s.kv_heads, -1, s.group, s.tile, d).transpose(0, 2, 4, 1, 3, 5)
-    return attended.reshape(b, s.nodes, n, d)[:, :t]
+    return attended.reshape(b, s.nodes, n, d)[:, :t], keys, values
 
 
 def plan(
@@ -264,6 +317,7 @@ def plan(
         step=step,
         width=width,
         tail=tail,
+        written=t if tile == nodes else 0,  # a later tile of queries would read what an earlier one writes
         paged=paged,
         length=length,
     )

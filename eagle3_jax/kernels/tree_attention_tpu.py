@@ -7,14 +7,22 @@ heads. The softmax is the online one of FlashAttention, in base 2.
 
 Work is cut into items, a KV head and a stretch of keys each, and the scores of the next item are computed before the
 softmax of this one: matrix and vector units would otherwise wait for each other (1.2 times the static cycles on v6e).
+
+The new tokens' keys and values are written in the same pass: put into the pages of their slots while these are in VMEM,
+attended there, and the tiles that they touch sent to HBM meanwhile. No page is read after it was written: one tile of
+queries reads every page once, and where there are several the caller writes first.
+
+The pipeline is inside the kernel, which takes each cache once: XLA would copy an operand that is written in place and
+given a second time, as the pages of a grid step would have it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +31,8 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
+
+from eagle3_jax.kernels.packed_rows import merge_rows, roll_rows, rows_between, tile_rows
 
 LANES = 128
 _NEVER = -1e30  # a score that no sum notices; finite, so that differences of two are numbers
@@ -40,6 +50,7 @@ class Shape:
         step: pages of one grid step.
         width: keys of one item. Its matrix products are of a page at most, or of 256 keys.
         tail: cache slots behind the committed ones that the queries may see.
+        written: new tokens, the tail's last, whose keys and values the kernel writes; 0 where they are in the cache.
         length: baked in (the same for all sequences, pages in order): for static profiles, which take what is only
             known at run time for nothing.
     """
@@ -55,6 +66,7 @@ class Shape:
     step: int
     width: int
     tail: int
+    written: int
     paged: bool
     length: int | None = None
 
@@ -78,15 +90,25 @@ class Shape:
         """int32 words that hold a node's ancestor bits."""
         return -(-self.tail // _WORD)
 
+    def new_rows(self, dtype: Any) -> int:
+        """Rows of the new entries, whole tiles."""
+        return pl.cdiv(self.written, tile_rows(dtype)) * tile_rows(dtype)
+
+    @property
+    def steps(self) -> int:
+        """Grid steps of a tile of queries."""
+        return -(-self.pages // self.step)
+
     def vmem_bytes(self, query_bytes: int, key_bytes: int) -> int:
         """What the kernel holds in VMEM: buffers (twice, for the pipeline), sums, and scores of two items."""
         lanes = -(-self.head_dim // LANES) * LANES
         streamed = 2 * self.block * self.kv_heads * lanes * key_bytes
         tiles = 2 * self.kv_heads * self.rows * lanes * query_bytes
         words = self.tile * -(-self.words // LANES) * LANES * 4
+        new = 2 * self.kv_heads * -(-self.written // _WORD) * _WORD * lanes * key_bytes
         sums = self.kv_heads * self.rows * (2 * LANES + lanes) * 4
         items = 2 * self.rows * self.width * (4 + 4 + query_bytes)
-        return 2 * (streamed + tiles + words) + sums + items
+        return 2 * (streamed + tiles + words + new) + sums + items
 
 
 def attend(
@@ -99,10 +121,11 @@ def attend(
     bits: Int[Array, "b t w"] | None = None,
     first: Int[Array, "b t"] | None = None,
     sinks: Float[Array, "k r"] | None = None,
+    new: tuple[Array, Array] | None = None,
     *,
     vmem_limit: int,
     interpret: bool | pltpu.InterpretParams = False,
-) -> Float[Array, "b k r d"]:
+) -> tuple[Float[Array, "b k r d"], Array, Array]:
     """softmax(q k^T / sqrt(d)) v, a row for each (tile, query head of the group, node of the tile).
 
     Args:
@@ -111,77 +134,111 @@ def attend(
         bits: int32 words, bit i: the node sees tail slot i. None is causal: node i sees slots 0..i of the tail.
         first: lowest slot that a node sees. None is 0.
         sinks: base-2 logit of each row that takes part in the softmax and attends to nothing.
+        new: keys and values to write, each [b, k, shape.new_rows(dtype), d] in the cache's dtype.
+
+    Returns:
+        Attended rows, and keys and values with the new entries, in place where the caller gives its own away.
     """
     s = shape
-    steps = -(-s.pages // s.step)
-    fetch = _fetched(s, table, lengths, steps)
-
-    def page(i: int) -> pl.BlockSpec:
-        def index(b: Any, q: Any, j: Any, *scalars: Any) -> tuple[Any, ...]:
-            if s.length is not None:  # as `_fetched` has it
-                last = (s.length + s.tail - 1) // s.page_size
-                flat = b * s.pages + jnp.minimum(j * s.step + i, last)
-            else:
-                flat = scalars[0][(b * steps + j) * s.step + i]
-            return (flat, 0, 0, 0) if s.paged else (flat // s.pages, 0, flat % s.pages, 0)
-
-        return pl.BlockSpec((1, s.kv_heads, s.page_size, s.head_dim), index)
-
-    tile = pl.BlockSpec((1, s.kv_heads, s.rows, s.head_dim), lambda b, q, j, *_: (b, 0, q, 0))
-    nodes = [pl.BlockSpec((1, s.tile, width), lambda b, q, j, *_: (b, q, 0)) for width in (s.words, 1)]
+    scalars = () if s.length is not None else (_fetched(s, table, lengths), lengths)
+    tile = pl.BlockSpec((1, s.kv_heads, s.rows, s.head_dim), lambda b, q, j: (b, 0, q, 0))
+    words, lowest = (pl.BlockSpec((1, s.tile, width), lambda b, q, j: (b, q, 0)) for width in (s.words, 1))
+    rows = pl.BlockSpec((s.kv_heads, s.rows, 1), lambda b, q, j: (0, q, 0))
+    entries = pl.BlockSpec((1, s.kv_heads, s.new_rows(keys.dtype), s.head_dim), lambda b, q, j: (b, 0, 0, 0))
     optional = (
-        (nodes[0], bits),
-        (nodes[1], None if first is None else first[..., None]),
-        (
-            pl.BlockSpec((s.kv_heads, s.rows, 1), lambda b, q, j, *_: (0, q, 0)),
-            None if sinks is None else sinks[..., None],
-        ),
+        (words, bits),
+        (lowest, None if first is None else first[..., None]),
+        (rows, None if sinks is None else sinks[..., None]),
+        *((entries, x) for x in new or (None, None)),
     )
-    grid = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=0 if s.length is not None else 2,
-        grid=(s.batch, s.nodes // s.tile, steps),
-        in_specs=[
-            tile,
-            *(spec for spec, operand in optional if operand is not None),
-            *(page(i) for i in range(s.step)),
-            *(page(i) for i in range(s.step)),
-        ],
-        out_specs=tile,
-        scratch_shapes=[
-            pltpu.VMEM((s.kv_heads, s.rows, LANES), jnp.float32),
-            pltpu.VMEM((s.kv_heads, s.rows, LANES), jnp.float32),
-            pltpu.VMEM((s.kv_heads, s.rows, s.head_dim), jnp.float32),
-        ],
-    )
-    call = pl.pallas_call(
-        functools.partial(_kernel, s, [operand is not None for _, operand in optional]),
-        grid_spec=grid,
-        out_shape=jax.ShapeDtypeStruct(queries.shape, queries.dtype),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=vmem_limit
-        ),
-        interpret=interpret,
-        name="tree_attention",
-    )
-    scalars = () if s.length is not None else (fetch, lengths)
-    extra = [operand for _, operand in optional if operand is not None]
-    return call(*scalars, queries, *extra, *[keys] * s.step, *[values] * s.step)
+    given = [operand is not None for _, operand in optional]
+    streamed = [(tile, queries), *((spec, operand) for spec, operand in optional if operand is not None)]
+
+    def kernel(*refs: Any) -> None:
+        known, refs = refs[: len(scalars)], refs[len(scalars) :]
+        inputs, (_, _, out, keys, values, *scratch) = refs[: len(streamed)], refs[len(streamed) :]
+
+        def page(i: int) -> pl.BlockSpec:
+            def index(b: Any, q: Any, j: Any) -> tuple[Any, ...]:
+                row, column = _block(s, b, j, i, known)
+                return row, 0, column, 0
+
+            return pl.BlockSpec((1, s.kv_heads, s.page_size, s.head_dim), index)
+
+        pltpu.emit_pipeline(
+            functools.partial(_step, s, given, known, (keys, values), scratch),
+            grid=(s.batch, s.nodes // s.tile, s.steps),
+            in_specs=[
+                *(spec for spec, _ in streamed),
+                *(page(i) for i in range(s.step)),
+                *(page(i) for i in range(s.step)),
+            ],
+            out_specs=[tile],
+            core_axis=0,
+            dimension_semantics=(pltpu.PARALLEL, pltpu.ARBITRARY, pltpu.ARBITRARY),
+        )(*inputs, *[keys] * s.step, *[values] * s.step, out)
+
+    anywhere, hbm = pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pltpu.HBM)
+    with _target(interpret):
+        return pl.pallas_call(
+            kernel,
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=len(scalars),
+                grid=(math.gcd(s.batch, pltpu.get_tpu_info().num_cores),),
+                in_specs=[anywhere] * len(streamed) + [hbm] * 2,
+                out_specs=[anywhere, hbm, hbm],
+                scratch_shapes=[
+                    pltpu.VMEM((s.kv_heads, s.rows, LANES), jnp.float32),
+                    pltpu.VMEM((s.kv_heads, s.rows, LANES), jnp.float32),
+                    pltpu.VMEM((s.kv_heads, s.rows, s.head_dim), jnp.float32),
+                    pltpu.SemaphoreType.DMA,
+                ],
+            ),
+            # The caches stay in HBM: XLA would copy to VMEM and back what fits there.
+            out_shape=[
+                jax.ShapeDtypeStruct(queries.shape, queries.dtype),
+                *(pltpu.HBM(cache.shape, cache.dtype) for cache in (keys, values)),
+            ],
+            input_output_aliases={len(scalars) + len(streamed) + i: 1 + i for i in range(2)},
+            compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=vmem_limit),
+            interpret=interpret,
+            name="tree_attention",
+        )(*scalars, *(operand for _, operand in streamed), keys, values)
 
 
-def _fetched(s: Shape, table: Array, lengths: Array, steps: int) -> Int[Array, " n"]:
+def _target(interpret: bool | pltpu.InterpretParams) -> contextlib.AbstractContextManager[Any]:
+    """The chip that the kernel is traced for: what is interpreted needs one too."""
+    if not interpret:
+        return contextlib.nullcontext()
+    chip = jax.sharding.AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
+    return jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh().update(abstract_device=chip))
+
+
+def _block(s: Shape, b: Any, j: Any, i: int, scalars: Sequence[Any]) -> tuple[Any, Any]:
+    """Where in the cache the page lies that place i of step j holds: [row, :, column-th stretch of page_size]."""
+    if s.length is not None:  # as `_fetched` has it
+        last = (s.length + s.tail - 1) // s.page_size
+        flat = b * s.pages + jnp.minimum(j * s.step + i, last)
+    else:
+        flat = scalars[0][(b * s.steps + j) * s.step + i]
+    return (flat, 0) if s.paged else (flat // s.pages, flat % s.pages)
+
+
+def _fetched(s: Shape, table: Array, lengths: Array) -> Int[Array, " n"]:
     """The page that each grid step brings to each of its places, flat.
 
     A place that has nothing to bring keeps what it has, or takes early what it will need: an index that does not change
-    is not fetched again.
+    is not fetched again. One that will never need anything takes a page that is there for sure.
     """
     if not s.paged:
         table = jnp.arange(s.batch * s.pages, dtype=jnp.int32).reshape(s.batch, s.pages)
-    padded = jnp.pad(table, ((0, 0), (0, steps * s.step - s.pages)))
-    used = jnp.arange(steps * s.step) * s.page_size < (lengths + s.tail)[:, None]
+    padded = jnp.pad(table, ((0, 0), (0, s.steps * s.step - s.pages)))
+    used = jnp.arange(s.steps * s.step) * s.page_size < (lengths + s.tail)[:, None]
     padded, used = padded.reshape(-1, s.step), used.reshape(-1, s.step)
     latest = jax.lax.cummax(jnp.where(used, jnp.arange(used.shape[0])[:, None], 0), axis=0)
     latest = jnp.maximum(latest, jnp.argmax(used, axis=0))
-    return jnp.take_along_axis(padded, latest, axis=0).reshape(-1).astype(jnp.int32)
+    found = jnp.where(used.any(axis=0), jnp.take_along_axis(padded, latest, axis=0), padded[0, 0])
+    return found.reshape(-1).astype(jnp.int32)
 
 
 def bytes_moved(
@@ -192,9 +249,9 @@ def bytes_moved(
     The pipeline copies a block whenever its index is not the one before. The least: queries and results once, and
     once each page that holds a token a query sees, for every tile of queries.
     """
-    steps, tiles = -(-s.pages // s.step), s.nodes // s.tile
-    fetch = np.asarray(_fetched(s, table, lengths, steps)).reshape(s.batch, 1, steps, s.step)
-    order = np.broadcast_to(fetch, (s.batch, tiles, steps, s.step)).reshape(-1, s.step)
+    tiles = s.nodes // s.tile
+    fetch = np.asarray(_fetched(s, table, lengths)).reshape(s.batch, 1, s.steps, s.step)
+    order = np.broadcast_to(fetch, (s.batch, tiles, s.steps, s.step)).reshape(-1, s.step)
     copies = s.step + int((order[1:] != order[:-1]).sum())
     used = int((-(-(np.asarray(lengths) + s.tail) // s.page_size)).sum()) * tiles
     page = 2 * s.page_size * s.kv_heads * s.head_dim * key_bytes
@@ -203,17 +260,18 @@ def bytes_moved(
     return copies * page + queries + bits, used * page + queries
 
 
-def _kernel(s: Shape, given: Sequence[bool], *refs: Any) -> None:
-    if s.length is None:
-        lengths, refs = refs[1], refs[2:]
-        length = lengths[pl.program_id(0)]
-    else:
-        length = s.length
-    q_ref, *pages, o_ref, m_ref, l_ref, acc_ref = refs
-    bits_ref, first_ref, sinks_ref = (pages.pop(0) if has else None for has in given)
-    keys, values = pages[: s.step], pages[s.step :]
-    tile, j = pl.program_id(1), pl.program_id(2)
+def _step(
+    s: Shape, given: Sequence[bool], scalars: Sequence[Any], caches: Sequence[Any], scratch: Sequence[Any], *refs: Any
+) -> None:
+    """One grid step: a tile of queries and the pages of a block."""
+    m_ref, l_ref, acc_ref, semaphore = scratch
+    q_ref, *rest, o_ref = refs
+    bits_ref, first_ref, sinks_ref, *new = (rest.pop(0) if has else None for has in given)
+    keys, values = rest[: s.step], rest[s.step :]
+    b, tile, j = (pl.program_id(axis) for axis in range(3))
+    length = scalars[1][b] if s.length is None else s.length
     start, end = j * s.block, length + s.tail
+    height = tile_rows(keys[0].dtype)
 
     @pl.when(j == 0)
     def begin() -> None:
@@ -243,6 +301,50 @@ def _kernel(s: Shape, given: Sequence[bool], *refs: Any) -> None:
         if first_ref is not None:
             seen &= slot >= first_ref[0]
         return seen
+
+    def each_tile(act: Callable[[int, Any, Any, Any], None]) -> None:
+        """act(place, row, low, high) for the tiles of the step's pages that new entries touch.
+
+        They are rows [low, high) of the page at that place; the tile begins with its row `row`.
+        """
+        for place in range(s.step):
+            slot = start + place * s.page_size
+            low, high = (jnp.clip(x - slot, 0, s.page_size) for x in (end - s.written, end))
+
+            def each(n: Any, _: None, place: int = place, low: Any = low, high: Any = high) -> None:
+                act(place, pl.multiple_of(n * height, height), low, high)
+
+            jax.lax.fori_loop(low // height, pl.cdiv(high, height), each, None)
+
+    def sent(place: int, row: Any) -> list[Any]:
+        """Copies of a tile of keys and of one of values, from the pages in VMEM to the cache."""
+        there, column = _block(s, b, j, place, scalars)
+        slot = pl.multiple_of(column * s.page_size + row, height)
+        return [
+            pltpu.make_async_copy(
+                pages[place].at[0, :, pl.ds(row, height)], cache.at[there, :, pl.ds(slot, height)], semaphore
+            )
+            for pages, cache in zip((keys, values), caches, strict=True)
+        ]
+
+    def write(place: int, row: Any, low: Any, high: Any) -> None:
+        """Puts the new entries of a tile into it, and sends it off."""
+        first = start + place * s.page_size + row - (end - s.written)  # of the new ones, for the tile's first row
+        number, by = first // height, first % height
+        written = rows_between(low - row, high - row, keys[0].dtype, s.head_dim)
+        below = rows_between(height - by, height, keys[0].dtype, s.head_dim)
+        for pages, entries in zip((keys, values), new, strict=True):
+            last = entries.shape[2] // height - 1
+            for head in range(s.kv_heads):
+                # Tiles in front of the first and behind the last hold nothing that is written: any will do.
+                parts = [jnp.clip(n, 0, last) * height for n in (number, number + 1)]
+                parts = [entries[0, head, pl.ds(pl.multiple_of(part, height), height)] for part in parts]
+                fresh = merge_rows(*(roll_rows(part, by) for part in parts), below)
+                pages[place][0, head, pl.ds(row, height)] = merge_rows(
+                    pages[place][0, head, pl.ds(row, height)], fresh, written
+                )
+        for copy in sent(place, row):
+            copy.start()
 
     def piece(refs: Sequence[Any], head: int, at: int) -> Array:
         """[piece, d] of a head, in the queries' dtype."""
@@ -288,6 +390,9 @@ def _kernel(s: Shape, given: Sequence[bool], *refs: Any) -> None:
                 following = score(*after, masks)
             add(*item, scores, masked)
 
+    if s.written:
+        each_tile(write)
+
     if first_ref is None:
         plain = start + s.block <= length
         needed = start < end
@@ -297,6 +402,9 @@ def _kernel(s: Shape, given: Sequence[bool], *refs: Any) -> None:
         needed = (start < end) & (start + s.block > lowest)
     pl.when(plain)(lambda: block(masked=False))
     pl.when(needed & jnp.logical_not(plain))(lambda: block(masked=True))
+
+    if s.written:  # before the pipeline brings other pages to where these are
+        each_tile(lambda place, row, low, high: [copy.wait() for copy in sent(place, row)] and None)
 
     @pl.when(j == pl.num_programs(2) - 1)
     def finish() -> None:

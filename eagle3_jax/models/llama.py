@@ -161,8 +161,8 @@ class Llama(nnx.Module):
             if layer in c.aux_layers:
                 aux.append(x)
             q, k, v = block.attention.project(rms_norm(x, block.input_norm[...], c.rms_norm_eps), rope)
-            cache = cache.append(layer, k, v, lengths)
-            x = x + block.attention.output(cache.attend(layer, q, lengths, tail_mask))
+            attended, cache = cache.append_and_attend(layer, q, k, v, lengths, tail_mask)
+            x = x + block.attention.output(attended)
             x = x + block.mlp(rms_norm(x, block.post_norm[...], c.rms_norm_eps))
         if c.num_hidden_layers in c.aux_layers:
             aux.append(x)

@@ -161,8 +161,8 @@ def test_a_plain_network_read_from_the_file_drafts_as_the_head_does(
         lengths = jnp.array([start], jnp.int32)
 
         def attend(q: Any, k: Any, v: Any) -> Any:
-            held["cache"] = held["cache"].append(0, k, v, lengths)
-            return held["cache"].attend(0, q, lengths, None)
+            attended, held["cache"] = held["cache"].append_and_attend(0, q, k, v, lengths, None)
+            return attended
 
         positions = jnp.arange(start, start + length, dtype=jnp.int32)[None]
         return head(jnp.asarray(embed[None], jnp.float32), features, positions, attend)[:, -1:]

@@ -65,7 +65,6 @@ def draft_sequentially(target, head, tokens, aux, steps):
             (last + i)[:, None],
             cache,
             lengths,
-            behind=i - 1,
             tail_mask=seen,
         )
         outputs.append(state)

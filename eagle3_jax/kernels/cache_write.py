@@ -1,0 +1,35 @@
+"""Writes entries into a key or value cache with plain XLA operations."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Num
+
+
+def write(
+    cache: Num[Array, "p k s d"],
+    new: Num[Array, "b k t d"],
+    at: Int[Array, " b"],
+    page_table: Int[Array, "b pages"] | None = None,
+) -> Num[Array, "p k s d"]:
+    """t new entries of each sequence from slot `at` on.
+
+    Args:
+        cache: contiguous, [b, k, slots, d], or with a page table [pages, k, page_size, d]. `at + t` must not exceed
+            the slots.
+        page_table: int32, the page that holds each stretch of page_size slots.
+    """
+    new = new.astype(cache.dtype)
+    if page_table is not None:
+        slots = at[:, None] + jnp.arange(new.shape[2])
+        pages = jnp.take_along_axis(page_table, slots // cache.shape[2], axis=1)
+        return cache.at[pages, :, slots % cache.shape[2]].set(new.swapaxes(1, 2), unique_indices=True)
+    if cache.shape[0] == 1 and new.shape[2] == 1:
+        # As a slice update, one token's write is fused into what reads the cache next and done twice, each time on a
+        # copy of the cache (XLA for CPU). A scatter stays in place.
+        heads = jnp.arange(cache.shape[1])
+        return cache.at[jnp.zeros_like(heads), heads, at].set(new[0, :, 0], unique_indices=True)
+    if cache.shape[0] == 1:  # a batched start index lowers to a scatter; one sequence does not need it
+        return jax.lax.dynamic_update_slice(cache, new, (0, 0, at[0], 0))
+    return jax.vmap(lambda c, x, i: jax.lax.dynamic_update_slice(c, x, (0, i, 0)))(cache, new, at)
