@@ -10,8 +10,7 @@ import functools
 import importlib.resources
 import json
 import math
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from eagle3_jax.kernels import tree_attention_tpu as tpu
 from eagle3_jax.kernels.cache_write import write
-
-Implementation = Literal["xla", "pallas"]
+from eagle3_jax.kernels.dispatch import Implementation, default_implementation, device, over_mesh
 
 # VMEM that a kernel may use, of at least 64 MiB that TPUs since v5e have.
 VMEM_LIMIT = 56 << 20
@@ -85,7 +83,6 @@ def tree_attention(
         ValueError: a tail without room for the new tokens; slots or pages that the kernel cannot read, or more than it
             can hold in VMEM; with the numbers.
     """
-    implementation = implementation or ("pallas" if _device().platform == "tpu" else "xla")
     t = queries.shape[1]
     if tail_mask is not None and tail_mask.shape[-1] < t:
         raise ValueError(f"tail_mask: got {tail_mask.shape[-1]} slots, expected those of the {t} new tokens at least")
@@ -96,48 +93,21 @@ def tree_attention(
         first = jnp.maximum(positions - window + 1, 0)
     new_keys, new_values = _stored(new_keys, key_scale, keys.dtype), _stored(new_values, value_scale, values.dtype)
     operands = scaled, new_keys, new_values, keys, values, lengths, tail_mask, page_table, first, sinks
-    if implementation == "xla":
+    if (implementation or default_implementation()) == "xla":
         attended, keys, values = _xla(*operands)
     else:
-        attended, keys, values = _sharded(functools.partial(_pallas, interpret=interpret), operands)
+        tokens, cache, rows = P("data", None, "model"), P("data", "model"), P("data")
+        attended, keys, values = over_mesh(
+            functools.partial(_pallas, interpret=interpret),
+            operands,
+            (tokens, cache, cache, cache, cache, rows, rows, rows, rows, P("model")),
+            (tokens, cache, cache),
+            # Pages belong to no sequence: every device of the data axis needs all of them.
+            {"model": keys.shape[1]} | ({"data": len(queries)} if page_table is None else {}),
+        )
     if value_scale is not None:
         attended *= _per_query_head(value_scale, queries).astype(attended.dtype)
     return attended, keys, values
-
-
-def _device() -> Any:
-    """What the program that is traced now is for: the device of the mesh that is set, else this process's first."""
-    return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
-
-
-def _sharded(attend: Callable[..., Any], operands: tuple[Array | None, ...]) -> Any:
-    """`attend` on each device's share: KV heads over the model axis, sequences over the data axis, as far as they go.
-
-    A Pallas call is opaque to the partitioner, so the mesh that is set (`jax.set_mesh`) says how to split it.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
-        return attend(*operands)
-    queries, _, _, keys, _, _, _, page_table, *_ = operands
-    assert queries is not None and keys is not None
-
-    def axis(name: str, *sizes: int) -> str | None:
-        ways = mesh.shape.get(name, 1)
-        return name if ways > 1 and all(size % ways == 0 for size in sizes) else None
-
-    # Pages belong to no sequence: every device of the data axis needs all of them.
-    data = None if page_table is not None else axis("data", queries.shape[0])
-    heads = axis("model", keys.shape[1])
-    tokens, cache, rows = P(data, None, heads), P(data, heads), P(data)
-    specs = (tokens, tokens, tokens, cache, cache, rows, rows, rows, rows, P(heads))
-    given = [spec for spec, operand in zip(specs, operands, strict=True) if operand is not None]
-
-    def local(*shares: Array) -> Any:
-        rest = iter(shares)
-        return attend(*(None if operand is None else next(rest) for operand in operands))
-
-    split = jax.shard_map(local, mesh=mesh, in_specs=tuple(given), out_specs=(tokens, cache, cache), check_vma=False)
-    return split(*(operand for operand in operands if operand is not None))
 
 
 def _stored(new: Float[Array, "b t k d"], scale: Float[Array, " k"] | None, dtype: Any) -> Num[Array, "b k t d"]:
@@ -297,7 +267,7 @@ def plan(
         raise ValueError(f"{what}: got {slots}, expected a multiple of {tpu.LANES} for the TPU kernel")
     pages = pages or slots // page_size
     nodes = -(-t // _NODES) * _NODES
-    blocks = BLOCKS.get(_device().device_kind, BLOCKS["default"])
+    blocks = BLOCKS.get(device().device_kind, BLOCKS["default"])
     tile = min(nodes, max(_NODES, blocks["rows"] // group // _NODES * _NODES))
     piece = math.gcd(page_size, 256)
     step = min(pages, max(1, min(blocks["keys_per_head"], blocks["keys_per_step"] // kv_heads) // page_size))

@@ -18,7 +18,6 @@ given a second time, as the pages of a grid step would have it.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -28,6 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.pallas.mosaic import tpu_info
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
@@ -179,39 +179,32 @@ def attend(
         )(*inputs, *[keys] * s.step, *[values] * s.step, out)
 
     anywhere, hbm = pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pltpu.HBM)
-    with _target(interpret):
-        return pl.pallas_call(
-            kernel,
-            grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=len(scalars),
-                grid=(math.gcd(s.batch, pltpu.get_tpu_info().num_cores),),
-                in_specs=[anywhere] * len(streamed) + [hbm] * 2,
-                out_specs=[anywhere, hbm, hbm],
-                scratch_shapes=[
-                    pltpu.VMEM((s.kv_heads, s.rows, LANES), jnp.float32),
-                    pltpu.VMEM((s.kv_heads, s.rows, LANES), jnp.float32),
-                    pltpu.VMEM((s.kv_heads, s.rows, s.head_dim), jnp.float32),
-                    pltpu.SemaphoreType.DMA,
-                ],
-            ),
-            # The caches stay in HBM: XLA would copy to VMEM and back what fits there.
-            out_shape=[
-                jax.ShapeDtypeStruct(queries.shape, queries.dtype),
-                *(pltpu.HBM(cache.shape, cache.dtype) for cache in (keys, values)),
+    if interpret:  # the pipeline asks for the chip's tiling
+        tpu_info.registry.setdefault("cpu", lambda: tpu_info.get_tpu_info_for_chip(tpu_info.ChipVersion.TPU_V5E, 1))
+    return pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(math.gcd(s.batch, pltpu.get_tpu_info().num_cores),),
+            in_specs=[anywhere] * len(streamed) + [hbm] * 2,
+            out_specs=[anywhere, hbm, hbm],
+            scratch_shapes=[
+                pltpu.VMEM((s.kv_heads, s.rows, LANES), jnp.float32),
+                pltpu.VMEM((s.kv_heads, s.rows, LANES), jnp.float32),
+                pltpu.VMEM((s.kv_heads, s.rows, s.head_dim), jnp.float32),
+                pltpu.SemaphoreType.DMA,
             ],
-            input_output_aliases={len(scalars) + len(streamed) + i: 1 + i for i in range(2)},
-            compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=vmem_limit),
-            interpret=interpret,
-            name="tree_attention",
-        )(*scalars, *(operand for _, operand in streamed), keys, values)
-
-
-def _target(interpret: bool | pltpu.InterpretParams) -> contextlib.AbstractContextManager[Any]:
-    """The chip that the kernel is traced for: what is interpreted needs one too."""
-    if not interpret:
-        return contextlib.nullcontext()
-    chip = jax.sharding.AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
-    return jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh().update(abstract_device=chip))
+        ),
+        # The caches stay in HBM: XLA would copy to VMEM and back what fits there.
+        out_shape=[
+            jax.ShapeDtypeStruct(queries.shape, queries.dtype),
+            *(pltpu.HBM(cache.shape, cache.dtype) for cache in (keys, values)),
+        ],
+        input_output_aliases={len(scalars) + len(streamed) + i: 1 + i for i in range(2)},
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=vmem_limit),
+        interpret=interpret,
+        name="tree_attention",
+    )(*scalars, *(operand for _, operand in streamed), keys, values)
 
 
 def _block(s: Shape, b: Any, j: Any, i: int, scalars: Sequence[Any]) -> tuple[Any, Any]:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from eagle3_jax.kernels.cache_write import write
+from eagle3_jax.kernels.commit import commit
 from eagle3_jax.kernels.tree_attention import tree_attention
 from eagle3_jax.kernels.tree_attention_tpu import LANES
 
@@ -59,14 +59,10 @@ class KVCache:
         """Moves the accepted path to the front of the tail: slot length + path[j] goes to length + j.
 
         Args:
-            path: int32 indices into the tail, ascending; what lies behind the accepted ones may hold anything.
+            path: int32 indices into the tail, ascending; behind the accepted ones the last may be repeated.
         """
-
-        def compact(cache: Array) -> Array:
-            source = (lengths[:, None] + path)[:, None, :, None]
-            return write(cache, jnp.take_along_axis(cache, source, axis=2, mode="clip"), lengths)
-
-        return jax.tree.map(compact, self)
+        kept = commit((*self.keys, *self.values), lengths, path)
+        return KVCache(kept[: len(self.keys)], kept[len(self.keys) :])
 
 
 def _replace(arrays: tuple[Array, ...], index: int, new: Array) -> tuple[Array, ...]:

@@ -206,8 +206,7 @@ def test_sharded_equals_unsharded(batch):
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     expected = tree_attention(*arguments, implementation="xla")
     with jax.set_mesh(mesh):
-        interpret = pltpu.InterpretParams()
-        got = jax.jit(lambda *x: tree_attention(*x, implementation="pallas", interpret=interpret))(*arguments)
+        got = jax.jit(lambda *x: tree_attention(*x, implementation="pallas", interpret=True))(*arguments)
     assert_equal(got, expected)
 
 
