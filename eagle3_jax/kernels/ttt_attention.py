@@ -16,7 +16,7 @@ from jax import P
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.kernels import ttt_attention_tpu as tpu
-from eagle3_jax.kernels.platform import Implementation, default_implementation, split_axis
+from eagle3_jax.kernels.dispatch import Implementation, default_implementation, over_mesh
 
 # VMEM that a kernel may use, of at least 64 MiB that TPUs since v5e have.
 VMEM_LIMIT = 56 << 20
@@ -128,6 +128,10 @@ def _heads_first(x: Array) -> Array:
 
 # --------------------------------------------------------------------------------------------------------------- Pallas
 
+# Where [b, t, n, d], [s, b, t, k, d] and [b, k, tiles, rows] lie on a mesh.
+_TOKENS, _KEYS, _NUMBERS = P("data", None, "model"), P(None, "data", None, "model"), P("data", "model")
+_INPUTS = (_TOKENS, _KEYS, _KEYS, P("data"), P())
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _pallas(interpret: Any, queries: Array, keys: Array, values: Array, starts: Array, newest: Array) -> Array:
@@ -143,9 +147,7 @@ def _pallas_forward(
         return _unfolded(attended, s, queries.shape), normaliser
 
     inputs = queries, keys, values, starts, newest
-    rows, cache, numbers = _specs(queries.shape, keys.shape)
-    specs = (rows, cache, cache, P(rows[0]), P())
-    attended, normaliser = _sharded(local, specs, (rows, numbers))(*inputs)
+    attended, normaliser = over_mesh(local, inputs, _INPUTS, (_TOKENS, _NUMBERS), _sizes(queries, keys))
     return attended, (*inputs, attended, normaliser)
 
 
@@ -178,19 +180,17 @@ def _pallas_backward(interpret: Any, saved: Any, cotangents: Array) -> tuple[Arr
         return _unfolded(d_queries, s, queries.shape), d_keys, d_values
 
     queries, keys = saved[:2]
-    rows, cache, numbers = _specs(queries.shape, keys.shape)
-    specs = (rows, cache, cache, P(rows[0]), P(), rows, numbers, rows)
-    gradients = _sharded(local, specs, (rows, cache, cache))(*saved, cotangents)
+    specs, results = (*_INPUTS, _TOKENS, _NUMBERS, _TOKENS), (_TOKENS, _KEYS, _KEYS)
+    gradients = over_mesh(local, (*saved, cotangents), specs, results, _sizes(queries, keys))
     return (*gradients, None, None)
 
 
 _pallas.defvjp(_pallas_forward, _pallas_backward)
 
 
-def _specs(queries: tuple[int, ...], keys: tuple[int, ...]) -> tuple[P, P, P]:
-    """How [b, t, n, d], [s, b, t, k, d] and [b, k, tiles, rows] are split over the mesh that is set."""
-    data, heads = split_axis("data", queries[0]), split_axis("model", keys[3])
-    return P(data, None, heads), P(None, data, None, heads), P(data, heads)
+def _sizes(queries: Array, keys: Array) -> dict[str, int]:
+    """What the axes of a mesh split: rows of the batch and KV heads."""
+    return {"data": queries.shape[0], "model": keys.shape[3]}
 
 
 def _operands(
@@ -264,11 +264,3 @@ def plan(queries: tuple[int, ...], keys: tuple[int, ...], dtype: Any, chunks: in
             f"VMEM: got {needed / 2**20:.1f} MiB for {shape}, expected at most {VMEM_LIMIT / 2**20:.0f} MiB"
         )
     return shape
-
-
-def _sharded(local: Any, in_specs: tuple[P, ...], out_specs: tuple[P, ...]) -> Any:
-    """`local` on each device's share, under the mesh that is set: a Pallas call is opaque to the partitioner."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
-        return local
-    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
