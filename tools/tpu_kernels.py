@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -144,6 +145,131 @@ ATTENTION: dict[str, Callable[[Attention], Program]] = {
     "tpu-inference RPA v3": tpu_peers.ragged_v3,
 }
 
+
+@dataclasses.dataclass(frozen=True)
+class TopK(Case):
+    """The k most probable of a draft vocabulary for each of `queries` states, log-probabilities included."""
+
+    queries: int = 4
+    k: int = 4
+    hidden: int = 4096
+    vocabulary: int = 32000
+    dtype: str = "bfloat16"
+
+    @property
+    def floor_bytes(self) -> int:
+        return 2 * (self.vocabulary + self.queries) * self.hidden + 8 * self.queries * self.k
+
+    @property
+    def operations(self) -> int:
+        return 2 * self.queries * self.hidden * self.vocabulary
+
+    @property
+    def sizes(self) -> str:
+        return f"{self.queries} x {self.hidden}, k {self.k}"
+
+    def program(self) -> Program:
+        arguments = [((self.queries, self.hidden), self.dtype), ((self.vocabulary, self.hidden), self.dtype)]
+        return Program(functools.partial(TOP_K[self.kernel], k=self.k), arguments)
+
+
+def _vocabulary_top_k(x: Any, rows: Any, *, k: int) -> Any:
+    from eagle3_jax.kernels.vocabulary import vocabulary_top_k
+
+    return vocabulary_top_k(x, rows, k)
+
+
+def _argmax(x: Any, rows: Any, *, k: int) -> Any:
+    """Logits, and k passes over them."""
+    from eagle3_jax.kernels.vocabulary import vocabulary_top_k
+
+    return vocabulary_top_k(x, rows, k, implementation="xla")
+
+
+def _lax_top_k(x: Any, rows: Any, *, k: int) -> Any:
+    """Logits, and XLA's own top-k."""
+    import jax
+    import jax.numpy as jnp
+
+    logits = jnp.einsum("mh,vh->mv", x, rows, preferred_element_type=jnp.float32)
+    best, tokens = jax.lax.top_k(logits, k)
+    return best - jax.nn.logsumexp(logits, axis=-1, keepdims=True), tokens
+
+
+TOP_K: dict[str, Callable[..., Any]] = {
+    "vocabulary_top_k": _vocabulary_top_k,
+    "xla, logits and k argmax": _argmax,
+    "xla, logits and top_k": _lax_top_k,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingTimeTest(Case):
+    """The attention of step 7 of the training-time test over one row, one document."""
+
+    length: int = 7680  # of which the average tile sees a whole number of chunks
+    steps: int = 7
+    query_heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    dtype: str = "bfloat16"
+
+    @property
+    def backward(self) -> bool:
+        return self.kernel.endswith("backward")
+
+    @property
+    def floor_bytes(self) -> int:
+        """Keys and queries once, and backward their gradients (those of step 0 in float32) and two numbers a row."""
+        tokens, one = self.length * self.head_dim, 2
+        queries, keys = self.query_heads * tokens * one, 2 * self.steps * self.kv_heads * tokens * one
+        if not self.backward:
+            return 2 * queries + keys
+        return 3 * queries + 2 * keys + 2 * self.kv_heads * tokens * (4 - one) + 8 * self.query_heads * self.length
+
+    @property
+    def operations(self) -> int:
+        """Two products of scores and values forward, five backward, of the causal half."""
+        return (5 if self.backward else 2) * self.query_heads * self.length**2 * self.head_dim
+
+    @property
+    def sizes(self) -> str:
+        return f"{self.length} tokens, {self.query_heads}/{self.kv_heads}"
+
+    def program(self) -> Program:
+        import jax.numpy as jnp
+
+        from eagle3_jax.kernels import ttt_attention, ttt_attention_tpu
+
+        def plan(chunks: int) -> Any:
+            queries = (1, self.length, self.query_heads, self.head_dim)
+            keys = (self.steps, 1, self.length, self.kv_heads, self.head_dim)
+            return ttt_attention.plan(queries, keys, jnp.dtype(self.dtype), chunks)
+
+        s = plan((self.length // plan(0).chunk - 1) // 2)
+        rows = (1, s.kv_heads, s.tiles, s.rows, s.head_dim)
+        keys = (1, s.kv_heads, s.length, s.head_dim)
+        later = (1, s.kv_heads, s.tiles, s.later * s.tile, s.head_dim)
+        arguments = [(shape, self.dtype) for shape in (rows, keys, keys, later, later)]
+        arguments += [((1, s.length), "int32"), ((), "int32")]
+        if not self.backward:
+            run = functools.partial(ttt_attention_tpu.forward, s, vmem_limit=ttt_attention.VMEM_LIMIT)
+            return Program(run, arguments)
+
+        def gradients(*operands: Any) -> Any:
+            *inputs, cotangents, normaliser, delta = operands
+            return ttt_attention_tpu.backward(
+                s,
+                *inputs,
+                cotangents=cotangents,
+                normaliser=normaliser,
+                delta=delta,
+                vmem_limit=ttt_attention.VMEM_LIMIT,
+            )
+
+        return Program(gradients, [*arguments, (rows, self.dtype), *[(rows[:-1], "float32")] * 2])
+
+
 CASES: list[Case] = [
     Attention("tree_attention"),
     Attention("tree_attention causal"),
@@ -163,4 +289,8 @@ CASES: list[Case] = [
     Attention("tree_attention causal", BUNDLES, nodes=1),
     Attention("jax paged_attention", BUNDLES, nodes=1),
     Attention("tpu-inference RPA v3", BUNDLES, nodes=1),
+    *(TopK(kernel, queries=queries, k=k) for queries, k in ((4, 1), (4, 4), (32, 8)) for kernel in TOP_K),
+    TopK("vocabulary_top_k", hidden=8192, vocabulary=4000),  # 70B over 8 chips
+    TrainingTimeTest("ttt_attention"),
+    TrainingTimeTest("ttt_attention backward"),
 ]

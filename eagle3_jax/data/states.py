@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, BFloat16, Bool, Int32
 
 from eagle3_jax.data.features import Record
-from eagle3_jax.models.layers import argmax
+from eagle3_jax.kernels.vocabulary import argmax
 from eagle3_jax.models.llama import Llama
 
 # Lengths are padded to multiples of this; each distinct length is one compiled program.

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from eagle3_jax.models.layers import argmax
+from eagle3_jax.kernels.vocabulary import argmax
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

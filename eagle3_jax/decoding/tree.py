@@ -15,7 +15,6 @@ from jaxtyping import Array, Bool, Float, Int
 from eagle3_jax.config import DraftTree
 from eagle3_jax.models.cache import KVCache
 from eagle3_jax.models.draft import Draft
-from eagle3_jax.models.layers import argmax
 from eagle3_jax.models.llama import Llama
 
 
@@ -97,8 +96,7 @@ def grow(
         The tree, and the cache with its scratch written.
     """
     k, batch = tree.topk, root.shape[0]
-    scores, ids = _children(draft, draft_state[:, None], k)
-    scores, ids = scores[:, 0], ids[:, 0]
+    scores, ids = draft.head.top_k(draft_state, k)
     frontier = jnp.broadcast_to(jnp.arange(k), (batch, k))  # indices into the pool
     pool = [(scores, ids, jnp.full((batch, k), -1))]
     features = jnp.broadcast_to(draft_state[:, None], (batch, k, draft_state.shape[-1]))
@@ -116,7 +114,7 @@ def grow(
             lengths,
             tail_mask=seen,
         )
-        gained, candidates = _children(draft, states, k)
+        gained, candidates = draft.head.top_k(states, k)
         candidate_scores = (scores[:, :, None] + gained).reshape(batch, k * k)
         candidates = candidates.reshape(batch, k * k)
         first = k + (depth - 1) * k * k
@@ -174,17 +172,3 @@ def _ancestors(parents: Int[Array, "b n"], depth: int) -> Bool[Array, "b n n"]:
         mask |= climbed[:, :, None] == jnp.arange(nodes)
         climbed = jnp.maximum(jnp.take_along_axis(parents, climbed, axis=1), 0)
     return mask
-
-
-def _children(draft: Draft, states: Float[Array, "b t h"], k: int) -> tuple[Float[Array, "b t k"], Int[Array, "b t k"]]:
-    """Log-probabilities and draft ids of the k best next tokens of every node, best first."""
-    logits = draft.head.logits(states)
-    ids = []
-    masked = logits
-    for _ in range(k):  # k passes of argmax: on a CPU, top_k sorts the whole vocabulary
-        ids.append(argmax(masked))
-        masked = jnp.where(jnp.arange(logits.shape[-1]) == ids[-1][..., None], -jnp.inf, masked)
-    best = jnp.stack(ids, axis=-1)
-    normalizer = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    # At most 0, also after rounding, so that no child outranks its parent.
-    return jnp.minimum(jnp.take_along_axis(logits, best, axis=-1) - normalizer, 0.0), best

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.decoding.sampling import Sampling, draw, probabilities
 from eagle3_jax.decoding.tree import TokenTree
-from eagle3_jax.models.layers import argmax
+from eagle3_jax.kernels.vocabulary import argmax
 
 
 @jax.tree_util.register_dataclass

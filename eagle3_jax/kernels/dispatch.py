@@ -17,7 +17,13 @@ def device() -> Any:
     return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
 
 
+def cores() -> int:
+    """How many cores share the work of one device: two on TPU v4 and v5p, one elsewhere."""
+    return getattr(device(), "num_cores", None) or 1
+
+
 def default_implementation() -> Implementation:
+    """Pallas on a TPU, XLA elsewhere."""
     return "pallas" if device().platform == "tpu" else "xla"
 
 

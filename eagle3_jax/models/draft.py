@@ -17,6 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.config import DraftConfig
+from eagle3_jax.kernels.vocabulary import vocabulary_logits, vocabulary_top_k
 from eagle3_jax.models.cache import KVCache
 from eagle3_jax.models.layers import (
     Attention,
@@ -27,7 +28,6 @@ from eagle3_jax.models.layers import (
     rms_norm,
     rope_frequencies,
     rope_table,
-    vocabulary_logits,
 )
 from eagle3_jax.models.llama import LlamaConfig
 
@@ -133,7 +133,7 @@ class DraftHead(nnx.Module):
             attend: (q [b t n d], k [b t k d], v [b t k d]) -> [b t n d].
 
         Returns:
-            The state that recurs, and that `logits` reads.
+            The state that recurs, and that `logits` and `top_k` read.
         """
         c = self.config
         rope = rope_table(positions, rope_frequencies(c.head_dim, c.rope_theta))
@@ -156,6 +156,10 @@ class DraftHead(nnx.Module):
     def logits(self, state: Float[Array, "*batch h"]) -> Float[Array, "*batch dv"]:
         """float32 logits over the draft vocabulary."""
         return vocabulary_logits(self.output_hidden(state), self.lm_head[...])
+
+    def top_k(self, state: Float[Array, "*batch h"], k: int) -> tuple[Float[Array, "*batch k"], Int[Array, "*batch k"]]:
+        """Log-probabilities (float32) and draft ids of the k best next tokens, best first."""
+        return vocabulary_top_k(self.output_hidden(state), self.lm_head[...], k)
 
     def empty_cache(self, batch: int, slots: int) -> KVCache:
         c = self.config

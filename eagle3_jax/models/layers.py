@@ -16,6 +16,8 @@ from flax import nnx
 from jax import P
 from jaxtyping import Array, Float, Int
 
+from eagle3_jax.kernels.vocabulary import FEW_ROWS
+
 HIGHEST = jax.lax.Precision.HIGHEST
 
 # (regex over a parameter's path, partition), for targets and draft heads: vocabulary rows, KV heads and FFN columns go
@@ -79,28 +81,11 @@ def rms_norm(x: Float[Array, "*batch h"], weight: Float[Array, " h"], eps: float
 def linear(x: Float[Array, "*batch h"], kernel: Float[Array, "h out"]) -> Float[Array, "*batch out"]:
     """x @ kernel; the kernel is cast to x's dtype."""
     rows, kernel = x.reshape(-1, x.shape[-1]), kernel.astype(x.dtype)
-    if 1 < rows.shape[0] <= _FEW_ROWS:
+    if 1 < rows.shape[0] <= FEW_ROWS:
         product = jax.lax.platform_dependent(rows, kernel, cpu=_convolve, default=_dot)
     else:
         product = _dot(rows, kernel)
     return product.reshape(*x.shape[:-1], -1)
-
-
-def vocabulary_logits(x: Float[Array, "*batch h"], rows: Float[Array, "v h"]) -> Float[Array, "*batch v"]:
-    """x @ rows.T in float32; rows are one per token, as embeddings are stored."""
-    flat, rows = x.reshape(-1, x.shape[-1]), rows.astype(x.dtype)
-    if 1 < flat.shape[0] <= _FEW_ROWS and rows.shape[0] % _VOCABULARY_BLOCKS == 0:
-        product = jax.lax.platform_dependent(flat, rows, cpu=_dot_blocks, default=_dot_rows)
-    else:
-        product = _dot_rows(flat, rows)
-    return product.reshape(*x.shape[:-1], -1)
-
-
-# A product of 2 to 16 rows reads weights and does little else. Of XLA's ways for a CPU a plain dot is not the fastest
-# there: 30 layers of SmolLM2 with its LM head, 2 cores, 4 / 8 / 16 rows: 20.1 / 22.5 / 27.6 ms; as below 16.8 / 18.0 /
-# 20.5 ms. One row, and from 17 on, the dot is the fastest.
-_FEW_ROWS = 16
-_VOCABULARY_BLOCKS = 8
 
 
 def _dot(x: Float[Array, "m h"], kernel: Float[Array, "h n"]) -> Float[Array, "m n"]:
@@ -112,37 +97,6 @@ def _convolve(x: Float[Array, "m h"], kernel: Float[Array, "h n"]) -> Float[Arra
     return jax.lax.conv_general_dilated(
         x[None], kernel[None], (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC"), precision=HIGHEST
     )[0]
-
-
-def _dot_rows(x: Float[Array, "m h"], rows: Float[Array, "v h"]) -> Float[Array, "m v"]:
-    return jnp.einsum("mh,vh->mv", x, rows, precision=HIGHEST, preferred_element_type=jnp.float32)
-
-
-def _dot_blocks(x: Float[Array, "m h"], rows: Float[Array, "v h"]) -> Float[Array, "m v"]:
-    """`_dot_rows` as a batch of products over blocks of the vocabulary, of 4, 8, 12 or 16 rows."""
-    m = x.shape[0]
-    blocks = rows.reshape(_VOCABULARY_BLOCKS, -1, rows.shape[1])
-    padded = jnp.pad(x, ((0, -m % 4), (0, 0)))
-    product = jnp.einsum("mh,kvh->kmv", padded, blocks, precision=HIGHEST, preferred_element_type=jnp.float32)
-    return jnp.moveaxis(product, 0, 1).reshape(padded.shape[0], -1)[:m]
-
-
-def argmax(x: Float[Array, "*batch v"]) -> Int[Array, "*batch"]:
-    """jnp.argmax over the last axis, int32: the first of the greatest."""
-    return jax.lax.platform_dependent(x, cpu=_argmax_of_blocks, default=lambda x: jnp.argmax(x, axis=-1)).astype(
-        jnp.int32
-    )
-
-
-def _argmax_of_blocks(x: Float[Array, "*batch v"]) -> Int[Array, "*batch"]:
-    """In two levels (the block that holds the maximum, then the place in it): a CPU reduces values in vectors but
-    indices one by one, which over a vocabulary costs as much as a layer.
-    """
-    padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % 128)], constant_values=-jnp.inf)
-    blocks = padded.reshape(*x.shape[:-1], -1, 128)
-    block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1)
-    inside = jnp.argmax(jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :], axis=-1)
-    return block * 128 + inside
 
 
 class Attention(nnx.Module):

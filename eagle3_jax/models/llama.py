@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from eagle3_jax.kernels.vocabulary import vocabulary_logits
 from eagle3_jax.models.cache import KVCache
 from eagle3_jax.models.layers import (
     Attention,
@@ -23,7 +24,6 @@ from eagle3_jax.models.layers import (
     rms_norm,
     rope_frequencies,
     rope_table,
-    vocabulary_logits,
 )
 
 

@@ -1,0 +1,156 @@
+"""Products with one row per token of a vocabulary, and the tokens that come out best."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import P
+from jaxtyping import Array, Float, Int
+
+from eagle3_jax.kernels import vocabulary_tpu as tpu
+from eagle3_jax.kernels.dispatch import Implementation, cores, default_implementation
+
+_HIGHEST = jax.lax.Precision.HIGHEST
+
+# A product of 2 to 16 rows reads weights and does little else. Of XLA's ways for a CPU a plain dot is not the fastest
+# there: 30 layers of SmolLM2 with its LM head, 2 cores, 4 / 8 / 16 rows: 20.1 / 22.5 / 27.6 ms; as below, with
+# convolutions for the layers, 16.8 / 18.0 / 20.5 ms. One row, and from 17 on, the dot is the fastest.
+FEW_ROWS = 16
+_BLOCKS = 8
+
+_LONGEST = 32  # of a list that the kernel for TPU keeps in registers
+
+
+def vocabulary_logits(x: Float[Array, "*batch h"], rows: Float[Array, "v h"]) -> Float[Array, "*batch v"]:
+    """x @ rows.T in float32; rows are one per token, as embeddings are stored."""
+    flat, rows = x.reshape(-1, x.shape[-1]), rows.astype(x.dtype)
+    if 1 < flat.shape[0] <= FEW_ROWS and rows.shape[0] % _BLOCKS == 0:
+        product = jax.lax.platform_dependent(flat, rows, cpu=_dot_blocks, default=_dot)
+    else:
+        product = _dot(flat, rows)
+    return product.reshape(*x.shape[:-1], -1)
+
+
+def _dot(x: Float[Array, "m h"], rows: Float[Array, "v h"]) -> Float[Array, "m v"]:
+    return jnp.einsum("mh,vh->mv", x, rows, precision=_HIGHEST, preferred_element_type=jnp.float32)
+
+
+def _dot_blocks(x: Float[Array, "m h"], rows: Float[Array, "v h"]) -> Float[Array, "m v"]:
+    """`_dot` as a batch of products over blocks of the vocabulary, of 4, 8, 12 or 16 rows."""
+    m = x.shape[0]
+    blocks = rows.reshape(_BLOCKS, -1, rows.shape[1])
+    padded = jnp.pad(x, ((0, -m % 4), (0, 0)))
+    product = jnp.einsum("mh,kvh->kmv", padded, blocks, precision=_HIGHEST, preferred_element_type=jnp.float32)
+    return jnp.moveaxis(product, 0, 1).reshape(padded.shape[0], -1)[:m]
+
+
+def argmax(x: Float[Array, "*batch v"]) -> Int[Array, "*batch"]:
+    """jnp.argmax over the last axis, int32: the first of the greatest."""
+    return jax.lax.platform_dependent(x, cpu=_argmax_of_blocks, default=lambda x: jnp.argmax(x, axis=-1)).astype(
+        jnp.int32
+    )
+
+
+def _argmax_of_blocks(x: Float[Array, "*batch v"]) -> Int[Array, "*batch"]:
+    """In two levels (the block that holds the maximum, then the place in it): a CPU reduces values in vectors but
+    indices one by one, which over a vocabulary costs as much as a layer.
+    """
+    padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % 128)], constant_values=-jnp.inf)
+    blocks = padded.reshape(*x.shape[:-1], -1, 128)
+    block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1)
+    inside = jnp.argmax(jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :], axis=-1)
+    return block * 128 + inside
+
+
+def vocabulary_top_k(
+    x: Float[Array, "*batch h"],
+    rows: Float[Array, "v h"],
+    k: int,
+    *,
+    implementation: Implementation | None = None,
+    interpret: Any = False,
+) -> tuple[Float[Array, "*batch k"], Int[Array, "*batch k"]]:
+    """The k most probable tokens of softmax(x @ rows.T), best first, ties to the lowest.
+
+    Args:
+        implementation: the default is "pallas" on a TPU for k up to 32, and "xla" elsewhere.
+        interpret: runs the kernel without a TPU, `pltpu.InterpretParams` included.
+
+    Returns:
+        Log-probabilities, float32, at most 0 also after rounding; and tokens, int32.
+
+    Raises:
+        ValueError: the vocabulary has less than k tokens.
+    """
+    if not 1 <= k <= rows.shape[0]:
+        raise ValueError(f"k: got {k}, expected 1 to the vocabulary's {rows.shape[0]}")
+    default = default_implementation() if k <= _LONGEST else "xla"
+    if (implementation or default) == "xla":
+        return _top_k_of_logits(vocabulary_logits(x, rows), k)
+    flat = x.reshape(-1, x.shape[-1])
+    top_k = functools.partial(tpu.top_k, k=k, parts=cores(), interpret=interpret)
+    best, tokens = _sharded(top_k, flat, rows)
+    return best.reshape(*x.shape[:-1], k), tokens.reshape(*x.shape[:-1], k)
+
+
+def _top_k_of_logits(
+    logits: Float[Array, "*batch v"], k: int
+) -> tuple[Float[Array, "*batch k"], Int[Array, "*batch k"]]:
+    tokens = []
+    masked = logits
+    for _ in range(k):  # k passes of argmax: on a CPU, top_k sorts the whole vocabulary
+        tokens.append(argmax(masked))
+        masked = jnp.where(jnp.arange(logits.shape[-1]) == tokens[-1][..., None], -jnp.inf, masked)
+    best = jnp.stack(tokens, axis=-1)
+    normalizer = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    return jnp.minimum(jnp.take_along_axis(logits, best, axis=-1) - normalizer, 0.0), best
+
+
+def _sharded(
+    top_k: Callable[..., Any], x: Float[Array, "m h"], rows: Float[Array, "v h"]
+) -> tuple[Float[Array, "m k"], Int[Array, "m k"]]:
+    """`top_k` on each device's share: tokens over the model axis, rows of x over the data axis, as far as they go.
+
+    A Pallas call is opaque to the partitioner, so the mesh that is set (`jax.set_mesh`) says how to split it.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return _merged(*top_k(x, rows))
+
+    def axis(name: str, size: int) -> str | None:
+        ways = mesh.shape.get(name, 1)
+        return name if ways > 1 and size % ways == 0 else None
+
+    data, model = axis("data", x.shape[0]), axis("model", rows.shape[0])
+
+    def local(x: Array, rows: Array) -> tuple[Array, Array]:
+        values, tokens, normalizers = top_k(x, rows)
+        if model:  # as one array of bits: one collective
+            tokens += jax.lax.axis_index(model) * rows.shape[0]
+            floats = jax.lax.bitcast_convert_type(jnp.concatenate([values, normalizers], axis=-1), jnp.int32)
+            bits = jax.lax.all_gather(jnp.concatenate([floats, tokens], axis=-1), model, tiled=True)
+            k = tokens.shape[-1]
+            floats, tokens = jax.lax.bitcast_convert_type(bits[..., : k + 1], jnp.float32), bits[..., k + 1 :]
+            values, normalizers = floats[..., :k], floats[..., k:]
+        return _merged(values, tokens, normalizers)
+
+    split = jax.shard_map(local, mesh=mesh, in_specs=(P(data), P(model)), out_specs=P(data), check_vma=False)
+    return split(x, rows)
+
+
+def _merged(
+    values: Float[Array, "p m k"], tokens: Int[Array, "p m k"], normalizers: Float[Array, "p m 1"]
+) -> tuple[Float[Array, "m k"], Int[Array, "m k"]]:
+    """One list from those of consecutive parts of a vocabulary, and log-probabilities from logits."""
+    parts, m, k = values.shape
+    if parts == 1:
+        return jnp.minimum(values[0] - normalizers[0], 0.0), tokens[0]
+    row = jnp.moveaxis(values, 0, 1).reshape(m, -1)
+    best, at = jax.lax.top_k(row, k)  # of equals the earlier: that of the lower part
+    normalizer = jax.nn.logsumexp(normalizers, axis=0)
+    tokens = jnp.take_along_axis(jnp.moveaxis(tokens, 0, 1).reshape(m, -1), at, axis=1)
+    return jnp.minimum(best - normalizer, 0.0), tokens
