@@ -51,9 +51,10 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     return jax.make_mesh((data, config.model), AXES, axis_types=(AxisType.Auto,) * 2, devices=devices[:used])
 
 
-def decoding_mesh(config: MeshConfig) -> Mesh:
+def decoding_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """The devices that one engine decodes on: the model axis. Its batch is not split, so more would repeat the work."""
-    return make_mesh(MeshConfig(data=1, model=config.model), jax.devices()[: config.model])
+    devices = jax.devices() if devices is None else devices
+    return make_mesh(MeshConfig(data=1, model=config.model), devices[: config.model])
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -32,7 +32,7 @@ from eagle3_jax.training.state import init_state, make_eval_step, make_train_ste
 # These say how a run is watched, not what comes out of it; they may change when it is resumed.
 _WATCHING = ("log_every", "eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints", "remat")
 # So many steps may be on their way to the device; each of them holds its batch.
-_IN_FLIGHT = 2
+IN_FLIGHT = 2
 
 
 def train(config: configs.RunConfig, target: Target | None = None) -> dict[str, Any]:
@@ -137,8 +137,8 @@ def train(config: configs.RunConfig, target: Target | None = None) -> dict[str, 
         for step in range(done + 1, total + 1):
             state, sums = compiled(state, teacher, place(next(iterator)))
             pending.append(sums)
-            if len(pending) > _IN_FLIGHT:
-                jax.block_until_ready(pending[-1 - _IN_FLIGHT])
+            if len(pending) > IN_FLIGHT:
+                jax.block_until_ready(pending[-1 - IN_FLIGHT])
             progress.update()
             if step % run.log_every == 0 or step == total:
                 summary = summarise(pending)

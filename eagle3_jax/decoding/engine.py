@@ -27,7 +27,9 @@ from eagle3_jax.decoding.detokenizer import Detokenizer
 from eagle3_jax.decoding.sampling import Sampling, SamplingParams
 from eagle3_jax.decoding.tree import scratch_slots
 from eagle3_jax.formats.sglang import load_draft
+from eagle3_jax.mesh import shardings
 from eagle3_jax.models.draft import Draft
+from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.llama import Llama
 from eagle3_jax.models.registry import Target, load_target
 
@@ -38,8 +40,8 @@ _ROUNDS = 64
 
 GREEDY = SamplingParams()
 
-_prefill = jax.jit(rounds.prefill, static_argnames=("slots", "max_output", "tree", "greedy"))
-_decode = jax.jit(rounds.decode, static_argnames=("tree", "greedy"), donate_argnames="state")
+prefill = jax.jit(rounds.prefill, static_argnames=("slots", "max_output", "tree", "greedy"))
+decode = jax.jit(rounds.decode, static_argnames=("tree", "greedy"), donate_argnames="state")
 _insert = jax.jit(rounds.insert, donate_argnames="state")
 
 
@@ -139,6 +141,8 @@ class Engine:
         self.batch_size, self.max_length = batch_size, max_length
         sharding = target.embed[...].sharding
         self._mesh = sharding.mesh if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) else None
+        if self.draft is not None and self._mesh is not None:  # elsewhere it would be sent over in every call
+            self.draft = jax.device_put(self.draft, shardings(self.draft, self._mesh, SHARDING_RULES))
 
     @classmethod
     def load(
@@ -221,14 +225,12 @@ class Engine:
         return _Request(ids, params, min(params.max_tokens, self.max_length - len(ids)))
 
     def _slots(self, requests: list[_Request]) -> int:
-        """Cache slots that are enough for each of these requests, in steps that keep the number of programs small."""
-        need = max((max(_bucket(len(r.ids)), len(r.ids) + r.limit) for r in requests), default=0)
-        return _round_up(need + scratch_slots(self.tree), 256)
+        return cache_slots([(len(request.ids), request.limit) for request in requests], self.tree)
 
     def _start(self, request: _Request, slots: int, greedy: bool) -> rounds.State:
         """Prefills one request."""
         ids, params = request.ids, request.params
-        tokens = np.zeros((1, _bucket(len(ids))), np.int32)
+        tokens = np.zeros((1, bucket(len(ids))), np.int32)
         tokens[0, : len(ids)] = ids
         # Different prompts under one seed get different random numbers, the same prompt always the same.
         key = jax.random.fold_in(jax.random.key(params.seed), zlib.crc32(np.asarray(ids, np.int32).tobytes()))
@@ -239,7 +241,7 @@ class Engine:
             key[None],
         )
         with self._devices():
-            return _prefill(
+            return prefill(
                 self.target,
                 self.draft,
                 jnp.asarray(tokens),
@@ -255,7 +257,7 @@ class Engine:
 
     def _decode(self, state: rounds.State, max_rounds: int, stop_at: int, greedy: bool) -> rounds.State:
         with self._devices():
-            return _decode(self.target, self.draft, state, max_rounds, stop_at, tree=self.tree, greedy=greedy)
+            return decode(self.target, self.draft, state, max_rounds, stop_at, tree=self.tree, greedy=greedy)
 
     def _devices(self) -> contextlib.AbstractContextManager[object]:
         """Sets the target's mesh: kernels are split over the devices of the mesh that is set."""
@@ -312,6 +314,12 @@ def _round_up(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
-def _bucket(length: int) -> int:
+def cache_slots(sizes: Sequence[tuple[int, int]], tree: DraftTree | None) -> int:
+    """Slots that are enough for each (prompt, answer) of so many tokens, in steps that keep the programs few."""
+    need = max((max(bucket(prompt), prompt + answer) for prompt, answer in sizes), default=0)
+    return _round_up(need + scratch_slots(tree), 256)
+
+
+def bucket(length: int) -> int:
     """Padded length of a prompt: multiples of an eighth of the next power of two, and of 64."""
     return _round_up(length, max(64, (1 << (length - 1).bit_length()) // 8))

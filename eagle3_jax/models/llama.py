@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
@@ -159,6 +160,8 @@ class Llama(nnx.Module):
         aux = []
         for layer, block in enumerate(self.blocks):
             if layer in c.aux_layers:
+                # Behind the barrier: else XLA adds up what the layers wrote once more at the end, and keeps all of it.
+                x = jax.lax.optimization_barrier(x)
                 aux.append(x)
             q, k, v = block.attention.project(rms_norm(x, block.input_norm[...], c.rms_norm_eps), rope)
             attended, cache = cache.append_and_attend(layer, q, k, v, lengths, tail_mask)

@@ -30,6 +30,7 @@ from eagle3_jax.models import gguf, weights
 from eagle3_jax.models.llama import Llama, LlamaConfig
 
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+_CONFIG_FILES = ("config.json", "generation_config.json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,8 +121,12 @@ def load_tokenizer(target: str | pathlib.Path) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-def fetch(name: str) -> pathlib.Path:
-    """Resolves a target's name to a local Hugging Face folder. Raises TargetError."""
+def fetch(name: str, *, whole: bool = True) -> pathlib.Path:
+    """Resolves a target's name to a local Hugging Face folder. Raises TargetError.
+
+    Args:
+        whole: False takes from a hub what `read_config` reads and no more.
+    """
     if pathlib.Path(name).is_dir():
         return pathlib.Path(name)
     packaged = REGISTERED.get(name.lower())
@@ -130,7 +135,7 @@ def fetch(name: str) -> pathlib.Path:
         return cached
     hub = packaged.hub if packaged else name
     try:
-        return pathlib.Path(snapshot_download(hub, allow_patterns=list(_HUB_FILES)))
+        return pathlib.Path(snapshot_download(hub, allow_patterns=list(_HUB_FILES if whole else _CONFIG_FILES)))
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError) as error:
         if packaged is None:
             raise TargetError(

@@ -84,7 +84,7 @@ def test_seeds_matter_and_repeat(speculative):
 def test_nothing_compiles_once_warm(speculative):
     params = SamplingParams(max_tokens=7)
     speculative.generate(PROMPTS, params)
-    caches: list[Any] = [engine_lib._prefill, engine_lib._decode, engine_lib._insert, engine_lib._vacant]
+    caches: list[Any] = [engine_lib.prefill, engine_lib.decode, engine_lib._insert, engine_lib._vacant]
     before = [function._cache_size() for function in caches]
     for count in range(2, 6):
         speculative.generate(PROMPTS[:count], SamplingParams(max_tokens=count))

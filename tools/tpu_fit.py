@@ -1,0 +1,383 @@
+"""Whether a run fits a TPU: its programs, compiled ahead of time, and the memory that each takes of a device.
+
+    .venv/bin/python tools/tpu_fit.py --config configs/llama31_8b.yaml --topology v6e:2x2 --mesh.model 4
+
+No TPU and no weights are needed, of the target config.json alone (`--target.name FOLDER` where no hub answers). Exit
+status 1 when something does not fit.
+
+What is counted is the compiler's own plan of one program: arguments, results that are not written into donated
+arguments, temporaries, code; and what else the run keeps on the devices meanwhile ("beside"). Not counted:
+fragmentation, and what the runtime takes of the HBM for itself beyond what the compiler leaves it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import math
+import os
+import pathlib
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tpu_profile import ENVIRONMENT
+
+os.environ.update(ENVIRONMENT)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import P
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from eagle3_jax import config as configs
+from eagle3_jax.data import states
+from eagle3_jax.decoding import engine
+from eagle3_jax.decoding.sampling import Sampling
+from eagle3_jax.mesh import batch_sharding, decoding_mesh, make_mesh, replicated, shardings
+from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
+from eagle3_jax.models.layers import SHARDING_RULES
+from eagle3_jax.models.llama import Llama, LlamaConfig
+from eagle3_jax.models.registry import fetch, read_config
+from eagle3_jax.train import IN_FLIGHT
+from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Batch, Teacher
+from eagle3_jax.training.optimizer import make_optimizer
+from eagle3_jax.training.state import init_state, make_train_step
+
+GIB = 2**30
+# Where prefill's own results lie, and so the state that rounds take: KV heads over the model axis.
+STATE_SHARDING_RULES = ((r"cache", P(None, "model")),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One program of a run.
+
+    Attributes:
+        arguments: name -> pytree of ShapeDtypeStructs that say where they lie.
+        beside: the same of what else lies on the devices while it runs.
+        lower: None where only arrays lie there and nothing is compiled.
+    """
+
+    name: str
+    mesh: Mesh
+    arguments: dict[str, Any]
+    beside: dict[str, Any]
+    lower: Callable[[], jax.stages.Lowered] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the compiler makes of a program, in bytes a device.
+
+    Attributes:
+        needed: all of it, where the compiler refused to plan the rest.
+    """
+
+    arguments: float = 0
+    results: float = 0
+    temporaries: float = 0
+    code: float = 0
+    needed: float = 0
+
+    @property
+    def total(self) -> float:
+        return self.needed or self.arguments + self.results + self.temporaries + self.code
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0],
+        epilog="Every field of the config can be overridden: --section.field VALUE",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", required=True, help="YAML run file, see configs/")
+    parser.add_argument("--topology", required=True, help="v5e:2x2, v6e:4x4, v5p:2x2x1, tpu7x:2x2x1, ...")
+    parser.add_argument("--verbs", default=",".join(VERBS), help="some of " + ",".join(VERBS))
+    parser.add_argument(
+        "--layers", help="N,M: compile targets of N and M layers and extrapolate (deep targets are slow)"
+    )
+    parser.add_argument("--json", type=pathlib.Path, help="file for the rows")
+    arguments, overrides = parser.parse_known_args()
+    try:
+        config = configs.load(arguments.config, overrides)
+        devices = topology_devices(arguments.topology)
+        target = read_config(fetch(config.target.name, whole=False), config.target.aux_layers)
+        verbs = arguments.verbs.split(",")
+        if unknown := set(verbs) - VERBS.keys():
+            raise ValueError(f"--verbs: got {', '.join(sorted(unknown))}, expected some of {', '.join(VERBS)}")
+        shallow = [] if arguments.layers is None else shallow_targets(arguments.layers, target)
+        programs = [
+            [program for verb in verbs for program in VERBS[verb](config, shape, devices)]
+            for shape in (target, *shallow)
+        ]
+    except ValueError as error:
+        parser.error(str(error))
+    limit = hbm(devices)
+    print(f"{arguments.topology}: {len(devices)} devices, {limit / GIB:.2f} GiB of HBM each; GiB a device")
+    columns = ("arguments", "temporary", "beside", "total", "of HBM", "compile")
+    print(f"{'':20}{'mesh':>5}" + "".join(f"{name:>11}" for name in columns))
+    rows, layers = [], [shape.num_hidden_layers for shape in shallow or [target]]
+    for whole, *parts in zip(*programs, strict=True):
+        start = time.monotonic()
+        plans = [measure(program, limit) for program in parts or [whole]]
+        plan = extrapolate(plans, layers, target.num_hidden_layers) if parts else plans[0]
+        seconds = time.monotonic() - start
+        row = {"topology": arguments.topology, "layers": layers, "seconds": seconds, **figures(whole, plan, limit)}
+        print(describe(row), flush=True)
+        rows.append(row)
+    if shallow:
+        print(f"extrapolated to {target.num_hidden_layers} layers from the plans for {layers[0]} and {layers[1]}")
+    if arguments.json:
+        partial = arguments.json.with_suffix(".partial")
+        partial.write_text(json.dumps(rows, indent=1) + "\n")
+        partial.replace(arguments.json)
+    sys.exit(any(not row["fits"] for row in rows))
+
+
+def topology_devices(name: str) -> list[Any]:
+    try:
+        return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+    except jax.errors.JaxRuntimeError as error:
+        expected = "a TPU topology such as v5e:2x2, v6e:4x4, v5p:2x2x1, tpu7x:2x2x1"
+        raise ValueError(f"--topology: got {name!r}, expected {expected} ({error})") from error
+
+
+def shallow_targets(text: str, target: LlamaConfig) -> list[LlamaConfig]:
+    """The target with fewer layers, twice; the aux layers keep their proportions."""
+    layers = [int(part) for part in text.split(",") if part.isdecimal()]
+    if len(layers) != 2 or not 1 <= layers[0] < layers[1]:
+        raise ValueError(f"--layers: got {text!r}, expected two ascending numbers of layers such as 4,8")
+    shallow = []
+    for n in layers:
+        aux = tuple(layer * n // target.num_hidden_layers for layer in target.aux_layers)
+        if len(set(aux)) < len(aux):
+            raise ValueError(
+                f"--layers: got {n}, expected so many that the aux layers {target.aux_layers} stay distinct"
+            )
+        shallow.append(dataclasses.replace(target, num_hidden_layers=n, aux_layers=aux))
+    return shallow
+
+
+# ------------------------------------------------------------------------------------------------------------- programs
+def evaluate(config: configs.RunConfig, target: LlamaConfig, devices: list[Any]) -> Iterator[Program]:
+    """`evaluate`: rounds with the draft. Prompts and answers are as long as `regenerate` lets them be."""
+    settings = config.evaluate
+    sizes = settings.batch_size, settings.max_tokens, settings.temperature == 0
+    return decoding("evaluate", config, target, devices, settings.tree, *sizes)
+
+
+def regenerate(config: configs.RunConfig, target: LlamaConfig, devices: list[Any]) -> Iterator[Program]:
+    """`regenerate`: vanilla decoding."""
+    settings = config.regenerate
+    sizes = settings.batch_size, settings.max_tokens, settings.temperature == 0
+    return decoding("regenerate", config, target, devices, None, *sizes)
+
+
+def decoding(
+    verb: str,
+    config: configs.RunConfig,
+    shape: LlamaConfig,
+    devices: list[Any],
+    tree: configs.DraftTree | None,
+    batch: int,
+    max_tokens: int,
+    greedy: bool,
+) -> Iterator[Program]:
+    """The engine's two programs: prefill of the longest prompt into free slots, and the rounds of a full batch."""
+    mesh = decoding_mesh(config.mesh, devices)
+    target, draft = abstract_target(config, shape, mesh), None
+    if tree is not None:
+        head_config, dtype = DraftHeadConfig.for_target(config.draft, shape), jnp.dtype(config.target.dtype)
+        head = nnx.eval_shape(lambda: DraftHead(head_config, dtype=dtype, rngs=nnx.Rngs(0)))
+        ids = jax.ShapeDtypeStruct((head_config.draft_vocab_size,), jnp.int32)
+        draft = Draft(placed(head, mesh, SHARDING_RULES), placed(ids, mesh))
+    prompt = config.regenerate.max_length - max_tokens
+    if prompt < 1:
+        raise ValueError(f"{verb}.max_tokens: got {max_tokens}, expected less than regenerate.max_length")
+    slots = engine.cache_slots([(prompt, max_tokens)], tree)
+
+    def request() -> tuple[Any, ...]:
+        count = jnp.zeros(1, jnp.int32)
+        sampling = Sampling(jnp.ones(1), count, jnp.ones(1), jax.random.split(jax.random.key(0), 1))
+        return jnp.zeros((1, engine.bucket(prompt)), jnp.int32), count, sampling, count, jnp.zeros(1, bool)
+
+    asked = placed(jax.eval_shape(request), mesh)
+    static: dict[str, Any] = {"tree": tree, "greedy": greedy}
+    sizes = {"slots": slots, "max_output": slots}
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        sequence = jax.eval_shape(functools.partial(engine.prefill, **sizes, **static), target, draft, *asked)
+    state = jax.tree.map(lambda x: jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype), sequence)
+    state = placed(state, mesh, STATE_SHARDING_RULES)
+    models = {"target": target, "draft": draft}
+    yield Program(
+        f"{verb}: prefill",
+        mesh,
+        models,
+        {"state": state} if batch > 1 else {},
+        lambda: engine.prefill.lower(target, draft, *asked, **sizes, **static),
+    )
+    yield Program(
+        f"{verb}: rounds",
+        mesh,
+        models | {"state": state},
+        {},
+        lambda: engine.decode.lower(target, draft, state, 1, batch, **static),
+    )
+
+
+def extract(config: configs.RunConfig, shape: LlamaConfig, devices: list[Any]) -> Iterator[Program]:
+    """`extract`: the forward pass of the longest conversations; the batch before it is still being fetched."""
+    mesh = make_mesh(config.mesh, devices)
+    target = abstract_target(config, shape, mesh)
+    settings = config.extract
+    batch = states.plan_batches([settings.max_length], settings.batch_tokens, multiple=mesh.shape["data"])[0]
+    tokens = jax.ShapeDtypeStruct((batch.rows, batch.length), jnp.int32, sharding=batch_sharding(mesh))
+    before = placed(jax.eval_shape(states.forward, target, tokens), mesh, ((r"", P("data")),))
+    yield Program(
+        "extract",
+        mesh,
+        {"target": target, "tokens": tokens},
+        {"batch before": before},
+        lambda: states.forward.lower(target, tokens),
+    )
+
+
+def train(config: configs.RunConfig, shape: LlamaConfig, devices: list[Any]) -> Iterator[Program]:
+    """`train`: what lies there while the head is made beside the whole target, and the training step."""
+    mesh, run = make_mesh(config.mesh, devices), config.train
+    target = abstract_target(config, shape, mesh)
+    head_config = DraftHeadConfig.for_target(config.draft, shape)
+    ids = jax.ShapeDtypeStruct((head_config.draft_vocab_size,), jnp.int32)
+    drawn = jax.eval_shape(lambda model, ids: Teacher.of(model.embed[...], model.output_rows, ids), target, ids)
+    teacher = placed(drawn, mesh, TEACHER_SHARDING_RULES)
+    optimizer = make_optimizer(run, 1)
+    state = jax.eval_shape(lambda rows: init_state(head_config, config.seed, rows, optimizer, mesh), teacher.rows)
+    state = placed(state, mesh, SHARDING_RULES)
+
+    def rows(*width: int) -> jax.ShapeDtypeStruct:
+        dtype = jnp.bfloat16 if width else jnp.int32
+        size = (run.batch_size, run.row_length, *width)
+        return jax.ShapeDtypeStruct(size, dtype, sharding=batch_sharding(mesh))
+
+    hidden = head_config.target_hidden_size
+    batch = Batch(rows(), rows(len(shape.aux_layers) * hidden), rows(hidden), rows(), rows(), rows(), rows())
+    parts = {"weights": state.head, "optimizer": state.opt_state, "teacher": teacher}
+    yield Program("train: start", mesh, {"target": target} | parts, {}, None)
+    yield Program(
+        "train: step",
+        mesh,
+        parts | {"batch": batch},
+        {"batches on their way": [batch] * IN_FLIGHT},
+        lambda: make_train_step(run, optimizer, mesh).lower(state, teacher, batch),
+    )
+
+
+VERBS = {"evaluate": evaluate, "regenerate": regenerate, "extract": extract, "train": train}
+
+
+def abstract_target(config: configs.RunConfig, shape: LlamaConfig, mesh: Mesh) -> Llama:
+    dtype = jnp.dtype(config.target.dtype)
+    return placed(nnx.eval_shape(lambda: Llama(shape, dtype=dtype, rngs=nnx.Rngs(0))), mesh, SHARDING_RULES)
+
+
+def placed(tree: Any, mesh: Mesh, rules: Any = ()) -> Any:
+    """The same shapes, lying where the rules say."""
+    where = shardings(tree, mesh, rules)
+    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree, where)
+
+
+# -------------------------------------------------------------------------------------------------------------- figures
+def measure(program: Program, limit: float) -> Plan:
+    """Compiles it, unless its arguments alone are more than the limit."""
+    arguments = share(program.arguments)
+    if program.lower is None or arguments > limit:
+        return Plan(arguments, needed=arguments)
+    with jax.sharding.use_abstract_mesh(program.mesh.abstract_mesh):
+        lowered = program.lower()
+    try:
+        memory: Any = lowered.compile().memory_analysis()
+    except jax.errors.JaxRuntimeError as error:
+        return Plan(arguments, needed=needed_and_available(error)[0])
+    return Plan(
+        arguments=memory.argument_size_in_bytes,
+        results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes,
+        code=memory.generated_code_size_in_bytes,
+    )
+
+
+def hbm(devices: list[Any]) -> float:
+    """What the compiler lets a program have of a device's memory; it says so where it refuses one."""
+    huge = jax.ShapeDtypeStruct((1 << 20, 1 << 20), jnp.float32, sharding=replicated(Mesh(np.array(devices[:1]), "x")))
+    try:
+        jax.jit(lambda x: x + 1).lower(huge).compile()
+    except jax.errors.JaxRuntimeError as error:
+        return needed_and_available(error)[1]
+    raise AssertionError("the compiler took a program of terabytes")
+
+
+def needed_and_available(error: Exception) -> tuple[float, float]:
+    """Bytes of HBM, of the compiler's refusal; another error is raised as it is."""
+    found = re.search(r"\(([\d.]+)([KMGT])\) exceeds available HBM \(([\d.]+)([KMGT])\)", str(error))
+    found = found or re.search(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm", str(error))
+    if found is None:
+        raise error
+    needed, unit, available, other = found.groups()
+    exponents = {"K": 10, "M": 20, "G": 30, "T": 40}
+    return float(needed) * 2 ** exponents[unit], float(available) * 2 ** exponents[other]
+
+
+def share(tree: Any) -> int:
+    """Bytes on one device."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def extrapolate(plans: list[Plan], layers: list[int], depth: int) -> Plan:
+    """The line through the plans of two numbers of layers; nothing falls below what was seen."""
+    low, high = plans
+    ahead = (depth - layers[1]) / (layers[1] - layers[0])
+
+    def at_depth(a: float, b: float) -> float:
+        return max(a, b, b + (b - a) * ahead)
+
+    if low.needed or high.needed:
+        return Plan(at_depth(low.arguments, high.arguments), needed=at_depth(low.total, high.total))
+    return Plan(*(at_depth(a, b) for a, b in zip(dataclasses.astuple(low), dataclasses.astuple(high), strict=True)))
+
+
+def figures(program: Program, plan: Plan, limit: float) -> dict[str, Any]:
+    beside = share(program.beside)
+    return {
+        "program": program.name,
+        "mesh": dict(program.mesh.shape),
+        **dataclasses.asdict(plan),
+        "beside": beside,
+        "total": plan.total + beside,
+        "hbm": limit,
+        "fits": plan.total + beside <= limit,
+        "parts": {name: share(tree) for name, tree in (program.arguments | program.beside).items()},
+    }
+
+
+def describe(row: dict[str, Any]) -> str:
+    """A line of the table, and what its arguments consist of."""
+    begin = f"{row['program']:20}{'x'.join(str(size) for size in row['mesh'].values()):>5}"
+    temporary = row["total"] - row["arguments"] - row["beside"]
+    sizes = "".join(f"{size / GIB:11.2f}" for size in (row["arguments"], temporary, row["beside"], row["total"]))
+    parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in row["parts"].items())
+    text = f"{begin}{sizes}{row['total'] / row['hbm']:11.0%}{row['seconds']:9.0f} s\n    {parts}"
+    if not row["fits"]:
+        text += f"\n    does not fit: {(row['total'] - row['hbm']) / GIB:.2f} GiB too much"
+    return text
+
+
+if __name__ == "__main__":
+    main()
