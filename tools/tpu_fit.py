@@ -101,9 +101,6 @@ def main() -> None:
     parser.add_argument("--config", required=True, help="YAML run file, see configs/")
     parser.add_argument("--topology", required=True, help="v5e:2x2, v6e:4x4, v5p:2x2x1, tpu7x:2x2x1, ...")
     parser.add_argument("--verbs", default=",".join(VERBS), help="some of " + ",".join(VERBS))
-    parser.add_argument(
-        "--layers", help="N,M: compile targets of N and M layers and extrapolate (deep targets are slow)"
-    )
     parser.add_argument("--json", type=pathlib.Path, help="file for the rows")
     arguments, overrides = parser.parse_known_args()
     try:
@@ -113,28 +110,20 @@ def main() -> None:
         verbs = arguments.verbs.split(",")
         if unknown := set(verbs) - VERBS.keys():
             raise ValueError(f"--verbs: got {', '.join(sorted(unknown))}, expected some of {', '.join(VERBS)}")
-        shallow = [] if arguments.layers is None else shallow_targets(arguments.layers, target)
-        programs = [
-            [program for verb in verbs for program in VERBS[verb](config, shape, devices)]
-            for shape in (target, *shallow)
-        ]
+        programs = [program for verb in verbs for program in VERBS[verb](config, target, devices)]
     except ValueError as error:
         parser.error(str(error))
     limit = hbm(devices)
     print(f"{arguments.topology}: {len(devices)} devices, {limit / GIB:.2f} GiB of HBM each; GiB a device")
     columns = ("arguments", "temporary", "beside", "total", "of HBM", "compile")
     print(f"{'':20}{'mesh':>5}" + "".join(f"{name:>11}" for name in columns))
-    rows, layers = [], [shape.num_hidden_layers for shape in shallow or [target]]
-    for whole, *parts in zip(*programs, strict=True):
+    rows = []
+    for program in programs:
         start = time.monotonic()
-        plans = [measure(program, limit) for program in parts or [whole]]
-        plan = extrapolate(plans, layers, target.num_hidden_layers) if parts else plans[0]
-        seconds = time.monotonic() - start
-        row = {"topology": arguments.topology, "layers": layers, "seconds": seconds, **figures(whole, plan, limit)}
-        print(describe(row), flush=True)
-        rows.append(row)
-    if shallow:
-        print(f"extrapolated to {target.num_hidden_layers} layers from the plans for {layers[0]} and {layers[1]}")
+        plan = measure(program, limit)
+        row = figures(program, plan, limit)
+        rows.append({"topology": arguments.topology, **row, "seconds": time.monotonic() - start})
+        print(describe(rows[-1]), flush=True)
     if arguments.json:
         partial = arguments.json.with_suffix(".partial")
         partial.write_text(json.dumps(rows, indent=1) + "\n")
@@ -148,22 +137,6 @@ def topology_devices(name: str) -> list[Any]:
     except jax.errors.JaxRuntimeError as error:
         expected = "a TPU topology such as v5e:2x2, v6e:4x4, v5p:2x2x1, tpu7x:2x2x1"
         raise ValueError(f"--topology: got {name!r}, expected {expected} ({error})") from error
-
-
-def shallow_targets(text: str, target: LlamaConfig) -> list[LlamaConfig]:
-    """The target with fewer layers, twice; the aux layers keep their proportions."""
-    layers = [int(part) for part in text.split(",") if part.isdecimal()]
-    if len(layers) != 2 or not 1 <= layers[0] < layers[1]:
-        raise ValueError(f"--layers: got {text!r}, expected two ascending numbers of layers such as 4,8")
-    shallow = []
-    for n in layers:
-        aux = tuple(layer * n // target.num_hidden_layers for layer in target.aux_layers)
-        if len(set(aux)) < len(aux):
-            raise ValueError(
-                f"--layers: got {n}, expected so many that the aux layers {target.aux_layers} stay distinct"
-            )
-        shallow.append(dataclasses.replace(target, num_hidden_layers=n, aux_layers=aux))
-    return shallow
 
 
 # ------------------------------------------------------------------------------------------------------------- programs
@@ -298,7 +271,9 @@ def placed(tree: Any, mesh: Mesh, rules: Any = ()) -> Any:
 def measure(program: Program, limit: float) -> Plan:
     """Compiles it, unless its arguments alone are more than the limit."""
     arguments = share(program.arguments)
-    if program.lower is None or arguments > limit:
+    if program.lower is None:
+        return Plan(arguments)
+    if arguments > limit:
         return Plan(arguments, needed=arguments)
     with jax.sharding.use_abstract_mesh(program.mesh.abstract_mesh):
         lowered = program.lower()
@@ -338,19 +313,6 @@ def needed_and_available(error: Exception) -> tuple[float, float]:
 def share(tree: Any) -> int:
     """Bytes on one device."""
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
-def extrapolate(plans: list[Plan], layers: list[int], depth: int) -> Plan:
-    """The line through the plans of two numbers of layers; nothing falls below what was seen."""
-    low, high = plans
-    ahead = (depth - layers[1]) / (layers[1] - layers[0])
-
-    def at_depth(a: float, b: float) -> float:
-        return max(a, b, b + (b - a) * ahead)
-
-    if low.needed or high.needed:
-        return Plan(at_depth(low.arguments, high.arguments), needed=at_depth(low.total, high.total))
-    return Plan(*(at_depth(a, b) for a, b in zip(dataclasses.astuple(low), dataclasses.astuple(high), strict=True)))
 
 
 def figures(program: Program, plan: Plan, limit: float) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import numpy as np
 
 from eagle3_jax.config import DraftTree, MeshConfig
 from eagle3_jax.decoding import rounds
+from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.mesh import make_mesh, shardings
 from eagle3_jax.models.layers import SHARDING_RULES
 
@@ -21,3 +22,13 @@ def test_sharded_target_decodes_alike(toy):
     np.testing.assert_array_equal(got.output, expected.output)
     np.testing.assert_array_equal(got.accepted, expected.accepted)
     assert split.blocks[0].attention.qkv[...].sharding.spec[1] == "model"
+
+
+def test_an_engine_splits_its_draft_as_its_target(toy):
+    """Else it would be sent from its one device to all others in every call."""
+    mesh = make_mesh(MeshConfig(data=1, model=2), jax.devices()[:2])
+    split = jax.device_put(toy.target, shardings(toy.target, mesh, SHARDING_RULES))
+    engine = Engine(split, None, toy.good, DraftTree(num_steps=3, topk=2, num_draft_tokens=6), max_length=64)
+    assert engine.draft is not None
+    assert all(leaf.sharding.mesh == mesh for leaf in jax.tree.leaves(engine.draft))
+    assert engine.draft.head.mlp.gate[...].sharding.spec[1] == "model"

@@ -29,6 +29,13 @@ def test_unknown_name(no_hub):
         registry.fetch("nobody/nothing")
 
 
+def test_a_config_is_fetched_without_the_weights(monkeypatch, tmp_path):
+    asked = {}
+    monkeypatch.setattr(registry, "snapshot_download", lambda name, **kwargs: asked.update(kwargs) or tmp_path)
+    assert registry.fetch("org/model", whole=False) == tmp_path
+    assert asked["allow_patterns"] == ["config.json", "generation_config.json"]
+
+
 def test_folder_without_config(tmp_path):
     with pytest.raises(registry.TargetError, match=r"config\.json is missing"):
         registry.load_target(str(tmp_path))

@@ -1,0 +1,118 @@
+"""tools/tpu_fit.py: what fits, what does not and by how much, without a TPU."""
+
+import importlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("libtpu")
+
+ROOT = pathlib.Path(__file__).parents[1]
+TARGETS = ROOT / "configs/targets"
+
+CONFIG = """
+run_dir: unused
+target: {{name: {target}, dtype: bfloat16, aux_layers: [0, 1, 2]}}
+draft: {{vocab_size: 512}}
+mesh: {{model: 2}}
+regenerate: {{max_length: 256, max_tokens: 64}}
+extract: {{max_length: 128, batch_tokens: 256}}
+train: {{ttt_steps: 1, batch_size: 2, row_length: 128, loss_block: 128}}
+evaluate: {{tree: {{num_steps: 2, topk: 2, num_draft_tokens: 4}}, max_tokens: 64, batch_size: 2}}
+"""
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A run's config, of a target of two small layers."""
+    folder = tmp_path_factory.mktemp("small")
+    values = json.loads((TARGETS / "llama31_8b/config.json").read_text())
+    sizes = {"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    values |= sizes | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    (folder / "config.json").write_text(json.dumps(values))
+    (folder / "run.yaml").write_text(CONFIG.format(target=folder))
+    return folder / "run.yaml"
+
+
+def python(*arguments):
+    command = [sys.executable, *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tools'}"}
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+
+
+def fit(config, *arguments):
+    return python(ROOT / "tools/tpu_fit.py", "--config", config, *arguments)
+
+
+def test_a_small_run_fits(small, tmp_path):
+    done = fit(small, "--topology", "v5e:1x2", "--verbs", "evaluate,extract,train", "--json", tmp_path / "rows.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {row["program"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
+    assert list(rows) == ["evaluate: prefill", "evaluate: rounds", "extract", "train: start", "train: step"]
+    for row in rows.values():
+        assert row["fits"]
+        assert row["hbm"] == 15.75 * 2**30
+        held = sum(row[part] for part in ("arguments", "results", "temporaries", "code", "beside"))
+        assert row["total"] == held
+    for name in ("evaluate: rounds", "train: step"):  # what goes in comes out in its place
+        assert rows[name]["results"] < 0.1 * rows[name]["arguments"]
+    # Its arguments are what the tool says they are, but for the tiles that the compiler pads them to.
+    parts = rows["evaluate: rounds"]["parts"]
+    assert sum(parts.values()) <= rows["evaluate: rounds"]["arguments"] <= 1.1 * sum(parts.values())
+
+
+def test_what_does_not_fit_is_said_with_the_amount(small):
+    done = fit(small, "--topology", "v5e:1x2", "--verbs", "extract", "--extract.batch-tokens", "100000000")
+    assert done.returncode == 1, done.stderr
+    assert "does not fit" in done.stdout
+    assert "GiB too much" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--topology", "v5e:3"), "--topology: got 'v5e:3', expected a TPU topology such as"),
+        (("--topology", "v5e:1x1"), "got 1 x 2 = 2, expected at most 1 devices"),
+        (("--topology", "v5e:1x2", "--verbs", "sing"), "--verbs: got sing, expected some of evaluate, regenerate"),
+    ],
+)
+def test_a_wrong_argument_is_refused_by_name(small, arguments, message, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    monkeypatch.setattr(sys, "argv", ["tpu_fit.py", "--config", str(small), *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        importlib.import_module("tpu_fit").main()
+    assert message in capsys.readouterr().err
+
+
+def test_rounds_take_the_state_where_prefill_leaves_it(small):
+    check = """
+import sys, jax, tpu_fit
+from eagle3_jax import config as configs
+config = configs.load(sys.argv[1])
+target = tpu_fit.read_config(tpu_fit.fetch(config.target.name), config.target.aux_layers)
+prefill, rounds = tpu_fit.evaluate(config, target, tpu_fit.topology_devices("v5e:1x2"))
+with jax.sharding.use_abstract_mesh(prefill.mesh.abstract_mesh):
+    left = prefill.lower().compile().output_shardings
+def compare(path, leaf, place):
+    assert leaf.sharding.is_equivalent_to(place, leaf.ndim), (path, leaf.sharding, place)
+jax.tree_util.tree_map_with_path(compare, rounds.arguments["state"], left)
+assert "model" in left.cache.keys[0].spec
+"""
+    done = python("-c", check, small)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_decoding_8b_fits_four_chips_of_16_gib(tmp_path):
+    """Beside weights and caches there is little: no weights in another layout, nothing that the layers left behind."""
+    config = ROOT / "configs/llama31_8b.yaml", "--target.name", TARGETS / "llama31_8b", "--mesh.model", "4"
+    done = fit(*config, "--topology", "v5e:2x2", "--verbs", "evaluate", "--json", tmp_path / "rows.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    prefill, rounds = json.loads((tmp_path / "rows.json").read_text())
+    assert prefill["temporaries"] < 2**30 / 4
+    assert rounds["temporaries"] < 2**30 / 8
+    assert rounds["total"] < 4.5 * 2**30

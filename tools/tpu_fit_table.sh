@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# The table of what fits which TPU, as Markdown: bash tools/tpu_fit_table.sh FOLDER
+# FOLDER gets a JSON file for each line of the list below; those that it holds already are not planned again.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+folder=$1
+PYTHON=${PYTHON:-.venv/bin/python}
+mkdir -p "$folder"
+# config topology mesh.model
+while read -r config topology model; do
+  file=$folder/$config-${topology/:/-}.json
+  [[ -f $file ]] || "$PYTHON" tools/tpu_fit.py --config "configs/$config.yaml" --target.name "configs/targets/$config" \
+    --topology "$topology" --mesh.model "$model" --json "$file" >&2 || [[ -f $file ]] # written where something does not fit too
+done <<'LIST'
+llama31_8b v5e:2x2 4
+llama31_8b v6e:2x2 4
+llama31_8b v5p:2x2x1 4
+llama33_70b v5p:2x2x4 8
+llama33_70b v6e:4x4 8
+llama33_70b tpu7x:2x2x1 8
+LIST
+"$PYTHON" - "$folder" <<'PYTHON'
+import json, pathlib, sys
+
+print("| target | topology | program | mesh (data x model) | GiB a device | of HBM | compile |")
+print("|---|---|---|---|---|---|---|")
+for path in sorted(pathlib.Path(sys.argv[1]).glob("*.json")):
+    for row in json.loads(path.read_text()):
+        mesh = " x ".join(str(size) for size in row["mesh"].values())
+        total, hbm = row["total"] / 2**30, row["hbm"] / 2**30
+        fits = f"{row['total'] / row['hbm']:.0%}" if row["fits"] else f"{total - hbm:.1f} GiB too much"
+        name = path.stem.partition("-")[0]
+        compiled = f"{row['seconds']:.0f} s" if row["temporaries"] else "-"
+        print(f"| {name} | {row['topology']} | {row['program']} | {mesh} | {total:.1f} | {fits} | {compiled} |")
+PYTHON
