@@ -27,7 +27,7 @@ from eagle3_jax.decoding.detokenizer import Detokenizer
 from eagle3_jax.decoding.sampling import Sampling, SamplingParams
 from eagle3_jax.decoding.tree import scratch_slots
 from eagle3_jax.formats.sglang import load_draft
-from eagle3_jax.mesh import shardings
+from eagle3_jax.mesh import replicated, shardings
 from eagle3_jax.models.draft import Draft
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.llama import Llama
@@ -141,8 +141,8 @@ class Engine:
         self.batch_size, self.max_length = batch_size, max_length
         sharding = target.embed[...].sharding
         self._mesh = sharding.mesh if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) else None
-        if self.draft is not None and self._mesh is not None:  # elsewhere it would be sent over in every call
-            self.draft = jax.device_put(self.draft, shardings(self.draft, self._mesh, SHARDING_RULES))
+        if self.draft is not None and self._mesh is not None:
+            self.draft = _spread(self.draft, self._mesh)
 
     @classmethod
     def load(
@@ -302,6 +302,12 @@ def _check_draft(draft: Draft, target: Llama, tree: DraftTree) -> None:
         raise ValueError(f"draft.hidden_size: got {head.hidden_size}, expected {target.config.hidden_size}")
     if tree.topk > head.draft_vocab_size:
         raise ValueError(f"tree.topk: got {tree.topk}, expected at most the draft vocabulary, {head.draft_vocab_size}")
+
+
+def _spread(draft: Draft, mesh: Mesh) -> Draft:
+    """The draft on the target's devices: from elsewhere it would be sent there in every call."""
+    head = jax.device_put(draft.head, shardings(draft.head, mesh, SHARDING_RULES))
+    return Draft(head, jax.device_put(draft.token_ids, replicated(mesh)))
 
 
 def _fetch(state: rounds.State, slot: int) -> tuple[list[int], int, list[int]]:

@@ -21,10 +21,10 @@ from eagle3_jax.kernels.vocabulary import FEW_ROWS
 HIGHEST = jax.lax.Precision.HIGHEST
 
 # (regex over a parameter's path, partition), for targets and draft heads: vocabulary rows, KV heads, FFN columns and
-# columns of the fused feature go over the model axis.
+# the aux features' columns go over the model axis.
 SHARDING_RULES = (
     (r"embed|lm_head", P("model", None)),
-    (r"\bfc$", P(None, "model")),
+    (r"\bfc$", P("model", None)),
     (r"attention/qkv", P(None, "model")),
     (r"attention/o", P("model", None)),
     (r"mlp/(gate|up)", P(None, "model")),
