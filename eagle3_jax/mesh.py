@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from eagle3_jax.config import MeshConfig
@@ -48,7 +49,9 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
         raise ValueError(
             f"mesh.data x mesh.model: got {data} x {config.model} = {used}, expected all {count} devices of all hosts"
         )
-    return jax.make_mesh((data, config.model), AXES, axis_types=(AxisType.Auto,) * 2, devices=devices[:used])
+    # jax.make_mesh has no 2 x 8 for the 4 x 4 chips of a v6e slice: it splits a physical axis on a v5e only.
+    grid = mesh_utils.create_device_mesh((data, config.model), devices[:used], allow_split_physical_axes=True)
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 2)
 
 
 def decoding_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental import topologies
 from jax.sharding import AxisType, PartitionSpec
 
 from eagle3_jax import mesh as mesh_lib
@@ -43,6 +44,16 @@ def test_several_hosts_must_use_every_device(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ValueError, match="expected all 8 devices of all hosts"):
         mesh_lib.make_mesh(MeshConfig(data=2, model=2))
+
+
+@pytest.mark.parametrize("topology", ["v5e:4x4", "v6e:4x4", "v5p:2x2x4", "tpu7x:2x2x2"])
+def test_eight_ways_of_sixteen_chips(topology):
+    """Also where no axis of the chips is two or eight long."""
+    pytest.importorskip("libtpu")
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    mesh = mesh_lib.make_mesh(MeshConfig(data=0, model=8), devices)
+    assert dict(mesh.shape) == {"data": 2, "model": 8}
+    assert set(mesh.devices.flat) == set(devices)
 
 
 def test_batches_split_and_replicas_do_not():
