@@ -2,12 +2,12 @@
 
     .venv/bin/python tools/tpu_fit.py --config configs/llama31_8b.yaml --topology v6e:2x2 --mesh.model 4
 
-No TPU and no weights are needed, of the target config.json alone (`--target.name FOLDER` where no hub answers). Exit
-status 1 when something does not fit.
+No TPU and no weights are needed, of the target config.json alone; where no hub answers, `--target.name` takes a folder
+that holds it, such as configs/targets/llama31_8b. Exit status 1 when something does not fit, 2 for a wrong argument.
 
 What is counted is the compiler's own plan of one program: arguments, results that are not written into donated
 arguments, temporaries, code; and what else the run keeps on the devices meanwhile ("beside"). Not counted:
-fragmentation, and what the runtime takes of the HBM for itself beyond what the compiler leaves it.
+fragmentation, a second program's code, and what the runtime takes for itself beyond what the compiler leaves it.
 """
 
 from __future__ import annotations

@@ -9,8 +9,10 @@ mkdir -p "$folder"
 # config topology mesh.model
 while read -r config topology model; do
   file=$folder/$config-${topology/:/-}.json
-  [[ -f $file ]] || "$PYTHON" tools/tpu_fit.py --config "configs/$config.yaml" --target.name "configs/targets/$config" \
-    --topology "$topology" --mesh.model "$model" --verbs evaluate,extract,train --json "$file" >&2 || [[ -f $file ]] # written where something does not fit too
+  if [[ -f $file ]]; then continue; fi
+  "$PYTHON" tools/tpu_fit.py --config "configs/$config.yaml" --target.name "configs/targets/$config" \
+    --topology "$topology" --mesh.model "$model" --verbs evaluate,extract,train --json "$file" >&2 ||
+    [[ -f $file ]] # also where something does not fit
 done <<'LIST'
 llama31_8b v5e:2x2 4
 llama31_8b v6e:2x2 4
