@@ -110,9 +110,9 @@ def _pallas(lengths: Array, path: Array, page_table: Array | None, *caches: Arra
 
 def _kernel(nodes: int, count: int, pages: int, *refs: Any) -> None:
     """One sequence, in all caches."""
-    lengths, path, *refs = refs
-    table = refs.pop(0) if pages else None
-    caches, (tiles, semaphore) = refs[count : 2 * count], refs[2 * count :]
+    lengths, path, *rest = refs
+    table = rest.pop(0) if pages else None
+    caches, (tiles, semaphore) = rest[count : 2 * count], rest[2 * count :]
     _, places, kv_heads, height, head_dim = tiles.shape
     page_size, b = caches[0].shape[2], pl.program_id(0)
     length = lengths[b]

@@ -153,8 +153,10 @@ def _xla(
     end = lengths + (queries.shape[1] if tail_mask is None else tail_mask.shape[-1])
     at = end - queries.shape[1]
     keys, values = write(keys, new_keys, at, page_table), write(values, new_values, at, page_table)
-    rows = (keys, values) if page_table is None else (_gathered(x, page_table, end) for x in (keys, values))
-    return _attended(queries, *rows, lengths, tail_mask, first, sinks), keys, values
+    seen_keys, seen_values = keys, values
+    if page_table is not None:
+        seen_keys, seen_values = (_gathered(cache, page_table, end) for cache in (keys, values))
+    return _attended(queries, seen_keys, seen_values, lengths, tail_mask, first, sinks), keys, values
 
 
 def _attended(

@@ -259,6 +259,7 @@ def _step(
     """One grid step: a tile of queries and the pages of a block."""
     m_ref, l_ref, acc_ref, semaphore = scratch
     q_ref, *rest, o_ref = refs
+    new: list[Any]
     bits_ref, first_ref, sinks_ref, *new = (rest.pop(0) if has else None for has in given)
     keys, values = rest[: s.step], rest[s.step :]
     b, tile, j = (pl.program_id(axis) for axis in range(3))
@@ -295,7 +296,7 @@ def _step(
             seen &= slot >= first_ref[0]
         return seen
 
-    def each_tile(act: Callable[[int, Any, Any, Any], None]) -> None:
+    def each_tile(act: Callable[[int, Any, Any, Any], Any]) -> None:
         """act(place, row, low, high) for the tiles of the step's pages that new entries touch.
 
         They are rows [low, high) of the page at that place; the tile begins with its row `row`.
@@ -332,7 +333,7 @@ def _step(
                 # Tiles in front of the first and behind the last hold nothing that is written: any will do.
                 parts = [jnp.clip(n, 0, last) * height for n in (number, number + 1)]
                 parts = [entries[0, head, pl.ds(pl.multiple_of(part, height), height)] for part in parts]
-                fresh = merge_rows(*(roll_rows(part, by) for part in parts), below)
+                fresh = merge_rows(roll_rows(parts[0], by), roll_rows(parts[1], by), below)
                 pages[place][0, head, pl.ds(row, height)] = merge_rows(
                     pages[place][0, head, pl.ds(row, height)], fresh, written
                 )
@@ -397,7 +398,7 @@ def _step(
     pl.when(needed & jnp.logical_not(plain))(lambda: block(masked=True))
 
     if s.written:  # before the pipeline brings other pages to where these are
-        each_tile(lambda place, row, low, high: [copy.wait() for copy in sent(place, row)] and None)
+        each_tile(lambda place, row, low, high: [copy.wait() for copy in sent(place, row)])
 
     @pl.when(j == pl.num_programs(2) - 1)
     def finish() -> None:

@@ -1,5 +1,7 @@
 """Tree attention against an independent loop, over many shapes; unused slots may hold anything and stay as they are."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,11 +78,12 @@ def test_xla_equals_the_loop(batch, nodes, kv_heads, group, causal, seed):
     for i in range(batch):  # poison what lies behind the tail
         for x in (k, v, old_k, old_v):
             x[i, :, lengths[i] + nodes :] = 1e9
-    got, *caches = tree_attention(
+    arguments: list[Any] = [
         *(jnp.asarray(x) for x in (q, new_k, new_v, old_k, old_v)),
         jnp.asarray(lengths, jnp.int32),
         None if causal else jnp.asarray(mask),
-    )
+    ]
+    got, *caches = tree_attention(*arguments)
     np.testing.assert_allclose(got, expected, atol=2e-5, rtol=2e-5)
     for cache, written in zip(caches, (k, v), strict=True):
         np.testing.assert_array_equal(cache, written)
@@ -152,7 +155,7 @@ def test_pallas_equals_the_loop(
         for i in range(batch):  # entries behind the tail may be anything
             table[i, -(-(lengths[i] + tail) // page_size) :] = 10**6
         options["page_table"] = jnp.asarray(table, jnp.int32)
-    arguments = (
+    arguments: tuple[Any, ...] = (
         *(jnp.asarray(x, compute) for x in (q, new_k, new_v)),
         *(jnp.asarray(x).astype(dtype) for x in (old_k, old_v)),
         jnp.asarray(lengths, jnp.int32),
