@@ -49,11 +49,11 @@ from eagle3_jax.models.registry import fetch, read_config
 from eagle3_jax.train import IN_FLIGHT
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Batch, Teacher
 from eagle3_jax.training.optimizer import make_optimizer
-from eagle3_jax.training.state import init_state, make_train_step
+from eagle3_jax.training.state import STATE_SHARDING_RULES, init_state, make_train_step
 
 GIB = 2**30
-# Where prefill's own results lie, and so the state that rounds take: KV heads over the model axis.
-STATE_SHARDING_RULES = ((r"cache", P(None, "model")),)
+# Where prefill's own results lie, and so what rounds take: KV heads over the model axis.
+CACHE_SHARDING_RULES = ((r"cache", P(None, "model")),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +188,7 @@ def decoding(
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         sequence = jax.eval_shape(functools.partial(engine.prefill, **sizes, **static), target, draft, *asked)
     state = jax.tree.map(lambda x: jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype), sequence)
-    state = placed(state, mesh, STATE_SHARDING_RULES)
+    state = placed(state, mesh, CACHE_SHARDING_RULES)
     models = {"target": target, "draft": draft}
     yield Program(
         f"{verb}: prefill",
@@ -233,7 +233,7 @@ def train(config: configs.RunConfig, shape: LlamaConfig, devices: list[Any]) -> 
     teacher = placed(drawn, mesh, TEACHER_SHARDING_RULES)
     optimizer = make_optimizer(run, 1)
     state = jax.eval_shape(lambda rows: init_state(head_config, config.seed, rows, optimizer, mesh), teacher.rows)
-    state = placed(state, mesh, SHARDING_RULES)
+    state = placed(state, mesh, STATE_SHARDING_RULES)
 
     def rows(*width: int) -> jax.ShapeDtypeStruct:
         dtype = jnp.bfloat16 if width else jnp.int32

@@ -72,7 +72,8 @@ def without_cache(target, draft, tokens, features):
     """The head's states over pairs, each of which sees those before it; nothing cached."""
 
     def attend(queries, keys, values):
-        return tree_attention(queries, keys.swapaxes(1, 2), values.swapaxes(1, 2), jnp.zeros(1, jnp.int32))
+        empty = jnp.zeros_like(keys.swapaxes(1, 2))
+        return tree_attention(queries, keys, values, empty, empty, jnp.zeros(1, jnp.int32))[0]
 
     states = draft.head(target.embed[...][tokens], features, jnp.arange(tokens.shape[1])[None], attend)
     return states, jax.nn.log_softmax(draft.head.logits(states))
