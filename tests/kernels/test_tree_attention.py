@@ -97,7 +97,7 @@ def paged(rows, table, page_size, poison):
     return pages
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     batch=st.integers(1, 3),
     nodes=st.sampled_from([1, 2, 7, 16, 33, 70]),
