@@ -1,7 +1,7 @@
 """Commit: the accepted path of a draft tree moves to the front of its tail, in the caches of all layers at once.
 
-As XLA has it, a gather and a loop over the sequences for every layer, it takes a tenth of a round. The kernel copies
-only the tiles that hold the path and those it goes to, and all layers' at the same time.
+XLA makes a gather and a loop over the sequences of it, for every layer one after the other. The kernel copies only the
+tiles that hold the path and those it goes to, and all layers' at the same time.
 """
 
 from __future__ import annotations

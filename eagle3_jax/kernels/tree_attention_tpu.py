@@ -27,7 +27,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src.pallas.mosaic import tpu_info
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
@@ -179,7 +178,9 @@ def attend(
         )(*inputs, *[keys] * s.step, *[values] * s.step, out)
 
     anywhere, hbm = pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pltpu.HBM)
-    if interpret:  # the pipeline asks for the chip's tiling
+    if interpret:  # the pipeline asks for the chip's tiling, and a CPU has none
+        from jax._src.pallas.mosaic import tpu_info
+
         tpu_info.registry.setdefault("cpu", lambda: tpu_info.get_tpu_info_for_chip(tpu_info.ChipVersion.TPU_V5E, 1))
     return pl.pallas_call(
         kernel,
