@@ -6,20 +6,23 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder=$1
 PYTHON=${PYTHON:-.venv/bin/python}
 mkdir -p "$folder"
-# config topology mesh.model
-while read -r config topology model; do
-  file=$folder/$config-${topology/:/-}.json
+# config, topology, mesh.model, verbs
+while read -r config topology model verbs; do
+  file=$folder/$config-${topology/:/-}-$verbs.json
   if [[ -f $file ]]; then continue; fi
   "$PYTHON" tools/tpu_fit.py --config "configs/$config.yaml" --target.name "configs/targets/$config" \
-    --topology "$topology" --mesh.model "$model" --verbs evaluate,extract,train --json "$file" >&2 ||
+    --topology "$topology" --mesh.model "$model" --verbs "$verbs" --json "$file" >&2 ||
     [[ -f $file ]] # also where something does not fit
 done <<'LIST'
-llama31_8b v5e:2x2 4
-llama31_8b v6e:2x2 4
-llama31_8b v5p:2x2x1 4
-llama33_70b v5p:2x2x4 8
-llama33_70b v6e:4x4 8
-llama33_70b tpu7x:2x2x1 8
+llama31_8b v5e:2x2 4 evaluate,extract
+llama31_8b v5e:2x2 2 train
+llama31_8b v6e:2x2 4 evaluate,extract
+llama31_8b v6e:2x2 2 train
+llama31_8b v5p:2x2x1 4 evaluate,extract
+llama31_8b v5p:2x2x1 2 train
+llama33_70b v5p:2x2x4 8 evaluate,extract,train
+llama33_70b v6e:4x4 8 evaluate,extract,train
+llama33_70b tpu7x:2x2x1 8 evaluate,extract,train
 LIST
 "$PYTHON" - "$folder" <<'PYTHON'
 import json, pathlib, sys
