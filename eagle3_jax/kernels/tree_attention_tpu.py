@@ -240,18 +240,24 @@ def bytes_moved(
 ) -> tuple[int, int]:
     """Bytes between HBM and VMEM: those of the kernel's own grid, and the least that would do.
 
-    The pipeline copies a block whenever its index is not the one before. The least: queries and results once, and
-    once each page that holds a token a query sees, for every tile of queries.
+    The pipeline copies a block whenever its index is not the one before; new entries come and go as whole tiles. The
+    least: queries and results once, new entries once each way, and once each page that holds a token a query sees, for
+    every tile of queries.
     """
     tiles = s.nodes // s.tile
     fetch = np.asarray(_fetched(s, table, lengths)).reshape(s.batch, 1, s.steps, s.step)
     order = np.broadcast_to(fetch, (s.batch, tiles, s.steps, s.step)).reshape(-1, s.step)
     copies = s.step + int((order[1:] != order[:-1]).sum())
     used = int((-(-(np.asarray(lengths) + s.tail) // s.page_size)).sum()) * tiles
-    page = 2 * s.page_size * s.kv_heads * s.head_dim * key_bytes
+    row = 2 * s.kv_heads * s.head_dim * key_bytes
+    page = s.page_size * row
+    height = 32 // key_bytes  # rows of a tile
+    ends = np.asarray(lengths) + s.tail
+    written = (-(-ends // height) - (ends - s.written) // height).sum() * height if s.written else 0
+    entries = (s.batch * -(-s.written // height) * height + int(written)) * row
     queries = 2 * s.batch * s.kv_heads * s.group * s.nodes * s.head_dim * query_bytes
     bits = s.batch * s.nodes * s.words * 4
-    return copies * page + queries + bits, used * page + queries
+    return copies * page + entries + queries + bits, used * page + 2 * s.batch * s.written * row + queries
 
 
 def _step(
