@@ -207,7 +207,7 @@ TOP_K: dict[str, Callable[..., Any]] = {
 class TrainingTimeTest(Case):
     """The attention of step 7 of the training-time test over one row, one document."""
 
-    length: int = 7680  # of which the average tile sees a whole number of chunks
+    length: int = 2560  # of which the average tile sees a whole number of chunks
     steps: int = 7
     query_heads: int = 32
     kv_heads: int = 8

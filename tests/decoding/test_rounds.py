@@ -11,6 +11,7 @@ import pytest
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding import rounds
 from eagle3_jax.decoding.sampling import Sampling
+from eagle3_jax.kernels.commit import commit
 from eagle3_jax.kernels.tree_attention import tree_attention
 from eagle3_jax.kernels.vocabulary import vocabulary_top_k
 
@@ -106,8 +107,12 @@ def test_greedy_speculation_changes_no_token(toy, vanilla, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["chain3", "tree3x3"])
 def test_the_kernels_for_tpu_change_no_token(toy, vanilla, name, monkeypatch):
-    """All attention of target and head, and the head's choice of tokens, through the Pallas kernels, interpreted."""
-    for place, kernel in (("cache.tree_attention", tree_attention), ("draft.vocabulary_top_k", vocabulary_top_k)):
+    """Attention of target and head, commits, and the head's choice of tokens as Pallas kernels, interpreted."""
+    for place, kernel in (
+        ("cache.tree_attention", tree_attention),
+        ("cache.commit", commit),
+        ("draft.vocabulary_top_k", vocabulary_top_k),
+    ):
         interpreted = functools.partial(kernel, implementation="pallas", interpret=True)
         monkeypatch.setattr(f"eagle3_jax.models.{place}", interpreted)
     state = jax.jit(generate, static_argnames="tree")(toy.target, toy.good, tree=TREES[name])

@@ -1,6 +1,7 @@
 """The parallel training-time test against sequential drafting with the decoder's own code, and packing."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 from flax import nnx
 
 from eagle3_jax.decoding.tree import feed
+from eagle3_jax.kernels.ttt_attention import ttt_attention
 from eagle3_jax.models.draft import Draft
 from eagle3_jax.models.llama import Llama, LlamaConfig
 from eagle3_jax.training.ttt import training_time_test
@@ -108,6 +110,24 @@ def test_rematerialisation_changes_neither_values_nor_gradients(head, target, ma
 
     one, other = (jax.jit(jax.value_and_grad(total), static_argnums=1)(head, remat) for remat in (False, True))
     for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_the_kernels_for_tpu_change_neither_values_nor_gradients(head, target, make_batch, remat, monkeypatch):
+    batch = make_batch([[6, 9], [17]], 20)
+
+    def total(head):
+        states = training_time_test(head, target.embed[...], batch, 3, remat)
+        return jnp.sum(jnp.sin(states[:, 0, :15]))
+
+    expected = jax.jit(jax.value_and_grad(total))(head)
+    monkeypatch.setattr(
+        "eagle3_jax.training.ttt.ttt_attention",
+        functools.partial(ttt_attention, implementation="pallas", interpret=True),
+    )
+    got = jax.jit(jax.value_and_grad(lambda head: total(head)))(head)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4)
 
 
