@@ -157,12 +157,12 @@ def _pallas_backward(interpret: Any, saved: Any, cotangents: Array) -> tuple[Arr
         keys: Array,
         values: Array,
         starts: Array,
-        newest: Any,  # JAX saves a constant as a NumPy scalar
+        newest: Array,
         attended: Array,
         normaliser: Array,
         cotangents: Array,
     ) -> tuple[Array, Array, Array]:
-        s, operands = _operands(queries, keys, values, starts, jnp.asarray(newest))
+        s, operands = _operands(queries, keys, values, starts, newest)
         delta = jnp.sum(attended.astype(jnp.float32) * cotangents.astype(jnp.float32), axis=-1, keepdims=True)
         d_queries, *first, d_later_keys, d_later_values = tpu.backward(
             s,
@@ -179,6 +179,7 @@ def _pallas_backward(interpret: Any, saved: Any, cotangents: Array) -> tuple[Arr
         )
         return _unfolded(d_queries, s, queries.shape), d_keys, d_values
 
+    saved = tuple(jnp.asarray(x) for x in saved)  # a constant among them is none of JAX's arrays
     queries, keys = saved[:2]
     specs, results = (*_INPUTS, _TOKENS, _NUMBERS, _TOKENS), (_TOKENS, _KEYS, _KEYS)
     gradients = over_mesh(local, (*saved, cotangents), specs, results, _sizes(queries, keys))
