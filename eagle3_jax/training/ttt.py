@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from eagle3_jax.kernels.dispatch import default_implementation
 from eagle3_jax.kernels.ttt_attention import ttt_attention
 from eagle3_jax.models.draft import DraftHead
 from eagle3_jax.training.batch import Batch
@@ -54,8 +55,13 @@ def _run(steps: int, head: Any, state: Array, inputs: _Inputs) -> tuple[Array, A
         state, key, value = _step(head, state, keys, values, inputs, i)
         return (state, keys.at[i].set(key), values.at[i].set(value)), state
 
-    (_, keys, values), states = jax.lax.scan(body, (state, cache, cache), jnp.arange(steps))
+    (_, keys, values), states = jax.lax.scan(body, (state, cache, cache), jnp.arange(steps), unroll=_unroll(steps))
     return states, keys, values
+
+
+def _unroll(steps: int) -> int:
+    """On a CPU programs compile fast, and steps whose number is known do not compute what they would mask."""
+    return steps if default_implementation() == "xla" else 1
 
 
 def _step(
