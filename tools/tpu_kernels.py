@@ -111,7 +111,7 @@ def _causal(case: Attention) -> Program:
 
 def _ours(case: Attention, *, causal: bool) -> Program:
     """The kernel itself, on queries that are folded already."""
-    from eagle3_jax.kernels import tree_attention, tree_attention_tpu
+    from eagle3_jax.kernels import tree_attention_tpu
 
     c, shape = case, case.plan()
     arguments = [
@@ -126,8 +126,7 @@ def _ours(case: Attention, *, causal: bool) -> Program:
         arguments.append(((c.batch, shape.nodes, shape.words), "int32"))
 
     def attend(q: Any, k: Any, v: Any, table: Any, lengths: Any, new_k: Any, new_v: Any, bits: Any = None) -> Any:
-        new, limit = (new_k, new_v), tree_attention.VMEM_LIMIT
-        return tree_attention_tpu.attend(shape, q, k, v, table, lengths, bits, new=new, vmem_limit=limit)
+        return tree_attention_tpu.attend(shape, q, k, v, table, lengths, bits, new=(new_k, new_v))
 
     # Blocks of the prefix have code of their own, and those that hold the tail, one for each tile of a sequence.
     # The cores of a device (v5p has two) share the sequences.
@@ -253,19 +252,11 @@ class TrainingTimeTest(Case):
         arguments = [(shape, self.dtype) for shape in (rows, keys, keys, later, later)]
         arguments += [((1, s.length), "int32"), ((), "int32")]
         if not self.backward:
-            run = functools.partial(ttt_attention_tpu.forward, s, vmem_limit=ttt_attention.VMEM_LIMIT)
-            return Program(run, arguments)
+            return Program(functools.partial(ttt_attention_tpu.forward, s), arguments)
 
         def gradients(*operands: Any) -> Any:
             *inputs, cotangents, normaliser, delta = operands
-            return ttt_attention_tpu.backward(
-                s,
-                *inputs,
-                cotangents=cotangents,
-                normaliser=normaliser,
-                delta=delta,
-                vmem_limit=ttt_attention.VMEM_LIMIT,
-            )
+            return ttt_attention_tpu.backward(s, *inputs, cotangents=cotangents, normaliser=normaliser, delta=delta)
 
         return Program(gradients, [*arguments, (rows, self.dtype), *[(rows[:-1], "float32")] * 2])
 

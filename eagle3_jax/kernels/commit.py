@@ -20,10 +20,10 @@ from jaxtyping import Array, Int
 from eagle3_jax.kernels.cache_write import write
 from eagle3_jax.kernels.dispatch import Implementation, default_implementation, over_mesh
 from eagle3_jax.kernels.packed_rows import merge_rows, roll_rows, rows_between, tile_rows
+from eagle3_jax.kernels.registers import LANES
 
 # VMEM for the tiles of one call, of at least 64 MiB that TPUs since v5e have; more caches than fit take more calls.
 _VMEM = 32 << 20
-_LANES = 128
 
 
 def commit(
@@ -80,7 +80,7 @@ def _pallas(lengths: Array, path: Array, page_table: Array | None, *caches: Arra
     _, kv_heads, _, head_dim = caches[0].shape
     height, nodes = tile_rows(caches[0].dtype), path.shape[1]
     places = nodes + pl.cdiv(nodes - 1, height) + 1  # a tile for each row, and those where they go
-    lanes = pl.cdiv(head_dim, _LANES) * _LANES
+    lanes = pl.cdiv(head_dim, LANES) * LANES
     most = max(1, _VMEM // (places * kv_heads * height * lanes * caches[0].dtype.itemsize))
     tables = () if page_table is None else (page_table.reshape(-1),)
     scalars = lengths, path.reshape(-1), *tables

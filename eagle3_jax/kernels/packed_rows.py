@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int, Num, UInt
 
-_SUBLANES = 8
+from eagle3_jax.kernels.registers import SUBLANES
 
 
 def tile_rows(dtype: Any) -> int:
     """Rows of a tile: 8 of 32 bits, 16 of 16, 32 of 8. Copies between HBM and VMEM begin and end at tiles."""
-    return _SUBLANES * _rows_per_word(dtype)
+    return SUBLANES * _rows_per_word(dtype)
 
 
 def roll_rows(tile: Num[Array, "r d"], by: Int[Array, ""]) -> Num[Array, "r d"]:
@@ -26,9 +26,9 @@ def roll_rows(tile: Num[Array, "r d"], by: Int[Array, ""]) -> Num[Array, "r d"]:
     words = pltpu.bitcast(tile, jnp.uint32)
     packed = _rows_per_word(tile.dtype)
     shift = by // packed
-    rolled = pltpu.roll(words, (_SUBLANES - shift) % _SUBLANES, 0)
+    rolled = pltpu.roll(words, (SUBLANES - shift) % SUBLANES, 0)
     if packed > 1:
-        following = pltpu.roll(words, (_SUBLANES - 1 - shift) % _SUBLANES, 0)
+        following = pltpu.roll(words, (SUBLANES - 1 - shift) % SUBLANES, 0)
         bits = (by % packed * (32 // packed)).astype(jnp.uint32)
         rolled = (rolled >> bits) | (following << (31 - bits) << 1)  # a shift by 32 has no meaning
     return pltpu.bitcast(rolled, tile.dtype)
@@ -37,8 +37,8 @@ def roll_rows(tile: Num[Array, "r d"], by: Int[Array, ""]) -> Num[Array, "r d"]:
 def rows_between(low: Int[Array, ""], high: Int[Array, ""] | int, dtype: Any, width: int) -> UInt[Array, "w d"]:
     """Bits of rows low, low + 1, ..., high - 1 of a tile of `dtype`, `width` wide, as `merge_rows` takes them."""
     packed = _rows_per_word(dtype)
-    first = jax.lax.broadcasted_iota(jnp.int32, (_SUBLANES, width), 0) * packed
-    mask = jnp.zeros((_SUBLANES, width), jnp.uint32)
+    first = jax.lax.broadcasted_iota(jnp.int32, (SUBLANES, width), 0) * packed
+    mask = jnp.zeros((SUBLANES, width), jnp.uint32)
     for i in range(packed):
         bits = jnp.uint32((1 << 32 // packed) - 1 << 32 // packed * i)
         mask |= jnp.where((first + i >= low) & (first + i < high), bits, jnp.uint32(0))

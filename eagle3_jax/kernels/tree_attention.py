@@ -20,9 +20,8 @@ from jaxtyping import Array, Bool, Float, Int, Num
 from eagle3_jax.kernels import tree_attention_tpu as tpu
 from eagle3_jax.kernels.cache_write import write
 from eagle3_jax.kernels.dispatch import Implementation, default_implementation, device, over_mesh
+from eagle3_jax.kernels.registers import LANES, VMEM_LIMIT
 
-# VMEM that a kernel may use, of at least 64 MiB that TPUs since v5e have.
-VMEM_LIMIT = 56 << 20
 # How the kernel's work is cut, by the kind of chip, "default" elsewhere; tools/tpu_tune.py chooses. At most: keys of a
 # grid step over all KV heads, those of one head in it, scores of an item, and rows of a tile, all query heads of a KV
 # head together.
@@ -233,7 +232,7 @@ def _pallas(
         sinks = jnp.tile(jnp.repeat(base2, s.tile, axis=1), (1, s.nodes // s.tile))
     table = jnp.zeros((b, s.pages), jnp.int32) if page_table is None else page_table
     attended, keys, values = tpu.attend(
-        s, folded, keys, values, table, lengths, bits, first, sinks, new, vmem_limit=VMEM_LIMIT, interpret=interpret
+        s, folded, keys, values, table, lengths, bits, first, sinks, new, interpret=interpret
     )
     attended = attended.reshape(b, s.kv_heads, -1, s.group, s.tile, d).transpose(0, 2, 4, 1, 3, 5)
     return attended.reshape(b, s.nodes, n, d)[:, :t], keys, values
@@ -263,10 +262,10 @@ def plan(
     kv_heads, slots = keys[1], keys[2]
     group = n // kv_heads
     paged = pages is not None
-    page_size = slots if paged else 256 if slots % 256 == 0 else tpu.LANES
-    if page_size % tpu.LANES or slots % page_size:
+    page_size = slots if paged else 256 if slots % 256 == 0 else LANES
+    if page_size % LANES or slots % page_size:
         what = "page_size" if paged else "slots"
-        raise ValueError(f"{what}: got {slots}, expected a multiple of {tpu.LANES} for the TPU kernel")
+        raise ValueError(f"{what}: got {slots}, expected a multiple of {LANES} for the TPU kernel")
     pages = pages or slots // page_size
     nodes = -(-t // _NODES) * _NODES
     blocks = BLOCKS.get(device().device_kind, BLOCKS["default"])

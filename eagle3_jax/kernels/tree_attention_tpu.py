@@ -32,9 +32,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.kernels.packed_rows import merge_rows, roll_rows, rows_between, tile_rows
+from eagle3_jax.kernels.registers import LANES, NEVER, VMEM_LIMIT, dot, to_lanes
 
-LANES = 128
-_NEVER = -1e30  # a score that no sum notices; finite, so that differences of two are numbers
 _WORD = 32
 
 
@@ -122,7 +121,6 @@ def attend(
     sinks: Float[Array, "k r"] | None = None,
     new: tuple[Array, Array] | None = None,
     *,
-    vmem_limit: int,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "b k r d"], Array, Array]:
     """softmax(q k^T / sqrt(d)) v, a row for each (tile, query head of the group, node of the tile).
@@ -202,7 +200,7 @@ def attend(
             *(pltpu.HBM(cache.shape, cache.dtype) for cache in (keys, values)),
         ],
         input_output_aliases={len(scalars) + len(streamed) + i: 1 + i for i in range(2)},
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=vmem_limit),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=VMEM_LIMIT),
         interpret=interpret,
         name="tree_attention",
     )(*scalars, *(operand for _, operand in streamed), keys, values)
@@ -282,7 +280,7 @@ def _step(
                 m_ref[h] = jnp.broadcast_to(sinks_ref[h], (s.rows, LANES))
                 l_ref[h] = jnp.where(lane == 0, 1.0, 0.0)
             else:
-                m_ref[h] = jnp.full((s.rows, LANES), _NEVER, jnp.float32)
+                m_ref[h] = jnp.full((s.rows, LANES), NEVER, jnp.float32)
                 l_ref[h] = jnp.zeros((s.rows, LANES), jnp.float32)
             acc_ref[h] = jnp.zeros((s.rows, s.head_dim), jnp.float32)
 
@@ -355,10 +353,10 @@ def _step(
         """Scores of an item, a piece after the other."""
         scores = []
         for offset in range(at, at + s.width, s.piece):
-            score = _dot(q_ref[0, head], piece(keys, head, offset), 1) * (s.head_dim**-0.5 * math.log2(math.e))
+            score = dot(q_ref[0, head], piece(keys, head, offset), 1, 1) * (s.head_dim**-0.5 * math.log2(math.e))
             if masks is not None:
                 folded = score.reshape(s.group, s.tile, s.piece)
-                score = jnp.where(masks[offset][None], folded, _NEVER).reshape(s.rows, s.piece)
+                score = jnp.where(masks[offset][None], folded, NEVER).reshape(s.rows, s.piece)
             scores.append(score)
         return scores
 
@@ -369,7 +367,7 @@ def _step(
         highest = functools.reduce(jnp.maximum, [column for piece in columns for column in piece])
         top = jnp.maximum(before, jnp.max(highest, axis=1, keepdims=True))
         shrink = jnp.exp2(before - top)
-        total, attended = l_ref[head] * shrink, acc_ref[head] * _to_lanes(shrink, s.head_dim)
+        total, attended = l_ref[head] * shrink, acc_ref[head] * to_lanes(shrink, s.head_dim)
         for number, parts in enumerate(columns):
             weights = [jnp.exp2(column - top) for column in parts]
             total = functools.reduce(jnp.add, weights, total)
@@ -378,7 +376,7 @@ def _step(
             if masked:  # nothing is known of slots that were never written, and 0 * NaN is NaN
                 slot = start + offset + jax.lax.broadcasted_iota(jnp.int32, value.shape, 0)
                 value = jnp.where(slot < end, value, 0)
-            attended += _dot(jnp.concatenate(weights, axis=1).astype(value.dtype), value, 0)
+            attended += dot(jnp.concatenate(weights, axis=1).astype(value.dtype), value, 1, 0)
         m_ref[head], l_ref[head], acc_ref[head] = top, total, attended
 
     def block(masked: bool) -> None:
@@ -412,16 +410,3 @@ def _step(
         for h in range(s.kv_heads):
             total = jnp.sum(l_ref[h], axis=1, keepdims=True)
             o_ref[0, h] = (acc_ref[h] / total).astype(o_ref.dtype)
-
-
-def _dot(x: Array, y: Array, contracted: int) -> Float[Array, "r n"]:
-    """x [r, c] against y over c, y's dimension `contracted`; float32, and exact products for float32."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jax.lax.dot_general(
-        x, y, (((1,), (contracted,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
-    )
-
-
-def _to_lanes(x: Float[Array, "r lanes"], size: int) -> Float[Array, "r size"]:
-    """The same value in every lane, `size` of them."""
-    return x[:, :size] if size <= LANES else jnp.concatenate([x] * -(-size // LANES), axis=1)[:, :size]

@@ -17,9 +17,8 @@ from jaxtyping import Array, Float, Int
 
 from eagle3_jax.kernels import ttt_attention_tpu as tpu
 from eagle3_jax.kernels.dispatch import Implementation, default_implementation, over_mesh
+from eagle3_jax.kernels.registers import LANES, VMEM_LIMIT
 
-# VMEM that a kernel may use, of at least 64 MiB that TPUs since v5e have.
-VMEM_LIMIT = 56 << 20
 _ROWS = 512  # of a tile, all query heads of a KV head together, where it can be
 _CHUNK = 512  # keys of one step of the kernel's loop, at most
 # Queries per block of the XLA form: bounds the scores' memory, and skips what no query of the block may see.
@@ -143,7 +142,7 @@ def _pallas_forward(
 ) -> tuple[Array, tuple[Array, ...]]:
     def local(queries: Array, keys: Array, values: Array, starts: Array, newest: Array) -> tuple[Array, Array]:
         s, operands = _operands(queries, keys, values, starts, newest)
-        attended, normaliser = tpu.forward(s, *operands, vmem_limit=VMEM_LIMIT, interpret=interpret)
+        attended, normaliser = tpu.forward(s, *operands, interpret=interpret)
         return _unfolded(attended, s, queries.shape), normaliser
 
     inputs = queries, keys, values, starts, newest
@@ -170,7 +169,6 @@ def _pallas_backward(interpret: Any, saved: Any, cotangents: Array) -> tuple[Arr
             cotangents=_folded(cotangents, s),
             normaliser=normaliser,
             delta=_folded(delta, s)[..., 0],
-            vmem_limit=VMEM_LIMIT,
             interpret=interpret,
         )
         d_keys, d_values = (
@@ -244,8 +242,8 @@ def plan(queries: tuple[int, ...], keys: tuple[int, ...], dtype: Any, chunks: in
     b, t, n, d = queries
     steps, kv_heads = keys[0], keys[3]
     group = n // kv_heads
-    length = -(-t // tpu.LANES) * tpu.LANES
-    tile = tpu.LANES
+    length = -(-t // LANES) * LANES
+    tile = LANES
     while tile * 2 * group <= _ROWS and length % (tile * 2) == 0:
         tile *= 2
     shape = tpu.Shape(

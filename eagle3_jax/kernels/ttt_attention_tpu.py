@@ -22,8 +22,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-LANES = 128
-_NEVER = -1e30  # a score that no sum notices; finite, so that differences of two are numbers
+from eagle3_jax.kernels.registers import LANES, NEVER, VMEM_LIMIT, dot, to_lanes
+
 _LOG2_E = math.log2(math.e)
 
 
@@ -77,7 +77,6 @@ def forward(
     starts: Int[Array, "b t"],
     newest: Int[Array, ""],
     *,
-    vmem_limit: int,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "b k tiles rows d"], Float[Array, "b k tiles rows"]]:
     """Attended values, and the base-2 logarithm of each row's normaliser (float32).
@@ -106,7 +105,6 @@ def forward(
             pltpu.VMEM((s.rows, s.head_dim), jnp.float32),
         ],
         name="ttt_attention",
-        vmem_limit=vmem_limit,
         interpret=interpret,
     )(
         *_scalars(s, starts, newest),
@@ -132,7 +130,6 @@ def backward(
     cotangents: Float[Array, "b k tiles rows d"],
     normaliser: Float[Array, "b k tiles rows"],
     delta: Float[Array, "b k tiles rows"],
-    vmem_limit: int,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Array, Array, Array, Array, Array]:
     """Gradients of queries, keys, values (float32 for these two), later keys and later values.
@@ -157,7 +154,6 @@ def backward(
         ],
         scratch_shapes=[pltpu.VMEM((s.rows, s.head_dim), jnp.float32)],
         name="ttt_attention_backward",
-        vmem_limit=vmem_limit,
         interpret=interpret,
     )(
         *_scalars(s, starts, newest),
@@ -205,7 +201,6 @@ def _call(
     out_shape: list[Any],
     scratch_shapes: list[Any],
     name: str,
-    vmem_limit: int,
     interpret: Any,
 ) -> Any:
     grid = pltpu.PrefetchScalarGridSpec(
@@ -220,7 +215,7 @@ def _call(
         grid_spec=grid,
         out_shape=out_shape,
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=vmem_limit
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
         ),
         interpret=interpret,
         name=name,
@@ -275,7 +270,7 @@ def _forward(s: Shape, *refs: Any) -> None:
         scores = []
         for j in range(s.later):
             score = jnp.sum(q * _later(s, later_keys, j), axis=-1, keepdims=True) * scale
-            scores.append(jnp.where(j < place.newest, score, _NEVER))  # [g, t, 1]
+            scores.append(jnp.where(j < place.newest, score, NEVER))  # [g, t, 1]
         top = functools.reduce(jnp.maximum, scores)
         total, attended = jnp.zeros_like(top), jnp.zeros_like(q)
         for j, score in enumerate(scores):
@@ -287,7 +282,7 @@ def _forward(s: Shape, *refs: Any) -> None:
         l_ref[...] = jnp.where(lane == 0, total.reshape(s.rows, 1), 0.0)
         acc_ref[...] = attended.reshape(s.rows, s.head_dim)
     else:
-        m_ref[...] = jnp.full_like(m_ref, _NEVER)
+        m_ref[...] = jnp.full_like(m_ref, NEVER)
         l_ref[...] = jnp.zeros_like(l_ref)
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
@@ -297,12 +292,12 @@ def _forward(s: Shape, *refs: Any) -> None:
     def chunk(c: Any, masked: bool) -> None:
         """One step of the online softmax."""
         start = pl.multiple_of(c * s.chunk, s.chunk)
-        scores = _dot(q_ref[0, 0, 0], k_ref[0, 0, pl.ds(start, s.chunk)], 1, 1) * scale
+        scores = dot(q_ref[0, 0, 0], k_ref[0, 0, pl.ds(start, s.chunk)], 1, 1) * scale
         if masked:
             key = start + jax.lax.broadcasted_iota(jnp.int32, (s.tile, s.chunk), 1)
             query = place.at + jax.lax.broadcasted_iota(jnp.int32, (s.tile, s.chunk), 0)
             seen = (key <= query) & (key >= starts)
-            scores = jnp.where(seen[None], scores.reshape(s.group, s.tile, s.chunk), _NEVER).reshape(s.rows, s.chunk)
+            scores = jnp.where(seen[None], scores.reshape(s.group, s.tile, s.chunk), NEVER).reshape(s.rows, s.chunk)
         columns = [scores[:, at : at + LANES] for at in range(0, s.chunk, LANES)]
         before = m_ref[...]
         top = jnp.maximum(before, jnp.max(functools.reduce(jnp.maximum, columns), axis=1, keepdims=True))
@@ -311,7 +306,7 @@ def _forward(s: Shape, *refs: Any) -> None:
         value = v_ref[0, 0, pl.ds(start, s.chunk)]
         m_ref[...] = top
         l_ref[...] = functools.reduce(jnp.add, weights, l_ref[...] * shrink)
-        acc_ref[...] = acc_ref[...] * _to_lanes(shrink, s.head_dim) + _dot(
+        acc_ref[...] = acc_ref[...] * to_lanes(shrink, s.head_dim) + dot(
             jnp.concatenate(weights, axis=1).astype(value.dtype), value, 1, 0
         )
 
@@ -365,18 +360,18 @@ def _backward(s: Shape, *refs: Any) -> None:
         start = pl.multiple_of(c * s.chunk, s.chunk)
         window = pl.ds(start, s.chunk)
         key, value = k_ref[0, 0, window], v_ref[0, 0, window]
-        scores = _dot(key, q, 1, 1) * (scale * _LOG2_E)
+        scores = dot(key, q, 1, 1) * (scale * _LOG2_E)
         if masked:
             at = start + jax.lax.broadcasted_iota(jnp.int32, (s.chunk, s.tile), 0)
             query = place.at + jax.lax.broadcasted_iota(jnp.int32, (s.chunk, s.tile), 1)
             seen = (at <= query) & (at >= starts_ref[0])
-            scores = jnp.where(jnp.concatenate([seen] * s.group, axis=1), scores, _NEVER)
+            scores = jnp.where(jnp.concatenate([seen] * s.group, axis=1), scores, NEVER)
         weights = jnp.exp2(scores - normaliser_ref[0, 0, 0])
-        d_scores = weights * (_dot(value, do, 1, 1) - delta_ref[0, 0, 0])
+        d_scores = weights * (dot(value, do, 1, 1) - delta_ref[0, 0, 0])
         d_scores = d_scores.astype(q.dtype)
-        dv_ref[0, 0, window] += _dot(weights.astype(do.dtype), do, 1, 0)
-        dk_ref[0, 0, window] += _dot(d_scores, q, 1, 0) * scale
-        acc_ref[...] += _dot(d_scores, key, 0, 0) * scale
+        dv_ref[0, 0, window] += dot(weights.astype(do.dtype), do, 1, 0)
+        dk_ref[0, 0, window] += dot(d_scores, q, 1, 0) * scale
+        acc_ref[...] += dot(d_scores, key, 0, 0) * scale
 
     _each_chunk(s, place, chunk)
     dq_ref[0, 0, 0] = acc_ref[...].astype(dq_ref.dtype)
@@ -395,20 +390,3 @@ def _later(s: Shape, ref: Any, j: int) -> Array:
 def _column(row: Array, size: int) -> Array:
     """[1, size] -> [size, lanes], each entry in all lanes of its row."""
     return jnp.transpose(jnp.broadcast_to(row, (LANES, size)))
-
-
-def _dot(x: Array, y: Array, x_contracted: int, y_contracted: int) -> Array:
-    """float32 product of two matrices, contracted over the named dimensions; exact for float32."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jax.lax.dot_general(
-        x,
-        y,
-        (((x_contracted,), (y_contracted,)), ((), ())),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
-
-
-def _to_lanes(x: Float[Array, "r lanes"], size: int) -> Float[Array, "r size"]:
-    """The same value in every lane, `size` of them."""
-    return x[:, :size] if size <= LANES else jnp.concatenate([x] * -(-size // LANES), axis=1)[:, :size]

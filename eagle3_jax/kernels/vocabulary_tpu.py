@@ -18,8 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-LANES, SUBLANES = 128, 8
-_NEVER = -1e30  # below every logit; finite, so that differences of two are numbers
+from eagle3_jax.kernels.registers import LANES, NEVER, SUBLANES, dot
+
 # How the work is cut, by static profiles (tools/tpu_profile.py).
 _BLOCK_BYTES = 8 << 20  # of vocabulary rows
 _BLOCK_ROWS = 2048
@@ -106,18 +106,11 @@ def _kernel(
 
     @pl.when(step == 0)
     def begin() -> None:
-        values[...] = jnp.full(values.shape, _NEVER, jnp.float32)
+        values[...] = jnp.full(values.shape, NEVER, jnp.float32)
         ids[...] = jnp.zeros(ids.shape, jnp.int32)
         sums[...] = jnp.zeros(sums.shape, jnp.float32)
 
-    precision = jax.lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else None
-    logits[...] = jax.lax.dot_general(
-        hidden[...],
-        rows[...].astype(hidden.dtype),
-        (((1,), (1,)), ((), ())),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
+    logits[...] = dot(hidden[...], rows[...].astype(hidden.dtype), 1, 1)
     token = start + jax.lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), 1)
 
     def insert(group: Any, _: None) -> None:
@@ -125,7 +118,7 @@ def _kernel(
         at = pl.ds(pl.multiple_of(group * SUBLANES, SUBLANES), SUBLANES)
 
         def column(c: int) -> Array:  # nothing is known of what a last block holds behind the vocabulary
-            return jnp.where(token + c < vocabulary, logits[at, pl.ds(c, LANES)], _NEVER)
+            return jnp.where(token + c < vocabulary, logits[at, pl.ds(c, LANES)], NEVER)
 
         listed, named = [values[i, at] for i in range(k)], [ids[i, at] for i in range(k)]
         before = listed[0]

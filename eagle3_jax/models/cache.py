@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.kernels.commit import commit
+from eagle3_jax.kernels.registers import LANES
 from eagle3_jax.kernels.tree_attention import tree_attention
-from eagle3_jax.kernels.tree_attention_tpu import LANES
 
 
 @jax.tree_util.register_dataclass

@@ -4,7 +4,7 @@ At step i the pair at index t is (token t+1+i, the head's own output of step i-1
 from a prefix that ends at t. It attends the true features (step 0) up to t, and behind them one key of each later step
 at t itself. Tokens are the document's, so that all positions run in parallel.
 
-The steps are one loop, so that a program holds one of them whatever their number.
+On a TPU the steps are one loop, so that a program holds one of them whatever their number.
 """
 
 from __future__ import annotations
