@@ -32,7 +32,10 @@ def reference_rerank(size: DraftTree, scores: list[float]) -> list[int]:
 @settings(deadline=None, max_examples=50)
 @given(st.sampled_from(SIZES), st.randoms(use_true_random=False), st.booleans())
 def test_rerank_keeps_the_best_and_stays_connected(size, random, ties):
-    """A pool as `grow` builds it: each level expands k candidates of the level before; equal scores included."""
+    """A pool as `grow` builds it: each level expands k candidates of the level before; equal scores included.
+
+    The scores are such as differences of logits have them: no negative zero, which `top_k` puts below zero.
+    """
     k = size.topk
     scores, parents = [], []
     level = []
@@ -41,7 +44,7 @@ def test_rerank_keeps_the_best_and_stays_connected(size, random, ties):
         level = []
         for parent in expanded:
             for _ in range(k):
-                loss = random.choice([0.0, 0.5]) if ties else random.random()
+                loss = random.choice([0.0, 0.5]) if ties else random.randrange(2**20) / 2**20
                 level.append(len(scores))
                 parents.append(parent)
                 scores.append((scores[parent] if parent >= 0 else 0.0) - loss)
