@@ -39,7 +39,7 @@ def train(config: configs.RunConfig, target: Target | None = None) -> dict[str, 
     """Trains `config`'s draft head into its checkpoints folder.
 
     Args:
-        target: an already loaded target; None loads `config.target`. Only its embeddings and LM head are kept.
+        target: an already loaded target; None loads of `config.target` what is needed, embeddings and LM head.
 
     Returns:
         The results, as the manifest has them.
@@ -57,7 +57,7 @@ def train(config: configs.RunConfig, target: Target | None = None) -> dict[str, 
     for count, what in ((mesh.shape["data"], "the mesh's data axis"), (jax.process_count(), "processes")):
         if run.batch_size % count:
             raise ValueError(f"train.batch_size: got {run.batch_size}, expected a multiple of {count} ({what})")
-    target = target or load_target(config.target, mesh)
+    target = target or load_target(config.target, mesh, only=("embed", "lm_head"))
     _check_same_target(made_from["identity"]["target"], target.identity, features)
     head_config = DraftHeadConfig.for_target(config.draft, target.model.config)
     identity = {

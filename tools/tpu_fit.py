@@ -63,14 +63,13 @@ class Program:
     Attributes:
         arguments: name -> pytree of ShapeDtypeStructs that say where they lie.
         beside: the same of what else lies on the devices while it runs.
-        lower: None where only arrays lie there and nothing is compiled.
     """
 
     name: str
     mesh: Mesh
     arguments: dict[str, Any]
     beside: dict[str, Any]
-    lower: Callable[[], jax.stages.Lowered] | None
+    lower: Callable[[], jax.stages.Lowered]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +223,7 @@ def extract(config: configs.RunConfig, shape: LlamaConfig, devices: list[Any]) -
 
 
 def train(config: configs.RunConfig, shape: LlamaConfig, devices: list[Any]) -> Iterator[Program]:
-    """`train`: what lies there while the head is made beside the whole target, and the training step."""
+    """`train`: the training step."""
     mesh, run = make_mesh(config.mesh, devices), config.train
     target = abstract_target(config, shape, mesh)
     head_config = DraftHeadConfig.for_target(config.draft, shape)
@@ -243,7 +242,6 @@ def train(config: configs.RunConfig, shape: LlamaConfig, devices: list[Any]) -> 
     hidden = head_config.target_hidden_size
     batch = Batch(rows(), rows(len(shape.aux_layers) * hidden), rows(hidden), rows(), rows(), rows(), rows())
     parts = {"weights": state.head, "optimizer": state.opt_state, "teacher": teacher}
-    yield Program("train: start", mesh, {"target": target} | parts, {}, None)
     yield Program(
         "train: step",
         mesh,
@@ -271,8 +269,6 @@ def placed(tree: Any, mesh: Mesh, rules: Any = ()) -> Any:
 def measure(program: Program, limit: float) -> Plan:
     """Compiles it, unless its arguments alone are more than the limit."""
     arguments = share(program.arguments)
-    if program.lower is None:
-        return Plan(arguments)
     if arguments > limit:
         return Plan(arguments, needed=arguments)
     with jax.sharding.use_abstract_mesh(program.mesh.abstract_mesh):

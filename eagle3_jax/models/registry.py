@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -74,8 +75,13 @@ class TargetError(ValueError):
     """A target that cannot be had; the message says what was tried."""
 
 
-def load_target(config: TargetConfig | str, mesh: jax.sharding.Mesh | None = None) -> Target:
+def load_target(
+    config: TargetConfig | str, mesh: jax.sharding.Mesh | None = None, *, only: Collection[str] | None = None
+) -> Target:
     """Fetches if need be, checks, and loads a target onto the devices of `mesh` (None: the default device).
+
+    Args:
+        only: the parameters to load, see `load_llama`; None is all of them.
 
     Raises:
         TargetError: the name cannot be resolved. WeightsError, ValueError: see `load_llama`, `LlamaConfig.from_hf`.
@@ -86,7 +92,7 @@ def load_target(config: TargetConfig | str, mesh: jax.sharding.Mesh | None = Non
     _check_cached(folder, digest)
     model_config = read_config(folder, config.aux_layers)
     tokenizer = load_tokenizer(folder)
-    model = weights.load_llama(folder, model_config, jnp.dtype(config.dtype), mesh)
+    model = weights.load_llama(folder, model_config, jnp.dtype(config.dtype), mesh, only=only)
     identity = {
         "name": config.name,
         "weights": digest,

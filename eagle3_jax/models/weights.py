@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -84,9 +84,17 @@ def llama_table(config: LlamaConfig) -> dict[str, Entry]:
 
 
 def load_llama(
-    folder: str | pathlib.Path, config: LlamaConfig, dtype: Any, mesh: jax.sharding.Mesh | None = None
+    folder: str | pathlib.Path,
+    config: LlamaConfig,
+    dtype: Any,
+    mesh: jax.sharding.Mesh | None = None,
+    *,
+    only: Collection[str] | None = None,
 ) -> Llama:
     """Loads a checkpoint folder, tensor by tensor, straight into the model's layout and sharding.
+
+    Args:
+        only: parameters, by their paths in the model; the others are checked but stay `jax.ShapeDtypeStruct`s.
 
     Raises:
         WeightsError: every missing, surplus, wrongly shaped and unreadable tensor or file, by name.
@@ -99,8 +107,11 @@ def load_llama(
     placement = None if mesh is None else shardings(abstract, mesh, SHARDING_RULES)
     handles = {path: safe_open(path, framework="numpy") for path in set(files.values())}
 
-    def read(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, sharding: Any = None) -> jax.Array:
-        entry = table[parameter_path(path)]
+    def read(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, sharding: Any = None) -> Any:
+        name = parameter_path(path)
+        if only is not None and name not in only:
+            return leaf
+        entry = table[name]
         tensors = [handles[files[name]].get_tensor(name) for name in entry.tensors]
         value = np.ascontiguousarray(entry.combine(*tensors)).astype(leaf.dtype)
         return jax.device_put(value, sharding)

@@ -55,6 +55,17 @@ def test_table_covers_every_parameter(folder):
     np.testing.assert_array_equal(loaded["blocks/0/mlp/up"].T, tensors["model.layers.0.mlp.up_proj.weight"])
 
 
+def test_only_what_is_asked_for_is_read(folder):
+    whole = leaves(load_llama(folder, CONFIG, jnp.float32))
+    part = load_llama(folder, CONFIG, jnp.float32, only=("embed", "lm_head"))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(part):
+        name = parameter_path(path)
+        if name in ("embed", "lm_head"):
+            np.testing.assert_array_equal(leaf, whole[name])
+        else:
+            assert isinstance(leaf, jax.ShapeDtypeStruct), name
+
+
 def split(folder, drop=()):
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
