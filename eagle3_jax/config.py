@@ -247,7 +247,7 @@ class TrainConfig:
         loss_reduction: divide by all positions ("all", the paper's code) or by those that count ("mask").
         argmax_mask: drop positions whose teacher argmax is outside the draft vocabulary.
         loss_block: positions per block of the vocabulary-wide part of the loss.
-        remat: recompute each step in the backward pass (memory for time).
+        remat: of each step keep matrix products and attention, and compute the rest again in the backward pass.
         eval_every, checkpoint_every, log_every: in optimizer steps.
     """
 

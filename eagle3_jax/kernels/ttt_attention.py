@@ -13,11 +13,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import P
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.kernels import ttt_attention_tpu as tpu
 from eagle3_jax.kernels.dispatch import Implementation, default_implementation, over_mesh
 from eagle3_jax.kernels.registers import LANES, VMEM_LIMIT
+
+# The name under which `jax.checkpoint` finds what the backward pass needs and would have to run the kernel for.
+KEPT = "ttt_attention"
 
 _ROWS = 512  # of a tile, all query heads of a KV head together, where it can be
 _CHUNK = 512  # keys of one step of the kernel's loop, at most
@@ -147,6 +151,7 @@ def _pallas_forward(
 
     inputs = queries, keys, values, starts, newest
     attended, normaliser = over_mesh(local, inputs, _INPUTS, (_TOKENS, _NUMBERS), _sizes(queries, keys))
+    attended, normaliser = checkpoint_name(attended, KEPT), checkpoint_name(normaliser, KEPT)
     return attended, (*inputs, attended, normaliser)
 
 
