@@ -23,7 +23,8 @@ from eagle3_jax.kernels.registers import LANES, VMEM_LIMIT
 # The name under which `jax.checkpoint` finds what the backward pass needs and would have to run the kernel for.
 KEPT = "ttt_attention"
 
-_ROWS = 512  # of a tile, all query heads of a KV head together, where it can be
+# Of a tile, all query heads of a KV head together, where it can be; the second where the first does not fit.
+_ROWS = (1024, 512)
 _CHUNK = 512  # keys of one step of the kernel's loop, at most
 # Queries per block of the XLA form: bounds the scores' memory, and skips what no query of the block may see.
 _QUERIES = 256
@@ -248,23 +249,24 @@ def plan(queries: tuple[int, ...], keys: tuple[int, ...], dtype: Any, chunks: in
     steps, kv_heads = keys[0], keys[3]
     group = n // kv_heads
     length = -(-t // LANES) * LANES
-    tile = LANES
-    while tile * 2 * group <= _ROWS and length % (tile * 2) == 0:
-        tile *= 2
-    shape = tpu.Shape(
-        batch=b,
-        length=length,
-        later=steps - 1,
-        group=group,
-        kv_heads=kv_heads,
-        head_dim=d,
-        tile=tile,
-        chunk=math.gcd(length, _CHUNK),
-        chunks=chunks,
-    )
-    needed = shape.vmem_bytes(jnp.dtype(dtype).itemsize)
-    if needed > VMEM_LIMIT:
-        raise ValueError(
-            f"VMEM: got {needed / 2**20:.1f} MiB for {shape}, expected at most {VMEM_LIMIT / 2**20:.0f} MiB"
+    message = ""
+    for rows in _ROWS:
+        tile = LANES
+        while tile * 2 * group <= rows and length % (tile * 2) == 0:
+            tile *= 2
+        shape = tpu.Shape(
+            batch=b,
+            length=length,
+            later=steps - 1,
+            group=group,
+            kv_heads=kv_heads,
+            head_dim=d,
+            tile=tile,
+            chunk=math.gcd(length, _CHUNK),
+            chunks=chunks,
         )
-    return shape
+        needed = shape.vmem_bytes(jnp.dtype(dtype).itemsize)
+        if needed <= VMEM_LIMIT:
+            return shape
+        message = f"VMEM: got {needed / 2**20:.1f} MiB for {shape}, expected at most {VMEM_LIMIT / 2**20:.0f} MiB"
+    raise ValueError(message)
