@@ -261,6 +261,48 @@ class TrainingTimeTest(Case):
         return Program(gradients, [*arguments, (rows, self.dtype), *[(rows[:-1], "float32")] * 2])
 
 
+@dataclasses.dataclass(frozen=True)
+class Commit(Case):
+    """Every other of 2 * `nodes` new slots goes to the front of them, in keys and values of all layers."""
+
+    nodes: int = 8
+    batch: int = 4
+    layers: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    slots: int = 1024
+    length: int = 504  # the path goes to two tiles
+    dtype: str = "bfloat16"
+
+    @property
+    def floor_bytes(self) -> int:
+        """Each row that moves comes and goes."""
+        return 2 * 2 * self.layers * self.batch * (self.nodes - 1) * self.kv_heads * self.head_dim * 2
+
+    @property
+    def operations(self) -> int:
+        return 0
+
+    @property
+    def sizes(self) -> str:
+        return f"{self.nodes} nodes, {self.layers} layers"
+
+    def program(self) -> Program:
+        from eagle3_jax.kernels import commit
+
+        def kernel(lengths: Any, path: Any, *caches: Any) -> Any:
+            baked = self.length, list(range(0, 2 * self.nodes, 2))
+            return commit._pallas(lengths, path, None, *caches, baked=baked)
+
+        def xla(lengths: Any, path: Any, *caches: Any) -> Any:
+            return commit.commit(caches, lengths, path, implementation="xla")
+
+        caches = [((self.batch, self.kv_heads, self.slots, self.head_dim), self.dtype)] * 2 * self.layers
+        arguments = [((self.batch,), "int32"), ((self.batch, self.nodes), "int32"), *caches]
+        donated = tuple(range(2, len(arguments)))
+        return Program(kernel if self.kernel == "commit" else xla, arguments, donated=donated)
+
+
 CASES: list[Case] = [
     Attention("tree_attention"),
     Attention("tree_attention causal"),
@@ -282,6 +324,8 @@ CASES: list[Case] = [
     Attention("tpu-inference RPA v3", BUNDLES, nodes=1),
     *(TopK(kernel, queries=queries, k=k) for queries, k in ((4, 1), (4, 4), (32, 8)) for kernel in TOP_K),
     TopK("vocabulary_top_k", hidden=8192, vocabulary=4000),  # 70B over 8 chips
+    Commit("commit"),
+    Commit("xla, gathers and writes"),
     TrainingTimeTest("ttt_attention"),
     TrainingTimeTest("ttt_attention backward"),
 ]

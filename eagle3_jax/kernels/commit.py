@@ -76,7 +76,20 @@ def _xla(cache: Array, lengths: Array, path: Array, page_table: Array | None) ->
     return write(cache, moved, lengths, page_table)
 
 
-def _pallas(lengths: Array, path: Array, page_table: Array | None, *caches: Array, interpret: Any) -> tuple[Array, ...]:
+def _pallas(
+    lengths: Array,
+    path: Array,
+    page_table: Array | None,
+    *caches: Array,
+    interpret: Any = False,
+    baked: tuple[int, list[int]] | None = None,
+) -> tuple[Array, ...]:
+    """The kernel, in as many calls as VMEM asks for.
+
+    Args:
+        baked: length and path of every sequence: for static profiles, which take what is only known at run time for
+            nothing.
+    """
     _, kv_heads, _, head_dim = caches[0].shape
     height, nodes = tile_rows(caches[0].dtype), path.shape[1]
     places = nodes + pl.cdiv(nodes - 1, height) + 1  # a tile for each row, and those where they go
@@ -88,7 +101,7 @@ def _pallas(lengths: Array, path: Array, page_table: Array | None, *caches: Arra
     for begin in range(0, len(caches), most):
         some = caches[begin : begin + most]
         kept += pl.pallas_call(
-            functools.partial(_kernel, nodes, len(some), 0 if page_table is None else page_table.shape[1]),
+            functools.partial(_kernel, nodes, len(some), 0 if page_table is None else page_table.shape[1], baked),
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=len(scalars),
                 grid=lengths.shape,
@@ -108,18 +121,27 @@ def _pallas(lengths: Array, path: Array, page_table: Array | None, *caches: Arra
     return kept
 
 
-def _kernel(nodes: int, count: int, pages: int, *refs: Any) -> None:
+def _kernel(nodes: int, count: int, pages: int, baked: tuple[int, list[int]] | None, *refs: Any) -> None:
     """One sequence, in all caches."""
     lengths, path, *rest = refs
     table = rest.pop(0) if pages else None
     caches, (tiles, semaphore) = rest[count : 2 * count], rest[2 * count :]
     _, places, kv_heads, height, head_dim = tiles.shape
     page_size, b = caches[0].shape[2], pl.program_id(0)
-    length = lengths[b]
+    length = lengths[b] if baked is None else baked[0]
     base = length // height  # of the tiles that the path goes to
 
+    def each(steps: int, body: Any, carry: Any) -> Any:
+        if baked is None:
+            return jax.lax.fori_loop(0, steps, body, carry)
+        return functools.reduce(lambda carry, j: body(j, carry), range(steps), carry)
+
     def source(j: Any) -> Any:
-        return length + path[b * nodes + j]
+        return length + (path[b * nodes + j] if baked is None else baked[1][j])
+
+    def before(j: Any) -> Any:
+        """Where the row before comes from; its own for the first."""
+        return source(jnp.maximum(j, 1) - 1 if baked is None else max(j, 1) - 1)
 
     def copies(number: Any, place: Any) -> list[tuple[Any, Any]]:
         """Tile `number` of the sequence in every cache, and its place in VMEM."""
@@ -133,10 +155,9 @@ def _kernel(nodes: int, count: int, pages: int, *refs: Any) -> None:
 
         def one(j: Any, _: None) -> None:
             number = source(j) // height
-            before = source(jnp.maximum(j, 1) - 1) // height
-            pl.when((j == 0) | (number != before))(lambda: act(number, j))
+            pl.when((j == 0) | (number != before(j) // height))(lambda: act(number, j))
 
-        jax.lax.fori_loop(0, nodes, one, None)
+        each(nodes, one, None)
 
     def each_target(act: Any) -> None:
         """act(tile, place) for the tiles that the path goes to."""
@@ -144,7 +165,7 @@ def _kernel(nodes: int, count: int, pages: int, *refs: Any) -> None:
         def one(i: Any, _: None) -> None:
             pl.when((base + i) * height < length + nodes)(lambda: act(base + i, nodes + i))
 
-        jax.lax.fori_loop(0, places - nodes, one, None)
+        each(places - nodes, one, None)
 
     def transfer(*, inwards: bool, wait: bool) -> Any:
         def act(number: Any, place: Any) -> None:
@@ -162,14 +183,13 @@ def _kernel(nodes: int, count: int, pages: int, *refs: Any) -> None:
     def move(j: Any, place: Any) -> Any:
         """Row j of the path to where it goes; `place` holds the tile of the row before."""
         slot, to = source(j), length + j
-        before = source(jnp.maximum(j, 1) - 1)
-        place = jnp.where((j == 0) | (slot // height != before // height), j, place)
+        place = jnp.where((j == 0) | (slot // height != before(j) // height), j, place)
         row, target = to % height, nodes + to // height - base
 
         @pl.when(slot != to)
         def _() -> None:
-            by = (slot % height - row + height) % height
-            chosen = rows_between(row, row + 1, tiles.dtype, head_dim)
+            by = jnp.int32((slot % height - row + height) % height)
+            chosen = rows_between(jnp.int32(row), row + 1, tiles.dtype, head_dim)
 
             def one(i: Any, _: None) -> None:
                 for head in range(kv_heads):
@@ -180,6 +200,6 @@ def _kernel(nodes: int, count: int, pages: int, *refs: Any) -> None:
 
         return place
 
-    jax.lax.fori_loop(0, nodes, move, jnp.int32(0))
+    each(nodes, move, jnp.int32(0))
     for wait in (False, True):
         each_target(transfer(inwards=False, wait=wait))

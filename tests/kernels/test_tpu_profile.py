@@ -24,7 +24,7 @@ def tool(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.metadata.version("libtpu") != LIBTPU, reason=f"cycles are known for libtpu {LIBTPU}")
-@pytest.mark.parametrize("kernel", ["tree_attention", "vocabulary_top_k", "ttt_attention"])
+@pytest.mark.parametrize("kernel", ["tree_attention", "vocabulary_top_k", "ttt_attention", "commit"])
 def test_no_kernel_takes_more_cycles_than_it_did(kernel):
     profile = [sys.executable, ROOT / "tools/tpu_profile.py", "--chips", "v6e", "--kernels", kernel]
     done = subprocess.run([*profile, "--baseline", BASELINE], capture_output=True, text=True, cwd=ROOT)
