@@ -48,6 +48,7 @@ def fit(config, *arguments):
     return python(ROOT / "tools/tpu_fit.py", "--config", config, *arguments)
 
 
+@pytest.mark.slow
 def test_a_small_run_fits(small, tmp_path):
     done = fit(small, "--topology", "v5e:1x2", "--verbs", "evaluate,extract,train", "--json", tmp_path / "rows.json")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -65,6 +66,7 @@ def test_a_small_run_fits(small, tmp_path):
     assert sum(parts.values()) <= rows["evaluate: rounds"]["arguments"] <= 1.1 * sum(parts.values())
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_said_with_the_amount(small):
     done = fit(small, "--topology", "v5e:1x2", "--verbs", "extract", "--extract.batch-tokens", "100000000")
     assert done.returncode == 1, done.stderr
@@ -88,6 +90,7 @@ def test_a_wrong_argument_is_refused_by_name(small, arguments, message, monkeypa
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_rounds_take_the_state_where_prefill_leaves_it(small):
     check = """
 import sys, jax, tpu_fit

@@ -133,6 +133,7 @@ def test_finished_work_is_not_done_again(finished, target, capsys):
     assert "finished already" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_bit_equally(finished, target, tmp_path, monkeypatch):
     whole, _ = finished
     config = prepared(tmp_path, target)

@@ -294,13 +294,9 @@ class Commit(Case):
             baked = self.length, list(range(0, 2 * self.nodes, 2))
             return commit._pallas(lengths, path, None, *caches, baked=baked)
 
-        def xla(lengths: Any, path: Any, *caches: Any) -> Any:
-            return commit.commit(caches, lengths, path, implementation="xla")
-
         caches = [((self.batch, self.kv_heads, self.slots, self.head_dim), self.dtype)] * 2 * self.layers
         arguments = [((self.batch,), "int32"), ((self.batch, self.nodes), "int32"), *caches]
-        donated = tuple(range(2, len(arguments)))
-        return Program(kernel if self.kernel == "commit" else xla, arguments, donated=donated)
+        return Program(kernel, arguments, donated=tuple(range(2, len(arguments))))
 
 
 CASES: list[Case] = [
@@ -325,7 +321,6 @@ CASES: list[Case] = [
     *(TopK(kernel, queries=queries, k=k) for queries, k in ((4, 1), (4, 4), (32, 8)) for kernel in TOP_K),
     TopK("vocabulary_top_k", hidden=8192, vocabulary=4000),  # 70B over 8 chips
     Commit("commit"),
-    Commit("xla, gathers and writes"),
     TrainingTimeTest("ttt_attention"),
     TrainingTimeTest("ttt_attention backward"),
 ]
