@@ -271,7 +271,7 @@ class Commit(Case):
     kv_heads: int = 8
     head_dim: int = 128
     slots: int = 1024
-    length: int = 504  # the path goes to two tiles
+    length: int = 508  # the path goes to two tiles
     dtype: str = "bfloat16"
 
     @property
