@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int, Num, UInt
 
@@ -23,22 +24,33 @@ def tile_rows(dtype: Any) -> int:
 
 def roll_rows(tile: Num[Array, "r d"], by: Int[Array, ""]) -> Num[Array, "r d"]:
     """Row i of the result is row (i + by) mod r of one tile; 0 <= by < r."""
-    words = pltpu.bitcast(tile, jnp.uint32)
-    packed = _rows_per_word(tile.dtype)
-    shift = by // packed
-    rolled = pltpu.roll(words, (SUBLANES - shift) % SUBLANES, 0)
-    if packed > 1:
-        following = pltpu.roll(words, (SUBLANES - 1 - shift) % SUBLANES, 0)
-        bits = (by % packed * (32 // packed)).astype(jnp.uint32)
-        rolled = (rolled >> bits) | (following << (31 - bits) << 1)  # a shift by 32 has no meaning
-    return pltpu.bitcast(rolled, tile.dtype)
+    words, shift = pltpu.bitcast(tile, jnp.uint32), by // _rows_per_word(tile.dtype)
+    rolled, following = (pltpu.roll(words, (SUBLANES - i - shift) % SUBLANES, 0) for i in range(2))
+    return _from_row(rolled, following, by, tile.dtype)
 
 
-def rows_between(low: Int[Array, ""], high: Int[Array, ""] | int, dtype: Any, width: int) -> UInt[Array, "w d"]:
-    """Bits of rows low, low + 1, ..., high - 1 of a tile of `dtype`, `width` wide, as `merge_rows` takes them."""
+def rows_at(words: Any, first: Int[Array, ""], dtype: Any) -> Num[Array, "r d"]:
+    """Rows first, first + 1, ... of `dtype`, a tile of them, of a reference to words [w, d]; one must follow them."""
+    at = first // _rows_per_word(dtype)
+    return _from_row(words[pl.ds(at, SUBLANES)], words[pl.ds(at + 1, SUBLANES)], first, dtype)
+
+
+def _from_row(words: UInt[Array, "w d"], following: UInt[Array, "w d"], row: Array, dtype: Any) -> Num[Array, "r d"]:
+    """A tile that begins with row `row` (modulo those of a word) of the words, each with the one that follows it."""
     packed = _rows_per_word(dtype)
-    first = jax.lax.broadcasted_iota(jnp.int32, (SUBLANES, width), 0) * packed
-    mask = jnp.zeros((SUBLANES, width), jnp.uint32)
+    if packed > 1:
+        bits = (row % packed * (32 // packed)).astype(jnp.uint32)
+        words = (words >> bits) | (following << (31 - bits) << 1)  # a shift by 32 has no meaning
+    return pltpu.bitcast(words, dtype)
+
+
+def rows_between(
+    low: Int[Array, ""] | int, high: Int[Array, ""] | int, dtype: Any, shape: tuple[int, int]
+) -> UInt[Array, "w d"]:
+    """Bits of rows low, low + 1, ..., high - 1 of rows [r, d] of `dtype`: a mask for the words that hold them."""
+    packed = _rows_per_word(dtype)
+    first = jax.lax.broadcasted_iota(jnp.int32, (shape[0] // packed, shape[1]), 0) * packed
+    mask = jnp.zeros(first.shape, jnp.uint32)
     for i in range(packed):
         bits = jnp.uint32((1 << 32 // packed) - 1 << 32 // packed * i)
         mask |= jnp.where((first + i >= low) & (first + i < high), bits, jnp.uint32(0))

@@ -17,10 +17,12 @@ import jax.numpy as jnp
 from jax import P
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from eagle3_jax.kernels import tree_attention_tpu as tpu
 from eagle3_jax.kernels.cache_write import write
 from eagle3_jax.kernels.dispatch import Implementation, default_implementation, device, over_mesh
+from eagle3_jax.kernels.packed_rows import tile_rows
 from eagle3_jax.kernels.registers import LANES, VMEM_LIMIT
+from eagle3_jax.kernels.tree_attention_shape import Shape
+from eagle3_jax.kernels.tree_attention_tpu import attend
 
 # How the kernel's work is cut, by the kind of chip, "default" elsewhere; tools/tpu_tune.py chooses. At most: keys of a
 # grid step over all KV heads, those of one head in it, scores of an item, and rows of a tile, all query heads of a KV
@@ -228,10 +230,9 @@ def _pallas(
     bits = None if tail_mask is None else jnp.pad(pack(tail_mask), (*pad, (0, 0)))
     first = None if first is None else jnp.pad(first, pad, mode="edge")
     if sinks is not None:
-        base2 = sinks.astype(jnp.float32).reshape(s.kv_heads, s.group) * math.log2(math.e)
-        sinks = jnp.tile(jnp.repeat(base2, s.tile, axis=1), (1, s.nodes // s.tile))
+        sinks = sinks.astype(jnp.float32).reshape(s.kv_heads, s.group) * math.log2(math.e)
     table = jnp.zeros((b, s.pages), jnp.int32) if page_table is None else page_table
-    attended, keys, values = tpu.attend(
+    attended, keys, values = attend(
         s, folded, keys, values, table, lengths, bits, first, sinks, new, interpret=interpret
     )
     attended = attended.reshape(b, s.kv_heads, -1, s.group, s.tile, d).transpose(0, 2, 4, 1, 3, 5)
@@ -246,14 +247,14 @@ def plan(
     tail: int,
     pages: int | None,
     length: int | None = None,
-) -> tpu.Shape:
+) -> Shape:
     """How the kernel cuts its work.
 
     Args:
         queries, keys: shapes, as `tree_attention` takes them. dtypes: of both.
         tail: slots of the tail.
         pages: columns of the page table; None is contiguous.
-        length: see `tree_attention_tpu.Shape`.
+        length: see `Shape`.
 
     Raises:
         ValueError: with the numbers, where something does not fit.
@@ -262,21 +263,24 @@ def plan(
     kv_heads, slots = keys[1], keys[2]
     group = n // kv_heads
     paged = pages is not None
-    page_size = slots if paged else 256 if slots % 256 == 0 else LANES
-    if page_size % LANES or slots % page_size:
+    page_size = slots if paged else math.gcd(slots, 256)
+    height = tile_rows(dtypes[1])
+    if page_size % height:
         what = "page_size" if paged else "slots"
-        raise ValueError(f"{what}: got {slots}, expected a multiple of {LANES} for the TPU kernel")
+        raise ValueError(f"{what}: got {slots}, expected a multiple of {height} for the TPU kernel")
     pages = pages or slots // page_size
     nodes = -(-t // _NODES) * _NODES
     blocks = BLOCKS.get(device().device_kind, BLOCKS["default"])
     tile = min(nodes, max(_NODES, blocks["rows"] // group // _NODES * _NODES))
-    piece = math.gcd(page_size, 256)
-    step = min(pages, max(1, min(blocks["keys_per_head"], blocks["keys_per_step"] // kv_heads) // page_size))
+    unit = math.lcm(page_size, LANES)  # whole pages, whole registers of scores
+    most = min(blocks["keys_per_head"], blocks["keys_per_step"] // kv_heads, -(-pages * page_size // unit) * unit)
+    block = max(unit, most // unit * unit)
+    piece = math.gcd(block, 256)
     item = max(_ITEM, blocks["scores_per_item"] // (group * tile))
-    width = max(piece, min(item, step * page_size) // piece * piece)
-    while step * page_size % width:  # a block is a whole number of items
+    width = max(piece, min(item, block) // piece * piece)
+    while block % width:  # a block is a whole number of items
         width -= piece
-    shape = tpu.Shape(
+    shape = Shape(
         batch=b,
         nodes=-(-nodes // tile) * tile,
         group=group,
@@ -285,7 +289,7 @@ def plan(
         page_size=page_size,
         pages=pages,
         tile=tile,
-        step=step,
+        step=block // page_size,
         width=width,
         tail=tail,
         written=t if tile == nodes else 0,  # a later tile of queries would read what an earlier one writes

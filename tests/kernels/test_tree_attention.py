@@ -1,6 +1,7 @@
 """Tree attention against an independent loop, over many shapes; unused slots may hold anything and stay as they are."""
 
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
 
-from eagle3_jax.kernels.tree_attention import plan, tree_attention
+from eagle3_jax.kernels.tree_attention import BLOCKS, plan, tree_attention
 
 
 def reference(q, k, v, lengths, mask, window=None, positions=(), sinks=None):
@@ -108,12 +109,14 @@ def paged(rows, table, page_size, poison):
     dtype=st.sampled_from(["float32", "bfloat16", "int8", "float8_e4m3fn"]),
     kind=st.sampled_from(["tree", "tree", "causal", "window", "sinks"]),
     contiguous=st.booleans(),
-    page_size=st.sampled_from([128, 256]),
+    page_size=st.sampled_from([32, 128, 256]),
+    block=st.sampled_from([128, 256, 2048]),
     seed=st.integers(0, 1000),
 )
 def test_pallas_equals_the_loop(
-    batch, nodes, extra, kv_heads, group, head_dim, dtype, kind, contiguous, page_size, seed
+    batch, nodes, extra, kv_heads, group, head_dim, dtype, kind, contiguous, page_size, block, seed
 ):
+    """Whatever the page size and the keys of a block: up to four blocks of several pages, or all pages in one."""
     rng = np.random.default_rng(seed)
     slots = 512
     tail = nodes if kind == "causal" else nodes + extra
@@ -165,9 +168,10 @@ def test_pallas_equals_the_loop(
     for implementation in ("pallas", "xla"):
         if implementation == "xla" and contiguous:  # no NaNs there: it has them times 0
             continue
-        got, *caches = tree_attention(
-            *arguments, **options, implementation=implementation, interpret=pltpu.InterpretParams()
-        )
+        with mock.patch.dict(BLOCKS["default"], keys_per_head=block):
+            got, *caches = tree_attention(
+                *arguments, **options, implementation=implementation, interpret=pltpu.InterpretParams()
+            )
         np.testing.assert_allclose(np.asarray(got, np.float32), expected, atol=tolerance, rtol=tolerance)
         for cache, written in zip(caches, (k, v), strict=True):
             assert np.asarray(cache).tobytes() == np.asarray(jnp.asarray(written).astype(dtype)).tobytes()
@@ -215,7 +219,7 @@ def test_sharded_equals_unsharded(batch):
 
 def test_what_cannot_be_is_refused_with_numbers():
     bf16 = (jnp.bfloat16, jnp.bfloat16)
-    with pytest.raises(ValueError, match=r"slots: got 200, expected a multiple of 128"):
+    with pytest.raises(ValueError, match=r"slots: got 200, expected a multiple of 16"):
         plan((1, 4, 8, 128), (1, 8, 200, 128), bf16, tail=4, pages=None)
     with pytest.raises(ValueError, match=r"VMEM: got \d+\.\d MiB .* expected at most 56 MiB"):
         plan((1, 64, 512, 128), (1, 512, 4096, 128), bf16, tail=64, pages=None)
