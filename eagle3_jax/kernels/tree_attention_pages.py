@@ -54,8 +54,8 @@ class Pages:
 
     shape: Shape
     known: tuple[Any, ...]
-    caches: tuple[Any, Any]
-    blocks: tuple[Any, Any]
+    caches: tuple[Any, ...]
+    blocks: tuple[Any, ...]
     new: tuple[Any, ...]
     fetched: Any
     sent: Any
@@ -73,7 +73,7 @@ class Pages:
         ]
 
     @classmethod
-    def of(cls, s: Shape, known: tuple[Any, ...], caches: tuple[Any, Any], scratch: list[Any]) -> Pages:
+    def of(cls, s: Shape, known: tuple[Any, ...], caches: tuple[Any, ...], scratch: tuple[Any, ...]) -> Pages:
         keys, values, *new, fetched, sent = scratch
         return cls(s, known, caches, (keys, values), tuple(new), fetched, sent)
 

@@ -19,9 +19,10 @@ needed take a step, the next tile of queries finds its first block there, and a 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -77,13 +78,11 @@ def attend(
     pages = Pages.scratch(s, keys.dtype)
 
     def kernel(*refs: Any) -> None:
-        groups, rest = [], list(refs)
-        for count in (len(known), len(streamed), len(resident), 2, 1, 2, len(pages)):
-            groups.append(tuple(rest[:count]))
-            rest = rest[count:]
-        smem, inputs, kept, _, (out,), caches, own = groups
+        rest = iter(refs)
+        counts = len(known), len(streamed), len(resident), 2, 1, 2, len(pages)
+        smem, inputs, kept, _, (out,), caches, own = (tuple(itertools.islice(rest, count)) for count in counts)
         softmax = _Softmax(s, kept[0] if kept else None, *rest)
-        cache = Pages.of(s, smem, caches, list(own))
+        cache = Pages.of(s, smem, caches, own)
         share = s.batch * s.tiles // pl.num_programs(0)  # of the tiles of queries, for each core
         begin = pl.program_id(0) * share
         cache.copies(begin, cache.needed(begin)[0], lambda copy: copy.start())
@@ -132,7 +131,7 @@ def attend(
 
 
 class _Softmax:
-    """State of the online softmax: of each KV head's rows the maximum, in every lane, partial sums, what is attended."""
+    """The online softmax of each KV head's rows: maximum, the same in every lane; partial sums; what is attended."""
 
     def __init__(self, s: Shape, sinks: Any, maximum: Any, total: Any, attended: Any) -> None:
         self.shape, self.sinks, self.refs = s, sinks, (maximum, total, attended)
@@ -159,12 +158,23 @@ class _Softmax:
             ref[head] = value
 
 
+class _Tile(NamedTuple):
+    """A tile of queries: its number, counted over all sequences, and references to its blocks of the operands."""
+
+    number: Any
+    queries: Any
+    bits: Any
+    first: Any
+    out: Any
+
+
 def _tile(s: Shape, cache: Pages, softmax: _Softmax, given: Sequence[bool], share: Any, *refs: Any) -> None:
-    """A tile of queries, and all blocks that it needs; the core's last tile is the one before `share`."""
-    q_ref, *rest, o_ref = refs
-    bits_ref, first_ref, *new = (rest.pop(0) if has else None for has in given)
-    tile = pl.program_id(0) * s.tiles + pl.program_id(1)
-    low, high, plain, masked = cache.needed(tile)
+    """All blocks that a tile of queries needs; the core's last tile is the one before `share`."""
+    queries, *rest, out = refs
+    bits, first, *new = (rest.pop(0) if has else None for has in given)
+    number = pl.program_id(0) * s.tiles + pl.program_id(1)
+    tile = _Tile(number, queries, bits, first, out)
+    low, high, plain, masked = cache.needed(number)
     if s.written:
         cache.hold(tuple(new))
 
@@ -173,65 +183,52 @@ def _tile(s: Shape, cache: Pages, softmax: _Softmax, given: Sequence[bool], shar
 
         @pl.when(jnp.logical_not(last))
         def _() -> None:
-            cache.copies(tile, block + 1, lambda copy: copy.start())
+            cache.copies(number, block + 1, lambda copy: copy.start())
 
-        @pl.when(last & (tile + 1 < share))
+        @pl.when(last & (number + 1 < share))
         def _() -> None:
-            cache.copies(tile + 1, cache.needed(tile + 1)[0], lambda copy: copy.start())
+            cache.copies(number + 1, cache.needed(number + 1)[0], lambda copy: copy.start())
 
-        cache.copies(tile, block, lambda copy: copy.wait())
+        cache.copies(number, block, lambda copy: copy.wait())
         if s.written:
-            cache.write(tile, block)
-        attend_block = functools.partial(_block, s, cache, softmax, q_ref, bits_ref, first_ref, o_ref, tile, block)
+            cache.write(number, block)
         bare = (plain <= block) & (block < masked)
-        pl.when(bare)(lambda: attend_block(masked=False))
-        pl.when(jnp.logical_not(bare))(lambda: attend_block(masked=True))
+        pl.when(bare)(lambda: _block(s, cache, softmax, tile, block, masked=False))
+        pl.when(jnp.logical_not(bare))(lambda: _block(s, cache, softmax, tile, block, masked=True))
         if s.written:
-            cache.settle(tile, block)
+            cache.settle(number, block)
 
     jax.lax.fori_loop(low, high, each, None)
 
 
-def _block(
-    s: Shape,
-    cache: Pages,
-    softmax: _Softmax,
-    q_ref: Any,
-    bits_ref: Any,
-    first_ref: Any,
-    o_ref: Any,
-    tile: Any,
-    block: Any,
-    *,
-    masked: bool,
-) -> None:
+def _block(s: Shape, cache: Pages, softmax: _Softmax, tile: _Tile, block: Any, *, masked: bool) -> None:
     """A tile of queries and a block of keys. With masks, for it may be the last one, it writes results."""
     keys, values = cache.blocks
-    place, length, end = cache.place(tile, block), cache.length(tile), cache.end(tile)
+    place, length, end = cache.place(tile.number, block), cache.length(tile.number), cache.end(tile.number)
     start = block * s.block
 
     def visible(at: int) -> Array:
         """bool [tile, piece]: what each node sees of the keys from the block's `at` on."""
         slot = start + at + jax.lax.broadcasted_iota(jnp.int32, (s.tile, s.piece), 1)
         behind = slot - length
-        if bits_ref is None:
-            node = tile % s.tiles * s.tile + jax.lax.broadcasted_iota(jnp.int32, (s.tile, s.piece), 0)
+        if tile.bits is None:
+            node = tile.number % s.tiles * s.tile + jax.lax.broadcasted_iota(jnp.int32, (s.tile, s.piece), 0)
             seen = behind <= node
         else:
-            words = bits_ref[0]
+            words = tile.bits[0]
             chosen = words[:, :1]
             for w in range(1, s.words):
                 chosen = jnp.where(behind >= w * WORD, words[:, w : w + 1], chosen)
             seen = (behind < 0) | ((behind < s.tail) & ((chosen >> (behind & (WORD - 1))) & 1 != 0))
-        if first_ref is not None:
-            seen &= slot >= first_ref[0]
+        if tile.first is not None:
+            seen &= slot >= tile.first[0]
         return seen
 
     masks = {at: visible(at) for at in range(0, s.block, s.piece)} if masked else {}
 
     def value(head: int, at: int) -> Array:
         """[piece, d] of a head, in the queries' dtype."""
-        found = values[place, head, pl.ds(at, s.piece)].astype(q_ref.dtype)
+        found = values[place, head, pl.ds(at, s.piece)].astype(tile.queries.dtype)
         if masked:  # nothing is known of slots that were never written, and 0 * NaN is NaN
             slot = start + at + jax.lax.broadcasted_iota(jnp.int32, found.shape, 0)
             found = jnp.where(slot < end, found, 0)
@@ -241,8 +238,8 @@ def _block(
         """Scores of an item, a piece after the other."""
         scores = []
         for piece in range(at, at + s.width, s.piece):
-            key = keys[place, head, pl.ds(piece, s.piece)].astype(q_ref.dtype)
-            score = dot(q_ref[0, head], key, 1, 1) * (s.head_dim**-0.5 * math.log2(math.e))
+            key = keys[place, head, pl.ds(piece, s.piece)].astype(tile.queries.dtype)
+            score = dot(tile.queries[0, head], key, 1, 1) * (s.head_dim**-0.5 * math.log2(math.e))
             if masked:
                 folded = score.reshape(s.group, s.tile, s.piece)
                 score = jnp.where(masks[piece][None], folded, NEVER).reshape(s.rows, s.piece)
@@ -266,8 +263,8 @@ def _block(
         if masked and at + s.width == s.block:
             whole = jnp.sum(total, axis=1, keepdims=True)  # of the largest weight, 1, and others
             inverse = pl.reciprocal(whole, approx=True)
-            inverse += inverse * (1 - whole * inverse)  # a division's step of Newton, without its care for 0 and infinity
-            o_ref[0, head] = (attended * inverse).astype(o_ref.dtype)
+            inverse += inverse * (1 - whole * inverse)  # Newton's step of a division, without its care for zeros
+            tile.out[0, head] = (attended * inverse).astype(tile.out.dtype)
             over = start + s.block >= end  # for the next tile of queries
             state = [jnp.where(over, *both) for both in zip(softmax.initial(head), state, strict=True)]
         softmax.store(head, state)
