@@ -31,17 +31,25 @@ def test_no_kernel_takes_more_cycles_than_it_did(kernel):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_stored_profile_keeps_what_was_promised():
-    """On v6e, 64 nodes, 4 sequences of 4,096 keys: 70 % of the memory roofline, a tree costs as a chain, and counted as
+@pytest.mark.parametrize(
+    ("chip", "share"),
+    [
+        ("v5e", 0.7),
+        ("v6e", 0.7),
+        ("v5p", 0.66),  # products alone: 0.77
+        ("tpu7x", 0.43),  # products alone, its matrix units half empty: 0.64
+    ],
+)
+def test_the_stored_profile_keeps_what_was_promised(chip, share):
+    """64 nodes, 4 sequences of 4,096 keys: so much of the memory roofline, a tree costs as a chain, and counted as
     others can be counted it takes less than theirs."""
     rows = {
         (row["kernel"], row["method"]): row
         for row in json.loads(BASELINE.read_text())
-        if row["chip"] == "v6e" and row.get("query_heads") == 32 and row.get("nodes") == 64
+        if row["chip"] == chip and row.get("query_heads") == 32 and row.get("nodes") == 64
     }
     tree, causal = (rows[kernel, "static profile"] for kernel in ("tree_attention", "tree_attention causal"))
-    assert tree["microseconds"] <= 59
-    assert tree["share"] >= 0.7
+    assert tree["share"] >= share
     assert tree["cycles"] <= 1.1 * causal["cycles"]
     for other in ("jax ragged_paged_attention", "tpu-inference RPA v3"):
         assert rows["tree_attention", "bundles x trips"]["cycles"] < rows[other, "bundles x trips"]["cycles"]
