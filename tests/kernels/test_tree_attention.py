@@ -111,12 +111,14 @@ def paged(rows, table, page_size, poison):
     contiguous=st.booleans(),
     page_size=st.sampled_from([32, 128, 256]),
     block=st.sampled_from([128, 256, 2048]),
+    rows=st.sampled_from([64, 512]),
     seed=st.integers(0, 1000),
 )
 def test_pallas_equals_the_loop(
-    batch, nodes, extra, kv_heads, group, head_dim, dtype, kind, contiguous, page_size, block, seed
+    batch, nodes, extra, kv_heads, group, head_dim, dtype, kind, contiguous, page_size, block, rows, seed
 ):
-    """Whatever the page size and the keys of a block: up to four blocks of several pages, or all pages in one."""
+    """Whatever the page size and what is computed at a time: up to four blocks of several pages, or all pages in one, and
+    queries in one or several tiles."""
     rng = np.random.default_rng(seed)
     slots = 512
     tail = nodes if kind == "causal" else nodes + extra
@@ -168,7 +170,7 @@ def test_pallas_equals_the_loop(
     for implementation in ("pallas", "xla"):
         if implementation == "xla" and contiguous:  # no NaNs there: it has them times 0
             continue
-        with mock.patch.dict(BLOCKS["default"], keys_per_head=block):
+        with mock.patch.dict(BLOCKS["default"], keys_per_head=block, rows=rows):
             got, *caches = tree_attention(
                 *arguments, **options, implementation=implementation, interpret=pltpu.InterpretParams()
             )
