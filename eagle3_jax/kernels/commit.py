@@ -90,12 +90,16 @@ def _pallas(
         baked: length and path of every sequence: for static profiles, which take what is only known at run time for
             nothing.
     """
-    _, kv_heads, _, head_dim = caches[0].shape
+    rows, kv_heads, page_size, head_dim = caches[0].shape
     height, nodes = tile_rows(caches[0].dtype), path.shape[1]
     places = nodes + pl.cdiv(nodes - 1, height) + 1  # a tile for each row, and those where they go
     lanes = pl.cdiv(head_dim, LANES) * LANES
     most = max(1, _VMEM // (places * kv_heads * height * lanes * caches[0].dtype.itemsize))
-    tables = () if page_table is None else (page_table.reshape(-1),)
+    # Within the cache, whatever is given: the kernel does not look again.
+    slots = page_size * (1 if page_table is None else page_table.shape[1])
+    lengths = jnp.clip(lengths, 0, slots - nodes)
+    path = jnp.clip(path, 0, slots - 1 - lengths[:, None])
+    tables = () if page_table is None else (jnp.clip(page_table, 0, rows - 1).reshape(-1),)
     scalars = lengths, path.reshape(-1), *tables
     kept = ()
     for begin in range(0, len(caches), most):
@@ -114,7 +118,9 @@ def _pallas(
             ),
             out_shape=tuple(pltpu.HBM(cache.shape, cache.dtype) for cache in some),
             input_output_aliases={len(scalars) + i: i for i in range(len(some))},
-            compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=_VMEM + (8 << 20)),
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("parallel",), vmem_limit_bytes=_VMEM + (8 << 20), disable_bounds_checks=True
+            ),
             interpret=interpret,
             name="commit",
         )(*scalars, *some)
