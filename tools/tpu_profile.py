@@ -4,9 +4,10 @@
 
 Each row is one program of tools/tpu_kernels.py, compiled in a process of its own. Its cycles are one of these:
 
-- "static profile": libtpu's simulation of the program, waits for copies included. It takes loops and branches over
-  run-time values for nothing, so lengths are baked in, and it ends the process where it has no model. Its memory is
-  optimistic: reads and writes do not contend, and a copy may run above the chip's bandwidth.
+- "static profile": libtpu's simulation of the program, waits for copies included. It takes branches over values that it
+  does not know for nothing, with the copies and waits in them, so lengths are baked in; it follows simple arithmetic on
+  loop counters, but not division. It ends the process where it has no model, as of loops over unknown bounds. Its
+  memory is optimistic: reads and writes do not contend, and a copy may run above the chip's bandwidth.
 - "bundles x trips": instructions of the stretches of code that have matrix products, times how often each runs. Nothing
   waits for a copy or starts one: a lower bound. For kernels that the simulation cannot follow, to be compared with each
   other only.

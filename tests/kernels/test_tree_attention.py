@@ -117,8 +117,8 @@ def paged(rows, table, page_size, poison):
 def test_pallas_equals_the_loop(
     batch, nodes, extra, kv_heads, group, head_dim, dtype, kind, contiguous, page_size, block, rows, seed
 ):
-    """Whatever the page size and what is computed at a time: up to four blocks of several pages, or all pages in one, and
-    queries in one or several tiles."""
+    """Whatever the page size and what is computed at a time: up to four blocks of several pages, or all pages in one,
+    and queries in one or several tiles."""
     rng = np.random.default_rng(seed)
     slots = 512
     tail = nodes if kind == "causal" else nodes + extra
