@@ -196,12 +196,14 @@ def assert_equal(got, expected):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("block", [128, 2048])
 @pytest.mark.parametrize("nodes", [1, 20])
-def test_races_and_reads_of_what_was_never_written(nodes):
+def test_races_and_reads_of_what_was_never_written(nodes, block):
     """The interpreter of TPU memory: VMEM begins as NaN, and accesses that may overtake each other are reported."""
-    arguments = example(nodes=nodes)
+    arguments = example(nodes=nodes, batch=3)
     params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
-    got = tree_attention(*arguments, implementation="pallas", interpret=params)
+    with mock.patch.dict(BLOCKS["default"], keys_per_head=block):
+        got = tree_attention(*arguments, implementation="pallas", interpret=params)
     assert_equal(got, tree_attention(*arguments, implementation="xla"))
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # where the verdict is, and only there
 
