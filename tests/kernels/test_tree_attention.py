@@ -196,11 +196,20 @@ def assert_equal(got, expected):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", [128, 2048])
-@pytest.mark.parametrize("nodes", [1, 20])
-def test_races_and_reads_of_what_was_never_written(nodes, block):
-    """The interpreter of TPU memory: VMEM begins as NaN, and accesses that may overtake each other are reported."""
-    arguments = example(nodes=nodes, batch=3)
+@pytest.mark.parametrize(
+    ("nodes", "batch", "block", "cores"),
+    [(1, 2, 2048, 1), (20, 3, 2048, 1), (20, 3, 128, 1), (1, 3, 128, 2), (20, 4, 128, 2)],
+)
+def test_races_and_reads_of_what_was_never_written(nodes, batch, block, cores, monkeypatch):
+    """The interpreter of TPU memory: VMEM begins as NaN, and accesses that may overtake each other are reported.
+
+    Two cores of a device share the sequences where they divide.
+    """
+    from jax._src.pallas.mosaic import tpu_info
+
+    chip = tpu_info.get_tpu_info_for_chip(tpu_info.ChipVersion.TPU_V5P, cores)
+    monkeypatch.setitem(tpu_info.registry, "cpu", lambda: chip)
+    arguments = example(nodes=nodes, batch=batch)
     params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
     with mock.patch.dict(BLOCKS["default"], keys_per_head=block):
         got = tree_attention(*arguments, implementation="pallas", interpret=params)
