@@ -208,7 +208,7 @@ def test_races_and_reads_of_what_was_never_written(nodes, batch, block, cores, m
     from jax._src.pallas.mosaic import tpu_info
 
     chip = tpu_info.get_tpu_info_for_chip(tpu_info.ChipVersion.TPU_V5P, cores)
-    monkeypatch.setitem(tpu_info.registry, "cpu", lambda: chip)
+    monkeypatch.setattr(pltpu, "get_tpu_info", lambda: chip)
     arguments = example(nodes=nodes, batch=batch)
     params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
     with mock.patch.dict(BLOCKS["default"], keys_per_head=block):
