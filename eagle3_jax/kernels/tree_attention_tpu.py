@@ -261,10 +261,7 @@ def _block(s: Shape, cache: Pages, softmax: _Softmax, tile: _Tile, block: Any, *
             attended += dot(jnp.concatenate(weights, axis=1).astype(found.dtype), found, 1, 0)
         state = top, total, attended
         if masked and at + s.width == s.block:
-            whole = jnp.sum(total, axis=1, keepdims=True)  # of the largest weight, 1, and others
-            inverse = pl.reciprocal(whole, approx=True)
-            inverse += inverse * (1 - whole * inverse)  # Newton's step of a division, without its care for zeros
-            tile.out[0, head] = (attended * inverse).astype(tile.out.dtype)
+            tile.out[0, head] = (attended / jnp.sum(total, axis=1, keepdims=True)).astype(tile.out.dtype)
             over = start + s.block >= end  # for the next tile of queries
             state = [jnp.where(over, *both) for both in zip(softmax.initial(head), state, strict=True)]
         softmax.store(head, state)
