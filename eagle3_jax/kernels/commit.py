@@ -195,7 +195,7 @@ def _kernel(nodes: int, count: int, pages: int, baked: tuple[int, list[int]] | N
         @pl.when(slot != to)
         def _() -> None:
             by = jnp.int32((slot % height - row + height) % height)
-            chosen = rows_between(jnp.int32(row), row + 1, tiles.dtype, (height, head_dim))
+            chosen = rows_between(jnp.int32(row), row + 1, tiles.dtype, head_dim)
 
             def one(i: Any, _: None) -> None:
                 for head in range(kv_heads):

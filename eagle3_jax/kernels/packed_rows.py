@@ -44,13 +44,11 @@ def _from_row(words: UInt[Array, "w d"], following: UInt[Array, "w d"], row: Arr
     return pltpu.bitcast(words, dtype)
 
 
-def rows_between(
-    low: Int[Array, ""] | int, high: Int[Array, ""] | int, dtype: Any, shape: tuple[int, int]
-) -> UInt[Array, "w d"]:
-    """Bits of rows low, low + 1, ..., high - 1 of rows [r, d] of `dtype`: a mask for the words that hold them."""
+def rows_between(low: Int[Array, ""], high: Int[Array, ""] | int, dtype: Any, width: int) -> UInt[Array, "w d"]:
+    """Bits of rows low, low + 1, ..., high - 1 of a tile of `dtype`, `width` wide, as `merge_rows` takes them."""
     packed = _rows_per_word(dtype)
-    first = jax.lax.broadcasted_iota(jnp.int32, (shape[0] // packed, shape[1]), 0) * packed
-    mask = jnp.zeros(first.shape, jnp.uint32)
+    first = jax.lax.broadcasted_iota(jnp.int32, (SUBLANES, width), 0) * packed
+    mask = jnp.zeros((SUBLANES, width), jnp.uint32)
     for i in range(packed):
         bits = jnp.uint32((1 << 32 // packed) - 1 << 32 // packed * i)
         mask |= jnp.where((first + i >= low) & (first + i < high), bits, jnp.uint32(0))

@@ -25,8 +25,8 @@ from eagle3_jax.kernels.tree_attention_shape import Shape
 from eagle3_jax.kernels.tree_attention_tpu import attend
 
 # How the kernel's work is cut, by the kind of chip, "default" elsewhere; tools/tpu_tune.py chooses. At most: keys of a
-# grid step over all KV heads, those of one head in it, scores of an item, and rows of a tile, all query heads of a KV
-# head together.
+# block over all KV heads, those of one head in it, scores of an item, and rows of a tile, all query heads of a KV head
+# together.
 BLOCKS: dict[str, dict[str, int]] = json.loads(
     (importlib.resources.files("eagle3_jax.kernels") / "tree_attention_blocks.json").read_text()
 )

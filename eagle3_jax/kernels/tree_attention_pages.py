@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int
@@ -36,6 +37,30 @@ def scalars(
     before = jnp.cumsum(high - low) - (high - low)
     table = jnp.clip(table.reshape(-1), 0, rows - 1)
     return tuple(x.astype(jnp.int32) for x in (table, lengths, before, *bounds))
+
+
+def bytes_moved(s: Shape, lengths: Int[np.ndarray, " b"], *, query_bytes: int, key_bytes: int) -> tuple[int, int]:
+    """Bytes between HBM and VMEM: those that the kernel copies, by its own walk, and the least that would do.
+
+    The kernel copies pages, and new entries as whole tiles, in and out. The least: queries and results once, new
+    entries once each way, and once each page that holds a token a query sees, for every tile of queries.
+    """
+    table = jnp.zeros((s.batch, s.pages), jnp.int32)
+    known = tuple(np.asarray(x) for x in scalars(s, table, jnp.asarray(lengths), None, 1))
+    walk = Pages(s, known, (), (), (), None, None)
+    copied = 0
+    for tile in range(s.batch * s.tiles):
+        low, high, *_ = walk.needed(tile)
+        copied += sum(int(np.clip(walk.count(tile, block), 0, s.step)) for block in range(low, high))
+    row = 2 * s.kv_heads * s.head_dim * key_bytes
+    ends, height = lengths + s.tail, 32 // key_bytes
+    written = (-(-ends // height) - (ends - s.written) // height).sum() * height if s.written else 0
+    entries = (s.batch * -(-s.written // height) * height + int(written)) * row
+    queries = 2 * s.batch * s.kv_heads * s.group * s.nodes * s.head_dim * query_bytes
+    bits = s.batch * s.nodes * s.words * 4
+    used = int((-(-ends // s.page_size)).sum()) * s.tiles
+    least = used * s.page_size * row + 2 * s.batch * s.written * row + queries
+    return copied * s.page_size * row + entries + queries + bits, least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,13 +121,16 @@ class Pages:
         before = self.known[2][tile] if self.known else tile * (high & 1)  # profiles follow what is this simple
         return (before + block - low) & 1
 
+    def count(self, tile: Any, block: Any) -> Any:
+        """How many pages the tail's end is behind the block's begin: so many are brought, where it has them."""
+        return pl.cdiv(self.end(tile), self.shape.page_size) - block * self.shape.step
+
     def copies(self, tile: Any, block: Any, act: Callable[[Any], None]) -> None:
         """`act` with each copy that brings a page of a block; pages behind the tail are not brought."""
-        s, place = self.shape, self.place(tile, block)
-        used = pl.cdiv(self.end(tile), s.page_size)
-        for i in range(s.step):
+        s, place, count = self.shape, self.place(tile, block), self.count(tile, block)
+        for i in range(min(s.step, s.pages)):
 
-            @pl.when(block * s.step + i < used)
+            @pl.when(i < count)
             def _(i: int = i) -> None:
                 row, slot = self._page(tile, block * s.step + i)
                 for n in range(2):
@@ -124,7 +152,7 @@ class Pages:
             s, dtype, place = self.shape, self.blocks[0].dtype, self.place(tile, block)
             height = tile_rows(dtype)
             first = block * s.block + row - (self.end(tile) - s.written)  # of the new ones, in the tile's first row
-            written = rows_between(-first, s.written - first, dtype, (height, min(s.head_dim, LANES)))
+            written = rows_between(-first, s.written - first, dtype, min(s.head_dim, LANES))
             for buffer, held in zip(self.blocks, self.new, strict=True):
                 for part, head, lanes in self._registers():
                     at = (place, head, pl.ds(row, height), lanes)

@@ -1,4 +1,4 @@
-"""What one call of the TPU kernel of tree attention looks like: how its work is cut, what it holds and moves."""
+"""What one call of the TPU kernel of tree attention looks like: how its work is cut, what it holds."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-import numpy as np
 from jax.experimental import pallas as pl
-from jaxtyping import Int
 
 from eagle3_jax.kernels.packed_rows import tile_rows
 from eagle3_jax.kernels.registers import LANES
@@ -91,28 +89,13 @@ class Shape:
         return lowest // self.block, pl.cdiv(end, self.block), pl.cdiv(highest, self.block), length // self.block
 
     def vmem_bytes(self, query_bytes: int, key_bytes: int) -> int:
-        """What the kernel holds in VMEM: blocks and queries (twice: one comes meanwhile), sums, scores of two items."""
+        """What the kernel holds in VMEM: blocks and queries twice, for one comes meanwhile; sums, sinks, two items."""
         lanes, height = self.parts * LANES, 32 // key_bytes
         streamed = 2 * self.block * self.kv_heads * lanes * key_bytes
         tiles = 2 * self.kv_heads * self.rows * lanes * query_bytes
         words = self.tile * -(-self.words // LANES) * LANES * 4
         new = 2 * self.kv_heads * -(-self.written // WORD) * WORD * lanes * key_bytes
         placed = new + 4 * self.kv_heads * height * lanes * key_bytes
-        sums = self.kv_heads * self.rows * (2 * LANES + lanes) * 4
+        sums = self.kv_heads * self.rows * (3 * LANES + lanes) * 4
         items = 2 * self.rows * self.width * (4 + 4 + query_bytes)
         return 2 * (streamed + tiles + words + new) + placed + sums + items
-
-    def bytes_moved(self, lengths: Int[np.ndarray, " b"], *, query_bytes: int, key_bytes: int) -> tuple[int, int]:
-        """Bytes between HBM and VMEM: those that the kernel copies, and the least that would do.
-
-        The kernel copies pages, and new entries as whole tiles, in and out. The least: queries and results once, new
-        entries once each way, and once each page that holds a token a query sees, for every tile of queries.
-        """
-        row = 2 * self.kv_heads * self.head_dim * key_bytes
-        ends, height = lengths + self.tail, 32 // key_bytes
-        pages = int((-(-ends // self.page_size)).sum()) * self.tiles * self.page_size * row
-        written = (-(-ends // height) - (ends - self.written) // height).sum() * height if self.written else 0
-        entries = (self.batch * -(-self.written // height) * height + int(written)) * row
-        queries = 2 * self.batch * self.kv_heads * self.group * self.nodes * self.head_dim * query_bytes
-        bits = self.batch * self.nodes * self.words * 4
-        return pages + entries + queries + bits, pages + 2 * self.batch * self.written * row + queries

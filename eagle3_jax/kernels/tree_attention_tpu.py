@@ -123,7 +123,7 @@ def attend(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",),
             vmem_limit_bytes=VMEM_LIMIT,
-            disable_bounds_checks=True,  # 200 cycles a block on v6e; `scalars` sees to it that copies are within bounds
+            disable_bounds_checks=True,  # 320 cycles a block on v6e; `scalars` sees to it that copies are within bounds
         ),
         interpret=interpret,
         name="tree_attention",

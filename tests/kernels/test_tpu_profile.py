@@ -35,8 +35,8 @@ def test_no_kernel_takes_more_cycles_than_it_did(kernel):
     ("chip", "share"),
     [
         ("v5e", 0.7),
-        ("v6e", 0.7),
-        ("v5p", 0.65),  # products alone: 0.77
+        ("v6e", 0.74),  # 59 us, 70 % of what keys and values alone take
+        ("v5p", 0.66),  # products alone: 0.77
         ("tpu7x", 0.43),  # products alone, its matrix units half empty: 0.64
     ],
 )

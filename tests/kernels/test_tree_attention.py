@@ -120,7 +120,7 @@ def test_pallas_equals_the_loop(
     """Whatever the page size and what is computed at a time: up to four blocks of several pages, or all pages in one,
     and queries in one or several tiles."""
     rng = np.random.default_rng(seed)
-    slots = 512
+    slots = 480 if page_size == 32 else 512  # a whole number of blocks or not
     tail = nodes if kind == "causal" else nodes + extra
     lengths = rng.integers(0, slots - tail + 1, batch)
     q = rng.normal(size=(batch, nodes, kv_heads * group, head_dim)).astype(np.float32)
