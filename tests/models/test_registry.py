@@ -6,10 +6,14 @@ import shutil
 import subprocess
 import zipfile
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
+import tiny
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from eagle3_jax import manifest
+from eagle3_jax.config import TargetConfig
 from eagle3_jax.models import registry
 
 NAME = "smollm2-135m-instruct"
@@ -34,6 +38,38 @@ def test_a_config_is_fetched_without_the_weights(monkeypatch, tmp_path):
     monkeypatch.setattr(registry, "snapshot_download", lambda name, **kwargs: asked.update(kwargs) or tmp_path)
     assert registry.fetch("org/model", whole=False) == tmp_path
     assert asked["allow_patterns"] == ["config.json", "generation_config.json"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_folder_as_a_hub_has_it(tmp_path, dtype):
+    """bfloat16 tensors come as they are, or exactly in float32; both ends of sequence; one token a word."""
+    config = TargetConfig(name=str(tiny.write_target(tmp_path)), dtype=dtype, aux_layers=(1, 2, 3))
+    target = registry.load_target(config)
+    assert target.model.embed[...].dtype == jnp.dtype(dtype)
+    tensors = tiny.make_weights(tiny.make_tokenizer())
+    np.testing.assert_array_equal(target.model.lm_head[...], tensors["lm_head.weight"].astype(dtype))
+    down = tensors["model.layers.1.mlp.down_proj.weight"]
+    np.testing.assert_array_equal(target.model.blocks[1].mlp.down[...], down.T.astype(dtype))
+    assert target.model.config.eos_token_ids == (2, 0)
+    assert len(target.tokenizer(" apple bird").input_ids) == 2
+    assert target.identity["aux_layers"] == [1, 2, 3]
+
+
+def test_a_target_s_identity_names_what_differs(tmp_path):
+    """Weights, tokenizer and chat template, each by its own digest and no other."""
+
+    def identity(folder):
+        return registry.load_target(TargetConfig(name=str(folder), aux_layers=(1, 2, 3)), only=()).identity
+
+    same, other = tiny.write_target(tmp_path / "same"), tiny.write_target(tmp_path / "other", seed=1)
+    first, second = identity(same), identity(other)
+    assert {field for field in first if first[field] != second[field]} == {"name", "weights"}
+    template = same / "chat_template.jinja"
+    template.write_text(template.read_text() + " ")
+    assert {field for field, value in identity(same).items() if first[field] != value} == {"chat_template"}
+    tokenizer = same / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace('"<|endoftext|>"', '"<|end|>"'))
+    assert {field for field, value in identity(same).items() if first[field] != value} >= {"tokenizer"}
 
 
 def test_folder_without_config(tmp_path):

@@ -1,0 +1,201 @@
+"""A tiny target in a folder, as a hub would have it, a run on it, and the verbs as a user starts them.
+
+The target has something to say: its weights are made, not trained. Each of its words has a few words that may follow
+it, and what came before decides between them. A head learns that within seconds, but not all of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import yaml
+from safetensors.numpy import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+REPOSITORY = pathlib.Path(__file__).parents[1]
+
+WORDS = (
+    "apple bird cloud door egg fish garden house iron juice king lamp moon night orange paper queen river snow tree "
+    "under valley water yellow zebra blue cat dog eagle fire green hill island jump kite leaf mountain north old pink"
+).split()
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# 4 KV heads divide over a model axis of up to 4 devices. More rows in the vocabulary than tokens, as many models have.
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "vocab_size": 448,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+}
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE in which each of WORDS is one token, with its space or without."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=CONFIG["vocab_size"] - 8,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator([" " + word for word in WORDS] * 2, trainer)
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        unk_token="<|endoftext|>",
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def make_weights(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> dict[str, np.ndarray]:
+    """Hugging Face tensors, bfloat16. The LM head holds which word follows which; the blocks add what came before."""
+    rng = np.random.default_rng(seed)
+    h, f, vocabulary = CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["vocab_size"]
+    heads, kv = (CONFIG[name] * CONFIG["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+
+    def ids(texts: Sequence[str]) -> list[int]:
+        encoded = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        assert all(len(tokens) == 1 for tokens in encoded), "each word is a token"
+        return [tokens[0] for tokens in encoded]
+
+    words, (newline, end) = ids([" " + word for word in WORDS]), ids(["\n", "<|im_end|>"])
+    embed = rng.normal(size=(vocabulary, h))
+    embed[[*words, newline, end]] = np.linalg.qr(rng.normal(size=(h, h)))[0][: len(words) + 2]
+    embed /= np.linalg.norm(embed, axis=1, keepdims=True)
+    lm_head = np.zeros((vocabulary, h))
+    for place, word in enumerate(words):
+        following = [words[(place + 1) % len(words)], *rng.choice(words, 2, replace=False)]
+        for token, strength in zip(following, (1.0, 0.9, 0.8), strict=True):
+            lm_head[token] += strength * embed[word]
+    lm_head[end] += 0.95 * embed[rng.choice(words, 3, replace=False)].sum(axis=0)
+    lm_head[words] += rng.uniform(0.6, 1.0, (len(words), 1)) * embed[newline]
+
+    def matrix(rows: int, columns: int, scale: float) -> np.ndarray:
+        return scale * rng.normal(size=(rows, columns)) / np.sqrt(columns)
+
+    tensors = {"model.embed_tokens.weight": embed, "lm_head.weight": 2.0 * lm_head, "model.norm.weight": np.ones(h)}
+    for layer in range(CONFIG["num_hidden_layers"]):
+        name = f"model.layers.{layer}"
+        tensors |= {
+            f"{name}.input_layernorm.weight": np.ones(h),
+            f"{name}.post_attention_layernorm.weight": np.ones(h),
+            f"{name}.self_attn.q_proj.weight": matrix(heads, h, 1.5),
+            f"{name}.self_attn.k_proj.weight": matrix(kv, h, 1.5),
+            f"{name}.self_attn.v_proj.weight": matrix(kv, h, 1.0),
+            f"{name}.self_attn.o_proj.weight": matrix(h, heads, 0.1),
+            f"{name}.mlp.gate_proj.weight": matrix(f, h, 1.0),
+            f"{name}.mlp.up_proj.weight": matrix(f, h, 1.0),
+            f"{name}.mlp.down_proj.weight": matrix(h, f, 0.1),
+        }
+    return {name: np.ascontiguousarray(value.astype(ml_dtypes.bfloat16)) for name, value in tensors.items()}
+
+
+def write_target(folder: pathlib.Path, seed: int = 0) -> pathlib.Path:
+    """Writes the target as a Hugging Face folder: safetensors in bfloat16, configs, tokenizer, chat template."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = make_tokenizer()
+    save_file(make_weights(tokenizer, seed), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0]}) + "\n")
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_prompts(path: pathlib.Path, count: int, seed: int = 0) -> pathlib.Path:
+    """A JSONL file of as many prompts of the target's words, in two categories."""
+    rng = np.random.default_rng(seed)
+    lines = [
+        {"prompt": " ".join(rng.choice(WORDS, rng.integers(6, 14))), "category": "odd" if i % 2 else "even"}
+        for i in range(count)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def write_run(folder: pathlib.Path, **sections: Mapping[str, Any]) -> pathlib.Path:
+    """Writes a target, its prompts and a YAML run of seconds a verb into a folder; the path of the YAML.
+
+    Args:
+        sections: fields that replace or join the ones here, e.g. train={"max_steps": 3}.
+    """
+    values: dict[str, Any] = {
+        "run_dir": str(folder / "run"),
+        "seed": 0,
+        "target": {"name": str(write_target(folder / "target")), "aux_layers": [1, 2, 3]},
+        "draft": {"vocab_size": 48},
+        "mesh": {"data": 1, "model": 1},
+        "prepare": {
+            "sources": [{"kind": "jsonl", "path": str(write_prompts(folder / "prompts.jsonl", 64))}],
+            "held_out": 0.2,
+        },
+        "regenerate": {"temperature": 0.5, "max_tokens": 32, "max_length": 128, "batch_size": 8},
+        "extract": {"max_length": 128, "batch_tokens": 1024, "shard_records": 16},
+        "train": {
+            "ttt_steps": 3,
+            "batch_size": 4,
+            "row_length": 128,
+            "loss_block": 128,
+            "epochs": 8,
+            "learning_rate": 1e-2,
+            "log_every": 5,
+            "eval_every": 20,
+            "eval_batches": 8,
+            "checkpoint_every": 20,
+        },
+        "export": {"dtype": "float32"},
+        "evaluate": {"max_tokens": 32, "tree": {"num_steps": 3, "topk": 1, "num_draft_tokens": 4}},
+    }
+    for name, section in sections.items():
+        values[name] = values[name] | dict(section)
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def run_verb(
+    verb: str, config: pathlib.Path, *arguments: str, timeout: float = 300, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """`python -m eagle3_jax.<verb> --config ...` in a process of its own, on one CPU device unless told otherwise."""
+    return subprocess.run(
+        [sys.executable, "-m", f"eagle3_jax.{verb}", "--config", str(config), *arguments],
+        cwd=REPOSITORY,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
