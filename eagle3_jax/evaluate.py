@@ -57,9 +57,32 @@ def run(
         "draft": {"folder": str(draft), "weights": weights.fingerprint(draft)},
         "prompts_file": {"name": pathlib.Path(prompts_path).name, "sha256": manifest.digest(prompts_path)},
     }
-    if (done := _finished(output, identity)) is not None:
-        print(f"{output}: already finished, nothing to do (remove it to measure again)", file=sys.stderr)
-        return done
+    with manifest.lock(output):
+        if (done := _finished(output, identity)) is not None:
+            print(f"{output}: already finished, nothing to do (remove it to measure again)", file=sys.stderr)
+            return done
+        measured = _measure(config, target, draft, prompts, prompts_path)
+        report = {
+            **measured,
+            "left_out": measured["left_out"] | {"unusable": unusable},
+            "identity": identity,
+            "config": configuration.to_dict(config),
+            "hardware": hardware(),
+            "versions": manifest.versions(),
+        }
+        manifest.write_json(output, report)
+        return report
+
+
+def _measure(
+    config: RunConfig,
+    target: Target,
+    draft: pathlib.Path,
+    prompts: Sequence[sources.Prompt],
+    prompts_path: str | pathlib.Path,
+) -> dict[str, Any]:
+    """The numbers of the report."""
+    settings = config.evaluate
     room = target.model.config.max_position_embeddings - settings.max_tokens
     asked = [{**prompt, "prompt": chat.prompt_ids(target.tokenizer, prompt["messages"])} for prompt in prompts]
     fitting = [prompt for prompt in asked if len(prompt["prompt"]) <= room]
@@ -73,18 +96,11 @@ def run(
     params = SamplingParams(temperature=settings.temperature, max_tokens=settings.max_tokens, seed=config.seed)
     tallies = compare(vanilla, speculative, measured, params, settings.batch_size)
     exact = settings.temperature == 0
-    report = {
+    return {
         **total(list(tallies.values())).report(exact=exact),
         "categories": {category: tally.report(exact=exact) for category, tally in tallies.items()},
-        "left_out": {"unusable": unusable, "too_long": len(prompts) - len(fitting)},
-        "identity": identity,
-        "config": configuration.to_dict(config),
-        "hardware": hardware(),
-        "versions": manifest.versions(),
+        "left_out": {"too_long": len(prompts) - len(fitting)},
     }
-    output.parent.mkdir(parents=True, exist_ok=True)
-    manifest.write_json(output, report)
-    return report
 
 
 def read_prompts(path: str | pathlib.Path) -> tuple[list[sources.Prompt], int]:

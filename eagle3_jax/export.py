@@ -7,11 +7,10 @@ The folder appears only after it was read back and every bit of it compared. Its
 from __future__ import annotations
 
 import json
-import os
 import pathlib
-import shutil
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,27 +49,33 @@ def run(config: RunConfig, target: LlamaConfig | None = None) -> None:
         "vocabulary": manifest.digest(vocabulary),
         "target": features["identity"]["target"],
     }
-    if folder.exists():
-        if not (folder / manifest.NAME).exists() or not manifest.begin(folder, identity):
+    with manifest.lock(folder):
+        if not folder.exists():
+            _export(config, identity, vocabulary, folder, target)
+        elif (folder / manifest.NAME).exists() and manifest.begin(folder, identity):
+            print(f"{folder}: already finished, nothing to do", file=sys.stderr)
+        else:
             raise manifest.ManifestError(f"{folder}: got something else than an export; remove it")
-        print(f"{folder}: already finished, nothing to do", file=sys.stderr)
-        return
+
+
+def _export(
+    config: RunConfig,
+    identity: dict[str, Any],
+    vocabulary: pathlib.Path,
+    folder: pathlib.Path,
+    target: LlamaConfig | None,
+) -> None:
     target = target or read_config(fetch(config.target.name), config.target.aux_layers)
     head = load_head(config.folder("train"), DraftHeadConfig.for_target(config.draft, target))
     with np.load(vocabulary) as arrays:
         draft = Draft(head, jnp.asarray(arrays["token_ids"]))
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        sglang.save_draft(partial, draft, target=target, dtype=config.export.dtype)
+    with manifest.atomic(folder) as partial:
+        sglang.write_draft(partial, draft, target=target, dtype=config.export.dtype)
         _verify(partial, draft, target, config.export.dtype)
         manifest.begin(partial, identity)
         files = {path.name: manifest.digest(path) for path in (partial / sglang.CONFIG, partial / sglang.WEIGHTS)}
         parameters = sum(leaf.size for leaf in jax.tree.leaves(head))
         manifest.finish(partial, parameters=parameters, files=files)
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     size = (folder / sglang.WEIGHTS).stat().st_size / 2**20
     print(f"{folder}: {parameters / 1e6:.1f} M parameters, {size:.0f} MiB, read back bit by bit", file=sys.stderr)
 

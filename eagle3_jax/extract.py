@@ -66,9 +66,20 @@ def extract(config: configs.RunConfig, target: Target | None = None) -> None:
         "shard_records": config.extract.shard_records,
         "draft_vocab_size": config.draft.vocab_size,
     }
-    if manifest.begin(folder, identity):
-        print(f"extract: {folder} is finished already", file=sys.stderr)
-        return
+    with manifest.claim(folder, identity) as finished:
+        if finished:
+            print(f"extract: {folder} is finished already", file=sys.stderr)
+        else:
+            _extract(config, target, mesh, conversations, folder)
+
+
+def _extract(
+    config: configs.RunConfig,
+    target: Target,
+    mesh: jax.sharding.Mesh,
+    conversations: pathlib.Path,
+    folder: pathlib.Path,
+) -> None:
     with jax.set_mesh(mesh):  # kernels are split over it
         results = {
             split: _extract_split(config.extract, conversations / f"{split}.jsonl", folder / split, target, mesh)
@@ -115,8 +126,6 @@ def _extract_split(
 ) -> dict[str, Any]:
     """Writes all shards of one split that are not yet there. Returns the counts for the manifest."""
     folder.mkdir(parents=True, exist_ok=True)
-    for left_behind in folder.glob(".*.partial"):  # by a run that was killed while it wrote
-        left_behind.unlink()
     with open(source, encoding="utf-8") as stream:
         total = sum(1 for _ in stream)
     shards = max(1, -(-total // config.shard_records))

@@ -1,20 +1,27 @@
-"""Output folders that know what they hold: `manifest.json`, atomic files, resumption.
+"""Output folders that know what they hold: `manifest.json`, exclusive locks, atomic files, resumption.
 
-A verb calls `begin` before work and `finish` after it. `begin` answers whether the folder already holds the finished
-result of exactly this work, and refuses a folder that holds the result of other work.
+A verb works inside `claim` and ends with `finish`. `claim` locks the folder, removes what a killed run left half
+written, and answers whether the folder already holds the finished result of exactly this work. It refuses a folder that
+another process is working on, or that holds the result of other work.
 """
 
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import importlib.metadata
 import json
 import os
 import pathlib
 import platform
+import shutil
+import socket
+import uuid
 from collections.abc import Iterator
 from typing import Any
+
+import filelock
 
 NAME = "manifest.json"
 _PACKAGES = ("eagle3_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "transformers", "numpy")
@@ -43,14 +50,47 @@ def digest(path: str | pathlib.Path) -> str:
 
 @contextlib.contextmanager
 def atomic(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yields a temporary path beside `path`; on success it takes the place of `path`, on failure it is removed."""
+    """Yields a temporary path beside `path`, for a file or a folder.
+
+    On success it takes the place of `path` (of a file or an empty folder, or of nothing); on failure it is removed.
+    """
     path = pathlib.Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    # Processes of several hosts and containers share folders: there, process ids repeat.
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}.partial")
     try:
         yield temporary
         os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        _remove(temporary)
+
+
+@contextlib.contextmanager
+def lock(path: str | pathlib.Path) -> Iterator[None]:
+    """Holds the exclusive right to write `path`, a file or a folder, until the block ends or the process dies.
+
+    The operating system's own lock (flock) on `.<name>.lock` beside `path`: it vanishes with a killed owner. The file
+    stays, as removing a locked file would let two processes in. Across hosts it holds where the file system says so
+    (NFS does; a mounted bucket locks for one host only). What `atomic` left behind in killed runs is removed.
+
+    Raises:
+        ManifestError: another process holds it; the message says which.
+    """
+    path = pathlib.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.with_name(f".{path.name}.lock")
+    held = filelock.FileLock(file, blocking=False, fallback_to_soft=False)
+    try:
+        held.acquire()
+    except filelock.Timeout as error:
+        owner = file.read_text().strip() or "another process"
+        raise ManifestError(f"{path}: in use by {owner}, wait for its end") from error
+    try:
+        file.write_text(f"process {os.getpid()} on host {socket.gethostname()}\n")
+        for left_behind in [*path.parent.glob(f".{glob.escape(path.name)}.*.partial"), *path.rglob(".*.partial")]:
+            _remove(left_behind)
+        yield
+    finally:
+        held.release()
 
 
 def write_json(path: str | pathlib.Path, value: Any) -> None:
@@ -59,8 +99,32 @@ def write_json(path: str | pathlib.Path, value: Any) -> None:
         temporary.write_text(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
 
 
+@contextlib.contextmanager
+def claim(folder: str | pathlib.Path, identity: dict[str, Any]) -> Iterator[bool]:
+    """Locks `folder` for the work that `identity` describes.
+
+    Args:
+        identity: see `begin`.
+
+    Yields:
+        True when the folder already holds the finished result, so that there is nothing to do.
+
+    Raises:
+        ManifestError: another process is working on the folder, or it holds other work.
+    """
+    with lock(folder):
+        yield begin(folder, identity)
+
+
+def _remove(path: pathlib.Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def begin(folder: str | pathlib.Path, identity: dict[str, Any]) -> bool:
-    """Claims `folder` for the work that `identity` describes.
+    """Writes the manifest of unfinished work into `folder`, or compares the one that is there. See `claim`.
 
     Args:
         identity: all that decides the result: verb, config sections, input digests, target identity. JSON-ready.

@@ -47,10 +47,15 @@ def prepare(config: configs.RunConfig) -> None:
         OSError: a source's file cannot be read.
     """
     folder = config.folder("prepare")
-    if manifest.begin(folder, _identity(config)):
+    with manifest.claim(folder, _identity(config)) as finished:
+        if finished:
+            print(f"prepare: {folder} is finished already")
+        else:
+            _prepare(config, folder)
         _remove_logs(folder)
-        print(f"prepare: {folder} is finished already")
-        return
+
+
+def _prepare(config: configs.RunConfig, folder: pathlib.Path) -> None:
     kept, rejects, counts = _filter(_read_all(config, folder), config.prepare)
     hashes = [filters.opening_hash(prompt["messages"]) for prompt in kept]
     held_out = filters.split(hashes, config.prepare.held_out)
@@ -72,7 +77,6 @@ def prepare(config: configs.RunConfig) -> None:
         files={name: manifest.digest(folder / name) for name in parts},
         **counts,
     )
-    _remove_logs(folder)
     print(
         f"prepare: {len(parts[TRAIN])} to train, {len(parts[HELD_OUT])} held out, {len(rejects)} rejected -> {folder}"
     )

@@ -116,13 +116,20 @@ def regenerate(config: configs.RunConfig) -> None:
         "max_tokens": settings.max_tokens,
         "max_length": settings.max_length,
     }
-    if manifest.begin(folder, identity):
-        print(f"regenerate: {folder} is finished already", file=sys.stderr)
-        return
-    engine = Engine.load(target, batch_size=settings.batch_size, max_length=settings.max_length)
+    with manifest.claim(folder, identity) as finished:
+        if finished:
+            print(f"regenerate: {folder} is finished already", file=sys.stderr)
+        else:
+            engine = Engine.load(target, batch_size=settings.batch_size, max_length=settings.max_length)
+            _regenerate(config, engine, prompts, folder)
+        for split in SPLITS:
+            _log(folder, split).unlink(missing_ok=True)
+
+
+def _regenerate(config: configs.RunConfig, engine: Engine, prompts: pathlib.Path, folder: pathlib.Path) -> None:
     results = {}
     for split in SPLITS:
-        answerer = Answerer(engine, settings, config.seed, _log(folder, split))
+        answerer = Answerer(engine, config.regenerate, config.seed, _log(folder, split))
         dialogues = answerer.converse(list(_read_jsonl(prompts / f"{split}.jsonl")), split)
         with manifest.atomic(folder / f"{split}.jsonl") as temporary, temporary.open("w", encoding="utf-8") as stream:
             for dialogue in dialogues:
@@ -135,8 +142,6 @@ def regenerate(config: configs.RunConfig) -> None:
     if not results["train"]["conversations"]:
         raise ValueError(f"{prompts}: none of the prompts was answered: {results['train']['dropped']}")
     manifest.finish(folder, **results)
-    for split in SPLITS:
-        _log(folder, split).unlink(missing_ok=True)
 
 
 class Answerer:

@@ -32,9 +32,10 @@ def run(config: RunConfig) -> dict[str, Any]:
     folder = pathlib.Path(config.run_dir)
     evaluations = _evaluations(config.folder("evaluate"))
     report = assemble(evaluations, _stages(config))
-    manifest.write_json(folder / "report.json", report)
-    with manifest.atomic(folder / "report.png") as temporary:
-        draw(report, temporary)
+    with manifest.lock(folder / "report.json"):
+        manifest.write_json(folder / "report.json", report)
+        with manifest.atomic(folder / "report.png") as temporary:
+            draw(report, temporary)
     return report
 
 

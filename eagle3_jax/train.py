@@ -68,9 +68,17 @@ def train(config: configs.RunConfig, target: Target | None = None) -> dict[str, 
         "train": {name: value for name, value in configs.to_dict(run).items() if name not in _WATCHING},
         "seed": config.seed,
     }
-    if manifest.begin(folder, identity):
-        print(f"train: {folder} is finished already", file=sys.stderr)
-        return manifest.read(folder, made_by="train")["results"]
+    with manifest.claim(folder, identity) as finished:
+        if finished:
+            print(f"train: {folder} is finished already", file=sys.stderr)
+            return manifest.read(folder, made_by="train")["results"]
+        return _train(config, target, head_config, mesh)
+
+
+def _train(
+    config: configs.RunConfig, target: Target, head_config: DraftHeadConfig, mesh: jax.sharding.Mesh
+) -> dict[str, Any]:
+    run, features, folder = config.train, config.folder("extract"), config.folder("train")
     with np.load(features / "vocab.npz", allow_pickle=False) as arrays:
         token_ids = arrays["token_ids"]
     if len(token_ids) != head_config.draft_vocab_size:

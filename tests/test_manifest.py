@@ -2,6 +2,11 @@
 
 import hashlib
 import json
+import os
+import signal
+import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -88,3 +93,60 @@ def test_fingerprint_ignores_clocks_and_nothing_else():
     again = {"identity": {"verb": "x"}, "results": {"train": {"tokens": 7, "tokens_per_second": 4.0}, "seconds": 2}}
     other = {"identity": {"verb": "x"}, "results": {"train": {"tokens": 8, "tokens_per_second": 3.0}, "seconds": 1}}
     assert manifest.fingerprint(work) == manifest.fingerprint(again) != manifest.fingerprint(other)
+
+
+HOLD = """
+import sys
+from eagle3_jax import manifest
+with manifest.claim(sys.argv[1], {"verb": "extract"}), manifest.atomic(sys.argv[1] + "/shard") as shard:
+    shard.write_text("half")
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_second_process_is_refused_until_the_first_dies_and_then_tidies_up(tmp_path):
+    folder = tmp_path / "features"
+    first = subprocess.Popen([sys.executable, "-c", HOLD, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert first.stdout and first.stdout.readline() == b"held\n"
+    owner = f"features: in use by process {first.pid} on host {socket.gethostname()}"
+    with pytest.raises(ManifestError, match=owner), manifest.claim(folder, {"verb": "extract"}):
+        pass
+    assert len(list(folder.glob(".shard.*"))) == 1  # the living owner's
+    first.send_signal(signal.SIGKILL)
+    first.communicate(timeout=60)
+    with manifest.claim(folder, {"verb": "extract"}) as finished:
+        assert not finished
+        assert {path.name for path in folder.iterdir()} == {manifest.NAME}
+    assert {path.name for path in tmp_path.iterdir()} == {"features", ".features.lock"}
+
+
+def test_a_lock_names_a_file_and_leaves_its_neighbours_alone(tmp_path):
+    chain, tree = tmp_path / "chain.json", tmp_path / "tree.json"
+    with manifest.lock(chain), manifest.lock(tree), manifest.atomic(tree) as partial:
+        partial.write_text("{}")
+        with pytest.raises(ManifestError, match=f"chain.json: in use by process {os.getpid()} "), manifest.lock(chain):
+            pass
+    for name in (".chain.json.host.1.abc.partial", ".tree.json.host.1.abc.partial"):
+        (tmp_path / name).write_text("of a run that was killed")
+    with manifest.lock(chain):
+        assert [path.name for path in tmp_path.glob(".*.partial")] == [".tree.json.host.1.abc.partial"]
+
+
+def test_temporary_names_are_never_shared(tmp_path, monkeypatch):
+    """Two containers on one volume have equal process ids, and equal host names where an image sets them."""
+    with manifest.atomic(tmp_path / "x") as one, manifest.atomic(tmp_path / "x") as other:
+        assert one != other
+        monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+        with manifest.atomic(tmp_path / "x") as third:
+            assert ".elsewhere." in third.name
+            for path in (one, other, third):
+                path.write_text("")
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path):
+    with pytest.raises(RuntimeError), manifest.atomic(tmp_path / "export") as partial:
+        partial.mkdir()
+        (partial / "weights").write_text("half")
+        raise RuntimeError
+    assert not list(tmp_path.iterdir())

@@ -8,13 +8,10 @@ misses, without a word: hence a load here refuses everything that does not fit, 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import os
 import pathlib
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,6 +22,7 @@ from flax import nnx
 from jaxtyping import Int32
 from safetensors import SafetensorError
 
+from eagle3_jax import manifest
 from eagle3_jax.formats.sglang_config import misfits, read_config, write_config
 from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
 from eagle3_jax.models.llama import LlamaConfig
@@ -104,6 +102,14 @@ def save_draft(folder: str | pathlib.Path, draft: Draft, *, target: LlamaConfig,
         FileExistsError: `folder` exists.
     """
     folder = pathlib.Path(folder)
+    if folder.exists():
+        raise FileExistsError(f"{folder}: exists already, expected a new folder")
+    with manifest.atomic(folder) as partial:
+        write_draft(partial, draft, target=target, dtype=dtype)
+
+
+def write_draft(folder: pathlib.Path, draft: Draft, *, target: LlamaConfig, dtype: str) -> None:
+    """`save_draft` into a folder that the caller makes appear whole or not at all."""
     config = draft.head.config
     ids = np.asarray(draft.token_ids).astype(np.int64)
     problems = misfits(config, target) + _vocabulary_problems(ids, config)
@@ -115,13 +121,13 @@ def save_draft(folder: str | pathlib.Path, draft: Draft, *, target: LlamaConfig,
             problems.append(f"{parameter_path(path)}: got NaN or infinity; did the training diverge?")
         tensors |= dict(zip(entry.tensors, map(np.ascontiguousarray, entry.split(value)), strict=True))
     if problems:
-        raise DraftFormatError(f"{folder}: this draft cannot be saved:\n  " + "\n  ".join(problems))
+        raise DraftFormatError("this draft cannot be saved:\n  " + "\n  ".join(problems))
     tensors["d2t"] = ids - np.arange(len(ids), dtype=np.int64)
     tensors["t2d"] = np.zeros(config.vocab_size, np.bool_)
     tensors["t2d"][ids] = True
-    with _new_folder(folder) as partial:
-        safetensors.numpy.save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
-        (partial / CONFIG).write_text(json.dumps(write_config(config, target, dtype), indent=2) + "\n")
+    folder.mkdir(parents=True)
+    safetensors.numpy.save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(write_config(config, target, dtype), indent=2) + "\n")
 
 
 def load_draft(folder: str | pathlib.Path, *, target: LlamaConfig, dtype: Any = jnp.float32) -> Draft:
@@ -159,21 +165,6 @@ def _split_qkv(config: DraftHeadConfig, x: np.ndarray) -> tuple[np.ndarray, ...]
     """The inverse of `fuse_qkv`: q [heads * d, in] (a KV head's queries side by side), k and v [kv_heads * d, in]."""
     heads = x.T.reshape(config.num_key_value_heads, -1, config.head_dim, x.shape[0])
     return tuple(part.reshape(-1, x.shape[0]) for part in (heads[:, :-2], heads[:, -2], heads[:, -1]))
-
-
-@contextlib.contextmanager
-def _new_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yields a temporary folder beside `folder` that becomes it on success."""
-    if folder.exists():
-        raise FileExistsError(f"{folder}: exists already, expected a new folder")
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
