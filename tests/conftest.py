@@ -1,10 +1,15 @@
 """What holds for all tests: eight virtual CPU devices, one compute thread per xdist worker, a compiler for TPUs.
 
 All of it is set before JAX is first used. A variable that is already set wins, so that the same tests can run on an
-accelerator: `JAX_PLATFORMS=cuda pytest`.
+accelerator: `JAX_PLATFORMS=cuda pytest`. Each test has a time limit (pytest-timeout), property tests draw the same
+examples in every run, and a skip that `allowed_skips.toml` does not list fails the run.
 """
 
+import fnmatch
 import os
+import pathlib
+import re
+import tomllib
 
 for _name, _value in {
     "JAX_PLATFORMS": "cpu",
@@ -25,3 +30,57 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores: threads of o
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
+
+import hypothesis
+import pytest
+
+# The same examples in every run; `tools/test.sh long` draws new ones (--hypothesis-profile=long).
+hypothesis.settings.register_profile("fixed", derandomize=True, print_blob=True, database=None, deadline=None)
+hypothesis.settings.register_profile("long", print_blob=True, deadline=None, max_examples=500)
+hypothesis.settings.load_profile("fixed")
+
+# Seconds. A test of its own `timeout` mark has that one.
+_LIMITS = {"long": 3600, "slow": 900}
+_LIMIT = 300
+
+_ALLOWED_SKIPS = tomllib.loads((pathlib.Path(__file__).parent / "allowed_skips.toml").read_text())["skip"]
+_unexpected_skips = set()
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.pluginmanager.hasplugin("timeout"):  # `tools/test.sh` requires it
+        for item in items:
+            if item.get_closest_marker("timeout") is None:
+                limit = next((seconds for mark, seconds in _LIMITS.items() if item.get_closest_marker(mark)), _LIMIT)
+                item.add_marker(pytest.mark.timeout(limit))
+
+
+def _check_skip(report):
+    """A test, or a module by `importorskip`, was skipped: is that listed?"""
+    reason = report.longrepr[2].removeprefix("Skipped: ")
+    for skip in _ALLOWED_SKIPS:
+        if fnmatch.fnmatchcase(report.nodeid, skip["test"]) and re.search(skip["reason"], reason):
+            return
+    _unexpected_skips.add(f"{report.nodeid}: {reason}")
+
+
+def pytest_runtest_logreport(report):
+    if report.skipped and not hasattr(report, "wasxfail"):
+        _check_skip(report)
+
+
+def pytest_collectreport(report):
+    if report.skipped:
+        _check_skip(report)
+
+
+def pytest_sessionfinish(session):
+    if _unexpected_skips and not hasattr(session.config, "workerinput") and session.exitstatus in (0, 5):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter):
+    if _unexpected_skips:
+        terminalreporter.section("skips that tests/allowed_skips.toml does not list", red=True)
+        for line in sorted(_unexpected_skips):
+            terminalreporter.line(line)

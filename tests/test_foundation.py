@@ -1,5 +1,6 @@
 """What the whole project stands on: test settings, pinned versions, and the scripts that make the environment."""
 
+import ast
 import os
 import pathlib
 import re
@@ -33,6 +34,60 @@ def test_public_functions_are_type_checked():
 def test_warnings_are_errors():
     with pytest.raises(DeprecationWarning):
         warnings.warn("old", DeprecationWarning, stacklevel=1)
+
+
+_SKIPS = """
+import pytest
+
+def test_passes():
+    pass
+
+@pytest.mark.skip(reason="no mount here")
+def test_needs_a_mount():
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("listed", "workers", "unexpected"),
+    [
+        (
+            "skip = []",
+            ["-n", "1"],
+            ["test_some.py::test_needs_a_mount: no mount here", "test_module.py: could not import"],
+        ),
+        ('[[skip]]\ntest = "*"\nreason = "mount"', [], ["test_module.py: could not import"]),
+        ('[[skip]]\ntest = "*::test_needs_*"\nreason = "mount"\n[[skip]]\ntest = "*"\nreason = "import"', [], []),
+    ],
+)
+def test_a_skip_that_is_not_listed_fails_the_run(tmp_path, listed, workers, unexpected):
+    (tmp_path / "pytest.ini").touch()
+    (tmp_path / "test_some.py").write_text(_SKIPS)
+    (tmp_path / "test_module.py").write_text("import pytest\npytest.importorskip('not_installed')")
+    (tmp_path / "allowed_skips.toml").write_text(listed)
+    shutil.copy(ROOT / "tests/conftest.py", tmp_path)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *workers]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert result.returncode == bool(unexpected), result.stdout + result.stderr
+    summary = result.stdout.partition("allowed_skips.toml does not list")[2]
+    assert [line in summary for line in unexpected] == [True] * len(unexpected)
+    assert summary.count("test_some.py::test_needs") == sum("test_some" in line for line in unexpected)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("test_*.py")), ids=lambda path: path.name)
+def test_what_waits_for_a_process_has_a_timeout(path):
+    """A child that hangs must fail its test, not the whole run."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            name = ast.unparse(node.func)
+            starts = name in ("subprocess.run", "subprocess.check_output", "subprocess.check_call", "subprocess.call")
+            waits = node.func.attr == "communicate" or (node.func.attr == "wait" and not node.args)
+            limited = "timeout" in [keyword.arg for keyword in node.keywords]
+            assert limited or not (starts or waits), f"line {node.lineno}: {name}"
+
+
+def test_every_test_has_a_time_limit(request):
+    assert request.node.get_closest_marker("timeout").args == (300,)
 
 
 @pytest.mark.parametrize(("name", "version"), [("py311", "3.11"), ("py312", "3.12")])
@@ -85,6 +140,7 @@ class Machine:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            timeout=120,
         )
 
     def pip_calls(self) -> list[str]:

@@ -41,7 +41,7 @@ def small(tmp_path_factory):
 def python(*arguments):
     command = [sys.executable, *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tools'}"}
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=600)
 
 
 def fit(config, *arguments):

@@ -1,11 +1,15 @@
 #!/usr/bin/env bash
-# Checks everything: style, types, layers, tests. `tools/test.sh fast` leaves the slow tests out (everyday work).
+# Checks everything: style, types, layers, tests.
+#   tools/test.sh fast   everyday work: without the slow tests
+#   tools/test.sh        as CI runs it: without the long tests
+#   tools/test.sh long   all of it: the long tests, new examples of every property
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 case "${1:-}" in
-  "") select=() ;;
-  fast) select=(-m "not slow") ;;
-  *) fail "got '$1', expected nothing or 'fast'." ;;
+  fast) select=(-m "not slow and not long") ;;
+  "") select=(-m "not long") ;;
+  long) select=(--hypothesis-profile=long) ;;
+  *) fail "got '$1', expected nothing, 'fast' or 'long'." ;;
 esac
 
 prepare_environment test "[test,reference]"
@@ -21,5 +25,5 @@ check ruff check .
 check ruff format --check .
 check pyright
 check lint-imports
-check python -m pytest -n 2 --dist worksteal -q --durations 10 ${select[@]+"${select[@]}"}
+check python -m pytest -p pytest_timeout --timeout-method thread -n 2 --dist worksteal -q -rs --durations 20 "${select[@]}"
 ((${#failed[@]} == 0)) || fail "failed: $(printf '%s; ' "${failed[@]}")"
