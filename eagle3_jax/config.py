@@ -360,6 +360,9 @@ FOLDERS = {
     "evaluate": "evaluation",
 }
 
+# The parts of a run's data: what the head learns from, and what it is measured on.
+SPLITS = ("train", "held_out")
+
 
 class ConfigError(ValueError):
     """A configuration that cannot be run; the message lists field, got, expected."""
@@ -437,4 +440,5 @@ def from_command_line(
     try:
         return load(arguments.config, rest), arguments
     except ConfigError as error:
-        sys.exit(f"eagle3_jax.{verb}: {error}")
+        print(f"eagle3_jax.{verb}: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -16,8 +16,8 @@ from typing import Any
 
 import jax
 
+from eagle3_jax import command, manifest
 from eagle3_jax import config as configuration
-from eagle3_jax import manifest
 from eagle3_jax.config import RunConfig
 from eagle3_jax.data import chat, sources
 from eagle3_jax.decoding.engine import Engine, SamplingParams
@@ -189,13 +189,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         prompts="JSONL file of prompts: messages, conversations or prompt; id and category are optional",
         output="JSON file for the report",
     )
-    try:
+    with command.run("evaluate"):
         report = run(config, arguments.prompts, arguments.output)
-    except ValueError as error:
-        sys.exit(f"eagle3_jax.evaluate: {error}")
-    print(summary(report))
-    for mismatch in report["mismatches"] or []:
-        print(f"NOT identical: prompt {mismatch['id']}, from token {mismatch['position']} on", file=sys.stderr)
+        print(summary(report))
+        for mismatch in report["mismatches"] or []:
+            print(f"NOT identical: prompt {mismatch['id']}, from token {mismatch['position']} on", file=sys.stderr)
 
 
 if __name__ == "__main__":

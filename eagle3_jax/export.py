@@ -6,7 +6,6 @@ The folder appears only after it was read back and every bit of it compared. Its
 
 from __future__ import annotations
 
-import json
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -16,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from eagle3_jax import command, manifest
 from eagle3_jax import config as configuration
-from eagle3_jax import manifest
 from eagle3_jax.config import RunConfig
 from eagle3_jax.formats import sglang
 from eagle3_jax.models.draft import Draft, DraftHeadConfig
@@ -46,7 +45,7 @@ def run(config: RunConfig, target: LlamaConfig | None = None) -> None:
         "export": configuration.to_dict(config.export),
         "training": trained,
         "step": step,
-        "vocabulary": manifest.digest(vocabulary),
+        "vocabulary": features["files"]["vocab.npz"],
         "target": features["identity"]["target"],
     }
     with manifest.lock(folder):
@@ -73,9 +72,8 @@ def _export(
         sglang.write_draft(partial, draft, target=target, dtype=config.export.dtype)
         _verify(partial, draft, target, config.export.dtype)
         manifest.begin(partial, identity)
-        files = {path.name: manifest.digest(path) for path in (partial / sglang.CONFIG, partial / sglang.WEIGHTS)}
         parameters = sum(leaf.size for leaf in jax.tree.leaves(head))
-        manifest.finish(partial, parameters=parameters, files=files)
+        manifest.finish(partial, files=(sglang.CONFIG, sglang.WEIGHTS), parameters=parameters)
     size = (folder / sglang.WEIGHTS).stat().st_size / 2**20
     print(f"{folder}: {parameters / 1e6:.1f} M parameters, {size:.0f} MiB, read back bit by bit", file=sys.stderr)
 
@@ -89,14 +87,14 @@ def _newest(folder: pathlib.Path) -> tuple[str, int]:
     path = folder / manifest.NAME
     if not path.exists():
         raise manifest.ManifestError(f"{path}: not found, expected the output of `python -m eagle3_jax.train`")
-    trained = json.loads(path.read_text())
+    trained = manifest.load(path)
     with Checkpoints(folder) as checkpoints:
         step = checkpoints.latest
     if step is None:
         raise CheckpointError(f"{folder}: no checkpoint yet, expected the output of `python -m eagle3_jax.train`")
     if not trained["finished"]:
         print(f"{folder}: the training has not finished, exporting its step {step}", file=sys.stderr)
-    return manifest.fingerprint({"identity": trained["identity"], "results": None}), step
+    return manifest.fingerprint({"identity": trained["identity"], "files": None, "results": None}), step
 
 
 def _verify(folder: pathlib.Path, draft: Draft, target: LlamaConfig, dtype: str) -> None:
@@ -112,10 +110,8 @@ def _verify(folder: pathlib.Path, draft: Draft, target: LlamaConfig, dtype: str)
 
 def main(argv: Sequence[str] | None = None) -> None:
     config, _ = configuration.from_command_line("export", (__doc__ or "").splitlines()[0], argv)
-    try:
+    with command.run("export"):
         run(config)
-    except ValueError as error:
-        sys.exit(f"eagle3_jax.export: {error}")
 
 
 if __name__ == "__main__":

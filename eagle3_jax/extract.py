@@ -8,10 +8,12 @@ unit of resumption.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
 import pathlib
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -21,16 +23,17 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from eagle3_jax import command, manifest
 from eagle3_jax import config as configs
-from eagle3_jax import manifest
 from eagle3_jax.data import chat, features, vocab
 from eagle3_jax.data.states import Conversation, compute_records, plan_batches
 from eagle3_jax.mesh import batch_sharding, make_mesh
 from eagle3_jax.models.draft import DraftHeadConfig
 from eagle3_jax.models.registry import Target, load_target
 
-SPLITS = ("train", "held_out")
 REJECTS = "rejects.jsonl"
+# Conversations of a split that are read to foretell how much disk all will take.
+_SAMPLE = 64
 
 
 class Rejected(ValueError):
@@ -80,10 +83,11 @@ def _extract(
     conversations: pathlib.Path,
     folder: pathlib.Path,
 ) -> None:
+    _check_disk(config.extract, conversations, folder, target)
     with jax.set_mesh(mesh):  # kernels are split over it
         results = {
             split: _extract_split(config.extract, conversations / f"{split}.jsonl", folder / split, target, mesh)
-            for split in SPLITS
+            for split in configs.SPLITS
         }
     counts = _token_counts(folder / "train", target.model.config.vocab_size)
     if not results["train"]["records"]:
@@ -91,7 +95,36 @@ def _extract(
     token_ids = vocab.choose_draft_vocabulary(counts, config.draft.vocab_size)
     with manifest.atomic(folder / "vocab.npz") as temporary, open(temporary, "wb") as stream:
         np.savez(stream, token_ids=token_ids)
-    manifest.finish(folder, draft_vocabulary_coverage=vocab.coverage(counts, token_ids), **results)
+    sidecars = [
+        str(path.relative_to(folder)) for split in configs.SPLITS for path in sorted((folder / split).glob("*.json"))
+    ]
+    manifest.finish(
+        folder, files=["vocab.npz", *sidecars], draft_vocabulary_coverage=vocab.coverage(counts, token_ids), **results
+    )
+
+
+def _check_disk(
+    config: configs.ExtractConfig, conversations: pathlib.Path, folder: pathlib.Path, target: Target
+) -> None:
+    """Foretells from a sample how much the features will take, and says it. Raises ValueError: more than is free."""
+    model = target.model.config
+    each = features.token_bytes(len(model.aux_layers) * model.hidden_size, model.hidden_size)
+    tokens = text = whole = 0
+    for split in configs.SPLITS:
+        source = conversations / f"{split}.jsonl"
+        whole += source.stat().st_size
+        with open(source, encoding="utf-8") as stream:
+            for line in itertools.islice(stream, _SAMPLE):
+                text += len(line.encode())
+                with contextlib.suppress(Rejected):
+                    tokens += len(read_conversation(line, target.tokenizer, config.max_length).token_ids)
+    there = sum(path.stat().st_size for path in folder.rglob("*.array_record"))
+    need = max(0, tokens * each * whole // max(text, 1) - there)
+    free = shutil.disk_usage(folder).free
+    sizes = f"{need / 2**30:.1f} GiB for features ({each / 1024:.1f} KiB a token), {free / 2**30:.1f} GiB are free"
+    if need > free:
+        raise ValueError(f"{folder}: needs about {sizes}; free some space, or choose another run_dir")
+    print(f"extract: about {sizes}", file=sys.stderr)
 
 
 def read_conversation(line: str, tokenizer: Any, max_length: int) -> Conversation:
@@ -132,6 +165,7 @@ def _extract_split(
     paths = [features.shard_path(folder, shard, shards) for shard in range(shards)]
     with open(source, encoding="utf-8") as stream, _Progress(total, f"extract {folder.name}") as progress:
         for shard, path in enumerate(paths):
+            command.stop_point()
             lines = list(itertools.islice(stream, config.shard_records))
             if features.is_complete(path):
                 progress.bar.update(len(lines))
@@ -244,10 +278,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     config, _ = configs.from_command_line(
         "extract", "Conversations -> features of the target, and the draft vocabulary.", argv
     )
-    try:
+    with command.run("extract"):
         extract(config)
-    except (ValueError, OSError) as error:
-        sys.exit(f"eagle3_jax.extract: {error}")
 
 
 if __name__ == "__main__":

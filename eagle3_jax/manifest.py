@@ -18,15 +18,22 @@ import platform
 import shutil
 import socket
 import uuid
-from collections.abc import Iterator
-from typing import Any
+import zlib
+from collections.abc import Iterable, Iterator
+from typing import Any, TextIO
 
 import filelock
 
 NAME = "manifest.json"
+# Of output folders. Raised when what a verb writes changes its meaning.
+FORMAT = 1
 _PACKAGES = ("eagle3_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "transformers", "numpy")
 
 _TIMINGS = ("seconds", "tokens_per_second")
+
+
+class JsonError(ValueError):
+    """A file that does not hold the JSON it should; the message names file and line."""
 
 
 class ManifestError(ValueError):
@@ -60,6 +67,10 @@ def atomic(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
     try:
         yield temporary
         os.replace(temporary, path)
+    except OSError as error:
+        if error.errno and error.filename is None:  # of a write, which does not say where
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
     finally:
         _remove(temporary)
 
@@ -91,6 +102,59 @@ def lock(path: str | pathlib.Path) -> Iterator[None]:
         yield
     finally:
         held.release()
+
+
+def read_json(path: str | pathlib.Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises JsonError."""
+    return _object(pathlib.Path(path).read_bytes(), str(path))
+
+
+def read_jsonl(path: str | pathlib.Path) -> Iterator[dict[str, Any]]:
+    """The objects in a JSONL file, one a line. Raises JsonError."""
+    with open(path, "rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            yield _object(line, f"{path}, line {number}")
+
+
+def append(log: TextIO, value: Any) -> None:
+    """Adds a line to a log that `read_log` reads: a checksum and JSON."""
+    text = json.dumps(value, ensure_ascii=False)
+    log.write(f"{zlib.crc32(text.encode()):08x} {text}\n")
+    log.flush()
+
+
+def read_log(path: str | pathlib.Path) -> list[Any]:
+    """What `append` wrote; empty where there is no log. A last line that a kill tore is cut off the file.
+
+    Raises:
+        JsonError: a whole line was altered.
+    """
+    path = pathlib.Path(path)
+    cut_torn_line(path)
+    values = []
+    for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else (), start=1):
+        checksum, _, text = line.partition(b" ")
+        if checksum != b"%08x" % zlib.crc32(text):
+            raise JsonError(f"{path}, line {number}: altered since it was written; remove the file")
+        values.append(json.loads(text))
+    return values
+
+
+def cut_torn_line(path: pathlib.Path) -> None:
+    """Removes what follows the last newline of a file that is appended to, where there is such a file."""
+    raw = path.read_bytes() if path.exists() else b""
+    if (whole := raw.rfind(b"\n") + 1) < len(raw):
+        os.truncate(path, whole)
+
+
+def _object(text: bytes, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:  # RecursionError: thousands of brackets
+        raise JsonError(f"{where}: not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise JsonError(f"{where}: got {type(value).__name__}, expected an object")
+    return value
 
 
 def write_json(path: str | pathlib.Path, value: Any) -> None:
@@ -139,7 +203,7 @@ def begin(folder: str | pathlib.Path, identity: dict[str, Any]) -> bool:
     path = folder / NAME
     identity = json.loads(json.dumps(identity))
     if path.exists():
-        found = _load(path)
+        found = load(path)
         differing = list(_differences(found["identity"], identity))
         if differing:
             lines = "\n".join(f"  {field}: found {old!r}, expected {new!r}" for field, old, new in differing)
@@ -148,37 +212,63 @@ def begin(folder: str | pathlib.Path, identity: dict[str, Any]) -> bool:
             )
         return bool(found.get("finished"))
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(path, {"finished": False, "identity": identity, "versions": versions()})
+    write_json(path, {"format": FORMAT, "finished": False, "identity": identity, "versions": versions()})
     return False
 
 
-def finish(folder: str | pathlib.Path, **results: Any) -> None:
-    """Marks the folder as complete and records `results` (counts, rates, file digests)."""
-    path = pathlib.Path(folder) / NAME
-    write_json(path, _load(path) | {"finished": True, "results": results, "versions": versions()})
+def finish(folder: str | pathlib.Path, files: Iterable[str] = (), **results: Any) -> None:
+    """Marks the folder as complete and records `results` (counts, rates).
+
+    Args:
+        files: what the next verb reads, relative to the folder: `read` compares their digests.
+    """
+    folder = pathlib.Path(folder)
+    digests = {name: digest(folder / name) for name in files}
+    path = folder / NAME
+    write_json(path, load(path) | {"finished": True, "files": digests, "results": results, "versions": versions()})
 
 
-def read(folder: str | pathlib.Path, made_by: str) -> dict[str, Any]:
-    """The manifest of a finished folder: {"identity": ..., "results": ..., "versions": ...}.
+def read(folder: str | pathlib.Path, made_by: str, *, verify: bool = True) -> dict[str, Any]:
+    """The manifest of a finished folder: {"identity": ..., "files": ..., "results": ..., "versions": ...}.
+
+    Args:
+        verify: compares the files that the manifest names with their digests.
 
     Raises:
-        ManifestError: no manifest, or the verb that makes it has not finished.
+        ManifestError: no manifest, the verb that makes it has not finished, or a file was altered since.
     """
-    path = pathlib.Path(folder) / NAME
+    folder = pathlib.Path(folder)
+    path = folder / NAME
     if not path.exists():
         raise ManifestError(f"{path}: not found, expected the output of `python -m eagle3_jax.{made_by}`")
-    manifest = _load(path)
+    manifest = load(path)
     if not manifest.get("finished"):
         raise ManifestError(f"{folder}: unfinished, run `python -m eagle3_jax.{made_by}` to its end first")
+    for name, expected in manifest["files"].items() if verify else ():
+        try:
+            found = digest(folder / name)
+        except FileNotFoundError as error:
+            raise ManifestError(
+                f"{folder / name}: not found, but {NAME} names it; {_again(folder, made_by)}"
+            ) from error
+        if found != expected:
+            raise ManifestError(
+                f"{folder / name}: altered since it was written: sha256 {found}, expected {expected}; "
+                + _again(folder, made_by)
+            )
     return manifest
 
 
+def _again(folder: pathlib.Path, made_by: str) -> str:
+    return f"remove {folder} and run `python -m eagle3_jax.{made_by}` again"
+
+
 def fingerprint(manifest: dict[str, Any]) -> str:
-    """Identifies a finished folder as the input of the next verb: a digest over its identity and results.
+    """Identifies a finished folder as the input of the next verb: a digest over its identity, files and results.
 
     What a clock said is left out, so that the same work done again has the same fingerprint.
     """
-    essence = json.dumps(_untimed([manifest["identity"], manifest["results"]]), sort_keys=True)
+    essence = json.dumps(_untimed([manifest["identity"], manifest["files"], manifest["results"]]), sort_keys=True)
     return hashlib.sha256(essence.encode()).hexdigest()
 
 
@@ -188,13 +278,25 @@ def _untimed(value: Any) -> Any:
     return [_untimed(item) for item in value] if isinstance(value, list) else value
 
 
-def _load(path: pathlib.Path) -> dict[str, Any]:
+def load(path: pathlib.Path) -> dict[str, Any]:
+    """The manifest in a file, of finished work or unfinished.
+
+    Raises:
+        ManifestError: damaged, or made by a version of this package with another format.
+    """
     try:
-        manifest = json.loads(path.read_text())
-    except ValueError as error:
-        raise ManifestError(f"{path}: not valid JSON ({error}), expected a manifest") from error
-    if not isinstance(manifest, dict) or "identity" not in manifest:
+        manifest = read_json(path)
+    except JsonError as error:
+        raise ManifestError(f"{error}, expected a manifest") from error
+    if not isinstance(manifest.get("identity"), dict):
         raise ManifestError(f"{path}: got no identity, expected a manifest")
+    if manifest.get("format") != FORMAT:
+        raise ManifestError(
+            f"{path}: got format {manifest.get('format')!r}, expected {FORMAT}; another version of eagle3_jax made it: "
+            f"remove {path.parent} and run its verb again"
+        )
+    if manifest.get("finished") and not all(isinstance(manifest.get(key), dict) for key in ("files", "results")):
+        raise ManifestError(f"{path}: got no files or no results, expected a manifest")
     return manifest
 
 

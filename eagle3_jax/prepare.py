@@ -10,16 +10,14 @@ import collections
 import hashlib
 import json
 import math
-import os
 import pathlib
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import tqdm
 
+from eagle3_jax import command, manifest
 from eagle3_jax import config as configs
-from eagle3_jax import manifest
 from eagle3_jax.data import chat, filters, sources
 
 TRAIN, HELD_OUT, REJECTS = "train.jsonl", "held_out.jsonl", "rejects.jsonl"
@@ -33,10 +31,8 @@ _CHUNK = 4
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
     config, _ = configs.from_command_line("prepare", "Reads, cleans and splits the prompts.", argv)
-    try:
+    with command.run("prepare"):
         prepare(config)
-    except (ValueError, OSError) as error:
-        sys.exit(f"eagle3_jax.prepare: {error}")
 
 
 def prepare(config: configs.RunConfig) -> None:
@@ -74,7 +70,7 @@ def _prepare(config: configs.RunConfig, folder: pathlib.Path) -> None:
         folder,
         prompts={name.removesuffix(".jsonl"): len(records) for name, records in parts.items()},
         categories=categories,
-        files={name: manifest.digest(folder / name) for name in parts},
+        files=(TRAIN, HELD_OUT),
         **counts,
     )
     print(
@@ -132,6 +128,7 @@ def _filter(
     personal: collections.Counter[str] = collections.Counter()
     duplicates = filters.Duplicates(section.near_duplicate)
     for label, record in tqdm.tqdm(records, desc="prepare", unit=" prompts", mininterval=1.0):
+        command.stop_point()
         read[label] += 1
         if isinstance(record, sources.Reject):
             rejects.append({"source": label, "line": record.line, "reason": record.reason, "text": record.text})
@@ -166,7 +163,7 @@ def _self_outputs(
     Every chunk of outputs is appended to `log` as one line. After an interruption those lines are read back instead of
     generated, and generation goes on with the next chunk.
     """
-    done = _read_log(log)
+    done: list[list[tuple[str, str]]] = manifest.read_log(log)
     for outputs in done:
         yield from outputs
     ended = sum(reason == "stop" for outputs in done for _, reason in outputs)
@@ -197,9 +194,8 @@ def _self_outputs(
                 [opening] * size, params, on_output=lambda _, output: progress.update(output.finish_reason == "stop")
             )
             outputs = [(answer.text, answer.finish_reason) for answer in answers]
-            stream.write(json.dumps(outputs, ensure_ascii=False) + "\n")
-            stream.flush()
-            os.fsync(stream.fileno())
+            manifest.append(stream, outputs)
+            command.stop_point()
             yield from outputs
             number, tried = number + 1, tried + size
             ended += sum(reason == "stop" for _, reason in outputs)
@@ -209,17 +205,6 @@ def _seeds(name: str, count: int) -> list[int]:
     """Distinct-looking 31-bit seeds that depend on nothing but the name."""
     digests = (hashlib.sha256(f"{name}/{row}".encode()).digest() for row in range(count))
     return [int.from_bytes(digest[:4], "little") >> 1 for digest in digests]
-
-
-def _read_log(path: pathlib.Path) -> list[list[tuple[str, str]]]:
-    """The whole lines of a log; a last line that an interruption tore is cut off the file."""
-    if not path.exists():
-        return []
-    raw = path.read_bytes()
-    whole = raw[: raw.rfind(b"\n") + 1]
-    if len(whole) < len(raw):
-        os.truncate(path, len(whole))
-    return [[(text, reason) for text, reason in json.loads(line)] for line in whole.splitlines()]
 
 
 def _remove_logs(folder: pathlib.Path) -> None:

@@ -11,23 +11,21 @@ import collections
 import dataclasses
 import hashlib
 import json
-import os
 import pathlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tqdm
 
+from eagle3_jax import command, manifest
 from eagle3_jax import config as configs
-from eagle3_jax import manifest
 from eagle3_jax.data import chat
 from eagle3_jax.decoding.engine import Engine, Output, SamplingParams
 from eagle3_jax.mesh import decoding_mesh
 from eagle3_jax.models.registry import load_target
 
-SPLITS = ("train", "held_out")
 # The engine gives all prompts of one call caches of the same length; prompts are grouped in steps of as many tokens.
 _GROUP_TOKENS = 256
 
@@ -122,26 +120,23 @@ def regenerate(config: configs.RunConfig) -> None:
         else:
             engine = Engine.load(target, batch_size=settings.batch_size, max_length=settings.max_length)
             _regenerate(config, engine, prompts, folder)
-        for split in SPLITS:
+        for split in configs.SPLITS:
             _log(folder, split).unlink(missing_ok=True)
 
 
 def _regenerate(config: configs.RunConfig, engine: Engine, prompts: pathlib.Path, folder: pathlib.Path) -> None:
     results = {}
-    for split in SPLITS:
+    for split in configs.SPLITS:
         answerer = Answerer(engine, config.regenerate, config.seed, _log(folder, split))
-        dialogues = answerer.converse(list(_read_jsonl(prompts / f"{split}.jsonl")), split)
+        dialogues = answerer.converse(list(manifest.read_jsonl(prompts / f"{split}.jsonl")), split)
         with manifest.atomic(folder / f"{split}.jsonl") as temporary, temporary.open("w", encoding="utf-8") as stream:
             for dialogue in dialogues:
                 if dialogue.answers:
                     stream.write(json.dumps(dialogue.conversation(), ensure_ascii=False) + "\n")
-        results[split] = _counts(dialogues) | {
-            "tokens_per_second": answerer.rate(),
-            "digest": manifest.digest(folder / f"{split}.jsonl"),
-        }
+        results[split] = _counts(dialogues) | {"tokens_per_second": answerer.rate()}
     if not results["train"]["conversations"]:
         raise ValueError(f"{prompts}: none of the prompts was answered: {results['train']['dropped']}")
-    manifest.finish(folder, **results)
+    manifest.finish(folder, files=[f"{split}.jsonl" for split in configs.SPLITS], **results)
 
 
 class Answerer:
@@ -153,7 +148,8 @@ class Answerer:
 
     def __init__(self, engine: Engine, settings: configs.RegenerateConfig, seed: int, log: pathlib.Path) -> None:
         self.engine, self.settings, self.seed, self.log = engine, settings, seed, log
-        self.known = {(answer.id, answer.turn): answer for answer in _read_log(log)}
+        answers = [Answer(**line) for line in manifest.read_log(log)]
+        self.known = {(answer.id, answer.turn): answer for answer in answers}
         self.tokens, self.seconds = 0, 0.0
 
     def rate(self) -> float | None:
@@ -206,12 +202,12 @@ class Answerer:
                 def on_output(index: int, output: Output, names: list[str] = names) -> None:
                     answer = _to_answer(names[index], turn, output)
                     self.known[answer.id, turn] = answer
-                    stream.write(json.dumps(dataclasses.asdict(answer), ensure_ascii=False) + "\n")
-                    stream.flush()
+                    manifest.append(stream, dataclasses.asdict(answer))
                     self.tokens += answer.tokens
                     rate = (self.tokens - before) / (time.monotonic() - start)
                     progress.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
                     progress.update()
+                    command.stop_point()
 
                 self.engine.generate([ids for _, ids in group], [self._params(n, turn) for n in names], on_output)
         self.seconds += time.monotonic() - start
@@ -253,31 +249,11 @@ def _log(folder: pathlib.Path, split: str) -> pathlib.Path:
     return folder / f"{split}.jsonl.partial"
 
 
-def _read_log(path: pathlib.Path) -> Iterator[Answer]:
-    """The answers of an earlier run; a last line that was torn when it was killed is cut off the file."""
-    if not path.exists():
-        return
-    raw = path.read_bytes()
-    whole = raw[: raw.rfind(b"\n") + 1]
-    if len(whole) < len(raw):
-        os.truncate(path, len(whole))
-    for line in whole.splitlines():
-        yield Answer(**json.loads(line))
-
-
-def _read_jsonl(path: pathlib.Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as stream:
-        for line in stream:
-            yield json.loads(line)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
     config, _ = configs.from_command_line("regenerate", "Lets the target answer the prompts itself.", argv)
-    try:
+    with command.run("regenerate"):
         regenerate(config)
-    except (ValueError, OSError) as error:
-        sys.exit(f"eagle3_jax.regenerate: {error}")
 
 
 if __name__ == "__main__":

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import pathlib
-import sys
 from collections.abc import Sequence
 from typing import Any
 
+from eagle3_jax import command, manifest
 from eagle3_jax import config as configuration
-from eagle3_jax import manifest
 from eagle3_jax.config import FOLDERS, RunConfig
 
 # Okabe and Ito's palette: told apart with any colour vision, and in grey by their lightness.
@@ -224,7 +223,9 @@ def _stages(config: RunConfig) -> dict[str, dict[str, Any]]:
         stages[name] = {"seconds": seconds}
     for verb in FOLDERS:
         with contextlib.suppress(manifest.ManifestError):  # not run, or still running
-            stages.setdefault(verb, {})["results"] = manifest.read(config.folder(verb), made_by=verb)["results"]
+            stages.setdefault(verb, {})["results"] = manifest.read(config.folder(verb), made_by=verb, verify=False)[
+                "results"
+            ]
     return stages
 
 
@@ -254,12 +255,10 @@ def _identical(part: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     config, _ = configuration.from_command_line("report", (__doc__ or "").splitlines()[0], argv)
-    try:
+    with command.run("report"):
         report = run(config)
-    except ValueError as error:
-        sys.exit(f"eagle3_jax.report: {error}")
-    print(table(report))
-    print(f"\n{pathlib.Path(config.run_dir) / 'report.json'}\n{pathlib.Path(config.run_dir) / 'report.png'}")
+        print(table(report))
+        print(f"\n{pathlib.Path(config.run_dir) / 'report.json'}\n{pathlib.Path(config.run_dir) / 'report.png'}")
 
 
 if __name__ == "__main__":

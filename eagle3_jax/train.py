@@ -14,10 +14,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from tqdm import tqdm
 
+from eagle3_jax import command, manifest
 from eagle3_jax import config as configs
-from eagle3_jax import manifest
 from eagle3_jax.data.features import FeatureSource
 from eagle3_jax.data.loader import PackedRows, Row, batches
 from eagle3_jax.mesh import batch_sharding, make_mesh, shardings, start_distributed
@@ -25,7 +26,7 @@ from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
 from eagle3_jax.models.registry import Target, load_target
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Batch, Teacher
 from eagle3_jax.training.checkpoint import Checkpoints
-from eagle3_jax.training.metrics import MetricWriter, summarise
+from eagle3_jax.training.metrics import MetricWriter, NotFinite, summarise
 from eagle3_jax.training.optimizer import learning_rate, make_optimizer
 from eagle3_jax.training.state import init_state, make_eval_step, make_train_step
 
@@ -118,9 +119,11 @@ def _train(
         if held_out is None:
             return {}
         own = batches(held_out, run.batch_size, jax.process_index(), jax.process_count())
-        return summarise([eval_step(head, teacher, place(row)) for row in own])
+        return _summarise(
+            [eval_step(head, teacher, place(row)) for row in own], held_out, run.batch_size, 0, "held_out"
+        )
 
-    with Checkpoints(folder, run.keep_checkpoints) as checkpoints, MetricWriter(folder) as writer:
+    with Checkpoints(folder, run.keep_checkpoints) as checkpoints, MetricWriter(folder, checkpoints.latest) as writer:
         if checkpoints.latest is not None:
             state = checkpoints.restore(state, iterator)
         done = int(state.step)
@@ -138,9 +141,8 @@ def _train(
 
         # ------------------------------------------------------------------------------------------------------ loop
         last = time.monotonic()
-        tokens, seconds, evaluated, pending = 0, 0.0, 0, []
-        evaluation: dict[str, Any] = {}
-        summary: dict[str, Any] = {}
+        tokens, seconds, pending = 0, 0.0, []
+        summary, evaluation = writer.newest("train"), writer.newest("held_out")
         progress = tqdm(total=total, initial=done, desc="train", unit="step", disable=jax.process_index() > 0)
         for step in range(done + 1, total + 1):
             state, sums = compiled(state, teacher, place(next(iterator)))
@@ -148,32 +150,31 @@ def _train(
             if len(pending) > IN_FLIGHT:
                 jax.block_until_ready(pending[-1 - IN_FLIGHT])
             progress.update()
-            if step % run.log_every == 0 or step == total:
-                summary = summarise(pending)
+            stopping = _stop_asked(step)
+            saves = step % run.checkpoint_every == 0 or step == total or stopping
+            if step % run.log_every == 0 or saves:  # no state is saved that was not found to be finite
+                summary = _summarise(pending, rows, run.batch_size, step - len(pending), "train")
                 pending.clear()
                 passed, last = time.monotonic() - last, time.monotonic()
                 tokens, seconds = tokens + summary["tokens"], seconds + passed
                 rate = summary["tokens"] / passed
-                writer.write(
-                    step,
-                    "train",
-                    summary | {"learning_rate": float(np.asarray(schedule(step - 1))), "tokens_per_second": rate},
-                )
+                summary |= {"learning_rate": float(np.asarray(schedule(step - 1))), "tokens_per_second": rate}
+                writer.write(step, "train", summary)
                 progress.set_postfix_str(
                     f"loss {summary['loss']:.3f}, acc_0 {summary['accuracy'][0]:.3f}, {rate:.0f} tokens/s"
                 )
-            if step % run.eval_every == 0 or step % run.checkpoint_every == 0 or step == total:
+            if step % run.eval_every == 0 or saves:
                 jax.block_until_ready(sums)
                 paused = time.monotonic()
                 if step % run.eval_every == 0 or step == total:
-                    evaluation, evaluated = evaluate(state.head), step
-                    writer.write(step, "held_out", evaluation)
-                if step % run.checkpoint_every == 0 or step == total:
+                    if evaluation := evaluate(state.head):
+                        writer.write(step, "held_out", evaluation)
+                if saves:
                     checkpoints.save(state, iterator)
+                if stopping and step < total:
+                    raise command.Stopped
                 last += time.monotonic() - paused
         progress.close()
-        if evaluated != total:  # all steps were done before, only the end was missing
-            evaluation = evaluate(state.head)
 
     # -------------------------------------------------------------------------------------------------------- finish
     results = {
@@ -199,6 +200,32 @@ def _held_out_rows(config: configs.RunConfig) -> PackedRows | None:
     )
 
 
+def _stop_asked(step: int) -> bool:
+    """Whether to save and stop behind this step, on all processes alike."""
+    if jax.process_count() > 1:  # JAX hears SIGTERM then, and has the processes agree on a step
+        return multihost_utils.reached_preemption_sync_point(step)
+    return command.stop_asked()
+
+
+def _summarise(
+    sums: Sequence[dict[str, Any]], rows: PackedRows, batch_size: int, first: int, split: str
+) -> dict[str, Any]:
+    """`summarise` of the batches from index `first` on.
+
+    Raises:
+        ValueError: NaN or infinity; names the batch and its records.
+    """
+    try:
+        return summarise(sums)
+    except NotFinite as error:
+        batch = first + error.index
+        names = [rows.source.name(r) for row in rows.plan[batch * batch_size :][:batch_size] for r in row]
+        raise ValueError(
+            f"{split}, batch {batch + 1}: {error}, expected finite numbers; training stops, the checkpoints before it "
+            f"stay. Its records: {'; '.join(names)}"
+        ) from error
+
+
 def _check_same_target(found: dict[str, Any], expected: dict[str, Any], folder: pathlib.Path) -> None:
     """The features must be this target's; its dtype may differ."""
     for field in ("weights", "tokenizer", "aux_layers"):
@@ -212,14 +239,14 @@ def _check_same_target(found: dict[str, Any], expected: dict[str, Any], folder: 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
     config, _ = configs.from_command_line("train", "Features -> a trained draft head.", argv)
-    try:
+    with command.run("train"):
         start_distributed()
         results = train(config)
-    except (ValueError, OSError) as error:
-        sys.exit(f"eagle3_jax.train: {error}")
-    if results["held_out"]:
-        accuracy = ", ".join(f"{x:.3f}" for x in results["held_out"]["accuracy"])
-        print(f"train: held-out tau {results['held_out']['tau']:.2f}, accuracy per step {accuracy}", file=sys.stderr)
+        if results["held_out"]:
+            accuracy = ", ".join(f"{x:.3f}" for x in results["held_out"]["accuracy"])
+            print(
+                f"train: held-out tau {results['held_out']['tau']:.2f}, accuracy per step {accuracy}", file=sys.stderr
+            )
 
 
 if __name__ == "__main__":

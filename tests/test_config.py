@@ -132,9 +132,10 @@ def test_the_command_line_keeps_the_verbs_own_flags_apart(run_file):
     assert (run.seed, flags.output) == (7, "o.json")
 
 
-def test_the_command_line_stops_with_a_sentence(run_file):
-    with pytest.raises(SystemExit, match=r"^eagle3_jax\.train: --nope: not a field"):
+def test_the_command_line_stops_with_a_sentence(run_file, capsys):
+    with pytest.raises(SystemExit, match="2"):
         config.from_command_line("train", "Trains.", ["--config", str(run_file), "--nope", "1"])
+    assert capsys.readouterr().err.startswith("eagle3_jax.train: --nope: not a field")
 
 
 SHIPPED = sorted((pathlib.Path(__file__).parent.parent / "configs").glob("*.yaml"))

@@ -55,7 +55,7 @@ def config(tmp_path: pathlib.Path) -> RunConfig:
     config = configuration.from_dict(values)
     manifest.begin(config.folder("extract"), {"target": {"weights": "w"}})
     np.savez(config.folder("extract") / "vocab.npz", token_ids=IDS)
-    manifest.finish(config.folder("extract"))
+    manifest.finish(config.folder("extract"), files=("vocab.npz",))
     manifest.begin(config.folder("train"), {"verb": "train"})
     save_checkpoint(config, 3)
     return config
@@ -76,7 +76,7 @@ def test_the_newest_checkpoint_becomes_a_serving_checkpoint(
         np.testing.assert_array_equal(got, expected)
     made = manifest.read(folder, made_by="export")
     assert made["identity"]["target"] == {"weights": "w"} and made["identity"]["step"] == 5
-    assert made["results"]["files"]["model.safetensors"] == manifest.digest(folder / "model.safetensors")
+    assert made["files"]["model.safetensors"] == manifest.digest(folder / "model.safetensors")
     assert made["results"]["parameters"] == sum(leaf.size for leaf in jax.tree.leaves(head(5)))
     assert json.loads((folder / "config.json").read_text())["eos_token_id"] == [1, 2]
 

@@ -90,7 +90,7 @@ def prepared(folder: pathlib.Path, train=CONVERSATIONS, held_out=CONVERSATIONS[:
     manifest.begin(conversations, {"target": {"weights": "w", "tokenizer": "t", "chat_template": "c"}})
     for split, lines in (("train", train), ("held_out", held_out)):
         (conversations / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    manifest.finish(conversations)
+    manifest.finish(conversations, files=("train.jsonl", "held_out.jsonl"))
     return config
 
 
@@ -194,7 +194,7 @@ def test_a_killed_run_goes_on_and_a_finished_one_does_nothing(tmp_path, target, 
     monkeypatch.setattr(features, "write_shard", write)
     extract.extract(config, target)
     assert written[0].stat().st_mtime_ns == first
-    for split in extract.SPLITS:
+    for split in configuration.SPLITS:
         left = features.FeatureSource(whole.folder("extract") / split)
         right = features.FeatureSource(config.folder("extract") / split)
         assert len(left) == len(right)

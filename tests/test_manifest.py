@@ -52,6 +52,45 @@ def test_unfinished_and_missing_inputs_are_refused(tmp_path):
         manifest.read(tmp_path, "extract")
 
 
+def test_altered_and_missing_files_are_refused_by_name(tmp_path):
+    manifest.begin(tmp_path, IDENTITY)
+    (tmp_path / "train.jsonl").write_text("a")
+    manifest.finish(tmp_path, files=["train.jsonl"])
+    manifest.read(tmp_path, "prepare")
+    (tmp_path / "train.jsonl").write_text("b")
+    with pytest.raises(ManifestError, match=r"train\.jsonl: altered since .*run `python -m eagle3_jax\.prepare` again"):
+        manifest.read(tmp_path, "prepare")
+    (tmp_path / "train.jsonl").unlink()
+    with pytest.raises(ManifestError, match=r"train\.jsonl: not found"):
+        manifest.read(tmp_path, "prepare")
+    manifest.read(tmp_path, "prepare", verify=False)
+
+
+@pytest.mark.parametrize("found", [None, 0, manifest.FORMAT + 1])
+def test_a_folder_of_another_version_is_refused(tmp_path, found):
+    manifest.write_json(tmp_path / manifest.NAME, {"format": found, "identity": {}, "finished": True, "results": {}})
+    with pytest.raises(ManifestError, match=f"got format {found}, expected {manifest.FORMAT}; another version"):
+        manifest.read(tmp_path, "extract")
+    with pytest.raises(ManifestError, match="another version"):
+        manifest.begin(tmp_path, {})
+
+
+def test_a_log_forgets_a_torn_line_and_refuses_an_altered_one(tmp_path):
+    path = tmp_path / "train.jsonl.partial"
+    assert manifest.read_log(path) == []
+    with path.open("a") as log:
+        manifest.append(log, {"text": "één\u2028"})
+        manifest.append(log, ["a", 2])
+        log.write("0123abcd {")
+    assert manifest.read_log(path) == [{"text": "één\u2028"}, ["a", 2]]
+    with path.open("a") as log:
+        manifest.append(log, 3)
+    assert manifest.read_log(path)[2] == 3
+    path.write_bytes(path.read_bytes().replace(b"a", b"b", 1))
+    with pytest.raises(manifest.JsonError, match=r"partial, line 2: altered"):
+        manifest.read_log(path)
+
+
 @pytest.mark.parametrize("content", ["{", "[]", "{}", "\udcff"])
 def test_a_damaged_manifest_is_refused(tmp_path, content):
     (tmp_path / manifest.NAME).write_bytes(content.encode(errors="surrogateescape"))
@@ -89,10 +128,12 @@ def test_digest_is_sha256(tmp_path):
 
 
 def test_fingerprint_ignores_clocks_and_nothing_else():
-    work = {"identity": {"verb": "x"}, "results": {"train": {"tokens": 7, "tokens_per_second": 3.0}, "seconds": 1}}
-    again = {"identity": {"verb": "x"}, "results": {"train": {"tokens": 7, "tokens_per_second": 4.0}, "seconds": 2}}
-    other = {"identity": {"verb": "x"}, "results": {"train": {"tokens": 8, "tokens_per_second": 3.0}, "seconds": 1}}
-    assert manifest.fingerprint(work) == manifest.fingerprint(again) != manifest.fingerprint(other)
+    def fingerprint(tokens, rate, seconds, digest="d"):
+        results = {"train": {"tokens": tokens, "tokens_per_second": rate}, "seconds": seconds}
+        return manifest.fingerprint({"identity": {"verb": "x"}, "files": {"x": digest}, "results": results})
+
+    assert fingerprint(7, 3.0, 1) == fingerprint(7, 4.0, 2)
+    assert fingerprint(7, 3.0, 1) not in (fingerprint(8, 3.0, 1), fingerprint(7, 3.0, 1, "e"))
 
 
 HOLD = """

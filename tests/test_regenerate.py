@@ -77,7 +77,7 @@ def prepared(tmp_path, monkeypatch):
         manifest.begin(prompts, {"verb": "prepare"})
         for split, lines in (("train", train), ("held_out", held_out)):
             (prompts / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        manifest.finish(prompts)
+        manifest.finish(prompts, files=("train.jsonl", "held_out.jsonl"))
 
         def run(engine: FakeEngine, **changes) -> None:
             target = types.SimpleNamespace(identity=IDENTITY | changes)

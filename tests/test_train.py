@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from eagle3_jax import command, manifest, train
 from eagle3_jax import config as configs
-from eagle3_jax import manifest, train
 from eagle3_jax.data import features
 from eagle3_jax.models.draft import DraftHeadConfig
 from eagle3_jax.models.llama import Llama, LlamaConfig
@@ -89,7 +89,7 @@ def prepared(folder: pathlib.Path, target: Target, **values) -> configs.RunConfi
         lengths = rng.integers(6, 40, count)
         features.write_shard(features.shard_path(source / split, 0, 1), (record(target, n, rng) for n in lengths))
     np.savez(source / "vocab.npz", token_ids=np.arange(DRAFT_VOCAB, dtype=np.int32))
-    manifest.finish(source)
+    manifest.finish(source, files=("vocab.npz",))
     return config
 
 
@@ -117,7 +117,7 @@ def test_a_run_writes_results_metrics_and_checkpoints(finished, target):
     assert len(results["held_out"]["accuracy"]) == 2
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["kind"]) for line in lines] == [
-        (2, "train"), (4, "train"), (4, "held_out"), (6, "train"), (6, "held_out")
+        (2, "train"), (3, "train"), (4, "train"), (4, "held_out"), (6, "train"), (6, "held_out")
     ]  # fmt: skip
     assert all(np.isfinite(line["loss"]) for line in lines)
     assert lines[-2]["accuracy"][0] > lines[0]["accuracy"][0]  # it learns to count
@@ -151,6 +151,93 @@ def test_a_killed_run_goes_on_bit_equally(finished, target, tmp_path, monkeypatc
         assert checkpoints.latest == 3
     with pytest.raises(manifest.ManifestError, match="unfinished"):
         manifest.read(config.folder("train"), made_by="train")
+    train.train(config, target)
+    for one, other in zip(leaves(whole, target), leaves(config, target), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.slow
+def test_what_was_written_behind_the_last_checkpoint_is_written_once(finished, target, tmp_path, monkeypatch):
+    """Killed at the second save: the metrics of steps 4 to 6 are there, and will come again; a torn line is too."""
+    whole, _ = finished
+    config = prepared(tmp_path, target)
+    save, saves = Checkpoints.save, []
+
+    def die_at_the_second(self, state, iterator):
+        saves.append(state.step)
+        if len(saves) == 2:
+            raise Killed
+        save(self, state, iterator)
+
+    monkeypatch.setattr(Checkpoints, "save", die_at_the_second)
+    with pytest.raises(Killed):
+        train.train(config, target)
+    metrics = config.folder("train") / "metrics.jsonl"
+    with metrics.open("a") as stream:
+        stream.write('{"step": 7, "ki')
+    monkeypatch.setattr(Checkpoints, "save", save)
+    resumed = train.train(config, target)
+
+    def untimed(path: pathlib.Path) -> list[dict]:
+        return [json.loads(line) | {"tokens_per_second": 0} for line in path.read_text().splitlines()]
+
+    assert untimed(metrics) == untimed(whole.folder("train") / "metrics.jsonl")
+    assert resumed["train"]["loss"] == finished[1]["train"]["loss"]
+
+
+@pytest.mark.slow
+def test_killed_before_the_last_word_it_still_knows_its_results(target, tmp_path, monkeypatch):
+    config = prepared(tmp_path, target)
+    finish = manifest.finish
+    monkeypatch.setattr(manifest, "finish", lambda *_, **results: (_ for _ in ()).throw(Killed(results)))
+    with pytest.raises(Killed) as killed:
+        train.train(config, target)
+    monkeypatch.setattr(manifest, "finish", finish)
+    results = train.train(config, target)
+    expected = killed.value.args[0]
+    assert results["train"] == expected["train"] and results["held_out"] == expected["held_out"]
+
+
+@pytest.mark.parametrize("split", ["train", pytest.param("held_out", marks=pytest.mark.slow)])
+def test_a_nan_stops_with_the_records_named_and_the_last_checkpoint_stays(tmp_path, target, split):
+    """One record holds a NaN: of its batch all records are named; the checkpoint before it is kept as it was."""
+    config = prepared(tmp_path, target, max_steps=None, epochs=1, checkpoint_every=1, log_every=100, eval_every=100)
+    folder = config.folder("extract") / split
+    source = features.FeatureSource(folder)
+    records = [dict(source[i]) for i in range(len(source))]
+    records[1]["aux"] = np.full_like(records[1]["aux"], np.nan)
+    ids = {"ids": [f"chat-{i}" for i in range(len(records))]}
+    features.write_shard(features.shard_path(folder, 0, 1), records, ids)
+    with pytest.raises(ValueError, match=rf"{split}, batch \d+: loss nan.*chat-1, {split}/00000-of-00001") as stopped:
+        train.train(config, target)
+    with Checkpoints(config.folder("train"), keep=2) as checkpoints:
+        step = checkpoints.latest
+    batch = int(str(stopped.value).split("batch ")[1].split(":")[0])
+    total = json.loads((config.folder("train") / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    assert step == (batch - 1 or None) if split == "train" else step == total - 1
+    if step:
+        assert all(np.isfinite(leaf).all() for leaf in leaves(config, target))
+
+
+@pytest.mark.slow
+def test_a_run_without_held_out_records(tmp_path, target):
+    config = prepared(tmp_path, target, max_steps=2)
+    folder = config.folder("extract") / "held_out"
+    features.write_shard(features.shard_path(folder, 0, 1), [])
+    assert train.train(config, target)["held_out"] == {}
+    kinds = {json.loads(line)["kind"] for line in (config.folder("train") / "metrics.jsonl").read_text().splitlines()}
+    assert kinds == {"train"}
+
+
+def test_a_stop_saves_behind_the_step_and_the_rerun_goes_on_bit_equally(finished, target, tmp_path, monkeypatch):
+    whole, _ = finished
+    config = prepared(tmp_path, target)
+    monkeypatch.setattr(train, "_stop_asked", lambda step: step == 2)
+    with pytest.raises(command.Stopped):
+        train.train(config, target)
+    with Checkpoints(config.folder("train"), keep=2) as checkpoints:
+        assert checkpoints.latest == 2
+    monkeypatch.undo()
     train.train(config, target)
     for one, other in zip(leaves(whole, target), leaves(config, target), strict=True):
         np.testing.assert_array_equal(one, other)

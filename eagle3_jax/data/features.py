@@ -2,15 +2,17 @@
 
 A record is a safetensors buffer: it names its arrays, their shapes and dtypes, holds bfloat16, and runs no code when
 it is read. Beside each shard lies a small JSON file with what a reader wants to know before it reads: the lengths of
-the records, the size of the shard, and the writer's own notes. It is written last, so that its presence says that the
-shard is complete.
+the records and their checksums (CRC-32), the size of the shard, and the writer's own notes. It is written last, so that
+its presence says that the shard is complete.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
 import re
+import zlib
 from collections.abc import Iterable
 from typing import Any, SupportsIndex
 
@@ -26,6 +28,8 @@ from eagle3_jax import manifest
 Record = dict[str, np.ndarray]
 
 _SUFFIX = ".array_record"
+# Open files are limited (1,024 on many machines), shards are not.
+_OPEN_SHARDS = 64
 _SHARD = re.compile(r"(\d{5})-of-(\d{5})\.array_record")
 # Field -> (dtype, dimensions, safetensors' name of the dtype).
 _FIELDS = {
@@ -35,6 +39,12 @@ _FIELDS = {
     "last_hidden": (np.dtype(ml_dtypes.bfloat16), 2, "BF16"),
     "argmax": (np.dtype(np.int32), 1, "I32"),
 }
+
+
+def token_bytes(aux_width: int, hidden_size: int) -> int:
+    """Bytes that one token takes in a shard."""
+    widths = {"aux": aux_width, "last_hidden": hidden_size}
+    return sum(dtype.itemsize * widths.get(name, 1) for name, (dtype, _, _) in _FIELDS.items())
 
 
 class FeatureError(ValueError):
@@ -94,18 +104,21 @@ def write_shard(path: str | pathlib.Path, records: Iterable[Record], notes: Any 
         FeatureError: a record of a wrong form; nothing is left behind.
     """
     path = pathlib.Path(path)
-    lengths = []
+    lengths, checksums = [], []
     with manifest.atomic(path) as temporary:
         # One record a group, uncompressed: random access reads exactly the record (hidden states hardly compress).
         writer = array_record.ArrayRecordWriter(str(temporary), "group_size:1,uncompressed")
         try:
             for record in records:
-                writer.write(encode_record(record))
+                data = encode_record(record)
+                writer.write(data)
                 lengths.append(len(record["token_ids"]))
+                checksums.append(zlib.crc32(data))
         finally:
             writer.close()
         size = temporary.stat().st_size
-    manifest.write_json(_sidecar(path), {"bytes": size, "lengths": lengths, "notes": notes})
+    content = {"bytes": size, "lengths": lengths, "checksums": checksums, "notes": notes}
+    manifest.write_json(_sidecar(path), content | {"checksum": _checksum(content)})
 
 
 def is_complete(path: str | pathlib.Path) -> bool:
@@ -135,10 +148,13 @@ class FeatureSource:
     def __init__(self, folder: str | pathlib.Path) -> None:
         self.folder = pathlib.Path(folder)
         self._paths = _shards(self.folder)
-        lengths = [_checked_lengths(path) for path in self._paths]
-        self.lengths: Int32[np.ndarray, " records"] = np.concatenate(lengths)
-        self._ends = np.cumsum([len(part) for part in lengths])
-        self._readers: dict[int, Any] = {}
+        sidecars = [_checked_sidecar(path) for path in self._paths]
+        self.lengths: Int32[np.ndarray, " records"] = np.concatenate(
+            [np.asarray(sidecar["lengths"], np.int32) for sidecar in sidecars]
+        )
+        self._checksums = np.concatenate([np.asarray(sidecar["checksums"], np.uint32) for sidecar in sidecars])
+        self._ends = np.cumsum([len(sidecar["lengths"]) for sidecar in sidecars])
+        self._open = functools.lru_cache(_OPEN_SHARDS)(_open)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -148,21 +164,32 @@ class FeatureSource:
         shard = int(np.searchsorted(self._ends, at, side="right"))
         path = self._paths[shard]
         try:
-            reader = self._readers.get(shard)
-            if reader is None:
-                reader = self._readers[shard] = _open(path)
-            start = int(self._ends[shard - 1]) if shard else 0
-            (data,) = reader.read([at - start])
+            (data,) = self._open(path).read([at - self._start(shard)])
+            if zlib.crc32(data) != self._checksums[at]:
+                raise FeatureError("another checksum than its sidecar's")
             record = decode_record(data)
         except (RuntimeError, IndexError, FeatureError) as error:
             raise FeatureError(f"{path}, record {at}: unreadable ({error}); remove it and extract again") from error
-        if len(record["token_ids"]) != self.lengths[at]:
-            found = len(record["token_ids"])
-            raise FeatureError(f"{path}, record {at}: got {found} tokens, expected {self.lengths[at]} by its sidecar")
         return record
 
+    def name(self, index: int) -> str:
+        """Of a record, to people: its conversation where the notes say `ids`, and where it lies."""
+        shard = int(np.searchsorted(self._ends, index, side="right"))
+        path, at = self._paths[shard], index - self._start(shard)
+        notes = read_notes(path)
+        conversation = f"{notes['ids'][at]}, " if isinstance(notes, dict) and "ids" in notes else ""
+        return f"{conversation}{self.folder.name}/{path.name}[{at}]"
+
+    def _start(self, shard: int) -> int:
+        """Number of the shard's first record."""
+        return int(self._ends[shard - 1]) if shard else 0
+
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_readers": {}}
+        return {name: value for name, value in self.__dict__.items() if name != "_open"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        self._open = functools.lru_cache(_OPEN_SHARDS)(_open)
 
     def __repr__(self) -> str:
         return f"FeatureSource({str(self.folder)!r}, records={len(self)})"
@@ -177,20 +204,28 @@ def _sidecar(path: pathlib.Path) -> pathlib.Path:
 
 
 def _read_sidecar(path: pathlib.Path) -> dict[str, Any]:
+    sidecar = _sidecar(path)
     try:
-        return json.loads(_sidecar(path).read_text())
+        values = manifest.read_json(sidecar)
     except FileNotFoundError as error:
-        raise FeatureError(f"{_sidecar(path)}: not found, the shard beside it is incomplete; extract again") from error
-    except json.JSONDecodeError as error:
-        raise FeatureError(f"{_sidecar(path)}: not valid JSON ({error}); remove it and extract again") from error
+        raise FeatureError(f"{sidecar}: not found, the shard beside it is incomplete; extract again") from error
+    except manifest.JsonError as error:
+        raise FeatureError(f"{error}; remove it and extract again") from error
+    if values.pop("checksum", None) != _checksum(values):
+        raise FeatureError(f"{sidecar}: altered since it was written; remove it and extract again")
+    return values
 
 
-def _checked_lengths(path: pathlib.Path) -> Int32[np.ndarray, " records"]:
+def _checksum(sidecar: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(sidecar, sort_keys=True).encode())
+
+
+def _checked_sidecar(path: pathlib.Path) -> dict[str, Any]:
     sidecar = _read_sidecar(path)
     size = path.stat().st_size
     if size != sidecar["bytes"]:
         raise FeatureError(f"{path}: got {size} bytes, expected {sidecar['bytes']}; remove it and extract again")
-    return np.asarray(sidecar["lengths"], np.int32)
+    return sidecar
 
 
 def _shards(folder: pathlib.Path) -> list[pathlib.Path]:

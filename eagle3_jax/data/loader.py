@@ -26,6 +26,8 @@ class RecordSource(Protocol):
 
     def __getitem__(self, index: SupportsIndex) -> dict[str, np.ndarray]: ...
 
+    def name(self, index: int) -> str: ...
+
 
 def plan_rows(lengths: np.ndarray, row_length: int, seed: int, epoch: int) -> list[list[int]]:
     """Packs every record into rows of at most `row_length` tokens: best fit over a seeded shuffle.

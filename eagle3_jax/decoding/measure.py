@@ -15,6 +15,8 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 from tqdm import tqdm
 
+from eagle3_jax.command import stop_point
+
 _COMPILING = "/jax/core/compile/"
 _MOST_REPETITIONS = 3
 _REFILLS = 4
@@ -123,6 +125,7 @@ def compare(
     tallies = {prompt["category"]: Tally() for prompt in prompts}
     with tqdm(total=len(prompts), desc="evaluate", unit="prompt", disable=jax.process_index() > 0) as bar:
         for number, group in enumerate(_groups(prompts, batch_size)):
+            stop_point()
             asked = [prompt["prompt"] for prompt in group]
             order = [vanilla, speculative] if number % 2 == 0 else [speculative, vanilla]
             if number == 0:  # wakes threads, allocators and caches

@@ -12,6 +12,16 @@ import jax
 import numpy as np
 from tensorboardX import SummaryWriter
 
+from eagle3_jax import manifest
+
+
+class NotFinite(ValueError):
+    """A batch whose loss or gradient is NaN or infinite; `index` is its place among those that were summed."""
+
+    def __init__(self, index: int, values: dict[str, float]) -> None:
+        super().__init__(", ".join(f"{name} {value}" for name, value in values.items()))
+        self.index = index
+
 
 def summarise(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Means over the sums that `ttt_loss` returns (still on the device; this waits for them).
@@ -21,8 +31,15 @@ def summarise(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
         that the mask counts), `cross_entropy` and `divergence` (KL) over the positions that train; `tau`, the expected
         acceptance length of a chain as long as there are steps, 1 + sum_k prod_{i<=k} accuracy_i (EAGLE3_SPEC section
         2.5); `tokens`; and `gradient_norm` where there was one.
+
+    Raises:
+        NotFinite: the first batch with NaN or infinity in it.
     """
     host: list[dict[str, np.ndarray]] = jax.device_get(list(batches))
+    for index, batch in enumerate(host):
+        watched = {name: float(batch[name]) for name in ("loss", "gradient_norm") if name in batch}
+        if not np.isfinite(list(watched.values())).all():
+            raise NotFinite(index, watched)
     total = {name: np.sum([batch[name] for batch in host], axis=0, dtype=np.float64) for name in host[0]}
     accuracy = total["hits"] / np.maximum(total["counted"], 1)
     compared = np.maximum(total["compared"], 1)
@@ -40,15 +57,31 @@ def summarise(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 class MetricWriter:
-    """Appends to `metrics.jsonl` and to TensorBoard files in a folder; only process 0 writes. A context manager."""
+    """Appends to `metrics.jsonl` and to TensorBoard files in a folder; only process 0 writes. A context manager.
 
-    def __init__(self, folder: str | pathlib.Path) -> None:
+    Args:
+        done: the step at which a killed run goes on: what was written of later ones is dropped, as they come again.
+    """
+
+    def __init__(self, folder: str | pathlib.Path, done: int | None) -> None:
         self._active = jax.process_index() == 0
+        self._newest: dict[str, dict[str, Any]] = {}
+        folder = pathlib.Path(folder)
         if self._active:
-            folder = pathlib.Path(folder)
-            folder.mkdir(parents=True, exist_ok=True)
-            self._lines = open(folder / "metrics.jsonl", "a", encoding="utf-8")
-            self._board = SummaryWriter(str(folder / "tensorboard"))
+            path = folder / "metrics.jsonl"
+            manifest.cut_torn_line(path)
+            lines = manifest.read_jsonl(path) if path.exists() else ()
+            kept = [line for line in lines if line["step"] <= (done or 0)]
+            with manifest.atomic(path) as temporary:
+                temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+            for line in kept:
+                self._newest[line["kind"]] = {name: line[name] for name in line if name not in ("step", "kind")}
+            self._lines = path.open("a", encoding="utf-8")
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=(done or 0) + 1)
+
+    def newest(self, kind: str) -> dict[str, Any]:
+        """The values that stood last in `metrics.jsonl` when it was opened; empty where there are none."""
+        return self._newest.get(kind, {})
 
     def write(self, step: int, kind: str, values: dict[str, Any]) -> None:
         """One line, and one TensorBoard curve per number; element i of a list is the curve `name_i`.

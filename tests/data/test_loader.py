@@ -28,6 +28,9 @@ class Source:
             "last_hidden": np.repeat(token_ids[:, None], 2, 1).astype(ml_dtypes.bfloat16),
         }
 
+    def name(self, index):
+        return f"record {index}"
+
 
 def source(*lengths):
     return Source(np.asarray(lengths, np.int32))

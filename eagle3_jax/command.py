@@ -1,0 +1,64 @@
+"""The frame of every verb's command line: an error is one sentence, SIGTERM an orderly stop.
+
+A TPU VM that is preempted, a scheduler and `docker stop` send SIGTERM and kill half a minute later. A verb asks
+`stop_asked`, or passes a `stop_point`, wherever what it has done so far is on disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+_asked = False
+
+
+class Stopped(Exception):
+    """SIGTERM came, and what was done so far is on disk."""
+
+
+@contextlib.contextmanager
+def run(verb: str) -> Iterator[None]:
+    """The body of a verb's `main`.
+
+    Exits with status 1 and one sentence for what a user can cause (ValueError) and what a machine can (OSError: disk
+    full, no permission), with status 0 after a stop by SIGTERM. A second SIGTERM ends the process at once.
+    """
+    global _asked
+    _asked = False
+
+    def note(*_: Any) -> None:
+        global _asked
+        _asked = True
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    before = signal.signal(signal.SIGTERM, note)
+    try:
+        yield
+    except Stopped:
+        print(f"eagle3_jax.{verb}: stopped by SIGTERM; run it again, and it goes on from here", file=sys.stderr)
+        sys.exit(0)
+    except (ValueError, OSError) as error:
+        sys.exit(f"eagle3_jax.{verb}: {sentence(error)}")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def stop_asked() -> bool:
+    """Whether SIGTERM came."""
+    return _asked
+
+
+def stop_point() -> None:
+    """Ends the verb here when SIGTERM came. Raises Stopped."""
+    if _asked:
+        raise Stopped
+
+
+def sentence(error: Exception) -> str:
+    """What an error says to a user: "runs/a/shard: No space left on device" without its number."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)
