@@ -20,19 +20,21 @@ from eagle3_jax import config as configuration
 from eagle3_jax.config import RunConfig
 from eagle3_jax.formats import sglang
 from eagle3_jax.models.draft import Draft, DraftHeadConfig
+from eagle3_jax.models.identity import check_same_target
 from eagle3_jax.models.llama import LlamaConfig
-from eagle3_jax.models.registry import fetch, read_config
+from eagle3_jax.models.registry import Target, load_target
 from eagle3_jax.training.checkpoint import CheckpointError, Checkpoints, load_head
 
 
-def run(config: RunConfig, target: LlamaConfig | None = None) -> None:
+def run(config: RunConfig, target: Target | None = None) -> None:
     """Exports the head of `config`'s run into its export folder.
 
     Args:
-        target: the target's architecture; None reads it from `config.target`. Its weights are not needed.
+        target: an already loaded target; None loads `config.target`, but none of its parameters.
 
     Raises:
-        ManifestError: features are missing or unfinished, checkpoints are missing, or the folder holds another export.
+        ManifestError: features are missing or unfinished, checkpoints are missing, either was made with another target,
+            or the folder holds another export.
         CheckpointError: no checkpoint, or of a head of another shape than the config's.
         DraftFormatError: the head cannot be written in this form, or does not come back as it was.
     """
@@ -40,17 +42,20 @@ def run(config: RunConfig, target: LlamaConfig | None = None) -> None:
     trained, step = _newest(config.folder("train"))
     features = manifest.read(config.folder("extract"), made_by="extract")
     vocabulary = config.folder("extract") / "vocab.npz"
+    target = target or load_target(config.target, only=())
+    for made, by in ((config.folder("extract"), features), (config.folder("train"), trained)):
+        check_same_target(made, by["identity"].get("target"), target.identity)
     identity = {
         "verb": "export",
         "export": configuration.to_dict(config.export),
-        "training": trained,
+        "training": manifest.fingerprint({"identity": trained["identity"], "files": None, "results": None}),
         "step": step,
         "vocabulary": features["files"]["vocab.npz"],
-        "target": features["identity"]["target"],
+        "target": target.identity,
     }
     with manifest.lock(folder):
         if not folder.exists():
-            _export(config, identity, vocabulary, folder, target)
+            _export(config, identity, vocabulary, folder, target.model.config)
         elif (folder / manifest.NAME).exists() and manifest.begin(folder, identity):
             print(f"{folder}: already finished, nothing to do", file=sys.stderr)
         else:
@@ -62,9 +67,8 @@ def _export(
     identity: dict[str, Any],
     vocabulary: pathlib.Path,
     folder: pathlib.Path,
-    target: LlamaConfig | None,
+    target: LlamaConfig,
 ) -> None:
-    target = target or read_config(fetch(config.target.name), config.target.aux_layers)
     head = load_head(config.folder("train"), DraftHeadConfig.for_target(config.draft, target))
     with np.load(vocabulary) as arrays:
         draft = Draft(head, jnp.asarray(arrays["token_ids"]))
@@ -78,8 +82,8 @@ def _export(
     print(f"{folder}: {parameters / 1e6:.1f} M parameters, {size:.0f} MiB, read back bit by bit", file=sys.stderr)
 
 
-def _newest(folder: pathlib.Path) -> tuple[str, int]:
-    """Fingerprint of the training and step of its newest checkpoint. A training that was stopped early will do.
+def _newest(folder: pathlib.Path) -> tuple[dict[str, Any], int]:
+    """Manifest of the training and step of its newest checkpoint. A training that was stopped early will do.
 
     Raises:
         ManifestError, CheckpointError: there is none.
@@ -94,7 +98,7 @@ def _newest(folder: pathlib.Path) -> tuple[str, int]:
         raise CheckpointError(f"{folder}: no checkpoint yet, expected the output of `python -m eagle3_jax.train`")
     if not trained["finished"]:
         print(f"{folder}: the training has not finished, exporting its step {step}", file=sys.stderr)
-    return manifest.fingerprint({"identity": trained["identity"], "files": None, "results": None}), step
+    return trained, step
 
 
 def _verify(folder: pathlib.Path, draft: Draft, target: LlamaConfig, dtype: str) -> None:

@@ -29,6 +29,7 @@ from eagle3_jax.data import chat, features, vocab
 from eagle3_jax.data.states import Conversation, compute_records, plan_batches
 from eagle3_jax.mesh import batch_sharding, make_mesh
 from eagle3_jax.models.draft import DraftHeadConfig
+from eagle3_jax.models.identity import check_same_target
 from eagle3_jax.models.registry import Target, load_target
 
 REJECTS = "rejects.jsonl"
@@ -54,7 +55,8 @@ def extract(config: configs.RunConfig, target: Target | None = None) -> None:
     made_from = manifest.read(conversations, made_by="regenerate")
     mesh = make_mesh(config.mesh)
     target = target or load_target(config.target, mesh)
-    _check_same_target(made_from["identity"]["target"], target.identity, conversations)
+    # What was said does not depend on which hidden states are kept now.
+    check_same_target(conversations, made_from["identity"]["target"], target.identity, but=("aux_layers",))
     DraftHeadConfig.for_target(config.draft, target.model.config)  # refuses an impossible draft vocabulary now
     longest = target.model.config.max_position_embeddings
     if config.extract.max_length > longest:
@@ -261,16 +263,6 @@ def _token_counts(folder: pathlib.Path, vocab_size: int) -> np.ndarray:
         token_ids, times = features.read_notes(path)["token_counts"]
         counts[np.asarray(token_ids, np.int64)] += np.asarray(times, np.int64)
     return counts
-
-
-def _check_same_target(found: dict[str, Any], expected: dict[str, Any], folder: pathlib.Path) -> None:
-    """The target must be the one that answered; its dtype and aux layers may differ."""
-    for field in ("weights", "tokenizer", "chat_template"):
-        if found.get(field) != expected.get(field):
-            raise manifest.ManifestError(
-                f"{folder}: target.{field}: found {found.get(field)!r}, expected {expected.get(field)!r}; "
-                "these conversations are another target's"
-            )
 
 
 def main(argv: Sequence[str] | None = None) -> None:

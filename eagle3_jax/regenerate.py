@@ -21,9 +21,9 @@ import tqdm
 
 from eagle3_jax import command, manifest
 from eagle3_jax import config as configs
-from eagle3_jax.data import chat
 from eagle3_jax.decoding.engine import Engine, Output, SamplingParams
 from eagle3_jax.mesh import decoding_mesh
+from eagle3_jax.models import chat_template
 from eagle3_jax.models.registry import load_target
 
 # The engine gives all prompts of one call caches of the same length; prompts are grouped in steps of as many tokens.
@@ -174,7 +174,7 @@ class Answerer:
     def _ask(self, dialogue: Dialogue, turn: int) -> list[int] | None:
         """Token ids of the next turn; None ends the dialogue."""
         try:
-            ids = chat.prompt_ids(self.engine.tokenizer, dialogue.messages(turn + 1))
+            ids = chat_template.prompt_ids(self.engine.tokenizer, dialogue.messages(turn + 1))
         except ValueError:
             dialogue.end = "refused"
             return None

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import pathlib
 import sys
 import time
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from eagle3_jax.data.features import FeatureSource
 from eagle3_jax.data.loader import PackedRows, Row, batches
 from eagle3_jax.mesh import batch_sharding, make_mesh, shardings, start_distributed
 from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
+from eagle3_jax.models.identity import check_same_target
 from eagle3_jax.models.registry import Target, load_target
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Batch, Teacher
 from eagle3_jax.training.checkpoint import Checkpoints
@@ -59,7 +59,7 @@ def train(config: configs.RunConfig, target: Target | None = None) -> dict[str, 
         if run.batch_size % count:
             raise ValueError(f"train.batch_size: got {run.batch_size}, expected a multiple of {count} ({what})")
     target = target or load_target(config.target, mesh, only=("embed", "lm_head"))
-    _check_same_target(made_from["identity"]["target"], target.identity, features)
+    check_same_target(features, made_from["identity"]["target"], target.identity)
     head_config = DraftHeadConfig.for_target(config.draft, target.model.config)
     identity = {
         "verb": "train",
@@ -224,16 +224,6 @@ def _summarise(
             f"{split}, batch {batch + 1}: {error}, expected finite numbers; training stops, the checkpoints before it "
             f"stay. Its records: {'; '.join(names)}"
         ) from error
-
-
-def _check_same_target(found: dict[str, Any], expected: dict[str, Any], folder: pathlib.Path) -> None:
-    """The features must be this target's; its dtype may differ."""
-    for field in ("weights", "tokenizer", "aux_layers"):
-        if found.get(field) != expected.get(field):
-            raise manifest.ManifestError(
-                f"{folder}: target.{field}: found {found.get(field)!r}, expected {expected.get(field)!r}; "
-                "these features are another target's"
-            )
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -15,7 +15,8 @@ from eagle3_jax import export, manifest
 from eagle3_jax.config import RunConfig
 from eagle3_jax.formats.sglang import load_draft
 from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
-from eagle3_jax.models.llama import LlamaConfig
+from eagle3_jax.models.llama import Llama, LlamaConfig
+from eagle3_jax.models.registry import Target
 from eagle3_jax.training.checkpoint import Checkpoints
 from eagle3_jax.training.state import TrainState
 
@@ -35,6 +36,13 @@ TARGET = LlamaConfig(
     aux_layers=(2, 4, 5),
 )
 IDS = np.array([1, 2, 7, 30], np.int32)
+IDENTITY = {"weights": "w", "tokenizer": "t", "chat_template": "c", "aux_layers": [2, 4, 5], "dtype": "float32"}
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    """Nothing but an architecture: no parameter is needed."""
+    return Target(nnx.eval_shape(lambda: Llama(TARGET, rngs=nnx.Rngs(0))), None, IDENTITY, pathlib.Path())
 
 
 def head(seed: int) -> DraftHead:
@@ -53,19 +61,19 @@ def config(tmp_path: pathlib.Path) -> RunConfig:
     """A run that was trained for 3 steps and is not finished."""
     values = {"run_dir": str(tmp_path / "run"), "draft": {"vocab_size": 4}, "export": {"dtype": "float32"}}
     config = configuration.from_dict(values)
-    manifest.begin(config.folder("extract"), {"target": {"weights": "w"}})
+    manifest.begin(config.folder("extract"), {"target": IDENTITY})
     np.savez(config.folder("extract") / "vocab.npz", token_ids=IDS)
     manifest.finish(config.folder("extract"), files=("vocab.npz",))
-    manifest.begin(config.folder("train"), {"verb": "train"})
+    manifest.begin(config.folder("train"), {"verb": "train", "target": IDENTITY})
     save_checkpoint(config, 3)
     return config
 
 
 def test_the_newest_checkpoint_becomes_a_serving_checkpoint(
-    config: RunConfig, capsys: pytest.CaptureFixture[str]
+    config: RunConfig, target: Target, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_checkpoint(config, 5)
-    export.run(config, TARGET)
+    export.run(config, target)
     assert "exporting its step 5" in capsys.readouterr().err
     folder = config.folder("export")
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "manifest.json", "model.safetensors"]
@@ -75,49 +83,51 @@ def test_the_newest_checkpoint_becomes_a_serving_checkpoint(
     for got, expected in zip(jax.tree.leaves(draft.head), jax.tree.leaves(head(5)), strict=True):
         np.testing.assert_array_equal(got, expected)
     made = manifest.read(folder, made_by="export")
-    assert made["identity"]["target"] == {"weights": "w"} and made["identity"]["step"] == 5
+    assert made["identity"]["target"] == IDENTITY and made["identity"]["step"] == 5
     assert made["files"]["model.safetensors"] == manifest.digest(folder / "model.safetensors")
     assert made["results"]["parameters"] == sum(leaf.size for leaf in jax.tree.leaves(head(5)))
     assert json.loads((folder / "config.json").read_text())["eos_token_id"] == [1, 2]
 
 
 def test_a_second_run_does_nothing_and_a_later_step_is_not_mixed_in(
-    config: RunConfig, capsys: pytest.CaptureFixture[str]
+    config: RunConfig, target: Target, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    export.run(config, TARGET)
+    export.run(config, target)
     before = (config.folder("export") / "model.safetensors").stat().st_mtime_ns
     manifest.finish(config.folder("train"))
-    export.run(config, TARGET)
+    export.run(config, target)
     assert "nothing to do" in capsys.readouterr().err
     assert (config.folder("export") / "model.safetensors").stat().st_mtime_ns == before
     save_checkpoint(config, 4)
     with pytest.raises(manifest.ManifestError, match=r"step: found 3, expected 4"):
-        export.run(config, TARGET)
+        export.run(config, target)
 
 
-def test_what_does_not_read_back_the_same_never_appears(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_read_back_the_same_never_appears(
+    config: RunConfig, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def load_another(folder: pathlib.Path, **arguments):
         draft = load_draft(folder, **arguments)
         return dataclasses.replace(draft, token_ids=draft.token_ids + 1)
 
     monkeypatch.setattr(export.sglang, "load_draft", load_another)
     with pytest.raises(ValueError, match="does not read back the same"):
-        export.run(config, TARGET)
+        export.run(config, target)
     assert {path.name for path in config.folder("export").parent.glob("*export*")} == {".export.lock"}
 
 
-def test_a_folder_of_something_else_is_left_alone(config: RunConfig) -> None:
+def test_a_folder_of_something_else_is_left_alone(config: RunConfig, target: Target) -> None:
     config.folder("export").mkdir()
     (config.folder("export") / "notes.txt").write_text("mine")
     with pytest.raises(manifest.ManifestError, match="something else than an export"):
-        export.run(config, TARGET)
+        export.run(config, target)
     assert [path.name for path in config.folder("export").iterdir()] == ["notes.txt"]
 
 
-def test_a_run_without_a_checkpoint_is_refused(tmp_path: pathlib.Path) -> None:
+def test_a_run_without_a_checkpoint_is_refused(tmp_path: pathlib.Path, target: Target) -> None:
     config = RunConfig(run_dir=str(tmp_path / "run"))
     with pytest.raises(manifest.ManifestError, match=r"expected the output of `python -m eagle3_jax.train`"):
-        export.run(config, TARGET)
-    manifest.begin(config.folder("train"), {"verb": "train"})
+        export.run(config, target)
+    manifest.begin(config.folder("train"), {"verb": "train", "target": IDENTITY})
     with pytest.raises(ValueError, match="no checkpoint yet"):
-        export.run(config, TARGET)
+        export.run(config, target)

@@ -228,12 +228,6 @@ def test_nothing_usable_is_an_error(tmp_path, target):
         extract.extract(config, target)
 
 
-def test_conversations_of_another_target_are_refused(tmp_path, target):
-    other = dataclasses.replace(target, identity=target.identity | {"tokenizer": "another"})
-    with pytest.raises(manifest.ManifestError, match=r"target\.tokenizer: found 't', expected 'another'"):
-        extract.extract(prepared(tmp_path), other)
-
-
 def test_a_length_beyond_the_targets_is_refused(tmp_path, target):
     config = prepared(tmp_path, max_length=1024, batch_tokens=1024)
     with pytest.raises(ValueError, match=r"extract\.max_length: got 1024, expected at most the target's 512"):

@@ -82,7 +82,7 @@ def prepared(tmp_path, monkeypatch):
         def run(engine: FakeEngine, **changes) -> None:
             target = types.SimpleNamespace(identity=IDENTITY | changes)
             monkeypatch.setattr(regenerate, "load_target", lambda *_: target)
-            monkeypatch.setattr(regenerate.chat, "prompt_ids", letters)
+            monkeypatch.setattr(regenerate.chat_template, "prompt_ids", letters)
             monkeypatch.setattr(regenerate.Engine, "load", lambda *_, **__: engine)
             regenerate.regenerate(config)
 

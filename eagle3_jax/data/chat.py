@@ -1,4 +1,4 @@
-"""Messages -> token ids, and which of them the assistant says, for any chat template.
+"""Conversations as text -> token ids, and which of them the assistant says, for any chat template.
 
 A template's own `{% generation %}` marks are not relied on: most templates lack them, and transformers then answers
 with an all-zero mask. Instead the conversation is rendered as text several times, and the spans are found by comparing.
@@ -8,26 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import jinja2
 import numpy as np
 from jaxtyping import Int32, UInt8
+
+from eagle3_jax.models.chat_template import render, tokenize
 
 Messages = list[dict[str, str]]
 
 # Stands for a content whose place in the rendered text is wanted: one word that no template and no text contains.
 _SENTINEL = "qzxsentinelxzq"
-# Templates that print today's date would make other tokens each day. They take it from one of two names.
-_DATE = "26 Jul 2024"
-_FIXED_CLOCK = f"{{% macro strftime_now(format) %}}{_DATE}{{% endmacro %}}"
-
-
-def prompt_ids(tokenizer: Any, messages: Messages) -> list[int]:
-    """The ids after which the assistant's answer follows (generation prompt included).
-
-    Raises:
-        ValueError: the template refuses the messages.
-    """
-    return _tokenize(tokenizer, _render(tokenizer, messages, generation_prompt=True))
 
 
 def user_opening_ids(tokenizer: Any) -> list[int]:
@@ -35,11 +24,11 @@ def user_opening_ids(tokenizer: Any) -> list[int]:
 
     A target that continues from here writes a prompt (EAGLE3_SPEC section 4: self-prompting).
     """
-    text = _render(tokenizer, [{"role": "user", "content": _SENTINEL}], generation_prompt=False)
+    text = render(tokenizer, [{"role": "user", "content": _SENTINEL}], generation_prompt=False)
     start = text.find(_SENTINEL)
     if start < 0:
         raise ValueError("chat template: got no user content in what it renders, expected the content as it is")
-    return _tokenize(tokenizer, text[:start])
+    return tokenize(tokenizer, text[:start])
 
 
 def encode(tokenizer: Any, messages: Messages) -> tuple[Int32[np.ndarray, " l"], UInt8[np.ndarray, " l"]]:
@@ -56,7 +45,7 @@ def encode(tokenizer: Any, messages: Messages) -> tuple[Int32[np.ndarray, " l"],
         ValueError: the template refuses the messages or rewrites a turn so that it cannot be found; or no token, or
             every token, would be the assistant's.
     """
-    full = _render(tokenizer, messages, generation_prompt=False)
+    full = render(tokenizer, messages, generation_prompt=False)
     spans = [
         _assistant_span(tokenizer, messages, index, full)
         for index, message in enumerate(messages)
@@ -66,34 +55,14 @@ def encode(tokenizer: Any, messages: Messages) -> tuple[Int32[np.ndarray, " l"],
         encoded = tokenizer(full, add_special_tokens=False, return_offsets_mapping=True)
         ids, mask = encoded["input_ids"], _mask_by_offsets(encoded["offset_mapping"], spans)
     else:
-        ids = _tokenize(tokenizer, full)
+        ids = tokenize(tokenizer, full)
         mask = np.zeros(len(ids), np.uint8)
         for start, end in spans:
-            mask[len(_tokenize(tokenizer, full[:start])) : len(_tokenize(tokenizer, full[:end]))] = 1
+            mask[len(tokenize(tokenizer, full[:start])) : len(tokenize(tokenizer, full[:end]))] = 1
     if not mask.any() or mask.all():
         share = "all" if len(mask) and mask.all() else "none"
         raise ValueError(f"loss mask: got {share} of {len(mask)} tokens as the assistant's, expected some but not all")
     return np.asarray(ids, np.int32), mask
-
-
-def _render(tokenizer: Any, messages: Messages, generation_prompt: bool) -> str:
-    if not tokenizer.chat_template:
-        raise ValueError(f"tokenizer {tokenizer.name_or_path!r}: got no chat_template, expected one")
-    try:
-        return tokenizer.apply_chat_template(
-            messages,
-            chat_template=_FIXED_CLOCK + tokenizer.get_chat_template(),
-            tokenize=False,
-            add_generation_prompt=generation_prompt,
-            date_string=_DATE,
-        )
-    except jinja2.TemplateError as error:
-        roles = ", ".join(message["role"] for message in messages)
-        raise ValueError(f"chat template: refuses messages of roles [{roles}]: {error}") from error
-
-
-def _tokenize(tokenizer: Any, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has written them already
 
 
 def _assistant_span(tokenizer: Any, messages: Messages, index: int, full: str) -> tuple[int, int]:
@@ -103,7 +72,8 @@ def _assistant_span(tokenizer: Any, messages: Messages, index: int, full: str) -
     before, text = messages[:index], messages[index]["content"]
 
     def with_content(content: str) -> str:
-        return _render(tokenizer, [*before, messages[index] | {"content": content}, *messages[index + 1 :]], False)
+        turns = [*before, messages[index] | {"content": content}, *messages[index + 1 :]]
+        return render(tokenizer, turns, generation_prompt=False)
 
     # Behind the content all is as in `full`, whatever the template does with the content itself (strip, drop thoughts).
     _, found, after = with_content(text + _SENTINEL).rpartition(_SENTINEL)
@@ -111,8 +81,8 @@ def _assistant_span(tokenizer: Any, messages: Messages, index: int, full: str) -
         raise ValueError(f"chat template: rewrites assistant turn {index}, expected its content as it is")
     content_end = len(full) - len(after)
 
-    opening = _render(tokenizer, before, generation_prompt=True)
-    if full.startswith(opening) and opening != _render(tokenizer, before, generation_prompt=False):
+    opening = render(tokenizer, before, generation_prompt=True)
+    if full.startswith(opening) and opening != render(tokenizer, before, generation_prompt=False):
         return len(opening), content_end + _end_of_turn(tokenizer, after)
     # No generation prompt, or a history that is rendered otherwise than it was: the turn begins with its content, or
     # with the white space that parts it from what was there before ("[/INST] content").

@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 from eagle3_jax.config import DraftTree, TargetConfig
 from eagle3_jax.decoding import rounds
 from eagle3_jax.decoding.detokenizer import Detokenizer
+from eagle3_jax.decoding.prompt import Prompt, encode
 from eagle3_jax.decoding.sampling import Sampling, SamplingParams
 from eagle3_jax.decoding.tree import scratch_slots
 from eagle3_jax.formats.sglang import load_draft
@@ -32,8 +33,6 @@ from eagle3_jax.models.draft import Draft
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.llama import Llama
 from eagle3_jax.models.registry import Target, load_target
-
-Prompt = str | Sequence[dict[str, Any]] | Sequence[int]
 
 # Rounds between two looks of the host, at most; the device comes back earlier when it has nothing to do.
 _ROUNDS = 64
@@ -153,10 +152,18 @@ class Engine:
         batch_size: int = 1,
         max_length: int = 2048,
     ) -> Engine:
-        """Loads the models; a draft is a folder that `export` wrote (see `__init__` for the rest)."""
+        """Loads the models.
+
+        Args:
+            draft: a loaded head, or its folder: that `export` wrote, or another that engines serve (see `load_draft`).
+
+        Raises:
+            ManifestError: the folder says that its head was trained with another target.
+            DraftFormatError, ValueError: see `load_draft`, `__init__`.
+        """
         loaded = target if isinstance(target, Target) else load_target(target)
         if isinstance(draft, str | pathlib.Path):
-            draft = load_draft(draft, target=loaded.model.config, dtype=loaded.model.embed[...].dtype)
+            draft = load_draft(draft, target=loaded, dtype=loaded.model.embed[...].dtype)
         return cls(loaded.model, loaded.tokenizer, draft, tree, batch_size=batch_size, max_length=max_length)
 
     def generate(
@@ -206,17 +213,11 @@ class Engine:
             state = self._decode(state, 1, 1, greedy)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt: a string or messages through the chat template, with the answer's opening."""
-        if isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}]
-        ids = [int(item) for item in prompt if not isinstance(item, dict)]
-        if len(ids) == len(prompt):
-            return ids
-        text = self.tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        """Token ids of a prompt (see `decoding.prompt.encode`)."""
+        return encode(self.tokenizer, prompt)
 
     def _request(self, name: str, prompt: Prompt, params: SamplingParams) -> _Request:
-        ids = self.encode(prompt)
+        ids = encode(self.tokenizer, prompt, name)
         if not 1 <= len(ids) < self.max_length:
             raise ValueError(f"{name}: got {len(ids)} tokens, expected 1 to {self.max_length - 1} (max_length - 1)")
         vocabulary = self.target.config.vocab_size

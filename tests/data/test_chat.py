@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from eagle3_jax.data import chat
+from eagle3_jax.models import chat_template
 
 CHATML = (
     "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% endif %}"
@@ -214,7 +215,7 @@ def test_prompt_is_the_beginning_of_the_conversation():
         tokenizer = tokenizer_with(TEMPLATES[name][0])
         ids, mask = chat.encode(tokenizer, MULTI)
         for turn in (1, 3):
-            prompt = chat.prompt_ids(tokenizer, MULTI[:turn])
+            prompt = chat_template.prompt_ids(tokenizer, MULTI[:turn])
             assert ids[: len(prompt)].tolist() == prompt
             assert mask[len(prompt)] == 1 and mask[len(prompt) - 1] == 0
 
@@ -233,7 +234,7 @@ def test_thoughts_that_the_template_drops():
 
 def test_the_date_is_fixed():
     tokenizer = tokenizer_with(LLAMA3_DATED)
-    text = tokenizer.decode(chat.prompt_ids(tokenizer, SINGLE[:1]), skip_special_tokens=False)
+    text = tokenizer.decode(chat_template.prompt_ids(tokenizer, SINGLE[:1]), skip_special_tokens=False)
     assert "Today: 26 Jul 2024 26 Jul 2024" in text
 
 
@@ -253,7 +254,7 @@ def test_user_opening(name, opening):
 
 def test_a_tokenizer_without_a_template_is_refused():
     with pytest.raises(ValueError, match="got no chat_template, expected one"):
-        chat.prompt_ids(tokenizer_with(""), SINGLE)
+        chat_template.prompt_ids(tokenizer_with(""), SINGLE)
 
 
 def test_errors():
@@ -265,7 +266,7 @@ def test_errors():
     with pytest.raises(ValueError, match="got an assistant turn first"):
         chat.encode(tokenizer_with(CHATML), SINGLE[1:])
     with pytest.raises(ValueError, match=r"refuses messages of roles \[system, user\]: Only user and assistant"):
-        chat.prompt_ids(tokenizer_with(LLAMA2), [{"role": "system", "content": "x"}, *SINGLE[:1]])
+        chat_template.prompt_ids(tokenizer_with(LLAMA2), [{"role": "system", "content": "x"}, *SINGLE[:1]])
     with pytest.raises(ValueError, match="rewrites assistant turn 1"):
         chat.encode(tokenizer_with(CHATML.replace("message['content'] }}", "message['content'] | upper }}")), SINGLE)
     with pytest.raises(ValueError, match="got no user content"):

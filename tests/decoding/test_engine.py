@@ -17,7 +17,9 @@ LETTERS = "abcdefghijklmnopqrstuvw"  # token 23 is special
 class Tokenizer:
     """A letter a token; the template puts the special token in front of each message and of the answer."""
 
-    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+    chat_template = "read by apply_chat_template"
+
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt, **_):
         assert not tokenize
         assert add_generation_prompt
         return "".join("#" + message["content"] for message in messages) + "#"
@@ -132,6 +134,7 @@ def test_no_prompts_no_answers(speculative):
         (["a", [1] * 128], SamplingParams(), r"prompts\[1\]: got 128 tokens, expected 1 to 127"),
         ([[]], SamplingParams(), r"prompts\[0\]: got 0 tokens"),
         ([[1, 24]], SamplingParams(), r"prompts\[0\]: got token ids 1 to 24, expected 0 to 23"),
+        (["a", [{"role": "user"}]], SamplingParams(), r"prompts\[1\]\[0\].content: got None, expected text"),
         (["a", "b"], [SamplingParams()], r"params: got 1, expected one for all or 2"),
     ],
 )

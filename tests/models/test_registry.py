@@ -14,7 +14,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from eagle3_jax import manifest
 from eagle3_jax.config import TargetConfig
-from eagle3_jax.models import registry
+from eagle3_jax.models import registry, weights
 
 NAME = "smollm2-135m-instruct"
 
@@ -64,6 +64,17 @@ def test_a_target_s_identity_names_what_differs(tmp_path):
     same, other = tiny.write_target(tmp_path / "same"), tiny.write_target(tmp_path / "other", seed=1)
     first, second = identity(same), identity(other)
     assert {field for field in first if first[field] != second[field]} == {"name", "weights"}
+    assert identity(same) == first
+    config = json.loads((same / "config.json").read_text())
+    # The same architecture in other words is the same; another epsilon, under the same bytes of weights, is another.
+    (same / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32", "rope_scaling": None}))
+    assert identity(same) == first
+    (same / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-6}))
+    assert {field for field, value in identity(same).items() if first[field] != value} == {"weights"}
+    (same / "config.json").write_text(json.dumps(config))
+    (same / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
+    assert {field for field, value in identity(same).items() if first[field] != value} == {"weights"}
+    (same / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0]}))
     template = same / "chat_template.jinja"
     template.write_text(template.read_text() + " ")
     assert {field for field, value in identity(same).items() if first[field] != value} == {"chat_template"}
@@ -105,13 +116,20 @@ def test_altered_download(no_hub, monkeypatch, tmp_path, what):
     assert list(registry.cache_folder().iterdir()) == []
 
 
-def test_cache_that_was_altered(tmp_path):
-    (tmp_path / manifest.NAME).write_text(json.dumps({"weights": "0" * 64}))
-    with pytest.raises(registry.TargetError, match="altered since they were cached"):
-        registry._check_cached(tmp_path, "1" * 64)
-
-
-def test_template_text_tells_templates_apart():
-    several = {"default": "{{ a }}", "tools": "{{ b }}"}
-    texts = {registry._template_text(template) for template in ("{{ a }}", several, several | {"tools": "c"}, None)}
-    assert len(texts) == 4
+@pytest.mark.parametrize("change", ["altered", "added", "removed"])
+def test_cache_that_was_altered(no_hub, change):
+    """`load_target` compares the files of the cache with what was recorded when they were converted."""
+    folder = tiny.write_target(registry.cache_folder() / NAME)
+    manifest.write_json(folder / manifest.NAME, {"files": weights.file_digests(folder)})
+    config = TargetConfig(name=NAME, aux_layers=(1, 2, 3))
+    assert registry.load_target(config, only=()).folder == folder
+    file = folder / "model.safetensors"
+    if change == "altered":
+        file.write_bytes(file.read_bytes()[:-1] + b"!")
+    elif change == "added":
+        shutil.copy(file, folder / "more.safetensors")
+    else:
+        file.unlink()
+    name = "more.safetensors" if change == "added" else "model.safetensors"
+    with pytest.raises(registry.TargetError, match=rf"{NAME}: altered since it was cached: {name}; remove"):
+        registry.load_target(config, only=())

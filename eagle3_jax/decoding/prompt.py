@@ -1,0 +1,47 @@
+"""A request's prompt, in whatever form -> token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from eagle3_jax.models import chat_template
+
+Prompt = str | Sequence[dict[str, Any]] | Sequence[int]
+
+
+def encode(tokenizer: Any, prompt: Any, name: str = "prompt") -> list[int]:
+    """Token ids of a prompt.
+
+    A string (one user turn) and messages go through the chat template, with the answer's opening behind them, exactly
+    as in training and measuring. Token ids stay as they are.
+
+    Args:
+        prompt: meant to be a `Prompt`; everything else is refused.
+        name: how errors call it.
+
+    Raises:
+        ValueError: something else, messages without text, or messages that the template refuses.
+    """
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if isinstance(prompt, dict | bytes) or not hasattr(prompt, "__len__"):
+        raise ValueError(f"{name}: got {type(prompt).__name__}, expected a string, messages or token ids")
+    if not any(isinstance(item, dict) for item in prompt):
+        return [_token_id(item, f"{name}[{index}]") for index, item in enumerate(prompt)]
+    for index, message in enumerate(prompt):
+        if not isinstance(message, dict):
+            raise ValueError(f"{name}[{index}]: got {message!r} among messages, expected a message")
+        for field in ("role", "content"):
+            if not isinstance(message.get(field), str):
+                raise ValueError(f"{name}[{index}].{field}: got {message.get(field)!r}, expected text")
+    try:
+        return chat_template.prompt_ids(tokenizer, prompt)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def _token_id(item: Any, name: str) -> int:
+    if isinstance(item, bool) or not hasattr(item, "__index__"):  # numpy's integers have it, floats and strings do not
+        raise ValueError(f"{name}: got {item!r}, expected a token id or a message")
+    return item.__index__()

@@ -1,0 +1,69 @@
+"""Messages -> text -> prompt ids: the one rendering of a chat template that training, measuring and serving share."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+
+Messages = Sequence[Mapping[str, Any]]
+
+# Templates that print today's date would make other tokens each day. They take it from one of two names. The line break
+# is removed with the macro (`trim_blocks`): the template still begins at the beginning of a line.
+_DATE = "26 Jul 2024"
+_FIXED_CLOCK = f"{{% macro strftime_now(format) %}}{_DATE}{{% endmacro %}}\n"
+# Special tokens that templates write by name.
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+def render(tokenizer: Any, messages: Messages, *, generation_prompt: bool) -> str:
+    """The text of a conversation.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer; of several templates its default is used.
+        generation_prompt: whether the opening of the assistant's next turn follows.
+
+    Raises:
+        ValueError: no template, or the template refuses the messages.
+    """
+    template = _template(tokenizer)
+    if not template:
+        name = getattr(tokenizer, "name_or_path", "")
+        raise ValueError(f"tokenizer {name!r}: got no chat_template, expected one")
+    try:
+        return tokenizer.apply_chat_template(
+            list(messages),
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=generation_prompt,
+            date_string=_DATE,
+        )
+    except (jinja2.TemplateError, TypeError) as error:
+        roles = ", ".join(str(message.get("role")) for message in messages)
+        raise ValueError(f"chat template: refuses messages of roles [{roles}]: {error}") from error
+
+
+def tokenize(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of rendered text; the template has written its special tokens already."""
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def prompt_ids(tokenizer: Any, messages: Messages) -> list[int]:
+    """The ids after which the assistant's answer follows (generation prompt included). Raises as `render` does."""
+    return tokenize(tokenizer, render(tokenizer, messages, generation_prompt=True))
+
+
+def digest(tokenizer: Any) -> str:
+    """sha256 in hex over all that decides how messages are rendered: template, fixed clock and named special tokens."""
+    tokens = {name: str(getattr(tokenizer, name, None)) for name in _NAMED_TOKENS}
+    return hashlib.sha256(json.dumps([_template(tokenizer), _DATE, tokens], sort_keys=True).encode()).hexdigest()
+
+
+def _template(tokenizer: Any) -> str | None:
+    """What is rendered, of several templates the default one; None where there is none."""
+    found = tokenizer.chat_template
+    template = found.get("default") if isinstance(found, dict) else found
+    return _FIXED_CLOCK + template if template else None

@@ -1,0 +1,100 @@
+"""One rendering of a chat template: the same prompt whoever asks and whenever, and a digest of all that decides it."""
+
+import copy
+import datetime
+
+import pytest
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from eagle3_jax.data import chat
+from eagle3_jax.decoding import prompt
+from eagle3_jax.models import chat_template
+
+DATED = (
+    "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+    "{{ bos_token }}Today is {{ strftime_now('%Y-%m-%d') }}, {{ date_string }}.\n"
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+TALK = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello."},
+    {"role": "user", "content": "Why?"},
+    {"role": "assistant", "content": "So."},
+]
+
+
+def byte_tokenizer(template: object = DATED) -> transformers.PreTrainedTokenizerFast:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = template  # pyright: ignore[reportAttributeAccessIssue]
+    return tokenizer
+
+
+@pytest.fixture
+def tomorrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock that transformers gives to templates, on another day than the fixed one."""
+
+    class Clock(datetime.datetime):
+        @classmethod
+        def now(cls, tz: datetime.tzinfo | None = None) -> "Clock":
+            return cls(2031, 1, 2)
+
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Clock)
+
+
+def test_the_served_prompt_is_the_one_trained_on(tomorrow):
+    """Also where the template reads the clock: a request of any day has the prompt of the training."""
+    tokenizer = byte_tokenizer()
+    ids, mask = chat.encode(tokenizer, TALK)
+    for turn in (1, 3):
+        served = prompt.encode(tokenizer, TALK[:turn])
+        assert served == chat_template.prompt_ids(tokenizer, TALK[:turn])
+        assert ids[: len(served)].tolist() == served
+        assert mask[len(served)] == 1
+    assert prompt.encode(tokenizer, "Hi") == chat_template.prompt_ids(tokenizer, TALK[:1])
+    text = str(tokenizer.decode(ids))
+    assert text.startswith("<s>Today is 26 Jul 2024, 26 Jul 2024.\n") and "2031" not in text
+    assert "2031-01-02" in str(tokenizer.apply_chat_template(TALK, tokenize=False))  # the clock would have been read
+
+
+@pytest.mark.parametrize("opening", ["\n", "   {% if true %}x{% endif %}", "{%- if true %} x{% endif %}", "{{ '' }}\n"])
+def test_the_fixed_clock_changes_nothing_else(opening):
+    """Not the white space that a template's first line keeps or drops either."""
+    tokenizer = byte_tokenizer(opening + "{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    expected = tokenizer.apply_chat_template(TALK, tokenize=False)
+    assert chat_template.render(tokenizer, TALK, generation_prompt=False) == expected
+
+
+def test_of_several_templates_the_default_is_rendered_and_digested():
+    one = byte_tokenizer()
+    several = byte_tokenizer({"default": DATED, "tool_use": "tools"})
+    assert chat_template.prompt_ids(several, TALK[:1]) == chat_template.prompt_ids(one, TALK[:1])
+    assert chat_template.digest(several) == chat_template.digest(one)
+    with pytest.raises(ValueError, match="got no chat_template, expected one"):
+        chat_template.render(byte_tokenizer({"tool_use": "tools"}), TALK, generation_prompt=True)
+
+
+def test_the_digest_covers_all_that_is_rendered(monkeypatch):
+    tokenizer = byte_tokenizer()
+    digests = {chat_template.digest(tokenizer), chat_template.digest(byte_tokenizer(DATED + " "))}
+    digests.add(chat_template.digest(byte_tokenizer(None)))
+    for name in ("bos_token", "eos_token"):
+        other = copy.deepcopy(tokenizer)
+        setattr(other, name, "<other>")
+        digests.add(chat_template.digest(other))
+    monkeypatch.setattr(chat_template, "_DATE", "27 Jul 2024")
+    digests.add(chat_template.digest(tokenizer))
+    assert len(digests) == 6
+
+
+def test_what_the_template_refuses_is_said_with_the_roles():
+    picky = byte_tokenizer("{{ raise_exception('No tools!') }}")
+    with pytest.raises(ValueError, match=r"chat template: refuses messages of roles \[user\]: No tools!"):
+        chat_template.prompt_ids(picky, TALK[:1])
+    with pytest.raises(ValueError, match=r"chat template: refuses messages of roles \[user\]"):
+        chat_template.prompt_ids(byte_tokenizer("{{ messages[0]['content'] + 1 }}"), TALK[:1])

@@ -1,0 +1,152 @@
+"""Whatever was made with one target is refused with another: each field of an identity, in each verb and each loader.
+
+The target is a folder; what the verbs before would have left is forged as far as the check reads it.
+"""
+
+import dataclasses
+import functools
+import itertools
+import pathlib
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from flax import nnx
+
+from eagle3_jax import config as configs
+from eagle3_jax import evaluate, export, extract, manifest, train
+from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.formats import sglang
+from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
+from eagle3_jax.models.identity import FIELDS
+from eagle3_jax.models.registry import Target, load_target
+from eagle3_jax.training.checkpoint import Checkpoints
+from eagle3_jax.training.state import TrainState
+
+OTHERS = {"weights": "0" * 64, "tokenizer": "1" * 64, "chat_template": "2" * 64, "aux_layers": [1, 2]}
+
+
+class WorkBegan(Exception):
+    """Stands for the work behind the check."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    config: configs.RunConfig
+    target: Target
+    prompts: pathlib.Path
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run in which every verb has been, as far as the next one's check reads it."""
+    folder = tmp_path_factory.mktemp("run")
+    config = configs.load(tiny.write_run(folder))
+    target = load_target(config.target)
+    said = {field: value for field, value in target.identity.items() if field != "aux_layers"}
+    token_ids = np.arange(config.draft.vocab_size, dtype=np.int32)
+    for verb, identity in (("regenerate", said), ("extract", target.identity), ("train", target.identity)):
+        manifest.begin(config.folder(verb), {"verb": verb, "target": identity})
+        np.savez(config.folder(verb) / "vocab.npz", token_ids=token_ids)
+        manifest.finish(config.folder(verb), files=("vocab.npz",))
+    head = DraftHead(DraftHeadConfig.for_target(config.draft, target.model.config), rngs=nnx.Rngs(0))
+    with Checkpoints(config.folder("train"), keep=1) as checkpoints:
+        state = TrainState(jnp.array(1, jnp.int32), head, {"count": jnp.zeros(())})
+        checkpoints.save(state, {"position": np.array(0)})
+    draft = Draft(head, jnp.asarray(token_ids))
+    sglang.save_draft(config.folder("export"), draft, target=target.model.config, dtype="float32")
+    manifest.begin(config.folder("export"), {"verb": "export", "target": target.identity})
+    manifest.finish(config.folder("export"))
+    return Run(config, target, folder / "prompts.jsonl")
+
+
+# What was made -> what uses it, and the work that must not begin.
+USERS: dict[str, tuple[Callable[[Run, Target], object], str]] = {
+    "regenerate -> extract": (lambda run, target: extract.extract(run.config, target), "manifest.lock"),
+    "extract -> train": (lambda run, target: train.train(run.config, target), "manifest.lock"),
+    "extract -> export": (lambda run, target: export.run(run.config, target), "manifest.lock"),
+    "train -> export": (lambda run, target: export.run(run.config, target), "manifest.lock"),
+    "export -> evaluate": (
+        lambda run, target: evaluate.run(run.config, run.prompts, run.prompts.parent / "report.json", target),
+        "formats.sglang._read_tensors",
+    ),
+    "export -> load_draft": (
+        lambda run, target: sglang.load_draft(run.config.folder("export"), target=target),
+        "formats.sglang._read_tensors",
+    ),
+    "export -> Engine.load": (
+        lambda run, target: Engine.load(target, run.config.folder("export"), run.config.evaluate.tree),
+        "formats.sglang._read_tensors",
+    ),
+}
+
+
+@pytest.fixture
+def use(run: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Lets a user of what was made go as far as its check, with some fields of what was recorded replaced."""
+
+    def use(name: str, recorded: dict[str, object]) -> None:
+        function, work = USERS[name]
+        path = run.config.folder(name.split()[0]) / manifest.NAME
+        before = path.read_text()
+
+        def began(*_: object, **__: object) -> None:
+            raise WorkBegan
+
+        monkeypatch.setattr(f"eagle3_jax.{work}", began)
+        found = manifest.read(path.parent, name.split()[0])
+        found["identity"]["target"] |= recorded
+        manifest.write_json(path, found)
+        try:
+            function(run, run.target)
+        finally:
+            path.write_text(before)
+
+    return use
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [pair for pair in itertools.product(USERS, FIELDS) if pair != ("regenerate -> extract", "aux_layers")],
+)
+def test_another_target_is_refused_by_field(use, run, name, field):
+    folder = run.config.folder(name.split()[0])
+    expected = f"target.{field}: found {OTHERS[field]!r}, expected {run.target.identity[field]!r}"
+    with pytest.raises(manifest.ManifestError) as error:
+        use(name, {field: OTHERS[field]})
+    assert str(error.value) == f"{folder}: made with another target:\n  {expected}"
+
+
+@pytest.mark.parametrize("name", USERS)
+def test_another_name_or_dtype_is_the_same_target(use, name):
+    with pytest.raises(WorkBegan):
+        use(name, {"name": "org/the-same-elsewhere", "dtype": "bfloat16"})
+
+
+@pytest.mark.parametrize("name", USERS)
+def test_a_field_that_was_never_recorded_is_refused(use, name):
+    with pytest.raises(manifest.ManifestError, match=r"target\.chat_template: found None, expected"):
+        use(name, {"chat_template": None})
+
+
+def test_other_aux_layers_do_not_change_what_was_said(use):
+    with pytest.raises(WorkBegan):
+        use("regenerate -> extract", {"aux_layers": [1, 2]})
+
+
+def test_a_head_from_elsewhere_cannot_say_its_target(run, tmp_path):
+    """Without a manifest only shapes can be compared; with an architecture alone too."""
+    elsewhere = tmp_path / "head"
+    elsewhere.mkdir()
+    for name in (sglang.CONFIG, sglang.WEIGHTS):
+        (elsewhere / name).write_bytes((run.config.folder("export") / name).read_bytes())
+    other = dataclasses.replace(run.target, identity=run.target.identity | OTHERS)
+    load = functools.partial(sglang.load_draft, elsewhere)
+    assert load(target=other).token_ids.shape == load(target=run.target.model.config).token_ids.shape
+
+
+def test_what_identifies_a_target_is_what_is_compared(run):
+    """A field that is added to identities is compared, or named here as one that may differ."""
+    assert set(run.target.identity) == {*FIELDS, "name", "dtype"}
