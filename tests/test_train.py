@@ -122,7 +122,7 @@ def test_a_run_writes_results_metrics_and_checkpoints(finished, target):
     assert all(np.isfinite(line["loss"]) for line in lines)
     assert lines[-2]["accuracy"][0] > lines[0]["accuracy"][0]  # it learns to count
     assert list((folder / "tensorboard").iterdir())
-    with Checkpoints(folder, keep=2) as checkpoints:
+    with Checkpoints(folder) as checkpoints:
         assert checkpoints.latest == 6
     assert all(np.isfinite(leaf).all() for leaf in leaves(config, target))
 
@@ -147,7 +147,7 @@ def test_a_killed_run_goes_on_bit_equally(finished, target, tmp_path, monkeypatc
     with pytest.raises(Killed):
         train.train(config, target)
     monkeypatch.setattr(Checkpoints, "save", save)
-    with Checkpoints(config.folder("train"), keep=2) as checkpoints:
+    with Checkpoints(config.folder("train")) as checkpoints:
         assert checkpoints.latest == 3
     with pytest.raises(manifest.ManifestError, match="unfinished"):
         manifest.read(config.folder("train"), made_by="train")
@@ -210,7 +210,7 @@ def test_a_nan_stops_with_the_records_named_and_the_last_checkpoint_stays(tmp_pa
     features.write_shard(features.shard_path(folder, 0, 1), records, ids)
     with pytest.raises(ValueError, match=rf"{split}, batch \d+: loss nan.*chat-1, {split}/00000-of-00001") as stopped:
         train.train(config, target)
-    with Checkpoints(config.folder("train"), keep=2) as checkpoints:
+    with Checkpoints(config.folder("train")) as checkpoints:
         step = checkpoints.latest
     batch = int(str(stopped.value).split("batch ")[1].split(":")[0])
     total = json.loads((config.folder("train") / "metrics.jsonl").read_text().splitlines()[-1])["step"]
@@ -235,7 +235,7 @@ def test_a_stop_saves_behind_the_step_and_the_rerun_goes_on_bit_equally(finished
     monkeypatch.setattr(train, "_stop_asked", lambda step: step == 2)
     with pytest.raises(command.Stopped):
         train.train(config, target)
-    with Checkpoints(config.folder("train"), keep=2) as checkpoints:
+    with Checkpoints(config.folder("train")) as checkpoints:
         assert checkpoints.latest == 2
     monkeypatch.undo()
     train.train(config, target)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array, UInt32
 from orbax.checkpoint import v1 as ocp
 
 from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
@@ -15,20 +19,26 @@ from eagle3_jax.training.state import TrainState
 
 
 class CheckpointError(ValueError):
-    """No checkpoint, or one of another shape."""
+    """No checkpoint, a damaged one, or one of another shape; the message names its folder."""
 
 
 class Checkpoints:
-    """The checkpoints of one run; the newest `keep` stay. Use as a context manager."""
+    """The checkpoints of one run. Use as a context manager.
 
-    def __init__(self, folder: str | pathlib.Path, keep: int = 1) -> None:
+    Args:
+        keep: the newest so many stay, and what a killed save left behind is removed. None: only to read, beside a
+            training that may be saving.
+    """
+
+    def __init__(self, folder: str | pathlib.Path, keep: int | None = None) -> None:
         self.folder = pathlib.Path(folder).absolute()
-        policy: Any = ocp.training.preservation_policies.LatestN(keep)
-        self._checkpointer = ocp.training.Checkpointer(
-            str(self.folder),
-            preservation_policy=policy,
-            cleanup_tmp_directories=True,
-        )
+        policy: Any = None if keep is None else ocp.training.preservation_policies.LatestN(keep)
+        with self._orderly(self.folder):
+            self._checkpointer = ocp.training.Checkpointer(
+                str(self.folder),
+                preservation_policy=policy,
+                cleanup_tmp_directories=keep is not None,
+            )
 
     @property
     def latest(self) -> int | None:
@@ -37,17 +47,26 @@ class Checkpoints:
         return None if found is None else found.step
 
     def save(self, state: TrainState, iterator: Any) -> None:
-        """Writes a checkpoint of the state's step, atomically. A second one of the same step is left out."""
+        """Writes a checkpoint of the state's step, atomically. A second one of the same step is left out.
+
+        Raises:
+            CheckpointError: it could not be written, such as on a full disk.
+        """
         step = int(state.step)
         if step != self.latest:
             parts = {"head": _flat(state.head), "optimizer": _flat(state.opt_state), "data": iterator}
-            self._checkpointer.save_checkpointables(step, parts, force=True)
+            for name in ("head", "optimizer"):
+                parts[f"{name}_checksums"] = _checksums(parts[name])
+            try:
+                self._checkpointer.save_checkpointables(step, parts, force=True)
+            except Exception as error:
+                raise CheckpointError(f"{self.folder / str(step)}: not written ({_reason(error)})") from error
 
     def restore(self, state: TrainState, iterator: Any) -> TrainState:
         """The newest checkpoint, placed as `state` is; the iterator is set to where it was.
 
         Raises:
-            CheckpointError: no checkpoint.
+            CheckpointError: no checkpoint, a damaged one, or one of another shape.
         """
         abstract = {"head": _abstract(state.head), "optimizer": _abstract(state.opt_state), "data": iterator}
         step, found = self._load(abstract)
@@ -64,7 +83,45 @@ class Checkpoints:
         step = self.latest
         if step is None:
             raise CheckpointError(f"{self.folder}: no checkpoint, expected the output of `python -m eagle3_jax.train`")
-        return step, self._checkpointer.load_checkpointables(step, abstract)
+        folder = self.folder / str(step)
+        anywhere = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        checked = [name for name in abstract if name in ("head", "optimizer")]
+        for name in checked:
+            checksum = jax.ShapeDtypeStruct((), np.uint32, sharding=anywhere)
+            abstract = abstract | {f"{name}_checksums": dict.fromkeys(abstract[name], checksum)}
+        with self._orderly(folder):
+            self._check_shapes(step, {name: abstract[name] for name in checked})
+            found = self._checkpointer.load_checkpointables(step, abstract)
+        for name in checked:
+            expected, got = jax.device_get((found[f"{name}_checksums"], _checksums(found[name])))
+            if altered := [leaf for leaf in got if got[leaf] != expected[leaf]]:
+                raise CheckpointError(
+                    f"{folder}: {name}: {', '.join(altered)}: altered since it was written; remove it"
+                )
+        return step, found
+
+    def _check_shapes(self, step: int, parts: dict[str, dict[str, jax.ShapeDtypeStruct]]) -> None:
+        """Orbax pads and cuts where shapes differ."""
+        held = self._checkpointer.checkpointables_metadata(step).metadata
+        for part, expected in parts.items():
+            found = {name: tuple(leaf.shape) for name, leaf in held[part].items()}
+            for name in sorted(expected.keys() | found.keys()):
+                wanted = tuple(expected[name].shape) if name in expected else None
+                if found.get(name) != wanted:
+                    raise CheckpointError(
+                        f"{self.folder / str(step)}: {part}: {name}: got shape {found.get(name)}, expected {wanted}"
+                    )
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _orderly(folder: pathlib.Path) -> Iterator[None]:
+        """Whatever Orbax and its storage raise, as one sentence that names the folder."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{folder}: damaged or unreadable, remove it ({_reason(error)})") from error
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -88,6 +145,11 @@ def load_head(folder: str | pathlib.Path, config: DraftHeadConfig) -> DraftHead:
         return checkpoints.restore_head(like)
 
 
+def _reason(error: Exception) -> str:
+    """The first of what an error of Orbax, TensorStore or JAX says, on one line."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
 def _flat(tree: Any) -> dict[str, Any]:
     """Leaves by path: what lies on disk does not depend on the classes that held them."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
@@ -96,6 +158,23 @@ def _flat(tree: Any) -> dict[str, Any]:
 
 def _unflat(like: Any, leaves: dict[str, Any]) -> Any:
     return jax.tree.unflatten(jax.tree.structure(like), [leaves[name] for name in _flat(like)])
+
+
+@jax.jit
+def _checksums(leaves: dict[str, Any]) -> dict[str, UInt32[Array, ""]]:
+    """Of each leaf, whatever mesh it lies on: the sum modulo 2 ** 32 of its elements' bits, times odd numbers.
+
+    An odd factor is invertible, so that no change of a single element goes unseen.
+    """
+
+    def checksum(x: Array) -> Array:
+        bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).astype(jnp.uint32)
+        place = jnp.zeros(x.shape, jnp.uint32)
+        for axis, size in enumerate(x.shape):
+            place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+        return jnp.sum(bits * (2 * place + 1), dtype=jnp.uint32)
+
+    return jax.tree.map(checksum, leaves)
 
 
 def _abstract(tree: Any) -> dict[str, jax.ShapeDtypeStruct]:

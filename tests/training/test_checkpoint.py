@@ -1,0 +1,83 @@
+"""Checkpoints: kept to the last, read beside a save, refused by name when damaged or of another shape."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from eagle3_jax.config import DraftConfig
+from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
+from eagle3_jax.models.llama import LlamaConfig
+from eagle3_jax.training import checkpoint
+from eagle3_jax.training.checkpoint import CheckpointError, Checkpoints, load_head
+from eagle3_jax.training.state import TrainState
+
+TARGET = LlamaConfig(
+    vocab_size=40,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=4,
+    rms_norm_eps=1e-5,
+    rope_theta=1e4,
+    tie_word_embeddings=True,
+    max_position_embeddings=128,
+    eos_token_ids=(1,),
+    aux_layers=(1, 2, 3),
+)
+
+
+def head_config(**changes: Any) -> DraftHeadConfig:
+    values: dict[str, Any] = {"vocab_size": 8} | changes
+    return DraftHeadConfig.for_target(DraftConfig(**values), TARGET)
+
+
+def save(folder, *steps: int, keep: int = 2) -> None:
+    head = DraftHead(head_config(), rngs=nnx.Rngs(0))
+    with Checkpoints(folder, keep=keep) as checkpoints:
+        for step in steps:
+            state = TrainState(jnp.array(step, jnp.int32), head, {"moment": jnp.arange(6.0).reshape(2, 3)})
+            checkpoints.save(state, {"position": np.array(0)})
+
+
+def test_only_the_newest_stay_and_a_second_save_of_a_step_is_left_out(tmp_path):
+    save(tmp_path, 1, 2, 3, 3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.latest == 3
+
+
+@pytest.mark.parametrize("change", [{"vocab_size": 9}, {"intermediate_size": 20}, {"fc_norm": True}])
+def test_a_head_of_another_shape_is_refused_by_name(tmp_path, change):
+    save(tmp_path, 3)
+    with pytest.raises(CheckpointError, match=r"3: head: [\w.]+: got shape (\(|None).*, expected \("):
+        load_head(tmp_path, head_config(**change))
+
+
+def test_who_reads_leaves_a_running_save_alone(tmp_path):
+    """`export` may look while `train` saves: what that has written so far must stay."""
+    save(tmp_path, 3)
+    running = tmp_path / "4.orbax-checkpoint-tmp"
+    running.mkdir()
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.latest == 3
+    assert running.exists()
+    save(tmp_path, 5)
+    assert not running.exists()
+
+
+def test_checksums_see_every_single_element_and_not_the_mesh():
+    values = {"w": jax.random.normal(jax.random.key(0), (8, 6)), "step": jnp.arange(5), "b": jnp.ones(4, jnp.bfloat16)}
+    whole = jax.device_get(checkpoint._checksums(values))
+    for name, leaf in values.items():
+        for index in np.ndindex(leaf.shape):
+            changed = leaf.at[index].set(jnp.nextafter(leaf[index], jnp.inf) if name == "w" else leaf[index] + 1)
+            assert checkpoint._checksums({name: changed})[name] != whole[name]
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    spread = jax.device_put(values["w"], jax.NamedSharding(mesh, jax.P("data", "model")))
+    assert checkpoint._checksums({"w": spread})["w"] == whole["w"]
