@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,6 +23,21 @@ _HOMES = {
     "load_target": "eagle3_jax.models.registry",
 }
 __all__ = ["DraftTree", "Engine", "SamplingParams", "load_draft", "load_target"]
+
+# Versions of jaxlib that compute wrong results on CPUs, silently (jax#39103: reductions over 32,769 rows and more).
+_WRONG_ON_CPU = frozenset({"0.10.2"})
+
+
+def _refuse_wrong_results(jaxlib: str, platforms: str) -> None:
+    """Raises ImportError where this jaxlib is wrong on CPUs, unless JAX_PLATFORMS puts an accelerator first."""
+    if jaxlib in _WRONG_ON_CPU and platforms.split(",")[0] in ("", "cpu"):
+        raise ImportError(
+            f"jaxlib: got {jaxlib}, which computes wrong results on CPUs (https://github.com/jax-ml/jax/issues/39103), "
+            "expected another version: pip install 'jax>=0.10.1,!=0.10.2'. On an accelerator, name it in JAX_PLATFORMS."
+        )
+
+
+_refuse_wrong_results(importlib.metadata.version("jaxlib"), os.environ.get("JAX_PLATFORMS", ""))
 
 
 def __getattr__(name: str) -> Any:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hlo import product_and_sum_fusions
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding import rounds
@@ -308,3 +309,13 @@ def test_temperatures_mix_in_one_batch_and_the_key_matters(toy, vanilla):
     np.testing.assert_array_equal(state.output[:3, :MAX_TOKENS], vanilla[:3])
     assert state.output[3].tolist() != vanilla[3].tolist()
     np.testing.assert_array_equal(run().output, state.output)
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_rounds_have_no_fusion_that_cpus_compute_wrongly(toy, greedy):
+    tree = TREES["tree3x3"]
+    state = prefill(toy, toy.good, PROMPTS, LENGTHS, tree)
+    program = jax.jit(lambda state: rounds.decode(toy.target, toy.good, state, 4, 4, tree=tree, greedy=greedy))
+    text = program.lower(state).compile().as_text()
+    assert "__ynn_fusion" in text
+    assert product_and_sum_fusions(text) == []

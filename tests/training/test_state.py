@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hlo import product_and_sum_fusions
 
 from eagle3_jax.config import MeshConfig, TrainConfig
 from eagle3_jax.mesh import batch_sharding, make_mesh, shardings
@@ -58,6 +59,16 @@ def test_the_state_stays_where_it_lies(run):
     assert tuple(moments.attention.qkv[...].sharding.spec)[:2] == ("data", "model")
     assert state.head.mlp.down[...].addressable_shards[0].data.size == state.head.mlp.down[...].size // 8
     assert mesh.shape == {"data": 4, "model": 2}
+
+
+def test_a_step_has_no_fusion_that_cpus_compute_wrongly(head_config, teacher, make_batch):
+    optimizer = make_optimizer(CONFIG, 10)
+    mesh = make_mesh(MeshConfig(data=1, model=1))
+    state = init_state(head_config, 0, teacher.rows, optimizer, mesh)
+    batch = make_batch([[6, 9], [16], [4, 4, 4], [12]], 16)
+    text = make_train_step(CONFIG, optimizer, mesh).lower(state, teacher, batch).compile().as_text()
+    assert "__ynn_fusion" in text
+    assert product_and_sum_fusions(text) == []
 
 
 def test_a_step_counts_and_its_loss_falls(run, teacher, make_batch):
