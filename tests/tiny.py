@@ -146,10 +146,11 @@ def write_prompts(path: pathlib.Path, count: int, seed: int = 0) -> pathlib.Path
     return path
 
 
-def write_run(folder: pathlib.Path, **sections: Mapping[str, Any]) -> pathlib.Path:
+def write_run(folder: pathlib.Path, prompts: int = 64, **sections: Mapping[str, Any]) -> pathlib.Path:
     """Writes a target, its prompts and a YAML run of seconds a verb into a folder; the path of the YAML.
 
     Args:
+        prompts: how many there are.
         sections: fields that replace or join the ones here, e.g. train={"max_steps": 3}.
     """
     values: dict[str, Any] = {
@@ -159,7 +160,7 @@ def write_run(folder: pathlib.Path, **sections: Mapping[str, Any]) -> pathlib.Pa
         "draft": {"vocab_size": 48},
         "mesh": {"data": 1, "model": 1},
         "prepare": {
-            "sources": [{"kind": "jsonl", "path": str(write_prompts(folder / "prompts.jsonl", 64))}],
+            "sources": [{"kind": "jsonl", "path": str(write_prompts(folder / "prompts.jsonl", prompts))}],
             "held_out": 0.2,
         },
         "regenerate": {"temperature": 0.5, "max_tokens": 32, "max_length": 128, "batch_size": 8},

@@ -22,7 +22,19 @@ from eagle3_jax.training.ttt import training_time_test
 def ttt_loss(
     head: DraftHead, teacher: Teacher, batch: Batch, config: TrainConfig
 ) -> tuple[Float[Array, ""], dict[str, Any]]:
+    """The loss of the training-time test, see `states_loss`."""
+    return states_loss(
+        head, training_time_test(head, teacher.embed, batch, config.ttt_steps, config.remat), teacher, batch, config
+    )
+
+
+def states_loss(
+    head: DraftHead, states: Float[Array, "steps b t h"], teacher: Teacher, batch: Batch, config: TrainConfig
+) -> tuple[Float[Array, ""], dict[str, Any]]:
     """Sum over steps of step_decay ** i times the soft cross entropy on the draft vocabulary.
+
+    Args:
+        states: the LM head's inputs, from `training_time_test`.
 
     Returns:
         The loss, and sums for metrics: `cross_entropy`, `divergence` (KL), `hits` and `compared` [steps] (positions
@@ -30,7 +42,6 @@ def ttt_loss(
         vocabulary included), and `tokens` (not padding).
     """
     steps = jnp.arange(config.ttt_steps)
-    states = training_time_test(head, teacher.embed, batch, config.ttt_steps, config.remat)
     counted = teacher_mask(batch.loss_mask, batch.segment_ids, config.mask_offset)
     labels = teacher.draft_ids[batch.argmax]
     trained = counted & (labels >= 0) if config.argmax_mask else counted

@@ -24,13 +24,13 @@ class NotFinite(ValueError):
 
 
 def summarise(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Means over the sums that `ttt_loss` returns (still on the device; this waits for them).
+    """Means over the sums that a train or eval step returns (still on the device; this waits for them).
 
     Returns:
         `loss` (mean over batches); per step `accuracy` (the draft's first choice is the target's, over all positions
-        that the mask counts), `cross_entropy` and `divergence` (KL) over the positions that train; `tau`, the expected
-        acceptance length of a chain as long as there are steps, 1 + sum_k prod_{i<=k} accuracy_i (EAGLE3_SPEC section
-        2.5); `tokens`; and `gradient_norm` where there was one.
+        that the mask counts), `cross_entropy` and `divergence` (KL) over the positions that train; `tokens`. Of train
+        steps `gradient_norm`. Of eval steps what `evaluate` would say of a chain as long as there are steps: `rounds`,
+        `tau` (tokens per round, bonus token included) and `alpha` per position (see `replay_rounds`).
 
     Raises:
         NotFinite: the first batch with NaN or infinity in it.
@@ -45,12 +45,15 @@ def summarise(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
     compared = np.maximum(total["compared"], 1)
     summary = {
         "loss": float(total["loss"]) / len(host),
-        "tau": float(1 + np.cumprod(accuracy).sum()),
         "accuracy": accuracy.tolist(),
         "cross_entropy": (total["cross_entropy"] / compared).tolist(),
         "divergence": (total["divergence"] / compared).tolist(),
         "tokens": int(total["tokens"]),
     }
+    if "rounds" in total:
+        rounds, accepted = int(total["rounds"]), np.asarray(total["accepted"])
+        summary["rounds"], summary["tau"] = rounds, float(1 + accepted.sum() / max(rounds, 1))
+        summary["alpha"] = (accepted / np.maximum([rounds, *accepted[:-1]], 1)).tolist()
     if "gradient_norm" in total:
         summary["gradient_norm"] = float(total["gradient_norm"]) / len(host)
     return summary

@@ -17,8 +17,10 @@ from jaxtyping import Array, Float
 from eagle3_jax.config import TrainConfig
 from eagle3_jax.mesh import replicated, shardings
 from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
+from eagle3_jax.training.acceptance import replay_rounds
 from eagle3_jax.training.batch import Batch, Leaf, Teacher
-from eagle3_jax.training.losses import ttt_loss
+from eagle3_jax.training.losses import states_loss, ttt_loss
+from eagle3_jax.training.ttt import training_time_test
 
 Metrics = dict[str, Array]
 
@@ -98,12 +100,13 @@ def make_train_step(config: TrainConfig, optimizer: optax.GradientTransformation
 
 
 def make_eval_step(config: TrainConfig, mesh: Mesh) -> jax.stages.Wrapped:
-    """The sums of `ttt_loss` on a batch, without gradients."""
+    """The sums of `ttt_loss` on a batch, without gradients, and those of `replay_rounds`."""
 
     @jax.jit
     def eval_step(head: DraftHead, teacher: Teacher, batch: Batch) -> Metrics:
         with use_abstract_mesh(mesh.abstract_mesh):
-            loss, sums = ttt_loss(head, teacher, batch, dataclasses.replace(config, remat=False))
-        return sums | {"loss": loss}
+            states = training_time_test(head, teacher.embed, batch, config.ttt_steps)
+            loss, sums = states_loss(head, states, teacher, batch, config)
+            return sums | {"loss": loss} | replay_rounds(head, states, teacher, batch, config.loss_block)
 
     return eval_step

@@ -1,0 +1,126 @@
+"""Every verb as a user starts it, each on what the one before wrote, and the trainer's promise kept in decoding."""
+
+import json
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from matplotlib.image import imread
+
+from eagle3_jax import config as configs
+from eagle3_jax.data.features import FeatureSource
+from eagle3_jax.formats.sglang import load_draft
+from eagle3_jax.models.registry import load_target
+from eagle3_jax.training.acceptance import replay_rounds
+from eagle3_jax.training.batch import Batch, Teacher
+from eagle3_jax.training.ttt import training_time_test
+
+pytestmark = pytest.mark.slow
+
+PROMPTS, MAX_TOKENS = 96, 96
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, dict[str, Any]]:
+    """The run's folder after all verbs, and what each printed on stdout.
+
+    Greedy answers: the held-out conversations are then what decoding says, so that what the trainer counts on them and
+    what `evaluate` counts are the same rounds.
+    """
+    folder = tmp_path_factory.mktemp("pipeline")
+    config = tiny.write_run(
+        folder,
+        prompts=PROMPTS,
+        regenerate={"temperature": 0.0, "max_tokens": MAX_TOKENS, "max_length": 192},
+        extract={"max_length": 192},
+        train={"row_length": 256, "eval_batches": 100},
+        evaluate={"max_tokens": MAX_TOKENS},
+    )
+    printed = {}
+    for verb in ("prepare", "regenerate", "extract", "train", "export", "evaluate", "report"):
+        arguments = []
+        if verb == "evaluate":
+            held_out, output = folder / "run/prompts/held_out.jsonl", folder / "run/evaluation/chain.json"
+            arguments = ["--prompts", str(held_out), "--output", str(output)]
+        done = tiny.run_verb(verb, config, *arguments)
+        assert done.returncode == 0, f"{verb}: {done.stdout}\n{done.stderr}"
+        assert "Traceback" not in done.stderr and "Warning" not in done.stderr, f"{verb}: {done.stderr}"
+        printed[verb] = done.stdout
+    return folder / "run", printed
+
+
+def results(run: pathlib.Path, folder: str) -> dict[str, Any]:
+    manifest = json.loads((run / folder / "manifest.json").read_text())
+    assert manifest["finished"]
+    return manifest["results"]
+
+
+def test_each_verb_takes_all_that_the_one_before_made(ran: tuple[pathlib.Path, dict[str, Any]]) -> None:
+    run, _ = ran
+    prompts = results(run, "prompts")["prompts"]
+    conversations, features = results(run, "conversations"), results(run, "features")
+    assert prompts["train"] + prompts["held_out"] == PROMPTS
+    for split in ("train", "held_out"):
+        assert conversations[split]["conversations"] == features[split]["records"] == prompts[split]
+        # Every token that was said counts in the loss, the end of the turn included; and no other.
+        assert features[split]["loss_tokens"] == conversations[split]["tokens"]
+    assert set(conversations["train"]["ended"]) == {"complete", "truncated"}
+    report = json.loads((run / "report.json").read_text())
+    assert report["drafts"]["chain"]["prompts"] == prompts["held_out"]
+    assert set(report["drafts"]["chain"]["categories"]) == {"even", "odd"}
+    assert min(imread(run / "report.png").shape[:2]) > 300
+
+
+def test_the_trainer_s_acceptance_length_is_the_decoder_s(ran: tuple[pathlib.Path, dict[str, Any]]) -> None:
+    """The same rounds counted twice: by the training-time test on features, and by decoding.
+
+    What may differ: features are stored in bfloat16, which turns near-ties of the head; and a draft that is accepted
+    behind the last token that the limit allows counts in decoding, but is in no conversation.
+    """
+    run, _ = ran
+    trained = results(run, "checkpoints")["held_out"]
+    decoded = json.loads((run / "evaluation/chain.json").read_text())
+    assert decoded["identical"] == decoded["prompts"]
+    assert decoded["rounds"] > 300
+    assert 1.5 < decoded["tau"] < 3.5  # far from a head that knows nothing, and from one that always hits
+    assert trained["tau"] == pytest.approx(decoded["tau"], rel=0.02)
+    assert trained["rounds"] == pytest.approx(decoded["rounds"], rel=0.02)
+    assert trained["alpha"] == pytest.approx(decoded["alpha"], abs=0.04)
+
+
+def test_with_features_in_float32_both_count_the_very_same_rounds(ran: tuple[pathlib.Path, dict[str, Any]]) -> None:
+    """What is left of the difference above when features are not rounded: nothing, but for the limit's last round."""
+    run, _ = ran
+    config = configs.load(run.parent / "run.yaml")
+    target = load_target(config.target).model
+    draft = load_draft(config.folder("export"), target=target.config, dtype=jnp.float32)
+    teacher = Teacher.of(target.embed[...], target.output_rows, draft.token_ids)
+    steps, size = config.train.ttt_steps, config.extract.max_length
+
+    @jax.jit
+    def replay(rows: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        none = jnp.zeros(1, jnp.int32)
+        hidden, aux, _ = target(rows["token_ids"], rows["positions"], target.empty_cache(1, size), none)
+        batch = Batch(**rows, aux=aux, last_hidden=hidden)
+        states = training_time_test(draft.head, teacher.embed, batch, steps)
+        return replay_rounds(draft.head, states, teacher, batch, size)
+
+    rounds, accepted = 0, np.zeros(steps, int)
+    source = FeatureSource(config.folder("extract") / "held_out")
+    for number in range(len(source)):
+        record = source[number]
+        length = len(record["token_ids"])
+        fields = {name: np.asarray(record[name], np.int32) for name in ("token_ids", "loss_mask", "argmax")}
+        fields |= {"segment_ids": np.ones(length, np.int32), "positions": np.arange(length, dtype=np.int32)}
+        sums = replay({name: jnp.asarray(np.pad(x, (0, size - length)))[None] for name, x in fields.items()})
+        rounds, accepted = rounds + int(sums["rounds"]), accepted + np.asarray(sums["accepted"])
+    decoded = json.loads((run / "evaluation/chain.json").read_text())
+    assert rounds == decoded["rounds"]
+    beyond = decoded["accepted_per_position"] - accepted
+    assert ((beyond >= 0) & (beyond <= decoded["prompts"])).all(), beyond
+    # Each round gives its accepted drafts and the bonus, the prefill one token; the rest is beyond the limit.
+    assert decoded["tokens"] <= decoded["prompts"] + rounds + accepted.sum() <= decoded["tokens"] + decoded["prompts"]
