@@ -315,7 +315,13 @@ def test_temperatures_mix_in_one_batch_and_the_key_matters(toy, vanilla):
 def test_rounds_have_no_fusion_that_cpus_compute_wrongly(toy, greedy):
     tree = TREES["tree3x3"]
     state = prefill(toy, toy.good, PROMPTS, LENGTHS, tree)
-    program = jax.jit(lambda state: rounds.decode(toy.target, toy.good, state, 4, 4, tree=tree, greedy=greedy))
-    text = program.lower(state).compile().as_text()
+    leaves, structure = jax.tree.flatten(state)
+
+    @jax.jit
+    def program(*leaves):
+        state = jax.tree.unflatten(structure, leaves)
+        return jax.tree.leaves(rounds.decode(toy.target, toy.good, state, 4, 4, tree=tree, greedy=greedy))
+
+    text = program.lower(*leaves).compile().as_text()
     assert "__ynn_fusion" in text
     assert product_and_sum_fusions(text) == []
