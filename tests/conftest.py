@@ -30,12 +30,23 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores: threads of o
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
+# A silent cast (float32 meets bfloat16) or broadcast ([t] meets [b, t]) is an error, in the package and in tests.
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
 
 import hypothesis
 import pytest
 
-# The same examples in every run; `tools/test.sh long` draws new ones (--hypothesis-profile=long).
-hypothesis.settings.register_profile("fixed", derandomize=True, print_blob=True, database=None, deadline=None)
+# The same examples in every run; the first that fails is shown as it was drawn, since shrinking one that compiles takes
+# many minutes. `tools/test.sh long` draws new ones (--hypothesis-profile=long).
+hypothesis.settings.register_profile(
+    "fixed",
+    derandomize=True,
+    print_blob=True,
+    database=None,
+    deadline=None,
+    phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate),
+)
 hypothesis.settings.register_profile("long", print_blob=True, deadline=None, max_examples=500)
 hypothesis.settings.load_profile("fixed")
 

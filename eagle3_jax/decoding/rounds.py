@@ -139,7 +139,7 @@ def advance(target: Llama, draft: Draft | None, state: State, *, tree: DraftTree
     row = jnp.maximum(count - 1, 0)
     if draft is not None and draft_cache is not None and draft_state is not None:
         features = draft.head.fuse(jnp.take_along_axis(aux, walk.path[:, :, None], axis=1))
-        positions = lengths[:, None] + jnp.arange(steps + 1)
+        positions = lengths[:, None] + jnp.arange(steps + 1)[None]
         states, draft_cache = feed(target, draft, chosen, features, positions, draft_cache, lengths)
         draft_state = jnp.where(state.done[:, None], draft_state, _row(states, row))
     num_output = state.num_output + count
@@ -151,11 +151,11 @@ def advance(target: Llama, draft: Draft | None, state: State, *, tree: DraftTree
         cache=cache,
         lengths=lengths + count,
         root=jnp.where(state.done, state.root, _row(chosen, row)),
-        output=jnp.where(jnp.arange(output.shape[1]) < num_output[:, None], output, 0),
+        output=jnp.where(jnp.arange(output.shape[1])[None] < num_output[:, None], output, 0),
         num_output=num_output,
         done=ended,
-        rounds=state.rounds + ~state.done,
-        accepted=state.accepted + (jnp.arange(steps) < accepted[:, None]),
+        rounds=state.rounds + (~state.done).astype(jnp.int32),
+        accepted=state.accepted + (jnp.arange(steps)[None] < accepted[:, None]).astype(jnp.int32),
         draft_cache=draft_cache,
         draft_state=draft_state,
     )
@@ -164,7 +164,7 @@ def advance(target: Llama, draft: Draft | None, state: State, *, tree: DraftTree
 def _chosen(tokens: Int[Array, "b n"], walk: Walk, bonus: Int[Array, " b"]) -> Int[Array, "b p"]:
     """Accepted drafts, then the bonus; what stands behind it means nothing."""
     drafts = jnp.take_along_axis(tokens, jnp.roll(walk.path, -1, axis=1), axis=1)
-    return jnp.where(jnp.arange(walk.path.shape[1]) == walk.accepted[:, None], bonus[:, None], drafts)
+    return jnp.where(jnp.arange(walk.path.shape[1])[None] == walk.accepted[:, None], bonus[:, None], drafts)
 
 
 def _cut(
@@ -176,7 +176,7 @@ def _cut(
         How many tokens to take; how many drafts count as accepted (the limit cuts the answer, it says nothing of the
         draft); whether the sequence has ended.
     """
-    column = jnp.arange(chosen.shape[1])
+    column = jnp.arange(chosen.shape[1])[None]
     stop = _is_eos(target, chosen) & ~state.ignore_eos[:, None] & (column <= accepted[:, None])
     stops = stop.any(axis=-1)
     until = jnp.where(stops, jnp.argmax(stop, axis=-1).astype(jnp.int32), accepted) + 1

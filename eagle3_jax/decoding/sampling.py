@@ -87,7 +87,7 @@ def _filter(probs: Array, sampling: Sampling) -> Array:
     vocabulary = probs.shape[-1]
     ordered = jnp.sort(probs, axis=-1, descending=True)
     k = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, vocabulary), vocabulary)[:, None, None]
-    ordered = jnp.where(jnp.arange(vocabulary) < k, ordered, 0.0)
+    ordered = jnp.where(jnp.arange(vocabulary)[None, None] < k, ordered, 0.0)
     mass = ordered.sum(axis=-1, keepdims=True)
     before = jnp.cumsum(ordered, axis=-1) - ordered  # mass of the tokens in front of each
     kept = (ordered > 0) & (before < sampling.top_p[:, None, None] * mass)

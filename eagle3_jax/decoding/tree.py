@@ -148,7 +148,7 @@ def rerank(
     else:
         _, best = jax.lax.top_k(scores, nodes - 1)
         chosen = jnp.sort(best, axis=-1)
-        member = jnp.any(best[:, :, None] == jnp.arange(size), axis=1)
+        member = jnp.any(best[:, :, None] == jnp.arange(size)[None, None], axis=1)
         node_of = jnp.cumsum(member, axis=-1, dtype=jnp.int32)  # pool index -> node index, where chosen
     parent = jnp.take_along_axis(parents, chosen, axis=1)
     parent = jnp.where(parent < 0, 0, jnp.take_along_axis(node_of, jnp.maximum(parent, 0), axis=1))
@@ -169,6 +169,6 @@ def _ancestors(parents: Int[Array, "b n"], depth: int) -> Bool[Array, "b n n"]:
     climbed = jnp.broadcast_to(jnp.arange(nodes), parents.shape)
     mask = jnp.zeros((*parents.shape, nodes), bool)
     for _ in range(depth + 1):
-        mask |= climbed[:, :, None] == jnp.arange(nodes)
+        mask |= climbed[:, :, None] == jnp.arange(nodes)[None, None]
         climbed = jnp.maximum(jnp.take_along_axis(parents, climbed, axis=1), 0)
     return mask

@@ -110,6 +110,6 @@ def _walk(tree: TokenTree, steps: int, hit: Callable[[int, Array], Array]) -> Wa
         hits = hit(depth, _children_of(tree, node)) & going[:, None]
         going = hits.any(axis=-1)
         node = jnp.where(going, jnp.argmax(hits, axis=-1).astype(jnp.int32), node)
-        accepted += going
+        accepted += going.astype(jnp.int32)
         path.append(node)
     return Walk(jnp.stack(path, axis=1), accepted)

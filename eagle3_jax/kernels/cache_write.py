@@ -22,7 +22,7 @@ def write(
     """
     new = new.astype(cache.dtype)
     if page_table is not None:
-        slots = at[:, None] + jnp.arange(new.shape[2])
+        slots = at[:, None] + jnp.arange(new.shape[2])[None]
         pages = jnp.take_along_axis(page_table, slots // cache.shape[2], axis=1)
         return cache.at[pages, :, slots % cache.shape[2]].set(new.swapaxes(1, 2), unique_indices=True)
     if cache.shape[0] == 1 and new.shape[2] == 1:

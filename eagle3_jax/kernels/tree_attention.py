@@ -136,7 +136,8 @@ def _gathered(
     found = jnp.take(pages, page_table, axis=0, mode="clip")  # [b, n, k, s, d]
     b, n, k, s, d = found.shape
     row = found.swapaxes(1, 2).reshape(b, k, n * s, d)
-    return jnp.where(jnp.arange(n * s)[:, None] < written[:, None, None, None], row, jnp.zeros((), row.dtype))
+    slots = jnp.arange(n * s)[None, None, :, None]
+    return jnp.where(slots < written[:, None, None, None], row, jnp.zeros((), row.dtype))
 
 
 def _xla(
@@ -308,4 +309,6 @@ def pack(mask: Bool[Array, "b t m"]) -> Int[Array, "b t w"]:
     """Rows of bits as int32 words, the first slot in the lowest bit of the first word."""
     b, t, m = mask.shape
     bits = jnp.pad(mask, ((0, 0), (0, 0), (0, -m % 32))).reshape(b, t, -1, 32).astype(jnp.uint32)
-    return jax.lax.bitcast_convert_type((bits << jnp.arange(32, dtype=jnp.uint32)).sum(axis=-1), jnp.int32)
+    return jax.lax.bitcast_convert_type(
+        (bits << jnp.arange(32, dtype=jnp.uint32)[None, None, None]).sum(axis=-1), jnp.int32
+    )

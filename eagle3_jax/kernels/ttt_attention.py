@@ -79,8 +79,8 @@ def _xla(queries: Array, keys: Array, values: Array, starts: Array, newest: Arra
     outputs = []
     for start in range(0, queries.shape[1], _QUERIES):
         rows, seen = slice(start, start + _QUERIES), slice(0, start + _QUERIES)
-        index = jnp.arange(queries.shape[1])
-        visible = (index[seen] <= index[rows, None]) & (index[seen] >= starts[:, rows, None])
+        index = jnp.arange(queries.shape[1])[None]
+        visible = (index[:, None, seen] <= index[:, rows, None]) & (index[:, None, seen] >= starts[:, rows, None])
         later = keys[1:, :, rows], values[1:, :, rows]
         outputs.append(block(queries[:, rows], keys[0, :, seen], values[0, :, seen], *later, visible, newest))
     return jnp.concatenate(outputs, axis=1)

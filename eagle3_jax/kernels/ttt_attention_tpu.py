@@ -383,8 +383,8 @@ def _grouped(s: Shape, ref: Any) -> Array:
 
 
 def _later(s: Shape, ref: Any, j: int) -> Array:
-    """A tile's keys or values of step j + 1, float32 [tile, d]."""
-    return ref[0, 0, 0, pl.ds(j * s.tile, s.tile)].astype(jnp.float32)
+    """A tile's keys or values of step j + 1, float32 [1, tile, d]."""
+    return ref[0, 0, 0, pl.ds(j * s.tile, s.tile)].astype(jnp.float32)[None]
 
 
 def _column(row: Array, size: int) -> Array:

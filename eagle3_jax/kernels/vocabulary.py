@@ -102,9 +102,10 @@ def _top_k_of_logits(
 ) -> tuple[Float[Array, "*batch k"], Int[Array, "*batch k"]]:
     tokens = []
     masked = logits
+    column = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     for _ in range(k):  # k passes of argmax: on a CPU, top_k sorts the whole vocabulary
         tokens.append(argmax(masked))
-        masked = jnp.where(jnp.arange(logits.shape[-1]) == tokens[-1][..., None], -jnp.inf, masked)
+        masked = jnp.where(column == tokens[-1][..., None], -jnp.inf, masked)
     best = jnp.stack(tokens, axis=-1)
     normalizer = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     return jnp.minimum(jnp.take_along_axis(logits, best, axis=-1) - normalizer, 0.0), best
@@ -153,9 +154,9 @@ def _merged(
     # Each has as many in front of it as are better, or equal and of a lower part: on a TPU a sort and a gather of so
     # few take longer.
     mine, other = values[:, :, None], values[:, None, :]
-    earlier = jnp.tri(parts * k, k=-1, dtype=bool)
+    earlier = jnp.tri(parts * k, k=-1, dtype=bool)[None]
     place = jnp.sum((other > mine) | ((other == mine) & earlier), axis=-1)
-    chosen = place[:, None] == jnp.arange(k)[:, None]
+    chosen = place[:, None] == jnp.arange(k)[None, :, None]
     best = jnp.sum(jnp.where(chosen, values[:, None], 0.0), axis=-1)
     normalizer = jax.nn.logsumexp(normalizers, axis=0)
     return jnp.minimum(best - normalizer, 0.0), jnp.sum(jnp.where(chosen, tokens[:, None], 0), axis=-1)

@@ -59,7 +59,7 @@ def rope_table(
     positions: Int[Array, "b t"], frequencies: Float[Array, " half"]
 ) -> tuple[Float[Array, "b t 1 half"], Float[Array, "b t 1 half"]]:
     """Cosines and sines of every position, float32, ready to broadcast over heads."""
-    angles = positions[..., None, None].astype(jnp.float32) * frequencies
+    angles = positions[..., None, None].astype(jnp.float32) * frequencies[None, None, None]
     return jnp.cos(angles), jnp.sin(angles)
 
 
@@ -76,7 +76,7 @@ def rms_norm(x: Float[Array, "*batch h"], weight: Float[Array, " h"], eps: float
     """x / rms(x) * weight, variance in float32, as Llama computes it."""
     x32 = x.astype(jnp.float32)
     normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return normed.astype(x.dtype) * weight.astype(x.dtype)
+    return normed.astype(x.dtype) * jnp.expand_dims(weight.astype(x.dtype), range(x.ndim - 1))
 
 
 def linear(x: Float[Array, "*batch h"], kernel: Float[Array, "h out"]) -> Float[Array, "*batch out"]:

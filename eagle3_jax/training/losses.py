@@ -52,15 +52,15 @@ def states_loss(
         return jnp.take_along_axis(x, order.reshape(order.shape + (1,) * (x.ndim - 2)), axis=1)
 
     # The state at t = u - 1 - i must lie in the same document.
-    inside = batch.positions >= 1 + steps[:, None, None]
-    compared = jax.vmap(ordered)(trained & inside)
-    source = jnp.maximum(order - 1 - steps[:, None, None], 0)
+    inside = batch.positions[None] >= 1 + steps[:, None, None]
+    compared = jax.vmap(ordered)(trained[None] & inside)
+    source = jnp.maximum(order[None] - 1 - steps[:, None, None], 0)
     hidden = jnp.take_along_axis(states, source[..., None], axis=2)
     tokens = jnp.sum(batch.segment_ids > 0)
-    counts = jnp.sum(counted & inside, axis=(1, 2))
+    counts = jnp.sum(counted[None] & inside, axis=(1, 2))
     divisor = jnp.broadcast_to(tokens, counts.shape) if config.loss_reduction == "all" else counts
-    decay = jnp.float32(config.step_decay) ** steps
-    weights = (decay / jnp.maximum(divisor, 1))[:, None, None] * compared
+    decay = jnp.float32(config.step_decay) ** steps.astype(jnp.float32)
+    weights = (decay / jnp.maximum(divisor, 1).astype(jnp.float32))[:, None, None] * compared.astype(jnp.float32)
     loss, comparison = soft_cross_entropy(
         hidden,
         head.lm_head[...],
@@ -71,7 +71,7 @@ def states_loss(
         config.loss_block,
     )
     rows = (1, 2)
-    divergence = comparison.cross_entropy - comparison.entropy
+    divergence = comparison.cross_entropy - comparison.entropy[None]
     return loss, {
         "cross_entropy": jnp.sum(jnp.where(compared, comparison.cross_entropy, 0), rows),
         "divergence": jnp.sum(jnp.where(compared, divergence, 0), rows),
@@ -93,5 +93,5 @@ def teacher_mask(loss_mask: Int[Array, "b t"], segment_ids: Int[Array, "b t"], o
     by = offset - 1
     shifted = jnp.roll(inner, -by, axis=1)
     same = jnp.roll(segment_ids, -by, axis=1) == segment_ids
-    t = jnp.arange(segment_ids.shape[1])
+    t = jnp.arange(segment_ids.shape[1])[None]
     return shifted & same & (t + by >= 0) & (t + by < segment_ids.shape[1])

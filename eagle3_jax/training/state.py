@@ -89,7 +89,8 @@ def make_train_step(config: TrainConfig, optimizer: optax.GradientTransformation
             loss_and_gradients = jax.value_and_grad(ttt_loss, has_aux=True)
             (loss, sums), gradients = loss_and_gradients(state.head, teacher, batch, config)
         head: Any = state.head  # a pytree to optax
-        updates, opt_state = optimizer.update(gradients, state.opt_state, head)
+        with jax.numpy_dtype_promotion("standard"):  # optax raises Python floats to its int32 step
+            updates, opt_state = optimizer.update(gradients, state.opt_state, head)
         head = optax.apply_updates(head, updates)
         sums = sums | {"loss": loss, "gradient_norm": optax.tree.norm(gradients)}
         new = TrainState(state.step + 1, head, opt_state)

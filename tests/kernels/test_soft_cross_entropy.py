@@ -12,9 +12,9 @@ def reference(hidden, rows, teacher_hidden, teacher_rows, labels, weights):
     """All logits at once."""
     p = jax.nn.softmax(teacher_hidden @ teacher_rows.T)
     logits = hidden @ rows.T
-    ce = -jnp.sum(p * jax.nn.log_softmax(logits), axis=-1)
+    ce = -jnp.sum(p[None] * jax.nn.log_softmax(logits), axis=-1)
     entropy = -jnp.sum(p * jax.nn.log_softmax(teacher_hidden @ teacher_rows.T), axis=-1)
-    return jnp.sum(weights * ce), ce, entropy, jnp.argmax(logits, -1) == labels
+    return jnp.sum(weights * ce), ce, entropy, jnp.argmax(logits, -1) == labels[None]
 
 
 def random_inputs(seed, k=3, b=2, t=11, h=8, v=20):
@@ -23,7 +23,8 @@ def random_inputs(seed, k=3, b=2, t=11, h=8, v=20):
     rows, teacher_rows = jax.random.normal(keys[1], (2, v, h))
     teacher_hidden = jax.random.normal(keys[2], (b, t, h))
     labels = jax.random.randint(keys[3], (b, t), -1, v)
-    weights = jax.random.uniform(keys[4], (k, b, t)) * (jax.random.uniform(keys[5], (b, t)) > 0.3)
+    counted = jax.random.uniform(keys[5], (1, b, t)) > 0.3
+    weights = jnp.where(counted, jax.random.uniform(keys[4], (k, b, t)), 0.0)
     return hidden, rows, teacher_hidden, teacher_rows, labels, weights
 
 

@@ -124,7 +124,8 @@ def test_small_updates_survive():
     """The reason for float32 weights: 3e-5 on 0.02 vanishes in bfloat16."""
     optimizer = make_optimizer(TrainConfig(learning_rate=3e-5, warmup_ratio=0.0), 10**6)
     weight = jnp.full((1,), 0.02)
-    updates, _ = optimizer.update(jnp.ones(1), optimizer.init(weight), weight)
+    with jax.numpy_dtype_promotion("standard"):
+        updates, _ = optimizer.update(jnp.ones(1), optimizer.init(weight), weight)
     moved = 0.02 - np.asarray(optax.apply_updates(weight, updates))
     np.testing.assert_allclose(moved, 3e-5, rtol=1e-3)
 
@@ -132,7 +133,8 @@ def test_small_updates_survive():
 def test_weight_decay_leaves_norms_alone():
     optimizer = make_optimizer(TrainConfig(weight_decay=0.1, warmup_ratio=0.0), 10)
     weights = [jnp.ones((2, 2)), jnp.ones(2)]
-    updates, _ = optimizer.update([jnp.zeros_like(x) for x in weights], optimizer.init(weights), weights)
+    with jax.numpy_dtype_promotion("standard"):
+        updates, _ = optimizer.update([jnp.zeros_like(x) for x in weights], optimizer.init(weights), weights)
     matrix, norm = jax.tree.leaves(updates)
     assert np.all(matrix < 0)
     assert not np.any(norm)
