@@ -81,6 +81,8 @@ class DraftConfig:
     Attributes:
         vocab_size: draft vocabulary, the most frequent tokens of the training conversations.
         rope_theta: RoPE base of the head (its own: not inherited from the target).
+        max_position_embeddings: longest context that the head declares. An engine whose context is longer than that
+            needs an override to serve it (SGLang), so less than the target's only where drafting must end there.
         fc_norm, norm_output: together they make the head EAGLE-3.1 (EAGLE3_SPEC section 1.4).
     """
 
@@ -92,12 +94,14 @@ class DraftConfig:
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     rope_theta: float = 10000.0
-    max_position_embeddings: int = 2048
+    max_position_embeddings: int | None = None
     fc_norm: bool = False
     norm_output: bool = False
 
     def __post_init__(self) -> None:
         _require(self.vocab_size >= 1, "draft.vocab_size", self.vocab_size, "at least 1")
+        longest = self.max_position_embeddings
+        _require(longest is None or longest >= 1, "draft.max_position_embeddings", longest, "at least 1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -298,7 +302,7 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """checkpoint -> serving checkpoint. `sglang` is the form that SGLang, vLLM and sglang-jax all take."""
+    """checkpoint -> serving checkpoint. `sglang` is the form of SGLang and vLLM; `export` says from which version on."""
 
     __pydantic_config__ = _STRICT
     format: Literal["sglang"] = "sglang"

@@ -1,4 +1,4 @@
-"""`python -m eagle3_jax.export`: the newest checkpoint -> a draft head that SGLang, vLLM and sglang-jax serve.
+"""`python -m eagle3_jax.export`: the newest checkpoint -> a draft head that SGLang and vLLM serve.
 
 The folder appears only after it was read back and every bit of it compared. Its `manifest.json` stands beside
 `config.json` and `model.safetensors`, where engines do not look.
@@ -19,6 +19,7 @@ from eagle3_jax import command, manifest
 from eagle3_jax import config as configuration
 from eagle3_jax.config import RunConfig
 from eagle3_jax.formats import sglang
+from eagle3_jax.formats.sglang_config import served_by
 from eagle3_jax.models.draft import Draft, DraftHeadConfig
 from eagle3_jax.models.identity import check_same_target
 from eagle3_jax.models.llama import LlamaConfig
@@ -80,6 +81,7 @@ def _export(
         manifest.finish(partial, files=(sglang.CONFIG, sglang.WEIGHTS), parameters=parameters)
     size = (folder / sglang.WEIGHTS).stat().st_size / 2**20
     print(f"{folder}: {parameters / 1e6:.1f} M parameters, {size:.0f} MiB, read back bit by bit", file=sys.stderr)
+    print(f"{folder}: {served_by(head.config, target)}", file=sys.stderr)
 
 
 def _newest(folder: pathlib.Path) -> tuple[dict[str, Any], int]:

@@ -33,7 +33,7 @@ def target() -> Target:
         vocab_size=len(tokenizer),
         hidden_size=16,
         intermediate_size=24,
-        num_hidden_layers=2,
+        num_hidden_layers=4,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=8,
@@ -42,9 +42,9 @@ def target() -> Target:
         tie_word_embeddings=True,
         max_position_embeddings=128,
         eos_token_ids=(),
-        aux_layers=(0, 1, 2),
+        aux_layers=(1, 2, 3),
     )
-    identity = {"weights": "w", "tokenizer": "t", "chat_template": "c", "aux_layers": [0, 1, 2], "dtype": "float32"}
+    identity = {"weights": "w", "tokenizer": "t", "chat_template": "c", "aux_layers": [1, 2, 3], "dtype": "float32"}
     return Target(Llama(config, rngs=nnx.Rngs(0)), tokenizer, identity, pathlib.Path())
 
 

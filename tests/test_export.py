@@ -86,7 +86,9 @@ def test_the_newest_checkpoint_becomes_a_serving_checkpoint(
     assert made["identity"]["target"] == IDENTITY and made["identity"]["step"] == 5
     assert made["files"]["model.safetensors"] == manifest.digest(folder / "model.safetensors")
     assert made["results"]["parameters"] == sum(leaf.size for leaf in jax.tree.leaves(head(5)))
-    assert json.loads((folder / "config.json").read_text())["eos_token_id"] == [1, 2]
+    config_json = json.loads((folder / "config.json").read_text())
+    assert config_json["eos_token_id"] == [1, 2]
+    assert config_json["max_position_embeddings"] == TARGET.max_position_embeddings  # served without an override
 
 
 def test_a_second_run_does_nothing_and_a_later_step_is_not_mixed_in(

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -120,7 +121,8 @@ class Engine:
             tokenizer: a Hugging Face tokenizer.
             tree: shape of the draft; None decodes without one, also where a draft is given.
             batch_size: sequences decoded together.
-            max_length: longest prompt and answer together, in tokens.
+            max_length: longest prompt and answer together, in tokens. Beyond what the draft head declares
+                (`max_position_embeddings`) drafting goes on, with a warning.
 
         Raises:
             ValueError: a tree without a draft, a draft of another target, or a size out of range.
@@ -134,7 +136,7 @@ class Engine:
         if tree is not None and draft is None:
             raise ValueError(f"draft: got None, expected a draft head for {tree}")
         if tree is not None and draft is not None:
-            _check_draft(draft, target, tree)
+            _check_draft(draft, target, tree, max_length)
         self.target, self.tokenizer, self.tree = target, tokenizer, tree
         self.draft = None if tree is None else draft
         self.batch_size, self.max_length = batch_size, max_length
@@ -293,7 +295,7 @@ class Engine:
         return Output(ids, text, "stop" if stopped else "length", Stats(rounds_, accepted))
 
 
-def _check_draft(draft: Draft, target: Llama, tree: DraftTree) -> None:
+def _check_draft(draft: Draft, target: Llama, tree: DraftTree, max_length: int) -> None:
     head = draft.head.config
     for field in ("vocab_size", "aux_layers"):
         got, expected = getattr(head, field), getattr(target.config, field)
@@ -303,6 +305,12 @@ def _check_draft(draft: Draft, target: Llama, tree: DraftTree) -> None:
         raise ValueError(f"draft.hidden_size: got {head.hidden_size}, expected {target.config.hidden_size}")
     if tree.topk > head.draft_vocab_size:
         raise ValueError(f"tree.topk: got {tree.topk}, expected at most the draft vocabulary, {head.draft_vocab_size}")
+    if max_length > head.max_position_embeddings:
+        warnings.warn(
+            f"max_length: got {max_length}, more than the {head.max_position_embeddings} positions that the draft head "
+            "declares; behind them fewer drafts may be accepted, the tokens stay the target's own",
+            stacklevel=3,
+        )
 
 
 def _spread(draft: Draft, mesh: Mesh) -> Draft:

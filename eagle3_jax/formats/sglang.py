@@ -1,4 +1,4 @@
-"""Draft heads on disk as SGLang, vLLM and sglang-jax serve them (EAGLE3_SPEC section 6, ENGINES section 3).
+"""Draft heads on disk as SGLang and vLLM serve them (EAGLE3_SPEC section 6, ENGINES section 3).
 
 `model.safetensors` (names `midlayer.*`, projections [out, in]) and `config.json`. `d2t` is stored as int64 offsets
 (target id - draft id) and `t2d` as bool; both go through numpy alone, since JAX would make int32 of them. The
@@ -23,7 +23,7 @@ from jaxtyping import Int32
 from safetensors import SafetensorError
 
 from eagle3_jax import manifest
-from eagle3_jax.formats.sglang_config import misfits, read_config, write_config
+from eagle3_jax.formats.sglang_config import misfits, read_config, uncapturable, write_config
 from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
 from eagle3_jax.models.identity import check_same_target
 from eagle3_jax.models.llama import LlamaConfig
@@ -100,7 +100,8 @@ def save_draft(folder: str | pathlib.Path, draft: Draft, *, target: LlamaConfig,
         dtype: of the stored weights, "float32" or "bfloat16".
 
     Raises:
-        DraftFormatError: the head does not fit the target, or its token ids cannot be a draft vocabulary.
+        DraftFormatError: the head does not fit the target, an engine could not feed it, or its token ids cannot be a
+            draft vocabulary.
         FileExistsError: `folder` exists.
     """
     folder = pathlib.Path(folder)
@@ -114,7 +115,7 @@ def write_draft(folder: pathlib.Path, draft: Draft, *, target: LlamaConfig, dtyp
     """`save_draft` into a folder that the caller makes appear whole or not at all."""
     config = draft.head.config
     ids = np.asarray(draft.token_ids).astype(np.int64)
-    problems = misfits(config, target) + _vocabulary_problems(ids, config)
+    problems = misfits(config, target) + uncapturable(config, target) + _vocabulary_problems(ids, config)
     table = draft_table(config)
     tensors: Tensors = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(draft.head):

@@ -1,4 +1,4 @@
-"""config.json of a draft head in the form that SGLang, vLLM and sglang-jax all read (EAGLE3_SPEC sections 1.2, 1.3, 6).
+"""config.json of a draft head in the form that SGLang and vLLM both read (EAGLE3_SPEC sections 1.2, 1.3, 6).
 
 Written so that no engine has to guess: `rope_theta` is always there, in both of transformers' spellings, and aux layers
 are left out when they are every engine's default. When they are not, the boundaries stand at top level, where vLLM
@@ -53,6 +53,35 @@ def misfits(head: DraftHeadConfig, target: LlamaConfig) -> list[str]:
     if head.draft_vocab_size > target.vocab_size:
         problems.append(f"draft_vocab_size: got {head.draft_vocab_size}, expected at most {target.vocab_size}")
     return problems
+
+
+def uncapturable(head: DraftHeadConfig, target: LlamaConfig) -> list[str]:
+    """Why SGLang could not feed this head, one sentence per field; empty when it can.
+
+    SGLang captures a boundary as `hidden_states + residual` at the entry of a block: block 0 has no residual yet, and
+    behind the last block there is no entry. vLLM takes the last boundary, but this form is for both.
+    """
+    last = target.num_hidden_layers
+    if all(0 < boundary < last for boundary in head.aux_layers):
+        return []
+    expected = f"boundaries 1 to {last - 1}: SGLang captures neither 0 (the embeddings) nor {last} (the last block)"
+    return [f"target.aux_layers: got {head.aux_layers}, expected {expected}"]
+
+
+def served_by(head: DraftHeadConfig, target: LlamaConfig) -> str:
+    """Which engines run this head as it was trained, and which would not, by their code at the versions named."""
+    variant = [flag for flag in ("fc_norm", "norm_output") if getattr(head, flag)]
+    others = []
+    if variant:
+        what = " and ".join(variant)
+        others += [
+            f"older SGLang and sglang-jax (to cddbf6f, 2026-08) drop {what} without a word, and acceptance collapses",
+            f"older vLLM and tpu-inference (to b8692ff, 2026-08) refuse {what}",
+        ]
+    elif head.aux_layers != _default_aux_layers(target):
+        others.append("sglang-jax and tpu-inference feed the default aux layers instead, without a word")
+    engines = "SGLang (0.5.23) and vLLM (0.33.0)" + ("" if others else ", sglang-jax and tpu-inference")
+    return "; ".join([f"served by {engines}", *others])
 
 
 def write_config(head: DraftHeadConfig, target: LlamaConfig, dtype: str) -> dict[str, Any]:

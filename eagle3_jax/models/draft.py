@@ -77,7 +77,7 @@ class DraftHeadConfig:
             head_dim=draft.head_dim or target.head_dim,
             rms_norm_eps=target.rms_norm_eps,
             rope_theta=draft.rope_theta,
-            max_position_embeddings=draft.max_position_embeddings,
+            max_position_embeddings=draft.max_position_embeddings or target.max_position_embeddings,
             aux_layers=target.aux_layers,
             fc_norm=draft.fc_norm,
             norm_output=draft.norm_output,

@@ -1,9 +1,11 @@
 """The engine: requests in, tokens out, whatever else is being answered."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
+from flax import nnx
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding import engine as engine_lib
@@ -152,3 +154,18 @@ def test_engines_that_cannot_work_are_refused(toy):
         Engine(toy.target, Tokenizer(), None, CHAIN, max_length=128)
     with pytest.raises(ValueError, match=r"tree.topk: got 23, expected at most the draft vocabulary, 22"):
         make(toy, DraftTree(num_steps=1, topk=23, num_draft_tokens=3))
+
+
+def test_positions_beyond_what_the_head_declares_are_warned_of_and_stay_exact(toy):
+    head = toy.good.head
+    graph, parameters = nnx.split(head)
+    short = nnx.merge(graph, parameters)
+    short.config = dataclasses.replace(head.config, max_position_embeddings=24)
+    draft = dataclasses.replace(toy.good, head=short)
+    with pytest.warns(
+        UserWarning, match=r"max_length: got 128, more than the 24 positions that the draft"
+    ):
+        engine = Engine(toy.target, Tokenizer(), draft, CHAIN, max_length=128)
+    params = SamplingParams(max_tokens=60)
+    assert engine.generate(["hello"], params)[0].token_ids == make(toy, None).generate(["hello"], params)[0].token_ids
+    Engine(toy.target, Tokenizer(), draft, CHAIN, max_length=24)  # silent: warnings are errors here

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle3_jax.formats.sglang import DraftFormatError, load_draft, save_draft
+from eagle3_jax.formats.sglang_config import served_by
 from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
 from eagle3_jax.models.llama import LlamaConfig
 
@@ -249,20 +250,46 @@ def test_transformers_reads_the_config(saved: pathlib.Path) -> None:
 
 
 def test_other_aux_layers_are_written_for_both_conventions(tmp_path: pathlib.Path) -> None:
-    target = dataclasses.replace(TARGET, aux_layers=(1, 5, 8, 12))
+    target = dataclasses.replace(TARGET, aux_layers=(1, 5, 8, 11))
     draft = make_draft(target=target)
     save_draft(tmp_path / "head", draft, target=target, dtype="float32")
     config = json.loads((tmp_path / "head" / "config.json").read_text())
-    assert config[AUX_KEY] == [1, 5, 8, 12]
-    assert config["eagle_config"] == {AUX_KEY: [0, 4, 7, 11], "use_aux_hidden_state": True}
-    assert load_draft(tmp_path / "head", target=target).head.config.aux_layers == (1, 5, 8, 12)
+    assert config[AUX_KEY] == [1, 5, 8, 11]
+    assert config["eagle_config"] == {AUX_KEY: [0, 4, 7, 10], "use_aux_hidden_state": True}
+    assert load_draft(tmp_path / "head", target=target).head.config.aux_layers == (1, 5, 8, 11)
     alter(tmp_path / "head", {}, **{AUX_KEY: None})  # SGLang's part alone
-    assert load_draft(tmp_path / "head", target=target).head.config.aux_layers == (1, 5, 8, 12)
+    assert load_draft(tmp_path / "head", target=target).head.config.aux_layers == (1, 5, 8, 11)
     with pytest.raises(DraftFormatError, match=r"aux layers.*got \(1, 5, 8, 12\), expected \(2, 6, 9\)"):
         load_draft(tmp_path / "head", target=TARGET)
-    alter(tmp_path / "head", {}, **{AUX_KEY: [1, 5, 8, 11]})
-    with pytest.raises(DraftFormatError, match=r"eagle_config.*got \[0, 4, 7, 11\], expected \[0, 4, 7, 10\]"):
+    alter(tmp_path / "head", {}, **{AUX_KEY: [1, 5, 8, 10]})
+    with pytest.raises(DraftFormatError, match=r"eagle_config.*got \[0, 4, 7, 10\], expected \[0, 4, 7, 9\]"):
         load_draft(tmp_path / "head", target=target)
+
+
+@pytest.mark.parametrize("layers", [(0, 6, 9), (2, 6, 12)])
+def test_boundaries_that_sglang_cannot_capture_are_refused(tmp_path: pathlib.Path, layers: tuple[int, ...]) -> None:
+    """SGLang adds the residual at the entry of blocks 0 to 11: there is none at 0, and no entry 12."""
+    target = dataclasses.replace(TARGET, aux_layers=layers)
+    expected = r"target\.aux_layers: got .*, expected boundaries 1 to 11: SGLang captures neither 0 .* nor 12"
+    with pytest.raises(DraftFormatError, match=expected):
+        save_draft(tmp_path / "head", make_draft(target=target), target=target, dtype="float32")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers", "said"),
+    [
+        ({}, (2, 6, 9), "served by SGLang (0.5.23) and vLLM (0.33.0), sglang-jax and tpu-inference"),
+        ({}, (1, 6, 9), "sglang-jax and tpu-inference feed the default aux layers instead"),
+        ({"fc_norm": True}, (2, 6, 9), "sglang-jax (to cddbf6f, 2026-08) drop fc_norm without a word"),
+        ({"norm_output": True, "fc_norm": True}, (2, 6, 9), "refuse fc_norm and norm_output"),
+    ],
+)
+def test_the_engines_that_run_a_head_are_named(changes: dict[str, Any], layers: tuple[int, ...], said: str) -> None:
+    target = dataclasses.replace(TARGET, aux_layers=layers)
+    found = served_by(make_draft(target=target, **changes).head.config, target)
+    assert said in found and found.startswith("served by SGLang (0.5.23) and vLLM (0.33.0)")
+    assert ("vLLM (0.33.0), sglang-jax" in found) == (not changes and layers == TARGET.aux_layers)
 
 
 def test_a_shallow_target_whose_default_collides_has_its_layers_written(tmp_path: pathlib.Path) -> None:
