@@ -139,6 +139,24 @@ class JsonlSource:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ConversationsSource:
+    """A JSONL file of conversations that another engine (SGLang, vLLM) let the target have.
+
+    OpenAI `messages` or ShareGPT `conversations`, with the assistant's answers (see data.sources.conversations). They
+    are filtered and split like prompts, by what the users say: of several conversations on (nearly) the same prompt the
+    first stays. `prepare.personal_data` and template markers are looked for in the answers too. `regenerate` passes
+    them on as they are, and names the file as who answered; nothing can check that it was this target, at these
+    settings: a head learns what it is given.
+    """
+
+    __pydantic_config__ = _STRICT
+    kind: Literal["conversations"]
+    path: str
+    category: str = "conversations"
+    limit: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TfdsSource:
     """A `tfds.data_source`; `field` names the text feature that holds the prompt."""
 
@@ -162,7 +180,9 @@ class SelfSource:
     max_tokens: int = 128
 
 
-Source = Annotated[PackagedSource | JsonlSource | TfdsSource | SelfSource, pydantic.Field(discriminator="kind")]
+Source = Annotated[
+    PackagedSource | JsonlSource | ConversationsSource | TfdsSource | SelfSource, pydantic.Field(discriminator="kind")
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -173,7 +193,7 @@ class PrepareConfig:
         near_duplicate: Jaccard similarity of MinHash shingles from which a prompt counts as a duplicate.
         personal_data: replace what the recognisers find by its kind ("<EMAIL_ADDRESS>"), or drop the prompt.
         held_out: share of prompts kept for measurement, chosen by content hash.
-        max_chars: longer prompts are rejected.
+        max_chars: longer prompts are rejected (the answers of `conversations` may be as long as they are).
     """
 
     __pydantic_config__ = _STRICT
@@ -193,7 +213,7 @@ class PrepareConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RegenerateConfig:
-    """prompts -> conversations answered by the target itself."""
+    """prompts -> conversations answered by the target itself. Those of a source `conversations` are passed on."""
 
     __pydantic_config__ = _STRICT
     temperature: float = 0.7
@@ -302,7 +322,7 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """checkpoint -> serving checkpoint. `sglang` is the form of SGLang and vLLM; `export` says from which version on."""
+    """checkpoint -> serving checkpoint. `sglang` is the form of SGLang and vLLM; `export` says which versions."""
 
     __pydantic_config__ = _STRICT
     format: Literal["sglang"] = "sglang"

@@ -25,7 +25,8 @@ from tqdm import tqdm
 
 from eagle3_jax import command, manifest
 from eagle3_jax import config as configs
-from eagle3_jax.data import chat, features, vocab
+from eagle3_jax.data import features, vocab
+from eagle3_jax.data.conversation import Rejected, read_conversation
 from eagle3_jax.data.states import Conversation, compute_records, plan_batches
 from eagle3_jax.mesh import batch_sharding, make_mesh
 from eagle3_jax.models.draft import DraftHeadConfig
@@ -35,10 +36,6 @@ from eagle3_jax.models.registry import Target, load_target
 REJECTS = "rejects.jsonl"
 # Conversations of a split that are read to foretell how much disk all will take.
 _SAMPLE = 64
-
-
-class Rejected(ValueError):
-    """A conversation that cannot be trained on."""
 
 
 def extract(config: configs.RunConfig, target: Target | None = None) -> None:
@@ -119,7 +116,8 @@ def _check_disk(
             for line in itertools.islice(stream, _SAMPLE):
                 text += len(line.encode())
                 with contextlib.suppress(Rejected):
-                    tokens += len(read_conversation(line, target.tokenizer, config.max_length).token_ids)
+                    for sequence in read_conversation(line, target.tokenizer, config.max_length):
+                        tokens += len(sequence.token_ids)
     there = sum(path.stat().st_size for path in folder.rglob("*.array_record"))
     need = max(0, tokens * each * whole // max(text, 1) - there)
     free = shutil.disk_usage(folder).free
@@ -127,33 +125,6 @@ def _check_disk(
     if need > free:
         raise ValueError(f"{folder}: needs about {sizes}; free some space, or choose another run_dir")
     print(f"extract: about {sizes}", file=sys.stderr)
-
-
-def read_conversation(line: str, tokenizer: Any, max_length: int) -> Conversation:
-    """Tokenises one line of a conversations file.
-
-    An answer that was cut off at `max_tokens` ends where the target stopped: the end-of-turn that the chat template
-    puts behind it was never the target's choice, so it must not be learned.
-
-    Raises:
-        Rejected: nothing remains that the loss could count.
-    """
-    values = json.loads(line)
-    try:
-        encoded, mask = chat.encode(tokenizer, values["messages"])
-    except ValueError as error:
-        raise Rejected(str(error)) from error
-    token_ids, loss_mask = np.asarray(encoded, np.int32), np.asarray(mask, np.uint8)
-    if values["truncated"]:
-        end = int(np.flatnonzero(loss_mask)[-1]) + 1
-        last = tokenizer.added_tokens_decoder.get(int(token_ids[end - 1]))
-        if last is not None and last.special:
-            end -= 1
-        token_ids, loss_mask = token_ids[:end], loss_mask[:end]
-    token_ids, loss_mask = token_ids[:max_length], loss_mask[:max_length]
-    if not loss_mask.any():
-        raise Rejected(f"no answer within extract.max_length = {max_length} tokens")
-    return Conversation(values["id"], token_ids, loss_mask)
 
 
 def _extract_split(
@@ -221,13 +192,15 @@ def _extract_shard(
     progress: _Progress,
 ) -> None:
     model = target.model
-    conversations, rejects = [], []
+    conversations: list[Conversation] = []
+    rejects: list[dict[str, str]] = []
     for line in lines:
         try:
-            conversations.append(read_conversation(line, target.tokenizer, config.max_length))
+            conversations.extend(read_conversation(line, target.tokenizer, config.max_length))
         except Rejected as error:
             rejects.append({"id": json.loads(line)["id"], "reason": str(error)})
             progress.add(0)
+    progress.bar.total += len(conversations) + len(rejects) - len(lines)  # a conversation may be several sequences
     batches = plan_batches(
         [len(c.token_ids) for c in conversations], config.batch_tokens, multiple=mesh.shape["data"], seed=seed
     )

@@ -53,7 +53,7 @@ def prepare(config: configs.RunConfig) -> None:
 
 def _prepare(config: configs.RunConfig, folder: pathlib.Path) -> None:
     kept, rejects, counts = _filter(_read_all(config, folder), config.prepare)
-    hashes = [filters.opening_hash(prompt["messages"]) for prompt in kept]
+    hashes = [filters.opening_hash(filters.asked(prompt["messages"])) for prompt in kept]
     held_out = filters.split(hashes, config.prepare.held_out)
     parts = {
         TRAIN: [prompt for prompt, held in zip(kept, held_out, strict=True) if not held],
@@ -83,7 +83,7 @@ def _identity(config: configs.RunConfig) -> dict[str, Any]:
     identity: dict[str, Any] = {"verb": "prepare", "prepare": configs.to_dict(section), "seed": config.seed}
     identity["inputs"] = {}
     for source in section.sources:
-        if isinstance(source, configs.JsonlSource):
+        if isinstance(source, configs.JsonlSource | configs.ConversationsSource):
             try:
                 identity["inputs"][source.path] = manifest.digest(source.path)
             except OSError as error:
@@ -100,6 +100,9 @@ def _read_all(config: configs.RunConfig, folder: pathlib.Path) -> Iterator[tuple
             label, records = "packaged", sources.packaged()
         elif isinstance(source, configs.JsonlSource):
             label, records = f"jsonl:{pathlib.Path(source.path).name}", sources.jsonl(source.path, source.category)
+        elif isinstance(source, configs.ConversationsSource):
+            label = f"conversations:{pathlib.Path(source.path).name}"
+            records = sources.conversations(source.path, source.category)
         elif isinstance(source, configs.TfdsSource):
             label = f"tfds:{source.name}"
             records = sources.tfds(source.name, source.field, source.split, source.category)
@@ -140,10 +143,12 @@ def _filter(
             personal += found
             if found and section.personal_data == "drop":
                 reason = "personal data"
-        reason = reason or duplicates.check(messages)
+        asked = filters.asked(messages)
+        reason = reason or duplicates.check(asked)
         if reason is None:
-            identifier = f"{record['category']}-{filters.content_hash(messages)[:16]}"
-            kept.append({"id": identifier, "category": record["category"], "messages": messages})
+            identifier = f"{record['category']}-{filters.content_hash(asked)[:16]}"
+            truncated = {"truncated": record["truncated"]} if "truncated" in record else {}
+            kept.append({"id": identifier, "category": record["category"], "messages": messages} | truncated)
         else:
             text = filters.excerpt(filters.content(messages))
             rejects.append({"source": label, "line": record["line"], "reason": reason, "text": text})

@@ -2,7 +2,8 @@
 
 `python -m eagle3_jax.regenerate --config configs/quickstart.yaml` keeps the users' turns and lets the target answer
 them: a draft head learns to foretell what the target says, not what is right (EAGLE3_SPEC section 4.2). Answers go to
-`conversations/*.jsonl.partial` as they finish, so that a run that was killed goes on where it was.
+`conversations/*.jsonl.partial` as they finish, so that a run that was killed goes on where it was. Conversations that
+the target had in another engine (`prepare`'s source `conversations`) are passed on.
 """
 
 from __future__ import annotations
@@ -32,12 +33,17 @@ _GROUP_TOKENS = 256
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What the target said in one turn; a line of the log."""
+    """What the target said in one turn; a line of the log.
+
+    Attributes:
+        token_ids: as they were sampled, the end of sequence included. Training reads these: their text, tokenised
+            again, may be other tokens.
+    """
 
     id: str
     turn: int
     text: str
-    tokens: int
+    token_ids: list[int]
     truncated: bool
 
 
@@ -47,12 +53,22 @@ class Dialogue:
 
     Attributes:
         end: why no more turns follow: "complete", "truncated" (the last answer reached max_tokens), "empty" (the next
-            answer had no text), "too_long" (the next turn does not fit), "refused" (by the chat template).
+            answer had no text), "too_long" (the next turn does not fit), "refused" (by the chat template), "given"
+            (answered before, by another engine).
     """
 
     prompt: dict[str, Any]
     answers: list[Answer] = dataclasses.field(default_factory=list)
     end: str | None = None
+
+    @classmethod
+    def begin(cls, prompt: dict[str, Any]) -> Dialogue:
+        roles = {message["role"] for message in prompt["messages"]}
+        return cls(prompt, end="given" if "assistant" in roles else None if "user" in roles else "refused")
+
+    @property
+    def is_conversation(self) -> bool:
+        return bool(self.answers) or self.end == "given"
 
     @property
     def turns(self) -> int:
@@ -62,8 +78,6 @@ class Dialogue:
         """The prompt's messages up to the user's turn number `turns` (from 1), with the answers that are there."""
         messages, answers = [], iter(self.answers)
         for message in self.prompt["messages"]:
-            if message["role"] == "assistant":
-                continue
             messages.append(message)
             if message["role"] == "user":
                 turns -= 1
@@ -86,11 +100,15 @@ class Dialogue:
             self.end = "complete"
 
     def conversation(self) -> dict[str, Any]:
+        """A line of the output; `answer_ids`, the token ids of each answer, is None where only text was given."""
+        if self.end == "given":
+            return self.prompt | {"answer_ids": None}
         return {
             "id": self.prompt["id"],
             "category": self.prompt["category"],
             "messages": self.messages(len(self.answers)),
             "truncated": self.answers[-1].truncated,
+            "answer_ids": [answer.token_ids for answer in self.answers],
         }
 
 
@@ -103,10 +121,16 @@ def regenerate(config: configs.RunConfig) -> None:
     """
     prompts, folder, settings = config.folder("prepare"), config.folder("regenerate"), config.regenerate
     made_from = manifest.read(prompts, made_by="prepare")
-    target = load_target(config.target, decoding_mesh(config.mesh))
+    dialogues = {
+        split: [Dialogue.begin(prompt) for prompt in manifest.read_jsonl(prompts / f"{split}.jsonl")]
+        for split in configs.SPLITS
+    }
+    open_ends = any(dialogue.end is None for split in dialogues.values() for dialogue in split)
+    target = load_target(config.target, decoding_mesh(config.mesh), only=None if open_ends else ())
     identity = {
         "verb": "regenerate",
         "prompts": manifest.fingerprint(made_from),
+        "given": _given(made_from["identity"]),
         # What is said does not depend on which hidden states are kept later.
         "target": {field: value for field, value in target.identity.items() if field != "aux_layers"},
         "seed": config.seed,
@@ -118,24 +142,37 @@ def regenerate(config: configs.RunConfig) -> None:
         if finished:
             print(f"regenerate: {folder} is finished already", file=sys.stderr)
         else:
-            engine = Engine.load(target, batch_size=settings.batch_size, max_length=settings.max_length)
-            _regenerate(config, engine, prompts, folder)
+            engine = None  # where all is answered already
+            if open_ends:
+                engine = Engine.load(target, batch_size=settings.batch_size, max_length=settings.max_length)
+            _regenerate(config, engine, dialogues, folder)
         for split in configs.SPLITS:
             _log(folder, split).unlink(missing_ok=True)
 
 
-def _regenerate(config: configs.RunConfig, engine: Engine, prompts: pathlib.Path, folder: pathlib.Path) -> None:
+def _given(prepared: dict[str, Any]) -> dict[str, str]:
+    """Path -> sha256 of the files whose conversations another engine had with the target."""
+    sources = prepared.get("prepare", {}).get("sources", [])
+    return {s["path"]: prepared["inputs"][s["path"]] for s in sources if s["kind"] == "conversations"}
+
+
+def _regenerate(
+    config: configs.RunConfig, engine: Engine | None, dialogues: dict[str, list[Dialogue]], folder: pathlib.Path
+) -> None:
     results = {}
-    for split in configs.SPLITS:
-        answerer = Answerer(engine, config.regenerate, config.seed, _log(folder, split))
-        dialogues = answerer.converse(list(manifest.read_jsonl(prompts / f"{split}.jsonl")), split)
+    for split, of_split in dialogues.items():
+        rate = None
+        if engine is not None:
+            answerer = Answerer(engine, config.regenerate, config.seed, _log(folder, split))
+            answerer.converse(of_split, split)
+            rate = answerer.rate()
         with manifest.atomic(folder / f"{split}.jsonl") as temporary, temporary.open("w", encoding="utf-8") as stream:
-            for dialogue in dialogues:
-                if dialogue.answers:
+            for dialogue in of_split:
+                if dialogue.is_conversation:
                     stream.write(json.dumps(dialogue.conversation(), ensure_ascii=False) + "\n")
-        results[split] = _counts(dialogues) | {"tokens_per_second": answerer.rate()}
+        results[split] = _counts(of_split) | {"tokens_per_second": rate}
     if not results["train"]["conversations"]:
-        raise ValueError(f"{prompts}: none of the prompts was answered: {results['train']['dropped']}")
+        raise ValueError(f"{config.folder('prepare')}: none of the prompts was answered: {results['train']['dropped']}")
     manifest.finish(folder, files=[f"{split}.jsonl" for split in configs.SPLITS], **results)
 
 
@@ -156,16 +193,15 @@ class Answerer:
         """Tokens a second of what was generated now; None when all was in the log."""
         return self.tokens / self.seconds if self.tokens else None
 
-    def converse(self, prompts: Sequence[dict[str, Any]], name: str) -> list[Dialogue]:
-        """Answers all first turns, then all second ones, and so on. Returns the dialogues in the prompts' order."""
-        dialogues = [Dialogue(prompt, end=None if _has_user(prompt) else "refused") for prompt in prompts]
+    def converse(self, dialogues: Sequence[Dialogue], name: str) -> None:
+        """Answers all first turns, then all second ones, and so on, until every dialogue has ended."""
         turn = 0
         while True:
             asked = [
                 (dialogue, ids) for dialogue in dialogues if dialogue.end is None and (ids := self._ask(dialogue, turn))
             ]
             if not asked:
-                return dialogues
+                return
             self._answer(asked, turn, f"{name}, turn {turn + 1}")
             for dialogue, _ in asked:
                 dialogue.take(self.known[dialogue.prompt["id"], turn])
@@ -203,7 +239,7 @@ class Answerer:
                     answer = _to_answer(names[index], turn, output)
                     self.known[answer.id, turn] = answer
                     manifest.append(stream, dataclasses.asdict(answer))
-                    self.tokens += answer.tokens
+                    self.tokens += len(answer.token_ids)
                     rate = (self.tokens - before) / (time.monotonic() - start)
                     progress.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
                     progress.update()
@@ -225,23 +261,21 @@ def _to_answer(name: str, turn: int, output: Output) -> Answer:
     truncated = output.finish_reason == "length"
     # A cut may leave the first bytes of a character, which decode to replacement characters.
     text = output.text.rstrip("\ufffd") if truncated else output.text
-    return Answer(name, turn, text, len(output.token_ids), truncated)
-
-
-def _has_user(prompt: dict[str, Any]) -> bool:
-    return any(message["role"] == "user" for message in prompt["messages"])
+    return Answer(name, turn, text, output.token_ids, truncated)
 
 
 def _counts(dialogues: Sequence[Dialogue]) -> dict[str, Any]:
     """What the manifest says of a split. Dialogues that ended with no answer at all are not conversations."""
-    kept = [dialogue for dialogue in dialogues if dialogue.answers]
+    kept = [dialogue for dialogue in dialogues if dialogue.is_conversation]
+    given = sum(dialogue.end == "given" for dialogue in kept)
     return {
         "prompts": len(dialogues),
         "conversations": len(kept),
+        "answered_by": {"target": len(kept) - given, "given": given},
         "answers": sum(len(dialogue.answers) for dialogue in kept),
-        "tokens": sum(answer.tokens for dialogue in kept for answer in dialogue.answers),
+        "tokens": sum(len(answer.token_ids) for dialogue in kept for answer in dialogue.answers),
         "ended": dict(collections.Counter(dialogue.end for dialogue in kept)),
-        "dropped": dict(collections.Counter(dialogue.end for dialogue in dialogues if not dialogue.answers)),
+        "dropped": dict(collections.Counter(dialogue.end for dialogue in dialogues if not dialogue.is_conversation)),
     }
 
 

@@ -64,7 +64,7 @@ def target() -> Target:
 
 def conversation(name: str, *turns: str, truncated: bool = False) -> dict:
     messages = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
-    return {"id": name, "category": "chat", "messages": messages, "truncated": truncated}
+    return {"id": name, "category": "chat", "messages": messages, "truncated": truncated, "answer_ids": None}
 
 
 CONVERSATIONS = [
@@ -134,19 +134,22 @@ def test_records_equal_a_plain_forward_of_each_conversation(tmp_path, target, as
     assert said == "two<|im_end|>four.<|im_end|>"
 
 
-def test_a_truncated_answer_ends_where_the_target_stopped(target):
-    read = extract.read_conversation(json.dumps(CONVERSATIONS[3]), target.tokenizer, 256)
-    assert target.tokenizer.decode(read.token_ids).endswith("assistant\n1 2 3 4")
-    assert target.tokenizer.decode(read.token_ids[read.loss_mask == 1]) == "1 2 3 4"
-    whole = extract.read_conversation(json.dumps(CONVERSATIONS[3] | {"truncated": False}), target.tokenizer, 256)
-    assert target.tokenizer.decode(whole.token_ids[whole.loss_mask == 1]) == "1 2 3 4<|im_end|>"
-
-
-def test_a_conversation_longer_than_max_length_is_truncated_or_rejected(target):
-    line = json.dumps(CONVERSATIONS[1])
-    assert len(extract.read_conversation(line, target.tokenizer, 110).token_ids) == 110
-    with pytest.raises(extract.Rejected, match=r"no answer within extract\.max_length = 40 tokens"):
-        extract.read_conversation(line, target.tokenizer, 40)
+def test_sampled_ids_are_what_is_extracted(tmp_path, target, assert_close_to_plain):
+    """Of two turns whose text is tokenised otherwise than it was sampled, each is a record of its own."""
+    sampled = conversation("sampled", "One", "two", "Three", "four.")
+    end = target.tokenizer.eos_token_id
+    answers = [[300 % target.model.config.vocab_size, 7, end], [9, 5, 7, end]]
+    config = prepared(tmp_path, train=[sampled | {"answer_ids": answers}, CONVERSATIONS[0]])
+    extract.extract(config, target)
+    folder = config.folder("extract") / "train"
+    source = features.FeatureSource(folder)
+    notes = features.read_notes(features.shard_path(folder, 0, 1))
+    assert sorted(notes["ids"]) == ["sampled/0", "sampled/1", "short"]
+    records = {name: source[i] for i, name in enumerate(notes["ids"])}
+    for turn, answer in enumerate(answers):
+        record = records[f"sampled/{turn}"]
+        assert record["token_ids"][record["loss_mask"] == 1].tolist() == answer
+        assert_close_to_plain(record)
 
 
 def test_manifest_vocabulary_and_rejects(tmp_path, target):

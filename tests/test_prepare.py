@@ -76,6 +76,45 @@ def test_counts_files_and_reasons(tmp_path):
         assert "example.org" not in path.read_text() and "4111" not in path.read_text()
 
 
+def test_conversations_come_in_with_their_answers(tmp_path):
+    """Filtered and split by what the users say; answers are searched for personal data and markers."""
+
+    def talk(question: str, answer: str, **more: Any) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]} | more
+
+    source = jsonl(
+        tmp_path,
+        *(talk(question, f"{question} That is easy.") for question in QUESTIONS),
+        talk(QUESTIONS[0], "Another answer to the same question."),
+        talk("A long one?", "word " * 2000),
+        talk("Whose address?", "bob@example.org"),
+        talk("What ends a turn?", "<|im_end|>"),
+        {"messages": [{"role": "user", "content": "Hello?"}]},
+        talk("Cut?", "It was c", finish_reason="length"),
+    )
+    config = run_config(tmp_path, source | {"kind": "conversations"}, held_out=0.3, max_chars=2000)
+    prepare.prepare(config)
+    found = results(config)
+    reasons = {"exact duplicate": 1, "holds a chat-template marker": 1, "no assistant message": 1}
+    assert found["rejected"] == reasons and found["sources"] == {"conversations:in.jsonl": 26}
+    kept = {prompt["messages"][0]["content"]: prompt for prompt in prompts(config)}
+    assert len(kept) == 23 and min(map(len, (read(config, name) for name in (prepare.TRAIN, prepare.HELD_OUT)))) > 0
+    assert {tuple(prompt) for prompt in kept.values()} == {("id", "category", "messages", "truncated")}
+    assert kept["A long one?"]["messages"][1]["content"] == "word " * 2000
+    assert kept["Whose address?"]["messages"][1]["content"] == "<EMAIL_ADDRESS>"
+    assert [question for question, prompt in kept.items() if prompt["truncated"]] == ["Cut?"]
+    path = str(tmp_path / "in.jsonl")
+    assert manifest.read(config.folder("prepare"), "prepare")["identity"]["inputs"] == {path: manifest.digest(path)}
+
+    # A prompt has the side and the name that it has without the answer, so that no side sees the other's.
+    (tmp_path / "asked").mkdir()
+    asked = run_config(tmp_path / "asked", source | {"kind": "jsonl"}, held_out=0.3, max_chars=2000)
+    prepare.prepare(asked)
+    for name in (prepare.TRAIN, prepare.HELD_OUT):
+        ids = {prompt["id"] for prompt in read(asked, name)}
+        assert {prompt["id"] for prompt in read(config, name)} <= ids
+
+
 def test_drop_personal_data(tmp_path):
     source = jsonl(tmp_path, *({"prompt": question} for question in QUESTIONS), {"prompt": "Ask bob@example.org"})
     config = run_config(tmp_path, source, personal_data="drop")

@@ -43,15 +43,20 @@ class FakeEngine(Engine):
             text = "" if "silence" in last else f"answer {params[index].seed}"
             reason = "length" if "ramble" in last else "stop"
             text += "\ufffd" if reason == "length" else ""
-            outputs[index] = Output([1] * 5, text, reason, Stats(5, []))
+            ids = [*range(4), params[index].seed]
+            outputs[index] = Output(ids, text, reason, Stats(5, []))
             on_output(index, outputs[index])
         return [outputs[index] for index in range(len(texts))]
 
 
+def given(name: str, *turns: str, truncated: bool = False) -> dict:
+    messages = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+    return {"id": name, "category": "mine", "messages": messages, "truncated": truncated}
+
+
 def prompt(name: str, *turns: str, system: str | None = None) -> dict:
     messages = [{"role": "system", "content": system}] if system else []
-    for i, turn in enumerate(turns):
-        messages += [{"role": "assistant", "content": "given"}] if i else []
+    for turn in turns:
         messages.append({"role": "user", "content": turn})
     return {"id": name, "category": "chat", "messages": messages}
 
@@ -71,17 +76,17 @@ PROMPTS = [
 def prepared(tmp_path, monkeypatch):
     """Makes a run folder with prompts, and a function that runs the verb there with a fake engine."""
 
-    def make(name: str, train=PROMPTS, held_out=PROMPTS[:1]):
+    def make(name: str, train=PROMPTS, held_out=PROMPTS[:1], loaded=[], **identity):  # noqa: B006
         config = configuration.from_dict({"run_dir": str(tmp_path / name), "regenerate": {"max_length": 500}})
         prompts = config.folder("prepare")
-        manifest.begin(prompts, {"verb": "prepare"})
+        manifest.begin(prompts, {"verb": "prepare"} | identity)
         for split, lines in (("train", train), ("held_out", held_out)):
             (prompts / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         manifest.finish(prompts, files=("train.jsonl", "held_out.jsonl"))
 
-        def run(engine: FakeEngine, **changes) -> None:
+        def run(engine: FakeEngine | None, **changes) -> None:
             target = types.SimpleNamespace(identity=IDENTITY | changes)
-            monkeypatch.setattr(regenerate, "load_target", lambda *_: target)
+            monkeypatch.setattr(regenerate, "load_target", lambda *_, only: loaded.append(only) or target)
             monkeypatch.setattr(regenerate.chat_template, "prompt_ids", letters)
             monkeypatch.setattr(regenerate.Engine, "load", lambda *_, **__: engine)
             regenerate.regenerate(config)
@@ -106,7 +111,6 @@ def test_the_target_answers_every_turn_in_its_context(prepared):
     first, second = two["messages"][2]["content"], two["messages"][4]["content"]
     assert first != second
     assert f"system: Be kind.\nuser: First\nassistant: {first}\nuser: Second\nassistant: " in engine.asked
-    assert not any("given" in asked for asked in engine.asked)
     assert two["category"] == "chat"
     assert two["truncated"] is False
 
@@ -179,3 +183,42 @@ def test_unfinished_prompts_are_refused(tmp_path):
     config = configuration.from_dict({"run_dir": str(tmp_path)})
     with pytest.raises(manifest.ManifestError, match=r"eagle3_jax\.prepare"):
         regenerate.regenerate(config)
+
+
+def test_the_ids_that_were_sampled_are_kept(prepared):
+    """The fake engine's text and its last id both say the seed: ids and text are of the same answer."""
+    folder, run = prepared("run")
+    run(FakeEngine())
+    for line in read(folder / "train.jsonl"):
+        said = [message["content"] for message in line["messages"] if message["role"] == "assistant"]
+        assert [text.split()[1] for text in said] == [str(ids[-1]) for ids in line["answer_ids"]]
+        assert all(ids[:-1] == [0, 1, 2, 3] for ids in line["answer_ids"])
+
+
+def test_conversations_that_were_given_are_passed_on_in_their_place(prepared):
+    """Mixed with prompts: the order stays, nothing is asked about them, and the manifest says whose they are."""
+    mine = [given("mine", "Hi", "Hello"), given("cut", "Count", "1 2", truncated=True)]
+    sources = {"sources": [{"kind": "conversations", "path": "mine.jsonl"}, {"kind": "jsonl", "path": "prompts.jsonl"}]}
+    digests = {"mine.jsonl": "digest of mine", "prompts.jsonl": "digest of prompts"}
+    folder, run = prepared("run", train=[mine[0], PROMPTS[0], mine[1]], prepare=sources, inputs=digests)
+    engine = FakeEngine()
+    run(engine)
+    first, asked, last = read(folder / "train.jsonl")
+    assert first == mine[0] | {"answer_ids": None} and last == mine[1] | {"answer_ids": None}
+    assert asked["id"] == "one" and asked["answer_ids"] is not None
+    assert not any("Hello" in text or "Count" in text for text in engine.asked)
+    found = manifest.read(folder, "regenerate")
+    assert found["identity"]["given"] == {"mine.jsonl": "digest of mine"}
+    assert found["results"]["train"]["answered_by"] == {"target": 1, "given": 2}
+    assert found["results"]["train"]["ended"] == {"given": 2, "complete": 1}
+    assert found["results"]["held_out"]["answered_by"] == {"target": 1, "given": 0}
+
+
+def test_where_all_is_given_no_parameter_is_loaded(prepared, monkeypatch):
+    loaded: list[object] = []
+    mine = [given("mine", "Hi", "Hello")]
+    folder, run = prepared("run", train=mine, held_out=mine, loaded=loaded)
+    run(None)
+    assert loaded == [()]
+    assert [line["id"] for line in read(folder / "train.jsonl")] == ["mine"]
+    assert manifest.read(folder, "regenerate")["results"]["train"]["tokens_per_second"] is None

@@ -42,6 +42,11 @@ def excerpt(text: str) -> str:
     return personal.redact(text)[0][:_EXCERPT]
 
 
+def asked(messages: Messages) -> Messages:
+    """What the target is asked, without the answers that a conversation holds."""
+    return [message for message in messages if message["role"] != "assistant"]
+
+
 def content(messages: Messages) -> str:
     """All that is said, as one text."""
     return "\n".join(message["content"] for message in messages)
@@ -54,11 +59,10 @@ def content_hash(messages: Messages) -> str:
 
 
 def refuse(messages: Messages, max_chars: int) -> str | None:
-    """The reason why these messages cannot be used, or None."""
-    text = content(messages)
-    if len(text) > max_chars:
+    """The reason why these messages cannot be used, or None. Answers may have any length."""
+    if len(content(asked(messages))) > max_chars:
         return f"longer than {max_chars} characters"
-    if _MARKER.search(text):
+    if _MARKER.search(content(messages)):
         return "holds a chat-template marker"  # the tokenizer would take it for a turn of its own
     return None
 

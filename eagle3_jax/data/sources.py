@@ -1,7 +1,8 @@
 """Every source of prompts, normalised to one record: {"id", "category", "messages"}.
 
 A reader yields a `Prompt` for what it understood and a `Reject` for what it did not; a broken line never stops a run.
-Assistant turns are dropped here: the target answers the user turns itself (`regenerate`).
+Assistant turns are dropped, since the target answers the user turns itself (`regenerate`). Only `conversations` keeps
+them: there another engine has let the target answer.
 """
 
 from __future__ import annotations
@@ -13,33 +14,40 @@ import json
 import pathlib
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from eagle3_jax.data import filters
 
-# Roles of the OpenAI and the ShareGPT form, and what they mean here; None is dropped.
+# Roles of the OpenAI and the ShareGPT form, and what they mean here.
 _ROLES = {
     "system": "system",
     "user": "user",
     "human": "user",
-    "assistant": None,
-    "gpt": None,
-    "chatgpt": None,
-    "bing": None,
-    "bard": None,
-    "model": None,
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
 }
 _PLAIN_FIELDS = ("prompt", "question", "text")
 _CATEGORY = re.compile(r"[A-Za-z][\w-]{0,39}")
 
 
 class Prompt(TypedDict):
-    """System and user messages, in order: what the target is asked. `line` is where it stood in its source."""
+    """What the target is asked: system and user messages, in order.
+
+    Attributes:
+        line: where it stood in its source.
+        truncated: of a conversation alone, whose messages hold the assistant's answers too, the last one at the end:
+            whether that one was cut off, so that its end is not the target's choice.
+    """
 
     id: str
     category: str
     line: int
     messages: list[dict[str, str]]
+    truncated: NotRequired[bool]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +96,21 @@ def jsonl(path: str | pathlib.Path, category: str = "jsonl") -> Iterator[Prompt 
         yield from _lines(stream, f"jsonl:{path.name}", category)
 
 
+def conversations(path: str | pathlib.Path, category: str = "conversations") -> Iterator[Prompt | Reject]:
+    """Reads a JSONL file of conversations that the target had in another engine, in the forms of `jsonl`.
+
+    Answers stay letter by letter. Turns behind the last answer are dropped. A record whose "finish_reason" is "length",
+    or whose "truncated" is true, ends with an answer that was cut off. Rejected is a record without an answer, with an
+    empty one, or with one before the first user turn.
+
+    Args:
+        category: of records that name none.
+    """
+    path = pathlib.Path(path)
+    with path.open("rb") as stream:
+        yield from _lines(stream, f"conversations:{path.name}", category, answered=True)
+
+
 def tfds(name: str, field: str, split: str = "train", category: str = "tfds") -> Iterator[Prompt | Reject]:
     """Reads the text feature `field` of a TensorFlow Dataset through `tfds.data_source` (no TensorFlow needed).
 
@@ -121,7 +144,7 @@ def self_written(outputs: Iterable[tuple[str, str]], min_chars: int = 8) -> Iter
             yield _record({"prompt": text}, "self", number, "self")
 
 
-def _lines(stream: Iterable[bytes], source: str, category: str) -> Iterator[Prompt | Reject]:
+def _lines(stream: Iterable[bytes], source: str, category: str, *, answered: bool = False) -> Iterator[Prompt | Reject]:
     for number, raw in enumerate(stream, start=1):
         raw = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
         if not raw.strip():
@@ -133,37 +156,43 @@ def _lines(stream: Iterable[bytes], source: str, category: str) -> Iterator[Prom
         except (ValueError, RecursionError):  # RecursionError: thousands of nested brackets
             yield Reject(source, number, "not valid JSON", filters.excerpt(raw.decode("utf-8", errors="replace")))
         else:
-            yield _record(record, source, number, category)
+            yield _record(record, source, number, category, answered=answered)
 
 
-def _record(record: Any, source: str, number: int, category: str) -> Prompt | Reject:
+def _record(record: Any, source: str, number: int, category: str, *, answered: bool = False) -> Prompt | Reject:
     try:
-        messages = _messages(record)
+        messages = _messages(record, answered)
     except BrokenRecord as error:
         return Reject(source, number, str(error), filters.excerpt(json.dumps(record, ensure_ascii=False, default=str)))
     named, given = record.get("category"), record.get("id")
-    return {
+    prompt: Prompt = {
         "id": str(given) if isinstance(given, str | int) else f"{source}:{number}",
         "category": named if isinstance(named, str) and _CATEGORY.fullmatch(named) else category,
         "line": number,
         "messages": messages,
     }
+    if answered:
+        prompt["truncated"] = record.get("truncated") is True or record.get("finish_reason") == "length"
+    return prompt
 
 
-def _messages(record: Any) -> list[dict[str, str]]:
+def _messages(record: Any, answered: bool) -> list[dict[str, str]]:
     if not isinstance(record, dict):
         raise BrokenRecord(f"got {type(record).__name__}, expected an object")
     if "messages" in record:
-        turns = _turns(record["messages"], "messages", "role", "content")
+        turns = _turns(record["messages"], "messages", "role", "content", answered)
     elif "conversations" in record:
-        turns = _turns(record["conversations"], "conversations", "from", "value")
+        turns = _turns(record["conversations"], "conversations", "from", "value", answered)
     else:
         field = next((name for name in _PLAIN_FIELDS if name in record), None)
         if field is None:
             raise BrokenRecord(f"no field messages, conversations, {', '.join(_PLAIN_FIELDS)}")
         turns = [("user", _text(record[field], field))]
-    messages = [{"role": role, "content": filters.normalise(content)} for role, content in turns]
-    messages = [message for message in messages if message["content"] or message["role"] == "user"]
+    messages = [
+        {"role": role, "content": content if role == "assistant" else filters.normalise(content)}
+        for role, content in turns
+    ]
+    messages = [message for message in messages if message["content"] or message["role"] != "system"]
     if any(message["role"] == "system" for message in messages[1:]):
         raise BrokenRecord("a system message after the first message")
     users = [message for message in messages if message["role"] == "user"]
@@ -171,10 +200,21 @@ def _messages(record: Any) -> list[dict[str, str]]:
         raise BrokenRecord("no user message")
     if not all(message["content"] for message in users):
         raise BrokenRecord("an empty user message")
-    return messages
+    return _up_to_the_last_answer(messages) if answered else messages
 
 
-def _turns(turns: Any, name: str, role_field: str, content_field: str) -> list[tuple[str, str]]:
+def _up_to_the_last_answer(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if not answers:
+        raise BrokenRecord("no assistant message")
+    if not all(messages[index]["content"].strip() for index in answers):
+        raise BrokenRecord("an empty assistant message")
+    if not any(message["role"] == "user" for message in messages[: answers[0]]):
+        raise BrokenRecord("an assistant message before the first user message")
+    return messages[: answers[-1] + 1]
+
+
+def _turns(turns: Any, name: str, role_field: str, content_field: str, answered: bool) -> list[tuple[str, str]]:
     if not isinstance(turns, list):
         raise BrokenRecord(f"{name}: got {type(turns).__name__}, expected a list")
     found = []
@@ -184,8 +224,8 @@ def _turns(turns: Any, name: str, role_field: str, content_field: str) -> list[t
         role = turn.get(role_field)
         if not isinstance(role, str) or role not in _ROLES:
             raise BrokenRecord(f"{name}: unknown {role_field}, expected one of {', '.join(_ROLES)}")
-        if (meaning := _ROLES[role]) is not None:
-            found.append((meaning, _text(turn.get(content_field), f"{name}: {content_field}")))
+        if answered or _ROLES[role] != "assistant":
+            found.append((_ROLES[role], _text(turn.get(content_field), f"{name}: {content_field}")))
     return found
 
 

@@ -152,3 +152,68 @@ def test_self_written():
     assert isinstance(cut, sources.Reject) and cut.reason == "the target did not end its prompt"
     assert isinstance(short, sources.Reject) and short.reason == "shorter than 8 characters"
     assert isinstance(broken, sources.Reject)
+
+
+def conversations(tmp_path, *lines: object) -> list:
+    path = tmp_path / "answered.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return list(sources.conversations(path))
+
+
+@pytest.mark.parametrize(
+    ("record", "expected", "truncated"),
+    [
+        (
+            {"messages": [{"role": "user", "content": " A\r\n"}, {"role": "assistant", "content": " B\r\n"}]},
+            [("user", "A"), ("assistant", " B\r\n")],  # what was said stays letter by letter
+            False,
+        ),
+        (
+            {
+                "finish_reason": "length",
+                "conversations": [
+                    {"from": "system", "value": "Be brief."},
+                    {"from": "human", "value": "A"},
+                    {"from": "gpt", "value": "B"},
+                    {"from": "human", "value": "C"},
+                    {"from": "gpt", "value": "D"},
+                    {"from": "human", "value": "never answered"},
+                ],
+            },
+            [("system", "Be brief."), ("user", "A"), ("assistant", "B"), ("user", "C"), ("assistant", "D")],
+            True,
+        ),
+        (
+            {"truncated": True, "messages": [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}]},
+            [("user", "A"), ("assistant", "B")],
+            True,
+        ),
+    ],
+)
+def test_conversations_keep_the_answers(tmp_path, record, expected, truncated):
+    (found,) = conversations(tmp_path, record)
+    assert [(message["role"], message["content"]) for message in found["messages"]] == expected
+    assert (found["category"], found["id"]) == ("conversations", "conversations:answered.jsonl:1")
+    assert found["truncated"] is truncated
+
+
+@pytest.mark.parametrize(
+    ("turns", "reason"),
+    [
+        ([("user", "A")], "no assistant message"),
+        ([("user", "A"), ("assistant", " ")], "an empty assistant message"),
+        ([("assistant", "B"), ("user", "A"), ("assistant", "B")], "an assistant message before the first user message"),
+        ([("user", "A"), ("assistant", None)], "messages: content: got NoneType, expected text"),
+        ([("user", ""), ("assistant", "B")], "an empty user message"),
+        ([("assistant", "B")], "no user message"),
+    ],
+)
+def test_records_without_an_answer_are_set_aside(tmp_path, turns, reason):
+    messages = [{"role": role, "content": content} for role, content in turns]
+    (reject,) = conversations(tmp_path, {"messages": messages})
+    assert isinstance(reject, sources.Reject) and reject.reason == reason
+
+
+def test_plain_prompts_are_no_conversations(tmp_path):
+    (reject,) = conversations(tmp_path, {"prompt": "Hi"})
+    assert isinstance(reject, sources.Reject) and reject.reason == "no assistant message"

@@ -162,9 +162,7 @@ def test_positions_beyond_what_the_head_declares_are_warned_of_and_stay_exact(to
     short = nnx.merge(graph, parameters)
     short.config = dataclasses.replace(head.config, max_position_embeddings=24)
     draft = dataclasses.replace(toy.good, head=short)
-    with pytest.warns(
-        UserWarning, match=r"max_length: got 128, more than the 24 positions that the draft"
-    ):
+    with pytest.warns(UserWarning, match=r"max_length: got 128, more than the 24 positions that the draft"):
         engine = Engine(toy.target, Tokenizer(), draft, CHAIN, max_length=128)
     params = SamplingParams(max_tokens=60)
     assert engine.generate(["hello"], params)[0].token_ids == make(toy, None).generate(["hello"], params)[0].token_ids

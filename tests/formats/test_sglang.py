@@ -259,7 +259,7 @@ def test_other_aux_layers_are_written_for_both_conventions(tmp_path: pathlib.Pat
     assert load_draft(tmp_path / "head", target=target).head.config.aux_layers == (1, 5, 8, 11)
     alter(tmp_path / "head", {}, **{AUX_KEY: None})  # SGLang's part alone
     assert load_draft(tmp_path / "head", target=target).head.config.aux_layers == (1, 5, 8, 11)
-    with pytest.raises(DraftFormatError, match=r"aux layers.*got \(1, 5, 8, 12\), expected \(2, 6, 9\)"):
+    with pytest.raises(DraftFormatError, match=r"aux layers.*got \(1, 5, 8, 11\), expected \(2, 6, 9\)"):
         load_draft(tmp_path / "head", target=TARGET)
     alter(tmp_path / "head", {}, **{AUX_KEY: [1, 5, 8, 10]})
     with pytest.raises(DraftFormatError, match=r"eagle_config.*got \[0, 4, 7, 10\], expected \[0, 4, 7, 9\]"):

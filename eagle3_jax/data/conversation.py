@@ -1,0 +1,92 @@
+"""A line of a conversations file -> the token sequences that are trained on.
+
+Where the target was sampled here, those are its own states: for each answer the prompt ids that it was given and the
+ids that it drew. Text that is tokenised again may be other tokens, with other states and another most likely token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from eagle3_jax.data import chat
+from eagle3_jax.data.states import Conversation
+from eagle3_jax.models.chat_template import prompt_ids
+
+
+class Rejected(ValueError):
+    """A conversation that cannot be trained on."""
+
+
+def read_conversation(line: str, tokenizer: Any, max_length: int) -> list[Conversation]:
+    """Tokenises one line of a conversations file.
+
+    Args:
+        line: JSON with "id", "messages", "truncated" (the last answer was cut off), and "answer_ids": the token ids of
+            each answer, or None where an answer's text is all there is.
+        max_length: sequences are cut to as many tokens; what then holds no answer is left out.
+
+    Returns:
+        One sequence where the history is rendered as it was sampled, else several (see `_sampled`).
+
+    Raises:
+        Rejected: nothing remains that the loss could count.
+    """
+    values = json.loads(line)
+    try:
+        if values["answer_ids"] is None:
+            sequences = [_tokenized(tokenizer, values["messages"], truncated=values["truncated"])]
+        else:
+            sequences = list(_sampled(tokenizer, values["messages"], values["answer_ids"]))
+    except ValueError as error:
+        raise Rejected(str(error)) from error
+    cut = [(ids[:max_length], mask[:max_length]) for ids, mask in sequences if any(mask[:max_length])]
+    if not cut:
+        raise Rejected(f"no answer within extract.max_length = {max_length} tokens")
+    names = [values["id"]] if len(cut) == 1 else [f"{values['id']}/{number}" for number in range(len(cut))]
+    return [
+        Conversation(name, np.asarray(ids, np.int32), np.asarray(mask, np.uint8))
+        for name, (ids, mask) in zip(names, cut, strict=True)
+    ]
+
+
+def _sampled(
+    tokenizer: Any, messages: chat.Messages, answers: Sequence[list[int]]
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Yields (token ids, loss mask): what the target was given and drew.
+
+    A later turn's prompt is rendered from the earlier answers' text, as it was when it was sampled. Where that gives
+    the ids back that were drawn, both turns are one sequence, each answer marked. Where it does not (another
+    tokenisation of the same text, thoughts that the template drops), the sequence ends, and the later turn begins one
+    of its own, whose history is context that the loss does not count.
+    """
+    ids: list[int] = []
+    mask: list[int] = []
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    for index, answer in zip(turns, answers, strict=True):
+        prompt = prompt_ids(tokenizer, messages[:index])
+        if prompt[: len(ids)] != ids:
+            yield ids, mask
+            mask = []
+        mask = mask + [0] * (len(prompt) - len(mask)) + [1] * len(answer)
+        ids = prompt + answer
+    yield ids, mask
+
+
+def _tokenized(tokenizer: Any, messages: chat.Messages, *, truncated: bool) -> tuple[list[int], list[int]]:
+    """(token ids, loss mask) of text.
+
+    An answer that was cut off ends where the target stopped: the end-of-turn that the chat template puts behind it was
+    never the target's choice, so it must not be learned.
+    """
+    token_ids, mask = chat.encode(tokenizer, messages)
+    if truncated:
+        end = int(np.flatnonzero(mask)[-1]) + 1
+        last = tokenizer.added_tokens_decoder.get(int(token_ids[end - 1]))
+        if last is not None and last.special:
+            end -= 1
+        token_ids, mask = token_ids[:end], mask[:end]
+    return token_ids.tolist(), mask.tolist()

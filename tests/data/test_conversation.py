@@ -1,0 +1,127 @@
+"""What is trained on: sampled ids exactly as they were drawn, text with the marks of its template."""
+
+import json
+
+import pytest
+import tiny
+
+from eagle3_jax.data import chat
+from eagle3_jax.data.conversation import Rejected, read_conversation
+from eagle3_jax.models.chat_template import prompt_ids
+
+TOKENIZER = tiny.make_tokenizer()
+END = TOKENIZER.eos_token_id
+# Drops the thoughts of every turn but the last.
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' and not loop.last %}{{ m['content'].split('</think>')[-1] }}"
+    "{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
+
+
+def letters(text: str) -> list[int]:
+    """The same text in other tokens: a token a letter."""
+    return [token for letter in text for token in ids(letter)]
+
+
+def line(turns: list[str], answer_ids: list[list[int]] | None, truncated: bool = False) -> str:
+    messages = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+    return json.dumps({"id": "x", "messages": messages, "truncated": truncated, "answer_ids": answer_ids})
+
+
+def read(text: str, max_length: int = 512, tokenizer: object = TOKENIZER) -> list[tuple[str, list[int], list[int]]]:
+    """(name, token ids, those of them that count in the loss)."""
+    found = read_conversation(text, tokenizer, max_length)
+    return [(c.name, c.token_ids.tolist(), c.token_ids[c.loss_mask == 1].tolist()) for c in found]
+
+
+def prompt(*turns: str, tokenizer: object = TOKENIZER) -> list[int]:
+    messages = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+    return prompt_ids(tokenizer, messages)
+
+
+def test_an_answer_is_trained_on_as_it_was_sampled():
+    """Also where its text would be tokenised otherwise, and where a special token in it has no text at all."""
+    for answer in ([*ids(" bird cloud"), END], [*letters(" bird cloud"), END], [*ids(" bird"), 1, *ids(" cloud"), END]):
+        text = TOKENIZER.decode(answer, skip_special_tokens=True)
+        assert read(line(["apple", str(text)], [answer])) == [("x", prompt("apple") + answer, answer)]
+    retokenised, _ = chat.encode(TOKENIZER, json.loads(line(["apple", " bird cloud"], None))["messages"])
+    assert retokenised[: len(prompt("apple"))].tolist() == prompt("apple")
+    assert letters(" bird cloud") != ids(" bird cloud")
+
+
+def test_an_answer_that_was_cut_off_ends_where_it_was_cut():
+    answer = letters(" bird cl")
+    assert read(line(["apple", " bird cl"], [answer], truncated=True)) == [("x", prompt("apple") + answer, answer)]
+
+
+def test_turns_whose_history_is_rendered_as_it_was_sampled_are_one_sequence():
+    first, second = [*ids(" bird"), END], [*letters(" egg"), END]
+    whole = prompt("apple", " bird", "cloud") + second
+    assert read(line(["apple", " bird", "cloud", " egg"], [first, second])) == [("x", whole, first + second)]
+    assert whole[: len(prompt("apple")) + len(first)] == prompt("apple") + first
+
+
+def test_turns_whose_history_was_sampled_otherwise_are_sequences_of_their_own():
+    """What the target attended to in its second turn was the first one's text, tokenised: that is the context."""
+    first, second, third = [*letters(" bird"), END], [*ids(" egg"), END], [*ids(" garden"), END]
+    turns = ["apple", " bird", "cloud", " egg", "fish", " garden"]
+    later = prompt(*turns[:5]) + third
+    assert read(line(turns, [first, second, third])) == [
+        ("x/0", prompt("apple") + first, first),
+        ("x/1", later, second + third),  # its own second and third turn agree
+    ]
+    # The history is context: counted are the answers at their places, not wherever their tokens stand.
+    (_, conversation) = read_conversation(line(turns, [first, second, third]), TOKENIZER, 512)
+    start = len(prompt(*turns[:3]))
+    assert not conversation.loss_mask[:start].any() and conversation.loss_mask[start : start + len(second)].all()
+
+
+def test_thoughts_that_the_template_drops_were_sampled_and_are_trained_on():
+    tokenizer = tiny.make_tokenizer()
+    tokenizer.chat_template = THINKING
+    first, second = [*ids("tree</think> bird"), END], [*ids("moon</think> egg"), END]
+    turns = ["apple", "tree</think> bird", "cloud", "moon</think> egg"]
+    assert read(line(turns, [first, second]), tokenizer=tokenizer) == [
+        ("x/0", prompt("apple", tokenizer=tokenizer) + first, first),
+        ("x/1", prompt("apple", " bird", "cloud", tokenizer=tokenizer) + second, second),
+    ]
+
+
+def test_sequences_are_cut_and_left_out_where_no_answer_remains():
+    first, second = [*letters(" bird"), END], [*ids(" egg"), END]
+    text = line(["apple", " bird", "cloud", " egg"], [first, second])
+    start, end = len(prompt("apple")), len(prompt("apple") + first)
+    assert read(text, end - 2) == [("x", prompt("apple") + first[:-2], first[:-2])]
+    assert [name for name, *_ in read(text, len(prompt("apple", " bird", "cloud")) + 1)] == ["x/0", "x/1"]
+    with pytest.raises(Rejected, match=rf"no answer within extract\.max_length = {start} tokens"):
+        read(text, start)
+
+
+def test_text_that_was_given_is_tokenised():
+    ((name, token_ids, counted),) = read(line(["apple", " bird"], None))
+    assert name == "x" and counted == [*ids(" bird"), END]
+    assert token_ids == [*prompt("apple"), *ids(" bird"), END, *ids("\n")]
+
+
+def test_given_text_that_was_cut_off_ends_where_the_target_stopped():
+    ((_, token_ids, counted),) = read(line(["apple", " bird"], None, truncated=True))
+    assert counted == ids(" bird") and token_ids == prompt("apple") + ids(" bird")
+
+
+def test_given_text_longer_than_max_length_is_cut_or_rejected():
+    text, start = line(["apple", " bird cloud"], None), len(prompt("apple"))
+    ((_, token_ids, counted),) = read(text, start + 1)
+    assert len(token_ids) == start + 1 and counted == ids(" bird")
+    with pytest.raises(Rejected, match=rf"no answer within extract\.max_length = {start} tokens"):
+        read(text, start)
+
+
+def test_a_conversation_without_an_answer_is_rejected():
+    with pytest.raises(Rejected, match="got none of .* tokens as the assistant's"):
+        read(line(["apple"], None))
