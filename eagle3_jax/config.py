@@ -17,7 +17,7 @@ import pydantic
 import tyro
 import yaml
 
-_STRICT = pydantic.ConfigDict(extra="forbid")
+_STRICT = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 def _require(condition: bool, field: str, got: object, expected: str) -> None:
@@ -99,9 +99,11 @@ class DraftConfig:
     norm_output: bool = False
 
     def __post_init__(self) -> None:
-        _require(self.vocab_size >= 1, "draft.vocab_size", self.vocab_size, "at least 1")
-        longest = self.max_position_embeddings
-        _require(longest is None or longest >= 1, "draft.max_position_embeddings", longest, "at least 1")
+        sizes = ("vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+        for field in (*sizes, "max_position_embeddings"):
+            value = getattr(self, field)
+            _require(value is None or value >= 1, f"draft.{field}", value, "at least 1")
+        _require(self.rope_theta > 0, "draft.rope_theta", self.rope_theta, "more than 0")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -209,6 +211,15 @@ class PrepareConfig:
         _require(0 < self.near_duplicate <= 1, "prepare.near_duplicate", self.near_duplicate, "in (0, 1]")
         _require(0 < self.held_out < 1, "prepare.held_out", self.held_out, "in (0, 1)")
         _require(self.batch_size >= 1, "prepare.batch_size", self.batch_size, "at least 1")
+        _require(self.max_chars >= 1, "prepare.max_chars", self.max_chars, "at least 1")
+        for number, source in enumerate(self.sources):
+            counts = ("count", "max_tokens") if isinstance(source, SelfSource) else ("limit",)
+            for field in counts:
+                value = getattr(source, field)
+                _require(value is None or value >= 1, f"prepare.sources.{number}.{field}", value, "at least 1")
+            if isinstance(source, SelfSource):
+                name = f"prepare.sources.{number}.temperature"
+                _require(source.temperature >= 0, name, source.temperature, "0 (greedy) or more")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -350,6 +361,7 @@ class EvaluateConfig:
         _require(self.temperature >= 0, "evaluate.temperature", self.temperature, "0 (greedy) or more")
         _require(self.max_tokens >= 1, "evaluate.max_tokens", self.max_tokens, "at least 1")
         _require(self.batch_size >= 1, "evaluate.batch_size", self.batch_size, "at least 1")
+        _require(self.limit is None or self.limit >= 1, "evaluate.limit", self.limit, "at least 1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -409,6 +421,18 @@ def to_dict(config: Any) -> dict[str, Any]:
     return pydantic.TypeAdapter(type(config)).dump_python(config, mode="json")
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice in a mapping, of which YAML keeps the last in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for place, key in enumerate(keys):
+            if key in keys[:place]:
+                mark = node.value[place][0].start_mark
+                raise yaml.constructor.ConstructorError(None, None, f"{key!r} stands twice", mark)
+        return super().construct_mapping(node, deep)
+
+
 def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Reads a YAML run file and applies dotted overrides such as `--train.learning_rate 3e-4`.
 
@@ -418,7 +442,9 @@ def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     path = pathlib.Path(path)
     try:
-        values = yaml.safe_load(path.read_text())
+        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--config {path}: not UTF-8: {error}") from error
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from error
     except yaml.YAMLError as error:

@@ -1,6 +1,7 @@
 """Configuration: the three ways in (YAML, overrides, command line) and every refusal by field name."""
 
 import dataclasses
+import math
 import pathlib
 
 import pytest
@@ -60,6 +61,20 @@ def test_the_dumped_form_reads_back_equal(run_file):
         ({"run_dir": "x", "prepare": {"sources": [{"kind": "web"}]}}, r"prepare\.sources\.0.*'web'"),
         ({"run_dir": "x", "prepare": {"sources": []}}, r"prepare\.sources.*at least one source"),
         ({"run_dir": "x", "extract": {"max_length": 9999}}, r"extract\.batch_tokens: got 4096, expected at least"),
+        ({"run_dir": "x", "evaluate": {"limit": 0}}, r"evaluate\.limit: got 0, expected at least 1"),
+        ({"run_dir": "x", "evaluate": {"limit": -2}}, r"evaluate\.limit: got -2, expected at least 1"),
+        ({"run_dir": "x", "train": {"epochs": math.inf}}, r"train\.epochs: .*finite number"),
+        ({"run_dir": "x", "train": {"learning_rate": math.nan}}, r"train\.learning_rate: .*finite number"),
+        ({"run_dir": "x", "draft": {"head_dim": 0}}, r"draft\.head_dim: got 0, expected at least 1"),
+        ({"run_dir": "x", "prepare": {"max_chars": 0}}, r"prepare\.max_chars: got 0, expected at least 1"),
+        (
+            {"run_dir": "x", "prepare": {"sources": [{"kind": "packaged", "limit": 0}]}},
+            r"prepare\.sources\.0\.limit: got 0, expected at least 1",
+        ),
+        (
+            {"run_dir": "x", "prepare": {"sources": [{"kind": "self", "count": 0}]}},
+            r"prepare\.sources\.0\.count: got 0, expected at least 1",
+        ),
     ],
 )
 def test_wrong_values_are_refused_by_field(values, message):
@@ -99,11 +114,19 @@ def test_a_tree_is_accepted_exactly_when_its_candidates_suffice(steps, topk, tok
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [("a: [", "not valid YAML"), ("- 1", "got list, expected a mapping"), ("", "got NoneType")]
+    ("content", "message"),
+    [
+        (b"a: [", "not valid YAML"),
+        (b"- 1", "got list, expected a mapping"),
+        (b"", "got NoneType"),
+        ("run_dir: caf\u00e9".encode("latin-1"), "not UTF-8"),
+        (b"run_dir: x\nseed: 1\nseed: 2", r"(?s)'seed' stands twice.*line 3"),
+        (b"run_dir: x\ntrain: {epochs: 1, epochs: 2}", "'epochs' stands twice"),
+    ],
 )
 def test_a_file_that_is_no_configuration_is_refused(tmp_path, content, message):
     path = tmp_path / "bad.yaml"
-    path.write_text(content)
+    path.write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         config.load(path)
 

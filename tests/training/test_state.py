@@ -120,14 +120,19 @@ def test_the_rate_warms_up_and_ends_near_zero():
     assert float(np.asarray(learning_rate(TrainConfig(learning_rate=1.0, warmup_ratio=0.0), 10)(0))) > 0.9
 
 
-def test_small_updates_survive():
-    """The reason for float32 weights: 3e-5 on 0.02 vanishes in bfloat16."""
-    optimizer = make_optimizer(TrainConfig(learning_rate=3e-5, warmup_ratio=0.0), 10**6)
-    weight = jnp.full((1,), 0.02)
-    with jax.numpy_dtype_promotion("standard"):
-        updates, _ = optimizer.update(jnp.ones(1), optimizer.init(weight), weight)
-    moved = 0.02 - np.asarray(optax.apply_updates(weight, updates))
-    np.testing.assert_allclose(moved, 3e-5, rtol=1e-3)
+def test_weights_and_moments_are_float32_whatever_the_target_is(head_config, teacher, make_batch):
+    """A step of 3e-5 on a weight of 0.02 vanishes in bfloat16; here it moves every matrix."""
+    config = TrainConfig(ttt_steps=2, loss_block=16, learning_rate=3e-5, warmup_ratio=0.0)
+    optimizer, mesh = make_optimizer(config, 10**6), make_mesh(MeshConfig(data=1, model=1))
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if jnp.issubdtype(x.dtype, jnp.floating) else x, teacher)
+    state = init_state(head_config, 0, half.rows, optimizer, mesh)
+    moments = [optax.tree.get(state.opt_state, name) for name in ("mu", "nu")]
+    assert {x.dtype for x in jax.tree.leaves((state.head, moments))} == {jnp.dtype(jnp.float32)}
+    before = jax.device_get(state.head)
+    state, _ = make_train_step(config, optimizer, mesh)(state, half, make_batch([[6, 9], [16]], 16))
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(state.head), strict=True):
+        if old.ndim > 1:
+            assert 1e-5 < np.abs(np.asarray(new) - old).max() < 4e-5
 
 
 def test_weight_decay_leaves_norms_alone():

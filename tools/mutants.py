@@ -1,0 +1,152 @@
+"""Breaks the code on purpose, one line at a time, and sees that the test which guards that line fails.
+
+    .venv/bin/python tools/mutants.py                        # all of tools/mutants.toml: half an hour on 2 cores
+    .venv/bin/python tools/mutants.py --sample 8 --seed 3    # some of them
+    .venv/bin/python tools/mutants.py --name scratch-slots   # one
+
+Each mutant is applied to a temporary copy of the files that git knows. It must be caught by its own test, which must
+pass without it. Ends with status 1 where one survives, its pattern is not there exactly once, or its test fails anyway.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import pathlib
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+
+ROOT = pathlib.Path(__file__).parents[1]
+TABLE = ROOT / "tools/mutants.toml"
+TIMEOUT = 900  # seconds for the tests of one mutant; a mutant that hangs counts as caught
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """One wrong line: in `file`, `old` becomes `new`; `test` (a pytest node id) must then fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+def read(path: pathlib.Path) -> list[Mutant]:
+    """The table. Raises ValueError for a name that is there twice or a mutant that changes nothing."""
+    mutants = [Mutant(**row) for row in tomllib.loads(path.read_text())["mutant"]]
+    for i, mutant in enumerate(mutants):
+        if mutant.name in [other.name for other in mutants[:i]]:
+            raise ValueError(f"{path}: {mutant.name} is there twice")
+        if mutant.old == mutant.new:
+            raise ValueError(f"{path}: {mutant.name} changes nothing")
+    return mutants
+
+
+def mutate(root: pathlib.Path, mutant: Mutant) -> str:
+    """The file's text with the mutant in it. Raises ValueError where its pattern is not there exactly once."""
+    path = root / mutant.file
+    text = path.read_text() if path.is_file() else ""
+    if (found := text.count(mutant.old)) != 1:
+        raise ValueError(f"{mutant.name}: {mutant.file}: got {found} times {mutant.old!r}, expected once")
+    return text.replace(mutant.old, mutant.new)
+
+
+def copy(folder: pathlib.Path) -> None:
+    """Copies the files that git knows, as they are in the working tree."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+
+
+def run_test(folder: pathlib.Path, test: str) -> tuple[int, str]:
+    """Runs one test in the copy; pytest's exit status (1: it failed) and what it printed."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=short", test]
+    environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        return 1, "timed out"
+    finally:
+        if process.poll() is None:  # its own children with it
+            os.killpg(process.pid, 9)
+            process.communicate()
+    return process.returncode, output
+
+
+def check(folder: pathlib.Path, mutant: Mutant, sound: dict[str, str]) -> str:
+    """What is wrong with a mutant, in one sentence; empty where its test, and nothing else, catches it.
+
+    Args:
+        sound: test -> what was wrong with it before any mutant; filled in here.
+    """
+    try:
+        text = mutate(folder, mutant)
+    except ValueError as error:
+        return str(error)
+    if mutant.test not in sound:
+        status, output = run_test(folder, mutant.test)
+        sound[mutant.test] = "" if status == 0 else f"status {status} without the mutant\n{output[-2000:]}"
+    if sound[mutant.test]:
+        return f"{mutant.test}: {sound[mutant.test]}"
+    path = folder / mutant.file
+    original = path.read_text()
+    path.write_text(text)
+    try:
+        status, output = run_test(folder, mutant.test)
+    finally:
+        path.write_text(original)
+    if status == 0:
+        return f"survived {mutant.test}"
+    return "" if status == 1 else f"{mutant.test}: status {status}, expected a failing test\n{output[-2000:]}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sample", type=int, help="how many, drawn at random; all of them without it")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw")
+    parser.add_argument("--name", action="append", help="only this one; may be given several times")
+    arguments = parser.parse_args()
+    mutants = read(TABLE)
+    if arguments.name:
+        unknown = set(arguments.name) - {mutant.name for mutant in mutants}
+        if unknown:
+            parser.error(f"--name: got {', '.join(sorted(unknown))}, expected names of {TABLE.name}")
+        mutants = [mutant for mutant in mutants if mutant.name in arguments.name]
+    if arguments.sample is not None:
+        mutants = random.Random(arguments.seed).sample(mutants, min(arguments.sample, len(mutants)))
+    wrong = 0
+    sound: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(prefix="mutants-") as name:
+        folder = pathlib.Path(name)
+        copy(folder)
+        for number, mutant in enumerate(mutants, start=1):
+            start = time.monotonic()
+            problem = check(folder, mutant, sound)
+            wrong += bool(problem)
+            verdict = problem or f"caught by {mutant.test}"
+            print(f"{number}/{len(mutants)} {mutant.name} ({time.monotonic() - start:.0f} s): {verdict}", flush=True)
+    print(f"{len(mutants) - wrong} of {len(mutants)} caught")
+    sys.exit(wrong > 0)
+
+
+if __name__ == "__main__":
+    main()
