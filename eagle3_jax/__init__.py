@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from eagle3_jax.config import DraftTree as DraftTree
+    from eagle3_jax.config import MeshConfig as MeshConfig
+    from eagle3_jax.config import TargetConfig as TargetConfig
     from eagle3_jax.decoding.engine import Engine as Engine
     from eagle3_jax.decoding.sampling import SamplingParams as SamplingParams
     from eagle3_jax.formats.sglang import load_draft as load_draft
@@ -18,11 +20,21 @@ if TYPE_CHECKING:
 _HOMES = {
     "DraftTree": "eagle3_jax.config",
     "Engine": "eagle3_jax.decoding.engine",
+    "MeshConfig": "eagle3_jax.config",
     "SamplingParams": "eagle3_jax.decoding.sampling",
+    "TargetConfig": "eagle3_jax.config",
     "load_draft": "eagle3_jax.formats.sglang",
     "load_target": "eagle3_jax.models.registry",
 }
-__all__ = ["DraftTree", "Engine", "SamplingParams", "load_draft", "load_target"]
+__all__ = [
+    "DraftTree",
+    "Engine",
+    "MeshConfig",
+    "SamplingParams",
+    "TargetConfig",
+    "load_draft",
+    "load_target",
+]
 
 # Versions of jaxlib that compute wrong results on CPUs, silently (jax#39103: reductions over 32,769 rows and more).
 _WRONG_ON_CPU = frozenset({"0.10.2"})

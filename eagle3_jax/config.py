@@ -56,7 +56,8 @@ class TargetConfig:
     """The model that is made faster.
 
     Attributes:
-        name: a registered name ("smollm2-135m-instruct"), a hub id ("org/model"), or a Hugging Face folder.
+        name: a registered name ("smollm2-135m-instruct": 4-bit weights from a Python package), a hub id ("org/model",
+            "org/model@revision"), or a Hugging Face folder.
         dtype: dtype of weights and activations; float32 is the exact mode.
         aux_layers: boundaries b (the residual stream entering block b) whose states feed the draft head;
             None is (2, n // 2, n - 3).

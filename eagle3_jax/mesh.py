@@ -6,6 +6,8 @@ propagates the rest (GSPMD).
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import os
 import pathlib
 import re
@@ -24,6 +26,28 @@ AXES = ("data", "model")
 
 # Where a Cloud TPU VM tells its workers about each other.
 _METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/worker-network-endpoints"
+
+
+def _has_tpu() -> bool:
+    """Whether this machine has TPU chips; asks the file system, since asking JAX would start the backend."""
+    return any(
+        True for folder, name in (("/dev", "accel*"), ("/dev/vfio", "[0-9]*")) for _ in pathlib.Path(folder).glob(name)
+    )
+
+
+def _leave_tpus_alone() -> None:
+    """Keeps libtpu from starting where there is no TPU: it takes time and prints a page of warnings.
+
+    Only where a CPU is all that JAX could find: nothing chosen yet, no TPU chip, no plugin of another accelerator.
+    """
+    if jax.config.jax_platforms or _has_tpu() or "PJRT_NAMES_AND_LIBRARY_PATHS" in os.environ:
+        return
+    if importlib.util.find_spec("jax_plugins") or importlib.metadata.entry_points(group="jax_plugins"):
+        return
+    jax.config.update("jax_platforms", "cpu")
+
+
+_leave_tpus_alone()
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
@@ -142,13 +166,6 @@ def _is_multi_host(environment: Mapping[str, str]) -> bool:
     if "TPU_SKIP_MDS_QUERY" in environment or not _has_tpu():
         return False
     return "," in _worker_endpoints()
-
-
-def _has_tpu() -> bool:
-    """Whether this machine has TPU chips; asks the file system, since asking JAX would start the backend."""
-    return any(
-        True for folder, name in (("/dev", "accel*"), ("/dev/vfio", "[0-9]*")) for _ in pathlib.Path(folder).glob(name)
-    )
 
 
 def _worker_endpoints() -> str:

@@ -14,10 +14,13 @@ import sys
 import types
 from typing import TYPE_CHECKING, Any
 
+from eagle3_jax.manifest import digest
+
 if TYPE_CHECKING:
     from tpu_kernels import Attention
 
 TPU_INFERENCE = "tpu-inference==0.32.0"
+_WHEEL_DIGEST = "7c25a3c76cefd383f06ef115a6ed4d7bed82c081f047046bfef55f5913ea06d4"  # sha256
 VMEM_LIMIT = 56 << 20
 
 
@@ -159,10 +162,12 @@ def _tpu_inference(device_kind: str) -> Any:
     """`ragged_paged_attention` v3 from the wheel, downloaded once, without its package around it."""
     folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "eagle3_jax/wheels"
     if not (wheels := list(folder.glob("tpu_inference-*.whl"))):
-        download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, TPU_INFERENCE]
-        if subprocess.run(download).returncode:
+        download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        if subprocess.run([*download, "--dest", folder, TPU_INFERENCE]).returncode:
             raise ImportError(f"pip cannot download {TPU_INFERENCE}")
         wheels = list(folder.glob("tpu_inference-*.whl"))
+    if (got := digest(wheels[0])) != _WHEEL_DIGEST:
+        raise ImportError(f"{wheels[0]}: sha256 {got}, expected {_WHEEL_DIGEST}; remove it")
     names = "tpu_inference", "kernels", "ragged_paged_attention", "v3"
     for end in range(1, len(names) + 1):
         package = types.ModuleType(".".join(names[:end]))

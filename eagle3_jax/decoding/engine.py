@@ -22,14 +22,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from eagle3_jax.config import DraftTree, TargetConfig
+from eagle3_jax.config import DraftTree, MeshConfig, TargetConfig
 from eagle3_jax.decoding import rounds
 from eagle3_jax.decoding.detokenizer import Detokenizer
 from eagle3_jax.decoding.prompt import Prompt, encode
 from eagle3_jax.decoding.sampling import Sampling, SamplingParams
 from eagle3_jax.decoding.tree import scratch_slots
 from eagle3_jax.formats.sglang import load_draft
-from eagle3_jax.mesh import replicated, shardings
+from eagle3_jax.mesh import decoding_mesh, replicated, shardings
 from eagle3_jax.models.draft import Draft
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.llama import Llama
@@ -119,7 +119,8 @@ class Engine:
 
         Args:
             tokenizer: a Hugging Face tokenizer.
-            tree: shape of the draft; None decodes without one, also where a draft is given.
+            draft: None decodes without one (vanilla decoding).
+            tree: shape of the draft; None is `DraftTree()`, a chain of 4, where a draft is given.
             batch_size: sequences decoded together.
             max_length: longest prompt and answer together, in tokens. Beyond what the draft head declares
                 (`max_position_embeddings`) drafting goes on, with a warning.
@@ -135,10 +136,10 @@ class Engine:
             )
         if tree is not None and draft is None:
             raise ValueError(f"draft: got None, expected a draft head for {tree}")
-        if tree is not None and draft is not None:
+        if draft is not None:
+            tree = tree or DraftTree()
             _check_draft(draft, target, tree, max_length)
-        self.target, self.tokenizer, self.tree = target, tokenizer, tree
-        self.draft = None if tree is None else draft
+        self.target, self.tokenizer, self.tree, self.draft = target, tokenizer, tree, draft
         self.batch_size, self.max_length = batch_size, max_length
         sharding = target.embed[...].sharding
         self._mesh = sharding.mesh if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) else None
@@ -153,17 +154,29 @@ class Engine:
         tree: DraftTree | None = None,
         batch_size: int = 1,
         max_length: int = 2048,
+        *,
+        dtype: Literal["float32", "bfloat16"] | None = None,
+        mesh: MeshConfig | None = None,
     ) -> Engine:
         """Loads the models.
 
         Args:
+            dtype: of weights and activations; None is the TargetConfig's, float32 for a name.
+            mesh: spreads the models over its model axis; None is one device.
             draft: a loaded head, or its folder: that `export` wrote, or another that engines serve (see `load_draft`).
 
         Raises:
             ManifestError: the folder says that its head was trained with another target.
             DraftFormatError, ValueError: see `load_draft`, `__init__`.
         """
-        loaded = target if isinstance(target, Target) else load_target(target)
+        if isinstance(target, Target):
+            if dtype is not None or mesh is not None:
+                raise ValueError(f"dtype, mesh: got {dtype}, {mesh}, expected None for a target that is loaded already")
+            loaded = target
+        else:
+            config = TargetConfig(name=target) if isinstance(target, str) else target
+            config = config if dtype is None else dataclasses.replace(config, dtype=dtype)
+            loaded = load_target(config, None if mesh is None else decoding_mesh(mesh))
         if isinstance(draft, str | pathlib.Path):
             draft = load_draft(draft, target=loaded, dtype=loaded.model.embed[...].dtype)
         return cls(loaded.model, loaded.tokenizer, draft, tree, batch_size=batch_size, max_length=max_length)

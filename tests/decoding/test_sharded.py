@@ -3,12 +3,16 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+import tiny
 
-from eagle3_jax.config import DraftTree, MeshConfig
+from eagle3_jax.config import DraftTree, MeshConfig, TargetConfig
 from eagle3_jax.decoding import rounds
 from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.decoding.sampling import SamplingParams
 from eagle3_jax.mesh import make_mesh, shardings
 from eagle3_jax.models.layers import SHARDING_RULES
+from eagle3_jax.models.registry import load_target
 
 
 def test_sharded_target_decodes_alike(toy):
@@ -32,3 +36,28 @@ def test_an_engine_splits_its_draft_as_its_target(toy):
     assert engine.draft is not None
     assert all(leaf.sharding.mesh == mesh for leaf in jax.tree.leaves(engine.draft))
     assert engine.draft.head.mlp.gate[...].sharding.spec[1] == "model"
+
+
+def test_load_in_bfloat16_over_two_devices(tmp_path):
+    folder = tiny.write_target(tmp_path)
+    config = TargetConfig(name=str(folder), aux_layers=(1, 2, 3))
+    engine = Engine.load(config, dtype="bfloat16", mesh=MeshConfig(model=2), max_length=64)
+    gate = engine.target.blocks[0].mlp.gate[...]
+    assert gate.dtype == jnp.bfloat16
+    assert gate.sharding.mesh.shape == {"data": 1, "model": 2}
+    assert len({shard.device for shard in gate.addressable_shards}) == 2
+    assert gate.addressable_shards[0].data.size == gate.size // 2
+    (answer,) = engine.generate([[5, 6, 7]], SamplingParams(max_tokens=4, ignore_eos=True))
+    assert len(answer.token_ids) == 4
+
+
+def test_a_loaded_target_is_not_spread_again(tmp_path):
+    target = load_target(TargetConfig(name=str(tiny.write_target(tmp_path)), aux_layers=(1, 2, 3)))
+    with pytest.raises(ValueError, match="dtype, mesh: got bfloat16"):
+        Engine.load(target, dtype="bfloat16")
+
+
+def test_a_draft_without_a_tree_drafts_a_chain(toy):
+    engine = Engine(toy.target, None, toy.good, max_length=64)
+    assert engine.draft is toy.good
+    assert engine.tree == DraftTree(num_steps=4, topk=1, num_draft_tokens=5)

