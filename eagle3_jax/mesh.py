@@ -40,7 +40,8 @@ def _leave_tpus_alone() -> None:
 
     Only where a CPU is all that JAX could find: nothing chosen yet, no TPU chip, no plugin of another accelerator.
     """
-    if jax.config.jax_platforms or _has_tpu() or "PJRT_NAMES_AND_LIBRARY_PATHS" in os.environ:
+    chosen: Any = jax.config
+    if chosen.jax_platforms or _has_tpu() or "PJRT_NAMES_AND_LIBRARY_PATHS" in os.environ:
         return
     if importlib.util.find_spec("jax_plugins") or importlib.metadata.entry_points(group="jax_plugins"):
         return

