@@ -7,6 +7,7 @@ A TPU VM that is preempted, a scheduler and `docker stop` send SIGTERM and kill 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import signal
 import sys
 from collections.abc import Iterator
@@ -44,6 +45,33 @@ def run(verb: str) -> Iterator[None]:
         sys.exit(f"eagle3_jax.{verb}: {sentence(error)}")
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+# One module of each package in the extra `train`.
+_TRAIN = (
+    "array_record",
+    "datasketch",
+    "grain",
+    "matplotlib",
+    "optax",
+    "orbax",
+    "presidio_analyzer",
+    "tensorboardX",
+    "tensorflow_datasets",
+    "tldextract",
+)
+
+
+def require_train() -> None:
+    """Ends a verb in one sentence, or raises ImportError in another program, where the extra `train` is missing."""
+    missing = [name for name in _TRAIN if importlib.util.find_spec(name) is None]
+    if not missing:
+        return
+    message = f"got no {', '.join(missing)}, expected the extra `train`: pip install 'eagle3-jax[train]'"
+    started = getattr(sys.modules["__main__"], "__spec__", None)  # set by `python -m`
+    if started is not None and started.name.startswith("eagle3_jax."):
+        sys.exit(f"{started.name}: {message}")
+    raise ImportError(f"eagle3_jax: {message}")
 
 
 def stop_asked() -> bool:

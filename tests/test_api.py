@@ -1,5 +1,8 @@
 """What a user imports."""
 
+import json
+import os
+import pathlib
 import subprocess
 import sys
 
@@ -51,3 +54,52 @@ def test_sums_of_many_small_products_are_right():
     matrix = jnp.eye(3)
     squares = jax.jit(jax.vmap(lambda row: jnp.sum((matrix @ row) ** 2)))(rows)
     np.testing.assert_allclose(squares, np.arange(32_769.0) ** 2, rtol=1e-6)
+
+
+def test_decoding_imports_nothing_of_the_training_extra():
+    code = (
+        "import sys, eagle3_jax, eagle3_jax.decoding.measure\n"
+        "for name in eagle3_jax.__all__: getattr(eagle3_jax, name)\n"
+        # flax brings optax and orbax with it
+        "from eagle3_jax.command import _TRAIN\n"
+        "print({*_TRAIN, 'spacy', 'tensorflow'} & set(sys.modules) - {'optax', 'orbax'})\n"
+        "sys.exit(any(m.startswith(('eagle3_jax.data', 'eagle3_jax.training')) for m in sys.modules))"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (answer.returncode, answer.stdout.strip()) == (0, "set()"), answer.stderr
+
+
+def test_a_training_verb_names_the_missing_extra(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.util\nfind = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *rest: None if name == 'grain' else find(name, *rest)\n"
+    )
+    root = pathlib.Path(__file__).parents[1]
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"}
+    answer = subprocess.run(
+        [sys.executable, "-m", "eagle3_jax.train", "--help"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    sentence = "eagle3_jax.train: got no grain, expected the extra `train`: pip install 'eagle3-jax[train]'\n"
+    assert (answer.returncode, answer.stderr) == (1, sentence)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", ["tpu"])
+def test_pip_resolves_the_extra(tmp_path, extra):
+    """`pip install "eagle3-jax[tpu]"` with an index: jax and a libtpu, and nothing that training alone needs."""
+    root = pathlib.Path(__file__).parents[1]
+    report = tmp_path / "report.json"
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
+    answer = subprocess.run(
+        [*command, "--report", str(report), f"{root}[{extra}]"], capture_output=True, text=True, timeout=280
+    )
+    if answer.returncode and "No matching distribution found for setuptools" in answer.stderr:
+        pytest.skip("no network")
+    assert answer.returncode == 0, answer.stderr
+    names = {item["metadata"]["name"].lower() for item in json.loads(report.read_text())["install"]}
+    assert {"eagle3-jax", "jax", "jaxlib", "libtpu", "flax", "gguf"} <= names
+    assert not names & {"presidio-analyzer", "tensorflow-datasets", "datasketch", "matplotlib", "tensorboardx", "grain"}
