@@ -1,11 +1,13 @@
 """`python -m eagle3_jax.evaluate`: acceptance, losslessness, and speed against vanilla decoding of the same engine.
 
-The report is JSON with stable keys: `tau`, `alpha`, `rounds`, `tokens`, `accepted_per_position`, `identical`,
-`prompts`, `tokens_per_second`, `speedup`, overall and under `categories`; and what was measured, where, and how.
+The report is JSON with stable keys: `tau`, `alpha`, `rounds`, `tokens`, `accepted_per_position`, `identical`, `ties`,
+`mismatches`, `prompts`, `tokens_per_second`, `speedup`, overall and under `categories`; and what was measured, where,
+and how.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pathlib
@@ -22,6 +24,7 @@ from eagle3_jax.config import RunConfig
 from eagle3_jax.data import sources
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.measure import compare, total
+from eagle3_jax.decoding.near_tie import near_tie
 from eagle3_jax.formats import sglang
 from eagle3_jax.mesh import decoding_mesh
 from eagle3_jax.models import chat_template
@@ -93,8 +96,9 @@ def _measure(
     vanilla = Engine.load(target, None, None, *sizes)
     speculative = Engine.load(target, draft, settings.tree, *sizes)
     params = SamplingParams(temperature=settings.temperature, max_tokens=settings.max_tokens, seed=config.seed)
-    tallies = compare(vanilla, speculative, measured, params, settings.batch_size)
     exact = settings.temperature == 0
+    judge = functools.partial(near_tie, target.model) if exact else None
+    tallies = compare(vanilla, speculative, measured, params, settings.batch_size, judge)
     return {
         **total(list(tallies.values())).report(exact=exact),
         "categories": {category: tally.report(exact=exact) for category, tally in tallies.items()},
@@ -184,6 +188,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(summary(report))
         for mismatch in report["mismatches"] or []:
             print(f"NOT identical: prompt {mismatch['id']}, from token {mismatch['position']} on", file=sys.stderr)
+    for tie in report["ties"] or []:
+        print(
+            f"near-tie: prompt {tie['id']}, token {tie['position']}: logits {tie['gap']:.4f} apart, where bfloat16 "
+            f"rounds by up to {tie['bound'] / 2:.4f}",
+            file=sys.stderr,
+        )
 
 
 if __name__ == "__main__":

@@ -9,17 +9,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 from tqdm import tqdm
 
 from eagle3_jax.command import stop_point
+from eagle3_jax.decoding.near_tie import NearTie
 
 _COMPILING = "/jax/core/compile/"
 _MOST_REPETITIONS = 3
 _REFILLS = 4
+
+
+# (token ids in front of a first difference, the two tokens there) -> what makes it a near-tie, or None.
+Judge = Callable[[Sequence[int], tuple[int, int]], NearTie | None]
 
 
 @runtime_checkable
@@ -36,7 +41,8 @@ class Tally:
     Attributes:
         rounds: verifications by the target; the first token of an answer comes from the prefill, not from a round.
         accepted: per draft position, the rounds in which it was accepted (it and all before it).
-        mismatches: prompts whose two answers differ, and where first.
+        ties: prompts whose two answers differ first at a near-tie: where, and its gap and bound (see `near_tie`).
+        mismatches: prompts whose two answers differ, and where first, with no such excuse.
     """
 
     prompts: int = 0
@@ -46,37 +52,53 @@ class Tally:
     vanilla_tokens: int = 0
     vanilla_seconds: float = 0.0
     accepted: list[int] = dataclasses.field(default_factory=list)
+    ties: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     mismatches: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def add(
-        self, ids: Sequence[str], vanilla: Sequence[Any], speculative: Sequence[Any], seconds: tuple[float, float]
+        self,
+        group: Sequence[Mapping[str, Any]],
+        vanilla: Sequence[Any],
+        speculative: Sequence[Any],
+        seconds: tuple[float, float],
+        judge: Judge | None = None,
     ) -> None:
-        """Counts one group, which the engines answered in `seconds` (vanilla, speculative)."""
-        self.prompts += len(ids)
+        """Counts one group of prompts, which the engines answered in `seconds` (vanilla, speculative)."""
+        self.prompts += len(group)
         self.vanilla_seconds += seconds[0]
         self.seconds += seconds[1]
-        for name, plain, fast in zip(ids, vanilla, speculative, strict=True):
+        for prompt, plain, fast in zip(group, vanilla, speculative, strict=True):
             self.vanilla_tokens += len(plain.token_ids)
             self.tokens += len(fast.token_ids)
             self.rounds += fast.stats.rounds
             self.accepted = _sum([self.accepted, fast.stats.accepted_per_position])
             position = first_difference(plain.token_ids, fast.token_ids)
-            if position is not None:
-                self.mismatches.append({"id": name, "position": position})
+            if position is None:
+                continue
+            where, tie = {"id": prompt["id"], "position": position}, None
+            if judge is not None and position < min(len(plain.token_ids), len(fast.token_ids)):
+                prefix = [*prompt["prompt"], *plain.token_ids[:position]]
+                tie = judge(prefix, (plain.token_ids[position], fast.token_ids[position]))
+            if tie is None:
+                self.mismatches.append(where)
+            else:
+                self.ties.append(where | dataclasses.asdict(tie))
 
     def report(self, *, exact: bool) -> dict[str, Any]:
         """JSON-ready numbers; None stands for a ratio to nothing.
 
-        tau: tokens per round, bonus token included (EAGLE3_SPEC section 2.5). alpha: share of acceptance per draft
-        position, of those rounds that accepted all positions before it.
+        tau: tokens per round, bonus token included (EAGLE3_SPEC section 2.5), as engines count: a round that ends on an
+        accepted end-of-sequence token or at the limit counts a bonus that is not in the answer. alpha: share of
+        acceptance per draft position, of those rounds that accepted all positions before it.
 
         Args:
-            exact: greedy decoding, where both must say the same; else `identical` and `mismatches` are None.
+            exact: greedy decoding, where both must say the same; else `identical`, `ties` and `mismatches` are None.
         """
         vanilla, speculative = _ratio(self.vanilla_tokens, self.vanilla_seconds), _ratio(self.tokens, self.seconds)
         return {
             "prompts": self.prompts,
-            "identical": self.prompts - len(self.mismatches) if exact else None,
+            "identical": self.prompts - len(self.ties) - len(self.mismatches) if exact else None,
+            "ties": self.ties if exact else None,
             "mismatches": self.mismatches if exact else None,
             "tokens": self.tokens,
             "rounds": self.rounds,
@@ -95,6 +117,7 @@ def total(tallies: Sequence[Tally]) -> Tally:
     return Tally(
         **{field: sum(getattr(tally, field) for tally in tallies) for field in counts},
         accepted=_sum([tally.accepted for tally in tallies]),
+        ties=[tie for tally in tallies for tie in tally.ties],
         mismatches=[mismatch for tally in tallies for mismatch in tally.mismatches],
     )
 
@@ -107,7 +130,12 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 
 
 def compare(
-    vanilla: Decoder, speculative: Decoder, prompts: Sequence[Mapping[str, Any]], params: Any, batch_size: int
+    vanilla: Decoder,
+    speculative: Decoder,
+    prompts: Sequence[Mapping[str, Any]],
+    params: Any,
+    batch_size: int,
+    judge: Judge | None = None,
 ) -> dict[str, Tally]:
     """Lets both engines answer all prompts.
 
@@ -118,6 +146,7 @@ def compare(
         prompts: each with "id", "category" and "prompt", which is what the engines are given.
         params: sampling parameters, the same for both.
         batch_size: of the engines.
+        judge: tells near-ties from mismatches where greedy answers differ; the prompts must then be token ids.
 
     Returns:
         A tally per category, in order of first appearance.
@@ -134,7 +163,7 @@ def compare(
             answers = {engine is speculative: _timed(engine, asked, params) for engine in order}
             (plain, plain_seconds), (fast, fast_seconds) = answers[False], answers[True]
             tally = tallies[group[0]["category"]]
-            tally.add([prompt["id"] for prompt in group], plain, fast, (plain_seconds, fast_seconds))
+            tally.add(group, plain, fast, (plain_seconds, fast_seconds), judge)
             so_far = total(list(tallies.values()))
             vanilla_rate, rate = so_far.vanilla_tokens / so_far.vanilla_seconds, so_far.tokens / so_far.seconds
             bar.set_postfix_str(f"{vanilla_rate:.1f} tokens/s vanilla, {rate:.1f} speculative")

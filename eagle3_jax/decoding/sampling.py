@@ -24,8 +24,9 @@ class SamplingParams:
         top_p: keep the most probable tokens that together hold this mass; 1 keeps all.
         top_k: keep the k most probable tokens; 0 keeps all.
         max_tokens: answer at most this many tokens.
-        seed: the answer is a function of the prompt, these parameters and the models alone; other requests that
-            are answered at the same time do not matter. Ask with several seeds for several samples of one prompt.
+        seed: in float32 the answer is a function of the prompt, these parameters and the models alone: other requests
+            that are answered at the same time do not matter. In bfloat16 they may turn a near-tie, since shapes decide
+            how sums are rounded. Ask with several seeds for several samples of one prompt.
         ignore_eos: go on after an end-of-sequence token (for measurements of speed).
     """
 
@@ -90,7 +91,8 @@ def _filter(probs: Array, sampling: Sampling) -> Array:
     ordered = jnp.where(jnp.arange(vocabulary)[None, None] < k, ordered, 0.0)
     mass = ordered.sum(axis=-1, keepdims=True)
     before = jnp.cumsum(ordered, axis=-1) - ordered  # mass of the tokens in front of each
-    kept = (ordered > 0) & (before < sampling.top_p[:, None, None] * mass)
+    top_p = sampling.top_p[:, None, None]
+    kept = (ordered > 0) & ((before < top_p * mass) | (top_p >= 1))  # rounding makes `before` reach the mass too early
     smallest = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
     probs = jnp.where(probs >= smallest, probs, 0.0)
     return probs / probs.sum(axis=-1, keepdims=True)

@@ -46,11 +46,11 @@ def replay_rounds(
         return ahead(answer, by) & (ahead(segments, by) == segments)
 
     hits = jnp.stack([(drafted[i] == ahead(labels, 1 + i)) & said(2 + i) for i in range(steps)])
-    accepted = jnp.cumprod(hits, axis=0)
+    accepted = jnp.cumprod(hits.astype(jnp.int32), axis=0)
     # The root, token t + 1, is the answer's first; and a round follows a root while the answer has more tokens.
     opens, going = said(1) & ~answer, said(1) & said(2)
     begins = _round_starts(opens, going, accepted.sum(axis=0))
-    return {"rounds": begins.sum(), "accepted": (accepted * begins).sum(axis=(1, 2))}
+    return {"rounds": begins.sum(), "accepted": jnp.where(begins[None], accepted, 0).sum(axis=(1, 2))}
 
 
 def _round_starts(
@@ -65,5 +65,5 @@ def _round_starts(
 
     places = jnp.arange(opens.shape[1], dtype=jnp.int32)
     none = jnp.full(opens.shape[0], -1, jnp.int32)
-    _, begins = jax.lax.scan(step, none, (places, opens.T, going.T, accepted.T.astype(jnp.int32)))
+    _, begins = jax.lax.scan(step, none, (places, opens.T, going.T, accepted.T))
     return begins.T

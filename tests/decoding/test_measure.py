@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from eagle3_jax.decoding import measure
 from eagle3_jax.decoding.measure import Tally, compare, first_difference, total
+from eagle3_jax.decoding.near_tie import NearTie
 
 
 def output(tokens: Sequence[int], rounds: int = 0, accepted: Sequence[int] = ()) -> Any:
@@ -68,12 +69,13 @@ def prompts(*names: str) -> list[dict[str, Any]]:
 def test_the_numbers_follow_their_definitions() -> None:
     tally = Tally()
     # 1 token of the prefill, 4 rounds: 3 + 1 + 2 + 1 tokens.
-    tally.add(["x"], [output([1] * 8)], [output([1] * 8, 4, [2, 1, 0])], (2.0, 1.0))
-    tally.add(["y"], [output([1, 2, 3])], [output([1, 2, 4], 2, [0, 0, 0])], (1.0, 0.5))
+    tally.add(prompts("x"), [output([1] * 8)], [output([1] * 8, 4, [2, 1, 0])], (2.0, 1.0))
+    tally.add(prompts("y"), [output([1, 2, 3])], [output([1, 2, 4], 2, [0, 0, 0])], (1.0, 0.5))
     report = tally.report(exact=True)
     assert report == {
         "prompts": 2,
         "identical": 1,
+        "ties": [],
         "mismatches": [{"id": "y", "position": 2}],
         "tokens": 11,
         "rounds": 6,
@@ -88,19 +90,39 @@ def test_the_numbers_follow_their_definitions() -> None:
 
 def test_what_cannot_be_said_is_none() -> None:
     tally = Tally()
-    tally.add(["x"], [output([5])], [output([6], 0, [0, 0])], (1.0, 1.0))  # ended by its first token
+    tally.add(prompts("x"), [output([5])], [output([6], 0, [0, 0])], (1.0, 1.0))  # ended by its first token
     report = tally.report(exact=False)
     assert (report["tau"], report["alpha"]) == (None, [None, None])
-    assert (report["identical"], report["mismatches"]) == (None, None)
+    assert (report["identical"], report["ties"], report["mismatches"]) == (None, None, None)
     assert Tally().report(exact=True)["speedup"] is None
+
+
+def test_a_first_difference_is_judged_by_what_stood_in_front_of_it() -> None:
+    judged = []
+
+    def judge(prefix: Sequence[int], tokens: tuple[int, int]) -> NearTie | None:
+        judged.append((list(prefix), tokens))
+        return NearTie(0.1, 0.2) if tokens == (2, 3) else None
+
+    group = [{"id": name, "prompt": [7, 8]} for name in "abcd"]
+    vanilla = [output([1, 2, 5]), output([1]), output([4]), output([1, 2])]
+    speculative = [output([1, 3, 6]), output([1]), output([9]), output([1])]
+    tally = Tally()
+    tally.add(group, vanilla, speculative, (1.0, 1.0), judge)
+    report = tally.report(exact=True)
+    assert judged == [([7, 8, 1], (2, 3)), ([7, 8], (4, 9))]
+    assert report["ties"] == [{"id": "a", "position": 1, "gap": 0.1, "bound": 0.2}]
+    # An answer that ends early has no two tokens to compare.
+    assert report["mismatches"] == [{"id": "c", "position": 0}, {"id": "d", "position": 1}]
+    assert report["identical"] == 1
 
 
 def test_totals_add_everything() -> None:
     one, two = Tally(), Tally()
-    one.add(["x"], [output([1, 2])], [output([1, 2], 1, [1, 0])], (1.0, 0.5))
-    two.add(["y"], [output([3])], [output([4], 2, [1, 1])], (2.0, 0.25))
+    one.add(prompts("x"), [output([1, 2])], [output([1, 2], 1, [1, 0])], (1.0, 0.5))
+    two.add(prompts("y"), [output([3])], [output([4], 2, [1, 1])], (2.0, 0.25))
     whole = total([one, Tally(), two])
-    assert whole == Tally(2, 3, 3, 0.75, 3, 3.0, [2, 1], [{"id": "y", "position": 0}])
+    assert whole == Tally(2, 3, 3, 0.75, 3, 3.0, [2, 1], [], [{"id": "y", "position": 0}])
 
 
 @settings(deadline=None, max_examples=50)

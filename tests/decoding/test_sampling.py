@@ -72,6 +72,14 @@ def test_filters_do_not_touch_their_neighbours():
     assert float(alone[2].max()) == pytest.approx(float(mixed[2].max() * alone[2][mixed[2] > 0].sum()), rel=1e-5)
 
 
+def test_a_row_with_top_p_of_one_keeps_everything_beside_a_row_with_less():
+    """Without it a running sum that rounds to the whole mass would cut a tail of about 1e-6."""
+    logits = jnp.broadcast_to(-jnp.linspace(0, 24, 4096), (2, 1, 4096))
+    got = probabilities(logits, sampling([1.0, 1.0], 0, [1.0, 0.9]))
+    assert int((got[0] > 0).sum()) == 4096
+    assert int((got[1] > 0).sum()) < 4096
+
+
 def test_a_weight_of_zero_is_never_drawn():
     keys = jax.random.split(jax.random.key(2), 500)
     tokens = draw(keys, jnp.broadcast_to(jnp.array([0.0, 1.0, 0.0, 3.0]), (500, 4)))

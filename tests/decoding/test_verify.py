@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eagle3_jax.decoding import verify as verify_lib
 from eagle3_jax.decoding.sampling import Sampling
 from eagle3_jax.decoding.tree import TokenTree, _ancestors
 from eagle3_jax.decoding.verify import verify, walk_greedy, walk_sampled
@@ -114,3 +115,63 @@ def test_temperature_zero_is_greedy_among_sampled_neighbours():
     for row in (0, 2):
         assert walk.path[row].tolist() == expected.path[row].tolist()
         assert bonus[row] == expected_bonus[row]
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(0.7, 0, 1.0), (1.3, 3, 1.0), (1.0, 0, 0.6), (1.5, 4, 0.8), (1.0, 1, 1.0)]
+)
+def test_verify_draws_from_the_filtered_distribution(monkeypatch, temperature, top_k, top_p):
+    """Through `verify`, every coin by enumeration: temperature, top-k and top-p decide over drafts and bonus alike."""
+    tokens, parents = TREES["branches"]
+    steps, vocabulary = 3, 5
+    logits = np.random.default_rng(4).normal(size=(len(tokens), vocabulary)).astype(np.float32) * 1.5
+    scaled = np.exp(logits.astype(np.float64) / temperature)
+    probs = scaled / scaled.sum(axis=-1, keepdims=True)
+    for row in probs:  # token by token, the most probable first
+        order = np.argsort(-row)
+        order = order[: top_k or vocabulary]
+        before = np.cumsum(row[order]) - row[order]
+        kept = order[before < top_p * row[order].sum()]
+        row[np.setdiff1d(np.arange(vocabulary), kept)] = 0.0
+        row /= row.sum()
+
+    thresholds = {0.0, 1.0}
+    for node in range(len(tokens)):
+        children = [j for j in range(1, len(tokens)) if parents[j] == node]
+        thresholds |= set(np.cumsum([probs[node, tokens[j]] for j in children]).tolist())
+    intervals = [(a, b) for a, b in itertools.pairwise(sorted(thresholds)) if b - a > 1e-6]
+    combinations = list(itertools.product(intervals, repeat=steps))
+    coins = jnp.asarray([[(a + b) / 2 for a, b in combination] for combination in combinations], jnp.float32)
+    weights = np.array([np.prod([b - a for a, b in combination]) for combination in combinations])
+    batch = len(combinations)
+
+    seen = {}
+    monkeypatch.setattr(
+        verify_lib, "walk_sampled", lambda tree, probs, _: walk_sampled(tree, probs, jnp.asarray(coins))
+    )
+    monkeypatch.setattr(verify_lib, "draw", lambda _, rest: seen.setdefault("rest", rest).argmax(-1).astype(jnp.int32))
+    sampling = Sampling(
+        jnp.full(batch, temperature),
+        jnp.full(batch, top_k, jnp.int32),
+        jnp.full(batch, top_p),
+        jax.random.split(jax.random.key(0), batch),
+    )
+    walk, _ = verify(
+        make_tree(tokens, parents, batch),
+        jnp.broadcast_to(logits, (batch, *logits.shape)),
+        steps,
+        sampling,
+        jnp.full(batch, 3, jnp.int32),
+        greedy=False,
+    )
+    got = np.zeros_like(probs)
+    for weight, way, taken, bonus in zip(
+        weights, np.asarray(walk.path), np.asarray(walk.accepted), np.asarray(seen["rest"], np.float64), strict=True
+    ):
+        for here, there in itertools.pairwise(way[: taken + 1]):
+            got[here, tokens[there]] += weight
+        got[way[taken]] += weight * bonus / bonus.sum()
+    reached = np.ones(len(tokens))
+    for node in range(1, len(tokens)):
+        reached[node] = reached[parents[node]] * probs[parents[node], tokens[node]]
+    np.testing.assert_allclose(got, reached[:, None] * probs, atol=2e-6)

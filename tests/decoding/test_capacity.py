@@ -1,0 +1,116 @@
+"""Caches with exactly the slots that are needed: a decode to the last of them overwrites nothing that is committed."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eagle3_jax.config import DraftTree
+from eagle3_jax.decoding import rounds
+from eagle3_jax.decoding.sampling import Sampling
+from eagle3_jax.decoding.tree import scratch_slots
+from eagle3_jax.models import cache as cache_lib
+
+TREES = {
+    "vanilla": None,
+    "chain1": DraftTree(num_steps=1, topk=1, num_draft_tokens=2),
+    "chain3": DraftTree(num_steps=3, topk=1, num_draft_tokens=4),
+    "tree2x2": DraftTree(num_steps=2, topk=2, num_draft_tokens=6),
+    # More of the head's own candidates than nodes that are verified, and the other way round.
+    "deep": DraftTree(num_steps=4, topk=3, num_draft_tokens=6),
+    "wide": DraftTree(num_steps=3, topk=3, num_draft_tokens=16),
+}
+FAST = [name if name in ("vanilla", "chain3", "deep") else pytest.param(name, marks=pytest.mark.slow) for name in TREES]
+PROMPTS = np.random.default_rng(3).integers(0, 24, (3, 7)).astype(np.int32)
+LENGTHS = np.array([7, 5, 1], np.int32)
+MAX_TOKENS = 10
+
+
+@pytest.fixture(autouse=True)
+def exact_slots(monkeypatch):
+    """Caches are rounded up to what the attention kernel for TPU reads; not here."""
+    monkeypatch.setattr(cache_lib, "LANES", 1)
+
+
+def decode(toy, tree: DraftTree | None, slots: int) -> tuple[rounds.State, list[rounds.State]]:
+    """All rounds one by one: the final state, and those from the prefill on."""
+    batch = len(PROMPTS)
+    greedy = Sampling(
+        jnp.zeros(batch), jnp.zeros(batch, jnp.int32), jnp.ones(batch), jax.random.split(jax.random.key(0), batch)
+    )
+    state = rounds.prefill(
+        toy.target,
+        None if tree is None else toy.good,
+        jnp.asarray(PROMPTS),
+        jnp.asarray(LENGTHS),
+        greedy,
+        jnp.full(batch, MAX_TOKENS, jnp.int32),
+        jnp.zeros(batch, bool),
+        slots=slots,
+        max_output=MAX_TOKENS,
+        tree=tree,
+        greedy=True,
+    )
+    caches = [state.cache] if tree is None else [state.cache, state.draft_cache]
+    assert all(leaf.shape[2] == slots for leaf in jax.tree.leaves(caches))
+    advance = jax.jit(lambda state: rounds.advance(toy.target, toy.good, state, tree=tree, greedy=True))
+    states = [state]
+    while not states[-1].done.all():
+        states.append(advance(states[-1]))
+    return states[-1], states
+
+
+def check_committed(states: list[rounds.State]) -> None:
+    """What a round committed is as it was after every later round, to the bit."""
+    for before, after in itertools.pairwise(states):
+        committed = (np.arange(before.cache.keys[0].shape[2]) < np.asarray(before.lengths)[:, None])[:, None, :, None]
+        old, new = ((state.cache, state.draft_cache) for state in (before, after))
+        for x, y in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
+            np.testing.assert_array_equal(np.where(committed, x, 0), np.where(committed, y, 0))
+
+
+@pytest.fixture(scope="module")
+def vanilla(toy) -> np.ndarray:
+    answers = rounds.generate(
+        toy.target, None, jnp.asarray(PROMPTS), jnp.asarray(LENGTHS), jax.random.key(0), max_tokens=MAX_TOKENS
+    )
+    return np.asarray(answers.output[:, :MAX_TOKENS])
+
+
+def needed(tree: DraftTree | None) -> int:
+    """A row that has ended lacks only its root, and takes part in the others' rounds."""
+    return PROMPTS.shape[1] + MAX_TOKENS - 1 + scratch_slots(tree)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_decode_to_the_last_slot_says_what_vanilla_says(toy, vanilla, name):
+    tree = TREES[name]
+    assert rounds.slots_needed(PROMPTS.shape[1], MAX_TOKENS, tree) >= needed(tree)
+    state, states = decode(toy, tree, needed(tree))
+    np.testing.assert_array_equal(state.output[:, :MAX_TOKENS], vanilla)
+    assert state.lengths.max() + scratch_slots(tree) == needed(tree)
+    check_committed(states)
+
+
+@pytest.mark.parametrize("name", ["chain3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("deep", "wide"))])
+def test_without_scratch_slots_committed_entries_would_be_lost(toy, name):
+    """The test above can fail: caches too small by a round's writes do lose what is committed."""
+    tree = TREES[name]
+    with pytest.raises(AssertionError, match="not equal"):
+        check_committed(decode(toy, tree, needed(tree) - scratch_slots(tree))[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TREES)
+def test_a_round_writes_no_further_than_its_scratch(toy, name):
+    """Slots behind length + scratch stay as they were, in the target's cache and in the head's."""
+    tree = TREES[name]
+    _, states = decode(toy, tree, 64)
+    for before, after in itertools.pairwise(states):
+        end = np.asarray(before.lengths) + scratch_slots(tree)
+        behind = (np.arange(64) >= end[:, None])[:, None, :, None]
+        old, new = ((state.cache, state.draft_cache) for state in (before, after))
+        for x, y in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
+            np.testing.assert_array_equal(np.where(behind, x, 0), np.where(behind, y, 0))
