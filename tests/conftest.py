@@ -9,6 +9,7 @@ import fnmatch
 import os
 import pathlib
 import re
+import sys
 import tomllib
 
 for _name, _value in {
@@ -70,7 +71,8 @@ def _check_skip(report):
     """A test, or a module by `importorskip`, was skipped: is that listed?"""
     reason = report.longrepr[2].removeprefix("Skipped: ")
     for skip in _ALLOWED_SKIPS:
-        if fnmatch.fnmatchcase(report.nodeid, skip["test"]) and re.search(skip["reason"], reason):
+        here = sys.version_info >= tuple(skip.get("python_at_least", ()))
+        if here and fnmatch.fnmatchcase(report.nodeid, skip["test"]) and re.search(skip["reason"], reason):
             return
     _unexpected_skips.add(f"{report.nodeid}: {reason}")
 

@@ -7,6 +7,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 VENV=${VENV:-.venv}
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 NEEDED_MIB=4096
+# pytest as every script runs it: with time limits, all skips said, two workers.
+# shellcheck disable=SC2034
+PYTEST=(python -m pytest -p pytest_timeout --timeout-method thread -n 2 --dist worksteal -q -rs --durations 20)
 
 fail() {
   printf '%s: %s\n' "$(basename "$0")" "$*" >&2

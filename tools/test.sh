@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Checks everything: style, types, layers, tests.
 #   tools/test.sh fast   everyday work: without the slow tests
-#   tools/test.sh        as CI runs it: without the long tests
-#   tools/test.sh long   all of it: the long tests, new examples of every property
+#   tools/test.sh        without the long tests
+#   tools/test.sh long   all of it: the long tests, new examples of every property, every mutant
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 case "${1:-}" in
@@ -13,7 +13,8 @@ case "${1:-}" in
 esac
 
 prepare_environment test "[test,reference]"
-export PATH="$PWD/$VENV/bin:$PATH"
+PATH="$(cd "$VENV/bin" && pwd):$PATH"
+export PATH
 
 # Each check runs even when one before it failed, so that one run shows all there is to mend.
 failed=()
@@ -23,7 +24,9 @@ check() {
 }
 check ruff check .
 check ruff format --check .
-check pyright
+check pyright --pythonpath "$(command -v python)"
 check lint-imports
-check python -m pytest -p pytest_timeout --timeout-method thread -n 2 --dist worksteal -q -rs --durations 20 "${select[@]}"
+check shellcheck --external-sources --source-path SCRIPTDIR tools/*.sh .ci/run
+check "${PYTEST[@]}" "${select[@]}"
+if [[ ${1:-} == long ]]; then check python tools/mutants.py; fi
 ((${#failed[@]} == 0)) || fail "failed: $(printf '%s; ' "${failed[@]}")"

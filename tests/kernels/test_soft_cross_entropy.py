@@ -1,5 +1,7 @@
 """The blockwise loss and its closed-form gradients against plain jnp."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,20 +91,32 @@ def test_bfloat16_operands_keep_a_float32_softmax():
     """Products of bfloat16 numbers are exact in float32, so the loss is that of the rounded operands in float32."""
     dtype = jnp.bfloat16
     hidden, rows, teacher_hidden, teacher_rows, labels, weights = random_inputs(1)
-    half = [x.astype(dtype) for x in (hidden, rows, teacher_hidden, teacher_rows)]
-    rounded = [x.astype(jnp.float32) for x in half]
+    half: Any = [x.astype(dtype) for x in (hidden, rows, teacher_hidden, teacher_rows)]
+    rounded: Any = [x.astype(jnp.float32) for x in half]
 
-    def run(hidden, rows, *teacher):
-        call = lambda h, r: soft_cross_entropy(h, r, *teacher, labels, weights, block=8)  # noqa: E731
-        return jax.value_and_grad(call, (0, 1), has_aux=True)(hidden, rows)
+    def run(hidden, rows):
+        return soft_cross_entropy(hidden, rows, *half[2:], labels, weights, block=8)
 
-    (loss, comparison), gradients = run(half[0], rounded[1], *half[2:])
-    (exact, expected), wanted = run(*rounded)
+    (loss, comparison), gradients = jax.value_and_grad(run, (0, 1), has_aux=True)(half[0], rounded[1])
+    exact, cross_entropy, entropy, _ = reference(*rounded, labels, weights)
     assert loss.dtype == jnp.float32
     np.testing.assert_allclose(loss, exact, rtol=1e-5)
-    np.testing.assert_allclose(comparison.cross_entropy, expected.cross_entropy, rtol=1e-5)
-    np.testing.assert_allclose(comparison.entropy, expected.entropy, rtol=1e-5)
+    counted = np.asarray(weights) != 0
+    np.testing.assert_allclose(comparison.cross_entropy[counted], cross_entropy[counted], rtol=1e-5)
+    np.testing.assert_allclose(comparison.entropy[counted.any(0)], entropy[counted.any(0)], atol=1e-5)
+    wanted = jax.grad(lambda h, r: reference(h, r, *rounded[2:], labels, weights)[0], (0, 1))(*rounded[:2])
     assert [g.dtype for g in gradients] == [dtype, jnp.float32]
     for got, want in zip(gradients, wanted, strict=True):  # logits' gradients are rounded once, what they give once
         got = got.astype(jnp.float32)
         np.testing.assert_allclose(got, want, atol=2**-7 * float(jnp.abs(want).max()))
+
+
+def test_no_label_is_never_a_hit():
+    """Though the student's first choice is token 0, which -1 would be read as."""
+    hidden, rows, teacher_hidden, teacher_rows, labels, weights = random_inputs(2)
+    rows = jnp.zeros_like(rows).at[0].set(1.0)
+    hidden, weights = jnp.abs(hidden), jnp.ones_like(weights)
+    for label, expected in ((0, True), (-1, False)):
+        labels = jnp.full_like(labels, label)
+        _, comparison = soft_cross_entropy(hidden, rows, teacher_hidden, teacher_rows, labels, weights, block=8)
+        assert np.asarray(comparison.hits == expected).all()

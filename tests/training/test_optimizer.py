@@ -1,5 +1,7 @@
 """The optimizer against AdamW written out."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +17,7 @@ def test_updates_are_those_of_adamw_on_clipped_gradients():
     rng = np.random.default_rng(0)
     weights = {"matrix": rng.normal(size=(3, 2)), "norm": rng.normal(size=2)}
     optimizer = make_optimizer(config, 4)
-    ours = {name: jnp.asarray(value, jnp.float32) for name, value in weights.items()}
+    ours: Any = {name: jnp.asarray(value, jnp.float32) for name, value in weights.items()}  # a pytree to optax
     state = optimizer.init(ours)
     first, second = ({name: np.zeros_like(value) for name, value in weights.items()} for _ in range(2))
     for step, size in enumerate((3.0, 0.01, 1.0, 0.1)):

@@ -67,7 +67,7 @@ def test_a_step_has_no_fusion_that_cpus_compute_wrongly(head_config, teacher, ma
     state = init_state(head_config, 0, teacher.rows, optimizer, mesh)
     batch = make_batch([[6, 9], [16], [4, 4, 4], [12]], 16)
     text = make_train_step(CONFIG, optimizer, mesh).lower(state, teacher, batch).compile().as_text()
-    assert "__ynn_fusion" in text
+    assert text is not None and "__ynn_fusion" in text
     assert product_and_sum_fusions(text) == []
 
 
@@ -104,11 +104,13 @@ def test_checkpoints_restore_onto_another_mesh(run, tmp_path, head_config):
 
 
 def test_a_new_head_begins_where_the_target_stands(head_config, teacher):
+    """Beside noise of 0.02 a weight, `fc` hands on the highest aux feature as it is."""
     head = init_head(head_config, 0, teacher.rows)
     np.testing.assert_array_equal(head.lm_head[...], teacher.rows)
-    aux = np.zeros((1, 1, 3 * head_config.hidden_size), np.float32)
-    aux[..., -head_config.hidden_size :] = np.arange(head_config.hidden_size)
-    np.testing.assert_allclose(head.fuse(jnp.asarray(aux)), aux[..., -head_config.hidden_size :], atol=3)
+    noise = np.array(head.fc[...])
+    noise[-head_config.hidden_size :] -= np.eye(head_config.hidden_size)
+    assert np.abs(noise).max() < 0.12
+    assert 0.015 < noise.std() < 0.025
 
 
 def test_the_rate_warms_up_and_ends_near_zero():

@@ -1,0 +1,94 @@
+"""What the README tells a user to do: its Python runs, its commands are understood."""
+
+import importlib
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from flax import nnx
+
+import eagle3_jax
+from eagle3_jax import config
+from eagle3_jax.config import DraftConfig, TargetConfig
+from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def commands() -> list[str]:
+    """Indented or fenced lines that start a script or a verb; comments and continuations are taken out."""
+    found = []
+    for page in PAGES:
+        text = page.read_text().replace("\\\n", " ")
+        for line in re.findall(r"^(?:    )?((?:[A-Z_]+=\S+ )*(?:\S*bin/python|bash) [^`\n]*)$", text, re.MULTILINE):
+            found.append(shlex.join(shlex.split(line, comments=True)))
+    return sorted(set(found))
+
+
+def test_there_are_commands():
+    assert any("quickstart.sh" in command for command in commands())
+    assert any("eagle3_jax.train" in command for command in commands())
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_command_is_understood(command, monkeypatch):
+    words = [word for word in shlex.split(command) if not re.fullmatch(r"[A-Z_0-9]+=\S*", word)]
+    program, what, *arguments = words
+    if program == "bash":
+        assert (ROOT / what).is_file()
+        subprocess.run(["bash", "-n", ROOT / what], check=True, timeout=60)
+        known = re.findall(r"^ *\"?([a-z]*)\"?\)", (ROOT / what).read_text(), re.MULTILINE)
+        assert not known or not arguments or arguments[0] in known, f"{arguments[0]}: not an argument of {what}"
+    elif what == "-m" and arguments[0].startswith("eagle3_jax."):
+        verb, *flags = arguments
+        importlib.import_module(verb)
+        values = dict(zip(flags[::2], flags[1::2], strict=True))
+        path = values.pop("--config")
+        own = {"--prompts", "--output"}
+        overrides = [word for name, value in values.items() if name not in own for word in (name, value)]
+        config.load(ROOT / path, overrides)
+    elif what != "-m":
+        assert (ROOT / what).is_file()
+        monkeypatch.syspath_prepend(str(ROOT / "tools"))
+        shown = subprocess.run(
+            [sys.executable, ROOT / what, "--help"], capture_output=True, text=True, timeout=120, cwd=ROOT
+        )
+        assert shown.returncode == 0, shown.stderr
+        for word in arguments:
+            if word.startswith("--") and "." not in word:
+                assert word in shown.stdout, f"{word}: not a flag of {what}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_its_python_runs(page, tmp_path, monkeypatch, capsys):
+    """As it is written, but for the models: a tiny target in a folder, and a head that knows nothing."""
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert blocks or page.name != "README.md"
+    if not blocks:
+        return
+    folder = tiny.write_target(tmp_path / "target")
+    target = eagle3_jax.load_target(TargetConfig(name=str(folder), aux_layers=(1, 2, 3)))
+    head = DraftHeadConfig.for_target(DraftConfig(vocab_size=48), target.model.config)
+    draft = Draft(DraftHead(head, rngs=nnx.Rngs(0)), jnp.asarray(np.arange(3, 51, dtype=np.int32)))
+    load = eagle3_jax.Engine.load
+    asked = []
+
+    def load_tiny(name, **arguments):
+        asked.append((name, arguments))
+        given = arguments | {"max_length": 512} | ({"draft": draft} if "draft" in arguments else {})
+        return load(target, **{name: given[name] for name in ("draft", "tree", "max_length") if name in given})
+
+    monkeypatch.setattr(eagle3_jax.Engine, "load", load_tiny)
+    params = eagle3_jax.SamplingParams
+    monkeypatch.setattr(eagle3_jax, "SamplingParams", lambda **given: params(**given | {"max_tokens": 8}))
+    for block in blocks:
+        exec(compile(block.replace("9690", "190"), str(page), "exec"), {"__name__": "__main__"})
+    assert asked
+    assert capsys.readouterr().out.strip()

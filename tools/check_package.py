@@ -1,0 +1,54 @@
+"""Runs in an environment that holds the installed wheel and nothing else: data files are there, and it decodes.
+
+`tools/test_package.sh` starts it, beside a copy of tests/tiny.py.
+"""
+
+import importlib.resources
+import json
+import pathlib
+import sys
+import tempfile
+
+import jax
+import numpy as np
+import tiny  # pyright: ignore[reportMissingImports]
+from flax import nnx
+
+import eagle3_jax
+from eagle3_jax import DraftTree, Engine, SamplingParams, load_target
+from eagle3_jax.config import DraftConfig, TargetConfig
+from eagle3_jax.formats.sglang import save_draft
+from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
+
+
+def main() -> None:
+    package = pathlib.Path(eagle3_jax.__file__).parent
+    assert sys.prefix in str(package), f"{package}: expected the installed package, below {sys.prefix}"
+    files = importlib.resources.files("eagle3_jax")
+    prompts = {
+        path.name: len(path.read_text(encoding="utf-8").splitlines())
+        for path in (files / "data/prompts").iterdir()
+        if path.name.endswith(".jsonl")
+    }
+    assert len(prompts) == 5 and min(prompts.values()) > 0, f"packaged prompts: got {prompts}"
+    assert json.loads((files / "kernels/tree_attention_blocks.json").read_text())["default"]
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = tiny.write_target(pathlib.Path(name) / "target")
+        target = load_target(TargetConfig(name=str(folder), aux_layers=(1, 2, 3)))
+        config = DraftHeadConfig.for_target(DraftConfig(vocab_size=48), target.model.config)
+        draft = Draft(DraftHead(config, rngs=nnx.Rngs(0)), jax.numpy.asarray(np.arange(3, 51, dtype=np.int32)))
+        save_draft(pathlib.Path(name) / "draft", draft, target=target.model.config, dtype="float32")
+        prompts = ["apple bird cloud", [{"role": "user", "content": "river snow"}], [5, 6, 7]]
+        params = SamplingParams(temperature=0.0, max_tokens=16)
+        vanilla = Engine.load(target, max_length=512).generate(prompts, params)
+        tree = DraftTree(num_steps=2, topk=2, num_draft_tokens=5)
+        engine = Engine.load(target, draft=str(pathlib.Path(name) / "draft"), tree=tree, max_length=512)
+        drafted = engine.generate(prompts, params)
+        assert [out.token_ids for out in drafted] == [out.token_ids for out in vanilla]
+        assert all(out.token_ids for out in drafted)
+    print(f"eagle3_jax of {package} reads {len(prompts)} prompts and decodes, jax {jax.__version__}")
+
+
+if __name__ == "__main__":
+    main()
