@@ -37,6 +37,10 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 import hypothesis
 import pytest
+from jax._src.pallas.mosaic import tpu_info
+
+# Pallas' pipelines ask for the tiling of the chip, and for a CPU, where tests interpret kernels, JAX knows none.
+tpu_info.registry.setdefault("cpu", lambda: tpu_info.get_tpu_info_for_chip(tpu_info.ChipVersion.TPU_V5E, 1))
 
 # The same examples in every run; the first that fails is shown as it was drawn, since shrinking one that compiles takes
 # many minutes. `tools/test.sh long` draws new ones (--hypothesis-profile=long).

@@ -9,6 +9,8 @@ Needs the extra `reference` (PyTorch).
 import argparse
 import statistics
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -26,7 +28,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     target = load_target("smollm2-135m-instruct")
     engine = Engine.load(target)
-    reference = AutoModelForCausalLM.from_pretrained(target.folder, dtype=torch.float32).eval()
+    reference: Any = AutoModelForCausalLM.from_pretrained(target.folder, dtype=torch.float32).eval()
     prompt = engine.encode("Write a short story about a lighthouse.")
     count = arguments.tokens
 
@@ -44,7 +46,7 @@ def main() -> None:
             )
         return ids[0, len(prompt) :].tolist()
 
-    def step(generate, tokens: int) -> float:
+    def step(generate: Callable[[int], list[int]], tokens: int) -> float:
         """Seconds a token: a long answer less a short one, so that the prefill drops out."""
         marks = []
         for length in (1, tokens):
@@ -54,7 +56,8 @@ def main() -> None:
         return (marks[1] - marks[0]) / (tokens - 1)
 
     same = ours(count) == theirs(count)
-    ours(1), theirs(1)
+    for generate in (ours, theirs):
+        generate(1)
     turns = [(step(ours, count), step(theirs, count)) for _ in range(arguments.turns)]
     mine, other = (statistics.median(column) * 1e3 for column in zip(*turns, strict=True))
     print(f"tokens identical: {same}")

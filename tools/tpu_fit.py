@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tpu_profile import ENVIRONMENT
+from tpu_topology import ENVIRONMENT
 
 os.environ.update(ENVIRONMENT)
 

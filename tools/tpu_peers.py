@@ -1,4 +1,4 @@
-"""Attention as others do it, for tools/tpu_kernels.py: plain XLA, the kernels that JAX ships, and tpu-inference's.
+"""Attention as others do it, for tools/tpu_profile.py: plain XLA, the kernels that JAX ships, and tpu-inference's.
 
 Their block sizes are the best of a few that were tried on v6e. None of them takes a tree of draft tokens but flash
 attention, as a bias of every score; the others attend causally.
@@ -6,49 +6,23 @@ attention, as a bias of every score; the others attend causally.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import pathlib
 import subprocess
 import sys
 import types
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from tpu_cases import Attention, Call
 
 from eagle3_jax.manifest import digest
-
-if TYPE_CHECKING:
-    from tpu_kernels import Attention
 
 TPU_INFERENCE = "tpu-inference==0.32.0"
 _WHEEL_DIGEST = "7c25a3c76cefd383f06ef115a6ed4d7bed82c081f047046bfef55f5913ea06d4"  # sha256
 VMEM_LIMIT = 56 << 20
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """What is compiled.
-
-    Attributes:
-        arguments: shape and dtype of each.
-        trips: by the beginning of a custom call's name, how often each of its stretches of code with matrix products
-            runs, in their order; where the cycles are to be counted so.
-        donated: numbers of the arguments that are written in place.
-    """
-
-    function: Any
-    arguments: list[tuple[tuple[int, ...], Any]]
-    trips: dict[str, list[int]] = dataclasses.field(default_factory=dict)
-    donated: tuple[int, ...] = ()
-
-
-def cores() -> int:
-    """Of the device that the program is for."""
-    import jax
-
-    return jax.sharding.get_abstract_mesh().abstract_device.num_cores
-
-
-def flash(case: Attention) -> Program:
+def flash(case: Attention) -> Call:
     """JAX's own kernel on rows folded as ours are, the tree as a bias."""
     from jax.experimental.pallas.ops.tpu import flash_attention as jax_flash
 
@@ -60,10 +34,10 @@ def flash(case: Attention) -> Program:
         return jax_flash.flash_attention(q, k, v, bias, sm_scale=c.head_dim**-0.5, block_sizes=sizes)
 
     bias = ((c.batch, c.kv_heads, c.rows, c.keys), "float32")
-    return Program(attend, [(q, c.dtype), (kv, c.dtype), (kv, c.dtype), bias])
+    return Call(attend, [(q, c.dtype), (kv, c.dtype), (kv, c.dtype), bias])
 
 
-def xla(case: Attention) -> Program:
+def xla(case: Attention) -> Call:
     """Plain operations on folded rows, under a mask of every slot."""
     import jax
     import jax.numpy as jnp
@@ -76,12 +50,14 @@ def xla(case: Attention) -> Program:
         weights = jax.nn.softmax(jnp.where(mask[:, None], scores, -1e30), axis=-1)
         return jnp.einsum("bkrs,bksd->bkrd", weights.astype(v.dtype), v)
 
-    return Program(attend, [(q, c.dtype), (kv, c.dtype), (kv, c.dtype), ((c.batch, c.rows, c.keys), "bool")])
+    return Call(attend, [(q, c.dtype), (kv, c.dtype), (kv, c.dtype), ((c.batch, c.rows, c.keys), "bool")])
 
 
-def paged(case: Attention) -> Program:
+def paged(case: Attention) -> Call:
     """JAX's own kernel for one token of each sequence."""
     from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
+
+    from eagle3_jax.kernels.dispatch import cores
 
     c, pages = case, case.keys // case.page
     cache = ((c.kv_heads, c.batch * pages, c.page, c.head_dim), c.dtype)
@@ -97,10 +73,10 @@ def paged(case: Attention) -> Program:
         both = "batch" if cores() == 2 else None
         return paged_attention(q, k, v, lengths, table, pages_per_compute_block=pages, megacore_mode=both)
 
-    return Program(attend, arguments, {"paged_attention": [c.batch // cores() * c.kv_heads]})
+    return Call(attend, arguments, {"paged_attention": [c.batch // cores() * c.kv_heads]})
 
 
-def ragged(case: Attention) -> Program:
+def ragged(case: Attention) -> Call:
     """JAX's own kernel for new tokens of several sequences in a row, causal."""
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
@@ -123,10 +99,10 @@ def ragged(case: Attention) -> Program:
             vmem_limit_bytes=VMEM_LIMIT,
         )
 
-    return Program(attend, arguments, {"ragged_paged_attention": [c.batch * c.keys // keys]})
+    return Call(attend, arguments, {"ragged_paged_attention": [c.batch * c.keys // keys]})
 
 
-def ragged_v3(case: Attention) -> Program:
+def ragged_v3(case: Attention) -> Call:
     """tpu-inference's kernel for the same, which writes the new keys and values too."""
     import jax
 
@@ -155,7 +131,7 @@ def ragged_v3(case: Attention) -> Program:
     def attend(*operands: Any) -> Any:
         return ragged_paged_attention(*operands, sm_scale=c.head_dim**-0.5, vmem_limit_bytes=VMEM_LIMIT, **chosen)
 
-    return Program(attend, arguments, {name: [c.batch * c.keys // keys]})
+    return Call(attend, arguments, {name: [c.batch * c.keys // keys]})
 
 
 def _tpu_inference(device_kind: str) -> Any:

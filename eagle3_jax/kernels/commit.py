@@ -1,7 +1,7 @@
 """Commit: the accepted path of a draft tree moves to the front of its tail, in the caches of all layers at once.
 
-XLA makes a gather and a loop over the sequences of it, for every layer one after the other. The kernel copies only the
-tiles that hold the path and those it goes to, and all layers' at the same time.
+The kernel is a read-modify-write in VMEM: it copies only the tiles of rows that hold the path and those that the path
+goes to, of all layers at the same time. XLA makes a gather and a loop over the sequences of it, layer by layer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxtyping import Array, Int
 from eagle3_jax.kernels.cache_write import write
 from eagle3_jax.kernels.dispatch import Implementation, default_implementation, over_mesh
 from eagle3_jax.kernels.packed_rows import merge_rows, roll_rows, rows_between, tile_rows
-from eagle3_jax.kernels.registers import LANES
+from eagle3_jax.kernels.registers import LANES, SMEM_LIMIT, check_fits
 
 # VMEM for the tiles of one call, of at least 64 MiB that TPUs since v5e have; more caches than fit take more calls.
 _VMEM = 32 << 20
@@ -82,30 +82,25 @@ def _pallas(
     page_table: Array | None,
     *caches: Array,
     interpret: Any = False,
-    baked: tuple[int, list[int]] | None = None,
 ) -> tuple[Array, ...]:
-    """The kernel, in as many calls as VMEM asks for.
-
-    Args:
-        baked: length and path of every sequence: for static profiles, which take what is only known at run time for
-            nothing.
-    """
+    """The kernel, in as many calls as VMEM asks for."""
     rows, kv_heads, page_size, head_dim = caches[0].shape
     height, nodes = tile_rows(caches[0].dtype), path.shape[1]
     places = nodes + pl.cdiv(nodes - 1, height) + 1  # a tile for each row, and those where they go
     lanes = pl.cdiv(head_dim, LANES) * LANES
     most = max(1, _VMEM // (places * kv_heads * height * lanes * caches[0].dtype.itemsize))
-    # Within the cache, whatever is given: the kernel does not look again.
+    # Clipped to the cache, since the kernel runs without bounds checks.
     slots = page_size * (1 if page_table is None else page_table.shape[1])
     lengths = jnp.clip(lengths, 0, slots - nodes)
     path = jnp.clip(path, 0, slots - 1 - lengths[:, None])
     tables = () if page_table is None else (jnp.clip(page_table, 0, rows - 1).reshape(-1),)
     scalars = lengths, path.reshape(-1), *tables
+    check_fits("SMEM", sum(4 * x.size for x in scalars), SMEM_LIMIT, f"{len(lengths)} sequences of {slots} slots")
     kept = ()
     for begin in range(0, len(caches), most):
         some = caches[begin : begin + most]
         kept += pl.pallas_call(
-            functools.partial(_kernel, nodes, len(some), 0 if page_table is None else page_table.shape[1], baked),
+            functools.partial(_kernel, nodes, len(some), 0 if page_table is None else page_table.shape[1]),
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=len(scalars),
                 grid=lengths.shape,
@@ -127,27 +122,22 @@ def _pallas(
     return kept
 
 
-def _kernel(nodes: int, count: int, pages: int, baked: tuple[int, list[int]] | None, *refs: Any) -> None:
-    """One sequence, in all caches."""
+def _kernel(nodes: int, count: int, pages: int, *refs: Any) -> None:
+    """One sequence, in all caches: a read-modify-write of the tiles that the path goes to."""
     lengths, path, *rest = refs
     table = rest.pop(0) if pages else None
     caches, (tiles, semaphore) = rest[count : 2 * count], rest[2 * count :]
     _, places, kv_heads, height, head_dim = tiles.shape
     page_size, b = caches[0].shape[2], pl.program_id(0)
-    length = lengths[b] if baked is None else baked[0]
+    length = lengths[b]
     base = length // height  # of the tiles that the path goes to
 
-    def each(steps: int, body: Any, carry: Any) -> Any:
-        if baked is None:
-            return jax.lax.fori_loop(0, steps, body, carry)
-        return functools.reduce(lambda carry, j: body(j, carry), range(steps), carry)
-
     def source(j: Any) -> Any:
-        return length + (path[b * nodes + j] if baked is None else baked[1][j])
+        return length + path[b * nodes + j]
 
     def before(j: Any) -> Any:
         """Where the row before comes from; its own for the first."""
-        return source(jnp.maximum(j, 1) - 1 if baked is None else max(j, 1) - 1)
+        return source(jnp.maximum(j, 1) - 1)
 
     def copies(number: Any, place: Any) -> list[tuple[Any, Any]]:
         """Tile `number` of the sequence in every cache, and its place in VMEM."""
@@ -163,7 +153,7 @@ def _kernel(nodes: int, count: int, pages: int, baked: tuple[int, list[int]] | N
             number = source(j) // height
             pl.when((j == 0) | (number != before(j) // height))(lambda: act(number, j))
 
-        each(nodes, one, None)
+        jax.lax.fori_loop(0, nodes, one, None)
 
     def each_target(act: Any) -> None:
         """act(tile, place) for the tiles that the path goes to."""
@@ -171,7 +161,7 @@ def _kernel(nodes: int, count: int, pages: int, baked: tuple[int, list[int]] | N
         def one(i: Any, _: None) -> None:
             pl.when((base + i) * height < length + nodes)(lambda: act(base + i, nodes + i))
 
-        each(places - nodes, one, None)
+        jax.lax.fori_loop(0, places - nodes, one, None)
 
     def transfer(*, inwards: bool, wait: bool) -> Any:
         def act(number: Any, place: Any) -> None:
@@ -206,6 +196,6 @@ def _kernel(nodes: int, count: int, pages: int, baked: tuple[int, list[int]] | N
 
         return place
 
-    each(nodes, move, jnp.int32(0))
+    jax.lax.fori_loop(0, nodes, move, jnp.int32(0))
     for wait in (False, True):
         each_target(transfer(inwards=False, wait=wait))

@@ -7,7 +7,10 @@ from typing import Any, Literal
 
 import jax
 from jax import P
+from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
+
+from eagle3_jax.kernels.registers import VMEM_LIMIT
 
 Implementation = Literal["xla", "pallas"]
 
@@ -23,8 +26,20 @@ def cores() -> int:
 
 
 def default_implementation() -> Implementation:
-    """Pallas on a TPU, XLA elsewhere."""
-    return "pallas" if device().platform == "tpu" else "xla"
+    """Pallas on a TPU that has the VMEM which the kernels count on (v5e and later; v4 has 16 MiB), XLA elsewhere."""
+    if device().platform != "tpu" or pltpu.get_tpu_info().vmem_capacity_bytes <= VMEM_LIMIT:
+        return "xla"
+    return "pallas"
+
+
+def split_axes(sizes: dict[str, int]) -> set[str]:
+    """The axes of the mesh that is set which split what they are to split.
+
+    Args:
+        sizes: by axis, of what it is to split; an axis that does not divide its size splits nothing.
+    """
+    shape = jax.sharding.get_abstract_mesh().shape
+    return {name for name, size in sizes.items() if shape.get(name, 1) > 1 and size % shape[name] == 0}
 
 
 def over_mesh(
@@ -40,12 +55,12 @@ def over_mesh(
 
     Args:
         specs: of the operands, as if every axis of the mesh split what it may. results: of what is returned.
-        sizes: of what each axis of the mesh is to split; an axis that does not divide its size splits nothing.
+        sizes: see `split_axes`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return function(*operands)
-    axes = {name for name, size in sizes.items() if mesh.shape.get(name, 1) > 1 and size % mesh.shape[name] == 0}
+    axes = split_axes(sizes)
 
     def kept(spec: P) -> P:
         return P(*(axis if axis in axes else None for axis in spec))

@@ -6,6 +6,7 @@ tree and the drafting of it (EAGLE3_SPEC section 5.2).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.resources
 import json
@@ -18,15 +19,15 @@ from jax import P
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from eagle3_jax.kernels.cache_write import write
-from eagle3_jax.kernels.dispatch import Implementation, default_implementation, device, over_mesh
+from eagle3_jax.kernels.dispatch import Implementation, cores, default_implementation, device, over_mesh
 from eagle3_jax.kernels.packed_rows import tile_rows
-from eagle3_jax.kernels.registers import LANES, VMEM_LIMIT
+from eagle3_jax.kernels.registers import LANES, SMEM_LIMIT, VMEM_LIMIT, check_fits
 from eagle3_jax.kernels.tree_attention_shape import Shape
 from eagle3_jax.kernels.tree_attention_tpu import attend
 
-# How the kernel's work is cut, by the kind of chip, "default" elsewhere; tools/tpu_tune.py chooses. At most: keys of a
-# block over all KV heads, those of one head in it, scores of an item, and rows of a tile, all query heads of a KV head
-# together.
+# How the kernel's work is cut, by the kind of chip, else "default"; chosen by libtpu's simulation (docs/measured.md).
+# At most: keys of a block over all KV heads, those of one head in it, scores of an item, and rows of a tile, all query
+# heads of a KV head together.
 BLOCKS: dict[str, dict[str, int]] = json.loads(
     (importlib.resources.files("eagle3_jax.kernels") / "tree_attention_blocks.json").read_text()
 )
@@ -232,12 +233,38 @@ def _pallas(
     first = None if first is None else jnp.pad(first, pad, mode="edge")
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape(s.kv_heads, s.group) * math.log2(math.e)
-    table = jnp.zeros((b, s.pages), jnp.int32) if page_table is None else page_table
-    attended, keys, values = attend(
-        s, folded, keys, values, table, lengths, bits, first, sinks, new, interpret=interpret
+    parts = 1 if sinks is not None else _parts(b, s.kv_heads)
+    attended, *caches = attend(
+        dataclasses.replace(s, batch=b * parts, kv_heads=s.kv_heads // parts),
+        _heads_apart(folded, parts),
+        _heads_apart(keys, parts),
+        _heads_apart(values, parts),
+        None if page_table is None else _repeated(page_table, parts) * parts + jnp.arange(b * parts)[:, None] % parts,
+        _repeated(lengths, parts),
+        None if bits is None else _repeated(bits, parts),
+        None if first is None else _repeated(first, parts),
+        sinks,
+        None if new is None else (_heads_apart(new[0], parts), _heads_apart(new[1], parts)),
+        interpret=interpret,
     )
     attended = attended.reshape(b, s.kv_heads, -1, s.group, s.tile, d).transpose(0, 2, 4, 1, 3, 5)
+    keys, values = (cache.reshape(before.shape) for cache, before in zip(caches, (keys, values), strict=True))
     return attended.reshape(b, s.nodes, n, d)[:, :t], keys, values
+
+
+def _parts(batch: int, kv_heads: int) -> int:
+    """Of a sequence's KV heads, for the cores of a device to share where they cannot share the sequences evenly."""
+    return cores() if batch % cores() and kv_heads % cores() == 0 else 1
+
+
+def _heads_apart(x: Num[Array, "b k s d"], parts: int) -> Num[Array, "rows heads s d"]:
+    """Parts of the KV heads as if they were sequences (pages) of their own."""
+    return x.reshape(x.shape[0] * parts, x.shape[1] // parts, *x.shape[2:])
+
+
+def _repeated(x: Num[Array, "b *rest"], parts: int) -> Num[Array, "rows *rest"]:
+    """What is a sequence's, for each part of its heads."""
+    return jnp.repeat(x, parts, axis=0)
 
 
 def plan(
@@ -247,7 +274,6 @@ def plan(
     *,
     tail: int,
     pages: int | None,
-    length: int | None = None,
 ) -> Shape:
     """How the kernel cuts its work.
 
@@ -255,7 +281,6 @@ def plan(
         queries, keys: shapes, as `tree_attention` takes them. dtypes: of both.
         tail: slots of the tail.
         pages: columns of the page table; None is contiguous.
-        length: see `Shape`.
 
     Raises:
         ValueError: with the numbers, where something does not fit.
@@ -294,14 +319,9 @@ def plan(
         width=width,
         tail=tail,
         written=t if tile == nodes else 0,  # a later tile of queries would read what an earlier one writes
-        paged=paged,
-        length=length,
     )
-    needed = shape.vmem_bytes(*(jnp.dtype(dtype).itemsize for dtype in dtypes))
-    if needed > VMEM_LIMIT:
-        raise ValueError(
-            f"VMEM: got {needed / 2**20:.1f} MiB for {shape}, expected at most {VMEM_LIMIT / 2**20:.0f} MiB"
-        )
+    check_fits("VMEM", shape.vmem_bytes(*(jnp.dtype(dtype).itemsize for dtype in dtypes)), VMEM_LIMIT, shape)
+    check_fits("SMEM", shape.smem_bytes(paged), SMEM_LIMIT, f"{b} sequences, {pages if paged else 0} pages each")
     return shape
 
 

@@ -26,8 +26,6 @@ class Shape:
         width: keys of one item. Its matrix products are of 256 keys at most.
         tail: cache slots behind the committed ones that the queries may see.
         written: new tokens, the tail's last, whose keys and values the kernel writes; 0 where they are in the cache.
-        length: baked in (the same for all sequences, pages in order): for static profiles, which take what is only
-            known at run time for nothing.
     """
 
     batch: int
@@ -42,8 +40,6 @@ class Shape:
     width: int
     tail: int
     written: int
-    paged: bool
-    length: int | None = None
 
     @property
     def tiles(self) -> int:
@@ -89,7 +85,7 @@ class Shape:
         return lowest // self.block, pl.cdiv(end, self.block), pl.cdiv(highest, self.block), length // self.block
 
     def vmem_bytes(self, query_bytes: int, key_bytes: int) -> int:
-        """What the kernel holds in VMEM: blocks and queries twice, for one comes meanwhile; sums, sinks, two items."""
+        """What the kernel holds in VMEM: blocks and queries twice (double buffers), sums, sinks, two items."""
         lanes, height = self.parts * LANES, 32 // key_bytes
         streamed = 2 * self.block * self.kv_heads * lanes * key_bytes
         tiles = 2 * self.kv_heads * self.rows * lanes * query_bytes
@@ -99,3 +95,7 @@ class Shape:
         sums = self.kv_heads * self.rows * (3 * LANES + lanes) * 4
         items = 2 * self.rows * self.width * (4 + 4 + query_bytes)
         return 2 * (streamed + tiles + words + new) + placed + sums + items
+
+    def smem_bytes(self, paged: bool) -> int:
+        """What is prefetched into SMEM, int32: the page table, lengths, three numbers for each tile of queries."""
+        return 4 * self.batch * (1 + 3 * self.tiles + (self.pages if paged else 0))

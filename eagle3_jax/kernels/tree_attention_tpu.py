@@ -1,27 +1,24 @@
-"""Tree attention as a Pallas kernel for TPU.
+"""Tree attention as a Pallas kernel for TPU: FlashAttention's online softmax over a cache that is prefetched by hand.
 
-Pages of the cache stream from HBM to VMEM once, with all their KV heads, several to a block. The query heads of a KV
-head and the nodes are folded into the rows of one matrix, so that the matrix unit sees full tiles. Blocks of the
-committed prefix are attended without any mask; only those that hold the tail expand the ancestor bits, once for all
-heads. The softmax is the online one of FlashAttention, in base 2.
+Pages of the cache stream from HBM to VMEM once, with all their KV heads, several to a block, through a double buffer
+(`tree_attention_pages.py`): only blocks that are needed take a step, and the next tile of queries finds its first block
+there. Queries, masks and results go through Pallas' own pipeline. The query heads of a KV head and the nodes are folded
+into the rows of one matrix, so that the matrix unit sees full tiles. Blocks of the committed prefix are attended
+without a mask; only those that hold the tail expand the ancestor bits, once for all heads.
 
-Work is cut into items, a KV head and a stretch of keys each, and the scores of the next item are computed before the
-softmax of this one: matrix and vector units would otherwise wait for each other (1.2 times the static cycles on v6e).
+Software pipelining: work is cut into items, a KV head and a stretch of keys each, and the scores of the next item are
+computed before the softmax of this one, so that matrix and vector units work at the same time.
 
-The new tokens' keys and values are written in the same pass: put into the pages of their slots while these are in VMEM,
-attended there, and the tiles that they touch sent to HBM meanwhile. No page is read after it was written: one tile of
-queries reads every page once, and where there are several the caller writes first.
-
-Queries, masks and results go through Pallas' pipeline; pages do not (`tree_attention_pages.py`): only blocks that are
-needed take a step, the next tile of queries finds its first block there, and a page is one copy whatever the block.
+The new tokens' keys and values are written in the same pass (`tree_attention_write.py`), a read-modify-write while
+their block is in VMEM. No page is read after it was written: one tile of queries reads every page once, and where there
+are several tiles the caller writes first.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,9 +27,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from eagle3_jax.kernels.registers import LANES, NEVER, VMEM_LIMIT, dot, to_lanes
-from eagle3_jax.kernels.tree_attention_pages import Pages, scalars
+from eagle3_jax.kernels.dispatch import cores
+from eagle3_jax.kernels.registers import LANES, NEVER, VMEM_LIMIT, dot, rescaled, to_lanes
+from eagle3_jax.kernels.tree_attention_pages import Pages, Scalars, scalars
 from eagle3_jax.kernels.tree_attention_shape import WORD, Shape
+from eagle3_jax.kernels.tree_attention_write import NewEntries
 
 
 def attend(
@@ -40,7 +39,7 @@ def attend(
     queries: Float[Array, "b k r d"],
     keys: Array,
     values: Array,
-    table: Int[Array, "b pages"],
+    table: Int[Array, "b pages"] | None,
     lengths: Int[Array, " b"],
     bits: Int[Array, "b t w"] | None = None,
     first: Int[Array, "b t"] | None = None,
@@ -51,9 +50,11 @@ def attend(
 ) -> tuple[Float[Array, "b k r d"], Array, Array]:
     """softmax(q k^T / sqrt(d)) v, a row for each (tile, query head of the group, node of the tile).
 
+    The cores of a device share the sequences.
+
     Args:
-        keys, values: [pages, k, page_size, d] when paged, else [b, k, slots, d]; any type that converts to queries'.
-        table: page of each stretch of page_size slots; not read when contiguous.
+        keys, values: [pages, k, page_size, d] with a table, else [b, k, slots, d]; any type that converts to queries'.
+        table: page of each stretch of page_size slots; None when contiguous.
         bits: int32 words, bit i: the node sees tail slot i. None is causal: node i sees slots 0..i of the tail.
         first: lowest slot that a node sees. None is 0.
         sinks: base-2 logit of each query head that takes part in the softmax and attends to nothing.
@@ -63,53 +64,69 @@ def attend(
         Attended rows, and keys and values with the new entries, in place where the caller gives its own away.
     """
     s = shape
-    known = () if s.length is not None else scalars(s, table, lengths, first, len(keys))
+    known = scalars(s, table, lengths, first, len(keys))
     tile = pl.BlockSpec((1, s.kv_heads, s.rows, s.head_dim), lambda b, q: (b, 0, q, 0))
     words, lowest = (pl.BlockSpec((1, s.tile, width), lambda b, q: (b, q, 0)) for width in (s.words, 1))
     entries = pl.BlockSpec((1, s.kv_heads, s.new_rows(keys.dtype), s.head_dim), lambda b, q: (b, 0, 0, 0))
-    optional = (
-        (words, bits),
-        (lowest, None if first is None else first[..., None]),
-        *((entries, x) for x in new or (None, None)),
-    )
-    given = [operand is not None for _, operand in optional]
-    streamed = [(tile, queries), *((spec, operand) for spec, operand in optional if operand is not None)]
-    resident = [] if sinks is None else [jnp.repeat(sinks, s.tile, axis=1)[..., None]]
-    pages = Pages.scratch(s, keys.dtype)
+    # Through the pipeline, by name: a block each, those that there are.
+    streamed = {"queries": (tile, queries)}
+    if bits is not None:
+        streamed["bits"] = words, bits
+    if first is not None:
+        streamed["first"] = lowest, first[..., None]
+    if new is not None:
+        streamed |= {"new_keys": (entries, new[0]), "new_values": (entries, new[1])}
+    specs = {name: spec for name, (spec, _) in streamed.items()}
+    operands = {name: operand for name, (_, operand) in streamed.items()}
+    if sinks is not None:
+        sinks = jnp.repeat(sinks, s.tile, axis=1)[..., None]
+    buffers, writing = Pages.scratch(s, keys.dtype), NewEntries.scratch(s, keys.dtype) if s.written else []
 
-    def kernel(*refs: Any) -> None:
-        rest = iter(refs)
-        counts = len(known), len(streamed), len(resident), 2, 1, 2, len(pages)
-        smem, inputs, kept, _, (out,), caches, own = (tuple(itertools.islice(rest, count)) for count in counts)
-        softmax = _Softmax(s, kept[0] if kept else None, *rest)
-        cache = Pages.of(s, smem, caches, own)
+    def kernel(
+        known: Scalars, inputs: Mapping[str, Any], sinks: Any, _: Any, out: Any, keys: Any, values: Any, *scratch: Any
+    ) -> None:
+        *buffered, arrived = scratch[: len(buffers)]
+        softmax = _Softmax(s, sinks, *scratch[len(buffers) + len(writing) :])
+        pages = Pages(s, known, (keys, values), tuple(buffered), arrived)
+        entries = None
+        if writing:
+            *held, sent = scratch[len(buffers) : len(buffers) + len(writing)]
+            entries = NewEntries(pages, tuple(held), sent)
         share = s.batch * s.tiles // pl.num_programs(0)  # of the tiles of queries, for each core
         begin = pl.program_id(0) * share
-        cache.copies(begin, cache.needed(begin)[0], lambda copy: copy.start())
+        pages.prefetch(begin, pages.needed(begin)[0])
         softmax.reset()
+
+        def body(*refs: Any) -> None:
+            *given, out = refs
+            blocks = dict(zip(specs, given, strict=True))
+            number = pl.program_id(0) * s.tiles + pl.program_id(1)
+            if entries is not None:
+                entries.hold(blocks["new_keys"], blocks["new_values"])
+            tile = _Tile(number, blocks["queries"], blocks.get("bits"), blocks.get("first"), out)
+            _attend_tile(s, pages, entries, softmax, tile, begin + share)
+
         pltpu.emit_pipeline(
-            functools.partial(_tile, s, cache, softmax, given, begin + share),
+            body,
             grid=(s.batch, s.tiles),
-            in_specs=[spec for spec, _ in streamed],
+            in_specs=list(specs.values()),
             out_specs=[tile],
             core_axis=0,
             dimension_semantics=(pltpu.PARALLEL, pltpu.ARBITRARY),
-        )(*inputs, out)
+        )(*(inputs[name] for name in specs), out)
 
     anywhere, hbm, vmem = (pl.BlockSpec(memory_space=space) for space in (pl.ANY, pltpu.HBM, pltpu.VMEM))
-    if interpret:  # the pipeline asks for the chip's tiling, and a CPU has none
-        from jax._src.pallas.mosaic import tpu_info
-
-        tpu_info.registry.setdefault("cpu", lambda: tpu_info.get_tpu_info_for_chip(tpu_info.ChipVersion.TPU_V5E, 1))
+    arguments = known, operands, sinks, (keys, values)
     return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(known),
-            grid=(math.gcd(s.batch, pltpu.get_tpu_info().num_cores),),
-            in_specs=[anywhere] * len(streamed) + [vmem] * len(resident) + [hbm] * 2,
+            num_scalar_prefetch=1,  # `known`
+            grid=(math.gcd(s.batch, cores()),),
+            in_specs=[dict.fromkeys(operands, anywhere), None if sinks is None else vmem, (hbm, hbm)],
             out_specs=[anywhere, hbm, hbm],
             scratch_shapes=[
-                *pages,
+                *buffers,
+                *writing,
                 *[pltpu.VMEM((s.kv_heads, s.rows, LANES), jnp.float32)] * 2,
                 pltpu.VMEM((s.kv_heads, s.rows, s.head_dim), jnp.float32),
             ],
@@ -119,15 +136,15 @@ def attend(
             jax.ShapeDtypeStruct(queries.shape, queries.dtype),
             *(pltpu.HBM(cache.shape, cache.dtype) for cache in (keys, values)),
         ],
-        input_output_aliases={len(known) + len(streamed) + len(resident) + i: 1 + i for i in range(2)},
+        input_output_aliases={len(jax.tree.leaves(arguments[:3])) + i: 1 + i for i in range(2)},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",),
             vmem_limit_bytes=VMEM_LIMIT,
-            disable_bounds_checks=True,  # 320 cycles a block on v6e; `scalars` sees to it that copies are within bounds
+            disable_bounds_checks=True,  # of every copy; `scalars` sees to it that they are within bounds
         ),
         interpret=interpret,
         name="tree_attention",
-    )(*known, *(operand for _, operand in streamed), *resident, keys, values)
+    )(*arguments)
 
 
 class _Softmax:
@@ -168,43 +185,33 @@ class _Tile(NamedTuple):
     out: Any
 
 
-def _tile(s: Shape, cache: Pages, softmax: _Softmax, given: Sequence[bool], share: Any, *refs: Any) -> None:
+def _attend_tile(
+    s: Shape, pages: Pages, entries: NewEntries | None, softmax: _Softmax, tile: _Tile, share: Any
+) -> None:
     """All blocks that a tile of queries needs; the core's last tile is the one before `share`."""
-    queries, *rest, out = refs
-    bits, first, *new = (rest.pop(0) if has else None for has in given)
-    number = pl.program_id(0) * s.tiles + pl.program_id(1)
-    tile = _Tile(number, queries, bits, first, out)
-    low, high, plain, masked = cache.needed(number)
-    if s.written:
-        cache.hold(tuple(new))
+    low, high, plain, masked = pages.needed(tile.number)
 
     def each(block: Any, _: None) -> None:
         last = block + 1 == high
-
-        @pl.when(jnp.logical_not(last))
-        def _() -> None:
-            cache.copies(number, block + 1, lambda copy: copy.start())
-
-        @pl.when(last & (number + 1 < share))
-        def _() -> None:
-            cache.copies(number + 1, cache.needed(number + 1)[0], lambda copy: copy.start())
-
-        cache.copies(number, block, lambda copy: copy.wait())
-        if s.written:
-            cache.write(number, block)
+        pl.when(jnp.logical_not(last))(lambda: pages.prefetch(tile.number, block + 1))
+        following = tile.number + 1
+        pl.when(last & (following < share))(lambda: pages.prefetch(following, pages.needed(following)[0]))
+        pages.wait(tile.number, block)
+        if entries is not None:
+            entries.write(tile.number, block)
         bare = (plain <= block) & (block < masked)
-        pl.when(bare)(lambda: _block(s, cache, softmax, tile, block, masked=False))
-        pl.when(jnp.logical_not(bare))(lambda: _block(s, cache, softmax, tile, block, masked=True))
-        if s.written:
-            cache.settle(number, block)
+        pl.when(bare)(lambda: _attend_block(s, pages, softmax, tile, block, masked=False))
+        pl.when(jnp.logical_not(bare))(lambda: _attend_block(s, pages, softmax, tile, block, masked=True))
+        if entries is not None:
+            entries.wait(tile.number, block)
 
     jax.lax.fori_loop(low, high, each, None)
 
 
-def _block(s: Shape, cache: Pages, softmax: _Softmax, tile: _Tile, block: Any, *, masked: bool) -> None:
+def _attend_block(s: Shape, pages: Pages, softmax: _Softmax, tile: _Tile, block: Any, *, masked: bool) -> None:
     """A tile of queries and a block of keys. With masks, for it may be the last one, it writes results."""
-    keys, values = cache.blocks
-    place, length, end = cache.place(tile.number, block), cache.length(tile.number), cache.end(tile.number)
+    keys, values = pages.buffers
+    buffer, length, end = pages.buffer(tile.number, block), pages.length(tile.number), pages.end(tile.number)
     start = block * s.block
 
     def visible(at: int) -> Array:
@@ -228,7 +235,7 @@ def _block(s: Shape, cache: Pages, softmax: _Softmax, tile: _Tile, block: Any, *
 
     def value(head: int, at: int) -> Array:
         """[piece, d] of a head, in the queries' dtype."""
-        found = values[place, head, pl.ds(at, s.piece)].astype(tile.queries.dtype)
+        found = values[buffer, head, pl.ds(at, s.piece)].astype(tile.queries.dtype)
         if masked:  # nothing is known of slots that were never written, and 0 * NaN is NaN
             slot = start + at + jax.lax.broadcasted_iota(jnp.int32, found.shape, 0)
             found = jnp.where(slot < end, found, 0)
@@ -238,7 +245,7 @@ def _block(s: Shape, cache: Pages, softmax: _Softmax, tile: _Tile, block: Any, *
         """Scores of an item, a piece after the other."""
         scores = []
         for piece in range(at, at + s.width, s.piece):
-            key = keys[place, head, pl.ds(piece, s.piece)].astype(tile.queries.dtype)
+            key = keys[buffer, head, pl.ds(piece, s.piece)].astype(tile.queries.dtype)
             score = dot(tile.queries[0, head], key, 1, 1) * (s.head_dim**-0.5 * math.log2(math.e))
             if masked:
                 folded = score.reshape(s.group, s.tile, s.piece)
@@ -250,9 +257,7 @@ def _block(s: Shape, cache: Pages, softmax: _Softmax, tile: _Tile, block: Any, *
         """One step of the online softmax."""
         columns = [[score[:, c : c + LANES] for c in range(0, s.piece, LANES)] for score in scores]
         before, total, attended = softmax.load(head)
-        highest = functools.reduce(jnp.maximum, [column for piece in columns for column in piece])
-        top = jnp.maximum(before, jnp.max(highest, axis=1, keepdims=True))
-        shrink = jnp.exp2(before - top)
+        top, shrink = rescaled(before, [column for piece in columns for column in piece])
         total, attended = total * shrink, attended * to_lanes(shrink, s.head_dim)
         for number, parts in enumerate(columns):
             weights = [jnp.exp2(column - top) for column in parts]

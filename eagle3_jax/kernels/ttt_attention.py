@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from eagle3_jax.kernels import ttt_attention_tpu as tpu
 from eagle3_jax.kernels.dispatch import Implementation, default_implementation, over_mesh
-from eagle3_jax.kernels.registers import LANES, VMEM_LIMIT
+from eagle3_jax.kernels.registers import LANES, VMEM_LIMIT, check_fits
 
 # The name under which `jax.checkpoint` finds what the backward pass needs and would have to run the kernel for.
 KEPT = "ttt_attention"
@@ -200,7 +200,7 @@ def _sizes(queries: Array, keys: Array) -> dict[str, int]:
 
 def _operands(
     queries: Array, keys: Array, values: Array, starts: Array, newest: Array
-) -> tuple[tpu.Shape, tuple[Array, ...]]:
+) -> tuple[tpu.TTTShape, tuple[Array, ...]]:
     """What both kernels read, in the layouts that they want."""
     s = plan(queries.shape, keys.shape, queries.dtype)
     missing = s.length - queries.shape[1]
@@ -219,28 +219,28 @@ def _operands(
     return s, (_folded(queries, s), *first, *later, jnp.concatenate([starts, own], axis=1), newest)
 
 
-def _joined(first: Array, later: Array, s: tpu.Shape) -> Array:
+def _joined(first: Array, later: Array, s: tpu.TTTShape) -> Array:
     """Gradients of step 0 [b, k, t, d] and of later steps [b, k, tiles, (s, tile), d] -> [s, b, t, k, d]."""
     later = later.reshape(s.batch, s.kv_heads, s.tiles, s.later, s.tile, s.head_dim).transpose(3, 0, 2, 4, 1, 5)
     later = later.reshape(s.later, s.batch, s.length, s.kv_heads, s.head_dim)
     return jnp.concatenate([first.swapaxes(1, 2)[None].astype(later.dtype), later])
 
 
-def _folded(x: Array, s: tpu.Shape) -> Array:
+def _folded(x: Array, s: tpu.TTTShape) -> Array:
     """[b, t, n, d] -> [b, k, tiles, (group, tile), d]."""
     x = jnp.pad(x, ((0, 0), (0, s.length - x.shape[1]), (0, 0), (0, 0)))
     x = x.reshape(s.batch, s.tiles, s.tile, s.kv_heads, s.group, -1).transpose(0, 3, 1, 4, 2, 5)
     return x.reshape(s.batch, s.kv_heads, s.tiles, s.rows, -1)
 
 
-def _unfolded(x: Array, s: tpu.Shape, shape: tuple[int, ...]) -> Array:
+def _unfolded(x: Array, s: tpu.TTTShape, shape: tuple[int, ...]) -> Array:
     """[b, k, tiles, (group, tile), d] -> [b, t, n, d]."""
     x = x.reshape(s.batch, s.kv_heads, s.tiles, s.group, s.tile, -1).transpose(0, 2, 4, 1, 3, 5)
     return x.reshape(s.batch, s.length, *shape[2:])[:, : shape[1]]
 
 
-def plan(queries: tuple[int, ...], keys: tuple[int, ...], dtype: Any, chunks: int | None = None) -> tpu.Shape:
-    """How the kernels cut their work, for shapes as `ttt_attention` takes them. `chunks`: see `Shape`.
+def plan(queries: tuple[int, ...], keys: tuple[int, ...], dtype: Any) -> tpu.TTTShape:
+    """How the kernels cut their work, for shapes as `ttt_attention` takes them.
 
     Raises:
         ValueError: with the numbers, where it does not fit.
@@ -249,12 +249,12 @@ def plan(queries: tuple[int, ...], keys: tuple[int, ...], dtype: Any, chunks: in
     steps, kv_heads = keys[0], keys[3]
     group = n // kv_heads
     length = -(-t // LANES) * LANES
-    message = ""
-    for rows in _ROWS:
+
+    def shape(rows: int) -> tpu.TTTShape:
         tile = LANES
         while tile * 2 * group <= rows and length % (tile * 2) == 0:
             tile *= 2
-        shape = tpu.Shape(
+        return tpu.TTTShape(
             batch=b,
             length=length,
             later=steps - 1,
@@ -263,10 +263,10 @@ def plan(queries: tuple[int, ...], keys: tuple[int, ...], dtype: Any, chunks: in
             head_dim=d,
             tile=tile,
             chunk=math.gcd(length, _CHUNK),
-            chunks=chunks,
         )
-        needed = shape.vmem_bytes(jnp.dtype(dtype).itemsize)
-        if needed <= VMEM_LIMIT:
-            return shape
-        message = f"VMEM: got {needed / 2**20:.1f} MiB for {shape}, expected at most {VMEM_LIMIT / 2**20:.0f} MiB"
-    raise ValueError(message)
+
+    itemsize = jnp.dtype(dtype).itemsize
+    larger, smaller = map(shape, _ROWS)
+    chosen = larger if larger.vmem_bytes(itemsize) <= VMEM_LIMIT else smaller
+    check_fits("VMEM", chosen.vmem_bytes(itemsize), VMEM_LIMIT, chosen)
+    return chosen

@@ -22,21 +22,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from eagle3_jax.kernels.registers import LANES, NEVER, VMEM_LIMIT, dot, to_lanes
+from eagle3_jax.kernels.registers import LANES, NEVER, VMEM_LIMIT, dot, rescaled, to_lanes
 
 _LOG2_E = math.log2(math.e)
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class TTTShape:
     """What one call of the kernels looks like; all of it static.
 
     Attributes:
         length: tokens of a row, padded to a multiple of `tile` and `chunk`.
         later: keys of later steps a query may have (the number of steps, less one).
         tile: queries of one grid step. chunk: keys of one step of the loop.
-        chunks: baked in, how many chunks each tile sees without any mask, beside one with: for static profiles, which
-            take what is only known at run time for nothing. All later steps are there.
     """
 
     batch: int
@@ -47,7 +45,6 @@ class Shape:
     head_dim: int
     tile: int
     chunk: int
-    chunks: int | None = None
 
     @property
     def rows(self) -> int:
@@ -68,7 +65,7 @@ class Shape:
 
 
 def forward(
-    shape: Shape,
+    shape: TTTShape,
     queries: Float[Array, "b k tiles rows d"],
     keys: Float[Array, "b k t d"],
     values: Float[Array, "b k t d"],
@@ -118,7 +115,7 @@ def forward(
 
 
 def backward(
-    shape: Shape,
+    shape: TTTShape,
     queries: Float[Array, "b k tiles rows d"],
     keys: Float[Array, "b k t d"],
     values: Float[Array, "b k t d"],
@@ -171,7 +168,7 @@ def backward(
     return d_queries, d_keys, d_values, d_later[0], d_later[1]
 
 
-def _specs(s: Shape) -> tuple[pl.BlockSpec, pl.BlockSpec, pl.BlockSpec, pl.BlockSpec]:
+def _specs(s: TTTShape) -> tuple[pl.BlockSpec, pl.BlockSpec, pl.BlockSpec, pl.BlockSpec]:
     """Blocks of queries, of a KV head's keys, of a number a row, and of later keys."""
     return (
         pl.BlockSpec((1, 1, 1, s.rows, s.head_dim), lambda b, k, q, *_: (b, k, q, 0, 0)),
@@ -181,19 +178,17 @@ def _specs(s: Shape) -> tuple[pl.BlockSpec, pl.BlockSpec, pl.BlockSpec, pl.Block
     )
 
 
-def _starts_spec(s: Shape) -> pl.BlockSpec:
+def _starts_spec(s: TTTShape) -> pl.BlockSpec:
     return pl.BlockSpec((1, 1, s.tile), lambda b, k, q, *_: (b, 0, q))
 
 
-def _scalars(s: Shape, starts: Array, newest: Array) -> tuple[Array, ...]:
-    """First and last document start of each tile, flat, and the newest step."""
-    if s.chunks is not None:
-        return ()
+def _scalars(s: TTTShape, starts: Array, newest: Array) -> tuple[Array, Array, Array]:
+    """First and last document start of each tile, flat, and the newest step: prefetched into SMEM."""
     return starts[:, :: s.tile].reshape(-1), starts[:, s.tile - 1 :: s.tile].reshape(-1), newest.reshape(1)
 
 
 def _call(
-    s: Shape,
+    s: TTTShape,
     kernel: Any,
     *,
     in_specs: list[Any],
@@ -204,7 +199,7 @@ def _call(
     interpret: Any,
 ) -> Any:
     grid = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=0 if s.chunks is not None else 3,
+        num_scalar_prefetch=3,
         grid=(s.batch, s.kv_heads, s.tiles),
         in_specs=in_specs,
         out_specs=out_specs,
@@ -232,33 +227,22 @@ class _Place:
     newest: Any
 
 
-def _place(s: Shape, refs: tuple[Any, ...]) -> tuple[_Place, tuple[Any, ...]]:
-    at = pl.program_id(2) * s.tile
-    if s.chunks is not None:
-        return _Place(at, 0, 0, s.later), refs
+def _place(s: TTTShape, refs: tuple[Any, ...]) -> tuple[_Place, tuple[Any, ...]]:
     firsts, lasts, newest, *rest = refs
     flat = pl.program_id(0) * s.tiles + pl.program_id(2)
-    return _Place(at, firsts[flat], lasts[flat], newest[0]), tuple(rest)
+    return _Place(pl.program_id(2) * s.tile, firsts[flat], lasts[flat], newest[0]), tuple(rest)
 
 
-def _each_chunk(s: Shape, place: _Place, body: Callable[[Any, bool], None]) -> None:
+def _each_chunk(s: TTTShape, place: _Place, body: Callable[[Any, bool], None]) -> None:
     """`body(chunk, masked)` for the chunks of keys that a tile sees; those in the middle all its queries see whole."""
-    if s.chunks is not None:
-        first, plain, masked, end = 0, 0, s.chunks, s.chunks + 1
-    else:
-        first, plain, masked, end = (
-            place.first // s.chunk,
-            (place.last + s.chunk - 1) // s.chunk,
-            (place.at + 1) // s.chunk,
-            (place.at + s.tile - 1) // s.chunk + 1,
-        )
-        plain = jnp.minimum(plain, end)
-        masked = jnp.maximum(plain, masked)
+    first, end = place.first // s.chunk, (place.at + s.tile - 1) // s.chunk + 1
+    plain = jnp.minimum((place.last + s.chunk - 1) // s.chunk, end)
+    masked = jnp.maximum(plain, (place.at + 1) // s.chunk)
     for start, stop, is_masked in ((first, plain, True), (plain, masked, False), (masked, end, True)):
         jax.lax.fori_loop(start, stop, lambda c, _, is_masked=is_masked: body(c, is_masked), None)
 
 
-def _forward(s: Shape, *refs: Any) -> None:
+def _forward(s: TTTShape, *refs: Any) -> None:
     place, refs = _place(s, refs)
     q_ref, k_ref, v_ref, *later, starts_ref, o_ref, normaliser_ref, m_ref, l_ref, acc_ref = refs
     scale = s.head_dim**-0.5 * _LOG2_E
@@ -299,9 +283,7 @@ def _forward(s: Shape, *refs: Any) -> None:
             seen = (key <= query) & (key >= starts)
             scores = jnp.where(seen[None], scores.reshape(s.group, s.tile, s.chunk), NEVER).reshape(s.rows, s.chunk)
         columns = [scores[:, at : at + LANES] for at in range(0, s.chunk, LANES)]
-        before = m_ref[...]
-        top = jnp.maximum(before, jnp.max(functools.reduce(jnp.maximum, columns), axis=1, keepdims=True))
-        shrink = jnp.exp2(before - top)
+        top, shrink = rescaled(m_ref[...], columns)
         weights = [jnp.exp2(column - top) for column in columns]
         value = v_ref[0, 0, pl.ds(start, s.chunk)]
         m_ref[...] = top
@@ -316,7 +298,7 @@ def _forward(s: Shape, *refs: Any) -> None:
     normaliser_ref[0, 0, 0] = jnp.transpose(m_ref[...] + jnp.log2(total))[:1]
 
 
-def _backward(s: Shape, *refs: Any) -> None:
+def _backward(s: TTTShape, *refs: Any) -> None:
     place, refs = _place(s, refs)
     later = s.later > 0
     q_ref, k_ref, v_ref, *rest = refs
@@ -377,12 +359,12 @@ def _backward(s: Shape, *refs: Any) -> None:
     dq_ref[0, 0, 0] = acc_ref[...].astype(dq_ref.dtype)
 
 
-def _grouped(s: Shape, ref: Any) -> Array:
+def _grouped(s: TTTShape, ref: Any) -> Array:
     """A tile's rows as float32 [group, tile, d]."""
     return ref[0, 0, 0].astype(jnp.float32).reshape(s.group, s.tile, s.head_dim)
 
 
-def _later(s: Shape, ref: Any, j: int) -> Array:
+def _later(s: TTTShape, ref: Any, j: int) -> Array:
     """A tile's keys or values of step j + 1, float32 [1, tile, d]."""
     return ref[0, 0, 0, pl.ds(j * s.tile, s.tile)].astype(jnp.float32)[None]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +10,7 @@ from jax import P
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.kernels import vocabulary_tpu as tpu
-from eagle3_jax.kernels.dispatch import Implementation, cores, default_implementation
+from eagle3_jax.kernels.dispatch import Implementation, cores, default_implementation, over_mesh, split_axes
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -92,8 +90,13 @@ def vocabulary_top_k(
     if (implementation or default) == "xla":
         return _top_k_of_logits(vocabulary_logits(x, rows), k)
     flat = x.reshape(-1, x.shape[-1])
-    top_k = functools.partial(tpu.top_k, k=k, parts=cores(), interpret=interpret)
-    best, tokens = _sharded(top_k, flat, rows)
+    sizes = {"data": flat.shape[0], "model": rows.shape[0]}
+
+    def local(x: Array, rows: Array) -> tuple[Array, Array]:
+        found = tpu.top_k(x, rows, k, parts=cores(), interpret=interpret)
+        return _merged(*(_gathered(*found, rows.shape[0]) if "model" in split_axes(sizes) else found))
+
+    best, tokens = over_mesh(local, (flat, rows), (P("data"), P("model")), (P("data"), P("data")), sizes)
     return best.reshape(*x.shape[:-1], k), tokens.reshape(*x.shape[:-1], k)
 
 
@@ -111,36 +114,16 @@ def _top_k_of_logits(
     return jnp.minimum(jnp.take_along_axis(logits, best, axis=-1) - normalizer, 0.0), best
 
 
-def _sharded(
-    top_k: Callable[..., Any], x: Float[Array, "m h"], rows: Float[Array, "v h"]
-) -> tuple[Float[Array, "m k"], Int[Array, "m k"]]:
-    """`top_k` on each device's share: tokens over the model axis, rows of x over the data axis, as far as they go.
-
-    A Pallas call is opaque to the partitioner, so the mesh that is set (`jax.set_mesh`) says how to split it.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
-        return _merged(*top_k(x, rows))
-
-    def axis(name: str, size: int) -> str | None:
-        ways = mesh.shape.get(name, 1)
-        return name if ways > 1 and size % ways == 0 else None
-
-    data, model = axis("data", x.shape[0]), axis("model", rows.shape[0])
-
-    def local(x: Array, rows: Array) -> tuple[Array, Array]:
-        values, tokens, normalizers = top_k(x, rows)
-        if model:  # as one array of bits: one collective
-            tokens += jax.lax.axis_index(model) * rows.shape[0]
-            floats = jax.lax.bitcast_convert_type(jnp.concatenate([values, normalizers], axis=-1), jnp.int32)
-            bits = jax.lax.all_gather(jnp.concatenate([floats, tokens], axis=-1), model, tiled=True)
-            k = tokens.shape[-1]
-            floats, tokens = jax.lax.bitcast_convert_type(bits[..., : k + 1], jnp.float32), bits[..., k + 1 :]
-            values, normalizers = floats[..., :k], floats[..., k:]
-        return _merged(values, tokens, normalizers)
-
-    split = jax.shard_map(local, mesh=mesh, in_specs=(P(data), P(model)), out_specs=P(data), check_vma=False)
-    return split(x, rows)
+def _gathered(
+    values: Float[Array, "p m k"], tokens: Int[Array, "p m k"], normalizers: Float[Array, "p m 1"], rows: int
+) -> tuple[Float[Array, "q m k"], Int[Array, "q m k"], Float[Array, "q m 1"]]:
+    """What each device of the model axis found in its `rows` of the vocabulary: one collective, of bits."""
+    k = tokens.shape[-1]
+    tokens += jax.lax.axis_index("model") * rows
+    floats = jax.lax.bitcast_convert_type(jnp.concatenate([values, normalizers], axis=-1), jnp.int32)
+    bits = jax.lax.all_gather(jnp.concatenate([floats, tokens], axis=-1), "model", tiled=True)
+    floats = jax.lax.bitcast_convert_type(bits[..., : k + 1], jnp.float32)
+    return floats[..., :k], bits[..., k + 1 :], floats[..., k:]
 
 
 def _merged(

@@ -117,14 +117,14 @@ def _kernel(
         """The block's logits of eight queries into their lists."""
         at = pl.ds(pl.multiple_of(group * SUBLANES, SUBLANES), SUBLANES)
 
-        def column(c: int) -> Array:  # nothing is known of what a last block holds behind the vocabulary
+        def column(c: int) -> Array:  # the last block may reach beyond the vocabulary, where it holds anything
             return jnp.where(token + c < vocabulary, logits[at, pl.ds(c, LANES)], NEVER)
 
         listed, named = [values[i, at] for i in range(k)], [ids[i, at] for i in range(k)]
         before = listed[0]
         for c in range(0, block, LANES):
             x = column(c)
-            above = [x > value for value in listed]  # strictly: of equals the earlier comes first
+            above = [x > value for value in listed]  # strict: ties go to the lower token
             for i in range(k - 1, 0, -1):
                 listed[i] = jnp.maximum(listed[i], jnp.minimum(listed[i - 1], x))
                 named[i] = jnp.where(above[i - 1], named[i - 1], jnp.where(above[i], token + c, named[i]))

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
 
+from eagle3_jax.kernels import tree_attention as kernel
+from eagle3_jax.kernels import tree_attention_tpu as kernel_tpu
 from eagle3_jax.kernels.tree_attention import BLOCKS, plan, tree_attention
 
 
@@ -198,17 +200,15 @@ def assert_equal(got, expected):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("nodes", "batch", "block", "cores"),
-    [(1, 2, 2048, 1), (20, 3, 2048, 1), (20, 3, 128, 1), (1, 3, 128, 2), (20, 4, 128, 2)],
+    [(1, 2, 2048, 1), (20, 3, 2048, 1), (20, 3, 128, 1), (1, 3, 128, 2), (20, 4, 128, 2), (20, 1, 128, 2)],
 )
 def test_races_and_reads_of_what_was_never_written(nodes, batch, block, cores, monkeypatch):
     """The interpreter of TPU memory: VMEM begins as NaN, and accesses that may overtake each other are reported.
 
-    Two cores of a device share the sequences where they divide.
+    Two cores of a device share the sequences where they divide, the KV heads of each where they do not.
     """
-    from jax._src.pallas.mosaic import tpu_info
-
-    chip = tpu_info.get_tpu_info_for_chip(tpu_info.ChipVersion.TPU_V5P, cores)
-    monkeypatch.setattr(pltpu, "get_tpu_info", lambda: chip)
+    for module in (kernel, kernel_tpu):
+        monkeypatch.setattr(module, "cores", lambda: cores)
     arguments = example(nodes=nodes, batch=batch)
     params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
     with mock.patch.dict(BLOCKS["default"], keys_per_head=block):
@@ -236,3 +236,9 @@ def test_what_cannot_be_is_refused_with_numbers():
         plan((1, 4, 8, 128), (1, 8, 200, 128), bf16, tail=4, pages=None)
     with pytest.raises(ValueError, match=r"VMEM: got \d+\.\d MiB .* expected at most 56 MiB"):
         plan((1, 64, 512, 128), (1, 512, 4096, 128), bf16, tail=64, pages=None)
+    # 256 sequences of 128k tokens in pages of 16: the page table alone.
+    with pytest.raises(
+        ValueError, match=r"SMEM: got 8\.0 MiB for 256 sequences, 8192 pages each, expected at most 0\.9375 MiB"
+    ):
+        plan((256, 64, 32, 128), (4096, 8, 16, 128), bf16, tail=64, pages=8192)
+    plan((256, 64, 32, 128), (256, 8, 131072, 128), bf16, tail=64, pages=None)  # contiguous: no table

@@ -1,0 +1,179 @@
+"""What tools/tpu_profile.py measures: sizes, what the work takes at the least, and what is compiled for it.
+
+A case is data; its fields become columns of the JSON rows. tools/tpu_kernels.py makes the package's programs of cases,
+tools/tpu_peers.py those of others that do the same work.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Any
+
+STATIC_PROFILE = "static profile"
+PRODUCTS = "bundles x trips, matrix products"
+LOOPS = "bundles x trips, loops"
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What is compiled: a function and its arguments.
+
+    Attributes:
+        arguments: shape and dtype of each.
+        trips: by a part of a custom call's name, how often its code runs, for the methods that count bundles:
+            with PRODUCTS each of the stretches that have matrix products, with LOOPS each of the loops, in their order.
+        donated: numbers of the arguments that are written in place.
+    """
+
+    function: Any
+    arguments: list[tuple[tuple[int, ...], Any]]
+    trips: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    donated: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Case(abc.ABC):
+    """One program.
+
+    Attributes:
+        kernel: its name. method: how its cycles are found, see tools/tpu_profile.py.
+        floor_bytes: that it must move between HBM and the chip, at the least.
+        operations: multiplications and additions of its matrix products. sizes: as they are printed.
+    """
+
+    kernel: str
+    method: str = STATIC_PROFILE
+
+    @property
+    @abc.abstractmethod
+    def floor_bytes(self) -> int: ...
+
+    @property
+    @abc.abstractmethod
+    def operations(self) -> int: ...
+
+    @property
+    @abc.abstractmethod
+    def sizes(self) -> str: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention(Case):
+    """`nodes` new tokens of each sequence over `keys` slots, their own included.
+
+    Attributes:
+        page: slots of a page, for the peers that have pages; ours is measured contiguous, as the engine runs it.
+    """
+
+    nodes: int = 64
+    query_heads: int = 32
+    kv_heads: int = 8
+    batch: int = 4
+    head_dim: int = 128
+    keys: int = 4096
+    page: int = 256
+    dtype: str = "bfloat16"
+
+    @property
+    def floor_bytes(self) -> int:
+        cache = 2 * self.batch * self.kv_heads * self.keys * self.head_dim
+        queries = 2 * self.batch * self.query_heads * self.nodes * self.head_dim
+        return 2 * (cache + queries)
+
+    @property
+    def operations(self) -> int:
+        return 4 * self.batch * self.query_heads * self.nodes * self.keys * self.head_dim
+
+    @property
+    def sizes(self) -> str:
+        return f"{self.batch} x {self.nodes} nodes, {self.query_heads}/{self.kv_heads}"
+
+    @property
+    def rows(self) -> int:
+        """Of the matrix of a KV head, query heads and nodes folded as ours has them."""
+        return self.query_heads // self.kv_heads * self.nodes
+
+
+@dataclasses.dataclass(frozen=True)
+class TopK(Case):
+    """The k most probable of a draft vocabulary for each of `queries` states, log-probabilities included."""
+
+    queries: int = 4
+    k: int = 4
+    hidden: int = 4096
+    vocabulary: int = 32000
+    dtype: str = "bfloat16"
+
+    @property
+    def floor_bytes(self) -> int:
+        return 2 * (self.vocabulary + self.queries) * self.hidden + 8 * self.queries * self.k
+
+    @property
+    def operations(self) -> int:
+        return 2 * self.queries * self.hidden * self.vocabulary
+
+    @property
+    def sizes(self) -> str:
+        return f"{self.queries} x {self.hidden}, k {self.k}"
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingTimeTest(Case):
+    """The attention of step 7 of the training-time test over one row, one document."""
+
+    length: int = 2560
+    steps: int = 7
+    query_heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    dtype: str = "bfloat16"
+
+    @property
+    def backward(self) -> bool:
+        return self.kernel.endswith("backward")
+
+    @property
+    def floor_bytes(self) -> int:
+        """Keys and queries once, and backward their gradients (those of step 0 in float32) and two numbers a row."""
+        tokens, one = self.length * self.head_dim, 2
+        queries, keys = self.query_heads * tokens * one, 2 * self.steps * self.kv_heads * tokens * one
+        if not self.backward:
+            return 2 * queries + keys
+        return 3 * queries + 2 * keys + 2 * self.kv_heads * tokens * (4 - one) + 8 * self.query_heads * self.length
+
+    @property
+    def operations(self) -> int:
+        """Two products of scores and values forward, five backward, of the causal half."""
+        return (5 if self.backward else 2) * self.query_heads * self.length**2 * self.head_dim
+
+    @property
+    def sizes(self) -> str:
+        return f"{self.length} tokens, {self.query_heads}/{self.kv_heads}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Commit(Case):
+    """Every other of 2 * `nodes` new slots goes to the front of them, in keys and values of all layers."""
+
+    nodes: int = 8
+    batch: int = 4
+    layers: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    slots: int = 1024
+    length: int = 508  # the path goes to two tiles
+    dtype: str = "bfloat16"
+
+    @property
+    def floor_bytes(self) -> int:
+        """Each row that moves comes and goes."""
+        return 2 * 2 * self.layers * self.batch * (self.nodes - 1) * self.kv_heads * self.head_dim * 2
+
+    @property
+    def operations(self) -> int:
+        return 0
+
+    @property
+    def sizes(self) -> str:
+        return f"{self.nodes} nodes, {self.layers} layers"

@@ -1,0 +1,50 @@
+"""TPUs that need not be there: libtpu compiles for them ahead of time, on any machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+# For libtpu, to be set before JAX is imported: no TPU is here, and several processes compile at once.
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_ID": "0",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One JAX device. Bandwidth and operations are published figures; the clock is assumed.
+
+    Attributes:
+        gigahertz: clock. gigabytes: HBM bandwidth a second. teraflops: bfloat16, a second.
+    """
+
+    topology: str
+    gigahertz: float
+    gigabytes: float
+    teraflops: float
+
+
+CHIPS = {
+    "v5e": Chip("v5e:1x1", 1.5, 819, 197),
+    "v5p": Chip("v5p:1x1x1", 1.75, 2460, 459),
+    "v6e": Chip("v6e:1x1", 1.75, 1638, 918),
+    "tpu7x": Chip("tpu7x:1x1x1", 2.2, 3700, 1155),  # one of a chip's two cores
+}
+
+
+@functools.cache
+def mesh(chip: Chip) -> Any:
+    """Of one device of this kind."""
+    import jax
+    import numpy as np
+    from jax.experimental import topologies
+
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=chip.topology).devices
+    return jax.sharding.Mesh(np.array(devices[:1]), ("model",))
