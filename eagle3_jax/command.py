@@ -10,8 +10,11 @@ import contextlib
 import importlib.util
 import signal
 import sys
+import traceback
 from collections.abc import Iterator
 from typing import Any
+
+from eagle3_jax import processes
 
 _asked = False
 
@@ -22,7 +25,7 @@ class Stopped(Exception):
 
 @contextlib.contextmanager
 def run(verb: str) -> Iterator[None]:
-    """The body of a verb's `main`.
+    """The body of a verb's `main`. Joins the other processes of the run, where there are any; what ends one ends all.
 
     Exits with status 1 and one sentence for what a user can cause (ValueError) and what a machine can (OSError: disk
     full, no permission), with status 0 after a stop by SIGTERM. A second SIGTERM ends the process at once.
@@ -35,14 +38,26 @@ def run(verb: str) -> Iterator[None]:
         _asked = True
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    before = signal.signal(signal.SIGTERM, note)
+    prefix = f"eagle3_jax.{verb}: "
+    before = signal.getsignal(signal.SIGTERM)
     try:
+        processes.start_distributed()
+        processes.watch(prefix)
+        signal.signal(signal.SIGTERM, note)
         yield
+        processes.leave()
     except Stopped:
-        print(f"eagle3_jax.{verb}: stopped by SIGTERM; run it again, and it goes on from here", file=sys.stderr)
+        said = f"{prefix}stopped by SIGTERM; run it again, and it goes on from here"
+        processes.end_all(said, 0)
+        print(said, file=sys.stderr)
         sys.exit(0)
     except (ValueError, OSError) as error:
-        sys.exit(f"eagle3_jax.{verb}: {sentence(error)}")
+        said = f"{prefix}{sentence(error)}"
+        processes.end_all(said, 1, error)
+        sys.exit(said)
+    except Exception as error:
+        processes.end_all("".join(traceback.format_exception(error)), 1, error)
+        raise
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -12,13 +12,12 @@ import json
 import os
 import pathlib
 import platform
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from eagle3_jax import command, manifest
+from eagle3_jax import command, manifest, processes
 from eagle3_jax import config as configuration
 from eagle3_jax.config import RunConfig
 from eagle3_jax.data import sources
@@ -26,7 +25,7 @@ from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.measure import compare, total
 from eagle3_jax.decoding.near_tie import near_tie
 from eagle3_jax.formats import sglang
-from eagle3_jax.mesh import decoding_mesh
+from eagle3_jax.mesh import Replica, make_mesh, own_replica
 from eagle3_jax.models import chat_template
 from eagle3_jax.models.registry import Target, load_target
 
@@ -35,6 +34,8 @@ def run(
     config: RunConfig, prompts_path: str | pathlib.Path, output: str | pathlib.Path, target: Target | None = None
 ) -> dict[str, Any]:
     """Measures the draft of `config` on the prompts of a file and writes the report to `output`.
+
+    On several hosts one replica of the mesh measures, that of process 0; the others wait.
 
     Args:
         target: an already loaded target; None loads `config.target`.
@@ -46,12 +47,27 @@ def run(
         ManifestError: the draft is missing, or was made for another target.
         ValueError: no usable prompts.
     """
-    output, settings = pathlib.Path(output), config.evaluate
+    replica = own_replica(make_mesh(config.mesh))
+    if 0 in replica.processes:
+        with processes.among(replica.processes):
+            _run(config, prompts_path, pathlib.Path(output), target, replica)
+    processes.barrier()
+    return manifest.read_json(output)
+
+
+def _run(
+    config: RunConfig,
+    prompts_path: str | pathlib.Path,
+    output: pathlib.Path,
+    target: Target | None,
+    replica: Replica,
+) -> None:
+    settings = config.evaluate
     prompts, unusable = read_prompts(prompts_path)
     draft = pathlib.Path(settings.draft or config.folder("export"))
     if settings.draft is None:
         manifest.read(draft, made_by="export", verify=False)  # `load_draft` does
-    target = target or load_target(config.target, decoding_mesh(config.mesh))
+    target = target or load_target(config.target, replica.decoding_mesh)
     identity = {
         "evaluate": configuration.to_dict(settings),
         "seed": config.seed,
@@ -60,9 +76,9 @@ def run(
         "prompts_file": {"name": pathlib.Path(prompts_path).name, "sha256": manifest.digest(prompts_path)},
     }
     with manifest.lock(output):
-        if (done := _finished(output, identity)) is not None:
-            print(f"{output}: already finished, nothing to do (remove it to measure again)", file=sys.stderr)
-            return done
+        if processes.agree(lambda: _finished(output, identity)):
+            processes.say(f"{output}: already finished, nothing to do (remove it to measure again)")
+            return
         measured = _measure(config, target, draft, prompts, prompts_path)
         report = {
             **measured,
@@ -72,8 +88,7 @@ def run(
             "hardware": hardware(),
             "versions": manifest.versions(),
         }
-        manifest.write_json(output, report)
-        return report
+        processes.agree(lambda: manifest.write_json(output, report))
 
 
 def _measure(
@@ -119,7 +134,7 @@ def read_prompts(path: str | pathlib.Path) -> tuple[list[sources.Prompt], int]:
     for item in sources.jsonl(path, category="all"):
         if isinstance(item, sources.Reject):
             rejected += 1
-            print(f"{path}, line {item.line}: left out: {item.reason}", file=sys.stderr)
+            processes.say(f"{path}, line {item.line}: left out: {item.reason}")
         else:
             prompts.append(item)
     if not prompts:
@@ -164,15 +179,15 @@ def summary(report: dict[str, Any]) -> str:
     return "\n".join("  ".join(row) for row in cells)
 
 
-def _finished(output: pathlib.Path, identity: dict[str, Any]) -> dict[str, Any] | None:
-    """The report of this very measurement, when it is there already."""
+def _finished(output: pathlib.Path, identity: dict[str, Any]) -> bool:
+    """Whether the report of this very measurement is there already."""
     if not output.exists():
-        return None
+        return False
     try:
         report = json.loads(output.read_text())
     except ValueError:
-        return None
-    return report if isinstance(report, dict) and report.get("identity") == identity else None
+        return False
+    return isinstance(report, dict) and report.get("identity") == identity
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -185,15 +200,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     with command.run("evaluate"):
         report = run(config, arguments.prompts, arguments.output)
-        print(summary(report))
+        if processes.index() == 0:
+            print(summary(report))
         for mismatch in report["mismatches"] or []:
-            print(f"NOT identical: prompt {mismatch['id']}, from token {mismatch['position']} on", file=sys.stderr)
-    for tie in report["ties"] or []:
-        print(
-            f"near-tie: prompt {tie['id']}, token {tie['position']}: logits {tie['gap']:.4f} apart, where bfloat16 "
-            f"rounds by up to {tie['bound'] / 2:.4f}",
-            file=sys.stderr,
-        )
+            processes.say(f"NOT identical: prompt {mismatch['id']}, from token {mismatch['position']} on")
+        for tie in report["ties"] or []:
+            processes.say(
+                f"near-tie: prompt {tie['id']}, token {tie['position']}: logits {tie['gap']:.4f} apart, where bfloat16 "
+                f"rounds by up to {tie['bound'] / 2:.4f}"
+            )
 
 
 if __name__ == "__main__":

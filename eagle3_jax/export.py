@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle3_jax import command, manifest
+from eagle3_jax import command, manifest, processes
 from eagle3_jax import config as configuration
 from eagle3_jax.config import RunConfig
 from eagle3_jax.formats import sglang
 from eagle3_jax.formats.sglang_config import served_by
-from eagle3_jax.models.draft import Draft, DraftHeadConfig
+from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
 from eagle3_jax.models.identity import check_same_target
 from eagle3_jax.models.llama import LlamaConfig
 from eagle3_jax.models.registry import Target, load_target
@@ -55,10 +55,10 @@ def run(config: RunConfig, target: Target | None = None) -> None:
         "target": target.identity,
     }
     with manifest.lock(folder):
-        if not folder.exists():
+        if not processes.agree(folder.exists):
             _export(config, identity, vocabulary, folder, target.model.config)
-        elif (folder / manifest.NAME).exists() and manifest.begin(folder, identity):
-            print(f"{folder}: already finished, nothing to do", file=sys.stderr)
+        elif processes.agree(lambda: (folder / manifest.NAME).exists() and manifest.begin(folder, identity)):
+            processes.say(f"{folder}: already finished, nothing to do")
         else:
             raise manifest.ManifestError(f"{folder}: got something else than an export; remove it")
 
@@ -71,6 +71,17 @@ def _export(
     target: LlamaConfig,
 ) -> None:
     head = load_head(config.folder("train"), DraftHeadConfig.for_target(config.draft, target))
+    processes.agree(lambda: _write(config, identity, head, vocabulary, folder, target))
+
+
+def _write(
+    config: RunConfig,
+    identity: dict[str, Any],
+    head: DraftHead,
+    vocabulary: pathlib.Path,
+    folder: pathlib.Path,
+    target: LlamaConfig,
+) -> None:
     with np.load(vocabulary) as arrays:
         draft = Draft(head, jnp.asarray(arrays["token_ids"]))
     with manifest.atomic(folder) as partial:
@@ -99,7 +110,7 @@ def _newest(folder: pathlib.Path) -> tuple[dict[str, Any], int]:
     if step is None:
         raise CheckpointError(f"{folder}: no checkpoint yet, expected the output of `python -m eagle3_jax.train`")
     if not trained["finished"]:
-        print(f"{folder}: the training has not finished, exporting its step {step}", file=sys.stderr)
+        processes.say(f"{folder}: the training has not finished, exporting its step {step}")
     return trained, step
 
 

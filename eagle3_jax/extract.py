@@ -3,11 +3,12 @@
 `python -m eagle3_jax.extract --config configs/quickstart.yaml` lets the target read its own conversations once. Kept
 per token: its aux hidden states, the input of its LM head, and its most likely next token, which is all that training
 asks of it (EAGLE3_SPEC sections 1.3 and 4). The draft vocabulary is counted on the way. A shard of conversations is the
-unit of resumption.
+unit of resumption, and what the replicas of a mesh that spans several hosts share among themselves.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import itertools
@@ -23,12 +24,12 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from eagle3_jax import command, manifest
+from eagle3_jax import command, manifest, processes
 from eagle3_jax import config as configs
 from eagle3_jax.data import features, vocab
 from eagle3_jax.data.conversation import Rejected, read_conversation
 from eagle3_jax.data.states import Conversation, compute_records, plan_batches
-from eagle3_jax.mesh import batch_sharding, make_mesh
+from eagle3_jax.mesh import Replica, batch_sharding, make_mesh, own_replica, put
 from eagle3_jax.models.draft import DraftHeadConfig
 from eagle3_jax.models.identity import check_same_target
 from eagle3_jax.models.registry import Target, load_target
@@ -50,8 +51,8 @@ def extract(config: configs.RunConfig, target: Target | None = None) -> None:
     """
     conversations, folder = config.folder("regenerate"), config.folder("extract")
     made_from = manifest.read(conversations, made_by="regenerate")
-    mesh = make_mesh(config.mesh)
-    target = target or load_target(config.target, mesh)
+    replica = own_replica(make_mesh(config.mesh))
+    target = target or load_target(config.target, replica.mesh)
     # What was said does not depend on which hidden states are kept now.
     check_same_target(conversations, made_from["identity"]["target"], target.identity, but=("aux_layers",))
     DraftHeadConfig.for_target(config.draft, target.model.config)  # refuses an impossible draft vocabulary now
@@ -70,24 +71,37 @@ def extract(config: configs.RunConfig, target: Target | None = None) -> None:
     }
     with manifest.claim(folder, identity) as finished:
         if finished:
-            print(f"extract: {folder} is finished already", file=sys.stderr)
+            processes.say(f"extract: {folder} is finished already")
         else:
-            _extract(config, target, mesh, conversations, folder)
+            _extract(config, target, replica, conversations, folder)
 
 
 def _extract(
     config: configs.RunConfig,
     target: Target,
-    mesh: jax.sharding.Mesh,
+    replica: Replica,
     conversations: pathlib.Path,
     folder: pathlib.Path,
 ) -> None:
-    _check_disk(config.extract, conversations, folder, target)
-    with jax.set_mesh(mesh):  # kernels are split over it
-        results = {
-            split: _extract_split(config.extract, conversations / f"{split}.jsonl", folder / split, target, mesh)
-            for split in configs.SPLITS
-        }
+    processes.agree(lambda: _check_disk(config.extract, conversations, folder, target))
+    rates = {}
+    with jax.set_mesh(replica.mesh):  # kernels are split over it
+        for split in configs.SPLITS:
+            source = conversations / f"{split}.jsonl"
+            rates[split] = _extract_split(config.extract, source, folder / split, target, replica)
+    processes.barrier()
+    processes.agree(lambda: _finish(config, target, conversations, folder, rates))
+
+
+def _finish(
+    config: configs.RunConfig,
+    target: Target,
+    conversations: pathlib.Path,
+    folder: pathlib.Path,
+    rates: dict[str, float | None],
+) -> None:
+    """All shards are there: writes what is said of all of them together."""
+    results = {split: _summarise(folder / split) | {"tokens_per_second": rates[split]} for split in configs.SPLITS}
     counts = _token_counts(folder / "train", target.model.config.vocab_size)
     if not results["train"]["records"]:
         raise ValueError(f"{conversations}: none of the conversations could be used, see {folder / 'train' / REJECTS}")
@@ -128,23 +142,31 @@ def _check_disk(
 
 
 def _extract_split(
-    config: configs.ExtractConfig, source: pathlib.Path, folder: pathlib.Path, target: Target, mesh: jax.sharding.Mesh
-) -> dict[str, Any]:
-    """Writes all shards of one split that are not yet there. Returns the counts for the manifest."""
+    config: configs.ExtractConfig, source: pathlib.Path, folder: pathlib.Path, target: Target, replica: Replica
+) -> float | None:
+    """Computes this replica's shards of one split that are not yet there. Returns its tokens a second, if any."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(source, encoding="utf-8") as stream:
         total = sum(1 for _ in stream)
     shards = max(1, -(-total // config.shard_records))
     paths = [features.shard_path(folder, shard, shards) for shard in range(shards)]
+    processes.barrier()  # a replica with several processes must see the same shards as complete on all of them
+    complete = [features.is_complete(path) for path in paths]
+    processes.barrier()
     with open(source, encoding="utf-8") as stream, _Progress(total, f"extract {folder.name}") as progress:
         for shard, path in enumerate(paths):
             command.stop_point()
             lines = list(itertools.islice(stream, config.shard_records))
-            if features.is_complete(path):
+            if complete[shard] or shard % replica.count != replica.index:
                 progress.bar.update(len(lines))
             else:
-                _extract_shard(config, lines, path, target, mesh, shard, progress)
-    all_notes = [features.read_notes(path) for path in paths]
+                _extract_shard(config, lines, path, target, replica, shard, progress)
+    return progress.rate() if progress.tokens else None
+
+
+def _summarise(folder: pathlib.Path) -> dict[str, Any]:
+    """The counts of a split for the manifest, of its shards' notes; writes its list of rejects."""
+    all_notes = [features.read_notes(path) for path in sorted(folder.glob("*.array_record"))]
     rejects = [reject for notes in all_notes for reject in notes["rejects"]]
     with manifest.atomic(folder / REJECTS) as temporary:
         temporary.write_text("".join(json.dumps(reject, ensure_ascii=False) + "\n" for reject in rejects))
@@ -156,7 +178,6 @@ def _extract_split(
         "tokens": kept,
         "loss_tokens": sum(sum(notes["token_counts"][1]) for notes in all_notes),
         "padding_share": 1 - kept / computed if computed else 0.0,
-        "tokens_per_second": progress.rate() if progress.tokens else None,
     }
 
 
@@ -164,7 +185,7 @@ class _Progress:
     """A bar of conversations, and the tokens a second of what is computed now."""
 
     def __init__(self, total: int, name: str) -> None:
-        self.bar = tqdm(total=total, desc=name, unit=" conversations", disable=jax.process_index() > 0)
+        self.bar = tqdm(total=total, desc=name, unit=" conversations", disable=processes.index() > 0)
         self.start, self.tokens = time.monotonic(), 0
 
     def __enter__(self) -> _Progress:
@@ -187,7 +208,7 @@ def _extract_shard(
     lines: Sequence[str],
     path: pathlib.Path,
     target: Target,
-    mesh: jax.sharding.Mesh,
+    replica: Replica,
     seed: int,
     progress: _Progress,
 ) -> None:
@@ -202,7 +223,7 @@ def _extract_shard(
             progress.add(0)
     progress.bar.total += len(conversations) + len(rejects) - len(lines)  # a conversation may be several sequences
     batches = plan_batches(
-        [len(c.token_ids) for c in conversations], config.batch_tokens, multiple=mesh.shape["data"], seed=seed
+        [len(c.token_ids) for c in conversations], config.batch_tokens, multiple=replica.mesh.shape["data"], seed=seed
     )
     counts = np.zeros(model.config.vocab_size, np.int64)
     notes: dict[str, Any] = {
@@ -213,7 +234,7 @@ def _extract_shard(
     }
 
     def records() -> Iterator[features.Record]:
-        place = functools.partial(jax.device_put, device=batch_sharding(mesh))
+        place = functools.partial(put, sharding=batch_sharding(replica.mesh))
         for conversation, record in compute_records(conversations, batches, model, place):
             progress.add(len(conversation.token_ids))
             if record is None:
@@ -226,7 +247,10 @@ def _extract_shard(
         said = np.flatnonzero(counts)
         notes["token_counts"] = [said.tolist(), counts[said].tolist()]
 
-    features.write_shard(path, records(), notes)
+    if processes.index() == replica.leader:
+        features.write_shard(path, records(), notes)
+    else:  # its part of the work on the devices
+        collections.deque(records(), maxlen=0)
 
 
 def _token_counts(folder: pathlib.Path, vocab_size: int) -> np.ndarray:

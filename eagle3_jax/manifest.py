@@ -2,7 +2,8 @@
 
 A verb works inside `claim` and ends with `finish`. `claim` locks the folder, removes what a killed run left half
 written, and answers whether the folder already holds the finished result of exactly this work. It refuses a folder that
-another process is working on, or that holds the result of other work.
+another run is working on, or that holds the result of other work. Of the processes of one run process 0 locks, writes
+and answers, and the others are told.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
 import filelock
+
+from eagle3_jax import processes
 
 NAME = "manifest.json"
 # Of output folders. Raised when what a verb writes changes its meaning.
@@ -77,18 +80,29 @@ def atomic(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def lock(path: str | pathlib.Path) -> Iterator[None]:
-    """Holds the exclusive right to write `path`, a file or a folder, until the block ends or the process dies.
+    """Holds this run's exclusive right to write `path`, a file or a folder, until the block ends or process 0 dies.
 
     The operating system's own lock (flock) on `.<name>.lock` beside `path`: it vanishes with a killed owner. The file
     stays, as removing a locked file would let two processes in. Across hosts it holds where the file system says so
     (NFS does; a mounted bucket locks for one host only). What `atomic` left behind in killed runs is removed.
 
     Raises:
-        ManifestError: another process holds it; the message says which.
+        ManifestError: another run holds it; the message says which process. Or the run's processes do not share it.
     """
     path = pathlib.Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     file = path.with_name(f".{path.name}.lock")
+    with contextlib.ExitStack() as held:
+        owner = processes.agree(lambda: held.enter_context(_lock(path, file)))
+        if not file.exists() or file.read_text() != owner:
+            raise ManifestError(f"{path}: not what process 0 has there, expected a run_dir that all hosts share")
+        yield
+        processes.barrier()
+
+
+@contextlib.contextmanager
+def _lock(path: pathlib.Path, file: pathlib.Path) -> Iterator[str]:
+    """Yields what the lock's file says of its owner."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     held = filelock.FileLock(file, blocking=False, fallback_to_soft=False)
     try:
         held.acquire()
@@ -96,10 +110,11 @@ def lock(path: str | pathlib.Path) -> Iterator[None]:
         owner = file.read_text().strip() or "another process"
         raise ManifestError(f"{path}: in use by {owner}, wait for its end") from error
     try:
-        file.write_text(f"process {os.getpid()} on host {socket.gethostname()}\n")
+        owner = f"process {os.getpid()} on host {socket.gethostname()}\n"
+        file.write_text(owner)
         for left_behind in [*path.parent.glob(f".{glob.escape(path.name)}.*.partial"), *path.rglob(".*.partial")]:
             _remove(left_behind)
-        yield
+        yield owner
     finally:
         held.release()
 
@@ -168,16 +183,22 @@ def claim(folder: str | pathlib.Path, identity: dict[str, Any]) -> Iterator[bool
     """Locks `folder` for the work that `identity` describes.
 
     Args:
-        identity: see `begin`.
+        identity: see `begin`. The same on all processes of the run.
 
     Yields:
         True when the folder already holds the finished result, so that there is nothing to do.
 
     Raises:
-        ManifestError: another process is working on the folder, or it holds other work.
+        ManifestError: another run is working on the folder, it holds other work, or the run's processes differ in
+            what they want to do.
     """
+    identity = json.loads(json.dumps(identity))
     with lock(folder):
-        yield begin(folder, identity)
+        answer = processes.agree(lambda: {"finished": begin(folder, identity), "identity": identity})
+        if differing := list(_differences(answer["identity"], identity)):
+            lines = "\n".join(f"  {field}: process 0 has {old!r}, this one {new!r}" for field, old, new in differing)
+            raise ManifestError(f"{folder}: the processes of this run were not started alike:\n{lines}")
+        yield answer["finished"]
 
 
 def _remove(path: pathlib.Path) -> None:

@@ -1,4 +1,4 @@
-"""Devices as a data x model mesh, where arrays lie on it, and the start of a multi-host run.
+"""Devices as a data x model mesh, which processes share its rows, and where arrays lie on it.
 
 Both axes are Auto: programs are written for one device, inputs and parameters say where they lie, and the compiler
 propagates the rest (GSPMD).
@@ -6,33 +6,23 @@ propagates the rest (GSPMD).
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import importlib.util
 import os
-import pathlib
 import re
-import urllib.error
-import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from eagle3_jax import processes
 from eagle3_jax.config import MeshConfig
 
 AXES = ("data", "model")
-
-# Where a Cloud TPU VM tells its workers about each other.
-_METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/worker-network-endpoints"
-
-
-def _has_tpu() -> bool:
-    """Whether this machine has TPU chips; asks the file system, since asking JAX would start the backend."""
-    return any(
-        True for folder, name in (("/dev", "accel*"), ("/dev/vfio", "[0-9]*")) for _ in pathlib.Path(folder).glob(name)
-    )
 
 
 def _leave_tpus_alone() -> None:
@@ -41,7 +31,7 @@ def _leave_tpus_alone() -> None:
     Only where a CPU is all that JAX could find: nothing chosen yet, no TPU chip, no plugin of another accelerator.
     """
     chosen: Any = jax.config
-    if chosen.jax_platforms or _has_tpu() or "PJRT_NAMES_AND_LIBRARY_PATHS" in os.environ:
+    if chosen.jax_platforms or processes.has_tpu() or "PJRT_NAMES_AND_LIBRARY_PATHS" in os.environ:
         return
     if importlib.util.find_spec("jax_plugins") or importlib.metadata.entry_points(group="jax_plugins"):
         return
@@ -80,12 +70,60 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def decoding_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """The devices that one engine decodes on: the model axis. Its batch is not split, so more would repeat the work."""
+    """The devices that an engine on its own decodes on: the first ones, as many as the model axis has."""
     devices = jax.devices() if devices is None else devices
     return make_mesh(MeshConfig(data=1, model=config.model), devices[: config.model])
 
 
-def replicated(mesh: Mesh) -> NamedSharding:
+@dataclasses.dataclass(frozen=True)
+class Replica:
+    """Rows of a mesh that share processes with each other and with no other row, so that they work on their own.
+
+    Where the model axis lies within a process that is one process's rows; where it spans processes, theirs.
+
+    Attributes:
+        mesh: those rows, (some of data) x model.
+        index: its number among the `count` replicas; the processes of one replica all have the same.
+        leader: the process among `processes` that writes what the replica computes.
+    """
+
+    mesh: Mesh
+    index: int
+    count: int
+    processes: tuple[int, ...]
+
+    @property
+    def leader(self) -> int:
+        return self.processes[0]
+
+    @property
+    def decoding_mesh(self) -> Mesh:
+        """The devices that its engine decodes on: one row. A batch is not split, so more would repeat the work."""
+        return Mesh(self.mesh.devices[:1], AXES, axis_types=self.mesh.axis_types)
+
+
+def replicas(mesh: Mesh) -> list[Replica]:
+    """The mesh as independent parts, in the order of their first rows."""
+    parts: list[tuple[set[int], list[int]]] = []  # processes, rows
+    for number, row in enumerate(mesh.devices):
+        processes, rows = {device.process_index for device in row}, [number]
+        for other in [part for part in parts if part[0] & processes]:
+            parts.remove(other)
+            processes, rows = processes | other[0], other[1] + rows
+        parts.append((processes, rows))
+    parts.sort(key=lambda part: part[1])
+    return [
+        Replica(Mesh(mesh.devices[sorted(rows)], AXES, axis_types=mesh.axis_types), i, len(parts), tuple(sorted(those)))
+        for i, (those, rows) in enumerate(parts)
+    ]
+
+
+def own_replica(mesh: Mesh) -> Replica:
+    """The replica that this process works for."""
+    return next(part for part in replicas(mesh) if jax.process_index() in part.processes)
+
+
+def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """The whole array on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
@@ -95,7 +133,55 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec("data"))
 
 
-def shardings(tree: Any, mesh: Mesh, rules: Sequence[tuple[str, PartitionSpec]]) -> Any:
+def own_rows(sharding: NamedSharding, rows: int) -> list[int]:
+    """Which rows of an array with so many of them lie on this process's devices; ascending."""
+    parts: Any = sharding.addressable_devices_indices_map((rows,)).values()
+    return sorted({row for (part,) in parts for row in range(rows)[part]})
+
+
+def put_rows(part: np.ndarray, rows: int, sharding: NamedSharding) -> jax.Array:
+    """An array of so many rows, of which each process has its own (see `own_rows`), on the devices.
+
+    Args:
+        part: [own rows, ...], ascending.
+    """
+    own = own_rows(sharding, rows)
+
+    def rows_at(index: Any) -> np.ndarray:
+        first, end, _ = index[0].indices(rows)
+        return part[own.index(first) :][: end - first]
+
+    return jax.make_array_from_callback((rows, *part.shape[1:]), sharding, rows_at)
+
+
+def put(value: np.ndarray, sharding: Sharding) -> jax.Array:
+    """A host array, the same on all processes that share `sharding`, on its devices.
+
+    Unlike `jax.device_put`, which sends the whole array to all processes to see whether it is the same there.
+    """
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+
+def fetch(tree: Any) -> Any:
+    """Arrays as whole numpy arrays, on each of the processes that share them."""
+
+    def readable(x: jax.Array) -> jax.Array:
+        if x.is_fully_addressable or x.is_fully_replicated or not isinstance(x.sharding, NamedSharding):
+            return x
+        return jax.jit(lambda x: x, out_shardings=replicated(x.sharding.mesh))(x)
+
+    return jax.device_get(jax.tree.map(readable, tree))
+
+
+def constrain(tree: Any, rules: Sequence[tuple[str, PartitionSpec]]) -> Any:
+    """Inside a program: has the leaves lie where the rules say (see `shardings`) on the mesh that is set, if one is."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not set(AXES) <= set(mesh.axis_names):
+        return tree
+    return jax.lax.with_sharding_constraint(tree, shardings(tree, mesh, rules))
+
+
+def shardings(tree: Any, mesh: Mesh | AbstractMesh, rules: Sequence[tuple[str, PartitionSpec]]) -> Any:
     """Where each leaf of a pytree of parameters lies.
 
     Args:
@@ -126,54 +212,10 @@ def shardings(tree: Any, mesh: Mesh, rules: Sequence[tuple[str, PartitionSpec]])
     return jax.tree_util.tree_map_with_path(place, tree)
 
 
-def _ways(mesh: Mesh, axes: Any) -> int:
+def _ways(mesh: Mesh | AbstractMesh, axes: Any) -> int:
     """In how many parts the named axes (None, a name or a tuple of names) split a dimension."""
     names = (axes,) if isinstance(axes, str) else axes or ()
     ways = 1
     for name in names:
         ways *= mesh.shape[name]
     return ways
-
-
-def start_distributed() -> bool:
-    """Joins the other hosts, where there are any; call it before anything touches a device.
-
-    On TPU pods and slices JAX finds the hosts itself. Elsewhere set JAX_COORDINATOR_ADDRESS (host:port of process 0)
-    with JAX_NUM_PROCESSES and JAX_PROCESS_ID, unless a scheduler that JAX knows (Slurm, MPI) supplies the latter two.
-
-    Returns:
-        True when this process is one of several.
-    """
-    if not _is_multi_host(os.environ):
-        return False
-    if not jax.distributed.is_initialized():
-        jax.distributed.initialize(num_processes=_number("JAX_NUM_PROCESSES"), process_id=_number("JAX_PROCESS_ID"))
-    return True
-
-
-def _number(variable: str) -> int | None:
-    value = os.environ.get(variable)
-    if value is not None and not value.isdecimal():
-        raise ValueError(f"{variable}: got {value!r}, expected a number")
-    return None if value is None else int(value)
-
-
-def _is_multi_host(environment: Mapping[str, str]) -> bool:
-    if environment.get("JAX_COORDINATOR_ADDRESS") or environment.get("MEGASCALE_COORDINATOR_ADDRESS"):
-        return True
-    workers = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES")
-    if workers:
-        return "," in workers
-    if "TPU_SKIP_MDS_QUERY" in environment or not _has_tpu():
-        return False
-    return "," in _worker_endpoints()
-
-
-def _worker_endpoints() -> str:
-    """The comma-separated workers of this TPU VM's slice; empty where no Cloud metadata server answers."""
-    request = urllib.request.Request(_METADATA, headers={"Metadata-Flavor": "Google"})
-    try:
-        with urllib.request.urlopen(request, timeout=3) as answer:
-            return answer.read().decode()
-    except (urllib.error.URLError, TimeoutError):
-        return ""

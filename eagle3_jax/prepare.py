@@ -16,7 +16,7 @@ from typing import Any
 
 import tqdm
 
-from eagle3_jax import command, manifest
+from eagle3_jax import command, manifest, processes
 from eagle3_jax import config as configs
 from eagle3_jax.data import chat, filters, sources
 
@@ -45,14 +45,20 @@ def prepare(config: configs.RunConfig) -> None:
     folder = config.folder("prepare")
     with manifest.claim(folder, _identity(config)) as finished:
         if finished:
-            print(f"prepare: {folder} is finished already")
+            processes.say(f"prepare: {folder} is finished already")
         else:
-            _prepare(config, folder)
-        _remove_logs(folder)
+            written = {
+                number: _self_outputs(config, source, folder / f"self_{number}.jsonl")
+                for number, source in enumerate(config.prepare.sources)
+                if isinstance(source, configs.SelfSource)
+            }
+            processes.agree(lambda: _prepare(config, folder, written))
+        processes.agree(lambda: _remove_logs(folder))
 
 
-def _prepare(config: configs.RunConfig, folder: pathlib.Path) -> None:
-    kept, rejects, counts = _filter(_read_all(config, folder), config.prepare)
+def _prepare(config: configs.RunConfig, folder: pathlib.Path, written: dict[int, list[tuple[str, str]]]) -> None:
+    """Filters and writes; `written` is what the target wrote for each source of that kind."""
+    kept, rejects, counts = _filter(_read_all(config, written), config.prepare)
     hashes = [filters.opening_hash(filters.asked(prompt["messages"])) for prompt in kept]
     held_out = filters.split(hashes, config.prepare.held_out)
     parts = {
@@ -93,7 +99,9 @@ def _identity(config: configs.RunConfig) -> dict[str, Any]:
     return identity
 
 
-def _read_all(config: configs.RunConfig, folder: pathlib.Path) -> Iterator[tuple[str, sources.Prompt | sources.Reject]]:
+def _read_all(
+    config: configs.RunConfig, written: dict[int, list[tuple[str, str]]]
+) -> Iterator[tuple[str, sources.Prompt | sources.Reject]]:
     """Everything from every source, up to its limit, as (label, record)."""
     for number, source in enumerate(config.prepare.sources):
         if isinstance(source, configs.PackagedSource):
@@ -107,10 +115,7 @@ def _read_all(config: configs.RunConfig, folder: pathlib.Path) -> Iterator[tuple
             label = f"tfds:{source.name}"
             records = sources.tfds(source.name, source.field, source.split, source.category)
         else:
-            label, records = (
-                "self",
-                sources.self_written(_self_outputs(config, source, folder / f"self_{number}.jsonl")),
-            )
+            label, records = "self", sources.self_written(written[number])
         limit = source.count if isinstance(source, configs.SelfSource) else source.limit
         prompts = 0
         for record in records:
@@ -160,50 +165,59 @@ def _filter(
     return kept, rejects, counts
 
 
-def _self_outputs(
-    config: configs.RunConfig, source: configs.SelfSource, log: pathlib.Path
-) -> Iterator[tuple[str, str]]:
+def _self_outputs(config: configs.RunConfig, source: configs.SelfSource, log: pathlib.Path) -> list[tuple[str, str]]:
     """What the target writes after the opening of a user turn, as (text, finish_reason), until enough of it ended.
 
-    Every chunk of outputs is appended to `log` as one line. After an interruption those lines are read back instead of
-    generated, and generation goes on with the next chunk.
+    The replicas of the mesh share every chunk of outputs, which is appended to `log` as one line. After an interruption
+    those lines are read back instead of generated, and generation goes on with the next chunk.
     """
     done: list[list[tuple[str, str]]] = manifest.read_log(log)
-    for outputs in done:
-        yield from outputs
+    processes.barrier()  # from here on the log grows
     ended = sum(reason == "stop" for outputs in done for _, reason in outputs)
     if ended >= source.count:
-        return
+        return [(text, reason) for outputs in done for text, reason in outputs]
     from eagle3_jax.decoding.engine import Engine, SamplingParams  # only now: JAX and the target are loaded by it
-    from eagle3_jax.mesh import decoding_mesh
+    from eagle3_jax.mesh import make_mesh, own_replica
     from eagle3_jax.models import registry
 
     batch = config.prepare.batch_size
     opening = chat.user_opening_ids(registry.load_tokenizer(config.target.name))
     length = len(opening) + source.max_tokens
-    target = registry.load_target(config.target, decoding_mesh(config.mesh))
+    replica = own_replica(make_mesh(config.mesh))
+    target = registry.load_target(config.target, replica.decoding_mesh)
     engine = Engine.load(target, batch_size=batch, max_length=length)
     with (
         log.open("a", encoding="utf-8") as stream,
-        tqdm.tqdm(desc="self-prompting", initial=ended, total=source.count, unit=" prompts") as progress,
+        tqdm.tqdm(
+            desc="self-prompting",
+            initial=ended,
+            total=source.count,
+            unit=" prompts",
+            disable=processes.index() > 0,
+        ) as progress,
     ):
-        number, tried = len(done), sum(map(len, done))
+        tried = sum(map(len, done))
         while ended < source.count and tried < _TRIES * source.count:
             size = batch * min(_CHUNK, math.ceil((source.count - ended) / batch))
             # The opening is the same for all, so each needs a seed of its own.
             params = [
                 SamplingParams(temperature=source.temperature, max_tokens=source.max_tokens, seed=seed)
-                for seed in _seeds(f"{config.seed}/{log.stem}/{number}", size)
+                for seed in _seeds(f"{config.seed}/{log.stem}/{len(done)}", size)
             ]
+            own = params[replica.index :: replica.count]
             answers = engine.generate(
-                [opening] * size, params, on_output=lambda _, output: progress.update(output.finish_reason == "stop")
+                [opening] * len(own), own, on_output=lambda _, output: progress.update(output.finish_reason == "stop")
             )
-            outputs = [(answer.text, answer.finish_reason) for answer in answers]
-            manifest.append(stream, outputs)
+            said = {"replica": replica.index, "outputs": [(answer.text, answer.finish_reason) for answer in answers]}
+            shares = {part["replica"]: part["outputs"] for part in processes.gather(said)}
+            outputs = [shares[row % replica.count][row // replica.count] for row in range(size)]
+            if processes.index() == 0:
+                manifest.append(stream, outputs)
             command.stop_point()
-            yield from outputs
-            number, tried = number + 1, tried + size
+            done.append(outputs)
+            tried += size
             ended += sum(reason == "stop" for _, reason in outputs)
+    return [(text, reason) for outputs in done for text, reason in outputs]
 
 
 def _seeds(name: str, count: int) -> list[int]:

@@ -3,27 +3,28 @@
 `python -m eagle3_jax.regenerate --config configs/quickstart.yaml` keeps the users' turns and lets the target answer
 them: a draft head learns to foretell what the target says, not what is right (EAGLE3_SPEC section 4.2). Answers go to
 `conversations/*.jsonl.partial` as they finish, so that a run that was killed goes on where it was. Conversations that
-the target had in another engine (`prepare`'s source `conversations`) are passed on.
+the target had in another engine (`prepare`'s source `conversations`) are passed on. On several hosts each replica of
+the mesh answers its share, into a log of its own; a rerun may have another number of them.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import hashlib
 import json
 import pathlib
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import tqdm
 
-from eagle3_jax import command, manifest
+from eagle3_jax import command, manifest, processes
 from eagle3_jax import config as configs
 from eagle3_jax.decoding.engine import Engine, Output, SamplingParams
-from eagle3_jax.mesh import decoding_mesh
+from eagle3_jax.mesh import Replica, make_mesh, own_replica
 from eagle3_jax.models import chat_template
 from eagle3_jax.models.registry import load_target
 
@@ -121,12 +122,10 @@ def regenerate(config: configs.RunConfig) -> None:
     """
     prompts, folder, settings = config.folder("prepare"), config.folder("regenerate"), config.regenerate
     made_from = manifest.read(prompts, made_by="prepare")
-    dialogues = {
-        split: [Dialogue.begin(prompt) for prompt in manifest.read_jsonl(prompts / f"{split}.jsonl")]
-        for split in configs.SPLITS
-    }
+    dialogues = {split: _dialogues(prompts, split) for split in configs.SPLITS}
     open_ends = any(dialogue.end is None for split in dialogues.values() for dialogue in split)
-    target = load_target(config.target, decoding_mesh(config.mesh), only=None if open_ends else ())
+    replica = own_replica(make_mesh(config.mesh))
+    target = load_target(config.target, replica.decoding_mesh, only=None if open_ends else ())
     identity = {
         "verb": "regenerate",
         "prompts": manifest.fingerprint(made_from),
@@ -140,14 +139,13 @@ def regenerate(config: configs.RunConfig) -> None:
     }
     with manifest.claim(folder, identity) as finished:
         if finished:
-            print(f"regenerate: {folder} is finished already", file=sys.stderr)
+            processes.say(f"regenerate: {folder} is finished already")
         else:
             engine = None  # where all is answered already
             if open_ends:
                 engine = Engine.load(target, batch_size=settings.batch_size, max_length=settings.max_length)
-            _regenerate(config, engine, dialogues, folder)
-        for split in configs.SPLITS:
-            _log(folder, split).unlink(missing_ok=True)
+            _regenerate(config, engine, replica, dialogues, folder)
+        processes.agree(lambda: _remove_logs(folder))
 
 
 def _given(prepared: dict[str, Any]) -> dict[str, str]:
@@ -156,21 +154,46 @@ def _given(prepared: dict[str, Any]) -> dict[str, str]:
     return {s["path"]: prepared["inputs"][s["path"]] for s in sources if s["kind"] == "conversations"}
 
 
+def _dialogues(prompts: pathlib.Path, split: str) -> list[Dialogue]:
+    return [Dialogue.begin(prompt) for prompt in manifest.read_jsonl(prompts / f"{split}.jsonl")]
+
+
 def _regenerate(
-    config: configs.RunConfig, engine: Engine | None, dialogues: dict[str, list[Dialogue]], folder: pathlib.Path
+    config: configs.RunConfig,
+    engine: Engine | None,
+    replica: Replica,
+    dialogues: dict[str, list[Dialogue]],
+    folder: pathlib.Path,
 ) -> None:
+    known = {split: _known(folder, split) for split in configs.SPLITS}
+    processes.barrier()  # from here on logs grow
+    rates: dict[str, float | None] = dict.fromkeys(configs.SPLITS)
+    for split in configs.SPLITS:
+        if engine is None:
+            break
+        # The other processes of a replica say the same as its leader, which writes it.
+        log = _log(folder, split, replica.index) if replica.leader == processes.index() else None
+        answerer = Answerer(engine, config.regenerate, config.seed, known[split], log)
+        answerer.converse(dialogues[split][replica.index :: replica.count], split)
+        rates[split] = answerer.rate()
+    processes.barrier()
+    processes.agree(lambda: _finish(config, engine, folder, rates))
+
+
+def _finish(
+    config: configs.RunConfig, engine: Engine | None, folder: pathlib.Path, rates: dict[str, float | None]
+) -> None:
+    """All answers are in the logs: puts the conversations together, in the prompts' order."""
     results = {}
-    for split, of_split in dialogues.items():
-        rate = None
+    for split in configs.SPLITS:
+        of_split = _dialogues(config.folder("prepare"), split)
         if engine is not None:
-            answerer = Answerer(engine, config.regenerate, config.seed, _log(folder, split))
-            answerer.converse(of_split, split)
-            rate = answerer.rate()
+            Answerer(engine, config.regenerate, config.seed, _known(folder, split), log=None).converse(of_split, split)
         with manifest.atomic(folder / f"{split}.jsonl") as temporary, temporary.open("w", encoding="utf-8") as stream:
             for dialogue in of_split:
                 if dialogue.is_conversation:
                     stream.write(json.dumps(dialogue.conversation(), ensure_ascii=False) + "\n")
-        results[split] = _counts(of_split) | {"tokens_per_second": rate}
+        results[split] = _counts(of_split) | {"tokens_per_second": rates[split]}
     if not results["train"]["conversations"]:
         raise ValueError(f"{config.folder('prepare')}: none of the prompts was answered: {results['train']['dropped']}")
     manifest.finish(folder, files=[f"{split}.jsonl" for split in configs.SPLITS], **results)
@@ -181,12 +204,21 @@ class Answerer:
 
     A turn's random seed comes of the prompt's id and the run's seed: what a prompt is answered does not depend on where
     a run was interrupted.
+
+    Args:
+        known: answers of an earlier run, by prompt and turn; they are not asked for again.
+        log: where new ones are written; None writes none.
     """
 
-    def __init__(self, engine: Engine, settings: configs.RegenerateConfig, seed: int, log: pathlib.Path) -> None:
-        self.engine, self.settings, self.seed, self.log = engine, settings, seed, log
-        answers = [Answer(**line) for line in manifest.read_log(log)]
-        self.known = {(answer.id, answer.turn): answer for answer in answers}
+    def __init__(
+        self,
+        engine: Engine,
+        settings: configs.RegenerateConfig,
+        seed: int,
+        known: dict[tuple[str, int], Answer],
+        log: pathlib.Path | None,
+    ) -> None:
+        self.engine, self.settings, self.seed, self.known, self.log = engine, settings, seed, known, log
         self.tokens, self.seconds = 0, 0.0
 
     def rate(self) -> float | None:
@@ -197,13 +229,18 @@ class Answerer:
         """Answers all first turns, then all second ones, and so on, until every dialogue has ended."""
         turn = 0
         while True:
-            asked = [
-                (dialogue, ids) for dialogue in dialogues if dialogue.end is None and (ids := self._ask(dialogue, turn))
+            missing = [
+                (dialogue, ids)
+                for dialogue in dialogues
+                if dialogue.end is None
+                and (dialogue.prompt["id"], turn) not in self.known
+                and (ids := self._ask(dialogue, turn))
             ]
-            if not asked:
+            answered = [dialogue for dialogue in dialogues if dialogue.end is None]
+            if not answered:
                 return
-            self._answer(asked, turn, f"{name}, turn {turn + 1}")
-            for dialogue, _ in asked:
+            self._answer(missing, turn, f"{name}, turn {turn + 1}")
+            for dialogue in answered:
                 dialogue.take(self.known[dialogue.prompt["id"], turn])
             turn += 1
 
@@ -223,14 +260,12 @@ class Answerer:
         """Fills `known` for all that is asked."""
         groups: dict[int, list[tuple[str, list[int]]]] = collections.defaultdict(list)
         for dialogue, ids in asked:
-            if (dialogue.prompt["id"], turn) not in self.known:
-                need = len(ids) + self.settings.max_tokens
-                groups[-(-need // _GROUP_TOKENS)].append((dialogue.prompt["id"], ids))
-        missing = sum(len(group) for group in groups.values())
+            need = len(ids) + self.settings.max_tokens
+            groups[-(-need // _GROUP_TOKENS)].append((dialogue.prompt["id"], ids))
         start, before = time.monotonic(), self.tokens
         with (
-            self.log.open("a", encoding="utf-8") as stream,
-            tqdm.tqdm(desc=name, total=len(asked), initial=len(asked) - missing, unit=" answers") as progress,
+            contextlib.nullcontext() if self.log is None else self.log.open("a", encoding="utf-8") as stream,
+            tqdm.tqdm(desc=name, total=len(asked), unit=" answers", disable=self.log is None) as progress,
         ):
             for _, group in sorted(groups.items()):
                 names = [name for name, _ in group]
@@ -238,7 +273,8 @@ class Answerer:
                 def on_output(index: int, output: Output, names: list[str] = names) -> None:
                     answer = _to_answer(names[index], turn, output)
                     self.known[answer.id, turn] = answer
-                    manifest.append(stream, dataclasses.asdict(answer))
+                    if stream is not None:
+                        manifest.append(stream, dataclasses.asdict(answer))
                     self.tokens += len(answer.token_ids)
                     rate = (self.tokens - before) / (time.monotonic() - start)
                     progress.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
@@ -279,8 +315,20 @@ def _counts(dialogues: Sequence[Dialogue]) -> dict[str, Any]:
     }
 
 
-def _log(folder: pathlib.Path, split: str) -> pathlib.Path:
-    return folder / f"{split}.jsonl.partial"
+def _log(folder: pathlib.Path, split: str, replica: int | str) -> pathlib.Path:
+    return folder / f"{split}.{replica}.jsonl.partial"
+
+
+def _known(folder: pathlib.Path, split: str) -> dict[tuple[str, int], Answer]:
+    """All answers that are in the logs, of whatever run and replica. None of them is being written."""
+    logs = sorted(folder.glob(_log(folder, split, "*").name))
+    return {(a.id, a.turn): a for log in logs for line in manifest.read_log(log) for a in [Answer(**line)]}
+
+
+def _remove_logs(folder: pathlib.Path) -> None:
+    for split in configs.SPLITS:
+        for log in folder.glob(_log(folder, split, "*").name):
+            log.unlink()
 
 
 def main(argv: Sequence[str] | None = None) -> None:

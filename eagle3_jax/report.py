@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from eagle3_jax import command, manifest
+from eagle3_jax import command, manifest, processes
 from eagle3_jax import config as configuration
 from eagle3_jax.config import FOLDERS, RunConfig
 
@@ -256,9 +256,10 @@ def _identical(part: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     config, _ = configuration.from_command_line("report", (__doc__ or "").splitlines()[0], argv)
     with command.run("report"):
-        report = run(config)
-        print(table(report))
-        print(f"\n{pathlib.Path(config.run_dir) / 'report.json'}\n{pathlib.Path(config.run_dir) / 'report.png'}")
+        report = processes.agree(lambda: run(config))
+        if processes.index() == 0:
+            print(table(report))
+            print(f"\n{pathlib.Path(config.run_dir) / 'report.json'}\n{pathlib.Path(config.run_dir) / 'report.png'}")
 
 
 if __name__ == "__main__":

@@ -6,21 +6,19 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from tqdm import tqdm
 
-from eagle3_jax import command, manifest
+from eagle3_jax import command, manifest, processes
 from eagle3_jax import config as configs
 from eagle3_jax.data.features import FeatureSource
 from eagle3_jax.data.loader import PackedRows, Row, batches
-from eagle3_jax.mesh import batch_sharding, make_mesh, shardings, start_distributed
+from eagle3_jax.mesh import batch_sharding, make_mesh, own_rows, put, put_rows, replicated, shardings
 from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
 from eagle3_jax.models.identity import check_same_target
 from eagle3_jax.models.registry import Target, load_target
@@ -55,9 +53,9 @@ def train(config: configs.RunConfig, target: Target | None = None) -> dict[str, 
     features, folder = config.folder("extract"), config.folder("train")
     made_from = manifest.read(features, made_by="extract")
     mesh = make_mesh(config.mesh)
-    for count, what in ((mesh.shape["data"], "the mesh's data axis"), (jax.process_count(), "processes")):
-        if run.batch_size % count:
-            raise ValueError(f"train.batch_size: got {run.batch_size}, expected a multiple of {count} ({what})")
+    if run.batch_size % mesh.shape["data"]:
+        expected = f"a multiple of {mesh.shape['data']} (the mesh's data axis)"
+        raise ValueError(f"train.batch_size: got {run.batch_size}, expected {expected}")
     target = target or load_target(config.target, mesh, only=("embed", "lm_head"))
     check_same_target(features, made_from["identity"]["target"], target.identity)
     head_config = DraftHeadConfig.for_target(config.draft, target.model.config)
@@ -71,7 +69,7 @@ def train(config: configs.RunConfig, target: Target | None = None) -> dict[str, 
     }
     with manifest.claim(folder, identity) as finished:
         if finished:
-            print(f"train: {folder} is finished already", file=sys.stderr)
+            processes.say(f"train: {folder} is finished already")
             return manifest.read(folder, made_by="train")["results"]
         return _train(config, target, head_config, mesh)
 
@@ -97,18 +95,18 @@ def _train(
         max_rows=None if run.max_steps is None else run.max_steps * run.batch_size,
     )
     total = len(rows) // run.batch_size
-    iterator = iter(batches(rows, run.batch_size, jax.process_index(), jax.process_count()))
     held_out = _held_out_rows(config)
+    where = batch_sharding(mesh)
+    own = own_rows(where, run.batch_size)
 
-    def place(row: Row) -> Batch:
-        arrays = {name: jax.make_array_from_process_local_data(batch_sharding(mesh), x) for name, x in row.items()}
-        return Batch(**arrays)
+    def place(part: Row) -> Batch:
+        return Batch(**{name: put_rows(x, run.batch_size, where) for name, x in part.items()})
 
     # --------------------------------------------------------------------------------------------------------- state
     model = target.model
-    draw_teacher = (model.embed[...], model.output_rows, token_ids)
-    where = shardings(jax.eval_shape(Teacher.of, *draw_teacher), mesh, TEACHER_SHARDING_RULES)
-    teacher = jax.jit(Teacher.of, out_shardings=where)(*draw_teacher)
+    draw_teacher = (model.embed[...], model.output_rows, put(token_ids, replicated(mesh)))
+    placement = shardings(jax.eval_shape(Teacher.of, *draw_teacher), mesh, TEACHER_SHARDING_RULES)
+    teacher = jax.jit(Teacher.of, out_shardings=placement)(*draw_teacher)
     optimizer = make_optimizer(run, total)
     state = init_state(head_config, config.seed, teacher.rows, optimizer, mesh)
     del target, model, draw_teacher
@@ -118,34 +116,35 @@ def _train(
     def evaluate(head: DraftHead) -> dict[str, Any]:
         if held_out is None:
             return {}
-        own = batches(held_out, run.batch_size, jax.process_index(), jax.process_count())
-        return _summarise(
-            [eval_step(head, teacher, place(row)) for row in own], held_out, run.batch_size, 0, "held_out"
-        )
+        sums = [eval_step(head, teacher, place(part)) for part in batches(held_out, run.batch_size, own)]
+        return _summarise(sums, held_out, run.batch_size, 0, "held_out")
 
     with Checkpoints(folder, run.keep_checkpoints) as checkpoints, MetricWriter(folder, checkpoints.latest) as writer:
         if checkpoints.latest is not None:
-            state = checkpoints.restore(state, iterator)
+            state = checkpoints.restore(state)
         done = int(state.step)
-        print(
+        processes.say(
             f"train: {total} steps of {run.batch_size} x {run.row_length} tokens, {rows.padding:.1%} padding"
-            + (f", going on at step {done}" if done else ""),
-            file=sys.stderr,
+            + (f", going on at step {done}" if done else "")
         )
+        parts = iter(batches(rows, run.batch_size, own, start=done))
 
         # --------------------------------------------------------------------------------------------------- compile
         start = time.monotonic()
-        example = {name: np.stack([x] * (run.batch_size // jax.process_count())) for name, x in rows[0].items()}
+        example = {name: np.stack([x] * len(own)) for name, x in rows[0].items()}
         compiled = train_step.lower(state, teacher, place(example)).compile()
-        print(f"train: compiled in {time.monotonic() - start:.1f} s", file=sys.stderr)
+        processes.say(f"train: compiled in {time.monotonic() - start:.1f} s")
 
         # ------------------------------------------------------------------------------------------------------ loop
         last = time.monotonic()
-        tokens, seconds, pending = 0, 0.0, []
+        tokens, seconds, pending, waited = 0, 0.0, [], 0.0
         summary, evaluation = writer.newest("train"), writer.newest("held_out")
-        progress = tqdm(total=total, initial=done, desc="train", unit="step", disable=jax.process_index() > 0)
+        progress = tqdm(total=total, initial=done, desc="train", unit="step", disable=processes.index() > 0)
         for step in range(done + 1, total + 1):
-            state, sums = compiled(state, teacher, place(next(iterator)))
+            asked = time.monotonic()
+            part = next(parts)
+            waited += time.monotonic() - asked
+            state, sums = compiled(state, teacher, place(part))
             pending.append(sums)
             if len(pending) > IN_FLIGHT:
                 jax.block_until_ready(pending[-1 - IN_FLIGHT])
@@ -157,9 +156,9 @@ def _train(
                 pending.clear()
                 passed, last = time.monotonic() - last, time.monotonic()
                 tokens, seconds = tokens + summary["tokens"], seconds + passed
-                rate = summary["tokens"] / passed
+                rate, data_wait, waited = summary["tokens"] / passed, waited / passed, 0.0
                 summary |= {"learning_rate": float(np.asarray(schedule(step - 1))), "tokens_per_second": rate}
-                writer.write(step, "train", summary)
+                writer.write(step, "train", summary | {"data_wait": data_wait})
                 progress.set_postfix_str(
                     f"loss {summary['loss']:.3f}, acc_0 {summary['accuracy'][0]:.3f}, {rate:.0f} tokens/s"
                 )
@@ -170,7 +169,7 @@ def _train(
                     if evaluation := evaluate(state.head):
                         writer.write(step, "held_out", evaluation)
                 if saves:
-                    checkpoints.save(state, iterator)
+                    checkpoints.save(state)
                 if stopping and step < total:
                     raise command.Stopped
                 last += time.monotonic() - paused
@@ -185,8 +184,7 @@ def _train(
         "train": summary,
         "held_out": evaluation,
     }
-    manifest.finish(folder, **results)
-    return results
+    return processes.agree(lambda: manifest.finish(folder, **results) or results)
 
 
 def _held_out_rows(config: configs.RunConfig) -> PackedRows | None:
@@ -202,9 +200,8 @@ def _held_out_rows(config: configs.RunConfig) -> PackedRows | None:
 
 def _stop_asked(step: int) -> bool:
     """Whether to save and stop behind this step, on all processes alike."""
-    if jax.process_count() > 1:  # JAX hears SIGTERM then, and has the processes agree on a step
-        return multihost_utils.reached_preemption_sync_point(step)
-    return command.stop_asked()
+    # A process waits for a step that all began, so none is more than IN_FLIGHT steps ahead of another.
+    return processes.agree_to_stop(step, IN_FLIGHT + 1, command.stop_asked())
 
 
 def _summarise(
@@ -230,13 +227,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
     config, _ = configs.from_command_line("train", "Features -> a trained draft head.", argv)
     with command.run("train"):
-        start_distributed()
         results = train(config)
         if results["held_out"]:
             accuracy = ", ".join(f"{x:.3f}" for x in results["held_out"]["accuracy"])
-            print(
-                f"train: held-out tau {results['held_out']['tau']:.2f}, accuracy per step {accuracy}", file=sys.stderr
-            )
+            processes.say(f"train: held-out tau {results['held_out']['tau']:.2f}, accuracy per step {accuracy}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Meshes, placement rules and the detection of several hosts."""
+"""Meshes, their replicas, and placement rules."""
 
+import dataclasses
 import os
-import socket
 import subprocess
 import sys
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.experimental import topologies
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from eagle3_jax import mesh as mesh_lib
 from eagle3_jax.config import MeshConfig
@@ -101,68 +101,67 @@ def test_a_spec_longer_than_the_shape_is_refused_by_path():
         mesh_lib.shardings({"a": {"kernel": np.zeros(3)}}, mesh, RULES)
 
 
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """A device of a process, for meshes that no program runs on."""
+
+    id: int
+    process_index: int
+
+
 @pytest.mark.parametrize(
-    ("environment", "tpu", "endpoints", "several"),
+    ("rows", "expected"),
     [
-        ({}, False, "", False),
-        ({"JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234"}, False, "", True),
-        ({"MEGASCALE_COORDINATOR_ADDRESS": "10.0.0.1"}, False, "", True),
-        ({"TPU_WORKER_HOSTNAMES": "localhost"}, True, "a,b", False),
-        ({"TPU_WORKER_HOSTNAMES": "10.0.0.1,10.0.0.2"}, True, "", True),
-        ({}, True, "a:b:10.0.0.1,a:b:10.0.0.2", True),
-        ({}, True, "a:b:10.0.0.1", False),
-        ({"TPU_SKIP_MDS_QUERY": "1"}, True, "a,b", False),
+        ([[0, 0], [0, 0]], [([0, 1], (0,))]),  # one process
+        ([[0, 0], [1, 1]], [([0], (0,)), ([1], (1,))]),  # a row a process
+        ([[0, 1], [2, 3]], [([0], (0, 1)), ([1], (2, 3))]),  # rows that span processes
+        ([[0, 1], [0, 1]], [([0, 1], (0, 1))]),  # and share them
+        ([[0, 1], [2, 3], [1, 2], [4, 4]], [([0, 1, 2], (0, 1, 2, 3)), ([3], (4,))]),  # by way of a third one
+        ([[3, 3], [0, 0], [3, 3]], [([0, 2], (3,)), ([1], (0,))]),
     ],
 )
-def test_several_hosts_are_recognised(monkeypatch, environment, tpu, endpoints, several):
-    monkeypatch.setattr(mesh_lib, "_has_tpu", lambda: tpu)
-    monkeypatch.setattr(mesh_lib, "_worker_endpoints", lambda: endpoints)
-    assert mesh_lib._is_multi_host(environment) is several
-
-
-def test_a_single_host_starts_alone(monkeypatch):
-    monkeypatch.setattr(mesh_lib, "_is_multi_host", lambda environment: False)
-    assert mesh_lib.start_distributed() is False
-    assert not jax.distributed.is_initialized()
-
-
-_PROGRAM = """
-import jax
-import numpy as np
-from eagle3_jax.config import MeshConfig
-from eagle3_jax.mesh import batch_sharding, make_mesh, start_distributed
-assert start_distributed()
-mesh = make_mesh(MeshConfig())
-x = jax.make_array_from_callback((2,), batch_sharding(mesh), lambda index: np.arange(1.0, 3.0)[index])
-print("sum", float(jax.jit(lambda x: x.sum())(x)))
-"""
-
-
-@pytest.mark.slow
-def test_two_processes_join_into_one_mesh():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = os.environ | {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM],
-            env=common | {"JAX_PROCESS_ID": str(index)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for index in range(2)
+def test_replicas_share_no_process(rows, expected):
+    grid = np.empty(np.shape(rows), object)
+    for place in np.ndindex(grid.shape):
+        grid[place] = Chip(hash(place), rows[place[0]][place[1]])
+    mesh = Mesh(grid, mesh_lib.AXES)
+    parts = mesh_lib.replicas(mesh)
+    found = [(part.mesh.devices.tolist(), part.processes) for part in parts]
+    assert found == [(grid[own].tolist(), processes) for own, processes in expected]
+    assert [(part.index, part.count, part.leader) for part in parts] == [
+        (i, len(expected), processes[0]) for i, (_, processes) in enumerate(expected)
     ]
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
-    assert ["sum 3.0" in output for output in outputs] == [True, True], outputs
+    assert all(part.decoding_mesh.devices.tolist() == part.mesh.devices[:1].tolist() for part in parts)
+
+
+def test_rows_are_dealt_by_the_sharding():
+    """Here to one process, all of them; `test_several_processes.py` has more."""
+    mesh = mesh_lib.make_mesh(MeshConfig(data=4, model=2))
+    where = mesh_lib.batch_sharding(mesh)
+    assert mesh_lib.own_rows(where, 8) == list(range(8))
+    part = np.arange(24).reshape(8, 3)
+    whole = mesh_lib.put_rows(part, 8, where)
+    np.testing.assert_array_equal(whole, part)
+    assert whole.sharding == where
+
+
+def test_programs_pin_their_results_where_the_rules_say():
+    mesh = mesh_lib.make_mesh(MeshConfig(data=1, model=2))
+    x = jax.device_put(np.ones((4, 4)), jax.sharding.NamedSharding(mesh, PartitionSpec(None, "model")))
+    rules = (("cache", PartitionSpec("model")),)
+    program = jax.jit(lambda x: mesh_lib.constrain({"cache": x + 1, "rest": x + 2}, rules))
+    with jax.set_mesh(mesh):
+        placed = program(x)
+    assert placed["cache"].addressable_shards[0].data.shape == (2, 4)
+    assert placed["rest"].is_fully_replicated
+    program(np.ones((4, 4)))  # and without a mesh as before
 
 
 @pytest.mark.parametrize(
     ("change", "platforms"),
     [
         ("", "cpu"),
-        ("mesh._has_tpu = lambda: True", "None"),
+        ("mesh.processes.has_tpu = lambda: True", "None"),
         ("jax.config.update('jax_platforms', 'cuda')", "cuda"),
         ("mesh.importlib.metadata.entry_points = lambda group: ['xla_cuda13']", "None"),
     ],

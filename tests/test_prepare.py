@@ -161,7 +161,7 @@ def test_finished_work_is_left_alone_and_other_work_refused(tmp_path, capsys):
     leftover = config.folder("prepare") / "self_0.jsonl"  # killed just before its end
     leftover.write_text("[]\n")
     prepare.prepare(config)
-    assert "finished already" in capsys.readouterr().out
+    assert "finished already" in capsys.readouterr().err
     assert not leftover.exists()
     assert before == {path: path.stat().st_mtime_ns for path in config.folder("prepare").iterdir()}
     jsonl(tmp_path, *({"prompt": question} for question in QUESTIONS[1:]))

@@ -152,7 +152,7 @@ def test_a_killed_run_goes_on_to_the_same_conversations(prepared, limit):
     try:
         run(first)
     except KeyboardInterrupt:
-        with (folder / "train.jsonl.partial").open("a") as stream:
+        with (folder / "train.0.jsonl.partial").open("a") as stream:
             stream.write('{"id": "torn", "tu')
     second = FakeEngine()
     run(second)

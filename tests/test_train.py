@@ -139,8 +139,8 @@ def test_a_killed_run_goes_on_bit_equally(finished, target, tmp_path, monkeypatc
     config = prepared(tmp_path, target)
     save = Checkpoints.save
 
-    def save_and_die(self, state, iterator):
-        save(self, state, iterator)
+    def save_and_die(self, state):
+        save(self, state)
         raise Killed
 
     monkeypatch.setattr(Checkpoints, "save", save_and_die)
@@ -163,11 +163,11 @@ def test_what_was_written_behind_the_last_checkpoint_is_written_once(finished, t
     config = prepared(tmp_path, target)
     save, saves = Checkpoints.save, []
 
-    def die_at_the_second(self, state, iterator):
+    def die_at_the_second(self, state):
         saves.append(state.step)
         if len(saves) == 2:
             raise Killed
-        save(self, state, iterator)
+        save(self, state)
 
     monkeypatch.setattr(Checkpoints, "save", die_at_the_second)
     with pytest.raises(Killed):

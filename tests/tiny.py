@@ -6,9 +6,11 @@ it, and what came before decides between them. A head learns that within seconds
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -200,3 +202,45 @@ def run_verb(
         timeout=timeout,
         check=False,
     )
+
+
+def start_processes(
+    count: int, arguments: Sequence[str], devices: int = 1, **environment: str
+) -> list[subprocess.Popen[str]]:
+    """`python ARGUMENTS` as `count` processes of one run, on so many CPU devices each; one needs no coordinator."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    common = {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "JAX_NUM_CPU_DEVICES": str(devices)}
+    if count > 1:
+        common |= {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count)}
+    return [
+        subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=REPOSITORY,
+            env=os.environ | common | {"JAX_PROCESS_ID": str(index)} | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index in range(count)
+    ]
+
+
+def end_processes(processes: Sequence[subprocess.Popen[str]], timeout: float = 280) -> list[tuple[int, str]]:
+    """(exit status, output) of each; none is left behind when one does not end in time."""
+    try:
+        with concurrent.futures.ThreadPoolExecutor(len(processes)) as readers:
+            outputs = list(readers.map(lambda process: process.communicate(timeout=timeout)[0], processes))
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+
+
+def start_verb(
+    count: int, verb: str, config: pathlib.Path, *arguments: str, devices: int = 1, **environment: str
+) -> list[subprocess.Popen[str]]:
+    """A verb as the processes of one run."""
+    command = ["-m", f"eagle3_jax.{verb}", "--config", str(config), *arguments]
+    return start_processes(count, command, devices, **environment)

@@ -33,15 +33,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import P
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from eagle3_jax import config as configs
 from eagle3_jax.data import states
 from eagle3_jax.decoding import engine
+from eagle3_jax.decoding.rounds import STATE_SHARDING_RULES
 from eagle3_jax.decoding.sampling import Sampling
-from eagle3_jax.mesh import batch_sharding, decoding_mesh, make_mesh, replicated, shardings
+from eagle3_jax.mesh import batch_sharding, make_mesh, replicas, replicated, shardings
 from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.llama import Llama, LlamaConfig
@@ -49,11 +49,10 @@ from eagle3_jax.models.registry import fetch, read_config
 from eagle3_jax.train import IN_FLIGHT
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Batch, Teacher
 from eagle3_jax.training.optimizer import make_optimizer
-from eagle3_jax.training.state import STATE_SHARDING_RULES, init_state, make_train_step
+from eagle3_jax.training.state import STATE_SHARDING_RULES as TRAIN_SHARDING_RULES
+from eagle3_jax.training.state import init_state, make_train_step
 
 GIB = 2**30
-# Where prefill's own results lie, and so what rounds take: KV heads over the model axis.
-CACHE_SHARDING_RULES = ((r"cache", P(None, "model")),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +163,7 @@ def decoding(
     greedy: bool,
 ) -> Iterator[Program]:
     """The engine's two programs: prefill of the longest prompt into free slots, and the rounds of a full batch."""
-    mesh = decoding_mesh(config.mesh, devices)
+    mesh = replicas(make_mesh(config.mesh, devices))[0].decoding_mesh
     target, draft = abstract_target(config, shape, mesh), None
     if tree is not None:
         head_config, dtype = DraftHeadConfig.for_target(config.draft, shape), jnp.dtype(config.target.dtype)
@@ -187,7 +186,7 @@ def decoding(
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         sequence = jax.eval_shape(functools.partial(engine.prefill, **sizes, **static), target, draft, *asked)
     state = jax.tree.map(lambda x: jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype), sequence)
-    state = placed(state, mesh, CACHE_SHARDING_RULES)
+    state = placed(state, mesh, STATE_SHARDING_RULES)
     models = {"target": target, "draft": draft}
     yield Program(
         f"{verb}: prefill",
@@ -207,12 +206,12 @@ def decoding(
 
 def extract(config: configs.RunConfig, shape: LlamaConfig, devices: list[Any]) -> Iterator[Program]:
     """`extract`: the forward pass of the longest conversations; the batch before it is still being fetched."""
-    mesh = make_mesh(config.mesh, devices)
+    mesh = replicas(make_mesh(config.mesh, devices))[0].mesh
     target = abstract_target(config, shape, mesh)
     settings = config.extract
     batch = states.plan_batches([settings.max_length], settings.batch_tokens, multiple=mesh.shape["data"])[0]
     tokens = jax.ShapeDtypeStruct((batch.rows, batch.length), jnp.int32, sharding=batch_sharding(mesh))
-    before = placed(jax.eval_shape(states.forward, target, tokens), mesh, ((r"", P("data")),))
+    before = placed(jax.eval_shape(states.forward, target, tokens), mesh, states.RESULTS_SHARDING_RULES)
     yield Program(
         "extract",
         mesh,
@@ -232,7 +231,7 @@ def train(config: configs.RunConfig, shape: LlamaConfig, devices: list[Any]) -> 
     teacher = placed(drawn, mesh, TEACHER_SHARDING_RULES)
     optimizer = make_optimizer(run, 1)
     state = jax.eval_shape(lambda rows: init_state(head_config, config.seed, rows, optimizer, mesh), teacher.rows)
-    state = placed(state, mesh, STATE_SHARDING_RULES)
+    state = placed(state, mesh, TRAIN_SHARDING_RULES)
 
     def rows(*width: int) -> jax.ShapeDtypeStruct:
         dtype = jnp.bfloat16 if width else jnp.int32

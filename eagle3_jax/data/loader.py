@@ -1,7 +1,7 @@
 """Feature records -> batches of packed rows, all of one shape.
 
 What goes into which row is planned at the start from the records' lengths alone, so that rows can be read in any
-order: the iterator's state is a number, and a resumed run reads exactly the rows that it would have read.
+order: what a step reads depends on its number alone, in a resumed run and on other processes too.
 """
 
 from __future__ import annotations
@@ -119,16 +119,17 @@ class PackedRows:
         return f"PackedRows({self.source!r}, row_length={self.row_length}, rows={len(self)})"
 
 
-def batches(
-    rows: Sequence[Row] | PackedRows, batch_size: int, process: int = 0, processes: int = 1
-) -> grain.IterDataset[Row]:
-    """Stacks rows in order; one thread reads ahead.
+def batches(rows: PackedRows, batch_size: int, own: Sequence[int], start: int = 0) -> grain.IterDataset[Row]:
+    """This process's part of each batch, read ahead by a thread. What comes depends on the arguments alone.
 
     Args:
-        batch_size: rows per global batch; this process gets its `batch_size // processes` of each.
+        batch_size: rows of a batch, over all processes.
+        own: which of them this process reads, in this order (see `mesh.own_rows`).
+        start: the first batch.
+
+    Returns:
+        Batches from `start` on to the last: the fields of a row, stacked [len(own), T, ...].
     """
-    if batch_size % processes:
-        raise ValueError(f"train.batch_size: got {batch_size}, expected a multiple of the {processes} processes")
-    own = grain.MapDataset.source(rows)[process::processes]
-    stacked = own.batch(batch_size // processes, drop_remainder=True)
+    numbers = [batch * batch_size + row for batch in range(start, len(rows) // batch_size) for row in own]
+    stacked = grain.MapDataset.source(numbers).map(rows.__getitem__).batch(len(own), drop_remainder=True)
     return stacked.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))

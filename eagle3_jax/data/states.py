@@ -9,14 +9,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import P
 from jaxtyping import Array, BFloat16, Bool, Int32
 
 from eagle3_jax.data.features import Record
 from eagle3_jax.kernels.vocabulary import argmax
+from eagle3_jax.mesh import constrain, fetch
 from eagle3_jax.models.llama import Llama
 
 # Lengths are padded to multiples of this; each distinct length is one compiled program.
 _LENGTH_STEP = 64
+RESULTS_SHARDING_RULES = ((r"", P("data")),)
 # Positions whose logits over the whole vocabulary exist at the same time.
 _LOGITS_BLOCK = 256
 
@@ -81,7 +84,7 @@ def forward(
     ).reshape(b, t)
     aux, hidden = aux.astype(jnp.bfloat16), hidden.astype(jnp.bfloat16)
     finite = jnp.isfinite(aux).all(-1) & jnp.isfinite(hidden).all(-1)
-    return aux, hidden, predicted, finite
+    return constrain((aux, hidden, predicted, finite), RESULTS_SHARDING_RULES)
 
 
 def compute_records(
@@ -113,7 +116,7 @@ def compute_records(
 def _fetch(
     conversations: Sequence[Conversation], indices: list[int], outputs: Any
 ) -> Iterator[tuple[Conversation, Record | None]]:
-    aux, hidden, predicted, finite = jax.device_get(outputs)
+    aux, hidden, predicted, finite = fetch(outputs)
     for row, index in enumerate(indices):
         conversation = conversations[index]
         length = len(conversation.token_ids)

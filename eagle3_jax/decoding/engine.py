@@ -29,7 +29,7 @@ from eagle3_jax.decoding.prompt import Prompt, encode
 from eagle3_jax.decoding.sampling import Sampling, SamplingParams
 from eagle3_jax.decoding.tree import scratch_slots
 from eagle3_jax.formats.sglang import load_draft
-from eagle3_jax.mesh import decoding_mesh, replicated, shardings
+from eagle3_jax.mesh import constrain, decoding_mesh, put, replicated, shardings
 from eagle3_jax.models.draft import Draft
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.llama import Llama
@@ -45,11 +45,17 @@ decode = jax.jit(rounds.decode, static_argnames=("tree", "greedy"), donate_argna
 _insert = jax.jit(rounds.insert, donate_argnames="state")
 
 
+@jax.jit
+def _key(seed: jax.Array, prompt: jax.Array) -> jax.Array:
+    """A random key [1], replicated on the mesh that is set."""
+    return constrain(jax.random.fold_in(jax.random.key(seed), prompt)[None], ())
+
+
 @functools.partial(jax.jit, static_argnames="batch")
 def _vacant(sequence: rounds.State, batch: int) -> rounds.State:
     """A batch of free slots, shaped like one sequence."""
     state = jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape[1:])), sequence)
-    return dataclasses.replace(state, done=jnp.ones(batch, bool))
+    return constrain(dataclasses.replace(state, done=jnp.ones(batch, bool)), rounds.STATE_SHARDING_RULES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,8 +223,8 @@ class Engine:
         state = self._start(request, slots, greedy)
         sent, pending = 0, Detokenizer(self.tokenizer)
         while True:
-            output = self._output(request, *_fetch(state, 0)) if state.done[0] else None
-            ids = np.asarray(state.output[0])[: int(state.num_output[0])].tolist()
+            output = self._output(request, *_fetch(state, 0)) if np.asarray(state.done)[0] else None
+            ids = np.asarray(state.output)[0, : np.asarray(state.num_output)[0]].tolist()
             text = pending.add(ids[sent:], last=output is not None)
             if output is not None:
                 yield Piece(text, ids[sent:], output.finish_reason)
@@ -248,23 +254,24 @@ class Engine:
         ids, params = request.ids, request.params
         tokens = np.zeros((1, bucket(len(ids))), np.int32)
         tokens[0, : len(ids)] = ids
-        # Different prompts under one seed get different random numbers, the same prompt always the same.
-        key = jax.random.fold_in(jax.random.key(params.seed), zlib.crc32(np.asarray(ids, np.int32).tobytes()))
-        sampling = Sampling(
-            jnp.array([params.temperature], jnp.float32),
-            jnp.array([params.top_k], jnp.int32),
-            jnp.array([params.top_p], jnp.float32),
-            key[None],
-        )
+        digest = zlib.crc32(np.asarray(ids, np.int32).tobytes())
         with self._devices():
+            # Different prompts under one seed get different random numbers, the same prompt always the same.
+            key = _key(np.uint32(params.seed), np.uint32(digest))
+            sampling = Sampling(
+                self._place([params.temperature], np.float32),
+                self._place([params.top_k], np.int32),
+                self._place([params.top_p], np.float32),
+                key,
+            )
             return prefill(
                 self.target,
                 self.draft,
-                jnp.asarray(tokens),
-                jnp.array([len(ids)], jnp.int32),
+                self._place(tokens, np.int32),
+                self._place([len(ids)], np.int32),
                 sampling,
-                jnp.array([request.limit], jnp.int32),
-                jnp.array([params.ignore_eos]),
+                self._place([request.limit], np.int32),
+                self._place([params.ignore_eos], bool),
                 slots=slots,
                 max_output=slots,
                 tree=self.tree,
@@ -274,6 +281,11 @@ class Engine:
     def _decode(self, state: rounds.State, max_rounds: int, stop_at: int, greedy: bool) -> rounds.State:
         with self._devices():
             return decode(self.target, self.draft, state, max_rounds, stop_at, tree=self.tree, greedy=greedy)
+
+    def _place(self, value: Any, dtype: Any) -> jax.Array:
+        """What the host says, on all devices; it says the same on every process that decodes on this mesh."""
+        value = np.asarray(value, dtype)
+        return jnp.asarray(value) if self._mesh is None else put(value, replicated(self._mesh))
 
     def _devices(self) -> contextlib.AbstractContextManager[object]:
         """Sets the target's mesh: kernels are split over the devices of the mesh that is set."""
@@ -292,7 +304,8 @@ class Engine:
                     running[slot], request = waiting.popleft()
                     sequence = self._start(request, slots, greedy)
                     if batch > 1:
-                        sequence = _insert(_vacant(sequence, batch) if state is None else state, slot, sequence)
+                        with self._devices():
+                            sequence = _insert(_vacant(sequence, batch) if state is None else state, slot, sequence)
                     state = sequence
             assert state is not None
             stop_at = 1 if waiting else batch
@@ -328,8 +341,10 @@ def _check_draft(draft: Draft, target: Llama, tree: DraftTree, max_length: int) 
 
 def _spread(draft: Draft, mesh: Mesh) -> Draft:
     """The draft on the target's devices: from elsewhere it would be sent there in every call."""
-    head = jax.device_put(draft.head, shardings(draft.head, mesh, SHARDING_RULES))
-    return Draft(head, jax.device_put(draft.token_ids, replicated(mesh)))
+    head = jax.tree.map(
+        lambda x, where: put(np.asarray(x), where), draft.head, shardings(draft.head, mesh, SHARDING_RULES)
+    )
+    return Draft(head, put(np.asarray(draft.token_ids), replicated(mesh)))
 
 
 def _fetch(state: rounds.State, slot: int) -> tuple[list[int], int, list[int]]:

@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 from tqdm import tqdm
 
+from eagle3_jax import processes
 from eagle3_jax.command import stop_point
 from eagle3_jax.decoding.near_tie import NearTie
 
@@ -152,7 +153,7 @@ def compare(
         A tally per category, in order of first appearance.
     """
     tallies = {prompt["category"]: Tally() for prompt in prompts}
-    with tqdm(total=len(prompts), desc="evaluate", unit="prompt", disable=jax.process_index() > 0) as bar:
+    with tqdm(total=len(prompts), desc="evaluate", unit="prompt", disable=processes.index() > 0) as bar:
         for number, group in enumerate(_groups(prompts, batch_size)):
             stop_point()
             asked = [prompt["prompt"] for prompt in group]
@@ -192,7 +193,7 @@ def _timed(engine: Decoder, messages: Sequence[Any], params: Any) -> tuple[Seque
             start = time.perf_counter()
             answers = engine.generate(messages, params)
             seconds = time.perf_counter() - start
-        if not compiled:
+        if not processes.agree(lambda: list(compiled)):
             return answers, seconds
     raise RuntimeError(f"the engine still compiles after {_MOST_REPETITIONS} calls with the same prompts: {compiled}")
 

@@ -14,12 +14,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import P
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.sampling import Sampling, first_token
 from eagle3_jax.decoding.tree import feed, grow, root_only, scratch_slots
 from eagle3_jax.decoding.verify import Walk, verify
+from eagle3_jax.mesh import constrain
 from eagle3_jax.models.cache import KVCache
 from eagle3_jax.models.draft import Draft
 from eagle3_jax.models.llama import Llama
@@ -54,6 +56,10 @@ class State:
     accepted: Int[Array, "b s"]
     draft_cache: KVCache | None = None
     draft_state: Float[Array, "b h"] | None = None
+
+
+# KV heads over the model axis; the rest whole on every device, where every process can read it.
+STATE_SHARDING_RULES = ((r"cache", P(None, "model")),)
 
 
 def steps_of(tree: DraftTree | None) -> int:
@@ -102,7 +108,7 @@ def prefill(
             target, draft, following, draft.head.fuse(aux), positions, draft.head.empty_cache(batch, slots), none
         )
         draft_state = _row(states, last)
-    return State(
+    state = State(
         cache=cache,
         lengths=prompt_lengths,
         root=root,
@@ -117,6 +123,7 @@ def prefill(
         draft_cache=draft_cache,
         draft_state=draft_state,
     )
+    return constrain(state, STATE_SHARDING_RULES)
 
 
 def advance(target: Llama, draft: Draft | None, state: State, *, tree: DraftTree | None, greedy: bool) -> State:
@@ -203,12 +210,13 @@ def decode(
     def body(carry: tuple[Array, State]) -> tuple[Array, State]:
         return carry[0] + 1, advance(target, draft, carry[1], tree=tree, greedy=greedy)
 
-    return jax.lax.while_loop(proceed, body, (jnp.int32(0), state))[1]
+    return constrain(jax.lax.while_loop(proceed, body, (jnp.int32(0), state))[1], STATE_SHARDING_RULES)
 
 
 def insert(state: State, slot: Int[Array, ""] | int, sequence: State) -> State:
     """Puts one prefilled sequence (batch 1, same slots) into a slot of the batch."""
-    return jax.tree.map(lambda all_, one: jax.lax.dynamic_update_slice_in_dim(all_, one, slot, 0), state, sequence)
+    state = jax.tree.map(lambda all_, one: jax.lax.dynamic_update_slice_in_dim(all_, one, slot, 0), state, sequence)
+    return constrain(state, STATE_SHARDING_RULES)
 
 
 @functools.partial(jax.jit, static_argnames=("max_tokens", "tree"))

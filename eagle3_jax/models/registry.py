@@ -24,7 +24,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoTokenizer
 
-from eagle3_jax import manifest
+from eagle3_jax import manifest, processes
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.models import gguf, weights
 from eagle3_jax.models.identity import identify
@@ -90,7 +90,10 @@ def load_target(
     config = TargetConfig(name=config) if isinstance(config, str) else config
     folder = fetch(config.name)
     model_config = read_config(folder, config.aux_layers)
-    files = weights.file_digests(folder)
+    sizes = {path.name: path.stat().st_size for path in sorted(folder.glob("*.safetensors"))}
+    files, expected = processes.agree(lambda: (weights.file_digests(folder), sizes))
+    if sizes != expected:
+        raise TargetError(f"{folder}: got weight files of {sizes} bytes, process 0 has {expected}; remove the folder")
     _check_cached(folder, files)
     tokenizer = load_tokenizer(folder)
     identity = identify(files, model_config, tokenizer, name=config.name, dtype=config.dtype)

@@ -19,7 +19,7 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 
 from eagle3_jax.manifest import digest
-from eagle3_jax.mesh import shardings
+from eagle3_jax.mesh import put, shardings
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.llama import Llama, LlamaConfig
 
@@ -116,7 +116,7 @@ def load_llama(
         entry = table[name]
         tensors = [handles[files[name]].get_tensor(name) for name in entry.tensors]
         value = np.ascontiguousarray(entry.combine(*tensors)).astype(leaf.dtype)
-        return jax.device_put(value, sharding)
+        return jax.device_put(value) if sharding is None else put(value, sharding)
 
     if placement is None:
         return jax.tree_util.tree_map_with_path(read, abstract)

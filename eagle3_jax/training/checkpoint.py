@@ -1,4 +1,4 @@
-"""Checkpoints with Orbax: head, optimizer and data iterator, each readable without the others."""
+"""Checkpoints with Orbax: head and optimizer, each readable without the other."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtyping import Array, UInt32
 from orbax.checkpoint import v1 as ocp
 
+from eagle3_jax.mesh import put, replicated
 from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
 from eagle3_jax.training.state import TrainState
 
@@ -46,7 +47,7 @@ class Checkpoints:
         found = self._checkpointer.latest
         return None if found is None else found.step
 
-    def save(self, state: TrainState, iterator: Any) -> None:
+    def save(self, state: TrainState) -> None:
         """Writes a checkpoint of the state's step, atomically. A second one of the same step is left out.
 
         Raises:
@@ -54,7 +55,7 @@ class Checkpoints:
         """
         step = int(state.step)
         if step != self.latest:
-            parts = {"head": _flat(state.head), "optimizer": _flat(state.opt_state), "data": iterator}
+            parts: dict[str, Any] = {"head": _flat(state.head), "optimizer": _flat(state.opt_state)}
             for name in ("head", "optimizer"):
                 parts[f"{name}_checksums"] = _checksums(parts[name])
             try:
@@ -62,17 +63,17 @@ class Checkpoints:
             except Exception as error:
                 raise CheckpointError(f"{self.folder / str(step)}: not written ({_reason(error)})") from error
 
-    def restore(self, state: TrainState, iterator: Any) -> TrainState:
-        """The newest checkpoint, placed as `state` is; the iterator is set to where it was.
+    def restore(self, state: TrainState) -> TrainState:
+        """The newest checkpoint, placed as `state` is, whatever mesh it was saved from.
 
         Raises:
             CheckpointError: no checkpoint, a damaged one, or one of another shape.
         """
-        abstract = {"head": _abstract(state.head), "optimizer": _abstract(state.opt_state), "data": iterator}
+        abstract = {"head": _abstract(state.head), "optimizer": _abstract(state.opt_state)}
         step, found = self._load(abstract)
         head = _unflat(state.head, found["head"])
         opt_state = _unflat(state.opt_state, found["optimizer"])
-        at = jax.device_put(np.asarray(step, np.int32), state.step.sharding)
+        at = put(np.asarray(step, np.int32), state.step.sharding)
         return TrainState(at, head, opt_state)
 
     def restore_head(self, like: Any) -> DraftHead:
@@ -84,11 +85,9 @@ class Checkpoints:
         if step is None:
             raise CheckpointError(f"{self.folder}: no checkpoint, expected the output of `python -m eagle3_jax.train`")
         folder = self.folder / str(step)
-        anywhere = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         checked = [name for name in abstract if name in ("head", "optimizer")]
         for name in checked:
-            checksum = jax.ShapeDtypeStruct((), np.uint32, sharding=anywhere)
-            abstract = abstract | {f"{name}_checksums": dict.fromkeys(abstract[name], checksum)}
+            abstract = abstract | {f"{name}_checksums": {leaf: _scalar(x) for leaf, x in abstract[name].items()}}
         with self._orderly(folder):
             self._check_shapes(step, {name: abstract[name] for name in checked})
             found = self._checkpointer.load_checkpointables(step, abstract)
@@ -131,18 +130,18 @@ class Checkpoints:
 
 
 def load_head(folder: str | pathlib.Path, config: DraftHeadConfig) -> DraftHead:
-    """The newest head of a checkpoints folder, on the default device.
+    """The newest head of a checkpoints folder, on the default device of each process.
 
     Raises:
         CheckpointError: no checkpoint, or a head of another shape than `config` says.
     """
     shapes = jax.eval_shape(lambda: DraftHead(config, rngs=nnx.Rngs(0)))
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), shapes)
+    everywhere = replicated(jax.sharding.Mesh(jax.devices(), "all"))  # processes can only read together
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), shapes)
     if not pathlib.Path(folder).is_dir():
         raise CheckpointError(f"{folder}: not found, expected the output of `python -m eagle3_jax.train`")
     with Checkpoints(folder) as checkpoints:
-        return checkpoints.restore_head(like)
+        return jax.tree.map(lambda x: x.addressable_data(0), checkpoints.restore_head(like))
 
 
 def _reason(error: Exception) -> str:
@@ -175,6 +174,13 @@ def _checksums(leaves: dict[str, Any]) -> dict[str, UInt32[Array, ""]]:
         return jnp.sum(bits * (2 * place + 1), dtype=jnp.uint32)
 
     return jax.tree.map(checksum, leaves)
+
+
+def _scalar(like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """A checksum, on the devices of its leaf."""
+    where = like.sharding
+    where = replicated(where.mesh) if isinstance(where, jax.sharding.NamedSharding) else where
+    return jax.ShapeDtypeStruct((), np.uint32, sharding=where)
 
 
 def _abstract(tree: Any) -> dict[str, jax.ShapeDtypeStruct]:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from tensorboardX import SummaryWriter
 
-from eagle3_jax import manifest
+from eagle3_jax import manifest, processes
 
 
 class NotFinite(ValueError):
@@ -67,7 +67,7 @@ class MetricWriter:
     """
 
     def __init__(self, folder: str | pathlib.Path, done: int | None) -> None:
-        self._active = jax.process_index() == 0
+        self._active = processes.index() == 0
         self._newest: dict[str, dict[str, Any]] = {}
         folder = pathlib.Path(folder)
         if self._active:

@@ -93,31 +93,25 @@ def test_epochs_may_end_within_a_pass_and_batches_are_filled():
     assert not filled[8]["segment_ids"].any()
 
 
-def test_an_iterator_goes_on_where_another_stopped():
+def test_batches_depend_on_their_number_alone():
     rows = PackedRows(source(*range(3, 30)), 32, multiple=2)
-    first = iter(batches(rows, 2))
-    for _ in range(2):
-        next(first)
-    second = iter(batches(rows, 2))
-    second.set_state(first.get_state())
-    rest = list(first)
-    assert len(rest) == len(rows) // 2 - 2
-    for one, other in zip(rest, second, strict=True):
+    whole = list(batches(rows, 2, own=[0, 1]))
+    assert len(whole) == len(rows) // 2
+    assert list(batches(rows, 2, own=[0, 1], start=len(whole))) == []
+    for one, other in zip(whole[2:], batches(rows, 2, own=[0, 1], start=2), strict=True):
         assert one.keys() == other.keys()
         for name in one:
             np.testing.assert_array_equal(one[name], other[name])
 
 
-def test_processes_share_every_batch():
+@pytest.mark.parametrize("own", [[0, 1], [2], [1, 3], [0, 1, 2, 3]])
+def test_a_process_reads_its_own_rows_of_every_batch(own):
     rows = PackedRows(source(*range(3, 30)), 32, multiple=4)
-    parts = [list(batches(rows, 4, process, 2)) for process in range(2)]
-    whole = list(batches(rows, 4))
-    for own, other, batch in zip(*parts, whole, strict=True):
-        assert own["token_ids"].shape == (2, 32)
-        together = np.concatenate([own["token_ids"], other["token_ids"]])
-        np.testing.assert_array_equal(np.sort(together, axis=None), np.sort(batch["token_ids"], axis=None))
-    with pytest.raises(ValueError, match=r"train.batch_size: got 3, expected a multiple of the 2 processes"):
-        batches(rows, 3, 0, 2)
+    whole = list(batches(rows, 4, own=[0, 1, 2, 3]))
+    for number, (part, batch) in enumerate(zip(batches(rows, 4, own), whole, strict=True)):
+        for name in batch:
+            np.testing.assert_array_equal(part[name], batch[name][own])
+            np.testing.assert_array_equal(batch[name][2], rows[4 * number + 2][name])
 
 
 def test_no_records_are_refused():

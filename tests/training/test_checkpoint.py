@@ -42,7 +42,7 @@ def save(folder, *steps: int, keep: int = 2) -> None:
     with Checkpoints(folder, keep=keep) as checkpoints:
         for step in steps:
             state = TrainState(jnp.array(step, jnp.int32), head, {"moment": jnp.arange(6.0).reshape(2, 3)})
-            checkpoints.save(state, {"position": np.array(0)})
+            checkpoints.save(state)
 
 
 def test_only_the_newest_stay_and_a_second_save_of_a_step_is_left_out(tmp_path):

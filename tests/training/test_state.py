@@ -3,7 +3,6 @@
 import subprocess
 import sys
 
-import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -80,21 +79,12 @@ def test_a_step_counts_and_its_loss_falls(run, teacher, make_batch):
 
 
 def test_checkpoints_restore_onto_another_mesh(run, tmp_path, head_config):
-
     state, _, _ = run(4, 2)
     elsewhere, _, _ = run(1, 1)
-
-    def new_iterator():
-        return iter(grain.MapDataset.source(range(20)).to_iter_dataset())
-
-    iterator = new_iterator()
-    next(iterator)
     with Checkpoints(tmp_path, keep=1) as checkpoints:
-        checkpoints.save(state, iterator)
-        again = new_iterator()
-        restored = checkpoints.restore(elsewhere, again)
+        checkpoints.save(state)
+        restored = checkpoints.restore(elsewhere)
     assert restored.step == 2
-    assert next(again) == next(iterator) == 1
     for got, want, like in zip(*(jax.tree.leaves(x) for x in (restored, state, elsewhere)), strict=True):
         np.testing.assert_array_equal(got, want)
         assert got.sharding == like.sharding

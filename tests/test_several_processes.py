@@ -1,0 +1,131 @@
+"""The whole chain as several processes on one mesh: the same tokens, rows and losses as a single process has."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+import signal
+import time
+
+import numpy as np
+import pytest
+import tiny
+
+from eagle3_jax.data.features import FeatureSource
+
+VERBS = ("prepare", "regenerate", "extract", "train", "export", "evaluate", "report")
+SPLITS = ("train", "held_out")
+# Processes of one CPU device each, and the mesh over them. Over a model axis of 2 or 4 a row spans processes.
+MESHES = [(2, "1x2"), (2, "2x1"), (4, "2x2"), (4, "1x4")]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp("run")
+    sources = [{"kind": "jsonl", "path": str(folder / "prompts.jsonl")}, {"kind": "self", "count": 6, "max_tokens": 16}]
+    return tiny.write_run(
+        folder,
+        prepare={"sources": sources, "batch_size": 4},
+        train={"max_steps": 12, "log_every": 1, "eval_every": 6, "checkpoint_every": 5, "ttt_steps": 2},
+        evaluate={"limit": 4, "max_tokens": 16},
+    )
+
+
+def arguments(verb: str, run: pathlib.Path, mesh: str) -> list[str]:
+    data, model = mesh.split("x")
+    given = ["--run_dir", str(run), "--mesh.data", data, "--mesh.model", model]
+    if verb == "evaluate":
+        prompts, output = run / "prompts/held_out.jsonl", run / "evaluation/chain.json"
+        given += ["--prompts", str(prompts), "--output", str(output)]
+    return given
+
+
+def chain(
+    config: pathlib.Path, run: pathlib.Path, mesh: str, processes: int, devices: int = 1, verbs=VERBS
+) -> pathlib.Path:
+    """Runs verbs one behind the other; all processes of each must end well."""
+    for verb in verbs:
+        started = tiny.start_verb(processes, verb, config, *arguments(verb, run, mesh), devices=devices)
+        ends = tiny.end_processes(started)
+        assert [status for status, _ in ends] == [0] * processes, (verb, *(output[-2000:] for _, output in ends))
+    return run
+
+
+@pytest.fixture(scope="module")
+def alone(config) -> pathlib.Path:
+    """What one process on one device makes of it."""
+    return chain(config, config.parent / "alone", "1x1", 1)
+
+
+def losses(run: pathlib.Path) -> list[float]:
+    lines = [json.loads(line) for line in (run / "checkpoints/metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if line["kind"] == "train"]
+
+
+def check_same(alone: pathlib.Path, run: pathlib.Path) -> None:
+    """Prompts, tokens, order and counts are the same; hidden states but for their last bit of bfloat16."""
+    for name in ("prompts/rejects", *(f"{kind}/{split}" for kind in ("prompts", "conversations") for split in SPLITS)):
+        assert (run / f"{name}.jsonl").read_bytes() == (alone / f"{name}.jsonl").read_bytes(), name
+    for split in SPLITS:
+        mine, other = FeatureSource(run / "features" / split), FeatureSource(alone / "features" / split)
+        assert mine.lengths.tolist() == other.lengths.tolist()
+        for i in range(len(other)):
+            for field in ("token_ids", "loss_mask", "argmax"):
+                np.testing.assert_array_equal(mine[i][field], other[i][field])
+            for field in ("aux", "last_hidden"):
+                got, expected = mine[i][field].astype(np.float32), other[i][field].astype(np.float32)
+                np.testing.assert_allclose(got, expected, rtol=2**-7, atol=2**-7)
+    np.testing.assert_allclose(losses(run), losses(alone), rtol=2e-3)
+    mine, other = (json.loads((folder / "evaluation/chain.json").read_text()) for folder in (run, alone))
+    assert mine["identical"] == mine["prompts"] == other["prompts"] == 4
+    assert (mine["tokens"], mine["rounds"]) == (other["tokens"], other["rounds"])
+    assert (run / "report.json").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("processes", "mesh"), MESHES)
+def test_the_chain_on_several_processes(config, alone, processes, mesh):
+    check_same(alone, chain(config, config.parent / f"{processes}-{mesh}", mesh, processes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "mesh"),
+    [MESHES[0], *(pytest.param(*many, marks=pytest.mark.long) for many in MESHES[1:])],
+)
+def test_training_is_that_of_one_process(config, alone, processes, mesh):
+    """On the same features and the same mesh: every loss within 1e-6, whoever holds the devices."""
+    runs = []
+    for count in (1, processes):
+        run = config.parent / f"train-{mesh}-{count}"
+        shutil.copytree(alone / "features", run / "features")
+        runs.append(losses(chain(config, run, mesh, count, processes // count, verbs=["train"])))
+    assert len(runs[0]) == 12
+    np.testing.assert_allclose(runs[1], runs[0], rtol=1e-6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("verb", ["regenerate", "train"])
+def test_one_killed_process_ends_all_and_the_rerun_goes_on(config, alone, verb, victim):
+    """Killed in the middle; the rest of the chain, on another number of processes, comes to the same."""
+    run = config.parent / f"killed-{verb}-{victim}"
+    before = VERBS[: VERBS.index(verb)]
+    for name in ("prompts", "conversations", "features")[: len(before)]:
+        shutil.copytree(alone / name, run / name)
+    processes = tiny.start_verb(2, verb, config, *arguments(verb, run, "2x1"))
+    begun = run / "checkpoints/5" if verb == "train" else run / "conversations"
+    until = time.monotonic() + 200
+    while time.monotonic() < until and all(process.poll() is None for process in processes):
+        logs = list(begun.glob("*.partial")) if begun.exists() else []
+        if begun.exists() if verb == "train" else any(log.stat().st_size for log in logs):
+            break
+        time.sleep(0.05)
+    processes[victim].send_signal(signal.SIGKILL)
+    ends = tiny.end_processes(processes)
+    status, output = ends[1 - victim]
+    assert ends[victim][0] == -signal.SIGKILL, ends[victim][1][-2000:]
+    assert status != 0 and ("is gone" in output or "another task died" in output), output[-2000:]
+    chain(config, run, "1x1", 1, verbs=VERBS[len(before) :])
+    check_same(alone, run)
