@@ -78,7 +78,7 @@ def test_what_does_not_fit_is_said_with_the_amount(small):
     ("arguments", "message"),
     [
         (("--topology", "v5e:3"), "--topology: got 'v5e:3', expected a TPU topology such as"),
-        (("--topology", "v5e:1x1"), "got 1 x 2 = 2, expected at most 1 devices"),
+        (("--topology", "v5e:1x1"), "mesh.model: got 2, expected a divisor of the number of devices, 1"),
         (("--topology", "v5e:1x2", "--verbs", "sing"), "--verbs: got sing, expected some of evaluate, regenerate"),
     ],
 )
