@@ -124,6 +124,27 @@ def read_json(path: str | pathlib.Path) -> dict[str, Any]:
     return _object(pathlib.Path(path).read_bytes(), str(path))
 
 
+def write_sealed(path: str | pathlib.Path, values: dict[str, Any]) -> None:
+    """Writes a JSON object with a checksum in it, atomically."""
+    write_json(path, values | {"checksum": _checksum(values)})
+
+
+def read_sealed(path: str | pathlib.Path) -> dict[str, Any]:
+    """What `write_sealed` wrote. Raises JsonError: not that, to the letter."""
+    return _unsealed(read_json(path), path)
+
+
+def _unsealed(values: dict[str, Any], path: str | pathlib.Path) -> dict[str, Any]:
+    if values.pop("checksum", None) != _checksum(values):
+        raise JsonError(f"{path}: altered since it was written")
+    return values
+
+
+def _checksum(values: dict[str, Any]) -> str:
+    plain = json.loads(json.dumps(values))  # tuples are lists there, and keys are text
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
 def read_jsonl(path: str | pathlib.Path) -> Iterator[dict[str, Any]]:
     """The objects in a JSONL file, one a line. Raises JsonError."""
     with open(path, "rb") as stream:
@@ -233,7 +254,7 @@ def begin(folder: str | pathlib.Path, identity: dict[str, Any]) -> bool:
             )
         return bool(found.get("finished"))
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(path, {"format": FORMAT, "finished": False, "identity": identity, "versions": versions()})
+    write_sealed(path, {"format": FORMAT, "finished": False, "identity": identity, "versions": versions()})
     return False
 
 
@@ -246,7 +267,7 @@ def finish(folder: str | pathlib.Path, files: Iterable[str] = (), **results: Any
     folder = pathlib.Path(folder)
     digests = {name: digest(folder / name) for name in files}
     path = folder / NAME
-    write_json(path, load(path) | {"finished": True, "files": digests, "results": results, "versions": versions()})
+    write_sealed(path, load(path) | {"finished": True, "files": digests, "results": results, "versions": versions()})
 
 
 def read(folder: str | pathlib.Path, made_by: str, *, verify: bool = True) -> dict[str, Any]:
@@ -316,9 +337,10 @@ def load(path: pathlib.Path) -> dict[str, Any]:
             f"{path}: got format {manifest.get('format')!r}, expected {FORMAT}; another version of eagle3_jax made it: "
             f"remove {path.parent} and run its verb again"
         )
-    if manifest.get("finished") and not all(isinstance(manifest.get(key), dict) for key in ("files", "results")):
-        raise ManifestError(f"{path}: got no files or no results, expected a manifest")
-    return manifest
+    try:
+        return _unsealed(manifest, path)
+    except JsonError as error:
+        raise ManifestError(f"{error}; remove {path.parent} and run its verb again") from error
 
 
 def _differences(found: Any, expected: Any, field: str = "") -> Iterator[tuple[str, Any, Any]]:

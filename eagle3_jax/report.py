@@ -15,6 +15,7 @@ from eagle3_jax.config import FOLDERS, RunConfig
 # Okabe and Ito's palette: told apart with any colour vision, and in grey by their lightness.
 COLOURS = {"vanilla": "#B8BCC2", "chain": "#56B4E9", "tree": "#0072B2"}
 OTHERS = ("#E69F00", "#009E73", "#CC79A7", "#D55E00")
+_KEYS = ("identity", "config", "categories", "seconds", "hardware", "versions")
 _NUMBERS = ("tau", "alpha", "speedup", "tokens_per_second", "identical", "prompts", "rounds", "tokens")
 
 
@@ -208,10 +209,11 @@ def _evaluations(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
         raise ValueError(f"{folder}: no *.json, expected the output of `python -m eagle3_jax.evaluate`")
     found = {}
     for path in paths:
-        try:
-            found[path.stem] = json.loads(path.read_text())
-        except ValueError as error:
-            raise ValueError(f"{path}: not valid JSON ({error})") from error
+        found[path.stem] = manifest.read_json(path)
+        if missing := [key for key in _KEYS if key not in found[path.stem]]:
+            raise ValueError(
+                f"{path}: got no {', '.join(missing)}, expected a report of `python -m eagle3_jax.evaluate`"
+            )
     return found
 
 

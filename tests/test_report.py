@@ -115,3 +115,12 @@ def test_nothing_to_report_is_said(tmp_path: pathlib.Path) -> None:
     (config.folder("evaluate") / "chain.json").write_text("{")
     with pytest.raises(ValueError, match=r"chain.json: not valid JSON"):
         report.run(config)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"\xff", b'{"identity": 3}'])
+def test_an_evaluation_that_is_none_is_refused_by_name(tmp_path, content):
+    config = RunConfig(run_dir=str(tmp_path))
+    config.folder("evaluate").mkdir()
+    (config.folder("evaluate") / "chain.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"chain\.json"):
+        report.run(config)

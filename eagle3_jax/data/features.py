@@ -9,7 +9,6 @@ its presence says that the shard is complete.
 from __future__ import annotations
 
 import functools
-import json
 import pathlib
 import re
 import zlib
@@ -117,8 +116,7 @@ def write_shard(path: str | pathlib.Path, records: Iterable[Record], notes: Any 
         finally:
             writer.close()
         size = temporary.stat().st_size
-    content = {"bytes": size, "lengths": lengths, "checksums": checksums, "notes": notes}
-    manifest.write_json(_sidecar(path), content | {"checksum": _checksum(content)})
+    manifest.write_sealed(_sidecar(path), {"bytes": size, "lengths": lengths, "checksums": checksums, "notes": notes})
 
 
 def is_complete(path: str | pathlib.Path) -> bool:
@@ -206,18 +204,11 @@ def _sidecar(path: pathlib.Path) -> pathlib.Path:
 def _read_sidecar(path: pathlib.Path) -> dict[str, Any]:
     sidecar = _sidecar(path)
     try:
-        values = manifest.read_json(sidecar)
+        return manifest.read_sealed(sidecar)
     except FileNotFoundError as error:
         raise FeatureError(f"{sidecar}: not found, the shard beside it is incomplete; extract again") from error
     except manifest.JsonError as error:
         raise FeatureError(f"{error}; remove it and extract again") from error
-    if values.pop("checksum", None) != _checksum(values):
-        raise FeatureError(f"{sidecar}: altered since it was written; remove it and extract again")
-    return values
-
-
-def _checksum(sidecar: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(sidecar, sort_keys=True).encode())
 
 
 def _checked_sidecar(path: pathlib.Path) -> dict[str, Any]:

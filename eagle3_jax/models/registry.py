@@ -106,17 +106,28 @@ def read_config(folder: pathlib.Path, aux_layers: tuple[int, ...] | None = None)
     path = folder / "config.json"
     if not path.exists():
         raise TargetError(f"{folder}: expected a Hugging Face folder, config.json is missing")
-    values = json.loads(path.read_text())
+    values = manifest.read_json(path)
     generation = folder / "generation_config.json"
     if generation.exists():
-        values["eos_token_id"] = json.loads(generation.read_text()).get("eos_token_id", values.get("eos_token_id"))
-    return LlamaConfig.from_hf(values, aux_layers)
+        values["eos_token_id"] = manifest.read_json(generation).get("eos_token_id", values.get("eos_token_id"))
+    try:
+        return LlamaConfig.from_hf(values, aux_layers)
+    except ValueError as error:
+        raise TargetError(f"{path}: {error}") from error
+    except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
+        raise TargetError(f"{path}: no usable architecture ({type(error).__name__}: {error})") from error
 
 
 def load_tokenizer(target: str | pathlib.Path) -> Any:
-    """The fast tokenizer of a target (name or folder), with its chat template."""
+    """The fast tokenizer of a target (name or folder), with its chat template. Raises TargetError."""
     folder = fetch(target) if isinstance(target, str) else target
-    return AutoTokenizer.from_pretrained(folder)
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # the library has no error of its own for a damaged file
+        reason = " ".join(str(error).split())[:300]
+        raise TargetError(
+            f"{folder}: no usable tokenizer in tokenizer.json and tokenizer_config.json ({reason})"
+        ) from error
 
 
 def fetch(name: str, *, whole: bool = True) -> pathlib.Path:

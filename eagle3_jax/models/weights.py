@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 from safetensors import SafetensorError, safe_open
 
-from eagle3_jax.manifest import digest
+from eagle3_jax.manifest import digest, read_json
 from eagle3_jax.mesh import put, shardings
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.llama import Llama, LlamaConfig
@@ -150,7 +150,9 @@ def _locate(folder: pathlib.Path) -> dict[str, pathlib.Path]:
     """Tensor name -> file."""
     index = folder / _INDEX
     if index.exists():
-        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise WeightsError(f"{index}: got no weight_map, expected tensor names with their files")
         outside = sorted({file for file in weight_map.values() if pathlib.Path(file).name != file})
         if outside:
             raise WeightsError(f"{folder}: {index.name}: got {outside[0]!r}, expected names of files in this folder")

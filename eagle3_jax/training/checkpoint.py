@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -103,6 +104,8 @@ class Checkpoints:
         """Orbax pads and cuts where shapes differ."""
         held = self._checkpointer.checkpointables_metadata(step).metadata
         for part, expected in parts.items():
+            if held.get(part) is None:
+                raise CheckpointError(f"{self.folder / str(step)}: {part}: damaged or unreadable, remove it")
             found = {name: tuple(leaf.shape) for name, leaf in held[part].items()}
             for name in sorted(expected.keys() | found.keys()):
                 wanted = tuple(expected[name].shape) if name in expected else None
@@ -120,6 +123,8 @@ class Checkpoints:
         except CheckpointError:
             raise
         except Exception as error:
+            # Orbax reads with many tasks; those that fail after the first print a traceback each when they are freed.
+            logging.getLogger("asyncio").setLevel(logging.CRITICAL)
             raise CheckpointError(f"{folder}: damaged or unreadable, remove it ({_reason(error)})") from error
 
     def __enter__(self) -> Checkpoints:

@@ -1,0 +1,207 @@
+"""Each verb as a process of its own that is killed, stopped or starved of disk; run again, it ends as if it never was.
+
+Kills are SIGKILL at random moments: most of them while the verb holds its folder (saves included), some before.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from orbax.checkpoint import v1 as ocp
+
+from eagle3_jax import manifest
+from eagle3_jax.config import FOLDERS
+
+VERBS = ("prepare", "regenerate", "extract", "train", "export", "evaluate", "report")
+# Kills of each verb in the long test: 50 altogether, most where most is written.
+KILLS = {"prepare": 5, "regenerate": 10, "extract": 10, "train": 14, "export": 5, "evaluate": 4, "report": 2}
+
+
+@dataclasses.dataclass
+class Runs:
+    """A whole run that nothing disturbed, and what others need to repeat its verbs.
+
+    Attributes:
+        config: the YAML of the run; other runs override its run_dir.
+        whole: the run's folder.
+        seconds: verb -> (until it held its folder, until its end).
+        environment: of all processes; they share compiled programs.
+    """
+
+    config: pathlib.Path
+    whole: pathlib.Path
+    seconds: dict[str, tuple[float, float]]
+    environment: dict[str, str]
+
+    def start(self, verb: str, run: pathlib.Path, *, limit: int | None = None) -> subprocess.Popen[str]:
+        """Starts a verb on a run folder; `limit` is the most bytes that a file of it may have."""
+        arguments = ["--run_dir", str(run)]
+        if verb == "evaluate":
+            prompts, output = run / "prompts" / "held_out.jsonl", run / "evaluation" / "chain.json"
+            arguments += ["--prompts", str(prompts), "--output", str(output)]
+        return subprocess.Popen(
+            [sys.executable, "-m", f"eagle3_jax.{verb}", "--config", str(self.config), *arguments],
+            cwd=tiny.REPOSITORY,
+            env=os.environ | self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=None if limit is None else lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+        )
+
+    def before(self, verb: str, run: pathlib.Path) -> pathlib.Path:
+        """Makes `run` a folder in which the verb's turn has come."""
+        run.mkdir()
+        for earlier in VERBS[: VERBS.index(verb)]:
+            if earlier in FOLDERS:
+                shutil.copytree(self.whole / FOLDERS[earlier], run / FOLDERS[earlier])
+        return run
+
+
+def locked_file(verb: str, run: pathlib.Path) -> pathlib.Path:
+    if verb == "evaluate":
+        return run / "evaluation" / ".chain.json.lock"
+    return run / (".report.json.lock" if verb == "report" else f".{FOLDERS[verb]}.lock")
+
+
+def wait_for_lock(process: subprocess.Popen[str], verb: str, run: pathlib.Path) -> None:
+    """Until the process holds its folder, or has ended."""
+    lock = locked_file(verb, run)
+    while process.poll() is None and not (lock.exists() and f"process {process.pid} " in lock.read_text()):
+        time.sleep(0.005)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    with process:
+        output = process.communicate(timeout=300)[0]
+    return process.returncode, output
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("killed")
+    config = tiny.write_run(
+        folder,
+        train={"epochs": 2, "log_every": 3, "eval_every": 4, "eval_batches": 2, "checkpoint_every": 2},
+        evaluate={"limit": 4},
+    )
+    environment = {
+        "JAX_PLATFORMS": "cpu",
+        "HF_HUB_OFFLINE": "1",
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "programs"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+    }
+    runs = Runs(config, folder / "whole", {}, environment)
+    runs.whole.mkdir()
+    for verb in VERBS:
+        for run in (runs.whole, runs.whole):  # the second time with programs compiled, to know how long it takes
+            start = time.monotonic()
+            shutil.rmtree(run / FOLDERS.get(verb, "none"), ignore_errors=True)
+            process = runs.start(verb, run)
+            wait_for_lock(process, verb, run)
+            held = time.monotonic() - start
+            status, output = finish(process)
+            assert status == 0, output
+            runs.seconds[verb] = held, time.monotonic() - start
+    return runs
+
+
+def untimed(value: Any) -> Any:
+    """Without what a clock said."""
+    clocks = ("seconds", "tokens_per_second", "speedup", "data_wait", "folder")
+    if isinstance(value, dict):
+        return {key: untimed(item) for key, item in value.items() if key not in clocks}
+    return [untimed(item) for item in value] if isinstance(value, list) else value
+
+
+def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+
+
+def result(verb: str, run: pathlib.Path) -> dict[str, Any]:
+    """All that a verb leaves behind, timings excepted, by file."""
+    if verb in ("evaluate", "report"):
+        path = run / ("evaluation/chain.json" if verb == "evaluate" else "report.json")
+        report = untimed(json.loads(path.read_text()))
+        report.pop("config", None)
+        return report
+    folder = run / FOLDERS[verb]
+    made = manifest.read(folder, verb)
+    found: dict[str, Any] = {"fingerprint": manifest.fingerprint(made | {"results": untimed(made["results"])})}
+    if verb == "train":
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        found["metrics"] = [untimed(json.loads(line)) for line in lines]
+        with ocp.training.Checkpointer(str(folder)) as checkpoints:
+            for step in [checkpoint.step for checkpoint in checkpoints.checkpoints]:
+                held = checkpoints.checkpointables_metadata(step).metadata
+                like = {part: jax.tree.map(shape_of, held[part]) for part in ("head", "optimizer")}
+                for part, leaves in checkpoints.load_checkpointables(step, like).items():
+                    found |= {f"{step}/{part}/{name}": np.asarray(leaf).tobytes() for name, leaf in leaves.items()}
+        return found
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != manifest.NAME:
+            found[str(path.relative_to(folder))] = path.read_bytes()
+    return found
+
+
+def assert_as_if_nothing_was(runs: Runs, verb: str, run: pathlib.Path) -> None:
+    expected, got = result(verb, runs.whole), result(verb, run)
+    assert got.keys() == expected.keys()
+    assert [name for name in expected if got[name] != expected[name]] == []
+    assert not [path for path in run.rglob("*") if path.name.endswith(".partial")]
+
+
+def kill_at_random(runs: Runs, verb: str, run: pathlib.Path, kills: int, rng: random.Random) -> list[str]:
+    """Starts the verb again and again, kills it, and at last lets it end. Returns when it was killed."""
+    held, end = runs.seconds[verb]
+    moments = []
+    while len(moments) < kills:
+        process = runs.start(verb, run)
+        if rng.random() < 0.1:
+            delay, since = rng.uniform(0, held), "the start"
+        else:
+            wait_for_lock(process, verb, run)
+            delay, since = rng.uniform(0, 1.1 * (end - held)), "it held its folder"
+        time.sleep(delay)
+        process.send_signal(signal.SIGKILL)
+        status, output = finish(process)
+        assert status in (0, -signal.SIGKILL), output
+        moments.append(f"{delay:.2f} s after {since}: {'killed' if status else 'done before'}")
+        if status == 0 and len(moments) < kills:  # once more from nothing
+            assert_as_if_nothing_was(runs, verb, run)
+            shutil.rmtree(run)
+            runs.before(verb, run)
+    status, output = finish(runs.start(verb, run))
+    assert status == 0, f"{output}\nafter {moments}"
+    return moments
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["regenerate", "extract", "train", "export"])
+def test_killed_once(runs, tmp_path, verb):
+    run = runs.before(verb, tmp_path / "run")
+    kill_at_random(runs, verb, run, 1, random.Random(f"{verb} once"))
+    assert_as_if_nothing_was(runs, verb, run)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("verb", VERBS)
+def test_killed_again_and_again(runs, tmp_path, verb):
+    run = runs.before(verb, tmp_path / "run")
+    seed = random.randrange(10**6)
+    print(f"{verb}, seed {seed}: {kill_at_random(runs, verb, run, KILLS[verb], random.Random(seed))}")
+    assert_as_if_nothing_was(runs, verb, run)
