@@ -91,7 +91,7 @@ def tree_attention(
     scaled = queries if key_scale is None else queries * _per_query_head(key_scale, queries).astype(queries.dtype)
     first = None
     if window is not None:
-        positions = lengths[:, None] + jnp.arange(t) if positions is None else positions
+        positions = lengths[:, None] + jnp.arange(t)[None] if positions is None else positions
         first = jnp.maximum(positions - window + 1, 0)
     new_keys, new_values = _stored(new_keys, key_scale, keys.dtype), _stored(new_values, value_scale, values.dtype)
     operands = scaled, new_keys, new_values, keys, values, lengths, tail_mask, page_table, first, sinks
@@ -116,7 +116,7 @@ def _stored(new: Float[Array, "b t k d"], scale: Float[Array, " k"] | None, dtyp
     """New entries as the cache holds them."""
     new = new.swapaxes(1, 2)
     if scale is not None:
-        new = new / scale[:, None, None]
+        new = new.astype(scale.dtype) / scale[None, :, None, None]
     if jnp.dtype(dtype).itemsize > 1:
         return new.astype(dtype)
     if jnp.issubdtype(dtype, jnp.integer):
@@ -126,8 +126,8 @@ def _stored(new: Float[Array, "b t k d"], scale: Float[Array, " k"] | None, dtyp
     return jnp.clip(new, float(limits.min), float(limits.max)).astype(dtype)
 
 
-def _per_query_head(scale: Float[Array, " k"], queries: Array) -> Float[Array, "n 1"]:
-    return jnp.repeat(scale, queries.shape[2] // scale.shape[0])[:, None]
+def _per_query_head(scale: Float[Array, " k"], queries: Array) -> Float[Array, "1 1 n 1"]:
+    return jnp.repeat(scale, queries.shape[2] // scale.shape[0])[None, None, :, None]
 
 
 def _gathered(

@@ -112,6 +112,21 @@ def reference_grow(toy, draft, size, root, committed, features):
     return sorted(pool, key=lambda node: -node[1])[: size.num_draft_tokens - 1]
 
 
+def test_candidates_of_one_depth_do_not_see_each_other(toy, monkeypatch):
+    """Each sees, of what was drafted before it, its own line of ancestors and itself."""
+    seen, feed = [], tree_lib.feed
+    monkeypatch.setattr(
+        tree_lib, "feed", lambda *given, tail_mask: seen.append(tail_mask) or feed(*given, tail_mask=tail_mask)
+    )
+    state, cache = jnp.ones((1, toy.target.config.hidden_size)), toy.good.head.empty_cache(1, 32)
+    size = DraftTree(num_steps=4, topk=3, num_draft_tokens=10)
+    tree_lib.grow(toy.target, toy.good, size, jnp.array([18]), state, cache, jnp.array([0]))
+    for depth, mask in enumerate(seen, start=1):
+        assert mask.shape == (1, 3, 3 * depth)
+        assert mask.reshape(3, depth, 3).sum(axis=-1).tolist() == [[1] * depth] * 3
+        assert mask[0, :, -3:].tolist() == np.eye(3, dtype=bool).tolist()
+
+
 @pytest.mark.parametrize("kind", ["plain", "good"])
 @pytest.mark.parametrize("size", [SIZES[1], SIZES[3]], ids=["chain", "tree"])
 def test_grow_against_a_reference_without_cache(toy, size, kind):

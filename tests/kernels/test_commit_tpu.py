@@ -22,7 +22,7 @@ BATCH, SLOTS = 4, 4096
 @pytest.mark.parametrize(
     ("chip", "model", "page_size"),
     [
-        (chip, model, page_size)
+        pytest.param(chip, model, page_size, marks=[] if (chip, model) == ("v6e", "llama31-8b") else pytest.mark.slow)
         for chip in CHIPS
         for model in MODELS
         for page_size in (None, 256)

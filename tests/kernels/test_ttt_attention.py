@@ -53,7 +53,7 @@ def with_gradients(arguments, newest, cotangent, **options):
     return [np.asarray(x, np.float32) for x in (attended, *gradients)]
 
 
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=5)
 @given(
     batch=st.integers(1, 3),
     length=st.integers(1, 40),
@@ -77,6 +77,7 @@ def test_blocks_of_queries_change_nothing(monkeypatch):
         np.testing.assert_allclose(got, expected, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=6)
 @given(
     batch=st.integers(1, 2),
