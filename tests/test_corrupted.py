@@ -17,7 +17,7 @@ import tiny
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from eagle3_jax import command, export, extract, prepare, regenerate, train
+from eagle3_jax import command, export, extract, regenerate, train
 from eagle3_jax import config as configs
 from eagle3_jax.config import RunConfig
 from eagle3_jax.data.features import FeatureSource
@@ -42,8 +42,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     )
     config = configs.load(path)
     shard_target(folder / "target", folder / "sharded")
-    for verb in (prepare.prepare, regenerate.regenerate, extract.extract, train.train, export.run):
-        verb(config)
+    for verb in ("prepare", "regenerate", "extract", "train", "export"):
+        done = tiny.run_verb(verb, path)
+        assert done.returncode == 0, done.stderr
     return config
 
 
