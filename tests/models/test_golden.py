@@ -1,13 +1,16 @@
 """The default target against llama.cpp's values (tests/golden/smollm2.json, made by tools/golden.py).
 
-llama.cpp reads the GGUF's tokenizer and chat template by itself: another pre-tokenizer or template in the conversion
-shows here, and nowhere where both sides read the converted folder. The file holds log-probabilities and greedy answers
-too.
+llama.cpp reads the GGUF by itself: metadata, layout of queries and keys, tokenizer, chat template. A wrong RoPE base or
+epsilon, mixed-up heads, or another pre-tokenizer in the conversion shows here, and nowhere where both sides read the
+converted folder.
 """
 
 import json
 import pathlib
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from eagle3_jax.models import registry
@@ -23,3 +26,30 @@ def test_prompts_have_the_same_tokens():
     tokenizer = registry.load_tokenizer(NAME)
     for conversation in GOLDEN:
         assert prompt_ids(tokenizer, conversation["messages"]) == conversation["token_ids"], conversation["text"]
+
+
+def test_log_probabilities_and_greedy_tokens_are_the_same():
+    """Every token of 64 answers is our argmax too, and the most probable tokens have the same log-probabilities."""
+    model = registry.load_target(NAME).model
+    size = 32 * -(-max(len(c["token_ids"]) + len(c["answer"]) for c in GOLDEN) // 32)
+
+    @jax.jit
+    def log_probabilities(tokens, start):
+        positions = jnp.arange(size)[None]
+        hidden, _, _ = model(tokens[None], positions, model.empty_cache(1, size), jnp.zeros(1, jnp.int32))
+        return jax.nn.log_softmax(model.logits(jax.lax.dynamic_slice_in_dim(hidden[0], start, 32)))
+
+    compared = 0
+    for conversation in GOLDEN:
+        ids, answer = conversation["token_ids"], conversation["answer"]
+        tokens = np.zeros(size, np.int32)
+        tokens[: len(ids) + len(answer)] = ids + answer
+        got = np.asarray(log_probabilities(jnp.asarray(tokens), len(ids) - 1))[: len(answer)]
+        assert got.argmax(axis=-1).tolist() == answer, conversation["text"]
+        if len(conversation["top"]) < len(answer):
+            continue  # characters of several tokens: llama.cpp's server says only the last one's
+        compared += len(answer)
+        for row, step in zip(got, conversation["top"], strict=False):
+            expected = dict(step)
+            np.testing.assert_allclose(row[list(expected)], list(expected.values()), atol=2e-3)
+    assert compared > 1500
