@@ -50,7 +50,7 @@ def test_the_import_is_what_refuses():
 
 def test_sums_of_many_small_products_are_right():
     """jaxlib 0.10.2 lost the last rows of 32,769 on a CPU."""
-    rows = jnp.zeros((32_769, 3)).at[:, 0].set(jnp.arange(32_769))
+    rows = jnp.zeros((32_769, 3)).at[:, 0].set(jnp.arange(32_769.0))
     matrix = jnp.eye(3)
     squares = jax.jit(jax.vmap(lambda row: jnp.sum((matrix @ row) ** 2)))(rows)
     np.testing.assert_allclose(squares, np.arange(32_769.0) ** 2, rtol=1e-6)

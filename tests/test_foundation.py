@@ -1,6 +1,7 @@
 """What the whole project stands on: test settings, pinned versions, and the scripts that make the environment."""
 
 import ast
+import itertools
 import os
 import pathlib
 import re
@@ -97,7 +98,7 @@ def test_pinned_versions_meet_every_requirement(name, version):
     assert all(re.fullmatch(r"[a-z0-9.-]+==[0-9][0-9a-z.]*", pin) for pin in pins)
     pinned = dict(pin.split("==") for pin in pins)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for text in sum(project["optional-dependencies"].values(), project["dependencies"]):
+    for text in itertools.chain(project["dependencies"], *project["optional-dependencies"].values()):
         requirement = Requirement(text)
         if requirement.name == project["name"]:  # another extra of its own, which stands here too
             continue

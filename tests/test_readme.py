@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -80,14 +81,14 @@ def test_its_python_runs(page, tmp_path, monkeypatch, capsys):
     load = eagle3_jax.Engine.load
     asked = []
 
-    def load_tiny(name, **arguments):
+    def load_tiny(name: str, **arguments: Any):
         asked.append((name, arguments))
-        given = arguments | {"max_length": 512} | ({"draft": draft} if "draft" in arguments else {})
+        given: dict[str, Any] = arguments | {"max_length": 512} | ({"draft": draft} if "draft" in arguments else {})
         return load(target, **{name: given[name] for name in ("draft", "tree", "max_length") if name in given})
 
     monkeypatch.setattr(eagle3_jax.Engine, "load", load_tiny)
-    params = eagle3_jax.SamplingParams
-    monkeypatch.setattr(eagle3_jax, "SamplingParams", lambda **given: params(**given | {"max_tokens": 8}))
+    params: Any = eagle3_jax.SamplingParams
+    monkeypatch.setattr(eagle3_jax, "SamplingParams", lambda **given: params(**(given | {"max_tokens": 8})))
     for block in blocks:
         exec(compile(block.replace("9690", "190"), str(page), "exec"), {"__name__": "__main__"})
     assert asked

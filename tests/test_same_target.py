@@ -54,7 +54,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     head = DraftHead(DraftHeadConfig.for_target(config.draft, target.model.config), rngs=nnx.Rngs(0))
     with Checkpoints(config.folder("train"), keep=1) as checkpoints:
         state = TrainState(jnp.array(1, jnp.int32), head, {"count": jnp.zeros(())})
-        checkpoints.save(state, {"position": np.array(0)})
+        checkpoints.save(state)
     draft = Draft(head, jnp.asarray(token_ids))
     sglang.save_draft(config.folder("export"), draft, target=target.model.config, dtype="float32")
     manifest.begin(config.folder("export"), {"verb": "export", "target": target.identity})

@@ -95,16 +95,16 @@ def test_bfloat16_operands_keep_a_float32_softmax():
     rounded: Any = [x.astype(jnp.float32) for x in half]
 
     def run(hidden, rows):
-        return soft_cross_entropy(hidden, rows, *half[2:], labels, weights, block=8)
+        return soft_cross_entropy(hidden, rows, half[2], half[3], labels, weights, block=8)
 
     (loss, comparison), gradients = jax.value_and_grad(run, (0, 1), has_aux=True)(half[0], rounded[1])
-    exact, cross_entropy, entropy, _ = reference(*rounded, labels, weights)
+    exact, cross_entropy, entropy, _ = reference(rounded[0], rounded[1], rounded[2], rounded[3], labels, weights)
     assert loss.dtype == jnp.float32
     np.testing.assert_allclose(loss, exact, rtol=1e-5)
     counted = np.asarray(weights) != 0
     np.testing.assert_allclose(comparison.cross_entropy[counted], cross_entropy[counted], rtol=1e-5)
     np.testing.assert_allclose(comparison.entropy[counted.any(0)], entropy[counted.any(0)], atol=1e-5)
-    wanted = jax.grad(lambda h, r: reference(h, r, *rounded[2:], labels, weights)[0], (0, 1))(*rounded[:2])
+    wanted = jax.grad(lambda h, r: reference(h, r, rounded[2], rounded[3], labels, weights)[0], (0, 1))(*rounded[:2])
     assert [g.dtype for g in gradients] == [dtype, jnp.float32]
     for got, want in zip(gradients, wanted, strict=True):  # logits' gradients are rounded once, what they give once
         got = got.astype(jnp.float32)
