@@ -32,7 +32,7 @@ NAME = "manifest.json"
 FORMAT = 1
 _PACKAGES = ("eagle3_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "transformers", "numpy")
 
-_TIMINGS = ("seconds", "tokens_per_second")
+_TIMINGS = ("seconds", "tokens_per_second", "data_wait")
 
 
 class JsonError(ValueError):

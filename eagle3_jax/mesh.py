@@ -178,7 +178,9 @@ def constrain(tree: Any, rules: Sequence[tuple[str, PartitionSpec]]) -> Any:
     mesh = jax.sharding.get_abstract_mesh()
     if not set(AXES) <= set(mesh.axis_names):
         return tree
-    return jax.lax.with_sharding_constraint(tree, shardings(tree, mesh, rules))
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: jax.lax.with_sharding_constraint(leaf, _sharding(path, leaf, mesh, rules)), tree
+    )
 
 
 def shardings(tree: Any, mesh: Mesh | AbstractMesh, rules: Sequence[tuple[str, PartitionSpec]]) -> Any:
@@ -195,21 +197,21 @@ def shardings(tree: Any, mesh: Mesh | AbstractMesh, rules: Sequence[tuple[str, P
     Raises:
         ValueError: a spec has more entries than the leaf has dimensions.
     """
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: _sharding(path, leaf, mesh, rules), tree)
 
-    def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-        # An NNX variable is itself a node with the single child "value".
-        name = jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
-        spec = next((spec for pattern, spec in rules if re.search(pattern, name)), PartitionSpec())
-        if len(spec) > len(leaf.shape):
-            raise ValueError(
-                f"{name}: got {spec} for shape {tuple(leaf.shape)}, expected at most one entry a dimension"
-            )
-        entries = zip(spec, leaf.shape, strict=False)
-        return NamedSharding(
-            mesh, PartitionSpec(*(axes if size % _ways(mesh, axes) == 0 else None for axes, size in entries))
-        )
 
-    return jax.tree_util.tree_map_with_path(place, tree)
+def _sharding(
+    path: tuple[Any, ...], leaf: Any, mesh: Mesh | AbstractMesh, rules: Sequence[tuple[str, PartitionSpec]]
+) -> NamedSharding:
+    # An NNX variable is itself a node with the single child "value".
+    name = jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
+    spec = next((spec for pattern, spec in rules if re.search(pattern, name)), PartitionSpec())
+    if len(spec) > len(leaf.shape):
+        raise ValueError(f"{name}: got {spec} for shape {tuple(leaf.shape)}, expected at most one entry a dimension")
+    entries = zip(spec, leaf.shape, strict=False)
+    return NamedSharding(
+        mesh, PartitionSpec(*(axes if size % _ways(mesh, axes) == 0 else None for axes, size in entries))
+    )
 
 
 def _ways(mesh: Mesh | AbstractMesh, axes: Any) -> int:

@@ -157,8 +157,12 @@ def _train(
                 passed, last = time.monotonic() - last, time.monotonic()
                 tokens, seconds = tokens + summary["tokens"], seconds + passed
                 rate, data_wait, waited = summary["tokens"] / passed, waited / passed, 0.0
-                summary |= {"learning_rate": float(np.asarray(schedule(step - 1))), "tokens_per_second": rate}
-                writer.write(step, "train", summary | {"data_wait": data_wait})
+                summary |= {
+                    "learning_rate": float(np.asarray(schedule(step - 1))),
+                    "tokens_per_second": rate,
+                    "data_wait": data_wait,
+                }
+                writer.write(step, "train", summary)
                 progress.set_postfix_str(
                     f"loss {summary['loss']:.3f}, acc_0 {summary['accuracy'][0]:.3f}, {rate:.0f} tokens/s"
                 )

@@ -68,7 +68,8 @@ def test_a_small_run_fits(small, tmp_path):
 
 @pytest.mark.slow
 def test_what_does_not_fit_is_said_with_the_amount(small):
-    done = fit(small, "--topology", "v5e:1x2", "--verbs", "extract", "--extract.batch-tokens", "100000000")
+    sizes = "--extract.max-length", "4096", "--extract.batch-tokens", "100000000"
+    done = fit(small, "--topology", "v5e:1x2", "--verbs", "extract", *sizes)
     assert done.returncode == 1, done.stderr
     assert "does not fit" in done.stdout
     assert "GiB too much" in done.stdout

@@ -17,9 +17,6 @@ from eagle3_jax.kernels.commit import commit
 from eagle3_jax.kernels.registers import LANES
 from eagle3_jax.kernels.tree_attention import tree_attention
 
-# A leaf of the pytree: an array, or in its place a shape or a sharding.
-Leaf = Any
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +27,8 @@ class KVCache:
         keys, values: one array [batch, kv_heads, slots, head_dim] a layer.
     """
 
-    keys: tuple[Leaf, ...]
-    values: tuple[Leaf, ...]
+    keys: tuple[Array, ...]
+    values: tuple[Array, ...]
 
     @classmethod
     def empty(cls, layers: int, batch: int, kv_heads: int, slots: int, head_dim: int, dtype: Any) -> KVCache:
