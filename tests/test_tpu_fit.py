@@ -13,6 +13,7 @@ pytest.importorskip("libtpu")
 
 ROOT = pathlib.Path(__file__).parents[1]
 TARGETS = ROOT / "configs/targets"
+LONG_ROWS = ("--train.row-length", "8192", "--train.loss-block", "8192")
 
 CONFIG = """
 run_dir: unused
@@ -67,12 +68,20 @@ def test_a_small_run_fits(small, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_is_said_with_the_amount(small):
-    sizes = "--extract.max-length", "4096", "--extract.batch-tokens", "100000000"
-    done = fit(small, "--topology", "v5e:1x2", "--verbs", "extract", *sizes)
+@pytest.mark.parametrize("rows", [1024, 65536])  # temporaries are too many; the arguments alone are
+def test_what_does_not_fit_is_said_with_the_amount(small, rows):
+    done = fit(small, "--topology", "v5e:1x2", "--verbs", "train", "--train.batch-size", str(rows), *LONG_ROWS)
     assert done.returncode == 1, done.stderr
     assert "does not fit" in done.stdout
     assert "GiB too much" in done.stdout
+
+
+@pytest.mark.slow
+def test_what_a_kernel_cannot_hold_is_said_with_the_amount(small):
+    done = fit(small, "--topology", "v5e:1x2", "--verbs", "extract", "--extract.batch-tokens", "100000000")
+    assert done.returncode == 1, done.stderr
+    assert "extract: does not fit: SMEM: got 11.9 MiB" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,10 @@ def main() -> None:
     rows = []
     for program in programs:
         start = time.monotonic()
-        plan = measure(program, limit)
+        try:
+            plan = measure(program, limit)
+        except ValueError as error:  # of a kernel, which sees beforehand what it cannot hold in VMEM or SMEM
+            sys.exit(f"{program.name}: does not fit: {error}")
         row = figures(program, plan, limit)
         rows.append({"topology": arguments.topology, **row, "seconds": time.monotonic() - start})
         print(describe(rows[-1]), flush=True)
