@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1
 NEEDED_MIB=4096
 # pytest as every script runs it: with time limits, all skips said, two workers.
 # shellcheck disable=SC2034
-PYTEST=(python -m pytest -p pytest_timeout --timeout-method thread -n 2 --dist worksteal -q -rs --durations 20)
+PYTEST=(python -m pytest -p timeout --timeout-method thread -n 2 --dist worksteal -q -rs --durations 20)
 
 fail() {
   printf '%s: %s\n' "$(basename "$0")" "$*" >&2

@@ -302,6 +302,36 @@ def test_sampled_tokens_have_the_target_s_distribution(toy, name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["chain3", "tree3x3"])
+def test_every_sampled_token_is_among_those_that_the_filters_keep(toy, name):
+    """Rows with top-k 2, with top-p 0.4, with both: drafted or not, no token comes from beyond."""
+    top_k, top_p = jnp.array([2, 0, 3, 0]), jnp.array([1.0, 0.4, 0.6, 1.0])
+    state = generate(toy.target, toy.good, tree=TREES[name], temperature=jnp.full(4, 2.0), top_k=top_k, top_p=top_p)
+    tokens = np.zeros((4, 9 + MAX_TOKENS), np.int32)
+    for row, (prompt, length) in enumerate(zip(PROMPTS, LENGTHS, strict=True)):
+        tokens[row, : length + MAX_TOKENS] = [*prompt[:length], *np.asarray(state.output[row, :MAX_TOKENS])]
+
+    @jax.jit
+    def distributions(tokens):
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        hidden, _, _ = toy.target(tokens, positions, toy.target.empty_cache(*tokens.shape), jnp.zeros(4, jnp.int32))
+        return jax.nn.softmax(toy.target.logits(hidden) / 2, axis=-1)
+
+    probs = np.asarray(distributions(jnp.asarray(tokens)), np.float64)
+    outside = 0
+    for row, length in enumerate(LENGTHS):
+        for at in range(length - 1, length - 1 + MAX_TOKENS):
+            p, token = probs[row, at], tokens[row, at + 1]
+            larger = p[p > p[token] + 1e-6]
+            if top_k[row]:
+                assert len(larger) < top_k[row], (row, at)
+            kept = np.sort(p)[::-1][: int(top_k[row]) or None].sum()
+            assert larger.sum() < float(top_p[row]) * kept + 1e-5, (row, at)
+            outside += len(larger) >= 2
+    assert outside > 5  # the row without filters goes beyond, so the others could have
+
+
+@pytest.mark.slow
 def test_temperatures_mix_in_one_batch_and_the_key_matters(toy, vanilla):
     temperature = jnp.array([0.0, 1e-6, 1e-5, 1.0])
     run = functools.partial(generate, toy.target, toy.good, tree=TREES["chain3"], temperature=temperature)
@@ -309,6 +339,18 @@ def test_temperatures_mix_in_one_batch_and_the_key_matters(toy, vanilla):
     np.testing.assert_array_equal(state.output[:3, :MAX_TOKENS], vanilla[:3])
     assert state.output[3].tolist() != vanilla[3].tolist()
     np.testing.assert_array_equal(run().output, state.output)
+    other = rounds.generate(
+        toy.target,
+        toy.good,
+        jnp.asarray(PROMPTS),
+        jnp.asarray(LENGTHS),
+        jax.random.key(1),
+        max_tokens=MAX_TOKENS,
+        tree=TREES["chain3"],
+        temperature=temperature,
+    )
+    np.testing.assert_array_equal(other.output[:3], state.output[:3])
+    assert other.output[3].tolist() != state.output[3].tolist()
 
 
 @pytest.mark.parametrize("greedy", [True, False])

@@ -28,6 +28,25 @@ def test_sharded_target_decodes_alike(toy):
     assert split.blocks[0].attention.qkv[...].sharding.spec[1] == "model"
 
 
+@pytest.mark.slow
+def test_a_sharded_target_samples_alike(toy):
+    """Greedy and sampled rows side by side, with filters: padding or a wrong row's temperature would show."""
+    mesh = make_mesh(MeshConfig(data=1, model=2), jax.devices()[:2])
+    split = jax.device_put(toy.target, shardings(toy.target, mesh, SHARDING_RULES))
+    prompts = jnp.asarray(np.random.default_rng(1).integers(0, 24, (4, 6)))
+    arguments = (toy.good, prompts, jnp.array([6, 4, 2, 5]), jax.random.key(3))
+    asked = {
+        "temperature": jnp.array([0.0, 1.0, 0.7, 1.5]),
+        "top_k": jnp.array([0, 0, 5, 0]),
+        "top_p": jnp.array([1.0, 0.9, 1.0, 1.0]),
+        "tree": DraftTree(num_steps=3, topk=2, num_draft_tokens=6),
+    }
+    expected = rounds.generate(toy.target, *arguments, max_tokens=16, **asked)
+    got = rounds.generate(split, *arguments, max_tokens=16, **asked)
+    np.testing.assert_array_equal(got.output, expected.output)
+    np.testing.assert_array_equal(got.accepted, expected.accepted)
+
+
 def test_an_engine_splits_its_draft_as_its_target(toy):
     """Else it would be sent from its one device to all others in every call."""
     mesh = make_mesh(MeshConfig(data=1, model=2), jax.devices()[:2])
