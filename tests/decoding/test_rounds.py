@@ -25,6 +25,8 @@ TREES = {
     "tree3x3": DraftTree(num_steps=3, topk=3, num_draft_tokens=10),
     "tree4x4": DraftTree(num_steps=4, topk=4, num_draft_tokens=16),
 }
+# Rounds that the good head takes for all four answers, of 92 without drafts: what acceptance was when this was written.
+ROUNDS = {"chain1": 56, "chain3": 43, "chain5": 41, "tree2x2": 44, "tree3x3": 35, "tree4x4": 34}
 BOTH = ["chain3", pytest.param("tree3x3", marks=pytest.mark.slow)]
 BOTH_TREE_FIRST = ["tree3x3", pytest.param("chain3", marks=pytest.mark.slow)]
 PROMPTS = np.random.default_rng(0).integers(0, 24, (4, 9)).astype(np.int32)
@@ -96,8 +98,8 @@ def test_greedy_speculation_changes_no_token(toy, vanilla, name):
     np.testing.assert_array_equal(state.output[:, MAX_TOKENS:], 0)
     assert state.num_output.tolist() == [MAX_TOKENS] * 4
     assert state.done.all()
-    # The good head is good: otherwise these tests would say little.
-    assert (np.asarray(state.rounds) < MAX_TOKENS - 1).all()
+    # Same tokens, fewer accepted: that is how a draft that is fed wrongly looks. (One round: another machine's ties.)
+    assert int(state.rounds.sum()) <= ROUNDS[name] + 1
     accepted = np.asarray(state.accepted)
     assert (accepted[:, :-1] >= accepted[:, 1:]).all()
     # All that a round takes counts, but for what the limit cuts off the last one.
