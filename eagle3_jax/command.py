@@ -39,11 +39,10 @@ def run(verb: str) -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     prefix = f"eagle3_jax.{verb}: "
-    before = signal.getsignal(signal.SIGTERM)
     try:
         processes.start_distributed()
         processes.watch(prefix)
-        signal.signal(signal.SIGTERM, note)
+        signal.signal(signal.SIGTERM, note)  # for good: a SIGTERM behind the end of the work finds nothing to stop
         yield
         processes.leave()
     except Stopped:
@@ -58,8 +57,6 @@ def run(verb: str) -> Iterator[None]:
     except Exception as error:
         processes.end_all("".join(traceback.format_exception(error)), 1, error)
         raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 # One module of each package in the extra `train`.

@@ -8,7 +8,6 @@ import json
 import os
 import pathlib
 import random
-import resource
 import shutil
 import signal
 import subprocess
@@ -28,6 +27,13 @@ from eagle3_jax.config import FOLDERS
 VERBS = ("prepare", "regenerate", "extract", "train", "export", "evaluate", "report")
 # Kills of each verb in the long test: 50 altogether, most where most is written.
 KILLS = {"prepare": 5, "regenerate": 10, "extract": 10, "train": 14, "export": 5, "evaluate": 4, "report": 2}
+
+LONG = pytest.mark.long
+# Runs a module of which no file may grow beyond a limit.
+LIMITED = (
+    "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); "
+    "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+)
 
 
 @dataclasses.dataclass
@@ -52,14 +58,19 @@ class Runs:
         if verb == "evaluate":
             prompts, output = run / "prompts" / "held_out.jsonl", run / "evaluation" / "chain.json"
             arguments += ["--prompts", str(prompts), "--output", str(output)]
+        verb_alone = ["-m", f"eagle3_jax.{verb}"]
         return subprocess.Popen(
-            [sys.executable, "-m", f"eagle3_jax.{verb}", "--config", str(self.config), *arguments],
+            [
+                sys.executable,
+                *(verb_alone if limit is None else ["-c", LIMITED.format(limit=limit), f"eagle3_jax.{verb}"]),
+                *("--config", str(self.config)),
+                *arguments,
+            ],
             cwd=tiny.REPOSITORY,
             env=os.environ | self.environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            preexec_fn=None if limit is None else lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
         )
 
     def before(self, verb: str, run: pathlib.Path) -> pathlib.Path:
@@ -204,4 +215,67 @@ def test_killed_again_and_again(runs, tmp_path, verb):
     run = runs.before(verb, tmp_path / "run")
     seed = random.randrange(10**6)
     print(f"{verb}, seed {seed}: {kill_at_random(runs, verb, run, KILLS[verb], random.Random(seed))}")
+    assert_as_if_nothing_was(runs, verb, run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "verb", ["train", *(pytest.param(v, marks=LONG) for v in ("regenerate", "extract", "evaluate"))]
+)
+def test_sigterm_saves_exits_with_0_and_the_rerun_goes_on(runs, tmp_path, verb):
+    run = runs.before(verb, tmp_path / "run")
+    held, end = runs.seconds[verb]
+    process = runs.start(verb, run)
+    wait_for_lock(process, verb, run)
+    time.sleep(0.3 * (end - held))
+    process.terminate()
+    status, output = finish(process)
+    finished = "stopped by SIGTERM" not in output  # where the signal came too late
+    if finished and status == -signal.SIGTERM:  # behind its work: Python gives signals back before it is gone
+        status = 0
+    assert status == 0 and "Traceback" not in output, output
+    if not finished and verb in FOLDERS and verb != "evaluate":
+        with pytest.raises(manifest.ManifestError, match="unfinished"):
+            manifest.read(run / FOLDERS[verb], verb)
+    status, output = finish(runs.start(verb, run))
+    assert status == 0, output
+    if verb == "train":  # one more line of metrics and one more checkpoint where it stopped; the end is the same
+        expected, got = result(verb, runs.whole), result(verb, run)
+        last = max(int(name.partition("/")[0]) for name in expected if name.partition("/")[0].isdecimal())
+        of_last = [name for name in expected if name.startswith(f"{last}/")]
+        assert of_last and all(got[name] == expected[name] for name in of_last)
+    else:
+        assert_as_if_nothing_was(runs, verb, run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "verb", ["train", *(pytest.param(v, marks=LONG) for v in ("prepare", "regenerate", "extract", "export"))]
+)
+def test_a_full_disk_is_one_sentence_and_the_rerun_goes_on(runs, tmp_path, verb):
+    """No file may grow beyond a limit that the verb's largest exceeds: writes fail as they do on a full disk."""
+    run = runs.before(verb, tmp_path / "run")
+    largest = max(path.stat().st_size for path in (runs.whole / FOLDERS[verb]).rglob("*") if path.is_file())
+    status, output = finish(runs.start(verb, run, limit=largest * 2 // 3))
+    assert status == 1 and "Traceback" not in output, output
+    assert f"eagle3_jax.{verb}: " in output and ("File too large" in output or "Failed writing" in output), output
+    with pytest.raises(manifest.ManifestError):
+        manifest.read(run / FOLDERS[verb], verb)
+    status, output = finish(runs.start(verb, run))
+    assert status == 0, output
+    assert_as_if_nothing_was(runs, verb, run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["train", pytest.param("regenerate", marks=LONG)])
+def test_a_second_process_in_the_same_folder_is_refused(runs, tmp_path, verb):
+    run = runs.before(verb, tmp_path / "run")
+    first = runs.start(verb, run)
+    wait_for_lock(first, verb, run)
+    first.send_signal(signal.SIGSTOP)  # in the middle of its work, for as long as the second one takes to start
+    status, output = finish(runs.start(verb, run))
+    first.send_signal(signal.SIGCONT)
+    assert status == 1 and f"in use by process {first.pid} on host" in output and "Traceback" not in output, output
+    status, output = finish(first)
+    assert status == 0, output
     assert_as_if_nothing_was(runs, verb, run)

@@ -8,11 +8,12 @@ its presence says that the shard is complete.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pathlib
 import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, SupportsIndex
 
 import array_record.python.array_record_module as array_record
@@ -101,6 +102,7 @@ def write_shard(path: str | pathlib.Path, records: Iterable[Record], notes: Any 
 
     Raises:
         FeatureError: a record of a wrong form; nothing is left behind.
+        OSError: the disk is full, or does not take the file for another reason.
     """
     path = pathlib.Path(path)
     lengths, checksums = [], []
@@ -110,13 +112,24 @@ def write_shard(path: str | pathlib.Path, records: Iterable[Record], notes: Any 
         try:
             for record in records:
                 data = encode_record(record)
-                writer.write(data)
+                with _disk_errors(path):
+                    writer.write(data)
                 lengths.append(len(record["token_ids"]))
                 checksums.append(zlib.crc32(data))
         finally:
-            writer.close()
+            with _disk_errors(path):
+                writer.close()
         size = temporary.stat().st_size
     manifest.write_sealed(_sidecar(path), {"bytes": size, "lengths": lengths, "checksums": checksums, "notes": notes})
+
+
+@contextlib.contextmanager
+def _disk_errors(path: pathlib.Path) -> Iterator[None]:
+    """array_record's own errors, which do not say what they are, as OSError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise OSError(f"{path}: not written ({error})") from error
 
 
 def is_complete(path: str | pathlib.Path) -> bool:

@@ -129,7 +129,10 @@ def write_draft(folder: pathlib.Path, draft: Draft, *, target: LlamaConfig, dtyp
     tensors["t2d"] = np.zeros(config.vocab_size, np.bool_)
     tensors["t2d"][ids] = True
     folder.mkdir(parents=True)
-    safetensors.numpy.save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    try:
+        safetensors.numpy.save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{folder / WEIGHTS}: not written ({error})") from error
     (folder / CONFIG).write_text(json.dumps(write_config(config, target, dtype), indent=2) + "\n")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import pathlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,7 +61,8 @@ class Checkpoints:
             for name in ("head", "optimizer"):
                 parts[f"{name}_checksums"] = _checksums(parts[name])
             try:
-                self._checkpointer.save_checkpointables(step, parts, force=True)
+                with _quiet_threads():
+                    self._checkpointer.save_checkpointables(step, parts, force=True)
             except Exception as error:
                 raise CheckpointError(f"{self.folder / str(step)}: not written ({_reason(error)})") from error
 
@@ -130,8 +132,24 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._checkpointer.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # What a save raised, the checkpointer raises once more when it is closed.
+        with _quiet_threads(), contextlib.nullcontext() if kind is None else contextlib.suppress(Exception):
+            self._checkpointer.close()
+
+
+@contextlib.contextmanager
+def _quiet_threads() -> Iterator[None]:
+    """Orbax raises here what its threads raise and log there: pages of tracebacks would only say it again."""
+    hook, threading.excepthook = threading.excepthook, lambda _: None
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        threading.excepthook = hook
+        logger.setLevel(level)
 
 
 def load_head(folder: str | pathlib.Path, config: DraftHeadConfig) -> DraftHead:
