@@ -98,7 +98,7 @@ def use(run: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(f"eagle3_jax.{work}", began)
         found = manifest.read(path.parent, name.split()[0])
         found["identity"]["target"] |= recorded
-        manifest.write_json(path, found)
+        manifest.write_sealed(path, found)
         try:
             function(run, run.target)
         finally:
