@@ -248,10 +248,8 @@ def test_sigterm_saves_exits_with_0_and_the_rerun_goes_on(runs, tmp_path, verb):
         assert_as_if_nothing_was(runs, verb, run)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "verb", ["train", *(pytest.param(v, marks=LONG) for v in ("prepare", "regenerate", "extract", "export"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("verb", ["prepare", "regenerate", "extract", "train", "export"])
 def test_a_full_disk_is_one_sentence_and_the_rerun_goes_on(runs, tmp_path, verb):
     """No file may grow beyond a limit that the verb's largest exceeds: writes fail as they do on a full disk."""
     run = runs.before(verb, tmp_path / "run")
