@@ -2,7 +2,9 @@
 
 On a slice of several TPU hosts every host runs the same command. What must be done or decided once is done by process
 0, which tells the others the result, or the refusal. A process that fails tells the others why, and one that was killed
-is missed within `HEARTBEAT_SECONDS`: all of them end with a sentence instead of waiting for it in a collective.
+is missed within `HEARTBEAT_SECONDS`: all of them end with a sentence instead of waiting for it in a collective. Where
+process 0 was killed, which holds JAX's coordination service, JAX mostly aborts the others first, with a stack trace;
+a watchdog beside each process adds the sentence then.
 With a single process all of this is free, and JAX is not even imported.
 """
 
@@ -16,6 +18,7 @@ import os
 import pathlib
 import re
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -32,6 +35,9 @@ _METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attribu
 _END, _STOP = "eagle3_jax/end", "eagle3_jax/stop"
 _POLL = 1000  # milliseconds
 _FOREVER = 2**31 - 1  # milliseconds: 24 days
+_AGAIN = "run the same command on all hosts again, it goes on where it was"
+# Says its argument when the process that holds the other end of its stdin ends without a word.
+_WATCHDOG = "import sys; sys.stdin.read() or print(sys.argv[1], file=sys.stderr)"
 
 
 class Refused(ValueError):
@@ -46,6 +52,9 @@ class _Run:
         client: of JAX's coordination service, which process 0 holds: keys with values, barriers, heartbeats.
         members: the processes that `agree` and wait for each other now (see `among`); the first one decides.
         numbers: how many such calls there were; all members make the same ones in the same order.
+        over: set when the work of all is done.
+        watcher: the thread that misses other processes.
+        watchdog: a process that misses this one.
     """
 
     client: Any
@@ -55,6 +64,7 @@ class _Run:
     numbers: collections.Counter[tuple[int, ...]] = dataclasses.field(default_factory=collections.Counter)
     over: threading.Event = dataclasses.field(default_factory=threading.Event)
     watcher: threading.Thread | None = None
+    watchdog: subprocess.Popen[str] | None = None
 
     def next_key(self, kind: str) -> str:
         """A key that no other call of a member has, and the same call of the other members does."""
@@ -178,6 +188,16 @@ def watch(prefix: str) -> None:
     if _run is not None:
         _run.watcher = threading.Thread(target=_watch, args=(_run, prefix), name="watches the processes", daemon=True)
         _run.watcher.start()
+        killed = (
+            f"{prefix}process {_run.index} of {_run.count} was killed, or JAX ended it as another one is gone; {_AGAIN}"
+        )
+        _run.watchdog = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _WATCHDOG, killed],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for this process
+        )
 
 
 def leave() -> None:
@@ -192,6 +212,8 @@ def leave() -> None:
     run.over.set()
     if run.watcher is not None:
         run.watcher.join()
+    if run.watchdog is not None:
+        run.watchdog.communicate("over")
     if run.index == 0:
         until = time.monotonic() + HEARTBEAT_SECONDS
         while len(run.client.get_live_nodes(list(range(run.count)))) > 1 and time.monotonic() < until:
@@ -243,7 +265,7 @@ def _watch(run: _Run, prefix: str) -> None:
     """In a thread, as the main one may hang in a collective."""
     import jax
 
-    again = "it was killed, or its host is down; run the same command on all hosts again, it goes on where it was"
+    again = f"it was killed, or its host is down; {_AGAIN}"
     everyone = list(range(run.count))
     at_first = run.client.get_live_nodes(everyone)  # with a number each that a process started later does not have
     while not run.over.is_set():
@@ -274,6 +296,9 @@ def _exit(run: _Run, sentence: str, status: int) -> None:
         return
     print(sentence, file=sys.stderr, flush=True)
     sys.stdout.flush()
+    if run.watchdog is not None:
+        with contextlib.suppress(OSError, ValueError):  # gone, or told already
+            run.watchdog.communicate("over")
     os._exit(status)
 
 
