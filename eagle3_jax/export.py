@@ -35,7 +35,7 @@ def run(config: RunConfig, target: Target | None = None) -> None:
 
     Raises:
         ManifestError: features are missing or unfinished, checkpoints are missing, either was made with another target,
-            or the folder holds another export.
+            the checkpoints were trained on other features, or the folder holds another export.
         CheckpointError: no checkpoint, or of a head of another shape than the config's.
         DraftFormatError: the head cannot be written in this form, or does not come back as it was.
     """
@@ -46,6 +46,10 @@ def run(config: RunConfig, target: Target | None = None) -> None:
     target = target or load_target(config.target, only=())
     for made, by in ((config.folder("extract"), features), (config.folder("train"), trained)):
         check_same_target(made, by["identity"].get("target"), target.identity)
+    if trained["identity"].get("features") != manifest.fingerprint(features):  # their vocabulary is not the head's
+        raise manifest.ManifestError(
+            f"{config.folder('train')}: trained on other features than {config.folder('extract')} has; train again"
+        )
     identity = {
         "verb": "export",
         "export": configuration.to_dict(config.export),

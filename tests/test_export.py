@@ -64,7 +64,8 @@ def config(tmp_path: pathlib.Path) -> RunConfig:
     manifest.begin(config.folder("extract"), {"target": IDENTITY})
     np.savez(config.folder("extract") / "vocab.npz", token_ids=IDS)
     manifest.finish(config.folder("extract"), files=("vocab.npz",))
-    manifest.begin(config.folder("train"), {"verb": "train", "target": IDENTITY})
+    features = manifest.fingerprint(manifest.read(config.folder("extract"), made_by="extract"))
+    manifest.begin(config.folder("train"), {"verb": "train", "target": IDENTITY, "features": features})
     save_checkpoint(config, 3)
     return config
 
@@ -103,6 +104,16 @@ def test_a_second_run_does_nothing_and_a_later_step_is_not_mixed_in(
     save_checkpoint(config, 4)
     with pytest.raises(manifest.ManifestError, match=r"step: found 3, expected 4"):
         export.run(config, target)
+
+
+def test_features_that_were_made_anew_are_not_mixed_in(config: RunConfig, target: Target) -> None:
+    """Their draft vocabulary is as long as the head's, and another one."""
+    features = config.folder("extract")
+    np.savez(features / "vocab.npz", token_ids=IDS + 1)
+    manifest.finish(features, files=("vocab.npz",))
+    with pytest.raises(manifest.ManifestError, match="trained on other features than .*features has"):
+        export.run(config, target)
+    assert not config.folder("export").exists()
 
 
 def test_what_does_not_read_back_the_same_never_appears(

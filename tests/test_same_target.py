@@ -62,6 +62,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(config, target, folder / "prompts.jsonl")
 
 
+def record_features(config: configs.RunConfig) -> None:
+    """The training says that it read the features that are there."""
+    path = config.folder("train") / manifest.NAME
+    trained = manifest.load(path)
+    trained["identity"]["features"] = manifest.fingerprint(manifest.read(config.folder("extract"), "extract"))
+    manifest.write_sealed(path, trained)
+
+
 # What was made -> what uses it, and the work that must not begin.
 USERS: dict[str, tuple[Callable[[Run, Target], object], str]] = {
     "regenerate -> extract": (lambda run, target: extract.extract(run.config, target), "manifest.lock"),
@@ -99,6 +107,7 @@ def use(run: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         found = manifest.read(path.parent, name.split()[0])
         found["identity"]["target"] |= recorded
         manifest.write_sealed(path, found)
+        record_features(run.config)
         try:
             function(run, run.target)
         finally:
