@@ -162,6 +162,12 @@ def put(value: np.ndarray, sharding: Sharding) -> jax.Array:
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 
+def mesh_of(array: jax.Array) -> Mesh | None:
+    """The mesh that an array lies on; None for one that a mesh did not place."""
+    sharding = array.sharding
+    return sharding.mesh if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) else None
+
+
 def fetch(tree: Any) -> Any:
     """Arrays as whole numpy arrays, on each of the processes that share them."""
 

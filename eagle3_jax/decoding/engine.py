@@ -20,7 +20,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from eagle3_jax.config import DraftTree, MeshConfig, TargetConfig
 from eagle3_jax.decoding import rounds
@@ -29,7 +29,7 @@ from eagle3_jax.decoding.prompt import Prompt, encode
 from eagle3_jax.decoding.sampling import Sampling, SamplingParams
 from eagle3_jax.decoding.tree import scratch_slots
 from eagle3_jax.formats.sglang import load_draft
-from eagle3_jax.mesh import constrain, decoding_mesh, put, replicated, shardings
+from eagle3_jax.mesh import constrain, decoding_mesh, mesh_of, put, replicated, shardings
 from eagle3_jax.models.draft import Draft
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.llama import Llama
@@ -147,8 +147,7 @@ class Engine:
             _check_draft(draft, target, tree, max_length)
         self.target, self.tokenizer, self.tree, self.draft = target, tokenizer, tree, draft
         self.batch_size, self.max_length = batch_size, max_length
-        sharding = target.embed[...].sharding
-        self._mesh = sharding.mesh if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) else None
+        self._mesh = mesh_of(target.embed[...])
         if self.draft is not None and self._mesh is not None:
             self.draft = _spread(self.draft, self._mesh)
 

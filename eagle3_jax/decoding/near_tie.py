@@ -7,6 +7,7 @@ more by a common recomputation, and the difference of their logits is compared w
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 
@@ -16,6 +17,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from eagle3_jax.mesh import fetch, mesh_of
 from eagle3_jax.models.llama import Llama
 
 _STEP = 64  # prefixes are padded to multiples of it, so that few programs are compiled
@@ -38,16 +40,19 @@ class NearTie:
 def near_tie(target: Llama, prefix: Sequence[int], tokens: tuple[int, int]) -> NearTie | None:
     """Whether both tokens may be the argmax behind a prefix, within rounding; None when they may not.
 
-    In float32 nothing is a near-tie: there the tokens must be the same.
+    In float32 nothing is a near-tie: there the tokens must be the same. Of several processes that share the target all
+    ask the same, and get the same answer.
     """
     if target.embed[...].dtype == jnp.float32:
         return None
     padded = np.zeros((1, -(-len(prefix) // _STEP) * _STEP), np.int32)
     padded[0, : len(prefix)] = prefix
-    rounded, exact = (
-        np.asarray(_logits(model, jnp.asarray(padded), jnp.int32(len(prefix) - 1)), np.float64)
-        for model in (target, _in_float32(target))
-    )
+    mesh = mesh_of(target.embed[...])
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):  # kernels are split over the one that is set
+        rounded, exact = (
+            np.asarray(fetch(_logits(model, jnp.asarray(padded), jnp.int32(len(prefix) - 1))), np.float64)
+            for model in (target, _in_float32(target))
+        )
     gap, bound = exact.max() - min(exact[list(tokens)]), 2 * np.abs(rounded - exact).max()
     return NearTie(float(gap), float(bound)) if gap <= bound else None
 

@@ -7,7 +7,7 @@ import pytest
 import tiny
 
 from eagle3_jax.config import DraftTree, MeshConfig, TargetConfig
-from eagle3_jax.decoding import rounds
+from eagle3_jax.decoding import near_tie, rounds
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.sampling import SamplingParams
 from eagle3_jax.mesh import make_mesh, shardings
@@ -68,6 +68,23 @@ def test_load_in_bfloat16_over_two_devices(tmp_path):
     assert gate.addressable_shards[0].data.size == gate.size // 2
     (answer,) = engine.generate([[5, 6, 7]], SamplingParams(max_tokens=4, ignore_eos=True))
     assert len(answer.token_ids) == 4
+
+
+def test_near_ties_are_judged_on_the_targets_mesh(tmp_path, monkeypatch):
+    """Kernels are split over the mesh that is set."""
+    mesh = make_mesh(MeshConfig(data=1, model=2), jax.devices()[:2])
+    config = TargetConfig(name=str(tiny.write_target(tmp_path)), dtype="bfloat16", aux_layers=(1, 2, 3))
+    split, whole = load_target(config, mesh).model, load_target(config).model
+    logits, meshes = near_tie._logits, []
+
+    def on_mesh(*arguments):
+        meshes.append(dict(jax.sharding.get_abstract_mesh().shape))
+        return logits(*arguments)
+
+    monkeypatch.setattr(near_tie, "_logits", on_mesh)
+    got, expected = (near_tie.near_tie(model, [1, 270, 280], (270, 270)) for model in (split, whole))
+    assert meshes == [{"data": 1, "model": 2}] * 2 + [{}] * 2
+    assert (got is None) == (expected is None)
 
 
 def test_a_loaded_target_is_not_spread_again(tmp_path):
