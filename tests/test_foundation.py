@@ -1,6 +1,7 @@
 """What the whole project stands on: test settings, pinned versions, and the scripts that make the environment."""
 
 import ast
+import importlib.metadata
 import itertools
 import os
 import pathlib
@@ -10,12 +11,14 @@ import subprocess
 import sys
 import tomllib
 import warnings
+import zipfile
 from typing import Any
 
 import jax
 import jaxtyping
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from eagle3_jax import mesh
 
@@ -91,20 +94,54 @@ def test_every_test_has_a_time_limit(request):
     assert request.node.get_closest_marker("timeout").args == (300,)
 
 
-@pytest.mark.parametrize(("name", "version"), [("py311", "3.11"), ("py312", "3.12")])
-def test_pinned_versions_meet_every_requirement(name, version):
-    lines = (ROOT / "constraints" / f"{name}.txt").read_text().splitlines()
-    pins = [line for line in lines if not line.startswith("#")]
-    assert all(re.fullmatch(r"[a-z0-9.-]+==[0-9][0-9a-z.]*", pin) for pin in pins)
-    pinned = dict(pin.split("==") for pin in pins)
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for text in itertools.chain(project["dependencies"], *project["optional-dependencies"].values()):
-        requirement = Requirement(text)
-        if requirement.name == project["name"]:  # another extra of its own, which stands here too
+def locked(role: str, python: str) -> dict[str, str]:
+    """Name -> version of what requirements/{role}.txt, with the files it includes, installs on Linux with `python`.
+
+    Every line must be an included file, or an exact version that a blank and hashes follow: no address, no option.
+    """
+    text = (ROOT / "requirements" / f"{role}.txt").read_text()
+    entry = r"([a-z0-9.-]+==[0-9][0-9a-z.]*(?: ; .+)?) \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)"
+    assert re.fullmatch(rf"(?:-r [a-z]+\.txt\n)?(?:{entry})+", text), f"{role}: not only exact versions with hashes"
+    included = re.match(r"-r ([a-z]+)\.txt\n", text)
+    versions = locked(included[1], python) if included else {}
+    for line, _ in re.findall(entry, text):
+        requirement = Requirement(line)
+        environment = {"python_version": python, "python_full_version": f"{python}.9", "sys_platform": "linux"}
+        if requirement.marker is None or requirement.marker.evaluate(environment):
+            version = str(requirement.specifier).removeprefix("==")
+            assert versions.setdefault(requirement.name, version) == version, f"{role}: two versions of {line}"
+    return versions
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.14"])
+@pytest.mark.parametrize("role", ["decode", "train", "test"])
+def test_locked_versions_meet_every_requirement(role, python):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    optional = project["project"]["optional-dependencies"]
+    requirements = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
+    if role != "decode":
+        requirements += optional.pop("train")
+    if role == "test":
+        requirements += itertools.chain(*optional.values())
+    versions = locked(role, python)
+    for requirement in map(Requirement, requirements):
+        # Another extra of its own; torch, whose wheel the index chooses.
+        if requirement.name in (project["project"]["name"], "torch"):
             continue
-        if requirement.marker is None or requirement.marker.evaluate({"python_version": version}):
-            found = pinned[requirement.name.lower()]
-            assert requirement.specifier.contains(found), f"{text}, pinned {found}"
+        if requirement.marker is None or requirement.marker.evaluate({"python_version": python}):
+            found = versions[requirement.name.lower()]
+            assert requirement.specifier.contains(found), f"{requirement}, locked {found}"
+
+
+@pytest.mark.parametrize("role", ["decode", "train", "test"])
+def test_what_is_locked_is_all_that_its_packages_need(role):
+    """As installed here: pip refuses a lock that lacks one of them, but only when somebody installs it."""
+    versions = locked(role, f"{sys.version_info[0]}.{sys.version_info[1]}")
+    for name in versions:
+        for text in importlib.metadata.requires(name) or ():
+            requirement = Requirement(text)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                assert canonicalize_name(requirement.name) in versions, f"{name} needs {text}"
 
 
 # A Python that does nothing but what the scripts ask of it: versions, `-m venv`, `-m pip`.
@@ -125,7 +162,7 @@ class Machine:
         self.home = home / "project"
         self.programs = home / "programs"
         shutil.copytree(ROOT / "tools", self.home / "tools")
-        shutil.copytree(ROOT / "constraints", self.home / "constraints")
+        shutil.copytree(ROOT / "requirements", self.home / "requirements")
         shutil.copy(ROOT / "pyproject.toml", self.home)
         self.programs.mkdir()
         for name in ("python3", "python3.11", "python3.12", "python3.13"):
@@ -135,7 +172,7 @@ class Machine:
         (self.programs / name).write_text(text)
         (self.programs / name).chmod(0o755)
 
-    def prepare(self, arguments: str = 'test "[test]"', **says: str) -> subprocess.CompletedProcess[str]:
+    def prepare(self, arguments: str = "test", **says: str) -> subprocess.CompletedProcess[str]:
         fake = {"FAKE_VERSION": "3.11.7", "FAKE_VENV_SAYS": "", "FAKE_PIP_SAYS": ""} | says
         return subprocess.run(
             ["bash", "-c", f"source {self.home}/tools/env.sh; prepare_environment {arguments}", "test.sh"],
@@ -159,28 +196,32 @@ def machine(tmp_path: pathlib.Path) -> Machine:
 def test_the_environment_is_installed_once(machine):
     first, second = machine.prepare(), machine.prepare()
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
-    assert len(machine.pip_calls()) == 1
-    assert "--constraint constraints/py311.txt --editable .[test]" in machine.pip_calls()[0]
+    locked_packages, package = machine.pip_calls()
+    assert locked_packages.endswith(" --require-hashes --requirement requirements/test.txt")
+    assert package.endswith(" --no-build-isolation --no-deps --editable .")
     assert second.stdout == ""
 
 
-def test_changed_requirements_are_installed_again(machine):
+@pytest.mark.parametrize("file", ["pyproject.toml", "requirements/decode.txt"])
+def test_changed_requirements_are_installed_again(machine, file):
     machine.prepare()
-    with (machine.home / "pyproject.toml").open("a") as file:
-        file.write("# changed\n")
+    with (machine.home / file).open("a") as changed:
+        changed.write("# changed\n")
     machine.prepare()
-    assert len(machine.pip_calls()) == 2
+    assert len(machine.pip_calls()) == 4
 
 
-def test_tests_add_to_the_runtime_and_contain_it(machine):
-    machine.prepare('runtime "" test')
-    machine.prepare('test "[test]"')
-    machine.prepare('runtime "" test')
-    assert [call.rsplit(" ", 1)[1] for call in machine.pip_calls()] == [".", ".[test]"]
+def test_tests_add_to_training_and_contain_it(machine):
+    machine.prepare('train "" "test[reference]"')
+    machine.prepare('test "[reference]"')
+    machine.prepare('train "" "test[reference]"')
+    package = "."
+    installed = [call.rsplit(" ", 1)[1] for call in machine.pip_calls()]
+    assert installed == ["requirements/train.txt", package, "requirements/test.txt", package, ".[reference]"]
     shutil.rmtree(machine.home / ".venv")
-    machine.prepare('test "[test]"')
-    machine.prepare('runtime "" test')
-    assert len(machine.pip_calls()) == 3
+    machine.prepare('test "[reference]"')
+    machine.prepare('train "" "test[reference]"')
+    assert len(machine.pip_calls()) == 8
 
 
 @pytest.mark.parametrize(
@@ -192,6 +233,10 @@ def test_tests_add_to_the_runtime_and_contain_it(machine):
         ({"FAKE_VENV_SAYS": "OSError: [Errno 28] No space left on device"}, "the disk is full"),
         ({"FAKE_PIP_SAYS": "ERROR: [Errno 28] No space left on device"}, "the disk is full"),
         ({"FAKE_PIP_SAYS": "NewConnectionError(...)\nERROR: No matching distribution found"}, "no network"),
+        (
+            {"FAKE_PIP_SAYS": "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE FILE.\n  a==1:\n   Expected 0"},
+            "refused a file whose sha256 is not one that requirements/ lists: a==1: Expected 0",
+        ),
         ({"FAKE_PIP_SAYS": "Collecting x\nERROR: something odd"}, "could not make .venv: ERROR: something odd"),
     ],
 )
@@ -222,3 +267,29 @@ def test_without_network_a_real_python_gives_the_same_sentence(machine):
     assert result.returncode == 1
     assert "could not get the packages: no network" in result.stderr
     assert "Traceback" not in result.stdout + result.stderr
+
+
+@pytest.mark.slow
+def test_a_package_with_another_hash_is_refused_by_a_real_pip(machine, tmp_path):
+    wheel = tmp_path / "tiny_package-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("tiny_package.py", "")
+        archive.writestr(
+            "tiny_package-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-package\nVersion: 1.0\n"
+        )
+        archive.writestr(
+            "tiny_package-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr("tiny_package-1.0.dist-info/RECORD", "tiny_package.py,,\n")
+    lock = machine.home / "requirements/test.txt"
+    offline = {"PYTHON": sys.executable, "PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1"}
+    offline["PIP_FIND_LINKS"] = str(tmp_path)
+    lock.write_text(f"tiny-package==1.0 \\\n    --hash=sha256:{'0' * 64}\n")
+    refused = machine.prepare(**offline)
+    assert refused.returncode == 1
+    sentence = "test.sh: refused a file whose sha256 is not one that requirements/ lists: tiny-package==1.0 from "
+    assert refused.stderr.startswith(sentence) and refused.stderr.count("\n") == 1
+    assert not list((machine.home / ".venv").rglob("tiny_package.py"))
+    lock.write_text("tiny-package==1.0\n")  # no hash at all
+    assert machine.prepare(**offline).returncode == 1
+    assert not list((machine.home / ".venv").rglob("tiny_package.py"))

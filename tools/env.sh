@@ -44,6 +44,9 @@ explain() {
   case $output in
     *"No space left"* | *"Errno 28"* | *"Disk quota"*)
       echo "the disk is full; $VENV needs about $((NEEDED_MIB / 1024)) GiB. Free some space and run the same command again." ;;
+    *"DO NOT MATCH THE HASHES"*)
+      last=$(tr -s ' \n' ' ' <<<"${output#*DO NOT MATCH THE HASHES*$'\n'}")
+      echo "refused a file whose sha256 is not one that requirements/ lists:$last" ;;
     *"ensurepip is not available"* | *"No module named venv"* | *"No module named ensurepip"* | *"No module named 'ensurepip'"*)
       echo "this Python has no venv module. Install it (on Debian and Ubuntu: apt install python3-venv) and run the same command again." ;;
     *"NewConnectionError"* | *"Failed to establish"* | *"Temporary failure"* | *"timed out"* | *"ConnectionError"* | \
@@ -64,31 +67,37 @@ ticker() {
   if [[ -t 2 ]]; then printf '\r\033[K' >&2; fi
 }
 
-# prepare_environment NAME EXTRAS [SUPERSET]
-# Installs the package with EXTRAS ("" or "[test]") into $VENV unless that was done for these very versions.
-# NAME names the stamp that says so; the stamp of SUPERSET, which holds as much or more, counts too.
+pip_install() {
+  local output
+  output=$("$VENV/bin/python" -m pip install --progress-bar off "$@" 2>&1 | tee >(ticker)) || fail "$(explain "$output")"
+}
+
+# prepare_environment ROLE [EXTRA [SUPERSET]]
+# Installs what requirements/ROLE.txt locks, by hash, and the package into $VENV, unless that was done for these very
+# versions. Of EXTRA ("[reference]"), what is not locked comes without hashes.
+# A stamp says so; the stamp of SUPERSET, a role and extra that hold as much or more, counts too.
 # A half-made environment has no stamp, so the next run completes it.
 prepare_environment() {
-  local name=$1 extras=$2 superset=${3:-$1} python constraints key stamp output free
+  local role=$1 extra=${2:-} superset=${3:-$1${2:-}} python key stamp output free
   if ! is_new_enough "$VENV/bin/python" || ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
     python=$(find_python)
     echo "Making $VENV with $("$python" --version) ..."
     output=$("$python" -m venv --clear "$VENV" 2>&1) || fail "$(explain "$output")"
   fi
-  constraints=constraints/py312.txt
-  if "$VENV/bin/python" -c 'import sys; sys.exit(sys.version_info >= (3, 12))'; then constraints=constraints/py311.txt; fi
-  key=$(cat pyproject.toml "$constraints" | cksum)
-  for stamp in "$VENV/.installed-$name" "$VENV/.installed-$superset"; do
+  key=$(cat pyproject.toml requirements/*.txt | cksum)
+  for stamp in "$VENV/.installed-$role$extra" "$VENV/.installed-$superset"; do
     if [[ -f $stamp && $(<"$stamp") == "$key" ]]; then return; fi
   done
 
   free=$(df -Pm "$VENV" | awk 'NR == 2 {print $4}')
-  if [[ ! -f $VENV/.installed-$name && ! -f $VENV/.installed-$superset ]] && ((free < NEEDED_MIB)); then
+  if [[ ! -f $VENV/.installed-$role$extra && ! -f $VENV/.installed-$superset ]] && ((free < NEEDED_MIB)); then
     fail "the disk is nearly full: $VENV needs about $((NEEDED_MIB / 1024)) GiB, $free MiB are free. Free some space and run the same command again."
   fi
   echo "Installing into $VENV (minutes the first time, only once) ..."
-  rm -f "$VENV/.installed-$name"
-  output=$("$VENV/bin/python" -m pip install --progress-bar off --constraint "$constraints" --editable ".$extras" 2>&1 |
-    tee >(ticker)) || fail "$(explain "$output")"
-  echo "$key" >"$VENV/.installed-$name" || fail "the disk is full. Free some space and run the same command again."
+  rm -f "$VENV/.installed-$role$extra"
+  pip_install --require-hashes --requirement "requirements/$role.txt"
+  # pip cannot check the hash of a folder; its build needs no more than what is installed by now.
+  pip_install --no-build-isolation --no-deps --editable .
+  if [[ -n $extra ]]; then pip_install --no-build-isolation --editable ".$extra"; fi
+  echo "$key" >"$VENV/.installed-$role$extra" || fail "the disk is full. Free some space and run the same command again."
 }

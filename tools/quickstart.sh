@@ -36,7 +36,7 @@ stage() {
   record "$name" $((SECONDS - start))
 }
 
-prepare_environment runtime "[train]" test
+prepare_environment train "" "test[reference]"
 mkdir -p "$RUN" || fail "cannot write to $RUN."
 record install "$SECONDS"
 

@@ -12,7 +12,7 @@ case "${1:-}" in
   *) fail "got '$1', expected nothing, 'fast' or 'long'." ;;
 esac
 
-prepare_environment test "[test,reference]"
+prepare_environment test "[reference]"
 PATH="$(cd "$VENV/bin" && pwd):$PATH"
 export PATH
 

@@ -1,0 +1,59 @@
+"""Writes requirements/: exact versions with the sha256 of all their files, for every supported Python and platform.
+
+    python tools/lock.py                                 # what pyproject.toml asks for; versions that still fit stay
+    python tools/lock.py --upgrade                       # the newest of everything
+    python tools/lock.py --upgrade-package transformers  # any option of `uv pip compile`
+
+Needs uv on the PATH (`pip install uv`) and a network. A file holds what a role adds to the one before it.
+"""
+
+import fnmatch
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+
+ROOT = pathlib.Path(__file__).parents[1]
+FOLDER = ROOT / "requirements"
+# Each role with its extras, which contain those of the role before.
+ROLES = {"decode": [], "train": ["train"], "test": ["test", "reference"]}
+# Which wheel of torch an index offers, and so its hash and its CUDA libraries, is the index' choice.
+UNLOCKED = ("torch", "triton", "cuda-*", "nvidia-*")
+
+
+def entries(text: str) -> list[str]:
+    """The requirements of a lock file, each with its hashes."""
+    return re.findall(r"^\S+==(?:.*\\\n)+.*\n", text, re.MULTILINE)
+
+
+def resolve(extras: list[str], options: list[str], pinned: str) -> str:
+    """What `uv pip compile` writes for the package with `extras` and its build; versions of `pinned` are preferred."""
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    with tempfile.TemporaryDirectory() as scratch:
+        output = pathlib.Path(scratch, "lock.txt")
+        output.write_text(pinned)
+        command = ["uv", "pip", "compile", "--quiet", "--universal", "--python-version", "3.11", "--generate-hashes"]
+        command += ["--no-header", "--no-annotate", "--output-file", str(output), "pyproject.toml", "-", *options]
+        for extra in extras:
+            command += ["--extra", extra]
+        subprocess.run(command, check=True, cwd=ROOT, input="\n".join(build), text=True, stdout=subprocess.DEVNULL)
+        return output.read_text()
+
+
+def main() -> None:
+    locks = [FOLDER / f"{role}.txt" for role in ROLES]
+    whole = "".join(entry for path in locks if path.exists() for entry in entries(path.read_text()))
+    whole = resolve([extra for extras in ROLES.values() for extra in extras], sys.argv[1:], whole)
+    before: list[str] = []
+    for path, base, extras in zip(locks, [None, *locks], ROLES.values(), strict=False):
+        found = entries(resolve(extras, [], whole))  # a role alone has the versions of the whole
+        locked = [entry for entry in found if not any(fnmatch.fnmatch(entry.split("==")[0], name) for name in UNLOCKED)]
+        added = [entry for entry in locked if entry not in before]
+        path.write_text((f"-r {base.name}\n" if base else "") + "".join(added))
+        before = locked
+
+
+if __name__ == "__main__":
+    main()
