@@ -135,6 +135,13 @@ def gather(value: Any) -> list[Any]:
     return [json.loads(_get(_run.client, f"{key}/{member}")) for member in _run.members]
 
 
+def share(items: Sequence[Any]) -> Sequence[Any]:
+    """This process's part of work that is divided among those that `gather` its results."""
+    if _run is None:
+        return items
+    return items[_run.members.index(_run.index) :: len(_run.members)]
+
+
 @contextlib.contextmanager
 def among(members: Sequence[int]) -> Iterator[None]:
     """A block in which only these processes, this one among them, agree and wait for each other."""

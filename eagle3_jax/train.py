@@ -139,45 +139,44 @@ def _train(
         last = time.monotonic()
         tokens, seconds, pending, waited = 0, 0.0, [], 0.0
         summary, evaluation = writer.newest("train"), writer.newest("held_out")
-        progress = tqdm(total=total, initial=done, desc="train", unit="step", disable=processes.index() > 0)
-        for step in range(done + 1, total + 1):
-            asked = time.monotonic()
-            part = next(parts)
-            waited += time.monotonic() - asked
-            state, sums = compiled(state, teacher, place(part))
-            pending.append(sums)
-            if len(pending) > IN_FLIGHT:
-                jax.block_until_ready(pending[-1 - IN_FLIGHT])
-            progress.update()
-            stopping = _stop_asked(step)
-            saves = step % run.checkpoint_every == 0 or step == total or stopping
-            if step % run.log_every == 0 or saves:  # no state is saved that was not found to be finite
-                summary = _summarise(pending, rows, run.batch_size, step - len(pending), "train")
-                pending.clear()
-                passed, last = time.monotonic() - last, time.monotonic()
-                tokens, seconds = tokens + summary["tokens"], seconds + passed
-                rate, data_wait, waited = summary["tokens"] / passed, waited / passed, 0.0
-                summary |= {
-                    "learning_rate": float(np.asarray(schedule(step - 1))),
-                    "tokens_per_second": rate,
-                    "data_wait": data_wait,
-                }
-                writer.write(step, "train", summary)
-                progress.set_postfix_str(
-                    f"loss {summary['loss']:.3f}, acc_0 {summary['accuracy'][0]:.3f}, {rate:.0f} tokens/s"
-                )
-            if step % run.eval_every == 0 or saves:
-                jax.block_until_ready(sums)
-                paused = time.monotonic()
-                if step % run.eval_every == 0 or step == total:
-                    if evaluation := evaluate(state.head):
-                        writer.write(step, "held_out", evaluation)
-                if saves:
-                    checkpoints.save(state)
-                if stopping and step < total:
-                    raise command.Stopped
-                last += time.monotonic() - paused
-        progress.close()
+        with tqdm(total=total, initial=done, desc="train", unit="step", disable=processes.index() > 0) as progress:
+            for step in range(done + 1, total + 1):
+                asked = time.monotonic()
+                part = next(parts)
+                waited += time.monotonic() - asked
+                state, sums = compiled(state, teacher, place(part))
+                pending.append(sums)
+                if len(pending) > IN_FLIGHT:
+                    jax.block_until_ready(pending[-1 - IN_FLIGHT])
+                progress.update()
+                stopping = _stop_asked(step)
+                saves = step % run.checkpoint_every == 0 or step == total or stopping
+                if step % run.log_every == 0 or saves:  # no state is saved that was not found to be finite
+                    summary = _summarise(pending, rows, run.batch_size, step - len(pending), "train")
+                    pending.clear()
+                    passed, last = time.monotonic() - last, time.monotonic()
+                    tokens, seconds = tokens + summary["tokens"], seconds + passed
+                    rate, data_wait, waited = summary["tokens"] / passed, waited / passed, 0.0
+                    summary |= {
+                        "learning_rate": float(np.asarray(schedule(step - 1))),
+                        "tokens_per_second": rate,
+                        "data_wait": data_wait,
+                    }
+                    writer.write(step, "train", summary)
+                    progress.set_postfix_str(
+                        f"loss {summary['loss']:.3f}, acc_0 {summary['accuracy'][0]:.3f}, {rate:.0f} tokens/s"
+                    )
+                if step % run.eval_every == 0 or saves:
+                    jax.block_until_ready(sums)
+                    paused = time.monotonic()
+                    if step % run.eval_every == 0 or step == total:
+                        if evaluation := evaluate(state.head):
+                            writer.write(step, "held_out", evaluation)
+                    if saves:
+                        checkpoints.save(state)
+                    if stopping and step < total:
+                        raise command.Stopped
+                    last += time.monotonic() - paused
 
     # -------------------------------------------------------------------------------------------------------- finish
     results = {

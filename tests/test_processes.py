@@ -10,6 +10,8 @@ import pytest
 import tiny
 
 from eagle3_jax import processes
+from eagle3_jax.config import TargetConfig
+from eagle3_jax.models import registry
 
 
 @pytest.mark.parametrize(
@@ -41,6 +43,7 @@ def test_a_single_process_has_all_of_it_for_nothing():
     assert (processes.index(), processes.count()) == (0, 1)
     assert processes.agree(lambda: (1, "a")) == (1, "a")
     assert processes.gather(3) == [3]
+    assert processes.share("abc") == "abc"
     processes.barrier()
     with processes.among([0]), pytest.raises(ZeroDivisionError):
         processes.agree(lambda: 1 // 0)
@@ -55,7 +58,9 @@ PROGRAM = """
 import os, signal, sys, time
 import numpy as np
 from jax.experimental import multihost_utils
-from eagle3_jax import command, processes
+from eagle3_jax import command, manifest, processes
+from eagle3_jax.config import TargetConfig
+from eagle3_jax.models import registry
 
 case = sys.argv[1]
 with command.run("train"):
@@ -64,9 +69,15 @@ with command.run("train"):
         own = processes.agree(lambda: {"pid": os.getpid(), "pair": (1, 2)})
         print("agreed", own["pid"] == os.getpid(), own["pair"], processes.gather(me), flush=True)
         with processes.among([me]):  # each for itself
-            print("alone", processes.agree(lambda: me), flush=True)
+            print("alone", processes.agree(lambda: me), processes.share("abc"), flush=True)
+        print("shares", processes.gather(processes.share("abc")), flush=True)
         print("stops", [s for s in range(9) if processes.agree_to_stop(s, 3, asked=me == 1 and s == 2)], flush=True)
         time.sleep(me)  # one leaves before the other
+    elif case == "target":
+        digest, read = manifest.digest, []
+        manifest.digest = lambda path: read.append(path.name) or digest(path)
+        target = TargetConfig(name=sys.argv[2], aux_layers=(1, 2, 3))
+        print("target", registry.load_target(target, only=()).identity["weights"], read, flush=True)
     elif case == "refused":
         processes.agree(lambda: [][1:] or int("seven"))
     elif case == "disk full":
@@ -96,8 +107,8 @@ with command.run("train"):
 """
 
 
-def run(case: str, timeout: float = 100) -> list[tuple[int, str]]:
-    return tiny.end_processes(tiny.start_processes(2, ["-c", PROGRAM, case]), timeout)
+def run(*case: str, timeout: float = 100) -> list[tuple[int, str]]:
+    return tiny.end_processes(tiny.start_processes(2, ["-c", PROGRAM, *case]), timeout)
 
 
 @pytest.mark.slow
@@ -105,9 +116,22 @@ def test_processes_agree_and_leave_together():
     (status, first), (other, second) = run("agree")
     assert (status, other) == (0, 0), first + second
     assert "agreed True [1, 2] [0, 1]" in first and "agreed False [1, 2] [0, 1]" in second
-    assert "alone 0" in first and "alone 1" in second
+    assert "alone 0 abc" in first and "alone 1 abc" in second
+    assert "shares ['ac', 'b']" in first and "shares ['ac', 'b']" in second
     assert "stops [5, 6, 7, 8]" in second
     assert "ended" in first and "ended" in second
+
+
+@pytest.mark.slow
+def test_each_process_reads_its_share_of_the_weights(tmp_path):
+    """The identity is a single process's."""
+    folder = tiny.write_target(tmp_path)
+    (folder / "more.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:1000])
+    alone = registry.load_target(TargetConfig(name=str(folder), aux_layers=(1, 2, 3)), only=()).identity["weights"]
+    (status, first), (other, second) = run("target", str(folder))
+    assert (status, other) == (0, 0), first + second
+    assert f"target {alone} ['model.safetensors']\n" in first
+    assert f"target {alone} ['more.safetensors']\n" in second
 
 
 @pytest.mark.slow

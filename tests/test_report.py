@@ -5,6 +5,7 @@ import pathlib
 from typing import Any
 
 import pytest
+from matplotlib import colors, pyplot
 
 from eagle3_jax import report
 from eagle3_jax.config import FOLDERS, RunConfig
@@ -89,6 +90,42 @@ def test_the_table_says_it_all(config: RunConfig) -> None:
     assert len(header) == len(row)
     assert any(line.startswith("tree (depth 4, 10 tokens)") for line in lines)
     assert lines[-1] == "smollm2-135m-instruct in float32 on A CPU @ 2.60GHz, 2 cores"
+
+
+def test_bars_and_points_of_the_picture_are_the_report_s_numbers(config, tmp_path, monkeypatch) -> None:
+    figures = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    made = report.run(config)
+    rates, shares = figures[0].axes
+    monkeypatch.undo()
+    pyplot.close(figures[0])
+    labels = dict(zip(rates.get_xticks(), [text.get_text() for text in rates.get_xticklabels()], strict=True))
+    drawn = {
+        (bars.get_label(), labels[min(labels, key=lambda x: abs(x - bar.get_x() - bar.get_width() / 2))]): bar
+        for bars in rates.containers
+        for bar in bars
+    }
+    categories = {"all prompts": None, "long\ncontext": "long_context"} | {c: c for c in CATEGORIES if "_" not in c}
+    assert drawn.keys() == {(name, label) for name in ("vanilla", "chain", "tree") for label in categories}
+    for (name, label), bar in drawn.items():
+        part = made["drafts"].get(name, made["vanilla"])
+        if category := categories[label]:
+            part = part["categories"][category]
+        rate = part if isinstance(part, float) else part["tokens_per_second"]
+        assert bar.get_height() == pytest.approx(rate if isinstance(rate, float) else rate["speculative"])
+    for line in shares.lines:
+        positions, percents = line.get_data()
+        assert list(positions) == [1, 2, 3, 4]
+        assert list(percents) == pytest.approx([100 * share for share in made["drafts"][line.get_label()]["alpha"]])
+    assert [line.get_label() for line in shares.lines] == ["chain", "tree"]
+    for axes, names in ((rates, ("vanilla", "chain", "tree")), (shares, ("chain", "tree"))):
+        artists = {bars.get_label(): bars.patches[0].get_facecolor() for bars in axes.containers}
+        artists |= {line.get_label(): line.get_color() for line in axes.lines}
+        assert [text.get_text() for text in axes.get_legend().get_texts()] == list(names)
+        assert {name: colors.to_hex(artists[name]) for name in names} == {n: report.COLOURS[n].lower() for n in names}
+    headline = " ".join(text.get_text() for text in figures[0].texts)
+    for name, draft in made["drafts"].items():
+        assert f"{name}: speed-up {draft['speedup']:.2f}x, tau {draft['tau']:.2f}, identical 19/20" in headline
 
 
 def test_sampled_evaluations_and_unknown_names_are_drawn_too(tmp_path: pathlib.Path) -> None:

@@ -199,7 +199,7 @@ def test_killed_before_the_last_word_it_still_knows_its_results(target, tmp_path
 
 
 @pytest.mark.parametrize("split", ["train", pytest.param("held_out", marks=pytest.mark.slow)])
-def test_a_nan_stops_with_the_records_named_and_the_last_checkpoint_stays(tmp_path, target, split):
+def test_a_nan_stops_with_the_records_named_and_the_last_checkpoint_stays(tmp_path, target, split, capsys):
     """One record holds a NaN: of its batch all records are named; the checkpoint before it is kept as it was."""
     config = prepared(tmp_path, target, max_steps=None, epochs=1, checkpoint_every=1, log_every=100, eval_every=100)
     folder = config.folder("extract") / split
@@ -210,6 +210,7 @@ def test_a_nan_stops_with_the_records_named_and_the_last_checkpoint_stays(tmp_pa
     features.write_shard(features.shard_path(folder, 0, 1), records, ids)
     with pytest.raises(ValueError, match=rf"{split}, batch \d+: loss nan.*chat-1, {split}/00000-of-00001") as stopped:
         train.train(config, target)
+    assert capsys.readouterr().err.endswith("\n")  # the progress bar is closed: what is said next stands alone
     with Checkpoints(config.folder("train")) as checkpoints:
         step = checkpoints.latest
     batch = int(str(stopped.value).split("batch ")[1].split(":")[0])

