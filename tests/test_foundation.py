@@ -144,6 +144,48 @@ def test_what_is_locked_is_all_that_its_packages_need(role):
                 assert canonicalize_name(requirement.name) in versions, f"{name} needs {text}"
 
 
+# A uv that adds three packages to those it finds locked, and one for each extra.
+_FAKE_UV = """#!/usr/bin/env bash
+set -eu
+cat >build-requires
+while (($#)); do
+  case $1 in
+    --output-file) output=$2 ;;
+    --extra) names="${names:-} $2" ;;
+  esac
+  shift
+done
+[[ -e pinned ]] || cp "$output" pinned
+for name in base ${names:-} torch nvidia-x; do
+  printf '%s==1.0 \\\\\n    --hash=sha256:%064d\n' "$name" 1
+done >"$output"
+"""
+
+
+def test_each_lock_holds_what_a_role_adds(tmp_path):
+    machine = Machine(tmp_path)
+    machine.program("uv", _FAKE_UV)
+    before = "".join((ROOT / "requirements" / f"{role}.txt").read_text() for role in ("decode", "train", "test"))
+    subprocess.run(
+        [sys.executable, machine.home / "tools/lock.py"],
+        env=os.environ | {"PATH": f"{machine.programs}:/usr/bin:/bin"},
+        check=True,
+        timeout=60,
+    )
+    locked = {path.name: path.read_text() for path in (machine.home / "requirements").iterdir()}
+    hashed = f"==1.0 \\\n    --hash=sha256:{1:064}\n"
+    assert locked == {
+        "decode.txt": f"base{hashed}",
+        "train.txt": f"-r decode.txt\ntrain{hashed}",
+        "test.txt": f"-r train.txt\ntest{hashed}reference{hashed}",
+    }
+    # What was locked is what uv prefers; the build's requirements are locked too.
+    assert sorted((machine.home / "pinned").read_text().split("\n")) == sorted(
+        line for line in before.split("\n") if not line.startswith("-r ")
+    )
+    assert (machine.home / "build-requires").read_text() == "setuptools>=77"
+
+
 # A Python that does nothing but what the scripts ask of it: versions, `-m venv`, `-m pip`.
 _FAKE_PYTHON = """#!/usr/bin/env bash
 case "$*" in
