@@ -32,7 +32,7 @@ def run(config: RunConfig) -> dict[str, Any]:
     folder = pathlib.Path(config.run_dir)
     evaluations = _evaluations(config.folder("evaluate"))
     report = assemble(evaluations, _stages(config))
-    with manifest.lock(folder / "report.json"):
+    with manifest.lock(folder / "report.json"), manifest.lock(folder / "report.png"):
         manifest.write_json(folder / "report.json", report)
         with manifest.atomic(folder / "report.png") as temporary:
             draw(report, temporary)

@@ -72,6 +72,14 @@ def test_a_run_ends_in_a_report_and_a_picture(config: RunConfig, tmp_path: pathl
     assert "train" not in made["stages"] and set(made["stages"]) <= {"install", "evaluate-chain", *FOLDERS}
 
 
+@pytest.mark.parametrize("name", ["report.json", "report.png"])
+def test_what_a_killed_run_left_half_written_is_removed(config: RunConfig, tmp_path: pathlib.Path, name: str) -> None:
+    left_behind = tmp_path / f".{name}.another-host.1.abcdef01.partial"
+    left_behind.write_text("half")
+    report.run(config)
+    assert not left_behind.exists()
+
+
 def test_the_table_says_it_all(config: RunConfig) -> None:
     text = report.table(report.run(config))
     lines = text.splitlines()
