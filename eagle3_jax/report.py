@@ -258,8 +258,9 @@ def _identical(part: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     config, _ = configuration.from_command_line("report", (__doc__ or "").splitlines()[0], argv)
     with command.run("report"):
-        report = processes.agree(lambda: run(config))
-        if processes.index() == 0:
+        if processes.index() == 0:  # the others wait at the end
+            with processes.among([0]):
+                report = run(config)
             print(table(report))
             print(f"\n{pathlib.Path(config.run_dir) / 'report.json'}\n{pathlib.Path(config.run_dir) / 'report.png'}")
 

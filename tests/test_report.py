@@ -5,6 +5,7 @@ import pathlib
 from typing import Any
 
 import pytest
+import tiny
 from matplotlib import colors, pyplot
 
 from eagle3_jax import report
@@ -78,6 +79,16 @@ def test_what_a_killed_run_left_half_written_is_removed(config: RunConfig, tmp_p
     left_behind.write_text("half")
     report.run(config)
     assert not left_behind.exists()
+
+
+@pytest.mark.slow
+def test_of_several_processes_one_reports_and_the_others_wait(config: RunConfig, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps({"run_dir": config.run_dir}))
+    ends = tiny.end_processes(tiny.start_verb(2, "report", path), timeout=100)
+    assert [status for status, _ in ends] == [0, 0], ends
+    assert ["total" in output for _, output in ends] == [True, False]
+    assert (tmp_path / "report.png").exists()
 
 
 def test_the_table_says_it_all(config: RunConfig) -> None:
