@@ -63,7 +63,21 @@ _ALLOWED_SKIPS = tomllib.loads((pathlib.Path(__file__).parent / "allowed_skips.t
 _unexpected_skips = set()
 
 
+@pytest.fixture(scope="session")
+def whole_run(tmp_path_factory):
+    """A `tiny.Run`, which the first worker that asks for it makes for all. Take a copy to change anything."""
+    import filelock
+    import tiny
+
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    with filelock.FileLock(folder / "whole_run.lock"):
+        return tiny.make_run(folder / "whole_run")
+
+
 def pytest_collection_modifyitems(config, items):
+    # First of all: then one worker makes the run while the other has the rest to do, and none waits.
+    items.sort(key=lambda item: "whole_run" not in getattr(item, "fixturenames", ()))
     if config.pluginmanager.hasplugin("timeout"):  # `tools/test.sh` requires it
         for item in items:
             if item.get_closest_marker("timeout") is None:

@@ -36,20 +36,13 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    """A finished run."""
-    folder = tmp_path_factory.mktemp("corrupted")
-    path = tiny.write_run(
-        folder,
-        regenerate={"max_tokens": 8},
-        train={"epochs": 1, "ttt_steps": 1, "checkpoint_every": 100, "eval_every": 100},
-    )
-    config = configs.load(path)
-    shard_target(folder / "target", folder / "sharded")
-    for verb in ("prepare", "regenerate", "extract", "train", "export"):
-        done = tiny.run_verb(verb, path)
-        assert done.returncode == 0, done.stderr
-    return config
+def config(whole_run: tiny.Run, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunConfig]:
+    """Of a finished run, in whose folder the tests are."""
+    run = whole_run.copy(tmp_path_factory.mktemp("corrupted") / "run")
+    shard_target(run.config.with_name("target"), run.config.with_name("sharded"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(run.config.parent)
+        yield configs.load(run.config)
 
 
 def shard_target(folder: pathlib.Path, sharded: pathlib.Path) -> None:
@@ -194,7 +187,7 @@ def check(config: RunConfig, path: pathlib.Path, damage: str, read: Callable[[Ru
 
 @pytest.mark.parametrize(("file", "damage"), CASES, ids=lambda value: value.replace("/", "-"))
 def test_a_damaged_file_is_refused_by_name_or_read_as_it_was(config, file, damage):
-    (path,) = pathlib.Path(config.run_dir).parent.glob(file)
+    (path,) = pathlib.Path().glob(file)
     check(config, path, damage, *FILES[file])
 
 
@@ -217,12 +210,10 @@ def test_a_checkpoint_with_a_damaged_file_is_refused_by_name_or_read_as_it_was(c
 
     In a process of its own, as it leaves coroutines behind that nobody awaits, and Python says that in a later test.
     """
-    run = pathlib.Path(config.run_dir).parent / "run.yaml"
     main = "import sys, test_corrupted; test_corrupted.damage_checkpoint(*sys.argv[1:])"
     done = subprocess.run(
-        [sys.executable, "-c", main, str(run), damage],
-        cwd=pathlib.Path(__file__).parent,
-        env=os.environ | {"PYTHONPATH": str(tiny.REPOSITORY)},
+        [sys.executable, "-c", main, "run.yaml", damage],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tiny.REPOSITORY), str(pathlib.Path(__file__).parent)])},
         capture_output=True,
         text=True,
         timeout=500,

@@ -7,45 +7,24 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
+import tiny
 from flax import nnx
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from eagle3_jax import config as configuration
 from eagle3_jax import evaluate, manifest
 from eagle3_jax.config import RunConfig
 from eagle3_jax.formats.sglang import save_draft
 from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
-from eagle3_jax.models.llama import Llama, LlamaConfig
 from eagle3_jax.models.registry import Target
 
 
 @pytest.fixture(scope="module")
 def target() -> Target:
     """A random target that reads bytes."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
-    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}<|end|>{% endfor %}"
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        rms_norm_eps=1e-5,
-        rope_theta=1e4,
-        tie_word_embeddings=True,
-        max_position_embeddings=128,
-        eos_token_ids=(),
-        aux_layers=(1, 2, 3),
-    )
-    identity = {"weights": "w", "tokenizer": "t", "chat_template": "c", "aux_layers": [1, 2, 3], "dtype": "float32"}
-    return Target(Llama(config, rngs=nnx.Rngs(0)), tokenizer, identity, pathlib.Path())
+    template = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}<|end|>{% endfor %}"
+    tokenizer = tiny.make_byte_tokenizer(template, eos_token="<|end|>")
+    config = tiny.llama_config(vocab_size=len(tokenizer), num_hidden_layers=4, aux_layers=(1, 2, 3))
+    return tiny.make_target(config, tokenizer)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from flax import nnx
 
 from eagle3_jax import config as configuration
@@ -15,28 +16,14 @@ from eagle3_jax import export, manifest
 from eagle3_jax.config import RunConfig
 from eagle3_jax.formats.sglang import load_draft
 from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
-from eagle3_jax.models.llama import Llama, LlamaConfig
+from eagle3_jax.models.llama import Llama
 from eagle3_jax.models.registry import Target
 from eagle3_jax.training.checkpoint import Checkpoints
 from eagle3_jax.training.state import TrainState
 
-TARGET = LlamaConfig(
-    vocab_size=40,
-    hidden_size=8,
-    intermediate_size=12,
-    num_hidden_layers=8,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=4,
-    rms_norm_eps=1e-5,
-    rope_theta=1e4,
-    tie_word_embeddings=True,
-    max_position_embeddings=64,
-    eos_token_ids=(1, 2),
-    aux_layers=(2, 4, 5),
-)
+TARGET = tiny.llama_config(num_hidden_layers=8, eos_token_ids=(1, 2), aux_layers=(2, 4, 5))
 IDS = np.array([1, 2, 7, 30], np.int32)
-IDENTITY = {"weights": "w", "tokenizer": "t", "chat_template": "c", "aux_layers": [2, 4, 5], "dtype": "float32"}
+IDENTITY = tiny.identity(TARGET.aux_layers)
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import tiny
 from flax import nnx
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from eagle3_jax import config as configuration
 from eagle3_jax import extract, manifest
@@ -21,45 +20,13 @@ from eagle3_jax.mesh import make_mesh, shardings
 from eagle3_jax.models import layers, llama
 from eagle3_jax.models.registry import Target
 
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A token a byte, and the three special tokens of ChatML."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"]
-    )
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
-
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    tokenizer = byte_tokenizer()
-    config = llama.LlamaConfig(
-        vocab_size=len(tokenizer) + 6,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=4,
-        rms_norm_eps=1e-5,
-        rope_theta=1e4,
-        tie_word_embeddings=True,
-        max_position_embeddings=512,
-        eos_token_ids=(),
-        aux_layers=(0, 1, 3),
+    tokenizer = tiny.make_byte_tokenizer(
+        tiny.CHAT_TEMPLATE, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"]
     )
-    identity = {"weights": "w", "tokenizer": "t", "chat_template": "c", "aux_layers": [0, 1, 3], "dtype": "float32"}
-    return Target(llama.Llama(config, rngs=nnx.Rngs(0)), tokenizer, identity, pathlib.Path())
+    return tiny.make_target(tiny.llama_config(vocab_size=len(tokenizer) + 6, max_position_embeddings=512), tokenizer)
 
 
 def conversation(name: str, *turns: str, truncated: bool = False) -> dict:

@@ -4,6 +4,7 @@ Kills are SIGKILL at random moments: most of them while the verb holds its folde
 """
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -24,7 +25,6 @@ from orbax.checkpoint import v1 as ocp
 from eagle3_jax import manifest
 from eagle3_jax.config import FOLDERS
 
-VERBS = ("prepare", "regenerate", "extract", "train", "export", "evaluate", "report")
 # Kills of each verb in the long test: 50 altogether, most where most is written.
 KILLS = {"prepare": 5, "regenerate": 10, "extract": 10, "train": 14, "export": 5, "evaluate": 4, "report": 2}
 
@@ -36,38 +36,24 @@ LIMITED = (
 )
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
 class Runs:
-    """A whole run that nothing disturbed, and what others need to repeat its verbs.
+    """A whole run that nothing disturbed, and what others need to repeat its verbs."""
 
-    Attributes:
-        config: the YAML of the run; other runs override its run_dir.
-        whole: the run's folder.
-        seconds: verb -> (until it held its folder, until its end).
-        environment: of all processes; they share compiled programs.
-    """
-
-    config: pathlib.Path
-    whole: pathlib.Path
-    seconds: dict[str, tuple[float, float]]
-    environment: dict[str, str]
+    whole: tiny.Run
+    folder: pathlib.Path
 
     def start(self, verb: str, run: pathlib.Path, *, limit: int | None = None) -> subprocess.Popen[str]:
         """Starts a verb on a run folder; `limit` is the most bytes that a file of it may have."""
-        arguments = ["--run_dir", str(run)]
-        if verb == "evaluate":
-            prompts, output = run / "prompts" / "held_out.jsonl", run / "evaluation" / "chain.json"
-            arguments += ["--prompts", str(prompts), "--output", str(output)]
         verb_alone = ["-m", f"eagle3_jax.{verb}"]
         return subprocess.Popen(
             [
                 sys.executable,
                 *(verb_alone if limit is None else ["-c", LIMITED.format(limit=limit), f"eagle3_jax.{verb}"]),
-                *("--config", str(self.config)),
-                *arguments,
+                *("--config", str(self.whole.config), "--run_dir", str(run), *tiny.arguments_of(verb, str(run))),
             ],
-            cwd=tiny.REPOSITORY,
-            env=os.environ | self.environment,
+            cwd=self.whole.config.parent,
+            env=tiny.environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -76,10 +62,24 @@ class Runs:
     def before(self, verb: str, run: pathlib.Path) -> pathlib.Path:
         """Makes `run` a folder in which the verb's turn has come."""
         run.mkdir()
-        for earlier in VERBS[: VERBS.index(verb)]:
+        for earlier in tiny.VERBS[: tiny.VERBS.index(verb)]:
             if earlier in FOLDERS:
-                shutil.copytree(self.whole / FOLDERS[earlier], run / FOLDERS[earlier])
+                shutil.copytree(self.whole.folder / FOLDERS[earlier], run / FOLDERS[earlier])
         return run
+
+    @functools.cache  # noqa: B019
+    def seconds(self, verb: str) -> tuple[float, float]:
+        """How long a verb takes that nothing disturbs: until it holds its folder, until its end."""
+        run = self.before(verb, self.folder / verb)
+        start = time.monotonic()
+        process = self.start(verb, run)
+        wait_for_lock(process, verb, run)
+        held = time.monotonic() - start
+        status, output = finish(process)
+        end = time.monotonic() - start
+        assert status == 0, output
+        assert_as_if_nothing_was(self, verb, run)
+        return held, end
 
 
 def locked_file(verb: str, run: pathlib.Path) -> pathlib.Path:
@@ -102,33 +102,8 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    folder = tmp_path_factory.mktemp("killed")
-    config = tiny.write_run(
-        folder,
-        train={"epochs": 2, "log_every": 3, "eval_every": 4, "eval_batches": 2, "checkpoint_every": 2},
-        evaluate={"limit": 4},
-    )
-    environment = {
-        "JAX_PLATFORMS": "cpu",
-        "HF_HUB_OFFLINE": "1",
-        "JAX_COMPILATION_CACHE_DIR": str(folder / "programs"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
-    }
-    runs = Runs(config, folder / "whole", {}, environment)
-    runs.whole.mkdir()
-    for verb in VERBS:
-        for run in (runs.whole, runs.whole):  # the second time with programs compiled, to know how long it takes
-            start = time.monotonic()
-            shutil.rmtree(run / FOLDERS.get(verb, "none"), ignore_errors=True)
-            process = runs.start(verb, run)
-            wait_for_lock(process, verb, run)
-            held = time.monotonic() - start
-            status, output = finish(process)
-            assert status == 0, output
-            runs.seconds[verb] = held, time.monotonic() - start
-    return runs
+def runs(whole_run: tiny.Run, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(whole_run, tmp_path_factory.mktemp("undisturbed"))
 
 
 def untimed(value: Any) -> Any:
@@ -170,7 +145,7 @@ def result(verb: str, run: pathlib.Path) -> dict[str, Any]:
 
 
 def assert_as_if_nothing_was(runs: Runs, verb: str, run: pathlib.Path) -> None:
-    expected, got = result(verb, runs.whole), result(verb, run)
+    expected, got = result(verb, runs.whole.folder), result(verb, run)
     assert got.keys() == expected.keys()
     assert [name for name in expected if got[name] != expected[name]] == []
     assert not [path for path in run.rglob("*") if path.name.endswith(".partial")]
@@ -206,7 +181,7 @@ def kill_at_random(runs: Runs, verb: str, run: pathlib.Path, kills: int, rng: ra
     Returns:
         The moments of the kills.
     """
-    held, end = runs.seconds[verb]
+    held, end = runs.seconds(verb)
     killed: list[str] = []
     for attempt in range(4 * kills):
         if len(killed) == kills:
@@ -245,7 +220,7 @@ def test_killed_once(runs, tmp_path, verb):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", tiny.VERBS)
 def test_killed_again_and_again(runs, tmp_path, verb):
     assert sum(KILLS.values()) == 50
     run = runs.before(verb, tmp_path / "run")
@@ -255,10 +230,10 @@ def test_killed_again_and_again(runs, tmp_path, verb):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("verb", ["train", *(pytest.param(verb, marks=LONG) for verb in VERBS if verb != "train")])
+@pytest.mark.parametrize("verb", ["train", *(pytest.param(verb, marks=LONG) for verb in tiny.VERBS if verb != "train")])
 def test_sigterm_saves_exits_with_0_and_the_rerun_goes_on(runs, tmp_path, verb):
     run = runs.before(verb, tmp_path / "run")
-    held, end = runs.seconds[verb]
+    held, end = runs.seconds(verb)
     process = runs.start(verb, run)
     wait_for_lock(process, verb, run)
     time.sleep(0.3 * (end - held))
@@ -274,7 +249,7 @@ def test_sigterm_saves_exits_with_0_and_the_rerun_goes_on(runs, tmp_path, verb):
     status, output = finish(runs.start(verb, run))
     assert status == 0, output
     if verb == "train":  # one more line of metrics and one more checkpoint where it stopped; the end is the same
-        expected, got = result(verb, runs.whole), result(verb, run)
+        expected, got = result(verb, runs.whole.folder), result(verb, run)
         last = max(int(name.partition("/")[0]) for name in expected if name.partition("/")[0].isdecimal())
         of_last = [name for name in expected if name.startswith(f"{last}/")]
         assert of_last and all(got[name] == expected[name] for name in of_last)
@@ -287,7 +262,7 @@ def test_sigterm_saves_exits_with_0_and_the_rerun_goes_on(runs, tmp_path, verb):
 def test_a_full_disk_is_one_sentence_and_the_rerun_goes_on(runs, tmp_path, verb):
     """No file may grow beyond a limit that the verb's largest exceeds: writes fail as they do on a full disk."""
     run = runs.before(verb, tmp_path / "run")
-    largest = max(path.stat().st_size for path in (runs.whole / FOLDERS[verb]).rglob("*") if path.is_file())
+    largest = max(path.stat().st_size for path in (runs.whole.folder / FOLDERS[verb]).rglob("*") if path.is_file())
     status, output = finish(runs.start(verb, run, limit=largest * 2 // 3))
     assert status == 1 and "Traceback" not in output, output
     assert f"eagle3_jax.{verb}: " in output and ("File too large" in output or "Failed writing" in output), output

@@ -6,12 +6,13 @@ import types
 from typing import Any
 
 import pytest
+import tiny
 
 from eagle3_jax import config as configuration
 from eagle3_jax import manifest, regenerate
 from eagle3_jax.decoding.engine import Engine, Output, Stats
 
-IDENTITY = {"weights": "w", "tokenizer": "t", "chat_template": "c", "aux_layers": [0, 1, 3], "dtype": "float32"}
+IDENTITY = tiny.identity((0, 1, 3))
 
 
 def letters(_: Any, messages: list[dict[str, str]]) -> list[int]:

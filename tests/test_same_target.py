@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax.numpy as jnp
 import numpy as np
@@ -40,10 +40,17 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run in which every verb has been, as far as the next one's check reads it."""
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """A run in which every verb has been, as far as the next one's check reads it; the tests are in its folder."""
     folder = tmp_path_factory.mktemp("run")
-    config = configs.load(tiny.write_run(folder))
+    path = tiny.write_run(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        yield forge(configs.load(path))
+
+
+def forge(config: configs.RunConfig) -> Run:
+    """What the verbs would have left, in so far."""
     target = load_target(config.target)
     said = {field: value for field, value in target.identity.items() if field != "aux_layers"}
     token_ids = np.arange(config.draft.vocab_size, dtype=np.int32)
@@ -59,7 +66,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     sglang.save_draft(config.folder("export"), draft, target=target.model.config, dtype="float32")
     manifest.begin(config.folder("export"), {"verb": "export", "target": target.identity})
     manifest.finish(config.folder("export"))
-    return Run(config, target, folder / "prompts.jsonl")
+    return Run(config, target, pathlib.Path("prompts.jsonl"))
 
 
 def record_features(config: configs.RunConfig) -> None:
@@ -77,7 +84,7 @@ USERS: dict[str, tuple[Callable[[Run, Target], object], str]] = {
     "extract -> export": (lambda run, target: export.run(run.config, target), "manifest.lock"),
     "train -> export": (lambda run, target: export.run(run.config, target), "manifest.lock"),
     "export -> evaluate": (
-        lambda run, target: evaluate.run(run.config, run.prompts, run.prompts.parent / "report.json", target),
+        lambda run, target: evaluate.run(run.config, run.prompts, "report.json", target),
         "formats.sglang._read_tensors",
     ),
     "export -> load_draft": (

@@ -27,7 +27,14 @@ def config(tmp_path_factory) -> pathlib.Path:
     return tiny.write_run(
         folder,
         prepare={"sources": sources, "batch_size": 4},
-        train={"max_steps": 12, "log_every": 1, "eval_every": 6, "checkpoint_every": 5, "ttt_steps": 2},
+        train={
+            "max_steps": 12,
+            "log_every": 1,
+            "eval_every": 6,
+            "checkpoint_every": 5,
+            "ttt_steps": 2,
+            "row_length": 256,
+        },
         evaluate={"limit": 4, "max_tokens": 16},
     )
 
@@ -94,12 +101,12 @@ def test_the_chain_on_several_processes(config, alone, processes, mesh):
     ("processes", "mesh"),
     [MESHES[0], *(pytest.param(*many, marks=pytest.mark.long) for many in MESHES[1:])],
 )
-def test_training_is_that_of_one_process(config, alone, processes, mesh):
+def test_training_is_that_of_one_process(config, whole_run, processes, mesh):
     """On the same features and the same mesh: every loss within 1e-6, whoever holds the devices."""
     runs = []
     for count in (1, processes):
         run = config.parent / f"train-{mesh}-{count}"
-        shutil.copytree(alone / "features", run / "features")
+        shutil.copytree(whole_run.folder / "features", run / "features")
         runs.append(losses(chain(config, run, mesh, count, processes // count, verbs=["train"])))
     assert len(runs[0]) == 12
     np.testing.assert_allclose(runs[1], runs[0], rtol=1e-6)

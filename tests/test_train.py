@@ -7,38 +7,21 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from flax import nnx
+import tiny
 
 from eagle3_jax import command, manifest, train
 from eagle3_jax import config as configs
 from eagle3_jax.data import features
 from eagle3_jax.models.draft import DraftHeadConfig
-from eagle3_jax.models.llama import Llama, LlamaConfig
 from eagle3_jax.models.registry import Target
 from eagle3_jax.training.checkpoint import CheckpointError, Checkpoints, load_head
 
-HIDDEN, VOCAB, DRAFT_VOCAB = 16, 60, 40
-IDENTITY = {"weights": "w", "tokenizer": "t", "chat_template": "c", "aux_layers": [0, 1, 3], "dtype": "float32"}
+VOCAB, DRAFT_VOCAB = 60, 40
 
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=24,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=4,
-        rms_norm_eps=1e-5,
-        rope_theta=1e4,
-        tie_word_embeddings=True,
-        max_position_embeddings=512,
-        eos_token_ids=(),
-        aux_layers=(0, 1, 3),
-    )
-    return Target(Llama(config, rngs=nnx.Rngs(0)), None, IDENTITY, pathlib.Path())
+    return tiny.make_target(tiny.llama_config(vocab_size=VOCAB))
 
 
 def record(target: Target, length: int, rng: np.random.Generator) -> features.Record:
@@ -82,7 +65,7 @@ def prepared(folder: pathlib.Path, target: Target, **values) -> configs.RunConfi
         }
     )
     source = config.folder("extract")
-    manifest.begin(source, {"target": IDENTITY})
+    manifest.begin(source, {"target": target.identity})
     rng = np.random.default_rng(0)
     for split, count in (("train", 12), ("held_out", 3)):
         (source / split).mkdir(parents=True)

@@ -1,15 +1,17 @@
-"""A tiny target in a folder, as a hub would have it, a run on it, and the verbs as a user starts them.
+"""Tiny targets; one in a folder, as a hub would have it, a run on it, and the verbs as a user starts them.
 
-The target has something to say: its weights are made, not trained. Each of its words has a few words that may follow
-it, and what came before decides between them. A head learns that within seconds, but not all of it.
+The target in the folder has something to say: its weights are made, not trained. Each of its words has a few words that
+may follow it, and what came before decides between them. A head learns that within seconds, but not all of it.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import json
 import os
 import pathlib
+import shutil
 import socket
 import subprocess
 import sys
@@ -19,9 +21,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import yaml
+from flax import nnx
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+from eagle3_jax.models.llama import Llama, LlamaConfig
+from eagle3_jax.models.registry import Target
 
 REPOSITORY = pathlib.Path(__file__).parents[1]
 
@@ -81,6 +87,48 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
+
+
+def make_byte_tokenizer(chat_template: Any, **special: Any) -> PreTrainedTokenizerFast:
+    """A token a byte, and the special tokens that are given as transformers names them."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def llama_config(**changes: Any) -> LlamaConfig:
+    """A target's architecture with grouped queries, small where nothing else is asked for."""
+    values: dict[str, Any] = {
+        "vocab_size": 40,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 128,
+        "eos_token_ids": (),
+        "aux_layers": (0, 1, 3),
+    }
+    return LlamaConfig(**values | changes)
+
+
+def identity(aux_layers: Sequence[int]) -> dict[str, Any]:
+    """Of a target that is not a folder's."""
+    names = {"weights": "w", "tokenizer": "t", "chat_template": "c"}
+    return names | {"aux_layers": list(aux_layers), "dtype": "float32"}
+
+
+def make_target(config: LlamaConfig, tokenizer: Any = None) -> Target:
+    """With random weights, in no folder."""
+    return Target(Llama(config, rngs=nnx.Rngs(0)), tokenizer, identity(config.aux_layers), pathlib.Path())
 
 
 def make_weights(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> dict[str, np.ndarray]:
@@ -151,18 +199,22 @@ def write_prompts(path: pathlib.Path, count: int, seed: int = 0) -> pathlib.Path
 def write_run(folder: pathlib.Path, prompts: int = 64, **sections: Mapping[str, Any]) -> pathlib.Path:
     """Writes a target, its prompts and a YAML run of seconds a verb into a folder; the path of the YAML.
 
+    The paths in it are relative to the folder, where its verbs are started: a copy of the folder is a run of its own.
+
     Args:
         prompts: how many there are.
         sections: fields that replace or join the ones here, e.g. train={"max_steps": 3}.
     """
+    write_target(folder / "target")
+    write_prompts(folder / "prompts.jsonl", prompts)
     values: dict[str, Any] = {
-        "run_dir": str(folder / "run"),
+        "run_dir": "run",
         "seed": 0,
-        "target": {"name": str(write_target(folder / "target")), "aux_layers": [1, 2, 3]},
+        "target": {"name": "target", "aux_layers": [1, 2, 3]},
         "draft": {"vocab_size": 48},
         "mesh": {"data": 1, "model": 1},
         "prepare": {
-            "sources": [{"kind": "jsonl", "path": str(write_prompts(folder / "prompts.jsonl", prompts))}],
+            "sources": [{"kind": "jsonl", "path": "prompts.jsonl"}],
             "held_out": 0.2,
         },
         "regenerate": {"temperature": 0.5, "max_tokens": 32, "max_length": 128, "batch_size": 8},
@@ -189,14 +241,21 @@ def write_run(folder: pathlib.Path, prompts: int = 64, **sections: Mapping[str, 
     return path
 
 
+def environment(**more: str) -> dict[str, str]:
+    """Of a process that a test starts: JAX on CPUs, no hub, and this package from whatever folder."""
+    paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+    common = {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    return os.environ | common | more
+
+
 def run_verb(
-    verb: str, config: pathlib.Path, *arguments: str, timeout: float = 300, **environment: str
+    verb: str, config: pathlib.Path, *arguments: str, timeout: float = 300, **more: str
 ) -> subprocess.CompletedProcess[str]:
     """`python -m eagle3_jax.<verb> --config ...` in a process of its own, on one CPU device unless told otherwise."""
     return subprocess.run(
         [sys.executable, "-m", f"eagle3_jax.{verb}", "--config", str(config), *arguments],
-        cwd=REPOSITORY,
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"} | environment,
+        cwd=config.parent,
+        env=environment(**more),
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -204,21 +263,80 @@ def run_verb(
     )
 
 
+VERBS = ("prepare", "regenerate", "extract", "train", "export", "evaluate", "report")
+
+
+def arguments_of(verb: str, run: str = "run") -> list[str]:
+    """What a verb wants beside its YAML, in a run's folder."""
+    if verb != "evaluate":
+        return []
+    return ["--prompts", f"{run}/prompts/held_out.jsonl", "--output", f"{run}/evaluation/chain.json"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run in which every verb has been.
+
+    Attributes:
+        config: its YAML. Beside it are the target, the prompts, and `run`, what the verbs wrote.
+        stderr: verb -> what it said there.
+    """
+
+    config: pathlib.Path
+    stderr: dict[str, str]
+
+    @property
+    def folder(self) -> pathlib.Path:
+        return self.config.parent / "run"
+
+    def copy(self, folder: pathlib.Path) -> Run:
+        """A run of its own, for those who change something."""
+        shutil.copytree(self.config.parent, folder)
+        return Run(folder / self.config.name, self.stderr)
+
+
+def make_run(folder: pathlib.Path) -> Run:
+    """Starts every verb as a user does, each on what the one before wrote; or finds that done.
+
+    Greedy answers: the held-out conversations are then what decoding says, so that what the trainer counts on them and
+    what `evaluate` counts are the same rounds.
+    """
+    done = folder / "stderr.json"
+    if not done.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        config = write_run(
+            folder,
+            prompts=96,
+            regenerate={"temperature": 0.0, "max_tokens": 96, "max_length": 192},
+            extract={"max_length": 192},
+            train={"row_length": 256, "eval_batches": 100, "eval_every": 20, "checkpoint_every": 10},
+            evaluate={"max_tokens": 96},
+        )
+        said = {}
+        for verb in VERBS:
+            ended = run_verb(verb, config, *arguments_of(verb))
+            assert ended.returncode == 0, f"{verb}: {ended.stdout}\n{ended.stderr}"
+            said[verb] = ended.stderr
+        done.write_text(json.dumps(said))
+    return Run(folder / "run.yaml", json.loads(done.read_text()))
+
+
 def start_processes(
-    count: int, arguments: Sequence[str], devices: int = 1, **environment: str
+    count: int, arguments: Sequence[str], devices: int = 1, cwd: pathlib.Path = REPOSITORY, **more: str
 ) -> list[subprocess.Popen[str]]:
     """`python ARGUMENTS` as `count` processes of one run, on so many CPU devices each; one needs no coordinator."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    common = {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "JAX_NUM_CPU_DEVICES": str(devices)}
+    common = {"JAX_NUM_CPU_DEVICES": str(devices)}
     if count > 1:
         common |= {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count)}
     return [
         subprocess.Popen(
             [sys.executable, *arguments],
-            cwd=REPOSITORY,
-            env=os.environ | common | {"JAX_PROCESS_ID": str(index)} | environment,
+            cwd=cwd,
+            env=environment(**common, JAX_PROCESS_ID=str(index), **more),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -239,8 +357,8 @@ def end_processes(processes: Sequence[subprocess.Popen[str]], timeout: float = 2
 
 
 def start_verb(
-    count: int, verb: str, config: pathlib.Path, *arguments: str, devices: int = 1, **environment: str
+    count: int, verb: str, config: pathlib.Path, *arguments: str, devices: int = 1, **more: str
 ) -> list[subprocess.Popen[str]]:
     """A verb as the processes of one run."""
     command = ["-m", f"eagle3_jax.{verb}", "--config", str(config), *arguments]
-    return start_processes(count, command, devices, **environment)
+    return start_processes(count, command, devices, config.parent, **more)

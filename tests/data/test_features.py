@@ -140,6 +140,24 @@ def test_an_altered_shard_is_refused_by_name(tmp_path):
         features.FeatureSource(tmp_path)[0]
 
 
+def test_a_shard_of_another_run_is_refused_by_name(tmp_path):
+    """As long as the one that its sidecar describes, and sound in itself."""
+    (tmp_path / "other").mkdir()
+    path, other = (features.shard_path(folder, 0, 1) for folder in (tmp_path, tmp_path / "other"))
+    for seed, where in enumerate((path, other)):
+        features.write_shard(where, [make_record(5, seed)])
+    path.write_bytes(other.read_bytes())
+    with pytest.raises(features.FeatureError, match=rf"{re.escape(str(path))}, record 0: .*another checksum"):
+        features.FeatureSource(tmp_path)[0]
+
+
+def test_an_altered_sidecar_is_refused_by_name(folder):
+    sidecar = features.shard_path(folder, 0, 3).with_suffix(".json")
+    sidecar.write_text(sidecar.read_text().replace('"shard": 0', '"shard": 7'))
+    with pytest.raises(features.FeatureError, match=rf"{re.escape(str(sidecar))}: altered since it was written"):
+        features.FeatureSource(folder)
+
+
 def test_missing_shards_are_named(folder):
     features.shard_path(folder, 1, 3).unlink()
     with pytest.raises(features.FeatureError, match=r"got 2 shards, expected 3; missing: 00001-of-00003.array_record"):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -46,21 +47,7 @@ def test_the_whole_vocabulary_is_never_there_for_all_positions():
                 if hasattr(sub, "eqns"):
                     yield from sizes(sub)
 
-    config = llama.LlamaConfig(
-        vocab_size=50_000,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=4,
-        rms_norm_eps=1e-5,
-        rope_theta=1e4,
-        tie_word_embeddings=False,
-        max_position_embeddings=512,
-        eos_token_ids=(),
-        aux_layers=(0, 1, 3),
-    )
+    config = tiny.llama_config(vocab_size=50_000, tie_word_embeddings=False)
     model = nnx.eval_shape(lambda: llama.Llama(config, rngs=nnx.Rngs(0)))
     whole = tokens.size * config.vocab_size
     largest = max(sizes(jax.make_jaxpr(states.forward)(model, tokens).jaxpr))
@@ -70,21 +57,8 @@ def test_the_whole_vocabulary_is_never_there_for_all_positions():
 def test_the_forward_pass_compiles_for_a_tpu():
     """Conversations over the data axis, KV heads over the model axis, a length that is no multiple of the kernel's."""
     pytest.importorskip("libtpu")
-    config = llama.LlamaConfig(
-        vocab_size=1024,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        rms_norm_eps=1e-5,
-        rope_theta=1e4,
-        tie_word_embeddings=True,
-        max_position_embeddings=512,
-        eos_token_ids=(0,),
-        aux_layers=(0, 1, 2),
-    )
+    sizes = {"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    config = tiny.llama_config(**sizes, num_hidden_layers=2, aux_layers=(0, 1, 2))
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
     mesh = Mesh(np.array(devices).reshape(2, 2), ("data", "model"))
     structure: Any = None

@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from flax import nnx
 
 from eagle3_jax.config import DraftConfig
 from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
-from eagle3_jax.models.llama import Llama, LlamaConfig
+from eagle3_jax.models.llama import Llama
 
 VOCABULARY, HIDDEN = 24, 32
 
@@ -43,19 +44,14 @@ class Toy:
 
 @pytest.fixture(scope="session")
 def toy() -> Toy:
-    config = LlamaConfig(
+    config = tiny.llama_config(
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN,
         intermediate_size=48,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=16,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,
         tie_word_embeddings=False,
         max_position_embeddings=512,
-        eos_token_ids=(),
         aux_layers=(0, 1, 2),
     )
     target = initialise(lambda: Llama(config, rngs=nnx.Rngs(0)), 0)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+import tiny
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,21 +21,8 @@ from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
 from eagle3_jax.models.llama import LlamaConfig
 
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
-TARGET = LlamaConfig(
-    vocab_size=50,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=12,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=6,
-    rms_norm_eps=1e-5,
-    rope_theta=500000.0,
-    tie_word_embeddings=True,
-    max_position_embeddings=64,
-    eos_token_ids=(2,),
-    aux_layers=(2, 6, 9),
-    bos_token_id=1,
+TARGET = tiny.llama_config(
+    vocab_size=50, num_hidden_layers=12, rope_theta=500000.0, eos_token_ids=(2,), aux_layers=(2, 6, 9), bos_token_id=1
 )
 
 

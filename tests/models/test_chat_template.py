@@ -4,8 +4,8 @@ import copy
 import datetime
 
 import pytest
+import tiny
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from eagle3_jax.data import chat
 from eagle3_jax.decoding import prompt
@@ -26,13 +26,7 @@ TALK = [
 
 
 def byte_tokenizer(template: object = DATED) -> transformers.PreTrainedTokenizerFast:
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
-    tokenizer.chat_template = template  # pyright: ignore[reportAttributeAccessIssue]
-    return tokenizer
+    return tiny.make_byte_tokenizer(template, bos_token="<s>", eos_token="</s>")
 
 
 @pytest.fixture

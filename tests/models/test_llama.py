@@ -8,26 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tiny import llama_config
 
 from eagle3_jax.models import registry
 from eagle3_jax.models.layers import RopeScaling
 from eagle3_jax.models.llama import Llama, LlamaConfig, check_aux_layers
 from eagle3_jax.models.weights import load_llama
 
-TINY = LlamaConfig(
-    vocab_size=97,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    rms_norm_eps=1e-5,
-    rope_theta=10000.0,
-    tie_word_embeddings=False,
-    max_position_embeddings=128,
-    eos_token_ids=(2,),
-    aux_layers=(0, 2, 4),
+TINY = llama_config(
+    vocab_size=97, hidden_size=32, head_dim=8, num_hidden_layers=4, tie_word_embeddings=False, aux_layers=(0, 2, 4)
 )
 
 LLAMA2 = {"num_key_value_heads": 4, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False}

@@ -6,26 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from safetensors.numpy import load_file, save_file
 
-from eagle3_jax.models.llama import Llama, LlamaConfig
+from eagle3_jax.models.llama import Llama
 from eagle3_jax.models.weights import WeightsError, llama_table, load_llama, parameter_path
 
-CONFIG = LlamaConfig(
-    vocab_size=50,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=4,
-    rms_norm_eps=1e-5,
-    rope_theta=10000.0,
-    tie_word_embeddings=False,
-    max_position_embeddings=64,
-    eos_token_ids=(0,),
-    aux_layers=(0, 1, 2),
-)
+CONFIG = tiny.llama_config(num_hidden_layers=2, tie_word_embeddings=False, aux_layers=(0, 1, 2))
 
 
 @pytest.fixture
@@ -89,7 +76,7 @@ def test_every_problem_in_one_message(folder):
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.norm.weight"]
     tensors["model.layers.7.extra"] = np.zeros(3, np.float32)
-    tensors["lm_head.weight"] = np.zeros((50, 8), np.float32)
+    tensors["lm_head.weight"] = np.zeros((40, 8), np.float32)
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(WeightsError) as caught:
         load_llama(folder, CONFIG, jnp.float32)
@@ -97,7 +84,7 @@ def test_every_problem_in_one_message(folder):
     assert "3 problems" in message
     assert "missing tensor model.norm.weight [16]" in message
     assert "surplus tensor model.layers.7.extra" in message
-    assert "lm_head.weight: got shape [50, 8], expected [50, 16]" in message
+    assert "lm_head.weight: got shape [40, 8], expected [40, 16]" in message
 
 
 def test_index_that_promises_too_much(folder):

@@ -6,35 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from flax import nnx
 
 from eagle3_jax.config import DraftConfig
 from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
-from eagle3_jax.models.llama import LlamaConfig
 from eagle3_jax.training import checkpoint
 from eagle3_jax.training.checkpoint import CheckpointError, Checkpoints, load_head
 from eagle3_jax.training.state import TrainState
 
-TARGET = LlamaConfig(
-    vocab_size=40,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=6,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=4,
-    rms_norm_eps=1e-5,
-    rope_theta=1e4,
-    tie_word_embeddings=True,
-    max_position_embeddings=128,
-    eos_token_ids=(1,),
-    aux_layers=(1, 2, 3),
-)
-
 
 def head_config(**changes: Any) -> DraftHeadConfig:
     values: dict[str, Any] = {"vocab_size": 8} | changes
-    return DraftHeadConfig.for_target(DraftConfig(**values), TARGET)
+    return DraftHeadConfig.for_target(DraftConfig(**values), tiny.llama_config())
 
 
 def save(folder, *steps: int, keep: int = 2) -> None:
@@ -81,3 +65,17 @@ def test_checksums_see_every_single_element_and_not_the_mesh():
     mesh = jax.make_mesh((4, 2), ("data", "model"))
     spread = jax.device_put(values["w"], jax.NamedSharding(mesh, jax.P("data", "model")))
     assert checkpoint._checksums({"w": spread})["w"] == whole["w"]
+
+
+def test_an_altered_value_is_refused_by_name(tmp_path, monkeypatch):
+    """Orbax's files do not say what a value was; the checksums beside it do."""
+    checksums = checkpoint._checksums
+
+    def before_it_was_altered(leaves):
+        return {name: x + jnp.uint32(name.startswith("fc")) for name, x in checksums(leaves).items()}
+
+    monkeypatch.setattr(checkpoint, "_checksums", before_it_was_altered)
+    save(tmp_path, 3)
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match=r"3: head: fc\S*: altered since it was written"):
+        load_head(tmp_path, head_config())

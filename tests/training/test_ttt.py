@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from flax import nnx
 
 from eagle3_jax.decoding.tree import feed
 from eagle3_jax.kernels.ttt_attention import ttt_attention
 from eagle3_jax.models.draft import Draft
-from eagle3_jax.models.llama import Llama, LlamaConfig
+from eagle3_jax.models.llama import Llama
 from eagle3_jax.training.ttt import training_time_test
 
 STEPS = 5
@@ -21,21 +22,7 @@ STEPS = 5
 @pytest.fixture(scope="module")
 def target(head_config):
     c = head_config
-    config = LlamaConfig(
-        vocab_size=c.vocab_size,
-        hidden_size=c.hidden_size,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        rms_norm_eps=1e-5,
-        rope_theta=1e4,
-        tie_word_embeddings=True,
-        max_position_embeddings=64,
-        eos_token_ids=(),
-        aux_layers=(0,),
-    )
+    config = tiny.llama_config(vocab_size=c.vocab_size, hidden_size=c.hidden_size, num_hidden_layers=1, aux_layers=(0,))
     return Llama(config, rngs=nnx.Rngs(3))
 
 
