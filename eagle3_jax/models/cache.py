@@ -1,7 +1,8 @@
 """The key-value cache: append and attend, commit.
 
-Passed in and returned, never mutated; callers donate it. Contiguous: every sequence owns `slots` slots a layer. The
-cache does not know its lengths: they are the caller's, and count committed tokens only.
+Passed in and returned, never mutated; callers donate it. Contiguous: every sequence owns `slots` slots a layer. Paged:
+the page table says which page holds each stretch of a sequence. The cache does not know its lengths: they are the
+caller's, and count committed tokens only.
 """
 
 from __future__ import annotations
@@ -24,19 +25,25 @@ class KVCache:
     """Keys and values of every layer.
 
     Attributes:
-        keys, values: one array [batch, kv_heads, slots, head_dim] a layer.
+        keys, values: one array a layer: [batch, kv_heads, slots, head_dim], or [pages, kv_heads, page_size, head_dim].
+        page_table: of the sequences that are attended from; None is contiguous.
     """
 
     keys: tuple[Array, ...]
     values: tuple[Array, ...]
+    page_table: Int[Array, "b pages"] | None = None
 
     @classmethod
     def empty(cls, layers: int, batch: int, kv_heads: int, slots: int, head_dim: int, dtype: Any) -> KVCache:
         """Room for `slots` entries a sequence at least, in a multiple of what the attention kernel for TPU reads."""
-        slots = -(-slots // LANES) * LANES
+        return cls.pages(layers, batch, kv_heads, -(-slots // LANES) * LANES, head_dim, dtype)
+
+    @classmethod
+    def pages(cls, layers: int, pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: Any) -> KVCache:
+        """Pages that belong to nobody yet."""
 
         def zeros() -> tuple[Array, ...]:
-            return tuple(jnp.zeros((batch, kv_heads, slots, head_dim), dtype) for _ in range(layers))
+            return tuple(jnp.zeros((pages, kv_heads, page_size, head_dim), dtype) for _ in range(layers))
 
         return cls(zeros(), zeros())
 
@@ -51,9 +58,18 @@ class KVCache:
     ) -> tuple[Float[Array, "b t n d"], KVCache]:
         """Writes t new entries of one layer as the tail's last, and attends from them (see `tree_attention`)."""
         attended, keys, values = tree_attention(
-            queries, keys, values, self.keys[layer], self.values[layer], lengths, tail_mask
+            queries,
+            keys,
+            values,
+            self.keys[layer],
+            self.values[layer],
+            lengths,
+            tail_mask,
+            page_table=self.page_table,
         )
-        return attended, KVCache(_replace(self.keys, layer, keys), _replace(self.values, layer, values))
+        return attended, dataclasses.replace(
+            self, keys=_replace(self.keys, layer, keys), values=_replace(self.values, layer, values)
+        )
 
     def commit(self, lengths: Int[Array, " b"], path: Int[Array, "b p"]) -> KVCache:
         """Moves the accepted path to the front of the tail: slot length + path[j] goes to length + j.
@@ -61,8 +77,8 @@ class KVCache:
         Args:
             path: int32 indices into the tail, ascending; behind the accepted ones the last may be repeated.
         """
-        kept = commit((*self.keys, *self.values), lengths, path)
-        return KVCache(kept[: len(self.keys)], kept[len(self.keys) :])
+        kept = commit((*self.keys, *self.values), lengths, path, page_table=self.page_table)
+        return dataclasses.replace(self, keys=kept[: len(self.keys)], values=kept[len(self.keys) :])
 
 
 def _replace(arrays: tuple[Array, ...], index: int, new: Array) -> tuple[Array, ...]:

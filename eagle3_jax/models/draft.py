@@ -165,6 +165,10 @@ class DraftHead(nnx.Module):
         c = self.config
         return KVCache.empty(1, batch, c.num_key_value_heads, slots, c.head_dim, self.fc[...].dtype)
 
+    def empty_pages(self, pages: int, page_size: int) -> KVCache:
+        c = self.config
+        return KVCache.pages(1, pages, c.num_key_value_heads, page_size, c.head_dim, self.fc[...].dtype)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

@@ -184,3 +184,9 @@ class Llama(nnx.Module):
         c = self.config
         dtype = self.embed[...].dtype
         return KVCache.empty(c.num_hidden_layers, batch, c.num_key_value_heads, slots, c.head_dim, dtype)
+
+    def empty_pages(self, pages: int, page_size: int, dtype: Any = None) -> KVCache:
+        """Args: dtype: of keys and values; None is the weights' own."""
+        c = self.config
+        dtype = dtype or self.embed[...].dtype
+        return KVCache.pages(c.num_hidden_layers, pages, c.num_key_value_heads, page_size, c.head_dim, dtype)
