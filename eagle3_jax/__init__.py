@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from eagle3_jax.config import MeshConfig as MeshConfig
     from eagle3_jax.config import TargetConfig as TargetConfig
     from eagle3_jax.decoding.engine import Engine as Engine
+    from eagle3_jax.decoding.request import QueueFullError as QueueFullError
     from eagle3_jax.decoding.sampling import SamplingParams as SamplingParams
     from eagle3_jax.formats.sglang import load_draft as load_draft
     from eagle3_jax.models.registry import load_target as load_target
@@ -21,6 +22,7 @@ _HOMES = {
     "DraftTree": "eagle3_jax.config",
     "Engine": "eagle3_jax.decoding.engine",
     "MeshConfig": "eagle3_jax.config",
+    "QueueFullError": "eagle3_jax.decoding.request",
     "SamplingParams": "eagle3_jax.decoding.sampling",
     "TargetConfig": "eagle3_jax.config",
     "load_draft": "eagle3_jax.formats.sglang",
@@ -30,6 +32,7 @@ __all__ = [
     "DraftTree",
     "Engine",
     "MeshConfig",
+    "QueueFullError",
     "SamplingParams",
     "TargetConfig",
     "load_draft",

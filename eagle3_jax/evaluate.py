@@ -108,8 +108,9 @@ def _measure(
     measured = spread(fitting, settings.limit)
     longest = max(len(prompt["prompt"]) for prompt in measured)
     sizes = settings.batch_size, longest + settings.max_tokens
-    vanilla = Engine.load(target, None, None, *sizes)
-    speculative = Engine.load(target, draft, settings.tree, *sizes)
+    # The same prompts come again, and reading them is part of what is measured.
+    vanilla = Engine.load(target, None, None, *sizes, prefix_cache=False)
+    speculative = Engine.load(target, draft, settings.tree, *sizes, prefix_cache=False)
     params = SamplingParams(temperature=settings.temperature, max_tokens=settings.max_tokens, seed=config.seed)
     exact = settings.temperature == 0
     judge = functools.partial(near_tie, target.model) if exact else None

@@ -38,9 +38,10 @@ from jax.sharding import Mesh
 
 from eagle3_jax import config as configs
 from eagle3_jax.data import states
-from eagle3_jax.decoding import engine
+from eagle3_jax.decoding import programs
+from eagle3_jax.decoding.engine import PAGE_SIZE
+from eagle3_jax.decoding.programs import Sizes
 from eagle3_jax.decoding.rounds import STATE_SHARDING_RULES
-from eagle3_jax.decoding.sampling import Sampling
 from eagle3_jax.mesh import batch_sharding, make_mesh, replicas, replicated, shardings
 from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
 from eagle3_jax.models.layers import SHARDING_RULES
@@ -165,7 +166,7 @@ def decoding(
     max_tokens: int,
     greedy: bool,
 ) -> Iterator[Program]:
-    """The engine's two programs: prefill of the longest prompt into free slots, and the rounds of a full batch."""
+    """The engine's two programs: prefill of the longest stretch of a prompt, and the rounds of a full batch."""
     mesh = replicas(make_mesh(config.mesh, devices))[0].decoding_mesh
     target, draft = abstract_target(config, shape, mesh), None
     if tree is not None:
@@ -176,34 +177,25 @@ def decoding(
     prompt = config.regenerate.max_length - max_tokens
     if prompt < 1:
         raise ValueError(f"{verb}.max_tokens: got {max_tokens}, expected less than regenerate.max_length")
-    slots = engine.cache_slots([(prompt, max_tokens)], tree)
+    sizes = Sizes.plan(batch, config.regenerate.max_length, PAGE_SIZE, tree)
+    kv = functools.partial(programs.empty_state, sizes=sizes, tree=tree, kv_dtype=None)
+    length = max(length for _, length in sizes.chunks)
 
-    def request() -> tuple[Any, ...]:
-        count = jnp.zeros(1, jnp.int32)
-        sampling = Sampling(jnp.ones(1), count, jnp.ones(1), jax.random.split(jax.random.key(0), 1))
-        return jnp.zeros((1, engine.bucket(prompt)), jnp.int32), count, sampling, count, jnp.zeros(1, bool)
+    def chunk() -> programs.Chunk:
+        return programs.Chunk(**{k: jnp.asarray(v) for k, v in programs.Chunk.blank(1, length, sizes).items()})
 
-    asked = placed(jax.eval_shape(request), mesh)
-    static: dict[str, Any] = {"tree": tree, "greedy": greedy}
-    sizes = {"slots": slots, "max_output": slots}
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        sequence = jax.eval_shape(functools.partial(engine.prefill, **sizes, **static), target, draft, *asked)
-    state = jax.tree.map(lambda x: jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype), sequence)
-    state = placed(state, mesh, STATE_SHARDING_RULES)
-    models = {"target": target, "draft": draft}
-    yield Program(
-        f"{verb}: prefill",
-        mesh,
-        models,
-        {"state": state} if batch > 1 else {},
-        lambda: engine.prefill.lower(target, draft, *asked, **sizes, **static),
-    )
+        state = placed(jax.eval_shape(kv, target, draft), mesh, STATE_SHARDING_RULES)
+    read, one = placed(jax.eval_shape(chunk), mesh), placed(jax.ShapeDtypeStruct((), jnp.int32), mesh)
+    cancelled = placed(jax.ShapeDtypeStruct((batch,), jnp.bool_), mesh)
+    parts = {"target": target, "draft": draft, "state": state}
+    yield Program(f"{verb}: prefill", mesh, parts, {}, lambda: programs.prefill.lower(target, draft, state, read))
     yield Program(
         f"{verb}: rounds",
         mesh,
-        models | {"state": state},
+        parts,
         {},
-        lambda: engine.decode.lower(target, draft, state, 1, batch, **static),
+        lambda: programs.decode.lower(target, draft, state, cancelled, one, one, tree=tree, greedy=greedy),
     )
 
 

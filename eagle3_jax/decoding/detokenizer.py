@@ -1,4 +1,4 @@
-"""Text of an answer while it is being written."""
+"""Text of an answer while it is being written, and stop strings in it."""
 
 from __future__ import annotations
 
@@ -22,3 +22,43 @@ class Detokenizer:
             return ""
         self.start, self.read = self.read, len(self.ids)
         return text[len(shown) :]
+
+
+class StopScanner:
+    """Looks for stop strings in an answer, wherever its tokens begin and end.
+
+    Attributes:
+        text: so far, cut in front of a stop string that was found.
+        settled: characters of it that no stop string can begin in any more.
+    """
+
+    def __init__(self, tokenizer: Any, stops: tuple[str, ...]) -> None:
+        self.text, self.settled = "", 0
+        self._stops, self._detokenizer, self._found = stops, Detokenizer(tokenizer), False
+
+    def add(self, token: int, look: bool) -> bool:
+        """Adds a token; True where it completes a stop string. `look`: False lets stop strings pass."""
+        return self._extend(self._detokenizer.add([token], last=False), look)
+
+    def end(self) -> str:
+        """The whole text, with what was held back."""
+        if not self._found:
+            self._extend(self._detokenizer.add([], last=True), look=True)
+        self.settled = len(self.text)
+        return self.text
+
+    def _extend(self, added: str, look: bool) -> bool:
+        before = len(self.text)
+        self.text += added
+        if look:
+            places = [self.text.find(stop, max(0, before - len(stop) + 1)) for stop in self._stops]
+            if found := [place for place in places if place >= 0]:
+                self.text = self.text[: min(found)]
+                self.settled, self._found = len(self.text), True
+                return True
+        held = (
+            max(n for n in range(min(len(stop), len(self.text) + 1)) if self.text.endswith(stop[:n]))
+            for stop in self._stops
+        )
+        self.settled = len(self.text) - max(held)
+        return False

@@ -1,8 +1,9 @@
-"""Requests in, tokens out: continuous batching over a fixed number of slots.
+"""Requests in, tokens out: continuous batching over a fixed number of places and a fixed set of programs.
 
-The host prefills a request, inserts it into a free slot, and lets the device run rounds until a slot is free again or
-all are done. Shapes depend on the prompt's bucket and the number of cache slots alone, so programs are soon all
-compiled.
+Each turn lets in what fits (in the order of arrival), gives the device a stretch of prompts to read and some rounds to
+run, and reads meanwhile what the turn before chose. Requests join and leave between dispatches; a dispatch is short
+while anyone waits. Caches are paged and allocated once: a request is let in when the pages of its whole answer are
+free, so nothing is ever taken back from one that runs.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import logging
 import pathlib
+import threading
+import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -21,91 +25,58 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from tqdm import tqdm
 
+from eagle3_jax import processes
 from eagle3_jax.config import DraftTree, MeshConfig, TargetConfig
-from eagle3_jax.decoding import rounds
-from eagle3_jax.decoding.detokenizer import Detokenizer
+from eagle3_jax.decoding import programs, rounds
+from eagle3_jax.decoding.pages import PagePool
+from eagle3_jax.decoding.programs import Chunk, Sizes, first_progress, progress
 from eagle3_jax.decoding.prompt import Prompt, encode
-from eagle3_jax.decoding.sampling import Sampling, SamplingParams
+from eagle3_jax.decoding.request import Output as Output
+from eagle3_jax.decoding.request import Piece as Piece
+from eagle3_jax.decoding.request import QueueFullError, Request
+from eagle3_jax.decoding.request import Stats as Stats
+from eagle3_jax.decoding.sampling import MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
 from eagle3_jax.decoding.tree import scratch_slots
 from eagle3_jax.formats.sglang import load_draft
-from eagle3_jax.mesh import constrain, decoding_mesh, mesh_of, put, replicated, shardings
+from eagle3_jax.mesh import decoding_mesh, mesh_of, put, replicated, shardings
 from eagle3_jax.models.draft import Draft
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.llama import Llama
 from eagle3_jax.models.registry import Target, load_target
 
-# Rounds between two looks of the host, at most; the device comes back earlier when it has nothing to do.
-_ROUNDS = 64
-
+PAGE_SIZE = 128
 GREEDY = SamplingParams()
 
-prefill = jax.jit(rounds.prefill, static_argnames=("slots", "max_output", "tree", "greedy"))
-decode = jax.jit(rounds.decode, static_argnames=("tree", "greedy"), donate_argnames="state")
-_insert = jax.jit(rounds.insert, donate_argnames="state")
+_log = logging.getLogger(__name__)
+
+KVDtype = Literal["float32", "bfloat16", "float8_e4m3fn"]
 
 
-@jax.jit
-def _key(seed: jax.Array, prompt: jax.Array) -> jax.Array:
-    """A random key [1], replicated on the mesh that is set."""
-    return constrain(jax.random.fold_in(jax.random.key(seed), prompt)[None], ())
-
-
-@functools.partial(jax.jit, static_argnames="batch")
-def _vacant(sequence: rounds.State, batch: int) -> rounds.State:
-    """A batch of free slots, shaped like one sequence."""
-    state = jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape[1:])), sequence)
-    return constrain(dataclasses.replace(state, done=jnp.ones(batch, bool)), rounds.STATE_SHARDING_RULES)
-
-
-@dataclasses.dataclass(frozen=True)
-class Stats:
-    """How well drafting did for one request.
+@dataclasses.dataclass
+class EngineStats:
+    """What an engine did since it was made, and what it does now.
 
     Attributes:
-        rounds: target passes after prefill.
-        accepted_per_position: in how many of them the draft at depth 1, 2, ... was accepted.
+        programs: that its calls compiled.
+        dispatches: given to the device. rounds: of all requests together.
+        prompt_tokens: of all prompts. cached_tokens: of these, read by an earlier request already (prefix reuse).
+        finished: requests by finish reason. refused: that never began.
+        running, waiting: requests now. free_pages, pages: of the caches.
     """
 
-    rounds: int
-    accepted_per_position: list[int]
-
-    @property
-    def acceptance_length(self) -> float:
-        """Tokens a round, the bonus included: 1 without a draft."""
-        return 1 + sum(self.accepted_per_position) / max(self.rounds, 1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Output:
-    """One answer.
-
-    Attributes:
-        token_ids: without the prompt; the end-of-sequence token is the last one when `finish_reason` is "stop".
-        text: without special tokens.
-        finish_reason: "stop": end of sequence; "length": `max_tokens`, or the engine's `max_length`.
-    """
-
-    token_ids: list[int]
-    text: str
-    finish_reason: Literal["stop", "length"]
-    stats: Stats
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """A part of a streamed answer; the last one has the finish reason. Text never ends inside a character."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: Literal["stop", "length"] | None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Request:
-    ids: list[int]
-    params: SamplingParams
-    limit: int  # params.max_tokens, or what max_length leaves
+    programs: int = 0
+    dispatches: int = 0
+    rounds: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    finished: dict[str, int] = dataclasses.field(default_factory=dict)
+    refused: int = 0
+    running: int = 0
+    waiting: int = 0
+    free_pages: int = 0
+    pages: int = 0
 
 
 class Engine:
@@ -120,6 +91,12 @@ class Engine:
         *,
         batch_size: int = 1,
         max_length: int = 2048,
+        page_size: int = PAGE_SIZE,
+        kv_tokens: int | None = None,
+        memory_fraction: float | None = None,
+        kv_dtype: KVDtype | None = None,
+        prefix_cache: bool = True,
+        queue_limit: int | None = None,
     ) -> None:
         """Takes loaded models; `load` takes names and folders.
 
@@ -130,6 +107,14 @@ class Engine:
             batch_size: sequences decoded together.
             max_length: longest prompt and answer together, in tokens. Beyond what the draft head declares
                 (`max_position_embeddings`) drafting goes on, with a warning.
+            page_size: tokens of a page, the unit of the caches and of prefix reuse.
+            kv_tokens: room of the caches in tokens, of all requests together; the default lets the whole batch be
+                `max_length` long.
+            memory_fraction: instead of `kv_tokens`: weights and caches take this share of the device's memory (SGLang's
+                mem_fraction_static).
+            kv_dtype: of the target's keys and values; None is the weights' own. Narrower ones may change tokens.
+            prefix_cache: keeps the pages of ended requests for prompts that begin alike.
+            queue_limit: requests that may wait; one more is refused. None is no limit.
 
         Raises:
             ValueError: a tree without a draft, a draft of another target, or a size out of range.
@@ -140,16 +125,41 @@ class Engine:
             raise ValueError(
                 f"max_length: got {max_length}, expected 2 to the target's {target.config.max_position_embeddings}"
             )
+        if not 16 <= page_size <= 256 or page_size % 16:
+            raise ValueError(f"page_size: got {page_size}, expected a multiple of 16 from 16 to 256")
+        if queue_limit is not None and queue_limit < 1:
+            raise ValueError(f"queue_limit: got {queue_limit}, expected at least 1, or None")
         if tree is not None and draft is None:
             raise ValueError(f"draft: got None, expected a draft head for {tree}")
         if draft is not None:
             tree = tree or DraftTree()
             _check_draft(draft, target, tree, max_length)
         self.target, self.tokenizer, self.tree, self.draft = target, tokenizer, tree, draft
-        self.batch_size, self.max_length = batch_size, max_length
+        self.batch_size, self.max_length, self.queue_limit = batch_size, max_length, queue_limit
         self._mesh = mesh_of(target.embed[...])
         if self.draft is not None and self._mesh is not None:
             self.draft = _spread(self.draft, self._mesh)
+
+        self._kv_dtype = None if kv_dtype is None else jnp.dtype(kv_dtype)
+        if kv_tokens is not None and memory_fraction is not None:
+            raise ValueError(f"kv_tokens, memory_fraction: got {kv_tokens} and {memory_fraction}, expected one of them")
+        if memory_fraction is not None:
+            kv_tokens = self._tokens_of(memory_fraction, page_size)
+        self._sizes = Sizes.plan(batch_size, max_length, page_size, tree, kv_tokens)
+        self._pool = PagePool(self._sizes.pages, page_size, reuse=prefix_cache)
+        self._eos = frozenset(target.config.eos_token_ids)
+        self._steps, self._best = rounds.steps_of(tree), min(MAX_LOGPROBS, target.config.vocab_size)
+        self._stats = EngineStats(pages=self._sizes.pages)
+        self._models = (self.target, self.draft)
+
+        self._waiting: collections.deque[Request] = collections.deque()
+        self._places: list[Request | None] = [None] * batch_size
+        self._cancelled: set[int] = set()  # places of requests that ended here, while the device runs them
+        self._reports: collections.deque[tuple[jax.Array, dict[int, Request], bool]] = collections.deque()
+        self._state: rounds.State | None = None
+        self._changes = threading.Condition()  # guards `_waiting`; told of when something has been delivered
+        self._driver = threading.Lock()  # one thread does the work at a time
+        self._thread: threading.Thread | None = None
 
     @classmethod
     def load(
@@ -162,6 +172,7 @@ class Engine:
         *,
         dtype: Literal["float32", "bfloat16"] | None = None,
         mesh: MeshConfig | None = None,
+        **options: Any,
     ) -> Engine:
         """Loads the models.
 
@@ -169,6 +180,7 @@ class Engine:
             dtype: of weights and activations; None is the TargetConfig's, float32 for a name.
             mesh: spreads the models over its model axis; None is one device.
             draft: a loaded head, or its folder: that `export` wrote, or another that engines serve (see `load_draft`).
+            options: see `__init__`.
 
         Raises:
             ManifestError: the folder says that its head was trained with another target.
@@ -184,7 +196,7 @@ class Engine:
             loaded = load_target(config, None if mesh is None else decoding_mesh(mesh))
         if isinstance(draft, str | pathlib.Path):
             draft = load_draft(draft, target=loaded, dtype=loaded.model.embed[...].dtype)
-        return cls(loaded.model, loaded.tokenizer, draft, tree, batch_size=batch_size, max_length=max_length)
+        return cls(loaded.model, loaded.tokenizer, draft, tree, batch_size=batch_size, max_length=max_length, **options)
 
     def generate(
         self,
@@ -192,12 +204,12 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] = GREEDY,
         on_output: Callable[[int, Output], object] | None = None,
     ) -> list[Output]:
-        """Answers prompts, in their order.
+        """Answers prompts, in their order; the n answers to one prompt follow each other.
 
         Args:
             prompts: each a string (one user turn), messages (both through the chat template), or token ids.
             params: for all, or one for each prompt.
-            on_output: called with a prompt's index and its answer as soon as it is finished.
+            on_output: called with an answer's index and the answer as soon as it is finished.
 
         Raises:
             ValueError: a prompt that is too long, empty or of another kind; before any work begins.
@@ -207,117 +219,396 @@ class Engine:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"params: got {len(each)}, expected one for all or {len(prompts)}, one for each prompt")
-        requests = [self._request(f"prompts[{i}]", p, each[i]) for i, p in enumerate(prompts)]
-        outputs: dict[int, Output] = {}
-        for index, output in self._run(requests):
-            outputs[index] = output
-            if on_output is not None:
-                on_output(index, output)
-        return [outputs[i] for i in range(len(requests))]
+        requests = [
+            self._request(f"prompts[{i}]", prompt, each[i], sample)
+            for i, prompt in enumerate(prompts)
+            for sample in range(each[i].n)
+        ]
+        with self._changes:
+            self._waiting.extend(requests)
+        left = dict(enumerate(requests))
+        try:
+            while left:
+                self.drive(lambda: any(request.done for request in left.values()))
+                for index in [index for index, request in left.items() if request.done]:
+                    output = left.pop(index).output
+                    assert output is not None
+                    if on_output is not None:
+                        on_output(index, output)
+        finally:
+            for request in left.values():
+                self.abort(request)
+        return [request.output for request in requests if request.output is not None]
 
     def stream(self, prompt: Prompt, params: SamplingParams = GREEDY) -> Iterator[Piece]:
-        """Answers one prompt piece by piece, one round at a time. Raises ValueError like `generate`."""
-        request = self._request("prompt", prompt, params)
-        greedy, slots = params.temperature == 0, self._slots([request])
-        state = self._start(request, slots, greedy)
-        sent, pending = 0, Detokenizer(self.tokenizer)
-        while True:
-            output = self._output(request, *_fetch(state, 0)) if np.asarray(state.done)[0] else None
-            ids = np.asarray(state.output)[0, : np.asarray(state.num_output)[0]].tolist()
-            text = pending.add(ids[sent:], last=output is not None)
-            if output is not None:
-                yield Piece(text, ids[sent:], output.finish_reason)
-                return
-            yield Piece(text, ids[sent:], None)
-            sent = len(ids)
-            state = self._decode(state, 1, 1, greedy)
+        """Answers one prompt piece by piece; it is aborted where nobody goes on. Raises ValueError like `generate`."""
+        request = self.submit(prompt, params)
+        try:
+            yield from request
+        finally:
+            request.abort()
+
+    def submit(
+        self, prompt: Prompt, params: SamplingParams = GREEDY, *, timeout: float | None = None, sample: int = 0
+    ) -> Request:
+        """Hands in a request, which waits for its turn: see `Request`.
+
+        Args:
+            timeout: seconds; what is not answered by then ends with what there is ("timeout").
+            sample: which of several answers to one prompt and seed.
+
+        Raises:
+            ValueError: an impossible request. QueueFullError: `queue_limit` requests wait already.
+        """
+        if params.n != 1:
+            raise ValueError(f"n: got {params.n}, expected 1: submit each answer, with its `sample`")
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"timeout: got {timeout}, expected more than 0 seconds, or None")
+        if self._mesh is not None and processes.count() > 1:
+            raise RuntimeError("submit: got a mesh of several processes, expected one; there use `generate`")
+        request = self._request("prompt", prompt, params, sample)
+        if timeout is not None:
+            request.deadline = time.monotonic() + timeout
+        with self._changes:
+            if self.queue_limit is not None and len(self._waiting) >= self.queue_limit:
+                self._stats.refused += 1
+                raise QueueFullError(f"queue: got {len(self._waiting)} waiting requests, expected less than the limit")
+            self._waiting.append(request)
+        return request
+
+    def abort(self, request: Request) -> None:
+        """Ends a request with what there is; one that has ended stays as it is."""
+        with self._changes:
+            request.aborted = True
+        if self._driver.acquire(blocking=False):  # else whoever works will see it
+            try:
+                self._sweep()
+            finally:
+                self._driver.release()
+
+    def warm_up(self, cache: str | pathlib.Path | None = None, *, progress: bool = True) -> None:
+        """Compiles all programs, so that no request waits for it.
+
+        Args:
+            cache: a folder for what was compiled, which makes the next start fast: JAX's persistent compilation cache,
+                of this process from now on. None leaves it as it is.
+        """
+        if cache is not None:
+            jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(cache).expanduser()))
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        with self._driver:
+            work: list[Callable[[], object]] = [
+                functools.partial(self._prefill, Chunk.blank(*shape, self._sizes)) for shape in self._sizes.chunks
+            ]
+            work += [functools.partial(self._decode, 0, 0, greedy) for greedy in (True, False)]
+            work.append(functools.partial(self._note, 0, []))
+            for compile_one in tqdm(work, desc="compile", unit="program", disable=not progress):
+                compile_one()
+            jax.block_until_ready(self._state)
+
+    def stats(self) -> EngineStats:
+        """What it did and does; a copy."""
+        with self._changes:
+            return dataclasses.replace(
+                self._stats,
+                finished=dict(self._stats.finished),
+                running=sum(request is not None for request in self._places),
+                waiting=len(self._waiting),
+                free_pages=self._pool.available,
+            )
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt (see `decoding.prompt.encode`)."""
         return encode(self.tokenizer, prompt)
 
-    def _request(self, name: str, prompt: Prompt, params: SamplingParams) -> _Request:
+    # Who works, and when.
+
+    def drive(self, ready: Callable[[], bool]) -> None:
+        """Works until `ready()`; where another thread does so already, waits for what it delivers."""
+        while not ready():
+            if self._driver.acquire(blocking=False):
+                try:
+                    while not ready():
+                        self._turn()
+                finally:
+                    self._driver.release()
+                    with self._changes:
+                        self._changes.notify_all()
+            else:
+                with self._changes:
+                    self._changes.wait_for(lambda: ready() or not self._driver.locked(), timeout=1)
+
+    def drive_in_background(self) -> None:
+        """Leaves the work to a thread, until there is none."""
+        with self._changes:
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._work, name="eagle3_jax engine")
+                self._thread.start()
+
+    def _work(self) -> None:
+        while not self._is_idle():
+            try:
+                self.drive(self._is_idle)
+            except Exception:  # what ran has ended with it ("error"); those who wait may be luckier
+                _log.exception("a dispatch failed")
+
+    def _is_idle(self) -> bool:
+        with self._changes:
+            if self._waiting or self._reports or any(self._places):
+                return False
+            if self._thread is threading.current_thread():
+                self._thread = None  # decided under the lock: who comes later starts another
+            return True
+
+    # One turn.
+
+    def _turn(self) -> None:
+        try:
+            self._sweep()
+            self._admit()
+            unread = len(self._reports)
+            self._launch()
+            if len(self._reports) == unread:
+                unread += 1  # nothing new to do: what is there can be waited for
+            for _ in range(min(unread, len(self._reports))):
+                self._deliver(*self._reports.popleft())
+            if not self._reports and not any(self._places):
+                self._pool.check_idle()
+        except BaseException as error:
+            self._give_up(error)
+            raise
+        with self._changes:
+            self._changes.notify_all()
+
+    def _sweep(self) -> None:
+        """Ends requests that were aborted or whose time is over."""
+        now = time.monotonic()
+        with self._changes:
+            ended = [request for request in self._waiting if request.aborted or request.is_late(now)]
+            for request in ended:
+                self._waiting.remove(request)
+        for request in [*ended, *filter(None, self._places)]:
+            if request.aborted or request.is_late(now):
+                self._end(request, "abort" if request.aborted else "timeout")
+
+    def _admit(self) -> None:
+        """Gives places and pages to those who wait, in the order of arrival."""
+        for place in range(self.batch_size):
+            if self._places[place] is not None:
+                continue
+            with self._changes:
+                if not self._waiting:
+                    return
+                request = self._waiting[0]
+                request.lease = self._pool.lease(request.ids, len(request.ids) + request.limit + self._scratch)
+                if request.lease is None:
+                    return  # the first in the queue is not overtaken
+                self._waiting.popleft()
+            request.place, request.read = place, request.lease.reused
+            self._places[place] = request
+            self._stats.prompt_tokens += len(request.ids)
+            self._stats.cached_tokens += request.read
+
+    def _launch(self) -> None:
+        """Gives the device its next work: a stretch of prompts, then rounds of those whose prompt is read."""
+        unread = [request for request in self._places if request is not None and request.read < len(request.ids)]
+        if unread:
+            self._read_prompts(sorted(unread, key=lambda request: request.number)[: programs.TOGETHER])
+        running = {
+            place: request
+            for place, request in enumerate(self._places)
+            if request is not None and request.read == len(request.ids)
+        }
+        if not running:
+            return
+        greedy = all(request.params.greedy for request in running.values())
+        with self._changes:  # who waits for a place gets the first that falls free
+            enough = 1 if self._waiting else self.batch_size
+        self._reports.append((self._decode(programs.ROUNDS, enough, greedy), running, False))
+
+    def _read_prompts(self, requests: list[Request]) -> None:
+        count, length = self._sizes.chunk_for([len(request.ids) - request.read for request in requests])
+        requests = requests[:count]
+        chunk = Chunk.blank(count, length, self._sizes)
+        ended = {}
+        for row, request in enumerate(requests):
+            if request.params.penalises and request.read == request.cached:
+                self._note(request.place, request.ids)
+            _fill(chunk, row, request, length, self._eos)
+            request.read += int(chunk["counts"][row])
+            assert request.lease is not None
+            self._pool.register(request.lease, request.ids[: request.read + 1])
+            if chunk["ends"][row]:
+                ended[row] = request
+                self._cancelled.discard(request.place)
+        report = self._prefill(chunk)
+        if ended:
+            self._reports.append((report, ended, True))
+
+    def _deliver(self, report: jax.Array, requests: dict[int, Request], first: bool) -> None:
+        """Reads one report (the only transfer of its dispatch) and passes on what it says."""
+        rows = np.asarray(report)
+        for row, request in requests.items():
+            if request.done:
+                continue
+            found = first_progress(rows[row], self._best) if first else progress(rows[row], self._steps, self._best)
+            self._stats.rounds += found.rounds
+            ended_by_device = found.done
+            request.take(found, self._eos)
+            if request.done:
+                self._leave(request, still_runs=not ended_by_device)
+
+    def _end(self, request: Request, reason: Any) -> None:
+        """Ends a request for a reason of the host."""
+        if not request.done:
+            request.finish(reason)
+            self._leave(request, still_runs=True)
+
+    def _leave(self, request: Request, *, still_runs: bool) -> None:
+        assert request.output is not None
+        finished = self._stats.finished
+        finished[request.output.finish_reason] = finished.get(request.output.finish_reason, 0) + 1
+        if request.lease is None:
+            return
+        failed = request.output.finish_reason == "error"
+        if request.read == len(request.ids) and not failed:  # the last token chosen is not in the caches
+            self._pool.register(request.lease, request.tokens)
+        self._pool.release(request.lease, forget=failed)
+        self._places[request.place] = None
+        if still_runs:
+            self._cancelled.add(request.place)
+
+    def _give_up(self, error: BaseException) -> None:
+        """After a failure of the device or an interruption nothing on it can be trusted: all that was begun ends."""
+        running = [request for request in self._places if request is not None]
+        self._places = [None] * self.batch_size
+        self._reports.clear()
+        self._cancelled.clear()
+        self._state = None
+        self._pool = PagePool(self._pool.pages, self._pool.page_size, reuse=self._pool.reuse)
+        for request in running:
+            request.lease = None
+            if not request.done:
+                request.finish("error", f"{type(error).__name__}: {error}")
+                self._leave(request, still_runs=False)
+
+    # Programs.
+
+    def _prefill(self, chunk: dict[str, np.ndarray]) -> jax.Array:
+        filled, state = Chunk(**{name: self._put(value) for name, value in chunk.items()}), self._running_state()
+        with self._devices(), self._counting():
+            self._state, report = programs.prefill(*self._models, state, filled)
+        return report
+
+    def _decode(self, most_rounds: int, enough: int, greedy: bool) -> jax.Array:
+        cancelled = np.zeros(self.batch_size, bool)
+        cancelled[list(self._cancelled)] = True
+        self._cancelled.clear()
+        scalars = (self._put(np.int32(most_rounds)), self._put(np.int32(enough)))
+        state = self._running_state()
+        with self._devices(), self._counting():
+            self._state, report = programs.decode(
+                *self._models, state, self._put(cancelled), *scalars, tree=self.tree, greedy=greedy
+            )
+        return report
+
+    def _note(self, place: int, ids: list[int]) -> None:
+        tokens = np.zeros(self.target.config.vocab_size, bool)
+        tokens[ids] = True
+        state = self._running_state()
+        with self._devices(), self._counting():
+            self._state = programs.note_prompt(state, self._put(np.int32(place)), self._put(tokens))
+
+    def _running_state(self) -> rounds.State:
+        """The state, which whatever runs next is given and donates."""
+        state, self._state = self._state, None
+        if state is None:
+            make = functools.partial(programs.empty_state, sizes=self._sizes, tree=self.tree, kv_dtype=self._kv_dtype)
+            with self._devices():
+                state = jax.jit(make)(*self._models)
+        return state
+
+    @contextlib.contextmanager
+    def _counting(self) -> Iterator[None]:
+        before = programs.compiled()
+        yield
+        self._stats.dispatches += 1
+        self._stats.programs += programs.compiled() - before
+
+    def _put(self, value: Any) -> jax.Array:
+        """What the host says, on all devices; it says the same on every process that decodes on this mesh."""
+        return jnp.asarray(value) if self._mesh is None else put(np.asarray(value), replicated(self._mesh))
+
+    def _devices(self) -> contextlib.AbstractContextManager[object]:
+        """Sets the target's mesh: kernels are split over the devices of the mesh that is set."""
+        return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
+
+    @property
+    def _scratch(self) -> int:
+        return scratch_slots(self.tree)
+
+    def _tokens_of(self, memory_fraction: float, page_size: int) -> int:
+        """Tokens of the caches that this share of the device's memory leaves room for, beside the weights."""
+        if not 0 < memory_fraction < 1:
+            raise ValueError(f"memory_fraction: got {memory_fraction}, expected between 0 and 1")
+        device = jax.local_devices()[0] if self._mesh is None else self._mesh.local_devices[0]
+        memory = device.memory_stats() or {}
+        if "bytes_limit" not in memory:
+            raise ValueError(f"memory_fraction: got it for {device}, which does not tell its memory; give kv_tokens")
+        caches = jax.eval_shape(
+            lambda target, draft: (
+                target.empty_pages(1, page_size, self._kv_dtype),
+                None if draft is None else draft.head.empty_pages(1, page_size),
+            ),
+            self.target,
+            self.draft,
+        )
+        parts = 1 if self._mesh is None else self._mesh.shape["model"]
+        page = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(caches)) / parts
+        free = memory_fraction * memory["bytes_limit"] - memory["bytes_in_use"]
+        return max(0, int(free // page) - 1) * page_size
+
+    def _request(self, name: str, prompt: Prompt, params: SamplingParams, sample: int) -> Request:
         ids = encode(self.tokenizer, prompt, name)
         if not 1 <= len(ids) < self.max_length:
             raise ValueError(f"{name}: got {len(ids)} tokens, expected 1 to {self.max_length - 1} (max_length - 1)")
         vocabulary = self.target.config.vocab_size
         if not 0 <= min(ids) <= max(ids) < vocabulary:
             raise ValueError(f"{name}: got token ids {min(ids)} to {max(ids)}, expected 0 to {vocabulary - 1}")
-        return _Request(ids, params, min(params.max_tokens, self.max_length - len(ids)))
-
-    def _slots(self, requests: list[_Request]) -> int:
-        return cache_slots([(len(request.ids), request.limit) for request in requests], self.tree)
-
-    def _start(self, request: _Request, slots: int, greedy: bool) -> rounds.State:
-        """Prefills one request."""
-        ids, params = request.ids, request.params
-        tokens = np.zeros((1, bucket(len(ids))), np.int32)
-        tokens[0, : len(ids)] = ids
-        digest = zlib.crc32(np.asarray(ids, np.int32).tobytes())
-        with self._devices():
-            # Different prompts under one seed get different random numbers, the same prompt always the same.
-            key = _key(np.uint32(params.seed), np.uint32(digest))
-            sampling = Sampling(
-                self._place([params.temperature], np.float32),
-                self._place([params.top_k], np.int32),
-                self._place([params.top_p], np.float32),
-                key,
+        for field, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+            if beyond := [token for token in tokens if token >= vocabulary]:
+                raise ValueError(f"{field}: got token id {beyond[0]}, expected 0 to {vocabulary - 1}")
+        if len({*params.stop_token_ids} | self._eos) > MAX_STOP_IDS:
+            raise ValueError(
+                f"stop_token_ids: got {len(params.stop_token_ids)}, expected {MAX_STOP_IDS} at most, "
+                f"the model's own {len(self._eos)} included"
             )
-            return prefill(
-                self.target,
-                self.draft,
-                self._place(tokens, np.int32),
-                self._place([len(ids)], np.int32),
-                sampling,
-                self._place([request.limit], np.int32),
-                self._place([params.ignore_eos], bool),
-                slots=slots,
-                max_output=slots,
-                tree=self.tree,
-                greedy=greedy,
-            )
+        limit = min(params.max_tokens, self.max_length - len(ids))
+        return Request(self, self.tokenizer, ids, params, limit, sample)
 
-    def _decode(self, state: rounds.State, max_rounds: int, stop_at: int, greedy: bool) -> rounds.State:
-        with self._devices():
-            return decode(self.target, self.draft, state, max_rounds, stop_at, tree=self.tree, greedy=greedy)
 
-    def _place(self, value: Any, dtype: Any) -> jax.Array:
-        """What the host says, on all devices; it says the same on every process that decodes on this mesh."""
-        value = np.asarray(value, dtype)
-        return jnp.asarray(value) if self._mesh is None else put(value, replicated(self._mesh))
-
-    def _devices(self) -> contextlib.AbstractContextManager[object]:
-        """Sets the target's mesh: kernels are split over the devices of the mesh that is set."""
-        return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
-
-    def _run(self, requests: list[_Request]) -> Iterator[tuple[int, Output]]:
-        """Yields (index, answer) as they finish."""
-        waiting = collections.deque(enumerate(requests))
-        running: dict[int, int] = {}  # slot -> request
-        slots, greedy = self._slots(requests), all(r.params.temperature == 0 for r in requests)
-        batch = min(self.batch_size, len(requests))
-        state = None
-        while waiting or running:
-            for slot in [slot for slot in range(batch) if slot not in running]:
-                if waiting:
-                    running[slot], request = waiting.popleft()
-                    sequence = self._start(request, slots, greedy)
-                    if batch > 1:
-                        with self._devices():
-                            sequence = _insert(_vacant(sequence, batch) if state is None else state, slot, sequence)
-                    state = sequence
-            assert state is not None
-            stop_at = 1 if waiting else batch
-            state = self._decode(state, _ROUNDS, stop_at, greedy)
-            done = np.asarray(state.done)
-            for slot in [slot for slot in running if done[slot]]:
-                index = running.pop(slot)
-                yield index, self._output(requests[index], *_fetch(state, slot))
-
-    def _output(self, request: _Request, ids: list[int], rounds_: int, accepted: list[int]) -> Output:
-        stopped = not request.params.ignore_eos and ids[-1] in self.target.config.eos_token_ids
-        text = self.tokenizer.decode(ids, skip_special_tokens=True)
-        return Output(ids, text, "stop" if stopped else "length", Stats(rounds_, accepted))
+def _fill(chunk: dict[str, np.ndarray], row: int, request: Request, length: int, eos: frozenset[int]) -> None:
+    """The next stretch of a request's prompt."""
+    params, lease = request.params, request.lease
+    assert lease is not None
+    ids = request.ids[request.read : request.read + length + 1]
+    chunk["tokens"][row, : len(ids)] = ids
+    chunk["slots"][row], chunk["starts"][row], chunk["counts"][row] = request.place, request.read, min(len(ids), length)
+    chunk["ends"][row] = request.read + length >= len(request.ids)
+    chunk["page_table"][row, : len(lease.pages)] = lease.pages
+    chunk["limits"][row] = request.limit
+    stops = sorted({*params.stop_token_ids} | (frozenset() if params.ignore_eos else eos))
+    chunk["stop_ids"][row, : len(stops)] = stops
+    digest = zlib.crc32(np.asarray(request.ids, np.int32).tobytes())
+    chunk["seeds"][row] = params.seed, digest if request.sample == 0 else zlib.crc32(b"%d" % request.sample, digest)
+    chunk["asked"][row] = -1 if params.logprobs is None else params.logprobs
+    for field in ("temperature", "top_k", "top_p", "min_p"):
+        chunk[field][row] = getattr(params, field)
+    for field in ("repetition", "presence", "frequency"):
+        chunk[field][row] = getattr(params, f"{field}_penalty")
+    for i, (token, bias) in enumerate(params.logit_bias.items()):
+        chunk["bias_tokens"][row, i], chunk["bias"][row, i] = token, bias
+    chunk["first_stop"][row] = len(request.ids) + params.min_tokens
 
 
 def _check_draft(draft: Draft, target: Llama, tree: DraftTree, max_length: int) -> None:
@@ -344,24 +635,3 @@ def _spread(draft: Draft, mesh: Mesh) -> Draft:
         lambda x, where: put(np.asarray(x), where), draft.head, shardings(draft.head, mesh, SHARDING_RULES)
     )
     return Draft(head, put(np.asarray(draft.token_ids), replicated(mesh)))
-
-
-def _fetch(state: rounds.State, slot: int) -> tuple[list[int], int, list[int]]:
-    """Tokens, rounds and accepted drafts per position of one slot."""
-    output, count, taken, accepted = jax.device_get((state.output, state.num_output, state.rounds, state.accepted))
-    return output[slot, : count[slot]].tolist(), int(taken[slot]), accepted[slot].tolist()
-
-
-def _round_up(value: int, step: int) -> int:
-    return -(-value // step) * step
-
-
-def cache_slots(sizes: Sequence[tuple[int, int]], tree: DraftTree | None) -> int:
-    """Slots that are enough for each (prompt, answer) of so many tokens, in steps that keep the programs few."""
-    need = max((max(bucket(prompt), prompt + answer) for prompt, answer in sizes), default=0)
-    return _round_up(need + scratch_slots(tree), 256)
-
-
-def bucket(length: int) -> int:
-    """Padded length of a prompt: multiples of an eighth of the next power of two, and of 64."""
-    return _round_up(length, max(64, (1 << (length - 1).bit_length()) // 8))

@@ -4,6 +4,8 @@ A round never asks the host: shapes are static, acceptance is data. Between roun
 the target's cache holds x_0..x_{L-1}; the root is x_L; the draft's cache holds the pairs (x_{t+1}, feature f_t) for
 t = 0..L-1, each with the target's true feature; the draft state is the head's output at the last pair, so its logits
 predict x_{L+1}. Vanilla decoding is the same round with a tree of one node and no draft.
+
+Caches are contiguous, a row a sequence (`generate`, for loops inside a program), or paged (`programs`, for traffic).
 """
 
 from __future__ import annotations
@@ -18,28 +20,36 @@ from jax import P
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from eagle3_jax.config import DraftTree
-from eagle3_jax.decoding.sampling import Sampling, first_token
+from eagle3_jax.decoding.sampling import Sampling, draw, probabilities
 from eagle3_jax.decoding.tree import feed, grow, root_only, scratch_slots
 from eagle3_jax.decoding.verify import Walk, verify
+from eagle3_jax.kernels.vocabulary import argmax
 from eagle3_jax.mesh import constrain
 from eagle3_jax.models.cache import KVCache
 from eagle3_jax.models.draft import Draft
 from eagle3_jax.models.llama import Llama
 
+# The page that nothing is read from: rows that have ended write to it.
+TRASH = 0
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State:
-    """Sequences being decoded. Every leaf has the batch first, so that one sequence is inserted leaf by leaf.
+    """Sequences being decoded. Every leaf but paged caches has the batch first.
 
     Attributes:
+        page_table: the page of each stretch of a sequence, in both caches; None where they are contiguous.
         lengths: committed tokens, in the target's cache and in the draft's.
         root: the last token chosen; not yet in the target's cache.
         output: tokens chosen so far, root included; 0 behind them. Room for `limit` tokens and one round more.
         limit: most tokens to choose.
-        done: ended by end-of-sequence or by the limit; nothing of such a sequence changes any more.
+        done: ended by a stop token or by the limit; nothing of such a sequence changes any more.
+        failed: ended because the target's logits were not finite.
+        stop_ids: tokens that end the sequence; -1 where there is none.
         rounds: rounds it took part in.
         accepted: in how many of them the draft at each depth was accepted.
+        logprobs: of each output token, before rules and filters; None where nobody asks (`greedy` programs leave it).
         draft_cache, draft_state: None in vanilla decoding.
     """
 
@@ -50,12 +60,31 @@ class State:
     num_output: Int[Array, " b"]
     limit: Int[Array, " b"]
     done: Bool[Array, " b"]
-    ignore_eos: Bool[Array, " b"]
+    failed: Bool[Array, " b"]
+    stop_ids: Int[Array, "b stops"]
     sampling: Sampling
     rounds: Int[Array, " b"]
     accepted: Int[Array, "b s"]
+    logprobs: TokenLogprobs | None = None
+    page_table: Int[Array, "b pages"] | None = None
     draft_cache: KVCache | None = None
     draft_state: Float[Array, "b h"] | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities of the output tokens.
+
+    Attributes:
+        asked: how many of the best tokens are asked for, -1 for nothing at all.
+        chosen: of the output tokens. tokens, best: the k best at each place, best first.
+    """
+
+    asked: Int[Array, " b"]
+    chosen: Float[Array, "b m"]
+    tokens: Int[Array, "b m k"]
+    best: Float[Array, "b m k"]
 
 
 # KV heads over the model axis; the rest whole on every device, where every process can read it.
@@ -72,6 +101,78 @@ def slots_needed(prompt_slots: int, max_tokens: int, tree: DraftTree | None) -> 
     return prompt_slots + max_tokens + scratch_slots(tree)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """What reading a stretch of the prompts leaves, beside the caches: the token behind each prompt's end.
+
+    Attributes:
+        logits: at the last position read.
+        root: chosen from them. failed: they are not finite.
+        draft_state: of the last pair; None in vanilla decoding.
+    """
+
+    logits: Float[Array, "b v"]
+    root: Int[Array, " b"]
+    failed: Bool[Array, " b"]
+    draft_state: Float[Array, "b h"] | None
+
+
+def read(
+    target: Llama,
+    draft: Draft | None,
+    tokens: Int[Array, "b t"],
+    following: Int[Array, "b t"],
+    starts: Int[Array, " b"],
+    counts: Int[Array, " b"],
+    ends: Bool[Array, " b"],
+    caches: tuple[KVCache, KVCache | None],
+    sampling: Sampling,
+    stop_ids: Int[Array, "b stops"],
+    *,
+    greedy: bool,
+) -> tuple[Read, tuple[KVCache, KVCache | None]]:
+    """Reads a stretch of each prompt into the caches, and chooses a token behind it.
+
+    Args:
+        tokens: the stretch, padded on the right; its first position is `starts`, it has `counts` tokens.
+        following: the token behind each of them; behind the prompt's end the chosen one takes its place.
+        ends: the prompt ends with this stretch.
+    """
+    positions = starts[:, None] + jnp.arange(tokens.shape[1])[None]
+    cache, draft_cache = caches
+    hidden, aux, cache = target(tokens, positions, cache, starts)
+    last = jnp.maximum(counts - 1, 0)
+    logits = target.logits(_row(hidden, last))
+    root, failed = _first_token(logits, sampling, starts + counts, stop_ids, greedy=greedy)
+    draft_state = None
+    if draft is not None and draft_cache is not None:
+        at_end = (jnp.arange(tokens.shape[1])[None] == last[:, None]) & ends[:, None]
+        following = jnp.where(at_end, root[:, None], following)
+        states, draft_cache = feed(target, draft, following, draft.head.fuse(aux), positions, draft_cache, starts)
+        draft_state = _row(states, last)
+    return Read(logits, root, failed, draft_state), (cache, draft_cache)
+
+
+def _first_token(
+    logits: Float[Array, "b v"],
+    sampling: Sampling,
+    lengths: Int[Array, " b"],
+    stop_ids: Int[Array, "b stops"],
+    *,
+    greedy: bool,
+) -> tuple[Int[Array, " b"], Bool[Array, " b"]]:
+    """The token that follows a prompt, from the logits at its last position."""
+    predicted = argmax(logits)
+    failed = ~jnp.isfinite(jnp.take_along_axis(logits, predicted[:, None], axis=1)[:, 0])
+    if greedy:
+        return predicted, failed
+    if sampling.rules is not None:
+        logits = sampling.rules.apply(logits, stop_ids, lengths)
+    # A prompt's own length belongs to the first round.
+    return draw(sampling.keys(lengths - 1), probabilities(logits, sampling)), failed
+
+
 def prefill(
     target: Llama,
     draft: Draft | None,
@@ -79,90 +180,109 @@ def prefill(
     prompt_lengths: Int[Array, " b"],
     sampling: Sampling,
     limit: Int[Array, " b"],
-    ignore_eos: Bool[Array, " b"],
+    stop_ids: Int[Array, "b stops"],
     *,
     slots: int,
     max_output: int,
     tree: DraftTree | None,
     greedy: bool,
 ) -> State:
-    """Reads the prompts and chooses each answer's first token.
+    """Reads whole prompts into contiguous caches and chooses each answer's first token.
 
     Args:
         tokens: prompts, padded on the right.
         slots: of the caches, at least `slots_needed(p, max_output, tree)`: a write beyond the end would be moved.
         max_output: the largest `limit`.
         tree: None is vanilla decoding; the draft is then not used.
-        greedy: every temperature is 0.
+        greedy: every request is `SamplingParams.greedy`.
     """
-    batch, length = tokens.shape
+    batch = tokens.shape[0]
     none = jnp.zeros(batch, jnp.int32)
-    positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
-    hidden, aux, cache = target(tokens, positions, target.empty_cache(batch, slots), none)
-    last = prompt_lengths - 1
-    root = first_token(target.logits(_row(hidden, last)), sampling, prompt_lengths, greedy=greedy)
-    draft_cache = draft_state = None
-    if draft is not None and tree is not None:
-        following = jnp.where(positions == last[:, None], root[:, None], jnp.roll(tokens, -1, axis=1))
-        states, draft_cache = feed(
-            target, draft, following, draft.head.fuse(aux), positions, draft.head.empty_cache(batch, slots), none
-        )
-        draft_state = _row(states, last)
+    draft = None if tree is None else draft
+    caches = target.empty_cache(batch, slots), None if draft is None else draft.head.empty_cache(batch, slots)
+    found, (cache, draft_cache) = read(
+        target,
+        draft,
+        tokens,
+        jnp.roll(tokens, -1, axis=1),
+        none,
+        prompt_lengths,
+        jnp.ones(batch, bool),
+        caches,
+        sampling,
+        stop_ids,
+        greedy=greedy,
+    )
     state = State(
         cache=cache,
         lengths=prompt_lengths,
-        root=root,
-        output=jnp.zeros((batch, max_output + steps_of(tree) + 1), jnp.int32).at[:, 0].set(root),
+        root=found.root,
+        output=jnp.zeros((batch, max_output + steps_of(tree) + 1), jnp.int32).at[:, 0].set(found.root),
         num_output=none + 1,
         limit=limit,
-        done=(limit <= 1) | (_is_eos(target, root) & ~ignore_eos),
-        ignore_eos=ignore_eos,
+        done=(limit <= 1) | is_stop(found.root, stop_ids) | found.failed,
+        failed=found.failed,
+        stop_ids=stop_ids,
         sampling=sampling,
         rounds=none,
         accepted=jnp.zeros((batch, steps_of(tree)), jnp.int32),
         draft_cache=draft_cache,
-        draft_state=draft_state,
+        draft_state=found.draft_state,
     )
     return constrain(state, STATE_SHARDING_RULES)
 
 
 def advance(target: Llama, draft: Draft | None, state: State, *, tree: DraftTree | None, greedy: bool) -> State:
     """One round: draft, verify, commit, extend the draft with true features."""
-    steps, lengths = steps_of(tree), state.lengths
+    steps, lengths, table = steps_of(tree), state.lengths, state.page_table
+    if table is not None:  # what has ended owns no pages, and nothing of it need be read
+        lengths, table = jnp.where(state.done, 0, lengths), jnp.where(state.done[:, None], TRASH, table)
+    cache = dataclasses.replace(state.cache, page_table=table)
     draft_cache, draft_state = state.draft_cache, state.draft_state
     if tree is None or draft is None or draft_cache is None or draft_state is None:
         nodes = root_only(state.root)
     else:
+        draft_cache = dataclasses.replace(draft_cache, page_table=table)
         nodes, draft_cache = grow(target, draft, tree, state.root, draft_state, draft_cache, lengths)
     branches = tree is not None and tree.topk > 1
     hidden, aux, cache = target(
-        nodes.tokens, lengths[:, None] + nodes.depths, state.cache, lengths, nodes.mask if branches else None
+        nodes.tokens, lengths[:, None] + nodes.depths, cache, lengths, nodes.mask if branches else None
     )
-    walk, bonus = verify(nodes, target.logits(hidden), steps, state.sampling, lengths, greedy=greedy)
+    logits = target.logits(hidden)
+    walk, bonus = verify(nodes, logits, steps, state.sampling, lengths, state.stop_ids, greedy=greedy)
     if branches:
         cache = cache.commit(lengths, walk.path)
     chosen = _chosen(nodes.tokens, walk, bonus)
-    count, accepted, ended = _cut(target, state, chosen, walk.accepted)
+    failed = ~state.done & ~_finite(logits, walk.path).all(axis=-1)
+    state = dataclasses.replace(state, done=state.done | failed, failed=state.failed | failed)
+    count, accepted, ended = _cut(state, chosen, walk.accepted)
     row = jnp.maximum(count - 1, 0)
     if draft is not None and draft_cache is not None and draft_state is not None:
         features = draft.head.fuse(jnp.take_along_axis(aux, walk.path[:, :, None], axis=1))
         positions = lengths[:, None] + jnp.arange(steps + 1)[None]
         states, draft_cache = feed(target, draft, chosen, features, positions, draft_cache, lengths)
         draft_state = jnp.where(state.done[:, None], draft_state, _row(states, row))
+        draft_cache = dataclasses.replace(draft_cache, page_table=None)
+    sampling, logprobs = state.sampling, state.logprobs
+    if not greedy and sampling.rules is not None:
+        taken = jnp.arange(steps + 1)[None] < count[:, None]
+        sampling = dataclasses.replace(sampling, rules=sampling.rules.count(chosen, taken))
+    if not greedy and logprobs is not None:
+        logprobs = _with_logprobs(logprobs, logits, walk.path, chosen, state.num_output)
     num_output = state.num_output + count
-    output = jax.vmap(lambda o, new, at: jax.lax.dynamic_update_slice(o, new, (at,)))(
-        state.output, chosen, state.num_output
-    )
+    output = _put(state.output, chosen, state.num_output)
     return dataclasses.replace(
         state,
-        cache=cache,
-        lengths=lengths + count,
+        cache=dataclasses.replace(cache, page_table=None),
+        lengths=state.lengths + count,
         root=jnp.where(state.done, state.root, _row(chosen, row)),
         output=jnp.where(jnp.arange(output.shape[1])[None] < num_output[:, None], output, 0),
         num_output=num_output,
         done=ended,
+        sampling=sampling,
         rounds=state.rounds + (~state.done).astype(jnp.int32),
         accepted=state.accepted + (jnp.arange(steps)[None] < accepted[:, None]).astype(jnp.int32),
+        logprobs=logprobs,
         draft_cache=draft_cache,
         draft_state=draft_state,
     )
@@ -174,17 +294,58 @@ def _chosen(tokens: Int[Array, "b n"], walk: Walk, bonus: Int[Array, " b"]) -> I
     return jnp.where(jnp.arange(walk.path.shape[1])[None] == walk.accepted[:, None], bonus[:, None], drafts)
 
 
+def _finite(logits: Float[Array, "b n v"], path: Int[Array, "b p"]) -> Bool[Array, "b p"]:
+    """Whether the best logit of each node on the way is a number: a NaN or an infinity is always the argmax."""
+    best = jnp.take_along_axis(logits, argmax(logits)[..., None], axis=-1)[..., 0]
+    return jnp.isfinite(jnp.take_along_axis(best, path, axis=1))
+
+
+def _with_logprobs(
+    logprobs: TokenLogprobs,
+    logits: Float[Array, "b n v"],
+    path: Int[Array, "b p"],
+    chosen: Int[Array, "b p"],
+    at: Int[Array, " b"],
+) -> TokenLogprobs:
+    """With those of a round's tokens, where anyone asks for them."""
+
+    def measure(logprobs: TokenLogprobs) -> TokenLogprobs:
+        return put_logprobs(logprobs, jnp.take_along_axis(logits, path[:, :, None], axis=1), chosen, at)
+
+    return jax.lax.cond((logprobs.asked >= 0).any(), measure, lambda x: x, logprobs)
+
+
+def put_logprobs(
+    logprobs: TokenLogprobs, logits: Float[Array, "b p v"], chosen: Int[Array, "b p"], at: Int[Array, " b"]
+) -> TokenLogprobs:
+    """Writes the log-probabilities of p tokens and of the best ones from place `at` on."""
+    normalizer = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    of_chosen = jnp.take_along_axis(logits, chosen[:, :, None], axis=-1) - normalizer
+    best, tokens = jax.lax.top_k(logits, logprobs.best.shape[-1])
+    return dataclasses.replace(
+        logprobs,
+        chosen=_put(logprobs.chosen, of_chosen[:, :, 0], at),
+        tokens=_put(logprobs.tokens, tokens, at),
+        best=_put(logprobs.best, best - normalizer, at),
+    )
+
+
+def _put(rows: Array, new: Array, at: Int[Array, " b"]) -> Array:
+    """Each row with its new entries from place `at` on."""
+    return jax.vmap(lambda row, x, i: jax.lax.dynamic_update_slice_in_dim(row, x, i, 0))(rows, new, at)
+
+
 def _cut(
-    target: Llama, state: State, chosen: Int[Array, "b p"], accepted: Int[Array, " b"]
+    state: State, chosen: Int[Array, "b p"], accepted: Int[Array, " b"]
 ) -> tuple[Int[Array, " b"], Int[Array, " b"], Bool[Array, " b"]]:
-    """What of a round's tokens counts: up to the first end-of-sequence, and not beyond the limit.
+    """What of a round's tokens counts: up to the first stop token, and not beyond the limit.
 
     Returns:
         How many tokens to take; how many drafts count as accepted (the limit cuts the answer, it says nothing of the
         draft); whether the sequence has ended.
     """
     column = jnp.arange(chosen.shape[1])[None]
-    stop = _is_eos(target, chosen) & ~state.ignore_eos[:, None] & (column <= accepted[:, None])
+    stop = is_stop(chosen, state.stop_ids) & (column <= accepted[:, None])
     stops = stop.any(axis=-1)
     until = jnp.where(stops, jnp.argmax(stop, axis=-1).astype(jnp.int32), accepted) + 1
     count = jnp.where(state.done, 0, jnp.minimum(until, state.limit - state.num_output))
@@ -213,13 +374,7 @@ def decode(
     return constrain(jax.lax.while_loop(proceed, body, (jnp.int32(0), state))[1], STATE_SHARDING_RULES)
 
 
-def insert(state: State, slot: Int[Array, ""] | int, sequence: State) -> State:
-    """Puts one prefilled sequence (batch 1, same slots) into a slot of the batch."""
-    state = jax.tree.map(lambda all_, one: jax.lax.dynamic_update_slice_in_dim(all_, one, slot, 0), state, sequence)
-    return constrain(state, STATE_SHARDING_RULES)
-
-
-@functools.partial(jax.jit, static_argnames=("max_tokens", "tree"))
+@functools.partial(jax.jit, static_argnames=("max_tokens", "tree", "slots"))
 def generate(
     target: Llama,
     draft: Draft | None,
@@ -232,31 +387,53 @@ def generate(
     temperature: float | Float[Array, "..."] | None = None,
     top_k: int | Int[Array, "..."] = 0,
     top_p: float | Float[Array, "..."] = 1.0,
+    min_p: float | Float[Array, "..."] = 0.0,
     ignore_eos: bool | Bool[Array, "..."] = False,
+    slots: int | None = None,
 ) -> State:
     """Answers a batch of prompts without a host: for reinforcement learning and other loops inside a program.
 
-    On several TPU chips call it under `jax.set_mesh`: the attention kernel is split over the mesh that is set.
+    Pure: the weights of target and draft are arguments like any other, and may change from call to call without a
+    compilation. On several TPU chips call it under `jax.set_mesh`: the attention kernel is split over the mesh that is
+    set.
 
     Args:
         prompts: padded on the right. lengths: of each prompt, at least 1.
         tree: None is vanilla decoding, and the draft may then be None.
         temperature: None is greedy and leaves sampling out of the program.
-        temperature, top_k, top_p, ignore_eos: one for all, or one a sequence.
+        temperature, top_k, top_p, min_p, ignore_eos: one for all, or one a sequence.
+        slots: of each sequence's caches; None is as many as they need.
 
     Returns:
         The final state: `output[:, :max_tokens]` with `num_output` tokens each (the end-of-sequence token included),
         0 behind them; `rounds` and `accepted` say how well the draft did.
+
+    Raises:
+        ValueError: prompts and answers that do not fit into `slots` or the target's positions; a tree without a draft.
     """
     batch, length = prompts.shape
+    need, most = slots_needed(length, max_tokens, tree), target.config.max_position_embeddings
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens: got {max_tokens}, expected at least 1")
+    if length + max_tokens > most:
+        raise ValueError(f"prompts, max_tokens: got {length} + {max_tokens}, expected the target's {most} at most")
+    if slots is not None and slots < need:
+        raise ValueError(f"slots: got {slots}, expected at least {need} for these prompts, max_tokens and tree")
+    if tree is not None and draft is None:
+        raise ValueError(f"draft: got None, expected a draft head for {tree}")
 
     def each(value: Any, dtype: Any) -> Array:
         return jnp.broadcast_to(jnp.asarray(0 if value is None else value, dtype), (batch,))
 
     sampling = Sampling(
-        each(temperature, jnp.float32), each(top_k, jnp.int32), each(top_p, jnp.float32), jax.random.split(rng, batch)
+        each(temperature, jnp.float32),
+        each(top_k, jnp.int32),
+        each(top_p, jnp.float32),
+        each(min_p, jnp.float32),
+        jax.random.split(rng, batch),
     )
     greedy = temperature is None
+    eos = jnp.asarray(target.config.eos_token_ids or (-1,), jnp.int32)
     state = prefill(
         target,
         draft,
@@ -264,8 +441,8 @@ def generate(
         lengths,
         sampling,
         each(max_tokens, jnp.int32),
-        each(ignore_eos, bool),
-        slots=slots_needed(length, max_tokens, tree),
+        jnp.where(each(ignore_eos, bool)[:, None], -1, eos[None]),
+        slots=slots or need,
         max_output=max_tokens,
         tree=tree,
         greedy=greedy,
@@ -278,5 +455,7 @@ def _row(array: Array, row: Int[Array, " b"]) -> Array:
     return jnp.take_along_axis(array, row.reshape(-1, *(1,) * (array.ndim - 1)), axis=1)[:, 0]
 
 
-def _is_eos(target: Llama, tokens: Int[Array, "*shape"]) -> Bool[Array, "*shape"]:
-    return jnp.isin(tokens, jnp.asarray(target.config.eos_token_ids, jnp.int32))
+def is_stop(tokens: Int[Array, "b *t"], stop_ids: Int[Array, "b stops"]) -> Bool[Array, "b *t"]:
+    """Whether each token is among its sequence's stop tokens."""
+    stops = stop_ids.reshape(stop_ids.shape[0], *(1,) * (tokens.ndim - 1), -1)
+    return (tokens[..., None] == stops).any(axis=-1)

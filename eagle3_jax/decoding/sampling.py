@@ -1,18 +1,27 @@
 """How a token is chosen: the request's parameters, and the distribution they make of the target's logits.
 
-Temperature first, then top-k, then top-p (EAGLE3_SPEC section 5.5). Temperature 0 is the argmax, in the same program.
+Penalties, bias and forbidden stops first, then temperature, top-k, top-p, min-p (EAGLE3_SPEC section 5.5, the order of
+SGLang). Temperature 0 is the argmax, in the same program. Nothing sorts the vocabulary: the filters look for their
+threshold by bisection over the bits of a float32, in rows that ask for one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from eagle3_jax.kernels.vocabulary import argmax
+
+# What fits in the tables of a batch.
+MAX_STOP_IDS = 16
+MAX_BIASED = 64
+MAX_LOGPROBS = 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,79 +32,216 @@ class SamplingParams:
         temperature: 0 is greedy.
         top_p: keep the most probable tokens that together hold this mass; 1 keeps all.
         top_k: keep the k most probable tokens; 0 keeps all.
+        min_p: keep the tokens at least this many times as probable as the best one; 0 keeps all.
         max_tokens: answer at most this many tokens.
+        min_tokens: no end of sequence and no stop token before this many; stop strings are not looked for before.
         seed: in float32 the answer is a function of the prompt, these parameters and the models alone: other requests
             that are answered at the same time do not matter. In bfloat16 they may turn a near-tie, since shapes decide
-            how sums are rounded. Ask with several seeds for several samples of one prompt.
+            how sums are rounded.
+        n: answers to one prompt, each with random numbers of its own.
         ignore_eos: go on after an end-of-sequence token (for measurements of speed).
+        stop: strings that end the answer, wherever tokens begin and end; the text is cut in front of them.
+        stop_token_ids: tokens that end the answer, beside the model's own; at most 16 with those.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or answer (1 is off).
+        presence_penalty, frequency_penalty: taken off the logits of tokens in the answer, once, and for each time.
+        logit_bias: added to the logits of these tokens; at most 64.
+        logprobs: log-probabilities (before penalties and filters) of each token, and of this many best ones; None
+            leaves them out. At most 20.
     """
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     max_tokens: int = 128
+    min_tokens: int = 0
     seed: int = 0
+    n: int = 1
     ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        checks = (
-            ("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or more, finite"),
-            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-            ("top_k", self.top_k >= 0, "0 (off) or more"),
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("seed", 0 <= self.seed < 2**32, "0 to 2**32 - 1"),
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        finite = math.isfinite
+        checks: tuple[tuple[str, Callable[[Any], bool], Callable[[Any], bool], str], ...] = (
+            ("temperature", _is_number, lambda x: 0 <= x < math.inf, "0 (greedy) or more, finite"),
+            ("top_p", _is_number, lambda x: 0 < x <= 1, "in (0, 1]"),
+            ("top_k", _is_int, lambda x: x >= 0, "0 (off) or more"),
+            ("min_p", _is_number, lambda x: 0 <= x <= 1, "in [0, 1]"),
+            ("max_tokens", _is_int, lambda x: x >= 1, "at least 1"),
+            ("min_tokens", _is_int, lambda x: 0 <= x <= self.max_tokens, "0 to max_tokens"),
+            ("seed", _is_int, lambda x: 0 <= x < 2**32, "0 to 2**32 - 1"),
+            ("n", _is_int, lambda x: x >= 1, "at least 1"),
+            ("ignore_eos", lambda x: isinstance(x, bool), lambda _: True, "True or False"),
+            ("stop", lambda x: _all(x, lambda s: isinstance(s, str)), lambda x: all(x), "strings that are not empty"),
+            ("stop_token_ids", lambda x: _all(x, _is_int), lambda x: all(i >= 0 for i in x), "token ids"),
+            ("repetition_penalty", _is_number, lambda x: 0 < x < math.inf, "above 0 (1 is off), finite"),
+            ("presence_penalty", _is_number, finite, "a finite number"),
+            ("frequency_penalty", _is_number, finite, "a finite number"),
+            (
+                "logit_bias",
+                _is_bias,
+                lambda x: len(x) <= MAX_BIASED,
+                f"finite numbers by token id, {MAX_BIASED} at most",
+            ),
+            ("logprobs", lambda x: x is None or _is_int(x), lambda x: 0 <= (x or 0) <= MAX_LOGPROBS, "None or 0 to 20"),
         )
-        for field, holds, expected in checks:
-            if not holds:
-                raise ValueError(f"{field}: got {getattr(self, field)!r}, expected {expected}")
+        for field, is_type, holds, expected in checks:
+            value = getattr(self, field)
+            if not (is_type(value) and holds(value)):
+                raise ValueError(f"{field}: got {value!r}, expected {expected}")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the argmax of the target's plain logits is all it asks for."""
+        return self.temperature == 0 and self.logprobs is None and not self.changes_logits
+
+    @property
+    def changes_logits(self) -> bool:
+        return self.penalises or bool(self.logit_bias) or self.min_tokens > 0
+
+    @property
+    def penalises(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _all(values: Any, holds: Callable[[Any], bool]) -> bool:
+    return isinstance(values, tuple | list) and all(map(holds, values))
+
+
+def _is_bias(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(
+        _is_int(token) and token >= 0 and _is_number(bias) and math.isfinite(bias) for token, bias in value.items()
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LogitRules:
+    """What changes the logits before they are sampled from, one entry a sequence.
+
+    Attributes:
+        bias_tokens, bias: added to the logits of these tokens; 0 elsewhere.
+        first_stop: no stop token is chosen in front of this position.
+        in_prompt: tokens of the prompt; counts: of the answer, how often. Right for sequences that ask for penalties.
+    """
+
+    repetition: Float[Array, " b"]
+    presence: Float[Array, " b"]
+    frequency: Float[Array, " b"]
+    bias_tokens: Int[Array, "b k"]
+    bias: Float[Array, "b k"]
+    first_stop: Int[Array, " b"]
+    in_prompt: Bool[Array, "b v"]
+    counts: Int[Array, "b v"]
+
+    def apply(
+        self, logits: Float[Array, "b v"], stop_ids: Int[Array, "b stops"], positions: Int[Array, " b"]
+    ) -> Float[Array, "b v"]:
+        """Logits of the tokens at these positions.
+
+        Args:
+            stop_ids: -1 where there is none.
+        """
+        column, times = self.repetition[:, None], self.counts.astype(jnp.float32)
+        appeared = self.in_prompt | (self.counts > 0)
+        repeated = jnp.where(logits > 0, logits / column, logits * column)
+        logits = jnp.where(appeared, repeated, logits)
+        logits -= self.presence[:, None] * jnp.minimum(times, 1) + self.frequency[:, None] * times
+        rows = jnp.arange(logits.shape[0])[:, None]
+        logits = logits.at[rows, self.bias_tokens].add(self.bias)
+        too_early = jnp.where(positions[:, None] < self.first_stop[:, None], stop_ids, -1)
+        return logits.at[rows, jnp.where(too_early < 0, logits.shape[1], too_early)].set(-jnp.inf, mode="drop")
+
+    def count(self, tokens: Int[Array, "b t"], taken: Bool[Array, "b t"]) -> LogitRules:
+        """With tokens added to the answer."""
+        rows = jnp.arange(tokens.shape[0])[:, None]
+        return dataclasses.replace(self, counts=self.counts.at[rows, tokens].add(taken.astype(jnp.int32)))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """The same on the device, one entry a sequence.
+    """`SamplingParams` on the device, one entry a sequence.
 
     Attributes:
         key: each sequence has its own, so that its samples do not depend on its neighbours.
+        rules: None where nobody changes logits.
     """
 
     temperature: Float[Array, " b"]
     top_k: Int[Array, " b"]
     top_p: Float[Array, " b"]
+    min_p: Float[Array, " b"]
     key: Key[Array, " b"]
+    rules: LogitRules | None = None
+
+    @classmethod
+    def greedy(cls, batch: int) -> Sampling:
+        nothing = jnp.zeros(batch)
+        return cls(
+            nothing, jnp.zeros(batch, jnp.int32), nothing + 1, nothing, jax.random.split(jax.random.key(0), batch)
+        )
 
     def keys(self, lengths: Int[Array, " b"]) -> Key[Array, " b"]:
         """Fresh keys for the round that starts at these committed lengths (they grow, so no key comes twice)."""
         return jax.vmap(jax.random.fold_in)(self.key, lengths)
 
 
-def probabilities(logits: Float[Array, "b n v"], sampling: Sampling) -> Float[Array, "b n v"]:
-    """The distribution a request samples from: softmax(logits / T), cut to top-k, then to top-p, renormalised.
+def probabilities(logits: Float[Array, "b v"], sampling: Sampling) -> Float[Array, "b v"]:
+    """The distribution a request samples from: softmax(logits / T), cut to top-k, top-p, min-p, renormalised each time.
 
     Tokens that tie with the last one kept are kept too. Temperature 0 gives all mass to the argmax.
     """
-    temperature = sampling.temperature[:, None, None]
+    temperature = sampling.temperature[:, None]
     shifted = logits - logits.max(axis=-1, keepdims=True)
     probs = jax.nn.softmax(shifted / jnp.where(temperature > 0, temperature, 1.0), axis=-1)
-    filtered = jnp.any((sampling.temperature > 0) & ((sampling.top_k > 0) | (sampling.top_p < 1)))
-    probs = jax.lax.cond(filtered, lambda p: _filter(p, sampling), lambda p: p, probs)
+    filters = sampling.top_k, sampling.top_p, sampling.min_p
+    asks = (sampling.temperature > 0) & ((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0))
+
+    def each(probs: Array) -> Array:  # row by row: those that do not ask pay nothing
+        return jax.lax.map(
+            lambda row: jax.lax.cond(row[0], _filter, lambda p, *_: p, *row[1:]), (asks, probs, *filters)
+        )
+
+    probs = jax.lax.cond(asks.any(), each, lambda p: p, probs)
     greedy = jax.nn.one_hot(argmax(logits), logits.shape[-1], dtype=probs.dtype)
     return jnp.where(temperature > 0, probs, greedy)
 
 
-def _filter(probs: Array, sampling: Sampling) -> Array:
-    """Top-k, renormalise, top-p, renormalise; needs the vocabulary sorted, so it runs only where one asks for it."""
-    vocabulary = probs.shape[-1]
-    ordered = jnp.sort(probs, axis=-1, descending=True)
-    k = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, vocabulary), vocabulary)[:, None, None]
-    ordered = jnp.where(jnp.arange(vocabulary)[None, None] < k, ordered, 0.0)
-    mass = ordered.sum(axis=-1, keepdims=True)
-    before = jnp.cumsum(ordered, axis=-1) - ordered  # mass of the tokens in front of each
-    top_p = sampling.top_p[:, None, None]
-    kept = (ordered > 0) & ((before < top_p * mass) | (top_p >= 1))  # rounding makes `before` reach the mass too early
-    smallest = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
-    probs = jnp.where(probs >= smallest, probs, 0.0)
-    return probs / probs.sum(axis=-1, keepdims=True)
+def _filter(probs: Float[Array, " v"], top_k: Array, top_p: Array, min_p: Array) -> Float[Array, " v"]:
+    k = jnp.where(top_k > 0, jnp.minimum(top_k, probs.shape[0]), probs.shape[0])
+    probs = jnp.where(probs >= _threshold(lambda least: (probs >= least).sum() >= k), probs, 0.0)
+    mass = top_p * probs.sum()
+    least = _threshold(lambda least: jnp.where(probs >= least, probs, 0.0).sum() >= mass)
+    probs = jnp.where((probs >= least) | (top_p >= 1), probs, 0.0)  # rounding makes a sum reach the mass too early
+    probs = jnp.where(probs >= min_p * probs.max(), probs, 0.0)
+    return probs / probs.sum()
+
+
+def _threshold(holds: Callable[[Array], Array]) -> Float[Array, ""]:
+    """The greatest float32 in [0, 2) for which `holds`, which is true of 0 and falls once: by bisection, bit by bit."""
+
+    def bit(i: Array, bits: Array) -> Array:
+        tried = bits | (jnp.int32(1) << (29 - i))
+        return jnp.where(holds(jax.lax.bitcast_convert_type(tried, jnp.float32)), tried, bits)
+
+    return jax.lax.bitcast_convert_type(jax.lax.fori_loop(0, 30, bit, jnp.int32(0)), jnp.float32)
 
 
 def draw(keys: Key[Array, " b"], weights: Float[Array, "b v"]) -> Int[Array, " b"]:
@@ -119,13 +265,3 @@ def _invert(weights: Array, coins: Array) -> Array:
     # Rounding may leave none: then the last entry that has weight.
     last = weights.shape[-1] - 1 - jnp.argmax(weights[:, ::-1] > 0, axis=-1)
     return jnp.where(exceeds.any(axis=-1), jnp.argmax(exceeds, axis=-1), last)
-
-
-def first_token(
-    logits: Float[Array, "b v"], sampling: Sampling, lengths: Int[Array, " b"], *, greedy: bool
-) -> Int[Array, " b"]:
-    """The token that follows a prompt, from the logits at its last position."""
-    if greedy:
-        return argmax(logits)
-    # A prompt's own length belongs to the first round.
-    return draw(sampling.keys(lengths - 1), probabilities(logits[:, None], sampling)[:, 0])

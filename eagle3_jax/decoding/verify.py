@@ -44,6 +44,7 @@ def verify(
     steps: int,
     sampling: Sampling,
     lengths: Int[Array, " b"],
+    stop_ids: Int[Array, "b stops"],
     *,
     greedy: bool,
 ) -> tuple[Walk, Int[Array, " b"]]:
@@ -53,7 +54,8 @@ def verify(
         logits: the target's, at every node.
         steps: depth of the tree.
         lengths: committed tokens, which choose this round's random numbers.
-        greedy: leaves sampling out of the program; every temperature must then be 0.
+        stop_ids: tokens that end the answer; -1 where there is none.
+        greedy: leaves sampling out of the program; every request must then be `SamplingParams.greedy`.
     """
     if greedy:
         predicted = argmax(logits)
@@ -61,55 +63,74 @@ def verify(
         return walk, jnp.take_along_axis(predicted, walk.last[:, None], axis=1)[:, 0]
     coin_keys, bonus_keys = jax.vmap(jax.random.split, out_axes=1)(sampling.keys(lengths))
     coins = jax.vmap(lambda key: jax.random.uniform(key, (steps,)))(coin_keys)
-    walk, weights = walk_sampled(tree, probabilities(logits, sampling), coins)
+    walk, weights = walk_sampled(tree, logits, sampling, lengths, stop_ids, coins)
     return walk, draw(bonus_keys, weights)
 
 
 def walk_greedy(tree: TokenTree, predicted: Int[Array, "b n"], steps: int) -> Walk:
     """Accepts a child when its token is the target's argmax at its parent."""
     agreed = tree.tokens == jnp.take_along_axis(predicted, jnp.maximum(tree.parents, 0), axis=1)
-    return _walk(tree, steps, lambda _, children: children & agreed)
+    return _walk(tree, steps, lambda _, node, going: _children_of(tree, node) & agreed)
 
 
 def walk_sampled(
-    tree: TokenTree, probs: Float[Array, "b n v"], coins: Float[Array, "b s"]
+    tree: TokenTree,
+    logits: Float[Array, "b n v"],
+    sampling: Sampling,
+    lengths: Int[Array, " b"],
+    stop_ids: Int[Array, "b stops"],
+    coins: Float[Array, "b s"],
 ) -> tuple[Walk, Float[Array, "b v"]]:
     """Accepts the first child at which the running sum of the target's probabilities exceeds the depth's coin.
 
+    Only the nodes on the way are looked at: the distribution of each is made when the walk comes to it, so that
+    penalties count what was accepted in front of it.
+
     Args:
-        probs: the target's distribution at every node.
         coins: uniform in [0, 1), one for each depth of the tree.
 
     Returns:
         The way, and the weights of the bonus token: the distribution at its end without that node's children.
     """
-    above = jnp.maximum(tree.parents, 0)
-    mass = jax.vmap(lambda p, parent, token: p[parent, token])(probs, above, tree.tokens)  # of each node at its parent
+    rules, weights = sampling.rules, jnp.zeros((logits.shape[0], logits.shape[2]))
 
-    def hit(depth: int, children: Array) -> Array:
-        return children & (coins[:, depth, None] < jnp.cumsum(jnp.where(children, mass, 0.0), axis=-1))
+    def hit(depth: int, node: Array, going: Array) -> Array:
+        nonlocal rules, weights
+        here = jax.vmap(lambda rows, n: rows[n])(logits, node)
+        if rules is not None:
+            taken = going & (depth > 0)  # the root was counted when it was chosen
+            rules = rules.count(jnp.take_along_axis(tree.tokens, node[:, None], axis=1), taken[:, None])
+            here = rules.apply(here, stop_ids, lengths + depth + 1)
+        probs = probabilities(here, sampling)
+        children = _children_of(tree, node)
+        mass = jnp.where(children, jnp.take_along_axis(probs, tree.tokens, axis=1), 0.0)
+        coin = coins[:, depth] if depth < coins.shape[1] else jnp.full_like(lengths, 2, coins.dtype)
+        hits = children & (mass > 0) & (coin[:, None] < jnp.cumsum(mass, axis=-1))
+        keep = jnp.where(children, 0.0, 1.0)
+        rest = jax.vmap(lambda p, token, factor: p.at[token].multiply(factor))(probs, tree.tokens, keep)
+        # Where the children hold everything, rounding may still let a coin pass them all.
+        rest = jnp.where(rest.sum(axis=-1, keepdims=True) > 0, rest, probs)
+        weights = jnp.where((going & ~hits.any(axis=-1))[:, None], rest, weights)
+        return hits
 
     walk = _walk(tree, coins.shape[1], hit)
-    at_end = jax.vmap(lambda p, node: p[node])(probs, walk.last)
-    keep = jnp.where(_children_of(tree, walk.last), 0.0, 1.0)
-    rest = jax.vmap(lambda p, token, factor: p.at[token].multiply(factor))(at_end, tree.tokens, keep)
-    # Where the children hold everything, rounding may still let a coin pass them all.
-    return walk, jnp.where(rest.sum(axis=-1, keepdims=True) > 0, rest, at_end)
+    return walk, weights
 
 
 def _children_of(tree: TokenTree, nodes: Int[Array, " b"]) -> Bool[Array, "b n"]:
     return tree.parents == nodes[:, None]
 
 
-def _walk(tree: TokenTree, steps: int, hit: Callable[[int, Array], Array]) -> Walk:
-    """Goes to the first child that `hit(depth, children)` marks, until there is none."""
+def _walk(tree: TokenTree, steps: int, hit: Callable[[int, Array, Array], Array]) -> Walk:
+    """Goes to the first child that `hit(depth, node, going)` marks, until there is none; asks once more at the end."""
     node = jnp.zeros(tree.tokens.shape[0], jnp.int32)
     going = jnp.ones(tree.tokens.shape[0], bool)
     path, accepted = [node], jnp.zeros_like(node)
     for depth in range(steps):
-        hits = hit(depth, _children_of(tree, node)) & going[:, None]
+        hits = hit(depth, node, going) & going[:, None]
         going = hits.any(axis=-1)
         node = jnp.where(going, jnp.argmax(hits, axis=-1).astype(jnp.int32), node)
         accepted += going.astype(jnp.int32)
         path.append(node)
+    hit(steps, node, going)
     return Walk(jnp.stack(path, axis=1), accepted)

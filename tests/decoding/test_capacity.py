@@ -37,17 +37,14 @@ def exact_slots(monkeypatch):
 def decode(toy, tree: DraftTree | None, slots: int) -> tuple[rounds.State, list[rounds.State]]:
     """All rounds one by one: the final state, and those from the prefill on."""
     batch = len(PROMPTS)
-    greedy = Sampling(
-        jnp.zeros(batch), jnp.zeros(batch, jnp.int32), jnp.ones(batch), jax.random.split(jax.random.key(0), batch)
-    )
     state = rounds.prefill(
         toy.target,
         None if tree is None else toy.good,
         jnp.asarray(PROMPTS),
         jnp.asarray(LENGTHS),
-        greedy,
+        Sampling.greedy(batch),
         jnp.full(batch, MAX_TOKENS, jnp.int32),
-        jnp.zeros(batch, bool),
+        jnp.full((batch, 1), -1),
         slots=slots,
         max_output=MAX_TOKENS,
         tree=tree,

@@ -1,14 +1,12 @@
 """The engine: requests in, tokens out, whatever else is being answered."""
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 import pytest
 from flax import nnx
 
 from eagle3_jax.config import DraftTree
-from eagle3_jax.decoding import engine as engine_lib
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.sampling import SamplingParams
 
@@ -88,11 +86,14 @@ def test_seeds_matter_and_repeat(speculative):
 def test_nothing_compiles_once_warm(speculative):
     params = SamplingParams(max_tokens=7)
     speculative.generate(PROMPTS, params)
-    caches: list[Any] = [engine_lib.prefill, engine_lib.decode, engine_lib._insert, engine_lib._vacant]
-    before = [function._cache_size() for function in caches]
-    for count in range(2, 6):
-        speculative.generate(PROMPTS[:count], SamplingParams(max_tokens=count))
-    assert [function._cache_size() for function in caches] == before
+    speculative.warm_up(progress=False)
+    before = speculative.stats().programs
+    assert before <= 24
+    for count in range(1, 6):
+        speculative.generate(
+            PROMPTS[:count], SamplingParams(max_tokens=count, temperature=float(count % 2), logprobs=1)
+        )
+    assert speculative.stats().programs == before
 
 
 def test_end_of_sequence_stops_unless_ignored(toy):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,11 +60,9 @@ def prefill(toy, draft, prompts, lengths, tree) -> rounds.State:
         draft,
         jnp.asarray(prompts),
         jnp.asarray(lengths),
-        Sampling(
-            jnp.zeros(batch), jnp.zeros(batch, jnp.int32), jnp.ones(batch), jax.random.split(jax.random.key(0), batch)
-        ),
+        Sampling.greedy(batch),
         jnp.full(batch, MAX_TOKENS, jnp.int32),
-        jnp.zeros(batch, bool),
+        jnp.full((batch, 1), -1),
         slots=128,
         max_output=MAX_TOKENS,
         tree=tree,
@@ -189,9 +188,9 @@ def test_positions_of_drafting_and_extending(toy, monkeypatch):
             toy.random,
             jnp.asarray(PROMPTS[:1, :7]),
             jnp.array([7], jnp.int32),
-            Sampling(jnp.zeros(1), jnp.zeros(1, jnp.int32), jnp.ones(1), jax.random.split(jax.random.key(0), 1)),
+            Sampling.greedy(1),
             jnp.array([9], jnp.int32),
-            jnp.zeros(1, bool),
+            jnp.full((1, 1), -1),
             slots=32,
             max_output=9,
             tree=tree,
@@ -234,9 +233,12 @@ def test_a_round_is_cut_at_the_end_of_sequence_and_at_the_limit(toy):
     accepted, _, room, ignore, done = zip(*cases, strict=True)
     state = jax.tree.map(lambda x: jnp.repeat(x, batch, axis=0), prefill(toy, None, PROMPTS[:1], LENGTHS[:1], None))
     state = dataclasses.replace(
-        state, limit=state.num_output + jnp.asarray(room), ignore_eos=jnp.asarray(ignore), done=jnp.asarray(done)
+        state,
+        limit=state.num_output + jnp.asarray(room),
+        stop_ids=jnp.where(jnp.asarray(ignore), -1, eos)[:, None],
+        done=jnp.asarray(done),
     )
-    count, drafts, ended = rounds._cut(toy.with_eos(eos), state, jnp.asarray(chosen), jnp.asarray(accepted, jnp.int32))
+    count, drafts, ended = rounds._cut(state, jnp.asarray(chosen), jnp.asarray(accepted, jnp.int32))
     for row, (walked, place, left, ignored, was_done) in enumerate(cases):
         tokens = [1 if place is None or i < place else eos for i in range(walked + 1)]
         stops = eos in tokens and not ignored
@@ -369,3 +371,43 @@ def test_rounds_have_no_fusion_that_cpus_compute_wrongly(toy, greedy):
     text = program.lower(*leaves).compile().as_text() or ""
     assert "__ynn_fusion" in text
     assert product_and_sum_fusions(text) == []
+
+
+def test_a_policy_update_between_two_calls_compiles_nothing(toy):
+    """As a loop of reinforcement learning does: both networks change, shapes do not."""
+    tree = TREES["chain3"]
+    jitted: Any = rounds.generate
+    generate(toy.target, toy.good, tree=tree)
+    compiled = jitted._cache_size()
+    policy = jax.tree.map(lambda x: x * 1.05, toy.target)
+    policy.norm[...] *= jnp.linspace(0.5, 1.5, policy.norm.shape[0])
+    head = jax.tree.map(lambda x: x * 0.9, toy.good.head)
+    state = generate(policy, dataclasses.replace(toy.good, head=head), tree=tree)
+    assert jitted._cache_size() == compiled
+    expected = generate(policy, None)
+    np.testing.assert_array_equal(state.output[:, :MAX_TOKENS], expected.output[:, :MAX_TOKENS])
+    assert state.output.tolist() != generate(toy.target, toy.good, tree=tree).output.tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"slots": 32}, "slots: got 32, expected at least 37"),
+        ({"max_tokens": 504}, r"prompts, max_tokens: got 9 \+ 504, expected the target's 512 at most"),
+        ({"max_tokens": 0}, "max_tokens: got 0"),
+        ({"draft": None}, "draft: got None, expected a draft head"),
+    ],
+)
+def test_sizes_that_cannot_fit_are_refused(toy, options, message):
+    options = {"draft": toy.good, "max_tokens": MAX_TOKENS, **options}
+    draft = options.pop("draft")
+    with pytest.raises(ValueError, match=message):
+        rounds.generate(
+            toy.target,
+            draft,
+            jnp.asarray(PROMPTS),
+            jnp.asarray(LENGTHS),
+            jax.random.key(0),
+            tree=TREES["chain3"],
+            **options,
+        )

@@ -12,17 +12,18 @@ from hypothesis import strategies as st
 from eagle3_jax.decoding.sampling import Sampling, SamplingParams, draw, probabilities
 
 
-def sampling(temperature: list[float], top_k: Any = 0, top_p: Any = 1.0) -> Sampling:
+def sampling(temperature: list[float], top_k: Any = 0, top_p: Any = 1.0, min_p: Any = 0.0) -> Sampling:
     batch = len(temperature)
     return Sampling(
         jnp.asarray(temperature, jnp.float32),
         jnp.asarray(np.broadcast_to(top_k, batch), jnp.int32),
         jnp.asarray(np.broadcast_to(top_p, batch), jnp.float32),
+        jnp.asarray(np.broadcast_to(min_p, batch), jnp.float32),
         jax.random.split(jax.random.key(0), batch),
     )
 
 
-def reference(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+def reference(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
     """One row, token by token."""
     scaled = logits.astype(np.float64) / temperature
     probs = np.exp(scaled - scaled.max())
@@ -35,6 +36,7 @@ def reference(logits: np.ndarray, temperature: float, top_k: int, top_p: float) 
         if before < top_p * total:
             kept[token] = probs[token]
         before += probs[token]
+    kept[kept < min_p * kept.max()] = 0.0
     return kept / kept.sum()
 
 
@@ -44,27 +46,31 @@ def reference(logits: np.ndarray, temperature: float, top_k: int, top_p: float) 
     st.floats(0.2, 3.0),
     st.integers(0, 14),
     st.floats(0.05, 1.0),
+    st.sampled_from([0.0, 0.1, 0.5]),
 )
-def test_temperature_then_top_k_then_top_p(seed, temperature, top_k, top_p):
-    logits = np.random.default_rng(seed).normal(size=(1, 2, 12)).astype(np.float32) * 3
-    got = jax.jit(probabilities)(jnp.asarray(logits), sampling([temperature], top_k, top_p))
+def test_temperature_then_top_k_then_top_p_then_min_p(seed, temperature, top_k, top_p, min_p):
+    logits = np.random.default_rng(seed).normal(size=(2, 12)).astype(np.float32) * 3
+    got = jax.jit(probabilities)(jnp.asarray(logits), sampling([temperature] * 2, top_k, top_p, min_p))
     for row in range(2):
-        expected = reference(logits[0, row], temperature, top_k, top_p)
+        expected = reference(logits[row], temperature, top_k, top_p, min_p)
         # A token right at the edge of the mass may fall on either side of it in float32.
-        if (np.abs(np.cumsum(np.sort(expected)[::-1]) - top_p) > 1e-5).all() or top_p == 1.0:
-            np.testing.assert_allclose(got[0, row], expected, atol=1e-5)
+        kept = reference(logits[row], temperature, top_k, top_p, 0.0)
+        share = kept / kept.max()
+        edges = np.abs(np.cumsum(np.sort(kept)[::-1]) - top_p).min(), np.abs(share - min_p)[share > 0].min()
+        if (edges[0] > 1e-5 or top_p == 1.0) and edges[1] > 1e-5:
+            np.testing.assert_allclose(got[row], expected, atol=1e-5)
 
 
 def test_temperatures_down_to_zero_in_one_batch():
-    logits = jnp.broadcast_to(jnp.array([0.0, 100.0, 99.9, -50.0]), (4, 1, 4))
-    probs = np.asarray(probabilities(logits, sampling([0.0, 1e-6, 1e-5, 1.0])))[:, 0]
+    logits = jnp.broadcast_to(jnp.array([0.0, 100.0, 99.9, -50.0]), (4, 4))
+    probs = np.asarray(probabilities(logits, sampling([0.0, 1e-6, 1e-5, 1.0])))
     assert np.isfinite(probs).all()
     np.testing.assert_array_equal(probs[:3], np.eye(4)[[1, 1, 1]])
     assert 0.4 < probs[3, 2] < 0.5
 
 
 def test_filters_do_not_touch_their_neighbours():
-    logits = jax.random.normal(jax.random.key(1), (3, 1, 9))
+    logits = jax.random.normal(jax.random.key(1), (3, 9))
     mixed = probabilities(logits, sampling([1.0, 0.0, 1.0], [2, 0, 0], [1.0, 1.0, 0.5]))
     alone = probabilities(logits, sampling([1.0, 1.0, 1.0]))
     assert int((mixed[0] > 0).sum()) == 2
@@ -74,7 +80,7 @@ def test_filters_do_not_touch_their_neighbours():
 
 def test_a_row_with_top_p_of_one_keeps_everything_beside_a_row_with_less():
     """Without it a running sum that rounds to the whole mass would cut a tail of about 1e-6."""
-    logits = jnp.broadcast_to(-jnp.linspace(0, 24, 4096), (2, 1, 4096))
+    logits = jnp.broadcast_to(-jnp.linspace(0, 24, 4096), (2, 4096))
     got = probabilities(logits, sampling([1.0, 1.0], 0, [1.0, 0.9]))
     assert int((got[0] > 0).sum()) == 4096
     assert int((got[1] > 0).sum()) < 4096
@@ -97,11 +103,33 @@ def test_a_weight_of_zero_is_never_drawn():
         ("top_p", 0.0),
         ("top_p", 1.5),
         ("top_k", -1),
+        ("top_k", 2.0),
+        ("temperature", "a"),
+        ("temperature", None),
+        ("temperature", True),
+        ("min_p", 1.5),
         ("max_tokens", 0),
+        ("min_tokens", 129),
+        ("n", 0),
+        ("ignore_eos", 1),
+        ("stop", [""]),
+        ("stop", [3]),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", "ab"),
+        ("repetition_penalty", 0.0),
+        ("presence_penalty", float("inf")),
+        ("frequency_penalty", "much"),
+        ("logit_bias", {"a": 1.0}),
+        ("logit_bias", {3: float("nan")}),
+        ("logit_bias", dict.fromkeys(range(65), 1.0)),
+        ("logprobs", -1),
+        ("logprobs", 21),
         ("seed", -1),
         ("seed", 2**32),
     ],
 )
 def test_values_out_of_range_are_refused_by_name(field, value):
+    params = SamplingParams()
+    object.__setattr__(params, field, value)  # past the type checks of tests, which users' runs do not have
     with pytest.raises(ValueError, match=f"{field}: got .*expected"):
-        SamplingParams(**{field: value})
+        params.__post_init__()

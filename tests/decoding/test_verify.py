@@ -1,6 +1,7 @@
 """The walk down the tree: greedy, and sampled with the target's exact distribution."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 from eagle3_jax.decoding import verify as verify_lib
 from eagle3_jax.decoding.sampling import Sampling
 from eagle3_jax.decoding.tree import TokenTree, _ancestors
-from eagle3_jax.decoding.verify import verify, walk_greedy, walk_sampled
+from eagle3_jax.decoding.verify import Walk, verify, walk_greedy, walk_sampled
 
 
 def make_tree(tokens: list[int], parents: list[int], batch: int) -> TokenTree:
@@ -23,6 +24,15 @@ def make_tree(tokens: list[int], parents: list[int], batch: int) -> TokenTree:
         return jnp.broadcast_to(jnp.asarray(values, jnp.int32), (batch, len(values)))
 
     return TokenTree(rows(tokens), rows(parents), rows(depths), _ancestors(rows(parents), 3))
+
+
+def walk(tree: TokenTree, probs: jax.Array, coins: jax.Array) -> tuple[Walk, jax.Array]:
+    """The sampled walk where nothing but these probabilities decides."""
+    batch = probs.shape[0]
+    sampling = dataclasses.replace(Sampling.greedy(batch), temperature=jnp.ones(batch))
+    return walk_sampled(
+        tree, jnp.log(probs), sampling, jnp.zeros(batch, jnp.int32), jnp.full((batch, 1), -1, jnp.int32), coins
+    )
 
 
 TREES = {
@@ -61,12 +71,12 @@ def test_sampled_walk_has_exactly_the_target_s_distribution(name, sharp):
     weights = np.array([np.prod([b - a for a, b in combination]) for combination in combinations])
 
     batch = len(combinations)
-    walk, rest = jax.jit(walk_sampled)(
+    way, rest = jax.jit(walk)(
         make_tree(tokens, parents, batch),
         jnp.broadcast_to(jnp.asarray(probs, jnp.float32), (batch, *probs.shape)),
         coins.reshape(batch, steps),
     )
-    path, accepted, rest = np.asarray(walk.path), np.asarray(walk.accepted), np.asarray(rest, np.float64)
+    path, accepted, rest = np.asarray(way.path), np.asarray(way.accepted), np.asarray(rest, np.float64)
     got = np.zeros_like(probs)
     for weight, way, taken, bonus in zip(weights, path, accepted, rest, strict=True):
         for here, there in itertools.pairwise(way[: taken + 1]):
@@ -79,16 +89,17 @@ def test_sampled_walk_has_exactly_the_target_s_distribution(name, sharp):
     np.testing.assert_allclose(got, reached[:, None] * probs, atol=1e-6)
 
 
-def test_a_coin_beyond_rounding_still_gives_a_token_of_the_target():
+def test_a_coin_beyond_rounding_still_gives_a_token_of_the_target(monkeypatch):
     tree = make_tree([0, 1, 2], [-1, 0, 0], 1)
-    probs = jnp.zeros((1, 3, 4)).at[:, :, 1].set(0.5).at[:, :, 2].set(0.4999999)
-    walk, weights = walk_sampled(tree, probs, jnp.full((1, 1), 1 - 2**-24))
-    assert int(walk.accepted[0]) == 0
+    probs = jnp.array([[0.0, 0.5, 0.4999999, 0.0]])
+    monkeypatch.setattr(verify_lib, "probabilities", lambda *_: probs)
+    way, weights = walk(tree, jnp.ones((1, 3, 4)), jnp.full((1, 1), 1 - 2**-24))
+    assert int(way.accepted[0]) == 0
     assert float(weights.sum()) > 0
     assert np.asarray(weights)[0, [0, 3]].sum() == 0
 
 
-def test_a_token_of_probability_zero_is_never_accepted():
+def test_a_token_of_probability_zero_is_never_accepted(monkeypatch):
     """Coins of exactly 0, and exactly at each threshold, over children that the target never says."""
     batch, vocabulary = 4096, 12
     rng = np.random.default_rng(5)
@@ -102,10 +113,9 @@ def test_a_token_of_probability_zero_is_never_accepted():
         make_tree([0] * 9, [-1] + [0] * 8, batch),
         tokens=jnp.asarray(np.pad(children, ((0, 0), (1, 0))), jnp.int32),
     )
-    walk, rest = jax.jit(walk_sampled)(
-        tree, jnp.asarray(np.repeat(probs[:, None], 9, axis=1)), jnp.asarray(coins[:, None], jnp.float32)
-    )
-    accepted, last = np.asarray(walk.accepted), np.asarray(walk.last)
+    monkeypatch.setattr(verify_lib, "probabilities", lambda *_: jnp.asarray(probs))
+    way, rest = walk(tree, jnp.ones((batch, 9, vocabulary)), jnp.asarray(coins[:, None], jnp.float32))
+    accepted, last = np.asarray(way.accepted), np.asarray(way.last)
     tokens = np.asarray(tree.tokens)[np.arange(batch), last]
     assert 0 < accepted.sum() < batch
     assert (probs[np.arange(batch), tokens][accepted == 1] > 0).all()
@@ -132,11 +142,11 @@ def test_temperature_zero_is_greedy_among_sampled_neighbours():
     tokens, parents = TREES["branches"]
     tree, key = make_tree(tokens, parents, 3), jax.random.key(0)
     logits = 3 * jax.random.normal(key, (3, len(tokens), 5))
-    sampling = Sampling(jnp.array([0.0, 1.0, 1e-6]), jnp.zeros(3, jnp.int32), jnp.ones(3), jax.random.split(key, 3))
-    lengths = jnp.array([3, 4, 5], jnp.int32)
+    sampling = dataclasses.replace(Sampling.greedy(3), temperature=jnp.array([0.0, 1.0, 1e-6]))
+    lengths, stops = jnp.array([3, 4, 5], jnp.int32), jnp.full((3, 1), -1, jnp.int32)
     jitted = jax.jit(verify, static_argnums=2, static_argnames="greedy")
-    walk, bonus = jitted(tree, logits, 3, sampling, lengths, greedy=False)
-    expected, expected_bonus = jitted(tree, logits, 3, sampling, lengths, greedy=True)
+    walk, bonus = jitted(tree, logits, 3, sampling, lengths, stops, greedy=False)
+    expected, expected_bonus = jitted(tree, logits, 3, sampling, lengths, stops, greedy=True)
     for row in (0, 2):
         assert walk.path[row].tolist() == expected.path[row].tolist()
         assert bonus[row] == expected_bonus[row]
@@ -172,14 +182,14 @@ def test_verify_draws_from_the_filtered_distribution(monkeypatch, temperature, t
 
     seen = {}
     monkeypatch.setattr(
-        verify_lib, "walk_sampled", lambda tree, probs, _: walk_sampled(tree, probs, jnp.asarray(coins))
+        verify_lib, "walk_sampled", lambda *given: functools.partial(walk_sampled, *given[:5])(jnp.asarray(coins))
     )
     monkeypatch.setattr(verify_lib, "draw", lambda _, rest: seen.setdefault("rest", rest).argmax(-1).astype(jnp.int32))
-    sampling = Sampling(
-        jnp.full(batch, temperature),
-        jnp.full(batch, top_k, jnp.int32),
-        jnp.full(batch, top_p),
-        jax.random.split(jax.random.key(0), batch),
+    sampling = dataclasses.replace(
+        Sampling.greedy(batch),
+        temperature=jnp.full(batch, temperature),
+        top_k=jnp.full(batch, top_k, jnp.int32),
+        top_p=jnp.full(batch, top_p),
     )
     walk, _ = verify(
         make_tree(tokens, parents, batch),
@@ -187,6 +197,7 @@ def test_verify_draws_from_the_filtered_distribution(monkeypatch, temperature, t
         steps,
         sampling,
         jnp.full(batch, 3, jnp.int32),
+        jnp.full((batch, 1), -1, jnp.int32),
         greedy=False,
     )
     got = np.zeros_like(probs)

@@ -1,0 +1,401 @@
+"""The engine's programs: a fixed set, whatever the traffic.
+
+Prefill reads a stretch of a few prompts (one program for each of a few shapes), decode runs rounds of the whole batch
+(one program where all requests are greedy, one for everything else). The state is donated, so caches are written in
+place; what the host wants to know comes back as one array of int32 a dispatch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, UInt
+
+from eagle3_jax.config import DraftTree
+from eagle3_jax.decoding import rounds
+from eagle3_jax.decoding.rounds import State, TokenLogprobs
+from eagle3_jax.decoding.sampling import MAX_BIASED, MAX_LOGPROBS, MAX_STOP_IDS, LogitRules, Sampling
+from eagle3_jax.decoding.tree import scratch_slots
+from eagle3_jax.mesh import constrain
+from eagle3_jax.models.draft import Draft
+from eagle3_jax.models.llama import Llama
+
+# Rounds of one dispatch, at most: requests join and leave between two.
+ROUNDS = 4
+
+
+# Prompts are read in stretches of one of these lengths, of one request or of a few together.
+CHUNKS = (64, 256, 1024)
+TOGETHER = 4
+TOGETHER_CHUNKS = (64, 256)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What an engine allocates once.
+
+    Attributes:
+        batch: sequences decoded together. max_length: of prompt and answer.
+        pages: of the caches, `rounds.TRASH` not counted. page_size: in tokens.
+        pages_per_sequence: of the longest request, the scratch of a round included.
+    """
+
+    batch: int
+    max_length: int
+    pages: int
+    page_size: int
+    pages_per_sequence: int
+
+    @classmethod
+    def plan(
+        cls, batch: int, max_length: int, page_size: int, tree: DraftTree | None, kv_tokens: int | None = None
+    ) -> Sizes:
+        """Args: kv_tokens: of all requests together; None lets the whole batch be `max_length` long.
+
+        Raises:
+            ValueError: no room for one request.
+        """
+        each = -(-(max_length + scratch_slots(tree)) // page_size)
+        pages = each * batch if kv_tokens is None else kv_tokens // page_size
+        if pages < each:
+            raise ValueError(f"kv_tokens: got {kv_tokens}, expected at least {each * page_size}, room for one request")
+        return cls(batch, max_length, pages, page_size, each)
+
+    @property
+    def columns(self) -> int:
+        """Of the page table: padding of a prompt's last stretch may reach beyond its pages."""
+        return self.pages_per_sequence + -(-max(CHUNKS) // self.page_size)
+
+    @property
+    def chunks(self) -> list[tuple[int, int]]:
+        """(requests, tokens of each) of the prefill programs."""
+        alone = [(1, length) for length in CHUNKS if length < 2 * self.max_length or length == CHUNKS[0]]
+        together = [(TOGETHER, length) for _, length in alone if length in TOGETHER_CHUNKS]
+        return alone if self.batch == 1 else alone + together
+
+    def chunk_for(self, left: list[int]) -> tuple[int, int]:
+        """The prefill program for prompts with so many tokens left: the longest stretch that one of them fills."""
+        count = 1 if len(left) == 1 else TOGETHER
+        lengths = [length for requests, length in self.chunks if requests == count]
+        return count, max((length for length in lengths if length <= max(left)), default=lengths[0])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """A stretch of the prompts of r requests, and what they ask for.
+
+    Attributes:
+        slots: the place of each request in the batch; the batch's size where there is none.
+        tokens: the stretch, padded on the right, and one column more: the token behind each.
+        starts: first position. counts: tokens of the stretch.
+        ends: the prompt ends with it; only then the request becomes part of the state.
+        page_table: of each request; `rounds.TRASH` behind its pages.
+        limits: most tokens to answer.
+        seeds: a request's, and a digest of its prompt: different prompts under one seed get different random numbers,
+            the same prompt always the same.
+        asked: see `TokenLogprobs`.
+        others: `Sampling` and `LogitRules` without what is filled in on the device.
+    """
+
+    slots: Int[Array, " r"]
+    tokens: Int[Array, "r t"]
+    starts: Int[Array, " r"]
+    counts: Int[Array, " r"]
+    ends: Bool[Array, " r"]
+    page_table: Int[Array, "r pages"]
+    limits: Int[Array, " r"]
+    stop_ids: Int[Array, "r stops"]
+    seeds: UInt[Array, "r 2"]
+    asked: Int[Array, " r"]
+    temperature: Float[Array, " r"]
+    top_k: Int[Array, " r"]
+    top_p: Float[Array, " r"]
+    min_p: Float[Array, " r"]
+    repetition: Float[Array, " r"]
+    presence: Float[Array, " r"]
+    frequency: Float[Array, " r"]
+    bias_tokens: Int[Array, "r k"]
+    bias: Float[Array, "r k"]
+    first_stop: Int[Array, " r"]
+
+    @staticmethod
+    def blank(requests: int, length: int, sizes: Sizes) -> dict[str, np.ndarray]:
+        """The same on the host, to be filled in: places without a request."""
+
+        def full(*shape: int, dtype: Any = np.int32, value: Any = 0) -> np.ndarray:
+            return np.full((requests, *shape), value, dtype)
+
+        return {
+            "slots": full(value=sizes.batch),
+            "tokens": full(length + 1),
+            "starts": full(),
+            "counts": full(),
+            "ends": full(dtype=bool),
+            "page_table": full(sizes.columns, value=rounds.TRASH),
+            "limits": full(),
+            "stop_ids": full(MAX_STOP_IDS, value=-1),
+            "seeds": full(2, dtype=np.uint32),
+            "asked": full(value=-1),
+            "temperature": full(dtype=np.float32),
+            "top_k": full(),
+            "top_p": full(dtype=np.float32, value=1),
+            "min_p": full(dtype=np.float32),
+            "repetition": full(dtype=np.float32, value=1),
+            "presence": full(dtype=np.float32),
+            "frequency": full(dtype=np.float32),
+            "bias_tokens": full(MAX_BIASED),
+            "bias": full(MAX_BIASED, dtype=np.float32),
+            "first_stop": full(),
+        }
+
+
+def empty_state(target: Llama, draft: Draft | None, sizes: Sizes, tree: DraftTree | None, kv_dtype: Any) -> State:
+    """A batch of free places, and caches one page of which is `rounds.TRASH`."""
+    batch, pages, page_size = sizes.batch, sizes.pages + 1, sizes.page_size
+    steps, vocabulary = rounds.steps_of(tree), target.config.vocab_size
+    room = ROUNDS * (steps + 1)
+    none, nothing = jnp.zeros(batch, jnp.int32), jnp.zeros(batch)
+    rules = LogitRules(
+        repetition=nothing + 1,
+        presence=nothing,
+        frequency=nothing,
+        bias_tokens=jnp.zeros((batch, MAX_BIASED), jnp.int32),
+        bias=jnp.zeros((batch, MAX_BIASED)),
+        first_stop=none,
+        in_prompt=jnp.zeros((batch, vocabulary), bool),
+        counts=jnp.zeros((batch, vocabulary), jnp.int32),
+    )
+    best = min(MAX_LOGPROBS, vocabulary)
+    state = State(
+        cache=target.empty_pages(pages, page_size, kv_dtype),
+        lengths=none,
+        root=none,
+        output=jnp.zeros((batch, room), jnp.int32),
+        num_output=none,
+        limit=none,
+        done=jnp.ones(batch, bool),
+        failed=jnp.zeros(batch, bool),
+        stop_ids=jnp.full((batch, MAX_STOP_IDS), -1, jnp.int32),
+        sampling=dataclasses.replace(Sampling.greedy(batch), rules=rules),
+        rounds=none,
+        accepted=jnp.zeros((batch, steps), jnp.int32),
+        logprobs=TokenLogprobs(
+            none - 1,
+            jnp.zeros((batch, room)),
+            jnp.zeros((batch, room, best), jnp.int32),
+            jnp.zeros((batch, room, best)),
+        ),
+        page_table=jnp.full((batch, sizes.columns), rounds.TRASH, jnp.int32),
+        draft_cache=None if draft is None else draft.head.empty_pages(pages, page_size),
+        draft_state=None if draft is None else jnp.zeros((batch, draft.head.config.hidden_size), draft.head.fc.dtype),
+    )
+    return constrain(state, rounds.STATE_SHARDING_RULES)
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def prefill(target: Llama, draft: Draft | None, state: State, chunk: Chunk) -> tuple[State, Int[Array, "r report"]]:
+    """Reads a stretch of some prompts; those that end with it join the batch.
+
+    Returns:
+        The state, and a row a request: see `first_report`.
+    """
+    rows = dataclasses.replace
+    caches = (
+        rows(state.cache, page_table=chunk.page_table),
+        None if state.draft_cache is None else rows(state.draft_cache, page_table=chunk.page_table),
+    )
+    key = jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(seed[0]), seed[1]))(chunk.seeds)
+    place = jnp.minimum(chunk.slots, state.done.shape[0] - 1)
+    kept = state.sampling.rules
+    assert kept is not None
+    assert state.logprobs is not None
+    rules = LogitRules(
+        chunk.repetition,
+        chunk.presence,
+        chunk.frequency,
+        chunk.bias_tokens,
+        chunk.bias,
+        chunk.first_stop,
+        kept.in_prompt[place],
+        jnp.zeros((len(chunk.slots), kept.counts.shape[1]), jnp.int32),
+    )
+    sampling = Sampling(chunk.temperature, chunk.top_k, chunk.top_p, chunk.min_p, key, rules)
+    found, (cache, draft_cache) = rounds.read(
+        target,
+        draft,
+        chunk.tokens[:, :-1],
+        chunk.tokens[:, 1:],
+        chunk.starts,
+        chunk.counts,
+        chunk.ends,
+        caches,
+        sampling,
+        chunk.stop_ids,
+        greedy=False,
+    )
+    none = jnp.zeros_like(chunk.slots)
+    logprobs = TokenLogprobs(
+        chunk.asked,
+        jnp.zeros((len(none), 1)),
+        jnp.zeros((len(none), 1, state.logprobs.best.shape[-1]), jnp.int32),
+        jnp.zeros((len(none), 1, state.logprobs.best.shape[-1])),
+    )
+    logprobs = jax.lax.cond(
+        (chunk.asked >= 0).any(),
+        lambda x: rounds.put_logprobs(x, found.logits[:, None], found.root[:, None], none),
+        lambda x: x,
+        logprobs,
+    )
+    done = (chunk.limits <= 1) | rounds.is_stop(found.root, chunk.stop_ids) | found.failed
+    rules = rules.count(found.root[:, None], jnp.ones((len(none), 1), bool))
+    joined = {
+        "lengths": chunk.starts + chunk.counts,
+        "root": found.root,
+        "limit": chunk.limits - 1,  # of the tokens still to come
+        "num_output": none,
+        "done": done,
+        "failed": found.failed,
+        "stop_ids": chunk.stop_ids,
+        "sampling": rows(sampling, rules=rules),
+        "page_table": chunk.page_table,
+        "draft_state": found.draft_state,
+    }
+    at = jnp.where(chunk.ends, chunk.slots, state.done.shape[0])
+
+    def join(all_: Array, new: Array) -> Array:
+        return all_.at[at].set(new, mode="drop")
+
+    state = rows(
+        state,
+        cache=rows(cache, page_table=None),
+        draft_cache=None if draft_cache is None else rows(draft_cache, page_table=None),
+        logprobs=rows(state.logprobs, asked=join(state.logprobs.asked, chunk.asked)),
+        **{name: jax.tree.map(join, getattr(state, name), new) for name, new in joined.items()},
+    )
+    report = _report([found.root, done, found.failed, *_logprob_columns(logprobs)])
+    return constrain(state, rounds.STATE_SHARDING_RULES), report
+
+
+@functools.partial(jax.jit, static_argnames=("tree", "greedy"), donate_argnames="state")
+def decode(
+    target: Llama,
+    draft: Draft | None,
+    state: State,
+    cancelled: Bool[Array, " b"],
+    max_rounds: Int[Array, ""],
+    enough: Int[Array, ""],
+    *,
+    tree: DraftTree | None,
+    greedy: bool,
+) -> tuple[State, Int[Array, "b report"]]:
+    """Rounds of the batch, until `enough` more requests have ended.
+
+    Args:
+        cancelled: requests that the host ended.
+        max_rounds: at most `ROUNDS`.
+
+    Returns:
+        The state, and a row for each place of the batch: see `report`.
+    """
+    state = dataclasses.replace(
+        state,
+        done=state.done | cancelled,
+        limit=state.limit - state.num_output,
+        output=jnp.zeros_like(state.output),
+        num_output=jnp.zeros_like(state.num_output),
+        rounds=jnp.zeros_like(state.rounds),
+        accepted=jnp.zeros_like(state.accepted),
+    )
+    stop_at = jnp.minimum(state.done.sum() + enough, len(state.done))
+    state = rounds.decode(target, draft, state, max_rounds, stop_at, tree=tree, greedy=greedy)
+    columns = [state.done, state.failed, state.num_output, state.rounds, state.accepted, state.output]
+    if not greedy and state.logprobs is not None:
+        columns += _logprob_columns(state.logprobs)
+    return state, _report(columns)
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def note_prompt(state: State, slot: Int[Array, ""], tokens: Bool[Array, " v"]) -> State:
+    """Notes the tokens of a prompt, for penalties: before its last stretch is read."""
+    rules = state.sampling.rules
+    assert rules is not None
+    rules = dataclasses.replace(rules, in_prompt=rules.in_prompt.at[slot].set(tokens))
+    state = dataclasses.replace(state, sampling=dataclasses.replace(state.sampling, rules=rules))
+    return constrain(state, rounds.STATE_SHARDING_RULES)
+
+
+def _logprob_columns(logprobs: TokenLogprobs) -> list[Array]:
+    return [logprobs.chosen, logprobs.tokens, logprobs.best]
+
+
+def _report(columns: list[Array]) -> Int[Array, "b report"]:
+    """All columns in one array, floats by their bits: what the host reads in one transfer."""
+
+    def bits(column: Array) -> Array:
+        if jnp.issubdtype(column.dtype, jnp.floating):
+            column = jax.lax.bitcast_convert_type(column, jnp.int32)
+        return column.reshape(len(column), -1).astype(jnp.int32)
+
+    return constrain(jnp.concatenate([bits(column) for column in columns], axis=1), ())
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """What one dispatch did for one request, on the host.
+
+    Attributes:
+        logprobs: (of the token, (token, of it) of the best ones) for each token; empty from greedy programs.
+    """
+
+    token_ids: list[int]
+    done: bool
+    failed: bool
+    rounds: int
+    accepted: list[int]
+    logprobs: list[tuple[float, list[tuple[int, float]]]]
+
+
+def first_progress(row: np.ndarray, best: int) -> Progress:
+    """A row of `prefill`'s report."""
+    failed = bool(row[2])
+    return Progress([] if failed else [int(row[0])], bool(row[1]), failed, 0, [], _logprobs(row[3:], 1, best, 1))
+
+
+def progress(row: np.ndarray, steps: int, best: int) -> Progress:
+    """A row of `decode`'s report."""
+    done, failed, count, taken = (int(x) for x in row[:4])
+    room, tokens = ROUNDS * (steps + 1), row[4 + steps :]
+    return Progress(
+        tokens[:count].tolist(),
+        bool(done),
+        bool(failed),
+        taken,
+        row[4 : 4 + steps].tolist(),
+        _logprobs(tokens[room:], room, best, count),
+    )
+
+
+def _logprobs(columns: np.ndarray, room: int, best: int, count: int) -> list[tuple[float, list[tuple[int, float]]]]:
+    if not len(columns):
+        return []
+    chosen, tokens, values = np.split(columns, [room, room + room * best])
+    chosen, values = chosen.view(np.float32), values.view(np.float32).reshape(room, best)
+    tokens = tokens.reshape(room, best)
+    return [
+        (float(chosen[i]), [(int(t), float(v)) for t, v in zip(tokens[i], values[i], strict=True)])
+        for i in range(count)
+    ]
+
+
+_PROGRAMS: tuple[Any, ...] = (prefill, decode, note_prompt)
+
+
+def compiled() -> int:
+    """Programs that were compiled in this process, for all engines."""
+    return sum(program._cache_size() for program in _PROGRAMS)

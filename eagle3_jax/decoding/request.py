@@ -1,0 +1,261 @@
+"""A request: what was asked, what has been answered, and who waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from eagle3_jax.decoding.detokenizer import Detokenizer, StopScanner
+from eagle3_jax.decoding.pages import Lease
+from eagle3_jax.decoding.programs import Progress
+from eagle3_jax.decoding.sampling import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
+
+
+class QueueFullError(RuntimeError):
+    """So many requests wait already that another one is refused; nothing of it was begun."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """How well drafting did for one request.
+
+    Attributes:
+        rounds: target passes after prefill.
+        accepted_per_position: in how many of them the draft at depth 1, 2, ... was accepted.
+        cached_tokens: of the prompt, that an earlier request had read already (prefix reuse).
+        seconds_to_first_token: from `submit` on; None where there is no token.
+    """
+
+    rounds: int
+    accepted_per_position: list[int]
+    cached_tokens: int = 0
+    seconds_to_first_token: float | None = dataclasses.field(default=None, compare=False)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens a round, the bonus included: 1 without a draft."""
+        return 1 + sum(self.accepted_per_position) / max(self.rounds, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Logprob:
+    """Log-probability of one output token under the target, before rules, temperature and filters.
+
+    Attributes:
+        top: the best tokens and theirs, best first.
+    """
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """One answer.
+
+    Attributes:
+        token_ids: without the prompt; the stop token is the last one when `finish_reason` is "stop".
+        text: without special tokens, and without the stop string and what stands behind it.
+        finish_reason: "stop": end of sequence, a stop token or string; "length": `max_tokens`, or the engine's
+            `max_length`; "abort"; "timeout": its deadline passed; "error": see `error`.
+        logprobs: one for each token, where the request asked for them.
+    """
+
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    stats: Stats
+    logprobs: list[Logprob] | None = None
+    error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A part of a streamed answer; the last one has the finish reason. Text never ends inside a character."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+
+
+@runtime_checkable
+class Driver(Protocol):
+    """Who does the work while somebody waits."""
+
+    def drive(self, ready: Callable[[], bool]) -> None: ...
+    def drive_in_background(self) -> None: ...
+    def abort(self, request: Request) -> None: ...
+
+
+_numbers = itertools.count()
+
+
+class Request:
+    """A request that was submitted: iterate over it for pieces of its answer, or ask for the `result`.
+
+    The engine works while somebody waits: in `result`, in a loop over pieces, in `Engine.generate`; the asynchronous
+    forms (`await request`, `async for`) leave the work to a thread, which ends when nothing is left to do.
+    """
+
+    def __init__(
+        self, driver: Driver, tokenizer: Any, ids: list[int], params: SamplingParams, limit: int, sample: int
+    ) -> None:
+        self.ids, self.params, self.limit, self.sample = ids, params, limit, sample
+        self.deadline: float | None = None  # on the clock of time.monotonic
+        self.output: Output | None = None
+        # The engine's own notes.
+        self.number = next(_numbers)
+        self.aborted = False
+        self.lease: Lease | None = None
+        self.place = 0  # in the batch
+        self.read = 0  # tokens of the prompt that the device was told to read, or that were there
+        self._driver, self._tokenizer = driver, tokenizer
+        self._scanner = StopScanner(tokenizer, params.stop) if params.stop else None
+        self._submitted = time.monotonic()
+        self._first: float | None = None
+        self._token_ids: list[int] = []
+        self._logprobs: list[Logprob] = []
+        self._rounds = 0
+        self._accepted: list[int] = []
+        self._listeners: list[Callable[[], None]] = []
+        # Of those who take pieces.
+        self._detokenizer = Detokenizer(tokenizer)
+        self._taken = self._taken_text = 0
+        self._ended = self._streamed = False
+
+    # For those who asked.
+
+    @property
+    def done(self) -> bool:
+        return self.output is not None
+
+    def result(self) -> Output:
+        """Waits for the whole answer."""
+        self._driver.drive(lambda: self.done)
+        assert self.output is not None
+        return self.output
+
+    def abort(self) -> None:
+        """Ends it with what there is ("abort"); it need not be waited for. One that has ended stays as it is."""
+        self._driver.abort(self)
+
+    def __iter__(self) -> Iterator[Piece]:
+        """Pieces that nobody has taken yet, as they come."""
+        self._streamed = True
+        while not self._ended:
+            self._driver.drive(self._has_news)
+            yield self._piece()
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        self._streamed = True
+        while not self._ended:
+            await self._wait(self._has_news)
+            yield self._piece()
+
+    def __await__(self) -> Generator[Any, None, Output]:
+        yield from self._wait(lambda: self.done).__await__()
+        assert self.output is not None
+        return self.output
+
+    async def _wait(self, ready: Callable[[], bool]) -> None:
+        loop, news = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(news.set)
+
+        self._listeners.append(wake)
+        try:
+            while not ready():
+                self._driver.drive_in_background()
+                await news.wait()
+                news.clear()
+        finally:
+            self._listeners.remove(wake)
+
+    def _has_news(self) -> bool:
+        return self.done or len(self._token_ids) > self._taken
+
+    def _piece(self) -> Piece:
+        output = self.output  # before the tokens: those of an ended request are all there
+        ids = self._token_ids[self._taken :]
+        if self._scanner is None:
+            text = self._detokenizer.add(ids, last=output is not None)
+        else:
+            text = self._scanner.text[self._taken_text : None if output else self._scanner.settled]
+            self._taken_text += len(text)
+        self._taken += len(ids)
+        self._ended = output is not None
+        return Piece(text, ids, None if output is None else output.finish_reason)
+
+    # For the engine.
+
+    @property
+    def streamed(self) -> bool:
+        """Whether somebody takes its pieces."""
+        return self._streamed
+
+    def is_late(self, now: float) -> bool:
+        return self.deadline is not None and now >= self.deadline
+
+    @property
+    def cached(self) -> int:
+        """Tokens of the prompt that were there already."""
+        return 0 if self.lease is None else self.lease.reused
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and answer so far."""
+        return self.ids + self._token_ids
+
+    def take(self, progress: Progress, eos: frozenset[int]) -> None:
+        """Adds what a dispatch chose, and ends the request where that ends it."""
+        if self.done:
+            return
+        self._rounds += progress.rounds
+        before = self._accepted or [0] * len(progress.accepted)
+        self._accepted = [a + b for a, b in zip(before, progress.accepted or [0] * len(before), strict=True)]
+        if progress.token_ids and self._first is None:
+            self._first = time.monotonic() - self._submitted
+        count, stopped = self._until_stop_string(progress.token_ids)
+        if (asked := self.params.logprobs) is not None:
+            for token, (value, best) in zip(progress.token_ids[:count], progress.logprobs, strict=False):
+                self._logprobs.append(Logprob(token, value, best[:asked]))
+        self._token_ids += progress.token_ids[:count]
+        if stopped:
+            self.finish("stop")
+        elif progress.failed:
+            self.finish("error", "logits: got values that are not finite, expected numbers")
+        elif progress.done:
+            stops = {*self.params.stop_token_ids} | (frozenset() if self.params.ignore_eos else eos)
+            self.finish("stop" if self._token_ids[-1] in stops else "length")
+        self._tell()
+
+    def finish(self, reason: FinishReason, error: str | None = None) -> None:
+        """Ends it with the tokens that it has."""
+        if self._scanner is None:
+            text = self._tokenizer.decode(self._token_ids, skip_special_tokens=True)
+        else:
+            text = self._scanner.end()
+        stats = Stats(self._rounds, self._accepted, self.cached, self._first)
+        logprobs = None if self.params.logprobs is None else self._logprobs
+        self.output = Output(list(self._token_ids), text, reason, stats, logprobs, error)
+        self._tell()
+
+    def _until_stop_string(self, ids: list[int]) -> tuple[int, bool]:
+        """How many of the new tokens count, and whether a stop string ends the answer with them."""
+        if self._scanner is not None:
+            for count, token in enumerate(ids, 1):
+                if self._scanner.add(token, look=len(self._token_ids) + count >= self.params.min_tokens):
+                    return count, True
+        return len(ids), False
+
+    def _tell(self) -> None:
+        for wake in list(self._listeners):
+            wake()

@@ -1,0 +1,125 @@
+"""The engine's programs compile for TPUs, where there are none: nothing in them needs a host, no cache is copied."""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from eagle3_jax.config import DraftConfig, DraftTree
+from eagle3_jax.decoding import programs
+from eagle3_jax.decoding.programs import Chunk, Sizes, empty_state
+from eagle3_jax.decoding.rounds import STATE_SHARDING_RULES
+from eagle3_jax.mesh import shardings
+from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
+from eagle3_jax.models.layers import SHARDING_RULES
+from eagle3_jax.models.llama import Llama, LlamaConfig
+
+pytest.importorskip("libtpu")
+
+# Llama-3.1-8B's shape with one layer.
+CONFIG = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=1,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    rms_norm_eps=1e-5,
+    rope_theta=500000.0,
+    tie_word_embeddings=False,
+    max_position_embeddings=8192,
+    eos_token_ids=(128001, 128009),
+    aux_layers=(0, 1),
+)
+VANILLA = None
+CHAIN = DraftTree(num_steps=4, topk=1, num_draft_tokens=5)
+TREE = DraftTree(num_steps=4, topk=4, num_draft_tokens=16)
+SIZES = Sizes.plan(4, 2048, 128, TREE, kv_tokens=262144)
+
+
+def shapes(mesh: Mesh, tree: DraftTree | None, length: int) -> tuple[Any, Any, Any, Any]:
+    """Target, draft, state and a stretch of prompts, as they lie on the devices."""
+
+    def build():
+        head = DraftHeadConfig.for_target(DraftConfig(vocab_size=32000), CONFIG)
+        target = Llama(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        draft = Draft(DraftHead(head, dtype=jnp.bfloat16, rngs=nnx.Rngs(1)), jnp.arange(32000))
+        draft = None if tree is None else draft
+        state = empty_state(target, draft, SIZES, tree, None)
+        chunk = Chunk(**{name: jnp.asarray(value) for name, value in Chunk.blank(1, length, SIZES).items()})
+        leaves, structures[:] = zip(*map(jax.tree.flatten, (target, draft, state, chunk)), strict=True)
+        named = jax.tree_util.tree_leaves_with_path((target, draft, state, chunk))
+        names[:] = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in named]
+        return leaves
+
+    # Shapes travel as leaves: the checked dataclasses that hold them want arrays.
+    structures: list[Any] = []
+    names: list[str] = []
+    leaves = jax.eval_shape(build)
+    places = shardings(
+        dict(zip(names, itertools.chain(*leaves), strict=True)), mesh, (*STATE_SHARDING_RULES, *SHARDING_RULES)
+    )
+    rest = iter(names)
+    return tuple(
+        (
+            structure,
+            [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=places[next(rest)]) for x in part],
+        )
+        for part, structure in zip(leaves, structures, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("program", "tree", "greedy", "topology"),
+    [
+        ("decode", VANILLA, True, "v5p:1x1x1"),
+        pytest.param("decode", TREE, True, "v6e:1x1", marks=pytest.mark.slow),
+        pytest.param("decode", TREE, False, "v5e:1x1", marks=pytest.mark.slow),
+        pytest.param("decode", CHAIN, True, "v5e:2x2", marks=pytest.mark.slow),
+        pytest.param("decode", CHAIN, False, "tpu7x:1x1x1", marks=pytest.mark.slow),
+        pytest.param("prefill", CHAIN, False, "v5e:2x2", marks=pytest.mark.slow),
+        pytest.param("prefill", VANILLA, False, "v6e:1x1", marks=pytest.mark.slow),
+        pytest.param("prefill", CHAIN, False, "v5p:1x1x1", marks=pytest.mark.slow),
+        pytest.param("prefill", CHAIN, False, "tpu7x:1x1x1", marks=pytest.mark.slow),
+    ],
+)
+def test_programs_compile_for_a_tpu(program, tree, greedy, topology):
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    mesh = Mesh(np.array(devices).reshape(1, -1), ("data", "model"))
+    parts = shapes(mesh, tree, 256)
+    structures = [structure for structure, _ in parts]
+    cancelled = jnp.zeros(SIZES.batch, bool)
+    jitted: Any = getattr(programs, program)
+
+    def run(*leaves):
+        target, draft, state, chunk = (s.unflatten(x) for s, x in zip(structures, leaves, strict=True))
+        if program == "prefill":
+            return jax.tree.leaves(jitted.__wrapped__(target, draft, state, chunk))
+        few = jnp.int32(4), jnp.int32(1)
+        return jax.tree.leaves(jitted.__wrapped__(target, draft, state, cancelled, *few, tree=tree, greedy=greedy))
+
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = jax.jit(run, donate_argnums=2).lower(*(leaves for _, leaves in parts))
+    text = lowered.as_text()
+    assert "callback" not in text
+    assert "tpu_custom_call" in text  # attention is the Pallas kernel
+    memory: Any = lowered.compile().memory_analysis()
+    caches = [x for x in parts[2][1] if x.ndim == 4]
+    assert memory.alias_size_in_bytes >= sum(map(size, caches)) // len(devices)  # written in place
+    # Beside the logits there is nothing large: no copy of a cache (512 MiB each), no weights in another layout, none
+    # gathered from other devices.
+    limit = 64 if greedy else 256
+    if topology.startswith("tpu7x") and program == "decode":
+        limit += 1024  # there the loop wants the LM head in another layout: docs/measured.md
+    assert memory.temp_size_in_bytes < limit << 20
+
+
+def size(x: jax.ShapeDtypeStruct) -> int:
+    return x.size * x.dtype.itemsize

@@ -1,0 +1,351 @@
+"""Requests under traffic: they join and leave, are aborted, late, refused or bad, and the others do not notice."""
+
+import asyncio
+import dataclasses
+import random
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from test_engine import CHAIN, LETTERS, Tokenizer, make
+
+from eagle3_jax.config import DraftTree
+from eagle3_jax.decoding import programs
+from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.decoding.request import QueueFullError
+from eagle3_jax.decoding.sampling import SamplingParams
+
+TREE = DraftTree(num_steps=3, topk=3, num_draft_tokens=10)
+
+
+def noisy(toy):
+    """The toy target with logits close enough together that penalties and prompts decide."""
+    graph, parameters = nnx.split(toy.target)
+    twin = nnx.merge(graph, parameters)
+    twin.lm_head = nnx.Param(twin.lm_head[...] * 0.1)
+    return twin
+
+
+@pytest.fixture(scope="module", params=["chain", "tree"])
+def engine(request, toy) -> Engine:
+    tree = {"chain": CHAIN, "tree": TREE}[request.param]
+    return Engine(noisy(toy), Tokenizer(), toy.good, tree, batch_size=3, max_length=128, page_size=16)
+
+
+@pytest.fixture(scope="module")
+def following(toy):
+    """Logits behind every position of a sequence, by one pass over all of it."""
+    target = noisy(toy)
+
+    @jax.jit
+    def run(tokens):
+        cache = target.empty_cache(1, tokens.shape[1])
+        hidden, _, _ = target(tokens, jnp.arange(tokens.shape[1])[None], cache, jnp.zeros(1, jnp.int32))
+        return target.logits(hidden)[0]
+
+    def logits(ids: list[int]) -> np.ndarray:
+        padded = np.zeros((1, 128), np.int32)
+        padded[0, : len(ids)] = ids
+        return np.asarray(run(jnp.asarray(padded)))[len(ids) - 1]
+
+    return logits
+
+
+def greedy(following, prompt: list[int], params: SamplingParams, eos: tuple[int, ...] = ()) -> list[int]:
+    """One token after the other, in numpy: Hugging Face's repetition penalty, OpenAI's two others."""
+    answer: list[int] = []
+    while len(answer) < params.max_tokens:
+        logits = following(prompt + answer).copy()
+        for token in {*prompt, *answer}:
+            logits[token] = (
+                logits[token] / params.repetition_penalty
+                if logits[token] > 0
+                else (logits[token] * params.repetition_penalty)
+            )
+        for token in set(answer):
+            logits[token] -= params.presence_penalty + params.frequency_penalty * answer.count(token)
+        for token, bias in params.logit_bias.items():
+            logits[token] += bias
+        stops = {*params.stop_token_ids, *eos}
+        if len(answer) < params.min_tokens:
+            logits[list(stops)] = -np.inf
+        answer.append(int(np.argmax(logits)))
+        if answer[-1] in stops:
+            break
+    return answer
+
+
+RULES = [
+    SamplingParams(max_tokens=25),
+    SamplingParams(max_tokens=25, repetition_penalty=1.7),
+    SamplingParams(max_tokens=25, presence_penalty=0.8),
+    SamplingParams(max_tokens=25, frequency_penalty=0.3),
+    SamplingParams(max_tokens=25, frequency_penalty=-0.3, presence_penalty=1.5, repetition_penalty=1.2),
+    SamplingParams(max_tokens=25, logit_bias={3: 2.0, 1: -4.0}, frequency_penalty=0.2),
+    SamplingParams(max_tokens=25, stop_token_ids=(1, 9), min_tokens=7, presence_penalty=0.5),
+]
+
+
+def test_rules_mix_in_one_batch_and_each_is_what_one_token_after_the_other_gives(engine, following):
+    """On a tree each node's logits count the drafts in front of it."""
+    prompts = [[i + 1, 5, 7, 5] for i in range(len(RULES))]
+    answers = engine.generate(prompts, RULES)
+    expected = [greedy(following, prompt, params) for prompt, params in zip(prompts, RULES, strict=True)]
+    assert [answer.token_ids for answer in answers] == expected
+    assert len({tuple(answer) for answer in expected}) >= 6
+    assert answers[-1].finish_reason == "stop"
+    assert sum(answers[0].stats.accepted_per_position) > 0
+
+
+def test_logprobs_are_those_of_the_target_at_every_token(engine, following):
+    for params in (
+        SamplingParams(max_tokens=11, logprobs=3),
+        SamplingParams(max_tokens=11, logprobs=0, temperature=2.0, top_k=4),
+        SamplingParams(max_tokens=11, logprobs=20, presence_penalty=1.0),
+    ):
+        (answer,) = engine.generate([[4, 9, 2]], params)
+        assert answer.logprobs is not None
+        assert [entry.token_id for entry in answer.logprobs] == answer.token_ids
+        for i, entry in enumerate(answer.logprobs):
+            logits = following([4, 9, 2, *answer.token_ids[:i]]).astype(np.float64)
+            expected = logits - np.log(np.exp(logits).sum())
+            assert entry.logprob == pytest.approx(expected[entry.token_id], abs=1e-4)
+            best = np.argsort(-expected)[: params.logprobs]
+            assert [token for token, _ in entry.top] == best.tolist()
+            np.testing.assert_allclose([value for _, value in entry.top], expected[best], atol=1e-4)
+    assert engine.generate([[4, 9, 2]], SamplingParams(max_tokens=3))[0].logprobs is None
+
+
+def test_stop_strings_across_tokens_cut_text_and_tokens(engine):
+    whole = engine.generate(["hello"], SamplingParams(max_tokens=30, presence_penalty=0.7))[0]
+    stop = whole.text[7:10]
+    at = whole.text.index(stop)
+    params = SamplingParams(max_tokens=30, presence_penalty=0.7, stop=("never", stop))
+    (answer,) = engine.generate(["hello"], params)
+    assert answer.finish_reason == "stop"
+    assert answer.text == whole.text[:at]
+    assert answer.token_ids == whole.token_ids[: at + len(stop)]
+    pieces = list(engine.stream("hello", params))
+    assert "".join(piece.text for piece in pieces) == answer.text  # no part of the stop string was shown
+    assert [token for piece in pieces for token in piece.token_ids] == answer.token_ids
+    late = dataclasses.replace(params, min_tokens=at + len(stop) + 1)
+    assert len(engine.generate(["hello"], late)[0].token_ids) > at + len(stop)
+
+
+def test_several_answers_to_one_prompt_differ_and_repeat(engine):
+    params = SamplingParams(max_tokens=8, temperature=2.0, n=3, seed=4)
+    first = engine.generate(["abc", "d"], params)
+    assert len(first) == 6
+    assert [answer.token_ids for answer in engine.generate(["abc", "d"], params)] == [a.token_ids for a in first]
+    assert len({tuple(answer.token_ids) for answer in first}) == 6
+    alone = engine.generate(["abc"], dataclasses.replace(params, n=1))[0]
+    assert alone.token_ids == first[0].token_ids
+
+
+def test_a_prefix_is_read_once_and_changes_nothing(toy):
+    system = [(7 * i) % 23 for i in range(50)]
+    turns = [[*system, 3], [*system, 4, 9], [*system[:20], 8], [1, 2, 3]]
+    params = SamplingParams(max_tokens=20)
+
+    def ask(tree: DraftTree | None, reuse: bool) -> tuple[list[list[int]], list[int], list[int]]:
+        draft = None if tree is None else toy.good
+        engine = Engine(
+            noisy(toy), Tokenizer(), draft, tree, max_length=256, page_size=16, prefix_cache=reuse, batch_size=2
+        )
+        answers = []
+        for turn in turns:  # one after the other, and the second turn of a conversation
+            (answer,) = engine.generate([turn], params)
+            (again,) = engine.generate([[*turn, *answer.token_ids, 5]], params)
+            answers += [answer, again]
+        hits = [answer.stats.cached_tokens for answer in answers]
+        return [answer.token_ids for answer in answers], hits, [sum(a.stats.accepted_per_position) for a in answers]
+
+    plain, none, _ = ask(None, False)
+    assert none == [0] * 8
+    vanilla, hits, _ = ask(None, True)
+    assert vanilla == plain
+    assert hits == [0, 64, 48, 64, 16, 32, 0, 16]
+    for tree in (CHAIN, TREE):
+        _, _, fresh = ask(tree, False)
+        tokens, with_draft, accepted = ask(tree, True)
+        assert tokens == plain
+        assert with_draft == hits
+        assert accepted == fresh  # the draft's part of the prefix is right too
+
+
+def test_long_prompts_are_read_in_stretches_between_the_others_rounds(toy, monkeypatch):
+    """A long prompt does not stop the others, and its answer is the one it has alone."""
+    monkeypatch.setattr("eagle3_jax.decoding.programs.CHUNKS", (16, 32))
+    monkeypatch.setattr("eagle3_jax.decoding.programs.TOGETHER_CHUNKS", (16,))
+    long, short = [(5 * i) % 24 for i in range(200)], [3, 1, 2]
+    params = SamplingParams(max_tokens=30)
+    engine = Engine(noisy(toy), Tokenizer(), toy.good, CHAIN, max_length=256, page_size=16, batch_size=2)
+    first = engine.submit(short, SamplingParams(max_tokens=150))
+    while len(first.tokens) < 4:
+        engine._turn()
+    second = engine.submit(long, params)
+    progress = []
+    while second.read < 200:
+        engine._turn()
+        progress.append(len(first.tokens))
+    assert len(progress) >= 6
+    assert progress[0] < progress[-1]
+    whole = make(toy, None, noisy(toy), max_length=256, batch_size=1)
+    assert second.result().token_ids == whole.generate([long], params)[0].token_ids
+    assert first.result().token_ids == whole.generate([short], SamplingParams(max_tokens=150))[0].token_ids
+
+
+def test_aborted_late_and_refused_requests_leave_nothing(toy):
+    engine = make(toy, queue_limit=3)
+    idle = engine.stats().free_pages
+    params = SamplingParams(max_tokens=100)
+    running = [engine.submit("abc", params), engine.submit("def", params)]
+    for _ in range(3):
+        engine._turn()
+    late = engine.submit("u", params, timeout=0.001)
+    waiting = engine.submit("v", params)
+    engine.submit("w", SamplingParams(max_tokens=2))
+    with pytest.raises(QueueFullError, match="queue: got 3 waiting requests"):
+        engine.submit("much", params)
+    running[0].abort()
+    waiting.abort()
+    time.sleep(0.002)
+    assert (late.result().finish_reason, late.result().token_ids) == ("timeout", [])
+    aborted = running[0].result()
+    assert aborted.finish_reason == "abort"
+    assert aborted.token_ids == engine.generate(["abc"], params)[0].token_ids[: len(aborted.token_ids)]
+    assert len(aborted.token_ids) > 0
+    assert waiting.result().finish_reason == "abort"
+    assert running[1].result().finish_reason == "length"
+    running[1].abort()  # it has ended: nothing happens
+    assert running[1].result().finish_reason == "length"
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.free_pages, stats.refused) == (0, 0, idle, 1)
+
+
+def test_a_request_whose_logits_are_no_numbers_fails_alone(toy):
+    """And its pages are given to others, who read nothing of it."""
+    target = noisy(toy)
+    target.embed = nnx.Param(target.embed[...].at[13].set(jnp.nan))
+    engine = Engine(target, Tokenizer(), toy.good, TREE, max_length=64, page_size=16, batch_size=2)
+    params = SamplingParams(max_tokens=12, logit_bias={13: -100.0})
+    good = [[1, 2, 3], [4, 5], [9, 9, 9]]
+    expected = [answer.token_ids for answer in engine.generate(good, params)]
+    answers = engine.generate([good[0], [1, 13, 2], good[1], [13], good[2]], params)
+    assert [answer.finish_reason for answer in answers] == ["length", "error", "length", "error", "length"]
+    assert answers[1].error == "logits: got values that are not finite, expected numbers"
+    assert [answers[i].token_ids for i in (0, 2, 4)] == expected
+    assert [answer.token_ids for answer in engine.generate(good, params)] == expected
+
+
+def test_after_a_failed_dispatch_what_ran_has_ended_and_the_rest_goes_on(toy, monkeypatch):
+    engine = make(toy)
+    expected = engine.generate(["abc"])[0].token_ids
+    requests = [engine.submit("abc") for _ in range(3)]  # two run, one waits
+    engine._turn()
+    with monkeypatch.context() as patch:
+        patch.setattr(programs, "decode", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine._turn()
+    assert [request.output.finish_reason for request in requests[:2] if request.output] == ["error", "error"]
+    assert requests[2].result().token_ids == expected
+    assert engine.stats().free_pages == engine.stats().pages
+
+
+def test_asynchronous_requests_stream_side_by_side(toy):
+    engine = make(toy)
+    expected = [answer.token_ids for answer in engine.generate(["abc", "hello", "q", "sun"])]
+
+    async def stream(prompt: str) -> list[int]:
+        return [token async for piece in engine.submit(prompt) for token in piece.token_ids]
+
+    async def main():
+        whole = engine.submit("q")
+        streamed = await asyncio.gather(*(stream(prompt) for prompt in ("abc", "hello", "sun")))
+        return streamed, (await whole).token_ids
+
+    (a, b, d), c = asyncio.run(asyncio.wait_for(main(), 60))
+    assert [a, b, c, d] == expected
+    for thread in threading.enumerate():  # it ends when nothing is left to do
+        if thread.name == "eagle3_jax engine":
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+def test_threads_share_an_engine(toy):
+    engine = make(toy)
+    prompts = [letter * 3 for letter in LETTERS[:12]]
+    expected = [answer.token_ids for answer in engine.generate(prompts)]
+    got: dict[int, list[int]] = {}
+
+    def ask(i: int) -> None:
+        got[i] = engine.submit(prompts[i]).result().token_ids if i % 2 else engine.generate([prompts[i]])[0].token_ids
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [got[i] for i in range(12)] == expected
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.long)])
+def test_a_soak_of_mixed_traffic_leaks_nothing_and_answers_each_once(toy, count):
+    """Random prompts, parameters, aborts, deadlines and bad input; every greedy answer is vanilla's."""
+    draw = random.Random(count)
+    engine = Engine(noisy(toy), Tokenizer(), toy.good, CHAIN, max_length=128, page_size=16, batch_size=8, queue_limit=9)
+    vanilla = Engine(noisy(toy), Tokenizer(), max_length=128, page_size=16, batch_size=8)
+    engine.warm_up(progress=False)
+    compiled, idle = engine.stats().programs, engine.stats().free_pages
+    assert compiled <= 24
+    systems = [[draw.randrange(24) for _ in range(n)] for n in (0, 17, 40)]
+    prompts = [[*draw.choice(systems), *(draw.randrange(24) for _ in range(draw.randint(1, 30)))] for _ in range(60)]
+    answers = vanilla.generate(prompts, SamplingParams(max_tokens=40))
+    checked = bad = refused = 0
+    requests = []
+    while len(requests) < count:
+        number = draw.randrange(len(prompts))
+        if draw.random() < 0.05:
+            with pytest.raises(ValueError, match="got .*expected"):
+                engine.submit(draw.choice([[], [99], [1] * 128, [{"role": "user"}]]))
+            bad += 1
+            continue
+        params = SamplingParams(
+            max_tokens=draw.randint(1, 40),
+            temperature=draw.choice([0.0, 0.0, 0.0, 1.0]),
+            top_k=draw.choice([0, 5]),
+            seed=draw.randrange(9),
+            logprobs=draw.choice([None, None, 2]),
+            presence_penalty=draw.choice([0.0] * 9 + [0.5]),
+        )
+        try:
+            timeout = draw.choice([None, None, None, 0.001, 0.05])
+            requests.append((number, params, engine.submit(prompts[number], params, timeout=timeout)))
+        except QueueFullError:
+            refused += 1
+            draw.choice(requests)[2].result()
+        if draw.random() < 0.1:
+            draw.choice(requests)[2].abort()
+        if draw.random() < 0.1:
+            engine._turn()
+    for number, params, request in requests:
+        output = request.result()
+        assert output.finish_reason in ("length", "abort", "timeout")
+        if params.temperature == 0 and params.presence_penalty == 0:
+            assert output.token_ids == answers[number].token_ids[: len(output.token_ids)]
+            checked += len(output.token_ids)
+        if output.finish_reason == "length":
+            assert len(output.token_ids) == params.max_tokens
+    stats = engine.stats()
+    assert sum(stats.finished.values()) == len(requests) == count
+    assert set(stats.finished) == {"length", "abort", "timeout"}
+    assert (stats.running, stats.waiting, stats.free_pages, stats.refused) == (0, 0, idle, refused)
+    assert stats.programs == compiled
+    assert stats.cached_tokens > 0
+    assert refused > 0
+    assert bad > 0
+    assert checked > 5 * count
