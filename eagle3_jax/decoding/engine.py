@@ -285,6 +285,8 @@ class Engine:
                 self._sweep()
             finally:
                 self._driver.release()
+        with self._changes:
+            self._changes.notify_all()
 
     def warm_up(self, cache: str | pathlib.Path | None = None, *, progress: bool = True) -> None:
         """Compiles all programs, so that no request waits for it.
@@ -292,11 +294,16 @@ class Engine:
         Args:
             cache: a folder for what was compiled, which makes the next start fast: JAX's persistent compilation cache,
                 of this process from now on. None leaves it as it is.
+
+        Raises:
+            RuntimeError: requests are running.
         """
         if cache is not None:
             jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(cache).expanduser()))
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         with self._driver:
+            if running := self.stats().running:
+                raise RuntimeError(f"warm_up: got {running} running requests, expected none")
             work: list[Callable[[], object]] = [
                 functools.partial(self._prefill, Chunk.blank(*shape, self._sizes)) for shape in self._sizes.chunks
             ]

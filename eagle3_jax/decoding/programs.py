@@ -79,10 +79,13 @@ class Sizes:
         return alone if self.batch == 1 else alone + together
 
     def chunk_for(self, left: list[int]) -> tuple[int, int]:
-        """The prefill program for prompts with so many tokens left: the longest stretch that one of them fills."""
-        count = 1 if len(left) == 1 else TOGETHER
+        """The prefill program for prompts with so many tokens left, the first one's turn.
+
+        Several together where they fill more than half of the rows; the longest stretch that one of them fills.
+        """
+        count = TOGETHER if self.batch > 1 and len(left) > TOGETHER // 2 else 1
         lengths = [length for requests, length in self.chunks if requests == count]
-        return count, max((length for length in lengths if length <= max(left)), default=lengths[0])
+        return count, max((length for length in lengths if length <= max(left[:count])), default=lengths[0])
 
 
 @jax.tree_util.register_dataclass
