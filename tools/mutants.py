@@ -22,9 +22,11 @@ import tempfile
 import time
 import tomllib
 
+HUNG = -1
 ROOT = pathlib.Path(__file__).parents[1]
 TABLE = ROOT / "tools/mutants.toml"
-TIMEOUT = 900  # seconds for the tests of one mutant; a mutant that hangs counts as caught
+TIMEOUT = 900  # seconds for a test without its mutant
+_SLOWER = 10  # a mutant whose test takes so many times as long, and two minutes, hangs: that counts as caught
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +69,7 @@ def copy(folder: pathlib.Path) -> None:
             shutil.copy(ROOT / name, folder / name)
 
 
-def run_test(folder: pathlib.Path, test: str) -> tuple[int, str]:
+def run_test(folder: pathlib.Path, test: str, timeout: float) -> tuple[int, str]:
     """Runs one test in the copy; pytest's exit status (1: it failed) and what it printed."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=short", test]
     environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -82,9 +84,9 @@ def run_test(folder: pathlib.Path, test: str) -> tuple[int, str]:
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=TIMEOUT)
+        output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        return 1, "timed out"
+        return HUNG, f"hung for {timeout:.0f} s"
     finally:
         if process.poll() is None:  # its own children with it
             os.killpg(process.pid, 9)
@@ -92,31 +94,34 @@ def run_test(folder: pathlib.Path, test: str) -> tuple[int, str]:
     return process.returncode, output
 
 
-def check(folder: pathlib.Path, mutant: Mutant, sound: dict[str, str]) -> str:
+def check(folder: pathlib.Path, mutant: Mutant, sound: dict[str, tuple[str, float]]) -> str:
     """What is wrong with a mutant, in one sentence; empty where its test, and nothing else, catches it.
 
     Args:
-        sound: test -> what was wrong with it before any mutant; filled in here.
+        sound: test -> what was wrong with it before any mutant, and the seconds it took; filled in here.
     """
     try:
         text = mutate(folder, mutant)
     except ValueError as error:
         return str(error)
     if mutant.test not in sound:
-        status, output = run_test(folder, mutant.test)
-        sound[mutant.test] = "" if status == 0 else f"status {status} without the mutant\n{output[-2000:]}"
-    if sound[mutant.test]:
-        return f"{mutant.test}: {sound[mutant.test]}"
+        start = time.monotonic()
+        status, output = run_test(folder, mutant.test, TIMEOUT)
+        problem = "" if status == 0 else f"status {status} without the mutant\n{output[-2000:]}"
+        sound[mutant.test] = problem, time.monotonic() - start
+    problem, seconds = sound[mutant.test]
+    if problem:
+        return f"{mutant.test}: {problem}"
     path = folder / mutant.file
     original = path.read_text()
     path.write_text(text)
     try:
-        status, output = run_test(folder, mutant.test)
+        status, output = run_test(folder, mutant.test, 120 + _SLOWER * seconds)
     finally:
         path.write_text(original)
     if status == 0:
         return f"survived {mutant.test}"
-    return "" if status == 1 else f"{mutant.test}: status {status}, expected a failing test\n{output[-2000:]}"
+    return "" if status in (1, HUNG) else f"{mutant.test}: status {status}, expected a failing test\n{output[-2000:]}"
 
 
 def main() -> None:
@@ -134,7 +139,7 @@ def main() -> None:
     if arguments.sample is not None:
         mutants = random.Random(arguments.seed).sample(mutants, min(arguments.sample, len(mutants)))
     wrong = 0
-    sound: dict[str, str] = {}
+    sound: dict[str, tuple[str, float]] = {}
     with tempfile.TemporaryDirectory(prefix="mutants-") as name:
         folder = pathlib.Path(name)
         copy(folder)
