@@ -157,6 +157,22 @@ def test_engines_that_cannot_work_are_refused(toy):
         make(toy, DraftTree(num_steps=1, topk=23, num_draft_tokens=3))
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("hidden_size", 64, "draft.hidden_size: got 64, expected 32"),
+        ("vocab_size", 25, "draft.vocab_size: got 25, expected the target's 24"),
+        ("aux_layers", (0, 1), r"draft.aux_layers: got \(0, 1\), expected the target's \(0, 1, 2\)"),
+    ],
+)
+def test_a_draft_of_another_shape_is_refused(toy, field, value, message):
+    graph, parameters = nnx.split(toy.good.head)
+    other = nnx.merge(graph, parameters)
+    other.config = dataclasses.replace(other.config, **{field: value})
+    with pytest.raises(ValueError, match=message):
+        Engine(toy.target, Tokenizer(), dataclasses.replace(toy.good, head=other), CHAIN, max_length=64)
+
+
 def test_positions_beyond_what_the_head_declares_are_warned_of_and_stay_exact(toy):
     head = toy.good.head
     graph, parameters = nnx.split(head)

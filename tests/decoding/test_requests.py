@@ -30,7 +30,7 @@ def noisy(toy):
     return twin
 
 
-@pytest.fixture(scope="module", params=["chain", "tree"])
+@pytest.fixture(scope="module", params=["chain", pytest.param("tree", marks=pytest.mark.slow)])
 def engine(request, toy) -> Engine:
     tree = {"chain": CHAIN, "tree": TREE}[request.param]
     return Engine(noisy(toy), Tokenizer(), toy.good, tree, batch_size=3, max_length=128, page_size=16)
@@ -177,6 +177,33 @@ def test_a_prefix_is_read_once_and_changes_nothing(toy):
         assert accepted == fresh  # the draft's part of the prefix is right too
 
 
+@pytest.mark.parametrize(
+    "page_size", [pytest.param(16, marks=pytest.mark.slow), 64, pytest.param(256, marks=pytest.mark.slow)]
+)
+def test_page_sizes_change_nothing(toy, page_size):
+    """Drafts cross pages everywhere: prompts of every length around a page's end."""
+    prompts = [[(3 * i + n) % 24 for i in range(n)] for n in range(page_size - 6, page_size + 6)]
+    params = SamplingParams(max_tokens=20)
+    size = {"max_length": 512, "batch_size": 4, "page_size": page_size}
+    engine = Engine(noisy(toy), Tokenizer(), toy.good, TREE, **size)
+    vanilla = Engine(noisy(toy), Tokenizer(), max_length=512, batch_size=4, page_size=32)
+    got, expected = engine.generate(prompts, params), vanilla.generate(prompts, params)
+    assert [answer.token_ids for answer in got] == [answer.token_ids for answer in expected]
+
+
+def test_requests_wait_where_pages_are_short_and_nothing_is_thrown_out(toy):
+    """Room for one request of full length: places are free, pages are not."""
+    engine = make(toy, batch_size=4, page_size=16, kv_tokens=144)
+    expected = make(toy, batch_size=4).generate(["abc", "hello", "q", "sun"], SamplingParams(max_tokens=100))
+    requests = [engine.submit(prompt, SamplingParams(max_tokens=100)) for prompt in ("abc", "hello", "q", "sun")]
+    engine._turn()
+    assert (engine.stats().running, engine.stats().waiting) == (1, 3)
+    assert [request.result().token_ids for request in requests] == [answer.token_ids for answer in expected]
+    with pytest.raises(ValueError, match="kv_tokens: got 128, expected at least 144, room for one request"):
+        make(toy, page_size=16, kv_tokens=128)
+
+
+@pytest.mark.slow
 def test_long_prompts_are_read_in_stretches_between_the_others_rounds(toy, monkeypatch):
     """A long prompt does not stop the others, and its answer is the one it has alone."""
     monkeypatch.setattr("eagle3_jax.decoding.programs.CHUNKS", (16, 32))
@@ -293,7 +320,9 @@ def test_threads_share_an_engine(toy):
     assert [got[i] for i in range(12)] == expected
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "count", [pytest.param(300, marks=pytest.mark.slow), pytest.param(10_000, marks=pytest.mark.long)]
+)
 def test_a_soak_of_mixed_traffic_leaks_nothing_and_answers_each_once(toy, count):
     """Random prompts, parameters, aborts, deadlines and bad input; every greedy answer is vanilla's."""
     draw = random.Random(count)
@@ -349,3 +378,34 @@ def test_a_soak_of_mixed_traffic_leaks_nothing_and_answers_each_once(toy, count)
     assert refused > 0
     assert bad > 0
     assert checked > 5 * count
+
+
+@pytest.mark.long
+def test_half_a_million_greedy_tokens_are_vanilla_s(toy):
+    """Batches 1 to 16, pages of 16 to 256 tokens, chains and trees; requests join and leave, some are aborted."""
+    draw, target, compared = random.Random(1), noisy(toy), 0
+    prompts = [[draw.randrange(24) for _ in range(draw.randint(1, 200))] for _ in range(400)]
+    vanilla = Engine(target, Tokenizer(), max_length=512, batch_size=16, prefix_cache=False)
+    expected = vanilla.generate(prompts, SamplingParams(max_tokens=300))
+    trees = [
+        CHAIN,
+        TREE,
+        DraftTree(num_steps=1, topk=1, num_draft_tokens=2),
+        DraftTree(num_steps=5, topk=4, num_draft_tokens=32),
+    ]
+    for batch, page_size, tree in zip((1, 4, 16, 7), (16, 64, 128, 256), trees, strict=True):
+        engine = Engine(target, Tokenizer(), toy.good, tree, max_length=512, batch_size=batch, page_size=page_size)
+        requests = []
+        for _ in range(120 if batch == 1 else 600):
+            number = draw.randrange(len(prompts))
+            requests.append((number, engine.submit(prompts[number], SamplingParams(max_tokens=draw.randint(200, 300)))))
+            if draw.random() < 0.3:
+                engine._turn()
+            if draw.random() < 0.03:
+                draw.choice(requests)[1].abort()
+        for number, request in requests:
+            got = request.result().token_ids
+            assert got == expected[number].token_ids[: len(got)]
+            compared += len(got)
+        assert engine.stats().free_pages == engine.stats().pages
+    assert compared > 420_000
