@@ -321,7 +321,11 @@ def test_threads_share_an_engine(toy):
 
 
 @pytest.mark.parametrize(
-    "count", [pytest.param(300, marks=pytest.mark.slow), pytest.param(10_000, marks=pytest.mark.long)]
+    "count",
+    [
+        pytest.param(300, marks=pytest.mark.slow),
+        pytest.param(10_000, marks=pytest.mark.long),
+    ],
 )
 def test_a_soak_of_mixed_traffic_leaks_nothing_and_answers_each_once(toy, count):
     """Random prompts, parameters, aborts, deadlines and bad input; every greedy answer is vanilla's."""
