@@ -458,12 +458,12 @@ class Engine:
         for row, request in requests.items():
             if request.done:
                 continue
-            found = first_progress(rows[row], self._best) if first else progress(rows[row], self._steps, self._best)
+            best = None if request.params.logprobs is None else self._best
+            found = first_progress(rows[row], best) if first else progress(rows[row], self._steps, best)
             self._stats.rounds += found.rounds
-            ended_by_device = found.done
             request.take(found, self._eos)
             if request.done:
-                self._leave(request, still_runs=not ended_by_device)
+                self._leave(request, still_runs=not found.done)
 
     def _end(self, request: Request, reason: Any) -> None:
         """Ends a request for a reason of the host."""

@@ -206,7 +206,7 @@ def prefill(target: Llama, draft: Draft | None, state: State, chunk: Chunk) -> t
     """Reads a stretch of some prompts; those that end with it join the batch.
 
     Returns:
-        The state, and a row a request: see `first_report`.
+        The state, and a row a request: see `first_progress`.
     """
     rows = dataclasses.replace
     caches = (
@@ -304,7 +304,7 @@ def decode(
         max_rounds: at most `ROUNDS`.
 
     Returns:
-        The state, and a row for each place of the batch: see `report`.
+        The state, and a row for each place of the batch: see `progress`.
     """
     state = dataclasses.replace(
         state,
@@ -353,7 +353,7 @@ class Progress:
     """What one dispatch did for one request, on the host.
 
     Attributes:
-        logprobs: (of the token, (token, of it) of the best ones) for each token; empty from greedy programs.
+        logprobs: (of the token, (token, of it) of the best ones) for each token; empty where nobody asks.
     """
 
     token_ids: list[int]
@@ -364,14 +364,14 @@ class Progress:
     logprobs: list[tuple[float, list[tuple[int, float]]]]
 
 
-def first_progress(row: np.ndarray, best: int) -> Progress:
-    """A row of `prefill`'s report."""
+def first_progress(row: np.ndarray, best: int | None) -> Progress:
+    """A row of `prefill`'s report. `best`: logprobs that it has at each place, None where they are not asked for."""
     failed = bool(row[2])
     return Progress([] if failed else [int(row[0])], bool(row[1]), failed, 0, [], _logprobs(row[3:], 1, best, 1))
 
 
-def progress(row: np.ndarray, steps: int, best: int) -> Progress:
-    """A row of `decode`'s report."""
+def progress(row: np.ndarray, steps: int, best: int | None) -> Progress:
+    """A row of `decode`'s report. `best`: see `first_progress`."""
     done, failed, count, taken = (int(x) for x in row[:4])
     room, tokens = ROUNDS * (steps + 1), row[4 + steps :]
     return Progress(
@@ -384,8 +384,10 @@ def progress(row: np.ndarray, steps: int, best: int) -> Progress:
     )
 
 
-def _logprobs(columns: np.ndarray, room: int, best: int, count: int) -> list[tuple[float, list[tuple[int, float]]]]:
-    if not len(columns):
+def _logprobs(
+    columns: np.ndarray, room: int, best: int | None, count: int
+) -> list[tuple[float, list[tuple[int, float]]]]:
+    if best is None:
         return []
     chosen, tokens, values = np.split(columns, [room, room + room * best])
     chosen, values = chosen.view(np.float32), values.view(np.float32).reshape(room, best)
