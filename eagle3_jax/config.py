@@ -33,6 +33,9 @@ class DraftTree:
         num_steps: depth of the tree; at most this many drafted tokens can be accepted in one round.
         topk: children kept per expanded node; 1 is a chain.
         num_draft_tokens: nodes verified per round, the root included.
+        sample_drafts: requests with a temperature get drafts that are drawn from the head's distribution, and
+            multi-candidate rejection sampling; otherwise they too get the head's best tokens, and SGLang's target-only
+            rule. The answers' distribution is the target's in both.
     """
 
     __pydantic_config__ = _STRICT
@@ -40,6 +43,7 @@ class DraftTree:
     num_steps: int = 4
     topk: int = 1
     num_draft_tokens: int = 5
+    sample_drafts: bool = False
 
     def __post_init__(self) -> None:
         s, k, n = self.num_steps, self.topk, self.num_draft_tokens

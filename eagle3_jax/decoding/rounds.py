@@ -20,9 +20,9 @@ from jax import P
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from eagle3_jax.config import DraftTree
-from eagle3_jax.decoding.sampling import Sampling, draw, probabilities
+from eagle3_jax.decoding.sampling import BONUS, Sampling, draw, probabilities
 from eagle3_jax.decoding.tree import feed, grow, root_only, scratch_slots
-from eagle3_jax.decoding.verify import Walk, verify
+from eagle3_jax.decoding.verify import Walk, row_of, verify
 from eagle3_jax.kernels.vocabulary import argmax
 from eagle3_jax.mesh import constrain
 from eagle3_jax.models.cache import KVCache
@@ -143,14 +143,14 @@ def read(
     cache, draft_cache = caches
     hidden, aux, cache = target(tokens, positions, cache, starts)
     last = jnp.maximum(counts - 1, 0)
-    logits = target.logits(_row(hidden, last))
+    logits = target.logits(row_of(hidden, last))
     root, failed = _first_token(logits, sampling, starts + counts, stop_ids, greedy=greedy)
     draft_state = None
     if draft is not None and draft_cache is not None:
         at_end = (jnp.arange(tokens.shape[1])[None] == last[:, None]) & ends[:, None]
         following = jnp.where(at_end, root[:, None], following)
         states, draft_cache = feed(target, draft, following, draft.head.fuse(aux), positions, draft_cache, starts)
-        draft_state = _row(states, last)
+        draft_state = row_of(states, last)
     return Read(logits, root, failed, draft_state), (cache, draft_cache)
 
 
@@ -170,7 +170,7 @@ def _first_token(
     if sampling.rules is not None:
         logits = sampling.rules.apply(logits, stop_ids, lengths)
     # A prompt's own length belongs to the first round.
-    return draw(sampling.keys(lengths - 1), probabilities(logits, sampling)), failed
+    return draw(sampling.uniform(lengths - 1, BONUS, 2), probabilities(logits, sampling)), failed
 
 
 def prefill(
@@ -243,7 +243,8 @@ def advance(target: Llama, draft: Draft | None, state: State, *, tree: DraftTree
         nodes = root_only(state.root)
     else:
         draft_cache = dataclasses.replace(draft_cache, page_table=table)
-        nodes, draft_cache = grow(target, draft, tree, state.root, draft_state, draft_cache, lengths)
+        drawing = state.sampling if tree.sample_drafts and not greedy else None
+        nodes, draft_cache = grow(target, draft, tree, state.root, draft_state, draft_cache, lengths, drawing)
     branches = tree is not None and tree.topk > 1
     hidden, aux, cache = target(
         nodes.tokens, lengths[:, None] + nodes.depths, cache, lengths, nodes.mask if branches else None
@@ -261,7 +262,7 @@ def advance(target: Llama, draft: Draft | None, state: State, *, tree: DraftTree
         features = draft.head.fuse(jnp.take_along_axis(aux, walk.path[:, :, None], axis=1))
         positions = lengths[:, None] + jnp.arange(steps + 1)[None]
         states, draft_cache = feed(target, draft, chosen, features, positions, draft_cache, lengths)
-        draft_state = jnp.where(state.done[:, None], draft_state, _row(states, row))
+        draft_state = jnp.where(state.done[:, None], draft_state, row_of(states, row))
         draft_cache = dataclasses.replace(draft_cache, page_table=None)
     sampling, logprobs = state.sampling, state.logprobs
     if not greedy and sampling.rules is not None:
@@ -275,7 +276,7 @@ def advance(target: Llama, draft: Draft | None, state: State, *, tree: DraftTree
         state,
         cache=dataclasses.replace(cache, page_table=None),
         lengths=state.lengths + count,
-        root=jnp.where(state.done, state.root, _row(chosen, row)),
+        root=jnp.where(state.done, state.root, row_of(chosen, row)),
         output=jnp.where(jnp.arange(output.shape[1])[None] < num_output[:, None], output, 0),
         num_output=num_output,
         done=ended,
@@ -448,11 +449,6 @@ def generate(
         greedy=greedy,
     )
     return decode(target, draft, state, max_tokens, batch, tree=tree, greedy=greedy)
-
-
-def _row(array: Array, row: Int[Array, " b"]) -> Array:
-    """array[b, row[b]]."""
-    return jnp.take_along_axis(array, row.reshape(-1, *(1,) * (array.ndim - 1)), axis=1)[:, 0]
 
 
 def is_stop(tokens: Int[Array, "b *t"], stop_ids: Int[Array, "b stops"]) -> Bool[Array, "b *t"]:

@@ -18,6 +18,9 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from eagle3_jax.kernels.vocabulary import argmax
 
+# What a round's random numbers are for.
+COINS, BONUS, DRAFTS = range(3)
+
 # What fits in the tables of a batch.
 MAX_STOP_IDS = 16
 MAX_BIASED = 64
@@ -198,9 +201,16 @@ class Sampling:
             nothing, jnp.zeros(batch, jnp.int32), nothing + 1, nothing, jax.random.split(jax.random.key(0), batch)
         )
 
-    def keys(self, lengths: Int[Array, " b"]) -> Key[Array, " b"]:
-        """Fresh keys for the round that starts at these committed lengths (they grow, so no key comes twice)."""
-        return jax.vmap(jax.random.fold_in)(self.key, lengths)
+    def uniform(self, lengths: Int[Array, " b"], purpose: int, *shape: int) -> Float[Array, "b *shape"]:
+        """Random numbers in [0, 1) for the round that starts at these committed lengths.
+
+        Lengths grow, so no number comes twice.
+        """
+
+        def of_one(key: Array, length: Array) -> Array:
+            return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, length), purpose), shape)
+
+        return jax.vmap(of_one)(self.key, lengths)
 
 
 def probabilities(logits: Float[Array, "b v"], sampling: Sampling) -> Float[Array, "b v"]:
@@ -244,15 +254,17 @@ def _threshold(holds: Callable[[Array], Array]) -> Float[Array, ""]:
     return jax.lax.bitcast_convert_type(jax.lax.fori_loop(0, 30, bit, jnp.int32(0)), jnp.float32)
 
 
-def draw(keys: Key[Array, " b"], weights: Float[Array, "b v"]) -> Int[Array, " b"]:
+def draw(coins: Float[Array, "b 2"], weights: Float[Array, "b v"]) -> Int[Array, " b"]:
     """One token of each row with probability proportional to its weight; a weight of 0 is never drawn.
 
     First a block of the vocabulary, then a token in it: two random numbers a row, where Gumbel noise takes one a token.
+
+    Args:
+        coins: uniform in [0, 1).
     """
     size = weights.shape[-1]
     width = math.isqrt(size)
     blocks = jnp.pad(weights, ((0, 0), (0, -size % width))).reshape(weights.shape[0], -1, width)
-    coins = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)
     block = _invert(blocks.sum(axis=-1), coins[:, 0])
     inside = _invert(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], coins[:, 1])
     return (block * width + inside).astype(jnp.int32)

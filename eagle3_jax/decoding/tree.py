@@ -2,6 +2,10 @@
 
 Level 1 is the top-k of the head's logits at the last committed pair; each later level feeds the k best candidates of
 the level before to the head and takes the top-k of each. All candidates form a pool, of which the best are verified.
+
+Drafts that are drawn (without replacement, from the head's distribution at the request's temperature) take the place of
+the top-k where multi-candidate rejection sampling verifies them. It is exact only if whether a draft is verified does
+not depend on which token it is: so a node's children enter in the order of drawing, and nodes by their own score.
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.config import DraftTree
+from eagle3_jax.decoding.sampling import DRAFTS, Sampling, draw
+from eagle3_jax.kernels.vocabulary import top_k_of_logits
 from eagle3_jax.models.cache import KVCache
 from eagle3_jax.models.draft import Draft
 from eagle3_jax.models.llama import Llama
@@ -26,12 +32,32 @@ class TokenTree:
     Attributes:
         tokens: target ids. parents: node indices, -1 at the root. depths: 0 at the root.
         mask: mask[b, i, j], whether j is i or an ancestor of i.
+        drawn: what the drafts were drawn from; None where they are the head's best.
     """
 
     tokens: Int[Array, "b n"]
     parents: Int[Array, "b n"]
     depths: Int[Array, "b n"]
     mask: Bool[Array, "b n n"]
+    drawn: Drawn | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """The distributions of drafts that were drawn without replacement; siblings stand in the order of drawing.
+
+    Attributes:
+        probs: over the draft vocabulary, of each group of siblings.
+        group: of each node; of the root 0, which says nothing.
+        token_ids: the target's id of each draft token.
+        topk: most siblings.
+    """
+
+    probs: Float[Array, "b g dv"]
+    group: Int[Array, "b n"]
+    token_ids: Int[Array, " dv"]
+    topk: int = dataclasses.field(metadata={"static": True})
 
 
 def root_only(root: Int[Array, " b"]) -> TokenTree:
@@ -84,6 +110,7 @@ def grow(
     draft_state: Float[Array, "b h"],
     cache: KVCache,
     lengths: Int[Array, " b"],
+    sampling: Sampling | None = None,
 ) -> tuple[TokenTree, KVCache]:
     """Drafts the tree of one round.
 
@@ -91,14 +118,28 @@ def grow(
         root: the token after the committed ones.
         draft_state: the head's output at the last committed pair (whose token is the root).
         cache: the head's, with `lengths` committed pairs; slots behind them are scratch.
+        sampling: draws the drafts of requests with a temperature; None takes the head's best for all.
 
     Returns:
         The tree, and the cache with its scratch written.
     """
     k, batch = tree.topk, root.shape[0]
-    scores, ids = draft.head.top_k(draft_state, k)
+    groups = 1 + (tree.num_steps - 1) * k
+    coins = None if sampling is None else sampling.uniform(lengths, DRAFTS, groups, k, 2)
+    drawn: list[Array] = []
+
+    def children(states: Float[Array, "b m h"]) -> tuple[Float[Array, "b m k"], Int[Array, "b m k"]]:
+        """Log-probabilities and draft ids."""
+        if sampling is None or coins is None:
+            return draft.head.top_k(states, k)
+        logits, first = draft.head.logits(states), sum(probs.shape[1] for probs in drawn)
+        gained, candidates, probs = _draw_children(logits, sampling, coins[:, first : first + states.shape[1]])
+        drawn.append(probs)
+        return gained, candidates
+
+    scores, ids = (x[:, 0] for x in children(draft_state[:, None]))
     frontier = jnp.broadcast_to(jnp.arange(k), (batch, k))  # indices into the pool
-    pool = [(scores, ids, jnp.full((batch, k), -1))]
+    pool = [(scores, ids, jnp.full((batch, k), -1), jnp.zeros((batch, k)))]
     features = jnp.broadcast_to(draft_state[:, None], (batch, k, draft_state.shape[-1]))
     seen = jnp.zeros((batch, k, 0), bool)
     for depth in range(1, tree.num_steps):  # the frontier's depth; its children are one deeper
@@ -114,18 +155,46 @@ def grow(
             lengths,
             tail_mask=seen,
         )
-        gained, candidates = draft.head.top_k(states, k)
+        gained, candidates = children(states)
         candidate_scores = (scores[:, :, None] + gained).reshape(batch, k * k)
         candidates = candidates.reshape(batch, k * k)
         first = k + (depth - 1) * k * k
-        pool.append((candidate_scores, candidates, jnp.repeat(frontier, k, axis=1, total_repeat_length=k * k)))
+        parents, parent_scores = (jnp.repeat(x, k, axis=1, total_repeat_length=k * k) for x in (frontier, scores))
+        pool.append((candidate_scores, candidates, parents, parent_scores))
         if depth + 1 < tree.num_steps:
             scores, best = jax.lax.top_k(candidate_scores, k)
             ids, frontier = jnp.take_along_axis(candidates, best, axis=1), first + best
             features = jnp.take_along_axis(states, (best // k)[:, :, None], axis=1)
             seen = jnp.take_along_axis(seen, (best // k)[:, :, None], axis=1)
-    pool_scores, pool_ids, pool_parents = (jnp.concatenate(parts, axis=1) for parts in zip(*pool, strict=True))
-    return rerank(tree, root, pool_scores, draft.token_ids[pool_ids], pool_parents), cache
+    pool_scores, pool_ids, pool_parents, parent_scores = (
+        jnp.concatenate(parts, axis=1) for parts in zip(*pool, strict=True)
+    )
+    if sampling is None:
+        return rerank(tree, root, pool_scores, draft.token_ids[pool_ids], pool_parents)[0], cache
+    order = jnp.where(sampling.temperature[:, None] > 0, parent_scores, pool_scores)
+    nodes, chosen = rerank(tree, root, order, draft.token_ids[pool_ids], pool_parents)
+    group = jnp.pad(chosen // k, ((0, 0), (1, 0)))
+    return dataclasses.replace(nodes, drawn=Drawn(jnp.concatenate(drawn, axis=1), group, draft.token_ids, k)), cache
+
+
+def _draw_children(
+    logits: Float[Array, "b m dv"], sampling: Sampling, coins: Float[Array, "b m k 2"]
+) -> tuple[Float[Array, "b m k"], Int[Array, "b m k"], Float[Array, "b m dv"]]:
+    """k tokens for each of m nodes, without replacement: their log-probabilities, ids, and what they are drawn from.
+
+    Requests without a temperature get the best ones. Behind the last token that has a probability comes one of none.
+    """
+    (batch, nodes, size), k = logits.shape, coins.shape[2]
+    sampled = sampling.temperature[:, None, None] > 0
+    probs = jax.nn.softmax(logits / jnp.where(sampled, sampling.temperature[:, None, None], 1.0), axis=-1)
+    left, column, found = probs.reshape(-1, size), jnp.arange(size)[None], []
+    for i in range(k):
+        ids = jnp.minimum(draw(coins[:, :, i].reshape(-1, 2), left), size - 1)[:, None]
+        found.append((jnp.log(jnp.take_along_axis(left, ids, axis=1)), ids))
+        left = jnp.where(column == ids, 0.0, left)
+    gained, ids = (jnp.concatenate(x, axis=1).reshape(batch, nodes, k) for x in zip(*found, strict=True))
+    best = top_k_of_logits(logits, k)
+    return jnp.where(sampled, gained, best[0]), jnp.where(sampled, ids, best[1]), probs
 
 
 def rerank(
@@ -134,19 +203,19 @@ def rerank(
     scores: Float[Array, "b p"],
     tokens: Int[Array, "b p"],
     parents: Int[Array, "b p"],
-) -> TokenTree:
-    """The best num_draft_tokens - 1 candidates of the pool, and the root in front of them.
+) -> tuple[TokenTree, Int[Array, "b drafts"]]:
+    """The best num_draft_tokens - 1 candidates of the pool, and the root in front of them; and which they are.
 
     A child never scores above its parent and stands behind it in the pool; `top_k` prefers the earlier of equals, so
     with a node its parent is always chosen too.
     """
-    k, steps, nodes = tree.topk, tree.num_steps, tree.num_draft_tokens
+    k, steps, drafts = tree.topk, tree.num_steps, tree.num_draft_tokens - 1
     batch, size = scores.shape
-    if nodes - 1 == size:  # all of them, in a chain always: the scores need not even be computed
+    if drafts == size:  # all of them, in a chain always: the scores need not even be computed
         chosen = jnp.broadcast_to(jnp.arange(size), scores.shape)
         node_of = chosen + 1
     else:
-        _, best = jax.lax.top_k(scores, nodes - 1)
+        _, best = jax.lax.top_k(scores, drafts)
         chosen = jnp.sort(best, axis=-1)
         member = jnp.any(best[:, :, None] == jnp.arange(size)[None, None], axis=1)
         node_of = jnp.cumsum(member, axis=-1, dtype=jnp.int32)  # pool index -> node index, where chosen
@@ -155,12 +224,13 @@ def rerank(
     level = jnp.concatenate([jnp.ones(k, jnp.int32), jnp.repeat(jnp.arange(2, steps + 1, dtype=jnp.int32), k * k)])
     column = jnp.zeros((batch, 1), jnp.int32)
     parent = jnp.concatenate([column - 1, parent], axis=1)
-    return TokenTree(
+    nodes = TokenTree(
         tokens=jnp.concatenate([root[:, None], jnp.take_along_axis(tokens, chosen, axis=1)], axis=1),
         parents=parent,
         depths=jnp.concatenate([column, level[chosen]], axis=1),
         mask=_ancestors(parent, steps),
     )
+    return nodes, chosen
 
 
 def _ancestors(parents: Int[Array, "b n"], depth: int) -> Bool[Array, "b n n"]:

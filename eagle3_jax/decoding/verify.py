@@ -3,7 +3,10 @@
 Greedy (EAGLE3_SPEC section 5.4): a child is accepted when it is the target's argmax. Sampled (section 5.5a, SGLang's
 target-only rule with thresholds 1): with one coin u a node's children are accepted where u falls into their stretch of
 the target's distribution; if into none, the bonus comes from the distribution without the children. Each token thus
-comes with exactly the target's probability, whatever was drafted.
+comes with exactly the target's probability, whatever was drafted. Drafts drawn from the head's distribution q are
+accepted by multi-candidate rejection sampling (SpecInfer, https://arxiv.org/abs/2305.09781, section 4.3; without
+replacement: https://arxiv.org/abs/2402.14160): child by child with probability min(1, p / q), and where one is rejected
+the rest of max(p - q, 0) takes the place of p, and q goes without it.
 """
 
 from __future__ import annotations
@@ -15,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from eagle3_jax.decoding.sampling import Sampling, draw, probabilities
-from eagle3_jax.decoding.tree import TokenTree
+from eagle3_jax.decoding.sampling import BONUS, COINS, Sampling, draw, probabilities
+from eagle3_jax.decoding.tree import Drawn, TokenTree
 from eagle3_jax.kernels.vocabulary import argmax
 
 
@@ -61,10 +64,10 @@ def verify(
         predicted = argmax(logits)
         walk = walk_greedy(tree, predicted, steps)
         return walk, jnp.take_along_axis(predicted, walk.last[:, None], axis=1)[:, 0]
-    coin_keys, bonus_keys = jax.vmap(jax.random.split, out_axes=1)(sampling.keys(lengths))
-    coins = jax.vmap(lambda key: jax.random.uniform(key, (steps,)))(coin_keys)
+    siblings = 1 if tree.drawn is None else tree.drawn.topk
+    coins = sampling.uniform(lengths, COINS, steps, siblings)
     walk, weights = walk_sampled(tree, logits, sampling, lengths, stop_ids, coins)
-    return walk, draw(bonus_keys, weights)
+    return walk, draw(sampling.uniform(lengths, BONUS, 2), weights)
 
 
 def walk_greedy(tree: TokenTree, predicted: Int[Array, "b n"], steps: int) -> Walk:
@@ -79,42 +82,96 @@ def walk_sampled(
     sampling: Sampling,
     lengths: Int[Array, " b"],
     stop_ids: Int[Array, "b stops"],
-    coins: Float[Array, "b s"],
+    coins: Float[Array, "b s k"],
 ) -> tuple[Walk, Float[Array, "b v"]]:
-    """Accepts the first child at which the running sum of the target's probabilities exceeds the depth's coin.
+    """Accepts children so that each token comes with the target's probability.
 
     Only the nodes on the way are looked at: the distribution of each is made when the walk comes to it, so that
     penalties count what was accepted in front of it.
 
     Args:
-        coins: uniform in [0, 1), one for each depth of the tree.
+        coins: uniform in [0, 1), for each depth of the tree: one, or one a sibling where drafts were drawn.
 
     Returns:
-        The way, and the weights of the bonus token: the distribution at its end without that node's children.
+        The way, and the weights of the bonus token: what is left of the distribution at its end.
     """
     rules, weights = sampling.rules, jnp.zeros((logits.shape[0], logits.shape[2]))
 
     def hit(depth: int, node: Array, going: Array) -> Array:
         nonlocal rules, weights
-        here = jax.vmap(lambda rows, n: rows[n])(logits, node)
+        here = row_of(logits, node)
         if rules is not None:
             taken = going & (depth > 0)  # the root was counted when it was chosen
             rules = rules.count(jnp.take_along_axis(tree.tokens, node[:, None], axis=1), taken[:, None])
             here = rules.apply(here, stop_ids, lengths + depth + 1)
         probs = probabilities(here, sampling)
-        children = _children_of(tree, node)
-        mass = jnp.where(children, jnp.take_along_axis(probs, tree.tokens, axis=1), 0.0)
-        coin = coins[:, depth] if depth < coins.shape[1] else jnp.full_like(lengths, 2, coins.dtype)
-        hits = children & (mass > 0) & (coin[:, None] < jnp.cumsum(mass, axis=-1))
-        keep = jnp.where(children, 0.0, 1.0)
-        rest = jax.vmap(lambda p, token, factor: p.at[token].multiply(factor))(probs, tree.tokens, keep)
-        # Where the children hold everything, rounding may still let a coin pass them all.
-        rest = jnp.where(rest.sum(axis=-1, keepdims=True) > 0, rest, probs)
+        if depth == coins.shape[1]:  # no children
+            hits, rest = jnp.zeros(tree.tokens.shape, bool), probs
+        elif tree.drawn is None:
+            hits, rest = _target_only(tree.tokens, _children_of(tree, node), probs, coins[:, depth, 0])
+        else:
+            hits, rest = _multi_candidate(tree.tokens, _children_of(tree, node), probs, tree.drawn, coins[:, depth])
         weights = jnp.where((going & ~hits.any(axis=-1))[:, None], rest, weights)
         return hits
 
     walk = _walk(tree, coins.shape[1], hit)
     return walk, weights
+
+
+def _target_only(
+    tokens: Int[Array, "b n"], children: Bool[Array, "b n"], probs: Float[Array, "b v"], coin: Float[Array, " b"]
+) -> tuple[Bool[Array, "b n"], Float[Array, "b v"]]:
+    """The children at which the running sum of the target's probabilities exceeds the coin: the first is accepted.
+
+    Returns:
+        Those, and the distribution without the children.
+    """
+    mass = jnp.where(children, jnp.take_along_axis(probs, tokens, axis=1), 0.0)
+    hits = children & (mass > 0) & (coin[:, None] < jnp.cumsum(mass, axis=-1))
+    keep = jnp.where(children, 0.0, 1.0)
+    rest = jax.vmap(lambda p, token, factor: p.at[token].multiply(factor))(probs, tokens, keep)
+    # Where the children hold everything, rounding may still let a coin pass them all.
+    return hits, jnp.where(rest.sum(axis=-1, keepdims=True) > 0, rest, probs)
+
+
+def _multi_candidate(
+    tokens: Int[Array, "b n"],
+    children: Bool[Array, "b n"],
+    probs: Float[Array, "b v"],
+    drawn: Drawn,
+    coins: Float[Array, "b k"],
+) -> tuple[Bool[Array, "b n"], Float[Array, "b v"]]:
+    """One child after the other, accepted with probability min(1, p / q); a rejected one takes q away from p.
+
+    Where p is one token (temperature 0) this is the greedy rule, whatever q is.
+
+    Returns:
+        The accepted child, and what is left of p.
+    """
+    first, count = jnp.argmax(children, axis=-1), children.sum(axis=-1)
+    column, vocabulary = jnp.arange(tokens.shape[1])[None], jnp.arange(probs.shape[1])[None]
+    hits = jnp.zeros(tokens.shape, bool)
+    of_group = row_of(drawn.probs, row_of(drawn.group, first))
+    q = jnp.zeros_like(probs).at[:, drawn.token_ids].set(of_group)
+    for i in range(drawn.topk):
+        asks = (i < count) & ~hits.any(axis=-1)
+        token = jnp.take_along_axis(tokens, first[:, None] + i, axis=1, mode="clip")
+        q /= jnp.maximum(q.sum(axis=-1, keepdims=True), jnp.finfo(q.dtype).tiny)
+        of_p, of_q = (jnp.take_along_axis(x, token, axis=1)[:, 0] for x in (probs, q))
+        asks &= of_q > 0  # 0: there was no other token left to draw
+        accepted = asks & (coins[:, i] * of_q < of_p)
+        hits |= accepted[:, None] & (column == first[:, None] + i)
+        rest = jnp.maximum(probs - q, 0.0)
+        total = rest.sum(axis=-1, keepdims=True)
+        # p equal to q: only rounding rejects.
+        probs = jnp.where((asks & ~accepted)[:, None] & (total > 0), rest / jnp.where(total > 0, total, 1.0), probs)
+        q = jnp.where(vocabulary == token, 0.0, q)
+    return hits, probs
+
+
+def row_of(array: Array, row: Int[Array, " b"]) -> Array:
+    """array[b, row[b]]."""
+    return jax.vmap(lambda rows, i: rows[i])(array, row)
 
 
 def _children_of(tree: TokenTree, nodes: Int[Array, " b"]) -> Bool[Array, "b n"]:

@@ -88,7 +88,7 @@ def vocabulary_top_k(
         raise ValueError(f"k: got {k}, expected 1 to the vocabulary's {rows.shape[0]}")
     default = default_implementation() if k <= _LONGEST else "xla"
     if (implementation or default) == "xla":
-        return _top_k_of_logits(vocabulary_logits(x, rows), k)
+        return top_k_of_logits(vocabulary_logits(x, rows), k)
     flat = x.reshape(-1, x.shape[-1])
     sizes = {"data": flat.shape[0], "model": rows.shape[0]}
 
@@ -100,9 +100,10 @@ def vocabulary_top_k(
     return best.reshape(*x.shape[:-1], k), tokens.reshape(*x.shape[:-1], k)
 
 
-def _top_k_of_logits(
+def top_k_of_logits(
     logits: Float[Array, "*batch v"], k: int
 ) -> tuple[Float[Array, "*batch k"], Int[Array, "*batch k"]]:
+    """`vocabulary_top_k` where the logits are there already."""
     tokens = []
     masked = logits
     column = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)

@@ -267,8 +267,9 @@ def test_the_end_of_sequence_ends_each_sequence_where_vanilla_ends(toy, vanilla,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sample_drafts", [False, True])
 @pytest.mark.parametrize("name", ["chain3", "tree3x3"])
-def test_sampled_tokens_have_the_target_s_distribution(toy, name):
+def test_sampled_tokens_have_the_target_s_distribution(toy, name, sample_drafts):
     """Second and third token of 4096 answers (the first round's) against the exact distribution, by chi-square."""
     samples, vocabulary, prompt = 4096, 24, PROMPTS[2, :6]
     state = rounds.generate(
@@ -278,7 +279,7 @@ def test_sampled_tokens_have_the_target_s_distribution(toy, name):
         jnp.full(samples, 6, jnp.int32),
         jax.random.key(7),
         max_tokens=3,
-        tree=TREES[name],
+        tree=dataclasses.replace(TREES[name], sample_drafts=sample_drafts),
         temperature=1.5,
     )
     assert int(state.accepted.sum()) > samples // 10  # both ways of getting a token are seen
@@ -336,9 +337,11 @@ def test_every_sampled_token_is_among_those_that_the_filters_keep(toy, name):
 
 
 @pytest.mark.slow
-def test_temperatures_mix_in_one_batch_and_the_key_matters(toy, vanilla):
-    temperature = jnp.array([0.0, 1e-6, 1e-5, 1.0])
-    run = functools.partial(generate, toy.target, toy.good, tree=TREES["chain3"], temperature=temperature)
+@pytest.mark.parametrize("sample_drafts", [False, True])
+def test_temperatures_mix_in_one_batch_and_the_key_matters(toy, vanilla, sample_drafts):
+    temperature, tree = jnp.array([0.0, 1e-6, 1e-5, 2.0]), TREES["tree3x3" if sample_drafts else "chain3"]
+    tree = dataclasses.replace(tree, sample_drafts=sample_drafts)
+    run = functools.partial(generate, toy.target, toy.good, tree=tree, temperature=temperature)
     state = run()
     np.testing.assert_array_equal(state.output[:3, :MAX_TOKENS], vanilla[:3])
     assert state.output[3].tolist() != vanilla[3].tolist()
@@ -350,7 +353,7 @@ def test_temperatures_mix_in_one_batch_and_the_key_matters(toy, vanilla):
         jnp.asarray(LENGTHS),
         jax.random.key(1),
         max_tokens=MAX_TOKENS,
-        tree=TREES["chain3"],
+        tree=tree,
         temperature=temperature,
     )
     np.testing.assert_array_equal(other.output[:3], state.output[:3])

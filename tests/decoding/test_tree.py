@@ -49,7 +49,7 @@ def test_rerank_keeps_the_best_and_stays_connected(size, random, ties):
                 parents.append(parent)
                 scores.append((scores[parent] if parent >= 0 else 0.0) - loss)
     tokens = [random.randrange(100) for _ in scores]
-    tree = rerank(
+    tree, indices = rerank(
         size,
         jnp.array([7], jnp.int32),
         jnp.asarray([scores], jnp.float32),
@@ -57,6 +57,7 @@ def test_rerank_keeps_the_best_and_stays_connected(size, random, ties):
         jnp.asarray([parents], jnp.int32),
     )
     chosen = reference_rerank(size, np.asarray(scores, np.float32).tolist())
+    assert indices[0].tolist() == chosen
     assert tree.tokens[0].tolist() == [7, *(tokens[i] for i in chosen)]
     nodes = {-1: 0, **{pool: node + 1 for node, pool in enumerate(chosen)}}
     assert tree.parents[0].tolist() == [-1, *(nodes[parents[i]] for i in chosen)]  # KeyError: not connected

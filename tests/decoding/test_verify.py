@@ -11,7 +11,7 @@ import pytest
 
 from eagle3_jax.decoding import verify as verify_lib
 from eagle3_jax.decoding.sampling import Sampling
-from eagle3_jax.decoding.tree import TokenTree, _ancestors
+from eagle3_jax.decoding.tree import Drawn, TokenTree, _ancestors
 from eagle3_jax.decoding.verify import Walk, verify, walk_greedy, walk_sampled
 
 
@@ -74,7 +74,7 @@ def test_sampled_walk_has_exactly_the_target_s_distribution(name, sharp):
     way, rest = jax.jit(walk)(
         make_tree(tokens, parents, batch),
         jnp.broadcast_to(jnp.asarray(probs, jnp.float32), (batch, *probs.shape)),
-        coins.reshape(batch, steps),
+        coins.reshape(batch, steps, 1),
     )
     path, accepted, rest = np.asarray(way.path), np.asarray(way.accepted), np.asarray(rest, np.float64)
     got = np.zeros_like(probs)
@@ -93,7 +93,7 @@ def test_a_coin_beyond_rounding_still_gives_a_token_of_the_target(monkeypatch):
     tree = make_tree([0, 1, 2], [-1, 0, 0], 1)
     probs = jnp.array([[0.0, 0.5, 0.4999999, 0.0]])
     monkeypatch.setattr(verify_lib, "probabilities", lambda *_: probs)
-    way, weights = walk(tree, jnp.ones((1, 3, 4)), jnp.full((1, 1), 1 - 2**-24))
+    way, weights = walk(tree, jnp.ones((1, 3, 4)), jnp.full((1, 1, 1), 1 - 2**-24))
     assert int(way.accepted[0]) == 0
     assert float(weights.sum()) > 0
     assert np.asarray(weights)[0, [0, 3]].sum() == 0
@@ -114,12 +114,77 @@ def test_a_token_of_probability_zero_is_never_accepted(monkeypatch):
         tokens=jnp.asarray(np.pad(children, ((0, 0), (1, 0))), jnp.int32),
     )
     monkeypatch.setattr(verify_lib, "probabilities", lambda *_: jnp.asarray(probs))
-    way, rest = walk(tree, jnp.ones((batch, 9, vocabulary)), jnp.asarray(coins[:, None], jnp.float32))
+    way, rest = walk(tree, jnp.ones((batch, 9, vocabulary)), jnp.asarray(coins[:, None, None], jnp.float32))
     accepted, last = np.asarray(way.accepted), np.asarray(way.last)
     tokens = np.asarray(tree.tokens)[np.arange(batch), last]
     assert 0 < accepted.sum() < batch
     assert (probs[np.arange(batch), tokens][accepted == 1] > 0).all()
     assert not np.asarray(rest)[np.asarray(rest.sum(axis=-1) > 0)][probs == 0].any()
+
+
+def drawn_tree(drafts: np.ndarray, q: np.ndarray, token_ids: np.ndarray) -> TokenTree:
+    """A root and its children, draft ids [batch, k] that were drawn from q."""
+    batch, k = drafts.shape
+    tree = make_tree([0] * (k + 1), [-1] + [0] * k, batch)
+    probs = jnp.broadcast_to(jnp.asarray(q, jnp.float32), (batch, 1, len(q)))
+    return dataclasses.replace(
+        tree,
+        tokens=jnp.asarray(np.pad(token_ids[drafts], ((0, 0), (1, 0))), jnp.int32),
+        drawn=Drawn(probs, jnp.zeros((batch, k + 1), jnp.int32), jnp.asarray(token_ids), k),
+    )
+
+
+def without_replacement(q: np.ndarray, k: int) -> list[tuple[tuple[int, ...], float]]:
+    """Every order in which k tokens can be drawn, and its probability; where nothing is left, the first comes."""
+    found: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
+    for _ in range(k):
+        longer = []
+        for order, probability in found:
+            left = {token: q[token] for token in range(len(q)) if token not in order}
+            if not any(left.values()):
+                left = {min(left): 1.0}
+            total = sum(left.values())
+            longer += [((*order, t), probability * x / total) for t, x in left.items() if x]
+        found = longer
+    return found
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("sharp", [0.5, 3.0])
+@pytest.mark.parametrize("q_of", ["other", "same", "one token", "two tokens"])
+def test_multi_candidate_rejection_sampling_has_exactly_the_target_s_distribution(k, sharp, q_of):
+    """Every order of drawing, with the probability of accepting each draft found by bisection of its coin."""
+    vocabulary, token_ids = 6, np.array([0, 2, 3, 5])  # two tokens are never drafted
+    rng = np.random.default_rng(k)
+    p = np.exp(sharp * rng.normal(size=vocabulary))
+    q = {
+        "other": np.exp(sharp * rng.normal(size=4)),
+        "same": p[token_ids],
+        "one token": np.array([0.0, 1.0, 0.0, 0.0]),
+        "two tokens": np.array([1.0, 0.0, 0.0, 3.0]),
+    }[q_of]
+    p, q = p / p.sum(), q / q.sum()
+    drafts, orders = (np.array(x) for x in zip(*without_replacement(q, k), strict=True))
+    np.testing.assert_allclose(orders.sum(), 1, atol=1e-9)
+
+    tree = drawn_tree(drafts, q, token_ids)
+    logits = jnp.broadcast_to(jnp.asarray(p, jnp.float32), (len(drafts), k + 1, vocabulary))
+    run = jax.jit(walk)
+    highest = 1 - 2.0**-24
+    coins = np.full((len(drafts), k), highest)
+    got, reached = np.zeros(vocabulary), orders.copy()
+    for child in range(k):
+        low, high = np.zeros(len(drafts)), np.ones(len(drafts))
+        for _ in range(26):
+            tried = coins.copy()
+            tried[:, child] = np.minimum((low + high) / 2, highest)
+            accepted = np.asarray(run(tree, logits, jnp.asarray(tried[:, None], jnp.float32))[0].last) == child + 1
+            low, high = np.where(accepted, (low + high) / 2, low), np.where(accepted, high, (low + high) / 2)
+        np.add.at(got, token_ids[drafts[:, child]], reached * high)
+        reached *= 1 - np.where(high > 1 - 1e-6, 1.0, high)
+    rest = np.asarray(run(tree, logits, jnp.asarray(coins[:, None], jnp.float32))[1], np.float64)
+    got += (reached[:, None] * rest / rest.sum(axis=1, keepdims=True)).sum(axis=0)
+    np.testing.assert_allclose(got, p, atol=1e-6)
 
 
 def test_greedy_walk_follows_the_argmax_and_stays_where_it_ends():
@@ -182,7 +247,9 @@ def test_verify_draws_from_the_filtered_distribution(monkeypatch, temperature, t
 
     seen = {}
     monkeypatch.setattr(
-        verify_lib, "walk_sampled", lambda *given: functools.partial(walk_sampled, *given[:5])(jnp.asarray(coins))
+        verify_lib,
+        "walk_sampled",
+        lambda *given: functools.partial(walk_sampled, *given[:5])(jnp.asarray(coins)[:, :, None]),
     )
     monkeypatch.setattr(verify_lib, "draw", lambda _, rest: seen.setdefault("rest", rest).argmax(-1).astype(jnp.int32))
     sampling = dataclasses.replace(
