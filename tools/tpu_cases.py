@@ -63,7 +63,7 @@ class Attention(Case):
     """`nodes` new tokens of each sequence over `keys` slots, their own included.
 
     Attributes:
-        page: slots of a page, for the peers that have pages; ours is measured contiguous, as the engine runs it.
+        page: slots of a page, for the peers; ours has the engine's.
     """
 
     nodes: int = 64

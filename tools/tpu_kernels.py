@@ -17,15 +17,17 @@ def program(case: Case) -> Call:
 
 
 def tree_attention(case: Attention) -> Call:
-    """Contiguous caches, lengths known at run time; all sequences as long as they can be."""
+    """Pages, lengths known at run time; all sequences as long as they can be."""
     import jax.numpy as jnp
 
+    from eagle3_jax.decoding.engine import PAGE_SIZE
     from eagle3_jax.kernels import dispatch
     from eagle3_jax.kernels.tree_attention import plan, tree_attention
 
-    c, cores, dtype = case, dispatch.cores(), jnp.dtype(case.dtype)
-    queries, cache = (c.batch, c.nodes, c.query_heads, c.head_dim), (c.batch, c.kv_heads, c.keys, c.head_dim)
+    c, cores, dtype, pages = case, dispatch.cores(), jnp.dtype(case.dtype), case.keys // PAGE_SIZE
+    queries, cache = (c.batch, c.nodes, c.query_heads, c.head_dim), _pages(c.batch * c.keys, c.kv_heads, c.head_dim)
     arguments: list[Any] = [
+        ((c.batch, pages), "int32"),
         (queries, c.dtype),
         *[((c.batch, c.nodes, c.kv_heads, c.head_dim), c.dtype)] * 2,
         *[(cache, c.dtype)] * 2,
@@ -36,10 +38,18 @@ def tree_attention(case: Attention) -> Call:
 
     # Blocks of the prefix have code of their own, and those that hold the tail. The cores of a device share the
     # sequences, or the KV heads of each, whose blocks are as many.
-    shape = plan(queries, cache, (dtype, dtype), tail=c.nodes, pages=None)
+    shape = plan(queries, cache, (dtype, dtype), tail=c.nodes, pages=pages)
     _, blocks, _, bare = shape.blocks(c.keys - c.nodes, 0, 0)
     tiles = c.batch * shape.tiles if c.batch % cores else c.batch // cores * shape.tiles
-    return Call(tree_attention, arguments, {"tree_attention.": [tiles * bare, tiles * (blocks - bare)]}, donated=(3, 4))
+    trips = {"tree_attention.": [tiles * bare, tiles * (blocks - bare)]}
+    return Call(lambda table, *rest: tree_attention(*rest, page_table=table), arguments, trips, donated=(4, 5))
+
+
+def _pages(tokens: int, kv_heads: int, head_dim: int) -> tuple[int, ...]:
+    """Shape of a cache of the engine."""
+    from eagle3_jax.decoding.engine import PAGE_SIZE
+
+    return tokens // PAGE_SIZE + 1, kv_heads, PAGE_SIZE, head_dim
 
 
 def vocabulary_top_k(case: TopK, implementation: Any = None) -> Call:
@@ -91,20 +101,22 @@ def ttt_attention(case: TrainingTimeTest) -> Call:
 
 def commit(case: Commit) -> Call:
     """Whatever depends on the path counts as done for each of its rows."""
+    from eagle3_jax.decoding.engine import PAGE_SIZE
     from eagle3_jax.kernels.commit import commit
 
     c = case
-    caches = [((c.batch, c.kv_heads, c.slots, c.head_dim), c.dtype)] * 2 * c.layers
+    caches = [(_pages(c.batch * c.slots, c.kv_heads, c.head_dim), c.dtype)] * 2 * c.layers
     # Loops: sequences; copies of each row's tile and of the two where the rows go, and waits for both; rows, and in
     # each the caches; the two copies back, and waits for them.
     loops = [1, c.nodes, 2, c.nodes, 2, c.nodes, (c.nodes - 1) * len(caches), 2, 2]
 
-    def move(lengths: Any, path: Any, *caches: Any) -> Any:
-        return commit(caches, lengths, path)
+    def move(lengths: Any, path: Any, table: Any, *caches: Any) -> Any:
+        return commit(caches, lengths, path, page_table=table)
 
-    arguments: list[Any] = [((c.batch,), "int32"), ((c.batch, c.nodes), "int32"), *caches]
+    table = ((c.batch, c.slots // PAGE_SIZE), "int32")
+    arguments: list[Any] = [((c.batch,), "int32"), ((c.batch, c.nodes), "int32"), table, *caches]
     trips = {"commit.": [c.batch * trips for trips in loops]}
-    return Call(move, arguments, trips, donated=tuple(range(2, len(arguments))))
+    return Call(move, arguments, trips, donated=tuple(range(3, len(arguments))))
 
 
 PROGRAMS: dict[str, Callable[[Any], Call]] = {
