@@ -11,9 +11,7 @@ import argparse
 import statistics
 import time
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from eagle3_jax.config import DraftConfig, DraftTree
@@ -68,11 +66,11 @@ def gap(engine: Engine, prompts: list[list[int]]) -> float:
             engine.submit(prompts[i], SamplingParams(max_tokens=answer, ignore_eos=True))
         while any(request is None or request.read < len(request.ids) for request in engine._places):
             engine._turn()
-        jax.block_until_ready(engine._state)
+        engine._runner.wait()
         start = time.perf_counter()
         for _ in range(dispatches):
-            engine._decode(programs.ROUNDS, engine.batch_size, True)
-        np.asarray(jax.tree.leaves(engine._state)[-1])
+            engine._runner.decode((), programs.ROUNDS, engine.batch_size, greedy=True)
+        engine._runner.wait()
         seconds = time.perf_counter() - start
         for request in filter(None, list(engine._places)):
             request.abort()

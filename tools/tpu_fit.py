@@ -40,7 +40,7 @@ from eagle3_jax import config as configs
 from eagle3_jax.data import states
 from eagle3_jax.decoding import programs
 from eagle3_jax.decoding.engine import PAGE_SIZE
-from eagle3_jax.decoding.programs import Sizes
+from eagle3_jax.decoding.programs import Models, Sizes, empty_state
 from eagle3_jax.decoding.rounds import STATE_SHARDING_RULES
 from eagle3_jax.mesh import batch_sharding, make_mesh, replicas, replicated, shardings
 from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
@@ -178,24 +178,24 @@ def decoding(
     if prompt < 1:
         raise ValueError(f"{verb}.max_tokens: got {max_tokens}, expected less than regenerate.max_length")
     sizes = Sizes.plan(batch, config.regenerate.max_length, PAGE_SIZE, tree)
-    kv = functools.partial(programs.empty_state, sizes=sizes, tree=tree, kv_dtype=None)
+    models, kv = Models.of(target, draft), functools.partial(empty_state, sizes=sizes, tree=tree, kv_dtype=None)
     length = max(length for _, length in sizes.chunks)
 
     def chunk() -> programs.Chunk:
         return programs.Chunk(**{k: jnp.asarray(v) for k, v in programs.Chunk.blank(1, length, sizes).items()})
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        state = placed(jax.eval_shape(kv, target, draft), mesh, STATE_SHARDING_RULES)
+        state = placed(jax.eval_shape(kv, models), mesh, STATE_SHARDING_RULES)
     read, one = placed(jax.eval_shape(chunk), mesh), placed(jax.ShapeDtypeStruct((), jnp.int32), mesh)
     cancelled = placed(jax.ShapeDtypeStruct((batch,), jnp.bool_), mesh)
     parts = {"target": target, "draft": draft, "state": state}
-    yield Program(f"{verb}: prefill", mesh, parts, {}, lambda: programs.prefill.lower(target, draft, state, read))
+    yield Program(f"{verb}: prefill", mesh, parts, {}, lambda: programs.prefill.lower(models, state, read))
     yield Program(
         f"{verb}: rounds",
         mesh,
         parts,
         {},
-        lambda: programs.decode.lower(target, draft, state, cancelled, one, one, tree=tree, greedy=greedy),
+        lambda: programs.decode.lower(models, state, cancelled, one, one, tree=tree, greedy=greedy),
     )
 
 

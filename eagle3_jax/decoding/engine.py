@@ -9,9 +9,7 @@ free, so nothing is ever taken back from one that runs.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
-import functools
 import logging
 import pathlib
 import threading
@@ -24,8 +22,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
-from tqdm import tqdm
 
 from eagle3_jax import processes
 from eagle3_jax.config import DraftTree, MeshConfig, TargetConfig
@@ -37,12 +33,12 @@ from eagle3_jax.decoding.request import Output as Output
 from eagle3_jax.decoding.request import Piece as Piece
 from eagle3_jax.decoding.request import QueueFullError, Request
 from eagle3_jax.decoding.request import Stats as Stats
+from eagle3_jax.decoding.runner import ModelRunner, tokens_that_fit
 from eagle3_jax.decoding.sampling import MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
 from eagle3_jax.decoding.tree import scratch_slots
 from eagle3_jax.formats.sglang import load_draft
-from eagle3_jax.mesh import decoding_mesh, mesh_of, put, replicated, shardings
+from eagle3_jax.mesh import decoding_mesh
 from eagle3_jax.models.draft import Draft
-from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.llama import Llama
 from eagle3_jax.models.registry import Target, load_target
 
@@ -134,29 +130,26 @@ class Engine:
         if draft is not None:
             tree = tree or DraftTree()
             _check_draft(draft, target, tree, max_length)
-        self.target, self.tokenizer, self.tree, self.draft = target, tokenizer, tree, draft
+        self.target, self.tokenizer, self.tree = target, tokenizer, tree
         self.batch_size, self.max_length, self.queue_limit = batch_size, max_length, queue_limit
-        self._mesh = mesh_of(target.embed[...])
-        if self.draft is not None and self._mesh is not None:
-            self.draft = _spread(self.draft, self._mesh)
-
-        self._kv_dtype = None if kv_dtype is None else jnp.dtype(kv_dtype)
+        stored = None if kv_dtype is None else jnp.dtype(kv_dtype)
         if kv_tokens is not None and memory_fraction is not None:
             raise ValueError(f"kv_tokens, memory_fraction: got {kv_tokens} and {memory_fraction}, expected one of them")
         if memory_fraction is not None:
-            kv_tokens = self._tokens_of(memory_fraction, page_size)
-        self._sizes = Sizes.plan(batch_size, max_length, page_size, tree, kv_tokens)
-        self._pool = PagePool(self._sizes.pages, page_size, reuse=prefix_cache)
+            kv_tokens = tokens_that_fit(target, draft, memory_fraction, page_size, stored)
+        sizes = Sizes.plan(batch_size, max_length, page_size, tree, kv_tokens)
+        self._runner = ModelRunner(target, draft, tree, sizes, stored)
+        self.draft = self._runner.draft
+        self._pool = PagePool(sizes.pages, page_size, reuse=prefix_cache)
         self._eos = frozenset(target.config.eos_token_ids)
         self._steps, self._best = rounds.steps_of(tree), min(MAX_LOGPROBS, target.config.vocab_size)
-        self._stats = EngineStats(pages=self._sizes.pages)
-        self._models = (self.target, self.draft)
+        self._stats = EngineStats(pages=sizes.pages)
+        self._scratch = scratch_slots(tree)
 
         self._waiting: collections.deque[Request] = collections.deque()
         self._places: list[Request | None] = [None] * batch_size
         self._cancelled: set[int] = set()  # places of requests that ended here, while the device runs them
         self._reports: collections.deque[tuple[jax.Array, dict[int, Request], bool]] = collections.deque()
-        self._state: rounds.State | None = None
         self._changes = threading.Condition()  # guards `_waiting`; told of when something has been delivered
         self._driver = threading.Lock()  # one thread does the work at a time
         self._thread: threading.Thread | None = None
@@ -264,7 +257,7 @@ class Engine:
             raise ValueError(f"n: got {params.n}, expected 1: submit each answer, with its `sample`")
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout: got {timeout}, expected more than 0 seconds, or None")
-        if self._mesh is not None and processes.count() > 1:
+        if self._runner.mesh is not None and processes.count() > 1:
             raise RuntimeError("submit: got a mesh of several processes, expected one; there use `generate`")
         request = self._request("prompt", prompt, params, sample)
         if timeout is not None:
@@ -304,20 +297,15 @@ class Engine:
         with self._driver:
             if running := self.stats().running:
                 raise RuntimeError(f"warm_up: got {running} running requests, expected none")
-            work: list[Callable[[], object]] = [
-                functools.partial(self._prefill, Chunk.blank(*shape, self._sizes)) for shape in self._sizes.chunks
-            ]
-            work += [functools.partial(self._decode, 0, 0, greedy) for greedy in (True, False)]
-            work.append(functools.partial(self._note, 0, []))
-            for compile_one in tqdm(work, desc="compile", unit="program", disable=not progress):
-                compile_one()
-            jax.block_until_ready(self._state)
+            self._runner.compile(progress=progress)
 
     def stats(self) -> EngineStats:
         """What it did and does; a copy."""
         with self._changes:
             return dataclasses.replace(
                 self._stats,
+                programs=self._runner.compiled,
+                dispatches=self._runner.dispatches,
                 finished=dict(self._stats.finished),
                 running=sum(request is not None for request in self._places),
                 waiting=len(self._waiting),
@@ -431,16 +419,19 @@ class Engine:
         greedy = all(request.params.greedy for request in running.values())
         with self._changes:  # who waits for a place gets the first that falls free
             enough = 1 if self._waiting else self.batch_size
-        self._reports.append((self._decode(programs.ROUNDS, enough, greedy), running, False))
+        report = self._runner.decode(self._cancelled, programs.ROUNDS, enough, greedy=greedy)
+        self._cancelled.clear()
+        self._reports.append((report, running, False))
 
     def _read_prompts(self, requests: list[Request]) -> None:
-        count, length = self._sizes.chunk_for([len(request.ids) - request.read for request in requests])
+        sizes = self._runner.sizes
+        count, length = sizes.chunk_for([len(request.ids) - request.read for request in requests])
         requests = requests[:count]
-        chunk = Chunk.blank(count, length, self._sizes)
+        chunk = Chunk.blank(count, length, sizes)
         ended = {}
         for row, request in enumerate(requests):
             if request.params.penalises and request.read == request.cached:
-                self._note(request.place, request.ids)
+                self._runner.note_prompt(request.place, request.ids)
             _fill(chunk, row, request, length, self._eos)
             request.read += int(chunk["counts"][row])
             assert request.lease is not None
@@ -448,7 +439,7 @@ class Engine:
             if chunk["ends"][row]:
                 ended[row] = request
                 self._cancelled.discard(request.place)
-        report = self._prefill(chunk)
+        report = self._runner.prefill(chunk)
         if ended:
             self._reports.append((report, ended, True))
 
@@ -491,89 +482,13 @@ class Engine:
         self._places = [None] * self.batch_size
         self._reports.clear()
         self._cancelled.clear()
-        self._state = None
+        self._runner.reset()
         self._pool = PagePool(self._pool.pages, self._pool.page_size, reuse=self._pool.reuse)
         for request in running:
             request.lease = None
             if not request.done:
                 request.finish("error", f"{type(error).__name__}: {error}")
                 self._leave(request, still_runs=False)
-
-    # Programs.
-
-    def _prefill(self, chunk: dict[str, np.ndarray]) -> jax.Array:
-        filled, state = Chunk(**{name: self._put(value) for name, value in chunk.items()}), self._running_state()
-        with self._devices(), self._counting():
-            self._state, report = programs.prefill(*self._models, state, filled)
-        return report
-
-    def _decode(self, most_rounds: int, enough: int, greedy: bool) -> jax.Array:
-        cancelled = np.zeros(self.batch_size, bool)
-        cancelled[list(self._cancelled)] = True
-        self._cancelled.clear()
-        scalars = (self._put(np.int32(most_rounds)), self._put(np.int32(enough)))
-        state = self._running_state()
-        with self._devices(), self._counting():
-            self._state, report = programs.decode(
-                *self._models, state, self._put(cancelled), *scalars, tree=self.tree, greedy=greedy
-            )
-        return report
-
-    def _note(self, place: int, ids: list[int]) -> None:
-        tokens = np.zeros(self.target.config.vocab_size, bool)
-        tokens[ids] = True
-        state = self._running_state()
-        with self._devices(), self._counting():
-            self._state = programs.note_prompt(state, self._put(np.int32(place)), self._put(tokens))
-
-    def _running_state(self) -> rounds.State:
-        """The state, which whatever runs next is given and donates."""
-        state, self._state = self._state, None
-        if state is None:
-            make = functools.partial(programs.empty_state, sizes=self._sizes, tree=self.tree, kv_dtype=self._kv_dtype)
-            with self._devices():
-                state = jax.jit(make)(*self._models)
-        return state
-
-    @contextlib.contextmanager
-    def _counting(self) -> Iterator[None]:
-        before = programs.compiled()
-        yield
-        self._stats.dispatches += 1
-        self._stats.programs += programs.compiled() - before
-
-    def _put(self, value: Any) -> jax.Array:
-        """What the host says, on all devices; it says the same on every process that decodes on this mesh."""
-        return jnp.asarray(value) if self._mesh is None else put(np.asarray(value), replicated(self._mesh))
-
-    def _devices(self) -> contextlib.AbstractContextManager[object]:
-        """Sets the target's mesh: kernels are split over the devices of the mesh that is set."""
-        return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
-
-    @property
-    def _scratch(self) -> int:
-        return scratch_slots(self.tree)
-
-    def _tokens_of(self, memory_fraction: float, page_size: int) -> int:
-        """Tokens of the caches that this share of the device's memory leaves room for, beside the weights."""
-        if not 0 < memory_fraction < 1:
-            raise ValueError(f"memory_fraction: got {memory_fraction}, expected between 0 and 1")
-        device = jax.local_devices()[0] if self._mesh is None else self._mesh.local_devices[0]
-        memory = device.memory_stats() or {}
-        if "bytes_limit" not in memory:
-            raise ValueError(f"memory_fraction: got it for {device}, which does not tell its memory; give kv_tokens")
-        caches = jax.eval_shape(
-            lambda target, draft: (
-                target.empty_pages(1, page_size, self._kv_dtype),
-                None if draft is None else draft.head.empty_pages(1, page_size),
-            ),
-            self.target,
-            self.draft,
-        )
-        parts = 1 if self._mesh is None else self._mesh.shape["model"]
-        page = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(caches)) / parts
-        free = memory_fraction * memory["bytes_limit"] - memory["bytes_in_use"]
-        return max(0, int(free // page) - 1) * page_size
 
     def _request(self, name: str, prompt: Prompt, params: SamplingParams, sample: int) -> Request:
         ids = encode(self.tokenizer, prompt, name)
@@ -634,11 +549,3 @@ def _check_draft(draft: Draft, target: Llama, tree: DraftTree, max_length: int) 
             "declares; behind them fewer drafts may be accepted, the tokens stay the target's own",
             stacklevel=3,
         )
-
-
-def _spread(draft: Draft, mesh: Mesh) -> Draft:
-    """The draft on the target's devices: from elsewhere it would be sent there in every call."""
-    head = jax.tree.map(
-        lambda x, where: put(np.asarray(x), where), draft.head, shardings(draft.head, mesh, SHARDING_RULES)
-    )
-    return Draft(head, put(np.asarray(draft.token_ids), replicated(mesh)))

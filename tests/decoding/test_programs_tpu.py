@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from eagle3_jax.config import DraftConfig, DraftTree
 from eagle3_jax.decoding import programs
-from eagle3_jax.decoding.programs import Chunk, Sizes, empty_state
+from eagle3_jax.decoding.programs import Chunk, Models, Sizes, empty_state
 from eagle3_jax.decoding.rounds import STATE_SHARDING_RULES
 from eagle3_jax.mesh import shardings
 from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
@@ -52,7 +52,7 @@ def shapes(mesh: Mesh, tree: DraftTree | None, length: int) -> tuple[Any, Any, A
         target = Llama(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
         draft = Draft(DraftHead(head, dtype=jnp.bfloat16, rngs=nnx.Rngs(1)), jnp.arange(32000))
         draft = None if tree is None else draft
-        state = empty_state(target, draft, SIZES, tree, None)
+        state = empty_state(Models.of(target, draft), SIZES, tree, None)
         chunk = Chunk(**{name: jnp.asarray(value) for name, value in Chunk.blank(1, length, SIZES).items()})
         leaves, structures[:] = zip(*map(jax.tree.flatten, (target, draft, state, chunk)), strict=True)
         named = jax.tree_util.tree_leaves_with_path((target, draft, state, chunk))
@@ -100,10 +100,11 @@ def test_programs_compile_for_a_tpu(program, tree, greedy, topology):
 
     def run(*leaves):
         target, draft, state, chunk = (s.unflatten(x) for s, x in zip(structures, leaves, strict=True))
+        models = Models.of(target, draft)
         if program == "prefill":
-            return jax.tree.leaves(jitted.__wrapped__(target, draft, state, chunk))
+            return jax.tree.leaves(jitted.__wrapped__(models, state, chunk))
         few = jnp.int32(4), jnp.int32(1)
-        return jax.tree.leaves(jitted.__wrapped__(target, draft, state, cancelled, *few, tree=tree, greedy=greedy))
+        return jax.tree.leaves(jitted.__wrapped__(models, state, cancelled, *few, tree=tree, greedy=greedy))
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = jax.jit(run, donate_argnums=2).lower(*(leaves for _, leaves in parts))

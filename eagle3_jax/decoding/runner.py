@@ -1,0 +1,139 @@
+"""The model runner: an engine's models and state on the device, and the calls of its programs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from tqdm import tqdm
+
+from eagle3_jax.config import DraftTree
+from eagle3_jax.decoding import programs
+from eagle3_jax.decoding.programs import Chunk, Models, Sizes
+from eagle3_jax.decoding.rounds import State
+from eagle3_jax.mesh import mesh_of, put, replicated, shardings
+from eagle3_jax.models.draft import Draft
+from eagle3_jax.models.layers import SHARDING_RULES
+from eagle3_jax.models.llama import Llama
+
+
+class ModelRunner:
+    """Runs the programs where the target is.
+
+    Attributes:
+        draft: on the target's devices.
+        mesh: of the target; None is one device.
+        dispatches: given to the device. compiled: programs that its calls compiled.
+    """
+
+    def __init__(self, target: Llama, draft: Draft | None, tree: DraftTree | None, sizes: Sizes, kv_dtype: Any) -> None:
+        self.mesh = mesh_of(target.embed[...])
+        if draft is not None and self.mesh is not None:
+            draft = _spread(draft, self.mesh)
+        self.draft, self.sizes = draft, sizes
+        self.dispatches = self.compiled = 0
+        self._models = Models.of(target, draft)
+        self._tree, self._kv_dtype, self._vocabulary = tree, kv_dtype, target.config.vocab_size
+        self._state: State | None = None
+
+    def prefill(self, chunk: dict[str, np.ndarray]) -> jax.Array:
+        """Reads a stretch of prompts (see `Chunk.blank`). Returns the report of `programs.prefill`, unread."""
+        filled = Chunk(**{name: self._put(value) for name, value in chunk.items()})
+        with self._running() as state:
+            self._state, report = programs.prefill(self._models, state, filled)
+        return report
+
+    def decode(self, cancelled: Collection[int], max_rounds: int, enough: int, *, greedy: bool) -> jax.Array:
+        """Rounds of the batch, without the places in `cancelled`. Returns the report of `programs.decode`, unread."""
+        ended = np.zeros(self.sizes.batch, bool)
+        ended[list(cancelled)] = True
+        said = self._put(ended), self._put(np.int32(max_rounds)), self._put(np.int32(enough))
+        with self._running() as state:
+            self._state, report = programs.decode(self._models, state, *said, tree=self._tree, greedy=greedy)
+        return report
+
+    def note_prompt(self, place: int, ids: list[int]) -> None:
+        """Notes a prompt's tokens, for penalties."""
+        tokens = np.zeros(self._vocabulary, bool)
+        tokens[ids] = True
+        said = self._put(np.int32(place)), self._put(tokens)
+        with self._running() as state:
+            self._state = programs.note_prompt(state, *said)
+
+    def compile(self, *, progress: bool) -> None:
+        """Compiles all programs, by running each on nothing."""
+        work: list[Callable[[], object]] = [
+            functools.partial(self.prefill, Chunk.blank(*shape, self.sizes)) for shape in self.sizes.chunks
+        ]
+        work += [functools.partial(self.decode, (), 0, 0, greedy=greedy) for greedy in (True, False)]
+        work.append(functools.partial(self.note_prompt, 0, []))
+        for compile_one in tqdm(work, desc="compile", unit="program", disable=not progress):
+            compile_one()
+        self.wait()
+
+    def wait(self) -> None:
+        """Until the device has done all it was given."""
+        jax.block_until_ready(self._state)
+
+    def reset(self) -> None:
+        """Forgets the state; the next call begins with an empty one."""
+        self._state = None
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[State]:
+        """The state, for a program that donates it; under the target's mesh, over which kernels are split."""
+        state, self._state = self._state, None
+        with contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
+            if state is None:
+                make = functools.partial(
+                    programs.empty_state, sizes=self.sizes, tree=self._tree, kv_dtype=self._kv_dtype
+                )
+                state = jax.jit(make)(self._models)
+            before = programs.compiled()
+            yield state
+        self.dispatches += 1
+        self.compiled += programs.compiled() - before
+
+    def _put(self, value: Any) -> jax.Array:
+        """What the host says, on all devices; it says the same on every process that decodes on this mesh."""
+        return jnp.asarray(value) if self.mesh is None else put(np.asarray(value), replicated(self.mesh))
+
+
+def tokens_that_fit(target: Llama, draft: Draft | None, memory_fraction: float, page_size: int, kv_dtype: Any) -> int:
+    """Tokens of the caches that this share of the device's memory leaves room for, beside what lies there.
+
+    Raises:
+        ValueError: a device that does not tell its memory, such as a CPU.
+    """
+    if not 0 < memory_fraction < 1:
+        raise ValueError(f"memory_fraction: got {memory_fraction}, expected between 0 and 1")
+    mesh = mesh_of(target.embed[...])
+    device = jax.local_devices()[0] if mesh is None else mesh.local_devices[0]
+    memory = device.memory_stats() or {}
+    if "bytes_limit" not in memory:
+        raise ValueError(f"memory_fraction: got it for {device}, which does not tell its memory; give kv_tokens")
+
+    def one_page(target: Llama, draft: Draft | None) -> list[jax.Array]:
+        caches = [target.empty_pages(1, page_size, kv_dtype)]
+        if draft is not None:
+            caches.append(draft.head.empty_pages(1, page_size))
+        return jax.tree.leaves(caches)
+
+    parts = 1 if mesh is None else mesh.shape["model"]
+    page = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.eval_shape(one_page, target, draft)) / parts
+    free = memory_fraction * memory["bytes_limit"] - memory["bytes_in_use"]
+    return max(0, int(free // page) - 1) * page_size  # one page more is `rounds.TRASH`
+
+
+def _spread(draft: Draft, mesh: Mesh) -> Draft:
+    """The draft on the target's devices: from elsewhere it would be sent there in every call."""
+    head = jax.tree.map(
+        lambda x, where: put(np.asarray(x), where), draft.head, shardings(draft.head, mesh, SHARDING_RULES)
+    )
+    return Draft(head, put(np.asarray(draft.token_ids), replicated(mesh)))
