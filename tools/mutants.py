@@ -26,7 +26,7 @@ HUNG = -1
 ROOT = pathlib.Path(__file__).parents[1]
 TABLE = ROOT / "tools/mutants.toml"
 TIMEOUT = 900  # seconds for a test without its mutant
-_SLOWER = 10  # a mutant whose test takes so many times as long, and two minutes, hangs: that counts as caught
+_SLOWER = 4  # a mutant whose test takes so many times as long, and two minutes, hangs: that counts as caught
 
 
 @dataclasses.dataclass(frozen=True)
