@@ -36,6 +36,7 @@ class Checkpoints:
     def __init__(self, folder: str | pathlib.Path, keep: int | None = None) -> None:
         self.folder = pathlib.Path(folder).absolute()
         policy: Any = None if keep is None else ocp.training.preservation_policies.LatestN(keep)
+        _silence_orbax_threads()
         with self._orderly(self.folder):
             self._checkpointer = ocp.training.Checkpointer(
                 str(self.folder),
@@ -61,7 +62,7 @@ class Checkpoints:
             for name in ("head", "optimizer"):
                 parts[f"{name}_checksums"] = _checksums(parts[name])
             try:
-                with _quiet_threads():
+                with _quiet_logs():
                     self._checkpointer.save_checkpointables(step, parts, force=True)
             except Exception as error:
                 raise CheckpointError(f"{self.folder / str(step)}: not written ({_reason(error)})") from error
@@ -134,22 +135,36 @@ class Checkpoints:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # What a save raised, the checkpointer raises once more when it is closed.
-        with _quiet_threads(), contextlib.nullcontext() if kind is None else contextlib.suppress(Exception):
+        with _quiet_logs(), contextlib.nullcontext() if kind is None else contextlib.suppress(Exception):
             self._checkpointer.close()
 
 
 @contextlib.contextmanager
-def _quiet_threads() -> Iterator[None]:
-    """Orbax raises here what its threads raise and log there: pages of tracebacks would only say it again."""
-    hook, threading.excepthook = threading.excepthook, lambda _: None
+def _quiet_logs() -> Iterator[None]:
+    """Orbax raises here what it logs: pages of tracebacks would only say it again."""
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        threading.excepthook = hook
         logger.setLevel(level)
+
+
+def _silence_orbax_threads() -> None:
+    """What a thread of Orbax raises, its checkpointer raises again: the traceback would say it twice.
+
+    For good: threads of a save that failed end when the interpreter is shutting down already.
+    """
+    hook = threading.excepthook
+    if hook.__module__ == __name__:
+        return
+
+    def others(args: Any) -> None:
+        if not type(args.thread).__module__.startswith("orbax."):
+            hook(args)
+
+    threading.excepthook = others
 
 
 def load_head(folder: str | pathlib.Path, config: DraftHeadConfig) -> DraftHead:
