@@ -37,7 +37,14 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 import hypothesis
 import pytest
+from jax._src import compilation_cache
 from jax._src.pallas.mosaic import tpu_info
+
+# What CPUs run is compiled once for all workers, and not again in the next run. What is compiled ahead of time for a
+# TPU cannot be kept so.
+_is_cache_used = compilation_cache.is_cache_used
+compilation_cache.is_cache_used = lambda backend: backend.platform == "cpu" and _is_cache_used(backend)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 # Pallas' pipelines ask for the tiling of the chip, and for a CPU, where tests interpret kernels, JAX knows none.
 tpu_info.registry.setdefault("cpu", lambda: tpu_info.get_tpu_info_for_chip(tpu_info.ChipVersion.TPU_V5E, 1))
@@ -73,6 +80,11 @@ def whole_run(tmp_path_factory):
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     with filelock.FileLock(folder / "whole_run.lock"):
         return tiny.make_run(folder / "whole_run")
+
+
+def pytest_configure(config):
+    if hasattr(config, "cache"):  # not with -p no:cacheprovider
+        jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
 
 
 def pytest_collection_modifyitems(config, items):
