@@ -6,6 +6,7 @@ examples in every run, and a skip that `allowed_skips.toml` does not list fails 
 """
 
 import fnmatch
+import gc
 import os
 import pathlib
 import re
@@ -62,6 +63,10 @@ hypothesis.settings.register_profile(
 hypothesis.settings.register_profile("long", print_blob=True, deadline=None, max_examples=500)
 hypothesis.settings.load_profile("fixed")
 
+# Each compiled program holds memory mappings, of which Linux allows a process 65,530: beyond them LLVM aborts.
+_MAPPINGS = pathlib.Path("/proc/self/maps")
+_MOST_MAPPINGS = 20_000
+
 # Seconds. A test of its own `timeout` mark has that one.
 _LIMITS = {"long": 3600, "slow": 900}
 _LIMIT = 300
@@ -85,6 +90,12 @@ def whole_run(tmp_path_factory):
 def pytest_configure(config):
     if hasattr(config, "cache"):  # not with -p no:cacheprovider
         jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
+
+
+def pytest_runtest_teardown(nextitem):
+    if _MAPPINGS.exists() and _MAPPINGS.read_bytes().count(b"\n") > _MOST_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
 
 
 def pytest_collection_modifyitems(config, items):
