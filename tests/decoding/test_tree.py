@@ -1,5 +1,7 @@
 """Trees against plain Python references."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding import tree as tree_lib
+from eagle3_jax.decoding.sampling import Sampling
 from eagle3_jax.kernels.tree_attention import tree_attention
 
 SIZES = [
@@ -158,3 +161,21 @@ def test_grow_against_a_reference_without_cache(toy, size, kind):
     expected = [path for path, _ in reference_grow(toy, draft, size, root, committed, features)]
     assert sorted(got) == sorted(expected)
     assert len(got) == size.num_draft_tokens - 1
+
+
+def test_siblings_are_drawn_without_replacement():
+    """With the head's probabilities at the request's temperature, in order of drawing; without one the best."""
+    logits, samples = jnp.log(jnp.array([0.5, 0.3, 0.15, 0.05])), 4000
+    q = np.sqrt([0.5, 0.3, 0.15, 0.05])
+    q /= q.sum()
+    sampling = dataclasses.replace(Sampling.greedy(2), temperature=jnp.array([2.0, 0.0]))
+    coins = jax.random.uniform(jax.random.key(0), (2, samples, 2, 2))
+    gained, ids, probs = tree_lib._draw_children(jnp.broadcast_to(logits, (2, samples, 4)), sampling, coins)
+    assert (ids[1] == jnp.arange(2)[None]).all()
+    np.testing.assert_allclose(probs[0, 0], q, rtol=1e-5)
+    np.testing.assert_allclose(gained[0], np.log(q)[np.asarray(ids[0])], rtol=1e-4)
+    pairs = np.zeros((4, 4))
+    np.add.at(pairs, tuple(np.asarray(ids[0]).T), 1)
+    expected = samples * q[:, None] * q[None] / (1 - q[:, None]) * (1 - np.eye(4))
+    assert np.trace(pairs) == 0
+    assert (np.abs(pairs - expected) <= 4 * np.sqrt(expected)).all()
