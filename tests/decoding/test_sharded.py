@@ -29,7 +29,8 @@ def test_sharded_target_decodes_alike(toy):
 
 
 @pytest.mark.slow
-def test_a_sharded_target_samples_alike(toy):
+@pytest.mark.parametrize("sample_drafts", [False, True])
+def test_a_sharded_target_samples_alike(toy, sample_drafts):
     """Greedy and sampled rows side by side, with filters: padding or a wrong row's temperature would show."""
     mesh = make_mesh(MeshConfig(data=1, model=2), jax.devices()[:2])
     split = jax.device_put(toy.target, shardings(toy.target, mesh, SHARDING_RULES))
@@ -39,7 +40,7 @@ def test_a_sharded_target_samples_alike(toy):
         "temperature": jnp.array([0.0, 1.0, 0.7, 1.5]),
         "top_k": jnp.array([0, 0, 5, 0]),
         "top_p": jnp.array([1.0, 0.9, 1.0, 1.0]),
-        "tree": DraftTree(num_steps=3, topk=2, num_draft_tokens=6),
+        "tree": DraftTree(num_steps=3, topk=2, num_draft_tokens=6, sample_drafts=sample_drafts),
     }
     expected = rounds.generate(toy.target, *arguments, max_tokens=16, **asked)
     got = rounds.generate(split, *arguments, max_tokens=16, **asked)
