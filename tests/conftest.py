@@ -7,6 +7,7 @@ examples in every run, and a skip that `allowed_skips.toml` does not list fails 
 
 import fnmatch
 import gc
+import itertools
 import os
 import pathlib
 import re
@@ -45,7 +46,7 @@ from jax._src.pallas.mosaic import tpu_info
 # TPU cannot be kept so.
 _is_cache_used = compilation_cache.is_cache_used
 compilation_cache.is_cache_used = lambda backend: backend.platform == "cpu" and _is_cache_used(backend)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 # Pallas' pipelines ask for the tiling of the chip, and for a CPU, where tests interpret kernels, JAX knows none.
 tpu_info.registry.setdefault("cpu", lambda: tpu_info.get_tpu_info_for_chip(tpu_info.ChipVersion.TPU_V5E, 1))
@@ -63,9 +64,12 @@ hypothesis.settings.register_profile(
 hypothesis.settings.register_profile("long", print_blob=True, deadline=None, max_examples=500)
 hypothesis.settings.load_profile("fixed")
 
-# Each compiled program holds memory mappings, of which Linux allows a process 65,530: beyond them LLVM aborts.
+# Each compiled program holds memory mappings, of which Linux allows a process 65,530: beyond them LLVM aborts. To count
+# them takes the kernel tens of milliseconds.
 _MAPPINGS = pathlib.Path("/proc/self/maps")
-_MOST_MAPPINGS = 20_000
+_MOST_MAPPINGS = 30_000
+_COUNT_EVERY = 16  # tests
+_tests_done = itertools.count(1)
 
 # Seconds. A test of its own `timeout` mark has that one.
 _LIMITS = {"long": 3600, "slow": 900}
@@ -93,7 +97,9 @@ def pytest_configure(config):
 
 
 def pytest_runtest_teardown(nextitem):
-    if _MAPPINGS.exists() and _MAPPINGS.read_bytes().count(b"\n") > _MOST_MAPPINGS:
+    if next(_tests_done) % _COUNT_EVERY or not _MAPPINGS.exists():
+        return
+    if _MAPPINGS.read_bytes().count(b"\n") > _MOST_MAPPINGS:
         jax.clear_caches()
         gc.collect()
 

@@ -56,6 +56,7 @@ def test_sums_of_many_small_products_are_right():
     np.testing.assert_allclose(squares, np.arange(32_769.0) ** 2, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_decoding_imports_nothing_of_the_training_extra():
     code = (
         "import sys, eagle3_jax, eagle3_jax.decoding.measure\n"

@@ -55,6 +55,7 @@ def prompts(tmp_path: pathlib.Path) -> pathlib.Path:
     return path
 
 
+@pytest.mark.slow
 def test_measures_a_prompts_file(
     config: RunConfig, target: Target, prompts: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -67,7 +67,10 @@ def test_every_command_is_understood(command, monkeypatch):
                 assert word in shown.stdout, f"{word}: not a flag of {what}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, id=page.name, marks=[] if page.name == "README.md" else pytest.mark.slow) for page in PAGES],
+)
 def test_its_python_runs(page, tmp_path, monkeypatch, capsys):
     """As it is written, but for the models: a tiny target in a folder, and a head that knows nothing."""
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)

@@ -181,7 +181,8 @@ def test_killed_before_the_last_word_it_still_knows_its_results(target, tmp_path
     assert results["train"] == expected["train"] and results["held_out"] == expected["held_out"]
 
 
-@pytest.mark.parametrize("split", ["train", pytest.param("held_out", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["train", "held_out"])
 def test_a_nan_stops_with_the_records_named_and_the_last_checkpoint_stays(tmp_path, target, split, capsys):
     """One record holds a NaN: of its batch all records are named; the checkpoint before it is kept as it was."""
     config = prepared(tmp_path, target, max_steps=None, epochs=1, checkpoint_every=1, log_every=100, eval_every=100)

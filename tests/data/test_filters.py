@@ -88,6 +88,7 @@ def test_refuse():
     assert filters.refuse(user("a <| b |> c, p <|> q, <s>struck</s>"), max_chars=100) is None
 
 
+@pytest.mark.slow
 def test_redact_counts_over_messages():
     messages = [{"role": "system", "content": "You serve bob@example.org."}, *user("I am ann@example.org")]
     redacted, found = filters.redact(messages)

@@ -54,6 +54,7 @@ def test_the_whole_vocabulary_is_never_there_for_all_positions():
     assert 256 * config.vocab_size <= largest < whole
 
 
+@pytest.mark.slow
 def test_the_forward_pass_compiles_for_a_tpu():
     """Conversations over the data axis, KV heads over the model axis, a length that is no multiple of the kernel's."""
     pytest.importorskip("libtpu")

@@ -63,7 +63,8 @@ def test_speculative_answers_are_the_vanilla_ones_in_the_order_of_the_prompts(to
     assert len(got[3].stats.accepted_per_position) == 3
 
 
-@pytest.mark.parametrize("sample_drafts", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sample_drafts", [False, True])
 def test_answers_do_not_depend_on_their_neighbours(toy, speculative, sample_drafts):
     if sample_drafts:
         speculative = make(toy, tree=dataclasses.replace(speculative.tree, sample_drafts=True))
@@ -99,6 +100,7 @@ def test_nothing_compiles_once_warm(speculative):
     assert speculative.stats().programs == before
 
 
+@pytest.mark.slow
 def test_end_of_sequence_stops_unless_ignored(toy):
     free = make(toy, None).generate(["hello"], SamplingParams(max_tokens=12))[0].token_ids
     stop = free[4]
@@ -176,6 +178,7 @@ def test_a_draft_of_another_shape_is_refused(toy, field, value, message):
         Engine(toy.target, Tokenizer(), dataclasses.replace(toy.good, head=other), CHAIN, max_length=64)
 
 
+@pytest.mark.slow
 def test_positions_beyond_what_the_head_declares_are_warned_of_and_stay_exact(toy):
     head = toy.good.head
     graph, parameters = nnx.split(head)

@@ -146,6 +146,7 @@ def test_several_answers_to_one_prompt_differ_and_repeat(engine):
     assert alone.token_ids == first[0].token_ids
 
 
+@pytest.mark.slow
 def test_a_prefix_is_read_once_and_changes_nothing(toy):
     system = [(7 * i) % 23 for i in range(50)]
     turns = [[*system, 3], [*system, 4, 9], [*system[:20], 8], [1, 2, 3]]
@@ -177,9 +178,8 @@ def test_a_prefix_is_read_once_and_changes_nothing(toy):
         assert accepted == fresh  # the draft's part of the prefix is right too
 
 
-@pytest.mark.parametrize(
-    "page_size", [pytest.param(16, marks=pytest.mark.slow), 64, pytest.param(256, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size", [16, 64, 256])
 def test_page_sizes_change_nothing(toy, page_size):
     """Drafts cross pages everywhere: prompts of every length around a page's end."""
     prompts = [[(3 * i + n) % 24 for i in range(n)] for n in range(page_size - 6, page_size + 6)]
@@ -191,6 +191,7 @@ def test_page_sizes_change_nothing(toy, page_size):
     assert [answer.token_ids for answer in got] == [answer.token_ids for answer in expected]
 
 
+@pytest.mark.slow
 def test_requests_wait_where_pages_are_short_and_nothing_is_thrown_out(toy):
     """Room for one request of full length: places are free, pages are not."""
     engine = make(toy, batch_size=4, page_size=16, kv_tokens=144)
@@ -254,6 +255,7 @@ def test_aborted_late_and_refused_requests_leave_nothing(toy):
     assert (stats.running, stats.waiting, stats.free_pages, stats.refused) == (0, 0, idle, 1)
 
 
+@pytest.mark.slow
 def test_a_request_whose_logits_are_no_numbers_fails_alone(toy):
     """And its pages are given to others, who read nothing of it."""
     target = noisy(toy)
@@ -415,7 +417,8 @@ def test_half_a_million_greedy_tokens_are_vanilla_s(toy):
     assert compared > 500_000
 
 
-@pytest.mark.parametrize("kv_dtype", [pytest.param("bfloat16", marks=pytest.mark.slow), "float8_e4m3fn"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
 def test_narrow_keys_and_values_decode_the_same_with_drafts_and_without(toy, kv_dtype):
     """Tokens may differ from float32's; chains and vanilla decoding read the same narrow entries."""
     params = SamplingParams(max_tokens=20)

@@ -15,6 +15,7 @@ from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.registry import load_target
 
 
+@pytest.mark.slow
 def test_sharded_target_decodes_alike(toy):
     mesh = make_mesh(MeshConfig(data=1, model=2), jax.devices()[:2])
     split = jax.device_put(toy.target, shardings(toy.target, mesh, SHARDING_RULES))
@@ -58,6 +59,7 @@ def test_an_engine_splits_its_draft_as_its_target(toy):
     assert engine.draft.head.mlp.gate[...].sharding.spec[1] == "model"
 
 
+@pytest.mark.slow
 def test_load_in_bfloat16_over_two_devices(tmp_path):
     folder = tiny.write_target(tmp_path)
     config = TargetConfig(name=str(folder), aux_layers=(1, 2, 3))
@@ -71,6 +73,7 @@ def test_load_in_bfloat16_over_two_devices(tmp_path):
     assert len(answer.token_ids) == 4
 
 
+@pytest.mark.slow
 def test_near_ties_are_judged_on_the_targets_mesh(tmp_path, monkeypatch):
     """Kernels are split over the mesh that is set."""
     mesh = make_mesh(MeshConfig(data=1, model=2), jax.devices()[:2])

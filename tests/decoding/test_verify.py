@@ -218,7 +218,12 @@ def test_temperature_zero_is_greedy_among_sampled_neighbours():
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"), [(0.7, 0, 1.0), (1.3, 3, 1.0), (1.0, 0, 0.6), (1.5, 4, 0.8), (1.0, 1, 1.0)]
+    ("temperature", "top_k", "top_p"),
+    [
+        (1.5, 4, 0.8),
+        (1.0, 1, 1.0),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(0.7, 0, 1.0), (1.3, 3, 1.0), (1.0, 0, 0.6)]),
+    ],
 )
 def test_verify_draws_from_the_filtered_distribution(monkeypatch, temperature, top_k, top_p):
     """Through `verify`, every coin by enumeration: temperature, top-k and top-p decide over drafts and bonus alike."""

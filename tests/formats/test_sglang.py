@@ -129,7 +129,13 @@ def numpy_chain(
     return np.stack(final) @ w["lm_head.weight"].T, np.arange(len(d2t)) + d2t
 
 
-@pytest.mark.parametrize(("fc_norm", "norm_output"), [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("fc_norm", "norm_output"),
+    [
+        (True, True),
+        *(pytest.param(*flags, marks=pytest.mark.slow) for flags in [(False, False), (True, False), (False, True)]),
+    ],
+)
 def test_a_plain_network_read_from_the_file_drafts_as_the_head_does(
     tmp_path: pathlib.Path, fc_norm: bool, norm_output: bool
 ) -> None:

@@ -38,6 +38,7 @@ def example(seed, *, batch=2, kv_heads=2, head_dim=64, nodes=5, tail=40, page_si
     return [*caches], lengths, path, table, [*expected]
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(
     batch=st.integers(1, 3),

@@ -30,7 +30,8 @@ def random_inputs(seed, k=3, b=2, t=11, h=8, v=20):
     return hidden, rows, teacher_hidden, teacher_rows, labels, weights
 
 
-@pytest.mark.parametrize("block", [1, 8, 100])  # positions one by one; a last block that is not full; all at once
+# Positions one by one; a last block that is not full; all at once.
+@pytest.mark.parametrize("block", [pytest.param(1, marks=pytest.mark.slow), 8, 100])
 def test_loss_and_gradients_equal_the_reference_for_any_block(block):
     hidden, rows, *rest = random_inputs(block)
 
@@ -53,6 +54,7 @@ def test_loss_and_gradients_equal_the_reference_for_any_block(block):
     np.testing.assert_allclose(3 * without, loss, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_blocks_without_weight_are_skipped():
     hidden, rows, *teacher, weights = random_inputs(0, t=12)
     weights = weights.at[:, :, 4:].set(0)

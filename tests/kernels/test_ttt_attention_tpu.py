@@ -38,6 +38,7 @@ def compiled(chip, heads, *, length=2048, batch=1, steps=7, head_dim=128, dtype=
         return jax.jit(gradients).lower(queries, keys, keys, *integers, queries).compile()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("chip", "heads"),
     [

@@ -88,6 +88,7 @@ def check(got, expected):
     assert (np.asarray(log_probs) <= 0).all()
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(
     batch=st.sampled_from([(1,), (2, 3), (40,)]),

@@ -36,6 +36,7 @@ def compiled(chip, head, *, queries=16, k=4, dtype=jnp.bfloat16, rows_dtype=None
     return lowered.compile().memory_analysis()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("chip", "head"),
     [

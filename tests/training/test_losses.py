@@ -74,6 +74,7 @@ def test_packing_and_padding_change_nothing(head, teacher, make_batch):
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_gradients_flow_through_all_steps(head, teacher, make_batch):
     """With only the last step's loss, the first step's features still matter."""
     batch = make_batch([[24]], 24)

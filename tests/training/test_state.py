@@ -42,6 +42,7 @@ def run(head_config, teacher, make_batch):
     return steps
 
 
+@pytest.mark.slow
 def test_a_mesh_computes_what_one_device_computes(run):
     one, sums, _ = run(1, 1)
     many, sharded_sums, _ = run(4, 2)
@@ -51,6 +52,7 @@ def test_a_mesh_computes_what_one_device_computes(run):
         np.testing.assert_allclose(x, y, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_the_state_stays_where_it_lies(run):
     state, _, mesh = run(4, 2)
     assert tuple(state.head.attention.qkv[...].sharding.spec)[:2] == ("data", "model")
@@ -60,6 +62,7 @@ def test_the_state_stays_where_it_lies(run):
     assert mesh.shape == {"data": 4, "model": 2}
 
 
+@pytest.mark.slow
 def test_a_step_has_no_fusion_that_cpus_compute_wrongly(head_config, teacher, make_batch):
     optimizer = make_optimizer(CONFIG, 10)
     mesh = make_mesh(MeshConfig(data=1, model=1))
@@ -112,6 +115,7 @@ def test_the_rate_warms_up_and_ends_near_zero():
     assert float(np.asarray(learning_rate(TrainConfig(learning_rate=1.0, warmup_ratio=0.0), 10)(0))) > 0.9
 
 
+@pytest.mark.slow
 def test_weights_and_moments_are_float32_whatever_the_target_is(head_config, teacher, make_batch):
     """A step of 3e-5 on a weight of 0.02 vanishes in bfloat16; here it moves every matrix."""
     config = TrainConfig(ttt_steps=2, loss_block=16, learning_rate=3e-5, warmup_ratio=0.0)

@@ -60,7 +60,13 @@ def draft_sequentially(target, head, tokens, aux, steps):
     return jnp.stack([head.output_hidden(x)[:, 0] for x in outputs])
 
 
-@pytest.mark.parametrize("flags", [{}, {"fc_norm": True, "norm_output": True}], ids=["eagle-3", "eagle-3.1"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param({}, id="eagle-3", marks=pytest.mark.slow),
+        pytest.param({"fc_norm": True, "norm_output": True}, id="eagle-3.1"),
+    ],
+)
 def test_every_step_equals_sequential_drafting(new_head, target, make_batch, flags):
     head = new_head(**flags)
     length = 14
@@ -88,6 +94,7 @@ def test_packed_documents_do_not_see_each_other(head, target, make_batch):
         np.testing.assert_allclose(packed[i, 0, 6 : 6 + kept[1]], alone[i, 1, : kept[1]], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_rematerialisation_changes_neither_values_nor_gradients(head, target, make_batch):
     batch = make_batch([[6, 9]], 16)
 
@@ -100,6 +107,7 @@ def test_rematerialisation_changes_neither_values_nor_gradients(head, target, ma
         np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, True])
 def test_the_kernels_for_tpu_change_neither_values_nor_gradients(head, target, make_batch, remat, monkeypatch):
     batch = make_batch([[6, 9], [17]], 20)
