@@ -9,6 +9,7 @@ misses, without a word: hence a load here refuses everything that does not fit, 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import pathlib
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
 from eagle3_jax.models.identity import check_same_target
 from eagle3_jax.models.llama import LlamaConfig
 from eagle3_jax.models.registry import Target
-from eagle3_jax.models.weights import Entry, fuse_qkv, parameter_path
+from eagle3_jax.models.weights import Entry, fuse_qkv, parameter_path, same, transposed
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -46,7 +47,7 @@ class DraftEntry(Entry):
     """How one parameter is made of tensors, and taken apart again.
 
     Attributes:
-        split: the inverse of `combine`: the parameter -> its tensors, in order.
+        split: the inverse of `whole`: the parameter -> its tensors, in order.
     """
 
     split: Callable[[np.ndarray], tuple[np.ndarray, ...]]
@@ -59,35 +60,35 @@ def draft_table(config: DraftHeadConfig) -> dict[str, DraftEntry]:
     heads, kv = c.num_attention_heads * d, c.num_key_value_heads * d
     attention, mlp = "midlayer.self_attn", "midlayer.mlp"
 
-    def same(name: str, *shape: int) -> DraftEntry:
-        return DraftEntry({name: shape}, lambda x: x, lambda x: (x,))
+    def plain(name: str, *shape: int) -> DraftEntry:
+        return DraftEntry({name: shape}, same, lambda x: (x,))
 
-    def transposed(name: str, *shape: int) -> DraftEntry:
-        return DraftEntry({name: shape}, np.transpose, lambda x: (x.T,))
+    def kernel(name: str, *shape: int) -> DraftEntry:
+        return DraftEntry({name: shape}, transposed, lambda x: (x.T,))
 
     table = {
-        "fc": transposed("fc.weight", h, len(c.aux_layers) * c.target_hidden_size),
-        "input_norm": same("midlayer.input_layernorm.weight", h),
-        "hidden_norm": same("midlayer.hidden_norm.weight", h),
+        "fc": kernel("fc.weight", h, len(c.aux_layers) * c.target_hidden_size),
+        "input_norm": plain("midlayer.input_layernorm.weight", h),
+        "hidden_norm": plain("midlayer.hidden_norm.weight", h),
         "attention/qkv": DraftEntry(
             {
                 f"{attention}.q_proj.weight": (heads, 2 * h),
                 f"{attention}.k_proj.weight": (kv, 2 * h),
                 f"{attention}.v_proj.weight": (kv, 2 * h),
             },
-            lambda q, k, v: fuse_qkv(c, q, k, v),
+            functools.partial(fuse_qkv, c),
             lambda x: _split_qkv(c, x),
         ),
-        "attention/o": transposed(f"{attention}.o_proj.weight", h, heads),
-        "post_norm": same("midlayer.post_attention_layernorm.weight", h),
-        "mlp/gate": transposed(f"{mlp}.gate_proj.weight", f, h),
-        "mlp/up": transposed(f"{mlp}.up_proj.weight", f, h),
-        "mlp/down": transposed(f"{mlp}.down_proj.weight", h, f),
-        "norm": same("norm.weight", h),
-        "lm_head": same("lm_head.weight", c.draft_vocab_size, h),
+        "attention/o": kernel(f"{attention}.o_proj.weight", h, heads),
+        "post_norm": plain("midlayer.post_attention_layernorm.weight", h),
+        "mlp/gate": kernel(f"{mlp}.gate_proj.weight", f, h),
+        "mlp/up": kernel(f"{mlp}.up_proj.weight", f, h),
+        "mlp/down": kernel(f"{mlp}.down_proj.weight", h, f),
+        "norm": plain("norm.weight", h),
+        "lm_head": plain("lm_head.weight", c.draft_vocab_size, h),
     }
     if c.fc_norm:
-        table |= {f"fc_norm/{i}": same(f"fc_norm.{i}.weight", c.target_hidden_size) for i in range(len(c.aux_layers))}
+        table |= {f"fc_norm/{i}": plain(f"fc_norm.{i}.weight", c.target_hidden_size) for i in range(len(c.aux_layers))}
     return table
 
 
@@ -167,7 +168,7 @@ def load_draft(folder: str | pathlib.Path, *, target: Target | LlamaConfig, dtyp
 
     def read(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
         entry = table[parameter_path(path)]
-        value = entry.combine(*(tensors[name] for name in entry.tensors))
+        value = entry.whole(*(tensors[name] for name in entry.tensors))
         return jnp.asarray(np.ascontiguousarray(value).astype(leaf.dtype))
 
     abstract = nnx.eval_shape(lambda: DraftHead(config, dtype=dtype, rngs=nnx.Rngs(0)))

@@ -7,6 +7,7 @@ shaped, unreadable) is reported in one message, by name, before a device sees a 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import pathlib
@@ -19,7 +20,7 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 
 from eagle3_jax.manifest import digest, read_json
-from eagle3_jax.mesh import put, shardings
+from eagle3_jax.mesh import shardings
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.llama import Llama, LlamaConfig
 
@@ -38,18 +39,44 @@ class Entry:
 
     Attributes:
         tensors: Hugging Face name -> expected shape ([out, in] for projections).
-        combine: those tensors, in order -> the parameter.
+        part: an index of the parameter (a slice a dimension) and those tensors, in order -> that part of it. Of a
+            tensor it reads no more than that takes; it may be an array or a safetensors slice.
     """
 
     tensors: dict[str, tuple[int, ...]]
-    combine: Callable[..., np.ndarray]
+    part: Callable[..., np.ndarray]
+
+    def whole(self, *tensors: np.ndarray) -> np.ndarray:
+        """The parameter, of its tensors, in order."""
+        return self.part((slice(None),) * tensors[0].ndim, *tensors)
 
 
-def fuse_qkv(config: Any, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """[heads * d, in], [kv * d, in], [kv * d, in] -> [in, kv_heads * (group + 2) * d], heads side by side."""
+def same(index: tuple[slice, ...], x: Any) -> np.ndarray:
+    """An `Entry.part`: the tensor as it is."""
+    return x[index]
+
+
+def transposed(index: tuple[slice, slice], x: Any) -> np.ndarray:
+    """An `Entry.part`: [out, in] -> [in, out]."""
+    return x[index[::-1]].T
+
+
+def fuse_qkv(config: Any, index: tuple[slice, slice], q: Any, k: Any, v: Any) -> np.ndarray:
+    """An `Entry.part`: [heads * d, in], [kv * d, in], [kv * d, in] -> [in, kv_heads * (group + 2) * d], a KV head's
+    queries, key and value side by side."""
+    rows, columns = index
     kv_heads, d = config.num_key_value_heads, config.head_dim
-    parts = [x.reshape(kv_heads, -1, d, x.shape[-1]) for x in (q, k, v)]
-    return np.concatenate(parts, axis=1).reshape(-1, q.shape[-1]).T
+    group = config.num_attention_heads // kv_heads
+    width = (group + 2) * d
+    start, stop, _ = columns.indices(kv_heads * width)
+    first, end = start // width, -(-stop // width)  # a part may begin and end inside a head
+
+    def heads(x: Any, per_head: int) -> np.ndarray:
+        held = x[first * per_head * d : end * per_head * d, rows]
+        return held.reshape(end - first, per_head, d, held.shape[-1])
+
+    fused = np.concatenate([heads(q, group), heads(k, 1), heads(v, 1)], axis=1)
+    return fused.reshape(-1, fused.shape[-1])[start - first * width : stop - first * width].T
 
 
 def llama_table(config: LlamaConfig) -> dict[str, Entry]:
@@ -58,30 +85,30 @@ def llama_table(config: LlamaConfig) -> dict[str, Entry]:
     h, f, d = c.hidden_size, c.intermediate_size, c.head_dim
     heads, kv = c.num_attention_heads * d, c.num_key_value_heads * d
 
-    def same(name: str, *shape: int) -> Entry:
-        return Entry({name: shape}, lambda x: x)
-
-    table = {"embed": same("model.embed_tokens.weight", c.vocab_size, h), "norm": same("model.norm.weight", h)}
+    table = {
+        "embed": Entry({"model.embed_tokens.weight": (c.vocab_size, h)}, same),
+        "norm": Entry({"model.norm.weight": (h,)}, same),
+    }
     if not c.tie_word_embeddings:
-        table["lm_head"] = same("lm_head.weight", c.vocab_size, h)
+        table["lm_head"] = Entry({"lm_head.weight": (c.vocab_size, h)}, same)
     for i in range(c.num_hidden_layers):
         ours, theirs = f"blocks/{i}", f"model.layers.{i}"
         attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
         table |= {
-            f"{ours}/input_norm": same(f"{theirs}.input_layernorm.weight", h),
-            f"{ours}/post_norm": same(f"{theirs}.post_attention_layernorm.weight", h),
+            f"{ours}/input_norm": Entry({f"{theirs}.input_layernorm.weight": (h,)}, same),
+            f"{ours}/post_norm": Entry({f"{theirs}.post_attention_layernorm.weight": (h,)}, same),
             f"{ours}/attention/qkv": Entry(
                 {
                     f"{attention}.q_proj.weight": (heads, h),
                     f"{attention}.k_proj.weight": (kv, h),
                     f"{attention}.v_proj.weight": (kv, h),
                 },
-                lambda q, k, v: fuse_qkv(c, q, k, v),
+                functools.partial(fuse_qkv, c),
             ),
-            f"{ours}/attention/o": Entry({f"{attention}.o_proj.weight": (h, heads)}, np.transpose),
-            f"{ours}/mlp/gate": Entry({f"{mlp}.gate_proj.weight": (f, h)}, np.transpose),
-            f"{ours}/mlp/up": Entry({f"{mlp}.up_proj.weight": (f, h)}, np.transpose),
-            f"{ours}/mlp/down": Entry({f"{mlp}.down_proj.weight": (h, f)}, np.transpose),
+            f"{ours}/attention/o": Entry({f"{attention}.o_proj.weight": (h, heads)}, transposed),
+            f"{ours}/mlp/gate": Entry({f"{mlp}.gate_proj.weight": (f, h)}, transposed),
+            f"{ours}/mlp/up": Entry({f"{mlp}.up_proj.weight": (f, h)}, transposed),
+            f"{ours}/mlp/down": Entry({f"{mlp}.down_proj.weight": (h, f)}, transposed),
         }
     return table
 
@@ -95,6 +122,8 @@ def load_llama(
     only: Collection[str] | None = None,
 ) -> Llama:
     """Loads a checkpoint folder, tensor by tensor, straight into the model's layout and sharding.
+
+    A process reads only what its own devices hold, once.
 
     Args:
         only: parameters, by their paths in the model; the others are checked but stay `jax.ShapeDtypeStruct`s.
@@ -115,9 +144,18 @@ def load_llama(
         if only is not None and name not in only:
             return leaf
         entry = table[name]
-        tensors = [handles[files[name]].get_tensor(name) for name in entry.tensors]
-        value = np.ascontiguousarray(entry.combine(*tensors)).astype(leaf.dtype)
-        return jax.device_put(value) if sharding is None else put(value, sharding)
+        tensors = [handles[files[name]].get_slice(name) for name in entry.tensors]
+        parts: dict[tuple[tuple[int, int, int], ...], np.ndarray] = {}  # replicas share one
+
+        def part(index: Any) -> np.ndarray:
+            at = tuple(dimension.indices(size) for dimension, size in zip(index, leaf.shape, strict=True))
+            if at not in parts:
+                parts[at] = np.ascontiguousarray(entry.part(index, *tensors)).astype(leaf.dtype)
+            return parts[at]
+
+        if sharding is None:
+            return jax.device_put(part((slice(None),) * len(leaf.shape)))
+        return jax.make_array_from_callback(leaf.shape, sharding, part)
 
     if placement is None:
         return jax.tree_util.tree_map_with_path(read, abstract)

@@ -1,14 +1,19 @@
 """Loading checkpoints: round trips, sharded files, and every error by name in one message."""
 
 import json
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from eagle3_jax.config import MeshConfig
+from eagle3_jax.mesh import make_mesh
+from eagle3_jax.models import weights
 from eagle3_jax.models.llama import Llama
 from eagle3_jax.models.weights import WeightsError, llama_table, load_llama, parameter_path
 
@@ -40,6 +45,47 @@ def test_table_covers_every_parameter(folder):
     np.testing.assert_array_equal(heads.T, tensors["model.layers.1.self_attn.q_proj.weight"])
     np.testing.assert_array_equal(qkv[:, :, 2].reshape(16, -1).T, tensors["model.layers.1.self_attn.k_proj.weight"])
     np.testing.assert_array_equal(loaded["blocks/0/mlp/up"].T, tensors["model.layers.0.mlp.up_proj.weight"])
+
+
+class Counted:
+    """A safetensors slice that counts the numbers that are read of it."""
+
+    def __init__(self, held, read):
+        self.held, self.read = held, read
+
+    def __getitem__(self, index):
+        got = self.held[index]
+        self.read.append(got.size)
+        return got
+
+    def __getattr__(self, name):
+        return getattr(self.held, name)
+
+
+@pytest.mark.parametrize(("data", "model"), [(1, 2), (2, 2), (2, 4)])  # 4: a part is half a KV head
+def test_each_device_gets_its_part_and_every_number_is_read_once(folder, data, model, monkeypatch):
+    whole = leaves(load_llama(folder, CONFIG, jnp.float32))
+    read = []
+
+    def opened(path, **arguments):
+        handle = safe_open(path, **arguments)
+        return SimpleNamespace(keys=handle.keys, get_slice=lambda name: Counted(handle.get_slice(name), read))
+
+    monkeypatch.setattr(weights, "_check", lambda *_, **__: None)
+    monkeypatch.setattr(weights, "safe_open", opened)
+    monkeypatch.setattr(weights, "_locate", lambda folder: dict.fromkeys(tensors, folder / "model.safetensors"))
+    tensors = load_file(folder / "model.safetensors")
+    mesh = make_mesh(MeshConfig(data=data, model=model), jax.devices()[: data * model])
+    loaded = load_llama(folder, CONFIG, jnp.float32, mesh)
+    for name, value in leaves(loaded).items():
+        np.testing.assert_array_equal(value, whole[name], err_msg=name)
+    shard = loaded.blocks[0].attention.qkv[...].addressable_shards[0].data
+    assert shard.shape[1] * model == loaded.blocks[0].attention.qkv[...].shape[1]
+    # Both devices of a KV head read all of it.
+    twice = [
+        x.size for name, x in tensors.items() if model == 4 and name.split(".")[-2] in ("q_proj", "k_proj", "v_proj")
+    ]
+    assert sum(read) == sum(x.size for x in tensors.values()) + sum(twice)
 
 
 def test_only_what_is_asked_for_is_read(folder):
