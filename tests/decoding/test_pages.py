@@ -86,6 +86,16 @@ def test_a_prefix_is_found_again_but_for_its_last_token_and_where_the_next_one_d
     assert lease_of(device, [6, 6, 7, 8, 9]).reused == 0
 
 
+def test_a_page_that_was_given_away_is_not_what_followers_knew():
+    device = Device(12)
+    first = lease_of(device, [1, 2, 3]).pages[0]
+    assert lease_of(device, [1, 2, 3, 4, 5]).pages[0] == first
+    device.end(0, True)
+    device.end(0, False)
+    assert lease_of(device, [7, 8, 3]).pages[0] == first
+    assert lease_of(device, [7, 8, 3, 4, 5, 6]).reused == 2  # not the page of 3, 4 behind 1, 2
+
+
 def lease_of(device: Device, prompt: list[int]) -> Lease:
     lease = device.start(prompt, 1)
     assert lease is not None
