@@ -264,9 +264,13 @@ def test_a_request_whose_logits_are_no_numbers_fails_alone(toy):
     params = SamplingParams(max_tokens=12, logit_bias={13: -100.0})
     good = [[1, 2, 3], [4, 5], [9, 9, 9]]
     expected = [answer.token_ids for answer in engine.generate(good, params)]
-    answers = engine.generate([good[0], [1, 13, 2], good[1], [13], good[2]], params)
-    assert [answer.finish_reason for answer in answers] == ["length", "error", "length", "error", "length"]
-    assert answers[1].error == "logits: got values that are not finite, expected numbers"
+    # Two read the token whose embedding is damaged in their prompts; the last one says it, and reads it in a round.
+    prompts = [good[0], [1, 13, 2], good[1], [13], good[2], [2, 2]]
+    answers = engine.generate(prompts, [params] * 5 + [SamplingParams(max_tokens=12, logit_bias={13: 100.0})])
+    reasons = [answer.finish_reason for answer in answers]
+    assert reasons == ["length", "error", "length", "error", "length", "error"]
+    for failed in (1, 3, 5):
+        assert answers[failed].error == "logits: got values that are not finite, expected numbers"
     assert [answers[i].token_ids for i in (0, 2, 4)] == expected
     assert [answer.token_ids for answer in engine.generate(good, params)] == expected
 
