@@ -60,6 +60,8 @@ class EngineStats:
         prompt_tokens: of all prompts. cached_tokens: of these, read by an earlier request already (prefix reuse).
         finished: requests by finish reason. refused: that never began.
         running, waiting: requests now. free_pages, pages: of the caches.
+        stalled: seconds since work last came back from the device, 0 where nobody is at work; a device that hangs shows
+            here, and so does a compilation.
     """
 
     programs: int = 0
@@ -73,6 +75,7 @@ class EngineStats:
     waiting: int = 0
     free_pages: int = 0
     pages: int = 0
+    stalled: float = 0.0
 
 
 class Engine:
@@ -153,6 +156,7 @@ class Engine:
         self._changes = threading.Condition()  # guards `_waiting`; told of when something has been delivered
         self._driver = threading.Lock()  # one thread does the work at a time
         self._thread: threading.Thread | None = None
+        self._progressed: float | None = None  # when work last came back or began, while somebody is at work
 
     @classmethod
     def load(
@@ -301,6 +305,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """What it did and does; a copy."""
+        progressed = self._progressed
         with self._changes:
             return dataclasses.replace(
                 self._stats,
@@ -310,6 +315,7 @@ class Engine:
                 running=sum(request is not None for request in self._places),
                 waiting=len(self._waiting),
                 free_pages=self._pool.available,
+                stalled=0.0 if progressed is None else time.monotonic() - progressed,
             )
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -322,10 +328,12 @@ class Engine:
         """Works until `ready()`; where another thread does so already, waits for what it delivers."""
         while not ready():
             if self._driver.acquire(blocking=False):
+                self._progressed = time.monotonic()
                 try:
                     while not ready():
                         self._turn()
                 finally:
+                    self._progressed = None
                     self._driver.release()
                     with self._changes:
                         self._changes.notify_all()
@@ -446,6 +454,7 @@ class Engine:
     def _deliver(self, report: jax.Array, requests: dict[int, Request], first: bool) -> None:
         """Reads one report (the only transfer of its dispatch) and passes on what it says."""
         rows = np.asarray(report)
+        self._progressed = time.monotonic()
         for row, request in requests.items():
             if request.done:
                 continue

@@ -289,6 +289,26 @@ def test_after_a_failed_dispatch_what_ran_has_ended_and_the_rest_goes_on(toy, mo
     assert engine.stats().free_pages == engine.stats().pages
 
 
+def test_a_device_that_hangs_shows_in_the_stats(toy, monkeypatch):
+    engine = make(toy)
+    engine.generate(["abc"])
+    assert engine.stats().stalled == 0
+    wakes, decode = threading.Event(), programs.decode
+    monkeypatch.setattr(programs, "decode", lambda *args, **options: wakes.wait(60) and decode(*args, **options))
+    request = engine.submit("abc")
+    waiting = threading.Thread(target=request.result)
+    waiting.start()
+    end = time.monotonic() + 60
+    while engine.stats().stalled < 0.5 and time.monotonic() < end:
+        time.sleep(0.05)
+    assert 0.5 <= engine.stats().stalled < 30
+    assert not request.done
+    wakes.set()
+    waiting.join(60)
+    assert request.done
+    assert engine.stats().stalled == 0
+
+
 def test_asynchronous_requests_stream_side_by_side(toy):
     engine = make(toy)
     expected = [answer.token_ids for answer in engine.generate(["abc", "hello", "q", "sun"])]
