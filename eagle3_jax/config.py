@@ -43,7 +43,7 @@ class DraftTree:
     num_steps: int = 4
     topk: int = 1
     num_draft_tokens: int = 5
-    sample_drafts: bool = False
+    sample_drafts: bool = True
 
     def __post_init__(self) -> None:
         s, k, n = self.num_steps, self.topk, self.num_draft_tokens

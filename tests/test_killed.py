@@ -212,7 +212,7 @@ def kill_at_random(runs: Runs, verb: str, run: pathlib.Path, kills: int, rng: ra
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("verb", ["regenerate", "extract", "train", "export"])
+@pytest.mark.parametrize("verb", ["regenerate", "train"])
 def test_killed_once(runs, tmp_path, verb):
     run = runs.before(verb, tmp_path / "run")
     kill_at_random(runs, verb, run, 1, random.Random(f"{verb} once"))

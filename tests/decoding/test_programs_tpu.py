@@ -80,10 +80,10 @@ def shapes(mesh: Mesh, tree: DraftTree | None, length: int) -> tuple[Any, Any, A
     ("program", "tree", "greedy", "topology"),
     [
         ("decode", VANILLA, True, "v5p:1x1x1"),
-        pytest.param("decode", TREE, True, "v6e:1x1", marks=pytest.mark.slow),
+        pytest.param("decode", TREE, True, "v6e:1x1", marks=pytest.mark.long),
         pytest.param("decode", CHAIN, True, "v5e:2x2", marks=pytest.mark.slow),
         pytest.param("prefill", CHAIN, False, "v5e:2x2", marks=pytest.mark.slow),
-        pytest.param("decode", TREE, False, "v5e:1x1", marks=pytest.mark.long),
+        pytest.param("decode", TREE, False, "v5e:1x1", marks=pytest.mark.slow),
         pytest.param("decode", CHAIN, False, "tpu7x:1x1x1", marks=pytest.mark.long),
         pytest.param("prefill", VANILLA, False, "v6e:1x1", marks=pytest.mark.long),
         pytest.param("prefill", CHAIN, False, "v5p:1x1x1", marks=pytest.mark.long),

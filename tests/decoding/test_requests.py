@@ -179,7 +179,7 @@ def test_a_prefix_is_read_once_and_changes_nothing(toy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page_size", [16, 64, 256])
+@pytest.mark.parametrize("page_size", [16, pytest.param(64, marks=pytest.mark.long), 256])
 def test_page_sizes_change_nothing(toy, page_size):
     """Drafts cross pages everywhere: prompts of every length around a page's end."""
     prompts = [[(3 * i + n) % 24 for i in range(n)] for n in range(page_size - 6, page_size + 6)]

@@ -106,7 +106,7 @@ def test_greedy_speculation_changes_no_token(toy, vanilla, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["chain3", "tree3x3"])
+@pytest.mark.parametrize("name", [pytest.param("chain3", marks=pytest.mark.long), "tree3x3"])
 def test_the_kernels_for_tpu_change_no_token(toy, vanilla, name, monkeypatch):
     """Attention of target and head, commits, and the head's choice of tokens as Pallas kernels, interpreted."""
     for place, kernel in (
@@ -268,7 +268,7 @@ def test_the_end_of_sequence_ends_each_sequence_where_vanilla_ends(toy, vanilla,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sample_drafts", [False, True])
-@pytest.mark.parametrize("name", ["chain3", "tree3x3"])
+@pytest.mark.parametrize("name", [pytest.param("chain3", marks=pytest.mark.long), "tree3x3"])
 def test_sampled_tokens_have_the_target_s_distribution(toy, name, sample_drafts):
     """Second and third token of 4096 answers (the first round's) against the exact distribution, by chi-square."""
     samples, vocabulary, prompt = 4096, 24, PROMPTS[2, :6]

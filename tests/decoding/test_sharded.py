@@ -30,7 +30,7 @@ def test_sharded_target_decodes_alike(toy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sample_drafts", [False, True])
+@pytest.mark.parametrize("sample_drafts", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_sharded_target_samples_alike(toy, sample_drafts):
     """Greedy and sampled rows side by side, with filters: padding or a wrong row's temperature would show."""
     mesh = make_mesh(MeshConfig(data=1, model=2), jax.devices()[:2])
