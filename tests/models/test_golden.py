@@ -28,24 +28,23 @@ def test_prompts_have_the_same_tokens():
         assert prompt_ids(tokenizer, conversation["messages"]) == conversation["token_ids"], conversation["text"]
 
 
-@pytest.mark.parametrize("count", [24, pytest.param(64, marks=pytest.mark.long)])
-def test_log_probabilities_and_greedy_tokens_are_the_same(count):
-    """Every token of the answers is our argmax too, and the most probable tokens have the same log-probabilities."""
+def test_log_probabilities_and_greedy_tokens_are_the_same():
+    """Every token of 64 answers is our argmax too, and the most probable tokens have the same log-probabilities."""
     model = registry.load_target(NAME).model
     size = 32 * -(-max(len(c["token_ids"]) + len(c["answer"]) for c in GOLDEN) // 32)
 
     @jax.jit
-    def log_probabilities(tokens, start):
+    def log_probabilities(model, tokens, start):
         positions = jnp.arange(size)[None]
         hidden, _, _ = model(tokens[None], positions, model.empty_cache(1, size), jnp.zeros(1, jnp.int32))
         return jax.nn.log_softmax(model.logits(jax.lax.dynamic_slice_in_dim(hidden[0], start, 32)))
 
     compared = 0
-    for conversation in GOLDEN[:count]:
+    for conversation in GOLDEN:
         ids, answer = conversation["token_ids"], conversation["answer"]
         tokens = np.zeros(size, np.int32)
         tokens[: len(ids) + len(answer)] = ids + answer
-        got = np.asarray(log_probabilities(jnp.asarray(tokens), len(ids) - 1))[: len(answer)]
+        got = np.asarray(log_probabilities(model, jnp.asarray(tokens), len(ids) - 1))[: len(answer)]
         assert got.argmax(axis=-1).tolist() == answer, conversation["text"]
         if len(conversation["top"]) < len(answer):
             continue  # characters of several tokens: llama.cpp's server says only the last one's
@@ -53,4 +52,4 @@ def test_log_probabilities_and_greedy_tokens_are_the_same(count):
         for row, step in zip(got, conversation["top"], strict=False):
             expected = dict(step)
             np.testing.assert_allclose(row[list(expected)], list(expected.values()), atol=2e-3)
-    assert compared > 20 * count
+    assert compared > 1500
