@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import os
 from collections.abc import Sequence
 from typing import Protocol, SupportsIndex, runtime_checkable
 
@@ -120,7 +121,7 @@ class PackedRows:
 
 
 def batches(rows: PackedRows, batch_size: int, own: Sequence[int], start: int = 0) -> grain.IterDataset[Row]:
-    """This process's part of each batch, read ahead by a thread. What comes depends on the arguments alone.
+    """This process's part of each batch, prefetched by a few threads. What comes depends on the arguments alone.
 
     Args:
         batch_size: rows of a batch, over all processes.
@@ -132,4 +133,5 @@ def batches(rows: PackedRows, batch_size: int, own: Sequence[int], start: int = 
     """
     numbers = [batch * batch_size + row for batch in range(start, len(rows) // batch_size) for row in own]
     stacked = grain.MapDataset.source(numbers).map(rows.__getitem__).batch(len(own), drop_remainder=True)
-    return stacked.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))
+    threads = min(os.cpu_count() or 1, 8)  # each fills one batch
+    return stacked.to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(threads, 2)))
