@@ -38,7 +38,7 @@ def test_logits_of_any_number_of_rows(rows, tokens):
     np.testing.assert_allclose(jax.jit(vocabulary_logits)(x, table), x @ table.T, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long  # timings say nothing beside other tests
 @pytest.mark.parametrize("rows", [4, 16])
 def test_the_way_of_few_rows_still_pays(rows):
     """On a CPU, with the table of SmolLM2, best of many turns: a plain product takes 4 to 14 times as long (jax
