@@ -133,5 +133,5 @@ def batches(rows: PackedRows, batch_size: int, own: Sequence[int], start: int = 
     """
     numbers = [batch * batch_size + row for batch in range(start, len(rows) // batch_size) for row in own]
     stacked = grain.MapDataset.source(numbers).map(rows.__getitem__).batch(len(own), drop_remainder=True)
-    threads = min(os.cpu_count() or 1, 8)  # each fills one batch
+    threads = min(os.cpu_count() or 1, 8)  # each fills a batch of its own, in memory of the host
     return stacked.to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(threads, 2)))

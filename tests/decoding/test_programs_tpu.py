@@ -1,5 +1,6 @@
 """The engine's programs compile for TPUs, where there are none: nothing in them needs a host, no cache is copied."""
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -41,6 +42,7 @@ CONFIG = LlamaConfig(
 VANILLA = None
 CHAIN = DraftTree(num_steps=4, topk=1, num_draft_tokens=5)
 TREE = DraftTree(num_steps=4, topk=4, num_draft_tokens=16)
+TARGET_ONLY = dataclasses.replace(TREE, sample_drafts=False)
 SIZES = Sizes.plan(4, 2048, 128, TREE, kv_tokens=262144)
 
 
@@ -84,6 +86,7 @@ def shapes(mesh: Mesh, tree: DraftTree | None, length: int) -> tuple[Any, Any, A
         pytest.param("decode", CHAIN, True, "v5e:2x2", marks=pytest.mark.slow),
         pytest.param("prefill", CHAIN, False, "v5e:2x2", marks=pytest.mark.slow),
         pytest.param("decode", TREE, False, "v5e:1x1", marks=pytest.mark.slow),
+        pytest.param("decode", TARGET_ONLY, False, "v5p:1x1x1", marks=pytest.mark.long),
         pytest.param("decode", CHAIN, False, "tpu7x:1x1x1", marks=pytest.mark.long),
         pytest.param("prefill", VANILLA, False, "v6e:1x1", marks=pytest.mark.long),
         pytest.param("prefill", CHAIN, False, "v5p:1x1x1", marks=pytest.mark.long),

@@ -5,6 +5,7 @@ import dataclasses
 import random
 import threading
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from flax import nnx
 from test_engine import CHAIN, LETTERS, Tokenizer, make
 
 from eagle3_jax.config import DraftTree
+from eagle3_jax.decoding import engine as engine_module
 from eagle3_jax.decoding import programs
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.request import QueueFullError
@@ -307,6 +309,22 @@ def test_a_device_that_hangs_shows_in_the_stats(toy, monkeypatch):
     waiting.join(60)
     assert request.done
     assert engine.stats().stalled == 0
+
+
+def test_an_engine_at_work_is_not_stalled(toy, monkeypatch):
+    """Each dispatch takes ten seconds of a clock that is ours: time counts from the last word, not from the start."""
+    engine, clock, seen, decode = make(toy), [0.0], [], programs.decode
+    monkeypatch.setattr(engine_module, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+
+    def slow(*args, **options):
+        seen.append(engine.stats().stalled)
+        clock[0] += 10
+        return decode(*args, **options)
+
+    monkeypatch.setattr(programs, "decode", slow)
+    engine.generate(["abc"], SamplingParams(max_tokens=60))
+    assert len(seen) > 3
+    assert max(seen) <= 10
 
 
 def test_asynchronous_requests_stream_side_by_side(toy):

@@ -307,11 +307,12 @@ def test_sampled_tokens_have_the_target_s_distribution(toy, name, sample_drafts)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["chain3", "tree3x3"])
-def test_every_sampled_token_is_among_those_that_the_filters_keep(toy, name):
+@pytest.mark.parametrize(("name", "sample_drafts"), [("chain3", True), ("tree3x3", False), ("tree3x3", True)])
+def test_every_sampled_token_is_among_those_that_the_filters_keep(toy, name, sample_drafts):
     """Rows with top-k 2, with top-p 0.4, with both: drafted or not, no token comes from beyond."""
     top_k, top_p = jnp.array([2, 0, 3, 0]), jnp.array([1.0, 0.4, 0.6, 1.0])
-    state = generate(toy.target, toy.good, tree=TREES[name], temperature=jnp.full(4, 2.0), top_k=top_k, top_p=top_p)
+    tree = dataclasses.replace(TREES[name], sample_drafts=sample_drafts)
+    state = generate(toy.target, toy.good, tree=tree, temperature=jnp.full(4, 2.0), top_k=top_k, top_p=top_p)
     tokens = np.zeros((4, 9 + MAX_TOKENS), np.int32)
     for row, (prompt, length) in enumerate(zip(PROMPTS, LENGTHS, strict=True)):
         tokens[row, : length + MAX_TOKENS] = [*prompt[:length], *np.asarray(state.output[row, :MAX_TOKENS])]
