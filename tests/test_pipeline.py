@@ -77,7 +77,7 @@ def test_with_features_in_float32_both_count_the_very_same_rounds(
     config = configs.load(whole_run.config)
     target = load_target(config.target).model
     draft = load_draft(config.folder("export"), target=target.config, dtype=jnp.float32)
-    teacher = Teacher.of(target.embed[...], target.output_rows, draft.token_ids)
+    teacher = Teacher.of(target.embed[...], target.lm_head[...], draft.token_ids)
     steps, size = config.train.ttt_steps, config.extract.max_length
 
     @jax.jit

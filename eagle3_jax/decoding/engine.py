@@ -133,7 +133,7 @@ class Engine:
         if draft is not None:
             tree = tree or DraftTree()
             _check_draft(draft, target, tree, max_length)
-        self.target, self.tokenizer, self.tree = target, tokenizer, tree
+        self.tokenizer, self.tree = tokenizer, tree
         self.batch_size, self.max_length, self.queue_limit = batch_size, max_length, queue_limit
         stored = None if kv_dtype is None else jnp.dtype(kv_dtype)
         if kv_tokens is not None and memory_fraction is not None:
@@ -142,7 +142,7 @@ class Engine:
             kv_tokens = tokens_that_fit(target, draft, memory_fraction, page_size, stored)
         sizes = Sizes.plan(batch_size, max_length, page_size, tree, kv_tokens)
         self._runner = ModelRunner(target, draft, tree, sizes, stored)
-        self.draft = self._runner.draft
+        self.target, self.draft = self._runner.target, self._runner.draft
         self._pool = PagePool(sizes.pages, page_size, reuse=prefix_cache)
         self._eos = frozenset(target.config.eos_token_ids)
         self._steps, self._best = rounds.steps_of(tree), min(MAX_LOGPROBS, target.config.vocab_size)

@@ -21,13 +21,14 @@ from eagle3_jax.mesh import mesh_of, put, replicated, shardings
 from eagle3_jax.models.draft import Draft
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.llama import Llama
+from eagle3_jax.models.packing import for_cpu
 
 
 class ModelRunner:
     """Runs the programs where the target is.
 
     Attributes:
-        draft: on the target's devices.
+        target, draft: on the target's devices, packed for a CPU where that is one.
         mesh: of the target; None is one device.
         dispatches: given to the device. compiled: programs that its calls compiled.
     """
@@ -36,7 +37,8 @@ class ModelRunner:
         self.mesh = mesh_of(target.embed[...])
         if draft is not None and self.mesh is not None:
             draft = _spread(draft, self.mesh)
-        self.draft, self.sizes = draft, sizes
+        target, draft = for_cpu(target), None if draft is None else for_cpu(draft)
+        self.target, self.draft, self.sizes = target, draft, sizes
         self.dispatches = self.compiled = 0
         self._models = Models.of(target, draft)
         self._tree, self._kv_dtype, self._vocabulary = tree, kv_dtype, target.config.vocab_size

@@ -1,18 +1,18 @@
 """Tree attention in plain XLA operations: what runs where the Pallas kernel does not.
 
-On a CPU pages are read one by one, with a running softmax over those in use (FlashAttention's): what a sequence does
-not fill costs nothing. Elsewhere they are gathered into rows.
+Pages are gathered into rows. On a CPU `tree_attention_cpu` takes the place of it wherever it can.
 """
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from eagle3_jax.kernels.cache_write import write
-
-_LEAST = float(jnp.finfo(jnp.float32).min)
+from eagle3_jax.kernels.tree_attention_cpu import attend_cpu, supports
 
 
 def attend_xla(
@@ -28,20 +28,35 @@ def attend_xla(
     sinks: Float[Array, " n"] | None,
 ) -> tuple[Float[Array, "b t n d"], Array, Array]:
     """See `tree_attention`. New entries come as the cache holds them; `first` is the first slot of each query."""
+    if first is None and sinks is None and supports(queries.dtype, keys.dtype, queries.shape[3]):
+        return jax.lax.platform_dependent(
+            *(queries, new_keys, new_values, keys, values, lengths, tail_mask, page_table),
+            cpu=attend_cpu,
+            default=functools.partial(_attend, first=None, sinks=None),
+        )
+    return _attend(queries, new_keys, new_values, keys, values, lengths, tail_mask, page_table, first, sinks)
+
+
+def _attend(
+    queries: Float[Array, "b t n d"],
+    new_keys: Array,
+    new_values: Array,
+    keys: Array,
+    values: Array,
+    lengths: Int[Array, " b"],
+    tail_mask: Bool[Array, "b t m"] | None,
+    page_table: Int[Array, "b pages"] | None,
+    first: Int[Array, "b t"] | None,
+    sinks: Float[Array, " n"] | None,
+) -> tuple[Float[Array, "b t n d"], Array, Array]:
     end = lengths + (queries.shape[1] if tail_mask is None else tail_mask.shape[-1])
     at = end - queries.shape[1]
     keys, values = write(keys, new_keys, at, page_table), write(values, new_values, at, page_table)
     if page_table is None:
         return _attended(queries, keys, values, lengths, tail_mask, first, sinks), keys, values
 
-    def rows() -> Array:
-        seen_keys, seen_values = (_gathered(cache, page_table, end) for cache in (keys, values))
-        return _attended(queries, seen_keys, seen_values, lengths, tail_mask, first, sinks)
-
-    def loop() -> Array:
-        return _page_by_page(queries, keys, values, lengths, tail_mask, page_table, first, sinks)
-
-    return jax.lax.platform_dependent(cpu=loop, default=rows), keys, values
+    seen_keys, seen_values = (_gathered(cache, page_table, end) for cache in (keys, values))
+    return _attended(queries, seen_keys, seen_values, lengths, tail_mask, first, sinks), keys, values
 
 
 def _gathered(
@@ -90,75 +105,3 @@ def _attended(
     weights = weights.astype(values.dtype).reshape(b, kv_heads, -1, slots)
     attended = jnp.einsum("bkrs,bksd->bkrd", weights, values, precision=jax.lax.Precision.HIGHEST)
     return attended.reshape(b, kv_heads, -1, t, d).transpose(0, 3, 1, 2, 4).reshape(b, t, n, d)
-
-
-def _page_by_page(
-    queries: Float[Array, "b t n d"],
-    keys: Num[Array, "p k s d"],
-    values: Num[Array, "p k s d"],
-    lengths: Int[Array, " b"],
-    tail_mask: Bool[Array, "b t m"] | None,
-    page_table: Int[Array, "b pages"],
-    first: Int[Array, "b t"] | None,
-    sinks: Float[Array, " n"] | None,
-) -> Float[Array, "b t n d"]:
-    b, t, n, d = queries.shape
-    _, heads, size, _ = keys.shape
-    group = n // heads
-    rows = queries.reshape(b, t, heads, group, d).transpose(0, 2, 3, 1, 4).reshape(b, heads, -1, d)
-    tail = t if tail_mask is None else tail_mask.shape[-1]
-    slots = jnp.arange(size)
-
-    def page_of(cache: Array, page: Array) -> Array:
-        return jax.lax.dynamic_index_in_dim(cache, page, 0, keepdims=False).astype(queries.dtype)
-
-    def sequence(i: Array, attended: Array) -> Array:
-        query, length = rows[i], lengths[i]
-
-        def visible(start: Array) -> Bool[Array, "t s"]:
-            behind = start + slots - length  # index into the tail
-            if tail_mask is None:
-                seen = behind[None] <= jnp.arange(t)[:, None]
-            else:
-                inside = jnp.take(tail_mask[i], jnp.clip(behind, 0, tail - 1), axis=1)
-                seen = (behind < 0)[None] | (inside & ((behind >= 0) & (behind < tail))[None])
-            return seen if first is None else seen & (start + slots[None] >= first[i][:, None])
-
-        def page(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            best, total, sums = carry
-            number, start = page_table[i, j], j * size
-            scores = jnp.einsum(
-                "krd,ksd->krs",
-                query,
-                page_of(keys, number),
-                precision=jax.lax.Precision.HIGHEST,
-                preferred_element_type=jnp.float32,
-            )
-            scores = jnp.where(visible(start)[None, None], scores.reshape(heads, group, t, size) * d**-0.5, _LEAST)
-            scores = scores.reshape(heads, -1, size)
-            better = jnp.maximum(best, scores.max(axis=-1, keepdims=True))
-            weights, shrink = jnp.exp(scores - better), jnp.exp(best - better)
-            # Nothing was written behind the tail: what is there may be no number, and 0 times that is none either.
-            written = jnp.where((start + slots < length + tail)[None, :, None], page_of(values, number), 0)
-            gained = jnp.einsum(
-                "krs,ksd->krd",
-                weights.astype(queries.dtype),
-                written,
-                precision=jax.lax.Precision.HIGHEST,
-                preferred_element_type=jnp.float32,
-            )
-            return better, total * shrink + weights.sum(axis=-1, keepdims=True), sums * shrink + gained
-
-        zeros = jnp.zeros((heads, group * t, 1), jnp.float32)
-        begin = zeros + _LEAST, zeros, jnp.zeros((heads, group * t, d), jnp.float32)
-        if sinks is not None:
-            begin = (
-                jnp.repeat(sinks.astype(jnp.float32).reshape(heads, group), t, axis=1)[..., None],
-                zeros + 1,
-                begin[2],
-            )
-        _, total, sums = jax.lax.fori_loop(0, (length + tail + size - 1) // size, page, begin)
-        return jax.lax.dynamic_update_index_in_dim(attended, (sums / total).astype(queries.dtype), i, 0)
-
-    attended = jax.lax.fori_loop(0, b, sequence, jnp.zeros((b, heads, group * t, d), queries.dtype))
-    return attended.reshape(b, heads, group, t, d).transpose(0, 3, 1, 2, 4).reshape(b, t, n, d)

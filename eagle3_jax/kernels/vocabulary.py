@@ -9,41 +9,24 @@ import jax.numpy as jnp
 from jax import P
 from jaxtyping import Array, Float, Int
 
+from eagle3_jax.kernels import linear_cpu
 from eagle3_jax.kernels import vocabulary_tpu as tpu
 from eagle3_jax.kernels.dispatch import Implementation, cores, default_implementation, over_mesh, split_axes
+from eagle3_jax.kernels.linear_cpu import Panels
 
 _HIGHEST = jax.lax.Precision.HIGHEST
-
-# A product of 2 to 16 rows reads weights and does little else. Of XLA's ways for a CPU a plain dot is not the fastest
-# there: 30 layers of SmolLM2 with its LM head, 2 cores, 4 / 8 / 16 rows: 20.1 / 22.5 / 27.6 ms; as below, with
-# convolutions for the layers, 16.8 / 18.0 / 20.5 ms. One row, and from 17 on, the dot is the fastest.
-FEW_ROWS = 16
-_BLOCKS = 8
 
 _LONGEST = 32  # of a list that the kernel for TPU keeps in registers
 
 
-def vocabulary_logits(x: Float[Array, "*batch h"], rows: Float[Array, "v h"]) -> Float[Array, "*batch v"]:
-    """x @ rows.T in float32; rows are one per token, as embeddings are stored."""
-    flat, rows = x.reshape(-1, x.shape[-1]), rows.astype(x.dtype)
-    if 1 < flat.shape[0] <= FEW_ROWS and rows.shape[0] % _BLOCKS == 0:
-        product = jax.lax.platform_dependent(flat, rows, cpu=_dot_blocks, default=_dot)
-    else:
-        product = _dot(flat, rows)
+def vocabulary_logits(x: Float[Array, "*batch h"], rows: Float[Array, "v h"] | Panels) -> Float[Array, "*batch v"]:
+    """x @ rows.T in float32; rows are one per token, as embeddings are stored, or in panels (of their transpose)."""
+    flat = x.reshape(-1, x.shape[-1])
+    if isinstance(rows, Panels):
+        return linear_cpu.product(flat, rows).reshape(*x.shape[:-1], -1)
+    rows = rows.astype(x.dtype)
+    product = jnp.einsum("mh,vh->mv", flat, rows, precision=_HIGHEST, preferred_element_type=jnp.float32)
     return product.reshape(*x.shape[:-1], -1)
-
-
-def _dot(x: Float[Array, "m h"], rows: Float[Array, "v h"]) -> Float[Array, "m v"]:
-    return jnp.einsum("mh,vh->mv", x, rows, precision=_HIGHEST, preferred_element_type=jnp.float32)
-
-
-def _dot_blocks(x: Float[Array, "m h"], rows: Float[Array, "v h"]) -> Float[Array, "m v"]:
-    """`_dot` as a batch of products over blocks of the vocabulary, of 4, 8, 12 or 16 rows."""
-    m = x.shape[0]
-    blocks = rows.reshape(_BLOCKS, -1, rows.shape[1])
-    padded = jnp.pad(x, ((0, -m % 4), (0, 0)))
-    product = jnp.einsum("mh,kvh->kmv", padded, blocks, precision=_HIGHEST, preferred_element_type=jnp.float32)
-    return jnp.moveaxis(product, 0, 1).reshape(padded.shape[0], -1)[:m]
 
 
 def argmax(x: Float[Array, "*batch v"]) -> Int[Array, "*batch"]:
@@ -66,7 +49,7 @@ def _argmax_of_blocks(x: Float[Array, "*batch v"]) -> Int[Array, "*batch"]:
 
 def vocabulary_top_k(
     x: Float[Array, "*batch h"],
-    rows: Float[Array, "v h"],
+    rows: Float[Array, "v h"] | Panels,
     k: int,
     *,
     implementation: Implementation | None = None,
@@ -84,6 +67,8 @@ def vocabulary_top_k(
     Raises:
         ValueError: the vocabulary has less than k tokens.
     """
+    if isinstance(rows, Panels):
+        return top_k_of_logits(vocabulary_logits(x, rows), k)
     if not 1 <= k <= rows.shape[0]:
         raise ValueError(f"k: got {k}, expected 1 to the vocabulary's {rows.shape[0]}")
     default = default_implementation() if k <= _LONGEST else "xla"

@@ -16,7 +16,8 @@ from flax import nnx
 from jax import P
 from jaxtyping import Array, Float, Int
 
-from eagle3_jax.kernels.vocabulary import FEW_ROWS
+from eagle3_jax.kernels import linear_cpu
+from eagle3_jax.kernels.linear_cpu import Panels
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -79,25 +80,12 @@ def rms_norm(x: Float[Array, "*batch h"], weight: Float[Array, " h"], eps: float
     return normed.astype(x.dtype) * jnp.expand_dims(weight.astype(x.dtype), range(x.ndim - 1))
 
 
-def linear(x: Float[Array, "*batch h"], kernel: Float[Array, "h out"]) -> Float[Array, "*batch out"]:
+def linear(x: Float[Array, "*batch h"], kernel: Float[Array, "h out"] | Panels) -> Float[Array, "*batch out"]:
     """x @ kernel; the kernel is cast to x's dtype."""
-    rows, kernel = x.reshape(-1, x.shape[-1]), kernel.astype(x.dtype)
-    if 1 < rows.shape[0] <= FEW_ROWS:
-        product = jax.lax.platform_dependent(rows, kernel, cpu=_convolve, default=_dot)
-    else:
-        product = _dot(rows, kernel)
-    return product.reshape(*x.shape[:-1], -1)
-
-
-def _dot(x: Float[Array, "m h"], kernel: Float[Array, "h n"]) -> Float[Array, "m n"]:
-    return jnp.dot(x, kernel, precision=HIGHEST)
-
-
-def _convolve(x: Float[Array, "m h"], kernel: Float[Array, "h n"]) -> Float[Array, "m n"]:
-    """`_dot` as a convolution over m with a window of 1: faster on a CPU for few rows, see `FEW_ROWS`."""
-    return jax.lax.conv_general_dilated(
-        x[None], kernel[None], (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC"), precision=HIGHEST
-    )[0]
+    rows = x.reshape(-1, x.shape[-1])
+    if isinstance(kernel, Panels):
+        return linear_cpu.product(rows, kernel).astype(x.dtype).reshape(*x.shape[:-1], -1)
+    return jnp.dot(rows, kernel.astype(x.dtype), precision=HIGHEST).reshape(*x.shape[:-1], -1)
 
 
 class Attention(nnx.Module):
@@ -138,7 +126,11 @@ class SwiGLU(nnx.Module):
         self.down = normal((intermediate, hidden), dtype, rngs)
 
     def __call__(self, x: Float[Array, "b t h"]) -> Float[Array, "b t h"]:
-        return linear(jax.nn.silu(linear(x, self.gate[...])) * linear(x, self.up[...]), self.down[...])
+        gate, up = self.gate[...], self.up[...]
+        if isinstance(gate, Panels) and isinstance(up, Panels):
+            gated = linear_cpu.gated_product(x.reshape(-1, x.shape[-1]), gate, up)
+            return linear(gated.astype(x.dtype).reshape(*x.shape[:-1], -1), self.down[...])
+        return linear(jax.nn.silu(linear(x, gate)) * linear(x, up), self.down[...])
 
 
 def normal(shape: tuple[int, ...], dtype: Any, rngs: nnx.Rngs, scale: float = 0.02) -> nnx.Param:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from eagle3_jax.kernels.linear_cpu import Panels
 from eagle3_jax.kernels.vocabulary import vocabulary_logits
 from eagle3_jax.models.cache import KVCache
 from eagle3_jax.models.layers import (
@@ -172,9 +173,9 @@ class Llama(nnx.Module):
         return rms_norm(x, self.norm[...], c.rms_norm_eps), jnp.concatenate(aux, axis=-1), cache
 
     @property
-    def output_rows(self) -> Float[Array, "v h"]:
+    def output_rows(self) -> Float[Array, "v h"] | Panels:
         """Rows of the LM head, one per token of the vocabulary."""
-        return self.embed[...] if self.config.tie_word_embeddings else self.lm_head[...]
+        return self.lm_head[...] if hasattr(self, "lm_head") else self.embed[...]
 
     def logits(self, hidden: Float[Array, "*batch h"]) -> Float[Array, "*batch v"]:
         """float32 logits of final-normed hidden states."""

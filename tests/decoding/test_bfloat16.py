@@ -42,7 +42,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 @pytest.fixture(scope="module")
 def draft(target: Target) -> Draft:
     config = DraftHeadConfig.for_target(DraftConfig(vocab_size=tiny.CONFIG["vocab_size"]), target.model.config)
-    head = init_head(config, 0, target.model.output_rows)
+    head = init_head(config, 0, target.model.lm_head[...])
     return Draft(jax.tree.map(lambda x: x.astype(jnp.bfloat16), head), jnp.arange(config.draft_vocab_size))
 
 

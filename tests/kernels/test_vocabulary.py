@@ -1,7 +1,5 @@
 """Logits, argmax and top-k over a vocabulary, against numpy."""
 
-import time
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +10,7 @@ from hypothesis.extra import numpy as hnp
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
 
-from eagle3_jax.kernels import vocabulary, vocabulary_tpu
+from eagle3_jax.kernels import vocabulary_tpu
 from eagle3_jax.kernels.vocabulary import argmax, vocabulary_logits, vocabulary_top_k
 
 
@@ -36,28 +34,6 @@ def test_logits_of_any_number_of_rows(rows, tokens):
     x = generator.normal(size=(1, rows, 24)).astype(np.float32)
     table = generator.normal(size=(tokens, 24)).astype(np.float32)
     np.testing.assert_allclose(jax.jit(vocabulary_logits)(x, table), x @ table.T, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.long  # timings say nothing beside other tests
-@pytest.mark.parametrize("rows", [4, 16])
-def test_the_way_of_few_rows_still_pays(rows):
-    """On a CPU, with the table of SmolLM2, best of many turns: a plain product takes 4 to 14 times as long (jax
-    0.10.1). Where it no longer does, blocks can go."""
-    generator = np.random.default_rng(0)
-    x = jnp.asarray(generator.normal(size=(rows, 576)), jnp.float32)
-    table = jnp.asarray(generator.normal(size=(49152, 576)), jnp.float32)
-    ways = [jax.jit(way) for way in (vocabulary._dot, vocabulary._dot_blocks)]
-
-    def seconds(way):
-        start = time.perf_counter()
-        way(x, table).block_until_ready()
-        return time.perf_counter() - start
-
-    for way in ways:
-        seconds(way)
-    turns = [[seconds(way) for way in ways] for _ in range(20)]
-    plain, blocks = (min(column) for column in zip(*turns, strict=True))
-    assert blocks < plain
 
 
 top_k = jax.jit(vocabulary_top_k, static_argnames=("k", "implementation", "interpret"))

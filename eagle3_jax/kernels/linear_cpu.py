@@ -1,0 +1,157 @@
+"""Products x @ W for a CPU: W in panels, read once at the speed of memory, by all cores.
+
+XLA packs W anew in every product, which costs more than the product where x has few rows. Here W is stored as the
+kernel reads it: panels of some columns, each [k, columns]. Up to `rows` rows of x are multiplied with a panel in
+registers: one load of W serves all of them, so that 8 rows take about as long as one. A row's sum runs over k in order,
+whatever is beside it: its result does not depend on the number of rows, to the bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32
+from llvmlite import ir
+
+from eagle3_jax.kernels import llvm
+from eagle3_jax.kernels.llvm import F32, I64, Buffer, Code, Value
+
+# (rows, columns) whose sums fit into the vector registers: 32 of 512 bits, or 16 of 256.
+_BLOCKS = {True: (8, 32), False: (4, 16)}
+_AHEAD = 16  # rows of a panel that are prefetched
+_CHUNKS = 4  # for each thread, so that one that is held up holds up little
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Panels:
+    """A matrix [k, n] as the kernel reads it: its column j is panels[j // w, :, j % w].
+
+    Attributes:
+        panels: float32 or bfloat16; zeros behind the last column.
+        columns: n.
+    """
+
+    panels: Any  # Float[Array, "p k w"], or what a tree of other leaves has in its place
+    columns: int = dataclasses.field(metadata={"static": True})
+
+    def __getitem__(self, index: Any) -> Panels:
+        """As an array's [...]."""
+        assert index is Ellipsis
+        return self
+
+    @property
+    def dtype(self) -> Any:
+        return self.panels.dtype
+
+    def astype(self, dtype: Any) -> Panels:
+        return self if self.dtype == dtype else dataclasses.replace(self, panels=self.panels.astype(dtype))
+
+
+def pack(matrix: Float[Array, "k n"]) -> Panels:
+    """The matrix in panels of this machine's width."""
+    width, columns = _BLOCKS[llvm.has_wide_vectors()][1], matrix.shape[1]
+    padded = np.pad(np.asarray(matrix), ((0, 0), (0, -columns % width)))
+    return Panels(jnp.asarray(padded.reshape(len(padded), -1, width).swapaxes(0, 1).copy()), columns)
+
+
+def product(x: Float[Array, "m k"], matrix: Panels) -> Float32[Array, "m n"]:
+    """x @ matrix in float32, summed in order of k; the matrix is cast to x's dtype, float32 or bfloat16."""
+    return _call("product", x, (matrix,))
+
+
+def gated_product(x: Float[Array, "m k"], gate: Panels, up: Panels) -> Float32[Array, "m n"]:
+    """silu(x @ gate) * (x @ up), see `product`."""
+    return _call("gated_product", x, (gate, up))
+
+
+def _call(kind: str, x: Array, matrices: tuple[Panels, ...]) -> Array:
+    panels = [matrix.astype(x.dtype).panels for matrix in matrices]
+    count, _, width = panels[0].shape
+    rows, _ = _BLOCKS[llvm.has_wide_vectors()]
+    name = llvm.kernel(
+        f"eagle3_jax_{kind}_{x.dtype}", write_product, rows, width, x.dtype.name, gated=len(matrices) > 1
+    )
+    result = jax.ShapeDtypeStruct((x.shape[0], count * width), jnp.float32)
+    return jax.ffi.ffi_call(name, result)(x, *panels)[:, : matrices[0].columns]
+
+
+def write_product(module: ir.Module, name: str, rows: int, width: int, dtype: str, *, gated: bool = False) -> None:
+    """The kernel (x [m, k], panels [p, k, w]) -> float32 [m, p * w]; a chunk is a few panels.
+
+    Args:
+        rows, width: of a block in registers.
+        gated: the panels are those of `gate`, and a third operand holds those of `up`.
+    """
+    element = llvm.ELEMENTS[dtype]
+    chunks = _CHUNKS * llvm.threads()
+    rows = rows // 2 if gated else rows
+    blocks = [_write_block(module, f"{name}.rows{count}", count, width, element, gated) for count in range(1, rows + 1)]
+
+    def plan(code: Code, operands: Sequence[Buffer], results: Sequence[Buffer]) -> tuple[list[Value], Value]:
+        x, *panels = operands
+        count = panels[0].size(0)
+        values = [*(matrix.data for matrix in panels), x.data, results[0].data, count, x.size(0), x.size(1)]
+        return values, code.least(chunks, count)
+
+    def body(code: Code, values: Sequence[Value], chunk: Value) -> None:
+        *matrices, x, y, count, m, k = values
+        total = code.least(chunks, count)
+        first = code.div(code.mul(chunk, count), total)
+        last = code.div(code.mul(code.add(chunk, 1), count), total)
+        stride = code.mul(count, width)
+        with code.loop(first, last) as number:
+            panels = [code.at(matrix, code.mul(number, code.mul(k, width)), element) for matrix in matrices]
+            column = code.mul(number, width)
+
+            def multiply(block: ir.Function, row: Value) -> None:
+                of_x = code.at(x, code.mul(row, k), element)
+                of_y = code.at(y, code.add(code.mul(row, stride), column), F32)
+                code.b.call(block, [*panels, of_x, of_y, k, stride])
+
+            whole = code.mul(code.div(m, rows), rows)
+            with code.loop(0, whole, rows) as row:
+                multiply(blocks[-1], row)
+            for left in range(1, rows):
+                with code.when(code.b.icmp_signed("==", code.sub(m, whole), code.int(left))):
+                    multiply(blocks[left - 1], whole)
+
+    llvm.write_kernel(module, name, 3 if gated else 2, 1, plan, body)
+
+
+def _write_block(module: ir.Module, name: str, rows: int, width: int, element: ir.Type, gated: bool) -> ir.Function:
+    """y[r, :] = sum over i of x[r, i] * panel[i, :] for so many rows, the sums in registers; of two panels if gated."""
+    pointer, kind, count = llvm.POINTER, llvm.vector(width), 2 if gated else 1
+    code = llvm.define(module, name, [pointer] * (count + 2) + [I64, I64])
+    code.function.linkage = "internal"
+    *panels, x, y, k, stride = code.function.args
+    for argument in (*panels, x, y):
+        argument.add_attribute("noalias")
+    of_x = [code.at(x, code.mul(k, r), element) for r in range(rows)]
+    zero = llvm.number(0.0, width)
+    sums = [[code.variable(kind, zero) for _ in range(rows)] for _ in panels]
+    with code.loop(0, k) as i:
+        values = [code.broadcast(code.load_floats(code.at(row, i, element), 1, element), width) for row in of_x]
+        for panel, totals in zip(panels, sums, strict=True):
+            place = code.at(panel, code.mul(i, width), element)
+            for offset in range(0, width, 16):
+                ahead = code.at(place, width * _AHEAD + offset, element)
+                code.call("llvm.prefetch.p0", llvm.VOID, ahead, *(ir.Constant(llvm.I32, n) for n in (0, 3, 1)))
+            weights = code.load_floats(place, width, element)
+            for value, total in zip(values, totals, strict=True):
+                code.b.store(code.fma(value, weights, code.load(total, kind)), total)
+    for r in range(rows):
+        found = [code.load(totals[r], kind) for totals in sums]
+        if gated:
+            one = llvm.number(1.0, width)
+            sigmoid = code.b.fdiv(one, code.b.fadd(one, code.exp(code.b.fneg(found[0]))))
+            found = [code.b.fmul(code.b.fmul(found[0], sigmoid), found[1])]
+        code.b.store(found[0], code.at(y, code.mul(stride, r), F32), align=4)
+    code.b.ret_void()
+    code.finish()
+    return code.function

@@ -1,0 +1,52 @@
+"""Models with their matrices as a CPU's kernel reads them (`kernels.linear_cpu`)."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeVar
+
+import jax
+from flax import nnx
+
+from eagle3_jax.kernels.linear_cpu import Panels, pack
+from eagle3_jax.models.draft import Draft, DraftHead
+from eagle3_jax.models.llama import Llama
+
+Model = TypeVar("Model", Llama, Draft)
+Module = TypeVar("Module", Llama, DraftHead)
+
+_MATRICES = re.compile(r"\b(qkv|o|gate|up|down|fc)$")
+
+
+def for_cpu(model: Model) -> Model:
+    """A twin for inference where the model lies on one CPU device; else the model itself.
+
+    Matrices are packed, a tied LM head becomes one of its own; all else is shared. The model may be dropped then.
+    """
+    if isinstance(model, Draft):
+        return Draft(_packed(model.head, model.head.lm_head[...]), model.token_ids)
+    return _packed(model, model.output_rows)
+
+
+def _packed(module: Module, output_rows: Any) -> Module:
+    if isinstance(output_rows, Panels) or not _is_on_one_cpu(output_rows):
+        return module
+
+    def of(path: Any, leaf: jax.Array) -> Any:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return _placed(leaf) if _MATRICES.search(name.removesuffix("/value")) else leaf
+
+    twin = jax.tree_util.tree_map_with_path(of, module)
+    twin.lm_head = nnx.Param(_placed(output_rows, transposed=True))
+    return twin
+
+
+def _placed(matrix: jax.Array, *, transposed: bool = False) -> Panels:
+    """Packed where the matrix lies. Committed to its device only if that is: programs are compiled for one or other."""
+    panels = pack(matrix.T if transposed else matrix)
+    return jax.device_put(panels, matrix.sharding.device_set.pop()) if matrix.committed else panels
+
+
+def _is_on_one_cpu(array: jax.Array) -> bool:
+    (device, *others) = array.sharding.device_set
+    return not others and device.platform == "cpu"

@@ -1,0 +1,79 @@
+"""Products from panels: right, the same to the bit for any number of rows, on machines with narrower vectors too."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llvmlite import ir
+
+from eagle3_jax.kernels import linear_cpu, llvm
+from eagle3_jax.kernels.linear_cpu import Panels, pack, product
+
+run = jax.jit(product)
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+def operands(m, k, n, dtype, seed=0):
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.normal(size=(m, k)), DTYPES[dtype]), jnp.asarray(rng.normal(size=(k, n)), DTYPES[dtype])
+
+
+def close(got, x, matrix):
+    expected = np.asarray(x, np.float64) @ np.asarray(matrix, np.float64)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6 * x.shape[1])
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 40), st.integers(1, 300), st.integers(1, 200), st.sampled_from(sorted(DTYPES)))
+def test_it_is_the_product(m, k, n, dtype):
+    x, matrix = operands(m, k, n, dtype)
+    close(run(x, pack(matrix)), x, matrix)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_is_the_same_whatever_stands_beside_it(dtype):
+    x, matrix = operands(21, 96, 160, dtype)
+    panels = pack(matrix)
+    together = run(x, panels)
+    for count in range(1, 12):
+        np.testing.assert_array_equal(run(x[5 : 5 + count], panels), together[5 : 5 + count])
+
+
+@pytest.mark.parametrize(("dtype", "features"), list(itertools.product(DTYPES, ["-avx512f", "-avx512f,-avx2,-fma"])))
+def test_machines_with_narrower_vectors(dtype, features):
+    name = f"test_{dtype}_{features}"
+    module = ir.Module(name)
+    linear_cpu.write_product(module, name, 4, 16, dtype)
+    llvm.register(module, name, features)
+    x, matrix = operands(7, 50, 48, dtype)
+    panels = matrix.reshape(50, 3, 16).swapaxes(0, 1)
+    close(jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((7, 48), jnp.float32))(x, panels), x, matrix)
+
+
+def test_many_calls_at_once(monkeypatch):
+    """More helpers than threads: a call is done when it returns, and a helper that comes late finds nothing to do."""
+    monkeypatch.setattr(llvm, "threads", lambda: 5)
+    name, width = "test_helpers", 16
+    module = ir.Module(name)
+    linear_cpu.write_product(module, name, 4, width, "float32")
+    llvm.register(module, name)
+    x, matrix = operands(3, 64, 64, "float32")
+    panels = matrix.reshape(64, 4, width).swapaxes(0, 1)
+
+    @jax.jit
+    def powers(x):
+        call = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((3, 64), jnp.float32))
+        found = []
+        for i in range(200):
+            found.append(call(x + i, panels))
+        return jnp.stack(found)
+
+    for _ in range(5):
+        got = powers(x)
+    for i in range(200):
+        close(got[i], x + i, matrix)
+    assert isinstance(pack(matrix), Panels)
