@@ -96,7 +96,10 @@ class ModelRunner:
                 make = functools.partial(
                     programs.empty_state, sizes=self.sizes, tree=self._tree, kv_dtype=self._kv_dtype
                 )
-                state = jax.jit(make)(self._models)
+                embed = self.target.embed[...]
+                # Committed to its device as the models are, or the first program would be compiled twice.
+                place = embed.sharding if self.mesh is None and embed.committed else None
+                state = jax.jit(make, out_shardings=place)(self._models)
             before = programs.compiled()
             yield state
         self.dispatches += 1

@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 
 from eagle3_jax.kernels.linear_cpu import Panels, pack
+from eagle3_jax.mesh import mesh_of, replicated
 from eagle3_jax.models.draft import Draft, DraftHead
 from eagle3_jax.models.llama import Llama
 
@@ -44,7 +45,10 @@ def _packed(module: Module, output_rows: Any) -> Module:
 def _placed(matrix: jax.Array, *, transposed: bool = False) -> Panels:
     """Packed where the matrix lies. Committed to its device only if that is: programs are compiled for one or other."""
     panels = pack(matrix.T if transposed else matrix)
-    return jax.device_put(panels, matrix.sharding.device_set.pop()) if matrix.committed else panels
+    if not matrix.committed:
+        return panels
+    mesh = mesh_of(matrix)
+    return jax.device_put(panels, matrix.sharding if mesh is None else replicated(mesh))
 
 
 def _is_on_one_cpu(array: jax.Array) -> bool:

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -376,7 +377,7 @@ def test_threads_share_an_engine(toy):
 )
 def test_a_soak_of_mixed_traffic_leaks_nothing_and_answers_each_once(toy, count):
     """Random prompts, parameters, aborts, deadlines and bad input; every greedy answer is vanilla's."""
-    size = {"max_length": 128, "page_size": 16, "batch_size": 8}
+    size: dict[str, Any] = {"max_length": 128, "page_size": 16, "batch_size": 8}
     engine = Engine(noisy(toy), Tokenizer(), toy.good, CHAIN, queue_limit=9, **size)
     soak(engine, Engine(noisy(toy), Tokenizer(), **size), 24, count)
 
@@ -384,7 +385,8 @@ def test_a_soak_of_mixed_traffic_leaks_nothing_and_answers_each_once(toy, count)
 @pytest.mark.long
 def test_a_soak_of_the_real_model():
     """With a head that knows nothing: nearly every draft is rejected."""
-    target, size = load_target("smollm2-135m-instruct"), {"max_length": 128, "page_size": 16, "batch_size": 8}
+    target = load_target("smollm2-135m-instruct")
+    size: dict[str, Any] = {"max_length": 128, "page_size": 16, "batch_size": 8}
     config = DraftHeadConfig.for_target(DraftConfig(), target.model.config)
     head = init_head(config, 0, target.model.embed[...][: config.draft_vocab_size])
     draft = Draft(head, jnp.arange(config.draft_vocab_size, dtype=jnp.int32))

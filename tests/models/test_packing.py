@@ -1,0 +1,61 @@
+"""A model with packed matrices computes the same, lies where it lay, and shares what is not packed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from eagle3_jax.config import TargetConfig
+from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.decoding.sampling import SamplingParams
+from eagle3_jax.kernels.linear_cpu import Panels
+from eagle3_jax.models.packing import for_cpu
+from eagle3_jax.models.registry import load_target
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    folder = tiny.write_target(tmp_path_factory.mktemp("target"))
+    return load_target(TargetConfig(name=str(folder), aux_layers=(1, 2, 3)))
+
+
+def run(model, tokens):
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    none = jnp.zeros(len(tokens), jnp.int32)
+    hidden, aux, _ = model(tokens, positions, model.empty_cache(len(tokens), 128), none)
+    return model.logits(hidden), aux
+
+
+def test_it_computes_what_the_model_computes(target):
+    packed = for_cpu(target.model)
+    assert isinstance(packed.lm_head[...], Panels)
+    assert packed.embed[...] is target.model.embed[...]
+    assert for_cpu(packed) is packed
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, tiny.CONFIG["vocab_size"], (3, 20)), jnp.int32)
+    for got, expected in zip(jax.jit(run)(packed, tokens), jax.jit(run)(target.model, tokens), strict=True):
+        np.testing.assert_allclose(got, expected, atol=2e-4, rtol=2e-4)
+
+
+def test_a_model_on_several_devices_is_left_as_it_is(target):
+    mesh = jax.make_mesh((2,), ("model",))
+    spread = jax.device_put(target.model, jax.NamedSharding(mesh, jax.P()))
+    assert for_cpu(spread) is spread
+
+
+@pytest.mark.parametrize("place", ["uncommitted", "a device", "a mesh of one"])
+def test_wherever_it_lies_warm_programs_stay_compiled(target, place):
+    model, device = target.model, jax.devices()[1]
+    if place == "a device":
+        model = jax.device_put(model, device)
+    elif place == "a mesh of one":
+        mesh = jax.make_mesh((1, 1), ("data", "model"), devices=[device], axis_types=(jax.sharding.AxisType.Auto,) * 2)
+        model = jax.device_put(model, jax.NamedSharding(mesh, jax.P()))
+    for _ in range(2):  # a second engine of the same model, too
+        engine = Engine(model, target.tokenizer, batch_size=2, max_length=64)
+        assert engine.target.lm_head[...].panels.devices() == model.embed[...].devices()
+        engine.warm_up(progress=False)
+        compiled = engine.stats().programs
+        engine.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=5))
+        engine.generate([[1, 2, 3] * 9] * 3, SamplingParams(max_tokens=5, temperature=1.0, seed=0))
+        assert engine.stats().programs == compiled
