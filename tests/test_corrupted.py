@@ -194,7 +194,9 @@ def test_a_damaged_file_is_refused_by_name_or_read_as_it_was(config, file, damag
 def damage_checkpoint(run: str, damage: str) -> None:
     """Damages one file after the other of all that Orbax wrote; the main function of a process of its own."""
     config = configs.load(run)
-    (step,) = (path for path in config.folder("train").iterdir() if path.name.isdecimal())
+    step = max(
+        (path for path in config.folder("train").iterdir() if path.name.isdecimal()), key=lambda path: int(path.name)
+    )
     files = [path for path in sorted(step.rglob("*")) if path.is_file()]
     assert len(files) > 20
     for path in files:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -77,11 +78,8 @@ def forward(
     b, t = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
     hidden, aux, _ = model(tokens, positions, model.empty_cache(b, t), jnp.zeros(b, jnp.int32))
-    predicted = jax.lax.map(
-        lambda row: argmax(model.logits(row)),
-        hidden.reshape(b * t, -1),
-        batch_size=_LOGITS_BLOCK,
-    ).reshape(b, t)
+    blocks = hidden.reshape(-1, math.gcd(b * t, _LOGITS_BLOCK), hidden.shape[-1])
+    predicted = jax.lax.map(lambda rows: argmax(model.logits(rows)), blocks).reshape(b, t)
     aux, hidden = aux.astype(jnp.bfloat16), hidden.astype(jnp.bfloat16)
     finite = jnp.isfinite(aux).all(-1) & jnp.isfinite(hidden).all(-1)
     return constrain((aux, hidden, predicted, finite), RESULTS_SHARDING_RULES)
