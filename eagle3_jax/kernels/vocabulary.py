@@ -67,10 +67,11 @@ def vocabulary_top_k(
     Raises:
         ValueError: the vocabulary has less than k tokens.
     """
+    size = rows.columns if isinstance(rows, Panels) else rows.shape[0]
+    if not 1 <= k <= size:
+        raise ValueError(f"k: got {k}, expected 1 to the vocabulary's {size}")
     if isinstance(rows, Panels):
         return top_k_of_logits(vocabulary_logits(x, rows), k)
-    if not 1 <= k <= rows.shape[0]:
-        raise ValueError(f"k: got {k}, expected 1 to the vocabulary's {rows.shape[0]}")
     default = default_implementation() if k <= _LONGEST else "xla"
     if (implementation or default) == "xla":
         return top_k_of_logits(vocabulary_logits(x, rows), k)

@@ -12,6 +12,7 @@ from llvmlite import ir
 
 from eagle3_jax.kernels import linear_cpu, llvm
 from eagle3_jax.kernels.linear_cpu import Panels, pack, product
+from eagle3_jax.kernels.vocabulary import vocabulary_top_k
 
 run = jax.jit(product)
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
@@ -77,3 +78,11 @@ def test_many_calls_at_once(monkeypatch):
     for i in range(200):
         close(got[i], x + i, matrix)
     assert isinstance(pack(matrix), Panels)
+
+
+@pytest.mark.parametrize("k", [0, 49])
+def test_more_tokens_than_the_vocabulary_has_are_refused(k):
+    """Panels of 32 columns are padded to 64: padding is no token."""
+    x, matrix = operands(2, 16, 48, "float32")
+    with pytest.raises(ValueError, match=f"k: got {k}, expected 1 to the vocabulary's 48"):
+        vocabulary_top_k(x, pack(matrix), k)
