@@ -147,8 +147,11 @@ class Code:
         self.b.store(self.b.trunc(rounded, half), place, align=2)
 
     def exp(self, x: Value) -> Value:
-        """e^x of a vector for x in [-87, 88], and of these ends beyond, to 2 units in the last place (Cephes' expf)."""
-        width = x.type.count
+        """e^x of a vector for x in [-87, 88], and of these ends beyond, to 2 units in the last place (Cephes' expf).
+
+        Of NaN it is NaN.
+        """
+        given, width = x, x.type.count
         kind, whole = x.type, ir.VectorType(I32, width)
 
         def all_(number: float) -> Value:
@@ -164,7 +167,8 @@ class Code:
             value = self.fma(value, r, all_(factor))
         value = self.b.fadd(self.fma(value, self.b.fmul(r, r), r), all_(1.0))
         exponent = self.b.shl(self.b.fptosi(n, whole), ir.Constant(whole, [23] * width))
-        return self.b.bitcast(self.b.add(self.b.bitcast(value, whole), exponent), kind)
+        value = self.b.bitcast(self.b.add(self.b.bitcast(value, whole), exponent), kind)
+        return self.b.select(self.b.fcmp_unordered("uno", given, given), given, value)
 
     def total(self, x: Value) -> Value:
         """Sum of a vector's elements, in halves."""

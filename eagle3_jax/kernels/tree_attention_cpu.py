@@ -203,9 +203,9 @@ def _softmax(code, count, scores, best, total, sums) -> None:
     with code.loop(0, count, _WIDTH) as j:
         place = code.at(scores, j, F32)
         here = code.load(place, kind, align=4)
-        # A hidden slot weighs nothing, also where all are hidden so far.
+        # A hidden slot weighs nothing, also where all are hidden so far; a NaN stays one.
         weight = code.b.select(
-            code.b.fcmp_ordered(">", here, number(_LEAST / 2, _WIDTH)),
+            code.b.fcmp_unordered(">", here, number(_LEAST / 2, _WIDTH)),
             code.exp(code.b.fsub(here, base)),
             number(0.0, _WIDTH),
         )

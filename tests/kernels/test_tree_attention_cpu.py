@@ -108,6 +108,15 @@ def test_neighbours_change_no_bit():
         np.testing.assert_array_equal(alone[0], together[i, :count])
 
 
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_a_key_that_is_no_number_is_seen(poison):
+    """A request with such entries fails by its logits; they must not be hidden."""
+    sizes = {"batch": 1, "nodes": 2, "kv_heads": 1, "group": 1, "d": 16, "page_size": 16, "dtype": "float32"}
+    queries, new_keys, *rest, table = operands(np.random.default_rng(0), **sizes, lengths=[40], extra=None)
+    for bad in (run(queries, new_keys * poison, *rest, table=table), in_xla(queries, new_keys * poison, *rest, table)):
+        assert np.isnan(bad[0]).all()
+
+
 @pytest.mark.parametrize("page", [-1, 10**6])
 def test_a_page_out_of_range_reads_no_foreign_memory(page):
     """It is clipped, as everywhere in jax; so is a length that its table has no column for."""
