@@ -15,6 +15,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -280,10 +281,12 @@ class Run:
     Attributes:
         config: its YAML. Beside it are the target, the prompts, and `run`, what the verbs wrote.
         stderr: verb -> what it said there.
+        seconds: verb -> how long it took.
     """
 
     config: pathlib.Path
     stderr: dict[str, str]
+    seconds: dict[str, float]
 
     @property
     def folder(self) -> pathlib.Path:
@@ -292,7 +295,7 @@ class Run:
     def copy(self, folder: pathlib.Path) -> Run:
         """A run of its own, for those who change something."""
         shutil.copytree(self.config.parent, folder)
-        return Run(folder / self.config.name, self.stderr)
+        return dataclasses.replace(self, config=folder / self.config.name)
 
 
 def make_run(folder: pathlib.Path) -> Run:
@@ -301,7 +304,7 @@ def make_run(folder: pathlib.Path) -> Run:
     Greedy answers: the held-out conversations are then what decoding says, so that what the trainer counts on them and
     what `evaluate` counts are the same rounds.
     """
-    done = folder / "stderr.json"
+    done = folder / "done.json"
     if not done.exists():
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
@@ -313,13 +316,14 @@ def make_run(folder: pathlib.Path) -> Run:
             train={"row_length": 256, "eval_batches": 100, "eval_every": 20, "checkpoint_every": 10},
             evaluate={"max_tokens": 96},
         )
-        said = {}
+        said, seconds = {}, {}
         for verb in VERBS:
+            start = time.monotonic()
             ended = run_verb(verb, config, *arguments_of(verb))
             assert ended.returncode == 0, f"{verb}: {ended.stdout}\n{ended.stderr}"
-            said[verb] = ended.stderr
-        done.write_text(json.dumps(said))
-    return Run(folder / "run.yaml", json.loads(done.read_text()))
+            said[verb], seconds[verb] = ended.stderr, time.monotonic() - start
+        done.write_text(json.dumps({"stderr": said, "seconds": seconds}))
+    return Run(folder / "run.yaml", **json.loads(done.read_text()))
 
 
 def start_processes(

@@ -16,7 +16,7 @@ from eagle3_jax.models.draft import Draft, DraftHeadConfig
 from eagle3_jax.models.registry import Target, load_target
 from eagle3_jax.training.state import init_head
 
-PROMPTS, MAX_TOKENS = 48, 48
+PROMPTS, MAX_TOKENS = 32, 32
 # What is compared with vanilla decoding. Whether drafting rounds differently is up to the machine; activations in
 # float32 always do.
 OTHERS = {

@@ -146,7 +146,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(NAMES, [*FAST_CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES)])
+@pytest.mark.parametrize(
+    NAMES, [*FAST_CASES, *(pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.any_jax]) for case in CASES)]
+)
 def test_pallas_equals_the_loop(
     batch, nodes, extra, kv_heads, group, head_dim, dtype, kind, contiguous, page_size, block, rows
 ):
