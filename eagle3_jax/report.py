@@ -148,7 +148,7 @@ def draw(report: dict[str, Any], path: pathlib.Path) -> None:
             for name, draft in drafts.items()
         )
         figure.suptitle(f"{report['target']['name']} with EAGLE-3\n", x=0.012, ha="left", weight="bold", fontsize=13)
-        figure.text(0.012, 0.925, headline, ha="left", va="top", fontsize=10.5)
+        figure.text(0.012, 0.925, headline, ha="left", va="top", fontsize=min(10.5, 26 / len(drafts)))
         where = hardware["accelerator"] or f"{hardware['cpu']}, {hardware['cores']} cores"
         figure.supxlabel(
             f"{where} · {report['target']['dtype']} · temperature {settings['temperature']:g} · batch "
@@ -242,6 +242,8 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _size(tree: dict[str, int]) -> str:
+    if copied := tree.get("lookup_tokens"):
+        return f"depth {tree['num_steps']}, {copied} copied, {tree['num_draft_tokens']} tokens"
     if tree["topk"] == 1:
         return f"{tree['num_steps']} drafts in a row"
     return f"depth {tree['num_steps']}, {tree['num_draft_tokens']} tokens"

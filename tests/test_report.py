@@ -81,6 +81,7 @@ def test_what_a_killed_run_left_half_written_is_removed(config: RunConfig, tmp_p
     assert not left_behind.exists()
 
 
+@pytest.mark.any_jax
 @pytest.mark.slow
 def test_of_several_processes_one_reports_and_the_others_wait(config: RunConfig, tmp_path: pathlib.Path) -> None:
     path = tmp_path / "run.yaml"
