@@ -36,6 +36,7 @@ class DraftTree:
         sample_drafts: requests with a temperature get drafts that are drawn from the head's distribution, and
             multi-candidate rejection sampling; otherwise they too get the head's best tokens, and SGLang's target-only
             rule. The answers' distribution is the target's in both.
+        lookup_tokens: tokens copied from the text so far that compete with the head's candidates; 0 is none.
     """
 
     __pydantic_config__ = _STRICT
@@ -44,15 +45,22 @@ class DraftTree:
     topk: int = 1
     num_draft_tokens: int = 5
     sample_drafts: bool = True
+    lookup_tokens: int = 0
 
     def __post_init__(self) -> None:
-        s, k, n = self.num_steps, self.topk, self.num_draft_tokens
+        s, k, n, copied = self.num_steps, self.topk, self.num_draft_tokens, self.lookup_tokens
         _require(s >= 1, "num_steps", s, "at least 1")
         _require(k >= 1, "topk", k, "at least 1")
-        if k == 1:
+        _require(copied >= 0, "lookup_tokens", copied, "at least 0")
+        if k == 1 and not copied:
             _require(n == s + 1, "num_draft_tokens", n, f"num_steps + 1 = {s + 1} for a chain (topk=1)")
-        pool = k + (s - 1) * k * k
+        pool = k + (s - 1) * k * k + copied
         _require(s < n <= pool + 1, "num_draft_tokens", n, f"num_steps + 1 = {s + 1} to {pool + 1} (root + candidates)")
+
+    @property
+    def depth(self) -> int:
+        """Most drafts that one round accepts."""
+        return max(self.num_steps, self.lookup_tokens)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -56,6 +56,7 @@ def test_sums_of_many_small_products_are_right():
     np.testing.assert_allclose(squares, np.arange(32_769.0) ** 2, rtol=1e-6)
 
 
+@pytest.mark.any_jax
 @pytest.mark.slow
 def test_decoding_imports_nothing_of_the_training_extra():
     code = (
@@ -88,6 +89,7 @@ def test_a_training_verb_names_the_missing_extra(tmp_path):
     assert (answer.returncode, answer.stderr) == (1, sentence)
 
 
+@pytest.mark.any_jax
 @pytest.mark.slow
 @pytest.mark.parametrize("extra", ["tpu"])
 def test_pip_resolves_the_extra(tmp_path, extra):

@@ -1,6 +1,7 @@
 """Configuration: the three ways in (YAML, overrides, command line) and every refusal by field name."""
 
 import dataclasses
+import functools
 import math
 import pathlib
 
@@ -100,17 +101,19 @@ def test_aux_layers_ascend_and_differ(layers):
     assert TargetConfig(aux_layers=(2, 8, 20)).aux_layers == (2, 8, 20)
 
 
-@given(steps=st.integers(1, 8), topk=st.integers(1, 8), tokens=st.integers(1, 200))
+@given(steps=st.integers(1, 8), topk=st.integers(1, 8), tokens=st.integers(1, 200), copied=st.integers(0, 9))
 @settings(deadline=None, max_examples=200)
-def test_a_tree_is_accepted_exactly_when_its_candidates_suffice(steps, topk, tokens):
+def test_a_tree_is_accepted_exactly_when_its_candidates_suffice(steps, topk, tokens, copied):
     # Level 1 offers topk nodes, every later level topk children of topk nodes; a chain is used whole.
-    candidates = topk + sum(topk * topk for _ in range(steps - 1))
-    possible = tokens - 1 == steps if topk == 1 else steps <= tokens - 1 <= candidates
+    # Copied tokens are further candidates.
+    candidates = topk + sum(topk * topk for _ in range(steps - 1)) + copied
+    possible = tokens - 1 == steps if topk == 1 and not copied else steps <= tokens - 1 <= candidates
+    tree = functools.partial(DraftTree, num_steps=steps, topk=topk, num_draft_tokens=tokens, lookup_tokens=copied)
     if possible:
-        DraftTree(num_steps=steps, topk=topk, num_draft_tokens=tokens)
+        assert tree().depth == max(steps, copied)
     else:
         with pytest.raises(ValueError, match="num_draft_tokens"):
-            DraftTree(num_steps=steps, topk=topk, num_draft_tokens=tokens)
+            tree()
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MORE = [pytest.mark.slow, pytest.mark.any_jax]  # marks of the other pages
 
 
 def commands() -> list[str]:
@@ -38,6 +39,7 @@ def test_there_are_commands():
     assert any("eagle3_jax.train" in command for command in commands())
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize("command", commands())
 def test_every_command_is_understood(command, monkeypatch):
     words = [word for word in shlex.split(command) if not re.fullmatch(r"[A-Z_0-9]+=\S*", word)]
@@ -69,7 +71,7 @@ def test_every_command_is_understood(command, monkeypatch):
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, id=page.name, marks=[] if page.name == "README.md" else pytest.mark.slow) for page in PAGES],
+    [pytest.param(page, id=page.name, marks=[] if page.name == "README.md" else MORE) for page in PAGES],
 )
 def test_its_python_runs(page, tmp_path, monkeypatch, capsys):
     """As it is written, but for the models: a tiny target in a folder, and a head that knows nothing."""

@@ -28,7 +28,7 @@ stage() {
   local name=$1 verb=$2 start=$SECONDS
   shift 2
   number=$((number + 1))
-  printf '\n== %d/8 %s  (%d:%02d since the start)\n' "$number" "$name" $((SECONDS / 60)) $((SECONDS % 60))
+  printf '\n== %d/9 %s  (%d:%02d since the start)\n' "$number" "$name" $((SECONDS / 60)) $((SECONDS % 60))
   if ! "$VENV/bin/python" -m "eagle3_jax.$verb" --config "$CONFIG" "$@"; then
     if (($(df -Pm . | awk 'NR == 2 {print $4}') < 100)); then fail "stage '$name': the disk is full. Free some space. $AGAIN"; fi
     fail "stage '$name' did not finish; what it said stands above. $AGAIN"
@@ -50,5 +50,7 @@ stage evaluate-chain evaluate --prompts "$held_out" --output "$RUN/evaluation/ch
   --evaluate.tree.num-steps 3 --evaluate.tree.topk 1 --evaluate.tree.num-draft-tokens 4
 stage evaluate-tree evaluate --prompts "$held_out" --output "$RUN/evaluation/tree.json" \
   --evaluate.tree.num-steps 3 --evaluate.tree.topk 3 --evaluate.tree.num-draft-tokens 8
+stage evaluate-tree-and-text evaluate --prompts "$held_out" --output "$RUN/evaluation/tree_and_text.json" \
+  --evaluate.tree.num-steps 3 --evaluate.tree.topk 3 --evaluate.tree.num-draft-tokens 8 --evaluate.tree.lookup-tokens 7
 stage report report
 printf '\nDone in %d:%02d. Numbers: %s, picture: %s\n' $((SECONDS / 60)) $((SECONDS % 60)) "$RUN/report.json" "$RUN/report.png"

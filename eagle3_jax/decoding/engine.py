@@ -85,7 +85,7 @@ class Engine:
         self,
         target: Llama,
         tokenizer: Any,
-        draft: Draft | None = None,
+        draft: Draft | Literal["lookup"] | None = None,
         tree: DraftTree | None = None,
         *,
         batch_size: int = 1,
@@ -101,8 +101,9 @@ class Engine:
 
         Args:
             tokenizer: a Hugging Face tokenizer.
-            draft: None decodes without one (vanilla decoding).
-            tree: shape of the draft; None is `DraftTree()`, a chain of 4, where a draft is given.
+            draft: a draft head; "lookup" copies drafts from the text so far; None is vanilla decoding.
+            tree: shape of the draft; None is `DraftTree()`, a chain of 4, where a draft is given. Of "lookup" a chain,
+                of 8 where it is None.
             batch_size: sequences decoded together.
             max_length: longest prompt and answer together, in tokens. Beyond what the draft head declares
                 (`max_position_embeddings`) drafting goes on, with a warning.
@@ -129,11 +130,14 @@ class Engine:
         if queue_limit is not None and queue_limit < 1:
             raise ValueError(f"queue_limit: got {queue_limit}, expected at least 1, or None")
         if tree is not None and draft is None:
-            raise ValueError(f"draft: got None, expected a draft head for {tree}")
-        if draft is not None:
+            raise ValueError(f"draft: got None, expected a draft head or 'lookup' for {tree}")
+        if isinstance(draft, str):
+            draft, tree = None, _copies_only(tree)
+        elif draft is not None:
             tree = tree or DraftTree()
             _check_draft(draft, target, tree, max_length)
         self.tokenizer, self.tree = tokenizer, tree
+        self._copies = tree is not None and tree.lookup_tokens > 0
         self.batch_size, self.max_length, self.queue_limit = batch_size, max_length, queue_limit
         stored = None if kv_dtype is None else jnp.dtype(kv_dtype)
         if kv_tokens is not None and memory_fraction is not None:
@@ -176,7 +180,8 @@ class Engine:
         Args:
             dtype: of weights and activations; None is the TargetConfig's, float32 for a name.
             mesh: spreads the models over its model axis; None is one device.
-            draft: a loaded head, or its folder: that `export` wrote, or another that engines serve (see `load_draft`).
+            draft: a loaded head, or its folder: that `export` wrote, or another that engines serve (see `load_draft`);
+                "lookup" for drafts that are copied from the text.
             options: see `__init__`.
 
         Raises:
@@ -192,8 +197,11 @@ class Engine:
             config = config if dtype is None else dataclasses.replace(config, dtype=dtype)
             loaded = load_target(config, None if mesh is None else decoding_mesh(mesh))
         if isinstance(draft, str | pathlib.Path):
-            draft = load_draft(draft, target=loaded, dtype=loaded.model.embed[...].dtype)
-        return cls(loaded.model, loaded.tokenizer, draft, tree, batch_size=batch_size, max_length=max_length, **options)
+            dtype_of_target = loaded.model.embed[...].dtype
+            head = "lookup" if draft == "lookup" else load_draft(draft, target=loaded, dtype=dtype_of_target)
+        else:
+            head = draft
+        return cls(loaded.model, loaded.tokenizer, head, tree, batch_size=batch_size, max_length=max_length, **options)
 
     def generate(
         self,
@@ -438,7 +446,7 @@ class Engine:
         chunk = Chunk.blank(count, length, sizes)
         ended = {}
         for row, request in enumerate(requests):
-            if request.params.penalises and request.read == request.cached:
+            if (request.params.penalises or self._copies) and request.read == request.cached:
                 self._runner.note_prompt(request.place, request.ids)
             _fill(chunk, row, request, length, self._eos)
             request.read += int(chunk["counts"][row])
@@ -540,6 +548,14 @@ def _fill(chunk: dict[str, np.ndarray], row: int, request: Request, length: int,
     for i, (token, bias) in enumerate(params.logit_bias.items()):
         chunk["bias_tokens"][row, i], chunk["bias"][row, i] = token, bias
     chunk["first_stop"][row] = len(request.ids) + params.min_tokens
+
+
+def _copies_only(tree: DraftTree | None) -> DraftTree:
+    """The chain of drafts that are all copied from the text. Raises ValueError for another tree."""
+    tree = tree or DraftTree(num_steps=8, num_draft_tokens=9)
+    if tree.topk > 1 or tree.num_draft_tokens != tree.num_steps + 1:
+        raise ValueError(f"tree: got {tree}, expected a chain (topk=1) for draft='lookup'")
+    return dataclasses.replace(tree, lookup_tokens=tree.num_steps)
 
 
 def _check_draft(draft: Draft, target: Llama, tree: DraftTree, max_length: int) -> None:

@@ -68,6 +68,11 @@ class Sizes:
         return cls(batch, max_length, pages, page_size, each)
 
     @property
+    def slots(self) -> int:
+        """Of the longest request, in its pages."""
+        return self.pages_per_sequence * self.page_size
+
+    @property
     def columns(self) -> int:
         """Of the page table: padding of a prompt's last stretch may reach beyond its pages."""
         return self.pages_per_sequence + -(-max(CHUNKS) // self.page_size)
@@ -222,6 +227,7 @@ def empty_state(models: Models, sizes: Sizes, tree: DraftTree | None, kv_dtype: 
         page_table=jnp.full((batch, sizes.columns), rounds.TRASH, jnp.int32),
         draft_cache=None if draft is None else draft.head.empty_pages(pages, page_size),
         draft_state=None if draft is None else jnp.zeros((batch, draft.head.config.hidden_size), draft.head.fc.dtype),
+        history=jnp.zeros((batch, sizes.slots + 1), jnp.int32) if tree and tree.lookup_tokens else None,
     )
     return constrain(state, rounds.STATE_SHARDING_RULES)
 
@@ -294,13 +300,17 @@ def prefill(models: Models, state: State, chunk: Chunk) -> tuple[State, Int[Arra
         "page_table": chunk.page_table,
         "draft_state": found.draft_state,
     }
+    history = state.history
     at = jnp.where(chunk.ends, chunk.slots, state.done.shape[0])
 
     def join(all_: Array, new: Array) -> Array:
         return all_.at[at].set(new, mode="drop")
 
+    if history is not None:
+        history = history.at[at, joined["lengths"]].set(found.root, mode="drop")
     state = rows(
         state,
+        history=history,
         cache=rows(cache, page_table=None),
         draft_cache=None if draft_cache is None else rows(draft_cache, page_table=None),
         logprobs=rows(state.logprobs, asked=join(state.logprobs.asked, chunk.asked)),
@@ -348,12 +358,16 @@ def decode(
 
 
 @functools.partial(jax.jit, donate_argnames="state")
-def note_prompt(state: State, slot: Int[Array, ""], tokens: Bool[Array, " v"]) -> State:
-    """Notes the tokens of a prompt, for penalties: before its last stretch is read."""
-    rules = state.sampling.rules
+def note_prompt(state: State, slot: Int[Array, ""], tokens: Int[Array, " s"]) -> State:
+    """Notes the tokens of a prompt, padded with -1, before its last stretch is read: for penalties and for lookup."""
+    rules, history = state.sampling.rules, state.history
     assert rules is not None
-    rules = dataclasses.replace(rules, in_prompt=rules.in_prompt.at[slot].set(tokens))
-    state = dataclasses.replace(state, sampling=dataclasses.replace(state.sampling, rules=rules))
+    vocabulary = rules.in_prompt.shape[1]
+    held = jnp.zeros(vocabulary, bool).at[jnp.where(tokens < 0, vocabulary, tokens)].set(True, mode="drop")
+    rules = dataclasses.replace(rules, in_prompt=rules.in_prompt.at[slot].set(held))
+    if history is not None:
+        history = history.at[slot, : len(tokens)].set(tokens)
+    state = dataclasses.replace(state, sampling=dataclasses.replace(state.sampling, rules=rules), history=history)
     return constrain(state, rounds.STATE_SHARDING_RULES)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,8 +21,9 @@ from jax import P
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from eagle3_jax.config import DraftTree
+from eagle3_jax.decoding import lookup
 from eagle3_jax.decoding.sampling import BONUS, Sampling, draw, probabilities
-from eagle3_jax.decoding.tree import feed, grow, root_only, scratch_slots
+from eagle3_jax.decoding.tree import chain, feed, grow, root_only, scratch_slots
 from eagle3_jax.decoding.verify import Walk, row_of, verify
 from eagle3_jax.kernels.vocabulary import argmax
 from eagle3_jax.mesh import constrain
@@ -50,7 +52,8 @@ class State:
         rounds: rounds it took part in.
         accepted: in how many of them the draft at each depth was accepted.
         logprobs: of each output token, before rules and filters; None where nobody asks (`greedy` programs leave it).
-        draft_cache, draft_state: None in vanilla decoding.
+        draft_cache, draft_state: None without a draft head.
+        history: the sequence's tokens, root included, where drafts are copied from it (`lookup`); else None.
     """
 
     cache: KVCache
@@ -69,6 +72,7 @@ class State:
     page_table: Int[Array, "b pages"] | None = None
     draft_cache: KVCache | None = None
     draft_state: Float[Array, "b h"] | None = None
+    history: Int[Array, "b t"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -93,7 +97,7 @@ STATE_SHARDING_RULES = ((r"cache", P(None, "model")),)
 
 def steps_of(tree: DraftTree | None) -> int:
     """Most drafts that one round can accept."""
-    return 0 if tree is None else tree.num_steps
+    return 0 if tree is None else tree.depth
 
 
 def slots_needed(prompt_slots: int, max_tokens: int, tree: DraftTree | None) -> int:
@@ -228,6 +232,9 @@ def prefill(
         accepted=jnp.zeros((batch, steps_of(tree)), jnp.int32),
         draft_cache=draft_cache,
         draft_state=found.draft_state,
+        history=_put(_put(jnp.zeros((batch, slots + 1), jnp.int32), tokens, none), found.root[:, None], prompt_lengths)
+        if tree is not None and tree.lookup_tokens
+        else None,
     )
     return constrain(state, STATE_SHARDING_RULES)
 
@@ -239,13 +246,19 @@ def advance(target: Llama, draft: Draft | None, state: State, *, tree: DraftTree
         lengths, table = jnp.where(state.done, 0, lengths), jnp.where(state.done[:, None], TRASH, table)
     cache = dataclasses.replace(state.cache, page_table=table)
     draft_cache, draft_state = state.draft_cache, state.draft_state
-    if tree is None or draft is None or draft_cache is None or draft_state is None:
+    copied = None
+    if tree is not None and state.history is not None:
+        copied = lookup.copy(state.history, lengths, tree.lookup_tokens)
+    if tree is None:
         nodes = root_only(state.root)
+    elif draft is None or draft_cache is None or draft_state is None:
+        assert copied is not None
+        nodes = chain(state.root, copied.tokens)
     else:
         draft_cache = dataclasses.replace(draft_cache, page_table=table)
         drawing = state.sampling if tree.sample_drafts and not greedy else None
-        nodes, draft_cache = grow(target, draft, tree, state.root, draft_state, draft_cache, lengths, drawing)
-    branches = tree is not None and tree.topk > 1
+        nodes, draft_cache = grow(target, draft, tree, state.root, draft_state, draft_cache, lengths, drawing, copied)
+    branches = tree is not None and draft is not None and (tree.topk > 1 or copied is not None)
     hidden, aux, cache = target(
         nodes.tokens, lengths[:, None] + nodes.depths, cache, lengths, nodes.mask if branches else None
     )
@@ -270,6 +283,10 @@ def advance(target: Llama, draft: Draft | None, state: State, *, tree: DraftTree
         sampling = dataclasses.replace(sampling, rules=sampling.rules.count(chosen, taken))
     if not greedy and logprobs is not None:
         logprobs = _with_logprobs(logprobs, logits, walk.path, chosen, state.num_output)
+    history = state.history
+    if history is not None:
+        column = jnp.arange(history.shape[1])[None]
+        history = jnp.where(column > (lengths + count)[:, None], history, _put(history, chosen, lengths + 1))
     num_output = state.num_output + count
     output = _put(state.output, chosen, state.num_output)
     return dataclasses.replace(
@@ -282,10 +299,11 @@ def advance(target: Llama, draft: Draft | None, state: State, *, tree: DraftTree
         done=ended,
         sampling=sampling,
         rounds=state.rounds + (~state.done).astype(jnp.int32),
-        accepted=state.accepted + (jnp.arange(steps)[None] < accepted[:, None]).astype(jnp.int32),
+        accepted=state.accepted + (jnp.arange(state.accepted.shape[1])[None] < accepted[:, None]).astype(jnp.int32),
         logprobs=logprobs,
         draft_cache=draft_cache,
         draft_state=draft_state,
+        history=history,
     )
 
 
@@ -369,8 +387,16 @@ def decode(
     def proceed(carry: tuple[Array, State]) -> Array:
         return (carry[0] < max_rounds) & (carry[1].done.sum() < stop_at)
 
+    def round_of(tree: DraftTree | None) -> Callable[[State], State]:
+        return lambda state: advance(target, draft, state, tree=tree, greedy=greedy)
+
     def body(carry: tuple[Array, State]) -> tuple[Array, State]:
-        return carry[0] + 1, advance(target, draft, carry[1], tree=tree, greedy=greedy)
+        number, state = carry
+        if tree is None or draft is not None:
+            return number + 1, round_of(tree)(state)
+        assert state.history is not None
+        found = lookup.continuation(state.history, state.lengths, 1)[1] > 0  # where there is nothing to copy, no drafts
+        return number + 1, jax.lax.cond((found & ~state.done).any(), round_of(tree), round_of(None), state)
 
     return constrain(jax.lax.while_loop(proceed, body, (jnp.int32(0), state))[1], STATE_SHARDING_RULES)
 
@@ -400,7 +426,7 @@ def generate(
 
     Args:
         prompts: padded on the right. lengths: of each prompt, at least 1.
-        tree: None is vanilla decoding, and the draft may then be None.
+        tree: None is vanilla decoding. With `lookup_tokens` the draft may be None: all drafts are copied then.
         temperature: None is greedy and leaves sampling out of the program.
         temperature, top_k, top_p, min_p, ignore_eos: one for all, or one a sequence.
         slots: of each sequence's caches; None is as many as they need.
@@ -420,7 +446,7 @@ def generate(
         raise ValueError(f"prompts, max_tokens: got {length} + {max_tokens}, expected the target's {most} at most")
     if slots is not None and slots < need:
         raise ValueError(f"slots: got {slots}, expected at least {need} for these prompts, max_tokens and tree")
-    if tree is not None and draft is None:
+    if tree is not None and draft is None and tree.num_draft_tokens != tree.lookup_tokens + 1:
         raise ValueError(f"draft: got None, expected a draft head for {tree}")
 
     def each(value: Any, dtype: Any) -> Array:

@@ -41,7 +41,7 @@ class ModelRunner:
         self.target, self.draft, self.sizes = target, draft, sizes
         self.dispatches = self.compiled = 0
         self._models = Models.of(target, draft)
-        self._tree, self._kv_dtype, self._vocabulary = tree, kv_dtype, target.config.vocab_size
+        self._tree, self._kv_dtype = tree, kv_dtype
         self._state: State | None = None
 
     def prefill(self, chunk: dict[str, np.ndarray]) -> jax.Array:
@@ -61,9 +61,9 @@ class ModelRunner:
         return report
 
     def note_prompt(self, place: int, ids: list[int]) -> None:
-        """Notes a prompt's tokens, for penalties."""
-        tokens = np.zeros(self._vocabulary, bool)
-        tokens[ids] = True
+        """Notes a prompt's tokens, for penalties and for lookup."""
+        tokens = np.full(self.sizes.max_length, -1, np.int32)
+        tokens[: len(ids)] = ids
         said = self._put(np.int32(place)), self._put(tokens)
         with self._running() as state:
             self._state = programs.note_prompt(state, *said)

@@ -3,9 +3,13 @@
 Level 1 is the top-k of the head's logits at the last committed pair; each later level feeds the k best candidates of
 the level before to the head and takes the top-k of each. All candidates form a pool, of which the best are verified.
 
+Tokens copied from the text (`lookup`) join the pool as one more branch: as far as the head proposes the same, its own
+nodes gain their score, and from where the two part they are nodes of their own.
+
 Drafts that are drawn (without replacement, from the head's distribution at the request's temperature) take the place of
 the top-k where multi-candidate rejection sampling verifies them. It is exact only if whether a draft is verified does
-not depend on which token it is: so a node's children enter in the order of drawing, and nodes by their own score.
+not depend on which token it is: so a node's children enter in the order of drawing, nodes by their parent's score, and
+a copied token is the last of its siblings, a node of its own whatever was drawn.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.config import DraftTree
+from eagle3_jax.decoding.lookup import Copied
 from eagle3_jax.decoding.sampling import DRAFTS, Sampling, draw
 from eagle3_jax.kernels.vocabulary import top_k_of_logits
 from eagle3_jax.models.cache import KVCache
@@ -30,7 +35,8 @@ class TokenTree:
     """What the target verifies in one pass; node 0 is the root, and parents precede children.
 
     Attributes:
-        tokens: target ids. parents: node indices, -1 at the root. depths: 0 at the root.
+        tokens: target ids. depths: 0 at the root.
+        parents: node indices, -1 at the root and at what only fills a place.
         mask: mask[b, i, j], whether j is i or an ancestor of i.
         drawn: what the drafts were drawn from; None where they are the head's best.
     """
@@ -49,28 +55,36 @@ class Drawn:
 
     Attributes:
         probs: over the draft vocabulary, of each group of siblings.
-        group: of each node; of the root 0, which says nothing.
+        group: of each node; -1 of a copied one, which no chance chose; of the root 0, which says nothing.
         token_ids: the target's id of each draft token.
-        topk: most siblings.
+        topk: most siblings that were drawn.
+        copied: whether there are copied nodes.
     """
 
     probs: Float[Array, "b g dv"]
     group: Int[Array, "b n"]
     token_ids: Int[Array, " dv"]
     topk: int = dataclasses.field(metadata={"static": True})
+    copied: bool = dataclasses.field(metadata={"static": True})
+
+
+def chain(root: Int[Array, " b"], drafts: Int[Array, "b c"]) -> TokenTree:
+    """Drafts that follow each other."""
+    tokens = jnp.concatenate([root[:, None], drafts], axis=1)
+    depths = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return TokenTree(tokens, depths - 1, depths, depths[:, :, None] >= depths[:, None, :])
 
 
 def root_only(root: Int[Array, " b"]) -> TokenTree:
     """The tree of vanilla decoding."""
-    tokens = root[:, None]
-    return TokenTree(tokens, jnp.full_like(tokens, -1), jnp.zeros_like(tokens), jnp.ones((*tokens.shape, 1), bool))
+    return chain(root, jnp.zeros((len(root), 0), root.dtype))
 
 
 def scratch_slots(tree: DraftTree | None) -> int:
     """Cache slots behind the committed tokens that one round writes to."""
     if tree is None:
         return 1
-    return max(tree.num_draft_tokens, tree.num_steps + 1, (tree.num_steps - 1) * tree.topk)
+    return max(tree.num_draft_tokens, tree.depth + 1, (tree.num_steps - 1) * tree.topk)
 
 
 def feed(
@@ -111,6 +125,7 @@ def grow(
     cache: KVCache,
     lengths: Int[Array, " b"],
     sampling: Sampling | None = None,
+    copied: Copied | None = None,
 ) -> tuple[TokenTree, KVCache]:
     """Drafts the tree of one round.
 
@@ -119,6 +134,7 @@ def grow(
         draft_state: the head's output at the last committed pair (whose token is the root).
         cache: the head's, with `lengths` committed pairs; slots behind them are scratch.
         sampling: draws the drafts of requests with a temperature; None takes the head's best for all.
+        copied: `tree.lookup_tokens` for each root; None where that is 0.
 
     Returns:
         The tree, and the cache with its scratch written.
@@ -169,12 +185,61 @@ def grow(
     pool_scores, pool_ids, pool_parents, parent_scores = (
         jnp.concatenate(parts, axis=1) for parts in zip(*pool, strict=True)
     )
+    tokens, size = draft.token_ids[pool_ids], pool_ids.shape[1]
+    merges, order = jnp.ones(batch, bool), pool_scores
+    if sampling is not None:
+        merges = sampling.temperature <= 0
+        order = jnp.where(merges[:, None], pool_scores, parent_scores)
+    if copied is not None:
+        order, tokens, pool_parents = graft(order, tokens, pool_parents, copied, merges)
+    nodes, chosen = rerank(tree, root, order, tokens, pool_parents)
     if sampling is None:
-        return rerank(tree, root, pool_scores, draft.token_ids[pool_ids], pool_parents)[0], cache
-    order = jnp.where(sampling.temperature[:, None] > 0, parent_scores, pool_scores)
-    nodes, chosen = rerank(tree, root, order, draft.token_ids[pool_ids], pool_parents)
-    group = jnp.pad(chosen // k, ((0, 0), (1, 0)))
-    return dataclasses.replace(nodes, drawn=Drawn(jnp.concatenate(drawn, axis=1), group, draft.token_ids, k)), cache
+        return nodes, cache
+    group = jnp.pad(jnp.where(chosen < size, chosen // k, -1), ((0, 0), (1, 0)))
+    probs = jnp.concatenate(drawn, axis=1)
+    return dataclasses.replace(nodes, drawn=Drawn(probs, group, draft.token_ids, k, copied is not None)), cache
+
+
+# Parent of a copied token that is no candidate: the head's own stands for it, or nothing was found to copy.
+NOBODY = -2
+
+
+def graft(
+    order: Float[Array, "b p"],
+    tokens: Int[Array, "b p"],
+    parents: Int[Array, "b p"],
+    copied: Copied,
+    merges: Bool[Array, " b"],
+) -> tuple[Float[Array, "b q"], Int[Array, "b q"], Int[Array, "b q"]]:
+    """Joins copied tokens to the pool, behind the head's candidates.
+
+    Where `merges` says so, the head's candidates stand for copied tokens that it proposes too, with the better of both
+    scores. Beside drawn drafts that would be wrong: whether one is verified may not depend on which token it is. There
+    a twin does no harm: when the drawn one was rejected, nothing of p is left for it. A score never exceeds its
+    parent's, on which `rerank` relies.
+
+    Returns:
+        The pool's scores, tokens and parents, now q = p + c.
+    """
+    size = order.shape[1]
+    above = jnp.zeros(order.shape[0])
+    node = jnp.full_like(parents[:, 0], -1)  # to which the copied text has led
+    new = []
+    for i in range(copied.tokens.shape[1]):
+        token, above = copied.tokens[:, i], jnp.minimum(copied.scores[:, i], above)
+        same = (parents == node[:, None]) & (tokens == token[:, None]) & merges[:, None]
+        held, at = same.any(axis=1), jnp.argmax(same, axis=1).astype(jnp.int32)
+        order = jnp.where(same, jnp.maximum(order, above[:, None]), order)
+        idle = held | jnp.isneginf(above)
+        new.append((jnp.where(idle, -jnp.inf, above), token, jnp.where(idle, NOBODY, node)))
+        above = jnp.where(held, jnp.take_along_axis(order, at[:, None], axis=1)[:, 0], above)
+        node = jnp.where(held, at, size + i)
+    scores, ids, above_them = (jnp.stack(x, axis=1) for x in zip(*new, strict=True))
+    return (
+        jnp.concatenate([order, scores], axis=1),
+        jnp.concatenate([tokens, ids], axis=1),
+        jnp.concatenate([parents, above_them], axis=1),
+    )
 
 
 def _draw_children(
@@ -220,15 +285,17 @@ def rerank(
         member = jnp.any(best[:, :, None] == jnp.arange(size)[None, None], axis=1)
         node_of = jnp.cumsum(member, axis=-1, dtype=jnp.int32)  # pool index -> node index, where chosen
     parent = jnp.take_along_axis(parents, chosen, axis=1)
-    parent = jnp.where(parent < 0, 0, jnp.take_along_axis(node_of, jnp.maximum(parent, 0), axis=1))
-    level = jnp.concatenate([jnp.ones(k, jnp.int32), jnp.repeat(jnp.arange(2, steps + 1, dtype=jnp.int32), k * k)])
+    of_pool = jnp.take_along_axis(node_of, jnp.maximum(parent, 0), axis=1)
+    parent = jnp.where(parent < 0, parent + 1, of_pool)  # the root is node 0, and NOBODY becomes -1
+    level = [jnp.ones(k, jnp.int32), jnp.repeat(jnp.arange(2, steps + 1, dtype=jnp.int32), k * k)]
+    level = jnp.concatenate([*level, jnp.arange(1, tree.lookup_tokens + 1, dtype=jnp.int32)])
     column = jnp.zeros((batch, 1), jnp.int32)
     parent = jnp.concatenate([column - 1, parent], axis=1)
     nodes = TokenTree(
         tokens=jnp.concatenate([root[:, None], jnp.take_along_axis(tokens, chosen, axis=1)], axis=1),
         parents=parent,
         depths=jnp.concatenate([column, level[chosen]], axis=1),
-        mask=_ancestors(parent, steps),
+        mask=_ancestors(parent, tree.depth),
     )
     return nodes, chosen
 

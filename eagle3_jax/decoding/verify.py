@@ -6,7 +6,7 @@ the target's distribution; if into none, the bonus comes from the distribution w
 comes with exactly the target's probability, whatever was drafted. Drafts drawn from the head's distribution q are
 accepted by multi-candidate rejection sampling (SpecInfer, https://arxiv.org/abs/2305.09781, section 4.3; without
 replacement: https://arxiv.org/abs/2402.14160): child by child with probability min(1, p / q), and where one is rejected
-the rest of max(p - q, 0) takes the place of p, and q goes without it.
+the rest of max(p - q, 0) takes the place of p, and q goes without it. A copied token comes last, with q = 1.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def verify(
         predicted = argmax(logits)
         walk = walk_greedy(tree, predicted, steps)
         return walk, jnp.take_along_axis(predicted, walk.last[:, None], axis=1)[:, 0]
-    siblings = 1 if tree.drawn is None else tree.drawn.topk
+    siblings = 1 if tree.drawn is None else tree.drawn.topk + tree.drawn.copied
     coins = sampling.uniform(lengths, COINS, steps, siblings)
     walk, weights = walk_sampled(tree, logits, sampling, lengths, stop_ids, coins)
     return walk, draw(sampling.uniform(lengths, BONUS, 2), weights)
@@ -148,7 +148,8 @@ def _multi_candidate(
     Returns:
         The accepted child, and what is left of p.
     """
-    first, count = jnp.argmax(children, axis=-1), children.sum(axis=-1)
+    by_chance = children & (drawn.group >= 0)
+    first, count = jnp.argmax(by_chance, axis=-1), by_chance.sum(axis=-1)
     column, vocabulary = jnp.arange(tokens.shape[1])[None], jnp.arange(probs.shape[1])[None]
     hits = jnp.zeros(tokens.shape, bool)
     of_group = row_of(drawn.probs, row_of(drawn.group, first))
@@ -166,6 +167,15 @@ def _multi_candidate(
         # p equal to q: only rounding rejects.
         probs = jnp.where((asks & ~accepted)[:, None] & (total > 0), rest / jnp.where(total > 0, total, 1.0), probs)
         q = jnp.where(vocabulary == token, 0.0, q)
+    if drawn.copied:  # the last child: drawn from one token, so q is 1
+        copied = children & ~by_chance
+        token = jnp.take_along_axis(tokens, jnp.argmax(copied, axis=-1)[:, None], axis=1)
+        asks = copied.any(axis=-1) & ~hits.any(axis=-1)
+        accepted = asks & (coins[:, -1] < jnp.take_along_axis(probs, token, axis=1)[:, 0])
+        hits |= accepted[:, None] & copied
+        rest = jnp.where(vocabulary == token, 0.0, probs)
+        total = rest.sum(axis=-1, keepdims=True)
+        probs = jnp.where((asks & ~accepted)[:, None] & (total > 0), rest / jnp.where(total > 0, total, 1.0), probs)
     return hits, probs
 
 

@@ -42,6 +42,8 @@ CONFIG = LlamaConfig(
 VANILLA = None
 CHAIN = DraftTree(num_steps=4, topk=1, num_draft_tokens=5)
 TREE = DraftTree(num_steps=4, topk=4, num_draft_tokens=16)
+LOOKUP = DraftTree(num_steps=8, num_draft_tokens=9, lookup_tokens=8)  # without a head
+GRAFTED = dataclasses.replace(TREE, lookup_tokens=7)
 TARGET_ONLY = dataclasses.replace(TREE, sample_drafts=False)
 SIZES = Sizes.plan(4, 2048, 128, TREE, kv_tokens=262144)
 
@@ -53,7 +55,7 @@ def shapes(mesh: Mesh, tree: DraftTree | None, length: int) -> tuple[Any, Any, A
         head = DraftHeadConfig.for_target(DraftConfig(vocab_size=32000), CONFIG)
         target = Llama(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
         draft = Draft(DraftHead(head, dtype=jnp.bfloat16, rngs=nnx.Rngs(1)), jnp.arange(32000))
-        draft = None if tree is None else draft
+        draft = None if tree in (VANILLA, LOOKUP) else draft
         state = empty_state(Models.of(target, draft), SIZES, tree, None)
         chunk = Chunk(**{name: jnp.asarray(value) for name, value in Chunk.blank(1, length, SIZES).items()})
         leaves, structures[:] = zip(*map(jax.tree.flatten, (target, draft, state, chunk)), strict=True)
@@ -88,6 +90,10 @@ def shapes(mesh: Mesh, tree: DraftTree | None, length: int) -> tuple[Any, Any, A
         pytest.param("decode", TREE, False, "v5e:1x1", marks=pytest.mark.slow),
         pytest.param("decode", TARGET_ONLY, False, "v5p:1x1x1", marks=pytest.mark.long),
         pytest.param("decode", CHAIN, False, "tpu7x:1x1x1", marks=pytest.mark.long),
+        pytest.param("decode", LOOKUP, True, "v5e:1x1", marks=pytest.mark.slow),
+        pytest.param("decode", LOOKUP, False, "v6e:1x1", marks=pytest.mark.long),
+        pytest.param("decode", GRAFTED, True, "v5p:1x1x1", marks=pytest.mark.slow),
+        pytest.param("decode", GRAFTED, False, "v5e:1x1", marks=pytest.mark.long),
         pytest.param("prefill", VANILLA, False, "v6e:1x1", marks=pytest.mark.long),
         pytest.param("prefill", CHAIN, False, "v5p:1x1x1", marks=pytest.mark.long),
         pytest.param("prefill", CHAIN, False, "tpu7x:1x1x1", marks=pytest.mark.long),

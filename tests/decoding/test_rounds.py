@@ -25,9 +25,20 @@ TREES = {
     "tree2x2": DraftTree(num_steps=2, topk=2, num_draft_tokens=4),
     "tree3x3": DraftTree(num_steps=3, topk=3, num_draft_tokens=10),
     "tree4x4": DraftTree(num_steps=4, topk=4, num_draft_tokens=16),
+    "chain3+5": DraftTree(num_steps=3, topk=1, num_draft_tokens=6, lookup_tokens=5),
+    "tree3x3+2": DraftTree(num_steps=3, topk=3, num_draft_tokens=10, lookup_tokens=2),
 }
 # Rounds that the good head takes for all four answers, of 92 without drafts: what acceptance was when this was written.
-ROUNDS = {"chain1": 56, "chain3": 43, "chain5": 41, "tree2x2": 44, "tree3x3": 35, "tree4x4": 34}
+ROUNDS = {
+    "chain1": 56,
+    "chain3": 43,
+    "chain5": 41,
+    "tree2x2": 44,
+    "tree3x3": 35,
+    "tree4x4": 34,
+    "chain3+5": 43,
+    "tree3x3+2": 35,
+}
 BOTH = ["chain3", pytest.param("tree3x3", marks=pytest.mark.slow)]
 PROMPTS = np.random.default_rng(0).integers(0, 24, (4, 9)).astype(np.int32)
 LENGTHS = np.array([9, 3, 6, 1], np.int32)
@@ -102,7 +113,7 @@ def test_greedy_speculation_changes_no_token(toy, vanilla, name):
     assert (accepted[:, :-1] >= accepted[:, 1:]).all()
     # All that a round takes counts, but for what the limit cuts off the last one.
     surplus = np.asarray(state.rounds) + accepted.sum(axis=1) - (MAX_TOKENS - 1)
-    assert ((surplus >= 0) & (surplus <= TREES[name].num_steps)).all()
+    assert ((surplus >= 0) & (surplus <= TREES[name].depth)).all()
 
 
 @pytest.mark.slow
@@ -268,7 +279,7 @@ def test_the_end_of_sequence_ends_each_sequence_where_vanilla_ends(toy, vanilla,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sample_drafts", [False, True])
-@pytest.mark.parametrize("name", [pytest.param("chain3", marks=pytest.mark.long), "tree3x3"])
+@pytest.mark.parametrize("name", [pytest.param("chain3", marks=pytest.mark.long), "tree3x3", "chain3+5"])
 def test_sampled_tokens_have_the_target_s_distribution(toy, name, sample_drafts):
     """Second and third token of 4096 answers (the first round's) against the exact distribution, by chi-square."""
     samples, vocabulary, prompt = 4096, 24, PROMPTS[2, :6]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding import tree as tree_lib
+from eagle3_jax.decoding.lookup import Copied
 from eagle3_jax.decoding.sampling import Sampling
 from eagle3_jax.kernels.tree_attention import tree_attention
 
@@ -72,6 +73,75 @@ def test_rerank_keeps_the_best_and_stays_connected(size, random, ties):
             parent = above[parent]
         assert depth == len(ancestors) - 1
         assert np.flatnonzero(mask[node]).tolist() == sorted(ancestors)
+
+
+GRAFTED = [
+    DraftTree(num_steps=3, topk=1, num_draft_tokens=5, lookup_tokens=4),
+    DraftTree(num_steps=2, topk=2, num_draft_tokens=5, lookup_tokens=4),
+    DraftTree(num_steps=3, topk=3, num_draft_tokens=12, lookup_tokens=2),
+    DraftTree(num_steps=2, topk=2, num_draft_tokens=11, lookup_tokens=4),  # more nodes than there may be candidates
+]
+
+
+@jax.jit
+def grafted(order, tokens, parents, copied, merges):
+    return tree_lib.graft(order, tokens, parents, copied, merges)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(GRAFTED), st.randoms(use_true_random=False), st.booleans(), st.booleans())
+def test_copied_tokens_join_the_tree_and_no_token_has_a_twin_beside_it(size, random, merges, found):
+    """Few tokens, so that the text and the head often propose the same."""
+    k, scores, parents, tokens, level = size.topk, [], [], [], []
+    for depth in range(1, size.num_steps + 1):
+        expanded = [-1] if depth == 1 else random.sample(level, k)
+        level = []
+        for parent in expanded:
+            for token in random.sample(range(4), k):
+                level.append(len(scores))
+                parents.append(parent)
+                tokens.append(token)
+                scores.append((scores[parent] if parent >= 0 else 0.0) - random.random())
+    order = scores if merges else [scores[parent] if parent >= 0 else 0.0 for parent in parents]
+    text = [random.randrange(4) for _ in range(size.lookup_tokens)]
+    certain = np.cumsum([-random.random() for _ in text]) if found else np.full(len(text), -np.inf)
+    certain = certain.astype(np.float32)
+    pool = grafted(
+        jnp.asarray([order], jnp.float32),
+        jnp.asarray([tokens], jnp.int32),
+        jnp.asarray([parents], jnp.int32),
+        Copied(jnp.asarray([text], jnp.int32), jnp.asarray(certain[None])),
+        jnp.array([merges]),
+    )
+    tree, chosen = rerank(size, jnp.array([7], jnp.int32), *pool)
+    above, tokens_of, mask = tree.parents[0].tolist(), tree.tokens[0].tolist(), np.asarray(tree.mask[0])
+    children = {(parent, token) for parent, token in zip(above, tokens_of, strict=True) if parent >= 0}
+    if merges:  # twins would be given twice their probability
+        assert len(children) == sum(parent >= 0 for parent in above[1:])
+    else:  # the head's candidates that are chosen are the same whatever the text says
+        other = Copied(jnp.full_like(pool[1][:, len(scores) :], 99), jnp.asarray(certain[None]))
+        arguments = (
+            jnp.asarray([x], dtype) for x, dtype in ((order, jnp.float32), (tokens, jnp.int32), (parents, jnp.int32))
+        )
+        _, others = rerank(size, jnp.array([7], jnp.int32), *grafted(*arguments, other, jnp.array([False])))
+        assert others.tolist() == chosen.tolist()
+    for node, (parent, depth) in enumerate(zip(above, tree.depths[0].tolist(), strict=True)):
+        if parent >= 0:
+            ancestors = {node}
+            while parent >= 0:
+                ancestors.add(parent)
+                parent = above[parent]
+            assert min(ancestors) == 0 and depth == len(ancestors) - 1
+            assert np.flatnonzero(mask[node]).tolist() == sorted(ancestors)
+        elif node:
+            assert chosen[0, node - 1] >= len(scores)  # only what was copied fills places
+    node, followed = 0, 0  # how far the text leads in the tree
+    while followed < len(text) and (node, text[followed]) in children:
+        node = next(i for i, x in enumerate(zip(above, tokens_of, strict=True)) if x == (node, text[followed]))
+        followed += 1
+    if found and merges:  # all of it that is better than what was left out stands there
+        left = np.sort(np.asarray(pool[0][0]))[::-1][size.num_draft_tokens - 1 :]
+        assert followed >= np.sum(certain > left.max(initial=-np.inf))
 
 
 @jax.jit

@@ -122,16 +122,18 @@ def test_a_token_of_probability_zero_is_never_accepted(monkeypatch):
     assert not np.asarray(rest)[np.asarray(rest.sum(axis=-1) > 0)][probs == 0].any()
 
 
-def drawn_tree(drafts: np.ndarray, q: np.ndarray, token_ids: np.ndarray) -> TokenTree:
-    """A root and its children, draft ids [batch, k] that were drawn from q."""
+def drawn_tree(drafts: np.ndarray, q: np.ndarray, token_ids: np.ndarray, copied: int | None) -> TokenTree:
+    """A root and its children, draft ids [batch, k] that were drawn from q; behind them a target id that was copied."""
     batch, k = drafts.shape
-    tree = make_tree([0] * (k + 1), [-1] + [0] * k, batch)
+    tokens, group = np.pad(token_ids[drafts], ((0, 0), (1, 0))), np.zeros((batch, k + 1), np.int32)
+    if copied is not None:
+        tokens = np.pad(tokens, ((0, 0), (0, 1)), constant_values=copied)
+        group = np.pad(group, ((0, 0), (0, 1)), constant_values=-1)
+    children = tokens.shape[1] - 1
     probs = jnp.broadcast_to(jnp.asarray(q, jnp.float32), (batch, 1, len(q)))
-    return dataclasses.replace(
-        tree,
-        tokens=jnp.asarray(np.pad(token_ids[drafts], ((0, 0), (1, 0))), jnp.int32),
-        drawn=Drawn(probs, jnp.zeros((batch, k + 1), jnp.int32), jnp.asarray(token_ids), k),
-    )
+    drawn = Drawn(probs, jnp.asarray(group), jnp.asarray(token_ids), k, copied is not None)
+    tree = make_tree([0] * (children + 1), [-1] + [0] * children, batch)
+    return dataclasses.replace(tree, tokens=jnp.asarray(tokens, jnp.int32), drawn=drawn)
 
 
 def without_replacement(q: np.ndarray, k: int) -> list[tuple[tuple[int, ...], float]]:
@@ -152,8 +154,12 @@ def without_replacement(q: np.ndarray, k: int) -> list[tuple[tuple[int, ...], fl
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("sharp", [0.5, 3.0])
 @pytest.mark.parametrize("q_of", ["other", "same", "one token", "two tokens"])
-def test_multi_candidate_rejection_sampling_has_exactly_the_target_s_distribution(k, sharp, q_of):
-    """Every order of drawing, with the probability of accepting each draft found by bisection of its coin."""
+@pytest.mark.parametrize("copied", [None, *(pytest.param(token, marks=pytest.mark.slow) for token in (1, 3))])
+def test_multi_candidate_rejection_sampling_has_exactly_the_target_s_distribution(k, sharp, q_of, copied):
+    """Every order of drawing, with the probability of accepting each draft found by bisection of its coin.
+
+    A copied token comes behind them: one that is never drafted, or one that may have been drawn already.
+    """
     vocabulary, token_ids = 6, np.array([0, 2, 3, 5])  # two tokens are never drafted
     rng = np.random.default_rng(k)
     p = np.exp(sharp * rng.normal(size=vocabulary))
@@ -167,20 +173,21 @@ def test_multi_candidate_rejection_sampling_has_exactly_the_target_s_distributio
     drafts, orders = (np.array(x) for x in zip(*without_replacement(q, k), strict=True))
     np.testing.assert_allclose(orders.sum(), 1, atol=1e-9)
 
-    tree = drawn_tree(drafts, q, token_ids)
-    logits = jnp.broadcast_to(jnp.asarray(p, jnp.float32), (len(drafts), k + 1, vocabulary))
+    tree = drawn_tree(drafts, q, token_ids, copied)
+    children = np.asarray(tree.tokens)[:, 1:]
+    logits = jnp.broadcast_to(jnp.asarray(p, jnp.float32), (*tree.tokens.shape, vocabulary))
     run = jax.jit(walk)
     highest = 1 - 2.0**-24
-    coins = np.full((len(drafts), k), highest)
+    coins = np.full(children.shape, highest)
     got, reached = np.zeros(vocabulary), orders.copy()
-    for child in range(k):
+    for child in range(children.shape[1]):
         low, high = np.zeros(len(drafts)), np.ones(len(drafts))
         for _ in range(26):
             tried = coins.copy()
             tried[:, child] = np.minimum((low + high) / 2, highest)
             accepted = np.asarray(run(tree, logits, jnp.asarray(tried[:, None], jnp.float32))[0].last) == child + 1
             low, high = np.where(accepted, (low + high) / 2, low), np.where(accepted, high, (low + high) / 2)
-        np.add.at(got, token_ids[drafts[:, child]], reached * high)
+        np.add.at(got, children[:, child], reached * high)
         reached *= 1 - np.where(high > 1 - 1e-6, 1.0, high)
     rest = np.asarray(run(tree, logits, jnp.asarray(coins[:, None], jnp.float32))[1], np.float64)
     got += (reached[:, None] * rest / rest.sum(axis=1, keepdims=True)).sum(axis=0)
