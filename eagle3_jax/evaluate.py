@@ -9,13 +9,9 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import pathlib
-import platform
 from collections.abc import Sequence
 from typing import Any
-
-import jax
 
 from eagle3_jax import command, manifest, processes
 from eagle3_jax import config as configuration
@@ -85,7 +81,7 @@ def _run(
             "left_out": measured["left_out"] | {"unusable": unusable},
             "identity": identity,
             "config": configuration.to_dict(config),
-            "hardware": hardware(),
+            "hardware": manifest.hardware(),
             "versions": manifest.versions(),
         }
         processes.agree(lambda: manifest.write_json(output, report))
@@ -109,7 +105,7 @@ def _measure(
     longest = max(len(prompt["prompt"]) for prompt in measured)
     sizes = settings.batch_size, longest + settings.max_tokens
     # The same prompts come again, and reading them is part of what is measured.
-    vanilla = Engine.load(target, None, None, *sizes, prefix_cache=False)
+    vanilla = Engine.load(target, None, "auto", *sizes, prefix_cache=False)
     speculative = Engine.load(target, draft, settings.tree, *sizes, prefix_cache=False)
     params = SamplingParams(temperature=settings.temperature, max_tokens=settings.max_tokens, seed=config.seed)
     exact = settings.temperature == 0
@@ -150,21 +146,6 @@ def spread(prompts: Sequence[dict[str, Any]], limit: int | None) -> list[dict[st
         by_category.setdefault(prompt["category"], []).append(prompt)
     turns = [(turn, prompt) for members in by_category.values() for turn, prompt in enumerate(members)]
     return [prompt for _, prompt in sorted(turns, key=lambda item: item[0])][:limit]
-
-
-def hardware() -> dict[str, Any]:
-    """What the numbers were measured on."""
-    cpu = platform.processor() or platform.machine()
-    info = pathlib.Path("/proc/cpuinfo")
-    if info.exists():
-        names = [
-            line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")
-        ]
-        cpu = names[0] if names else cpu
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    device = jax.devices()[0]
-    accelerator = None if device.platform == "cpu" else device.device_kind
-    return {"cpu": cpu, "cores": cores, "accelerator": accelerator, "devices": jax.device_count()}
 
 
 def summary(report: dict[str, Any]) -> str:

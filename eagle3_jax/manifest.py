@@ -52,6 +52,23 @@ def versions() -> dict[str, str]:
     return found
 
 
+def hardware() -> dict[str, Any]:
+    """The machine that this runs on."""
+    import jax  # not needed by those who only read and write files
+
+    cpu = platform.processor() or platform.machine()
+    info = pathlib.Path("/proc/cpuinfo")
+    if info.exists():
+        names = [
+            line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        ]
+        cpu = names[0] if names else cpu
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    device = jax.devices()[0]
+    accelerator = None if device.platform == "cpu" else device.device_kind
+    return {"cpu": cpu, "cores": cores, "accelerator": accelerator, "devices": jax.device_count()}
+
+
 def digest(path: str | pathlib.Path) -> str:
     """sha256 of a file, in hex."""
     with open(path, "rb") as stream:

@@ -42,6 +42,7 @@ from eagle3_jax.decoding import programs
 from eagle3_jax.decoding.engine import PAGE_SIZE
 from eagle3_jax.decoding.programs import Models, Sizes, empty_state
 from eagle3_jax.decoding.rounds import STATE_SHARDING_RULES
+from eagle3_jax.decoding.tiers import Tier
 from eagle3_jax.mesh import batch_sharding, make_mesh, replicas, replicated, shardings
 from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
 from eagle3_jax.models.layers import SHARDING_RULES
@@ -177,8 +178,9 @@ def decoding(
     prompt = config.regenerate.max_length - max_tokens
     if prompt < 1:
         raise ValueError(f"{verb}.max_tokens: got {max_tokens}, expected less than regenerate.max_length")
-    sizes = Sizes.plan(batch, config.regenerate.max_length, PAGE_SIZE, tree)
-    models, kv = Models.of(target, draft), functools.partial(empty_state, sizes=sizes, tree=tree, kv_dtype=None)
+    tier = Tier(tree, head=draft is not None)
+    sizes = Sizes.plan(batch, config.regenerate.max_length, PAGE_SIZE, [tier])
+    models, kv = Models.of(target, draft), functools.partial(empty_state, sizes=sizes, tiers=[tier], kv_dtype=None)
     length = max(length for _, length in sizes.chunks)
 
     def chunk() -> programs.Chunk:
@@ -195,7 +197,7 @@ def decoding(
         mesh,
         parts,
         {},
-        lambda: programs.decode.lower(models, state, cancelled, one, one, tree=tree, greedy=greedy),
+        lambda: programs.decode.lower(models, state, cancelled, one, one, tier=tier, greedy=greedy),
     )
 
 

@@ -16,16 +16,16 @@ import threading
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle3_jax import processes
+from eagle3_jax import manifest, processes
 from eagle3_jax.config import DraftTree, MeshConfig, TargetConfig
-from eagle3_jax.decoding import programs, rounds
+from eagle3_jax.decoding import costs, programs, resting, tiers
 from eagle3_jax.decoding.pages import PagePool
 from eagle3_jax.decoding.programs import Chunk, Sizes, first_progress, progress
 from eagle3_jax.decoding.prompt import Prompt, encode
@@ -35,7 +35,7 @@ from eagle3_jax.decoding.request import QueueFullError, Request
 from eagle3_jax.decoding.request import Stats as Stats
 from eagle3_jax.decoding.runner import ModelRunner, tokens_that_fit
 from eagle3_jax.decoding.sampling import MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
-from eagle3_jax.decoding.tree import scratch_slots
+from eagle3_jax.decoding.tiers import Tier, TierChoice
 from eagle3_jax.formats.sglang import load_draft
 from eagle3_jax.mesh import decoding_mesh
 from eagle3_jax.models.draft import Draft
@@ -56,7 +56,7 @@ class EngineStats:
 
     Attributes:
         programs: that its calls compiled.
-        dispatches: given to the device. rounds: of all requests together.
+        dispatches: given to the device. rounds: of all requests together. tiers: dispatches of rounds by tier.
         prompt_tokens: of all prompts. cached_tokens: of these, read by an earlier request already (prefix reuse).
         finished: requests by finish reason. refused: that never began.
         running, waiting: requests now. free_pages, pages: of the caches.
@@ -67,6 +67,7 @@ class EngineStats:
     programs: int = 0
     dispatches: int = 0
     rounds: int = 0
+    tiers: dict[str, int] = dataclasses.field(default_factory=dict)
     prompt_tokens: int = 0
     cached_tokens: int = 0
     finished: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -86,7 +87,7 @@ class Engine:
         target: Llama,
         tokenizer: Any,
         draft: Draft | Literal["lookup"] | None = None,
-        tree: DraftTree | None = None,
+        tree: DraftTree | Literal["auto"] = "auto",
         *,
         batch_size: int = 1,
         max_length: int = 2048,
@@ -102,8 +103,9 @@ class Engine:
         Args:
             tokenizer: a Hugging Face tokenizer.
             draft: a draft head; "lookup" copies drafts from the text so far; None is vanilla decoding.
-            tree: shape of the draft; None is `DraftTree()`, a chain of 4, where a draft is given. Of "lookup" a chain,
-                of 8 where it is None.
+            tree: shape of the draft, of "lookup" a chain. "auto" chooses for every dispatch, vanilla decoding included,
+                by what rounds cost here and what is accepted; it takes a chain of 3 (8 of "lookup") until `warm_up` has
+                measured the costs.
             batch_size: sequences decoded together.
             max_length: longest prompt and answer together, in tokens. Beyond what the draft head declares
                 (`max_position_embeddings`) drafting goes on, with a warning.
@@ -129,34 +131,37 @@ class Engine:
             raise ValueError(f"page_size: got {page_size}, expected a multiple of 16 from 16 to 256")
         if queue_limit is not None and queue_limit < 1:
             raise ValueError(f"queue_limit: got {queue_limit}, expected at least 1, or None")
-        if tree is not None and draft is None:
-            raise ValueError(f"draft: got None, expected a draft head or 'lookup' for {tree}")
+        self._tiers = _tiers(target, draft, tree)
         if isinstance(draft, str):
-            draft, tree = None, _copies_only(tree)
-        elif draft is not None:
-            tree = tree or DraftTree()
-            _check_draft(draft, target, tree, max_length)
-        self.tokenizer, self.tree = tokenizer, tree
-        self._copies = tree is not None and tree.lookup_tokens > 0
+            draft = None
+        elif draft is not None and max_length > draft.head.config.max_position_embeddings:
+            warnings.warn(
+                f"max_length: got {max_length}, more than the {draft.head.config.max_position_embeddings} positions "
+                "that the draft head declares; behind them fewer drafts may be accepted, the tokens stay the target's",
+                stacklevel=2,
+            )
+        self.tokenizer = tokenizer
         self.batch_size, self.max_length, self.queue_limit = batch_size, max_length, queue_limit
         stored = None if kv_dtype is None else jnp.dtype(kv_dtype)
         if kv_tokens is not None and memory_fraction is not None:
             raise ValueError(f"kv_tokens, memory_fraction: got {kv_tokens} and {memory_fraction}, expected one of them")
         if memory_fraction is not None:
             kv_tokens = tokens_that_fit(target, draft, memory_fraction, page_size, stored)
-        sizes = Sizes.plan(batch_size, max_length, page_size, tree, kv_tokens)
-        self._runner = ModelRunner(target, draft, tree, sizes, stored)
+        every = self._tiers.tiers
+        sizes = Sizes.plan(batch_size, max_length, page_size, every, kv_tokens)
+        self._runner = ModelRunner(target, draft, every, sizes, stored)
         self.target, self.draft = self._runner.target, self._runner.draft
         self._pool = PagePool(sizes.pages, page_size, reuse=prefix_cache)
         self._eos = frozenset(target.config.eos_token_ids)
-        self._steps, self._best = rounds.steps_of(tree), min(MAX_LOGPROBS, target.config.vocab_size)
+        self._steps, self._best = tiers.depth_of(every), min(MAX_LOGPROBS, target.config.vocab_size)
         self._stats = EngineStats(pages=sizes.pages)
-        self._scratch = scratch_slots(tree)
+        self._scratch, self._copies = tiers.scratch_of(every), tiers.copies(every)
 
         self._waiting: collections.deque[Request] = collections.deque()
         self._places: list[Request | None] = [None] * batch_size
         self._cancelled: set[int] = set()  # places of requests that ended here, while the device runs them
-        self._reports: collections.deque[tuple[jax.Array, dict[int, Request], bool]] = collections.deque()
+        # Of dispatches, and which requests took part; the tier of rounds, None of prompts.
+        self._reports: collections.deque[tuple[jax.Array, dict[int, Request], Tier | None]] = collections.deque()
         self._changes = threading.Condition()  # guards `_waiting`; told of when something has been delivered
         self._driver = threading.Lock()  # one thread does the work at a time
         self._thread: threading.Thread | None = None
@@ -167,7 +172,7 @@ class Engine:
         cls,
         target: TargetConfig | str | Target,
         draft: str | pathlib.Path | Draft | None = None,
-        tree: DraftTree | None = None,
+        tree: DraftTree | Literal["auto"] = "auto",
         batch_size: int = 1,
         max_length: int = 2048,
         *,
@@ -294,22 +299,51 @@ class Engine:
             self._changes.notify_all()
 
     def warm_up(self, cache: str | pathlib.Path | None = None, *, progress: bool = True) -> None:
-        """Compiles all programs, so that no request waits for it.
+        """Compiles all programs, so that no request waits for it, and measures what rounds cost (`tree="auto"`).
 
         Args:
-            cache: a folder for what was compiled, which makes the next start fast: JAX's persistent compilation cache,
-                of this process from now on. None leaves it as it is.
+            cache: a folder for both, which makes the next start fast: JAX's persistent compilation cache, of this
+                process from now on, and the costs on this machine. None leaves it as it is, and measures.
 
         Raises:
             RuntimeError: requests are running.
         """
-        if cache is not None:
-            jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(cache).expanduser()))
+        folder = None if cache is None else pathlib.Path(cache).expanduser()
+        if folder is not None:
+            jax.config.update("jax_compilation_cache_dir", str(folder))
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         with self._driver:
             if running := self.stats().running:
                 raise RuntimeError(f"warm_up: got {running} running requests, expected none")
-            self._runner.compile(progress=progress)
+            if len(self._tiers.tiers) > 1:
+                for greedy in (True, False):
+                    self._tiers.price(self._costs(folder, greedy=greedy), greedy=greedy)
+            used = [(tier, greedy) for greedy in (True, False) for tier in self._tiers.useful(greedy=greedy)]
+            self._runner.compile(used, progress=progress)
+
+    def _costs(self, folder: pathlib.Path | None, *, greedy: bool) -> costs.Costs:
+        """Those that the folder keeps of this machine and engine, or measured now; all processes take the first's."""
+        config = None if self.draft is None else self.draft.head.config
+        key = {
+            "hardware": manifest.hardware(),
+            "versions": manifest.versions(),
+            "target": repr(self.target.config),
+            "draft": repr(config),
+            "dtype": str(self.target.embed[...].dtype),
+            "sizes": repr(self._runner.sizes),
+            "kv_dtype": str(self._runner.kv_dtype),
+            "mesh": repr(self._runner.mesh),
+            "tiers": [tier.name for tier in self._tiers.tiers],
+            "greedy": greedy,
+        }
+        kept = None if folder is None else processes.agree(lambda: _as_json(costs.read(folder, key)))
+        if kept is not None:
+            return costs.Costs(**kept)
+        measured = self._runner.measure(greedy=greedy)
+        self._forget_device()
+        if folder is not None:
+            processes.agree(lambda: costs.write(folder, key, measured))
+        return costs.Costs(**processes.agree(lambda: _as_json(measured)))
 
     def stats(self) -> EngineStats:
         """What it did and does; a copy."""
@@ -319,6 +353,7 @@ class Engine:
                 self._stats,
                 programs=self._runner.compiled,
                 dispatches=self._runner.dispatches,
+                tiers=dict(self._tiers.dispatches),
                 finished=dict(self._stats.finished),
                 running=sum(request is not None for request in self._places),
                 waiting=len(self._waiting),
@@ -435,9 +470,21 @@ class Engine:
         greedy = all(request.params.greedy for request in running.values())
         with self._changes:  # who waits for a place gets the first that falls free
             enough = 1 if self._waiting else self.batch_size
-        report = self._runner.decode(self._cancelled, programs.ROUNDS, enough, greedy=greedy)
+        tier = self._next_tier(running.values(), greedy=greedy)
+        report = self._runner.decode(self._cancelled, programs.ROUNDS, enough, tier=tier, greedy=greedy)
         self._cancelled.clear()
-        self._reports.append((report, running, False))
+        self._reports.append((report, running, tier))
+
+    def _next_tier(self, running: Collection[Request], *, greedy: bool) -> Tier:
+        """How the next rounds are run; a head that rested catches up in front of those that need it."""
+        behind = any(request.behind for request in running)
+        seen = [request.acceptance for request in running]
+        tier = self._tiers.choose(seen, greedy=greedy, behind=behind, rounds=programs.ROUNDS)
+        if tier.head and behind:
+            self._runner.catch_up()
+        for request in running:
+            request.behind = self.draft is not None and not tier.head
+        return tier
 
     def _read_prompts(self, requests: list[Request]) -> None:
         sizes = self._runner.sizes
@@ -457,21 +504,25 @@ class Engine:
                 self._cancelled.discard(request.place)
         report = self._runner.prefill(chunk)
         if ended:
-            self._reports.append((report, ended, True))
+            self._reports.append((report, ended, None))
 
-    def _deliver(self, report: jax.Array, requests: dict[int, Request], first: bool) -> None:
+    def _deliver(self, report: jax.Array, requests: dict[int, Request], tier: Tier | None) -> None:
         """Reads one report (the only transfer of its dispatch) and passes on what it says."""
-        rows = np.asarray(report)
+        rows, seen = np.asarray(report), []
         self._progressed = time.monotonic()
         for row, request in requests.items():
             if request.done:
                 continue
             best = None if request.params.logprobs is None else self._best
-            found = first_progress(rows[row], best) if first else progress(rows[row], self._steps, best)
+            found = first_progress(rows[row], best) if tier is None else progress(rows[row], self._steps, best)
             self._stats.rounds += found.rounds
+            seen.append((request.acceptance, found.rounds, sum(found.accepted)))
             request.take(found, self._eos)
+            request.acceptance.lost = found.unread > resting.ROOM or not (request.lease and request.lease.drafted)
             if request.done:
                 self._leave(request, still_runs=not found.done)
+        if tier is not None:
+            self._tiers.learn(tier, seen, greedy=all(request.params.greedy for request in requests.values()))
 
     def _end(self, request: Request, reason: Any) -> None:
         """Ends a request for a reason of the host."""
@@ -487,7 +538,7 @@ class Engine:
             return
         failed = request.output.finish_reason == "error"
         if request.read == len(request.ids) and not failed:  # the last token chosen is not in the caches
-            self._pool.register(request.lease, request.tokens)
+            self._pool.register(request.lease, request.tokens, drafted=not request.unread)
         self._pool.release(request.lease, forget=failed)
         self._places[request.place] = None
         if still_runs:
@@ -498,14 +549,18 @@ class Engine:
         running = [request for request in self._places if request is not None]
         self._places = [None] * self.batch_size
         self._reports.clear()
-        self._cancelled.clear()
-        self._runner.reset()
-        self._pool = PagePool(self._pool.pages, self._pool.page_size, reuse=self._pool.reuse)
+        self._forget_device()
         for request in running:
             request.lease = None
             if not request.done:
                 request.finish("error", f"{type(error).__name__}: {error}")
                 self._leave(request, still_runs=False)
+
+    def _forget_device(self) -> None:
+        """Begins with empty caches."""
+        self._cancelled.clear()
+        self._runner.reset()
+        self._pool = PagePool(self._pool.pages, self._pool.page_size, reuse=self._pool.reuse)
 
     def _request(self, name: str, prompt: Prompt, params: SamplingParams, sample: int) -> Request:
         ids = encode(self.tokenizer, prompt, name)
@@ -550,15 +605,23 @@ def _fill(chunk: dict[str, np.ndarray], row: int, request: Request, length: int,
     chunk["first_stop"][row] = len(request.ids) + params.min_tokens
 
 
-def _copies_only(tree: DraftTree | None) -> DraftTree:
-    """The chain of drafts that are all copied from the text. Raises ValueError for another tree."""
-    tree = tree or DraftTree(num_steps=8, num_draft_tokens=9)
-    if tree.topk > 1 or tree.num_draft_tokens != tree.num_steps + 1:
-        raise ValueError(f"tree: got {tree}, expected a chain (topk=1) for draft='lookup'")
-    return dataclasses.replace(tree, lookup_tokens=tree.num_steps)
+def _as_json(found: costs.Costs | None) -> dict[str, Any] | None:
+    return None if found is None else dataclasses.asdict(found)
 
 
-def _check_draft(draft: Draft, target: Llama, tree: DraftTree, max_length: int) -> None:
+def _tiers(target: Llama, draft: Draft | Literal["lookup"] | None, tree: DraftTree | Literal["auto"]) -> TierChoice:
+    """The tiers of an engine. Raises ValueError for a draft that does not fit the target, or a tree the draft."""
+    if tree != "auto" and draft is None:
+        raise ValueError(f"draft: got None, expected a draft head or 'lookup' for {tree}")
+    if draft is None:
+        return TierChoice([tiers.VANILLA], tiers.VANILLA)
+    if isinstance(draft, str):
+        if tree == "auto":
+            return TierChoice(tiers.WITH_LOOKUP, tiers.LOOKUP)
+        if tree.topk > 1 or tree.num_draft_tokens != tree.num_steps + 1:
+            raise ValueError(f"tree: got {tree}, expected a chain (topk=1) for draft='lookup'")
+        only = Tier(dataclasses.replace(tree, lookup_tokens=tree.num_steps), head=False)
+        return TierChoice([only], only)
     head = draft.head.config
     for field in ("vocab_size", "aux_layers"):
         got, expected = getattr(head, field), getattr(target.config, field)
@@ -566,11 +629,9 @@ def _check_draft(draft: Draft, target: Llama, tree: DraftTree, max_length: int) 
             raise ValueError(f"draft.{field}: got {got}, expected the target's {expected}")
     if head.hidden_size != target.config.hidden_size:  # it reads the target's embeddings
         raise ValueError(f"draft.hidden_size: got {head.hidden_size}, expected {target.config.hidden_size}")
+    if tree == "auto":
+        return TierChoice([x for x in tiers.WITH_HEAD if x.topk <= head.draft_vocab_size], tiers.CHAIN)
     if tree.topk > head.draft_vocab_size:
         raise ValueError(f"tree.topk: got {tree.topk}, expected at most the draft vocabulary, {head.draft_vocab_size}")
-    if max_length > head.max_position_embeddings:
-        warnings.warn(
-            f"max_length: got {max_length}, more than the {head.max_position_embeddings} positions that the draft head "
-            "declares; behind them fewer drafts may be accepted, the tokens stay the target's own",
-            stacklevel=3,
-        )
+    only = Tier(tree, head=True)
+    return TierChoice([only], only)

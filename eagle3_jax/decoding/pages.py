@@ -24,11 +24,13 @@ class Lease:
         pages: all of them; those in front may be shared with other requests and are only read.
         reused: tokens whose entries were there already: whole pages of the prompt.
         known: pages in front that the pool knows by their tokens.
+        drafted: the draft head, too, has read all that was there already.
     """
 
     pages: list[int]
     reused: int
     known: int
+    drafted: bool = True
     registering: bool = True
 
 
@@ -46,6 +48,7 @@ class PagePool:
         self._uses = [0] * (pages + 1)  # how often a page was given to a request of its own
         self._page: dict[_Key, int] = {}
         self._key: dict[int, _Key] = {}
+        self._undrafted: set[int] = set()  # known pages that a resting head has not read
         # Known pages that nobody holds, the next to be given away first: the end of a prefix before its beginning.
         self._idle: collections.OrderedDict[int, None] = collections.OrderedDict()
 
@@ -69,13 +72,15 @@ class PagePool:
         pages = shared + [self._take() for _ in range(count - len(shared))]
         for page in pages:
             self._holders[page] += 1
-        return Lease(pages, len(shared) * self.page_size, len(shared))
+        drafted = self._undrafted.isdisjoint(shared)
+        return Lease(pages, len(shared) * self.page_size, len(shared), drafted)
 
-    def register(self, lease: Lease, ids: Sequence[int]) -> None:
+    def register(self, lease: Lease, ids: Sequence[int], *, drafted: bool = True) -> None:
         """Makes pages findable whose entries are written, or will be by what the device was already told to do.
 
         Args:
             ids: the request's tokens so far; those of whole pages with a token behind them count.
+            drafted: the draft head has read them, too.
         """
         while self.reuse and lease.registering and (lease.known + 1) * self.page_size < len(ids):
             key = self._key_of(lease.pages[lease.known - 1] if lease.known else 0, ids, lease.known)
@@ -84,6 +89,8 @@ class PagePool:
                 lease.registering = False
                 return
             self._page[key], self._key[page] = page, key
+            if not (drafted and lease.drafted):
+                self._undrafted.add(page)
             lease.known += 1
 
     def release(self, lease: Lease, *, forget: bool = False) -> None:
@@ -131,4 +138,5 @@ class PagePool:
             page, _ = self._idle.popitem(last=False)
             del self._page[self._key.pop(page)]
         self._uses[page] += 1
+        self._undrafted.discard(page)
         return page

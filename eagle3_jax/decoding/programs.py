@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from eagle3_jax.config import DraftTree
-from eagle3_jax.decoding import rounds
+from eagle3_jax.decoding import resting, rounds
+from eagle3_jax.decoding.resting import Unread
 from eagle3_jax.decoding.rounds import State, TokenLogprobs
 from eagle3_jax.decoding.sampling import MAX_BIASED, MAX_LOGPROBS, MAX_STOP_IDS, LogitRules, Sampling
-from eagle3_jax.decoding.tree import scratch_slots
+from eagle3_jax.decoding.tiers import Tier, copies, depth_of, scratch_of
 from eagle3_jax.mesh import constrain
 from eagle3_jax.models.draft import Draft
 from eagle3_jax.models.llama import Llama
@@ -54,14 +54,14 @@ class Sizes:
 
     @classmethod
     def plan(
-        cls, batch: int, max_length: int, page_size: int, tree: DraftTree | None, kv_tokens: int | None = None
+        cls, batch: int, max_length: int, page_size: int, tiers: Sequence[Tier], kv_tokens: int | None = None
     ) -> Sizes:
         """Args: kv_tokens: of all requests together; None lets the whole batch be `max_length` long.
 
         Raises:
             ValueError: no room for one request.
         """
-        each = -(-(max_length + scratch_slots(tree)) // page_size)
+        each = -(-(max_length + scratch_of(tiers)) // page_size)
         pages = each * batch if kv_tokens is None else kv_tokens // page_size
         if pages < each:
             raise ValueError(f"kv_tokens: got {kv_tokens}, expected at least {each * page_size}, room for one request")
@@ -187,11 +187,11 @@ class Models:
         return cls(leaves, structure)
 
 
-def empty_state(models: Models, sizes: Sizes, tree: DraftTree | None, kv_dtype: Any) -> State:
-    """A batch of free places, and caches one page of which is `rounds.TRASH`."""
+def empty_state(models: Models, sizes: Sizes, tiers: Sequence[Tier], kv_dtype: Any) -> State:
+    """A batch of free places, and caches one page of which is `rounds.TRASH`; for any of the tiers."""
     target, draft = models.modules()
     batch, pages, page_size = sizes.batch, sizes.pages + 1, sizes.page_size
-    steps, vocabulary = rounds.steps_of(tree), target.config.vocab_size
+    steps, vocabulary = depth_of(tiers), target.config.vocab_size
     room = ROUNDS * (steps + 1)
     none, nothing = jnp.zeros(batch, jnp.int32), jnp.zeros(batch)
     rules = LogitRules(
@@ -227,8 +227,11 @@ def empty_state(models: Models, sizes: Sizes, tree: DraftTree | None, kv_dtype: 
         page_table=jnp.full((batch, sizes.columns), rounds.TRASH, jnp.int32),
         draft_cache=None if draft is None else draft.head.empty_pages(pages, page_size),
         draft_state=None if draft is None else jnp.zeros((batch, draft.head.config.hidden_size), draft.head.fc.dtype),
-        history=jnp.zeros((batch, sizes.slots + 1), jnp.int32) if tree and tree.lookup_tokens else None,
+        history=jnp.zeros((batch, sizes.slots + 1), jnp.int32) if copies(tiers) else None,
     )
+    if draft is not None and not all(tier.head for tier in tiers):
+        width = len(draft.head.config.aux_layers) * draft.head.config.target_hidden_size
+        state = dataclasses.replace(state, unread=Unread.empty(batch, width, steps + 1, draft.head.fc.dtype))
     return constrain(state, rounds.STATE_SHARDING_RULES)
 
 
@@ -300,7 +303,7 @@ def prefill(models: Models, state: State, chunk: Chunk) -> tuple[State, Int[Arra
         "page_table": chunk.page_table,
         "draft_state": found.draft_state,
     }
-    history = state.history
+    history, unread = state.history, state.unread
     at = jnp.where(chunk.ends, chunk.slots, state.done.shape[0])
 
     def join(all_: Array, new: Array) -> Array:
@@ -308,9 +311,12 @@ def prefill(models: Models, state: State, chunk: Chunk) -> tuple[State, Int[Arra
 
     if history is not None:
         history = history.at[at, joined["lengths"]].set(found.root, mode="drop")
+    if unread is not None:
+        unread = rows(unread, count=join(unread.count, none))
     state = rows(
         state,
         history=history,
+        unread=unread,
         cache=rows(cache, page_table=None),
         draft_cache=None if draft_cache is None else rows(draft_cache, page_table=None),
         logprobs=rows(state.logprobs, asked=join(state.logprobs.asked, chunk.asked)),
@@ -320,7 +326,7 @@ def prefill(models: Models, state: State, chunk: Chunk) -> tuple[State, Int[Arra
     return constrain(state, rounds.STATE_SHARDING_RULES), report
 
 
-@functools.partial(jax.jit, static_argnames=("tree", "greedy"), donate_argnames="state")
+@functools.partial(jax.jit, static_argnames=("tier", "greedy"), donate_argnames="state")
 def decode(
     models: Models,
     state: State,
@@ -328,7 +334,7 @@ def decode(
     max_rounds: Int[Array, ""],
     enough: Int[Array, ""],
     *,
-    tree: DraftTree | None,
+    tier: Tier,
     greedy: bool,
 ) -> tuple[State, Int[Array, "b report"]]:
     """Rounds of the batch, until `enough` more requests have ended.
@@ -350,11 +356,66 @@ def decode(
         accepted=jnp.zeros_like(state.accepted),
     )
     stop_at = jnp.minimum(state.done.sum() + enough, len(state.done))
-    state = rounds.decode(*models.modules(), state, max_rounds, stop_at, tree=tree, greedy=greedy)
-    columns = [state.done, state.failed, state.num_output, state.rounds, state.accepted, state.output]
+    target, draft = models.modules()
+    state = rounds.decode(
+        target, draft if tier.head else None, state, max_rounds, stop_at, tree=tier.tree, greedy=greedy
+    )
+    unread = jnp.zeros_like(state.rounds) if state.unread is None else state.unread.count
+    columns = [state.done, state.failed, state.num_output, state.rounds, unread, state.accepted, state.output]
     if not greedy and state.logprobs is not None:
         columns += _logprob_columns(state.logprobs)
     return state, _report(columns)
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def catch_up(models: Models, state: State) -> State:
+    """Wakes a head that rested: see `resting.catch_up`."""
+    target, draft = models.modules()
+    assert draft is not None
+    assert state.unread is not None
+    assert state.draft_cache is not None
+    assert state.draft_state is not None
+    assert state.page_table is not None
+    table = jnp.where(state.done[:, None], rounds.TRASH, state.page_table)
+    unread, cache, draft_state = resting.catch_up(
+        target,
+        draft,
+        state.unread,
+        dataclasses.replace(state.draft_cache, page_table=table),
+        state.draft_state,
+        jnp.where(state.done, 0, state.lengths),
+        ~state.done,
+    )
+    cache = dataclasses.replace(cache, page_table=None)
+    state = dataclasses.replace(state, unread=unread, draft_cache=cache, draft_state=draft_state)
+    return constrain(state, rounds.STATE_SHARDING_RULES)
+
+
+@functools.partial(jax.jit, static_argnames="pages_per_sequence", donate_argnames="state")
+def rehearse(state: State, length: Int[Array, ""], *, pages_per_sequence: int) -> State:
+    """All places busy, each with a sequence of so many tokens, to measure what rounds cost. Ends all that was there."""
+    assert state.page_table is not None
+    batch, columns = state.page_table.shape
+    pages = state.cache.keys[0].shape[0] - 1
+    column = jnp.arange(columns)[None]
+    own = 1 + (jnp.arange(batch)[:, None] * pages_per_sequence + column) % pages
+    each = jnp.zeros_like(state.lengths)
+    unread = state.unread
+    if unread is not None:
+        unread = dataclasses.replace(unread, count=jnp.minimum(each + length, resting.ROOM))
+    state = dataclasses.replace(
+        state,
+        done=jnp.zeros_like(state.done),
+        failed=jnp.zeros_like(state.failed),
+        lengths=each + length,
+        limit=jnp.full_like(state.limit, jnp.iinfo(jnp.int32).max // 2),
+        num_output=each,
+        stop_ids=jnp.full_like(state.stop_ids, -1),
+        page_table=jnp.where(column < pages_per_sequence, own, rounds.TRASH),
+        history=None if state.history is None else jnp.zeros_like(state.history),
+        unread=unread,
+    )
+    return constrain(state, rounds.STATE_SHARDING_RULES)
 
 
 @functools.partial(jax.jit, donate_argnames="state")
@@ -391,6 +452,7 @@ class Progress:
     """What one dispatch did for one request, on the host.
 
     Attributes:
+        unread: tokens that the head has missed while it rested.
         logprobs: (of the token, (token, of it) of the best ones) for each token; empty where nobody asks.
     """
 
@@ -398,6 +460,7 @@ class Progress:
     done: bool
     failed: bool
     rounds: int
+    unread: int
     accepted: list[int]
     logprobs: list[tuple[float, list[tuple[int, float]]]]
 
@@ -405,19 +468,20 @@ class Progress:
 def first_progress(row: np.ndarray, best: int | None) -> Progress:
     """A row of `prefill`'s report. `best`: logprobs that it has at each place, None where they are not asked for."""
     failed = bool(row[2])
-    return Progress([] if failed else [int(row[0])], bool(row[1]), failed, 0, [], _logprobs(row[3:], 1, best, 1))
+    return Progress([] if failed else [int(row[0])], bool(row[1]), failed, 0, 0, [], _logprobs(row[3:], 1, best, 1))
 
 
 def progress(row: np.ndarray, steps: int, best: int | None) -> Progress:
     """A row of `decode`'s report. `best`: see `first_progress`."""
-    done, failed, count, taken = (int(x) for x in row[:4])
-    room, tokens = ROUNDS * (steps + 1), row[4 + steps :]
+    done, failed, count, taken, unread = (int(x) for x in row[:5])
+    room, tokens = ROUNDS * (steps + 1), row[5 + steps :]
     return Progress(
         tokens[:count].tolist(),
         bool(done),
         bool(failed),
         taken,
-        row[4 : 4 + steps].tolist(),
+        unread,
+        row[5 : 5 + steps].tolist(),
         _logprobs(tokens[room:], room, best, count),
     )
 
@@ -436,7 +500,7 @@ def _logprobs(
     ]
 
 
-_PROGRAMS = frozenset(("jit(prefill)", "jit(decode)", "jit(note_prompt)"))
+_PROGRAMS = frozenset(("jit(prefill)", "jit(decode)", "jit(catch_up)", "jit(note_prompt)"))
 _compiled = 0
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from eagle3_jax.decoding.detokenizer import Detokenizer, StopScanner
 from eagle3_jax.decoding.pages import Lease
+from eagle3_jax.decoding.policy import Acceptance
 from eagle3_jax.decoding.programs import Progress
 from eagle3_jax.decoding.sampling import SamplingParams
 
@@ -116,6 +117,9 @@ class Request:
         self.lease: Lease | None = None
         self.place = 0  # in the batch
         self.read = 0  # tokens of the prompt that the device was told to read, or that were there
+        self.unread = 0  # tokens that the head had missed, at the last report
+        self.behind = False  # the device was told to go on without the head, and not yet to let it catch up
+        self.acceptance = Acceptance()
         self._driver, self._tokenizer = driver, tokenizer
         self._scanner = StopScanner(tokenizer, params.stop) if params.stop else None
         self._submitted = time.monotonic()
@@ -219,6 +223,7 @@ class Request:
         if self.done:
             return
         self._rounds += progress.rounds
+        self.unread = progress.unread
         before = self._accepted or [0] * len(progress.accepted)
         self._accepted = [a + b for a, b in zip(before, progress.accepted or [0] * len(before), strict=True)]
         if progress.token_ids and self._first is None:

@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding import lookup
+from eagle3_jax.decoding.resting import Unread
 from eagle3_jax.decoding.sampling import BONUS, Sampling, draw, probabilities
 from eagle3_jax.decoding.tree import chain, feed, grow, root_only, scratch_slots
 from eagle3_jax.decoding.verify import Walk, row_of, verify
@@ -54,6 +55,7 @@ class State:
         logprobs: of each output token, before rules and filters; None where nobody asks (`greedy` programs leave it).
         draft_cache, draft_state: None without a draft head.
         history: the sequence's tokens, root included, where drafts are copied from it (`lookup`); else None.
+        unread: what a resting head has missed; None where it never rests.
     """
 
     cache: KVCache
@@ -73,6 +75,7 @@ class State:
     draft_cache: KVCache | None = None
     draft_state: Float[Array, "b h"] | None = None
     history: Int[Array, "b t"] | None = None
+    unread: Unread | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -240,14 +243,18 @@ def prefill(
 
 
 def advance(target: Llama, draft: Draft | None, state: State, *, tree: DraftTree | None, greedy: bool) -> State:
-    """One round: draft, verify, commit, extend the draft with true features."""
+    """One round: draft, verify, commit, extend the draft with true features.
+
+    Args:
+        draft: None lets the head rest, where the state has one.
+    """
     steps, lengths, table = steps_of(tree), state.lengths, state.page_table
     if table is not None:  # what has ended owns no pages, and nothing of it need be read
         lengths, table = jnp.where(state.done, 0, lengths), jnp.where(state.done[:, None], TRASH, table)
     cache = dataclasses.replace(state.cache, page_table=table)
     draft_cache, draft_state = state.draft_cache, state.draft_state
     copied = None
-    if tree is not None and state.history is not None:
+    if tree is not None and tree.lookup_tokens and state.history is not None:
         copied = lookup.copy(state.history, lengths, tree.lookup_tokens)
     if tree is None:
         nodes = root_only(state.root)
@@ -277,6 +284,9 @@ def advance(target: Llama, draft: Draft | None, state: State, *, tree: DraftTree
         states, draft_cache = feed(target, draft, chosen, features, positions, draft_cache, lengths)
         draft_state = jnp.where(state.done[:, None], draft_state, row_of(states, row))
         draft_cache = dataclasses.replace(draft_cache, page_table=None)
+    unread = state.unread
+    if draft is None and unread is not None:
+        unread = unread.note(chosen, jnp.take_along_axis(aux, walk.path[:, :, None], axis=1), count)
     sampling, logprobs = state.sampling, state.logprobs
     if not greedy and sampling.rules is not None:
         taken = jnp.arange(steps + 1)[None] < count[:, None]
@@ -304,6 +314,7 @@ def advance(target: Llama, draft: Draft | None, state: State, *, tree: DraftTree
         draft_cache=draft_cache,
         draft_state=draft_state,
         history=history,
+        unread=unread,
     )
 
 

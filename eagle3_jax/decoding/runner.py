@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,15 +13,19 @@ import numpy as np
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from eagle3_jax.config import DraftTree
-from eagle3_jax.decoding import programs
+from eagle3_jax.decoding import costs, programs
+from eagle3_jax.decoding.costs import Costs
 from eagle3_jax.decoding.programs import Chunk, Models, Sizes
 from eagle3_jax.decoding.rounds import State
+from eagle3_jax.decoding.tiers import Tier
 from eagle3_jax.mesh import mesh_of, put, replicated, shardings
 from eagle3_jax.models.draft import Draft
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.llama import Llama
 from eagle3_jax.models.packing import for_cpu
+
+# Tokens of each sequence while rounds are measured.
+_MEASURED_LENGTH = 256
 
 
 class ModelRunner:
@@ -33,7 +37,7 @@ class ModelRunner:
         dispatches: given to the device. compiled: programs that its calls compiled.
     """
 
-    def __init__(self, target: Llama, draft: Draft | None, tree: DraftTree | None, sizes: Sizes, kv_dtype: Any) -> None:
+    def __init__(self, target: Llama, draft: Draft | None, tiers: Sequence[Tier], sizes: Sizes, kv_dtype: Any) -> None:
         self.mesh = mesh_of(target.embed[...])
         if draft is not None and self.mesh is not None:
             draft = _spread(draft, self.mesh)
@@ -41,7 +45,7 @@ class ModelRunner:
         self.target, self.draft, self.sizes = target, draft, sizes
         self.dispatches = self.compiled = 0
         self._models = Models.of(target, draft)
-        self._tree, self._kv_dtype = tree, kv_dtype
+        self._tiers, self.kv_dtype = tuple(tiers), kv_dtype
         self._state: State | None = None
 
     def prefill(self, chunk: dict[str, np.ndarray]) -> jax.Array:
@@ -51,14 +55,21 @@ class ModelRunner:
             self._state, report = programs.prefill(self._models, state, filled)
         return report
 
-    def decode(self, cancelled: Collection[int], max_rounds: int, enough: int, *, greedy: bool) -> jax.Array:
+    def decode(
+        self, cancelled: Collection[int], max_rounds: int, enough: int, *, tier: Tier, greedy: bool
+    ) -> jax.Array:
         """Rounds of the batch, without the places in `cancelled`. Returns the report of `programs.decode`, unread."""
         ended = np.zeros(self.sizes.batch, bool)
         ended[list(cancelled)] = True
         said = self._put(ended), self._put(np.int32(max_rounds)), self._put(np.int32(enough))
         with self._running() as state:
-            self._state, report = programs.decode(self._models, state, *said, tree=self._tree, greedy=greedy)
+            self._state, report = programs.decode(self._models, state, *said, tier=tier, greedy=greedy)
         return report
+
+    def catch_up(self) -> None:
+        """Lets a head that rested read what it missed."""
+        with self._running() as state:
+            self._state = programs.catch_up(self._models, state)
 
     def note_prompt(self, place: int, ids: list[int]) -> None:
         """Notes a prompt's tokens, for penalties and for lookup."""
@@ -68,16 +79,47 @@ class ModelRunner:
         with self._running() as state:
             self._state = programs.note_prompt(state, *said)
 
-    def compile(self, *, progress: bool) -> None:
-        """Compiles all programs, by running each on nothing."""
+    def compile(self, tiers: Sequence[tuple[Tier, bool]], *, progress: bool) -> None:
+        """Compiles all programs, by running each on nothing. Args: tiers: and whether for greedy requests alone."""
         work: list[Callable[[], object]] = [
             functools.partial(self.prefill, Chunk.blank(*shape, self.sizes)) for shape in self.sizes.chunks
         ]
-        work += [functools.partial(self.decode, (), 0, 0, greedy=greedy) for greedy in (True, False)]
+        work += [functools.partial(self.decode, (), 0, 0, tier=tier, greedy=greedy) for tier, greedy in tiers]
         work.append(functools.partial(self.note_prompt, 0, []))
+        if self._rests:
+            work.append(self.catch_up)
         for compile_one in tqdm(work, desc="compile", unit="program", disable=not progress):
             compile_one()
         self.wait()
+
+    def measure(self, *, greedy: bool) -> Costs:
+        """What rounds of each tier cost, with all places busy. Forgets the state."""
+        length = min(self.sizes.max_length // 2, _MEASURED_LENGTH)
+
+        def prepare() -> None:
+            with self._running() as state:
+                each = self.sizes.pages_per_sequence
+                self._state = programs.rehearse(state, self._put(np.int32(length)), pages_per_sequence=each)
+            self.wait()
+
+        def work(tier: Tier) -> None:
+            self.decode((), programs.ROUNDS, self.sizes.batch, tier=tier, greedy=greedy)
+            self.wait()
+
+        def wake() -> None:
+            self.catch_up()
+            self.wait()
+
+        works = [functools.partial(work, tier) for tier in self._tiers] + [wake] * self._rests
+        seconds = costs.measure(works, prepare)
+        self.reset()
+        rounds = [taken / programs.ROUNDS for taken in seconds[: len(self._tiers)]]
+        return Costs(rounds, seconds[-1] if self._rests else 0.0)
+
+    @property
+    def _rests(self) -> bool:
+        """Whether the head rests in some tiers."""
+        return self.draft is not None and not all(tier.head for tier in self._tiers)
 
     def wait(self) -> None:
         """Until the device has done all it was given."""
@@ -94,7 +136,7 @@ class ModelRunner:
         with contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
             if state is None:
                 make = functools.partial(
-                    programs.empty_state, sizes=self.sizes, tree=self._tree, kv_dtype=self._kv_dtype
+                    programs.empty_state, sizes=self.sizes, tiers=self._tiers, kv_dtype=self.kv_dtype
                 )
                 embed = self.target.embed[...]
                 # Committed to its device as the models are, or the first program would be compiled twice.

@@ -55,7 +55,7 @@ def test_every_first_divergence_is_a_near_tie(target, draft, name):
     params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
     other = _in_float32(target.model) if name == "float32" else target.model
     plain, fast = (
-        Engine(model, target.tokenizer, head, shape, batch_size=8, max_length=128).generate(
+        Engine(model, target.tokenizer, head, shape or "auto", batch_size=8, max_length=128).generate(
             [prompt["prompt"] for prompt in group], params
         )
         for model, head, shape in ((target.model, None, None), (other, draft if OTHERS[name] else None, OTHERS[name]))

@@ -34,7 +34,7 @@ class Tokenizer:
 
 def make(toy, tree: DraftTree | None = CHAIN, target=None, **kwargs) -> Engine:
     kwargs = {"batch_size": 2, "max_length": 128, **kwargs}
-    return Engine(target or toy.target, Tokenizer(), None if tree is None else toy.good, tree, **kwargs)
+    return Engine(target or toy.target, Tokenizer(), None if tree is None else toy.good, tree or "auto", **kwargs)
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from eagle3_jax.config import DraftConfig, DraftTree
 from eagle3_jax.decoding import programs
 from eagle3_jax.decoding.programs import Chunk, Models, Sizes, empty_state
 from eagle3_jax.decoding.rounds import STATE_SHARDING_RULES
+from eagle3_jax.decoding.tiers import Tier
 from eagle3_jax.mesh import shardings
 from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
 from eagle3_jax.models.layers import SHARDING_RULES
@@ -45,7 +46,11 @@ TREE = DraftTree(num_steps=4, topk=4, num_draft_tokens=16)
 LOOKUP = DraftTree(num_steps=8, num_draft_tokens=9, lookup_tokens=8)  # without a head
 GRAFTED = dataclasses.replace(TREE, lookup_tokens=7)
 TARGET_ONLY = dataclasses.replace(TREE, sample_drafts=False)
-SIZES = Sizes.plan(4, 2048, 128, TREE, kv_tokens=262144)
+SIZES = Sizes.plan(4, 2048, 128, [Tier(TREE, head=True)], kv_tokens=262144)
+
+
+def tier_of(tree: DraftTree | None) -> Tier:
+    return Tier(tree, head=tree not in (VANILLA, LOOKUP))
 
 
 def shapes(mesh: Mesh, tree: DraftTree | None, length: int) -> tuple[Any, Any, Any, Any]:
@@ -56,7 +61,7 @@ def shapes(mesh: Mesh, tree: DraftTree | None, length: int) -> tuple[Any, Any, A
         target = Llama(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
         draft = Draft(DraftHead(head, dtype=jnp.bfloat16, rngs=nnx.Rngs(1)), jnp.arange(32000))
         draft = None if tree in (VANILLA, LOOKUP) else draft
-        state = empty_state(Models.of(target, draft), SIZES, tree, None)
+        state = empty_state(Models.of(target, draft), SIZES, [tier_of(tree)], None)
         chunk = Chunk(**{name: jnp.asarray(value) for name, value in Chunk.blank(1, length, SIZES).items()})
         leaves, structures[:] = zip(*map(jax.tree.flatten, (target, draft, state, chunk)), strict=True)
         named = jax.tree_util.tree_leaves_with_path((target, draft, state, chunk))
@@ -113,7 +118,7 @@ def test_programs_compile_for_a_tpu(program, tree, greedy, topology):
         if program == "prefill":
             return jax.tree.leaves(jitted.__wrapped__(models, state, chunk))
         few = jnp.int32(4), jnp.int32(1)
-        return jax.tree.leaves(jitted.__wrapped__(models, state, cancelled, *few, tree=tree, greedy=greedy))
+        return jax.tree.leaves(jitted.__wrapped__(models, state, cancelled, *few, tier=tier_of(tree), greedy=greedy))
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = jax.jit(run, donate_argnums=2).lower(*(leaves for _, leaves in parts))

@@ -95,9 +95,3 @@ def test_a_loaded_target_is_not_spread_again(tmp_path):
     target = load_target(TargetConfig(name=str(tiny.write_target(tmp_path)), aux_layers=(1, 2, 3)))
     with pytest.raises(ValueError, match="dtype, mesh: got bfloat16"):
         Engine.load(target, dtype="bfloat16")
-
-
-def test_a_draft_without_a_tree_drafts_a_chain(toy):
-    engine = Engine(toy.target, None, toy.good, max_length=64)
-    assert engine.draft is not None and engine.tree == DraftTree()
-    assert engine.tree == DraftTree(num_steps=4, topk=1, num_draft_tokens=5)

@@ -1,0 +1,65 @@
+"""What a round of each tier costs on this machine: measured when an engine warms up, and kept in a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from eagle3_jax import manifest
+
+_TURNS = 5
+_SECONDS = 2.0  # enough for one tier, where a round takes long
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Seconds. Attributes: rounds: a round of each tier. waking: a resting head reads what it missed."""
+
+    rounds: list[float]
+    waking: float
+
+
+def measure(works: Sequence[Callable[[], object]], prepare: Callable[[], object]) -> list[float]:
+    """The median time of each work, in turns, so that a machine that slows down slows all of them.
+
+    Args:
+        works: return when their work is done; the first call of each, which compiles, does not count.
+        prepare: called in front of each.
+    """
+    times: list[list[float]] = [[] for _ in works]
+    for turn in range(-1, _TURNS):
+        for work, taken in zip(works, times, strict=True):
+            if turn > 1 and sum(taken) > _SECONDS:
+                continue
+            prepare()
+            start = time.perf_counter()
+            work()
+            if turn >= 0:
+                taken.append(time.perf_counter() - start)
+    return [statistics.median(taken) for taken in times]
+
+
+def read(folder: pathlib.Path, key: dict[str, Any]) -> Costs | None:
+    """Costs that `write` kept for this machine, these models and tiers; None where there are none."""
+    try:
+        kept = manifest.read_json(_file(folder, key))
+        return Costs(**kept["costs"]) if kept["of"] == json.loads(json.dumps(key)) else None
+    except (OSError, ValueError, TypeError, KeyError):  # nothing there, or nothing that can be used: measured again
+        return None
+
+
+def write(folder: pathlib.Path, key: dict[str, Any], costs: Costs) -> None:
+    """Keeps costs for the next start."""
+    folder.mkdir(parents=True, exist_ok=True)
+    manifest.write_json(_file(folder, key), {"of": key, "costs": dataclasses.asdict(costs)})
+
+
+def _file(folder: pathlib.Path, key: dict[str, Any]) -> pathlib.Path:
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return folder / f"round_costs_{digest[:16]}.json"

@@ -1,0 +1,163 @@
+"""Which tier a dispatch takes: the one that promises most tokens a second, never one that costs more than it may.
+
+A tier is a way to run a round: without drafts, with a chain, with a tree. What a round of each costs was measured; what
+it accepts is learned while requests run. Expected tokens over cost decide. What is not the best by that belief is tried
+now and then, for a fixed share of the time: acceptance changes with the text, and a belief that is never tested stays
+wrong. Pure arithmetic on the host; time is the costs' own, so that all processes of a mesh decide alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+# Share of the time that may go into tiers which are believed to be slower, and what may be lent of it at the start.
+EXPLORED = 0.01
+_LENT = 8  # rounds of the first tier
+# What was seen counts half as much after so many dispatches that saw it again.
+_HALF_LIFE = 32
+_FORGETTING = 0.5 ** (1 / _HALF_LIFE)
+# A belief without evidence weighs as much as so many rounds, that about one request as so many accepted drafts.
+_PRIOR_ROUNDS = 16
+_PRIOR_DRAFTS = 3
+# Another tier must promise so much more, or dispatches would alternate between equals.
+_HYSTERESIS = 0.02
+# Rounds over which the price of waking a resting head is spread.
+_AHEAD = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Promise:
+    """What a tier is before anything is known of it.
+
+    Attributes:
+        accepted: drafts a round, as a guess. most: of them.
+        cost: of a round, in seconds. source: of its drafts; tiers of one source are good or bad together.
+        wakes: its drafts come from the head, which must have read what was decoded while it rested.
+    """
+
+    accepted: float
+    most: int
+    cost: float
+    source: str
+    wakes: bool
+
+
+@dataclasses.dataclass
+class Acceptance:
+    """How well drafts fit one request: accepted ones, and how many were expected of an average request, by source.
+
+    Attributes:
+        lost: the head can no longer draft for it.
+    """
+
+    accepted: dict[str, float] = dataclasses.field(default_factory=dict)
+    expected: dict[str, float] = dataclasses.field(default_factory=dict)
+    lost: bool = False
+
+    def factor(self, tier: Promise) -> float:
+        """Of what an average request accepts."""
+        if self.lost and tier.wakes:
+            return 0.0
+        accepted, expected = self.accepted.get(tier.source, 0.0), self.expected.get(tier.source, 0.0)
+        return (accepted + _PRIOR_DRAFTS) / (expected + _PRIOR_DRAFTS)
+
+
+class TierPolicy:
+    """Chooses, and learns from what was accepted. The first tier is vanilla decoding.
+
+    Args:
+        waking: seconds to let a head that rested read what was decoded meanwhile.
+    """
+
+    def __init__(self, tiers: Sequence[Promise], waking: float) -> None:
+        self.tiers, self.waking = list(tiers), waking
+        self.current = 0
+        self._rounds = [0.0] * len(tiers)  # of single requests, old ones discounted
+        self._accepted = [0.0] * len(tiers)
+        self._tried = [0] * len(tiers)  # the last dispatch of each
+        self._dispatches = 0
+        self._budget = _LENT * tiers[0].cost
+        self._retired: set[str] = set()
+
+    def accepted(self, tier: int) -> float:
+        """Drafts a round that an average request is believed to accept.
+
+        Of what was not seen the guess stands, times how right the guesses were for other tiers of the same source.
+        """
+        source = self.tiers[tier].source
+        seen = [i for i, other in enumerate(self.tiers) if other.source == source]
+        guessed = sum(self._rounds[i] * self.tiers[i].accepted for i in seen)
+        prior = _PRIOR_ROUNDS * self.tiers[tier].accepted
+        quality = (sum(self._accepted[i] for i in seen) + prior) / (guessed + prior) if prior else 0.0
+        return (self._accepted[tier] + prior * quality) / (self._rounds[tier] + _PRIOR_ROUNDS)
+
+    def choose(self, requests: Sequence[Acceptance], *, behind: bool, rounds: int) -> int:
+        """The tier of the next dispatch.
+
+        Args:
+            requests: of the running requests.
+            behind: the head has not read all that they decoded.
+            rounds: that the dispatch will have.
+        """
+        self._dispatches += 1
+        rates = [self._rate(i, requests, behind=behind, rounds=_AHEAD) for i in range(len(self.tiers))]
+        best = max(self._open(), key=lambda i: rates[i] * (1 + _HYSTERESIS * (i == self.current)))
+        self._budget += EXPLORED * rounds * self.tiers[best].cost
+        self.current = best
+        other = self._to_try(requests, rates, best)
+        if other is not None:
+            # What the dispatch takes longer than the best tier would for as many tokens.
+            wasted = self._seconds(other, behind=behind, rounds=rounds)
+            wasted -= self._tokens(other, requests) * rounds / (rates[best] or 1)
+            if wasted <= self._budget:
+                self._budget -= max(wasted, 0)
+                best = other
+        self._tried[best] = self._dispatches
+        return best
+
+    def learn(self, tier: int, seen: Sequence[tuple[Acceptance, int, int]]) -> None:
+        """Learns from a dispatch. Args: seen: of each request: its rounds and the drafts that they accepted."""
+        promise = self.tiers[tier]
+        seen = [x for x in seen if not (x[0].lost and promise.wakes)]
+        if not promise.most or not seen:
+            return
+        mean = self.accepted(tier)
+        self._rounds[tier] *= _FORGETTING
+        self._accepted[tier] *= _FORGETTING
+        for request, rounds, accepted in seen:
+            # Few drafts of a request that is known to accept few say nothing against the tier.
+            self._rounds[tier] += rounds * request.factor(promise)
+            self._accepted[tier] += accepted
+            for counts, value in ((request.accepted, accepted), (request.expected, rounds * mean)):
+                counts[promise.source] = counts.get(promise.source, 0.0) + value
+
+    def retire(self, source: str) -> None:
+        """Never takes a tier of this source again."""
+        self._retired.add(source)
+
+    def _open(self) -> list[int]:
+        return [i for i, tier in enumerate(self.tiers) if tier.source not in self._retired]
+
+    def _tokens(self, tier: int, requests: Sequence[Acceptance]) -> float:
+        """Expected of a round."""
+        promise, mean = self.tiers[tier], self.accepted(tier)
+        return sum((1 + min(mean * request.factor(promise), promise.most) for request in requests), 0.0)
+
+    def _seconds(self, tier: int, *, behind: bool, rounds: int) -> float:
+        waking = self.waking if behind and self.tiers[tier].wakes else 0.0
+        return rounds * self.tiers[tier].cost + waking
+
+    def _rate(self, tier: int, requests: Sequence[Acceptance], *, behind: bool, rounds: int) -> float:
+        return rounds * self._tokens(tier, requests) / self._seconds(tier, behind=behind, rounds=rounds)
+
+    def _to_try(self, requests: Sequence[Acceptance], rates: Sequence[float], best: int) -> int | None:
+        """The tier that was not tried for longest, of those that could be better than the best one."""
+
+        def could_be_better(tier: int) -> bool:
+            promise = self.tiers[tier]
+            most = sum(1 + (promise.most if request.factor(promise) else 0) for request in requests)
+            return most / promise.cost > rates[best]
+
+        others = [i for i in self._open() if i != best and could_be_better(i)]
+        return min(others, key=lambda i: self._tried[i], default=None)

@@ -1,0 +1,161 @@
+"""Tiers: the ways in which a round may be run, and which of them a dispatch takes.
+
+A fixed tree is one tier. Without one there are several, vanilla decoding among them; their costs are measured when an
+engine warms up, and the policy then chooses for every dispatch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Sequence
+
+from eagle3_jax.config import DraftTree
+from eagle3_jax.decoding.costs import Costs
+from eagle3_jax.decoding.policy import Acceptance, Promise, TierPolicy
+from eagle3_jax.decoding.tree import scratch_slots
+
+# A head below this acceptance length, over so many rounds of single requests, is no help to anyone.
+USELESS = 1.05
+_ROUNDS_TO_TELL = 256
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tier:
+    """A way to run a round.
+
+    Attributes:
+        tree: None drafts nothing. head: drafts with the head, which rests otherwise.
+    """
+
+    tree: DraftTree | None
+    head: bool
+
+    @property
+    def name(self) -> str:
+        """Such as "vanilla", "lookup 8", "chain 3", "tree 3, 3, 8", "tree 3, 3, 8 and lookup 7"."""
+        if self.tree is None:
+            return "vanilla"
+        steps, topk, size, copied = (
+            getattr(self.tree, field) for field in ("num_steps", "topk", "num_draft_tokens", "lookup_tokens")
+        )
+        if not self.head:
+            return f"lookup {copied}"
+        name = f"chain {steps}" if topk == 1 and not copied else f"tree {steps}, {topk}, {size}"
+        return f"{name} and lookup {copied}" if copied else name
+
+    @property
+    def topk(self) -> int:
+        return 1 if self.tree is None else self.tree.topk
+
+    def promise(self, cost: float) -> Promise:
+        """A guess of what it accepts, as heads for small targets do (docs/measured.md)."""
+        if self.tree is None:
+            return Promise(0.0, 0, cost, "none", wakes=False)
+        copies = 0.3 if self.tree.lookup_tokens else 0.0
+        if not self.head:
+            return Promise(copies, self.tree.depth, cost, "text", wakes=False)
+        first = 0.45 + 0.1 * math.log2(self.tree.topk)
+        guess = sum(first**depth for depth in range(1, self.tree.num_steps + 1))
+        return Promise(guess + copies, self.tree.depth, cost, "head", wakes=True)
+
+
+VANILLA = Tier(None, head=False)
+LOOKUP = Tier(DraftTree(num_steps=8, num_draft_tokens=9, lookup_tokens=8), head=False)
+CHAIN = Tier(DraftTree(num_steps=3, num_draft_tokens=4), head=True)
+WITH_LOOKUP = (VANILLA, Tier(DraftTree(num_steps=3, num_draft_tokens=4, lookup_tokens=3), head=False), LOOKUP)
+WITH_HEAD = (
+    VANILLA,
+    LOOKUP,
+    Tier(DraftTree(num_steps=1, num_draft_tokens=2), head=True),
+    CHAIN,
+    Tier(DraftTree(num_steps=3, topk=3, num_draft_tokens=8, lookup_tokens=7), head=True),
+    Tier(DraftTree(num_steps=5, topk=4, num_draft_tokens=16, lookup_tokens=8), head=True),
+)
+
+
+def depth_of(tiers: Sequence[Tier]) -> int:
+    """Most drafts that one round of any of them accepts."""
+    return max(0 if tier.tree is None else tier.tree.depth for tier in tiers)
+
+
+def scratch_of(tiers: Sequence[Tier]) -> int:
+    """Cache slots behind the committed tokens that one round of any of them writes to."""
+    return max(scratch_slots(tier.tree) for tier in tiers)
+
+
+def copies(tiers: Sequence[Tier]) -> bool:
+    """Whether any of them copies drafts from the text."""
+    return any(tier.tree is not None and tier.tree.lookup_tokens > 0 for tier in tiers)
+
+
+class TierChoice:
+    """Which tier each dispatch takes: the policy's choice where costs are known, else always the same.
+
+    Args:
+        tiers: vanilla decoding first, where there are several.
+        default: taken until costs are known.
+
+    Attributes:
+        dispatches: of each tier, by name.
+    """
+
+    def __init__(self, tiers: Sequence[Tier], default: Tier) -> None:
+        self.tiers, self.default = tuple(tiers), default
+        self.dispatches = {tier.name: 0 for tier in tiers}
+        self._policies: dict[bool, TierPolicy] = {}
+        self._drafted_rounds = self._accepted = 0
+        self._told = False
+
+    def price(self, costs: Costs, *, greedy: bool) -> None:
+        """Says what the tiers cost where all requests are greedy, or where not."""
+        promises = [tier.promise(cost) for tier, cost in zip(self.tiers, costs.rounds, strict=True)]
+        self._policies[greedy] = TierPolicy(promises, costs.waking)
+
+    def useful(self, *, greedy: bool) -> list[Tier]:
+        """Those that could be chosen: with all drafts accepted they are faster than vanilla decoding."""
+        if greedy not in self._policies:
+            return [self.default]
+        promises = self._policies[greedy].tiers
+        fastest = promises[0].cost
+        return [tier for tier, x in zip(self.tiers, promises, strict=True) if x.cost <= fastest * (1 + x.most)]
+
+    def choose(self, requests: Sequence[Acceptance], *, greedy: bool, behind: bool, rounds: int) -> Tier:
+        """The tier of the next dispatch: see `TierPolicy.choose`."""
+        tier = self.default
+        if greedy in self._policies:
+            tier = self.tiers[self._policies[greedy].choose(requests, behind=behind, rounds=rounds)]
+        self.dispatches[tier.name] += 1
+        return tier
+
+    def learn(self, tier: Tier, seen: Sequence[tuple[Acceptance, int, int]], *, greedy: bool) -> None:
+        """Learns from a dispatch. Args: seen: of each request: its rounds and the drafts that they accepted."""
+        if policy := self._policies.get(greedy):
+            policy.learn(self.tiers.index(tier), seen)
+        if tier.head and tier.tree is not None and not tier.tree.lookup_tokens:
+            self._watch(sum(rounds for _, rounds, _ in seen), sum(accepted for *_, accepted in seen))
+
+    def _watch(self, rounds: int, accepted: int) -> None:
+        """Tells once, loudly, of a head that helps nobody, and lets it rest where there is a choice."""
+        if self._told:
+            return
+        self._drafted_rounds += rounds
+        self._accepted += accepted
+        if self._drafted_rounds < _ROUNDS_TO_TELL:
+            return
+        self._told = True
+        length = 1 + self._accepted / self._drafted_rounds
+        if length >= USELESS:
+            return
+        for policy in self._policies.values():
+            policy.retire("head")
+        _log.warning(
+            "draft head: acceptance length %.2f over %d rounds, expected well above 1. Answers are right, but drafts "
+            "are of no use: was the head trained for this target, its aux layers and its chat template? %s",
+            length,
+            self._drafted_rounds,
+            "It rests from now on." if self._policies else "Its tree was asked for, so it goes on drafting.",
+        )

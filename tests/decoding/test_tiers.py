@@ -1,0 +1,161 @@
+"""Tiers in the engine: whichever a dispatch takes, the tokens are vanilla decoding's."""
+
+import itertools
+import logging
+
+import jax
+import numpy as np
+import pytest
+from test_engine import Tokenizer
+
+from eagle3_jax.decoding import tiers
+from eagle3_jax.decoding.costs import Costs
+from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.decoding.sampling import SamplingParams
+
+SIZES = {"batch_size": 2, "max_length": 256, "page_size": 16}
+FEW = (tiers.VANILLA, tiers.CHAIN)
+ORDER = [tiers.VANILLA, tiers.CHAIN, tiers.LOOKUP, tiers.CHAIN, tiers.VANILLA, tiers.LOOKUP]
+
+
+def take_turns(engine, monkeypatch, order=ORDER):
+    """The engine takes these tiers, whatever the policy says."""
+    turns = itertools.cycle(order)
+    monkeypatch.setattr(engine._tiers, "choose", lambda *args, **kwargs: next(turns))
+
+
+@pytest.fixture(scope="module")
+def vanilla(toy):
+    return Engine(toy.target, Tokenizer(), **SIZES)
+
+
+@pytest.fixture(scope="module")
+def engine(toy):
+    return Engine(toy.target, Tokenizer(), toy.good, **SIZES)
+
+
+def requests(count, seed=0):
+    rng = np.random.default_rng(seed)
+    shared = rng.integers(0, 24, 60).tolist()
+    prompts = [shared[: rng.integers(1, 60)] + rng.integers(0, 24, rng.integers(1, 9)).tolist() for _ in range(count)]
+    return prompts, [SamplingParams(max_tokens=int(rng.integers(1, 90))) for _ in prompts]
+
+
+def test_a_tier_for_every_dispatch_and_the_tokens_are_vanilla_s(engine, vanilla, monkeypatch):
+    """A35, A52: drafts accepted after each rest, requests that join while the head rests, prefixes reused."""
+    take_turns(engine, monkeypatch)
+    prompts, params = requests(14)
+    got, expected = engine.generate(prompts, params), vanilla.generate(prompts, params)
+    assert [answer.token_ids for answer in got] == [answer.token_ids for answer in expected]
+    reused = [sum(answer.stats.cached_tokens for answer in answers) for answers in (got, expected)]
+    assert reused[0] == reused[1] > 0
+    assert max(answer.stats.acceptance_length for answer in got) > 1.3
+
+
+def test_a_head_that_wakes_drafts_as_well_as_one_that_never_slept(toy, monkeypatch):
+    """Without what it missed it would read another text."""
+    prompts, params = requests(6, seed=3)
+
+    def accepted(order):
+        engine = Engine(toy.target, Tokenizer(), toy.good, **SIZES, prefix_cache=False)
+        take_turns(engine, monkeypatch, order)
+        answers = engine.generate(prompts, params)
+        return sum(sum(answer.stats.accepted_per_position) for answer in answers) / engine.stats().rounds
+
+    always, half = accepted([tiers.CHAIN]), accepted([tiers.CHAIN, tiers.VANILLA])
+    rounds_with_drafts = 0.5
+    assert half > 0.85 * rounds_with_drafts * always
+
+
+def test_pages_that_the_head_never_read_are_shared_but_not_drafted_from(toy, vanilla, monkeypatch):
+    """The next turn of a conversation finds the same pages as in vanilla decoding, and knows that it is lost."""
+    engine = Engine(toy.target, Tokenizer(), toy.good, **SIZES)
+    take_turns(engine, monkeypatch, [tiers.VANILLA])
+    first = SamplingParams(max_tokens=60)
+    prompt = [1, 2, 3]
+    answer = engine.generate([prompt], first)[0].token_ids
+    assert answer == vanilla.generate([prompt], first)[0].token_ids
+    take_turns(engine, monkeypatch, [tiers.CHAIN])
+    second = prompt + answer + [5]
+    request = engine.submit(second, SamplingParams(max_tokens=20))
+    expected = vanilla.generate([second], SamplingParams(max_tokens=20))[0]
+    assert request.result().token_ids == expected.token_ids
+    assert request.output.stats.cached_tokens == expected.stats.cached_tokens > 0
+    assert request.acceptance.lost
+    # One whose head read everything is not.
+    engine.generate([[7, 8, 9]], first)
+    third = engine.submit([7, 8, 9] * 20, SamplingParams(max_tokens=20))
+    third.result()
+    assert not third.acceptance.lost
+
+
+def test_a_useless_head_is_reported_once_and_rests(toy, vanilla, caplog, monkeypatch):
+    """A31, A49: answers are right, so nobody would notice."""
+    monkeypatch.setattr(tiers, "WITH_HEAD", FEW)
+    engine = Engine(toy.target, Tokenizer(), toy.plain, **SIZES)
+    for greedy in (True, False):  # as if drafts cost less than none: only the report can stop them
+        engine._tiers.price(Costs([1.0, 0.5], 0.0), greedy=greedy)
+    prompts, params = requests(24, seed=5)
+    with caplog.at_level(logging.WARNING):
+        got = engine.generate(prompts, params)
+    assert [x.token_ids for x in got] == [x.token_ids for x in vanilla.generate(prompts, params)]
+    told = [record.getMessage() for record in caplog.records if "draft head" in record.getMessage()]
+    assert len(told) == 1 and "It rests from now on" in told[0]
+    before = engine.stats().tiers
+    engine.generate(prompts, params)
+    after = engine.stats().tiers
+    assert before["chain 3"] > 0 and after["chain 3"] == before["chain 3"]
+    assert sum(after.values()) > sum(before.values())
+
+
+def test_a_head_that_helps_goes_on(toy, caplog, monkeypatch):
+    monkeypatch.setattr(tiers, "WITH_HEAD", FEW)
+    engine = Engine(toy.target, Tokenizer(), toy.good, **SIZES)
+    engine._tiers.price(Costs([1.0, 1.1], 0.0), greedy=True)
+    with caplog.at_level(logging.WARNING):
+        engine.generate(*requests(16, seed=5))
+    assert not caplog.records
+    assert engine.stats().tiers["chain 3"] > 0.8 * sum(engine.stats().tiers.values())
+
+
+def test_there_are_at_most_24_programs():
+    """Six of prompts at most, one of notes, one that wakes the head; greedy and other rounds of each tier."""
+    assert 6 + 2 + 2 * len(tiers.WITH_HEAD) <= 24
+
+
+@pytest.mark.slow
+def test_warm_up_measures_once_a_machine_and_compiles_everything(toy, vanilla, tmp_path, monkeypatch):
+    monkeypatch.setattr(tiers, "WITH_HEAD", FEW)
+    before = jax.config.jax_compilation_cache_dir
+    engine = Engine(toy.target, Tokenizer(), toy.good, **SIZES)
+    engine.generate([[1, 2, 3]], SamplingParams(max_tokens=40))  # its pages are forgotten with the measurement
+    engine.warm_up(tmp_path, progress=False)
+    costs = engine._tiers._policies[True].tiers
+    assert all(tier.cost > 0 for tier in costs) and len(list(tmp_path.glob("round_costs_*.json"))) == 2
+    compiled = engine.stats().programs
+    assert compiled <= 24
+    prompts, params = requests(16, seed=1)
+    params = [SamplingParams(max_tokens=p.max_tokens, temperature=0.5 * (i % 3 == 0)) for i, p in enumerate(params)]
+    got, expected = engine.generate(prompts, params), vanilla.generate(prompts, params)
+    same = [a.token_ids == b.token_ids for a, b, p in zip(got, expected, params, strict=True) if p.greedy]
+    assert all(same)
+    assert engine.stats().programs == compiled, "nothing is compiled after warm_up, whichever tier is taken"
+
+    def never(**_):
+        raise AssertionError("measured again")
+
+    again = Engine(toy.target, Tokenizer(), toy.good, **SIZES)
+    monkeypatch.setattr(again._runner, "measure", never)
+    again.warm_up(tmp_path, progress=False)
+    assert [tier.cost for tier in again._tiers._policies[True].tiers] == [tier.cost for tier in costs]
+    other = Engine(toy.target, Tokenizer(), toy.good, **{**SIZES, "batch_size": 3})
+    monkeypatch.setattr(other._runner, "measure", never)
+    with pytest.raises(AssertionError, match="measured again"):  # other sizes cost something else
+        other.warm_up(tmp_path, progress=False)
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_without_costs_it_drafts_a_chain(toy):
+    engine = Engine(toy.target, Tokenizer(), toy.good, **SIZES)
+    engine.generate([[1, 2, 3]], SamplingParams(max_tokens=9))
+    assert {name for name, count in engine.stats().tiers.items() if count} == {"chain 3"}
