@@ -27,7 +27,7 @@ def eagle3_jax(draft: str | None, batch: int, target: str) -> Generate:
     from eagle3_jax import DraftTree, Engine, SamplingParams
 
     tree = None if draft is None else DraftTree(num_steps=3, topk=1, num_draft_tokens=4)
-    engine = Engine.load(target, draft, tree, batch_size=batch, max_length=512, prefix_cache=False)
+    engine = Engine.load(target, draft, tree or "auto", batch_size=batch, max_length=512, prefix_cache=False)
     params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
     engine.warm_up(progress=False)
     return lambda prompts: [answer.token_ids for answer in engine.generate(prompts, params)]

@@ -103,7 +103,9 @@ class TierPolicy:
         self._dispatches += 1
         rates = [self._rate(i, requests, behind=behind, rounds=_AHEAD) for i in range(len(self.tiers))]
         best = max(self._open(), key=lambda i: rates[i] * (1 + _HYSTERESIS * (i == self.current)))
-        self._budget += EXPLORED * rounds * self.tiers[best].cost
+        earned = EXPLORED * rounds * self.tiers[best].cost
+        dearest = rounds * max(tier.cost for tier in self.tiers) + self.waking  # no more than a try can take is saved
+        self._budget = min(self._budget + earned, max(self._budget, dearest))
         self.current = best
         other = self._to_try(requests, rates, best)
         if other is not None:

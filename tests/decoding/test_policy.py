@@ -105,3 +105,11 @@ def test_never_slower_than_vanilla_nor_much_than_the_best_tier(head, batch):
     ours, vanilla, best = rates(batch, head)
     assert ours >= 0.98 * vanilla
     assert ours >= 0.95 * best
+
+
+def test_a_long_rest_saves_no_credit_for_many_tries():
+    tiers = [Promise(0.0, 0, 1.0, "none", wakes=False), Promise(0.1, 3, 2.0, "head", wakes=True)]
+    policy, known = TierPolicy(tiers, waking=1.0), Acceptance(lost=True)
+    assert all(policy.choose([known], behind=True, rounds=ROUNDS) == 0 for _ in range(5000)), "lost to the head"
+    taken = [policy.choose([Acceptance()], behind=True, rounds=ROUNDS) for _ in range(200)]
+    assert 1 <= sum(taken) <= 3

@@ -49,11 +49,17 @@ TARGET_ONLY = dataclasses.replace(TREE, sample_drafts=False)
 SIZES = Sizes.plan(4, 2048, 128, [Tier(TREE, head=True)], kv_tokens=262144)
 
 
-def tier_of(tree: DraftTree | None) -> Tier:
-    return Tier(tree, head=tree not in (VANILLA, LOOKUP))
+RESTING = "resting"  # a head that could draft a chain, in rounds without it
 
 
-def shapes(mesh: Mesh, tree: DraftTree | None, length: int) -> tuple[Any, Any, Any, Any]:
+def tiers_of(tree: Any) -> list[Tier]:
+    """Of an engine; the first one is compiled."""
+    if tree == RESTING:
+        return [Tier(None, head=False), Tier(CHAIN, head=True)]
+    return [Tier(tree, head=tree not in (VANILLA, LOOKUP))]
+
+
+def shapes(mesh: Mesh, tree: Any, length: int) -> tuple[Any, Any, Any, Any]:
     """Target, draft, state and a stretch of prompts, as they lie on the devices."""
 
     def build():
@@ -61,7 +67,7 @@ def shapes(mesh: Mesh, tree: DraftTree | None, length: int) -> tuple[Any, Any, A
         target = Llama(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
         draft = Draft(DraftHead(head, dtype=jnp.bfloat16, rngs=nnx.Rngs(1)), jnp.arange(32000))
         draft = None if tree in (VANILLA, LOOKUP) else draft
-        state = empty_state(Models.of(target, draft), SIZES, [tier_of(tree)], None)
+        state = empty_state(Models.of(target, draft), SIZES, tiers_of(tree), None)
         chunk = Chunk(**{name: jnp.asarray(value) for name, value in Chunk.blank(1, length, SIZES).items()})
         leaves, structures[:] = zip(*map(jax.tree.flatten, (target, draft, state, chunk)), strict=True)
         named = jax.tree_util.tree_leaves_with_path((target, draft, state, chunk))
@@ -99,6 +105,9 @@ def shapes(mesh: Mesh, tree: DraftTree | None, length: int) -> tuple[Any, Any, A
         pytest.param("decode", LOOKUP, False, "v6e:1x1", marks=pytest.mark.long),
         pytest.param("decode", GRAFTED, True, "v5p:1x1x1", marks=pytest.mark.slow),
         pytest.param("decode", GRAFTED, False, "v5e:1x1", marks=pytest.mark.long),
+        pytest.param("decode", RESTING, True, "v5e:1x1", marks=pytest.mark.slow),
+        pytest.param("catch_up", RESTING, True, "v5e:2x2", marks=pytest.mark.slow),
+        pytest.param("catch_up", RESTING, True, "tpu7x:1x1x1", marks=pytest.mark.long),
         pytest.param("prefill", VANILLA, False, "v6e:1x1", marks=pytest.mark.long),
         pytest.param("prefill", CHAIN, False, "v5p:1x1x1", marks=pytest.mark.long),
         pytest.param("prefill", CHAIN, False, "tpu7x:1x1x1", marks=pytest.mark.long),
@@ -117,8 +126,12 @@ def test_programs_compile_for_a_tpu(program, tree, greedy, topology):
         models = Models.of(target, draft)
         if program == "prefill":
             return jax.tree.leaves(jitted.__wrapped__(models, state, chunk))
+        if program == "catch_up":
+            return jax.tree.leaves(jitted.__wrapped__(models, state))
         few = jnp.int32(4), jnp.int32(1)
-        return jax.tree.leaves(jitted.__wrapped__(models, state, cancelled, *few, tier=tier_of(tree), greedy=greedy))
+        return jax.tree.leaves(
+            jitted.__wrapped__(models, state, cancelled, *few, tier=tiers_of(tree)[0], greedy=greedy)
+        )
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = jax.jit(run, donate_argnums=2).lower(*(leaves for _, leaves in parts))

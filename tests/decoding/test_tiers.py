@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ from eagle3_jax.decoding.costs import Costs
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.sampling import SamplingParams
 
-SIZES = {"batch_size": 2, "max_length": 256, "page_size": 16}
+SIZES: dict[str, Any] = {"batch_size": 2, "max_length": 256, "page_size": 16}
 FEW = (tiers.VANILLA, tiers.CHAIN)
 ORDER = [tiers.VANILLA, tiers.CHAIN, tiers.LOOKUP, tiers.CHAIN, tiers.VANILLA, tiers.LOOKUP]
 
@@ -79,8 +80,9 @@ def test_pages_that_the_head_never_read_are_shared_but_not_drafted_from(toy, van
     second = prompt + answer + [5]
     request = engine.submit(second, SamplingParams(max_tokens=20))
     expected = vanilla.generate([second], SamplingParams(max_tokens=20))[0]
-    assert request.result().token_ids == expected.token_ids
-    assert request.output.stats.cached_tokens == expected.stats.cached_tokens > 0
+    got = request.result()
+    assert got.token_ids == expected.token_ids
+    assert got.stats.cached_tokens == expected.stats.cached_tokens > 0
     assert request.acceptance.lost
     # One whose head read everything is not.
     engine.generate([[7, 8, 9]], first)
@@ -126,10 +128,11 @@ def test_there_are_at_most_24_programs():
 @pytest.mark.slow
 def test_warm_up_measures_once_a_machine_and_compiles_everything(toy, vanilla, tmp_path, monkeypatch):
     monkeypatch.setattr(tiers, "WITH_HEAD", FEW)
-    before = jax.config.jax_compilation_cache_dir
+    before = jax.config.read("jax_compilation_cache_dir")
     engine = Engine(toy.target, Tokenizer(), toy.good, **SIZES)
-    engine.generate([[1, 2, 3]], SamplingParams(max_tokens=40))  # its pages are forgotten with the measurement
+    early = [1, 2, 3, *engine.generate([[1, 2, 3]], SamplingParams(max_tokens=40))[0].token_ids]
     engine.warm_up(tmp_path, progress=False)
+    assert engine.generate([early], SamplingParams(max_tokens=9))[0].stats.cached_tokens == 0, "measuring wrote to them"
     costs = engine._tiers._policies[True].tiers
     assert all(tier.cost > 0 for tier in costs) and len(list(tmp_path.glob("round_costs_*.json"))) == 2
     compiled = engine.stats().programs
