@@ -67,7 +67,7 @@ def test_speculative_answers_are_the_vanilla_ones_in_the_order_of_the_prompts(to
 @pytest.mark.parametrize("sample_drafts", [False, True])
 def test_answers_do_not_depend_on_their_neighbours(toy, speculative, sample_drafts):
     if sample_drafts != CHAIN.sample_drafts:
-        speculative = make(toy, tree=dataclasses.replace(speculative.tree, sample_drafts=sample_drafts))
+        speculative = make(toy, tree=dataclasses.replace(CHAIN, sample_drafts=sample_drafts))
     params = [SamplingParams(max_tokens=10, temperature=t, top_k=k, seed=3) for t, k in [(0.0, 0), (1.0, 0), (2.0, 5)]]
     prompts = ["same", "same", "same"]
     together = speculative.generate(prompts, params)

@@ -160,7 +160,7 @@ def test_a_prefix_is_read_once_and_changes_nothing(toy):
 
     def ask(tree: DraftTree | None, reuse: bool) -> tuple[list[list[int]], list[int], list[int]]:
         draft = None if tree is None else toy.good
-        size = {"batch_size": 2, "max_length": 256, "page_size": 16}
+        size: dict[str, Any] = {"batch_size": 2, "max_length": 256, "page_size": 16}
         engine = Engine(noisy(toy), Tokenizer(), draft, tree or "auto", prefix_cache=reuse, **size)
         answers = []
         for turn in turns:  # one after the other, and the second turn of a conversation

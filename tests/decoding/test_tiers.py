@@ -1,5 +1,6 @@
 """Tiers in the engine: whichever a dispatch takes, the tokens are vanilla decoding's."""
 
+import collections
 import itertools
 import logging
 from typing import Any
@@ -53,19 +54,20 @@ def test_a_tier_for_every_dispatch_and_the_tokens_are_vanilla_s(engine, vanilla,
     assert max(answer.stats.acceptance_length for answer in got) > 1.3
 
 
-def test_a_head_that_wakes_drafts_as_well_as_one_that_never_slept(toy, monkeypatch):
-    """Without what it missed it would read another text."""
-    prompts, params = requests(6, seed=3)
+def test_a_head_that_drafts_has_read_everything(engine, monkeypatch):
+    """Whoever was decoded without it, and joined or left meanwhile."""
+    take_turns(engine, monkeypatch, [tiers.CHAIN, tiers.VANILLA, tiers.LOOKUP])
+    decode, unread = engine._runner.decode, collections.defaultdict(list)
 
-    def accepted(order):
-        engine = Engine(toy.target, Tokenizer(), toy.good, **SIZES, prefix_cache=False)
-        take_turns(engine, monkeypatch, order)
-        answers = engine.generate(prompts, params)
-        return sum(sum(answer.stats.accepted_per_position) for answer in answers) / engine.stats().rounds
+    def watched(*args, tier, **kwargs):
+        state = engine._runner._state
+        unread[tier.name] += np.asarray(state.unread.count)[~np.asarray(state.done)].tolist()
+        return decode(*args, tier=tier, **kwargs)
 
-    always, half = accepted([tiers.CHAIN]), accepted([tiers.CHAIN, tiers.VANILLA])
-    rounds_with_drafts = 0.5
-    assert half > 0.85 * rounds_with_drafts * always
+    monkeypatch.setattr(engine._runner, "decode", watched)
+    engine.generate(*requests(6, seed=3))
+    assert len(unread["chain 3"]) > 10 and not any(unread["chain 3"])
+    assert any(unread["lookup 8"])
 
 
 def test_pages_that_the_head_never_read_are_shared_but_not_drafted_from(toy, vanilla, monkeypatch):
