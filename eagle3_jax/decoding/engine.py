@@ -145,10 +145,12 @@ class Engine:
         stored = None if kv_dtype is None else jnp.dtype(kv_dtype)
         if kv_tokens is not None and memory_fraction is not None:
             raise ValueError(f"kv_tokens, memory_fraction: got {kv_tokens} and {memory_fraction}, expected one of them")
-        if memory_fraction is not None:
-            kv_tokens = tokens_that_fit(target, draft, memory_fraction, page_size, stored)
         every = self._tiers.tiers
-        sizes = Sizes.plan(batch_size, max_length, page_size, every, kv_tokens)
+        sizes = Sizes.plan(batch_size, max_length, page_size, every)
+        if memory_fraction is not None:
+            kv_tokens = tokens_that_fit(target, draft, memory_fraction, sizes, every, stored)
+        if kv_tokens is not None:
+            sizes = Sizes.plan(batch_size, max_length, page_size, every, kv_tokens)
         self._runner = ModelRunner(target, draft, every, sizes, stored)
         self.target, self.draft = self._runner.target, self._runner.draft
         self._pool = PagePool(sizes.pages, page_size, reuse=prefix_cache)

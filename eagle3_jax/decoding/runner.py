@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -152,8 +154,13 @@ class ModelRunner:
         return jnp.asarray(value) if self.mesh is None else put(np.asarray(value), replicated(self.mesh))
 
 
-def tokens_that_fit(target: Llama, draft: Draft | None, memory_fraction: float, page_size: int, kv_dtype: Any) -> int:
-    """Tokens of the caches that this share of the device's memory leaves room for, beside what lies there.
+def tokens_that_fit(
+    target: Llama, draft: Draft | None, memory_fraction: float, sizes: Sizes, tiers: Sequence[Tier], kv_dtype: Any
+) -> int:
+    """Tokens of the caches that this share of the device's memory leaves room for, beside weights and other state.
+
+    Args:
+        sizes: of all but the caches.
 
     Raises:
         ValueError: a device that does not tell its memory, such as a CPU.
@@ -165,17 +172,25 @@ def tokens_that_fit(target: Llama, draft: Draft | None, memory_fraction: float, 
     memory = device.memory_stats() or {}
     if "bytes_limit" not in memory:
         raise ValueError(f"memory_fraction: got it for {device}, which does not tell its memory; give kv_tokens")
-
-    def one_page(target: Llama, draft: Draft | None) -> list[jax.Array]:
-        caches = [target.empty_pages(1, page_size, kv_dtype)]
-        if draft is not None:
-            caches.append(draft.head.empty_pages(1, page_size))
-        return jax.tree.leaves(caches)
-
     parts = 1 if mesh is None else mesh.shape["model"]
-    page = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.eval_shape(one_page, target, draft)) / parts
-    free = memory_fraction * memory["bytes_limit"] - memory["bytes_in_use"]
-    return max(0, int(free // page) - 1) * page_size  # one page more is `rounds.TRASH`
+
+    def leaves(target: Llama, draft: Draft | None, pages: int) -> tuple[list[jax.Array], list[jax.Array]]:
+        planned = dataclasses.replace(sizes, pages=pages)
+        state = programs.empty_state(Models.of(target, draft), planned, tiers, kv_dtype)
+        return jax.tree.leaves((state.cache, state.draft_cache)), jax.tree.leaves(state)
+
+    def of_state(pages: int) -> int:
+        """Bytes on each device."""
+        caches, everything = jax.eval_shape(functools.partial(leaves, pages=pages), target, draft)
+        return _bytes(caches) // parts + _bytes(everything) - _bytes(caches)
+
+    empty = of_state(0)
+    free = memory_fraction * memory["bytes_limit"] - memory["bytes_in_use"] - empty
+    return max(0, int(free // (of_state(1) - empty))) * sizes.page_size
+
+
+def _bytes(leaves: Sequence[Any]) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def _spread(draft: Draft, mesh: Mesh) -> Draft:

@@ -1,5 +1,7 @@
 """The model runner: how much memory its caches take."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,6 +9,8 @@ import pytest
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding import runner
 from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.decoding.programs import Models, Sizes, empty_state
+from eagle3_jax.decoding.tiers import VANILLA, WITH_HEAD
 
 CHAIN = DraftTree(num_steps=3, topk=1, num_draft_tokens=4)
 PAGE_SIZE = 16
@@ -22,16 +26,17 @@ def pretend(monkeypatch, **memory: int) -> None:
 def test_a_share_of_the_memory_is_filled_and_not_exceeded(toy, monkeypatch, drafts, kv_dtype):
     limit, used = 1 << 20, 100_000
     pretend(monkeypatch, bytes_limit=limit, bytes_in_use=used)
-    draft = toy.good if drafts else None
-    tokens = runner.tokens_that_fit(toy.target, draft, 0.8, PAGE_SIZE, kv_dtype)
-    pages = tokens // PAGE_SIZE + 1  # with the page that nothing is read from
+    draft, tiers = (toy.good, WITH_HEAD) if drafts else (None, [VANILLA])
+    sizes = Sizes.plan(2, 64, PAGE_SIZE, tiers)
+    tokens = runner.tokens_that_fit(toy.target, draft, 0.8, sizes, tiers, kv_dtype)
 
     def bytes_of(pages: int) -> int:
-        caches = [toy.target.empty_pages(pages, PAGE_SIZE, kv_dtype)]
-        if draft is not None:
-            caches.append(draft.head.empty_pages(pages, PAGE_SIZE))
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(caches))
+        planned = dataclasses.replace(sizes, pages=pages)
+        return sum(
+            x.nbytes for x in jax.tree.leaves(empty_state(Models.of(toy.target, draft), planned, tiers, kv_dtype))
+        )
 
+    pages = tokens // PAGE_SIZE
     assert used + bytes_of(pages) <= 0.8 * limit < used + bytes_of(pages + 1)
 
 
