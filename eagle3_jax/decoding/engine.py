@@ -613,6 +613,10 @@ def _as_json(found: costs.Costs | None) -> dict[str, Any] | None:
 
 def _tiers(target: Llama, draft: Draft | Literal["lookup"] | None, tree: DraftTree | Literal["auto"]) -> TierChoice:
     """The tiers of an engine. Raises ValueError for a draft that does not fit the target, or a tree the draft."""
+    if tree != "auto" and not isinstance(tree, DraftTree):
+        raise ValueError(f"tree: got {tree!r}, expected a DraftTree or 'auto'")
+    if isinstance(draft, str) and draft != "lookup":
+        raise ValueError(f"draft: got {draft!r}, expected a loaded head or 'lookup'; `Engine.load` takes folders")
     if tree != "auto" and draft is None:
         raise ValueError(f"draft: got None, expected a draft head or 'lookup' for {tree}")
     if draft is None:
