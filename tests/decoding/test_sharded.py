@@ -1,13 +1,17 @@
 """Decoding with the target split over a mesh says what it says on one device."""
 
+import itertools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from test_engine import Tokenizer
 
 from eagle3_jax.config import DraftTree, MeshConfig, TargetConfig
-from eagle3_jax.decoding import near_tie, rounds
+from eagle3_jax.decoding import near_tie, rounds, tiers
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.sampling import SamplingParams
 from eagle3_jax.mesh import make_mesh, shardings
@@ -57,6 +61,29 @@ def test_an_engine_splits_its_draft_as_its_target(toy):
     assert engine.draft is not None
     assert all(leaf.sharding.mesh == mesh for leaf in jax.tree.leaves(engine.draft))
     assert engine.draft.head.mlp.gate[...].sharding.spec[1] == "model"
+
+
+@pytest.mark.slow
+def test_tiers_take_turns_on_a_mesh(toy, monkeypatch):
+    """Copies, a head that rests and wakes, and the measurement of their costs."""
+    mesh = make_mesh(MeshConfig(data=1, model=2), jax.devices()[:2])
+    split = jax.device_put(toy.target, shardings(toy.target, mesh, SHARDING_RULES))
+    order = [tiers.VANILLA, tiers.CHAIN, tiers.LOOKUP]
+    monkeypatch.setattr(tiers, "WITH_HEAD", tuple(order))
+    size: dict[str, Any] = {"batch_size": 2, "max_length": 128, "page_size": 16}
+    engine = Engine(split, Tokenizer(), toy.good, **size)
+    measured = engine._runner.measure(greedy=True)
+    assert min(measured.rounds) > 0 and measured.waking > 0
+    compiled, turns = engine.stats().programs, itertools.cycle(order)
+    monkeypatch.setattr(engine._tiers, "choose", lambda *args, **kwargs: next(turns))
+    prompts = [np.random.default_rng(i).integers(0, 24, 5 + i).tolist() for i in range(6)]
+    params = SamplingParams(max_tokens=50)
+    got = engine.generate(prompts, params)
+    expected = Engine(toy.target, Tokenizer(), **size).generate(prompts, params)
+    assert [answer.token_ids for answer in got] == [answer.token_ids for answer in expected]
+    assert max(answer.stats.acceptance_length for answer in got) > 1.3
+    reading = len(engine._runner.sizes.chunks) + 1  # programs of prompts, which measuring does not need
+    assert engine.stats().programs <= compiled + reading, "rounds were compiled again"
 
 
 @pytest.mark.slow
