@@ -17,10 +17,11 @@ from test_engine import CHAIN, LETTERS, Tokenizer, make
 
 from eagle3_jax.config import DraftConfig, DraftTree
 from eagle3_jax.decoding import engine as engine_module
-from eagle3_jax.decoding import programs
+from eagle3_jax.decoding import programs, tiers
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.request import QueueFullError
 from eagle3_jax.decoding.sampling import SamplingParams
+from eagle3_jax.decoding.tiers import TierChoice
 from eagle3_jax.models.draft import Draft, DraftHeadConfig
 from eagle3_jax.models.registry import load_target
 from eagle3_jax.training.state import init_head
@@ -379,6 +380,21 @@ def test_a_soak_of_mixed_traffic_leaks_nothing_and_answers_each_once(toy, count)
     size: dict[str, Any] = {"max_length": 128, "page_size": 16, "batch_size": 8}
     engine = Engine(noisy(toy), Tokenizer(), toy.good, CHAIN, queue_limit=9, **size)
     soak(engine, Engine(noisy(toy), Tokenizer(), **size), 24, count)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.long)])
+def test_a_soak_of_tiers_that_take_turns(toy, monkeypatch, count):
+    """A35, A52: the head rests and wakes between dispatches, whoever joins, leaves or is aborted."""
+    every, draw = [tiers.VANILLA, tiers.LOOKUP, tiers.CHAIN], random.Random(7)
+    monkeypatch.setattr(tiers, "WITH_HEAD", tuple(every))
+    monkeypatch.setattr(TierChoice, "useful", lambda *args, **kwargs: every)
+    monkeypatch.setattr(TierChoice, "choose", lambda *args, **kwargs: draw.choice(every))
+    size: dict[str, Any] = {"max_length": 128, "page_size": 16, "batch_size": 8}
+    engine = Engine(noisy(toy), Tokenizer(), toy.good, queue_limit=9, **size)
+    vanilla = Engine(noisy(toy), Tokenizer(), **size)
+    monkeypatch.setattr(vanilla._tiers, "choose", lambda *args, **kwargs: tiers.VANILLA)
+    soak(engine, vanilla, 24, count)
 
 
 @pytest.mark.long
