@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from eagle3_jax import manifest
+from eagle3_jax import manifest, processes
 
 _TURNS = 5
 _SECONDS = 2.0  # enough for one tier, where a round takes long
@@ -45,19 +45,34 @@ def measure(works: Sequence[Callable[[], object]], prepare: Callable[[], object]
     return [statistics.median(taken) for taken in times]
 
 
-def read(folder: pathlib.Path, key: dict[str, Any]) -> Costs | None:
-    """Costs that `write` kept for this machine, these models and tiers; None where there are none."""
+def kept_or_measured(folder: pathlib.Path | None, key: dict[str, Any], measure: Callable[[], Costs]) -> Costs:
+    """Costs that the folder keeps for this key, or measured now and kept there; all processes take those of the first.
+
+    Args:
+        folder: None keeps nothing.
+        key: JSON-ready: machine, models, sizes, tiers.
+    """
+    kept = None if folder is None else processes.agree(lambda: _read(folder, key))
+    if kept is None:
+        measured = dataclasses.asdict(measure())
+        kept = processes.agree(lambda: measured)
+        if folder is not None:
+            processes.agree(lambda: _write(folder, key, kept))
+    return Costs(**kept)
+
+
+def _read(folder: pathlib.Path, key: dict[str, Any]) -> dict[str, Any] | None:
     try:
-        kept = manifest.read_json(_file(folder, key))
-        return Costs(**kept["costs"]) if kept["of"] == json.loads(json.dumps(key)) else None
+        found = manifest.read_json(_file(folder, key))
+        Costs(**found["costs"])
+        return found["costs"] if found["of"] == json.loads(json.dumps(key)) else None
     except (OSError, ValueError, TypeError, KeyError):  # nothing there, or nothing that can be used: measured again
         return None
 
 
-def write(folder: pathlib.Path, key: dict[str, Any], costs: Costs) -> None:
-    """Keeps costs for the next start."""
+def _write(folder: pathlib.Path, key: dict[str, Any], costs: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    manifest.write_json(_file(folder, key), {"of": key, "costs": dataclasses.asdict(costs)})
+    manifest.write_json(_file(folder, key), {"of": key, "costs": costs})
 
 
 def _file(folder: pathlib.Path, key: dict[str, Any]) -> pathlib.Path:

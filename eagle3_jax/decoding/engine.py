@@ -35,7 +35,7 @@ from eagle3_jax.decoding.request import QueueFullError, Request
 from eagle3_jax.decoding.request import Stats as Stats
 from eagle3_jax.decoding.runner import ModelRunner, tokens_that_fit
 from eagle3_jax.decoding.sampling import MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
-from eagle3_jax.decoding.tiers import Tier, TierChoice
+from eagle3_jax.decoding.tiers import Tier
 from eagle3_jax.formats.sglang import load_draft
 from eagle3_jax.mesh import decoding_mesh
 from eagle3_jax.models.draft import Draft
@@ -131,7 +131,7 @@ class Engine:
             raise ValueError(f"page_size: got {page_size}, expected a multiple of 16 from 16 to 256")
         if queue_limit is not None and queue_limit < 1:
             raise ValueError(f"queue_limit: got {queue_limit}, expected at least 1, or None")
-        self._tiers = _tiers(target, draft, tree)
+        self._tiers = tiers.choice_for(target.config, draft, tree)
         if isinstance(draft, str):
             draft = None
         elif draft is not None and max_length > draft.head.config.max_position_embeddings:
@@ -324,7 +324,7 @@ class Engine:
             self._runner.compile(used, progress=progress)
 
     def _costs(self, folder: pathlib.Path | None, *, greedy: bool) -> costs.Costs:
-        """Those that the folder keeps of this machine and engine, or measured now; all processes take the first's."""
+        """What rounds cost this engine on this machine."""
         config = None if self.draft is None else self.draft.head.config
         key = {
             "hardware": manifest.hardware(),
@@ -338,14 +338,13 @@ class Engine:
             "tiers": [tier.name for tier in self._tiers.tiers],
             "greedy": greedy,
         }
-        kept = None if folder is None else processes.agree(lambda: _as_json(costs.read(folder, key)))
-        if kept is not None:
-            return costs.Costs(**kept)
-        measured = self._runner.measure(greedy=greedy)
-        self._forget_device()
-        if folder is not None:
-            processes.agree(lambda: costs.write(folder, key, measured))
-        return costs.Costs(**processes.agree(lambda: _as_json(measured)))
+
+        def measure() -> costs.Costs:
+            measured = self._runner.measure(greedy=greedy)
+            self._forget_device()
+            return measured
+
+        return costs.kept_or_measured(folder, key, measure)
 
     def stats(self) -> EngineStats:
         """What it did and does; a copy."""
@@ -605,39 +604,3 @@ def _fill(chunk: dict[str, np.ndarray], row: int, request: Request, length: int,
     for i, (token, bias) in enumerate(params.logit_bias.items()):
         chunk["bias_tokens"][row, i], chunk["bias"][row, i] = token, bias
     chunk["first_stop"][row] = len(request.ids) + params.min_tokens
-
-
-def _as_json(found: costs.Costs | None) -> dict[str, Any] | None:
-    return None if found is None else dataclasses.asdict(found)
-
-
-def _tiers(target: Llama, draft: Draft | Literal["lookup"] | None, tree: DraftTree | Literal["auto"]) -> TierChoice:
-    """The tiers of an engine. Raises ValueError for a draft that does not fit the target, or a tree the draft."""
-    if tree != "auto" and not isinstance(tree, DraftTree):
-        raise ValueError(f"tree: got {tree!r}, expected a DraftTree or 'auto'")
-    if isinstance(draft, str) and draft != "lookup":
-        raise ValueError(f"draft: got {draft!r}, expected a loaded head or 'lookup'; `Engine.load` takes folders")
-    if tree != "auto" and draft is None:
-        raise ValueError(f"draft: got None, expected a draft head or 'lookup' for {tree}")
-    if draft is None:
-        return TierChoice([tiers.VANILLA], tiers.VANILLA)
-    if isinstance(draft, str):
-        if tree == "auto":
-            return TierChoice(tiers.WITH_LOOKUP, tiers.LOOKUP)
-        if tree.topk > 1 or tree.num_draft_tokens != tree.num_steps + 1:
-            raise ValueError(f"tree: got {tree}, expected a chain (topk=1) for draft='lookup'")
-        only = Tier(dataclasses.replace(tree, lookup_tokens=tree.num_steps), head=False)
-        return TierChoice([only], only)
-    head = draft.head.config
-    for field in ("vocab_size", "aux_layers"):
-        got, expected = getattr(head, field), getattr(target.config, field)
-        if got != expected:
-            raise ValueError(f"draft.{field}: got {got}, expected the target's {expected}")
-    if head.hidden_size != target.config.hidden_size:  # it reads the target's embeddings
-        raise ValueError(f"draft.hidden_size: got {head.hidden_size}, expected {target.config.hidden_size}")
-    if tree == "auto":
-        return TierChoice([x for x in tiers.WITH_HEAD if x.topk <= head.draft_vocab_size], tiers.CHAIN)
-    if tree.topk > head.draft_vocab_size:
-        raise ValueError(f"tree.topk: got {tree.topk}, expected at most the draft vocabulary, {head.draft_vocab_size}")
-    only = Tier(tree, head=True)
-    return TierChoice([only], only)

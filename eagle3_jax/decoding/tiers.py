@@ -10,11 +10,14 @@ import dataclasses
 import logging
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.costs import Costs
 from eagle3_jax.decoding.policy import Acceptance, Promise, TierPolicy
 from eagle3_jax.decoding.tree import scratch_slots
+from eagle3_jax.models.draft import Draft
+from eagle3_jax.models.llama import LlamaConfig
 
 # A head below this acceptance length, over so many rounds of single requests, is no help to anyone.
 USELESS = 1.05
@@ -157,5 +160,39 @@ class TierChoice:
             "are of no use: was the head trained for this target, its aux layers and its chat template? %s",
             length,
             self._drafted_rounds,
-            "It rests from now on." if self._policies else "Its tree was asked for, so it goes on drafting.",
+            "It rests from now on." if self._policies else "It goes on drafting: there is no other measured tier.",
         )
+
+
+def choice_for(
+    target: LlamaConfig, draft: Draft | Literal["lookup"] | None, tree: DraftTree | Literal["auto"]
+) -> TierChoice:
+    """The tiers of an engine. Raises ValueError for a draft that does not fit the target, or a tree the draft."""
+    if tree != "auto" and not isinstance(tree, DraftTree):
+        raise ValueError(f"tree: got {tree!r}, expected a DraftTree or 'auto'")
+    if isinstance(draft, str) and draft != "lookup":
+        raise ValueError(f"draft: got {draft!r}, expected a loaded head or 'lookup'; `Engine.load` takes folders")
+    if tree != "auto" and draft is None:
+        raise ValueError(f"draft: got None, expected a draft head or 'lookup' for {tree}")
+    if draft is None:
+        return TierChoice([VANILLA], VANILLA)
+    if isinstance(draft, str):
+        if tree == "auto":
+            return TierChoice(WITH_LOOKUP, LOOKUP)
+        if tree.topk > 1 or tree.num_draft_tokens != tree.num_steps + 1:
+            raise ValueError(f"tree: got {tree}, expected a chain (topk=1) for draft='lookup'")
+        only = Tier(dataclasses.replace(tree, lookup_tokens=tree.num_steps), head=False)
+        return TierChoice([only], only)
+    head = draft.head.config
+    for field in ("vocab_size", "aux_layers"):
+        got, expected = getattr(head, field), getattr(target, field)
+        if got != expected:
+            raise ValueError(f"draft.{field}: got {got}, expected the target's {expected}")
+    if head.hidden_size != target.hidden_size:  # it reads the target's embeddings
+        raise ValueError(f"draft.hidden_size: got {head.hidden_size}, expected {target.hidden_size}")
+    if tree == "auto":
+        return TierChoice([x for x in WITH_HEAD if x.topk <= head.draft_vocab_size], CHAIN)
+    if tree.topk > head.draft_vocab_size:
+        raise ValueError(f"tree.topk: got {tree.topk}, expected at most the draft vocabulary, {head.draft_vocab_size}")
+    only = Tier(tree, head=True)
+    return TierChoice([only], only)

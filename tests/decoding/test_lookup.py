@@ -13,11 +13,11 @@ from test_engine import CHAIN, Tokenizer
 from test_rounds import LENGTHS, MAX_TOKENS, PROMPTS, generate, vanilla
 
 from eagle3_jax.config import DraftTree
-from eagle3_jax.decoding import engine as engine_module
 from eagle3_jax.decoding import lookup
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.lookup import MOST, PROBABILITIES, continuation
 from eagle3_jax.decoding.sampling import SamplingParams
+from eagle3_jax.decoding.tiers import choice_for
 
 _ = vanilla  # a fixture
 find = jax.jit(continuation, static_argnames="count")
@@ -94,10 +94,10 @@ def test_what_it_cannot_do_is_refused(toy):
         Engine(toy.target, Tokenizer(), "lookup", tree, max_length=128)
     with pytest.raises(ValueError, match="draft: got None, expected a draft head"):
         Engine(toy.target, Tokenizer(), None, tree, max_length=128)
-    unchecked: Any = inspect.unwrap(engine_module._tiers)  # as for users, for whom annotations are only text
+    unchecked: Any = inspect.unwrap(choice_for)  # as for users, for whom annotations are only text
     with pytest.raises(ValueError, match=r"draft: got 'runs/export', expected a loaded head or 'lookup'"):
-        unchecked(toy.target, "runs/export", "auto")
+        unchecked(toy.target.config, "runs/export", "auto")
     with pytest.raises(ValueError, match=r"tree: got None, expected a DraftTree or 'auto'"):
-        unchecked(toy.target, "lookup", None)
+        unchecked(toy.target.config, "lookup", None)
     with pytest.raises(ValueError, match="draft: got None, expected a draft head"):
         generate(toy.target, None, tree=GRAFTED)
