@@ -71,6 +71,10 @@ with command.run("train"):
         with processes.among([me]):  # each for itself
             print("alone", processes.agree(lambda: me), processes.share("abc"), flush=True)
         print("shares", processes.gather(processes.share("abc")), flush=True)
+        try:
+            processes.agree(lambda: int("seven"))
+        except ValueError as error:
+            print("refused", type(error).__name__, error, flush=True)
         print("stops", [s for s in range(9) if processes.agree_to_stop(s, 3, asked=me == 1 and s == 2)], flush=True)
         time.sleep(me)  # one leaves before the other
     elif case == "target":
@@ -118,6 +122,8 @@ def test_processes_agree_and_leave_together():
     assert "agreed True [1, 2] [0, 1]" in first and "agreed False [1, 2] [0, 1]" in second
     assert "alone 0 abc" in first and "alone 1 abc" in second
     assert "shares ['ac', 'b']" in first and "shares ['ac', 'b']" in second
+    refusal = "invalid literal for int() with base 10: 'seven'"
+    assert f"refused ValueError {refusal}" in first and f"refused Refused {refusal}" in second
     assert "stops [5, 6, 7, 8]" in second
     assert "ended" in first and "ended" in second
 
