@@ -11,7 +11,7 @@ import importlib.util
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from eagle3_jax import processes
@@ -102,3 +102,13 @@ def sentence(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as text: the first column to the left, numbers to the right, a line under the head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    texts = [
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
+    return [texts[0], "-" * len(texts[0]), *texts[1:]]

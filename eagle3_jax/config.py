@@ -378,6 +378,39 @@ class EvaluateConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchmarkConfig:
+    """export -> speed of every draft size at every batch size.
+
+    Attributes:
+        draft: exported folder, or "lookup"; None is the run's own `export` folder.
+        trees: sizes to measure beside vanilla decoding, and what "auto" then chooses from; none are those that "auto"
+            has by itself.
+        requests: of each turn, at least; where the batch is larger, as many as that.
+        turns: each way answers them so many times, all ways in turn.
+        simulated_acceptance: drafts are accepted with this probability, whatever the target says of them: times without
+            a trained head. Answers mean nothing then. None decodes.
+    """
+
+    __pydantic_config__ = _STRICT
+    draft: str | None = None
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16)
+    trees: tyro.conf.Fixed[tuple[DraftTree, ...]] = ()
+    temperature: float = 0.0
+    max_tokens: int = 64
+    requests: int = 16
+    turns: int = 3
+    simulated_acceptance: float | None = None
+
+    def __post_init__(self) -> None:
+        sizes, rate = self.batch_sizes, self.simulated_acceptance
+        _require(len(sizes) > 0 and min(sizes) >= 1, "benchmark.batch_sizes", sizes, "sizes of at least 1")
+        _require(self.temperature >= 0, "benchmark.temperature", self.temperature, "0 (greedy) or more")
+        for field in ("max_tokens", "requests", "turns"):
+            _require(getattr(self, field) >= 1, f"benchmark.{field}", getattr(self, field), "at least 1")
+        _require(rate is None or 0 <= rate <= 1, "benchmark.simulated_acceptance", rate, "0 to 1, or null")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """One run: where it lives, its seed, its models, and one section per verb."""
 
@@ -393,6 +426,7 @@ class RunConfig:
     train: TrainConfig = TrainConfig()
     export: ExportConfig = ExportConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
+    benchmark: BenchmarkConfig = BenchmarkConfig()
 
     def folder(self, verb: str) -> pathlib.Path:
         """Output folder of a verb, e.g. `runs/quickstart/features`."""
@@ -407,6 +441,7 @@ FOLDERS = {
     "train": "checkpoints",
     "export": "export",
     "evaluate": "evaluation",
+    "benchmark": "benchmark",
 }
 
 # The parts of a run's data: what the head learns from, and what it is measured on.

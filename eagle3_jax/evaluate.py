@@ -59,7 +59,7 @@ def _run(
     replica: Replica,
 ) -> None:
     settings = config.evaluate
-    prompts, unusable = read_prompts(prompts_path)
+    prompts, unusable = sources.read_file(prompts_path)
     draft = pathlib.Path(settings.draft or config.folder("export"))
     if settings.draft is None:
         manifest.read(draft, made_by="export", verify=False)  # `load_draft` does
@@ -101,7 +101,7 @@ def _measure(
     fitting = [prompt for prompt in asked if len(prompt["prompt"]) <= room]
     if not fitting:
         raise ValueError(f"--prompts {prompts_path}: got none within {room} tokens, which evaluate.max_tokens leaves")
-    measured = spread(fitting, settings.limit)
+    measured = sources.spread(fitting, settings.limit)
     longest = max(len(prompt["prompt"]) for prompt in measured)
     sizes = settings.batch_size, longest + settings.max_tokens
     # The same prompts come again, and reading them is part of what is measured.
@@ -118,36 +118,6 @@ def _measure(
     }
 
 
-def read_prompts(path: str | pathlib.Path) -> tuple[list[sources.Prompt], int]:
-    """The prompts of a JSONL file in any form of `sources.jsonl`, and how many lines were refused (said on stderr).
-
-    Raises:
-        ValueError: no file, or no usable prompt in it.
-    """
-    path = pathlib.Path(path)
-    if not path.is_file():
-        raise ValueError(f"--prompts {path}: not found, expected a JSONL file of prompts")
-    prompts, rejected = [], 0
-    for item in sources.jsonl(path, category="all"):
-        if isinstance(item, sources.Reject):
-            rejected += 1
-            processes.say(f"{path}, line {item.line}: left out: {item.reason}")
-        else:
-            prompts.append(item)
-    if not prompts:
-        raise ValueError(f"--prompts {path}: got no usable prompt, {rejected} lines refused")
-    return prompts, rejected
-
-
-def spread(prompts: Sequence[dict[str, Any]], limit: int | None) -> list[dict[str, Any]]:
-    """The first `limit` prompts when the categories give one each in turn; all of them for None."""
-    by_category: dict[str, list[dict[str, Any]]] = {}
-    for prompt in prompts:
-        by_category.setdefault(prompt["category"], []).append(prompt)
-    turns = [(turn, prompt) for members in by_category.values() for turn, prompt in enumerate(members)]
-    return [prompt for _, prompt in sorted(turns, key=lambda item: item[0])][:limit]
-
-
 def summary(report: dict[str, Any]) -> str:
     """One line per category and one for all."""
     rows: list[tuple[str, ...]] = [("", "tau", "speed-up", "vanilla", "speculative tok/s", "identical")]
@@ -156,9 +126,7 @@ def summary(report: dict[str, Any]) -> str:
         numbers = [part["tau"], part["speedup"], rates["vanilla"], rates["speculative"]]
         same = "-" if part["identical"] is None else f"{part['identical']}/{part['prompts']}"
         rows.append((name, *("-" if number is None else f"{number:.2f}" for number in numbers), same))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    cells = [[row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))] for row in rows]
-    return "\n".join("  ".join(row) for row in cells)
+    return "\n".join(command.aligned(rows))
 
 
 def _finished(output: pathlib.Path, identity: dict[str, Any]) -> bool:

@@ -92,7 +92,7 @@ def table(report: dict[str, Any]) -> str:
     lines = []
     timed = {name: stage["seconds"] for name, stage in report["stages"].items() if stage.get("seconds") is not None}
     if timed:
-        lines += _aligned([("stage", "minutes"), *((name, f"{s / 60:.1f}") for name, s in timed.items())])
+        lines += command.aligned([("stage", "minutes"), *((name, f"{s / 60:.1f}") for name, s in timed.items())])
         lines += [f"total {sum(timed.values()) / 60:.1f} minutes", ""]
     for name, draft in report["drafts"].items():
         rows = [(f"{name} ({_size(draft['tree'])})", "vanilla tok/s", f"{name} tok/s", "speed-up", "tau", "identical")]
@@ -108,7 +108,7 @@ def table(report: dict[str, Any]) -> str:
                     _identical(part),
                 )
             )
-        lines += _aligned(rows)
+        lines += command.aligned(rows)
         shares = "  ".join(_number(share, 2) for share in draft["alpha"])
         lines += [f"accepted per draft position, of those that got there: {shares}", ""]
     hardware = report["hardware"]
@@ -229,16 +229,6 @@ def _stages(config: RunConfig) -> dict[str, dict[str, Any]]:
                 "results"
             ]
     return stages
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as text: the first column to the left, numbers to the right, a line under the head."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    texts = [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
-    ]
-    return [texts[0], "-" * len(texts[0]), *texts[1:]]
 
 
 def _size(tree: dict[str, int]) -> str:

@@ -13,6 +13,7 @@ from flax import nnx
 from eagle3_jax import config as configuration
 from eagle3_jax import evaluate, manifest
 from eagle3_jax.config import RunConfig
+from eagle3_jax.data import sources
 from eagle3_jax.formats.sglang import save_draft
 from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
 from eagle3_jax.models.registry import Target
@@ -91,8 +92,8 @@ def test_sampled_answers_need_not_be_identical(
 
 def test_limit_takes_the_categories_in_turn() -> None:
     prompts = [{"id": f"{c}{i}", "category": c} for c, count in (("a", 5), ("b", 1), ("c", 3)) for i in range(count)]
-    assert [p["id"] for p in evaluate.spread(prompts, 6)] == ["a0", "b0", "c0", "a1", "c1", "a2"]
-    assert len(evaluate.spread(prompts, None)) == 9
+    assert [p["id"] for p in sources.spread(prompts, 6)] == ["a0", "b0", "c0", "a1", "c1", "a2"]
+    assert len(sources.spread(prompts, None)) == 9
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def gap(engine: Engine, prompts: list[list[int]]) -> float:
         engine._runner.wait()
         start = time.perf_counter()
         for _ in range(dispatches):
-            engine._runner.decode((), programs.ROUNDS, engine.batch_size, tier=engine._tiers.default, greedy=True)
+            engine._runner.decode((), programs.ROUNDS, engine.batch_size, tier=engine.tiers.default, greedy=True)
         engine._runner.wait()
         seconds = time.perf_counter() - start
         for request in filter(None, list(engine._places)):

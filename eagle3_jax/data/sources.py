@@ -13,9 +13,10 @@ import itertools
 import json
 import pathlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NotRequired, TypedDict
 
+from eagle3_jax import processes
 from eagle3_jax.data import filters
 
 # Roles of the OpenAI and the ShareGPT form, and what they mean here.
@@ -239,3 +240,33 @@ def _text(value: Any, field: str) -> str:
     if any("\ud800" <= char <= "\udfff" for char in value):  # half of a \uXXXX pair: no file could hold it
         raise BrokenRecord(f"{field}: half a surrogate pair")
     return value
+
+
+def read_file(path: str | pathlib.Path) -> tuple[list[Prompt], int]:
+    """The prompts of a JSONL file in any form of `jsonl`, and how many lines were refused (said on stderr).
+
+    Raises:
+        ValueError: no file, or no usable prompt in it.
+    """
+    path = pathlib.Path(path)
+    if not path.is_file():
+        raise ValueError(f"--prompts {path}: not found, expected a JSONL file of prompts")
+    prompts, rejected = [], 0
+    for item in jsonl(path, category="all"):
+        if isinstance(item, Reject):
+            rejected += 1
+            processes.say(f"{path}, line {item.line}: left out: {item.reason}")
+        else:
+            prompts.append(item)
+    if not prompts:
+        raise ValueError(f"--prompts {path}: got no usable prompt, {rejected} lines refused")
+    return prompts, rejected
+
+
+def spread(prompts: Sequence[Any], limit: int | None) -> list[Any]:
+    """The first `limit` prompts when the categories give one each in turn; all of them for None."""
+    by_category: dict[str, list[Any]] = {}
+    for prompt in prompts:
+        by_category.setdefault(prompt["category"], []).append(prompt)
+    turns = [(turn, prompt) for members in by_category.values() for turn, prompt in enumerate(members)]
+    return [prompt for _, prompt in sorted(turns, key=lambda item: item[0])][:limit]

@@ -19,10 +19,19 @@ _SECONDS = 2.0  # enough for one tier, where a round takes long
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Seconds. Attributes: rounds: a round of each tier. waking: a resting head reads what it missed."""
+    """Seconds. Attributes: rounds: a round of each tier, by name. waking: a resting head reads what it missed."""
 
-    rounds: list[float]
+    rounds: dict[str, float]
     waking: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """One round, in seconds. Attributes: stages: of each, and of the host ("host"). bytes_read: that it must read."""
+
+    seconds: float
+    stages: dict[str, float]
+    bytes_read: int
 
 
 def measure(works: Sequence[Callable[[], object]], prepare: Callable[[], object]) -> list[float]:
@@ -64,7 +73,7 @@ def kept_or_measured(folder: pathlib.Path | None, key: dict[str, Any], measure: 
 def _read(folder: pathlib.Path, key: dict[str, Any]) -> dict[str, Any] | None:
     try:
         found = manifest.read_json(_file(folder, key))
-        Costs(**found["costs"])
+        Costs(**found["costs"]).rounds.items()
         return found["costs"] if found["of"] == json.loads(json.dumps(key)) else None
     except (OSError, ValueError, TypeError, KeyError):  # nothing there, or nothing that can be used: measured again
         return None

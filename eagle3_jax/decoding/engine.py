@@ -87,7 +87,7 @@ class Engine:
         target: Llama,
         tokenizer: Any,
         draft: Draft | Literal["lookup"] | None = None,
-        tree: DraftTree | Literal["auto"] = "auto",
+        tree: DraftTree | Sequence[DraftTree] | Literal["auto"] = "auto",
         *,
         batch_size: int = 1,
         max_length: int = 2048,
@@ -97,6 +97,7 @@ class Engine:
         kv_dtype: KVDtype | None = None,
         prefix_cache: bool = True,
         queue_limit: int | None = None,
+        simulated_acceptance: float | None = None,
     ) -> None:
         """Takes loaded models; `load` takes names and folders.
 
@@ -105,7 +106,7 @@ class Engine:
             draft: a draft head; "lookup" copies drafts from the text so far; None is vanilla decoding.
             tree: shape of the draft, of "lookup" a chain. "auto" chooses for every dispatch, vanilla decoding included,
                 by what rounds cost here and what is accepted; it takes a chain of 3 (8 of "lookup") until `warm_up` has
-                measured the costs.
+                measured the costs. Several trees: chooses so among these and vanilla decoding.
             batch_size: sequences decoded together.
             max_length: longest prompt and answer together, in tokens. Beyond what the draft head declares
                 (`max_position_embeddings`) drafting goes on, with a warning.
@@ -117,6 +118,8 @@ class Engine:
             kv_dtype: of the target's keys and values; None is the weights' own. Narrower ones may change tokens.
             prefix_cache: keeps the pages of ended requests for prompts that begin alike.
             queue_limit: requests that may wait; one more is refused. None is no limit.
+            simulated_acceptance: for benchmarks: drafts are accepted with this probability, whatever the target says of
+                them (as SGLang's SGLANG_SIMULATE_ACC_LEN). Answers are worth nothing; `submit` and `stream` refuse.
 
         Raises:
             ValueError: a tree without a draft, a draft of another target, or a size out of range.
@@ -131,7 +134,7 @@ class Engine:
             raise ValueError(f"page_size: got {page_size}, expected a multiple of 16 from 16 to 256")
         if queue_limit is not None and queue_limit < 1:
             raise ValueError(f"queue_limit: got {queue_limit}, expected at least 1, or None")
-        self._tiers = tiers.choice_for(target.config, draft, tree)
+        self.tiers = tiers.choice_for(target.config, draft, tree, simulated_acceptance)
         if isinstance(draft, str):
             draft = None
         elif draft is not None and max_length > draft.head.config.max_position_embeddings:
@@ -145,7 +148,7 @@ class Engine:
         stored = None if kv_dtype is None else jnp.dtype(kv_dtype)
         if kv_tokens is not None and memory_fraction is not None:
             raise ValueError(f"kv_tokens, memory_fraction: got {kv_tokens} and {memory_fraction}, expected one of them")
-        every = self._tiers.tiers
+        every = self.tiers.tiers
         sizes = Sizes.plan(batch_size, max_length, page_size, every)
         if memory_fraction is not None:
             kv_tokens = tokens_that_fit(target, draft, memory_fraction, sizes, every, stored)
@@ -174,7 +177,7 @@ class Engine:
         cls,
         target: TargetConfig | str | Target,
         draft: str | pathlib.Path | Draft | None = None,
-        tree: DraftTree | Literal["auto"] = "auto",
+        tree: DraftTree | Sequence[DraftTree] | Literal["auto"] = "auto",
         batch_size: int = 1,
         max_length: int = 2048,
         *,
@@ -276,6 +279,8 @@ class Engine:
             raise ValueError(f"n: got {params.n}, expected 1: submit each answer, with its `sample`")
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout: got {timeout}, expected more than 0 seconds, or None")
+        if self.tiers.simulated is not None:
+            raise RuntimeError("submit: got an engine with simulated_acceptance, which is for benchmarks alone")
         if self._runner.mesh is not None and processes.count() > 1:
             raise RuntimeError("submit: got a mesh of several processes, expected one; there use `generate`")
         request = self._request("prompt", prompt, params, sample)
@@ -300,12 +305,15 @@ class Engine:
         with self._changes:
             self._changes.notify_all()
 
-    def warm_up(self, cache: str | pathlib.Path | None = None, *, progress: bool = True) -> None:
+    def warm_up(
+        self, cache: str | pathlib.Path | None = None, *, progress: bool = True, greedy_alone: bool = False
+    ) -> None:
         """Compiles all programs, so that no request waits for it, and measures what rounds cost (`tree="auto"`).
 
         Args:
             cache: a folder for both, which makes the next start fast: JAX's persistent compilation cache, of this
                 process from now on, and the costs on this machine. None leaves it as it is, and measures.
+            greedy_alone: without the programs of requests that have a temperature or other wishes.
 
         Raises:
             RuntimeError: requests are running.
@@ -317,14 +325,17 @@ class Engine:
         with self._driver:
             if running := self.stats().running:
                 raise RuntimeError(f"warm_up: got {running} running requests, expected none")
-            if len(self._tiers.tiers) > 1:
-                for greedy in (True, False):
-                    self._tiers.price(self._costs(folder, greedy=greedy), greedy=greedy)
-            used = [(tier, greedy) for greedy in (True, False) for tier in self._tiers.useful(greedy=greedy)]
+            used: list[tuple[Tier, bool]] = []
+            for greedy in (True,) if greedy_alone else (True, False):
+                # What is of no use to greedy requests is of less use to others, whose rounds cost more.
+                could_be = self.tiers.tiers if greedy else self.tiers.useful(greedy=True)
+                if len(self.tiers.tiers) > 1:
+                    self.tiers.price(self._costs(could_be, folder, greedy=greedy), greedy=greedy)
+                used += [(tier, greedy) for tier in self.tiers.useful(greedy=greedy)]
             self._runner.compile(used, progress=progress)
 
-    def _costs(self, folder: pathlib.Path | None, *, greedy: bool) -> costs.Costs:
-        """What rounds cost this engine on this machine."""
+    def _costs(self, of: Sequence[Tier], folder: pathlib.Path | None, *, greedy: bool) -> costs.Costs:
+        """What rounds of some tiers cost this engine on this machine."""
         config = None if self.draft is None else self.draft.head.config
         key = {
             "hardware": manifest.hardware(),
@@ -335,16 +346,25 @@ class Engine:
             "sizes": repr(self._runner.sizes),
             "kv_dtype": str(self._runner.kv_dtype),
             "mesh": repr(self._runner.mesh),
-            "tiers": [tier.name for tier in self._tiers.tiers],
+            "tiers": [repr(tier) for tier in of],
             "greedy": greedy,
         }
 
         def measure() -> costs.Costs:
-            measured = self._runner.measure(greedy=greedy)
+            measured = self._runner.measure(of, greedy=greedy)
             self._forget_device()
             return measured
 
         return costs.kept_or_measured(folder, key, measure)
+
+    def profile(self, tier: Tier) -> costs.Round:
+        """What a greedy round of one of its tiers takes, stage by stage; with empty caches afterwards."""
+        with self._driver:
+            if running := self.stats().running:
+                raise RuntimeError(f"profile: got {running} running requests, expected none")
+            measured = self._runner.profile(tier)
+            self._forget_device()
+            return measured
 
     def stats(self) -> EngineStats:
         """What it did and does; a copy."""
@@ -354,7 +374,7 @@ class Engine:
                 self._stats,
                 programs=self._runner.compiled,
                 dispatches=self._runner.dispatches,
-                tiers=dict(self._tiers.dispatches),
+                tiers=dict(self.tiers.dispatches),
                 finished=dict(self._stats.finished),
                 running=sum(request is not None for request in self._places),
                 waiting=len(self._waiting),
@@ -480,7 +500,7 @@ class Engine:
         """How the next rounds are run; a head that rested catches up in front of those that need it."""
         behind = any(request.behind for request in running)
         seen = [request.acceptance for request in running]
-        tier = self._tiers.choose(seen, greedy=greedy, behind=behind, rounds=programs.ROUNDS)
+        tier = self.tiers.choose(seen, greedy=greedy, behind=behind, rounds=programs.ROUNDS)
         if tier.head and behind:
             self._runner.catch_up()
         for request in running:
@@ -523,7 +543,7 @@ class Engine:
             if request.done:
                 self._leave(request, still_runs=not found.done)
         if tier is not None:
-            self._tiers.learn(tier, seen, greedy=all(request.params.greedy for request in requests.values()))
+            self.tiers.learn(tier, seen, greedy=all(request.params.greedy for request in requests.values()))
 
     def _end(self, request: Request, reason: Any) -> None:
         """Ends a request for a reason of the host."""

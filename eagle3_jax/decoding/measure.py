@@ -161,7 +161,7 @@ def compare(
             if number == 0:  # wakes threads, allocators and caches
                 for engine in order:
                     engine.generate(asked, params)
-            answers = {engine is speculative: _timed(engine, asked, params) for engine in order}
+            answers = {engine is speculative: timed(engine, asked, params) for engine in order}
             (plain, plain_seconds), (fast, fast_seconds) = answers[False], answers[True]
             tally = tallies[group[0]["category"]]
             tally.add(group, plain, fast, (plain_seconds, fast_seconds), judge)
@@ -186,7 +186,7 @@ def _groups(prompts: Sequence[Mapping[str, Any]], batch_size: int) -> list[list[
     return [group for _, group in sorted(turns, key=lambda item: item[0])]
 
 
-def _timed(engine: Decoder, messages: Sequence[Any], params: Any) -> tuple[Sequence[Any], float]:
+def timed(engine: Decoder, messages: Sequence[Any], params: Any) -> tuple[Sequence[Any], float]:
     """Answers and seconds of a call in which nothing was compiled."""
     for _ in range(_MOST_REPETITIONS):
         with _compilations() as compiled:

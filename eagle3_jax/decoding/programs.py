@@ -358,7 +358,14 @@ def decode(
     stop_at = jnp.minimum(state.done.sum() + enough, len(state.done))
     target, draft = models.modules()
     state = rounds.decode(
-        target, draft if tier.head else None, state, max_rounds, stop_at, tree=tier.tree, greedy=greedy
+        target,
+        draft if tier.head else None,
+        state,
+        max_rounds,
+        stop_at,
+        tree=tier.tree,
+        greedy=greedy,
+        simulated=tier.simulated,
     )
     unread = jnp.zeros_like(state.rounds) if state.unread is None else state.unread.count
     columns = [state.done, state.failed, state.num_output, state.rounds, unread, state.accepted, state.output]

@@ -23,9 +23,9 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding import lookup
 from eagle3_jax.decoding.resting import Unread
-from eagle3_jax.decoding.sampling import BONUS, Sampling, draw, probabilities
-from eagle3_jax.decoding.tree import chain, feed, grow, root_only, scratch_slots
-from eagle3_jax.decoding.verify import Walk, row_of, verify
+from eagle3_jax.decoding.sampling import BONUS, COINS, Sampling, draw, probabilities
+from eagle3_jax.decoding.tree import TokenTree, chain, feed, grow, root_only, scratch_slots
+from eagle3_jax.decoding.verify import Walk, pretend, row_of, verify
 from eagle3_jax.kernels.vocabulary import argmax
 from eagle3_jax.mesh import constrain
 from eagle3_jax.models.cache import KVCache
@@ -242,57 +242,129 @@ def prefill(
     return constrain(state, STATE_SHARDING_RULES)
 
 
-def advance(target: Llama, draft: Draft | None, state: State, *, tree: DraftTree | None, greedy: bool) -> State:
-    """One round: draft, verify, commit, extend the draft with true features.
+def advance(
+    target: Llama,
+    draft: Draft | None,
+    state: State,
+    *,
+    tree: DraftTree | None,
+    greedy: bool,
+    simulated: float | None = None,
+) -> State:
+    """One round: draft, verify and commit, extend the draft with true features.
 
     Args:
         draft: None lets the head rest, where the state has one.
+        simulated: see `judge`.
     """
-    steps, lengths, table = steps_of(tree), state.lengths, state.page_table
-    if table is not None:  # what has ended owns no pages, and nothing of it need be read
-        lengths, table = jnp.where(state.done, 0, lengths), jnp.where(state.done[:, None], TRASH, table)
-    cache = dataclasses.replace(state.cache, page_table=table)
-    draft_cache, draft_state = state.draft_cache, state.draft_state
+    nodes, state = propose(target, draft, state, tree=tree, greedy=greedy)
+    head = draft is not None
+    judged, state = judge(target, state, nodes, tree=tree, head=head, greedy=greedy, simulated=simulated)
+    return extend(target, draft, state, judged, greedy=greedy)
+
+
+def propose(
+    target: Llama, draft: Draft | None, state: State, *, tree: DraftTree | None, greedy: bool
+) -> tuple[TokenTree, State]:
+    """The drafts of a round; the head's scratch behind the committed pairs is written."""
+    lengths, table = _in_use(state)
     copied = None
     if tree is not None and tree.lookup_tokens and state.history is not None:
         copied = lookup.copy(state.history, lengths, tree.lookup_tokens)
     if tree is None:
-        nodes = root_only(state.root)
-    elif draft is None or draft_cache is None or draft_state is None:
+        return root_only(state.root), state
+    if draft is None or state.draft_cache is None or state.draft_state is None:
         assert copied is not None
-        nodes = chain(state.root, copied.tokens)
-    else:
-        draft_cache = dataclasses.replace(draft_cache, page_table=table)
-        drawing = state.sampling if tree.sample_drafts and not greedy else None
-        nodes, draft_cache = grow(target, draft, tree, state.root, draft_state, draft_cache, lengths, drawing, copied)
-    branches = tree is not None and draft is not None and (tree.topk > 1 or copied is not None)
+        return chain(state.root, copied.tokens), state
+    cache = dataclasses.replace(state.draft_cache, page_table=table)
+    drawing = state.sampling if tree.sample_drafts and not greedy else None
+    nodes, cache = grow(target, draft, tree, state.root, state.draft_state, cache, lengths, drawing, copied)
+    return nodes, dataclasses.replace(state, draft_cache=dataclasses.replace(cache, page_table=None))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """What the target said of a round's drafts.
+
+    Attributes:
+        walk: the way down the tree. chosen: the accepted drafts, then the bonus; then nothing that means anything.
+        aux: the target's states along the way, for the head.
+        logits: at every node, for log-probabilities; None in greedy programs.
+    """
+
+    walk: Walk
+    chosen: Int[Array, "b p"]
+    aux: Float[Array, "b p f"]
+    logits: Float[Array, "b n v"] | None
+
+
+def judge(
+    target: Llama,
+    state: State,
+    nodes: TokenTree,
+    *,
+    tree: DraftTree | None,
+    head: bool,
+    greedy: bool,
+    simulated: float | None = None,
+) -> tuple[Judged, State]:
+    """The target's pass over the drafts; what it accepts lies in its cache then. Logits that are no numbers fail.
+
+    Args:
+        head: drafts came from the head, not from the text alone.
+        simulated: for benchmarks alone: accepts each draft with this probability, whatever the target says of it.
+    """
+    lengths, table = _in_use(state)
+    steps = steps_of(tree)
+    branches = tree is not None and head and (tree.topk > 1 or tree.lookup_tokens > 0)
+    cache = dataclasses.replace(state.cache, page_table=table)
     hidden, aux, cache = target(
         nodes.tokens, lengths[:, None] + nodes.depths, cache, lengths, nodes.mask if branches else None
     )
     logits = target.logits(hidden)
-    walk, bonus = verify(nodes, logits, steps, state.sampling, lengths, state.stop_ids, greedy=greedy)
+    if simulated is None:
+        walk, bonus = verify(nodes, logits, steps, state.sampling, lengths, state.stop_ids, greedy=greedy)
+    else:
+        walk, bonus = pretend(nodes, logits, state.sampling.uniform(lengths, COINS, steps) < simulated)
     if branches:
         cache = cache.commit(lengths, walk.path)
-    chosen = _chosen(nodes.tokens, walk, bonus)
     failed = ~state.done & ~_finite(logits, walk.path).all(axis=-1)
-    state = dataclasses.replace(state, done=state.done | failed, failed=state.failed | failed)
+    judged = Judged(
+        walk,
+        _chosen(nodes.tokens, walk, bonus),
+        jnp.take_along_axis(aux, walk.path[:, :, None], axis=1),
+        None if greedy else logits,
+    )
+    return judged, dataclasses.replace(
+        state,
+        cache=dataclasses.replace(cache, page_table=None),
+        done=state.done | failed,
+        failed=state.failed | failed,
+    )
+
+
+def extend(target: Llama, draft: Draft | None, state: State, judged: Judged, *, greedy: bool) -> State:
+    """Takes a round's tokens into the state; the head reads them with the target's features, or rests."""
+    lengths, table = _in_use(state)
+    walk, chosen = judged.walk, judged.chosen
+    width = jnp.arange(chosen.shape[1])[None]
     count, accepted, ended = _cut(state, chosen, walk.accepted)
     row = jnp.maximum(count - 1, 0)
+    draft_cache, draft_state, unread = state.draft_cache, state.draft_state, state.unread
     if draft is not None and draft_cache is not None and draft_state is not None:
-        features = draft.head.fuse(jnp.take_along_axis(aux, walk.path[:, :, None], axis=1))
-        positions = lengths[:, None] + jnp.arange(steps + 1)[None]
-        states, draft_cache = feed(target, draft, chosen, features, positions, draft_cache, lengths)
+        draft_cache = dataclasses.replace(draft_cache, page_table=table)
+        features = draft.head.fuse(judged.aux)
+        states, draft_cache = feed(target, draft, chosen, features, lengths[:, None] + width, draft_cache, lengths)
         draft_state = jnp.where(state.done[:, None], draft_state, row_of(states, row))
         draft_cache = dataclasses.replace(draft_cache, page_table=None)
-    unread = state.unread
-    if draft is None and unread is not None:
-        unread = unread.note(chosen, jnp.take_along_axis(aux, walk.path[:, :, None], axis=1), count)
+    elif unread is not None:
+        unread = unread.note(chosen, judged.aux, count)
     sampling, logprobs = state.sampling, state.logprobs
     if not greedy and sampling.rules is not None:
-        taken = jnp.arange(steps + 1)[None] < count[:, None]
-        sampling = dataclasses.replace(sampling, rules=sampling.rules.count(chosen, taken))
-    if not greedy and logprobs is not None:
-        logprobs = _with_logprobs(logprobs, logits, walk.path, chosen, state.num_output)
+        sampling = dataclasses.replace(sampling, rules=sampling.rules.count(chosen, width < count[:, None]))
+    if judged.logits is not None and logprobs is not None:
+        logprobs = _with_logprobs(logprobs, judged.logits, walk.path, chosen, state.num_output)
     history = state.history
     if history is not None:
         column = jnp.arange(history.shape[1])[None]
@@ -301,7 +373,6 @@ def advance(target: Llama, draft: Draft | None, state: State, *, tree: DraftTree
     output = _put(state.output, chosen, state.num_output)
     return dataclasses.replace(
         state,
-        cache=dataclasses.replace(cache, page_table=None),
         lengths=state.lengths + count,
         root=jnp.where(state.done, state.root, row_of(chosen, row)),
         output=jnp.where(jnp.arange(output.shape[1])[None] < num_output[:, None], output, 0),
@@ -316,6 +387,13 @@ def advance(target: Llama, draft: Draft | None, state: State, *, tree: DraftTree
         history=history,
         unread=unread,
     )
+
+
+def _in_use(state: State) -> tuple[Int[Array, " b"], Int[Array, "b pages"] | None]:
+    """Lengths and page table for a pass: what has ended owns no pages, and nothing of it need be read."""
+    if state.page_table is None:
+        return state.lengths, None
+    return jnp.where(state.done, 0, state.lengths), jnp.where(state.done[:, None], TRASH, state.page_table)
 
 
 def _chosen(tokens: Int[Array, "b n"], walk: Walk, bonus: Int[Array, " b"]) -> Int[Array, "b p"]:
@@ -392,14 +470,19 @@ def decode(
     *,
     tree: DraftTree | None,
     greedy: bool,
+    simulated: float | None = None,
 ) -> State:
-    """Rounds until `stop_at` sequences are done, at most `max_rounds` of them, in one loop on the device."""
+    """Rounds until `stop_at` sequences are done, at most `max_rounds` of them, in one loop on the device.
+
+    Args:
+        simulated: see `judge`.
+    """
 
     def proceed(carry: tuple[Array, State]) -> Array:
         return (carry[0] < max_rounds) & (carry[1].done.sum() < stop_at)
 
     def round_of(tree: DraftTree | None) -> Callable[[State], State]:
-        return lambda state: advance(target, draft, state, tree=tree, greedy=greedy)
+        return lambda state: advance(target, draft, state, tree=tree, greedy=greedy, simulated=simulated)
 
     def body(carry: tuple[Array, State]) -> tuple[Array, State]:
         number, state = carry

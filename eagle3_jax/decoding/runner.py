@@ -15,8 +15,8 @@ import numpy as np
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from eagle3_jax.decoding import costs, programs
-from eagle3_jax.decoding.costs import Costs
+from eagle3_jax.decoding import costs, programs, stages
+from eagle3_jax.decoding.costs import Costs, Round
 from eagle3_jax.decoding.programs import Chunk, Models, Sizes
 from eagle3_jax.decoding.rounds import State
 from eagle3_jax.decoding.tiers import Tier
@@ -27,7 +27,7 @@ from eagle3_jax.models.llama import Llama
 from eagle3_jax.models.packing import for_cpu
 
 # Tokens of each sequence while rounds are measured.
-_MEASURED_LENGTH = 256
+MEASURED_LENGTH = 256
 
 
 class ModelRunner:
@@ -94,15 +94,15 @@ class ModelRunner:
             compile_one()
         self.wait()
 
-    def measure(self, *, greedy: bool) -> Costs:
-        """What rounds of each tier cost, with all places busy. Forgets the state."""
-        length = min(self.sizes.max_length // 2, _MEASURED_LENGTH)
+    def rehearse(self) -> None:
+        """All places busy, with sequences of `MEASURED_LENGTH` tokens of no meaning: for measurements alone."""
+        length, each = self._put(np.int32(self._measured_length)), self.sizes.pages_per_sequence
+        with self._running() as state:
+            self._state = programs.rehearse(state, length, pages_per_sequence=each)
+        self.wait()
 
-        def prepare() -> None:
-            with self._running() as state:
-                each = self.sizes.pages_per_sequence
-                self._state = programs.rehearse(state, self._put(np.int32(length)), pages_per_sequence=each)
-            self.wait()
+    def measure(self, tiers: Sequence[Tier], *, greedy: bool) -> Costs:
+        """What rounds of these tiers cost, with all places busy. Forgets the state."""
 
         def work(tier: Tier) -> None:
             self.decode((), programs.ROUNDS, self.sizes.batch, tier=tier, greedy=greedy)
@@ -112,11 +112,38 @@ class ModelRunner:
             self.catch_up()
             self.wait()
 
-        works = [functools.partial(work, tier) for tier in self._tiers] + [wake] * self._rests
-        seconds = costs.measure(works, prepare)
+        works = [functools.partial(work, tier) for tier in tiers] + [wake] * self._rests
+        seconds = costs.measure(works, self.rehearse)
         self.reset()
-        rounds = [taken / programs.ROUNDS for taken in seconds[: len(self._tiers)]]
+        rounds = {tier.name: taken / programs.ROUNDS for tier, taken in zip(tiers, seconds, strict=False)}
         return Costs(rounds, seconds[-1] if self._rests else 0.0)
+
+    def profile(self, tier: Tier) -> Round:
+        """A greedy round of this tier and its stages, with all places busy. Forgets the state.
+
+        The host's part is what a dispatch takes beside its rounds, divided by `programs.ROUNDS`.
+        """
+
+        def dispatch(count: int) -> None:
+            self.decode((), count, self.sizes.batch, tier=tier, greedy=True)
+            self.wait()
+
+        most = programs.ROUNDS
+        one, several = costs.measure([functools.partial(dispatch, count) for count in (1, most)], self.rehearse)
+        self.rehearse()
+        with self._running() as state:
+            self._state, seconds = stages.times(self._models, state, tier)
+        self.reset()
+        host = max(0.0, (most * one - several) / (most - 1)) / most
+        return Round(
+            several / most,
+            seconds | {"host": host},
+            stages.bytes_read(self._models, tier, self.sizes.batch, self._measured_length),
+        )
+
+    @property
+    def _measured_length(self) -> int:
+        return min(self.sizes.max_length // 2, MEASURED_LENGTH)
 
     @property
     def _rests(self) -> bool:

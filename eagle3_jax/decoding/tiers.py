@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.costs import Costs
@@ -32,10 +32,12 @@ class Tier:
 
     Attributes:
         tree: None drafts nothing. head: drafts with the head, which rests otherwise.
+        simulated: for benchmarks: the probability with which each draft is accepted; None asks the target.
     """
 
     tree: DraftTree | None
     head: bool
+    simulated: float | None = None
 
     @property
     def name(self) -> str:
@@ -103,19 +105,27 @@ class TierChoice:
         default: taken until costs are known.
 
     Attributes:
+        pinned: taken always, for measurements; None leaves the choice.
         dispatches: of each tier, by name.
     """
 
     def __init__(self, tiers: Sequence[Tier], default: Tier) -> None:
         self.tiers, self.default = tuple(tiers), default
         self.dispatches = {tier.name: 0 for tier in tiers}
-        self._policies: dict[bool, TierPolicy] = {}
+        self.pinned: Tier | None = None
+        self._policies: dict[bool, TierPolicy] = {}  # whether all requests are greedy -> of the tiers with known costs
+        self._priced: dict[bool, list[Tier]] = {}
         self._drafted_rounds = self._accepted = 0
         self._told = False
 
+    @property
+    def simulated(self) -> float | None:
+        return self.tiers[-1].simulated
+
     def price(self, costs: Costs, *, greedy: bool) -> None:
-        """Says what the tiers cost where all requests are greedy, or where not."""
-        promises = [tier.promise(cost) for tier, cost in zip(self.tiers, costs.rounds, strict=True)]
+        """Says what tiers cost where all requests are greedy, or where not; the others are not taken then."""
+        self._priced[greedy] = [tier for tier in self.tiers if tier.name in costs.rounds]
+        promises = [tier.promise(costs.rounds[tier.name]) for tier in self._priced[greedy]]
         self._policies[greedy] = TierPolicy(promises, costs.waking)
 
     def useful(self, *, greedy: bool) -> list[Tier]:
@@ -124,20 +134,21 @@ class TierChoice:
             return [self.default]
         promises = self._policies[greedy].tiers
         fastest = promises[0].cost
-        return [tier for tier, x in zip(self.tiers, promises, strict=True) if x.cost <= fastest * (1 + x.most)]
+        return [t for t, x in zip(self._priced[greedy], promises, strict=True) if x.cost <= fastest * (1 + x.most)]
 
     def choose(self, requests: Sequence[Acceptance], *, greedy: bool, behind: bool, rounds: int) -> Tier:
         """The tier of the next dispatch: see `TierPolicy.choose`."""
-        tier = self.default
-        if greedy in self._policies:
-            tier = self.tiers[self._policies[greedy].choose(requests, behind=behind, rounds=rounds)]
+        tier = self.pinned or self.default
+        if self.pinned is None and greedy in self._policies:
+            number = self._policies[greedy].choose(requests, behind=behind, rounds=rounds)
+            tier = self._priced[greedy][number]
         self.dispatches[tier.name] += 1
         return tier
 
     def learn(self, tier: Tier, seen: Sequence[tuple[Acceptance, int, int]], *, greedy: bool) -> None:
         """Learns from a dispatch. Args: seen: of each request: its rounds and the drafts that they accepted."""
-        if policy := self._policies.get(greedy):
-            policy.learn(self.tiers.index(tier), seen)
+        if self.pinned is None and (policy := self._policies.get(greedy)):
+            policy.learn(self._priced[greedy].index(tier), seen)
         if tier.head and tier.tree is not None and not tier.tree.lookup_tokens:
             self._watch(sum(rounds for _, rounds, _ in seen), sum(accepted for *_, accepted in seen))
 
@@ -165,24 +176,45 @@ class TierChoice:
 
 
 def choice_for(
-    target: LlamaConfig, draft: Draft | Literal["lookup"] | None, tree: DraftTree | Literal["auto"]
+    target: LlamaConfig,
+    draft: Draft | Literal["lookup"] | None,
+    tree: DraftTree | Sequence[DraftTree] | Literal["auto"],
+    simulated: float | None = None,
 ) -> TierChoice:
     """The tiers of an engine. Raises ValueError for a draft that does not fit the target, or a tree the draft."""
-    if tree != "auto" and not isinstance(tree, DraftTree):
-        raise ValueError(f"tree: got {tree!r}, expected a DraftTree or 'auto'")
+    trees: list[Any] = [] if tree == "auto" else list(tree) if isinstance(tree, list | tuple) else [tree]
+    if (not trees and tree != "auto") or not all(isinstance(x, DraftTree) for x in trees):
+        raise ValueError(f"tree: got {tree!r}, expected a DraftTree, a list of them, or 'auto'")
     if isinstance(draft, str) and draft != "lookup":
         raise ValueError(f"draft: got {draft!r}, expected a loaded head or 'lookup'; `Engine.load` takes folders")
-    if tree != "auto" and draft is None:
+    if draft is None and (trees or simulated is not None):
         raise ValueError(f"draft: got None, expected a draft head or 'lookup' for {tree}")
+    if simulated is not None and not 0 <= simulated <= 1:
+        raise ValueError(f"simulated_acceptance: got {simulated}, expected 0 to 1, or None")
     if draft is None:
         return TierChoice([VANILLA], VANILLA)
     if isinstance(draft, str):
-        if tree == "auto":
-            return TierChoice(WITH_LOOKUP, LOOKUP)
-        if tree.topk > 1 or tree.num_draft_tokens != tree.num_steps + 1:
-            raise ValueError(f"tree: got {tree}, expected a chain (topk=1) for draft='lookup'")
-        only = Tier(dataclasses.replace(tree, lookup_tokens=tree.num_steps), head=False)
-        return TierChoice([only], only)
+        every, default = WITH_LOOKUP, LOOKUP
+        for x in trees:
+            if x.topk > 1 or x.num_draft_tokens != x.num_steps + 1:
+                raise ValueError(f"tree: got {x}, expected a chain (topk=1) for draft='lookup'")
+        own = [Tier(dataclasses.replace(x, lookup_tokens=x.num_steps), head=False) for x in trees]
+    else:
+        _check(draft, target, trees)
+        every, default = [x for x in WITH_HEAD if x.topk <= draft.head.config.draft_vocab_size], CHAIN
+        own = [Tier(x, head=True) for x in trees]
+    if own:
+        every, default = own if isinstance(tree, DraftTree) else [VANILLA, *own], own[0]
+    if len({tier.name for tier in every}) < len(every):
+        raise ValueError(f"tree: got {tree}, expected different sizes")
+    if simulated is not None:
+        _log.warning("acceptance is simulated (%s): answers are not the target's, only times mean something", simulated)
+        every = [x if x.tree is None else dataclasses.replace(x, simulated=simulated) for x in every]
+        default = next(x for x in every if x.name == default.name)
+    return TierChoice(every, default)
+
+
+def _check(draft: Draft, target: LlamaConfig, trees: Sequence[DraftTree]) -> None:
     head = draft.head.config
     for field in ("vocab_size", "aux_layers"):
         got, expected = getattr(head, field), getattr(target, field)
@@ -190,9 +222,7 @@ def choice_for(
             raise ValueError(f"draft.{field}: got {got}, expected the target's {expected}")
     if head.hidden_size != target.hidden_size:  # it reads the target's embeddings
         raise ValueError(f"draft.hidden_size: got {head.hidden_size}, expected {target.hidden_size}")
-    if tree == "auto":
-        return TierChoice([x for x in WITH_HEAD if x.topk <= head.draft_vocab_size], CHAIN)
-    if tree.topk > head.draft_vocab_size:
-        raise ValueError(f"tree.topk: got {tree.topk}, expected at most the draft vocabulary, {head.draft_vocab_size}")
-    only = Tier(tree, head=True)
-    return TierChoice([only], only)
+    for tree in trees:
+        if tree.topk > head.draft_vocab_size:
+            most = head.draft_vocab_size
+            raise ValueError(f"tree.topk: got {tree.topk}, expected at most the draft vocabulary, {most}")

@@ -70,6 +70,19 @@ def verify(
     return walk, draw(sampling.uniform(lengths, BONUS, 2), weights)
 
 
+def pretend(
+    tree: TokenTree, logits: Float[Array, "b n v"], accepts: Bool[Array, "b s"]
+) -> tuple[Walk, Int[Array, " b"]]:
+    """For benchmarks: goes to a node's first child where `accepts` says so for its depth; the bonus is the argmax."""
+
+    def hit(depth: int, node: Array, going: Array) -> Array:
+        taken = accepts[:, depth] if depth < accepts.shape[1] else jnp.zeros_like(going)
+        return _children_of(tree, node) & taken[:, None]
+
+    walk = _walk(tree, accepts.shape[1], hit)
+    return walk, argmax(row_of(logits, walk.last))
+
+
 def walk_greedy(tree: TokenTree, predicted: Int[Array, "b n"], steps: int) -> Walk:
     """Accepts a child when its token is the target's argmax at its parent."""
     agreed = tree.tokens == jnp.take_along_axis(predicted, jnp.maximum(tree.parents, 0), axis=1)

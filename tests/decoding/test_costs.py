@@ -8,7 +8,8 @@ from eagle3_jax.decoding import costs
 from eagle3_jax.decoding.costs import Costs
 
 KEY = {"hardware": {"cpu": "a"}, "tiers": ["vanilla", "chain 3"]}
-FIRST, SECOND = Costs([0.25, 0.5], 0.125), Costs([1.0, 2.0], 3.0)
+FIRST = Costs({"vanilla": 0.25, "chain 3": 0.5}, 0.125)
+SECOND = Costs({"vanilla": 1.0, "chain 3": 2.0}, 3.0)
 
 
 def never() -> Costs:
@@ -26,7 +27,7 @@ def test_they_are_measured_once_for_a_key(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "damage", ["", "{", "[]", '{"of": {}, "costs": {}}', '{"costs": {"rounds": [1], "waking": 0}}']
+    "damage", ["", "{", "[]", '{"of": {}, "costs": {}}', '{"costs": {"rounds": {"vanilla": 1}, "waking": 0}}']
 )
 def test_what_is_damaged_is_measured_again(tmp_path, damage):
     costs.kept_or_measured(tmp_path, KEY, lambda: FIRST)

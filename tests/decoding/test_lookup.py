@@ -97,7 +97,7 @@ def test_what_it_cannot_do_is_refused(toy):
     unchecked: Any = inspect.unwrap(choice_for)  # as for users, for whom annotations are only text
     with pytest.raises(ValueError, match=r"draft: got 'runs/export', expected a loaded head or 'lookup'"):
         unchecked(toy.target.config, "runs/export", "auto")
-    with pytest.raises(ValueError, match=r"tree: got None, expected a DraftTree or 'auto'"):
+    with pytest.raises(ValueError, match=r"tree: got None, expected a DraftTree, a list of them, or 'auto'"):
         unchecked(toy.target.config, "lookup", None)
     with pytest.raises(ValueError, match="draft: got None, expected a draft head"):
         generate(toy.target, None, tree=GRAFTED)

@@ -393,7 +393,7 @@ def test_a_soak_of_tiers_that_take_turns(toy, monkeypatch, count):
     size: dict[str, Any] = {"max_length": 128, "page_size": 16, "batch_size": 8}
     engine = Engine(noisy(toy), Tokenizer(), toy.good, queue_limit=9, **size)
     vanilla = Engine(noisy(toy), Tokenizer(), **size)
-    monkeypatch.setattr(vanilla._tiers, "choose", lambda *args, **kwargs: tiers.VANILLA)
+    monkeypatch.setattr(vanilla.tiers, "choose", lambda *args, **kwargs: tiers.VANILLA)
     soak(engine, vanilla, 24, count)
 
 

@@ -72,10 +72,10 @@ def test_tiers_take_turns_on_a_mesh(toy, monkeypatch):
     monkeypatch.setattr(tiers, "WITH_HEAD", tuple(order))
     size: dict[str, Any] = {"batch_size": 2, "max_length": 128, "page_size": 16}
     engine = Engine(split, Tokenizer(), toy.good, **size)
-    measured = engine._runner.measure(greedy=True)
-    assert min(measured.rounds) > 0 and measured.waking > 0
+    measured = engine._runner.measure(engine.tiers.tiers, greedy=True)
+    assert min(measured.rounds.values()) > 0 and measured.waking > 0
     compiled, turns = engine.stats().programs, itertools.cycle(order)
-    monkeypatch.setattr(engine._tiers, "choose", lambda *args, **kwargs: next(turns))
+    monkeypatch.setattr(engine.tiers, "choose", lambda *args, **kwargs: next(turns))
     prompts = [np.random.default_rng(i).integers(0, 24, 5 + i).tolist() for i in range(6)]
     params = SamplingParams(max_tokens=50)
     got = engine.generate(prompts, params)

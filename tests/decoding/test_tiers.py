@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from test_engine import Tokenizer
 
+from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding import tiers
 from eagle3_jax.decoding.costs import Costs
 from eagle3_jax.decoding.engine import Engine
@@ -23,7 +24,7 @@ ORDER = [tiers.VANILLA, tiers.CHAIN, tiers.LOOKUP, tiers.CHAIN, tiers.VANILLA, t
 def take_turns(engine, monkeypatch, order=ORDER):
     """The engine takes these tiers, whatever the policy says."""
     turns = itertools.cycle(order)
-    monkeypatch.setattr(engine._tiers, "choose", lambda *args, **kwargs: next(turns))
+    monkeypatch.setattr(engine.tiers, "choose", lambda *args, **kwargs: next(turns))
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +99,7 @@ def test_a_useless_head_is_reported_once_and_rests(toy, vanilla, caplog, monkeyp
     monkeypatch.setattr(tiers, "WITH_HEAD", FEW)
     engine = Engine(toy.target, Tokenizer(), toy.plain, **SIZES)
     for greedy in (True, False):  # as if drafts cost less than none: only the report can stop them
-        engine._tiers.price(Costs([1.0, 0.5], 0.0), greedy=greedy)
+        engine.tiers.price(Costs({"vanilla": 1.0, "chain 3": 0.5}, 0.0), greedy=greedy)
     prompts, params = requests(24, seed=5)
     with caplog.at_level(logging.WARNING):
         got = engine.generate(prompts, params)
@@ -115,7 +116,7 @@ def test_a_useless_head_is_reported_once_and_rests(toy, vanilla, caplog, monkeyp
 def test_a_head_that_helps_goes_on(toy, caplog, monkeypatch):
     monkeypatch.setattr(tiers, "WITH_HEAD", FEW)
     engine = Engine(toy.target, Tokenizer(), toy.good, **SIZES)
-    engine._tiers.price(Costs([1.0, 1.1], 0.0), greedy=True)
+    engine.tiers.price(Costs({"vanilla": 1.0, "chain 3": 1.1}, 0.0), greedy=True)
     with caplog.at_level(logging.WARNING):
         engine.generate(*requests(16, seed=5))
     assert not caplog.records
@@ -135,7 +136,7 @@ def test_warm_up_measures_once_a_machine_and_compiles_everything(toy, vanilla, t
     early = [1, 2, 3, *engine.generate([[1, 2, 3]], SamplingParams(max_tokens=40))[0].token_ids]
     engine.warm_up(tmp_path, progress=False)
     assert engine.generate([early], SamplingParams(max_tokens=9))[0].stats.cached_tokens == 0, "measuring wrote to them"
-    costs = engine._tiers._policies[True].tiers
+    costs = engine.tiers._policies[True].tiers
     assert all(tier.cost > 0 for tier in costs) and len(list(tmp_path.glob("round_costs_*.json"))) == 2
     compiled = engine.stats().programs
     assert compiled <= 24
@@ -146,18 +147,60 @@ def test_warm_up_measures_once_a_machine_and_compiles_everything(toy, vanilla, t
     assert all(same)
     assert engine.stats().programs == compiled, "nothing is compiled after warm_up, whichever tier is taken"
 
-    def never(**_):
+    def never(*_, **__):
         raise AssertionError("measured again")
 
     again = Engine(toy.target, Tokenizer(), toy.good, **SIZES)
     monkeypatch.setattr(again._runner, "measure", never)
     again.warm_up(tmp_path, progress=False)
-    assert [tier.cost for tier in again._tiers._policies[True].tiers] == [tier.cost for tier in costs]
+    assert [tier.cost for tier in again.tiers._policies[True].tiers] == [tier.cost for tier in costs]
     other = Engine(toy.target, Tokenizer(), toy.good, **{**SIZES, "batch_size": 3})
     monkeypatch.setattr(other._runner, "measure", never)
     with pytest.raises(AssertionError, match="measured again"):  # other sizes cost something else
         other.warm_up(tmp_path, progress=False)
     jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_several_trees_are_chosen_among(toy, vanilla):
+    """The same answers from each, pinned one after the other; what has no known cost for sampled rounds stays out."""
+    sizes = [DraftTree(num_steps=2, num_draft_tokens=3), DraftTree(num_steps=2, topk=2, num_draft_tokens=5)]
+    engine = Engine(toy.target, Tokenizer(), toy.good, sizes, **SIZES)
+    assert [tier.name for tier in engine.tiers.tiers] == ["vanilla", "chain 2", "tree 2, 2, 5"]
+    prompts, params = requests(3)
+    expected = [answer.token_ids for answer in vanilla.generate(prompts, params)]
+    for tier in engine.tiers.tiers:
+        engine.tiers.pinned = tier
+        before = engine.stats().tiers[tier.name]
+        assert [answer.token_ids for answer in engine.generate(prompts, params)] == expected
+        assert engine.stats().tiers[tier.name] > before
+    assert min(engine.stats().tiers.values()) > 0
+    engine.tiers.pinned = None
+    engine.tiers.price(Costs({"vanilla": 1.0, "chain 2": 9.0, "tree 2, 2, 5": 1.1}, 0.0), greedy=True)
+    assert [tier.name for tier in engine.tiers.useful(greedy=True)] == ["vanilla", "tree 2, 2, 5"]
+    engine.tiers.price(Costs({"vanilla": 1.0, "tree 2, 2, 5": 0.5}, 0.0), greedy=False)
+    before = engine.stats().tiers
+    engine.generate(prompts, SamplingParams(temperature=1.0, max_tokens=8))
+    assert engine.stats().tiers["tree 2, 2, 5"] > before["tree 2, 2, 5"]
+    assert engine.stats().tiers["chain 2"] == before["chain 2"]
+    for trees in ([], [sizes[0], sizes[0]]):
+        with pytest.raises(ValueError, match="tree: got"):
+            Engine(toy.target, Tokenizer(), toy.good, trees, **SIZES)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5, 1.0])
+def test_simulated_acceptance_is_the_rate_and_no_ordinary_use(toy, rate, caplog):
+    tree = DraftTree(num_steps=2, topk=2, num_draft_tokens=5)
+    engine = Engine(toy.target, Tokenizer(), toy.plain, tree, simulated_acceptance=rate, **SIZES)
+    assert "acceptance is simulated" in caplog.text
+    answers = engine.generate([[1, 2], [3]], SamplingParams(max_tokens=200))
+    rounds = sum(answer.stats.rounds for answer in answers)
+    first, second = (sum(x) for x in zip(*(answer.stats.accepted_per_position for answer in answers), strict=True))
+    assert first / rounds == pytest.approx(rate, abs=0.15 * (0 < rate < 1))
+    assert second == pytest.approx(rate * first, abs=0.15 * rounds * (0 < rate < 1))
+    with pytest.raises(RuntimeError, match="submit: got an engine with simulated_acceptance"):
+        engine.submit([1])
+    with pytest.raises(ValueError, match="simulated_acceptance: got 2"):
+        Engine(toy.target, Tokenizer(), toy.plain, tree, simulated_acceptance=2.0, **SIZES)
 
 
 def test_without_costs_it_drafts_a_chain(toy):

@@ -1,0 +1,97 @@
+"""What one round is made of: its stages as programs of their own, and the bytes that it must read.
+
+A round is one program in ordinary use; apart, its stages can be timed.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from eagle3_jax.decoding import rounds
+from eagle3_jax.decoding.programs import Models
+from eagle3_jax.decoding.rounds import Judged, State
+from eagle3_jax.decoding.tiers import Tier
+from eagle3_jax.decoding.tree import TokenTree
+
+STAGES = ("draft", "verify", "extend")
+_TURNS = 9
+_MEASURED_BYTES = 2**29
+
+
+@functools.partial(jax.jit, static_argnames="tier", donate_argnames="state")
+def draft(models: Models, state: State, *, tier: Tier) -> tuple[State, TokenTree]:
+    """`rounds.propose` of greedy requests."""
+    target, head = models.modules()
+    nodes, state = rounds.propose(target, head if tier.head else None, state, tree=tier.tree, greedy=True)
+    return state, nodes
+
+
+@functools.partial(jax.jit, static_argnames="tier", donate_argnames="state")
+def verify(models: Models, state: State, nodes: TokenTree, *, tier: Tier) -> tuple[State, Judged]:
+    """`rounds.judge`: the target's pass, and the commit."""
+    target, _ = models.modules()
+    judged, state = rounds.judge(target, state, nodes, tree=tier.tree, head=tier.head, greedy=True)
+    return state, judged
+
+
+@functools.partial(jax.jit, static_argnames="tier", donate_argnames="state")
+def extend(models: Models, state: State, judged: Judged, *, tier: Tier) -> State:
+    """`rounds.extend`: the head reads true features."""
+    target, head = models.modules()
+    return rounds.extend(target, head if tier.head else None, state, judged, greedy=True)
+
+
+def times(models: Models, state: State, tier: Tier) -> tuple[State, dict[str, float]]:
+    """Median seconds of each stage of greedy rounds, one stage after the other. `state` is donated."""
+    taken: dict[str, list[float]] = {stage: [] for stage in STAGES}
+
+    def timed(stage: str, call: Callable[[], tuple[State, object]]) -> tuple[State, object]:
+        start = time.perf_counter()
+        result = jax.block_until_ready(call())
+        taken[stage].append(time.perf_counter() - start)
+        return result
+
+    for _ in range(_TURNS + 1):
+        state, nodes = timed("draft", functools.partial(draft, models, state, tier=tier))
+        state, judged = timed("verify", functools.partial(verify, models, state, nodes, tier=tier))
+        state, _ = timed("extend", lambda s=state, j=judged: (extend(models, s, j, tier=tier), None))
+    return state, {stage: statistics.median(seconds[1:]) for stage, seconds in taken.items()}  # the first one compiled
+
+
+def bytes_read(models: Models, tier: Tier, batch: int, length: int) -> int:
+    """Bytes that a round cannot do without: weights, once a pass, and keys and values in use.
+
+    Of the embeddings a few rows alone are read, unless they are the LM head too. The draft head runs once a level of
+    the tree, the last time over the committed tokens; its keys and values, of one layer, are left out.
+    """
+    target, head = models.modules()
+    config = target.config
+    embedding = _bytes(target.embed) if hasattr(target, "lm_head") else 0
+    caches = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * batch * length
+    total = _bytes(target) - embedding + caches * target.embed[...].dtype.itemsize
+    if tier.head and tier.tree is not None and head is not None:
+        total += tier.tree.num_steps * _bytes(head.head)
+    return total
+
+
+def _bytes(tree: object) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def bandwidth() -> float:
+    """Bytes a second that the device reads, as measured: a vector times a matrix far larger than its caches."""
+    matrix = jnp.ones((_MEASURED_BYTES // 4 // 2**12, 2**12), jnp.float32)
+    multiply = jax.jit(lambda x, matrix: jax.lax.dot_general(x, matrix, (((1,), (1,)), ((), ()))))
+    seconds = []
+    for _ in range(6):
+        start = time.perf_counter()
+        multiply(matrix[:1], matrix).block_until_ready()
+        seconds.append(time.perf_counter() - start)
+    return matrix.nbytes / min(seconds[1:])

@@ -1,0 +1,143 @@
+"""The verb on a tiny target with the real engine: its records, its picture, and that it measures once."""
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+import tiny
+from flax import nnx
+from matplotlib import image
+
+from eagle3_jax import benchmark
+from eagle3_jax import config as configuration
+from eagle3_jax.config import ConfigError, RunConfig, TargetConfig
+from eagle3_jax.formats.sglang import save_draft
+from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
+from eagle3_jax.models.registry import Target, load_target
+
+CHAIN = {"num_steps": 2, "num_draft_tokens": 3}
+TREE = {"num_steps": 2, "topk": 2, "num_draft_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """A random target in a Hugging Face folder, which PyTorch can read too."""
+    folder = tiny.write_target(tmp_path_factory.mktemp("models"))
+    return load_target(TargetConfig(name=str(folder), aux_layers=(1, 2, 3)))
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory, target: Target) -> RunConfig:
+    folder = tmp_path_factory.mktemp("run")
+    values: dict[str, Any] = {
+        "run_dir": str(folder),
+        "draft": {"vocab_size": 9},
+        "benchmark": {
+            "draft": str(folder / "head"),
+            "batch_sizes": [1, 2],
+            "trees": [CHAIN, TREE],
+            "max_tokens": 6,
+            "requests": 3,
+            "turns": 1,
+        },
+    }
+    config = configuration.from_dict(values)
+    head = DraftHead(DraftHeadConfig.for_target(config.draft, target.model.config), rngs=nnx.Rngs(1))
+    save_draft(folder / "head", Draft(head, jnp.arange(60, 69)), target=target.model.config, dtype="float32")
+    return config
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return tiny.write_prompts(tmp_path_factory.mktemp("prompts") / "prompts.jsonl", 4)
+
+
+@pytest.mark.slow
+def test_every_way_answers_alike_and_is_recorded_as_sglang_does(config, target, prompts, monkeypatch, capsys):
+    monkeypatch.setattr(benchmark, "load_target", lambda *_: target)
+    report = benchmark.run(config, prompts, "transformers" if has_torch() else None)
+    ways = ["vanilla", "chain 2", "tree 2, 2, 4", "auto"]
+    folder = config.folder("benchmark")
+    for batch, size in zip(report["batches"], (1, 2), strict=True):
+        assert (batch["batch_size"], batch["requests"], batch["bandwidth"] > 1e8) == (size, 3, True)
+        by_name = {way["name"]: way for way in batch["ways"]}
+        assert list(by_name)[:4] == ways
+        for name, way in by_name.items():
+            assert way["identical"] == 3 or name.startswith("transformers"), name
+            assert way["tokens_per_second"] > 0 and way["completion_tokens"] == 18
+        for name in ways[:3]:
+            stages = by_name[name]["stages"]
+            assert set(stages) == {"draft", "verify", "extend", "host"}
+            assert min(stages.values()) >= 0 and stages["verify"] > 0
+        assert set(by_name["chain 2"]["tiers"]) == {"chain 2"}, "it is pinned"
+        if has_torch():
+            assert by_name["transformers"]["identical"] == 3
+            assert ("transformers, prompt lookup" in by_name) == (size == 1)
+    rows = [json.loads(line) for line in (folder / "decode.jsonl").read_text().splitlines()]
+    assert [(row["batch_size"], row["steps"], row["topk"], row["num_draft_tokens"]) for row in rows] == [
+        (size, *tree) for size in (1, 2) for tree in ((0, 0, 0), (2, 1, 3), (2, 2, 4))
+    ]
+    for row in rows:
+        assert {"acc_length", "step_time", "speed", "completion_tokens"} < set(row)
+        assert row["speed"] == pytest.approx(row["acc_length"] / row["step_time"])
+    assert rows[0]["acc_length"] == 1 <= rows[1]["acc_length"] <= 3
+    assert image.imread(folder / "decode.png").shape[0] > 400
+    table = benchmark.table(report)
+    assert "batch 2: " in table.split("best:")[1] and "tree 2, 2, 4" in table
+
+    def never(*_):
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(benchmark, "measure_batch", never)
+    benchmark.main(["decode", *compare(), "--config", str(written(config)), "--prompts", str(prompts)])
+    assert capsys.readouterr().out.startswith(table.splitlines()[0])
+    other = dataclasses.replace(config, benchmark=dataclasses.replace(config.benchmark, max_tokens=7))
+    with pytest.raises(AssertionError, match="measured again"):
+        benchmark.run(other, prompts)
+
+
+@pytest.mark.slow
+def test_acceptance_can_be_simulated(config, target, prompts, tmp_path):
+    """A head that knows nothing, all of whose drafts are taken: times without training one."""
+    settings = dataclasses.replace(config.benchmark, simulated_acceptance=1.0, batch_sizes=(2,), max_tokens=13)
+    report = benchmark.run(
+        dataclasses.replace(config, run_dir=str(tmp_path), benchmark=settings), prompts, None, target
+    )
+    ways = {way["name"]: way for way in report["batches"][0]["ways"]}
+    assert ways["vanilla"]["acc_length"] == 1 and ways["chain 2"]["acc_length"] == 3
+    assert ways["tree 2, 2, 4"]["acc_length"] == 3 and ways["chain 2"]["identical"] is None
+
+
+def test_what_cannot_be_measured_is_refused(config, target, prompts, tmp_path):
+    for field, value in (("batch_sizes", []), ("batch_sizes", [0]), ("turns", 0), ("simulated_acceptance", 1.5)):
+        with pytest.raises(ConfigError, match=f"benchmark.{field}: got"):
+            configuration.from_dict({"run_dir": "x", "benchmark": {field: value}})
+    with pytest.raises(ConfigError, match="simulated_acceptance"):  # of no other verb
+        configuration.from_dict({"run_dir": "x", "evaluate": {"simulated_acceptance": 0.5}})
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"prompt": "x" * 5000}))
+    with pytest.raises(ValueError, match=r"--prompts .*long.jsonl: got none within"):
+        benchmark.run(config, long, None, target)
+    with pytest.raises(SystemExit):
+        benchmark.main(["encode", "--config", "x", "--prompts", str(prompts)])
+
+
+def has_torch() -> bool:
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def compare() -> list[str]:
+    return ["--compare", "transformers"] if has_torch() else []
+
+
+def written(config: RunConfig) -> pathlib.Path:
+    path = pathlib.Path(config.run_dir) / "run.yaml"
+    path.write_text(json.dumps(configuration.to_dict(config)))
+    return path
