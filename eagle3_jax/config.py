@@ -358,12 +358,13 @@ class EvaluateConfig:
     """export -> acceptance, losslessness and speed against vanilla decoding of the same engine.
 
     Attributes:
+        tree: "auto" lets the engine choose for every dispatch, vanilla decoding included.
         draft: exported folder to measure; None is the run's own `export` folder.
         limit: at most this many prompts, spread evenly over the categories.
     """
 
     __pydantic_config__ = _STRICT
-    tree: DraftTree = DraftTree()
+    tree: DraftTree | Literal["auto"] = DraftTree()
     draft: str | None = None
     temperature: float = 0.0
     max_tokens: int = 128

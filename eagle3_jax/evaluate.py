@@ -109,6 +109,8 @@ def _measure(
     speculative = Engine.load(target, draft, settings.tree, *sizes, prefix_cache=False)
     params = SamplingParams(temperature=settings.temperature, max_tokens=settings.max_tokens, seed=config.seed)
     exact = settings.temperature == 0
+    if settings.tree == "auto":
+        speculative.warm_up(greedy_alone=exact, progress=processes.index() == 0)
     judge = functools.partial(near_tie, target.model) if exact else None
     tallies = compare(vanilla, speculative, measured, params, settings.batch_size, judge)
     return {

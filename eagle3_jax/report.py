@@ -231,7 +231,9 @@ def _stages(config: RunConfig) -> dict[str, dict[str, Any]]:
     return stages
 
 
-def _size(tree: dict[str, int]) -> str:
+def _size(tree: dict[str, int] | str) -> str:
+    if isinstance(tree, str):
+        return "chosen by the engine"
     if copied := tree.get("lookup_tokens"):
         return f"depth {tree['num_steps']}, {copied} copied, {tree['num_draft_tokens']} tokens"
     if tree["topk"] == 1:

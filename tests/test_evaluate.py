@@ -11,9 +11,10 @@ import tiny
 from flax import nnx
 
 from eagle3_jax import config as configuration
-from eagle3_jax import evaluate, manifest
+from eagle3_jax import evaluate, manifest, report
 from eagle3_jax.config import RunConfig
 from eagle3_jax.data import sources
+from eagle3_jax.decoding import tiers
 from eagle3_jax.formats.sglang import save_draft
 from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
 from eagle3_jax.models.registry import Target
@@ -79,6 +80,20 @@ def test_measures_a_prompts_file(
     before = output.read_bytes()
     assert evaluate.run(config, prompts, output, target) == report
     assert output.read_bytes() == before and "nothing to do" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_engine_may_choose(
+    config: RunConfig, target: Target, prompts: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiers, "WITH_HEAD", (tiers.VANILLA, tiers.CHAIN))
+    auto = dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, tree="auto"))
+    result = evaluate.run(auto, prompts, tmp_path / "report.json", target)
+    assert result["identical"] == 3 and result["tau"] >= 1
+    assembled = report.assemble({"auto": result}, {})
+    assembled["target"] = {"name": "tiny", "dtype": "float32"}
+    assert assembled["drafts"]["auto"]["tree"] == "auto"
+    assert "auto (chosen by the engine)" in report.table(assembled)
 
 
 @pytest.mark.slow

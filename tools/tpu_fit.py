@@ -38,7 +38,7 @@ from jax.sharding import Mesh
 
 from eagle3_jax import config as configs
 from eagle3_jax.data import states
-from eagle3_jax.decoding import programs
+from eagle3_jax.decoding import programs, tiers
 from eagle3_jax.decoding.engine import PAGE_SIZE
 from eagle3_jax.decoding.programs import Models, Sizes, empty_state
 from eagle3_jax.decoding.rounds import STATE_SHARDING_RULES
@@ -147,7 +147,8 @@ def evaluate(config: configs.RunConfig, target: LlamaConfig, devices: list[Any])
     """`evaluate`: rounds with the draft. Prompts and answers are as long as `regenerate` lets them be."""
     settings = config.evaluate
     sizes = settings.batch_size, settings.max_tokens, settings.temperature == 0
-    return decoding("evaluate", config, target, devices, settings.tree, *sizes)
+    tree = tiers.WITH_HEAD[-1].tree if settings.tree == "auto" else settings.tree  # the largest one
+    return decoding("evaluate", config, target, devices, tree, *sizes)
 
 
 def regenerate(config: configs.RunConfig, target: LlamaConfig, devices: list[Any]) -> Iterator[Program]:

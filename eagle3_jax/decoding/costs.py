@@ -6,14 +6,13 @@ import dataclasses
 import hashlib
 import json
 import pathlib
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from eagle3_jax import manifest, processes
 
-_TURNS = 5
+_TURNS = 9
 _SECONDS = 2.0  # enough for one tier, where a round takes long
 
 
@@ -35,7 +34,7 @@ class Round:
 
 
 def measure(works: Sequence[Callable[[], object]], prepare: Callable[[], object]) -> list[float]:
-    """The median time of each work, in turns, so that a machine that slows down slows all of them.
+    """The lower quartile of each work's times, in turns: what slows a machine down for a while only ever adds to them.
 
     Args:
         works: return when their work is done; the first call of each, which compiles, does not count.
@@ -51,7 +50,7 @@ def measure(works: Sequence[Callable[[], object]], prepare: Callable[[], object]
             work()
             if turn >= 0:
                 taken.append(time.perf_counter() - start)
-    return [statistics.median(taken) for taken in times]
+    return [sorted(taken)[len(taken) // 4] for taken in times]
 
 
 def kept_or_measured(folder: pathlib.Path | None, key: dict[str, Any], measure: Callable[[], Costs]) -> Costs:

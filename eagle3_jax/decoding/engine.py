@@ -488,19 +488,22 @@ class Engine:
         }
         if not running:
             return
+        # A round takes as long with few requests as with many: the fewer run yet, the sooner the next prompts are read.
+        reading = sum(request is not None for request in self._places) - len(running)
+        rounds = max(1, programs.ROUNDS * len(running) // (len(running) + reading))
         greedy = all(request.params.greedy for request in running.values())
         with self._changes:  # who waits for a place gets the first that falls free
             enough = 1 if self._waiting else self.batch_size
-        tier = self._next_tier(running.values(), greedy=greedy)
-        report = self._runner.decode(self._cancelled, programs.ROUNDS, enough, tier=tier, greedy=greedy)
+        tier = self._next_tier(running.values(), rounds, greedy=greedy)
+        report = self._runner.decode(self._cancelled, rounds, enough, tier=tier, greedy=greedy)
         self._cancelled.clear()
         self._reports.append((report, running, tier))
 
-    def _next_tier(self, running: Collection[Request], *, greedy: bool) -> Tier:
+    def _next_tier(self, running: Collection[Request], rounds: int, *, greedy: bool) -> Tier:
         """How the next rounds are run; a head that rested catches up in front of those that need it."""
         behind = any(request.behind for request in running)
         seen = [request.acceptance for request in running]
-        tier = self.tiers.choose(seen, greedy=greedy, behind=behind, rounds=programs.ROUNDS)
+        tier = self.tiers.choose(seen, greedy=greedy, behind=behind, rounds=rounds)
         if tier.head and behind:
             self._runner.catch_up()
         for request in running:
@@ -529,7 +532,7 @@ class Engine:
 
     def _deliver(self, report: jax.Array, requests: dict[int, Request], tier: Tier | None) -> None:
         """Reads one report (the only transfer of its dispatch) and passes on what it says."""
-        rows, seen = np.asarray(report), []
+        rows, seen, drafted = np.asarray(report), [], 0
         self._progressed = time.monotonic()
         for row, request in requests.items():
             if request.done:
@@ -538,12 +541,14 @@ class Engine:
             found = first_progress(rows[row], best) if tier is None else progress(rows[row], self._steps, best)
             self._stats.rounds += found.rounds
             seen.append((request.acceptance, found.rounds, sum(found.accepted)))
+            drafted += found.drafted
             request.take(found, self._eos)
             request.acceptance.lost = found.unread > resting.ROOM or not (request.lease and request.lease.drafted)
             if request.done:
                 self._leave(request, still_runs=not found.done)
         if tier is not None:
-            self.tiers.learn(tier, seen, greedy=all(request.params.greedy for request in requests.values()))
+            greedy = all(request.params.greedy for request in requests.values())
+            self.tiers.learn(tier, seen, drafted, greedy=greedy)
 
     def _end(self, request: Request, reason: Any) -> None:
         """Ends a request for a reason of the host."""

@@ -32,8 +32,9 @@ class Promise:
 
     Attributes:
         accepted: drafts a round, as a guess. most: of them.
-        cost: of a round, in seconds. source: of its drafts; tiers of one source are good or bad together.
+        cost: of a round with drafts, in seconds. source: of its drafts; tiers of one source are good or bad together.
         wakes: its drafts come from the head, which must have read what was decoded while it rested.
+        drafts: share of its rounds in which there is something to draft, as a guess; the others are vanilla decoding's.
     """
 
     accepted: float
@@ -41,6 +42,7 @@ class Promise:
     cost: float
     source: str
     wakes: bool
+    drafts: float
 
 
 @dataclasses.dataclass
@@ -75,6 +77,8 @@ class TierPolicy:
         self.current = 0
         self._rounds = [0.0] * len(tiers)  # of single requests, old ones discounted
         self._accepted = [0.0] * len(tiers)
+        self._drafted = [_PRIOR_ROUNDS * tier.drafts for tier in tiers]  # of `_asked` rounds, old ones discounted
+        self._asked = [float(_PRIOR_ROUNDS)] * len(tiers)
         self._tried = [0] * len(tiers)  # the last dispatch of each
         self._dispatches = 0
         self._budget = _LENT * tiers[0].cost
@@ -103,7 +107,7 @@ class TierPolicy:
         self._dispatches += 1
         rates = [self._rate(i, requests, behind=behind, rounds=_AHEAD) for i in range(len(self.tiers))]
         best = max(self._open(), key=lambda i: rates[i] * (1 + _HYSTERESIS * (i == self.current)))
-        earned = EXPLORED * rounds * self.tiers[best].cost
+        earned = EXPLORED * rounds * self.cost(best)
         dearest = rounds * max(tier.cost for tier in self.tiers) + self.waking  # no more than a try can take is saved
         self._budget = min(self._budget + earned, max(self._budget, dearest))
         self.current = best
@@ -118,9 +122,21 @@ class TierPolicy:
         self._tried[best] = self._dispatches
         return best
 
-    def learn(self, tier: int, seen: Sequence[tuple[Acceptance, int, int]]) -> None:
-        """Learns from a dispatch. Args: seen: of each request: its rounds and the drafts that they accepted."""
+    def cost(self, tier: int) -> float:
+        """Seconds of a round, with drafts or without."""
+        share = self._drafted[tier] / self._asked[tier]
+        return share * self.tiers[tier].cost + (1 - share) * self.tiers[0].cost
+
+    def learn(self, tier: int, seen: Sequence[tuple[Acceptance, int, int]], drafted: int) -> None:
+        """Learns from a dispatch.
+
+        Args:
+            seen: of each request: its rounds and the drafts that they accepted.
+            drafted: rounds with drafts, of all of them.
+        """
         promise = self.tiers[tier]
+        self._drafted[tier] = _FORGETTING * self._drafted[tier] + drafted
+        self._asked[tier] = _FORGETTING * self._asked[tier] + sum(rounds for _, rounds, _ in seen)
         seen = [x for x in seen if not (x[0].lost and promise.wakes)]
         if not promise.most or not seen:
             return
@@ -148,7 +164,7 @@ class TierPolicy:
 
     def _seconds(self, tier: int, *, behind: bool, rounds: int) -> float:
         waking = self.waking if behind and self.tiers[tier].wakes else 0.0
-        return rounds * self.tiers[tier].cost + waking
+        return rounds * self.cost(tier) + waking
 
     def _rate(self, tier: int, requests: Sequence[Acceptance], *, behind: bool, rounds: int) -> float:
         return rounds * self._tokens(tier, requests) / self._seconds(tier, behind=behind, rounds=rounds)

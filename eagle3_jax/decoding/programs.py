@@ -217,6 +217,7 @@ def empty_state(models: Models, sizes: Sizes, tiers: Sequence[Tier], kv_dtype: A
         stop_ids=jnp.full((batch, MAX_STOP_IDS), -1, jnp.int32),
         sampling=dataclasses.replace(Sampling.greedy(batch), rules=rules),
         rounds=none,
+        drafted=none,
         accepted=jnp.zeros((batch, steps), jnp.int32),
         logprobs=TokenLogprobs(
             none - 1,
@@ -353,6 +354,7 @@ def decode(
         output=jnp.zeros_like(state.output),
         num_output=jnp.zeros_like(state.num_output),
         rounds=jnp.zeros_like(state.rounds),
+        drafted=jnp.zeros_like(state.drafted),
         accepted=jnp.zeros_like(state.accepted),
     )
     stop_at = jnp.minimum(state.done.sum() + enough, len(state.done))
@@ -368,7 +370,8 @@ def decode(
         simulated=tier.simulated,
     )
     unread = jnp.zeros_like(state.rounds) if state.unread is None else state.unread.count
-    columns = [state.done, state.failed, state.num_output, state.rounds, unread, state.accepted, state.output]
+    counts = [state.num_output, state.rounds, state.drafted, unread]
+    columns = [state.done, state.failed, *counts, state.accepted, state.output]
     if not greedy and state.logprobs is not None:
         columns += _logprob_columns(state.logprobs)
     return state, _report(columns)
@@ -459,7 +462,7 @@ class Progress:
     """What one dispatch did for one request, on the host.
 
     Attributes:
-        unread: tokens that the head has missed while it rested.
+        drafted: rounds with drafts. unread: tokens that the head has missed while it rested.
         logprobs: (of the token, (token, of it) of the best ones) for each token; empty where nobody asks.
     """
 
@@ -467,6 +470,7 @@ class Progress:
     done: bool
     failed: bool
     rounds: int
+    drafted: int
     unread: int
     accepted: list[int]
     logprobs: list[tuple[float, list[tuple[int, float]]]]
@@ -475,20 +479,22 @@ class Progress:
 def first_progress(row: np.ndarray, best: int | None) -> Progress:
     """A row of `prefill`'s report. `best`: logprobs that it has at each place, None where they are not asked for."""
     failed = bool(row[2])
-    return Progress([] if failed else [int(row[0])], bool(row[1]), failed, 0, 0, [], _logprobs(row[3:], 1, best, 1))
+    tokens = [] if failed else [int(row[0])]
+    return Progress(tokens, bool(row[1]), failed, 0, 0, 0, [], _logprobs(row[3:], 1, best, 1))
 
 
 def progress(row: np.ndarray, steps: int, best: int | None) -> Progress:
     """A row of `decode`'s report. `best`: see `first_progress`."""
-    done, failed, count, taken, unread = (int(x) for x in row[:5])
-    room, tokens = ROUNDS * (steps + 1), row[5 + steps :]
+    done, failed, count, taken, drafted, unread = (int(x) for x in row[:6])
+    room, tokens = ROUNDS * (steps + 1), row[6 + steps :]
     return Progress(
         tokens[:count].tolist(),
         bool(done),
         bool(failed),
         taken,
+        drafted,
         unread,
-        row[5 : 5 + steps].tolist(),
+        row[6 : 6 + steps].tolist(),
         _logprobs(tokens[room:], room, best, count),
     )
 

@@ -50,7 +50,7 @@ class State:
         done: ended by a stop token or by the limit; nothing of such a sequence changes any more.
         failed: ended because the target's logits were not finite.
         stop_ids: tokens that end the sequence; -1 where there is none.
-        rounds: rounds it took part in.
+        rounds: rounds it took part in. drafted: of those, with drafts.
         accepted: in how many of them the draft at each depth was accepted.
         logprobs: of each output token, before rules and filters; None where nobody asks (`greedy` programs leave it).
         draft_cache, draft_state: None without a draft head.
@@ -69,6 +69,7 @@ class State:
     stop_ids: Int[Array, "b stops"]
     sampling: Sampling
     rounds: Int[Array, " b"]
+    drafted: Int[Array, " b"]
     accepted: Int[Array, "b s"]
     logprobs: TokenLogprobs | None = None
     page_table: Int[Array, "b pages"] | None = None
@@ -232,6 +233,7 @@ def prefill(
         stop_ids=stop_ids,
         sampling=sampling,
         rounds=none,
+        drafted=none,
         accepted=jnp.zeros((batch, steps_of(tree)), jnp.int32),
         draft_cache=draft_cache,
         draft_state=found.draft_state,
@@ -273,6 +275,7 @@ def propose(
         copied = lookup.copy(state.history, lengths, tree.lookup_tokens)
     if tree is None:
         return root_only(state.root), state
+    state = dataclasses.replace(state, drafted=state.drafted + (~state.done).astype(jnp.int32))
     if draft is None or state.draft_cache is None or state.draft_state is None:
         assert copied is not None
         return chain(state.root, copied.tokens), state

@@ -102,20 +102,31 @@ class ModelRunner:
         self.wait()
 
     def measure(self, tiers: Sequence[Tier], *, greedy: bool) -> Costs:
-        """What rounds of these tiers cost, with all places busy. Forgets the state."""
+        """What rounds of these tiers cost, with all places busy. Forgets the state.
 
-        def work(tier: Tier) -> None:
-            self.decode((), programs.ROUNDS, self.sizes.batch, tier=tier, greedy=greedy)
+        Args:
+            tiers: vanilla decoding first. Of those that draft from the text alone only the first round of a dispatch is
+                sure to find something: its price is what it takes longer than a single vanilla round.
+        """
+
+        def work(tier: Tier, rounds: int) -> None:
+            self.decode((), rounds, self.sizes.batch, tier=tier, greedy=greedy)
             self.wait()
 
         def wake() -> None:
             self.catch_up()
             self.wait()
 
-        works = [functools.partial(work, tier) for tier in tiers] + [wake] * self._rests
+        counts = [1 if tier.copies_alone else programs.ROUNDS for tier in tiers]
+        works = [functools.partial(work, tier, count) for tier, count in zip(tiers, counts, strict=True)]
+        works += [functools.partial(work, tiers[0], 1)] + [wake] * self._rests
         seconds = costs.measure(works, self.rehearse)
         self.reset()
-        rounds = {tier.name: taken / programs.ROUNDS for tier, taken in zip(tiers, seconds, strict=False)}
+        vanilla, single = seconds[0] / counts[0], seconds[len(tiers)]
+        rounds = {
+            tier.name: vanilla + max(0.0, taken - single) if tier.copies_alone else taken / count
+            for tier, count, taken in zip(tiers, counts, seconds, strict=False)
+        }
         return Costs(rounds, seconds[-1] if self._rests else 0.0)
 
     def profile(self, tier: Tier) -> Round:
@@ -124,19 +135,21 @@ class ModelRunner:
         The host's part is what a dispatch takes beside its rounds, divided by `programs.ROUNDS`.
         """
 
-        def dispatch(count: int) -> None:
+        def dispatch(tier: Tier, count: int) -> None:
             self.decode((), count, self.sizes.batch, tier=tier, greedy=True)
             self.wait()
 
-        most = programs.ROUNDS
-        one, several = costs.measure([functools.partial(dispatch, count) for count in (1, most)], self.rehearse)
+        vanilla, most = self._tiers[0], programs.ROUNDS
+        kinds = [(tier, 1), (tier, most), (vanilla, 1), (vanilla, most)]
+        works = [functools.partial(dispatch, kind, count) for kind, count in kinds]
+        one, several, single, plain = costs.measure(works, self.rehearse)
         self.rehearse()
         with self._running() as state:
             self._state, seconds = stages.times(self._models, state, tier)
         self.reset()
-        host = max(0.0, (most * one - several) / (most - 1)) / most
+        host = max(0.0, (most * single - plain) / (most - 1)) / most
         return Round(
-            several / most,
+            plain / most + max(0.0, one - single) if tier.copies_alone else several / most,
             seconds | {"host": host},
             stages.bytes_read(self._models, tier, self.sizes.batch, self._measured_length),
         )

@@ -53,19 +53,24 @@ class Tier:
         return f"{name} and lookup {copied}" if copied else name
 
     @property
+    def copies_alone(self) -> bool:
+        """Drafts from the text without the head; where there is nothing to copy its round is vanilla decoding's."""
+        return self.tree is not None and not self.head
+
+    @property
     def topk(self) -> int:
         return 1 if self.tree is None else self.tree.topk
 
     def promise(self, cost: float) -> Promise:
         """A guess of what it accepts, as heads for small targets do (docs/measured.md)."""
         if self.tree is None:
-            return Promise(0.0, 0, cost, "none", wakes=False)
+            return Promise(0.0, 0, cost, "none", wakes=False, drafts=1.0)
         copies = 0.3 if self.tree.lookup_tokens else 0.0
         if not self.head:
-            return Promise(copies, self.tree.depth, cost, "text", wakes=False)
+            return Promise(copies, self.tree.depth, cost, "text", wakes=False, drafts=0.5)
         first = 0.45 + 0.1 * math.log2(self.tree.topk)
         guess = sum(first**depth for depth in range(1, self.tree.num_steps + 1))
-        return Promise(guess + copies, self.tree.depth, cost, "head", wakes=True)
+        return Promise(guess + copies, self.tree.depth, cost, "head", wakes=True, drafts=1.0)
 
 
 VANILLA = Tier(None, head=False)
@@ -145,10 +150,15 @@ class TierChoice:
         self.dispatches[tier.name] += 1
         return tier
 
-    def learn(self, tier: Tier, seen: Sequence[tuple[Acceptance, int, int]], *, greedy: bool) -> None:
-        """Learns from a dispatch. Args: seen: of each request: its rounds and the drafts that they accepted."""
+    def learn(self, tier: Tier, seen: Sequence[tuple[Acceptance, int, int]], drafted: int, *, greedy: bool) -> None:
+        """Learns from a dispatch.
+
+        Args:
+            seen: of each request: its rounds and the drafts that they accepted.
+            drafted: rounds with drafts, of all of them.
+        """
         if self.pinned is None and (policy := self._policies.get(greedy)):
-            policy.learn(self._priced[greedy].index(tier), seen)
+            policy.learn(self._priced[greedy].index(tier), seen, drafted)
         if tier.head and tier.tree is not None and not tier.tree.lookup_tokens:
             self._watch(sum(rounds for _, rounds, _ in seen), sum(accepted for *_, accepted in seen))
 

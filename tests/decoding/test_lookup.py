@@ -65,6 +65,7 @@ def test_each_copied_token_that_is_right_makes_the_next_more_probable():
 def test_greedy_tokens_are_vanilla_s(toy, vanilla):
     state = generate(toy.target, None, tree=LONG)
     np.testing.assert_array_equal(state.output[:, :MAX_TOKENS], vanilla)
+    assert 0 < int(state.drafted.max()) < int(state.rounds.max()), "where there is nothing to copy it does not draft"
     for row, length in enumerate(LENGTHS):  # the text that drafts are copied from is the text
         text = [*PROMPTS[row, :length], *vanilla[row]]
         assert state.history is not None

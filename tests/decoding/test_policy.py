@@ -11,6 +11,7 @@ from eagle3_jax.decoding.policy import Acceptance, Promise, TierPolicy
 SHAPES = [(2, 1, 3), (3, 1, 4), (3, 3, 8), (5, 4, 16)]
 ROUNDS = 4
 ROOM = 128  # what a resting head may miss
+VANILLA = Promise(0.0, 0, 1.0, "none", wakes=False, drafts=1.0)
 
 
 def accepting(depth, siblings, quality):
@@ -25,10 +26,10 @@ def tiers_for(batch):
     def cost(rows, drafts):
         return max(1.0, batch * rows / 24) + drafts * (0.05 + 0.002 * batch)
 
-    tiers = [Promise(0.0, 0, cost(1, 0), "none", wakes=False)]
+    tiers = [Promise(0.0, 0, cost(1, 0), "none", wakes=False, drafts=1.0)]
     for depth, siblings, rows in SHAPES:
         guess = float(sum(accepting(depth, siblings, 0.5)))
-        tiers.append(Promise(guess, depth, cost(rows, depth), "head", wakes=True))
+        tiers.append(Promise(guess, depth, cost(rows, depth), "head", wakes=True, drafts=1.0))
     return tiers
 
 
@@ -71,7 +72,7 @@ def simulate(batch, waiting, choose, tiers, waking, policy=None):
         if policy is not None:
             if late is not None:
                 policy.learn(*late)
-            late = tier, learned
+            late = tier, learned, ROUNDS * len(learned)
     return tokens / seconds
 
 
@@ -107,9 +108,20 @@ def test_never_slower_than_vanilla_nor_much_than_the_best_tier(head, batch):
     assert ours >= 0.95 * best
 
 
+@pytest.mark.parametrize(("found", "chosen"), [(0.2, True), (1.0, False)])
+def test_a_round_without_drafts_costs_what_vanilla_decoding_does(found, chosen):
+    """Copies that are right in one round of five: worth their price only if the other rounds do not pay it too."""
+    policy = TierPolicy([VANILLA, Promise(0.3, 8, 3.0, "text", wakes=False, drafts=0.5)], waking=0.0)
+    for _ in range(300):
+        policy.learn(1, [(Acceptance(), 10, 6)], round(10 * found))
+    assert policy.cost(1) == pytest.approx(found * 3.0 + (1 - found), abs=0.01)
+    taken = [policy.choose([Acceptance()], behind=False, rounds=ROUNDS) for _ in range(100)]
+    assert (sum(taken) > 90) is chosen
+
+
 def test_a_long_rest_saves_no_credit_for_many_tries():
-    tiers = [Promise(0.0, 0, 1.0, "none", wakes=False), Promise(0.1, 3, 2.0, "head", wakes=True)]
-    policy, known = TierPolicy(tiers, waking=1.0), Acceptance(lost=True)
+    head = Promise(0.1, 3, 2.0, "head", wakes=True, drafts=1.0)
+    policy, known = TierPolicy([VANILLA, head], waking=1.0), Acceptance(lost=True)
     assert all(policy.choose([known], behind=True, rounds=ROUNDS) == 0 for _ in range(5000)), "lost to the head"
     taken = [policy.choose([Acceptance()], behind=True, rounds=ROUNDS) for _ in range(200)]
     assert 1 <= sum(taken) <= 3

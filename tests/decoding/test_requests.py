@@ -509,3 +509,19 @@ def test_narrow_keys_and_values_decode_the_same_with_drafts_and_without(toy, kv_
     assert [answer.token_ids for answer in got] == [answer.token_ids for answer in expected]
     assert engine._runner._state is not None
     assert engine._runner._state.cache.keys[0].dtype == kv_dtype
+
+
+def test_rounds_are_few_while_most_of_the_batch_still_reads(toy, monkeypatch):
+    """A round takes as long with 4 requests as with 8; all of them start sooner."""
+    engine = Engine(noisy(toy), Tokenizer(), toy.good, CHAIN, batch_size=8, max_length=128, page_size=16)
+    decode, given = engine._runner.decode, []
+
+    def counted(cancelled, rounds, *args, **kwargs):
+        given.append((rounds, sum(request.read == len(request.ids) for request in engine._places if request)))
+        return decode(cancelled, rounds, *args, **kwargs)
+
+    monkeypatch.setattr(engine._runner, "decode", counted)
+    prompts = [[1 + i % 7] * 40 for i in range(7)] + [[2, 3] * 45]  # in stretches of 64: the last one needs two
+    engine.generate(prompts, SamplingParams(max_tokens=20))
+    assert given[:3] == [(2, 4), (3, 7), (programs.ROUNDS, 8)]
+    assert {rounds for rounds, _ in given[2:]} == {programs.ROUNDS}

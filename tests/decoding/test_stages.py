@@ -28,8 +28,8 @@ def test_one_after_the_other_they_are_a_round(toy, tier):
     state, nodes = stages.draft(models, busy(models), tier=tier)
     state, judged = stages.verify(models, state, nodes, tier=tier)
     state = stages.extend(models, state, judged, tier=tier)
-    assert int(state.num_output[0]) >= 1
-    for name in ("output", "lengths", "root", "rounds", "accepted", "done"):
+    assert int(state.num_output[0]) >= 1 and int(state.drafted[0]) == (tier.tree is not None)
+    for name in ("output", "lengths", "root", "rounds", "drafted", "accepted", "done"):
         np.testing.assert_array_equal(getattr(state, name), getattr(whole, name), name)
     state, seconds = stages.times(models, state, tier)
     assert list(seconds) == ["draft", "verify", "extend"] and min(seconds.values()) > 0
