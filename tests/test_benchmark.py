@@ -55,6 +55,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return tiny.write_prompts(tmp_path_factory.mktemp("prompts") / "prompts.jsonl", 4)
 
 
+@pytest.mark.any_jax
 @pytest.mark.slow
 def test_every_way_answers_alike_and_is_recorded_as_sglang_does(config, target, prompts, monkeypatch, capsys):
     monkeypatch.setattr(benchmark, "load_target", lambda *_: target)

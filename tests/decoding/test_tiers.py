@@ -11,7 +11,7 @@ import pytest
 from test_engine import Tokenizer
 
 from eagle3_jax.config import DraftTree
-from eagle3_jax.decoding import tiers
+from eagle3_jax.decoding import costs, tiers
 from eagle3_jax.decoding.costs import Costs
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.sampling import SamplingParams
@@ -136,8 +136,8 @@ def test_warm_up_measures_once_a_machine_and_compiles_everything(toy, vanilla, t
     early = [1, 2, 3, *engine.generate([[1, 2, 3]], SamplingParams(max_tokens=40))[0].token_ids]
     engine.warm_up(tmp_path, progress=False)
     assert engine.generate([early], SamplingParams(max_tokens=9))[0].stats.cached_tokens == 0, "measuring wrote to them"
-    costs = engine.tiers._policies[True].tiers
-    assert all(tier.cost > 0 for tier in costs) and len(list(tmp_path.glob("round_costs_*.json"))) == 2
+    priced = engine.tiers._policies[True].tiers
+    assert all(tier.cost > 0 for tier in priced) and len(list(tmp_path.glob("round_costs_*.json"))) == 2
     compiled = engine.stats().programs
     assert compiled <= 24
     prompts, params = requests(16, seed=1)
@@ -153,7 +153,7 @@ def test_warm_up_measures_once_a_machine_and_compiles_everything(toy, vanilla, t
     again = Engine(toy.target, Tokenizer(), toy.good, **SIZES)
     monkeypatch.setattr(again._runner, "measure", never)
     again.warm_up(tmp_path, progress=False)
-    assert [tier.cost for tier in again.tiers._policies[True].tiers] == [tier.cost for tier in costs]
+    assert [tier.cost for tier in again.tiers._policies[True].tiers] == [tier.cost for tier in priced]
     other = Engine(toy.target, Tokenizer(), toy.good, **{**SIZES, "batch_size": 3})
     monkeypatch.setattr(other._runner, "measure", never)
     with pytest.raises(AssertionError, match="measured again"):  # other sizes cost something else
@@ -201,6 +201,25 @@ def test_simulated_acceptance_is_the_rate_and_no_ordinary_use(toy, rate, caplog)
         engine.submit([1])
     with pytest.raises(ValueError, match="simulated_acceptance: got 2"):
         Engine(toy.target, Tokenizer(), toy.plain, tree, simulated_acceptance=2.0, **SIZES)
+
+
+def test_copies_are_measured_where_there_is_something_to_copy(engine, monkeypatch):
+    """Only in the first round of a dispatch: four of them would be three vanilla rounds in disguise."""
+    asked = []
+    monkeypatch.setattr(
+        engine._runner, "decode", lambda _, rounds, *__, tier, greedy: asked.append((tier.name, rounds))
+    )
+
+    def timed(works, prepare):
+        for work in works[:4]:
+            work()
+        return [8.0, 5.0, 12.0, 2.5, 1.0]
+
+    monkeypatch.setattr(engine._runner, "decode", decode)
+    monkeypatch.setattr(costs, "measure", timed)
+    measured = engine._runner.measure([tiers.VANILLA, tiers.LOOKUP, tiers.CHAIN], greedy=True)
+    assert asked == [("vanilla", 4), ("lookup 8", 1), ("chain 3", 4), ("vanilla", 1)]
+    assert measured == Costs({"vanilla": 2.0, "lookup 8": 2.0 + 5.0 - 2.5, "chain 3": 3.0}, 1.0)
 
 
 def test_without_costs_it_drafts_a_chain(toy):
