@@ -52,10 +52,11 @@ def test_every_command_is_understood(command, monkeypatch):
     elif what == "-m" and arguments[0].startswith("eagle3_jax."):
         verb, *flags = arguments
         importlib.import_module(verb)
-        values = dict(zip(flags[::2], flags[1::2], strict=True))
-        path = values.pop("--config")
-        own = {"--prompts", "--output"}
-        overrides = [word for name, value in values.items() if name not in own for word in (name, value)]
+        groups = re.findall(r"(--\S+)((?: (?!--)\S+)+)", " ".join(flags))
+        values = {name: words.split() for name, words in groups}
+        (path,) = values.pop("--config")
+        own = {"--prompts", "--output", "--compare"}
+        overrides = [word for name, words in values.items() if name not in own for word in (name, *words)]
         config.load(ROOT / path, overrides)
     elif what != "-m":
         assert (ROOT / what).is_file()
