@@ -28,9 +28,6 @@ from eagle3_jax.mesh import Replica, make_mesh, own_replica
 from eagle3_jax.models import chat_template
 from eagle3_jax.models.registry import load_target
 
-# The engine gives all prompts of one call caches of the same length; prompts are grouped in steps of as many tokens.
-_GROUP_TOKENS = 256
-
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
@@ -258,30 +255,25 @@ class Answerer:
 
     def _answer(self, asked: list[tuple[Dialogue, list[int]]], turn: int, name: str) -> None:
         """Fills `known` for all that is asked."""
-        groups: dict[int, list[tuple[str, list[int]]]] = collections.defaultdict(list)
-        for dialogue, ids in asked:
-            need = len(ids) + self.settings.max_tokens
-            groups[-(-need // _GROUP_TOKENS)].append((dialogue.prompt["id"], ids))
+        names = [dialogue.prompt["id"] for dialogue, _ in asked]
         start, before = time.monotonic(), self.tokens
         with (
             contextlib.nullcontext() if self.log is None else self.log.open("a", encoding="utf-8") as stream,
             tqdm.tqdm(desc=name, total=len(asked), unit=" answers", disable=self.log is None) as progress,
         ):
-            for _, group in sorted(groups.items()):
-                names = [name for name, _ in group]
 
-                def on_output(index: int, output: Output, names: list[str] = names) -> None:
-                    answer = _to_answer(names[index], turn, output)
-                    self.known[answer.id, turn] = answer
-                    if stream is not None:
-                        manifest.append(stream, dataclasses.asdict(answer))
-                    self.tokens += len(answer.token_ids)
-                    rate = (self.tokens - before) / (time.monotonic() - start)
-                    progress.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
-                    progress.update()
-                    command.stop_point()
+            def on_output(index: int, output: Output) -> None:
+                answer = _to_answer(names[index], turn, output)
+                self.known[answer.id, turn] = answer
+                if stream is not None:
+                    manifest.append(stream, dataclasses.asdict(answer))
+                self.tokens += len(answer.token_ids)
+                rate = (self.tokens - before) / (time.monotonic() - start)
+                progress.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
+                progress.update()
+                command.stop_point()
 
-                self.engine.generate([ids for _, ids in group], [self._params(n, turn) for n in names], on_output)
+            self.engine.generate([ids for _, ids in asked], [self._params(n, turn) for n in names], on_output)
         self.seconds += time.monotonic() - start
 
     def _params(self, name: str, turn: int) -> SamplingParams:

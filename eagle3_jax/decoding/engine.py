@@ -251,8 +251,7 @@ class Engine:
                     if on_output is not None:
                         on_output(index, output)
         finally:
-            for request in left.values():
-                self.abort(request)
+            self.abort(*left.values())
         return [request.output for request in requests if request.output is not None]
 
     def stream(self, prompt: Prompt, params: SamplingParams = GREEDY) -> Iterator[Piece]:
@@ -293,10 +292,11 @@ class Engine:
             self._waiting.append(request)
         return request
 
-    def abort(self, request: Request) -> None:
-        """Ends a request with what there is; one that has ended stays as it is."""
+    def abort(self, *requests: Request) -> None:
+        """Ends requests with what there is; one that has ended stays as it is."""
         with self._changes:
-            request.aborted = True
+            for request in requests:
+                request.aborted = True
         if self._driver.acquire(blocking=False):  # else whoever works will see it
             try:
                 self._sweep()
@@ -452,8 +452,9 @@ class Engine:
         now = time.monotonic()
         with self._changes:
             ended = [request for request in self._waiting if request.aborted or request.is_late(now)]
-            for request in ended:
-                self._waiting.remove(request)
+            if ended:  # by rebuilding: a verb that stops aborts thousands
+                gone = set(map(id, ended))
+                self._waiting = collections.deque(request for request in self._waiting if id(request) not in gone)
         for request in [*ended, *filter(None, self._places)]:
             if request.aborted or request.is_late(now):
                 self._end(request, "abort" if request.aborted else "timeout")

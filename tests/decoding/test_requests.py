@@ -525,3 +525,21 @@ def test_rounds_are_few_while_most_of_the_batch_still_reads(toy, monkeypatch):
     engine.generate(prompts, SamplingParams(max_tokens=20))
     assert given[:3] == [(2, 4), (3, 7), (programs.ROUNDS, 8)]
     assert {rounds for rounds, _ in given[2:]} == {programs.ROUNDS}
+
+
+def test_thousands_that_wait_are_aborted_at_once(toy):
+    """A verb that is told to stop has seconds."""
+    engine = Engine(noisy(toy), Tokenizer(), batch_size=2, max_length=64, page_size=16)
+
+    class Stop(Exception):
+        pass
+
+    def stop(*_):
+        raise Stop
+
+    start, prompts = time.monotonic(), [[1 + i % 20] for i in range(20_000)]
+    with pytest.raises(Stop):
+        engine.generate(prompts, SamplingParams(max_tokens=2), stop)
+    assert time.monotonic() - start < 20
+    assert engine.stats().waiting == 0
+    assert engine.generate([[1, 2]], SamplingParams(max_tokens=3))[0].finish_reason == "length"

@@ -206,9 +206,9 @@ def test_simulated_acceptance_is_the_rate_and_no_ordinary_use(toy, rate, caplog)
 def test_copies_are_measured_where_there_is_something_to_copy(engine, monkeypatch):
     """Only in the first round of a dispatch: four of them would be three vanilla rounds in disguise."""
     asked = []
-    monkeypatch.setattr(
-        engine._runner, "decode", lambda _, rounds, *__, tier, greedy: asked.append((tier.name, rounds))
-    )
+
+    def decode(cancelled, rounds, enough, *, tier, greedy):
+        asked.append((tier.name, rounds))
 
     def timed(works, prepare):
         for work in works[:4]:
