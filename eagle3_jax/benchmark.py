@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import os
 import pathlib
@@ -87,6 +88,8 @@ def _run(
     replica: Replica,
 ) -> None:
     settings = config.benchmark
+    if compare is not None:
+        _can_compare(settings.temperature)
     messages = sources.spread(sources.read_file(prompts_path)[0], None)
     draft = settings.draft or str(config.folder("export"))
     if settings.draft is None:
@@ -97,6 +100,8 @@ def _run(
     prompts = [ids for ids in prompts if len(ids) <= longest]
     if not prompts:
         raise ValueError(f"--prompts {prompts_path}: got none within {longest} tokens (benchmark.max_tokens)")
+    if len(prompts) < len(messages):
+        processes.say(f"{prompts_path}: {len(messages) - len(prompts)} prompts left out: longer than {longest} tokens")
     identity = {
         "benchmark": configuration.to_dict(dataclasses.replace(settings, batch_sizes=(1,))),
         "compare": compare,
@@ -204,11 +209,9 @@ def _decoding(engine: Engine, tier: Tier | None, prompts: list[list[int]], param
 
 def transformers_ways(target: Target, prompts: list[list[int]], batch: int, max_tokens: int) -> dict[str, Way]:
     """Greedy decoding by Hugging Face transformers in PyTorch, in the same process and on the same cores."""
-    try:
-        import torch
-        import transformers
-    except ImportError as error:
-        raise ValueError(f"--compare transformers: {error}; expected the extra `reference`") from error
+    import torch
+    import transformers
+
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(target.folder, dtype=torch.float32).eval()
     ends = target.model.config.eos_token_ids
@@ -226,7 +229,7 @@ def transformers_ways(target: Target, prompts: list[list[int]], batch: int, max_
                     attention_mask=mask,
                     do_sample=False,
                     max_new_tokens=max_tokens,
-                    eos_token_id=list(ends),
+                    eos_token_id=list(ends) or None,
                     pad_token_id=0,
                     **options,
                 )
@@ -237,6 +240,14 @@ def transformers_ways(target: Target, prompts: list[list[int]], batch: int, max_
     if batch == 1:  # it assists single requests alone
         ways[ASSISTED] = lambda: answer(prompt_lookup_num_tokens=8)
     return ways
+
+
+def _can_compare(temperature: float) -> None:
+    """Raises ValueError where transformers cannot be measured, before anything is."""
+    if importlib.util.find_spec("torch") is None:
+        raise ValueError("--compare transformers: got no PyTorch, expected the extra `reference`")
+    if temperature > 0:
+        raise ValueError(f"--compare transformers: got benchmark.temperature {temperature}, expected 0 (greedy)")
 
 
 def _until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:

@@ -112,7 +112,7 @@ def test_acceptance_can_be_simulated(config, target, prompts, tmp_path):
     assert ways["tree 2, 2, 4"]["acc_length"] == 3 and ways["chain 2"]["identical"] is None
 
 
-def test_what_cannot_be_measured_is_refused(config, target, prompts, tmp_path):
+def test_what_cannot_be_measured_is_refused(config, target, prompts, tmp_path, monkeypatch):
     for field, value in (("batch_sizes", []), ("batch_sizes", [0]), ("turns", 0), ("simulated_acceptance", 1.5)):
         with pytest.raises(ConfigError, match=f"benchmark.{field}: got"):
             configuration.from_dict({"run_dir": "x", "benchmark": {field: value}})
@@ -122,6 +122,13 @@ def test_what_cannot_be_measured_is_refused(config, target, prompts, tmp_path):
     long.write_text(json.dumps({"prompt": "x" * 5000}))
     with pytest.raises(ValueError, match=r"--prompts .*long.jsonl: got none within"):
         benchmark.run(config, long, None, target)
+    sampled = dataclasses.replace(config, benchmark=dataclasses.replace(config.benchmark, temperature=0.5))
+    monkeypatch.setattr(benchmark.importlib.util, "find_spec", lambda name: name)
+    with pytest.raises(ValueError, match=r"--compare transformers: got benchmark.temperature 0.5"):
+        benchmark.run(sampled, prompts, "transformers", target)
+    monkeypatch.setattr(benchmark.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="--compare transformers: got no PyTorch"):
+        benchmark.run(config, prompts, "transformers", target)
     with pytest.raises(SystemExit):
         benchmark.main(["encode", "--config", "x", "--prompts", str(prompts)])
 
