@@ -31,6 +31,9 @@ def test_one_after_the_other_they_are_a_round(toy, tier):
     assert int(state.num_output[0]) >= 1 and int(state.drafted[0]) == (tier.tree is not None)
     for name in ("output", "lengths", "root", "rounds", "drafted", "accepted", "done"):
         np.testing.assert_array_equal(getattr(state, name), getattr(whole, name), name)
+    for name in ("cache", "draft_cache"):  # what was drafted included
+        for ours, theirs in zip(*(jax.tree.leaves(getattr(x, name)) for x in (state, whole)), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5, err_msg=name)
     state, seconds = stages.times(models, state, tier)
     assert list(seconds) == ["draft", "verify", "extend"] and min(seconds.values()) > 0
     assert int(state.rounds[0]) == 11  # each was one
