@@ -128,6 +128,7 @@ def test_there_are_at_most_24_programs():
     assert 6 + 2 + 2 * len(tiers.WITH_HEAD) <= 24
 
 
+@pytest.mark.any_jax
 @pytest.mark.slow
 def test_warm_up_measures_once_a_machine_and_compiles_everything(toy, vanilla, tmp_path, monkeypatch):
     monkeypatch.setattr(tiers, "WITH_HEAD", FEW)
