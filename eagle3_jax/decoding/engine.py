@@ -478,10 +478,10 @@ class Engine:
             self._stats.cached_tokens += request.read
 
     def _launch(self) -> None:
-        """Gives the device its next work: a stretch of prompts, then rounds of those whose prompt is read."""
-        unread = [request for request in self._places if request is not None and request.read < len(request.ids)]
-        if unread:
-            self._read_prompts(sorted(unread, key=lambda request: request.number)[: programs.TOGETHER])
+        """Gives the device its next work: stretches of prompts, then rounds of those whose prompt is read."""
+        room = max(programs.CHUNKS)  # tokens between two dispatches of rounds
+        while room > 0 and (unread := [r for r in self._places if r is not None and r.read < len(r.ids)]):
+            room -= self._read_prompts(sorted(unread, key=lambda request: request.number))
         running = {
             place: request
             for place, request in enumerate(self._places)
@@ -511,7 +511,8 @@ class Engine:
             request.behind = self.draft is not None and not tier.head
         return tier
 
-    def _read_prompts(self, requests: list[Request]) -> None:
+    def _read_prompts(self, requests: list[Request]) -> int:
+        """Reads a stretch of the first ones' prompts; returns its tokens, padding included."""
         sizes = self._runner.sizes
         count, length = sizes.chunk_for([len(request.ids) - request.read for request in requests])
         requests = requests[:count]
@@ -530,6 +531,7 @@ class Engine:
         report = self._runner.prefill(chunk)
         if ended:
             self._reports.append((report, ended, None))
+        return count * length
 
     def _deliver(self, report: jax.Array, requests: dict[int, Request], tier: Tier | None) -> None:
         """Reads one report (the only transfer of its dispatch) and passes on what it says."""

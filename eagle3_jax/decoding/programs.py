@@ -30,10 +30,11 @@ from eagle3_jax.models.llama import Llama
 ROUNDS = 4
 
 
-# Prompts are read in stretches of one of these lengths, of one request or of a few together.
+# Prompts are read in stretches of one of these lengths, of one request or of so many together.
 CHUNKS = (64, 256, 1024)
-TOGETHER = 4
-TOGETHER_CHUNKS = (64, 256)
+TOGETHER_CHUNKS = ((4, 64), (16, 16))
+# What a stretch costs beside its tokens, in tokens: short ones are read together, and padding is no better.
+_STRETCH = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,17 +82,17 @@ class Sizes:
     def chunks(self) -> list[tuple[int, int]]:
         """(requests, tokens of each) of the prefill programs."""
         alone = [(1, length) for length in CHUNKS if length < 2 * self.max_length or length == CHUNKS[0]]
-        together = [(TOGETHER, length) for _, length in alone if length in TOGETHER_CHUNKS]
-        return alone if self.batch == 1 else alone + together
+        return alone + [shape for shape in TOGETHER_CHUNKS if shape[0] <= 2 * self.batch and self.batch > 1]
 
     def chunk_for(self, left: list[int]) -> tuple[int, int]:
-        """The prefill program for prompts with so many tokens left, the first one's turn.
+        """The prefill program for prompts with so many tokens left, the first one's turn: the least padding."""
 
-        Several together where they fill more than half of the rows; the longest stretch that one of them fills.
-        """
-        count = TOGETHER if self.batch > 1 and len(left) > TOGETHER // 2 else 1
-        lengths = [length for requests, length in self.chunks if requests == count]
-        return count, max((length for length in lengths if length <= max(left[:count])), default=lengths[0])
+        def use(shape: tuple[int, int]) -> tuple[float, int]:
+            count, length = shape
+            read = sum(min(tokens, length) for tokens in left[:count])
+            return read / (count * length + _STRETCH), count * length
+
+        return max(self.chunks, key=use)
 
 
 @jax.tree_util.register_dataclass

@@ -23,7 +23,6 @@ from eagle3_jax.kernels.llvm import F32, I64, Buffer, Code, Value
 
 # (rows, columns) whose sums fit into the vector registers: 32 of 512 bits, or 16 of 256.
 _BLOCKS = {True: (8, 32), False: (4, 16)}
-_AHEAD = 16  # rows of a panel that are prefetched
 _CHUNKS = 4  # for each thread, so that one that is held up holds up little
 
 
@@ -90,8 +89,7 @@ def write_product(module: ir.Module, name: str, rows: int, width: int, dtype: st
     """
     element = llvm.ELEMENTS[dtype]
     chunks = _CHUNKS * llvm.threads()
-    rows = rows // 2 if gated else rows
-    blocks = [_write_block(module, f"{name}.rows{count}", count, width, element, gated) for count in range(1, rows + 1)]
+    blocks = [_write_block(module, f"{name}.rows{count}", count, width, element) for count in range(1, rows + 1)]
 
     def plan(code: Code, operands: Sequence[Buffer], results: Sequence[Buffer]) -> tuple[list[Value], Value]:
         x, *panels = operands
@@ -105,53 +103,55 @@ def write_product(module: ir.Module, name: str, rows: int, width: int, dtype: st
         first = code.div(code.mul(chunk, count), total)
         last = code.div(code.mul(code.add(chunk, 1), count), total)
         stride = code.mul(count, width)
+        gates = code.variable(F32, count=rows * width)
         with code.loop(first, last) as number:
             panels = [code.at(matrix, code.mul(number, code.mul(k, width)), element) for matrix in matrices]
             column = code.mul(number, width)
 
-            def multiply(block: ir.Function, row: Value) -> None:
+            def multiply(height: int, row: Value) -> None:
                 of_x = code.at(x, code.mul(row, k), element)
                 of_y = code.at(y, code.add(code.mul(row, stride), column), F32)
-                code.b.call(block, [*panels, of_x, of_y, k, stride])
+                code.b.call(blocks[height - 1], [panels[-1], of_x, of_y, k, stride])
+                if gated:
+                    code.b.call(blocks[height - 1], [panels[0], of_x, gates, k, code.int(width)])
+                    for r in range(height):
+                        _gate(code, code.at(gates, r * width, F32), code.at(of_y, code.mul(stride, r), F32), width)
 
             whole = code.mul(code.div(m, rows), rows)
             with code.loop(0, whole, rows) as row:
-                multiply(blocks[-1], row)
+                multiply(rows, row)
             for left in range(1, rows):
                 with code.when(code.b.icmp_signed("==", code.sub(m, whole), code.int(left))):
-                    multiply(blocks[left - 1], whole)
+                    multiply(left, whole)
 
     llvm.write_kernel(module, name, 3 if gated else 2, 1, plan, body)
 
 
-def _write_block(module: ir.Module, name: str, rows: int, width: int, element: ir.Type, gated: bool) -> ir.Function:
-    """y[r, :] = sum over i of x[r, i] * panel[i, :] for so many rows, the sums in registers; of two panels if gated."""
-    pointer, kind, count = llvm.POINTER, llvm.vector(width), 2 if gated else 1
-    code = llvm.define(module, name, [pointer] * (count + 2) + [I64, I64])
+def _write_block(module: ir.Module, name: str, rows: int, width: int, element: ir.Type) -> ir.Function:
+    """y[r, :] = sum over i of x[r, i] * panel[i, :] for so many rows, the sums in registers."""
+    pointer, kind = llvm.POINTER, llvm.vector(width)
+    code = llvm.define(module, name, [pointer] * 3 + [I64, I64])
     code.function.linkage = "internal"
-    *panels, x, y, k, stride = code.function.args
-    for argument in (*panels, x, y):
+    panel, x, y, k, stride = code.function.args
+    for argument in (panel, x, y):
         argument.add_attribute("noalias")
     of_x = [code.at(x, code.mul(k, r), element) for r in range(rows)]
-    zero = llvm.number(0.0, width)
-    sums = [[code.variable(kind, zero) for _ in range(rows)] for _ in panels]
+    totals = [code.variable(kind, llvm.number(0.0, width)) for _ in range(rows)]
     with code.loop(0, k) as i:
         values = [code.broadcast(code.load_floats(code.at(row, i, element), 1, element), width) for row in of_x]
-        for panel, totals in zip(panels, sums, strict=True):
-            place = code.at(panel, code.mul(i, width), element)
-            for offset in range(0, width, 16):
-                ahead = code.at(place, width * _AHEAD + offset, element)
-                code.call("llvm.prefetch.p0", llvm.VOID, ahead, *(ir.Constant(llvm.I32, n) for n in (0, 3, 1)))
-            weights = code.load_floats(place, width, element)
-            for value, total in zip(values, totals, strict=True):
-                code.b.store(code.fma(value, weights, code.load(total, kind)), total)
-    for r in range(rows):
-        found = [code.load(totals[r], kind) for totals in sums]
-        if gated:
-            one = llvm.number(1.0, width)
-            sigmoid = code.b.fdiv(one, code.b.fadd(one, code.exp(code.b.fneg(found[0]))))
-            found = [code.b.fmul(code.b.fmul(found[0], sigmoid), found[1])]
-        code.b.store(found[0], code.at(y, code.mul(stride, r), F32), align=4)
+        weights = code.load_floats(code.at(panel, code.mul(i, width), element), width, element)
+        for value, total in zip(values, totals, strict=True):
+            code.b.store(code.fma(value, weights, code.load(total, kind)), total)
+    for r, total in enumerate(totals):
+        code.b.store(code.load(total, kind), code.at(y, code.mul(stride, r), F32), align=4)
     code.b.ret_void()
     code.finish()
     return code.function
+
+
+def _gate(code: Code, gate: Value, y: Value, width: int) -> None:
+    """y[:] = silu(gate[:]) * y[:]."""
+    kind, one = llvm.vector(width), llvm.number(1.0, width)
+    value = code.load(gate, kind, align=4)
+    sigmoid = code.b.fdiv(one, code.b.fadd(one, code.exp(code.b.fneg(value))))
+    code.b.store(code.b.fmul(code.b.fmul(value, sigmoid), code.load(y, kind, align=4)), y, align=4)

@@ -61,7 +61,8 @@ def rope_table(
 ) -> tuple[Float[Array, "b t 1 half"], Float[Array, "b t 1 half"]]:
     """Cosines and sines of every position, float32, ready to broadcast over heads."""
     angles = positions[..., None, None].astype(jnp.float32) * frequencies[None, None, None]
-    return jnp.cos(angles), jnp.sin(angles)
+    # Behind the barrier: else XLA computes them again in every layer, for every head.
+    return jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
 
 
 def apply_rope(

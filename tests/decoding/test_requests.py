@@ -217,7 +217,7 @@ def test_requests_wait_where_pages_are_short_and_nothing_is_thrown_out(toy):
 def test_long_prompts_are_read_in_stretches_between_the_others_rounds(toy, monkeypatch):
     """A long prompt does not stop the others, and its answer is the one it has alone."""
     monkeypatch.setattr("eagle3_jax.decoding.programs.CHUNKS", (16, 32))
-    monkeypatch.setattr("eagle3_jax.decoding.programs.TOGETHER_CHUNKS", (16,))
+    monkeypatch.setattr("eagle3_jax.decoding.programs.TOGETHER_CHUNKS", ((4, 16),))
     long, short = [(5 * i) % 24 for i in range(200)], [3, 1, 2]
     params = SamplingParams(max_tokens=30)
     engine = Engine(noisy(toy), Tokenizer(), toy.good, CHAIN, max_length=256, page_size=16, batch_size=2)
@@ -514,8 +514,16 @@ def test_narrow_keys_and_values_decode_the_same_with_drafts_and_without(toy, kv_
     assert engine._runner._state.cache.keys[0].dtype == kv_dtype
 
 
-def test_rounds_are_few_while_most_of_the_batch_still_reads(toy, monkeypatch):
-    """A round takes as long with 4 requests as with 8; all of them start sooner."""
+@pytest.mark.parametrize(
+    ("chunks", "together", "expected"),
+    [
+        ((64, 256, 1024), (4, 64), [(4, 8)]),  # all are read at once, in two stretches
+        ((16, 64), (4, 16), [(2, 4), (4, 8)]),  # a turn has 64 tokens: a round takes as long with 4 requests as with 8
+    ],
+)
+def test_prompts_are_read_before_rounds_that_few_would_share(toy, monkeypatch, chunks, together, expected):
+    monkeypatch.setattr("eagle3_jax.decoding.programs.CHUNKS", chunks)
+    monkeypatch.setattr("eagle3_jax.decoding.programs.TOGETHER_CHUNKS", (together,))
     engine = Engine(noisy(toy), Tokenizer(), toy.good, CHAIN, batch_size=8, max_length=128, page_size=16)
     decode, given = engine._runner.decode, []
 
@@ -524,10 +532,24 @@ def test_rounds_are_few_while_most_of_the_batch_still_reads(toy, monkeypatch):
         return decode(cancelled, rounds, *args, **kwargs)
 
     monkeypatch.setattr(engine._runner, "decode", counted)
-    prompts = [[1 + i % 7] * 40 for i in range(7)] + [[2, 3] * 45]  # in stretches of 64: the last one needs two
-    engine.generate(prompts, SamplingParams(max_tokens=20))
-    assert given[:3] == [(2, 4), (3, 7), (programs.ROUNDS, 8)]
-    assert {rounds for rounds, _ in given[2:]} == {programs.ROUNDS}
+    engine.generate([[1 + i % 7] * 16 for i in range(8)], SamplingParams(max_tokens=20))
+    assert given[: len(expected)] == expected
+    assert {rounds for rounds, _ in given[len(expected) :]} == {programs.ROUNDS}
+
+
+def test_stretches_are_those_with_least_padding():
+    sizes = programs.Sizes.plan(16, 2048, 16, [tiers.VANILLA])
+    for left, expected in (
+        ([38], (1, 64)),
+        ([38] * 2, (1, 64)),
+        ([38] * 8, (4, 64)),
+        ([38] * 16, (16, 16)),
+        ([6] * 16, (16, 16)),
+        ([300, 20, 30, 40], (1, 256)),
+        ([1000], (1, 1024)),
+        ([600], (1, 256)),
+    ):
+        assert sizes.chunk_for(left) == expected, left
 
 
 def test_thousands_that_wait_are_aborted_at_once(toy):
