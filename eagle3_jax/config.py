@@ -186,13 +186,24 @@ class TfdsSource:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SelfSource:
-    """Prompts that the target writes itself, given only the opening of its template's user turn."""
+    """Prompts that the target writes itself, given only the opening of its template's user turn.
+
+    Attributes:
+        max_tokens: of a user's turn, and of the answers between two of them.
+        turns: of the user, at most. What the target answers in between is not kept: `regenerate` lets it answer again.
+        openings: how the first turn begins, of one prompt after the other ("Write a Python function").
+        system: the system prompt; None is the template's own.
+    """
 
     __pydantic_config__ = _STRICT
     kind: Literal["self"]
     count: int
+    category: str = "self"
     temperature: float = 1.0
     max_tokens: int = 128
+    turns: int = 1
+    openings: tuple[str, ...] = ()
+    system: str | None = None
 
 
 Source = Annotated[
@@ -209,6 +220,7 @@ class PrepareConfig:
         personal_data: replace what the recognisers find by its kind ("<EMAIL_ADDRESS>"), or drop the prompt.
         held_out: share of prompts kept for measurement, chosen by content hash.
         max_chars: longer prompts are rejected (the answers of `conversations` may be as long as they are).
+        benchmarks: JSONL files of benchmarks; a prompt that shares eight words in a row with one is rejected.
     """
 
     __pydantic_config__ = _STRICT
@@ -218,6 +230,7 @@ class PrepareConfig:
     held_out: float = 0.1
     max_chars: int = 8000
     batch_size: int = 32
+    benchmarks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _require(len(self.sources) > 0, "prepare.sources", self.sources, "at least one source")
@@ -226,7 +239,7 @@ class PrepareConfig:
         _require(self.batch_size >= 1, "prepare.batch_size", self.batch_size, "at least 1")
         _require(self.max_chars >= 1, "prepare.max_chars", self.max_chars, "at least 1")
         for number, source in enumerate(self.sources):
-            counts = ("count", "max_tokens") if isinstance(source, SelfSource) else ("limit",)
+            counts = ("count", "max_tokens", "turns") if isinstance(source, SelfSource) else ("limit",)
             for field in counts:
                 value = getattr(source, field)
                 _require(value is None or value >= 1, f"prepare.sources.{number}.{field}", value, "at least 1")
@@ -237,16 +250,21 @@ class PrepareConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RegenerateConfig:
-    """prompts -> conversations answered by the target itself. Those of a source `conversations` are passed on."""
+    """prompts -> conversations answered by the target itself. Those of a source `conversations` are passed on.
+
+    Attributes:
+        temperature: of several, each prompt has one, chosen by its id.
+    """
 
     __pydantic_config__ = _STRICT
-    temperature: float = 0.7
+    temperature: float | tuple[float, ...] = 0.7
     max_tokens: int = 256
     max_length: int = 1024
     batch_size: int = 32
 
     def __post_init__(self) -> None:
-        _require(self.temperature >= 0, "regenerate.temperature", self.temperature, "0 (greedy) or more")
+        least = min(self.temperatures, default=-1.0)
+        _require(least >= 0, "regenerate.temperature", self.temperature, "0 (greedy) or more")
         _require(self.max_tokens >= 1, "regenerate.max_tokens", self.max_tokens, "at least 1")
         _require(
             self.max_length > self.max_tokens,
@@ -255,6 +273,10 @@ class RegenerateConfig:
             f"more than regenerate.max_tokens = {self.max_tokens}",
         )
         _require(self.batch_size >= 1, "regenerate.batch_size", self.batch_size, "at least 1")
+
+    @property
+    def temperatures(self) -> tuple[float, ...]:
+        return self.temperature if isinstance(self.temperature, tuple) else (self.temperature,)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

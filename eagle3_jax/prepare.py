@@ -7,25 +7,19 @@ and filters what they hold, and writes `prompts/{train,held_out,rejects}.jsonl` 
 from __future__ import annotations
 
 import collections
-import hashlib
 import json
-import math
 import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import tqdm
 
-from eagle3_jax import command, manifest, processes
+from eagle3_jax import command, manifest, processes, self_prompting
 from eagle3_jax import config as configs
-from eagle3_jax.data import chat, filters, sources
+from eagle3_jax.data import filters, sources
+from eagle3_jax.self_prompting import Written
 
 TRAIN, HELD_OUT, REJECTS = "train.jsonl", "held_out.jsonl", "rejects.jsonl"
-
-# The target may never end its prompts; then it is given up after this many tries per prompt that was asked for.
-_TRIES = 4
-# Self-prompts are kept on disk after this many batches: the unit of resumption.
-_CHUNK = 4
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -48,7 +42,7 @@ def prepare(config: configs.RunConfig) -> None:
             processes.say(f"prepare: {folder} is finished already")
         else:
             written = {
-                number: _self_outputs(config, source, folder / f"self_{number}.jsonl")
+                number: self_prompting.write(config, source, folder / f"self_{number}.jsonl")
                 for number, source in enumerate(config.prepare.sources)
                 if isinstance(source, configs.SelfSource)
             }
@@ -56,7 +50,7 @@ def prepare(config: configs.RunConfig) -> None:
         processes.agree(lambda: _remove_logs(folder))
 
 
-def _prepare(config: configs.RunConfig, folder: pathlib.Path, written: dict[int, list[tuple[str, str]]]) -> None:
+def _prepare(config: configs.RunConfig, folder: pathlib.Path, written: dict[int, list[Written]]) -> None:
     """Filters and writes; `written` is what the target wrote for each source of that kind."""
     kept, rejects, counts = _filter(_read_all(config, written), config.prepare)
     hashes = [filters.opening_hash(filters.asked(prompt["messages"])) for prompt in kept]
@@ -88,19 +82,20 @@ def _identity(config: configs.RunConfig) -> dict[str, Any]:
     section = config.prepare
     identity: dict[str, Any] = {"verb": "prepare", "prepare": configs.to_dict(section), "seed": config.seed}
     identity["inputs"] = {}
-    for source in section.sources:
-        if isinstance(source, configs.JsonlSource | configs.ConversationsSource):
+    files = [s.path for s in section.sources if isinstance(s, configs.JsonlSource | configs.ConversationsSource)]
+    for name, paths in (("sources: path", files), ("benchmarks", section.benchmarks)):
+        for path in paths:
             try:
-                identity["inputs"][source.path] = manifest.digest(source.path)
+                identity["inputs"][path] = manifest.digest(path)
             except OSError as error:
-                raise ValueError(f"prepare.sources: path: got {source.path!r} ({error.strerror})") from error
+                raise ValueError(f"prepare.{name}: got {path!r} ({error.strerror})") from error
     if any(isinstance(source, configs.SelfSource) for source in section.sources):
         identity["target"] = configs.to_dict(config.target)
     return identity
 
 
 def _read_all(
-    config: configs.RunConfig, written: dict[int, list[tuple[str, str]]]
+    config: configs.RunConfig, written: dict[int, list[Written]]
 ) -> Iterator[tuple[str, sources.Prompt | sources.Reject]]:
     """Everything from every source, up to its limit, as (label, record)."""
     for number, source in enumerate(config.prepare.sources):
@@ -115,7 +110,7 @@ def _read_all(
             label = f"tfds:{source.name}"
             records = sources.tfds(source.name, source.field, source.split, source.category)
         else:
-            label, records = "self", sources.self_written(written[number])
+            label, records = "self", sources.self_written(written[number], source.category, source.system)
         limit = source.count if isinstance(source, configs.SelfSource) else source.limit
         prompts = 0
         for record in records:
@@ -134,7 +129,7 @@ def _filter(
     rejects: list[dict[str, Any]] = []
     read: collections.Counter[str] = collections.Counter()
     personal: collections.Counter[str] = collections.Counter()
-    duplicates = filters.Duplicates(section.near_duplicate)
+    duplicates, benchmarks = filters.Duplicates(section.near_duplicate), filters.Benchmarks(section.benchmarks)
     for label, record in tqdm.tqdm(records, desc="prepare", unit=" prompts", mininterval=1.0):
         command.stop_point()
         read[label] += 1
@@ -149,7 +144,7 @@ def _filter(
             if found and section.personal_data == "drop":
                 reason = "personal data"
         asked = filters.asked(messages)
-        reason = reason or duplicates.check(asked)
+        reason = reason or benchmarks.check(asked) or duplicates.check(asked)
         if reason is None:
             identifier = f"{record['category']}-{filters.content_hash(asked)[:16]}"
             truncated = {"truncated": record["truncated"]} if "truncated" in record else {}
@@ -163,67 +158,6 @@ def _filter(
         "personal_data": dict(personal),
     }
     return kept, rejects, counts
-
-
-def _self_outputs(config: configs.RunConfig, source: configs.SelfSource, log: pathlib.Path) -> list[tuple[str, str]]:
-    """What the target writes after the opening of a user turn, as (text, finish_reason), until enough of it ended.
-
-    The replicas of the mesh share every chunk of outputs, which is appended to `log` as one line. After an interruption
-    those lines are read back instead of generated, and generation goes on with the next chunk.
-    """
-    done: list[list[tuple[str, str]]] = manifest.read_log(log)
-    processes.barrier()  # from here on the log grows
-    ended = sum(reason == "stop" for outputs in done for _, reason in outputs)
-    if ended >= source.count:
-        return [(text, reason) for outputs in done for text, reason in outputs]
-    from eagle3_jax.decoding.engine import Engine, SamplingParams  # only now: JAX and the target are loaded by it
-    from eagle3_jax.mesh import make_mesh, own_replica
-    from eagle3_jax.models import registry
-
-    batch = config.prepare.batch_size
-    opening = chat.user_opening_ids(registry.load_tokenizer(config.target.name))
-    length = len(opening) + source.max_tokens
-    replica = own_replica(make_mesh(config.mesh))
-    target = registry.load_target(config.target, replica.decoding_mesh)
-    engine = Engine.load(target, batch_size=batch, max_length=length)
-    with (
-        log.open("a", encoding="utf-8") as stream,
-        tqdm.tqdm(
-            desc="self-prompting",
-            initial=ended,
-            total=source.count,
-            unit=" prompts",
-            disable=processes.index() > 0,
-        ) as progress,
-    ):
-        tried = sum(map(len, done))
-        while ended < source.count and tried < _TRIES * source.count:
-            size = batch * min(_CHUNK, math.ceil((source.count - ended) / batch))
-            # The opening is the same for all, so each needs a seed of its own.
-            params = [
-                SamplingParams(temperature=source.temperature, max_tokens=source.max_tokens, seed=seed)
-                for seed in _seeds(f"{config.seed}/{log.stem}/{len(done)}", size)
-            ]
-            own = params[replica.index :: replica.count]
-            answers = engine.generate(
-                [opening] * len(own), own, on_output=lambda _, output: progress.update(output.finish_reason == "stop")
-            )
-            said = {"replica": replica.index, "outputs": [(answer.text, answer.finish_reason) for answer in answers]}
-            shares = {part["replica"]: part["outputs"] for part in processes.gather(said)}
-            outputs = [shares[row % replica.count][row // replica.count] for row in range(size)]
-            if processes.index() == 0:
-                manifest.append(stream, outputs)
-            command.stop_point()
-            done.append(outputs)
-            tried += size
-            ended += sum(reason == "stop" for _, reason in outputs)
-    return [(text, reason) for outputs in done for text, reason in outputs]
-
-
-def _seeds(name: str, count: int) -> list[int]:
-    """Distinct-looking 31-bit seeds that depend on nothing but the name."""
-    digests = (hashlib.sha256(f"{name}/{row}".encode()).digest() for row in range(count))
-    return [int.from_bytes(digest[:4], "little") >> 1 for digest in digests]
 
 
 def _remove_logs(folder: pathlib.Path) -> None:

@@ -130,7 +130,7 @@ def regenerate(config: configs.RunConfig) -> None:
         # What is said does not depend on which hidden states are kept later.
         "target": {field: value for field, value in target.identity.items() if field != "aux_layers"},
         "seed": config.seed,
-        "temperature": settings.temperature,
+        "temperature": configs.to_dict(settings)["temperature"],
         "max_tokens": settings.max_tokens,
         "max_length": settings.max_length,
     }
@@ -278,8 +278,10 @@ class Answerer:
 
     def _params(self, name: str, turn: int) -> SamplingParams:
         digest = hashlib.sha256(f"{self.seed}/{name}/{turn}".encode()).digest()
+        temperatures = self.settings.temperatures  # of a prompt: the same in all its turns
+        chosen = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % len(temperatures)
         return SamplingParams(
-            temperature=self.settings.temperature,
+            temperature=temperatures[chosen],
             max_tokens=self.settings.max_tokens,
             seed=int.from_bytes(digest[:4], "big"),
         )

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from eagle3_jax import config as configs
-from eagle3_jax import manifest, prepare
+from eagle3_jax import manifest, prepare, self_prompting
 from eagle3_jax.data import chat
 from eagle3_jax.decoding.sampling import SamplingParams
-from eagle3_jax.models import registry
+from eagle3_jax.models import chat_template, registry
 
 QUESTIONS = [f"What is {a} plus {b}?" for a in range(2, 6) for b in range(10, 15)]
 
@@ -200,7 +200,7 @@ class FakeEngine:
         assert (batch_size, max_length) == (2, 3 + 128)
         return cls()
 
-    def generate(self, rows: list[list[int]], params: list[SamplingParams], on_output: Any) -> list[Any]:
+    def generate(self, rows: list[list[int]], params: list[SamplingParams], on_output: Any = None) -> list[Any]:
         if self.chunks == self.dies_at:
             raise KeyboardInterrupt
         type(self).chunks += 1
@@ -220,7 +220,8 @@ def engine(monkeypatch):
     monkeypatch.setattr("eagle3_jax.decoding.engine.Engine", fake)
     monkeypatch.setattr(registry, "load_target", lambda *_: None)
     monkeypatch.setattr(registry, "load_tokenizer", lambda name: "tokenizer of " + name)
-    monkeypatch.setattr(chat, "user_opening_ids", lambda tokenizer: [1, 2, 3])
+    monkeypatch.setattr(chat, "user_opening_ids", lambda tokenizer, messages, opening: [1, 2, 3])
+    monkeypatch.setattr(self_prompting, "_CHUNK", 4)
     return fake
 
 
@@ -270,3 +271,70 @@ def test_self_prompting_ends_even_if_the_target_does_not(tmp_path, engine):
     prepare.prepare(config)
     assert engine.chunks == 4
     assert results(config)["rejected"] == {"the target did not end its prompt": 16}
+
+
+class Talker:
+    """Stands for the engine: notes what it is asked; a prompt that begins with "Cut", and a third one, never ends."""
+
+    asked: list[str]
+
+    @classmethod
+    def load(cls, target: object, *, batch_size: int, max_length: int) -> "Talker":
+        cls.asked = []
+        return cls()
+
+    def generate(self, rows: list[list[int]], params: list[SamplingParams], on_output: Any = None) -> list[Any]:
+        asked = ["".join(map(chr, row)) for row in rows]
+        self.asked += asked
+        outputs = []
+        for number, (row, one) in enumerate(zip(asked, params, strict=True)):
+            reason = "length" if "Cut" in row or row.count("user:") > 2 else "stop"
+            outputs.append(types.SimpleNamespace(text=f" {len(row)}/{one.seed}", finish_reason=reason))
+            if on_output:
+                on_output(number, outputs[-1])
+        return outputs
+
+
+def test_self_prompting_begins_as_it_is_told_and_goes_on_for_several_turns(tmp_path, monkeypatch):
+    monkeypatch.setattr("eagle3_jax.decoding.engine.Engine", Talker)
+    monkeypatch.setattr(registry, "load_target", lambda *_: None)
+    monkeypatch.setattr(registry, "load_tokenizer", lambda name: None)
+
+    def ids(messages, end):
+        return list(map(ord, "".join(f"{message['role']}:{message['content']};" for message in messages) + end))
+
+    monkeypatch.setattr(chat, "user_opening_ids", lambda _, said, opening="": ids(said, f"user:{opening}"))
+    monkeypatch.setattr(chat_template, "prompt_ids", lambda _, said: ids(said, "assistant:"))
+    source = {"kind": "self", "count": 4, "turns": 3, "openings": ["Write code", "Cut"], "category": "code"}
+    config = run_config(tmp_path, source | {"system": "Be brief."}, batch_size=2, near_duplicate=1.0)
+    prepare.prepare(config)
+    kept = prompts(config)
+    assert results(config)["rejected"] == {"the target did not end its prompt": len(kept)}
+    assert len(kept) == 4 and {prompt["category"] for prompt in kept} == {"code"}
+    for prompt in kept:
+        system, first, second = prompt["messages"]  # the third turn is cut off: the conversation ends with the second
+        assert (system["role"], system["content"]) == ("system", "Be brief.")
+        assert first["role"] == second["role"] == "user"
+        assert first["content"].startswith("Write code 32/")
+        question = f"system:Be brief.;user:{first['content']};"
+        assert question + "assistant:" in Talker.asked
+        assert any(row.startswith(f"{question}assistant: ") and row.endswith(";user:") for row in Talker.asked)
+        assert second["content"].endswith("/" + first["content"].rpartition("/")[2]), "one seed, one conversation"
+
+
+def test_questions_of_benchmarks_stay_out(tmp_path):
+    """Eight words in a row are enough, wherever they stand in a benchmark's record; seven are not."""
+    asked = "What is the sum of all primes below one hundred?"
+    bench = jsonl(tmp_path, {"turns": ["Tell me: what is the SUM of all primes, below ten?"]}, name="bench.jsonl")
+    source = jsonl(tmp_path, *({"prompt": question} for question in [*QUESTIONS, asked, "What is the sum of all the"]))
+    config = run_config(tmp_path, source, benchmarks=[bench["path"]])
+    prepare.prepare(config)
+    assert results(config)["rejected"] == {"eight words in a row of the benchmark bench.jsonl": 1}
+    identity = manifest.read(config.folder("prepare"), "prepare")["identity"]
+    assert identity["inputs"][bench["path"]] == manifest.digest(bench["path"])
+    config = run_config(tmp_path / "b", source, benchmarks=["none.jsonl"])
+    with pytest.raises(ValueError, match=r"prepare.benchmarks: got 'none.jsonl' \(No such file"):
+        prepare.prepare(config)
+    pathlib.Path(bench["path"]).write_text("no JSON")
+    with pytest.raises(ValueError, match=r"prepare.benchmarks: got '.*bench.jsonl' .*expected a JSONL file"):
+        prepare.prepare(run_config(tmp_path / "c", source, benchmarks=[bench["path"]]))

@@ -32,6 +32,7 @@ class FakeEngine(Engine):
         self.tokenizer = None
         self.limit = limit
         self.asked: list[str] = []
+        self.temperatures: dict[str, set[float]] = {}
 
     def generate(self, prompts: Any, params: Any = (), on_output: Any = None) -> list[Output]:
         outputs = {}
@@ -41,6 +42,7 @@ class FakeEngine(Engine):
                 raise KeyboardInterrupt
             self.asked.append(texts[index])
             last = texts[index].splitlines()[-2]
+            self.temperatures.setdefault(texts[index].splitlines()[0], set()).add(params[index].temperature)
             text = "" if "silence" in last else f"answer {params[index].seed}"
             reason = "length" if "ramble" in last else "stop"
             text += "\ufffd" if reason == "length" else ""
@@ -77,8 +79,9 @@ PROMPTS = [
 def prepared(tmp_path, monkeypatch):
     """Makes a run folder with prompts, and a function that runs the verb there with a fake engine."""
 
-    def make(name: str, train=PROMPTS, held_out=PROMPTS[:1], loaded=[], **identity):  # noqa: B006
-        config = configuration.from_dict({"run_dir": str(tmp_path / name), "regenerate": {"max_length": 500}})
+    def make(name: str, train=PROMPTS, held_out=PROMPTS[:1], loaded=[], temperature=0.7, **identity):  # noqa: B006
+        values = {"max_length": 500, "temperature": temperature}
+        config = configuration.from_dict({"run_dir": str(tmp_path / name), "regenerate": values})
         prompts = config.folder("prepare")
         manifest.begin(prompts, {"verb": "prepare"} | identity)
         for split, lines in (("train", train), ("held_out", held_out)):
@@ -114,6 +117,17 @@ def test_the_target_answers_every_turn_in_its_context(prepared):
     assert f"system: Be kind.\nuser: First\nassistant: {first}\nuser: Second\nassistant: " in engine.asked
     assert two["category"] == "chat"
     assert two["truncated"] is False
+
+
+def test_each_prompt_has_one_of_several_temperatures(prepared):
+    given = [0.0, 0.5, 1.0]
+    folder, run = prepared("run", train=[prompt(f"p{i}", f"{i}?", "And?") for i in range(30)], temperature=given)
+    engine = FakeEngine()
+    run(engine)
+    taken = [*engine.temperatures.values()]
+    assert all(len(of_prompt) == 1 for of_prompt in taken)  # in all its turns
+    assert all(sum({one} == of_prompt for of_prompt in taken) >= 5 for one in given)
+    assert manifest.read(folder, "regenerate")["identity"]["temperature"] == given
 
 
 def test_conversations_end_where_the_target_ends_them(prepared):

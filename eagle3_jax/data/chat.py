@@ -6,6 +6,7 @@ with an all-zero mask. Instead the conversation is rendered as text several time
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,16 @@ Messages = list[dict[str, str]]
 _SENTINEL = "qzxsentinelxzq"
 
 
-def user_opening_ids(tokenizer: Any) -> list[int]:
-    """The ids of all that the template puts before the first user's content, a default system prompt included.
+def user_opening_ids(tokenizer: Any, messages: Sequence[dict[str, str]] = (), opening: str = "") -> list[int]:
+    """The ids of all that the template puts before the user's next content, a default system prompt included.
 
     A target that continues from here writes a prompt (EAGLE3_SPEC section 4: self-prompting).
+
+    Args:
+        messages: what was said before. opening: how the content begins.
     """
-    text = render(tokenizer, [{"role": "user", "content": _SENTINEL}], generation_prompt=False)
+    turn = {"role": "user", "content": opening + _SENTINEL}
+    text = render(tokenizer, [*messages, turn], generation_prompt=False)
     start = text.find(_SENTINEL)
     if start < 0:
         raise ValueError("chat template: got no user content in what it renders, expected the content as it is")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import collections
 import hashlib
+import json
+import pathlib
 import re
 import unicodedata
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
 
 import datasketch
 
@@ -111,6 +114,33 @@ class Duplicates:
         return None
 
 
+class Benchmarks:
+    """Questions of benchmarks, to be kept out of training: all texts of their records, in runs of eight words.
+
+    Raises:
+        ValueError: a file that cannot be read, or a line that is no JSON.
+    """
+
+    _WORDS = 8
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._names: dict[bytes, str] = {}
+        for path in map(pathlib.Path, paths):
+            try:
+                for line in path.read_text(encoding="utf-8").splitlines():
+                    for text in _texts(json.loads(line)) if line.strip() else ():
+                        for run in _shingles(text, self._WORDS):
+                            self._names.setdefault(run, path.name)
+            except (OSError, ValueError) as error:
+                raise ValueError(f"prepare.benchmarks: got {str(path)!r} ({error}), expected a JSONL file") from error
+
+    def check(self, messages: Messages) -> str | None:
+        """The reason to leave these messages out, or None."""
+        runs = (run for message in messages for run in _shingles(message["content"], self._WORDS))
+        found = next((self._names[run] for run in runs if run in self._names), None)
+        return None if found is None else f"eight words in a row of the benchmark {found}"
+
+
 def opening_hash(messages: Messages) -> str:
     """sha256 of how a prompt begins (its first words), so that several questions on one passage have the same."""
     words = content(messages).casefold().split()[:_OPENING_WORDS]
@@ -143,6 +173,16 @@ def split(hashes: Sequence[str], held_out: float) -> list[bool]:
 def _unescape(match: re.Match[str]) -> str:
     code_point, white_space, other = match.groups()
     return chr(int(code_point, 16)) if code_point else " " if white_space else other
+
+
+def _texts(record: Any) -> Iterator[str]:
+    """All strings in a JSON value that are more than a name."""
+    if isinstance(record, str):
+        if len(_WORD.findall(record)) > 1:
+            yield record
+    elif isinstance(record, dict | list):
+        for part in record.values() if isinstance(record, dict) else record:
+            yield from _texts(part)
 
 
 def _shingles(text: str, size: int = 3) -> frozenset[bytes]:

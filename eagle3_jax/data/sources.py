@@ -129,20 +129,25 @@ def tfds(name: str, field: str, split: str = "train", category: str = "tfds") ->
         yield _record({"prompt": text}, f"tfds:{name}", number, category)
 
 
-def self_written(outputs: Iterable[tuple[str, str]], min_chars: int = 8) -> Iterator[Prompt | Reject]:
-    """Turns what the target wrote after the opening of a user turn into prompts.
+def self_written(
+    outputs: Iterable[tuple[list[str], str]], category: str = "self", system: str | None = None, min_chars: int = 8
+) -> Iterator[Prompt | Reject]:
+    """Turns what the target wrote after the openings of user turns into prompts.
 
     Args:
-        outputs: (text, finish_reason) per generation. Only "stop" is a whole prompt; "length" was cut off.
-        min_chars: shorter texts are rejected.
+        outputs: (the user's turns, finish_reason of the first). Only "stop" is a whole prompt; "length" was cut off.
+        system: the system prompt that it was given.
+        min_chars: what begins with a shorter turn is rejected.
     """
-    for number, (text, finish_reason) in enumerate(outputs, start=1):
+    head = [] if system is None else [{"role": "system", "content": system}]
+    for number, (turns, finish_reason) in enumerate(outputs, start=1):
         if finish_reason != "stop":
-            yield Reject("self", number, "the target did not end its prompt", filters.excerpt(text))
-        elif len(text.strip()) < min_chars:
-            yield Reject("self", number, f"shorter than {min_chars} characters", filters.excerpt(text))
+            yield Reject("self", number, "the target did not end its prompt", filters.excerpt(turns[0]))
+        elif len(turns[0].strip()) < min_chars:
+            yield Reject("self", number, f"shorter than {min_chars} characters", filters.excerpt(turns[0]))
         else:
-            yield _record({"prompt": text}, "self", number, "self")
+            users = [{"role": "user", "content": turn} for turn in turns]
+            yield _record({"messages": head + users}, "self", number, category)
 
 
 def _lines(stream: Iterable[bytes], source: str, category: str, *, answered: bool = False) -> Iterator[Prompt | Reject]:

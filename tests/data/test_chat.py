@@ -250,6 +250,15 @@ def test_user_opening(name, opening):
     tokenizer = tokenizer_with(TEMPLATES[name][0])
     ids = chat.user_opening_ids(tokenizer)
     assert tokenizer.decode(ids, skip_special_tokens=False) == opening
+    begun = chat.user_opening_ids(tokenizer, opening="Write code")
+    assert tokenizer.decode(begun, skip_special_tokens=False) == opening + "Write code"
+
+
+def test_the_opening_of_a_later_turn():
+    tokenizer = tokenizer_with(CHATML)
+    before = chat_template.render(tokenizer, SINGLE, generation_prompt=False)
+    ids = chat.user_opening_ids(tokenizer, SINGLE)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == before + "<|im_start|>user\n"
 
 
 def test_a_tokenizer_without_a_template_is_refused():

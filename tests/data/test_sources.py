@@ -142,10 +142,10 @@ def test_tfds(tmp_path):
 
 def test_self_written():
     outputs = [
-        ("What is a good name?", "stop"),
-        ("An endless sto", "length"),
-        ("Hm", "stop"),
-        ("a\ud800bcdefgh", "stop"),
+        (["What is a good name?"], "stop"),
+        (["An endless sto"], "length"),
+        (["Hm"], "stop"),
+        (["a\ud800bcdefgh"], "stop"),
     ]
     first, cut, short, broken = sources.self_written(outputs)
     assert isinstance(first, dict) and (first["category"], first["id"]) == ("self", "self:1")
