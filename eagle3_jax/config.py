@@ -310,6 +310,8 @@ class TrainConfig:
     """features -> draft head (EAGLE3_SPEC sections 2 and 9).
 
     Attributes:
+        warm_start: exported head that training begins with, weights and draft vocabulary, as for a new domain. That is
+            another thing than going on after an interruption, which needs no word.
         ttt_steps: steps of the training-time test; step_decay weighs step i by step_decay ** i.
         batch_size: packed rows per step; row_length: tokens per row.
         epochs: passes over the features; max_steps stops earlier when it is not None.
@@ -322,6 +324,7 @@ class TrainConfig:
     """
 
     __pydantic_config__ = _STRICT
+    warm_start: Annotated[str | None, tyro.conf.arg(aliases=("--warm-start",))] = None
     ttt_steps: int = 7
     step_decay: float = 0.8
     batch_size: int = 4

@@ -18,9 +18,10 @@ import numpy as np
 from eagle3_jax import command, manifest, processes
 from eagle3_jax import config as configuration
 from eagle3_jax.config import RunConfig
+from eagle3_jax.data import vocab
 from eagle3_jax.formats import sglang
 from eagle3_jax.formats.sglang_config import served_by
-from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
+from eagle3_jax.models.draft import Draft, DraftHeadConfig
 from eagle3_jax.models.identity import check_same_target
 from eagle3_jax.models.llama import LlamaConfig
 from eagle3_jax.models.registry import Target, load_target
@@ -34,69 +35,51 @@ def run(config: RunConfig, target: Target | None = None) -> None:
         target: an already loaded target; None loads `config.target`, but none of its parameters.
 
     Raises:
-        ManifestError: features are missing or unfinished, checkpoints are missing, either was made with another target,
-            the checkpoints were trained on other features, or the folder holds another export.
+        ManifestError: checkpoints are missing, or were trained for another target, or the folder holds another export.
         CheckpointError: no checkpoint, or of a head of another shape than the config's.
         DraftFormatError: the head cannot be written in this form, or does not come back as it was.
     """
     folder = config.folder("export")
-    trained, step = _newest(config.folder("train"))
-    features = manifest.read(config.folder("extract"), made_by="extract")
-    vocabulary = config.folder("extract") / "vocab.npz"
+    checkpoints = config.folder("train")
+    trained, step = _newest(checkpoints)
+    token_ids = vocab.load(checkpoints)
     target = target or load_target(config.target, only=())
-    for made, by in ((config.folder("extract"), features), (config.folder("train"), trained)):
-        check_same_target(made, by["identity"].get("target"), target.identity)
-    if trained["identity"].get("features") != manifest.fingerprint(features):  # their vocabulary is not the head's
-        raise manifest.ManifestError(
-            f"{config.folder('train')}: trained on other features than {config.folder('extract')} has; train again"
-        )
+    check_same_target(checkpoints, trained["identity"].get("target"), target.identity)
     identity = {
         "verb": "export",
         "export": configuration.to_dict(config.export),
         "training": manifest.fingerprint({"identity": trained["identity"], "files": None, "results": None}),
         "step": step,
-        "vocabulary": features["files"]["vocab.npz"],
+        "vocabulary": manifest.digest(checkpoints / vocab.NAME),
         "target": target.identity,
     }
     with manifest.lock(folder):
         if not processes.agree(folder.exists):
-            _export(config, identity, vocabulary, folder, target.model.config)
+            head = load_head(checkpoints, DraftHeadConfig.for_target(config.draft, target.model.config))
+            draft = Draft(head, jnp.asarray(token_ids))
+            processes.agree(lambda: _write(config, identity, draft, folder, target.model.config))
         elif processes.agree(lambda: (folder / manifest.NAME).exists() and manifest.begin(folder, identity)):
             processes.say(f"{folder}: already finished, nothing to do")
         else:
             raise manifest.ManifestError(f"{folder}: got something else than an export; remove it")
 
 
-def _export(
-    config: RunConfig,
-    identity: dict[str, Any],
-    vocabulary: pathlib.Path,
-    folder: pathlib.Path,
-    target: LlamaConfig,
-) -> None:
-    head = load_head(config.folder("train"), DraftHeadConfig.for_target(config.draft, target))
-    processes.agree(lambda: _write(config, identity, head, vocabulary, folder, target))
-
-
 def _write(
     config: RunConfig,
     identity: dict[str, Any],
-    head: DraftHead,
-    vocabulary: pathlib.Path,
+    draft: Draft,
     folder: pathlib.Path,
     target: LlamaConfig,
 ) -> None:
-    with np.load(vocabulary) as arrays:
-        draft = Draft(head, jnp.asarray(arrays["token_ids"]))
     with manifest.atomic(folder) as partial:
         sglang.write_draft(partial, draft, target=target, dtype=config.export.dtype)
         _verify(partial, draft, target, config.export.dtype)
         manifest.begin(partial, identity)
-        parameters = sum(leaf.size for leaf in jax.tree.leaves(head))
+        parameters = sum(leaf.size for leaf in jax.tree.leaves(draft.head))
         manifest.finish(partial, files=(sglang.CONFIG, sglang.WEIGHTS), parameters=parameters)
     size = (folder / sglang.WEIGHTS).stat().st_size / 2**20
     print(f"{folder}: {parameters / 1e6:.1f} M parameters, {size:.0f} MiB, read back bit by bit", file=sys.stderr)
-    print(f"{folder}: {served_by(head.config, target)}", file=sys.stderr)
+    print(f"{folder}: {served_by(draft.head.config, target)}", file=sys.stderr)
 
 
 def _newest(folder: pathlib.Path) -> tuple[dict[str, Any], int]:
@@ -113,7 +96,9 @@ def _newest(folder: pathlib.Path) -> tuple[dict[str, Any], int]:
         step = checkpoints.latest
     if step is None:
         raise CheckpointError(f"{folder}: no checkpoint yet, expected the output of `python -m eagle3_jax.train`")
-    if not trained["finished"]:
+    if trained["finished"]:
+        manifest.read(folder, made_by="train")  # compares digests
+    else:
         processes.say(f"{folder}: the training has not finished, exporting its step {step}")
     return trained, step
 

@@ -109,13 +109,12 @@ def _finish(
     if not results["train"]["records"]:
         raise ValueError(f"{conversations}: none of the conversations could be used, see {folder / 'train' / REJECTS}")
     token_ids = vocab.choose_draft_vocabulary(counts, config.draft.vocab_size)
-    with manifest.atomic(folder / "vocab.npz") as temporary, open(temporary, "wb") as stream:
-        np.savez(stream, token_ids=token_ids)
+    vocab.save(folder, token_ids)
     sidecars = [
         str(path.relative_to(folder)) for split in configs.SPLITS for path in sorted((folder / split).glob("*.json"))
     ]
     manifest.finish(
-        folder, files=["vocab.npz", *sidecars], draft_vocabulary_coverage=vocab.coverage(counts, token_ids), **results
+        folder, files=[vocab.NAME, *sidecars], draft_vocabulary_coverage=vocab.coverage(counts, token_ids), **results
     )
 
 

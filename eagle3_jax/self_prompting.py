@@ -61,8 +61,13 @@ def write(config: configs.RunConfig, source: configs.SelfSource, log: pathlib.Pa
             total=source.count,
             unit=" prompts",
             disable=processes.index() > 0,
-        ) as progress,
+        ) as bar,
     ):
+
+        def progress(ended: bool) -> None:
+            command.stop_point()
+            bar.update(ended)
+
         tried = sum(map(len, done))
         while ended < source.count and tried < _TRIES * source.count:
             size = batch * min(_CHUNK, math.ceil((source.count - ended) / batch))
@@ -73,7 +78,7 @@ def write(config: configs.RunConfig, source: configs.SelfSource, log: pathlib.Pa
             ]
             begun = [openings[(tried + row) % len(openings)] for row in range(size)]
             own = slice(replica.index, None, replica.count)
-            outputs = _converse(engine, tokenizer, source, begun[own], params[own], length, progress.update)
+            outputs = _converse(engine, tokenizer, source, begun[own], params[own], length, progress)
             shares = {
                 part["replica"]: part["outputs"]
                 for part in processes.gather({"replica": replica.index, "outputs": outputs})
@@ -81,7 +86,6 @@ def write(config: configs.RunConfig, source: configs.SelfSource, log: pathlib.Pa
             outputs = [shares[row % replica.count][row // replica.count] for row in range(size)]
             if processes.index() == 0:
                 manifest.append(stream, outputs)
-            command.stop_point()
             done.append(outputs)
             tried += size
             ended += sum(reason == "stop" for _, reason in outputs)
@@ -95,7 +99,7 @@ def _converse(
     openings: Sequence[str],
     params: Sequence[Any],
     length: int,
-    progress: Callable[[int], Any],
+    progress: Callable[[bool], None],
 ) -> list[Written]:
     """One conversation for each opening, all turns of a kind together; it ends early with a turn that is cut off."""
     talks = [_system(source) for _ in openings]

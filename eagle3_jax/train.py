@@ -6,27 +6,32 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
 from eagle3_jax import command, manifest, processes
 from eagle3_jax import config as configs
+from eagle3_jax.data import vocab
 from eagle3_jax.data.features import FeatureSource
 from eagle3_jax.data.loader import PackedRows, Row, batches
+from eagle3_jax.formats import sglang
 from eagle3_jax.mesh import batch_sharding, make_mesh, own_rows, put, put_rows, replicated, shardings
-from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
+from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
 from eagle3_jax.models.identity import check_same_target
 from eagle3_jax.models.registry import Target, load_target
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Batch, Teacher
 from eagle3_jax.training.checkpoint import Checkpoints
 from eagle3_jax.training.metrics import MetricWriter, NotFinite, summarise
 from eagle3_jax.training.optimizer import learning_rate, make_optimizer
-from eagle3_jax.training.state import init_state, make_eval_step, make_train_step
+from eagle3_jax.training.state import init_head, init_state, make_eval_step, make_train_step
 
 # These say how a run is watched, not what comes out of it; they may change when it is resumed.
 _WATCHING = ("log_every", "eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints", "remat")
@@ -67,6 +72,8 @@ def train(config: configs.RunConfig, target: Target | None = None) -> dict[str, 
         "train": {name: value for name, value in configs.to_dict(run).items() if name not in _WATCHING},
         "seed": config.seed,
     }
+    if run.warm_start is not None:
+        identity["warm_start"] = sglang.file_digests(run.warm_start)
     with manifest.claim(folder, identity) as finished:
         if finished:
             processes.say(f"train: {folder} is finished already")
@@ -78,12 +85,13 @@ def _train(
     config: configs.RunConfig, target: Target, head_config: DraftHeadConfig, mesh: jax.sharding.Mesh
 ) -> dict[str, Any]:
     run, features, folder = config.train, config.folder("extract"), config.folder("train")
-    with np.load(features / "vocab.npz", allow_pickle=False) as arrays:
-        token_ids = arrays["token_ids"]
+    warm = None if run.warm_start is None else _warm_start(run.warm_start, target, head_config)
+    token_ids = vocab.load(features) if warm is None else np.asarray(warm.token_ids)
     if len(token_ids) != head_config.draft_vocab_size:
         raise ValueError(
             f"draft.vocab_size: got {head_config.draft_vocab_size}, expected {len(token_ids)}, as the features have it"
         )
+    processes.agree(lambda: vocab.save(folder, token_ids))
 
     # ---------------------------------------------------------------------------------------------------------- data
     rows = PackedRows(
@@ -108,8 +116,12 @@ def _train(
     placement = shardings(jax.eval_shape(Teacher.of, *draw_teacher), mesh, TEACHER_SHARDING_RULES)
     teacher = jax.jit(Teacher.of, out_shardings=placement)(*draw_teacher)
     optimizer = make_optimizer(run, total)
-    state = init_state(head_config, config.seed, teacher.rows, optimizer, mesh)
-    del target, model, draw_teacher
+    if warm is None:
+        state = init_state(functools.partial(init_head, head_config, config.seed), teacher.rows, optimizer, mesh)
+    else:
+        everywhere = jax.tree.map(lambda x: put(np.asarray(x), replicated(mesh)), warm.head)
+        state = init_state(lambda head: head, everywhere, optimizer, mesh)
+    del target, model, draw_teacher, warm
     train_step, eval_step = make_train_step(run, optimizer, mesh), make_eval_step(run, mesh)
     schedule = learning_rate(run, total)
 
@@ -187,7 +199,19 @@ def _train(
         "train": summary,
         "held_out": evaluation,
     }
-    return processes.agree(lambda: manifest.finish(folder, **results) or results)
+    return processes.agree(lambda: manifest.finish(folder, files=[vocab.NAME], **results) or results)
+
+
+def _warm_start(folder: str, target: Target, config: DraftHeadConfig) -> Draft:
+    """The head to begin with. Raises ValueError: another target's, or another shape than the config's."""
+    draft = sglang.load_draft(folder, target=target, dtype=jnp.float32)
+    got, expected = dataclasses.asdict(draft.head.config), dataclasses.asdict(config)
+    problems = [
+        f"{name}: got {got[name]!r}, expected {expected[name]!r}" for name in got if got[name] != expected[name]
+    ]
+    if problems:
+        raise ValueError(f"train.warm_start {folder}: a head of another shape:\n  " + "\n  ".join(problems))
+    return draft
 
 
 def _held_out_rows(config: configs.RunConfig) -> PackedRows | None:

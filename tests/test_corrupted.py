@@ -154,6 +154,7 @@ FILES: dict[str, tuple[Callable[[RunConfig], Any], str]] = {
     "run/features/train/00001-of-*.array_record": (read_records, "00001-of-"),
     "run/features/held_out/00000-of-*.json": (read_records, "00000-of-"),
     "run/checkpoints/manifest.json": (again(export.run), "checkpoints"),
+    "run/checkpoints/vocab.npz": (again(export.run), "vocab.npz"),
     "run/export/manifest.json": (read_export, "export"),
     "run/export/config.json": (read_export, "config.json"),
     "run/export/model.safetensors": (read_export, "model.safetensors"),

@@ -14,6 +14,7 @@ from flax import nnx
 from eagle3_jax import config as configuration
 from eagle3_jax import export, manifest
 from eagle3_jax.config import RunConfig
+from eagle3_jax.data import vocab
 from eagle3_jax.formats.sglang import load_draft
 from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
 from eagle3_jax.models.llama import Llama
@@ -48,11 +49,8 @@ def config(tmp_path: pathlib.Path) -> RunConfig:
     """A run that was trained for 3 steps and is not finished."""
     values = {"run_dir": str(tmp_path / "run"), "draft": {"vocab_size": 4}, "export": {"dtype": "float32"}}
     config = configuration.from_dict(values)
-    manifest.begin(config.folder("extract"), {"target": IDENTITY})
-    np.savez(config.folder("extract") / "vocab.npz", token_ids=IDS)
-    manifest.finish(config.folder("extract"), files=("vocab.npz",))
-    features = manifest.fingerprint(manifest.read(config.folder("extract"), made_by="extract"))
-    manifest.begin(config.folder("train"), {"verb": "train", "target": IDENTITY, "features": features})
+    manifest.begin(config.folder("train"), {"verb": "train", "target": IDENTITY})
+    vocab.save(config.folder("train"), IDS)
     save_checkpoint(config, 3)
     return config
 
@@ -93,12 +91,16 @@ def test_a_second_run_does_nothing_and_a_later_step_is_not_mixed_in(
         export.run(config, target)
 
 
-def test_features_that_were_made_anew_are_not_mixed_in(config: RunConfig, target: Target) -> None:
-    """Their draft vocabulary is as long as the head's, and another one."""
-    features = config.folder("extract")
-    np.savez(features / "vocab.npz", token_ids=IDS + 1)
-    manifest.finish(features, files=("vocab.npz",))
-    with pytest.raises(manifest.ManifestError, match="trained on other features than .*features has"):
+def test_another_vocabulary_is_not_mixed_in(config: RunConfig, target: Target) -> None:
+    """It is as long as the head's: nothing else would tell."""
+    folder = config.folder("train")
+    manifest.finish(folder, files=("vocab.npz",))
+    vocab.save(folder, IDS + 1)
+    with pytest.raises(manifest.ManifestError, match=r"vocab.npz"):
+        export.run(config, target)
+    (folder / "vocab.npz").write_bytes(b"PK")
+    manifest.finish(folder)
+    with pytest.raises(ValueError, match=r"vocab.npz: damaged or unreadable"):
         export.run(config, target)
     assert not config.folder("export").exists()
 

@@ -69,19 +69,10 @@ def forge(config: configs.RunConfig) -> Run:
     return Run(config, target, pathlib.Path("prompts.jsonl"))
 
 
-def record_features(config: configs.RunConfig) -> None:
-    """The training says that it read the features that are there."""
-    path = config.folder("train") / manifest.NAME
-    trained = manifest.load(path)
-    trained["identity"]["features"] = manifest.fingerprint(manifest.read(config.folder("extract"), "extract"))
-    manifest.write_sealed(path, trained)
-
-
 # What was made -> what uses it, and the work that must not begin.
 USERS: dict[str, tuple[Callable[[Run, Target], object], str]] = {
     "regenerate -> extract": (lambda run, target: extract.extract(run.config, target), "manifest.lock"),
     "extract -> train": (lambda run, target: train.train(run.config, target), "manifest.lock"),
-    "extract -> export": (lambda run, target: export.run(run.config, target), "manifest.lock"),
     "train -> export": (lambda run, target: export.run(run.config, target), "manifest.lock"),
     "export -> evaluate": (
         lambda run, target: evaluate.run(run.config, run.prompts, "report.json", target),
@@ -114,7 +105,6 @@ def use(run: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         found = manifest.read(path.parent, name.split()[0])
         found["identity"]["target"] |= recorded
         manifest.write_sealed(path, found)
-        record_features(run.config)
         try:
             function(run, run.target)
         finally:

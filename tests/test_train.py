@@ -4,15 +4,18 @@ import json
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 import tiny
+from flax import nnx
 
 from eagle3_jax import command, manifest, train
 from eagle3_jax import config as configs
-from eagle3_jax.data import features
-from eagle3_jax.models.draft import DraftHeadConfig
+from eagle3_jax.data import features, vocab
+from eagle3_jax.formats import sglang
+from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
 from eagle3_jax.models.registry import Target
 from eagle3_jax.training.checkpoint import CheckpointError, Checkpoints, load_head
 
@@ -236,6 +239,34 @@ def test_sizes_that_do_not_fit_are_refused_by_name(tmp_path, target):
     larger = configs.from_dict(configs.to_dict(config) | {"draft": {"vocab_size": 50}})
     with pytest.raises(ValueError, match=r"draft.vocab_size: got 50, expected 40"):
         train.train(larger, target)
+
+
+def test_a_warm_start_begins_with_the_head_and_its_vocabulary(tmp_path):
+    target = tiny.make_target(tiny.llama_config(vocab_size=VOCAB, num_hidden_layers=8, aux_layers=(2, 4, 5)))
+    head_config = DraftHeadConfig.for_target(configs.DraftConfig(vocab_size=DRAFT_VOCAB), target.model.config)
+    head = DraftHead(head_config, rngs=nnx.Rngs(7))
+    token_ids = np.arange(20, 20 + DRAFT_VOCAB, dtype=np.int32)  # not the features'
+    draft = Draft(head, jnp.asarray(token_ids))
+    sglang.save_draft(tmp_path / "head", draft, target=target.model.config, dtype="float32")
+    still = {"max_steps": 1, "learning_rate": 1e-12, "warm_start": str(tmp_path / "head")}
+    config = prepared(tmp_path / "run", target, **still)
+    train.train(config, target)
+    for one, other in zip(jax.tree.leaves(head), leaves(config, target), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-9)
+    np.testing.assert_array_equal(vocab.load(config.folder("train")), token_ids)
+    begun_with = manifest.load(config.folder("train") / manifest.NAME)["identity"]["warm_start"]
+    assert begun_with.keys() == {"config.json", "model.safetensors"}
+    other = prepared(tmp_path / "other", target, **still)
+    other = configs.from_dict(configs.to_dict(other) | {"draft": {"vocab_size": DRAFT_VOCAB, "norm_output": True}})
+    with pytest.raises(ValueError, match=r"train.warm_start .*another shape:\n  norm_output: got False, expected True"):
+        train.train(other, target)
+
+
+def test_a_warm_start_can_be_asked_for_on_the_command_line(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("run_dir: run\n")
+    for flag in ("--warm-start", "--train.warm-start"):
+        assert configs.load(path, [flag, "heads/mine"]).train.warm_start == "heads/mine"
 
 
 def test_no_checkpoint_is_an_error_with_the_verb_in_it(tmp_path, target):

@@ -52,7 +52,7 @@ from eagle3_jax.train import IN_FLIGHT
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Batch, Teacher
 from eagle3_jax.training.optimizer import make_optimizer
 from eagle3_jax.training.state import STATE_SHARDING_RULES as TRAIN_SHARDING_RULES
-from eagle3_jax.training.state import init_state, make_train_step
+from eagle3_jax.training.state import init_head, init_state, make_train_step
 
 GIB = 2**30
 
@@ -228,7 +228,8 @@ def train(config: configs.RunConfig, shape: LlamaConfig, devices: list[Any]) -> 
     drawn = jax.eval_shape(lambda model, ids: Teacher.of(model.embed[...], model.output_rows, ids), target, ids)
     teacher = placed(drawn, mesh, TEACHER_SHARDING_RULES)
     optimizer = make_optimizer(run, 1)
-    state = jax.eval_shape(lambda rows: init_state(head_config, config.seed, rows, optimizer, mesh), teacher.rows)
+    new_head = functools.partial(init_head, head_config, config.seed)
+    state = jax.eval_shape(lambda rows: init_state(new_head, rows, optimizer, mesh), teacher.rows)
     state = placed(state, mesh, TRAIN_SHARDING_RULES)
 
     def rows(*width: int) -> jax.ShapeDtypeStruct:

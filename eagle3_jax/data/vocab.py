@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import pathlib
+import zipfile
+
 import numpy as np
 from jaxtyping import Int32, Int64, Integer, UInt8
+
+from eagle3_jax import manifest
+
+NAME = "vocab.npz"
 
 
 def count_tokens(
@@ -27,6 +34,21 @@ def choose_draft_vocabulary(counts: Integer[np.ndarray, " v"], size: int) -> Int
     # A stable sort keeps equal counts in order of id; the unused have count 0 and so come last, lowest first.
     most_frequent = np.argsort(-counts.astype(np.int64), kind="stable")[:size]
     return np.sort(most_frequent).astype(np.int32)
+
+
+def save(folder: pathlib.Path, token_ids: Int32[np.ndarray, " size"]) -> None:
+    """Writes the vocabulary into a folder, atomically."""
+    with manifest.atomic(folder / NAME) as temporary, open(temporary, "wb") as stream:
+        np.savez(stream, token_ids=token_ids)
+
+
+def load(folder: pathlib.Path) -> Int32[np.ndarray, " size"]:
+    """What `save` wrote. Raises ValueError: damaged; FileNotFoundError."""
+    try:
+        with np.load(folder / NAME, allow_pickle=False) as arrays:
+            return arrays["token_ids"]
+    except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{folder / NAME}: damaged or unreadable ({error})") from error
 
 
 def coverage(counts: Integer[np.ndarray, " v"], token_ids: Int32[np.ndarray, " size"]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -61,20 +62,16 @@ def init_head(config: DraftHeadConfig, seed: int, rows: Float[Array, "dv h"]) ->
 
 
 def init_state(
-    config: DraftHeadConfig,
-    seed: int,
-    rows: Float[Array, "dv h"],
-    optimizer: optax.GradientTransformation,
-    mesh: Mesh,
+    make_head: Callable[[Any], DraftHead], arrays: Any, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> TrainState:
-    """A new state, made where it is to lie (see `init_head`)."""
+    """A new state of the head that `make_head` makes of arrays, made where it is to lie."""
 
-    def build(rows: Array) -> TrainState:
-        head: Any = init_head(config, seed, rows)
+    def build(arrays: Any) -> TrainState:
+        head: Any = make_head(arrays)
         return TrainState(jnp.zeros((), jnp.int32), head, optimizer.init(head))
 
-    where = shardings(jax.eval_shape(build, rows), mesh, STATE_SHARDING_RULES)
-    return jax.jit(build, out_shardings=where)(rows)
+    where = shardings(jax.eval_shape(build, arrays), mesh, STATE_SHARDING_RULES)
+    return jax.jit(build, out_shardings=where)(arrays)
 
 
 def make_train_step(config: TrainConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> jax.stages.Wrapped:

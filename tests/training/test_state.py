@@ -1,5 +1,6 @@
 """Training steps: on a mesh as on one device, frozen parts, optimizer, and ahead-of-time compilation for a TPU."""
 
+import functools
 import subprocess
 import sys
 
@@ -32,7 +33,7 @@ def run(head_config, teacher, make_batch):
             placed = jax.device_put(teacher, shardings(teacher, mesh, TEACHER_SHARDING_RULES))
             on_mesh = jax.device_put(batch, batch_sharding(mesh))
             optimizer = make_optimizer(CONFIG, 10)
-            state = init_state(head_config, 0, placed.rows, optimizer, mesh)
+            state = init_state(functools.partial(init_head, head_config, 0), placed.rows, optimizer, mesh)
             step = make_train_step(CONFIG, optimizer, mesh)
             for _ in range(2):
                 state, sums = step(state, placed, on_mesh)
@@ -66,7 +67,7 @@ def test_the_state_stays_where_it_lies(run):
 def test_a_step_has_no_fusion_that_cpus_compute_wrongly(head_config, teacher, make_batch):
     optimizer = make_optimizer(CONFIG, 10)
     mesh = make_mesh(MeshConfig(data=1, model=1))
-    state = init_state(head_config, 0, teacher.rows, optimizer, mesh)
+    state = init_state(functools.partial(init_head, head_config, 0), teacher.rows, optimizer, mesh)
     batch = make_batch([[6, 9], [16], [4, 4, 4], [12]], 16)
     text = make_train_step(CONFIG, optimizer, mesh).lower(state, teacher, batch).compile().as_text()
     assert text is not None and "__ynn_fusion" in text
@@ -121,7 +122,7 @@ def test_weights_and_moments_are_float32_whatever_the_target_is(head_config, tea
     config = TrainConfig(ttt_steps=2, loss_block=16, learning_rate=3e-5, warmup_ratio=0.0)
     optimizer, mesh = make_optimizer(config, 10**6), make_mesh(MeshConfig(data=1, model=1))
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if jnp.issubdtype(x.dtype, jnp.floating) else x, teacher)
-    state = init_state(head_config, 0, half.rows, optimizer, mesh)
+    state = init_state(functools.partial(init_head, head_config, 0), half.rows, optimizer, mesh)
     moments = [optax.tree.get(state.opt_state, name) for name in ("mu", "nu")]
     assert {x.dtype for x in jax.tree.leaves((state.head, moments))} == {jnp.dtype(jnp.float32)}
     before = jax.device_get(state.head)
