@@ -22,6 +22,8 @@ from packaging.utils import canonicalize_name
 
 from eagle3_jax import mesh
 
+pytestmark = pytest.mark.any_jax
+
 ROOT = pathlib.Path(__file__).parent.parent
 
 
@@ -302,7 +304,6 @@ def test_a_nearly_full_disk_is_seen_before_the_download(machine):
     assert machine.pip_calls() == []
 
 
-@pytest.mark.any_jax
 @pytest.mark.slow
 def test_without_network_a_real_python_gives_the_same_sentence(machine):
     offline = {"PYTHON": sys.executable, "PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1"}
@@ -312,7 +313,6 @@ def test_without_network_a_real_python_gives_the_same_sentence(machine):
     assert "Traceback" not in result.stdout + result.stderr
 
 
-@pytest.mark.any_jax
 @pytest.mark.slow
 def test_a_package_with_another_hash_is_refused_by_a_real_pip(machine, tmp_path):
     wheel = tmp_path / "tiny_package-1.0-py3-none-any.whl"

@@ -13,6 +13,8 @@ from eagle3_jax.config import FOLDERS, RunConfig
 from eagle3_jax.decoding.measure import Tally, total
 from eagle3_jax.manifest import begin, finish
 
+pytestmark = pytest.mark.any_jax
+
 CATEGORIES = ("chat", "code", "long_context", "math", "multilingual")
 TREES = {
     "chain": {"num_steps": 4, "topk": 1, "num_draft_tokens": 5},
@@ -81,7 +83,6 @@ def test_what_a_killed_run_left_half_written_is_removed(config: RunConfig, tmp_p
     assert not left_behind.exists()
 
 
-@pytest.mark.any_jax
 @pytest.mark.slow
 def test_of_several_processes_one_reports_and_the_others_wait(config: RunConfig, tmp_path: pathlib.Path) -> None:
     path = tmp_path / "run.yaml"

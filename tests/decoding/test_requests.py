@@ -26,6 +26,8 @@ from eagle3_jax.models.draft import Draft, DraftHeadConfig
 from eagle3_jax.models.registry import load_target
 from eagle3_jax.training.state import init_head
 
+pytestmark = pytest.mark.any_jax
+
 TREE = DraftTree(num_steps=3, topk=3, num_draft_tokens=10)
 
 
@@ -184,7 +186,6 @@ def test_a_prefix_is_read_once_and_changes_nothing(toy):
         assert accepted == fresh  # the draft's part of the prefix is right too
 
 
-@pytest.mark.any_jax
 @pytest.mark.slow
 @pytest.mark.parametrize("page_size", [16, pytest.param(64, marks=pytest.mark.long), 256])
 def test_page_sizes_change_nothing(toy, page_size):
@@ -198,7 +199,6 @@ def test_page_sizes_change_nothing(toy, page_size):
     assert [answer.token_ids for answer in got] == [answer.token_ids for answer in expected]
 
 
-@pytest.mark.any_jax
 @pytest.mark.slow
 def test_requests_wait_where_pages_are_short_and_nothing_is_thrown_out(toy):
     """Room for one request of full length: places are free, pages are not."""
@@ -212,7 +212,6 @@ def test_requests_wait_where_pages_are_short_and_nothing_is_thrown_out(toy):
         make(toy, page_size=16, kv_tokens=128)
 
 
-@pytest.mark.any_jax
 @pytest.mark.slow
 def test_long_prompts_are_read_in_stretches_between_the_others_rounds(toy, monkeypatch):
     """A long prompt does not stop the others, and its answer is the one it has alone."""

@@ -16,6 +16,8 @@ from eagle3_jax.decoding.costs import Costs
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.sampling import SamplingParams
 
+pytestmark = pytest.mark.any_jax
+
 SIZES: dict[str, Any] = {"batch_size": 2, "max_length": 256, "page_size": 16}
 FEW = (tiers.VANILLA, tiers.CHAIN)
 ORDER = [tiers.VANILLA, tiers.CHAIN, tiers.LOOKUP, tiers.CHAIN, tiers.VANILLA, tiers.LOOKUP]
@@ -128,7 +130,6 @@ def test_there_are_at_most_24_programs():
     assert 6 + 2 + 2 * len(tiers.WITH_HEAD) <= 24
 
 
-@pytest.mark.any_jax
 @pytest.mark.slow
 def test_warm_up_measures_once_a_machine_and_compiles_everything(toy, vanilla, tmp_path, monkeypatch):
     monkeypatch.setattr(tiers, "WITH_HEAD", FEW)
