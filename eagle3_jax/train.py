@@ -72,20 +72,25 @@ def train(config: configs.RunConfig, target: Target | None = None) -> dict[str, 
         "train": {name: value for name, value in configs.to_dict(run).items() if name not in _WATCHING},
         "seed": config.seed,
     }
+    warm = None
     if run.warm_start is not None:
+        warm = _warm_start(run.warm_start, target, head_config)
         identity["warm_start"] = sglang.file_digests(run.warm_start)
     with manifest.claim(folder, identity) as finished:
         if finished:
             processes.say(f"train: {folder} is finished already")
             return manifest.read(folder, made_by="train")["results"]
-        return _train(config, target, head_config, mesh)
+        return _train(config, target, head_config, mesh, warm)
 
 
 def _train(
-    config: configs.RunConfig, target: Target, head_config: DraftHeadConfig, mesh: jax.sharding.Mesh
+    config: configs.RunConfig,
+    target: Target,
+    head_config: DraftHeadConfig,
+    mesh: jax.sharding.Mesh,
+    warm: Draft | None,
 ) -> dict[str, Any]:
     run, features, folder = config.train, config.folder("extract"), config.folder("train")
-    warm = None if run.warm_start is None else _warm_start(run.warm_start, target, head_config)
     token_ids = vocab.load(features) if warm is None else np.asarray(warm.token_ids)
     if len(token_ids) != head_config.draft_vocab_size:
         raise ValueError(

@@ -100,7 +100,6 @@ def test_every_way_answers_alike_and_is_recorded_as_sglang_does(config, target, 
         benchmark.run(other, prompts)
 
 
-@pytest.mark.any_jax
 @pytest.mark.slow
 def test_acceptance_can_be_simulated(config, target, prompts, tmp_path):
     """A head that knows nothing, all of whose drafts are taken: times without training one."""

@@ -119,7 +119,7 @@ assert "model" in left.cache.keys[0].spec
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_decoding_takes_little_beside_weights_and_caches(tmp_path):
     """No weights in another layout, nothing kept of each layer: Llama-3.1-8B with 8 of its layers."""
     values = json.loads((TARGETS / "llama31_8b/config.json").read_text()) | {"num_hidden_layers": 8}

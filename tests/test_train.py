@@ -260,6 +260,11 @@ def test_a_warm_start_begins_with_the_head_and_its_vocabulary(tmp_path):
     other = configs.from_dict(configs.to_dict(other) | {"draft": {"vocab_size": DRAFT_VOCAB, "norm_output": True}})
     with pytest.raises(ValueError, match=r"train.warm_start .*another shape:\n  norm_output: got False, expected True"):
         train.train(other, target)
+    missing = prepared(tmp_path / "missing", target, **still | {"warm_start": str(tmp_path / "none")})
+    with pytest.raises(sglang.DraftFormatError, match="none"):
+        train.train(missing, target)
+    for refused in (other, missing):
+        assert not refused.folder("train").exists(), "refused before the folder is claimed: a corrected run may use it"
 
 
 def test_a_warm_start_can_be_asked_for_on_the_command_line(tmp_path):

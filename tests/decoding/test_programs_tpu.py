@@ -98,7 +98,7 @@ def shapes(mesh: Mesh, tree: Any, length: int) -> tuple[Any, Any, Any, Any]:
         pytest.param("decode", TREE, True, "v6e:1x1", marks=pytest.mark.long),
         pytest.param("decode", CHAIN, True, "v5e:2x2", marks=pytest.mark.slow),
         pytest.param("prefill", CHAIN, False, "v5e:2x2", marks=pytest.mark.slow),
-        pytest.param("decode", TREE, False, "v5e:1x1", marks=pytest.mark.long),
+        pytest.param("decode", TREE, False, "v5e:1x1", marks=pytest.mark.slow),
         pytest.param("decode", TARGET_ONLY, False, "v5p:1x1x1", marks=pytest.mark.long),
         pytest.param("decode", CHAIN, False, "tpu7x:1x1x1", marks=pytest.mark.long),
         pytest.param("decode", LOOKUP, True, "v5e:1x1", marks=pytest.mark.slow),

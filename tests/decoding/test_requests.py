@@ -26,8 +26,6 @@ from eagle3_jax.models.draft import Draft, DraftHeadConfig
 from eagle3_jax.models.registry import load_target
 from eagle3_jax.training.state import init_head
 
-pytestmark = pytest.mark.any_jax
-
 TREE = DraftTree(num_steps=3, topk=3, num_draft_tokens=10)
 
 
