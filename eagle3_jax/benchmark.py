@@ -1,8 +1,9 @@
 """`python -m eagle3_jax.benchmark decode`: which draft size is fastest at which batch size, here.
 
 For each batch size vanilla decoding, every draft size and the engine's own choice ("auto") answer the same prompts in
-turns, within one engine. Writes to `<run_dir>/benchmark`: `decode.jsonl`, a record for each batch and draft size in the
-format of SGLang's bench_speculative.py; `decode.json`, all that was measured; `decode.png`.
+turns, in an order drawn anew for each turn, within one engine. Writes to `<run_dir>/benchmark`: `decode.jsonl`, a
+record for each batch and draft size in the format of SGLang's bench_speculative.py; `decode.json`, all that was
+measured; `decode.png`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import random
 import statistics
 import sys
 import time
@@ -156,7 +158,7 @@ def measure_batch(
     answers: dict[str, Answers] = {}
     with tqdm(total=settings.turns * len(ways), desc=f"batch {batch}", disable=processes.index() > 0) as bar:
         for turn in range(-1, settings.turns):
-            for name in list(ways)[:: -1 if turn % 2 else 1]:
+            for name in random.Random(turn).sample(list(ways), len(ways)):  # none is always behind the same other
                 command.stop_point()
                 found, taken = ways[name]()
                 if turn < 0:  # wakes threads, allocators and caches; and "auto" has learned
@@ -178,8 +180,10 @@ def measure_batch(
             "identical": None if same is None else sum(a == b for a, b in zip(found.texts, same, strict=True)),
             "tiers": found.tiers,
         }
-    for record in records.values():
-        record["speedup"] = record["tokens_per_second"] / records[VANILLA]["tokens_per_second"]
+    vanilla = records[VANILLA]
+    for record in records.values():  # turn by turn: a machine that slows down slows all ways of a turn
+        ratios = [ours / theirs for ours, theirs in zip(vanilla["seconds"], record["seconds"], strict=True)]
+        record["speedup"] = statistics.median(ratios) * record["completion_tokens"] / vanilla["completion_tokens"]
     for tier in tiers:
         cost = engine.profile(tier)
         records[tier.name] |= _size(tier) | {
@@ -289,9 +293,9 @@ def table(report: dict[str, Any]) -> str:
             )
         lines += [*command.aligned(rows), ""]
         fixed = [way for way in batch["ways"] if "steps" in way]
-        fastest = max(fixed, key=lambda way: way["tokens_per_second"])
+        fastest = max(fixed, key=lambda way: way["speedup"])
         (auto,) = [way for way in batch["ways"] if way["name"] == AUTO]
-        share = auto["tokens_per_second"] / fastest["tokens_per_second"]
+        share = auto["speedup"] / fastest["speedup"]
         taken = ", ".join(f"{tier} {count}" for tier, count in auto["tiers"].items())
         size = batch["batch_size"]
         best.append(f"batch {size}: {fastest['name']}; auto has {share:.2f} of it, in dispatches: {taken}")

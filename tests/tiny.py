@@ -243,10 +243,13 @@ def write_run(folder: pathlib.Path, prompts: int = 64, **sections: Mapping[str, 
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Of a process that a test starts: JAX on CPUs, no hub, and this package from whatever folder."""
+    """Of a process that a test starts: JAX on CPUs, no hub, and this package from whatever folder.
+
+    XLA's flags are a user's: a verb runs what it compiles for longer than it compiles.
+    """
     paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
     common = {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    return os.environ | common | more
+    return {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | common | more
 
 
 def run_verb(

@@ -480,8 +480,13 @@ class Engine:
     def _launch(self) -> None:
         """Gives the device its next work: stretches of prompts, then rounds of those whose prompt is read."""
         room = max(programs.CHUNKS)  # tokens between two dispatches of rounds
-        while room > 0 and (unread := [r for r in self._places if r is not None and r.read < len(r.ids)]):
-            room -= self._read_prompts(sorted(unread, key=lambda request: request.number))
+        while unread := [r for r in self._places if r is not None and r.read < len(r.ids)]:
+            unread.sort(key=lambda request: request.number)
+            count, length = self._runner.sizes.chunk_for([len(request.ids) - request.read for request in unread])
+            room -= count * length
+            if room < 0:
+                break
+            self._read_prompts(unread[:count], count, length)
         running = {
             place: request
             for place, request in enumerate(self._places)
@@ -511,12 +516,9 @@ class Engine:
             request.behind = self.draft is not None and not tier.head
         return tier
 
-    def _read_prompts(self, requests: list[Request]) -> int:
-        """Reads a stretch of the first ones' prompts; returns its tokens, padding included."""
-        sizes = self._runner.sizes
-        count, length = sizes.chunk_for([len(request.ids) - request.read for request in requests])
-        requests = requests[:count]
-        chunk = Chunk.blank(count, length, sizes)
+    def _read_prompts(self, requests: Sequence[Request], count: int, length: int) -> None:
+        """Reads the next stretch of some prompts, `count` at most: the program's size."""
+        chunk = Chunk.blank(count, length, self._runner.sizes)
         ended = {}
         for row, request in enumerate(requests):
             if (request.params.penalises or self._copies) and request.read == request.cached:
@@ -531,7 +533,6 @@ class Engine:
         report = self._runner.prefill(chunk)
         if ended:
             self._reports.append((report, ended, None))
-        return count * length
 
     def _deliver(self, report: jax.Array, requests: dict[int, Request], tier: Tier | None) -> None:
         """Reads one report (the only transfer of its dispatch) and passes on what it says."""

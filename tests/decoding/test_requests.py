@@ -516,6 +516,8 @@ def test_narrow_keys_and_values_decode_the_same_with_drafts_and_without(toy, kv_
     [
         ((64, 256, 1024), (4, 64), [(4, 8)]),  # all are read at once, in two stretches
         ((16, 64), (4, 16), [(2, 4), (4, 8)]),  # a turn has 64 tokens: a round takes as long with 4 requests as with 8
+        ((16, 48), (3, 16), [(1, 3), (3, 6), (4, 8)]),
+        ((16, 64), (3, 16), [(1, 3), (3, 6), (4, 8)]),  # 48 of 64 are read: no further stretch of 48 fits
     ],
 )
 def test_prompts_are_read_before_rounds_that_few_would_share(toy, monkeypatch, chunks, together, expected):
