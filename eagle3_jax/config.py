@@ -321,6 +321,8 @@ class TrainConfig:
         loss_block: positions per block of the vocabulary-wide part of the loss.
         remat: of each step keep matrix products and attention, and compute the rest again in the backward pass.
         eval_every, checkpoint_every, log_every: in optimizer steps.
+        decode_every: so often the engine itself answers `decode_prompts` held-out prompts with the head, in a chain of
+            `ttt_steps`; `export` then takes the checkpoint that it accepted most of. None is never.
     """
 
     __pydantic_config__ = _STRICT
@@ -347,12 +349,16 @@ class TrainConfig:
     eval_batches: int = 16
     checkpoint_every: int = 500
     keep_checkpoints: int = 2
+    decode_every: int | None = None
+    decode_prompts: int = 32
 
     def __post_init__(self) -> None:
         counts = ("ttt_steps", "batch_size", "row_length", "loss_block", "log_every", "eval_every", "eval_batches")
-        for field in (*counts, "checkpoint_every", "keep_checkpoints"):
+        for field in (*counts, "checkpoint_every", "keep_checkpoints", "decode_prompts"):
             _require(getattr(self, field) >= 1, f"train.{field}", getattr(self, field), "at least 1")
-        _require(self.max_steps is None or self.max_steps >= 1, "train.max_steps", self.max_steps, "at least 1")
+        for field in ("max_steps", "decode_every"):
+            value = getattr(self, field)
+            _require(value is None or value >= 1, f"train.{field}", value, "at least 1, or None")
         for field in ("b1", "b2"):
             _require(0 <= getattr(self, field) < 1, f"train.{field}", getattr(self, field), "in [0, 1)")
         _require(self.weight_decay >= 0, "train.weight_decay", self.weight_decay, "0 or more")

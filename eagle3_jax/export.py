@@ -1,4 +1,4 @@
-"""`python -m eagle3_jax.export`: the newest checkpoint -> a draft head that SGLang and vLLM serve.
+"""`python -m eagle3_jax.export`: the best or newest checkpoint -> a draft head that SGLang and vLLM serve.
 
 The folder appears only after it was read back and every bit of it compared. Its `manifest.json` stands beside
 `config.json` and `model.safetensors`, where engines do not look.
@@ -41,7 +41,7 @@ def run(config: RunConfig, target: Target | None = None) -> None:
     """
     folder = config.folder("export")
     checkpoints = config.folder("train")
-    trained, step = _newest(checkpoints)
+    trained, step = _chosen(checkpoints)
     token_ids = vocab.load(checkpoints)
     target = target or load_target(config.target, only=())
     check_same_target(checkpoints, trained["identity"].get("target"), target.identity)
@@ -55,7 +55,7 @@ def run(config: RunConfig, target: Target | None = None) -> None:
     }
     with manifest.lock(folder):
         if not processes.agree(folder.exists):
-            head = load_head(checkpoints, DraftHeadConfig.for_target(config.draft, target.model.config))
+            head = load_head(checkpoints, DraftHeadConfig.for_target(config.draft, target.model.config), step)
             draft = Draft(head, jnp.asarray(token_ids))
             processes.agree(lambda: _write(config, identity, draft, folder, target.model.config))
         elif processes.agree(lambda: (folder / manifest.NAME).exists() and manifest.begin(folder, identity)):
@@ -82,8 +82,10 @@ def _write(
     print(f"{folder}: {served_by(draft.head.config, target)}", file=sys.stderr)
 
 
-def _newest(folder: pathlib.Path) -> tuple[dict[str, Any], int]:
-    """Manifest of the training and step of its newest checkpoint. A training that was stopped early will do.
+def _chosen(folder: pathlib.Path) -> tuple[dict[str, Any], int]:
+    """Manifest of the training, and the step of the checkpoint that the engine accepted most of, or the newest.
+
+    A training that was stopped early will do.
 
     Raises:
         ManifestError, CheckpointError: there is none.
@@ -93,13 +95,16 @@ def _newest(folder: pathlib.Path) -> tuple[dict[str, Any], int]:
         raise manifest.ManifestError(f"{path}: not found, expected the output of `python -m eagle3_jax.train`")
     trained = manifest.load(path)
     with Checkpoints(folder) as checkpoints:
-        step = checkpoints.latest
+        best, step = checkpoints.best, checkpoints.latest
     if step is None:
         raise CheckpointError(f"{folder}: no checkpoint yet, expected the output of `python -m eagle3_jax.train`")
     if trained["finished"]:
         manifest.read(folder, made_by="train")  # compares digests
     else:
-        processes.say(f"{folder}: the training has not finished, exporting its step {step}")
+        processes.say(f"{folder}: the training has not finished, its last checkpoint is of step {step}")
+    if best is not None:
+        step, tau = best
+        processes.say(f"{folder}: exporting step {step}, acceptance length {tau:.2f} in the engine")
     return trained, step
 
 

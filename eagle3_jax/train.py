@@ -27,6 +27,7 @@ from eagle3_jax.mesh import batch_sharding, make_mesh, own_rows, put, put_rows, 
 from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
 from eagle3_jax.models.identity import check_same_target
 from eagle3_jax.models.registry import Target, load_target
+from eagle3_jax.served import Served
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Batch, Teacher
 from eagle3_jax.training.checkpoint import Checkpoints
 from eagle3_jax.training.metrics import MetricWriter, NotFinite, summarise
@@ -34,7 +35,16 @@ from eagle3_jax.training.optimizer import learning_rate, make_optimizer
 from eagle3_jax.training.state import init_head, init_state, make_eval_step, make_train_step
 
 # These say how a run is watched, not what comes out of it; they may change when it is resumed.
-_WATCHING = ("log_every", "eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints", "remat")
+_WATCHING = (
+    "log_every",
+    "eval_every",
+    "eval_batches",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "remat",
+    "decode_every",
+    "decode_prompts",
+)
 # So many steps may be on their way to the device; each of them holds its batch.
 IN_FLIGHT = 2
 
@@ -136,6 +146,7 @@ def _train(
         sums = [eval_step(head, teacher, place(part)) for part in batches(held_out, run.batch_size, own)]
         return _summarise(sums, held_out, run.batch_size, 0, "held_out")
 
+    served = None if run.decode_every is None else Served(config, state.head, token_ids)
     with Checkpoints(folder, run.keep_checkpoints) as checkpoints, MetricWriter(folder, checkpoints.latest) as writer:
         if checkpoints.latest is not None:
             state = checkpoints.restore(state)
@@ -155,7 +166,7 @@ def _train(
         # ------------------------------------------------------------------------------------------------------ loop
         last = time.monotonic()
         tokens, seconds, pending, waited = 0, 0.0, [], 0.0
-        summary, evaluation = writer.newest("train"), writer.newest("held_out")
+        summary, evaluation, decoded = (writer.newest(kind) for kind in ("train", "held_out", "served"))
         with tqdm(total=total, initial=done, desc="train", unit="step", disable=processes.index() > 0) as progress:
             for step in range(done + 1, total + 1):
                 asked = time.monotonic()
@@ -167,7 +178,8 @@ def _train(
                     jax.block_until_ready(pending[-1 - IN_FLIGHT])
                 progress.update()
                 stopping = _stop_asked(step)
-                saves = step % run.checkpoint_every == 0 or step == total or stopping
+                decodes = served is not None and (step % (run.decode_every or 1) == 0 or step == total)
+                saves = step % run.checkpoint_every == 0 or step == total or stopping or decodes
                 if step % run.log_every == 0 or saves:  # no state is saved that was not found to be finite
                     summary = _summarise(pending, rows, run.batch_size, step - len(pending), "train")
                     pending.clear()
@@ -189,8 +201,11 @@ def _train(
                     if step % run.eval_every == 0 or step == total:
                         if evaluation := evaluate(state.head):
                             writer.write(step, "held_out", evaluation)
+                    if served is not None and decodes:
+                        decoded = served.measure(state.head)
+                        writer.write(step, "served", decoded)
                     if saves:
-                        checkpoints.save(state)
+                        checkpoints.save(state, decoded["tau"] if decodes else None)
                     if stopping and step < total:
                         raise command.Stopped
                     last += time.monotonic() - paused
@@ -203,6 +218,7 @@ def _train(
         "tokens_per_second": tokens / seconds if seconds else None,
         "train": summary,
         "held_out": evaluation,
+        "served": decoded,
     }
     return processes.agree(lambda: manifest.finish(folder, files=[vocab.NAME], **results) or results)
 

@@ -38,10 +38,10 @@ def head(seed: int) -> DraftHead:
     return DraftHead(config, rngs=nnx.Rngs(seed))
 
 
-def save_checkpoint(config: RunConfig, step: int) -> None:
+def save_checkpoint(config: RunConfig, step: int, tau: float | None = None) -> None:
     with Checkpoints(config.folder("train"), keep=2) as checkpoints:
         state = TrainState(jnp.array(step, jnp.int32), head(step), {"count": jnp.zeros(())})
-        checkpoints.save(state)
+        checkpoints.save(state, tau)
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_the_newest_checkpoint_becomes_a_serving_checkpoint(
 ) -> None:
     save_checkpoint(config, 5)
     export.run(config, target)
-    assert "exporting its step 5" in capsys.readouterr().err
+    assert "its last checkpoint is of step 5" in capsys.readouterr().err
     folder = config.folder("export")
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "manifest.json", "model.safetensors"]
     assert not [path for path in folder.parent.iterdir() if path.name.endswith(".partial")]
@@ -75,6 +75,19 @@ def test_the_newest_checkpoint_becomes_a_serving_checkpoint(
     config_json = json.loads((folder / "config.json").read_text())
     assert config_json["eos_token_id"] == [1, 2]
     assert config_json["max_position_embeddings"] == TARGET.max_position_embeddings  # served without an override
+
+
+def test_the_checkpoint_that_the_engine_accepted_most_of_goes_first(
+    config: RunConfig, target: Target, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_checkpoint(config, 4, tau=2.5)
+    save_checkpoint(config, 5, tau=2.25)
+    save_checkpoint(config, 6)
+    export.run(config, target)
+    assert "exporting step 4, acceptance length 2.50" in capsys.readouterr().err
+    draft = load_draft(config.folder("export"), target=TARGET)
+    for got, expected in zip(jax.tree.leaves(draft.head), jax.tree.leaves(head(4)), strict=True):
+        np.testing.assert_array_equal(got, expected)
 
 
 def test_a_second_run_does_nothing_and_a_later_step_is_not_mixed_in(

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import tiny
 from matplotlib.image import imread
 
 from eagle3_jax import config as configs
+from eagle3_jax import train
 from eagle3_jax.data.features import FeatureSource
 from eagle3_jax.formats.sglang import load_draft
 from eagle3_jax.models.registry import load_target
@@ -66,6 +68,21 @@ def test_the_trainer_s_acceptance_length_is_the_decoder_s(whole_run: tiny.Run) -
     assert trained["tau"] == pytest.approx(decoded["tau"], rel=0.02)
     assert trained["rounds"] == pytest.approx(decoded["rounds"], rel=0.02)
     assert trained["alpha"] == pytest.approx(decoded["alpha"], abs=0.04)
+
+
+def test_the_engine_measures_a_training(whole_run: tiny.Run, tmp_path: pathlib.Path, monkeypatch) -> None:
+    """On the very prompts that the trainer replays: what both count is the same, but for rounded features."""
+    shutil.copytree(whole_run.folder.parent, tmp_path / "copy")
+    shutil.rmtree(tmp_path / "copy/run/checkpoints")
+    monkeypatch.chdir(tmp_path / "copy")
+    asked = ["--train.decode-every", "20", "--train.max-steps", "30", "--train.decode-prompts", "1000"]
+    config = configs.load(tmp_path / "copy" / whole_run.config.name, asked)
+    found = train.train(config)
+    assert found["served"]["rounds"] > 200
+    assert found["served"]["tau"] == pytest.approx(found["held_out"]["tau"], rel=0.03)
+    assert found["served"]["alpha"] == pytest.approx(found["held_out"]["alpha"], abs=0.05)
+    lines = [json.loads(line) for line in (config.folder("train") / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "served"] == [20, 30]
 
 
 def test_with_features_in_float32_both_count_the_very_same_rounds(

@@ -7,6 +7,7 @@ import pathlib
 import shutil
 import signal
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ VERBS = ("prepare", "regenerate", "extract", "train", "export", "evaluate", "rep
 SPLITS = ("train", "held_out")
 # Processes of one CPU device each, and the mesh over them. Over a model axis of 2 or 4 a row spans processes.
 MESHES = [(2, "1x2"), (2, "2x1"), (4, "2x2"), (4, "1x4")]
+DECODES = ("--train.decode-every", "6", "--train.decode-prompts", "4")
 
 
 @pytest.fixture(scope="module")
@@ -62,12 +64,15 @@ def chain(
 @pytest.fixture(scope="module")
 def alone(config) -> pathlib.Path:
     """What one process on one device makes of it."""
-    return chain(config, config.parent / "alone", "1x1", 1)
+    return chain(config, config.parent / "alone", "1x1", 1, *DECODES)
+
+
+def metrics(run: pathlib.Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "checkpoints/metrics.jsonl").read_text().splitlines()]
 
 
 def losses(run: pathlib.Path) -> list[float]:
-    lines = [json.loads(line) for line in (run / "checkpoints/metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if line["kind"] == "train"]
+    return [line["loss"] for line in metrics(run) if line["kind"] == "train"]
 
 
 def check_same(alone: pathlib.Path, run: pathlib.Path) -> None:
@@ -84,6 +89,9 @@ def check_same(alone: pathlib.Path, run: pathlib.Path) -> None:
                 got, expected = mine[i][field].astype(np.float32), other[i][field].astype(np.float32)
                 np.testing.assert_allclose(got, expected, rtol=2**-7, atol=2**-7)
     np.testing.assert_allclose(losses(run), losses(alone), rtol=2e-3)
+    decoded = [line for line in metrics(run) if line["kind"] == "served"]
+    assert [line["step"] for line in decoded] == [6, 12]
+    assert all(line["rounds"] >= 4 and 1 <= line["tau"] <= 3 for line in decoded)
     mine, other = (json.loads((folder / "evaluation/chain.json").read_text()) for folder in (run, alone))
     assert mine["identical"] == mine["prompts"] == other["prompts"] == 4
     assert (mine["tokens"], mine["rounds"]) == (other["tokens"], other["rounds"])
@@ -93,7 +101,7 @@ def check_same(alone: pathlib.Path, run: pathlib.Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(("processes", "mesh"), MESHES)
 def test_the_chain_on_several_processes(config, alone, processes, mesh):
-    check_same(alone, chain(config, config.parent / f"{processes}-{mesh}", mesh, processes))
+    check_same(alone, chain(config, config.parent / f"{processes}-{mesh}", mesh, processes, *DECODES))
 
 
 @pytest.mark.slow

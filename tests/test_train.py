@@ -267,6 +267,29 @@ def test_a_warm_start_begins_with_the_head_and_its_vocabulary(tmp_path):
         assert not refused.folder("train").exists(), "refused before the folder is claimed: a corrected run may use it"
 
 
+def test_the_checkpoint_that_the_engine_accepts_most_of_is_kept_and_exported(tmp_path, target, monkeypatch):
+    class Engine:
+        taus = iter([1.5, 2.5, 2.0])
+
+        def __init__(self, *_) -> None:
+            pass
+
+        def measure(self, head) -> dict:
+            return {"tau": next(self.taus), "alpha": [0.5, 0.5], "rounds": 9}
+
+    monkeypatch.setattr(train, "Served", Engine)
+    config = prepared(tmp_path, target, decode_every=2, keep_checkpoints=1, checkpoint_every=6)
+    assert train.train(config, target)["served"]["tau"] == 2.0
+    folder = config.folder("train")
+    with Checkpoints(folder) as checkpoints:
+        assert (checkpoints.best, checkpoints.latest) == ((4, 2.5), 6)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["tau"]) for line in lines if line["kind"] == "served"] == [(2, 1.5), (4, 2.5), (6, 2.0)]
+    head_config = DraftHeadConfig.for_target(config.draft, target.model.config)
+    best, latest = (jax.tree.leaves(load_head(folder, head_config, step)) for step in (4, None))
+    assert any((np.asarray(one) != np.asarray(other)).any() for one, other in zip(best, latest, strict=True))
+
+
 def test_a_warm_start_can_be_asked_for_on_the_command_line(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("run_dir: run\n")

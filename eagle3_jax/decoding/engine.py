@@ -366,6 +366,23 @@ class Engine:
             self._forget_device()
             return measured
 
+    def replace_draft(self, draft: Draft) -> None:
+        """Drafts with another head of the same shape, such as the next step of a training; nothing is compiled again.
+
+        Raises:
+            ValueError: a head of another shape, or an engine without one.
+            RuntimeError: requests are running.
+        """
+        before = None if self.draft is None else self.draft.head.config
+        if draft.head.config != before:
+            raise ValueError(f"draft: got a head of {draft.head.config}, expected one of {before}")
+        with self._driver:
+            if running := self.stats().running:
+                raise RuntimeError(f"replace_draft: got {running} running requests, expected none")
+            self._runner.replace_draft(draft)
+            self.draft = self._runner.draft
+            self._forget_device()
+
     def stats(self) -> EngineStats:
         """What it did and does; a copy."""
         progressed = self._progressed

@@ -50,6 +50,12 @@ class ModelRunner:
         self._tiers, self.kv_dtype = tuple(tiers), kv_dtype
         self._state: State | None = None
 
+    def replace_draft(self, draft: Draft) -> None:
+        """Drafts with other weights of the same shapes from now on: nothing is compiled again. Forgets the state."""
+        draft = for_cpu(draft if self.mesh is None else _spread(draft, self.mesh))
+        self.draft, self._models = draft, Models.of(self.target, draft)
+        self.reset()
+
     def prefill(self, chunk: dict[str, np.ndarray]) -> jax.Array:
         """Reads a stretch of prompts (see `Chunk.blank`). Returns the report of `programs.prefill`, unread."""
         filled = Chunk(**{name: self._put(value) for name, value in chunk.items()})

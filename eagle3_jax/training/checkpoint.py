@@ -29,13 +29,19 @@ class Checkpoints:
     """The checkpoints of one run. Use as a context manager.
 
     Args:
-        keep: the newest so many stay, and what a killed save left behind is removed. None: only to read, beside a
-            training that may be saving.
+        keep: the newest so many and the best one stay, and what a killed save left behind is removed. None: only to
+            read, beside a training that may be saving.
     """
 
     def __init__(self, folder: str | pathlib.Path, keep: int | None = None) -> None:
         self.folder = pathlib.Path(folder).absolute()
-        policy: Any = None if keep is None else ocp.training.preservation_policies.LatestN(keep)
+        policies = ocp.training.preservation_policies
+        policy: Any = None
+        if keep is not None:
+            best = policies.BestN(
+                get_metric_fn=lambda metrics: metrics["tau"], n=1, keep_checkpoints_without_metrics=False
+            )
+            policy = policies.AnyPreservationPolicy([policies.LatestN(keep), best])
         _silence_orbax_threads()
         with self._orderly(self.folder):
             self._checkpointer = ocp.training.Checkpointer(
@@ -50,8 +56,21 @@ class Checkpoints:
         found = self._checkpointer.latest
         return None if found is None else found.step
 
-    def save(self, state: TrainState) -> None:
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """Step and acceptance length of the checkpoint that the engine accepted most of, where that was measured."""
+        found: Any = self._checkpointer.checkpoints
+        measured = [(checkpoint.metrics["tau"], checkpoint.step) for checkpoint in found if checkpoint.metrics]
+        if not measured:
+            return None
+        tau, step = max(measured)
+        return step, tau
+
+    def save(self, state: TrainState, tau: float | None = None) -> None:
         """Writes a checkpoint of the state's step, atomically. A second one of the same step is left out.
+
+        Args:
+            tau: its acceptance length in the engine.
 
         Raises:
             CheckpointError: it could not be written, such as on a full disk.
@@ -63,7 +82,8 @@ class Checkpoints:
                 parts[f"{name}_checksums"] = _checksums(parts[name])
             try:
                 with _quiet_logs():
-                    self._checkpointer.save_checkpointables(step, parts, force=True)
+                    metrics: Any = None if tau is None else {"tau": tau}
+                    self._checkpointer.save_checkpointables(step, parts, force=True, metrics=metrics)
             except Exception as error:
                 raise CheckpointError(f"{self.folder / str(step)}: not written ({_reason(error)})") from error
 
@@ -80,12 +100,12 @@ class Checkpoints:
         at = put(np.asarray(step, np.int32), state.step.sharding)
         return TrainState(at, head, opt_state)
 
-    def restore_head(self, like: Any) -> DraftHead:
-        """The newest head alone; `like` is a head, or its shapes."""
-        return _unflat(like, self._load({"head": _abstract(like)})[1]["head"])
+    def restore_head(self, like: Any, step: int | None = None) -> DraftHead:
+        """The head of a step, or the newest, alone; `like` is a head, or its shapes."""
+        return _unflat(like, self._load({"head": _abstract(like)}, step)[1]["head"])
 
-    def _load(self, abstract: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        step = self.latest
+    def _load(self, abstract: dict[str, Any], step: int | None = None) -> tuple[int, dict[str, Any]]:
+        step = self.latest if step is None else step
         if step is None:
             raise CheckpointError(f"{self.folder}: no checkpoint, expected the output of `python -m eagle3_jax.train`")
         folder = self.folder / str(step)
@@ -167,8 +187,8 @@ def _silence_orbax_threads() -> None:
     threading.excepthook = others
 
 
-def load_head(folder: str | pathlib.Path, config: DraftHeadConfig) -> DraftHead:
-    """The newest head of a checkpoints folder, on the default device of each process.
+def load_head(folder: str | pathlib.Path, config: DraftHeadConfig, step: int | None = None) -> DraftHead:
+    """The head of a step of a checkpoints folder, or the newest, on the default device of each process.
 
     Raises:
         CheckpointError: no checkpoint, or a head of another shape than `config` says.
@@ -179,7 +199,7 @@ def load_head(folder: str | pathlib.Path, config: DraftHeadConfig) -> DraftHead:
     if not pathlib.Path(folder).is_dir():
         raise CheckpointError(f"{folder}: not found, expected the output of `python -m eagle3_jax.train`")
     with Checkpoints(folder) as checkpoints:
-        return jax.tree.map(lambda x: x.addressable_data(0), checkpoints.restore_head(like))
+        return jax.tree.map(lambda x: x.addressable_data(0), checkpoints.restore_head(like, step))
 
 
 def _reason(error: Exception) -> str:

@@ -90,7 +90,7 @@ class MetricWriter:
         """One line, and one TensorBoard curve per number; element i of a list is the curve `name_i`.
 
         Args:
-            kind: "train" or "held_out".
+            kind: "train", "held_out" or "served".
         """
         if not self._active:
             return

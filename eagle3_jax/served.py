@@ -1,0 +1,77 @@
+"""What the engine accepts of a head while it is trained: held-out prompts, greedy, in a chain.
+
+The replay of rounds on held-out answers (`training.acceptance`) costs less and foretells the same; this is the decoder
+itself, with its caches, its kernels, and answers as long as they get.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eagle3_jax import config as configs
+from eagle3_jax import manifest, processes
+from eagle3_jax.data import sources
+from eagle3_jax.decoding.engine import Engine, SamplingParams
+from eagle3_jax.mesh import fetch, make_mesh, own_replica
+from eagle3_jax.models import chat_template
+from eagle3_jax.models.draft import Draft, DraftHead
+from eagle3_jax.models.registry import load_target
+
+_BATCH = 16
+
+
+class Served:
+    """An engine that takes one head after the other; the replicas of the mesh share the prompts.
+
+    Args:
+        token_ids: the draft vocabulary.
+
+    Raises:
+        ValueError: no held-out prompt is short enough.
+    """
+
+    def __init__(self, config: configs.RunConfig, head: DraftHead, token_ids: np.ndarray) -> None:
+        self._replica = own_replica(make_mesh(config.mesh))
+        self._token_ids = jnp.asarray(token_ids)
+        target = load_target(config.target, self._replica.decoding_mesh)
+        room = min(config.extract.max_length, target.model.config.max_position_embeddings) - config.evaluate.max_tokens
+        path = config.folder("prepare") / "held_out.jsonl"
+        asked = list(manifest.read_jsonl(path))
+        for prompt in asked:
+            prompt["ids"] = chat_template.prompt_ids(target.tokenizer, prompt["messages"])
+        fitting = [prompt for prompt in asked if len(prompt["ids"]) <= room]
+        if not fitting:
+            raise ValueError(f"train.decode_every: {path}: got no prompt within {room} tokens")
+        chosen = sources.spread(fitting, config.train.decode_prompts)
+        self._prompts = [prompt["ids"] for prompt in chosen][self._replica.index :: self._replica.count]
+        self._params = SamplingParams(max_tokens=config.evaluate.max_tokens)
+        steps = config.train.ttt_steps
+        chain = configs.DraftTree(num_steps=steps, topk=1, num_draft_tokens=steps + 1)
+        longest = max(map(len, self._prompts), default=1) + config.evaluate.max_tokens
+        self._engine = Engine(
+            target.model, target.tokenizer, self._draft(head), chain, batch_size=_BATCH, max_length=longest
+        )
+
+    def _draft(self, head: DraftHead) -> Draft:
+        return Draft(jax.tree.map(jnp.asarray, fetch(head)), self._token_ids)
+
+    def measure(self, head: DraftHead) -> dict[str, Any]:
+        """`tau`, tokens per round with the bonus token; `alpha` per draft position; `rounds`."""
+        self._engine.replace_draft(self._draft(head))
+        answers = self._engine.generate(self._prompts, self._params) if self._prompts else []
+        rounds = sum(answer.stats.rounds for answer in answers)
+        accepted = np.sum([answer.stats.accepted_per_position for answer in answers], axis=0).tolist()
+        shares = processes.gather([self._replica.index, rounds, accepted])
+        return _summed({index: (rounds, accepted) for index, rounds, accepted in shares})
+
+
+def _summed(shares: dict[int, tuple[int, list[int]]]) -> dict[str, Any]:
+    """Of all replicas; the processes of one say the same."""
+    rounds = sum(part for part, _ in shares.values())
+    accepted = np.sum([part for _, part in shares.values() if part], axis=0)
+    alpha = accepted / np.maximum([rounds, *accepted[:-1]], 1)
+    return {"tau": float(1 + accepted.sum() / max(rounds, 1)), "alpha": alpha.tolist(), "rounds": rounds}
