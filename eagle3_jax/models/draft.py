@@ -1,8 +1,8 @@
 """The EAGLE-3 draft head (EAGLE3_SPEC section 1.1).
 
 One decoder layer whose attention reads [embedding of token t+1, feature t]; its residual is the un-normed fused
-feature, and its pre-norm output recurs as the next step's feature. The embedding table is the target's own. What is
-attended is the caller's business: a cache when drafting, the training-time test when training.
+feature, and its pre-norm output recurs as the next step's feature; flags change both. The embedding table is the
+target's own. What is attended is the caller's business: a cache when drafting, the training-time test when training.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from eagle3_jax.kernels.vocabulary import vocabulary_logits, vocabulary_top_k
 from eagle3_jax.models.cache import KVCache
 from eagle3_jax.models.layers import (
     Attention,
+    LinearScaling,
+    RopeScaling,
     SwiGLU,
     linear,
     normal,
@@ -38,8 +40,10 @@ class DraftHeadConfig:
 
     Attributes:
         vocab_size: the target's vocabulary; draft_vocab_size: the head's own.
-        aux_layers: boundaries of the target that feed it (their number is the width of `fc`'s input).
+        aux_layers: boundaries of the target that feed it (their number is the width of `fc`'s input). None, of a head
+            on disk alone: the three that every engine takes by default, of a target whose depth is not known.
         fc_norm: norm each aux feature before fc; norm_output: the post-norm output recurs. Both: EAGLE-3.1.
+        norm_before_residual: the residual is the normed feature (vLLM, speculators).
     """
 
     vocab_size: int
@@ -53,9 +57,15 @@ class DraftHeadConfig:
     rms_norm_eps: float
     rope_theta: float
     max_position_embeddings: int
-    aux_layers: tuple[int, ...]
+    aux_layers: tuple[int, ...] | None
     fc_norm: bool = False
     norm_output: bool = False
+    norm_before_residual: bool = False
+    rope_scaling: RopeScaling | LinearScaling | None = None
+
+    @property
+    def num_aux_layers(self) -> int:
+        return 3 if self.aux_layers is None else len(self.aux_layers)
 
     @classmethod
     def for_target(cls, draft: DraftConfig, target: LlamaConfig) -> DraftHeadConfig:
@@ -90,9 +100,9 @@ class DraftHead(nnx.Module):
     def __init__(self, config: DraftHeadConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs) -> None:
         c = config
         self.config = c
-        self.fc = normal((len(c.aux_layers) * c.target_hidden_size, c.hidden_size), dtype, rngs)
+        self.fc = normal((c.num_aux_layers * c.target_hidden_size, c.hidden_size), dtype, rngs)
         if c.fc_norm:
-            self.fc_norm = nnx.List([ones(c.target_hidden_size, dtype) for _ in c.aux_layers])
+            self.fc_norm = nnx.List([ones(c.target_hidden_size, dtype) for _ in range(c.num_aux_layers)])
         self.input_norm = ones(c.hidden_size, dtype)
         self.hidden_norm = ones(c.hidden_size, dtype)
         self.attention = Attention(
@@ -112,7 +122,7 @@ class DraftHead(nnx.Module):
     def fuse(self, aux: Float[Array, "b t aux"]) -> Float[Array, "b t h"]:
         """Aux hidden states (concatenated, ascending boundaries) -> the feature of each position."""
         if self.config.fc_norm:
-            chunks = jnp.split(aux, len(self.config.aux_layers), axis=-1)
+            chunks = jnp.split(aux, self.config.num_aux_layers, axis=-1)
             normed = [rms_norm(x, w[...], self.config.rms_norm_eps) for x, w in zip(chunks, self.fc_norm, strict=True)]
             aux = jnp.concatenate(normed, axis=-1)
         return linear(aux, self.fc[...])
@@ -136,13 +146,12 @@ class DraftHead(nnx.Module):
             The state that recurs, and that `logits` and `top_k` read.
         """
         c = self.config
-        rope = rope_table(positions, rope_frequencies(c.head_dim, c.rope_theta))
-        normed = [
-            rms_norm(embeds, self.input_norm[...], c.rms_norm_eps),
-            rms_norm(features, self.hidden_norm[...], c.rms_norm_eps),
-        ]
-        q, k, v = self.attention.project(jnp.concatenate(normed, axis=-1), rope)
-        x = features + self.attention.output(attend(q, k, v))
+        rope = rope_table(positions, rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling))
+        tokens = rms_norm(embeds, self.input_norm[...], c.rms_norm_eps)
+        hidden = rms_norm(features, self.hidden_norm[...], c.rms_norm_eps)
+        q, k, v = self.attention.project(jnp.concatenate([tokens, hidden], axis=-1), rope)
+        residual = hidden if c.norm_before_residual else features
+        x = residual + self.attention.output(attend(q, k, v))
         x = x + self.mlp(rms_norm(x, self.post_norm[...], c.rms_norm_eps))
         return self.final_norm(x) if c.norm_output else x
 

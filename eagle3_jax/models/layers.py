@@ -43,11 +43,22 @@ class RopeScaling:
     original_max_position_embeddings: int
 
 
-def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> Float[Array, " half"]:
+@dataclasses.dataclass(frozen=True)
+class LinearScaling:
+    """Positions divided by `factor` (Hugging Face `rope_type: linear`)."""
+
+    factor: float
+
+
+def rope_frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | LinearScaling | None = None
+) -> Float[Array, " half"]:
     """Inverse frequencies of the rotate-half (NeoX) layout, float32 [head_dim // 2]."""
     inverse = 1.0 / theta ** (jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     if scaling is None:
         return inverse
+    if isinstance(scaling, LinearScaling):
+        return inverse / scaling.factor
     wavelength = 2 * math.pi / inverse
     original = scaling.original_max_position_embeddings
     low, high = original / scaling.low_freq_factor, original / scaling.high_freq_factor

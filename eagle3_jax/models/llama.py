@@ -19,6 +19,7 @@ from eagle3_jax.kernels.vocabulary import vocabulary_logits
 from eagle3_jax.models.cache import KVCache
 from eagle3_jax.models.layers import (
     Attention,
+    LinearScaling,
     RopeScaling,
     SwiGLU,
     normal,
@@ -27,6 +28,7 @@ from eagle3_jax.models.layers import (
     rope_frequencies,
     rope_table,
 )
+from eagle3_jax.models.rope import read_rope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +53,7 @@ class LlamaConfig:
     eos_token_ids: tuple[int, ...]
     aux_layers: tuple[int, ...]
     bos_token_id: int | None = None
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | LinearScaling | None = None
 
     @classmethod
     def from_hf(cls, values: dict[str, Any], aux_layers: tuple[int, ...] | None = None) -> LlamaConfig:
@@ -64,16 +66,7 @@ class LlamaConfig:
                 problems.append(f"{field}: got {values[field]!r}, expected {expected!r}")
         required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         problems += [f"{field}: missing" for field in required if field not in values]
-        rope = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        scaling_fields = [field.name for field in dataclasses.fields(RopeScaling)]
-        scaling = None
-        if kind == "llama3":
-            missing = [field for field in scaling_fields if field not in rope]
-            problems += [f"rope_scaling.{field}: missing" for field in missing]
-            scaling = None if missing else RopeScaling(**{field: rope[field] for field in scaling_fields})
-        elif kind != "default":
-            problems.append(f"rope_scaling.rope_type: got {kind!r}, expected 'default' or 'llama3'")
+        theta, scaling = read_rope(values, problems)
         if problems:
             raise ValueError("unsupported target config:\n  " + "\n  ".join(problems))
         heads, layers = values["num_attention_heads"], values["num_hidden_layers"]
@@ -87,7 +80,7 @@ class LlamaConfig:
             num_key_value_heads=values.get("num_key_value_heads") or heads,
             head_dim=values.get("head_dim") or values["hidden_size"] // heads,
             rms_norm_eps=values.get("rms_norm_eps", 1e-6),
-            rope_theta=float(rope.get("rope_theta") or values.get("rope_theta") or 10000.0),
+            rope_theta=theta,
             tie_word_embeddings=values.get("tie_word_embeddings", False),
             max_position_embeddings=values.get("max_position_embeddings", 2048),
             eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
@@ -97,9 +90,14 @@ class LlamaConfig:
         )
 
 
+def default_aux_layers(layers: int) -> tuple[int, int, int]:
+    """The boundaries that every engine takes when none are named (EAGLE3_SPEC section 1.3). Shallow: they collide."""
+    return 2, layers // 2, layers - 3
+
+
 def check_aux_layers(aux_layers: tuple[int, ...] | None, layers: int) -> tuple[int, ...]:
-    """The boundaries to use: the given ones, or (2, n // 2, n - 3) (EAGLE3_SPEC section 1.3). Raises ValueError."""
-    chosen = (2, layers // 2, layers - 3) if aux_layers is None else tuple(aux_layers)
+    """The boundaries to use: the given ones, or the default. Raises ValueError."""
+    chosen = default_aux_layers(layers) if aux_layers is None else tuple(aux_layers)
     if not chosen or list(chosen) != sorted(set(chosen)) or chosen[0] < 0 or chosen[-1] > layers:
         hint = "; the default rule collides on shallow targets, name them" if aux_layers is None else ""
         raise ValueError(f"target.aux_layers: got {chosen}, expected ascending, distinct, within 0..{layers}{hint}")
