@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from eagle3_jax.decoding.engine import Engine as Engine
     from eagle3_jax.decoding.request import QueueFullError as QueueFullError
     from eagle3_jax.decoding.sampling import SamplingParams as SamplingParams
-    from eagle3_jax.formats.sglang import load_draft as load_draft
+    from eagle3_jax.formats.heads import load_draft as load_draft
     from eagle3_jax.models.registry import load_target as load_target
 
 # Loaded on first use, so that a verb's `--help` does not wait for JAX.
@@ -25,7 +25,7 @@ _HOMES = {
     "QueueFullError": "eagle3_jax.decoding.request",
     "SamplingParams": "eagle3_jax.decoding.sampling",
     "TargetConfig": "eagle3_jax.config",
-    "load_draft": "eagle3_jax.formats.sglang",
+    "load_draft": "eagle3_jax.formats.heads",
     "load_target": "eagle3_jax.models.registry",
 }
 __all__ = [

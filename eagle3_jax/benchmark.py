@@ -31,7 +31,7 @@ from eagle3_jax.decoding import stages
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.measure import timed
 from eagle3_jax.decoding.tiers import Tier
-from eagle3_jax.formats import sglang
+from eagle3_jax.formats import files
 from eagle3_jax.mesh import Replica, make_mesh, own_replica
 from eagle3_jax.models import chat_template
 from eagle3_jax.models.registry import Target, load_target
@@ -108,7 +108,7 @@ def _run(
         "benchmark": configuration.to_dict(dataclasses.replace(settings, batch_sizes=(1,))),
         "compare": compare,
         "target": target.identity,
-        "draft": {"folder": draft, "files": None if draft == "lookup" else sglang.file_digests(draft)},
+        "draft": {"folder": draft, "files": None if draft == "lookup" else files.file_digests(draft)},
         "prompts_file": {"name": prompts_path.name, "sha256": manifest.digest(prompts_path)},
         "hardware": manifest.hardware(),
         "versions": manifest.versions(),

@@ -377,10 +377,15 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """checkpoint -> serving checkpoint. `sglang` is the form of SGLang and vLLM; `export` says which versions."""
+    """checkpoint -> serving checkpoint.
+
+    Attributes:
+        format: `sglang` is for SGLang, SpecForge and vLLM; `vllm` is vLLM's own, `speculators` names the target too,
+            `eagle` is SafeAILab's. `export` says which versions.
+    """
 
     __pydantic_config__ = _STRICT
-    format: Literal["sglang"] = "sglang"
+    format: Literal["sglang", "vllm", "speculators", "eagle"] = "sglang"
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
 
 

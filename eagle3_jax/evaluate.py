@@ -20,7 +20,7 @@ from eagle3_jax.data import sources
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.measure import compare, total
 from eagle3_jax.decoding.near_tie import near_tie
-from eagle3_jax.formats import sglang
+from eagle3_jax.formats import files
 from eagle3_jax.mesh import Replica, make_mesh, own_replica
 from eagle3_jax.models import chat_template
 from eagle3_jax.models.registry import Target, load_target
@@ -68,7 +68,7 @@ def _run(
         "evaluate": configuration.to_dict(settings),
         "seed": config.seed,
         "target": target.identity,
-        "draft": {"folder": str(draft), "files": sglang.file_digests(draft)},
+        "draft": {"folder": str(draft), "files": files.file_digests(draft)},
         "prompts_file": {"name": pathlib.Path(prompts_path).name, "sha256": manifest.digest(prompts_path)},
     }
     with manifest.lock(output):

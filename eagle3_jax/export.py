@@ -1,29 +1,30 @@
 """`python -m eagle3_jax.export`: the best or newest checkpoint -> a draft head that SGLang and vLLM serve.
 
 The folder appears only after it was read back and every bit of it compared. Its `manifest.json` stands beside
-`config.json` and `model.safetensors`, where engines do not look.
+`config.json` and `model.safetensors`, where engines do not look. `--from DIR --to FORM DIR` takes a head that is there,
+of any form, instead of a checkpoint, and needs no target.
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import pathlib
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 
 from eagle3_jax import command, manifest, processes
 from eagle3_jax import config as configuration
 from eagle3_jax.config import RunConfig
 from eagle3_jax.data import vocab
-from eagle3_jax.formats import sglang
-from eagle3_jax.formats.sglang_config import served_by
+from eagle3_jax.formats import engines, heads
+from eagle3_jax.formats.files import CONFIG, WEIGHTS
+from eagle3_jax.formats.stored import StoredHead, from_draft, verifier
 from eagle3_jax.models.draft import Draft, DraftHeadConfig
 from eagle3_jax.models.identity import check_same_target
-from eagle3_jax.models.llama import LlamaConfig
 from eagle3_jax.models.registry import Target, load_target
 from eagle3_jax.training.checkpoint import CheckpointError, Checkpoints, load_head
 
@@ -55,31 +56,53 @@ def run(config: RunConfig, target: Target | None = None) -> None:
     }
     with manifest.lock(folder):
         if not processes.agree(folder.exists):
-            head = load_head(checkpoints, DraftHeadConfig.for_target(config.draft, target.model.config), step)
+            architecture = target.model.config
+            head = load_head(checkpoints, DraftHeadConfig.for_target(config.draft, architecture), step)
             draft = Draft(head, jnp.asarray(token_ids))
-            processes.agree(lambda: _write(config, identity, draft, folder, target.model.config))
+
+            def write() -> None:
+                stored, problems = from_draft(draft, architecture, config.export.dtype, config.target.name)
+                _write(stored, config.export.format, folder, identity, problems)
+
+            processes.agree(write)
         elif processes.agree(lambda: (folder / manifest.NAME).exists() and manifest.begin(folder, identity)):
             processes.say(f"{folder}: already finished, nothing to do")
         else:
             raise manifest.ManifestError(f"{folder}: got something else than an export; remove it")
 
 
+def convert(source: str | pathlib.Path, form: str, folder: str | pathlib.Path) -> None:
+    """Writes the head in `source`, of whatever form, into `folder`, in another one. What the files leave to the target
+    (default aux layers, its LM head, its embeddings) they leave to it again.
+
+    Raises:
+        DraftFormatError: the head is not usable, or the form cannot say it.
+        FileExistsError: `folder` exists.
+        ManifestError: `source` is an export that is damaged.
+    """
+    source, folder = pathlib.Path(source), pathlib.Path(folder)
+    if folder.exists():
+        raise FileExistsError(f"{folder}: exists already, expected a new folder")
+    head = heads.read(source)
+    identity = None
+    if (source / manifest.NAME).exists():  # goes along, so that the head keeps to its target
+        identity = manifest.read(source, "export")["identity"] | {"converted_to": form}
+        head = dataclasses.replace(head, verifier=head.verifier or verifier(identity["target"]["name"]))
+    _write(head, form, folder, identity)
+
+
 def _write(
-    config: RunConfig,
-    identity: dict[str, Any],
-    draft: Draft,
-    folder: pathlib.Path,
-    target: LlamaConfig,
+    head: StoredHead, form: str, folder: pathlib.Path, identity: dict[str, Any] | None, problems: Sequence[str] = ()
 ) -> None:
+    parameters = sum(tensor.size for tensor in head.tensors.values())
     with manifest.atomic(folder) as partial:
-        sglang.write_draft(partial, draft, target=target, dtype=config.export.dtype)
-        _verify(partial, draft, target, config.export.dtype)
-        manifest.begin(partial, identity)
-        parameters = sum(leaf.size for leaf in jax.tree.leaves(draft.head))
-        manifest.finish(partial, files=(sglang.CONFIG, sglang.WEIGHTS), parameters=parameters)
-    size = (folder / sglang.WEIGHTS).stat().st_size / 2**20
+        heads.write(partial, head, form, problems)
+        if identity is not None:
+            manifest.begin(partial, identity)
+            manifest.finish(partial, files=(CONFIG, WEIGHTS), parameters=parameters)
+    size = (folder / WEIGHTS).stat().st_size / 2**20
     print(f"{folder}: {parameters / 1e6:.1f} M parameters, {size:.0f} MiB, read back bit by bit", file=sys.stderr)
-    print(f"{folder}: {served_by(draft.head.config, target)}", file=sys.stderr)
+    print(f"{folder}: {engines.served_by(heads.FORMS[form], head)}", file=sys.stderr)
 
 
 def _chosen(folder: pathlib.Path) -> tuple[dict[str, Any], int]:
@@ -108,18 +131,27 @@ def _chosen(folder: pathlib.Path) -> tuple[dict[str, Any], int]:
     return trained, step
 
 
-def _verify(folder: pathlib.Path, draft: Draft, target: LlamaConfig, dtype: str) -> None:
-    """Reads the folder back and compares. Raises DraftFormatError."""
-    again = sglang.load_draft(folder, target=target, dtype=jnp.dtype(dtype))
-    expected = jax.tree.map(lambda leaf: leaf.astype(jnp.dtype(dtype)), draft.head)
-    pairs = zip(
-        jax.tree.leaves((again.head, again.token_ids)), jax.tree.leaves((expected, draft.token_ids)), strict=True
+def arguments_to_convert(argv: Sequence[str]) -> tuple[str, str, str]:
+    """Source, form and folder of `--from DIR --to FORM DIR`. Exits with status 2 where they are not that."""
+    parser = argparse.ArgumentParser(
+        prog="python -m eagle3_jax.export", description="A draft head of any form -> another form.", allow_abbrev=False
     )
-    if again.head.config != draft.head.config or not all(np.array_equal(got, wanted) for got, wanted in pairs):
-        raise sglang.DraftFormatError(f"{folder}: what was written does not read back the same; is the disk full?")
+    parser.add_argument("--from", required=True, metavar="DIR", dest="source", help="folder of the head")
+    parser.add_argument("--to", required=True, nargs=2, metavar=("FORM", "DIR"), help=" | ".join(heads.FORMS))
+    given = parser.parse_args(argv)
+    form, folder = given.to
+    if form not in heads.FORMS:
+        parser.error(f"--to: got {form!r}, expected one of {', '.join(heads.FORMS)}")
+    return given.source, form, folder
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    if "--from" in argv:
+        conversion = arguments_to_convert(argv)
+        with command.run("export"):
+            convert(*conversion)
+        return
     config, _ = configuration.from_command_line("export", (__doc__ or "").splitlines()[0], argv)
     with command.run("export"):
         run(config)

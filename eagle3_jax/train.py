@@ -22,7 +22,7 @@ from eagle3_jax import config as configs
 from eagle3_jax.data import vocab
 from eagle3_jax.data.features import FeatureSource
 from eagle3_jax.data.loader import PackedRows, Row, batches
-from eagle3_jax.formats import sglang
+from eagle3_jax.formats import files, heads
 from eagle3_jax.mesh import batch_sharding, make_mesh, own_rows, put, put_rows, replicated, shardings
 from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
 from eagle3_jax.models.identity import check_same_target
@@ -85,7 +85,7 @@ def train(config: configs.RunConfig, target: Target | None = None) -> dict[str, 
     warm = None
     if run.warm_start is not None:
         warm = _warm_start(run.warm_start, target, head_config)
-        identity["warm_start"] = sglang.file_digests(run.warm_start)
+        identity["warm_start"] = files.file_digests(run.warm_start)
     with manifest.claim(folder, identity) as finished:
         if finished:
             processes.say(f"train: {folder} is finished already")
@@ -225,7 +225,7 @@ def _train(
 
 def _warm_start(folder: str, target: Target, config: DraftHeadConfig) -> Draft:
     """The head to begin with. Raises ValueError: another target's, or another shape than the config's."""
-    draft = sglang.load_draft(folder, target=target, dtype=jnp.float32)
+    draft = heads.load_draft(folder, target=target, dtype=jnp.float32)
     got, expected = dataclasses.asdict(draft.head.config), dataclasses.asdict(config)
     problems = [
         f"{name}: got {got[name]!r}, expected {expected[name]!r}" for name in got if got[name] != expected[name]

@@ -14,7 +14,7 @@ from matplotlib import image
 from eagle3_jax import benchmark
 from eagle3_jax import config as configuration
 from eagle3_jax.config import ConfigError, RunConfig, TargetConfig
-from eagle3_jax.formats.sglang import save_draft
+from eagle3_jax.formats.heads import save_draft
 from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
 from eagle3_jax.models.registry import Target, load_target
 

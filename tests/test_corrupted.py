@@ -24,7 +24,7 @@ from eagle3_jax import command, export, extract, regenerate, train
 from eagle3_jax import config as configs
 from eagle3_jax.config import RunConfig
 from eagle3_jax.data.features import FeatureSource
-from eagle3_jax.formats.sglang import load_draft
+from eagle3_jax.formats.heads import load_draft
 from eagle3_jax.models import registry
 from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
 from eagle3_jax.models.identity import check_same_target

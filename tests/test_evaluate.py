@@ -15,7 +15,7 @@ from eagle3_jax import evaluate, manifest, report
 from eagle3_jax.config import RunConfig
 from eagle3_jax.data import sources
 from eagle3_jax.decoding import tiers
-from eagle3_jax.formats.sglang import save_draft
+from eagle3_jax.formats.heads import save_draft
 from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
 from eagle3_jax.models.registry import Target
 

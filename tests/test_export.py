@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,9 @@ from eagle3_jax import config as configuration
 from eagle3_jax import export, manifest
 from eagle3_jax.config import RunConfig
 from eagle3_jax.data import vocab
-from eagle3_jax.formats.sglang import load_draft
-from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
+from eagle3_jax.formats import heads
+from eagle3_jax.formats.heads import load_draft
+from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
 from eagle3_jax.models.llama import Llama
 from eagle3_jax.models.registry import Target
 from eagle3_jax.training.checkpoint import Checkpoints
@@ -36,6 +38,10 @@ def target() -> Target:
 def head(seed: int) -> DraftHead:
     config = DraftHeadConfig.for_target(configuration.DraftConfig(vocab_size=4), TARGET)
     return DraftHead(config, rngs=nnx.Rngs(seed))
+
+
+def leaves(draft: Draft) -> list[np.ndarray]:
+    return jax.tree.leaves((draft.head, draft.token_ids))
 
 
 def save_checkpoint(config: RunConfig, step: int, tau: float | None = None) -> None:
@@ -121,14 +127,68 @@ def test_another_vocabulary_is_not_mixed_in(config: RunConfig, target: Target) -
 def test_what_does_not_read_back_the_same_never_appears(
     config: RunConfig, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def load_another(folder: pathlib.Path, **arguments):
-        draft = load_draft(folder, **arguments)
-        return dataclasses.replace(draft, token_ids=draft.token_ids + 1)
+    whole = heads.read
 
-    monkeypatch.setattr(export.sglang, "load_draft", load_another)
+    def read_another(folder: pathlib.Path):
+        head = whole(folder)
+        return dataclasses.replace(head, token_ids=head.token_ids + 1)
+
+    monkeypatch.setattr(heads, "read", read_another)
     with pytest.raises(ValueError, match="does not read back the same"):
         export.run(config, target)
     assert {path.name for path in config.folder("export").parent.glob("*export*")} == {".export.lock"}
+
+
+def test_a_run_can_be_exported_in_another_form(config: RunConfig, target: Target, capsys: Any) -> None:
+    values = configuration.to_dict(config)
+    config = configuration.from_dict(values | {"export": {"format": "speculators", "dtype": "float32"}})
+    export.run(config, target)
+    said = json.loads((config.folder("export") / "config.json").read_text())
+    assert said["speculators_config"]["verifier"]["name_or_path"] == config.target.name
+    assert "served by vLLM" in capsys.readouterr().err.splitlines()[-1]
+    with pytest.raises(configuration.ConfigError, match=r"export.format"):
+        configuration.from_dict(values | {"export": {"format": "gguf"}})
+
+
+def test_a_head_is_converted_without_its_target_and_keeps_to_it(
+    config: RunConfig, target: Target, tmp_path: pathlib.Path, capsys: Any
+) -> None:
+    named = dataclasses.replace(target, identity=IDENTITY | {"name": "org/target"})
+    export.run(config, named)
+    source, folder = config.folder("export"), tmp_path / "speculators"
+    export.main(["--from", str(source), "--to", "speculators", str(folder)])
+    assert "served by vLLM" in capsys.readouterr().err.splitlines()[-1]
+    for one, other in zip(
+        leaves(load_draft(source, target=TARGET)), leaves(load_draft(folder, target=TARGET)), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+    said = json.loads((folder / "config.json").read_text())
+    assert said["speculators_config"]["verifier"]["name_or_path"] == "org/target"
+    other = dataclasses.replace(target, identity=IDENTITY | {"weights": "0" * 64})
+    with pytest.raises(manifest.ManifestError, match=r"target\.weights: found"):
+        load_draft(folder, target=other)
+    (source / "manifest.json").unlink()  # as a head from elsewhere
+    export.main(["--from", str(source), "--to", "vllm", str(tmp_path / "vllm")])
+    assert sorted(path.name for path in (tmp_path / "vllm").iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_a_conversion_that_cannot_be_is_one_sentence_and_leaves_nothing(
+    config: RunConfig, target: Target, tmp_path: pathlib.Path, capsys: Any
+) -> None:
+    export.run(config, target)
+    source = str(config.folder("export"))
+    for to, message in (
+        (["gguf", str(tmp_path / "new")], r"--to: got 'gguf', expected one of sglang, vllm, speculators, eagle"),
+        (["vllm"], r"--to"),
+    ):
+        with pytest.raises(SystemExit):
+            export.main(["--from", source, "--to", *to])
+        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=r"eagle3_jax.export: .*: exists already, expected a new folder"):
+        export.main(["--from", source, "--to", "vllm", source])
+    with pytest.raises(SystemExit, match=r"eagle3_jax.export: .*nothing.*: expected model.safetensors"):
+        export.main(["--from", str(tmp_path / "nothing"), "--to", "vllm", str(tmp_path / "new")])
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_folder_of_something_else_is_left_alone(config: RunConfig, target: Target) -> None:

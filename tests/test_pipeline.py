@@ -15,7 +15,7 @@ from matplotlib.image import imread
 from eagle3_jax import config as configs
 from eagle3_jax import train
 from eagle3_jax.data.features import FeatureSource
-from eagle3_jax.formats.sglang import load_draft
+from eagle3_jax.formats.heads import load_draft
 from eagle3_jax.models.registry import load_target
 from eagle3_jax.training.acceptance import replay_rounds
 from eagle3_jax.training.batch import Batch, Teacher

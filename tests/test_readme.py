@@ -15,7 +15,7 @@ import tiny
 from flax import nnx
 
 import eagle3_jax
-from eagle3_jax import config
+from eagle3_jax import config, export
 from eagle3_jax.config import DraftConfig, TargetConfig
 from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
 
@@ -52,6 +52,9 @@ def test_every_command_is_understood(command, monkeypatch):
     elif what == "-m" and arguments[0].startswith("eagle3_jax."):
         verb, *flags = arguments
         importlib.import_module(verb)
+        if "--from" in flags:
+            export.arguments_to_convert(flags)
+            return
         groups = re.findall(r"(--\S+)((?: (?!--)\S+)+)", " ".join(flags))
         values = {name: words.split() for name, words in groups}
         (path,) = values.pop("--config")

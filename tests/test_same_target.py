@@ -18,7 +18,8 @@ from flax import nnx
 from eagle3_jax import config as configs
 from eagle3_jax import evaluate, export, extract, manifest, train
 from eagle3_jax.decoding.engine import Engine
-from eagle3_jax.formats import sglang
+from eagle3_jax.formats.files import CONFIG, WEIGHTS
+from eagle3_jax.formats.heads import load_draft, save_draft
 from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
 from eagle3_jax.models.identity import FIELDS
 from eagle3_jax.models.registry import Target, load_target
@@ -63,7 +64,7 @@ def forge(config: configs.RunConfig) -> Run:
         state = TrainState(jnp.array(1, jnp.int32), head, {"count": jnp.zeros(())})
         checkpoints.save(state)
     draft = Draft(head, jnp.asarray(token_ids))
-    sglang.save_draft(config.folder("export"), draft, target=target.model.config, dtype="float32")
+    save_draft(config.folder("export"), draft, target=target.model.config, dtype="float32")
     manifest.begin(config.folder("export"), {"verb": "export", "target": target.identity})
     manifest.finish(config.folder("export"))
     return Run(config, target, pathlib.Path("prompts.jsonl"))
@@ -76,15 +77,15 @@ USERS: dict[str, tuple[Callable[[Run, Target], object], str]] = {
     "train -> export": (lambda run, target: export.run(run.config, target), "manifest.lock"),
     "export -> evaluate": (
         lambda run, target: evaluate.run(run.config, run.prompts, "report.json", target),
-        "formats.sglang._read_tensors",
+        "formats.files.read_tensors",
     ),
     "export -> load_draft": (
-        lambda run, target: sglang.load_draft(run.config.folder("export"), target=target),
-        "formats.sglang._read_tensors",
+        lambda run, target: load_draft(run.config.folder("export"), target=target),
+        "formats.files.read_tensors",
     ),
     "export -> Engine.load": (
         lambda run, target: Engine.load(target, run.config.folder("export"), run.config.evaluate.tree),
-        "formats.sglang._read_tensors",
+        "formats.files.read_tensors",
     ),
 }
 
@@ -146,10 +147,10 @@ def test_a_head_from_elsewhere_cannot_say_its_target(run, tmp_path):
     """Without a manifest only shapes can be compared; with an architecture alone too."""
     elsewhere = tmp_path / "head"
     elsewhere.mkdir()
-    for name in (sglang.CONFIG, sglang.WEIGHTS):
+    for name in (CONFIG, WEIGHTS):
         (elsewhere / name).write_bytes((run.config.folder("export") / name).read_bytes())
     other = dataclasses.replace(run.target, identity=run.target.identity | OTHERS)
-    load = functools.partial(sglang.load_draft, elsewhere)
+    load = functools.partial(load_draft, elsewhere)
     assert load(target=other).token_ids.shape == load(target=run.target.model.config).token_ids.shape
 
 

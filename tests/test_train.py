@@ -14,7 +14,8 @@ from flax import nnx
 from eagle3_jax import command, manifest, train
 from eagle3_jax import config as configs
 from eagle3_jax.data import features, vocab
-from eagle3_jax.formats import sglang
+from eagle3_jax.formats.heads import save_draft
+from eagle3_jax.formats.stored import DraftFormatError
 from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
 from eagle3_jax.models.registry import Target
 from eagle3_jax.training.checkpoint import CheckpointError, Checkpoints, load_head
@@ -247,7 +248,7 @@ def test_a_warm_start_begins_with_the_head_and_its_vocabulary(tmp_path):
     head = DraftHead(head_config, rngs=nnx.Rngs(7))
     token_ids = np.arange(20, 20 + DRAFT_VOCAB, dtype=np.int32)  # not the features'
     draft = Draft(head, jnp.asarray(token_ids))
-    sglang.save_draft(tmp_path / "head", draft, target=target.model.config, dtype="float32")
+    save_draft(tmp_path / "head", draft, target=target.model.config, dtype="float32")
     still = {"max_steps": 1, "learning_rate": 1e-12, "warm_start": str(tmp_path / "head")}
     config = prepared(tmp_path / "run", target, **still)
     train.train(config, target)
@@ -261,7 +262,7 @@ def test_a_warm_start_begins_with_the_head_and_its_vocabulary(tmp_path):
     with pytest.raises(ValueError, match=r"train.warm_start .*another shape:\n  norm_output: got False, expected True"):
         train.train(other, target)
     missing = prepared(tmp_path / "missing", target, **still | {"warm_start": str(tmp_path / "none")})
-    with pytest.raises(sglang.DraftFormatError, match="none"):
+    with pytest.raises(DraftFormatError, match="none"):
         train.train(missing, target)
     for refused in (other, missing):
         assert not refused.folder("train").exists(), "refused before the folder is claimed: a corrected run may use it"

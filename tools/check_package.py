@@ -17,7 +17,7 @@ from flax import nnx
 import eagle3_jax
 from eagle3_jax import DraftTree, Engine, SamplingParams, load_target
 from eagle3_jax.config import DraftConfig, TargetConfig
-from eagle3_jax.formats.sglang import save_draft
+from eagle3_jax.formats.heads import save_draft
 from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
 
 

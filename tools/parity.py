@@ -28,7 +28,7 @@ import torch._dynamo  # before the name triton stands for nothing
 from flax import nnx
 
 from eagle3_jax.config import TrainConfig
-from eagle3_jax.formats.sglang import draft_table
+from eagle3_jax.formats.tensors import draft_table
 from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
 from eagle3_jax.models.weights import parameter_path
 from eagle3_jax.training.batch import Batch, Teacher

@@ -36,7 +36,7 @@ from eagle3_jax.decoding.request import Stats as Stats
 from eagle3_jax.decoding.runner import ModelRunner, tokens_that_fit
 from eagle3_jax.decoding.sampling import MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
 from eagle3_jax.decoding.tiers import Tier
-from eagle3_jax.formats.sglang import load_draft
+from eagle3_jax.formats.heads import load_draft
 from eagle3_jax.mesh import decoding_mesh
 from eagle3_jax.models.draft import Draft
 from eagle3_jax.models.llama import Llama

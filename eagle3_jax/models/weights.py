@@ -24,7 +24,7 @@ from eagle3_jax.mesh import shardings
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.llama import Llama, LlamaConfig
 
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 _DTYPES = ("F64", "F32", "F16", "BF16")
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a table that old checkpoints carry
 
@@ -182,7 +182,7 @@ def fingerprint(files: dict[str, str], config: LlamaConfig) -> str:
 def weight_files(folder: str | pathlib.Path) -> list[pathlib.Path]:
     """The files of a checkpoint that hold weights or say which file holds which, by name."""
     folder = pathlib.Path(folder)
-    return sorted([*folder.glob("*.safetensors"), *folder.glob(_INDEX)])
+    return sorted([*folder.glob("*.safetensors"), *folder.glob(INDEX)])
 
 
 def file_digests(folder: str | pathlib.Path) -> dict[str, str]:
@@ -190,25 +190,31 @@ def file_digests(folder: str | pathlib.Path) -> dict[str, str]:
     return {path.name: digest(path) for path in weight_files(folder)}
 
 
+def read_index(folder: pathlib.Path) -> dict[str, pathlib.Path]:
+    """Tensor name -> file of this folder, as the index of a sharded checkpoint says. Raises WeightsError."""
+    index = folder / INDEX
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise WeightsError(f"{index}: got no weight_map, expected tensor names with their files")
+    names = set(weight_map.values())
+    outside = sorted(file for file in names if pathlib.Path(file).name != file or file == "..")
+    if outside:
+        raise WeightsError(f"{folder}: {index.name}: got {outside[0]!r}, expected names of files in this folder")
+    missing = sorted(file for file in names if not (folder / file).exists())
+    if missing:
+        raise WeightsError(f"{folder}: {index.name} names files that are missing: {', '.join(missing)}")
+    return {name: folder / file for name, file in weight_map.items()}
+
+
 def _locate(folder: pathlib.Path) -> dict[str, pathlib.Path]:
     """Tensor name -> file."""
-    index = folder / _INDEX
-    if index.exists():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-            raise WeightsError(f"{index}: got no weight_map, expected tensor names with their files")
-        outside = sorted({file for file in weight_map.values() if pathlib.Path(file).name != file})
-        if outside:
-            raise WeightsError(f"{folder}: {index.name}: got {outside[0]!r}, expected names of files in this folder")
-        missing = sorted({file for file in weight_map.values() if not (folder / file).exists()})
-        if missing:
-            raise WeightsError(f"{folder}: {index.name} names files that are missing: {', '.join(missing)}")
-        return {name: folder / file for name, file in weight_map.items()}
+    if (folder / INDEX).exists():
+        return read_index(folder)
     single = folder / "model.safetensors"
     if not single.exists():
         others = sorted(path.name for path in folder.glob("*.bin")) if folder.is_dir() else []
         hint = f" (found {', '.join(others)}: pickle files are never read, convert to safetensors)" if others else ""
-        raise WeightsError(f"{folder}: expected model.safetensors or {index.name}{hint}")
+        raise WeightsError(f"{folder}: expected model.safetensors or {INDEX}{hint}")
     try:
         with safe_open(single, framework="numpy") as handle:
             return dict.fromkeys(handle.keys(), single)

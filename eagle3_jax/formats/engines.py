@@ -1,0 +1,131 @@
+"""Which engine runs which head, from which version on.
+
+The table is the one place that knows. `export` refuses by it what a form's own engine cannot run, and says by it who
+serves what was written; docs/serve-in-sglang-and-vllm.md repeats it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from eagle3_jax.formats.fields import Form
+from eagle3_jax.formats.stored import StoredHead
+from eagle3_jax.models.layers import LinearScaling, RopeScaling
+from eagle3_jax.models.rope import THETA
+
+# Each engine, and the newest version whose code was read.
+ENGINES = {
+    "SGLang": "0.5.23",
+    "vLLM": "0.32.0",
+    "EAGLE": "cb7e084 (2026-02)",
+    "sglang-jax": "cddbf6f (2026-08)",
+    "tpu-inference": "b8692ff (2026-08)",
+}
+SILENT, FAILS, UNKNOWN = "ignored", "fails", "not known"
+_NO = (SILENT, FAILS, UNKNOWN)
+# What a head may be -> of each engine the first version known to run it, or what it does instead. Known from the code:
+# SGLang's wheels 0.4.5, 0.4.9, 0.5.2, 0.5.11, 0.5.12 and 0.5.23 (models/llama_eagle3.py, llama.py, eagle_worker.py);
+# vLLM 0.32.0 (models/llama_eagle3.py, configs/speculators) and 00bd149, before EAGLE-3.1, which its blog of 2026-05-26
+# promises for 0.22.0; EAGLE's model/cnets.py, loaded with strict=False; sglang-jax's models/llama_eagle3.py, and
+# model_runner.py, which looks for aux layers in the target's config; tpu-inference's models/jax/llama_eagle3.py and
+# llama3.py: an unmapped tensor is an error, an unknown key is not.
+SINCE = {
+    # head: SGLang, vLLM, EAGLE, sglang-jax, tpu-inference
+    "EAGLE-3": ("0.4.5", "0.22.0", "cb7e084", "cddbf6f", "b8692ff"),
+    "other aux layers": ("0.4.9", "0.32.0", SILENT, SILENT, SILENT),
+    "aux layers, not three": ("0.5.12", "0.32.0", FAILS, FAILS, FAILS),
+    "aux layer 0 or n": (FAILS, "0.32.0", SILENT, SILENT, SILENT),
+    "`fc_norm`": ("0.5.12", "0.22.0", SILENT, SILENT, FAILS),
+    "`norm_output`": ("0.5.12", "0.22.0", SILENT, SILENT, SILENT),
+    "either in the form `speculators`": (FAILS, "0.32.0", FAILS, FAILS, UNKNOWN),
+    "`norm_before_residual`": (SILENT, "0.22.0", SILENT, SILENT, "b8692ff"),
+    "RoPE `llama3`": ("0.4.5", "0.22.0", FAILS, "cddbf6f", "b8692ff"),
+    "RoPE `linear`": ("0.4.5", "0.22.0", "cb7e084", FAILS, UNKNOWN),
+    "RoPE `linear`, `rope_theta` not 10000": ("0.4.5", "0.22.0", SILENT, FAILS, UNKNOWN),
+    "`head_dim` of its own": ("0.4.5", "0.22.0", FAILS, "cddbf6f", "b8692ff"),
+    "not as wide as the target": ("0.4.5", "0.22.0", "cb7e084", UNKNOWN, UNKNOWN),
+    "whole vocabulary": ("0.4.9", "0.22.0", "cb7e084", UNKNOWN, UNKNOWN),
+    "the target's LM head": ("0.5.2", "0.32.0", SILENT, "cddbf6f", UNKNOWN),
+    "rows of the target's LM head": (SILENT, UNKNOWN, SILENT, SILENT, UNKNOWN),
+}
+
+
+def used(head: StoredHead, form: Form) -> Iterator[tuple[str, str]]:
+    """Rows of the table that a head in this form needs, each with its field, what that is, and what is plain."""
+    c, last = head.config, head.target_layers or "n"
+    yield "EAGLE-3", ""
+    if c.aux_layers is not None:
+        yield "other aux layers", f"target.aux_layers: got {c.aux_layers}, expected the default (2, n // 2, n - 3)"
+    if c.num_aux_layers != 3:
+        yield "aux layers, not three", f"target.aux_layers: got {c.num_aux_layers} layers, expected 3"
+    if {0, last} & set(c.aux_layers or ()):
+        # SGLang captures `hidden_states + residual` at the entry of a block: there is no residual at block 0 yet, and
+        # no entry behind the last block.
+        limits = f"1 to {last - 1 if isinstance(last, int) else 'n - 1'}"
+        neither = f"SGLang captures neither 0 (the embeddings) nor {last} (the last block)"
+        yield "aux layer 0 or n", f"target.aux_layers: got {c.aux_layers}, expected boundaries {limits}: {neither}"
+    for flag in ("fc_norm", "norm_output", "norm_before_residual"):
+        if getattr(c, flag):
+            yield f"`{flag}`", f"{flag}: got True, expected False"
+    if form.name == "speculators" and (c.fc_norm or c.norm_output):
+        yield (
+            "either in the form `speculators`",
+            f"fc_norm, norm_output: got {c.fc_norm}, {c.norm_output}, expected False",
+        )
+    if isinstance(c.rope_scaling, RopeScaling):
+        yield "RoPE `llama3`", "rope_scaling: got 'llama3', expected none"
+    if isinstance(c.rope_scaling, LinearScaling):
+        yield "RoPE `linear`", "rope_scaling: got 'linear', expected none"
+        if c.rope_theta != THETA:
+            yield (
+                "RoPE `linear`, `rope_theta` not 10000",
+                f"rope_theta: got {c.rope_theta}, expected {THETA} where it is scaled",
+            )
+    if c.head_dim * c.num_attention_heads != c.hidden_size:
+        plain = f"hidden_size / num_attention_heads = {c.hidden_size} / {c.num_attention_heads}"
+        yield "`head_dim` of its own", f"head_dim: got {c.head_dim}, expected {plain}"
+    if c.hidden_size != c.target_hidden_size:
+        yield "not as wide as the target", f"hidden_size: got {c.hidden_size}, expected {c.target_hidden_size}"
+    whole = c.draft_vocab_size == c.vocab_size
+    if whole:
+        yield "whole vocabulary", f"draft_vocab_size: got {c.draft_vocab_size}, expected less than vocab_size"
+    if head.tied:
+        yield "the target's LM head", "lm_head.weight: missing, expected the head's own"
+    if head.tied and not whole:
+        way = "load the head with its target, and save it"
+        yield "rows of the target's LM head", f"lm_head.weight: missing, expected {c.draft_vocab_size} rows ({way})"
+
+
+def refusals(form: Form, head: StoredHead) -> list[str]:
+    """What of a head the form's own engine cannot run: field, got, expected, engine and version."""
+    engine = form.engines[0]
+    cells = ((said, SINCE[name][list(ENGINES).index(engine)]) for name, said in used(head, form))
+    return [f"{said}; {engine} (to {ENGINES[engine]}): {cell}" for said, cell in cells if cell in _NO]
+
+
+def served_by(form: Form, head: StoredHead) -> str:
+    """Which engines run this head as it was trained, from which version on; which others read the form, but do not."""
+    names = [name for name, _ in used(head, form)]
+    able, others = [], []
+    for column, engine in enumerate(ENGINES):
+        if engine not in form.engines:
+            continue
+        cells = {name: SINCE[name][column] for name in names}
+        lacking = [f"{name} {cell}" for name, cell in cells.items() if cell in _NO]
+        if lacking:
+            others.append(f"not by {engine} (to {ENGINES[engine]}): {', '.join(lacking)}")
+        else:
+            able.append(f"{engine} {max(cells.values(), key=_order)}")
+    return "; ".join([f"served by {', '.join(able)} and later", *others])
+
+
+def table() -> list[str]:
+    """The lines of the document's table."""
+    rows = [("head", *ENGINES), ("---",) * (len(ENGINES) + 1), *((name, *cells) for name, cells in SINCE.items())]
+    return ["| " + " | ".join(row) + " |" for row in rows]
+
+
+def _order(version: str) -> tuple[int, ...]:
+    """Releases by their numbers; of commits there is one an engine."""
+    parts = version.split(".")
+    return tuple(int(part) for part in parts) if all(part.isdigit() for part in parts) else ()

@@ -1,0 +1,89 @@
+"""The files of a draft head: config.json and safetensors, single or sharded with an index. Never a pickle."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import safetensors.numpy
+from safetensors import SafetensorError
+
+from eagle3_jax import manifest
+from eagle3_jax.formats.stored import DraftFormatError
+from eagle3_jax.formats.tensors import Tensors, canonical
+from eagle3_jax.models.weights import INDEX, WeightsError, read_index
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_CONVERT = (
+    'python -c \'import torch, safetensors.torch as s; held = torch.load("pytorch_model.bin", weights_only=True); '
+    f's.save_file({{k: v.contiguous() for k, v in held.items()}}, "{WEIGHTS}")\''
+)
+
+
+def write(folder: pathlib.Path, values: dict[str, Any], tensors: Tensors) -> None:
+    """Makes `folder`. Raises OSError."""
+    folder.mkdir(parents=True)
+    try:
+        safetensors.numpy.save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{folder / WEIGHTS}: not written ({error})") from error
+    (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
+
+
+def read_config(folder: pathlib.Path) -> dict[str, Any]:
+    """config.json. Raises DraftFormatError."""
+    path = folder / CONFIG
+    try:
+        values = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise DraftFormatError(f"{path}: not found, expected the draft head's config") from error
+    except ValueError as error:
+        raise DraftFormatError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(values, dict):
+        raise DraftFormatError(f"{path}: got {type(values).__name__}, expected an object")
+    return values
+
+
+def read_tensors(folder: pathlib.Path) -> tuple[Tensors, list[str]]:
+    """All tensors under their canonical names, and the names that occur twice. Raises DraftFormatError."""
+    tensors: Tensors = {}
+    problems: list[str] = []
+    for path, promised in _locate(folder).items():
+        try:
+            held = safetensors.numpy.load_file(path)
+        except (SafetensorError, KeyError) as error:
+            raise DraftFormatError(f"{path}: truncated, or not safetensors of a known dtype ({error})") from error
+        for name in sorted(promised - held.keys()):
+            problems.append(f"{path.name}: the index promises {name}, the file does not hold it")
+        for name, tensor in held.items():
+            if canonical(name) in tensors:
+                problems.append(f"{name}: a second tensor for {canonical(name)}")
+            tensors[canonical(name)] = tensor
+    return tensors, problems
+
+
+def file_digests(folder: str | pathlib.Path) -> dict[str, str]:
+    """Name -> sha256 in hex of each file that a head is read from."""
+    folder = pathlib.Path(folder)
+    found = [path for pattern in (CONFIG, INDEX, "*.safetensors") for path in folder.glob(pattern)]
+    return {path.name: manifest.digest(path) for path in sorted(found)}
+
+
+def _locate(folder: pathlib.Path) -> dict[pathlib.Path, set[str]]:
+    """The files that hold weights, and what the index promises of each."""
+    if (folder / INDEX).exists():
+        try:
+            index = read_index(folder)
+        except (WeightsError, manifest.JsonError) as error:
+            raise DraftFormatError(str(error)) from error
+        return {path: {name for name, file in index.items() if file == path} for path in sorted(set(index.values()))}
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        found = sorted(path.name for path in folder.glob("*") if path.suffix in _PICKLES)
+        hint = (
+            f"; {', '.join(found)}: pickles run code when read and are never read, convert to safetensors: {_CONVERT}"
+        )
+        raise DraftFormatError(f"{folder}: expected {WEIGHTS}{hint if found else ''}")
+    return {path: set() for path in files}

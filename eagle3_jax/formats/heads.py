@@ -1,0 +1,145 @@
+"""Draft heads on disk: read in whatever form they have, written in the form that is asked for.
+
+An engine drops what it does not know and leaves at random what it misses, without a word: hence a load here refuses
+everything that does not fit, all in one message. What no reader can see, since all shapes are right: another RoPE
+base; embeddings that are no longer the target's (vLLM takes the checkpoint's copy, here the target's are used); aux
+layers in another counting, where the run names them so too. An engine's counters tell, beside `evaluate`'s.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from eagle3_jax import manifest
+from eagle3_jax.formats import eagle, engines, fields, files, sglang, speculators, vllm, vocabulary
+from eagle3_jax.formats.fields import Form
+from eagle3_jax.formats.stored import DraftFormatError, StoredHead, from_draft, misfits, to_draft
+from eagle3_jax.formats.tensors import EMBEDDINGS, LAYER, tensor_problems
+from eagle3_jax.models.draft import Draft
+from eagle3_jax.models.identity import check_same_target
+from eagle3_jax.models.llama import LlamaConfig
+from eagle3_jax.models.registry import Target
+
+FORMS = {form.name: form for form in (sglang.FORM, vllm.FORM, speculators.FORM, eagle.FORM)}
+
+
+def load_draft(folder: str | pathlib.Path, *, target: Target | LlamaConfig, dtype: Any = jnp.float32) -> Draft:
+    """Reads a draft head that drafts for `target`, in any of `FORMS`.
+
+    Also takes what engines take: `layers.0.` for `midlayer.`, a `model.` prefix, no `t2d`, no `rope_theta` (10000), no
+    LM head (the target's rows of the draft vocabulary).
+
+    Args:
+        target: the model that the head shall draft for. The manifest beside a head of `export` says which one it was
+            trained with; that must be this one. A head from elsewhere has none, and an architecture alone (a
+            `LlamaConfig`) cannot be compared with it: then only shapes are.
+        dtype: of the loaded weights.
+
+    Raises:
+        DraftFormatError: every problem of config.json and every missing, surplus or wrongly shaped tensor, by name.
+        ManifestError: the head was trained with another target.
+    """
+    folder = pathlib.Path(folder)
+    if isinstance(target, Target) and (folder / manifest.NAME).exists():
+        check_same_target(folder, manifest.read(folder, "export")["identity"].get("target"), target.identity)
+    return to_draft(read(folder, target.model.config if isinstance(target, Target) else target), target, dtype)
+
+
+def save_draft(
+    folder: str | pathlib.Path,
+    draft: Draft,
+    *,
+    target: LlamaConfig,
+    dtype: str,
+    form: str = "sglang",
+    target_name: str | None = None,
+) -> None:
+    """Writes `folder`, which appears whole or not at all.
+
+    Args:
+        folder: must not exist yet.
+        target: the model that the head drafts for.
+        dtype: of the stored weights, "float32" or "bfloat16".
+        form: one of `FORMS`.
+        target_name: hub id or folder, for the form that names it (speculators).
+
+    Raises:
+        DraftFormatError: the head does not fit the target, the form's engine could not run it, or its token ids cannot
+            be a draft vocabulary.
+        FileExistsError: `folder` exists.
+    """
+    folder = pathlib.Path(folder)
+    if folder.exists():
+        raise FileExistsError(f"{folder}: exists already, expected a new folder")
+    head, problems = from_draft(draft, target, dtype, target_name)
+    with manifest.atomic(folder) as partial:
+        write(partial, head, form, problems)
+
+
+def read(folder: str | pathlib.Path, target: LlamaConfig | None = None) -> StoredHead:
+    """A head from its folder, its form found from config.json.
+
+    Args:
+        target: that it shall draft for; None compares it with none.
+
+    Raises:
+        DraftFormatError: every problem at once.
+    """
+    folder = pathlib.Path(folder)
+    tensors, problems = files.read_tensors(folder)
+    values = files.read_config(folder)
+    form = _form(values)
+    values = form.flatten(values)
+    config = fields.read(form, values, problems)
+    if config is not None:
+        problems += tensor_problems(tensors, config) + ([] if target is None else misfits(config, target))
+    _refuse(problems, f"{folder} does not hold a usable draft head")
+    assert config is not None
+    ids = vocabulary.read(tensors.get("d2t"), config)
+    dropped = {"d2t", "t2d"} | ({EMBEDDINGS} if config.target_hidden_size == config.hidden_size else set())
+    return StoredHead(
+        config=config,
+        tensors={name: tensor for name, tensor in tensors.items() if name not in dropped},
+        token_ids=ids,
+        bos_token_id=values.get("bos_token_id"),
+        eos_token_id=values.get("eos_token_id"),
+        verifier=values.get("verifier"),
+    )
+
+
+def write(folder: pathlib.Path, head: StoredHead, form: str, problems: Sequence[str] = ()) -> None:
+    """Makes `folder`, reads it back and compares every bit.
+
+    Args:
+        problems: found with the head already; they are said together with those of the form.
+
+    Raises:
+        DraftFormatError: the form's engine could not run the head, or it does not read back the same.
+    """
+    to = FORMS[form]
+    refused = engines.refusals(to, head)
+    if refused:
+        able = [other.name for other in FORMS.values() if not engines.refusals(other, head)]
+        refused.append(f"export.format: got {form!r}, expected {' or '.join(able) or 'another head'}")
+    _refuse([*problems, *refused], "this draft cannot be saved")
+    tensors = {name.replace(LAYER, to.layer): np.ascontiguousarray(tensor) for name, tensor in head.tensors.items()}
+    files.write(folder, to.write(head), tensors | vocabulary.write(head.token_ids, head.config.vocab_size))
+    if not read(folder).same(head):
+        raise DraftFormatError(f"{folder}: what was written does not read back the same; is the disk full?")
+
+
+def _form(values: dict[str, Any]) -> Form:
+    """The form of a config.json; of one that is none, the form whose sentence says so."""
+    if "speculators_model_type" in values:
+        return speculators.FORM
+    return next((form for form in FORMS.values() if fields.architecture(values) in form.architectures), sglang.FORM)
+
+
+def _refuse(problems: list[str], sentence: str) -> None:
+    if problems:
+        raise DraftFormatError(f"{sentence}:\n  " + "\n  ".join(problems))

@@ -1,0 +1,139 @@
+"""A draft head as it lies on disk, in no engine's spelling: what every form is read into and written from."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Int64
+
+from eagle3_jax.formats import vocabulary
+from eagle3_jax.formats.tensors import LM_HEAD, Tensors, draft_table
+from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
+from eagle3_jax.models.llama import LlamaConfig, default_aux_layers
+from eagle3_jax.models.registry import Target
+from eagle3_jax.models.weights import parameter_path
+
+
+class DraftFormatError(ValueError):
+    """A draft checkpoint that cannot be used, or a draft that cannot be saved; the message lists every problem."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredHead:
+    """A head and what its files say beside it.
+
+    Attributes:
+        config: its shape. `aux_layers` is None where they are the default, which no form writes down.
+        tensors: `draft_table`'s, in the stored dtype. Without `lm_head.weight` the LM head is the target's, at the rows
+            of the draft vocabulary. `embed_tokens.weight` only of a head that is narrower or wider than its target.
+        token_ids: the target's ids of the draft tokens, ascending.
+        target_layers: of the target, where it is known.
+        verifier: the target by name, as speculators has it: `name_or_path`, `architectures`.
+    """
+
+    config: DraftHeadConfig
+    tensors: Tensors
+    token_ids: Int64[np.ndarray, " dv"]
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    target_layers: int | None = None
+    verifier: dict[str, Any] | None = None
+
+    @property
+    def tied(self) -> bool:
+        return LM_HEAD not in self.tensors
+
+    def same(self, other: StoredHead) -> bool:
+        """Whether all that decides what is drafted is equal, to the bit."""
+        return (
+            self.config == other.config
+            and np.array_equal(self.token_ids, other.token_ids)
+            and self.tensors.keys() == other.tensors.keys()
+            and all(_same_bits(x, other.tensors[name]) for name, x in self.tensors.items())
+        )
+
+
+def misfits(head: DraftHeadConfig, target: LlamaConfig) -> list[str]:
+    """Why a head cannot draft for a target, one sentence per field; empty when it can."""
+    aux_layers = head.aux_layers or default_aux_layers(target.num_hidden_layers)
+    pairs = (
+        ("vocab_size", head.vocab_size, target.vocab_size),
+        ("target_hidden_size", head.target_hidden_size, target.hidden_size),
+        ("hidden_size", head.hidden_size, target.hidden_size),  # the head reads the target's embeddings
+        ("aux layers (boundaries)", aux_layers, target.aux_layers),
+    )
+    problems = [f"{field}: got {got}, expected {wanted}, the target's" for field, got, wanted in pairs if got != wanted]
+    for shift, said in ((1, "less, as SGLang counts: layers, by their outputs"), (-1, "more, as if counted twice")):
+        if tuple(boundary + shift for boundary in aux_layers) == target.aux_layers:
+            problems[-1] += f"; each is one {said}"
+    if head.draft_vocab_size > target.vocab_size:
+        problems.append(f"draft_vocab_size: got {head.draft_vocab_size}, expected at most {target.vocab_size}")
+    return problems
+
+
+def verifier(name: str | None) -> dict[str, Any]:
+    """The target as speculators has it."""
+    return {"name_or_path": name, "architectures": ["LlamaForCausalLM"]}
+
+
+def from_draft(draft: Draft, target: LlamaConfig, dtype: str, name: str | None) -> tuple[StoredHead, list[str]]:
+    """The head to store, and why it is none; `name` is the target's."""
+    config = draft.head.config
+    ids = np.asarray(draft.token_ids).astype(np.int64)
+    problems = misfits(config, target) + vocabulary.problems(ids, config)
+    table = draft_table(config)
+    tensors: Tensors = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(draft.head):
+        entry, value = table[parameter_path(path)], np.asarray(leaf).astype(jnp.dtype(dtype))
+        if not np.isfinite(value).all():
+            problems.append(f"{parameter_path(path)}: got NaN or infinity; did the training diverge?")
+        tensors |= dict(zip(entry.tensors, map(np.ascontiguousarray, entry.split(value)), strict=True))
+    default = config.aux_layers == default_aux_layers(target.num_hidden_layers)
+    eos = target.eos_token_ids
+    stored = StoredHead(
+        config=dataclasses.replace(config, aux_layers=None) if default else config,
+        tensors=tensors,
+        token_ids=ids,
+        bos_token_id=target.bos_token_id,
+        eos_token_id=eos[0] if len(eos) == 1 else list(eos) or None,
+        target_layers=target.num_hidden_layers,
+        verifier=verifier(name),
+    )
+    return stored, problems
+
+
+def to_draft(stored: StoredHead, target: Target | LlamaConfig, dtype: Any) -> Draft:
+    """The head in memory. Raises DraftFormatError where its LM head is the target's and that is not at hand."""
+    architecture = target.model.config if isinstance(target, Target) else target
+    config = stored.config
+    if config.aux_layers is None:
+        config = dataclasses.replace(config, aux_layers=default_aux_layers(architecture.num_hidden_layers))
+    tensors = stored.tensors
+    if stored.tied:
+        rows = target.model.output_rows if isinstance(target, Target) else None
+        if not isinstance(rows, jax.Array) or not rows.is_fully_addressable:
+            shape = [config.draft_vocab_size, config.hidden_size]
+            raise DraftFormatError(
+                f"missing tensor {LM_HEAD} {shape}: the target's rows are taken then, expected a target that is loaded "
+                "(its LM head too, on this process)"
+            )
+        tensors = tensors | {LM_HEAD: np.asarray(rows[stored.token_ids])}
+    table = draft_table(config)
+
+    def read(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        entry = table[parameter_path(path)]
+        value = entry.whole(*(tensors[name] for name in entry.tensors))
+        return jnp.asarray(np.ascontiguousarray(value).astype(leaf.dtype))
+
+    abstract = nnx.eval_shape(lambda: DraftHead(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    head = jax.tree_util.tree_map_with_path(read, abstract)
+    return Draft(head, jnp.asarray(stored.token_ids.astype(np.int32)))
+
+
+def _same_bits(one: np.ndarray, other: np.ndarray) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()

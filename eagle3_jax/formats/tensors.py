@@ -1,0 +1,124 @@
+"""The tensors of a draft head: which parameter each one makes, and how.
+
+Names are SGLang's and SafeAILab's (`midlayer.*`), projections [out, in], as torch keeps them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+
+from eagle3_jax.formats import vocabulary
+from eagle3_jax.models.draft import DraftHeadConfig
+from eagle3_jax.models.weights import Entry, fuse_qkv, same, transposed
+
+LM_HEAD, EMBEDDINGS = "lm_head.weight", "embed_tokens.weight"
+LAYER = "midlayer."
+# Other spellings. SGLang takes all of them (models/llama_eagle3.py, 0.5.23); vLLM takes `layers.0.` and no prefix.
+_SPELLINGS = (
+    ("layers.0.", LAYER),
+    ("aux_norm_low.", "fc_norm.0."),
+    ("aux_norm_mid.", "fc_norm.1."),
+    ("aux_norm_high.", "fc_norm.2."),
+)
+
+Tensors = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftEntry(Entry):
+    """How one parameter is made of tensors, and taken apart again.
+
+    Attributes:
+        split: the inverse of `whole`: the parameter -> its tensors, in order.
+    """
+
+    split: Callable[[np.ndarray], tuple[np.ndarray, ...]]
+
+
+def draft_table(config: DraftHeadConfig) -> dict[str, DraftEntry]:
+    """Parameter path in `DraftHead` -> the tensors that it is made of."""
+    c = config
+    h, f, d = c.hidden_size, c.intermediate_size, c.head_dim
+    heads, kv = c.num_attention_heads * d, c.num_key_value_heads * d
+    attention, mlp = f"{LAYER}self_attn", f"{LAYER}mlp"
+
+    def plain(name: str, *shape: int) -> DraftEntry:
+        return DraftEntry({name: shape}, same, lambda x: (x,))
+
+    def kernel(name: str, *shape: int) -> DraftEntry:
+        return DraftEntry({name: shape}, transposed, lambda x: (x.T,))
+
+    table = {
+        "fc": kernel("fc.weight", h, c.num_aux_layers * c.target_hidden_size),
+        "input_norm": plain(f"{LAYER}input_layernorm.weight", h),
+        "hidden_norm": plain(f"{LAYER}hidden_norm.weight", h),
+        "attention/qkv": DraftEntry(
+            {
+                f"{attention}.q_proj.weight": (heads, 2 * h),
+                f"{attention}.k_proj.weight": (kv, 2 * h),
+                f"{attention}.v_proj.weight": (kv, 2 * h),
+            },
+            functools.partial(fuse_qkv, c),
+            lambda x: _split_qkv(c, x),
+        ),
+        "attention/o": kernel(f"{attention}.o_proj.weight", h, heads),
+        "post_norm": plain(f"{LAYER}post_attention_layernorm.weight", h),
+        "mlp/gate": kernel(f"{mlp}.gate_proj.weight", f, h),
+        "mlp/up": kernel(f"{mlp}.up_proj.weight", f, h),
+        "mlp/down": kernel(f"{mlp}.down_proj.weight", h, f),
+        "norm": plain("norm.weight", h),
+        "lm_head": plain(LM_HEAD, c.draft_vocab_size, h),
+    }
+    if c.fc_norm:
+        table |= {f"fc_norm/{i}": plain(f"fc_norm.{i}.weight", c.target_hidden_size) for i in range(c.num_aux_layers)}
+    return table
+
+
+def canonical(name: str) -> str:
+    """The name of a tensor as the table has it."""
+    name = name.removeprefix("model.")
+    for theirs, ours in _SPELLINGS:
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name
+
+
+def tensor_problems(tensors: Tensors, config: DraftHeadConfig) -> list[str]:
+    """Every missing, surplus, misshapen and mistyped tensor, by name.
+
+    May be absent: the LM head (it is the target's), `t2d`, `d2t` of the whole vocabulary, embeddings as wide as the
+    target's (they are the target's).
+    """
+    expected = {name: shape for entry in draft_table(config).values() for name, shape in entry.tensors.items()}
+    optional = {"t2d": (config.vocab_size,), LM_HEAD: expected.pop(LM_HEAD)}
+    own = config.target_hidden_size != config.hidden_size
+    (expected if own else optional)[EMBEDDINGS] = (config.vocab_size, config.hidden_size)
+    whole = config.draft_vocab_size == config.vocab_size
+    (optional if whole else expected)["d2t"] = (config.draft_vocab_size,)
+    problems = [f"missing tensor {name} {list(shape)}" for name, shape in expected.items() if name not in tensors]
+    problems += [f"surplus tensor {name}" for name in sorted(tensors.keys() - expected.keys() - optional.keys())]
+    misshapen = set()
+    for name, shape in (expected | optional).items():
+        if name in tensors and tensors[name].shape != shape:
+            problems.append(f"{name}: got shape {list(tensors[name].shape)}, expected {list(shape)}")
+            misshapen.add(name)
+    kinds = {"d2t": (np.integer, "integer offsets"), "t2d": (np.bool_, "bool")}
+    for name in sorted(tensors.keys() & (expected | optional).keys()):
+        kind, wanted = kinds.get(name, (np.floating, "floating point"))
+        if not jnp.issubdtype(tensors[name].dtype, kind):
+            problems.append(f"{name}: got {tensors[name].dtype}, expected {wanted}")
+            misshapen.add(name)
+    if "d2t" in tensors and not misshapen & {"d2t", "t2d"}:
+        problems += vocabulary.mapping_problems(tensors["d2t"].astype(np.int64), tensors.get("t2d"), config)
+    return problems
+
+
+def _split_qkv(config: DraftHeadConfig, x: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The inverse of `fuse_qkv`: q [heads * d, in] (a KV head's queries side by side), k and v [kv_heads * d, in]."""
+    heads = x.T.reshape(config.num_key_value_heads, -1, config.head_dim, x.shape[0])
+    return tuple(part.reshape(-1, x.shape[0]) for part in (heads[:, :-2], heads[:, -2], heads[:, -1]))

@@ -1,0 +1,83 @@
+"""The table of engines: what is refused by it, what export says by it, and that the document repeats it."""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import pytest
+from tiny_heads import TARGET, make_draft
+
+from eagle3_jax.formats import engines
+from eagle3_jax.formats.heads import FORMS, save_draft
+from eagle3_jax.formats.stored import DraftFormatError, StoredHead, from_draft
+
+DOCUMENT = pathlib.Path(__file__).parents[2] / "docs/serve-in-sglang-and-vllm.md"
+
+
+def stored(layers: tuple[int, ...] = (2, 6, 9), **changes: Any) -> StoredHead:
+    target = dataclasses.replace(TARGET, aux_layers=layers)
+    return from_draft(make_draft(target=target, **changes), target, "float32", None)[0]
+
+
+@pytest.mark.parametrize(
+    ("form", "head", "said"),
+    [
+        ("sglang", {"head_dim": 4}, "served by SGLang 0.4.5, vLLM 0.22.0, sglang-jax cddbf6f and later"),
+        (
+            "sglang",
+            {"layers": (1, 6, 9)},
+            "served by SGLang 0.4.9, vLLM 0.32.0 and later; "
+            "not by sglang-jax (to cddbf6f (2026-08)): other aux layers ignored",
+        ),
+        (
+            "sglang",
+            {"fc_norm": True, "norm_output": True},
+            "served by SGLang 0.5.12, vLLM 0.22.0 and later; not by sglang-jax (to cddbf6f (2026-08)): "
+            "`fc_norm` ignored, `norm_output` ignored",
+        ),
+        ("vllm", {"norm_before_residual": True}, "served by vLLM 0.22.0, tpu-inference b8692ff and later"),
+        (
+            "vllm",
+            {"fc_norm": True},
+            "served by vLLM 0.22.0 and later; not by tpu-inference (to b8692ff (2026-08)): `fc_norm` fails",
+        ),
+        ("speculators", {"fc_norm": True}, "served by vLLM 0.32.0 and later"),
+        ("eagle", {"head_dim": 4}, "served by vLLM 0.22.0, EAGLE cb7e084, tpu-inference b8692ff and later"),
+    ],
+)
+def test_the_engines_that_run_a_head_are_named(form: str, head: dict[str, Any], said: str) -> None:
+    assert engines.served_by(FORMS[form], stored(**head)) == said
+
+
+@pytest.mark.parametrize(
+    ("form", "head", "message"),
+    [
+        (
+            "sglang",
+            {"norm_before_residual": True},
+            r"norm_before_residual: got True, expected False; SGLang \(to 0.5.23\): ignored[\s\S]*"
+            r"export.format: got 'sglang', expected vllm or speculators",
+        ),
+        ("eagle", {"head_dim": 4, "fc_norm": True}, r"fc_norm: got True, expected False; EAGLE \(to cb7e084"),
+        ("eagle", {"head_dim": 6}, r"head_dim: got 6, expected hidden_size / num_attention_heads = 16 / 4; EAGLE"),
+        ("eagle", {"head_dim": 4, "layers": (1, 6, 9)}, r"target.aux_layers: got \(1, 6, 9\), expected the default"),
+        ("sglang", {"layers": (0, 6, 9)}, r"neither 0 \(the embeddings\) nor 12 .*; SGLang \(to 0.5.23\): fails"),
+    ],
+)
+def test_what_the_forms_engine_cannot_run_is_refused_before_a_file_is_there(
+    tmp_path: pathlib.Path, form: str, head: dict[str, Any], message: str
+) -> None:
+    layers = head.pop("layers", (2, 6, 9))
+    target = dataclasses.replace(TARGET, aux_layers=layers)
+    with pytest.raises(DraftFormatError, match=message):
+        save_draft(tmp_path / "head", make_draft(target=target, **head), target=target, dtype="float32", form=form)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_vllm_captures_what_sglang_does_not(tmp_path: pathlib.Path) -> None:
+    target = dataclasses.replace(TARGET, aux_layers=(0, 6, 12))
+    save_draft(tmp_path / "head", make_draft(target=target), target=target, dtype="float32", form="vllm")
+
+
+def test_the_document_has_the_table() -> None:
+    assert "\n".join(engines.table()) in DOCUMENT.read_text()

@@ -1,0 +1,190 @@
+"""Golden: every tensor name, every key and every value that each form writes, and what a key's absence means there."""
+
+import pathlib
+from typing import Any
+
+import pytest
+import tiny_heads
+from tiny_heads import AUX_KEY, SHAPES, TARGET, alter, make_draft
+
+from eagle3_jax.formats.heads import FORMS, load_draft, read, save_draft
+from eagle3_jax.formats.stored import DraftFormatError
+from eagle3_jax.models.layers import LinearScaling, RopeScaling
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "max_position_embeddings": 64,
+    "vocab_size": 50,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "float32",
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "sglang": {"architectures": ["LlamaForCausalLMEagle3"], **LLAMA, "draft_vocab_size": 6},
+    "vllm": {"architectures": ["Eagle3LlamaForCausalLM"], **LLAMA, "draft_vocab_size": 6},
+    "speculators": {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": 6,
+        "fc_norm": False,
+        "norm_output": False,
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+        "transformer_layer_config": LLAMA,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "verifier": {"name_or_path": "org/target", "architectures": ["LlamaForCausalLM"]},
+        },
+    },
+    "eagle": {
+        "architectures": ["LlamaForCausalLM"],
+        **{key: value for key, value in LLAMA.items() if key not in ("head_dim", "rope_parameters")},
+        "draft_vocab_size": 6,
+    },
+}
+LAYERS = {"sglang": "midlayer.", "vllm": "midlayer.", "speculators": "layers.0.", "eagle": "midlayer."}
+
+
+def save(folder: pathlib.Path, form: str, target: Any = TARGET, **changes: Any) -> tuple[Any, dict[str, Any]]:
+    draft = make_draft(target=target, **changes)
+    save_draft(folder, draft, target=target, dtype="float32", form=form, target_name="org/target")
+    return tiny_heads.read(folder)
+
+
+@pytest.mark.parametrize("form", CONFIGS)
+def test_names_shapes_and_config_on_disk(tmp_path: pathlib.Path, form: str) -> None:
+    tensors, config = save(tmp_path / "head", form, head_dim=4)
+    assert config == CONFIGS[form]
+    shapes = SHAPES | {f"midlayer.self_attn.{x}_proj.weight": (n, 32) for x, n in (("q", 16), ("k", 8), ("v", 8))}
+    shapes |= {"midlayer.self_attn.o_proj.weight": (16, 16)}
+    expected = {name.replace("midlayer.", LAYERS[form]): shape for name, shape in shapes.items()}
+    assert {name: x.shape for name, x in tensors.items()} == expected
+    assert (str(tensors["d2t"].dtype), str(tensors["t2d"].dtype)) == ("int64", "bool")
+    assert tensors["d2t"].tolist() == [0, 2, 2, 14, 16, 44]
+
+
+def test_every_form_is_here() -> None:
+    assert CONFIGS.keys() == FORMS.keys()
+
+
+@pytest.mark.parametrize("form", ["sglang", "vllm", "speculators"])
+def test_eagle_3_1_on_disk(tmp_path: pathlib.Path, form: str) -> None:
+    tensors, config = save(tmp_path / "head", form, fc_norm=True, norm_output=True)
+    assert config["fc_norm"] is True and config["norm_output"] is True
+    assert {f"fc_norm.{i}.weight" for i in range(3)} < tensors.keys()
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        ("sglang", {AUX_KEY: [1, 5, 8, 11], "eagle_config": {AUX_KEY: [0, 4, 7, 10], "use_aux_hidden_state": True}}),
+        ("vllm", {AUX_KEY: [1, 5, 8, 11], "num_aux_hidden_states": 4}),
+        ("speculators", {AUX_KEY: [1, 5, 8, 11]}),
+    ],
+)
+def test_aux_layers_are_written_in_the_engines_counting(tmp_path: pathlib.Path, form: str, expected: Any) -> None:
+    target = tiny_heads.dataclasses.replace(TARGET, aux_layers=(1, 5, 8, 11))
+    _, config = save(tmp_path / "head", form, target)
+    found = {key: config[key] for key in (AUX_KEY, "eagle_config", "num_aux_hidden_states") if key in config}
+    assert found == expected
+    if form == "speculators":  # vLLM counts three where it is not told, and looks in here
+        assert config["transformer_layer_config"]["num_aux_hidden_states"] == 4
+    assert load_draft(tmp_path / "head", target=target).head.config.aux_layers == (1, 5, 8, 11)
+
+
+def test_vllm_takes_eagle_config_as_boundaries_where_nothing_stands_at_top_level(tmp_path: pathlib.Path) -> None:
+    save(tmp_path / "head", "vllm")
+    alter(tmp_path / "head", eagle_config={AUX_KEY: [1, 5, 8]})
+    assert read(tmp_path / "head").config.aux_layers == (1, 5, 8)
+    alter(tmp_path / "head", architectures=["LlamaForCausalLMEagle3"])
+    assert read(tmp_path / "head").config.aux_layers == (2, 6, 9), "outputs of layers, to SGLang"
+    alter(tmp_path / "head", architectures=["LlamaForCausalLM"])
+    with pytest.raises(
+        DraftFormatError, match=rf"eagle_config.{AUX_KEY}: got .*, expected none: EAGLE takes the default"
+    ):
+        read(tmp_path / "head")
+
+
+SCALED = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize("form", ["sglang", "vllm", "speculators"])
+def test_scaled_rope_is_written_in_both_spellings(tmp_path: pathlib.Path, form: str) -> None:
+    _, config = save(tmp_path / "head", form, rope_theta=5e5, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 16))
+    layer = config.get("transformer_layer_config", config)
+    assert layer["rope_theta"] == 5e5
+    assert layer["rope_scaling"] == SCALED | {"rope_type": "llama3"}
+    assert layer["rope_parameters"] == SCALED | {"rope_type": "llama3", "rope_theta": 5e5}
+
+
+def test_eagle_takes_linear_rope_in_its_own_words_and_no_other(tmp_path: pathlib.Path) -> None:
+    _, config = save(tmp_path / "head", "eagle", head_dim=4, rope_scaling=LinearScaling(2.0))
+    assert config["rope_scaling"] == {"type": "linear", "factor": 2.0} and "rope_theta" not in config
+    with pytest.raises(DraftFormatError, match=r"rope_theta: got 500000.0, expected 10000.0 where it is scaled; EAGLE"):
+        save(tmp_path / "other", "eagle", head_dim=4, rope_scaling=LinearScaling(2.0), rope_theta=5e5)
+
+
+@pytest.mark.parametrize(("form", "absent"), [("vllm", False), ("speculators", True), ("sglang", False)])
+def test_what_no_norm_before_residual_means(tmp_path: pathlib.Path, form: str, absent: bool) -> None:
+    """To vLLM it is on in the form of speculators, and only there."""
+    save(tmp_path / "head", form)
+    alter(tmp_path / "head", norm_before_residual=None)
+    assert read(tmp_path / "head").config.norm_before_residual is absent
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"speculators_model_type": "peagle"}, "speculators_model_type: got 'peagle', expected 'eagle3'"),
+        ({"embed_requires_grad": True}, "embed_requires_grad: got True, expected False"),
+        ({"norm_before_fc": True}, "norm_before_fc: got True, expected False"),
+        ({"transformer_layer_config": LLAMA | {"model_type": "qwen3"}}, "model_type: got 'qwen3', expected 'llama'"),
+        (
+            {"transformer_layer_config": LLAMA | {"layer_types": ["sliding_attention"]}},
+            "transformer_layer_config.layer_types: got ['sliding_attention'], expected full attention",
+        ),
+        ({"transformer_layer_config": None}, "hidden_size: missing"),
+    ],
+)
+def test_speculators_variants_that_this_head_is_not_are_refused(
+    tmp_path: pathlib.Path, changes: dict[str, Any], message: str
+) -> None:
+    save(tmp_path / "head", "speculators", head_dim=4)
+    alter(tmp_path / "head", **changes)
+    with pytest.raises(DraftFormatError) as caught:
+        read(tmp_path / "head")
+    assert message in str(caught.value)
+
+
+def test_heads_as_their_own_trainers_write_them(tmp_path: pathlib.Path) -> None:
+    """SafeAILab has no rope_theta and nothing of ours; speculators leaves out what is off, and had another name."""
+    save(tmp_path / "eagle", "eagle", head_dim=4)
+    keys = ("architectures", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads")
+    keys += ("num_key_value_heads", "num_hidden_layers", "rms_norm_eps", "vocab_size", "draft_vocab_size", "hidden_act")
+    alter(tmp_path / "eagle", **{key: None for key in CONFIGS["eagle"] if key not in keys}, rope_scaling=None)
+    assert read(tmp_path / "eagle").config.rope_theta == 10000.0
+    save(tmp_path / "speculators", "speculators", norm_before_residual=True)
+    off = ("fc_norm", "norm_output", "norm_before_fc", "embed_requires_grad", "tie_word_embeddings")
+    alter(tmp_path / "speculators", **dict.fromkeys(off), architectures=["Eagle3Speculator"])
+    again = read(tmp_path / "speculators")
+    assert again.config.norm_before_residual and again.verifier == {
+        "name_or_path": "org/target",
+        "architectures": ["LlamaForCausalLM"],
+    }

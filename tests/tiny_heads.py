@@ -1,0 +1,91 @@
+"""Draft heads for tests: tiny, every weight its own, in memory and on disk."""
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
+import tiny
+from flax import nnx
+
+from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
+from eagle3_jax.models.llama import LlamaConfig
+
+AUX_KEY = "eagle_aux_hidden_state_layer_ids"
+TARGET = tiny.llama_config(
+    vocab_size=50, num_hidden_layers=12, rope_theta=500000.0, eos_token_ids=(2,), aux_layers=(2, 6, 9), bos_token_id=1
+)
+IDS = [0, 3, 4, 17, 20, 49]
+ATTENTION, MLP = "midlayer.self_attn", "midlayer.mlp"
+# Of `make_draft()`.
+SHAPES = {
+    "fc.weight": (16, 48),
+    "midlayer.input_layernorm.weight": (16,),
+    "midlayer.hidden_norm.weight": (16,),
+    "midlayer.post_attention_layernorm.weight": (16,),
+    f"{ATTENTION}.q_proj.weight": (24, 32),
+    f"{ATTENTION}.k_proj.weight": (12, 32),
+    f"{ATTENTION}.v_proj.weight": (12, 32),
+    f"{ATTENTION}.o_proj.weight": (16, 24),
+    f"{MLP}.gate_proj.weight": (20, 16),
+    f"{MLP}.up_proj.weight": (20, 16),
+    f"{MLP}.down_proj.weight": (16, 20),
+    "norm.weight": (16,),
+    "lm_head.weight": (6, 16),
+    "d2t": (6,),
+    "t2d": (50,),
+}
+
+
+def make_draft(
+    dtype: Any = jnp.float32, ids: list[int] | None = None, target: LlamaConfig = TARGET, **changes: Any
+) -> Draft:
+    ids = IDS if ids is None else ids
+    config = DraftHeadConfig(
+        vocab_size=target.vocab_size,
+        draft_vocab_size=len(ids),
+        hidden_size=target.hidden_size,
+        target_hidden_size=target.hidden_size,
+        intermediate_size=20,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=6,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        max_position_embeddings=64,
+        aux_layers=target.aux_layers,
+    )
+    shape = nnx.eval_shape(lambda: DraftHead(dataclasses.replace(config, **changes), rngs=nnx.Rngs(0)))
+    rng = np.random.default_rng(1)  # every weight its own values, norms included
+    head = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) * 0.3 + 0.1, dtype), shape)
+    return Draft(head, jnp.asarray(ids, jnp.int32))
+
+
+def read(folder: pathlib.Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Tensors and config of a saved head, as they are."""
+    return safetensors.numpy.load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+
+
+def alter(folder: pathlib.Path, tensors: dict[str, Any] | None = None, **fields: Any) -> None:
+    """Replaces tensors and config fields of a saved head; None removes."""
+    held, config = read(folder)
+    for kind, changes in ((held, tensors or {}), (config, fields)):
+        for name, value in changes.items():
+            kind.pop(name, None)
+            if value is not None:
+                kind[name] = value
+    safetensors.numpy.save_file(held, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def assert_same(one: Draft, other: Draft) -> None:
+    """To the bit."""
+    assert one.head.config == other.head.config
+    pairs = zip(jax.tree.leaves((one.head, one.token_ids)), jax.tree.leaves((other.head, other.token_ids)), strict=True)
+    for got, expected in pairs:
+        assert got.dtype == expected.dtype
+        np.testing.assert_array_equal(got, expected)
