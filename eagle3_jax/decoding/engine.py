@@ -496,14 +496,14 @@ class Engine:
 
     def _launch(self) -> None:
         """Gives the device its next work: stretches of prompts, then rounds of those whose prompt is read."""
-        room = max(programs.CHUNKS)  # tokens between two dispatches of rounds
+        room = programs.MOST_READ
         while unread := [r for r in self._places if r is not None and r.read < len(r.ids)]:
             unread.sort(key=lambda request: request.number)
             count, length = self._runner.sizes.chunk_for([len(request.ids) - request.read for request in unread])
             room -= count * length
             if room < 0:
                 break
-            self._read_prompts(unread[:count], count, length)
+            self._read_prompts(unread, count, length)
         running = {
             place: request
             for place, request in enumerate(self._places)
@@ -534,19 +534,23 @@ class Engine:
         return tier
 
     def _read_prompts(self, requests: Sequence[Request], count: int, length: int) -> None:
-        """Reads the next stretch of some prompts, `count` at most: the program's size."""
+        """Reads on in prompts, one after the other, by the program for `count` stretches of `length` tokens."""
         chunk = Chunk.blank(count, length, self._runner.sizes)
-        ended = {}
-        for row, request in enumerate(requests):
-            if (request.params.penalises or self._copies) and request.read == request.cached:
+        ended, row = {}, 0
+        for request in requests:
+            if row == count:
+                break
+            if request.read == request.cached and (request.params.penalises or self._copies):
                 self._runner.note_prompt(request.place, request.ids)
-            _fill(chunk, row, request, length, self._eos)
-            request.read += int(chunk["counts"][row])
+            while row < count and request.read < len(request.ids):
+                _fill(chunk, row, request, length, self._eos)
+                request.read += int(chunk["counts"][row])
+                if chunk["ends"][row]:
+                    ended[row] = request
+                    self._cancelled.discard(request.place)
+                row += 1
             assert request.lease is not None
             self._pool.register(request.lease, request.ids[: request.read + 1])
-            if chunk["ends"][row]:
-                ended[row] = request
-                self._cancelled.discard(request.place)
         report = self._runner.prefill(chunk)
         if ended:
             self._reports.append((report, ended, None))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,11 +31,14 @@ from eagle3_jax.models.llama import Llama
 ROUNDS = 4
 
 
-# Prompts are read in stretches of one of these lengths, of one request or of so many together.
-CHUNKS = (64, 256, 1024)
-TOGETHER_CHUNKS = ((4, 64), (16, 16))
-# What a stretch costs beside its tokens, in tokens: short ones are read together, and padding is no better.
-_STRETCH = 64
+# (rows, tokens of each) of the prefill programs. Short prompts are packed: each takes as many rows as it needs, one
+# behind the other. A long one is read alone, in one row.
+PACKED = ((4, 16), (16, 16))
+ALONE = ((1, 256), (1, 1024))
+# Tokens of prompts, padding included, between two dispatches of rounds.
+MOST_READ = 1024
+# What a dispatch costs beside its tokens, in tokens; padding is no better.
+_DISPATCH = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,21 +80,25 @@ class Sizes:
     @property
     def columns(self) -> int:
         """Of the page table: padding of a prompt's last stretch may reach beyond its pages."""
-        return self.pages_per_sequence + -(-max(CHUNKS) // self.page_size)
+        return self.pages_per_sequence + -(-max(length for _, length in self.chunks) // self.page_size)
 
     @property
     def chunks(self) -> list[tuple[int, int]]:
-        """(requests, tokens of each) of the prefill programs."""
-        alone = [(1, length) for length in CHUNKS if length < 2 * self.max_length or length == CHUNKS[0]]
-        return alone + [shape for shape in TOGETHER_CHUNKS if shape[0] <= 2 * self.batch and self.batch > 1]
+        """(rows, tokens of each) of the prefill programs that this engine has a use for."""
+        alone = [shape for shape in ALONE if math.prod(shape) < 2 * self.max_length]
+        together = [shape for shape in PACKED[1:] if math.prod(shape) < 2 * self.max_length * (self.batch - 1)]
+        return [*alone, *PACKED[:1], *together]
 
-    def chunk_for(self, left: list[int]) -> tuple[int, int]:
+    def chunk_for(self, left: Sequence[int]) -> tuple[int, int]:
         """The prefill program for prompts with so many tokens left, the first one's turn: the least padding."""
 
         def use(shape: tuple[int, int]) -> tuple[float, int]:
-            count, length = shape
-            read = sum(min(tokens, length) for tokens in left[:count])
-            return read / (count * length + _STRETCH), count * length
+            free, length = shape
+            read = 0
+            for tokens in left:
+                rows = min(-(-tokens // length), free)
+                read, free = read + min(tokens, rows * length), free - rows
+            return read / (math.prod(shape) + _DISPATCH), math.prod(shape)
 
         return max(self.chunks, key=use)
 
@@ -98,7 +106,9 @@ class Sizes:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """A stretch of the prompts of r requests, and what they ask for.
+    """A stretch of a prompt in each of r rows, and what its request asks for.
+
+    A row may continue the one before it: the next stretch of the same prompt.
 
     Attributes:
         slots: the place of each request in the batch; the batch's size where there is none.
@@ -135,11 +145,11 @@ class Chunk:
     first_stop: Int[Array, " r"]
 
     @staticmethod
-    def blank(requests: int, length: int, sizes: Sizes) -> dict[str, np.ndarray]:
-        """The same on the host, to be filled in: places without a request."""
+    def blank(rows: int, length: int, sizes: Sizes) -> dict[str, np.ndarray]:
+        """The same on the host, to be filled in: rows without a request."""
 
         def full(*shape: int, dtype: Any = np.int32, value: Any = 0) -> np.ndarray:
-            return np.full((requests, *shape), value, dtype)
+            return np.full((rows, *shape), value, dtype)
 
         return {
             "slots": full(value=sizes.batch),
@@ -245,10 +255,8 @@ def prefill(models: Models, state: State, chunk: Chunk) -> tuple[State, Int[Arra
         The state, and a row a request: see `first_progress`.
     """
     (target, draft), rows = models.modules(), dataclasses.replace
-    caches = (
-        rows(state.cache, page_table=chunk.page_table),
-        None if state.draft_cache is None else rows(state.draft_cache, page_table=chunk.page_table),
-    )
+    paging: dict[str, Any] = {"page_table": chunk.page_table, "continued": len(chunk.slots) > 1}
+    caches = rows(state.cache, **paging), None if state.draft_cache is None else rows(state.draft_cache, **paging)
     key = jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(seed[0]), seed[1]))(chunk.seeds)
     place = jnp.minimum(chunk.slots, state.done.shape[0] - 1)
     kept = state.sampling.rules
@@ -319,8 +327,8 @@ def prefill(models: Models, state: State, chunk: Chunk) -> tuple[State, Int[Arra
         state,
         history=history,
         unread=unread,
-        cache=rows(cache, page_table=None),
-        draft_cache=None if draft_cache is None else rows(draft_cache, page_table=None),
+        cache=rows(cache, page_table=None, continued=False),
+        draft_cache=None if draft_cache is None else rows(draft_cache, page_table=None, continued=False),
         logprobs=rows(state.logprobs, asked=join(state.logprobs.asked, chunk.asked)),
         **{name: jax.tree.map(join, getattr(state, name), new) for name, new in joined.items()},
     )

@@ -46,6 +46,7 @@ def tree_attention(
     tail_mask: Bool[Array, "b t m"] | None = None,
     *,
     page_table: Int[Array, "b pages"] | None = None,
+    continued: bool = False,
     window: int | None = None,
     positions: Int[Array, "b t"] | None = None,
     sinks: Float[Array, " n"] | None = None,
@@ -65,11 +66,13 @@ def tree_attention(
             the nearest, and what is beyond int8's or float8's range becomes its end.
         keys, values: the cache, [b, k, slots, d], contiguous; with a page table [pages, k, page_size, d]. Any dtype,
             int8 and float8 included: it is read as the queries' dtype. To have it written in place, donate it. No two
-            sequences may share a page that is written.
+            sequences may share a page that is written, unless `continued`.
         lengths: int32, committed tokens of each sequence; length + m must not exceed the slots.
         tail_mask: which of the m >= t tail slots each query sees; None is causal with m = t. Every query sees one slot
             at least.
         page_table: int32, the page that holds each stretch of page_size slots; entries behind the tail may be anything.
+        continued: sequences may hold consecutive stretches of one prompt, on the same pages: the entries of all are
+            written before any query attends.
         window: a query sees only slots at its own position and the window - 1 before it. Slots of a tree's tail stand
             behind their positions: what lies beyond the window there, the mask must leave out.
         positions: of the queries, for a window; the default is length + 0, 1, 2, ...
@@ -101,7 +104,7 @@ def tree_attention(
     else:
         tokens, cache, rows = P("data", None, "model"), P("data", "model"), P("data")
         attended, keys, values = over_mesh(
-            functools.partial(_pallas, interpret=interpret),
+            functools.partial(_pallas, continued=continued, interpret=interpret),
             operands,
             (tokens, cache, cache, cache, cache, rows, rows, rows, rows, P("model")),
             (tokens, cache, cache),
@@ -142,6 +145,8 @@ def _pallas(
     page_table: Int[Array, "b pages"] | None,
     first: Int[Array, "b t"] | None,
     sinks: Float[Array, " n"] | None,
+    *,
+    continued: bool,
     interpret: Any,
 ) -> tuple[Float[Array, "b t n d"], Array, Array]:
     b, t, n, d = queries.shape
@@ -151,6 +156,7 @@ def _pallas(
         (queries.dtype, keys.dtype),
         tail=t if tail_mask is None else tail_mask.shape[-1],
         pages=None if page_table is None else page_table.shape[1],
+        continued=continued,
     )
     if s.written:
         rows = ((0, 0), (0, 0), (0, s.new_rows(keys.dtype) - t), (0, 0))
@@ -206,6 +212,7 @@ def plan(
     *,
     tail: int,
     pages: int | None,
+    continued: bool = False,
 ) -> Shape:
     """How the kernel cuts its work.
 
@@ -213,6 +220,7 @@ def plan(
         queries, keys: shapes, as `tree_attention` takes them. dtypes: of both.
         tail: slots of the tail.
         pages: columns of the page table; None is contiguous.
+        continued: see `tree_attention`.
 
     Raises:
         ValueError: with the numbers, where something does not fit.
@@ -250,7 +258,8 @@ def plan(
         step=block // page_size,
         width=width,
         tail=tail,
-        written=t if tile == nodes else 0,  # a later tile of queries would read what an earlier one writes
+        # A later tile of queries would read what an earlier one writes, and so would a later sequence.
+        written=t if tile == nodes and not continued else 0,
     )
     check_fits("VMEM", shape.vmem_bytes(*(jnp.dtype(dtype).itemsize for dtype in dtypes)), VMEM_LIMIT, shape)
     check_fits("SMEM", shape.smem_bytes(paged), SMEM_LIMIT, f"{b} sequences, {pages if paged else 0} pages each")

@@ -1,7 +1,7 @@
 """Tree attention for a CPU: reads the slots in use, page by page, once for a few rows, with all cores.
 
-A chunk of the work is one KV head of one sequence: it writes the new entries, and attends from all queries of the head
-with a running softmax (FlashAttention's). Scores and sums are float32.
+The new entries are written first, those of all sequences. A chunk of the work is then one KV head of one sequence: all
+its queries attend with a running softmax (FlashAttention's). Scores and sums are float32.
 """
 
 from __future__ import annotations
@@ -55,44 +55,47 @@ def write_attention(module: ir.Module, name: str, dtype: str, d: int, masked: bo
     element, vectors, size_of = llvm.ELEMENTS[dtype], d // _WIDTH, 4 if dtype == "float32" else 2
     kind = llvm.vector(_WIDTH)
 
+    def page_of(code: Code, values: Sequence[Value], cache: Value, b: Value, head: Value, number: Value) -> Value:
+        """A head's entries in a page of a sequence; what is out of range is clipped, as jax does it."""
+        table, heads, pages, size, columns = values[7], *values[11:15]
+        column = code.at(table, code.add(code.mul(b, columns), code.least(number, code.sub(columns, 1))), I32)
+        page = code.b.sext(code.load(column, I32), I64)
+        page = code.most(0, code.least(page, code.sub(pages, 1)))
+        return code.at(cache, code.mul(code.add(code.mul(page, heads), head), code.mul(size, d)), element)
+
+    def length_of(code: Code, lengths: Value, b: Value) -> Value:
+        return code.b.sext(code.load(code.at(lengths, b, I32), I32), I64)
+
     def plan(code: Code, operands: Sequence[Buffer], results: Sequence[Buffer]) -> tuple[list[Value], Value]:
         queries, new_keys, new_values, keys, _, lengths, mask, table = operands
         attended, keys_out, values_out = results
         values = [x.data for x in (queries, new_keys, new_values, keys_out, values_out, lengths, mask, table, attended)]
-        t, n, heads = queries.size(1), queries.size(2), keys.size(1)
+        t, n, heads, size = queries.size(1), queries.size(2), keys.size(1), keys.size(2)
         tail = mask.size(2) if masked else t
-        values += [t, n, heads, keys.size(0), keys.size(2), table.size(1), tail]
+        values += [t, n, heads, keys.size(0), size, table.size(1), tail]
+        with code.loop(0, queries.size(0)) as b:
+            end = code.add(length_of(code, values[5], b), tail)
+            with code.loop(0, heads) as head, code.loop(0, t) as i:  # the new entries, behind the tail that is there
+                place = code.add(code.sub(end, t), i)
+                number, inside = code.div(place, size), code.mul(code.rem(place, size), d)
+                new = code.mul(code.add(code.mul(code.add(code.mul(b, heads), head), t), i), d)
+                for cache, entries in zip(values[3:5], values[1:3], strict=True):
+                    code.call(
+                        "llvm.memcpy.p0.p0.i64",
+                        llvm.VOID,
+                        code.at(page_of(code, values, cache, b, head, number), inside, element),
+                        code.at(entries, new, element),
+                        code.int(d * size_of),
+                        ir.Constant(llvm.I1, 0),
+                    )
         return values, code.mul(queries.size(0), heads)
 
     def body(code: Code, values: Sequence[Value], chunk: Value) -> None:
-        queries, new_keys, new_values, keys, cache_values, lengths, mask, table, attended = values[:9]
-        t, n, heads, pages, size, columns, tail = values[9:]
+        queries, _, _, keys, cache_values, lengths, mask, _, attended, t, n, heads, _, size, _, tail = values
         b, head = code.div(chunk, heads), code.rem(chunk, heads)
         group = code.div(n, heads)
-        length = code.b.sext(code.load(code.at(lengths, b, I32), I32), I64)
+        length = length_of(code, lengths, b)
         end = code.add(length, tail)
-        row_of_table = code.at(table, code.mul(b, columns), I32)
-
-        def page_of(cache: Value, number: Value) -> Value:
-            """The head's entries in a page of the sequence; what is out of range is clipped, as jax does it."""
-            column = code.at(row_of_table, code.least(number, code.sub(columns, 1)), I32)
-            page = code.b.sext(code.load(column, I32), I64)
-            page = code.most(0, code.least(page, code.sub(pages, 1)))
-            return code.at(cache, code.mul(code.add(code.mul(page, heads), head), code.mul(size, d)), element)
-
-        with code.loop(0, t) as i:  # the new entries, behind the tail that is there
-            place = code.add(code.sub(end, t), i)
-            inside = code.mul(code.rem(place, size), d)
-            new = code.mul(code.add(code.mul(code.add(code.mul(b, heads), head), t), i), d)
-            for cache, entries in ((keys, new_keys), (cache_values, new_values)):
-                code.call(
-                    "llvm.memcpy.p0.p0.i64",
-                    llvm.VOID,
-                    code.at(page_of(cache, code.div(place, size)), inside, element),
-                    code.at(entries, new, element),
-                    code.int(d * size_of),
-                    ir.Constant(llvm.I1, 0),
-                )
 
         rows = code.mul(t, group)
         scores = code.variable(F32, count=_ROWS * _BLOCK)
@@ -128,7 +131,10 @@ def write_attention(module: ir.Module, name: str, dtype: str, d: int, masked: bo
             ):
                 start = code.add(code.mul(page, size), inside)
                 count = code.least(code.least(code.sub(seen, start), code.sub(size, inside)), _BLOCK)
-                block = [code.at(page_of(x, page), code.mul(inside, d), element) for x in (keys, cache_values)]
+                block = [
+                    code.at(page_of(code, values, x, b, head, page), code.mul(inside, d), element)
+                    for x in (keys, cache_values)
+                ]
                 _scores(code, count, block[0], query, scores, scale, element)
                 _mask(code, count, start, length, token, scores, mask, b, t, tail, masked)
                 for r in range(_ROWS):

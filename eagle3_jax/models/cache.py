@@ -27,11 +27,13 @@ class KVCache:
     Attributes:
         keys, values: one array a layer: [batch, kv_heads, slots, head_dim], or [pages, kv_heads, page_size, head_dim].
         page_table: of the sequences that are attended from; None is contiguous.
+        continued: a sequence may be what follows the one before it in the batch, on the same pages.
     """
 
     keys: tuple[Array, ...]
     values: tuple[Array, ...]
     page_table: Int[Array, "b pages"] | None = None
+    continued: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @classmethod
     def empty(cls, layers: int, batch: int, kv_heads: int, slots: int, head_dim: int, dtype: Any) -> KVCache:
@@ -66,6 +68,7 @@ class KVCache:
             lengths,
             tail_mask,
             page_table=self.page_table,
+            continued=self.continued,
         )
         return attended, dataclasses.replace(
             self, keys=_replace(self.keys, layer, keys), values=_replace(self.values, layer, values)

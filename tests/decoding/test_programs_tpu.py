@@ -59,8 +59,8 @@ def tiers_of(tree: Any) -> list[Tier]:
     return [Tier(tree, head=tree not in (VANILLA, LOOKUP))]
 
 
-def shapes(mesh: Mesh, tree: Any, length: int) -> tuple[Any, Any, Any, Any]:
-    """Target, draft, state and a stretch of prompts, as they lie on the devices."""
+def shapes(mesh: Mesh, tree: Any, stretches: tuple[int, int]) -> tuple[Any, Any, Any, Any]:
+    """Target, draft, state and stretches of prompts, as they lie on the devices."""
 
     def build():
         head = DraftHeadConfig.for_target(DraftConfig(vocab_size=32000), CONFIG)
@@ -68,7 +68,7 @@ def shapes(mesh: Mesh, tree: Any, length: int) -> tuple[Any, Any, Any, Any]:
         draft = Draft(DraftHead(head, dtype=jnp.bfloat16, rngs=nnx.Rngs(1)), jnp.arange(32000))
         draft = None if tree in (VANILLA, LOOKUP) else draft
         state = empty_state(Models.of(target, draft), SIZES, tiers_of(tree), None)
-        chunk = Chunk(**{name: jnp.asarray(value) for name, value in Chunk.blank(1, length, SIZES).items()})
+        chunk = Chunk(**{name: jnp.asarray(value) for name, value in Chunk.blank(*stretches, SIZES).items()})
         leaves, structures[:] = zip(*map(jax.tree.flatten, (target, draft, state, chunk)), strict=True)
         named = jax.tree_util.tree_leaves_with_path((target, draft, state, chunk))
         names[:] = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in named]
@@ -97,7 +97,8 @@ def shapes(mesh: Mesh, tree: Any, length: int) -> tuple[Any, Any, Any, Any]:
         ("decode", VANILLA, True, "v5p:1x1x1"),
         pytest.param("decode", TREE, True, "v6e:1x1", marks=pytest.mark.long),
         pytest.param("decode", CHAIN, True, "v5e:2x2", marks=pytest.mark.slow),
-        pytest.param("prefill", CHAIN, False, "v5e:2x2", marks=pytest.mark.slow),
+        pytest.param("prefill packed", CHAIN, False, "v5e:2x2", marks=pytest.mark.slow),
+        pytest.param("prefill packed", CHAIN, False, "v6e:1x1", marks=pytest.mark.long),
         pytest.param("decode", TREE, False, "v5e:1x1", marks=pytest.mark.slow),
         pytest.param("decode", TARGET_ONLY, False, "v5p:1x1x1", marks=pytest.mark.long),
         pytest.param("decode", CHAIN, False, "tpu7x:1x1x1", marks=pytest.mark.long),
@@ -116,15 +117,16 @@ def shapes(mesh: Mesh, tree: Any, length: int) -> tuple[Any, Any, Any, Any]:
 def test_programs_compile_for_a_tpu(program, tree, greedy, topology):
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     mesh = Mesh(np.array(devices).reshape(1, -1), ("data", "model"))
-    parts = shapes(mesh, tree, 256)
+    name, *packed = program.split()
+    parts = shapes(mesh, tree, programs.PACKED[-1] if packed else programs.ALONE[0])
     structures = [structure for structure, _ in parts]
     cancelled = jnp.zeros(SIZES.batch, bool)
-    jitted: Any = getattr(programs, program)
+    jitted: Any = getattr(programs, name)
 
     def run(*leaves):
         target, draft, state, chunk = (s.unflatten(x) for s, x in zip(structures, leaves, strict=True))
         models = Models.of(target, draft)
-        if program == "prefill":
+        if name == "prefill":
             return jax.tree.leaves(jitted.__wrapped__(models, state, chunk))
         if program == "catch_up":
             return jax.tree.leaves(jitted.__wrapped__(models, state))

@@ -213,8 +213,8 @@ def test_requests_wait_where_pages_are_short_and_nothing_is_thrown_out(toy):
 @pytest.mark.slow
 def test_long_prompts_are_read_in_stretches_between_the_others_rounds(toy, monkeypatch):
     """A long prompt does not stop the others, and its answer is the one it has alone."""
-    monkeypatch.setattr("eagle3_jax.decoding.programs.CHUNKS", (16, 32))
-    monkeypatch.setattr("eagle3_jax.decoding.programs.TOGETHER_CHUNKS", ((4, 16),))
+    for name, value in (("PACKED", ((4, 4),)), ("ALONE", ((1, 32),)), ("MOST_READ", 32)):
+        monkeypatch.setattr(programs, name, value)
     long, short = [(5 * i) % 24 for i in range(200)], [3, 1, 2]
     params = SamplingParams(max_tokens=30)
     engine = Engine(noisy(toy), Tokenizer(), toy.good, CHAIN, max_length=256, page_size=16, batch_size=2)
@@ -512,17 +512,18 @@ def test_narrow_keys_and_values_decode_the_same_with_drafts_and_without(toy, kv_
 
 
 @pytest.mark.parametrize(
-    ("chunks", "together", "expected"),
+    ("packed", "most", "expected"),
     [
-        ((64, 256, 1024), (4, 64), [(4, 8)]),  # all are read at once, in two stretches
-        ((16, 64), (4, 16), [(2, 4), (4, 8)]),  # a turn has 64 tokens: a round takes as long with 4 requests as with 8
-        ((16, 48), (3, 16), [(1, 3), (3, 6), (4, 8)]),
-        ((16, 64), (3, 16), [(1, 3), (3, 6), (4, 8)]),  # 48 of 64 are read: no further stretch of 48 fits
+        ((4, 16), 1024, [(4, 8)]),  # all are read at once, in two dispatches
+        ((4, 16), 64, [(2, 4), (4, 8)]),  # a round takes as long with 4 requests as with 8
+        ((3, 16), 48, [(1, 3), (3, 6), (4, 8)]),
+        ((3, 16), 64, [(1, 3), (3, 6), (4, 8)]),  # 48 of 64 are read: no further dispatch of 48 fits
+        ((8, 6), 48, [(1, 2), (2, 5), (4, 8)]),  # of 16 tokens each: 2 and two thirds, 5 and a third, 8
     ],
 )
-def test_prompts_are_read_before_rounds_that_few_would_share(toy, monkeypatch, chunks, together, expected):
-    monkeypatch.setattr("eagle3_jax.decoding.programs.CHUNKS", chunks)
-    monkeypatch.setattr("eagle3_jax.decoding.programs.TOGETHER_CHUNKS", (together,))
+def test_prompts_are_read_before_rounds_that_few_would_share(toy, monkeypatch, packed, most, expected):
+    monkeypatch.setattr(programs, "PACKED", (packed,))
+    monkeypatch.setattr(programs, "MOST_READ", most)
     engine = Engine(noisy(toy), Tokenizer(), toy.good, CHAIN, batch_size=8, max_length=128, page_size=16)
     decode, given = engine._runner.decode, []
 
@@ -539,10 +540,10 @@ def test_prompts_are_read_before_rounds_that_few_would_share(toy, monkeypatch, c
 def test_stretches_are_those_with_least_padding():
     sizes = programs.Sizes.plan(16, 2048, 16, [tiers.VANILLA])
     for left, expected in (
-        ([38], (1, 64)),
-        ([38] * 2, (1, 64)),
-        ([38] * 8, (4, 64)),
-        ([38] * 16, (16, 16)),
+        ([38], (4, 16)),
+        ([38] * 2, (4, 16)),
+        ([38] * 3, (4, 16)),
+        ([38] * 8, (16, 16)),
         ([6] * 16, (16, 16)),
         ([300, 20, 30, 40], (1, 256)),
         ([1000], (1, 1024)),

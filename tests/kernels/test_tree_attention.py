@@ -280,6 +280,30 @@ def test_races_and_reads_of_what_was_never_written(nodes, batch, block, cores, m
     assert not interpret_pallas_call.races.races_found
 
 
+@pytest.mark.slow
+def test_a_sequence_may_continue_the_one_before_it():
+    """Two rows of 16 tokens of one prompt, on its pages: what the first writes the second reads."""
+    rng = np.random.default_rng(0)
+    q, new_k, new_v = (jnp.asarray(rng.normal(size=(1, 32, n, 64)), jnp.float32) for n in (4, 2, 2))
+    k, v = jnp.asarray(rng.normal(size=(2, 3, 2, 128, 64)), jnp.float32)
+    table = jnp.array([[2, 1]], jnp.int32)
+    whole = tree_attention(q, new_k, new_v, k, v, jnp.array([120]), page_table=table, implementation="xla")
+    rows = [x.reshape(2, 16, *x.shape[2:]) for x in (q, new_k, new_v)]
+    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    got = tree_attention(
+        *(*rows, k, v, jnp.array([120, 136])),
+        page_table=jnp.repeat(table, 2, axis=0),
+        continued=True,
+        implementation="pallas",
+        interpret=params,
+    )
+    assert_equal((got[0].reshape(whole[0].shape), *got[1:]), whole)
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    assert interpret_pallas_call.races is not None
+    assert not interpret_pallas_call.races.races_found
+
+
 # 3 sequences do not divide over the data axis.
 @pytest.mark.parametrize("batch", [pytest.param(4, marks=pytest.mark.slow), 3])
 def test_sharded_equals_unsharded(batch):

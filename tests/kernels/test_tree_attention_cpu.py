@@ -108,6 +108,21 @@ def test_neighbours_change_no_bit():
         np.testing.assert_array_equal(alone[0], together[i, :count])
 
 
+def test_a_sequence_may_continue_the_one_before_it():
+    """Three rows of 16 tokens of one prompt, on its pages, are one of 48."""
+    sizes = {"batch": 1, "nodes": 48, "kv_heads": 2, "group": 3, "d": 32, "page_size": 32, "dtype": "float32"}
+    queries, *new, keys, values, lengths, _, table = operands(
+        np.random.default_rng(0), **sizes, lengths=[40], extra=None
+    )
+    expected, *written = run(queries, *new, keys, values, lengths, None, table=table)
+    rows = [x.reshape(2, 3, 16, 32).swapaxes(0, 1) for x in new]
+    starts, tables = lengths + 16 * jnp.arange(3, dtype=jnp.int32), jnp.repeat(table, 3, axis=0)
+    got, *caches = run(queries.reshape(3, 16, 6, 32), *rows, keys, values, starts, None, table=tables)
+    np.testing.assert_array_equal(got.reshape(expected.shape), expected)
+    for mine, other in zip(caches, written, strict=True):
+        np.testing.assert_array_equal(mine, other)
+
+
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_a_key_that_is_no_number_is_seen(poison):
     """A request with such entries fails by its logits; they must not be hidden."""
