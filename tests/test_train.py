@@ -126,8 +126,8 @@ def test_a_killed_run_goes_on_bit_equally(finished, target, tmp_path, monkeypatc
     config = prepared(tmp_path, target)
     save = Checkpoints.save
 
-    def save_and_die(self, state):
-        save(self, state)
+    def save_and_die(self, state, *tau):
+        save(self, state, *tau)
         raise Killed
 
     monkeypatch.setattr(Checkpoints, "save", save_and_die)
@@ -150,11 +150,11 @@ def test_what_was_written_behind_the_last_checkpoint_is_written_once(finished, t
     config = prepared(tmp_path, target)
     save, saves = Checkpoints.save, []
 
-    def die_at_the_second(self, state):
+    def die_at_the_second(self, state, *tau):
         saves.append(state.step)
         if len(saves) == 2:
             raise Killed
-        save(self, state)
+        save(self, state, *tau)
 
     monkeypatch.setattr(Checkpoints, "save", die_at_the_second)
     with pytest.raises(Killed):
