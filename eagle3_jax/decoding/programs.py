@@ -242,7 +242,7 @@ def empty_state(models: Models, sizes: Sizes, tiers: Sequence[Tier], kv_dtype: A
         history=jnp.zeros((batch, sizes.slots + 1), jnp.int32) if copies(tiers) else None,
     )
     if draft is not None and not all(tier.head for tier in tiers):
-        width = len(draft.head.config.aux_layers) * draft.head.config.target_hidden_size
+        width = draft.head.config.num_aux_layers * draft.head.config.target_hidden_size
         state = dataclasses.replace(state, unread=Unread.empty(batch, width, steps + 1, draft.head.fc.dtype))
     return constrain(state, rounds.STATE_SHARDING_RULES)
 
@@ -255,7 +255,7 @@ def prefill(models: Models, state: State, chunk: Chunk) -> tuple[State, Int[Arra
         The state, and a row a request: see `first_progress`.
     """
     (target, draft), rows = models.modules(), dataclasses.replace
-    paging: dict[str, Any] = {"page_table": chunk.page_table, "continued": len(chunk.slots) > 1}
+    paging: dict[str, Any] = {"page_table": chunk.page_table, "continued": chunk.slots.shape[0] > 1}
     caches = rows(state.cache, **paging), None if state.draft_cache is None else rows(state.draft_cache, **paging)
     key = jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(seed[0]), seed[1]))(chunk.seeds)
     place = jnp.minimum(chunk.slots, state.done.shape[0] - 1)

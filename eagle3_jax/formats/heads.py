@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax import manifest
-from eagle3_jax.formats import eagle, engines, fields, files, sglang, speculators, vllm, vocabulary
+from eagle3_jax.formats import draft_vocabulary, eagle, engines, fields, files, sglang, speculators, vllm
 from eagle3_jax.formats.fields import Form
 from eagle3_jax.formats.stored import DraftFormatError, StoredHead, from_draft, misfits, to_draft
 from eagle3_jax.formats.tensors import EMBEDDINGS, LAYER, tensor_problems
@@ -100,7 +100,7 @@ def read(folder: str | pathlib.Path, target: LlamaConfig | None = None) -> Store
         problems += tensor_problems(tensors, config) + ([] if target is None else misfits(config, target))
     _refuse(problems, f"{folder} does not hold a usable draft head")
     assert config is not None
-    ids = vocabulary.read(tensors.get("d2t"), config)
+    ids = draft_vocabulary.read(tensors.get("d2t"), config)
     dropped = {"d2t", "t2d"} | ({EMBEDDINGS} if config.target_hidden_size == config.hidden_size else set())
     return StoredHead(
         config=config,
@@ -128,7 +128,7 @@ def write(folder: pathlib.Path, head: StoredHead, form: str, problems: Sequence[
         refused.append(f"export.format: got {form!r}, expected {' or '.join(able) or 'another head'}")
     _refuse([*problems, *refused], "this draft cannot be saved")
     tensors = {name.replace(LAYER, to.layer): np.ascontiguousarray(tensor) for name, tensor in head.tensors.items()}
-    files.write(folder, to.write(head), tensors | vocabulary.write(head.token_ids, head.config.vocab_size))
+    files.write(folder, to.write(head), tensors | draft_vocabulary.write(head.token_ids, head.config.vocab_size))
     if not read(folder).same(head):
         raise DraftFormatError(f"{folder}: what was written does not read back the same; is the disk full?")
 

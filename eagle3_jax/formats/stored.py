@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Int64
 
-from eagle3_jax.formats import vocabulary
+from eagle3_jax.formats import draft_vocabulary
 from eagle3_jax.formats.tensors import LM_HEAD, Tensors, draft_table
 from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
 from eagle3_jax.models.llama import LlamaConfig, default_aux_layers
@@ -85,7 +85,7 @@ def from_draft(draft: Draft, target: LlamaConfig, dtype: str, name: str | None) 
     """The head to store, and why it is none; `name` is the target's."""
     config = draft.head.config
     ids = np.asarray(draft.token_ids).astype(np.int64)
-    problems = misfits(config, target) + vocabulary.problems(ids, config)
+    problems = misfits(config, target) + draft_vocabulary.problems(ids, config)
     table = draft_table(config)
     tensors: Tensors = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(draft.head):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import numpy as np
 
-from eagle3_jax.formats import vocabulary
+from eagle3_jax.formats import draft_vocabulary
 from eagle3_jax.models.draft import DraftHeadConfig
 from eagle3_jax.models.weights import Entry, fuse_qkv, same, transposed
 
@@ -114,7 +114,7 @@ def tensor_problems(tensors: Tensors, config: DraftHeadConfig) -> list[str]:
             problems.append(f"{name}: got {tensors[name].dtype}, expected {wanted}")
             misshapen.add(name)
     if "d2t" in tensors and not misshapen & {"d2t", "t2d"}:
-        problems += vocabulary.mapping_problems(tensors["d2t"].astype(np.int64), tensors.get("t2d"), config)
+        problems += draft_vocabulary.mapping_problems(tensors["d2t"].astype(np.int64), tensors.get("t2d"), config)
     return problems
 
 

@@ -288,10 +288,10 @@ def test_a_sequence_may_continue_the_one_before_it():
     k, v = jnp.asarray(rng.normal(size=(2, 3, 2, 128, 64)), jnp.float32)
     table = jnp.array([[2, 1]], jnp.int32)
     whole = tree_attention(q, new_k, new_v, k, v, jnp.array([120]), page_table=table, implementation="xla")
-    rows = [x.reshape(2, 16, *x.shape[2:]) for x in (q, new_k, new_v)]
+    rows_q, rows_k, rows_v = (x.reshape(2, 16, *x.shape[2:]) for x in (q, new_k, new_v))
     params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
     got = tree_attention(
-        *(*rows, k, v, jnp.array([120, 136])),
+        *(rows_q, rows_k, rows_v, k, v, jnp.array([120, 136])),
         page_table=jnp.repeat(table, 2, axis=0),
         continued=True,
         implementation="pallas",
