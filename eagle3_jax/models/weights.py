@@ -7,11 +7,10 @@ shaped, unreadable) is reported in one message, by name, before a device sees a 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 import pathlib
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -21,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from eagle3_jax.manifest import digest, read_json
 from eagle3_jax.mesh import shardings
+from eagle3_jax.models.entries import Entry, kernel, plain, qkv
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.llama import Llama, LlamaConfig
 
@@ -33,82 +33,24 @@ class WeightsError(ValueError):
     """A checkpoint that does not fit its config; the message lists every problem."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """How one parameter is made.
-
-    Attributes:
-        tensors: Hugging Face name -> expected shape ([out, in] for projections).
-        part: an index of the parameter (a slice a dimension) and those tensors, in order -> that part of it. Of a
-            tensor it reads no more than that takes; it may be an array or a safetensors slice.
-    """
-
-    tensors: dict[str, tuple[int, ...]]
-    part: Callable[..., np.ndarray]
-
-    def whole(self, *tensors: np.ndarray) -> np.ndarray:
-        """The parameter, of its tensors, in order."""
-        return self.part((slice(None),) * tensors[0].ndim, *tensors)
-
-
-def same(index: tuple[slice, ...], x: Any) -> np.ndarray:
-    """An `Entry.part`: the tensor as it is."""
-    return x[index]
-
-
-def transposed(index: tuple[slice, slice], x: Any) -> np.ndarray:
-    """An `Entry.part`: [out, in] -> [in, out]."""
-    return x[index[::-1]].T
-
-
-def fuse_qkv(config: Any, index: tuple[slice, slice], q: Any, k: Any, v: Any) -> np.ndarray:
-    """An `Entry.part`: [heads * d, in], [kv * d, in], [kv * d, in] -> [in, kv_heads * (group + 2) * d], a KV head's
-    queries, key and value side by side."""
-    rows, columns = index
-    kv_heads, d = config.num_key_value_heads, config.head_dim
-    group = config.num_attention_heads // kv_heads
-    width = (group + 2) * d
-    start, stop, _ = columns.indices(kv_heads * width)
-    first, end = start // width, -(-stop // width)  # a part may begin and end inside a head
-
-    def heads(x: Any, per_head: int) -> np.ndarray:
-        held = x[first * per_head * d : end * per_head * d, rows]
-        return held.reshape(end - first, per_head, d, held.shape[-1])
-
-    fused = np.concatenate([heads(q, group), heads(k, 1), heads(v, 1)], axis=1)
-    return fused.reshape(-1, fused.shape[-1])[start - first * width : stop - first * width].T
-
-
 def llama_table(config: LlamaConfig) -> dict[str, Entry]:
     """Parameter path in `Llama` -> the Hugging Face tensors that it is made of."""
     c = config
-    h, f, d = c.hidden_size, c.intermediate_size, c.head_dim
-    heads, kv = c.num_attention_heads * d, c.num_key_value_heads * d
-
-    table = {
-        "embed": Entry({"model.embed_tokens.weight": (c.vocab_size, h)}, same),
-        "norm": Entry({"model.norm.weight": (h,)}, same),
-    }
+    h, f = c.hidden_size, c.intermediate_size
+    table = {"embed": plain("model.embed_tokens.weight", c.vocab_size, h), "norm": plain("model.norm.weight", h)}
     if not c.tie_word_embeddings:
-        table["lm_head"] = Entry({"lm_head.weight": (c.vocab_size, h)}, same)
+        table["lm_head"] = plain("lm_head.weight", c.vocab_size, h)
     for i in range(c.num_hidden_layers):
         ours, theirs = f"blocks/{i}", f"model.layers.{i}"
         attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
         table |= {
-            f"{ours}/input_norm": Entry({f"{theirs}.input_layernorm.weight": (h,)}, same),
-            f"{ours}/post_norm": Entry({f"{theirs}.post_attention_layernorm.weight": (h,)}, same),
-            f"{ours}/attention/qkv": Entry(
-                {
-                    f"{attention}.q_proj.weight": (heads, h),
-                    f"{attention}.k_proj.weight": (kv, h),
-                    f"{attention}.v_proj.weight": (kv, h),
-                },
-                functools.partial(fuse_qkv, c),
-            ),
-            f"{ours}/attention/o": Entry({f"{attention}.o_proj.weight": (h, heads)}, transposed),
-            f"{ours}/mlp/gate": Entry({f"{mlp}.gate_proj.weight": (f, h)}, transposed),
-            f"{ours}/mlp/up": Entry({f"{mlp}.up_proj.weight": (f, h)}, transposed),
-            f"{ours}/mlp/down": Entry({f"{mlp}.down_proj.weight": (h, f)}, transposed),
+            f"{ours}/input_norm": plain(f"{theirs}.input_layernorm.weight", h),
+            f"{ours}/post_norm": plain(f"{theirs}.post_attention_layernorm.weight", h),
+            f"{ours}/attention/qkv": qkv(c, attention, h),
+            f"{ours}/attention/o": kernel(f"{attention}.o_proj.weight", h, c.num_attention_heads * c.head_dim),
+            f"{ours}/mlp/gate": kernel(f"{mlp}.gate_proj.weight", f, h),
+            f"{ours}/mlp/up": kernel(f"{mlp}.up_proj.weight", f, h),
+            f"{ours}/mlp/down": kernel(f"{mlp}.down_proj.weight", h, f),
         }
     return table
 

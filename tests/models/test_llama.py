@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny import llama_config
+from tiny import llama_config, make_target, make_tokenizer
 
 from eagle3_jax.models import registry
 from eagle3_jax.models.layers import RopeScaling
 from eagle3_jax.models.llama import Llama, LlamaConfig, check_aux_layers
 from eagle3_jax.models.weights import load_llama
+from eagle3_jax.models.writing import write_target
 
 TINY = llama_config(
     vocab_size=97, hidden_size=32, head_dim=8, num_hidden_layers=4, tie_word_embeddings=False, aux_layers=(0, 2, 4)
@@ -92,6 +93,23 @@ def test_equals_transformers_on_real_weights():
     )
     tokens = np.array([registry.load_tokenizer(folder).encode(text)])
     compare_with_transformers(torch, folder, reference, (2, 15, 27), tokens)
+
+
+@pytest.mark.parametrize("changes", [{"tie_word_embeddings": False}, {"rope_scaling": RopeScaling(8.0, 1.0, 4.0, 32)}])
+def test_transformers_reads_a_written_target(tmp_path, changes):
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    config = llama_config(head_dim=8, rope_theta=5e5, aux_layers=(0, 1, 2), eos_token_ids=(2, 3), **changes)
+    target = make_target(config, make_tokenizer())
+    # Logits that differ by more than the tolerance.
+    model = jax.tree.map(lambda leaf: 10 * leaf if leaf.ndim == 2 else leaf, target.model)
+    write_target(dataclasses.replace(target, model=model), tmp_path / "target")
+    assert registry.read_config(tmp_path / "target", config.aux_layers) == config
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "target").eval()
+    assert reference.dtype == torch.float32 and reference.config.eos_token_id == [2, 3]
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 40))
+    compare_with_transformers(torch, tmp_path / "target", reference, config.aux_layers, tokens)
 
 
 @pytest.fixture(scope="module")
