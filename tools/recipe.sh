@@ -26,4 +26,5 @@ stage() {
 
 for verb in prepare regenerate extract train export; do stage "$verb"; done
 stage evaluate --prompts "$run/prompts/held_out.jsonl" --output "$run/evaluation/held_out.json"
+stage report
 printf '\nDone in %d:%02d. The head: %s, its numbers: %s\n' $((SECONDS / 60)) $((SECONDS % 60)) "$run/export" "$run/evaluation/held_out.json"

@@ -1,0 +1,119 @@
+"""An exported head on the Hugging Face hub, with a model card: `python -m eagle3_jax.export --push-to-hub`.
+
+The card says what the run's manifests and `report.json` hold: the target and its digest, data, settings, acceptance
+and speed by category, and who may use it how.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import huggingface_hub
+import yaml
+
+from eagle3_jax import manifest
+from eagle3_jax.config import CardConfig, RunConfig
+from eagle3_jax.formats import files
+
+CARD = "README.md"
+_TRAINING = ("epochs", "learning_rate", "batch_size", "row_length", "ttt_steps", "step_decay")
+
+
+def push(config: RunConfig, repository: str, *, upload: bool) -> str:
+    """Uploads the run's export with its card to `repository` ("user/name"), as one commit; creates it if need be.
+
+    Args:
+        upload: False uploads nothing and asks no one.
+
+    Returns:
+        What was, or would be, uploaded, with the card.
+
+    Raises:
+        ManifestError: no finished training or export, or a damaged one. FileNotFoundError: no report.
+        ValueError: the configuration names no licence, or the report is of another head. OSError: the hub refuses.
+    """
+    folder = config.folder("export")
+    exported, trained = manifest.read(folder, "export"), manifest.read(config.folder("train"), "train")
+    path = pathlib.Path(config.run_dir, "report.json")
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: not found; `python -m eagle3_jax.report` writes what the card says")
+    if config.card.license is None:
+        raise ValueError("card.license: got None, expected a name that the hub knows, such as apache-2.0")
+    report = manifest.read_json(path)
+    if report["draft"]["files"] != files.file_digests(folder):
+        raise ValueError(f"{path}: measured another head than {folder}; evaluate this one, and run `report` again")
+    text = card(config.card, report, exported, trained["identity"], repository)
+    paths = [folder / name for name in (files.CONFIG, files.WEIGHTS, manifest.NAME)]
+    if upload:
+        hub = huggingface_hub.HfApi()
+        hub.create_repo(repository, exist_ok=True)
+        added = [huggingface_hub.CommitOperationAdd(path.name, path) for path in paths]
+        added.append(huggingface_hub.CommitOperationAdd(CARD, text.encode()))
+        hub.create_commit(repository, added, commit_message=f"EAGLE-3 head, step {exported['identity']['step']}")
+    sizes = [f"  {path.name}  {path.stat().st_size:,} bytes" for path in paths]
+    said = f"uploaded to {repository}:" if upload else f"would go to {repository}; `--upload` uploads it:"
+    return "\n".join([said, *sizes, f"  {CARD}:", "", text])
+
+
+def card(
+    about: CardConfig, report: dict[str, Any], exported: dict[str, Any], trained: dict[str, Any], repository: str
+) -> str:
+    """The model card, Markdown with the hub's YAML in front.
+
+    Args:
+        report: `report.json` of the run. exported: manifest of its export. trained: identity of its training.
+    """
+    target, stages = report["target"], report["stages"]
+    front: dict[str, Any] = {"license": about.license, "library_name": "eagle3_jax"}
+    front |= {"tags": ["eagle3", "speculative-decoding", "draft-model"]}
+    if "/" in target["name"] and not pathlib.Path(target["name"]).exists():
+        front["base_model"] = target["name"].partition("@")[0]
+    trees = [way["tree"] for way in report["drafts"].values() if isinstance(way["tree"], dict)]
+    steps = max((tree["num_steps"] for tree in trees if tree["topk"] == 1), default=3)  # vLLM drafts chains
+    return "\n\n".join(
+        [
+            f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
+            f"# EAGLE-3 draft head for {target['name']}",
+            "Drafts tokens that the target verifies, several in one step: the text stays the target's own. Of use with "
+            f"this target alone: sha256 of weights `{target['weights']}`, of the chat template "
+            f"`{target['chat_template']}`.",
+            f"    vllm serve {front.get('base_model', 'TARGET')} --speculative-config "
+            f"'{json.dumps({'method': 'eagle3', 'model': repository, 'num_speculative_tokens': steps})}'",
+            "## Measured",
+            _measured(report),
+            "## Data",
+            "\n".join(_data(about, stages)),
+            "## Training",
+            f"Training-time test, seed {trained['seed']}, "
+            + ", ".join(f"{name} {trained['train'][name]}" for name in _TRAINING)
+            + f"; checkpoint of step {exported['identity']['step']}, {exported['results']['parameters']:,} parameters, "
+            f"{exported['identity']['export']['dtype']}.",
+            "Versions: " + ", ".join(f"{name} {version}" for name, version in exported["versions"].items()) + ".",
+        ]
+    )
+
+
+def _measured(report: dict[str, Any]) -> str:
+    """One table for each way of drafting."""
+    settings, hardware, parts = report["settings"], report["hardware"], []
+    for name, way in report["drafts"].items():
+        rows = ["| | tau | first draft accepted | speed-up |", "|---|---|---|---|"]
+        for category, found in [*way["categories"].items(), ("all", way)]:
+            rows.append(f"| {category} | {found['tau']:.2f} | {found['alpha'][0]:.2f} | {found['speedup']:.2f} |")
+        parts.append(f"{name}, {json.dumps(way['tree'])}:\n\n" + "\n".join(rows))
+    where = f"{hardware['accelerator'] or hardware['cpu']}, {hardware['cores']} cores"
+    asked = f"temperature {settings['temperature']}, {settings['max_tokens']} tokens, batch {settings['batch_size']}"
+    said = f"Held-out prompts, {asked}, {where}. tau: tokens for each pass of the target, its own one included."
+    return "\n\n".join([said, *parts])
+
+
+def _data(about: CardConfig, stages: dict[str, Any]) -> list[str]:
+    prompts, answers = stages["prepare"]["results"], stages["regenerate"]["results"]["train"]
+    kinds = ", ".join(f"{category} {count}" for category, count in prompts["categories"]["train"].items())
+    lines = [f"- {answers['conversations']:,} conversations, {answers['tokens']:,} answered tokens, the target's own."]
+    lines.append(f"- Prompts by category: {kinds}.")
+    if rejected := prompts.get("rejected"):
+        lines.append("- Left out: " + ", ".join(f"{reason} ({count})" for reason, count in rejected.items()) + ".")
+    return [*lines, *(f"- {line}" for line in about.prompts)]

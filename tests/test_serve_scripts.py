@@ -1,0 +1,83 @@
+"""The printed commands name the run's target and head, and the fastest draft size that was measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import tiny
+import yaml
+
+pytestmark = [pytest.mark.slow, pytest.mark.any_jax]
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def script(name: str, config: pathlib.Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(ROOT / "tools" / name), str(config)],
+        env=os.environ | {"VENV": sys.prefix},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def write_config(folder: pathlib.Path, target: str) -> pathlib.Path:
+    path = folder / "run.yaml"
+    tree = {"num_steps": 2, "topk": 3, "num_draft_tokens": 6}
+    path.write_text(
+        yaml.safe_dump({"run_dir": str(folder / "run"), "target": {"name": target}, "evaluate": {"tree": tree}})
+    )
+    return path
+
+
+def record(batch: int, steps: int, topk: int, tokens: int, speed: float, lookup: int = 0) -> dict[str, float]:
+    sizes = {"batch_size": batch, "steps": steps, "topk": topk, "num_draft_tokens": tokens, "lookup_tokens": lookup}
+    return sizes | {"speed": speed}
+
+
+def test_the_fastest_size_is_named(tmp_path):
+    config = write_config(tmp_path, "org/model")
+    (tmp_path / "run/benchmark").mkdir(parents=True)
+    records = [
+        record(1, 0, 0, 0, 50.0),
+        record(1, 3, 1, 4, 60.0),
+        record(1, 5, 1, 6, 65.0),
+        record(1, 4, 4, 16, 70.0),
+        record(1, 4, 4, 16, 90.0, lookup=5),
+        record(8, 1, 1, 2, 300.0),
+    ]
+    (tmp_path / "run/benchmark/decode.jsonl").write_text("".join(json.dumps(x) + "\n" for x in records))
+    vllm, sglang = (script(name, config) for name in ("serve_vllm.sh", "serve_sglang.sh"))
+    head = tmp_path / "run/export"
+    assert vllm.stdout.split("'")[0].split() == ["vllm", "serve", "org/model", "\\", "--speculative-config"]
+    asked = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 5}
+    assert json.loads(vllm.stdout.split("'")[1]) == asked
+    sizes = "--speculative-num-steps 4 --speculative-eagle-topk 4 --speculative-num-draft-tokens 16"
+    assert sizes in sglang.stdout and f"--speculative-draft-model-path {head}" in sglang.stdout
+    assert not vllm.stderr and not sglang.stderr
+
+
+def test_without_a_measurement_it_is_the_evaluated_one_and_said_so(tmp_path):
+    config = write_config(tmp_path, "smollm2-135m-instruct")
+    vllm, sglang = (script(name, config) for name in ("serve_vllm.sh", "serve_sglang.sh"))
+    assert '"num_speculative_tokens": 2' in vllm.stdout
+    assert "--speculative-eagle-topk 3 --speculative-num-draft-tokens 6" in sglang.stdout
+    for ended in (vllm, sglang):
+        assert "benchmark decode` finds the best one" in ended.stderr
+        assert "not on the hub; first: python -m eagle3_jax.export" in ended.stderr
+        assert f"{tmp_path}/run/target" in ended.stdout
+
+
+def test_what_is_no_config_is_refused(tmp_path):
+    ended = script("serve_vllm.sh", tmp_path / "nowhere.yaml")
+    assert ended.returncode == 1 and "expected a config" in ended.stderr
+    bad = tiny.write_run(tmp_path)
+    bad.write_text("run_dir: 3\n")
+    ended = script("serve_sglang.sh", bad)
+    assert ended.returncode == 1 and "run_dir" in ended.stderr

@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Prints the command that serves a run's target and head in SGLang, with the best tree that was measured:
+#
+#     bash tools/serve_sglang.sh configs/llama31_8b.yaml
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+
+[[ $# -eq 1 && -f $1 ]] || fail "got ${*:-nothing}, expected a config: bash tools/serve_sglang.sh configs/llama31_8b.yaml"
+size=$("$VENV/bin/python" tools/draft_size.py "$1") || fail "$1: see above."
+read -r target draft steps topk tokens <<<"$size"
+cat <<EOF
+python -m sglang.launch_server --model-path $target \\
+  --speculative-algorithm EAGLE3 --speculative-draft-model-path $draft \\
+  --speculative-num-steps $steps --speculative-eagle-topk $topk --speculative-num-draft-tokens $tokens
+EOF
