@@ -1,22 +1,26 @@
-"""Training parity: loss, steps and gradients of the training-time test against SpecForge's own code, on a CPU.
+"""Training parity: loss, steps and gradients of the training-time test against SpecForge's and speculators' own code.
 
-    .venv/bin/pip install --no-deps --target runs/specforge specforge==0.2.0
-    .venv/bin/python tools/parity.py runs/specforge
+    .venv/bin/pip install --no-deps --require-hashes --requirement tools/peers.txt --target runs/peers
+    .venv/bin/python tools/parity.py runs/peers
 
-A random head and random features of one document go through both. SpecForge's loss on GPUs is a Triton kernel; here
-the reference stands in for it that it has beside it, so that Triton need not be there. The controls make one mistake
-each, to show that the comparison would see it.
+A random head and random features of one document go through both, on a CPU. SpecForge's loss on GPUs is a Triton
+kernel; here the reference stands in for it that it has beside it, so that Triton need not be there. speculators trains
+with the divergence, which has the gradient of the cross entropy, over all positions that the mask counts. The controls
+make one mistake each, to show that the comparison would see it.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import os
 import pathlib
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
@@ -28,14 +32,14 @@ import torch._dynamo  # before the name triton stands for nothing
 from flax import nnx
 
 from eagle3_jax.config import TrainConfig
-from eagle3_jax.formats.tensors import draft_table
+from eagle3_jax.formats.tensors import canonical, draft_table
 from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
 from eagle3_jax.models.weights import parameter_path
 from eagle3_jax.training.batch import Batch, Teacher
 from eagle3_jax.training.losses import ttt_loss
 
 TOLERANCE = 1e-5  # relative, float32
-LENGTH, STEPS = 96, 5
+LENGTH, STEPS, DECAY = 96, 5, 0.8
 CONFIG = DraftHeadConfig(
     vocab_size=512,
     draft_vocab_size=128,
@@ -51,6 +55,8 @@ CONFIG = DraftHeadConfig(
     aux_layers=(1, 2, 3),
 )
 Tensors = dict[str, np.ndarray]
+Found = tuple[float, np.ndarray, Tensors]  # loss, loss of each step, gradient
+MISTAKES = ("epsilon of 1e-6", "k_proj off by 0.1 %", "mask one position on")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,9 +100,15 @@ def tensors(head: DraftHead) -> Tensors:
     return found
 
 
-def ours(head: DraftHead, data: Data) -> tuple[float, np.ndarray, Tensors]:
-    """Loss, cross entropy of each step (a mean over positions), gradient."""
-    config = TrainConfig(ttt_steps=STEPS, loss_reduction="all", row_length=LENGTH, loss_block=LENGTH)
+_loss_and_gradient = jax.jit(jax.value_and_grad(ttt_loss, has_aux=True), static_argnums=3)
+
+
+def ours(head: DraftHead, data: Data, peer: str) -> Found:
+    """What this package trains with, at the peer's settings."""
+    settings: dict[str, Any] = {"loss_reduction": "all"}
+    if peer == "speculators":
+        settings = {"loss_reduction": "mask", "mask_offset": 1, "argmax_mask": False}
+    config = TrainConfig(ttt_steps=STEPS, row_length=LENGTH, loss_block=LENGTH, **settings)
     one = np.ones((1, LENGTH), np.int32)
     batch = Batch(
         jnp.asarray(data.token_ids[None]),
@@ -108,13 +120,53 @@ def ours(head: DraftHead, data: Data) -> tuple[float, np.ndarray, Tensors]:
         jnp.asarray(np.arange(LENGTH, dtype=np.int32)[None]),
     )
     teacher = Teacher.of(jnp.asarray(data.embed), jnp.asarray(data.rows), jnp.asarray(data.draft_tokens))
-    run = jax.jit(jax.value_and_grad(ttt_loss, has_aux=True), static_argnums=3)
-    (loss, sums), gradient = run(head, teacher, batch, config)
+    (loss, sums), gradient = _loss_and_gradient(head, teacher, batch, config)
+    if peer == "speculators":
+        steps = np.asarray(sums["divergence"]) / np.asarray(sums["counted"])
+        return float(steps @ config.step_decay ** np.arange(STEPS)), steps, tensors(gradient)
     return float(loss), np.asarray(sums["cross_entropy"]) / LENGTH, tensors(gradient)
 
 
-def specforge(weights: Tensors, data: Data, mistake: str) -> tuple[float, np.ndarray, Tensors]:
-    """The same from SpecForge's `OnlineEagle3Model`."""
+def shape(mistake: str) -> dict[str, Any]:
+    """`CONFIG` in transformers' words."""
+    c = CONFIG
+    return {
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "num_attention_heads": c.num_attention_heads,
+        "num_key_value_heads": c.num_key_value_heads,
+        "head_dim": c.head_dim,
+        "rms_norm_eps": 1e-6 if mistake == MISTAKES[0] else c.rms_norm_eps,
+        "max_position_embeddings": c.max_position_embeddings,
+        "num_hidden_layers": 1,
+        "pad_token_id": 0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
+    }
+
+
+def torch_weights(weights: Tensors, data: Data, mistake: str) -> dict[str, torch.Tensor]:
+    """The head, the target's embeddings, and the draft vocabulary."""
+    given = {name: torch.from_numpy(np.array(x)) for name, x in weights.items()}
+    if mistake == MISTAKES[1]:
+        given["midlayer.self_attn.k_proj.weight"] *= 1.001
+    return given | {
+        "embed_tokens.weight": torch.from_numpy(data.embed),
+        "t2d": torch.from_numpy(np.isin(np.arange(CONFIG.vocab_size), data.draft_tokens)),
+        "d2t": torch.from_numpy(data.draft_tokens - np.arange(CONFIG.draft_vocab_size)),
+    }
+
+
+def gradients(model: Any) -> Tensors:
+    return {
+        canonical(name): parameter.grad.numpy()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def specforge(weights: Tensors, data: Data, mistake: str) -> Found:
+    """SpecForge's `OnlineEagle3Model`."""
     from specforge.algorithms.eagle3 import model as eagle3  # pyright: ignore[reportMissingImports]
     from specforge.core import loss as losses  # pyright: ignore[reportMissingImports]
     from specforge.modeling.draft import LlamaForCausalLMEagle3  # pyright: ignore[reportMissingImports]
@@ -122,36 +174,14 @@ def specforge(weights: Tensors, data: Data, mistake: str) -> tuple[float, np.nda
     from transformers import LlamaConfig
 
     eagle3.LogSoftmaxLoss = types.SimpleNamespace(apply=losses._compute_loss)
-    c = CONFIG
-    config: Any = LlamaConfig(
-        vocab_size=c.vocab_size,
-        hidden_size=c.hidden_size,
-        intermediate_size=c.intermediate_size,
-        num_attention_heads=c.num_attention_heads,
-        num_key_value_heads=c.num_key_value_heads,
-        head_dim=c.head_dim,
-        rms_norm_eps=1e-6 if mistake == "epsilon of 1e-6" else c.rms_norm_eps,
-        max_position_embeddings=c.max_position_embeddings,
-        num_hidden_layers=1,
-        pad_token_id=0,
-        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
-    )
-    config.draft_vocab_size = c.draft_vocab_size
+    config: Any = LlamaConfig(**shape(mistake))
+    config.draft_vocab_size = CONFIG.draft_vocab_size
     model = LlamaForCausalLMEagle3(config, attention_backend="sdpa").float()
-    given = {name: torch.from_numpy(np.array(x)) for name, x in weights.items()}
-    if mistake == "k_proj off by 0.1 %":
-        given["midlayer.self_attn.k_proj.weight"] *= 1.001
-    given["embed_tokens.weight"] = torch.from_numpy(data.embed)
-    t2d = np.isin(np.arange(c.vocab_size), data.draft_tokens)
-    given |= {
-        "t2d": torch.from_numpy(t2d),
-        "d2t": torch.from_numpy(data.draft_tokens - np.arange(c.draft_vocab_size)),
-    }
-    model.load_state_dict(given)
+    model.load_state_dict(torch_weights(weights, data, mistake))
     model.embed_tokens.weight.requires_grad_(False)
     logits = torch.from_numpy(data.last_hidden @ data.rows.T)[None]
     mask = torch.from_numpy(data.loss_mask)[None, :, None]
-    if mistake == "mask one position on":
+    if mistake == MISTAKES[2]:
         mask = padding(mask, left=False)
     step_losses, *_ = eagle3.OnlineEagle3Model(model, length=STEPS)(
         input_ids=padding(torch.from_numpy(data.token_ids).long()[None], left=False),
@@ -160,51 +190,100 @@ def specforge(weights: Tensors, data: Data, mistake: str) -> tuple[float, np.nda
         loss_mask=mask,
         hidden_states=torch.from_numpy(data.aux)[None],
     )
-    loss: Any = sum(0.8**i * step for i, step in enumerate(step_losses))
+    loss: Any = sum(DECAY**i * step for i, step in enumerate(step_losses))
     loss.backward()
-    gradient = {
-        name: parameter.grad.numpy() for name, parameter in model.named_parameters() if parameter.grad is not None
-    }
-    return float(loss.detach()), np.array([float(step.detach()) for step in step_losses]), gradient
+    return float(loss.detach()), np.array([float(step.detach()) for step in step_losses]), gradients(model)
 
 
-def difference(
-    one: tuple[float, np.ndarray, Tensors], other: tuple[float, np.ndarray, Tensors]
-) -> tuple[float, float, float]:
+def speculators(weights: Tensors, data: Data, mistake: str) -> Found:
+    """speculators' `Eagle3DraftModel`, its losses in plain torch."""
+    from speculators.losses.eager import kl_div_loss  # pyright: ignore[reportMissingImports]
+    from speculators.models.eagle3 import (  # pyright: ignore[reportMissingImports]
+        Eagle3DraftModel,
+        Eagle3SpeculatorConfig,
+    )
+    from transformers import LlamaConfig
+
+    layer = LlamaConfig(**shape(mistake), attn_implementation="eager")
+    config = Eagle3SpeculatorConfig(transformer_layer_config=layer, draft_vocab_size=CONFIG.draft_vocab_size)
+    model = Eagle3DraftModel(config).float()
+    given = torch_weights(weights, data, mistake)
+    names = {name: "midlayer." + name.removeprefix("layers.0.") for name in model.state_dict() if "layers.0." in name}
+    missing, surplus = model.load_state_dict(
+        {name: given[names.get(name, name)] for name in model.state_dict() if names.get(name, name) in given},
+        strict=False,
+    )
+    assert not surplus and all(name.startswith("verifier_") for name in missing), (missing, surplus)
+    model.lm_head.weight.requires_grad_(True)
+    model.verifier_norm = torch.nn.Identity()  # the last hidden states are behind the target's final norm
+    model.verifier_lm_head.weight.data = torch.from_numpy(data.rows[data.draft_tokens])
+    mask = torch.from_numpy(data.loss_mask).bool()
+    if mistake == MISTAKES[2]:
+        mask = mask.roll(-1)
+    following = torch.from_numpy(data.last_hidden)
+    _, loss, metrics = model(
+        hidden_states=torch.from_numpy(data.aux)[None, :-1],
+        input_ids=torch.from_numpy(data.token_ids).long()[None, 1:],
+        document_ids=torch.zeros(1, LENGTH - 1, dtype=torch.long),
+        loss_mask=mask[None, 1:],
+        verifier_last_hidden_states=following[None, 1:],
+        ttt_steps=STEPS,
+        ttt_step_loss_decay=DECAY,
+        loss_config={"kl_div": (kl_div_loss, 1.0)},
+    )
+    loss.backward()
+    steps = np.array([float(metrics[f"loss_{i}_sum"]) / DECAY**i for i in range(STEPS)])
+    return float(loss.detach()), steps, gradients(model)
+
+
+PEERS: dict[str, Callable[[Tensors, Data, str], Found]] = {"specforge": specforge, "speculators": speculators}
+
+
+def difference(one: Found, other: Found) -> tuple[float, float, float]:
     """Relative: of the loss, of the steps at most, of the gradients (by norm, the tensor that differs most)."""
     assert one[2].keys() == other[2].keys(), one[2].keys() ^ other[2].keys()
-    gradients = [np.linalg.norm(x - other[2][name]) / np.linalg.norm(other[2][name]) for name, x in one[2].items()]
-    return abs(one[0] / other[0] - 1), float(np.abs(one[1] / other[1] - 1).max()), float(max(gradients))
+    apart = [np.linalg.norm(x - other[2][name]) / np.linalg.norm(other[2][name]) for name, x in one[2].items()]
+    return abs(one[0] / other[0] - 1), float(np.abs(one[1] / other[1] - 1).max()), float(max(apart))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folder", type=pathlib.Path, help="where SpecForge is")
-    parser.add_argument("--seeds", type=int, default=3)
-    arguments = parser.parse_args()
-    if not (arguments.folder / "specforge").is_dir():
-        parser.error(f"folder: got {arguments.folder}, expected one that holds the package specforge")
+def compare(peer: str, seed: int) -> dict[str, tuple[float, float, float]]:
+    """`difference` as it is (""), and with each mistake. After `make_importable`."""
+    data, head = Data.random(seed), DraftHead(CONFIG, rngs=nnx.Rngs(seed))
+    head = jax.tree.map(lambda x: 5 * x if x.ndim > 1 else x, head)
+    mine, weights = ours(head, data, peer), tensors(head)
+    return {mistake: difference(mine, PEERS[peer](weights, data, mistake)) for mistake in ("", *MISTAKES)}
+
+
+def make_importable(folder: pathlib.Path) -> None:
+    """Puts the peers on the path, and nothing in place of what they import but do not use here."""
     language: Any = types.ModuleType("triton.language")
     language.constexpr = int
     triton: Any = types.ModuleType("triton")
     triton.jit, triton.language = lambda kernel: kernel, language
     sys.modules |= {"triton": triton, "triton.language": language}
-    sys.path.insert(0, str(arguments.folder))
+    for name in ("openai", "openai.types", "openai.types.chat", "openai.types.completion", "datasets", "hs_connectors"):
+        sys.modules.setdefault(name, mock.MagicMock(__path__=[], __spec__=None))
+    sys.path.insert(0, str(folder))
 
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=pathlib.Path, help="where the peers are installed")
+    parser.add_argument("--seeds", type=int, default=3)
+    arguments = parser.parse_args()
+    if missing := [peer for peer in PEERS if not (arguments.folder / peer).is_dir()]:
+        parser.error(f"folder: got {arguments.folder}, expected one that holds the packages {' and '.join(missing)}")
+    make_importable(arguments.folder)
     worst = 0.0
-    print(f"{'seed':6}{'mistake':24}{'loss':>10}{'steps':>10}{'gradients':>11}")
-    for seed in range(arguments.seeds):
-        data, head = Data.random(seed), DraftHead(CONFIG, rngs=nnx.Rngs(seed))
-        head = jax.tree.map(lambda x: 5 * x if x.ndim > 1 else x, head)
-        mine = ours(head, data)
-        for mistake in ("", "epsilon of 1e-6", "k_proj off by 0.1 %", "mask one position on"):
-            found = difference(mine, specforge(tensors(head), data, mistake))
-            loss, steps, gradients = found
-            print(f"{seed:<6}{mistake:24}{loss:10.1e}{steps:10.1e}{gradients:11.1e}", flush=True)
+    print(f"{'peer':14}{'seed':6}{'mistake':24}{'loss':>10}{'steps':>10}{'gradients':>11}")
+    for peer, seed in itertools.product(PEERS, range(arguments.seeds)):
+        for mistake, found in compare(peer, seed).items():
+            loss, steps, apart = found
+            print(f"{peer:14}{seed:<6}{mistake:24}{loss:10.1e}{steps:10.1e}{apart:11.1e}", flush=True)
             if not mistake:
                 worst = max(worst, *found)
             elif max(found) < TOLERANCE:
-                sys.exit(f"{mistake}: not seen")
+                sys.exit(f"{peer}: {mistake}: not seen")
     if worst > TOLERANCE:
         sys.exit(f"differences: got {worst:.1e}, expected at most {TOLERANCE:.0e}")
 

@@ -1,0 +1,45 @@
+"""Loss, steps and gradients are those of SpecForge's and speculators' own code, which see a small mistake."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import tiny
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture
+def peers(tmp_path):
+    """Both packages in a folder of their own, without what they depend on."""
+    pytest.importorskip("torch")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--require-hashes"]
+    folder = tmp_path / "peers"
+    installed = subprocess.run(
+        [*command, "--requirement", str(ROOT / "tools/peers.txt"), "--target", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    if installed.returncode and "No matching distribution found for specforge" in installed.stderr:
+        pytest.skip("no network")
+    assert installed.returncode == 0, installed.stderr
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.any_jax
+def test_training_is_specforge_s_and_speculators_(peers):
+    ended = subprocess.run(
+        [sys.executable, str(ROOT / "tools/parity.py"), str(peers), "--seeds", "1"],
+        env=tiny.environment(),  # a process of its own: it puts nothing in place of what the peers import
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rows = [line for line in ended.stdout.splitlines() if line.startswith(("specforge", "speculators"))]
+    assert len(rows) == 2 * (1 + 3)  # each as it is, and with three mistakes that it must see
