@@ -139,7 +139,10 @@ def pytest_sessionfinish(session):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def pytest_terminal_summary(terminalreporter):
+def pytest_terminal_summary(terminalreporter, config):
+    if "not long" in config.option.markexpr:
+        terminalreporter.section("long tests were NOT run", yellow=True)
+        terminalreporter.line("No head was run in real vLLM, nothing was killed at random: `tools/test.sh long` does.")
     if _unexpected_skips:
         terminalreporter.section("skips that tests/allowed_skips.toml does not list", red=True)
         for line in sorted(_unexpected_skips):

@@ -72,9 +72,10 @@ def test_a_skip_that_is_not_listed_fails_the_run(tmp_path, listed, workers, unex
     (tmp_path / "test_module.py").write_text("import pytest\npytest.importorskip('not_installed')")
     (tmp_path / "allowed_skips.toml").write_text(listed)
     shutil.copy(ROOT / "tests/conftest.py", tmp_path)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *workers]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not long", *workers]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert result.returncode == bool(unexpected), result.stdout + result.stderr
+    assert "long tests were NOT run" in result.stdout
     summary = result.stdout.partition("allowed_skips.toml does not list")[2]
     assert [line in summary for line in unexpected] == [True] * len(unexpected)
     assert summary.count("test_some.py::test_needs") == sum("test_some" in line for line in unexpected)

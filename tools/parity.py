@@ -93,7 +93,7 @@ class Data:
 
 def tensors(head: DraftHead) -> Tensors:
     """A head, or its gradient, by the names and in the layout of a checkpoint."""
-    table, found = draft_table(CONFIG), {}
+    table, found = draft_table(head.config), {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(head):
         entry = table[parameter_path(path)]
         found |= dict(zip(entry.tensors, entry.split(np.asarray(leaf)), strict=True))
@@ -127,9 +127,8 @@ def ours(head: DraftHead, data: Data, peer: str) -> Found:
     return float(loss), np.asarray(sums["cross_entropy"]) / LENGTH, tensors(gradient)
 
 
-def shape(mistake: str) -> dict[str, Any]:
-    """`CONFIG` in transformers' words."""
-    c = CONFIG
+def shape(c: DraftHeadConfig, mistake: str = "") -> dict[str, Any]:
+    """A head's shape in transformers' words."""
     return {
         "vocab_size": c.vocab_size,
         "hidden_size": c.hidden_size,
@@ -145,15 +144,12 @@ def shape(mistake: str) -> dict[str, Any]:
     }
 
 
-def torch_weights(weights: Tensors, data: Data, mistake: str) -> dict[str, torch.Tensor]:
+def torch_weights(weights: Tensors, embed: np.ndarray, draft_tokens: np.ndarray) -> dict[str, torch.Tensor]:
     """The head, the target's embeddings, and the draft vocabulary."""
-    given = {name: torch.from_numpy(np.array(x)) for name, x in weights.items()}
-    if mistake == MISTAKES[1]:
-        given["midlayer.self_attn.k_proj.weight"] *= 1.001
-    return given | {
-        "embed_tokens.weight": torch.from_numpy(data.embed),
-        "t2d": torch.from_numpy(np.isin(np.arange(CONFIG.vocab_size), data.draft_tokens)),
-        "d2t": torch.from_numpy(data.draft_tokens - np.arange(CONFIG.draft_vocab_size)),
+    return {name: torch.from_numpy(np.array(x)) for name, x in weights.items()} | {
+        "embed_tokens.weight": torch.from_numpy(embed),
+        "t2d": torch.from_numpy(np.isin(np.arange(len(embed)), draft_tokens)),
+        "d2t": torch.from_numpy(draft_tokens - np.arange(len(draft_tokens))),
     }
 
 
@@ -165,37 +161,64 @@ def gradients(model: Any) -> Tensors:
     }
 
 
-def specforge(weights: Tensors, data: Data, mistake: str) -> Found:
-    """SpecForge's `OnlineEagle3Model`."""
+def specforge_model(c: DraftHeadConfig, weights: dict[str, torch.Tensor], mistake: str = "") -> Any:
+    """SpecForge's draft model, its loss in plain torch; the embeddings are frozen."""
     from specforge.algorithms.eagle3 import model as eagle3  # pyright: ignore[reportMissingImports]
     from specforge.core import loss as losses  # pyright: ignore[reportMissingImports]
     from specforge.modeling.draft import LlamaForCausalLMEagle3  # pyright: ignore[reportMissingImports]
-    from specforge.utils import padding  # pyright: ignore[reportMissingImports]
     from transformers import LlamaConfig
 
     eagle3.LogSoftmaxLoss = types.SimpleNamespace(apply=losses._compute_loss)
-    config: Any = LlamaConfig(**shape(mistake))
-    config.draft_vocab_size = CONFIG.draft_vocab_size
+    config: Any = LlamaConfig(**shape(c, mistake))
+    config.draft_vocab_size = c.draft_vocab_size
     model = LlamaForCausalLMEagle3(config, attention_backend="sdpa").float()
-    model.load_state_dict(torch_weights(weights, data, mistake))
+    model.load_state_dict(weights)
     model.embed_tokens.weight.requires_grad_(False)
-    logits = torch.from_numpy(data.last_hidden @ data.rows.T)[None]
-    mask = torch.from_numpy(data.loss_mask)[None, :, None]
-    if mistake == MISTAKES[2]:
-        mask = padding(mask, left=False)
-    step_losses, *_ = eagle3.OnlineEagle3Model(model, length=STEPS)(
-        input_ids=padding(torch.from_numpy(data.token_ids).long()[None], left=False),
-        attention_mask=torch.ones(1, LENGTH),
-        target=padding(logits, left=False),
-        loss_mask=mask,
-        hidden_states=torch.from_numpy(data.aux)[None],
+    return model
+
+
+def specforge_loss(
+    model: Any,
+    token_ids: torch.Tensor,
+    aux: torch.Tensor,
+    last_hidden: torch.Tensor,
+    rows: torch.Tensor,
+    mask: torch.Tensor,
+    steps: int,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The loss of SpecForge's `OnlineEagle3Model`, its teacher cut to the draft vocabulary, and those of the steps.
+
+    Arguments are as in `Batch`; rows: the target's LM head [v, h].
+    """
+    from specforge.algorithms.eagle3.model import OnlineEagle3Model  # pyright: ignore[reportMissingImports]
+    from specforge.utils import padding  # pyright: ignore[reportMissingImports]
+
+    step_losses, *_ = OnlineEagle3Model(model, length=steps)(
+        input_ids=padding(token_ids.long(), left=False),
+        attention_mask=torch.ones(token_ids.shape, dtype=torch.long),
+        target=None,
+        loss_mask=mask[..., None],
+        hidden_states=aux,
+        target_hidden_for_compact=padding(last_hidden, left=False),
+        target_head_weight=rows,
     )
     loss: Any = sum(DECAY**i * step for i, step in enumerate(step_losses))
+    return loss, step_losses
+
+
+def specforge(weights: dict[str, torch.Tensor], data: Data, mistake: str) -> Found:
+    """SpecForge's loss, steps and gradients."""
+    model = specforge_model(CONFIG, weights, mistake)
+    mask = torch.from_numpy(data.loss_mask)[None]
+    if mistake == MISTAKES[2]:
+        mask = torch.nn.functional.pad(mask[:, 1:], (0, 1))
+    token_ids, aux, last_hidden = (torch.from_numpy(x)[None] for x in (data.token_ids, data.aux, data.last_hidden))
+    loss, step_losses = specforge_loss(model, token_ids, aux, last_hidden, torch.from_numpy(data.rows), mask, STEPS)
     loss.backward()
     return float(loss.detach()), np.array([float(step.detach()) for step in step_losses]), gradients(model)
 
 
-def speculators(weights: Tensors, data: Data, mistake: str) -> Found:
+def speculators(weights: dict[str, torch.Tensor], data: Data, mistake: str) -> Found:
     """speculators' `Eagle3DraftModel`, its losses in plain torch."""
     from speculators.losses.eager import kl_div_loss  # pyright: ignore[reportMissingImports]
     from speculators.models.eagle3 import (  # pyright: ignore[reportMissingImports]
@@ -204,13 +227,13 @@ def speculators(weights: Tensors, data: Data, mistake: str) -> Found:
     )
     from transformers import LlamaConfig
 
-    layer = LlamaConfig(**shape(mistake), attn_implementation="eager")
+    layer = LlamaConfig(**shape(CONFIG, mistake))
+    layer._attn_implementation = "eager"
     config = Eagle3SpeculatorConfig(transformer_layer_config=layer, draft_vocab_size=CONFIG.draft_vocab_size)
     model = Eagle3DraftModel(config).float()
-    given = torch_weights(weights, data, mistake)
     names = {name: "midlayer." + name.removeprefix("layers.0.") for name in model.state_dict() if "layers.0." in name}
     missing, surplus = model.load_state_dict(
-        {name: given[names.get(name, name)] for name in model.state_dict() if names.get(name, name) in given},
+        {name: weights[names.get(name, name)] for name in model.state_dict() if names.get(name, name) in weights},
         strict=False,
     )
     assert not surplus and all(name.startswith("verifier_") for name in missing), (missing, surplus)
@@ -236,7 +259,10 @@ def speculators(weights: Tensors, data: Data, mistake: str) -> Found:
     return float(loss.detach()), steps, gradients(model)
 
 
-PEERS: dict[str, Callable[[Tensors, Data, str], Found]] = {"specforge": specforge, "speculators": speculators}
+PEERS: dict[str, Callable[[dict[str, torch.Tensor], Data, str], Found]] = {
+    "specforge": specforge,
+    "speculators": speculators,
+}
 
 
 def difference(one: Found, other: Found) -> tuple[float, float, float]:
@@ -250,8 +276,13 @@ def compare(peer: str, seed: int) -> dict[str, tuple[float, float, float]]:
     """`difference` as it is (""), and with each mistake. After `make_importable`."""
     data, head = Data.random(seed), DraftHead(CONFIG, rngs=nnx.Rngs(seed))
     head = jax.tree.map(lambda x: 5 * x if x.ndim > 1 else x, head)
-    mine, weights = ours(head, data, peer), tensors(head)
-    return {mistake: difference(mine, PEERS[peer](weights, data, mistake)) for mistake in ("", *MISTAKES)}
+    mine, found = ours(head, data, peer), {}
+    for mistake in ("", *MISTAKES):
+        weights = torch_weights(tensors(head), data.embed, data.draft_tokens)
+        if mistake == MISTAKES[1]:
+            weights["midlayer.self_attn.k_proj.weight"] *= 1.001
+        found[mistake] = difference(mine, PEERS[peer](weights, data, mistake))
+    return found
 
 
 def make_importable(folder: pathlib.Path) -> None:
