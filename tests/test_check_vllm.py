@@ -43,7 +43,7 @@ def features(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
         patch.setitem(tiny.CONFIG, "head_dim", 32)
         config = tiny.write_run(folder, prompts=96, regenerate={"max_tokens": 96, "max_length": 192})
     for verb in ("prepare", "regenerate", "extract"):
-        verb_in(config, verb)
+        tiny.verb_in(config, verb)
     return folder
 
 
@@ -54,14 +54,9 @@ def trained(request: pytest.FixtureRequest, features: pathlib.Path) -> configs.R
     shutil.copytree(features, folder)
     config = folder / "run.yaml"
     for verb in ("train", "export"):
-        verb_in(config, verb, *FLAGS[request.param])
+        tiny.verb_in(config, verb, *FLAGS[request.param])
     paths = ["--run-dir", str(folder / "run"), "--target.name", str(folder / "target")]
     return configs.load(config, [*paths, *FLAGS[request.param], "--evaluate.max-tokens", "96"])
-
-
-def verb_in(config: pathlib.Path, verb: str, *arguments: str) -> None:
-    ended = tiny.run_verb(verb, config, *arguments)
-    assert ended.returncode == 0, f"{verb}: {ended.stdout}\n{ended.stderr}"
 
 
 def counted(config: configs.RunConfig, head: pathlib.Path, vllm: pathlib.Path) -> dict[str, Any]:

@@ -267,6 +267,12 @@ def run_verb(
     )
 
 
+def verb_in(config: pathlib.Path, verb: str, *arguments: str, timeout: float = 300) -> None:
+    """`run_verb`, which must succeed."""
+    ended = run_verb(verb, config, *arguments, timeout=timeout)
+    assert ended.returncode == 0, f"{verb}: {ended.stdout}\n{ended.stderr}"
+
+
 VERBS = ("prepare", "regenerate", "extract", "train", "export", "evaluate", "report")
 
 
