@@ -448,6 +448,35 @@ class BenchmarkConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TrafficConfig:
+    """a server -> its latency and throughput under traffic (`benchmark serve`).
+
+    Attributes:
+        concurrency: clients at once, each of which sends its next request when it has its answer.
+        rates: requests a second on average that arrive at random (Poisson), whether or not others are answered.
+        requests: of each level, at least; twice the clients where that is more.
+    """
+
+    __pydantic_config__ = _STRICT
+    concurrency: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    rates: tuple[float, ...] = ()
+    requests: int = 16
+    max_tokens: int = 64
+    temperature: float = 0.0
+
+    def __post_init__(self) -> None:
+        levels = (*self.concurrency, *self.rates)
+        _require(
+            len(levels) > 0, "traffic.concurrency", self.concurrency, "at least one level, here or in traffic.rates"
+        )
+        _require(min(self.concurrency, default=1) >= 1, "traffic.concurrency", self.concurrency, "at least 1 client")
+        _require(min(self.rates, default=1) > 0, "traffic.rates", self.rates, "more than 0 a second")
+        for field in ("requests", "max_tokens"):
+            _require(getattr(self, field) >= 1, f"traffic.{field}", getattr(self, field), "at least 1")
+        _require(self.temperature >= 0, "traffic.temperature", self.temperature, "0 (greedy) or more")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CardConfig:
     """What a model card says that no verb knows.
 
@@ -478,6 +507,7 @@ class RunConfig:
     export: ExportConfig = ExportConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     benchmark: BenchmarkConfig = BenchmarkConfig()
+    traffic: TrafficConfig = TrafficConfig()
     card: CardConfig = CardConfig()
 
     def folder(self, verb: str) -> pathlib.Path:

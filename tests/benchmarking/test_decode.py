@@ -13,6 +13,7 @@ from matplotlib import image
 
 from eagle3_jax import benchmark
 from eagle3_jax import config as configuration
+from eagle3_jax.benchmarking import decode
 from eagle3_jax.config import ConfigError, RunConfig, TargetConfig
 from eagle3_jax.formats.heads import save_draft
 from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
@@ -58,8 +59,8 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 @pytest.mark.any_jax
 @pytest.mark.slow
 def test_every_way_answers_alike_and_is_recorded_as_sglang_does(config, target, prompts, monkeypatch, capsys):
-    monkeypatch.setattr(benchmark, "load_target", lambda *_: target)
-    report = benchmark.run(config, prompts, "transformers" if has_torch() else None)
+    monkeypatch.setattr(decode, "load_target", lambda *_: target)
+    report = decode.run(config, prompts, "transformers" if has_torch() else None)
     ways = ["vanilla", "chain 2", "tree 2, 2, 4", "auto"]
     folder = config.folder("benchmark")
     for batch, size in zip(report["batches"], (1, 2), strict=True):
@@ -86,27 +87,25 @@ def test_every_way_answers_alike_and_is_recorded_as_sglang_does(config, target, 
         assert row["speed"] == pytest.approx(row["acc_length"] / row["step_time"])
     assert rows[0]["acc_length"] == 1 <= rows[1]["acc_length"] <= 3
     assert image.imread(folder / "decode.png").shape[0] > 400
-    table = benchmark.table(report)
+    table = decode.table(report)
     assert "batch 2: " in table.split("best:")[1] and "tree 2, 2, 4" in table
 
     def never(*_):
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(benchmark, "measure_batch", never)
+    monkeypatch.setattr(decode, "measure_batch", never)
     benchmark.main(["decode", *compare(), "--config", str(written(config)), "--prompts", str(prompts)])
     assert capsys.readouterr().out.startswith(table.splitlines()[0])
     other = dataclasses.replace(config, benchmark=dataclasses.replace(config.benchmark, max_tokens=7))
     with pytest.raises(AssertionError, match="measured again"):
-        benchmark.run(other, prompts)
+        decode.run(other, prompts)
 
 
 @pytest.mark.slow
 def test_acceptance_can_be_simulated(config, target, prompts, tmp_path):
     """A head that knows nothing, all of whose drafts are taken: times without training one."""
     settings = dataclasses.replace(config.benchmark, simulated_acceptance=1.0, batch_sizes=(2,), max_tokens=13)
-    report = benchmark.run(
-        dataclasses.replace(config, run_dir=str(tmp_path), benchmark=settings), prompts, None, target
-    )
+    report = decode.run(dataclasses.replace(config, run_dir=str(tmp_path), benchmark=settings), prompts, None, target)
     ways = {way["name"]: way for way in report["batches"][0]["ways"]}
     assert ways["vanilla"]["acc_length"] == 1 and ways["chain 2"]["acc_length"] == 3
     assert ways["tree 2, 2, 4"]["acc_length"] == 3 and ways["chain 2"]["identical"] is None
@@ -121,14 +120,14 @@ def test_what_cannot_be_measured_is_refused(config, target, prompts, tmp_path, m
     long = tmp_path / "long.jsonl"
     long.write_text(json.dumps({"prompt": "x" * 5000}))
     with pytest.raises(ValueError, match=r"--prompts .*long.jsonl: got none within"):
-        benchmark.run(config, long, None, target)
+        decode.run(config, long, None, target)
     sampled = dataclasses.replace(config, benchmark=dataclasses.replace(config.benchmark, temperature=0.5))
-    monkeypatch.setattr(benchmark.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(decode.importlib.util, "find_spec", lambda name: name)
     with pytest.raises(ValueError, match=r"--compare transformers: got benchmark.temperature 0.5"):
-        benchmark.run(sampled, prompts, "transformers", target)
-    monkeypatch.setattr(benchmark.importlib.util, "find_spec", lambda name: None)
+        decode.run(sampled, prompts, "transformers", target)
+    monkeypatch.setattr(decode.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="--compare transformers: got no PyTorch"):
-        benchmark.run(config, prompts, "transformers", target)
+        decode.run(config, prompts, "transformers", target)
     with pytest.raises(SystemExit):
         benchmark.main(["encode", "--config", "x", "--prompts", str(prompts)])
 

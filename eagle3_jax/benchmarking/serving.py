@@ -1,0 +1,217 @@
+"""`python -m eagle3_jax.benchmark serve`: latency and throughput of a server under traffic, with drafts and without.
+
+Starts `python -m eagle3_jax.serve` twice, one after the other: without drafts, and with what `serve` is configured to
+draft with. Other servers that run already (`--compare NAME=URL`) are asked after them. Writes to `<run_dir>/benchmark`:
+`serve.json`, all that was measured, and `serve.html`, one page with the charts. What was measured of one server is kept
+in `serve_<name>.json`, and not measured again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import httpx
+import yaml
+from tqdm import tqdm
+
+from eagle3_jax import command, manifest
+from eagle3_jax import config as configuration
+from eagle3_jax.benchmarking import page, traffic
+from eagle3_jax.benchmarking.traffic import Prompt, Server, Timing
+from eagle3_jax.config import RunConfig, TrafficConfig
+from eagle3_jax.data import sources
+
+VANILLA, SPECULATIVE = "vanilla", "speculative"
+_START, _END = 1800.0, 60.0  # seconds that a server may take to load and warm up, and to drain
+
+
+def run(config: RunConfig, prompts_path: str | pathlib.Path, others: dict[str, str] | None = None) -> dict[str, Any]:
+    """Measures, and writes the files.
+
+    Args:
+        others: name -> URL of further servers, with the version: http://127.0.0.1:8001/v1.
+
+    Returns:
+        What `serve.json` holds.
+
+    Raises:
+        ValueError: no usable prompts, a name that is taken, a server that does not start or does not answer.
+    """
+    prompts_path, others = pathlib.Path(prompts_path), others or {}
+    if taken := {VANILLA, SPECULATIVE} & set(others):
+        raise ValueError(f"--compare: got the name {min(taken)}, expected another: it is one of this package's own")
+    prompts = sources.spread(sources.read_file(prompts_path)[0], None)
+    if not prompts:
+        raise ValueError(f"--prompts {prompts_path}: got none")
+    folder = config.folder("benchmark")
+    folder.mkdir(parents=True, exist_ok=True)
+    identity = {
+        "traffic": configuration.to_dict(config.traffic),
+        "seed": config.seed,
+        "prompts_file": {"name": prompts_path.name, "sha256": manifest.digest(prompts_path)},
+        "hardware": manifest.hardware(),
+        "versions": manifest.versions(),
+    }
+    servers: dict[str, tuple[dict[str, Any], AbstractContextManager[Server]]] = {}
+    for name in (VANILLA, SPECULATIVE):
+        started = _configured(config, vanilla=name == VANILLA)
+        about = {"target": started["target"], "serve": started["serve"]}
+        servers[name] = about, _started(started, folder / f"serve_{name}.yaml")
+    for name, url in others.items():
+        servers[name] = {"url": url}, _running(url)
+    ways = {}
+    for name, (about, server) in servers.items():
+        command.stop_point()
+        path = folder / f"serve_{name}.json"
+        with manifest.lock(path):
+            ways[name] = _finished(path, identity | about)
+            if ways[name] is None:
+                with server as here:
+                    ways[name] = measure(here, prompts, config.traffic, config.seed, name)
+                manifest.write_json(path, {"identity": identity | about, "measured": ways[name]})
+    for way in ways.values():
+        for level, vanilla in zip(way["levels"], ways[VANILLA]["levels"], strict=True):
+            pairs = list(zip(level["texts"], vanilla["texts"], strict=True))
+            level["identical"] = sum(a == b for a, b in pairs if a is not None and b is not None)
+    report = {**identity, "target": configuration.to_dict(config)["target"], "ways": ways}
+    with manifest.lock(folder / "serve.json"):
+        manifest.write_json(folder / "serve.json", report)
+        with manifest.atomic(folder / "serve.html") as temporary:
+            temporary.write_text(page.html(report), encoding="utf-8")
+    return report
+
+
+def measure(server: Server, prompts: Sequence[Prompt], settings: TrafficConfig, seed: int, name: str) -> dict[str, Any]:
+    """All levels of traffic, one after the other; each goes on in the prompts where the one before stopped.
+
+    Returns:
+        `model`, and `levels`: `traffic.summary` of each with its `concurrency` or `rate`, and the answers' `texts`,
+        None where one failed.
+
+    Raises:
+        ValueError: nothing was answered.
+    """
+    loads = [("concurrency", clients) for clients in settings.concurrency] + [("rate", rate) for rate in settings.rates]
+    params = {"max_tokens": settings.max_tokens, "temperature": settings.temperature, "seed": seed}
+    cycle, levels = itertools.cycle(prompts), []
+    asyncio.run(_drive(server, [prompts[0]], params, "concurrency", 1, seed))  # a connection, a warm cache of code
+    with tqdm(total=len(loads), desc=name) as bar:
+        for kind, load in loads:
+            command.stop_point()
+            count = max(settings.requests, 2 * int(load) if kind == "concurrency" else 0)
+            asked = list(itertools.islice(cycle, count))
+            timings = asyncio.run(_drive(server, asked, params, kind, load, seed))
+            found = traffic.summary(timings)
+            if found["failed"] == found["requests"]:
+                raise ValueError(f"{server.url}: got no answer to {count} requests: {found['errors'][0]}")
+            texts = [None if timing.error else timing.text for timing in timings]
+            levels.append({kind: load, **found, "texts": texts})
+            bar.update()
+    return {"model": server.model, "levels": levels}
+
+
+async def _drive(
+    server: Server, prompts: Sequence[Prompt], params: dict[str, Any], kind: str, load: float, seed: int
+) -> list[Timing]:
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(timeout=httpx.Timeout(_START), limits=limits) as client:
+        start = time.perf_counter()
+
+        async def ask(prompt: Prompt) -> Timing:
+            return await server.ask(client, prompt, start, **params)
+
+        if kind == "rate":
+            return await traffic.poisson(ask, prompts, load, seed)
+        return await traffic.closed_loop(ask, prompts, int(load))
+
+
+def _configured(config: RunConfig, *, vanilla: bool) -> dict[str, Any]:
+    """What a server is started with."""
+    values = configuration.to_dict(config)
+    values["serve"] |= {"port": 0, "host": "127.0.0.1", "api_key_variable": None, "api_key_file": None}
+    if vanilla:
+        values["serve"] |= {"draft": "none", "tree": "auto"}
+    return values
+
+
+@contextlib.contextmanager
+def _started(values: dict[str, Any], path: pathlib.Path) -> Iterator[Server]:
+    """A server of this package, while it is asked. Raises ValueError: it does not start."""
+    with manifest.atomic(path) as temporary:
+        temporary.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "eagle3_jax.serve", "--config", str(path)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        said = process.stdout.readline()  # when it listens, or has ended
+        found = re.match(r"(http://\S+) answers", said)
+        if found is None:
+            raise ValueError(f"{path}: got status {process.wait()} from the server, expected that it answers")
+        yield Server(found[1], model_of(found[1]))
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(_END)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def _running(url: str) -> Iterator[Server]:
+    yield Server(url.rstrip("/"), model_of(url.rstrip("/")))
+
+
+def model_of(url: str) -> str:
+    """The first model that a server has. Raises ValueError: none, or no such server."""
+    try:
+        return httpx.get(f"{url}/models", timeout=30).raise_for_status().json()["data"][0]["id"]
+    except (httpx.HTTPError, KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{url}/models: got {error!r}, expected a server of OpenAI's API") from error
+
+
+def _finished(path: pathlib.Path, identity: dict[str, Any]) -> dict[str, Any] | None:
+    """What was measured of a server, if it was this very measurement."""
+    try:
+        found = manifest.read_json(path)
+    except (OSError, ValueError):
+        return None
+    return found["measured"] if found.get("identity") == json.loads(json.dumps(identity)) else None
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report as fixed-width text."""
+    lines = []
+    levels = zip(*(way["levels"] for way in report["ways"].values()), strict=True)
+    for title, of_ways in zip(page.titles(report["traffic"]), levels, strict=True):
+        rows: list[tuple[str, ...]] = [
+            (title, "tokens/s", "TTFT ms", "p95", "TPOT ms", "p95", "p99", "speed-up", "identical", "failed")
+        ]
+        for name, level in zip(report["ways"], of_ways, strict=True):
+            ttft, tpot = level["ttft"], level["tpot"]
+            rows.append(
+                (
+                    name,
+                    f"{level['tokens_per_second']:.1f}",
+                    *(f"{1e3 * x:.0f}" for x in (ttft["p50"], ttft["p95"])),
+                    *(f"{1e3 * tpot[p]:.1f}" for p in ("p50", "p95", "p99")),
+                    f"{of_ways[0]['tpot']['mean'] / tpot['mean']:.2f}x",
+                    f"{level['identical']}/{level['requests']}",
+                    str(level["failed"]),
+                )
+            )
+        lines += [*command.aligned(rows), ""]
+    return "\n".join(lines)

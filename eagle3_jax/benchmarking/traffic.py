@@ -1,0 +1,210 @@
+"""Traffic for a server of OpenAI's API, and what its clients see of it: latency and throughput.
+
+The words are those of SGLang's and vLLM's bench_serving: TTFT, time to the first token; TPOT, time per output token
+behind the first; ITL, inter-token latency, where the tokens of one chunk share the time since the chunk before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import json
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import httpx
+import numpy as np
+
+Prompt = dict[str, Any]  # of `sources.read_file`: messages, category, id
+_PERCENTILES = (50, 95, 99)
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """One request as its client saw it; seconds.
+
+    Attributes:
+        sent: since the traffic began.
+        chunks: time since it was sent, and new tokens, of every part of the answer.
+        error: what the server or the connection said instead of an answer.
+    """
+
+    category: str
+    sent: float
+    chunks: tuple[tuple[float, int], ...] = ()
+    text: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    error: str | None = None
+
+    @property
+    def tokens(self) -> int:
+        return sum(tokens for _, tokens in self.chunks)
+
+    @property
+    def latency(self) -> float:
+        return self.chunks[-1][0]
+
+    @property
+    def ttft(self) -> float:
+        return self.chunks[0][0]
+
+    @property
+    def tpot(self) -> float | None:
+        """None where one chunk is all."""
+        behind = self.tokens - self.chunks[0][1]
+        return (self.latency - self.ttft) / behind if behind else None
+
+    @property
+    def itl(self) -> list[float]:
+        return [
+            (now - before) / tokens
+            for (before, _), (now, tokens) in itertools.pairwise(self.chunks)
+            for _ in range(tokens)
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Server:
+    """Where requests go.
+
+    Attributes:
+        url: with the version, as OpenAI's clients take it: http://127.0.0.1:8000/v1.
+        key: shown to it, where it wants one.
+    """
+
+    url: str
+    model: str
+    key: str | None = None
+
+    async def ask(self, client: httpx.AsyncClient, prompt: Prompt, start: float, **params: Any) -> Timing:
+        """Sends a prompt, takes its answer as a stream. A refusal or a broken connection is a timing with `error`."""
+        sent = time.perf_counter()
+        category = prompt.get("category") or "all"
+        body = {
+            "model": self.model,
+            "messages": prompt["messages"],
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            **params,
+        }
+        headers = {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
+        timing = Timing(category, sent - start)
+        try:
+            async with client.stream("POST", f"{self.url}/chat/completions", json=body, headers=headers) as response:
+                if response.status_code != 200:
+                    said = (await response.aread()).decode(errors="replace")
+                    return dataclasses.replace(timing, error=f"{response.status_code}: {said[:200]}")
+                return await _read(response, timing, sent)
+        except httpx.HTTPError as error:
+            return dataclasses.replace(timing, error=f"{type(error).__name__}: {error}")
+
+
+async def _read(response: httpx.Response, timing: Timing, sent: float) -> Timing:
+    """The answer's chunks; tokens are counted by the server's usage."""
+    chunks: list[tuple[float, int]] = []
+    texts: list[str] = []
+    counted, usage = 0, {}
+    async for line in response.aiter_lines():
+        if not line.startswith("data: ") or line == "data: [DONE]":
+            continue
+        now, event = time.perf_counter() - sent, json.loads(line.removeprefix("data: "))
+        if "error" in event:
+            return dataclasses.replace(timing, error=json.dumps(event["error"])[:200])
+        usage = event.get("usage") or usage
+        written = usage.get("completion_tokens", 0)
+        texts += [choice.get("delta", {}).get("content") or "" for choice in event["choices"]]
+        if written > counted:
+            chunks.append((now, written - counted))
+            counted = written
+    if not chunks:
+        return dataclasses.replace(timing, error="got an answer without tokens or without usage")
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    return dataclasses.replace(
+        timing,
+        chunks=tuple(chunks),
+        text="".join(texts),
+        prompt_tokens=usage.get("prompt_tokens", 0),
+        cached_tokens=cached,
+    )
+
+
+Ask = Callable[[Prompt], Awaitable[Timing]]
+
+
+async def closed_loop(ask: Ask, prompts: Sequence[Prompt], concurrency: int) -> list[Timing]:
+    """So many clients, each of which sends its next prompt when it has its answer. In the prompts' order."""
+    timings: list[Timing | None] = [None] * len(prompts)
+    waiting = iter(range(len(prompts)))
+
+    async def client() -> None:
+        for index in waiting:
+            timings[index] = await ask(prompts[index])
+
+    await asyncio.gather(*[client() for _ in range(concurrency)])
+    return [timing for timing in timings if timing is not None]
+
+
+async def poisson(ask: Ask, prompts: Sequence[Prompt], rate: float, seed: int) -> list[Timing]:
+    """Prompts that arrive at random, `rate` a second on average, whether or not others are answered. In their order."""
+    draw, tasks = random.Random(seed), []
+    due = time.perf_counter()
+    for prompt in prompts:
+        due += draw.expovariate(rate)
+        await asyncio.sleep(max(0.0, due - time.perf_counter()))
+        tasks.append(asyncio.create_task(_awaited(ask, prompt)))
+    return list(await asyncio.gather(*tasks))
+
+
+async def _awaited(ask: Ask, prompt: Prompt) -> Timing:
+    return await ask(prompt)
+
+
+def summary(timings: Sequence[Timing]) -> dict[str, Any]:
+    """What all requests of one traffic saw: overall, and under `categories`.
+
+    Returns:
+        `requests`, `failed` and the first of their `errors`; `tokens`, `tokens_per_second` and `requests_per_second`
+        over the `seconds` from the first request to the last answer; `ttft`, `tpot`, `itl`, `latency` in seconds: mean,
+        p50, p95, p99; `prompt_tokens`, `cached_tokens`.
+    """
+    answered = [timing for timing in timings if timing.error is None]
+    found = _figures(answered) | {
+        "requests": len(timings),
+        "failed": len(timings) - len(answered),
+        "errors": [timing.error for timing in timings if timing.error is not None][:3],
+    }
+    if answered:
+        start = min(timing.sent for timing in timings)
+        seconds = max(timing.sent + timing.latency for timing in answered) - start
+        found |= {
+            "seconds": seconds,
+            "tokens_per_second": found["tokens"] / seconds,
+            "requests_per_second": len(answered) / seconds,
+        }
+    names = sorted({timing.category for timing in answered})
+    return found | {"categories": {name: _figures([t for t in answered if t.category == name]) for name in names}}
+
+
+def _figures(timings: Sequence[Timing]) -> dict[str, Any]:
+    tpot = [timing.tpot for timing in timings if timing.tpot is not None]
+    return {
+        "tokens": sum(timing.tokens for timing in timings),
+        "prompt_tokens": sum(timing.prompt_tokens for timing in timings),
+        "cached_tokens": sum(timing.cached_tokens for timing in timings),
+        "ttft": _distribution([timing.ttft for timing in timings]),
+        "tpot": _distribution(tpot),
+        "itl": _distribution([gap for timing in timings for gap in timing.itl]),
+        "latency": _distribution([timing.latency for timing in timings]),
+    }
+
+
+def _distribution(values: Sequence[float]) -> dict[str, float] | None:
+    """Mean and percentiles; None of nothing."""
+    if not values:
+        return None
+    percentiles = np.percentile(values, _PERCENTILES).tolist()
+    return {"mean": float(np.mean(values))} | {f"p{p}": x for p, x in zip(_PERCENTILES, percentiles, strict=True)}
