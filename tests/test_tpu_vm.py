@@ -1,0 +1,424 @@
+"""tools/tpu_vm.sh asks the right things of gcloud, in the right order; what it sends to hosts runs there.
+
+`gcloud` is a program that writes down what it was asked, answers with the states that a test tells it, and runs what is
+meant for a host in a folder that stands for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.any_jax
+ROOT = pathlib.Path(__file__).parents[1]
+
+GCLOUD = f"""#!{sys.executable} -IS
+import json, os, pathlib, shutil, subprocess, sys
+fake = pathlib.Path(os.environ["FAKE"])
+asked = sys.argv[1:]
+with open(fake / "asked.jsonl", "a") as log:
+    log.write(json.dumps(asked) + "\\n")
+said = json.loads((fake / "says.json").read_text())
+hosts = sorted((fake / "hosts").iterdir())
+option = dict(word.removeprefix("--").split("=", 1) for word in asked if word.startswith("--") and "=" in word)
+what = asked[asked.index("tpus") + 2] if "tpus" in asked else asked[1]
+if what == "describe":
+    state, *later = said["states"]
+    if later:
+        (fake / "says.json").write_text(json.dumps(said | {{"states": later}}))
+    if state == "NONE":
+        sys.exit("ERROR: (gcloud.compute.tpus.queued-resources.describe) NOT_FOUND: Resource was not found")
+    if state == "FORBIDDEN":
+        sys.exit("ERROR: PERMISSION_DENIED")
+    print(state, said["label"], said["type"], sep=",")
+elif what == "buckets":
+    print(said["namespace"])
+elif what == "scp":
+    for host in hosts:
+        shutil.copy(asked[asked.index("scp") + 1], host / asked[asked.index("scp") + 2].split(":")[1])
+elif what == "ssh":
+    if said["release_after"] and len((fake / "asked.jsonl").read_text().splitlines()) > said["release_after"]:
+        (fake / "hold").unlink(missing_ok=True)
+    chosen = hosts if option["worker"] == "all" else [hosts[int(option["worker"])]]
+    deaf = [host for host in chosen if host.name in said["deaf"] and said["deaf_to"] in option["command"]]
+    del os.environ["VENV"]
+    script = ["bash", "-c", option["command"]]
+    status = [subprocess.run(script, cwd=host, timeout=15).returncode for host in chosen if host not in deaf]
+    sys.exit(max(status, default=0) or len(deaf))
+"""
+
+# The Python of a host's virtual environment: leaves its arguments and ends as it is told, or waits while it is held.
+VERB = """#!/usr/bin/env bash
+printf '%s\\0' "$@" >>asked
+echo "step 1"
+while [ -e "$FAKE/hold" ]; do sleep 0.02; done
+echo "the last words of the verb"
+exit "$(cat "$FAKE/exit" 2>/dev/null || echo 0)"
+"""
+
+
+# What gcloud answers in a run, unless a test says otherwise: the states of the slice, the last one again and again; its
+# label and type; whether the bucket has a hierarchical namespace; which hosts cannot be reached with a script that
+# contains `deaf_to`; after how many questions the verb is no longer held.
+SAYS: dict[str, Any] = {
+    "states": ["ACTIVE"],
+    "label": "eagle3_jax",
+    "type": "v5p-16",
+    "namespace": "True",
+    "deaf": [],
+    "deaf_to": "",
+    "release_after": 0,
+}
+
+
+class Cloud:
+    """A zone with one slice, or none yet, of two hosts."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.folder = folder
+        self.programs = folder / "programs"
+        self.programs.mkdir()
+        self.program("gcloud", GCLOUD)
+        self.program("sleep", "#!/bin/sh\nexec /bin/sleep 0.02\n")
+        self.new_hosts()
+        self.install()
+
+    def program(self, name: str, text: str) -> None:
+        (self.programs / name).write_text(text)
+        (self.programs / name).chmod(0o755)
+
+    def new_hosts(self) -> None:
+        for name in ("0", "1"):
+            (self.folder / "hosts" / name).mkdir(parents=True)
+
+    def install(self) -> None:
+        """As the command of that name, but with a Python that only writes down what it is asked."""
+        for host in self.hosts:
+            python = host / "eagle3_jax/.venv/bin/python"
+            python.parent.mkdir(parents=True)
+            python.write_text(VERB)
+            python.chmod(0o755)
+
+    @property
+    def hosts(self) -> list[pathlib.Path]:
+        return sorted((self.folder / "hosts").iterdir())
+
+    def run(
+        self, command: str, *arguments: str, venv: str = "/no venv", **says: Any
+    ) -> subprocess.CompletedProcess[str]:
+        slice_ = ["--name", "head", "--zone", "us-east5-b"]
+        return self.bash(str(ROOT / "tools/tpu_vm.sh"), command, *slice_, *arguments, venv=venv, **says)
+
+    def bash(self, *arguments: str, venv: str = "/no venv", **says: Any) -> subprocess.CompletedProcess[str]:
+        (self.folder / "says.json").write_text(json.dumps(SAYS | says))
+        (self.folder / "asked.jsonl").write_text("")
+        return subprocess.run(
+            ["bash", *arguments],
+            env=os.environ | {"PATH": f"{self.programs}:/usr/bin:/bin", "FAKE": str(self.folder), "VENV": venv},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
+        )
+
+    def asked(self) -> list[list[str]]:
+        return [json.loads(line) for line in (self.folder / "asked.jsonl").read_text().splitlines()]
+
+    def verbs(self) -> list[str]:
+        """What was asked, in a word each: describe, create, delete, scp, ssh, or buckets."""
+        return [call[call.index("tpus") + 2] if "tpus" in call else call[1] for call in self.asked()]
+
+    def on_host(self, index: int) -> list[str]:
+        """The arguments of the verbs that ran on a host."""
+        return (self.hosts[index] / "eagle3_jax/asked").read_text().split("\0")[:-1]
+
+
+@pytest.fixture
+def cloud(tmp_path: pathlib.Path) -> Cloud:
+    return Cloud(tmp_path)
+
+
+@pytest.fixture
+def config(tmp_path: pathlib.Path) -> pathlib.Path:
+    path = tmp_path / 'my run\'s "first" $config.yaml'
+    path.write_text("run_dir: bucket/head  # $HOME `id` 'quoted'\n")
+    return path
+
+
+# --------------------------------------------------------------------------------------------------- create and delete
+def test_create_asks_once_and_waits(cloud):
+    ended = cloud.run(
+        *("create", "--type", "v5p-16", "--spot", "--project", "mine", "--wait-minutes", "30"),
+        states=["NONE", "WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE"],
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert cloud.verbs() == ["describe", "create", "describe", "describe", "describe"]
+    what, flags = cloud.asked()[1][:5], cloud.asked()[1][5:]
+    assert what == ["compute", "tpus", "queued-resources", "create", "head"]
+    assert sorted(flags) == sorted(
+        [
+            *("--node-id=head", "--zone=us-east5-b", "--project=mine"),
+            *("--accelerator-type=v5p-16", "--runtime-version=v2-alpha-tpuv5"),
+            *("--spot", "--labels=made_by=eagle3_jax", "--valid-until-duration=30m", "--async", "--quiet"),
+        ]
+    )
+    assert "head is ACTIVE: v5p-16, 2 hosts" in ended.stderr
+    again = cloud.run("create", "--type", "v5p-16", states=["ACTIVE"])
+    assert again.returncode == 0 and cloud.verbs() == ["describe"]
+    on_demand = cloud.run("create", "--type", "v5p-16", states=["NONE", "ACTIVE"])
+    assert on_demand.returncode == 0 and "--spot" not in cloud.asked()[1]
+
+
+def test_create_does_not_wait_for_ever(cloud):
+    ended = cloud.run("create", "--type", "v5p-16", "--wait-minutes", "1", states=["NONE", "WAITING_FOR_RESOURCES"])
+    assert ended.returncode == 1
+    assert "head is WAITING_FOR_RESOURCES after 1 minutes, expected ACTIVE" in ended.stderr
+    assert cloud.verbs() == ["describe", "create", "describe", "describe", "describe"]
+
+
+@pytest.mark.parametrize("state", ["SUSPENDED", "FAILED"])
+def test_create_replaces_what_was_reclaimed_or_refused(cloud, state):
+    ended = cloud.run("create", "--type", "v5p-16", "--spot", states=[state, state, "NONE", "ACTIVE"])
+    assert ended.returncode == 0, ended.stderr
+    assert cloud.verbs() == ["describe", "describe", "delete", "create", "describe", "describe"]
+    ended = cloud.run("create", "--type", "v5p-16", states=["NONE", "PROVISIONING", state])
+    assert ended.returncode == 1 and f"head is {state}, expected ACTIVE" in ended.stderr
+    assert cloud.verbs() == ["describe", "create", "describe", "describe"]
+
+
+def test_another_type_or_another_s_slice_is_left_alone(cloud):
+    ended = cloud.run("create", "--type", "v6e-8")
+    assert ended.returncode == 1 and "--type: got v6e-8, expected v5p-16" in ended.stderr
+    for command in (["create", "--type", "v5p-16"], ["delete"], ["install"]):
+        ended = cloud.run(*command, states=["SUSPENDED"], label="somebody")
+        assert (
+            ended.returncode == 1
+            and "whose label made_by is somebody, expected a slice that 'create' made" in ended.stderr
+        )
+        assert cloud.verbs() == ["describe"]
+
+
+def test_delete_asks_for_the_slice_and_nothing_else(cloud):
+    assert cloud.run("delete").returncode == 0
+    assert cloud.verbs() == ["describe", "delete"]
+    assert cloud.asked()[1] == [
+        *("compute", "tpus", "queued-resources", "delete", "head", "--zone=us-east5-b", "--force", "--quiet")
+    ]
+    ended = cloud.run("delete", states=["NONE"])
+    assert ended.returncode == 0 and cloud.verbs() == ["describe"] and "There is no head" in ended.stderr
+
+
+def test_gcloud_s_own_refusal_is_told(cloud):
+    ended = cloud.run("create", "--type", "v5p-16", states=["FORBIDDEN"])
+    assert ended.returncode == 1 and "PERMISSION_DENIED" in ended.stderr and cloud.verbs() == ["describe"]
+
+
+# -------------------------------------------------------------------------------------------------------------- install
+def test_install_copies_the_commit_and_installs_from_the_locks(cloud):
+    cloud.program(
+        "git",
+        '#!/bin/sh\ncase $1 in archive) tar -czf "${3#--output=}" tools/env.sh pyproject.toml requirements ;; esac\n',
+    )
+    python = """#!/usr/bin/env bash
+case "$*" in
+  "-m venv"*) mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
+  "-m pip install"*) echo "$*" >>pip-calls ;;
+esac
+"""
+    for name in ("python3", "python3.11", "python3.12", "python3.13"):
+        cloud.program(name, python)
+    for name in ("gcsfuse", "mountpoint"):
+        cloud.program(name, f'#!/bin/sh\necho {name} "$@" >>{name}-calls\n[ {name} = gcsfuse ]\n')
+    for host in cloud.hosts:
+        (host / "eagle3_jax/.venv/bin/python").unlink()
+    ended = cloud.run("install", "--bucket", "my-bucket")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert cloud.verbs() == ["describe", "buckets", "scp", "ssh"]
+    assert all("--worker=all" in call for call in cloud.asked()[2:])
+    for host in cloud.hosts:
+        locked, package, libtpu = (host / "eagle3_jax/pip-calls").read_text().splitlines()
+        assert locked.endswith("--require-hashes --requirement requirements/train.txt")
+        assert package.endswith("--no-build-isolation --no-deps --editable .") and libtpu.endswith("--editable .[tpu]")
+        mounted = (host / "eagle3_jax/gcsfuse-calls").read_text().split()
+        assert mounted[-2:] == ["my-bucket", "bucket"] and "--metadata-cache-ttl-secs=0" in mounted
+
+
+def test_a_bucket_whose_folders_cannot_be_renamed_at_once_is_refused(cloud):
+    ended = cloud.run("install", "--bucket", "my-bucket", namespace="")
+    assert ended.returncode == 1 and "expected one with a hierarchical namespace" in ended.stderr
+    assert cloud.verbs() == ["describe", "buckets"]
+
+
+# ----------------------------------------------------------------------------------------------------------------- jobs
+@pytest.mark.parametrize("verb", ["regenerate", "extract", "train"])
+def test_a_verb_runs_on_all_hosts_with_its_config_and_arguments(cloud, config, verb):
+    words = ["--target.name", '/mnt/my models/it\'s $HOME; "8B"', "--train.learning-rate", "1e-4"]
+    ended = cloud.run(verb, "--config", str(config), "--", *words)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert f"{verb}: finished on 2 of 2 hosts." in ended.stderr
+    assert cloud.verbs() == ["describe", "ssh", "ssh"]
+    assert all("--worker=all" in call for call in cloud.asked()[1:])
+    for index, host in enumerate(cloud.hosts):
+        assert cloud.on_host(index) == ["-m", f"eagle3_jax.{verb}", "--config", f"jobs/{verb}/config.yaml", *words]
+        assert (host / f"eagle3_jax/jobs/{verb}/config.yaml").read_text() == config.read_text()
+
+
+def test_a_job_outlives_the_connection_and_is_followed_again(cloud, config):
+    (cloud.folder / "hold").touch()
+    started = cloud.run("train", "--config", str(config), states=["ACTIVE"], deaf=["1"])
+    assert started.returncode == 1 and "started: 1 of 2 hosts" in started.stderr  # host 1 could not be reached
+    followed = cloud.run("train", "--config", str(config), release_after=5)
+    assert followed.returncode == 0, followed.stdout + followed.stderr
+    assert followed.stdout.count("runs already") == 1  # on host 0
+    assert "step 1" in followed.stdout and "finished on 2 of 2 hosts" in followed.stderr
+    assert [len(cloud.on_host(index)) for index in (0, 1)] == [4, 4]  # the verb ran once on each
+
+
+def test_hosts_that_stay_silent_do_not_end_the_job(cloud, config):
+    (cloud.folder / "hold").touch()
+    ended = cloud.run("train", "--config", str(config), deaf=["1"], deaf_to="tail -c")  # the looks at the job
+    assert ended.returncode == 1 and "not all 2 hosts answer. The job goes on" in ended.stderr
+    assert cloud.verbs() == ["describe", "ssh"] + ["ssh", "describe"] * 5
+    (cloud.folder / "hold").unlink()
+    assert cloud.run("train", "--config", str(config)).returncode == 0
+
+
+def test_a_verb_that_fails_is_told_with_its_log(cloud, config):
+    (cloud.folder / "exit").write_text("1")
+    ended = cloud.run("train", "--config", str(config))
+    assert ended.returncode == 1
+    assert "the last words of the verb" in ended.stdout and "train ended, its log stands above" in ended.stderr
+    (cloud.folder / "exit").write_text("0")
+    assert cloud.run("train", "--config", str(config)).returncode == 0  # the same command goes on
+
+
+def test_a_reclaimed_slice_is_replaced_and_the_run_goes_on(cloud, config):
+    (cloud.folder / "hold").touch()
+    ended = cloud.run(
+        "train", "--config", str(config), deaf=["0", "1"], deaf_to="tail -c", states=["ACTIVE", "SUSPENDED"]
+    )
+    assert ended.returncode == 1
+    assert "head is SUSPENDED: it was reclaimed. Run 'create', 'install' and then this command again" in ended.stderr
+    (cloud.folder / "hold").unlink()
+    (cloud.folder / "hosts").rename(cloud.folder / "gone")
+    cloud.new_hosts()
+    states = ["SUSPENDED", "SUSPENDED", "NONE", "ACTIVE"]
+    assert cloud.run("create", "--type", "v5p-16", "--spot", states=states).returncode == 0
+    assert cloud.verbs()[2:4] == ["delete", "create"] and "--spot" in cloud.asked()[3]
+    ended = cloud.run("train", "--config", str(config))  # the new hosts have nothing yet
+    assert ended.returncode == 1 and "expected what 'install' makes" in ended.stderr
+    cloud.install()
+    assert cloud.run("train", "--config", str(config)).returncode == 0
+    assert cloud.on_host(0) == ["-m", "eagle3_jax.train", "--config", "jobs/train/config.yaml"]
+
+
+def test_a_stop_by_sigterm_is_no_end(cloud, config):
+    for host in cloud.hosts:
+        (host / "eagle3_jax/.venv/bin/python").write_text(
+            "#!/bin/sh\necho 'eagle3_jax.train: stopped by SIGTERM; run it again'\n"
+        )
+    ended = cloud.run("train", "--config", str(config))
+    assert ended.returncode == 1 and "Run the same command again: it goes on where it was" in ended.stderr
+
+
+def test_a_bucket_is_mounted_again_before_a_job(cloud, config):
+    """Otherwise a host that was restarted would write into an empty folder on its own disk."""
+    cloud.program("mountpoint", "#!/bin/sh\n[ -e mounted ]\n")
+    cloud.program("gcsfuse", '#!/bin/sh\necho "$@" >>mounted\n')
+    for host in cloud.hosts:
+        (host / "eagle3_jax/.bucket").write_text("my-bucket\n")
+    for _ in range(2):
+        assert cloud.run("train", "--config", str(config)).returncode == 0
+    for host in cloud.hosts:
+        (options,) = (host / "eagle3_jax/mounted").read_text().splitlines()
+        assert options.endswith(" my-bucket bucket")
+
+
+# ---------------------------------------------------------------------------------------------------------------- serve
+def test_a_server_listens_on_loopback_behind_a_tunnel(cloud, config):
+    ended = cloud.run("serve", "--config", str(config), "--port", "8123", "--", "--target.name", "a b", type="v6e-8")
+    assert ended.returncode == 0, ended.stderr
+    assert cloud.verbs() == ["describe", "ssh"]
+    assert {"--worker=0", "--ssh-flag=-L 127.0.0.1:8123:127.0.0.1:8123", "--ssh-flag=-tt"} <= set(cloud.asked()[1])
+    flags = ["--host", "127.0.0.1", "--port", "8123", "--target.name", "a b"]
+    assert cloud.on_host(0) == ["-m", "eagle3_jax.serve", "--config", "jobs/serve/config.yaml", *flags]
+    assert not (cloud.hosts[1] / "eagle3_jax/asked").exists()
+
+
+def test_a_slice_of_several_hosts_does_not_serve(cloud, config):
+    ended = cloud.run("serve", "--config", str(config))
+    assert ended.returncode == 1 and "head has 2 hosts (v5p-16), expected one" in ended.stderr
+    assert cloud.verbs() == ["describe"]
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["start"], "got start, expected create, install, "),
+        (["create"], "--type: got nothing, expected v5litepod-N"),
+        (["create", "--type", "v5litepod-12"], "--type: got v5litepod-12, expected v5litepod-N"),
+        (["create", "--type", "tpu7x-8"], "tools/jobset.yaml"),
+        (["create", "--type", "v6e-8", "--name", "Head"], "--name: got Head, expected lower-case letters"),
+        (
+            ["create", "--type", "v6e-8", "--zone", "us-east5"],
+            "--zone: got us-east5, expected a zone such as us-east5-b",
+        ),
+        (["create", "--type", "v6e-8", "--wait-minutes", "0"], "--wait-minutes: got 0, expected 1 to 9999"),
+        (["create", "--type", "--spot"], "--type: got nothing, expected a value"),
+        (["create", "--type", "v6e-8", "--config", "x"], "create: got '--config', expected some of --name"),
+        (["create", "--type", "v6e-8", "--", "x"], "create: got '--', expected some of --name"),
+        (["install", "--bucket", "gs://mine/folder"], "--bucket: got gs://mine/folder, expected a bucket's name"),
+        (["train"], "--config: got nothing, expected a file of a run"),
+        (["train", "--config", "nowhere.yaml"], "--config: got nowhere.yaml, expected a file of a run"),
+        (
+            ["train", "--config", "configs/llama31_8b.yaml", "--train.epochs", "1"],
+            "train: got '--train.epochs', expected some",
+        ),
+        (
+            ["serve", "--config", "configs/llama31_8b.yaml", "--port", "80"],
+            "--port: got 80, expected a port from 1000 on",
+        ),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_asked(cloud, arguments, sentence):
+    ended = cloud.run(*arguments)
+    assert ended.returncode == 1 and sentence in ended.stderr, ended.stderr
+    assert cloud.asked() == []
+
+
+def test_a_config_that_a_verb_would_refuse_is_refused_here(cloud, tmp_path):
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text("run_dir: x\ntrain: {epochs: many}\n")
+    ended = cloud.run("train", "--config", str(wrong), venv=sys.prefix)
+    assert ended.returncode == 1 and "train.epochs" in ended.stderr and cloud.asked() == []
+
+
+@pytest.mark.parametrize("state", ["NONE", "PROVISIONING", "SUSPENDED"])
+def test_a_slice_that_is_not_there_runs_nothing(cloud, config, state):
+    ended = cloud.run("train", "--config", str(config), states=[state])
+    assert ended.returncode == 1 and cloud.verbs() == ["describe"]
+    assert ended.stderr.startswith("tpu_vm.sh: ") and "create" in ended.stderr
+
+
+@pytest.mark.parametrize("command", ["create --type v6e-8 --spot", "train", "serve", "delete"])
+def test_a_dry_run_shows_all_and_asks_nothing(cloud, config, command):
+    (cloud.folder / "hosts/1").rename(cloud.folder / "another")
+    words = [*command.split(), *(["--config", str(config)] if command in ("train", "serve") else [])]
+    ended = cloud.run(*words, "--dry-run")
+    assert ended.returncode == 0, ended.stderr
+    assert cloud.asked() == []
+    shown = cloud.bash("-c", ended.stdout)
+    assert shown.returncode == 0, shown.stderr
+    would_ask = cloud.asked()
+    cloud.run(*words, type="v6e-8", states=["NONE", "ACTIVE"] if words[0] == "create" else ["ACTIVE"])
+    assert cloud.asked()[: len(would_ask)] == would_ask and len(cloud.asked()) - len(would_ask) == (
+        words[0] == "create"
+    )

@@ -1,0 +1,372 @@
+#!/usr/bin/env bash
+# Batch jobs on Cloud TPU VMs: a slice by a queued resource, the package on all its hosts, a verb on all of them at once.
+#
+#     bash tools/tpu_vm.sh create  --name head --zone us-east5-b --type v5litepod-16 --spot
+#     bash tools/tpu_vm.sh install --name head --zone us-east5-b --bucket my-bucket
+#     bash tools/tpu_vm.sh extract --name head --zone us-east5-b --config my.yaml   # run_dir: bucket/my-head
+#     bash tools/tpu_vm.sh train   --name head --zone us-east5-b --config my.yaml -- --train.learning-rate 1e-4
+#     bash tools/tpu_vm.sh serve   --name head --zone us-east5-b --config my.yaml --port 8000
+#     bash tools/tpu_vm.sh delete  --name head --zone us-east5-b
+#
+# Each may be run again: it goes on where it was. --dry-run shows what would be asked of gcloud, and asks nothing.
+# --project names another project than gcloud's own. See docs/batch-jobs-on-tpu-vms.md.
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+
+# What create makes is labelled so; nothing else is ever used or deleted.
+LABEL=eagle3_jax
+PAUSE=20 # seconds between two looks
+PATIENCE=5 # looks in a row at which a host may stay silent
+
+# ------------------------------------------------------------------------------------------------------------ arguments
+COMMANDS="create, install, regenerate, extract, train, serve or delete"
+command=${1:-}
+case $command in
+  create) options="--type --wait-minutes --spot" ;;
+  install) options="--bucket" ;;
+  regenerate) options="--config" ;;
+  extract) options="--config" ;;
+  train) options="--config" ;;
+  serve) options="--config --port" ;;
+  delete) options="" ;;
+  *) fail "got ${command:-nothing}, expected $COMMANDS." ;;
+esac
+shift
+options="--name --zone --project --dry-run $options"
+
+name="" zone="" project="" type="" config="" bucket="" spot="" dry_run=""
+port=8000 wait_minutes=60
+overrides=()
+while (($#)); do
+  if [[ $1 == -- && " $options " == *" --config "* ]]; then
+    overrides=("${@:2}")
+    break
+  fi
+  [[ $1 == --* && " $options " == *" $1 "* ]] || fail "$command: got '$1', expected some of $options."
+  variable=${1#--}
+  variable=${variable//-/_}
+  if [[ $1 == --spot || $1 == --dry-run ]]; then
+    printf -v "$variable" yes
+    shift
+  else
+    (($# > 1)) && [[ $2 != --* ]] || fail "$1: got nothing, expected a value."
+    printf -v "$variable" %s "$2"
+    shift 2
+  fi
+done
+
+say() { echo "$*" >&2; }
+
+# expect OPTION VALUE PATTERN WORDS
+expect() {
+  [[ $2 =~ ^($3)$ ]] || fail "$1: got ${2:-nothing}, expected $4."
+}
+
+# slice TYPE: sets its hosts and the software of its VMs. Status 1 for a type that there is not.
+slice() {
+  local size=${1##*-}
+  case $1 in
+    v5litepod-*) software=v2-alpha-tpuv5-lite ;;
+    v6e-*) software=v2-alpha-tpuv6e ;;
+    v5p-*) software=v2-alpha-tpuv5 ;;
+  esac
+  case $1 in
+    v5litepod-[148] | v6e-[148]) hosts=1 ;;
+    v5litepod-16 | v5litepod-32 | v5litepod-64 | v5litepod-128 | v5litepod-256) hosts=$((size / 4)) ;;
+    v6e-16 | v6e-32 | v6e-64 | v6e-128 | v6e-256) hosts=$((size / 4)) ;;
+    # The number counts cores: two a chip, four chips a host.
+    v5p-8 | v5p-16 | v5p-32 | v5p-64 | v5p-128 | v5p-256 | v5p-512 | v5p-1024) hosts=$((size / 8)) ;;
+    *) return 1 ;;
+  esac
+}
+
+expect --name "$name" '[a-z]([a-z0-9-]{0,61}[a-z0-9])?' "lower-case letters, digits and hyphens, 63 at most"
+expect --zone "$zone" '[a-z]+-[a-z]+[0-9]+-[a-z0-9]+' "a zone such as us-east5-b"
+[[ -z $project ]] || expect --project "$project" '[a-z][a-z0-9.:-]+' "a project's id"
+[[ -z $bucket ]] || expect --bucket "$bucket" '[a-z0-9][a-z0-9._-]+[a-z0-9]' "a bucket's name, without gs:// and folders"
+expect --port "$port" '[1-9][0-9]{3,4}' "a port from 1000 on"
+expect --wait-minutes "$wait_minutes" '[1-9][0-9]{0,3}' "1 to 9999"
+if [[ $command == create ]]; then
+  slice "$type" || fail "--type: got ${type:-nothing}, expected v5litepod-N or v6e-N (N chips: 1, 4, 8, 16 ... 256), or v5p-N \
+(N cores: 8, 16 ... 1024). A tpu7x is lent through Kubernetes alone: tools/jobset.yaml."
+fi
+run_dir=""
+if [[ $options == *--config* ]]; then
+  [[ -f $config ]] || fail "--config: got ${config:-nothing}, expected a file of a run, such as configs/llama31_8b.yaml."
+  if [[ -x $VENV/bin/python ]]; then # else the host refuses what is wrong in it
+    run_dir=$("$VENV/bin/python" -c 'if True:
+      import sys
+      from eagle3_jax import config
+      try:
+        print(config.load(sys.argv[1], sys.argv[2:]).run_dir)
+      except config.ConfigError as error:
+        sys.exit(str(error))' "$config" ${overrides[@]+"${overrides[@]}"}) || fail "--config $config: see above."
+  fi
+fi
+where=("--zone=$zone")
+[[ -z $project ]] || where+=("--project=$project")
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+
+# --------------------------------------------------------------------------------------------------------------- gcloud
+# ask ARGUMENTS...: of gcloud; with --dry-run only shown, so that a shell can run what stands there.
+ask() {
+  local word
+  if [[ -n $dry_run ]]; then
+    printf gcloud
+    for word in "$@"; do
+      if [[ $word =~ ^[a-zA-Z0-9_=:./@-]+$ ]]; then
+        printf ' %s' "$word"
+      else
+        printf " '%s'" "${word//\'/\'\\\'\'}" # lines stay lines
+      fi
+    done
+    echo
+  else
+    gcloud "$@"
+  fi
+}
+
+# look: sets state (NONE where there is no such slice), label and type of the slice.
+look() {
+  local fields="state.state,tpu.nodeSpec[0].node.labels.made_by,tpu.nodeSpec[0].node.acceleratorType" answer
+  if ! answer=$(ask compute tpus queued-resources describe "$name" "${where[@]}" "--format=csv[no-heading]($fields)" 2>"$scratch/error"); then
+    grep -qi "not[_ ]found" "$scratch/error" || fail "$(<"$scratch/error")"
+    state=NONE
+  elif [[ -n $dry_run ]]; then
+    echo "$answer"
+    state=ACTIVE label=$LABEL kind=${type:-v5litepod-8}
+  else
+    IFS=, read -r state label kind <<<"$answer"
+  fi
+  [[ $state == NONE || $label == "$LABEL" ]] ||
+    fail "--name: got $name, whose label made_by is ${label:-missing}, expected a slice that 'create' made ($LABEL)."
+}
+
+# ready: looks, and fails unless the slice can be worked on; sets its hosts.
+ready() {
+  look
+  case $state in
+    ACTIVE) slice "$kind" || fail "$name: got $kind, expected a type that 'create' makes." ;;
+    NONE) fail "--name: got $name, expected a slice that 'create' made; there is none of this name in $zone." ;;
+    SUSPENDING | SUSPENDED) reclaimed ;;
+    *) fail "$name is $state, expected ACTIVE: run 'create' again, which waits for it." ;;
+  esac
+}
+
+reclaimed() {
+  fail "$name is $state: it was reclaimed. Run 'create', 'install' and then this command again: what is in the bucket stays, \
+and the run goes on from there."
+}
+
+# everywhere WORD SCRIPT: runs the script on all hosts at once; each of them must come to its end.
+everywhere() {
+  local said=$scratch/said count script
+  script="$2"$'\n'"echo \"tpu_vm: \$(hostname) $1\""
+  on_hosts "$script" | tee "$said" || true
+  if [[ -n $dry_run ]]; then return; fi
+  count=$(grep -c "^tpu_vm: .* $1\$" "$said" || true)
+  ((count == hosts)) || fail "$1: $count of $hosts hosts; what was said stands above. Run the same command again."
+}
+
+on_hosts() {
+  ask compute tpus tpu-vm ssh "$name" "${where[@]}" --worker=all --quiet "--command=$1"
+}
+
+# ------------------------------------------------------------------------------------------------- what runs on a host
+# The bucket, where install named one, at eagle3_jax/bucket. Without cached metadata: the hosts see each other's files.
+# shellcheck disable=SC2016
+MOUNT='
+if [ -f .bucket ] && ! mountpoint -q bucket; then
+  command -v gcsfuse >/dev/null || sudo apt-get install -y gcsfuse >/dev/null 2>&1 ||
+    { echo "$(hostname): no gcsfuse, expected Cloud Storage FUSE on the VM" >&2; exit 1; }
+  gcsfuse --metadata-cache-ttl-secs=0 --metadata-cache-negative-ttl-secs=0 "$(cat .bucket)" bucket
+fi'
+
+install_script() {
+  cat <<EOF
+set -eu
+mkdir -p eagle3_jax
+tar -xzf eagle3_jax.tar.gz -C eagle3_jax
+cd eagle3_jax
+if ! bash -c 'source tools/env.sh; find_python' >/dev/null 2>&1; then
+  sudo apt-get update -q && sudo apt-get install -y -q python3.11 python3.11-venv
+fi
+bash -c 'source tools/env.sh; prepare_environment train "[tpu]"' install
+EOF
+  if [[ -n $bucket ]]; then printf 'mkdir -p bucket\necho %q >.bucket\n' "$bucket"; fi
+  echo "$MOUNT"
+}
+
+# enter_script: into eagle3_jax, with its bucket and this run's config.
+enter_script() {
+  local end=END_OF_THE_FILE
+  cat <<EOF
+set -eu
+[ -x eagle3_jax/.venv/bin/python ] || { echo "\$(hostname): no eagle3_jax, expected what 'install' makes" >&2; exit 1; }
+cd eagle3_jax
+$MOUNT
+mkdir -p jobs/$command
+cat >jobs/$command/config.partial <<'$end'
+$(<"$config")
+$end
+EOF
+}
+
+# verb_line: the verb's command line on the host, its arguments quoted.
+verb_line() {
+  printf 'env PYTHONUNBUFFERED=1 .venv/bin/python -m eagle3_jax.%s --config jobs/%s/config.yaml' "$command" "$command"
+  if (($#)); then printf ' %q' "$@"; fi
+}
+
+# The job outlives this connection. It holds a lock while it runs, and leaves its exit status in a file.
+start_script() {
+  enter_script
+  cat <<EOF
+cd jobs/$command
+if flock -n lock true; then
+  mv config.partial config.yaml
+  rm -f status
+  if [ -f log ]; then mv log log.before; fi
+  cat >run.sh <<'END_OF_THE_RUN'
+cd ../..
+status=0
+$(verb_line ${overrides[@]+"${overrides[@]}"}) || status=\$?
+if [ \$status = 0 ] && tail -n 5 jobs/$command/log | grep -q 'stopped by SIGTERM'; then status=stopped; fi
+echo \$status >jobs/$command/status.partial
+mv jobs/$command/status.partial jobs/$command/status
+END_OF_THE_RUN
+  setsid nohup flock -w 60 lock bash run.sh >log 2>&1 </dev/null &
+  for _ in \$(seq 100); do
+    if [ -f status ] || ! flock -n lock true; then break; fi
+    sleep 0.1
+  done
+else
+  rm config.partial
+  echo "\$(hostname): runs already"
+fi
+EOF
+}
+
+# "running", the verb's exit status, "stopped" (by SIGTERM; it would go on) or "killed".
+status_script() {
+  cat <<EOF
+cd eagle3_jax/jobs/$command || exit 1
+state=running
+if flock -n lock true; then state=killed; fi
+if [ -f status ]; then state=\$(cat status); fi
+if [ "\$state" = running ]; then
+  tail -c 2000 log | tr '\r' '\n' | grep . | tail -n 1
+elif [ "\$state" != 0 ]; then
+  tail -n 20 log
+fi
+echo "tpu_vm: \$(hostname) \$state"
+EOF
+}
+
+# ------------------------------------------------------------------------------------------------------------- commands
+create() {
+  local waited asked=""
+  slice "$type"
+  for ((waited = 0; waited <= 60 * wait_minutes; waited += PAUSE)); do
+    look
+    [[ $state == NONE || $kind == "$type" ]] || fail "--type: got $type, expected $kind, which $name is; delete it first."
+    if [[ -z $asked && $state =~ ^(SUSPENDED|FAILED)$ ]]; then
+      say "$name is $state; asking for another one."
+      delete
+      state=NONE
+    fi
+    if [[ -z $asked && $state == NONE || -n $dry_run ]]; then
+      # A request that nobody waits for any more is not filled later.
+      ask compute tpus queued-resources create "$name" "--node-id=$name" "${where[@]}" "--accelerator-type=$type" \
+        "--runtime-version=$software" "--labels=made_by=$LABEL" ${spot:+--spot} "--valid-until-duration=${wait_minutes}m" --async --quiet
+      asked=yes
+    fi
+    if [[ -n $dry_run ]]; then return; fi
+    case $state in
+      ACTIVE)
+        say "$name is ACTIVE: $type, $hosts hosts. Next: install."
+        return
+        ;;
+      SUSPENDED | FAILED) fail "$name is $state, expected ACTIVE. The same command asks again; gcloud compute tpus queued-resources describe $name ${where[*]} says why." ;;
+    esac
+    say "$name: $state"
+    sleep "$PAUSE"
+  done
+  fail "$name is $state after $wait_minutes minutes, expected ACTIVE. The same command waits on, or asks again."
+}
+
+install() {
+  local namespace
+  ready
+  if [[ -n $bucket ]]; then
+    # Folders are renamed into their place when they are complete; in a flat bucket that cannot be done at once.
+    namespace=$(ask storage buckets describe "gs://$bucket" --raw "--format=value(hierarchicalNamespace.enabled)") || fail "--bucket: see above."
+    if [[ -n $dry_run ]]; then
+      echo "$namespace"
+    else
+      [[ $namespace == True ]] || fail "--bucket: got $bucket, a flat one, expected one with a hierarchical namespace."
+    fi
+  fi
+  git diff --quiet HEAD || say "Changes that are not committed stay here."
+  git archive --format=tar.gz "--output=$scratch/eagle3_jax.tar.gz" HEAD
+  ask compute tpus tpu-vm scp "$scratch/eagle3_jax.tar.gz" "$name:eagle3_jax.tar.gz" "${where[@]}" --worker=all --quiet ||
+    fail "not copied to all hosts; see above. Run the same command again."
+  everywhere installed "$(install_script)"
+}
+
+job() {
+  ready
+  case $run_dir in
+    "" | /* | bucket/*) ;;
+    *) say "run_dir $run_dir lies on the host's own disk and goes with it; bucket/$run_dir would stay." ;;
+  esac
+  everywhere started "$(start_script)"
+  say "Ctrl-C leaves the job running; the same command follows it again."
+  follow
+}
+
+follow() {
+  local said=$scratch/said silent=0
+  while true; do
+    on_hosts "$(status_script)" >"$said" || true
+    cat "$said"
+    if [[ -n $dry_run ]]; then return; fi
+    if (($(grep -c "^tpu_vm: .* 0\$" "$said" || true) == hosts)); then
+      say "$command: finished on $hosts of $hosts hosts."
+      return
+    fi
+    if (($(grep -c "^tpu_vm: " "$said" || true) == hosts)); then
+      silent=0
+      grep -q "^tpu_vm: .* running\$" "$said" || fail "$command ended, its log stands above. Run the same command again: it goes on where it was."
+    else
+      look
+      [[ $state == ACTIVE ]] || reclaimed
+      ((++silent < PATIENCE)) || fail "not all $hosts hosts answer. The job goes on; the same command follows it again."
+    fi
+    sleep "$PAUSE"
+  done
+}
+
+serve() {
+  ready
+  ((hosts == 1)) || fail "--name: $name has $hosts hosts ($kind), expected one: requests come to one process. v5litepod-8 and v6e-8 have 8 chips."
+  say "On http://127.0.0.1:$port while this runs; Ctrl-C ends the server and the tunnel."
+  ask compute tpus tpu-vm ssh "$name" "${where[@]}" --worker=0 --quiet --ssh-flag=-tt "--ssh-flag=-L 127.0.0.1:$port:127.0.0.1:$port" \
+    "--command=$(enter_script)
+mv jobs/serve/config.partial jobs/serve/config.yaml
+exec $(verb_line --host 127.0.0.1 --port "$port" ${overrides[@]+"${overrides[@]}"})"
+}
+
+delete() {
+  look
+  if [[ $state == NONE ]]; then
+    say "There is no $name in $zone."
+  else
+    ask compute tpus queued-resources delete "$name" "${where[@]}" --force --quiet
+  fi
+}
+
+case $command in
+  regenerate | extract | train) job ;;
+  *) "$command" ;;
+esac
