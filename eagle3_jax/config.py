@@ -510,6 +510,9 @@ class RunConfig:
     traffic: TrafficConfig = TrafficConfig()
     card: CardConfig = CardConfig()
 
+    def __post_init__(self) -> None:
+        _require("://" not in self.run_dir, "run_dir", self.run_dir, "a folder; a bucket's is where it is mounted")
+
     def folder(self, verb: str) -> pathlib.Path:
         """Output folder of a verb, e.g. `runs/quickstart/features`."""
         return pathlib.Path(self.run_dir) / FOLDERS[verb]

@@ -55,6 +55,7 @@ def test_the_dumped_form_reads_back_equal(run_file):
     ("values", "message"),
     [
         ({}, r"run_dir: .*required"),
+        ({"run_dir": "gs://bucket/run"}, r"run_dir: got 'gs://bucket/run', expected a folder"),
         ({"run_dir": "x", "trian": {}}, "trian"),
         ({"run_dir": "x", "train": {"learning_rat": 1}}, r"train\.learning_rat"),
         ({"run_dir": "x", "train": {"ttt_steps": "many"}}, r"train\.ttt_steps.*got 'many'"),

@@ -136,7 +136,7 @@ def test_locked_versions_meet_every_requirement(role, python):
             assert requirement.specifier.contains(found), f"{requirement}, locked {found}"
 
 
-@pytest.mark.parametrize("role", ["decode", "train", "test"])
+@pytest.mark.parametrize("role", ["decode", "train", "tpu", "test"])
 def test_what_is_locked_is_all_that_its_packages_need(role):
     """As installed here: pip refuses a lock that lacks one of them, but only when somebody installs it."""
     versions = locked(role, f"{sys.version_info[0]}.{sys.version_info[1]}")
@@ -145,6 +145,12 @@ def test_what_is_locked_is_all_that_its_packages_need(role):
             requirement = Requirement(text)
             if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
                 assert canonicalize_name(requirement.name) in versions, f"{name} needs {text}"
+
+
+def test_a_tpu_host_has_the_libtpu_that_its_jax_names():
+    named = [x for x in map(Requirement, importlib.metadata.requires("jax") or ()) if x.name == "libtpu"]
+    (libtpu,) = [x for x in named if x.marker is not None and x.marker.evaluate({"extra": "tpu"})]
+    assert libtpu.specifier.contains(locked("tpu", f"{sys.version_info[0]}.{sys.version_info[1]}")["libtpu"])
 
 
 # A uv that adds three packages to those it finds locked, and one for each extra.
@@ -181,6 +187,7 @@ def test_each_lock_holds_what_a_role_adds(tmp_path):
         "decode.txt": f"base{hashed}",
         "train.txt": f"-r decode.txt\ntrain{hashed}",
         "test.txt": f"-r train.txt\ntest{hashed}reference{hashed}",
+        "tpu.txt": f"-r train.txt\ntpu{hashed}",
     }
     # What was locked is what uv prefers; the build's requirements are locked too.
     assert sorted((machine.home / "pinned").read_text().split("\n")) == sorted(

@@ -6,14 +6,18 @@ meant for a host in a folder that stands for it.
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import math
 import os
 import pathlib
+import re
 import subprocess
 import sys
 from typing import Any
 
 import pytest
+import yaml
 
 pytestmark = pytest.mark.any_jax
 ROOT = pathlib.Path(__file__).parents[1]
@@ -243,9 +247,9 @@ esac
     assert cloud.verbs() == ["describe", "buckets", "scp", "ssh"]
     assert all("--worker=all" in call for call in cloud.asked()[2:])
     for host in cloud.hosts:
-        locked, package, libtpu = (host / "eagle3_jax/pip-calls").read_text().splitlines()
-        assert locked.endswith("--require-hashes --requirement requirements/train.txt")
-        assert package.endswith("--no-build-isolation --no-deps --editable .") and libtpu.endswith("--editable .[tpu]")
+        locked, package = (host / "eagle3_jax/pip-calls").read_text().splitlines()
+        assert locked.endswith("--require-hashes --requirement requirements/tpu.txt")
+        assert package.endswith("--no-build-isolation --no-deps --editable .")
         mounted = (host / "eagle3_jax/gcsfuse-calls").read_text().split()
         assert mounted[-2:] == ["my-bucket", "bucket"] and "--metadata-cache-ttl-secs=0" in mounted
 
@@ -422,3 +426,76 @@ def test_a_dry_run_shows_all_and_asks_nothing(cloud, config, command):
     assert cloud.asked()[: len(would_ask)] == would_ask and len(cloud.asked()) - len(would_ask) == (
         words[0] == "create"
     )
+
+
+# ----------------------------------------------------------------------------------------------- Kubernetes, containers
+def test_the_jobset_is_one_slice_whose_hosts_agree():
+    jobset = yaml.safe_load((ROOT / "tools/jobset.yaml").read_text())
+    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    spec = jobset["spec"]
+    (replicated,) = spec["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+
+    # Hosts x chips are the slice.
+    chips = math.prod(int(size) for size in pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x"))
+    hosts = job["completions"]
+    assert replicated["replicas"] == 1 and job["parallelism"] == hosts and job["completionMode"] == "Indexed"
+    assert hosts * container["resources"]["limits"]["google.com/tpu"] == chips
+
+    # Every host is told the same first one, by the name that the headless service has for it, and its own number.
+    variables = {entry["name"]: entry for entry in container["env"]}
+    address = f"{jobset['metadata']['name']}-{replicated['name']}-0-0.{spec['network']['subdomain']}"
+    port = container["ports"][0]["containerPort"]
+    assert variables["JAX_COORDINATOR_ADDRESS"]["value"] == f"{address}:{port}"
+    assert variables["JAX_NUM_PROCESSES"]["value"] == str(hosts)
+    assert "job-completion-index" in variables["JAX_PROCESS_ID"]["valueFrom"]["fieldRef"]["fieldPath"]
+    assert spec["network"]["enableDNSHostnames"]
+
+    # A reclaimed node restarts all of them, as often as it happens; a failing verb does so only a few times.
+    assert pod["nodeSelector"]["cloud.google.com/gke-spot"] == "true" and pod["restartPolicy"] == "Never"
+    assert pod["tolerations"][0]["key"] == "cloud.google.com/gke-spot" and job["backoffLimit"] == 0
+    assert job["podFailurePolicy"]["rules"] == [
+        {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget"}]}
+    ]
+    (rule,) = spec["failurePolicy"]["rules"]
+    assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts" and rule["onJobFailureReasons"] == ["PodFailurePolicy"]
+    assert 0 < spec["failurePolicy"]["maxRestarts"] < 10
+
+    # The run lives in the bucket.
+    (volume,) = pod["volumes"]
+    assert volume["csi"]["driver"] == "gcsfuse.csi.storage.gke.io"
+    assert job["template"]["metadata"]["annotations"]["gke-gcsfuse/volumes"] == "true"
+    assert container["volumeMounts"] == [{"name": volume["name"], "mountPath": "/bucket"}]
+    verb, *_, option, run_dir = container["args"]
+    assert importlib.util.find_spec(verb) and option == "--run-dir" and run_dir.startswith("/bucket/")
+
+
+def test_kubectl_is_asked_for_what_the_jobset_makes(cloud):
+    """The commands of the page, as a reader runs them."""
+    cloud.program("kubectl", '#!/bin/sh\nprintf "%s\\n" "$*" >>"$FAKE/kubectl"\n')
+    page = (ROOT / "docs/batch-jobs-on-tpu-vms.md").read_text()
+    lines = re.findall(r"^ *(kubectl .*)", page, re.MULTILINE)
+    assert cloud.bash("-c", f"cd '{ROOT}'; set -e; " + "\n".join(lines)).returncode == 0
+    asked = [line.split() for line in (cloud.folder / "kubectl").read_text().splitlines()]
+    assert [words[0] for words in asked] == ["apply", "logs", "delete"]
+    jobset = yaml.safe_load((ROOT / asked[0][2]).read_text())
+    name = f"{jobset['metadata']['name']}-{jobset['spec']['replicatedJobs'][0]['name']}-0"
+    assert f"job/{name}" in asked[1]
+    assert asked[2][1:] == ["jobset", jobset["metadata"]["name"]]
+
+
+def test_the_container_holds_what_is_locked():
+    text = (ROOT / "Dockerfile").read_text()
+    installs = re.findall(r"^RUN (pip install .*)", text, re.MULTILINE)
+    assert installs == [
+        "pip install --require-hashes --requirement requirements/tpu.txt",
+        "pip install --no-build-isolation --no-deps .",
+    ]
+    sources = [word for line in re.findall(r"^COPY (.*)", text, re.MULTILINE) for word in line.split()[:-1]]
+    assert all((ROOT / source).exists() for source in sources)
+    kept = re.findall(r"^!(.*)", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
+    assert sorted(sources) == sorted(kept)
+    *_, user, entrypoint = text.strip().splitlines()
+    assert user == "USER runner" and entrypoint == 'ENTRYPOINT ["python", "-m"]'

@@ -4,7 +4,8 @@
     python tools/lock.py --upgrade                       # the newest of everything
     python tools/lock.py --upgrade-package transformers  # any option of `uv pip compile`
 
-Needs uv on the PATH (`pip install uv`) and a network. A file holds what a role adds to the one before it.
+Needs uv on the PATH (`pip install uv`) and a network. A file holds what a role adds to the one before it; tpu.txt what
+it adds to train.txt. (Tests compile for TPUs with another libtpu than the one that each JAX runs with.)
 """
 
 import fnmatch
@@ -43,16 +44,18 @@ def resolve(extras: list[str], options: list[str], pinned: str) -> str:
 
 
 def main() -> None:
-    locks = [FOLDER / f"{role}.txt" for role in ROLES]
-    whole = "".join(entry for path in locks if path.exists() for entry in entries(path.read_text()))
+    locks = {role: FOLDER / f"{role}.txt" for role in ROLES}
+    whole = "".join(entry for path in locks.values() if path.exists() for entry in entries(path.read_text()))
     whole = resolve([extra for extras in ROLES.values() for extra in extras], sys.argv[1:], whole)
-    before: list[str] = []
-    for path, base, extras in zip(locks, [None, *locks], ROLES.values(), strict=False):
+    held: dict[str, list[str]] = {}
+    for role, base, extras in [
+        *zip(ROLES, [None, *ROLES], ROLES.values(), strict=False),
+        ("tpu", "train", ["train", "tpu"]),
+    ]:
         found = entries(resolve(extras, [], whole))  # a role alone has the versions of the whole
-        locked = [entry for entry in found if not any(fnmatch.fnmatch(entry.split("==")[0], name) for name in UNLOCKED)]
-        added = [entry for entry in locked if entry not in before]
-        path.write_text((f"-r {base.name}\n" if base else "") + "".join(added))
-        before = locked
+        held[role] = [x for x in found if not any(fnmatch.fnmatch(x.split("==")[0], name) for name in UNLOCKED)]
+        added = [entry for entry in held[role] if base is None or entry not in held[base]]
+        (FOLDER / f"{role}.txt").write_text((f"-r {base}.txt\n" if base else "") + "".join(added))
 
 
 if __name__ == "__main__":

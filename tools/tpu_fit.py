@@ -70,7 +70,7 @@ class Program:
     mesh: Mesh
     arguments: dict[str, Any]
     beside: dict[str, Any]
-    lower: Callable[[], jax.stages.Lowered]
+    trace: Callable[[], jax.stages.Traced]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,13 +192,13 @@ def decoding(
     read, one = placed(jax.eval_shape(chunk), mesh), placed(jax.ShapeDtypeStruct((), jnp.int32), mesh)
     cancelled = placed(jax.ShapeDtypeStruct((batch,), jnp.bool_), mesh)
     parts = {"target": target, "draft": draft, "state": state}
-    yield Program(f"{verb}: prefill", mesh, parts, {}, lambda: programs.prefill.lower(models, state, read))
+    yield Program(f"{verb}: prefill", mesh, parts, {}, lambda: programs.prefill.trace(models, state, read))
     yield Program(
         f"{verb}: rounds",
         mesh,
         parts,
         {},
-        lambda: programs.decode.lower(models, state, cancelled, one, one, tier=tier, greedy=greedy),
+        lambda: programs.decode.trace(models, state, cancelled, one, one, tier=tier, greedy=greedy),
     )
 
 
@@ -215,7 +215,7 @@ def extract(config: configs.RunConfig, shape: LlamaConfig, devices: list[Any]) -
         mesh,
         {"target": target, "tokens": tokens},
         {"batch before": before},
-        lambda: states.forward.lower(target, tokens),
+        lambda: states.forward.trace(target, tokens),
     )
 
 
@@ -245,7 +245,7 @@ def train(config: configs.RunConfig, shape: LlamaConfig, devices: list[Any]) -> 
         mesh,
         parts | {"batch": batch},
         {"batches on their way": [batch] * IN_FLIGHT},
-        lambda: make_train_step(run, optimizer, mesh).lower(state, teacher, batch),
+        lambda: make_train_step(run, optimizer, mesh).trace(state, teacher, batch),
     )
 
 
@@ -270,7 +270,7 @@ def measure(program: Program, limit: float) -> Plan:
     if arguments > limit:
         return Plan(arguments, needed=arguments)
     with jax.sharding.use_abstract_mesh(program.mesh.abstract_mesh):
-        lowered = program.lower()
+        lowered = program.trace().lower()
     try:
         memory: Any = lowered.compile().memory_analysis()
     except jax.errors.JaxRuntimeError as error:

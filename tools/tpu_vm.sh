@@ -191,7 +191,7 @@ cd eagle3_jax
 if ! bash -c 'source tools/env.sh; find_python' >/dev/null 2>&1; then
   sudo apt-get update -q && sudo apt-get install -y -q python3.11 python3.11-venv
 fi
-bash -c 'source tools/env.sh; prepare_environment train "[tpu]"' install
+bash -c 'source tools/env.sh; prepare_environment tpu' install
 EOF
   if [[ -n $bucket ]]; then printf 'mkdir -p bucket\necho %q >.bucket\n' "$bucket"; fi
   echo "$MOUNT"

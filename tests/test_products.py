@@ -1,0 +1,50 @@
+"""What programs multiply is counted; the rest of an estimate of `tools/tpu_cost.py` is arithmetic on that."""
+
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tools"))
+from products import products
+
+A, B = jax.ShapeDtypeStruct((2, 3), jnp.float32), jax.ShapeDtypeStruct((3, 5), jnp.float32)
+ONCE = 2 * 2 * 3 * 5
+
+
+def repeat(times):
+    return lambda a, b: jax.lax.scan(lambda total, _: (total + a @ b, None), jnp.zeros((2, 5)), length=times)[0]
+
+
+def spread(a, b):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), "x")
+    rows, whole = jax.P("x"), jax.P()
+    return jax.shard_map(lambda a, b: a @ b, mesh=mesh, in_specs=(rows, whole), out_specs=rows)(a, b)
+
+
+@pytest.mark.parametrize(
+    ("function", "times"),
+    [
+        (lambda a, b: a @ b + 1, 1),
+        (jax.jit(lambda a, b: jnp.tanh(a @ b) @ b.T), 2),
+        (repeat(7), 7),
+        (lambda a, b: jax.lax.cond(a.sum() > 0, lambda: a @ b, lambda: jnp.zeros((2, 5))), 1),
+        (jax.grad(lambda a, b: jnp.sum((a @ b) ** 2)), 2),  # forward, and backward to one operand
+        (jax.grad(jax.checkpoint(lambda a, b: jnp.sum(jnp.sin(a @ b) ** 2))), 3),  # and forward again
+        (spread, 1),
+    ],
+    ids=["product", "jit", "loop", "branch", "gradient", "remat", "shards"],
+)
+def test_products_are_counted(function, times):
+    assert products(jax.make_jaxpr(function)(A, B).jaxpr) == times * ONCE
+
+
+def test_a_loop_of_unknown_length_is_refused():
+    jaxpr = jax.make_jaxpr(
+        lambda a, b: jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: x + a @ b, jnp.zeros((2, 5)))
+    )
+    with pytest.raises(ValueError, match="a loop of unknown length"):
+        products(jaxpr(A, B).jaxpr)
