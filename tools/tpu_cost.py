@@ -63,10 +63,8 @@ def main() -> None:
             a_step, passes = config.train.batch_size * config.train.row_length, config.train.epochs
         hours = operations / a_step * arguments.tokens * passes / rate / 3600
         cost = "" if arguments.price is None else f", {hours * arguments.price:,.1f} at {arguments.price:g} a chip hour"
-        print(
-            f"{program.name}: {operations / a_step / 1e9:.1f} GFLOP a token, {passes:g} times: {hours:,.1f} chip hours, "
-            f"{hours / len(devices):,.2f} hours{cost}"
-        )
+        a_token = f"{operations / a_step / 1e9:.1f} GFLOP a token, {passes:g} times"
+        print(f"{program.name}: {a_token}: {hours:,.1f} chip hours, {hours / len(devices):,.2f} hours{cost}")
 
 
 if __name__ == "__main__":
