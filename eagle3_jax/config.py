@@ -584,12 +584,18 @@ def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"--config {path}: not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"--config {path}: got {type(values).__name__}, expected a mapping of sections")
+    rest = list(overrides)
+    if "--evaluate.tree" in rest[:-1] and isinstance(values.get("evaluate", {}), dict):
+        # "auto" in place of a tree: beside a default that is a tree, tyro takes the fields of one alone.
+        place = rest.index("--evaluate.tree")
+        values = values | {"evaluate": values.get("evaluate", {}) | {"tree": rest[place + 1]}}
+        del rest[place : place + 2]
     config = from_dict(values)
-    if overrides:
+    if rest:
         config, unknown = tyro.cli(
             RunConfig,
             default=config,
-            args=list(overrides),
+            args=rest,
             prog=f"--config {path}",
             config=(tyro.conf.AvoidSubcommands,),  # the sources are a union; they come from the file alone
             return_unknown_args=True,

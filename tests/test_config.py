@@ -46,6 +46,14 @@ def test_overrides_of_one_section_are_checked_together(run_file):
     assert config.load(run_file, tree).evaluate.tree == DraftTree(num_steps=4, topk=3, num_draft_tokens=10)
 
 
+def test_auto_replaces_a_tree_on_the_command_line(run_file):
+    run_file.write_text(run_file.read_text() + "evaluate: {limit: 5, tree: {num_steps: 2, num_draft_tokens: 3}}\n")
+    changed = config.load(run_file, ["--evaluate.tree", "auto", "--evaluate.max-tokens", "7"]).evaluate
+    assert (changed.tree, changed.limit, changed.max_tokens) == ("auto", 5, 7)
+    with pytest.raises(ConfigError, match=r"evaluate\.tree"):
+        config.load(run_file, ["--evaluate.tree", "autos"])
+
+
 def test_the_dumped_form_reads_back_equal(run_file):
     run = config.load(run_file)
     assert config.from_dict(yaml.safe_load(yaml.safe_dump(config.to_dict(run)))) == run

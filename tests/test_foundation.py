@@ -225,9 +225,15 @@ class Machine:
         (self.programs / name).chmod(0o755)
 
     def prepare(self, arguments: str = "test", **says: str) -> subprocess.CompletedProcess[str]:
+        return self._bash("-c", f"source {self.home}/tools/env.sh; prepare_environment {arguments}", "test.sh", **says)
+
+    def run(self, script: str) -> subprocess.CompletedProcess[str]:
+        return self._bash(str(self.home / "tools" / script))
+
+    def _bash(self, *arguments: str, **says: str) -> subprocess.CompletedProcess[str]:
         fake = {"FAKE_VERSION": "3.11.7", "FAKE_VENV_SAYS": "", "FAKE_PIP_SAYS": ""} | says
         return subprocess.run(
-            ["bash", "-c", f"source {self.home}/tools/env.sh; prepare_environment {arguments}", "test.sh"],
+            ["bash", *arguments],
             env={"PATH": f"{self.programs}:/usr/bin:/bin"} | fake,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -261,6 +267,18 @@ def test_changed_requirements_are_installed_again(machine, file):
         changed.write("# changed\n")
     machine.prepare()
     assert len(machine.pip_calls()) == 4
+
+
+@pytest.mark.parametrize("role", ["train", 'test "[reference]"'])
+def test_hello_installs_decoding_alone_and_nothing_beside_a_larger_environment(machine, role):
+    ended = machine.run("hello.sh")
+    assert ended.returncode == 0, ended.stderr
+    assert [call.rsplit(" ", 1)[1] for call in machine.pip_calls()] == ["requirements/decode.txt", "."]
+    shutil.rmtree(machine.home / ".venv")
+    machine.prepare(role)
+    before = machine.pip_calls()
+    machine.run("hello.sh")
+    assert machine.pip_calls() == before
 
 
 def test_tests_add_to_training_and_contain_it(machine):

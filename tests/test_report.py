@@ -113,6 +113,22 @@ def test_the_table_says_it_all(config: RunConfig) -> None:
     assert lines[-1] == "smollm2-135m-instruct in float32 on A CPU @ 2.60GHz, 2 cores"
 
 
+def test_the_engine_s_own_choice_is_the_headline(config: RunConfig, tmp_path: pathlib.Path, monkeypatch) -> None:
+    assert report.headline(report.run(config)) is None
+    chosen = evaluation("chain", 120.0)
+    chosen["config"]["evaluate"]["tree"] = "auto"
+    (tmp_path / "evaluation/auto.json").write_text(json.dumps(chosen))
+    figures = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    made = report.run(config)
+    monkeypatch.undo()
+    pyplot.close(figures[0])
+    assert list(made["drafts"]) == ["chain", "tree", "auto"]
+    said = f"{chosen['speedup']:.2f} times as fast as vanilla decoding"
+    assert report.table(made).splitlines()[-1] == f"{said}, with what the engine chose"
+    assert figures[0].get_suptitle().strip() == f"smollm2-135m-instruct with EAGLE-3: {said}"
+
+
 def test_bars_and_points_of_the_picture_are_the_report_s_numbers(config, tmp_path, monkeypatch) -> None:
     figures = []
     monkeypatch.setattr(pyplot, "close", figures.append)

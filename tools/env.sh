@@ -72,25 +72,27 @@ pip_install() {
   output=$("$VENV/bin/python" -m pip install --progress-bar off "$@" 2>&1 | tee >(ticker)) || fail "$(explain "$output")"
 }
 
-# prepare_environment ROLE [EXTRA [SUPERSET]]
+# prepare_environment ROLE [EXTRA [SUPERSET...]]
 # Installs what requirements/ROLE.txt locks, by hash, and the package into $VENV, unless that was done for these very
 # versions. Of EXTRA ("[reference]"), what is not locked comes without hashes.
-# A stamp says so; the stamp of SUPERSET, a role and extra that hold as much or more, counts too.
+# A stamp says so; the stamp of a SUPERSET, a role and extra that hold as much or more, counts too.
 # A half-made environment has no stamp, so the next run completes it.
 prepare_environment() {
-  local role=$1 extra=${2:-} superset=${3:-$1${2:-}} python key stamp output free
+  local role=$1 extra=${2:-} superset python key output free known=""
   if ! is_new_enough "$VENV/bin/python" || ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
     python=$(find_python)
     echo "Making $VENV with $("$python" --version) ..."
     output=$("$python" -m venv --clear "$VENV" 2>&1) || fail "$(explain "$output")"
   fi
   key=$(cat pyproject.toml requirements/*.txt | cksum)
-  for stamp in "$VENV/.installed-$role$extra" "$VENV/.installed-$superset"; do
-    if [[ -f $stamp && $(<"$stamp") == "$key" ]]; then return; fi
+  for superset in "$role$extra" "${@:3}"; do
+    if [[ ! -f $VENV/.installed-$superset ]]; then continue; fi
+    if [[ $(<"$VENV/.installed-$superset") == "$key" ]]; then return; fi
+    known=$superset
   done
 
   free=$(df -Pm "$VENV" | awk 'NR == 2 {print $4}')
-  if [[ ! -f $VENV/.installed-$role$extra && ! -f $VENV/.installed-$superset ]] && ((free < NEEDED_MIB)); then
+  if [[ -z $known ]] && ((free < NEEDED_MIB)); then
     fail "the disk is nearly full: $VENV needs about $((NEEDED_MIB / 1024)) GiB, $free MiB are free. Free some space and run the same command again."
   fi
   echo "Installing into $VENV (minutes the first time, only once) ..."

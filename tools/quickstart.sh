@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # The whole path on a real model, from packaged prompts to a measured speed-up, on two CPU cores.
+# Measures the machine first, and takes as many of the prompts as 20 minutes are enough for (tools/quickstart_size.py).
 # Run again after an interruption, it goes on where it stopped; run again after success, it only shows the report.
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
-CONFIG=configs/quickstart.yaml
 RUN=runs/quickstart
+CONFIG=$RUN/config.yaml
 AGAIN="Run the same command again: it goes on where it stopped."
 trap 'fail "stopped. $AGAIN"' INT TERM
 
@@ -23,23 +24,29 @@ PYTHON
 }
 
 number=0
-# stage NAME VERB ARGUMENTS...
-stage() {
-  local name=$1 verb=$2 start=$SECONDS
-  shift 2
+# timed NAME PYTHON-ARGUMENTS...
+timed() {
+  local name=$1 start=$SECONDS
+  shift
   number=$((number + 1))
-  printf '\n== %d/9 %s  (%d:%02d since the start)\n' "$number" "$name" $((SECONDS / 60)) $((SECONDS % 60))
-  if ! "$VENV/bin/python" -m "eagle3_jax.$verb" --config "$CONFIG" "$@"; then
+  printf '\n== %d/10 %s  (%d:%02d since the start)\n' "$number" "$name" $((SECONDS / 60)) $((SECONDS % 60))
+  if ! "$VENV/bin/python" "$@"; then
     if (($(df -Pm . | awk 'NR == 2 {print $4}') < 100)); then fail "stage '$name': the disk is full. Free some space. $AGAIN"; fi
     fail "stage '$name' did not finish; what it said stands above. $AGAIN"
   fi
   record "$name" $((SECONDS - start))
 }
 
+# stage NAME VERB ARGUMENTS...
+stage() {
+  timed "$1" -m "eagle3_jax.$2" --config "$CONFIG" "${@:3}"
+}
+
 prepare_environment train "" "test[reference]"
 mkdir -p "$RUN" || fail "cannot write to $RUN."
 record install "$SECONDS"
 
+timed size tools/quickstart_size.py configs/quickstart.yaml --spent "$SECONDS"
 stage prepare prepare
 stage regenerate regenerate
 stage extract extract
@@ -50,7 +57,7 @@ stage evaluate-chain evaluate --prompts "$held_out" --output "$RUN/evaluation/ch
   --evaluate.tree.num-steps 3 --evaluate.tree.topk 1 --evaluate.tree.num-draft-tokens 4
 stage evaluate-tree evaluate --prompts "$held_out" --output "$RUN/evaluation/tree.json" \
   --evaluate.tree.num-steps 3 --evaluate.tree.topk 3 --evaluate.tree.num-draft-tokens 8
-stage evaluate-tree-and-text evaluate --prompts "$held_out" --output "$RUN/evaluation/tree_and_text.json" \
-  --evaluate.tree.num-steps 3 --evaluate.tree.topk 3 --evaluate.tree.num-draft-tokens 8 --evaluate.tree.lookup-tokens 7
+# The engine's own choice for every dispatch, vanilla decoding among it: what a user gets who chooses nothing.
+stage evaluate-auto evaluate --prompts "$held_out" --output "$RUN/evaluation/auto.json" --evaluate.tree auto
 stage report report
 printf '\nDone in %d:%02d. Numbers: %s, picture: %s\n' $((SECONDS / 60)) $((SECONDS % 60)) "$RUN/report.json" "$RUN/report.png"

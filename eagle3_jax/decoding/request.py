@@ -79,11 +79,19 @@ class Output:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A part of a streamed answer; the last one has the finish reason. Text never ends inside a character."""
+    """A part of a streamed answer; the last one has the finish reason. Text never ends inside a character.
+
+    Attributes:
+        rounds: of the target, that chose these tokens. accepted: drafts, in all of them together. Each round gives its
+            accepted drafts, then a token of the target's own; the answer's first token came from no round. Where the
+            answer is cut (by its end or by `max_tokens`) the last round gave more than is here.
+    """
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None
+    rounds: int
+    accepted: int
 
 
 @runtime_checkable
@@ -131,7 +139,8 @@ class Request:
         self._listeners: list[Callable[[], None]] = []
         # Of those who take pieces.
         self._detokenizer = Detokenizer(tokenizer)
-        self._taken = self._taken_text = 0
+        self._counted = self._taken = (0, 0, 0)  # tokens, rounds, accepted drafts: that there are, and that were taken
+        self._taken_text = 0
         self._ended = self._streamed = False
 
     # For those who asked.
@@ -184,19 +193,21 @@ class Request:
             self._listeners.remove(wake)
 
     def _has_news(self) -> bool:
-        return self.done or len(self._token_ids) > self._taken
+        return self.done or self._counted[0] > self._taken[0]
 
     def _piece(self) -> Piece:
         output = self.output  # before the tokens: those of an ended request are all there
-        ids = self._token_ids[self._taken :]
+        counted, taken = self._counted, self._taken
+        ids = self._token_ids[taken[0] : counted[0]]
         if self._scanner is None:
             text = self._detokenizer.add(ids, last=output is not None)
         else:
             text = self._scanner.text[self._taken_text : None if output else self._scanner.settled]
             self._taken_text += len(text)
-        self._taken += len(ids)
+        self._taken = counted
         self._ended = output is not None
-        return Piece(text, ids, None if output is None else output.finish_reason)
+        rounds, accepted = counted[1] - taken[1], counted[2] - taken[2]
+        return Piece(text, ids, None if output is None else output.finish_reason, rounds, accepted)
 
     # For the engine.
 
@@ -233,6 +244,7 @@ class Request:
             for token, (value, best) in zip(progress.token_ids[:count], progress.logprobs, strict=False):
                 self._logprobs.append(Logprob(token, value, best[:asked]))
         self._token_ids += progress.token_ids[:count]
+        self._counted = len(self._token_ids), self._rounds, sum(self._accepted)
         if stopped:
             self.finish("stop")
         elif progress.failed:

@@ -116,12 +116,17 @@ def test_end_of_sequence_stops_unless_ignored(toy):
 
 
 def test_streamed_pieces_join_to_the_answer(speculative):
-    for params in (SamplingParams(max_tokens=15), SamplingParams(max_tokens=1)):
+    for params in (SamplingParams(max_tokens=60), SamplingParams(max_tokens=1)):
         whole = speculative.generate(["hello", "abc"], params)[0]
         pieces = list(speculative.stream("hello", params))
         assert "".join(piece.text for piece in pieces) == whole.text
         assert [token for piece in pieces for token in piece.token_ids] == whole.token_ids
         assert pieces[-1].finish_reason == "length"
+        stats = whole.stats
+        counted = (sum(piece.rounds for piece in pieces), sum(piece.accepted for piece in pieces))
+        assert counted == (stats.rounds, sum(stats.accepted_per_position))
+        for i, piece in enumerate(pieces[:-1]):  # the limit cuts the last one
+            assert len(piece.token_ids) == piece.rounds + piece.accepted + (i == 0)
 
 
 def test_max_length_cuts_the_answer(speculative):

@@ -1,0 +1,80 @@
+"""The first thing that a newcomer sees: the same answer twice, and which of its tokens were drafted."""
+
+import pathlib
+import re
+import sys
+
+import pytest
+import tiny
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tools"))
+import hello
+
+from eagle3_jax.config import TargetConfig
+from eagle3_jax.decoding import programs
+from eagle3_jax.decoding.request import Piece
+from eagle3_jax.models.registry import load_target
+
+TOKENIZER = tiny.make_tokenizer()
+
+
+def piece(count: int, rounds: int, accepted: int) -> Piece:
+    return Piece("", list(range(count)), None, rounds, accepted)
+
+
+def test_a_round_s_drafts_have_their_depths_and_its_last_token_none():
+    assert hello.depths(piece(4, 1, 3), first=False) == [1, 2, 3, 0]
+    assert hello.depths(piece(4, 1, 2), first=True) == [0, 1, 2, 0]
+    assert hello.depths(piece(1, 1, 0), first=False) == [0]
+    assert hello.depths(piece(1, 0, 0), first=True) == [0]
+    assert hello.depths(piece(2, 1, 3), first=False) == [1, 2]  # cut by the limit
+    with pytest.raises(ValueError, match="got a piece of 2, expected 1"):
+        hello.depths(piece(6, 2, 4), first=False)
+
+
+def test_brackets_stand_around_what_each_round_accepted():
+    ids = TOKENIZER(" apple bird cloud door egg fish", add_special_tokens=False)["input_ids"]
+    mark = hello.Marker(TOKENIZER, colours=False).mark
+    assert mark(ids[:4], [0, 1, 2, 0], last=False) == " apple[ bird cloud] door"
+    assert mark(ids[4:], [1, 1], last=True) == "[ egg][ fish]"
+
+
+def test_colours_tell_depths_apart_and_leave_the_text_as_it_is():
+    ids = TOKENIZER(" apple bird cloud door", add_special_tokens=False)["input_ids"]
+    said = hello.Marker(TOKENIZER, colours=True).mark(ids, [0, 1, 2, 11], last=True)
+    assert re.sub(r"\033\[[0-9;]*m", "", said) == " apple bird cloud door"
+    coloured = dict(re.findall(r"\033\[38;5;(\d+)m([^\033]*)\033\[0m", said))
+    assert list(coloured.values()) == [" bird", " cloud", " door"]
+
+
+def test_the_table_adds_up():
+    plain, fast = hello.Streamed([1] * 40, 39, 0, 0, 2.0), hello.Streamed([1] * 40, 19, 21, 20, 1.0)
+    other = hello.Streamed([2] * 10, 9, 0, 0, 0.5)
+    rows = [line.split() for line in hello.table([("a", plain, fast), ("b", other, other)]).splitlines()[2:]]
+    assert rows[0] == ["a", "20.0", "40.0", "2.00x", "2.11", "50%", "yes"]
+    assert rows[1] == ["b", "20.0", "20.0", "1.00x", "1.00", "0%", "yes"]
+    assert rows[2] == ["all", "20.0", "33.3", "1.67x", "1.75", "40%", "yes"]
+    assert " NO" in hello.table([("a", plain, hello.Streamed([1] * 39, 19, 21, 20, 1.0))])
+
+
+@pytest.mark.slow
+@pytest.mark.any_jax
+def test_answers_are_streamed_twice_and_compared(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(programs, "ROUNDS", programs.ROUNDS)  # restored afterwards
+    monkeypatch.setattr(hello, "MAX_TOKENS", 24)
+    folder = tiny.write_target(tmp_path)
+    hello.run(load_target(TargetConfig(name=str(folder), aux_layers=(1, 2, 3))), "lookup", colours=False)
+    said = capsys.readouterr().out
+    answers = re.findall(r"-- without drafts\n(.*?)\n\n-- with drafts[^\n]*\n(.*?)\n\n", said, re.DOTALL)
+    assert len(answers) == len(hello.PROMPTS)
+    for plain, marked in answers:
+        assert re.sub(r"[][]", "", marked) == re.sub(r"[][]", "", plain)
+    assert any("[" in marked and "]" in marked for _, marked in answers)
+    rows = [line.split() for line in said.splitlines()[-5:-1]]
+    assert [row[0] for row in rows] == [*hello.PROMPTS, "all"]
+    assert all(row[-1] == "yes" for row in rows)
+
+
+def test_what_cannot_be_loaded_is_said_in_a_sentence(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="config.json is missing"):
+        hello.main(["--target", str(tmp_path)])

@@ -1,0 +1,175 @@
+"""Streams the same answers without drafts and with them, shows which tokens were drafted, and what that brought.
+
+    .venv/bin/python tools/hello.py                                  # drafts copied from the text: needs no head
+    .venv/bin/python tools/hello.py --draft runs/quickstart/export   # a head's
+
+`bash tools/hello.sh` installs what it needs first. On a terminal an accepted draft has a colour, another one at each
+depth; elsewhere, and under NO_COLOR (https://no-color.org), what a round accepted stands in brackets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from eagle3_jax import Engine, SamplingParams, command, load_target
+from eagle3_jax.decoding import programs
+from eagle3_jax.decoding.detokenizer import Detokenizer
+from eagle3_jax.decoding.measure import first_difference
+from eagle3_jax.decoding.request import Piece
+from eagle3_jax.models.registry import Target
+
+# Two that make their answers quote them, as edits of text and code do, and one that does not.
+PROMPTS = {
+    "edit": "Repeat this text word for word, but write Lisbon instead of Porto:\n\nOn Monday the train to Porto leaves "
+    "at nine. The ride to Porto takes three hours, and the seats by the window are the best ones. Bring your own bread "
+    "and cheese, because nothing is sold on the train to Porto.",
+    "code": "Rename the variable `total` to `price` in this function, and print the whole function:\n\n```python\n"
+    "def bill(items, tax):\n    total = 0\n    for item in items:\n        total = total + item.cost\n"
+    "    total = total * (1 + tax)\n    return total\n```",
+    "chat": "Why is the sky blue? Answer in three sentences.",
+}
+MAX_TOKENS, MAX_LENGTH = 96, 512
+# Of depth 1, 2, ...: the 256 colours of a terminal, from yellow over green to blue; the last one goes on.
+_COLOURS = (220, 190, 154, 118, 84, 49, 45, 39)
+_PLAIN = "\033[0m"
+
+
+@dataclasses.dataclass(frozen=True)
+class Streamed:
+    """An answer that was shown while it came.
+
+    Attributes:
+        rounds: of the target, after the prompt's own pass. accepted: drafts. drafted: those of them in the answer.
+    """
+
+    token_ids: list[int]
+    rounds: int
+    accepted: int
+    drafted: int
+    seconds: float
+
+
+def depths(piece: Piece, *, first: bool) -> list[int]:
+    """The depth of each token's draft, 0 of the target's own.
+
+    Args:
+        piece: of one round at most. first: it begins the answer, whose first token came from no round.
+    """
+    if piece.rounds > 1:
+        raise ValueError(f"rounds: got a piece of {piece.rounds}, expected 1: their order is not known")
+    rounds = [*range(1, piece.accepted + 1), 0] * piece.rounds
+    return ([0] * first + rounds)[: len(piece.token_ids)]
+
+
+class Marker:
+    """Text of tokens, the accepted drafts among it marked: by colours, or by brackets around those of a round."""
+
+    def __init__(self, tokenizer: object, *, colours: bool) -> None:
+        self.colours, self._detokenizer = colours, Detokenizer(tokenizer)
+
+    def mark(self, ids: Sequence[int], of: Sequence[int], *, last: bool) -> str:
+        """Args: of: depths."""
+        said = ""
+        for place, (token, depth) in enumerate(zip(ids, of, strict=True)):
+            text = self._detokenizer.add([token], last=last and place == len(ids) - 1)
+            if self.colours:
+                colour = _COLOURS[min(depth, len(_COLOURS)) - 1]
+                said += f"\033[38;5;{colour}m{text}{_PLAIN}" if depth and text else text
+                continue
+            following = of[place + 1] if place + 1 < len(of) else 0
+            said += "[" * (depth == 1) + text + "]" * (depth > 0 and following != depth + 1)
+        return said
+
+
+def stream(
+    engine: Engine, prompt: str, params: SamplingParams, show: Callable[[str], object], *, colours: bool
+) -> Streamed:
+    """Answers a prompt and shows the text as it comes."""
+    marker, ids, rounds, accepted, drafted = Marker(engine.tokenizer, colours=colours), [], 0, 0, 0
+    start = time.perf_counter()
+    for piece in engine.stream(prompt, params):
+        of = depths(piece, first=not ids)
+        show(marker.mark(piece.token_ids, of, last=piece.finish_reason is not None))
+        ids, rounds, accepted = ids + piece.token_ids, rounds + piece.rounds, accepted + piece.accepted
+        drafted += sum(depth > 0 for depth in of)
+    return Streamed(ids, rounds, accepted, drafted, time.perf_counter() - start)
+
+
+def table(answers: Iterable[tuple[str, Streamed, Streamed]]) -> str:
+    """Of (name, without drafts, with them) of each prompt: what the drafts brought, and a line for all together."""
+    rows = [("", "tokens/s without", "with drafts", "speed-up", "tau", "drafted", "identical")]
+    answers = list(answers)
+    parts = [(name, [plain], [fast]) for name, plain, fast in answers]
+    for name, plain, fast in [*parts, ("all", [x for _, x, _ in answers], [x for *_, x in answers])]:
+        before, now = (sum(len(x.token_ids) for x in of) / sum(x.seconds for x in of) for of in (plain, fast))
+        tau = 1 + sum(x.accepted for x in fast) / max(1, sum(x.rounds for x in fast))
+        drafted = sum(x.drafted for x in fast) / sum(len(x.token_ids) for x in fast)
+        same = all(a.token_ids == b.token_ids for a, b in zip(plain, fast, strict=True))
+        rows.append(
+            (
+                name,
+                f"{before:.1f}",
+                f"{now:.1f}",
+                f"{now / before:.2f}x",
+                f"{tau:.2f}",
+                f"{drafted:.0%}",
+                "yes" if same else "NO",
+            )
+        )
+    return "\n".join(command.aligned(rows))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--target", default="smollm2-135m-instruct", help="a name, a hub id, or a Hugging Face folder")
+    parser.add_argument("--draft", default="lookup", help="a head's folder, or lookup: drafts copied from the text")
+    arguments = parser.parse_args(argv)
+    colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    with command.run("hello"):
+        print(f"Loading {arguments.target} ...", flush=True)
+        run(load_target(arguments.target), arguments.draft, colours=colours)
+
+
+def run(target: Target, draft: str, *, colours: bool) -> None:
+    """Answers each prompt twice and compares. Raises ValueError: a head of another target, or answers that differ."""
+    # A dispatch of one round: then each piece is one, and its tokens are known to be drafts or not.
+    programs.ROUNDS = 1
+    start = time.monotonic()
+    print("Compiling, and measuring what drafts cost here ...", flush=True)
+    vanilla = Engine.load(target, None, max_length=MAX_LENGTH, prefix_cache=False)
+    drafting = Engine.load(target, draft, max_length=MAX_LENGTH, prefix_cache=False)
+    params = SamplingParams(max_tokens=MAX_TOKENS)
+    for engine in (vanilla, drafting):
+        engine.warm_up(progress=sys.stderr.isatty(), greedy_alone=True)
+        engine.generate(["Hello!"], SamplingParams(max_tokens=16))  # wakes threads, allocators and caches
+    print(f"Ready after {time.monotonic() - start:.0f} s.")
+
+    def show(text: str) -> None:
+        print(text, end="", flush=True)
+
+    marked = "coloured, a colour for each depth" if colours else "in [brackets]"
+    source = "copied from the text" if draft == "lookup" else f"of the head {draft}"
+    answers = []
+    for name, prompt in PROMPTS.items():
+        print(f"\n== {name}: {prompt}")
+        print("\n-- without drafts")
+        plain = stream(vanilla, prompt, params, show, colours=colours)
+        print(f"\n\n-- with drafts {source}; the accepted ones are {marked}")
+        fast = stream(drafting, prompt, params, show, colours=colours)
+        print()
+        answers.append((name, plain, fast))
+    print(f"\n{table(answers)}")
+    print("tau: tokens a round. drafted: share of the answer's tokens that were accepted drafts.")
+    differ = [(name, at) for name, a, b in answers if (at := first_difference(a.token_ids, b.token_ids)) is not None]
+    if differ:
+        raise ValueError("answers: " + ", ".join(f"{name} differs from token {at} on" for name, at in differ))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# From an empty clone to a streamed answer, without drafts and with them, in minutes on two CPU cores:
+#
+#     bash tools/hello.sh                                  # drafts copied from the text: nothing is trained
+#     bash tools/hello.sh --draft runs/quickstart/export   # drafts of a head
+#
+# Installs what decoding needs and no more; what it shows is tools/hello.py.
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+
+prepare_environment decode "" train "test[reference]"
+"$VENV/bin/python" tools/hello.py "$@" || fail "did not finish; what it said stands above."
+printf 'Done in %d:%02d. To train a head: bash tools/quickstart.sh\n' $((SECONDS / 60)) $((SECONDS % 60))

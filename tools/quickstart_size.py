@@ -1,0 +1,249 @@
+"""Cuts the quickstart to the machine: measures it, and takes as many of its prompts as 20 minutes are enough for.
+
+    .venv/bin/python tools/quickstart_size.py configs/quickstart.yaml --spent 70
+
+Three rates are measured by the project's own code: the target reads prompts, the target answers a full batch, the head
+takes training steps. What the work then takes follows from how much of each it is. `work.json` in the run's folder
+keeps the measurement and the choice, so that a rerun goes on with the same work; `config.yaml` beside it is the config
+with that choice, for all verbs behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import math
+import pathlib
+import statistics
+import time
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import yaml
+
+from eagle3_jax import Engine, SamplingParams, command, manifest
+from eagle3_jax import config as configs
+from eagle3_jax.config import PackagedSource, RunConfig, SelfSource
+from eagle3_jax.data import sources
+from eagle3_jax.mesh import make_mesh
+from eagle3_jax.models import chat_template
+from eagle3_jax.models.draft import DraftHeadConfig
+from eagle3_jax.models.registry import Target, load_target
+from eagle3_jax.training.batch import Batch, Teacher
+from eagle3_jax.training.optimizer import make_optimizer
+from eagle3_jax.training.state import init_head, init_state, make_train_step
+
+# Seconds that all of it may take, installation included, and the share of them that is planned: the rest is reserve.
+LIMIT, PLANNED = 20 * 60, 0.9
+# No less than this share of the prompts: a head of fewer would show nothing.
+LEAST = 0.1
+# Evaluations in tools/quickstart.sh, and the fewest prompts of each: one a category.
+EVALUATIONS, LEAST_MEASURED = 3, 6
+# What the rates do not say: `extract` reads a token in so many times `reading`'s time (it asks for the next token of
+# each, and writes); one sequence alone is so many times slower than a full batch; so many times as many prompts are
+# written as end; rows have so much padding; loading and compiling of all stages takes as long as so many steps.
+_EXTRACTING, _ALONE, _TRIED, _PADDING, _STARTING = 1.3, 5.0, 1.5, 1.05, 380
+# Of the measurement: tokens of each prompt, tokens of each answer, training steps.
+_PROMPT, _ANSWER, _STEPS = 64, 17, 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """What a machine does.
+
+    Attributes:
+        reading, answering: tokens a second of the target, at the batch size of `regenerate`.
+        step: seconds of a training step.
+        prompt_tokens: of a prompt, on average, in its chat template.
+    """
+
+    reading: float
+    answering: float
+    step: float
+    prompt_tokens: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """How much is done: packaged prompts, prompts that the target writes, prompts that are measured."""
+
+    packaged: int
+    self_written: int
+    measured: int
+
+
+def full(config: RunConfig) -> Work:
+    """The config's own. Raises ValueError: no limits, or not one source of packaged and one of self-written prompts."""
+    packaged = [source.limit for source in config.prepare.sources if isinstance(source, PackagedSource)]
+    written = [source.count for source in config.prepare.sources if isinstance(source, SelfSource)]
+    counts = [*packaged, *written, config.evaluate.limit]
+    if (len(packaged), len(written)) != (1, 1) or None in counts:
+        raise ValueError(f"prepare.sources, evaluate.limit: got {counts}, expected the limits of the quickstart")
+    return Work(*[count for count in counts if count is not None])
+
+
+def seconds(work: Work, rates: Rates, config: RunConfig) -> dict[str, float]:
+    """What each part of the work takes."""
+    prompts, regenerate, train = work.packaged + work.self_written, config.regenerate, config.train
+    tokens = prompts * (rates.prompt_tokens + regenerate.max_tokens)
+    rows = math.ceil(tokens * (1 - config.prepare.held_out) * _PADDING / train.row_length)
+    longest = next(source.max_tokens for source in config.prepare.sources if isinstance(source, SelfSource))
+    measured = EVALUATIONS * 2 * work.measured * config.evaluate.max_tokens
+    return {
+        "starting": _STARTING * rates.step,
+        "prepare": _TRIED * work.self_written * longest / rates.answering,
+        "regenerate": prompts * (rates.prompt_tokens / rates.reading + regenerate.max_tokens / rates.answering),
+        "extract": _EXTRACTING * tokens / rates.reading,
+        "train": math.ceil(train.epochs * rows / train.batch_size) * rates.step,
+        "evaluate": measured * _ALONE / rates.answering,
+    }
+
+
+def choose(rates: Rates, config: RunConfig, spent: float) -> Work:
+    """The largest work that fits into what is planned; the least, where none does. Args: spent: seconds, so far."""
+    for percent in range(100, round(100 * LEAST) - 1, -1):
+        work = _share(full(config), percent / 100)
+        if spent + sum(seconds(work, rates, config).values()) <= PLANNED * LIMIT:
+            break
+    return work
+
+
+def _share(work: Work, share: float) -> Work:
+    measured = max(min(LEAST_MEASURED, work.measured), round(share * work.measured))
+    return Work(max(1, round(share * work.packaged)), max(1, round(share * work.self_written)), measured)
+
+
+def cut(config: RunConfig, work: Work) -> RunConfig:
+    """The config with this work. Nothing but the prompts changes: epochs and sizes are the quickstart's."""
+
+    def cut_source(source: configs.Source) -> configs.Source:
+        if isinstance(source, PackagedSource):
+            return dataclasses.replace(source, limit=work.packaged)
+        return dataclasses.replace(source, count=work.self_written) if isinstance(source, SelfSource) else source
+
+    return dataclasses.replace(
+        config,
+        prepare=dataclasses.replace(config.prepare, sources=tuple(map(cut_source, config.prepare.sources))),
+        evaluate=dataclasses.replace(config.evaluate, limit=work.measured),
+    )
+
+
+def measure(config: RunConfig) -> Rates:
+    """The machine's rates at this config's sizes, without what is compiled."""
+    target = load_target(config.target)
+    packaged = [prompt for prompt in sources.packaged() if isinstance(prompt, dict)]
+    prompts = [
+        chat_template.prompt_ids(target.tokenizer, prompt["messages"])
+        for prompt in sources.spread(packaged, config.regenerate.batch_size)
+    ]
+    asked = [ids[:_PROMPT] for ids in prompts]
+    engine = Engine.load(
+        target, None, "auto", len(asked), max(config.regenerate.max_length, _PROMPT + _ANSWER), prefix_cache=False
+    )
+
+    def answer(tokens: int) -> float:
+        params = SamplingParams(temperature=config.regenerate.temperatures[0], max_tokens=tokens, ignore_eos=True)
+        start = time.perf_counter()
+        engine.generate(asked, params)
+        return time.perf_counter() - start
+
+    answer(_ANSWER)  # compiles
+    reading, whole = answer(1), answer(_ANSWER)
+    answering = max(whole - reading, 0.01 * whole)
+    del engine
+    return Rates(
+        reading=sum(map(len, asked)) / reading,
+        answering=len(asked) * (_ANSWER - 1) / answering,
+        step=_step_seconds(config, target),
+        prompt_tokens=statistics.fmean(map(len, prompts)),
+    )
+
+
+def _step_seconds(config: RunConfig, target: Target) -> float:
+    """A training step on noise, which takes as long as one on features."""
+    run, model, mesh = config.train, target.model, make_mesh(config.mesh)
+    head = DraftHeadConfig.for_target(config.draft, model.config)
+    token_ids = np.arange(head.draft_vocab_size, dtype=np.int32)
+    teacher = jax.jit(Teacher.of)(model.embed[...], model.output_rows, token_ids)
+    optimizer = make_optimizer(run, _STEPS + 1)
+    state = init_state(functools.partial(init_head, head, config.seed), teacher.rows, optimizer, mesh)
+    rng, shape = np.random.default_rng(config.seed), (run.batch_size, run.row_length)
+    drawn = rng.integers(0, head.draft_vocab_size, shape).astype(np.int32)
+    ones = np.ones(shape, np.int32)
+
+    def noise(width: int) -> np.ndarray:
+        return rng.normal(size=(*shape, width)).astype(jnp.bfloat16)
+
+    batch = Batch(
+        token_ids=drawn,
+        aux=noise(head.num_aux_layers * head.target_hidden_size),
+        last_hidden=noise(head.target_hidden_size),
+        argmax=drawn,
+        loss_mask=ones,
+        segment_ids=ones,
+        positions=np.cumsum(ones, axis=1, dtype=np.int32) - 1,
+    )
+    step, taken = make_train_step(run, optimizer, mesh), []
+    for _ in range(_STEPS + 1):
+        start = time.perf_counter()
+        state, sums = step(state, teacher, batch)
+        jax.block_until_ready(sums)
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[1:])  # the first one compiles
+
+
+def prepare(path: pathlib.Path, spent: float) -> str:
+    """Writes `work.json`, where it is not there yet, and `config.yaml` into the run's folder. Returns what to say.
+
+    Args:
+        path: of the config to cut. spent: seconds that went into the quickstart already.
+    """
+    began = time.monotonic()
+    config = configs.load(path)
+    whole = full(config)
+    folder = pathlib.Path(config.run_dir)
+    kept = folder / "work.json"
+    if kept.exists():
+        found = manifest.read_json(kept)
+        work, said = Work(**found["work"]), f"as chosen before ({kept})"
+    else:
+        rates = measure(config)
+        spent += time.monotonic() - began
+        work = choose(rates, config, spent)
+        planned = seconds(work, rates, config)
+        ends = [round((spent + sum(seconds(x, rates, config).values())) / 60) for x in (whole, work)]
+        folder.mkdir(parents=True, exist_ok=True)
+        found = {"rates": rates, "work": work}
+        manifest.write_json(
+            kept, {name: dataclasses.asdict(value) for name, value in found.items()} | {"seconds": planned}
+        )
+        said = (
+            f"this machine reads {rates.reading:.0f} tokens/s, answers {rates.answering:.0f} tokens/s "
+            f"(batch {config.regenerate.batch_size}), takes a training step in {rates.step:.2f} s.\n"
+            f"From the start, all of the work would take about {ends[0]} minutes"
+            + ("" if work == whole else f", what is chosen {ends[1]}")
+        )
+    with manifest.atomic(folder / "config.yaml") as temporary:
+        temporary.write_text(yaml.safe_dump(configs.to_dict(cut(config, work)), sort_keys=False))
+    cut_to = "all of it" if work == whole else "cut to the machine"
+    return (
+        f"{said}.\nThe work, {cut_to}: {work.packaged} of {whole.packaged} packaged prompts, {work.self_written} of "
+        f"{whole.self_written} that the target writes, {work.measured} of {whole.measured} to measure with."
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("config", type=pathlib.Path, help="the YAML to cut")
+    parser.add_argument("--spent", type=float, default=0.0, help="seconds that were spent already")
+    arguments = parser.parse_args(argv)
+    with command.run("quickstart_size"):
+        print(prepare(arguments.config, arguments.spent))
+
+
+if __name__ == "__main__":
+    main()
