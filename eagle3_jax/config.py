@@ -424,6 +424,7 @@ class BenchmarkConfig:
             has by itself.
         requests: of each turn, at least; where the batch is larger, as many as that.
         turns: each way answers them so many times, all ways in turn.
+        tune_turns: turns of `benchmark tune` at most, each with the next prompts.
         simulated_acceptance: drafts are accepted with this probability, whatever the target says of them: times without
             a trained head. Answers mean nothing then. None decodes.
     """
@@ -436,13 +437,14 @@ class BenchmarkConfig:
     max_tokens: int = 64
     requests: int = 16
     turns: int = 3
+    tune_turns: int = 12
     simulated_acceptance: float | None = None
 
     def __post_init__(self) -> None:
         sizes, rate = self.batch_sizes, self.simulated_acceptance
         _require(len(sizes) > 0 and min(sizes) >= 1, "benchmark.batch_sizes", sizes, "sizes of at least 1")
         _require(self.temperature >= 0, "benchmark.temperature", self.temperature, "0 (greedy) or more")
-        for field in ("max_tokens", "requests", "turns"):
+        for field in ("max_tokens", "requests", "turns", "tune_turns"):
             _require(getattr(self, field) >= 1, f"benchmark.{field}", getattr(self, field), "at least 1")
         _require(rate is None or 0 <= rate <= 1, "benchmark.simulated_acceptance", rate, "0 to 1, or null")
 

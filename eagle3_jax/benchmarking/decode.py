@@ -79,6 +79,46 @@ def run(
     return manifest.read_json(folder / "decode.json")
 
 
+@dataclasses.dataclass(frozen=True)
+class Material:
+    """What is measured, of which `identity` says all: prompts are token ids, `draft` is a folder or "lookup"."""
+
+    target: Target
+    draft: str
+    prompts: list[list[int]]
+    identity: dict[str, Any]
+
+    @classmethod
+    def of(cls, config: RunConfig, prompts_path: pathlib.Path, target: Target | None, replica: Replica) -> Material:
+        """Raises ValueError: no usable prompts. ManifestError: no finished head."""
+        settings = config.benchmark
+        messages = sources.spread(sources.read_file(prompts_path)[0], None)
+        draft = settings.draft or str(config.folder("export"))
+        if settings.draft is None:
+            manifest.read(draft, made_by="export", verify=False)  # `load_draft` does
+        target = target or load_target(config.target, replica.decoding_mesh)
+        longest = target.model.config.max_position_embeddings - settings.max_tokens
+        prompts = [chat_template.prompt_ids(target.tokenizer, prompt["messages"]) for prompt in messages]
+        prompts = [ids for ids in prompts if len(ids) <= longest]
+        if not prompts:
+            raise ValueError(f"--prompts {prompts_path}: got none within {longest} tokens (benchmark.max_tokens)")
+        if left_out := len(messages) - len(prompts):
+            processes.say(f"{prompts_path}: {left_out} prompts left out: longer than {longest} tokens")
+        identity = {
+            "benchmark": configuration.to_dict(dataclasses.replace(settings, batch_sizes=(1,))),
+            "target": target.identity,
+            "draft": {"folder": draft, "files": None if draft == "lookup" else files.file_digests(draft)},
+            "prompts_file": {"name": prompts_path.name, "sha256": manifest.digest(prompts_path)},
+            "hardware": manifest.hardware(),
+            "versions": manifest.versions(),
+        }
+        return cls(target, draft, prompts, identity)
+
+    def asked(self, count: int, start: int = 0) -> list[list[int]]:
+        """So many prompts, from one on; behind the last comes the first."""
+        return [self.prompts[i % len(self.prompts)] for i in range(start, start + count)]
+
+
 def _run(
     config: RunConfig,
     folder: pathlib.Path,
@@ -90,27 +130,8 @@ def _run(
     settings = config.benchmark
     if compare is not None:
         _can_compare(settings.temperature)
-    messages = sources.spread(sources.read_file(prompts_path)[0], None)
-    draft = settings.draft or str(config.folder("export"))
-    if settings.draft is None:
-        manifest.read(draft, made_by="export", verify=False)  # `load_draft` does
-    target = target or load_target(config.target, replica.decoding_mesh)
-    longest = target.model.config.max_position_embeddings - settings.max_tokens
-    prompts = [chat_template.prompt_ids(target.tokenizer, prompt["messages"]) for prompt in messages]
-    prompts = [ids for ids in prompts if len(ids) <= longest]
-    if not prompts:
-        raise ValueError(f"--prompts {prompts_path}: got none within {longest} tokens (benchmark.max_tokens)")
-    if len(prompts) < len(messages):
-        processes.say(f"{prompts_path}: {len(messages) - len(prompts)} prompts left out: longer than {longest} tokens")
-    identity = {
-        "benchmark": configuration.to_dict(dataclasses.replace(settings, batch_sizes=(1,))),
-        "compare": compare,
-        "target": target.identity,
-        "draft": {"folder": draft, "files": None if draft == "lookup" else files.file_digests(draft)},
-        "prompts_file": {"name": prompts_path.name, "sha256": manifest.digest(prompts_path)},
-        "hardware": manifest.hardware(),
-        "versions": manifest.versions(),
-    }
+    what = Material.of(config, prompts_path, target, replica)
+    identity = what.identity | {"compare": compare}
     processes.agree(lambda: folder.mkdir(parents=True, exist_ok=True))
     batches = []
     for batch in settings.batch_sizes:
@@ -119,8 +140,8 @@ def _run(
         with manifest.lock(path):
             found = processes.agree(lambda path=path: _finished(path, identity))
             if found is None:
-                asked = [prompts[i % len(prompts)] for i in range(max(batch, settings.requests))]
-                found = measure_batch(config, target, draft, asked, batch, compare)
+                asked = what.asked(max(batch, settings.requests))
+                found = measure_batch(config, what.target, what.draft, asked, batch, compare)
                 processes.agree(lambda p=path, f=found: manifest.write_json(p, {"identity": identity, "measured": f}))
         batches.append(found)
     report = {**identity, "batches": batches, "config": configuration.to_dict(config)}
@@ -148,8 +169,8 @@ def measure_batch(
     )
     engine.warm_up(greedy_alone=params.greedy)
     tiers = engine.tiers.tiers
-    ways: dict[str, Way] = {tier.name: _decoding(engine, tier, prompts, params) for tier in tiers}
-    ways[AUTO] = _decoding(engine, None, prompts, params)
+    ways: dict[str, Way] = {tier.name: decoding(engine, tier, prompts, params) for tier in tiers}
+    ways[AUTO] = decoding(engine, None, prompts, params)
     if compare is not None:
         ways |= transformers_ways(target, prompts, batch, settings.max_tokens)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
@@ -184,7 +205,7 @@ def measure_batch(
         record["speedup"] = statistics.median(ratios) * record["completion_tokens"] / vanilla["completion_tokens"]
     for tier in tiers:
         cost = engine.profile(tier)
-        records[tier.name] |= _size(tier) | {
+        records[tier.name] |= size(tier) | {
             "step_time": cost.seconds,
             "speed": (records[tier.name]["acc_length"] or 1.0) / cost.seconds,
             "stages": cost.stages,
@@ -194,7 +215,7 @@ def measure_batch(
     return {"batch_size": batch, "requests": len(prompts), "bandwidth": ceiling, "ways": ordered}
 
 
-def _decoding(engine: Engine, tier: Tier | None, prompts: list[list[int]], params: SamplingParams) -> Way:
+def decoding(engine: Engine, tier: Tier | None, prompts: list[list[int]], params: SamplingParams) -> Way:
     """The engine's answers in one tier, or in those that it chooses."""
 
     def answer() -> tuple[Answers, float]:
@@ -344,7 +365,7 @@ def draw(report: dict[str, Any], path: pathlib.Path) -> None:
         plt.close(figure)
 
 
-def _size(tier: Tier) -> dict[str, int]:
+def size(tier: Tier) -> dict[str, int]:
     fields = {"steps": "num_steps", "topk": "topk", "num_draft_tokens": "num_draft_tokens"}
     fields["lookup_tokens"] = "lookup_tokens"
     return {key: 0 if tier.tree is None else getattr(tier.tree, field) for key, field in fields.items()}

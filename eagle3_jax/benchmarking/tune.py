@@ -1,0 +1,216 @@
+"""`python -m eagle3_jax.benchmark tune`: the fastest draft size for a head and kind of prompt, here.
+
+A race (successive elimination): in each turn every size that is still in it, and the engine's own choice ("auto", the
+default), answer the same next prompts, in an order drawn anew; a size that is slower than the leader beyond doubt leaves.
+The race ends when one is left, or after `benchmark.tune_turns`. Writes to `<run_dir>/benchmark`: `tune.json`, `tune.jsonl` in the
+format of SGLang's bench_speculative.py, and `tuned.yaml`: the run's config with the fastest sizes, which `serve` and
+`evaluate` read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import random
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import yaml
+from scipy import stats
+from tqdm import tqdm
+
+from eagle3_jax import command, manifest, processes
+from eagle3_jax import config as configuration
+from eagle3_jax.benchmarking import decode
+from eagle3_jax.benchmarking.decode import Material
+from eagle3_jax.config import DraftTree, RunConfig
+from eagle3_jax.decoding.engine import Engine, SamplingParams
+from eagle3_jax.mesh import make_mesh, own_replica
+from eagle3_jax.models.registry import Target
+
+# Raced where `benchmark.trees` names none: chains, and trees as they are served.
+CHAINS = tuple(DraftTree(num_steps=n, topk=1, num_draft_tokens=n + 1) for n in (1, 2, 3, 4, 5, 7))
+TREES = tuple(
+    DraftTree(num_steps=steps, topk=topk, num_draft_tokens=size)
+    for steps, topk, size in ((2, 2, 4), (3, 2, 6), (3, 3, 8), (4, 3, 12), (5, 4, 16))
+)
+LEAST_TURNS = 3  # before anyone leaves: fewer say nothing about the spread
+CONFIDENCE = 0.95
+
+
+@dataclasses.dataclass
+class Race:
+    """Seconds a token of each size, by turn; the sizes of a turn answered the same prompts.
+
+    Attributes:
+        taken: by name. All have as many turns as they were in the race.
+    """
+
+    taken: dict[str, list[float]]
+
+    def ratio(self, name: str, other: str) -> tuple[float, float, float]:
+        """How many times as fast `name` is as `other`: the geometric mean over the turns of both, and its interval."""
+        turns = min(len(self.taken[name]), len(self.taken[other]))
+        logs = np.log(self.taken[other][:turns]) - np.log(self.taken[name][:turns])
+        mean = float(np.mean(logs))
+        if turns < 2:
+            return float(np.exp(mean)), 0.0, float("inf")
+        half = stats.t.ppf((1 + CONFIDENCE) / 2, turns - 1) * float(np.std(logs, ddof=1)) / turns**0.5
+        return tuple(float(np.exp(x)) for x in (mean, mean - half, mean + half))  # pyright: ignore[reportReturnType]
+
+    def leader(self, among: Sequence[str]) -> str:
+        """The fastest by its median over the turns that all of these had."""
+        turns = min(len(self.taken[name]) for name in among)
+        return min(among, key=lambda name: statistics.fmean(np.log(self.taken[name][:turns])))
+
+    def left(self, among: Sequence[str]) -> list[str]:
+        """Those that may still be the fastest: the leader, and who is not slower than it beyond doubt."""
+        leader = self.leader(among)
+        if len(self.taken[leader]) < LEAST_TURNS:
+            return list(among)
+        return [name for name in among if name == leader or self.ratio(name, leader)[2] >= 1]
+
+
+def run(config: RunConfig, prompts_path: str | pathlib.Path, target: Target | None = None) -> dict[str, Any]:
+    """Races, and writes the files. On several processes one replica of the mesh races.
+
+    Returns:
+        What `tune.json` holds: `batches`, of each the sizes with their speed, and the `best`.
+
+    Raises:
+        ManifestError: the draft is missing, or was made for another target.
+        ValueError: no usable prompts.
+    """
+    folder = config.folder("benchmark")
+    replica = own_replica(make_mesh(config.mesh))
+    if 0 in replica.processes:
+        with processes.among(replica.processes):
+            what = Material.of(config, pathlib.Path(prompts_path), target, replica)
+            batches = [race(config, what, batch) for batch in config.benchmark.batch_sizes]
+            report = {**what.identity, "batches": batches, "config": configuration.to_dict(config)}
+            processes.agree(lambda: _write(folder, report, config))
+    processes.barrier()
+    return manifest.read_json(folder / "tune.json")
+
+
+def race(config: RunConfig, what: Material, batch: int) -> dict[str, Any]:
+    """One batch size."""
+    settings = config.benchmark
+    params = SamplingParams(temperature=settings.temperature, max_tokens=settings.max_tokens, seed=config.seed)
+    engine = Engine.load(
+        what.target,
+        what.draft,
+        settings.trees or (CHAINS + TREES),
+        batch,
+        max(map(len, what.prompts)) + settings.max_tokens,
+        prefix_cache=False,
+    )
+    engine.warm_up(greedy_alone=params.greedy)
+    tiers = {tier.name: tier for tier in engine.tiers.tiers}
+    running, found = list(tiers), Race({name: [] for name in (*tiers, decode.AUTO)})
+    answers: dict[str, list[decode.Answers]] = {name: [] for name in found.taken}
+    count = max(batch, settings.requests)
+    with tqdm(total=settings.tune_turns, desc=f"batch {batch}", disable=processes.index() > 0) as bar:
+        for turn in range(-1, settings.tune_turns):
+            prompts = what.asked(count, max(turn, 0) * count)
+            for name in random.Random(turn).sample([*running, decode.AUTO], len(running) + 1):
+                command.stop_point()
+                answered, seconds = decode.decoding(engine, tiers.get(name), prompts, params)()
+                if turn >= 0:  # the first one wakes threads, allocators and caches
+                    found.taken[name].append(seconds / sum(map(len, answered.texts)))
+                    answers[name].append(answered)
+            if turn >= 0:
+                bar.update()
+                running = found.left(running)
+                if len(running) == 1:
+                    break
+    best = found.leader(running)
+    sizes = []
+    for name, tier in tiers.items():
+        rounds, accepted = (sum(getattr(x, field) for x in answers[name]) for field in ("rounds", "accepted"))
+        speed = found.ratio(name, decode.VANILLA)
+        sizes.append(
+            {
+                "name": name,
+                **decode.size(tier),
+                "turns": len(found.taken[name]),
+                "acc_length": 1 + accepted / rounds if rounds else None,
+                "completion_tokens": sum(len(text) for x in answers[name] for text in x.texts),
+                "step_time": engine.profile(tier).seconds,
+                "tokens_per_second": 1 / statistics.median(found.taken[name]),
+                "speedup": speed[0],
+                "interval": speed[1:],
+                "behind": found.ratio(best, name)[0],
+            }
+        )
+    for size in sizes:
+        size["speed"] = (size["acc_length"] or 1.0) / size["step_time"]
+    ratio, *interval = found.ratio(best, decode.AUTO)
+    return {
+        "batch_size": batch,
+        "best": best,
+        "undecided": [name for name in running if name != best],
+        "over_auto": {"ratio": ratio, "interval": interval},
+        "sizes": sizes,
+    }
+
+
+def tuned(config: RunConfig, report: dict[str, Any]) -> dict[str, Any]:
+    """The run's config with the fastest size for each verb's batch: that of the nearest batch size measured.
+
+    Where vanilla decoding is the fastest, the engine chooses ("auto"), which drafts nothing there.
+    """
+    values = configuration.to_dict(config)
+    for verb in ("evaluate",):
+        near = min(report["batches"], key=lambda batch: abs(batch["batch_size"] - values[verb]["batch_size"]))
+        best = next(size for size in near["sizes"] if size["name"] == near["best"])
+        fields = {"num_steps": "steps", "topk": "topk", "num_draft_tokens": "num_draft_tokens"}
+        fields["lookup_tokens"] = "lookup_tokens"
+        values[verb]["tree"] = {field: best[key] for field, key in fields.items()} if best["steps"] else "auto"
+    return values
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report as fixed-width text, and the fastest size at each batch size."""
+    lines, best = [], []
+    for batch in report["batches"]:
+        rows: list[tuple[str, ...]] = [
+            (f"batch {batch['batch_size']}", "turns", "tokens/s", "speed-up", "95 % interval", "acc_length")
+        ]
+        for size in sorted(batch["sizes"], key=lambda size: size["behind"]):
+            low, high = size["interval"]
+            rows.append(
+                (
+                    size["name"],
+                    str(size["turns"]),
+                    f"{size['tokens_per_second']:.1f}",
+                    f"{size['speedup']:.2f}x",
+                    f"{low:.2f} to {high:.2f}",
+                    "-" if size["acc_length"] is None else f"{size['acc_length']:.2f}",
+                )
+            )
+        lines += [*command.aligned(rows), ""]
+        ratio, (low, high) = batch["over_auto"]["ratio"], batch["over_auto"]["interval"]
+        also = f"; not told apart from it: {', '.join(batch['undecided'])}" if batch["undecided"] else ""
+        said = f"{ratio:.2f} times as fast as the default, the engine's own choice ({low:.2f} to {high:.2f})"
+        best.append(f"batch {batch['batch_size']}: {batch['best']}, {said}{also}")
+    return "\n".join([*lines, "fastest:", *best])
+
+
+def _write(folder: pathlib.Path, report: dict[str, Any], config: RunConfig) -> None:
+    keys = ("steps", "topk", "num_draft_tokens", "lookup_tokens", "acc_length", "step_time", "speed")
+    records = [
+        {"batch_size": batch["batch_size"]} | {key: size[key] for key in (*keys, "completion_tokens")}
+        for batch in report["batches"]
+        for size in batch["sizes"]
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    with manifest.lock(folder / "tune.json"):
+        manifest.write_json(folder / "tune.json", report)
+        with manifest.atomic(folder / "tune.jsonl") as temporary:
+            temporary.write_text("".join(json.dumps(record) + "\n" for record in records))
+        with manifest.atomic(folder / "tuned.yaml") as temporary:
+            temporary.write_text(yaml.safe_dump(tuned(config, report), sort_keys=False))

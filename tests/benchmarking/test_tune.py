@@ -1,0 +1,100 @@
+"""The race: who leaves and when, by drawn times; and the verb on a tiny target, whose YAML the other verbs read."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eagle3_jax import config as configuration
+from eagle3_jax.benchmarking import tune
+from eagle3_jax.benchmarking.tune import Race
+from eagle3_jax.config import DraftTree
+
+
+def raced(seconds: dict[str, float], noise: float, seed: int, turns: int = 12) -> tuple[Race, list[str]]:
+    """A race of sizes that take so long a token, on a machine whose speed drifts and jitters."""
+    rng, race, running = np.random.default_rng(seed), Race({name: [] for name in seconds}), list(seconds)
+    for _ in range(turns):
+        pace = rng.uniform(1, 1.5)  # of the whole turn
+        for name in running:
+            race.taken[name].append(seconds[name] * pace * float(np.exp(noise * rng.standard_normal())))
+        running = race.left(running)
+        if len(running) == 1:
+            break
+    return race, running
+
+
+@given(st.integers(0, 10_000))
+def test_the_fastest_wins_and_the_slow_leave_early(seed):
+    race, running = raced({"slow": 2.0, "fast": 1.0, "slower": 3.0, "near": 1.02}, 0.02, seed)
+    assert "fast" in running or race.ratio(race.leader(running), "fast")[0] > 0.97  # wrong by a hair at most
+    assert "slow" not in running and "slower" not in running
+    assert len(race.taken["slow"]) <= 4 and len(race.taken["slower"]) <= 4
+
+
+def test_nobody_leaves_by_one_turn():
+    race = Race({"a": [1.0, 1.0], "b": [9.0, 9.1]})
+    assert race.left(["a", "b"]) == ["a", "b"]
+    race.taken["a"].append(1.0)
+    race.taken["b"].append(9.2)
+    assert race.left(["a", "b"]) == ["a"]
+
+
+@given(st.integers(0, 10_000), st.floats(0.5, 2.0))
+def test_a_ratio_s_interval_holds_what_is_true(seed, ratio):
+    """Wider than needed or not, it must hold the truth in nearly all races."""
+    inside = []
+    for i in range(40):
+        race, _ = raced({"a": 1.0, "b": ratio}, 0.05, seed + i, turns=3)
+        mean, low, high = race.ratio("a", "b")
+        assert low <= mean <= high
+        inside.append(low <= ratio <= high)
+    assert np.mean(inside) >= 0.75
+
+
+def test_times_of_a_turn_are_compared_with_each_other():
+    """The machine took twice as long from the second turn on; who left before that is not the faster for it."""
+    race = Race({"left": [1.0], "stays": [0.9, 1.8, 1.8]})
+    assert race.ratio("stays", "left")[0] == pytest.approx(1 / 0.9)
+
+
+@pytest.mark.slow
+def test_the_verb_writes_a_config_that_the_others_read(config, target, prompts):
+    report = tune.run(config, prompts, target)
+    assert [batch["batch_size"] for batch in report["batches"]] == [1, 2]
+    for batch in report["batches"]:
+        assert {size["name"] for size in batch["sizes"]} == {"vanilla", "chain 2", "tree 2, 2, 4"}
+        assert batch["best"] not in batch["undecided"]
+        vanilla = next(size for size in batch["sizes"] if size["name"] == "vanilla")
+        assert vanilla["speedup"] == 1 and vanilla["acc_length"] == 1
+    folder = pathlib.Path(config.run_dir, "benchmark")
+    read = configuration.load(folder / "tuned.yaml")
+    assert dataclasses.replace(read, evaluate=config.evaluate) == config
+    assert "fastest:" in tune.table(report)
+    records = (folder / "tune.jsonl").read_text().splitlines()
+    assert len(records) == 6 and '"step_time"' in records[0]
+
+
+def test_the_config_has_the_size_of_the_nearest_batch(config):
+    def size(name: str, tree: DraftTree | None) -> dict[str, object]:
+        fields = ("num_steps", "topk", "num_draft_tokens", "lookup_tokens")
+        steps, *rest = (0 if tree is None else getattr(tree, field) for field in fields)
+        return {"name": name} | dict(
+            zip(("steps", "topk", "num_draft_tokens", "lookup_tokens"), (steps, *rest), strict=True)
+        )
+
+    sizes = [size("vanilla", None), size("chain 2", DraftTree(num_steps=2, num_draft_tokens=3))]
+    batches = [
+        {"batch_size": 1, "best": "chain 2", "sizes": sizes},
+        {"batch_size": 32, "best": "vanilla", "sizes": sizes},
+    ]
+    alone = configuration.from_dict(tune.tuned(config, {"batches": batches}))
+    assert alone.evaluate.tree == DraftTree(num_steps=2, num_draft_tokens=3)
+    many = dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, batch_size=30))
+    assert yaml.safe_load(yaml.safe_dump(tune.tuned(many, {"batches": batches})))["evaluate"]["tree"] == "auto"
