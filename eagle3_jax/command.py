@@ -59,27 +59,30 @@ def run(verb: str) -> Iterator[None]:
         raise
 
 
-# One module of each package in the extra `train`.
-_TRAIN = (
-    "array_record",
-    "datasketch",
-    "grain",
-    "matplotlib",
-    "optax",
-    "orbax",
-    "presidio_analyzer",
-    "tensorboardX",
-    "tensorflow_datasets",
-    "tldextract",
-)
+# One module of each package in an extra.
+EXTRAS = {
+    "train": (
+        "array_record",
+        "datasketch",
+        "grain",
+        "matplotlib",
+        "optax",
+        "orbax",
+        "presidio_analyzer",
+        "tensorboardX",
+        "tensorflow_datasets",
+        "tldextract",
+    ),
+    "serve": ("prometheus_client", "starlette", "uvicorn"),
+}
 
 
-def require_train() -> None:
-    """Ends a verb in one sentence, or raises ImportError in another program, where the extra `train` is missing."""
-    missing = [name for name in _TRAIN if importlib.util.find_spec(name) is None]
+def require(extra: str) -> None:
+    """Ends a verb in one sentence, or raises ImportError in another program, where an extra is missing."""
+    missing = [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]
     if not missing:
         return
-    message = f"got no {', '.join(missing)}, expected the extra `train`: pip install 'eagle3-jax[train]'"
+    message = f"got no {', '.join(missing)}, expected the extra `{extra}`: pip install 'eagle3-jax[{extra}]'"
     started = getattr(sys.modules["__main__"], "__spec__", None)  # set by `python -m`
     if started is not None and started.name.startswith("eagle3_jax."):
         sys.exit(f"{started.name}: {message}")

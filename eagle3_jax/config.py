@@ -479,6 +479,64 @@ class TrafficConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """export -> a server of OpenAI's API.
+
+    Attributes:
+        host, port: where it listens. Another host than this machine's own address needs keys; port 0 is a free one.
+        model_name: what clients call the model; None is `target.name`.
+        draft: exported folder, "lookup", or "none" for vanilla decoding; None is the run's own `export` folder.
+        trees: one is the draft's size always; of several the engine chooses for every dispatch among them and vanilla
+            decoding, of none among those that it has by itself.
+        batch_size: requests that are answered together. queue_limit: that wait for a place, at most.
+        max_length: longest prompt and answer together, in tokens.
+        memory_fraction: weights and caches take this share of the device's memory; None makes room for the whole batch
+            at `max_length`.
+        warm_up_folder: keeps compiled programs and measured costs, which makes the next start fast; None does not.
+        api_key_variable: environment variable with the API key; api_key_file: a file with one a line. Neither is ever
+            shown. None of both lets everybody in.
+        requests_per_minute: of a key; without keys of an address.
+        max_body_bytes: of a request.
+        request_timeout: seconds for a whole answer, waiting included.
+        client_timeout: seconds in which a client has to send its body, and to take what it is sent.
+        stall_timeout: seconds without an answer of the device behind which /health is false.
+        drain_timeout: seconds that what was begun has at SIGTERM.
+    """
+
+    __pydantic_config__ = _STRICT
+    host: str = "127.0.0.1"
+    port: int = 8000
+    model_name: str | None = None
+    draft: str | None = None
+    trees: tyro.conf.Fixed[tuple[DraftTree, ...]] = ()
+    batch_size: int = 8
+    queue_limit: int = 256
+    max_length: int = 2048
+    memory_fraction: float | None = None
+    warm_up_folder: str | None = None
+    api_key_variable: str | None = None
+    api_key_file: str | None = None
+    requests_per_minute: int | None = None
+    max_body_bytes: int = 1 << 20
+    request_timeout: float = 600.0
+    client_timeout: float = 30.0
+    stall_timeout: float = 60.0
+    drain_timeout: int = 30
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.port < 65536, "serve.port", self.port, "0 (a free one) to 65535")
+        for field in ("batch_size", "queue_limit", "max_body_bytes"):
+            _require(getattr(self, field) >= 1, f"serve.{field}", getattr(self, field), "at least 1")
+        _require(self.max_length >= 2, "serve.max_length", self.max_length, "at least 2")
+        rate, share = self.requests_per_minute, self.memory_fraction
+        _require(rate is None or rate >= 1, "serve.requests_per_minute", rate, "at least 1, or null")
+        _require(share is None or 0 < share <= 1, "serve.memory_fraction", share, "in (0, 1], or null")
+        for field in ("request_timeout", "client_timeout", "stall_timeout"):
+            _require(getattr(self, field) > 0, f"serve.{field}", getattr(self, field), "more than 0 seconds")
+        _require(self.drain_timeout >= 0, "serve.drain_timeout", self.drain_timeout, "0 seconds or more")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CardConfig:
     """What a model card says that no verb knows.
 
@@ -510,6 +568,7 @@ class RunConfig:
     evaluate: EvaluateConfig = EvaluateConfig()
     benchmark: BenchmarkConfig = BenchmarkConfig()
     traffic: TrafficConfig = TrafficConfig()
+    serve: ServeConfig = ServeConfig()
     card: CardConfig = CardConfig()
 
     def __post_init__(self) -> None:

@@ -63,8 +63,8 @@ def test_decoding_imports_nothing_of_the_training_extra():
         "import sys, eagle3_jax, eagle3_jax.decoding.measure\n"
         "for name in eagle3_jax.__all__: getattr(eagle3_jax, name)\n"
         # flax brings optax and orbax with it
-        "from eagle3_jax.command import _TRAIN\n"
-        "print({*_TRAIN, 'spacy', 'tensorflow'} & set(sys.modules) - {'optax', 'orbax'})\n"
+        "from eagle3_jax.command import EXTRAS\n"
+        "print({*EXTRAS['train'], *EXTRAS['serve'], 'spacy', 'tensorflow'} & set(sys.modules) - {'optax', 'orbax'})\n"
         "sys.exit(any(m.startswith(('eagle3_jax.data', 'eagle3_jax.training')) for m in sys.modules))"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -57,6 +57,7 @@ class EngineStats:
     Attributes:
         programs: that its calls compiled.
         dispatches: given to the device. rounds: of all requests together. tiers: dispatches of rounds by tier.
+        tier: of the latest rounds; None before the first.
         prompt_tokens: of all prompts. cached_tokens: of these, read by an earlier request already (prefix reuse).
         finished: requests by finish reason. refused: that never began.
         running, waiting: requests now. free_pages, pages: of the caches.
@@ -68,6 +69,7 @@ class EngineStats:
     dispatches: int = 0
     rounds: int = 0
     tiers: dict[str, int] = dataclasses.field(default_factory=dict)
+    tier: str | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
     finished: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -392,6 +394,7 @@ class Engine:
                 programs=self._runner.compiled,
                 dispatches=self._runner.dispatches,
                 tiers=dict(self.tiers.dispatches),
+                tier=self.tiers.latest,
                 finished=dict(self._stats.finished),
                 running=sum(request is not None for request in self._places),
                 waiting=len(self._waiting),
@@ -653,4 +656,4 @@ def _fill(chunk: dict[str, np.ndarray], row: int, request: Request, length: int,
         chunk[field][row] = getattr(params, f"{field}_penalty")
     for i, (token, bias) in enumerate(params.logit_bias.items()):
         chunk["bias_tokens"][row, i], chunk["bias"][row, i] = token, bias
-    chunk["first_stop"][row] = len(request.ids) + params.min_tokens
+    chunk["first_stop"][row] = len(request.ids) + min(params.min_tokens, request.limit)

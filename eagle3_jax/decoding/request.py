@@ -85,6 +85,7 @@ class Piece:
         rounds: of the target, that chose these tokens. accepted: drafts, in all of them together. Each round gives its
             accepted drafts, then a token of the target's own; the answer's first token came from no round. Where the
             answer is cut (by its end or by `max_tokens`) the last round gave more than is here.
+        logprobs: one for each of the tokens, where the request asked for them.
     """
 
     text: str
@@ -92,6 +93,7 @@ class Piece:
     finish_reason: FinishReason | None
     rounds: int
     accepted: int
+    logprobs: list[Logprob] | None = None
 
 
 @runtime_checkable
@@ -199,6 +201,8 @@ class Request:
         output = self.output  # before the tokens: those of an ended request are all there
         counted, taken = self._counted, self._taken
         ids = self._token_ids[taken[0] : counted[0]]
+        asked = self.params.logprobs is not None
+        logprobs = self._logprobs[taken[0] : counted[0]] if asked else None
         if self._scanner is None:
             text = self._detokenizer.add(ids, last=output is not None)
         else:
@@ -207,7 +211,7 @@ class Request:
         self._taken = counted
         self._ended = output is not None
         rounds, accepted = counted[1] - taken[1], counted[2] - taken[2]
-        return Piece(text, ids, None if output is None else output.finish_reason, rounds, accepted)
+        return Piece(text, ids, None if output is None else output.finish_reason, rounds, accepted, logprobs)
 
     # For the engine.
 

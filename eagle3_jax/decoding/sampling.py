@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from eagle3_jax.kernels.vocabulary import argmax
@@ -25,6 +26,9 @@ COINS, BONUS, DRAFTS = range(3)
 MAX_STOP_IDS = 16
 MAX_BIASED = 64
 MAX_LOGPROBS = 20
+
+# On the device they are float32, and 0 or infinity beyond these.
+_SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,11 +76,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        finite = math.isfinite
         checks: tuple[tuple[str, Callable[[Any], bool], Callable[[Any], bool], str], ...] = (
-            ("temperature", _is_number, lambda x: 0 <= x < math.inf, "0 (greedy) or more, finite"),
-            ("top_p", _is_number, lambda x: 0 < x <= 1, "in (0, 1]"),
-            ("top_k", _is_int, lambda x: x >= 0, "0 (off) or more"),
+            ("temperature", _is_number, lambda x: 0 <= x <= _LARGEST, "0 (greedy) or more, finite"),
+            ("top_p", _is_number, lambda x: _SMALLEST <= x <= 1, "in (0, 1]"),
+            ("top_k", _is_int, lambda x: 0 <= x < 2**31, "0 (off) or more, below 2**31"),
             ("min_p", _is_number, lambda x: 0 <= x <= 1, "in [0, 1]"),
             ("max_tokens", _is_int, lambda x: x >= 1, "at least 1"),
             ("min_tokens", _is_int, lambda x: 0 <= x <= self.max_tokens, "0 to max_tokens"),
@@ -85,9 +88,9 @@ class SamplingParams:
             ("ignore_eos", lambda x: isinstance(x, bool), lambda _: True, "True or False"),
             ("stop", lambda x: _all(x, lambda s: isinstance(s, str)), lambda x: all(x), "strings that are not empty"),
             ("stop_token_ids", lambda x: _all(x, _is_int), lambda x: all(i >= 0 for i in x), "token ids"),
-            ("repetition_penalty", _is_number, lambda x: 0 < x < math.inf, "above 0 (1 is off), finite"),
-            ("presence_penalty", _is_number, finite, "a finite number"),
-            ("frequency_penalty", _is_number, finite, "a finite number"),
+            ("repetition_penalty", _is_number, lambda x: _SMALLEST <= x <= _LARGEST, "above 0 (1 is off), finite"),
+            ("presence_penalty", _is_number, _is_finite, "a finite number"),
+            ("frequency_penalty", _is_number, _is_finite, "a finite number"),
             (
                 "logit_bias",
                 _is_bias,
@@ -119,6 +122,10 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def _is_finite(value: float) -> bool:
+    return abs(value) <= _LARGEST
+
+
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -129,7 +136,7 @@ def _all(values: Any, holds: Callable[[Any], bool]) -> bool:
 
 def _is_bias(value: Any) -> bool:
     return isinstance(value, Mapping) and all(
-        _is_int(token) and token >= 0 and _is_number(bias) and math.isfinite(bias) for token, bias in value.items()
+        _is_int(token) and token >= 0 and _is_number(bias) and _is_finite(bias) for token, bias in value.items()
     )
 
 

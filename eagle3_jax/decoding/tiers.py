@@ -111,13 +111,14 @@ class TierChoice:
 
     Attributes:
         pinned: taken always, for measurements; None leaves the choice.
-        dispatches: of each tier, by name.
+        dispatches: of each tier, by name. latest: the name of the one that was taken last.
     """
 
     def __init__(self, tiers: Sequence[Tier], default: Tier) -> None:
         self.tiers, self.default = tuple(tiers), default
         self.dispatches = {tier.name: 0 for tier in tiers}
         self.pinned: Tier | None = None
+        self.latest: str | None = None
         self._policies: dict[bool, TierPolicy] = {}  # whether all requests are greedy -> of the tiers with known costs
         self._priced: dict[bool, list[Tier]] = {}
         self._drafted_rounds = self._accepted = 0
@@ -148,6 +149,7 @@ class TierChoice:
             number = self._policies[greedy].choose(requests, behind=behind, rounds=rounds)
             tier = self._priced[greedy][number]
         self.dispatches[tier.name] += 1
+        self.latest = tier.name
         return tier
 
     def learn(self, tier: Tier, seen: Sequence[tuple[Acceptance, int, int]], drafted: int, *, greedy: bool) -> None:

@@ -1,3 +1,3 @@
 from eagle3_jax import command
 
-command.require_train()
+command.require("train")

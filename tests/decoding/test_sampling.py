@@ -104,6 +104,12 @@ def test_a_weight_of_zero_is_never_drawn():
         ("top_p", 0.0),
         ("top_p", 1.5),
         ("top_k", -1),
+        ("top_k", 2**31),  # an int32 on the device
+        ("top_p", 1e-45),  # 0 as a float32 on the device, and so no token at all
+        ("repetition_penalty", 1e-45),
+        ("presence_penalty", 1e39),
+        ("temperature", 1e39),
+        ("logit_bias", {1: -1e39}),
         ("top_k", 2.0),
         ("temperature", "a"),
         ("temperature", None),

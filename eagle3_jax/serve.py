@@ -1,0 +1,207 @@
+"""`python -m eagle3_jax.serve`: a server of OpenAI's API over the engine.
+
+Answers /v1/chat/completions, /v1/completions and /v1/models, whole or as a stream; /health and /metrics say how it is.
+Loads and warms up before it listens. SIGTERM ends it when what was begun is answered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import pathlib
+import socket
+import sys
+import time
+from collections.abc import Sequence
+
+import uvicorn
+
+from eagle3_jax import command
+from eagle3_jax import config as configuration
+from eagle3_jax.config import ConfigError, RunConfig, ServeConfig
+from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.serving.app import make_app
+
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_ENDING = 10.0  # seconds for the engine to see that it was stopped
+
+# Flag -> field; those of SGLang, where it has one.
+_FLAGS = {
+    "--target": "target.name",
+    "--draft": "serve.draft",
+    "--host": "serve.host",
+    "--port": "serve.port",
+    "--mem-fraction-static": "serve.memory_fraction",
+    "--max-running-requests": "serve.batch_size",
+    "--speculative-num-steps": "serve.tree.num_steps",
+    "--speculative-eagle-topk": "serve.tree.topk",
+    "--speculative-num-draft-tokens": "serve.tree.num_draft_tokens",
+}
+
+
+def configure(argv: Sequence[str] | None = None) -> RunConfig:
+    """Reads the command line: a run's YAML or a target's name, SGLang's flags, dotted overrides.
+
+    Exits with status 2 and a sentence when they are refused.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m eagle3_jax.serve",
+        description=(__doc__ or "").splitlines()[0],
+        epilog="Every field of the config can be overridden where there is one: --section.field VALUE",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", help="YAML run file, see configs/; or name a --target")
+    for flag, field in _FLAGS.items():
+        parser.add_argument(flag, dest=field, metavar="VALUE", help=field)
+    arguments, rest = parser.parse_known_args(argv)
+    given = {field: value for field, value in vars(arguments).items() if field != "config" and value is not None}
+    try:
+        return _with_flags(arguments.config, rest, given)
+    except ConfigError as error:
+        print(f"eagle3_jax.serve: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _with_flags(path: str | None, overrides: Sequence[str], given: dict[str, str]) -> RunConfig:
+    """The configuration with what flags say. Raises ConfigError."""
+    if path is not None:
+        values = configuration.to_dict(configuration.load(path, overrides))
+    elif "target.name" not in given:
+        raise ConfigError("--config, --target: got neither, expected one of them")
+    elif overrides:
+        raise ConfigError(f"{overrides[0]}: got no --config, expected one with --section.field VALUE")
+    else:
+        values = {"run_dir": ".", "serve": {"draft": "none"}}
+    tree = {field: given.pop(field) for field in list(given) if field.startswith("serve.tree.")}
+    if tree:
+        steps = tree.get("serve.tree.num_steps", "")
+        if len(tree) == 1 and steps.isdigit():
+            tree |= {"serve.tree.topk": "1", "serve.tree.num_draft_tokens": str(int(steps) + 1)}
+        elif len(tree) < 3:
+            raise ConfigError(
+                f"--speculative-*: got {len(tree)} of num-steps, eagle-topk and num-draft-tokens, expected all three, "
+                "or num-steps alone for a chain"
+            )
+        values["serve"]["trees"] = [{field.rpartition(".")[2]: value for field, value in tree.items()}]
+    for field, value in given.items():
+        section, name = field.split(".")
+        values.setdefault(section, {})[name] = value
+    return configuration.from_dict(values)
+
+
+def load(config: RunConfig) -> Engine:
+    """The engine that answers, warmed up. Raises ValueError as `Engine.load` does."""
+    settings, trees = config.serve, config.serve.trees
+    draft = str(config.folder("export")) if settings.draft is None else settings.draft
+    engine = Engine.load(
+        config.target,
+        None if draft == "none" else draft,
+        trees[0] if len(trees) == 1 else trees or "auto",
+        settings.batch_size,
+        settings.max_length,
+        mesh=config.mesh if config.mesh.model > 1 else None,
+        memory_fraction=settings.memory_fraction,
+        queue_limit=settings.queue_limit,
+    )
+    command.stop_point()
+    engine.warm_up(settings.warm_up_folder, progress=sys.stderr.isatty())
+    command.stop_point()
+    return engine
+
+
+def api_keys(settings: ServeConfig) -> list[str]:
+    """What clients may show. Raises ValueError: none where there should be some, or none towards other machines."""
+    keys = []
+    if (variable := settings.api_key_variable) is not None:
+        if not os.environ.get(variable):
+            raise ValueError(f"serve.api_key_variable: got no {variable} in the environment, expected an API key in it")
+        keys.append(os.environ[variable])
+    if (file := settings.api_key_file) is not None:
+        found = [line.strip() for line in pathlib.Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
+        if not found:
+            raise ValueError(f"serve.api_key_file: got no key in {file}, expected one a line")
+        keys += found
+    if not keys and settings.host not in _LOOPBACK:
+        raise ValueError(
+            f"serve.host: got {settings.host} without keys, expected serve.api_key_variable or serve.api_key_file, or "
+            f"{_LOOPBACK[0]}"
+        )
+    return keys
+
+
+def bind(settings: ServeConfig) -> socket.socket:
+    """The server's place, taken before anything is loaded. Raises ValueError: it is taken or none of this machine's."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
+        place = socket.socket(family)
+    except OSError as error:
+        raise _not_there(settings, error) from error
+    try:
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(
+            socket, "TCP_USER_TIMEOUT"
+        ):  # the kernel drops clients that take nothing; its connections inherit it
+            milliseconds = int(1000 * settings.client_timeout)
+            place.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+        place.bind(address)
+    except OSError as error:
+        place.close()
+        raise _not_there(settings, error) from error
+    return place
+
+
+def _not_there(settings: ServeConfig, error: OSError) -> ValueError:
+    return ValueError(f"serve.host, serve.port: got {settings.host}:{settings.port}: {command.sentence(error)}")
+
+
+class _Announced(uvicorn.Server):
+    """Says where it listens when it does."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for place in sockets or []:
+            host, port = place.getsockname()[:2]
+            print(f"http://{f'[{host}]' if ':' in host else host}:{port}/v1 answers", flush=True)
+
+
+def run(config: RunConfig) -> None:
+    """Serves until SIGTERM or Ctrl-C."""
+    settings = config.serve
+    keys = api_keys(settings)
+    with bind(settings) as place:
+        _serve(config, keys, place)
+
+
+def _serve(config: RunConfig, keys: Sequence[str], place: socket.socket) -> None:
+    settings, engine = config.serve, load(config)
+    app = make_app(engine, settings.model_name or config.target.name, settings, keys)
+    server = _Announced(
+        uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            lifespan="on",
+            server_header=False,
+            proxy_headers=False,  # whoever asks could name another address
+            timeout_graceful_shutdown=settings.drain_timeout,
+        )
+    )
+    with contextlib.suppress(KeyboardInterrupt):
+        server.run(sockets=[place])
+    end = time.monotonic() + _ENDING
+    while engine.stats().running and time.monotonic() < end:
+        time.sleep(0.05)
+    if engine.stats().running:  # its thread would keep the process for ever
+        print("eagle3_jax.serve: the device does not answer; what it was asked is lost", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    config = configure(argv)
+    with command.run("serve"):
+        run(config)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,3 @@
+from eagle3_jax import command
+
+command.require("serve")

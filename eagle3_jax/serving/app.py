@@ -1,0 +1,225 @@
+"""The routes: OpenAI's, /health and /metrics, over one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from eagle3_jax.config import ServeConfig
+from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.serving import protocol
+from eagle3_jax.serving.answers import Answers
+from eagle3_jax.serving.errors import ApiError
+from eagle3_jax.serving.limits import Gate, Rate, read_body
+from eagle3_jax.serving.metrics import Metrics
+from eagle3_jax.serving.shapes import DONE, ChatShape, CompletionShape, Envelope, Tokens, sent_event
+
+_ENDING = 5.0  # seconds for requests to end that were aborted at the end of the server
+
+_log = logging.getLogger(__name__)
+
+
+def make_app(engine: Engine, model: str, settings: ServeConfig, keys: Sequence[str] = ()) -> Starlette:
+    """An ASGI application.
+
+    Args:
+        engine: nobody else's; warmed up, so that no request waits for a compilation.
+        model: what clients call it.
+        keys: accepted API keys; none lets everybody in.
+    """
+    server = _Server(engine, model, settings)
+    api = [
+        Route("/chat/completions", server.chat, methods=["POST"]),
+        Route("/completions", server.complete, methods=["POST"]),
+        Route("/models", server.models),
+        Route("/models/{name:path}", server.models),
+    ]
+    gate = Middleware(Gate, keys, Rate(settings.requests_per_minute), settings.queue_limit + settings.batch_size)
+    return Starlette(
+        routes=[
+            Mount("/v1", routes=api, middleware=[gate]),
+            Route("/health", server.health),
+            Route("/metrics", server.metrics_text),
+        ],
+        middleware=[Middleware(_Count, server.metrics)],
+        exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _unexpected},
+        lifespan=server.lifespan,
+    )
+
+
+class _Server:
+    """What the routes share."""
+
+    def __init__(self, engine: Engine, model: str, settings: ServeConfig) -> None:
+        self.engine, self.model, self.settings = engine, model, settings
+        self.metrics = Metrics(engine)
+        self._tokens = Tokens(engine.tokenizer)
+        self._created = int(time.time())
+        self._tasks: set[asyncio.Task[None]] = set()
+        # Long prompts take a while: not in the thread that serves everybody.
+        self._encoder = concurrent.futures.ThreadPoolExecutor(1, "eagle3_jax encoder")
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            self._encoder.shutdown(wait=False)
+            if self._tasks:  # their clients were sent away; the engine's thread tells them when it is done with them
+                await asyncio.wait(self._tasks, timeout=_ENDING)
+
+    async def chat(self, request: Request) -> Response:
+        return await self._answer(request, protocol.Chat, ChatShape(self._tokens))
+
+    async def complete(self, request: Request) -> Response:
+        return await self._answer(request, protocol.Completion, CompletionShape(self._tokens))
+
+    async def models(self, request: Request) -> Response:
+        entry = {"id": self.model, "object": "model", "created": self._created, "owned_by": "eagle3_jax"}
+        entry["max_model_len"] = self.engine.max_length
+        name = request.path_params.get("name")
+        if name is None:
+            return JSONResponse({"object": "list", "data": [entry]})
+        self._check_model(name)
+        return JSONResponse(entry)
+
+    async def health(self, _: Request) -> Response:
+        """Whether rounds make progress, or nobody asks for any."""
+        stalled = self.engine.stats().stalled
+        healthy = stalled <= self.settings.stall_timeout
+        return JSONResponse({"healthy": healthy, "stalled_seconds": round(stalled, 3)}, 200 if healthy else 503)
+
+    async def metrics_text(self, _: Request) -> Response:
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _answer(
+        self, request: Request, kind: type[protocol.Asked], shape: ChatShape | CompletionShape
+    ) -> Response:
+        settings, arrived = self.settings, time.monotonic()
+        body = await read_body(request, settings.max_body_bytes, settings.client_timeout)
+        asked = protocol.read(kind, body)
+        self._check_model(asked.model)
+        params = asked.params(self.engine.max_length)
+        if (count := asked.answers * len(asked.prompts)) > settings.queue_limit:
+            raise ApiError(
+                400, f"n: got {count} answers, expected at most {settings.queue_limit} (serve.queue_limit)", param="n"
+            )
+        encoding = asyncio.get_running_loop().run_in_executor(self._encoder, self._encode, asked)
+        try:
+            prompts = await encoding
+            left = settings.request_timeout - (time.monotonic() - arrived)
+            answers = Answers(self.engine, self.metrics, self._tasks, prompts, params, asked.answers, max(left, 1e-3))
+        except ValueError as error:
+            raise protocol.refusal(error, asked.field) from error
+        envelope = Envelope(shape, self.model)
+        if asked.stream:
+            events = _events(answers, shape, envelope, usage=asked.wants_usage)
+            return _EventStream(answers, events, settings.client_timeout)
+        async with answers:
+            gone = asyncio.ensure_future(request.receive())  # behind its body a client says nothing but that it goes
+            ended = asyncio.ensure_future(_whole(answers))
+            try:
+                await asyncio.wait({gone, ended}, return_when=asyncio.FIRST_COMPLETED)
+                if not ended.done():
+                    return Response(status_code=499)  # nobody reads it
+                ended.result()
+            finally:
+                gone.cancel()
+                ended.cancel()
+            outputs = [answers.output(index) for index in range(len(answers.requests))]
+            return JSONResponse(envelope.whole(outputs, answers.usage()))
+
+    def _encode(self, asked: protocol.Asked) -> list[list[int]]:
+        return [asked.encode(self.engine, prompt) for prompt in asked.prompts]
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self.model):
+            message = f"model: got {name!r:.80}, expected {self.model!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+
+async def _whole(answers: Answers) -> None:
+    async for _ in answers.pieces():
+        pass
+
+
+async def _events(
+    answers: Answers, shape: ChatShape | CompletionShape, envelope: Envelope, *, usage: bool
+) -> AsyncIterator[bytes]:
+    """The events of a stream; where answers fail, an error is the last one."""
+    more: dict[str, Any] = {"usage": None} if usage else {}
+    try:
+        for index in range(len(answers.requests)):
+            if (opening := shape.opening(index)) is not None:
+                yield envelope.event(opening, **more)
+        async for index, piece in answers.pieces():
+            if piece.text or piece.token_ids or piece.finish_reason:
+                yield envelope.event(shape.part(index, piece), **more)
+        if usage:
+            yield envelope.event(usage=answers.usage())
+    except ApiError as error:
+        yield sent_event(error.body())
+    yield DONE
+
+
+class _EventStream(StreamingResponse):
+    """Server-sent events, to a client that has to take each in time."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, answers: Answers, events: AsyncIterator[bytes], seconds: float) -> None:
+        super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._answers, self._seconds = answers, seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_in_time(message: Any) -> None:
+            async with asyncio.timeout(self._seconds):
+                await send(message)
+
+        async with self._answers:
+            try:
+                await super().__call__(scope, receive, send_in_time)
+            except TimeoutError:
+                _log.warning("a client took nothing for %g s; its answers are aborted", self._seconds)
+
+
+class _Count:
+    """Counts responses."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counted(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                self._metrics.responded(scope["path"], message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counted if scope["type"] == "http" else send)
+
+
+async def _api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return ApiError(error.status_code, f"{request.method} {request.url.path[:80]}: {error.detail}").response()
+
+
+async def _unexpected(_: Request, error: Exception) -> Response:
+    return ApiError(500, "the server failed; its log says why", code="internal_error").response()

@@ -1,0 +1,119 @@
+"""What Prometheus reads: the engine's state when asked, and what its requests took."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import prometheus_client
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.decoding.request import Output
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics")
+_SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
+_TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5)
+_LENGTHS = (1.0, 1.1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 5, 6, 8)
+
+
+class EngineState(Collector):
+    """What `Engine.stats` says at the moment of the question."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._engine.stats()
+        gauges = {
+            "requests_running": ("Requests in the batch.", stats.running),
+            "requests_waiting": ("Requests in the queue.", stats.waiting),
+            "batch_size": ("Requests that fit in the batch.", self._engine.batch_size),
+            "pages": ("Pages of the caches.", stats.pages),
+            "free_pages": ("Pages that a new request may have.", stats.free_pages),
+            "stalled_seconds": ("Since work last came back from the device; 0 while there is none.", stats.stalled),
+        }
+        for name, (text, value) in gauges.items():
+            yield GaugeMetricFamily(f"eagle3_jax_{name}", text, value)
+        counters = {
+            "dispatches": ("Programs given to the device.", stats.dispatches),
+            "prompt_tokens": ("Tokens of prompts.", stats.prompt_tokens),
+            "cached_tokens": ("Of these, read by an earlier request (prefix reuse).", stats.cached_tokens),
+            "compiled_programs": ("Programs compiled; it stays as it is behind the warm-up.", stats.programs),
+        }
+        for name, (text, value) in counters.items():
+            yield CounterMetricFamily(f"eagle3_jax_{name}", text, value)
+        tiers = CounterMetricFamily("eagle3_jax_tier_dispatches", "Dispatches of rounds in a tier.", labels=["tier"])
+        in_use = GaugeMetricFamily("eagle3_jax_tier_in_use", "1: the latest rounds ran in it.", labels=["tier"])
+        for tier, count in stats.tiers.items():
+            tiers.add_metric([tier], count)
+            in_use.add_metric([tier], float(tier == stats.tier))
+        yield tiers
+        yield in_use
+
+
+class Metrics:
+    """Of one server.
+
+    Attributes:
+        registry: what is shown.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.registry = prometheus_client.CollectorRegistry()
+        self.registry.register(EngineState(engine))
+        in_registry = {"registry": self.registry, "namespace": "eagle3_jax"}
+        counter, histogram = prometheus_client.Counter, prometheus_client.Histogram
+        self._responses = counter("responses", "HTTP responses.", ["endpoint", "status"], **in_registry)
+        self._tokens = counter("generated_tokens", "Tokens of answers; rate() of it is tokens/s.", **in_registry)
+        self._ended = counter("requests_ended", "Requests by finish reason.", ["reason"], **in_registry)
+        self._rounds = counter("rounds", "Rounds of requests that have ended.", **in_registry)
+        self._accepted = counter(
+            "drafts_accepted",
+            "Rounds (of `rounds`) that accepted the draft at a position.",
+            ["position"],
+            **in_registry,
+        )
+        self._first = histogram(
+            "time_to_first_token_seconds", "From a request's arrival.", buckets=_SECONDS, **in_registry
+        )
+        self._between = histogram(
+            "inter_token_seconds",
+            "Time between two deliveries, over the tokens of the later one; each token counts.",
+            buckets=_TOKEN_SECONDS,
+            **in_registry,
+        )
+        self._lengths = histogram(
+            "acceptance_length", "Tokens a round of each request, the bonus included.", buckets=_LENGTHS, **in_registry
+        )
+
+    def responded(self, path: str, status: int) -> None:
+        """Counts an HTTP response; paths that are none of the server's are counted together."""
+        self._responses.labels(path if path in ENDPOINTS else "other", str(status)).inc()
+
+    def delivered(self, tokens: int, seconds: float | None) -> None:
+        """Counts a piece of an answer.
+
+        Args:
+            seconds: since the piece before; None for the first one.
+        """
+        self._tokens.inc(tokens)
+        if seconds is not None:
+            for _ in range(tokens):
+                self._between.observe(seconds / tokens)
+
+    def ended(self, output: Output) -> None:
+        """Counts an answer."""
+        stats = output.stats
+        self._ended.labels(output.finish_reason).inc()
+        if stats.seconds_to_first_token is not None:
+            self._first.observe(stats.seconds_to_first_token)
+        if stats.rounds:
+            self._rounds.inc(stats.rounds)
+            self._lengths.observe(stats.acceptance_length)
+        for position, count in enumerate(stats.accepted_per_position, 1):
+            self._accepted.labels(str(position)).inc(count)
+
+    def text(self) -> bytes:
+        """In Prometheus' text format."""
+        return prometheus_client.generate_latest(self.registry)

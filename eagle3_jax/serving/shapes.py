@@ -1,0 +1,148 @@
+"""Answers in OpenAI's shapes: whole ones, and the events of a stream."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from eagle3_jax.decoding.request import Logprob, Output, Piece
+
+
+class Tokens:
+    """Single tokens as text and as bytes.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._special = frozenset(tokenizer.all_special_ids)
+        decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+        self._bytes = _byte_letters() if decoder is not None and b"ByteLevel" in decoder.__getstate__() else {}
+
+    def show(self, token: int) -> tuple[str, bytes | None]:
+        """Its text, and its bytes, which may be a part of a character; None of a special token."""
+        written = self._tokenizer.convert_ids_to_tokens(token)
+        if written is None:  # rows of the vocabulary without a token
+            return f"token_id:{token}", None
+        if token in self._special:
+            return written, None
+        if self._bytes and all(letter in self._bytes for letter in written):
+            found = bytes(self._bytes[letter] for letter in written)
+        elif fallback := re.fullmatch(r"<0x([0-9A-F]{2})>", written):
+            found = bytes.fromhex(fallback[1])
+        else:
+            found = written.replace("\u2581", " ").encode()
+        return found.decode(errors="replace"), found
+
+
+def _byte_letters() -> dict[str, int]:
+    """Byte-level BPE writes each byte as a letter: printable ones as themselves, the others as 256, 257, ..."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+class ChatShape:
+    """Of /v1/chat/completions."""
+
+    prefix, object, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+
+    def whole(self, index: int, output: Output) -> dict[str, Any]:
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": output.text},
+            "logprobs": self._logprobs(output.logprobs),
+            "finish_reason": output.finish_reason,
+        }
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """The event in front of an answer's first token."""
+        delta = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def part(self, index: int, piece: Piece) -> dict[str, Any]:
+        delta = {"content": piece.text} if piece.text else {}
+        logprobs = self._logprobs(piece.logprobs)
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": piece.finish_reason}
+
+    def _logprobs(self, logprobs: Sequence[Logprob] | None) -> dict[str, Any] | None:
+        if logprobs is None:
+            return None
+        content = [
+            self._one(found.token_id, found.logprob) | {"top_logprobs": [self._one(*best) for best in found.top]}
+            for found in logprobs
+        ]
+        return {"content": content, "refusal": None}
+
+    def _one(self, token: int, logprob: float) -> dict[str, Any]:
+        text, raw = self._tokens.show(token)
+        return {"token": text, "logprob": logprob, "bytes": None if raw is None else list(raw)}
+
+
+class CompletionShape:
+    """Of /v1/completions. Knows how much text of each answer was written before: offsets go on in a stream."""
+
+    prefix, object, chunk = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+        self._written: dict[int, int] = {}
+
+    def whole(self, index: int, output: Output) -> dict[str, Any]:
+        return self._choice(index, output.text, output.logprobs, output.finish_reason)
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        return None
+
+    def part(self, index: int, piece: Piece) -> dict[str, Any]:
+        return self._choice(index, piece.text, piece.logprobs, piece.finish_reason)
+
+    def _choice(self, index: int, text: str, logprobs: Sequence[Logprob] | None, reason: str | None) -> dict[str, Any]:
+        found = None if logprobs is None else self._logprobs(index, logprobs)
+        return {"index": index, "text": text, "logprobs": found, "finish_reason": reason}
+
+    def _logprobs(self, index: int, logprobs: Sequence[Logprob]) -> dict[str, Any]:
+        tokens, offsets = [], []
+        for found in logprobs:
+            text, raw = self._tokens.show(found.token_id)
+            tokens.append(text)
+            offsets.append(self._written.get(index, 0))
+            self._written[index] = offsets[-1] + (0 if raw is None else len(text))
+        return {
+            "tokens": tokens,
+            "token_logprobs": [found.logprob for found in logprobs],
+            "top_logprobs": [{self._tokens.show(token)[0]: value for token, value in found.top} for found in logprobs],
+            "text_offset": offsets,
+        }
+
+
+class Envelope:
+    """What stands around the choices, the same in all events of one answer."""
+
+    def __init__(self, shape: ChatShape | CompletionShape, model: str) -> None:
+        self._shape = shape
+        self._common = {"id": f"{shape.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+
+    def whole(self, outputs: Sequence[Output], usage: dict[str, Any]) -> dict[str, Any]:
+        choices = [self._shape.whole(index, output) for index, output in enumerate(outputs)]
+        return self._common | {"object": self._shape.object, "choices": choices, "usage": usage}
+
+    def event(self, *choices: dict[str, Any], **more: Any) -> bytes:
+        """A server-sent event."""
+        return sent_event(self._common | {"object": self._shape.chunk, "choices": list(choices)} | more)
+
+
+def sent_event(body: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"

@@ -1,0 +1,171 @@
+"""Many clients at once, polite and not: no answer is lost, none is another's, nothing is left behind."""
+
+import asyncio
+import collections
+import gc
+import json
+import os
+import pathlib
+import random
+import threading
+import time
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+import tiny
+
+from eagle3_jax.decoding.sampling import SamplingParams
+
+pytestmark = pytest.mark.any_jax
+
+MODEL = "org/tiny"
+SLOW_SECONDS = 0.02  # that a slow reader takes for an event
+
+
+def make_jobs(engine, count: int) -> list[tuple[dict[str, Any], list[str]]]:
+    """Bodies, and the engine's own answers to them: greedy and drawn, one or two, stopped and with wishes.
+
+    Drawn among few tokens: prompts that are read together are summed in another order than alone, and a random number
+    that lies that near to the border between two tokens chooses the other one. Few tokens have few borders.
+    """
+    rng, jobs, asked = random.Random(0), [], []
+    for number in range(count):
+        prompt = " ".join(rng.choices(tiny.WORDS, k=rng.randint(1, 40)))
+        own: dict[str, Any] = {"seed": number, "temperature": rng.choice([0.0, 0.0, 0.7, 1.0])}
+        own |= {"top_k": 3, "max_tokens": rng.randint(1, 60), "n": rng.choice([1, 1, 1, 2])}
+        own |= rng.choice([{}, {"stop": ("fire",)}, {"presence_penalty": 1.0}, {"min_p": 0.1, "ignore_eos": True}])
+        messages = [{"role": "user", "content": prompt}]
+        jobs.append({"messages": messages, **own})
+        asked.append((messages, SamplingParams(**own)))
+    outputs = iter(engine.generate([prompt for prompt, _ in asked], [params for _, params in asked]))
+    return [(body, [next(outputs).text for _ in range(body["n"])]) for body in jobs]
+
+
+class Load:
+    """What clients do, and what came of it."""
+
+    def __init__(self, url: str, jobs: list[tuple[dict[str, Any], list[str]]], seed: int) -> None:
+        self.url, self.jobs, self.random = url, jobs, random.Random(seed)
+        self.seen: collections.Counter[str] = collections.Counter()
+        self.ids: list[str] = []
+
+    async def run(self, clients: int, requests: int) -> None:
+        async with (
+            openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=300) as client,
+            httpx2.AsyncClient(
+                base_url=self.url, timeout=300, limits=httpx2.Limits(max_connections=2 * clients)
+            ) as http,
+        ):
+            ways = (self.whole, self.whole, self.stream, self.stream, self.slow, self.leave, self.wrong, self.large)
+
+            async def one() -> None:
+                for _ in range(requests):
+                    await self.random.choice(ways)(client, http)
+
+            await asyncio.gather(*(one() for _ in range(clients)))
+
+    async def until_let_in(self, client: openai.AsyncOpenAI, **body: Any) -> Any:
+        """Comes again as often as it is told to, sooner than it is told to."""
+        extra = {field: body.pop(field) for field in ("top_k", "min_p", "ignore_eos") if field in body}
+        while True:
+            try:
+                return await client.chat.completions.create(model=MODEL, **body, extra_body=extra)
+            except openai.RateLimitError as error:
+                assert error.response.headers["retry-after"]
+                self.seen["refused"] += 1
+                await asyncio.sleep(0.05)
+
+    async def whole(self, client: Any, http: Any) -> None:
+        body, texts = self.random.choice(self.jobs)
+        answer = await self.until_let_in(client, **body)
+        assert [choice.message.content for choice in answer.choices] == texts
+        self.ids.append(answer.id)
+        self.seen["whole"] += 1
+
+    async def stream(self, client: Any, http: Any, pause: float = 0.0) -> None:
+        body, texts = self.random.choice(self.jobs)
+        found, ended, names = [""] * len(texts), 0, set()
+        async for event in await self.until_let_in(client, **body, stream=True):
+            for choice in event.choices:
+                found[choice.index] += choice.delta.content or ""
+                ended += choice.finish_reason is not None
+            names.add(event.id)
+            await asyncio.sleep(pause)
+        assert (found, ended, len(names)) == (texts, len(texts), 1)
+        self.ids += names
+        self.seen["stream"] += 1
+
+    async def slow(self, client: Any, http: Any) -> None:
+        await self.stream(client, http, pause=SLOW_SECONDS)
+
+    async def leave(self, client: Any, http: Any) -> None:
+        """In the middle of an answer, or in front of it."""
+        body = {"prompt": "apple", "max_tokens": 200, "ignore_eos": True, "stream": self.random.random() < 0.7}
+        asking = asyncio.create_task(http.post("/v1/completions", json=body))
+        await asyncio.wait({asking}, timeout=self.random.random() * 0.2)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)  # its connection is closed
+        self.seen["left"] += 1
+
+    async def wrong(self, client: Any, http: Any) -> None:
+        body = self.random.choice([{"prompt": 1}, {"prompt": "a", "n": 0}, {"prompt": "a", "top_p": 2}, [], "{"])
+        headers = {"Content-Type": "application/json"}
+        answer = await http.post("/v1/completions", content=json.dumps(body), headers=headers)
+        assert answer.status_code in (400, 429)
+        self.seen["wrong"] += 1
+
+    async def large(self, client: Any, http: Any) -> None:
+        answer = await http.post("/v1/completions", json={"prompt": "apple " * 50_000})
+        assert answer.status_code in (413, 429)
+        self.seen["large"] += 1
+
+
+def wait_until_idle(engine) -> None:
+    end = time.monotonic() + 60
+    while (stats := engine.stats()).running or stats.waiting:
+        assert time.monotonic() < end, stats
+        time.sleep(0.05)
+
+
+def resident() -> int:
+    """Bytes of this process."""
+    gc.collect()
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def check_nothing_is_left(served, load: Load) -> None:
+    wait_until_idle(served.engine)
+    stats = served.engine.stats()
+    assert stats.free_pages == stats.pages
+    assert len(set(load.ids)) == len(load.ids) == load.seen["whole"] + load.seen["stream"]
+    assert 'status="500"' not in served.metrics()
+    assert served.http.get("/health").status_code == 200
+
+
+@pytest.mark.slow
+def test_sixteen_clients(serving, engine):
+    jobs = make_jobs(engine, 24)
+    with serving(queue_limit=8, max_body_bytes=100_000) as served:
+        load = Load(served.url, jobs, seed=1)
+        asyncio.run(load.run(clients=16, requests=5))
+        check_nothing_is_left(served, load)
+    assert min(load.seen[way] for way in ("whole", "stream", "left", "wrong", "large", "refused")) > 0
+
+
+@pytest.mark.long
+def test_sixty_four_clients_leave_memory_as_it_was(serving, engine):
+    jobs = make_jobs(engine, 100)
+    with serving(queue_limit=24, max_body_bytes=100_000) as served:
+        sizes, threads = [], []
+        for wave in range(8):
+            load = Load(served.url, jobs, seed=wave)
+            asyncio.run(load.run(clients=64, requests=4))
+            check_nothing_is_left(served, load)
+            assert load.seen["refused"] > 0
+            sizes.append(resident())
+            threads.append(threading.active_count())
+            print(wave, sizes[-1] >> 20, threads[-1], len(os.listdir("/proc/self/fd")), dict(load.seen))
+    assert max(sizes[3:]) - sizes[2] < 48 << 20, sizes
+    assert max(threads) <= threads[0] + 2

@@ -1,0 +1,157 @@
+"""The verb: flags and refusals, and a process that starts, answers, and ends at SIGTERM with what it began."""
+
+import signal
+import socket
+from typing import Any
+
+import openai
+import pytest
+import tiny
+import yaml
+
+from eagle3_jax import serve
+from eagle3_jax.config import ConfigError, DraftTree, RunConfig, ServeConfig, from_dict
+from eagle3_jax.decoding.engine import Engine
+
+pytestmark = pytest.mark.any_jax
+
+TREE = ["--speculative-num-steps", "2", "--speculative-eagle-topk", "1"]
+# The programs that are asked for are compiled when they are.
+COLD = """
+from eagle3_jax import serve
+from eagle3_jax.decoding.engine import Engine
+Engine.warm_up = lambda *_, **__: None
+serve.main(["--config", "run.yaml"])
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("run_dir: runs/x\ntarget: {name: a/b}\nserve: {port: 9000, batch_size: 2}\n")
+    return str(path)
+
+
+def test_a_target_s_name_is_enough():
+    config = serve.configure(["--target", "smollm2-135m-instruct"])
+    assert (config.target.name, config.serve.draft, config.serve.trees) == ("smollm2-135m-instruct", "none", ())
+    assert config.serve.host == "127.0.0.1"
+    assert serve.configure(["--target", "a", "--draft", "auto"]).serve.draft == "auto"
+
+
+def test_sglang_s_flags_are_understood(run_file):
+    flags = "--speculative-num-steps 3 --speculative-eagle-topk 4 --speculative-num-draft-tokens 8"
+    flags += " --mem-fraction-static 0.8 --max-running-requests 16 --serve.queue-limit 7"
+    config = serve.configure(["--config", run_file, *flags.split()])
+    assert config.serve == ServeConfig(
+        port=9000,
+        batch_size=16,
+        queue_limit=7,
+        memory_fraction=0.8,
+        trees=(DraftTree(num_steps=3, topk=4, num_draft_tokens=8),),
+    )
+    chain = serve.configure(["--config", run_file, "--speculative-num-steps", "2", "--port", "1"]).serve
+    assert (chain.trees, chain.port) == ((DraftTree(num_steps=2, topk=1, num_draft_tokens=3),), 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "--config, --target: got neither"),
+        (["--target", "a", "--serve.port", "1"], "--serve.port: got no --config"),
+        (["--target", "a", "--port", "x"], "serve.port: "),
+        (["--target", "a", "--max-running-requests", "0"], "serve.batch_size: got 0, expected at least 1"),
+        (["--target", "a", "--mem-fraction-static", "2"], "serve.memory_fraction: got 2.0, expected in (0, 1]"),
+        (["--target", "a", "--speculative-num-steps", "3", "--speculative-eagle-topk", "4"], "got 2 of"),
+        (["--target", "a", *TREE, "--speculative-num-draft-tokens", "4"], "num_steps + 1 = 3"),
+    ],
+)
+def test_flags_that_cannot_be_are_refused(arguments, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        serve.configure(arguments)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("port", 65536),
+        ("queue_limit", 0),
+        ("max_body_bytes", 0),
+        ("max_length", 1),
+        ("requests_per_minute", 0),
+        ("request_timeout", 0),
+        ("client_timeout", -1),
+        ("stall_timeout", 0),
+        ("drain_timeout", -1),
+    ],
+)
+def test_values_that_cannot_be_are_refused(field, value):
+    with pytest.raises(ConfigError, match=rf"serve\.{field}: got {value}"):
+        from_dict({"run_dir": "x", "serve": {field: value}})
+
+
+def test_keys_come_from_the_environment_and_from_a_file(tmp_path, monkeypatch):
+    file = tmp_path / "keys"
+    file.write_text("one\n\n two \n")
+    monkeypatch.setenv("SOME_KEY", "three")
+    settings = ServeConfig(host="0.0.0.0", api_key_variable="SOME_KEY", api_key_file=str(file))
+    assert serve.api_keys(settings) == ["three", "one", "two"]
+    assert serve.api_keys(ServeConfig()) == []
+    file.write_text("\n")
+    for refused, said in (
+        (ServeConfig(api_key_variable="NO_KEY"), "serve.api_key_variable: got no NO_KEY"),
+        (ServeConfig(api_key_file=str(file)), "serve.api_key_file: got no key"),
+        (ServeConfig(host="0.0.0.0"), "serve.host: got 0.0.0.0 without keys"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            serve.api_keys(refused)
+
+
+def test_a_place_that_is_taken_is_said_before_anything_is_loaded(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        config = RunConfig(run_dir="x", serve=ServeConfig(port=other.getsockname()[1], draft="none"))
+        monkeypatch.setattr(Engine, "load", None)
+        with pytest.raises(ValueError, match=r"serve\.host, serve\.port: got 127.*Address already in use"):
+            serve.run(config)
+
+
+@pytest.mark.slow
+def test_a_process_answers_and_ends_with_what_it_began(tmp_path):
+    tiny.write_target(tmp_path / "target")
+    settings: dict[str, Any] = {"port": 0, "batch_size": 2, "max_length": 512, "draft": "none", "model_name": "tiny"}
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        yaml.safe_dump({"run_dir": "run", "target": {"name": "target", "aux_layers": [1, 2, 3]}, "serve": settings})
+    )
+    fast: Any = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    (process,) = tiny.start_processes(1, ["-c", COLD], cwd=tmp_path, **fast)
+    try:
+        assert process.stdout is not None
+        said = ""
+        while not said.endswith("/v1 answers\n"):
+            line = process.stdout.readline()
+            assert line, said
+            said += line
+        url = said.splitlines()[-1].split()[0]
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+            messages: Any = [{"role": "user", "content": "apple bird"}]
+            ask: Any = {"model": "tiny", "messages": messages, "max_tokens": 480, "temperature": 0, "n": 8}
+            more = {"ignore_eos": True}
+            whole = client.chat.completions.create(**ask, extra_body=more)
+            stream = client.chat.completions.create(**ask, extra_body=more, stream=True)
+            next(iter(stream))
+            process.send_signal(signal.SIGTERM)  # most of its eight answers wait for a place
+            texts = [""] * 8
+            for event in stream:
+                texts[event.choices[0].index] += event.choices[0].delta.content or ""
+            assert texts == [choice.message.content for choice in whole.choices]
+            with pytest.raises(openai.APIConnectionError):
+                client.with_options(timeout=5).models.list()
+        ((status, rest),) = tiny.end_processes([process], timeout=60)
+        assert status == 0, said + rest
+        assert "Traceback" not in said + rest
+    finally:
+        process.kill()
+        process.wait(timeout=30)
