@@ -50,7 +50,7 @@ def main() -> None:
     held: dict[str, list[str]] = {}
     for role, base, extras in [
         *zip(ROLES, [None, *ROLES], ROLES.values(), strict=False),
-        ("tpu", "train", ["train", "tpu"]),
+        ("tpu", "train", ["train", "tpu", "serve"]),
     ]:
         found = entries(resolve(extras, [], whole))  # a role alone has the versions of the whole
         held[role] = [x for x in found if not any(fnmatch.fnmatch(x.split("==")[0], name) for name in UNLOCKED)]

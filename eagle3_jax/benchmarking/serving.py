@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import httpx
+import httpx2
 import yaml
 from tqdm import tqdm
 
@@ -125,8 +125,8 @@ def measure(server: Server, prompts: Sequence[Prompt], settings: TrafficConfig, 
 async def _drive(
     server: Server, prompts: Sequence[Prompt], params: dict[str, Any], kind: str, load: float, seed: int
 ) -> list[Timing]:
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(timeout=httpx.Timeout(_START), limits=limits) as client:
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx2.AsyncClient(timeout=httpx2.Timeout(_START), limits=limits) as client:
         start = time.perf_counter()
 
         async def ask(prompt: Prompt) -> Timing:
@@ -142,7 +142,7 @@ def _configured(config: RunConfig, *, vanilla: bool) -> dict[str, Any]:
     values = configuration.to_dict(config)
     values["serve"] |= {"port": 0, "host": "127.0.0.1", "api_key_variable": None, "api_key_file": None}
     if vanilla:
-        values["serve"] |= {"draft": "none", "tree": "auto"}
+        values["serve"] |= {"draft": "none", "trees": []}
     return values
 
 
@@ -151,23 +151,21 @@ def _started(values: dict[str, Any], path: pathlib.Path) -> Iterator[Server]:
     """A server of this package, while it is asked. Raises ValueError: it does not start."""
     with manifest.atomic(path) as temporary:
         temporary.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "eagle3_jax.serve", "--config", str(path)], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stdout is not None
-        said = process.stdout.readline()  # when it listens, or has ended
-        found = re.match(r"(http://\S+) answers", said)
-        if found is None:
-            raise ValueError(f"{path}: got status {process.wait()} from the server, expected that it answers")
-        yield Server(found[1], model_of(found[1]))
-    finally:
-        process.send_signal(signal.SIGTERM)
+    words = [sys.executable, "-m", "eagle3_jax.serve", "--config", str(path)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         try:
-            process.wait(_END)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            assert process.stdout is not None
+            said = process.stdout.readline()  # when it listens, or has ended
+            found = re.match(r"(http://\S+) answers", said)
+            if found is None:
+                raise ValueError(f"{path}: got status {process.wait()} from the server, expected that it answers")
+            yield Server(found[1], model_of(found[1]))
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(_END)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 @contextlib.contextmanager
@@ -178,8 +176,8 @@ def _running(url: str) -> Iterator[Server]:
 def model_of(url: str) -> str:
     """The first model that a server has. Raises ValueError: none, or no such server."""
     try:
-        return httpx.get(f"{url}/models", timeout=30).raise_for_status().json()["data"][0]["id"]
-    except (httpx.HTTPError, KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
+        return httpx2.get(f"{url}/models", timeout=30).raise_for_status().json()["data"][0]["id"]
+    except (httpx2.HTTPError, KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{url}/models: got {error!r}, expected a server of OpenAI's API") from error
 
 

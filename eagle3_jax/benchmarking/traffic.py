@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-import httpx
+import httpx2
 import numpy as np
 
 Prompt = dict[str, Any]  # of `sources.read_file`: messages, category, id
@@ -80,7 +80,7 @@ class Server:
     model: str
     key: str | None = None
 
-    async def ask(self, client: httpx.AsyncClient, prompt: Prompt, start: float, **params: Any) -> Timing:
+    async def ask(self, client: httpx2.AsyncClient, prompt: Prompt, start: float, **params: Any) -> Timing:
         """Sends a prompt, takes its answer as a stream. A refusal or a broken connection is a timing with `error`."""
         sent = time.perf_counter()
         category = prompt.get("category") or "all"
@@ -99,11 +99,11 @@ class Server:
                     said = (await response.aread()).decode(errors="replace")
                     return dataclasses.replace(timing, error=f"{response.status_code}: {said[:200]}")
                 return await _read(response, timing, sent)
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             return dataclasses.replace(timing, error=f"{type(error).__name__}: {error}")
 
 
-async def _read(response: httpx.Response, timing: Timing, sent: float) -> Timing:
+async def _read(response: httpx2.Response, timing: Timing, sent: float) -> Timing:
     """The answer's chunks; tokens are counted by the server's usage."""
     chunks: list[tuple[float, int]] = []
     texts: list[str] = []

@@ -1,10 +1,10 @@
 """`python -m eagle3_jax.benchmark tune`: the fastest draft size for a head and kind of prompt, here.
 
 A race (successive elimination): in each turn every size that is still in it, and the engine's own choice ("auto", the
-default), answer the same next prompts, in an order drawn anew; a size that is slower than the leader beyond doubt leaves.
-The race ends when one is left, or after `benchmark.tune_turns`. Writes to `<run_dir>/benchmark`: `tune.json`, `tune.jsonl` in the
-format of SGLang's bench_speculative.py, and `tuned.yaml`: the run's config with the fastest sizes, which `serve` and
-`evaluate` read.
+default), answer the same next prompts, in an order drawn anew; a size that is slower than the leader beyond doubt
+leaves. The race ends when one is left, or after `benchmark.tune_turns`. Writes to `<run_dir>/benchmark`: `tune.json`,
+`tune.jsonl` in the format of SGLang's bench_speculative.py, and `tuned.yaml`: the run's config with the fastest sizes,
+which `serve` and `evaluate` read.
 """
 
 from __future__ import annotations
@@ -164,12 +164,13 @@ def tuned(config: RunConfig, report: dict[str, Any]) -> dict[str, Any]:
     Where vanilla decoding is the fastest, the engine chooses ("auto"), which drafts nothing there.
     """
     values = configuration.to_dict(config)
-    for verb in ("evaluate",):
+    fields = {"num_steps": "steps", "topk": "topk", "num_draft_tokens": "num_draft_tokens"}
+    fields["lookup_tokens"] = "lookup_tokens"
+    for verb in ("serve", "evaluate"):
         near = min(report["batches"], key=lambda batch: abs(batch["batch_size"] - values[verb]["batch_size"]))
         best = next(size for size in near["sizes"] if size["name"] == near["best"])
-        fields = {"num_steps": "steps", "topk": "topk", "num_draft_tokens": "num_draft_tokens"}
-        fields["lookup_tokens"] = "lookup_tokens"
-        values[verb]["tree"] = {field: best[key] for field, key in fields.items()} if best["steps"] else "auto"
+        tree = {field: best[key] for field, key in fields.items()} if best["steps"] else None
+        values[verb] |= {"trees": [tree] if tree else []} if verb == "serve" else {"tree": tree or "auto"}
     return values
 
 

@@ -91,11 +91,16 @@ class Answers:
         if output.finish_reason == "error":
             raise ApiError(500, f"request: {output.error}", code="engine_error")
 
-    def usage(self) -> dict[str, Any]:
-        """Tokens, in OpenAI's shape; a prompt counts once, however many answers it has."""
+    def usage(self, written: int | None = None) -> dict[str, Any]:
+        """Tokens, in OpenAI's shape; a prompt counts once, however many answers it has.
+
+        Args:
+            written: tokens of the answers so far; None, of answers that have ended, are all of them.
+        """
         read = sum(map(len, self.prompts))
-        written = sum(len(self.output(index).token_ids) for index in range(len(self.requests)))
-        cached = sum(self.output(index).stats.cached_tokens for index in range(0, len(self.requests), self.count))
+        if written is None:
+            written = sum(len(self.output(index).token_ids) for index in range(len(self.requests)))
+        cached = sum(self.requests[index].cached for index in range(0, len(self.requests), self.count))
         return {
             "prompt_tokens": read,
             "completion_tokens": written,

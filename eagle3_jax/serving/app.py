@@ -126,7 +126,7 @@ class _Server:
             raise protocol.refusal(error, asked.field) from error
         envelope = Envelope(shape, self.model)
         if asked.stream:
-            events = _events(answers, shape, envelope, usage=asked.wants_usage)
+            events = _events(answers, shape, envelope, usage=asked.wants_usage, counts=asked.counts_on)
             return _EventStream(answers, events, settings.client_timeout)
         async with answers:
             gone = asyncio.ensure_future(request.receive())  # behind its body a client says nothing but that it goes
@@ -157,15 +157,23 @@ async def _whole(answers: Answers) -> None:
 
 
 async def _events(
-    answers: Answers, shape: ChatShape | CompletionShape, envelope: Envelope, *, usage: bool
+    answers: Answers, shape: ChatShape | CompletionShape, envelope: Envelope, *, usage: bool, counts: bool
 ) -> AsyncIterator[bytes]:
-    """The events of a stream; where answers fail, an error is the last one."""
+    """The events of a stream; where answers fail, an error is the last one.
+
+    Args:
+        usage: the last event says how many tokens there were. counts: those in front of it how many there are.
+    """
     more: dict[str, Any] = {"usage": None} if usage else {}
+    written = 0
     try:
         for index in range(len(answers.requests)):
             if (opening := shape.opening(index)) is not None:
                 yield envelope.event(opening, **more)
         async for index, piece in answers.pieces():
+            written += len(piece.token_ids)
+            if counts:
+                more = {"usage": answers.usage(written)}
             if piece.text or piece.token_ids or piece.finish_reason:
                 yield envelope.event(shape.part(index, piece), **more)
         if usage:

@@ -101,10 +101,15 @@ class Message(pydantic.BaseModel):
 
 
 class StreamOptions(pydantic.BaseModel):
-    """Of a streamed answer."""
+    """Of a streamed answer.
+
+    Attributes:
+        continuous_usage_stats: with `include_usage`, every event says how many tokens there are by then (vLLM's).
+    """
 
     model_config = pydantic.ConfigDict(strict=True)
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 Stops = Annotated[tuple[str, ...], PlainValidator(_stops)]
@@ -165,6 +170,11 @@ class Asked(pydantic.BaseModel):
     def wants_usage(self) -> bool:
         """Whether the last event of a stream shall say how many tokens there were."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def counts_on(self) -> bool:
+        """Whether the events in front of it shall say so too."""
+        return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def params(self, longest: int) -> SamplingParams:
         """Of each answer.

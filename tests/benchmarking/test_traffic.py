@@ -8,7 +8,7 @@ import math
 import time
 from typing import Any
 
-import httpx
+import httpx2
 import numpy as np
 import pytest
 
@@ -24,7 +24,7 @@ def event(text: str, tokens: int | None, **more: Any) -> bytes:
     return b"data: " + json.dumps({"choices": [{"delta": {"content": text}}], "usage": usage} | more).encode() + b"\n\n"
 
 
-def asked(*events: bytes, status: int = 200, pause: float = 0.0) -> tuple[Timing, httpx.Request]:
+def asked(*events: bytes, status: int = 200, pause: float = 0.0) -> tuple[Timing, httpx2.Request]:
     """What `ask` makes of a server that sends these."""
     seen = []
 
@@ -33,12 +33,12 @@ def asked(*events: bytes, status: int = 200, pause: float = 0.0) -> tuple[Timing
             await asyncio.sleep(pause)
             yield part
 
-    def answer(request: httpx.Request) -> httpx.Response:
+    def answer(request: httpx2.Request) -> httpx2.Response:
         seen.append(request)
-        return httpx.Response(status, content=body())
+        return httpx2.Response(status, content=body())
 
     async def main() -> Timing:
-        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+        async with httpx2.AsyncClient(transport=httpx2.MockTransport(answer)) as client:
             return await SERVER.ask(client, PROMPT, time.perf_counter(), max_tokens=8)
 
     return asyncio.run(main()), seen[0]
@@ -75,11 +75,11 @@ def test_no_answer_is_no_timing(events, status, said):
 
 
 def test_a_broken_connection_is_no_timing():
-    def answer(request: httpx.Request) -> httpx.Response:
-        raise httpx.RemoteProtocolError("peer closed", request=request)
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        raise httpx2.RemoteProtocolError("peer closed", request=request)
 
     async def main() -> Timing:
-        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+        async with httpx2.AsyncClient(transport=httpx2.MockTransport(answer)) as client:
             return await SERVER.ask(client, PROMPT, 0.0)
 
     assert asyncio.run(main()).error == "RemoteProtocolError: peer closed"

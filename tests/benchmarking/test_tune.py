@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle3_jax import config as configuration
-from eagle3_jax.benchmarking import tune
+from eagle3_jax.benchmarking import decode, tune
 from eagle3_jax.benchmarking.tune import Race
 from eagle3_jax.config import DraftTree
+from eagle3_jax.decoding.tiers import Tier
 
 
 def raced(seconds: dict[str, float], noise: float, seed: int, turns: int = 12) -> tuple[Race, list[str]]:
@@ -75,7 +76,7 @@ def test_the_verb_writes_a_config_that_the_others_read(config, target, prompts):
         assert vanilla["speedup"] == 1 and vanilla["acc_length"] == 1
     folder = pathlib.Path(config.run_dir, "benchmark")
     read = configuration.load(folder / "tuned.yaml")
-    assert dataclasses.replace(read, evaluate=config.evaluate) == config
+    assert dataclasses.replace(read, evaluate=config.evaluate, serve=config.serve) == config
     assert "fastest:" in tune.table(report)
     records = (folder / "tune.jsonl").read_text().splitlines()
     assert len(records) == 6 and '"step_time"' in records[0]
@@ -83,18 +84,13 @@ def test_the_verb_writes_a_config_that_the_others_read(config, target, prompts):
 
 def test_the_config_has_the_size_of_the_nearest_batch(config):
     def size(name: str, tree: DraftTree | None) -> dict[str, object]:
-        fields = ("num_steps", "topk", "num_draft_tokens", "lookup_tokens")
-        steps, *rest = (0 if tree is None else getattr(tree, field) for field in fields)
-        return {"name": name} | dict(
-            zip(("steps", "topk", "num_draft_tokens", "lookup_tokens"), (steps, *rest), strict=True)
-        )
+        return {"name": name, **decode.size(Tier(tree, head=True))}
 
     sizes = [size("vanilla", None), size("chain 2", DraftTree(num_steps=2, num_draft_tokens=3))]
-    batches = [
-        {"batch_size": 1, "best": "chain 2", "sizes": sizes},
-        {"batch_size": 32, "best": "vanilla", "sizes": sizes},
-    ]
+    best = {1: "chain 2", 32: "vanilla"}
+    batches = [{"batch_size": batch, "best": name, "sizes": sizes} for batch, name in best.items()]
     alone = configuration.from_dict(tune.tuned(config, {"batches": batches}))
     assert alone.evaluate.tree == DraftTree(num_steps=2, num_draft_tokens=3)
+    assert alone.serve.trees == (alone.evaluate.tree,)  # of batch 8, which is nearer to 1 than to 32
     many = dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, batch_size=30))
     assert yaml.safe_load(yaml.safe_dump(tune.tuned(many, {"batches": batches})))["evaluate"]["tree"] == "auto"

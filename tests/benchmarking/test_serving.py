@@ -1,0 +1,146 @@
+"""The benchmark of servers: measured once, refused where it cannot be; and (long) with servers that it starts."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+import tiny
+import yaml
+
+from eagle3_jax import benchmark
+from eagle3_jax import config as configuration
+from eagle3_jax.benchmarking import serving
+from eagle3_jax.benchmarking.traffic import Server
+from eagle3_jax.config import ConfigError, RunConfig
+
+TOKENS = 6
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers every prompt with its own words, in chunks of two tokens."""
+
+    protocol_version = "HTTP/1.1"
+    asked: list[dict[str, Any]]
+
+    def do_GET(self) -> None:
+        self._send("application/json", json.dumps({"data": [{"id": "a-model"}]}).encode())
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append(body)
+        word = body["messages"][-1]["content"].split()[0]
+        events = [
+            {"choices": [{"delta": {"content": word}}], "usage": {"prompt_tokens": 3, "completion_tokens": count}}
+            for count in range(2, TOKENS + 1, 2)
+        ]
+        self._send("text/event-stream", b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events))
+
+    def _send(self, kind: str, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.fixture
+def parrot() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Its URL, and what it was asked."""
+    handler = type("Handler", (_Handler,), {"asked": []})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/v1", handler.asked
+        server.shutdown()
+        thread.join(10)
+
+
+@pytest.fixture
+def traffic_config(config: RunConfig, tmp_path: pathlib.Path) -> RunConfig:
+    traffic = configuration.TrafficConfig(concurrency=(1, 3), rates=(200.0,), requests=4, max_tokens=TOKENS)
+    return dataclasses.replace(config, run_dir=str(tmp_path / "run"), traffic=traffic)
+
+
+def test_every_server_is_measured_once_at_every_level(traffic_config, prompts, parrot, monkeypatch):
+    url, asked = parrot
+    started = []
+
+    @contextlib.contextmanager
+    def start(values: dict[str, Any], path: pathlib.Path) -> Iterator[Server]:
+        started.append((path.name, values["serve"]["draft"], values["serve"]["trees"]))
+        yield Server(url, "a-model")
+
+    monkeypatch.setattr(serving, "_started", start)
+    report = serving.run(traffic_config, prompts, {"vLLM": f"{url}/"})
+    assert [name for name, *_ in started] == ["serve_vanilla.yaml", "serve_speculative.yaml"]
+    assert started[0][1:] == ("none", []) and started[1][1] is None
+    assert list(report["ways"]) == ["vanilla", "speculative", "vLLM"]
+    for way in report["ways"].values():
+        assert [level["requests"] for level in way["levels"]] == [4, 6, 4]
+        assert all(level["identical"] == level["requests"] and level["failed"] == 0 for level in way["levels"])
+        assert all(level["tokens"] == TOKENS * level["requests"] for level in way["levels"])
+    assert len(asked) == 3 * (1 + 4 + 6 + 4) and asked[0]["max_tokens"] == TOKENS
+    levels = asked[1:5], asked[5:11]
+    assert levels[0][0]["messages"] != levels[1][0]["messages"] or len({str(x["messages"]) for x in asked}) == 4
+    folder = pathlib.Path(traffic_config.run_dir, "benchmark")
+    assert "<svg" in (folder / "serve.html").read_text()
+    serving.run(traffic_config, prompts, {"vLLM": f"{url}/"})
+    assert len(asked) == 45, "measured again"
+    slower = dataclasses.replace(traffic_config, traffic=dataclasses.replace(traffic_config.traffic, requests=5))
+    serving.run(slower, prompts)
+    assert len(asked) == 45 + 2 * (1 + 5 + 6 + 5)
+
+
+def test_what_cannot_be_measured_is_refused(traffic_config, prompts, tmp_path, capsys):
+    for traffic in ({"concurrency": []}, {"concurrency": [0]}, {"rates": [0.0]}, {"requests": 0}):
+        with pytest.raises(ConfigError, match="traffic.(concurrency|rates|requests): got"):
+            configuration.from_dict({"run_dir": "x", "traffic": traffic})
+    with pytest.raises(ValueError, match="--compare: got the name vanilla"):
+        serving.run(traffic_config, prompts, {"vanilla": "http://127.0.0.1:1/v1"})
+    with pytest.raises(ValueError, match="expected a server of OpenAI's API"):
+        serving.model_of("http://127.0.0.1:1/v1")
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(configuration.to_dict(traffic_config)))
+    with pytest.raises(SystemExit, match=r"--compare: got vllm, expected NAME=http"):
+        benchmark.main(["serve", "--compare", "vllm", "--config", str(path), "--prompts", str(prompts)])
+
+
+def test_a_server_that_does_not_start_is_an_error(traffic_config, prompts):
+    broken = dataclasses.replace(
+        traffic_config, target=dataclasses.replace(traffic_config.target, name="/no/such/folder")
+    )
+    with pytest.raises(ValueError, match="serve_vanilla.yaml: got status 1 from the server"):
+        serving.run(broken, prompts)
+
+
+@pytest.mark.long
+def test_real_servers_answer_alike(tmp_path):
+    """With drafts and without, both started by the verb."""
+    run = tiny.make_run(tmp_path / "run")
+    values = yaml.safe_load(run.config.read_text())
+    values["traffic"] = {"concurrency": [1, 4], "requests": 8, "max_tokens": 24}
+    values["serve"] = {"batch_size": 4, "max_length": 128}
+    run.config.write_text(yaml.safe_dump(values))
+    command = [sys.executable, "-m", "eagle3_jax.benchmark", "serve", "--config", run.config.name]
+    subprocess.run(
+        [*command, "--prompts", "run/prompts/held_out.jsonl"],
+        cwd=run.config.parent,
+        env=tiny.environment(),
+        timeout=1800,
+        check=True,
+    )
+    report = json.loads((run.config.parent / "run/benchmark/serve.json").read_text())
+    for way in report["ways"].values():
+        assert all(level["identical"] == level["requests"] == 8 for level in way["levels"])
