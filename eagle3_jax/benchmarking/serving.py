@@ -187,7 +187,7 @@ def _finished(path: pathlib.Path, identity: dict[str, Any]) -> dict[str, Any] | 
         found = manifest.read_json(path)
     except (OSError, ValueError):
         return None
-    return found["measured"] if found.get("identity") == json.loads(json.dumps(identity)) else None
+    return found["measured"] if found.get("identity") == identity else None
 
 
 def table(report: dict[str, Any]) -> str:
