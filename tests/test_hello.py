@@ -11,25 +11,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tools"))
 import hello
 
 from eagle3_jax.config import TargetConfig
-from eagle3_jax.decoding import programs
-from eagle3_jax.decoding.request import Piece
 from eagle3_jax.models.registry import load_target
 
 TOKENIZER = tiny.make_tokenizer()
-
-
-def piece(count: int, rounds: int, accepted: int) -> Piece:
-    return Piece("", list(range(count)), None, rounds, accepted)
-
-
-def test_a_round_s_drafts_have_their_depths_and_its_last_token_none():
-    assert hello.depths(piece(4, 1, 3), first=False) == [1, 2, 3, 0]
-    assert hello.depths(piece(4, 1, 2), first=True) == [0, 1, 2, 0]
-    assert hello.depths(piece(1, 1, 0), first=False) == [0]
-    assert hello.depths(piece(1, 0, 0), first=True) == [0]
-    assert hello.depths(piece(2, 1, 3), first=False) == [1, 2]  # cut by the limit
-    with pytest.raises(ValueError, match="got a piece of 2, expected 1"):
-        hello.depths(piece(6, 2, 4), first=False)
 
 
 def test_brackets_stand_around_what_each_round_accepted():
@@ -60,7 +44,6 @@ def test_the_table_adds_up():
 @pytest.mark.slow
 @pytest.mark.any_jax
 def test_answers_are_streamed_twice_and_compared(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(programs, "ROUNDS", programs.ROUNDS)  # restored afterwards
     monkeypatch.setattr(hello, "MAX_TOKENS", 24)
     folder = tiny.write_target(tmp_path)
     hello.run(load_target(TargetConfig(name=str(folder), aux_layers=(1, 2, 3))), "lookup", colours=False)

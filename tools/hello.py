@@ -17,10 +17,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from eagle3_jax import Engine, SamplingParams, command, load_target
-from eagle3_jax.decoding import programs
 from eagle3_jax.decoding.detokenizer import Detokenizer
 from eagle3_jax.decoding.measure import first_difference
-from eagle3_jax.decoding.request import Piece
 from eagle3_jax.models.registry import Target
 
 # Two that make their answers quote them, as edits of text and code do, and one that does not.
@@ -54,18 +52,6 @@ class Streamed:
     seconds: float
 
 
-def depths(piece: Piece, *, first: bool) -> list[int]:
-    """The depth of each token's draft, 0 of the target's own.
-
-    Args:
-        piece: of one round at most. first: it begins the answer, whose first token came from no round.
-    """
-    if piece.rounds > 1:
-        raise ValueError(f"rounds: got a piece of {piece.rounds}, expected 1: their order is not known")
-    rounds = [*range(1, piece.accepted + 1), 0] * piece.rounds
-    return ([0] * first + rounds)[: len(piece.token_ids)]
-
-
 class Marker:
     """Text of tokens, the accepted drafts among it marked: by colours, or by brackets around those of a round."""
 
@@ -90,14 +76,14 @@ def stream(
     engine: Engine, prompt: str, params: SamplingParams, show: Callable[[str], object], *, colours: bool
 ) -> Streamed:
     """Answers a prompt and shows the text as it comes."""
-    marker, ids, rounds, accepted, drafted = Marker(engine.tokenizer, colours=colours), [], 0, 0, 0
-    start = time.perf_counter()
-    for piece in engine.stream(prompt, params):
-        of = depths(piece, first=not ids)
-        show(marker.mark(piece.token_ids, of, last=piece.finish_reason is not None))
-        ids, rounds, accepted = ids + piece.token_ids, rounds + piece.rounds, accepted + piece.accepted
-        drafted += sum(depth > 0 for depth in of)
-    return Streamed(ids, rounds, accepted, drafted, time.perf_counter() - start)
+    marker, drafted, start = Marker(engine.tokenizer, colours=colours), 0, time.perf_counter()
+    request = engine.submit(prompt, params)
+    for piece in request:
+        show(marker.mark(piece.token_ids, piece.depths, last=piece.finish_reason is not None))
+        drafted += sum(depth > 0 for depth in piece.depths)
+    seconds, output = time.perf_counter() - start, request.result()
+    accepted = sum(output.stats.accepted_per_position)
+    return Streamed(output.token_ids, output.stats.rounds, accepted, drafted, seconds)
 
 
 def table(answers: Iterable[tuple[str, Streamed, Streamed]]) -> str:
@@ -138,8 +124,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(target: Target, draft: str, *, colours: bool) -> None:
     """Answers each prompt twice and compares. Raises ValueError: a head of another target, or answers that differ."""
-    # A dispatch of one round: then each piece is one, and its tokens are known to be drafts or not.
-    programs.ROUNDS = 1
     start = time.monotonic()
     print("Compiling, and measuring what drafts cost here ...", flush=True)
     vanilla = Engine.load(target, None, max_length=MAX_LENGTH, prefix_cache=False)

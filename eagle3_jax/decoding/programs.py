@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -240,6 +241,7 @@ def empty_state(models: Models, sizes: Sizes, tiers: Sequence[Tier], kv_dtype: A
         draft_cache=None if draft is None else draft.head.empty_pages(pages, page_size),
         draft_state=None if draft is None else jnp.zeros((batch, draft.head.config.hidden_size), draft.head.fc.dtype),
         history=jnp.zeros((batch, sizes.slots + 1), jnp.int32) if copies(tiers) else None,
+        ends=jnp.zeros((batch, ROUNDS), jnp.int32),
     )
     if draft is not None and not all(tier.head for tier in tiers):
         width = draft.head.config.num_aux_layers * draft.head.config.target_hidden_size
@@ -365,6 +367,7 @@ def decode(
         rounds=jnp.zeros_like(state.rounds),
         drafted=jnp.zeros_like(state.drafted),
         accepted=jnp.zeros_like(state.accepted),
+        ends=jnp.zeros((len(state.done), ROUNDS), jnp.int32),
     )
     stop_at = jnp.minimum(state.done.sum() + enough, len(state.done))
     target, draft = models.modules()
@@ -380,7 +383,8 @@ def decode(
     )
     unread = jnp.zeros_like(state.rounds) if state.unread is None else state.unread.count
     counts = [state.num_output, state.rounds, state.drafted, unread]
-    columns = [state.done, state.failed, *counts, state.accepted, state.output]
+    assert state.ends is not None
+    columns = [state.done, state.failed, *counts, state.accepted, state.ends, state.output]
     if not greedy and state.logprobs is not None:
         columns += _logprob_columns(state.logprobs)
     return state, _report(columns)
@@ -471,11 +475,13 @@ class Progress:
     """What one dispatch did for one request, on the host.
 
     Attributes:
+        depths: of each token's draft, 0 of the target's own.
         drafted: rounds with drafts. unread: tokens that the head has missed while it rested.
         logprobs: (of the token, (token, of it) of the best ones) for each token; empty where nobody asks.
     """
 
     token_ids: list[int]
+    depths: list[int]
     done: bool
     failed: bool
     rounds: int
@@ -489,23 +495,37 @@ def first_progress(row: np.ndarray, best: int | None) -> Progress:
     """A row of `prefill`'s report. `best`: logprobs that it has at each place, None where they are not asked for."""
     failed = bool(row[2])
     tokens = [] if failed else [int(row[0])]
-    return Progress(tokens, bool(row[1]), failed, 0, 0, 0, [], _logprobs(row[3:], 1, best, 1))
+    return Progress(tokens, [0] * len(tokens), bool(row[1]), failed, 0, 0, 0, [], _logprobs(row[3:], 1, best, 1))
 
 
 def progress(row: np.ndarray, steps: int, best: int | None) -> Progress:
     """A row of `decode`'s report. `best`: see `first_progress`."""
     done, failed, count, taken, drafted, unread = (int(x) for x in row[:6])
-    room, tokens = ROUNDS * (steps + 1), row[6 + steps :]
+    accepted, ends, tokens = np.split(row[6:], [steps, steps + ROUNDS])
+    room = ROUNDS * (steps + 1)
     return Progress(
         tokens[:count].tolist(),
+        _depths(ends.tolist(), sum(accepted.tolist())),
         bool(done),
         bool(failed),
         taken,
         drafted,
         unread,
-        row[6 : 6 + steps].tolist(),
+        accepted.tolist(),
         _logprobs(tokens[room:], room, best, count),
     )
+
+
+def _depths(ends: list[int], accepted: int) -> list[int]:
+    """Of each token's draft. A round gives its accepted drafts, then a token of the target's own; the last may be cut.
+
+    Args:
+        ends: see `State`. accepted: drafts, in all rounds together; more than are here where the limit cut them.
+    """
+    lengths = [end - start for start, end in itertools.pairwise([0, *ends]) if end > start]
+    found = [depth for length in lengths[:-1] for depth in (*range(1, length), 0)]
+    before = sum(length - 1 for length in lengths[:-1])
+    return found + [depth if depth <= accepted - before else 0 for depth in range(1, sum(lengths[-1:]) + 1)]
 
 
 def _logprobs(

@@ -82,17 +82,15 @@ class Piece:
     """A part of a streamed answer; the last one has the finish reason. Text never ends inside a character.
 
     Attributes:
-        rounds: of the target, that chose these tokens. accepted: drafts, in all of them together. Each round gives its
-            accepted drafts, then a token of the target's own; the answer's first token came from no round. Where the
-            answer is cut (by its end or by `max_tokens`) the last round gave more than is here.
+        depths: of each token's draft in its round's tree; 0 where the token is the target's own. A round gives its
+            accepted drafts (1, 2, ...), then one of the target's own, unless the answer ends before.
         logprobs: one for each of the tokens, where the request asked for them.
     """
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None
-    rounds: int
-    accepted: int
+    depths: list[int]
     logprobs: list[Logprob] | None = None
 
 
@@ -135,13 +133,14 @@ class Request:
         self._submitted = time.monotonic()
         self._first: float | None = None
         self._token_ids: list[int] = []
+        self._depths: list[int] = []
         self._logprobs: list[Logprob] = []
         self._rounds = 0
         self._accepted: list[int] = []
         self._listeners: list[Callable[[], None]] = []
         # Of those who take pieces.
         self._detokenizer = Detokenizer(tokenizer)
-        self._counted = self._taken = (0, 0, 0)  # tokens, rounds, accepted drafts: that there are, and that were taken
+        self._ready = self._taken = 0  # tokens: that there are, and that were taken
         self._taken_text = 0
         self._ended = self._streamed = False
 
@@ -195,23 +194,21 @@ class Request:
             self._listeners.remove(wake)
 
     def _has_news(self) -> bool:
-        return self.done or self._counted[0] > self._taken[0]
+        return self.done or self._ready > self._taken
 
     def _piece(self) -> Piece:
         output = self.output  # before the tokens: those of an ended request are all there
-        counted, taken = self._counted, self._taken
-        ids = self._token_ids[taken[0] : counted[0]]
-        asked = self.params.logprobs is not None
-        logprobs = self._logprobs[taken[0] : counted[0]] if asked else None
+        new = slice(self._taken, self._ready)
+        ids = self._token_ids[new]
+        logprobs = None if self.params.logprobs is None else self._logprobs[new]
         if self._scanner is None:
             text = self._detokenizer.add(ids, last=output is not None)
         else:
             text = self._scanner.text[self._taken_text : None if output else self._scanner.settled]
             self._taken_text += len(text)
-        self._taken = counted
+        self._taken = new.stop
         self._ended = output is not None
-        rounds, accepted = counted[1] - taken[1], counted[2] - taken[2]
-        return Piece(text, ids, None if output is None else output.finish_reason, rounds, accepted, logprobs)
+        return Piece(text, ids, None if output is None else output.finish_reason, self._depths[new], logprobs)
 
     # For the engine.
 
@@ -247,8 +244,9 @@ class Request:
         if (asked := self.params.logprobs) is not None:
             for token, (value, best) in zip(progress.token_ids[:count], progress.logprobs, strict=False):
                 self._logprobs.append(Logprob(token, value, best[:asked]))
+        self._depths += progress.depths[:count]
         self._token_ids += progress.token_ids[:count]
-        self._counted = len(self._token_ids), self._rounds, sum(self._accepted)
+        self._ready = len(self._token_ids)
         if stopped:
             self.finish("stop")
         elif progress.failed:

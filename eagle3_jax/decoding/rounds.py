@@ -56,6 +56,7 @@ class State:
         draft_cache, draft_state: None without a draft head.
         history: the sequence's tokens, root included, where drafts are copied from it (`lookup`); else None.
         unread: what a resting head has missed; None where it never rests.
+        ends: `num_output` behind each round of one `decode`, 0 behind those that were not run; None where nobody asks.
     """
 
     cache: KVCache
@@ -77,6 +78,7 @@ class State:
     draft_state: Float[Array, "b h"] | None = None
     history: Int[Array, "b t"] | None = None
     unread: Unread | None = None
+    ends: Int[Array, "b rounds"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -490,10 +492,14 @@ def decode(
     def body(carry: tuple[Array, State]) -> tuple[Array, State]:
         number, state = carry
         if tree is None or draft is not None:
-            return number + 1, round_of(tree)(state)
-        assert state.history is not None
-        found = lookup.continuation(state.history, state.lengths, 1)[1] > 0  # where there is nothing to copy, no drafts
-        return number + 1, jax.lax.cond((found & ~state.done).any(), round_of(tree), round_of(None), state)
+            state = round_of(tree)(state)
+        else:
+            assert state.history is not None
+            found = lookup.continuation(state.history, state.lengths, 1)[1] > 0  # nothing to copy: no drafts
+            state = jax.lax.cond((found & ~state.done).any(), round_of(tree), round_of(None), state)
+        if state.ends is not None:
+            state = dataclasses.replace(state, ends=state.ends.at[:, number].set(state.num_output))
+        return number + 1, state
 
     return constrain(jax.lax.while_loop(proceed, body, (jnp.int32(0), state))[1], STATE_SHARDING_RULES)
 

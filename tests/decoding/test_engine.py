@@ -1,6 +1,7 @@
 """The engine: requests in, tokens out, whatever else is being answered."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -122,11 +123,15 @@ def test_streamed_pieces_join_to_the_answer(speculative):
         assert "".join(piece.text for piece in pieces) == whole.text
         assert [token for piece in pieces for token in piece.token_ids] == whole.token_ids
         assert pieces[-1].finish_reason == "length"
-        stats = whole.stats
-        counted = (sum(piece.rounds for piece in pieces), sum(piece.accepted for piece in pieces))
-        assert counted == (stats.rounds, sum(stats.accepted_per_position))
-        for i, piece in enumerate(pieces[:-1]):  # the limit cuts the last one
-            assert len(piece.token_ids) == piece.rounds + piece.accepted + (i == 0)
+        depths = [depth for piece in pieces for depth in piece.depths]
+        assert all(len(piece.depths) == len(piece.token_ids) for piece in pieces)
+        assert depths[0] == 0 and all(depth in (0, 1, before + 1) for before, depth in itertools.pairwise(depths))
+        for depth, accepted in enumerate(whole.stats.accepted_per_position, 1):
+            assert accepted - 1 <= depths.count(depth) <= accepted  # the limit cuts the last round
+        request = speculative.submit("hello", params)
+        request.result()
+        (at_once,) = request
+        assert (at_once.token_ids, at_once.depths) == (whole.token_ids, depths)
 
 
 def test_max_length_cuts_the_answer(speculative):
