@@ -160,7 +160,8 @@ class Engine:
         self.target, self.draft = self._runner.target, self._runner.draft
         self._pool = PagePool(sizes.pages, page_size, reuse=prefix_cache)
         self._eos = frozenset(target.config.eos_token_ids)
-        self._steps, self._best = tiers.depth_of(every), min(MAX_LOGPROBS, target.config.vocab_size)
+        self._best = min(MAX_LOGPROBS, target.config.vocab_size)
+        self._steps, self._nodes = tiers.depth_of(every), tiers.nodes_of(every)
         self._stats = EngineStats(pages=sizes.pages)
         self._scratch, self._copies = tiers.scratch_of(every), tiers.copies(every)
 
@@ -566,7 +567,10 @@ class Engine:
             if request.done:
                 continue
             best = None if request.params.logprobs is None else self._best
-            found = first_progress(rows[row], best) if tier is None else progress(rows[row], self._steps, best)
+            if tier is None:
+                found = first_progress(rows[row], best)
+            else:
+                found = progress(rows[row], self._steps, self._nodes, best)
             self._stats.rounds += found.rounds
             seen.append((request.acceptance, found.rounds, sum(found.accepted)))
             drafted += found.drafted

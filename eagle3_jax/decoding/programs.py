@@ -23,7 +23,8 @@ from eagle3_jax.decoding import resting, rounds
 from eagle3_jax.decoding.resting import Unread
 from eagle3_jax.decoding.rounds import State, TokenLogprobs
 from eagle3_jax.decoding.sampling import MAX_BIASED, MAX_LOGPROBS, MAX_STOP_IDS, LogitRules, Sampling
-from eagle3_jax.decoding.tiers import Tier, copies, depth_of, scratch_of
+from eagle3_jax.decoding.tiers import Tier, copies, depth_of, nodes_of, scratch_of
+from eagle3_jax.decoding.tree import LastTree
 from eagle3_jax.mesh import constrain
 from eagle3_jax.models.draft import Draft
 from eagle3_jax.models.llama import Llama
@@ -242,6 +243,7 @@ def empty_state(models: Models, sizes: Sizes, tiers: Sequence[Tier], kv_dtype: A
         draft_state=None if draft is None else jnp.zeros((batch, draft.head.config.hidden_size), draft.head.fc.dtype),
         history=jnp.zeros((batch, sizes.slots + 1), jnp.int32) if copies(tiers) else None,
         ends=jnp.zeros((batch, ROUNDS), jnp.int32),
+        last_tree=LastTree.empty(batch, nodes_of(tiers)),
     )
     if draft is not None and not all(tier.head for tier in tiers):
         width = draft.head.config.num_aux_layers * draft.head.config.target_hidden_size
@@ -384,7 +386,9 @@ def decode(
     unread = jnp.zeros_like(state.rounds) if state.unread is None else state.unread.count
     counts = [state.num_output, state.rounds, state.drafted, unread]
     assert state.ends is not None
-    columns = [state.done, state.failed, *counts, state.accepted, state.ends, state.output]
+    assert state.last_tree is not None
+    tree = [state.last_tree.tokens, state.last_tree.parents, state.last_tree.taken]
+    columns = [state.done, state.failed, *counts, state.accepted, state.ends, *tree, state.output]
     if not greedy and state.logprobs is not None:
         columns += _logprob_columns(state.logprobs)
     return state, _report(columns)
@@ -471,17 +475,45 @@ def _report(columns: list[Array]) -> Int[Array, "b report"]:
 
 
 @dataclasses.dataclass(frozen=True)
+class RoundTree:
+    """What one round drafted.
+
+    Attributes:
+        token_ids: the root, which was chosen before, and the drafts. parents: node indices, -1 of the root.
+        accepted: the root and the drafts that the target accepted.
+    """
+
+    token_ids: list[int]
+    parents: list[int]
+    accepted: list[bool]
+
+    @classmethod
+    def of(cls, row: Int[np.ndarray, "3 n"]) -> RoundTree:
+        """Of a row of `LastTree`, whose unused places are left out."""
+        tokens, parents, taken = row.tolist()
+        kept = [node for node, parent in enumerate(parents) if node == 0 or parent >= 0]
+        place = {node: number for number, node in enumerate(kept)} | {-1: -1}
+        return cls(
+            [tokens[node] for node in kept],
+            [place[parents[node]] for node in kept],
+            [bool(taken[node]) for node in kept],
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class Progress:
     """What one dispatch did for one request, on the host.
 
     Attributes:
         depths: of each token's draft, 0 of the target's own.
+        tree: a row of `LastTree` [3, nodes]; None where no round was run.
         drafted: rounds with drafts. unread: tokens that the head has missed while it rested.
         logprobs: (of the token, (token, of it) of the best ones) for each token; empty where nobody asks.
     """
 
     token_ids: list[int]
     depths: list[int]
+    tree: np.ndarray | None
     done: bool
     failed: bool
     rounds: int
@@ -495,17 +527,22 @@ def first_progress(row: np.ndarray, best: int | None) -> Progress:
     """A row of `prefill`'s report. `best`: logprobs that it has at each place, None where they are not asked for."""
     failed = bool(row[2])
     tokens = [] if failed else [int(row[0])]
-    return Progress(tokens, [0] * len(tokens), bool(row[1]), failed, 0, 0, 0, [], _logprobs(row[3:], 1, best, 1))
+    return Progress(tokens, [0] * len(tokens), None, bool(row[1]), failed, 0, 0, 0, [], _logprobs(row[3:], 1, best, 1))
 
 
-def progress(row: np.ndarray, steps: int, best: int | None) -> Progress:
-    """A row of `decode`'s report. `best`: see `first_progress`."""
+def progress(row: np.ndarray, steps: int, nodes: int, best: int | None) -> Progress:
+    """A row of `decode`'s report.
+
+    Args:
+        steps, nodes: `depth_of` and `nodes_of` the engine's tiers. best: see `first_progress`.
+    """
     done, failed, count, taken, drafted, unread = (int(x) for x in row[:6])
-    accepted, ends, tokens = np.split(row[6:], [steps, steps + ROUNDS])
+    accepted, ends, tree, tokens = np.split(row[6:], np.cumsum([steps, ROUNDS, 3 * nodes]))
     room = ROUNDS * (steps + 1)
     return Progress(
         tokens[:count].tolist(),
         _depths(ends.tolist(), sum(accepted.tolist())),
+        tree.reshape(3, nodes) if taken else None,
         bool(done),
         bool(failed),
         taken,

@@ -9,10 +9,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import numpy as np
+
 from eagle3_jax.decoding.detokenizer import Detokenizer, StopScanner
 from eagle3_jax.decoding.pages import Lease
 from eagle3_jax.decoding.policy import Acceptance
-from eagle3_jax.decoding.programs import Progress
+from eagle3_jax.decoding.programs import Progress, RoundTree
 from eagle3_jax.decoding.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
@@ -84,6 +86,7 @@ class Piece:
     Attributes:
         depths: of each token's draft in its round's tree; 0 where the token is the target's own. A round gives its
             accepted drafts (1, 2, ...), then one of the target's own, unless the answer ends before.
+        tree: of the last round that was run by then; None in front of the first one.
         logprobs: one for each of the tokens, where the request asked for them.
     """
 
@@ -91,6 +94,7 @@ class Piece:
     token_ids: list[int]
     finish_reason: FinishReason | None
     depths: list[int]
+    tree: RoundTree | None
     logprobs: list[Logprob] | None = None
 
 
@@ -134,6 +138,7 @@ class Request:
         self._first: float | None = None
         self._token_ids: list[int] = []
         self._depths: list[int] = []
+        self._tree: np.ndarray | None = None
         self._logprobs: list[Logprob] = []
         self._rounds = 0
         self._accepted: list[int] = []
@@ -208,7 +213,9 @@ class Request:
             self._taken_text += len(text)
         self._taken = new.stop
         self._ended = output is not None
-        return Piece(text, ids, None if output is None else output.finish_reason, self._depths[new], logprobs)
+        reason = None if output is None else output.finish_reason
+        tree = None if self._tree is None else RoundTree.of(self._tree)
+        return Piece(text, ids, reason, self._depths[new], tree, logprobs)
 
     # For the engine.
 
@@ -244,6 +251,8 @@ class Request:
         if (asked := self.params.logprobs) is not None:
             for token, (value, best) in zip(progress.token_ids[:count], progress.logprobs, strict=False):
                 self._logprobs.append(Logprob(token, value, best[:asked]))
+        if progress.tree is not None:
+            self._tree = progress.tree
         self._depths += progress.depths[:count]
         self._token_ids += progress.token_ids[:count]
         self._ready = len(self._token_ids)

@@ -24,7 +24,7 @@ from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding import lookup
 from eagle3_jax.decoding.resting import Unread
 from eagle3_jax.decoding.sampling import BONUS, COINS, Sampling, draw, probabilities
-from eagle3_jax.decoding.tree import TokenTree, chain, feed, grow, root_only, scratch_slots
+from eagle3_jax.decoding.tree import LastTree, TokenTree, chain, feed, grow, root_only, scratch_slots
 from eagle3_jax.decoding.verify import Walk, pretend, row_of, verify
 from eagle3_jax.kernels.vocabulary import argmax
 from eagle3_jax.mesh import constrain
@@ -57,6 +57,7 @@ class State:
         history: the sequence's tokens, root included, where drafts are copied from it (`lookup`); else None.
         unread: what a resting head has missed; None where it never rests.
         ends: `num_output` behind each round of one `decode`, 0 behind those that were not run; None where nobody asks.
+        last_tree: of the last round that each took part in; None where nobody asks.
     """
 
     cache: KVCache
@@ -79,6 +80,7 @@ class State:
     history: Int[Array, "b t"] | None = None
     unread: Unread | None = None
     ends: Int[Array, "b rounds"] | None = None
+    last_tree: LastTree | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -264,6 +266,9 @@ def advance(
     nodes, state = propose(target, draft, state, tree=tree, greedy=greedy)
     head = draft is not None
     judged, state = judge(target, state, nodes, tree=tree, head=head, greedy=greedy, simulated=simulated)
+    if state.last_tree is not None:
+        last_tree = state.last_tree.note(nodes, judged.walk.path, ~state.done)
+        state = dataclasses.replace(state, last_tree=last_tree)
     return extend(target, draft, state, judged, greedy=greedy)
 
 

@@ -92,6 +92,11 @@ def depth_of(tiers: Sequence[Tier]) -> int:
     return max(0 if tier.tree is None else tier.tree.depth for tier in tiers)
 
 
+def nodes_of(tiers: Sequence[Tier]) -> int:
+    """Most nodes of a round's tree, the root included, in any of them."""
+    return max(1 if tier.tree is None else tier.tree.num_draft_tokens for tier in tiers)
+
+
 def scratch_of(tiers: Sequence[Tier]) -> int:
     """Cache slots behind the committed tokens that one round of any of them writes to."""
     return max(scratch_slots(tier.tree) for tier in tiers)

@@ -68,6 +68,36 @@ class Drawn:
     copied: bool = dataclasses.field(metadata={"static": True})
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LastTree:
+    """What a sequence's last round drafted, for those who watch; -1 in places that the round had no use for.
+
+    Attributes:
+        parents: node indices. taken: the root, and the drafts that were accepted.
+    """
+
+    tokens: Int[Array, "b n"]
+    parents: Int[Array, "b n"]
+    taken: Bool[Array, "b n"]
+
+    @classmethod
+    def empty(cls, batch: int, nodes: int) -> LastTree:
+        none = jnp.full((batch, nodes), -1, jnp.int32)
+        return cls(none, none, jnp.zeros((batch, nodes), bool))
+
+    def note(self, nodes: TokenTree, path: Int[Array, "b p"], running: Bool[Array, " b"]) -> LastTree:
+        """Args: path: nodes that were taken, see `Walk`. running: sequences that took part in this round."""
+        room = self.tokens.shape[1] - nodes.tokens.shape[1]
+        taken = (path[:, :, None] == jnp.arange(self.tokens.shape[1])[None, None]).any(axis=1)
+
+        def padded(x: Array) -> Array:
+            return jnp.pad(x, ((0, 0), (0, room)), constant_values=-1)
+
+        new = LastTree(padded(nodes.tokens), padded(nodes.parents), taken)
+        return jax.tree.map(lambda x, old: jnp.where(running[:, None], x, old), new, self)
+
+
 def chain(root: Int[Array, " b"], drafts: Int[Array, "b c"]) -> TokenTree:
     """Drafts that follow each other."""
     tokens = jnp.concatenate([root[:, None], drafts], axis=1)

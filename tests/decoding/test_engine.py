@@ -128,6 +128,12 @@ def test_streamed_pieces_join_to_the_answer(speculative):
         assert depths[0] == 0 and all(depth in (0, 1, before + 1) for before, depth in itertools.pairwise(depths))
         for depth, accepted in enumerate(whole.stats.accepted_per_position, 1):
             assert accepted - 1 <= depths.count(depth) <= accepted  # the limit cuts the last round
+        for i, piece in enumerate(pieces[:-1]):
+            tree, shown = piece.tree, [x for before in pieces[: i + 1] for x in before.token_ids]
+            drafts = piece.depths[-2] if len(piece.depths) > 1 else 0
+            taken = [token for token, accepted in zip(tree.token_ids, tree.accepted, strict=True) if accepted]
+            assert taken == shown[-drafts - 2 : -1] and tree.parents[0] == -1  # root and drafts; then the bonus
+            assert len(tree.token_ids) == 4 and tree.parents[1:] == [0, 1, 2]
         request = speculative.submit("hello", params)
         request.result()
         (at_once,) = request
