@@ -35,7 +35,7 @@ from eagle3_jax.decoding.request import QueueFullError, Request
 from eagle3_jax.decoding.request import Stats as Stats
 from eagle3_jax.decoding.runner import ModelRunner, tokens_that_fit
 from eagle3_jax.decoding.sampling import MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
-from eagle3_jax.decoding.tiers import Tier
+from eagle3_jax.decoding.tiers import VANILLA, Tier
 from eagle3_jax.formats.heads import load_draft
 from eagle3_jax.mesh import decoding_mesh
 from eagle3_jax.models.draft import Draft
@@ -266,13 +266,21 @@ class Engine:
             request.abort()
 
     def submit(
-        self, prompt: Prompt, params: SamplingParams = GREEDY, *, timeout: float | None = None, sample: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams = GREEDY,
+        *,
+        timeout: float | None = None,
+        sample: int = 0,
+        drafts: bool = True,
     ) -> Request:
         """Hands in a request, which waits for its turn: see `Request`.
 
         Args:
             timeout: seconds; what is not answered by then ends with what there is ("timeout").
             sample: which of several answers to one prompt and seed.
+            drafts: False drafts nothing while all that runs asks for that, to compare with; needs an engine that may
+                choose vanilla decoding (`tree="auto"`, or several).
 
         Raises:
             ValueError: an impossible request. QueueFullError: `queue_limit` requests wait already.
@@ -285,7 +293,10 @@ class Engine:
             raise RuntimeError("submit: got an engine with simulated_acceptance, which is for benchmarks alone")
         if self._runner.mesh is not None and processes.count() > 1:
             raise RuntimeError("submit: got a mesh of several processes, expected one; there use `generate`")
+        if not drafts and VANILLA not in self.tiers.tiers:
+            raise ValueError("drafts: got False, expected an engine with a choice: this one drafts always")
         request = self._request("prompt", prompt, params, sample)
+        request.drafts = drafts
         if timeout is not None:
             request.deadline = time.monotonic() + timeout
         with self._changes:
@@ -530,7 +541,8 @@ class Engine:
         """How the next rounds are run; a head that rested catches up in front of those that need it."""
         behind = any(request.behind for request in running)
         seen = [request.acceptance for request in running]
-        tier = self.tiers.choose(seen, greedy=greedy, behind=behind, rounds=rounds)
+        drafts = any(request.drafts for request in running)
+        tier = self.tiers.choose(seen, greedy=greedy, behind=behind, rounds=rounds, drafts=drafts)
         if tier.head and behind:
             self._runner.catch_up()
         for request in running:

@@ -122,6 +122,7 @@ class Request:
     ) -> None:
         self.ids, self.params, self.limit, self.sample = ids, params, limit, sample
         self.deadline: float | None = None  # on the clock of time.monotonic
+        self.drafts = True  # whether it asks for them
         self.output: Output | None = None
         # The engine's own notes.
         self.number = next(_numbers)

@@ -147,10 +147,14 @@ class TierChoice:
         fastest = promises[0].cost
         return [t for t, x in zip(self._priced[greedy], promises, strict=True) if x.cost <= fastest * (1 + x.most)]
 
-    def choose(self, requests: Sequence[Acceptance], *, greedy: bool, behind: bool, rounds: int) -> Tier:
-        """The tier of the next dispatch: see `TierPolicy.choose`."""
+    def choose(
+        self, requests: Sequence[Acceptance], *, greedy: bool, behind: bool, rounds: int, drafts: bool = True
+    ) -> Tier:
+        """The tier of the next dispatch: see `TierPolicy.choose`. Args: drafts: whether any request wants them."""
         tier = self.pinned or self.default
-        if self.pinned is None and greedy in self._policies:
+        if self.pinned is None and not drafts:
+            tier = VANILLA
+        elif self.pinned is None and greedy in self._policies:
             number = self._policies[greedy].choose(requests, behind=behind, rounds=rounds)
             tier = self._priced[greedy][number]
         self.dispatches[tier.name] += 1

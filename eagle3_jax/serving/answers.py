@@ -31,12 +31,14 @@ class Answers:
         params: SamplingParams,
         count: int,
         timeout: float,
+        *,
+        drafts: bool,
     ) -> None:
         """Hands in all of them, or none.
 
         Args:
             tasks: of the whole server, until they end.
-            count: answers to each prompt. timeout: seconds.
+            count: answers to each prompt. timeout: seconds. drafts: see `Engine.submit`.
 
         Raises:
             ApiError: more than may wait. ValueError: what the engine refuses.
@@ -48,7 +50,8 @@ class Answers:
         try:
             for ids in self.prompts:
                 for sample in range(self.count):
-                    self.requests.append(self._engine.submit(ids, self.params, timeout=timeout, sample=sample))
+                    request = self._engine.submit(ids, params, timeout=timeout, sample=sample, drafts=drafts)
+                    self.requests.append(request)
         except BaseException as error:
             self._engine.abort(*self.requests)
             if isinstance(error, QueueFullError):

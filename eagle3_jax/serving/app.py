@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import importlib.resources
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -25,8 +26,15 @@ from eagle3_jax.serving.answers import Answers
 from eagle3_jax.serving.errors import ApiError
 from eagle3_jax.serving.limits import Gate, Rate, read_body
 from eagle3_jax.serving.metrics import Metrics
-from eagle3_jax.serving.shapes import DONE, ChatShape, CompletionShape, Envelope, Tokens, sent_event
+from eagle3_jax.serving.shapes import DONE, ChatShape, CompletionShape, Envelope, Tokens, sent_event, shown_drafts
 
+_PAGE = (importlib.resources.files("eagle3_jax.serving") / "page.html").read_text(encoding="utf-8")
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; form-action 'none'; frame-ancestors 'none'; base-uri 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
 _ENDING = 5.0  # seconds for requests to end that were aborted at the end of the server
 
 _log = logging.getLogger(__name__)
@@ -51,6 +59,7 @@ def make_app(engine: Engine, model: str, settings: ServeConfig, keys: Sequence[s
     return Starlette(
         routes=[
             Mount("/v1", routes=api, middleware=[gate]),
+            Route("/", server.page),
             Route("/health", server.health),
             Route("/metrics", server.metrics_text),
         ],
@@ -87,6 +96,10 @@ class _Server:
     async def complete(self, request: Request) -> Response:
         return await self._answer(request, protocol.Completion, CompletionShape(self._tokens))
 
+    async def page(self, _: Request) -> Response:
+        """A page to watch it draft; it asks this server alone."""
+        return Response(_PAGE, media_type="text/html", headers=_PAGE_HEADERS)
+
     async def models(self, request: Request) -> Response:
         entry = {"id": self.model, "object": "model", "created": self._created, "owned_by": "eagle3_jax"}
         entry["max_model_len"] = self.engine.max_length
@@ -121,12 +134,21 @@ class _Server:
         try:
             prompts = await encoding
             left = settings.request_timeout - (time.monotonic() - arrived)
-            answers = Answers(self.engine, self.metrics, self._tasks, prompts, params, asked.answers, max(left, 1e-3))
+            answers = Answers(
+                self.engine,
+                self.metrics,
+                self._tasks,
+                prompts,
+                params,
+                asked.answers,
+                max(left, 1e-3),
+                drafts=asked.drafts is not False,
+            )
         except ValueError as error:
             raise protocol.refusal(error, asked.field) from error
         envelope = Envelope(shape, self.model)
         if asked.stream:
-            events = _events(answers, shape, envelope, usage=asked.wants_usage, counts=asked.counts_on)
+            events = _events(answers, shape, envelope, asked)
             return _EventStream(answers, events, settings.client_timeout)
         async with answers:
             gone = asyncio.ensure_future(request.receive())  # behind its body a client says nothing but that it goes
@@ -157,14 +179,10 @@ async def _whole(answers: Answers) -> None:
 
 
 async def _events(
-    answers: Answers, shape: ChatShape | CompletionShape, envelope: Envelope, *, usage: bool, counts: bool
+    answers: Answers, shape: ChatShape | CompletionShape, envelope: Envelope, asked: protocol.Asked
 ) -> AsyncIterator[bytes]:
-    """The events of a stream; where answers fail, an error is the last one.
-
-    Args:
-        usage: the last event says how many tokens there were. counts: those in front of it how many there are.
-    """
-    more: dict[str, Any] = {"usage": None} if usage else {}
+    """The events of a stream; where answers fail, an error is the last one."""
+    more: dict[str, Any] = {"usage": None} if asked.wants_usage else {}
     written = 0
     try:
         for index in range(len(answers.requests)):
@@ -172,11 +190,12 @@ async def _events(
                 yield envelope.event(opening, **more)
         async for index, piece in answers.pieces():
             written += len(piece.token_ids)
-            if counts:
+            if asked.counts_on:
                 more = {"usage": answers.usage(written)}
             if piece.text or piece.token_ids or piece.finish_reason:
-                yield envelope.event(shape.part(index, piece), **more)
-        if usage:
+                drafts = {"drafts": shown_drafts(shape.tokens, piece)} if asked.shows_drafts else {}
+                yield envelope.event(shape.part(index, piece) | drafts, **more)
+        if asked.wants_usage:
             yield envelope.event(usage=answers.usage())
     except ApiError as error:
         yield sent_event(error.body())

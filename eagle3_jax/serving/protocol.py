@@ -104,12 +104,14 @@ class StreamOptions(pydantic.BaseModel):
     """Of a streamed answer.
 
     Attributes:
+        include_drafts: every choice says which of its tokens were drafts, and what the last round drafted.
         continuous_usage_stats: with `include_usage`, every event says how many tokens there are by then (vLLM's).
     """
 
     model_config = pydantic.ConfigDict(strict=True)
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_drafts: bool | None = None
 
 
 Stops = Annotated[tuple[str, ...], PlainValidator(_stops)]
@@ -123,6 +125,7 @@ class Asked(pydantic.BaseModel):
         field: that holds the prompt.
         n: answers to each prompt.
         temperature: 1.0 where nothing is said, as OpenAI has it; the engine's own default is greedy.
+        drafts: false answers without them, to compare with (`Engine.submit`).
         seed: drawn where nothing is said; the same seed gives the same answer.
     """
 
@@ -152,6 +155,7 @@ class Asked(pydantic.BaseModel):
     stop: Stops | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_IDS)] | None = None
     ignore_eos: bool | None = None
+    drafts: bool | None = None
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -170,6 +174,10 @@ class Asked(pydantic.BaseModel):
     def wants_usage(self) -> bool:
         """Whether the last event of a stream shall say how many tokens there were."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def shows_drafts(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_drafts)
 
     @property
     def counts_on(self) -> bool:

@@ -41,6 +41,24 @@ class Tokens:
         return found.decode(errors="replace"), found
 
 
+def shown_drafts(tokens: Tokens, piece: Piece) -> dict[str, Any]:
+    """An extension of OpenAI's events: which of a piece's tokens were drafts, and what the last round drafted.
+
+    Returns:
+        `tokens`: of each its `bytes` (none of a special token) and the `depth` of its draft, 0 of the target's own.
+        `tree`: `texts`, `parents` (-1: the root) and `accepted` of the last round's nodes; None in front of the first.
+    """
+    shown = [
+        {"bytes": list(tokens.show(token)[1] or b""), "depth": depth}
+        for token, depth in zip(piece.token_ids, piece.depths, strict=True)
+    ]
+    tree = None
+    if piece.tree is not None:
+        texts = [tokens.show(token)[0] for token in piece.tree.token_ids]
+        tree = {"texts": texts, "parents": piece.tree.parents, "accepted": piece.tree.accepted}
+    return {"tokens": shown, "tree": tree}
+
+
 def _byte_letters() -> dict[str, int]:
     """Byte-level BPE writes each byte as a letter: printable ones as themselves, the others as 256, 257, ..."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -54,7 +72,7 @@ class ChatShape:
     prefix, object, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, tokens: Tokens) -> None:
-        self._tokens = tokens
+        self.tokens = tokens
 
     def whole(self, index: int, output: Output) -> dict[str, Any]:
         return {
@@ -84,7 +102,7 @@ class ChatShape:
         return {"content": content, "refusal": None}
 
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
-        text, raw = self._tokens.show(token)
+        text, raw = self.tokens.show(token)
         return {"token": text, "logprob": logprob, "bytes": None if raw is None else list(raw)}
 
 
@@ -94,7 +112,7 @@ class CompletionShape:
     prefix, object, chunk = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, tokens: Tokens) -> None:
-        self._tokens = tokens
+        self.tokens = tokens
         self._written: dict[int, int] = {}
 
     def whole(self, index: int, output: Output) -> dict[str, Any]:
@@ -113,14 +131,14 @@ class CompletionShape:
     def _logprobs(self, index: int, logprobs: Sequence[Logprob]) -> dict[str, Any]:
         tokens, offsets = [], []
         for found in logprobs:
-            text, raw = self._tokens.show(found.token_id)
+            text, raw = self.tokens.show(found.token_id)
             tokens.append(text)
             offsets.append(self._written.get(index, 0))
             self._written[index] = offsets[-1] + (0 if raw is None else len(text))
         return {
             "tokens": tokens,
             "token_logprobs": [found.logprob for found in logprobs],
-            "top_logprobs": [{self._tokens.show(token)[0]: value for token, value in found.top} for found in logprobs],
+            "top_logprobs": [{self.tokens.show(token)[0]: value for token, value in found.top} for found in logprobs],
             "text_offset": offsets,
         }
 

@@ -140,6 +140,19 @@ def test_streamed_pieces_join_to_the_answer(speculative):
         assert (at_once.token_ids, at_once.depths) == (whole.token_ids, depths)
 
 
+def test_drafts_can_be_left_out_to_compare_with(toy, speculative):
+    choosing = make(toy, tree=[DraftTree(num_steps=2, num_draft_tokens=3)])
+    params = SamplingParams(max_tokens=20)
+    plain = choosing.submit("hello", params, drafts=False).result()
+    assert plain.stats.rounds == 19 and choosing.stats().tiers["vanilla"] > 0 == choosing.stats().tiers["chain 2"]
+    fast = choosing.submit("hello", params).result()
+    assert fast.token_ids == plain.token_ids and fast.stats.rounds < 19
+    together = choosing.submit("hello", params, drafts=False), choosing.submit("abc", params)
+    assert together[0].result().stats.rounds < 19  # one of them wants drafts
+    with pytest.raises(ValueError, match="drafts: got False, expected an engine with a choice"):
+        speculative.submit("hello", drafts=False)
+
+
 def test_max_length_cuts_the_answer(speculative):
     prompt = np.arange(120) % 20
     out = speculative.generate([prompt.tolist()], SamplingParams(max_tokens=100))[0]

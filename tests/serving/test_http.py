@@ -81,6 +81,34 @@ def test_every_event_counts_on_where_that_is_asked_for(served):
     assert len(set(counts)) > 2 and events[1].usage.prompt_tokens == events[-1].usage.prompt_tokens > 0
 
 
+def test_drafts_are_shown_to_who_asks_for_them(served):
+    body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 40, "stream": True, "ignore_eos": True}
+    assert "drafts" not in served.http.post("/v1/chat/completions", json=body).text
+    body["stream_options"] = {"include_drafts": True}
+    lines = served.http.post("/v1/chat/completions", json=body).text.splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    found = [choice for event in events for choice in event["choices"] if "drafts" in choice]
+    output = expected(served, MESSAGES, max_tokens=40, ignore_eos=True)
+    shown = [token for choice in found for token in choice["drafts"]["tokens"]]
+    assert b"".join(bytes(token["bytes"]) for token in shown).decode() == output.text
+    depths = [token["depth"] for token in shown]
+    assert len(depths) == 40 and sum(depth == 1 for depth in depths) == output.stats.accepted_per_position[0] > 0
+    for choice in found:
+        tree = choice["drafts"]["tree"]
+        assert tree is None or len(tree["texts"]) == len(tree["parents"]) == len(tree["accepted"]) <= 4
+    assert any(tree and sum(tree["accepted"]) > 1 for tree in (choice["drafts"]["tree"] for choice in found))
+    refused = served.http.post("/v1/chat/completions", json=body | {"drafts": False})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "drafts")  # it has no choice
+
+
+def test_the_page_asks_nobody_else(served):
+    answer = served.http.get("/")
+    assert answer.headers["Content-Type"].startswith("text/html")
+    assert answer.headers["Content-Security-Policy"].startswith("default-src 'none'; ")
+    hosts = set(re.findall(r"https?://[^\"' ]+", answer.text))
+    assert hosts == {"http://www.w3.org/2000/svg"} and "innerHTML" not in answer.text
+
+
 def test_completions_of_several_prompts(served):
     prompts: Any = ["apple bird", "river snow"]
     answer = served.client.completions.create(model=MODEL, prompt=prompts, temperature=0, n=2, max_tokens=8)
