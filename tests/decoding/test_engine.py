@@ -33,7 +33,7 @@ class Tokenizer:
         return "".join("" if skip_special_tokens and token == 23 else (LETTERS + "#")[token] for token in ids)
 
 
-def make(toy, tree: DraftTree | None = CHAIN, target=None, **kwargs) -> Engine:
+def make(toy, tree: DraftTree | list[DraftTree] | None = CHAIN, target=None, **kwargs) -> Engine:
     kwargs = {"batch_size": 2, "max_length": 128, **kwargs}
     return Engine(target or toy.target, Tokenizer(), None if tree is None else toy.good, tree or "auto", **kwargs)
 
