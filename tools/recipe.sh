@@ -7,7 +7,16 @@
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 AGAIN="Run the same command again: it goes on where it stopped."
-trap 'fail "stopped. $AGAIN"' INT TERM
+child=""
+trap '[[ -z $child ]] || kill "$child" 2>/dev/null; wait; fail "stopped. $AGAIN"' INT TERM
+
+# Linux shares the cores between sessions first (autogroups), where nice says nothing: a session of its own, and the
+# lowest priority for that too.
+lowest_priority() {
+  setsid bash -c '{ echo 19 >/proc/self/autogroup; } 2>/dev/null; exec nice -n 19 "$@"' lowest_priority "$@" &
+  child=$!
+  wait "$child"
+}
 
 [[ $# -eq 1 && -f $1 ]] || fail "got ${*:-nothing}, expected a config: bash tools/recipe.sh configs/smollm2_135m.yaml"
 config=$1
@@ -20,7 +29,7 @@ stage() {
   local verb=$1
   shift
   printf '\n== %s  (%d:%02d since the start)\n' "$verb" $((SECONDS / 60)) $((SECONDS % 60))
-  nice -n 19 "$VENV/bin/python" -m "eagle3_jax.$verb" --config "$config" "$@" ||
+  lowest_priority "$VENV/bin/python" -m "eagle3_jax.$verb" --config "$config" "$@" ||
     fail "'$verb' did not finish; what it said stands above. $AGAIN"
 }
 
