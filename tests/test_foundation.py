@@ -187,7 +187,7 @@ def test_each_lock_holds_what_a_role_adds(tmp_path):
         "decode.txt": f"base{hashed}",
         "train.txt": f"-r decode.txt\ntrain{hashed}",
         "test.txt": f"-r train.txt\ntest{hashed}reference{hashed}",
-        "tpu.txt": f"-r train.txt\ntpu{hashed}",
+        "tpu.txt": f"-r train.txt\ntpu{hashed}serve{hashed}",
     }
     # What was locked is what uv prefers; the build's requirements are locked too.
     assert sorted((machine.home / "pinned").read_text().split("\n")) == sorted(
