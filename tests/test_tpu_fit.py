@@ -109,7 +109,7 @@ config = configs.load(sys.argv[1])
 target = tpu_fit.read_config(tpu_fit.fetch(config.target.name), config.target.aux_layers)
 prefill, rounds = tpu_fit.evaluate(config, target, tpu_fit.topology_devices("v5e:1x2"))
 with jax.sharding.use_abstract_mesh(prefill.mesh.abstract_mesh):
-    left, _ = prefill.lower().compile().output_shardings
+    left, _ = prefill.trace().lower().compile().output_shardings
 def compare(path, leaf, place):
     assert leaf.sharding.is_equivalent_to(place, leaf.ndim), (path, leaf.sharding, place)
 jax.tree_util.tree_map_with_path(compare, rounds.arguments["state"], left)

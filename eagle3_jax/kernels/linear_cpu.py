@@ -4,6 +4,9 @@ XLA packs W anew in every product, which costs more than the product where x has
 kernel reads it: panels of some columns, each [k, columns]. Up to `rows` rows of x are multiplied with a panel in
 registers: one load of W serves all of them, so that 8 rows take about as long as one. A row's sum runs over k in order,
 whatever is beside it: its result does not depend on the number of rows, to the bit.
+
+Where the machine multiplies pairs of bfloat16 (AVX512_BF16), panels of bfloat16 hold two rows of W side by side, and a
+sum takes both in one instruction: half of the instructions that float32 takes.
 """
 
 from __future__ import annotations
@@ -19,24 +22,25 @@ from jaxtyping import Array, Float, Float32
 from llvmlite import ir
 
 from eagle3_jax.kernels import llvm
-from eagle3_jax.kernels.llvm import F32, I64, Buffer, Code, Value
+from eagle3_jax.kernels.llvm import F32, I32, I64, Buffer, Code, Value
 
 # (rows, columns) whose sums fit into the vector registers: 32 of 512 bits, or 16 of 256.
 _BLOCKS = {True: (8, 32), False: (4, 16)}
+_PAIRS = 16  # of bfloat16, of which one instruction takes so many
 _CHUNKS = 4  # for each thread, so that one that is held up holds up little
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Panels:
-    """A matrix [k, n] as the kernel reads it: its column j is panels[j // w, :, j % w].
+    """A matrix [k, n] as the kernel reads it: its column j is panels[j // w, :, j % w, :], flat.
 
     Attributes:
-        panels: float32 or bfloat16; zeros behind the last column.
+        panels: groups of 1 row, of bfloat16 also of 2, see `pack`. Zeros behind the last column and row.
         columns: n.
     """
 
-    panels: Any  # Float[Array, "p k w"], or what a tree of other leaves has in its place
+    panels: Any  # Float[Array, "p groups w group"], or what a tree of other leaves has in its place
     columns: int = dataclasses.field(metadata={"static": True})
 
     def __getitem__(self, index: Any) -> Panels:
@@ -48,19 +52,18 @@ class Panels:
     def dtype(self) -> Any:
         return self.panels.dtype
 
-    def astype(self, dtype: Any) -> Panels:
-        return self if self.dtype == dtype else dataclasses.replace(self, panels=self.panels.astype(dtype))
-
 
 def pack(matrix: Float[Array, "k n"]) -> Panels:
-    """The matrix in panels of this machine's width."""
-    width, columns = _BLOCKS[llvm.has_wide_vectors()][1], matrix.shape[1]
-    padded = np.pad(np.asarray(matrix), ((0, 0), (0, -columns % width)))
-    return Panels(jnp.asarray(padded.reshape(len(padded), -1, width).swapaxes(0, 1).copy()), columns)
+    """The matrix, float32 or bfloat16, in panels of this machine's width."""
+    width = _BLOCKS[llvm.has_wide_vectors()][1]
+    group = 2 if matrix.dtype == jnp.bfloat16 and llvm.has_bfloat16_products() else 1
+    padded = np.pad(np.asarray(matrix), ((0, -matrix.shape[0] % group), (0, -matrix.shape[1] % width)))
+    panels = padded.reshape(len(padded) // group, group, -1, width).transpose(2, 0, 3, 1)
+    return Panels(jnp.asarray(panels.copy()), matrix.shape[1])
 
 
 def product(x: Float[Array, "m k"], matrix: Panels) -> Float32[Array, "m n"]:
-    """x @ matrix in float32, summed in order of k; the matrix is cast to x's dtype, float32 or bfloat16."""
+    """x @ matrix in float32, summed in order of k; both of one dtype, float32 or bfloat16."""
     return _call("product", x, (matrix,))
 
 
@@ -70,31 +73,37 @@ def gated_product(x: Float[Array, "m k"], gate: Panels, up: Panels) -> Float32[A
 
 
 def _call(kind: str, x: Array, matrices: tuple[Panels, ...]) -> Array:
-    panels = [matrix.astype(x.dtype).panels for matrix in matrices]
-    count, _, width = panels[0].shape
+    panels = [matrix.panels for matrix in matrices]
+    if any(x.dtype != panel.dtype for panel in panels):
+        raise ValueError(f"x: got {x.dtype}, expected the panels' {panels[0].dtype}")
+    count, _, width, group = panels[0].shape
     rows, _ = _BLOCKS[llvm.has_wide_vectors()]
     name = llvm.kernel(
-        f"eagle3_jax_{kind}_{x.dtype}", write_product, rows, width, x.dtype.name, gated=len(matrices) > 1
+        f"eagle3_jax_{kind}_{x.dtype}_{group}", write_product, rows, width, x.dtype.name, group, gated=len(matrices) > 1
     )
     result = jax.ShapeDtypeStruct((x.shape[0], count * width), jnp.float32)
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % group)))
     return jax.ffi.ffi_call(name, result)(x, *panels)[:, : matrices[0].columns]
 
 
-def write_product(module: ir.Module, name: str, rows: int, width: int, dtype: str, *, gated: bool = False) -> None:
-    """The kernel (x [m, k], panels [p, k, w]) -> float32 [m, p * w]; a chunk is a few panels.
+def write_product(
+    module: ir.Module, name: str, rows: int, width: int, dtype: str, group: int, *, gated: bool = False
+) -> None:
+    """The kernel (x [m, k], panels [p, k / group, w, group]) -> float32 [m, p * w]; a chunk is a few panels.
 
     Args:
         rows, width: of a block in registers.
+        group: rows of the matrix that one instruction takes: 1, or 2 of bfloat16.
         gated: the panels are those of `gate`, and a third operand holds those of `up`.
     """
-    element = llvm.ELEMENTS[dtype]
+    element = llvm.ELEMENTS[dtype] if group == 1 else I32  # a pair is read as one number
     chunks = _CHUNKS * llvm.threads()
     blocks = [_write_block(module, f"{name}.rows{count}", count, width, element) for count in range(1, rows + 1)]
 
     def plan(code: Code, operands: Sequence[Buffer], results: Sequence[Buffer]) -> tuple[list[Value], Value]:
         x, *panels = operands
         count = panels[0].size(0)
-        values = [*(matrix.data for matrix in panels), x.data, results[0].data, count, x.size(0), x.size(1)]
+        values = [*(matrix.data for matrix in panels), x.data, results[0].data, count, x.size(0), panels[0].size(1)]
         return values, code.least(chunks, count)
 
     def body(code: Code, values: Sequence[Value], chunk: Value) -> None:
@@ -128,22 +137,33 @@ def write_product(module: ir.Module, name: str, rows: int, width: int, dtype: st
 
 
 def _write_block(module: ir.Module, name: str, rows: int, width: int, element: ir.Type) -> ir.Function:
-    """y[r, :] = sum over i of x[r, i] * panel[i, :] for so many rows, the sums in registers."""
-    pointer, kind = llvm.POINTER, llvm.vector(width)
+    """y[r, :] = sum over i of x[r, i] * panel[i, :] for so many rows, the sums in registers; i32 are pairs."""
+    part = _PAIRS if element == I32 else width  # of a panel's row, that one instruction takes
+    pointer, kind = llvm.POINTER, llvm.vector(part)
     code = llvm.define(module, name, [pointer] * 3 + [I64, I64])
     code.function.linkage = "internal"
     panel, x, y, k, stride = code.function.args
     for argument in (panel, x, y):
         argument.add_attribute("noalias")
+    starts = range(0, width, part)
     of_x = [code.at(x, code.mul(k, r), element) for r in range(rows)]
-    totals = [code.variable(kind, llvm.number(0.0, width)) for _ in range(rows)]
+    totals = [[code.variable(kind, llvm.number(0.0, part)) for _ in starts] for _ in range(rows)]
+
+    def load(place: Value, count: int) -> Value:
+        if element != I32:
+            return code.load_floats(place, count, element)
+        return code.load(place, I32 if count == 1 else ir.VectorType(I32, count), align=4)
+
     with code.loop(0, k) as i:
-        values = [code.broadcast(code.load_floats(code.at(row, i, element), 1, element), width) for row in of_x]
-        weights = code.load_floats(code.at(panel, code.mul(i, width), element), width, element)
-        for value, total in zip(values, totals, strict=True):
-            code.b.store(code.fma(value, weights, code.load(total, kind)), total)
-    for r, total in enumerate(totals):
-        code.b.store(code.load(total, kind), code.at(y, code.mul(stride, r), F32), align=4)
+        weights = [load(code.at(panel, code.add(code.mul(i, width), start), element), part) for start in starts]
+        for row, sums in zip(of_x, totals, strict=True):
+            value = code.broadcast(load(code.at(row, i, element), 1), part)
+            for weight, total in zip(weights, sums, strict=True):
+                add = code.dot_pairs if element == I32 else code.fma
+                code.b.store(add(value, weight, code.load(total, kind)), total)
+    for r, sums in enumerate(totals):
+        for start, total in zip(starts, sums, strict=True):
+            code.b.store(code.load(total, kind), code.at(y, code.add(code.mul(stride, r), start), F32), align=4)
     code.b.ret_void()
     code.finish()
     return code.function

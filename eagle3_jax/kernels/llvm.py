@@ -121,6 +121,12 @@ class Code:
         suffix = f"v{kind.count}f32" if isinstance(kind, ir.VectorType) else "f32"
         return self.call(f"llvm.fma.{suffix}", kind, a, b, c)
 
+    def dot_pairs(self, a: Value, b: Value, c: Value) -> Value:
+        """c + a[0] * b[0] + a[1] * b[1] of vectors of pairs of bfloat16, each an i32; see `has_bfloat16_products`."""
+        kind = c.type
+        step = ir.InlineAsm(ir.FunctionType(kind, [kind, a.type, b.type]), "vdpbf16ps $3, $2, $0", "=v,0,v,v")
+        return self.b.call(step, [c, a, b])
+
     def load_floats(self, place: Value, width: int, element: ir.Type) -> Value:
         """A vector of floats, or one where width is 1; bfloat16 are the upper halves of them."""
         single, half, whole = (kind if width == 1 else ir.VectorType(kind, width) for kind in (F32, I16, I32))
@@ -336,6 +342,7 @@ def compile_module(module: ir.Module, features: str = "") -> Any:
     """Compiles for this machine, without some `features` of it, such as "-avx512f". Returns the engine that owns it."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
+    llvm.initialize_native_asmparser()  # of `Code.dot_pairs`
     parsed = llvm.parse_assembly(str(module))
     parsed.verify()
     host = llvm.get_host_cpu_features().flatten()
@@ -380,6 +387,12 @@ def threads() -> int:
     """That XLA has; NPROC tells it so."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(allowed, int(os.environ.get("NPROC", allowed)))
+
+
+@functools.cache
+def has_bfloat16_products() -> bool:
+    """Whether this machine multiplies pairs of bfloat16 into float32 sums, 16 at a time (AVX512_BF16's VDPBF16PS)."""
+    return bool(llvm.get_host_cpu_features().get("avx512bf16"))
 
 
 @functools.cache

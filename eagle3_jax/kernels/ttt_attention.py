@@ -76,14 +76,16 @@ def document_starts(segment_ids: Int[Array, "b t"]) -> Int[Array, "b t"]:
 
 def _xla(queries: Array, keys: Array, values: Array, starts: Array, newest: Array) -> Array:
     block = jax.checkpoint(_attend_block)  # scores are cheaper to compute again than to keep
-    outputs = []
+    dtype, outputs = queries.dtype, []
+    # In float32: gradients of products of bfloat16 would multiply it by float32, at half the speed.
+    queries, keys, values = (x.astype(jnp.float32) for x in (queries, keys, values))
     for start in range(0, queries.shape[1], _QUERIES):
         rows, seen = slice(start, start + _QUERIES), slice(0, start + _QUERIES)
         index = jnp.arange(queries.shape[1])[None]
         visible = (index[:, None, seen] <= index[:, rows, None]) & (index[:, None, seen] >= starts[:, rows, None])
         later = keys[1:, :, rows], values[1:, :, rows]
         outputs.append(block(queries[:, rows], keys[0, :, seen], values[0, :, seen], *later, visible, newest))
-    return jnp.concatenate(outputs, axis=1)
+    return jnp.concatenate(outputs, axis=1).astype(dtype)
 
 
 def _attend_block(

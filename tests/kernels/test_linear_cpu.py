@@ -48,10 +48,10 @@ def test_a_row_is_the_same_whatever_stands_beside_it(dtype):
 def test_machines_with_narrower_vectors(dtype, features):
     name = f"test_{dtype}_{features}"
     module = ir.Module(name)
-    linear_cpu.write_product(module, name, 4, 16, dtype)
+    linear_cpu.write_product(module, name, 4, 16, dtype, 1)
     llvm.register(module, name, features)
     x, matrix = operands(7, 50, 48, dtype)
-    panels = matrix.reshape(50, 3, 16).swapaxes(0, 1)
+    panels = matrix.reshape(50, 3, 16, 1).swapaxes(0, 1)
     close(jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((7, 48), jnp.float32))(x, panels), x, matrix)
 
 
@@ -60,10 +60,10 @@ def test_many_calls_at_once(monkeypatch):
     monkeypatch.setattr(llvm, "threads", lambda: 5)
     name, width = "test_helpers", 16
     module = ir.Module(name)
-    linear_cpu.write_product(module, name, 4, width, "float32")
+    linear_cpu.write_product(module, name, 4, width, "float32", 1)
     llvm.register(module, name)
     x, matrix = operands(3, 64, 64, "float32")
-    panels = matrix.reshape(64, 4, width).swapaxes(0, 1)
+    panels = matrix.reshape(64, 4, width, 1).swapaxes(0, 1)
 
     @jax.jit
     def powers(x):
@@ -86,3 +86,9 @@ def test_more_tokens_than_the_vocabulary_has_are_refused(k):
     x, matrix = operands(2, 16, 48, "float32")
     with pytest.raises(ValueError, match=f"k: got {k}, expected 1 to the vocabulary's 48"):
         vocabulary_top_k(x, pack(matrix), k)
+
+
+def test_another_dtype_than_the_panels_is_refused():
+    x, matrix = operands(2, 16, 48, "float32")
+    with pytest.raises(ValueError, match="x: got bfloat16, expected the panels' float32"):
+        product(x.astype(jnp.bfloat16), pack(matrix))
