@@ -71,12 +71,17 @@ def run(
         ValueError: no usable prompts.
     """
     folder = config.folder("benchmark")
+    on_one_replica(config, lambda replica: _run(config, folder, pathlib.Path(prompts_path), compare, target, replica))
+    return manifest.read_json(folder / "decode.json")
+
+
+def on_one_replica(config: RunConfig, measure: Callable[[Replica], None]) -> None:
+    """Measures on the replica of the first process; the other processes wait for its end."""
     replica = own_replica(make_mesh(config.mesh))
     if 0 in replica.processes:
         with processes.among(replica.processes):
-            _run(config, folder, pathlib.Path(prompts_path), compare, target, replica)
+            measure(replica)
     processes.barrier()
-    return manifest.read_json(folder / "decode.json")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,7 @@ from eagle3_jax.benchmarking import decode
 from eagle3_jax.benchmarking.decode import Material
 from eagle3_jax.config import DraftTree, RunConfig
 from eagle3_jax.decoding.engine import Engine, SamplingParams
-from eagle3_jax.mesh import make_mesh, own_replica
+from eagle3_jax.mesh import Replica
 from eagle3_jax.models.registry import Target
 
 # Raced where `benchmark.trees` names none: chains, and trees as they are served.
@@ -59,7 +59,7 @@ class Race:
         if turns < 2:
             return float(np.exp(mean)), 0.0, float("inf")
         half = stats.t.ppf((1 + CONFIDENCE) / 2, turns - 1) * float(np.std(logs, ddof=1)) / turns**0.5
-        return tuple(float(np.exp(x)) for x in (mean, mean - half, mean + half))  # pyright: ignore[reportReturnType]
+        return float(np.exp(mean)), float(np.exp(mean - half)), float(np.exp(mean + half))
 
     def leader(self, among: Sequence[str]) -> str:
         """The fastest by its median over the turns that all of these had."""
@@ -85,14 +85,14 @@ def run(config: RunConfig, prompts_path: str | pathlib.Path, target: Target | No
         ValueError: no usable prompts.
     """
     folder = config.folder("benchmark")
-    replica = own_replica(make_mesh(config.mesh))
-    if 0 in replica.processes:
-        with processes.among(replica.processes):
-            what = Material.of(config, pathlib.Path(prompts_path), target, replica)
-            batches = [race(config, what, batch) for batch in config.benchmark.batch_sizes]
-            report = {**what.identity, "batches": batches, "config": configuration.to_dict(config)}
-            processes.agree(lambda: _write(folder, report, config))
-    processes.barrier()
+
+    def measure(replica: Replica) -> None:
+        what = Material.of(config, pathlib.Path(prompts_path), target, replica)
+        batches = [race(config, what, batch) for batch in config.benchmark.batch_sizes]
+        report = {**what.identity, "batches": batches, "config": configuration.to_dict(config)}
+        processes.agree(lambda: _write(folder, report, config))
+
+    decode.on_one_replica(config, measure)
     return manifest.read_json(folder / "tune.json")
 
 

@@ -43,8 +43,9 @@ class SamplingParams:
         max_tokens: answer at most this many tokens.
         min_tokens: no end of sequence and no stop token before this many; stop strings are not looked for before.
         seed: in float32 the answer is a function of the prompt, these parameters and the models alone: other requests
-            that are answered at the same time do not matter. In bfloat16 they may turn a near-tie, since shapes decide
-            how sums are rounded.
+            that are answered at the same time do not matter. The exception is a random number that lies at the border
+            between two tokens (one of some 10,000 drawn), where sums, rounded as shapes decide, choose between them;
+            in bfloat16, a near-tie of greedy tokens too.
         n: answers to one prompt, each with random numbers of its own.
         ignore_eos: go on after an end-of-sequence token (for measurements of speed).
         stop: strings that end the answer, wherever tokens begin and end; the text is cut in front of them.

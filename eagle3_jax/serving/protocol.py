@@ -6,6 +6,7 @@ they do; known ones that would change the answer, and are not built, are refused
 
 from __future__ import annotations
 
+import abc
 import re
 import reprlib
 import secrets
@@ -104,8 +105,8 @@ class StreamOptions(pydantic.BaseModel):
     """Of a streamed answer.
 
     Attributes:
-        include_drafts: every choice says which of its tokens were drafts, and what the last round drafted.
         continuous_usage_stats: with `include_usage`, every event says how many tokens there are by then (vLLM's).
+        include_drafts: every choice says which of its tokens were drafts, and what the last round drafted.
     """
 
     model_config = pydantic.ConfigDict(strict=True)
@@ -125,8 +126,8 @@ class Asked(pydantic.BaseModel):
         field: that holds the prompt.
         n: answers to each prompt.
         temperature: 1.0 where nothing is said, as OpenAI has it; the engine's own default is greedy.
-        drafts: false answers without them, to compare with (`Engine.submit`).
         seed: drawn where nothing is said; the same seed gives the same answer.
+        drafts: false answers without them, to compare with (`Engine.submit`).
     """
 
     model_config = pydantic.ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
@@ -158,12 +159,13 @@ class Asked(pydantic.BaseModel):
     drafts: bool | None = None
 
     @property
+    @abc.abstractmethod
     def prompts(self) -> list[Prompt]:
-        raise NotImplementedError
+        """Each is answered by itself."""
 
+    @abc.abstractmethod
     def encode(self, engine: Engine, prompt: Prompt) -> list[int]:
         """Token ids of one of the prompts. Raises ValueError: the chat template refuses it, a token id is none."""
-        raise NotImplementedError
 
     @property
     def answers(self) -> int:
@@ -176,13 +178,14 @@ class Asked(pydantic.BaseModel):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
-    def shows_drafts(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_drafts)
+    def counts_on(self) -> bool:
+        """Whether the events in front of the last one shall say how many there are by then."""
+        return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @property
-    def counts_on(self) -> bool:
-        """Whether the events in front of it shall say so too."""
-        return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+    def shows_drafts(self) -> bool:
+        """Whether the events of a stream shall say which tokens were drafts."""
+        return bool(self.stream_options and self.stream_options.include_drafts)
 
     def params(self, longest: int) -> SamplingParams:
         """Of each answer.
@@ -209,9 +212,9 @@ class Asked(pydantic.BaseModel):
             raise refusal(error) from error
 
     @property
+    @abc.abstractmethod
     def asked_logprobs(self) -> int | None:
         """How many of the best tokens' log-probabilities each token comes with; None: without its own, too."""
-        raise NotImplementedError
 
 
 class Chat(Asked):

@@ -92,8 +92,7 @@ def test_every_server_is_measured_once_at_every_level(traffic_config, prompts, p
         assert all(level["identical"] == level["requests"] and level["failed"] == 0 for level in way["levels"])
         assert all(level["tokens"] == TOKENS * level["requests"] for level in way["levels"])
     assert len(asked) == 3 * (1 + 4 + 6 + 4) and asked[0]["max_tokens"] == TOKENS
-    levels = asked[1:5], asked[5:11]
-    assert levels[0][0]["messages"] != levels[1][0]["messages"] or len({str(x["messages"]) for x in asked}) == 4
+    assert len({str(body["messages"]) for body in asked}) == 4, "not every prompt was asked"
     folder = pathlib.Path(traffic_config.run_dir, "benchmark")
     assert "<svg" in (folder / "serve.html").read_text()
     serving.run(traffic_config, prompts, {"vLLM": f"{url}/"})

@@ -113,6 +113,17 @@ def test_a_useless_head_is_reported_once_and_rests(toy, vanilla, caplog, monkeyp
     assert sum(after.values()) > sum(before.values())
 
 
+def test_requests_without_drafts_take_none_whatever_they_would_cost(toy, monkeypatch):
+    monkeypatch.setattr(tiers, "WITH_HEAD", FEW)
+    engine = Engine(toy.target, Tokenizer(), toy.good, **SIZES)
+    engine.tiers.price(Costs({"vanilla": 1.0, "chain 3": 0.5}, 0.0), greedy=True)
+    params = SamplingParams(max_tokens=20)
+    plain = engine.submit("hello", params, drafts=False).result()
+    assert engine.stats().tiers["vanilla"] > 0 == engine.stats().tiers["chain 3"]
+    assert engine.submit("hello", params).result().token_ids == plain.token_ids
+    assert engine.stats().tiers["chain 3"] > 0
+
+
 def test_a_head_that_helps_goes_on(toy, caplog, monkeypatch):
     monkeypatch.setattr(tiers, "WITH_HEAD", FEW)
     engine = Engine(toy.target, Tokenizer(), toy.good, **SIZES)

@@ -17,6 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from eagle3_jax.decoding.sampling import SamplingParams
+from eagle3_jax.serving.metrics import Metrics
 from eagle3_jax.serving.shapes import Tokens
 
 pytestmark = pytest.mark.any_jax
@@ -254,6 +255,25 @@ def test_metrics_count_what_happened(served):
     assert after[("requests_waiting",)] == after[("requests_running",)] == 0
 
 
+def test_time_between_tokens_is_that_of_a_piece_over_its_tokens(engine):
+    metrics = Metrics(engine)
+
+    def said(name: str) -> float:
+        return next(
+            sample.value
+            for family in text_string_to_metric_families(metrics.text().decode())
+            for sample in family.samples
+            if sample.name == f"eagle3_jax_{name}"
+        )
+
+    metrics.delivered(3, None)  # a first piece: nothing is between its tokens
+    assert (said("generated_tokens_total"), said("inter_token_seconds_count")) == (3, 0)
+    metrics.delivered(2, 0.5)
+    metrics.delivered(1, 0.1)
+    assert (said("generated_tokens_total"), said("inter_token_seconds_count")) == (6, 3)
+    assert said("inter_token_seconds_sum") == pytest.approx(0.6)
+
+
 def test_health_is_false_while_the_device_hangs(serving, engine, monkeypatch):
     goes_on, decode = threading.Event(), engine._runner.decode
 
@@ -416,7 +436,7 @@ def test_the_documented_client_works(served, capsys):
 
 
 def test_the_documented_metrics_are_there(served):
-    text = (ROOT / "docs/serve.md").read_text().partition("## Watch it")[2]
+    text = (ROOT / "docs/serve.md").read_text().partition("## Metrics")[2]
     rows = re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
     names = [name for row in rows for name in re.findall(r"`(\w+)", row)]
     shown = {family.name for family in text_string_to_metric_families(served.metrics())}

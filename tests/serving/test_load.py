@@ -25,16 +25,13 @@ SLOW_SECONDS = 0.02  # that a slow reader takes for an event
 
 
 def make_jobs(engine, count: int) -> list[tuple[dict[str, Any], list[str]]]:
-    """Bodies, and the engine's own answers to them: greedy and drawn, one or two, stopped and with wishes.
-
-    Drawn among few tokens: prompts that are read together are summed in another order than alone, and a random number
-    that lies that near to the border between two tokens chooses the other one. Few tokens have few borders.
-    """
+    """Bodies, and the engine's own answers to them: greedy and drawn, one or two, stopped and with wishes."""
     rng, jobs, asked = random.Random(0), [], []
     for number in range(count):
         prompt = " ".join(rng.choices(tiny.WORDS, k=rng.randint(1, 40)))
         own: dict[str, Any] = {"seed": number, "temperature": rng.choice([0.0, 0.0, 0.7, 1.0])}
-        own |= {"top_k": 3, "max_tokens": rng.randint(1, 60), "n": rng.choice([1, 1, 1, 2])}
+        own |= {"top_k": rng.choice([0, 0, 3]), "top_p": rng.choice([1.0, 1.0, 0.9])}
+        own |= {"max_tokens": rng.randint(1, 60), "n": rng.choice([1, 1, 1, 2])}
         own |= rng.choice([{}, {"stop": ("fire",)}, {"presence_penalty": 1.0}, {"min_p": 0.1, "ignore_eos": True}])
         messages = [{"role": "user", "content": prompt}]
         jobs.append({"messages": messages, **own})
@@ -50,6 +47,12 @@ class Load:
         self.url, self.jobs, self.random = url, jobs, random.Random(seed)
         self.seen: collections.Counter[str] = collections.Counter()
         self.ids: list[str] = []
+
+    def compare(self, body: dict[str, Any], found: list[str], expected: list[str]) -> None:
+        """Counts the drawn answers that differ, see `check_nothing_is_left`; greedy ones never do."""
+        if found != expected:
+            assert body["temperature"] > 0, (body, found, expected)
+            self.seen["drawn otherwise"] += 1
 
     async def run(self, clients: int, requests: int) -> None:
         async with (
@@ -80,7 +83,7 @@ class Load:
     async def whole(self, client: Any, http: Any) -> None:
         body, texts = self.random.choice(self.jobs)
         answer = await self.until_let_in(client, **body)
-        assert [choice.message.content for choice in answer.choices] == texts
+        self.compare(body, [choice.message.content for choice in answer.choices], texts)
         self.ids.append(answer.id)
         self.seen["whole"] += 1
 
@@ -93,7 +96,8 @@ class Load:
                 ended += choice.finish_reason is not None
             names.add(event.id)
             await asyncio.sleep(pause)
-        assert (found, ended, len(names)) == (texts, len(texts), 1)
+        assert (ended, len(names)) == (len(texts), 1)
+        self.compare(body, found, texts)
         self.ids += names
         self.seen["stream"] += 1
 
@@ -140,6 +144,9 @@ def check_nothing_is_left(served, load: Load) -> None:
     stats = served.engine.stats()
     assert stats.free_pages == stats.pages
     assert len(set(load.ids)) == len(load.ids) == load.seen["whole"] + load.seen["stream"]
+    # A random number at the border between two tokens: one of 10,000 tokens (tests/decoding/test_requests.py), one of
+    # 500 answers. Exchanged answers or seeds would be most of them.
+    assert load.seen["drawn otherwise"] <= 1 + len(load.ids) // 50, load.seen
     assert 'status="500"' not in served.metrics()
     assert served.http.get("/health").status_code == 200
 
