@@ -26,6 +26,7 @@ from eagle3_jax.decoding.sampling import DRAFTS, Sampling, draw
 from eagle3_jax.kernels.vocabulary import top_k_of_logits
 from eagle3_jax.models.cache import KVCache
 from eagle3_jax.models.draft import Draft
+from eagle3_jax.models.layers import embeddings
 from eagle3_jax.models.llama import Llama
 
 
@@ -142,7 +143,7 @@ def feed(
         attended, updated = updated.append_and_attend(0, queries, keys, values, lengths, tail_mask)
         return attended
 
-    states = draft.head(target.embed[...][tokens], features, positions, attend)
+    states = draft.head(embeddings(target.embed[...], tokens), features, positions, attend)
     return states, updated
 
 

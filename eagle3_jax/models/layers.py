@@ -17,6 +17,7 @@ from jax import P
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.kernels import linear_cpu
+from eagle3_jax.kernels.dispatch import default_implementation
 from eagle3_jax.kernels.linear_cpu import Panels
 
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -90,6 +91,14 @@ def rms_norm(x: Float[Array, "*batch h"], weight: Float[Array, " h"], eps: float
     x32 = x.astype(jnp.float32)
     normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     return normed.astype(x.dtype) * jnp.expand_dims(weight.astype(x.dtype), range(x.ndim - 1))
+
+
+def embeddings(table: Float[Array, "v h"], tokens: Int[Array, "*batch"]) -> Float[Array, "*batch h"]:
+    """table[tokens]."""
+    if default_implementation() == "xla":
+        # Behind the barrier: else XLA for CPUs converts a whole bfloat16 table in front of a loop that gathers from it.
+        table, tokens = jax.lax.optimization_barrier((table, tokens))
+    return table[tokens]
 
 
 def linear(x: Float[Array, "*batch h"], kernel: Float[Array, "h out"] | Panels) -> Float[Array, "*batch out"]:

@@ -22,6 +22,7 @@ from eagle3_jax.models.layers import (
     LinearScaling,
     RopeScaling,
     SwiGLU,
+    embeddings,
     normal,
     ones,
     rms_norm,
@@ -172,7 +173,7 @@ class Llama(nnx.Module):
         """
         c = self.config
         rope = rope_table(positions, rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling))
-        x = self.embed[...][tokens]
+        x = embeddings(self.embed[...], tokens)
         aux = []
         for layer, block in enumerate(self.blocks):
             if layer in c.aux_layers:

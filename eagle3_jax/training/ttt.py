@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 from eagle3_jax.kernels.dispatch import default_implementation
 from eagle3_jax.kernels.ttt_attention import KEPT, ttt_attention
 from eagle3_jax.models.draft import DraftHead
+from eagle3_jax.models.layers import embeddings
 from eagle3_jax.training.batch import Batch
 
 # What all steps share: embeddings of the tokens, positions, documents.
@@ -39,7 +40,7 @@ def training_time_test(
         `states[i, :, t]` predicts token t+2+i of the document. Where t+1+i is beyond the document's end, or padding,
         it holds garbage that no other position ever reads.
     """
-    embeds = jax.lax.stop_gradient(embed)[batch.token_ids]
+    embeds = embeddings(jax.lax.stop_gradient(embed), batch.token_ids)
     inputs = jnp.pad(embeds, ((0, 0), (0, steps), (0, 0))), batch.positions, batch.segment_ids
     state, c = head.fuse(batch.aux.astype(embed.dtype)), head.config
     cache = jnp.zeros((steps, *state.shape[:2], c.num_key_value_heads, c.head_dim), state.dtype)

@@ -1,11 +1,13 @@
 """The functions models are made of, against numpy."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eagle3_jax.models.layers import linear
+from eagle3_jax.models.layers import embeddings, linear
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 16, 17])
@@ -34,3 +36,13 @@ def test_gradients_of_bfloat16_are_summed_in_float32_of_bfloat16_products():
     np.testing.assert_allclose(by_x.reshape(600, -1), over @ np.asarray(kernel, np.float64).T, rtol=1e-2, atol=1e-2)
     products = [e for e in jax.make_jaxpr(gradients)(x, kernel).eqns if e.primitive is jax.lax.dot_general_p]
     assert {(str(v.aval.dtype)) for e in products for v in e.invars} == {"bfloat16"}
+
+
+def test_a_loop_gathers_from_a_bfloat16_table_without_converting_it():
+    def gather(table, tokens):
+        return jax.lax.fori_loop(0, 4, lambda i, x: x + embeddings(table, tokens + i), jnp.zeros((3, 64), jnp.bfloat16))
+
+    table, tokens = jnp.ones((512, 64), jnp.bfloat16), jnp.arange(3)
+    np.testing.assert_array_equal(gather(table, tokens), 4)
+    memory: Any = jax.jit(gather).lower(table, tokens).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < table.nbytes
