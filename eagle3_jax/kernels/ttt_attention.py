@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.kernels import ttt_attention_tpu as tpu
+from eagle3_jax.kernels.contraction import contract
 from eagle3_jax.kernels.dispatch import Implementation, default_implementation, over_mesh
 from eagle3_jax.kernels.registers import LANES, VMEM_LIMIT, check_fits
 
@@ -28,7 +29,6 @@ _ROWS = (1024, 512)
 _CHUNK = 512  # keys of one step of the kernel's loop, at most
 # Queries per block of the XLA form: bounds the scores' memory, and skips what no query of the block may see.
 _QUERIES = 256
-_HIGHEST = jax.lax.Precision.HIGHEST
 
 
 def ttt_attention(
@@ -76,16 +76,14 @@ def document_starts(segment_ids: Int[Array, "b t"]) -> Int[Array, "b t"]:
 
 def _xla(queries: Array, keys: Array, values: Array, starts: Array, newest: Array) -> Array:
     block = jax.checkpoint(_attend_block)  # scores are cheaper to compute again than to keep
-    dtype, outputs = queries.dtype, []
-    # In float32: gradients of products of bfloat16 would multiply it by float32, at half the speed.
-    queries, keys, values = (x.astype(jnp.float32) for x in (queries, keys, values))
+    outputs = []
     for start in range(0, queries.shape[1], _QUERIES):
         rows, seen = slice(start, start + _QUERIES), slice(0, start + _QUERIES)
         index = jnp.arange(queries.shape[1])[None]
         visible = (index[:, None, seen] <= index[:, rows, None]) & (index[:, None, seen] >= starts[:, rows, None])
         later = keys[1:, :, rows], values[1:, :, rows]
         outputs.append(block(queries[:, rows], keys[0, :, seen], values[0, :, seen], *later, visible, newest))
-    return jnp.concatenate(outputs, axis=1).astype(dtype)
+    return jnp.concatenate(outputs, axis=1)
 
 
 def _attend_block(
@@ -98,7 +96,7 @@ def _attend_block(
     scale = d**-0.5
     q = queries.reshape(b, t, kv_heads, group, d).transpose(0, 2, 3, 1, 4)  # [b, k, g, t, d]
     flat = q.reshape(b, kv_heads, group * t, d)
-    scores = jnp.einsum("bkrd,bskd->bkrs", flat, keys, precision=_HIGHEST, preferred_element_type=jnp.float32)
+    scores = contract("bkrd,bskd->bkrs", flat, keys)
     scores = scores.reshape(b, kv_heads, group, t, s) * scale
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
     q32 = q.astype(jnp.float32)
@@ -112,13 +110,8 @@ def _attend_block(
     top = jax.lax.stop_gradient(functools.reduce(jnp.maximum, own, jnp.max(scores, axis=-1)))
     unnormed = jnp.exp(scores - top[..., None])
     total = jnp.sum(unnormed, axis=-1)
-    attended = jnp.einsum(
-        "bkrs,bskd->bkrd",
-        unnormed.reshape(b, kv_heads, group * t, s).astype(values.dtype),
-        values,
-        precision=_HIGHEST,
-        preferred_element_type=jnp.float32,
-    ).reshape(q.shape)
+    weights = unnormed.reshape(b, kv_heads, group * t, s).astype(values.dtype)
+    attended = contract("bkrs,bskd->bkrd", weights, values).reshape(q.shape)
     for score, value in zip(own, own_values, strict=True):
         weight = jnp.exp(score - top)
         total += weight

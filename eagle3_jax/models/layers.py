@@ -17,10 +17,9 @@ from jax import P
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.kernels import linear_cpu
+from eagle3_jax.kernels.contraction import contract
 from eagle3_jax.kernels.dispatch import default_implementation
 from eagle3_jax.kernels.linear_cpu import Panels
-
-HIGHEST = jax.lax.Precision.HIGHEST
 
 # (regex over a parameter's path, partition), for targets and draft heads: vocabulary rows, KV heads, FFN columns and
 # the aux features' columns go over the model axis.
@@ -106,35 +105,7 @@ def linear(x: Float[Array, "*batch h"], kernel: Float[Array, "h out"] | Panels) 
     rows = x.reshape(-1, x.shape[-1])
     if isinstance(kernel, Panels):
         return linear_cpu.product(rows, kernel).astype(x.dtype).reshape(*x.shape[:-1], -1)
-    return _product(rows, kernel).reshape(*x.shape[:-1], -1)
-
-
-@jax.custom_vjp
-def _product(x: Float[Array, "m k"], kernel: Float[Array, "k n"]) -> Float[Array, "m n"]:
-    """x @ kernel in x's dtype, summed in float32, and so are its gradients; the kernel's has the kernel's own dtype.
-
-    A CPU with AVX512_BF16 multiplies bfloat16 fast only where the sums are asked for in float32, and JAX's own
-    gradient of such a product would multiply float32 by bfloat16, slowly on every machine.
-    """
-    return _dot(x, kernel.astype(x.dtype), 1, 0).astype(x.dtype)
-
-
-def _forward(x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _product(x, kernel), (x, kernel)
-
-
-def _backward(given: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
-    x, kernel = given
-    by_x = _dot(cotangent, kernel.astype(x.dtype), 1, 1).astype(x.dtype)
-    return by_x, _dot(x, cotangent, 0, 0).astype(kernel.dtype)
-
-
-_product.defvjp(_forward, _backward)
-
-
-def _dot(x: Array, y: Array, x_contracted: int, y_contracted: int) -> Array:
-    dimensions = (((x_contracted,), (y_contracted,)), ((), ()))
-    return jax.lax.dot_general(x, y, dimensions, precision=HIGHEST, preferred_element_type=jnp.float32)
+    return contract("mk,kn->mn", rows, kernel).astype(x.dtype).reshape(*x.shape[:-1], -1)
 
 
 class Attention(nnx.Module):
