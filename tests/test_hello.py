@@ -45,6 +45,13 @@ def test_the_table_adds_up():
 @pytest.mark.any_jax
 def test_answers_are_streamed_twice_and_compared(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(hello, "MAX_TOKENS", 24)
+    warm_up = hello.Engine.warm_up
+
+    def warm_up_and_draft(engine, **options):  # a model this small gains nothing: it would not
+        warm_up(engine, **options)
+        engine.tiers.pinned = engine.tiers.default
+
+    monkeypatch.setattr(hello.Engine, "warm_up", warm_up_and_draft)
     folder = tiny.write_target(tmp_path)
     hello.run(load_target(TargetConfig(name=str(folder), aux_layers=(1, 2, 3))), "lookup", colours=False)
     said = capsys.readouterr().out

@@ -30,8 +30,7 @@ Generate = Callable[[list[list[int]]], list[list[int]]]
 
 def generator(draft: str | None, batch: int, target: str, dtype: Literal["float32", "bfloat16"]) -> Generate:
     tree = None if draft is None else DraftTree(num_steps=3, topk=1, num_draft_tokens=4)
-    sizes = {"batch_size": batch, "max_length": LENGTH}
-    engine = Engine.load(target, draft, tree or "auto", **sizes, dtype=dtype, prefix_cache=False)
+    engine = Engine.load(target, draft, tree or "auto", batch, LENGTH, dtype=dtype, prefix_cache=False)
     params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
     engine.warm_up(progress=False)
     return lambda prompts: [answer.token_ids for answer in engine.generate(prompts, params)]

@@ -52,6 +52,14 @@ class Panels:
     def dtype(self) -> Any:
         return self.panels.dtype
 
+    def astype(self, dtype: Any) -> Panels:
+        """Of another dtype, in groups of one row."""
+        if self.dtype == dtype:
+            return self
+        count, groups, width, group = self.panels.shape
+        rows = self.panels.swapaxes(2, 3).reshape(count, groups * group, width, 1)
+        return dataclasses.replace(self, panels=rows.astype(dtype))
+
 
 def pack(matrix: Float[Array, "k n"]) -> Panels:
     """The matrix, float32 or bfloat16, in panels of this machine's width."""
@@ -63,7 +71,7 @@ def pack(matrix: Float[Array, "k n"]) -> Panels:
 
 
 def product(x: Float[Array, "m k"], matrix: Panels) -> Float32[Array, "m n"]:
-    """x @ matrix in float32, summed in order of k; both of one dtype, float32 or bfloat16."""
+    """x @ matrix in float32, summed in order of k; the matrix is cast to x's dtype, float32 or bfloat16."""
     return _call("product", x, (matrix,))
 
 
@@ -73,16 +81,14 @@ def gated_product(x: Float[Array, "m k"], gate: Panels, up: Panels) -> Float32[A
 
 
 def _call(kind: str, x: Array, matrices: tuple[Panels, ...]) -> Array:
-    panels = [matrix.panels for matrix in matrices]
-    if any(x.dtype != panel.dtype for panel in panels):
-        raise ValueError(f"x: got {x.dtype}, expected the panels' {panels[0].dtype}")
-    count, _, width, group = panels[0].shape
+    panels = [matrix.astype(x.dtype).panels for matrix in matrices]
+    count, groups, width, group = panels[0].shape
     rows, _ = _BLOCKS[llvm.has_wide_vectors()]
     name = llvm.kernel(
         f"eagle3_jax_{kind}_{x.dtype}_{group}", write_product, rows, width, x.dtype.name, group, gated=len(matrices) > 1
     )
     result = jax.ShapeDtypeStruct((x.shape[0], count * width), jnp.float32)
-    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % group)))
+    x = jnp.pad(x, ((0, 0), (0, groups * group - x.shape[1])))
     return jax.ffi.ffi_call(name, result)(x, *panels)[:, : matrices[0].columns]
 
 
