@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def contract(spec: str, x: Float[Array, "..."], y: Float[Array, "..."]) -> Float32[Array, "..."]:
     """The einsum of two operands in float32; y is cast to x's dtype, and its gradient has its own.
 
     A CPU with AVX512_BF16 multiplies bfloat16 fast only where the sums are asked for in float32, and JAX's own gradient
     of such a product would multiply float32 by bfloat16, slowly on every machine. Here all operands have x's dtype.
     """
+    product: Any = _contract(spec, x, y)
+    return product
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _contract(spec: str, x: Array, y: Array) -> Array:
     return _einsum(spec, x, y.astype(x.dtype))
 
 
 def _forward(spec: str, x: Array, y: Array) -> tuple[Array, tuple[Array, Array]]:
-    return contract(spec, x, y), (x, y)
+    return _einsum(spec, x, y.astype(x.dtype)), (x, y)
 
 
 def _backward(spec: str, operands: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
@@ -32,7 +38,7 @@ def _backward(spec: str, operands: tuple[Array, Array], cotangent: Array) -> tup
     return by_x.astype(x.dtype), by_y.astype(y.dtype)
 
 
-contract.defvjp(_forward, _backward)
+_contract.defvjp(_forward, _backward)
 
 
 def _einsum(spec: str, x: Array, y: Array) -> Array:

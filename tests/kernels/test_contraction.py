@@ -1,5 +1,7 @@
 """Products that are trained, and their gradients: exact sums, operands of one dtype."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,7 +31,7 @@ def test_gradients_of_bfloat16_are_summed_in_float32_of_bfloat16_products(spec, 
     by_x, by_y = jax.jit(gradients)(x, y)
     assert (by_x.dtype, by_y.dtype) == (jnp.bfloat16, of_y)
     of_x, of_y_, of_result = spec.replace("->", ",").split(",")
-    fine = {"rtol": 1e-4, "atol": 1e-4} if of_y == jnp.float32 else {"rtol": 1e-2, "atol": 1e-2}
+    fine: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4} if of_y == jnp.float32 else {"rtol": 1e-2, "atol": 1e-2}
     np.testing.assert_allclose(
         by_y.astype(jnp.float32), np.einsum(f"{of_x},{of_result}->{of_y_}", exact_x, over), **fine
     )
