@@ -6,7 +6,7 @@ registers: one load of W serves all of them, so that 8 rows take about as long a
 whatever is beside it: its result does not depend on the number of rows, to the bit.
 
 Where the machine multiplies pairs of bfloat16 (AVX512_BF16), panels of bfloat16 hold two rows of W side by side, and a
-sum takes both in one instruction: half of the instructions that float32 takes.
+sum takes both in one instruction: half of the instructions that float32 takes. Subnormal numbers count as zero there.
 """
 
 from __future__ import annotations
