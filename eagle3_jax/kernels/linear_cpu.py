@@ -7,6 +7,7 @@ whatever is beside it: its result does not depend on the number of rows, to the 
 
 Where the machine multiplies pairs of bfloat16 (AVX512_BF16), panels of bfloat16 hold two rows of W side by side, and a
 sum takes both in one instruction: half of the instructions that float32 takes. Subnormal numbers count as zero there.
+Where it has matrix units (AMX), those take such panels, for any number of rows.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32
 from llvmlite import ir
 
-from eagle3_jax.kernels import llvm
+from eagle3_jax.kernels import linear_amx, llvm
 from eagle3_jax.kernels.llvm import F32, I32, I64, Buffer, Code, Value
 
 # (rows, columns) whose sums fit into the vector registers: 32 of 512 bits, or 16 of 256.
@@ -65,7 +66,8 @@ def pack(matrix: Float[Array, "k n"]) -> Panels:
     """The matrix, float32 or bfloat16, in panels of this machine's width."""
     width = _BLOCKS[llvm.has_wide_vectors()][1]
     group = 2 if matrix.dtype == jnp.bfloat16 and llvm.has_bfloat16_products() else 1
-    padded = np.pad(np.asarray(matrix), ((0, -matrix.shape[0] % group), (0, -matrix.shape[1] % width)))
+    depth = linear_amx.DEPTH if group == 2 and linear_amx.available() else group
+    padded = np.pad(np.asarray(matrix), ((0, -matrix.shape[0] % depth), (0, -matrix.shape[1] % width)))
     panels = padded.reshape(len(padded) // group, group, -1, width).transpose(2, 0, 3, 1)
     return Panels(jnp.asarray(panels.copy()), matrix.shape[1])
 
@@ -83,17 +85,30 @@ def gated_product(x: Float[Array, "m k"], gate: Panels, up: Panels) -> Float32[A
 def _call(kind: str, x: Array, matrices: tuple[Panels, ...]) -> Array:
     panels = [matrix.astype(x.dtype).panels for matrix in matrices]
     count, groups, width, group = panels[0].shape
-    rows, _ = _BLOCKS[llvm.has_wide_vectors()]
+    tiles = group == 2 and linear_amx.available()
+    rows = linear_amx.MOST if tiles else _BLOCKS[llvm.has_wide_vectors()][0]
     name = llvm.kernel(
-        f"eagle3_jax_{kind}_{x.dtype}_{group}", write_product, rows, width, x.dtype.name, group, gated=len(matrices) > 1
+        f"eagle3_jax_{kind}_{x.dtype}_{'tiles' if tiles else group}",
+        *(write_product, rows, width, x.dtype.name, group),
+        gated=len(matrices) > 1,
+        tiles=tiles,
     )
-    result = jax.ShapeDtypeStruct((x.shape[0], count * width), jnp.float32)
-    x = jnp.pad(x, ((0, 0), (0, groups * group - x.shape[1])))
-    return jax.ffi.ffi_call(name, result)(x, *panels)[:, : matrices[0].columns]
+    more = -x.shape[0] % linear_amx.ROWS if tiles else 0
+    result = jax.ShapeDtypeStruct((x.shape[0] + more, count * width), jnp.float32)
+    padded = jnp.pad(x, ((0, more), (0, groups * group - x.shape[1])))
+    return jax.ffi.ffi_call(name, result)(padded, *panels)[: x.shape[0], : matrices[0].columns]
 
 
 def write_product(
-    module: ir.Module, name: str, rows: int, width: int, dtype: str, group: int, *, gated: bool = False
+    module: ir.Module,
+    name: str,
+    rows: int,
+    width: int,
+    dtype: str,
+    group: int,
+    *,
+    gated: bool = False,
+    tiles: bool = False,
 ) -> None:
     """The kernel (x [m, k], panels [p, k / group, w, group]) -> float32 [m, p * w]; a chunk is a few panels.
 
@@ -101,10 +116,17 @@ def write_product(
         rows, width: of a block in registers.
         group: rows of the matrix that one instruction takes: 1, or 2 of bfloat16.
         gated: the panels are those of `gate`, and a third operand holds those of `up`.
+        tiles: on matrix units, see `linear_amx`; x has whole tiles.
     """
     element = llvm.ELEMENTS[dtype] if group == 1 else I32  # a pair is read as one number
     chunks = _CHUNKS * llvm.threads()
-    blocks = [_write_block(module, f"{name}.rows{count}", count, width, element) for count in range(1, rows + 1)]
+    heights = range(linear_amx.ROWS, rows + 1, linear_amx.ROWS) if tiles else range(1, rows + 1)
+    blocks = {
+        height: linear_amx.write_block(module, f"{name}.rows{height}", height)
+        if tiles
+        else _write_block(module, f"{name}.rows{height}", height, width, element)
+        for height in heights
+    }
 
     def plan(code: Code, operands: Sequence[Buffer], results: Sequence[Buffer]) -> tuple[list[Value], Value]:
         x, *panels = operands
@@ -119,6 +141,8 @@ def write_product(
         last = code.div(code.mul(code.add(chunk, 1), count), total)
         stride = code.mul(count, width)
         gates = code.variable(F32, count=rows * width)
+        if tiles:
+            linear_amx.configure(code)
         with code.loop(first, last) as number:
             panels = [code.at(matrix, code.mul(number, code.mul(k, width)), element) for matrix in matrices]
             column = code.mul(number, width)
@@ -126,18 +150,20 @@ def write_product(
             def multiply(height: int, row: Value) -> None:
                 of_x = code.at(x, code.mul(row, k), element)
                 of_y = code.at(y, code.add(code.mul(row, stride), column), F32)
-                code.b.call(blocks[height - 1], [panels[-1], of_x, of_y, k, stride])
+                code.b.call(blocks[height], [panels[-1], of_x, of_y, k, stride])
                 if gated:
-                    code.b.call(blocks[height - 1], [panels[0], of_x, gates, k, code.int(width)])
+                    code.b.call(blocks[height], [panels[0], of_x, gates, k, code.int(width)])
                     for r in range(height):
                         _gate(code, code.at(gates, r * width, F32), code.at(of_y, code.mul(stride, r), F32), width)
 
             whole = code.mul(code.div(m, rows), rows)
             with code.loop(0, whole, rows) as row:
                 multiply(rows, row)
-            for left in range(1, rows):
+            for left in heights[:-1]:
                 with code.when(code.b.icmp_signed("==", code.sub(m, whole), code.int(left))):
                     multiply(left, whole)
+        if tiles:
+            linear_amx.release(code)
 
     llvm.write_kernel(module, name, 3 if gated else 2, 1, plan, body)
 

@@ -390,12 +390,17 @@ def threads() -> int:
 
 
 @functools.cache
+def has_features(*names: str) -> bool:
+    """Whether this machine's processor has all of these features (LLVM's names)."""
+    features = llvm.get_host_cpu_features()
+    return all(features.get(name, False) for name in names)
+
+
 def has_bfloat16_products() -> bool:
     """Whether this machine multiplies pairs of bfloat16 into float32 sums, 16 at a time (AVX512_BF16's VDPBF16PS)."""
-    return bool(llvm.get_host_cpu_features().get("avx512bf16"))
+    return has_features("avx512bf16")
 
 
-@functools.cache
 def has_wide_vectors() -> bool:
     """Whether this machine has 32 registers of 512 bits, as AVX-512 has."""
-    return bool(llvm.get_host_cpu_features().get("avx512f"))
+    return has_features("avx512f")

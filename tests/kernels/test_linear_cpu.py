@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llvmlite import ir
 
-from eagle3_jax.kernels import linear_cpu, llvm
+from eagle3_jax.kernels import linear_amx, linear_cpu, llvm
 from eagle3_jax.kernels.linear_cpu import Panels, pack, product
 from eagle3_jax.kernels.vocabulary import vocabulary_top_k
 
@@ -42,6 +42,33 @@ def test_a_row_is_the_same_whatever_stands_beside_it(dtype):
     together = run(x, panels)
     for count in range(1, 12):
         np.testing.assert_array_equal(run(x[5 : 5 + count], panels), together[5 : 5 + count])
+
+
+def test_pairs_of_bfloat16_without_matrix_units(monkeypatch):
+    """As machines without AMX multiply them; where this one has it, its tiles give the same."""
+    x, matrix = operands(37, 70, 100, "bfloat16")
+    with_all = product(x, pack(matrix))
+    monkeypatch.setattr(linear_amx, "available", lambda: False)
+    without = product(x, pack(matrix))
+    close(without, x, matrix)
+    close(with_all, x, matrix)
+
+
+@pytest.mark.skipif(not linear_amx.available(), reason="this machine has no matrix units (AMX)")
+@pytest.mark.parametrize("gated", [False, True])
+def test_matrix_units_take_any_rows_and_columns(gated):
+    """1 to 3 tiles of rows, k beside a tile's depth, columns beside a panel's width; in the model's gated form too."""
+    for m, k, n in itertools.product((1, 16, 17, 33, 48, 70), (31, 64, 97), (5, 64, 100)):
+        x, up = operands(m, k, n, "bfloat16")
+        _, gate = operands(m, k, n, "bfloat16", seed=1)
+        if gated:
+            of_x, of_up = np.asarray(x, np.float64), np.asarray(up, np.float64)
+            z = of_x @ np.asarray(gate, np.float64)
+            expected = z / (1 + np.exp(-z)) * (of_x @ of_up)
+            got = linear_cpu.gated_product(x, pack(gate), pack(up))
+            np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+        else:
+            close(product(x, pack(up)), x, up)
 
 
 @pytest.mark.parametrize(("dtype", "features"), list(itertools.product(DTYPES, ["-avx512f", "-avx512f,-avx2,-fma"])))
