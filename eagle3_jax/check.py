@@ -20,6 +20,7 @@ from eagle3_jax.data import sources
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.measure import timed
 from eagle3_jax.formats import files
+from eagle3_jax.formats.shipped import draft_folder
 from eagle3_jax.models import chat_template
 from eagle3_jax.models.registry import Target, load_target
 
@@ -82,8 +83,10 @@ def run(
         ValueError: no usable prompts. DraftFormatError, ManifestError: see `load_draft`.
     """
     settings = config.evaluate
-    draft = pathlib.Path(settings.draft or config.folder("export"))
     target = target or load_target(config.target)
+    draft = draft_folder(settings.draft, config.folder("export"), target)
+    if draft is None:
+        raise ValueError("evaluate.draft: got 'lookup', expected a head")
     steps = settings.tree.num_steps if isinstance(settings.tree, DraftTree) else 3
     length = settings.max_tokens + steps + 1  # vLLM drafts nothing where the drafts would not fit
     room = target.model.config.max_position_embeddings - length

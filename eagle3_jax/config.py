@@ -395,7 +395,8 @@ class EvaluateConfig:
 
     Attributes:
         tree: "auto" lets the engine choose for every dispatch, vanilla decoding included.
-        draft: exported folder to measure; None is the run's own `export` folder.
+        draft: exported folder to measure, "lookup", or "auto": the head that comes with this package; None is the run's
+            own `export` folder.
         limit: at most this many prompts, spread evenly over the categories.
     """
 
@@ -419,7 +420,7 @@ class BenchmarkConfig:
     """export -> speed of every draft size at every batch size.
 
     Attributes:
-        draft: exported folder, or "lookup"; None is the run's own `export` folder.
+        draft: exported folder, "lookup", or "auto"; None is the run's own `export` folder.
         trees: sizes to measure beside vanilla decoding, and what "auto" then chooses from; none are those that "auto"
             has by itself.
         requests: of each turn, at least; where the batch is larger, as many as that.
@@ -485,7 +486,8 @@ class ServeConfig:
     Attributes:
         host, port: where it listens. Another host than this machine's own address needs keys; port 0 is a free one.
         model_name: what clients call the model; None is `target.name`.
-        draft: exported folder, "lookup", or "none" for vanilla decoding; None is the run's own `export` folder.
+        draft: exported folder, "lookup", "auto" (the head that comes with this package for this target, if one does),
+            or "none" for vanilla decoding; None is the run's own `export` folder.
         trees: one is the draft's size always; of several the engine chooses for every dispatch among them and vanilla
             decoding, of none among those that it has by itself.
         batch_size: requests that are answered together. queue_limit: that wait for a place, at most.

@@ -21,6 +21,7 @@ from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.measure import compare, total
 from eagle3_jax.decoding.near_tie import near_tie
 from eagle3_jax.formats import files
+from eagle3_jax.formats.shipped import draft_folder
 from eagle3_jax.mesh import Replica, make_mesh, own_replica
 from eagle3_jax.models import chat_template
 from eagle3_jax.models.registry import Target, load_target
@@ -60,15 +61,14 @@ def _run(
 ) -> None:
     settings = config.evaluate
     prompts, unusable = sources.read_file(prompts_path)
-    draft = pathlib.Path(settings.draft or config.folder("export"))
-    if settings.draft is None:
-        manifest.read(draft, made_by="export", verify=False)  # `load_draft` does
     target = target or load_target(config.target, replica.decoding_mesh)
+    folder = draft_folder(settings.draft, config.folder("export"), target)
+    draft = settings.draft or str(folder)
     identity = {
         "evaluate": configuration.to_dict(settings),
         "seed": config.seed,
         "target": target.identity,
-        "draft": {"folder": str(draft), "files": files.file_digests(draft)},
+        "draft": {"folder": draft, "files": folder and files.file_digests(folder)},
         "prompts_file": {"name": pathlib.Path(prompts_path).name, "sha256": manifest.digest(prompts_path)},
     }
     with manifest.lock(output):
@@ -90,7 +90,7 @@ def _run(
 def _measure(
     config: RunConfig,
     target: Target,
-    draft: pathlib.Path,
+    draft: str,
     prompts: Sequence[sources.Prompt],
     prompts_path: str | pathlib.Path,
 ) -> dict[str, Any]:

@@ -140,7 +140,7 @@ def regenerate(config: configs.RunConfig) -> None:
         else:
             engine = None  # where all is answered already
             if open_ends:
-                engine = Engine.load(target, batch_size=settings.batch_size, max_length=settings.max_length)
+                engine = Engine.load(target, None, batch_size=settings.batch_size, max_length=settings.max_length)
             _regenerate(config, engine, replica, dialogues, folder)
         processes.agree(lambda: _remove_logs(folder))
 

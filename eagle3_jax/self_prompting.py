@@ -52,7 +52,7 @@ def write(config: configs.RunConfig, source: configs.SelfSource, log: pathlib.Pa
     length = beginning + source.max_tokens + (source.turns - 1) * 2 * (source.max_tokens + _TEMPLATE_TOKENS)
     replica = own_replica(make_mesh(config.mesh))
     target = registry.load_target(config.target, replica.decoding_mesh)
-    engine = Engine.load(target, batch_size=batch, max_length=length)
+    engine = Engine.load(target, None, batch_size=batch, max_length=length)
     with (
         log.open("a", encoding="utf-8") as stream,
         tqdm.tqdm(

@@ -21,6 +21,7 @@ from eagle3_jax import command
 from eagle3_jax import config as configuration
 from eagle3_jax.config import ConfigError, RunConfig, ServeConfig
 from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.formats.shipped import AUTO
 from eagle3_jax.serving.app import make_app
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -72,7 +73,7 @@ def _with_flags(path: str | None, overrides: Sequence[str], given: dict[str, str
     elif overrides:
         raise ConfigError(f"{overrides[0]}: got no --config, expected one with --section.field VALUE")
     else:
-        values = {"run_dir": ".", "serve": {"draft": "none"}}
+        values = {"run_dir": ".", "serve": {"draft": AUTO}}
     tree = {field: given.pop(field) for field in list(given) if field.startswith("serve.tree.")}
     if tree:
         steps = tree.get("serve.tree.num_steps", "")

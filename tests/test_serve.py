@@ -34,7 +34,7 @@ def run_file(tmp_path):
 
 def test_a_target_s_name_is_enough():
     config = serve.configure(["--target", "smollm2-135m-instruct"])
-    assert (config.target.name, config.serve.draft, config.serve.trees) == ("smollm2-135m-instruct", "none", ())
+    assert (config.target.name, config.serve.draft, config.serve.trees) == ("smollm2-135m-instruct", "auto", ())
     assert config.serve.host == "127.0.0.1"
     assert serve.configure(["--target", "a", "--draft", "auto"]).serve.draft == "auto"
 

@@ -41,7 +41,7 @@ def main() -> None:
         save_draft(pathlib.Path(name) / "draft", draft, target=target.model.config, dtype="float32")
         asked = ["apple bird cloud", [{"role": "user", "content": "river snow"}], [5, 6, 7]]
         params = SamplingParams(temperature=0.0, max_tokens=16)
-        vanilla = Engine.load(target, max_length=512).generate(asked, params)
+        vanilla = Engine.load(target, None, max_length=512).generate(asked, params)
         tree = DraftTree(num_steps=2, topk=2, num_draft_tokens=5)
         engine = Engine.load(target, draft=str(pathlib.Path(name) / "draft"), tree=tree, max_length=512)
         drafted = engine.generate(asked, params)

@@ -1,6 +1,7 @@
 """Streams the same answers without drafts and with them, shows which tokens were drafted, and what that brought.
 
-    .venv/bin/python tools/hello.py                                  # drafts copied from the text: needs no head
+    .venv/bin/python tools/hello.py                                  # of the head that comes with the package
+    .venv/bin/python tools/hello.py --draft lookup                   # copied from the text: needs no head
     .venv/bin/python tools/hello.py --draft runs/quickstart/export   # a head's
 
 `bash tools/hello.sh` installs what it needs first. On a terminal an accepted draft has a colour, another one at each
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from eagle3_jax import Engine, SamplingParams, command, load_target
 from eagle3_jax.decoding.detokenizer import Detokenizer
 from eagle3_jax.decoding.measure import first_difference
+from eagle3_jax.formats.shipped import AUTO, LOOKUP, shipped_head
 from eagle3_jax.models.registry import Target
 
 # Two that make their answers quote them, as edits of text and code do, and one that does not.
@@ -114,12 +116,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--target", default="smollm2-135m-instruct", help="a name, a hub id, or a Hugging Face folder")
-    parser.add_argument("--draft", default="lookup", help="a head's folder, or lookup: drafts copied from the text")
+    parser.add_argument(
+        "--draft",
+        help="a head's folder, or lookup: drafts copied from the text; the default is the head that comes for the "
+        "target, and lookup where none does",
+    )
     arguments = parser.parse_args(argv)
     colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     with command.run("hello"):
         print(f"Loading {arguments.target} ...", flush=True)
-        run(load_target(arguments.target), arguments.draft, colours=colours)
+        target = load_target(arguments.target)
+        run(target, arguments.draft or (AUTO if shipped_head(target) else LOOKUP), colours=colours)
 
 
 def run(target: Target, draft: str, *, colours: bool) -> None:
@@ -138,7 +145,9 @@ def run(target: Target, draft: str, *, colours: bool) -> None:
         print(text, end="", flush=True)
 
     marked = "coloured, a colour for each depth" if colours else "in [brackets]"
-    source = "copied from the text" if draft == "lookup" else f"of the head {draft}"
+    source = {LOOKUP: "copied from the text", AUTO: "of the head that comes with the package"}.get(
+        draft, f"of the head {draft}"
+    )
     answers = []
     for name, prompt in PROMPTS.items():
         print(f"\n== {name}: {prompt}")

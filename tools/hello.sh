@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # From an empty clone to a streamed answer, without drafts and with them, in minutes on two CPU cores:
 #
-#     bash tools/hello.sh                                  # drafts copied from the text: nothing is trained
+#     bash tools/hello.sh                                  # drafts of the head that comes with the package
+#     bash tools/hello.sh --draft lookup                   # copied from the text, without a head
 #     bash tools/hello.sh --draft runs/quickstart/export   # drafts of a head
 #
 # Installs what decoding needs and no more; what it shows is tools/hello.py.

@@ -30,6 +30,7 @@ from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.measure import timed
 from eagle3_jax.decoding.tiers import Tier
 from eagle3_jax.formats import files
+from eagle3_jax.formats.shipped import draft_folder
 from eagle3_jax.mesh import Replica, make_mesh, own_replica
 from eagle3_jax.models import chat_template
 from eagle3_jax.models.registry import Target, load_target
@@ -86,7 +87,7 @@ def on_one_replica(config: RunConfig, measure: Callable[[Replica], None]) -> Non
 
 @dataclasses.dataclass(frozen=True)
 class Material:
-    """What is measured, of which `identity` says all: prompts are token ids, `draft` is a folder or "lookup"."""
+    """What is measured, of which `identity` says all: prompts are token ids, `draft` as `Engine.load` takes it."""
 
     target: Target
     draft: str
@@ -98,10 +99,9 @@ class Material:
         """Raises ValueError: no usable prompts. ManifestError: no finished head."""
         settings = config.benchmark
         messages = sources.spread(sources.read_file(prompts_path)[0], None)
-        draft = settings.draft or str(config.folder("export"))
-        if settings.draft is None:
-            manifest.read(draft, made_by="export", verify=False)  # `load_draft` does
         target = target or load_target(config.target, replica.decoding_mesh)
+        folder = draft_folder(settings.draft, config.folder("export"), target)
+        draft = settings.draft or str(folder)
         longest = target.model.config.max_position_embeddings - settings.max_tokens
         prompts = [chat_template.prompt_ids(target.tokenizer, prompt["messages"]) for prompt in messages]
         prompts = [ids for ids in prompts if len(ids) <= longest]
@@ -112,7 +112,7 @@ class Material:
         identity = {
             "benchmark": configuration.to_dict(dataclasses.replace(settings, batch_sizes=(1,))),
             "target": target.identity,
-            "draft": {"folder": draft, "files": None if draft == "lookup" else files.file_digests(draft)},
+            "draft": {"folder": draft, "files": folder and files.file_digests(folder)},
             "prompts_file": {"name": prompts_path.name, "sha256": manifest.digest(prompts_path)},
             "hardware": manifest.hardware(),
             "versions": manifest.versions(),

@@ -37,6 +37,7 @@ from eagle3_jax.decoding.runner import ModelRunner, tokens_that_fit
 from eagle3_jax.decoding.sampling import MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
 from eagle3_jax.decoding.tiers import VANILLA, Tier
 from eagle3_jax.formats.heads import load_draft
+from eagle3_jax.formats.shipped import AUTO, LOOKUP, load_shipped
 from eagle3_jax.mesh import decoding_mesh
 from eagle3_jax.models.draft import Draft
 from eagle3_jax.models.llama import Llama
@@ -179,7 +180,7 @@ class Engine:
     def load(
         cls,
         target: TargetConfig | str | Target,
-        draft: str | pathlib.Path | Draft | None = None,
+        draft: str | pathlib.Path | Draft | None = AUTO,
         tree: DraftTree | Sequence[DraftTree] | Literal["auto"] = "auto",
         batch_size: int = 1,
         max_length: int = 2048,
@@ -193,8 +194,9 @@ class Engine:
         Args:
             dtype: of weights and activations; None is the TargetConfig's, float32 for a name.
             mesh: spreads the models over its model axis; None is one device.
-            draft: a loaded head, or its folder: that `export` wrote, or another that engines serve (see `load_draft`);
-                "lookup" for drafts that are copied from the text.
+            draft: "auto" is the head that comes with this package for this target, vanilla decoding where none does;
+                a loaded head, or its folder: that `export` wrote, or another that engines serve (see `load_draft`);
+                "lookup" for drafts that are copied from the text; None for vanilla decoding.
             options: see `__init__`.
 
         Raises:
@@ -209,9 +211,11 @@ class Engine:
             config = TargetConfig(name=target) if isinstance(target, str) else target
             config = config if dtype is None else dataclasses.replace(config, dtype=dtype)
             loaded = load_target(config, None if mesh is None else decoding_mesh(mesh))
-        if isinstance(draft, str | pathlib.Path):
-            dtype_of_target = loaded.model.embed[...].dtype
-            head = "lookup" if draft == "lookup" else load_draft(draft, target=loaded, dtype=dtype_of_target)
+        of_target = loaded.model.embed[...].dtype
+        if isinstance(draft, pathlib.Path) or (isinstance(draft, str) and draft not in (AUTO, LOOKUP)):
+            head = load_draft(draft, target=loaded, dtype=of_target)
+        elif isinstance(draft, str):
+            head = LOOKUP if draft == LOOKUP else load_shipped(loaded, of_target)
         else:
             head = draft
         return cls(loaded.model, loaded.tokenizer, head, tree, batch_size=batch_size, max_length=max_length, **options)

@@ -9,7 +9,7 @@ layers in another counting, where the run names them so too. An engine's counter
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,7 +28,13 @@ from eagle3_jax.models.registry import Target
 FORMS = {form.name: form for form in (sglang.FORM, vllm.FORM, speculators.FORM, eagle.FORM)}
 
 
-def load_draft(folder: str | pathlib.Path, *, target: Target | LlamaConfig, dtype: Any = jnp.float32) -> Draft:
+def load_draft(
+    folder: str | pathlib.Path,
+    *,
+    target: Target | LlamaConfig,
+    dtype: Any = jnp.float32,
+    but: Collection[str] = (),
+) -> Draft:
     """Reads a draft head that drafts for `target`, in any of `FORMS`.
 
     Also takes what engines take: `layers.0.` for `midlayer.`, a `model.` prefix, no `t2d`, no `rope_theta` (10000), no
@@ -39,6 +45,7 @@ def load_draft(folder: str | pathlib.Path, *, target: Target | LlamaConfig, dtyp
             trained with; that must be this one. A head from elsewhere has none, and an architecture alone (a
             `LlamaConfig`) cannot be compared with it: then only shapes are.
         dtype: of the loaded weights.
+        but: fields of the target's identity (`identity.FIELDS`) that may differ.
 
     Raises:
         DraftFormatError: every problem of config.json and every missing, surplus or wrongly shaped tensor, by name.
@@ -46,7 +53,7 @@ def load_draft(folder: str | pathlib.Path, *, target: Target | LlamaConfig, dtyp
     """
     folder = pathlib.Path(folder)
     if isinstance(target, Target) and (folder / manifest.NAME).exists():
-        check_same_target(folder, manifest.read(folder, "export")["identity"].get("target"), target.identity)
+        check_same_target(folder, manifest.read(folder, "export")["identity"].get("target"), target.identity, but=but)
     return to_draft(read(folder, target.model.config if isinstance(target, Target) else target), target, dtype)
 
 

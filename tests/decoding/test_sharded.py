@@ -90,7 +90,7 @@ def test_tiers_take_turns_on_a_mesh(toy, monkeypatch):
 def test_load_in_bfloat16_over_two_devices(tmp_path):
     folder = tiny.write_target(tmp_path)
     config = TargetConfig(name=str(folder), aux_layers=(1, 2, 3))
-    engine = Engine.load(config, dtype="bfloat16", mesh=MeshConfig(model=2), max_length=64)
+    engine = Engine.load(config, None, dtype="bfloat16", mesh=MeshConfig(model=2), max_length=64)
     gate = engine.target.blocks[0].mlp.gate[...]
     assert gate.dtype == jnp.bfloat16
     assert gate.sharding.mesh.shape == {"data": 1, "model": 2}

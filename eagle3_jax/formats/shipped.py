@@ -1,0 +1,79 @@
+"""Heads that come with this package, found by the target that they draft for: `draft="auto"`."""
+
+from __future__ import annotations
+
+import logging
+import pathlib
+from typing import Any, Final
+
+from eagle3_jax import manifest
+from eagle3_jax.formats import heads
+from eagle3_jax.formats.stored import misfits
+from eagle3_jax.models.draft import Draft
+from eagle3_jax.models.registry import Target
+
+AUTO: Final = "auto"
+LOOKUP: Final = "lookup"
+HEADS = pathlib.Path(__file__).parents[1] / "heads"
+# The weights may be another copy of the same model, such as the hub's beside a quantised one: shapes alone must fit.
+_SAME = ("tokenizer", "chat_template", "aux_layers")
+_BUT = ("weights",)
+
+_log = logging.getLogger(__name__)
+
+
+def shipped_head(target: Target) -> pathlib.Path | None:
+    """The folder of the head that comes for this target; None where none does."""
+    for path in sorted(HEADS.glob(f"*/{manifest.NAME}")):
+        trained_with = _trained_with(path.parent)
+        if all(trained_with[field] == target.identity[field] for field in _SAME):
+            if not misfits(heads.read(path.parent).config, target.model.config):
+                return path.parent
+    return None
+
+
+def load_shipped(target: Target, dtype: Any) -> Draft | None:
+    """The head that comes for this target, ready to draft; None where none does.
+
+    With other weights than those it was trained with it drafts too; fewer drafts may be accepted then, which is logged.
+    """
+    folder = shipped_head(target)
+    if folder is None:
+        return None
+    trained_with = _trained_with(folder)
+    if trained_with["weights"] != target.identity["weights"]:
+        _log.warning(
+            "draft 'auto': the head of %s, trained with other weights than those of %s; fewer drafts may be accepted, "
+            "the tokens stay the target's",
+            trained_with["name"],
+            target.identity["name"],
+        )
+    return heads.load_draft(folder, target=target, dtype=dtype, but=_BUT)
+
+
+def draft_folder(draft: str | None, export: pathlib.Path, target: Target) -> pathlib.Path | None:
+    """Where the head lies that a verb's `draft` names; None is "lookup", which has none.
+
+    Args:
+        draft: a folder, "auto" or "lookup"; None is the run's own.
+        export: that folder.
+
+    Raises:
+        ManifestError: the run has no finished export. ValueError: "auto", and no head comes for this target.
+    """
+    if draft is None:
+        manifest.read(export, made_by="export", verify=False)  # `load_draft` does
+        return export
+    if draft == LOOKUP:
+        return None
+    if draft != AUTO:
+        return pathlib.Path(draft)
+    folder = shipped_head(target)
+    if folder is None:
+        raise ValueError(f"draft: got 'auto', expected a folder: no head comes for {target.identity['name']}")
+    return folder
+
+
+def _trained_with(folder: pathlib.Path) -> dict[str, Any]:
+    """The identity of the target."""
+    return manifest.read(folder, made_by="export", verify=False)["identity"]["target"]

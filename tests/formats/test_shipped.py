@@ -1,0 +1,90 @@
+"""`draft="auto"`: the head that comes for a target, and none for another."""
+
+import dataclasses
+import logging
+import pathlib
+
+import jax.numpy as jnp
+import pytest
+import tiny
+from flax import nnx
+
+from eagle3_jax import manifest
+from eagle3_jax.config import DraftConfig, DraftTree, TargetConfig
+from eagle3_jax.decoding.engine import Engine, SamplingParams
+from eagle3_jax.formats import shipped
+from eagle3_jax.formats.heads import save_draft
+from eagle3_jax.manifest import ManifestError
+from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
+from eagle3_jax.models.registry import Target, load_target
+
+CHAIN = DraftTree(num_steps=2, num_draft_tokens=3)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> Target:
+    folder = tiny.write_target(tmp_path_factory.mktemp("target"))
+    return load_target(TargetConfig(name=str(folder), aux_layers=(1, 2, 3)))
+
+
+@pytest.fixture
+def heads(target, tmp_path, monkeypatch) -> pathlib.Path:
+    """A package with one head, for the target."""
+    config = DraftHeadConfig.for_target(DraftConfig(vocab_size=64), target.model.config)
+    draft = Draft(DraftHead(config, rngs=nnx.Rngs(0)), jnp.arange(64))
+    save_draft(tmp_path / "heads" / "tiny", draft, target=target.model.config, dtype="bfloat16")
+    manifest.begin(tmp_path / "heads" / "tiny", {"verb": "export", "target": target.identity})
+    manifest.finish(tmp_path / "heads" / "tiny")
+    monkeypatch.setattr(shipped, "HEADS", tmp_path / "heads")
+    return tmp_path / "heads"
+
+
+def but(target: Target, **identity: object) -> Target:
+    return dataclasses.replace(target, identity=target.identity | identity)
+
+
+def test_auto_is_the_default_and_drafts_with_the_head(heads, target, caplog):
+    caplog.set_level(logging.WARNING)
+    engine, plain = Engine.load(target, tree=CHAIN, max_length=64), Engine.load(target, None, max_length=64)
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    (drafted,), (vanilla,) = engine.generate([[5, 6, 7]], params), plain.generate([[5, 6, 7]], params)
+    assert drafted.token_ids == vanilla.token_ids
+    assert engine.draft is not None and engine.draft.head.config.draft_vocab_size == 64
+    assert not caplog.records
+
+
+def test_other_weights_of_the_model_take_it_too_and_it_is_said(heads, target, caplog):
+    other = but(target, weights="0" * 64, name="org/original")
+    engine = Engine.load(other, tree=CHAIN, max_length=64)
+    assert engine.draft is not None
+    (record,) = caplog.records
+    assert f"trained with other weights than those of {other.identity['name']}" in record.getMessage()
+    with pytest.raises(ManifestError, match=r"target\.weights"):  # as a folder that somebody names, it is refused
+        Engine.load(other, heads / "tiny", CHAIN, max_length=64)
+
+
+@pytest.mark.parametrize("field", ["tokenizer", "chat_template", "aux_layers"])
+def test_another_target_gets_none(heads, target, field):
+    other = but(target, **{field: [1, 2, 4] if field == "aux_layers" else "0" * 64})
+    assert shipped.shipped_head(other) is None
+    assert Engine.load(other, max_length=64).draft is None
+    with pytest.raises(ValueError, match="draft: got None, expected a draft head"):
+        Engine.load(other, tree=CHAIN, max_length=64)
+    with pytest.raises(ValueError, match="draft: got 'auto', expected a folder: no head comes for"):
+        shipped.draft_folder("auto", pathlib.Path("runs/x/export"), other)
+
+
+def test_a_model_of_another_width_gets_none(heads, target):
+    """As one family's sizes share tokenizer, template and, now and then, the number of layers."""
+    config = dataclasses.replace(target.model.config, hidden_size=2 * target.model.config.hidden_size)
+    wider = dataclasses.replace(target, model=tiny.make_target(config).model)
+    assert shipped.shipped_head(wider) is None
+
+
+def test_what_a_verb_names(heads, target, tmp_path):
+    own = tmp_path / "run" / "export"
+    assert shipped.draft_folder("lookup", own, target) is None
+    assert shipped.draft_folder("auto", own, target) == heads / "tiny"
+    assert shipped.draft_folder("somewhere", own, target) == pathlib.Path("somewhere")
+    with pytest.raises(ManifestError):
+        shipped.draft_folder(None, own, target)
