@@ -90,7 +90,9 @@ def convert(source: str | pathlib.Path, form: str, folder: str | pathlib.Path) -
     identity = None
     if (source / manifest.NAME).exists():  # goes along, so that the head keeps to its target
         identity = manifest.read(source, "export")["identity"] | {"converted_to": form}
-        head = dataclasses.replace(head, verifier=head.verifier or verifier(identity["target"]["name"]))
+        trained_with = identity["target"]
+        of_target = verifier(trained_with["name"], trained_with["architecture"])
+        head = dataclasses.replace(head, verifier=head.verifier or of_target)
     _write(head, form, folder, identity)
 
 

@@ -124,7 +124,12 @@ def llama_config(**changes: Any) -> LlamaConfig:
 def identity(aux_layers: Sequence[int]) -> dict[str, Any]:
     """Of a target that is not a folder's."""
     names = {"weights": "w", "tokenizer": "t", "chat_template": "c"}
-    return names | {"aux_layers": list(aux_layers), "dtype": "float32"}
+    return names | {
+        "name": "tiny",
+        "architecture": "LlamaForCausalLM",
+        "aux_layers": list(aux_layers),
+        "dtype": "float32",
+    }
 
 
 def make_target(config: LlamaConfig, tokenizer: Any = None) -> Target:

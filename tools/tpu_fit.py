@@ -45,9 +45,10 @@ from eagle3_jax.decoding.rounds import STATE_SHARDING_RULES
 from eagle3_jax.decoding.tiers import Tier
 from eagle3_jax.mesh import batch_sharding, make_mesh, replicas, replicated, shardings
 from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
+from eagle3_jax.models.families import family_of
 from eagle3_jax.models.layers import SHARDING_RULES
-from eagle3_jax.models.llama import Llama, LlamaConfig
 from eagle3_jax.models.registry import fetch, read_config
+from eagle3_jax.models.target import ModelConfig, TargetModel
 from eagle3_jax.train import IN_FLIGHT
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Batch, Teacher
 from eagle3_jax.training.optimizer import make_optimizer
@@ -143,7 +144,7 @@ def topology_devices(name: str) -> list[Any]:
 
 
 # ------------------------------------------------------------------------------------------------------------- programs
-def evaluate(config: configs.RunConfig, target: LlamaConfig, devices: list[Any]) -> Iterator[Program]:
+def evaluate(config: configs.RunConfig, target: ModelConfig, devices: list[Any]) -> Iterator[Program]:
     """`evaluate`: rounds with the draft. Prompts and answers are as long as `regenerate` lets them be."""
     settings = config.evaluate
     sizes = settings.batch_size, settings.max_tokens, settings.temperature == 0
@@ -151,7 +152,7 @@ def evaluate(config: configs.RunConfig, target: LlamaConfig, devices: list[Any])
     return decoding("evaluate", config, target, devices, tree, *sizes)
 
 
-def regenerate(config: configs.RunConfig, target: LlamaConfig, devices: list[Any]) -> Iterator[Program]:
+def regenerate(config: configs.RunConfig, target: ModelConfig, devices: list[Any]) -> Iterator[Program]:
     """`regenerate`: vanilla decoding."""
     settings = config.regenerate
     sizes = settings.batch_size, settings.max_tokens, settings.temperature == 0
@@ -161,7 +162,7 @@ def regenerate(config: configs.RunConfig, target: LlamaConfig, devices: list[Any
 def decoding(
     verb: str,
     config: configs.RunConfig,
-    shape: LlamaConfig,
+    shape: ModelConfig,
     devices: list[Any],
     tree: configs.DraftTree | None,
     batch: int,
@@ -202,7 +203,7 @@ def decoding(
     )
 
 
-def extract(config: configs.RunConfig, shape: LlamaConfig, devices: list[Any]) -> Iterator[Program]:
+def extract(config: configs.RunConfig, shape: ModelConfig, devices: list[Any]) -> Iterator[Program]:
     """`extract`: the forward pass of the longest conversations; the batch before it is still being fetched."""
     mesh = replicas(make_mesh(config.mesh, devices))[0].mesh
     target = abstract_target(config, shape, mesh)
@@ -219,7 +220,7 @@ def extract(config: configs.RunConfig, shape: LlamaConfig, devices: list[Any]) -
     )
 
 
-def train(config: configs.RunConfig, shape: LlamaConfig, devices: list[Any]) -> Iterator[Program]:
+def train(config: configs.RunConfig, shape: ModelConfig, devices: list[Any]) -> Iterator[Program]:
     """`train`: the training step."""
     mesh, run = make_mesh(config.mesh, devices), config.train
     target = abstract_target(config, shape, mesh)
@@ -252,9 +253,9 @@ def train(config: configs.RunConfig, shape: LlamaConfig, devices: list[Any]) -> 
 VERBS = {"evaluate": evaluate, "regenerate": regenerate, "extract": extract, "train": train}
 
 
-def abstract_target(config: configs.RunConfig, shape: LlamaConfig, mesh: Mesh) -> Llama:
-    dtype = jnp.dtype(config.target.dtype)
-    return placed(nnx.eval_shape(lambda: Llama(shape, dtype=dtype, rngs=nnx.Rngs(0))), mesh, SHARDING_RULES)
+def abstract_target(config: configs.RunConfig, shape: ModelConfig, mesh: Mesh) -> TargetModel:
+    dtype, model = jnp.dtype(config.target.dtype), family_of(shape).model
+    return placed(nnx.eval_shape(lambda: model(shape, dtype=dtype, rngs=nnx.Rngs(0))), mesh, SHARDING_RULES)
 
 
 def placed(tree: Any, mesh: Mesh, rules: Any = ()) -> Any:

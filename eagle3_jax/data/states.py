@@ -16,7 +16,7 @@ from jaxtyping import Array, BFloat16, Bool, Int32
 from eagle3_jax.data.features import Record
 from eagle3_jax.kernels.vocabulary import argmax
 from eagle3_jax.mesh import constrain, fetch
-from eagle3_jax.models.llama import Llama
+from eagle3_jax.models.target import TargetModel
 
 # Lengths are padded to multiples of this; each distinct length is one compiled program.
 _LENGTH_STEP = 64
@@ -67,7 +67,7 @@ def plan_batches(lengths: Sequence[int], batch_tokens: int, multiple: int = 1, s
 
 @jax.jit
 def forward(
-    model: Llama, tokens: Int32[Array, "b t"]
+    model: TargetModel, tokens: Int32[Array, "b t"]
 ) -> tuple[BFloat16[Array, "b t aux"], BFloat16[Array, "b t h"], Int32[Array, "b t"], Bool[Array, "b t"]]:
     """One pass of the target over whole conversations, padded on the right.
 
@@ -88,7 +88,7 @@ def forward(
 def compute_records(
     conversations: Sequence[Conversation],
     batches: Iterable[Batch],
-    model: Llama,
+    model: TargetModel,
     place: Callable[[np.ndarray], Any] = jnp.asarray,
 ) -> Iterator[tuple[Conversation, Record | None]]:
     """Runs the batches and yields each conversation with its record, or with None when it holds a NaN or infinity.

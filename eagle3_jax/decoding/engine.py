@@ -40,8 +40,8 @@ from eagle3_jax.formats.heads import load_draft
 from eagle3_jax.formats.shipped import AUTO, LOOKUP, load_shipped
 from eagle3_jax.mesh import decoding_mesh
 from eagle3_jax.models.draft import Draft
-from eagle3_jax.models.llama import Llama
 from eagle3_jax.models.registry import Target, load_target
+from eagle3_jax.models.target import TargetModel
 
 PAGE_SIZE = 128
 GREEDY = SamplingParams()
@@ -87,7 +87,7 @@ class Engine:
 
     def __init__(
         self,
-        target: Llama,
+        target: TargetModel,
         tokenizer: Any,
         draft: Draft | Literal["lookup"] | None = None,
         tree: DraftTree | Sequence[DraftTree] | Literal["auto"] = "auto",

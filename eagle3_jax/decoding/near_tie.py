@@ -18,7 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.mesh import fetch, mesh_of
-from eagle3_jax.models.llama import Llama
+from eagle3_jax.models.target import TargetModel
 
 _STEP = 64  # prefixes are padded to multiples of it, so that few programs are compiled
 
@@ -37,7 +37,7 @@ class NearTie:
     bound: float
 
 
-def near_tie(target: Llama, prefix: Sequence[int], tokens: tuple[int, int]) -> NearTie | None:
+def near_tie(target: TargetModel, prefix: Sequence[int], tokens: tuple[int, int]) -> NearTie | None:
     """Whether both tokens may be the argmax behind a prefix, within rounding; None when they may not.
 
     In float32 nothing is a near-tie: there the tokens must be the same. Of several processes that share the target all
@@ -58,14 +58,14 @@ def near_tie(target: Llama, prefix: Sequence[int], tokens: tuple[int, int]) -> N
 
 
 @jax.jit
-def _logits(target: Llama, tokens: Int[Array, "1 t"], last: Int[Array, ""]) -> Float[Array, " v"]:
+def _logits(target: TargetModel, tokens: Int[Array, "1 t"], last: Int[Array, ""]) -> Float[Array, " v"]:
     """Logits of the token behind position `last`, by one pass over the whole sequence."""
     positions = jnp.arange(tokens.shape[1])[None]
     hidden, _, _ = target(tokens, positions, target.empty_cache(1, tokens.shape[1]), jnp.zeros(1, jnp.int32))
     return target.logits(hidden[:, last])[0]
 
 
-def _in_float32(target: Llama) -> Llama:
+def _in_float32(target: TargetModel) -> TargetModel:
     """The same weights; activations follow the embeddings' dtype, so that only those are copied."""
     graph, parameters = nnx.split(target)
     twin = nnx.merge(graph, parameters)

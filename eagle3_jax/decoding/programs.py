@@ -27,7 +27,7 @@ from eagle3_jax.decoding.tiers import Tier, copies, depth_of, nodes_of, scratch_
 from eagle3_jax.decoding.tree import LastTree
 from eagle3_jax.mesh import constrain
 from eagle3_jax.models.draft import Draft
-from eagle3_jax.models.llama import Llama
+from eagle3_jax.models.target import TargetModel
 
 # Rounds of one dispatch, at most: requests join and leave between two.
 ROUNDS = 4
@@ -186,10 +186,10 @@ class Models:
     structure: Any
 
     @classmethod
-    def of(cls, target: Llama, draft: Draft | None) -> Models:
+    def of(cls, target: TargetModel, draft: Draft | None) -> Models:
         return cls(*jax.tree.flatten((target, draft)))
 
-    def modules(self) -> tuple[Llama, Draft | None]:
+    def modules(self) -> tuple[TargetModel, Draft | None]:
         return jax.tree.unflatten(self.structure, self.leaves)
 
     def tree_flatten(self) -> tuple[Sequence[Any], Any]:

@@ -17,7 +17,7 @@ from eagle3_jax.decoding.tree import feed
 from eagle3_jax.decoding.verify import row_of
 from eagle3_jax.models.cache import KVCache
 from eagle3_jax.models.draft import Draft
-from eagle3_jax.models.llama import Llama
+from eagle3_jax.models.target import TargetModel
 
 # Positions that a head may miss.
 ROOM = 128
@@ -60,7 +60,7 @@ class Unread:
 
 
 def catch_up(
-    target: Llama,
+    target: TargetModel,
     draft: Draft,
     unread: Unread,
     cache: KVCache,

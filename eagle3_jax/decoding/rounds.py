@@ -30,7 +30,7 @@ from eagle3_jax.kernels.vocabulary import argmax
 from eagle3_jax.mesh import constrain
 from eagle3_jax.models.cache import KVCache
 from eagle3_jax.models.draft import Draft
-from eagle3_jax.models.llama import Llama
+from eagle3_jax.models.target import TargetModel
 
 # The page that nothing is read from: rows that have ended write to it.
 TRASH = 0
@@ -131,7 +131,7 @@ class Read:
 
 
 def read(
-    target: Llama,
+    target: TargetModel,
     draft: Draft | None,
     tokens: Int[Array, "b t"],
     following: Int[Array, "b t"],
@@ -186,7 +186,7 @@ def _first_token(
 
 
 def prefill(
-    target: Llama,
+    target: TargetModel,
     draft: Draft | None,
     tokens: Int[Array, "b p"],
     prompt_lengths: Int[Array, " b"],
@@ -249,7 +249,7 @@ def prefill(
 
 
 def advance(
-    target: Llama,
+    target: TargetModel,
     draft: Draft | None,
     state: State,
     *,
@@ -273,7 +273,7 @@ def advance(
 
 
 def propose(
-    target: Llama, draft: Draft | None, state: State, *, tree: DraftTree | None, greedy: bool
+    target: TargetModel, draft: Draft | None, state: State, *, tree: DraftTree | None, greedy: bool
 ) -> tuple[TokenTree, State]:
     """The drafts of a round; the head's scratch behind the committed pairs is written."""
     lengths, table = _in_use(state)
@@ -310,7 +310,7 @@ class Judged:
 
 
 def judge(
-    target: Llama,
+    target: TargetModel,
     state: State,
     nodes: TokenTree,
     *,
@@ -354,7 +354,7 @@ def judge(
     )
 
 
-def extend(target: Llama, draft: Draft | None, state: State, judged: Judged, *, greedy: bool) -> State:
+def extend(target: TargetModel, draft: Draft | None, state: State, judged: Judged, *, greedy: bool) -> State:
     """Takes a round's tokens into the state; the head reads them with the target's features, or rests."""
     lengths, table = _in_use(state)
     walk, chosen = judged.walk, judged.chosen
@@ -472,7 +472,7 @@ def _cut(
 
 
 def decode(
-    target: Llama,
+    target: TargetModel,
     draft: Draft | None,
     state: State,
     max_rounds: Int[Array, ""] | int,
@@ -511,7 +511,7 @@ def decode(
 
 @functools.partial(jax.jit, static_argnames=("max_tokens", "tree", "slots"))
 def generate(
-    target: Llama,
+    target: TargetModel,
     draft: Draft | None,
     prompts: Int[Array, "b p"],
     lengths: Int[Array, " b"],

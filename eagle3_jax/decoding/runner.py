@@ -23,8 +23,8 @@ from eagle3_jax.decoding.tiers import Tier
 from eagle3_jax.mesh import mesh_of, put, replicated, shardings
 from eagle3_jax.models.draft import Draft
 from eagle3_jax.models.layers import SHARDING_RULES
-from eagle3_jax.models.llama import Llama
 from eagle3_jax.models.packing import for_cpu
+from eagle3_jax.models.target import TargetModel
 
 # Tokens of each sequence while rounds are measured.
 MEASURED_LENGTH = 256
@@ -39,7 +39,9 @@ class ModelRunner:
         dispatches: given to the device. compiled: programs that its calls compiled.
     """
 
-    def __init__(self, target: Llama, draft: Draft | None, tiers: Sequence[Tier], sizes: Sizes, kv_dtype: Any) -> None:
+    def __init__(
+        self, target: TargetModel, draft: Draft | None, tiers: Sequence[Tier], sizes: Sizes, kv_dtype: Any
+    ) -> None:
         self.mesh = mesh_of(target.embed[...])
         if draft is not None and self.mesh is not None:
             draft = _spread(draft, self.mesh)
@@ -201,7 +203,7 @@ class ModelRunner:
 
 
 def tokens_that_fit(
-    target: Llama, draft: Draft | None, memory_fraction: float, sizes: Sizes, tiers: Sequence[Tier], kv_dtype: Any
+    target: TargetModel, draft: Draft | None, memory_fraction: float, sizes: Sizes, tiers: Sequence[Tier], kv_dtype: Any
 ) -> int:
     """Tokens of the caches that this share of the device's memory leaves room for, beside weights and other state.
 
@@ -220,7 +222,7 @@ def tokens_that_fit(
         raise ValueError(f"memory_fraction: got it for {device}, which does not tell its memory; give kv_tokens")
     parts = 1 if mesh is None else mesh.shape["model"]
 
-    def leaves(target: Llama, draft: Draft | None, pages: int) -> tuple[list[jax.Array], list[jax.Array]]:
+    def leaves(target: TargetModel, draft: Draft | None, pages: int) -> tuple[list[jax.Array], list[jax.Array]]:
         planned = dataclasses.replace(sizes, pages=pages)
         state = programs.empty_state(Models.of(target, draft), planned, tiers, kv_dtype)
         return jax.tree.leaves((state.cache, state.draft_cache)), jax.tree.leaves(state)

@@ -17,7 +17,7 @@ from eagle3_jax.decoding.costs import Costs
 from eagle3_jax.decoding.policy import Acceptance, Promise, TierPolicy
 from eagle3_jax.decoding.tree import scratch_slots
 from eagle3_jax.models.draft import Draft
-from eagle3_jax.models.llama import LlamaConfig
+from eagle3_jax.models.target import ModelConfig
 
 # A head below this acceptance length, over so many rounds of single requests, is no help to anyone.
 USELESS = 1.05
@@ -197,7 +197,7 @@ class TierChoice:
 
 
 def choice_for(
-    target: LlamaConfig,
+    target: ModelConfig,
     draft: Draft | Literal["lookup"] | None,
     tree: DraftTree | Sequence[DraftTree] | Literal["auto"],
     simulated: float | None = None,
@@ -235,7 +235,7 @@ def choice_for(
     return TierChoice(every, default)
 
 
-def _check(draft: Draft, target: LlamaConfig, trees: Sequence[DraftTree]) -> None:
+def _check(draft: Draft, target: ModelConfig, trees: Sequence[DraftTree]) -> None:
     head = draft.head.config
     for field in ("vocab_size", "aux_layers"):
         got, expected = getattr(head, field), getattr(target, field)

@@ -27,7 +27,7 @@ from eagle3_jax.kernels.vocabulary import top_k_of_logits
 from eagle3_jax.models.cache import KVCache
 from eagle3_jax.models.draft import Draft
 from eagle3_jax.models.layers import embeddings
-from eagle3_jax.models.llama import Llama
+from eagle3_jax.models.target import TargetModel
 
 
 @jax.tree_util.register_dataclass
@@ -119,7 +119,7 @@ def scratch_slots(tree: DraftTree | None) -> int:
 
 
 def feed(
-    target: Llama,
+    target: TargetModel,
     draft: Draft,
     tokens: Int[Array, "b t"],
     features: Float[Array, "b t h"],
@@ -148,7 +148,7 @@ def feed(
 
 
 def grow(
-    target: Llama,
+    target: TargetModel,
     draft: Draft,
     tree: DraftTree,
     root: Int[Array, " b"],

@@ -22,8 +22,8 @@ from eagle3_jax.formats.stored import DraftFormatError, StoredHead, from_draft, 
 from eagle3_jax.formats.tensors import EMBEDDINGS, LAYER, tensor_problems
 from eagle3_jax.models.draft import Draft
 from eagle3_jax.models.identity import check_same_target
-from eagle3_jax.models.llama import LlamaConfig
 from eagle3_jax.models.registry import Target
+from eagle3_jax.models.target import ModelConfig
 
 FORMS = {form.name: form for form in (sglang.FORM, vllm.FORM, speculators.FORM, eagle.FORM)}
 
@@ -31,7 +31,7 @@ FORMS = {form.name: form for form in (sglang.FORM, vllm.FORM, speculators.FORM, 
 def load_draft(
     folder: str | pathlib.Path,
     *,
-    target: Target | LlamaConfig,
+    target: Target | ModelConfig,
     dtype: Any = jnp.float32,
     but: Collection[str] = (),
 ) -> Draft:
@@ -43,7 +43,7 @@ def load_draft(
     Args:
         target: the model that the head shall draft for. The manifest beside a head of `export` says which one it was
             trained with; that must be this one. A head from elsewhere has none, and an architecture alone (a
-            `LlamaConfig`) cannot be compared with it: then only shapes are.
+            `ModelConfig`) cannot be compared with it: then only shapes are.
         dtype: of the loaded weights.
         but: fields of the target's identity (`identity.FIELDS`) that may differ.
 
@@ -61,7 +61,7 @@ def save_draft(
     folder: str | pathlib.Path,
     draft: Draft,
     *,
-    target: LlamaConfig,
+    target: ModelConfig,
     dtype: str,
     form: str = "sglang",
     target_name: str | None = None,
@@ -88,7 +88,7 @@ def save_draft(
         write(partial, head, form, problems)
 
 
-def read(folder: str | pathlib.Path, target: LlamaConfig | None = None) -> StoredHead:
+def read(folder: str | pathlib.Path, target: ModelConfig | None = None) -> StoredHead:
     """A head from its folder, its form found from config.json.
 
     Args:

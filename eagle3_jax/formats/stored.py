@@ -14,8 +14,8 @@ from jaxtyping import Int64
 from eagle3_jax.formats import draft_vocabulary
 from eagle3_jax.formats.tensors import LM_HEAD, Tensors, draft_table
 from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
-from eagle3_jax.models.llama import LlamaConfig, default_aux_layers
 from eagle3_jax.models.registry import Target
+from eagle3_jax.models.target import ModelConfig, default_aux_layers
 from eagle3_jax.models.weights import parameter_path
 
 
@@ -58,7 +58,7 @@ class StoredHead:
         )
 
 
-def misfits(head: DraftHeadConfig, target: LlamaConfig) -> list[str]:
+def misfits(head: DraftHeadConfig, target: ModelConfig) -> list[str]:
     """Why a head cannot draft for a target, one sentence per field; empty when it can."""
     aux_layers = head.aux_layers or default_aux_layers(target.num_hidden_layers)
     pairs = (
@@ -76,12 +76,12 @@ def misfits(head: DraftHeadConfig, target: LlamaConfig) -> list[str]:
     return problems
 
 
-def verifier(name: str | None) -> dict[str, Any]:
+def verifier(name: str | None, architecture: str) -> dict[str, Any]:
     """The target as speculators has it."""
-    return {"name_or_path": name, "architectures": ["LlamaForCausalLM"]}
+    return {"name_or_path": name, "architectures": [architecture]}
 
 
-def from_draft(draft: Draft, target: LlamaConfig, dtype: str, name: str | None) -> tuple[StoredHead, list[str]]:
+def from_draft(draft: Draft, target: ModelConfig, dtype: str, name: str | None) -> tuple[StoredHead, list[str]]:
     """The head to store, and why it is none; `name` is the target's."""
     config = draft.head.config
     ids = np.asarray(draft.token_ids).astype(np.int64)
@@ -102,12 +102,12 @@ def from_draft(draft: Draft, target: LlamaConfig, dtype: str, name: str | None) 
         bos_token_id=target.bos_token_id,
         eos_token_id=eos[0] if len(eos) == 1 else list(eos) or None,
         target_layers=target.num_hidden_layers,
-        verifier=verifier(name),
+        verifier=verifier(name, target.architecture),
     )
     return stored, problems
 
 
-def to_draft(stored: StoredHead, target: Target | LlamaConfig, dtype: Any) -> Draft:
+def to_draft(stored: StoredHead, target: Target | ModelConfig, dtype: Any) -> Draft:
     """The head in memory. Raises DraftFormatError where its LM head is the target's and that is not at hand."""
     architecture = target.model.config if isinstance(target, Target) else target
     config = stored.config

@@ -31,7 +31,7 @@ from eagle3_jax.models.layers import (
     rope_frequencies,
     rope_table,
 )
-from eagle3_jax.models.llama import LlamaConfig
+from eagle3_jax.models.target import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ class DraftHeadConfig:
         return 3 if self.aux_layers is None else len(self.aux_layers)
 
     @classmethod
-    def for_target(cls, draft: DraftConfig, target: LlamaConfig) -> DraftHeadConfig:
+    def for_target(cls, draft: DraftConfig, target: ModelConfig) -> DraftHeadConfig:
         """The head that `draft` describes, what it leaves open taken from the target. Raises ValueError."""
         heads = draft.num_attention_heads or target.num_attention_heads
         kv_heads = draft.num_key_value_heads or target.num_key_value_heads

@@ -72,3 +72,20 @@ def qkv(config: Any, attention: str, columns: int) -> Entry:
 
     rows = {"q": kv_heads * group * d, "k": kv_heads * d, "v": kv_heads * d}
     return Entry({f"{attention}.{name}_proj.weight": (size, columns) for name, size in rows.items()}, part, split)
+
+
+def qkv_bias(config: Any, attention: str) -> Entry:
+    """Biases of queries, keys and values, in the order of the columns of `qkv`; for its arguments see there."""
+    kv_heads, d = config.num_key_value_heads, config.head_dim
+    group = config.num_attention_heads // kv_heads
+
+    def part(index: tuple[slice], q: Any, k: Any, v: Any) -> np.ndarray:
+        heads = [np.asarray(x[:]).reshape(kv_heads, -1, d) for x in (q, k, v)]  # small: read whole
+        return np.concatenate(heads, axis=1).reshape(-1)[index]
+
+    def split(x: np.ndarray) -> tuple[np.ndarray, ...]:
+        heads = x.reshape(kv_heads, group + 2, d)
+        return heads[:, :-2].reshape(-1), heads[:, -2].reshape(-1), heads[:, -1].reshape(-1)
+
+    sizes = {"q": kv_heads * group * d, "k": kv_heads * d, "v": kv_heads * d}
+    return Entry({f"{attention}.{name}_proj.bias": (size,) for name, size in sizes.items()}, part, split)

@@ -9,20 +9,21 @@ from typing import Any
 
 from eagle3_jax.manifest import ManifestError
 from eagle3_jax.models import chat_template, weights
-from eagle3_jax.models.llama import LlamaConfig
+from eagle3_jax.models.target import ModelConfig
 
 # What must agree between conversations, features, heads and the target that uses them. Its name and dtype may differ.
 FIELDS = ("weights", "tokenizer", "chat_template", "aux_layers")
 
 
-def identify(files: dict[str, str], config: LlamaConfig, tokenizer: Any, *, name: str, dtype: str) -> dict[str, Any]:
-    """The identity of a target: `FIELDS`, name and dtype. JSON-ready; goes into every manifest.
+def identify(files: dict[str, str], config: ModelConfig, tokenizer: Any, *, name: str, dtype: str) -> dict[str, Any]:
+    """The identity of a target: `FIELDS`, name, architecture and dtype. JSON-ready; goes into every manifest.
 
     Args:
         files: digests of its weight files, see `weights.file_digests`.
     """
     return {
         "name": name,
+        "architecture": config.architecture,
         "weights": weights.fingerprint(files, config),
         "tokenizer": hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
         "chat_template": chat_template.digest(tokenizer),

@@ -27,6 +27,7 @@ SHARDING_RULES = (
     (r"embed|lm_head", P("model", None)),
     (r"\bfc$", P("model", None)),
     (r"attention/qkv", P(None, "model")),
+    (r"qkv_bias", P("model")),
     (r"attention/o", P("model", None)),
     (r"mlp/(gate|up)", P(None, "model")),
     (r"mlp/down", P("model", None)),
@@ -126,12 +127,22 @@ class Attention(nnx.Module):
         self, x: Float[Array, "b t h"], rope: tuple[Float[Array, "b t 1 half"], Float[Array, "b t 1 half"]]
     ) -> tuple[Float[Array, "b t n d"], Float[Array, "b t k d"], Float[Array, "b t k d"]]:
         """Rotated queries and keys, and values."""
-        b, t, _ = x.shape
+        q, k, v = self.heads(self.fused(x))
+        return apply_rope(q, rope), apply_rope(k, rope), v
+
+    def fused(self, x: Float[Array, "b t h"]) -> Float[Array, "b t out"]:
+        """x @ qkv."""
         # Behind the barrier lie layouts by head: without it a TPU keeps a copy of the kernel that suits them.
-        qkv = jax.lax.optimization_barrier(linear(x, self.qkv[...]))
-        qkv = qkv.reshape(b, t, self.kv_heads, -1, self.head_dim)
+        return jax.lax.optimization_barrier(linear(x, self.qkv[...]))
+
+    def heads(
+        self, fused: Float[Array, "b t out"]
+    ) -> tuple[Float[Array, "b t n d"], Float[Array, "b t k d"], Float[Array, "b t k d"]]:
+        """Queries, keys and values, head by head."""
+        b, t, _ = fused.shape
+        qkv = fused.reshape(b, t, self.kv_heads, -1, self.head_dim)
         q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
-        return apply_rope(q.reshape(b, t, -1, q.shape[-1]), rope), apply_rope(k, rope), v
+        return q.reshape(b, t, -1, q.shape[-1]), k, v
 
     def output(self, attended: Float[Array, "b t n d"]) -> Float[Array, "b t h"]:
         return linear(attended.reshape(*attended.shape[:2], -1), self.o[...])
@@ -156,6 +167,11 @@ class SwiGLU(nnx.Module):
 def normal(shape: tuple[int, ...], dtype: Any, rngs: nnx.Rngs, scale: float = 0.02) -> nnx.Param:
     """A parameter drawn from N(0, scale^2), Hugging Face's initialisation."""
     return nnx.Param((scale * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype))
+
+
+def zeros(size: int, dtype: Any) -> nnx.Param:
+    """A bias."""
+    return nnx.Param(jnp.zeros((size,), dtype))
 
 
 def ones(size: int, dtype: Any) -> nnx.Param:

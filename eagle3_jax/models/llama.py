@@ -1,125 +1,23 @@
-"""The Llama family as a target: RMSNorm, RoPE, grouped-query attention, SwiGLU, tied or untied embeddings.
-
-One forward serves prefill, one-token decode and tree verification, and returns the aux hidden states on the way. The
-layers are unrolled: scanning them copies each layer's weights out of the stack on a CPU (about twice the time a step).
-"""
+"""Llama 2, 3, 3.x: RMSNorm, RoPE, grouped-query attention, SwiGLU, tied or untied embeddings."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
-from eagle3_jax.kernels.linear_cpu import Panels
-from eagle3_jax.kernels.vocabulary import vocabulary_logits
-from eagle3_jax.models.cache import KVCache
-from eagle3_jax.models.layers import (
-    Attention,
-    LinearScaling,
-    RopeScaling,
-    SwiGLU,
-    embeddings,
-    normal,
-    ones,
-    rms_norm,
-    rope_frequencies,
-    rope_table,
-)
-from eagle3_jax.models.rope import read_rope, write_rope
+from eagle3_jax.models.entries import Entry, kernel, plain, qkv
+from eagle3_jax.models.layers import Attention, SwiGLU, ones, rms_norm
+from eagle3_jax.models.target import Attend, ModelConfig, Rope, TargetModel
 
 
 @dataclasses.dataclass(frozen=True)
-class LlamaConfig:
-    """Shape of a Llama-architecture model, in Hugging Face's words.
-
-    Attributes:
-        aux_layers: boundaries whose residual stream is returned; ascending, distinct, in [0, num_hidden_layers].
-    """
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
-    tie_word_embeddings: bool
-    max_position_embeddings: int
-    eos_token_ids: tuple[int, ...]
-    aux_layers: tuple[int, ...]
-    bos_token_id: int | None = None
-    rope_scaling: RopeScaling | LinearScaling | None = None
-
-    @classmethod
-    def from_hf(cls, values: dict[str, Any], aux_layers: tuple[int, ...] | None = None) -> LlamaConfig:
-        """Reads a Hugging Face config.json (transformers 4 and 5 spellings). Raises ValueError with every problem."""
-        problems: list[str] = []
-        if values.get("architectures") != ["LlamaForCausalLM"]:
-            problems.append(f"architectures: got {values.get('architectures')!r}, expected ['LlamaForCausalLM']")
-        for field, expected in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
-            if values.get(field, expected) != expected:
-                problems.append(f"{field}: got {values[field]!r}, expected {expected!r}")
-        required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        problems += [f"{field}: missing" for field in required if field not in values]
-        theta, scaling = read_rope(values, problems)
-        if problems:
-            raise ValueError("unsupported target config:\n  " + "\n  ".join(problems))
-        heads, layers = values["num_attention_heads"], values["num_hidden_layers"]
-        eos = values.get("eos_token_id")
-        return cls(
-            vocab_size=values["vocab_size"],
-            hidden_size=values["hidden_size"],
-            intermediate_size=values["intermediate_size"],
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=values.get("num_key_value_heads") or heads,
-            head_dim=values.get("head_dim") or values["hidden_size"] // heads,
-            rms_norm_eps=values.get("rms_norm_eps", 1e-6),
-            rope_theta=theta,
-            tie_word_embeddings=values.get("tie_word_embeddings", False),
-            max_position_embeddings=values.get("max_position_embeddings", 2048),
-            eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
-            aux_layers=check_aux_layers(aux_layers, layers),
-            bos_token_id=values.get("bos_token_id"),
-            rope_scaling=scaling,
-        )
-
-    def to_hf(self) -> dict[str, Any]:
-        """What `from_hf` reads, in both of transformers' spellings. Aux layers are no part of it."""
-        same = [field.name for field in dataclasses.fields(self) if field.name not in _SPELT_OTHERWISE]
-        return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "mlp_bias": False,
-            **{name: getattr(self, name) for name in same},
-            **write_rope(self.rope_theta, self.rope_scaling),
-            "eos_token_id": list(self.eos_token_ids) or None,
-        }
-
-
-_SPELT_OTHERWISE = ("rope_theta", "rope_scaling", "eos_token_ids", "aux_layers")
-
-
-def default_aux_layers(layers: int) -> tuple[int, int, int]:
-    """The boundaries that every engine takes when none are named (EAGLE3_SPEC section 1.3). Shallow: they collide."""
-    return 2, layers // 2, layers - 3
-
-
-def check_aux_layers(aux_layers: tuple[int, ...] | None, layers: int) -> tuple[int, ...]:
-    """The boundaries to use: the given ones, or the default. Raises ValueError."""
-    chosen = default_aux_layers(layers) if aux_layers is None else tuple(aux_layers)
-    if not chosen or list(chosen) != sorted(set(chosen)) or chosen[0] < 0 or chosen[-1] > layers:
-        hint = "; the default rule collides on shallow targets, name them" if aux_layers is None else ""
-        raise ValueError(f"target.aux_layers: got {chosen}, expected ascending, distinct, within 0..{layers}{hint}")
-    return chosen
+class LlamaConfig(ModelConfig):
+    architecture: ClassVar[str] = "LlamaForCausalLM"
+    model_type: ClassVar[str] = "llama"
+    supported: ClassVar[dict[str, Any]] = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 
 
 class Block(nnx.Module):
@@ -127,83 +25,40 @@ class Block(nnx.Module):
 
     def __init__(self, config: LlamaConfig, *, dtype: Any, rngs: nnx.Rngs) -> None:
         c = config
+        self.eps = c.rms_norm_eps
+        heads = c.num_attention_heads, c.num_key_value_heads, c.head_dim
         self.input_norm = ones(c.hidden_size, dtype)
-        self.attention = Attention(
-            c.hidden_size,
-            c.hidden_size,
-            c.num_attention_heads,
-            c.num_key_value_heads,
-            c.head_dim,
-            dtype=dtype,
-            rngs=rngs,
-        )
+        self.attention = Attention(c.hidden_size, c.hidden_size, *heads, dtype=dtype, rngs=rngs)
         self.post_norm = ones(c.hidden_size, dtype)
         self.mlp = SwiGLU(c.hidden_size, c.intermediate_size, dtype=dtype, rngs=rngs)
 
+    def __call__(self, x: Float[Array, "b t h"], rope: Rope, attend: Attend) -> Float[Array, "b t h"]:
+        q, k, v = self.attention.project(rms_norm(x, self.input_norm[...], self.eps), rope)
+        x = x + self.attention.output(attend(q, k, v))
+        return x + self.mlp(rms_norm(x, self.post_norm[...], self.eps))
 
-class Llama(nnx.Module):
-    """The target model. Parameters: `embed` [V, H], `blocks`, `norm` [H], and `lm_head` [V, H] unless tied."""
 
-    def __init__(self, config: LlamaConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs) -> None:
-        self.config = config
-        self.embed = normal((config.vocab_size, config.hidden_size), dtype, rngs)
-        self.blocks = nnx.List([Block(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)])
-        self.norm = ones(config.hidden_size, dtype)
-        if not config.tie_word_embeddings:
-            self.lm_head = normal((config.vocab_size, config.hidden_size), dtype, rngs)
+class Llama(TargetModel):
+    block = Block
 
-    def __call__(
-        self,
-        tokens: Int[Array, "b t"],
-        positions: Int[Array, "b t"],
-        cache: KVCache,
-        lengths: Int[Array, " b"],
-        tail_mask: Bool[Array, "b t t"] | None = None,
-    ) -> tuple[Float[Array, "b t h"], Float[Array, "b t aux"], KVCache]:
-        """Runs t new tokens of each sequence behind its committed prefix.
 
-        Args:
-            positions: RoPE positions (committed length + depth in the tree).
-            lengths: committed tokens in the cache; the new ones are written behind them.
-            tail_mask: which of the new tokens each of them sees; None is causal.
-
-        Returns:
-            The last hidden state after the final norm (the LM head's input), the aux hidden states concatenated in
-            ascending order of boundary, and the cache.
-        """
-        c = self.config
-        rope = rope_table(positions, rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling))
-        x = embeddings(self.embed[...], tokens)
-        aux = []
-        for layer, block in enumerate(self.blocks):
-            if layer in c.aux_layers:
-                # Behind the barrier: else XLA adds up what the layers wrote once more at the end, and keeps all of it.
-                x = jax.lax.optimization_barrier(x)
-                aux.append(x)
-            q, k, v = block.attention.project(rms_norm(x, block.input_norm[...], c.rms_norm_eps), rope)
-            attended, cache = cache.append_and_attend(layer, q, k, v, lengths, tail_mask)
-            x = x + block.attention.output(attended)
-            x = x + block.mlp(rms_norm(x, block.post_norm[...], c.rms_norm_eps))
-        if c.num_hidden_layers in c.aux_layers:
-            aux.append(x)
-        return rms_norm(x, self.norm[...], c.rms_norm_eps), jnp.concatenate(aux, axis=-1), cache
-
-    @property
-    def output_rows(self) -> Float[Array, "v h"] | Panels:
-        """Rows of the LM head, one per token of the vocabulary."""
-        return self.lm_head[...] if hasattr(self, "lm_head") else self.embed[...]
-
-    def logits(self, hidden: Float[Array, "*batch h"]) -> Float[Array, "*batch v"]:
-        """float32 logits of final-normed hidden states."""
-        return vocabulary_logits(hidden, self.output_rows)
-
-    def empty_cache(self, batch: int, slots: int) -> KVCache:
-        c = self.config
-        dtype = self.embed[...].dtype
-        return KVCache.empty(c.num_hidden_layers, batch, c.num_key_value_heads, slots, c.head_dim, dtype)
-
-    def empty_pages(self, pages: int, page_size: int, dtype: Any = None) -> KVCache:
-        """Args: dtype: of keys and values; None is the weights' own."""
-        c = self.config
-        dtype = dtype or self.embed[...].dtype
-        return KVCache.pages(c.num_hidden_layers, pages, c.num_key_value_heads, page_size, c.head_dim, dtype)
+def table(config: ModelConfig) -> dict[str, Entry]:
+    """Parameter path -> the Hugging Face tensors that it is made of; other families add to it."""
+    c = config
+    h, f = c.hidden_size, c.intermediate_size
+    entries = {"embed": plain("model.embed_tokens.weight", c.vocab_size, h), "norm": plain("model.norm.weight", h)}
+    if not c.tie_word_embeddings:
+        entries["lm_head"] = plain("lm_head.weight", c.vocab_size, h)
+    for i in range(c.num_hidden_layers):
+        ours, theirs = f"blocks/{i}", f"model.layers.{i}"
+        attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
+        entries |= {
+            f"{ours}/input_norm": plain(f"{theirs}.input_layernorm.weight", h),
+            f"{ours}/post_norm": plain(f"{theirs}.post_attention_layernorm.weight", h),
+            f"{ours}/attention/qkv": qkv(c, attention, h),
+            f"{ours}/attention/o": kernel(f"{attention}.o_proj.weight", h, c.num_attention_heads * c.head_dim),
+            f"{ours}/mlp/gate": kernel(f"{mlp}.gate_proj.weight", f, h),
+            f"{ours}/mlp/up": kernel(f"{mlp}.up_proj.weight", f, h),
+            f"{ours}/mlp/down": kernel(f"{mlp}.down_proj.weight", h, f),
+        }
+    return entries

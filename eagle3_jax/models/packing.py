@@ -11,10 +11,10 @@ from flax import nnx
 from eagle3_jax.kernels.linear_cpu import Panels, pack
 from eagle3_jax.mesh import mesh_of, replicated
 from eagle3_jax.models.draft import Draft, DraftHead
-from eagle3_jax.models.llama import Llama
+from eagle3_jax.models.target import TargetModel
 
-Model = TypeVar("Model", Llama, Draft)
-Module = TypeVar("Module", Llama, DraftHead)
+Model = TypeVar("Model", TargetModel, Draft)
+Module = TypeVar("Module", TargetModel, DraftHead)
 
 _MATRICES = re.compile(r"\b(qkv|o|gate|up|down|fc)$")
 

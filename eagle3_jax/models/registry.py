@@ -28,8 +28,9 @@ from transformers import AutoTokenizer
 from eagle3_jax import manifest, processes
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.models import gguf, weights
+from eagle3_jax.models.families import read_shape
 from eagle3_jax.models.identity import identify
-from eagle3_jax.models.llama import Llama, LlamaConfig
+from eagle3_jax.models.target import ModelConfig, TargetModel
 
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 _CONFIG_FILES = ("config.json", "generation_config.json")
@@ -67,7 +68,7 @@ class Target:
         identity: what makes it this target and no other (see `models.identity`).
     """
 
-    model: Llama
+    model: TargetModel
     tokenizer: Any
     identity: dict[str, Any]
     folder: pathlib.Path
@@ -83,10 +84,10 @@ def load_target(
     """Fetches if need be, checks, and loads a target onto the devices of `mesh` (None: the default device).
 
     Args:
-        only: the parameters to load, see `load_llama`; None is all of them.
+        only: the parameters to load, see `load_model`; None is all of them.
 
     Raises:
-        TargetError: the name cannot be resolved. WeightsError, ValueError: see `load_llama`, `LlamaConfig.from_hf`.
+        TargetError: the name cannot be resolved. WeightsError, ValueError: see `load_model`, `read_shape`.
     """
     config = TargetConfig(name=config) if isinstance(config, str) else config
     folder = fetch(config.name)
@@ -104,11 +105,11 @@ def load_target(
     _check_cached(folder, files)
     tokenizer = load_tokenizer(folder)
     identity = identify(files, model_config, tokenizer, name=config.name, dtype=config.dtype)
-    model = weights.load_llama(folder, model_config, jnp.dtype(config.dtype), mesh, only=only)
+    model = weights.load_model(folder, model_config, jnp.dtype(config.dtype), mesh, only=only)
     return Target(model, tokenizer, identity, folder)
 
 
-def read_config(folder: pathlib.Path, aux_layers: tuple[int, ...] | None = None) -> LlamaConfig:
+def read_config(folder: pathlib.Path, aux_layers: tuple[int, ...] | None = None) -> ModelConfig:
     """The architecture of a Hugging Face folder; generation_config.json may name more end-of-sequence tokens."""
     path = folder / "config.json"
     if not path.exists():
@@ -118,7 +119,7 @@ def read_config(folder: pathlib.Path, aux_layers: tuple[int, ...] | None = None)
     if generation.exists():
         values["eos_token_id"] = manifest.read_json(generation).get("eos_token_id", values.get("eos_token_id"))
     try:
-        return LlamaConfig.from_hf(values, aux_layers)
+        return read_shape(values, aux_layers)
     except ValueError as error:
         raise TargetError(f"{path}: {error}") from error
     except (KeyError, TypeError, AttributeError, ArithmeticError) as error:

@@ -1,7 +1,7 @@
 """Hugging Face checkpoints (safetensors, single file or sharded) -> the target model.
 
-One table says which tensors make each parameter and how. All that is wrong with a checkpoint (missing, surplus, wrongly
-shaped, unreadable) is reported in one message, by name, before a device sees a byte.
+A family's table says which tensors make each parameter and how. All that is wrong with a checkpoint (missing, surplus,
+wrongly shaped, unreadable) is reported in one message, by name, before a device sees a byte.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from safetensors import SafetensorError, safe_open
 
 from eagle3_jax.manifest import digest, read_json
 from eagle3_jax.mesh import shardings
-from eagle3_jax.models.entries import Entry, kernel, plain, qkv
+from eagle3_jax.models.entries import Entry
+from eagle3_jax.models.families import family_of
 from eagle3_jax.models.layers import SHARDING_RULES
-from eagle3_jax.models.llama import Llama, LlamaConfig
+from eagle3_jax.models.target import ModelConfig, TargetModel
 
 INDEX = "model.safetensors.index.json"
 _DTYPES = ("F64", "F32", "F16", "BF16")
@@ -33,36 +34,14 @@ class WeightsError(ValueError):
     """A checkpoint that does not fit its config; the message lists every problem."""
 
 
-def llama_table(config: LlamaConfig) -> dict[str, Entry]:
-    """Parameter path in `Llama` -> the Hugging Face tensors that it is made of."""
-    c = config
-    h, f = c.hidden_size, c.intermediate_size
-    table = {"embed": plain("model.embed_tokens.weight", c.vocab_size, h), "norm": plain("model.norm.weight", h)}
-    if not c.tie_word_embeddings:
-        table["lm_head"] = plain("lm_head.weight", c.vocab_size, h)
-    for i in range(c.num_hidden_layers):
-        ours, theirs = f"blocks/{i}", f"model.layers.{i}"
-        attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
-        table |= {
-            f"{ours}/input_norm": plain(f"{theirs}.input_layernorm.weight", h),
-            f"{ours}/post_norm": plain(f"{theirs}.post_attention_layernorm.weight", h),
-            f"{ours}/attention/qkv": qkv(c, attention, h),
-            f"{ours}/attention/o": kernel(f"{attention}.o_proj.weight", h, c.num_attention_heads * c.head_dim),
-            f"{ours}/mlp/gate": kernel(f"{mlp}.gate_proj.weight", f, h),
-            f"{ours}/mlp/up": kernel(f"{mlp}.up_proj.weight", f, h),
-            f"{ours}/mlp/down": kernel(f"{mlp}.down_proj.weight", h, f),
-        }
-    return table
-
-
-def load_llama(
+def load_model(
     folder: str | pathlib.Path,
-    config: LlamaConfig,
+    config: ModelConfig,
     dtype: Any,
     mesh: jax.sharding.Mesh | None = None,
     *,
     only: Collection[str] | None = None,
-) -> Llama:
+) -> TargetModel:
     """Loads a checkpoint folder, tensor by tensor, straight into the model's layout and sharding.
 
     A process reads only what its own devices hold, once.
@@ -74,10 +53,11 @@ def load_llama(
         WeightsError: every missing, surplus, wrongly shaped and unreadable tensor or file, by name.
     """
     folder = pathlib.Path(folder)
-    table = llama_table(config)
+    family = family_of(config)
+    table = family.table(config)
     files = _locate(folder)
     _check(folder, table, files, tied=config.tie_word_embeddings)
-    abstract = nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    abstract = nnx.eval_shape(lambda: family.model(config, dtype=dtype, rngs=nnx.Rngs(0)))
     placement = None if mesh is None else shardings(abstract, mesh, SHARDING_RULES)
     handles = {path: safe_open(path, framework="numpy") for path in set(files.values())}
 
@@ -109,7 +89,7 @@ def parameter_path(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
 
 
-def fingerprint(files: dict[str, str], config: LlamaConfig) -> str:
+def fingerprint(files: dict[str, str], config: ModelConfig) -> str:
     """sha256 in hex over a checkpoint: names and contents of its files, and the architecture that they are read with.
 
     Args:

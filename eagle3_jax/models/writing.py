@@ -13,9 +13,10 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from eagle3_jax import manifest
-from eagle3_jax.models.llama import Llama
+from eagle3_jax.models.families import family_of
 from eagle3_jax.models.registry import Target
-from eagle3_jax.models.weights import INDEX, llama_table, parameter_path
+from eagle3_jax.models.target import TargetModel
+from eagle3_jax.models.weights import INDEX, parameter_path
 
 SHARD_BYTES = 5 * 10**9  # of a file, as the hub has them
 
@@ -42,10 +43,10 @@ def write_target(target: Target, folder: str | pathlib.Path, shard_bytes: int = 
         target.tokenizer.save_pretrained(partial)
 
 
-def _write_weights(model: Llama, folder: pathlib.Path, shard_bytes: int) -> None:
+def _write_weights(model: TargetModel, folder: pathlib.Path, shard_bytes: int) -> None:
     """One file, or several with an index; one of them is in the host's memory at a time."""
     leaves = {parameter_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(model)}
-    table = llama_table(model.config)
+    table = family_of(model.config).table(model.config)
     files: list[list[str]] = [[]]
     for name in table:
         if files[-1] and sum(leaves[other].nbytes for other in files[-1]) + leaves[name].nbytes > shard_bytes:

@@ -12,8 +12,9 @@ from tiny import llama_config, make_target, make_tokenizer
 
 from eagle3_jax.models import registry
 from eagle3_jax.models.layers import RopeScaling
-from eagle3_jax.models.llama import Llama, LlamaConfig, check_aux_layers
-from eagle3_jax.models.weights import load_llama
+from eagle3_jax.models.llama import Llama, LlamaConfig
+from eagle3_jax.models.target import TargetModel, check_aux_layers
+from eagle3_jax.models.weights import load_model
 from eagle3_jax.models.writing import write_target
 
 TINY = llama_config(
@@ -38,7 +39,7 @@ LLAMA31 = LLAMA3 | {
 forward = jax.jit(lambda model, *arguments: model(*arguments))
 
 
-def causal(model: Llama, tokens: jax.Array):
+def causal(model: TargetModel, tokens: jax.Array):
     """One call over whole sequences: hidden, aux."""
     b, t = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(t), (b, t))
@@ -48,7 +49,7 @@ def causal(model: Llama, tokens: jax.Array):
 
 def compare_with_transformers(torch, folder, reference, aux_layers, tokens):
     config = registry.read_config(folder, aux_layers)
-    model = load_llama(folder, config, jnp.float32)
+    model = load_model(folder, config, jnp.float32)
     with torch.no_grad():
         expected = reference(torch.tensor(tokens), output_hidden_states=True)
     hidden, aux = causal(model, jnp.asarray(tokens))
@@ -193,8 +194,8 @@ def test_aux_layers_are_checked():
 
 
 def test_config_reports_every_problem(tmp_path):
-    values = {"architectures": ["GPT2LMHeadModel"], "hidden_act": "gelu", "rope_scaling": {"type": "yarn"}}
-    with pytest.raises(ValueError, match=r"architectures.*\n.*hidden_act.*\n.*vocab_size: missing[\s\S]*yarn"):
+    values = {"mlp_bias": True, "hidden_act": "gelu", "rope_scaling": {"type": "yarn"}}
+    with pytest.raises(ValueError, match=r"hidden_act.*\n.*mlp_bias.*\n.*vocab_size: missing[\s\S]*yarn"):
         LlamaConfig.from_hf(values)
 
 

@@ -13,9 +13,9 @@ from safetensors.numpy import load_file, save_file
 
 from eagle3_jax.config import MeshConfig
 from eagle3_jax.mesh import make_mesh
-from eagle3_jax.models import weights
-from eagle3_jax.models.llama import Llama
-from eagle3_jax.models.weights import WeightsError, llama_table, load_llama, parameter_path
+from eagle3_jax.models import llama, weights
+from eagle3_jax.models.target import TargetModel
+from eagle3_jax.models.weights import WeightsError, load_model, parameter_path
 
 CONFIG = tiny.llama_config(num_hidden_layers=2, tie_word_embeddings=False, aux_layers=(0, 1, 2))
 
@@ -25,20 +25,20 @@ def folder(tmp_path):
     rng = np.random.default_rng(0)
     tensors = {
         name: rng.normal(size=shape).astype(np.float32)
-        for entry in llama_table(CONFIG).values()
+        for entry in llama.table(CONFIG).values()
         for name, shape in entry.tensors.items()
     }
     save_file(tensors, tmp_path / "model.safetensors")
     return tmp_path
 
 
-def leaves(model: Llama) -> dict[str, np.ndarray]:
+def leaves(model: TargetModel) -> dict[str, np.ndarray]:
     return {parameter_path(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(model)}
 
 
 def test_table_covers_every_parameter(folder):
-    loaded = leaves(load_llama(folder, CONFIG, jnp.float32))
-    assert loaded.keys() == llama_table(CONFIG).keys()
+    loaded = leaves(load_model(folder, CONFIG, jnp.float32))
+    assert loaded.keys() == llama.table(CONFIG).keys()
     tensors = load_file(folder / "model.safetensors")
     qkv = loaded["blocks/1/attention/qkv"].reshape(16, 2, 4, 4)
     heads = np.concatenate([qkv[:, k, :2].reshape(16, -1) for k in range(2)], axis=1)
@@ -64,7 +64,7 @@ class Counted:
 
 @pytest.mark.parametrize(("data", "model"), [(1, 2), (2, 2), (2, 4)])  # 4: a part is half a KV head
 def test_each_device_gets_its_part_and_every_number_is_read_once(folder, data, model, monkeypatch):
-    whole = leaves(load_llama(folder, CONFIG, jnp.float32))
+    whole = leaves(load_model(folder, CONFIG, jnp.float32))
     read = []
 
     def opened(path, **arguments):
@@ -76,7 +76,7 @@ def test_each_device_gets_its_part_and_every_number_is_read_once(folder, data, m
     monkeypatch.setattr(weights, "_locate", lambda folder: dict.fromkeys(tensors, folder / "model.safetensors"))
     tensors = load_file(folder / "model.safetensors")
     mesh = make_mesh(MeshConfig(data=data, model=model), jax.devices()[: data * model])
-    loaded = load_llama(folder, CONFIG, jnp.float32, mesh)
+    loaded = load_model(folder, CONFIG, jnp.float32, mesh)
     for name, value in leaves(loaded).items():
         np.testing.assert_array_equal(value, whole[name], err_msg=name)
     shard = loaded.blocks[0].attention.qkv[...].addressable_shards[0].data
@@ -89,8 +89,8 @@ def test_each_device_gets_its_part_and_every_number_is_read_once(folder, data, m
 
 
 def test_only_what_is_asked_for_is_read(folder):
-    whole = leaves(load_llama(folder, CONFIG, jnp.float32))
-    part = load_llama(folder, CONFIG, jnp.float32, only=("embed", "lm_head"))
+    whole = leaves(load_model(folder, CONFIG, jnp.float32))
+    part = load_model(folder, CONFIG, jnp.float32, only=("embed", "lm_head"))
     for path, leaf in jax.tree_util.tree_leaves_with_path(part):
         name = parameter_path(path)
         if name in ("embed", "lm_head"):
@@ -112,9 +112,9 @@ def split(folder, drop=()):
 
 
 def test_sharded_files_equal_a_single_one(folder):
-    single = leaves(load_llama(folder, CONFIG, jnp.float32))
+    single = leaves(load_model(folder, CONFIG, jnp.float32))
     split(folder)
-    for name, value in leaves(load_llama(folder, CONFIG, jnp.float32)).items():
+    for name, value in leaves(load_model(folder, CONFIG, jnp.float32)).items():
         np.testing.assert_array_equal(value, single[name])
 
 
@@ -125,7 +125,7 @@ def test_every_problem_in_one_message(folder):
     tensors["lm_head.weight"] = np.zeros((40, 8), np.float32)
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(WeightsError) as caught:
-        load_llama(folder, CONFIG, jnp.float32)
+        load_model(folder, CONFIG, jnp.float32)
     message = str(caught.value)
     assert "3 problems" in message
     assert "missing tensor model.norm.weight [16]" in message
@@ -137,10 +137,10 @@ def test_index_that_promises_too_much(folder):
     name = split(folder, drop={"model.norm.weight"})
     assert "model.norm.weight" in name
     with pytest.raises(WeightsError, match=r"the index promises model\.norm\.weight"):
-        load_llama(folder, CONFIG, jnp.float32)
+        load_model(folder, CONFIG, jnp.float32)
     (folder / "b.safetensors").unlink()
     with pytest.raises(WeightsError, match=r"missing: b\.safetensors"):
-        load_llama(folder, CONFIG, jnp.float32)
+        load_model(folder, CONFIG, jnp.float32)
 
 
 @pytest.mark.parametrize("keep", [0, 7, 100, 5000])
@@ -148,10 +148,10 @@ def test_truncated_file(folder, keep):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(WeightsError, match="truncated"):
-        load_llama(folder, CONFIG, jnp.float32)
+        load_model(folder, CONFIG, jnp.float32)
 
 
 def test_pickle_is_never_read(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     with pytest.raises(WeightsError, match="pickle files are never read"):
-        load_llama(tmp_path, CONFIG, jnp.float32)
+        load_model(tmp_path, CONFIG, jnp.float32)

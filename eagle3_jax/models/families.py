@@ -1,0 +1,45 @@
+"""Which targets there are: a modelling file and a table of weights for each architecture."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from eagle3_jax.models import llama, qwen2, qwen3
+from eagle3_jax.models.entries import Entry
+from eagle3_jax.models.target import ModelConfig, TargetModel
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """What belongs together.
+
+    Attributes:
+        table: parameter path -> the tensors of a checkpoint that it is made of.
+    """
+
+    config: type[ModelConfig]
+    model: type[TargetModel]
+    table: Callable[[Any], dict[str, Entry]]
+
+
+FAMILIES = (
+    Family(llama.LlamaConfig, llama.Llama, llama.table),
+    Family(qwen2.Qwen2Config, qwen2.Qwen2, qwen2.table),
+    Family(qwen3.Qwen3Config, qwen3.Qwen3, qwen3.table),
+)
+
+
+def read_shape(values: dict[str, Any], aux_layers: tuple[int, ...] | None = None) -> ModelConfig:
+    """The shape that a Hugging Face config.json describes. Raises ValueError with every problem of it."""
+    known = {family.config.architecture: family for family in FAMILIES}
+    named = values.get("architectures")
+    family = known.get(named[0]) if isinstance(named, list) and len(named) == 1 else None
+    if family is None:
+        raise ValueError(f"architectures: got {named!r}, expected one of {sorted(known)}")
+    return family.config.from_hf(values, aux_layers)
+
+
+def family_of(config: ModelConfig) -> Family:
+    return next(family for family in FAMILIES if family.config is type(config))

@@ -1,0 +1,207 @@
+"""What every target is: embeddings, layers, a final norm, an LM head; and the aux hidden states on the way.
+
+One forward serves prefill, one-token decode and tree verification. The layers are unrolled: scanning them copies each
+layer's weights out of the stack on a CPU (about twice the time a step). What a layer does, its family's file says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from eagle3_jax.kernels.linear_cpu import Panels
+from eagle3_jax.kernels.vocabulary import vocabulary_logits
+from eagle3_jax.models.cache import KVCache
+from eagle3_jax.models.layers import (
+    LinearScaling,
+    RopeScaling,
+    embeddings,
+    normal,
+    ones,
+    rms_norm,
+    rope_frequencies,
+    rope_table,
+)
+from eagle3_jax.models.rope import read_rope, write_rope
+
+# Cosines and sines, see `rope_table`.
+Rope = tuple[Float[Array, "b t 1 half"], Float[Array, "b t 1 half"]]
+# (q [b t n d], k [b t k d], v [b t k d]) -> [b t n d]: writes the layer's cache and attends.
+Attend = Callable[[Array, Array, Array], Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a target, in Hugging Face's words; each family has a class of its own.
+
+    Attributes:
+        aux_layers: boundaries whose residual stream is returned; ascending, distinct, in [0, num_hidden_layers].
+    """
+
+    # Of a family: the name in `architectures`, `model_type`, what config.json may say of what is not read (field ->
+    # the one value that is supported), and the values of fields that config.json leaves out.
+    architecture: ClassVar[str]
+    model_type: ClassVar[str]
+    supported: ClassVar[dict[str, Any]]
+    defaults: ClassVar[dict[str, Any]] = {}
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    tie_word_embeddings: bool
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...]
+    aux_layers: tuple[int, ...]
+    bos_token_id: int | None = None
+    rope_scaling: RopeScaling | LinearScaling | None = None
+
+    @classmethod
+    def from_hf(cls, values: dict[str, Any], aux_layers: tuple[int, ...] | None = None) -> ModelConfig:
+        """Reads a Hugging Face config.json (transformers 4 and 5 spellings). Raises ValueError with every problem."""
+        problems = [
+            f"{field}: got {values[field]!r}, expected {expected!r}"
+            for field, expected in cls.supported.items()
+            if values.get(field, expected) != expected
+        ]
+        values = cls.defaults | values
+        required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        problems += [f"{field}: missing" for field in required if field not in values]
+        theta, scaling = read_rope(values, problems)
+        if problems:
+            raise ValueError("unsupported target config:\n  " + "\n  ".join(problems))
+        heads, layers = values["num_attention_heads"], values["num_hidden_layers"]
+        eos = values.get("eos_token_id")
+        return cls(
+            vocab_size=values["vocab_size"],
+            hidden_size=values["hidden_size"],
+            intermediate_size=values["intermediate_size"],
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=values.get("num_key_value_heads") or heads,
+            head_dim=values.get("head_dim") or values["hidden_size"] // heads,
+            rms_norm_eps=values.get("rms_norm_eps", 1e-6),
+            rope_theta=theta,
+            tie_word_embeddings=values.get("tie_word_embeddings", False),
+            max_position_embeddings=values.get("max_position_embeddings", 2048),
+            eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+            aux_layers=check_aux_layers(aux_layers, layers),
+            bos_token_id=values.get("bos_token_id"),
+            rope_scaling=scaling,
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """What `from_hf` reads, in both of transformers' spellings. Aux layers are no part of it."""
+        same = [field.name for field in dataclasses.fields(self) if field.name not in _SPELT_OTHERWISE]
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            **self.supported,
+            **{name: getattr(self, name) for name in same},
+            **write_rope(self.rope_theta, self.rope_scaling),
+            "eos_token_id": list(self.eos_token_ids) or None,
+        }
+
+
+_SPELT_OTHERWISE = ("rope_theta", "rope_scaling", "eos_token_ids", "aux_layers")
+
+
+def default_aux_layers(layers: int) -> tuple[int, int, int]:
+    """The boundaries that every engine takes when none are named (EAGLE3_SPEC section 1.3). Shallow: they collide."""
+    return 2, layers // 2, layers - 3
+
+
+def check_aux_layers(aux_layers: tuple[int, ...] | None, layers: int) -> tuple[int, ...]:
+    """The boundaries to use: the given ones, or the default. Raises ValueError."""
+    chosen = default_aux_layers(layers) if aux_layers is None else tuple(aux_layers)
+    if not chosen or list(chosen) != sorted(set(chosen)) or chosen[0] < 0 or chosen[-1] > layers:
+        hint = "; the default rule collides on shallow targets, name them" if aux_layers is None else ""
+        raise ValueError(f"target.aux_layers: got {chosen}, expected ascending, distinct, within 0..{layers}{hint}")
+    return chosen
+
+
+class TargetModel(nnx.Module):
+    """Parameters: `embed` [V, H], `blocks`, `norm` [H], and `lm_head` [V, H] unless tied.
+
+    A block is called with the residual stream [b, t, H], `Rope` and `Attend`, and returns the stream behind it.
+    """
+
+    block: ClassVar[Callable[..., Any]]  # (config, *, dtype, rngs) -> one decoder layer of the family
+
+    def __init__(self, config: ModelConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs) -> None:
+        self.config = config
+        self.embed = normal((config.vocab_size, config.hidden_size), dtype, rngs)
+        self.blocks = nnx.List([self.block(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)])
+        self.norm = ones(config.hidden_size, dtype)
+        if not config.tie_word_embeddings:
+            self.lm_head = normal((config.vocab_size, config.hidden_size), dtype, rngs)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "b t"],
+        positions: Int[Array, "b t"],
+        cache: KVCache,
+        lengths: Int[Array, " b"],
+        tail_mask: Bool[Array, "b t t"] | None = None,
+    ) -> tuple[Float[Array, "b t h"], Float[Array, "b t aux"], KVCache]:
+        """Runs t new tokens of each sequence behind its committed prefix.
+
+        Args:
+            positions: RoPE positions (committed length + depth in the tree).
+            lengths: committed tokens in the cache; the new ones are written behind them.
+            tail_mask: which of the new tokens each of them sees; None is causal.
+
+        Returns:
+            The last hidden state after the final norm (the LM head's input), the aux hidden states concatenated in
+            ascending order of boundary, and the cache.
+        """
+        c = self.config
+        rope = rope_table(positions, rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling))
+        x = embeddings(self.embed[...], tokens)
+        aux = []
+        for layer, block in enumerate(self.blocks):
+            if layer in c.aux_layers:
+                # Behind the barrier: else XLA adds up what the layers wrote once more at the end, and keeps all of it.
+                x = jax.lax.optimization_barrier(x)
+                aux.append(x)
+
+            def attend(q: Array, k: Array, v: Array, layer: int = layer) -> Array:
+                nonlocal cache
+                attended, cache = cache.append_and_attend(layer, q, k, v, lengths, tail_mask)
+                return attended
+
+            x = block(x, rope, attend)
+        if c.num_hidden_layers in c.aux_layers:
+            aux.append(x)
+        return rms_norm(x, self.norm[...], c.rms_norm_eps), jnp.concatenate(aux, axis=-1), cache
+
+    @property
+    def output_rows(self) -> Float[Array, "v h"] | Panels:
+        """Rows of the LM head, one per token of the vocabulary."""
+        return self.lm_head[...] if hasattr(self, "lm_head") else self.embed[...]
+
+    def logits(self, hidden: Float[Array, "*batch h"]) -> Float[Array, "*batch v"]:
+        """float32 logits of final-normed hidden states."""
+        return vocabulary_logits(hidden, self.output_rows)
+
+    def empty_cache(self, batch: int, slots: int) -> KVCache:
+        c = self.config
+        dtype = self.embed[...].dtype
+        return KVCache.empty(c.num_hidden_layers, batch, c.num_key_value_heads, slots, c.head_dim, dtype)
+
+    def empty_pages(self, pages: int, page_size: int, dtype: Any = None) -> KVCache:
+        """Args: dtype: of keys and values; None is the weights' own."""
+        c = self.config
+        dtype = dtype or self.embed[...].dtype
+        return KVCache.pages(c.num_hidden_layers, pages, c.num_key_value_heads, page_size, c.head_dim, dtype)

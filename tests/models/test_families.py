@@ -1,0 +1,156 @@
+"""Every family equals transformers (PyTorch) on random shapes; its weights come apart and together again."""
+
+import dataclasses
+import json
+import pathlib
+import random
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from flax import nnx
+
+from eagle3_jax.models import registry
+from eagle3_jax.models.families import FAMILIES, family_of, read_shape
+from eagle3_jax.models.target import TargetModel
+from eagle3_jax.models.weights import load_model, parameter_path
+
+TOKENS = 24
+VOCABULARY = 96
+
+forward = jax.jit(lambda model, *arguments: model(*arguments))
+
+
+def shapes(architecture: str, seed: int) -> dict[str, Any]:
+    """A random small config.json, as transformers takes it."""
+    draw = random.Random(f"{architecture}/{seed}")
+    kv_heads, group = draw.choice([1, 2, 3]), draw.choice([1, 2, 4])
+    heads, head_dim = kv_heads * group, draw.choice([4, 8, 16])
+    width = heads * draw.choice([4, 8])
+    values = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": width if architecture != "Qwen2ForCausalLM" else heads * head_dim,
+        "intermediate_size": draw.choice([24, 40, 56]),
+        "num_hidden_layers": draw.choice([3, 4, 6]),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "rms_norm_eps": draw.choice([1e-6, 1e-5]),
+        "rope_theta": draw.choice([1e4, 5e5, 1e6]),
+        "tie_word_embeddings": draw.random() < 0.5,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.2,
+        "pad_token_id": None,
+    }
+    return values | ({} if architecture == "Qwen2ForCausalLM" else {"head_dim": head_dim})
+
+
+def write_reference(folder: pathlib.Path, architecture: str, seed: int) -> Any:
+    """A model of transformers with random weights, norms and biases among them, written to `folder`."""
+    torch = pytest.importorskip("torch")
+    import transformers
+
+    torch.manual_seed(seed)
+    model_class = getattr(transformers, architecture)
+    model = model_class(model_class.config_class(**shapes(architecture, seed))).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # ones and zeros by default: a mistake in them would not show
+                parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return model
+
+
+def cached(model: TargetModel, tokens: jax.Array, sizes: list[int]) -> tuple[jax.Array, jax.Array]:
+    """Logits and aux states, the tokens split into calls of these sizes."""
+    cache, found, start = model.empty_cache(len(tokens), TOKENS), [], 0
+    for size in sizes:
+        positions = jnp.broadcast_to(start + jnp.arange(size), (len(tokens), size))
+        lengths = jnp.full(len(tokens), start, jnp.int32)
+        hidden, aux, cache = forward(model, tokens[:, start : start + size], positions, cache, lengths)
+        found.append((model.logits(hidden), aux))
+        start += size
+    logits, aux = (jnp.concatenate(parts, axis=1) for parts in zip(*found, strict=True))
+    return logits, aux
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("architecture", [family.config.architecture for family in FAMILIES])
+def test_it_equals_transformers(tmp_path, architecture, seed):
+    """Logits and aux states at every boundary but the last, of which transformers says the final norm."""
+    reference = write_reference(tmp_path, architecture, seed)
+    import torch
+
+    layers = reference.config.num_hidden_layers
+    config = registry.read_config(tmp_path, tuple(range(layers)))
+    model = load_model(tmp_path, config, jnp.float32)
+    assert type(model) is family_of(config).model
+    tokens = np.random.default_rng(seed).integers(0, VOCABULARY, (2, TOKENS))
+    with torch.no_grad():
+        expected = reference(torch.tensor(tokens), output_hidden_states=True)
+    expected_aux = np.concatenate([expected.hidden_states[b].numpy() for b in range(layers)], axis=-1)
+    for sizes in ([TOKENS], [15, 1, 1, 7]):  # prefill, decode, and stretches of a prompt
+        logits, aux = cached(model, jnp.asarray(tokens), sizes)
+        np.testing.assert_allclose(aux, expected_aux, atol=1e-4, rtol=1e-4)
+        np.testing.assert_allclose(logits, expected.logits.numpy(), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", [family.config.architecture for family in FAMILIES])
+def test_a_tree_is_read_as_its_paths_are(tmp_path, architecture):
+    """Two branches behind a prefix, verified in one call, say what each says alone."""
+    write_reference(tmp_path, architecture, seed=1)
+    model = load_model(tmp_path, registry.read_config(tmp_path, (0, 1)), jnp.float32)
+    rng = np.random.default_rng(0)
+    prefix, a, b = (rng.integers(0, VOCABULARY, size) for size in (9, 3, 2))
+    cache = model.empty_cache(1, TOKENS)
+    _, _, cache = forward(model, jnp.asarray(prefix)[None, :-1], jnp.arange(8)[None], cache, jnp.zeros(1, jnp.int32))
+    tree = jnp.asarray([prefix[-1], *a, *b])[None]  # the root, then both branches
+    positions = jnp.asarray([8, 9, 10, 11, 9, 10])[None]
+    mask = np.tril(np.ones((6, 6), bool))
+    mask[4:, 1:4] = False
+    hidden, _, _ = forward(model, tree, positions, cache, jnp.full(1, 8, jnp.int32), jnp.asarray(mask)[None])
+    said = model.logits(hidden)[0]
+    for branch, rows in ((a, [1, 2, 3]), (b, [4, 5])):
+        alone, _ = cached(model, jnp.asarray([*prefix, *branch])[None], [9 + len(branch)])
+        np.testing.assert_allclose(said[np.asarray(rows)], alone[0, 9:], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.config.model_type)
+def test_its_table_has_every_parameter_once_and_back(family):
+    values = shapes(family.config.architecture, 0) | {"architectures": [family.config.architecture]}
+    config = read_shape(values, (0, 1))
+    model = family.model(config, rngs=nnx.Rngs(0))
+    leaves = {parameter_path(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(model)}
+    table = family.table(config)
+    assert table.keys() == leaves.keys()
+    rng = np.random.default_rng(0)
+    for name, entry in table.items():
+        value = rng.normal(size=leaves[name].shape)
+        parts = entry.split(value)
+        assert {t: x.shape for t, x in zip(entry.tensors, parts, strict=True)} == entry.tensors
+        np.testing.assert_array_equal(entry.whole(*parts), value)
+    assert json.loads(json.dumps(config.to_hf())).keys() >= {"architectures", "model_type", "vocab_size"}
+    assert read_shape(config.to_hf(), config.aux_layers) == config
+
+
+def test_an_architecture_that_is_not_known_is_refused_with_those_that_are():
+    with pytest.raises(ValueError, match=r"architectures: got \['BertModel'\], expected one of \['LlamaForCausalLM'"):
+        read_shape({"architectures": ["BertModel"]})
+
+
+def test_what_a_family_does_not_have_is_refused_by_field():
+    values = shapes("Qwen3ForCausalLM", 0) | {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True}
+    with pytest.raises(ValueError, match="use_sliding_window: got True, expected False"):
+        read_shape(values, (0, 1))
+
+
+def test_fingerprints_of_llama_do_not_move():
+    """Heads name the target they were trained with by it: a field more in a shape would disown all of them."""
+    fields = [field.name for field in dataclasses.fields(tiny.llama_config())]
+    assert fields == [
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "tie_word_embeddings"),
+        *("max_position_embeddings", "eos_token_ids", "aux_layers", "bos_token_id", "rope_scaling"),
+    ]
