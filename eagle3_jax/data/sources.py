@@ -8,7 +8,9 @@ them: there another engine has let the target answer.
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import importlib.resources
+import io
 import itertools
 import json
 import pathlib
@@ -87,13 +89,13 @@ def jsonl(path: str | pathlib.Path, category: str = "jsonl") -> Iterator[Prompt 
     - ShareGPT: {"conversations": [{"from": "human", "value": "..."}]}
     - plain: {"prompt": "..."}, {"question": "..."} or {"text": "..."}
 
-    Each may carry "id" and "category".
+    Each may carry "id" and "category". A name that ends with .gz is read unpacked.
 
     Args:
         category: of records that name none.
     """
     path = pathlib.Path(path)
-    with path.open("rb") as stream:
+    with _open(path) as stream:
         yield from _lines(stream, f"jsonl:{path.name}", category)
 
 
@@ -108,8 +110,13 @@ def conversations(path: str | pathlib.Path, category: str = "conversations") -> 
         category: of records that name none.
     """
     path = pathlib.Path(path)
-    with path.open("rb") as stream:
+    with _open(path) as stream:
         yield from _lines(stream, f"conversations:{path.name}", category, answered=True)
+
+
+def _open(path: pathlib.Path) -> io.BufferedIOBase:
+    """A file to read, unpacked where its name ends with .gz."""
+    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
 
 
 def tfds(name: str, field: str, split: str = "train", category: str = "tfds") -> Iterator[Prompt | Reject]:

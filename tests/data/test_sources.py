@@ -1,5 +1,6 @@
 """Every form of prompt becomes the same record; what is broken is set aside with its reason."""
 
+import gzip
 import json
 
 import numpy as np
@@ -214,6 +215,18 @@ def test_records_without_an_answer_are_set_aside(tmp_path, turns, reason):
     messages = [{"role": role, "content": content} for role, content in turns]
     (reject,) = conversations(tmp_path, {"messages": messages})
     assert isinstance(reject, sources.Reject) and reject.reason == reason
+
+
+@pytest.mark.parametrize("read", [sources.jsonl, sources.conversations])
+def test_a_packed_file_is_the_same(tmp_path, read):
+    lines = [
+        {"messages": [{"role": "user", "content": f"Q{i}"}, {"role": "assistant", "content": "A"}]} for i in (1, 2)
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    (tmp_path / "plain.jsonl").write_bytes(text)
+    (tmp_path / "packed.jsonl.gz").write_bytes(gzip.compress(text))
+    plain, packed = (list(read(tmp_path / name)) for name in ("plain.jsonl", "packed.jsonl.gz"))
+    assert len(plain) == 2 and [x["messages"] for x in plain] == [x["messages"] for x in packed]
 
 
 def test_plain_prompts_are_no_conversations(tmp_path):
