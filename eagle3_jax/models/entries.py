@@ -6,7 +6,7 @@ Names and shapes are those on disk: Hugging Face's, projections [out, in], as to
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,25 +21,36 @@ class Entry:
         part: an index of the parameter (a slice a dimension) and those tensors, in order -> that part of it. Of a
             tensor it reads no more than that takes; it may be an array or a safetensors slice.
         split: the inverse of `whole`: the parameter -> its tensors, in order.
+        dimensions: of the parameter.
     """
 
     tensors: dict[str, tuple[int, ...]]
     part: Callable[..., np.ndarray]
     split: Callable[[np.ndarray], tuple[np.ndarray, ...]]
+    dimensions: int = 2
 
     def whole(self, *tensors: np.ndarray) -> np.ndarray:
         """The parameter, of its tensors, in order."""
-        return self.part((slice(None),) * tensors[0].ndim, *tensors)
+        return self.part((slice(None),) * self.dimensions, *tensors)
 
 
 def plain(name: str, *shape: int) -> Entry:
     """The tensor as it is."""
-    return Entry({name: shape}, lambda index, x: x[index], lambda x: (x,))
+    return Entry({name: shape}, lambda index, x: x[index], lambda x: (x,), len(shape))
 
 
 def kernel(name: str, *shape: int) -> Entry:
     """A projection: [out, in] there, [in, out] here."""
     return Entry({name: shape}, lambda index, x: x[index[::-1]].T, lambda x: (x.T,))
+
+
+def stacked(names: Sequence[str], *shape: int) -> Entry:
+    """Projections of the same shape, [out, in] each there, [count, in, out] here."""
+
+    def part(index: tuple[slice, slice, slice], *tensors: Any) -> np.ndarray:
+        return np.stack([x[index[:0:-1]].T for x in tensors[index[0]]])
+
+    return Entry(dict.fromkeys(names, shape), part, lambda x: tuple(matrix.T for matrix in x), 3)
 
 
 def qkv(config: Any, attention: str, columns: int) -> Entry:
@@ -88,4 +99,4 @@ def qkv_bias(config: Any, attention: str) -> Entry:
         return heads[:, :-2].reshape(-1), heads[:, -2].reshape(-1), heads[:, -1].reshape(-1)
 
     sizes = {"q": kv_heads * group * d, "k": kv_heads * d, "v": kv_heads * d}
-    return Entry({f"{attention}.{name}_proj.bias": (size,) for name, size in sizes.items()}, part, split)
+    return Entry({f"{attention}.{name}_proj.bias": (size,) for name, size in sizes.items()}, part, split, 1)

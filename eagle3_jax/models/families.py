@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from eagle3_jax.models import llama, qwen2, qwen3
+from eagle3_jax.models import llama, qwen2, qwen3, qwen3_moe
 from eagle3_jax.models.entries import Entry
 from eagle3_jax.models.target import ModelConfig, TargetModel
 
@@ -28,6 +28,7 @@ FAMILIES = (
     Family(llama.LlamaConfig, llama.Llama, llama.table),
     Family(qwen2.Qwen2Config, qwen2.Qwen2, qwen2.table),
     Family(qwen3.Qwen3Config, qwen3.Qwen3, qwen3.table),
+    Family(qwen3_moe.Qwen3MoeConfig, qwen3_moe.Qwen3Moe, qwen3_moe.table),
 )
 
 

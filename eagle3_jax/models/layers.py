@@ -31,6 +31,8 @@ SHARDING_RULES = (
     (r"attention/o", P("model", None)),
     (r"mlp/(gate|up)", P(None, "model")),
     (r"mlp/down", P("model", None)),
+    (r"expert_(gate|up)$", P(None, None, "model")),
+    (r"expert_down$", P(None, "model", None)),
 )
 
 

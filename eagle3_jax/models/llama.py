@@ -23,7 +23,7 @@ class LlamaConfig(ModelConfig):
 class Block(nnx.Module):
     """One decoder layer."""
 
-    def __init__(self, config: LlamaConfig, *, dtype: Any, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: LlamaConfig, layer: int, *, dtype: Any, rngs: nnx.Rngs) -> None:
         c = config
         self.eps = c.rms_norm_eps
         heads = c.num_attention_heads, c.num_key_value_heads, c.head_dim

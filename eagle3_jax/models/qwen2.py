@@ -25,7 +25,7 @@ class Qwen2Config(ModelConfig):
 class Block(nnx.Module):
     """One decoder layer; `qkv_bias` lies as the columns of `attention.qkv` do."""
 
-    def __init__(self, config: Qwen2Config, *, dtype: Any, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: Qwen2Config, layer: int, *, dtype: Any, rngs: nnx.Rngs) -> None:
         c = config
         self.eps = c.rms_norm_eps
         heads = c.num_attention_heads, c.num_key_value_heads, c.head_dim

@@ -25,7 +25,7 @@ class Qwen3Config(ModelConfig):
 class Block(nnx.Module):
     """One decoder layer; the norms of queries and keys [head_dim] are shared by all heads."""
 
-    def __init__(self, config: Qwen3Config, *, dtype: Any, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, layer: int, *, dtype: Any, rngs: nnx.Rngs) -> None:
         c = config
         self.eps = c.rms_norm_eps
         heads = c.num_attention_heads, c.num_key_value_heads, c.head_dim
@@ -46,7 +46,7 @@ class Qwen3(TargetModel):
     block = Block
 
 
-def table(config: Qwen3Config) -> dict[str, Entry]:
+def table(config: ModelConfig) -> dict[str, Entry]:
     """Parameter path -> the Hugging Face tensors that it is made of."""
     norms = {
         f"blocks/{i}/{name}": plain(f"model.layers.{i}.self_attn.{name}.weight", config.head_dim)

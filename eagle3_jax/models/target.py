@@ -79,6 +79,7 @@ class ModelConfig:
         required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         problems += [f"{field}: missing" for field in required if field not in values]
         theta, scaling = read_rope(values, problems)
+        own = cls.own(values, problems)
         if problems:
             raise ValueError("unsupported target config:\n  " + "\n  ".join(problems))
         heads, layers = values["num_attention_heads"], values["num_hidden_layers"]
@@ -99,7 +100,13 @@ class ModelConfig:
             aux_layers=check_aux_layers(aux_layers, layers),
             bos_token_id=values.get("bos_token_id"),
             rope_scaling=scaling,
+            **own,
         )
+
+    @classmethod
+    def own(cls, values: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+        """The fields that the family alone has. Appends to `problems`; the values then mean nothing."""
+        return {}
 
     def to_hf(self) -> dict[str, Any]:
         """What `from_hf` reads, in both of transformers' spellings. Aux layers are no part of it."""
@@ -137,12 +144,14 @@ class TargetModel(nnx.Module):
     A block is called with the residual stream [b, t, H], `Rope` and `Attend`, and returns the stream behind it.
     """
 
-    block: ClassVar[Callable[..., Any]]  # (config, *, dtype, rngs) -> one decoder layer of the family
+    block: ClassVar[Callable[..., Any]]  # (config, layer, *, dtype, rngs) -> one decoder layer of the family
 
     def __init__(self, config: ModelConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs) -> None:
         self.config = config
         self.embed = normal((config.vocab_size, config.hidden_size), dtype, rngs)
-        self.blocks = nnx.List([self.block(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)])
+        self.blocks = nnx.List(
+            [self.block(config, layer, dtype=dtype, rngs=rngs) for layer in range(config.num_hidden_layers)]
+        )
         self.norm = ones(config.hidden_size, dtype)
         if not config.tie_word_embeddings:
             self.lm_head = normal((config.vocab_size, config.hidden_size), dtype, rngs)

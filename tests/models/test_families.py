@@ -44,7 +44,14 @@ def shapes(architecture: str, seed: int) -> dict[str, Any]:
         "initializer_range": 0.2,
         "pad_token_id": None,
     }
-    return values | ({} if architecture == "Qwen2ForCausalLM" else {"head_dim": head_dim})
+    if architecture != "Qwen2ForCausalLM":
+        values["head_dim"] = head_dim
+    if architecture == "Qwen3MoeForCausalLM":
+        count = draw.choice([4, 6, 8])
+        values |= {"num_experts": count, "num_experts_per_tok": draw.choice([1, 2, count]), "moe_intermediate_size": 20}
+        values |= {"norm_topk_prob": draw.random() < 0.5, "decoder_sparse_step": draw.choice([1, 2])}
+        values |= {"mlp_only_layers": draw.choice([[], [0], [1]])}
+    return values
 
 
 def write_reference(folder: pathlib.Path, architecture: str, seed: int) -> Any:
@@ -59,6 +66,9 @@ def write_reference(folder: pathlib.Path, architecture: str, seed: int) -> Any:
         for parameter in model.parameters():
             if parameter.ndim == 1:  # ones and zeros by default: a mistake in them would not show
                 parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
+        for name, parameter in model.named_parameters():
+            if name.endswith("mlp.gate.weight"):  # routers of zeros by default
+                parameter.copy_(0.5 * torch.randn_like(parameter))
     model.save_pretrained(folder)
     return model
 
