@@ -13,6 +13,8 @@ import pytest
 import tiny
 from flax import nnx
 
+from eagle3_jax.config import MeshConfig
+from eagle3_jax.mesh import make_mesh
 from eagle3_jax.models import registry
 from eagle3_jax.models.families import FAMILIES, family_of, read_shape
 from eagle3_jax.models.target import TargetModel
@@ -125,6 +127,20 @@ def test_a_tree_is_read_as_its_paths_are(tmp_path, architecture):
     for branch, rows in ((a, [1, 2, 3]), (b, [4, 5])):
         alone, _ = cached(model, jnp.asarray([*prefix, *branch])[None], [9 + len(branch)])
         np.testing.assert_allclose(said[np.asarray(rows)], alone[0, 9:], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", [family.config.architecture for family in FAMILIES])
+def test_two_devices_say_what_one_says(tmp_path, architecture):
+    write_reference(tmp_path, architecture, seed=4)
+    config = registry.read_config(tmp_path, (0, 1))
+    mesh = make_mesh(MeshConfig(data=1, model=2), jax.devices()[:2])
+    whole, split = load_model(tmp_path, config, jnp.float32), load_model(tmp_path, config, jnp.float32, mesh)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCABULARY, (2, TOKENS)))
+    expected = cached(whole, tokens, [TOKENS])
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        got = cached(split, tokens, [15, 9])
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.config.model_type)
