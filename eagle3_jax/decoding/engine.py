@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
+import math
 import pathlib
 import threading
 import time
@@ -168,6 +169,9 @@ class Engine:
 
         self._waiting: collections.deque[Request] = collections.deque()
         self._places: list[Request | None] = [None] * batch_size
+        self._ended = 0  # requests
+        # Whether somebody who waits was aborted, and when the first of them is late: else none is looked at.
+        self._aborted, self._first_deadline = False, math.inf
         self._cancelled: set[int] = set()  # places of requests that ended here, while the device runs them
         # Of dispatches, and which requests took part; the tier of rounds, None of prompts.
         self._reports: collections.deque[tuple[jax.Array, dict[int, Request], Tier | None]] = collections.deque()
@@ -246,12 +250,14 @@ class Engine:
             for i, prompt in enumerate(prompts)
             for sample in range(each[i].n)
         ]
+        left, ended = dict(enumerate(requests)), self._ended
         with self._changes:
             self._waiting.extend(requests)
-        left = dict(enumerate(requests))
         try:
             while left:
-                self.drive(lambda: any(request.done for request in left.values()))
+                # All are looked at only when some request has ended: there may be thousands.
+                self.drive(lambda ended=ended: self._ended > ended)
+                ended = self._ended
                 for index in [index for index, request in left.items() if request.done]:
                     output = left.pop(index).output
                     assert output is not None
@@ -308,13 +314,15 @@ class Engine:
                 self._stats.refused += 1
                 raise QueueFullError(f"queue: got {len(self._waiting)} waiting requests, expected less than the limit")
             self._waiting.append(request)
+            if request.deadline is not None:
+                self._first_deadline = min(self._first_deadline, request.deadline)
         return request
 
     def abort(self, *requests: Request) -> None:
         """Ends requests with what there is; one that has ended stays as it is."""
         with self._changes:
             for request in requests:
-                request.aborted = True
+                request.aborted = self._aborted = True
         if self._driver.acquire(blocking=False):  # else whoever works will see it
             try:
                 self._sweep()
@@ -485,12 +493,14 @@ class Engine:
 
     def _sweep(self) -> None:
         """Ends requests that were aborted or whose time is over."""
-        now = time.monotonic()
+        now, ended = time.monotonic(), []
         with self._changes:
-            ended = [request for request in self._waiting if request.aborted or request.is_late(now)]
-            if ended:  # by rebuilding: a verb that stops aborts thousands
+            if self._aborted or now >= self._first_deadline:  # by rebuilding: a verb that stops aborts thousands
+                ended = [request for request in self._waiting if request.aborted or request.is_late(now)]
                 gone = set(map(id, ended))
                 self._waiting = collections.deque(request for request in self._waiting if id(request) not in gone)
+                deadlines = [request.deadline for request in self._waiting if request.deadline is not None]
+                self._aborted, self._first_deadline = False, min(deadlines, default=math.inf)
         for request in [*ended, *filter(None, self._places)]:
             if request.aborted or request.is_late(now):
                 self._end(request, "abort" if request.aborted else "timeout")
@@ -606,6 +616,7 @@ class Engine:
 
     def _leave(self, request: Request, *, still_runs: bool) -> None:
         assert request.output is not None
+        self._ended += 1
         finished = self._stats.finished
         finished[request.output.finish_reason] = finished.get(request.output.finish_reason, 0) + 1
         if request.lease is None:
