@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding import lookup
 from eagle3_jax.decoding.resting import Unread
-from eagle3_jax.decoding.sampling import BONUS, COINS, Sampling, draw, probabilities
+from eagle3_jax.decoding.sampling import BONUS, COINS, Sampling, sample
 from eagle3_jax.decoding.tree import LastTree, TokenTree, chain, feed, grow, root_only, scratch_slots
 from eagle3_jax.decoding.verify import Walk, pretend, row_of, verify
 from eagle3_jax.kernels.vocabulary import argmax
@@ -182,7 +182,7 @@ def _first_token(
     if sampling.rules is not None:
         logits = sampling.rules.apply(logits, stop_ids, lengths)
     # A prompt's own length belongs to the first round.
-    return draw(sampling.uniform(lengths - 1, BONUS, 2), probabilities(logits, sampling)), failed
+    return sample(logits, sampling, sampling.uniform(lengths - 1, BONUS, 2)), failed
 
 
 def prefill(

@@ -8,7 +8,6 @@ threshold by bisection over the bits of a float32, in rows that ask for one.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from eagle3_jax.kernels import draw_cpu
 from eagle3_jax.kernels.vocabulary import argmax
 
 # What a round's random numbers are for.
@@ -230,7 +230,7 @@ def probabilities(logits: Float[Array, "b v"], sampling: Sampling) -> Float[Arra
     shifted = logits - logits.max(axis=-1, keepdims=True)
     probs = jax.nn.softmax(shifted / jnp.where(temperature > 0, temperature, 1.0), axis=-1)
     filters = sampling.top_k, sampling.top_p, sampling.min_p
-    asks = (sampling.temperature > 0) & ((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0))
+    asks = _asks(sampling)
 
     def each(probs: Array) -> Array:  # row by row: those that do not ask pay nothing
         return jax.lax.map(
@@ -240,6 +240,29 @@ def probabilities(logits: Float[Array, "b v"], sampling: Sampling) -> Float[Arra
     probs = jax.lax.cond(asks.any(), each, lambda p: p, probs)
     greedy = jax.nn.one_hot(argmax(logits), logits.shape[-1], dtype=probs.dtype)
     return jnp.where(temperature > 0, probs, greedy)
+
+
+def sample(logits: Float[Array, "b v"], sampling: Sampling, coins: Float[Array, "b 2"]) -> Int[Array, " b"]:
+    """One token of each row: `draw` of its `probabilities`."""
+
+    def filtered(logits: Array) -> Array:
+        return draw(coins, probabilities(logits, sampling))
+
+    def plain(logits: Array) -> Array:
+        return draw_cpu.draw(logits, sampling.temperature, coins)
+
+    if not jax.sharding.get_abstract_mesh().empty:
+        return filtered(logits)
+    return jax.lax.platform_dependent(
+        logits,
+        cpu=lambda logits: jax.lax.cond(_asks(sampling).any(), filtered, plain, logits),
+        default=filtered,
+    )
+
+
+def _asks(sampling: Sampling) -> Bool[Array, " b"]:
+    """Who wants filters."""
+    return (sampling.temperature > 0) & ((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0))
 
 
 def _filter(probs: Float[Array, " v"], top_k: Array, top_p: Array, min_p: Array) -> Float[Array, " v"]:
@@ -271,7 +294,7 @@ def draw(coins: Float[Array, "b 2"], weights: Float[Array, "b v"]) -> Int[Array,
         coins: uniform in [0, 1).
     """
     size = weights.shape[-1]
-    width = math.isqrt(size)
+    width = draw_cpu.block_width(size)
     blocks = jnp.pad(weights, ((0, 0), (0, -size % width))).reshape(weights.shape[0], -1, width)
     block = _invert(blocks.sum(axis=-1), coins[:, 0])
     inside = _invert(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], coins[:, 1])

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from eagle3_jax.decoding.sampling import BONUS, COINS, Sampling, draw, probabilities
+from eagle3_jax.decoding.sampling import BONUS, COINS, Sampling, draw, probabilities, sample
 from eagle3_jax.decoding.tree import Drawn, TokenTree
 from eagle3_jax.kernels.vocabulary import argmax
 
@@ -64,6 +64,12 @@ def verify(
         predicted = argmax(logits)
         walk = walk_greedy(tree, predicted, steps)
         return walk, jnp.take_along_axis(predicted, walk.last[:, None], axis=1)[:, 0]
+    if steps == 0:  # no drafts
+        here = logits[:, 0]
+        if sampling.rules is not None:
+            here = sampling.rules.apply(here, stop_ids, lengths + 1)
+        root = jnp.zeros_like(lengths)
+        return Walk(root[:, None], root), sample(here, sampling, sampling.uniform(lengths, BONUS, 2))
     siblings = 1 if tree.drawn is None else tree.drawn.topk + tree.drawn.copied
     coins = sampling.uniform(lengths, COINS, steps, siblings)
     walk, weights = walk_sampled(tree, logits, sampling, lengths, stop_ids, coins)

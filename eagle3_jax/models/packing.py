@@ -8,7 +8,9 @@ from typing import Any, TypeVar
 import jax
 from flax import nnx
 
+from eagle3_jax.kernels import rows_cpu
 from eagle3_jax.kernels.linear_cpu import Panels, pack
+from eagle3_jax.kernels.rows_cpu import NormWeight
 from eagle3_jax.mesh import mesh_of, replicated
 from eagle3_jax.models.draft import Draft, DraftHead
 from eagle3_jax.models.target import TargetModel
@@ -17,12 +19,14 @@ Model = TypeVar("Model", TargetModel, Draft)
 Module = TypeVar("Module", TargetModel, DraftHead)
 
 _MATRICES = re.compile(r"\b(qkv|o|gate|up|down|fc)$")
+_NORMS = re.compile(r"norm(/\d+)?$")
 
 
 def for_cpu(model: Model) -> Model:
     """A twin for inference where the model lies on one CPU device; else the model itself.
 
-    Matrices are packed, a tied LM head becomes one of its own; all else is shared. The model may be dropped then.
+    Matrices are packed, norms marked for their kernel, a tied LM head becomes one of its own; all else is shared. The
+    model may be dropped then.
     """
     if isinstance(model, Draft):
         return Draft(_packed(model.head, model.head.lm_head[...]), model.token_ids)
@@ -35,7 +39,10 @@ def _packed(module: Module, output_rows: Any) -> Module:
 
     def of(path: Any, leaf: jax.Array) -> Any:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        return _placed(leaf) if _MATRICES.search(name.removesuffix("/value")) else leaf
+        name = name.removesuffix("/value")
+        if _NORMS.search(name) and leaf.shape[0] % rows_cpu.WIDTH == 0:
+            return NormWeight(leaf)
+        return _placed(leaf) if _MATRICES.search(name) else leaf
 
     twin = jax.tree_util.tree_map_with_path(of, module)
     twin.lm_head = nnx.Param(_placed(output_rows, transposed=True))
