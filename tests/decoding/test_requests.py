@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import math
 import random
 import threading
 import time
@@ -20,9 +19,10 @@ from eagle3_jax.config import DraftConfig, DraftTree
 from eagle3_jax.decoding import engine as engine_module
 from eagle3_jax.decoding import programs, tiers
 from eagle3_jax.decoding.engine import Engine
-from eagle3_jax.decoding.request import QueueFullError
+from eagle3_jax.decoding.request import QueueFullError, Request
 from eagle3_jax.decoding.sampling import SamplingParams
 from eagle3_jax.decoding.tiers import TierChoice
+from eagle3_jax.kernels.draw_cpu import block_width
 from eagle3_jax.models.draft import Draft, DraftHeadConfig
 from eagle3_jax.models.registry import load_target
 from eagle3_jax.training.state import init_head
@@ -159,7 +159,7 @@ def test_in_another_order_drawn_answers_differ_at_borders_alone(engine):
     """Other prompts are read together then, and sums rounded otherwise. `sampling.draw` inverts running sums of blocks,
     then one in a block: a random number at a border chooses the block or the token next to it.
     """
-    rng, width = random.Random(0), math.isqrt(len(LETTERS))
+    rng, width = random.Random(0), block_width(len(LETTERS))
     prompts = [[rng.randrange(len(LETTERS)) for _ in range(rng.randint(1, 60))] for _ in range(40)]
     params = [SamplingParams(temperature=1.0, max_tokens=50, seed=seed, ignore_eos=True) for seed in range(40)]
     answers = engine.generate(prompts, params)
@@ -570,6 +570,15 @@ def test_stretches_are_those_with_least_padding():
         ([600], (1, 256)),
     ):
         assert sizes.chunk_for(left) == expected, left
+
+
+def test_those_who_wait_are_not_looked_at_each_turn(toy, monkeypatch):
+    """There may be thousands, and a turn takes milliseconds."""
+    looked, is_late = [], Request.is_late
+    monkeypatch.setattr(Request, "is_late", lambda self, now: looked.append(self) or is_late(self, now))
+    engine = Engine(noisy(toy), Tokenizer(), batch_size=2, max_length=64, page_size=16)
+    engine.generate([[1 + i % 20] for i in range(200)], SamplingParams(max_tokens=4))
+    assert len(looked) <= 2 * engine.stats().dispatches
 
 
 def test_thousands_that_wait_are_aborted_at_once(toy):

@@ -4,7 +4,6 @@ import asyncio
 import collections
 import gc
 import json
-import math
 import os
 import pathlib
 import random
@@ -19,6 +18,7 @@ import tiny
 
 from eagle3_jax.decoding.request import Output
 from eagle3_jax.decoding.sampling import SamplingParams
+from eagle3_jax.kernels.draw_cpu import block_width
 
 pytestmark = pytest.mark.any_jax
 
@@ -50,7 +50,7 @@ def chose_across_a_border(tokenizer: Any, expected: Output, found: str) -> bool:
     Prompts that are read in other company are summed in another order, and a random number at the border between two
     tokens chooses the other one (tests/decoding/test_requests.py).
     """
-    ids, width = expected.token_ids, math.isqrt(tiny.CONFIG["vocab_size"])
+    ids, width = expected.token_ids, block_width(tiny.CONFIG["vocab_size"])
     for place, token in enumerate(ids):
         before = tokenizer.decode(ids[:place], skip_special_tokens=True)
         for step in (1, -1, width, -width):
