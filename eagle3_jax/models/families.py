@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from eagle3_jax.models import llama, qwen2, qwen3, qwen3_moe
+from eagle3_jax.models import llama, mimo, qwen2, qwen3, qwen3_moe
 from eagle3_jax.models.entries import Entry
 from eagle3_jax.models.target import ModelConfig, TargetModel
 
@@ -17,11 +17,13 @@ class Family:
 
     Attributes:
         table: parameter path -> the tensors of a checkpoint that it is made of.
+        unused: how names of tensors begin that its checkpoints hold and that are not read.
     """
 
     config: type[ModelConfig]
     model: type[TargetModel]
     table: Callable[[Any], dict[str, Entry]]
+    unused: tuple[str, ...] = ()
 
 
 FAMILIES = (
@@ -29,6 +31,7 @@ FAMILIES = (
     Family(qwen2.Qwen2Config, qwen2.Qwen2, qwen2.table),
     Family(qwen3.Qwen3Config, qwen3.Qwen3, qwen3.table),
     Family(qwen3_moe.Qwen3MoeConfig, qwen3_moe.Qwen3Moe, qwen3_moe.table),
+    Family(mimo.MimoConfig, mimo.Mimo, qwen2.table, mimo.UNUSED),
 )
 
 

@@ -25,7 +25,7 @@ class Qwen2Config(ModelConfig):
 class Block(nnx.Module):
     """One decoder layer; `qkv_bias` lies as the columns of `attention.qkv` do."""
 
-    def __init__(self, config: Qwen2Config, layer: int, *, dtype: Any, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, layer: int, *, dtype: Any, rngs: nnx.Rngs) -> None:
         c = config
         self.eps = c.rms_norm_eps
         heads = c.num_attention_heads, c.num_key_value_heads, c.head_dim
@@ -46,7 +46,7 @@ class Qwen2(TargetModel):
     block = Block
 
 
-def table(config: Qwen2Config) -> dict[str, Entry]:
+def table(config: ModelConfig) -> dict[str, Entry]:
     """Parameter path -> the Hugging Face tensors that it is made of."""
     layers = range(config.num_hidden_layers)
     biases = {f"blocks/{i}/qkv_bias": qkv_bias(config, f"model.layers.{i}.self_attn") for i in layers}

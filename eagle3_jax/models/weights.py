@@ -18,6 +18,7 @@ import numpy as np
 from flax import nnx
 from safetensors import SafetensorError, safe_open
 
+from eagle3_jax import processes
 from eagle3_jax.manifest import digest, read_json
 from eagle3_jax.mesh import shardings
 from eagle3_jax.models.entries import Entry
@@ -56,6 +57,11 @@ def load_model(
     family = family_of(config)
     table = family.table(config)
     files = _locate(folder)
+    unused = [name for name in files if name.startswith(family.unused)] if family.unused else []
+    if unused:
+        processes.say(f"{folder}: {len(unused)} tensors are not read: {', '.join(sorted(unused)[:3])} ...")
+    for name in unused:
+        del files[name]
     _check(folder, table, files, tied=config.tie_word_embeddings)
     abstract = nnx.eval_shape(lambda: family.model(config, dtype=dtype, rngs=nnx.Rngs(0)))
     placement = None if mesh is None else shardings(abstract, mesh, SHARDING_RULES)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tiny
 from flax import nnx
+from safetensors.numpy import load_file, save_file
 
 from eagle3_jax.config import MeshConfig
 from eagle3_jax.mesh import make_mesh
@@ -22,6 +23,9 @@ from eagle3_jax.models.weights import load_model, parameter_path
 
 TOKENS = 24
 VOCABULARY = 96
+
+# Families that transformers has no class for, and whose layers they share.
+SAME_AS = {"MiMoForCausalLM": "Qwen2ForCausalLM"}
 
 forward = jax.jit(lambda model, *arguments: model(*arguments))
 
@@ -34,7 +38,7 @@ def shapes(architecture: str, seed: int) -> dict[str, Any]:
     width = heads * draw.choice([4, 8])
     values = {
         "vocab_size": VOCABULARY,
-        "hidden_size": width if architecture != "Qwen2ForCausalLM" else heads * head_dim,
+        "hidden_size": width if SAME_AS.get(architecture, architecture) != "Qwen2ForCausalLM" else heads * head_dim,
         "intermediate_size": draw.choice([24, 40, 56]),
         "num_hidden_layers": draw.choice([3, 4, 6]),
         "num_attention_heads": heads,
@@ -46,7 +50,7 @@ def shapes(architecture: str, seed: int) -> dict[str, Any]:
         "initializer_range": 0.2,
         "pad_token_id": None,
     }
-    if architecture != "Qwen2ForCausalLM":
+    if SAME_AS.get(architecture, architecture) != "Qwen2ForCausalLM":
         values["head_dim"] = head_dim
     if architecture == "Qwen3MoeForCausalLM":
         count = draw.choice([4, 6, 8])
@@ -62,7 +66,7 @@ def write_reference(folder: pathlib.Path, architecture: str, seed: int) -> Any:
     import transformers
 
     torch.manual_seed(seed)
-    model_class = getattr(transformers, architecture)
+    model_class = getattr(transformers, SAME_AS.get(architecture, architecture))
     model = model_class(model_class.config_class(**shapes(architecture, seed))).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -72,7 +76,19 @@ def write_reference(folder: pathlib.Path, architecture: str, seed: int) -> Any:
             if name.endswith("mlp.gate.weight"):  # routers of zeros by default
                 parameter.copy_(0.5 * torch.randn_like(parameter))
     model.save_pretrained(folder)
+    if architecture in SAME_AS:
+        as_its_own(folder, architecture)
     return model
+
+
+def as_its_own(folder: pathlib.Path, architecture: str) -> None:
+    """The files as the family's own, with tensors beside that are not read."""
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    own = {"architectures": [architecture], "attention_bias": True, "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config | own))
+    save_file(
+        tensors | {"model.mtp_layers.0.input_proj.weight": np.zeros((4, 8), np.float32)}, folder / "model.safetensors"
+    )
 
 
 def cached(model: TargetModel, tokens: jax.Array, sizes: list[int]) -> tuple[jax.Array, jax.Array]:
