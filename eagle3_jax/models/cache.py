@@ -57,8 +57,13 @@ class KVCache:
         values: Float[Array, "b t k d"],
         lengths: Int[Array, " b"],
         tail_mask: Bool[Array, "b t m"] | None,
+        **options: Any,
     ) -> tuple[Float[Array, "b t n d"], KVCache]:
-        """Writes t new entries of one layer as the tail's last, and attends from them (see `tree_attention`)."""
+        """Writes t new entries of one layer as the tail's last, and attends from them.
+
+        Args:
+            options: a window with the queries' positions, sinks: see `tree_attention`.
+        """
         attended, keys, values = tree_attention(
             queries,
             keys,
@@ -69,6 +74,7 @@ class KVCache:
             tail_mask,
             page_table=self.page_table,
             continued=self.continued,
+            **options,
         )
         return attended, dataclasses.replace(
             self, keys=_replace(self.keys, layer, keys), values=_replace(self.values, layer, values)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from eagle3_jax.models import llama, mimo, qwen2, qwen3, qwen3_moe
+from eagle3_jax.models import gemma3, llama, mimo, qwen2, qwen3, qwen3_moe
 from eagle3_jax.models.entries import Entry
 from eagle3_jax.models.target import ModelConfig, TargetModel
 
@@ -31,6 +31,7 @@ FAMILIES = (
     Family(qwen2.Qwen2Config, qwen2.Qwen2, qwen2.table),
     Family(qwen3.Qwen3Config, qwen3.Qwen3, qwen3.table),
     Family(qwen3_moe.Qwen3MoeConfig, qwen3_moe.Qwen3Moe, qwen3_moe.table),
+    Family(gemma3.Gemma3Config, gemma3.Gemma3, gemma3.table),
     Family(mimo.MimoConfig, mimo.Mimo, qwen2.table, mimo.UNUSED),
 )
 

@@ -32,8 +32,9 @@ from eagle3_jax.models.rope import read_rope, write_rope
 
 # Cosines and sines, see `rope_table`.
 Rope = tuple[Float[Array, "b t 1 half"], Float[Array, "b t 1 half"]]
-# (q [b t n d], k [b t k d], v [b t k d]) -> [b t n d]: writes the layer's cache and attends.
-Attend = Callable[[Array, Array, Array], Array]
+# (q [b t n d], k [b t k d], v [b t k d]) -> [b t n d]: writes the layer's cache and attends; `window` and `sinks` as
+# `tree_attention` has them.
+Attend = Callable[..., Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,8 +177,7 @@ class TargetModel(nnx.Module):
             ascending order of boundary, and the cache.
         """
         c = self.config
-        rope = rope_table(positions, rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling))
-        x = embeddings(self.embed[...], tokens)
+        rope, x = self.rotary(positions), self.embedded(tokens)
         aux = []
         for layer, block in enumerate(self.blocks):
             if layer in c.aux_layers:
@@ -185,15 +185,32 @@ class TargetModel(nnx.Module):
                 x = jax.lax.optimization_barrier(x)
                 aux.append(x)
 
-            def attend(q: Array, k: Array, v: Array, layer: int = layer) -> Array:
+            def attend(q: Array, k: Array, v: Array, layer: int = layer, **options: Any) -> Array:
                 nonlocal cache
-                attended, cache = cache.append_and_attend(layer, q, k, v, lengths, tail_mask)
+                mask = tail_mask
+                if (window := options.get("window")) is not None:
+                    options["positions"] = positions
+                    if mask is not None:  # the nodes of a tree do not stand at their positions
+                        mask &= positions[:, :, None] - positions[:, None] < window
+                attended, cache = cache.append_and_attend(layer, q, k, v, lengths, mask, **options)
                 return attended
 
             x = block(x, rope, attend)
         if c.num_hidden_layers in c.aux_layers:
             aux.append(x)
-        return rms_norm(x, self.norm[...], c.rms_norm_eps), jnp.concatenate(aux, axis=-1), cache
+        return self.final_norm(x), jnp.concatenate(aux, axis=-1), cache
+
+    def embedded(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t h"]:
+        """The residual stream entering the first layer."""
+        return embeddings(self.embed[...], tokens)
+
+    def rotary(self, positions: Int[Array, "b t"]) -> Any:
+        """What the blocks are given as their RoPE."""
+        c = self.config
+        return rope_table(positions, rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling))
+
+    def final_norm(self, x: Float[Array, "b t h"]) -> Float[Array, "b t h"]:
+        return rms_norm(x, self.norm[...], self.config.rms_norm_eps)
 
     @property
     def output_rows(self) -> Float[Array, "v h"] | Panels:
