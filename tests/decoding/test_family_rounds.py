@@ -1,0 +1,92 @@
+"""Every family of targets in the engine: with trees of drafts, in a batch, the greedy tokens of one plain pass.
+
+Prompts are longer than a local layer's window, and answers go on beyond it.
+"""
+
+import random
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from eagle3_jax.config import DraftConfig, DraftTree
+from eagle3_jax.decoding.engine import Engine, SamplingParams
+from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
+from eagle3_jax.models.families import FAMILIES, Family, read_shape
+from eagle3_jax.models.target import TargetModel
+
+VOCABULARY, LENGTH, ANSWER = 60, 64, 12
+OWN: dict[str, dict[str, Any]] = {
+    "Qwen3MoeForCausalLM": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "Gemma3ForCausalLM": {"sliding_window": 7, "sliding_window_pattern": 2, "query_pre_attn_scalar": 8},
+    "MiMoForCausalLM": {"attention_bias": True},
+}
+
+
+class Tokenizer:
+    chat_template = None
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return " ".join(map(str, ids))
+
+
+def make(family: Family) -> TargetModel:
+    values = {
+        "architectures": [family.config.architecture],
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": LENGTH,
+        "tie_word_embeddings": False,
+    }
+    config = read_shape(values | OWN.get(family.config.architecture, {}), (0, 1, 2))
+    model = family.model(config, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+
+    def noisy(leaf: jax.Array) -> jax.Array:
+        """Of a size that lets layers matter; around one for norms, and biases that are no zeros."""
+        return leaf.astype(jnp.int32).astype(leaf.dtype) + jnp.asarray(rng.normal(size=leaf.shape) * 0.3, leaf.dtype)
+
+    return jax.tree.map(noisy, model)
+
+
+def plain(model: TargetModel, prompt: list[int]) -> list[int]:
+    """Token after token, each from a pass over everything before it."""
+
+    @jax.jit
+    def logits(tokens: jax.Array) -> jax.Array:
+        positions = jnp.arange(LENGTH)[None]
+        hidden, _, _ = model(tokens, positions, model.empty_cache(1, LENGTH), jnp.zeros(1, jnp.int32))
+        return model.logits(hidden)[0]
+
+    tokens = list(prompt)
+    for _ in range(ANSWER):
+        padded = jnp.asarray(tokens + [0] * (LENGTH - len(tokens)))[None]
+        tokens.append(int(jnp.argmax(logits(padded)[len(tokens) - 1])))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.config.model_type)
+def test_drafts_change_no_token(family):
+    model = make(family)
+    head = DraftHead(DraftHeadConfig.for_target(DraftConfig(vocab_size=40), model.config), rngs=nnx.Rngs(1))
+    # The head's drafts are right now and then: it has the target's own embeddings as its LM head.
+    head.lm_head[...] = model.output_rows[:40]
+    draw = random.Random(0)
+    prompts = [[draw.randrange(VOCABULARY) for _ in range(size)] for size in (3, 11, 24, 17)]
+    params = SamplingParams(max_tokens=ANSWER, ignore_eos=True)
+    tree = DraftTree(num_steps=3, topk=2, num_draft_tokens=6)
+    size: dict[str, Any] = {"batch_size": 3, "max_length": LENGTH, "page_size": 16}
+    drafting = Engine(model, Tokenizer(), Draft(head, jnp.arange(40)), tree, **size)
+    answers = drafting.generate(prompts, params)
+    assert [answer.token_ids for answer in answers] == [plain(model, prompt) for prompt in prompts]
+    copying = Engine(model, Tokenizer(), "lookup", DraftTree(num_steps=3, num_draft_tokens=4), **size)
+    (copied,) = copying.generate([prompts[2] * 2], params)
+    assert copied.token_ids == plain(model, prompts[2] * 2)
