@@ -198,7 +198,7 @@ class FakeEngine:
     never_ends = False
 
     @classmethod
-    def load(cls, target: object, *, batch_size: int, max_length: int) -> "FakeEngine":
+    def load(cls, target: object, draft: None, *, batch_size: int, max_length: int) -> "FakeEngine":
         assert (batch_size, max_length) == (2, 3 + 128)
         return cls()
 
@@ -281,7 +281,7 @@ class Talker:
     asked: list[str]
 
     @classmethod
-    def load(cls, target: object, *, batch_size: int, max_length: int) -> "Talker":
+    def load(cls, target: object, draft: None, *, batch_size: int, max_length: int) -> "Talker":
         cls.asked = []
         return cls()
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from eagle3_jax.formats.stored import StoredHead
 from eagle3_jax.models.draft import DraftHeadConfig
-from eagle3_jax.models.rope import is_positive, read_rope, write_rope
+from eagle3_jax.models.layers import YarnScaling
+from eagle3_jax.models.rope import OF_HEADS, is_positive, read_rope, write_rope
 
 REQUIRED = object()
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -89,7 +90,7 @@ def read(form: Form, values: dict[str, Any], problems: list[str]) -> DraftHeadCo
         else:
             found[key] = value
             problems += _value_problems(key, value)
-    theta, scaling = read_rope(values, problems)
+    theta, scaling = read_rope(values, problems, OF_HEADS)
     aux_layers = form.read_aux(values, problems)
     if len(problems) > known:
         return None
@@ -98,6 +99,7 @@ def read(form: Form, values: dict[str, Any], problems: list[str]) -> DraftHeadCo
         problems.append(f"num_attention_heads: got {heads}, expected a multiple of num_key_value_heads = {kv_heads}")
         return None
     found |= {"head_dim": found["head_dim"] or size // heads, "rms_norm_eps": float(found["rms_norm_eps"])}
+    assert not isinstance(scaling, YarnScaling), "not one of OF_HEADS"
     head = DraftHeadConfig(**found, rope_theta=theta, rope_scaling=scaling, aux_layers=aux_layers)
     count = values.get("num_aux_hidden_states")
     if count is not None and count != head.num_aux_layers:

@@ -21,13 +21,14 @@ class Entry:
         part: an index of the parameter (a slice a dimension) and those tensors, in order -> that part of it. Of a
             tensor it reads no more than that takes; it may be an array or a safetensors slice.
         split: the inverse of `whole`: the parameter -> its tensors, in order.
-        dimensions: of the parameter.
+        dimensions: of the parameter. dtypes: of the tensors, in safetensors' words.
     """
 
     tensors: dict[str, tuple[int, ...]]
     part: Callable[..., np.ndarray]
     split: Callable[[np.ndarray], tuple[np.ndarray, ...]]
     dimensions: int = 2
+    dtypes: tuple[str, ...] = ("F64", "F32", "F16", "BF16")
 
     def whole(self, *tensors: np.ndarray) -> np.ndarray:
         """The parameter, of its tensors, in order."""

@@ -32,8 +32,10 @@ SHARDING_RULES = (
     (r"attention/o", P("model", None)),
     (r"mlp/(gate|up)", P(None, "model")),
     (r"mlp/down", P("model", None)),
-    (r"expert_(gate|up)$", P(None, None, "model")),
+    (r"expert_(gate|up|gate_up)$", P(None, None, "model")),
     (r"expert_down$", P(None, "model", None)),
+    (r"expert_gate_up_bias$", P(None, "model")),
+    (r"sinks$", P("model")),
 )
 
 
@@ -54,13 +56,53 @@ class LinearScaling:
     factor: float
 
 
-def rope_frequencies(
-    head_dim: int, theta: float, scaling: RopeScaling | LinearScaling | None = None
-) -> Float[Array, " half"]:
+@dataclasses.dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (https://arxiv.org/abs/2309.00071, Hugging Face `rope_type: yarn`).
+
+    Frequencies that turn fewer than `beta_slow` times over the original length are divided by `factor`, those that turn
+    more than `beta_fast` times are kept, those between are blended; cosines and sines are multiplied by `amplitude`.
+
+    Attributes:
+        truncate: the two bounds are rounded to whole dimensions.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+
+    @property
+    def amplitude(self) -> float:
+        return 0.1 * math.log(max(self.factor, 1.0)) + 1 if self.attention_factor is None else self.attention_factor
+
+    def blend(self, inverse: Float[Array, " half"], theta: float) -> Float[Array, " half"]:
+        dim = 2 * inverse.shape[0]
+
+        def bound(turns: float) -> float:
+            return dim * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+        low, high = bound(self.beta_fast), bound(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
+        ramp = (jnp.arange(dim // 2, dtype=jnp.float32) - low) / max(high - low, 0.001)
+        divided = jnp.clip(ramp, 0, 1)
+        return inverse / self.factor * divided + inverse * (1 - divided)
+
+
+Scaling = RopeScaling | LinearScaling | YarnScaling
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: Scaling | None = None) -> Float[Array, " half"]:
     """Inverse frequencies of the rotate-half (NeoX) layout, float32 [head_dim // 2]."""
     inverse = 1.0 / theta ** (jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     if scaling is None:
         return inverse
+    if isinstance(scaling, YarnScaling):
+        return scaling.blend(inverse, theta)
     if isinstance(scaling, LinearScaling):
         return inverse / scaling.factor
     wavelength = 2 * math.pi / inverse
@@ -72,12 +114,12 @@ def rope_frequencies(
 
 
 def rope_table(
-    positions: Int[Array, "b t"], frequencies: Float[Array, " half"]
+    positions: Int[Array, "b t"], frequencies: Float[Array, " half"], amplitude: float = 1.0
 ) -> tuple[Float[Array, "b t 1 half"], Float[Array, "b t 1 half"]]:
     """Cosines and sines of every position, float32, ready to broadcast over heads."""
     angles = positions[..., None, None].astype(jnp.float32) * frequencies[None, None, None]
     # Behind the barrier: else XLA computes them again in every layer, for every head.
-    return jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
+    return jax.lax.optimization_barrier((jnp.cos(angles) * amplitude, jnp.sin(angles) * amplitude))
 
 
 def apply_rope(

@@ -7,16 +7,20 @@ first alone, so what is written here says it in both (as SpecForge's exporter do
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
-from eagle3_jax.models.layers import LinearScaling, RopeScaling
+from eagle3_jax.models.layers import LinearScaling, RopeScaling, Scaling, YarnScaling
 
 THETA = 10000.0  # what no `rope_theta` means, to every engine
-_KINDS = {"llama3": RopeScaling, "linear": LinearScaling}
+_KINDS = {"llama3": RopeScaling, "linear": LinearScaling, "yarn": YarnScaling}
+OF_HEADS = ("llama3", "linear")  # what draft heads may have, by what engines run
 _SECTIONS = ("rope_parameters", "rope_scaling")
 
 
-def read_rope(values: dict[str, Any], problems: list[str]) -> tuple[float, RopeScaling | LinearScaling | None]:
+def read_rope(
+    values: dict[str, Any], problems: list[str], kinds: Collection[str] = tuple(_KINDS)
+) -> tuple[float, Scaling | None]:
     """Base and scaling of a config.json. Appends to `problems`, field by field; the values then mean nothing."""
     known = len(problems)
     thetas, scalings = {}, {}
@@ -26,7 +30,7 @@ def read_rope(values: dict[str, Any], problems: list[str]) -> tuple[float, RopeS
             problems.append(f"{key}: got {section!r}, expected an object")
         elif section:
             thetas[f"{key}.rope_theta"] = section.get("rope_theta")
-            scalings[key] = _read_scaling(section, key, problems)
+            scalings[key] = _read_scaling(section, key, problems, kinds)
     thetas["rope_theta"] = values.get("rope_theta")
     thetas = {key: theta for key, theta in thetas.items() if theta is not None}
     problems += [f"{key}: got {x!r}, expected a positive number" for key, x in thetas.items() if not is_positive(x)]
@@ -39,10 +43,11 @@ def read_rope(values: dict[str, Any], problems: list[str]) -> tuple[float, RopeS
     return float(next(iter(thetas.values()), THETA)), next(iter(scalings.values()), None)
 
 
-def write_rope(theta: float, scaling: RopeScaling | LinearScaling | None) -> dict[str, Any]:
+def write_rope(theta: float, scaling: Scaling | None) -> dict[str, Any]:
     """The keys of config.json that `read_rope` reads."""
     kind = next((name for name, made in _KINDS.items() if isinstance(scaling, made)), "default")
-    section: dict[str, Any] = {"rope_type": kind} | ({} if scaling is None else dataclasses.asdict(scaling))
+    fields = {} if scaling is None else dataclasses.asdict(scaling)
+    section: dict[str, Any] = {"rope_type": kind} | {name: x for name, x in fields.items() if x is not None}
     values: dict[str, Any] = {"rope_theta": theta, "rope_parameters": section | {"rope_theta": theta}}
     return values if scaling is None else values | {"rope_scaling": section}
 
@@ -51,19 +56,25 @@ def is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
-def _read_scaling(section: dict[str, Any], key: str, problems: list[str]) -> RopeScaling | LinearScaling | None:
+def _read_scaling(section: dict[str, Any], key: str, problems: list[str], kinds: Collection[str]) -> Scaling | None:
     kind = section.get("rope_type", section.get("type", "default"))
     if kind == "default":
         return None
-    if kind not in _KINDS:
-        problems.append(f"{key}.rope_type: got {kind!r}, expected 'default', 'linear' or 'llama3'")
+    if kind not in kinds:
+        *first, last = (repr(name) for name in ("default", *sorted(kinds)))
+        problems.append(f"{key}.rope_type: got {kind!r}, expected {', '.join(first)} or {last}")
         return None
-    values = {field.name: section.get(field.name) for field in dataclasses.fields(_KINDS[kind])}
-    missing = [f"{key}.{name}: missing" for name, value in values.items() if value is None]
-    wrong = [
+    fields = dataclasses.fields(_KINDS[kind])
+    values = {field.name: section[field.name] for field in fields if section.get(field.name) is not None}
+    wrong = [f"{key}.{f.name}: missing" for f in fields if f.name not in values and f.default is dataclasses.MISSING]
+    wrong += [
         f"{key}.{name}: got {value!r}, expected a positive number"
         for name, value in values.items()
-        if value is not None and not is_positive(value)
+        if not is_positive(value) and name != "truncate"
     ]
-    problems += missing + wrong
-    return None if missing or wrong else _KINDS[kind](**values)
+    wrong += [f"{key}.{name}: got {section[name]!r}, expected none" for name in _REFUSED if section.get(name)]
+    problems += wrong
+    return None if wrong else _KINDS[kind](**values)
+
+
+_REFUSED = ("mscale", "mscale_all_dim")  # of YaRN, as DeepSeek has them

@@ -19,8 +19,8 @@ from eagle3_jax.kernels.linear_cpu import Panels
 from eagle3_jax.kernels.vocabulary import vocabulary_logits
 from eagle3_jax.models.cache import KVCache
 from eagle3_jax.models.layers import (
-    LinearScaling,
-    RopeScaling,
+    Scaling,
+    YarnScaling,
     embeddings,
     normal,
     ones,
@@ -66,7 +66,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     aux_layers: tuple[int, ...]
     bos_token_id: int | None = None
-    rope_scaling: RopeScaling | LinearScaling | None = None
+    rope_scaling: Scaling | None = None
 
     @classmethod
     def from_hf(cls, values: dict[str, Any], aux_layers: tuple[int, ...] | None = None) -> ModelConfig:
@@ -207,7 +207,8 @@ class TargetModel(nnx.Module):
     def rotary(self, positions: Int[Array, "b t"]) -> Any:
         """What the blocks are given as their RoPE."""
         c = self.config
-        return rope_table(positions, rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling))
+        amplitude = c.rope_scaling.amplitude if isinstance(c.rope_scaling, YarnScaling) else 1.0
+        return rope_table(positions, rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling), amplitude)
 
     def final_norm(self, x: Float[Array, "b t h"]) -> Float[Array, "b t h"]:
         return rms_norm(x, self.norm[...], self.config.rms_norm_eps)

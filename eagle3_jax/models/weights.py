@@ -27,7 +27,6 @@ from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.target import ModelConfig, TargetModel
 
 INDEX = "model.safetensors.index.json"
-_DTYPES = ("F64", "F32", "F16", "BF16")
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a table that old checkpoints carry
 
 
@@ -152,6 +151,7 @@ def _locate(folder: pathlib.Path) -> dict[str, pathlib.Path]:
 
 def _check(folder: pathlib.Path, table: dict[str, Entry], files: dict[str, pathlib.Path], *, tied: bool) -> None:
     expected = {name: shape for entry in table.values() for name, shape in entry.tensors.items()}
+    dtypes = {name: entry.dtypes for entry in table.values() for name in entry.tensors}
     problems = [f"missing tensor {name} {list(shape)}" for name, shape in expected.items() if name not in files]
     for name in sorted(files.keys() - expected.keys()):
         if not name.endswith(_IGNORED_SUFFIX) and not (tied and name == "lm_head.weight"):
@@ -172,8 +172,8 @@ def _check(folder: pathlib.Path, table: dict[str, Entry], files: dict[str, pathl
                     shape = tuple(tensor.get_shape())
                     if shape != expected[name]:
                         problems.append(f"{name}: got shape {list(shape)}, expected {list(expected[name])}")
-                    if tensor.get_dtype() not in _DTYPES:  # quantised, and only its own library knows how
-                        problems.append(f"{name}: got dtype {tensor.get_dtype()}, expected one of {_DTYPES}")
+                    if tensor.get_dtype() not in dtypes[name]:  # quantised, and only its own library knows how
+                        problems.append(f"{name}: got dtype {tensor.get_dtype()}, expected one of {dtypes[name]}")
         except SafetensorError as error:
             problems.append(f"{path.name}: truncated or not safetensors ({error})")
     if problems:

@@ -65,24 +65,38 @@ def shapes(architecture: str, seed: int) -> dict[str, Any]:
         full = draw.choice([{"rope_type": "default"}, {"rope_type": "linear", "factor": 8.0}])
         local = {"rope_type": "default", "rope_theta": draw.choice([1e4, 5e3])}
         values["rope_parameters"] = {"full_attention": full | {"rope_theta": theta}, "sliding_attention": local}
+    if architecture == "GptOssForCausalLM":
+        kinds = [draw.choice(["sliding_attention", "full_attention"]) for _ in range(values["num_hidden_layers"])]
+        values |= {"layer_types": kinds, "sliding_window": draw.choice([3, 6, 11])}
+        count = draw.choice([4, 6, 8])
+        values |= {"num_local_experts": count, "num_experts_per_tok": draw.choice([1, 2, count])}
+        values |= {"swiglu_limit": draw.choice([0.2, 7.0])}
+        yarn = {"rope_type": "yarn", "factor": draw.choice([2.0, 32.0]), "beta_fast": 32.0, "beta_slow": 1.0}
+        yarn |= {"truncate": draw.random() < 0.5, "original_max_position_embeddings": draw.choice([16, 4096])}
+        values["rope_parameters"] = yarn | {"rope_theta": values.pop("rope_theta")}
     return values
 
 
-def write_reference(folder: pathlib.Path, architecture: str, seed: int) -> Any:
-    """A model of transformers with random weights, norms and biases among them, written to `folder`."""
+def make_reference(architecture: str, values: dict[str, Any], seed: int) -> Any:
+    """A model of transformers with random weights, norms and biases among them."""
     torch = pytest.importorskip("torch")
     import transformers
 
     torch.manual_seed(seed)
     model_class = getattr(transformers, SAME_AS.get(architecture, architecture))
-    model = model_class(model_class.config_class(**shapes(architecture, seed))).eval()
+    model = model_class(model_class.config_class(**values)).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:  # ones and zeros by default: a mistake in them would not show
-                parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
         for name, parameter in model.named_parameters():
-            if name.endswith("mlp.gate.weight"):  # routers of zeros by default
+            if parameter.ndim == 1 or name.endswith("_bias"):  # ones, zeros: a mistake in them would not show
+                parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
+            if name.endswith(("mlp.gate.weight", "mlp.router.weight")):  # routers of zeros by default
                 parameter.copy_(0.5 * torch.randn_like(parameter))
+    return model
+
+
+def write_reference(folder: pathlib.Path, architecture: str, seed: int) -> Any:
+    """`make_reference` of a random shape, written to `folder`."""
+    model = make_reference(architecture, shapes(architecture, seed), seed)
     model.save_pretrained(folder)
     if architecture in SAME_AS:
         as_its_own(folder, architecture)
@@ -131,6 +145,34 @@ def test_it_equals_transformers(tmp_path, architecture, seed):
         logits, aux = cached(model, jnp.asarray(tokens), sizes)
         np.testing.assert_allclose(aux, expected_aux, atol=1e-4, rtol=1e-4)
         np.testing.assert_allclose(logits, expected.logits.numpy(), atol=1e-4, rtol=1e-4)
+
+
+def test_experts_in_mxfp4(tmp_path):
+    """gpt-oss as it is published: what transformers unpacks of the same bytes says the same logits."""
+    values = shapes("GptOssForCausalLM", 0) | {"hidden_size": 64, "intermediate_size": 32}
+    reference = make_reference("GptOssForCausalLM", values, 0)
+    import torch
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    tensors = {name: tensor.numpy() for name, tensor in reference.state_dict().items()}
+    rng = np.random.default_rng(0)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, rows, columns = tensors.pop(name).shape
+        blocks = rng.integers(0, 256, (experts, columns, rows // 32, 16), np.uint8)
+        scales = rng.integers(120, 126, blocks.shape[:3], np.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        unpacked = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32)
+        reference.get_parameter(name).data.copy_(unpacked)
+    save_file(tensors, tmp_path / "model.safetensors")
+    quantised = {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(reference.config.to_dict() | quantised))
+    config = registry.read_config(tmp_path, (0, 1))
+    assert read_shape(config.to_hf(), config.aux_layers) == config
+    tokens = rng.integers(0, VOCABULARY, (2, TOKENS))
+    with torch.no_grad():
+        expected = reference(torch.tensor(tokens)).logits.numpy()
+    logits, _ = cached(load_model(tmp_path, config, jnp.float32), jnp.asarray(tokens), [TOKENS])
+    np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("architecture", [family.config.architecture for family in FAMILIES])
