@@ -47,8 +47,7 @@ def tree_attention(
     *,
     page_table: Int[Array, "b pages"] | None = None,
     continued: bool = False,
-    window: int | None = None,
-    positions: Int[Array, "b t"] | None = None,
+    first: Int[Array, "b t"] | None = None,
     sinks: Float[Array, " n"] | None = None,
     key_scale: Float[Array, " k"] | None = None,
     value_scale: Float[Array, " k"] | None = None,
@@ -73,9 +72,8 @@ def tree_attention(
         page_table: int32, the page that holds each stretch of page_size slots; entries behind the tail may be anything.
         continued: sequences may hold consecutive stretches of one prompt, on the same pages: the entries of all are
             written before any query attends.
-        window: a query sees only slots at its own position and the window - 1 before it. Slots of a tree's tail stand
-            behind their positions: what lies beyond the window there, the mask must leave out.
-        positions: of the queries, for a window; the default is length + 0, 1, 2, ...
+        first: int32, the first slot that each query sees (of its window, of its chunk). A tree's nodes do not stand at
+            their positions: which of the tail are too far back, the mask must say.
         sinks: a logit of each query head that takes part in its softmax and attends to nothing (gpt-oss).
         key_scale, value_scale: float32, what the entries of each KV head are to be multiplied by.
         implementation: the default is "pallas" on a TPU and "xla" elsewhere.
@@ -93,10 +91,6 @@ def tree_attention(
     if tail_mask is not None and tail_mask.shape[-1] < t:
         raise ValueError(f"tail_mask: got {tail_mask.shape[-1]} slots, expected those of the {t} new tokens at least")
     scaled = queries if key_scale is None else queries * _per_query_head(key_scale, queries).astype(queries.dtype)
-    first = None
-    if window is not None:
-        positions = lengths[:, None] + jnp.arange(t)[None] if positions is None else positions
-        first = jnp.maximum(positions - window + 1, 0)
     new_keys, new_values = _stored(new_keys, key_scale, keys.dtype), _stored(new_values, value_scale, values.dtype)
     operands = scaled, new_keys, new_values, keys, values, lengths, tail_mask, page_table, first, sinks
     if (implementation or default_implementation()) == "xla":

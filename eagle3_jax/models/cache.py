@@ -62,7 +62,7 @@ class KVCache:
         """Writes t new entries of one layer as the tail's last, and attends from them.
 
         Args:
-            options: a window with the queries' positions, sinks: see `tree_attention`.
+            options: `first` and `sinks` of `tree_attention`.
         """
         attended, keys, values = tree_attention(
             queries,

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from eagle3_jax.models import gemma3, gpt_oss, llama, mimo, qwen2, qwen3, qwen3_moe
+from eagle3_jax.models import gemma3, gpt_oss, llama, llama4, mimo, qwen2, qwen3, qwen3_moe
 from eagle3_jax.models.entries import Entry
 from eagle3_jax.models.target import ModelConfig, TargetModel
 
@@ -33,6 +33,7 @@ FAMILIES = (
     Family(qwen3_moe.Qwen3MoeConfig, qwen3_moe.Qwen3Moe, qwen3_moe.table),
     Family(gemma3.Gemma3Config, gemma3.Gemma3, gemma3.table),
     Family(gpt_oss.GptOssConfig, gpt_oss.GptOss, gpt_oss.table),
+    Family(llama4.Llama4Config, llama4.Llama4, llama4.table),
     Family(mimo.MimoConfig, mimo.Mimo, qwen2.table, mimo.UNUSED),
 )
 

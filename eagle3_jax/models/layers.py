@@ -30,8 +30,8 @@ SHARDING_RULES = (
     (r"attention/qkv", P(None, "model")),
     (r"qkv_bias", P("model")),
     (r"attention/o", P("model", None)),
-    (r"mlp/(gate|up)", P(None, "model")),
-    (r"mlp/down", P("model", None)),
+    (r"(mlp|shared)/(gate|up)", P(None, "model")),
+    (r"(mlp|shared)/down", P("model", None)),
     (r"expert_(gate|up|gate_up)$", P(None, None, "model")),
     (r"expert_down$", P(None, "model", None)),
     (r"expert_gate_up_bias$", P(None, "model")),
@@ -108,7 +108,8 @@ def rope_frequencies(head_dim: int, theta: float, scaling: Scaling | None = None
     wavelength = 2 * math.pi / inverse
     original = scaling.original_max_position_embeddings
     low, high = original / scaling.low_freq_factor, original / scaling.high_freq_factor
-    smooth = (original / wavelength - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    span = scaling.high_freq_factor - scaling.low_freq_factor or 1.0  # none (Llama 4): nothing is blended
+    smooth = (original / wavelength - scaling.low_freq_factor) / span
     blended = (1 - smooth) * inverse / scaling.factor + smooth * inverse
     return jnp.where(wavelength > low, inverse / scaling.factor, jnp.where(wavelength < high, inverse, blended))
 

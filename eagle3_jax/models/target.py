@@ -32,8 +32,8 @@ from eagle3_jax.models.rope import read_rope, write_rope
 
 # Cosines and sines, see `rope_table`.
 Rope = tuple[Float[Array, "b t 1 half"], Float[Array, "b t 1 half"]]
-# (q [b t n d], k [b t k d], v [b t k d]) -> [b t n d]: writes the layer's cache and attends; `window` and `sinks` as
-# `tree_attention` has them.
+# (q [b t n d], k [b t k d], v [b t k d], *, window, chunk, sinks) -> [b t n d]: writes the layer's cache and attends:
+# to the last `window` positions, or to those of the query's own chunk, `chunk` positions long; sinks: `tree_attention`.
 Attend = Callable[..., Array]
 
 
@@ -185,14 +185,25 @@ class TargetModel(nnx.Module):
                 x = jax.lax.optimization_barrier(x)
                 aux.append(x)
 
-            def attend(q: Array, k: Array, v: Array, layer: int = layer, **options: Any) -> Array:
+            def attend(
+                q: Array,
+                k: Array,
+                v: Array,
+                *,
+                layer: int = layer,
+                window: int | None = None,
+                chunk: int | None = None,
+                sinks: Array | None = None,
+            ) -> Array:
                 nonlocal cache
-                mask = tail_mask
-                if (window := options.get("window")) is not None:
-                    options["positions"] = positions
-                    if mask is not None:  # the nodes of a tree do not stand at their positions
-                        mask &= positions[:, :, None] - positions[:, None] < window
-                attended, cache = cache.append_and_attend(layer, q, k, v, lengths, mask, **options)
+                mask, first = tail_mask, None
+                if window is not None:
+                    first = jnp.maximum(positions - window + 1, 0)
+                if chunk is not None:
+                    first = positions // chunk * chunk
+                if mask is not None and first is not None:  # the nodes of a tree do not stand at their positions
+                    mask &= positions[:, None] >= first[:, :, None]
+                attended, cache = cache.append_and_attend(layer, q, k, v, lengths, mask, first=first, sinks=sinks)
                 return attended
 
             x = block(x, rope, attend)

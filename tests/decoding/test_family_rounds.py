@@ -23,6 +23,13 @@ OWN: dict[str, dict[str, Any]] = {
     "Qwen3MoeForCausalLM": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "Gemma3ForCausalLM": {"sliding_window": 7, "sliding_window_pattern": 2, "query_pre_attn_scalar": 8},
     "GptOssForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7},
+    "Llama4ForCausalLM": {
+        "num_local_experts": 4,
+        "attention_chunk_size": 9,
+        "no_rope_layer_interval": 2,
+        "floor_scale": 8,
+        "intermediate_size_mlp": 48,
+    },
     "MiMoForCausalLM": {"attention_bias": True},
 }
 

@@ -17,7 +17,7 @@ from eagle3_jax.kernels import tree_attention_tpu as kernel_tpu
 from eagle3_jax.kernels.tree_attention import BLOCKS, plan, tree_attention
 
 
-def reference(q, k, v, lengths, mask, window=None, positions=(), sinks=None):
+def reference(q, k, v, lengths, mask, first=None, sinks=None):
     """One query at a time, in float64."""
     b, t, n, d = q.shape
     group = n // k.shape[1]
@@ -25,8 +25,8 @@ def reference(q, k, v, lengths, mask, window=None, positions=(), sinks=None):
     for i in range(b):
         for j in range(t):
             seen = list(range(lengths[i])) + [lengths[i] + m for m in np.flatnonzero(mask[i, j])]
-            if window is not None:
-                seen = [slot for slot in seen if slot > positions[i][j] - window]
+            if first is not None:
+                seen = [slot for slot in seen if slot >= first[i][j]]
             for h in range(n):
                 scores = k[i, h // group, seen].astype(float) @ q[i, j, h].astype(float) / np.sqrt(d)
                 if sinks is not None:
@@ -200,11 +200,11 @@ def check(batch, nodes, extra, kv_heads, group, head_dim, dtype, kind, contiguou
     mask, depths = random_tree(rng, batch, nodes, tail)
     if kind == "causal":
         mask = np.broadcast_to(np.tril(np.ones((nodes, nodes), bool)), mask.shape)
-    positions, window = lengths[:, None] + depths, 60 if kind == "window" else None
+    first = np.maximum(lengths[:, None] + depths - 59, 0) if kind == "window" else None
     sinks = rng.normal(size=kv_heads * group).astype(np.float32) if kind == "sinks" else None
-    expected = reference(q, exact_k, exact_v, lengths, mask, window, positions, sinks)
-    if window is not None:
-        options |= {"window": window, "positions": jnp.asarray(positions)}
+    expected = reference(q, exact_k, exact_v, lengths, mask, first, sinks)
+    if first is not None:
+        options["first"] = jnp.asarray(first, jnp.int32)
     if sinks is not None:
         options["sinks"] = jnp.asarray(sinks)
     poison = 99 if dtype == "int8" else np.nan

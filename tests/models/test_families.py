@@ -65,6 +65,21 @@ def shapes(architecture: str, seed: int) -> dict[str, Any]:
         full = draw.choice([{"rope_type": "default"}, {"rope_type": "linear", "factor": 8.0}])
         local = {"rope_type": "default", "rope_theta": draw.choice([1e4, 5e3])}
         values["rope_parameters"] = {"full_attention": full | {"rope_theta": theta}, "sliding_attention": local}
+    if architecture == "Llama4ForCausalLM":
+        layers, count = values["num_hidden_layers"], draw.choice([4, 6, 8])
+        values |= {
+            "num_local_experts": count,
+            "num_experts_per_tok": draw.choice([1, 1, 2]),
+            "intermediate_size_mlp": 36,
+        }
+        values |= {"interleave_moe_layer_step": draw.choice([1, 1, 2]), "use_qk_norm": draw.random() < 0.7}
+        values |= {"no_rope_layers": [draw.choice([0, 1]) for _ in range(layers)]}
+        values |= {"attention_chunk_size": draw.choice([5, 8, 11])}
+        values |= {"attn_temperature_tuning": draw.random() < 0.7, "floor_scale": draw.choice([3, 8])}
+        factors = draw.choice([(1.0, 1.0), (1.0, 4.0)])
+        scaled = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": factors[0], "high_freq_factor": factors[1]}
+        rope = draw.choice([{"rope_type": "default"}, scaled | {"original_max_position_embeddings": 16}])
+        values["rope_parameters"] = rope | {"rope_theta": values.pop("rope_theta")}
     if architecture == "GptOssForCausalLM":
         kinds = [draw.choice(["sliding_attention", "full_attention"]) for _ in range(values["num_hidden_layers"])]
         values |= {"layer_types": kinds, "sliding_window": draw.choice([3, 6, 11])}

@@ -195,9 +195,7 @@ def test_aux_layers_are_checked():
 
 def test_config_reports_every_problem(tmp_path):
     values = {"mlp_bias": True, "hidden_act": "gelu", "rope_scaling": {"type": "dynamic"}}
-    with pytest.raises(
-        ValueError, match=r"hidden_act.*\n.*mlp_bias.*\n.*vocab_size: missing[\s\S]*'dynamic'"
-    ):
+    with pytest.raises(ValueError, match=r"hidden_act.*\n.*mlp_bias.*\n.*vocab_size: missing[\s\S]*'dynamic'"):
         LlamaConfig.from_hf(values)
 
 
