@@ -9,6 +9,7 @@ from typing import Any
 from eagle3_jax.models import gemma3, gpt_oss, llama, llama4, mimo, qwen2, qwen3, qwen3_moe
 from eagle3_jax.models.entries import Entry
 from eagle3_jax.models.target import ModelConfig, TargetModel
+from eagle3_jax.models.vision import TEXT_OF, text_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,12 +40,16 @@ FAMILIES = (
 
 
 def read_shape(values: dict[str, Any], aux_layers: tuple[int, ...] | None = None) -> ModelConfig:
-    """The shape that a Hugging Face config.json describes. Raises ValueError with every problem of it."""
+    """The shape that a Hugging Face config.json describes: of a model that sees images, its text model's.
+
+    Raises ValueError with every problem of it.
+    """
+    values = text_values(values)
     known = {family.config.architecture: family for family in FAMILIES}
     named = values.get("architectures")
     family = known.get(named[0]) if isinstance(named, list) and len(named) == 1 else None
     if family is None:
-        raise ValueError(f"architectures: got {named!r}, expected one of {sorted(known)}")
+        raise ValueError(f"architectures: got {named!r}, expected one of {sorted([*known, *TEXT_OF])}")
     return family.config.from_hf(values, aux_layers)
 
 

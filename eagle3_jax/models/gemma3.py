@@ -41,6 +41,8 @@ class Gemma3Config(ModelConfig):
         "final_logit_softcapping": None,
     }
     defaults: ClassVar[dict[str, Any]] = {
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
         "head_dim": 256,
         "num_key_value_heads": 4,
         "max_position_embeddings": 131072,

@@ -25,6 +25,7 @@ from eagle3_jax.models.entries import Entry
 from eagle3_jax.models.families import family_of
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.target import ModelConfig, TargetModel
+from eagle3_jax.models.vision import TOWER, text_name
 
 INDEX = "model.safetensors.index.json"
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a table that old checkpoints carry
@@ -54,9 +55,10 @@ def load_model(
     """
     folder = pathlib.Path(folder)
     family = family_of(config)
-    table = family.table(config)
     files = _locate(folder)
-    unused = [name for name in files if name.startswith(family.unused)] if family.unused else []
+    stored = {text_name(name): name for name in files}
+    table = {path: _renamed(entry, stored) for path, entry in family.table(config).items()}
+    unused = [name for text, name in stored.items() if text.startswith((*family.unused, *TOWER))]
     if unused:
         processes.say(f"{folder}: {len(unused)} tensors are not read: {', '.join(sorted(unused)[:3])} ...")
     for name in unused:
@@ -149,12 +151,17 @@ def _locate(folder: pathlib.Path) -> dict[str, pathlib.Path]:
         raise WeightsError(f"{single}: truncated or not safetensors ({error})") from error
 
 
+def _renamed(entry: Entry, stored: dict[str, str]) -> Entry:
+    """With the tensors' names as the checkpoint has them."""
+    return dataclasses.replace(entry, tensors={stored.get(name, name): shape for name, shape in entry.tensors.items()})
+
+
 def _check(folder: pathlib.Path, table: dict[str, Entry], files: dict[str, pathlib.Path], *, tied: bool) -> None:
     expected = {name: shape for entry in table.values() for name, shape in entry.tensors.items()}
     dtypes = {name: entry.dtypes for entry in table.values() for name in entry.tensors}
     problems = [f"missing tensor {name} {list(shape)}" for name, shape in expected.items() if name not in files]
     for name in sorted(files.keys() - expected.keys()):
-        if not name.endswith(_IGNORED_SUFFIX) and not (tied and name == "lm_head.weight"):
+        if not name.endswith(_IGNORED_SUFFIX) and not (tied and text_name(name) == "lm_head.weight"):
             problems.append(f"surplus tensor {name}")
     by_file: dict[pathlib.Path, list[str]] = {}
     for name, path in files.items():
