@@ -27,8 +27,15 @@ def render(tokenizer: Any, messages: Messages, *, generation_prompt: bool) -> st
         generation_prompt: whether the opening of the assistant's next turn follows.
 
     Raises:
-        ValueError: no template, or the template refuses the messages.
+        ValueError: no template, the template refuses the messages, or a content that is not text.
     """
+    for place, message in enumerate(messages):
+        content = message.get("content")
+        parts = content if isinstance(content, list) else []
+        other = next((part for part in parts if not isinstance(part, dict) or part.get("type") != "text"), None)
+        if other is not None:
+            kind = other.get("type") if isinstance(other, dict) else other
+            raise ValueError(f"messages[{place}].content: got a part {kind!r}, expected 'text': images are not read")
     template = _template(tokenizer)
     if not template:
         name = getattr(tokenizer, "name_or_path", "")

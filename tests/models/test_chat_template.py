@@ -92,3 +92,9 @@ def test_what_the_template_refuses_is_said_with_the_roles():
         chat_template.prompt_ids(picky, TALK[:1])
     with pytest.raises(ValueError, match=r"chat template: refuses messages of roles \[user\]"):
         chat_template.prompt_ids(byte_tokenizer("{{ messages[0]['content'] + 1 }}"), TALK[:1])
+
+
+def test_an_image_is_refused_in_a_sentence():
+    parts = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": "x"}}]
+    with pytest.raises(ValueError, match=r"messages\[0\]\.content: got a part 'image_url', expected 'text'"):
+        chat_template.prompt_ids(byte_tokenizer(), [{"role": "user", "content": parts}])
