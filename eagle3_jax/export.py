@@ -26,7 +26,8 @@ from eagle3_jax.formats import engines, heads
 from eagle3_jax.formats.files import CONFIG, WEIGHTS
 from eagle3_jax.formats.stored import StoredHead, from_draft, verifier
 from eagle3_jax.models import writing
-from eagle3_jax.models.draft import Draft, DraftHeadConfig
+from eagle3_jax.models.draft import DraftHeadConfig
+from eagle3_jax.models.head import Draft
 from eagle3_jax.models.identity import check_same_target
 from eagle3_jax.models.registry import Target, load_target
 from eagle3_jax.training.checkpoint import CheckpointError, Checkpoints, load_head

@@ -18,7 +18,8 @@ from eagle3_jax.data import sources
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.mesh import fetch, make_mesh, own_replica
 from eagle3_jax.models import chat_template
-from eagle3_jax.models.draft import Draft, DraftHead
+from eagle3_jax.models.draft import DraftHead
+from eagle3_jax.models.head import Draft
 from eagle3_jax.models.registry import load_target
 
 _BATCH = 16

@@ -24,7 +24,8 @@ from eagle3_jax.data.features import FeatureSource
 from eagle3_jax.data.loader import PackedRows, Row, batches
 from eagle3_jax.formats import files, heads
 from eagle3_jax.mesh import batch_sharding, make_mesh, own_rows, put, put_rows, replicated, shardings
-from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
+from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
+from eagle3_jax.models.head import Draft
 from eagle3_jax.models.identity import check_same_target
 from eagle3_jax.models.registry import Target, load_target
 from eagle3_jax.served import Served

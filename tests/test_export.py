@@ -18,7 +18,8 @@ from eagle3_jax.config import RunConfig
 from eagle3_jax.data import vocab
 from eagle3_jax.formats import heads
 from eagle3_jax.formats.heads import load_draft
-from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
+from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
+from eagle3_jax.models.head import Draft
 from eagle3_jax.models.llama import Llama
 from eagle3_jax.models.registry import Target
 from eagle3_jax.training.checkpoint import Checkpoints

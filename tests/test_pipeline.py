@@ -16,6 +16,7 @@ from eagle3_jax import config as configs
 from eagle3_jax import train
 from eagle3_jax.data.features import FeatureSource
 from eagle3_jax.formats.heads import load_draft
+from eagle3_jax.models.draft import DraftHead
 from eagle3_jax.models.registry import load_target
 from eagle3_jax.training.acceptance import replay_rounds
 from eagle3_jax.training.batch import Batch, Teacher
@@ -94,6 +95,8 @@ def test_with_features_in_float32_both_count_the_very_same_rounds(
     config = configs.load(whole_run.config)
     target = load_target(config.target).model
     draft = load_draft(config.folder("export"), target=target.config, dtype=jnp.float32)
+    head = draft.head
+    assert isinstance(head, DraftHead)
     teacher = Teacher.of(target.embed[...], target.lm_head[...], draft.token_ids)
     steps, size = config.train.ttt_steps, config.extract.max_length
 
@@ -102,8 +105,8 @@ def test_with_features_in_float32_both_count_the_very_same_rounds(
         none = jnp.zeros(1, jnp.int32)
         hidden, aux, _ = target(rows["token_ids"], rows["positions"], target.empty_cache(1, size), none)
         batch = Batch(**rows, aux=aux, last_hidden=hidden)
-        states = training_time_test(draft.head, teacher.embed, batch, steps)
-        return replay_rounds(draft.head, states, teacher, batch, size)
+        states = training_time_test(head, teacher.embed, batch, steps)
+        return replay_rounds(head, states, teacher, batch, size)
 
     rounds, accepted = 0, np.zeros(steps, int)
     source = FeatureSource(config.folder("extract") / "held_out")

@@ -17,7 +17,8 @@ from flax import nnx
 import eagle3_jax
 from eagle3_jax import config, export
 from eagle3_jax.config import DraftConfig, TargetConfig
-from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
+from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
+from eagle3_jax.models.head import Draft
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -20,7 +20,8 @@ from eagle3_jax import evaluate, export, extract, manifest, train
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.formats.files import CONFIG, WEIGHTS
 from eagle3_jax.formats.heads import load_draft, save_draft
-from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
+from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
+from eagle3_jax.models.head import Draft
 from eagle3_jax.models.identity import FIELDS
 from eagle3_jax.models.registry import Target, load_target
 from eagle3_jax.training.checkpoint import Checkpoints

@@ -16,7 +16,8 @@ from eagle3_jax import config as configs
 from eagle3_jax.data import features, vocab
 from eagle3_jax.formats.heads import save_draft
 from eagle3_jax.formats.stored import DraftFormatError
-from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
+from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
+from eagle3_jax.models.head import Draft
 from eagle3_jax.models.registry import Target
 from eagle3_jax.training.checkpoint import CheckpointError, Checkpoints, load_head
 

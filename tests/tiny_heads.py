@@ -12,7 +12,8 @@ import safetensors.numpy
 import tiny
 from flax import nnx
 
-from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
+from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
+from eagle3_jax.models.head import Draft
 from eagle3_jax.models.llama import LlamaConfig
 
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"

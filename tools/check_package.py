@@ -18,7 +18,8 @@ import eagle3_jax
 from eagle3_jax import DraftTree, Engine, SamplingParams, load_target
 from eagle3_jax.config import DraftConfig, TargetConfig
 from eagle3_jax.formats.heads import save_draft
-from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
+from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
+from eagle3_jax.models.head import Draft
 
 
 def main() -> None:

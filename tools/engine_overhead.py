@@ -17,7 +17,8 @@ from flax import nnx
 from eagle3_jax.config import DraftConfig, DraftTree
 from eagle3_jax.decoding import programs
 from eagle3_jax.decoding.engine import Engine, SamplingParams
-from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
+from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
+from eagle3_jax.models.head import Draft
 from eagle3_jax.models.registry import load_target
 
 CHAIN = DraftTree(num_steps=3, topk=1, num_draft_tokens=4)

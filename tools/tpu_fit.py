@@ -44,8 +44,9 @@ from eagle3_jax.decoding.programs import Models, Sizes, empty_state
 from eagle3_jax.decoding.rounds import STATE_SHARDING_RULES
 from eagle3_jax.decoding.tiers import Tier
 from eagle3_jax.mesh import batch_sharding, make_mesh, replicas, replicated, shardings
-from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
+from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
 from eagle3_jax.models.families import family_of
+from eagle3_jax.models.head import Draft
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.registry import fetch, read_config
 from eagle3_jax.models.target import ModelConfig, TargetModel

@@ -40,7 +40,7 @@ from eagle3_jax.decoding.tiers import VANILLA, Tier
 from eagle3_jax.formats.heads import load_draft
 from eagle3_jax.formats.shipped import AUTO, LOOKUP, load_shipped
 from eagle3_jax.mesh import decoding_mesh
-from eagle3_jax.models.draft import Draft
+from eagle3_jax.models.head import Draft
 from eagle3_jax.models.registry import Target, load_target
 from eagle3_jax.models.target import TargetModel
 
@@ -191,6 +191,7 @@ class Engine:
         *,
         dtype: Literal["float32", "bfloat16"] | None = None,
         mesh: MeshConfig | None = None,
+        token_map: str | pathlib.Path | None = None,
         **options: Any,
     ) -> Engine:
         """Loads the models.
@@ -201,6 +202,7 @@ class Engine:
             draft: "auto" is the head that comes with this package for this target, vanilla decoding where none does;
                 a loaded head, or its folder: that `export` wrote, or another that engines serve (see `load_draft`);
                 "lookup" for drafts that are copied from the text; None for vanilla decoding.
+            token_map: of a head of EAGLE-2: the tokens that it drafts (FR-Spec), see `load_draft`.
             options: see `__init__`.
 
         Raises:
@@ -217,12 +219,15 @@ class Engine:
             loaded = load_target(config, None if mesh is None else decoding_mesh(mesh))
         of_target = loaded.model.embed[...].dtype
         if isinstance(draft, pathlib.Path) or (isinstance(draft, str) and draft not in (AUTO, LOOKUP)):
-            head = load_draft(draft, target=loaded, dtype=of_target)
+            head = load_draft(draft, target=loaded, dtype=of_target, token_map=token_map)
         elif isinstance(draft, str):
             head = LOOKUP if draft == LOOKUP else load_shipped(loaded, of_target)
         else:
             head = draft
-        return cls(loaded.model, loaded.tokenizer, head, tree, batch_size=batch_size, max_length=max_length, **options)
+        model = loaded.model
+        if isinstance(head, Draft) and head.head.config.aux_layers != model.config.aux_layers:
+            model = model.observed_at(head.head.config.aux_layers)
+        return cls(model, loaded.tokenizer, head, tree, batch_size=batch_size, max_length=max_length, **options)
 
     def generate(
         self,

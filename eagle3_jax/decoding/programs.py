@@ -26,7 +26,7 @@ from eagle3_jax.decoding.sampling import MAX_BIASED, MAX_LOGPROBS, MAX_STOP_IDS,
 from eagle3_jax.decoding.tiers import Tier, copies, depth_of, nodes_of, scratch_of
 from eagle3_jax.decoding.tree import LastTree
 from eagle3_jax.mesh import constrain
-from eagle3_jax.models.draft import Draft
+from eagle3_jax.models.head import Draft
 from eagle3_jax.models.target import TargetModel
 
 # Rounds of one dispatch, at most: requests join and leave between two.

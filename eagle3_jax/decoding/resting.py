@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from eagle3_jax.decoding.tree import feed
 from eagle3_jax.decoding.verify import row_of
 from eagle3_jax.models.cache import KVCache
-from eagle3_jax.models.draft import Draft
+from eagle3_jax.models.head import Draft
 from eagle3_jax.models.target import TargetModel
 
 # Positions that a head may miss.

@@ -29,7 +29,7 @@ from eagle3_jax.decoding.verify import Walk, pretend, row_of, verify
 from eagle3_jax.kernels.vocabulary import argmax
 from eagle3_jax.mesh import constrain
 from eagle3_jax.models.cache import KVCache
-from eagle3_jax.models.draft import Draft
+from eagle3_jax.models.head import Draft
 from eagle3_jax.models.target import TargetModel
 
 # The page that nothing is read from: rows that have ended write to it.

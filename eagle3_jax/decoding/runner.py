@@ -21,7 +21,7 @@ from eagle3_jax.decoding.programs import Chunk, Models, Sizes
 from eagle3_jax.decoding.rounds import State
 from eagle3_jax.decoding.tiers import Tier
 from eagle3_jax.mesh import mesh_of, put, replicated, shardings
-from eagle3_jax.models.draft import Draft
+from eagle3_jax.models.head import Draft
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.packing import for_cpu
 from eagle3_jax.models.target import TargetModel

@@ -16,7 +16,7 @@ from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.costs import Costs
 from eagle3_jax.decoding.policy import Acceptance, Promise, TierPolicy
 from eagle3_jax.decoding.tree import scratch_slots
-from eagle3_jax.models.draft import Draft
+from eagle3_jax.models.head import Draft
 from eagle3_jax.models.target import ModelConfig
 
 # A head below this acceptance length, over so many rounds of single requests, is no help to anyone.

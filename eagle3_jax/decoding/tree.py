@@ -25,7 +25,7 @@ from eagle3_jax.decoding.lookup import Copied
 from eagle3_jax.decoding.sampling import DRAFTS, Sampling, draw
 from eagle3_jax.kernels.vocabulary import top_k_of_logits
 from eagle3_jax.models.cache import KVCache
-from eagle3_jax.models.draft import Draft
+from eagle3_jax.models.head import Draft
 from eagle3_jax.models.layers import embeddings
 from eagle3_jax.models.target import TargetModel
 

@@ -6,7 +6,7 @@ Keys are called as the fields of `DraftHeadConfig` are: Hugging Face's `LlamaCon
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from eagle3_jax.formats.stored import StoredHead
@@ -80,25 +80,11 @@ def read(form: Form, values: dict[str, Any], problems: list[str]) -> DraftHeadCo
         for where, section in (("", values), ("eagle_config.", inner)):
             if section.get(key, expected) != expected:
                 problems.append(f"{where}{key}: got {section[key]!r}, expected {expected!r}")
-    found: dict[str, Any] = {}
-    for key, absent in form.keys.items():
-        value = values.get(key)
-        if (value is None and absent is REQUIRED) or (key in form.present and key not in values):
-            problems.append(f"{key}: missing")
-        elif value is None:
-            found[key] = found.get(absent) if isinstance(absent, str) else absent
-        else:
-            found[key] = value
-            problems += _value_problems(key, value)
+    found = sizes(form.keys, values, problems, form.present)
     theta, scaling = read_rope(values, problems, OF_HEADS)
     aux_layers = form.read_aux(values, problems)
     if len(problems) > known:
         return None
-    heads, kv_heads, size = found["num_attention_heads"], found["num_key_value_heads"], found["hidden_size"]
-    if heads % kv_heads:
-        problems.append(f"num_attention_heads: got {heads}, expected a multiple of num_key_value_heads = {kv_heads}")
-        return None
-    found |= {"head_dim": found["head_dim"] or size // heads, "rms_norm_eps": float(found["rms_norm_eps"])}
     assert not isinstance(scaling, YarnScaling), "not one of OF_HEADS"
     head = DraftHeadConfig(**found, rope_theta=theta, rope_scaling=scaling, aux_layers=aux_layers)
     count = values.get("num_aux_hidden_states")
@@ -109,6 +95,29 @@ def read(form: Form, values: dict[str, Any], problems: list[str]) -> DraftHeadCo
     if head.draft_vocab_size > head.vocab_size:
         problems.append(f"draft_vocab_size: got {head.draft_vocab_size}, expected at most {head.vocab_size}")
     return head
+
+
+def sizes(
+    keys: dict[str, Any], values: dict[str, Any], problems: list[str], present: Collection[str] = ()
+) -> dict[str, Any]:
+    """What a config.json says of `keys`, see `Form`. Appends to `problems`; the values then mean nothing."""
+    found: dict[str, Any] = {}
+    known = len(problems)
+    for key, absent in keys.items():
+        value = values.get(key)
+        if (value is None and absent is REQUIRED) or (key in present and key not in values):
+            problems.append(f"{key}: missing")
+        elif value is None:
+            found[key] = found.get(absent) if isinstance(absent, str) else absent
+        else:
+            found[key] = value
+            problems += _value_problems(key, value)
+    if len(problems) > known:
+        return found
+    heads, kv_heads, size = found["num_attention_heads"], found["num_key_value_heads"], found["hidden_size"]
+    if heads % kv_heads:
+        problems.append(f"num_attention_heads: got {heads}, expected a multiple of num_key_value_heads = {kv_heads}")
+    return found | {"head_dim": found["head_dim"] or size // heads, "rms_norm_eps": float(found["rms_norm_eps"])}
 
 
 def architecture(values: dict[str, Any]) -> str | None:

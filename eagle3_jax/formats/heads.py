@@ -16,11 +16,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax import manifest
-from eagle3_jax.formats import draft_vocabulary, eagle, engines, fields, files, sglang, speculators, vllm
+from eagle3_jax.formats import (
+    draft_vocabulary,
+    eagle,
+    eagle2,
+    engines,
+    fields,
+    files,
+    sglang,
+    speculators,
+    token_maps,
+    vllm,
+)
 from eagle3_jax.formats.fields import Form
 from eagle3_jax.formats.stored import DraftFormatError, StoredHead, from_draft, misfits, to_draft
 from eagle3_jax.formats.tensors import EMBEDDINGS, LAYER, tensor_problems
-from eagle3_jax.models.draft import Draft
+from eagle3_jax.models.head import Draft
 from eagle3_jax.models.identity import check_same_target
 from eagle3_jax.models.registry import Target
 from eagle3_jax.models.target import ModelConfig
@@ -34,8 +45,9 @@ def load_draft(
     target: Target | ModelConfig,
     dtype: Any = jnp.float32,
     but: Collection[str] = (),
+    token_map: str | pathlib.Path | None = None,
 ) -> Draft:
-    """Reads a draft head that drafts for `target`, in any of `FORMS`.
+    """Reads a draft head that drafts for `target`, in any of `FORMS`, or one of EAGLE-2 (see `eagle2`).
 
     Also takes what engines take: `layers.0.` for `midlayer.`, a `model.` prefix, no `t2d`, no `rope_theta` (10000), no
     LM head (the target's rows of the draft vocabulary).
@@ -46,6 +58,7 @@ def load_draft(
             `ModelConfig`) cannot be compared with it: then only shapes are.
         dtype: of the loaded weights.
         but: fields of the target's identity (`identity.FIELDS`) that may differ.
+        token_map: the tokens that a head of EAGLE-2 drafts (FR-Spec), a file that `token_map.read` reads; None is all.
 
     Raises:
         DraftFormatError: every problem of config.json and every missing, surplus or wrongly shaped tensor, by name.
@@ -54,7 +67,26 @@ def load_draft(
     folder = pathlib.Path(folder)
     if isinstance(target, Target) and (folder / manifest.NAME).exists():
         check_same_target(folder, manifest.read(folder, "export")["identity"].get("target"), target.identity, but=but)
+    values, (tensors, _) = files.read_config(folder), files.read_tensors(folder)
+    if eagle2.is_eagle2(values, tensors):
+        return _load_eagle2(folder, target, dtype, token_map, values)
+    if token_map is not None:
+        raise DraftFormatError(f"token_map: got {token_map}, expected none: {folder} has a draft vocabulary of its own")
     return to_draft(read(folder, target.model.config if isinstance(target, Target) else target), target, dtype)
+
+
+def _load_eagle2(
+    folder: pathlib.Path,
+    target: Target | ModelConfig,
+    dtype: Any,
+    token_map: str | pathlib.Path | None,
+    values: dict[str, Any],
+) -> Draft:
+    if not isinstance(target, Target):
+        raise DraftFormatError(f"{folder}: a head of EAGLE-2, whose LM head is the target's: expected a loaded target")
+    size = target.model.config.vocab_size
+    ids = None if token_map is None else token_maps.read(token_map, size)
+    return eagle2.load(folder, target, dtype, ids, values=values)
 
 
 def save_draft(

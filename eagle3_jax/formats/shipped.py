@@ -9,7 +9,7 @@ from typing import Any, Final
 from eagle3_jax import manifest
 from eagle3_jax.formats import heads
 from eagle3_jax.formats.stored import misfits
-from eagle3_jax.models.draft import Draft
+from eagle3_jax.models.head import Draft
 from eagle3_jax.models.registry import Target
 
 AUTO: Final = "auto"

@@ -13,7 +13,8 @@ from jaxtyping import Int64
 
 from eagle3_jax.formats import draft_vocabulary
 from eagle3_jax.formats.tensors import LM_HEAD, Tensors, draft_table
-from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
+from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
+from eagle3_jax.models.head import Draft
 from eagle3_jax.models.registry import Target
 from eagle3_jax.models.target import ModelConfig, default_aux_layers
 from eagle3_jax.models.weights import parameter_path

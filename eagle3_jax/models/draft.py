@@ -11,14 +11,12 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.config import DraftConfig
-from eagle3_jax.kernels.vocabulary import vocabulary_logits, vocabulary_top_k
-from eagle3_jax.models.cache import KVCache
+from eagle3_jax.models.head import Head
 from eagle3_jax.models.layers import (
     Attention,
     LinearScaling,
@@ -94,8 +92,10 @@ class DraftHeadConfig:
         )
 
 
-class DraftHead(nnx.Module):
-    """Parameters of the head; `lm_head` [draft vocabulary, H], one row per draft token."""
+class DraftHead(Head):
+    """The EAGLE-3 head."""
+
+    config: DraftHeadConfig
 
     def __init__(self, config: DraftHeadConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs) -> None:
         c = config
@@ -120,7 +120,7 @@ class DraftHead(nnx.Module):
         self.lm_head = normal((c.draft_vocab_size, c.hidden_size), dtype, rngs)
 
     def fuse(self, aux: Float[Array, "b t aux"]) -> Float[Array, "b t h"]:
-        """Aux hidden states (concatenated, ascending boundaries) -> the feature of each position."""
+        """See `Head`."""
         if self.config.fc_norm:
             chunks = jnp.split(aux, self.config.num_aux_layers, axis=-1)
             normed = [rms_norm(x, w[...], self.config.rms_norm_eps) for x, w in zip(chunks, self.fc_norm, strict=True)]
@@ -134,17 +134,7 @@ class DraftHead(nnx.Module):
         positions: Int[Array, "b t"],
         attend: Callable[[Array, Array, Array], Array],
     ) -> Float[Array, "b t h"]:
-        """One pass over pairs (token t+1, feature t).
-
-        Args:
-            embeds: the target's embeddings of the tokens.
-            features: fused features, or the output of the pass before.
-            positions: RoPE positions of the pairs (the feature's).
-            attend: (q [b t n d], k [b t k d], v [b t k d]) -> [b t n d].
-
-        Returns:
-            The state that recurs, and that `logits` and `top_k` read.
-        """
+        """See `Head`."""
         c = self.config
         rope = rope_table(positions, rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling))
         tokens = rms_norm(embeds, self.input_norm[...], c.rms_norm_eps)
@@ -159,35 +149,5 @@ class DraftHead(nnx.Module):
         return rms_norm(x, self.norm[...], self.config.rms_norm_eps)
 
     def output_hidden(self, state: Float[Array, "*batch h"]) -> Float[Array, "*batch h"]:
-        """The LM head's input: `lm_head @ output_hidden(state)` are the draft logits."""
+        """See `Head`."""
         return state if self.config.norm_output else self.final_norm(state)
-
-    def logits(self, state: Float[Array, "*batch h"]) -> Float[Array, "*batch dv"]:
-        """float32 logits over the draft vocabulary."""
-        return vocabulary_logits(self.output_hidden(state), self.lm_head[...])
-
-    def top_k(self, state: Float[Array, "*batch h"], k: int) -> tuple[Float[Array, "*batch k"], Int[Array, "*batch k"]]:
-        """Log-probabilities (float32) and draft ids of the k best next tokens, best first."""
-        return vocabulary_top_k(self.output_hidden(state), self.lm_head[...], k)
-
-    def empty_cache(self, batch: int, slots: int) -> KVCache:
-        c = self.config
-        return KVCache.empty(1, batch, c.num_key_value_heads, slots, c.head_dim, self.fc[...].dtype)
-
-    def empty_pages(self, pages: int, page_size: int) -> KVCache:
-        c = self.config
-        return KVCache.pages(1, pages, c.num_key_value_heads, page_size, c.head_dim, self.fc[...].dtype)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Draft:
-    """A head and what its tokens mean.
-
-    Attributes:
-        token_ids: int32 [draft vocabulary], the target's id of each draft token, ascending (absolute, not `d2t`).
-            Outside the module, so that gradients see floats only.
-    """
-
-    head: DraftHead
-    token_ids: Int[Array, " dv"]

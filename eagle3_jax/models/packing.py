@@ -12,11 +12,11 @@ from eagle3_jax.kernels import rows_cpu
 from eagle3_jax.kernels.linear_cpu import Panels, pack
 from eagle3_jax.kernels.rows_cpu import NormWeight
 from eagle3_jax.mesh import mesh_of, replicated
-from eagle3_jax.models.draft import Draft, DraftHead
+from eagle3_jax.models.head import Draft, Head
 from eagle3_jax.models.target import TargetModel
 
 Model = TypeVar("Model", TargetModel, Draft)
-Module = TypeVar("Module", TargetModel, DraftHead)
+Module = TypeVar("Module", TargetModel, Head)
 
 _MATRICES = re.compile(r"\b(qkv|o|gate|up|down|fc)$")
 _NORMS = re.compile(r"norm(/\d+)?$")

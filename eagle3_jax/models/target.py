@@ -130,6 +130,11 @@ def default_aux_layers(layers: int) -> tuple[int, int, int]:
     return 2, layers // 2, layers - 3
 
 
+def final_boundary(layers: int) -> int:
+    """The boundary behind the final norm, one after the last layer's: a feature of heads other than EAGLE-3's."""
+    return layers + 1
+
+
 def check_aux_layers(aux_layers: tuple[int, ...] | None, layers: int) -> tuple[int, ...]:
     """The boundaries to use: the given ones, or the default. Raises ValueError."""
     chosen = default_aux_layers(layers) if aux_layers is None else tuple(aux_layers)
@@ -209,7 +214,16 @@ class TargetModel(nnx.Module):
             x = block(x, rope, attend)
         if c.num_hidden_layers in c.aux_layers:
             aux.append(x)
-        return self.final_norm(x), jnp.concatenate(aux, axis=-1), cache
+        hidden = self.final_norm(x)
+        if final_boundary(c.num_hidden_layers) in c.aux_layers:
+            aux.append(hidden)
+        return hidden, jnp.concatenate(aux, axis=-1), cache
+
+    def observed_at(self, aux_layers: tuple[int, ...]) -> TargetModel:
+        """The same model (its arrays are shared), returning the states at these boundaries."""
+        twin = jax.tree.map(lambda x: x, self)
+        twin.config = dataclasses.replace(self.config, aux_layers=aux_layers)
+        return twin
 
     def embedded(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t h"]:
         """The residual stream entering the first layer."""

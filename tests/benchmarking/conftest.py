@@ -11,7 +11,8 @@ from flax import nnx
 from eagle3_jax import config as configuration
 from eagle3_jax.config import RunConfig, TargetConfig
 from eagle3_jax.formats.heads import save_draft
-from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
+from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
+from eagle3_jax.models.head import Draft
 from eagle3_jax.models.registry import Target, load_target
 
 CHAIN = {"num_steps": 2, "num_draft_tokens": 3}

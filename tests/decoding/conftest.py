@@ -11,7 +11,8 @@ import tiny
 from flax import nnx
 
 from eagle3_jax.config import DraftConfig
-from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
+from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
+from eagle3_jax.models.head import Draft
 from eagle3_jax.models.llama import Llama
 
 VOCABULARY, HIDDEN = 24, 32

@@ -12,7 +12,8 @@ from eagle3_jax.config import DraftConfig, DraftTree, TargetConfig
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.measure import Tally
 from eagle3_jax.decoding.near_tie import _in_float32, near_tie
-from eagle3_jax.models.draft import Draft, DraftHeadConfig
+from eagle3_jax.models.draft import DraftHeadConfig
+from eagle3_jax.models.head import Draft
 from eagle3_jax.models.registry import Target, load_target
 from eagle3_jax.training.state import init_head
 

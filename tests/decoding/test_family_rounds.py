@@ -14,8 +14,9 @@ from flax import nnx
 
 from eagle3_jax.config import DraftConfig, DraftTree
 from eagle3_jax.decoding.engine import Engine, SamplingParams
-from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
+from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
 from eagle3_jax.models.families import FAMILIES, Family, read_shape
+from eagle3_jax.models.head import Draft
 from eagle3_jax.models.target import TargetModel
 
 VOCABULARY, LENGTH, ANSWER = 60, 64, 12

@@ -18,7 +18,8 @@ from eagle3_jax.decoding.programs import Chunk, Models, Sizes, empty_state
 from eagle3_jax.decoding.rounds import STATE_SHARDING_RULES
 from eagle3_jax.decoding.tiers import Tier
 from eagle3_jax.mesh import shardings
-from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
+from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
+from eagle3_jax.models.head import Draft
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.llama import Llama, LlamaConfig
 

@@ -23,7 +23,8 @@ from eagle3_jax.decoding.request import QueueFullError, Request
 from eagle3_jax.decoding.sampling import SamplingParams
 from eagle3_jax.decoding.tiers import TierChoice
 from eagle3_jax.kernels.draw_cpu import block_width
-from eagle3_jax.models.draft import Draft, DraftHeadConfig
+from eagle3_jax.models.draft import DraftHeadConfig
+from eagle3_jax.models.head import Draft
 from eagle3_jax.models.registry import load_target
 from eagle3_jax.training.state import init_head
 

@@ -15,6 +15,7 @@ from eagle3_jax.decoding import near_tie, rounds, tiers
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.sampling import SamplingParams
 from eagle3_jax.mesh import make_mesh, shardings
+from eagle3_jax.models.draft import DraftHead
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.registry import load_target
 
@@ -58,7 +59,7 @@ def test_an_engine_splits_its_draft_as_its_target(toy):
     mesh = make_mesh(MeshConfig(data=1, model=2), jax.devices()[:2])
     split = jax.device_put(toy.target, shardings(toy.target, mesh, SHARDING_RULES))
     engine = Engine(split, None, toy.good, DraftTree(num_steps=3, topk=2, num_draft_tokens=6), max_length=64)
-    assert engine.draft is not None
+    assert engine.draft is not None and isinstance(engine.draft.head, DraftHead)
     assert all(leaf.sharding.mesh == mesh for leaf in jax.tree.leaves(engine.draft))
     assert engine.draft.head.mlp.gate[...].sharding.spec[1] == "model"
 

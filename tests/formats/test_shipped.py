@@ -15,7 +15,8 @@ from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.formats import shipped
 from eagle3_jax.formats.heads import save_draft
 from eagle3_jax.manifest import ManifestError
-from eagle3_jax.models.draft import Draft, DraftHead, DraftHeadConfig
+from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
+from eagle3_jax.models.head import Draft
 from eagle3_jax.models.registry import Target, load_target
 
 CHAIN = DraftTree(num_steps=2, num_draft_tokens=3)

@@ -12,7 +12,7 @@ from flax import nnx
 
 from eagle3_jax.decoding.tree import feed
 from eagle3_jax.kernels.ttt_attention import ttt_attention
-from eagle3_jax.models.draft import Draft
+from eagle3_jax.models.head import Draft
 from eagle3_jax.models.llama import Llama
 from eagle3_jax.training.ttt import training_time_test
 

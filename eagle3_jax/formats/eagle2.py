@@ -1,0 +1,129 @@
+"""Heads of EAGLE and EAGLE-2 on disk, as SafeAILab publishes them; they are read, and not written.
+
+config.json is a `LlamaConfig`; fc has a bias if the tensor is there. Embeddings in the checkpoint are copies of the
+target's, which are used instead. There is no LM head: it is the target's, of a token map its rows.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from eagle3_jax.formats import fields, files
+from eagle3_jax.formats.stored import DraftFormatError
+from eagle3_jax.formats.tensors import EMBEDDINGS, LAYER, Tensors
+from eagle3_jax.models.eagle2 import Eagle2Config, Eagle2Head
+from eagle3_jax.models.entries import Entry, kernel, plain, qkv
+from eagle3_jax.models.head import Draft
+from eagle3_jax.models.layers import YarnScaling
+from eagle3_jax.models.registry import Target
+from eagle3_jax.models.rope import OF_HEADS, read_rope
+from eagle3_jax.models.weights import parameter_path
+
+# Under these names SafeAILab, SGLang and vLLM know it.
+_ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle", "EagleLlamaForCausalLM")
+_ONLY_EAGLE3 = (f"{LAYER}hidden_norm.weight", "norm.weight", "d2t")
+_FIXED = {"hidden_act": "silu", "num_hidden_layers": 1, "attention_bias": False, "mlp_bias": False}
+
+
+def is_eagle2(values: dict[str, Any], tensors: Tensors) -> bool:
+    """Whether a folder holds such a head, by config.json and the names of its tensors."""
+    known = fields.architecture(values) in _ARCHITECTURES
+    return known and "draft_vocab_size" not in values and not any(name in tensors for name in _ONLY_EAGLE3)
+
+
+def load(
+    folder: pathlib.Path, target: Target, dtype: Any, token_ids: np.ndarray | None = None, *, values: dict[str, Any]
+) -> Draft:
+    """The head with the target's LM head.
+
+    Args:
+        token_ids: the target's ids of the tokens that are drafted, ascending; None is all of them.
+        values: config.json.
+
+    Raises:
+        DraftFormatError: every problem at once.
+    """
+    tensors, problems = files.read_tensors(folder)
+    shape = target.model.config
+    size = shape.vocab_size if token_ids is None else len(token_ids)
+    config = _read_config(values, shape.num_hidden_layers, size, "fc.bias" in tensors, problems)
+    if config is not None:
+        for field in ("vocab_size", "hidden_size"):
+            got, of = getattr(config, field), getattr(shape, field)
+            problems += [] if got == of else [f"{field}: got {got}, expected {of}, the target's"]
+        expected = {name: shape for entry in _table(config).values() for name, shape in entry.tensors.items()}
+        problems += [f"missing tensor {name} {list(shape)}" for name, shape in expected.items() if name not in tensors]
+        problems += [f"surplus tensor {name}" for name in sorted(tensors.keys() - expected.keys() - {EMBEDDINGS})]
+        problems += [
+            f"{name}: got shape {list(tensors[name].shape)}, expected {list(shape)}"
+            for name, shape in expected.items()
+            if name in tensors and tensors[name].shape != shape
+        ]
+    rows = target.model.output_rows
+    if not isinstance(rows, jax.Array):
+        problems.append("the target's LM head: not at hand, expected a target that is loaded whole")
+    if problems:
+        raise DraftFormatError(f"{folder} does not hold a usable draft head (EAGLE-2):\n  " + "\n  ".join(problems))
+    assert config is not None and isinstance(rows, jax.Array)
+    table = _table(config)
+
+    def read(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        name = parameter_path(path)
+        if name == "lm_head":
+            return (rows if token_ids is None else rows[token_ids]).astype(leaf.dtype)
+        entry = table[name]
+        value = entry.whole(*(tensors[tensor] for tensor in entry.tensors))
+        return jnp.asarray(np.ascontiguousarray(value).astype(leaf.dtype))
+
+    head = jax.tree_util.tree_map_with_path(
+        read, nnx.eval_shape(lambda: Eagle2Head(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    )
+    ids = np.arange(shape.vocab_size) if token_ids is None else token_ids
+    return Draft(head, jnp.asarray(ids, jnp.int32))
+
+
+def _read_config(
+    values: dict[str, Any], target_layers: int, draft_vocab_size: int, fc_bias: bool, problems: list[str]
+) -> Eagle2Config | None:
+    known = len(problems)
+    problems += [
+        f"{key}: got {values[key]!r}, expected {expected!r}"
+        for key, expected in _FIXED.items()
+        if values.get(key, expected) != expected
+    ]
+    found = fields.sizes(fields.LLAMA, values, problems)
+    theta, scaling = read_rope(values, problems, OF_HEADS)
+    if len(problems) > known:
+        return None
+    assert not isinstance(scaling, YarnScaling), "not one of OF_HEADS"
+    return Eagle2Config(
+        **found,
+        draft_vocab_size=draft_vocab_size,
+        rope_theta=theta,
+        rope_scaling=scaling,
+        target_layers=target_layers,
+        fc_bias=fc_bias,
+    )
+
+
+def _table(config: Eagle2Config) -> dict[str, Entry]:
+    """Parameter path in `Eagle2Head` -> the tensors that it is made of; the LM head has none."""
+    c = config
+    h, f = c.hidden_size, c.intermediate_size
+    attention, mlp = f"{LAYER}self_attn", f"{LAYER}mlp"
+    table = {
+        "fc": kernel("fc.weight", h, 2 * h),
+        "attention/qkv": qkv(c, attention, h),
+        "attention/o": kernel(f"{attention}.o_proj.weight", h, c.num_attention_heads * c.head_dim),
+        "post_norm": plain(f"{LAYER}post_attention_layernorm.weight", h),
+        "mlp/gate": kernel(f"{mlp}.gate_proj.weight", f, h),
+        "mlp/up": kernel(f"{mlp}.up_proj.weight", f, h),
+        "mlp/down": kernel(f"{mlp}.down_proj.weight", h, f),
+    }
+    return table | ({"fc_bias": plain("fc.bias", h)} if c.fc_bias else {})

@@ -1,0 +1,88 @@
+"""What rounds ask of a draft head, whatever its network: features of the target's states, a pass, the next tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from eagle3_jax.kernels.vocabulary import vocabulary_logits, vocabulary_top_k
+from eagle3_jax.models.cache import KVCache
+
+
+class Head(nnx.Module):
+    """One decoder layer over pairs (token t+1, feature t), and an LM head over the draft vocabulary.
+
+    Attributes:
+        config: has `vocab_size` (the target's), `draft_vocab_size`, `hidden_size`, `num_key_value_heads`, `head_dim`,
+            `max_position_embeddings`, and of what it reads of the target `aux_layers`, `num_aux_layers` and
+            `target_hidden_size`.
+        fc: what the features, or embeddings and features, enter by; of the head's dtype.
+        lm_head: [draft vocabulary, H], one row per draft token.
+    """
+
+    config: Any
+    fc: nnx.Param
+    lm_head: nnx.Param
+
+    def fuse(self, aux: Float[Array, "b t aux"]) -> Float[Array, "b t h"]:
+        """The target's states (concatenated, ascending boundaries) -> the feature of each position."""
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        embeds: Float[Array, "b t h"],
+        features: Float[Array, "b t h"],
+        positions: Int[Array, "b t"],
+        attend: Callable[[Array, Array, Array], Array],
+    ) -> Float[Array, "b t h"]:
+        """One pass over pairs (token t+1, feature t).
+
+        Args:
+            embeds: the target's embeddings of the tokens.
+            features: fused features, or the output of the pass before.
+            positions: RoPE positions of the pairs (the feature's).
+            attend: (q [b t n d], k [b t k d], v [b t k d]) -> [b t n d].
+
+        Returns:
+            The state that recurs, and that `logits` and `top_k` read.
+        """
+        raise NotImplementedError
+
+    def output_hidden(self, state: Float[Array, "*batch h"]) -> Float[Array, "*batch h"]:
+        """The LM head's input: `lm_head @ output_hidden(state)` are the draft logits."""
+        raise NotImplementedError
+
+    def logits(self, state: Float[Array, "*batch h"]) -> Float[Array, "*batch dv"]:
+        """float32 logits over the draft vocabulary."""
+        return vocabulary_logits(self.output_hidden(state), self.lm_head[...])
+
+    def top_k(self, state: Float[Array, "*batch h"], k: int) -> tuple[Float[Array, "*batch k"], Int[Array, "*batch k"]]:
+        """Log-probabilities (float32) and draft ids of the k best next tokens, best first."""
+        return vocabulary_top_k(self.output_hidden(state), self.lm_head[...], k)
+
+    def empty_cache(self, batch: int, slots: int) -> KVCache:
+        c = self.config
+        return KVCache.empty(1, batch, c.num_key_value_heads, slots, c.head_dim, self.fc[...].dtype)
+
+    def empty_pages(self, pages: int, page_size: int) -> KVCache:
+        c = self.config
+        return KVCache.pages(1, pages, c.num_key_value_heads, page_size, c.head_dim, self.fc[...].dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """A head and what its tokens mean.
+
+    Attributes:
+        token_ids: int32 [draft vocabulary], the target's id of each draft token, ascending (absolute, not `d2t`).
+            Outside the module, so that gradients see floats only.
+    """
+
+    head: Head
+    token_ids: Int[Array, " dv"]
