@@ -488,6 +488,7 @@ class ServeConfig:
         model_name: what clients call the model; None is `target.name`.
         draft: exported folder, "lookup", "auto" (the head that comes with this package for this target, if one does),
             or "none" for vanilla decoding; None is the run's own `export` folder.
+        token_map: of a head of EAGLE-2: a file with the tokens that it drafts (FR-Spec); None is all of them.
         trees: one is the draft's size always; of several the engine chooses for every dispatch among them and vanilla
             decoding, of none among those that it has by itself.
         batch_size: requests that are answered together. queue_limit: that wait for a place, at most.
@@ -510,6 +511,7 @@ class ServeConfig:
     port: int = 8000
     model_name: str | None = None
     draft: str | None = None
+    token_map: str | None = None
     trees: tyro.conf.Fixed[tuple[DraftTree, ...]] = ()
     batch_size: int = 8
     queue_limit: int = 256

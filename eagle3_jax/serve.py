@@ -38,6 +38,7 @@ _FLAGS = {
     "--speculative-num-steps": "serve.tree.num_steps",
     "--speculative-eagle-topk": "serve.tree.topk",
     "--speculative-num-draft-tokens": "serve.tree.num_draft_tokens",
+    "--speculative-token-map": "serve.token_map",
 }
 
 
@@ -102,6 +103,7 @@ def load(config: RunConfig) -> Engine:
         settings.batch_size,
         settings.max_length,
         mesh=config.mesh if config.mesh.model > 1 else None,
+        token_map=settings.token_map,
         memory_fraction=settings.memory_fraction,
         queue_limit=settings.queue_limit,
     )

@@ -90,3 +90,13 @@ def assert_same(one: Draft, other: Draft) -> None:
     for got, expected in pairs:
         assert got.dtype == expected.dtype
         np.testing.assert_array_equal(got, expected)
+
+
+def initialise(build, seed: int):
+    """The module that `build` describes, its weights drawn by numpy: nothing to compile."""
+    rng = np.random.default_rng(seed)
+
+    def fill(leaf):
+        return jnp.asarray(np.ones(leaf.shape) if leaf.ndim == 1 else 0.02 * rng.normal(size=leaf.shape), leaf.dtype)
+
+    return jax.tree.map(fill, jax.eval_shape(build))

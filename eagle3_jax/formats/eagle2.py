@@ -16,7 +16,7 @@ from flax import nnx
 
 from eagle3_jax.formats import fields, files
 from eagle3_jax.formats.stored import DraftFormatError
-from eagle3_jax.formats.tensors import EMBEDDINGS, LAYER, Tensors
+from eagle3_jax.formats.tensors import EMBEDDINGS, LAYER
 from eagle3_jax.models.eagle2 import Eagle2Config, Eagle2Head
 from eagle3_jax.models.entries import Entry, kernel, plain, qkv
 from eagle3_jax.models.head import Draft
@@ -31,25 +31,28 @@ _ONLY_EAGLE3 = (f"{LAYER}hidden_norm.weight", "norm.weight", "d2t")
 _FIXED = {"hidden_act": "silu", "num_hidden_layers": 1, "attention_bias": False, "mlp_bias": False}
 
 
-def is_eagle2(values: dict[str, Any], tensors: Tensors) -> bool:
+def is_eagle2(folder: pathlib.Path) -> bool:
     """Whether a folder holds such a head, by config.json and the names of its tensors."""
-    known = fields.architecture(values) in _ARCHITECTURES
-    return known and "draft_vocab_size" not in values and not any(name in tensors for name in _ONLY_EAGLE3)
+    if not (folder / files.CONFIG).exists():
+        return False
+    values = files.read_config(folder)
+    if fields.architecture(values) not in _ARCHITECTURES or "draft_vocab_size" in values:
+        return False
+    tensors, _ = files.read_tensors(folder)
+    return not any(name in tensors for name in _ONLY_EAGLE3)
 
 
-def load(
-    folder: pathlib.Path, target: Target, dtype: Any, token_ids: np.ndarray | None = None, *, values: dict[str, Any]
-) -> Draft:
+def load(folder: pathlib.Path, target: Target, dtype: Any, token_ids: np.ndarray | None = None) -> Draft:
     """The head with the target's LM head.
 
     Args:
         token_ids: the target's ids of the tokens that are drafted, ascending; None is all of them.
-        values: config.json.
 
     Raises:
         DraftFormatError: every problem at once.
     """
     tensors, problems = files.read_tensors(folder)
+    values = files.read_config(folder)
     shape = target.model.config
     size = shape.vocab_size if token_ids is None else len(token_ids)
     config = _read_config(values, shape.num_hidden_layers, size, "fc.bias" in tensors, problems)

@@ -67,9 +67,8 @@ def load_draft(
     folder = pathlib.Path(folder)
     if isinstance(target, Target) and (folder / manifest.NAME).exists():
         check_same_target(folder, manifest.read(folder, "export")["identity"].get("target"), target.identity, but=but)
-    values, (tensors, _) = files.read_config(folder), files.read_tensors(folder)
-    if eagle2.is_eagle2(values, tensors):
-        return _load_eagle2(folder, target, dtype, token_map, values)
+    if eagle2.is_eagle2(folder):
+        return _load_eagle2(folder, target, dtype, token_map)
     if token_map is not None:
         raise DraftFormatError(f"token_map: got {token_map}, expected none: {folder} has a draft vocabulary of its own")
     return to_draft(read(folder, target.model.config if isinstance(target, Target) else target), target, dtype)
@@ -80,13 +79,12 @@ def _load_eagle2(
     target: Target | ModelConfig,
     dtype: Any,
     token_map: str | pathlib.Path | None,
-    values: dict[str, Any],
 ) -> Draft:
     if not isinstance(target, Target):
         raise DraftFormatError(f"{folder}: a head of EAGLE-2, whose LM head is the target's: expected a loaded target")
     size = target.model.config.vocab_size
     ids = None if token_map is None else token_maps.read(token_map, size)
-    return eagle2.load(folder, target, dtype, ids, values=values)
+    return eagle2.load(folder, target, dtype, ids)
 
 
 def save_draft(

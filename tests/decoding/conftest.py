@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+import tiny_heads
 from flax import nnx
 
 from eagle3_jax.config import DraftConfig
@@ -16,16 +17,6 @@ from eagle3_jax.models.head import Draft
 from eagle3_jax.models.llama import Llama
 
 VOCABULARY, HIDDEN = 24, 32
-
-
-def initialise(build, seed: int):
-    """The module that `build` describes, its weights drawn by numpy: nothing to compile."""
-    rng = np.random.default_rng(seed)
-
-    def fill(leaf):
-        return jnp.asarray(np.ones(leaf.shape) if leaf.ndim == 1 else 0.02 * rng.normal(size=leaf.shape), leaf.dtype)
-
-    return jax.tree.map(fill, jax.eval_shape(build))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +46,7 @@ def toy() -> Toy:
         max_position_embeddings=512,
         aux_layers=(0, 1, 2),
     )
-    target = initialise(lambda: Llama(config, rngs=nnx.Rngs(0)), 0)
+    target = tiny_heads.initialise(lambda: Llama(config, rngs=nnx.Rngs(0)), 0)
     basis, _ = np.linalg.qr(np.random.default_rng(0).normal(size=(HIDDEN, HIDDEN)))
     target.embed[...] = jnp.asarray(basis[:VOCABULARY], jnp.float32)
     target.lm_head[...] *= 50
@@ -68,9 +59,9 @@ def toy() -> Toy:
     good = _good_head(plain, target, token_ids)
     return Toy(
         target,
-        random=Draft(initialise(lambda: DraftHead(good.config, rngs=nnx.Rngs(0)), 3), token_ids),
+        random=Draft(tiny_heads.initialise(lambda: DraftHead(good.config, rngs=nnx.Rngs(0)), 3), token_ids),
         good=Draft(good, token_ids),
-        plain=Draft(initialise(lambda: DraftHead(plain, rngs=nnx.Rngs(0)), 5), token_ids),
+        plain=Draft(tiny_heads.initialise(lambda: DraftHead(plain, rngs=nnx.Rngs(0)), 5), token_ids),
     )
 
 
@@ -78,7 +69,7 @@ def _good_head(config: DraftHeadConfig, target: Llama, token_ids: jax.Array) -> 
     """Attends to its own token, adds its embedding to the state, and reads that with the target's LM head."""
     heads = HIDDEN // config.head_dim
     config = dataclasses.replace(config, num_attention_heads=heads, num_key_value_heads=heads, norm_output=True)
-    head = initialise(lambda: DraftHead(config, rngs=nnx.Rngs(0)), 4)
+    head = tiny_heads.initialise(lambda: DraftHead(config, rngs=nnx.Rngs(0)), 4)
     identity = jnp.eye(HIDDEN).reshape(HIDDEN, heads, config.head_dim)
     embedding_half = jnp.stack([3 * identity, 3 * identity, identity], axis=2).reshape(HIDDEN, -1)
     head.attention.qkv[...] = jnp.concatenate([embedding_half, 0.01 * head.attention.qkv[...][HIDDEN:]], axis=0)

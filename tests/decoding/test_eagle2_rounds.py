@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import initialise
+import tiny_heads
 from flax import nnx
 
 from eagle3_jax.config import DraftTree
@@ -43,7 +43,7 @@ def make(toy, token_ids: np.ndarray, **options: Any) -> Draft:
         target_layers=shape.num_hidden_layers,
         **options,
     )
-    head = initialise(lambda: Eagle2Head(config, rngs=nnx.Rngs(0)), 6)
+    head = tiny_heads.initialise(lambda: Eagle2Head(config, rngs=nnx.Rngs(0)), 6)
     head.fc[...] = head.fc[...].at[: shape.hidden_size].add(jnp.eye(shape.hidden_size))
     head.lm_head[...] = toy.target.lm_head[...][token_ids]
     return Draft(head, jnp.asarray(token_ids, jnp.int32))

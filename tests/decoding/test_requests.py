@@ -427,7 +427,7 @@ def test_a_soak_of_the_real_model():
     head = init_head(config, 0, target.model.embed[...][: config.draft_vocab_size])
     draft = Draft(head, jnp.arange(config.draft_vocab_size, dtype=jnp.int32))
     engine = Engine.load(target, draft, CHAIN, queue_limit=9, **size)
-    soak(engine, Engine.load(target, **size), target.model.config.vocab_size, 1000)
+    soak(engine, Engine.load(target, None, **size), target.model.config.vocab_size, 1000)
 
 
 def soak(engine: Engine, vanilla: Engine, vocabulary: int, count: int) -> None:
