@@ -487,7 +487,7 @@ class ServeConfig:
         host, port: where it listens. Another host than this machine's own address needs keys; port 0 is a free one.
         model_name: what clients call the model; None is `target.name`.
         draft: exported folder, "lookup", "auto" (the head that comes with this package for this target, if one does),
-            or "none" for vanilla decoding; None is the run's own `export` folder.
+            "mtp" (the target's own layer for it), or "none" for vanilla decoding; None is the run's `export` folder.
         token_map: of a head of EAGLE-2: a file with the tokens that it drafts (FR-Spec); None is all of them.
         trees: one is the draft's size always; of several the engine chooses for every dispatch among them and vanilla
             decoding, of none among those that it has by itself.

@@ -37,7 +37,9 @@ from eagle3_jax.decoding.request import Stats as Stats
 from eagle3_jax.decoding.runner import ModelRunner, tokens_that_fit
 from eagle3_jax.decoding.sampling import MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
 from eagle3_jax.decoding.tiers import VANILLA, Tier
+from eagle3_jax.formats import mtp
 from eagle3_jax.formats.heads import load_draft
+from eagle3_jax.formats.mtp import MTP
 from eagle3_jax.formats.shipped import AUTO, LOOKUP, load_shipped
 from eagle3_jax.mesh import decoding_mesh
 from eagle3_jax.models.head import Draft
@@ -201,6 +203,7 @@ class Engine:
             mesh: spreads the models over its model axis; None is one device.
             draft: "auto" is the head that comes with this package for this target, vanilla decoding where none does;
                 a loaded head, or its folder: that `export` wrote, or another that engines serve (see `load_draft`);
+                "mtp" for the layer that the target's own checkpoint holds for it (MiMo; SGLang's NEXTN);
                 "lookup" for drafts that are copied from the text; None for vanilla decoding.
             token_map: of a head of EAGLE-2: the tokens that it drafts (FR-Spec), see `load_draft`.
             options: see `__init__`.
@@ -218,8 +221,10 @@ class Engine:
             config = config if dtype is None else dataclasses.replace(config, dtype=dtype)
             loaded = load_target(config, None if mesh is None else decoding_mesh(mesh))
         of_target = loaded.model.embed[...].dtype
-        if isinstance(draft, pathlib.Path) or (isinstance(draft, str) and draft not in (AUTO, LOOKUP)):
+        if isinstance(draft, pathlib.Path) or (isinstance(draft, str) and draft not in (AUTO, LOOKUP, MTP)):
             head = load_draft(draft, target=loaded, dtype=of_target, token_map=token_map)
+        elif draft == MTP:
+            head = mtp.load(loaded, of_target)
         elif isinstance(draft, str):
             head = LOOKUP if draft == LOOKUP else load_shipped(loaded, of_target)
         else:

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from eagle3_jax import manifest
 from eagle3_jax.formats import heads
+from eagle3_jax.formats.mtp import MTP
 from eagle3_jax.formats.stored import misfits
 from eagle3_jax.models.head import Draft
 from eagle3_jax.models.registry import Target
@@ -52,10 +53,10 @@ def load_shipped(target: Target, dtype: Any) -> Draft | None:
 
 
 def draft_folder(draft: str | None, export: pathlib.Path, target: Target) -> pathlib.Path | None:
-    """Where the head lies that a verb's `draft` names; None is "lookup", which has none.
+    """Where the head lies that a verb's `draft` names; None of "lookup" and "mtp", which have no folder of their own.
 
     Args:
-        draft: a folder, "auto" or "lookup"; None is the run's own.
+        draft: a folder, "auto", "mtp" or "lookup"; None is the run's own.
         export: that folder.
 
     Raises:
@@ -64,7 +65,7 @@ def draft_folder(draft: str | None, export: pathlib.Path, target: Target) -> pat
     if draft is None:
         manifest.read(export, made_by="export", verify=False)  # `load_draft` does
         return export
-    if draft == LOOKUP:
+    if draft in (LOOKUP, MTP):
         return None
     if draft != AUTO:
         return pathlib.Path(draft)

@@ -1,4 +1,4 @@
-"""MiMo-7B: Qwen 2's layers; its checkpoint also holds layers that predict further tokens (MTP), which are not read."""
+"""MiMo-7B: Qwen 2's layers; its checkpoint also holds layers that predict further tokens (MTP): see `mimo_mtp`."""
 
 from __future__ import annotations
 
@@ -21,4 +21,5 @@ class Mimo(TargetModel):
     block = qwen2.Block
 
 
-UNUSED = ("model.mtp_layers.",)
+MTP = "model.mtp_layers."
+UNUSED = (MTP,)

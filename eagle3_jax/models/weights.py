@@ -55,7 +55,7 @@ def load_model(
     """
     folder = pathlib.Path(folder)
     family = family_of(config)
-    files = _locate(folder)
+    files = locate(folder)
     stored = {text_name(name): name for name in files}
     table = {path: _renamed(entry, stored) for path, entry in family.table(config).items()}
     unused = [name for text, name in stored.items() if text.startswith((*family.unused, *TOWER))]
@@ -135,7 +135,7 @@ def read_index(folder: pathlib.Path) -> dict[str, pathlib.Path]:
     return {name: folder / file for name, file in weight_map.items()}
 
 
-def _locate(folder: pathlib.Path) -> dict[str, pathlib.Path]:
+def locate(folder: pathlib.Path) -> dict[str, pathlib.Path]:
     """Tensor name -> file."""
     if (folder / INDEX).exists():
         return read_index(folder)

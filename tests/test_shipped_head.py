@@ -1,0 +1,56 @@
+"""The head that comes with the package: its files, and what it does for its target."""
+
+import pytest
+
+from eagle3_jax import manifest
+from eagle3_jax.config import DraftTree
+from eagle3_jax.decoding.engine import Engine, SamplingParams
+from eagle3_jax.formats import heads, shipped
+from eagle3_jax.models.registry import load_target
+
+HEAD = shipped.HEADS / "smollm2-135m-instruct"
+
+
+def test_its_files_are_whole_small_and_silent_about_where_they_were_made():
+    assert sorted(path.name for path in HEAD.iterdir()) == [
+        "README.md",
+        "config.json",
+        "manifest.json",
+        "model.safetensors",
+    ]
+    manifest.read(HEAD, made_by="export")  # compares digests
+    assert sum(path.stat().st_size for path in HEAD.iterdir()) < 25e6
+    stored = heads.read(HEAD)
+    assert {str(tensor.dtype) for tensor in stored.tensors.values()} == {"bfloat16"}
+    for path in HEAD.glob("*.*"):
+        if path.suffix != ".safetensors":
+            assert not any(place in path.read_text() for place in ("/home/", "/root/", "/tmp/", "/work/"))
+
+
+def test_its_card_names_what_the_hub_asks_for():
+    card = (HEAD / "README.md").read_text()
+    assert card.startswith("---\nlicense: apache-2.0\n")
+    for part in ("## Measured", "## Data", "## Training", "tau"):
+        assert part in card
+
+
+@pytest.mark.slow
+def test_it_drafts_by_default_and_changes_no_token():
+    """Unseen prompts of a sort that it was trained on; the acceptance is what was measured, less a margin."""
+    target = load_target("smollm2-135m-instruct")
+    prompts = [
+        "What makes bread rise? Answer in three sentences.",
+        "Write a Python function that returns the median of a list.",
+        "A box holds 12 eggs. How many eggs are in 9 boxes? Explain step by step.",
+        "Write a short email to a neighbour about a lost cat.",
+    ]
+    params = SamplingParams(max_tokens=64)
+    chain = DraftTree(num_steps=4, topk=1, num_draft_tokens=5)
+    drafting = Engine.load(target, tree=chain, batch_size=4, max_length=256)
+    assert drafting.draft is not None
+    drafted = drafting.generate(prompts, params)
+    plain = Engine.load(target, None, batch_size=4, max_length=256).generate(prompts, params)
+    assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
+    rounds = sum(output.stats.rounds for output in drafted)
+    accepted = sum(sum(output.stats.accepted_per_position) for output in drafted)
+    assert 1 + accepted / rounds > 1.6
