@@ -23,13 +23,11 @@ def load(target: Target, dtype: Any) -> Draft:
     """The first such layer, with the target's embeddings and LM head.
 
     Raises:
-        ValueError: a target of a family whose layers are not known. WeightsError: tensors that are missing or misshapen.
+        ValueError: a target of another family. WeightsError: tensors that are missing or misshapen.
     """
     shape, rows = target.model.config, target.model.output_rows
     if not isinstance(shape, MimoConfig) or not isinstance(rows, jax.Array):
-        raise ValueError(
-            f"draft: got 'mtp', expected a head's folder: no such layers are known of {shape.architecture}"
-        )
+        raise ValueError(f"draft: got 'mtp', expected a head's folder: {shape.architecture} has no such layer")
     config, table = mimo_mtp.MimoMtpConfig(shape), mimo_mtp.table(shape)
     files = locate(target.folder)
     expected = {name: size for entry in table.values() for name, size in entry.tensors.items()}
