@@ -1,8 +1,8 @@
 """MiMo's layer that predicts a further token (MTP), as a draft head: what SGLang calls NEXTN (vLLM's mimo_mtp.py).
 
-A decoder layer of Qwen 2's over fc([normed feature t, normed embedding of token t+1]), and a norm behind it. The feature
-is the target's last hidden state behind the final norm; the normed output takes its place from then on. Embeddings and
-LM head are the target's own.
+A decoder layer of Qwen 2's over fc([normed feature t, normed embedding of token t+1]), and a norm behind it. The
+feature is the target's last hidden state behind the final norm; the normed output takes its place from then on.
+Embeddings and LM head are the target's own.
 """
 
 from __future__ import annotations
