@@ -17,6 +17,7 @@ COLOURS = {"vanilla": "#B8BCC2", "chain": "#56B4E9", "tree": "#0072B2"}
 OTHERS = ("#E69F00", "#009E73", "#CC79A7", "#D55E00")
 _KEYS = ("identity", "config", "categories", "seconds", "hardware", "versions")
 _NUMBERS = ("tau", "alpha", "speedup", "tokens_per_second", "identical", "prompts", "rounds", "tokens")
+_UPRIGHT = 7  # categories whose names and numbers have room side by side
 
 
 def run(config: RunConfig) -> dict[str, Any]:
@@ -181,8 +182,11 @@ def _draw_rates(axes: Any, report: dict[str, Any], colours: dict[str, str]) -> N
     for i, (name, rates) in enumerate(bars.items()):
         offset = (i - (len(bars) - 1) / 2) * width
         drawn = axes.bar([place + offset for place in places], rates, width * 0.94, color=colours[name], label=name)
-        axes.bar_label(drawn, fmt="%.0f", padding=2, fontsize=8, color="#424A53")
+        room = 8 if len(categories) <= _UPRIGHT else 5.5
+        axes.bar_label(drawn, fmt="%.0f", padding=2, fontsize=room, color="#424A53")
     axes.set_xticks(places, [label.replace("_", "\n") for label in ("all prompts", *categories)])
+    if len(categories) > _UPRIGHT:
+        axes.tick_params("x", rotation=35)
     axes.get_xticklabels()[0].set_weight("bold")
     axes.set_ylabel("tokens per second")
     axes.margins(x=0.02, y=0.2)
