@@ -73,7 +73,7 @@ def test_each_device_gets_its_part_and_every_number_is_read_once(folder, data, m
 
     monkeypatch.setattr(weights, "_check", lambda *_, **__: None)
     monkeypatch.setattr(weights, "safe_open", opened)
-    monkeypatch.setattr(weights, "_locate", lambda folder: dict.fromkeys(tensors, folder / "model.safetensors"))
+    monkeypatch.setattr(weights, "locate", lambda folder: dict.fromkeys(tensors, folder / "model.safetensors"))
     tensors = load_file(folder / "model.safetensors")
     mesh = make_mesh(MeshConfig(data=data, model=model), jax.devices()[: data * model])
     loaded = load_model(folder, CONFIG, jnp.float32, mesh)
