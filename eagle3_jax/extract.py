@@ -28,8 +28,8 @@ from tqdm import tqdm
 from eagle3_jax import command, manifest, processes
 from eagle3_jax import config as configs
 from eagle3_jax.data import features, vocab
-from eagle3_jax.data.conversation import Rejected, read_conversation
-from eagle3_jax.data.states import Conversation, compute_records, plan_batches
+from eagle3_jax.data.conversation import Conversation, Rejected, read_conversation
+from eagle3_jax.hidden_states import compute_records, plan_batches
 from eagle3_jax.mesh import Replica, batch_sharding, make_mesh, own_replica, put
 from eagle3_jax.models.draft import DraftHeadConfig
 from eagle3_jax.models.identity import check_same_target

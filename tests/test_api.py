@@ -3,13 +3,16 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
+import tomllib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from packaging.requirements import Requirement
 
 import eagle3_jax
 
@@ -27,9 +30,20 @@ def test_importing_the_package_does_not_load_jax():
 
 
 @pytest.mark.parametrize("platforms", ["", "cpu", "cpu,cuda"])
-def test_a_jaxlib_that_is_wrong_on_cpus_is_refused(platforms):
-    with pytest.raises(ImportError, match=r"jaxlib: got 0\.10\.2, which computes wrong results on CPUs"):
-        eagle3_jax._refuse_wrong_results("0.10.2", platforms)
+@pytest.mark.parametrize("jaxlib", ["0.10.2", "0.11.0", "0.11.1", "0.11.2", "0.12.0"])
+def test_a_jaxlib_that_is_wrong_on_cpus_is_refused(jaxlib, platforms):
+    with pytest.raises(ImportError, match=f"jaxlib: got {re.escape(jaxlib)}, whose results on CPUs are wrong"):
+        eagle3_jax._refuse_wrong_results(jaxlib, platforms)
+
+
+def test_what_is_refused_is_not_required():
+    """Neither by the package nor by its extra for TPUs."""
+    project = tomllib.loads((pathlib.Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    for text in (project["dependencies"][0], *project["optional-dependencies"]["tpu"]):
+        requirement = Requirement(text)
+        assert requirement.name == "jax"
+        assert not [version for version in eagle3_jax._WRONG_ON_CPU if version in requirement.specifier]
+        assert "0.10.1" in requirement.specifier and "0.12.0.1" in requirement.specifier
 
 
 @pytest.mark.parametrize(("jaxlib", "platforms"), [("0.10.2", "tpu,cpu"), ("0.10.1", ""), ("0.12.0.1", "cpu")])

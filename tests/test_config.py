@@ -7,11 +7,14 @@ import pathlib
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle3_jax import config
 from eagle3_jax.config import ConfigError, DraftTree, TargetConfig, TrainConfig
+
+pytestmark = pytest.mark.any_jax
 
 
 @pytest.fixture
@@ -111,7 +114,7 @@ def test_aux_layers_ascend_and_differ(layers):
 
 
 @given(steps=st.integers(1, 8), topk=st.integers(1, 8), tokens=st.integers(1, 200), copied=st.integers(0, 9))
-@settings(deadline=None, max_examples=200)
+@examples(200)
 def test_a_tree_is_accepted_exactly_when_its_candidates_suffice(steps, topk, tokens, copied):
     # Level 1 offers topk nodes, every later level topk children of topk nodes; a chain is used whole.
     # Copied tokens are further candidates.

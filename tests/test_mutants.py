@@ -1,5 +1,6 @@
 """The table of mutants fits the code as it is: CI draws three of them, so a stale row would fail a later commit."""
 
+import argparse
 import ast
 import pathlib
 import sys
@@ -23,3 +24,22 @@ def test_a_mutant_s_line_and_its_test_are_there(mutant):
     path, *names = mutant.test.split("[")[0].split("::")
     assert (ROOT / path).is_file()
     assert set(names) <= functions(ROOT / path)
+
+
+def test_shares_are_the_whole_once(monkeypatch, capsys):
+    """Every mutant is in one of the shares, and in no other."""
+    monkeypatch.setattr(mutants, "check", lambda folder, mutant, sound: "")
+    monkeypatch.setattr(mutants, "copy", lambda folder: None)
+    shown = []
+    for share in ("1/3", "2/3", "3/3"):
+        monkeypatch.setattr(sys, "argv", ["mutants.py", "--share", share])
+        with pytest.raises(SystemExit, match="0"):
+            mutants.main()
+        shown += [line.split()[1] for line in capsys.readouterr().out.splitlines() if "caught by" in line]
+    assert sorted(shown) == sorted(mutant.name for mutant in mutants.read(mutants.TABLE))
+
+
+@pytest.mark.parametrize("text", ["0/3", "4/3", "3", "1/0", "a/b"])
+def test_a_share_is_a_part_of_a_whole(text):
+    with pytest.raises(argparse.ArgumentTypeError, match=f"got '{text}', expected I/N"):
+        mutants.read_share(text)

@@ -13,6 +13,7 @@ def cells(kind: str) -> list[str]:
     return ["".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == kind]
 
 
+@pytest.mark.any_jax
 def test_it_is_a_notebook_without_outputs():
     held = json.loads(NOTEBOOK.read_text())
     assert (held["nbformat"], held["metadata"]["kernelspec"]["name"]) == (4, "python3")

@@ -37,7 +37,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from eagle3_jax import config as configs
-from eagle3_jax.data import states
+from eagle3_jax import hidden_states
 from eagle3_jax.decoding import programs, tiers
 from eagle3_jax.decoding.engine import PAGE_SIZE
 from eagle3_jax.decoding.programs import Models, Sizes, empty_state
@@ -209,15 +209,15 @@ def extract(config: configs.RunConfig, shape: ModelConfig, devices: list[Any]) -
     mesh = replicas(make_mesh(config.mesh, devices))[0].mesh
     target = abstract_target(config, shape, mesh)
     settings = config.extract
-    batch = states.plan_batches([settings.max_length], settings.batch_tokens, multiple=mesh.shape["data"])[0]
+    batch = hidden_states.plan_batches([settings.max_length], settings.batch_tokens, multiple=mesh.shape["data"])[0]
     tokens = jax.ShapeDtypeStruct((batch.rows, batch.length), jnp.int32, sharding=batch_sharding(mesh))
-    before = placed(jax.eval_shape(states.forward, target, tokens), mesh, states.RESULTS_SHARDING_RULES)
+    before = placed(jax.eval_shape(hidden_states.forward, target, tokens), mesh, hidden_states.RESULTS_SHARDING_RULES)
     yield Program(
         "extract",
         mesh,
         {"target": target, "tokens": tokens},
         {"batch before": before},
-        lambda: states.forward.trace(target, tokens),
+        lambda: hidden_states.forward.trace(target, tokens),
     )
 
 

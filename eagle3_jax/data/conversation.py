@@ -6,6 +6,7 @@ ids that it drew. Text that is tokenised again may be other tokens, with other s
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,8 +14,16 @@ from typing import Any
 import numpy as np
 
 from eagle3_jax.data import chat
-from eagle3_jax.data.states import Conversation
 from eagle3_jax.models.chat_template import prompt_ids
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """One tokenised conversation: `token_ids` int32 [L], `loss_mask` uint8 [L]."""
+
+    name: str
+    token_ids: np.ndarray
+    loss_mask: np.ndarray
 
 
 class Rejected(ValueError):

@@ -15,14 +15,18 @@ from eagle3_jax.models.target import ModelConfig
 FIELDS = ("weights", "tokenizer", "chat_template", "aux_layers")
 
 
-def identify(files: dict[str, str], config: ModelConfig, tokenizer: Any, *, name: str, dtype: str) -> dict[str, Any]:
-    """The identity of a target: `FIELDS`, name, architecture and dtype. JSON-ready; goes into every manifest.
+def identify(
+    files: dict[str, str], config: ModelConfig, tokenizer: Any, *, name: str, commit: str | None, dtype: str
+) -> dict[str, Any]:
+    """The identity of a target: `FIELDS`, name, commit, architecture and dtype. JSON-ready; goes into every manifest.
 
     Args:
+        commit: of the hub's repository that it was taken from; None where it came from elsewhere.
         files: digests of its weight files, see `weights.file_digests`.
     """
     return {
         "name": name,
+        "commit": commit,
         "architecture": config.architecture,
         "weights": weights.fingerprint(files, config),
         "tokenizer": hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),

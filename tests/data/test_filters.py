@@ -5,7 +5,8 @@ import random
 import unicodedata
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle3_jax.data import filters
@@ -27,7 +28,7 @@ def test_normalise():
     assert filters.normalise("नमस्ते\u200d👩\u200d💻") == "नमस्ते\u200d👩\u200d💻"  # joiners belong to the writing
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(st.text())
 def test_normalise_is_idempotent_and_nfc(text):
     once = filters.normalise(text)
@@ -115,7 +116,7 @@ def test_excerpt_holds_no_personal_data(text):
     short.encode("utf-8")
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(st.sets(st.text(min_size=1), min_size=3, max_size=40), st.floats(0.05, 0.95))
 def test_split_is_stable_when_prompts_are_added(texts, held_out):
     hashes = [hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest() for text in sorted(texts)]

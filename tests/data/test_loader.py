@@ -5,10 +5,13 @@ import dataclasses
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle3_jax.data.loader import PackedRows, batches, plan_rows
+
+pytestmark = pytest.mark.any_jax
 
 
 @dataclasses.dataclass
@@ -36,7 +39,7 @@ def source(*lengths):
     return Source(np.asarray(lengths, np.int32))
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=60),
     row_length=st.integers(8, 40),

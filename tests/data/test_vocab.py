@@ -2,15 +2,18 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle3_jax.data import vocab
 
+pytestmark = pytest.mark.any_jax
+
 COUNTS = st.lists(st.integers(0, 4), min_size=1, max_size=60).map(lambda c: np.array(c, np.int64))
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(counts=COUNTS, data=st.data())
 def test_draft_vocabulary_is_the_top_by_count_then_id(counts, data):
     size = data.draw(st.integers(1, len(counts)))
@@ -34,7 +37,7 @@ def test_a_size_outside_the_target_vocabulary_is_refused(size):
         vocab.choose_draft_vocabulary(np.zeros(6, np.int64), size)
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 1)), max_size=30))
 def test_only_masked_tokens_are_counted(pairs):
     ids = np.array([token for token, _ in pairs], np.int32)

@@ -1,6 +1,7 @@
 """Text that comes in pieces is the text, and no piece cuts a character."""
 
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle3_jax.decoding.detokenizer import Detokenizer
@@ -14,7 +15,7 @@ class ByteTokenizer:
         return bytes(token for token in ids if token < 256).decode(errors="replace")
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(st.text(max_size=12), st.lists(st.integers(1, 4), max_size=20))
 def test_pieces_join_to_the_text(text, sizes):
     ids = [*text.encode(), 256]

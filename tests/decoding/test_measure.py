@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle3_jax.decoding import measure
@@ -125,7 +126,7 @@ def test_totals_add_everything() -> None:
     assert whole == Tally(2, 3, 3, 0.75, 3, 3.0, [2, 1], [], [{"id": "y", "position": 0}])
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(st.lists(st.integers(0, 1), max_size=4), st.lists(st.integers(0, 1), max_size=4))
 def test_first_difference(a: list[int], b: list[int]) -> None:
     position = first_difference(a, b)

@@ -1,7 +1,8 @@
 """Pages: nothing lost, nothing given twice, and a shared page holds what its request would have written."""
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle3_jax.decoding.pages import Lease, PagePool
@@ -58,7 +59,7 @@ steps = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(steps)
 def test_any_order_of_joining_and_leaving(steps):
     device = Device(12)

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle3_jax.decoding.sampling import Sampling, SamplingParams, draw, probabilities
@@ -40,7 +41,7 @@ def reference(logits: np.ndarray, temperature: float, top_k: int, top_p: float, 
     return kept / kept.sum()
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(
     st.integers(0, 10_000),
     st.floats(0.2, 3.0),

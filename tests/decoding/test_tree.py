@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle3_jax.config import DraftTree
@@ -33,7 +34,7 @@ def reference_rerank(size: DraftTree, scores: list[float]) -> list[int]:
     return sorted(order[: size.num_draft_tokens - 1])
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(st.sampled_from(SIZES), st.randoms(use_true_random=False), st.booleans())
 def test_rerank_keeps_the_best_and_stays_connected(size, random, ties):
     """A pool as `grow` builds it: each level expands k candidates of the level before; equal scores included.
@@ -89,7 +90,7 @@ def grafted(order, tokens, parents, copied, merges):
 
 
 @pytest.mark.parametrize("merges", [True, False], ids=["best", "drawn"])
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(size=st.sampled_from(GRAFTED), random=st.randoms(use_true_random=False))
 def test_copied_tokens_join_the_tree_and_no_token_has_a_twin_beside_it(merges, size, random):
     """Few tokens, so that the text and the head often propose the same."""

@@ -6,12 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_heads
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny_heads import TARGET, alter, make_draft
 
 from eagle3_jax.formats.heads import load_draft, save_draft
 from eagle3_jax.formats.stored import DraftFormatError
+
+pytestmark = pytest.mark.any_jax
 
 IDS = np.array(tiny_heads.IDS)
 OTHER = np.isin(np.arange(50), [0, 3, 4, 17, 20, 48])
@@ -41,7 +44,7 @@ def test_a_vocabulary_mapping_that_is_wrong_is_refused(
     assert message in str(caught.value)
 
 
-@settings(deadline=None, max_examples=15)
+@examples(15)
 @given(ids=st.sets(st.integers(0, 49), min_size=1).map(sorted))
 def test_any_vocabulary_comes_back(tmp_path_factory: pytest.TempPathFactory, ids: list[int]) -> None:
     folder = tmp_path_factory.mktemp("vocabulary") / "head"

@@ -11,6 +11,8 @@ from eagle3_jax.formats import engines
 from eagle3_jax.formats.heads import FORMS, save_draft
 from eagle3_jax.formats.stored import DraftFormatError, StoredHead, from_draft
 
+pytestmark = pytest.mark.any_jax
+
 DOCUMENT = pathlib.Path(__file__).parents[2] / "docs/serve-in-sglang-and-vllm.md"
 
 

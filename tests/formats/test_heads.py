@@ -11,7 +11,8 @@ import pytest
 import safetensors.numpy
 import tiny
 import tiny_heads
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny_heads import AUX_KEY, IDS, TARGET, alter, assert_same, make_draft
 
@@ -167,7 +168,7 @@ AUX_LAYERS = st.sets(st.integers(0, 12), min_size=1).map(lambda found: tuple(sor
 VOCABULARIES = st.one_of(st.just(list(range(50))), st.sets(st.integers(0, 49), min_size=1).map(sorted))
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     form=st.sampled_from(sorted(FORMS)),
     changes=HEADS,
@@ -192,7 +193,7 @@ def test_any_head_in_any_form_comes_back_to_the_bit_or_is_refused(
         assert_same(load_draft(folder, target=target, dtype=jnp.dtype(dtype)), draft)
 
 
-@settings(deadline=None, max_examples=15)
+@examples(15)
 @given(path=st.lists(st.sampled_from(["sglang", "vllm", "speculators"]), min_size=2, max_size=5))
 def test_a_head_goes_through_forms_and_keeps_every_bit(
     tmp_path_factory: pytest.TempPathFactory, path: list[str]

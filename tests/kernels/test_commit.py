@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
@@ -39,7 +40,7 @@ def example(seed, *, batch=2, kv_heads=2, head_dim=64, nodes=5, tail=40, page_si
 
 
 @pytest.mark.slow
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(
     batch=st.integers(1, 3),
     kv_heads=st.integers(1, 2),

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from llvmlite import ir
 
@@ -28,7 +29,7 @@ def close(got, x, matrix):
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6 * x.shape[1])
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(st.integers(1, 40), st.integers(1, 300), st.integers(1, 200), st.sampled_from(sorted(DTYPES)))
 def test_it_is_the_product(m, k, n, dtype):
     x, matrix = operands(m, k, n, dtype)

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle3_jax.kernels import rows_cpu
@@ -26,7 +27,7 @@ def close(got, expected, dtype):
     np.testing.assert_allclose(got, expected, rtol=1e-5 if dtype == "float32" else 2**-7, atol=1e-6)
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(st.integers(1, 70), st.integers(1, 40), st.sampled_from(sorted(DTYPES)), st.sampled_from([1e-5, 1e-6]))
 def test_norm_is_the_layers(m, steps, dtype, eps):
     h = steps * rows_cpu.WIDTH
@@ -34,7 +35,7 @@ def test_norm_is_the_layers(m, steps, dtype, eps):
     close(norm(x, NormWeight(weight), eps), layers.rms_norm(x, weight, eps), dtype)
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(st.integers(1, 70), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.sampled_from(sorted(DTYPES)))
 def test_heads_are_split_and_rotated_as_the_layers_do(m, kv_heads, group, steps, dtype):
     half = steps * rows_cpu.WIDTH

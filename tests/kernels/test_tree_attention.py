@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
@@ -57,7 +58,7 @@ def random_tree(rng, batch, nodes, tail):
     return mask[:, tail - nodes :], depths[:, tail - nodes :]
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(
     batch=st.integers(1, 3),
     nodes=st.integers(1, 6),
@@ -237,6 +238,9 @@ def check(batch, nodes, extra, kv_heads, group, head_dim, dtype, kind, contiguou
         np.testing.assert_allclose(
             np.asarray(got, np.float32), expected, atol=tolerance, rtol=tolerance, err_msg=implementation
         )
+        # Of some hundred keys one changes the output by several hundredths.
+        error = np.linalg.norm(np.asarray(got, np.float32) - expected) / np.linalg.norm(expected)
+        assert error < (5e-3 if dtype == "bfloat16" else 1e-5), error
         for cache, written in zip(caches, (k, v), strict=True):
             assert np.asarray(cache).tobytes() == np.asarray(jnp.asarray(written).astype(dtype)).tobytes()
 

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from llvmlite import binding, ir
 
@@ -61,7 +62,7 @@ def rows_in_use(caches, lengths, tail, table):
             yield rows.reshape(rows.shape[0], -1, rows.shape[-1])[:, : length + tail]
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(
     st.lists(st.integers(0, 300), min_size=1, max_size=3),
     st.sampled_from([1, 2, 3, 5, 17, 130]),

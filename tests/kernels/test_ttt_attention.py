@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
@@ -53,7 +54,7 @@ def with_gradients(arguments, newest, cotangent, **options):
     return [np.asarray(x, np.float32) for x in (attended, *gradients)]
 
 
-@settings(deadline=None, max_examples=5)
+@examples(5)
 @given(
     batch=st.integers(1, 3),
     length=st.integers(1, 40),
@@ -78,7 +79,7 @@ def test_blocks_of_queries_change_nothing(monkeypatch):
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=6)
+@examples(6)
 @given(
     batch=st.integers(1, 2),
     length=st.integers(1, 700),
@@ -100,6 +101,10 @@ def test_pallas_equals_xla_with_its_gradients(batch, length, kv_heads, group, he
     tolerance = 1e-4 if dtype == jnp.float32 else 4e-2
     for x, y in zip(got, expected, strict=True):
         np.testing.assert_allclose(x, y, atol=tolerance * max(1, np.abs(y).max()), rtol=0)
+    # Later steps have small gradients, which a bound by the largest would not see.
+    for x, y in zip(got[2:], expected[2:], strict=True):
+        for step, (of_step, exact_of_step) in enumerate(zip(x, y, strict=True)):
+            assert np.linalg.norm(of_step - exact_of_step) <= tolerance / 4 * np.linalg.norm(exact_of_step), step
 
 
 def test_gradients_by_finite_differences():
@@ -151,7 +156,7 @@ def test_sharded_equals_unsharded(batch):
         np.testing.assert_allclose(x, y, atol=2e-5, rtol=2e-5)
 
 
-@settings(deadline=None, max_examples=20)
+@examples(20)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
 def test_documents_start_where_the_segment_id_changes(lengths):
     segments = np.repeat(np.arange(1, len(lengths) + 1), lengths)[None]

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from jax.experimental.pallas import tpu as pltpu
@@ -14,7 +15,7 @@ from eagle3_jax.kernels import vocabulary_tpu
 from eagle3_jax.kernels.vocabulary import argmax, vocabulary_logits, vocabulary_top_k
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     hnp.arrays(
         np.float32,
@@ -65,7 +66,7 @@ def check(got, expected):
 
 
 @pytest.mark.slow
-@settings(max_examples=6, deadline=None)
+@examples(6)
 @given(
     batch=st.sampled_from([(1,), (2, 3), (40,)]),
     vocabulary=st.sampled_from([1, 22, 256, 300, 1000]),  # less and more than a block, whole blocks and not

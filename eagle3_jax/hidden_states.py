@@ -13,6 +13,7 @@ import numpy as np
 from jax import P
 from jaxtyping import Array, BFloat16, Bool, Int32
 
+from eagle3_jax.data.conversation import Conversation
 from eagle3_jax.data.features import Record
 from eagle3_jax.kernels.vocabulary import argmax
 from eagle3_jax.mesh import constrain, fetch
@@ -26,16 +27,7 @@ _LOGITS_BLOCK = 256
 
 
 @dataclasses.dataclass(frozen=True)
-class Conversation:
-    """One tokenised conversation: `token_ids` int32 [L], `loss_mask` uint8 [L]."""
-
-    name: str
-    token_ids: np.ndarray
-    loss_mask: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True)
-class Batch:
+class PaddedBatch:
     """Conversations that pass together: their indices, and the shape they are padded to (surplus rows are padding)."""
 
     indices: list[int]
@@ -43,7 +35,7 @@ class Batch:
     length: int
 
 
-def plan_batches(lengths: Sequence[int], batch_tokens: int, multiple: int = 1, seed: int = 0) -> list[Batch]:
+def plan_batches(lengths: Sequence[int], batch_tokens: int, multiple: int = 1, seed: int = 0) -> list[PaddedBatch]:
     """Groups conversations of similar length.
 
     The shape of a batch depends on its longest conversation alone, so that there are at most max_length / 64 programs
@@ -60,7 +52,7 @@ def plan_batches(lengths: Sequence[int], batch_tokens: int, multiple: int = 1, s
     while start < len(order):
         length = -(-lengths[order[start]] // _LENGTH_STEP) * _LENGTH_STEP
         rows = max(1, batch_tokens // length // multiple) * multiple
-        batches.append(Batch(order[start : start + rows], rows, length))
+        batches.append(PaddedBatch(order[start : start + rows], rows, length))
         start += rows
     return [batches[i] for i in np.random.default_rng(seed).permutation(len(batches))]
 
@@ -87,7 +79,7 @@ def forward(
 
 def compute_records(
     conversations: Sequence[Conversation],
-    batches: Iterable[Batch],
+    batches: Iterable[PaddedBatch],
     model: TargetModel,
     place: Callable[[np.ndarray], Any] = jnp.asarray,
 ) -> Iterator[tuple[Conversation, Record | None]]:
