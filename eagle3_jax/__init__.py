@@ -39,8 +39,8 @@ __all__ = [
     "load_target",
 ]
 
-# Versions of jaxlib that are wrong on CPUs, silently. 0.10.2 loses rows of reductions (jax#39103). Since then XLA joins a
-# product and the reduction behind it into one call of YNNPACK, which is wrong where an operand of the product is one
+# Versions of jaxlib that are wrong on CPUs, silently. 0.10.2 loses rows of reductions (jax#39103). Since then XLA joins
+# a product and the reduction behind it into one call of YNNPACK, which is wrong where an operand of the product is one
 # number broadcast, as in gradients of sums. 0.12.0.1 does so too, but tests show that no program of this package has
 # such a call under 0.10.1 or 0.12.0.1; of the versions between them nothing shows it.
 _WRONG_ON_CPU = frozenset({"0.10.2", "0.11.0", "0.11.1", "0.11.2", "0.12.0"})
@@ -51,7 +51,8 @@ def _refuse_wrong_results(jaxlib: str, platforms: str) -> None:
     if jaxlib in _WRONG_ON_CPU and platforms.split(",")[0] in ("", "cpu"):
         raise ImportError(
             f"jaxlib: got {jaxlib}, whose results on CPUs are wrong or unproven (docs/how-it-is-exact.md), expected "
-            "0.10.1, or 0.12.0.1 and later: pip install 'jax>=0.10.1,!=0.10.2,!=0.11.*,!=0.12.0'. On an accelerator, name it in JAX_PLATFORMS."
+            "0.10.1, or 0.12.0.1 and later: pip install 'jax>=0.10.1,!=0.10.2,!=0.11.*,!=0.12.0'. "
+            "On an accelerator, name it in JAX_PLATFORMS."
         )
 
 
