@@ -1,6 +1,6 @@
 """Breaks the code on purpose, one line at a time, and sees that the test which guards that line fails.
 
-    .venv/bin/python tools/mutants.py                        # all of tools/mutants.toml: hours on one core
+    .venv/bin/python tools/mutants.py                        # all of tools/mutants.toml: 127 took an hour on 2 cores
     .venv/bin/python tools/mutants.py --share 1/4            # every fourth, from the first on: for four machines
     .venv/bin/python tools/mutants.py --sample 8 --seed 3    # some of them
     .venv/bin/python tools/mutants.py --name scratch-slots   # one
@@ -63,7 +63,7 @@ def mutate(root: pathlib.Path, mutant: Mutant) -> str:
 
 
 def read_share(text: str) -> tuple[int, int]:
-    """ "2/4" -> (2, 4). Raises ArgumentTypeError: no part of a whole."""
+    """The two numbers of "2/4". Raises ArgumentTypeError: no part of a whole."""
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if not match or not 1 <= int(match[1]) <= int(match[2]):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected I/N with I from 1 to N")
