@@ -417,6 +417,7 @@ class Engine:
                 raise RuntimeError(f"replace_draft: got {running} running requests, expected none")
             self._runner.replace_draft(draft)
             self.draft = self._runner.draft
+            self.tiers.renew()
             self._forget_device()
 
     def stats(self) -> EngineStats:

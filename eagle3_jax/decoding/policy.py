@@ -9,7 +9,7 @@ wrong. Pure arithmetic on the host; time is the costs' own, so that all processe
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 # Share of the time that may go into tiers which are believed to be slower, and what may be lent of it at the start.
 EXPLORED = 0.01
@@ -82,7 +82,6 @@ class TierPolicy:
         self._tried = [0] * len(tiers)  # the last dispatch of each
         self._dispatches = 0
         self._budget = _LENT * tiers[0].cost
-        self._retired: set[str] = set()
 
     def accepted(self, tier: int) -> float:
         """Drafts a round that an average request is believed to accept.
@@ -96,22 +95,26 @@ class TierPolicy:
         quality = (sum(self._accepted[i] for i in seen) + prior) / (guessed + prior) if prior else 0.0
         return (self._accepted[tier] + prior * quality) / (self._rounds[tier] + _PRIOR_ROUNDS)
 
-    def choose(self, requests: Sequence[Acceptance], *, behind: bool, rounds: int) -> int:
+    def choose(
+        self, requests: Sequence[Acceptance], *, behind: bool, rounds: int, retired: Collection[str] = ()
+    ) -> int:
         """The tier of the next dispatch.
 
         Args:
             requests: of the running requests.
             behind: the head has not read all that they decoded.
             rounds: that the dispatch will have.
+            retired: sources whose tiers are not taken.
         """
         self._dispatches += 1
+        tiers = [i for i, tier in enumerate(self.tiers) if tier.source not in retired]
         rates = [self._rate(i, requests, behind=behind, rounds=_AHEAD) for i in range(len(self.tiers))]
-        best = max(self._open(), key=lambda i: rates[i] * (1 + _HYSTERESIS * (i == self.current)))
+        best = max(tiers, key=lambda i: rates[i] * (1 + _HYSTERESIS * (i == self.current)))
         earned = EXPLORED * rounds * self.cost(best)
         dearest = rounds * max(tier.cost for tier in self.tiers) + self.waking  # no more than a try can take is saved
         self._budget = min(self._budget + earned, max(self._budget, dearest))
         self.current = best
-        other = self._to_try(requests, rates, best)
+        other = self._to_try(requests, rates, best, tiers)
         if other is not None:
             # What the dispatch takes longer than the best tier would for as many tokens.
             wasted = self._seconds(other, behind=behind, rounds=rounds)
@@ -150,13 +153,6 @@ class TierPolicy:
             for counts, value in ((request.accepted, accepted), (request.expected, rounds * mean)):
                 counts[promise.source] = counts.get(promise.source, 0.0) + value
 
-    def retire(self, source: str) -> None:
-        """Never takes a tier of this source again."""
-        self._retired.add(source)
-
-    def _open(self) -> list[int]:
-        return [i for i, tier in enumerate(self.tiers) if tier.source not in self._retired]
-
     def _tokens(self, tier: int, requests: Sequence[Acceptance]) -> float:
         """Expected of a round."""
         promise, mean = self.tiers[tier], self.accepted(tier)
@@ -169,13 +165,15 @@ class TierPolicy:
     def _rate(self, tier: int, requests: Sequence[Acceptance], *, behind: bool, rounds: int) -> float:
         return rounds * self._tokens(tier, requests) / self._seconds(tier, behind=behind, rounds=rounds)
 
-    def _to_try(self, requests: Sequence[Acceptance], rates: Sequence[float], best: int) -> int | None:
-        """The tier that was not tried for longest, of those that could be better than the best one."""
+    def _to_try(
+        self, requests: Sequence[Acceptance], rates: Sequence[float], best: int, tiers: Sequence[int]
+    ) -> int | None:
+        """The tier that was not tried for longest, of these that could be better than the best one."""
 
         def could_be_better(tier: int) -> bool:
             promise = self.tiers[tier]
             most = sum(1 + (promise.most if request.factor(promise) else 0) for request in requests)
             return most / promise.cost > rates[best]
 
-        others = [i for i in self._open() if i != best and could_be_better(i)]
+        others = [i for i in tiers if i != best and could_be_better(i)]
         return min(others, key=lambda i: self._tried[i], default=None)

@@ -126,12 +126,17 @@ class TierChoice:
         self.latest: str | None = None
         self._policies: dict[bool, TierPolicy] = {}  # whether all requests are greedy -> of the tiers with known costs
         self._priced: dict[bool, list[Tier]] = {}
-        self._drafted_rounds = self._accepted = 0
-        self._told = False
+        self.renew()
 
     @property
     def simulated(self) -> float | None:
         return self.tiers[-1].simulated
+
+    def renew(self) -> None:
+        """The head is another one: what was seen of the one before says nothing of it, and it may draft."""
+        self._drafted_rounds = self._accepted = 0
+        self._told = False
+        self._retired: set[str] = set()  # sources of drafts; here and not in the policies, which `price` makes anew
 
     def price(self, costs: Costs, *, greedy: bool) -> None:
         """Says what tiers cost where all requests are greedy, or where not; the others are not taken then."""
@@ -151,12 +156,16 @@ class TierChoice:
         self, requests: Sequence[Acceptance], *, greedy: bool, behind: bool, rounds: int, drafts: bool = True
     ) -> Tier:
         """The tier of the next dispatch: see `TierPolicy.choose`. Args: drafts: whether any request wants them."""
-        tier = self.pinned or self.default
-        if self.pinned is None and not drafts:
+        if self.pinned is not None:
+            tier = self.pinned
+        elif not drafts:
             tier = VANILLA
-        elif self.pinned is None and greedy in self._policies:
-            number = self._policies[greedy].choose(requests, behind=behind, rounds=rounds)
+        elif greedy in self._policies:
+            policy = self._policies[greedy]
+            number = policy.choose(requests, behind=behind, rounds=rounds, retired=self._retired)
             tier = self._priced[greedy][number]
+        else:
+            tier = VANILLA if self._retired else self.default
         self.dispatches[tier.name] += 1
         self.latest = tier.name
         return tier
@@ -185,14 +194,14 @@ class TierChoice:
         length = 1 + self._accepted / self._drafted_rounds
         if length >= USELESS:
             return
-        for policy in self._policies.values():
-            policy.retire("head")
+        if VANILLA in self.tiers:
+            self._retired.add("head")
         _log.warning(
             "draft head: acceptance length %.2f over %d rounds, expected well above 1. Answers are right, but drafts "
             "are of no use: was the head trained for this target, its aux layers and its chat template? %s",
             length,
             self._drafted_rounds,
-            "It rests from now on." if self._policies else "It goes on drafting: there is no other measured tier.",
+            "It rests from now on." if self._retired else "It goes on drafting: no other tier was asked for.",
         )
 
 

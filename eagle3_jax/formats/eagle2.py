@@ -16,7 +16,7 @@ from flax import nnx
 
 from eagle3_jax.formats import fields, files
 from eagle3_jax.formats.stored import DraftFormatError
-from eagle3_jax.formats.tensors import EMBEDDINGS, LAYER
+from eagle3_jax.formats.tensors import EMBEDDINGS, LAYER, number_problems
 from eagle3_jax.models.eagle2 import Eagle2Config, Eagle2Head
 from eagle3_jax.models.entries import Entry, kernel, plain, qkv
 from eagle3_jax.models.head import Draft
@@ -68,6 +68,7 @@ def load(folder: pathlib.Path, target: Target, dtype: Any, token_ids: np.ndarray
             for name, shape in expected.items()
             if name in tensors and tensors[name].shape != shape
         ]
+        problems += number_problems(tensors, expected.keys())
     rows = target.model.output_rows
     if not isinstance(rows, jax.Array):
         problems.append("the target's LM head: not at hand, expected a target that is loaded whole")

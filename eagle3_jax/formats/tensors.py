@@ -5,6 +5,8 @@ Names are SGLang's and SafeAILab's (`midlayer.*`), projections [out, in], as tor
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -57,8 +59,17 @@ def canonical(name: str) -> str:
     return name
 
 
+def number_problems(tensors: Tensors, names: Collection[str]) -> list[str]:
+    """Those of these tensors that hold NaN or infinity, by name: a head with such weights drafts nothing of use."""
+    return [
+        f"{name}: got NaN or infinity, expected finite numbers"
+        for name, tensor in tensors.items()
+        if name in names and jnp.issubdtype(tensor.dtype, np.floating) and not np.isfinite(tensor).all()
+    ]
+
+
 def tensor_problems(tensors: Tensors, config: DraftHeadConfig) -> list[str]:
-    """Every missing, surplus, misshapen and mistyped tensor, by name.
+    """Every missing, surplus, misshapen and mistyped tensor, and such as are no numbers, by name.
 
     May be absent: the LM head (it is the target's), `t2d`, `d2t` of the whole vocabulary, embeddings as wide as the
     target's (they are the target's).
@@ -82,6 +93,7 @@ def tensor_problems(tensors: Tensors, config: DraftHeadConfig) -> list[str]:
         if not jnp.issubdtype(tensors[name].dtype, kind):
             problems.append(f"{name}: got {tensors[name].dtype}, expected {wanted}")
             misshapen.add(name)
+    problems += number_problems(tensors, {*expected, LM_HEAD})
     if "d2t" in tensors and not misshapen & {"d2t", "t2d"}:
         problems += draft_vocabulary.mapping_problems(tensors["d2t"].astype(np.int64), tensors.get("t2d"), config)
     return problems

@@ -1,6 +1,7 @@
 """Tiers in the engine: whichever a dispatch takes, the tokens are vanilla decoding's."""
 
 import collections
+import dataclasses
 import itertools
 import logging
 from typing import Any
@@ -94,23 +95,60 @@ def test_pages_that_the_head_never_read_are_shared_but_not_drafted_from(toy, van
     assert not third.acceptance.lost
 
 
-def test_a_useless_head_is_reported_once_and_rests(toy, vanilla, caplog, monkeypatch):
-    """A31, A49: answers are right, so nobody would notice."""
+def drafted(engine, run):
+    """Dispatches with drafts of the head, of all, while it runs."""
+    before = engine.stats().tiers
+    run()
+    counts = {name: count - before[name] for name, count in engine.stats().tiers.items()}
+    return counts["chain 3"], sum(counts.values())
+
+
+def told(caplog):
+    return [record.getMessage() for record in caplog.records if "draft head" in record.getMessage()]
+
+
+@pytest.mark.parametrize("first", ["priced", "reported"])
+def test_a_useless_head_is_reported_once_and_rests(toy, vanilla, caplog, monkeypatch, first):
+    """A31, A49: answers are right, so nobody would notice. Costs that come behind the report wake it no more."""
     monkeypatch.setattr(tiers, "WITH_HEAD", FEW)
     engine = Engine(toy.target, Tokenizer(), toy.plain, **SIZES)
-    for greedy in (True, False):  # as if drafts cost less than none: only the report can stop them
-        engine.tiers.price(Costs({"vanilla": 1.0, "chain 3": 0.5}, 0.0), greedy=greedy)
     prompts, params = requests(24, seed=5)
+
+    def price():  # as if drafts cost less than none: only the report can stop them
+        for greedy in (True, False):
+            engine.tiers.price(Costs({"vanilla": 1.0, "chain 3": 0.5}, 0.0), greedy=greedy)
+
+    if first == "priced":
+        price()
     with caplog.at_level(logging.WARNING):
         got = engine.generate(prompts, params)
     assert [x.token_ids for x in got] == [x.token_ids for x in vanilla.generate(prompts, params)]
-    told = [record.getMessage() for record in caplog.records if "draft head" in record.getMessage()]
-    assert len(told) == 1 and "It rests from now on" in told[0]
-    before = engine.stats().tiers
-    engine.generate(prompts, params)
-    after = engine.stats().tiers
-    assert before["chain 3"] > 0 and after["chain 3"] == before["chain 3"]
-    assert sum(after.values()) > sum(before.values())
+    assert len(told(caplog)) == 1 and "It rests from now on" in told(caplog)[0]
+    assert engine.stats().tiers["chain 3"] > 0
+    if first == "reported":
+        assert drafted(engine, lambda: engine.generate(prompts[:4], params[:4]))[0] == 0, "without costs, too"
+        price()
+    count, every = drafted(engine, lambda: engine.generate(prompts, params))
+    assert count == 0 < every
+
+
+def test_a_head_whose_numbers_are_none_is_reported_and_rests_until_there_is_another(toy, vanilla, caplog, monkeypatch):
+    """Greedy answers stay vanilla's, drawn ones come to an end; a head that replaces it is judged anew."""
+    monkeypatch.setattr(tiers, "WITH_HEAD", FEW)
+    head = jax.tree.map(lambda x: x, toy.good.head)
+    head.fc[...] *= np.nan
+    engine = Engine(toy.target, Tokenizer(), dataclasses.replace(toy.good, head=head), **SIZES)
+    prompts, params = requests(24, seed=5)
+    with caplog.at_level(logging.WARNING):
+        drawn = engine.generate(prompts[:2], SamplingParams(temperature=1.0, max_tokens=20))
+        got = engine.generate(prompts, params)
+    assert [x.finish_reason for x in drawn] == ["length"] * 2
+    assert [x.token_ids for x in got] == [x.token_ids for x in vanilla.generate(prompts, params)]
+    assert len(told(caplog)) == 1 and "It rests from now on" in told(caplog)[0]
+    assert drafted(engine, lambda: engine.generate(prompts[:2], params[:2]))[0] == 0
+    engine.replace_draft(toy.good)
+    count, every = drafted(engine, lambda: engine.generate(prompts[:2], params[:2]))
+    assert count == every > 0
 
 
 def test_requests_without_drafts_take_none_whatever_they_would_cost(toy, monkeypatch):

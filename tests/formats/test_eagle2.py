@@ -120,8 +120,10 @@ def test_a_config_that_does_not_fit_is_refused_by_field(target, folder, key, val
 def test_tensors_that_are_missing_or_too_many_are_named(target, folder):
     tensors = load_file(folder / "model.safetensors")
     del tensors["layers.0.mlp.up_proj.weight"]
+    tensors["fc.bias"][0] = np.nan
     save_file(tensors | {"layers.1.mlp.up_proj.weight": np.zeros(3)}, folder / "model.safetensors")
-    with pytest.raises(DraftFormatError, match=r"missing tensor midlayer\.mlp\.up_proj[\s\S]*surplus tensor layers\.1"):
+    found = r"missing tensor midlayer\.mlp\.up_proj[\s\S]*surplus tensor layers\.1[\s\S]*fc\.bias: got NaN or infinity"
+    with pytest.raises(DraftFormatError, match=found):
         load_draft(folder, target=target)
 
 

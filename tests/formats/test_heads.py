@@ -374,6 +374,7 @@ def test_all_that_is_wrong_is_said_at_once(saved: pathlib.Path) -> None:
             "norm.weight": np.zeros(15, np.float32),
             "lm_head.weight": np.zeros((6, 16), np.int8),
             "embed_tokens.weight": np.zeros((51, 16), np.float32),
+            "midlayer.mlp.down_proj.weight": np.full((16, 20), np.inf, np.float16),
         },
     )
     with pytest.raises(DraftFormatError) as caught:
@@ -385,6 +386,7 @@ def test_all_that_is_wrong_is_said_at_once(saved: pathlib.Path) -> None:
         "norm.weight: got shape [15], expected [16]",
         "lm_head.weight: got int8, expected floating point",
         "embed_tokens.weight: got shape [51, 16], expected [50, 16]",
+        "midlayer.mlp.down_proj.weight: got NaN or infinity, expected finite numbers",
     ):
         assert part in str(caught.value)
 
