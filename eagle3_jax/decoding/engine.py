@@ -28,7 +28,8 @@ from eagle3_jax import manifest, processes
 from eagle3_jax.config import DraftTree, MeshConfig, TargetConfig
 from eagle3_jax.decoding import costs, programs, resting, tiers
 from eagle3_jax.decoding.pages import PagePool
-from eagle3_jax.decoding.programs import Chunk, Sizes, first_progress, progress
+from eagle3_jax.decoding.programs import Chunk, Sizes
+from eagle3_jax.decoding.progress import first_progress, progress
 from eagle3_jax.decoding.prompt import Prompt, encode
 from eagle3_jax.decoding.request import Output as Output
 from eagle3_jax.decoding.request import Piece as Piece

@@ -14,7 +14,7 @@ import numpy as np
 from eagle3_jax.decoding.detokenizer import Detokenizer, StopScanner
 from eagle3_jax.decoding.pages import Lease
 from eagle3_jax.decoding.policy import Acceptance
-from eagle3_jax.decoding.programs import Progress, RoundTree
+from eagle3_jax.decoding.progress import Progress, RoundTree
 from eagle3_jax.decoding.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]

@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle3_jax.decoding.programs import ROUNDS, RoundTree, progress
+from eagle3_jax.decoding.programs import ROUNDS
+from eagle3_jax.decoding.progress import RoundTree, progress
 
 # A root, a draft, a place without use, and the draft's child; the first draft was accepted.
 TREE = [7, 8, -1, 9, -1, 0, -1, 1, 1, 1, 0, 0]
