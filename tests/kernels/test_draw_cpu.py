@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import arm
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from llvmlite import ir
 
 from eagle3_jax.decoding.sampling import Sampling, draw, probabilities, sample
 from eagle3_jax.kernels import draw_cpu
@@ -67,6 +69,13 @@ def test_logits_that_are_no_numbers_give_some_token(wrong):
     logits = jnp.full((2, 40), wrong, jnp.float32)
     got = run(logits, jnp.asarray([0.0, 1.0]), jnp.full((2, 2), 0.9))
     assert all(0 <= token < 40 for token in got.tolist())
+
+
+def test_draws_compile_for_arm():
+    """To instructions for vectors; loads of a part of one, which Arm has none of, become single ones."""
+    module = ir.Module("arm")
+    draw_cpu.write_draw(module, "arm", 500)
+    assert ".4s" in arm.assembly(module)
 
 
 def test_a_neighbour_with_filters_does_not_change_a_token():

@@ -1,7 +1,9 @@
 """Products from panels: right, the same to the bit for any number of rows, on machines with narrower vectors too."""
 
 import itertools
+import re
 
+import arm
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -81,6 +83,15 @@ def test_machines_with_narrower_vectors(dtype, features):
     x, matrix = operands(7, 50, 48, dtype)
     panels = matrix.reshape(50, 3, 16, 1).swapaxes(0, 1)
     close(jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((7, 48), jnp.float32))(x, panels), x, matrix)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [False, True])
+def test_products_compile_for_arm(dtype, gated):
+    """To multiplications of vectors that add: 4 for each of the rows of blocks of 1 to 4, at least."""
+    module = ir.Module("arm")
+    linear_cpu.write_product(module, "arm", *linear_cpu._BLOCKS[False], dtype, 1, gated=gated)
+    assert len(re.findall(r"fmla\tv\d+\.4s", arm.assembly(module))) >= 4 * (1 + 2 + 3 + 4)
 
 
 def test_many_calls_at_once(monkeypatch):

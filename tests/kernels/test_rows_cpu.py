@@ -1,5 +1,6 @@
 """What lies between products equals XLA's forms, the same to the bit for any number of rows."""
 
+import arm
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from llvmlite import ir
 
 from eagle3_jax.kernels import rows_cpu
 from eagle3_jax.kernels.rows_cpu import NormWeight
@@ -56,6 +58,15 @@ def test_a_row_is_the_same_whatever_stands_beside_it(dtype):
     together = norm(x, weight, 1e-5)
     for count in range(1, 12):
         np.testing.assert_array_equal(norm(x[5 : 5 + count], weight, 1e-5), together[5 : 5 + count])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_compile_for_arm(dtype):
+    """To instructions for vectors."""
+    for name, write, option in (("norm", rows_cpu.write_norm, 1e-5), ("heads", rows_cpu.write_heads, 3)):
+        module = ir.Module(name)
+        write(module, name, dtype, option)
+        assert ".4s" in arm.assembly(module), name
 
 
 def test_zeros_and_large_numbers():
