@@ -1,0 +1,107 @@
+"""What more rows cost: the target's pass and the stage `verify` of a round, as multiples of one row's.
+
+    .venv/bin/python tools/rows_cost.py [--turns 41] [--length 256]
+
+Batch 1, greedy. `pass`: all layers and the LM head; `chain`: that, the choice among the vocabulary and the walk;
+`tree`: with a tree's mask and the commit of its path. All take turns, in an order drawn anew for each turn, so that what
+slows a machine down slows all of them. The lowest tenth of the turns, and their median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from eagle3_jax.config import DraftTree
+from eagle3_jax.decoding import programs, stages
+from eagle3_jax.decoding.programs import Models, Sizes
+from eagle3_jax.decoding.tiers import VANILLA, Tier
+from eagle3_jax.decoding.tree import chain, root_only
+from eagle3_jax.models.packing import for_cpu
+from eagle3_jax.models.registry import load_target
+from eagle3_jax.models.target import TargetModel
+
+ROWS = (1, 2, 4, 8, 16, 32)
+# (num_steps, topk) of the tree of so many nodes, the root included.
+_TREES = {4: (2, 2), 8: (3, 3), 16: (5, 4), 32: (6, 4)}
+
+
+def kinds(rows: Sequence[int]) -> dict[tuple[str, int], Tier]:
+    """What is measured of each number of rows; the head that would draft it takes no part."""
+    found = {("pass", count): VANILLA for count in rows}
+    found |= {("chain", n): Tier(DraftTree(num_steps=n - 1, num_draft_tokens=n), head=True) for n in rows if n > 1}
+    for count in rows:
+        if count in _TREES:
+            steps, topk = _TREES[count]
+            found["tree", count] = Tier(DraftTree(num_steps=steps, topk=topk, num_draft_tokens=count), head=True)
+    return found | ({("chain", 1): VANILLA} if 1 in rows else {})
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def read(models: Models, state: programs.State, tokens: jax.Array) -> tuple[programs.State, jax.Array]:
+    """The target's logits behind each token, which follow those that are committed."""
+    target, _ = models.modules()
+    cache = dataclasses.replace(state.cache, page_table=state.page_table)
+    positions = state.lengths[:, None] + jnp.arange(tokens.shape[1])[None]
+    hidden, _, cache = target(tokens, positions, cache, state.lengths)
+    return dataclasses.replace(state, cache=dataclasses.replace(cache, page_table=None)), target.logits(hidden)
+
+
+def measure(
+    target: TargetModel, rows: Sequence[int], turns: int, length: int
+) -> dict[tuple[str, int], tuple[float, float]]:
+    """(kind, rows) -> seconds: the lowest tenth of the turns, and their median."""
+    every = kinds(rows)
+    tiers = list(every.values())
+    sizes = Sizes.plan(1, 2 * length, 128, tiers)
+    models = Models.of(for_cpu(target), None)
+    state: Any = jax.jit(functools.partial(programs.empty_state, sizes=sizes, tiers=tiers, kv_dtype=None))(models)
+    state = programs.rehearse(state, jnp.int32(length), pages_per_sequence=sizes.pages_per_sequence)
+    seconds: dict[tuple[str, int], list[float]] = {key: [] for key in every}
+    for turn in range(-1, turns):
+        for kind, count in random.Random(turn).sample(list(every), len(every)):
+            drafts = jnp.arange(1, count, dtype=jnp.int32)[None]
+            nodes = chain(state.root, drafts) if count > 1 else root_only(state.root)
+            jax.block_until_ready((nodes, state))
+            start = time.perf_counter()
+            if kind == "pass":
+                state, result = read(models, state, nodes.tokens)
+            else:
+                state, result = stages.verify(models, state, nodes, tier=every[kind, count])
+            jax.block_until_ready((state, result))
+            if turn >= 0:  # the first one compiles
+                seconds[kind, count].append(time.perf_counter() - start)
+    return {key: (sorted(x)[len(x) // 10], statistics.median(x)) for key, x in seconds.items()}
+
+
+def table(found: dict[tuple[str, int], tuple[float, float]]) -> str:
+    """A line for each kind and number of rows; a tree beside the chain's one row, which is its own."""
+    lines = [f"{'':6}{'rows':>6}{'lowest tenth, ms':>20}{'median, ms':>14}{'ratios':>16}"]
+    for kind, count in sorted(found, key=lambda key: (("pass", "chain", "tree").index(key[0]), key[1])):
+        ones = found["pass" if kind == "pass" else "chain", 1]
+        low, median = found[kind, count]
+        ratios = f"{low / ones[0]:.2f} {median / ones[1]:.2f}"
+        lines.append(f"{kind:6}{count:>6}{1e3 * low:>20.2f}{1e3 * median:>14.2f}{ratios:>16}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--target", default="smollm2-135m-instruct")
+    parser.add_argument("--turns", type=int, default=41)
+    parser.add_argument("--length", type=int, default=256, help="committed tokens")
+    arguments = parser.parse_args()
+    print(table(measure(load_target(arguments.target).model, ROWS, arguments.turns, arguments.length)))
+
+
+if __name__ == "__main__":
+    main()
