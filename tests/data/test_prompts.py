@@ -1,6 +1,7 @@
 """The packaged prompts: enough, distinct, clean, and on both sides of a split."""
 
 import collections
+import pathlib
 
 import pytest
 
@@ -53,3 +54,12 @@ def test_every_category_is_held_out_in_part(prompts, held_out):
 
 def test_a_limit_takes_of_each_category(prompts):
     assert len({prompt["category"] for prompt in prompts[:5]}) == 5
+
+
+def test_prompts_whose_answers_repeat_them_are_read_whole():
+    """`configs/prompts/repeat_and_edit.jsonl`, by which drafts that are copied from the text are measured."""
+    path = pathlib.Path(__file__).parents[2] / "configs/prompts/repeat_and_edit.jsonl"
+    found, refused = sources.read_file(path)
+    assert collections.Counter(prompt["category"] for prompt in found) == {"edit": 10, "summarise": 10, "extract": 10}
+    assert refused == 0 and len({prompt["id"] for prompt in found}) == len(found)
+    assert all(200 < len(filters.content(prompt["messages"])) < 2000 for prompt in found)
