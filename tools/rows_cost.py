@@ -3,8 +3,8 @@
     .venv/bin/python tools/rows_cost.py [--turns 41] [--length 256]
 
 Batch 1, greedy. `pass`: all layers and the LM head; `chain`: that, the choice among the vocabulary and the walk;
-`tree`: with a tree's mask and the commit of its path. All take turns, in an order drawn anew for each turn, so that what
-slows a machine down slows all of them. The lowest tenth of the turns, and their median.
+`tree`: with a tree's mask and the commit of its path. All take turns, in an order drawn anew for each turn: what slows
+a machine down slows all of them. The lowest tenth of the turns, and their median.
 """
 
 from __future__ import annotations
