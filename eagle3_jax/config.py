@@ -313,6 +313,8 @@ class TrainConfig:
         warm_start: exported head that training begins with, weights and draft vocabulary, as for a new domain. That is
             another thing than going on after an interruption, which needs no word.
         ttt_steps: steps of the training-time test; step_decay weighs step i by step_decay ** i.
+        loss: `lk` maximises the share of accepted drafts (arXiv 2602.23881), cross entropy where that is small still.
+        lk_from: the share of all steps with cross entropy before `lk` begins.
         batch_size: packed rows per step; row_length: tokens per row.
         epochs: passes over the features; max_steps stops earlier when it is not None.
         mask_offset: the loss mask that counts for the prediction of token t+2 is mask[t + mask_offset].
@@ -329,6 +331,8 @@ class TrainConfig:
     warm_start: Annotated[str | None, tyro.conf.arg(aliases=("--warm-start",))] = None
     ttt_steps: int = 7
     step_decay: float = 0.8
+    loss: Literal["cross_entropy", "lk"] = "cross_entropy"
+    lk_from: float = 0.8
     batch_size: int = 4
     row_length: int = 2048
     epochs: float = 1.0
@@ -366,7 +370,8 @@ class TrainConfig:
         _require(0 < self.step_decay <= 1, "train.step_decay", self.step_decay, "in (0, 1]")
         _require(self.learning_rate > 0, "train.learning_rate", self.learning_rate, "more than 0")
         _require(self.epochs > 0, "train.epochs", self.epochs, "more than 0")
-        _require(0 <= self.warmup_ratio < 1, "train.warmup_ratio", self.warmup_ratio, "in [0, 1)")
+        for field in ("warmup_ratio", "lk_from"):
+            _require(0 <= getattr(self, field) < 1, f"train.{field}", getattr(self, field), "in [0, 1)")
         _require(
             self.row_length % min(self.loss_block, self.row_length) == 0,
             "train.loss_block",

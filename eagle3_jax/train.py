@@ -138,7 +138,8 @@ def _train(
         everywhere = jax.tree.map(lambda x: put(np.asarray(x), replicated(mesh)), warm.head)
         state = init_state(lambda head: head, everywhere, optimizer, mesh)
     del target, model, draw_teacher, warm
-    train_step, eval_step = make_train_step(run, optimizer, mesh), make_eval_step(run, mesh)
+    train_step = make_train_step(run, optimizer, mesh, lk_from=round(run.lk_from * total))
+    eval_step = make_eval_step(run, mesh)
     schedule = learning_rate(run, total)
 
     def evaluate(head: DraftHead) -> dict[str, Any]:

@@ -234,6 +234,26 @@ def test_a_stop_saves_behind_the_step_and_the_rerun_goes_on_bit_equally(finished
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
+def test_the_lk_loss_begins_at_its_step_and_is_still_there_after_a_stop(finished, target, tmp_path, monkeypatch):
+    """Up to step 3 of 6 a run with `lk` is the one without; stopped behind step 4, it goes on with another loss."""
+    plain, _ = finished
+    config = prepared(tmp_path, target, loss="lk", lk_from=0.5)
+    monkeypatch.setattr(train, "_stop_asked", lambda step: step == 4)
+    with pytest.raises(command.Stopped):
+        train.train(config, target)
+    monkeypatch.undo()
+    train.train(config, target)
+
+    def losses(config):
+        lines = map(json.loads, (config.folder("train") / "metrics.jsonl").read_text().splitlines())
+        return {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
+
+    ours, without = losses(config), losses(plain)
+    np.testing.assert_allclose([ours[2], ours[3]], [without[2], without[3]], rtol=1e-5)
+    assert ours[6] < 0.9 * without[6]
+
+
 def test_sizes_that_do_not_fit_are_refused_by_name(tmp_path, target):
     config = prepared(tmp_path, target)
     odd = configs.from_dict(configs.to_dict(config) | {"train": {"batch_size": 3, "row_length": 32, "loss_block": 16}})

@@ -3,6 +3,10 @@
 The logits of teacher and students exist for one block of positions at a time, in the forward and in the backward
 pass: the gradient of a soft cross entropy with respect to the logits is w * (q - p) in closed form, so the forward
 pass computes the gradients along with the loss and nothing is recomputed (EAGLE3_SPEC section 2.4 is the formula).
+
+The LK loss (arXiv 2602.23881) shares the blocks. It is s * CE + (1 - s) * (1 - a): a = sum_v min(p_v, q_v) is the
+share of drafts that speculative sampling accepts, and s = exp(-decay * a), without gradient, leaves cross entropy to
+positions where the student is still far off. The gradient of a is q_v * (u_v - sum_w q_w u_w), u_v for q_v < p_v.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-Compared = tuple[Array, Array, Array]  # the fields of `Comparison`
+Compared = tuple[Array, Array, Array, Array]  # the fields of `Comparison`
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -29,11 +33,14 @@ class Comparison:
         cross_entropy: float32 [K, B, T], -sum_v p_v log q_v.
         entropy: float32 [B, T], the teacher's own; cross_entropy - entropy is the KL divergence.
         hits: bool [K, B, T], whether the label is a student's most probable token.
+        acceptance: float32 [K, B, T], sum_v min(p_v, q_v): the probability that a draft drawn from the student is
+            accepted, at temperature 1 and on the students' vocabulary.
     """
 
     cross_entropy: Float[Array, "k b t"]
     entropy: Float[Array, "b t"]
     hits: Bool[Array, "k b t"]
+    acceptance: Float[Array, "k b t"]
 
 
 def soft_cross_entropy(
@@ -44,8 +51,9 @@ def soft_cross_entropy(
     labels: Int[Array, "b t"],
     weights: Float[Array, "k b t"],
     block: int,
+    lk_decay: Float[Array, ""] | None = None,
 ) -> tuple[Float[Array, ""], Comparison]:
-    """sum over k, b, t of weights * CE(softmax(teacher logits), softmax(student logits)).
+    """sum over k, b, t of weights * CE(softmax(teacher logits), softmax(student logits)), or weights * LK loss.
 
     Args:
         hidden: LM-head inputs of K students; gradients flow to `hidden` and `rows` only.
@@ -53,6 +61,7 @@ def soft_cross_entropy(
         labels: the token in [0, v) that counts as a hit; -1 where none does.
         weights: blocks in which all weights are zero are skipped, so it pays to have the others close together.
         block: positions per block over all B rows; bounds the memory to block * v floats, a few times over.
+        lk_decay: of the LK loss; 0 is cross entropy. None is cross entropy too, in a program that knows it.
 
     Returns:
         The loss, and the comparison (without gradient).
@@ -68,6 +77,7 @@ def soft_cross_entropy(
         jnp.pad(teacher_hidden, ((0, 0), (0, pad), (0, 0))),
         jnp.pad(labels, ((0, 0), (0, pad)), constant_values=-1),
         jnp.pad(weights, ((0, 0), (0, 0), (0, pad))),
+        lk_decay,
     )
     loss, compared = outputs
     return loss, Comparison(*(jax.lax.stop_gradient(x[..., :t]) for x in compared))
@@ -82,8 +92,9 @@ def _blocked(
     teacher_hidden: Array,
     labels: Array,
     weights: Array,
+    lk_decay: Array | None,
 ) -> tuple[Array, Compared]:
-    return _scan(length, hidden, rows, teacher_rows, teacher_hidden, labels, weights, gradients=False)[0]
+    return _scan(length, hidden, rows, teacher_rows, teacher_hidden, labels, weights, lk_decay, gradients=False)[0]
 
 
 def _forward(
@@ -94,14 +105,15 @@ def _forward(
     teacher_hidden: Array,
     labels: Array,
     weights: Array,
+    lk_decay: Array | None,
 ) -> tuple[tuple[Array, Compared], tuple[Array, Array]]:
-    return _scan(length, hidden, rows, teacher_rows, teacher_hidden, labels, weights, gradients=True)
+    return _scan(length, hidden, rows, teacher_rows, teacher_hidden, labels, weights, lk_decay, gradients=True)
 
 
 def _backward(length: int, gradients: tuple[Array, Array], cotangents: Any) -> tuple[Array | None, ...]:
     d_hidden, d_rows = gradients
     g = cotangents[0]
-    return (d_hidden * g.astype(d_hidden.dtype), d_rows * g.astype(d_rows.dtype), *(None,) * 4)
+    return (d_hidden * g.astype(d_hidden.dtype), d_rows * g.astype(d_rows.dtype), *(None,) * 5)
 
 
 _blocked.defvjp(_forward, _backward)
@@ -115,6 +127,7 @@ def _scan(
     teacher_hidden: Array,
     labels: Array,
     weights: Array,
+    lk_decay: Array | None,
     gradients: bool,
 ) -> tuple[tuple[Array, Compared], Any]:
     """Scans the blocks of `length` positions of every row; the outputs of `_block`, put together again."""
@@ -131,22 +144,24 @@ def _scan(
     def body(carry: tuple[Array, Array], block: tuple[Array, ...]) -> tuple[tuple[Array, Array], Any]:
         def skip(carry: Any) -> tuple[Any, Any]:
             d_hidden = jnp.zeros_like(block[0]) if gradients else ()
-            compared = (jnp.zeros((k, b, length)), jnp.zeros((b, length)), jnp.zeros((k, b, length), jnp.bool))
+            each = (k, b, length)
+            compared = (jnp.zeros(each), jnp.zeros((b, length)), jnp.zeros(each, jnp.bool), jnp.zeros(each))
             return carry, (compared, d_hidden)
 
-        run = functools.partial(_block, own_rows, own_teacher_rows, gradients=gradients)
+        run = functools.partial(_block, own_rows, own_teacher_rows, lk_decay, gradients=gradients)
         return jax.lax.cond(jnp.any(block[-1] != 0), lambda c: run(carry=c, block=block), skip, carry)
 
     blocks = (cut(hidden, 2), cut(teacher_hidden.astype(hidden.dtype), 1), cut(labels, 1), cut(weights, 2))
     start = (jnp.zeros(()), jnp.zeros((h, rows.shape[0]) if gradients else ()))
-    (loss, d_rows), ((ce, entropy, hits), d_hidden) = jax.lax.scan(body, start, blocks)
-    compared = (join(ce, 2), join(entropy, 1), join(hits, 2))
+    (loss, d_rows), ((ce, entropy, hits, acceptance), d_hidden) = jax.lax.scan(body, start, blocks)
+    compared = (join(ce, 2), join(entropy, 1), join(hits, 2), join(acceptance, 2))
     return (loss, compared), (join(d_hidden, 2), d_rows.T.astype(rows.dtype)) if gradients else None
 
 
 def _block(
     rows: Array,
     teacher_rows: Array,
+    lk_decay: Array | None,
     carry: tuple[Array, Array],
     block: tuple[Array, ...],
     gradients: bool,
@@ -163,23 +178,31 @@ def _block(
         top = jnp.max(logits, axis=-1, keepdims=True)
         unnormed = jnp.exp(logits - top)
         total = jnp.sum(unnormed, axis=-1, keepdims=True)
+        q = unnormed / total
         ce = (top + jnp.log(total))[..., 0] - jnp.sum(p * logits, axis=-1)
+        acceptance = jnp.sum(jnp.minimum(p, q), axis=-1)
         # An argmax is a slow reduction on a CPU; comparing the label's logit with the maximum says the same.
         labelled = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[..., None], axis=-1)
         hits = (labelled >= top)[..., 0] & (labels >= 0)
-        loss += jnp.sum(w * ce)
+        share = None if lk_decay is None else jnp.exp(-lk_decay * acceptance)
+        loss += jnp.sum(w * (ce if share is None else share * ce + (1 - share) * (1 - acceptance)))
         if not gradients:
-            return (loss, d_rows), (ce, hits, ())
-        d_logits = ((unnormed / total - p) * w[..., None]).astype(x.dtype)
+            return (loss, d_rows), (ce, hits, acceptance, ())
+        d_logits = q - p
+        if share is not None:
+            under = jnp.where(q < p, q, 0.0)
+            d_acceptance = under - q * jnp.sum(under, axis=-1, keepdims=True)
+            d_logits = share[..., None] * d_logits - (1 - share)[..., None] * d_acceptance
+        d_logits = (d_logits * w[..., None]).astype(x.dtype)
         d_hidden = jnp.dot(d_logits, rows, precision=_HIGHEST)
         # Accumulated as [H, V]: the contraction that is faster on a CPU.
         d_rows += jax.lax.dot_general(
             x, d_logits, (((0, 1), (0, 1)), ((), ())), precision=_HIGHEST, preferred_element_type=jnp.float32
         )
-        return (loss, d_rows), (ce, hits, d_hidden)
+        return (loss, d_rows), (ce, hits, acceptance, d_hidden)
 
-    carry, (ce, hits, d_hidden) = jax.lax.scan(student, carry, (hidden, weights))
-    return carry, ((ce, entropy, hits), d_hidden)
+    carry, (ce, hits, acceptance, d_hidden) = jax.lax.scan(student, carry, (hidden, weights))
+    return carry, ((ce, entropy, hits, acceptance), d_hidden)
 
 
 def _logits(x: Array, rows: Array) -> Array:

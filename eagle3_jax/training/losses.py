@@ -20,26 +20,31 @@ from eagle3_jax.training.ttt import training_time_test
 
 
 def ttt_loss(
-    head: DraftHead, teacher: Teacher, batch: Batch, config: TrainConfig
+    head: DraftHead, teacher: Teacher, batch: Batch, config: TrainConfig, lk_decay: Float[Array, ""] | None = None
 ) -> tuple[Float[Array, ""], dict[str, Any]]:
     """The loss of the training-time test, see `states_loss`."""
-    return states_loss(
-        head, training_time_test(head, teacher.embed, batch, config.ttt_steps, config.remat), teacher, batch, config
-    )
+    states = training_time_test(head, teacher.embed, batch, config.ttt_steps, config.remat)
+    return states_loss(head, states, teacher, batch, config, lk_decay)
 
 
 def states_loss(
-    head: DraftHead, states: Float[Array, "steps b t h"], teacher: Teacher, batch: Batch, config: TrainConfig
+    head: DraftHead,
+    states: Float[Array, "steps b t h"],
+    teacher: Teacher,
+    batch: Batch,
+    config: TrainConfig,
+    lk_decay: Float[Array, ""] | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Any]]:
-    """Sum over steps of step_decay ** i times the soft cross entropy on the draft vocabulary.
+    """Sum over steps of step_decay ** i times the soft cross entropy on the draft vocabulary, or the LK loss.
 
     Args:
         states: the LM head's inputs, from `training_time_test`.
+        lk_decay: see `soft_cross_entropy`; None is cross entropy.
 
     Returns:
-        The loss, and sums for metrics: `cross_entropy`, `divergence` (KL), `hits` and `compared` [steps] (positions
-        that train), `counted` [steps] (positions that the mask counts, the teacher's argmax outside the draft
-        vocabulary included), and `tokens` (not padding).
+        The loss, and sums for metrics: `cross_entropy`, `divergence` (KL), `acceptance`, `hits` and `compared` [steps]
+        (positions that train), `counted` [steps] (positions that the mask counts, the teacher's argmax outside the
+        draft vocabulary included), and `tokens` (not padding).
     """
     steps = jnp.arange(config.ttt_steps)
     counted = teacher_mask(batch.loss_mask, batch.segment_ids, config.mask_offset)
@@ -69,12 +74,14 @@ def states_loss(
         ordered(labels),
         weights,
         config.loss_block,
+        lk_decay,
     )
     rows = (1, 2)
     divergence = comparison.cross_entropy - comparison.entropy[None]
     return loss, {
         "cross_entropy": jnp.sum(jnp.where(compared, comparison.cross_entropy, 0), rows),
         "divergence": jnp.sum(jnp.where(compared, divergence, 0), rows),
+        "acceptance": jnp.sum(jnp.where(compared, comparison.acceptance, 0), rows),
         "hits": jnp.sum(comparison.hits & compared, rows),
         "compared": jnp.sum(compared, rows),
         "counted": counts,

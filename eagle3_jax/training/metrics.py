@@ -28,9 +28,10 @@ def summarise(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
     Returns:
         `loss` (mean over batches); per step `accuracy` (the draft's first choice is the target's, over all positions
-        that the mask counts), `cross_entropy` and `divergence` (KL) over the positions that train; `tokens`. Of train
-        steps `gradient_norm`. Of eval steps what `evaluate` would say of a chain as long as there are steps: `rounds`,
-        `tau` (tokens per round, bonus token included) and `alpha` per position (see `replay_rounds`).
+        that the mask counts), `cross_entropy`, `divergence` (KL) and `acceptance` (the share of drafts that would be
+        accepted at temperature 1) over the positions that train; `tokens`. Of train steps `gradient_norm`. Of eval
+        steps what `evaluate` would say of a chain as long as there are steps: `rounds`, `tau` (tokens per round, bonus
+        token included) and `alpha` per position (see `replay_rounds`).
 
     Raises:
         NotFinite: the first batch with NaN or infinity in it.
@@ -48,6 +49,7 @@ def summarise(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "accuracy": accuracy.tolist(),
         "cross_entropy": (total["cross_entropy"] / compared).tolist(),
         "divergence": (total["divergence"] / compared).tolist(),
+        "acceptance": (total["acceptance"] / compared).tolist(),
         "tokens": int(total["tokens"]),
     }
     if "rounds" in total:

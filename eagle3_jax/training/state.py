@@ -32,6 +32,9 @@ STATE_SHARDING_RULES = (
     (r"attention/o|mlp/down", P("model", "data")),
 )
 
+# How fast cross entropy makes room for acceptance, as the LK loss's authors chose it (arXiv 2602.23881).
+LK_DECAY = 3.0
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -74,17 +77,23 @@ def init_state(
     return jax.jit(build, out_shardings=where)(arrays)
 
 
-def make_train_step(config: TrainConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> jax.stages.Wrapped:
+def make_train_step(
+    config: TrainConfig, optimizer: optax.GradientTransformation, mesh: Mesh, lk_from: int = 0
+) -> jax.stages.Wrapped:
     """One optimizer step, jitted; the state passed in is donated, and the new one lies where it lay.
 
     The batch lies wherever the caller put it (over the data axis).
+
+    Args:
+        lk_from: the step at which the LK loss begins, where `config.loss` asks for it.
     """
 
     @functools.partial(jax.jit, donate_argnums=0)
     def train_step(state: TrainState, teacher: Teacher, batch: Batch) -> tuple[TrainState, Metrics]:
+        lk_decay = jnp.where(state.step >= lk_from, LK_DECAY, 0.0) if config.loss == "lk" else None
         with use_abstract_mesh(mesh.abstract_mesh):  # over which kernels are split
             loss_and_gradients = jax.value_and_grad(ttt_loss, has_aux=True)
-            (loss, sums), gradients = loss_and_gradients(state.head, teacher, batch, config)
+            (loss, sums), gradients = loss_and_gradients(state.head, teacher, batch, config, lk_decay)
         head: Any = state.head  # a pytree to optax
         with jax.numpy_dtype_promotion("standard"):  # optax raises Python floats to its int32 step
             updates, opt_state = optimizer.update(gradients, state.opt_state, head)

@@ -6,8 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from eagle3_jax.config import MeshConfig
 from eagle3_jax.kernels.soft_cross_entropy import soft_cross_entropy
+from eagle3_jax.mesh import make_mesh
 
 
 def reference(hidden, rows, teacher_hidden, teacher_rows, labels, weights):
@@ -17,6 +21,15 @@ def reference(hidden, rows, teacher_hidden, teacher_rows, labels, weights):
     ce = -jnp.sum(p[None] * jax.nn.log_softmax(logits), axis=-1)
     entropy = -jnp.sum(p * jax.nn.log_softmax(teacher_hidden @ teacher_rows.T), axis=-1)
     return jnp.sum(weights * ce), ce, entropy, jnp.argmax(logits, -1) == labels[None]
+
+
+def lk_reference(hidden, rows, teacher_hidden, teacher_rows, labels, weights, decay):
+    """The LK loss with all logits at once, differentiated by JAX; and the acceptance."""
+    p = jax.nn.softmax(teacher_hidden @ teacher_rows.T)[None]
+    log_q = jax.nn.log_softmax(hidden @ rows.T)
+    acceptance = jnp.sum(jnp.minimum(p, jnp.exp(log_q)), axis=-1)
+    share = jax.lax.stop_gradient(jnp.exp(-decay * acceptance))
+    return jnp.sum(weights * (-share * jnp.sum(p * log_q, axis=-1) + (1 - share) * (1 - acceptance))), acceptance
 
 
 def random_inputs(seed, k=3, b=2, t=11, h=8, v=20):
@@ -122,3 +135,74 @@ def test_no_label_is_never_a_hit():
         labels = jnp.full_like(labels, label)
         _, comparison = soft_cross_entropy(hidden, rows, teacher_hidden, teacher_rows, labels, weights, block=8)
         assert np.asarray(comparison.hits == expected).all()
+
+
+@pytest.mark.parametrize("block", [8, 100])
+def test_the_lk_loss_and_its_gradients_equal_the_reference(block):
+    hidden, rows, *rest = random_inputs(3)
+    decay = jnp.float32(3.0)
+
+    def scaled(hidden, rows):
+        loss, comparison = soft_cross_entropy(hidden, rows, *rest, block=block, lk_decay=decay)
+        return 3 * loss, comparison.acceptance
+
+    def expected(hidden, rows):
+        loss, acceptance = lk_reference(hidden, rows, *rest, decay)
+        return 3 * loss, acceptance
+
+    ours, wanted = (jax.jit(jax.value_and_grad(f, (0, 1), has_aux=True))(hidden, rows) for f in (scaled, expected))
+    counted = np.asarray(rest[-1]) != 0
+    np.testing.assert_allclose(ours[0][1][counted], wanted[0][1][counted], rtol=1e-5)
+    for got, want in zip((ours[0][0], *ours[1]), (wanted[0][0], *wanted[1]), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    without, _ = soft_cross_entropy(hidden, rows, *rest, block=block, lk_decay=decay)
+    np.testing.assert_allclose(3 * without, ours[0][0], rtol=1e-6)
+
+
+def test_an_lk_loss_without_decay_is_cross_entropy():
+    hidden, rows, *rest = random_inputs(4)
+
+    def run(decay):
+        def loss(hidden, rows):
+            return soft_cross_entropy(hidden, rows, *rest, block=8, lk_decay=decay)[0]
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1)))(hidden, rows)
+
+    for got, want in zip(jax.tree.leaves(run(jnp.float32(0))), jax.tree.leaves(run(None)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_the_lk_loss_of_bfloat16_operands_keeps_a_float32_softmax():
+    hidden, rows, teacher_hidden, teacher_rows, labels, weights = random_inputs(5)
+    half: Any = [x.astype(jnp.bfloat16) for x in (hidden, rows, teacher_hidden, teacher_rows)]
+    rounded: Any = [x.astype(jnp.float32) for x in half]
+    decay = jnp.float32(3.0)
+
+    def run(hidden, rows):
+        return soft_cross_entropy(hidden, rows, half[2], half[3], labels, weights, block=8, lk_decay=decay)[0]
+
+    def exact(hidden, rows):
+        return lk_reference(hidden, rows, rounded[2], rounded[3], labels, weights, decay)[0]
+
+    loss, gradients = jax.value_and_grad(run, (0, 1))(half[0], rounded[1])
+    expected, wanted = jax.value_and_grad(exact, (0, 1))(*rounded[:2])
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    for got, want in zip(gradients, wanted, strict=True):
+        np.testing.assert_allclose(got.astype(jnp.float32), want, atol=2**-7 * float(jnp.abs(want).max()))
+
+
+def test_the_lk_loss_on_a_mesh_is_that_of_one_device():
+    """Batch over the data axis, vocabulary over the model axis: acceptance is a sum over both of its halves."""
+    hidden, rows, teacher_hidden, teacher_rows, labels, weights = random_inputs(6)
+    mesh = make_mesh(MeshConfig(data=2, model=2), jax.devices()[:4])
+    of_rows, of_vocabulary = P("data"), P("model")
+    places = (P(None, "data"), of_vocabulary, of_rows, of_vocabulary, of_rows, P(None, "data"))
+    inputs = (hidden, rows, teacher_hidden, teacher_rows, labels, weights)
+    placed = [jax.device_put(x, NamedSharding(mesh, place)) for x, place in zip(inputs, places, strict=True)]
+
+    def run(hidden, rows, *rest):
+        return soft_cross_entropy(hidden, rows, *rest, block=8, lk_decay=jnp.float32(3.0))[0]
+
+    both = jax.jit(jax.value_and_grad(run, (0, 1)))
+    for got, want in zip(jax.tree.leaves(both(*placed)), jax.tree.leaves(both(*inputs)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)

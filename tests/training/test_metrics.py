@@ -6,8 +6,8 @@ import pytest
 from eagle3_jax.training.metrics import NotFinite, summarise
 
 
-def batch(loss, hits, compared, counted, cross_entropy, divergence, tokens):
-    sums = {"hits": hits, "compared": compared, "counted": counted}
+def batch(loss, hits, compared, counted, cross_entropy, divergence, tokens, acceptance=(0.0, 0.0)):
+    sums = {"hits": hits, "compared": compared, "counted": counted, "acceptance": acceptance}
     sums |= {"cross_entropy": cross_entropy, "divergence": divergence}
     return {name: np.asarray(value) for name, value in sums.items()} | {
         "loss": np.float32(loss),
@@ -16,14 +16,15 @@ def batch(loss, hits, compared, counted, cross_entropy, divergence, tokens):
 
 
 def test_means_are_over_positions_not_over_batches():
-    small = batch(1.0, [2, 1], [4, 2], [5, 4], [8.0, 6.0], [2.0, 1.0], 10)
-    large = batch(3.0, [10, 4], [16, 8], [20, 16], [16.0, 8.0], [8.0, 4.0], 90)
+    small = batch(1.0, [2, 1], [4, 2], [5, 4], [8.0, 6.0], [2.0, 1.0], 10, [1.0, 0.5])
+    large = batch(3.0, [10, 4], [16, 8], [20, 16], [16.0, 8.0], [8.0, 4.0], 90, [9.0, 2.0])
     got = summarise([small, large])
     assert got == {
         "loss": 2.0,
         "accuracy": [12 / 25, 5 / 20],
         "cross_entropy": [24 / 20, 14 / 10],
         "divergence": [10 / 20, 5 / 10],
+        "acceptance": [10 / 20, 2.5 / 10],
         "tokens": 100,
     }
 
