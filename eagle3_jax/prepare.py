@@ -154,7 +154,8 @@ def _filter(
             rejects.append({"source": label, "line": record["line"], "reason": reason, "text": text})
     counts = {
         "sources": dict(read),
-        "rejected": dict(collections.Counter(reject["reason"] for reject in rejects)),
+        # Of a benchmark none is a finding too.
+        "rejected": dict.fromkeys(benchmarks.reasons, 0) | collections.Counter(reject["reason"] for reject in rejects),
         "personal_data": dict(personal),
     }
     return kept, rejects, counts

@@ -325,13 +325,15 @@ def test_self_prompting_begins_as_it_is_told_and_goes_on_for_several_turns(tmp_p
 
 
 def test_questions_of_benchmarks_stay_out(tmp_path):
-    """Eight words in a row are enough, wherever they stand in a benchmark's record; seven are not."""
+    """Eight words in a row are enough, wherever they stand in a benchmark's record; seven are not. Zero is a count."""
     asked = "What is the sum of all primes below one hundred?"
     bench = jsonl(tmp_path, {"turns": ["Tell me: what is the SUM of all primes, below ten?"]}, name="bench.jsonl")
+    far = jsonl(tmp_path, {"question": "Of all the rivers in the world, which is the longest one?"}, name="far.jsonl")
     source = jsonl(tmp_path, *({"prompt": question} for question in [*QUESTIONS, asked, "What is the sum of all the"]))
-    config = run_config(tmp_path, source, benchmarks=[bench["path"]])
+    config = run_config(tmp_path, source, benchmarks=[bench["path"], far["path"]])
     prepare.prepare(config)
-    assert results(config)["rejected"] == {"eight words in a row of the benchmark bench.jsonl": 1}
+    reason = "eight words in a row of the benchmark"
+    assert results(config)["rejected"] == {f"{reason} bench.jsonl": 1, f"{reason} far.jsonl": 0}
     identity = manifest.read(config.folder("prepare"), "prepare")["identity"]
     assert identity["inputs"][bench["path"]] == manifest.digest(bench["path"])
     config = run_config(tmp_path / "b", source, benchmarks=["none.jsonl"])

@@ -117,6 +117,9 @@ class Duplicates:
 class Benchmarks:
     """Questions of benchmarks, to be kept out of training: all texts of their records, in runs of eight words.
 
+    Attributes:
+        reasons: what `check` says, of each file.
+
     Raises:
         ValueError: a file that cannot be read, or a line that is no JSON.
     """
@@ -125,6 +128,7 @@ class Benchmarks:
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._names: dict[bytes, str] = {}
+        self.reasons = tuple(self._reason(pathlib.Path(path).name) for path in paths)
         for path in map(pathlib.Path, paths):
             try:
                 for line in path.read_text(encoding="utf-8").splitlines():
@@ -138,7 +142,11 @@ class Benchmarks:
         """The reason to leave these messages out, or None."""
         runs = (run for message in messages for run in _shingles(message["content"], self._WORDS))
         found = next((self._names[run] for run in runs if run in self._names), None)
-        return None if found is None else f"eight words in a row of the benchmark {found}"
+        return None if found is None else self._reason(found)
+
+    @staticmethod
+    def _reason(name: str) -> str:
+        return f"eight words in a row of the benchmark {name}"
 
 
 def opening_hash(messages: Messages) -> str:
