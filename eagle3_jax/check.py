@@ -20,7 +20,7 @@ from eagle3_jax.data import sources
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.measure import timed
 from eagle3_jax.formats import files
-from eagle3_jax.formats.shipped import draft_folder
+from eagle3_jax.formats.shipped import chosen_draft
 from eagle3_jax.models import chat_template
 from eagle3_jax.models.registry import Target, load_target
 
@@ -84,7 +84,7 @@ def run(
     """
     settings = config.evaluate
     target = target or load_target(config.target)
-    draft = draft_folder(settings.draft, config.folder("export"), target)
+    _, draft = chosen_draft(settings.draft, config.folder("export"), target)
     if draft is None:
         raise ValueError("evaluate.draft: got 'lookup', expected a head")
     steps = settings.tree.num_steps if isinstance(settings.tree, DraftTree) else 3

@@ -401,7 +401,7 @@ class EvaluateConfig:
     Attributes:
         tree: "auto" lets the engine choose for every dispatch, vanilla decoding included.
         draft: exported folder to measure, "lookup", or "auto": the head that comes with this package; None is the run's
-            own `export` folder.
+            own `export` folder, and "auto" where it has none.
         limit: at most this many prompts, spread evenly over the categories.
     """
 
@@ -425,7 +425,7 @@ class BenchmarkConfig:
     """export -> speed of every draft size at every batch size.
 
     Attributes:
-        draft: exported folder, "lookup", or "auto"; None is the run's own `export` folder.
+        draft: as `evaluate.draft`.
         trees: sizes to measure beside vanilla decoding, and what "auto" then chooses from; none are those that "auto"
             has by itself.
         requests: of each turn, at least; where the batch is larger, as many as that.
@@ -492,7 +492,8 @@ class ServeConfig:
         host, port: where it listens. Another host than this machine's own address needs keys; port 0 is a free one.
         model_name: what clients call the model; None is `target.name`.
         draft: exported folder, "lookup", "auto" (the head that comes with this package for this target, if one does),
-            "mtp" (the target's own layer for it), or "none" for vanilla decoding; None is the run's `export` folder.
+            "mtp" (the target's own layer for it), or "none" for vanilla decoding; None is the run's `export` folder,
+            and "auto" where it has none.
         token_map: of a head of EAGLE-2: a file with the tokens that it drafts (FR-Spec); None is all of them.
         trees: one is the draft's size always; of several the engine chooses for every dispatch among them and vanilla
             decoding, of none among those that it has by itself.

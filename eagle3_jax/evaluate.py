@@ -21,7 +21,7 @@ from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.measure import compare, total
 from eagle3_jax.decoding.near_tie import near_tie
 from eagle3_jax.formats import files
-from eagle3_jax.formats.shipped import draft_folder
+from eagle3_jax.formats.shipped import chosen_draft
 from eagle3_jax.mesh import Replica, make_mesh, own_replica
 from eagle3_jax.models import chat_template
 from eagle3_jax.models.registry import Target, load_target
@@ -62,8 +62,7 @@ def _run(
     settings = config.evaluate
     prompts, unusable = sources.read_file(prompts_path)
     target = target or load_target(config.target, replica.decoding_mesh)
-    folder = draft_folder(settings.draft, config.folder("export"), target)
-    draft = settings.draft or str(folder)
+    draft, folder = chosen_draft(settings.draft, config.folder("export"), target)
     identity = {
         "evaluate": configuration.to_dict(settings),
         "seed": config.seed,

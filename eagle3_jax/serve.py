@@ -21,7 +21,9 @@ from eagle3_jax import command
 from eagle3_jax import config as configuration
 from eagle3_jax.config import ConfigError, RunConfig, ServeConfig
 from eagle3_jax.decoding.engine import Engine
-from eagle3_jax.formats.shipped import AUTO
+from eagle3_jax.formats.shipped import AUTO, chosen_draft
+from eagle3_jax.mesh import decoding_mesh
+from eagle3_jax.models.registry import load_target
 from eagle3_jax.serving.app import make_app
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -95,14 +97,16 @@ def _with_flags(path: str | None, overrides: Sequence[str], given: dict[str, str
 def load(config: RunConfig) -> Engine:
     """The engine that answers, warmed up. Raises ValueError as `Engine.load` does."""
     settings, trees = config.serve, config.serve.trees
-    draft = str(config.folder("export")) if settings.draft is None else settings.draft
+    target = load_target(config.target, decoding_mesh(config.mesh) if config.mesh.model > 1 else None)
+    draft = settings.draft
+    if draft is None:
+        draft, _ = chosen_draft(None, config.folder("export"), target)
     engine = Engine.load(
-        config.target,
+        target,
         None if draft == "none" else draft,
         trees[0] if len(trees) == 1 else trees or "auto",
         settings.batch_size,
         settings.max_length,
-        mesh=config.mesh if config.mesh.model > 1 else None,
         token_map=settings.token_map,
         memory_fraction=settings.memory_fraction,
         queue_limit=settings.queue_limit,

@@ -30,7 +30,7 @@ from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.measure import timed
 from eagle3_jax.decoding.tiers import Tier
 from eagle3_jax.formats import files
-from eagle3_jax.formats.shipped import draft_folder
+from eagle3_jax.formats.shipped import chosen_draft
 from eagle3_jax.mesh import Replica, make_mesh, own_replica
 from eagle3_jax.models import chat_template
 from eagle3_jax.models.registry import Target, load_target
@@ -100,8 +100,7 @@ class Material:
         settings = config.benchmark
         messages = sources.spread(sources.read_file(prompts_path)[0], None)
         target = target or load_target(config.target, replica.decoding_mesh)
-        folder = draft_folder(settings.draft, config.folder("export"), target)
-        draft = settings.draft or str(folder)
+        draft, folder = chosen_draft(settings.draft, config.folder("export"), target)
         longest = target.model.config.max_position_embeddings - settings.max_tokens
         prompts = [chat_template.prompt_ids(target.tokenizer, prompt["messages"]) for prompt in messages]
         prompts = [ids for ids in prompts if len(ids) <= longest]

@@ -6,7 +6,7 @@ import logging
 import pathlib
 from typing import Any, Final
 
-from eagle3_jax import manifest
+from eagle3_jax import manifest, processes
 from eagle3_jax.formats import heads
 from eagle3_jax.formats.mtp import MTP
 from eagle3_jax.formats.stored import misfits
@@ -52,27 +52,34 @@ def load_shipped(target: Target, dtype: Any) -> Draft | None:
     return heads.load_draft(folder, target=target, dtype=dtype, but=_BUT)
 
 
-def draft_folder(draft: str | None, export: pathlib.Path, target: Target) -> pathlib.Path | None:
-    """Where the head lies that a verb's `draft` names; None of "lookup" and "mtp", which have no folder of their own.
+def chosen_draft(draft: str | None, export: pathlib.Path, target: Target) -> tuple[str, pathlib.Path | None]:
+    """The draft that a verb works with.
 
     Args:
-        draft: a folder, "auto", "mtp" or "lookup"; None is the run's own.
-        export: that folder.
+        draft: a folder, "auto", "mtp" or "lookup"; None is the run's own or, where the run has none, "auto".
+        export: the run's own.
+
+    Returns:
+        The draft, as `Engine.load` takes it; and the folder of the head, None of "lookup" and "mtp".
 
     Raises:
-        ManifestError: the run has no finished export. ValueError: "auto", and no head comes for this target.
+        ManifestError: the run's export is not finished; or it has none, and no head comes for this target.
+        ValueError: "auto", and no head comes for this target.
     """
     if draft is None:
-        manifest.read(export, made_by="export", verify=False)  # `load_draft` does
-        return export
+        if (export / manifest.NAME).exists() or shipped_head(target) is None:
+            manifest.read(export, made_by="export", verify=False)  # `load_draft` does
+            return str(export), export
+        processes.say(f"{export}: no head there; that of this package for {target.identity['name']} drafts")
+        draft = AUTO
     if draft in (LOOKUP, MTP):
-        return None
+        return draft, None
     if draft != AUTO:
-        return pathlib.Path(draft)
+        return draft, pathlib.Path(draft)
     folder = shipped_head(target)
     if folder is None:
         raise ValueError(f"draft: got 'auto', expected a folder: no head comes for {target.identity['name']}")
-    return folder
+    return AUTO, folder
 
 
 def _trained_with(folder: pathlib.Path) -> dict[str, Any]:

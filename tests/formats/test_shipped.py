@@ -3,14 +3,24 @@
 import dataclasses
 import logging
 import pathlib
+import types
 
 import jax.numpy as jnp
 import pytest
 import tiny
 from flax import nnx
 
-from eagle3_jax import manifest
-from eagle3_jax.config import DraftConfig, DraftTree, TargetConfig
+from eagle3_jax import check, evaluate, manifest, serve
+from eagle3_jax.benchmarking import decode
+from eagle3_jax.config import (
+    BenchmarkConfig,
+    DraftConfig,
+    DraftTree,
+    EvaluateConfig,
+    MeshConfig,
+    RunConfig,
+    TargetConfig,
+)
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.formats import shipped
 from eagle3_jax.formats.heads import save_draft
@@ -72,7 +82,7 @@ def test_another_target_gets_none(heads, target, field):
     with pytest.raises(ValueError, match="draft: got None, expected a draft head"):
         Engine.load(other, tree=CHAIN, max_length=64)
     with pytest.raises(ValueError, match="draft: got 'auto', expected a folder: no head comes for"):
-        shipped.draft_folder("auto", pathlib.Path("runs/x/export"), other)
+        shipped.chosen_draft("auto", pathlib.Path("runs/x/export"), other)
 
 
 def test_a_model_of_another_width_gets_none(heads, target):
@@ -82,10 +92,53 @@ def test_a_model_of_another_width_gets_none(heads, target):
     assert shipped.shipped_head(wider) is None
 
 
-def test_what_a_verb_names(heads, target, tmp_path):
+def test_what_a_verb_names(heads, target, tmp_path, capsys):
     own = tmp_path / "run" / "export"
-    assert shipped.draft_folder("lookup", own, target) is None
-    assert shipped.draft_folder("auto", own, target) == heads / "tiny"
-    assert shipped.draft_folder("somewhere", own, target) == pathlib.Path("somewhere")
-    with pytest.raises(ManifestError):
-        shipped.draft_folder(None, own, target)
+    assert shipped.chosen_draft("lookup", own, target) == ("lookup", None)
+    assert shipped.chosen_draft("auto", own, target) == ("auto", heads / "tiny")
+    assert shipped.chosen_draft("somewhere", own, target) == ("somewhere", pathlib.Path("somewhere"))
+    assert not capsys.readouterr().err
+    manifest.begin(own, {"verb": "export", "target": target.identity})
+    with pytest.raises(ManifestError, match="unfinished"):  # what the run has of its own, nothing stands for
+        shipped.chosen_draft(None, own, target)
+    manifest.finish(own)
+    assert shipped.chosen_draft(None, own, target) == (str(own), own)
+
+
+class Loaded(Exception):
+    """An engine was about to draft."""
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "benchmark", "check", "serve"])
+def test_the_verbs_of_a_run_without_an_export_draft_with_the_head_of_the_package(
+    heads, target, tmp_path, monkeypatch, capsys, verb
+):
+    def load(target, draft, *_, **__):
+        if draft is not None:
+            raise Loaded(draft)
+        return types.SimpleNamespace(generate=lambda *_: None)
+
+    monkeypatch.setattr(Engine, "load", load)
+    monkeypatch.setattr(check, "timed", lambda *_: ([], 1.0))
+    config = RunConfig(
+        run_dir=str(tmp_path / "run"),
+        target=TargetConfig(name=str(target.folder), aux_layers=(1, 2, 3)),
+        mesh=MeshConfig(data=1),
+        evaluate=EvaluateConfig(max_tokens=8),
+        benchmark=BenchmarkConfig(max_tokens=8, batch_sizes=(1,)),
+    )
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a b"}\n')
+    run = {
+        "evaluate": lambda target: evaluate.run(config, prompts, tmp_path / "report.json", target),
+        "benchmark": lambda target: decode.run(config, prompts, target=target),
+        "check": lambda target: check.run(config, prompts, "numbers", target=target),
+        "serve": lambda target: serve.load(config),
+    }[verb]
+    with pytest.raises(Loaded, match="auto" if verb != "check" else "tiny"):
+        run(target)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "no head there" in line]
+    assert line.startswith(str(config.folder("export")))
+    monkeypatch.setattr(shipped, "HEADS", tmp_path / "none")
+    with pytest.raises(ManifestError, match="export"):
+        run(target)
