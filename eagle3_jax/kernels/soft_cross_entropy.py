@@ -168,13 +168,13 @@ def _block(
 ) -> tuple[tuple[Array, Array], Any]:
     """One block: hidden [K, B, n, H], teacher_hidden [B, n, H], labels [B, n], weights [K, B, n]."""
     hidden, teacher_hidden, labels, weights = block
-    teacher_logits = _logits(teacher_hidden, teacher_rows)
+    teacher_logits = _product(teacher_hidden, teacher_rows, 1)
     p = jax.nn.softmax(teacher_logits, axis=-1)
     entropy = jax.nn.logsumexp(teacher_logits, axis=-1) - jnp.sum(p * teacher_logits, axis=-1)
 
     def student(carry: tuple[Array, Array], step: tuple[Array, Array]) -> tuple[tuple[Array, Array], Any]:
         (loss, d_rows), (x, w) = carry, step
-        logits = _logits(x, rows)
+        logits = _product(x, rows, 1)
         top = jnp.max(logits, axis=-1, keepdims=True)
         unnormed = jnp.exp(logits - top)
         total = jnp.sum(unnormed, axis=-1, keepdims=True)
@@ -194,7 +194,7 @@ def _block(
             d_acceptance = under - q * jnp.sum(under, axis=-1, keepdims=True)
             d_logits = share[..., None] * d_logits - (1 - share)[..., None] * d_acceptance
         d_logits = (d_logits * w[..., None]).astype(x.dtype)
-        d_hidden = jnp.dot(d_logits, rows, precision=_HIGHEST)
+        d_hidden = _product(d_logits, rows, 0).astype(x.dtype)
         # Accumulated as [H, V]: the contraction that is faster on a CPU.
         d_rows += jax.lax.dot_general(
             x, d_logits, (((0, 1), (0, 1)), ((), ())), precision=_HIGHEST, preferred_element_type=jnp.float32
@@ -205,7 +205,8 @@ def _block(
     return carry, ((ce, entropy, hits, acceptance), d_hidden)
 
 
-def _logits(x: Array, rows: Array) -> Array:
+def _product(x: Array, rows: Array, axis: int) -> Array:
+    """Contracts x's last axis with one of the rows', in float32: a CPU multiplies bfloat16 fast only where asked so."""
     return jax.lax.dot_general(
-        x, rows, (((x.ndim - 1,), (1,)), ((), ())), precision=_HIGHEST, preferred_element_type=jnp.float32
+        x, rows, (((x.ndim - 1,), (axis,)), ((), ())), precision=_HIGHEST, preferred_element_type=jnp.float32
     )
