@@ -319,6 +319,7 @@ class TrainConfig:
         epochs: passes over the features; max_steps stops earlier when it is not None.
         mask_offset: the loss mask that counts for the prediction of token t+2 is mask[t + mask_offset].
         loss_reduction: divide by all positions ("all", the paper's code) or by those that count ("mask").
+        optimizer: `muon` updates matrices by Muon, the LM head and the norms by AdamW, all at `learning_rate`.
         argmax_mask: drop positions whose teacher argmax is outside the draft vocabulary.
         loss_block: positions per block of the vocabulary-wide part of the loss.
         remat: of each step keep matrix products and attention, and compute the rest again in the backward pass.
@@ -341,6 +342,7 @@ class TrainConfig:
     warmup_ratio: float = 0.015
     b1: float = 0.9
     b2: float = 0.95
+    optimizer: Literal["adamw", "muon"] = "adamw"
     weight_decay: float = 0.0
     clip_norm: float = 0.5
     mask_offset: Literal[0, 1, 2] = 0
