@@ -140,6 +140,7 @@ def test_no_label_is_never_a_hit():
 @pytest.mark.parametrize("block", [8, 100])
 def test_the_lk_loss_and_its_gradients_equal_the_reference(block):
     hidden, rows, *rest = random_inputs(3)
+    teacher_hidden, teacher_rows, labels, weights = rest
     decay = jnp.float32(3.0)
 
     def scaled(hidden, rows):
@@ -147,7 +148,7 @@ def test_the_lk_loss_and_its_gradients_equal_the_reference(block):
         return 3 * loss, comparison.acceptance
 
     def expected(hidden, rows):
-        loss, acceptance = lk_reference(hidden, rows, *rest, decay)
+        loss, acceptance = lk_reference(hidden, rows, teacher_hidden, teacher_rows, labels, weights, decay)
         return 3 * loss, acceptance
 
     ours, wanted = (jax.jit(jax.value_and_grad(f, (0, 1), has_aux=True))(hidden, rows) for f in (scaled, expected))
