@@ -312,14 +312,17 @@ class TrainConfig:
     Attributes:
         warm_start: exported head that training begins with, weights and draft vocabulary, as for a new domain. That is
             another thing than going on after an interruption, which needs no word.
+        start: a new head's layer is noise (`target_rows`: its LM head alone is the target's), or begins as the target's
+            block behind the highest aux feature (`target_block`: blocks of Llama's form; `draft.rope_theta` should then
+            be the target's).
         ttt_steps: steps of the training-time test; step_decay weighs step i by step_decay ** i.
         loss: `lk` maximises the share of accepted drafts (arXiv 2602.23881), cross entropy where that is small still.
         lk_from: the share of all steps with cross entropy before `lk` begins.
         batch_size: packed rows per step; row_length: tokens per row.
+        optimizer: `muon` updates matrices by Muon, the LM head and the norms by AdamW, all at `learning_rate`.
         epochs: passes over the features; max_steps stops earlier when it is not None.
         mask_offset: the loss mask that counts for the prediction of token t+2 is mask[t + mask_offset].
         loss_reduction: divide by all positions ("all", the paper's code) or by those that count ("mask").
-        optimizer: `muon` updates matrices by Muon, the LM head and the norms by AdamW, all at `learning_rate`.
         argmax_mask: drop positions whose teacher argmax is outside the draft vocabulary.
         loss_block: positions per block of the vocabulary-wide part of the loss.
         remat: of each step keep matrix products and attention, and compute the rest again in the backward pass.
@@ -330,6 +333,7 @@ class TrainConfig:
 
     __pydantic_config__ = _STRICT
     warm_start: Annotated[str | None, tyro.conf.arg(aliases=("--warm-start",))] = None
+    start: Literal["target_rows", "target_block"] = "target_rows"
     ttt_steps: int = 7
     step_decay: float = 0.8
     loss: Literal["cross_entropy", "lk"] = "cross_entropy"
@@ -338,11 +342,11 @@ class TrainConfig:
     row_length: int = 2048
     epochs: float = 1.0
     max_steps: int | None = None
+    optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = 1e-4
     warmup_ratio: float = 0.015
     b1: float = 0.9
     b2: float = 0.95
-    optimizer: Literal["adamw", "muon"] = "adamw"
     weight_decay: float = 0.0
     clip_norm: float = 0.5
     mask_offset: Literal[0, 1, 2] = 0
@@ -367,6 +371,8 @@ class TrainConfig:
             _require(value is None or value >= 1, f"train.{field}", value, "at least 1, or None")
         for field in ("b1", "b2"):
             _require(0 <= getattr(self, field) < 1, f"train.{field}", getattr(self, field), "in [0, 1)")
+        alone = self.warm_start is None or self.start == "target_rows"
+        _require(alone, "train.start", self.start, "target_rows beside train.warm_start")
         _require(self.weight_decay >= 0, "train.weight_decay", self.weight_decay, "0 or more")
         _require(self.clip_norm > 0, "train.clip_norm", self.clip_norm, "more than 0")
         _require(0 < self.step_decay <= 1, "train.step_decay", self.step_decay, "in (0, 1]")
