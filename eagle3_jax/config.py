@@ -25,6 +25,13 @@ def _require(condition: bool, field: str, got: object, expected: str) -> None:
         raise ValueError(f"{field}: got {got!r}, expected {expected}")
 
 
+def _check_token_map(section: str, draft: str | None, token_map: str | None) -> None:
+    """Beside drafts that have no folder, or the run's own, which has a vocabulary, it would do nothing."""
+    folder = draft not in (None, "auto", "lookup", "mtp", "none")
+    expected = f"null, or the folder of a head of EAGLE-2 as {section}.draft (got {draft!r})"
+    _require(token_map is None or folder, f"{section}.token_map", token_map, expected)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftTree:
     """Size of the draft, in SGLang's terms.
@@ -410,18 +417,22 @@ class EvaluateConfig:
         tree: "auto" lets the engine choose for every dispatch, vanilla decoding included.
         draft: exported folder to measure, "lookup", or "auto": the head that comes with this package; None is the run's
             own `export` folder, and "auto" where it has none.
+        token_map: of a head of EAGLE-2, whose folder is `draft`: a file, local or on a hub, with the tokens that it
+            drafts (FR-Spec); None is all of them.
         limit: at most this many prompts, spread evenly over the categories.
     """
 
     __pydantic_config__ = _STRICT
     tree: DraftTree | Literal["auto"] = DraftTree()
     draft: str | None = None
+    token_map: str | None = None
     temperature: float = 0.0
     max_tokens: int = 128
     batch_size: int = 1
     limit: int | None = None
 
     def __post_init__(self) -> None:
+        _check_token_map("evaluate", self.draft, self.token_map)
         _require(self.temperature >= 0, "evaluate.temperature", self.temperature, "0 (greedy) or more")
         _require(self.max_tokens >= 1, "evaluate.max_tokens", self.max_tokens, "at least 1")
         _require(self.batch_size >= 1, "evaluate.batch_size", self.batch_size, "at least 1")
@@ -434,6 +445,8 @@ class BenchmarkConfig:
 
     Attributes:
         draft: as `evaluate.draft`.
+        token_map: of a head of EAGLE-2, whose folder is `draft`: a file, local or on a hub, with the tokens that it
+            drafts (FR-Spec); None is all of them.
         trees: sizes to measure beside vanilla decoding, and what "auto" then chooses from; none are those that "auto"
             has by itself.
         requests: of each turn, at least; where the batch is larger, as many as that.
@@ -445,6 +458,7 @@ class BenchmarkConfig:
 
     __pydantic_config__ = _STRICT
     draft: str | None = None
+    token_map: str | None = None
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16)
     trees: tyro.conf.Fixed[tuple[DraftTree, ...]] = ()
     temperature: float = 0.0
@@ -455,6 +469,7 @@ class BenchmarkConfig:
     simulated_acceptance: float | None = None
 
     def __post_init__(self) -> None:
+        _check_token_map("benchmark", self.draft, self.token_map)
         sizes, rate = self.batch_sizes, self.simulated_acceptance
         _require(len(sizes) > 0 and min(sizes) >= 1, "benchmark.batch_sizes", sizes, "sizes of at least 1")
         _require(self.temperature >= 0, "benchmark.temperature", self.temperature, "0 (greedy) or more")
@@ -502,7 +517,8 @@ class ServeConfig:
         draft: exported folder, "lookup", "auto" (the head that comes with this package for this target, if one does),
             "mtp" (the target's own layer for it), or "none" for vanilla decoding; None is the run's `export` folder,
             and "auto" where it has none.
-        token_map: of a head of EAGLE-2: a file with the tokens that it drafts (FR-Spec); None is all of them.
+        token_map: of a head of EAGLE-2, whose folder is `draft`: a file, local or on a hub, with the tokens that it
+            drafts (FR-Spec); None is all of them.
         trees: one is the draft's size always; of several the engine chooses for every dispatch among them and vanilla
             decoding, of none among those that it has by itself.
         batch_size: requests that are answered together. queue_limit: that wait for a place, at most.
@@ -542,6 +558,7 @@ class ServeConfig:
     drain_timeout: int = 30
 
     def __post_init__(self) -> None:
+        _check_token_map("serve", self.draft, self.token_map)
         _require(0 <= self.port < 65536, "serve.port", self.port, "0 (a free one) to 65535")
         for field in ("batch_size", "queue_limit", "max_body_bytes"):
             _require(getattr(self, field) >= 1, f"serve.{field}", getattr(self, field), "at least 1")

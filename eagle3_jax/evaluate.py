@@ -20,8 +20,7 @@ from eagle3_jax.data import sources
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.measure import compare, total
 from eagle3_jax.decoding.near_tie import near_tie
-from eagle3_jax.formats import files
-from eagle3_jax.formats.shipped import chosen_draft
+from eagle3_jax.formats.shipped import chosen_draft, draft_identity
 from eagle3_jax.mesh import Replica, make_mesh, own_replica
 from eagle3_jax.models import chat_template
 from eagle3_jax.models.registry import Target, load_target
@@ -67,7 +66,7 @@ def _run(
         "evaluate": configuration.to_dict(settings),
         "seed": config.seed,
         "target": target.identity,
-        "draft": {"folder": draft, "files": folder and files.file_digests(folder)},
+        "draft": draft_identity(draft, folder, settings.token_map),
         "prompts_file": {"name": pathlib.Path(prompts_path).name, "sha256": manifest.digest(prompts_path)},
     }
     with manifest.lock(output):
@@ -105,7 +104,7 @@ def _measure(
     sizes = settings.batch_size, longest + settings.max_tokens
     # The same prompts come again, and reading them is part of what is measured.
     vanilla = Engine.load(target, None, "auto", *sizes, prefix_cache=False)
-    speculative = Engine.load(target, draft, settings.tree, *sizes, prefix_cache=False)
+    speculative = Engine.load(target, draft, settings.tree, *sizes, token_map=settings.token_map, prefix_cache=False)
     params = SamplingParams(temperature=settings.temperature, max_tokens=settings.max_tokens, seed=config.seed)
     exact = settings.temperature == 0
     if settings.tree == "auto":

@@ -95,6 +95,15 @@ def test_wrong_values_are_refused_by_field(values, message):
         config.from_dict(values)
 
 
+@pytest.mark.parametrize("section", ["evaluate", "benchmark", "serve"])
+def test_a_token_map_needs_the_folder_of_a_head(section):
+    for draft in (None, "auto", "lookup", "mtp", "none"):
+        with pytest.raises(ConfigError, match=rf"{section}\.token_map: got 'm\.json', expected null, or the folder"):
+            config.from_dict({"run_dir": "x", section: {"draft": draft, "token_map": "m.json"}})
+    run = config.from_dict({"run_dir": "x", section: {"draft": "heads/eagle2", "token_map": "m.json"}})
+    assert getattr(run, section).token_map == "m.json"
+
+
 def test_all_errors_come_in_one_message():
     with pytest.raises(ConfigError, match=r"(?s)train\.batch_size.*nope"):
         config.from_dict({"run_dir": "x", "nope": 1, "train": {"batch_size": "a"}})

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 import tiny
+import tiny_heads
 from flax import nnx
 
 from eagle3_jax import config as configuration
@@ -56,6 +57,29 @@ def prompts(tmp_path: pathlib.Path) -> pathlib.Path:
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + "{broken\n")
     return path
+
+
+class Loaded(Exception):
+    pass
+
+
+def test_a_token_map_goes_to_the_engine_that_drafts(
+    config: RunConfig, target: Target, prompts: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = tiny_heads.write_eagle2(tmp_path / "eagle2", target.model.config)
+    (tmp_path / "map.json").write_text("[60, 61, 62]")
+    settings = dataclasses.replace(config.evaluate, draft=str(head), token_map=str(tmp_path / "map.json"))
+    seen: list[Any] = []
+
+    def load(_: Target, draft: str | None, *__: object, **options: Any) -> None:
+        seen.append((draft, options.get("token_map")))
+        if draft is not None:
+            raise Loaded
+
+    monkeypatch.setattr(evaluate.Engine, "load", load)
+    with pytest.raises(Loaded):
+        evaluate.run(dataclasses.replace(config, evaluate=settings), prompts, tmp_path / "report.json", target)
+    assert seen == [(None, None), (str(head), settings.token_map)]
 
 
 @pytest.mark.slow

@@ -42,13 +42,14 @@ def test_a_target_s_name_is_enough():
 def test_sglang_s_flags_are_understood(run_file):
     flags = "--speculative-num-steps 3 --speculative-eagle-topk 4 --speculative-num-draft-tokens 8"
     flags += " --mem-fraction-static 0.8 --max-running-requests 16 --serve.queue-limit 7"
-    flags += " --speculative-token-map frequent.json"
+    flags += " --draft heads/eagle2 --speculative-token-map frequent.json"
     config = serve.configure(["--config", run_file, *flags.split()])
     assert config.serve == ServeConfig(
         port=9000,
         batch_size=16,
         queue_limit=7,
         memory_fraction=0.8,
+        draft="heads/eagle2",
         token_map="frequent.json",
         trees=(DraftTree(num_steps=3, topk=4, num_draft_tokens=8),),
     )

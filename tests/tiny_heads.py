@@ -66,6 +66,46 @@ def make_draft(
     return Draft(head, jnp.asarray(ids, jnp.int32))
 
 
+def write_eagle2(folder: pathlib.Path, target: Any) -> pathlib.Path:
+    """As SafeAILab's: a plain Llama config, a copy of the embeddings, no norm in front of attention, no LM head."""
+    rng = np.random.default_rng(0)
+    h, f, heads, kv = target.hidden_size, 40, 4, 2
+    d = h // heads
+
+    def matrix(*size: int) -> np.ndarray:
+        return (rng.normal(size=size) * 0.05).astype(np.float32)
+
+    tensors = {
+        "embed_tokens.weight": matrix(target.vocab_size, h),
+        "fc.weight": matrix(h, 2 * h),
+        "fc.bias": matrix(h),
+        "layers.0.self_attn.q_proj.weight": matrix(heads * d, h),
+        "layers.0.self_attn.k_proj.weight": matrix(kv * d, h),
+        "layers.0.self_attn.v_proj.weight": matrix(kv * d, h),
+        "layers.0.self_attn.o_proj.weight": matrix(h, heads * d),
+        "layers.0.post_attention_layernorm.weight": 1 + matrix(h),
+        "layers.0.mlp.gate_proj.weight": matrix(f, h),
+        "layers.0.mlp.up_proj.weight": matrix(f, h),
+        "layers.0.mlp.down_proj.weight": matrix(h, f),
+    }
+    folder.mkdir(exist_ok=True)
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    values = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_act": "silu",
+        "hidden_size": h,
+        "intermediate_size": f,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "num_hidden_layers": 1,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": target.vocab_size,
+        "bias": True,
+    }
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
 def read(folder: pathlib.Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Tensors and config of a saved head, as they are."""
     return safetensors.numpy.load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())

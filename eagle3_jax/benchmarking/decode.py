@@ -29,8 +29,7 @@ from eagle3_jax.decoding import stages
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.measure import timed
 from eagle3_jax.decoding.tiers import Tier
-from eagle3_jax.formats import files
-from eagle3_jax.formats.shipped import chosen_draft
+from eagle3_jax.formats.shipped import chosen_draft, draft_identity
 from eagle3_jax.mesh import Replica, make_mesh, own_replica
 from eagle3_jax.models import chat_template
 from eagle3_jax.models.registry import Target, load_target
@@ -111,7 +110,7 @@ class Material:
         identity = {
             "benchmark": configuration.to_dict(dataclasses.replace(settings, batch_sizes=(1,))),
             "target": target.identity,
-            "draft": {"folder": draft, "files": folder and files.file_digests(folder)},
+            "draft": draft_identity(draft, folder, settings.token_map),
             "prompts_file": {"name": prompts_path.name, "sha256": manifest.digest(prompts_path)},
             "hardware": manifest.hardware(),
             "versions": manifest.versions(),
@@ -168,6 +167,7 @@ def measure_batch(
         settings.trees or "auto",
         batch,
         max(map(len, prompts)) + settings.max_tokens,
+        token_map=settings.token_map,
         prefix_cache=False,  # the same prompts come again, and reading them is part of what is measured
         simulated_acceptance=settings.simulated_acceptance,
     )

@@ -142,7 +142,7 @@ def _configured(config: RunConfig, *, vanilla: bool) -> dict[str, Any]:
     values = configuration.to_dict(config)
     values["serve"] |= {"port": 0, "host": "127.0.0.1", "api_key_variable": None, "api_key_file": None}
     if vanilla:
-        values["serve"] |= {"draft": "none", "trees": []}
+        values["serve"] |= {"draft": "none", "token_map": None, "trees": []}
     return values
 
 

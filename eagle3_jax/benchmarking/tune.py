@@ -106,6 +106,7 @@ def race(config: RunConfig, what: Material, batch: int) -> dict[str, Any]:
         settings.trees or (CHAINS + TREES),
         batch,
         max(map(len, what.prompts)) + settings.max_tokens,
+        token_map=settings.token_map,
         prefix_cache=False,
     )
     engine.warm_up(greedy_alone=params.greedy)

@@ -206,13 +206,17 @@ class Engine:
                 a loaded head, or its folder: that `export` wrote, or another that engines serve (see `load_draft`);
                 "mtp" for the layer that the target's own checkpoint holds for it (MiMo; SGLang's NEXTN);
                 "lookup" for drafts that are copied from the text; None for vanilla decoding.
-            token_map: of a head of EAGLE-2: the tokens that it drafts (FR-Spec), see `load_draft`.
+            token_map: of a head of EAGLE-2, given by its folder: the tokens that it drafts (FR-Spec), see `load_draft`.
             options: see `__init__`.
 
         Raises:
             ManifestError: the folder says that its head was trained with another target.
             DraftFormatError, ValueError: see `load_draft`, `__init__`.
         """
+        in_folder = isinstance(draft, pathlib.Path) or (isinstance(draft, str) and draft not in (AUTO, LOOKUP, MTP))
+        if token_map is not None and not in_folder:
+            got = repr(draft) if draft is None or isinstance(draft, str) else type(draft).__name__
+            raise ValueError(f"token_map: got {token_map}, expected None beside draft {got}, which it does not cut")
         if isinstance(target, Target):
             if dtype is not None or mesh is not None:
                 raise ValueError(f"dtype, mesh: got {dtype}, {mesh}, expected None for a target that is loaded already")
@@ -222,7 +226,7 @@ class Engine:
             config = config if dtype is None else dataclasses.replace(config, dtype=dtype)
             loaded = load_target(config, None if mesh is None else decoding_mesh(mesh))
         of_target = loaded.model.embed[...].dtype
-        if isinstance(draft, pathlib.Path) or (isinstance(draft, str) and draft not in (AUTO, LOOKUP, MTP)):
+        if isinstance(draft, pathlib.Path) or (isinstance(draft, str) and in_folder):
             head = load_draft(draft, target=loaded, dtype=of_target, token_map=token_map)
         elif draft == MTP:
             head = mtp.load(loaded, of_target)

@@ -7,7 +7,7 @@ import pathlib
 from typing import Any, Final
 
 from eagle3_jax import manifest, processes
-from eagle3_jax.formats import heads
+from eagle3_jax.formats import files, heads, token_maps
 from eagle3_jax.formats.mtp import MTP
 from eagle3_jax.formats.stored import misfits
 from eagle3_jax.models.head import Draft
@@ -80,6 +80,13 @@ def chosen_draft(draft: str | None, export: pathlib.Path, target: Target) -> tup
     if folder is None:
         raise ValueError(f"draft: got 'auto', expected a folder: no head comes for {target.identity['name']}")
     return AUTO, folder
+
+
+def draft_identity(draft: str, folder: pathlib.Path | None, token_map: str | None) -> dict[str, Any]:
+    """What a measurement notes of a verb's `draft`, and of what `chosen_draft` found, that another one would change."""
+    held = folder and files.file_digests(folder)
+    mapped = {} if token_map is None else {"token_map": manifest.digest(token_maps.locate(token_map))}
+    return {"folder": draft, "files": held, **mapped}
 
 
 def _trained_with(folder: pathlib.Path) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Token maps of FR-Spec (https://arxiv.org/abs/2502.14856): the frequent tokens, which alone are drafted.
 
-SGLang takes them as `--speculative-token-map`, a list of ids that torch saved. That is a pickle in an archive: it is
-taken apart here without running it, and anything but a list of numbers is refused.
+SGLang takes them as `--speculative-token-map`, ids that torch saved, in a file or on a hub. torch saves a pickle in an
+archive, and the numbers of a tensor beside it: it is taken apart here without running it, and anything but a list or a
+vector of integers is refused.
 """
 
 from __future__ import annotations
@@ -14,29 +15,37 @@ from typing import Any
 
 import numpy as np
 import safetensors.numpy
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from jaxtyping import Int64
 from safetensors import SafetensorError
 
 NAME = "token_map"
-# What a pickled list of integers is made of, beside the integers.
-_LIST = ("PROTO", "FRAME", "EMPTY_LIST", "MARK", "APPEND", "APPENDS", "MEMOIZE", "BINPUT", "LONG_BINPUT", "STOP")
+# What a pickle says beside its values: versions, lengths, and what is remembered but not used again.
+_SILENT = ("PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT")
 _INTEGERS = ("BININT", "BININT1", "BININT2", "INT", "LONG", "LONG1")
+_LIST = ("EMPTY_LIST", "MARK", "APPEND", "APPENDS", "STOP", *_INTEGERS)
+# A pickled tensor of one dimension, operation by operation: how it is built (storage: type, name, device, length), and
+# then offset, size, stride, no gradient, no hooks. None is an integer.
+_TENSOR = (
+    *("GLOBAL", "MARK", "MARK", "BINUNICODE", "GLOBAL", "BINUNICODE", "BINUNICODE", None, "TUPLE", "BINPERSID"),
+    *(None, None, "TUPLE1", None, "TUPLE1", "NEWFALSE", "GLOBAL", "EMPTY_TUPLE", "REDUCE", "TUPLE", "REDUCE", "STOP"),
+)
+_STORAGES = {"torch LongStorage": "i8", "torch IntStorage": "i4"}
 
 
 def read(path: str | pathlib.Path, vocab_size: int) -> Int64[np.ndarray, " ids"]:
     """The ids, ascending, each once.
 
     Args:
-        path: .json (a list), .safetensors (a tensor "token_map", or the only one), or .pt (a list that torch saved).
+        path: see `locate`; .json (a list), .safetensors (a tensor "token_map", or the only one), or .pt (a list or a
+            tensor that torch saved).
 
     Raises:
-        ValueError: another kind of file, or ids that are none of a vocabulary of `vocab_size`.
+        ValueError: no such file, another kind of file, or ids that are none of a vocabulary of `vocab_size`.
     """
-    path = pathlib.Path(path)
-    readers = {".json": _json, ".safetensors": _safetensors, ".pt": _torch}
-    if path.suffix not in readers:
-        raise ValueError(f"token_map: got {path.name}, expected one of {', '.join(readers)}")
-    ids = np.asarray(readers[path.suffix](path))
+    path = locate(path)
+    ids = np.asarray(_READERS[path.suffix](path))
     if ids.ndim != 1 or not len(ids) or not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(f"token_map: {path}: got {ids.dtype} {list(ids.shape)}, expected a list of integers")
     outside = ids[(ids < 0) | (ids >= vocab_size)]
@@ -46,6 +55,28 @@ def read(path: str | pathlib.Path, vocab_size: int) -> Int64[np.ndarray, " ids"]
     if len(found) < len(ids):
         raise ValueError(f"token_map: {path}: got {int(found[counts > 1][0])} twice, expected each id once")
     return found
+
+
+def locate(path: str | pathlib.Path) -> pathlib.Path:
+    """The file itself, or the one that "organisation/repository/file" names on a hub, at "@revision" if that is given.
+
+    Raises:
+        ValueError: neither is there, or another kind of file.
+    """
+    name, _, revision = str(path).partition("@")
+    here = pathlib.Path(path).exists()
+    if pathlib.Path(path if here else name).suffix not in _READERS:
+        raise ValueError(f"token_map: got {path}, expected one of {', '.join(_READERS)}")
+    if here:
+        return pathlib.Path(path)
+    parts, reason = name.split("/", 2), ""
+    if len(parts) == 3 and all(parts):
+        try:
+            return pathlib.Path(hf_hub_download("/".join(parts[:2]), parts[2], revision=revision or None))
+        except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError) as error:
+            reason = f" ({type(error).__name__})"
+    expected = "a file, or organisation/repository/file[@revision] on a hub that answers"
+    raise ValueError(f"token_map: got {path}, expected {expected}{reason}")
 
 
 def _json(path: pathlib.Path) -> Any:
@@ -65,14 +96,37 @@ def _safetensors(path: pathlib.Path) -> Any:
     return tensors.get(NAME, next(iter(tensors.values())))
 
 
-def _torch(path: pathlib.Path) -> list[int]:
+def _torch(path: pathlib.Path) -> Any:
     try:
         with zipfile.ZipFile(path) as archive:
             (member,) = (name for name in archive.namelist() if name.endswith("data.pkl"))
-            operations = list(pickletools.genops(archive.read(member)))
-    except (zipfile.BadZipFile, ValueError) as error:
+            pickled = [(op.name, value) for op, value, _ in pickletools.genops(archive.read(member))]
+            pickled = [(name, value) for name, value in pickled if name not in _SILENT]
+            if tuple(None if name in _INTEGERS else name for name, _ in pickled) == _TENSOR:
+                return _tensor(archive, member.removesuffix("data.pkl"), [x for _, x in pickled if x is not None])
+    except (zipfile.BadZipFile, KeyError, ValueError) as error:
         raise ValueError(f"token_map: {path}: not what torch saves ({error})") from error
-    other = next((op.name for op, *_ in operations if op.name not in (*_LIST, *_INTEGERS)), None)
+    other = next((name for name, _ in pickled if name not in _LIST), None)
     if other is not None:
-        raise ValueError(f"token_map: {path}: got a pickle with {other}, expected a list of integers and nothing else")
-    return [int(str(value)) for op, value, _ in operations if op.name in _INTEGERS]
+        raise ValueError(
+            f"token_map: {path}: got a pickle with {other}, expected a list or a vector of integers and nothing else"
+        )
+    return [int(str(value)) for name, value in pickled if name in _INTEGERS]
+
+
+def _tensor(archive: zipfile.ZipFile, root: str, values: list[Any]) -> np.ndarray:
+    """The numbers of a tensor, from its storage's bytes; `values` are those of `_TENSOR`'s operations that have one."""
+    build, kind, storage, key, _, length, offset, size, stride, hooks = values
+    if (build, kind, stride, hooks) != ("torch._utils _rebuild_tensor_v2", "storage", 1, "collections OrderedDict"):
+        raise ValueError(f"a pickle that calls {build}, {hooks} with stride {stride}")
+    if storage not in _STORAGES:
+        raise ValueError(f"a tensor in {storage}, expected {' or '.join(_STORAGES)}")
+    names = archive.namelist()
+    order = archive.read(f"{root}byteorder") if f"{root}byteorder" in names else b"little"
+    held = np.frombuffer(archive.read(f"{root}data/{key}"), (">" if order == b"big" else "<") + _STORAGES[storage])
+    if len(held) != length or not 0 <= offset <= offset + size <= length:
+        raise ValueError(f"{size} of {length} numbers from {offset} on, in a storage of {len(held)}")
+    return held[offset : offset + size]
+
+
+_READERS = {".json": _json, ".safetensors": _safetensors, ".pt": _torch}

@@ -1,20 +1,17 @@
-"""Files of EAGLE-2 heads, and token maps: read, equal to a vocabulary that was cut beforehand, or refused by name."""
+"""Files of EAGLE-2 heads: read, cut by a token map, or refused by name."""
 
-import io
 import json
 import pathlib
-import pickle
-import zipfile
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+import tiny_heads
 from safetensors.numpy import load_file, save_file
 
 from eagle3_jax.config import DraftTree, TargetConfig
 from eagle3_jax.decoding.engine import Engine, SamplingParams
-from eagle3_jax.formats import token_maps
 from eagle3_jax.formats.heads import load_draft
 from eagle3_jax.formats.stored import DraftFormatError
 from eagle3_jax.models.eagle2 import Eagle2Head
@@ -29,42 +26,7 @@ def target(tmp_path_factory) -> Target:
 
 @pytest.fixture
 def folder(target, tmp_path) -> pathlib.Path:
-    """As SafeAILab's: a plain Llama config, a copy of the embeddings, no norm in front of attention, no LM head."""
-    shape, rng = target.model.config, np.random.default_rng(0)
-    h, f, heads, kv = shape.hidden_size, 40, 4, 2
-    d = h // heads
-
-    def matrix(*size: int) -> np.ndarray:
-        return (rng.normal(size=size) * 0.05).astype(np.float32)
-
-    tensors = {
-        "embed_tokens.weight": matrix(shape.vocab_size, h),
-        "fc.weight": matrix(h, 2 * h),
-        "fc.bias": matrix(h),
-        "layers.0.self_attn.q_proj.weight": matrix(heads * d, h),
-        "layers.0.self_attn.k_proj.weight": matrix(kv * d, h),
-        "layers.0.self_attn.v_proj.weight": matrix(kv * d, h),
-        "layers.0.self_attn.o_proj.weight": matrix(h, heads * d),
-        "layers.0.post_attention_layernorm.weight": 1 + matrix(h),
-        "layers.0.mlp.gate_proj.weight": matrix(f, h),
-        "layers.0.mlp.up_proj.weight": matrix(f, h),
-        "layers.0.mlp.down_proj.weight": matrix(h, f),
-    }
-    save_file(tensors, tmp_path / "model.safetensors")
-    values = {
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_act": "silu",
-        "hidden_size": h,
-        "intermediate_size": f,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-        "num_hidden_layers": 1,
-        "rms_norm_eps": 1e-5,
-        "vocab_size": shape.vocab_size,
-        "bias": True,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    return tmp_path
+    return tiny_heads.write_eagle2(tmp_path, target.model.config)
 
 
 def test_what_lies_on_disk_is_what_is_loaded(target, folder):
@@ -130,58 +92,6 @@ def test_tensors_that_are_missing_or_too_many_are_named(target, folder):
 def test_it_needs_the_target_s_lm_head(target, folder):
     with pytest.raises(DraftFormatError, match="expected a loaded target"):
         load_draft(folder, target=target.model.config)
-
-
-def saved_by_torch(path: pathlib.Path, value: object) -> pathlib.Path:
-    """As torch.save writes it: a pickle inside an archive."""
-    held = io.BytesIO()
-    pickle.dump(value, held, protocol=2)
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("freq/data.pkl", held.getvalue())
-        archive.writestr("freq/version", "3\n")
-    return path
-
-
-def test_token_maps_in_every_form(tmp_path):
-    ids = [70000, 3, 12, 255, 256, 65536]
-    (tmp_path / "a.json").write_text(json.dumps(ids))
-    save_file({"token_map": np.asarray(ids)}, tmp_path / "b.safetensors")
-    saved_by_torch(tmp_path / "c.pt", ids)
-    for path in sorted(tmp_path.iterdir()):
-        assert token_maps.read(path, 100_000).tolist() == sorted(ids)
-
-
-class Evil:
-    def __reduce__(self):
-        return (pathlib.Path.touch, (pathlib.Path("/nowhere"),))
-
-
-@pytest.mark.parametrize("value", [[1, 2, Evil()], {"a": 1}, ["1", 2], [1.5]])
-def test_a_pickle_of_anything_else_is_refused_and_not_run(tmp_path, value):
-    with pytest.raises(ValueError, match="got a pickle with"):
-        token_maps.read(saved_by_torch(tmp_path / "x.pt", value), 100)
-
-
-@pytest.mark.parametrize(
-    ("ids", "message"),
-    [
-        ([1, 2, 1], "got 1 twice"),
-        ([5, 100], "got 100, expected ids from 0 to 99"),
-        ([], "expected a list of integers"),
-        ({}, "expected a list of integers"),
-    ],
-)
-def test_ids_that_make_no_map_are_refused(tmp_path, ids, message):
-    (tmp_path / "map.json").write_text(json.dumps(ids))
-    with pytest.raises(ValueError, match=message):
-        token_maps.read(tmp_path / "map.json", 100)
-
-
-def test_other_files_are_refused(tmp_path):
-    for name, text in (("map.txt", "1 2"), ("map.json", "{"), ("map.pt", "no archive"), ("map.safetensors", "x")):
-        (tmp_path / name).write_text(text)
-        with pytest.raises(ValueError, match="token_map"):
-            token_maps.read(tmp_path / name, 10)
 
 
 def test_a_head_with_a_vocabulary_of_its_own_takes_no_map(target, tmp_path):

@@ -142,3 +142,13 @@ def test_the_verbs_of_a_run_without_an_export_draft_with_the_head_of_the_package
     monkeypatch.setattr(shipped, "HEADS", tmp_path / "none")
     with pytest.raises(ManifestError, match="export"):
         run(target)
+
+
+def test_a_measurement_notes_the_token_map_by_its_content(heads, tmp_path):
+    (tmp_path / "map.json").write_text("[1, 2]")
+    noted = shipped.draft_identity("x", heads / "tiny", str(tmp_path / "map.json"))
+    assert sorted(noted["files"]) == ["config.json", "model.safetensors"]
+    assert shipped.draft_identity("x", heads / "tiny", None) == {"folder": "x", "files": noted["files"]}
+    (tmp_path / "map.json").write_text("[1, 3]")
+    assert shipped.draft_identity("x", heads / "tiny", str(tmp_path / "map.json")) != noted
+    assert shipped.draft_identity("lookup", None, None) == {"folder": "lookup", "files": None}
