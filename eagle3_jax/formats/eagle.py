@@ -1,7 +1,8 @@
 """The form of SafeAILab/EAGLE (model/cnets.py, model/configs.py, cb7e084), whose heads vLLM and tpu-inference read too.
 
-A plain `LlamaConfig` under the target's own architecture name, with `draft_vocab_size`. Aux layers are the default,
-heads are as wide as hidden_size / num_attention_heads. RoPE is unscaled, or linear over a base of 10000, and then
+A plain `LlamaConfig` under the target's own architecture name, with `draft_vocab_size`. There is one layer, whatever
+`num_hidden_layers` says (EAGLE3-Vicuna1.3-13B has its target's 40). Aux layers are the default, heads are as wide as
+hidden_size / num_attention_heads. RoPE is unscaled, or linear over a base of 10000, and then
 `rope_scaling` has `type` and `factor` and nothing else. Where `target_hidden_size` stands, whatever it is, EAGLE looks
 for embeddings in the checkpoint.
 """
@@ -43,7 +44,7 @@ FORM = Form(
     architectures=("LlamaForCausalLM",),
     layer=LAYER,
     keys=_KEYS,
-    fixed=FIXED | _FIXED,
+    fixed={key: value for key, value in FIXED.items() if key != "num_hidden_layers"} | _FIXED,
     read_aux=_read_aux,
     write=_write,
 )

@@ -27,7 +27,7 @@ from eagle3_jax.models.weights import parameter_path
 
 # Under these names SafeAILab, SGLang and vLLM know it.
 _ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle", "EagleLlamaForCausalLM")
-_ONLY_EAGLE3 = (f"{LAYER}hidden_norm.weight", "norm.weight", "d2t")
+ONLY_EAGLE3 = (f"{LAYER}hidden_norm.weight", "norm.weight", "d2t")
 _FIXED = {"hidden_act": "silu", "num_hidden_layers": 1, "attention_bias": False, "mlp_bias": False}
 
 
@@ -36,10 +36,15 @@ def is_eagle2(folder: pathlib.Path) -> bool:
     if not (folder / files.CONFIG).exists():
         return False
     values = files.read_config(folder)
-    if fields.architecture(values) not in _ARCHITECTURES or "draft_vocab_size" in values:
+    if not may_be_eagle2(values):
         return False
     tensors, _ = files.read_tensors(folder)
-    return not any(name in tensors for name in _ONLY_EAGLE3)
+    return not any(name in tensors for name in ONLY_EAGLE3)
+
+
+def may_be_eagle2(values: dict[str, Any]) -> bool:
+    """Whether a config.json can be one's; the other heads that it can be of have tensors `ONLY_EAGLE3`."""
+    return fields.architecture(values) in _ARCHITECTURES and "draft_vocab_size" not in values
 
 
 def load(folder: pathlib.Path, target: Target, dtype: Any, token_ids: np.ndarray | None = None) -> Draft:
@@ -55,12 +60,12 @@ def load(folder: pathlib.Path, target: Target, dtype: Any, token_ids: np.ndarray
     values = files.read_config(folder)
     shape = target.model.config
     size = shape.vocab_size if token_ids is None else len(token_ids)
-    config = _read_config(values, shape.num_hidden_layers, size, "fc.bias" in tensors, problems)
+    config = read_config(values, shape.num_hidden_layers, size, "fc.bias" in tensors, problems)
     if config is not None:
         for field in ("vocab_size", "hidden_size"):
             got, of = getattr(config, field), getattr(shape, field)
             problems += [] if got == of else [f"{field}: got {got}, expected {of}, the target's"]
-        expected = {name: shape for entry in _table(config).values() for name, shape in entry.tensors.items()}
+        expected = {name: shape for entry in table(config).values() for name, shape in entry.tensors.items()}
         problems += [f"missing tensor {name} {list(shape)}" for name, shape in expected.items() if name not in tensors]
         problems += [f"surplus tensor {name}" for name in sorted(tensors.keys() - expected.keys() - {EMBEDDINGS})]
         problems += [
@@ -75,13 +80,13 @@ def load(folder: pathlib.Path, target: Target, dtype: Any, token_ids: np.ndarray
     if problems:
         raise DraftFormatError(f"{folder} does not hold a usable draft head (EAGLE-2):\n  " + "\n  ".join(problems))
     assert config is not None and isinstance(rows, jax.Array)
-    table = _table(config)
+    held = table(config)
 
     def read(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
         name = parameter_path(path)
         if name == "lm_head":
             return (rows if token_ids is None else rows[token_ids]).astype(leaf.dtype)
-        entry = table[name]
+        entry = held[name]
         value = entry.whole(*(tensors[tensor] for tensor in entry.tensors))
         return jnp.asarray(np.ascontiguousarray(value).astype(leaf.dtype))
 
@@ -92,9 +97,10 @@ def load(folder: pathlib.Path, target: Target, dtype: Any, token_ids: np.ndarray
     return Draft(head, jnp.asarray(ids, jnp.int32))
 
 
-def _read_config(
+def read_config(
     values: dict[str, Any], target_layers: int, draft_vocab_size: int, fc_bias: bool, problems: list[str]
 ) -> Eagle2Config | None:
+    """The shape of the head that a config.json describes; None, and why, where it cannot be told."""
     known = len(problems)
     problems += [
         f"{key}: got {values[key]!r}, expected {expected!r}"
@@ -116,12 +122,12 @@ def _read_config(
     )
 
 
-def _table(config: Eagle2Config) -> dict[str, Entry]:
+def table(config: Eagle2Config) -> dict[str, Entry]:
     """Parameter path in `Eagle2Head` -> the tensors that it is made of; the LM head has none."""
     c = config
     h, f = c.hidden_size, c.intermediate_size
     attention, mlp = f"{LAYER}self_attn", f"{LAYER}mlp"
-    table = {
+    made = {
         "fc": kernel("fc.weight", h, 2 * h),
         "attention/qkv": qkv(c, attention, h),
         "attention/o": kernel(f"{attention}.o_proj.weight", h, c.num_attention_heads * c.head_dim),
@@ -130,4 +136,4 @@ def _table(config: Eagle2Config) -> dict[str, Entry]:
         "mlp/up": kernel(f"{mlp}.up_proj.weight", f, h),
         "mlp/down": kernel(f"{mlp}.down_proj.weight", h, f),
     }
-    return table | ({"fc_bias": plain("fc.bias", h)} if c.fc_bias else {})
+    return made | ({"fc_bias": plain("fc.bias", h)} if c.fc_bias else {})

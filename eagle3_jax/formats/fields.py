@@ -31,11 +31,12 @@ LLAMA: dict[str, Any] = {
 FIXED: dict[str, Any] = {
     "hidden_act": "silu",
     "num_hidden_layers": 1,
-    "tie_word_embeddings": False,
     "attention_bias": False,
     "mlp_bias": False,
     "bias": False,
     "norm_before_fc": False,
+    "use_aux_hidden_state": True,
+    "use_sliding_window": False,
 }
 
 

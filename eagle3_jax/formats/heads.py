@@ -30,7 +30,7 @@ from eagle3_jax.formats import (
 )
 from eagle3_jax.formats.fields import Form
 from eagle3_jax.formats.stored import DraftFormatError, StoredHead, from_draft, misfits, to_draft
-from eagle3_jax.formats.tensors import EMBEDDINGS, LAYER, tensor_problems
+from eagle3_jax.formats.tensors import EMBEDDINGS, LAYER, LM_HEAD, tensor_problems
 from eagle3_jax.models.head import Draft
 from eagle3_jax.models.identity import check_same_target
 from eagle3_jax.models.registry import Target
@@ -58,7 +58,7 @@ def load_draft(
             `ModelConfig`) cannot be compared with it: then only shapes are.
         dtype: of the loaded weights.
         but: fields of the target's identity (`identity.FIELDS`) that may differ.
-        token_map: the tokens that a head of EAGLE-2 drafts (FR-Spec), a file that `token_map.read` reads; None is all.
+        token_map: the tokens that a head of EAGLE-2 drafts (FR-Spec), see `token_maps.read`; None is all.
 
     Raises:
         DraftFormatError: every problem of config.json and every missing, surplus or wrongly shaped tensor, by name.
@@ -130,11 +130,14 @@ def read(folder: str | pathlib.Path, target: ModelConfig | None = None) -> Store
     folder = pathlib.Path(folder)
     tensors, problems = files.read_tensors(folder)
     values = files.read_config(folder)
-    form = _form(values)
+    form = form_of(values)
     values = form.flatten(values)
     config = fields.read(form, values, problems)
     if config is not None:
         problems += tensor_problems(tensors, config) + ([] if target is None else misfits(config, target))
+    # Heads of tied targets say it too (AngelSlim/Qwen3-4B_eagle3), and have an LM head of their own nevertheless.
+    if values.get("tie_word_embeddings") and LM_HEAD not in tensors:
+        problems.append(f"tie_word_embeddings: got True, expected False, or a tensor {LM_HEAD}")
     _refuse(problems, f"{folder} does not hold a usable draft head")
     assert config is not None
     ids = draft_vocabulary.read(tensors.get("d2t"), config)
@@ -170,7 +173,7 @@ def write(folder: pathlib.Path, head: StoredHead, form: str, problems: Sequence[
         raise DraftFormatError(f"{folder}: what was written does not read back the same; is the disk full?")
 
 
-def _form(values: dict[str, Any]) -> Form:
+def form_of(values: dict[str, Any]) -> Form:
     """The form of a config.json; of one that is none, the form whose sentence says so."""
     if "speculators_model_type" in values:
         return speculators.FORM

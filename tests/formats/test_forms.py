@@ -190,3 +190,26 @@ def test_heads_as_their_own_trainers_write_them(tmp_path: pathlib.Path) -> None:
         "name_or_path": "org/target",
         "architectures": ["LlamaForCausalLM"],
     }
+
+
+@pytest.mark.parametrize("form", CONFIGS)
+def test_only_eagle_does_not_count_layers(tmp_path: pathlib.Path, form: str) -> None:
+    """Its code makes one, and EAGLE3-Vicuna1.3-13B says its target's 40."""
+    save(tmp_path / "head", form, head_dim=4)
+    alter(tmp_path / "head", num_hidden_layers=40)
+    if form == "eagle":
+        assert read(tmp_path / "head").config.num_aux_layers == 3
+    else:
+        with pytest.raises(DraftFormatError, match="num_hidden_layers: got 40, expected 1"):
+            read(tmp_path / "head")
+
+
+@pytest.mark.parametrize("form", CONFIGS)
+def test_a_head_that_says_it_is_tied_needs_an_lm_head_of_its_own(tmp_path: pathlib.Path, form: str) -> None:
+    """AngelSlim's for Qwen3-4B says what its target does."""
+    save(tmp_path / "head", form, head_dim=4)
+    alter(tmp_path / "head", tie_word_embeddings=True)
+    assert not read(tmp_path / "head").tied
+    alter(tmp_path / "head", {"lm_head.weight": None})
+    with pytest.raises(DraftFormatError, match=r"tie_word_embeddings: got True, expected False, or a tensor lm_head"):
+        read(tmp_path / "head")

@@ -431,9 +431,13 @@ def test_aux_layers_in_the_other_engines_counting_are_seen_where_the_run_names_t
     [
         ("architectures", ["LlamaForCausalLMEagle"], "architectures: got"),
         ("hidden_act", "gelu", "hidden_act: got 'gelu', expected 'silu'"),
-        ("num_hidden_layers", 2, "num_hidden_layers: got 2, expected 1"),
-        ("tie_word_embeddings", True, "tie_word_embeddings: got True"),
+        ("use_sliding_window", True, "use_sliding_window: got True, expected False"),
         ("eagle_config", {"norm_before_fc": True}, "eagle_config.norm_before_fc: got True"),
+        (
+            "eagle_config",
+            {"use_aux_hidden_state": False},
+            "eagle_config.use_aux_hidden_state: got False, expected",
+        ),
         ("vocab_size", 51, "vocab_size: got 51, expected 50"),
         ("draft_vocab_size", 51, "draft_vocab_size: got 51, expected at most"),
         ("target_hidden_size", 32, "target_hidden_size: got 32, expected 16"),

@@ -1,0 +1,158 @@
+"""Heads that others published (published.json): each is read and mapped, or refused with the reason."""
+
+import json
+import math
+import pathlib
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tiny_heads
+
+from eagle3_jax.formats import eagle2, fields, heads
+from eagle3_jax.formats.stored import misfits
+from eagle3_jax.formats.tensors import canonical, draft_table, tensor_problems
+from eagle3_jax.models import mimo_mtp
+from eagle3_jax.models.draft import DraftHeadConfig
+from eagle3_jax.models.families import read_shape
+from eagle3_jax.models.mimo import MimoConfig
+from eagle3_jax.models.rope import OF_HEADS, read_rope
+from eagle3_jax.models.target import default_aux_layers
+
+HEADS = {
+    head["name"]: head for head in json.loads((pathlib.Path(__file__).parent / "published.json").read_text())["heads"]
+}
+WITH_CONFIG = [name for name, head in HEADS.items() if "config" in head]
+EAGLE3 = [name for name in WITH_CONFIG if HEADS[name]["expected"]["form"] in heads.FORMS]
+READ = [name for name in EAGLE3 if "draft_vocab_size" in HEADS[name]["expected"]]
+
+
+def described(head: dict[str, Any]) -> tuple[str, dict[str, Any], DraftHeadConfig | None, list[str]]:
+    """Form, flat config.json, shape, and problems."""
+    form, problems = heads.form_of(head["config"]), []
+    values = form.flatten(head["config"])
+    return form.name, values, fields.read(form, values, problems), problems
+
+
+def sizes(config: DraftHeadConfig) -> dict[str, tuple[int, ...]]:
+    """Of all tensors that a checkpoint holds."""
+    table = {name: shape for entry in draft_table(config).values() for name, shape in entry.tensors.items()}
+    whole = config.draft_vocab_size == config.vocab_size
+    return table | ({} if whole else {"d2t": (config.draft_vocab_size,), "t2d": (config.vocab_size,)})
+
+
+def empty(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    """Tensors of these shapes that take no memory; the draft vocabulary is the first tokens."""
+    kinds: dict[str, Any] = {"d2t": np.int64, "t2d": np.bool_}
+    made = {name: np.broadcast_to(np.zeros((), kinds.get(name, ml_dtypes.bfloat16)), s) for name, s in shapes.items()}
+    if "d2t" in shapes and "t2d" in shapes:
+        made["t2d"] = np.arange(*shapes["t2d"]) < shapes["d2t"][0]
+    return made
+
+
+def test_every_fact_has_its_source_and_what_was_not_found_is_said():
+    for name, head in HEADS.items():
+        for fact in ("config", "tensors", "parameters"):
+            assert (fact in head) == (f"{fact}_from" in head), name
+        assert head["not_found"], f"{name}: no published file was at hand"
+    seeds = (
+        "sglang-EAGLE-llama2",
+        "sglang-EAGLE-LLaMA3",
+        "sglang-EAGLE3-Llama-3.1",
+        "70B",
+        "Scout",
+        "Maverick",
+        "MiMo",
+    )
+    assert all(any(seed in name for name in HEADS) for seed in seeds)
+    assert len(EAGLE3) >= 10
+
+
+@pytest.mark.parametrize("name", EAGLE3)
+def test_its_config_is_mapped_or_refused_by_field(name):
+    head = HEADS[name]
+    expected = head["expected"]
+    form, values, config, problems = described(head)
+    assert form == expected["form"]
+    refused = expected.get("refused", [])
+    assert set(refused) <= set(problems)
+    others = [problem for problem in problems if problem not in refused]
+    if head["config_is"] == "whole":
+        assert not others and (config is None) == bool(refused)
+    else:
+        assert all(problem.endswith(": missing") for problem in others)
+    if "aux_layers" in expected:
+        aux_layers = heads.FORMS[form].read_aux(values, []) or default_aux_layers(head["target_layers"])
+        assert list(aux_layers) == expected["aux_layers"]
+    if "rope_scaling" in expected:
+        _, scaling = read_rope(values, [], OF_HEADS)
+        assert (None if scaling is None else vars(scaling)) == expected["rope_scaling"]
+    if config is not None:
+        assert (config.draft_vocab_size, config.rope_theta) == (expected["draft_vocab_size"], expected["rope_theta"])
+
+
+@pytest.mark.parametrize("name", READ)
+def test_its_tensors_are_those_that_are_read(name):
+    """Under the names and in the shapes that were published, where they were found; else as the form has them."""
+    _, values, config, _ = described(HEADS[name])
+    assert config is not None
+    shapes = sizes(config)
+    published = HEADS[name].get("tensors", {})
+    for stored, shape in published.items():
+        assert shape is None or tuple(shape) == shapes[canonical(stored)]
+    names = {canonical(stored) for stored in published} or shapes.keys()
+    tensors = empty({tensor: shapes[tensor] for tensor in names})
+    assert tensor_problems(tensors, config) == []
+    assert not values.get("tie_word_embeddings") or "lm_head.weight" in tensors
+    without = {tensor: x for tensor, x in tensors.items() if tensor != "fc.weight"}
+    assert tensor_problems(without, config) == [f"missing tensor fc.weight {list(shapes['fc.weight'])}"]
+
+
+@pytest.mark.parametrize("name", [name for name in READ if "parameters" in HEADS[name]])
+def test_it_has_as_many_parameters_as_its_page_says(name):
+    _, _, config, _ = described(HEADS[name])
+    assert config is not None
+    count, said = sum(map(math.prod, sizes(config).values())), HEADS[name]["parameters"]
+    assert count == said if isinstance(said, int) else f"{count / 1e6:.0f}M" == said
+
+
+@pytest.mark.parametrize("name", [name for name, head in HEADS.items() if "tensors" in head and "config" not in head])
+def test_names_alone_tell_what_would_be_missing(name):
+    config = tiny_heads.make_draft().head.config
+    shapes = sizes(config) | {"embed_tokens.weight": (config.vocab_size, config.hidden_size)}
+    tensors = empty({stored: shapes[stored] for stored in map(canonical, HEADS[name]["tensors"])})
+    problems = tensor_problems(tensors, config)
+    missing = {problem.rpartition(" [")[0] for problem in problems}
+    refused = set(HEADS[name]["expected"]["refused"])
+    assert refused <= missing and bool(refused) == bool(missing)
+
+
+def test_an_eagle_2_head_is_told_by_its_config_and_its_names():
+    head = HEADS["lmsys/sglang-EAGLE-llama2-chat-7B"]
+    names = {canonical(name): tuple(shape) for name, shape in head["tensors"].items()}
+    for architecture in (head["config"]["architectures"][0], "LlamaForCausalLMEagle"):
+        assert eagle2.may_be_eagle2(head["config"] | {"architectures": [architecture]})
+    assert not names.keys() & set(eagle2.ONLY_EAGLE3)
+    problems: list[str] = []
+    config = eagle2.read_config(head["config"], head["target_layers"], 32000, "fc.bias" in names, problems)
+    assert config is not None and not problems
+    assert (config.rope_theta, config.rope_scaling) == (head["expected"]["rope_theta"], None)
+    expected = {name: shape for entry in eagle2.table(config).values() for name, shape in entry.tensors.items()}
+    assert names == expected | {"embed_tokens.weight": (32000, 4096)}
+    assert f"{sum(map(math.prod, expected.values())) / 1e9:.2f}B" == head["parameters"]
+
+
+def test_mimo_s_layer_has_the_names_of_its_checkpoint():
+    head = HEADS["XiaomiMiMo/MiMo-7B-RL"]
+    config = read_shape(head["config"], None)
+    assert isinstance(config, MimoConfig)
+    read = {name for entry in mimo_mtp.table(config).values() for name in entry.tensors}
+    assert read == head["tensors"].keys()
+
+
+def test_a_head_of_another_width_does_not_draft_here():
+    """As SafeAILab's for Llama 3.3 70B, and SGLang's copy of it."""
+    config = tiny_heads.make_draft().head.config
+    narrow = DraftHeadConfig(**{**vars(config), "hidden_size": 8})
+    assert misfits(narrow, tiny_heads.TARGET) == ["hidden_size: got 8, expected 16, the target's"]
