@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from eagle3_jax.models import registry
-from eagle3_jax.models.vision import TEXT_OF, text_name
+from eagle3_jax.models.vision import TEXT_OF, TOWER, text_name
 from eagle3_jax.models.weights import WeightsError, load_model
 
 VOCABULARY = 60
@@ -52,7 +52,7 @@ SEEING: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("architecture", sorted(TEXT_OF))
-def test_it_says_of_text_what_the_whole_model_says(tmp_path, architecture, caplog):
+def test_it_says_of_text_what_the_whole_model_says(tmp_path, architecture, capsys):
     torch = pytest.importorskip("torch")
     import transformers
 
@@ -68,12 +68,15 @@ def test_it_says_of_text_what_the_whole_model_says(tmp_path, architecture, caplo
 
     shape = registry.read_config(tmp_path, (0, 1))
     assert shape.architecture == TEXT_OF[architecture]
+    capsys.readouterr()
     model = load_model(tmp_path, shape, jnp.float32)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tower = sorted(name for name in tensors if text_name(name).startswith(TOWER))
+    assert f"{len(tower)} tensors are not read: {', '.join(tower[:3])} ..." in capsys.readouterr().err
     positions = jnp.broadcast_to(jnp.arange(20), (2, 20))
     hidden, _, _ = model(jnp.asarray(tokens), positions, model.empty_cache(2, 20), jnp.zeros(2, jnp.int32))
     np.testing.assert_allclose(model.logits(hidden), expected, atol=1e-4, rtol=1e-4)
 
-    tensors = load_file(tmp_path / "model.safetensors")
     missing = next(name for name in tensors if text_name(name) == "model.layers.1.input_layernorm.weight")
     del tensors[missing]
     save_file(tensors, tmp_path / "model.safetensors")
