@@ -19,6 +19,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import yaml
@@ -380,3 +382,23 @@ def start_verb(
     """A verb as the processes of one run."""
     command = ["-m", f"eagle3_jax.{verb}", "--config", str(config), *arguments]
     return start_processes(count, command, devices, config.parent, **more)
+
+
+def assert_second_token_is_the_targets(target: Any, prompt: np.ndarray, got: np.ndarray, temperature: float) -> None:
+    """Second tokens of answers to one prompt against their exact distribution, by chi-square.
+
+    Args:
+        target: the model; got: [samples], token ids.
+    """
+    size, length = target.config.vocab_size, len(prompt) + 1
+    first = np.arange(size, dtype=np.int32)[:, None]
+    tokens = np.concatenate([np.tile(prompt, (size, 1)), first], axis=1)
+    positions = jnp.broadcast_to(jnp.arange(length), (size, length))
+    cache, lengths = target.empty_cache(size, length), jnp.zeros(size, jnp.int32)
+    hidden, _, _ = target(jnp.asarray(tokens), positions, cache, lengths)
+    probs = np.asarray(jax.nn.softmax(target.logits(hidden[:, -2:]) / temperature, axis=-1), np.float64)
+    expected = len(got) * probs[0, 0] @ probs[:, 1]
+    common = expected >= 5
+    chi_square = ((np.bincount(got, minlength=size) - expected) ** 2 / expected)[common].sum()
+    freedom = int(common.sum()) - 1
+    assert abs(chi_square - freedom) < 5 * np.sqrt(2 * freedom)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 import tiny_heads
 from flax import nnx
 
@@ -148,12 +149,4 @@ def test_sampled_tokens_have_the_target_s_distribution(toy, model, sample_drafts
         temperature=1.5,
     )
     assert int(state.accepted.sum()) > samples // 10
-    tokens = np.concatenate([np.tile(prompt, (24, 1)), np.arange(24, dtype=np.int32)[:, None]], axis=1)
-    positions = jnp.broadcast_to(jnp.arange(7), (24, 7))
-    hidden, _, _ = toy.target(jnp.asarray(tokens), positions, toy.target.empty_cache(24, 7), jnp.zeros(24, jnp.int32))
-    probs = np.asarray(jax.nn.softmax(toy.target.logits(hidden[:, 5:]) / 1.5, axis=-1), np.float64)
-    expected = samples * probs[0, 0] @ probs[:, 1]
-    got = np.bincount(np.asarray(state.output[:, 1]), minlength=24)
-    chi_square = ((got - expected) ** 2 / expected)[expected >= 5].sum()
-    freedom = int((expected >= 5).sum()) - 1
-    assert abs(chi_square - freedom) < 5 * np.sqrt(2 * freedom)
+    tiny.assert_second_token_is_the_targets(toy.target, prompt, np.asarray(state.output[:, 1]), temperature=1.5)

@@ -3,12 +3,15 @@
 import json
 import pathlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from safetensors.numpy import load_file, save_file
 
 from eagle3_jax.config import DraftTree
+from eagle3_jax.decoding import rounds
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.tree import feed
 from eagle3_jax.formats import mtp
@@ -113,6 +116,24 @@ def test_it_changes_no_token(target, tree):
     assert [x.token_ids for x in drafting.generate(prompts, params)] == [x.token_ids for x in plain]
 
 
+@pytest.mark.parametrize("sample_drafts", [False, True])
+def test_sampled_tokens_have_the_target_s_distribution(target, sample_drafts):
+    """The second token of 4,096 answers against the exact distribution, by chi-square."""
+    samples, prompt, draft = 4096, np.array([3, 14, 15, 9, 2, 6], np.int32), mtp.load(target, jnp.float32)
+    state = rounds.generate(
+        target.model.observed_at(draft.head.config.aux_layers),
+        draft,
+        jnp.asarray(np.tile(prompt, (samples, 1))),
+        jnp.full(samples, 6, jnp.int32),
+        jax.random.key(7),
+        max_tokens=2,
+        tree=DraftTree(num_steps=2, topk=3, num_draft_tokens=7, sample_drafts=sample_drafts),
+        temperature=1.5,
+    )
+    assert int(state.accepted.sum()) > samples // 40  # of a layer with random weights
+    tiny.assert_second_token_is_the_targets(target.model, prompt, np.asarray(state.output[:, 1]), temperature=1.5)
+
+
 def test_a_layer_that_is_not_there_is_named(target):
     path = pathlib.Path(target.folder, "model.safetensors")
     tensors = load_file(path)
@@ -129,6 +150,4 @@ def test_other_families_have_none(toy_llama):
 
 @pytest.fixture
 def toy_llama(tmp_path) -> Target:
-    import tiny
-
     return registry.load_target(registry.TargetConfig(name=str(tiny.write_target(tmp_path)), aux_layers=(1, 2, 3)))
