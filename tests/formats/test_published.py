@@ -45,7 +45,9 @@ def sizes(config: DraftHeadConfig) -> dict[str, tuple[int, ...]]:
 def empty(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
     """Tensors of these shapes that take no memory; the draft vocabulary is the first tokens."""
     kinds: dict[str, Any] = {"d2t": np.int64, "t2d": np.bool_}
-    made = {name: np.broadcast_to(np.zeros((), kinds.get(name, ml_dtypes.bfloat16)), s) for name, s in shapes.items()}
+    made: dict[str, np.ndarray] = {
+        name: np.broadcast_to(np.zeros((), kinds.get(name, ml_dtypes.bfloat16)), shape) for name, shape in shapes.items()
+    }
     if "d2t" in shapes and "t2d" in shapes:
         made["t2d"] = np.arange(*shapes["t2d"]) < shapes["d2t"][0]
     return made
