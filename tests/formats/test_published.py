@@ -46,7 +46,7 @@ def empty(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
     """Tensors of these shapes that take no memory; the draft vocabulary is the first tokens."""
     kinds: dict[str, Any] = {"d2t": np.int64, "t2d": np.bool_}
     made: dict[str, np.ndarray] = {
-        name: np.broadcast_to(np.zeros((), kinds.get(name, ml_dtypes.bfloat16)), shape) for name, shape in shapes.items()
+        name: np.broadcast_to(np.zeros((), kinds.get(name, ml_dtypes.bfloat16)), s) for name, s in shapes.items()
     }
     if "d2t" in shapes and "t2d" in shapes:
         made["t2d"] = np.arange(*shapes["t2d"]) < shapes["d2t"][0]
