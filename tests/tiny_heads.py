@@ -66,9 +66,9 @@ def make_draft(
     return Draft(head, jnp.asarray(ids, jnp.int32))
 
 
-def write_eagle2(folder: pathlib.Path, target: Any) -> pathlib.Path:
+def write_eagle2(folder: pathlib.Path, model: Any) -> pathlib.Path:
     """As SafeAILab's: a plain Llama config, a copy of the embeddings, no norm in front of attention, no LM head."""
-    rng = np.random.default_rng(0)
+    target, rng = model.config, np.random.default_rng(0)
     h, f, heads, kv = target.hidden_size, 40, 4, 2
     d = h // heads
 
@@ -76,7 +76,7 @@ def write_eagle2(folder: pathlib.Path, target: Any) -> pathlib.Path:
         return (rng.normal(size=size) * 0.05).astype(np.float32)
 
     tensors = {
-        "embed_tokens.weight": matrix(target.vocab_size, h),
+        "embed_tokens.weight": np.asarray(model.embed[...], np.float32),
         "fc.weight": matrix(h, 2 * h),
         "fc.bias": matrix(h),
         "layers.0.self_attn.q_proj.weight": matrix(heads * d, h),

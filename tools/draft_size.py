@@ -2,30 +2,44 @@
 
     .venv/bin/python tools/draft_size.py configs/quickstart.yaml [--chain]
 
-The size is the fastest that `benchmark decode` measured at the smallest batch, of those that SGLang has too; where
-nothing was measured, the one that `evaluate` measures. With `--chain`, as vLLM drafts, the best chain.
+The size is the fastest at the smallest batch, of those that SGLang has too: as `benchmark tune` raced them, or else as
+`benchmark decode` measured them; where neither was run, the one that `evaluate` measures. With `--chain`, as vLLM
+drafts, the best chain.
 """
 
 import argparse
-import json
 import sys
+from typing import Any
 
-from eagle3_jax import DraftTree
+from eagle3_jax import DraftTree, manifest
 from eagle3_jax import config as configuration
 from eagle3_jax.config import RunConfig
 from eagle3_jax.models.registry import REGISTERED
 
 
+def measured(config: RunConfig) -> list[dict[str, Any]]:
+    """Sizes with their batch and a speed; speeds of one batch can be compared."""
+    folder = config.folder("benchmark")
+    if (folder / "tune.json").exists():
+        batches = manifest.read_json(folder / "tune.json")["batches"]
+        return [
+            size | {"batch_size": batch["batch_size"], "speed": 1 / size["behind"]}
+            for batch in batches
+            for size in batch["sizes"]
+        ]
+    path = folder / "decode.jsonl"
+    return list(manifest.read_jsonl(path)) if path.exists() else []
+
+
 def best(config: RunConfig, *, chain: bool) -> tuple[int, int, int]:
     """num_steps, topk, num_draft_tokens."""
-    path = config.folder("benchmark") / "decode.jsonl"
-    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    usable = [x for x in records if x["steps"] and not x["lookup_tokens"] and not (chain and x["topk"] > 1)]
+    usable = [x for x in measured(config) if x["steps"] and not x["lookup_tokens"] and not (chain and x["topk"] > 1)]
     if usable:
         smallest = min(x["batch_size"] for x in usable)
         fastest = max((x for x in usable if x["batch_size"] == smallest), key=lambda x: x["speed"])
         return fastest["steps"], fastest["topk"], fastest["num_draft_tokens"]
-    print(f"{path}: no measured size; `python -m eagle3_jax.benchmark decode` finds the best one", file=sys.stderr)
+    verbs = "`python -m eagle3_jax.benchmark tune` (or decode)"
+    print(f"{config.folder('benchmark')}: no measured size; {verbs} finds the best one", file=sys.stderr)
     tree = config.evaluate.tree if isinstance(config.evaluate.tree, DraftTree) else DraftTree()
     return (tree.num_steps, 1, tree.num_steps + 1) if chain else (tree.num_steps, tree.topk, tree.num_draft_tokens)
 

@@ -1,7 +1,7 @@
 """Heads of EAGLE and EAGLE-2 on disk, as SafeAILab publishes them; they are read, and not written.
 
-config.json is a `LlamaConfig`; fc has a bias if the tensor is there. Embeddings in the checkpoint are copies of the
-target's, which are used instead. There is no LM head: it is the target's, of a token map its rows.
+config.json is a `LlamaConfig`; fc has a bias if the tensor is there. Embeddings in the checkpoint must be the target's,
+which are used. There is no LM head: it is the target's, of a token map its rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from eagle3_jax.formats import fields, files
-from eagle3_jax.formats.stored import DraftFormatError
+from eagle3_jax.formats.stored import DraftFormatError, stale_embeddings
 from eagle3_jax.formats.tensors import EMBEDDINGS, LAYER, number_problems
 from eagle3_jax.models.eagle2 import Eagle2Config, Eagle2Head
 from eagle3_jax.models.entries import Entry, kernel, plain, qkv
@@ -68,12 +68,14 @@ def load(folder: pathlib.Path, target: Target, dtype: Any, token_ids: np.ndarray
         expected = {name: shape for entry in table(config).values() for name, shape in entry.tensors.items()}
         problems += [f"missing tensor {name} {list(shape)}" for name, shape in expected.items() if name not in tensors]
         problems += [f"surplus tensor {name}" for name in sorted(tensors.keys() - expected.keys() - {EMBEDDINGS})]
+        expected[EMBEDDINGS] = (shape.vocab_size, shape.hidden_size)
         problems += [
             f"{name}: got shape {list(tensors[name].shape)}, expected {list(shape)}"
             for name, shape in expected.items()
             if name in tensors and tensors[name].shape != shape
         ]
         problems += number_problems(tensors, expected.keys())
+    problems += stale_embeddings(tensors, target)
     rows = target.model.output_rows
     if not isinstance(rows, jax.Array):
         problems.append("the target's LM head: not at hand, expected a target that is loaded whole")

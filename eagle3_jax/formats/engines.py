@@ -25,27 +25,29 @@ SILENT, FAILS, UNKNOWN = "ignored", "fails", "not known"
 _NO = (SILENT, FAILS, UNKNOWN)
 # What a head may be -> of each engine the first version known to run it, or what it does instead. Known from the code:
 # SGLang's wheels 0.4.5, 0.4.9, 0.5.2, 0.5.11, 0.5.12 and 0.5.23 (models/llama_eagle3.py, llama.py, eagle_worker.py);
-# vLLM 0.32.0 (models/llama_eagle3.py, configs/speculators) and 00bd149, before EAGLE-3.1, which its blog of 2026-05-26
-# promises for 0.22.0; EAGLE's model/cnets.py, loaded with strict=False; sglang-jax's models/llama_eagle3.py, and
-# model_runner.py, which looks for aux layers in the target's config; tpu-inference's models/jax/llama_eagle3.py and
-# llama3.py: an unmapped tensor is an error, an unknown key is not.
+# vLLM's wheels 0.21.0, 0.22.0, 0.24.0, 0.25.0 and 0.32.0 (models/llama_eagle3.py, llama.py, gpu_model_runner.py,
+# configs/speculators/algos.py): 0.21.0 has neither norm and takes three aux layers, up to 0.24.0 the form of speculators
+# drops both norms; EAGLE's model/cnets.py, loaded with strict=False; sglang-jax's models/llama_eagle3.py, which maps
+# tensors by a fixed list, and model_runner.py, which looks for aux layers in the target's config; tpu-inference's
+# models/jax/llama_eagle3.py, llama3.py and weight_utils.py: an unmapped tensor is an error (`t2d` is not), an unknown
+# key is not.
 SINCE = {
     # head: SGLang, vLLM, EAGLE, sglang-jax, tpu-inference
-    "EAGLE-3": ("0.4.5", "0.22.0", "cb7e084", "cddbf6f", "b8692ff"),
-    "other aux layers": ("0.4.9", "0.32.0", SILENT, SILENT, SILENT),
-    "aux layers, not three": ("0.5.12", "0.32.0", FAILS, FAILS, FAILS),
-    "aux layer 0 or n": (FAILS, "0.32.0", SILENT, SILENT, SILENT),
+    "EAGLE-3": ("0.4.5", "0.21.0", "cb7e084", "cddbf6f", "b8692ff"),
+    "other aux layers": ("0.4.9", "0.21.0", SILENT, SILENT, SILENT),
+    "aux layers, not three": ("0.5.12", "0.22.0", FAILS, FAILS, FAILS),
+    "aux layer 0 or n": (FAILS, "0.21.0", SILENT, SILENT, SILENT),
     "`fc_norm`": ("0.5.12", "0.22.0", SILENT, SILENT, FAILS),
     "`norm_output`": ("0.5.12", "0.22.0", SILENT, SILENT, SILENT),
-    "either in the form `speculators`": (FAILS, "0.32.0", FAILS, FAILS, UNKNOWN),
-    "`norm_before_residual`": (SILENT, "0.22.0", SILENT, SILENT, "b8692ff"),
-    "RoPE `llama3`": ("0.4.5", "0.22.0", FAILS, "cddbf6f", "b8692ff"),
-    "RoPE `linear`": ("0.4.5", "0.22.0", "cb7e084", FAILS, UNKNOWN),
-    "RoPE `linear`, `rope_theta` not 10000": ("0.4.5", "0.22.0", SILENT, FAILS, UNKNOWN),
-    "`head_dim` of its own": ("0.4.5", "0.22.0", FAILS, "cddbf6f", "b8692ff"),
-    "not as wide as the target": ("0.4.5", "0.22.0", "cb7e084", UNKNOWN, UNKNOWN),
-    "whole vocabulary": ("0.4.9", "0.22.0", "cb7e084", UNKNOWN, UNKNOWN),
-    "the target's LM head": ("0.5.2", "0.32.0", SILENT, "cddbf6f", UNKNOWN),
+    "either in the form `speculators`": (FAILS, "0.25.0", FAILS, FAILS, UNKNOWN),
+    "`norm_before_residual`": (SILENT, "0.21.0", SILENT, SILENT, "b8692ff"),
+    "RoPE `llama3`": ("0.4.5", "0.21.0", FAILS, "cddbf6f", "b8692ff"),
+    "RoPE `linear`": ("0.4.5", "0.21.0", "cb7e084", FAILS, UNKNOWN),
+    "RoPE `linear`, `rope_theta` not 10000": ("0.4.5", "0.21.0", SILENT, FAILS, UNKNOWN),
+    "`head_dim` of its own": ("0.4.5", "0.21.0", FAILS, "cddbf6f", "b8692ff"),
+    "not as wide as the target": ("0.4.5", "0.21.0", "cb7e084", UNKNOWN, UNKNOWN),
+    "whole vocabulary": ("0.4.9", "0.21.0", "cb7e084", UNKNOWN, UNKNOWN),
+    "the target's LM head": ("0.5.2", "0.21.0", SILENT, "cddbf6f", UNKNOWN),
     "rows of the target's LM head": (SILENT, UNKNOWN, SILENT, SILENT, UNKNOWN),
 }
 

@@ -2,8 +2,7 @@
 
 An engine drops what it does not know and leaves at random what it misses, without a word: hence a load here refuses
 everything that does not fit, all in one message. What no reader can see, since all shapes are right: another RoPE
-base; embeddings that are no longer the target's (vLLM takes the checkpoint's copy, here the target's are used); aux
-layers in another counting, where the run names them so too. An engine's counters tell, beside `evaluate`'s.
+base; aux layers in another counting, where the run names them so too. Counters tell: `export --check numbers --expect`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from eagle3_jax.formats import (
     vllm,
 )
 from eagle3_jax.formats.fields import Form
-from eagle3_jax.formats.stored import DraftFormatError, StoredHead, from_draft, misfits, to_draft
+from eagle3_jax.formats.stored import DraftFormatError, StoredHead, from_draft, misfits, stale_embeddings, to_draft
 from eagle3_jax.formats.tensors import EMBEDDINGS, LAYER, LM_HEAD, tensor_problems
 from eagle3_jax.models.head import Draft
 from eagle3_jax.models.identity import check_same_target
@@ -61,7 +60,8 @@ def load_draft(
         token_map: the tokens that a head of EAGLE-2 drafts (FR-Spec), see `token_maps.read`; None is all.
 
     Raises:
-        DraftFormatError: every problem of config.json and every missing, surplus or wrongly shaped tensor, by name.
+        DraftFormatError: every problem of config.json and every missing, surplus or wrongly shaped tensor, by name;
+            embeddings in the file that are not the loaded target's.
         ManifestError: the head was trained with another target.
     """
     folder = pathlib.Path(folder)
@@ -71,7 +71,7 @@ def load_draft(
         return _load_eagle2(folder, target, dtype, token_map)
     if token_map is not None:
         raise DraftFormatError(f"token_map: got {token_map}, expected none: {folder} has a draft vocabulary of its own")
-    return to_draft(read(folder, target.model.config if isinstance(target, Target) else target), target, dtype)
+    return to_draft(read(folder, target), target, dtype)
 
 
 def _load_eagle2(
@@ -118,11 +118,11 @@ def save_draft(
         write(partial, head, form, problems)
 
 
-def read(folder: str | pathlib.Path, target: ModelConfig | None = None) -> StoredHead:
+def read(folder: str | pathlib.Path, target: Target | ModelConfig | None = None) -> StoredHead:
     """A head from its folder, its form found from config.json.
 
     Args:
-        target: that it shall draft for; None compares it with none.
+        target: that it shall draft for; None compares it with none. Embeddings are compared with a loaded one's.
 
     Raises:
         DraftFormatError: every problem at once.
@@ -134,7 +134,11 @@ def read(folder: str | pathlib.Path, target: ModelConfig | None = None) -> Store
     values = form.flatten(values)
     config = fields.read(form, values, problems)
     if config is not None:
-        problems += tensor_problems(tensors, config) + ([] if target is None else misfits(config, target))
+        problems += tensor_problems(tensors, config)
+        if target is not None:
+            problems += misfits(config, target.model.config if isinstance(target, Target) else target)
+        if isinstance(target, Target):
+            problems += stale_embeddings(tensors, target)
     # Heads of tied targets say it too (AngelSlim/Qwen3-4B_eagle3), and have an LM head of their own nevertheless.
     if values.get("tie_word_embeddings") and LM_HEAD not in tensors:
         problems.append(f"tie_word_embeddings: got True, expected False, or a tensor {LM_HEAD}")

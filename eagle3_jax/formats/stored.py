@@ -12,12 +12,15 @@ from flax import nnx
 from jaxtyping import Int64
 
 from eagle3_jax.formats import draft_vocabulary
-from eagle3_jax.formats.tensors import LM_HEAD, Tensors, draft_table
+from eagle3_jax.formats.tensors import EMBEDDINGS, LM_HEAD, Tensors, draft_table
+from eagle3_jax.mesh import fetch
 from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
 from eagle3_jax.models.head import Draft
 from eagle3_jax.models.registry import Target
 from eagle3_jax.models.target import ModelConfig, default_aux_layers
 from eagle3_jax.models.weights import parameter_path
+
+_ROWS = 8192  # of embeddings that are compared at a time: they may fill most of a device
 
 
 class DraftFormatError(ValueError):
@@ -75,6 +78,34 @@ def misfits(head: DraftHeadConfig, target: ModelConfig) -> list[str]:
     if head.draft_vocab_size > target.vocab_size:
         problems.append(f"draft_vocab_size: got {head.draft_vocab_size}, expected at most {target.vocab_size}")
     return problems
+
+
+def stale_embeddings(tensors: Tensors, target: Target) -> list[str]:
+    """Whether a head's copy of the target's embeddings is another one: vLLM would draft with it, here none is read.
+
+    Equal means as far as both dtypes hold it: either side may have been rounded to the other's, or to its own.
+    """
+    copy, embed = tensors.get(EMBEDDINGS), target.model.embed[...]
+    if copy is None or not isinstance(embed, jax.Array):
+        return []
+    if copy.shape != embed.shape or not jnp.issubdtype(copy.dtype, np.floating):
+        return []  # said already, by name
+    kinds = [jnp.finfo(dtype) for dtype in (copy.dtype, embed.dtype)]
+    relative = sum(float(kind.eps) / 2 for kind in kinds)
+    absolute = sum(float(kind.smallest_subnormal) / 2 for kind in kinds)
+    stale, largest = False, 0.0
+    for start in range(0, len(copy), _ROWS):
+        mine = copy[start : start + _ROWS].astype(np.float32)
+        theirs = np.asarray(fetch(embed[start : start + _ROWS])).astype(np.float32)
+        apart = np.abs(mine - theirs)
+        stale |= not (apart <= relative * np.maximum(np.abs(mine), np.abs(theirs)) + absolute).all()
+        largest = float(np.maximum(largest, apart.max()))  # NaN stays
+    if not stale:
+        return []
+    return [
+        f"{EMBEDDINGS}: got other values than the target's embeddings (largest difference {largest:.3g}), expected "
+        "equal ones or none; without the tensor the target's are used"
+    ]
 
 
 def verifier(name: str | None, architecture: str) -> dict[str, Any]:

@@ -23,10 +23,7 @@ OTHER = np.isin(np.arange(50), [0, 3, 4, 17, 20, 48])
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({"d2t": None}, "missing tensor d2t"),
-        ({"d2t": IDS}, "absolute target ids"),
         ({"d2t": np.array([0, 3, 4, 7, 10, 12]), "t2d": None}, "as absolute ids do"),
-        ({"d2t": IDS, "t2d": None}, "within 0..49"),
         ({"d2t": np.array([0, 2, 2, 14, 16, -3]), "t2d": None}, "ascending, distinct"),
         ({"d2t": (IDS - np.arange(6)).astype(np.float32)}, "d2t: got float32"),
         ({"t2d": OTHER}, "t2d: got other tokens"),

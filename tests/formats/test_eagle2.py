@@ -26,7 +26,7 @@ def target(tmp_path_factory) -> Target:
 
 @pytest.fixture
 def folder(target, tmp_path) -> pathlib.Path:
-    return tiny_heads.write_eagle2(tmp_path, target.model.config)
+    return tiny_heads.write_eagle2(tmp_path, target.model)
 
 
 def test_what_lies_on_disk_is_what_is_loaded(target, folder):

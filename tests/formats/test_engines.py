@@ -24,11 +24,11 @@ def stored(layers: tuple[int, ...] = (2, 6, 9), **changes: Any) -> StoredHead:
 @pytest.mark.parametrize(
     ("form", "head", "said"),
     [
-        ("sglang", {"head_dim": 4}, "served by SGLang 0.4.5, vLLM 0.22.0, sglang-jax cddbf6f and later"),
+        ("sglang", {"head_dim": 4}, "served by SGLang 0.4.5, vLLM 0.21.0, sglang-jax cddbf6f and later"),
         (
             "sglang",
             {"layers": (1, 6, 9)},
-            "served by SGLang 0.4.9, vLLM 0.32.0 and later; "
+            "served by SGLang 0.4.9, vLLM 0.21.0 and later; "
             "not by sglang-jax (to cddbf6f (2026-08)): other aux layers ignored",
         ),
         (
@@ -37,14 +37,14 @@ def stored(layers: tuple[int, ...] = (2, 6, 9), **changes: Any) -> StoredHead:
             "served by SGLang 0.5.12, vLLM 0.22.0 and later; not by sglang-jax (to cddbf6f (2026-08)): "
             "`fc_norm` ignored, `norm_output` ignored",
         ),
-        ("vllm", {"norm_before_residual": True}, "served by vLLM 0.22.0, tpu-inference b8692ff and later"),
+        ("vllm", {"norm_before_residual": True}, "served by vLLM 0.21.0, tpu-inference b8692ff and later"),
         (
             "vllm",
             {"fc_norm": True},
             "served by vLLM 0.22.0 and later; not by tpu-inference (to b8692ff (2026-08)): `fc_norm` fails",
         ),
-        ("speculators", {"fc_norm": True}, "served by vLLM 0.32.0 and later"),
-        ("eagle", {"head_dim": 4}, "served by vLLM 0.22.0, EAGLE cb7e084, tpu-inference b8692ff and later"),
+        ("speculators", {"fc_norm": True}, "served by vLLM 0.25.0 and later"),
+        ("eagle", {"head_dim": 4}, "served by vLLM 0.21.0, EAGLE cb7e084, tpu-inference b8692ff and later"),
     ],
 )
 def test_the_engines_that_run_a_head_are_named(form: str, head: dict[str, Any], said: str) -> None:

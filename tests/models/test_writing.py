@@ -3,6 +3,7 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -10,7 +11,7 @@ from safetensors import safe_open
 
 from eagle3_jax import export
 from eagle3_jax.config import TargetConfig
-from eagle3_jax.models import identity
+from eagle3_jax.models import chat_template, identity
 from eagle3_jax.models.registry import load_target
 from eagle3_jax.models.weights import INDEX
 from eagle3_jax.models.writing import write_target
@@ -33,6 +34,34 @@ def test_a_written_target_is_the_same_target(tmp_path, dtype, shard_bytes):
     with safe_open(tmp_path / "written" / files[0], framework="numpy") as held:
         assert held.metadata() == {"format": "pt"}
         assert {held.get_slice(name).get_dtype() for name in held.keys()} == {{"float32": "F32"}.get(dtype, "BF16")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_transformers_computes_what_the_packaged_target_does_here(tmp_path, dtype):
+    """Dequantised GGUF, in the dtype that is written; both compute in float32 with these values."""
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    target = load_target(TargetConfig(name="smollm2-135m-instruct", dtype=dtype))
+    write_target(target, tmp_path / "written")
+    messages = [{"role": "user", "content": "Name three rivers, and say in a sentence each where they end."}]
+    ids = chat_template.prompt_ids(AutoTokenizer.from_pretrained(tmp_path / "written"), messages)
+    assert ids == chat_template.prompt_ids(target.tokenizer, messages)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "written", dtype=torch.float32)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids])).logits[0].numpy()
+
+    @jax.jit
+    def logits(model, tokens):
+        model = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), model)
+        cache = model.empty_cache(1, tokens.shape[1])
+        hidden, _, _ = model(tokens, jnp.arange(tokens.shape[1])[None], cache, jnp.zeros(1, jnp.int32))
+        return model.logits(hidden[0])
+
+    got = logits(target.model, jnp.asarray([ids], jnp.int32))
+    assert np.abs(expected).max() > 5
+    np.testing.assert_allclose(got, expected, atol=1e-4, rtol=0)
 
 
 def test_the_command_writes_the_run_s_target(tmp_path, capsys):

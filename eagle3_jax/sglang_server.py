@@ -1,0 +1,107 @@
+"""A running SGLang server, asked over its own HTTP interface what its head did with given prompts.
+
+Names are SGLang's, 0.5.23 (srt/entrypoints/http_server.py; srt/managers/tokenizer_manager.py, `meta_info`):
+`spec_verify_ct`, the rounds; `spec_correct_drafts_histogram`, in how many rounds 0, 1, ... drafts were accepted, which
+older servers call `spec_accept_histogram`.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import time
+from typing import Any
+
+import httpx2
+
+_HISTOGRAMS = ("spec_correct_drafts_histogram", "spec_accept_histogram")
+
+
+class ServerError(ValueError):
+    """The server is not one that can be asked, or does not answer as SGLang does."""
+
+
+def answer(url: str, request: dict[str, Any]) -> dict[str, Any]:
+    """What a server at `url` does with a request of `vllm_process`, whose answer this is too, of one turn.
+
+    Its radix cache is flushed before each turn, so that prompts are read anew. The server's own start decided the
+    target and the draft; that its settings are the request's is looked at first.
+
+    Raises:
+        ServerError: other settings than the request's (algorithm, steps, topk, dtype), an error status, no counters.
+    """
+    with httpx2.Client(base_url=url.rstrip("/"), timeout=600) as server:
+        version = _check_settings(_json(server, "GET", "/server_info"), request)
+
+        def generate(ids: list[int]) -> dict[str, Any]:
+            params = {"temperature": 0, "max_new_tokens": request["max_tokens"], "ignore_eos": request["ignore_eos"]}
+            return _json(server, "POST", "/generate", {"input_ids": ids, "sampling_params": params})
+
+        seconds, found = 0.0, []
+        with concurrent.futures.ThreadPoolExecutor(request["batch_size"]) as clients:
+            for _ in range(2):  # the first turn warms up
+                _send(server, "POST", "/flush_cache")
+                start = time.perf_counter()
+                found = list(clients.map(generate, request["prompts"]))
+                seconds = time.perf_counter() - start
+    steps = request["num_speculative_tokens"]
+    counted = [_counters(said.get("meta_info", {}), steps) for said in found]
+    return {
+        "version": version,
+        "answers": [said["output_ids"] for said in found],
+        "seconds": [seconds],
+        "rounds": sum(rounds for rounds, _ in counted),
+        "accepted": [sum(column) for column in zip(*(accepted for _, accepted in counted), strict=True)],
+    }
+
+
+def _check_settings(said: dict[str, Any], request: dict[str, Any]) -> str:
+    """The server's version. Raises ServerError."""
+    expected = {
+        "speculative_algorithm": "EAGLE3",  # with EAGLE it skips fc without a word
+        "speculative_num_steps": request["num_speculative_tokens"],
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": request["num_speculative_tokens"] + 1,
+        "dtype": request["dtype"],
+    }
+    problems = [
+        f"{name}: got {said.get(name)!r}, expected {wanted!r}"
+        for name, wanted in expected.items()
+        if said.get(name) != wanted
+    ]
+    if problems:
+        raise ServerError("the SGLang server was started with other settings:\n  " + "\n  ".join(problems))
+    return str(said.get("version"))
+
+
+def _counters(meta: dict[str, Any], steps: int) -> tuple[int, list[int]]:
+    """Rounds, and in how many of them the draft at position 1, 2, ... was accepted, of one answer."""
+    rounds = meta.get("spec_verify_ct")
+    histogram = next((meta[name] for name in _HISTOGRAMS if name in meta), None)
+    if rounds is None or histogram is None:
+        raise ServerError(
+            f"meta_info: got {', '.join(sorted(meta)) or 'nothing'}, expected spec_verify_ct and {_HISTOGRAMS[0]}"
+        )
+    if sum(histogram) != rounds or len(histogram) > steps + 1:
+        raise ServerError(
+            f"meta_info: got spec_verify_ct {rounds} and {histogram}, expected a histogram of as many rounds, of 0 to "
+            f"{steps} drafts"
+        )
+    return rounds, [sum(histogram[position:]) for position in range(1, steps + 1)]
+
+
+def _json(server: httpx2.Client, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    said = _send(server, method, path, body)
+    try:
+        return said.json()
+    except ValueError as error:
+        raise ServerError(f"{said.url}: got no JSON, expected SGLang's answer") from error
+
+
+def _send(server: httpx2.Client, method: str, path: str, body: dict[str, Any] | None = None) -> httpx2.Response:
+    try:
+        said = server.request(method, path, json=body)
+    except httpx2.HTTPError as error:
+        raise ServerError(f"{server.base_url}: no answer ({error}); expected a running SGLang server") from error
+    if said.is_error:
+        raise ServerError(f"{said.url}: got status {said.status_code}, {said.text[:500]!r}")
+    return said
