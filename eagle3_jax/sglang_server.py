@@ -29,7 +29,11 @@ def answer(url: str, request: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ServerError: other settings than the request's (algorithm, steps, topk, dtype), an error status, no counters.
     """
-    with httpx2.Client(base_url=url.rstrip("/"), timeout=600) as server:
+    try:
+        client = httpx2.Client(base_url=url, timeout=600)
+    except httpx2.InvalidURL as error:
+        raise ServerError(f"{url}: {error}; expected a URL such as http://127.0.0.1:30000") from error
+    with client as server:
         version = _check_settings(_json(server, "GET", "/server_info"), request)
 
         def generate(ids: list[int]) -> dict[str, Any]:
@@ -101,7 +105,8 @@ def _send(server: httpx2.Client, method: str, path: str, body: dict[str, Any] | 
     try:
         said = server.request(method, path, json=body)
     except httpx2.HTTPError as error:
-        raise ServerError(f"{server.base_url}: no answer ({error}); expected a running SGLang server") from error
+        url = str(server.base_url).rstrip("/")
+        raise ServerError(f"{url}: no answer ({error}); expected a running SGLang server") from error
     if said.is_error:
         raise ServerError(f"{said.url}: got status {said.status_code}, {said.text[:500]!r}")
     return said

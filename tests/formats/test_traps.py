@@ -154,6 +154,7 @@ def test_a_copy_of_the_embeddings_may_be_rounded_to_its_dtype_and_no_more(
     copy = embeddings(target).astype(stored)
     rounded = tiny.make_target(TARGET)
     rounded.model.embed[...] = jnp.asarray(embeddings(target), loaded)
+    assert rounded.model.embed[...].dtype == loaded
     alter(tmp_path / "head", {EMBEDDINGS: copy})
     load_draft(tmp_path / "head", target=rounded)
     apart = copy.astype(np.float32)
