@@ -7,6 +7,7 @@ fastest with as few turns as it takes; `serve` times servers under traffic: late
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -31,19 +32,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         said = "Finds the fastest draft size at every batch size, and writes a config with it."
     else:
         options.add_argument("--compare", action="append", default=[], metavar="NAME=URL")
-        said = "Times servers under traffic. --compare NAME=http://HOST:PORT/v1 measures one that runs already."
-    compare = None
+        options.add_argument("--compare-key", action="append", default=[], metavar="NAME=VARIABLE")
+        said = (
+            "Times servers under traffic. --compare NAME=http://HOST:PORT/v1 measures one that runs already; "
+            "--compare-key NAME=VARIABLE says in which environment variable its API key is."
+        )
+    asked = argparse.Namespace()
     if not {"-h", "--help"} & set(rest):
         asked, rest = options.parse_known_args(rest)
-        compare = getattr(asked, "compare", None)
     config, arguments = configuration.from_command_line(f"benchmark {what}", said, rest, prompts=_PROMPTS)
     with command.run("benchmark"):
         if what == "decode":
-            _decode(config, arguments.prompts, compare)
+            _decode(config, arguments.prompts, asked.compare)
         elif what == "tune":
             _tune(config, arguments.prompts)
         else:
-            _serve(config, arguments.prompts, compare or [])
+            others = _named("--compare", asked.compare, "http://HOST:PORT/v1", ("http://", "https://"))
+            _serve(config, arguments.prompts, others, _keys(asked.compare_key, others))
 
 
 def _decode(config: RunConfig, prompts: str, compare: str | None) -> None:
@@ -58,15 +63,31 @@ def _tune(config: RunConfig, prompts: str) -> None:
         print(f"{tune.table(report)}\n\n{folder / 'tune.jsonl'}\n{folder / 'tuned.yaml'}")
 
 
-def _serve(config: RunConfig, prompts: str, compare: Sequence[str]) -> None:
-    others = {}
-    for pair in compare:
-        name, _, url = pair.partition("=")
-        if not name or not url.startswith(("http://", "https://")) or name in others:
-            raise ValueError(f"--compare: got {pair}, expected NAME=http://HOST:PORT/v1, each name once")
-        others[name] = url
-    report, folder = serving.run(config, prompts, others), config.folder("benchmark")
+def _serve(config: RunConfig, prompts: str, others: dict[str, str], keys: dict[str, str]) -> None:
+    report, folder = serving.run(config, prompts, others, keys), config.folder("benchmark")
     print(f"{serving.table(report)}\n{folder / 'serve.json'}\n{folder / 'serve.html'}")
+
+
+def _named(flag: str, pairs: Sequence[str], expected: str, beginnings: tuple[str, ...] = ("",)) -> dict[str, str]:
+    """What a flag says of each server. Raises ValueError."""
+    found: dict[str, str] = {}
+    for pair in pairs:
+        name, _, value = pair.partition("=")
+        if not name or not value or not value.startswith(beginnings) or name in found:
+            raise ValueError(f"{flag}: got {pair}, expected NAME={expected}, each name once")
+        found[name] = value
+    return found
+
+
+def _keys(pairs: Sequence[str], others: dict[str, str]) -> dict[str, str]:
+    """API keys, from the environment: a command line is seen by everybody. Raises ValueError."""
+    variables = _named("--compare-key", pairs, "VARIABLE")
+    for name, variable in variables.items():
+        if name not in others:
+            raise ValueError(f"--compare-key: got the name {name}, expected one of --compare")
+        if not os.environ.get(variable):
+            raise ValueError(f"--compare-key: got no {variable} in the environment, expected an API key in it")
+    return {name: os.environ[variable] for name, variable in variables.items()}
 
 
 if __name__ == "__main__":

@@ -680,6 +680,15 @@ def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"--config {path}: not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"--config {path}: got {type(values).__name__}, expected a mapping of sections")
+    return with_overrides(values, overrides, f"--config {path}")
+
+
+def with_overrides(values: dict[str, Any], overrides: Sequence[str], source: str) -> RunConfig:
+    """Nested values and dotted overrides, as a RunConfig. Raises ConfigError, SystemExit: see `load`.
+
+    Args:
+        source: of the values, for what tyro says.
+    """
     rest = list(overrides)
     if "--evaluate.tree" in rest[:-1] and isinstance(values.get("evaluate", {}), dict):
         # "auto" in place of a tree: beside a default that is a tree, tyro takes the fields of one alone.
@@ -692,7 +701,7 @@ def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> RunConfig:
             RunConfig,
             default=config,
             args=rest,
-            prog=f"--config {path}",
+            prog=source,
             config=(tyro.conf.AvoidSubcommands,),  # the sources are a union; they come from the file alone
             return_unknown_args=True,
         )

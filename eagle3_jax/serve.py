@@ -21,7 +21,8 @@ from eagle3_jax import command
 from eagle3_jax import config as configuration
 from eagle3_jax.config import ConfigError, RunConfig, ServeConfig
 from eagle3_jax.decoding.engine import Engine
-from eagle3_jax.formats.shipped import AUTO, chosen_draft
+from eagle3_jax.formats.mtp import MTP
+from eagle3_jax.formats.shipped import AUTO, LOOKUP, chosen_draft
 from eagle3_jax.mesh import decoding_mesh
 from eagle3_jax.models.registry import load_target
 from eagle3_jax.serving.app import make_app
@@ -32,9 +33,15 @@ _ENDING = 10.0  # seconds for the engine to see that it was stopped
 # Flag -> field; those of SGLang, where it has one.
 _FLAGS = {
     "--target": "target.name",
+    "--model": "target.name",
+    "--model-path": "target.name",
+    "--dtype": "target.dtype",
+    "--tp-size": "mesh.model",
     "--draft": "serve.draft",
+    "--speculative-draft-model-path": "serve.draft",
     "--host": "serve.host",
     "--port": "serve.port",
+    "--mem-fraction": "serve.memory_fraction",
     "--mem-fraction-static": "serve.memory_fraction",
     "--max-running-requests": "serve.batch_size",
     "--speculative-num-steps": "serve.tree.num_steps",
@@ -42,6 +49,10 @@ _FLAGS = {
     "--speculative-num-draft-tokens": "serve.tree.num_draft_tokens",
     "--speculative-token-map": "serve.token_map",
 }
+# SGLang's algorithm -> what drafts where no head is named; None leaves it as it is. What kind of head (EAGLE-2, EAGLE-3) a
+# named one is, its checkpoint says.
+_ALGORITHM = "--speculative-algorithm"
+_ALGORITHMS = {"EAGLE3": None, "EAGLE": MTP, "NEXTN": MTP, "NGRAM": LOOKUP}
 
 
 def configure(argv: Sequence[str] | None = None) -> RunConfig:
@@ -52,16 +63,17 @@ def configure(argv: Sequence[str] | None = None) -> RunConfig:
     parser = argparse.ArgumentParser(
         prog="python -m eagle3_jax.serve",
         description=(__doc__ or "").splitlines()[0],
-        epilog="Every field of the config can be overridden where there is one: --section.field VALUE",
+        epilog="Every field of the config can be given: --section.field VALUE",
         allow_abbrev=False,
     )
     parser.add_argument("--config", help="YAML run file, see configs/; or name a --target")
     for flag, field in _FLAGS.items():
         parser.add_argument(flag, dest=field, metavar="VALUE", help=field)
+    parser.add_argument(_ALGORITHM, dest=_ALGORITHM, metavar="NAME", help=f"SGLang's: {', '.join(_ALGORITHMS)}")
     arguments, rest = parser.parse_known_args(argv)
-    given = {field: value for field, value in vars(arguments).items() if field != "config" and value is not None}
+    given = {field: value for field, value in vars(arguments).items() if value is not None}
     try:
-        return _with_flags(arguments.config, rest, given)
+        return _with_flags(given.pop("config", None), rest, given)
     except ConfigError as error:
         print(f"eagle3_jax.serve: {error}", file=sys.stderr)
         sys.exit(2)
@@ -70,13 +82,15 @@ def configure(argv: Sequence[str] | None = None) -> RunConfig:
 def _with_flags(path: str | None, overrides: Sequence[str], given: dict[str, str]) -> RunConfig:
     """The configuration with what flags say. Raises ConfigError."""
     if path is not None:
-        values = configuration.to_dict(configuration.load(path, overrides))
+        config = configuration.load(path, overrides)
     elif "target.name" not in given:
         raise ConfigError("--config, --target: got neither, expected one of them")
-    elif overrides:
-        raise ConfigError(f"{overrides[0]}: got no --config, expected one with --section.field VALUE")
     else:
-        values = {"run_dir": ".", "serve": {"draft": AUTO}}
+        alone = {"run_dir": ".", "serve": {"draft": AUTO}}
+        config = configuration.with_overrides(alone, overrides, f"--target {given['target.name']}")
+    values = configuration.to_dict(config)
+    if (algorithm := given.pop(_ALGORITHM, None)) is not None:
+        values["serve"]["draft"] = _drafts_by(algorithm, given.pop("serve.draft", config.serve.draft))
     tree = {field: given.pop(field) for field in list(given) if field.startswith("serve.tree.")}
     if tree:
         steps = tree.get("serve.tree.num_steps", "")
@@ -90,8 +104,24 @@ def _with_flags(path: str | None, overrides: Sequence[str], given: dict[str, str
         values["serve"]["trees"] = [{field.rpartition(".")[2]: value for field, value in tree.items()}]
     for field, value in given.items():
         section, name = field.split(".")
-        values.setdefault(section, {})[name] = value
+        values[section][name] = value
     return configuration.from_dict(values)
+
+
+def _drafts_by(algorithm: str, draft: str | None) -> str | None:
+    """What `serve.draft` is under SGLang's algorithm. Raises ConfigError.
+
+    Args:
+        draft: what it is without.
+    """
+    if algorithm not in _ALGORITHMS:
+        raise ConfigError(f"{_ALGORITHM}: got {algorithm}, expected one of {', '.join(_ALGORITHMS)}")
+    own = _ALGORITHMS[algorithm]
+    if draft in (None, AUTO):
+        return own or draft
+    if not algorithm.startswith("EAGLE") and draft != own:
+        raise ConfigError(f"{_ALGORITHM} {algorithm}: got the draft {draft}, expected none: it drafts with {own!r}")
+    return draft
 
 
 def load(config: RunConfig) -> Engine:

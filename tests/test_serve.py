@@ -57,11 +57,42 @@ def test_sglang_s_flags_are_understood(run_file):
     assert (chain.trees, chain.port) == ((DraftTree(num_steps=2, topk=1, num_draft_tokens=3),), 1)
 
 
+def test_the_commands_of_sglang_s_pages_are_understood():
+    words = "--speculative-draft-model-path some/head --speculative-num-steps 5 --speculative-eagle-topk 8"
+    words += " --speculative-num-draft-tokens 32 --mem-fraction 0.6 --dtype bfloat16"
+    config = serve.configure(["--model", "org/model", "--speculative-algorithm", "EAGLE3", *words.split()])
+    assert (config.target.name, config.target.dtype) == ("org/model", "bfloat16")
+    assert (config.serve.draft, config.serve.memory_fraction) == ("some/head", 0.6)
+    assert config.serve.trees == (DraftTree(num_steps=5, topk=8, num_draft_tokens=32),)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "draft"), [("EAGLE3", "auto"), ("EAGLE", "mtp"), ("NEXTN", "mtp"), ("NGRAM", "lookup")]
+)
+def test_an_algorithm_says_what_drafts_where_nobody_else_does(algorithm, draft, run_file):
+    assert serve.configure(["--model-path", "a", "--speculative-algorithm", algorithm]).serve.draft == draft
+    with_config = ["--config", run_file, "--speculative-algorithm", algorithm]
+    assert serve.configure(with_config).serve.draft == (None if algorithm == "EAGLE3" else draft)
+    if algorithm.startswith("EAGLE"):
+        assert serve.configure([*with_config, "--serve.draft", "a/head"]).serve.draft == "a/head"
+
+
+def test_a_target_s_name_takes_every_field_of_a_config():
+    fields = "--target.aux-layers 1 2 3 --mesh.data 1 --serve.queue-limit 7 --tp-size 4"
+    config = serve.configure(["--target", "a", *fields.split()])
+    assert (config.target.name, config.target.aux_layers, config.serve.queue_limit) == ("a", (1, 2, 3), 7)
+    assert (config.mesh.data, config.mesh.model, config.serve.draft) == (1, 4, "auto")
+    assert serve.configure(["--target", "a", "--mesh.model", "2", "--target.dtype", "bfloat16"]).mesh.model == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["--target", "a", "--speculative-algorithm", "STANDALONE"], "got STANDALONE, expected one of EAGLE3, EAGLE"),
+        (["--target", "a", "--speculative-algorithm", "NGRAM", "--draft", "x"], "NGRAM: got the draft x, expected none"),
+        (["--target", "a", "--dtype", "float16"], "target.dtype: Input should be 'float32' or 'bfloat16'"),
+        (["--target", "a", "--trust-remote-code"], "--trust-remote-code: not a field of the configuration"),
         ([], "--config, --target: got neither"),
-        (["--target", "a", "--serve.port", "1"], "--serve.port: got no --config"),
         (["--target", "a", "--port", "x"], "serve.port: "),
         (["--target", "a", "--max-running-requests", "0"], "serve.batch_size: got 0, expected at least 1"),
         (["--target", "a", "--mem-fraction-static", "2"], "serve.memory_fraction: got 2.0, expected in (0, 1]"),

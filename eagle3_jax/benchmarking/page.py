@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html as escape
 import io
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,13 +69,21 @@ def titles(asked: dict[str, Any]) -> list[str]:
     return clients + [f"{rate:g} requests a second" for rate in asked["rates"]]
 
 
+def speed_up(vanilla: dict[str, Any], level: dict[str, Any]) -> str:
+    """By mean time per output token; "-" where every answer of one of them came in one chunk."""
+    mine, other = level["tpot"], vanilla["tpot"]
+    return "-" if mine is None or other is None else f"{other['mean'] / mine['mean']:.2f}x"
+
+
 def _figure(svg: str, caption: str) -> str:
     return f"<figure>{svg}<figcaption>{caption}</figcaption></figure>\n"
 
 
 def _over_concurrency(ways: dict[str, Any], concurrency: Sequence[int], key: str, unit: str) -> str:
     def value(level: dict[str, Any]) -> float:
-        return level["tokens_per_second"] if key == "throughput" else 1e3 * level[key]["p50"]
+        if key == "throughput":
+            return level["tokens_per_second"]
+        return math.nan if level[key] is None else 1e3 * level[key]["p50"]  # a gap in the line
 
     def draw(axes: Any) -> None:
         for (name, way), colour in zip(ways.items(), _colours(len(ways)), strict=True):
@@ -148,7 +157,7 @@ def _table(report: dict[str, Any]) -> str:
                 f"{level['tokens_per_second']:.1f}",
                 f"{1e3 * level['ttft']['p50']:.0f}",
                 "-" if tpot is None else f"{1e3 * tpot['p50']:.1f}",
-                "-" if tpot is None or vanilla["tpot"] is None else f"{vanilla['tpot']['mean'] / tpot['mean']:.2f}x",
+                speed_up(vanilla, level),
                 f"{level['identical']}/{level['requests']}",
                 str(level["failed"]),
             ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import json
 import pathlib
@@ -37,11 +38,17 @@ VANILLA, SPECULATIVE = "vanilla", "speculative"
 _START, _END = 1800.0, 60.0  # seconds that a server may take to load and warm up, and to drain
 
 
-def run(config: RunConfig, prompts_path: str | pathlib.Path, others: dict[str, str] | None = None) -> dict[str, Any]:
+def run(
+    config: RunConfig,
+    prompts_path: str | pathlib.Path,
+    others: dict[str, str] | None = None,
+    keys: dict[str, str] | None = None,
+) -> dict[str, Any]:
     """Measures, and writes the files.
 
     Args:
         others: name -> URL of further servers, with the version: http://127.0.0.1:8001/v1.
+        keys: name -> API key, of those that want one. It is written nowhere.
 
     Returns:
         What `serve.json` holds.
@@ -49,7 +56,7 @@ def run(config: RunConfig, prompts_path: str | pathlib.Path, others: dict[str, s
     Raises:
         ValueError: no usable prompts, a name that is taken, a server that does not start or does not answer.
     """
-    prompts_path, others = pathlib.Path(prompts_path), others or {}
+    prompts_path, others, keys = pathlib.Path(prompts_path), others or {}, keys or {}
     if taken := {VANILLA, SPECULATIVE} & set(others):
         raise ValueError(f"--compare: got the name {min(taken)}, expected another: it is one of this package's own")
     prompts = sources.spread(sources.read_file(prompts_path)[0], None)
@@ -70,7 +77,7 @@ def run(config: RunConfig, prompts_path: str | pathlib.Path, others: dict[str, s
         about = {"target": started["target"], "serve": started["serve"]}
         servers[name] = about, _started(started, folder / f"serve_{name}.yaml")
     for name, url in others.items():
-        servers[name] = {"url": url}, _running(url)
+        servers[name] = {"url": url}, _running(url, keys.get(name))
     ways = {}
     for name, (about, server) in servers.items():
         command.stop_point()
@@ -106,7 +113,9 @@ def measure(server: Server, prompts: Sequence[Prompt], settings: TrafficConfig, 
     loads = [("concurrency", clients) for clients in settings.concurrency] + [("rate", rate) for rate in settings.rates]
     params = {"max_tokens": settings.max_tokens, "temperature": settings.temperature, "seed": seed}
     cycle, levels = itertools.cycle(prompts), []
-    asyncio.run(_drive(server, [prompts[0]], params, "concurrency", 1, seed))  # a connection, a warm cache of code
+    (first,) = asyncio.run(_drive(server, [prompts[0]], params, "concurrency", 1, seed))  # warms caches of code
+    if traffic.COUNTS_ON in (first.error or ""):
+        server = dataclasses.replace(server, counts_on=False)
     with tqdm(total=len(loads), desc=name) as bar:
         for kind, load in loads:
             command.stop_point()
@@ -159,7 +168,7 @@ def _started(values: dict[str, Any], path: pathlib.Path) -> Iterator[Server]:
             found = re.match(r"(http://\S+) answers", said)
             if found is None:
                 raise ValueError(f"{path}: got status {process.wait()} from the server, expected that it answers")
-            yield Server(found[1], model_of(found[1]))
+            yield found_at(found[1])
         finally:
             process.send_signal(signal.SIGTERM)
             try:
@@ -169,14 +178,16 @@ def _started(values: dict[str, Any], path: pathlib.Path) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def _running(url: str) -> Iterator[Server]:
-    yield Server(url.rstrip("/"), model_of(url.rstrip("/")))
+def _running(url: str, key: str | None) -> Iterator[Server]:
+    yield found_at(url.rstrip("/"), key)
 
 
-def model_of(url: str) -> str:
-    """The first model that a server has. Raises ValueError: none, or no such server."""
+def found_at(url: str, key: str | None = None) -> Server:
+    """A server, asked for its first model. Raises ValueError: none, or no such server."""
+    server = Server(url, "", key)
     try:
-        return httpx2.get(f"{url}/models", timeout=30).raise_for_status().json()["data"][0]["id"]
+        listed = httpx2.get(f"{url}/models", headers=server.headers, timeout=30).raise_for_status().json()
+        return dataclasses.replace(server, model=listed["data"][0]["id"])
     except (httpx2.HTTPError, KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{url}/models: got {error!r}, expected a server of OpenAI's API") from error
 
@@ -205,8 +216,8 @@ def table(report: dict[str, Any]) -> str:
                     name,
                     f"{level['tokens_per_second']:.1f}",
                     *(f"{1e3 * x:.0f}" for x in (ttft["p50"], ttft["p95"])),
-                    *(f"{1e3 * tpot[p]:.1f}" for p in ("p50", "p95", "p99")),
-                    f"{of_ways[0]['tpot']['mean'] / tpot['mean']:.2f}x",
+                    *("-" if tpot is None else f"{1e3 * tpot[p]:.1f}" for p in ("p50", "p95", "p99")),
+                    page.speed_up(of_ways[0], level),
                     f"{level['identical']}/{level['requests']}",
                     str(level["failed"]),
                 )

@@ -2,6 +2,9 @@
 
 The words are those of SGLang's and vLLM's bench_serving: TTFT, time to the first token; TPOT, time per output token
 behind the first; ITL, inter-token latency, where the tokens of one chunk share the time since the chunk before.
+
+Tokens are counted by the server. Where it counts them in its last event alone (OpenAI, older SGLang) they are shared out
+over the pieces of text: TTFT, latency and throughput are as exact as elsewhere, TPOT and ITL are estimates then.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import httpx2
 import numpy as np
 
 Prompt = dict[str, Any]  # of `sources.read_file`: messages, category, id
+COUNTS_ON = "continuous_usage_stats"  # of `stream_options`: vLLM's, SGLang's and ours
 _PERCENTILES = (50, 95, 99)
 
 
@@ -73,12 +77,18 @@ class Server:
 
     Attributes:
         url: with the version, as OpenAI's clients take it: http://127.0.0.1:8000/v1.
-        key: shown to it, where it wants one.
+        key: shown to it, where it wants one, and to nobody else.
+        counts_on: whether it is asked to count tokens in every event; who does not know that ignores or refuses it.
     """
 
     url: str
     model: str
-    key: str | None = None
+    key: str | None = dataclasses.field(default=None, repr=False)
+    counts_on: bool = True
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
 
     async def ask(self, client: httpx2.AsyncClient, prompt: Prompt, start: float, **params: Any) -> Timing:
         """Sends a prompt, takes its answer as a stream. A refusal or a broken connection is a timing with `error`."""
@@ -88,48 +98,59 @@ class Server:
             "model": self.model,
             "messages": prompt["messages"],
             "stream": True,
-            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            "stream_options": {"include_usage": True} | ({COUNTS_ON: True} if self.counts_on else {}),
             **params,
         }
-        headers = {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
         timing = Timing(category, sent - start)
         try:
-            async with client.stream("POST", f"{self.url}/chat/completions", json=body, headers=headers) as response:
+            url = f"{self.url}/chat/completions"
+            async with client.stream("POST", url, json=body, headers=self.headers) as response:
                 if response.status_code != 200:
                     said = (await response.aread()).decode(errors="replace")
                     return dataclasses.replace(timing, error=f"{response.status_code}: {said[:200]}")
                 return await _read(response, timing, sent)
-        except httpx2.HTTPError as error:
+        except (httpx2.HTTPError, json.JSONDecodeError) as error:
             return dataclasses.replace(timing, error=f"{type(error).__name__}: {error}")
 
 
 async def _read(response: httpx2.Response, timing: Timing, sent: float) -> Timing:
-    """The answer's chunks; tokens are counted by the server's usage."""
-    chunks: list[tuple[float, int]] = []
-    texts: list[str] = []
-    counted, usage = 0, {}
+    """The answer's chunks."""
+    counted: list[tuple[float, int]] = []  # by the usage of the events
+    pieces: list[tuple[float, str]] = []
+    usage: dict[str, Any] = {}
     async for line in response.aiter_lines():
-        if not line.startswith("data: ") or line == "data: [DONE]":
+        if not line.startswith("data:") or (data := line.removeprefix("data:").strip()) == "[DONE]":
             continue
-        now, event = time.perf_counter() - sent, json.loads(line.removeprefix("data: "))
-        if "error" in event:
+        now, event = time.perf_counter() - sent, json.loads(data)
+        if event.get("error") is not None:
             return dataclasses.replace(timing, error=json.dumps(event["error"])[:200])
+        if text := "".join((choice.get("delta") or {}).get("content") or "" for choice in event.get("choices") or ()):
+            pieces.append((now, text))
         usage = event.get("usage") or usage
-        written = usage.get("completion_tokens", 0)
-        texts += [choice.get("delta", {}).get("content") or "" for choice in event["choices"]]
-        if written > counted:
-            chunks.append((now, written - counted))
-            counted = written
-    if not chunks:
+        if (new := (usage.get("completion_tokens") or 0) - sum(tokens for _, tokens in counted)) > 0:
+            counted.append((now, new))
+    if not counted:
         return dataclasses.replace(timing, error="got an answer without tokens or without usage")
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     return dataclasses.replace(
         timing,
-        chunks=tuple(chunks),
-        text="".join(texts),
-        prompt_tokens=usage.get("prompt_tokens", 0),
+        chunks=tuple(_shared(pieces, usage["completion_tokens"]) if len(counted) == 1 and pieces else counted),
+        text="".join(text for _, text in pieces),
+        prompt_tokens=usage.get("prompt_tokens") or 0,
         cached_tokens=cached,
     )
+
+
+def _shared(pieces: Sequence[tuple[float, str]], tokens: int) -> list[tuple[float, int]]:
+    """Tokens that were counted once, over an answer's pieces: one each, and the others by their lengths."""
+    spare, length = max(0, tokens - len(pieces)), sum(len(text) for _, text in pieces)
+    chunks, given, written = [], 0, 0
+    for number, (seconds, text) in enumerate(pieces, 1):
+        written += len(text)
+        until = min(tokens, number + spare * written // length)
+        chunks.append((seconds, until - given))
+        given = until
+    return chunks
 
 
 Ask = Callable[[Prompt], Awaitable[Timing]]

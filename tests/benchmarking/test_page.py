@@ -81,3 +81,13 @@ def test_the_table_says_the_same(report):
         "8 clients",
         "0.5 requests a second",
     ]
+
+
+def test_a_server_that_answers_in_one_chunk_has_no_time_per_token(report):
+    """In neither chart nor table: its figures are gaps."""
+    for name in ("vanilla", "speculative"):
+        for one in report["ways"][name]["levels"]:
+            one["tpot"] = one["categories"]["code"]["tpot"] = None
+    assert page.html(report).count("<svg") == 4
+    row = next(line.split() for line in serving.table(report).splitlines() if line.startswith("speculative"))
+    assert row == ["speculative", "60.0", "250", "500", "-", "-", "-", "-", "15/16", "1"]

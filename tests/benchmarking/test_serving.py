@@ -45,8 +45,8 @@ class _Handler(BaseHTTPRequestHandler):
         ]
         self._send("text/event-stream", b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events))
 
-    def _send(self, kind: str, body: bytes) -> None:
-        self.send_response(200)
+    def _send(self, kind: str, body: bytes, status: int = 200) -> None:
+        self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -55,16 +55,45 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None: ...
 
 
-@pytest.fixture
-def parrot() -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Its URL, and what it was asked."""
-    handler = type("Handler", (_Handler,), {"asked": []})
+class _Strict(_Handler):
+    """Wants a key, refuses what OpenAI's API has not, and answers in one chunk, with usage behind it."""
+
+    def do_GET(self) -> None:
+        self._send("application/json", json.dumps({"data": [{"id": "a-model"}]}).encode(), self._status())
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self._status() != 200 or set(body["stream_options"]) != {"include_usage"}:
+            message = {"error": {"message": "Unknown parameter: 'stream_options.continuous_usage_stats'."}}
+            self._send("application/json", json.dumps(message).encode(), 400)
+            return
+        self.asked.append(body)
+        events = [
+            {"choices": [{"delta": {"content": "a"}}], "usage": None},
+            {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": TOKENS}},
+        ]
+        self._send("text/event-stream", b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events))
+
+    def _status(self) -> int:
+        return 200 if self.headers["Authorization"] == "Bearer s3cret" else 401
+
+
+@contextlib.contextmanager
+def _answering(kind: type[_Handler]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    handler = type("Handler", (kind,), {"asked": []})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield f"http://127.0.0.1:{server.server_address[1]}/v1", handler.asked
         server.shutdown()
         thread.join(10)
+
+
+@pytest.fixture
+def parrot() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Its URL, and what it was asked."""
+    with _answering(_Handler) as found:
+        yield found
 
 
 @pytest.fixture
@@ -102,6 +131,33 @@ def test_every_server_is_measured_once_at_every_level(traffic_config, prompts, p
     assert len(asked) == 45 + 2 * (1 + 5 + 6 + 5)
 
 
+def test_a_server_with_a_key_that_counts_at_the_end(traffic_config, prompts, parrot, monkeypatch, tmp_path, capsys):
+    """As OpenAI's own: it refuses what it does not know, and shows its models to who has a key."""
+    monkeypatch.setattr(serving, "_started", lambda *_: contextlib.nullcontext(Server(parrot[0], "a-model")))
+    monkeypatch.setenv("THEIR_KEY", "s3cret")
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(configuration.to_dict(traffic_config)))
+    with _answering(_Strict) as (url, asked):
+        words = ["--compare", f"strict={url}", "--config", str(path), "--prompts", str(prompts)]
+        benchmark.main(["serve", "--compare-key", "strict=THEIR_KEY", *words])
+        assert len(asked) == 4 + 6 + 4  # the request before them was refused
+        with pytest.raises(SystemExit, match="expected a server of OpenAI's API"):
+            benchmark.main(["serve", *words, "--traffic.requests", "5"])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("strict")]
+    assert [row[4:] for row in rows] == [["-", "-", "-", "-", f"0/{n}", "0"] for n in (4, 6, 4)]
+    folder = pathlib.Path(traffic_config.run_dir, "benchmark")
+    levels = json.loads((folder / "serve.json").read_text())["ways"]["strict"]["levels"]
+    assert [level["tokens"] for level in levels] == [TOKENS * n for n in (4, 6, 4)]
+    assert not [file for file in folder.iterdir() if "s3cret" in file.read_text()]
+    for key, said in (
+        ("other=THEIR_KEY", "--compare-key: got the name other, expected one of --compare"),
+        ("strict=NO_KEY", "--compare-key: got no NO_KEY in the environment"),
+        ("strict", "--compare-key: got strict, expected NAME=VARIABLE"),
+    ):
+        with pytest.raises(SystemExit, match=said):
+            benchmark.main(["serve", "--compare-key", key, *words])
+
+
 def test_what_cannot_be_measured_is_refused(traffic_config, prompts, tmp_path, capsys):
     for traffic in ({"concurrency": []}, {"concurrency": [0]}, {"rates": [0.0]}, {"requests": 0}):
         with pytest.raises(ConfigError, match="traffic.(concurrency|rates|requests): got"):
@@ -109,7 +165,7 @@ def test_what_cannot_be_measured_is_refused(traffic_config, prompts, tmp_path, c
     with pytest.raises(ValueError, match="--compare: got the name vanilla"):
         serving.run(traffic_config, prompts, {"vanilla": "http://127.0.0.1:1/v1"})
     with pytest.raises(ValueError, match="expected a server of OpenAI's API"):
-        serving.model_of("http://127.0.0.1:1/v1")
+        serving.found_at("http://127.0.0.1:1/v1")
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(configuration.to_dict(traffic_config)))
     with pytest.raises(SystemExit, match=r"--compare: got vllm, expected NAME=http"):

@@ -61,14 +61,54 @@ def test_a_stream_is_counted_by_the_tokens_of_its_chunks():
     sent = json.loads(request.content)
     assert sent["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
     assert (sent["model"], sent["max_tokens"]) == ("a-model", 8) and request.headers["Authorization"] == "Bearer secret"
+    assert "secret" not in repr(SERVER)
+
+
+def last(tokens: int | None) -> bytes:
+    """The event of usage alone."""
+    return event("", tokens, choices=[])
+
+
+def test_a_count_in_the_last_event_alone_is_shared_out():
+    """OpenAI, and older SGLang: no event but the last one counts."""
+    parts = event("", None), event("a", None), event(" b c d", None), event(" e", None), last(9)
+    found, _ = asked(*parts, b"data: [DONE]\n\n", pause=0.02)
+    assert [tokens for _, tokens in found.chunks] == [1, 5, 3] and found.text == "a b c d e"
+    assert (found.tokens, found.prompt_tokens) == (9, 7)
+    first, _, third = (seconds for seconds, _ in found.chunks)
+    assert 0.04 <= first == found.ttft and third - first >= 0.04 and third == found.latency
+    assert found.tpot == (third - first) / 8 and len(found.itl) == 8
+
+
+@pytest.mark.parametrize("parts", [(event("a b c", 3),), (event("a b c", None), last(3))])
+def test_an_answer_in_one_chunk_has_no_time_per_token(parts):
+    found, _ = asked(*parts, pause=0.02)
+    assert (found.tokens, found.text, found.tpot, found.itl) == (3, "a b c", None, [])
+    assert found.ttft == found.latency < 0.02 * len(parts) + 0.015 or len(parts) == 1
+    figures = traffic.summary([found])
+    assert figures["tpot"] is None and figures["itl"] is None and figures["ttft"]["p50"] == found.ttft
+
+
+def test_more_pieces_than_tokens():
+    found, _ = asked(event("a", None), event("b", None), event("c", None), last(2))
+    assert [tokens for _, tokens in found.chunks] == [1, 1, 0] and len(found.itl) == 1
+
+
+def test_fields_may_be_null_and_lines_close():
+    usage = {"prompt_tokens": None, "completion_tokens": 2, "prompt_tokens_details": None}
+    parts = event("", None, choices=[{"delta": None}], error=None), event("a", None, usage=usage, choices=None), last(2)
+    found, _ = asked(*(part.replace(b"data: ", b"data:") for part in parts), event("ab", 2))
+    assert (found.error, found.tokens, found.text, found.prompt_tokens) == (None, 2, "ab", 7)
 
 
 @pytest.mark.parametrize(
     ("events", "status", "said"),
     [
+        ([b"data: <html>\n\n"], 200, "JSONDecodeError"),
         ([b"too many"], 429, "429: too many"),
         ([event("a", 1), b'data: {"error": {"message": "device lost"}}\n\n'], 200, "device lost"),
         ([event("a", None)], 200, "without tokens or without usage"),
+        ([event("a", None), last(None)], 200, "without tokens or without usage"),
     ],
 )
 def test_no_answer_is_no_timing(events, status, said):
