@@ -49,8 +49,8 @@ _FLAGS = {
     "--speculative-num-draft-tokens": "serve.tree.num_draft_tokens",
     "--speculative-token-map": "serve.token_map",
 }
-# SGLang's algorithm -> what drafts where no head is named; None leaves it as it is. What kind of head (EAGLE-2, EAGLE-3) a
-# named one is, its checkpoint says.
+# SGLang's algorithm -> what drafts where no head is named; None leaves it as it is. Of a named head its checkpoint says
+# whether it is EAGLE-2's or EAGLE-3's.
 _ALGORITHM = "--speculative-algorithm"
 _ALGORITHMS = {"EAGLE3": None, "EAGLE": MTP, "NEXTN": MTP, "NGRAM": LOOKUP}
 

@@ -1,7 +1,12 @@
 """The notebook is what a hosted runtime opens, and its cells run from first to last."""
 
+import importlib.util
 import json
 import pathlib
+import site
+import subprocess
+import sys
+import sysconfig
 
 import matplotlib
 import pytest
@@ -22,7 +27,30 @@ def test_it_is_a_notebook_without_outputs():
         assert cell["cell_type"] == "markdown" or (cell["outputs"], cell["execution_count"]) == ([], None)
     for number, source in enumerate(cells("code")):
         compile(source, f"cell {number}", "exec")
-    assert "find_spec" in cells("code")[0]  # the first one installs
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize("place", ["checkout", "wheel", "neither"])
+def test_the_first_cell_installs_what_is_there(place, tmp_path, monkeypatch):
+    here = tmp_path / "notebooks"
+    here.mkdir()
+    wheel = here / "eagle3_jax-0.1.0-py3-none-any.whl"
+    expected = {"checkout": ["--editable", f"{tmp_path}[train]"], "wheel": [f"{wheel}[train]"]}
+    if place == "checkout":
+        (tmp_path / "pyproject.toml").touch()
+    elif place == "wheel":
+        wheel.touch()
+    asked, searched = [], []
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(subprocess, "run", lambda words, check: asked.append(words))
+    monkeypatch.setattr(site, "addsitedir", searched.append)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    exec(compile(cells("code")[0], "cell 0", "exec"), {})
+    assert asked == [[sys.executable, "-m", "pip", "install", "--quiet", *expected.get(place, ["eagle3-jax[train]"])]]
+    assert searched == [sysconfig.get_path("purelib")]
+    monkeypatch.undo()
+    monkeypatch.setattr(subprocess, "run", None)
+    exec(compile(cells("code")[0], "cell 0", "exec"), {})  # it is installed
 
 
 @pytest.mark.long

@@ -89,7 +89,10 @@ def test_a_target_s_name_takes_every_field_of_a_config():
     ("arguments", "said"),
     [
         (["--target", "a", "--speculative-algorithm", "STANDALONE"], "got STANDALONE, expected one of EAGLE3, EAGLE"),
-        (["--target", "a", "--speculative-algorithm", "NGRAM", "--draft", "x"], "NGRAM: got the draft x, expected none"),
+        (
+            ["--target", "a", "--speculative-algorithm", "NGRAM", "--draft", "x"],
+            "NGRAM: got the draft x, expected none",
+        ),
         (["--target", "a", "--dtype", "float16"], "target.dtype: Input should be 'float32' or 'bfloat16'"),
         (["--target", "a", "--trust-remote-code"], "--trust-remote-code: not a field of the configuration"),
         ([], "--config, --target: got neither"),

@@ -3,8 +3,8 @@
 The words are those of SGLang's and vLLM's bench_serving: TTFT, time to the first token; TPOT, time per output token
 behind the first; ITL, inter-token latency, where the tokens of one chunk share the time since the chunk before.
 
-Tokens are counted by the server. Where it counts them in its last event alone (OpenAI, older SGLang) they are shared out
-over the pieces of text: TTFT, latency and throughput are as exact as elsewhere, TPOT and ITL are estimates then.
+Tokens are counted by the server. Where it counts them in its last event alone (OpenAI, older SGLang) they are shared
+out over the pieces of text: TTFT, latency and throughput are as exact as elsewhere, TPOT and ITL are estimates then.
 """
 
 from __future__ import annotations

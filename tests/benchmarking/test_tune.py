@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import pathlib
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,10 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle3_jax import config as configuration
+from eagle3_jax import serve
 from eagle3_jax.benchmarking import decode, tune
 from eagle3_jax.benchmarking.tune import Race
 from eagle3_jax.config import DraftTree
-from eagle3_jax.decoding.tiers import Tier
+from eagle3_jax.decoding.tiers import VANILLA, Tier
+
+CHAIN_OF_2 = DraftTree(num_steps=2, num_draft_tokens=3)
 
 
 def raced(seconds: dict[str, float], noise: float, seed: int, turns: int = 12) -> tuple[Race, list[str]]:
@@ -65,6 +72,45 @@ def test_times_of_a_turn_are_compared_with_each_other():
     assert race.ratio("stays", "left")[0] == pytest.approx(1 / 0.9)
 
 
+@pytest.fixture
+def measured(
+    monkeypatch, tmp_path
+) -> Callable[[Callable[[str, int], float]], tuple[dict[str, Any], dict[str, list[list[int]]]]]:
+    """Races two sizes whose seconds a token are given, by name and turn; says what each was asked, too."""
+
+    def measure(seconds: Callable[[str, int], float]) -> tuple[dict[str, Any], dict[str, list[list[int]]]]:
+        tiers = [VANILLA, Tier(CHAIN_OF_2, head=True)]
+        engine = SimpleNamespace(
+            tiers=SimpleNamespace(tiers=tiers), warm_up=lambda **_: None, profile=lambda _: SimpleNamespace(seconds=1.0)
+        )
+        asked: dict[str, list[list[int]]] = collections.defaultdict(list)
+
+        def decoding(_: Any, tier: Tier | None, prompts: list[list[int]], __: Any) -> decode.Way:
+            name = decode.AUTO if tier is None else tier.name
+            asked[name].append([ids[0] for ids in prompts])
+            took = seconds(name, len(asked[name]) - 2)  # -1: the turn that wakes caches
+            return lambda: (decode.Answers([[0]] * len(prompts), rounds=1), took * len(prompts))
+
+        monkeypatch.setattr(tune.Engine, "load", lambda *_, **__: engine)
+        monkeypatch.setattr(decode, "decoding", decoding)
+        what = decode.Material(cast(Any, None), "a/head", [[i] for i in range(100)], {})
+        config = configuration.from_dict({"run_dir": str(tmp_path), "benchmark": {"requests": 2, "tune_turns": 4}})
+        return tune.race(config, what, 1), asked
+
+    return measure
+
+
+def test_the_winner_s_lead_is_measured_anew(measured):
+    """It won by luck: in the turns that chose it; in those behind them it is as fast as the default."""
+    report, asked = measured(lambda name, turn: 0.5 if name == "chain 2" and turn < 3 else 1.0 + turn / 100)
+    assert report["best"] == "chain 2" and len(asked["vanilla"]) == 1 + 3
+    ratio, (low, high) = report["over_auto"]["ratio"], report["over_auto"]["interval"]
+    assert ratio == pytest.approx(1) and low <= 1 <= high
+    assert "1.00 times as fast as the default" in tune.table({"batches": [report]})
+    for name in ("chain 2", "auto"):
+        assert asked[name] == [[0, 1], *([2 * turn, 2 * turn + 1] for turn in range(3 + tune.FRESH_TURNS))]
+
+
 @pytest.mark.slow
 def test_the_verb_writes_a_config_that_the_others_read(config, target, prompts):
     report = tune.run(config, prompts, target)
@@ -82,15 +128,20 @@ def test_the_verb_writes_a_config_that_the_others_read(config, target, prompts):
     assert len(records) == 6 and '"step_time"' in records[0]
 
 
-def test_the_config_has_the_size_of_the_nearest_batch(config):
+def test_the_config_has_the_size_of_the_nearest_batch(config, tmp_path):
     def size(name: str, tree: DraftTree | None) -> dict[str, object]:
         return {"name": name, **decode.size(Tier(tree, head=True))}
 
-    sizes = [size("vanilla", None), size("chain 2", DraftTree(num_steps=2, num_draft_tokens=3))]
+    sizes = [size("vanilla", None), size("chain 2", CHAIN_OF_2)]
     best = {1: "chain 2", 32: "vanilla"}
     batches = [{"batch_size": batch, "best": name, "sizes": sizes} for batch, name in best.items()]
     alone = configuration.from_dict(tune.tuned(config, {"batches": batches}))
-    assert alone.evaluate.tree == DraftTree(num_steps=2, num_draft_tokens=3)
+    assert alone.evaluate.tree == CHAIN_OF_2
     assert alone.serve.trees == (alone.evaluate.tree,)  # of batch 8, which is nearer to 1 than to 32
+    path = tmp_path / "tuned.yaml"
+    path.write_text(yaml.safe_dump(tune.tuned(config, {"batches": batches})))
+    assert serve.configure(["--config", str(path)]) == alone
+    words = ["--config", str(path), "--prompts", "prompts.jsonl"]
+    assert configuration.from_command_line("evaluate", "", words, prompts="")[0] == alone
     many = dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, batch_size=30))
     assert yaml.safe_load(yaml.safe_dump(tune.tuned(many, {"batches": batches})))["evaluate"]["tree"] == "auto"

@@ -78,9 +78,9 @@ def served(engine) -> Iterator[Served]:
 
 @pytest.fixture
 def serving(engine) -> Callable[..., contextlib.AbstractContextManager[Served]]:
-    """Starts another one on the same engine: `with serving(queue_limit=2) as served`."""
+    """Starts another one, on the same engine if on no other: `with serving(queue_limit=2) as served`."""
 
-    def start(**settings: Any) -> contextlib.AbstractContextManager[Served]:
+    def start(engine: Engine = engine, **settings: Any) -> contextlib.AbstractContextManager[Served]:
         return _serving(engine, **settings)
 
     return start

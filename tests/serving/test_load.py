@@ -3,7 +3,6 @@
 import asyncio
 import collections
 import gc
-import json
 import os
 import pathlib
 import random
@@ -15,6 +14,7 @@ import httpx2
 import openai
 import pytest
 import tiny
+from wrong_bodies import BODIES
 
 from eagle3_jax.decoding.request import Output
 from eagle3_jax.decoding.sampling import SamplingParams
@@ -139,10 +139,9 @@ class Load:
         self.seen["left"] += 1
 
     async def wrong(self, client: Any, http: Any) -> None:
-        body = self.random.choice([{"prompt": 1}, {"prompt": "a", "n": 0}, {"prompt": "a", "top_p": 2}, [], "{"])
-        headers = {"Content-Type": "application/json"}
-        answer = await http.post("/v1/completions", content=json.dumps(body), headers=headers)
-        assert answer.status_code in (400, 429)
+        path, body = self.random.choice(BODIES)
+        answer = await http.post(path, content=body, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 429 or (answer.status_code == 400 and answer.json()["error"]["param"]), body
         self.seen["wrong"] += 1
 
     async def large(self, client: Any, http: Any) -> None:

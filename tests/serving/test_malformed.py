@@ -1,106 +1,12 @@
 """Some hundred wrong bodies: each is refused with the field's name, none disturbs the server."""
 
-import json
 from typing import Any
 
 import httpx2
 import pytest
+from wrong_bodies import BODIES, BOTH, CASES, CHAT, OF_CHAT, TEXT, written
 
 pytestmark = pytest.mark.any_jax
-
-CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "apple"}], "max_tokens": 2, "temperature": 0}
-COMPLETION: dict[str, Any] = {"prompt": "apple", "max_tokens": 2, "temperature": 0}
-WHOLE_NUMBERS = ("1", 1.5, True, [1], {}, -2, 10**30)
-NUMBERS = ("1", True, [1.0], {}, -200.0, float("nan"), float("inf"), 1e300)
-TEXTS = (1, True, ["a"], {})
-FLAGS = ("true", 1, 0.0, [True], {})
-BOTH = {
-    "model": TEXTS,
-    "stream": FLAGS,
-    "stream_options": (1, "a", [], {"include_usage": "yes"}, {"include_usage": True}),
-    "n": (*WHOLE_NUMBERS, 0),
-    "max_tokens": (*WHOLE_NUMBERS[:-1], 0),
-    "min_tokens": (*WHOLE_NUMBERS, 3),
-    "temperature": NUMBERS,
-    "top_p": (*NUMBERS, 0, 1.01, 1e-45),
-    "top_k": WHOLE_NUMBERS,
-    "min_p": (*NUMBERS, 1.01),
-    "presence_penalty": (*NUMBERS, 2.5),
-    "frequency_penalty": (*NUMBERS, -2.5),
-    "repetition_penalty": (*NUMBERS, 0, 1e-300),
-    "seed": ("1", 1.5, True, [], -1, 2**32, 10**30),
-    "stop": (1, True, {}, "", [""], ["a", 1], [["a"]], ["a"] * 17, "a" * 257),
-    "stop_token_ids": (1, "1", {}, ["1"], [1.5], [True], [-1], [448], [10**30], [*range(3, 19)], [*range(17)]),
-    "logit_bias": (
-        *(1, "a", [], [1], {"a": 1}, {"1.5": 1}, {"-1": 1}, {"448": 1}, {str(10**30): 1}, {"5": "1"}),
-        *({"5": 101}, {"5": None}, {"5": float("nan")}, {str(i): 1 for i in range(65)}),
-    ),
-    "ignore_eos": FLAGS,
-    "best_of": (2, "2"),
-    "use_beam_search": (True,),
-    "structured_outputs": ({"json": {}},),
-    "guided_json": ({"type": "object"},),
-    "prompt_logprobs": (1,),
-    "truncate_prompt_tokens": (5,),
-    "allowed_token_ids": ([1],),
-    "bad_words": (["a"],),
-    "response_format": ({"type": "json_object"}, "json", {"type": "json_schema", "json_schema": {}}),
-    "skip_special_tokens": (False,),
-    "include_stop_str_in_output": (True,),
-}
-IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
-OF_CHAT = {
-    "messages": (
-        *(None, 1, "apple", {}, [], [1], ["apple"], [{}], [{"role": "user"}], [{"content": "a"}], [[]]),
-        *([{"role": role, "content": "a"}] for role in (1, None, "tool", "function", "User", "")),
-        *([{"role": "user", "content": content}] for content in (None, 1, {}, ["a"], [IMAGE], [{"type": "text"}])),
-        *([{"role": "user", "content": content}] for content in ([{"type": "text", "text": 1}], [{}], [1], [[]])),
-        [{"role": "user", "content": "apple " * 300}],
-    ),
-    "max_completion_tokens": (*WHOLE_NUMBERS[:-1], 0),
-    "logprobs": (*FLAGS, 5),
-    "top_logprobs": (*WHOLE_NUMBERS, 21, 2),
-    "tools": ([{"type": "function"}], "a", {"a": 1}),
-    "tool_choice": ("required", {"type": "function"}),
-    "functions": ([{"name": "f"}],),
-    "function_call": ({"name": "f"},),
-    "modalities": (["text", "audio"],),
-    "audio": ({"voice": "a"},),
-    "web_search_options": ({"a": 1},),
-    "chat_template": ("{{ messages }}",),
-    "chat_template_kwargs": ({"a": 1},),
-    "add_generation_prompt": (False,),
-    "continue_final_message": (True,),
-}
-OF_COMPLETION = {
-    "prompt": (
-        *(None, 1, True, {}, [], "", [""], [[]], ["a", 1], [1, "a"], [[1], "a", 5], [1.5], [True], [None], [[[1]]]),
-        *([-1], [448], [10**30], [[5, -1]], ["a", ""], "apple " * 300, [5] * 256),
-    ),
-    "logprobs": (*WHOLE_NUMBERS, 21),
-    "echo": (True, "yes"),
-    "suffix": ("b",),
-}
-TEXT = (
-    b"",
-    b"{",
-    b"[]",
-    b'"a"',
-    b"null",
-    b"1",
-    b"\xff\xfe",
-    b'{"prompt": "\\ud800"}',
-    b"[" * 100_000,
-    b'{"prompt":' * 500,
-)
-CASES = [
-    *(("/v1/chat/completions", CHAT, field, value) for field, values in (BOTH | OF_CHAT).items() for value in values),
-    *(
-        ("/v1/completions", COMPLETION, field, value)
-        for field, values in (BOTH | OF_COMPLETION).items()
-        for value in values
-    ),
-]
 
 
 def refused(answer: httpx2.Response, status: int = 400) -> dict[str, Any]:
@@ -112,10 +18,10 @@ def refused(answer: httpx2.Response, status: int = 400) -> dict[str, Any]:
 
 
 def test_every_wrong_field_is_named(served):
-    assert len(CASES) >= 200
+    assert len(set(BODIES)) >= 200
     wrong = []
     for path, body, field, value in CASES:
-        text = json.dumps(body | {field: value})
+        text = written(body, field, value)
         answer = served.http.post(path, content=text, headers={"Content-Type": "application/json"})
         try:
             error = refused(answer)
