@@ -7,10 +7,11 @@ import dataclasses
 import pathlib
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
+import tiny
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -93,7 +94,7 @@ def measured(
 
         monkeypatch.setattr(tune.Engine, "load", lambda *_, **__: engine)
         monkeypatch.setattr(decode, "decoding", decoding)
-        what = decode.Material(cast(Any, None), "a/head", [[i] for i in range(100)], {})
+        what = decode.Material(tiny.make_target(tiny.llama_config()), "a/head", [[i] for i in range(100)], {})
         config = configuration.from_dict({"run_dir": str(tmp_path), "benchmark": {"requests": 2, "tune_turns": 4}})
         return tune.race(config, what, 1), asked
 
