@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import ctypes
 import gc
 import os
 import pathlib
@@ -163,6 +164,23 @@ def resident() -> int:
     return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+class _Mallinfo(ctypes.Structure):
+    """glibc's mallinfo2."""
+
+    _fields_ = [
+        (field, ctypes.c_size_t)
+        for field in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
+
+
+def handed_out() -> int:
+    """Bytes that malloc has given and not got back, of all threads, without what it keeps for the next who asks."""
+    mallinfo: Any = ctypes.CDLL("libc.so.6").mallinfo2
+    mallinfo.restype = _Mallinfo
+    found = mallinfo()
+    return found.uordblks + found.hblkhd
+
+
 def check_nothing_is_left(served, load: Load) -> None:
     wait_until_idle(served.engine)
     stats = served.engine.stats()
@@ -186,16 +204,29 @@ def test_sixteen_clients(serving, engine):
 
 @pytest.mark.long
 def test_sixty_four_clients_leave_memory_as_it_was(serving, engine):
+    """No object and no byte is kept. The process itself grows a little, by free memory that malloc holds in pieces."""
     jobs = make_jobs(engine, 100)
     with serving(queue_limit=24, max_body_bytes=100_000) as served:
-        sizes, threads = [], []
+        sizes, given, objects, threads = [], [], [], []
         for wave in range(8):
             load = Load(served.url, engine.tokenizer, jobs, seed=wave)
             asyncio.run(load.run(clients=64, requests=4))
             check_nothing_is_left(served, load)
             assert load.seen["refused"] > 0
             sizes.append(resident())
+            given.append(handed_out())
+            objects.append(len(gc.get_objects()))
             threads.append(threading.active_count())
-            print(wave, sizes[-1] >> 20, threads[-1], len(os.listdir("/proc/self/fd")), dict(load.seen))
+            print(
+                wave,
+                sizes[-1] >> 20,
+                given[-1] >> 10,
+                objects[-1],
+                threads[-1],
+                len(os.listdir("/proc/self/fd")),
+                dict(load.seen),
+            )
     assert max(sizes[3:]) - sizes[2] < 48 << 20, sizes
+    assert max(given[3:]) - given[2] < 4 << 20, given
+    assert max(objects[3:]) - objects[2] < 5_000, objects
     assert max(threads) <= threads[0] + 2
