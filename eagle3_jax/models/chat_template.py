@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -11,10 +12,16 @@ import jinja2
 
 Messages = Sequence[Mapping[str, Any]]
 
-# Templates that print today's date would make other tokens each day. They take it from one of two names. The line break
-# is removed with the macro (`trim_blocks`): the template still begins at the beginning of a line.
+# Templates that print today's date would make other tokens each day. They take it from one of two names: the text
+# itself, or a clock that they ask in a format of their own (gpt-oss: "%Y-%m-%d"). The line break behind the macro is
+# removed with it (`trim_blocks`): the template still begins at the beginning of a line.
 _DATE = "26 Jul 2024"
-_FIXED_CLOCK = f"{{% macro strftime_now(format) %}}{_DATE}{{% endmacro %}}\n"
+_PARTS = {f"%{name}": datetime.datetime(2024, 7, 26).strftime(f"%{name}") for name in "aAbBdHIjmMpSyY"}
+_FIXED_CLOCK = (
+    "{% macro strftime_now(format) %}{{ format"
+    + "".join(f" | replace('{part}', '{text}')" for part, text in _PARTS.items())
+    + " }}{% endmacro %}\n"
+)
 # Special tokens that templates write by name.
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -43,7 +50,7 @@ def render(tokenizer: Any, messages: Messages, *, generation_prompt: bool) -> st
     try:
         return tokenizer.apply_chat_template(
             list(messages),
-            chat_template=template,
+            chat_template=_FIXED_CLOCK + template,
             tokenize=False,
             add_generation_prompt=generation_prompt,
             date_string=_DATE,
@@ -65,12 +72,14 @@ def prompt_ids(tokenizer: Any, messages: Messages) -> list[int]:
 
 def digest(tokenizer: Any) -> str:
     """sha256 in hex over all that decides how messages are rendered: template, fixed clock and named special tokens."""
+    template = _template(tokenizer)
+    if template:  # the clock as digests have always named it: heads know their target by them
+        template = f"{{% macro strftime_now(format) %}}{_DATE}{{% endmacro %}}\n{template}"
     tokens = {name: str(getattr(tokenizer, name, None)) for name in _NAMED_TOKENS}
-    return hashlib.sha256(json.dumps([_template(tokenizer), _DATE, tokens], sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([template, _DATE, tokens], sort_keys=True).encode()).hexdigest()
 
 
 def _template(tokenizer: Any) -> str | None:
     """What is rendered, of several templates the default one; None where there is none."""
     found = tokenizer.chat_template
-    template = found.get("default") if isinstance(found, dict) else found
-    return _FIXED_CLOCK + template if template else None
+    return (found.get("default") if isinstance(found, dict) else found) or None

@@ -238,7 +238,7 @@ def test_thoughts_that_the_template_drops():
 def test_the_date_is_fixed():
     tokenizer = tokenizer_with(LLAMA3_DATED)
     text = tokenizer.decode(chat_template.prompt_ids(tokenizer, SINGLE[:1]), skip_special_tokens=False)
-    assert "Today: 26 Jul 2024 26 Jul 2024" in text
+    assert "Today: 26 Jul 2024 2024" in text
 
 
 @pytest.mark.parametrize(

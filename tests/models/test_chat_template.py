@@ -54,7 +54,7 @@ def test_the_served_prompt_is_the_one_trained_on(tomorrow):
         assert mask[len(served)] == 1
     assert prompt.encode(tokenizer, "Hi") == chat_template.prompt_ids(tokenizer, TALK[:1])
     text = str(tokenizer.decode(ids))
-    assert text.startswith("<s>Today is 26 Jul 2024, 26 Jul 2024.\n") and "2031" not in text
+    assert text.startswith("<s>Today is 2024-07-26, 26 Jul 2024.\n") and "2031" not in text
     assert "2031-01-02" in str(tokenizer.apply_chat_template(TALK, tokenize=False))  # the clock would have been read
 
 
