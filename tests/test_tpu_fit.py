@@ -100,6 +100,26 @@ def test_a_wrong_argument_is_refused_by_name(small, arguments, message, monkeypa
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("run", "target", "draft", "head"),
+    [
+        ("llama2_7b_eagle2", "llama2_7b", "configs/heads/llama2_7b_eagle2", "Eagle2Head"),
+        ("mimo_7b", "mimo_7b", "mtp", "MimoMtp"),
+        ("mimo_7b", "mimo_7b", None, "DraftHead"),
+    ],
+)
+def test_the_draft_is_the_one_that_the_config_names(run, target, draft, head, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    monkeypatch.chdir(ROOT)
+    tpu_fit = importlib.import_module("tpu_fit")
+    config = tpu_fit.configs.load(f"configs/{run}.yaml", ["--evaluate.draft", draft] if draft else [])
+    shape = tpu_fit.read_config(TARGETS / target)
+    assert type(tpu_fit.drafting_head(config, shape)).__name__ == head
+    unknown = tpu_fit.configs.load(f"configs/{run}.yaml", ["--evaluate.draft", "auto"])
+    with pytest.raises(ValueError, match="evaluate.draft: got 'auto', expected none for a head of this config"):
+        tpu_fit.drafting_head(unknown, shape)
+
+
 @pytest.mark.slow
 def test_rounds_take_the_state_where_prefill_leaves_it(small):
     check = """

@@ -3,7 +3,9 @@
     .venv/bin/python tools/tpu_fit.py --config configs/llama31_8b.yaml --topology v6e:2x2 --mesh.model 4
 
 No TPU and no weights are needed, of the target config.json alone; where no hub answers, `--target.name` takes a folder
-that holds it, such as configs/targets/llama31_8b. Exit status 1 when something does not fit, 2 for a wrong argument.
+that holds it, such as configs/targets/llama31_8b. What drafts is what `evaluate.draft` names: nothing is a head of the
+config's own shape, "mtp" the target's layer, and of a folder config.json is read (configs/heads/llama2_7b_eagle2). Exit
+status 1 when something does not fit, 2 for a wrong argument.
 
 What is counted is the compiler's own plan of one program: arguments, results that are not written into donated
 arguments, temporaries, code; and what else the run keeps on the devices meanwhile ("beside"). Not counted:
@@ -43,11 +45,17 @@ from eagle3_jax.decoding.engine import PAGE_SIZE
 from eagle3_jax.decoding.programs import Models, Sizes, empty_state
 from eagle3_jax.decoding.rounds import STATE_SHARDING_RULES
 from eagle3_jax.decoding.tiers import Tier
+from eagle3_jax.formats import eagle2
+from eagle3_jax.formats.mtp import MTP
+from eagle3_jax.formats.shipped import LOOKUP
 from eagle3_jax.mesh import batch_sharding, make_mesh, replicas, replicated, shardings
 from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
+from eagle3_jax.models.eagle2 import Eagle2Head
 from eagle3_jax.models.families import family_of
-from eagle3_jax.models.head import Draft
+from eagle3_jax.models.head import Draft, Head
 from eagle3_jax.models.layers import SHARDING_RULES
+from eagle3_jax.models.mimo import MimoConfig
+from eagle3_jax.models.mimo_mtp import MimoMtp, MimoMtpConfig
 from eagle3_jax.models.registry import fetch, read_config
 from eagle3_jax.models.target import ModelConfig, TargetModel
 from eagle3_jax.train import IN_FLIGHT
@@ -149,15 +157,17 @@ def evaluate(config: configs.RunConfig, target: ModelConfig, devices: list[Any])
     """`evaluate`: rounds with the draft. Prompts and answers are as long as `regenerate` lets them be."""
     settings = config.evaluate
     sizes = settings.batch_size, settings.max_tokens, settings.temperature == 0
+    if settings.draft == LOOKUP:
+        return decoding("evaluate", config, target, devices, tiers.LOOKUP, *sizes)
     tree = tiers.WITH_HEAD[-1].tree if settings.tree == "auto" else settings.tree  # the largest one
-    return decoding("evaluate", config, target, devices, tree, *sizes)
+    return decoding("evaluate", config, target, devices, Tier(tree, head=True), *sizes)
 
 
 def regenerate(config: configs.RunConfig, target: ModelConfig, devices: list[Any]) -> Iterator[Program]:
     """`regenerate`: vanilla decoding."""
     settings = config.regenerate
     sizes = settings.batch_size, settings.max_tokens, settings.temperature == 0
-    return decoding("regenerate", config, target, devices, None, *sizes)
+    return decoding("regenerate", config, target, devices, tiers.VANILLA, *sizes)
 
 
 def decoding(
@@ -165,7 +175,7 @@ def decoding(
     config: configs.RunConfig,
     shape: ModelConfig,
     devices: list[Any],
-    tree: configs.DraftTree | None,
+    tier: Tier,
     batch: int,
     max_tokens: int,
     greedy: bool,
@@ -173,15 +183,13 @@ def decoding(
     """The engine's two programs: prefill of the longest stretch of a prompt, and the rounds of a full batch."""
     mesh = replicas(make_mesh(config.mesh, devices))[0].decoding_mesh
     target, draft = abstract_target(config, shape, mesh), None
-    if tree is not None:
-        head_config, dtype = DraftHeadConfig.for_target(config.draft, shape), jnp.dtype(config.target.dtype)
-        head = nnx.eval_shape(lambda: DraftHead(head_config, dtype=dtype, rngs=nnx.Rngs(0)))
-        ids = jax.ShapeDtypeStruct((head_config.draft_vocab_size,), jnp.int32)
+    if tier.head:
+        head = drafting_head(config, shape)
+        ids = jax.ShapeDtypeStruct((head.config.draft_vocab_size,), jnp.int32)
         draft = Draft(placed(head, mesh, SHARDING_RULES), placed(ids, mesh))
     prompt = config.regenerate.max_length - max_tokens
     if prompt < 1:
         raise ValueError(f"{verb}.max_tokens: got {max_tokens}, expected less than regenerate.max_length")
-    tier = Tier(tree, head=draft is not None)
     sizes = Sizes.plan(batch, config.regenerate.max_length, PAGE_SIZE, [tier])
     models, kv = Models.of(target, draft), functools.partial(empty_state, sizes=sizes, tiers=[tier], kv_dtype=None)
     length = max(length for _, length in sizes.chunks)
@@ -202,6 +210,30 @@ def decoding(
         {},
         lambda: programs.decode.trace(models, state, cancelled, one, one, tier=tier, greedy=greedy),
     )
+
+
+def drafting_head(config: configs.RunConfig, shape: ModelConfig) -> Head:
+    """What `evaluate.draft` names, of shapes.
+
+    Raises ValueError: a name that says nothing of a shape, or a folder that holds no config.json of EAGLE-2.
+    """
+    named, dtype = config.evaluate.draft, jnp.dtype(config.target.dtype)
+    if named is None:
+        own = DraftHeadConfig.for_target(config.draft, shape)
+        return nnx.eval_shape(lambda: DraftHead(own, dtype=dtype, rngs=nnx.Rngs(0)))
+    if named == MTP:
+        if not isinstance(shape, MimoConfig):
+            raise ValueError(f"evaluate.draft: got 'mtp', expected a head: {shape.architecture} has no such layer")
+        layer = MimoMtpConfig(shape)
+        return nnx.eval_shape(lambda: MimoMtp(layer, dtype=dtype, rngs=nnx.Rngs(0)))
+    file = pathlib.Path(named) / "config.json"
+    if not file.exists() or not eagle2.may_be_eagle2(json.loads(file.read_text())):
+        expected = (
+            "none for a head of this config, 'mtp', 'lookup', or a folder with the config.json of an EAGLE-2 head"
+        )
+        raise ValueError(f"evaluate.draft: got {named!r}, expected {expected}")
+    published = eagle2.read_shape(file.parent, shape)
+    return nnx.eval_shape(lambda: Eagle2Head(published, dtype=dtype, rngs=nnx.Rngs(0)))
 
 
 def extract(config: configs.RunConfig, shape: ModelConfig, devices: list[Any]) -> Iterator[Program]:

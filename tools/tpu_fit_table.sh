@@ -10,8 +10,10 @@ mkdir -p "$folder"
 while read -r config topology model verbs; do
   file=$folder/$config-${topology/:/-}-$verbs.json
   if [[ -f $file ]]; then continue; fi
-  "$PYTHON" tools/tpu_fit.py --config "configs/$config.yaml" --target.name "configs/targets/$config" \
-    --topology "$topology" --mesh.model "$model" --verbs "$verbs" --json "$file" >&2 ||
+  draft=()
+  if [[ -d configs/heads/$config ]]; then draft=(--evaluate.draft "configs/heads/$config"); fi
+  "$PYTHON" tools/tpu_fit.py --config "configs/$config.yaml" --target.name "configs/targets/${config%_eagle2}" \
+    --topology "$topology" --mesh.model "$model" --verbs "$verbs" --json "$file" "${draft[@]}" >&2 ||
     [[ -f $file ]] # also where something does not fit
 done <<'LIST'
 llama31_8b v5e:2x2 4 evaluate,extract
@@ -23,6 +25,14 @@ llama31_8b v5p:2x2x1 2 train
 llama33_70b v5p:2x2x4 8 evaluate,extract,train
 llama33_70b v6e:4x4 8 evaluate,extract,train
 llama33_70b tpu7x:2x2x1 8 evaluate,extract,train
+llama2_7b_eagle2 v5e:2x2 4 evaluate
+gemma3_4b v5e:2x2 2 evaluate,extract,train
+qwen25_7b v5e:2x2 4 evaluate,extract,train
+qwen3_8b v6e:2x4 8 evaluate,extract,train
+mimo_7b v5e:2x2 4 evaluate,extract,train
+gpt_oss_20b v6e:2x2 4 evaluate,extract,train
+qwen3_30b_a3b v6e:2x4 4 evaluate,extract,train
+llama4_scout v5p:2x2x2 8 evaluate,extract,train
 LIST
 "$PYTHON" - "$folder" <<'PYTHON'
 import json, pathlib, sys

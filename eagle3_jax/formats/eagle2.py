@@ -23,6 +23,7 @@ from eagle3_jax.models.head import Draft
 from eagle3_jax.models.layers import YarnScaling
 from eagle3_jax.models.registry import Target
 from eagle3_jax.models.rope import OF_HEADS, read_rope
+from eagle3_jax.models.target import ModelConfig
 from eagle3_jax.models.weights import parameter_path
 
 # Under these names SafeAILab, SGLang and vLLM know it.
@@ -33,10 +34,7 @@ _FIXED = {"hidden_act": "silu", "num_hidden_layers": 1, "attention_bias": False,
 
 def is_eagle2(folder: pathlib.Path) -> bool:
     """Whether a folder holds such a head, by config.json and the names of its tensors."""
-    if not (folder / files.CONFIG).exists():
-        return False
-    values = files.read_config(folder)
-    if not may_be_eagle2(values):
+    if not (folder / files.CONFIG).exists() or not may_be_eagle2(files.read_config(folder)):
         return False
     tensors, _ = files.read_tensors(folder)
     return not any(name in tensors for name in ONLY_EAGLE3)
@@ -45,6 +43,20 @@ def is_eagle2(folder: pathlib.Path) -> bool:
 def may_be_eagle2(values: dict[str, Any]) -> bool:
     """Whether a config.json can be one's; the other heads that it can be of have tensors `ONLY_EAGLE3`."""
     return fields.architecture(values) in _ARCHITECTURES and "draft_vocab_size" not in values
+
+
+def read_shape(folder: pathlib.Path, target: ModelConfig) -> Eagle2Config:
+    """What config.json alone says of a head that drafts all of the target's tokens; SafeAILab's code gives fc a bias.
+
+    Raises:
+        DraftFormatError: every problem at once.
+    """
+    problems: list[str] = []
+    values = files.read_config(folder)
+    config = read_config(values, target.num_hidden_layers, target.vocab_size, values.get("bias", True), problems)
+    if config is None:
+        raise DraftFormatError(f"{folder} does not describe a draft head (EAGLE-2):\n  " + "\n  ".join(problems))
+    return config
 
 
 def load(folder: pathlib.Path, target: Target, dtype: Any, token_ids: np.ndarray | None = None) -> Draft:

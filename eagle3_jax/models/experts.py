@@ -1,7 +1,8 @@
 """Mixture of experts: each token's rows go through the few experts that its router prefers.
 
-Rows are sorted by expert and multiplied group by group (`jax.lax.ragged_dot`): a product reads the weights of the
-experts that were chosen and no others. On a mesh every expert's columns are split over the model axis.
+Rows are sorted by expert and multiplied group by group: a product reads the weights of the experts that were chosen and
+no others. On a TPU it is `jax.lax.ragged_dot`, which XLA knows there; on CPUs, where JAX makes that one dense product
+over all experts, a loop over the groups. On a mesh every expert's columns are split over the model axis.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from flax import nnx
 from jax import P
 from jaxtyping import Array, Float, Int
 
-from eagle3_jax.kernels.dispatch import over_mesh, split_axes
+from eagle3_jax.kernels.dispatch import device, over_mesh, split_axes
 from eagle3_jax.models.layers import normal
 
 _PRECISION = jax.lax.Precision.HIGHEST
+# Rows of a group that one product of the loop takes: few enough for a group of one, enough to read a matrix seldom.
+_BLOCK = 32
 
 # (rows, matrices [experts, in, out]) -> float32: each row by its expert's matrix.
 Product = Callable[[Array, Array], Array]
@@ -73,6 +76,8 @@ def mixture(
         counts = jnp.bincount(experts, length=parameters[0].shape[0]).astype(jnp.int32)
 
         def product(rows: Array, matrices: Array) -> Array:
+            if device().platform == "cpu":
+                return grouped(rows, matrices, counts)
             return jax.lax.ragged_dot(
                 rows, matrices.astype(rows.dtype), counts, precision=_PRECISION, preferred_element_type=jnp.float32
             )
@@ -85,3 +90,33 @@ def mixture(
 
     rows = P("data")
     return over_mesh(local, (x, chosen, weights, *parameters), (rows, rows, rows, *specs), rows, sizes)
+
+
+def grouped(
+    rows: Float[Array, "r i"], matrices: Float[Array, "e i o"], counts: Int[Array, " e"]
+) -> Float[Array, "r o"]:
+    """`jax.lax.ragged_dot` as a loop over blocks of the groups; a matrix without rows is not touched.
+
+    Args:
+        rows: sorted by group. counts: int32, rows of each group, of all together `r`.
+    """
+    size, (_, _, columns) = len(rows), matrices.shape
+    ends = jnp.cumsum(counts)
+    padded = jnp.pad(rows, ((0, _BLOCK), (0, 0)))
+
+    def group(index: Array, sums: Array) -> Array:
+        start = ends[index] - counts[index]
+
+        def block(number: Array, sums: Array) -> Array:
+            # What a block has beyond its group, the groups behind write again.
+            first = start + number * _BLOCK
+            taken = jax.lax.dynamic_slice_in_dim(padded, first, _BLOCK)
+            product = jnp.matmul(
+                taken, matrices[index].astype(rows.dtype), precision=_PRECISION, preferred_element_type=jnp.float32
+            )
+            return jax.lax.dynamic_update_slice_in_dim(sums, product, first, axis=0)
+
+        return jax.lax.fori_loop(0, (counts[index] + _BLOCK - 1) // _BLOCK, block, sums)
+
+    zeros = jnp.zeros((size + _BLOCK, columns), jnp.float32)
+    return jax.lax.fori_loop(0, len(counts), group, zeros)[:size]

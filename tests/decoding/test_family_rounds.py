@@ -8,31 +8,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
+import tiny_families
 from flax import nnx
 
 from eagle3_jax.config import DraftConfig, DraftTree
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
-from eagle3_jax.models.families import FAMILIES, Family, read_shape
+from eagle3_jax.models.families import FAMILIES
 from eagle3_jax.models.head import Draft
 from eagle3_jax.models.target import TargetModel
 
 VOCABULARY, LENGTH, ANSWER = 60, 64, 12
-OWN: dict[str, dict[str, Any]] = {
-    "Qwen3MoeForCausalLM": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-    "Gemma3ForCausalLM": {"sliding_window": 7, "sliding_window_pattern": 2, "query_pre_attn_scalar": 8},
-    "GptOssForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7},
-    "Llama4ForCausalLM": {
-        "num_local_experts": 4,
-        "attention_chunk_size": 9,
-        "no_rope_layer_interval": 2,
-        "floor_scale": 8,
-        "intermediate_size_mlp": 48,
-    },
-    "MiMoForCausalLM": {"attention_bias": True},
-}
 
 
 class Tokenizer:
@@ -40,30 +27,6 @@ class Tokenizer:
 
     def decode(self, ids: list[int], **_: Any) -> str:
         return " ".join(map(str, ids))
-
-
-def make(family: Family) -> TargetModel:
-    values = {
-        "architectures": [family.config.architecture],
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": LENGTH,
-        "tie_word_embeddings": False,
-    }
-    config = read_shape(values | OWN.get(family.config.architecture, {}), (0, 1, 2))
-    model = family.model(config, rngs=nnx.Rngs(0))
-    rng = np.random.default_rng(0)
-
-    def noisy(leaf: jax.Array) -> jax.Array:
-        """Of a size that lets layers matter; around one for norms, and biases that are no zeros."""
-        return leaf.astype(jnp.int32).astype(leaf.dtype) + jnp.asarray(rng.normal(size=leaf.shape) * 0.3, leaf.dtype)
-
-    return jax.tree.map(noisy, model)
 
 
 def plain(model: TargetModel, prompt: list[int]) -> list[int]:
@@ -84,7 +47,7 @@ def plain(model: TargetModel, prompt: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.config.model_type)
 def test_drafts_change_no_token(family):
-    model = make(family)
+    model = tiny_families.make(family)
     head = DraftHead(DraftHeadConfig.for_target(DraftConfig(vocab_size=40), model.config), rngs=nnx.Rngs(1))
     # The head's drafts are right now and then: it has the target's own embeddings as its LM head.
     head.lm_head[...] = model.output_rows[:40]

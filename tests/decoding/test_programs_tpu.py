@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import json
+import pathlib
 from typing import Any
 
 import jax
@@ -19,9 +21,11 @@ from eagle3_jax.decoding.rounds import STATE_SHARDING_RULES
 from eagle3_jax.decoding.tiers import Tier
 from eagle3_jax.mesh import shardings
 from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
+from eagle3_jax.models.families import family_of, read_shape
 from eagle3_jax.models.head import Draft
 from eagle3_jax.models.layers import SHARDING_RULES
-from eagle3_jax.models.llama import Llama, LlamaConfig
+from eagle3_jax.models.llama import LlamaConfig
+from eagle3_jax.models.target import ModelConfig
 
 pytest.importorskip("libtpu")
 
@@ -41,6 +45,14 @@ CONFIG = LlamaConfig(
     eos_token_ids=(128001, 128009),
     aux_layers=(0, 1),
 )
+TARGETS = pathlib.Path(__file__).parents[2] / "configs/targets"
+# A target of configs/ -> what of it makes one layer of each kind.
+FEW_LAYERS = {
+    "gpt_oss_20b": {"num_hidden_layers": 2},  # a window, sinks, experts
+    "gemma3_4b": {"num_hidden_layers": 2, "sliding_window_pattern": 2},  # a window, heads of 256
+    "qwen3_30b_a3b": {"num_hidden_layers": 1},  # 128 experts
+    "llama4_scout": {"num_hidden_layers": 2, "no_rope_layer_interval": 2},  # chunks, experts beside a shared one
+}
 VANILLA = None
 CHAIN = DraftTree(num_steps=4, topk=1, num_draft_tokens=5)
 TREE = DraftTree(num_steps=4, topk=4, num_draft_tokens=16)
@@ -60,12 +72,20 @@ def tiers_of(tree: Any) -> list[Tier]:
     return [Tier(tree, head=tree not in (VANILLA, LOOKUP))]
 
 
-def shapes(mesh: Mesh, tree: Any, stretches: tuple[int, int]) -> tuple[Any, Any, Any, Any]:
+def few_layers(name: str) -> ModelConfig:
+    values = json.loads((TARGETS / name / "config.json").read_text())
+    values |= values.pop("text_config", {})
+    return read_shape(values | FEW_LAYERS[name], (0, 1))
+
+
+def shapes(
+    mesh: Mesh, tree: Any, stretches: tuple[int, int], config: ModelConfig = CONFIG
+) -> tuple[Any, Any, Any, Any]:
     """Target, draft, state and stretches of prompts, as they lie on the devices."""
 
     def build():
-        head = DraftHeadConfig.for_target(DraftConfig(vocab_size=32000), CONFIG)
-        target = Llama(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        head = DraftHeadConfig.for_target(DraftConfig(vocab_size=32000), config)
+        target = family_of(config).model(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
         draft = Draft(DraftHead(head, dtype=jnp.bfloat16, rngs=nnx.Rngs(1)), jnp.arange(32000))
         draft = None if tree in (VANILLA, LOOKUP) else draft
         state = empty_state(Models.of(target, draft), SIZES, tiers_of(tree), None)
@@ -116,10 +136,30 @@ def shapes(mesh: Mesh, tree: Any, stretches: tuple[int, int]) -> tuple[Any, Any,
     ],
 )
 def test_programs_compile_for_a_tpu(program, tree, greedy, topology):
+    check(program, tree, greedy, topology, CONFIG, limit=64 if greedy else 256)
+
+
+@pytest.mark.parametrize(
+    ("target", "program", "topology"),
+    [
+        pytest.param("gpt_oss_20b", "decode", "v6e:1x1", marks=pytest.mark.slow),
+        pytest.param("gpt_oss_20b", "prefill packed", "v5e:2x2", marks=pytest.mark.long),
+        pytest.param("gpt_oss_20b", "decode", "tpu7x:1x1x1", marks=pytest.mark.long),
+        pytest.param("gemma3_4b", "decode", "v5e:1x1", marks=pytest.mark.long),
+        pytest.param("qwen3_30b_a3b", "decode", "v5p:1x1x1", marks=pytest.mark.long),
+        pytest.param("llama4_scout", "decode", "v5p:2x2x1", marks=pytest.mark.long),
+    ],
+)
+def test_other_families_compile_for_a_tpu(target, program, topology):
+    check(program, TREE, True, topology, few_layers(target), limit=64)
+
+
+def check(program: str, tree: Any, greedy: bool, topology: str, config: ModelConfig, limit: int) -> None:
+    """Compiles with `limit` MiB beside arguments and results."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     mesh = Mesh(np.array(devices).reshape(1, -1), ("data", "model"))
     name, *packed = program.split()
-    parts = shapes(mesh, tree, programs.PACKED[-1] if packed else programs.ALONE[0])
+    parts = shapes(mesh, tree, programs.PACKED[-1] if packed else programs.ALONE[0], config)
     structures = [structure for structure, _ in parts]
     cancelled = jnp.zeros(SIZES.batch, bool)
     jitted: Any = getattr(programs, name)
@@ -146,7 +186,6 @@ def test_programs_compile_for_a_tpu(program, tree, greedy, topology):
     assert memory.alias_size_in_bytes >= sum(map(size, caches)) // len(devices)  # written in place
     # Beside the logits there is nothing large: no copy of a cache (512 MiB each), no weights in another layout, none
     # gathered from other devices.
-    limit = 64 if greedy else 256
     if topology.startswith("tpu7x") and program == "decode":
         limit += 1024  # there the loop wants the LM head in another layout: docs/measured.md
     assert memory.temp_size_in_bytes < limit << 20

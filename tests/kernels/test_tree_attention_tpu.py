@@ -40,6 +40,8 @@ def call(
     head_dim=128,
     times=1,
     slots=SLOTS,
+    window=None,
+    sinks=False,
 ):
     """The call, contiguous as the engine's or paged, so many times in a loop; its arguments; the mesh."""
     mesh = one(chip)
@@ -54,15 +56,18 @@ def call(
     cache = argument((rows, heads[1], width, head_dim), dtype)
     lengths, mask = argument((batch,), jnp.int32), argument((batch, nodes, nodes), jnp.bool_)
     table = None if page_size is None else argument((batch, slots // page_size), jnp.int32)
+    logits = argument(heads[:1], jnp.float32) if sinks else None
 
-    def attend(q, new_k, new_v, k, v, lengths, mask, table):
+    def attend(q, new_k, new_v, k, v, lengths, mask, table, logits):
+        first = None if window is None else jnp.maximum(lengths[:, None] + jnp.arange(nodes)[None] - window + 1, 0)
+
         def one(_, carry):
             q, k, v = carry
-            return tree_attention(q, new_k, new_v, k, v, lengths, mask, page_table=table)
+            return tree_attention(q, new_k, new_v, k, v, lengths, mask, page_table=table, first=first, sinks=logits)
 
         return one(0, (q, k, v)) if times == 1 else jax.lax.fori_loop(0, times, one, (q, k, v))
 
-    return attend, (queries, new, new, cache, cache, lengths, None if causal else mask, table), mesh
+    return attend, (queries, new, new, cache, cache, lengths, None if causal else mask, table, logits), mesh
 
 
 def compiled(*args, **options) -> Any:
@@ -106,6 +111,9 @@ FORMS = [
     {"page_size": 128},
     {"page_size": 16},
     {"page_size": 16, "batch": 1},
+    {"window": 1024},
+    {"sinks": True, "head_dim": 64},
+    {"window": 128, "sinks": True, "page_size": 128},
 ]
 
 

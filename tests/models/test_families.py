@@ -162,6 +162,28 @@ def test_it_equals_transformers(tmp_path, architecture, seed):
         np.testing.assert_allclose(logits, expected.logits.numpy(), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("architecture", [family.config.architecture for family in FAMILIES])
+def test_greedy_tokens_are_those_of_generate(tmp_path, architecture):
+    """Token by token from the cache, beyond windows and chunks, which transformers keeps caches of their own for."""
+    reference = write_reference(tmp_path, architecture, seed=2)
+    import torch
+
+    model = load_model(tmp_path, registry.read_config(tmp_path, (0, 1)), jnp.float32)
+    prompts = np.random.default_rng(2).integers(0, VOCABULARY, (2, 9))
+    reference.generation_config.eos_token_id = None
+    with torch.no_grad():
+        expected = reference.generate(
+            torch.tensor(prompts), do_sample=False, max_new_tokens=TOKENS - prompts.shape[1], pad_token_id=0
+        )
+    cache, tokens, read = model.empty_cache(2, TOKENS), jnp.asarray(prompts), 0
+    while tokens.shape[1] < TOKENS:
+        positions = jnp.broadcast_to(jnp.arange(read, tokens.shape[1]), (2, tokens.shape[1] - read))
+        hidden, _, cache = forward(model, tokens[:, read:], positions, cache, jnp.full(2, read, jnp.int32))
+        read, best = tokens.shape[1], jnp.argmax(model.logits(hidden[:, -1:]), axis=-1)
+        tokens = jnp.concatenate([tokens, best.astype(tokens.dtype)], axis=1)
+    np.testing.assert_array_equal(tokens, expected)
+
+
 def test_experts_in_mxfp4(tmp_path):
     """gpt-oss as it is published: what transformers unpacks of the same bytes says the same logits."""
     values = shapes("GptOssForCausalLM", 0) | {"hidden_size": 64, "intermediate_size": 32}

@@ -1,0 +1,36 @@
+"""configs/: what comes as an example can be read, and says of which target."""
+
+import pathlib
+
+import pytest
+
+from eagle3_jax import config as configs
+from eagle3_jax.models import registry
+
+pytestmark = pytest.mark.any_jax
+
+CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
+TARGETS = sorted(path.parent.name for path in CONFIGS.glob("targets/*/config.json"))
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_target_s_shape_is_read(name: str) -> None:
+    assert registry.read_config(CONFIGS / "targets" / name).eos_token_ids
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_run_names_a_target_that_is_here(path: pathlib.Path) -> None:
+    name = configs.load(path).target.name
+    assert name in registry.REGISTERED or any(path.stem.startswith(target) for target in TARGETS)
+
+
+def test_gemma_s_shape_is_what_its_config_leaves_unsaid() -> None:
+    """Published are six fields of the text model; the others are those that the weights have."""
+    shape = registry.read_config(CONFIGS / "targets/gemma3_4b")
+    assert (shape.vocab_size, shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim) == (
+        262208,
+        8,
+        4,
+        256,
+    )
+    assert shape.tie_word_embeddings and shape.eos_token_ids == (1, 106)

@@ -1,0 +1,81 @@
+"""Every family of targets through the verbs: a head learns from its states, is exported, and changes no token."""
+
+import json
+import pathlib
+
+import pytest
+import tiny_families
+
+from eagle3_jax import config as configs
+from eagle3_jax import evaluate, export, extract, manifest, train
+from eagle3_jax.models.families import FAMILIES, Family
+
+TEXTS = [("Why is the sky blue?", "It scatters light, blue most."), ("Count.", "One two three, one two three.")]
+# A window and scaled embeddings; experts.
+DEFAULT = ("Gemma3ForCausalLM", "Qwen3MoeForCausalLM")
+
+
+def prepared(folder: pathlib.Path, target_identity: dict) -> configs.RunConfig:
+    """A config whose conversations exist, as `regenerate` leaves them."""
+    config = configs.from_dict(
+        {
+            "run_dir": str(folder / "run"),
+            "target": {"name": str(folder / "target"), "aux_layers": list(tiny_families.AUX_LAYERS)},
+            "draft": {"vocab_size": 24},
+            "mesh": {"data": 1},
+            "extract": {"max_length": 96, "batch_tokens": 384},
+            "train": {
+                "ttt_steps": 2,
+                "batch_size": 2,
+                "row_length": 192,
+                "loss_block": 192,
+                "epochs": 100,
+                "max_steps": 16,
+                "learning_rate": 1e-2,
+                "log_every": 1,
+                "eval_every": 8,
+            },
+            "export": {"dtype": "float32"},
+            "evaluate": {"max_tokens": 16, "batch_size": 2, "tree": {"num_steps": 2, "topk": 2, "num_draft_tokens": 4}},
+        }
+    )
+    conversations = config.folder("regenerate")
+    manifest.begin(conversations, {"target": target_identity})
+    lines = [
+        {"id": f"{i}", "category": "chat", "truncated": False, "answer_ids": None}
+        | {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]}
+        for i, (asked, said) in enumerate(TEXTS * 4)
+    ]
+    for split, some in (("train", lines), ("held_out", lines[:2])):
+        (conversations / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in some))
+    manifest.finish(conversations, files=("train.jsonl", "held_out.jsonl"))
+    return config
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(
+            family,
+            id=family.config.model_type,
+            marks=pytest.mark.slow if family.config.architecture in DEFAULT else pytest.mark.long,
+        )
+        for family in FAMILIES
+    ],
+)
+def test_a_head_is_trained_exported_and_measured(family: Family, tmp_path: pathlib.Path) -> None:
+    target = tiny_families.write(tmp_path / "target", family, max_position_embeddings=128)
+    config = prepared(tmp_path, target.identity)
+    extract.extract(config, target)
+    results = train.train(config, target)
+    metrics = (config.folder("train") / "metrics.jsonl").read_text().splitlines()
+    losses = [line["loss"] for line in map(json.loads, metrics) if line["kind"] == "train"]
+    assert len(losses) == 16
+    assert losses[-1] < 0.8 * losses[0]
+    assert results["held_out"]["rounds"] > 0
+    export.run(config, target)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": asked, "category": "chat"}) + "\n" for asked, _ in TEXTS))
+    report = evaluate.run(config, prompts, tmp_path / "report.json", target)
+    assert report["identical"] == report["prompts"] == len(TEXTS)
+    assert report["rounds"] > 0 and report["identity"]["target"] == target.identity

@@ -1,0 +1,66 @@
+"""Small random targets of every family, in memory and in a folder as a hub would have them."""
+
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tiny
+from flax import nnx
+
+from eagle3_jax.config import TargetConfig
+from eagle3_jax.models.families import Family, read_shape
+from eagle3_jax.models.registry import Target, load_target
+from eagle3_jax.models.target import TargetModel
+from eagle3_jax.models.writing import write_target
+
+AUX_LAYERS = (0, 1, 2)
+# What a family adds to the shape that all have; windows and chunks are shorter than the texts of tests.
+OWN: dict[str, dict[str, Any]] = {
+    "Qwen3MoeForCausalLM": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "Gemma3ForCausalLM": {"sliding_window": 7, "sliding_window_pattern": 2, "query_pre_attn_scalar": 8},
+    "GptOssForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7},
+    "Llama4ForCausalLM": {
+        "num_local_experts": 4,
+        "attention_chunk_size": 9,
+        "no_rope_layer_interval": 2,
+        "floor_scale": 8,
+        "intermediate_size_mlp": 48,
+    },
+    "MiMoForCausalLM": {"attention_bias": True},
+}
+
+
+def make(family: Family, **changes: Any) -> TargetModel:
+    values = {
+        "architectures": [family.config.architecture],
+        "vocab_size": 60,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+    }
+    config = read_shape(values | OWN.get(family.config.architecture, {}) | changes, AUX_LAYERS)
+    model = family.model(config, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+
+    def noisy(leaf: jax.Array) -> jax.Array:
+        """Of a size that lets layers matter; around one for norms, and biases that are no zeros."""
+        return leaf.astype(jnp.int32).astype(leaf.dtype) + jnp.asarray(rng.normal(size=leaf.shape) * 0.3, leaf.dtype)
+
+    return jax.tree.map(noisy, model)
+
+
+def write(folder: pathlib.Path, family: Family, **changes: Any) -> Target:
+    """One that reads bytes, in a folder, and loaded from it."""
+    tokenizer = tiny.make_byte_tokenizer(
+        tiny.CHAT_TEMPLATE, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"]
+    )
+    model = make(family, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **changes)
+    write_target(Target(model, tokenizer, tiny.identity(AUX_LAYERS), pathlib.Path()), folder)
+    return load_target(TargetConfig(name=str(folder), aux_layers=AUX_LAYERS))
