@@ -6,6 +6,7 @@ import pytest
 
 from eagle3_jax import config as configs
 from eagle3_jax.models import registry
+from eagle3_jax.models.gemma3 import Gemma3Config
 
 pytestmark = pytest.mark.any_jax
 
@@ -27,6 +28,8 @@ def test_every_run_names_a_target_that_is_here(path: pathlib.Path) -> None:
 def test_gemma_s_shape_is_what_its_config_leaves_unsaid() -> None:
     """Published are six fields of the text model; the others are those that the weights have."""
     shape = registry.read_config(CONFIGS / "targets/gemma3_4b")
+    assert isinstance(shape, Gemma3Config)
+    assert [i for i in range(34) if i not in shape.local_layers] == [5, 11, 17, 23, 29]
     assert (shape.vocab_size, shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim) == (
         262208,
         8,

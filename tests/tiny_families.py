@@ -15,7 +15,7 @@ from eagle3_jax.models.registry import Target, load_target
 from eagle3_jax.models.target import TargetModel
 from eagle3_jax.models.writing import write_target
 
-AUX_LAYERS = (0, 1, 2)
+AUX_LAYERS = (1, 2, 3)  # such as engines capture
 # What a family adds to the shape that all have; windows and chunks are shorter than the texts of tests.
 OWN: dict[str, dict[str, Any]] = {
     "Qwen3MoeForCausalLM": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
@@ -38,14 +38,15 @@ def make(family: Family, **changes: Any) -> TargetModel:
         "vocab_size": 60,
         "hidden_size": 32,
         "intermediate_size": 48,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 8,
         "max_position_embeddings": 64,
         "tie_word_embeddings": False,
     }
-    config = read_shape(values | OWN.get(family.config.architecture, {}) | changes, AUX_LAYERS)
+    values |= OWN.get(family.config.architecture, {}) | changes
+    config = read_shape(values, AUX_LAYERS)
     model = family.model(config, rngs=nnx.Rngs(0))
     rng = np.random.default_rng(0)
 

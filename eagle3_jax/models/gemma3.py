@@ -82,7 +82,10 @@ class Gemma3Config(ModelConfig):
         local, theta = values.pop("local_layers"), values.pop("rope_local_theta")
         kinds = [_LOCAL if i in local else _GLOBAL for i in range(self.num_hidden_layers)]
         rope = {_GLOBAL: values["rope_parameters"], _LOCAL: {"rope_type": "default", "rope_theta": theta}}
-        return values | {"layer_types": kinds, "rope_parameters": rope, "rope_local_base_freq": theta}
+        values |= {"layer_types": kinds, "rope_parameters": rope, "rope_local_base_freq": theta}
+        if self.query_pre_attn_scalar.is_integer():  # transformers takes no float
+            values["query_pre_attn_scalar"] = int(self.query_pre_attn_scalar)
+        return values
 
 
 def offset_norm(x: Float[Array, "*batch h"], offset: Float[Array, " h"], eps: float) -> Float[Array, "*batch h"]:

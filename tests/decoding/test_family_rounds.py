@@ -47,7 +47,7 @@ def plain(model: TargetModel, prompt: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.config.model_type)
 def test_drafts_change_no_token(family):
-    model = tiny_families.make(family)
+    model = tiny_families.make(family, num_hidden_layers=3)
     head = DraftHead(DraftHeadConfig.for_target(DraftConfig(vocab_size=40), model.config), rngs=nnx.Rngs(1))
     # The head's drafts are right now and then: it has the target's own embeddings as its LM head.
     head.lm_head[...] = model.output_rows[:40]

@@ -112,7 +112,7 @@ FORMS = [
     {"page_size": 16},
     {"page_size": 16, "batch": 1},
     {"window": 1024},
-    {"sinks": True, "head_dim": 64},
+    {"sinks": True},
     {"window": 128, "sinks": True, "page_size": 128},
 ]
 

@@ -172,9 +172,9 @@ def test_greedy_tokens_are_those_of_generate(tmp_path, architecture):
     prompts = np.random.default_rng(2).integers(0, VOCABULARY, (2, 9))
     reference.generation_config.eos_token_id = None
     with torch.no_grad():
-        expected = reference.generate(
-            torch.tensor(prompts), do_sample=False, max_new_tokens=TOKENS - prompts.shape[1], pad_token_id=0
-        )
+        asked = torch.tensor(prompts)
+        new, whole = TOKENS - prompts.shape[1], torch.ones_like(asked)
+        expected = reference.generate(asked, attention_mask=whole, do_sample=False, max_new_tokens=new, pad_token_id=0)
     cache, tokens, read = model.empty_cache(2, TOKENS), jnp.asarray(prompts), 0
     while tokens.shape[1] < TOKENS:
         positions = jnp.broadcast_to(jnp.arange(read, tokens.shape[1]), (2, tokens.shape[1] - read))
@@ -262,6 +262,19 @@ def test_its_table_has_every_parameter_once_and_back(family):
         np.testing.assert_array_equal(entry.whole(*parts), value)
     assert json.loads(json.dumps(config.to_hf())).keys() >= {"architectures", "model_type", "vocab_size"}
     assert read_shape(config.to_hf(), config.aux_layers) == config
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.config.model_type)
+def test_transformers_reads_the_config_that_is_written(family, tmp_path):
+    """Its fields have types, and one of another type is refused, by the tokenizer of a written target too."""
+    import transformers
+
+    architecture = family.config.architecture
+    written = read_shape(shapes(architecture, 0) | {"architectures": [architecture]}, (0, 1)).to_hf()
+    written |= {"model_type": "qwen2"} if architecture in SAME_AS else {}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert (config.vocab_size, config.num_hidden_layers) == (VOCABULARY, written["num_hidden_layers"])
 
 
 def test_an_architecture_that_is_not_known_is_refused_with_those_that_are():
