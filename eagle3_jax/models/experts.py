@@ -78,8 +78,10 @@ def mixture(
         def product(rows: Array, matrices: Array) -> Array:
             if device().platform == "cpu":
                 return grouped(rows, matrices, counts)
+            # Products of bfloat16 are exact in float32; asked for more precision, libtpu's kernel does not compile.
+            precision = _PRECISION if rows.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
             return jax.lax.ragged_dot(
-                rows, matrices.astype(rows.dtype), counts, precision=_PRECISION, preferred_element_type=jnp.float32
+                rows, matrices.astype(rows.dtype), counts, precision=precision, preferred_element_type=jnp.float32
             )
 
         outputs = feed(x.reshape(b * t, -1)[order // k], product, experts[order], *parameters)

@@ -7,8 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from eagle3_jax.models.experts import Experts, grouped
+
+OTHERS = ("v5e:1x1", "v5p:1x1x1", "tpu7x:1x1x1")
 
 
 def make(counts: list[int], dtype: Any = jnp.float32) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -42,3 +46,23 @@ def test_experts_that_no_token_chose_are_not_read():
         parameter[...] = parameter[...].at[jnp.asarray([1, 3])].set(jnp.nan)
     np.testing.assert_array_equal(experts(x, chosen, jnp.full(chosen.shape, 0.5)), expected)
     assert np.isfinite(expected).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("topology", ["v6e:1x1", *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)])
+def test_experts_compile_for_a_tpu(topology, dtype):
+    pytest.importorskip("libtpu")
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    mesh = Mesh(np.array(devices[:1]), ("model",))
+
+    def shapes(tree: Any) -> Any:
+        place = NamedSharding(mesh, PartitionSpec())
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)
+
+    experts = shapes(nnx.eval_shape(lambda: Experts(256, 128, 8, dtype=dtype, rngs=nnx.Rngs(0))))
+    x, chosen = jax.ShapeDtypeStruct((2, 4, 256), dtype), jax.ShapeDtypeStruct((2, 4, 2), jnp.int32)
+    weights = jax.ShapeDtypeStruct((2, 4, 2), jnp.float32)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = jax.jit(lambda experts, *rest: experts(*rest)).lower(experts, *shapes((x, chosen, weights)))
+    assert "ragged_dot" in lowered.as_text()
+    lowered.compile()
