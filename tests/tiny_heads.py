@@ -13,8 +13,11 @@ import tiny
 from flax import nnx
 
 from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
+from eagle3_jax.models.draft_model import DraftModel
 from eagle3_jax.models.head import Draft
 from eagle3_jax.models.llama import LlamaConfig
+from eagle3_jax.models.target import TargetModel
+from eagle3_jax.models.weights import parameter_path
 
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 TARGET = tiny.llama_config(
@@ -130,6 +133,24 @@ def assert_same(one: Draft, other: Draft) -> None:
     for got, expected in pairs:
         assert got.dtype == expected.dtype
         np.testing.assert_array_equal(got, expected)
+
+
+def draft_model(target: TargetModel, layers: int | None = None, width: int | None = None) -> Draft:
+    """A target's first layers (all of them) as its draft model, in a wider residual stream that changes no logit."""
+    c = target.config
+    layers, width = layers or c.num_hidden_layers, width or c.hidden_size
+    config = dataclasses.replace(c, num_hidden_layers=layers, hidden_size=width)
+    shape = nnx.eval_shape(lambda: type(target)(config, rngs=nnx.Rngs(0)))
+    scale = (c.hidden_size / width) ** 0.5  # of norms, whose mean is over more entries
+
+    ours = {parameter_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(target)}
+
+    def widen(path: Any, leaf: Any) -> jax.Array:
+        name = parameter_path(path)
+        padded = jnp.pad(ours[name], [(0, new - old) for new, old in zip(leaf.shape, ours[name].shape, strict=True)])
+        return padded * scale if name.endswith("norm") else padded
+
+    return Draft(DraftModel(jax.tree_util.tree_map_with_path(widen, shape)), jnp.arange(c.vocab_size, dtype=jnp.int32))
 
 
 def initialise(build, seed: int):

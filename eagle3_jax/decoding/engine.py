@@ -110,12 +110,12 @@ class Engine:
 
         Args:
             tokenizer: a Hugging Face tokenizer.
-            draft: a draft head; "lookup" copies drafts from the text so far; None is vanilla decoding.
+            draft: a draft head or model; "lookup" copies drafts from the text so far; None is vanilla decoding.
             tree: shape of the draft, of "lookup" a chain. "auto" chooses for every dispatch, vanilla decoding included,
                 by what rounds cost here and what is accepted; it takes a chain of 3 (8 of "lookup") until `warm_up` has
                 measured the costs. Several trees: chooses so among these and vanilla decoding.
             batch_size: sequences decoded together.
-            max_length: longest prompt and answer together, in tokens. Beyond what the draft head declares
+            max_length: longest prompt and answer together, in tokens. Beyond what the draft declares
                 (`max_position_embeddings`) drafting goes on, with a warning.
             page_size: tokens of a page, the unit of the caches and of prefix reuse.
             kv_tokens: room of the caches in tokens, of all requests together; the default lets the whole batch be
@@ -147,7 +147,7 @@ class Engine:
         elif draft is not None and max_length > draft.head.config.max_position_embeddings:
             warnings.warn(
                 f"max_length: got {max_length}, more than the {draft.head.config.max_position_embeddings} positions "
-                "that the draft head declares; behind them fewer drafts may be accepted, the tokens stay the target's",
+                "that the draft declares; behind them fewer drafts may be accepted, the tokens stay the target's",
                 stacklevel=2,
             )
         self.tokenizer = tokenizer
@@ -204,6 +204,7 @@ class Engine:
             mesh: spreads the models over its model axis; None is one device.
             draft: "auto" is the head that comes with this package for this target, vanilla decoding where none does;
                 a loaded head, or its folder: that `export` wrote, or another that engines serve (see `load_draft`);
+                the folder or name of a smaller model with the target's vocabulary (SGLang's STANDALONE);
                 "mtp" for the layer that the target's own checkpoint holds for it (MiMo; SGLang's NEXTN);
                 "lookup" for drafts that are copied from the text; None for vanilla decoding.
             token_map: of a head of EAGLE-2, given by its folder: the tokens that it drafts (FR-Spec), see `load_draft`.

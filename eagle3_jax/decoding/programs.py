@@ -239,14 +239,14 @@ def empty_state(models: Models, sizes: Sizes, tiers: Sequence[Tier], kv_dtype: A
         ),
         page_table=jnp.full((batch, sizes.columns), rounds.TRASH, jnp.int32),
         draft_cache=None if draft is None else draft.head.empty_pages(pages, page_size),
-        draft_state=None if draft is None else jnp.zeros((batch, draft.head.config.hidden_size), draft.head.fc.dtype),
+        draft_state=None if draft is None else jnp.zeros((batch, draft.head.config.hidden_size), draft.head.dtype),
         history=jnp.zeros((batch, sizes.slots + 1), jnp.int32) if copies(tiers) else None,
         ends=jnp.zeros((batch, ROUNDS), jnp.int32),
         last_tree=LastTree.empty(batch, nodes_of(tiers)),
     )
     if draft is not None and not all(tier.head for tier in tiers):
         width = draft.head.config.num_aux_layers * draft.head.config.target_hidden_size
-        state = dataclasses.replace(state, unread=Unread.empty(batch, width, steps + 1, draft.head.fc.dtype))
+        state = dataclasses.replace(state, unread=Unread.empty(batch, width, steps + 1, draft.head.dtype))
     return constrain(state, rounds.STATE_SHARDING_RULES)
 
 

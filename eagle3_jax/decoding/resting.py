@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from eagle3_jax.decoding.tree import feed
 from eagle3_jax.decoding.verify import row_of
 from eagle3_jax.models.cache import KVCache
 from eagle3_jax.models.head import Draft
@@ -80,7 +79,7 @@ def catch_up(
     starts = lengths - count
     positions = starts[:, None] + jnp.arange(ROOM)[None]
     features = draft.head.fuse(unread.aux[:, :ROOM])
-    states, cache = feed(target, draft, unread.tokens[:, :ROOM], features, positions, cache, starts)
+    states, cache = draft.head.feed(target.embed[...], unread.tokens[:, :ROOM], features, positions, cache, starts)
     caught_up = row_of(states, jnp.maximum(count - 1, 0))
     draft_state = jnp.where((count > 0)[:, None], caught_up, draft_state)
     return dataclasses.replace(unread, count=unread.count - count), cache, draft_state

@@ -2,8 +2,8 @@
 
 A round never asks the host: shapes are static, acceptance is data. Between rounds, with L committed tokens:
 the target's cache holds x_0..x_{L-1}; the root is x_L; the draft's cache holds the pairs (x_{t+1}, feature f_t) for
-t = 0..L-1, each with the target's true feature; the draft state is the head's output at the last pair, so its logits
-predict x_{L+1}. Vanilla decoding is the same round with a tree of one node and no draft.
+t = 0..L-1, each with the target's true feature (a draft model's: x_0..x_L); the draft state is the head's output at the
+last pair, so its logits predict x_{L+1}. Vanilla decoding is the same round with a tree of one node and no draft.
 
 Caches are contiguous, a row a sequence (`generate`, for loops inside a program), or paged (`programs`, for traffic).
 """
@@ -24,7 +24,7 @@ from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding import lookup
 from eagle3_jax.decoding.resting import Unread
 from eagle3_jax.decoding.sampling import BONUS, COINS, Sampling, sample
-from eagle3_jax.decoding.tree import LastTree, TokenTree, chain, feed, grow, root_only, scratch_slots
+from eagle3_jax.decoding.tree import LastTree, TokenTree, chain, grow, root_only, scratch_slots
 from eagle3_jax.decoding.verify import Walk, pretend, row_of, verify
 from eagle3_jax.kernels.vocabulary import argmax
 from eagle3_jax.mesh import constrain
@@ -161,7 +161,10 @@ def read(
     if draft is not None and draft_cache is not None:
         at_end = (jnp.arange(tokens.shape[1])[None] == last[:, None]) & ends[:, None]
         following = jnp.where(at_end, root[:, None], following)
-        states, draft_cache = feed(target, draft, following, draft.head.fuse(aux), positions, draft_cache, starts)
+        features = draft.head.fuse(aux)
+        states, draft_cache = draft.head.feed(
+            target.embed[...], following, features, positions, draft_cache, starts, preceding=tokens[:, :1]
+        )
         draft_state = row_of(states, last)
     return Read(logits, root, failed, draft_state), (cache, draft_cache)
 
@@ -364,8 +367,8 @@ def extend(target: TargetModel, draft: Draft | None, state: State, judged: Judge
     draft_cache, draft_state, unread = state.draft_cache, state.draft_state, state.unread
     if draft is not None and draft_cache is not None and draft_state is not None:
         draft_cache = dataclasses.replace(draft_cache, page_table=table)
-        features = draft.head.fuse(judged.aux)
-        states, draft_cache = feed(target, draft, chosen, features, lengths[:, None] + width, draft_cache, lengths)
+        features, positions = draft.head.fuse(judged.aux), lengths[:, None] + width
+        states, draft_cache = draft.head.feed(target.embed[...], chosen, features, positions, draft_cache, lengths)
         draft_state = jnp.where(state.done[:, None], draft_state, row_of(states, row))
         draft_cache = dataclasses.replace(draft_cache, page_table=None)
     elif unread is not None:

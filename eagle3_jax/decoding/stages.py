@@ -19,6 +19,8 @@ from eagle3_jax.decoding.programs import Models
 from eagle3_jax.decoding.rounds import Judged, State
 from eagle3_jax.decoding.tiers import Tier
 from eagle3_jax.decoding.tree import TokenTree
+from eagle3_jax.models.draft_model import DraftModel
+from eagle3_jax.models.target import TargetModel
 
 STAGES = ("draft", "verify", "extend")
 _TURNS = 9
@@ -68,17 +70,24 @@ def times(models: Models, state: State, tier: Tier) -> tuple[State, dict[str, fl
 def bytes_read(models: Models, tier: Tier, batch: int, length: int) -> int:
     """Bytes that a round cannot do without: weights, once a pass, and keys and values in use.
 
-    Of the embeddings a few rows alone are read, unless they are the LM head too. The draft head runs once a level of
-    the tree, the last time over the committed tokens; its keys and values, of one layer, are left out.
+    Of the embeddings a few rows alone are read, unless they are the LM head too. The draft runs once a level of the
+    tree, the last time over the committed tokens; a head's keys and values, of one layer, are left out.
     """
-    target, head = models.modules()
-    config = target.config
-    embedding = _bytes(target.embed) if hasattr(target, "lm_head") else 0
-    caches = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * batch * length
-    total = _bytes(target) - embedding + caches * target.embed[...].dtype.itemsize
-    if tier.head and tier.tree is not None and head is not None:
-        total += tier.tree.num_steps * _bytes(head.head)
+    target, draft = models.modules()
+    total = _of_model(target, batch, length)
+    if tier.head and tier.tree is not None and draft is not None:
+        head = draft.head
+        once = _of_model(head.model, batch, length) if isinstance(head, DraftModel) else _bytes(head)
+        total += tier.tree.num_steps * once
     return total
+
+
+def _of_model(model: TargetModel, batch: int, length: int) -> int:
+    """In one pass."""
+    config = model.config
+    embedding = _bytes(model.embed) if hasattr(model, "lm_head") else 0
+    caches = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * batch * length
+    return _bytes(model) - embedding + caches * model.embed[...].dtype.itemsize
 
 
 def _bytes(tree: object) -> int:

@@ -250,7 +250,7 @@ def _check(draft: Draft, target: ModelConfig, trees: Sequence[DraftTree]) -> Non
         got, expected = getattr(head, field), getattr(target, field)
         if got != expected:
             raise ValueError(f"draft.{field}: got {got}, expected the target's {expected}")
-    if head.hidden_size != target.hidden_size:  # it reads the target's embeddings
+    if head.aux_layers and head.hidden_size != target.hidden_size:  # who reads its states reads its embeddings too
         raise ValueError(f"draft.hidden_size: got {head.hidden_size}, expected {target.hidden_size}")
     for tree in trees:
         if tree.topk > head.draft_vocab_size:

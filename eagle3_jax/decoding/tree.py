@@ -26,7 +26,6 @@ from eagle3_jax.decoding.sampling import DRAFTS, Sampling, draw
 from eagle3_jax.kernels.vocabulary import top_k_of_logits
 from eagle3_jax.models.cache import KVCache
 from eagle3_jax.models.head import Draft
-from eagle3_jax.models.layers import embeddings
 from eagle3_jax.models.target import TargetModel
 
 
@@ -112,39 +111,10 @@ def root_only(root: Int[Array, " b"]) -> TokenTree:
 
 
 def scratch_slots(tree: DraftTree | None) -> int:
-    """Cache slots behind the committed tokens that one round writes to."""
+    """Cache slots behind the committed tokens that one round writes to; a draft model's entries lie one further."""
     if tree is None:
         return 1
-    return max(tree.num_draft_tokens, tree.depth + 1, (tree.num_steps - 1) * tree.topk)
-
-
-def feed(
-    target: TargetModel,
-    draft: Draft,
-    tokens: Int[Array, "b t"],
-    features: Float[Array, "b t h"],
-    positions: Int[Array, "b t"],
-    cache: KVCache,
-    lengths: Int[Array, " b"],
-    *,
-    tail_mask: Bool[Array, "b t m"] | None = None,
-) -> tuple[Float[Array, "b t h"], KVCache]:
-    """Runs the head over pairs (token, feature) behind `lengths` committed ones.
-
-    Args:
-        tokens: target ids. positions: RoPE positions of the pairs.
-        tail_mask: which of the m tail slots each pair sees; None is causal. The pairs take the last t; the earlier ones
-            hold what the passes before left there.
-    """
-    updated = cache
-
-    def attend(queries: Array, keys: Array, values: Array) -> Array:
-        nonlocal updated
-        attended, updated = updated.append_and_attend(0, queries, keys, values, lengths, tail_mask)
-        return attended
-
-    states = draft.head(embeddings(target.embed[...], tokens), features, positions, attend)
-    return states, updated
+    return max(tree.num_draft_tokens, 1 + tree.depth + 1, 1 + (tree.num_steps - 1) * tree.topk)
 
 
 def grow(
@@ -193,9 +163,8 @@ def grow(
     for depth in range(1, tree.num_steps):  # the frontier's depth; its children are one deeper
         seen = jnp.concatenate([seen, jnp.broadcast_to(jnp.eye(k, dtype=bool), (batch, k, k))], axis=-1)
         positions = jnp.broadcast_to((lengths + depth - 1)[:, None], (batch, k))
-        states, cache = feed(
-            target,
-            draft,
+        states, cache = draft.head.feed(
+            target.embed[...],
             draft.token_ids[ids],
             features,
             positions,

@@ -16,6 +16,7 @@ import numpy as np
 
 from eagle3_jax import manifest
 from eagle3_jax.formats import (
+    draft_models,
     draft_vocabulary,
     eagle,
     eagle2,
@@ -46,12 +47,13 @@ def load_draft(
     but: Collection[str] = (),
     token_map: str | pathlib.Path | None = None,
 ) -> Draft:
-    """Reads a draft head that drafts for `target`, in any of `FORMS`, or one of EAGLE-2 (see `eagle2`).
+    """Reads what drafts for `target`: a draft head in any of `FORMS`, one of EAGLE-2 (see `eagle2`), or a smaller model.
 
     Also takes what engines take: `layers.0.` for `midlayer.`, a `model.` prefix, no `t2d`, no `rope_theta` (10000), no
     LM head (the target's rows of the draft vocabulary).
 
     Args:
+        folder: of the head; of a model of any family of targets, or its name (see `load_target`).
         target: the model that the head shall draft for. The manifest beside a head of `export` says which one it was
             trained with; that must be this one. A head from elsewhere has none, and an architecture alone (a
             `ModelConfig`) cannot be compared with it: then only shapes are.
@@ -61,10 +63,12 @@ def load_draft(
 
     Raises:
         DraftFormatError: every problem of config.json and every missing, surplus or wrongly shaped tensor, by name;
-            embeddings in the file that are not the loaded target's.
+            embeddings in the file that are not the loaded target's; a model of another vocabulary.
         ManifestError: the head was trained with another target.
     """
-    folder = pathlib.Path(folder)
+    folder = draft_models.resolve(folder)
+    if draft_models.is_model(folder):
+        return _load_model(folder, target, dtype, token_map)
     if isinstance(target, Target) and (folder / manifest.NAME).exists():
         check_same_target(folder, manifest.read(folder, "export")["identity"].get("target"), target.identity, but=but)
     if eagle2.is_eagle2(folder):
@@ -72,6 +76,16 @@ def load_draft(
     if token_map is not None:
         raise DraftFormatError(f"token_map: got {token_map}, expected none: {folder} has a draft vocabulary of its own")
     return to_draft(read(folder, target), target, dtype)
+
+
+def _load_model(
+    folder: pathlib.Path, target: Target | ModelConfig, dtype: Any, token_map: str | pathlib.Path | None
+) -> Draft:
+    if not isinstance(target, Target):
+        raise DraftFormatError(f"{folder}: a whole model, to compare tokenizers: expected a loaded target")
+    if token_map is not None:
+        raise DraftFormatError(f"token_map: got {token_map}, expected none: {folder} is a whole model")
+    return draft_models.load(folder, target, dtype)
 
 
 def _load_eagle2(

@@ -7,7 +7,7 @@ import pathlib
 from typing import Any, Final
 
 from eagle3_jax import manifest, processes
-from eagle3_jax.formats import files, heads, token_maps
+from eagle3_jax.formats import draft_models, files, heads, token_maps
 from eagle3_jax.formats.mtp import MTP
 from eagle3_jax.formats.stored import misfits
 from eagle3_jax.models.head import Draft
@@ -56,7 +56,8 @@ def chosen_draft(draft: str | None, export: pathlib.Path, target: Target) -> tup
     """The draft that a verb works with.
 
     Args:
-        draft: a folder, "auto", "mtp" or "lookup"; None is the run's own or, where the run has none, "auto".
+        draft: a folder or a model's name, "auto", "mtp" or "lookup"; None is the run's own or, where the run has none,
+            "auto".
         export: the run's own.
 
     Returns:
@@ -75,7 +76,7 @@ def chosen_draft(draft: str | None, export: pathlib.Path, target: Target) -> tup
     if draft in (LOOKUP, MTP):
         return draft, None
     if draft != AUTO:
-        return draft, pathlib.Path(draft)
+        return draft, draft_models.resolve(draft)
     folder = shipped_head(target)
     if folder is None:
         raise ValueError(f"draft: got 'auto', expected a folder: no head comes for {target.identity['name']}")

@@ -1,4 +1,4 @@
-"""What rounds ask of a draft head, whatever its network: features of the target's states, a pass, the next tokens."""
+"""What rounds ask of a draft, whatever its network: features of the target's states, a pass, the next tokens."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from eagle3_jax.kernels.linear_cpu import Panels
 from eagle3_jax.kernels.vocabulary import vocabulary_logits, vocabulary_top_k
 from eagle3_jax.models.cache import KVCache
+from eagle3_jax.models.layers import embeddings
 
 
 class Head(nnx.Module):
     """One decoder layer over pairs (token t+1, feature t), and an LM head over the draft vocabulary.
+
+    Where a draft is another network (`DraftModel`), it has `feed`, `output_rows`, `dtype` and caches of its own.
 
     Attributes:
         config: has `vocab_size` (the target's), `draft_vocab_size`, `hidden_size`, `num_key_value_heads`, `head_dim`,
@@ -53,25 +57,70 @@ class Head(nnx.Module):
         """
         raise NotImplementedError
 
+    def feed(
+        self,
+        embed: Float[Array, "v h"],
+        tokens: Int[Array, "b t"],
+        features: Float[Array, "b t h"],
+        positions: Int[Array, "b t"],
+        cache: KVCache,
+        lengths: Int[Array, " b"],
+        *,
+        tail_mask: Bool[Array, "b t m"] | None = None,
+        preceding: Int[Array, "b 1"] | None = None,
+    ) -> tuple[Float[Array, "b t h"], KVCache]:
+        """Reads pairs (token, feature) behind `lengths` committed ones.
+
+        Args:
+            embed: the target's embeddings.
+            tokens: target ids. positions: RoPE positions of the pairs.
+            tail_mask: which of the m tail slots each pair sees; None is causal. The pairs take the last t; the earlier
+                ones hold what the passes before left there.
+            preceding: the token in front of them, given where a stretch of a prompt begins: a draft without features
+                may not have read it. Here the first feature tells of it.
+
+        Returns:
+            What `__call__` does, and the cache.
+        """
+        updated = cache
+
+        def attend(queries: Array, keys: Array, values: Array) -> Array:
+            nonlocal updated
+            attended, updated = updated.append_and_attend(0, queries, keys, values, lengths, tail_mask)
+            return attended
+
+        states = self(embeddings(embed, tokens), features, positions, attend)
+        return states, updated
+
     def output_hidden(self, state: Float[Array, "*batch h"]) -> Float[Array, "*batch h"]:
         """The LM head's input: `lm_head @ output_hidden(state)` are the draft logits."""
         raise NotImplementedError
 
+    @property
+    def output_rows(self) -> Float[Array, "dv h"] | Panels:
+        """Rows of the LM head, one per draft token."""
+        return self.lm_head[...]
+
+    @property
+    def dtype(self) -> Any:
+        """Of its states and cache."""
+        return self.fc[...].dtype
+
     def logits(self, state: Float[Array, "*batch h"]) -> Float[Array, "*batch dv"]:
         """float32 logits over the draft vocabulary."""
-        return vocabulary_logits(self.output_hidden(state), self.lm_head[...])
+        return vocabulary_logits(self.output_hidden(state), self.output_rows)
 
     def top_k(self, state: Float[Array, "*batch h"], k: int) -> tuple[Float[Array, "*batch k"], Int[Array, "*batch k"]]:
         """Log-probabilities (float32) and draft ids of the k best next tokens, best first."""
-        return vocabulary_top_k(self.output_hidden(state), self.lm_head[...], k)
+        return vocabulary_top_k(self.output_hidden(state), self.output_rows, k)
 
     def empty_cache(self, batch: int, slots: int) -> KVCache:
         c = self.config
-        return KVCache.empty(1, batch, c.num_key_value_heads, slots, c.head_dim, self.fc[...].dtype)
+        return KVCache.empty(1, batch, c.num_key_value_heads, slots, c.head_dim, self.dtype)
 
     def empty_pages(self, pages: int, page_size: int) -> KVCache:
         c = self.config
-        return KVCache.pages(1, pages, c.num_key_value_heads, page_size, c.head_dim, self.fc[...].dtype)
+        return KVCache.pages(1, pages, c.num_key_value_heads, page_size, c.head_dim, self.dtype)
 
 
 @jax.tree_util.register_dataclass

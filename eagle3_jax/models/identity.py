@@ -29,11 +29,16 @@ def identify(
         "commit": commit,
         "architecture": config.architecture,
         "weights": weights.fingerprint(files, config),
-        "tokenizer": hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
+        "tokenizer": tokenizer_digest(tokenizer),
         "chat_template": chat_template.digest(tokenizer),
         "aux_layers": list(config.aux_layers),
         "dtype": dtype,
     }
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Of all that decides which ids a text becomes, its chat template left out."""
+    return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
 
 
 def check_same_target(

@@ -12,6 +12,7 @@ from eagle3_jax.kernels import rows_cpu
 from eagle3_jax.kernels.linear_cpu import Panels, pack
 from eagle3_jax.kernels.rows_cpu import NormWeight
 from eagle3_jax.mesh import mesh_of, replicated
+from eagle3_jax.models.draft_model import DraftModel
 from eagle3_jax.models.head import Draft, Head
 from eagle3_jax.models.target import TargetModel
 
@@ -29,7 +30,9 @@ def for_cpu(model: Model) -> Model:
     model may be dropped then.
     """
     if isinstance(model, Draft):
-        return Draft(_packed(model.head, model.head.lm_head[...]), model.token_ids)
+        head = model.head
+        packed = DraftModel(for_cpu(head.model)) if isinstance(head, DraftModel) else _packed(head, head.output_rows)
+        return Draft(packed, model.token_ids)
     return _packed(model, model.output_rows)
 
 

@@ -42,7 +42,8 @@ class ModelConfig:
     """Shape of a target, in Hugging Face's words; each family has a class of its own.
 
     Attributes:
-        aux_layers: boundaries whose residual stream is returned; ascending, distinct, in [0, num_hidden_layers].
+        aux_layers: boundaries whose residual stream is returned; ascending, distinct, in [0, num_hidden_layers]. None
+            are where nothing reads them.
     """
 
     # Of a family: the name in `architectures`, `model_type`, what config.json may say of what is not read (field ->
@@ -168,14 +169,15 @@ class TargetModel(nnx.Module):
         positions: Int[Array, "b t"],
         cache: KVCache,
         lengths: Int[Array, " b"],
-        tail_mask: Bool[Array, "b t t"] | None = None,
+        tail_mask: Bool[Array, "b t m"] | None = None,
     ) -> tuple[Float[Array, "b t h"], Float[Array, "b t aux"], KVCache]:
         """Runs t new tokens of each sequence behind its committed prefix.
 
         Args:
             positions: RoPE positions (committed length + depth in the tree).
             lengths: committed tokens in the cache; the new ones are written behind them.
-            tail_mask: which of the new tokens each of them sees; None is causal.
+            tail_mask: which of the m tail slots each new token sees: its ancestors and itself; None is causal. The new
+                tokens take the last t; the earlier ones hold what the passes before left there.
 
         Returns:
             The last hidden state after the final norm (the LM head's input), the aux hidden states concatenated in
@@ -206,8 +208,10 @@ class TargetModel(nnx.Module):
                     first = jnp.maximum(positions - window + 1, 0)
                 if chunk is not None:
                     first = positions // chunk * chunk
-                if mask is not None and first is not None:  # the nodes of a tree do not stand at their positions
-                    mask &= positions[:, None] >= first[:, :, None]
+                if mask is not None and first is not None:
+                    # The nodes of a tree do not stand at their positions: an ancestor is as many positions away as
+                    # there are ancestors behind it.
+                    mask &= positions[:, :, None] - _behind(mask) >= first[:, :, None]
                 attended, cache = cache.append_and_attend(layer, q, k, v, lengths, mask, first=first, sinks=sinks)
                 return attended
 
@@ -217,7 +221,7 @@ class TargetModel(nnx.Module):
         hidden = self.final_norm(x)
         if final_boundary(c.num_hidden_layers) in c.aux_layers:
             aux.append(hidden)
-        return hidden, jnp.concatenate(aux, axis=-1), cache
+        return hidden, jnp.concatenate(aux or [hidden[..., :0]], axis=-1), cache
 
     def observed_at(self, aux_layers: tuple[int, ...]) -> TargetModel:
         """The same model (its arrays are shared), returning the states at these boundaries."""
@@ -257,3 +261,9 @@ class TargetModel(nnx.Module):
         c = self.config
         dtype = dtype or self.embed[...].dtype
         return KVCache.pages(c.num_hidden_layers, pages, c.num_key_value_heads, page_size, c.head_dim, dtype)
+
+
+def _behind(mask: Bool[Array, "b t m"]) -> Int[Array, "b t m"]:
+    """How many of the slots that a query sees stand behind each one."""
+    seen = jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
+    return seen[..., -1:] - seen

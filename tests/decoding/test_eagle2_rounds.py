@@ -15,7 +15,6 @@ from flax import nnx
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding import rounds
 from eagle3_jax.decoding.engine import Engine, SamplingParams
-from eagle3_jax.decoding.tree import feed
 from eagle3_jax.models.eagle2 import Eagle2Config, Eagle2Head
 from eagle3_jax.models.head import Draft
 
@@ -88,9 +87,8 @@ def test_the_network(toy, fc_bias):
     noisy = jax.tree.map(lambda x: x + jnp.asarray(rng.normal(size=x.shape) * 0.3, x.dtype), draft.head)
     draft = dataclasses.replace(draft, head=noisy)
     tokens, features = rng.integers(0, 24, (1, 7)), rng.normal(size=(1, 7, 32)).astype(np.float32)
-    states, _ = feed(
-        toy.target,
-        draft,
+    states, _ = draft.head.feed(
+        toy.target.embed[...],
         jnp.asarray(tokens),
         draft.head.fuse(jnp.asarray(features)),
         jnp.arange(7)[None],

@@ -16,6 +16,7 @@ from eagle3_jax.decoding.sampling import Sampling
 from eagle3_jax.kernels.commit import commit
 from eagle3_jax.kernels.tree_attention import tree_attention
 from eagle3_jax.kernels.vocabulary import vocabulary_top_k
+from eagle3_jax.models.head import Head
 
 MAX_TOKENS = 24
 TREES = {
@@ -181,14 +182,13 @@ def test_caches_and_draft_state_after_each_round_are_a_fresh_prefill_s(toy, name
 def test_positions_of_drafting_and_extending(toy, monkeypatch):
     """A pair has its feature's position: 0..6 in prefill, then 7, 8 while drafting, then 7.. again with true ones."""
     seen = []
-    feed = rounds.feed
+    feed = Head.feed
 
-    def spy(target, draft, tokens, features, positions, cache, lengths, **kwargs):
+    def spy(head, embed, tokens, features, positions, cache, lengths, **kwargs):
         jax.debug.callback(lambda p: seen.append(np.asarray(p)[0].tolist()), positions, ordered=True)
-        return feed(target, draft, tokens, features, positions, cache, lengths, **kwargs)
+        return feed(head, embed, tokens, features, positions, cache, lengths, **kwargs)
 
-    monkeypatch.setattr(rounds, "feed", spy)
-    monkeypatch.setattr("eagle3_jax.decoding.tree.feed", spy)
+    monkeypatch.setattr(Head, "feed", spy)
     tree = TREES["chain3"]
 
     @jax.jit

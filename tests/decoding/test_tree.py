@@ -16,6 +16,7 @@ from eagle3_jax.decoding.lookup import Copied
 from eagle3_jax.decoding.sampling import Sampling
 from eagle3_jax.kernels.tree_attention import tree_attention
 from eagle3_jax.models.draft import DraftHead
+from eagle3_jax.models.head import Head
 
 SIZES = [
     DraftTree(num_steps=1, topk=1, num_draft_tokens=2),
@@ -193,9 +194,9 @@ def reference_grow(toy, draft, size, root, committed, features):
 @pytest.mark.slow
 def test_candidates_of_one_depth_do_not_see_each_other(toy, monkeypatch):
     """Each sees, of what was drafted before it, its own line of ancestors and itself."""
-    seen, feed = [], tree_lib.feed
+    seen, feed = [], Head.feed
     monkeypatch.setattr(
-        tree_lib, "feed", lambda *given, tail_mask: seen.append(tail_mask) or feed(*given, tail_mask=tail_mask)
+        Head, "feed", lambda *given, tail_mask: seen.append(tail_mask) or feed(*given, tail_mask=tail_mask)
     )
     state, cache = jnp.ones((1, toy.target.config.hidden_size)), toy.good.head.empty_cache(1, 32)
     size = DraftTree(num_steps=4, topk=3, num_draft_tokens=10)
@@ -214,9 +215,9 @@ def test_grow_against_a_reference_without_cache(toy, size, kind):
     length = len(committed)
     features = jax.random.normal(jax.random.key(5), (1, length, toy.target.config.hidden_size))
     tokens = jnp.asarray([[*committed[1:], root]], jnp.int32)
-    states, cache = jax.jit(tree_lib.feed)(
-        toy.target,
-        draft,
+    states, cache = jax.jit(Head.feed)(
+        draft.head,
+        toy.target.embed[...],
         tokens,
         features,
         jnp.arange(length)[None],

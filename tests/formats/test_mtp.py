@@ -13,7 +13,6 @@ from safetensors.numpy import load_file, save_file
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding import rounds
 from eagle3_jax.decoding.engine import Engine, SamplingParams
-from eagle3_jax.decoding.tree import feed
 from eagle3_jax.formats import mtp
 from eagle3_jax.models import registry
 from eagle3_jax.models.registry import Target
@@ -92,9 +91,8 @@ def test_it_is_transformers_layer_between_its_norms(target):
         expected = qwen(1, 1).model(inputs_embeds=entering).last_hidden_state.numpy()
 
     draft = mtp.load(target, jnp.float32)
-    states, _ = feed(
-        target.model,
-        draft,
+    states, _ = draft.head.feed(
+        target.model.embed[...],
         jnp.asarray(tokens),
         draft.head.fuse(jnp.asarray(features)),
         jnp.arange(7)[None],

@@ -10,9 +10,7 @@ import pytest
 import tiny
 from flax import nnx
 
-from eagle3_jax.decoding.tree import feed
 from eagle3_jax.kernels.ttt_attention import ttt_attention
-from eagle3_jax.models.head import Draft
 from eagle3_jax.models.llama import Llama
 from eagle3_jax.training.ttt import training_time_test
 
@@ -32,7 +30,6 @@ def draft_sequentially(target, head, tokens, aux, steps):
     Prefix t holds the pairs up to (token t+1, feature t). The first pass over them is the decoder's extension with true
     features; the later ones are its chain drafting, fed the document's tokens.
     """
-    draft = Draft(head, jnp.arange(head.config.draft_vocab_size))
     length = len(tokens)
     prefixes = length - steps  # those whose tokens of all steps exist
     last = jnp.arange(prefixes)
@@ -40,15 +37,14 @@ def draft_sequentially(target, head, tokens, aux, steps):
     features = jnp.broadcast_to(head.fuse(aux[None, :-1]), (prefixes, length - 1, aux.shape[-1] // 3))
     positions = jnp.broadcast_to(jnp.arange(length - 1), batch.shape)
     cache = head.empty_cache(prefixes, length + steps)
-    states, cache = feed(target, draft, batch, features, positions, cache, jnp.zeros(prefixes, jnp.int32))
+    states, cache = head.feed(target.embed[...], batch, features, positions, cache, jnp.zeros(prefixes, jnp.int32))
     state = states[last, last][:, None]
     lengths = last + 1  # pairs with true features; whatever lies behind them is scratch
     outputs = [state]
     for i in range(1, steps):
         seen = jnp.ones((prefixes, 1, i), bool)
-        state, cache = feed(
-            target,
-            draft,
+        state, cache = head.feed(
+            target.embed[...],
             tokens[last + 1 + i][:, None],
             state,
             (last + i)[:, None],

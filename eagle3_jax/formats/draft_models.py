@@ -1,0 +1,66 @@
+"""Whole models that draft for larger ones, on disk: what tells them from draft heads, and what they must share."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import jax.numpy as jnp
+
+from eagle3_jax.formats import fields, files
+from eagle3_jax.formats.stored import DraftFormatError
+from eagle3_jax.formats.tensors import canonical
+from eagle3_jax.manifest import JsonError
+from eagle3_jax.models.draft_model import DraftModel
+from eagle3_jax.models.families import FAMILIES
+from eagle3_jax.models.head import Draft
+from eagle3_jax.models.identity import tokenizer_digest
+from eagle3_jax.models.registry import Target, TargetError, fetch, load_tokenizer, read_config
+from eagle3_jax.models.vision import TEXT_OF, text_name
+from eagle3_jax.models.weights import WeightsError, load_model, locate
+
+_ARCHITECTURES = {family.config.architecture for family in FAMILIES} | TEXT_OF.keys()
+
+
+def resolve(draft: str | pathlib.Path) -> pathlib.Path:
+    """The folder of a draft: itself, or of the model that has this name. Raises DraftFormatError."""
+    if isinstance(draft, pathlib.Path) or pathlib.Path(draft).is_dir():
+        return pathlib.Path(draft)
+    try:
+        return fetch(draft)
+    except TargetError as error:
+        raise DraftFormatError(f"draft: got {draft!r}, expected a folder or a model's name ({error})") from error
+
+
+def is_model(folder: pathlib.Path) -> bool:
+    """Whether a folder holds a whole model, by config.json and the names of its tensors.
+
+    Heads of EAGLE and EAGLE-2 call themselves LlamaForCausalLM too: they have an `fc`, and no norm behind the layer.
+    """
+    try:
+        values = files.read_config(folder)
+        if fields.architecture(values) not in _ARCHITECTURES or "draft_vocab_size" in values:
+            return False
+        names = {text_name(name) for name in locate(folder)}
+    except (DraftFormatError, WeightsError, JsonError):
+        return False  # what is damaged cannot be told apart; who reads heads says what is wrong
+    return "model.norm.weight" in names and "fc.weight" not in map(canonical, names)
+
+
+def load(folder: pathlib.Path, target: Target, dtype: Any) -> Draft:
+    """The model, which must have the target's vocabulary.
+
+    Raises:
+        DraftFormatError: another vocabulary or tokenizer. TargetError, WeightsError: see `load_target`.
+    """
+    shape = read_config(folder, (0,))  # none is read; those that are taken by default collide on shallow models
+    size = target.model.config.vocab_size
+    ours, theirs = tokenizer_digest(load_tokenizer(folder)), target.identity["tokenizer"]
+    problems = [
+        f"{field}: got {got}, expected {expected}, the target's"
+        for field, got, expected in (("vocab_size", shape.vocab_size, size), ("tokenizer", ours, theirs))
+        if got != expected
+    ]
+    if problems:
+        raise DraftFormatError(f"{folder} cannot draft for this target:\n  " + "\n  ".join(problems))
+    return Draft(DraftModel(load_model(folder, shape, jnp.dtype(dtype))), jnp.arange(size, dtype=jnp.int32))
