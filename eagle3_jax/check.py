@@ -21,7 +21,7 @@ from eagle3_jax.config import DraftTree, RunConfig
 from eagle3_jax.data import sources
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.measure import timed
-from eagle3_jax.formats import files
+from eagle3_jax.formats import draft_models, files
 from eagle3_jax.formats.shipped import chosen_draft
 from eagle3_jax.models import chat_template
 from eagle3_jax.models.registry import Target, load_target
@@ -93,7 +93,7 @@ def run(
     """
     target = target or load_target(config.target)
     _, draft = chosen_draft(config.evaluate.draft, config.folder("export"), target)
-    if draft is None:
+    if draft is None or draft_models.is_model(draft):
         raise ValueError(f"evaluate.draft: got {config.evaluate.draft!r}, expected a head")
     request = _request(config, prompts_path, target, draft)
     asked_for = {

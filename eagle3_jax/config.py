@@ -415,8 +415,8 @@ class EvaluateConfig:
 
     Attributes:
         tree: "auto" lets the engine choose for every dispatch, vanilla decoding included.
-        draft: exported folder to measure, "lookup", or "auto": the head that comes with this package; None is the run's
-            own `export` folder, and "auto" where it has none.
+        draft: exported folder or smaller model to measure, "lookup", or "auto": the head that comes with this package;
+            None is the run's own `export` folder, and "auto" where it has none.
         token_map: of a head of EAGLE-2, whose folder is `draft`: a file, local or on a hub, with the tokens that it
             drafts (FR-Spec); None is all of them.
         limit: at most this many prompts, spread evenly over the categories.
@@ -514,9 +514,9 @@ class ServeConfig:
     Attributes:
         host, port: where it listens. Another host than this machine's own address needs keys; port 0 is a free one.
         model_name: what clients call the model; None is `target.name`.
-        draft: exported folder, "lookup", "auto" (the head that comes with this package for this target, if one does),
-            "mtp" (the target's own layer for it), or "none" for vanilla decoding; None is the run's `export` folder,
-            and "auto" where it has none.
+        draft: exported folder, a smaller model's name or folder, "lookup", "auto" (the head that comes with this
+            package for this target, if one does), "mtp" (the target's own layer for it), or "none" for vanilla
+            decoding; None is the run's `export` folder, and "auto" where it has none.
         token_map: of a head of EAGLE-2, whose folder is `draft`: a file, local or on a hub, with the tokens that it
             drafts (FR-Spec); None is all of them.
         trees: one is the draft's size always; of several the engine chooses for every dispatch among them and vanilla

@@ -15,8 +15,7 @@ from flax import nnx
 from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
 from eagle3_jax.models.draft_model import DraftModel
 from eagle3_jax.models.head import Draft
-from eagle3_jax.models.llama import LlamaConfig
-from eagle3_jax.models.target import TargetModel
+from eagle3_jax.models.llama import Llama, LlamaConfig
 from eagle3_jax.models.weights import parameter_path
 
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
@@ -135,14 +134,12 @@ def assert_same(one: Draft, other: Draft) -> None:
         np.testing.assert_array_equal(got, expected)
 
 
-def draft_model(target: TargetModel, layers: int | None = None, width: int | None = None) -> Draft:
-    """A target's first layers (all of them) as its draft model, in a wider residual stream that changes no logit."""
+def draft_model(target: Llama, layers: int, width: int) -> Draft:
+    """A target's first layers as its draft model, in a residual stream of another width, which changes no logit."""
     c = target.config
-    layers, width = layers or c.num_hidden_layers, width or c.hidden_size
     config = dataclasses.replace(c, num_hidden_layers=layers, hidden_size=width)
-    shape = nnx.eval_shape(lambda: type(target)(config, rngs=nnx.Rngs(0)))
+    shape = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0)))
     scale = (c.hidden_size / width) ** 0.5  # of norms, whose mean is over more entries
-
     ours = {parameter_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(target)}
 
     def widen(path: Any, leaf: Any) -> jax.Array:

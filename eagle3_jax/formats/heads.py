@@ -47,7 +47,7 @@ def load_draft(
     but: Collection[str] = (),
     token_map: str | pathlib.Path | None = None,
 ) -> Draft:
-    """Reads what drafts for `target`: a draft head in any of `FORMS`, one of EAGLE-2 (see `eagle2`), or a smaller model.
+    """Reads what drafts for `target`: a head in any of `FORMS`, one of EAGLE-2 (see `eagle2`), or a smaller model.
 
     Also takes what engines take: `layers.0.` for `midlayer.`, a `model.` prefix, no `t2d`, no `rope_theta` (10000), no
     LM head (the target's rows of the draft vocabulary).

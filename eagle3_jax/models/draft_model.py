@@ -1,5 +1,5 @@
-"""A model of its own as the draft, smaller than its target (Leviathan et al., https://arxiv.org/abs/2211.17192; SGLang's
-STANDALONE, vLLM's draft_model).
+"""A smaller model as the draft (Leviathan et al., https://arxiv.org/abs/2211.17192; SGLang's STANDALONE, vLLM's
+draft_model).
 
 It reads tokens and nothing of the target. Rounds speak of pairs (token t+1, feature t): of a pair it reads the token,
 at its own position t+1, where heads stand at the feature's. So the pair's entry in the cache lies one slot further, and
@@ -84,7 +84,7 @@ class DraftModel(Head):
         if preceding is None:
             states, _, cache = self.model(tokens, positions + 1, cache, lengths + 1, tail_mask)
             return states, cache
-        # Slot `lengths` is empty in front of a text and behind a prefix whose pages are shared; else it is written anew.
+        # Slot `lengths` is empty where a text begins, and behind a prefix on shared pages; else it is written again.
         tokens = jnp.concatenate([preceding, tokens], axis=1)
         positions = jnp.concatenate([positions[:, :1], positions + 1], axis=1)
         states, _, cache = self.model(tokens, positions, cache, lengths)

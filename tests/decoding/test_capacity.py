@@ -1,17 +1,20 @@
 """Caches with exactly the slots that are needed: a decode to the last of them overwrites nothing that is committed."""
 
+import dataclasses
 import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_heads
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding import rounds
 from eagle3_jax.decoding.sampling import Sampling
 from eagle3_jax.decoding.tree import scratch_slots
 from eagle3_jax.models import cache as cache_lib
+from eagle3_jax.models.head import Draft
 
 TREES = {
     "vanilla": None,
@@ -34,12 +37,14 @@ def exact_slots(monkeypatch):
     monkeypatch.setattr(cache_lib, "LANES", 1)
 
 
-def decode(toy, tree: DraftTree | None, slots: int) -> tuple[rounds.State, list[rounds.State]]:
+def decode(
+    toy, tree: DraftTree | None, slots: int, draft: Draft | None = None
+) -> tuple[rounds.State, list[rounds.State]]:
     """All rounds one by one: the final state, and those from the prefill on."""
-    batch = len(PROMPTS)
+    batch, draft = len(PROMPTS), draft or toy.good
     state = rounds.prefill(
         toy.target,
-        None if tree is None else toy.good,
+        None if tree is None else draft,
         jnp.asarray(PROMPTS),
         jnp.asarray(LENGTHS),
         Sampling.greedy(batch),
@@ -52,7 +57,7 @@ def decode(toy, tree: DraftTree | None, slots: int) -> tuple[rounds.State, list[
     )
     caches = [state.cache] if tree is None else [state.cache, state.draft_cache]
     assert all(leaf.shape[2] == slots for leaf in jax.tree.leaves(caches))
-    advance = jax.jit(lambda state: rounds.advance(toy.target, toy.good, state, tree=tree, greedy=True))
+    advance = jax.jit(lambda state: rounds.advance(toy.target, draft, state, tree=tree, greedy=True))
     states = [state]
     while not states[-1].done.all():
         states.append(advance(states[-1]))
@@ -97,6 +102,17 @@ def test_without_scratch_slots_committed_entries_would_be_lost(toy, name):
     tree = TREES[name]
     with pytest.raises(AssertionError, match="not equal"):
         check_committed(decode(toy, tree, needed(tree) - scratch_slots(tree))[1])
+
+
+def test_the_last_slot_is_a_draft_model_s(toy, vanilla):
+    """Its entries lie one slot further than a head's: with one slot less it loses what is committed."""
+    draft, tree = tiny_heads.draft_model(toy.target, layers=1, width=40), TREES["chain3"]
+    toy = dataclasses.replace(toy, target=toy.target.observed_at(()))
+    state, states = decode(toy, tree, needed(tree), draft)
+    np.testing.assert_array_equal(state.output[:, :MAX_TOKENS], vanilla)
+    check_committed(states)
+    with pytest.raises(AssertionError, match="not equal"):
+        check_committed(decode(toy, tree, needed(tree) - 1, draft)[1])
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ def small(toy) -> Draft:
 
 @pytest.fixture
 def itself(toy) -> Draft:
-    return tiny_heads.draft_model(toy.target, width=40)
+    return tiny_heads.draft_model(toy.target, layers=2, width=40)
 
 
 def generate(target, draft, tree, **options: Any) -> rounds.State:
@@ -94,7 +94,7 @@ def test_in_the_engine_with_pages_prefixes_and_tiers(toy, model, itself):
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     size: dict[str, Any] = {"batch_size": 3, "max_length": 128, "page_size": 16}
     drawn = np.random.default_rng(1).integers(0, 24, 90).tolist()
-    prompts = [drawn[:70], [5], drawn[:40] + [3], drawn[:70], drawn[:33], drawn[:48]]
+    prompts = [drawn[:70], [5], [*drawn[:40], 3], drawn[:70], drawn[:33], drawn[:48]]
     plain = Engine(toy.target, TOKENIZER, **size).generate(prompts, params)
     engine = Engine(model, TOKENIZER, itself, [CHAIN], **size)
     for pinned in (None, VANILLA, None):

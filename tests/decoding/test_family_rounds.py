@@ -15,7 +15,8 @@ from flax import nnx
 from eagle3_jax.config import DraftConfig, DraftTree
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
-from eagle3_jax.models.families import FAMILIES
+from eagle3_jax.models.draft_model import DraftModel
+from eagle3_jax.models.families import FAMILIES, Family, read_shape
 from eagle3_jax.models.head import Draft
 from eagle3_jax.models.target import TargetModel
 
@@ -62,3 +63,24 @@ def test_drafts_change_no_token(family):
     copying = Engine(model, Tokenizer(), "lookup", DraftTree(num_steps=3, num_draft_tokens=4), **size)
     (copied,) = copying.generate([prompts[2] * 2], params)
     assert copied.token_ids == plain(model, prompts[2] * 2)
+
+
+# A window, attention sinks, chunks: what a draft model's own scratch must respect.
+@pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "GptOssForCausalLM", "Llama4ForCausalLM"])
+def test_what_it_drafts_for_itself_is_accepted(architecture):
+    """In chains that are longer than a window, of sequences that are longer too."""
+    model = make(next(family for family in FAMILIES if family.config.architecture == architecture)).observed_at(())
+    draw = random.Random(1)
+    prompts = [[draw.randrange(VOCABULARY) for _ in range(size)] for size in (3, 11, 33)]
+    chain = DraftTree(num_steps=9, num_draft_tokens=10)
+    engine = Engine(
+        model,
+        Tokenizer(),
+        Draft(DraftModel(model), jnp.arange(VOCABULARY)),
+        chain,
+        batch_size=3,
+        max_length=LENGTH,
+        page_size=16,
+    )
+    for answer in engine.generate(prompts, SamplingParams(max_tokens=21, ignore_eos=True)):
+        assert answer.stats.accepted_per_position == [answer.stats.rounds] * 9

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_heads
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding import resting, rounds
@@ -49,12 +50,15 @@ def advance(toy_target, draft, state, tree, count, head):
     return rounds.decode(toy_target, draft if head else None, state, count, 2, tree=tree, greedy=True)
 
 
-@pytest.mark.parametrize("tree", [None, COPIES], ids=["vanilla", "lookup"])
-def test_it_wakes_as_if_it_had_never_rested(toy, tree):
+@pytest.mark.parametrize(
+    ("tree", "kind"), [(None, "head"), (COPIES, "head"), (None, "model")], ids=["vanilla", "lookup", "a draft model"]
+)
+def test_it_wakes_as_if_it_had_never_rested(toy, tree, kind):
     """Rest, wake, draft, rest, wake: caches and state are those of a prefill of the whole text."""
-    draft = toy.good
+    draft = toy.good if kind == "head" else tiny_heads.draft_model(toy.target, layers=1, width=40)
+    toy = dataclasses.replace(toy, target=toy.target.observed_at(draft.head.config.aux_layers))
     state = begin(toy.target, draft, PROMPTS, LENGTHS, COPIES)
-    width = len(draft.head.config.aux_layers) * draft.head.config.target_hidden_size
+    width = draft.head.config.num_aux_layers * draft.head.config.target_hidden_size
     state = dataclasses.replace(state, unread=Unread.empty(2, width, 4, jnp.dtype("float32")))
     for count, head in ((9, False), (3, True), (17, False)):
         state = advance(toy.target, draft, state, CHAIN if head else tree, count, head)

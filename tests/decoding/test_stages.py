@@ -8,6 +8,8 @@ from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding import programs, stages, tiers
 from eagle3_jax.decoding.programs import Models, Sizes
 from eagle3_jax.decoding.tiers import Tier
+from eagle3_jax.models.draft_model import DraftModel
+from eagle3_jax.models.head import Draft
 
 TREE = Tier(DraftTree(num_steps=2, topk=2, num_draft_tokens=5), head=True)
 EVERY = (tiers.VANILLA, TREE)
@@ -46,3 +48,5 @@ def test_bytes_of_a_round(toy):
     assert stages.bytes_read(models, tiers.VANILLA, 3, 100) == weights + 2 * keys * 300
     head = sum(leaf.nbytes for leaf in jax.tree.leaves(toy.good.head))
     assert stages.bytes_read(models, TREE, 3, 100) == weights + 2 * keys * 300 + 2 * head
+    itself = Models.of(toy.target, Draft(DraftModel(toy.target), toy.good.token_ids))
+    assert stages.bytes_read(itself, TREE, 3, 100) == 3 * (weights + 2 * keys * 300)

@@ -214,7 +214,9 @@ def test_experts_in_mxfp4(tmp_path):
 
 @pytest.mark.parametrize("architecture", [family.config.architecture for family in FAMILIES])
 def test_a_tree_is_read_as_its_paths_are(tmp_path, architecture):
-    """Two branches behind a prefix, verified in one call, say what each says alone."""
+    """Two branches behind a prefix, verified in one call, say what each says alone; so they do in a call after another,
+    as a draft model reads them, of which the later sees what the one before left in the tail.
+    """
     write_reference(tmp_path, architecture, seed=1)
     model = load_model(tmp_path, registry.read_config(tmp_path, (0, 1)), jnp.float32)
     rng = np.random.default_rng(0)
@@ -225,8 +227,12 @@ def test_a_tree_is_read_as_its_paths_are(tmp_path, architecture):
     positions = jnp.asarray([8, 9, 10, 11, 9, 10])[None]
     mask = np.tril(np.ones((6, 6), bool))
     mask[4:, 1:4] = False
-    hidden, _, _ = forward(model, tree, positions, cache, jnp.full(1, 8, jnp.int32), jnp.asarray(mask)[None])
+    seen, lengths = jnp.asarray(mask)[None], jnp.full(1, 8, jnp.int32)
+    hidden, _, _ = forward(model, tree, positions, cache, lengths, seen)
     said = model.logits(hidden)[0]
+    _, _, cache = forward(model, tree[:, :3], positions[:, :3], cache, lengths, seen[:, :3, :3])
+    later, _, _ = forward(model, tree[:, 3:], positions[:, 3:], cache, lengths, seen[:, 3:])
+    np.testing.assert_allclose(model.logits(later)[0], said[3:], atol=1e-4, rtol=1e-4)
     for branch, rows in ((a, [1, 2, 3]), (b, [4, 5])):
         alone, _ = cached(model, jnp.asarray([*prefix, *branch])[None], [9 + len(branch)])
         np.testing.assert_allclose(said[np.asarray(rows)], alone[0, 9:], atol=1e-4, rtol=1e-4)
