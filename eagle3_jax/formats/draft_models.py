@@ -15,7 +15,7 @@ from eagle3_jax.models.draft_model import DraftModel
 from eagle3_jax.models.families import FAMILIES
 from eagle3_jax.models.head import Draft
 from eagle3_jax.models.identity import tokenizer_digest
-from eagle3_jax.models.registry import Target, TargetError, fetch, load_tokenizer, read_config
+from eagle3_jax.models.registry import Target, fetch, load_tokenizer, read_config
 from eagle3_jax.models.vision import TEXT_OF, text_name
 from eagle3_jax.models.weights import WeightsError, load_model, locate
 
@@ -23,13 +23,8 @@ _ARCHITECTURES = {family.config.architecture for family in FAMILIES} | TEXT_OF.k
 
 
 def resolve(draft: str | pathlib.Path) -> pathlib.Path:
-    """The folder of a draft: itself, or of the model that has this name. Raises DraftFormatError."""
-    if isinstance(draft, pathlib.Path) or pathlib.Path(draft).is_dir():
-        return pathlib.Path(draft)
-    try:
-        return fetch(draft)
-    except TargetError as error:
-        raise DraftFormatError(f"draft: got {draft!r}, expected a folder or a model's name ({error})") from error
+    """The folder of a draft: itself, or of the model that has this name. Raises TargetError."""
+    return draft if isinstance(draft, pathlib.Path) else fetch(draft, field="draft")
 
 
 def is_model(folder: pathlib.Path) -> bool:

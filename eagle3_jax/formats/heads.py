@@ -64,7 +64,7 @@ def load_draft(
     Raises:
         DraftFormatError: every problem of config.json and every missing, surplus or wrongly shaped tensor, by name;
             embeddings in the file that are not the loaded target's; a model of another vocabulary.
-        ManifestError: the head was trained with another target.
+        ManifestError: the head was trained with another target. TargetError: a name that cannot be resolved.
     """
     folder = draft_models.resolve(folder)
     if draft_models.is_model(folder):

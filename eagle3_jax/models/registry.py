@@ -141,11 +141,12 @@ def load_tokenizer(target: str | pathlib.Path) -> Any:
         ) from error
 
 
-def fetch(name: str, *, whole: bool = True) -> pathlib.Path:
+def fetch(name: str, *, whole: bool = True, field: str = "target.name") -> pathlib.Path:
     """Resolves a target's name to a local Hugging Face folder. Raises TargetError.
 
     Args:
         whole: False takes from a hub what `read_config` reads and no more.
+        field: that the name was given as.
     """
     if pathlib.Path(name).is_dir():
         return pathlib.Path(name)
@@ -168,7 +169,7 @@ def fetch(name: str, *, whole: bool = True) -> pathlib.Path:
         folder = pathlib.Path(snapshot_download(hub, revision=revision, allow_patterns=patterns))
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError) as error:
         raise TargetError(
-            f"target.name: got {name!r}, expected one of {sorted(REGISTERED)}, a folder, or a model on a hub that "
+            f"{field}: got {name!r}, expected one of {sorted(REGISTERED)}, a folder, or a model on a hub that "
             f"answers ({type(error).__name__})"
         ) from error
     if revision is None and (commit := commit_of(folder)):

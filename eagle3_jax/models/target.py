@@ -185,6 +185,9 @@ class TargetModel(nnx.Module):
         """
         c = self.config
         rope, x = self.rotary(positions), self.embedded(tokens)
+        # Positions of what is seen of the tail. A tree's nodes do not stand at theirs, but there are as many ancestors
+        # behind one as it is positions away.
+        ancestors = None if tail_mask is None else positions[:, :, None] - _behind(tail_mask)
         aux = []
         for layer, block in enumerate(self.blocks):
             if layer in c.aux_layers:
@@ -208,10 +211,8 @@ class TargetModel(nnx.Module):
                     first = jnp.maximum(positions - window + 1, 0)
                 if chunk is not None:
                     first = positions // chunk * chunk
-                if mask is not None and first is not None:
-                    # The nodes of a tree do not stand at their positions: an ancestor is as many positions away as
-                    # there are ancestors behind it.
-                    mask &= positions[:, :, None] - _behind(mask) >= first[:, :, None]
+                if mask is not None and ancestors is not None and first is not None:
+                    mask &= ancestors >= first[:, :, None]
                 attended, cache = cache.append_and_attend(layer, q, k, v, lengths, mask, first=first, sinks=sinks)
                 return attended
 

@@ -15,7 +15,7 @@ from eagle3_jax.formats import draft_models, shipped
 from eagle3_jax.formats.heads import load_draft, save_draft
 from eagle3_jax.formats.stored import DraftFormatError
 from eagle3_jax.models.draft_model import DraftModel
-from eagle3_jax.models.registry import Target, load_target
+from eagle3_jax.models.registry import Target, TargetError, load_target
 
 CHAIN = DraftTree(num_steps=3, num_draft_tokens=4)
 
@@ -73,7 +73,7 @@ def test_a_model_by_its_name(target, small, tmp_path, monkeypatch):
     assert shipped.draft_folder("SmolLM2-135M-Instruct", tmp_path, target) == cached
     draft = load_draft("SmolLM2-135M-Instruct", target=target, dtype=jnp.bfloat16)
     assert isinstance(draft.head, DraftModel) and draft.head.dtype == jnp.bfloat16
-    with pytest.raises(DraftFormatError, match=r"draft: got 'no/such/name', expected a folder or a model's name"):
+    with pytest.raises(TargetError, match=r"draft: got 'no/such/name', expected one of .*, a folder, or a model on"):
         load_draft("no/such/name", target=target)
 
 
