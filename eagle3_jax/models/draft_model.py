@@ -84,7 +84,8 @@ class DraftModel(Head):
         if preceding is None:
             states, _, cache = self.model(tokens, positions + 1, cache, lengths + 1, tail_mask)
             return states, cache
-        # Slot `lengths` is empty where a text begins, and behind a prefix on shared pages; else it is written again.
+        # Slot `lengths` is empty where a text begins, and behind a prefix on shared pages; else what stands there is
+        # written again, as it is where one stretch continues another in the same batch.
         tokens = jnp.concatenate([preceding, tokens], axis=1)
         positions = jnp.concatenate([positions[:, :1], positions + 1], axis=1)
         states, _, cache = self.model(tokens, positions, cache, lengths)

@@ -96,7 +96,9 @@ def test_heads_are_no_models(tmp_path, target, small):
     """EAGLE's call themselves LlamaForCausalLM too."""
     assert draft_models.is_model(small)
     for form in ("sglang", "vllm", "speculators", "eagle"):
-        save_draft(tmp_path / form, tiny_heads.make_draft(), target=tiny_heads.TARGET, dtype="float32", form=form)
+        save_draft(
+            tmp_path / form, tiny_heads.make_draft(head_dim=4), target=tiny_heads.TARGET, dtype="float32", form=form
+        )
         assert not draft_models.is_model(tmp_path / form)
     bare = tmp_path / "eagle"
     tensors, values = tiny_heads.read(bare)
