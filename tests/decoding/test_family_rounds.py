@@ -16,7 +16,7 @@ from eagle3_jax.config import DraftConfig, DraftTree
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
 from eagle3_jax.models.draft_model import DraftModel
-from eagle3_jax.models.families import FAMILIES, Family, read_shape
+from eagle3_jax.models.families import FAMILIES
 from eagle3_jax.models.head import Draft
 from eagle3_jax.models.target import TargetModel
 

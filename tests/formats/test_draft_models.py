@@ -59,7 +59,12 @@ def test_on_two_devices(target, small):
     params, prompts = SamplingParams(max_tokens=16, ignore_eos=True), ["apple bird", "moon night orange"]
     plain = Engine.load(target, None, batch_size=2, max_length=128).generate(prompts, params)
     engine = Engine.load(
-        str(target.folder), small, CHAIN, batch_size=2, max_length=128, mesh=MeshConfig(data=1, model=2)
+        TargetConfig(name=str(target.folder), aux_layers=(1, 2, 3)),
+        small,
+        CHAIN,
+        batch_size=2,
+        max_length=128,
+        mesh=MeshConfig(data=1, model=2),
     )
     assert [x.token_ids for x in engine.generate(prompts, params)] == [x.token_ids for x in plain]
 

@@ -96,7 +96,7 @@ def test_what_a_verb_names(heads, target, tmp_path, capsys):
     own = tmp_path / "run" / "export"
     assert shipped.chosen_draft("lookup", own, target) == ("lookup", None)
     assert shipped.chosen_draft("auto", own, target) == ("auto", heads / "tiny")
-    assert shipped.chosen_draft("somewhere", own, target) == ("somewhere", pathlib.Path("somewhere"))
+    assert shipped.chosen_draft(str(tmp_path), own, target) == (str(tmp_path), tmp_path)
     assert not capsys.readouterr().err
     manifest.begin(own, {"verb": "export", "target": target.identity})
     with pytest.raises(ManifestError, match="unfinished"):  # what the run has of its own, nothing stands for
