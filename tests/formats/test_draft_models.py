@@ -75,7 +75,7 @@ def test_a_model_by_its_name(target, small, tmp_path, monkeypatch):
     cached.parent.mkdir()
     small.rename(cached)
     (cached / "manifest.json").write_text("{}")
-    assert shipped.draft_folder("SmolLM2-135M-Instruct", tmp_path, target) == cached
+    assert shipped.chosen_draft("SmolLM2-135M-Instruct", tmp_path, target) == ("SmolLM2-135M-Instruct", cached)
     draft = load_draft("SmolLM2-135M-Instruct", target=target, dtype=jnp.bfloat16)
     assert isinstance(draft.head, DraftModel) and draft.head.dtype == jnp.bfloat16
     with pytest.raises(TargetError, match=r"draft: got 'no/such/name', expected one of .*, a folder, or a model on"):
