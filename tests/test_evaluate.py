@@ -159,6 +159,7 @@ def test_prompts_that_leave_no_room_are_refused(config: RunConfig, target: Targe
         evaluate.run(config, path, tmp_path / "report.json", target)
 
 
-def test_a_missing_export_is_named(tmp_path: pathlib.Path, prompts: pathlib.Path) -> None:
+def test_a_missing_export_is_named(tmp_path: pathlib.Path, prompts: pathlib.Path, target) -> None:
+    """Where no head comes with the package for the target either."""
     with pytest.raises(manifest.ManifestError, match=r"expected the output of `python -m eagle3_jax.export`"):
-        evaluate.run(RunConfig(run_dir=str(tmp_path / "empty")), prompts, tmp_path / "report.json")
+        evaluate.run(RunConfig(run_dir=str(tmp_path / "empty")), prompts, tmp_path / "report.json", target)

@@ -36,7 +36,8 @@ def recipe(tmp_path: pathlib.Path) -> Callable[..., subprocess.Popen[str]]:
     python.parent.mkdir(parents=True)
     python.write_text(PYTHON)
     python.chmod(0o755)
-    key = subprocess.run(["bash", "-c", "cat pyproject.toml requirements/*.txt | cksum"], cwd=ROOT, capture_output=True)
+    sum_of = ["bash", "-c", "cat pyproject.toml requirements/*.txt | cksum"]
+    key = subprocess.run(sum_of, cwd=ROOT, capture_output=True, timeout=30)
     (tmp_path / "venv/.installed-train").write_bytes(key.stdout)
     (tmp_path / "run.yaml").touch()
 
