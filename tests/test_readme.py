@@ -62,7 +62,7 @@ def test_every_command_is_understood(command, monkeypatch):
         groups = re.findall(r"(--\S+)((?: (?!--)\S+)+)", " ".join(flags))
         values = {name: words.split() for name, words in groups}
         (path,) = values.pop("--config")
-        own = {"--prompts", "--output", "--compare", "--check", "--vllm", "--write-target", "--push-to-hub"}
+        own = {"--prompts", "--output", "--compare", "--check", "--vllm", "--expect", "--write-target", "--push-to-hub"}
         overrides = [word for name, words in values.items() if name not in own for word in (name, *words)]
         config.load(ROOT / path, overrides)
     elif what != "-m":

@@ -157,4 +157,4 @@ def test_a_head_from_elsewhere_cannot_say_its_target(run, tmp_path):
 
 def test_what_identifies_a_target_is_what_is_compared(run):
     """A field that is added to identities is compared, or named here as one that may differ."""
-    assert set(run.target.identity) == {*FIELDS, "name", "architecture", "dtype"}
+    assert set(run.target.identity) == {*FIELDS, "name", "commit", "architecture", "dtype"}

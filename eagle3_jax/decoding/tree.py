@@ -148,12 +148,11 @@ def grow(
     def children(states: Float[Array, "b m h"]) -> tuple[Float[Array, "b m k"], Int[Array, "b m k"]]:
         """Log-probabilities and draft ids."""
         if sampling is None or coins is None:
-            gained, candidates = draft.head.top_k(states, k)
-            return _numbers(gained), candidates
+            return draft.head.top_k(states, k)
         logits, first = draft.head.logits(states), sum(probs.shape[1] for probs in drawn)
         gained, candidates, probs = _draw_children(logits, sampling, coins[:, first : first + states.shape[1]])
         drawn.append(probs)
-        return _numbers(gained), candidates
+        return gained, candidates
 
     scores, ids = (x[:, 0] for x in children(draft_state[:, None]))
     frontier = jnp.broadcast_to(jnp.arange(k), (batch, k))  # indices into the pool
@@ -199,11 +198,6 @@ def grow(
     group = jnp.pad(jnp.where(chosen < size, chosen // k, -1), ((0, 0), (1, 0)))
     probs = jnp.concatenate(drawn, axis=1)
     return dataclasses.replace(nodes, drawn=Drawn(probs, group, draft.token_ids, k, copied is not None)), cache
-
-
-def _numbers(gained: Float[Array, "b m k"]) -> Float[Array, "b m k"]:
-    """Without NaN, which `top_k` takes for the greatest: a child of it would be chosen without its parent."""
-    return jnp.where(jnp.isnan(gained), -jnp.inf, gained)
 
 
 # Parent of a copied token that is no candidate: the head's own stands for it, or nothing was found to copy.

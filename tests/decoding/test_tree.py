@@ -15,7 +15,6 @@ from eagle3_jax.decoding import tree as tree_lib
 from eagle3_jax.decoding.lookup import Copied
 from eagle3_jax.decoding.sampling import Sampling
 from eagle3_jax.kernels.tree_attention import tree_attention
-from eagle3_jax.models.draft import DraftHead
 from eagle3_jax.models.head import Head
 
 SIZES = [
@@ -237,28 +236,6 @@ def test_grow_against_a_reference_without_cache(toy, size, kind):
     expected = [path for path, _ in reference_grow(toy, draft, size, root, committed, features)]
     assert sorted(got) == sorted(expected)
     assert len(got) == size.num_draft_tokens - 1
-
-
-class Doubtful(DraftHead):
-    """Of some tokens it has no score, whatever the state."""
-
-    def top_k(self, state, k):
-        scores, ids = super().top_k(state, k)
-        return jnp.where(ids % 3 == 0, jnp.nan, scores), ids
-
-
-def test_a_score_that_is_no_number_leaves_no_child_without_its_parent(toy):
-    """Such a child would be verified under another node, at a position that is not its own."""
-    head = jax.tree.map(lambda x: x, toy.good.head)
-    head.__class__ = Doubtful
-    draft, batch, size = dataclasses.replace(toy.good, head=head), 16, SIZES[3]
-    states = jax.random.normal(jax.random.key(0), (batch, toy.target.config.hidden_size))
-    root, lengths = jnp.arange(batch, dtype=jnp.int32), jnp.zeros(batch, jnp.int32)
-    tree, _ = jax.jit(tree_lib.grow, static_argnums=2)(
-        toy.target, draft, size, root, states, head.empty_cache(batch, 32), lengths
-    )
-    depths, parents = np.asarray(tree.depths), np.asarray(tree.parents)
-    np.testing.assert_array_equal(depths[:, 1:], np.take_along_axis(depths, parents[:, 1:], axis=1) + 1)
 
 
 def test_siblings_are_drawn_without_replacement():
