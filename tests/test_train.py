@@ -16,11 +16,10 @@ from eagle3_jax import command, manifest, train
 from eagle3_jax import config as configs
 from eagle3_jax.data import features, vocab
 from eagle3_jax.formats.heads import save_draft
-from eagle3_jax.formats.stored import DraftFormatError
 from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
 from eagle3_jax.models.head import Draft
 from eagle3_jax.models.layers import rope_frequencies, rope_table
-from eagle3_jax.models.registry import Target, load_target
+from eagle3_jax.models.registry import Target, TargetError, load_target
 from eagle3_jax.training.checkpoint import CheckpointError, Checkpoints, load_head
 from eagle3_jax.training.state import begin_as_block, init_head
 
@@ -287,7 +286,7 @@ def test_a_warm_start_begins_with_the_head_and_its_vocabulary(tmp_path):
     with pytest.raises(ValueError, match=r"train.warm_start .*another shape:\n  norm_output: got False, expected True"):
         train.train(other, target)
     missing = prepared(tmp_path / "missing", target, **still | {"warm_start": str(tmp_path / "none")})
-    with pytest.raises(DraftFormatError, match="none"):
+    with pytest.raises(TargetError, match="none"):
         train.train(missing, target)
     for refused in (other, missing):
         assert not refused.folder("train").exists(), "refused before the folder is claimed: a corrected run may use it"

@@ -72,7 +72,8 @@ def test_rounds_of_packed_answers(head, teacher, often_right, block):
 
 
 def test_tau_and_alpha_are_evaluate_s():
-    zeros = {name: np.zeros(STEPS) for name in ("hits", "counted", "compared", "cross_entropy", "divergence")}
+    sums = ("hits", "counted", "compared", "cross_entropy", "divergence", "acceptance")
+    zeros = {name: np.zeros(STEPS) for name in sums}
     one = zeros | {"loss": 1.0, "tokens": 3, "rounds": 10, "accepted": np.array([6, 3, 0])}
     summary = summarise([one, one])
     assert summary["tau"] == 1.9
