@@ -49,10 +49,11 @@ _FLAGS = {
     "--speculative-num-draft-tokens": "serve.tree.num_draft_tokens",
     "--speculative-token-map": "serve.token_map",
 }
-# SGLang's algorithm -> what drafts where no head is named; None leaves it as it is. Of a named head its checkpoint says
-# whether it is EAGLE-2's or EAGLE-3's.
+# SGLang's algorithm -> what drafts where no draft is named; None leaves it as it is. Of a named draft its checkpoint says
+# whether it is a head of EAGLE-2 or EAGLE-3, or a model.
 _ALGORITHM = "--speculative-algorithm"
-_ALGORITHMS = {"EAGLE3": None, "EAGLE": MTP, "NEXTN": MTP, "NGRAM": LOOKUP}
+_STANDALONE = "STANDALONE"
+_ALGORITHMS = {"EAGLE3": None, "EAGLE": MTP, "NEXTN": MTP, _STANDALONE: None, "NGRAM": LOOKUP}
 
 
 def configure(argv: Sequence[str] | None = None) -> RunConfig:
@@ -118,8 +119,10 @@ def _drafts_by(algorithm: str, draft: str | None) -> str | None:
         raise ConfigError(f"{_ALGORITHM}: got {algorithm}, expected one of {', '.join(_ALGORITHMS)}")
     own = _ALGORITHMS[algorithm]
     if draft in (None, AUTO):
+        if algorithm == _STANDALONE:
+            raise ConfigError(f"{_ALGORITHM} {algorithm}: got no --speculative-draft-model-path, expected a smaller model")
         return own or draft
-    if not algorithm.startswith("EAGLE") and draft != own:
+    if own is not None and not algorithm.startswith("EAGLE") and draft != own:
         raise ConfigError(f"{_ALGORITHM} {algorithm}: got the draft {draft}, expected none: it drafts with {own!r}")
     return draft
 

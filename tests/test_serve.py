@@ -77,6 +77,11 @@ def test_an_algorithm_says_what_drafts_where_nobody_else_does(algorithm, draft, 
         assert serve.configure([*with_config, "--serve.draft", "a/head"]).serve.draft == "a/head"
 
 
+def test_a_smaller_model_is_named():
+    named = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", "a/model"]
+    assert serve.configure(["--model-path", "a", *named]).serve.draft == "a/model"
+
+
 def test_a_target_s_name_takes_every_field_of_a_config():
     fields = "--target.aux-layers 1 2 3 --mesh.data 1 --serve.queue-limit 7 --tp-size 4"
     config = serve.configure(["--target", "a", *fields.split()])
@@ -88,7 +93,11 @@ def test_a_target_s_name_takes_every_field_of_a_config():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--target", "a", "--speculative-algorithm", "STANDALONE"], "got STANDALONE, expected one of EAGLE3, EAGLE"),
+        (["--target", "a", "--speculative-algorithm", "MEDUSA"], "got MEDUSA, expected one of EAGLE3, EAGLE"),
+        (
+            ["--target", "a", "--speculative-algorithm", "STANDALONE"],
+            "STANDALONE: got no --speculative-draft-model-path, expected a smaller model",
+        ),
         (
             ["--target", "a", "--speculative-algorithm", "NGRAM", "--draft", "x"],
             "NGRAM: got the draft x, expected none",

@@ -23,6 +23,8 @@ from eagle3_jax.benchmarking import serving
 from eagle3_jax.benchmarking.traffic import Server
 from eagle3_jax.config import ConfigError, RunConfig
 
+pytestmark = pytest.mark.any_jax
+
 TOKENS = 6
 
 

@@ -23,6 +23,8 @@ from eagle3_jax.benchmarking.tune import Race
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.tiers import VANILLA, Tier
 
+pytestmark = pytest.mark.any_jax
+
 CHAIN_OF_2 = DraftTree(num_steps=2, num_draft_tokens=3)
 
 

@@ -1,10 +1,13 @@
 """Text that comes in pieces is the text, and no piece cuts a character."""
 
+import pytest
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle3_jax.decoding.detokenizer import Detokenizer
+
+pytestmark = pytest.mark.any_jax
 
 
 class ByteTokenizer:

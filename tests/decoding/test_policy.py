@@ -7,6 +7,8 @@ import pytest
 
 from eagle3_jax.decoding.policy import Acceptance, Promise, TierPolicy
 
+pytestmark = pytest.mark.any_jax
+
 # (drafts in a row, siblings, rows that the target verifies) of each tier behind vanilla decoding.
 SHAPES = [(2, 1, 3), (3, 1, 4), (3, 3, 8), (5, 4, 16)]
 ROUNDS = 4

@@ -27,6 +27,8 @@ from eagle3_jax.formats.heads import load_draft, save_draft
 from eagle3_jax.formats.stored import DraftFormatError
 from eagle3_jax.models.registry import Target
 
+pytestmark = pytest.mark.any_jax
+
 EMBEDDINGS = "embed_tokens.weight"
 
 

@@ -16,6 +16,8 @@ from eagle3_jax.models.registry import load_target
 from eagle3_jax.models.weights import INDEX
 from eagle3_jax.models.writing import write_target
 
+pytestmark = pytest.mark.any_jax
+
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shard_bytes", [10**9, 50_000])
