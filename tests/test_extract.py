@@ -86,6 +86,7 @@ def assert_close_to_plain(target):
     return check
 
 
+@pytest.mark.slow
 def test_records_equal_a_plain_forward_of_each_conversation(tmp_path, target, assert_close_to_plain):
     config = prepared(tmp_path)
     extract.extract(config, target)
@@ -204,6 +205,7 @@ def test_a_length_beyond_the_targets_is_refused(tmp_path, target):
         extract.extract(config, target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("data", "model"), [(4, 1), (2, 2)])
 def test_a_mesh_gives_the_same_records(tmp_path, target, assert_close_to_plain, data, model):
     config = prepared(tmp_path)

@@ -54,6 +54,7 @@ def test_needs_a_mount():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("listed", "workers", "unexpected"),
     [

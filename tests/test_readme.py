@@ -40,6 +40,7 @@ def test_there_are_commands():
     assert any("eagle3_jax.train" in command for command in commands())
 
 
+@pytest.mark.slow
 @pytest.mark.any_jax
 @pytest.mark.parametrize("command", commands())
 def test_every_command_is_understood(command, monkeypatch):

@@ -59,6 +59,7 @@ def worked(folder: pathlib.Path) -> list[list[str]]:
     return [line.split() for line in log.read_text().splitlines()] if log.exists() else []
 
 
+@pytest.mark.slow
 def test_all_verbs_run_in_their_order_at_the_lowest_priority(recipe, tmp_path):
     process = recipe()
     said, errors = process.communicate(timeout=60)
@@ -73,6 +74,7 @@ def test_all_verbs_run_in_their_order_at_the_lowest_priority(recipe, tmp_path):
     assert f"The head: {run}/export" in said and not errors
 
 
+@pytest.mark.slow
 def test_it_ends_with_the_verb_that_fails_and_goes_on_from_there(recipe, tmp_path):
     (tmp_path / "fail-extract").touch()
     process = recipe()

@@ -115,6 +115,7 @@ def use(run: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return use
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "field"),
     [pair for pair in itertools.product(USERS, FIELDS) if pair != ("regenerate -> extract", "aux_layers")],

@@ -98,6 +98,7 @@ def finished(tmp_path_factory, target):
     return config, train.train(config, target)
 
 
+@pytest.mark.slow
 def test_a_run_writes_results_metrics_and_checkpoints(finished, target):
     config, results = finished
     folder = config.folder("train")
@@ -222,6 +223,7 @@ def test_a_run_without_held_out_records(tmp_path, target):
     assert kinds == {"train"}
 
 
+@pytest.mark.slow
 def test_a_stop_saves_behind_the_step_and_the_rerun_goes_on_bit_equally(finished, target, tmp_path, monkeypatch):
     whole, _ = finished
     config = prepared(tmp_path, target)
@@ -266,6 +268,7 @@ def test_sizes_that_do_not_fit_are_refused_by_name(tmp_path, target):
         train.train(larger, target)
 
 
+@pytest.mark.slow
 def test_a_warm_start_begins_with_the_head_and_its_vocabulary(tmp_path):
     target = tiny.make_target(tiny.llama_config(vocab_size=VOCAB, num_hidden_layers=8, aux_layers=(2, 4, 5)))
     head_config = DraftHeadConfig.for_target(configs.DraftConfig(vocab_size=DRAFT_VOCAB), target.model.config)
@@ -292,6 +295,7 @@ def test_a_warm_start_begins_with_the_head_and_its_vocabulary(tmp_path):
         assert not refused.folder("train").exists(), "refused before the folder is claimed: a corrected run may use it"
 
 
+@pytest.mark.slow
 def test_the_checkpoint_that_the_engine_accepts_most_of_is_kept_and_exported(tmp_path, target, monkeypatch):
     class Engine:
         taus = iter([1.5, 2.5, 2.0])

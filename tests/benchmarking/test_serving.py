@@ -104,6 +104,7 @@ def traffic_config(config: RunConfig, tmp_path: pathlib.Path) -> RunConfig:
     return dataclasses.replace(config, run_dir=str(tmp_path / "run"), traffic=traffic)
 
 
+@pytest.mark.slow
 def test_every_server_is_measured_once_at_every_level(traffic_config, prompts, parrot, monkeypatch):
     url, asked = parrot
     started = []
@@ -133,6 +134,7 @@ def test_every_server_is_measured_once_at_every_level(traffic_config, prompts, p
     assert len(asked) == 45 + 2 * (1 + 5 + 6 + 5)
 
 
+@pytest.mark.slow
 def test_a_server_with_a_key_that_counts_at_the_end(traffic_config, prompts, parrot, monkeypatch, tmp_path, capsys):
     """As OpenAI's own: it refuses what it does not know, and shows its models to who has a key."""
     monkeypatch.setattr(serving, "_started", lambda *_: contextlib.nullcontext(Server(parrot[0], "a-model")))
@@ -174,6 +176,7 @@ def test_what_cannot_be_measured_is_refused(traffic_config, prompts, tmp_path, c
         benchmark.main(["serve", "--compare", "vllm", "--config", str(path), "--prompts", str(prompts)])
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_start_is_an_error(traffic_config, prompts):
     broken = dataclasses.replace(
         traffic_config, target=dataclasses.replace(traffic_config.target, name="/no/such/folder")

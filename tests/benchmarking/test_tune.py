@@ -41,6 +41,7 @@ def raced(seconds: dict[str, float], noise: float, seed: int, turns: int = 12) -
     return race, running
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10_000))
 def test_the_fastest_wins_and_the_slow_leave_early(seed):
     race, running = raced({"slow": 2.0, "fast": 1.0, "slower": 3.0, "near": 1.02}, 0.02, seed)

@@ -86,6 +86,7 @@ def needed(tree: DraftTree | None) -> int:
     return PROMPTS.shape[1] + MAX_TOKENS - 1 + scratch_slots(tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAST)
 def test_a_decode_to_the_last_slot_says_what_vanilla_says(toy, vanilla, name):
     tree = TREES[name]
@@ -104,6 +105,7 @@ def test_without_scratch_slots_committed_entries_would_be_lost(toy, name):
         check_committed(decode(toy, tree, needed(tree) - scratch_slots(tree))[1])
 
 
+@pytest.mark.slow
 def test_the_last_slot_is_a_draft_model_s(toy):
     """Its entries lie one slot further than a head's: a round writes to the last slot of its scratch, not beyond."""
     draft, tree = tiny_heads.draft_model(toy.target, layers=1, width=40), TREES["chain3"]

@@ -47,6 +47,7 @@ def generate(target, draft, tree, **options: Any) -> rounds.State:
     return rounds.generate(target, draft, PROMPTS, LENGTHS, key, max_tokens=MAX_TOKENS, tree=tree, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tree", TREES, ids=["chain", "tree", "tree and text"])
 def test_greedy_drafts_change_no_token(toy, model, small, tree):
     vanilla, drafted = generate(toy.target, None, None), generate(model, small, tree)
@@ -54,6 +55,7 @@ def test_greedy_drafts_change_no_token(toy, model, small, tree):
     assert int(drafted.accepted.sum()) > 10  # it is of use
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [None, 1.5], ids=["greedy", "drawn"])
 def test_what_a_model_drafts_for_itself_is_accepted(model, itself, temperature):
     """All of a chain, whether its tokens are the best or drawn: draft and target know the same text."""
@@ -61,6 +63,7 @@ def test_what_a_model_drafts_for_itself_is_accepted(model, itself, temperature):
     np.testing.assert_array_equal(state.accepted, np.broadcast_to(state.rounds[:, None], (4, 3)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sample_drafts", [False, True])
 def test_sampled_tokens_have_the_target_s_distribution(toy, model, small, sample_drafts):
     """The second token of 4,096 answers against the exact distribution, by chi-square."""
@@ -87,6 +90,7 @@ def test_sampled_tokens_have_the_target_s_distribution(toy, model, small, sample
     assert abs(chi_square - freedom) < 5 * np.sqrt(2 * freedom)
 
 
+@pytest.mark.slow
 def test_in_the_engine_with_pages_prefixes_and_tiers(toy, model, itself):
     """Prompts in several stretches, packed rows that continue each other, pages that an earlier request read, a draft
     that rests and catches up: after all of it everything that is drafted is accepted.

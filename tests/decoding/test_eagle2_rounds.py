@@ -80,6 +80,7 @@ def reference(head: Eagle2Head, embeds: np.ndarray, features: np.ndarray) -> np.
     return x + (gate / (1 + np.exp(-gate)) * (normed @ weights.mlp.up[...])) @ weights.mlp.down[...]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fc_bias", [False, True])
 def test_the_network(toy, fc_bias):
     draft = make(toy, np.arange(24), fc_bias=fc_bias)
@@ -102,12 +103,14 @@ def test_the_network(toy, fc_bias):
     np.testing.assert_allclose(draft.head.logits(states)[0], logits, atol=1e-3, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_its_feature_is_the_state_behind_the_final_norm(toy, model):
     tokens, positions = jnp.arange(6)[None], jnp.arange(6)[None]
     hidden, aux, _ = model(tokens, positions, model.empty_cache(1, 6), jnp.zeros(1, jnp.int32))
     np.testing.assert_array_equal(aux, hidden)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tree", TREES, ids=["chain", "tree", "tree and text"])
 def test_greedy_drafts_change_no_token(toy, model, tree):
     prompts = jnp.asarray(np.random.default_rng(0).integers(0, 24, (4, 9)), jnp.int32)
@@ -121,6 +124,7 @@ def test_greedy_drafts_change_no_token(toy, model, tree):
     assert int(drafted.accepted.sum()) > 10  # it is of use
 
 
+@pytest.mark.slow
 def test_the_engine_takes_it(toy, model):
     tokenizer = types.SimpleNamespace(decode=lambda ids, **_: "", chat_template=None)
     params = SamplingParams(max_tokens=16, ignore_eos=True)
@@ -132,6 +136,7 @@ def test_the_engine_takes_it(toy, model):
         Engine(toy.target, tokenizer, make(toy, np.arange(24)), TREES[1], max_length=64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sample_drafts", [False, True])
 def test_sampled_tokens_have_the_target_s_distribution(toy, model, sample_drafts):
     """The second token of 4,096 answers against the exact distribution, by chi-square."""

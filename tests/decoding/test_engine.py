@@ -46,6 +46,7 @@ def speculative(toy) -> Engine:
 PROMPTS = ["hello", [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "d"}], [1, 2, 3], "q", "sun"]
 
 
+@pytest.mark.slow
 def test_speculative_answers_are_the_vanilla_ones_in_the_order_of_the_prompts(toy, speculative):
     params = [SamplingParams(max_tokens=n) for n in (1, 2, 3, 20, 9)]
     finished = []
@@ -79,6 +80,7 @@ def test_answers_do_not_depend_on_their_neighbours(toy, speculative, sample_draf
     assert together[1].token_ids != together[0].token_ids
 
 
+@pytest.mark.slow
 def test_seeds_matter_and_repeat(speculative):
     def ask(seed):
         out = speculative.generate(["aaa", "bbb"], SamplingParams(max_tokens=12, temperature=1.5, seed=seed))
@@ -88,6 +90,7 @@ def test_seeds_matter_and_repeat(speculative):
     assert ask(1)[0] != ask(2)[0]
 
 
+@pytest.mark.slow
 def test_nothing_compiles_once_warm(speculative):
     params = SamplingParams(max_tokens=7)
     speculative.generate(PROMPTS, params)
@@ -140,6 +143,7 @@ def test_streamed_pieces_join_to_the_answer(speculative):
         assert (at_once.token_ids, at_once.depths) == (whole.token_ids, depths)
 
 
+@pytest.mark.slow
 def test_drafts_can_be_left_out_to_compare_with(toy, speculative):
     choosing = make(toy, tree=[DraftTree(num_steps=2, num_draft_tokens=3)])
     params = SamplingParams(max_tokens=20)

@@ -46,6 +46,7 @@ def plain(model: TargetModel, prompt: list[int]) -> list[int]:
     return tokens[len(prompt) :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.config.model_type)
 def test_drafts_change_no_token(family):
     model = tiny_families.make(family, num_hidden_layers=3)
@@ -66,6 +67,7 @@ def test_drafts_change_no_token(family):
 
 
 # A window, attention sinks, chunks: what a draft model's own scratch must respect.
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "GptOssForCausalLM", "Llama4ForCausalLM"])
 def test_what_it_drafts_for_itself_is_accepted(architecture):
     """In chains that are longer than a window, of sequences that are longer too."""

@@ -62,6 +62,7 @@ def test_each_copied_token_that_is_right_makes_the_next_more_probable():
     assert (np.asarray(copied.scores[1]) == -np.inf).all()
 
 
+@pytest.mark.slow
 def test_greedy_tokens_are_vanilla_s(toy, vanilla):
     state = generate(toy.target, None, tree=LONG)
     np.testing.assert_array_equal(state.output[:, :MAX_TOKENS], vanilla)

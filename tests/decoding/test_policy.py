@@ -101,6 +101,7 @@ def rates(batch, head, seed=0):
     return ours, fixed[0], max(fixed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 4, 64, 512])
 @pytest.mark.parametrize("head", HEADS)
 def test_never_slower_than_vanilla_nor_much_than_the_best_tier(head, batch):
@@ -121,6 +122,7 @@ def test_a_round_without_drafts_costs_what_vanilla_decoding_does(found, chosen):
     assert (sum(taken) > 90) is chosen
 
 
+@pytest.mark.slow
 def test_a_long_rest_saves_no_credit_for_many_tries():
     head = Promise(0.1, 3, 2.0, "head", wakes=True, drafts=1.0)
     policy, known = TierPolicy([VANILLA, head], waking=1.0), Acceptance(lost=True)

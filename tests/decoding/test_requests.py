@@ -99,6 +99,7 @@ RULES = [
 ]
 
 
+@pytest.mark.slow
 def test_rules_mix_in_one_batch_and_each_is_what_one_token_after_the_other_gives(engine, following):
     """On a tree each node's logits count the drafts in front of it."""
     prompts = [[i + 1, 5, 7, 5] for i in range(len(RULES))]
@@ -110,6 +111,7 @@ def test_rules_mix_in_one_batch_and_each_is_what_one_token_after_the_other_gives
     assert sum(answers[0].stats.accepted_per_position) > 0
 
 
+@pytest.mark.slow
 def test_logprobs_are_those_of_the_target_at_every_token(engine, following):
     for params in (
         SamplingParams(max_tokens=11, logprobs=3),
@@ -532,6 +534,7 @@ def test_narrow_keys_and_values_decode_the_same_with_drafts_and_without(toy, kv_
     assert engine._runner._state.cache.keys[0].dtype == kv_dtype
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("packed", "most", "expected"),
     [
@@ -573,6 +576,7 @@ def test_stretches_are_those_with_least_padding():
         assert sizes.chunk_for(left) == expected, left
 
 
+@pytest.mark.slow
 def test_those_who_wait_are_not_looked_at_each_turn(toy, monkeypatch):
     """There may be thousands, and a turn takes milliseconds."""
     looked, is_late = [], Request.is_late
@@ -582,6 +586,7 @@ def test_those_who_wait_are_not_looked_at_each_turn(toy, monkeypatch):
     assert len(looked) <= 2 * engine.stats().dispatches
 
 
+@pytest.mark.slow
 def test_thousands_that_wait_are_aborted_at_once(toy):
     """A verb that is told to stop has seconds."""
     engine = Engine(noisy(toy), Tokenizer(), batch_size=2, max_length=64, page_size=16)

@@ -50,6 +50,7 @@ def advance(toy_target, draft, state, tree, count, head):
     return rounds.decode(toy_target, draft if head else None, state, count, 2, tree=tree, greedy=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tree", "kind"), [(None, "head"), (COPIES, "head"), (None, "model")], ids=["vanilla", "lookup", "a draft model"]
 )

@@ -153,6 +153,7 @@ def test_one_sequence_alone_says_the_same(toy, vanilla, name):
     np.testing.assert_array_equal(state.output[0, :MAX_TOKENS], vanilla[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BOTH)
 def test_caches_and_draft_state_after_each_round_are_a_fresh_prefill_s(toy, name):
     """Lengths count committed tokens only, and every committed token has its true feature."""
@@ -179,6 +180,7 @@ def test_caches_and_draft_state_after_each_round_are_a_fresh_prefill_s(toy, name
             np.testing.assert_allclose(np.where(committed, got, 0), np.where(committed, expected, 0), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_positions_of_drafting_and_extending(toy, monkeypatch):
     """A pair has its feature's position: 0..6 in prefill, then 7, 8 while drafting, then 7.. again with true ones."""
     seen = []
@@ -224,6 +226,7 @@ def test_positions_of_drafting_and_extending(toy, monkeypatch):
     assert 8 <= second <= 11
 
 
+@pytest.mark.slow
 def test_a_round_is_cut_at_the_end_of_sequence_and_at_the_limit(toy):
     """Every place of the end of sequence among drafts and bonus, under every limit, against plain Python."""
     steps, eos = 3, 5

@@ -90,6 +90,7 @@ def grafted(order, tokens, parents, copied, merges):
     return tree_lib.graft(order, tokens, parents, copied, merges)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("merges", [True, False], ids=["best", "drawn"])
 @examples(60)
 @given(size=st.sampled_from(GRAFTED), random=st.randoms(use_true_random=False))
@@ -238,6 +239,7 @@ def test_grow_against_a_reference_without_cache(toy, size, kind):
     assert len(got) == size.num_draft_tokens - 1
 
 
+@pytest.mark.slow
 def test_siblings_are_drawn_without_replacement():
     """With the head's probabilities at the request's temperature, in order of drawing; without one the best."""
     logits, samples = jnp.log(jnp.array([0.5, 0.3, 0.15, 0.05])), 4000

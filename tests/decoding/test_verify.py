@@ -99,6 +99,7 @@ def test_a_coin_beyond_rounding_still_gives_a_token_of_the_target(monkeypatch):
     assert np.asarray(weights)[0, [0, 3]].sum() == 0
 
 
+@pytest.mark.slow
 def test_a_token_of_probability_zero_is_never_accepted(monkeypatch):
     """Coins of exactly 0, and exactly at each threshold, over children that the target never says."""
     batch, vocabulary = 4096, 12

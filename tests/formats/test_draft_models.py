@@ -42,6 +42,7 @@ def alter(folder: pathlib.Path, name: str, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+@pytest.mark.slow
 def test_a_model_in_a_folder_drafts(target, small):
     params, prompts = SamplingParams(max_tokens=16, ignore_eos=True), ["apple bird", "moon night orange"]
     plain = Engine.load(target, None, batch_size=2, max_length=128).generate(prompts, params)

@@ -40,6 +40,7 @@ def test_what_lies_on_disk_is_what_is_loaded(target, folder):
     assert draft.token_ids.tolist() == list(range(target.model.config.vocab_size))
 
 
+@pytest.mark.slow
 def test_it_drafts_and_changes_no_token(target, folder):
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     tree = DraftTree(num_steps=2, topk=2, num_draft_tokens=5)

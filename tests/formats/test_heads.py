@@ -168,6 +168,7 @@ AUX_LAYERS = st.sets(st.integers(0, 12), min_size=1).map(lambda found: tuple(sor
 VOCABULARIES = st.one_of(st.just(list(range(50))), st.sets(st.integers(0, 49), min_size=1).map(sorted))
 
 
+@pytest.mark.slow
 @examples(60)
 @given(
     form=st.sampled_from(sorted(FORMS)),

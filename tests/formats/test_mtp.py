@@ -103,6 +103,7 @@ def test_it_is_transformers_layer_between_its_norms(target):
     np.testing.assert_allclose(draft.head.logits(states), expected @ tensors["lm_head.weight"].T, atol=1e-3, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tree", [DraftTree(num_steps=3, topk=1, num_draft_tokens=4), DraftTree(num_steps=2, topk=3, num_draft_tokens=7)]
 )
@@ -114,6 +115,7 @@ def test_it_changes_no_token(target, tree):
     assert [x.token_ids for x in drafting.generate(prompts, params)] == [x.token_ids for x in plain]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sample_drafts", [False, True])
 def test_sampled_tokens_have_the_target_s_distribution(target, sample_drafts):
     """The second token of 4,096 answers against the exact distribution, by chi-square."""

@@ -96,6 +96,7 @@ def test_its_config_is_mapped_or_refused_by_field(name):
         assert (config.draft_vocab_size, config.rope_theta) == (expected["draft_vocab_size"], expected["rope_theta"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READ)
 def test_its_tensors_are_those_that_are_read(name):
     """Under the names and in the shapes that were published, where they were found; else as the form has them."""

@@ -56,6 +56,7 @@ def but(target: Target, **identity: object) -> Target:
     return dataclasses.replace(target, identity=target.identity | identity)
 
 
+@pytest.mark.slow
 def test_auto_is_the_default_and_drafts_with_the_head(heads, target, caplog):
     caplog.set_level(logging.WARNING)
     engine, plain = Engine.load(target, tree=CHAIN, max_length=64), Engine.load(target, None, max_length=64)

@@ -33,6 +33,7 @@ def reference(logits, temperature, coins):
     return block * width + inside, min(near, nearer)
 
 
+@pytest.mark.slow
 @examples(40)
 @given(st.integers(1, 20), st.integers(2, 700), st.sampled_from([0.3, 0.7, 1.0, 2.0]), st.integers(0, 99))
 def test_it_is_the_token_of_the_running_sums(rows, size, temperature, seed):
@@ -78,6 +79,7 @@ def test_draws_compile_for_arm():
     assert ".4s" in arm.assembly(module)
 
 
+@pytest.mark.slow
 def test_a_neighbour_with_filters_does_not_change_a_token():
     """Filters anywhere in a batch let all rows take the general way."""
     rng = np.random.default_rng(1)

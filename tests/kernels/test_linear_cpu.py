@@ -31,6 +31,7 @@ def close(got, x, matrix):
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6 * x.shape[1])
 
 
+@pytest.mark.slow
 @examples(25)
 @given(st.integers(1, 40), st.integers(1, 300), st.integers(1, 200), st.sampled_from(sorted(DTYPES)))
 def test_it_is_the_product(m, k, n, dtype):

@@ -29,6 +29,7 @@ def close(got, expected, dtype):
     np.testing.assert_allclose(got, expected, rtol=1e-5 if dtype == "float32" else 2**-7, atol=1e-6)
 
 
+@pytest.mark.slow
 @examples(25)
 @given(st.integers(1, 70), st.integers(1, 40), st.sampled_from(sorted(DTYPES)), st.sampled_from([1e-5, 1e-6]))
 def test_norm_is_the_layers(m, steps, dtype, eps):
@@ -37,6 +38,7 @@ def test_norm_is_the_layers(m, steps, dtype, eps):
     close(norm(x, NormWeight(weight), eps), layers.rms_norm(x, weight, eps), dtype)
 
 
+@pytest.mark.slow
 @examples(25)
 @given(st.integers(1, 70), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.sampled_from(sorted(DTYPES)))
 def test_heads_are_split_and_rotated_as_the_layers_do(m, kv_heads, group, steps, dtype):

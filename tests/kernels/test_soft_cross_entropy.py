@@ -102,6 +102,7 @@ def test_no_logits_of_all_positions_exist():
     assert memory.temp_size_in_bytes < b * t * v * 4
 
 
+@pytest.mark.slow
 def test_bfloat16_operands_keep_a_float32_softmax():
     """Products of bfloat16 numbers are exact in float32, so the loss is that of the rounded operands in float32."""
     dtype = jnp.bfloat16

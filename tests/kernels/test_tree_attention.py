@@ -58,6 +58,7 @@ def random_tree(rng, batch, nodes, tail):
     return mask[:, tail - nodes :], depths[:, tail - nodes :]
 
 
+@pytest.mark.slow
 @examples(10)
 @given(
     batch=st.integers(1, 3),

@@ -63,6 +63,7 @@ def rows_in_use(caches, lengths, tail, table):
             yield rows.reshape(rows.shape[0], -1, rows.shape[-1])[:, : length + tail]
 
 
+@pytest.mark.slow
 @examples(15)
 @given(
     st.lists(st.integers(0, 300), min_size=1, max_size=3),

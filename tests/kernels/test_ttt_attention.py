@@ -54,6 +54,7 @@ def with_gradients(arguments, newest, cotangent, **options):
     return [np.asarray(x, np.float32) for x in (attended, *gradients)]
 
 
+@pytest.mark.slow
 @examples(5)
 @given(
     batch=st.integers(1, 3),
@@ -103,6 +104,7 @@ def test_pallas_equals_xla_with_its_gradients(batch, length, kv_heads, group, he
         np.testing.assert_allclose(x, y, atol=tolerance * max(1, np.abs(y).max()), rtol=0)
 
 
+@pytest.mark.slow
 def test_gradients_by_finite_differences():
     q, k, v, segments = example(batch=1, length=6, steps=3)
 
@@ -152,6 +154,7 @@ def test_sharded_equals_unsharded(batch):
         np.testing.assert_allclose(x, y, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.slow
 @examples(20)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
 def test_documents_start_where_the_segment_id_changes(lengths):

@@ -15,6 +15,7 @@ from eagle3_jax.kernels import vocabulary_tpu
 from eagle3_jax.kernels.vocabulary import argmax, vocabulary_logits, vocabulary_top_k
 
 
+@pytest.mark.slow
 @examples(60)
 @given(
     hnp.arrays(
@@ -87,6 +88,7 @@ def test_top_k_in_both_forms(batch, vocabulary, k, dtype, cores, seed):
         check(vocabulary_top_k(x, rows, k, implementation="pallas", interpret=True), expected)
 
 
+@pytest.mark.slow
 def test_of_equals_the_lowest_come_first():
     """All tokens alike: in one lane, over lanes, blocks and cores."""
     x, rows = jnp.ones((3, 8)), jnp.ones((2500, 8))
@@ -132,6 +134,7 @@ def test_sharded_equals_unsharded(vocabulary, batch):
     check(got, reference(x, rows, 4))
 
 
+@pytest.mark.slow
 def test_more_devices_than_tokens_to_choose():
     """Each device has less than k tokens of its own."""
     x, rows = example((3,), 16)

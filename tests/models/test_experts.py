@@ -36,6 +36,7 @@ def test_bfloat16_is_summed_in_float32():
     np.testing.assert_allclose(got, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_experts_that_no_token_chose_are_not_read():
     """Where all are multiplied and the others masked, NaN spreads."""
     experts = Experts(12, 10, 4, dtype=jnp.float32, rngs=nnx.Rngs(0))

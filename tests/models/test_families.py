@@ -141,6 +141,7 @@ def cached(model: TargetModel, tokens: jax.Array, sizes: list[int]) -> tuple[jax
     return logits, aux
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("architecture", [family.config.architecture for family in FAMILIES])
 def test_it_equals_transformers(tmp_path, architecture, seed):
@@ -162,6 +163,7 @@ def test_it_equals_transformers(tmp_path, architecture, seed):
         np.testing.assert_allclose(logits, expected.logits.numpy(), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", [family.config.architecture for family in FAMILIES])
 def test_greedy_tokens_are_those_of_generate(tmp_path, architecture):
     """Token by token from the cache, beyond windows and chunks, which transformers keeps caches of their own for."""
@@ -212,6 +214,7 @@ def test_experts_in_mxfp4(tmp_path):
     np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", [family.config.architecture for family in FAMILIES])
 def test_a_tree_is_read_as_its_paths_are(tmp_path, architecture):
     """Two branches behind a prefix, verified in one call, say what each says alone; so they do in a call after another,
@@ -238,6 +241,7 @@ def test_a_tree_is_read_as_its_paths_are(tmp_path, architecture):
         np.testing.assert_allclose(said[np.asarray(rows)], alone[0, 9:], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", [family.config.architecture for family in FAMILIES])
 def test_two_devices_say_what_one_says(tmp_path, architecture):
     write_reference(tmp_path, architecture, seed=4)
@@ -252,6 +256,7 @@ def test_two_devices_say_what_one_says(tmp_path, architecture):
         np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.config.model_type)
 def test_its_table_has_every_parameter_once_and_back(family):
     values = shapes(family.config.architecture, 0) | {"architectures": [family.config.architecture]}

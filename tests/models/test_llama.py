@@ -119,6 +119,7 @@ def tiny() -> Llama:
         return Llama(TINY, rngs=nnx.Rngs(0))
 
 
+@pytest.mark.slow
 def test_decoding_one_by_one_equals_prefill(tiny):
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, 97, (2, 9)))
     expected_hidden, expected_aux = causal(tiny, tokens)
@@ -130,6 +131,7 @@ def test_decoding_one_by_one_equals_prefill(tiny):
         np.testing.assert_allclose(aux[:, 0], expected_aux[:, t], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_tree_branches_equal_separate_sequences(tiny):
     """Each root-to-node path of a tree sees what it would see alone; ragged prefixes; siblings do not mix."""
     rng = np.random.default_rng(2)

@@ -43,6 +43,7 @@ def test_a_model_on_several_devices_is_left_as_it_is(target):
     assert for_cpu(spread) is spread
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["a device", "a mesh of one"])
 def test_wherever_it_lies_warm_programs_stay_compiled(target, place):
     device = jax.devices()[1]

@@ -51,6 +51,7 @@ SEEING: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", sorted(TEXT_OF))
 def test_it_says_of_text_what_the_whole_model_says(tmp_path, architecture, capsys):
     torch = pytest.importorskip("torch")

@@ -55,6 +55,7 @@ def test_a_chat_is_the_engine_s_answer(served):
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
+@pytest.mark.slow
 def test_a_stream_adds_up_to_the_whole_answer(served):
     asked: Any = {"model": MODEL, "messages": MESSAGES, "temperature": 0.9, "seed": 5, "max_tokens": 24, "n": 2}
     whole = served.client.chat.completions.create(**asked)
@@ -322,6 +323,7 @@ def test_too_many_in_a_minute_are_told_when_to_come_again(serving):
         served.client.with_options(api_key="second").completions.create(**ask)
 
 
+@pytest.mark.slow
 def test_a_flood_beyond_the_queue_is_told_to_come_again(serving, engine):
     with serving(queue_limit=2, batch_size=4) as served:
         ask: Any = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "stream": True, **LONG}

@@ -54,6 +54,7 @@ def often_right(head, teacher, make_batch):
     return dataclasses.replace(batch, argmax=jnp.asarray(argmax)), states, drafts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [8, 48, 512])
 def test_rounds_of_packed_answers(head, teacher, often_right, block):
     batch, states, drafts = often_right

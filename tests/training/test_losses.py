@@ -46,6 +46,7 @@ def shift_form(head, teacher, batch, config):
     return total, hits, counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mask_offset", "loss_reduction", "argmax_mask"),
     [(0, "all", True), (1, "mask", True), (2, "all", False), (0, "mask", False)],
@@ -63,6 +64,7 @@ def test_one_document_equals_the_shift_form(head, teacher, make_batch, mask_offs
     assert sums["tokens"] == 24
 
 
+@pytest.mark.slow
 def test_packing_and_padding_change_nothing(head, teacher, make_batch):
     """Rows, order and padding are bookkeeping: the sums over all documents stay, and so do the gradients."""
     run = jax.jit(jax.value_and_grad(ttt_loss, has_aux=True), static_argnums=3)

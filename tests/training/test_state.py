@@ -74,6 +74,7 @@ def test_a_step_has_no_fusion_that_cpus_compute_wrongly(head_config, teacher, ma
     assert product_and_sum_fusions(text) == []
 
 
+@pytest.mark.slow
 def test_a_step_counts_and_its_loss_falls(run, teacher, make_batch):
     state, sums, mesh = run(1, 1)
     assert state.step == 2
@@ -82,6 +83,7 @@ def test_a_step_counts_and_its_loss_falls(run, teacher, make_batch):
     assert after["loss"] < sums["loss"]
 
 
+@pytest.mark.slow
 def test_checkpoints_restore_onto_another_mesh(run, tmp_path, head_config):
     state, _, _ = run(4, 2)
     elsewhere, _, _ = run(1, 1)

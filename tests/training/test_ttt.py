@@ -80,6 +80,7 @@ def test_the_steps_differ(head, target, make_batch):
         assert np.abs(states[i, :, :7] - states[0, :, :7]).max() > 0.1
 
 
+@pytest.mark.slow
 def test_packed_documents_do_not_see_each_other(head, target, make_batch):
     run = jax.jit(training_time_test, static_argnums=3)
     packed = run(head, target.embed[...], make_batch([[6, 9]], 20), STEPS)
@@ -122,6 +123,7 @@ def test_the_kernels_for_tpu_change_neither_values_nor_gradients(head, target, m
         np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_bfloat16_stays_bfloat16(head, target, make_batch):
     states = training_time_test(head, target.embed[...].astype(jnp.bfloat16), make_batch([[9]], 9), 2)
     assert states.dtype == jnp.bfloat16
