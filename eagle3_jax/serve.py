@@ -120,7 +120,9 @@ def _drafts_by(algorithm: str, draft: str | None) -> str | None:
     own = _ALGORITHMS[algorithm]
     if draft in (None, AUTO):
         if algorithm == _STANDALONE:
-            raise ConfigError(f"{_ALGORITHM} {algorithm}: got no --speculative-draft-model-path, expected a smaller model")
+            raise ConfigError(
+                f"{_ALGORITHM} {algorithm}: got no --speculative-draft-model-path, expected a smaller model"
+            )
         return own or draft
     if own is not None and not algorithm.startswith("EAGLE") and draft != own:
         raise ConfigError(f"{_ALGORITHM} {algorithm}: got the draft {draft}, expected none: it drafts with {own!r}")

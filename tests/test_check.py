@@ -119,6 +119,12 @@ def test_in_bfloat16_differences_are_said_and_are_no_error(untrained, tmp_path, 
     ]
 
 
+def test_vllm_is_asked_one_request_at_a_time(untrained, tmp_path):
+    several = dataclasses.replace(untrained, evaluate=dataclasses.replace(untrained.evaluate, batch_size=2))
+    with pytest.raises(ValueError, match=r"evaluate.batch_size: got 2, expected 1"):
+        check.run(several, "held_out.jsonl", "vllm", tmp_path / "python")
+
+
 def test_a_running_sglang_server_has_a_column(untrained, predicted, capsys):
     asked = check._request(untrained, "held_out.jsonl", load_target(untrained.target), pathlib.Path("head"))
     prompts = asked["prompts"]
