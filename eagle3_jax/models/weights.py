@@ -58,7 +58,7 @@ def load_model(
     files = locate(folder)
     stored = {text_name(name): name for name in files}
     table = {path: _renamed(entry, stored) for path, entry in family.table(config).items()}
-    unused = [name for text, name in stored.items() if text.startswith((*family.unused, *TOWER))]
+    unused = [name for text, name in stored.items() if text.startswith((*family.unused(config), *TOWER))]
     if unused:
         processes.say(f"{folder}: {len(unused)} tensors are not read: {', '.join(sorted(unused)[:3])} ...")
     for name in unused:

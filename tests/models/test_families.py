@@ -89,6 +89,22 @@ def shapes(architecture: str, seed: int) -> dict[str, Any]:
         yarn = {"rope_type": "yarn", "factor": draw.choice([2.0, 32.0]), "beta_fast": 32.0, "beta_slow": 1.0}
         yarn |= {"truncate": draw.random() < 0.5, "original_max_position_embeddings": draw.choice([16, 4096])}
         values["rope_parameters"] = yarn | {"rope_theta": values.pop("rope_theta")}
+    if architecture == "DeepseekV3ForCausalLM":
+        groups, size = draw.choice([1, 2, 4]), draw.choice([2, 3])
+        best = draw.randint(1, groups)
+        values |= {"num_key_value_heads": heads, "q_lora_rank": draw.choice([None, 12]), "head_dim": None}
+        values |= {"kv_lora_rank": draw.choice([8, 20, 24]), "v_head_dim": draw.choice([4, 12])}
+        values |= {"qk_nope_head_dim": draw.choice([4, 8]), "qk_rope_head_dim": draw.choice([4, 8])}
+        values |= {"n_routed_experts": groups * size, "n_group": groups, "topk_group": best}
+        values |= {"num_experts_per_tok": draw.randint(1, best * size), "n_shared_experts": draw.choice([1, 2])}
+        values |= {"moe_intermediate_size": 20, "norm_topk_prob": draw.random() < 0.5}
+        values |= {"routed_scaling_factor": draw.choice([1.0, 2.5]), "rope_interleave": draw.random() < 0.7}
+        values |= {"first_k_dense_replace": draw.choice([0, 1, 2]), "num_nextn_predict_layers": 0}
+        yarn = {"rope_type": "yarn", "factor": draw.choice([2.0, 40.0]), "beta_fast": 32, "beta_slow": 1}
+        yarn |= draw.choice([{}, {"mscale": 1.0, "mscale_all_dim": 1.0}, {"mscale": 0.7, "mscale_all_dim": 1.3}])
+        yarn |= {"original_max_position_embeddings": draw.choice([16, 4096])}
+        rope = draw.choice([{"rope_type": "default"}, yarn, yarn])
+        values["rope_parameters"] = rope | {"rope_theta": values.pop("rope_theta")}
     return values
 
 
@@ -106,6 +122,9 @@ def make_reference(architecture: str, values: dict[str, Any], seed: int) -> Any:
                 parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
             if name.endswith(("mlp.gate.weight", "mlp.router.weight")):  # routers of zeros by default
                 parameter.copy_(0.5 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn_like(buffer))
     return model
 
 
@@ -288,9 +307,34 @@ def test_an_architecture_that_is_not_known_is_refused_with_those_that_are():
         read_shape({"architectures": ["BertModel"]})
 
 
-def test_what_a_family_does_not_have_is_refused_by_field():
-    values = shapes("Qwen3ForCausalLM", 0) | {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True}
-    with pytest.raises(ValueError, match="use_sliding_window: got True, expected False"):
+@pytest.mark.parametrize(
+    ("architecture", "field", "value", "message"),
+    [
+        ("Qwen3ForCausalLM", "use_sliding_window", True, "use_sliding_window: got True, expected False"),
+        ("DeepseekV3ForCausalLM", "scoring_func", "softmax", "scoring_func: got 'softmax', expected 'sigmoid'"),
+        ("DeepseekV3ForCausalLM", "num_key_value_heads", 99, "num_key_value_heads: got 99, expected"),
+        ("DeepseekV3ForCausalLM", "n_group", 5, "n_group: got 5, expected to divide"),
+        ("DeepseekV3ForCausalLM", "topk_group", 9, "topk_group: got 9, expected 1 to n_group"),
+        ("DeepseekV3ForCausalLM", "num_experts_per_tok", 13, "num_experts_per_tok: got 13, expected 1 to"),
+        (
+            "DeepseekV3ForCausalLM",
+            "quantization_config",
+            {"quant_method": "fp8"},
+            "quantization_config.quant_method: got 'fp8', expected weights as they are",
+        ),
+    ],
+)
+def test_what_a_family_does_not_have_is_refused_by_field(architecture, field, value, message):
+    values = shapes(architecture, 0) | {"architectures": [architecture], field: value}
+    with pytest.raises(ValueError, match=message):
+        read_shape(values, (0, 1))
+
+
+def test_mscale_of_another_family_is_refused():
+    """It changes more than RoPE, and only DeepSeek's attention knows."""
+    scaled = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16, "mscale_all_dim": 1.0}
+    values = shapes("Qwen3ForCausalLM", 0) | {"architectures": ["Qwen3ForCausalLM"], "rope_scaling": scaled}
+    with pytest.raises(ValueError, match=r"rope_scaling\.mscale_all_dim: got 1\.0, expected none"):
         read_shape(values, (0, 1))
 
 
