@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from safetensors import safe_open
 
 from eagle3_jax.models import deepseek_mtp, mimo_mtp
 from eagle3_jax.models.deepseek_v3 import DeepseekV3Config
@@ -19,7 +18,7 @@ from eagle3_jax.models.mimo import MimoConfig
 from eagle3_jax.models.mtp import MtpConfig, MtpHead
 from eagle3_jax.models.registry import Target
 from eagle3_jax.models.target import ModelConfig
-from eagle3_jax.models.weights import WeightsError, locate, parameter_path
+from eagle3_jax.models.weights import WeightsError, locate, misfits, parameter_path, reader
 
 MTP: Final = "mtp"
 # Of a family: the head, and parameter path in it -> the tensors of the checkpoint.
@@ -48,22 +47,15 @@ def load(target: Target, dtype: Any) -> Draft:
     assert isinstance(rows, jax.Array), "loaded, and not packed yet"
     table = _LAYERS[type(shape)][1](shape)
     files = locate(target.folder)
-    expected = {name: size for entry in table.values() for name, size in entry.tensors.items()}
-    problems = [f"missing tensor {name} {list(size)}" for name, size in expected.items() if name not in files]
-    tensors: dict[str, np.ndarray] = {}
-    for name in expected.keys() & files.keys():
-        with safe_open(files[name], framework="numpy") as handle:
-            tensors[name] = handle.get_tensor(name)
-        if tensors[name].shape != expected[name]:
-            problems.append(f"{name}: got shape {list(tensors[name].shape)}, expected {list(expected[name])}")
-    if problems:
-        raise WeightsError(f"{target.folder}: no layer to draft with ('mtp'):\n  " + "\n  ".join(sorted(problems)))
+    if problems := misfits(table, files):
+        raise WeightsError(f"{target.folder}: no layer to draft with ('mtp'):\n  " + "\n  ".join(problems))
+    tensor = reader(files)
 
     def read(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
         name = parameter_path(path)
         if name == "lm_head":
             return rows.astype(leaf.dtype)
-        value = table[name].whole(*(tensors[tensor] for tensor in table[name].tensors))
+        value = table[name].whole(*map(tensor, table[name].tensors))
         return jnp.asarray(np.ascontiguousarray(value).astype(leaf.dtype))
 
     return Draft(jax.tree_util.tree_map_with_path(read, head), jnp.arange(shape.vocab_size, dtype=jnp.int32))

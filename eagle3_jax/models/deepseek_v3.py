@@ -3,7 +3,7 @@
 The cache holds what all heads share: a token's latent and its turned key, as one KV head. A head's keys and values are
 products of the latent, so its queries are taken into the latent's space, and what it attends to is taken out of it
 ("absorbed", DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1.2). Its checkpoints also hold layers that
-predict further tokens (MTP): see `deepseek_mtp`.
+predict further tokens (MTP): see `deepseek_mtp`. Weights come in FP8 (a factor for 128 x 128 of them) or as they are.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from eagle3_jax.models.rope import KINDS, Kinds
 from eagle3_jax.models.target import Attend, ModelConfig, Rope, TargetModel
 
 _LATENT_EPS = 1e-6  # of the norms inside attention, whatever `rms_norm_eps` says
+_BLOCK = 128  # rows and columns in FP8 that share a factor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +64,7 @@ class DeepseekV3Config(ModelConfig):
         n_shared_experts: beside them, as one of so many times the size.
         first_k_dense_replace: layers in front that have no experts.
         num_nextn_predict_layers: behind the target's own, in the checkpoint alone.
+        fp8: the checkpoint holds the layers' matrices so.
     """
 
     architecture: ClassVar[str] = "DeepseekV3ForCausalLM"
@@ -109,6 +111,7 @@ class DeepseekV3Config(ModelConfig):
     n_shared_experts: int
     moe_intermediate_size: int
     first_k_dense_replace: int
+    fp8: bool
     # Not compared: a model that is written has none of them.
     num_nextn_predict_layers: int = dataclasses.field(default=0, compare=False)
 
@@ -132,13 +135,17 @@ class DeepseekV3Config(ModelConfig):
         elif not 1 <= found["num_experts_per_tok"] <= count // groups * best:
             among = f"1 to {count // groups * best}, the experts in {best} groups"
             problems.append(f"num_experts_per_tok: got {found['num_experts_per_tok']}, expected {among}")
-        if quantised := values.get("quantization_config"):
-            method = quantised.get("quant_method")
-            problems.append(f"quantization_config.quant_method: got {method!r}, expected weights as they are")
+        quantised = values.get("quantization_config") or {}
+        method, block = quantised.get("quant_method"), quantised.get("weight_block_size", [_BLOCK, _BLOCK])
+        if method not in (None, "fp8"):
+            problems.append(f"quantization_config.quant_method: got {method!r}, expected 'fp8'")
+        elif block != [_BLOCK, _BLOCK]:
+            problems.append(f"quantization_config.weight_block_size: got {block!r}, expected {[_BLOCK, _BLOCK]}")
         return found | {
             # Layers behind the target's own have experts.
             "first_k_dense_replace": min(found["first_k_dense_replace"], values.get("num_hidden_layers", 0)),
             "num_nextn_predict_layers": values.get("num_nextn_predict_layers", values.get("num_mtp_layers")) or 0,
+            "fp8": method == "fp8",
         }
 
     @property
@@ -148,7 +155,9 @@ class DeepseekV3Config(ModelConfig):
     def to_hf(self) -> dict[str, Any]:
         values = super().to_hf()
         del values["head_dim"]
-        return values | {"num_key_value_heads": self.num_attention_heads, "num_nextn_predict_layers": 0}
+        quantised = {"quant_method": "fp8", "weight_block_size": [_BLOCK, _BLOCK]}
+        method = {"quantization_config": quantised} if values.pop("fp8") else {}
+        return values | {"num_key_value_heads": self.num_attention_heads, "num_nextn_predict_layers": 0} | method
 
 
 class LatentAttention(nnx.Module):
@@ -303,6 +312,9 @@ def layer_table(config: DeepseekV3Config, layer: int) -> dict[str, Entry]:
         dense, mlp, width = "mlp/shared", f"{mlp}.shared_experts", c.moe_intermediate_size * c.n_shared_experts
     for name, shape in _projections(h, width).items():
         entries[f"{dense}/{name}"] = kernel(f"{mlp}.{name}_proj.weight", *shape)
+    if c.fp8:
+        matrices = {path: x for path, x in entries.items() if x.dimensions > 1 and path != "mlp/router"}
+        entries |= {path: _fp8(x) for path, x in matrices.items()}
     return entries
 
 
@@ -320,3 +332,29 @@ def _by_head(name: str, heads: int, rows: int, columns: int) -> Entry:
         return held.reshape(stop - start, rows, held.shape[-1])[:, row]
 
     return Entry({name: (heads * rows, columns)}, part, lambda x: (x.reshape(-1, columns),), 3)
+
+
+def _fp8(entry: Entry) -> Entry:
+    """The same of matrices in FP8, each with its factors beside it."""
+    tensors = {}
+    for name, shape in entry.tensors.items():
+        tensors |= {name: shape, f"{name}_scale_inv": tuple(-(-size // _BLOCK) for size in shape)}
+
+    def part(index: tuple[slice, ...], *parts: Any) -> np.ndarray:
+        return entry.part(index, *map(_Scaled, parts[::2], parts[1::2]))
+
+    def split(_: np.ndarray) -> tuple[np.ndarray, ...]:
+        raise ValueError("fp8: targets are not written in it; load a checkpoint of whole weights")
+
+    return Entry(tensors, part, split, entry.dimensions, ("F8_E4M3", "F32"))
+
+
+class _Scaled:
+    """A matrix in FP8, multiplied out where it is indexed."""
+
+    def __init__(self, numbers: Any, factors: Any) -> None:
+        self.numbers, self.factors = numbers, factors
+
+    def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
+        blocks = (np.arange(size)[part] // _BLOCK for size, part in zip(self.numbers.shape, index, strict=True))
+        return self.numbers[index].astype(np.float32) * self.factors[:][np.ix_(*blocks)]
