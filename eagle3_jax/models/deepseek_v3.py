@@ -142,6 +142,7 @@ class DeepseekV3Config(ModelConfig):
         elif block != [_BLOCK, _BLOCK]:
             problems.append(f"quantization_config.weight_block_size: got {block!r}, expected {[_BLOCK, _BLOCK]}")
         return found | {
+            "routed_scaling_factor": float(found["routed_scaling_factor"]),
             # Layers behind the target's own have experts.
             "first_k_dense_replace": min(found["first_k_dense_replace"], values.get("num_hidden_layers", 0)),
             "num_nextn_predict_layers": values.get("num_nextn_predict_layers", values.get("num_mtp_layers")) or 0,

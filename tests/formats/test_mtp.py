@@ -88,7 +88,7 @@ def noisy(model):
     with torch.no_grad():
         for name, parameter in (*model.named_parameters(), *model.named_buffers()):
             if parameter.ndim == 1 and "rotary" not in name:
-                parameter.copy_(("bias" not in name) + 0.3 * torch.randn_like(parameter))
+                parameter.copy_(("e_score" not in name) + 0.3 * torch.randn_like(parameter))
             if name.endswith("mlp.gate.weight"):
                 parameter.copy_(0.5 * torch.randn_like(parameter))
     return model.eval()

@@ -93,7 +93,8 @@ def shapes(architecture: str, seed: int) -> dict[str, Any]:
     if architecture == "DeepseekV3ForCausalLM":
         groups, size = draw.choice([1, 2, 3, 4]), draw.choice([2, 3, 4])
         best = draw.randint(1, groups)
-        values |= {"num_key_value_heads": heads, "q_lora_rank": draw.choice([None, 12]), "head_dim": None}
+        values |= {"num_key_value_heads": heads, "q_lora_rank": draw.choice([None, 12])}
+        del values["head_dim"]
         values |= {"kv_lora_rank": draw.choice([8, 12, 24]), "v_head_dim": draw.choice([4, 12])}
         values |= {"qk_nope_head_dim": draw.choice([4, 8]), "qk_rope_head_dim": draw.choice([4, 8])}
         values |= {"n_routed_experts": groups * size, "n_group": groups, "topk_group": best}
@@ -101,7 +102,7 @@ def shapes(architecture: str, seed: int) -> dict[str, Any]:
         values |= {"moe_intermediate_size": 20, "norm_topk_prob": draw.random() < 0.5}
         values |= {"routed_scaling_factor": draw.choice([1.0, 2.5]), "rope_interleave": draw.random() < 0.7}
         values |= {"first_k_dense_replace": draw.choice([0, 1, 2]), "num_nextn_predict_layers": 0}
-        yarn = {"rope_type": "yarn", "factor": draw.choice([2.0, 40.0]), "beta_fast": 32, "beta_slow": 1}
+        yarn = {"rope_type": "yarn", "factor": draw.choice([2.0, 40.0]), "beta_fast": 32.0, "beta_slow": 1.0}
         yarn |= draw.choice([{}, {"mscale": 1.0, "mscale_all_dim": 1.0}, {"mscale": 0.7, "mscale_all_dim": 1.3}])
         yarn |= {"original_max_position_embeddings": draw.choice([16, 4096])}
         rope = draw.choice([{"rope_type": "default"}, yarn, yarn])
