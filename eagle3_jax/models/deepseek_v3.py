@@ -239,7 +239,7 @@ class SparseMLP(nnx.Module):
         biased = scores + self.router_bias[...][None, None]
         grouped = biased.reshape(*scores.shape[:2], self.groups, -1)
         _, best = jax.lax.top_k(jax.lax.top_k(grouped, 2)[0].sum(axis=-1), self.best_groups)
-        among = (best[..., None] == jnp.arange(self.groups)).any(axis=2)
+        among = jax.nn.one_hot(best, self.groups, dtype=bool).any(axis=2)
         _, chosen = jax.lax.top_k(jnp.where(among[..., None], grouped, -jnp.inf).reshape(scores.shape), self.chosen)
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
         if self.normalised:
