@@ -55,7 +55,7 @@ def load(target: Target, dtype: Any) -> Draft:
         name = parameter_path(path)
         if name == "lm_head":
             return rows.astype(leaf.dtype)
-        value = table[name].whole(*map(tensor, table[name].tensors))
+        value = table[name].part((slice(None),) * len(leaf.shape), *map(tensor, table[name].tensors))
         return jnp.asarray(np.ascontiguousarray(value).astype(leaf.dtype))
 
     return Draft(jax.tree_util.tree_map_with_path(read, head), jnp.arange(shape.vocab_size, dtype=jnp.int32))
