@@ -77,6 +77,7 @@ def deepseek(layers: int, dense: int, seed: int):
         initializer_range=0.3,
         rms_norm_eps=1e-5,
         num_nextn_predict_layers=1,
+        eos_token_id=None,  # else 1 ends an answer, and what is sampled behind it is padding
     )
     return noisy(transformers.DeepseekV3ForCausalLM(config))
 
