@@ -88,8 +88,8 @@ def run(
     Raises:
         CheckError: in float32, the counters or the answers differ; the report is written all the same. Or an engine
             ends badly.
-        ValueError: no usable prompts; several requests at once in vLLM; the expected report is of something else. ServerError: see `sglang_server`.
-            DraftFormatError, ManifestError: see `load_draft`.
+        ValueError: no usable prompts; several requests at once in vLLM; the expected report is of something else.
+        ServerError: see `sglang_server`. DraftFormatError, ManifestError: see `load_draft`.
     """
     if engine == "vllm" and config.evaluate.batch_size != 1:
         # Measured on a CPU, 0.32.0: of 2,875 rounds one by one it had 2,879 with eight requests together.

@@ -49,8 +49,8 @@ _FLAGS = {
     "--speculative-num-draft-tokens": "serve.tree.num_draft_tokens",
     "--speculative-token-map": "serve.token_map",
 }
-# SGLang's algorithm -> what drafts where no draft is named; None leaves it as it is. Of a named draft its checkpoint says
-# whether it is a head of EAGLE-2 or EAGLE-3, or a model.
+# SGLang's algorithm -> what drafts where no draft is named; None leaves it as it is. Of a named draft its checkpoint
+# says whether it is a head of EAGLE-2 or EAGLE-3, or a model.
 _ALGORITHM = "--speculative-algorithm"
 _STANDALONE = "STANDALONE"
 _ALGORITHMS = {"EAGLE3": None, "EAGLE": MTP, "NEXTN": MTP, _STANDALONE: None, "NGRAM": LOOKUP}

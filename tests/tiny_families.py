@@ -28,6 +28,20 @@ OWN: dict[str, dict[str, Any]] = {
         "floor_scale": 8,
         "intermediate_size_mlp": 48,
     },
+    "DeepseekV3ForCausalLM": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+    },
     "MiMoForCausalLM": {"attention_bias": True},
 }
 

@@ -45,7 +45,7 @@ from eagle3_jax.decoding.engine import PAGE_SIZE
 from eagle3_jax.decoding.programs import Models, Sizes, empty_state
 from eagle3_jax.decoding.rounds import STATE_SHARDING_RULES
 from eagle3_jax.decoding.tiers import Tier
-from eagle3_jax.formats import eagle2
+from eagle3_jax.formats import eagle2, mtp
 from eagle3_jax.formats.mtp import MTP
 from eagle3_jax.formats.shipped import LOOKUP
 from eagle3_jax.mesh import batch_sharding, make_mesh, replicas, replicated, shardings
@@ -54,8 +54,6 @@ from eagle3_jax.models.eagle2 import Eagle2Head
 from eagle3_jax.models.families import family_of
 from eagle3_jax.models.head import Draft, Head
 from eagle3_jax.models.layers import SHARDING_RULES
-from eagle3_jax.models.mimo import MimoConfig
-from eagle3_jax.models.mimo_mtp import MimoMtp, MimoMtpConfig
 from eagle3_jax.models.registry import fetch, read_config
 from eagle3_jax.models.target import ModelConfig, TargetModel
 from eagle3_jax.train import IN_FLIGHT
@@ -222,10 +220,7 @@ def drafting_head(config: configs.RunConfig, shape: ModelConfig) -> Head:
         own = DraftHeadConfig.for_target(config.draft, shape)
         return nnx.eval_shape(lambda: DraftHead(own, dtype=dtype, rngs=nnx.Rngs(0)))
     if named == MTP:
-        if not isinstance(shape, MimoConfig):
-            raise ValueError(f"evaluate.draft: got 'mtp', expected a head: {shape.architecture} has no such layer")
-        layer = MimoMtpConfig(shape)
-        return nnx.eval_shape(lambda: MimoMtp(layer, dtype=dtype, rngs=nnx.Rngs(0)))
+        return mtp.abstract(shape, dtype, "evaluate.draft")
     file = pathlib.Path(named) / "config.json"
     if not file.exists() or not eagle2.may_be_eagle2(json.loads(file.read_text())):
         expected = (

@@ -205,7 +205,8 @@ class Engine:
             draft: "auto" is the head that comes with this package for this target, vanilla decoding where none does;
                 a loaded head, or its folder: that `export` wrote, or another that engines serve (see `load_draft`);
                 the folder or name of a smaller model with the target's vocabulary (SGLang's STANDALONE);
-                "mtp" for the layer that the target's own checkpoint holds for it (MiMo; SGLang's NEXTN);
+                "mtp" for the layer that the target's own checkpoint holds for it (MiMo, DeepSeek-V3; SGLang's
+                NEXTN);
                 "lookup" for drafts that are copied from the text; None for vanilla decoding.
             token_map: of a head of EAGLE-2, given by its folder: the tokens that it drafts (FR-Spec), see `load_draft`.
             options: see `__init__`.

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from safetensors import safe_open
 
-from eagle3_jax.models import mimo_mtp
+from eagle3_jax.models import deepseek_mtp, mimo_mtp
+from eagle3_jax.models.deepseek_v3 import DeepseekV3Config
+from eagle3_jax.models.entries import Entry
 from eagle3_jax.models.head import Draft
 from eagle3_jax.models.mimo import MimoConfig
+from eagle3_jax.models.mtp import MtpConfig, MtpHead
 from eagle3_jax.models.registry import Target
-from eagle3_jax.models.weights import WeightsError, locate, parameter_path
+from eagle3_jax.models.target import ModelConfig
+from eagle3_jax.models.weights import WeightsError, locate, misfits, parameter_path, reader
 
 MTP: Final = "mtp"
+# Of a family: the head, and parameter path in it -> the tensors of the checkpoint.
+_LAYERS: dict[type[ModelConfig], tuple[type[MtpHead], Callable[[Any], dict[str, Entry]]]] = {
+    MimoConfig: (mimo_mtp.MimoMtp, mimo_mtp.table),
+    DeepseekV3Config: (deepseek_mtp.DeepseekMtp, deepseek_mtp.table),
+}
+
+
+def abstract(shape: ModelConfig, dtype: Any, field: str = "draft") -> MtpHead:
+    """The head of shapes that a target of this shape has. Raises ValueError, by `field`: its family has none."""
+    if type(shape) not in _LAYERS:
+        raise ValueError(f"{field}: got 'mtp', expected a head's folder: {shape.architecture} has no such layer")
+    head, _ = _LAYERS[type(shape)]
+    return nnx.eval_shape(lambda: head(MtpConfig(shape), dtype=dtype, rngs=nnx.Rngs(0)))
 
 
 def load(target: Target, dtype: Any) -> Draft:
@@ -26,27 +43,19 @@ def load(target: Target, dtype: Any) -> Draft:
         ValueError: a target of another family. WeightsError: tensors that are missing or misshapen.
     """
     shape, rows = target.model.config, target.model.output_rows
-    if not isinstance(shape, MimoConfig) or not isinstance(rows, jax.Array):
-        raise ValueError(f"draft: got 'mtp', expected a head's folder: {shape.architecture} has no such layer")
-    config, table = mimo_mtp.MimoMtpConfig(shape), mimo_mtp.table(shape)
+    head = abstract(shape, dtype)
+    assert isinstance(rows, jax.Array), "loaded, and not packed yet"
+    table = _LAYERS[type(shape)][1](shape)
     files = locate(target.folder)
-    expected = {name: size for entry in table.values() for name, size in entry.tensors.items()}
-    problems = [f"missing tensor {name} {list(size)}" for name, size in expected.items() if name not in files]
-    tensors: dict[str, np.ndarray] = {}
-    for name in expected.keys() & files.keys():
-        with safe_open(files[name], framework="numpy") as handle:
-            tensors[name] = handle.get_tensor(name)
-        if tensors[name].shape != expected[name]:
-            problems.append(f"{name}: got shape {list(tensors[name].shape)}, expected {list(expected[name])}")
-    if problems:
-        raise WeightsError(f"{target.folder}: no layer to draft with ('mtp'):\n  " + "\n  ".join(sorted(problems)))
+    if problems := misfits(table, files):
+        raise WeightsError(f"{target.folder}: no layer to draft with ('mtp'):\n  " + "\n  ".join(problems))
+    tensor = reader(files)
 
     def read(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
         name = parameter_path(path)
         if name == "lm_head":
             return rows.astype(leaf.dtype)
-        value = table[name].whole(*(tensors[tensor] for tensor in table[name].tensors))
+        value = table[name].part((slice(None),) * len(leaf.shape), *map(tensor, table[name].tensors))
         return jnp.asarray(np.ascontiguousarray(value).astype(leaf.dtype))
 
-    abstract = nnx.eval_shape(lambda: mimo_mtp.MimoMtp(config, dtype=dtype, rngs=nnx.Rngs(0)))
-    return Draft(jax.tree_util.tree_map_with_path(read, abstract), jnp.arange(shape.vocab_size, dtype=jnp.int32))
+    return Draft(jax.tree_util.tree_map_with_path(read, head), jnp.arange(shape.vocab_size, dtype=jnp.int32))

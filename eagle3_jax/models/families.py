@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from eagle3_jax.models import gemma3, gpt_oss, llama, llama4, mimo, qwen2, qwen3, qwen3_moe
+from eagle3_jax.models import deepseek_v3, gemma3, gpt_oss, llama, llama4, mimo, qwen2, qwen3, qwen3_moe
 from eagle3_jax.models.entries import Entry
 from eagle3_jax.models.target import ModelConfig, TargetModel
 from eagle3_jax.models.vision import TEXT_OF, text_values
@@ -18,13 +18,13 @@ class Family:
 
     Attributes:
         table: parameter path -> the tensors of a checkpoint that it is made of.
-        unused: how names of tensors begin that its checkpoints hold and that are not read.
+        unused: of a config, how names of tensors begin that its checkpoints hold and that are not read.
     """
 
     config: type[ModelConfig]
     model: type[TargetModel]
     table: Callable[[Any], dict[str, Entry]]
-    unused: tuple[str, ...] = ()
+    unused: Callable[[Any], tuple[str, ...]] = lambda config: ()
 
 
 FAMILIES = (
@@ -35,7 +35,8 @@ FAMILIES = (
     Family(gemma3.Gemma3Config, gemma3.Gemma3, gemma3.table),
     Family(gpt_oss.GptOssConfig, gpt_oss.GptOss, gpt_oss.table),
     Family(llama4.Llama4Config, llama4.Llama4, llama4.table),
-    Family(mimo.MimoConfig, mimo.Mimo, qwen2.table, mimo.UNUSED),
+    Family(deepseek_v3.DeepseekV3Config, deepseek_v3.DeepseekV3, deepseek_v3.table, deepseek_v3.unused),
+    Family(mimo.MimoConfig, mimo.Mimo, qwen2.table, mimo.unused),
 )
 
 

@@ -29,6 +29,8 @@ SHARDING_RULES = (
     (r"\bfc$", P("model", None)),
     (r"attention/qkv", P(None, "model")),
     (r"qkv_bias", P("model")),
+    (r"attention/(q|q_up)$", P(None, "model")),
+    (r"attention/kv_up", P("model")),
     (r"attention/o", P("model", None)),
     (r"(mlp|shared)/(gate|up)", P(None, "model")),
     (r"(mlp|shared)/down", P("model", None)),
@@ -130,6 +132,14 @@ def apply_rope(
     cos, sin = table
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def halves(x: Float[Array, "b t heads d"]) -> Float[Array, "b t heads d"]:
+    """Pairs of neighbours as the two halves of a head, for families whose RoPE turns neighbours.
+
+    Done to queries and keys alike it changes no product of the two.
+    """
+    return jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
 
 
 def rms_norm(

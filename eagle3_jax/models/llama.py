@@ -42,13 +42,18 @@ class Llama(TargetModel):
     block = Block
 
 
+def ends(config: ModelConfig) -> dict[str, Entry]:
+    """What `table` says of the parameters in front of the layers and behind them."""
+    c, h = config, config.hidden_size
+    entries = {"embed": plain("model.embed_tokens.weight", c.vocab_size, h), "norm": plain("model.norm.weight", h)}
+    return entries if c.tie_word_embeddings else entries | {"lm_head": plain("lm_head.weight", c.vocab_size, h)}
+
+
 def table(config: ModelConfig) -> dict[str, Entry]:
     """Parameter path -> the Hugging Face tensors that it is made of; other families add to it."""
     c = config
     h, f = c.hidden_size, c.intermediate_size
-    entries = {"embed": plain("model.embed_tokens.weight", c.vocab_size, h), "norm": plain("model.norm.weight", h)}
-    if not c.tie_word_embeddings:
-        entries["lm_head"] = plain("lm_head.weight", c.vocab_size, h)
+    entries = ends(c)
     for i in range(c.num_hidden_layers):
         ours, theirs = f"blocks/{i}", f"model.layers.{i}"
         attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from eagle3_jax.models import llama
 from eagle3_jax.models.entries import Entry, kernel, plain
 from eagle3_jax.models.experts import Product, mixture
-from eagle3_jax.models.layers import Attention, SwiGLU, apply_rope, linear, normal, ones, rms_norm
+from eagle3_jax.models.layers import Attention, SwiGLU, apply_rope, halves, linear, normal, ones, rms_norm
 from eagle3_jax.models.target import Attend, ModelConfig, Rope, TargetModel
 
 _CHUNKED, _GLOBAL = "chunked_attention", "full_attention"
@@ -159,18 +159,13 @@ class Block(nnx.Module):
         rope, temperature = given
         q, k, v = self.attention.heads(self.attention.fused(rms_norm(x, self.input_norm[...], self.eps)))
         if self.turned:
-            q, k = apply_rope(_halves(q), rope), apply_rope(_halves(k), rope)
+            q, k = apply_rope(halves(q), rope), apply_rope(halves(k), rope)
         else:
             q = (q * temperature).astype(q.dtype)
         if self.normed:
             q, k = _unit(q, self.eps), _unit(k, self.eps)
         x = x + self.attention.output(attend(q, k, v, chunk=self.chunk))
         return x + self.mlp(rms_norm(x, self.post_norm[...], self.eps))
-
-
-def _halves(x: Float[Array, "b t n d"]) -> Float[Array, "b t n d"]:
-    """Pairs of neighbours, as the two halves of a head."""
-    return jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
 
 
 def _unit(x: Float[Array, "b t n d"], eps: float) -> Float[Array, "b t n d"]:

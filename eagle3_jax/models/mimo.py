@@ -22,4 +22,7 @@ class Mimo(TargetModel):
 
 
 MTP = "model.mtp_layers."
-UNUSED = (MTP,)
+
+
+def unused(config: MimoConfig) -> tuple[str, ...]:
+    return (MTP,)

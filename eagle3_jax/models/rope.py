@@ -7,21 +7,24 @@ first alone, so what is written here says it in both (as SpecForge's exporter do
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Any
 
 from eagle3_jax.models.layers import LinearScaling, RopeScaling, Scaling, YarnScaling
 
 THETA = 10000.0  # what no `rope_theta` means, to every engine
-_KINDS = {"llama3": RopeScaling, "linear": LinearScaling, "yarn": YarnScaling}
-OF_HEADS = ("llama3", "linear")  # what draft heads may have, by what engines run
+Kinds = Mapping[str, type[Scaling]]  # `rope_type` -> what it is read as
+KINDS: Kinds = {"llama3": RopeScaling, "linear": LinearScaling, "yarn": YarnScaling}
+OF_HEADS: Kinds = {"llama3": RopeScaling, "linear": LinearScaling}  # what draft heads may have, by what engines run
 _SECTIONS = ("rope_parameters", "rope_scaling")
 
 
-def read_rope(
-    values: dict[str, Any], problems: list[str], kinds: Collection[str] = tuple(_KINDS)
-) -> tuple[float, Scaling | None]:
-    """Base and scaling of a config.json. Appends to `problems`, field by field; the values then mean nothing."""
+def read_rope(values: dict[str, Any], problems: list[str], kinds: Kinds = KINDS) -> tuple[float, Scaling | None]:
+    """Base and scaling of a config.json. Appends to `problems`, field by field; the values then mean nothing.
+
+    Args:
+        kinds: others are refused.
+    """
     known = len(problems)
     thetas, scalings = {}, {}
     for key in _SECTIONS:
@@ -45,7 +48,7 @@ def read_rope(
 
 def write_rope(theta: float, scaling: Scaling | None) -> dict[str, Any]:
     """The keys of config.json that `read_rope` reads."""
-    kind = next((name for name, made in _KINDS.items() if isinstance(scaling, made)), "default")
+    kind = next((name for name, made in KINDS.items() if isinstance(scaling, made)), "default")
     fields = {} if scaling is None else dataclasses.asdict(scaling)
     section: dict[str, Any] = {"rope_type": kind} | {name: x for name, x in fields.items() if x is not None}
     values: dict[str, Any] = {"rope_theta": theta, "rope_parameters": section | {"rope_theta": theta}}
@@ -56,7 +59,7 @@ def is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
-def _read_scaling(section: dict[str, Any], key: str, problems: list[str], kinds: Collection[str]) -> Scaling | None:
+def _read_scaling(section: dict[str, Any], key: str, problems: list[str], kinds: Kinds) -> Scaling | None:
     kind = section.get("rope_type", section.get("type", "default"))
     if kind == "default":
         return None
@@ -64,7 +67,7 @@ def _read_scaling(section: dict[str, Any], key: str, problems: list[str], kinds:
         *first, last = (repr(name) for name in ("default", *sorted(kinds)))
         problems.append(f"{key}.rope_type: got {kind!r}, expected {', '.join(first)} or {last}")
         return None
-    fields = dataclasses.fields(_KINDS[kind])
+    fields = dataclasses.fields(kinds[kind])
     values = {field.name: section[field.name] for field in fields if section.get(field.name) is not None}
     wrong = [f"{key}.{f.name}: missing" for f in fields if f.name not in values and f.default is dataclasses.MISSING]
     wrong += [
@@ -72,9 +75,10 @@ def _read_scaling(section: dict[str, Any], key: str, problems: list[str], kinds:
         for name, value in values.items()
         if not is_positive(value) and name != "truncate"
     ]
-    wrong += [f"{key}.{name}: got {section[name]!r}, expected none" for name in _REFUSED if section.get(name)]
+    unknown = _MSCALES - {field.name for field in fields}
+    wrong += [f"{key}.{name}: got {section[name]!r}, expected none" for name in sorted(unknown) if section.get(name)]
     problems += wrong
-    return None if wrong else _KINDS[kind](**values)
+    return None if wrong else kinds[kind](**values)
 
 
-_REFUSED = ("mscale", "mscale_all_dim")  # of YaRN, as DeepSeek has them
+_MSCALES = {"mscale", "mscale_all_dim"}  # of DeepSeek's YaRN: they change more than RoPE

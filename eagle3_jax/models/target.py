@@ -28,7 +28,7 @@ from eagle3_jax.models.layers import (
     rope_frequencies,
     rope_table,
 )
-from eagle3_jax.models.rope import read_rope, write_rope
+from eagle3_jax.models.rope import KINDS, Kinds, read_rope, write_rope
 
 # Cosines and sines, see `rope_table`.
 Rope = tuple[Float[Array, "b t 1 half"], Float[Array, "b t 1 half"]]
@@ -47,11 +47,12 @@ class ModelConfig:
     """
 
     # Of a family: the name in `architectures`, `model_type`, what config.json may say of what is not read (field ->
-    # the one value that is supported), and the values of fields that config.json leaves out.
+    # the one value that is supported), the values of fields that config.json leaves out, and how RoPE may be scaled.
     architecture: ClassVar[str]
     model_type: ClassVar[str]
     supported: ClassVar[dict[str, Any]]
     defaults: ClassVar[dict[str, Any]] = {}
+    scalings: ClassVar[Kinds] = KINDS
 
     vocab_size: int
     hidden_size: int
@@ -80,7 +81,7 @@ class ModelConfig:
         values = cls.defaults | values
         required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         problems += [f"{field}: missing" for field in required if field not in values]
-        theta, scaling = read_rope(values, problems)
+        theta, scaling = read_rope(values, problems, cls.scalings)
         own = cls.own(values, problems)
         if problems:
             raise ValueError("unsupported target config:\n  " + "\n  ".join(problems))
@@ -109,6 +110,11 @@ class ModelConfig:
     def own(cls, values: dict[str, Any], problems: list[str]) -> dict[str, Any]:
         """The fields that the family alone has. Appends to `problems`; the values then mean nothing."""
         return {}
+
+    @property
+    def rope_dim(self) -> int:
+        """Dimensions of a head that RoPE turns."""
+        return self.head_dim
 
     def to_hf(self) -> dict[str, Any]:
         """What `from_hf` reads, in both of transformers' spellings. Aux layers are no part of it."""
@@ -236,9 +242,7 @@ class TargetModel(nnx.Module):
 
     def rotary(self, positions: Int[Array, "b t"]) -> Any:
         """What the blocks are given as their RoPE."""
-        c = self.config
-        amplitude = c.rope_scaling.amplitude if isinstance(c.rope_scaling, YarnScaling) else 1.0
-        return rope_table(positions, rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling), amplitude)
+        return rotary(self.config, positions)
 
     def final_norm(self, x: Float[Array, "b t h"]) -> Float[Array, "b t h"]:
         return rms_norm(x, self.norm[...], self.config.rms_norm_eps)
@@ -262,6 +266,13 @@ class TargetModel(nnx.Module):
         c = self.config
         dtype = dtype or self.embed[...].dtype
         return KVCache.pages(c.num_hidden_layers, pages, c.num_key_value_heads, page_size, c.head_dim, dtype)
+
+
+def rotary(config: ModelConfig, positions: Int[Array, "b t"]) -> Rope:
+    """RoPE as a config has it."""
+    c = config
+    amplitude = c.rope_scaling.amplitude if isinstance(c.rope_scaling, YarnScaling) else 1.0
+    return rope_table(positions, rope_frequencies(c.rope_dim, c.rope_theta, c.rope_scaling), amplitude)
 
 
 def _behind(mask: Bool[Array, "b t m"]) -> Int[Array, "b t m"]:

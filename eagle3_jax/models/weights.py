@@ -7,13 +7,15 @@ wrongly shaped, unreadable) is reported in one message, by name, before a device
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import pathlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from safetensors import SafetensorError, safe_open
@@ -58,7 +60,7 @@ def load_model(
     files = locate(folder)
     stored = {text_name(name): name for name in files}
     table = {path: _renamed(entry, stored) for path, entry in family.table(config).items()}
-    unused = [name for text, name in stored.items() if text.startswith((*family.unused, *TOWER))]
+    unused = [name for text, name in stored.items() if text.startswith((*family.unused(config), *TOWER))]
     if unused:
         processes.say(f"{folder}: {len(unused)} tensors are not read: {', '.join(sorted(unused)[:3])} ...")
     for name in unused:
@@ -66,14 +68,14 @@ def load_model(
     _check(folder, table, files, tied=config.tie_word_embeddings)
     abstract = nnx.eval_shape(lambda: family.model(config, dtype=dtype, rngs=nnx.Rngs(0)))
     placement = None if mesh is None else shardings(abstract, mesh, SHARDING_RULES)
-    handles = {path: safe_open(path, framework="numpy") for path in set(files.values())}
+    tensor = reader(files)
 
     def read(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, sharding: Any = None) -> Any:
         name = parameter_path(path)
         if only is not None and name not in only:
             return leaf
         entry = table[name]
-        tensors = [handles[files[name]].get_slice(name) for name in entry.tensors]
+        tensors = [tensor(name) for name in entry.tensors]
         parts: dict[tuple[tuple[int, int, int], ...], np.ndarray] = {}  # replicas share one
 
         def part(index: Any) -> np.ndarray:
@@ -157,12 +159,19 @@ def _renamed(entry: Entry, stored: dict[str, str]) -> Entry:
 
 
 def _check(folder: pathlib.Path, table: dict[str, Entry], files: dict[str, pathlib.Path], *, tied: bool) -> None:
+    problems = misfits(table, files)
+    for name in sorted(files.keys() - {name for entry in table.values() for name in entry.tensors}):
+        if not name.endswith(_IGNORED_SUFFIX) and not (tied and text_name(name) == "lm_head.weight"):
+            problems.append(f"surplus tensor {name}")
+    if problems:
+        raise WeightsError(f"{folder} does not fit its config ({len(problems)} problems):\n  " + "\n  ".join(problems))
+
+
+def misfits(table: dict[str, Entry], files: dict[str, pathlib.Path]) -> list[str]:
+    """What is wrong with a table's tensors in the files that `locate` found: missing, misshapen, unreadable."""
     expected = {name: shape for entry in table.values() for name, shape in entry.tensors.items()}
     dtypes = {name: entry.dtypes for entry in table.values() for name in entry.tensors}
     problems = [f"missing tensor {name} {list(shape)}" for name, shape in expected.items() if name not in files]
-    for name in sorted(files.keys() - expected.keys()):
-        if not name.endswith(_IGNORED_SUFFIX) and not (tied and text_name(name) == "lm_head.weight"):
-            problems.append(f"surplus tensor {name}")
     by_file: dict[pathlib.Path, list[str]] = {}
     for name, path in files.items():
         if name in expected:
@@ -183,5 +192,26 @@ def _check(folder: pathlib.Path, table: dict[str, Entry], files: dict[str, pathl
                         problems.append(f"{name}: got dtype {tensor.get_dtype()}, expected one of {dtypes[name]}")
         except SafetensorError as error:
             problems.append(f"{path.name}: truncated or not safetensors ({error})")
-    if problems:
-        raise WeightsError(f"{folder} does not fit its config ({len(problems)} problems):\n  " + "\n  ".join(problems))
+    return problems
+
+
+def reader(files: dict[str, pathlib.Path]) -> Callable[[str], Any]:
+    """Name -> that tensor, read where it is indexed."""
+    handles = {path: safe_open(path, framework="numpy") for path in set(files.values())}
+
+    @functools.cache
+    def header(path: pathlib.Path) -> tuple[int, dict[str, Any]]:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            return 8 + size, json.loads(file.read(size))
+
+    def tensor(name: str) -> Any:
+        path = files[name]
+        found = handles[path].get_slice(name)
+        if found.get_dtype() != "F8_E4M3":
+            return found
+        start, described = header(path)  # safetensors has no array of it for numpy
+        offset = start + described[name]["data_offsets"][0]
+        return np.memmap(path, jnp.dtype(jnp.float8_e4m3fn), "r", offset, tuple(found.get_shape()))
+
+    return tensor

@@ -1,7 +1,8 @@
-"""MiMo's layer for further tokens: against transformers' layers put together, and as a draft that changes no token."""
+"""Layers for further tokens: against transformers, and as drafts that change no token."""
 
 import json
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -44,16 +45,63 @@ def qwen(layers: int, seed: int):
         initializer_range=0.3,
         rms_norm_eps=1e-5,
     )
-    model = transformers.Qwen2ForCausalLM(config).eval()
+    return noisy(transformers.Qwen2ForCausalLM(config))
+
+
+def deepseek(layers: int, dense: int, seed: int):
+    torch = pytest.importorskip("torch")
+    import transformers
+
+    torch.manual_seed(seed)
+    scaled = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
+    config = transformers.DeepseekV3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=12,
+        kv_lora_rank=24,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+        n_routed_experts=8,
+        n_group=4,
+        topk_group=2,
+        num_experts_per_tok=3,
+        moe_intermediate_size=20,
+        first_k_dense_replace=dense,
+        rope_parameters=scaled | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        max_position_embeddings=128,
+        initializer_range=0.3,
+        rms_norm_eps=1e-5,
+        num_nextn_predict_layers=1,
+        eos_token_id=None,  # else 1 ends an answer, and what is sampled behind it is padding
+    )
+    return noisy(transformers.DeepseekV3ForCausalLM(config))
+
+
+def noisy(model):
+    """With norms, biases and routers that show."""
+    import torch
+
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
-    return model
+        for name, parameter in (*model.named_parameters(), *model.named_buffers()):
+            if parameter.ndim == 1 and "rotary" not in name:
+                parameter.copy_(("e_score" not in name) + 0.3 * torch.randn_like(parameter))
+            if name.endswith("mlp.gate.weight"):
+                parameter.copy_(0.5 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def loaded(folder: pathlib.Path) -> Target:
+    model = load_model(folder, registry.read_config(folder, (0, 1, 2)), jnp.float32)
+    return Target(model, Tokenizer(), {"name": folder.name}, folder)
 
 
 @pytest.fixture
-def target(tmp_path) -> Target:
+def mimo(tmp_path) -> Target:
     """A MiMo with one such layer, whose file is written with the layer of another random model."""
     qwen(3, 0).save_pretrained(tmp_path)
     other = {name: x.numpy() for name, x in qwen(1, 1).state_dict().items()}
@@ -68,13 +116,38 @@ def target(tmp_path) -> Target:
     save_file(load_file(tmp_path / "model.safetensors") | layer, tmp_path / "model.safetensors")
     values = json.loads((tmp_path / "config.json").read_text()) | {"architectures": ["MiMoForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(values | {"num_nextn_predict_layers": 1}))
-    config = registry.read_config(tmp_path, (0, 1, 2))
-    return Target(load_model(tmp_path, config, jnp.float32), Tokenizer(), {"name": "mimo"}, tmp_path)
+    return loaded(tmp_path)
 
 
-def test_it_is_transformers_layer_between_its_norms(target):
+@pytest.fixture
+def deepseek_v3(tmp_path) -> Target:
+    """One with such a layer behind its own, which is the layer of another random model."""
+    deepseek(3, 1, 0).save_pretrained(tmp_path)
+    deepseek(1, 0, 1).save_pretrained(tmp_path / "other")
+    own, other = load_file(tmp_path / "model.safetensors"), load_file(tmp_path / "other/model.safetensors")
+    rng = np.random.default_rng(2)
+    layer = {
+        "enorm.weight": 1 + 0.3 * rng.normal(size=HIDDEN),
+        "hnorm.weight": 1 + 0.3 * rng.normal(size=HIDDEN),
+        "eh_proj.weight": 0.3 * rng.normal(size=(HIDDEN, 2 * HIDDEN)),
+        "shared_head.norm.weight": other["model.norm.weight"],
+        "shared_head.head.weight": own["lm_head.weight"],
+        "embed_tokens.weight": own["model.embed_tokens.weight"],
+    } | {name.removeprefix("model.layers.0."): x for name, x in other.items() if name.startswith("model.layers.0.")}
+    layer = {f"model.layers.3.{name}": np.asarray(x, np.float32) for name, x in layer.items()}
+    save_file(own | layer, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    return loaded(tmp_path)
+
+
+@pytest.fixture(params=["mimo", "deepseek_v3"])
+def target(request) -> Target:
+    return request.getfixturevalue(request.param)
+
+
+def test_it_is_transformers_layer_between_its_norms(mimo):
     import torch
 
+    target = mimo
     tensors = load_file(target.folder / "model.safetensors")
     rng = np.random.default_rng(0)
     tokens, features = rng.integers(0, VOCABULARY, (1, 7)), rng.normal(size=(1, 7, HIDDEN)).astype(np.float32)
@@ -101,6 +174,38 @@ def test_it_is_transformers_layer_between_its_norms(target):
     )
     np.testing.assert_allclose(states, expected, atol=1e-4, rtol=1e-4)
     np.testing.assert_allclose(draft.head.logits(states), expected @ tensors["lm_head.weight"].T, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_deepseek_s_is_transformers_own(deepseek_v3):
+    """Its names, its layer and what of its output recurs: two passes of the class that transformers drafts with."""
+    torch = pytest.importorskip("torch")
+    import transformers
+    from transformers.cache_utils import MtpCache
+    from transformers.modeling_layers import MtpModel
+
+    target = deepseek_v3
+    whole = transformers.DeepseekV3ForCausalLM.from_pretrained(target.folder)
+    whole._keys_to_ignore_on_load_unexpected = [r"model\.layers\.3\."]  # says 61, and is where it looks for the layer
+    reference, cache = MtpModel.from_pretrained(whole).eval(), MtpCache(config=whole.config.get_mtp_config())
+    rng = np.random.default_rng(0)
+    tokens, more = rng.integers(0, VOCABULARY, (1, 7)), rng.integers(0, VOCABULARY, (1, 2))
+    features = rng.normal(size=(1, 7, HIDDEN)).astype(np.float32)
+    with torch.no_grad():
+        passed = torch.tensor(features), torch.arange(7)[None], cache
+        first = reference.forward_layer(0, *passed, input_ids=torch.tensor(tokens))
+        passed = first[:, -2:], torch.arange(7, 9)[None], cache
+        second = reference.forward_layer(0, *passed, input_ids=torch.tensor(more))
+        logits = whole.lm_head(second).numpy()
+
+    head = mtp.load(target, jnp.float32).head
+    features, embed = head.fuse(jnp.asarray(features)), target.model.embed[...]
+    none, cache = jnp.zeros(1, jnp.int32), head.empty_cache(1, 16)
+    states, cache = head.feed(embed, jnp.asarray(tokens), features, jnp.arange(7)[None], cache, none)
+    np.testing.assert_allclose(states, first, atol=1e-4, rtol=1e-4)
+    states, _ = head.feed(embed, jnp.asarray(more), states[:, -2:], jnp.arange(7, 9)[None], cache, none + 7)
+    np.testing.assert_allclose(states, second, atol=1e-4, rtol=1e-4)
+    np.testing.assert_allclose(head.logits(states), logits, atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -137,9 +242,10 @@ def test_sampled_tokens_have_the_target_s_distribution(target, sample_drafts):
 def test_a_layer_that_is_not_there_is_named(target):
     path = pathlib.Path(target.folder, "model.safetensors")
     tensors = load_file(path)
-    del tensors["model.mtp_layers.0.input_proj.weight"]
+    (name,) = (name for name in tensors if name.endswith(("input_proj.weight", "eh_proj.weight")))
+    del tensors[name]
     save_file(tensors, path)
-    with pytest.raises(WeightsError, match=r"missing tensor model\.mtp_layers\.0\.input_proj\.weight \[32, 64\]"):
+    with pytest.raises(WeightsError, match=rf"missing tensor {re.escape(name)} \[32, 64\]"):
         mtp.load(target, jnp.float32)
 
 

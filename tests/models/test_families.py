@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import pathlib
 import random
 from typing import Any
@@ -16,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from eagle3_jax.config import MeshConfig
 from eagle3_jax.mesh import make_mesh
-from eagle3_jax.models import registry
+from eagle3_jax.models import deepseek_mtp, registry
 from eagle3_jax.models.families import FAMILIES, family_of, read_shape
 from eagle3_jax.models.target import TargetModel
 from eagle3_jax.models.weights import load_model, parameter_path
@@ -89,6 +90,23 @@ def shapes(architecture: str, seed: int) -> dict[str, Any]:
         yarn = {"rope_type": "yarn", "factor": draw.choice([2.0, 32.0]), "beta_fast": 32.0, "beta_slow": 1.0}
         yarn |= {"truncate": draw.random() < 0.5, "original_max_position_embeddings": draw.choice([16, 4096])}
         values["rope_parameters"] = yarn | {"rope_theta": values.pop("rope_theta")}
+    if architecture == "DeepseekV3ForCausalLM":
+        groups, size = draw.choice([1, 2, 3, 4]), draw.choice([2, 3, 4])
+        best = draw.randint(1, groups)
+        values |= {"num_key_value_heads": heads, "q_lora_rank": draw.choice([None, 12])}
+        del values["head_dim"]
+        values |= {"kv_lora_rank": draw.choice([8, 12, 24]), "v_head_dim": draw.choice([4, 12])}
+        values |= {"qk_nope_head_dim": draw.choice([4, 8]), "qk_rope_head_dim": draw.choice([4, 8])}
+        values |= {"n_routed_experts": groups * size, "n_group": groups, "topk_group": best}
+        values |= {"num_experts_per_tok": draw.randint(2, best * size), "n_shared_experts": draw.choice([1, 2])}
+        values |= {"moe_intermediate_size": 20, "norm_topk_prob": draw.random() < 0.5}
+        values |= {"routed_scaling_factor": draw.choice([1.0, 2.5]), "rope_interleave": draw.random() < 0.7}
+        values |= {"first_k_dense_replace": draw.choice([0, 1, 2]), "num_nextn_predict_layers": 0}
+        yarn = {"rope_type": "yarn", "factor": draw.choice([2.0, 40.0]), "beta_fast": 32.0, "beta_slow": 1.0}
+        yarn |= draw.choice([{}, {"mscale": 1.0, "mscale_all_dim": 1.0}, {"mscale": 0.7, "mscale_all_dim": 1.3}])
+        yarn |= {"original_max_position_embeddings": draw.choice([16, 4096])}
+        rope = draw.choice([{"rope_type": "default"}, yarn, yarn])
+        values["rope_parameters"] = rope | {"rope_theta": values.pop("rope_theta")}
     return values
 
 
@@ -106,6 +124,9 @@ def make_reference(architecture: str, values: dict[str, Any], seed: int) -> Any:
                 parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
             if name.endswith(("mlp.gate.weight", "mlp.router.weight")):  # routers of zeros by default
                 parameter.copy_(0.5 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn_like(buffer))
     return model
 
 
@@ -215,6 +236,67 @@ def test_experts_in_mxfp4(tmp_path):
 
 
 @pytest.mark.slow
+def test_weights_in_fp8(tmp_path):
+    """DeepSeek-V3 as it is published: what the factors make of the same bytes says the same logits."""
+    values = shapes("DeepseekV3ForCausalLM", 0) | {"hidden_size": 136, "intermediate_size": 264}
+    values |= {"q_lora_rank": 130, "kv_lora_rank": 132, "moe_intermediate_size": 140, "first_k_dense_replace": 1}
+    reference = make_reference("DeepseekV3ForCausalLM", values, 0)
+    import torch
+
+    reference.save_pretrained(tmp_path / "whole")
+    tensors, rng = load_file(tmp_path / "whole/model.safetensors"), np.random.default_rng(0)
+    names = [name for name in tensors if name.endswith("_proj.weight") or "kv_a_proj_with_mqa" in name]
+    assert len(names) == 5 * values["num_hidden_layers"] + 3 + (values["num_hidden_layers"] - 1) * (
+        3 + 3 * values["n_routed_experts"]
+    )
+    quantised = dict(tensors)
+    for name in names:
+        rows, columns = tensors[name].shape
+        factors = rng.uniform(0.01, 0.02, (-(-rows // 128), -(-columns // 128))).astype(np.float32)
+        spread = np.repeat(np.repeat(factors, 128, axis=0)[:rows], 128, axis=1)[:, :columns]
+        quantised[name] = (tensors[name] / spread).astype(jnp.float8_e4m3fn)
+        quantised[f"{name}_scale_inv"] = factors
+        tensors[name] = quantised[name].astype(np.float32) * spread
+    save_file(tensors, tmp_path / "whole/model.safetensors", metadata={"format": "pt"})
+    save_file(quantised, tmp_path / "model.safetensors")
+    method = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((tmp_path / "whole/config.json").read_text()) | method))
+    config = registry.read_config(tmp_path, (0, 1))
+    assert read_shape(config.to_hf(), config.aux_layers) == config
+    tokens = rng.integers(0, VOCABULARY, (2, TOKENS))
+    with torch.no_grad():
+        expected = type(reference).from_pretrained(tmp_path / "whole")(torch.tensor(tokens)).logits.numpy()
+    model = load_model(tmp_path, config, jnp.float32)
+    logits, _ = cached(model, jnp.asarray(tokens), [TOKENS])
+    np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=1e-4)
+    mesh = make_mesh(MeshConfig(data=1, model=2), jax.devices()[:2])
+    split = load_model(tmp_path, config, jnp.float32, mesh)
+    for whole, part in zip(jax.tree.leaves(model), jax.tree.leaves(split), strict=True):
+        np.testing.assert_array_equal(whole, part)
+
+
+def test_deepseek_v3_reads_all_of_what_is_published():
+    """Numbers from https://github.com/simpx/model-inspect, README.md, which lists deepseek-ai/DeepSeek-V3."""
+    config: Any = registry.read_config(tiny.REPOSITORY / "configs/targets/deepseek_v3")
+    layers = config.num_hidden_layers
+    assert family_of(config).unused(config) == (f"model.layers.{layers}.",)
+    head = config.vocab_size, config.hidden_size
+    copies = {f"model.layers.{layers}.{name}.weight": head for name in ("embed_tokens", "shared_head.head")}
+    tensors = {name: (shape, "BF16") for name, shape in copies.items()}
+    for table in (family_of(config).table(config), deepseek_mtp.table(config)):
+        for entry in table.values():
+            tensors |= {name: (shape, entry.dtypes[0]) for name, shape in entry.tensors.items()}
+
+    def size(name: str, dtype: str) -> int:
+        return 4 if name.endswith(("_scale_inv", "correction_bias")) else 1 if dtype == "F8_E4M3" else 2
+
+    assert len(tensors) == 91_991
+    assert sum(math.prod(shape) * size(name, dtype) for name, (shape, dtype) in tensors.items()) == 688_574_839_360
+    assert tensors["model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv"][0] == (5, 56)
+    assert tensors["model.layers.61.eh_proj.weight"][0] == (7168, 14336)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", [family.config.architecture for family in FAMILIES])
 def test_a_tree_is_read_as_its_paths_are(tmp_path, architecture):
     """Two branches behind a prefix, verified in one call, say what each says alone; so they do in a call after another,
@@ -293,9 +375,40 @@ def test_an_architecture_that_is_not_known_is_refused_with_those_that_are():
         read_shape({"architectures": ["BertModel"]})
 
 
-def test_what_a_family_does_not_have_is_refused_by_field():
-    values = shapes("Qwen3ForCausalLM", 0) | {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True}
-    with pytest.raises(ValueError, match="use_sliding_window: got True, expected False"):
+@pytest.mark.parametrize(
+    ("architecture", "field", "value", "message"),
+    [
+        ("Qwen3ForCausalLM", "use_sliding_window", True, "use_sliding_window: got True, expected False"),
+        ("DeepseekV3ForCausalLM", "scoring_func", "softmax", "scoring_func: got 'softmax', expected 'sigmoid'"),
+        ("DeepseekV3ForCausalLM", "num_key_value_heads", 99, "num_key_value_heads: got 99, expected"),
+        ("DeepseekV3ForCausalLM", "n_group", 5, "n_group: got 5, expected to divide"),
+        ("DeepseekV3ForCausalLM", "topk_group", 9, "topk_group: got 9, expected 1 to n_group"),
+        ("DeepseekV3ForCausalLM", "num_experts_per_tok", 17, "num_experts_per_tok: got 17, expected 1 to"),
+        (
+            "DeepseekV3ForCausalLM",
+            "quantization_config",
+            {"quant_method": "awq"},
+            "quantization_config.quant_method: got 'awq', expected 'fp8'",
+        ),
+        (
+            "DeepseekV3ForCausalLM",
+            "quantization_config",
+            {"quant_method": "fp8", "weight_block_size": [64, 64]},
+            r"quantization_config.weight_block_size: got \[64, 64\], expected \[128, 128\]",
+        ),
+    ],
+)
+def test_what_a_family_does_not_have_is_refused_by_field(architecture, field, value, message):
+    values = shapes(architecture, 0) | {"architectures": [architecture], field: value}
+    with pytest.raises(ValueError, match=message):
+        read_shape(values, (0, 1))
+
+
+def test_mscale_of_another_family_is_refused():
+    """It changes more than RoPE, and only DeepSeek's attention knows."""
+    scaled = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16, "mscale_all_dim": 1.0}
+    values = shapes("Qwen3ForCausalLM", 0) | {"architectures": ["Qwen3ForCausalLM"], "rope_scaling": scaled}
+    with pytest.raises(ValueError, match=r"rope_scaling\.mscale_all_dim: got 1\.0, expected none"):
         read_shape(values, (0, 1))
 
 
