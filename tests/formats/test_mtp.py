@@ -76,9 +76,9 @@ def deepseek(layers: int, dense: int, seed: int):
         max_position_embeddings=128,
         initializer_range=0.3,
         rms_norm_eps=1e-5,
-        num_nextn_predict_layers=1,
         eos_token_id=None,  # else 1 ends an answer, and what is sampled behind it is padding
     )
+    config.num_nextn_predict_layers = 1  # no field of its class
     return noisy(transformers.DeepseekV3ForCausalLM(config))
 
 
