@@ -37,6 +37,13 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+# libtpu reads XLA_FLAGS too, and ends the process at a flag that it does not know: CPUs are started here, by theirs.
+_FLAGS = os.environ.get("XLA_FLAGS", "").split()
+_OF_CPUS = [flag for flag in _FLAGS if flag.startswith("--xla_cpu_")]
+if _OF_CPUS:
+    jax.devices("cpu")
+    os.environ["XLA_FLAGS"] = " ".join(flag for flag in _FLAGS if flag not in _OF_CPUS)
+
 import hypothesis
 import pytest
 from jax._src import compilation_cache
