@@ -250,12 +250,15 @@ def write_run(folder: pathlib.Path, prompts: int = 64, **sections: Mapping[str, 
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Of a process that a test starts: JAX on CPUs, no hub, and this package from whatever folder.
+    """Of a process that a test starts: JAX on CPUs, no hub, no PyTorch, and this package from whatever folder.
 
-    XLA's flags are a user's: a verb runs what it compiles for longer than it compiles.
+    XLA's flags are a user's: a verb runs what it compiles for longer than it compiles. What one process compiled the
+    next one finds, apart from the tests' own cache: a process that is killed may leave half a file there.
     """
-    paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(REPOSITORY / "tests/started"), str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
     common = {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    if cache := getattr(jax.config, "jax_compilation_cache_dir"):  # noqa: B009
+        common |= {"JAX_COMPILATION_CACHE_DIR": f"{cache}/started", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     return {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | common | more
 
 

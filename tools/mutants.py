@@ -1,20 +1,24 @@
 """Breaks the code on purpose, one line at a time, and sees that the test which guards that line fails.
 
-    .venv/bin/python tools/mutants.py                        # all of tools/mutants.toml: 127 took an hour on 2 cores
+    .venv/bin/python tools/mutants.py                        # all of tools/mutants.toml
     .venv/bin/python tools/mutants.py --share 1/4            # every fourth, from the first on: for four machines
     .venv/bin/python tools/mutants.py --sample 8 --seed 3    # some of them
     .venv/bin/python tools/mutants.py --name scratch-slots   # one
 
-Each mutant is applied to a temporary copy of the files that git knows. It must be caught by its own test, which must
-pass without it. Ends with status 1 where one survives, its pattern is not there exactly once, or its test fails anyway.
+First all their tests run once, without a mutant. Then each mutant is applied to a temporary copy of the files that git
+knows, two at a time; it must be caught by its own test. Ends with status 1 where one survives, its pattern is not there
+exactly once, or its test fails anyway.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
+import concurrent.futures
 import dataclasses
 import os
 import pathlib
+import queue
 import random
 import re
 import shutil
@@ -23,11 +27,13 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections.abc import Sequence
+from xml.etree import ElementTree
 
 HUNG = -1
 ROOT = pathlib.Path(__file__).parents[1]
 TABLE = ROOT / "tools/mutants.toml"
-TIMEOUT = 900  # seconds for a test without its mutant
+WORKERS = 2
 _SLOWER = 4  # a mutant whose test takes so many times as long, and two minutes, hangs: that counts as caught
 
 
@@ -79,10 +85,12 @@ def copy(folder: pathlib.Path) -> None:
             shutil.copy(ROOT / name, folder / name)
 
 
-def run_test(folder: pathlib.Path, test: str, timeout: float) -> tuple[int, str]:
-    """Runs one test in the copy; pytest's exit status (1: it failed) and what it printed."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=short", test]
+def run_tests(folder: pathlib.Path, tests: Sequence[str], *more: str, timeout: float | None = None) -> tuple[int, str]:
+    """Runs tests of the copy; pytest's exit status (1: one failed) and what it printed."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", *more, *tests]
     environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    # One cache for all: most of what a test compiles is the same without its mutant.
+    environment["JAX_COMPILATION_CACHE_DIR"] = str(folder.parent / "cache")
     process = subprocess.Popen(
         command,
         cwd=folder,
@@ -104,34 +112,83 @@ def run_test(folder: pathlib.Path, test: str, timeout: float) -> tuple[int, str]
     return process.returncode, output
 
 
-def check(folder: pathlib.Path, mutant: Mutant, sound: dict[str, tuple[str, float]]) -> str:
-    """What is wrong with a mutant, in one sentence; empty where its test, and nothing else, catches it.
+@dataclasses.dataclass(frozen=True)
+class Sound:
+    """How a test ended without any mutant: what it printed where it did not pass, and the seconds that it took."""
 
-    Args:
-        sound: test -> what was wrong with it before any mutant, and the seconds it took; filled in here.
-    """
+    problem: str
+    seconds: float
+
+
+def run_sound(folder: pathlib.Path, tests: Sequence[str]) -> dict[str, Sound]:
+    """Runs every test once, all of them together, and says of each how it ended."""
+    report = folder.parent / "sound.xml"
+    named = ["-n", str(WORKERS), "--dist", "worksteal", f"--junitxml={report}", "-o", "junit_family=xunit1"]
+    status, output = run_tests(folder, tests, *named)
+    ended: dict[str, list[ElementTree.Element]] = collections.defaultdict(list)
+    for case in ElementTree.parse(report).getroot().iter("testcase") if report.exists() else ():
+        node = f"{case.get('file')}::{case.get('name')}"
+        for test in {node, node.partition("[")[0]}:
+            ended[test].append(case)
+    found = {}
+    for test in tests:
+        problem = "" if any(not len(case) for case in ended[test]) else f"not run, status {status}\n{output[-2000:]}"
+        problem = next(
+            (part.text or "" for case in ended[test] for part in case if part.tag in ("failure", "error")), problem
+        )
+        found[test] = Sound(problem, sum(float(case.get("time") or 0) for case in ended[test]))
+    return found
+
+
+def check(folder: pathlib.Path, mutant: Mutant, sound: Sound) -> str:
+    """What is wrong with a mutant, in one sentence; empty where its test, and nothing else, catches it."""
+    if sound.problem:
+        return f"{mutant.test} without the mutant: {sound.problem[-2000:]}"
     try:
         text = mutate(folder, mutant)
     except ValueError as error:
         return str(error)
-    if mutant.test not in sound:
-        start = time.monotonic()
-        status, output = run_test(folder, mutant.test, TIMEOUT)
-        problem = "" if status == 0 else f"status {status} without the mutant\n{output[-2000:]}"
-        sound[mutant.test] = problem, time.monotonic() - start
-    problem, seconds = sound[mutant.test]
-    if problem:
-        return f"{mutant.test}: {problem}"
     path = folder / mutant.file
     original = path.read_text()
     path.write_text(text)
     try:
-        status, output = run_test(folder, mutant.test, 120 + _SLOWER * seconds)
+        status, output = run_tests(folder, [mutant.test], "-x", timeout=120 + _SLOWER * sound.seconds)
     finally:
         path.write_text(original)
     if status == 0:
         return f"survived {mutant.test}"
     return "" if status in (1, HUNG) else f"{mutant.test}: status {status}, expected a failing test\n{output[-2000:]}"
+
+
+def check_all(mutants: Sequence[Mutant]) -> int:
+    """Says of each mutant what became of it. Returns how many were not caught."""
+    wrong, copies = 0, queue.SimpleQueue[pathlib.Path]()
+    with tempfile.TemporaryDirectory(prefix="mutants-") as name:
+        folders = [pathlib.Path(name) / str(worker) for worker in range(WORKERS)]
+        for folder in folders:
+            copy(folder)
+            copies.put(folder)
+        start = time.monotonic()
+        tests = sorted({mutant.test for mutant in mutants})
+        sound = run_sound(folders[0], tests)
+        print(f"{len(tests)} tests without a mutant: {time.monotonic() - start:.0f} s", flush=True)
+
+        def judge(mutant: Mutant) -> tuple[str, float]:
+            folder, start = copies.get(), time.monotonic()
+            try:
+                return check(folder, mutant, sound[mutant.test]), time.monotonic() - start
+            finally:
+                copies.put(folder)
+
+        with concurrent.futures.ThreadPoolExecutor(WORKERS) as threads:
+            for number, (mutant, (problem, seconds)) in enumerate(
+                zip(mutants, threads.map(judge, mutants), strict=True), start=1
+            ):
+                wrong += bool(problem)
+                verdict = problem or f"caught by {mutant.test}"
+                print(f"{number}/{len(mutants)} {mutant.name} ({seconds:.0f} s): {verdict}", flush=True)
+    print(f"{len(mutants) - wrong} of {len(mutants)} caught")
+    return wrong
 
 
 def main() -> None:
@@ -151,19 +208,7 @@ def main() -> None:
         mutants = random.Random(arguments.seed).sample(mutants, min(arguments.sample, len(mutants)))
     part, parts = arguments.share
     mutants = mutants[part - 1 :: parts]
-    wrong = 0
-    sound: dict[str, tuple[str, float]] = {}
-    with tempfile.TemporaryDirectory(prefix="mutants-") as name:
-        folder = pathlib.Path(name)
-        copy(folder)
-        for number, mutant in enumerate(mutants, start=1):
-            start = time.monotonic()
-            problem = check(folder, mutant, sound)
-            wrong += bool(problem)
-            verdict = problem or f"caught by {mutant.test}"
-            print(f"{number}/{len(mutants)} {mutant.name} ({time.monotonic() - start:.0f} s): {verdict}", flush=True)
-    print(f"{len(mutants) - wrong} of {len(mutants)} caught")
-    sys.exit(wrong > 0)
+    sys.exit(check_all(mutants) > 0)
 
 
 if __name__ == "__main__":

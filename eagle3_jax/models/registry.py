@@ -24,7 +24,6 @@ import jax
 import jax.numpy as jnp
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from transformers import AutoTokenizer
 
 from eagle3_jax import manifest, processes
 from eagle3_jax.config import TargetConfig
@@ -131,6 +130,10 @@ def read_config(folder: pathlib.Path, aux_layers: tuple[int, ...] | None = None)
 
 def load_tokenizer(target: str | pathlib.Path) -> Any:
     """The fast tokenizer of a target (name or folder), with its chat template. Raises TargetError."""
+    # Imported here: that of PyTorch, where there is one, takes seconds. Where there is none, nobody needs to hear of it.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers import AutoTokenizer
+
     folder = fetch(target) if isinstance(target, str) else target
     try:
         return AutoTokenizer.from_pretrained(folder)

@@ -34,7 +34,7 @@ def peers(tmp_path):
 def test_training_is_specforge_s_and_speculators_(peers):
     ended = subprocess.run(
         [sys.executable, str(ROOT / "tools/parity.py"), str(peers), "--seeds", "1"],
-        env=tiny.environment(),  # a process of its own: it puts nothing in place of what the peers import
+        env=tiny.environment(PYTHONPATH=str(ROOT)),  # a process of its own: the peers' imports stay there; with PyTorch
         capture_output=True,
         text=True,
         timeout=280,
