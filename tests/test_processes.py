@@ -162,8 +162,15 @@ def test_what_ends_one_process_ends_all_with_its_sentence(case, statuses, senten
 
 @pytest.mark.any_jax
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["barrier", "collective"])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    ("victim", "where"),
+    [
+        (0, "collective"),
+        (1, "barrier"),
+        pytest.param(0, "barrier", marks=pytest.mark.long),
+        pytest.param(1, "collective", marks=pytest.mark.long),
+    ],
+)
 def test_a_killed_process_is_missed(victim, where):
     start = time.monotonic()
     ends = run(f"{victim} {where}")

@@ -64,7 +64,7 @@ def test_what_a_model_drafts_for_itself_is_accepted(model, itself, temperature):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sample_drafts", [False, True])
+@pytest.mark.parametrize("sample_drafts", [pytest.param(False, marks=pytest.mark.long), True])
 def test_sampled_tokens_have_the_target_s_distribution(toy, model, small, sample_drafts):
     """The second token of 4,096 answers against the exact distribution, by chi-square."""
     samples, prompt = 4096, np.array([3, 14, 15, 9, 2, 6], np.int32)

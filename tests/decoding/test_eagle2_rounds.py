@@ -137,7 +137,7 @@ def test_the_engine_takes_it(toy, model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sample_drafts", [False, True])
+@pytest.mark.parametrize("sample_drafts", [pytest.param(False, marks=pytest.mark.long), True])
 def test_sampled_tokens_have_the_target_s_distribution(toy, model, sample_drafts):
     """The second token of 4,096 answers against the exact distribution, by chi-square."""
     samples, prompt = 4096, np.array([3, 14, 15, 9, 2, 6], np.int32)

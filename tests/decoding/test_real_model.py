@@ -58,7 +58,11 @@ def drafting(monkeypatch, propose):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batches", [1, pytest.param(4, marks=pytest.mark.long)])
-@pytest.mark.parametrize("tree", [None, CHAIN, TREE], ids=["vanilla", "chain", "tree"])
+@pytest.mark.parametrize(
+    "tree",
+    [pytest.param(None, marks=pytest.mark.any_jax), pytest.param(CHAIN, marks=pytest.mark.long), TREE],
+    ids=["vanilla", "chain", "tree"],
+)
 def test_answers_are_llama_cpp_s(target, draft, tree, batches, monkeypatch):
     """16 or 64 prompts, 32 tokens of each. Every third draft is wrong; in the tree the right one is a second child."""
     ids, answers = [c["token_ids"] for c in GOLDEN], np.array([(c["answer"] + [0] * 32)[:32] for c in GOLDEN])

@@ -157,6 +157,7 @@ def test_several_answers_to_one_prompt_differ_and_repeat(engine):
     assert alone.token_ids == first[0].token_ids
 
 
+@pytest.mark.any_jax
 @pytest.mark.slow
 def test_in_another_order_drawn_answers_differ_at_borders_alone(engine):
     """Other prompts are read together then, and sums rounded otherwise. `sampling.draw` inverts running sums of blocks,
@@ -207,6 +208,7 @@ def test_a_prefix_is_read_once_and_changes_nothing(toy):
         assert accepted == fresh  # the draft's part of the prefix is right too
 
 
+@pytest.mark.any_jax
 @pytest.mark.slow
 @pytest.mark.parametrize("page_size", [16, pytest.param(64, marks=pytest.mark.long), 256])
 def test_page_sizes_change_nothing(toy, page_size):
@@ -220,6 +222,7 @@ def test_page_sizes_change_nothing(toy, page_size):
     assert [answer.token_ids for answer in got] == [answer.token_ids for answer in expected]
 
 
+@pytest.mark.any_jax
 @pytest.mark.slow
 def test_requests_wait_where_pages_are_short_and_nothing_is_thrown_out(toy):
     """Room for one request of full length: places are free, pages are not."""
@@ -233,6 +236,7 @@ def test_requests_wait_where_pages_are_short_and_nothing_is_thrown_out(toy):
         make(toy, page_size=16, kv_tokens=128)
 
 
+@pytest.mark.any_jax
 @pytest.mark.slow
 def test_long_prompts_are_read_in_stretches_between_the_others_rounds(toy, monkeypatch):
     """A long prompt does not stop the others, and its answer is the one it has alone."""
@@ -284,6 +288,7 @@ def test_aborted_late_and_refused_requests_leave_nothing(toy):
     assert (stats.running, stats.waiting, stats.free_pages, stats.refused) == (0, 0, idle, 1)
 
 
+@pytest.mark.any_jax
 @pytest.mark.slow
 def test_a_request_whose_logits_are_no_numbers_fails_alone(toy):
     """And its pages are given to others, who read nothing of it."""
@@ -391,6 +396,7 @@ def test_threads_share_an_engine(toy):
     assert [got[i] for i in range(12)] == expected
 
 
+@pytest.mark.any_jax
 @pytest.mark.parametrize(
     "count",
     [
@@ -405,6 +411,7 @@ def test_a_soak_of_mixed_traffic_leaks_nothing_and_answers_each_once(toy, count)
     soak(engine, Engine(noisy(toy), Tokenizer(), **size), 24, count)
 
 
+@pytest.mark.any_jax
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.long)])
 def test_a_soak_of_tiers_that_take_turns(toy, monkeypatch, count):
@@ -520,6 +527,7 @@ def test_half_a_million_greedy_tokens_are_vanilla_s(toy):
     assert compared > 500_000
 
 
+@pytest.mark.any_jax
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
 def test_narrow_keys_and_values_decode_the_same_with_drafts_and_without(toy, kv_dtype):
@@ -534,6 +542,7 @@ def test_narrow_keys_and_values_decode_the_same_with_drafts_and_without(toy, kv_
     assert engine._runner._state.cache.keys[0].dtype == kv_dtype
 
 
+@pytest.mark.any_jax
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("packed", "most", "expected"),
@@ -576,6 +585,7 @@ def test_stretches_are_those_with_least_padding():
         assert sizes.chunk_for(left) == expected, left
 
 
+@pytest.mark.any_jax
 @pytest.mark.slow
 def test_those_who_wait_are_not_looked_at_each_turn(toy, monkeypatch):
     """There may be thousands, and a turn takes milliseconds."""
@@ -586,6 +596,7 @@ def test_those_who_wait_are_not_looked_at_each_turn(toy, monkeypatch):
     assert len(looked) <= 2 * engine.stats().dispatches
 
 
+@pytest.mark.any_jax
 @pytest.mark.slow
 def test_thousands_that_wait_are_aborted_at_once(toy):
     """A verb that is told to stop has seconds."""

@@ -34,6 +34,7 @@ def test_sharded_target_decodes_alike(toy):
     assert split.blocks[0].attention.qkv[...].sharding.spec[1] == "model"
 
 
+@pytest.mark.any_jax
 @pytest.mark.slow
 @pytest.mark.parametrize("sample_drafts", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_sharded_target_samples_alike(toy, sample_drafts):

@@ -119,12 +119,15 @@ FORMS = [
 
 @pytest.mark.parametrize(
     ("chip", "options"),
-    [
+    [  # every form for one of the chips, and for all of them in the long tests
         pytest.param(
-            chip, options, marks=pytest.mark.slow if chip == "v6e" else pytest.mark.long, id=f"{chip} {options}"
+            chip,
+            options,
+            marks=pytest.mark.slow if (i - j) % len(CHIPS) == 0 else pytest.mark.long,
+            id=f"{chip} {options}",
         )
-        for chip in CHIPS
-        for options in FORMS
+        for i, chip in enumerate(CHIPS)
+        for j, options in enumerate(FORMS)
     ],
 )
 def test_compiles_in_every_form(chip, options):

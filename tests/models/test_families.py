@@ -24,6 +24,8 @@ from eagle3_jax.models.weights import load_model, parameter_path
 
 TOKENS = 24
 VOCABULARY = 96
+# Of eight random shapes, each of many families, two every day.
+SEEDS = [0, 4, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2, 3, 5, 6, 7))]
 
 # Families that transformers has no class for, and whose layers they share.
 SAME_AS = {"MiMoForCausalLM": "Qwen2ForCausalLM"}
@@ -163,7 +165,7 @@ def cached(model: TargetModel, tokens: jax.Array, sizes: list[int]) -> tuple[jax
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("architecture", [family.config.architecture for family in FAMILIES])
 def test_it_equals_transformers(tmp_path, architecture, seed):
     """Logits and aux states at every boundary but the last, of which transformers says the final norm."""
