@@ -78,6 +78,7 @@ def test_every_command_is_understood(command, monkeypatch):
                 assert word in shown.stdout, f"{word}: not a flag of {what}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
     [pytest.param(page, id=page.name, marks=[] if page.name == "README.md" else MORE) for page in PAGES],

@@ -119,6 +119,7 @@ def test_a_run_writes_results_metrics_and_checkpoints(finished, target):
     assert all(np.isfinite(leaf).all() for leaf in leaves(config, target))
 
 
+@pytest.mark.slow
 def test_finished_work_is_not_done_again(finished, target, capsys):
     config, results = finished
     assert train.train(config, target) == json.loads(json.dumps(results))

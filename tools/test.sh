@@ -6,7 +6,11 @@
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 case "${1:-}" in
-  fast) select=(-m "not slow and not long") ;;
+  fast)
+    select=(-m "not slow and not long")
+    # Most of the time goes to compiling, less of it without LLVM's optimizer.
+    export XLA_FLAGS=${XLA_FLAGS:---xla_backend_optimization_level=0}
+    ;;
   "") select=(-m "not long") ;;
   long) select=(-m "not long" --hypothesis-profile=long) ;;
   *) fail "got '$1', expected nothing, 'fast' or 'long'." ;;

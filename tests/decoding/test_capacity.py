@@ -97,7 +97,8 @@ def test_a_decode_to_the_last_slot_says_what_vanilla_says(toy, vanilla, name):
     check_committed(states)
 
 
-@pytest.mark.parametrize("name", ["chain3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("deep", "wide"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["chain3", "deep", "wide"])
 def test_without_scratch_slots_committed_entries_would_be_lost(toy, name):
     """The test above can fail: caches too small by a round's writes do lose what is committed."""
     tree = TREES[name]

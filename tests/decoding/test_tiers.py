@@ -59,6 +59,7 @@ def test_a_tier_for_every_dispatch_and_the_tokens_are_vanilla_s(engine, vanilla,
     assert max(answer.stats.acceptance_length for answer in got) > 1.3
 
 
+@pytest.mark.slow
 def test_a_head_that_drafts_has_read_everything(engine, monkeypatch):
     """Whoever was decoded without it, and joined or left meanwhile."""
     take_turns(engine, monkeypatch, [tiers.VANILLA, tiers.LOOKUP, tiers.CHAIN])
@@ -159,6 +160,7 @@ def test_a_head_whose_numbers_are_none_is_reported_and_rests_until_there_is_anot
     assert count == every > 0
 
 
+@pytest.mark.slow
 def test_requests_without_drafts_take_none_whatever_they_would_cost(toy, monkeypatch):
     monkeypatch.setattr(tiers, "WITH_HEAD", FEW)
     engine = Engine(toy.target, Tokenizer(), toy.good, **SIZES)

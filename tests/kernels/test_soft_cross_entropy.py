@@ -44,7 +44,7 @@ def random_inputs(seed, k=3, b=2, t=11, h=8, v=20):
 
 
 # Positions one by one; a last block that is not full; all at once.
-@pytest.mark.parametrize("block", [pytest.param(1, marks=pytest.mark.slow), 8, 100])
+@pytest.mark.parametrize("block", [*(pytest.param(block, marks=pytest.mark.slow) for block in (1, 8)), 100])
 def test_loss_and_gradients_equal_the_reference_for_any_block(block):
     hidden, rows, *rest = random_inputs(block)
 

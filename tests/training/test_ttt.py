@@ -24,6 +24,7 @@ def target(head_config):
     return Llama(config, rngs=nnx.Rngs(3))
 
 
+@functools.partial(jax.jit, static_argnums=4)
 def draft_sequentially(target, head, tokens, aux, steps):
     """Drafts from every prefix of one document, each a sequence of its own: [steps, prefixes, H].
 
@@ -73,6 +74,7 @@ def test_every_step_equals_sequential_drafting(new_head, target, make_batch, fla
     np.testing.assert_allclose(parallel[:, 0, : length - STEPS], sequential, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_the_steps_differ(head, target, make_batch):
     """What the test above compares is not trivially equal."""
     states = training_time_test(head, target.embed[...], make_batch([[12]], 12), STEPS)
