@@ -15,7 +15,7 @@ from eagle3_jax.models.deepseek_v3 import DeepseekV3Config
 from eagle3_jax.models.entries import Entry
 from eagle3_jax.models.head import Draft
 from eagle3_jax.models.mimo import MimoConfig
-from eagle3_jax.models.mtp import MtpConfig, MtpHead
+from eagle3_jax.models.mtp import MtpHead
 from eagle3_jax.models.registry import Target
 from eagle3_jax.models.target import ModelConfig
 from eagle3_jax.models.weights import WeightsError, locate, misfits, parameter_path, reader
@@ -33,7 +33,7 @@ def abstract(shape: ModelConfig, dtype: Any, field: str = "draft") -> MtpHead:
     if type(shape) not in _LAYERS:
         raise ValueError(f"{field}: got 'mtp', expected a head's folder: {shape.architecture} has no such layer")
     head, _ = _LAYERS[type(shape)]
-    return nnx.eval_shape(lambda: head(MtpConfig(shape), dtype=dtype, rngs=nnx.Rngs(0)))
+    return nnx.eval_shape(lambda: head(shape, dtype=dtype, rngs=nnx.Rngs(0)))
 
 
 def load(target: Target, dtype: Any) -> Draft:

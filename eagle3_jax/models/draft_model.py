@@ -8,7 +8,6 @@ slot 0 holds the first token of the text, of which no pair tells.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,53 +15,18 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.kernels.linear_cpu import Panels
 from eagle3_jax.models.cache import KVCache
-from eagle3_jax.models.head import Head
-from eagle3_jax.models.target import ModelConfig, TargetModel
-
-
-@dataclasses.dataclass(frozen=True)
-class DraftModelConfig:
-    """What rounds ask of the shape of a head, for a model."""
-
-    model: ModelConfig
-
-    @property
-    def vocab_size(self) -> int:
-        return self.model.vocab_size
-
-    @property
-    def draft_vocab_size(self) -> int:
-        return self.model.vocab_size
-
-    @property
-    def hidden_size(self) -> int:
-        return self.model.hidden_size
-
-    @property
-    def max_position_embeddings(self) -> int:
-        return self.model.max_position_embeddings
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        return ()
-
-    @property
-    def num_aux_layers(self) -> int:
-        return 0
-
-    @property
-    def target_hidden_size(self) -> int:
-        return 0
+from eagle3_jax.models.head import Head, ShapeOfModel
+from eagle3_jax.models.target import TargetModel
 
 
 class DraftModel(Head):
     """A model of any family of targets; its state is the last hidden state behind the final norm."""
 
-    config: DraftModelConfig
+    config: ShapeOfModel
 
     def __init__(self, model: TargetModel) -> None:
         self.model = model.observed_at(())
-        self.config = DraftModelConfig(self.model.config)
+        self.config = ShapeOfModel(self.model.config)
 
     def fuse(self, aux: Float[Array, "b t aux"]) -> Float[Array, "b t aux"]:
         """No state of the target: nothing to fuse."""

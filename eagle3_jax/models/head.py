@@ -14,6 +14,7 @@ from eagle3_jax.kernels.linear_cpu import Panels
 from eagle3_jax.kernels.vocabulary import vocabulary_logits, vocabulary_top_k
 from eagle3_jax.models.cache import KVCache
 from eagle3_jax.models.layers import embeddings
+from eagle3_jax.models.target import ModelConfig
 
 
 class Head(nnx.Module):
@@ -121,6 +122,50 @@ class Head(nnx.Module):
     def empty_pages(self, pages: int, page_size: int) -> KVCache:
         c = self.config
         return KVCache.pages(1, pages, c.num_key_value_heads, page_size, c.head_dim, self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShapeOfModel:
+    """`Head.config` of a draft whose shape is a model's: the target itself (MTP) or a smaller one.
+
+    Attributes:
+        aux_layers: what it reads of the target, which then has the model's hidden size.
+    """
+
+    model: ModelConfig
+    aux_layers: tuple[int, ...] = ()
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.vocab_size
+
+    @property
+    def draft_vocab_size(self) -> int:
+        return self.model.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        return self.model.hidden_size
+
+    @property
+    def num_key_value_heads(self) -> int:
+        return self.model.num_key_value_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.model.head_dim
+
+    @property
+    def max_position_embeddings(self) -> int:
+        return self.model.max_position_embeddings
+
+    @property
+    def num_aux_layers(self) -> int:
+        return len(self.aux_layers)
+
+    @property
+    def target_hidden_size(self) -> int:
+        return self.hidden_size if self.aux_layers else 0
 
 
 @jax.tree_util.register_dataclass

@@ -7,7 +7,6 @@ takes its place from then on. Embeddings and LM head are the target's own.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -15,68 +14,25 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from eagle3_jax.models.head import Head
+from eagle3_jax.models.head import Head, ShapeOfModel
 from eagle3_jax.models.layers import linear, normal, ones, rms_norm
 from eagle3_jax.models.target import ModelConfig, final_boundary, rotary
 
 
-@dataclasses.dataclass(frozen=True)
-class MtpConfig:
-    """The layer has the target's own shape."""
-
-    target: ModelConfig
-
-    @property
-    def vocab_size(self) -> int:
-        return self.target.vocab_size
-
-    @property
-    def draft_vocab_size(self) -> int:
-        return self.target.vocab_size
-
-    @property
-    def hidden_size(self) -> int:
-        return self.target.hidden_size
-
-    @property
-    def target_hidden_size(self) -> int:
-        return self.target.hidden_size
-
-    @property
-    def num_key_value_heads(self) -> int:
-        return self.target.num_key_value_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.target.head_dim
-
-    @property
-    def max_position_embeddings(self) -> int:
-        return self.target.max_position_embeddings
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        return (final_boundary(self.target.num_hidden_layers),)
-
-    @property
-    def num_aux_layers(self) -> int:
-        return 1
-
-
 class MtpHead(Head):
-    """`fc` [2H, H]."""
+    """`fc` [2H, H]; the layer has the target's own shape."""
 
     block_type: ClassVar[Callable[..., Any]]  # as `TargetModel.block`
-    config: MtpConfig
+    config: ShapeOfModel
 
-    def __init__(self, config: MtpConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs) -> None:
-        h = config.hidden_size
-        self.config = config
+    def __init__(self, target: ModelConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs) -> None:
+        h = target.hidden_size
+        self.config = ShapeOfModel(target, aux_layers=(final_boundary(target.num_hidden_layers),))
         self.token_norm, self.hidden_norm = ones(h, dtype), ones(h, dtype)
         self.fc = normal((2 * h, h), dtype, rngs)
-        self.block = self.block_type(config.target, config.target.num_hidden_layers, dtype=dtype, rngs=rngs)
+        self.block = self.block_type(target, target.num_hidden_layers, dtype=dtype, rngs=rngs)
         self.norm = ones(h, dtype)
-        self.lm_head = normal((config.vocab_size, h), dtype, rngs)
+        self.lm_head = normal((target.vocab_size, h), dtype, rngs)
 
     def fuse(self, aux: Float[Array, "b t aux"]) -> Float[Array, "b t h"]:
         """The feature is the state itself."""
@@ -93,7 +49,7 @@ class MtpHead(Head):
         positions: Int[Array, "b t"],
         attend: Callable[[Array, Array, Array], Array],
     ) -> Float[Array, "b t h"]:
-        c = self.config.target
+        c = self.config.model
         tokens = rms_norm(embeds, self.token_norm[...], c.rms_norm_eps)
         hidden = rms_norm(features, self.hidden_norm[...], c.rms_norm_eps)
         x = self.block(linear(self.joined(tokens, hidden), self.fc[...]), rotary(c, positions), attend)

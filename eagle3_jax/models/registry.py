@@ -130,7 +130,7 @@ def read_config(folder: pathlib.Path, aux_layers: tuple[int, ...] | None = None)
 
 def load_tokenizer(target: str | pathlib.Path) -> Any:
     """The fast tokenizer of a target (name or folder), with its chat template. Raises TargetError."""
-    # Imported here: that of PyTorch, where there is one, takes seconds. Where there is none, nobody needs to hear of it.
+    # Imported here: it imports PyTorch, which takes seconds. Where there is none, nobody needs to hear of that.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
