@@ -3,6 +3,7 @@
 Kills are SIGKILL at random moments: most of them while the verb holds its folder, many during saves, some before.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -163,6 +164,12 @@ def wait_for_save(process: subprocess.Popen[str], run: pathlib.Path) -> None:
         time.sleep(0.002)
 
 
+def wait(process: subprocess.Popen[str], seconds: float) -> None:
+    """So long, or until the process has ended."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+
+
 # Of ten attempts: in the middle of its work, as soon as something is being written, before it holds its folder.
 MOMENTS = ("work", "save", "work", "save", "work", "save", "work", "start", "work", "save")
 
@@ -175,18 +182,20 @@ def kill_at_random(runs: Runs, verb: str, run: pathlib.Path, kills: int, rng: ra
     Returns:
         The moments of the kills.
     """
-    whole = runs.whole.seconds[verb]
+    whole = runs.whole.seconds[verb]  # with all that it compiled: the others take less
     killed: list[str] = []
     for attempt in range(4 * kills):
         if len(killed) == kills:
             break
         process, kind, begun = runs.start(verb, run), MOMENTS[attempt % len(MOMENTS)], time.monotonic()
         if kind == "start":
-            time.sleep(rng.uniform(0, whole / 3))
+            wait(process, rng.uniform(0, whole / 3))
         else:
             wait_for_lock(process, verb, run)
             left = max(whole - (time.monotonic() - begun), 0)
-            time.sleep(rng.uniform(0, (0.7 if kind == "save" else 1) * left))
+            wait(process, rng.uniform(0, (0.7 if kind == "save" else 1) * left))
+        if process.poll() is not None:
+            whole = min(whole, time.monotonic() - begun)
         if kind == "save":
             wait_for_save(process, run)
             time.sleep(rng.uniform(0, 0.02))

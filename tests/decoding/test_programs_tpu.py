@@ -47,7 +47,10 @@ CONFIG = LlamaConfig(
 )
 TARGETS = pathlib.Path(__file__).parents[2] / "configs/targets"
 # A target of configs/ -> what of it makes one layer of each kind.
-FEW_LAYERS = {"gpt_oss_20b": {"num_hidden_layers": 2}}  # a window, sinks, experts
+FEW_LAYERS = {
+    "gpt_oss_20b": {"num_hidden_layers": 2},  # a window, sinks, experts
+    "deepseek_v3": {"num_hidden_layers": 2, "first_k_dense_replace": 1},  # latent attention, grouped experts
+}
 VANILLA = None
 CHAIN = DraftTree(num_steps=4, topk=1, num_draft_tokens=5)
 TREE = DraftTree(num_steps=4, topk=4, num_draft_tokens=16)
@@ -138,6 +141,11 @@ def test_programs_compile_for_a_tpu(program, tree, greedy, topology):
 def test_a_window_sinks_and_experts_compile_for_a_tpu():
     """Known and left: libtpu's ragged product copies the experts (1.5 GiB a layer), as Llama's weights are not."""
     check("decode", TREE, True, "v6e:1x1", few_layers("gpt_oss_20b"), limit=4608)
+
+
+@pytest.mark.long
+def test_latent_attention_and_grouped_experts_compile_for_a_tpu():
+    check("decode", TREE, True, "v5p:1x1x1", few_layers("deepseek_v3"), limit=4608)
 
 
 def check(program: str, tree: Any, greedy: bool, topology: str, config: ModelConfig, limit: int) -> None:
