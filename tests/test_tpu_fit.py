@@ -145,7 +145,8 @@ def test_decoding_takes_little_beside_weights_and_caches(tmp_path):
     """No weights in another layout, nothing kept of each layer: Llama-3.1-8B with 4 of its layers."""
     values = json.loads((TARGETS / "llama31_8b/config.json").read_text()) | {"num_hidden_layers": 4}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    run = ROOT / "configs/llama31_8b.yaml", "--target.name", tmp_path, "--mesh.model", "4"
+    layers = "--target.aux-layers", "1", "2", "3"
+    run = ROOT / "configs/llama31_8b.yaml", "--target.name", tmp_path, *layers, "--mesh.model", "4"
     done = fit(*run, "--topology", "v5e:2x2", "--verbs", "evaluate", "--json", tmp_path / "rows.json")
     assert done.returncode == 0, done.stdout + done.stderr
     prefill, rounds = json.loads((tmp_path / "rows.json").read_text())
