@@ -85,12 +85,17 @@ def copy(folder: pathlib.Path) -> None:
             shutil.copy(ROOT / name, folder / name)
 
 
+def cache_of(folder: pathlib.Path) -> pathlib.Path:
+    """JAX's compilation cache for what runs in this copy."""
+    return folder.with_suffix(".cache")
+
+
 def run_tests(folder: pathlib.Path, tests: Sequence[str], *more: str, timeout: float | None = None) -> tuple[int, str]:
     """Runs tests of the copy; pytest's exit status (1: one failed) and what it printed."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", *more, *tests]
     environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    # One cache for all: most of what a test compiles is the same without its mutant.
-    environment["JAX_COMPILATION_CACHE_DIR"] = str(folder.parent / "cache")
+    # Most of what a test compiles is the same without its mutant.
+    environment["JAX_COMPILATION_CACHE_DIR"] = str(cache_of(folder))
     process = subprocess.Popen(
         command,
         cwd=folder,
@@ -109,6 +114,8 @@ def run_tests(folder: pathlib.Path, tests: Sequence[str], *more: str, timeout: f
         if process.poll() is None:  # its own children with it
             os.killpg(process.pid, 9)
             process.communicate()
+            # Half a file there would fail the next test with a warning, and its mutant would count as caught.
+            shutil.rmtree(cache_of(folder), ignore_errors=True)
     return process.returncode, output
 
 
@@ -171,6 +178,9 @@ def check_all(mutants: Sequence[Mutant]) -> int:
         start = time.monotonic()
         tests = sorted({mutant.test for mutant in mutants})
         sound = run_sound(folders[0], tests)
+        for folder in folders[1:]:
+            if cache_of(folders[0]).exists():
+                shutil.copytree(cache_of(folders[0]), cache_of(folder))
         print(f"{len(tests)} tests without a mutant: {time.monotonic() - start:.0f} s", flush=True)
 
         def judge(mutant: Mutant) -> tuple[str, float]:
