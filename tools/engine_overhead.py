@@ -68,9 +68,12 @@ def gap(engine: Engine, prompts: list[list[int]]) -> float:
         while any(request is None or request.read < len(request.ids) for request in engine._places):
             engine._turn()
         engine._runner.wait()
+        width = engine.batch_size
         start = time.perf_counter()
         for _ in range(dispatches):
-            engine._runner.decode((), programs.ROUNDS, engine.batch_size, tier=engine.tiers.default, greedy=True)
+            engine._runner.decode(
+                (), range(width), programs.ROUNDS, width, width=width, tier=engine.tiers.default, greedy=True
+            )
         engine._runner.wait()
         seconds = time.perf_counter() - start
         for request in filter(None, list(engine._places)):

@@ -134,8 +134,8 @@ def run_sound(folder: pathlib.Path, tests: Sequence[str]) -> dict[str, Sound]:
     status, output = run_tests(folder, tests, *named)
     ended: dict[str, list[ElementTree.Element]] = collections.defaultdict(list)
     for case in ElementTree.parse(report).getroot().iter("testcase") if report.exists() else ():
-        node = f"{case.get('file')}::{case.get('name')}"
-        for test in {node, node.partition("[")[0]}:
+        file, name = case.get("file", ""), case.get("name", "")
+        for test in {file, f"{file}::{name}", f"{file}::{name.partition('[')[0]}"}:
             ended[test].append(case)
     found = {}
     for test in tests:

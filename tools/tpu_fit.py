@@ -178,7 +178,10 @@ def decoding(
     max_tokens: int,
     greedy: bool,
 ) -> Iterator[Program]:
-    """The engine's two programs: prefill of the longest stretch of a prompt, and the rounds of a full batch."""
+    """The engine's two programs: prefill of the longest stretch of a prompt, and the rounds of a full batch.
+
+    Rounds of fewer requests are programs of fewer rows, over the same state: they need less.
+    """
     mesh = replicas(make_mesh(config.mesh, devices))[0].decoding_mesh
     target, draft = abstract_target(config, shape, mesh), None
     if tier.head:
@@ -206,7 +209,7 @@ def decoding(
         mesh,
         parts,
         {},
-        lambda: programs.decode.trace(models, state, cancelled, one, one, tier=tier, greedy=greedy),
+        lambda: programs.decode.trace(models, state, cancelled, None, one, one, tier=tier, greedy=greedy),
     )
 
 

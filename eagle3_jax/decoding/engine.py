@@ -17,7 +17,7 @@ import threading
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -176,7 +176,7 @@ class Engine:
         # Whether somebody who waits was aborted, and when the first of them is late: else none is looked at.
         self._aborted, self._first_deadline = False, math.inf
         self._cancelled: set[int] = set()  # places of requests that ended here, while the device runs them
-        # Of dispatches, and which requests took part; the tier of rounds, None of prompts.
+        # Of dispatches, and whose row is which; the tier of rounds, None of prompts.
         self._reports: collections.deque[tuple[jax.Array, dict[int, Request], Tier | None]] = collections.deque()
         self._changes = threading.Condition()  # guards `_waiting`; told of when something has been delivered
         self._driver = threading.Lock()  # one thread does the work at a time
@@ -368,16 +368,29 @@ class Engine:
         with self._driver:
             if running := self.stats().running:
                 raise RuntimeError(f"warm_up: got {running} running requests, expected none")
-            used: list[tuple[Tier, bool]] = []
+            useful: dict[int, Sequence[Tier]] = dict.fromkeys(self._runner.sizes.widths, self.tiers.tiers)
+            used: list[tuple[Tier, bool, int]] = []
             for greedy in (True,) if greedy_alone else (True, False):
-                # What is of no use to greedy requests is of less use to others, whose rounds cost more.
-                could_be = self.tiers.tiers if greedy else self.tiers.useful(greedy=True)
                 if len(self.tiers.tiers) > 1:
-                    self.tiers.price(self._costs(could_be, folder, greedy=greedy), greedy=greedy)
-                used += [(tier, greedy) for tier in self.tiers.useful(greedy=greedy)]
+                    # What is of no use to greedy requests is of less use to others, whose rounds cost more.
+                    useful = self._price(useful, folder, greedy=greedy)
+                used += [(tier, greedy, width) for width, tiers in useful.items() for tier in tiers]
             self._runner.compile(used, progress=progress)
 
-    def _costs(self, of: Sequence[Tier], folder: pathlib.Path | None, *, greedy: bool) -> costs.Costs:
+    def _price(
+        self, could_be: Mapping[int, Sequence[Tier]], folder: pathlib.Path | None, *, greedy: bool
+    ) -> dict[int, Sequence[Tier]]:
+        """Learns what rounds cost at each width. Returns the tiers that are of use there, of those that could be."""
+        known, useful, narrower = {}, {}, self.tiers.tiers
+        for width, those in could_be.items():
+            # What is of no use in few rows is of less use in many: rows only get dearer.
+            measured = self._costs([tier for tier in those if tier in narrower], folder, greedy=greedy, width=width)
+            known[width] = self.tiers.useful(measured)
+            useful[width] = narrower = [tier for tier in self.tiers.tiers if tier.name in known[width].rounds]
+        self.tiers.price(known, greedy=greedy)
+        return useful
+
+    def _costs(self, of: Sequence[Tier], folder: pathlib.Path | None, *, greedy: bool, width: int) -> costs.Costs:
         """What rounds of some tiers cost this engine on this machine."""
         config = None if self.draft is None else self.draft.head.config
         key = {
@@ -391,10 +404,11 @@ class Engine:
             "mesh": repr(self._runner.mesh),
             "tiers": [repr(tier) for tier in of],
             "greedy": greedy,
+            "width": width,
         }
 
         def measure() -> costs.Costs:
-            measured = self._runner.measure(of, greedy=greedy)
+            measured = self._runner.measure(of, greedy=greedy, width=width)
             self._forget_device()
             return measured
 
@@ -558,26 +572,30 @@ class Engine:
         }
         if not running:
             return
-        # A round takes as long with few requests as with many: the fewer run yet, the sooner the next prompts are read.
+        # The fewer run yet, the sooner the next prompts are read: one wide round takes less than several narrow ones.
         reading = sum(request is not None for request in self._places) - len(running)
         rounds = max(1, programs.ROUNDS * len(running) // (len(running) + reading))
         greedy = all(request.params.greedy for request in running.values())
         with self._changes:  # who waits for a place gets the first that falls free
             enough = 1 if self._waiting else self.batch_size
-        tier = self._next_tier(running.values(), rounds, greedy=greedy)
-        report = self._runner.decode(self._cancelled, rounds, enough, tier=tier, greedy=greedy)
+        width = self._runner.width_for(len(running))
+        tier = self._next_tier(running, rounds, greedy=greedy, width=width)
+        report, rows = self._runner.decode(
+            self._cancelled, list(running), rounds, enough, width=width, tier=tier, greedy=greedy
+        )
         self._cancelled.clear()
-        self._reports.append((report, running, tier))
+        self._reports.append((report, dict(zip(rows, running.values(), strict=True)), tier))
 
-    def _next_tier(self, running: Collection[Request], rounds: int, *, greedy: bool) -> Tier:
+    def _next_tier(self, running: Mapping[int, Request], rounds: int, *, greedy: bool, width: int) -> Tier:
         """How the next rounds are run; a head that rested catches up in front of those that need it."""
-        behind = any(request.behind for request in running)
-        seen = [request.acceptance for request in running]
-        drafts = any(request.drafts for request in running)
-        tier = self.tiers.choose(seen, greedy=greedy, behind=behind, rounds=rounds, drafts=drafts)
+        requests = running.values()
+        behind = any(request.behind for request in requests)
+        seen = [request.acceptance for request in requests]
+        drafts = any(request.drafts for request in requests)
+        tier = self.tiers.choose(seen, greedy=greedy, behind=behind, rounds=rounds, width=width, drafts=drafts)
         if tier.head and behind:
-            self._runner.catch_up()
-        for request in running:
+            self._runner.catch_up(self._cancelled, list(running), width=width)
+        for request in requests:
             request.behind = self.draft is not None and not tier.head
         return tier
 

@@ -3,13 +3,14 @@
 A tier is a way to run a round: without drafts, with a chain, with a tree. What a round of each costs was measured; what
 it accepts is learned while requests run. Expected tokens over cost decide. What is not the best by that belief is tried
 now and then, for a fixed share of the time: acceptance changes with the text, and a belief that is never tested stays
-wrong. Pure arithmetic on the host; time is the costs' own, so that all processes of a mesh decide alike.
+wrong. A cost belongs to a width (rows of the program), acceptance to the text. Pure arithmetic on the host; time is the
+costs' own, so that all processes of a mesh decide alike.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 # Share of the time that may go into tiers which are believed to be slower, and what may be lent of it at the start.
 EXPLORED = 0.01
@@ -32,14 +33,13 @@ class Promise:
 
     Attributes:
         accepted: drafts a round, as a guess. most: of them.
-        cost: of a round with drafts, in seconds. source: of its drafts; tiers of one source are good or bad together.
+        source: of its drafts; tiers of one source are good or bad together.
         wakes: its drafts come from the head, which must have read what was decoded while it rested.
         drafts: share of its rounds in which there is something to draft, as a guess; the others are vanilla decoding's.
     """
 
     accepted: float
     most: int
-    cost: float
     source: str
     wakes: bool
     drafts: float
@@ -69,11 +69,14 @@ class TierPolicy:
     """Chooses, and learns from what was accepted. The first tier is vanilla decoding.
 
     Args:
-        waking: seconds to let a head that rested read what was decoded meanwhile.
+        costs: by width: seconds of a round with drafts, of each tier that is taken there; of vanilla decoding always.
+        waking: by width: seconds to let a head that rested read what was decoded meanwhile.
     """
 
-    def __init__(self, tiers: Sequence[Promise], waking: float) -> None:
-        self.tiers, self.waking = list(tiers), waking
+    def __init__(
+        self, tiers: Sequence[Promise], costs: Mapping[int, Mapping[int, float]], waking: Mapping[int, float]
+    ) -> None:
+        self.tiers, self.costs, self.waking = list(tiers), costs, waking
         self.current = 0
         self._rounds = [0.0] * len(tiers)  # of single requests, old ones discounted
         self._accepted = [0.0] * len(tiers)
@@ -81,7 +84,7 @@ class TierPolicy:
         self._asked = [float(_PRIOR_ROUNDS)] * len(tiers)
         self._tried = [0] * len(tiers)  # the last dispatch of each
         self._dispatches = 0
-        self._budget = _LENT * tiers[0].cost
+        self._budget: float | None = None  # the first dispatch says how wide it is
 
     def accepted(self, tier: int) -> float:
         """Drafts a round that an average request is believed to accept.
@@ -96,39 +99,44 @@ class TierPolicy:
         return (self._accepted[tier] + prior * quality) / (self._rounds[tier] + _PRIOR_ROUNDS)
 
     def choose(
-        self, requests: Sequence[Acceptance], *, behind: bool, rounds: int, retired: Collection[str] = ()
+        self, requests: Sequence[Acceptance], *, behind: bool, rounds: int, width: int, retired: Collection[str] = ()
     ) -> int:
         """The tier of the next dispatch.
 
         Args:
             requests: of the running requests.
             behind: the head has not read all that they decoded.
-            rounds: that the dispatch will have.
+            rounds: that the dispatch will have. width: of its program.
             retired: sources whose tiers are not taken.
         """
         self._dispatches += 1
-        tiers = [i for i, tier in enumerate(self.tiers) if tier.source not in retired]
-        rates = [self._rate(i, requests, behind=behind, rounds=_AHEAD) for i in range(len(self.tiers))]
-        best = max(tiers, key=lambda i: rates[i] * (1 + _HYSTERESIS * (i == self.current)))
-        earned = EXPLORED * rounds * self.cost(best)
-        dearest = rounds * max(tier.cost for tier in self.tiers) + self.waking  # no more than a try can take is saved
-        self._budget = min(self._budget + earned, max(self._budget, dearest))
+        known = self.costs[width]
+        rates = {
+            i: self._rate(i, requests, behind=behind, rounds=_AHEAD, width=width)
+            for i in known
+            if self.tiers[i].source not in retired
+        }
+        best = max(rates, key=lambda i: rates[i] * (1 + _HYSTERESIS * (i == self.current)))
+        budget = _LENT * known[0] if self._budget is None else self._budget
+        dearest = rounds * max(known.values()) + self.waking[width]  # no more than a try can take is saved
+        budget = min(budget + EXPLORED * rounds * self.cost(best, width), max(budget, dearest))
         self.current = best
-        other = self._to_try(requests, rates, best, tiers)
+        other = self._to_try(requests, rates, best, known)
         if other is not None:
             # What the dispatch takes longer than the best tier would for as many tokens.
-            wasted = self._seconds(other, behind=behind, rounds=rounds)
+            wasted = self._seconds(other, behind=behind, rounds=rounds, width=width)
             wasted -= self._tokens(other, requests) * rounds / (rates[best] or 1)
-            if wasted <= self._budget:
-                self._budget -= max(wasted, 0)
+            if wasted <= budget:
+                budget -= max(wasted, 0)
                 best = other
+        self._budget = budget
         self._tried[best] = self._dispatches
         return best
 
-    def cost(self, tier: int) -> float:
+    def cost(self, tier: int, width: int) -> float:
         """Seconds of a round, with drafts or without."""
         share = self._drafted[tier] / self._asked[tier]
-        return share * self.tiers[tier].cost + (1 - share) * self.tiers[0].cost
+        return share * self.costs[width][tier] + (1 - share) * self.costs[width][0]
 
     def learn(self, tier: int, seen: Sequence[tuple[Acceptance, int, int]], drafted: int) -> None:
         """Learns from a dispatch.
@@ -158,22 +166,22 @@ class TierPolicy:
         promise, mean = self.tiers[tier], self.accepted(tier)
         return sum((1 + min(mean * request.factor(promise), promise.most) for request in requests), 0.0)
 
-    def _seconds(self, tier: int, *, behind: bool, rounds: int) -> float:
-        waking = self.waking if behind and self.tiers[tier].wakes else 0.0
-        return rounds * self.cost(tier) + waking
+    def _seconds(self, tier: int, *, behind: bool, rounds: int, width: int) -> float:
+        waking = self.waking[width] if behind and self.tiers[tier].wakes else 0.0
+        return rounds * self.cost(tier, width) + waking
 
-    def _rate(self, tier: int, requests: Sequence[Acceptance], *, behind: bool, rounds: int) -> float:
-        return rounds * self._tokens(tier, requests) / self._seconds(tier, behind=behind, rounds=rounds)
+    def _rate(self, tier: int, requests: Sequence[Acceptance], *, behind: bool, rounds: int, width: int) -> float:
+        return rounds * self._tokens(tier, requests) / self._seconds(tier, behind=behind, rounds=rounds, width=width)
 
     def _to_try(
-        self, requests: Sequence[Acceptance], rates: Sequence[float], best: int, tiers: Sequence[int]
+        self, requests: Sequence[Acceptance], rates: Mapping[int, float], best: int, known: Mapping[int, float]
     ) -> int | None:
         """The tier that was not tried for longest, of these that could be better than the best one."""
 
         def could_be_better(tier: int) -> bool:
             promise = self.tiers[tier]
             most = sum(1 + (promise.most if request.factor(promise) else 0) for request in requests)
-            return most / promise.cost > rates[best]
+            return most / known[tier] > rates[best]
 
-        others = [i for i in tiers if i != best and could_be_better(i)]
+        others = [i for i in rates if i != best and could_be_better(i)]
         return min(others, key=lambda i: self._tried[i], default=None)

@@ -1,8 +1,8 @@
 """The engine's programs: a fixed set, whatever the traffic.
 
-Prefill reads a stretch of a few prompts (one program for each of a few shapes), decode runs rounds of the whole batch
-(one program where all requests are greedy, one for everything else). The state is donated, so caches are written in
-place; what the host wants to know comes back as one array of int32 a dispatch.
+Prefill reads a stretch of a few prompts (one program for each of a few shapes), decode runs rounds of the requests that
+are there (one program for each of a few widths, where all requests are greedy and for everything else). The state is
+donated, so caches are written in place; what the host wants to know comes back as one array of int32 a dispatch.
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ ALONE = ((1, 256), (1, 1024))
 MOST_READ = 1024
 # What a dispatch costs beside its tokens, in tokens; padding is no better.
 _DISPATCH = 64
+# Rows of the decode programs, beside the whole batch (batch buckets): one client of a large batch pays for few rows.
+WIDTHS = (1, 4, 16, 64, 256)
+# Of `State`, what belongs to all places together: rows are gathered, pages stay where they are.
+_POOLS = ("cache", "draft_cache")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +93,11 @@ class Sizes:
         alone = [shape for shape in ALONE if math.prod(shape) < 2 * self.max_length]
         together = [shape for shape in PACKED[1:] if math.prod(shape) < 2 * self.max_length * (self.batch - 1)]
         return [*alone, *PACKED[:1], *together]
+
+    @property
+    def widths(self) -> list[int]:
+        """Rows of the decode programs, ascending."""
+        return [width for width in WIDTHS if width < self.batch] + [self.batch]
 
     def chunk_for(self, left: Sequence[int]) -> tuple[int, int]:
         """The prefill program for prompts with so many tokens left, the first one's turn: the least padding."""
@@ -344,24 +353,26 @@ def decode(
     models: Models,
     state: State,
     cancelled: Bool[Array, " b"],
+    places: Int[Array, " r"] | None,
     max_rounds: Int[Array, ""],
     enough: Int[Array, ""],
     *,
     tier: Tier,
     greedy: bool,
-) -> tuple[State, Int[Array, "b report"]]:
-    """Rounds of the batch, until `enough` more requests have ended.
+) -> tuple[State, Int[Array, "r report"]]:
+    """Rounds of some requests, until `enough` more of them have ended.
 
     Args:
-        cancelled: requests that the host ended.
+        cancelled: requests that the host ended: their pages may be another's by now.
+        places: of the requests in the batch, the batch's size where there is none; None runs the whole batch.
         max_rounds: at most `ROUNDS`.
 
     Returns:
-        The state, and a row for each place of the batch: see `progress.progress`.
+        The state, and a row for each of `places`: see `progress.progress`.
     """
+    whole, state = _take(state, cancelled, places)
     state = dataclasses.replace(
         state,
-        done=state.done | cancelled,
         limit=state.limit - state.num_output,
         output=jnp.zeros_like(state.output),
         num_output=jnp.zeros_like(state.num_output),
@@ -390,13 +401,38 @@ def decode(
     columns = [state.done, state.failed, *counts, state.accepted, state.ends, *tree, state.output]
     if not greedy and state.logprobs is not None:
         columns += _logprob_columns(state.logprobs)
-    return state, _report(columns)
+    return _put_back(whole, state, places), _report(columns)
+
+
+def _take(state: State, cancelled: Bool[Array, " b"], places: Int[Array, " r"] | None) -> tuple[State, State]:
+    """The state without what was cancelled, and the rows of these places; one that has ended where there is none."""
+    whole = dataclasses.replace(state, done=state.done | cancelled)
+    if places is None:
+        return whole, whole
+    batch = len(whole.done)
+    at = jnp.minimum(places, batch - 1)
+    taken = dataclasses.replace(whole, **jax.tree.map(lambda x: x[at], _rows(whole)))
+    return whole, dataclasses.replace(taken, done=taken.done | (places == batch))
+
+
+def _put_back(whole: State, state: State, places: Int[Array, " r"] | None) -> State:
+    """The whole batch with the rows of `_take`, and their caches."""
+    if places is not None:
+        back = jax.tree.map(lambda all_, new: all_.at[places].set(new, mode="drop"), _rows(whole), _rows(state))
+        state = dataclasses.replace(state, **back)
+    return constrain(state, rounds.STATE_SHARDING_RULES)
+
+
+def _rows(state: State) -> dict[str, Any]:
+    """What has the batch first."""
+    return {field.name: getattr(state, field.name) for field in dataclasses.fields(state) if field.name not in _POOLS}
 
 
 @functools.partial(jax.jit, donate_argnames="state")
-def catch_up(models: Models, state: State) -> State:
-    """Wakes a head that rested: see `resting.catch_up`."""
+def catch_up(models: Models, state: State, cancelled: Bool[Array, " b"], places: Int[Array, " r"] | None) -> State:
+    """Wakes a head that rested, for some requests: see `resting.catch_up`. Args: as of `decode`."""
     target, draft = models.modules()
+    whole, state = _take(state, cancelled, places)
     assert draft is not None
     assert state.unread is not None
     assert state.draft_cache is not None
@@ -414,7 +450,7 @@ def catch_up(models: Models, state: State) -> State:
     )
     cache = dataclasses.replace(cache, page_table=None)
     state = dataclasses.replace(state, unread=unread, draft_cache=cache, draft_state=draft_state)
-    return constrain(state, rounds.STATE_SHARDING_RULES)
+    return _put_back(whole, state, places)
 
 
 @functools.partial(jax.jit, static_argnames="pages_per_sequence", donate_argnames="state")

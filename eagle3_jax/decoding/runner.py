@@ -36,6 +36,7 @@ class ModelRunner:
     Attributes:
         target, draft: on the target's devices, packed for a CPU where that is one.
         mesh: of the target; None is one device.
+        widths: rows of the decode programs in use: the whole batch, until `compile` has made the narrower ones.
         dispatches: given to the device. compiled: programs that its calls compiled.
     """
 
@@ -47,6 +48,7 @@ class ModelRunner:
             draft = _spread(draft, self.mesh)
         target, draft = for_cpu(target), None if draft is None else for_cpu(draft)
         self.target, self.draft, self.sizes = target, draft, sizes
+        self.widths = [sizes.batch]
         self.dispatches = self.compiled = 0
         self._models = Models.of(target, draft)
         self._tiers, self.kv_dtype = tuple(tiers), kv_dtype
@@ -65,21 +67,50 @@ class ModelRunner:
             self._state, report = programs.prefill(self._models, state, filled)
         return report
 
-    def decode(
-        self, cancelled: Collection[int], max_rounds: int, enough: int, *, tier: Tier, greedy: bool
-    ) -> jax.Array:
-        """Rounds of the batch, without the places in `cancelled`. Returns the report of `programs.decode`, unread."""
-        ended = np.zeros(self.sizes.batch, bool)
-        ended[list(cancelled)] = True
-        said = self._put(ended), self._put(np.int32(max_rounds)), self._put(np.int32(enough))
-        with self._running() as state:
-            self._state, report = programs.decode(self._models, state, *said, tier=tier, greedy=greedy)
-        return report
+    def width_for(self, count: int) -> int:
+        """Rows of the decode program for so many requests: the fewest."""
+        return next(width for width in self.widths if width >= count)
 
-    def catch_up(self) -> None:
-        """Lets a head that rested read what it missed."""
+    def decode(
+        self,
+        cancelled: Collection[int],
+        places: Sequence[int],
+        max_rounds: int,
+        enough: int,
+        *,
+        width: int,
+        tier: Tier,
+        greedy: bool,
+    ) -> tuple[jax.Array, Sequence[int]]:
+        """Rounds of the requests at some places, in `width` rows.
+
+        Returns:
+            The report of `programs.decode`, unread, and the row of each place in it.
+        """
+        said = self._said(cancelled, places, width)
+        counts = self._put(np.int32(max_rounds)), self._put(np.int32(enough))
         with self._running() as state:
-            self._state = programs.catch_up(self._models, state)
+            self._state, report = programs.decode(self._models, state, *said, *counts, tier=tier, greedy=greedy)
+        return report, range(len(places)) if width < self.sizes.batch else places
+
+    def catch_up(self, cancelled: Collection[int], places: Sequence[int], *, width: int) -> None:
+        """Lets a head that rested read what it missed of the requests at some places, in `width` rows."""
+        said = self._said(cancelled, places, width)
+        with self._running() as state:
+            self._state = programs.catch_up(self._models, state, *said)
+
+    def _said(
+        self, cancelled: Collection[int], places: Sequence[int], width: int
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Places that were cancelled, and those that take part: for the device."""
+        batch = self.sizes.batch
+        ended = np.zeros(batch, bool)
+        ended[list(cancelled)] = True
+        if width == batch:
+            return self._put(ended), None
+        rows = np.full(width, batch, np.int32)
+        rows[: len(places)] = places
+        return self._put(ended), self._put(rows)
 
     def note_prompt(self, place: int, ids: list[int]) -> None:
         """Notes a prompt's tokens, for penalties and for lookup."""
@@ -89,15 +120,23 @@ class ModelRunner:
         with self._running() as state:
             self._state = programs.note_prompt(state, *said)
 
-    def compile(self, tiers: Sequence[tuple[Tier, bool]], *, progress: bool) -> None:
-        """Compiles all programs, by running each on nothing. Args: tiers: and whether for greedy requests alone."""
+    def compile(self, kinds: Sequence[tuple[Tier, bool, int]], *, progress: bool) -> None:
+        """Compiles all programs, by running each on nothing, and uses narrow ones from now on.
+
+        Args:
+            kinds: of rounds: a tier, whether for greedy requests alone, and rows (of `Sizes.widths`).
+        """
+        self.widths = self.sizes.widths
         work: list[Callable[[], object]] = [
             functools.partial(self.prefill, Chunk.blank(*shape, self.sizes)) for shape in self.sizes.chunks
         ]
-        work += [functools.partial(self.decode, (), 0, 0, tier=tier, greedy=greedy) for tier, greedy in tiers]
+        work += [
+            functools.partial(self.decode, (), (), 0, 0, width=width, tier=tier, greedy=greedy)
+            for tier, greedy, width in kinds
+        ]
         work.append(functools.partial(self.note_prompt, 0, []))
         if self._rests:
-            work.append(self.catch_up)
+            work += [functools.partial(self.catch_up, (), (), width=width) for width in self.widths]
         for compile_one in tqdm(work, desc="compile", unit="program", disable=not progress):
             compile_one()
         self.wait()
@@ -109,8 +148,8 @@ class ModelRunner:
             self._state = programs.rehearse(state, length, pages_per_sequence=each)
         self.wait()
 
-    def measure(self, tiers: Sequence[Tier], *, greedy: bool) -> Costs:
-        """What rounds of these tiers cost, with all places busy. Forgets the state.
+    def measure(self, tiers: Sequence[Tier], *, greedy: bool, width: int) -> Costs:
+        """What rounds of these tiers cost, with `width` places busy. Forgets the state.
 
         Args:
             tiers: vanilla decoding first. Of those that draft from the text alone only the first round of a dispatch is
@@ -118,11 +157,11 @@ class ModelRunner:
         """
 
         def work(tier: Tier, rounds: int) -> None:
-            self.decode((), rounds, self.sizes.batch, tier=tier, greedy=greedy)
+            self.decode((), range(width), rounds, width, width=width, tier=tier, greedy=greedy)
             self.wait()
 
         def wake() -> None:
-            self.catch_up()
+            self.catch_up((), range(width), width=width)
             self.wait()
 
         counts = [1 if tier.copies_alone else programs.ROUNDS for tier in tiers]
@@ -144,10 +183,10 @@ class ModelRunner:
         """
 
         def dispatch(tier: Tier, count: int) -> None:
-            self.decode((), count, self.sizes.batch, tier=tier, greedy=True)
+            self.decode((), range(batch), count, batch, width=batch, tier=tier, greedy=True)
             self.wait()
 
-        vanilla, most = self._tiers[0], programs.ROUNDS
+        vanilla, most, batch = self._tiers[0], programs.ROUNDS, self.sizes.batch
         kinds = [(tier, 1), (tier, most), (vanilla, 1), (vanilla, most)]
         works = [functools.partial(dispatch, kind, count) for kind, count in kinds]
         one, several, single, plain = costs.measure(works, self.rehearse)
@@ -159,7 +198,7 @@ class ModelRunner:
         return Round(
             plain / most + max(0.0, one - single) if tier.copies_alone else several / most,
             seconds | {"host": host},
-            stages.bytes_read(self._models, tier, self.sizes.batch, self._measured_length),
+            stages.bytes_read(self._models, tier, batch, self._measured_length),
         )
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from eagle3_jax.config import DraftTree
@@ -19,6 +19,8 @@ from eagle3_jax.decoding.tree import scratch_slots
 from eagle3_jax.models.head import Draft
 from eagle3_jax.models.target import ModelConfig
 
+# Share of its drafts that a tier may have to see accepted before it pays; the best heads' chains of 3 see two thirds.
+_MOST = 2 / 3
 # A head below this acceptance length, over so many rounds of single requests, is no help to anyone.
 USELESS = 1.05
 _ROUNDS_TO_TELL = 256
@@ -61,16 +63,17 @@ class Tier:
     def topk(self) -> int:
         return 1 if self.tree is None else self.tree.topk
 
-    def promise(self, cost: float) -> Promise:
+    @property
+    def promise(self) -> Promise:
         """A guess of what it accepts, as heads for small targets do (docs/measured.md)."""
         if self.tree is None:
-            return Promise(0.0, 0, cost, "none", wakes=False, drafts=1.0)
+            return Promise(0.0, 0, "none", wakes=False, drafts=1.0)
         copies = 0.3 if self.tree.lookup_tokens else 0.0
         if not self.head:
-            return Promise(copies, self.tree.depth, cost, "text", wakes=False, drafts=0.5)
+            return Promise(copies, self.tree.depth, "text", wakes=False, drafts=0.5)
         first = 0.45 + 0.1 * math.log2(self.tree.topk)
         guess = sum(first**depth for depth in range(1, self.tree.num_steps + 1))
-        return Promise(guess + copies, self.tree.depth, cost, "head", wakes=True, drafts=1.0)
+        return Promise(guess + copies, self.tree.depth, "head", wakes=True, drafts=1.0)
 
 
 VANILLA = Tier(None, head=False)
@@ -124,8 +127,7 @@ class TierChoice:
         self.dispatches = {tier.name: 0 for tier in tiers}
         self.pinned: Tier | None = None
         self.latest: str | None = None
-        self._policies: dict[bool, TierPolicy] = {}  # whether all requests are greedy -> of the tiers with known costs
-        self._priced: dict[bool, list[Tier]] = {}
+        self._policies: dict[bool, TierPolicy] = {}  # whether all requests are greedy -> where costs are known
         self.renew()
 
     @property
@@ -138,22 +140,30 @@ class TierChoice:
         self._told = False
         self._retired: set[str] = set()  # sources of drafts; here and not in the policies, which `price` makes anew
 
-    def price(self, costs: Costs, *, greedy: bool) -> None:
-        """Says what tiers cost where all requests are greedy, or where not; the others are not taken then."""
-        self._priced[greedy] = [tier for tier in self.tiers if tier.name in costs.rounds]
-        promises = [tier.promise(costs.rounds[tier.name]) for tier in self._priced[greedy]]
-        self._policies[greedy] = TierPolicy(promises, costs.waking)
+    def price(self, costs: Mapping[int, Costs], *, greedy: bool) -> None:
+        """Says what tiers cost at each width where all requests are greedy, or where not; no others are taken then."""
+        rounds = {
+            width: {i: known.rounds[tier.name] for i, tier in enumerate(self.tiers) if tier.name in known.rounds}
+            for width, known in costs.items()
+        }
+        waking = {width: known.waking for width, known in costs.items()}
+        self._policies[greedy] = TierPolicy([tier.promise for tier in self.tiers], rounds, waking)
 
-    def useful(self, *, greedy: bool) -> list[Tier]:
-        """Those that could be chosen: with all drafts accepted they are faster than vanilla decoding."""
-        if greedy not in self._policies:
-            return [self.default]
-        promises = self._policies[greedy].tiers
-        fastest = promises[0].cost
-        return [t for t, x in zip(self._priced[greedy], promises, strict=True) if x.cost <= fastest * (1 + x.most)]
+    def useful(self, costs: Costs) -> Costs:
+        """Of the tiers that could be chosen: with most drafts accepted they are faster than vanilla decoding."""
+        fastest, known = costs.rounds[self.tiers[0].name], costs.rounds
+        kept = {x.name for x in self.tiers if known.get(x.name, math.inf) <= fastest * (1 + _MOST * x.promise.most)}
+        return Costs({name: seconds for name, seconds in known.items() if name in kept}, costs.waking)
 
     def choose(
-        self, requests: Sequence[Acceptance], *, greedy: bool, behind: bool, rounds: int, drafts: bool = True
+        self,
+        requests: Sequence[Acceptance],
+        *,
+        greedy: bool,
+        behind: bool,
+        rounds: int,
+        width: int,
+        drafts: bool = True,
     ) -> Tier:
         """The tier of the next dispatch: see `TierPolicy.choose`. Args: drafts: whether any request wants them."""
         if self.pinned is not None:
@@ -161,9 +171,8 @@ class TierChoice:
         elif not drafts:
             tier = VANILLA
         elif greedy in self._policies:
-            policy = self._policies[greedy]
-            number = policy.choose(requests, behind=behind, rounds=rounds, retired=self._retired)
-            tier = self._priced[greedy][number]
+            policy, retired = self._policies[greedy], self._retired
+            tier = self.tiers[policy.choose(requests, behind=behind, rounds=rounds, width=width, retired=retired)]
         else:
             tier = VANILLA if self._retired else self.default
         self.dispatches[tier.name] += 1
@@ -178,7 +187,7 @@ class TierChoice:
             drafted: rounds with drafts, of all of them.
         """
         if self.pinned is None and (policy := self._policies.get(greedy)):
-            policy.learn(self._priced[greedy].index(tier), seen, drafted)
+            policy.learn(self.tiers.index(tier), seen, drafted)
         if tier.head and tier.tree is not None and not tier.tree.lookup_tokens:
             self._watch(sum(rounds for _, rounds, _ in seen), sum(accepted for *_, accepted in seen))
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.any_jax
 SHAPES = [(2, 1, 3), (3, 1, 4), (3, 3, 8), (5, 4, 16)]
 ROUNDS = 4
 ROOM = 128  # what a resting head may miss
-VANILLA = Promise(0.0, 0, 1.0, "none", wakes=False, drafts=1.0)
+VANILLA = Promise(0.0, 0, "none", wakes=False, drafts=1.0)
 
 
 def accepting(depth, siblings, quality):
@@ -23,16 +23,17 @@ def accepting(depth, siblings, quality):
 
 
 def tiers_for(batch):
-    """Costs on a machine that reads its weights in the time of 24 rows' products."""
+    """Tiers, and their costs on a machine that reads its weights in the time of 24 rows' products."""
 
     def cost(rows, drafts):
         return max(1.0, batch * rows / 24) + drafts * (0.05 + 0.002 * batch)
 
-    tiers = [Promise(0.0, 0, cost(1, 0), "none", wakes=False, drafts=1.0)]
+    tiers, costs = [VANILLA], [cost(1, 0)]
     for depth, siblings, rows in SHAPES:
         guess = float(sum(accepting(depth, siblings, 0.5)))
-        tiers.append(Promise(guess, depth, cost(rows, depth), "head", wakes=True, drafts=1.0))
-    return tiers
+        tiers.append(Promise(guess, depth, "head", wakes=True, drafts=1.0))
+        costs.append(cost(rows, depth))
+    return tiers, dict(enumerate(costs))
 
 
 @dataclasses.dataclass
@@ -43,7 +44,7 @@ class Simulated:
     unread: int = 0
 
 
-def simulate(batch, waiting, choose, tiers, waking, policy=None):
+def simulate(batch, waiting, choose, tiers, costs, waking, policy=None):
     """Tokens a second while requests wait. What a dispatch accepted is known one dispatch later."""
     random, waiting = np.random.default_rng(1), [dataclasses.replace(request) for request in waiting]
     for request in waiting:
@@ -53,7 +54,7 @@ def simulate(batch, waiting, choose, tiers, waking, policy=None):
         behind = any(request.unread for request in running)
         tier = choose([request.known for request in running], behind)
         promise = tiers[tier]
-        seconds += ROUNDS * promise.cost
+        seconds += ROUNDS * costs[tier]
         if promise.wakes and behind:
             seconds += waking
             for request in running:
@@ -88,16 +89,16 @@ HEADS = {
 
 def rates(batch, head, seed=0):
     """Of the policy, of vanilla decoding, and of the best tier that is always taken."""
-    tiers, waking, random = tiers_for(batch), 1.0, np.random.default_rng(seed)
+    (tiers, costs), waking, random = tiers_for(batch), 1.0, np.random.default_rng(seed)
     count, longest = (160, 300) if batch < 64 else (3 * batch, 100)
     waiting = [Simulated(HEADS[head](random), int(random.integers(20, longest))) for _ in range(count)]
-    policy = TierPolicy(tiers, waking)
+    policy = TierPolicy(tiers, {batch: costs}, {batch: waking})
 
     def choose(known, behind):
-        return policy.choose(known, behind=behind, rounds=ROUNDS)
+        return policy.choose(known, behind=behind, rounds=ROUNDS, width=batch)
 
-    ours = simulate(batch, waiting, choose, tiers, waking, policy)
-    fixed = [simulate(batch, waiting, lambda known, behind, i=i: i, tiers, waking) for i in range(len(tiers))]
+    ours = simulate(batch, waiting, choose, tiers, costs, waking, policy)
+    fixed = [simulate(batch, waiting, lambda known, behind, i=i: i, tiers, costs, waking) for i in range(len(tiers))]
     return ours, fixed[0], max(fixed)
 
 
@@ -114,18 +115,36 @@ def test_never_slower_than_vanilla_nor_much_than_the_best_tier(head, batch):
 @pytest.mark.parametrize(("found", "chosen"), [(0.2, True), (1.0, False)])
 def test_a_round_without_drafts_costs_what_vanilla_decoding_does(found, chosen):
     """Copies that are right in one round of five: worth their price only if the other rounds do not pay it too."""
-    policy = TierPolicy([VANILLA, Promise(0.3, 8, 3.0, "text", wakes=False, drafts=0.5)], waking=0.0)
+    lookup = Promise(0.3, 8, "text", wakes=False, drafts=0.5)
+    policy = TierPolicy([VANILLA, lookup], {1: {0: 1.0, 1: 3.0}}, {1: 0.0})
     for _ in range(300):
         policy.learn(1, [(Acceptance(), 10, 6)], round(10 * found))
-    assert policy.cost(1) == pytest.approx(found * 3.0 + (1 - found), abs=0.01)
-    taken = [policy.choose([Acceptance()], behind=False, rounds=ROUNDS) for _ in range(100)]
+    assert policy.cost(1, width=1) == pytest.approx(found * 3.0 + (1 - found), abs=0.01)
+    taken = [policy.choose([Acceptance()], behind=False, rounds=ROUNDS, width=1) for _ in range(100)]
     assert (sum(taken) > 90) is chosen
 
 
 @pytest.mark.slow
 def test_a_long_rest_saves_no_credit_for_many_tries():
-    head = Promise(0.1, 3, 2.0, "head", wakes=True, drafts=1.0)
-    policy, known = TierPolicy([VANILLA, head], waking=1.0), Acceptance(lost=True)
-    assert all(policy.choose([known], behind=True, rounds=ROUNDS) == 0 for _ in range(5000)), "lost to the head"
-    taken = [policy.choose([Acceptance()], behind=True, rounds=ROUNDS) for _ in range(200)]
-    assert 1 <= sum(taken) <= 3
+    head = Promise(0.1, 3, "head", wakes=True, drafts=1.0)
+    policy = TierPolicy([VANILLA, head], {1: {0: 1.0, 1: 2.0}}, {1: 1.0})
+    known, new = [Acceptance(lost=True)], [Acceptance()]
+    assert all(policy.choose(known, behind=True, rounds=ROUNDS, width=1) == 0 for _ in range(5000)), "lost to the head"
+    assert 1 <= sum(policy.choose(new, behind=True, rounds=ROUNDS, width=1) for _ in range(200)) <= 3
+
+
+def test_what_is_learned_in_one_width_is_known_in_another():
+    """A head that fits the text drafts where it pays, and not in the width where it costs too much or has no price."""
+    head, costs = (
+        Promise(1.0, 3, "head", wakes=True, drafts=1.0),
+        {1: {0: 1.0, 1: 1.2}, 4: {0: 1.1, 1: 3.0}, 8: {0: 1.3}},
+    )
+    policy = TierPolicy([VANILLA, head], costs, dict.fromkeys(costs, 0.1))
+
+    def taken(width):
+        return [policy.choose([Acceptance()] * width, behind=False, rounds=ROUNDS, width=width) for _ in range(100)]
+
+    assert sum(taken(1)) > 90 and sum(taken(4)) < 10 and not sum(taken(8))
+    for _ in range(100):
+        policy.learn(1, [(Acceptance(), ROUNDS, 0)] * 4, 4 * ROUNDS)
+    assert sum(taken(1)) < 20, "a few tries for what was saved in the wider one"

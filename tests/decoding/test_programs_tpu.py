@@ -116,6 +116,8 @@ def shapes(
         ("decode", VANILLA, True, "v5p:1x1x1"),
         pytest.param("decode", TREE, True, "v6e:1x1", marks=pytest.mark.long),
         pytest.param("decode", CHAIN, True, "v5e:2x2", marks=pytest.mark.slow),
+        pytest.param("decode narrow", CHAIN, True, "v5e:2x2", marks=pytest.mark.slow),
+        pytest.param("decode narrow", TREE, False, "tpu7x:1x1x1", marks=pytest.mark.long),
         pytest.param("prefill packed", CHAIN, False, "v5e:2x2", marks=pytest.mark.slow),
         pytest.param("prefill packed", CHAIN, False, "v6e:1x1", marks=pytest.mark.long),
         pytest.param("decode", TREE, False, "v5e:1x1", marks=pytest.mark.slow),
@@ -127,7 +129,7 @@ def shapes(
         pytest.param("decode", GRAFTED, False, "v5e:1x1", marks=pytest.mark.long),
         pytest.param("decode", RESTING, True, "v5e:1x1", marks=pytest.mark.slow),
         pytest.param("catch_up", RESTING, True, "v5e:2x2", marks=pytest.mark.slow),
-        pytest.param("catch_up", RESTING, True, "tpu7x:1x1x1", marks=pytest.mark.long),
+        pytest.param("catch_up narrow", RESTING, True, "tpu7x:1x1x1", marks=pytest.mark.long),
         pytest.param("prefill", VANILLA, False, "v6e:1x1", marks=pytest.mark.long),
         pytest.param("prefill", CHAIN, False, "v5p:1x1x1", marks=pytest.mark.long),
         pytest.param("prefill", CHAIN, False, "tpu7x:1x1x1", marks=pytest.mark.long),
@@ -152,10 +154,10 @@ def check(program: str, tree: Any, greedy: bool, topology: str, config: ModelCon
     """Compiles with `limit` MiB beside arguments and results."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     mesh = Mesh(np.array(devices).reshape(1, -1), ("data", "model"))
-    name, *packed = program.split()
-    parts = shapes(mesh, tree, programs.PACKED[-1] if packed else programs.ALONE[0], config)
+    name, _, form = program.partition(" ")
+    parts = shapes(mesh, tree, programs.PACKED[-1] if form == "packed" else programs.ALONE[0], config)
     structures = [structure for structure, _ in parts]
-    cancelled = jnp.zeros(SIZES.batch, bool)
+    rows = jnp.zeros(SIZES.batch, bool), jnp.array([2]) if form == "narrow" else None
     jitted: Any = getattr(programs, name)
 
     def run(*leaves):
@@ -163,12 +165,10 @@ def check(program: str, tree: Any, greedy: bool, topology: str, config: ModelCon
         models = Models.of(target, draft)
         if name == "prefill":
             return jax.tree.leaves(jitted.__wrapped__(models, state, chunk))
-        if program == "catch_up":
-            return jax.tree.leaves(jitted.__wrapped__(models, state))
+        if name == "catch_up":
+            return jax.tree.leaves(jitted.__wrapped__(models, state, *rows))
         few = jnp.int32(4), jnp.int32(1)
-        return jax.tree.leaves(
-            jitted.__wrapped__(models, state, cancelled, *few, tier=tiers_of(tree)[0], greedy=greedy)
-        )
+        return jax.tree.leaves(jitted.__wrapped__(models, state, *rows, *few, tier=tiers_of(tree)[0], greedy=greedy))
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = jax.jit(run, donate_argnums=2).lower(*(leaves for _, leaves in parts))
@@ -180,7 +180,7 @@ def check(program: str, tree: Any, greedy: bool, topology: str, config: ModelCon
     assert memory.alias_size_in_bytes >= sum(map(size, caches)) // len(devices)  # written in place
     # Beside the logits there is nothing large: no copy of a cache (512 MiB each), no weights in another layout, none
     # gathered from other devices.
-    if topology.startswith("tpu7x") and program == "decode":
+    if topology.startswith("tpu7x") and name == "decode":
         limit += 1024  # there the loop wants the LM head in another layout: docs/measured.md
     assert memory.temp_size_in_bytes < limit << 20
 

@@ -418,13 +418,49 @@ def test_a_soak_of_tiers_that_take_turns(toy, monkeypatch, count):
     """A35, A52: the head rests and wakes between dispatches, whoever joins, leaves or is aborted."""
     every, draw = [tiers.VANILLA, tiers.LOOKUP, tiers.CHAIN], random.Random(7)
     monkeypatch.setattr(tiers, "WITH_HEAD", tuple(every))
-    monkeypatch.setattr(TierChoice, "useful", lambda *args, **kwargs: every)
+    monkeypatch.setattr(TierChoice, "useful", lambda self, costs: costs)
     monkeypatch.setattr(TierChoice, "choose", lambda *args, **kwargs: draw.choice(every))
     size: dict[str, Any] = {"max_length": 128, "page_size": 16, "batch_size": 8}
     engine = Engine(noisy(toy), Tokenizer(), toy.good, queue_limit=9, **size)
     vanilla = Engine(noisy(toy), Tokenizer(), **size)
     monkeypatch.setattr(vanilla.tiers, "choose", lambda *args, **kwargs: tiers.VANILLA)
     soak(engine, vanilla, 24, count)
+
+
+@pytest.mark.any_jax
+@pytest.mark.slow
+def test_rounds_are_as_wide_as_the_traffic_and_the_tokens_the_same(toy, monkeypatch):
+    """Requests come in waves and leave gaps between their places; some are aborted, and their pages given to others."""
+    monkeypatch.setattr(programs, "WIDTHS", (1, 2, 4))
+    size: dict[str, Any] = {"max_length": 128, "page_size": 16, "kv_tokens": 640}
+    engine = Engine(noisy(toy), Tokenizer(), toy.good, CHAIN, batch_size=6, prefix_cache=False, **size)
+    engine.warm_up(progress=False, greedy_alone=True)
+    draw, compiled, taken = random.Random(3), engine.stats().programs, []
+    decode = engine._runner.decode
+
+    def watched(cancelled, places, *args, width, **kwargs):
+        taken.append((width, places))
+        return decode(cancelled, places, *args, width=width, **kwargs)
+
+    monkeypatch.setattr(engine._runner, "decode", watched)
+    prompts = [[draw.randrange(24) for _ in range(draw.randint(1, 60))] for _ in range(20)]
+    expected = make(toy, None, noisy(toy), batch_size=2).generate(prompts, SamplingParams(max_tokens=60))
+    requests = []
+    for wave in [1, 6, 2, 0, 3, 0, 5, 0, 0, 4, 1, 6, 0, 0, 0, 2, 0, 3]:
+        for number in draw.choices(range(20), k=wave):
+            params = SamplingParams(max_tokens=draw.choice([3, 10, 30, 60]))
+            requests.append((number, engine.submit(prompts[number], params)))
+        for _ in range(draw.randint(1, 4)):
+            engine._turn()
+        if wave != 1:
+            requests[-draw.randint(1, 3)][1].abort()
+    answers = [(number, request.result()) for number, request in requests]
+    assert all(answer.token_ids == expected[number].token_ids[: len(answer.token_ids)] for number, answer in answers)
+    assert {answer.finish_reason for _, answer in answers} == {"length", "abort"}
+    assert {width for width, _ in taken} == {1, 2, 4, 6}
+    assert all(min(w for w in (1, 2, 4, 6) if w >= len(places)) == width for width, places in taken)
+    assert any(places != list(range(len(places))) for width, places in taken if width < 6), "no gap was met"
+    assert engine.stats().programs == compiled
 
 
 @pytest.mark.long
@@ -444,7 +480,7 @@ def soak(engine: Engine, vanilla: Engine, vocabulary: int, count: int) -> None:
     draw = random.Random(count)
     engine.warm_up(progress=False)
     compiled, idle = engine.stats().programs, engine.stats().free_pages
-    assert compiled <= 24
+    assert compiled <= 24 * len(engine._runner.widths)
     systems = [[draw.randrange(vocabulary) for _ in range(n)] for n in (0, 17, 40)]
     prompts = [
         [*draw.choice(systems), *(draw.randrange(vocabulary) for _ in range(draw.randint(1, 30)))] for _ in range(60)
@@ -560,9 +596,9 @@ def test_prompts_are_read_before_rounds_that_few_would_share(toy, monkeypatch, p
     engine = Engine(noisy(toy), Tokenizer(), toy.good, CHAIN, batch_size=8, max_length=128, page_size=16)
     decode, given = engine._runner.decode, []
 
-    def counted(cancelled, rounds, *args, **kwargs):
-        given.append((rounds, sum(request.read == len(request.ids) for request in engine._places if request)))
-        return decode(cancelled, rounds, *args, **kwargs)
+    def counted(cancelled, places, rounds, *args, **kwargs):
+        given.append((rounds, len(places)))
+        return decode(cancelled, places, rounds, *args, **kwargs)
 
     monkeypatch.setattr(engine._runner, "decode", counted)
     engine.generate([[1 + i % 7] * 16 for i in range(8)], SamplingParams(max_tokens=20))

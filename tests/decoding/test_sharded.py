@@ -74,7 +74,7 @@ def test_tiers_take_turns_on_a_mesh(toy, monkeypatch):
     monkeypatch.setattr(tiers, "WITH_HEAD", tuple(order))
     size: dict[str, Any] = {"batch_size": 2, "max_length": 128, "page_size": 16}
     engine = Engine(split, Tokenizer(), toy.good, **size)
-    measured = engine._runner.measure(engine.tiers.tiers, greedy=True)
+    measured = engine._runner.measure(engine.tiers.tiers, greedy=True, width=2)
     assert min(measured.rounds.values()) > 0 and measured.waking > 0
     compiled, turns = engine.stats().programs, itertools.cycle(order)
     monkeypatch.setattr(engine.tiers, "choose", lambda *args, **kwargs: next(turns))

@@ -26,7 +26,7 @@ def busy(models: Models):
 def test_one_after_the_other_they_are_a_round(toy, tier):
     models = Models.of(toy.target, toy.good)
     whole, _ = programs.decode(
-        models, busy(models), np.zeros(2, bool), np.int32(1), np.int32(2), tier=tier, greedy=True
+        models, busy(models), np.zeros(2, bool), None, np.int32(1), np.int32(2), tier=tier, greedy=True
     )
     state, nodes = stages.draft(models, busy(models), tier=tier)
     state, judged = stages.verify(models, state, nodes, tier=tier)

@@ -12,7 +12,7 @@ import pytest
 from test_engine import Tokenizer
 
 from eagle3_jax.config import DraftTree
-from eagle3_jax.decoding import costs, tiers
+from eagle3_jax.decoding import costs, programs, tiers
 from eagle3_jax.decoding.costs import Costs
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.sampling import SamplingParams
@@ -121,7 +121,7 @@ def test_a_useless_head_is_reported_once_and_rests(toy, vanilla, caplog, monkeyp
 
     def price():  # as if drafts cost less than none: only the report can stop them
         for greedy in (True, False):
-            engine.tiers.price(Costs({"vanilla": 1.0, "chain 3": 0.5}, 0.0), greedy=greedy)
+            engine.tiers.price({2: Costs({"vanilla": 1.0, "chain 3": 0.5}, 0.0)}, greedy=greedy)
 
     if first == "priced":
         price()
@@ -164,7 +164,7 @@ def test_a_head_whose_numbers_are_none_is_reported_and_rests_until_there_is_anot
 def test_requests_without_drafts_take_none_whatever_they_would_cost(toy, monkeypatch):
     monkeypatch.setattr(tiers, "WITH_HEAD", FEW)
     engine = Engine(toy.target, Tokenizer(), toy.good, **SIZES)
-    engine.tiers.price(Costs({"vanilla": 1.0, "chain 3": 0.5}, 0.0), greedy=True)
+    engine.tiers.price({2: Costs({"vanilla": 1.0, "chain 3": 0.5}, 0.0)}, greedy=True)
     params = SamplingParams(max_tokens=20)
     plain = engine.submit("hello", params, drafts=False).result()
     assert engine.stats().tiers["vanilla"] > 0 == engine.stats().tiers["chain 3"]
@@ -175,30 +175,34 @@ def test_requests_without_drafts_take_none_whatever_they_would_cost(toy, monkeyp
 def test_a_head_that_helps_goes_on(toy, caplog, monkeypatch):
     monkeypatch.setattr(tiers, "WITH_HEAD", FEW)
     engine = Engine(toy.target, Tokenizer(), toy.good, **SIZES)
-    engine.tiers.price(Costs({"vanilla": 1.0, "chain 3": 1.1}, 0.0), greedy=True)
+    engine.tiers.price({2: Costs({"vanilla": 1.0, "chain 3": 1.1}, 0.0)}, greedy=True)
     with caplog.at_level(logging.WARNING):
         engine.generate(*requests(16, seed=5))
     assert not caplog.records
     assert engine.stats().tiers["chain 3"] > 0.8 * sum(engine.stats().tiers.values())
 
 
-def test_there_are_at_most_24_programs():
+def test_there_are_at_most_24_programs_of_one_width():
     """Six of prompts at most, one of notes, one that wakes the head; greedy and other rounds of each tier."""
     assert 6 + 2 + 2 * len(tiers.WITH_HEAD) <= 24
+    for batch, widths in ((1, [1]), (4, [1, 4]), (8, [1, 4, 8]), (32, [1, 4, 16, 32])):
+        assert programs.Sizes.plan(batch, 64, 16, [tiers.VANILLA]).widths == widths
 
 
 @pytest.mark.slow
 def test_warm_up_measures_once_a_machine_and_compiles_everything(toy, vanilla, tmp_path, monkeypatch):
     monkeypatch.setattr(tiers, "WITH_HEAD", FEW)
     before: Any = getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009
-    engine = Engine(toy.target, Tokenizer(), toy.good, **SIZES)
+    sizes = {**SIZES, "batch_size": 4}
+    engine = Engine(toy.target, Tokenizer(), toy.good, **sizes)
     early = [1, 2, 3, *engine.generate([[1, 2, 3]], SamplingParams(max_tokens=40))[0].token_ids]
     engine.warm_up(tmp_path, progress=False)
     assert engine.generate([early], SamplingParams(max_tokens=9))[0].stats.cached_tokens == 0, "measuring wrote to them"
-    priced = engine.tiers._policies[True].tiers
-    assert all(tier.cost > 0 for tier in priced) and len(list(tmp_path.glob("round_costs_*.json"))) == 2
+    priced = engine.tiers._policies[True].costs
+    assert set(priced) == {1, 4} and all(seconds > 0 for known in priced.values() for seconds in known.values())
+    assert len(list(tmp_path.glob("round_costs_*.json"))) == 4
     compiled = engine.stats().programs
-    assert compiled <= 24
+    assert compiled <= 5 + 2 * (1 + 2 * len(FEW))
     prompts, params = requests(16, seed=1)
     params = [SamplingParams(max_tokens=p.max_tokens, temperature=0.5 * (i % 3 == 0)) for i, p in enumerate(params)]
     got, expected = engine.generate(prompts, params), vanilla.generate(prompts, params)
@@ -209,10 +213,10 @@ def test_warm_up_measures_once_a_machine_and_compiles_everything(toy, vanilla, t
     def never(*_, **__):
         raise AssertionError("measured again")
 
-    again = Engine(toy.target, Tokenizer(), toy.good, **SIZES)
+    again = Engine(toy.target, Tokenizer(), toy.good, **sizes)
     monkeypatch.setattr(again._runner, "measure", never)
     again.warm_up(tmp_path, progress=False)
-    assert [tier.cost for tier in again.tiers._policies[True].tiers] == [tier.cost for tier in priced]
+    assert again.tiers._policies[True].costs == priced
     other = Engine(toy.target, Tokenizer(), toy.good, **{**SIZES, "batch_size": 3})
     monkeypatch.setattr(other._runner, "measure", never)
     with pytest.raises(AssertionError, match="measured again"):  # other sizes cost something else
@@ -235,9 +239,10 @@ def test_several_trees_are_chosen_among(toy, vanilla):
         assert engine.stats().tiers[tier.name] > before
     assert min(engine.stats().tiers.values()) > 0
     engine.tiers.pinned = None
-    engine.tiers.price(Costs({"vanilla": 1.0, "chain 2": 9.0, "tree 2, 2, 5": 1.1}, 0.0), greedy=True)
-    assert [tier.name for tier in engine.tiers.useful(greedy=True)] == ["vanilla", "tree 2, 2, 5"]
-    engine.tiers.price(Costs({"vanilla": 1.0, "tree 2, 2, 5": 0.5}, 0.0), greedy=False)
+    useful = engine.tiers.useful(Costs({"vanilla": 1.0, "chain 2": 9.0, "tree 2, 2, 5": 1.1}, 0.0))
+    assert useful == Costs({"vanilla": 1.0, "tree 2, 2, 5": 1.1}, 0.0)
+    engine.tiers.price({2: useful}, greedy=True)
+    engine.tiers.price({2: Costs({"vanilla": 1.0, "tree 2, 2, 5": 0.5}, 0.0)}, greedy=False)
     before = engine.stats().tiers
     engine.generate(prompts, SamplingParams(temperature=1.0, max_tokens=8))
     assert engine.stats().tiers["tree 2, 2, 5"] > before["tree 2, 2, 5"]
@@ -268,7 +273,7 @@ def test_copies_are_measured_where_there_is_something_to_copy(engine, monkeypatc
     """Only in the first round of a dispatch: four of them would be three vanilla rounds in disguise."""
     asked = []
 
-    def decode(cancelled, rounds, enough, *, tier, greedy):
+    def decode(cancelled, places, rounds, enough, *, width, tier, greedy):
         asked.append((tier.name, rounds))
 
     def timed(works, prepare):
@@ -278,7 +283,7 @@ def test_copies_are_measured_where_there_is_something_to_copy(engine, monkeypatc
 
     monkeypatch.setattr(engine._runner, "decode", decode)
     monkeypatch.setattr(costs, "measure", timed)
-    measured = engine._runner.measure([tiers.VANILLA, tiers.LOOKUP, tiers.CHAIN], greedy=True)
+    measured = engine._runner.measure([tiers.VANILLA, tiers.LOOKUP, tiers.CHAIN], greedy=True, width=2)
     assert asked == [("vanilla", 4), ("lookup 8", 1), ("chain 3", 4), ("vanilla", 1)]
     assert measured == Costs({"vanilla": 2.0, "lookup 8": 2.0 + 5.0 - 2.5, "chain 3": 3.0}, 1.0)
 
