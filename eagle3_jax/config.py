@@ -525,7 +525,8 @@ class ServeConfig:
         max_length: longest prompt and answer together, in tokens.
         memory_fraction: weights and caches take this share of the device's memory; None makes room for the whole batch
             at `max_length`.
-        warm_up_folder: keeps compiled programs and measured costs, which makes the next start fast; None does not.
+        warm_up_folder: keeps compiled programs and measured costs, which makes the next start fast; None is a folder of
+            this package's cache ($EAGLE3_JAX_CACHE, else ~/.cache/eagle3_jax), "none" keeps nothing.
         api_key_variable: environment variable with the API key; api_key_file: a file with one a line. Neither is ever
             shown. None of both lets everybody in.
         requests_per_minute: of a key; without keys of an address.

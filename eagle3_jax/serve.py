@@ -24,7 +24,7 @@ from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.formats.mtp import MTP
 from eagle3_jax.formats.shipped import AUTO, LOOKUP, chosen_draft
 from eagle3_jax.mesh import decoding_mesh
-from eagle3_jax.models.registry import load_target
+from eagle3_jax.models.registry import cache_folder, load_target
 from eagle3_jax.serving.app import make_app
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -147,7 +147,8 @@ def load(config: RunConfig) -> Engine:
         queue_limit=settings.queue_limit,
     )
     command.stop_point()
-    engine.warm_up(settings.warm_up_folder, progress=sys.stderr.isatty())
+    folder = settings.warm_up_folder or cache_folder() / "programs"
+    engine.warm_up(None if folder == "none" else folder, progress=sys.stderr.isatty())
     command.stop_point()
     return engine
 

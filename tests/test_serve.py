@@ -138,6 +138,17 @@ def test_values_that_cannot_be_are_refused(field, value):
         from_dict({"run_dir": "x", "serve": {field: value}})
 
 
+def test_the_next_start_is_fast_unless_nothing_may_be_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("EAGLE3_JAX_CACHE", str(tmp_path))
+    monkeypatch.setattr(serve, "load_target", lambda *_: None)
+    asked: list[Any] = []
+    monkeypatch.setattr(Engine, "load", lambda *_, **__: Engine.__new__(Engine))
+    monkeypatch.setattr(Engine, "warm_up", lambda self, folder, **_: asked.append(folder))
+    for more in ([], ["--serve.warm-up-folder", "none"], ["--serve.warm-up-folder", "here"]):
+        serve.load(serve.configure(["--target", "a", *more]))
+    assert asked == [tmp_path / "programs", None, "here"]
+
+
 def test_keys_come_from_the_environment_and_from_a_file(tmp_path, monkeypatch):
     file = tmp_path / "keys"
     file.write_text("one\n\n two \n")
