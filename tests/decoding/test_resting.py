@@ -10,9 +10,11 @@ import pytest
 import tiny_heads
 
 from eagle3_jax.config import DraftTree
-from eagle3_jax.decoding import resting, rounds
+from eagle3_jax.decoding import programs, resting, rounds
+from eagle3_jax.decoding.programs import Models, Sizes
 from eagle3_jax.decoding.resting import ROOM, Unread
 from eagle3_jax.decoding.sampling import Sampling
+from eagle3_jax.decoding.tiers import VANILLA, Tier
 
 CHAIN = DraftTree(num_steps=2, num_draft_tokens=3)
 COPIES = DraftTree(num_steps=3, num_draft_tokens=4, lookup_tokens=3)
@@ -95,3 +97,20 @@ def test_what_outgrows_the_buffer_is_lost_and_nothing_else():
     lost = unread.count[1]
     again = note(unread, jnp.asarray(tokens, jnp.int32), jnp.asarray(aux), jnp.array([0, 4], jnp.int32))
     assert again.count[1] == lost, "lost stays lost"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("places", [None, [1, 3]], ids=["the whole batch", "narrow"])
+def test_a_head_wakes_for_those_that_run_and_writes_to_no_other_s_pages(toy, places):
+    """The first of three was cancelled: its pages may be another's by now."""
+    every = (VANILLA, Tier(CHAIN, head=True))
+    sizes, models = Sizes.plan(3, 64, 16, every), Models.of(toy.target, toy.good)
+    state = jax.jit(lambda m: programs.empty_state(m, sizes, every, None))(models)
+    state = programs.rehearse(state, np.int32(8), pages_per_sequence=sizes.pages_per_sequence)
+    before, pages = np.asarray(state.draft_cache.keys[0]), np.asarray(state.page_table)[:, 0]
+    woken = None if places is None else jnp.array(places, jnp.int32)
+    state = programs.catch_up(models, state, jnp.array([True, False, False]), woken)
+    written = [bool((np.asarray(state.draft_cache.keys[0])[page] != before[page]).any()) for page in pages]
+    assert written == [False, True, places is None]
+    assert state.unread.count.tolist() == [8, 0, 8 * (places is not None)]
+    assert state.done.tolist() == [True, False, False]
