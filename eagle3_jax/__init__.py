@@ -58,6 +58,10 @@ def _refuse_wrong_results(jaxlib: str, platforms: str) -> None:
 
 _refuse_wrong_results(importlib.metadata.version("jaxlib"), os.environ.get("JAX_PLATFORMS", ""))
 
+# On a CPU XLA logs two lines of 2,000 characters as errors for every program that a compilation cache holds: code for
+# the machine it was compiled on is said to miss "features" such as prefer-no-gather. What fails raises an exception.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from eagle3_jax.decoding.sampling import BONUS, COINS, Sampling, draw, probabilities, sample
+from eagle3_jax.decoding.sampling import BONUS, COINS, LogitRules, Sampling, draw, probabilities, sample
 from eagle3_jax.decoding.tree import Drawn, TokenTree
 from eagle3_jax.kernels.vocabulary import argmax
 
@@ -81,9 +81,8 @@ def pretend(
 ) -> tuple[Walk, Int[Array, " b"]]:
     """For benchmarks: goes to a node's first child where `accepts` says so for its depth; the bonus is the argmax."""
 
-    def hit(depth: int, node: Array, going: Array) -> Array:
-        taken = accepts[:, depth] if depth < accepts.shape[1] else jnp.zeros_like(going)
-        return _children_of(tree, node) & taken[:, None]
+    def hit(depth: int, node: Array) -> Array:
+        return _children_of(tree, node) & accepts[:, depth, None]
 
     walk = _walk(tree, accepts.shape[1], hit)
     return walk, argmax(row_of(logits, walk.last))
@@ -92,7 +91,11 @@ def pretend(
 def walk_greedy(tree: TokenTree, predicted: Int[Array, "b n"], steps: int) -> Walk:
     """Accepts a child when its token is the target's argmax at its parent."""
     agreed = tree.tokens == jnp.take_along_axis(predicted, jnp.maximum(tree.parents, 0), axis=1)
-    return _walk(tree, steps, lambda _, node, going: _children_of(tree, node) & agreed)
+    return _walk(tree, steps, lambda _, node: _children_of(tree, node) & agreed)
+
+
+# depth, path, accepted, who goes on, what changes the logits, weights of the bonus
+_Steps = tuple[Array, Array, Array, Array, LogitRules | None, Array]
 
 
 def walk_sampled(
@@ -106,7 +109,7 @@ def walk_sampled(
     """Accepts children so that each token comes with the target's probability.
 
     Only the nodes on the way are looked at: the distribution of each is made when the walk comes to it, so that
-    penalties count what was accepted in front of it.
+    penalties count what was accepted in front of it. A loop on the device, which ends with the longest walk.
 
     Args:
         coins: uniform in [0, 1), for each depth of the tree: one, or one a sibling where drafts were drawn.
@@ -114,27 +117,43 @@ def walk_sampled(
     Returns:
         The way, and the weights of the bonus token: what is left of the distribution at its end.
     """
-    rules, weights = sampling.rules, jnp.zeros((logits.shape[0], logits.shape[2]))
+    steps = coins.shape[1]
+    coins = jnp.pad(coins, ((0, 0), (0, 1), (0, 0)))  # nodes of the last depth have no children
 
-    def hit(depth: int, node: Array, going: Array) -> Array:
-        nonlocal rules, weights
+    def proceed(carry: _Steps) -> Array:
+        depth, _, _, going, _, _ = carry
+        return going.any() & (depth <= steps)
+
+    def step(carry: _Steps) -> _Steps:
+        depth, path, accepted, going, rules, weights = carry
+        node = path[:, depth]
         here = row_of(logits, node)
         if rules is not None:
             taken = going & (depth > 0)  # the root was counted when it was chosen
             rules = rules.count(jnp.take_along_axis(tree.tokens, node[:, None], axis=1), taken[:, None])
             here = rules.apply(here, stop_ids, lengths + depth + 1)
-        probs = probabilities(here, sampling)
-        if depth == coins.shape[1]:  # no children
-            hits, rest = jnp.zeros(tree.tokens.shape, bool), probs
-        elif tree.drawn is None:
-            hits, rest = _target_only(tree.tokens, _children_of(tree, node), probs, coins[:, depth, 0])
+        probs, children = probabilities(here, sampling), _children_of(tree, node)
+        if tree.drawn is None:
+            hits, rest = _target_only(tree.tokens, children, probs, coins[:, depth, 0])
         else:
-            hits, rest = _multi_candidate(tree.tokens, _children_of(tree, node), probs, tree.drawn, coins[:, depth])
-        weights = jnp.where((going & ~hits.any(axis=-1))[:, None], rest, weights)
-        return hits
+            hits, rest = _multi_candidate(tree.tokens, children, probs, tree.drawn, coins[:, depth])
+        goes_on = going & hits.any(axis=-1)
+        weights = jnp.where((going & ~goes_on)[:, None], rest, weights)
+        node = jnp.where(goes_on, jnp.argmax(hits, axis=-1).astype(jnp.int32), node)
+        path = jnp.where(jnp.arange(path.shape[1])[None] > depth, node[:, None], path)
+        return depth + 1, path, accepted + goes_on.astype(jnp.int32), goes_on, rules, weights
 
-    walk = _walk(tree, coins.shape[1], hit)
-    return walk, weights
+    batch, _, vocabulary = logits.shape
+    start = (
+        jnp.int32(0),
+        jnp.zeros((batch, steps + 1), jnp.int32),
+        jnp.zeros(batch, jnp.int32),
+        jnp.ones(batch, bool),
+        sampling.rules,
+        jnp.zeros((batch, vocabulary)),
+    )
+    _, path, accepted, _, _, weights = jax.lax.while_loop(proceed, step, start)
+    return Walk(path, accepted), weights
 
 
 def _target_only(
@@ -207,16 +226,15 @@ def _children_of(tree: TokenTree, nodes: Int[Array, " b"]) -> Bool[Array, "b n"]
     return tree.parents == nodes[:, None]
 
 
-def _walk(tree: TokenTree, steps: int, hit: Callable[[int, Array, Array], Array]) -> Walk:
-    """Goes to the first child that `hit(depth, node, going)` marks, until there is none; asks once more at the end."""
+def _walk(tree: TokenTree, steps: int, hit: Callable[[int, Array], Array]) -> Walk:
+    """Goes to the first child that `hit(depth, node)` marks, until there is none."""
     node = jnp.zeros(tree.tokens.shape[0], jnp.int32)
     going = jnp.ones(tree.tokens.shape[0], bool)
     path, accepted = [node], jnp.zeros_like(node)
     for depth in range(steps):
-        hits = hit(depth, node, going) & going[:, None]
+        hits = hit(depth, node) & going[:, None]
         going = hits.any(axis=-1)
         node = jnp.where(going, jnp.argmax(hits, axis=-1).astype(jnp.int32), node)
         accepted += going.astype(jnp.int32)
         path.append(node)
-    hit(steps, node, going)
     return Walk(jnp.stack(path, axis=1), accepted)
