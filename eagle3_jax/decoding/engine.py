@@ -24,9 +24,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle3_jax import manifest, processes
+from eagle3_jax import processes
 from eagle3_jax.config import DraftTree, MeshConfig, TargetConfig
-from eagle3_jax.decoding import costs, programs, resting, tiers
+from eagle3_jax.decoding import costs, pricing, programs, resting, tiers
 from eagle3_jax.decoding.pages import PagePool
 from eagle3_jax.decoding.programs import Chunk, Sizes
 from eagle3_jax.decoding.progress import first_progress, progress
@@ -353,6 +353,8 @@ class Engine:
     ) -> None:
         """Compiles all programs, so that no request waits for it, and measures what rounds cost (`tree="auto"`).
 
+        Rounds are as wide as the traffic from then on. Caches are empty afterwards.
+
         Args:
             cache: a folder for both, which makes the next start fast: JAX's persistent compilation cache, of this
                 process from now on, and the costs on this machine. None leaves it as it is, and measures.
@@ -368,51 +370,9 @@ class Engine:
         with self._driver:
             if running := self.stats().running:
                 raise RuntimeError(f"warm_up: got {running} running requests, expected none")
-            useful: dict[int, Sequence[Tier]] = dict.fromkeys(self._runner.sizes.widths, self.tiers.tiers)
-            used: list[tuple[Tier, bool, int]] = []
-            for greedy in (True,) if greedy_alone else (True, False):
-                if len(self.tiers.tiers) > 1:
-                    # What is of no use to greedy requests is of less use to others, whose rounds cost more.
-                    useful = self._price(useful, folder, greedy=greedy)
-                used += [(tier, greedy, width) for width, tiers in useful.items() for tier in tiers]
-            self._runner.compile(used, progress=progress)
-
-    def _price(
-        self, could_be: Mapping[int, Sequence[Tier]], folder: pathlib.Path | None, *, greedy: bool
-    ) -> dict[int, Sequence[Tier]]:
-        """Learns what rounds cost at each width. Returns the tiers that are of use there, of those that could be."""
-        known, useful, narrower = {}, {}, self.tiers.tiers
-        for width, those in could_be.items():
-            # What is of no use in few rows is of less use in many: rows only get dearer.
-            measured = self._costs([tier for tier in those if tier in narrower], folder, greedy=greedy, width=width)
-            known[width] = self.tiers.useful(measured)
-            useful[width] = narrower = [tier for tier in self.tiers.tiers if tier.name in known[width].rounds]
-        self.tiers.price(known, greedy=greedy)
-        return useful
-
-    def _costs(self, of: Sequence[Tier], folder: pathlib.Path | None, *, greedy: bool, width: int) -> costs.Costs:
-        """What rounds of some tiers cost this engine on this machine."""
-        config = None if self.draft is None else self.draft.head.config
-        key = {
-            "hardware": manifest.hardware(),
-            "versions": manifest.versions(),
-            "target": repr(self.target.config),
-            "draft": repr(config),
-            "dtype": str(self.target.embed[...].dtype),
-            "sizes": repr(self._runner.sizes),
-            "kv_dtype": str(self._runner.kv_dtype),
-            "mesh": repr(self._runner.mesh),
-            "tiers": [repr(tier) for tier in of],
-            "greedy": greedy,
-            "width": width,
-        }
-
-        def measure() -> costs.Costs:
-            measured = self._runner.measure(of, greedy=greedy, width=width)
+            used = pricing.price(self._runner, self.tiers, folder, greedy_alone=greedy_alone)
             self._forget_device()
-            return measured
-
-        return costs.kept_or_measured(folder, key, measure)
+            self._runner.compile(used, progress=progress)
 
     def profile(self, tier: Tier) -> costs.Round:
         """What a greedy round of one of its tiers takes, stage by stage; with empty caches afterwards."""
