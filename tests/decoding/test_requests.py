@@ -418,6 +418,7 @@ def test_a_soak_of_tiers_that_take_turns(toy, monkeypatch, count):
     """A35, A52: the head rests and wakes between dispatches, whoever joins, leaves or is aborted."""
     every, draw = [tiers.VANILLA, tiers.LOOKUP, tiers.CHAIN], random.Random(7)
     monkeypatch.setattr(tiers, "WITH_HEAD", tuple(every))
+    monkeypatch.setattr(programs, "WIDTHS", (3,))  # of each there are six programs to compile
     monkeypatch.setattr(TierChoice, "useful", lambda self, costs: costs)
     monkeypatch.setattr(TierChoice, "choose", lambda *args, **kwargs: draw.choice(every))
     size: dict[str, Any] = {"max_length": 128, "page_size": 16, "batch_size": 8}
