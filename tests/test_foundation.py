@@ -33,7 +33,9 @@ def test_programs_from_a_compilation_cache_are_loaded_in_silence(tmp_path):
     kept = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     env = {name: value for name, value in os.environ.items() if name != "TF_CPP_MIN_LOG_LEVEL"} | kept
     command = [sys.executable, "-c", code]
-    started = [subprocess.run(command, env=env, capture_output=True, text=True, check=True) for _ in range(2)]
+    started = [
+        subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=True) for _ in range(2)
+    ]
     assert list(tmp_path.iterdir()) and [process.stderr for process in started] == ["", ""]
 
 
