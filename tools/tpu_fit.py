@@ -180,7 +180,8 @@ def decoding(
 ) -> Iterator[Program]:
     """The engine's two programs: prefill of the longest stretch of a prompt, and the rounds of a full batch.
 
-    Rounds of fewer requests are programs of fewer rows, over the same state: they need less.
+    Rounds of fewer requests are programs of fewer rows over the same state (`tests/decoding/test_programs_tpu.py` holds
+    them to the same limit).
     """
     mesh = replicas(make_mesh(config.mesh, devices))[0].decoding_mesh
     target, draft = abstract_target(config, shape, mesh), None

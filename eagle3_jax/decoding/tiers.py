@@ -19,7 +19,8 @@ from eagle3_jax.decoding.tree import scratch_slots
 from eagle3_jax.models.head import Draft
 from eagle3_jax.models.target import ModelConfig
 
-# Share of its drafts that a tier may have to see accepted before it pays; the best heads' chains of 3 see two thirds.
+# Share of its drafts that may have to be accepted before a tier pays: a chain of 3 would make 3 tokens a round. What
+# needs more is not compiled.
 _MOST = 2 / 3
 # A head below this acceptance length, over so many rounds of single requests, is no help to anyone.
 USELESS = 1.05

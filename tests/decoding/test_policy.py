@@ -135,10 +135,8 @@ def test_a_long_rest_saves_no_credit_for_many_tries():
 
 def test_what_is_learned_in_one_width_is_known_in_another():
     """A head that fits the text drafts where it pays, and not in the width where it costs too much or has no price."""
-    head, costs = (
-        Promise(1.0, 3, "head", wakes=True, drafts=1.0),
-        {1: {0: 1.0, 1: 1.2}, 4: {0: 1.1, 1: 3.0}, 8: {0: 1.3}},
-    )
+    head = Promise(1.0, 3, "head", wakes=True, drafts=1.0)
+    costs = {1: {0: 1.0, 1: 1.2}, 4: {0: 1.1, 1: 3.0}, 8: {0: 1.3}}
     policy = TierPolicy([VANILLA, head], costs, dict.fromkeys(costs, 0.1))
 
     def taken(width):

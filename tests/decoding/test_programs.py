@@ -1,0 +1,27 @@
+"""The engine's programs, called as the runner calls them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eagle3_jax.decoding import programs
+from eagle3_jax.decoding.programs import Models, Sizes
+from eagle3_jax.decoding.tiers import VANILLA
+
+
+@pytest.mark.slow
+def test_what_was_cancelled_never_runs_again(toy):
+    """Its pages may be another's by now: neither narrow rounds without it nor rounds of the whole batch write there."""
+    sizes, models = Sizes.plan(3, 64, 16, [VANILLA]), Models.of(toy.target, None)
+    state = jax.jit(lambda m: programs.empty_state(m, sizes, [VANILLA], None))(models)
+    state = programs.rehearse(state, np.int32(8), pages_per_sequence=sizes.pages_per_sequence)
+    before, pages = np.array(state.cache.keys[0]), np.array(state.page_table)[:, 0]
+    cancelled, nobody = jnp.array([True, False, False]), jnp.zeros(3, bool)
+    one = jnp.int32(1), jnp.int32(3)
+    state, narrow = programs.decode(models, state, cancelled, jnp.array([1, 3]), *one, tier=VANILLA, greedy=True)
+    state, whole = programs.decode(models, state, nobody, None, *one, tier=VANILLA, greedy=True)
+    after = np.array(state.cache.keys[0])
+    assert [bool((after[page] != before[page]).any()) for page in pages] == [False, True, True]
+    assert state.lengths.tolist() == [8, 10, 9] and state.done.tolist() == [True, False, False]
+    assert (len(narrow), len(whole)) == (2, 3)
