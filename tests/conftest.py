@@ -2,17 +2,21 @@
 
 All of it is set before JAX is first used. A variable that is already set wins, so that the same tests can run on an
 accelerator: `JAX_PLATFORMS=cuda pytest`. Each test has a time limit (pytest-timeout), property tests draw the same
-examples in every run, and a skip that `allowed_skips.toml` does not list fails the run.
+examples in every run, and a skip that `allowed_skips.toml` does not list fails the run. `--deal I/N` runs a part of
+each test's cases, for runs that share them.
 """
 
+import collections
 import fnmatch
 import gc
+import importlib.util
 import itertools
 import os
 import pathlib
 import re
 import sys
 import tomllib
+import zlib
 
 for _name, _value in {
     "JAX_PLATFORMS": "cpu",
@@ -98,6 +102,37 @@ def whole_run(tmp_path_factory):
         return tiny.make_run(folder / "whole_run")
 
 
+def _part(text):
+    """The two numbers of "1/2"."""
+    match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", text)
+    if not match or int(match[1]) > int(match[2]):
+        raise ValueError
+    return int(match[1]), int(match[2])
+
+
+def pytest_addoption(parser):
+    parser.addoption("--deal", type=_part, metavar="I/N", help="of each test's cases the Ith of N parts, one at least")
+
+
+def _dealt(items, part, parts):
+    """Each test in every part, each of its cases in one, in an order that no parameter decides.
+
+    Whole stay the tests that only one of the runs has: those of any JAX, and beside PyTorch those that compare with it.
+    """
+    alone = importlib.util.find_spec("torch") is not None
+    cases = collections.defaultdict(list)
+    kept = set()
+    for item in items:
+        if item.get_closest_marker("any_jax") or (alone and "torch" in item.path.read_text()):
+            kept.add(item)
+        else:
+            cases[item.nodeid.split("[")[0]].append(item)
+    for of_one in cases.values():
+        of_one.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+        kept.update(of_one[part - 1 :: parts] or of_one[:1])
+    return kept
+
+
 def pytest_configure(config):
     if hasattr(config, "cache"):  # not with -p no:cacheprovider
         jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
@@ -111,7 +146,12 @@ def pytest_runtest_teardown(nextitem):
         gc.collect()
 
 
+@pytest.hookimpl(trylast=True)  # behind what `-m` and `-k` leave out
 def pytest_collection_modifyitems(config, items):
+    if config.option.deal:
+        kept = _dealt(items, *config.option.deal)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
     # First of all: then one worker makes the run while the other has the rest to do, and none waits.
     items.sort(key=lambda item: "whole_run" not in getattr(item, "fixturenames", ()))
     if config.pluginmanager.hasplugin("timeout"):  # `tools/test.sh` requires it

@@ -94,6 +94,48 @@ def test_a_skip_that_is_not_listed_fails_the_run(tmp_path, listed, workers, unex
     assert summary.count("test_some.py::test_needs") == sum("test_some" in line for line in unexpected)
 
 
+_CASES = """
+import pytest
+
+@pytest.mark.parametrize("x", range(5))
+@pytest.mark.parametrize("y", [pytest.param(0), pytest.param(1, marks=pytest.mark.long)])
+def test_cases(x, y):
+    pass
+
+def test_single():
+    pass
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize("x", range(3))
+def test_of_any_jax(x):
+    pass
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.any_jax
+def test_cases_are_dealt(tmp_path):
+    """Every test in both parts, every case in one of them, but for what any JAX decides."""
+    (tmp_path / "pytest.ini").touch()
+    (tmp_path / "test_some.py").write_text(_CASES)
+    (tmp_path / "allowed_skips.toml").write_text("skip = []")
+    shutil.copy(ROOT / "tests/conftest.py", tmp_path)
+
+    def collected(part: str) -> tuple[int, list[str]]:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not long", "--collect-only"]
+        result = subprocess.run([*command, "--deal", part], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        return result.returncode, re.findall(r"::(\S+)", result.stdout)
+
+    (status, one), (_, other) = collected("1/2"), collected("2/2")
+    assert status == 0
+    cases = [[test for test in part if test.startswith("test_cases")] for part in (one, other)]
+    assert sorted(map(len, cases)) == [2, 3]
+    assert sorted(cases[0] + cases[1]) == [f"test_cases[0-{x}]" for x in range(5)]
+    whole = ["test_of_any_jax[0]", "test_of_any_jax[1]", "test_of_any_jax[2]", "test_single"]
+    assert [sorted(set(part) - {*cases[0], *cases[1]}) for part in (one, other)] == [whole, whole]
+    assert [collected(part)[0] for part in ("3/2", "0/2", "x")] == [4, 4, 4]
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("test_*.py")), ids=lambda path: path.name)
 def test_what_waits_for_a_process_has_a_timeout(path):
     """A child that hangs must fail its test, not the whole run."""

@@ -3,6 +3,7 @@
 #   tools/test.sh fast   everyday work: without the slow tests
 #   tools/test.sh        without the long tests
 #   tools/test.sh long   all of it: the long tests, new examples of every property, every mutant
+# What follows these words goes to pytest.
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 case "${1:-}" in
@@ -31,7 +32,7 @@ check ruff format --check .
 check pyright --pythonpath "$(command -v python)"
 check lint-imports
 check shellcheck --external-sources --source-path SCRIPTDIR tools/*.sh .ci/run
-check "${PYTEST[@]}" "${select[@]}"
+check "${PYTEST[@]}" "${select[@]}" "${@:2}"
 if [[ ${1:-} == long ]]; then
   # One at a time: several of them start processes of their own, which must find each other within gloo's 30 seconds.
   check "${PYTEST[@]}" -n 0 -m long --hypothesis-profile=long

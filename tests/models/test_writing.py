@@ -63,7 +63,9 @@ def test_transformers_computes_what_the_packaged_target_does_here(tmp_path, dtyp
 
     got = logits(target.model, jnp.asarray([ids], jnp.int32))
     assert np.abs(expected).max() > 5
-    np.testing.assert_allclose(got, expected, atol=1e-4, rtol=0)
+    # Logits to 28, summed in another order on each machine: 1.1e-4 was seen. An eps of 1e-6, not 1e-5, moves them by
+    # 6.7e-3.
+    np.testing.assert_allclose(got, expected, atol=4e-4, rtol=0)
 
 
 def test_the_command_writes_the_run_s_target(tmp_path, capsys):
