@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny
 import tiny_heads
@@ -138,17 +139,17 @@ def test_a_head_over_the_whole_vocabulary(whole, vllm, tmp_path):
 
 def test_a_head_with_the_target_s_lm_head(whole, vllm, tmp_path):
     """SGLang is told so by a null, which vLLM must take too."""
-    head = bare(whole, tmp_path / "own")
+    head = bare(whole.folder("export"), tmp_path / "own")
     tiny_heads.alter(head, {"lm_head.weight": None})
     export.convert(head, "sglang", tmp_path / "sglang")
     counted(whole, tmp_path / "sglang", vllm)
 
 
-def bare(config: configs.RunConfig, head: pathlib.Path) -> pathlib.Path:
-    """The exported head as one from elsewhere, to be altered."""
+def bare(written: pathlib.Path, head: pathlib.Path) -> pathlib.Path:
+    """A written head as one from elsewhere, to be altered."""
     head.mkdir()
     for name in ("config.json", "model.safetensors"):
-        shutil.copy(config.folder("export") / name, head)
+        shutil.copy(written / name, head)
     return head
 
 
@@ -157,14 +158,26 @@ def bare(config: configs.RunConfig, head: pathlib.Path) -> pathlib.Path:
     "fields",
     [
         {"norm_before_residual": True},
-        {"rope_scaling": LLAMA3},
-        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"norm_before_fc": True},
+        LLAMA3,
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False},
         {"rope_theta": 500.0},
     ],
-    ids=["norm_before_residual", "llama3", "linear", "rope_theta"],
+    ids=["norm_before_residual", "norm_before_fc", "llama3", "linear", "yarn", "rope_theta"],
 )
 def test_a_head_of_another_architecture(trained, vllm, fields, tmp_path):
     """The trained weights drafting worse than they could: other counters, and both must have these."""
-    head = bare(trained, tmp_path / "head")
+    export.convert(trained.folder("export"), "vllm", tmp_path / "vllm")
+    head = bare(tmp_path / "vllm", tmp_path / "head")
+    tensors, said = tiny_heads.read(head)
+    if "norm_before_fc" in fields:
+        width = tensors["fc.weight"].shape[1]
+        tiny_heads.alter(head, {"input_norm.weight": np.linspace(0.5, 2, width, dtype=np.float32)})
+    elif "norm_before_residual" not in fields:  # RoPE, in both spellings
+        rope = said["rope_parameters"] | fields
+        scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+        scaled = scaling if scaling["rope_type"] != "default" else None
+        fields = {"rope_parameters": rope, "rope_scaling": scaled, "rope_theta": rope["rope_theta"]}
     tiny_heads.alter(head, **fields)
     counted(trained, head, vllm)

@@ -18,7 +18,7 @@ from eagle3_jax.formats.tensors import LAYER
 from eagle3_jax.models.layers import LinearScaling
 
 _KEYS = LLAMA | {"draft_vocab_size": REQUIRED, "target_hidden_size": "hidden_size"}
-_FIXED = {"norm_before_residual": False, "fc_norm": False, "norm_output": False}
+_FIXED = {"norm_before_residual": False, "fc_norm": False, "norm_output": False, "norm_before_fc": False}
 
 
 def _read_aux(values: dict[str, Any], problems: list[str]) -> None:

@@ -20,9 +20,8 @@ from eagle3_jax.formats.tensors import EMBEDDINGS, LAYER, number_problems
 from eagle3_jax.models.eagle2 import Eagle2Config, Eagle2Head
 from eagle3_jax.models.entries import Entry, kernel, plain, qkv
 from eagle3_jax.models.head import Draft
-from eagle3_jax.models.layers import YarnScaling
 from eagle3_jax.models.registry import Target
-from eagle3_jax.models.rope import OF_HEADS, read_rope
+from eagle3_jax.models.rope import read_rope
 from eagle3_jax.models.target import ModelConfig
 from eagle3_jax.models.weights import parameter_path
 
@@ -122,10 +121,9 @@ def read_config(
         if values.get(key, expected) != expected
     ]
     found = fields.sizes(fields.LLAMA, values, problems)
-    theta, scaling = read_rope(values, problems, OF_HEADS)
+    theta, scaling = read_rope(values, problems)
     if len(problems) > known:
         return None
-    assert not isinstance(scaling, YarnScaling), "not one of OF_HEADS"
     return Eagle2Config(
         **found,
         draft_vocab_size=draft_vocab_size,

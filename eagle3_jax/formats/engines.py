@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from eagle3_jax.formats.fields import Form
 from eagle3_jax.formats.stored import StoredHead
-from eagle3_jax.models.layers import LinearScaling, RopeScaling
+from eagle3_jax.models.layers import LinearScaling, RopeScaling, YarnScaling
 from eagle3_jax.models.rope import THETA
 
 # Each engine, and the newest version whose code was read.
@@ -24,7 +24,8 @@ ENGINES = {
 SILENT, FAILS, UNKNOWN = "ignored", "fails", "not known"
 _NO = (SILENT, FAILS, UNKNOWN)
 # What a head may be -> of each engine the first version known to run it, or what it does instead. Known from the code:
-# SGLang's wheels 0.4.5, 0.4.9, 0.5.2, 0.5.11, 0.5.12 and 0.5.23 (models/llama_eagle3.py, llama.py, eagle_worker.py);
+# SGLang's wheels 0.4.5, 0.4.9, 0.5.2, 0.5.11, 0.5.12 and 0.5.23 (models/llama_eagle3.py, llama.py, eagle_worker.py,
+# layers/rotary_embedding, which calls YaRN's factor `attn_factor`);
 # vLLM's wheels 0.21.0, 0.22.0 and 0.32.0 (models/llama_eagle3.py, llama.py, gpu_model_runner.py), and of 0.24.0 and
 # 0.25.0 configs/speculators/algos.py: 0.21.0 has neither norm and three aux layers alone, and up to 0.24.0 the form of
 # speculators hands neither flag on; EAGLE's model/cnets.py, loaded with strict=False; sglang-jax's
@@ -41,9 +42,13 @@ SINCE = {
     "`norm_output`": ("0.5.12", "0.22.0", SILENT, SILENT, SILENT),
     "either in the form `speculators`": (FAILS, "0.25.0", FAILS, FAILS, UNKNOWN),
     "`norm_before_residual`": (SILENT, "0.21.0", SILENT, SILENT, "b8692ff"),
+    "`norm_before_fc`": ("0.5.23", "0.21.0", SILENT, SILENT, FAILS),
     "RoPE `llama3`": ("0.4.5", "0.21.0", FAILS, "cddbf6f", "b8692ff"),
     "RoPE `linear`": ("0.4.5", "0.21.0", "cb7e084", FAILS, UNKNOWN),
     "RoPE `linear`, `rope_theta` not 10000": ("0.4.5", "0.21.0", SILENT, FAILS, UNKNOWN),
+    "RoPE `yarn`": ("0.4.9", "0.21.0", FAILS, UNKNOWN, UNKNOWN),
+    "RoPE `yarn`, `truncate` false": ("0.5.12", "0.21.0", FAILS, UNKNOWN, UNKNOWN),
+    "RoPE `yarn`, `attention_factor`": (SILENT, "0.32.0", FAILS, UNKNOWN, UNKNOWN),
     "`head_dim` of its own": ("0.4.5", "0.21.0", FAILS, "cddbf6f", "b8692ff"),
     "not as wide as the target": ("0.4.5", "0.21.0", "cb7e084", UNKNOWN, UNKNOWN),
     "whole vocabulary": ("0.4.9", "0.21.0", "cb7e084", UNKNOWN, UNKNOWN),
@@ -66,7 +71,7 @@ def used(head: StoredHead, form: Form) -> Iterator[tuple[str, str]]:
         limits = f"1 to {last - 1 if isinstance(last, int) else 'n - 1'}"
         neither = f"SGLang captures neither 0 (the embeddings) nor {last} (the last block)"
         yield "aux layer 0 or n", f"target.aux_layers: got {c.aux_layers}, expected boundaries {limits}: {neither}"
-    for flag in ("fc_norm", "norm_output", "norm_before_residual"):
+    for flag in ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc"):
         if getattr(c, flag):
             yield f"`{flag}`", f"{flag}: got True, expected False"
     if form.name == "speculators" and (c.fc_norm or c.norm_output):
@@ -83,6 +88,13 @@ def used(head: StoredHead, form: Form) -> Iterator[tuple[str, str]]:
                 "RoPE `linear`, `rope_theta` not 10000",
                 f"rope_theta: got {c.rope_theta}, expected {THETA} where it is scaled",
             )
+    if isinstance(c.rope_scaling, YarnScaling):
+        yield "RoPE `yarn`", "rope_scaling: got 'yarn', expected none"
+        if not c.rope_scaling.truncate:
+            yield "RoPE `yarn`, `truncate` false", "rope_scaling.truncate: got False, expected True"
+        if c.rope_scaling.attention_factor is not None:
+            got = c.rope_scaling.attention_factor
+            yield "RoPE `yarn`, `attention_factor`", f"rope_scaling.attention_factor: got {got}, expected none"
     if c.head_dim * c.num_attention_heads != c.hidden_size:
         plain = f"hidden_size / num_attention_heads = {c.hidden_size} / {c.num_attention_heads}"
         yield "`head_dim` of its own", f"head_dim: got {c.head_dim}, expected {plain}"

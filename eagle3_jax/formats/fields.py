@@ -11,8 +11,7 @@ from typing import Any
 
 from eagle3_jax.formats.stored import StoredHead
 from eagle3_jax.models.draft import DraftHeadConfig
-from eagle3_jax.models.layers import YarnScaling
-from eagle3_jax.models.rope import OF_HEADS, is_positive, read_rope, write_rope
+from eagle3_jax.models.rope import is_positive, read_rope, write_rope
 
 REQUIRED = object()
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -34,7 +33,6 @@ FIXED: dict[str, Any] = {
     "attention_bias": False,
     "mlp_bias": False,
     "bias": False,
-    "norm_before_fc": False,
     "use_aux_hidden_state": True,
     "use_sliding_window": False,
 }
@@ -82,11 +80,10 @@ def read(form: Form, values: dict[str, Any], problems: list[str]) -> DraftHeadCo
             if section.get(key, expected) != expected:
                 problems.append(f"{where}{key}: got {section[key]!r}, expected {expected!r}")
     found = sizes(form.keys, values, problems, form.present)
-    theta, scaling = read_rope(values, problems, OF_HEADS)
+    theta, scaling = read_rope(values, problems)
     aux_layers = form.read_aux(values, problems)
     if len(problems) > known:
         return None
-    assert not isinstance(scaling, YarnScaling), "not one of OF_HEADS"
     head = DraftHeadConfig(**found, rope_theta=theta, rope_scaling=scaling, aux_layers=aux_layers)
     count = values.get("num_aux_hidden_states")
     if count is not None and count != head.num_aux_layers:
@@ -119,6 +116,12 @@ def sizes(
     if heads % kv_heads:
         problems.append(f"num_attention_heads: got {heads}, expected a multiple of num_key_value_heads = {kv_heads}")
     return found | {"head_dim": found["head_dim"] or size // heads, "rms_norm_eps": float(found["rms_norm_eps"])}
+
+
+def with_inner_norm(values: dict[str, Any]) -> dict[str, Any]:
+    """`norm_before_fc` at top level, as vLLM and SGLang read it: in `eagle_config` it counts more (NVIDIA's heads)."""
+    inner, key = values.get("eagle_config"), "norm_before_fc"
+    return values | {key: inner[key]} if isinstance(inner, dict) and key in inner else values
 
 
 def architecture(values: dict[str, Any]) -> str | None:

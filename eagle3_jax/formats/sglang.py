@@ -19,11 +19,13 @@ _KEYS = LLAMA | {
     "target_hidden_size": "hidden_size",
     "fc_norm": False,
     "norm_output": False,
+    "norm_before_fc": False,
 }
 
 
 def _flatten(values: dict[str, Any]) -> dict[str, Any]:
     """`use_aux_norm` is an older name of `fc_norm`."""
+    values = fields.with_inner_norm(values)
     return values | {"fc_norm": True} if values.get("use_aux_norm") else values
 
 
@@ -38,7 +40,8 @@ def _read_aux(values: dict[str, Any], problems: list[str]) -> tuple[int, ...] | 
 
 def _write(head: StoredHead) -> dict[str, Any]:
     values = {"architectures": [FORM.architectures[0]], **fields.llama(head), **fields.draft_vocabulary(head)}
-    values |= fields.flags(head, "fc_norm", "norm_output") | ({"draft_vocab_size": None} if head.tied else {})
+    values |= fields.flags(head, "fc_norm", "norm_output", "norm_before_fc")
+    values |= {"draft_vocab_size": None} if head.tied else {}
     if head.config.aux_layers is not None:
         outputs = [boundary - 1 for boundary in head.config.aux_layers]
         values[AUX_LAYERS] = list(head.config.aux_layers)

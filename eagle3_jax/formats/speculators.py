@@ -21,6 +21,7 @@ _OWN = {
     "fc_norm": False,
     "norm_output": False,
     "norm_before_residual": True,
+    "norm_before_fc": False,
 }
 _FIXED = {"speculators_model_type": "eagle3", "model_type": "llama", "embed_requires_grad": False}
 # What vLLM drafts when it is not told otherwise; the converter of speculators writes the same.
@@ -50,7 +51,7 @@ def _write(head: StoredHead) -> dict[str, Any]:
         "fc_norm": c.fc_norm,
         "norm_output": c.norm_output,
         "norm_before_residual": c.norm_before_residual,
-        "norm_before_fc": False,
+        "norm_before_fc": c.norm_before_fc,
         "embed_requires_grad": False,
         **({} if layers is None else {AUX_LAYERS: list(layers)}),
         "tie_word_embeddings": False,

@@ -45,6 +45,8 @@ def draft_table(config: DraftHeadConfig) -> dict[str, Entry]:
         "norm": plain("norm.weight", h),
         "lm_head": plain(LM_HEAD, c.draft_vocab_size, h),
     }
+    if c.norm_before_fc:
+        table["aux_norm"] = plain("input_norm.weight", c.num_aux_layers * c.target_hidden_size)
     if c.fc_norm:
         table |= {f"fc_norm/{i}": plain(f"fc_norm.{i}.weight", c.target_hidden_size) for i in range(c.num_aux_layers)}
     return table

@@ -20,6 +20,7 @@ _KEYS = LLAMA | {
     "fc_norm": False,
     "norm_output": False,
     "norm_before_residual": False,
+    "norm_before_fc": False,
 }
 
 
@@ -37,7 +38,7 @@ def count(head: StoredHead) -> dict[str, int]:
 
 def _write(head: StoredHead) -> dict[str, Any]:
     values = {"architectures": [FORM.architectures[0]], **fields.llama(head), **fields.draft_vocabulary(head)}
-    values |= fields.flags(head, "fc_norm", "norm_output", "norm_before_residual")
+    values |= fields.flags(head, "fc_norm", "norm_output", "norm_before_residual", "norm_before_fc")
     if head.config.aux_layers is not None:
         values |= {AUX_LAYERS: list(head.config.aux_layers), **count(head)}
     return values
@@ -50,6 +51,7 @@ FORM = Form(
     layer=LAYER,
     keys=_KEYS,
     fixed=FIXED,
+    flatten=fields.with_inner_norm,
     read_aux=read_boundaries,
     write=_write,
 )

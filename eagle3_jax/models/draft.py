@@ -19,15 +19,13 @@ from eagle3_jax.config import DraftConfig
 from eagle3_jax.models.head import Head
 from eagle3_jax.models.layers import (
     Attention,
-    LinearScaling,
-    RopeScaling,
+    Scaling,
     SwiGLU,
     linear,
     normal,
     ones,
     rms_norm,
-    rope_frequencies,
-    rope_table,
+    scaled_rope_table,
 )
 from eagle3_jax.models.target import ModelConfig
 
@@ -42,6 +40,7 @@ class DraftHeadConfig:
             on disk alone: the three that every engine takes by default, of a target whose depth is not known.
         fc_norm: norm each aux feature before fc; norm_output: the post-norm output recurs. Both: EAGLE-3.1.
         norm_before_residual: the residual is the normed feature (vLLM, speculators).
+        norm_before_fc: one norm over all aux features together before fc (heads of RedHat and NVIDIA for gpt-oss).
     """
 
     vocab_size: int
@@ -59,7 +58,8 @@ class DraftHeadConfig:
     fc_norm: bool = False
     norm_output: bool = False
     norm_before_residual: bool = False
-    rope_scaling: RopeScaling | LinearScaling | None = None
+    norm_before_fc: bool = False
+    rope_scaling: Scaling | None = None
 
     @property
     def num_aux_layers(self) -> int:
@@ -101,6 +101,8 @@ class DraftHead(Head):
         c = config
         self.config = c
         self.fc = normal((c.num_aux_layers * c.target_hidden_size, c.hidden_size), dtype, rngs)
+        if c.norm_before_fc:
+            self.aux_norm = ones(c.num_aux_layers * c.target_hidden_size, dtype)
         if c.fc_norm:
             self.fc_norm = nnx.List([ones(c.target_hidden_size, dtype) for _ in range(c.num_aux_layers)])
         self.input_norm = ones(c.hidden_size, dtype)
@@ -121,6 +123,8 @@ class DraftHead(Head):
 
     def fuse(self, aux: Float[Array, "b t aux"]) -> Float[Array, "b t h"]:
         """See `Head`."""
+        if self.config.norm_before_fc:
+            aux = rms_norm(aux, self.aux_norm[...], self.config.rms_norm_eps)
         if self.config.fc_norm:
             chunks = jnp.split(aux, self.config.num_aux_layers, axis=-1)
             normed = [rms_norm(x, w[...], self.config.rms_norm_eps) for x, w in zip(chunks, self.fc_norm, strict=True)]
@@ -136,7 +140,7 @@ class DraftHead(Head):
     ) -> Float[Array, "b t h"]:
         """See `Head`."""
         c = self.config
-        rope = rope_table(positions, rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling))
+        rope = scaled_rope_table(positions, c.head_dim, c.rope_theta, c.rope_scaling)
         tokens = rms_norm(embeds, self.input_norm[...], c.rms_norm_eps)
         hidden = rms_norm(features, self.hidden_norm[...], c.rms_norm_eps)
         q, k, v = self.attention.project(jnp.concatenate([tokens, hidden], axis=-1), rope)

@@ -25,8 +25,7 @@ from eagle3_jax.models.layers import (
     normal,
     ones,
     rms_norm,
-    rope_frequencies,
-    rope_table,
+    scaled_rope_table,
     zeros,
 )
 from eagle3_jax.models.target import final_boundary
@@ -99,7 +98,7 @@ class Eagle2Head(Head):
     ) -> Float[Array, "b t h"]:
         """See `Head`."""
         c = self.config
-        rope = rope_table(positions, rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling))
+        rope = scaled_rope_table(positions, c.head_dim, c.rope_theta, c.rope_scaling)
         x = linear(jnp.concatenate([embeds, features], axis=-1), self.fc[...])
         if c.fc_bias:
             x = x + self.fc_bias[...][None, None]

@@ -125,6 +125,14 @@ def rope_table(
     return jax.lax.optimization_barrier((jnp.cos(angles) * amplitude, jnp.sin(angles) * amplitude))
 
 
+def scaled_rope_table(
+    positions: Int[Array, "b t"], head_dim: int, theta: float, scaling: Scaling | None
+) -> tuple[Float[Array, "b t 1 half"], Float[Array, "b t 1 half"]]:
+    """`rope_table` of RoPE as a config.json has it."""
+    amplitude = scaling.amplitude if isinstance(scaling, YarnScaling) else 1.0
+    return rope_table(positions, rope_frequencies(head_dim, theta, scaling), amplitude)
+
+
 def apply_rope(
     x: Float[Array, "b t heads d"], table: tuple[Float[Array, "b t 1 half"], Float[Array, "b t 1 half"]]
 ) -> Float[Array, "b t heads d"]:

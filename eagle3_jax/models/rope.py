@@ -15,7 +15,6 @@ from eagle3_jax.models.layers import LinearScaling, RopeScaling, Scaling, YarnSc
 THETA = 10000.0  # what no `rope_theta` means, to every engine
 Kinds = Mapping[str, type[Scaling]]  # `rope_type` -> what it is read as
 KINDS: Kinds = {"llama3": RopeScaling, "linear": LinearScaling, "yarn": YarnScaling}
-OF_HEADS: Kinds = {"llama3": RopeScaling, "linear": LinearScaling}  # what draft heads may have, by what engines run
 _SECTIONS = ("rope_parameters", "rope_scaling")
 
 

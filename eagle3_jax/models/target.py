@@ -20,13 +20,11 @@ from eagle3_jax.kernels.vocabulary import vocabulary_logits
 from eagle3_jax.models.cache import KVCache
 from eagle3_jax.models.layers import (
     Scaling,
-    YarnScaling,
     embeddings,
     normal,
     ones,
     rms_norm,
-    rope_frequencies,
-    rope_table,
+    scaled_rope_table,
 )
 from eagle3_jax.models.rope import KINDS, Kinds, read_rope, write_rope
 
@@ -271,8 +269,7 @@ class TargetModel(nnx.Module):
 def rotary(config: ModelConfig, positions: Int[Array, "b t"]) -> Rope:
     """RoPE as a config has it."""
     c = config
-    amplitude = c.rope_scaling.amplitude if isinstance(c.rope_scaling, YarnScaling) else 1.0
-    return rope_table(positions, rope_frequencies(c.rope_dim, c.rope_theta, c.rope_scaling), amplitude)
+    return scaled_rope_table(positions, c.rope_dim, c.rope_theta, c.rope_scaling)
 
 
 def _behind(mask: Bool[Array, "b t m"]) -> Int[Array, "b t m"]:

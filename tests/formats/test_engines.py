@@ -10,9 +10,11 @@ from tiny_heads import TARGET, make_draft
 from eagle3_jax.formats import engines
 from eagle3_jax.formats.heads import FORMS, save_draft
 from eagle3_jax.formats.stored import DraftFormatError, StoredHead, from_draft
+from eagle3_jax.models.layers import YarnScaling
 
 pytestmark = pytest.mark.any_jax
 
+YARN = YarnScaling(4.0, 1024, truncate=False)
 DOCUMENT = pathlib.Path(__file__).parents[2] / "docs/serve-in-sglang-and-vllm.md"
 
 
@@ -44,6 +46,13 @@ def stored(layers: tuple[int, ...] = (2, 6, 9), **changes: Any) -> StoredHead:
             "served by vLLM 0.22.0 and later; not by tpu-inference (to b8692ff (2026-08)): `fc_norm` fails",
         ),
         ("speculators", {"fc_norm": True}, "served by vLLM 0.25.0 and later"),
+        ("speculators", {"norm_before_fc": True, "rope_scaling": YARN}, "served by vLLM 0.21.0 and later"),
+        (
+            "sglang",
+            {"norm_before_fc": True, "rope_scaling": YARN},
+            "served by SGLang 0.5.23, vLLM 0.21.0 and later; not by sglang-jax (to cddbf6f (2026-08)): "
+            "`norm_before_fc` ignored, RoPE `yarn` not known, RoPE `yarn`, `truncate` false not known",
+        ),
         ("eagle", {"head_dim": 4}, "served by vLLM 0.21.0, EAGLE cb7e084, tpu-inference b8692ff and later"),
     ],
 )
@@ -61,6 +70,12 @@ def test_the_engines_that_run_a_head_are_named(form: str, head: dict[str, Any], 
             r"export.format: got 'sglang', expected vllm or speculators",
         ),
         ("eagle", {"head_dim": 4, "fc_norm": True}, r"fc_norm: got True, expected False; EAGLE \(to cb7e084"),
+        (
+            "sglang",
+            {"rope_scaling": dataclasses.replace(YARN, attention_factor=1.2)},
+            r"rope_scaling.attention_factor: got 1.2, expected none; SGLang \(to 0.5.23\): ignored",
+        ),
+        ("eagle", {"head_dim": 4, "rope_scaling": YARN}, r"rope_scaling: got 'yarn', expected none; EAGLE"),
         ("eagle", {"head_dim": 6}, r"head_dim: got 6, expected hidden_size / num_attention_heads = 16 / 4; EAGLE"),
         ("eagle", {"head_dim": 4, "layers": (1, 6, 9)}, r"target.aux_layers: got \(1, 6, 9\), expected the default"),
         ("sglang", {"layers": (0, 6, 9)}, r"neither 0 \(the embeddings\) nor 12 .*; SGLang \(to 0.5.23\): fails"),

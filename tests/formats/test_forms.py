@@ -156,7 +156,6 @@ def test_what_no_norm_before_residual_means(tmp_path: pathlib.Path, form: str, a
     [
         ({"speculators_model_type": "peagle"}, "speculators_model_type: got 'peagle', expected 'eagle3'"),
         ({"embed_requires_grad": True}, "embed_requires_grad: got True, expected False"),
-        ({"norm_before_fc": True}, "norm_before_fc: got True, expected False"),
         ({"transformer_layer_config": LLAMA | {"model_type": "qwen3"}}, "model_type: got 'qwen3', expected 'llama'"),
         (
             {"transformer_layer_config": LLAMA | {"layer_types": ["sliding_attention"]}},

@@ -19,9 +19,10 @@ from tiny_heads import IDS, TARGET, alter, assert_same, make_draft
 from eagle3_jax.formats import engines, files, heads
 from eagle3_jax.formats.heads import FORMS, load_draft, save_draft
 from eagle3_jax.formats.stored import DraftFormatError, StoredHead, from_draft
-from eagle3_jax.models.layers import LinearScaling, RopeScaling
+from eagle3_jax.models.layers import LinearScaling, RopeScaling, YarnScaling
 
 LLAMA3 = RopeScaling(8.0, 1.0, 4.0, 16)
+YARN = YarnScaling(4.0, 1024, truncate=False)
 EMBEDDINGS = "embed_tokens.weight"
 
 
@@ -52,9 +53,10 @@ def numpy_chain(
     def norm(x: np.ndarray, name: str) -> np.ndarray:
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + c["rms_norm_eps"]) * w[name]
 
+    scaling: dict[str, Any] = c.get("rope_scaling") or {"rope_type": "default"}
+
     def frequencies() -> np.ndarray:
         inverse = 1 / c["rope_theta"] ** (np.arange(0, d, 2) / d)
-        scaling: dict[str, Any] = c.get("rope_scaling") or {"rope_type": "default"}
         if scaling["rope_type"] == "linear":
             return inverse / scaling["factor"]
         if scaling["rope_type"] == "llama3":  # Llama-3.1: waves that are long beside the old context become longer
@@ -62,11 +64,22 @@ def numpy_chain(
             low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
             share = np.clip((turns - low) / (high - low), 0, 1)
             return share * inverse + (1 - share) * inverse / scaling["factor"]
+        if scaling["rope_type"] == "yarn":  # from dimension `low` on, frequencies shrink, to all of it at `high`
+            turns = [scaling[name] for name in ("beta_fast", "beta_slow")]
+            context, base = scaling["original_max_position_embeddings"], c["rope_theta"]
+            low, high = (d * np.log(context / (2 * np.pi * n)) / (2 * np.log(base)) for n in turns)
+            if scaling.get("truncate", True):
+                low, high = np.floor(low), np.ceil(high)
+            low, high = max(low, 0), min(high, d - 1)
+            share = np.clip((np.arange(d // 2) - low) / (high - low), 0, 1)
+            return share * inverse / scaling["factor"] + (1 - share) * inverse
         return inverse
+
+    amplitude = 1 + 0.1 * np.log(scaling["factor"]) if scaling["rope_type"] == "yarn" else 1.0
 
     def rope(x: np.ndarray, position: int) -> np.ndarray:
         angle = position * frequencies()
-        cos, sin = np.cos(np.tile(angle, 2)), np.sin(np.tile(angle, 2))
+        cos, sin = amplitude * np.cos(np.tile(angle, 2)), amplitude * np.sin(np.tile(angle, 2))
         return x * cos + np.concatenate([-x[:, d // 2 :], x[:, : d // 2]], axis=-1) * sin
 
     keys: list[np.ndarray] = []
@@ -92,6 +105,8 @@ def numpy_chain(
         h2 = h1 + w["midlayer.mlp.down_proj.weight"] @ (gate / (1 + np.exp(-gate)) * up)
         return norm(h2, "norm.weight") if c.get("norm_output") else h2
 
+    if c.get("norm_before_fc"):
+        aux = norm(aux, "input_norm.weight")
     if c.get("fc_norm"):
         parts = np.split(aux, len(aux[0]) // c["hidden_size"], axis=-1)
         aux = np.concatenate([norm(x, f"fc_norm.{i}.weight") for i, x in enumerate(parts)], axis=-1)
@@ -110,6 +125,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "norm_before_residual": {"norm_before_residual": True},
     "llama3": {"rope_scaling": LLAMA3},
     "linear": {"rope_scaling": LinearScaling(4.0)},
+    "norm_before_fc": {"norm_before_fc": True},
+    "yarn": {"rope_scaling": YARN},
 }
 FAST = ("EAGLE-3.1", "norm_before_residual", "llama3")
 
@@ -158,8 +175,9 @@ HEADS = st.fixed_dictionaries(
         "fc_norm": st.booleans(),
         "norm_output": st.booleans(),
         "norm_before_residual": st.booleans(),
+        "norm_before_fc": st.booleans(),
         "rope_theta": st.sampled_from([10000.0, 500000.0]),
-        "rope_scaling": st.sampled_from([None, LLAMA3, LinearScaling(2.0)]),
+        "rope_scaling": st.sampled_from([None, LLAMA3, LinearScaling(2.0), YARN, YarnScaling(4.0, 16)]),
         "head_dim": st.sampled_from([4, 6]),
         "num_key_value_heads": st.sampled_from([1, 2, 4]),
     }
@@ -418,7 +436,6 @@ def test_no_tensor_may_be_missing_misnamed_or_misshapen(tmp_path: pathlib.Path, 
     [
         ("hidden_act", "gelu", "hidden_act: got 'gelu', expected 'silu'"),
         ("use_sliding_window", True, "use_sliding_window: got True, expected False"),
-        ("eagle_config", {"norm_before_fc": True}, "eagle_config.norm_before_fc: got True"),
         (
             "eagle_config",
             {"use_aux_hidden_state": False},
@@ -430,7 +447,12 @@ def test_no_tensor_may_be_missing_misnamed_or_misshapen(tmp_path: pathlib.Path, 
         ("intermediate_size", "20", "intermediate_size: got '20', expected a positive integer"),
         ("num_key_value_heads", 3, "num_attention_heads: got 4, expected a multiple"),
         ("rope_theta", 0, "rope_theta: got"),
-        ("rope_scaling", {"rope_type": "yarn", "factor": 32.0}, "rope_scaling.rope_type: got 'yarn'"),
+        ("rope_scaling", {"rope_type": "longrope", "factor": 32.0}, "rope_scaling.rope_type: got 'longrope'"),
+        (
+            "rope_scaling",
+            {"rope_type": "yarn", "factor": 32.0},
+            "rope_scaling.original_max_position_embeddings: missing",
+        ),
         ("rope_scaling", {"type": "linear", "factor": -1}, "rope_scaling.factor: got -1, expected a positive number"),
         ("rope_scaling", {"type": "llama3", "factor": 8.0}, "rope_scaling.low_freq_factor: missing"),
         ("rope_scaling", [8.0], "rope_scaling: got [8.0], expected an object"),

@@ -17,7 +17,7 @@ from eagle3_jax.models import mimo_mtp
 from eagle3_jax.models.draft import DraftHeadConfig
 from eagle3_jax.models.families import read_shape
 from eagle3_jax.models.mimo import MimoConfig
-from eagle3_jax.models.rope import OF_HEADS, read_rope
+from eagle3_jax.models.rope import read_rope
 from eagle3_jax.models.target import default_aux_layers
 
 pytestmark = pytest.mark.any_jax
@@ -90,7 +90,7 @@ def test_its_config_is_mapped_or_refused_by_field(name):
         aux_layers = heads.FORMS[form].read_aux(values, []) or default_aux_layers(head["target_layers"])
         assert list(aux_layers) == expected["aux_layers"]
     if "rope_scaling" in expected:
-        _, scaling = read_rope(values, [], OF_HEADS)
+        _, scaling = read_rope(values, [])
         assert (None if scaling is None else vars(scaling)) == expected["rope_scaling"]
     if config is not None:
         assert (config.draft_vocab_size, config.rope_theta) == (expected["draft_vocab_size"], expected["rope_theta"])

@@ -70,6 +70,21 @@ def test_the_first_names_of_the_aux_norms_are_taken(tmp_path: pathlib.Path) -> N
     assert_same(load_draft(tmp_path / "head", target=TARGET), draft)
 
 
+@pytest.mark.parametrize("form", ["sglang", "vllm"])
+def test_a_norm_before_fc_is_read_in_eagle_config_too(tmp_path: pathlib.Path, form: str) -> None:
+    """Where NVIDIA's heads have it; there it counts more than at top level."""
+    draft = make_draft(norm_before_fc=True)
+    save_draft(tmp_path / "head", draft, target=TARGET, dtype="float32", form=form)
+    held, config = tiny_heads.read(tmp_path / "head")
+    assert held["input_norm.weight"].shape == (48,) and config["norm_before_fc"] is True
+    inner = config.get("eagle_config", {})
+    alter(tmp_path / "head", norm_before_fc=False, eagle_config=inner | {"norm_before_fc": True})
+    assert_same(load_draft(tmp_path / "head", target=TARGET), draft)
+    alter(tmp_path / "head", norm_before_fc=True, eagle_config=inner | {"norm_before_fc": False})
+    with pytest.raises(DraftFormatError, match="surplus tensor input_norm.weight"):
+        load_draft(tmp_path / "head", target=TARGET)
+
+
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
