@@ -133,7 +133,7 @@ def test_one_killed_process_ends_all_and_the_rerun_goes_on(config, alone, verb, 
     before = VERBS[: VERBS.index(verb)]
     for name in ("prompts", "conversations", "features")[: len(before)]:
         shutil.copytree(alone / name, run / name)
-    processes = tiny.start_verb(2, verb, config, *arguments(verb, run, "2x1"))
+    processes = tiny.start_verb(2, verb, config, *arguments(verb, run, "2x1"), *DECODES)
     begun = run / "checkpoints/5" if verb == "train" else run / "conversations"
     until = time.monotonic() + 200
     while time.monotonic() < until and all(process.poll() is None for process in processes):
@@ -146,7 +146,7 @@ def test_one_killed_process_ends_all_and_the_rerun_goes_on(config, alone, verb, 
     status, output = ends[1 - victim]
     assert ends[victim][0] == -signal.SIGKILL, ends[victim][1][-2000:]
     assert status != 0 and "run the same command on all hosts again" in output.splitlines()[-1], output[-2000:]
-    chain(config, run, "1x1", 1, verbs=VERBS[len(before) :])
+    chain(config, run, "1x1", 1, *DECODES, verbs=VERBS[len(before) :])
     check_same(alone, run)
 
 
