@@ -18,8 +18,7 @@ from jaxtyping import Array, Float, Int
 from eagle3_jax.models.head import Head
 from eagle3_jax.models.layers import (
     Attention,
-    LinearScaling,
-    RopeScaling,
+    Scaling,
     SwiGLU,
     linear,
     normal,
@@ -53,7 +52,7 @@ class Eagle2Config:
     max_position_embeddings: int
     target_layers: int
     fc_bias: bool = False
-    rope_scaling: RopeScaling | LinearScaling | None = None
+    rope_scaling: Scaling | None = None
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
