@@ -2,8 +2,8 @@
 
 All of it is set before JAX is first used. A variable that is already set wins, so that the same tests can run on an
 accelerator: `JAX_PLATFORMS=cuda pytest`. Each test has a time limit (pytest-timeout), property tests draw the same
-examples in every run, and a skip that `allowed_skips.toml` does not list fails the run. `--deal I/N` runs a part of
-each test's cases, for runs that share them.
+examples in every run, and a skip that `allowed_skips.toml` does not list fails the run. `--deal` gives each of several
+runs a part of the tests.
 """
 
 import collections
@@ -49,6 +49,7 @@ if _OF_CPUS:
     os.environ["XLA_FLAGS"] = " ".join(flag for flag in _FLAGS if flag not in _OF_CPUS)
 
 import hypothesis
+import jaxtyping
 import pytest
 from jax._src import compilation_cache
 from jax._src.pallas.mosaic import tpu_info
@@ -103,19 +104,19 @@ def whole_run(tmp_path_factory):
 
 
 def _part(text):
-    """The two numbers of "1/2"."""
-    match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", text)
+    """The parts of "1/2:word"."""
+    match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*):(\w+)", text)
     if not match or int(match[1]) > int(match[2]):
         raise ValueError
-    return int(match[1]), int(match[2])
+    return int(match[1]), int(match[2]), match[3]
 
 
 def pytest_addoption(parser):
-    parser.addoption("--deal", type=_part, metavar="I/N", help="of each test's cases the Ith of N parts, one at least")
+    parser.addoption("--deal", type=_part, metavar="I/N:WORD", help="the Ith of N parts; another WORD deals them anew")
 
 
-def _dealt(items, part, parts):
-    """Each test in every part, each of its cases in one, in an order that no parameter decides.
+def _dealt(items, part, parts, word):
+    """Each case in one part, a test's cases in all of them, in an order that no parameter decides.
 
     Whole stay the tests that only one of the runs has: those of any JAX, and beside PyTorch those that compare with it.
     """
@@ -127,15 +128,23 @@ def _dealt(items, part, parts):
             kept.add(item)
         else:
             cases[item.nodeid.split("[")[0]].append(item)
-    for of_one in cases.values():
-        of_one.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
-        kept.update(of_one[part - 1 :: parts] or of_one[:1])
+    for test, of_one in cases.items():
+        of_one.sort(key=lambda item: zlib.crc32(f"{word}{item.nodeid}".encode()))
+        first = zlib.crc32(f"{word}{test}".encode()) + part
+        kept.update(of_one[first % parts :: parts])
     return kept
 
 
 def pytest_configure(config):
     if hasattr(config, "cache"):  # not with -p no:cacheprovider
         jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    # A fifth of a slow test's time. `tools/test.sh` checks annotations in all tests, runs that share them in the rest.
+    skipped = bool(item.config.option.deal and item.get_closest_marker("slow"))
+    jaxtyping.config.update("jaxtyping_disable", skipped)
 
 
 def pytest_runtest_teardown(nextitem):

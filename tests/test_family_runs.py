@@ -12,7 +12,7 @@ from eagle3_jax.models.families import FAMILIES, Family
 
 TEXTS = [("Why is the sky blue?", "It scatters light, blue most."), ("Count.", "One two three, one two three.")]
 # A window and scaled embeddings; experts.
-DEFAULT = ("Gemma3ForCausalLM", "Qwen3MoeForCausalLM")
+DAILY = "Gemma3ForCausalLM"
 
 
 def prepared(folder: pathlib.Path, target_identity: dict) -> configs.RunConfig:
@@ -59,7 +59,7 @@ def prepared(folder: pathlib.Path, target_identity: dict) -> configs.RunConfig:
         pytest.param(
             family,
             id=family.config.model_type,
-            marks=pytest.mark.slow if family.config.architecture in DEFAULT else pytest.mark.long,
+            marks=pytest.mark.slow if family.config.architecture == DAILY else pytest.mark.long,
         )
         for family in FAMILIES
     ],

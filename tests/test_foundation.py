@@ -115,7 +115,7 @@ def test_of_any_jax(x):
 @pytest.mark.slow
 @pytest.mark.any_jax
 def test_cases_are_dealt(tmp_path):
-    """Every test in both parts, every case in one of them, but for what any JAX decides."""
+    """Every case in one part, a test's cases in both, and what any JAX decides in each; another word deals anew."""
     (tmp_path / "pytest.ini").touch()
     (tmp_path / "test_some.py").write_text(_CASES)
     (tmp_path / "allowed_skips.toml").write_text("skip = []")
@@ -126,14 +126,16 @@ def test_cases_are_dealt(tmp_path):
         result = subprocess.run([*command, "--deal", part], cwd=tmp_path, capture_output=True, text=True, timeout=120)
         return result.returncode, re.findall(r"::(\S+)", result.stdout)
 
-    (status, one), (_, other) = collected("1/2"), collected("2/2")
+    (status, one), (_, other), (_, anew) = (collected(part) for part in ("1/2:a", "2/2:a", "1/2:b"))
     assert status == 0
     cases = [[test for test in part if test.startswith("test_cases")] for part in (one, other)]
     assert sorted(map(len, cases)) == [2, 3]
     assert sorted(cases[0] + cases[1]) == [f"test_cases[0-{x}]" for x in range(5)]
-    whole = ["test_of_any_jax[0]", "test_of_any_jax[1]", "test_of_any_jax[2]", "test_single"]
-    assert [sorted(set(part) - {*cases[0], *cases[1]}) for part in (one, other)] == [whole, whole]
-    assert [collected(part)[0] for part in ("3/2", "0/2", "x")] == [4, 4, 4]
+    assert (one.count("test_single"), other.count("test_single")) in ((0, 1), (1, 0))
+    whole = ["test_of_any_jax[0]", "test_of_any_jax[1]", "test_of_any_jax[2]"]
+    assert [sorted(set(part) - {*cases[0], *cases[1], "test_single"}) for part in (one, other)] == [whole, whole]
+    assert set(anew) != set(one)
+    assert collected("3/2:a")[0] == 4
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("test_*.py")), ids=lambda path: path.name)

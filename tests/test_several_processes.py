@@ -171,8 +171,7 @@ with command.run("evaluate"):
 """
 
 
-@pytest.mark.any_jax
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_near_tie_is_one_on_all_processes(tmp_path):
     """In bfloat16, on a target that two processes share: what one process on as many devices says."""
     target = str(tiny.write_target(tmp_path))

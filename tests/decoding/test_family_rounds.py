@@ -46,15 +46,14 @@ def plain(model: TargetModel, prompt: list[int]) -> list[int]:
     return tokens[len(prompt) :]
 
 
-# What attends, routes or scales in a way of its own; the others draft as Llama does.
-HOW_OFTEN: dict[str, Any] = {"gpt_oss": [], "deepseek_v3": []}
-HOW_OFTEN |= dict.fromkeys(["qwen3_moe", "gemma3_text", "llama4_text"], pytest.mark.any_jax)
+# A window with sinks and one latent head for all: every day. The others only in `tools/test.sh long`.
+DAILY = {"gpt_oss", "deepseek_v3"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(family, marks=HOW_OFTEN.get(family.config.model_type, pytest.mark.long)) for family in FAMILIES],
+    [pytest.param(x, marks=() if x.config.model_type in DAILY else pytest.mark.long) for x in FAMILIES],
     ids=lambda family: family.config.model_type,
 )
 def test_drafts_change_no_token(family):
@@ -75,10 +74,15 @@ def test_drafts_change_no_token(family):
     assert copied.token_ids == plain(model, prompts[2] * 2)
 
 
-@pytest.mark.any_jax
 # A window, attention sinks, chunks: what a draft model's own scratch must respect.
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "GptOssForCausalLM", "Llama4ForCausalLM"])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "Gemma3ForCausalLM",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("GptOssForCausalLM", "Llama4ForCausalLM")),
+    ],
+)
 def test_what_it_drafts_for_itself_is_accepted(architecture):
     """In chains that are longer than a window, of sequences that are longer too."""
     family = next(family for family in FAMILIES if family.config.architecture == architecture)

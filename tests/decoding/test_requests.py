@@ -411,10 +411,8 @@ def test_a_soak_of_mixed_traffic_leaks_nothing_and_answers_each_once(toy, count)
     soak(engine, Engine(noisy(toy), Tokenizer(), **size), 24, count)
 
 
-@pytest.mark.any_jax
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.long)])
-def test_a_soak_of_tiers_that_take_turns(toy, monkeypatch, count):
+@pytest.mark.long
+def test_a_soak_of_tiers_that_take_turns(toy, monkeypatch):
     """A35, A52: the head rests and wakes between dispatches, whoever joins, leaves or is aborted."""
     every, draw = [tiers.VANILLA, tiers.LOOKUP, tiers.CHAIN], random.Random(7)
     monkeypatch.setattr(tiers, "WITH_HEAD", tuple(every))
@@ -425,7 +423,7 @@ def test_a_soak_of_tiers_that_take_turns(toy, monkeypatch, count):
     engine = Engine(noisy(toy), Tokenizer(), toy.good, queue_limit=9, **size)
     vanilla = Engine(noisy(toy), Tokenizer(), **size)
     monkeypatch.setattr(vanilla.tiers, "choose", lambda *args, **kwargs: tiers.VANILLA)
-    soak(engine, vanilla, 24, count)
+    soak(engine, vanilla, 24, 10_000)
 
 
 @pytest.mark.any_jax

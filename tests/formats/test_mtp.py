@@ -210,7 +210,12 @@ def test_deepseek_s_is_transformers_own(deepseek_v3):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "tree", [DraftTree(num_steps=3, topk=1, num_draft_tokens=4), DraftTree(num_steps=2, topk=3, num_draft_tokens=7)]
+    "tree",
+    [
+        pytest.param(DraftTree(num_steps=3, topk=1, num_draft_tokens=4), marks=pytest.mark.long),
+        DraftTree(num_steps=2, topk=3, num_draft_tokens=7),
+    ],
+    ids=["chain", "tree"],
 )
 def test_it_changes_no_token(target, tree):
     prompts, params = [[1, 2, 3], [9, 8, 7, 6, 5, 4], [11]], SamplingParams(max_tokens=12, ignore_eos=True)

@@ -17,6 +17,7 @@ from eagle3_jax.models import layers
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 norm = jax.jit(rows_cpu.rms_norm, static_argnums=2)
 heads = jax.jit(rows_cpu.rotated_heads, static_argnums=3)
+rotated = jax.jit(layers.apply_rope)
 
 
 def normal(shape, dtype, seed=0):
@@ -48,7 +49,7 @@ def test_norm_is_the_layers(m, steps, dtype, eps):
 
 @pytest.mark.any_jax
 @pytest.mark.slow
-@examples(10)
+@examples(25)
 @given(st.integers(1, 70), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.sampled_from(sorted(DTYPES)))
 def test_heads_are_split_and_rotated_as_the_layers_do(m, kv_heads, group, steps, dtype):
     half = steps * rows_cpu.WIDTH
@@ -57,7 +58,7 @@ def test_heads_are_split_and_rotated_as_the_layers_do(m, kv_heads, group, steps,
     cos, sin = layers.rope_table(positions, layers.rope_frequencies(2 * half, 1e4))
     by_head = fused.reshape(1, m, kv_heads, group + 2, 2 * half)
     q, k, v = by_head[..., :-2, :].reshape(1, m, -1, 2 * half), by_head[..., -2, :], by_head[..., -1, :]
-    expected = layers.apply_rope(q, (cos, sin)), layers.apply_rope(k, (cos, sin)), v
+    expected = rotated(q, (cos, sin)), rotated(k, (cos, sin)), v
     got = heads(fused, cos.reshape(m, half), sin.reshape(m, half), kv_heads)
     for part, of_layers in zip(got, expected, strict=True):
         close(part, of_layers.reshape(m, -1), dtype)

@@ -24,8 +24,16 @@ from eagle3_jax.models.weights import load_model, parameter_path
 
 TOKENS = 24
 VOCABULARY = 96
-# Of eight random shapes, each of many families, two every day.
-SEEDS = [0, 4, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2, 3, 5, 6, 7))]
+ARCHITECTURES = [family.config.architecture for family in FAMILIES]
+# Of eight random shapes of a family, one every day.
+DAILY = {"DeepseekV3ForCausalLM": 4}
+SHAPES = [
+    pytest.param(name, seed, marks=() if seed == DAILY.get(name, 0) else pytest.mark.long, id=f"{name}-{seed}")
+    for name in ARCHITECTURES
+    for seed in range(8)
+]
+# Whose attention is Llama's, with biases or norms of heads at most: what of it no cache and no tree can upset.
+AS_LLAMA = {"Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MiMoForCausalLM"}
 
 # Families that transformers has no class for, and whose layers they share.
 SAME_AS = {"MiMoForCausalLM": "Qwen2ForCausalLM"}
@@ -164,9 +172,13 @@ def cached(model: TargetModel, tokens: jax.Array, sizes: list[int]) -> tuple[jax
     return logits, aux
 
 
+def long_for(*names: str) -> list[Any]:
+    """Every architecture, these only in `tools/test.sh long`."""
+    return [pytest.param(name, marks=pytest.mark.long if name in names else ()) for name in ARCHITECTURES]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("architecture", [family.config.architecture for family in FAMILIES])
+@pytest.mark.parametrize(("architecture", "seed"), SHAPES)
 def test_it_equals_transformers(tmp_path, architecture, seed):
     """Logits and aux states at every boundary but the last, of which transformers says the final norm."""
     reference = write_reference(tmp_path, architecture, seed)
@@ -187,7 +199,7 @@ def test_it_equals_transformers(tmp_path, architecture, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", [family.config.architecture for family in FAMILIES])
+@pytest.mark.parametrize("architecture", long_for(*AS_LLAMA))
 def test_greedy_tokens_are_those_of_generate(tmp_path, architecture):
     """Token by token from the cache, beyond windows and chunks, which transformers keeps caches of their own for."""
     reference = write_reference(tmp_path, architecture, seed=2)
@@ -299,7 +311,7 @@ def test_deepseek_v3_reads_all_of_what_is_published():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", [family.config.architecture for family in FAMILIES])
+@pytest.mark.parametrize("architecture", long_for(*AS_LLAMA))
 def test_a_tree_is_read_as_its_paths_are(tmp_path, architecture):
     """Two branches behind a prefix, verified in one call, say what each says alone; so they do in a call after another,
     as a draft model reads them, of which the later sees what the one before left in the tail.
@@ -326,7 +338,7 @@ def test_a_tree_is_read_as_its_paths_are(tmp_path, architecture):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", [family.config.architecture for family in FAMILIES])
+@pytest.mark.parametrize("architecture", long_for(*AS_LLAMA - {"Qwen3MoeForCausalLM"}))
 def test_two_devices_say_what_one_says(tmp_path, architecture):
     write_reference(tmp_path, architecture, seed=4)
     config = registry.read_config(tmp_path, (0, 1))
