@@ -63,7 +63,7 @@ def train(config: configs.RunConfig, target: Target | None = None) -> dict[str, 
 
     Raises:
         ManifestError: unfinished features, features of another target, or a folder of other work.
-        ValueError: sizes that do not fit each other.
+        ValueError: sizes that do not fit each other; nothing to train on.
     """
     run = config.train
 
@@ -190,7 +190,10 @@ def _train(
                 decodes = served is not None and (step % (run.decode_every or 1) == 0 or step == total)
                 saves = step % run.checkpoint_every == 0 or step == total or stopping or decodes
                 if step % run.log_every == 0 or saves:  # no state is saved that was not found to be finite
-                    summary = _summarise(pending, rows, run.batch_size, step - len(pending), "train")
+                    found = _summarise(pending, rows, run.batch_size, step - len(pending), "train")
+                    if not summary and not found["positions"]:
+                        raise ValueError(_nothing_to_train_on(config, step))
+                    summary = found
                     pending.clear()
                     passed, last = time.monotonic() - last, time.monotonic()
                     tokens, seconds = tokens + summary["tokens"], seconds + passed
@@ -282,6 +285,14 @@ def _stop_asked(step: int) -> bool:
     """Whether to save and stop behind this step, on all processes alike."""
     # A process waits for a step that all began, so none is more than IN_FLIGHT steps ahead of another.
     return processes.agree_to_stop(step, IN_FLIGHT + 1, command.stop_asked())
+
+
+def _nothing_to_train_on(config: configs.RunConfig, batches: int) -> str:
+    reason = "no answer has a token that the loss mask counts"
+    if config.train.argmax_mask:
+        reason += f", or the target's best token is never among the {config.draft.vocab_size} of the draft vocabulary"
+        reason += " (train.argmax_mask)"
+    return f"train, the first {batches} batches: got no position that trains, expected some; {reason}"
 
 
 def _summarise(

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -215,6 +216,26 @@ def test_a_nan_stops_with_the_records_named_and_the_last_checkpoint_stays(tmp_pa
     assert step == (batch - 1 or None) if split == "train" else step == total - 1
     if step:
         assert all(np.isfinite(leaf).all() for leaf in leaves(config, target))
+
+
+@pytest.mark.any_jax
+@pytest.mark.slow
+def test_what_trains_nothing_is_refused(tmp_path, target):
+    """A loss of exactly 0 would look like a head that knows all."""
+    config = prepared(tmp_path, target)
+    folder = config.folder("extract") / "train"
+    records = [dict(record) for record in features.FeatureSource(folder)]
+    for record in records:
+        record["argmax"] = np.full_like(record["argmax"], DRAFT_VOCAB)  # the first that is not in it
+    features.write_shard(features.shard_path(folder, 0, 1), records)
+    with pytest.raises(ValueError, match=rf"first 2 batches: got no position that trains.*{DRAFT_VOCAB} of the draft"):
+        train.train(config, target)
+    with Checkpoints(config.folder("train")) as checkpoints:
+        assert checkpoints.latest is None
+    other = dataclasses.replace(config, run_dir=str(tmp_path / "unmasked"))
+    other = dataclasses.replace(other, train=dataclasses.replace(config.train, argmax_mask=False, max_steps=2))
+    shutil.copytree(config.folder("extract"), other.folder("extract"))
+    assert train.train(other, target)["train"]["positions"] > 0
 
 
 @pytest.mark.any_jax

@@ -29,9 +29,9 @@ def summarise(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
     Returns:
         `loss` (mean over batches); per step `accuracy` (the draft's first choice is the target's, over all positions
         that the mask counts), `cross_entropy`, `divergence` (KL) and `acceptance` (the share of drafts that would be
-        accepted at temperature 1) over the positions that train; `tokens`. Of train steps `gradient_norm`. Of eval
-        steps what `evaluate` would say of a chain as long as there are steps: `rounds`, `tau` (tokens per round, bonus
-        token included) and `alpha` per position (see `replay_rounds`).
+        accepted at temperature 1) over the positions that train; `positions`, how many of the first step do; `tokens`.
+        Of train steps `gradient_norm`. Of eval steps what `evaluate` would say of a chain as long as there are steps:
+        `rounds`, `tau` (tokens per round, bonus token included) and `alpha` per position (see `replay_rounds`).
 
     Raises:
         NotFinite: the first batch with NaN or infinity in it.
@@ -50,6 +50,7 @@ def summarise(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "cross_entropy": (total["cross_entropy"] / compared).tolist(),
         "divergence": (total["divergence"] / compared).tolist(),
         "acceptance": (total["acceptance"] / compared).tolist(),
+        "positions": int(total["compared"][0]),
         "tokens": int(total["tokens"]),
     }
     if "rounds" in total:
