@@ -25,6 +25,7 @@ def test_means_are_over_positions_not_over_batches():
         "cross_entropy": [24 / 20, 14 / 10],
         "divergence": [10 / 20, 5 / 10],
         "acceptance": [10 / 20, 2.5 / 10],
+        "positions": 20,
         "tokens": 100,
     }
 
