@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from eagle3_jax.decoding.verify import row_of
 from eagle3_jax.models.cache import KVCache
 from eagle3_jax.models.head import Draft
 from eagle3_jax.models.target import TargetModel
@@ -79,7 +78,7 @@ def catch_up(
     starts = lengths - count
     positions = starts[:, None] + jnp.arange(ROOM)[None]
     features = draft.head.fuse(unread.aux[:, :ROOM])
-    states, cache = draft.head.feed(target.embed[...], unread.tokens[:, :ROOM], features, positions, cache, starts)
-    caught_up = row_of(states, jnp.maximum(count - 1, 0))
-    draft_state = jnp.where((count > 0)[:, None], caught_up, draft_state)
+    tokens, last = unread.tokens[:, :ROOM], jnp.maximum(count - 1, 0)
+    states, cache = draft.head.feed(target.embed[...], tokens, features, positions, cache, starts, row=last)
+    draft_state = jnp.where((count > 0)[:, None], states[:, 0], draft_state)
     return dataclasses.replace(unread, count=unread.count - count), cache, draft_state

@@ -163,9 +163,9 @@ def read(
         following = jnp.where(at_end, root[:, None], following)
         features = draft.head.fuse(aux)
         states, draft_cache = draft.head.feed(
-            target.embed[...], following, features, positions, draft_cache, starts, preceding=tokens[:, :1]
+            target.embed[...], following, features, positions, draft_cache, starts, preceding=tokens[:, :1], row=last
         )
-        draft_state = row_of(states, last)
+        draft_state = states[:, 0]
     return Read(logits, root, failed, draft_state), (cache, draft_cache)
 
 
@@ -368,8 +368,10 @@ def extend(target: TargetModel, draft: Draft | None, state: State, judged: Judge
     if draft is not None and draft_cache is not None and draft_state is not None:
         draft_cache = dataclasses.replace(draft_cache, page_table=table)
         features, positions = draft.head.fuse(judged.aux), lengths[:, None] + width
-        states, draft_cache = draft.head.feed(target.embed[...], chosen, features, positions, draft_cache, lengths)
-        draft_state = jnp.where(state.done[:, None], draft_state, row_of(states, row))
+        states, draft_cache = draft.head.feed(
+            target.embed[...], chosen, features, positions, draft_cache, lengths, row=row
+        )
+        draft_state = jnp.where(state.done[:, None], draft_state, states[:, 0])
         draft_cache = dataclasses.replace(draft_cache, page_table=None)
     elif unread is not None:
         unread = unread.note(chosen, judged.aux, count)

@@ -21,6 +21,7 @@ from eagle3_jax.models.layers import (
     Attention,
     Scaling,
     SwiGLU,
+    at_row,
     linear,
     normal,
     ones,
@@ -137,15 +138,16 @@ class DraftHead(Head):
         features: Float[Array, "b t h"],
         positions: Int[Array, "b t"],
         attend: Callable[[Array, Array, Array], Array],
-    ) -> Float[Array, "b t h"]:
+        row: Int[Array, " b"] | None = None,
+    ) -> Float[Array, "b r h"]:
         """See `Head`."""
         c = self.config
         rope = scaled_rope_table(positions, c.head_dim, c.rope_theta, c.rope_scaling)
         tokens = rms_norm(embeds, self.input_norm[...], c.rms_norm_eps)
         hidden = rms_norm(features, self.hidden_norm[...], c.rms_norm_eps)
         q, k, v = self.attention.project(jnp.concatenate([tokens, hidden], axis=-1), rope)
-        residual = hidden if c.norm_before_residual else features
-        x = residual + self.attention.output(attend(q, k, v))
+        residual = at_row(hidden if c.norm_before_residual else features, row)
+        x = residual + self.attention.output(at_row(attend(q, k, v), row))
         x = x + self.mlp(rms_norm(x, self.post_norm[...], c.rms_norm_eps))
         return self.final_norm(x) if c.norm_output else x
 

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from eagle3_jax.kernels.linear_cpu import Panels
 from eagle3_jax.models.cache import KVCache
 from eagle3_jax.models.head import Head, ShapeOfModel
+from eagle3_jax.models.layers import at_row
 from eagle3_jax.models.target import TargetModel
 
 
@@ -43,17 +44,18 @@ class DraftModel(Head):
         *,
         tail_mask: Bool[Array, "b t m"] | None = None,
         preceding: Int[Array, "b 1"] | None = None,
-    ) -> tuple[Float[Array, "b t h"], KVCache]:
+        row: Int[Array, " b"] | None = None,
+    ) -> tuple[Float[Array, "b r h"], KVCache]:
         """See `Head`; embeddings and features of the target are not read."""
         if preceding is None:
             states, _, cache = self.model(tokens, positions + 1, cache, lengths + 1, tail_mask)
-            return states, cache
+            return at_row(states, row), cache
         # Slot `lengths` is empty where a text begins, and behind a prefix on shared pages; else what stands there is
         # written again, as it is where one stretch continues another in the same batch.
         tokens = jnp.concatenate([preceding, tokens], axis=1)
         positions = jnp.concatenate([positions[:, :1], positions + 1], axis=1)
         states, _, cache = self.model(tokens, positions, cache, lengths)
-        return states[:, 1:], cache
+        return at_row(states[:, 1:], row), cache
 
     def output_hidden(self, state: Float[Array, "*batch h"]) -> Float[Array, "*batch h"]:
         """The state itself: it is normed."""

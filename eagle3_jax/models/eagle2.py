@@ -20,6 +20,7 @@ from eagle3_jax.models.layers import (
     Attention,
     Scaling,
     SwiGLU,
+    at_row,
     linear,
     normal,
     ones,
@@ -94,14 +95,16 @@ class Eagle2Head(Head):
         features: Float[Array, "b t h"],
         positions: Int[Array, "b t"],
         attend: Callable[[Array, Array, Array], Array],
-    ) -> Float[Array, "b t h"]:
+        row: Int[Array, " b"] | None = None,
+    ) -> Float[Array, "b r h"]:
         """See `Head`."""
         c = self.config
         rope = scaled_rope_table(positions, c.head_dim, c.rope_theta, c.rope_scaling)
         x = linear(jnp.concatenate([embeds, features], axis=-1), self.fc[...])
         if c.fc_bias:
             x = x + self.fc_bias[...][None, None]
-        x = x + self.attention.output(attend(*self.attention.project(x, rope)))
+        attended = attend(*self.attention.project(x, rope))
+        x = at_row(x, row) + self.attention.output(at_row(attended, row))
         return x + self.mlp(rms_norm(x, self.post_norm[...], c.rms_norm_eps))
 
     def output_hidden(self, state: Float[Array, "*batch h"]) -> Float[Array, "*batch h"]:

@@ -44,7 +44,8 @@ class Head(nnx.Module):
         features: Float[Array, "b t h"],
         positions: Int[Array, "b t"],
         attend: Callable[[Array, Array, Array], Array],
-    ) -> Float[Array, "b t h"]:
+        row: Int[Array, " b"] | None = None,
+    ) -> Float[Array, "b r h"]:
         """One pass over pairs (token t+1, feature t).
 
         Args:
@@ -52,9 +53,10 @@ class Head(nnx.Module):
             features: fused features, or the output of the pass before.
             positions: RoPE positions of the pairs (the feature's).
             attend: (q [b t n d], k [b t k d], v [b t k d]) -> [b t n d].
+            row: of each sequence the pair whose state alone is wanted; of the others keys and values are computed.
 
         Returns:
-            The state that recurs, and that `logits` and `top_k` read.
+            The state that recurs, and that `logits` and `top_k` read: of every pair, or of `row`'s (r = 1).
         """
         raise NotImplementedError
 
@@ -69,7 +71,8 @@ class Head(nnx.Module):
         *,
         tail_mask: Bool[Array, "b t m"] | None = None,
         preceding: Int[Array, "b 1"] | None = None,
-    ) -> tuple[Float[Array, "b t h"], KVCache]:
+        row: Int[Array, " b"] | None = None,
+    ) -> tuple[Float[Array, "b r h"], KVCache]:
         """Reads pairs (token, feature) behind `lengths` committed ones.
 
         Args:
@@ -79,6 +82,7 @@ class Head(nnx.Module):
                 ones hold what the passes before left there.
             preceding: the token in front of them, given where a stretch of a prompt begins: a draft without features
                 may not have read it. Here the first feature tells of it.
+            row: see `__call__`.
 
         Returns:
             What `__call__` does, and the cache.
@@ -90,7 +94,7 @@ class Head(nnx.Module):
             attended, updated = updated.append_and_attend(0, queries, keys, values, lengths, tail_mask)
             return attended
 
-        states = self(embeddings(embed, tokens), features, positions, attend)
+        states = self(embeddings(embed, tokens), features, positions, attend, row)
         return states, updated
 
     def output_hidden(self, state: Float[Array, "*batch h"]) -> Float[Array, "*batch h"]:

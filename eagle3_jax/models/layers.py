@@ -161,6 +161,11 @@ def rms_norm(
     return normed.astype(x.dtype) * jnp.expand_dims(weight.astype(x.dtype), range(x.ndim - 1))
 
 
+def at_row(array: Float[Array, "b t ..."], row: Int[Array, " b"] | None) -> Float[Array, "b r ..."]:
+    """array[b, row[b]], the axis of rows kept; None keeps all rows."""
+    return array if row is None else jax.vmap(lambda rows, i: rows[i][None])(array, row)
+
+
 def embeddings(table: Float[Array, "v h"], tokens: Int[Array, "*batch"]) -> Float[Array, "*batch h"]:
     """table[tokens]."""
     if default_implementation() == "xla":

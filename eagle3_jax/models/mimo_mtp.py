@@ -26,9 +26,10 @@ class MimoMtp(MtpHead):
         features: Float[Array, "b t h"],
         positions: Int[Array, "b t"],
         attend: Callable[[Array, Array, Array], Array],
-    ) -> Float[Array, "b t h"]:
+        row: Int[Array, " b"] | None = None,
+    ) -> Float[Array, "b r h"]:
         """See `Head`. As engines do, the first pair of a text is read without its token."""
-        return super().__call__(jnp.where(positions[..., None] == 0, 0, embeds), features, positions, attend)
+        return super().__call__(jnp.where(positions[..., None] == 0, 0, embeds), features, positions, attend, row)
 
 
 def table(config: MimoConfig) -> dict[str, Entry]:

@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.models.head import Head, ShapeOfModel
-from eagle3_jax.models.layers import linear, normal, ones, rms_norm
+from eagle3_jax.models.layers import at_row, linear, normal, ones, rms_norm
 from eagle3_jax.models.target import ModelConfig, final_boundary, rotary
 
 
@@ -48,12 +48,14 @@ class MtpHead(Head):
         features: Float[Array, "b t h"],
         positions: Int[Array, "b t"],
         attend: Callable[[Array, Array, Array], Array],
-    ) -> Float[Array, "b t h"]:
+        row: Int[Array, " b"] | None = None,
+    ) -> Float[Array, "b r h"]:
+        """See `Head`."""
         c = self.config.model
         tokens = rms_norm(embeds, self.token_norm[...], c.rms_norm_eps)
         hidden = rms_norm(features, self.hidden_norm[...], c.rms_norm_eps)
         x = self.block(linear(self.joined(tokens, hidden), self.fc[...]), rotary(c, positions), attend)
-        return rms_norm(x, self.norm[...], c.rms_norm_eps)
+        return rms_norm(at_row(x, row), self.norm[...], c.rms_norm_eps)
 
     def output_hidden(self, state: Float[Array, "*batch h"]) -> Float[Array, "*batch h"]:
         """The state itself: it is normed."""

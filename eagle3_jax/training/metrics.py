@@ -50,7 +50,7 @@ def summarise(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "cross_entropy": (total["cross_entropy"] / compared).tolist(),
         "divergence": (total["divergence"] / compared).tolist(),
         "acceptance": (total["acceptance"] / compared).tolist(),
-        "positions": int(total["compared"][0]),
+        "positions": int(np.asarray(total["compared"])[0]),
         "tokens": int(total["tokens"]),
     }
     if "rounds" in total:
