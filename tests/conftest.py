@@ -155,8 +155,19 @@ def pytest_runtest_teardown(nextitem):
         gc.collect()
 
 
-@pytest.hookimpl(trylast=True)  # behind what `-m` and `-k` leave out
+_COLLECTED = pytest.StashKey[frozenset[str]]()
+
+
+@pytest.fixture(scope="session")
+def collected(request):
+    """Node ids of all cases of the files in this run, also of those that it leaves out."""
+    return request.config.stash[_COLLECTED]
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config, items):
+    config.stash[_COLLECTED] = frozenset(item.nodeid for item in items)
+    yield  # what `-m` and `-k` leave out
     if config.option.deal:
         kept = _dealt(items, *config.option.deal)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])

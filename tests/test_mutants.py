@@ -19,11 +19,14 @@ def functions(path):
 
 
 @pytest.mark.parametrize("mutant", mutants.read(mutants.TABLE), ids=lambda mutant: mutant.name)
-def test_a_mutant_s_line_and_its_test_are_there(mutant):
+def test_a_mutant_s_line_and_its_test_are_there(mutant, collected):
     mutants.mutate(ROOT, mutant)
     path, *names = mutant.test.split("[")[0].split("::")
     assert (ROOT / path).is_file()
     assert set(names) <= functions(ROOT / path)
+    cases = {case for case in collected if case.startswith(f"{path}::")}
+    if cases and mutant.test.endswith("]"):
+        assert mutant.test in cases
 
 
 def test_shares_are_the_whole_once(monkeypatch, capsys):

@@ -296,7 +296,8 @@ def test_a_sequence_may_continue_the_one_before_it():
     table = jnp.array([[2, 1]], jnp.int32)
     whole = tree_attention(q, new_k, new_v, k, v, jnp.array([120]), page_table=table, implementation="xla")
     rows_q, rows_k, rows_v = (x.reshape(2, 16, *x.shape[2:]) for x in (q, new_k, new_v))
-    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    # Eager: what is fetched ahead is fetched then, not when it is waited for.
+    params = pltpu.InterpretParams(dma_execution_mode="eager", detect_races=True, uninitialized_memory="nan")
     got = tree_attention(
         *(rows_q, rows_k, rows_v, k, v, jnp.array([120, 136])),
         page_table=jnp.repeat(table, 2, axis=0),

@@ -319,12 +319,12 @@ def test_a_tree_is_read_as_its_paths_are(tmp_path, architecture):
     write_reference(tmp_path, architecture, seed=1)
     model = load_model(tmp_path, registry.read_config(tmp_path, (0, 1)), jnp.float32)
     rng = np.random.default_rng(0)
-    prefix, a, b = (rng.integers(0, VOCABULARY, size) for size in (9, 3, 2))
+    prefix, a, b = (rng.integers(0, VOCABULARY, size) for size in (9, 3, 12))  # the last is longer than any window
     cache = model.empty_cache(1, TOKENS)
     _, _, cache = forward(model, jnp.asarray(prefix)[None, :-1], jnp.arange(8)[None], cache, jnp.zeros(1, jnp.int32))
     tree = jnp.asarray([prefix[-1], *a, *b])[None]  # the root, then both branches
-    positions = jnp.asarray([8, 9, 10, 11, 9, 10])[None]
-    mask = np.tril(np.ones((6, 6), bool))
+    positions = jnp.asarray([*range(8, 12), *range(9, 21)])[None]
+    mask = np.tril(np.ones((16, 16), bool))
     mask[4:, 1:4] = False
     seen, lengths = jnp.asarray(mask)[None], jnp.full(1, 8, jnp.int32)
     hidden, _, _ = forward(model, tree, positions, cache, lengths, seen)
@@ -332,7 +332,7 @@ def test_a_tree_is_read_as_its_paths_are(tmp_path, architecture):
     _, _, cache = forward(model, tree[:, :3], positions[:, :3], cache, lengths, seen[:, :3, :3])
     later, _, _ = forward(model, tree[:, 3:], positions[:, 3:], cache, lengths, seen[:, 3:])
     np.testing.assert_allclose(model.logits(later)[0], said[3:], atol=1e-4, rtol=1e-4)
-    for branch, rows in ((a, [1, 2, 3]), (b, [4, 5])):
+    for branch, rows in ((a, range(1, 4)), (b, range(4, 16))):
         alone, _ = cached(model, jnp.asarray([*prefix, *branch])[None], [9 + len(branch)])
         np.testing.assert_allclose(said[np.asarray(rows)], alone[0, 9:], atol=1e-4, rtol=1e-4)
 

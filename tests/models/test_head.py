@@ -1,4 +1,4 @@
-"""Drafts of every kind: where the state of one pair is asked for, it is what all pairs together give."""
+"""What rounds may rely on, whatever drafts."""
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,7 @@ HEADS = {
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("begins", [False, True])
 def test_one_row_s_state_is_that_of_all(name, begins):
+    """Where the state of one pair is asked for, it is what all pairs together give."""
     head: Head = HEADS[name]()
     size, width = head.config.hidden_size, head.config.num_aux_layers * head.config.target_hidden_size
     rng = np.random.default_rng(0)
@@ -65,3 +66,21 @@ def test_one_row_s_state_is_that_of_all(name, begins):
     np.testing.assert_allclose(one[:, 0], whole[np.arange(BATCH), row], atol=1e-5, rtol=1e-5)
     for got, expected in zip(jax.tree.leaves(same), jax.tree.leaves(cache), strict=True):
         np.testing.assert_array_equal(got, expected)
+
+
+def test_a_model_says_as_a_draft_what_it_says():
+    """Pair after pair, its states are those of one pass over the text."""
+    model = target("llama")
+    text = jnp.asarray(np.random.default_rng(0).integers(0, 60, (1, 9)))
+    expected, _, _ = model(text, jnp.arange(9)[None], model.empty_cache(1, 32), jnp.zeros(1, jnp.int32))
+    head, nothing = DraftModel(model), jnp.zeros((1, 1))
+    cache, got = head.empty_cache(1, 32), []
+    for first, end in ((0, 3), (3, 6), (6, 8)):  # pairs, named by their features
+        tokens, positions = text[:, first + 1 : end + 1], jnp.arange(first, end)[None]
+        features = jnp.zeros((1, end - first, 0))
+        preceding = None if first else text[:, :1]
+        state, cache = head.feed(
+            nothing, tokens, features, positions, cache, jnp.full(1, first, jnp.int32), preceding=preceding
+        )
+        got.append(state)
+    np.testing.assert_allclose(jnp.concatenate(got, axis=1), expected[:, 1:], atol=1e-5, rtol=1e-5)
