@@ -272,9 +272,10 @@ def rerank(
     """The best num_draft_tokens - 1 candidates of the pool, and the root in front of them; and which they are.
 
     A child never scores above its parent and stands behind it in the pool; `top_k` prefers the earlier of equals, so
-    with a node its parent is always chosen too.
+    with a node its parent is always chosen too. Where scores are NaN it may not be, and the child hangs elsewhere:
+    depths and mask follow the parents, so whatever a head says, what the target accepts is right.
     """
-    k, steps, drafts = tree.topk, tree.num_steps, tree.num_draft_tokens - 1
+    drafts = tree.num_draft_tokens - 1
     batch, size = scores.shape
     if drafts == size:  # all of them, in a chain always: the scores need not even be computed
         chosen = jnp.broadcast_to(jnp.arange(size), scores.shape)
@@ -287,15 +288,13 @@ def rerank(
     parent = jnp.take_along_axis(parents, chosen, axis=1)
     of_pool = jnp.take_along_axis(node_of, jnp.maximum(parent, 0), axis=1)
     parent = jnp.where(parent < 0, parent + 1, of_pool)  # the root is node 0, and NOBODY becomes -1
-    level = [jnp.ones(k, jnp.int32), jnp.repeat(jnp.arange(2, steps + 1, dtype=jnp.int32), k * k)]
-    level = jnp.concatenate([*level, jnp.arange(1, tree.lookup_tokens + 1, dtype=jnp.int32)])
-    column = jnp.zeros((batch, 1), jnp.int32)
-    parent = jnp.concatenate([column - 1, parent], axis=1)
+    parent = jnp.concatenate([jnp.full((batch, 1), -1), parent], axis=1)
+    mask = _ancestors(parent, tree.depth)
     nodes = TokenTree(
         tokens=jnp.concatenate([root[:, None], jnp.take_along_axis(tokens, chosen, axis=1)], axis=1),
         parents=parent,
-        depths=jnp.concatenate([column, level[chosen]], axis=1),
-        mask=_ancestors(parent, tree.depth),
+        depths=mask.sum(axis=-1, dtype=jnp.int32) - 1,
+        mask=mask,
     )
     return nodes, chosen
 

@@ -77,6 +77,29 @@ def test_rerank_keeps_the_best_and_stays_connected(size, random, ties):
         assert np.flatnonzero(mask[node]).tolist() == sorted(ancestors)
 
 
+@examples(50)
+@given(st.sampled_from(SIZES), st.randoms(use_true_random=False))
+def test_whatever_the_scores_each_node_stands_behind_its_parent(size, random):
+    """Of a head that says NaN, too: then the target still verifies a tree, if a useless one."""
+    k, parents, level = size.topk, [], [-1]
+    for depth in range(1, size.num_steps + 1):
+        expanded = level if depth == 1 else random.sample(level, k)
+        level = list(range(len(parents), len(parents) + k * len(expanded)))
+        parents += [parent for parent in expanded for _ in range(k)]
+    scores = [random.choice([np.nan, np.inf, -np.inf, -random.random()]) for _ in parents]
+    pool = (scores, jnp.float32), ([1] * len(parents), jnp.int32), (parents, jnp.int32)
+    tree, _ = rerank(size, jnp.array([7], jnp.int32), *(jnp.asarray([x], dtype) for x, dtype in pool))
+    above, depths, mask = (np.asarray(x[0]) for x in (tree.parents, tree.depths, tree.mask))
+    ways = [{0}]
+    for node in range(1, len(above)):
+        assert 0 <= above[node] < node
+        ways.append(ways[above[node]] | {node})
+    for node, way in enumerate(ways):
+        if len(way) <= size.depth + 1:  # the walk comes to no other
+            assert depths[node] == len(way) - 1
+            assert np.flatnonzero(mask[node]).tolist() == sorted(way)
+
+
 GRAFTED = [
     DraftTree(num_steps=3, topk=1, num_draft_tokens=5, lookup_tokens=4),
     DraftTree(num_steps=2, topk=2, num_draft_tokens=5, lookup_tokens=4),
