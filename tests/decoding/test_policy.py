@@ -103,7 +103,7 @@ def rates(batch, head, seed=0):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", [1, 4, 64, 512])
+@pytest.mark.parametrize("batch", [1, 4, pytest.param(64, marks=pytest.mark.long), 512])
 @pytest.mark.parametrize("head", HEADS)
 def test_never_slower_than_vanilla_nor_much_than_the_best_tier(head, batch):
     """A35, A49, A52: whatever the head is worth, and however wide the batch."""
