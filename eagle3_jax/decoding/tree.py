@@ -272,8 +272,9 @@ def rerank(
     """The best num_draft_tokens - 1 candidates of the pool, and the root in front of them; and which they are.
 
     A child never scores above its parent and stands behind it in the pool; `top_k` prefers the earlier of equals, so
-    with a node its parent is always chosen too. Where scores are NaN it may not be, and the child hangs elsewhere:
-    depths and mask follow the parents, so whatever a head says, what the target accepts is right.
+    with a node its parent is always chosen too. Where scores are NaN it may not be, and the child hangs elsewhere;
+    depths and mask follow the parents, so the target still reads each node at the position of its own path, and tokens
+    that it accepts greedily are its own.
     """
     drafts = tree.num_draft_tokens - 1
     batch, size = scores.shape

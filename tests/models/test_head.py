@@ -68,8 +68,7 @@ def test_one_row_s_state_is_that_of_all(name, begins):
         np.testing.assert_array_equal(got, expected)
 
 
-def test_a_model_says_as_a_draft_what_it_says():
-    """Pair after pair, its states are those of one pass over the text."""
+def test_a_draft_model_fed_pair_by_pair_has_the_states_of_one_pass():
     model = target("llama")
     text = jnp.asarray(np.random.default_rng(0).integers(0, 60, (1, 9)))
     expected, _, _ = model(text, jnp.arange(9)[None], model.empty_cache(1, 32), jnp.zeros(1, jnp.int32))
