@@ -1,9 +1,11 @@
 """`python -m eagle3_jax.benchmark serve`: latency and throughput of a server under traffic, with drafts and without.
 
-Starts `python -m eagle3_jax.serve` twice, one after the other: without drafts, and with what `serve` is configured to
-draft with. Other servers that run already (`--compare NAME=URL`) are asked after them. Writes to `<run_dir>/benchmark`:
-`serve.json`, all that was measured, and `serve.html`, one page with the charts. What was measured of one server is kept
-in `serve_<name>.json`, and not measured again.
+Starts `python -m eagle3_jax.serve` twice: without drafts, and with what `serve` is configured to draft with. Others
+that run already (`--compare NAME=URL`) are asked beside them. On CPUs all of them take turns, level by level: a slow
+minute of the machine meets each. An accelerator has room for one server: there the next one starts when one has ended.
+
+Writes to `<run_dir>/benchmark`: `serve.json`, all that was measured, and `serve.html`, one page with the charts. What
+was measured of a server is kept in `serve_<name>.json` after each level, and not measured again.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from eagle3_jax import command, manifest
 from eagle3_jax import config as configuration
 from eagle3_jax.benchmarking import page, traffic
 from eagle3_jax.benchmarking.traffic import Prompt, Server, Timing
-from eagle3_jax.config import RunConfig, TrafficConfig
+from eagle3_jax.config import RunConfig
 from eagle3_jax.data import sources
 
 VANILLA, SPECULATIVE = "vanilla", "speculative"
@@ -68,26 +70,21 @@ def run(
         "traffic": configuration.to_dict(config.traffic),
         "seed": config.seed,
         "prompts_file": {"name": prompts_path.name, "sha256": manifest.digest(prompts_path)},
-        "hardware": manifest.hardware(),
+        "hardware": (hardware := _hardware()),
         "versions": manifest.versions(),
     }
-    servers: dict[str, tuple[dict[str, Any], AbstractContextManager[Server]]] = {}
+    measured: list[_Measured] = []
     for name in (VANILLA, SPECULATIVE):
         started = _configured(config, vanilla=name == VANILLA)
         about = {"target": started["target"], "serve": started["serve"]}
-        servers[name] = about, _started(started, folder / f"serve_{name}.yaml")
+        server = _started(started, folder / f"serve_{name}.yaml")
+        measured.append(_Measured(name, folder, identity | about, server))
     for name, url in others.items():
-        servers[name] = {"url": url}, _running(url, keys.get(name))
-    ways = {}
-    for name, (about, server) in servers.items():
-        command.stop_point()
-        path = folder / f"serve_{name}.json"
-        with manifest.lock(path):
-            ways[name] = _finished(path, identity | about)
-            if ways[name] is None:
-                with server as here:
-                    ways[name] = measure(here, prompts, config.traffic, config.seed, name)
-                manifest.write_json(path, {"identity": identity | about, "measured": ways[name]})
+        measured.append(_Measured(name, folder, identity | {"url": url}, _running(url, keys.get(name))))
+    # A process that has an accelerator has all of its memory.
+    for group in [measured] if hardware["accelerator"] is None else [[one] for one in measured]:
+        _take_turns(group, prompts, config)
+    ways: dict[str, dict[str, Any]] = {one.name: {"model": one.model, "levels": one.levels} for one in measured}
     for way in ways.values():
         for level, vanilla in zip(way["levels"], ways[VANILLA]["levels"], strict=True):
             pairs = list(zip(level["texts"], vanilla["texts"], strict=True))
@@ -100,35 +97,70 @@ def run(
     return report
 
 
-def measure(server: Server, prompts: Sequence[Prompt], settings: TrafficConfig, seed: int, name: str) -> dict[str, Any]:
-    """All levels of traffic, one after the other; each goes on in the prompts where the one before stopped.
+@dataclasses.dataclass
+class _Measured:
+    """A server, and what is known of it: `levels` are as those of `serve.json`, without `identical`."""
 
-    Returns:
-        `model`, and `levels`: `traffic.summary` of each with its `concurrency` or `rate`, and the answers' `texts`,
-        None where one failed.
+    name: str
+    folder: pathlib.Path
+    identity: dict[str, Any]
+    server: AbstractContextManager[Server]
+    model: str = ""
+    levels: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    @property
+    def path(self) -> pathlib.Path:
+        return self.folder / f"serve_{self.name}.json"
+
+    def read(self) -> None:
+        """What an earlier run measured, if it was this very measurement."""
+        with contextlib.suppress(OSError, ValueError):
+            kept = manifest.read_json(self.path)
+            if kept.get("identity") == self.identity:
+                self.model, self.levels = kept["measured"]["model"], kept["measured"]["levels"]
+
+    def write(self) -> None:
+        measured = {"model": self.model, "levels": self.levels}
+        manifest.write_json(self.path, {"identity": self.identity, "measured": measured})
+
+
+def _take_turns(group: Sequence[_Measured], prompts: Sequence[Prompt], config: RunConfig) -> None:
+    """Measures what is missing of each: a level of all of them, then the next, whose prompts are those that follow.
 
     Raises:
-        ValueError: nothing was answered.
+        ValueError: a server does not start, or answers nothing.
     """
+    settings, seed = config.traffic, config.seed
     loads = [("concurrency", clients) for clients in settings.concurrency] + [("rate", rate) for rate in settings.rates]
     params = {"max_tokens": settings.max_tokens, "temperature": settings.temperature, "seed": seed}
-    cycle, levels = itertools.cycle(prompts), []
-    (first,) = asyncio.run(_drive(server, [prompts[0]], params, "concurrency", 1, seed))  # warms caches of code
-    if traffic.COUNTS_ON in (first.error or ""):
-        server = dataclasses.replace(server, counts_on=False)
-    with tqdm(total=len(loads), desc=name) as bar:
-        for kind, load in loads:
+    with contextlib.ExitStack() as stack:
+        for one in group:
+            stack.enter_context(manifest.lock(one.path))
+            one.read()
+        missing = [one for one in group if len(one.levels) < len(loads)]
+        servers: dict[str, Server] = {}
+        for one in missing:
             command.stop_point()
+            server = stack.enter_context(one.server)
+            (first,) = asyncio.run(_drive(server, [prompts[0]], params, "concurrency", 1, seed))  # warms caches of code
+            counts_on = server.counts_on and traffic.COUNTS_ON not in (first.error or "")
+            servers[one.name], one.model = dataclasses.replace(server, counts_on=counts_on), server.model
+        cycle = itertools.cycle(prompts)
+        for done, (kind, load) in enumerate(tqdm(loads, desc=", ".join(servers), disable=not servers)):
             count = max(settings.requests, 2 * int(load) if kind == "concurrency" else 0)
             asked = list(itertools.islice(cycle, count))
-            timings = asyncio.run(_drive(server, asked, params, kind, load, seed))
-            found = traffic.summary(timings)
-            if found["failed"] == found["requests"]:
-                raise ValueError(f"{server.url}: got no answer to {count} requests: {found['errors'][0]}")
-            texts = [None if timing.error else timing.text for timing in timings]
-            levels.append({kind: load, **found, "texts": texts})
-            bar.update()
-    return {"model": server.model, "levels": levels}
+            for one in missing[:: (1, -1)[done % 2]]:  # nobody is always the first
+                if len(one.levels) > done:
+                    continue
+                command.stop_point()
+                timings = asyncio.run(_drive(servers[one.name], asked, params, kind, load, seed))
+                found = traffic.summary(timings)
+                if found["failed"] == found["requests"]:
+                    url, said = servers[one.name].url, found["errors"][0]
+                    raise ValueError(f"{url}: got no answer to {count} requests: {said}")
+                texts = [None if timing.error else timing.text for timing in timings]
+                one.levels.append({kind: load, **found, "texts": texts})
+                one.write()
 
 
 async def _drive(
@@ -144,6 +176,13 @@ async def _drive(
         if kind == "rate":
             return await traffic.poisson(ask, prompts, load, seed)
         return await traffic.closed_loop(ask, prompts, int(load))
+
+
+def _hardware() -> dict[str, Any]:
+    """`manifest.hardware`, asked in a process of its own: one that asks JAX keeps a TPU, which the servers need."""
+    code = "import json; from eagle3_jax import manifest; print(json.dumps(manifest.hardware()))"
+    said = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True).stdout
+    return json.loads(said.splitlines()[-1])
 
 
 def _configured(config: RunConfig, *, vanilla: bool) -> dict[str, Any]:
@@ -190,15 +229,6 @@ def found_at(url: str, key: str | None = None) -> Server:
         return dataclasses.replace(server, model=listed["data"][0]["id"])
     except (httpx2.HTTPError, KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{url}/models: got {error!r}, expected a server of OpenAI's API") from error
-
-
-def _finished(path: pathlib.Path, identity: dict[str, Any]) -> dict[str, Any] | None:
-    """What was measured of a server, if it was this very measurement."""
-    try:
-        found = manifest.read_json(path)
-    except (OSError, ValueError):
-        return None
-    return found["measured"] if found.get("identity") == identity else None
 
 
 def table(report: dict[str, Any]) -> str:

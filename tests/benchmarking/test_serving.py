@@ -17,7 +17,7 @@ import pytest
 import tiny
 import yaml
 
-from eagle3_jax import benchmark
+from eagle3_jax import benchmark, command, manifest
 from eagle3_jax import config as configuration
 from eagle3_jax.benchmarking import serving
 from eagle3_jax.benchmarking.traffic import Server
@@ -112,7 +112,7 @@ def test_every_server_is_measured_once_at_every_level(traffic_config, prompts, p
     @contextlib.contextmanager
     def start(values: dict[str, Any], path: pathlib.Path) -> Iterator[Server]:
         started.append((path.name, values["serve"]["draft"], values["serve"]["trees"]))
-        yield Server(url, "a-model")
+        yield Server(url, path.stem)
 
     monkeypatch.setattr(serving, "_started", start)
     report = serving.run(traffic_config, prompts, {"vLLM": f"{url}/"})
@@ -125,6 +125,13 @@ def test_every_server_is_measured_once_at_every_level(traffic_config, prompts, p
         assert all(level["tokens"] == TOKENS * level["requests"] for level in way["levels"])
     assert len(asked) == 3 * (1 + 4 + 6 + 4) and asked[0]["max_tokens"] == TOKENS
     assert len({str(body["messages"]) for body in asked}) == 4, "not every prompt was asked"
+    turns = [body["model"] for body in asked[3:]]  # behind one prompt each that warms them
+    assert turns == [
+        name
+        for requests, order in ((4, "abc"), (6, "cba"), (4, "abc"))
+        for name in map({"a": "serve_vanilla", "b": "serve_speculative", "c": "a-model"}.get, order)
+        for _ in range(requests)
+    ]
     folder = pathlib.Path(traffic_config.run_dir, "benchmark")
     assert "<svg" in (folder / "serve.html").read_text()
     serving.run(traffic_config, prompts, {"vLLM": f"{url}/"})
@@ -132,6 +139,66 @@ def test_every_server_is_measured_once_at_every_level(traffic_config, prompts, p
     slower = dataclasses.replace(traffic_config, traffic=dataclasses.replace(traffic_config.traffic, requests=5))
     serving.run(slower, prompts)
     assert len(asked) == 45 + 2 * (1 + 5 + 6 + 5)
+
+
+@pytest.mark.slow
+def test_what_was_measured_before_a_stop_is_kept(traffic_config, prompts, parrot, monkeypatch):
+    url, asked = parrot
+    monkeypatch.setattr(serving, "_started", lambda _, path: contextlib.nullcontext(Server(url, path.stem)))
+    points = iter(range(2 + 3))  # one before each server, one before each level of each: the second level's second
+    monkeypatch.setattr(command, "_asked", False)
+
+    def stop_point() -> None:
+        if next(points, None) is None:
+            raise command.Stopped
+
+    with monkeypatch.context() as stopping, pytest.raises(command.Stopped):
+        stopping.setattr(command, "stop_point", stop_point)
+        serving.run(traffic_config, prompts)
+    assert len(asked) == 2 + 4 + 4 + 6
+    serving.run(traffic_config, prompts)
+    behind = [body["model"] for body in asked[2 + 4 + 4 + 6 + 2 :]]
+    assert behind == ["serve_vanilla"] * (6 + 4) + ["serve_speculative"] * 4
+
+
+@pytest.mark.slow
+def test_an_accelerator_has_one_server_at_a_time(traffic_config, prompts, parrot, monkeypatch):
+    url, asked = parrot
+    running: list[str] = []
+
+    @contextlib.contextmanager
+    def start(_: dict[str, Any], path: pathlib.Path) -> Iterator[Server]:
+        running.append(path.stem)
+        assert len(running) == 1
+        yield Server(url, path.stem)
+        running.remove(path.stem)
+
+    found = manifest.hardware() | {"accelerator": "TPU v5 lite"}
+    monkeypatch.setattr(serving, "_hardware", lambda: found)
+    monkeypatch.setattr(serving, "_started", start)
+    report = serving.run(traffic_config, prompts)
+    assert [level["identical"] for level in report["ways"]["speculative"]["levels"]] == [4, 6, 4]
+    assert len(asked) == 2 * (1 + 4 + 6 + 4)
+
+
+@pytest.mark.slow
+def test_who_measures_leaves_the_accelerator_to_the_servers(traffic_config, prompts, parrot, tmp_path):
+    """A TPU is one process's: that which asked JAX first."""
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(configuration.to_dict(traffic_config)))
+    code = """
+import contextlib, sys
+from jax._src import xla_bridge
+from eagle3_jax import benchmark
+from eagle3_jax.benchmarking import serving
+serving._started = lambda *_: contextlib.nullcontext(serving.found_at(sys.argv[1]))
+benchmark.main(["serve", *sys.argv[2:]])
+assert not xla_bridge.backends_are_initialized()
+"""
+    words = [sys.executable, "-c", code, parrot[0], "--config", str(config), "--prompts", str(prompts)]
+    subprocess.run(words, env=tiny.environment(), check=True, timeout=300)
+    report = json.loads(pathlib.Path(traffic_config.run_dir, "benchmark/serve.json").read_text())
+    assert report["hardware"]["devices"] >= 1
 
 
 @pytest.mark.slow
