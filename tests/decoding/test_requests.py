@@ -288,6 +288,17 @@ def test_aborted_late_and_refused_requests_leave_nothing(toy):
     assert (stats.running, stats.waiting, stats.free_pages, stats.refused) == (0, 0, idle, 1)
 
 
+def test_who_waits_is_late_though_nobody_is_aborted(toy):
+    engine = make(toy)
+    running = [engine.submit(prompt, SamplingParams(max_tokens=100)) for prompt in ("abc", "def")]
+    engine._turn()
+    late = engine.submit("u", timeout=0.001)
+    time.sleep(0.002)
+    engine._turn()
+    assert late.done and late.result().finish_reason == "timeout"
+    assert not any(request.done for request in running), "they ended before it could be late"
+
+
 @pytest.mark.any_jax
 @pytest.mark.slow
 def test_a_request_whose_logits_are_no_numbers_fails_alone(toy):
