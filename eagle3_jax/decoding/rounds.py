@@ -444,12 +444,14 @@ def put_logprobs(
     """Writes the log-probabilities of p tokens and of the best ones from place `at` on."""
     normalizer = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     of_chosen = jnp.take_along_axis(logits, chosen[:, :, None], axis=-1) - normalizer
-    best, tokens = jax.lax.top_k(logits, logprobs.best.shape[-1])
+    # Of a matrix, since XLA sorts a whole vocabulary of any other rank on TPUs, and compiles that for half a minute.
+    best, tokens = jax.lax.top_k(logits.reshape(-1, logits.shape[-1]), logprobs.best.shape[-1])
+    shape = (*logits.shape[:-1], -1)
     return dataclasses.replace(
         logprobs,
         chosen=_put(logprobs.chosen, of_chosen[:, :, 0], at),
-        tokens=_put(logprobs.tokens, tokens, at),
-        best=_put(logprobs.best, best - normalizer, at),
+        tokens=_put(logprobs.tokens, tokens.reshape(shape), at),
+        best=_put(logprobs.best, best.reshape(shape) - normalizer, at),
     )
 
 

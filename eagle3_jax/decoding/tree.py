@@ -18,12 +18,14 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.lookup import Copied
 from eagle3_jax.decoding.sampling import DRAFTS, Sampling, draw
 from eagle3_jax.kernels.vocabulary import top_k_of_logits
+from eagle3_jax.mesh import constrain
 from eagle3_jax.models.cache import KVCache
 from eagle3_jax.models.head import Draft
 from eagle3_jax.models.target import TargetModel
@@ -149,7 +151,9 @@ def grow(
         """Log-probabilities and draft ids."""
         if sampling is None or coins is None:
             return draft.head.top_k(states, k)
-        logits, first = draft.head.logits(states), sum(probs.shape[1] for probs in drawn)
+        # Gathered once: else each draw asks several times what the devices that share the vocabulary have.
+        logits = constrain(draft.head.logits(states), ((r"", P("data")),))
+        first = sum(probs.shape[1] for probs in drawn)
         gained, candidates, probs = _draw_children(logits, sampling, coins[:, first : first + states.shape[1]])
         drawn.append(probs)
         return gained, candidates

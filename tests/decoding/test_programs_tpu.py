@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from eagle3_jax.config import DraftConfig, DraftTree
 from eagle3_jax.decoding import programs
 from eagle3_jax.decoding.programs import Chunk, Models, Sizes, empty_state
-from eagle3_jax.decoding.rounds import STATE_SHARDING_RULES
+from eagle3_jax.decoding.rounds import STATE_SHARDING_RULES, TokenLogprobs, put_logprobs
 from eagle3_jax.decoding.tiers import Tier
 from eagle3_jax.mesh import shardings
 from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
@@ -108,6 +108,25 @@ def shapes(
         )
         for part, structure in zip(leaves, structures, strict=True)
     )
+
+
+@pytest.mark.parametrize("topology", ["v5e:1x1", "tpu7x:1x1x1"])
+def test_log_probabilities_sort_no_vocabulary(topology):
+    """It would compile for half a minute, in each program that may be asked for them."""
+    place = jax.sharding.SingleDeviceSharding(topologies.get_topology_desc(topology, "tpu").devices[0])
+
+    def argument(dtype: Any, *shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+    @jax.jit
+    def put(asked, rows, tokens, best, *new):
+        return put_logprobs(TokenLogprobs(asked, rows, tokens, best), *new)
+
+    asked, at = argument(jnp.int32, 4), argument(jnp.int32, 4)
+    kept = argument(jnp.float32, 4, 8), argument(jnp.int32, 4, 8, 20), argument(jnp.float32, 4, 8, 20)
+    logits, chosen = argument(jnp.float32, 4, 5, CONFIG.vocab_size), argument(jnp.int32, 4, 5)
+    text = put.lower(asked, *kept, logits, chosen, at).compile().as_text() or ""
+    assert "TopK" in text and " sort(" not in text
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Decoding with the target split over a mesh says what it says on one device."""
 
 import itertools
+import re
 from typing import Any
 
 import jax
@@ -14,8 +15,9 @@ from eagle3_jax.config import DraftTree, MeshConfig, TargetConfig
 from eagle3_jax.decoding import near_tie, rounds, tiers
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.sampling import SamplingParams
-from eagle3_jax.mesh import make_mesh, shardings
+from eagle3_jax.mesh import make_mesh, replicated, shardings
 from eagle3_jax.models.draft import DraftHead
+from eagle3_jax.models.head import Draft
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.registry import load_target
 
@@ -53,6 +55,33 @@ def test_a_sharded_target_samples_alike(toy, sample_drafts):
     got = rounds.generate(split, *arguments, max_tokens=16, **asked)
     np.testing.assert_array_equal(got.output, expected.output)
     np.testing.assert_array_equal(got.accepted, expected.accepted)
+
+
+@pytest.mark.any_jax
+@pytest.mark.slow
+def test_more_drawn_drafts_ask_the_other_devices_no_more_often(toy):
+    """Each draw has some ten reductions over the vocabulary: split over devices, each would be a collective."""
+    mesh = make_mesh(MeshConfig(data=1, model=2), jax.devices()[:2])
+    target, head = (jax.device_put(x, shardings(x, mesh, SHARDING_RULES)) for x in (toy.target, toy.good.head))
+    draft = Draft(head, jax.device_put(toy.good.token_ids, replicated(mesh)))
+    assert "model" in head.output_rows.sharding.spec
+    leaves, models = jax.tree.flatten((target, draft))  # checked dataclasses want arrays
+
+    def collectives(topk: int) -> int:
+        tree = DraftTree(num_steps=3, topk=topk, num_draft_tokens=6)
+        prompts = jnp.ones((1, 4), jnp.int32), jnp.array([4]), jax.random.key(0)
+
+        @jax.jit
+        def generate(leaves):
+            asked = {"max_tokens": 8, "tree": tree, "temperature": 1.0}
+            return rounds.generate(*models.unflatten(leaves), *prompts, **asked).output
+
+        with jax.set_mesh(mesh):
+            text = generate.lower(leaves).compile().as_text() or ""
+        return len(re.findall(r" (?:all-reduce|all-gather|reduce-scatter|all-to-all)\(", text))
+
+    few, many = collectives(2), collectives(4)
+    assert 0 < few and many < few + 10
 
 
 def test_an_engine_splits_its_draft_as_its_target(toy):
