@@ -56,7 +56,8 @@ def run(
         What `serve.json` holds.
 
     Raises:
-        ValueError: no usable prompts, a name that is taken, a server that does not start or does not answer.
+        ValueError: no usable prompts, a name that is taken, a device that another process holds, a server that does not
+            start or does not answer.
     """
     prompts_path, others, keys = pathlib.Path(prompts_path), others or {}, keys or {}
     if taken := {VANILLA, SPECULATIVE} & set(others):
@@ -181,8 +182,10 @@ async def _drive(
 def _hardware() -> dict[str, Any]:
     """`manifest.hardware`, asked in a process of its own: one that asks JAX keeps a TPU, which the servers need."""
     code = "import json; from eagle3_jax import manifest; print(json.dumps(manifest.hardware()))"
-    said = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True).stdout
-    return json.loads(said.splitlines()[-1])
+    asked = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False)
+    if asked.returncode:
+        raise ValueError(f"hardware: got status {asked.returncode} from JAX, expected a device that nobody else holds")
+    return json.loads(asked.stdout.splitlines()[-1])
 
 
 def _configured(config: RunConfig, *, vanilla: bool) -> dict[str, Any]:

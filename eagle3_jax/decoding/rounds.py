@@ -444,7 +444,7 @@ def put_logprobs(
     """Writes the log-probabilities of p tokens and of the best ones from place `at` on."""
     normalizer = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     of_chosen = jnp.take_along_axis(logits, chosen[:, :, None], axis=-1) - normalizer
-    # Of a matrix, since XLA sorts a whole vocabulary of any other rank on TPUs, and compiles that for half a minute.
+    # Of a matrix: of an array of three dimensions XLA sorts the whole vocabulary on TPUs, and compiles that for long.
     best, tokens = jax.lax.top_k(logits.reshape(-1, logits.shape[-1]), logprobs.best.shape[-1])
     shape = (*logits.shape[:-1], -1)
     return dataclasses.replace(

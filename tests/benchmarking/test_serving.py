@@ -243,6 +243,12 @@ def test_what_cannot_be_measured_is_refused(traffic_config, prompts, tmp_path, c
         benchmark.main(["serve", "--compare", "vllm", "--config", str(path), "--prompts", str(prompts)])
 
 
+def test_a_device_that_another_holds_is_an_error(traffic_config, prompts, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "no_such_device")
+    with pytest.raises(ValueError, match="hardware: got status 1 from JAX"):
+        serving.run(traffic_config, prompts)
+
+
 @pytest.mark.slow
 def test_a_server_that_does_not_start_is_an_error(traffic_config, prompts):
     broken = dataclasses.replace(
