@@ -209,7 +209,7 @@ def _started(values: dict[str, Any], path: pathlib.Path) -> Iterator[Server]:
             said = process.stdout.readline()  # when it listens, or has ended
             found = re.match(r"(http://\S+) answers", said)
             if found is None:
-                raise ValueError(f"{path}: got status {process.wait()} from the server, expected that it answers")
+                raise ValueError(f"{path}: got {_end(process.wait())} from the server, expected that it answers")
             yield found_at(found[1])
         finally:
             process.send_signal(signal.SIGTERM)
@@ -217,6 +217,10 @@ def _started(values: dict[str, Any], path: pathlib.Path) -> Iterator[Server]:
                 process.wait(_END)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+def _end(status: int) -> str:
+    return f"status {status}" if status >= 0 else f"{signal.Signals(-status).name} (often: no memory is left)"
 
 
 @contextlib.contextmanager

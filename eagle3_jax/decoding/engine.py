@@ -370,7 +370,7 @@ class Engine:
         with self._driver:
             if running := self.stats().running:
                 raise RuntimeError(f"warm_up: got {running} running requests, expected none")
-            used = pricing.price(self._runner, self.tiers, folder, greedy_alone=greedy_alone)
+            used = pricing.price(self._runner, self.tiers, folder, progress=progress, greedy_alone=greedy_alone)
             self._forget_device()
             self._runner.compile(used, progress=progress)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Sequence
 
+from tqdm import tqdm
+
 from eagle3_jax import manifest
 from eagle3_jax.decoding import costs
 from eagle3_jax.decoding.costs import Costs
@@ -13,7 +15,7 @@ from eagle3_jax.decoding.tiers import Tier, TierChoice
 
 
 def price(
-    runner: ModelRunner, tiers: TierChoice, folder: pathlib.Path | None, *, greedy_alone: bool
+    runner: ModelRunner, tiers: TierChoice, folder: pathlib.Path | None, *, progress: bool, greedy_alone: bool
 ) -> list[tuple[Tier, bool, int]]:
     """Tells a choice among several tiers what their rounds cost; the runner's state is forgotten.
 
@@ -24,10 +26,13 @@ def price(
     Returns:
         The rounds that may be of use: tier, whether for greedy requests alone, rows.
     """
-    useful: dict[int, Sequence[Tier]] = dict.fromkeys(runner.sizes.widths, tiers.tiers)
+    widths, passes = runner.sizes.widths, (True,) if greedy_alone else (True, False)
+    useful: dict[int, Sequence[Tier]] = dict.fromkeys(widths, tiers.tiers)
+    if len(tiers.tiers) == 1:
+        return [(tier, greedy, width) for greedy in passes for width in widths for tier in tiers.tiers]
     kinds: list[tuple[Tier, bool, int]] = []
-    for greedy in (True,) if greedy_alone else (True, False):
-        if len(tiers.tiers) > 1:
+    with tqdm(total=len(passes) * len(widths), desc="measure rounds", unit="width", disable=not progress) as bar:
+        for greedy in passes:
             known: dict[int, Costs] = {}
             narrower: Sequence[Tier] = tiers.tiers
             # What is of no use in few rows is of less use in many, which only get dearer; what is of no use to greedy
@@ -37,8 +42,9 @@ def price(
                     _costs(runner, [x for x in could_be if x in narrower], folder, greedy, width)
                 )
                 useful[width] = narrower = [tier for tier in tiers.tiers if tier.name in known[width].rounds]
+                bar.update()
             tiers.price(known, greedy=greedy)
-        kinds += [(tier, greedy, width) for width, those in useful.items() for tier in those]
+            kinds += [(tier, greedy, width) for width, those in useful.items() for tier in those]
     return kinds
 
 

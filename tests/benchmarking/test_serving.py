@@ -258,6 +258,11 @@ def test_a_server_that_does_not_start_is_an_error(traffic_config, prompts):
         serving.run(broken, prompts)
 
 
+@pytest.mark.any_jax
+def test_a_server_that_was_killed_is_named_by_its_signal():
+    assert serving._end(-9).startswith("SIGKILL (often: no memory") and serving._end(3) == "status 3"
+
+
 @pytest.mark.long
 def test_real_servers_answer_alike(tmp_path):
     """With drafts and without, both started by the verb."""
