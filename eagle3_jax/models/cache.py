@@ -49,6 +49,15 @@ class KVCache:
 
         return cls(zeros(), zeros())
 
+    def layer(self, index: int) -> KVCache:
+        """One layer's own."""
+        return dataclasses.replace(self, keys=self.keys[index : index + 1], values=self.values[index : index + 1])
+
+    def with_layer(self, index: int, own: KVCache) -> KVCache:
+        """The same with another `layer(index)`."""
+        keys, values = _replace(self.keys, index, own.keys[0]), _replace(self.values, index, own.values[0])
+        return dataclasses.replace(self, keys=keys, values=values)
+
     def append_and_attend(
         self,
         layer: int,

@@ -1,7 +1,8 @@
 """What every target is: embeddings, layers, a final norm, an LM head; and the aux hidden states on the way.
 
 One forward serves prefill, one-token decode and tree verification. The layers are unrolled: scanning them copies each
-layer's weights out of the stack on a CPU (about twice the time a step). What a layer does, its family's file says.
+layer's weights out of the stack on a CPU (about twice the time a step). Layers that are alike are traced once. What a
+layer does, its family's file says.
 """
 
 from __future__ import annotations
@@ -198,29 +199,8 @@ class TargetModel(nnx.Module):
                 # Behind the barrier: else XLA adds up what the layers wrote once more at the end, and keeps all of it.
                 x = jax.lax.optimization_barrier(x)
                 aux.append(x)
-
-            def attend(
-                q: Array,
-                k: Array,
-                v: Array,
-                *,
-                layer: int = layer,
-                window: int | None = None,
-                chunk: int | None = None,
-                sinks: Array | None = None,
-            ) -> Array:
-                nonlocal cache
-                mask, first = tail_mask, None
-                if window is not None:
-                    first = jnp.maximum(positions - window + 1, 0)
-                if chunk is not None:
-                    first = positions // chunk * chunk
-                if mask is not None and ancestors is not None and first is not None:
-                    mask &= ancestors >= first[:, :, None]
-                attended, cache = cache.append_and_attend(layer, q, k, v, lengths, mask, first=first, sinks=sinks)
-                return attended
-
-            x = block(x, rope, attend)
+            x, own = _run(block, x, rope, cache.layer(layer), lengths, positions, tail_mask, ancestors)
+            cache = cache.with_layer(layer, own)
         if c.num_hidden_layers in c.aux_layers:
             aux.append(x)
         hidden = self.final_norm(x)
@@ -270,6 +250,42 @@ def rotary(config: ModelConfig, positions: Int[Array, "b t"]) -> Rope:
     """RoPE as a config has it."""
     c = config
     return scaled_rope_table(positions, c.rope_dim, c.rope_theta, c.rope_scaling)
+
+
+@jax.jit
+def _run(
+    block: Callable[..., Array],
+    x: Float[Array, "b t h"],
+    rope: Any,
+    cache: KVCache,
+    lengths: Int[Array, " b"],
+    positions: Int[Array, "b t"],
+    tail_mask: Bool[Array, "b t m"] | None,
+    ancestors: Int[Array, "b t m"] | None,
+) -> tuple[Float[Array, "b t h"], KVCache]:
+    """One layer, on its own keys and values. jit inside of jit: traced and lowered once for layers that are alike."""
+
+    def attend(
+        q: Array,
+        k: Array,
+        v: Array,
+        *,
+        window: int | None = None,
+        chunk: int | None = None,
+        sinks: Array | None = None,
+    ) -> Array:
+        nonlocal cache
+        mask, first = tail_mask, None
+        if window is not None:
+            first = jnp.maximum(positions - window + 1, 0)
+        if chunk is not None:
+            first = positions // chunk * chunk
+        if mask is not None and ancestors is not None and first is not None:
+            mask &= ancestors >= first[:, :, None]
+        attended, cache = cache.append_and_attend(0, q, k, v, lengths, mask, first=first, sinks=sinks)
+        return attended
+
+    return block(x, rope, attend), cache
 
 
 def _behind(mask: Bool[Array, "b t m"]) -> Int[Array, "b t m"]:

@@ -12,7 +12,7 @@ from tiny import llama_config, make_target, make_tokenizer
 
 from eagle3_jax.models import registry
 from eagle3_jax.models.layers import RopeScaling
-from eagle3_jax.models.llama import Llama, LlamaConfig
+from eagle3_jax.models.llama import Block, Llama, LlamaConfig
 from eagle3_jax.models.target import TargetModel, check_aux_layers
 from eagle3_jax.models.weights import load_model
 from eagle3_jax.models.writing import write_target
@@ -219,3 +219,12 @@ def test_both_spellings_of_rope(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(base | {"eos_token_id": 1}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 5]}))
     assert registry.read_config(tmp_path).eos_token_ids == (1, 5)
+
+
+def test_layers_that_are_alike_are_traced_once(monkeypatch):
+    traced, call = [], Block.__call__
+    monkeypatch.setattr(Block, "__call__", lambda block, *arguments: traced.append(block) or call(block, *arguments))
+    model = Llama(dataclasses.replace(TINY, num_hidden_layers=6), rngs=nnx.Rngs(0))
+    tokens = jnp.zeros((1, 11), jnp.int32)  # a shape that no other test has traced
+    forward(model, tokens, tokens, model.empty_cache(1, 11), jnp.zeros(1, jnp.int32))
+    assert len(traced) == 1
