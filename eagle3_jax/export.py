@@ -157,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if flag in argv:
             other(argv)
             return
-    config, _ = configuration.from_command_line("export", (__doc__ or "").splitlines()[0], argv)
+    config, _ = configuration.from_command_line("export", __doc__ or "", argv)  # names the flags of the others
     with command.run("export"):
         run(config)
 

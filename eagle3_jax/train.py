@@ -316,7 +316,8 @@ def _summarise(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
-    config, _ = configs.from_command_line("train", "Features -> a trained draft head.", argv)
+    said = "Features -> a trained draft head. --warm-start HEAD begins with the weights of one that is there."
+    config, _ = configs.from_command_line("train", said, argv)
     with command.run("train"):
         results = train(config)
         if results["held_out"]:

@@ -207,3 +207,11 @@ def test_a_run_without_a_checkpoint_is_refused(tmp_path: pathlib.Path, target: T
     manifest.begin(config.folder("train"), {"verb": "train", "target": IDENTITY})
     with pytest.raises(ValueError, match="no checkpoint yet"):
         export.run(config, target)
+
+
+@pytest.mark.any_jax
+def test_help_names_the_other_ways(capsys):
+    with pytest.raises(SystemExit):
+        export.main(["--help"])
+    said = capsys.readouterr().out
+    assert all(flag in said for flag in export._INSTEAD)
