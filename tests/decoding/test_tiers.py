@@ -185,7 +185,7 @@ def test_a_head_that_helps_goes_on(toy, caplog, monkeypatch):
 def test_there_are_at_most_24_programs_of_one_width():
     """Six of prompts at most, one of notes, one that wakes the head; greedy and other rounds of each tier."""
     assert 6 + 2 + 2 * len(tiers.WITH_HEAD) <= 24
-    for batch, widths in ((1, [1]), (4, [1, 4]), (8, [1, 4, 8]), (32, [1, 4, 16, 32])):
+    for batch, widths in ((1, [1]), (4, [1, 4]), (8, [1, 4, 8]), (48, [1, 4, 8, 16, 32, 48])):
         assert programs.Sizes.plan(batch, 64, 16, [tiers.VANILLA]).widths == widths
 
 
