@@ -220,7 +220,9 @@ def _started(values: dict[str, Any], path: pathlib.Path) -> Iterator[Server]:
 
 
 def _end(status: int) -> str:
-    return f"status {status}" if status >= 0 else f"{signal.Signals(-status).name} (often: no memory is left)"
+    if status >= 0:
+        return f"status {status}"
+    return signal.Signals(-status).name + " (often: no memory is left)" * (-status == signal.SIGKILL)
 
 
 @contextlib.contextmanager

@@ -60,7 +60,6 @@ class KVCache:
 
     def append_and_attend(
         self,
-        layer: int,
         queries: Float[Array, "b t n d"],
         keys: Float[Array, "b t k d"],
         values: Float[Array, "b t k d"],
@@ -68,7 +67,7 @@ class KVCache:
         tail_mask: Bool[Array, "b t m"] | None,
         **options: Any,
     ) -> tuple[Float[Array, "b t n d"], KVCache]:
-        """Writes t new entries of one layer as the tail's last, and attends from them.
+        """Writes t new entries as the tail's last, and attends from them. Of a cache of one layer (see `layer`).
 
         Args:
             options: `first` and `sinks` of `tree_attention`.
@@ -77,17 +76,15 @@ class KVCache:
             queries,
             keys,
             values,
-            self.keys[layer],
-            self.values[layer],
+            self.keys[0],
+            self.values[0],
             lengths,
             tail_mask,
             page_table=self.page_table,
             continued=self.continued,
             **options,
         )
-        return attended, dataclasses.replace(
-            self, keys=_replace(self.keys, layer, keys), values=_replace(self.values, layer, values)
-        )
+        return attended, dataclasses.replace(self, keys=(keys,), values=(values,))
 
     def commit(self, lengths: Int[Array, " b"], path: Int[Array, "b p"]) -> KVCache:
         """Moves the accepted path to the front of the tail: slot length + path[j] goes to length + j.

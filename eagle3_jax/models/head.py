@@ -91,7 +91,7 @@ class Head(nnx.Module):
 
         def attend(queries: Array, keys: Array, values: Array) -> Array:
             nonlocal updated
-            attended, updated = updated.append_and_attend(0, queries, keys, values, lengths, tail_mask)
+            attended, updated = updated.append_and_attend(queries, keys, values, lengths, tail_mask)
             return attended
 
         states = self(embeddings(embed, tokens), features, positions, attend, row)

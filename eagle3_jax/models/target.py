@@ -199,7 +199,7 @@ class TargetModel(nnx.Module):
                 # Behind the barrier: else XLA adds up what the layers wrote once more at the end, and keeps all of it.
                 x = jax.lax.optimization_barrier(x)
                 aux.append(x)
-            x, own = _run(block, x, rope, cache.layer(layer), lengths, positions, tail_mask, ancestors)
+            x, own = _decoder_layer(block, x, rope, cache.layer(layer), lengths, positions, tail_mask, ancestors)
             cache = cache.with_layer(layer, own)
         if c.num_hidden_layers in c.aux_layers:
             aux.append(x)
@@ -253,7 +253,7 @@ def rotary(config: ModelConfig, positions: Int[Array, "b t"]) -> Rope:
 
 
 @jax.jit
-def _run(
+def _decoder_layer(
     block: Callable[..., Array],
     x: Float[Array, "b t h"],
     rope: Any,
@@ -282,7 +282,7 @@ def _run(
             first = positions // chunk * chunk
         if mask is not None and ancestors is not None and first is not None:
             mask &= ancestors >= first[:, :, None]
-        attended, cache = cache.append_and_attend(0, q, k, v, lengths, mask, first=first, sinks=sinks)
+        attended, cache = cache.append_and_attend(q, k, v, lengths, mask, first=first, sinks=sinks)
         return attended
 
     return block(x, rope, attend), cache

@@ -153,7 +153,7 @@ def test_a_plain_network_read_from_the_file_drafts_as_the_head_does(tmp_path: pa
         lengths = jnp.array([start], jnp.int32)
 
         def attend(q: Any, k: Any, v: Any) -> Any:
-            attended, held["cache"] = held["cache"].append_and_attend(0, q, k, v, lengths, None)
+            attended, held["cache"] = held["cache"].append_and_attend(q, k, v, lengths, None)
             return attended
 
         positions = jnp.arange(start, start + length, dtype=jnp.int32)[None]
