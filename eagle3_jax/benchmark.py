@@ -24,31 +24,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m eagle3_jax.benchmark", description=(__doc__ or "").strip())
     parser.add_argument("what", choices=["decode", "tune", "serve"])
     what = parser.parse_args([first]).what
-    options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own = argparse.ArgumentParser(add_help=False)
     if what == "decode":
-        options.add_argument("--compare", choices=["transformers"])
-        said = "Times every draft size at every batch size. --compare transformers measures that too."
+        own.add_argument("--compare", choices=["transformers"], help="is measured as well")
+        said = "Times every draft size at every batch size."
     elif what == "tune":
         said = "Finds the fastest draft size at every batch size, and writes a config with it."
     else:
-        options.add_argument("--compare", action="append", default=[], metavar="NAME=URL")
-        options.add_argument("--compare-key", action="append", default=[], metavar="NAME=VARIABLE")
-        said = (
-            "Times servers under traffic. --compare NAME=http://HOST:PORT/v1 measures one that runs already; "
-            "--compare-key NAME=VARIABLE says in which environment variable its API key is."
-        )
-    asked = argparse.Namespace()
-    if not {"-h", "--help"} & set(rest):
-        asked, rest = options.parse_known_args(rest)
-    config, arguments = configuration.from_command_line(f"benchmark {what}", said, rest, prompts=_PROMPTS)
+        for flag, value, text in (
+            ("--compare", "NAME=URL", "a running OpenAI server (http://HOST:PORT/v1), measured as well"),
+            ("--compare-key", "NAME=VARIABLE", "the environment variable that holds its API key"),
+        ):
+            own.add_argument(flag, action="append", default=[], metavar=value, help=text)
+        said = "Times servers under traffic."
+    config, asked = configuration.from_command_line(f"benchmark {what}", said, rest, own, prompts=_PROMPTS)
     with command.run("benchmark"):
         if what == "decode":
-            _decode(config, arguments.prompts, asked.compare)
+            _decode(config, asked.prompts, asked.compare)
         elif what == "tune":
-            _tune(config, arguments.prompts)
+            _tune(config, asked.prompts)
         else:
             others = _named("--compare", asked.compare, "http://HOST:PORT/v1", ("http://", "https://"))
-            _serve(config, arguments.prompts, others, _keys(asked.compare_key, others))
+            _serve(config, asked.prompts, others, _keys(asked.compare_key, others))
 
 
 def _decode(config: RunConfig, prompts: str, compare: str | None) -> None:

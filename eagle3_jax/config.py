@@ -713,12 +713,16 @@ def with_overrides(values: dict[str, Any], overrides: Sequence[str], source: str
 
 
 def from_command_line(
-    verb: str, description: str, argv: Sequence[str] | None = None, **flags: str
+    verb: str,
+    description: str,
+    argv: Sequence[str] | None = None,
+    own: argparse.ArgumentParser | None = None,
+    **flags: str,
 ) -> tuple[RunConfig, argparse.Namespace]:
     """Parses `python -m eagle3_jax.<verb> --config FILE [--flag VALUE ...] [--section.field VALUE ...]`.
 
     Args:
-        flags: the verb's own required string flags, name -> help.
+        own: the verb's own flags, of a parser without `--help`. flags: further ones, required strings, name -> help.
 
     Exits with status 2 and a clear sentence when the configuration is refused.
     """
@@ -727,6 +731,7 @@ def from_command_line(
         description=description,
         epilog="Every field of the config can be overridden: --section.field VALUE",
         allow_abbrev=False,
+        parents=[] if own is None else [own],
     )
     parser.add_argument("--config", required=True, help="YAML run file, see configs/")
     for name, text in flags.items():

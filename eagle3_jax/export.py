@@ -169,35 +169,33 @@ def _convert(argv: Sequence[str]) -> None:
 
 
 def _push(argv: Sequence[str]) -> None:
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("--push-to-hub", metavar="USER/NAME", required=True)
-    own.add_argument("--upload", action="store_true")
-    asked, rest = own.parse_known_args(argv)
-    config, _ = configuration.from_command_line("export", (publish.__doc__ or "").splitlines()[0], rest)
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--push-to-hub", metavar="USER/NAME", required=True, help="repository of the hub")
+    own.add_argument("--upload", action="store_true", help="do it; without, only what would be done is said")
+    config, asked = configuration.from_command_line("export", (publish.__doc__ or "").splitlines()[0], argv, own)
     with command.run("export"):
         print(publish.push(config, asked.push_to_hub, upload=asked.upload))
 
 
 def _write_target(argv: Sequence[str]) -> None:
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("--write-target", metavar="DIR", required=True)
-    asked, rest = own.parse_known_args(argv)
-    config, _ = configuration.from_command_line("export", (writing.__doc__ or "").splitlines()[0], rest)
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--write-target", metavar="DIR", required=True, help="a new folder, in Hugging Face's form")
+    config, asked = configuration.from_command_line("export", (writing.__doc__ or "").splitlines()[0], argv, own)
     with command.run("export"):
         writing.write_target(load_target(config.target), asked.write_target)
 
 
 def _check(argv: Sequence[str]) -> None:
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("--check", choices=check.ENGINES)
-    own.add_argument("--vllm", default=".venv-vllm/bin/python", metavar="PYTHON")
-    own.add_argument("--sglang", metavar="URL")
-    own.add_argument("--expect", metavar="REPORT")
-    asked, rest = own.parse_known_args(argv)
-    config, arguments = configuration.from_command_line(
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--check", choices=check.ENGINES, help="`numbers` predicts; an engine must count the same")
+    own.add_argument("--vllm", default=".venv-vllm/bin/python", metavar="PYTHON", help="of vLLM's environment")
+    own.add_argument("--sglang", metavar="URL", help="a running server")
+    own.add_argument("--expect", metavar="REPORT", help="an earlier check, whose counters must be the same")
+    config, asked = configuration.from_command_line(
         "export",
         (check.__doc__ or "").splitlines()[0],
-        rest,
+        argv,
+        own,
         prompts="JSONL file of prompts, such as held-out ones",
     )
     with command.run("export"):
@@ -206,7 +204,7 @@ def _check(argv: Sequence[str]) -> None:
         if asked.check == "sglang" and asked.sglang is None:
             raise ValueError("--sglang: got none, expected the URL of a running server, such as http://127.0.0.1:30000")
         where = {"vllm": asked.vllm, "sglang": asked.sglang}.get(asked.check)
-        print(check.table(check.run(config, arguments.prompts, asked.check, where, expect=asked.expect)))
+        print(check.table(check.run(config, asked.prompts, asked.check, where, expect=asked.expect)))
 
 
 _INSTEAD = {"--from": _convert, "--check": _check, "--write-target": _write_target, "--push-to-hub": _push}

@@ -215,3 +215,21 @@ def test_help_names_the_other_ways(capsys):
         export.main(["--help"])
     said = capsys.readouterr().out
     assert all(flag in said for flag in export._INSTEAD)
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize(
+    ("way", "flags"),
+    [
+        (["--check", "vllm"], ["--vllm", "--sglang", "--expect", "--prompts", "--config"]),
+        (["--push-to-hub", "me/head"], ["--upload", "--config"]),
+        (["--write-target", "out"], ["--config"]),
+        (["--from", "head"], ["--to"]),
+    ],
+    ids=lambda words: words[0],
+)
+def test_help_behind_another_way_names_its_flags(capsys, way, flags):
+    with pytest.raises(SystemExit):
+        export.main([*way, "--help"])
+    said = capsys.readouterr().out
+    assert all(flag in said for flag in [way[0], *flags])
