@@ -191,7 +191,9 @@ class LatentAttention(nnx.Module):
     def __call__(self, x: Float[Array, "b t h"], rope: Rope, attend: Attend) -> Float[Array, "b t h"]:
         up, rank = self.kv_up[...], self.rank
         q, shared = self.queries(x), linear(x, self.kv_down[...])[:, :, None]
-        within = contract("btnd,ndr->btnr", q[..., : self.plain_dim], up[:, : self.plain_dim])
+        # Heads in front: as `btnr` of few rows, XLA for CPUs with AVX512_BF16 makes it a product that it has not got
+        # in bfloat16 ("Unsupported element type for DotThunk"; jax 0.10.1 to 0.12.0.1).
+        within = jnp.moveaxis(contract("btnd,ndr->nbtr", q[..., : self.plain_dim], up[:, : self.plain_dim]), 0, 2)
         q = jnp.concatenate([within, self.turned(q[..., self.plain_dim :], rope).astype(jnp.float32)], axis=-1)
         latent = rms_norm(shared[..., :rank], self.kv_norm[...], _LATENT_EPS)
         key = jnp.concatenate([latent, self.turned(shared[..., rank:], rope)], axis=-1)

@@ -161,7 +161,7 @@ class Block(nnx.Module):
         if self.turned:
             q, k = apply_rope(halves(q), rope), apply_rope(halves(k), rope)
         else:
-            q = (q * temperature).astype(q.dtype)
+            q = (q.astype(jnp.float32) * temperature).astype(q.dtype)
         if self.normed:
             q, k = _unit(q, self.eps), _unit(k, self.eps)
         x = x + self.attention.output(attend(q, k, v, chunk=self.chunk))
