@@ -16,7 +16,7 @@ from eagle3_jax.models.rope import THETA
 # Each engine, and the newest version whose code was read.
 ENGINES = {
     "SGLang": "0.5.23",
-    "vLLM": "0.32.0",
+    "vLLM": "0.33.0",
     "EAGLE": "cb7e084 (2026-02)",
     "sglang-jax": "cddbf6f (2026-08)",
     "tpu-inference": "b8692ff (2026-08)",
@@ -25,9 +25,9 @@ SILENT, FAILS, UNKNOWN = "ignored", "fails", "not known"
 _NO = (SILENT, FAILS, UNKNOWN)
 # What a head may be -> of each engine the first version known to run it, or what it does instead. Known from the code:
 # SGLang's wheels 0.4.5, 0.4.9, 0.5.2, 0.5.11, 0.5.12 and 0.5.23 (models/llama_eagle3.py, llama.py, eagle_worker.py,
-# layers/rotary_embedding, which calls YaRN's factor `attn_factor`);
-# vLLM's wheels 0.21.0, 0.22.0 and 0.32.0 (models/llama_eagle3.py, llama.py, gpu_model_runner.py), and of 0.24.0 and
-# 0.25.0 configs/speculators/algos.py: 0.21.0 has neither norm and three aux layers alone, and up to 0.24.0 the form of
+# layers/rotary_embedding, which calls YaRN's factor `attn_factor`); vLLM's wheels 0.21.0, 0.22.0 and 0.32.0
+# (models/llama_eagle3.py, llama.py, gpu_model_runner.py; the same in 0.33.0), and of 0.24.0 and 0.25.0
+# configs/speculators/algos.py: 0.21.0 has neither norm and three aux layers alone, and up to 0.24.0 the form of
 # speculators hands neither flag on; EAGLE's model/cnets.py, loaded with strict=False; sglang-jax's
 # models/llama_eagle3.py, which maps tensors by a fixed list, and model_runner.py, which looks for aux layers in the
 # target's config; tpu-inference's models/jax/llama_eagle3.py, llama3.py and weight_utils.py: an unmapped tensor is an
