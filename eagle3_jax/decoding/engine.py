@@ -386,6 +386,8 @@ class Engine:
     def replace_draft(self, draft: Draft) -> None:
         """Drafts with another head of the same shape, such as the next step of a training; nothing is compiled again.
 
+        On a CPU a matrix is rounded to bfloat16 where the first head's was stored so, since bfloat16 held its numbers.
+
         Raises:
             ValueError: a head of another shape, or an engine without one.
             RuntimeError: requests are running.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Sequence
 
+import jax
 from tqdm import tqdm
 
 from eagle3_jax import manifest
@@ -56,6 +57,7 @@ def _costs(runner: ModelRunner, of: Sequence[Tier], folder: pathlib.Path | None,
         "target": repr(runner.target.config),
         "draft": repr(None if runner.draft is None else runner.draft.head.config),
         "dtype": str(runner.target.embed[...].dtype),
+        "bytes": sum(leaf.nbytes for leaf in jax.tree.leaves((runner.target, runner.draft))),
         "sizes": repr(runner.sizes),
         "kv_dtype": str(runner.kv_dtype),
         "mesh": repr(runner.mesh),

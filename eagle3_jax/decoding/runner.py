@@ -57,8 +57,12 @@ class ModelRunner:
         self._state: State | None = None
 
     def replace_draft(self, draft: Draft) -> None:
-        """Drafts with other weights of the same shapes from now on: nothing is compiled again. Forgets the state."""
+        """Drafts with other weights of the same shapes from now on. Forgets the state.
+
+        They are stored as those before, which may round them to bfloat16, so that nothing is compiled again.
+        """
         draft = for_cpu(draft if self.mesh is None else _spread(draft, self.mesh))
+        draft = jax.tree.map(lambda before, leaf: leaf.astype(before.dtype), self.draft, draft)
         self.draft, self._models = draft, Models.of(self.target, draft)
         self.reset()
 

@@ -5,6 +5,9 @@ kernel reads it: panels of some columns, each [k, columns]. Up to `rows` rows of
 registers: one load of W serves all of them, so that 8 rows take about as long as one. A row's sum runs over k in order,
 whatever is beside it: its result does not depend on the number of rows, to the bit.
 
+A float32 matrix whose numbers bfloat16 holds, as those of most checkpoints, is stored in bfloat16 and widened in
+registers: the same products from half of the bytes.
+
 Where the machine multiplies pairs of bfloat16 (AVX512_BF16), panels of bfloat16 hold two rows of W side by side, and a
 sum takes both in one instruction: half of the instructions that float32 takes. Subnormal numbers count as zero there.
 Where it has matrix units (AMX), those take such panels, for any number of rows.
@@ -39,27 +42,24 @@ class Panels:
     Attributes:
         panels: groups of 1 row, of bfloat16 also of 2, see `pack`. Zeros behind the last column and row.
         columns: n.
+        dtype: of the matrix; the panels of float32 may be bfloat16.
     """
 
     panels: Any  # Float[Array, "p groups w group"], or what a tree of other leaves has in its place
     columns: int = dataclasses.field(metadata={"static": True})
+    dtype: Any = dataclasses.field(metadata={"static": True})
 
     def __getitem__(self, index: Any) -> Panels:
         """As an array's [...]."""
         assert index is Ellipsis
         return self
 
-    @property
-    def dtype(self) -> Any:
-        return self.panels.dtype
-
-    def astype(self, dtype: Any) -> Panels:
-        """Of another dtype, in groups of one row."""
-        if self.dtype == dtype:
-            return self
+    def beside(self, x: Array) -> Array:
+        """The panels as a kernel multiplies them with x: a copy in x's dtype, unless they have it or are widened."""
         count, groups, width, group = self.panels.shape
-        rows = self.panels.swapaxes(2, 3).reshape(count, groups * group, width, 1)
-        return dataclasses.replace(self, panels=rows.astype(dtype))
+        if self.panels.dtype == x.dtype or (x.dtype == jnp.float32 and group == 1):
+            return self.panels
+        return self.panels.swapaxes(2, 3).reshape(count, groups * group, width, 1).astype(x.dtype)
 
 
 def pack(matrix: Float[Array, "k n"]) -> Panels:
@@ -67,9 +67,12 @@ def pack(matrix: Float[Array, "k n"]) -> Panels:
     width = _BLOCKS[llvm.has_wide_vectors()][1]
     group = 2 if matrix.dtype == jnp.bfloat16 and llvm.has_bfloat16_products() else 1
     depth = linear_amx.DEPTH if group == 2 and linear_amx.available() else group
-    padded = np.pad(np.asarray(matrix), ((0, -matrix.shape[0] % depth), (0, -matrix.shape[1] % width)))
+    stored = np.ascontiguousarray(matrix)
+    if matrix.dtype == jnp.float32 and not (stored.view(np.uint32) & 0xFFFF).any():
+        stored = stored.astype(jnp.bfloat16)
+    padded = np.pad(stored, ((0, -matrix.shape[0] % depth), (0, -matrix.shape[1] % width)))
     panels = padded.reshape(len(padded) // group, group, -1, width).transpose(2, 0, 3, 1)
-    return Panels(jnp.asarray(panels.copy()), matrix.shape[1])
+    return Panels(jnp.asarray(panels.copy()), matrix.shape[1], matrix.dtype)
 
 
 def product(x: Float[Array, "m k"], matrix: Panels) -> Float32[Array, "m n"]:
@@ -83,14 +86,14 @@ def gated_product(x: Float[Array, "m k"], gate: Panels, up: Panels) -> Float32[A
 
 
 def _call(kind: str, x: Array, matrices: tuple[Panels, ...]) -> Array:
-    panels = [matrix.astype(x.dtype).panels for matrix in matrices]
+    panels = [matrix.beside(x) for matrix in matrices]
     count, groups, width, group = panels[0].shape
     tiles = group == 2 and linear_amx.available()
     rows = linear_amx.MOST if tiles else _BLOCKS[llvm.has_wide_vectors()][0]
+    stored = tuple(matrix.dtype.name for matrix in panels)
     name = llvm.kernel(
-        f"eagle3_jax_{kind}_{x.dtype}_{'tiles' if tiles else group}",
-        *(write_product, rows, width, x.dtype.name, group),
-        gated=len(matrices) > 1,
+        f"eagle3_jax_{kind}_{x.dtype}_{'_'.join(stored)}_{'tiles' if tiles else group}",
+        *(write_product, rows, width, x.dtype.name, stored, group),
         tiles=tiles,
     )
     more = -x.shape[0] % linear_amx.ROWS if tiles else 0
@@ -105,26 +108,30 @@ def write_product(
     rows: int,
     width: int,
     dtype: str,
+    stored: Sequence[str],
     group: int,
     *,
-    gated: bool = False,
     tiles: bool = False,
 ) -> None:
     """The kernel (x [m, k], panels [p, k / group, w, group]) -> float32 [m, p * w]; a chunk is a few panels.
 
     Args:
         rows, width: of a block in registers.
+        dtype: of x.
+        stored: the panels' dtype, x's or what is widened to it. Of two the panels are those of `gate`, and a third
+            operand holds those of `up`.
         group: rows of the matrix that one instruction takes: 1, or 2 of bfloat16.
-        gated: the panels are those of `gate`, and a third operand holds those of `up`.
         tiles: on matrix units, see `linear_amx`; x has whole tiles.
     """
-    element = llvm.ELEMENTS[dtype] if group == 1 else I32  # a pair is read as one number
-    chunks = _CHUNKS * llvm.threads()
+    # A pair is read as one number.
+    element, *elements = (llvm.ELEMENTS[kind] if group == 1 else I32 for kind in (dtype, *stored))
+    chunks, gated = _CHUNKS * llvm.threads(), len(stored) > 1
     heights = range(linear_amx.ROWS, rows + 1, linear_amx.ROWS) if tiles else range(1, rows + 1)
     blocks = {
-        height: linear_amx.write_block(module, f"{name}.rows{height}", height)
+        (kind, height): linear_amx.write_block(module, f"{name}.{kind}.rows{height}", height)
         if tiles
-        else _write_block(module, f"{name}.rows{height}", height, width, element)
+        else _write_block(module, f"{name}.{kind}.rows{height}", height, width, element, kind)
+        for kind in dict.fromkeys(elements)
         for height in heights
     }
 
@@ -144,15 +151,15 @@ def write_product(
         if tiles:
             linear_amx.configure(code)
         with code.loop(first, last) as number:
-            panels = [code.at(matrix, code.mul(number, code.mul(k, width)), element) for matrix in matrices]
-            column = code.mul(number, width)
+            start, column = code.mul(number, code.mul(k, width)), code.mul(number, width)
+            panels = [code.at(matrix, start, kind) for matrix, kind in zip(matrices, elements, strict=True)]
 
             def multiply(height: int, row: Value) -> None:
                 of_x = code.at(x, code.mul(row, k), element)
                 of_y = code.at(y, code.add(code.mul(row, stride), column), F32)
-                code.b.call(blocks[height], [panels[-1], of_x, of_y, k, stride])
+                code.b.call(blocks[elements[-1], height], [panels[-1], of_x, of_y, k, stride])
                 if gated:
-                    code.b.call(blocks[height], [panels[0], of_x, gates, k, code.int(width)])
+                    code.b.call(blocks[elements[0], height], [panels[0], of_x, gates, k, code.int(width)])
                     for r in range(height):
                         _gate(code, code.at(gates, r * width, F32), code.at(of_y, code.mul(stride, r), F32), width)
 
@@ -165,11 +172,15 @@ def write_product(
         if tiles:
             linear_amx.release(code)
 
-    llvm.write_kernel(module, name, 3 if gated else 2, 1, plan, body)
+    llvm.write_kernel(module, name, 1 + len(stored), 1, plan, body)
 
 
-def _write_block(module: ir.Module, name: str, rows: int, width: int, element: ir.Type) -> ir.Function:
-    """y[r, :] = sum over i of x[r, i] * panel[i, :] for so many rows, the sums in registers; i32 are pairs."""
+def _write_block(module: ir.Module, name: str, rows: int, width: int, element: ir.Type, stored: ir.Type) -> ir.Function:
+    """y[r, :] = sum over i of x[r, i] * panel[i, :] for so many rows, the sums in registers.
+
+    Args:
+        element: of x. stored: of the panel, widened if it is less. i32 are pairs, in both.
+    """
     part = _PAIRS if element == I32 else width  # of a panel's row, that one instruction takes
     pointer, kind = llvm.POINTER, llvm.vector(part)
     code = llvm.define(module, name, [pointer] * 3 + [I64, I64])
@@ -181,15 +192,16 @@ def _write_block(module: ir.Module, name: str, rows: int, width: int, element: i
     of_x = [code.at(x, code.mul(k, r), element) for r in range(rows)]
     totals = [[code.variable(kind, llvm.number(0.0, part)) for _ in starts] for _ in range(rows)]
 
-    def load(place: Value, count: int) -> Value:
-        if element != I32:
-            return code.load_floats(place, count, element)
+    def load(base: Value, index: Value, count: int, kind: ir.Type) -> Value:
+        place = code.at(base, index, kind)
+        if kind != I32:
+            return code.load_floats(place, count, kind)
         return code.load(place, I32 if count == 1 else ir.VectorType(I32, count), align=4)
 
     with code.loop(0, k) as i:
-        weights = [load(code.at(panel, code.add(code.mul(i, width), start), element), part) for start in starts]
+        weights = [load(panel, code.add(code.mul(i, width), start), part, stored) for start in starts]
         for row, sums in zip(of_x, totals, strict=True):
-            value = code.broadcast(load(code.at(row, i, element), 1), part)
+            value = code.broadcast(load(row, i, 1, element), part)
             for weight, total in zip(weights, sums, strict=True):
                 add = code.dot_pairs if element == I32 else code.fma
                 code.b.store(add(value, weight, code.load(total, kind)), total)

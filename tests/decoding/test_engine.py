@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -102,6 +104,24 @@ def test_nothing_compiles_once_warm(speculative):
             PROMPTS[:count], SamplingParams(max_tokens=count, temperature=float(count % 2), logprobs=1)
         )
     assert speculative.stats().programs == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["float32", "bfloat16"])
+def test_another_head_compiles_nothing(toy, first):
+    """Though bfloat16 may hold what the one head says and not what the other does: then panels differ."""
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), toy.good.head)
+    heads = {"float32": toy.good, "bfloat16": dataclasses.replace(toy.good, head=rounded)}
+    params = SamplingParams(max_tokens=7)
+    engine = Engine(toy.target, Tokenizer(), heads.pop(first), CHAIN, batch_size=2, max_length=128)
+    expected = [output.token_ids for output in engine.generate(PROMPTS, params)]
+    before = engine.stats().programs
+    (other,) = heads.values()
+    engine.replace_draft(other)
+    outputs = engine.generate(PROMPTS, params)
+    assert engine.stats().programs == before
+    assert [output.token_ids for output in outputs] == expected
+    assert sum(sum(output.stats.accepted_per_position) for output in outputs) > 0
 
 
 @pytest.mark.slow

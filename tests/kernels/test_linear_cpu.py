@@ -1,5 +1,6 @@
 """Products from panels: right, the same to the bit for any number of rows, on machines with narrower vectors too."""
 
+import dataclasses
 import itertools
 import re
 
@@ -19,6 +20,7 @@ from eagle3_jax.kernels.vocabulary import vocabulary_top_k
 
 run = jax.jit(product)
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+KINDS = [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")]  # of x and of panels
 
 
 def operands(m, k, n, dtype, seed=0):
@@ -48,6 +50,28 @@ def test_a_row_is_the_same_whatever_stands_beside_it(dtype):
         np.testing.assert_array_equal(run(x[5 : 5 + count], panels), together[5 : 5 + count])
 
 
+@pytest.mark.parametrize("halved", [(True, True), (True, False), (False, True)])
+def test_what_bfloat16_holds_is_stored_so_and_multiplies_the_same(halved):
+    """To the bit, any number of rows, alone and in the model's gated form."""
+    x, _ = operands(19, 70, 100, "float32")
+    matrices = [operands(70, 70, 100, "bfloat16" if half else "float32", seed)[1] for seed, half in enumerate(halved)]
+    packed = [pack(matrix.astype(jnp.float32)) for matrix in matrices]
+    wide = [dataclasses.replace(panels, panels=panels.panels.astype(jnp.float32)) for panels in packed]
+    assert [panels.panels.dtype for panels in packed] == [matrix.dtype for matrix in matrices]
+    assert all(panels.dtype == jnp.float32 for panels in packed)
+    for count in (1, 8, 19):
+        np.testing.assert_array_equal(product(x[:count], packed[0]), product(x[:count], wide[0]))
+        of_packed, of_wide = (linear_cpu.gated_product(x[:count], *panels) for panels in (packed, wide))
+        np.testing.assert_array_equal(of_packed, of_wide)
+
+
+@pytest.mark.parametrize("bit", range(16))
+def test_one_number_that_bfloat16_does_not_hold_keeps_float32(bit):
+    matrix = np.ones((3, 5), np.float32)
+    matrix.view(np.uint32)[1, 2] |= 1 << bit
+    assert pack(jnp.asarray(matrix)).panels.dtype == jnp.float32
+
+
 def test_pairs_of_bfloat16_without_matrix_units(monkeypatch):
     """As machines without AMX multiply them; where this one has it, its tiles give the same."""
     x, matrix = operands(37, 70, 100, "bfloat16")
@@ -75,23 +99,24 @@ def test_matrix_units_take_any_rows_and_columns(gated):
             close(product(x, pack(up)), x, up)
 
 
-@pytest.mark.parametrize(("dtype", "features"), list(itertools.product(DTYPES, ["-avx512f", "-avx512f,-avx2,-fma"])))
-def test_machines_with_narrower_vectors(dtype, features):
-    name = f"test_{dtype}_{features}"
+@pytest.mark.parametrize("features", ["-avx512f", "-avx512f,-avx2,-fma"])
+@pytest.mark.parametrize(("dtype", "stored"), KINDS)
+def test_machines_with_narrower_vectors(dtype, stored, features):
+    name = f"test_{dtype}_{stored}_{features}"
     module = ir.Module(name)
-    linear_cpu.write_product(module, name, 4, 16, dtype, 1)
+    linear_cpu.write_product(module, name, 4, 16, dtype, (stored,), 1)
     llvm.register(module, name, features)
-    x, matrix = operands(7, 50, 48, dtype)
+    (x, _), (_, matrix) = (operands(7, 50, 48, kind) for kind in (dtype, stored))
     panels = matrix.reshape(50, 3, 16, 1).swapaxes(0, 1)
     close(jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((7, 48), jnp.float32))(x, panels), x, matrix)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("gated", [False, True])
-def test_products_compile_for_arm(dtype, gated):
+@pytest.mark.parametrize(("dtype", "stored"), KINDS)
+@pytest.mark.parametrize("count", [1, 2])
+def test_products_compile_for_arm(dtype, stored, count):
     """To multiplications of vectors that add: 4 for each of the rows of blocks of 1 to 4, at least."""
     module = ir.Module("arm")
-    linear_cpu.write_product(module, "arm", *linear_cpu._BLOCKS[False], dtype, 1, gated=gated)
+    linear_cpu.write_product(module, "arm", *linear_cpu._BLOCKS[False], dtype, (stored,) * count, 1)
     assert len(re.findall(r"fmla\tv\d+\.4s", arm.assembly(module))) >= 4 * (1 + 2 + 3 + 4)
 
 
@@ -100,7 +125,7 @@ def test_many_calls_at_once(monkeypatch):
     monkeypatch.setattr(llvm, "threads", lambda: 5)
     name, width = "test_helpers", 16
     module = ir.Module(name)
-    linear_cpu.write_product(module, name, 4, width, "float32", 1)
+    linear_cpu.write_product(module, name, 4, width, "float32", ("float32",), 1)
     llvm.register(module, name)
     x, matrix = operands(3, 64, 64, "float32")
     panels = matrix.reshape(64, 4, width, 1).swapaxes(0, 1)
