@@ -194,8 +194,10 @@ def _draw_rates(axes: Any, report: dict[str, Any], colours: dict[str, str]) -> N
 
 
 def _draw_acceptance(axes: Any, drafts: dict[str, Any], colours: dict[str, str]) -> None:
-    longest = max((len(draft["alpha"]) for draft in drafts.values()), default=1)
-    for name, draft in drafts.items():
+    # Where the engine chose among shapes, few rounds had the later positions at all.
+    fixed = {name: draft for name, draft in drafts.items() if draft["tree"] != "auto"} or drafts
+    longest = max((len(draft["alpha"]) for draft in fixed.values()), default=1)
+    for name, draft in fixed.items():
         points = [(i, share) for i, share in enumerate(draft["alpha"], start=1) if share is not None]
         axes.plot(
             [i for i, _ in points],
