@@ -389,12 +389,12 @@ class Engine:
         On a CPU a matrix is rounded to bfloat16 where the first head's was stored so, since bfloat16 held its numbers.
 
         Raises:
-            ValueError: a head of another shape, or an engine without one.
+            ValueError: a head of another shape or dtype, or an engine without one.
             RuntimeError: requests are running.
         """
-        before = None if self.draft is None else self.draft.head.config
-        if draft.head.config != before:
-            raise ValueError(f"draft: got a head of {draft.head.config}, expected one of {before}")
+        before = None if self.draft is None else (self.draft.head.config, self.draft.head.dtype)
+        if (got := (draft.head.config, draft.head.dtype)) != before:
+            raise ValueError(f"draft: got a head of {got}, expected one of {before}")
         with self._driver:
             if running := self.stats().running:
                 raise RuntimeError(f"replace_draft: got {running} running requests, expected none")

@@ -41,7 +41,8 @@ MOST_READ = 1024
 # What a dispatch costs beside its tokens, in tokens; padding is no better.
 _DISPATCH = 64
 # Rows of the decode programs, beside the whole batch (batch buckets): one client of a large batch pays for few rows.
-# On CPUs 2 and 4 rows cost what one does, from 8 rows on twice the rows cost 1.4 times as much and more.
+# On CPUs 2 and 4 rows cost what one does where weights are float32; from 8 rows on twice the rows cost 1.4 times as
+# much and more.
 WIDTHS = (1, 4, 8, 16, 32, 64, 128, 256)
 # Of `State`, what belongs to all places together: rows are gathered, pages stay where they are.
 _POOLS = ("cache", "draft_cache")

@@ -120,6 +120,9 @@ def test_another_head_compiles_nothing(toy, first):
     engine.replace_draft(other)
     outputs = engine.generate(PROMPTS, params)
     assert engine.stats().programs == before
+    half = dataclasses.replace(other, head=jax.tree.map(lambda x: x.astype(jnp.bfloat16), other.head))
+    with pytest.raises(ValueError, match=r"draft: got a head of .*bfloat16.*, expected one of .*float32"):
+        engine.replace_draft(half)
     assert [output.token_ids for output in outputs] == expected
     assert sum(sum(output.stats.accepted_per_position) for output in outputs) > 0
 
