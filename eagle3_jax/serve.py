@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 
 import uvicorn
+from starlette.applications import Starlette
 
 from eagle3_jax import command
 from eagle3_jax import config as configuration
@@ -29,6 +30,9 @@ from eagle3_jax.serving.app import make_app
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _ENDING = 10.0  # seconds for the engine to see that it was stopped
+# Seconds that an idle connection stays open. Clients have to be the first to close: a request that is under way while
+# the server closes is lost. httpx, and OpenAI's client with it, closes after 5 (uvicorn's default too), Go after 90.
+_KEEP_ALIVE = 120
 
 # Flag -> field; those of SGLang, where it has one.
 _FLAGS = {
@@ -198,6 +202,20 @@ def _not_there(settings: ServeConfig, error: OSError) -> ValueError:
     return ValueError(f"serve.host, serve.port: got {settings.host}:{settings.port}: {command.sentence(error)}")
 
 
+def http_settings(app: Starlette, settings: ServeConfig) -> uvicorn.Config:
+    """How HTTP is spoken."""
+    return uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        lifespan="on",
+        server_header=False,
+        proxy_headers=False,  # whoever asks could name another address
+        timeout_keep_alive=_KEEP_ALIVE,
+        timeout_graceful_shutdown=settings.drain_timeout,
+    )
+
+
 class _Announced(uvicorn.Server):
     """Says where it listens when it does."""
 
@@ -219,17 +237,7 @@ def run(config: RunConfig) -> None:
 def _serve(config: RunConfig, keys: Sequence[str], place: socket.socket) -> None:
     settings, engine = config.serve, load(config)
     app = make_app(engine, settings.model_name or config.target.name, settings, keys)
-    server = _Announced(
-        uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            lifespan="on",
-            server_header=False,
-            proxy_headers=False,  # whoever asks could name another address
-            timeout_graceful_shutdown=settings.drain_timeout,
-        )
-    )
+    server = _Announced(http_settings(app, settings))
     with contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[place])
     end = time.monotonic() + _ENDING

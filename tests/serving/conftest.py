@@ -48,10 +48,11 @@ def engine(tmp_path_factory) -> Engine:
 
 @contextlib.contextmanager
 def _serving(engine: Engine, keys: tuple[str, ...] = (), **settings: Any) -> Iterator[Served]:
-    config = ServeConfig(**{"port": 0, "batch_size": engine.batch_size, "queue_limit": 64, "draft": "none"} | settings)
+    common = {"port": 0, "batch_size": engine.batch_size, "queue_limit": 64, "draft": "none", "drain_timeout": 5}
+    config = ServeConfig(**common | settings)
     place = serve.bind(config)
     app = make_app(engine, MODEL, config, keys)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5, lifespan="on"))
+    server = uvicorn.Server(serve.http_settings(app, config))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [place]})
     thread.start()
     url = f"http://127.0.0.1:{place.getsockname()[1]}"

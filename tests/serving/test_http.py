@@ -2,6 +2,8 @@
 
 import asyncio
 import collections
+import contextlib
+import http.client
 import json
 import math
 import pathlib
@@ -9,6 +11,7 @@ import re
 import socket
 import threading
 import time
+import urllib.parse
 from typing import Any
 
 import httpx2
@@ -297,6 +300,19 @@ def test_health_is_false_while_the_device_hangs(serving, engine, monkeypatch):
         asking.join(30)
         assert len(answers) == 1
         wait_until(lambda: served.http.get("/health").json() == {"healthy": True, "stalled_seconds": 0.0})
+
+
+def test_an_idle_connection_outlives_the_clients_own_limit(served):
+    """httpx closes its idle connections after 5 seconds; a server that does so then loses requests under way."""
+    place = urllib.parse.urlsplit(served.url)
+    with contextlib.closing(http.client.HTTPConnection(place.hostname, place.port, timeout=60)) as connection:
+        connection.request("GET", "/v1/models")
+        assert connection.getresponse().read()
+        first = connection.sock
+        time.sleep(6)
+        connection.request("GET", "/v1/models")
+        assert connection.getresponse().status == 200
+        assert connection.sock is first
 
 
 def test_who_has_no_key_is_refused(serving):
