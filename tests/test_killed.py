@@ -43,10 +43,10 @@ class Runs:
 
     whole: tiny.Run
 
-    def start(self, verb: str, run: pathlib.Path, *, limit: int | None = None) -> subprocess.Popen[str]:
+    def start(self, verb: str, run: pathlib.Path, *, limit: int | None = None) -> tiny.Started:
         """Starts a verb on a run folder; `limit` is the most bytes that a file of it may have."""
         verb_alone = ["-m", f"eagle3_jax.{verb}"]
-        return subprocess.Popen(
+        return tiny.Started(
             [
                 sys.executable,
                 *(verb_alone if limit is None else ["-c", LIMITED.format(limit=limit), f"eagle3_jax.{verb}"]),
@@ -54,9 +54,6 @@ class Runs:
             ],
             cwd=self.whole.config.parent,
             env=tiny.environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
         )
 
     def before(self, verb: str, run: pathlib.Path) -> pathlib.Path:
@@ -88,12 +85,6 @@ def wait_for_lock(process: subprocess.Popen[str], verb: str, run: pathlib.Path) 
     lock = locked_file(verb, run)
     while process.poll() is None and not (lock.exists() and f"process {process.pid} " in lock.read_text()):
         time.sleep(0.005)
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
-    with process:
-        output = process.communicate(timeout=300)[0]
-    return process.returncode, output
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +192,7 @@ def kill_at_random(runs: Runs, verb: str, run: pathlib.Path, kills: int, rng: ra
             time.sleep(rng.uniform(0, 0.02))
         process.send_signal(signal.SIGKILL)
         moment = f"{time.monotonic() - begun:.2f} s ({kind})"
-        status, output = finish(process)
+        status, output = process.ended()
         assert status in (0, -signal.SIGKILL), f"{output}\nafter {killed}"
         if status:
             killed.append(moment)
@@ -210,7 +201,7 @@ def kill_at_random(runs: Runs, verb: str, run: pathlib.Path, kills: int, rng: ra
             shutil.rmtree(run)
             runs.before(verb, run)
     assert len(killed) == kills
-    status, output = finish(runs.start(verb, run))
+    status, output = runs.start(verb, run).ended()
     assert status == 0, f"{output}\nafter {killed}"
     return killed
 
@@ -240,7 +231,7 @@ def test_sigterm_saves_exits_with_0_and_the_rerun_goes_on(runs, tmp_path, verb):
     wait_for_lock(process, verb, run)
     time.sleep(0.3 * max(runs.whole.seconds[verb] - (time.monotonic() - begun), 0))
     process.terminate()
-    status, output = finish(process)
+    status, output = process.ended()
     finished = "stopped by SIGTERM" not in output  # where the signal came too late
     if finished and status == -signal.SIGTERM:  # behind its work: Python gives signals back before it is gone
         status = 0
@@ -248,7 +239,7 @@ def test_sigterm_saves_exits_with_0_and_the_rerun_goes_on(runs, tmp_path, verb):
     if not finished and verb in FOLDERS and verb != "evaluate":
         with pytest.raises(manifest.ManifestError, match="unfinished"):
             manifest.read(run / FOLDERS[verb], verb)
-    status, output = finish(runs.start(verb, run))
+    status, output = runs.start(verb, run).ended()
     assert status == 0, output
     if verb == "train":  # one more line of metrics and one more checkpoint where it stopped; the end is the same
         expected, got = result(verb, runs.whole.folder), result(verb, run)
@@ -265,7 +256,7 @@ def test_a_full_disk_is_one_sentence_and_the_rerun_goes_on(runs, tmp_path, verb)
     """No file may grow beyond a limit that the verb's largest exceeds: writes fail as they do on a full disk."""
     run = runs.before(verb, tmp_path / "run")
     largest = max(written(verb, runs.whole.folder), key=lambda path: path.stat().st_size)
-    status, output = finish(runs.start(verb, run, limit=largest.stat().st_size * 2 // 3))
+    status, output = runs.start(verb, run, limit=largest.stat().st_size * 2 // 3).ended()
     assert status == 1 and "Traceback" not in output, output
     assert f"eagle3_jax.{verb}: " in output and ("File too large" in output or "Failed writing" in output), output
     if verb in ("evaluate", "report"):
@@ -273,7 +264,7 @@ def test_a_full_disk_is_one_sentence_and_the_rerun_goes_on(runs, tmp_path, verb)
     else:
         with pytest.raises(manifest.ManifestError):
             manifest.read(run / FOLDERS[verb], verb)
-    status, output = finish(runs.start(verb, run))
+    status, output = runs.start(verb, run).ended()
     assert status == 0, output
     assert_as_if_nothing_was(runs, verb, run)
 
@@ -287,9 +278,9 @@ def test_a_second_process_in_the_same_folder_is_refused(runs, tmp_path, verb):
     first = runs.start(verb, run)
     wait_for_lock(first, verb, run)
     first.send_signal(signal.SIGSTOP)  # in the middle of its work, for as long as the second one takes to start
-    status, output = finish(runs.start(verb, run))
+    status, output = runs.start(verb, run).ended()
     first.send_signal(signal.SIGCONT)
     assert status == 1 and f"in use by process {first.pid} on host" in output and "Traceback" not in output, output
-    status, output = finish(first)
+    status, output = first.ended()
     assert status == 0, output
     assert_as_if_nothing_was(runs, verb, run)

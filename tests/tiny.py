@@ -6,7 +6,6 @@ may follow it, and what came before decides between them. A head learns that wit
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import json
 import os
@@ -15,6 +14,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -252,14 +252,15 @@ def write_run(folder: pathlib.Path, prompts: int = 64, **sections: Mapping[str, 
 def environment(**more: str) -> dict[str, str]:
     """Of a process that a test starts: JAX on CPUs, no hub, no PyTorch, and this package from whatever folder.
 
-    XLA's flags are a user's: a verb runs what it compiles for longer than it compiles. What one process compiled the
-    next one finds, apart from the tests' own cache: a process that is killed may leave half a file there.
+    XLA's flags and log level are a user's: a verb runs what it compiles for longer than it compiles. What one process
+    compiled the next one finds, apart from the tests' own cache: a process that is killed may leave half a file there.
     """
     paths = [str(REPOSITORY / "tests/started"), str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
     common = {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths)}
     if cache := getattr(jax.config, "jax_compilation_cache_dir"):  # noqa: B009
         common |= {"JAX_COMPILATION_CACHE_DIR": f"{cache}/started", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    return {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | common | more
+    of_tests = ("XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL")
+    return {name: value for name, value in os.environ.items() if name not in of_tests} | common | more
 
 
 def run_verb(
@@ -345,9 +346,29 @@ def make_run(folder: pathlib.Path) -> Run:
     return Run(folder / "run.yaml", **json.loads(done.read_text()))
 
 
+class Started(subprocess.Popen[str]):
+    """A process that prints into a file: a pipe that nobody reads fills up, and then its process stands still."""
+
+    def __init__(self, command: Sequence[str], **where: Any) -> None:
+        self._file = tempfile.NamedTemporaryFile()
+        super().__init__(command, stdout=self._file, stderr=subprocess.STDOUT, text=True, **where)
+
+    def printed(self) -> str:
+        """What it has printed so far."""
+        return pathlib.Path(self._file.name).read_text()
+
+    def ended(self, timeout: float = 300) -> tuple[int, str]:
+        """(exit status, output), once. It is killed where it does not end in so many seconds."""
+        with self._file:
+            try:
+                return self.wait(timeout), self.printed()
+            finally:
+                self.kill()
+
+
 def start_processes(
     count: int, arguments: Sequence[str], devices: int = 1, cwd: pathlib.Path = REPOSITORY, **more: str
-) -> list[subprocess.Popen[str]]:
+) -> list[Started]:
     """`python ARGUMENTS` as `count` processes of one run, on so many CPU devices each; one needs no coordinator."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -356,32 +377,28 @@ def start_processes(
     if count > 1:
         common |= {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count)}
     return [
-        subprocess.Popen(
+        Started(
             [sys.executable, *arguments],
             cwd=cwd,
             env=environment(**common, JAX_PROCESS_ID=str(index), **more),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
         )
         for index in range(count)
     ]
 
 
-def end_processes(processes: Sequence[subprocess.Popen[str]], timeout: float = 280) -> list[tuple[int, str]]:
+def end_processes(processes: Sequence[Started], timeout: float = 280) -> list[tuple[int, str]]:
     """(exit status, output) of each; none is left behind when one does not end in time."""
+    end = time.monotonic() + timeout
     try:
-        with concurrent.futures.ThreadPoolExecutor(len(processes)) as readers:
-            outputs = list(readers.map(lambda process: process.communicate(timeout=timeout)[0], processes))
+        return [process.ended(max(end - time.monotonic(), 0)) for process in processes]
     finally:
         for process in processes:
             process.kill()
-    return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
 
 
 def start_verb(
     count: int, verb: str, config: pathlib.Path, *arguments: str, devices: int = 1, **more: str
-) -> list[subprocess.Popen[str]]:
+) -> list[Started]:
     """A verb as the processes of one run."""
     command = ["-m", f"eagle3_jax.{verb}", "--config", str(config), *arguments]
     return start_processes(count, command, devices, config.parent, **more)
