@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from eagle3_jax import command, manifest, processes
+from eagle3_jax import command, host_memory, manifest, processes
 from eagle3_jax import config as configs
 from eagle3_jax.data import vocab
 from eagle3_jax.data.features import FeatureSource
@@ -170,6 +170,7 @@ def _train(
         start = time.monotonic()
         example = {name: np.stack([x] * len(own)) for name, x in rows[0].items()}
         compiled = train_step.lower(state, teacher, place(example)).compile()
+        host_memory.release_freed()
         processes.say(f"train: compiled in {time.monotonic() - start:.1f} s")
 
         # ------------------------------------------------------------------------------------------------------ loop

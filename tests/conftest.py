@@ -28,6 +28,8 @@ for _name, _value in {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "MPLBACKEND": "agg",
+    # Or a failure stands below hundreds of lines about features of the CPU, two for every program from the cache.
+    "TF_CPP_MIN_LOG_LEVEL": "3",
 }.items():
     os.environ.setdefault(_name, _value)
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores: threads of one would only disturb the other

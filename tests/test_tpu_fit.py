@@ -122,6 +122,27 @@ def test_the_draft_is_the_one_that_the_config_names(run, target, draft, head, mo
 
 
 @pytest.mark.slow
+def test_programs_of_other_drafts_are_planned_as_the_engine_runs_them():
+    """The target gives the draft the states that it reads: one of EAGLE-2's, none of the target's own layer."""
+    check = """
+import jax, tpu_fit
+from eagle3_jax import config as configs
+for run, target, draft in [
+    ("llama2_7b_eagle2", "llama2_7b", "configs/heads/llama2_7b_eagle2"),
+    ("mimo_7b", "mimo_7b", "mtp"),
+    ("mimo_7b", "deepseek_v3", "mtp"),
+]:
+    config = configs.load(f"configs/{run}.yaml", ["--evaluate.draft", draft])
+    shape = tpu_fit.read_config(tpu_fit.fetch(f"configs/targets/{target}"))
+    for program in tpu_fit.evaluate(config, shape, tpu_fit.topology_devices("v5e:2x2")):
+        with jax.sharding.use_abstract_mesh(program.mesh.abstract_mesh):
+            program.trace()
+"""
+    done = python("-c", check)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
 def test_rounds_take_the_state_where_prefill_leaves_it(small):
     check = """
 import sys, jax, tpu_fit

@@ -184,11 +184,13 @@ def decoding(
     them to the same limit).
     """
     mesh = replicas(make_mesh(config.mesh, devices))[0].decoding_mesh
-    target, draft = abstract_target(config, shape, mesh), None
+    draft = None
     if tier.head:
         head = drafting_head(config, shape)
+        shape = dataclasses.replace(shape, aux_layers=head.config.aux_layers)  # as the engine observes it
         ids = jax.ShapeDtypeStruct((head.config.draft_vocab_size,), jnp.int32)
         draft = Draft(placed(head, mesh, SHARDING_RULES), placed(ids, mesh))
+    target = abstract_target(config, shape, mesh)
     prompt = config.regenerate.max_length - max_tokens
     if prompt < 1:
         raise ValueError(f"{verb}.max_tokens: got {max_tokens}, expected less than regenerate.max_length")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import functools
 import math
-import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 from tqdm import tqdm
 
+from eagle3_jax import host_memory
 from eagle3_jax.decoding import costs, programs, stages
 from eagle3_jax.decoding.costs import Costs, Round
 from eagle3_jax.decoding.programs import Chunk, Models, Sizes
@@ -242,7 +241,7 @@ class ModelRunner:
         self.dispatches += 1
         if fresh := programs.compiled() - before:
             self.compiled += fresh
-            _release_freed_memory()
+            host_memory.release_freed()
 
     def _put(self, value: Any) -> jax.Array:
         """What the host says, on all devices; it says the same on every process that decodes on this mesh."""
@@ -282,12 +281,6 @@ def tokens_that_fit(
     empty = of_state(0)
     free = memory_fraction * memory["bytes_limit"] - memory["bytes_in_use"] - empty
     return max(0, int(free // (of_state(1) - empty))) * sizes.page_size
-
-
-def _release_freed_memory() -> None:
-    """glibc's malloc_trim: what LLVM freed goes back to the system, of which the allocator keeps gigabytes."""
-    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
-        trim(ctypes.c_size_t(0))
 
 
 def _bytes(leaves: Sequence[Any]) -> int:

@@ -1,13 +1,12 @@
 """The model runner: how much memory its caches take, and what compilers leave behind."""
 
-import ctypes
 import dataclasses
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from eagle3_jax import host_memory
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding import runner
 from eagle3_jax.decoding.engine import Engine
@@ -57,39 +56,9 @@ def test_memory_without_room_for_one_request_is_refused(toy, monkeypatch):
         Engine(toy.target, None, max_length=64, page_size=PAGE_SIZE, memory_fraction=0.8)
 
 
-def resident_mib() -> float:
-    status = pathlib.Path("/proc/self/status").read_text()
-    return int(status.split("VmRSS:")[1].split()[0]) / 1024
-
-
-@pytest.mark.any_jax
-def test_memory_that_was_freed_between_what_is_in_use_goes_back():
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "malloc_trim"):
-        pytest.skip("needs glibc")
-    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
-        ctypes.c_void_p,
-        [ctypes.c_size_t],
-        [ctypes.c_void_p],
-    )
-    runner._release_freed_memory()  # holes that other tests left would be filled
-    size, before = 1 << 14, resident_mib()
-    blocks = [libc.malloc(size) for _ in range(1 << 14)]
-    for block in blocks:
-        ctypes.memset(block, 1, size)
-    for number, block in enumerate(blocks):
-        if number % 64 < 63:
-            libc.free(block)
-    assert resident_mib() - before > 200, "without help it stays"
-    runner._release_freed_memory()
-    assert resident_mib() - before < 60
-    for block in blocks[63::64]:
-        libc.free(block)
-
-
-def test_it_goes_back_when_a_program_was_compiled(toy, monkeypatch):
+def test_what_compilers_freed_goes_back_when_a_program_was_compiled(toy, monkeypatch):
     released = []
-    monkeypatch.setattr(runner, "_release_freed_memory", lambda: released.append(1))
+    monkeypatch.setattr(host_memory, "release_freed", lambda: released.append(1))
     odd_length = 72  # which no other test has compiled programs of
     runs = runner.ModelRunner(toy.target, None, [VANILLA], Sizes.plan(1, odd_length, PAGE_SIZE, [VANILLA]), None)
     runs.note_prompt(0, [1, 2])
