@@ -191,7 +191,7 @@ def predict(target: Target, request: dict[str, Any]) -> Counted:
     found = []
     for draft in (None, request["draft"]):
         engine = Engine.load(target, draft, "auto" if draft is None else chain, *sizes, prefix_cache=False)
-        engine.generate(request["prompts"], params)  # warms up
+        engine.generate(request["prompts"], dataclasses.replace(params, max_tokens=steps + 1))  # warms up
         found.append(timed(engine, request["prompts"], params))
     (plain, plain_seconds), (fast, seconds) = found
     stats = [answer.stats for answer in fast]

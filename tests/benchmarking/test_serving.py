@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -247,6 +248,16 @@ def test_a_device_that_another_holds_is_an_error(traffic_config, prompts, monkey
     monkeypatch.setenv("JAX_PLATFORMS", "no_such_device")
     with pytest.raises(ValueError, match="hardware: got status 1 from JAX"):
         serving.run(traffic_config, prompts)
+
+
+@pytest.mark.slow
+def test_the_hardware_is_asked_without_a_word(monkeypatch, capfd):
+    """Where libtpu is installed and no TPU is there, JAX prints a page of warnings."""
+    for name in list(os.environ):  # tests/conftest.py tells libtpu about a TPU
+        if name == "JAX_PLATFORMS" or name.startswith("TPU_"):
+            monkeypatch.delenv(name)
+    assert serving._hardware()["cores"] >= 1
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.slow
