@@ -44,6 +44,7 @@ def training_time_test(
     inputs = jnp.pad(embeds, ((0, 0), (0, steps), (0, 0))), batch.positions, batch.segment_ids
     state, c = head.fuse(batch.aux.astype(embed.dtype)), head.config
     cache = jnp.zeros((steps, *state.shape[:2], c.num_key_value_heads, c.head_dim), state.dtype)
+    # Unrolled steps would be merged with what the backward pass computes again; those of a loop cannot be.
     step = jax.checkpoint(_step, policy=_POLICY, prevent_cse=_unroll(steps) > 1) if remat else _step
 
     def body(carry: tuple[Array, Array, Array], i: Array) -> tuple[tuple[Array, Array, Array], Array]:
