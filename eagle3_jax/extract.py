@@ -33,7 +33,7 @@ from eagle3_jax.hidden_states import compute_records, plan_batches
 from eagle3_jax.mesh import Replica, batch_sharding, make_mesh, own_replica, put
 from eagle3_jax.models.draft import DraftHeadConfig
 from eagle3_jax.models.identity import check_same_target
-from eagle3_jax.models.packing import for_cpu
+from eagle3_jax.models.packing import for_inference
 from eagle3_jax.models.registry import Target, load_target
 
 REJECTS = "rejects.jsonl"
@@ -55,7 +55,7 @@ def extract(config: configs.RunConfig, target: Target | None = None) -> None:
     made_from = manifest.read(conversations, made_by="regenerate")
     replica = own_replica(make_mesh(config.mesh))
     target = target or load_target(config.target, replica.mesh)
-    target = dataclasses.replace(target, model=for_cpu(target.model))
+    target = dataclasses.replace(target, model=for_inference(target.model))
     # What was said does not depend on which hidden states are kept now.
     check_same_target(conversations, made_from["identity"]["target"], target.identity, but=("aux_layers",))
     DraftHeadConfig.for_target(config.draft, target.model.config)  # refuses an impossible draft vocabulary now

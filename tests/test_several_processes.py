@@ -88,7 +88,8 @@ def check_same(alone: pathlib.Path, run: pathlib.Path) -> None:
             for field in ("aux", "last_hidden"):
                 got, expected = mine[i][field].astype(np.float32), other[i][field].astype(np.float32)
                 np.testing.assert_allclose(got, expected, rtol=2**-7, atol=2**-7)
-    np.testing.assert_allclose(losses(run), losses(alone), rtol=2e-3)
+    # Of such features, and at a rate of 1e-2. Of the same features: `test_training_is_that_of_one_process`.
+    np.testing.assert_allclose(losses(run), losses(alone), rtol=1e-2)
     decoded = [line for line in metrics(run) if line["kind"] == "served"]
     assert [line["step"] for line in decoded] == [6, 12]
     assert all(line["rounds"] >= 4 and 1 <= line["tau"] <= 3 for line in decoded)

@@ -26,7 +26,7 @@ from eagle3_jax.decoding import programs, stages
 from eagle3_jax.decoding.programs import Models, Sizes
 from eagle3_jax.decoding.tiers import VANILLA, Tier
 from eagle3_jax.decoding.tree import chain, root_only
-from eagle3_jax.models.packing import for_cpu
+from eagle3_jax.models.packing import for_inference
 from eagle3_jax.models.registry import load_target
 from eagle3_jax.models.target import TargetModel
 
@@ -63,7 +63,7 @@ def measure(
     every = kinds(rows)
     tiers = list(every.values())
     sizes = Sizes.plan(1, 2 * length, 128, tiers)
-    models = Models.of(for_cpu(target), None)
+    models = Models.of(for_inference(target), None)
     state: Any = jax.jit(functools.partial(programs.empty_state, sizes=sizes, tiers=tiers, kv_dtype=None))(models)
     state = programs.rehearse(state, jnp.int32(length), pages_per_sequence=sizes.pages_per_sequence)
     seconds: dict[tuple[str, int], list[float]] = {key: [] for key in every}

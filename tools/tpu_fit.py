@@ -54,6 +54,7 @@ from eagle3_jax.models.eagle2 import Eagle2Head
 from eagle3_jax.models.families import family_of
 from eagle3_jax.models.head import Draft, Head
 from eagle3_jax.models.layers import SHARDING_RULES
+from eagle3_jax.models.packing import tpu_formats
 from eagle3_jax.models.registry import fetch, read_config
 from eagle3_jax.models.target import ModelConfig, TargetModel
 from eagle3_jax.train import IN_FLIGHT
@@ -189,8 +190,8 @@ def decoding(
         head = drafting_head(config, shape)
         shape = dataclasses.replace(shape, aux_layers=head.config.aux_layers)  # as the engine observes it
         ids = jax.ShapeDtypeStruct((head.config.draft_vocab_size,), jnp.int32)
-        draft = Draft(placed(head, mesh, SHARDING_RULES), placed(ids, mesh))
-    target = abstract_target(config, shape, mesh)
+        draft = Draft(by_rows(placed(head, mesh, SHARDING_RULES)), placed(ids, mesh))
+    target = by_rows(abstract_target(config, shape, mesh))
     prompt = config.regenerate.max_length - max_tokens
     if prompt < 1:
         raise ValueError(f"{verb}.max_tokens: got {max_tokens}, expected less than regenerate.max_length")
@@ -240,7 +241,7 @@ def drafting_head(config: configs.RunConfig, shape: ModelConfig) -> Head:
 def extract(config: configs.RunConfig, shape: ModelConfig, devices: list[Any]) -> Iterator[Program]:
     """`extract`: the forward pass of the longest conversations; the batch before it is still being fetched."""
     mesh = replicas(make_mesh(config.mesh, devices))[0].mesh
-    target = abstract_target(config, shape, mesh)
+    target = by_rows(abstract_target(config, shape, mesh))
     settings = config.extract
     batch = hidden_states.plan_batches([settings.max_length], settings.batch_tokens, multiple=mesh.shape["data"])[0]
     tokens = jax.ShapeDtypeStruct((batch.rows, batch.length), jnp.int32, sharding=batch_sharding(mesh))
@@ -290,6 +291,12 @@ VERBS = {"evaluate": evaluate, "regenerate": regenerate, "extract": extract, "tr
 def abstract_target(config: configs.RunConfig, shape: ModelConfig, mesh: Mesh) -> TargetModel:
     dtype, model = jnp.dtype(config.target.dtype), family_of(shape).model
     return placed(nnx.eval_shape(lambda: model(shape, dtype=dtype, rngs=nnx.Rngs(0))), mesh, SHARDING_RULES)
+
+
+def by_rows(module: Any) -> Any:
+    """The same shapes, as `models.packing` has them for inference."""
+    where = tpu_formats(module)
+    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), module, where)
 
 
 def placed(tree: Any, mesh: Mesh, rules: Any = ()) -> Any:

@@ -24,7 +24,7 @@ from eagle3_jax.decoding.tiers import Tier
 from eagle3_jax.mesh import mesh_of, put, replicated, shardings
 from eagle3_jax.models.head import Draft
 from eagle3_jax.models.layers import SHARDING_RULES
-from eagle3_jax.models.packing import for_cpu
+from eagle3_jax.models.packing import for_inference
 from eagle3_jax.models.target import TargetModel
 
 # Tokens of each sequence while rounds are measured.
@@ -47,7 +47,7 @@ class ModelRunner:
         self.mesh = mesh_of(target.embed[...])
         if draft is not None and self.mesh is not None:
             draft = _spread(draft, self.mesh)
-        target, draft = for_cpu(target), None if draft is None else for_cpu(draft)
+        target, draft = for_inference(target), None if draft is None else for_inference(draft)
         self.target, self.draft, self.sizes = target, draft, sizes
         self.widths = [sizes.batch]
         self.dispatches = self.compiled = 0
@@ -60,7 +60,7 @@ class ModelRunner:
 
         They are stored as those before, which may round them to bfloat16, so that nothing is compiled again.
         """
-        draft = for_cpu(draft if self.mesh is None else _spread(draft, self.mesh))
+        draft = for_inference(draft if self.mesh is None else _spread(draft, self.mesh))
         draft = jax.tree.map(lambda before, leaf: leaf.astype(before.dtype), self.draft, draft)
         self.draft, self._models = draft, Models.of(self.target, draft)
         self.reset()
@@ -227,7 +227,7 @@ class ModelRunner:
     def _running(self) -> Iterator[State]:
         """The state, for a program that donates it; under the target's mesh, over which kernels are split."""
         state, self._state = self._state, None
-        with contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
+        with _set(self.mesh):
             if state is None:
                 make = functools.partial(
                     programs.empty_state, sizes=self.sizes, tiers=self._tiers, kv_dtype=self.kv_dtype
@@ -275,12 +275,18 @@ def tokens_that_fit(
 
     def of_state(pages: int) -> int:
         """Bytes on each device."""
-        caches, everything = jax.eval_shape(functools.partial(leaves, pages=pages), target, draft)
+        with _set(mesh):
+            caches, everything = jax.eval_shape(functools.partial(leaves, pages=pages), target, draft)
         return _bytes(caches) // parts + _bytes(everything) - _bytes(caches)
 
     empty = of_state(0)
     free = memory_fraction * memory["bytes_limit"] - memory["bytes_in_use"] - empty
     return max(0, int(free // (of_state(1) - empty))) * sizes.page_size
+
+
+def _set(mesh: Mesh | None) -> Any:
+    """The context in which the mesh is set, over which caches and kernels are split."""
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def _bytes(leaves: Sequence[Any]) -> int:

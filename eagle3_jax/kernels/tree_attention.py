@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from eagle3_jax.kernels.cache_write import write
 from eagle3_jax.kernels.dispatch import Implementation, cores, default_implementation, device, over_mesh
+from eagle3_jax.kernels.packed_heads import own_parts, pack_heads, spread_queries
 from eagle3_jax.kernels.packed_rows import tile_rows
 from eagle3_jax.kernels.registers import LANES, SMEM_LIMIT, VMEM_LIMIT, check_fits
 from eagle3_jax.kernels.tree_attention_shape import Shape
@@ -63,9 +64,10 @@ def tree_attention(
         queries: n = group * k query heads, grouped by KV head.
         new_keys, new_values: of the new tokens. The cache holds them in its dtype, divided by its scale; int8 rounds to
             the nearest, and what is beyond int8's or float8's range becomes its end.
-        keys, values: the cache, [b, k, slots, d], contiguous; with a page table [pages, k, page_size, d]. Any dtype,
-            int8 and float8 included: it is read as the queries' dtype. To have it written in place, donate it. No two
-            sequences may share a page that is written, unless `continued`.
+        keys, values: the cache, [b, k, slots, d], contiguous; with a page table [pages, k, page_size, d]. For the
+            kernel a row may hold several heads side by side, and zeros behind them (`packed_heads.cache_rows`). Any
+            dtype, int8 and float8 included: it is read as the queries' dtype. To have it written in place, donate it.
+            No two sequences may share a page that is written, unless `continued`.
         lengths: int32, committed tokens of each sequence; length + m must not exceed the slots.
         tail_mask: which of the m >= t tail slots each query sees; None is causal with m = t. Every query sees one slot
             at least.
@@ -87,24 +89,30 @@ def tree_attention(
         ValueError: a tail without room for the new tokens; slots or pages that the kernel cannot read, or more than it
             can hold in VMEM; with the numbers.
     """
-    t = queries.shape[1]
+    t, (kv_heads, d) = queries.shape[1], new_keys.shape[2:]
     if tail_mask is not None and tail_mask.shape[-1] < t:
         raise ValueError(f"tail_mask: got {tail_mask.shape[-1]} slots, expected those of the {t} new tokens at least")
     scaled = queries if key_scale is None else queries * _per_query_head(key_scale, queries).astype(queries.dtype)
     new_keys, new_values = _stored(new_keys, key_scale, keys.dtype), _stored(new_values, value_scale, values.dtype)
-    operands = scaled, new_keys, new_values, keys, values, lengths, tail_mask, page_table, first, sinks
+    rest = keys, values, lengths, tail_mask, page_table, first, sinks
     if (implementation or default_implementation()) == "xla":
-        attended, keys, values = attend_xla(*operands)
+        attended, keys, values = attend_xla(scaled, new_keys, new_values, *rest)
     else:
-        tokens, cache, rows = P("data", None, "model"), P("data", "model"), P("data")
+        _, rows, _, width = keys.shape
+        beside, packed = kv_heads // rows, (rows, width) != (kv_heads, d)
+        if packed:
+            scaled = spread_queries(scaled, beside, rows, width)
+            new_keys, new_values = pack_heads(new_keys, rows, width), pack_heads(new_values, rows, width)
+        tokens, cache, each = P("data", None, "model"), P("data", "model"), P("data")
         attended, keys, values = over_mesh(
-            functools.partial(_pallas, continued=continued, interpret=interpret),
-            operands,
-            (tokens, cache, cache, cache, cache, rows, rows, rows, rows, P("model")),
+            functools.partial(_pallas, scale=d**-0.5, continued=continued, interpret=interpret),
+            (scaled, new_keys, new_values, *rest),
+            (tokens, cache, cache, cache, cache, each, each, each, each, P("model")),
             (tokens, cache, cache),
             # Pages belong to no sequence: every device of the data axis needs all of them.
             {"model": keys.shape[1]} | ({"data": len(queries)} if page_table is None else {}),
         )
+        attended = own_parts(attended, beside, rows, d) if packed else attended
     if value_scale is not None:
         attended *= _per_query_head(value_scale, queries).astype(attended.dtype)
     return attended, keys, values
@@ -140,6 +148,7 @@ def _pallas(
     first: Int[Array, "b t"] | None,
     sinks: Float[Array, " n"] | None,
     *,
+    scale: float,
     continued: bool,
     interpret: Any,
 ) -> tuple[Float[Array, "b t n d"], Array, Array]:
@@ -168,6 +177,7 @@ def _pallas(
     parts = 1 if sinks is not None else _parts(b, s.kv_heads)
     attended, *caches = attend(
         dataclasses.replace(s, batch=b * parts, kv_heads=s.kv_heads // parts),
+        scale,
         _heads_apart(folded, parts),
         _heads_apart(keys, parts),
         _heads_apart(values, parts),

@@ -36,6 +36,7 @@ from eagle3_jax.kernels.tree_attention_write import NewEntries
 
 def attend(
     shape: Shape,
+    scale: float,
     queries: Float[Array, "b k r d"],
     keys: Array,
     values: Array,
@@ -48,7 +49,7 @@ def attend(
     *,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "b k r d"], Array, Array]:
-    """softmax(q k^T / sqrt(d)) v, a row for each (tile, query head of the group, node of the tile).
+    """softmax(q k^T * scale) v, a row for each (tile, query head of the group, node of the tile).
 
     The cores of a device share the sequences.
 
@@ -104,7 +105,7 @@ def attend(
             if entries is not None:
                 entries.hold(blocks["new_keys"], blocks["new_values"])
             tile = _Tile(number, blocks["queries"], blocks.get("bits"), blocks.get("first"), out)
-            _attend_tile(s, pages, entries, softmax, tile, begin + share)
+            _attend_tile(s, scale, pages, entries, softmax, tile, begin + share)
 
         pltpu.emit_pipeline(
             body,
@@ -186,7 +187,7 @@ class _Tile(NamedTuple):
 
 
 def _attend_tile(
-    s: Shape, pages: Pages, entries: NewEntries | None, softmax: _Softmax, tile: _Tile, share: Any
+    s: Shape, scale: float, pages: Pages, entries: NewEntries | None, softmax: _Softmax, tile: _Tile, share: Any
 ) -> None:
     """All blocks that a tile of queries needs; the core's last tile is the one before `share`."""
     low, high, plain, masked = pages.needed(tile.number)
@@ -200,15 +201,17 @@ def _attend_tile(
         if entries is not None:
             entries.write(tile.number, block)
         bare = (plain <= block) & (block < masked)
-        pl.when(bare)(lambda: _attend_block(s, pages, softmax, tile, block, masked=False))
-        pl.when(jnp.logical_not(bare))(lambda: _attend_block(s, pages, softmax, tile, block, masked=True))
+        pl.when(bare)(lambda: _attend_block(s, scale, pages, softmax, tile, block, masked=False))
+        pl.when(jnp.logical_not(bare))(lambda: _attend_block(s, scale, pages, softmax, tile, block, masked=True))
         if entries is not None:
             entries.wait(tile.number, block)
 
     jax.lax.fori_loop(low, high, each, None)
 
 
-def _attend_block(s: Shape, pages: Pages, softmax: _Softmax, tile: _Tile, block: Any, *, masked: bool) -> None:
+def _attend_block(
+    s: Shape, scale: float, pages: Pages, softmax: _Softmax, tile: _Tile, block: Any, *, masked: bool
+) -> None:
     """A tile of queries and a block of keys. With masks, for it may be the last one, it writes results."""
     keys, values = pages.buffers
     buffer, length, end = pages.buffer(tile.number, block), pages.length(tile.number), pages.end(tile.number)
@@ -246,7 +249,7 @@ def _attend_block(s: Shape, pages: Pages, softmax: _Softmax, tile: _Tile, block:
         scores = []
         for piece in range(at, at + s.width, s.piece):
             key = keys[buffer, head, pl.ds(piece, s.piece)].astype(tile.queries.dtype)
-            score = dot(tile.queries[0, head], key, 1, 1) * (s.head_dim**-0.5 * math.log2(math.e))
+            score = dot(tile.queries[0, head], key, 1, 1) * (scale * math.log2(math.e))
             if masked:
                 folded = score.reshape(s.group, s.tile, s.piece)
                 score = jnp.where(masks[piece][None], folded, NEVER).reshape(s.rows, s.piece)

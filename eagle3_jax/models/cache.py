@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.kernels.commit import commit
+from eagle3_jax.kernels.packed_heads import cache_rows
 from eagle3_jax.kernels.registers import LANES
 from eagle3_jax.kernels.tree_attention import tree_attention
 
@@ -25,7 +26,8 @@ class KVCache:
     """Keys and values of every layer.
 
     Attributes:
-        keys, values: one array a layer: [batch, kv_heads, slots, head_dim], or [pages, kv_heads, page_size, head_dim].
+        keys, values: one array a layer: [batch, kv_heads, slots, head_dim], or [pages, kv_heads, page_size, head_dim];
+            on a TPU several heads side by side in a row (`kernels/packed_heads.py`).
         page_table: of the sequences that are attended from; None is contiguous.
         continued: a sequence may be what follows the one before it in the batch, on the same pages.
     """
@@ -42,10 +44,11 @@ class KVCache:
 
     @classmethod
     def pages(cls, layers: int, pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: Any) -> KVCache:
-        """Pages that belong to nobody yet."""
+        """Pages that belong to nobody yet, for the mesh that is set."""
+        rows, width = cache_rows(kv_heads, head_dim)
 
         def zeros() -> tuple[Array, ...]:
-            return tuple(jnp.zeros((pages, kv_heads, page_size, head_dim), dtype) for _ in range(layers))
+            return tuple(jnp.zeros((pages, rows, page_size, width), dtype) for _ in range(layers))
 
         return cls(zeros(), zeros())
 

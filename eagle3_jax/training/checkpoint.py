@@ -172,10 +172,11 @@ def _quiet_logs() -> Iterator[None]:
 
 
 def _silence_orbax_threads() -> None:
-    """What a thread of Orbax raises, its checkpointer raises again: the traceback would say it twice.
+    """What a thread of Orbax raises, its checkpointer raises again: the tracebacks would say it twice.
 
     For good: threads of a save that failed end when the interpreter is shutting down already.
     """
+    logging.getLogger("absl").addFilter(_is_no_orbax_traceback)
     hook = threading.excepthook
     if hook.__module__ == __name__:
         return
@@ -185,6 +186,10 @@ def _silence_orbax_threads() -> None:
             hook(args)
 
     threading.excepthook = others
+
+
+def _is_no_orbax_traceback(record: logging.LogRecord) -> bool:
+    return not record.exc_info or "/orbax/" not in record.pathname
 
 
 def load_head(folder: str | pathlib.Path, config: DraftHeadConfig, step: int | None = None) -> DraftHead:

@@ -13,6 +13,7 @@ from hlo import product_and_sum_fusions
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding import rounds
 from eagle3_jax.decoding.sampling import Sampling
+from eagle3_jax.kernels import packed_heads
 from eagle3_jax.kernels.commit import commit
 from eagle3_jax.kernels.tree_attention import tree_attention
 from eagle3_jax.kernels.vocabulary import vocabulary_top_k
@@ -120,7 +121,10 @@ def test_greedy_speculation_changes_no_token(toy, vanilla, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("chain3", marks=pytest.mark.long), "tree3x3"])
 def test_the_kernels_for_tpu_change_no_token(toy, vanilla, name, monkeypatch):
-    """Attention of target and head, commits, and the head's choice of tokens as Pallas kernels, interpreted."""
+    """Attention of target and head, commits, and the head's choice of tokens as Pallas kernels, interpreted; with
+    caches as a TPU has them, heads side by side."""
+    monkeypatch.setattr(packed_heads, "default_implementation", lambda: "pallas")
+    assert toy.target.empty_cache(1, 16).keys[0].shape[-1] == 128
     for place, kernel in (
         ("cache.tree_attention", tree_attention),
         ("cache.commit", commit),

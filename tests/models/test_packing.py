@@ -5,12 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from jax.experimental.layout import Format, Layout
 
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.sampling import SamplingParams
 from eagle3_jax.kernels.linear_cpu import Panels
-from eagle3_jax.models.packing import for_cpu
+from eagle3_jax.models import packing
+from eagle3_jax.models.packing import for_inference
 from eagle3_jax.models.registry import load_target
 
 
@@ -28,10 +30,10 @@ def run(model, tokens):
 
 
 def test_it_computes_what_the_model_computes(target):
-    packed = for_cpu(target.model)
+    packed = for_inference(target.model)
     assert isinstance(packed.lm_head[...], Panels)
     assert packed.embed[...] is target.model.embed[...]
-    assert for_cpu(packed) is packed
+    assert for_inference(packed) is packed
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, tiny.CONFIG["vocab_size"], (3, 20)), jnp.int32)
     for got, expected in zip(jax.jit(run)(packed, tokens), jax.jit(run)(target.model, tokens), strict=True):
         np.testing.assert_allclose(got, expected, atol=2e-4, rtol=2e-4)
@@ -40,7 +42,21 @@ def test_it_computes_what_the_model_computes(target):
 def test_a_model_on_several_devices_is_left_as_it_is(target):
     mesh = jax.make_mesh((2,), ("model",))
     spread = jax.device_put(target.model, jax.NamedSharding(mesh, jax.P()))
-    assert for_cpu(spread) is spread
+    assert for_inference(spread) is spread
+
+
+def test_by_rows_though_the_default_has_columns(target):
+    """Of the same numbers, and a program is compiled for them as they lie."""
+    columns = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    embed = jax.device_put(target.model.embed[...], Format(Layout((1, 0)), columns))
+    model = jax.tree.map(lambda leaf: embed if leaf is target.model.embed[...] else leaf, target.model)
+    assert model.embed[...].format.layout.major_to_minor == (1, 0)
+    twin = packing._by_rows(model)
+    assert twin.embed[...].format.layout.major_to_minor == (0, 1)
+    assert twin.lm_head[...] is model.lm_head[...]
+    np.testing.assert_array_equal(twin.embed[...], target.model.embed[...])
+    read = jax.jit(lambda rows: rows[jnp.array([3, 1])]).lower(twin.embed[...]).compile().input_formats
+    assert jax.tree.leaves(read)[0].layout.major_to_minor == (0, 1)
 
 
 @pytest.mark.slow

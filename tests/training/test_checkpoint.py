@@ -1,5 +1,7 @@
 """Checkpoints: kept to the last, read beside a save, refused by name when damaged or of another shape."""
 
+import logging
+import sys
 from typing import Any
 
 import jax
@@ -53,6 +55,23 @@ def test_who_reads_leaves_a_running_save_alone(tmp_path):
     assert running.exists()
     save(tmp_path, 5)
     assert not running.exists()
+
+
+@pytest.mark.any_jax
+def test_what_an_orbax_thread_raised_is_not_said_twice(tmp_path, caplog):
+    """Its thread may log so while the interpreter shuts down, behind the one sentence that the verb ends with."""
+    save(tmp_path, 3)
+    try:
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+    except RuntimeError:
+        raised = sys.exc_info()
+    for path, said, error in (
+        ("/site-packages/orbax/checkpoint/_src/futures/future.py", "a thread ended", raised),
+        ("/site-packages/orbax/checkpoint/_src/futures/future.py", "a line", None),
+        ("/site-packages/grain/loader.py", "a loader ended", raised),
+    ):
+        logging.getLogger("absl").handle(logging.LogRecord("absl", logging.ERROR, path, 1, said, (), error))
+    assert caplog.messages == ["a line", "a loader ended"]
 
 
 def test_checksums_see_every_single_element_and_not_the_mesh():
