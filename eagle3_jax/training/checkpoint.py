@@ -146,8 +146,6 @@ class Checkpoints:
         except CheckpointError:
             raise
         except Exception as error:
-            # Orbax reads with many tasks; those that fail after the first print a traceback each when they are freed.
-            logging.getLogger("asyncio").setLevel(logging.CRITICAL)
             raise CheckpointError(f"{folder}: damaged or unreadable, remove it ({_reason(error)})") from error
 
     def __enter__(self) -> Checkpoints:
@@ -172,10 +170,12 @@ def _quiet_logs() -> Iterator[None]:
 
 
 def _silence_orbax_threads() -> None:
-    """What a thread of Orbax raises, its checkpointer raises again: the tracebacks would say it twice.
+    """What a thread or a task of Orbax raises, its checkpointer raises again: the tracebacks would say it twice.
 
-    For good: threads of a save that failed end when the interpreter is shutting down already.
+    For good: threads of a save that failed end when the interpreter is shutting down already, and of many tasks that
+    read or write those that fail after the first print a traceback each when they are freed.
     """
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     logging.getLogger("absl").addFilter(_is_no_orbax_traceback)
     hook = threading.excepthook
     if hook.__module__ == __name__:

@@ -72,6 +72,8 @@ def test_what_an_orbax_thread_raised_is_not_said_twice(tmp_path, caplog):
     ):
         logging.getLogger("absl").handle(logging.LogRecord("absl", logging.ERROR, path, 1, said, (), error))
     assert caplog.messages == ["a line", "a loader ended"]
+    logging.getLogger("asyncio").error("Task exception was never retrieved")
+    assert len(caplog.messages) == 2
 
 
 def test_checksums_see_every_single_element_and_not_the_mesh():
