@@ -6,7 +6,8 @@
 Tokens a second (forward, backward, clipping, AdamW), and the most memory that a process held, its packages included.
 Two rows of 512 tokens, 7 steps of the training-time test, float32, the sizes of a head for SmolLM2-135M, random weights
 and features. All positions train, or the last quarter only: an answer behind a long prompt. Each turn is a process of
-its own, warmed up by one step; what JAX compiled in an earlier turn, it loads from its cache.
+its own, warmed up by one step; what JAX compiled in an earlier turn, it loads from its cache. The settings of `train`
+that take the least memory: `--loss-block 256 --remat`.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def random_arrays(share: float) -> Arrays:
     }
 
 
-def ours(arrays: Arrays) -> Callable[[], float]:
+def ours(arrays: Arrays, settings: argparse.Namespace) -> Callable[[], float]:
     """A function that takes a step and returns its loss."""
     import jax
     import jax.numpy as jnp
@@ -78,7 +79,14 @@ def ours(arrays: Arrays) -> Callable[[], float]:
     from eagle3_jax.training.state import init_head, init_state, make_train_step
 
     config = TrainConfig(
-        ttt_steps=STEPS, batch_size=ROWS, row_length=LENGTH, argmax_mask=False, learning_rate=RATE, clip_norm=CLIP
+        ttt_steps=STEPS,
+        batch_size=ROWS,
+        row_length=LENGTH,
+        argmax_mask=False,
+        learning_rate=RATE,
+        clip_norm=CLIP,
+        loss_block=settings.loss_block,
+        remat=settings.remat,
     )
     one = np.ones((ROWS, LENGTH), np.int32)
     given = {name: jnp.asarray(arrays[name]) for name in ("token_ids", "aux", "last_hidden", "loss_mask")}
@@ -104,7 +112,7 @@ def ours(arrays: Arrays) -> Callable[[], float]:
     return step
 
 
-def specforge(arrays: Arrays) -> Callable[[], float]:
+def specforge(arrays: Arrays, _: argparse.Namespace) -> Callable[[], float]:
     """The same of SpecForge's model, with torch's AdamW."""
     import torch
     from flax import nnx
@@ -137,14 +145,14 @@ def specforge(arrays: Arrays) -> Callable[[], float]:
 TRAINERS = {"eagle3_jax": ours, "specforge": specforge}
 
 
-def child(trainer: str, share: float, steps: int) -> None:
+def child(settings: argparse.Namespace) -> None:
     """Measures one trainer in this process; prints a line of JSON."""
-    step = TRAINERS[trainer](random_arrays(share))
+    step = TRAINERS[settings.trainer](random_arrays(settings.share), settings)
     step()
     start = time.perf_counter()
-    for _ in range(steps):
+    for _ in range(settings.steps):
         step()
-    rate = steps * ROWS * LENGTH / (time.perf_counter() - start)
+    rate = settings.steps * ROWS * LENGTH / (time.perf_counter() - start)
     gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(json.dumps({"tokens_per_second": rate, "gib": gib}))
 
@@ -154,6 +162,8 @@ def main() -> None:
     parser.add_argument("folder", type=pathlib.Path, help="where the peers are installed")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--loss-block", type=int, default=512)
+    parser.add_argument("--remat", action="store_true")
     parser.add_argument("--trainer", choices=TRAINERS, help=argparse.SUPPRESS)
     parser.add_argument("--share", type=float, default=1.0, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -164,7 +174,7 @@ def main() -> None:
             from parity import make_importable
 
             make_importable(arguments.folder)
-        child(arguments.trainer, arguments.share, arguments.steps)
+        child(arguments)
         return
 
     with tempfile.TemporaryDirectory() as cache:
@@ -176,6 +186,7 @@ def main() -> None:
         def measure(trainer: str, share: float) -> dict[str, float]:
             command = [sys.executable, __file__, str(arguments.folder), "--trainer", trainer]
             command += ["--share", str(share), "--steps", str(arguments.steps)]
+            command += ["--loss-block", str(arguments.loss_block), *(["--remat"] if arguments.remat else [])]
             run = subprocess.run(command, env=environment, capture_output=True, text=True)
             if run.returncode:
                 raise SystemExit(f"{trainer}: status {run.returncode}\n{run.stderr[-2000:]}")
