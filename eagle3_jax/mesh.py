@@ -6,6 +6,7 @@ propagates the rest (GSPMD).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
@@ -160,6 +161,11 @@ def put(value: np.ndarray, sharding: Sharding) -> jax.Array:
     Unlike `jax.device_put`, which sends the whole array to all processes to see whether it is the same there.
     """
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+
+def mesh_set(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
+    """The context in which the mesh is set, over which caches and kernels are split; None is one device."""
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def mesh_of(array: jax.Array) -> Mesh | None:

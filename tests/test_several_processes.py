@@ -36,6 +36,9 @@ def config(tmp_path_factory) -> pathlib.Path:
             "checkpoint_every": 5,
             "ttt_steps": 2,
             "row_length": 256,
+            # A recipe's: at 1e-2 a feature's last bit moves the fourth loss by 3e-3, the order in which four processes
+            # sum a gradient by 5e-6.
+            "learning_rate": 1e-3,
         },
         evaluate={"limit": 4, "max_tokens": 16},
     )
@@ -88,8 +91,7 @@ def check_same(alone: pathlib.Path, run: pathlib.Path) -> None:
             for field in ("aux", "last_hidden"):
                 got, expected = mine[i][field].astype(np.float32), other[i][field].astype(np.float32)
                 np.testing.assert_allclose(got, expected, rtol=2**-7, atol=2**-7)
-    # Of such features, and at a rate of 1e-2. Of the same features: `test_training_is_that_of_one_process`.
-    np.testing.assert_allclose(losses(run), losses(alone), rtol=1e-2)
+    np.testing.assert_allclose(losses(run), losses(alone), rtol=2e-3)
     decoded = [line for line in metrics(run) if line["kind"] == "served"]
     assert [line["step"] for line in decoded] == [6, 12]
     assert all(line["rounds"] >= 4 and 1 <= line["tau"] <= 3 for line in decoded)
@@ -111,16 +113,12 @@ def test_the_chain_on_several_processes(config, alone, processes, mesh):
     [MESHES[0], *(pytest.param(*many, marks=pytest.mark.long) for many in MESHES[1:])],
 )
 def test_training_is_that_of_one_process(config, whole_run, processes, mesh):
-    """On the same features and the same mesh: every loss within 1e-6, whoever holds the devices.
-
-    At a recipe's learning rate: at 1e-2 Adam makes 5e-6 of the order in which four processes sum a gradient.
-    """
+    """On the same features and the same mesh: every loss within 1e-6, whoever holds the devices."""
     runs = []
     for count in (1, processes):
         run = config.parent / f"train-{mesh}-{count}"
         shutil.copytree(whole_run.folder / "features", run / "features")
-        rate = "--train.learning_rate", "1e-3"
-        runs.append(losses(chain(config, run, mesh, count, *rate, devices=processes // count, verbs=["train"])))
+        runs.append(losses(chain(config, run, mesh, count, devices=processes // count, verbs=["train"])))
     assert len(runs[0]) == 12
     np.testing.assert_allclose(runs[1], runs[0], rtol=1e-6)
 

@@ -7,7 +7,6 @@ more by a common recomputation, and the difference of their logits is compared w
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Sequence
 
@@ -17,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from eagle3_jax.mesh import fetch, mesh_of
+from eagle3_jax.mesh import fetch, mesh_of, mesh_set
 from eagle3_jax.models.target import TargetModel
 
 _STEP = 64  # prefixes are padded to multiples of it, so that few programs are compiled
@@ -47,8 +46,7 @@ def near_tie(target: TargetModel, prefix: Sequence[int], tokens: tuple[int, int]
         return None
     padded = np.zeros((1, -(-len(prefix) // _STEP) * _STEP), np.int32)
     padded[0, : len(prefix)] = prefix
-    mesh = mesh_of(target.embed[...])
-    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):  # kernels are split over the one that is set
+    with mesh_set(mesh_of(target.embed[...])):
         rounded, exact = (
             np.asarray(fetch(_logits(model, jnp.asarray(padded), jnp.int32(len(prefix) - 1))), np.float64)
             for model in (target, _in_float32(target))

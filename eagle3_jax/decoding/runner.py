@@ -21,7 +21,7 @@ from eagle3_jax.decoding.costs import Costs, Round
 from eagle3_jax.decoding.programs import Chunk, Models, Sizes
 from eagle3_jax.decoding.rounds import State
 from eagle3_jax.decoding.tiers import Tier
-from eagle3_jax.mesh import mesh_of, put, replicated, shardings
+from eagle3_jax.mesh import mesh_of, mesh_set, put, replicated, shardings
 from eagle3_jax.models.head import Draft
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.packing import for_inference
@@ -227,7 +227,7 @@ class ModelRunner:
     def _running(self) -> Iterator[State]:
         """The state, for a program that donates it; under the target's mesh, over which kernels are split."""
         state, self._state = self._state, None
-        with _set(self.mesh):
+        with mesh_set(self.mesh):
             if state is None:
                 make = functools.partial(
                     programs.empty_state, sizes=self.sizes, tiers=self._tiers, kv_dtype=self.kv_dtype
@@ -275,18 +275,13 @@ def tokens_that_fit(
 
     def of_state(pages: int) -> int:
         """Bytes on each device."""
-        with _set(mesh):
+        with mesh_set(mesh):
             caches, everything = jax.eval_shape(functools.partial(leaves, pages=pages), target, draft)
         return _bytes(caches) // parts + _bytes(everything) - _bytes(caches)
 
     empty = of_state(0)
     free = memory_fraction * memory["bytes_limit"] - memory["bytes_in_use"] - empty
     return max(0, int(free // (of_state(1) - empty))) * sizes.page_size
-
-
-def _set(mesh: Mesh | None) -> Any:
-    """The context in which the mesh is set, over which caches and kernels are split."""
-    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def _bytes(leaves: Sequence[Any]) -> int:

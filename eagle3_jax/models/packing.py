@@ -17,6 +17,7 @@ from eagle3_jax.mesh import mesh_of, replicated
 from eagle3_jax.models.draft_model import DraftModel
 from eagle3_jax.models.head import Draft, Head
 from eagle3_jax.models.target import TargetModel
+from eagle3_jax.models.weights import parameter_path
 
 Model = TypeVar("Model", TargetModel, Draft)
 Module = TypeVar("Module", TargetModel, Head)
@@ -56,7 +57,8 @@ def tpu_formats(module: TargetModel | Head) -> Any:
         rows = {"embed", "lm_head"}
 
     def of(path: Any, leaf: Any) -> Sharding | Format:
-        by_rows = _name(path) in rows or (_EXPERTS.search(_name(path)) and len(leaf.shape) == 3)
+        name = parameter_path(path)
+        by_rows = name in rows or (_EXPERTS.search(name) and len(leaf.shape) == 3)
         return Format(Layout(tuple(range(len(leaf.shape)))), leaf.sharding) if by_rows else leaf.sharding
 
     return jax.tree_util.tree_map_with_path(of, module)
@@ -74,7 +76,7 @@ def _twin(module: Module, output_rows: Any) -> Module:
 
 def _packed(module: Module, output_rows: jax.Array) -> Module:
     def of(path: Any, leaf: jax.Array) -> Any:
-        name = _name(path)
+        name = parameter_path(path)
         if _NORMS.search(name) and leaf.shape[0] % rows_cpu.WIDTH == 0:
             return NormWeight(leaf)
         return _placed(leaf) if _MATRICES.search(name) else leaf
@@ -91,10 +93,6 @@ def _by_rows(module: Module) -> Module:
         return jax.jit(lambda x: x, out_shardings=wanted)(leaf)
 
     return jax.tree.map(of, module, tpu_formats(module))
-
-
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
 
 
 def _placed(matrix: jax.Array, *, transposed: bool = False) -> Panels:
