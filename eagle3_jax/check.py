@@ -23,7 +23,6 @@ from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.measure import timed
 from eagle3_jax.formats import draft_models, files
 from eagle3_jax.formats.shipped import chosen_draft
-from eagle3_jax.models import chat_template
 from eagle3_jax.models.registry import Target, load_target
 
 ENGINES = ("numbers", "vllm", "sglang")
@@ -144,11 +143,9 @@ def _request(
     steps = settings.tree.num_steps if isinstance(settings.tree, DraftTree) else 3
     length = settings.max_tokens + steps + 1  # vLLM drafts nothing where the drafts would not fit
     room = target.model.config.max_position_embeddings - length
-    asked = sources.read_file(prompts_path)[0]
-    prompts = [chat_template.prompt_ids(target.tokenizer, prompt["messages"]) for prompt in sources.spread(asked, None)]
-    prompts = [ids for ids in prompts if len(ids) <= room][: settings.limit]
-    if not prompts:
-        raise ValueError(f"--prompts {prompts_path}: got none within the {room} tokens that evaluate.max_tokens leaves")
+    asked = sources.spread(sources.read_file(prompts_path)[0], None)
+    fitting, _ = sources.encode(asked, target.tokenizer, room, f"--prompts {prompts_path}")
+    prompts = [prompt["prompt"] for prompt in fitting[: settings.limit]]
     return {
         "target": str(target.folder),
         "draft": str(draft),

@@ -103,7 +103,7 @@ class DraftConfig:
         rope_theta: RoPE base of the head (its own: not inherited from the target).
         max_position_embeddings: longest context that the head declares. An engine whose context is longer than that
             needs an override to serve it (SGLang), so less than the target's only where drafting must end there.
-        fc_norm, norm_output: together they make the head EAGLE-3.1 (EAGLE3_SPEC section 1.4).
+        fc_norm, norm_output: together they make the head EAGLE-3.1 (as vLLM and SGLang name it).
     """
 
     __pydantic_config__ = _STRICT
@@ -314,7 +314,7 @@ class ExtractConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """features -> draft head (EAGLE3_SPEC sections 2 and 9).
+    """features -> draft head (EAGLE-3, arXiv 2503.01840, section 3.2).
 
     Attributes:
         warm_start: exported head that training begins with, weights and draft vocabulary, as for a new domain. That is
@@ -447,8 +447,8 @@ class BenchmarkConfig:
         draft: as `evaluate.draft`.
         token_map: of a head of EAGLE-2, whose folder is `draft`: a file, local or on a hub, with the tokens that it
             drafts (FR-Spec); None is all of them.
-        trees: sizes to measure beside vanilla decoding, and what "auto" then chooses from; none are those that "auto"
-            has by itself.
+        trees: sizes to measure beside vanilla decoding; of `decode` also what "auto" then chooses from; none are those
+            that "auto" has by itself, or of `tune` a usual dozen.
         requests: of each turn, at least; where the batch is larger, as many as that.
         turns: each way answers them so many times, all ways in turn.
         tune_turns: turns of `benchmark tune` at most, each with the next prompts.
@@ -566,7 +566,7 @@ class ServeConfig:
         _require(self.max_length >= 2, "serve.max_length", self.max_length, "at least 2")
         rate, share = self.requests_per_minute, self.memory_fraction
         _require(rate is None or rate >= 1, "serve.requests_per_minute", rate, "at least 1, or null")
-        _require(share is None or 0 < share <= 1, "serve.memory_fraction", share, "in (0, 1], or null")
+        _require(share is None or 0 < share < 1, "serve.memory_fraction", share, "between 0 and 1, or null")
         for field in ("request_timeout", "client_timeout", "stall_timeout"):
             _require(getattr(self, field) > 0, f"serve.{field}", getattr(self, field), "more than 0 seconds")
         _require(self.drain_timeout >= 0, "serve.drain_timeout", self.drain_timeout, "0 seconds or more")

@@ -22,7 +22,6 @@ from eagle3_jax.decoding.measure import compare, total
 from eagle3_jax.decoding.near_tie import near_tie
 from eagle3_jax.formats.shipped import chosen_draft, draft_identity
 from eagle3_jax.mesh import Replica, make_mesh, own_replica
-from eagle3_jax.models import chat_template
 from eagle3_jax.models.registry import Target, load_target
 
 
@@ -95,10 +94,7 @@ def _measure(
     """The numbers of the report."""
     settings = config.evaluate
     room = target.model.config.max_position_embeddings - settings.max_tokens
-    asked = [{**prompt, "prompt": chat_template.prompt_ids(target.tokenizer, prompt["messages"])} for prompt in prompts]
-    fitting = [prompt for prompt in asked if len(prompt["prompt"]) <= room]
-    if not fitting:
-        raise ValueError(f"--prompts {prompts_path}: got none within {room} tokens, which evaluate.max_tokens leaves")
+    fitting, left_out = sources.encode(prompts, target.tokenizer, room, f"--prompts {prompts_path}")
     measured = sources.spread(fitting, settings.limit)
     longest = max(len(prompt["prompt"]) for prompt in measured)
     sizes = settings.batch_size, longest + settings.max_tokens
@@ -114,7 +110,7 @@ def _measure(
     return {
         **total(list(tallies.values())).report(exact=exact),
         "categories": {category: tally.report(exact=exact) for category, tally in tallies.items()},
-        "left_out": {"too_long": len(prompts) - len(fitting)},
+        "left_out": left_out,
     }
 
 

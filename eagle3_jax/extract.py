@@ -2,8 +2,8 @@
 
 `python -m eagle3_jax.extract --config configs/quickstart.yaml` lets the target read its own conversations once. Kept
 per token: its aux hidden states, the input of its LM head, and its most likely next token, which is all that training
-asks of it (EAGLE3_SPEC sections 1.3 and 4). The draft vocabulary is counted on the way. A shard of conversations is the
-unit of resumption, and what the replicas of a mesh that spans several hosts share among themselves.
+asks of it (EAGLE-3, arXiv 2503.01840, section 3). The draft vocabulary is counted on the way. A shard of conversations
+is the unit of resumption, and what the replicas of a mesh that spans several hosts share among themselves.
 """
 
 from __future__ import annotations

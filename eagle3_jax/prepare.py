@@ -53,7 +53,10 @@ def prepare(config: configs.RunConfig) -> None:
 def _prepare(config: configs.RunConfig, folder: pathlib.Path, written: dict[int, list[Written]]) -> None:
     """Filters and writes; `written` is what the target wrote for each source of that kind."""
     kept, rejects, counts = _filter(_read_all(config, written), config.prepare)
-    hashes = [filters.opening_hash(filters.asked(prompt["messages"])) for prompt in kept]
+    asked = [filters.asked(prompt["messages"]) for prompt in kept]
+    hashes = list(map(filters.opening_hash, asked))
+    if len(set(hashes)) == 1:  # one instruction in front of all: they part behind it
+        hashes = list(map(filters.content_hash, asked))
     held_out = filters.split(hashes, config.prepare.held_out)
     parts = {
         TRAIN: [prompt for prompt, held in zip(kept, held_out, strict=True) if not held],
@@ -137,14 +140,14 @@ def _filter(
             rejects.append({"source": label, "line": record.line, "reason": record.reason, "text": record.text})
             continue
         messages = record["messages"]
-        reason = filters.refuse(messages, section.max_chars)
+        reason = filters.refuse(messages, section.max_chars) or benchmarks.check(filters.asked(messages))
         if reason is None:
             messages, found = filters.redact(messages)
             personal += found
             if found and section.personal_data == "drop":
                 reason = "personal data"
         asked = filters.asked(messages)
-        reason = reason or benchmarks.check(asked) or duplicates.check(asked)
+        reason = reason or duplicates.check(asked)
         if reason is None:
             identifier = f"{record['category']}-{filters.content_hash(asked)[:16]}"
             truncated = {"truncated": record["truncated"]} if "truncated" in record else {}

@@ -32,7 +32,8 @@ def push(config: RunConfig, repository: str, *, upload: bool) -> str:
 
     Raises:
         ManifestError: no finished training or export, or a damaged one. FileNotFoundError: no report.
-        ValueError: the configuration names no licence, or the report is of another head. OSError: the hub refuses.
+        ValueError: the configuration names no licence, or the report is of another head, in any of its evaluations, or
+            of none. OSError: the hub refuses.
     """
     folder = config.folder("export")
     exported, trained = manifest.read(folder, "export"), manifest.read(config.folder("train"), "train")
@@ -42,8 +43,11 @@ def push(config: RunConfig, repository: str, *, upload: bool) -> str:
     if config.card.license is None:
         raise ValueError("card.license: got None, expected a name that the hub knows, such as apache-2.0")
     report = manifest.read_json(path)
-    if report["draft"]["files"] != files.file_digests(folder):
-        raise ValueError(f"{path}: measured another head than {folder}; evaluate this one, and run `report` again")
+    held, measured = files.file_digests(folder), _of_heads(report)
+    others = [name for name, way in measured.items() if way["draft"]["files"] != held]
+    if others or not measured:
+        found = f"{', '.join(others)} measured another head than" if others else "nothing in it measured"
+        raise ValueError(f"{path}: {found} {folder}; evaluate this one, and run `report` again")
     text = card(config.card, report, exported, trained["identity"], repository)
     paths = [folder / name for name in (files.CONFIG, files.WEIGHTS, manifest.NAME)]
     if upload:
@@ -70,7 +74,7 @@ def card(
     front |= {"tags": ["eagle3", "speculative-decoding", "draft-model"]}
     if "/" in target["name"] and not pathlib.Path(target["name"]).exists():
         front["base_model"] = target["name"].partition("@")[0]
-    trees = [way["tree"] for way in report["drafts"].values() if isinstance(way["tree"], dict)]
+    trees = [way["tree"] for way in _of_heads(report).values() if isinstance(way["tree"], dict)]
     steps = max((tree["num_steps"] for tree in trees if tree["topk"] == 1), default=3)  # vLLM drafts chains
     return "\n\n".join(
         [
@@ -95,24 +99,40 @@ def card(
     )
 
 
+def _of_heads(report: dict[str, Any]) -> dict[str, Any]:
+    """The ways of drafting that read a head's files: all but "lookup" and the like."""
+    return {name: way for name, way in report["drafts"].items() if way["draft"]["files"]}
+
+
 def _measured(report: dict[str, Any]) -> str:
     """One table for each way of drafting."""
-    settings, hardware, parts = report["settings"], report["hardware"], []
+    hardware, parts = report["hardware"], []
     for name, way in report["drafts"].items():
         rows = ["| | tau | first draft accepted | speed-up |", "|---|---|---|---|"]
         for category, found in [*way["categories"].items(), ("all", way)]:
-            rows.append(f"| {category} | {found['tau']:.2f} | {found['alpha'][0]:.2f} | {found['speedup']:.2f} |")
-        parts.append(f"{name}, {json.dumps(way['tree'])}:\n\n" + "\n".join(rows))
+            numbers = found["tau"], next(iter(found["alpha"]), None), found["speedup"]
+            rows.append(f"| {category} | {' | '.join(map(_number, numbers))} |")
+        instead = "" if way["draft"]["files"] else f" (not this head: {way['draft']['folder']})"
+        asked = "temperature {temperature}, {max_tokens} tokens, batch {batch_size}".format_map(way["settings"])
+        parts.append(f"{name}{instead}, {json.dumps(way['tree'])}, {asked}:\n\n" + "\n".join(rows))
     where = f"{hardware['accelerator'] or hardware['cpu']}, {hardware['cores']} cores"
-    asked = f"temperature {settings['temperature']}, {settings['max_tokens']} tokens, batch {settings['batch_size']}"
-    said = f"Held-out prompts, {asked}, {where}. tau: tokens for each pass of the target, its own one included."
+    said = f"Held-out prompts, {where}. tau: tokens for each pass of the target, its own one included."
     return "\n\n".join([said, *parts])
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def _data(about: CardConfig, stages: dict[str, Any]) -> list[str]:
     prompts, answers = stages["prepare"]["results"], stages["regenerate"]["results"]["train"]
+    own, given = answers["answered_by"]["target"], answers["answered_by"]["given"]
+    lines = []
+    if own:
+        lines.append(f"- {own:,} conversations, {answers['tokens']:,} answered tokens, the target's own.")
+    if given:
+        lines.append(f"- {given:,} conversations given, answered elsewhere; whether by this target was not checked.")
     kinds = ", ".join(f"{category} {count}" for category, count in prompts["categories"]["train"].items())
-    lines = [f"- {answers['conversations']:,} conversations, {answers['tokens']:,} answered tokens, the target's own."]
     lines.append(f"- Prompts by category: {kinds}.")
     if rejected := prompts.get("rejected"):
         lines.append("- Left out: " + ", ".join(f"{reason} ({count})" for reason, count in rejected.items()) + ".")

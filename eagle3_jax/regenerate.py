@@ -1,7 +1,7 @@
 """prompts -> conversations that the target itself answered.
 
 `python -m eagle3_jax.regenerate --config configs/quickstart.yaml` keeps the users' turns and lets the target answer
-them: a draft head learns to foretell what the target says, not what is right (EAGLE3_SPEC section 4.2). Answers go to
+them: a draft head learns to foretell what the target says, not what is right. Answers go to
 `conversations/*.jsonl.partial` as they finish, so that a run that was killed goes on where it was. Conversations that
 the target had in another engine (`prepare`'s source `conversations`) are passed on. On several hosts each replica of
 the mesh answers its share, into a log of its own; a rerun may have another number of them.
@@ -245,7 +245,7 @@ class Answerer:
         """Token ids of the next turn; None ends the dialogue."""
         try:
             ids = chat_template.prompt_ids(self.engine.tokenizer, dialogue.messages(turn + 1))
-        except ValueError:
+        except chat_template.RefusedError:
             dialogue.end = "refused"
             return None
         if len(ids) > self.settings.max_length - self.settings.max_tokens:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from eagle3_jax import command, manifest, processes
@@ -17,6 +17,7 @@ COLOURS = {"vanilla": "#B8BCC2", "chain": "#56B4E9", "tree": "#0072B2"}
 OTHERS = ("#E69F00", "#009E73", "#CC79A7", "#D55E00")
 _KEYS = ("identity", "config", "categories", "seconds", "hardware", "versions")
 _NUMBERS = ("tau", "alpha", "speedup", "tokens_per_second", "identical", "prompts", "rounds", "tokens")
+_SETTINGS = ("temperature", "max_tokens", "batch_size")
 _UPRIGHT = 7  # categories whose names and numbers have room side by side
 
 
@@ -25,7 +26,8 @@ def run(config: RunConfig) -> dict[str, Any]:
 
     Returns:
         What `report.json` holds: `drafts` (one entry per file of the evaluation folder, e.g. "chain", "tree", each
-        overall and per category), `stages` (manifests' results and seconds), `hardware`, `versions`, `target`.
+        overall and per category, with the `draft` and the `settings` that it measured), `stages` (manifests' results
+        and seconds), `hardware`, `versions`, `target`.
 
     Raises:
         ValueError: nothing was evaluated yet, or the evaluations do not belong together.
@@ -75,13 +77,13 @@ def assemble(evaluations: dict[str, dict[str, Any]], stages: dict[str, dict[str,
             name: numbers(evaluation)
             | {
                 "tree": evaluation["config"]["evaluate"]["tree"],
+                "draft": evaluation["identity"]["draft"],
+                "settings": {key: evaluation["config"]["evaluate"][key] for key in _SETTINGS},
                 "categories": {c: numbers(part) for c, part in evaluation["categories"].items()},
             }
             for name, evaluation in evaluations.items()
         },
-        "settings": {key: first["config"]["evaluate"][key] for key in ("temperature", "max_tokens", "batch_size")},
         "target": first["identity"]["target"],
-        "draft": first["identity"]["draft"],
         "stages": stages,
         "hardware": first["hardware"],
         "versions": first["versions"],
@@ -91,11 +93,12 @@ def assemble(evaluations: dict[str, dict[str, Any]], stages: dict[str, dict[str,
 def headline(report: dict[str, Any]) -> str | None:
     """What a user gets who chooses no draft size: of the evaluation with the engine's own choice; None without one."""
     chosen = next((draft for draft in report["drafts"].values() if draft["tree"] == "auto"), None)
-    return None if chosen is None else f"{_number(chosen['speedup'], 2)} times as fast as vanilla decoding"
+    speedup = chosen and chosen["speedup"]
+    return None if speedup is None else f"{speedup:.2f} times as fast as vanilla decoding"
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report as fixed-width text: stages, then one block of rows per draft; then the headline."""
+    """The report as fixed-width text: stages, one block of rows per draft, what drafted and how; then the headline."""
     lines = []
     timed = {name: stage["seconds"] for name, stage in report["stages"].items() if stage.get("seconds") is not None}
     if timed:
@@ -110,14 +113,15 @@ def table(report: dict[str, Any]) -> str:
                     category,
                     _number(rates["vanilla"], 1),
                     _number(rates["speculative"], 1),
-                    _number(part["speedup"], 2) + "x",
+                    _number(part["speedup"], 2, "x"),
                     _number(part["tau"], 2),
                     _identical(part),
                 )
             )
         lines += command.aligned(rows)
-        shares = "  ".join(_number(share, 2) for share in draft["alpha"])
+        shares = "  ".join(_number(share, 2) for share in draft["alpha"]) or "-"
         lines += [f"accepted per draft position, of those that got there: {shares}", ""]
+    lines += [*_of_each(report["drafts"], _draft), *_of_each(report["drafts"], _settings)]
     hardware = report["hardware"]
     where = hardware["accelerator"] or hardware["cpu"]
     lines.append(f"{report['target']['name']} in {report['target']['dtype']} on {where}, {hardware['cores']} cores")
@@ -133,7 +137,7 @@ def draw(report: dict[str, Any], path: pathlib.Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot as plt
 
-    drafts, settings, hardware = report["drafts"], report["settings"], report["hardware"]
+    drafts, hardware = report["drafts"], report["hardware"]
     colours = COLOURS | dict(zip([name for name in drafts if name not in COLOURS], OTHERS * 9, strict=False))
     style: dict[Any, Any] = {
         "font.size": 10,
@@ -152,7 +156,7 @@ def draw(report: dict[str, Any], path: pathlib.Path) -> None:
             axes.tick_params(length=0)
         right.grid(axis="y", color="#E6E8EB", linewidth=0.8)  # on the left every bar says its number
         numbers = "      ".join(
-            f"{name}: speed-up {_number(draft['speedup'], 2)}x, tau {_number(draft['tau'], 2)}, "
+            f"{name}: speed-up {_number(draft['speedup'], 2, 'x')}, tau {_number(draft['tau'], 2)}, "
             f"identical {_identical(draft)}"
             for name, draft in drafts.items()
         )
@@ -160,12 +164,8 @@ def draw(report: dict[str, Any], path: pathlib.Path) -> None:
         figure.suptitle(f"{title}\n", x=0.012, ha="left", weight="bold", fontsize=13)
         figure.text(0.012, 0.925, numbers, ha="left", va="top", fontsize=min(10.5, 26 / len(drafts)))
         where = hardware["accelerator"] or f"{hardware['cpu']}, {hardware['cores']} cores"
-        figure.supxlabel(
-            f"{where} · {report['target']['dtype']} · temperature {settings['temperature']:g} · batch "
-            f"{settings['batch_size']} · {settings['max_tokens']} tokens per prompt",
-            fontsize=8.5,
-            color="#6E7781",
-        )
+        said = "\n".join([f"{where}, {report['target']['dtype']}", *_of_each(drafts, _settings)])
+        figure.supxlabel(said, fontsize=8.5, color="#6E7781")
         figure.savefig(path, dpi=150, format="png")
         plt.close(figure)
 
@@ -196,7 +196,7 @@ def _draw_rates(axes: Any, report: dict[str, Any], colours: dict[str, str]) -> N
 def _draw_acceptance(axes: Any, drafts: dict[str, Any], colours: dict[str, str]) -> None:
     # Where the engine chose among shapes, few rounds had the later positions at all.
     fixed = {name: draft for name, draft in drafts.items() if draft["tree"] != "auto"} or drafts
-    longest = max((len(draft["alpha"]) for draft in fixed.values()), default=1)
+    longest = max(1, *(len(draft["alpha"]) for draft in fixed.values()))
     for name, draft in fixed.items():
         points = [(i, share) for i, share in enumerate(draft["alpha"], start=1) if share is not None]
         axes.plot(
@@ -256,8 +256,25 @@ def _size(tree: dict[str, int] | str) -> str:
     return f"depth {tree['num_steps']}, {tree['num_draft_tokens']} tokens"
 
 
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+def _of_each(drafts: dict[str, dict[str, Any]], words: Callable[[dict[str, Any]], str]) -> list[str]:
+    """What is said of evaluations: once where it is the same of all, else of each by its name."""
+    said = {name: words(draft) for name, draft in drafts.items()}
+    same = set(said.values())
+    return list(same) if len(same) == 1 else [f"{name}: {one}" for name, one in said.items()]
+
+
+def _draft(draft: dict[str, Any]) -> str:
+    digests = ", ".join(f"{name} {digest[:8]}" for name, digest in (draft["draft"]["files"] or {}).items())
+    return f"drafted by {draft['draft']['folder']}" + (f" (sha256: {digests})" if digests else "")
+
+
+def _settings(draft: dict[str, Any]) -> str:
+    temperature, tokens, batch = (draft["settings"][key] for key in _SETTINGS)
+    return f"temperature {temperature:g}, batch {batch}, {tokens} tokens per prompt"
+
+
+def _number(value: float | None, digits: int, unit: str = "") -> str:
+    return "-" if value is None else f"{value:.{digits}f}{unit}"
 
 
 def _identical(part: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Self-prompting: the target writes prompts of the sort that it was trained on (EAGLE3_SPEC section 4).
+"""Self-prompting: the target writes prompts of the sort that it was trained on.
 
 It continues from the opening of its template's user turn; for several turns it answers in between, as it would a user.
 The replicas of the mesh share every chunk of conversations, which is appended to a log as one line. After an

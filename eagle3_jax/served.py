@@ -13,16 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax import config as configs
-from eagle3_jax import manifest, processes
+from eagle3_jax import processes
 from eagle3_jax.data import sources
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.mesh import fetch, make_mesh, own_replica
-from eagle3_jax.models import chat_template
 from eagle3_jax.models.draft import DraftHead
 from eagle3_jax.models.head import Draft
 from eagle3_jax.models.registry import load_target
 
 _BATCH = 16
+_TOKENS = 96  # of each answer: fixed, since acceptance lengths of one training are compared
 
 
 class Served:
@@ -39,20 +39,15 @@ class Served:
         self._replica = own_replica(make_mesh(config.mesh))
         self._token_ids = jnp.asarray(token_ids)
         target = load_target(config.target, self._replica.decoding_mesh)
-        room = min(config.extract.max_length, target.model.config.max_position_embeddings) - config.evaluate.max_tokens
+        room = min(config.extract.max_length, target.model.config.max_position_embeddings) - _TOKENS
         path = config.folder("prepare") / "held_out.jsonl"
-        asked = list(manifest.read_jsonl(path))
-        for prompt in asked:
-            prompt["ids"] = chat_template.prompt_ids(target.tokenizer, prompt["messages"])
-        fitting = [prompt for prompt in asked if len(prompt["ids"]) <= room]
-        if not fitting:
-            raise ValueError(f"train.decode_every: {path}: got no prompt within {room} tokens")
+        fitting, _ = sources.encode(sources.read_file(path)[0], target.tokenizer, room, f"train.decode_every: {path}")
         chosen = sources.spread(fitting, config.train.decode_prompts)
-        self._prompts = [prompt["ids"] for prompt in chosen][self._replica.index :: self._replica.count]
-        self._params = SamplingParams(max_tokens=config.evaluate.max_tokens)
+        self._prompts = [prompt["prompt"] for prompt in chosen][self._replica.index :: self._replica.count]
+        self._params = SamplingParams(max_tokens=_TOKENS)
         steps = config.train.ttt_steps
         chain = configs.DraftTree(num_steps=steps, topk=1, num_draft_tokens=steps + 1)
-        longest = max(map(len, self._prompts), default=1) + config.evaluate.max_tokens
+        longest = max(map(len, self._prompts), default=1) + _TOKENS
         self._engine = Engine(
             target.model, target.tokenizer, self._draft(head), chain, batch_size=_BATCH, max_length=longest
         )

@@ -22,7 +22,7 @@ from eagle3_jax import config as configs
 from eagle3_jax.data import vocab
 from eagle3_jax.data.features import FeatureSource
 from eagle3_jax.data.loader import PackedRows, Row, batches
-from eagle3_jax.formats import files, heads
+from eagle3_jax.formats import draft_models, files, heads
 from eagle3_jax.mesh import batch_sharding, make_mesh, own_rows, put, put_rows, replicated, shardings
 from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
 from eagle3_jax.models.families import family_of
@@ -46,7 +46,6 @@ _WATCHING = (
     "keep_checkpoints",
     "remat",
     "decode_every",
-    "decode_prompts",
 )
 # So many steps may be on their way to the device; each of them holds its batch.
 IN_FLIGHT = 2
@@ -88,7 +87,7 @@ def train(config: configs.RunConfig, target: Target | None = None) -> dict[str, 
     warm = None
     if run.warm_start is not None:
         warm = _warm_start(run.warm_start, target, head_config)
-        identity["warm_start"] = files.file_digests(run.warm_start)
+        identity["warm_start"] = files.file_digests(draft_models.resolve(run.warm_start))
     with manifest.claim(folder, identity) as finished:
         if finished:
             processes.say(f"train: {folder} is finished already")
@@ -262,6 +261,8 @@ def _start_block(target: Target, config: DraftHeadConfig) -> Block:
 def _warm_start(folder: str, target: Target, config: DraftHeadConfig) -> Draft:
     """The head to begin with. Raises ValueError: another target's, or another shape than the config's."""
     draft = heads.load_draft(folder, target=target, dtype=jnp.float32)
+    if not isinstance(draft.head, DraftHead):
+        raise ValueError(f"train.warm_start {folder}: got {type(draft.head).__name__}, expected a head of EAGLE-3")
     got, expected = dataclasses.asdict(draft.head.config), dataclasses.asdict(config)
     problems = [
         f"{name}: got {got[name]!r}, expected {expected[name]!r}" for name in got if got[name] != expected[name]

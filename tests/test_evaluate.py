@@ -92,7 +92,7 @@ def test_measures_a_prompts_file(
     report = evaluate.run(config, prompts, output, target)
     assert json.loads(output.read_text()) == json.loads(json.dumps(report))
     assert (report["prompts"], report["identical"], report["mismatches"]) == (3, 3, [])
-    assert report["left_out"] == {"unusable": 1, "too_long": 1}
+    assert report["left_out"] == {"unusable": 1, "too_long": 1, "refused": 0}
     assert report["tokens"] == 3 + report["rounds"] + sum(report["accepted_per_position"])
     assert len(report["alpha"]) == 2
     assert report["tau"] == pytest.approx(1 + sum(report["accepted_per_position"]) / report["rounds"])
@@ -134,6 +134,40 @@ def test_sampled_answers_need_not_be_identical(
     assert report["config"]["evaluate"]["temperature"] == 1.0
 
 
+def turns(*roles: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": f"{role} {place}"} for place, role in enumerate(roles)]
+
+
+@pytest.mark.parametrize(
+    ("messages", "asked"),
+    [
+        (turns("user", "user"), 1),
+        (turns("system", "user", "user"), 2),
+        (turns("user", "assistant", "user"), 3),
+        (turns("user", "assistant", "user", "assistant"), 3),
+        (turns("system", "user", "assistant", "user", "user"), 4),
+    ],
+)
+def test_of_a_conversation_one_request_is_made(tmp_path: pathlib.Path, messages: list[Any], asked: int) -> None:
+    """Its last question whose predecessors are answered; an answer at the end is not continued."""
+    path = tmp_path / "talks.jsonl"
+    path.write_text(json.dumps({"messages": messages}))
+    (prompt,), _ = sources.read_file(path)
+    assert prompt["messages"] == messages[:asked]
+
+
+def test_what_the_template_refuses_is_counted_and_left_out(target: Target, tmp_path: pathlib.Path) -> None:
+    template = "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('none') }}{% endif %}"
+    tokenizer = tiny.make_byte_tokenizer(template + "{{ m['content'] }}{% endfor %}", eos_token="<|end|>")
+    path = tmp_path / "system.jsonl"
+    path.write_text("".join(json.dumps({"messages": turns(*roles)}) + "\n" for roles in (["system", "user"], ["user"])))
+    read, _ = sources.read_file(path)
+    kept, left_out = sources.encode(read, tokenizer, 100, "--prompts")
+    assert (len(kept), left_out) == (1, {"too_long": 0, "refused": 1})
+    with pytest.raises(ValueError, match="--prompts: got no prompt within 100 tokens: 0 are longer, .* refuses 1"):
+        sources.encode(read[:1], tokenizer, 100, "--prompts")
+
+
 def test_limit_takes_the_categories_in_turn() -> None:
     prompts = [{"id": f"{c}{i}", "category": c} for c, count in (("a", 5), ("b", 1), ("c", 3)) for i in range(count)]
     assert [p["id"] for p in sources.spread(prompts, 6)] == ["a0", "b0", "c0", "a1", "c1", "a2"]
@@ -157,7 +191,7 @@ def test_a_prompts_file_without_prompts_is_refused(
 def test_prompts_that_leave_no_room_are_refused(config: RunConfig, target: Target, tmp_path: pathlib.Path) -> None:
     path = tmp_path / "long.jsonl"
     path.write_text(json.dumps({"prompt": "x" * 130}))
-    with pytest.raises(ValueError, match=r"got none within 120 tokens"):
+    with pytest.raises(ValueError, match=r"got no prompt within 120 tokens: 1 are longer, .* refuses 0"):
         evaluate.run(config, path, tmp_path / "report.json", target)
 
 

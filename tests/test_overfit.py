@@ -18,7 +18,7 @@ CONFIG = {
     "extract": {"max_length": 512, "batch_tokens": 2048},
     "train": {
         "ttt_steps": 5,
-        "epochs": 120,
+        "epochs": 60,
         "batch_size": 2,
         "row_length": 512,
         "learning_rate": 1.0e-3,

@@ -1,8 +1,10 @@
 """The verb prepare: counts, files, resumption, and no personal data in anything it writes."""
 
+import gzip
 import json
 import pathlib
 import types
+import unicodedata
 from typing import Any
 
 import pytest
@@ -322,6 +324,31 @@ def test_self_prompting_begins_as_it_is_told_and_goes_on_for_several_turns(tmp_p
         assert question + "assistant:" in Talker.asked
         assert any(row.startswith(f"{question}assistant: ") and row.endswith(";user:") for row in Talker.asked)
         assert second["content"].endswith("/" + first["content"].rpartition("/")[2]), "one seed, one conversation"
+
+
+def test_prompts_that_all_begin_alike_are_split_behind_their_beginning(tmp_path):
+    instruction = "Translate the sentence that follows from English into French, and say nothing else: "
+    source = jsonl(tmp_path, *({"prompt": instruction + question} for question in QUESTIONS))
+    config = run_config(tmp_path, source, held_out=0.3, near_duplicate=1.0)
+    prepare.prepare(config)
+    assert 2 <= results(config)["prompts"]["held_out"] <= 12
+
+
+def test_benchmarks_are_compared_as_prompts_are_read(tmp_path):
+    """Another spelling of accents, an address that is redacted, packed files, line breaks of Unicode within a text."""
+    accents = "Où est né le poète qui a écrit ces vers célèbres ?"
+    address = "Is bob@example.org or eve@example.org right?"
+    path = tmp_path / "bench.jsonl.gz"
+    questions = [unicodedata.normalize("NFD", accents), address, "one\u2028two"]
+    texts = "".join(json.dumps({"question": text}, ensure_ascii=False) + "\n" for text in questions)
+    path.write_bytes(gzip.compress(b"\xef\xbb\xbf" + texts.encode()))
+    source = jsonl(tmp_path, *({"prompt": question} for question in [*QUESTIONS, accents, address]))
+    config = run_config(tmp_path, source, benchmarks=[str(path)])
+    prepare.prepare(config)
+    assert results(config)["rejected"] == {"eight words in a row of the benchmark bench.jsonl.gz": 2}
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"prepare.benchmarks: got '.*bench.jsonl.gz' .*expected a whole gzip file"):
+        prepare.prepare(run_config(tmp_path / "cut", source, benchmarks=[str(path)]))
 
 
 def test_questions_of_benchmarks_stay_out(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import pathlib
 from typing import Any
 
@@ -13,7 +14,7 @@ import tiny_heads
 from huggingface_hub import ModelCard
 
 from eagle3_jax import config as configs
-from eagle3_jax import export, publish
+from eagle3_jax import export, publish, report
 
 pytestmark = [pytest.mark.slow, pytest.mark.any_jax]
 ABOUT = configs.CardConfig(license="apache-2.0", prompts=("words of the tests, CC0",))
@@ -24,6 +25,31 @@ def config(whole_run: tiny.Run, tmp_path: pathlib.Path, monkeypatch: pytest.Monk
     copy = whole_run.copy(tmp_path / "copy")
     monkeypatch.chdir(copy.config.parent)
     return dataclasses.replace(configs.load(copy.config), card=ABOUT)
+
+
+@pytest.fixture
+def chain(config: configs.RunConfig) -> dict[str, Any]:
+    """The run's only evaluation, to change."""
+    return json.loads((config.folder("evaluate") / "chain.json").read_text())
+
+
+def card(config: configs.RunConfig, **evaluations: dict[str, Any]) -> str:
+    """What is said once `report` has put these evaluations together."""
+    for path in config.folder("evaluate").glob("*.json"):
+        path.unlink()
+    for name, evaluation in evaluations.items():
+        (config.folder("evaluate") / f"{name}.json").write_text(json.dumps(evaluation))
+    report.run(config)
+    return publish.push(config, "me/head", upload=False)
+
+
+def changed(evaluation: dict[str, Any], draft: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    """An evaluation of another draft, asked in another way."""
+    of, how = evaluation["identity"], evaluation["config"]
+    return evaluation | {
+        "identity": of | {"draft": of["draft"] | draft},
+        "config": how | {"evaluate": how["evaluate"] | settings},
+    }
 
 
 @pytest.fixture
@@ -67,17 +93,80 @@ def test_nothing_is_uploaded_unless_asked_for(config, hub, capsys):
 def test_what_the_card_could_not_say_truly_is_refused(config, hub):
     with pytest.raises(ValueError, match=r"card.license: got None"):
         publish.push(dataclasses.replace(config, card=configs.CardConfig()), "me/head", upload=True)
-    report = pathlib.Path(config.run_dir, "report.json")
-    kept = report.read_text()
-    report.unlink()
+    path = pathlib.Path(config.run_dir, "report.json")
+    kept = path.read_text()
+    path.unlink()
     with pytest.raises(FileNotFoundError, match=r"eagle3_jax.report` writes what the card says"):
         publish.push(config, "me/head", upload=True)
     first = next(line for line in kept.splitlines() if '"model.safetensors"' in line)
-    report.write_text(kept.replace(first, first.replace(first.split('"')[3], "0" * 64)))
+    path.write_text(kept.replace(first, first.replace(first.split('"')[3], "0" * 64)))
     with pytest.raises(ValueError, match="measured another head than"):
         publish.push(config, "me/head", upload=True)
-    report.write_text(kept)
+    path.write_text(kept)
     tiny_heads.alter(config.folder("export"), rope_theta=5.0)
     with pytest.raises(ValueError, match="config.json"):
         publish.push(config, "me/head", upload=True)
     assert not hub
+
+
+def test_every_evaluation_must_be_of_the_head_that_is_pushed(config, chain):
+    older = changed(chain, {"files": chain["identity"]["draft"]["files"] | {"model.safetensors": "0" * 64}})
+    with pytest.raises(ValueError, match=r"report.json: auto, tree measured another head than .*export; evaluate"):
+        card(config, chain=chain, tree=older, auto=older)
+
+
+def test_an_evaluation_without_a_head_neither_refuses_nor_vouches(config, chain):
+    deep = {"num_steps": 8, "topk": 1, "num_draft_tokens": 9}
+    lookup = changed(chain, {"folder": "lookup", "files": None}, tree=deep)
+    said = card(config, copied=lookup, own=chain)
+    assert "copied (not this head: lookup), {" in said and "own, {" in said
+    assert '"num_speculative_tokens": 3' in said, "the head's own depth"
+    with pytest.raises(ValueError, match=r"report.json: nothing in it measured .*export; evaluate"):
+        card(config, copied=lookup)
+
+
+def test_each_evaluation_says_its_own_settings(config, chain):
+    sampled = changed(chain, {}, temperature=0.5, max_tokens=7, batch_size=4)
+    said = [
+        line for line in card(config, chain=chain, tree=sampled).splitlines() if line.startswith(("chain, ", "tree, "))
+    ]
+    assert [line.partition("}, ")[2] for line in said] == [
+        "temperature 0.0, 96 tokens, batch 1:",
+        "temperature 0.5, 7 tokens, batch 4:",
+    ]
+
+
+def test_what_was_not_measured_is_a_dash(config, chain):
+    nothing: dict[str, Any] = {"tau": None, "alpha": [], "speedup": None}
+    chain["categories"]["odd"] |= nothing
+    chain["categories"]["even"] |= nothing | {"alpha": [None, None]}
+    said = card(config, chain=chain)
+    assert "| odd | - | - | - |" in said and "| even | - | - | - |" in said
+
+
+@pytest.mark.parametrize(
+    ("target", "given", "said"),
+    [
+        (0, 900, ["- 900 conversations given, answered elsewhere; whether by this target was not checked."]),
+        (
+            1200,
+            300,
+            [
+                "- 1,200 conversations, 4,567 answered tokens, the target's own.",
+                "- 300 conversations given, answered elsewhere; whether by this target was not checked.",
+            ],
+        ),
+        (1200, 0, ["- 1,200 conversations, 4,567 answered tokens, the target's own."]),
+    ],
+)
+def test_conversations_answered_elsewhere_are_not_called_the_target_s_own(config, target, given, said):
+    path = pathlib.Path(config.run_dir, "report.json")
+    found = json.loads(path.read_text())
+    found["stages"]["regenerate"]["results"]["train"] |= {
+        "conversations": target + given,
+        "answered_by": {"target": target, "given": given},
+        "tokens": 4567 if target else 0,
+    }
+    path.write_text(json.dumps(found))
+    lines = publish.push(config, "me/head", upload=False).splitlines()
+    assert [line for line in lines if line.startswith("- ") and "conversations" in line] == said

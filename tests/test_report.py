@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,13 +37,28 @@ def evaluation(name: str, rate: float = 95.0, exact: bool = True) -> dict[str, A
         "categories": {category: tally.report(exact=exact) for category, tally in tallies.items()},
         "identity": {
             "target": {"name": "smollm2-135m-instruct", "dtype": "float32"},
-            "draft": {"folder": "runs/x/export", "weights": "ab"},
+            "draft": {"folder": "runs/x/export", "files": {"model.safetensors": 8 * "ab"}},
             "prompts_file": {"name": "held_out.jsonl", "sha256": "cd"},
         },
         "config": {"evaluate": {"tree": TREES[name], "temperature": 0.0, "max_tokens": 96, "batch_size": 1}},
         "hardware": {"cpu": "A CPU @ 2.60GHz", "cores": 2, "accelerator": None, "devices": 1},
         "versions": {"python": "3.11.7", "jax": "0.10.2"},
     }
+
+
+@pytest.fixture
+def drawn(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], Any]:
+    """The figure of a report."""
+
+    def draw(made: dict[str, Any]) -> Any:
+        figures: list[Any] = []
+        with monkeypatch.context() as patched:
+            patched.setattr(pyplot, "close", figures.append)
+            report.draw(made, tmp_path / "x.png")
+        pyplot.close(figures[0])
+        return figures[0]
+
+    return draw
 
 
 @pytest.fixture
@@ -110,7 +126,11 @@ def test_the_table_says_it_all(config: RunConfig) -> None:
     header = next(line for line in lines if line.startswith("chain (4 drafts in a row)"))
     assert len(header) == len(row)
     assert any(line.startswith("tree (depth 4, 10 tokens)") for line in lines)
-    assert lines[-1] == "smollm2-135m-instruct in float32 on A CPU @ 2.60GHz, 2 cores"
+    assert lines[-3:] == [
+        "drafted by runs/x/export (sha256: model.safetensors abababab)",
+        "temperature 0, batch 1, 96 tokens per prompt",
+        "smollm2-135m-instruct in float32 on A CPU @ 2.60GHz, 2 cores",
+    ]
 
 
 def test_the_engine_s_own_choice_is_the_headline(config: RunConfig, tmp_path: pathlib.Path, monkeypatch) -> None:
@@ -175,6 +195,42 @@ def test_sampled_evaluations_and_unknown_names_are_drawn_too(tmp_path: pathlib.P
     report.draw(made, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 10_000
     assert "0.50  -  -  -" in report.table(made)
+
+
+def test_each_evaluation_keeps_its_own_draft_and_settings(drawn) -> None:
+    older, copied = evaluation("tree"), evaluation("chain")
+    older["identity"]["draft"]["files"] = {"model.safetensors": 8 * "cd"}
+    copied["identity"]["draft"] = {"folder": "lookup", "files": None}
+    copied["config"]["evaluate"] |= {"temperature": 0.5, "max_tokens": 7, "batch_size": 4}
+    made = report.assemble({"chain": evaluation("chain"), "tree": older, "copied": copied}, {})
+    settings = [
+        "chain: temperature 0, batch 1, 96 tokens per prompt",
+        "tree: temperature 0, batch 1, 96 tokens per prompt",
+        "copied: temperature 0.5, batch 4, 7 tokens per prompt",
+    ]
+    assert report.table(made).splitlines()[-7:-1] == [
+        "chain: drafted by runs/x/export (sha256: model.safetensors abababab)",
+        "tree: drafted by runs/x/export (sha256: model.safetensors cdcdcdcd)",
+        "copied: drafted by lookup",
+        *settings,
+    ]
+    assert drawn(made).get_supxlabel().splitlines() == ["A CPU @ 2.60GHz, 2 cores, float32", *settings]
+
+
+def test_an_evaluation_without_rounds_is_dashes(drawn) -> None:
+    nothing = evaluation("chain")
+    nothing["config"]["evaluate"]["tree"] = "auto"
+    for part in (nothing, nothing["categories"]["math"]):
+        part |= {"tau": None, "alpha": [], "speedup": None}
+    made = report.assemble({"chain": nothing}, {})
+    lines = report.table(made).splitlines()
+    assert next(line for line in lines if line.startswith("math")).split()[-3:] == ["-", "-", "3/4"]
+    assert "accepted per draft position, of those that got there: -" in lines
+    assert report.headline(made) is None
+    figure = drawn(made)
+    assert "chain: speed-up -, tau -, identical 19/20" in [text.get_text() for text in figure.texts]
+    shares = figure.axes[1]
+    assert list(shares.get_xticks()) == [1] and shares.get_xlim()[0] < shares.get_xlim()[1]
 
 
 def test_evaluations_of_different_prompts_are_not_put_together() -> None:

@@ -108,7 +108,7 @@ def test_a_target_s_name_takes_every_field_of_a_config():
         ([], "--config, --target: got neither"),
         (["--target", "a", "--port", "x"], "serve.port: "),
         (["--target", "a", "--max-running-requests", "0"], "serve.batch_size: got 0, expected at least 1"),
-        (["--target", "a", "--mem-fraction-static", "2"], "serve.memory_fraction: got 2.0, expected in (0, 1]"),
+        (["--target", "a", "--mem-fraction-static", "1"], "serve.memory_fraction: got 1.0, expected between 0 and 1"),
         (["--target", "a", "--speculative-num-steps", "3", "--speculative-eagle-topk", "4"], "got 2 of"),
         (["--target", "a", *TREE, "--speculative-num-draft-tokens", "4"], "num_steps + 1 = 3"),
     ],

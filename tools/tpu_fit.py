@@ -153,13 +153,18 @@ def topology_devices(name: str) -> list[Any]:
 
 # ------------------------------------------------------------------------------------------------------------- programs
 def evaluate(config: configs.RunConfig, target: ModelConfig, devices: list[Any]) -> Iterator[Program]:
-    """`evaluate`: rounds with the draft. Prompts and answers are as long as `regenerate` lets them be."""
+    """`evaluate`: rounds with the draft. Prompts and answers are as long as `regenerate` lets them be.
+
+    The engine that it compares with, of vanilla decoding, keeps its state meanwhile.
+    """
     settings = config.evaluate
     sizes = settings.batch_size, settings.max_tokens, settings.temperature == 0
     if settings.draft == LOOKUP:
-        return decoding("evaluate", config, target, devices, tiers.LOOKUP, *sizes)
-    tree = tiers.WITH_HEAD[-1].tree if settings.tree == "auto" else settings.tree  # the largest one
-    return decoding("evaluate", config, target, devices, Tier(tree, head=True), *sizes)
+        tier = tiers.LOOKUP
+    else:
+        tree = tiers.WITH_HEAD[-1].tree if settings.tree == "auto" else settings.tree  # the largest one
+        tier = Tier(tree, head=True)
+    return decoding("evaluate", config, target, devices, tier, *sizes, beside=tiers.VANILLA)
 
 
 def regenerate(config: configs.RunConfig, target: ModelConfig, devices: list[Any]) -> Iterator[Program]:
@@ -178,11 +183,16 @@ def decoding(
     batch: int,
     max_tokens: int,
     greedy: bool,
+    *,
+    beside: Tier | None = None,
 ) -> Iterator[Program]:
     """The engine's two programs: prefill of the longest stretch of a prompt, and the rounds of a full batch.
 
     Rounds of fewer requests are programs of fewer rows over the same state (`tests/decoding/test_programs_tpu.py` holds
     them to the same limit).
+
+    Args:
+        beside: of another engine of the same target and sizes, whose state lies there too.
     """
     mesh = replicas(make_mesh(config.mesh, devices))[0].decoding_mesh
     draft = None
@@ -195,24 +205,32 @@ def decoding(
     prompt = config.regenerate.max_length - max_tokens
     if prompt < 1:
         raise ValueError(f"{verb}.max_tokens: got {max_tokens}, expected less than regenerate.max_length")
-    sizes = Sizes.plan(batch, config.regenerate.max_length, PAGE_SIZE, [tier])
-    models, kv = Models.of(target, draft), functools.partial(empty_state, sizes=sizes, tiers=[tier], kv_dtype=None)
+
+    def planned(tier: Tier) -> Sizes:
+        return Sizes.plan(batch, config.regenerate.max_length, PAGE_SIZE, [tier])
+
+    def empty(models: Models, tier: Tier) -> Any:
+        make = functools.partial(empty_state, sizes=planned(tier), tiers=[tier], kv_dtype=None)
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return placed(jax.eval_shape(make, models), mesh, STATE_SHARDING_RULES)
+
+    models, sizes = Models.of(target, draft), planned(tier)
+    state = empty(models, tier)
+    also = {} if beside is None else {f"{beside.name} state": empty(Models.of(target, None), beside)}
     length = max(length for _, length in sizes.chunks)
 
     def chunk() -> programs.Chunk:
         return programs.Chunk(**{k: jnp.asarray(v) for k, v in programs.Chunk.blank(1, length, sizes).items()})
 
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        state = placed(jax.eval_shape(kv, models), mesh, STATE_SHARDING_RULES)
     read, one = placed(jax.eval_shape(chunk), mesh), placed(jax.ShapeDtypeStruct((), jnp.int32), mesh)
     cancelled = placed(jax.ShapeDtypeStruct((batch,), jnp.bool_), mesh)
     parts = {"target": target, "draft": draft, "state": state}
-    yield Program(f"{verb}: prefill", mesh, parts, {}, lambda: programs.prefill.trace(models, state, read))
+    yield Program(f"{verb}: prefill", mesh, parts, also, lambda: programs.prefill.trace(models, state, read))
     yield Program(
         f"{verb}: rounds",
         mesh,
         parts,
-        {},
+        also,
         lambda: programs.decode.trace(models, state, cancelled, None, one, one, tier=tier, greedy=greedy),
     )
 

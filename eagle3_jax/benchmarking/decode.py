@@ -31,7 +31,6 @@ from eagle3_jax.decoding.measure import timed
 from eagle3_jax.decoding.tiers import Tier
 from eagle3_jax.formats.shipped import chosen_draft, draft_identity
 from eagle3_jax.mesh import Replica, make_mesh, own_replica
-from eagle3_jax.models import chat_template
 from eagle3_jax.models.registry import Target, load_target
 
 AUTO, VANILLA = "auto", "vanilla"
@@ -97,16 +96,16 @@ class Material:
     def of(cls, config: RunConfig, prompts_path: pathlib.Path, target: Target | None, replica: Replica) -> Material:
         """Raises ValueError: no usable prompts. ManifestError: no finished head."""
         settings = config.benchmark
-        messages = sources.spread(sources.read_file(prompts_path)[0], None)
+        asked = sources.spread(sources.read_file(prompts_path)[0], None)
         target = target or load_target(config.target, replica.decoding_mesh)
         draft, folder = chosen_draft(settings.draft, config.folder("export"), target)
         longest = target.model.config.max_position_embeddings - settings.max_tokens
-        prompts = [chat_template.prompt_ids(target.tokenizer, prompt["messages"]) for prompt in messages]
-        prompts = [ids for ids in prompts if len(ids) <= longest]
-        if not prompts:
-            raise ValueError(f"--prompts {prompts_path}: got none within {longest} tokens (benchmark.max_tokens)")
-        if left_out := len(messages) - len(prompts):
-            processes.say(f"{prompts_path}: {left_out} prompts left out: longer than {longest} tokens")
+        fitting, left_out = sources.encode(asked, target.tokenizer, longest, f"--prompts {prompts_path}")
+        if any(left_out.values()):
+            long, refused = left_out["too_long"], left_out["refused"]
+            processes.say(
+                f"{prompts_path}: left out: {long} longer than {longest} tokens, {refused} refused by the template"
+            )
         identity = {
             "benchmark": configuration.to_dict(dataclasses.replace(settings, batch_sizes=(1,))),
             "target": target.identity,
@@ -115,7 +114,7 @@ class Material:
             "hardware": manifest.hardware(),
             "versions": manifest.versions(),
         }
-        return cls(target, draft, prompts, identity)
+        return cls(target, draft, [prompt["prompt"] for prompt in fitting], identity)
 
     def asked(self, count: int, start: int = 0) -> list[list[int]]:
         """So many prompts, from one on; behind the last comes the first."""

@@ -15,7 +15,7 @@ import itertools
 import json
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import httpx2
@@ -118,7 +118,7 @@ async def _read(response: httpx2.Response, timing: Timing, sent: float) -> Timin
     counted: list[tuple[float, int]] = []  # by the usage of the events
     pieces: list[tuple[float, str]] = []
     usage: dict[str, Any] = {}
-    async for line in response.aiter_lines():
+    async for line in _lines(response):
         if not line.startswith("data:") or (data := line.removeprefix("data:").strip()) == "[DONE]":
             continue
         now, event = time.perf_counter() - sent, json.loads(data)
@@ -139,6 +139,16 @@ async def _read(response: httpx2.Response, timing: Timing, sent: float) -> Timin
         prompt_tokens=usage.get("prompt_tokens") or 0,
         cached_tokens=cached,
     )
+
+
+async def _lines(response: httpx2.Response) -> AsyncIterator[str]:
+    """Lines end with a line feed alone: text in an event may hold what Unicode also breaks lines at."""
+    held = b""
+    async for part in response.aiter_bytes():
+        *whole, held = (held + part).split(b"\n")
+        for line in whole:
+            yield line.decode(errors="replace")
+    yield held.decode(errors="replace")
 
 
 def _shared(pieces: Sequence[tuple[float, str]], tokens: int) -> list[tuple[float, int]]:

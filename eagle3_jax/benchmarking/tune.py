@@ -1,9 +1,10 @@
 """`python -m eagle3_jax.benchmark tune`: the fastest draft size for a head and kind of prompt, here.
 
-A race (successive elimination): in each turn every size that is still in it, and the engine's own choice ("auto", the
-default), answer the same next prompts, in an order drawn anew; a size that is slower than the leader beyond doubt
-leaves. The race ends when one is left, or after `benchmark.tune_turns`. Its winner was chosen for its times, so they
-flatter it: how far it is ahead of the default is measured anew, on the prompts that come next.
+A race (successive elimination): in each turn every size that is still in it, and the default (an engine of its own, of
+`tree="auto"`, whatever the sizes raced), answer the same next prompts, in an order drawn anew; a size that is slower
+than the leader beyond doubt leaves. The race ends when one is left, or after `benchmark.tune_turns`. Its winner was
+chosen for its times, so they flatter it: how far it is ahead of the default is measured anew, on the prompts that come
+next.
 
 Writes to `<run_dir>/benchmark`: `tune.json`, `tune.jsonl` in the format of SGLang's bench_speculative.py, and
 `tuned.yaml`: the run's config with the fastest sizes, which `serve` and `evaluate` read.
@@ -30,10 +31,12 @@ from eagle3_jax.benchmarking import decode
 from eagle3_jax.benchmarking.decode import Material
 from eagle3_jax.config import DraftTree, RunConfig
 from eagle3_jax.decoding.engine import Engine, SamplingParams
-from eagle3_jax.mesh import Replica
+from eagle3_jax.decoding.tiers import Tier
+from eagle3_jax.formats.shipped import LOOKUP
+from eagle3_jax.mesh import Replica, fetch, mesh_of
 from eagle3_jax.models.registry import Target
 
-# Raced where `benchmark.trees` names none: chains, and trees as they are served.
+# Raced where `benchmark.trees` names none: chains and, of a head, trees as they are served.
 CHAINS = tuple(DraftTree(num_steps=n, topk=1, num_draft_tokens=n + 1) for n in (1, 2, 3, 4, 5, 7))
 TREES = tuple(
     DraftTree(num_steps=steps, topk=topk, num_draft_tokens=size)
@@ -106,15 +109,19 @@ def race(config: RunConfig, what: Material, batch: int) -> dict[str, Any]:
     engine = Engine.load(
         what.target,
         what.draft,
-        settings.trees or (CHAINS + TREES),
+        settings.trees or (CHAINS if what.draft == LOOKUP else CHAINS + TREES),
         batch,
         max(map(len, what.prompts)) + settings.max_tokens,
         token_map=settings.token_map,
         prefix_cache=False,
     )
-    engine.warm_up(greedy_alone=params.greedy)
+    default = _default(engine)
+    for each in (engine, default):
+        each.warm_up(greedy_alone=params.greedy)
     tiers = {tier.name: tier for tier in engine.tiers.tiers}
-    running, found = list(tiers), Race({name: [] for name in (*tiers, decode.AUTO)})
+    racers: dict[str, tuple[Engine, Tier | None]] = {name: (engine, tier) for name, tier in tiers.items()}
+    racers[decode.AUTO] = default, None
+    running, found = list(tiers), Race({name: [] for name in racers})
     answers: dict[str, list[decode.Answers]] = {name: [] for name in found.taken}
     count = max(batch, settings.requests)
 
@@ -122,7 +129,7 @@ def race(config: RunConfig, what: Material, batch: int) -> dict[str, Any]:
         prompts = what.asked(count, turn * count)
         for name in random.Random(turn).sample(names, len(names)):
             command.stop_point()
-            answered, seconds = decode.decoding(engine, tiers.get(name), prompts, params)()
+            answered, seconds = decode.decoding(*racers[name], prompts, params)()
             race.taken[name].append(seconds / sum(map(len, answered.texts)))
             if race is found:
                 answers[name].append(answered)
@@ -170,10 +177,24 @@ def race(config: RunConfig, what: Material, batch: int) -> dict[str, Any]:
     }
 
 
+def _default(engine: Engine) -> Engine:
+    """The engine that a user has who names no size, over the same weights."""
+    on_mesh = mesh_of(engine.target.embed[...]) is not None
+    draft = fetch(engine.draft) if on_mesh else engine.draft  # an engine spreads what its process holds whole
+    return Engine(
+        engine.target,
+        engine.tokenizer,
+        draft or LOOKUP,
+        batch_size=engine.batch_size,
+        max_length=engine.max_length,
+        prefix_cache=False,
+    )
+
+
 def tuned(config: RunConfig, report: dict[str, Any]) -> dict[str, Any]:
     """The run's config with the fastest size for each verb's batch: that of the nearest batch size measured.
 
-    Where vanilla decoding is the fastest, the engine chooses ("auto"), which drafts nothing there.
+    Where vanilla decoding is the fastest, or the default faster than any size, the engine chooses ("auto").
     """
     values = configuration.to_dict(config)
     fields = {"num_steps": "steps", "topk": "topk", "num_draft_tokens": "num_draft_tokens"}
@@ -181,7 +202,8 @@ def tuned(config: RunConfig, report: dict[str, Any]) -> dict[str, Any]:
     for verb in ("serve", "evaluate"):
         near = min(report["batches"], key=lambda batch: abs(batch["batch_size"] - values[verb]["batch_size"]))
         best = next(size for size in near["sizes"] if size["name"] == near["best"])
-        tree = {field: best[key] for field, key in fields.items()} if best["steps"] else None
+        pays = best["steps"] and near["over_auto"]["ratio"] > 1
+        tree = {field: best[key] for field, key in fields.items()} if pays else None
         values[verb] |= {"trees": [tree] if tree else []} if verb == "serve" else {"tree": tree or "auto"}
     return values
 

@@ -23,7 +23,7 @@ _SENTINEL = "qzxsentinelxzq"
 def user_opening_ids(tokenizer: Any, messages: Sequence[dict[str, str]] = (), opening: str = "") -> list[int]:
     """The ids of all that the template puts before the user's next content, a default system prompt included.
 
-    A target that continues from here writes a prompt (EAGLE3_SPEC section 4: self-prompting).
+    A target that continues from here writes a prompt (self-prompting).
 
     Args:
         messages: what was said before. opening: how the content begins.

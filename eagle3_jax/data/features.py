@@ -56,7 +56,7 @@ def encode_record(record: Record) -> bytes:
 
     Args:
         record: `token_ids` int32 [L]; `loss_mask` uint8 [L], 1 where the token is the target's own; `aux` bfloat16
-            [L, n_aux * H], the aux hidden states in ascending order of boundary (EAGLE3_SPEC section 1.3);
+            [L, n_aux * H], the aux hidden states in ascending order of boundary;
             `last_hidden` bfloat16 [L, H], after the target's final norm; `argmax` int32 [L], the target's most likely
             token behind position t.
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import datasketch
 
-from eagle3_jax.data import personal
+from eagle3_jax.data import lines, personal
 
 Messages = list[dict[str, str]]
 
@@ -55,6 +55,12 @@ def content(messages: Messages) -> str:
     return "\n".join(message["content"] for message in messages)
 
 
+def _questions(messages: Messages) -> tuple[str, str]:
+    """(system prompt, all that the users say): what many prompts share, and what tells them apart."""
+    system = [message for message in messages if message["role"] == "system"]
+    return content(system), content([message for message in messages if message["role"] == "user"])
+
+
 def content_hash(messages: Messages) -> str:
     """sha256 in hex over roles and contents, blind to letter case and to the amount of white space."""
     parts = [f"{message['role']}:{' '.join(message['content'].casefold().split())}" for message in messages]
@@ -85,7 +91,8 @@ class Duplicates:
     """Remembers what it has seen. The first of several alike stays; the result depends on the order alone.
 
     Exact: by `content_hash`. Near: candidates by MinHash over 3-word shingles and banded lookup (datasketch), confirmed
-    by the Jaccard similarity of the shingles themselves.
+    by the Jaccard similarity of the shingles themselves. Shingles are of the users' turns: a long system prompt would
+    make all that stands under it alike. Under another system prompt none is the same.
 
     Args:
         near: Jaccard similarity from which two texts count as alike.
@@ -104,7 +111,8 @@ class Duplicates:
         key = content_hash(messages)
         if key in self._shingles:
             return "exact duplicate"
-        shingles = _shingles(content(messages))
+        system, questions = _questions(messages)
+        shingles = _shingles(questions, under=system)
         sketch = self._template.copy()
         sketch.update_batch(list(shingles))
         if any(_jaccard(shingles, self._shingles[other]) >= self._near for other in self._lsh.query(sketch)):
@@ -131,15 +139,15 @@ class Benchmarks:
         self.reasons = tuple(self._reason(pathlib.Path(path).name) for path in paths)
         for path in map(pathlib.Path, paths):
             try:
-                for line in path.read_text(encoding="utf-8").splitlines():
-                    for text in _texts(json.loads(line)) if line.strip() else ():
-                        for run in _shingles(text, self._WORDS):
+                for _, line in lines.read(path):
+                    for text in _texts(json.loads(line)):
+                        for run in _shingles(normalise(text), self._WORDS):
                             self._names.setdefault(run, path.name)
             except (OSError, ValueError) as error:
                 raise ValueError(f"prepare.benchmarks: got {str(path)!r} ({error}), expected a JSONL file") from error
 
     def check(self, messages: Messages) -> str | None:
-        """The reason to leave these messages out, or None."""
+        """The reason to leave these messages out, or None. They must not be redacted yet: the questions are not."""
         runs = (run for message in messages for run in _shingles(message["content"], self._WORDS))
         found = next((self._names[run] for run in runs if run in self._names), None)
         return None if found is None else self._reason(found)
@@ -150,31 +158,32 @@ class Benchmarks:
 
 
 def opening_hash(messages: Messages) -> str:
-    """sha256 of how a prompt begins (its first words), so that several questions on one passage have the same."""
-    words = content(messages).casefold().split()[:_OPENING_WORDS]
+    """sha256 of how the user begins (the first words), so that several questions on one passage have the same."""
+    words = _questions(messages)[1].casefold().split()[:_OPENING_WORDS]
     return hashlib.sha256(" ".join(words).encode("utf-8")).hexdigest()
 
 
 def split(hashes: Sequence[str], held_out: float) -> list[bool]:
     """Which prompts are held out, by hash: a prompt keeps its side when others are added.
 
-    A small set that hashing would leave on one side gives its lowest hash to the held-out side, or its highest to
-    training.
+    A small set that hashing would leave on one side gives all of its lowest hash to the held-out side, or all of its
+    highest to training.
 
     Args:
         hashes: hex digests; prompts with the same one stay together.
         held_out: share that is held out on average.
 
     Raises:
-        ValueError: fewer than two prompts.
+        ValueError: fewer than two different ones.
     """
-    if len(hashes) < 2:
-        raise ValueError(f"prepare: got {len(hashes)} usable prompts, expected at least 2 (one to train, one held out)")
+    if (found := len(set(hashes))) < 2:
+        raise ValueError(f"prepare: got {found} usable prompts, expected at least 2 (one to train, one held out)")
     chosen = [int(digest[:16], 16) / 2**64 < held_out for digest in hashes]
+    lowest, highest = min(hashes), max(hashes)
     if not any(chosen):
-        chosen[hashes.index(min(hashes))] = True
+        chosen = [digest == lowest for digest in hashes]
     if all(chosen):
-        chosen[hashes.index(max(hashes))] = False
+        chosen = [digest != highest for digest in hashes]
     return chosen
 
 
@@ -193,11 +202,12 @@ def _texts(record: Any) -> Iterator[str]:
             yield from _texts(part)
 
 
-def _shingles(text: str, size: int = 3) -> frozenset[bytes]:
-    """Digests of all runs of `size` words."""
+def _shingles(text: str, size: int = 3, under: str = "") -> frozenset[bytes]:
+    """Digests of all runs of `size` words; others `under` another system prompt."""
     words = _WORD.findall(text.casefold()) or [text]
     runs = (" ".join(words[i : i + size]) for i in range(max(1, len(words) - size + 1)))
-    return frozenset(hashlib.blake2b(run.encode("utf-8"), digest_size=8).digest() for run in runs)
+    key = hashlib.blake2b(under.encode("utf-8")).digest() if under else b""
+    return frozenset(hashlib.blake2b(run.encode("utf-8"), digest_size=8, key=key).digest() for run in runs)
 
 
 def _jaccard(a: frozenset[bytes], b: frozenset[bytes]) -> float:

@@ -8,18 +8,20 @@ them: there another engine has let the target answer.
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import importlib.resources
-import io
 import itertools
 import json
 import pathlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NotRequired, TypedDict
 
 from eagle3_jax import processes
-from eagle3_jax.data import filters
+from eagle3_jax.data import filters, lines
+from eagle3_jax.models import chat_template
+
+Messages = filters.Messages
+_Take = Callable[[Messages], Messages]
 
 # Roles of the OpenAI and the ShareGPT form, and what they mean here.
 _ROLES = {
@@ -77,7 +79,8 @@ def packaged() -> Iterator[Prompt | Reject]:
     for entry in sorted(folder.iterdir(), key=lambda item: item.name):
         if entry.name.endswith(".jsonl"):
             with entry.open("rb") as stream:
-                categories.append(list(_lines(stream, "packaged", entry.name.removesuffix(".jsonl"))))
+                found = lines.numbered(stream)
+                categories.append(list(_records(found, "packaged", entry.name.removesuffix(".jsonl"))))
     for turn in itertools.zip_longest(*categories):
         yield from (prompt for prompt in turn if prompt is not None)
 
@@ -94,9 +97,7 @@ def jsonl(path: str | pathlib.Path, category: str = "jsonl") -> Iterator[Prompt 
     Args:
         category: of records that name none.
     """
-    path = pathlib.Path(path)
-    with _open(path) as stream:
-        yield from _lines(stream, f"jsonl:{path.name}", category)
+    yield from _records(lines.read(path), f"jsonl:{pathlib.Path(path).name}", category)
 
 
 def conversations(path: str | pathlib.Path, category: str = "conversations") -> Iterator[Prompt | Reject]:
@@ -109,14 +110,8 @@ def conversations(path: str | pathlib.Path, category: str = "conversations") -> 
     Args:
         category: of records that name none.
     """
-    path = pathlib.Path(path)
-    with _open(path) as stream:
-        yield from _lines(stream, f"conversations:{path.name}", category, answered=True)
-
-
-def _open(path: pathlib.Path) -> io.BufferedIOBase:
-    """A file to read, unpacked where its name ends with .gz."""
-    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
+    source = f"conversations:{pathlib.Path(path).name}"
+    yield from _records(lines.read(path), source, category, _up_to_the_last_answer)
 
 
 def tfds(name: str, field: str, split: str = "train", category: str = "tfds") -> Iterator[Prompt | Reject]:
@@ -157,11 +152,10 @@ def self_written(
             yield _record({"messages": head + users}, "self", number, category)
 
 
-def _lines(stream: Iterable[bytes], source: str, category: str, *, answered: bool = False) -> Iterator[Prompt | Reject]:
-    for number, raw in enumerate(stream, start=1):
-        raw = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
-        if not raw.strip():
-            continue
+def _records(
+    numbered: Iterable[tuple[int, bytes]], source: str, category: str, take: _Take | None = None
+) -> Iterator[Prompt | Reject]:
+    for number, raw in numbered:
         try:
             record = json.loads(raw.decode("utf-8"))
         except UnicodeDecodeError:
@@ -169,12 +163,14 @@ def _lines(stream: Iterable[bytes], source: str, category: str, *, answered: boo
         except (ValueError, RecursionError):  # RecursionError: thousands of nested brackets
             yield Reject(source, number, "not valid JSON", filters.excerpt(raw.decode("utf-8", errors="replace")))
         else:
-            yield _record(record, source, number, category, answered=answered)
+            yield _record(record, source, number, category, take)
 
 
-def _record(record: Any, source: str, number: int, category: str, *, answered: bool = False) -> Prompt | Reject:
+def _record(record: Any, source: str, number: int, category: str, take: _Take | None = None) -> Prompt | Reject:
+    """Args: take: what is wanted of a conversation's messages; None is the prompts, without any answer."""
     try:
-        messages = _messages(record, answered)
+        messages = _messages(record, answered=take is not None)
+        messages = messages if take is None else take(messages)
     except BrokenRecord as error:
         return Reject(source, number, str(error), filters.excerpt(json.dumps(record, ensure_ascii=False, default=str)))
     named, given = record.get("category"), record.get("id")
@@ -184,12 +180,12 @@ def _record(record: Any, source: str, number: int, category: str, *, answered: b
         "line": number,
         "messages": messages,
     }
-    if answered:
+    if take is _up_to_the_last_answer:
         prompt["truncated"] = record.get("truncated") is True or record.get("finish_reason") == "length"
     return prompt
 
 
-def _messages(record: Any, answered: bool) -> list[dict[str, str]]:
+def _messages(record: Any, *, answered: bool) -> Messages:
     if not isinstance(record, dict):
         raise BrokenRecord(f"got {type(record).__name__}, expected an object")
     if "messages" in record:
@@ -213,10 +209,10 @@ def _messages(record: Any, answered: bool) -> list[dict[str, str]]:
         raise BrokenRecord("no user message")
     if not all(message["content"] for message in users):
         raise BrokenRecord("an empty user message")
-    return _up_to_the_last_answer(messages) if answered else messages
+    return messages
 
 
-def _up_to_the_last_answer(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+def _up_to_the_last_answer(messages: Messages) -> Messages:
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
         raise BrokenRecord("no assistant message")
@@ -225,6 +221,17 @@ def _up_to_the_last_answer(messages: list[dict[str, str]]) -> list[dict[str, str
     if not any(message["role"] == "user" for message in messages[: answers[0]]):
         raise BrokenRecord("an assistant message before the first user message")
     return messages[: answers[-1] + 1]
+
+
+def _one_request(messages: Messages) -> Messages:
+    """What an engine can be asked at once: up to the last user turn in front of which all others are answered."""
+    end = 0
+    for index, (message, before) in enumerate(zip(messages, [None, *messages], strict=False)):
+        if message["role"] == "user":
+            if before is not None and before["role"] == "user":
+                break
+            end = index + 1
+    return messages[:end]
 
 
 def _turns(turns: Any, name: str, role_field: str, content_field: str, answered: bool) -> list[tuple[str, str]]:
@@ -255,7 +262,10 @@ def _text(value: Any, field: str) -> str:
 
 
 def read_file(path: str | pathlib.Path) -> tuple[list[Prompt], int]:
-    """The prompts of a JSONL file in any form of `jsonl`, and how many lines were refused (said on stderr).
+    """The prompts of a JSONL file to measure with, and how many lines were refused (said on stderr).
+
+    Forms are those of `jsonl`. Of a conversation one request is made: its last question behind the answers that it
+    holds, or the first where they are missing, since an engine is never asked two questions at once.
 
     Raises:
         ValueError: no file, or no usable prompt in it.
@@ -264,7 +274,7 @@ def read_file(path: str | pathlib.Path) -> tuple[list[Prompt], int]:
     if not path.is_file():
         raise ValueError(f"--prompts {path}: not found, expected a JSONL file of prompts")
     prompts, rejected = [], 0
-    for item in jsonl(path, category="all"):
+    for item in _records(lines.read(path), f"jsonl:{path.name}", "all", _one_request):
         if isinstance(item, Reject):
             rejected += 1
             processes.say(f"{path}, line {item.line}: left out: {item.reason}")
@@ -273,6 +283,37 @@ def read_file(path: str | pathlib.Path) -> tuple[list[Prompt], int]:
     if not prompts:
         raise ValueError(f"--prompts {path}: got no usable prompt, {rejected} lines refused")
     return prompts, rejected
+
+
+def encode(
+    prompts: Sequence[Prompt], tokenizer: Any, room: int, name: str
+) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """Prompts with their token ids as `prompt`, and how many were left out: "too_long", or "refused".
+
+    Args:
+        room: longest prompt in tokens; a longer one is too long. The chat template refuses others, such as those with a
+            system message where it knows none.
+        name: of the file, for the error.
+
+    Raises:
+        ValueError: none is left.
+    """
+    fitting: list[dict[str, Any]] = []
+    left_out = {"too_long": 0, "refused": 0}
+    for prompt in prompts:
+        try:
+            ids = chat_template.prompt_ids(tokenizer, prompt["messages"])
+        except chat_template.RefusedError:
+            left_out["refused"] += 1
+            continue
+        if len(ids) <= room:
+            fitting.append({**prompt, "prompt": ids})
+        else:
+            left_out["too_long"] += 1
+    if not fitting:
+        reasons = f"{left_out['too_long']} are longer, the chat template refuses {left_out['refused']}"
+        raise ValueError(f"{name}: got no prompt within {room} tokens: {reasons}")
+    return fitting, left_out
 
 
 def spread(prompts: Sequence[Any], limit: int | None) -> list[Any]:

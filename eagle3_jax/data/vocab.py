@@ -1,4 +1,4 @@
-"""The draft vocabulary: the tokens the target says most often (EAGLE3_SPEC section 3)."""
+"""The draft vocabulary: the tokens the target says most often."""
 
 from __future__ import annotations
 

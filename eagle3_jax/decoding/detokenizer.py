@@ -18,7 +18,8 @@ class Detokenizer:
         self.ids += ids
         shown = self.tokenizer.decode(self.ids[self.start : self.read], skip_special_tokens=True)
         text = self.tokenizer.decode(self.ids[self.start :], skip_special_tokens=True)
-        if text.endswith("\ufffd") and not last:
+        # Nothing to see yet: half a character, or a special token, which as the context's first would eat a space.
+        if (text.endswith("\ufffd") or len(text) <= len(shown)) and not last:
             return ""
         self.start, self.read = self.read, len(self.ids)
         return text[len(shown) :]

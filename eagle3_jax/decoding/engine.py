@@ -564,7 +564,8 @@ class Engine:
     def _read_prompts(self, requests: Sequence[Request], count: int, length: int) -> None:
         """Reads on in prompts, one after the other, by the program for `count` stretches of `length` tokens."""
         chunk = Chunk.blank(count, length, self._runner.sizes)
-        ended, row = {}, 0
+        ended: dict[int, Request] = {}
+        row = 0
         for request in requests:
             if row == count:
                 break
@@ -579,9 +580,8 @@ class Engine:
                 row += 1
             assert request.lease is not None
             self._pool.register(request.lease, request.ids[: request.read + 1])
-        report = self._runner.prefill(chunk)
-        if ended:
-            self._reports.append((report, ended, None))
+        # Also where no prompt ends: it bounds what the device is given at once, and says that it still answers.
+        self._reports.append((self._runner.prefill(chunk), ended, None))
 
     def _deliver(self, report: jax.Array, requests: dict[int, Request], tier: Tier | None) -> None:
         """Reads one report (the only transfer of its dispatch) and passes on what it says."""

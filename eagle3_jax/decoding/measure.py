@@ -88,7 +88,7 @@ class Tally:
     def report(self, *, exact: bool) -> dict[str, Any]:
         """JSON-ready numbers; None stands for a ratio to nothing.
 
-        tau: tokens per round, bonus token included (EAGLE3_SPEC section 2.5), as engines count: a round that ends on an
+        tau: tokens per round, bonus token included, as engines count: a round that ends on an
         accepted end-of-sequence token or at the limit counts a bonus that is not in the answer. alpha: share of
         acceptance per draft position, of those rounds that accepted all positions before it.
 

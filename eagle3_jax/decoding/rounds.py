@@ -24,7 +24,7 @@ from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding import lookup
 from eagle3_jax.decoding.resting import Unread
 from eagle3_jax.decoding.sampling import BONUS, COINS, Sampling, sample
-from eagle3_jax.decoding.tree import LastTree, TokenTree, chain, grow, root_only, scratch_slots
+from eagle3_jax.decoding.tree import LastTree, TokenTree, chain_of_copies, grow, root_only, scratch_slots
 from eagle3_jax.decoding.verify import Walk, pretend, row_of, verify
 from eagle3_jax.kernels.vocabulary import argmax
 from eagle3_jax.mesh import constrain
@@ -288,7 +288,7 @@ def propose(
     state = dataclasses.replace(state, drafted=state.drafted + (~state.done).astype(jnp.int32))
     if draft is None or state.draft_cache is None or state.draft_state is None:
         assert copied is not None
-        return chain(state.root, copied.tokens), state
+        return chain_of_copies(state.root, copied), state
     cache = dataclasses.replace(state.draft_cache, page_table=table)
     drawing = state.sampling if tree.sample_drafts and not greedy else None
     nodes, cache = grow(target, draft, tree, state.root, state.draft_state, cache, lengths, drawing, copied)

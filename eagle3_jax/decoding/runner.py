@@ -19,7 +19,7 @@ from eagle3_jax import host_memory
 from eagle3_jax.decoding import costs, programs, stages
 from eagle3_jax.decoding.costs import Costs, Round
 from eagle3_jax.decoding.programs import Chunk, Models, Sizes
-from eagle3_jax.decoding.rounds import State
+from eagle3_jax.decoding.rounds import STATE_SHARDING_RULES, State
 from eagle3_jax.decoding.tiers import Tier
 from eagle3_jax.mesh import mesh_of, mesh_set, put, replicated, shardings
 from eagle3_jax.models.head import Draft
@@ -266,26 +266,25 @@ def tokens_that_fit(
     memory = device.memory_stats() or {}
     if "bytes_limit" not in memory:
         raise ValueError(f"memory_fraction: got it for {device}, which does not tell its memory; give kv_tokens")
-    parts = 1 if mesh is None else mesh.shape["model"]
 
-    def leaves(target: TargetModel, draft: Draft | None, pages: int) -> tuple[list[jax.Array], list[jax.Array]]:
+    def leaves(target: TargetModel, draft: Draft | None, pages: int) -> dict[str, jax.Array]:
         planned = dataclasses.replace(sizes, pages=pages)
         state = programs.empty_state(Models.of(target, draft), planned, tiers, kv_dtype)
-        return jax.tree.leaves((state.cache, state.draft_cache)), jax.tree.leaves(state)
+        return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
 
     def of_state(pages: int) -> int:
-        """Bytes on each device."""
+        """Bytes on each device: KV heads that the model axis does not divide lie on all of them."""
         with mesh_set(mesh):
-            caches, everything = jax.eval_shape(functools.partial(leaves, pages=pages), target, draft)
-        return _bytes(caches) // parts + _bytes(everything) - _bytes(caches)
+            planned = jax.eval_shape(functools.partial(leaves, pages=pages), target, draft)
+        shapes = {name: leaf.shape for name, leaf in planned.items()}
+        if mesh is not None:
+            places = shardings(planned, mesh, STATE_SHARDING_RULES)
+            shapes = {name: places[name].shard_shape(shape) for name, shape in shapes.items()}
+        return sum(math.prod(shapes[name]) * leaf.dtype.itemsize for name, leaf in planned.items())
 
     empty = of_state(0)
     free = memory_fraction * memory["bytes_limit"] - memory["bytes_in_use"] - empty
     return max(0, int(free // (of_state(1) - empty))) * sizes.page_size
-
-
-def _bytes(leaves: Sequence[Any]) -> int:
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def _spread(draft: Draft, mesh: Mesh) -> Draft:

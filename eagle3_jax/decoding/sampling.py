@@ -1,8 +1,8 @@
 """How a token is chosen: the request's parameters, and the distribution they make of the target's logits.
 
-Penalties, bias and forbidden stops first, then temperature, top-k, top-p, min-p (EAGLE3_SPEC section 5.5, the order of
-SGLang). Temperature 0 is the argmax, in the same program. Nothing sorts the vocabulary: the filters look for their
-threshold by bisection over the bits of a float32, in rows that ask for one.
+Penalties, bias and forbidden stops first, then temperature, top-k, top-p, min-p (SGLang's order). Temperature 0 is the
+argmax, in the same program. Nothing sorts the vocabulary: the filters look for their threshold by bisection over the
+bits of a float32, in rows that ask for one.
 """
 
 from __future__ import annotations
@@ -42,10 +42,12 @@ class SamplingParams:
         min_p: keep the tokens at least this many times as probable as the best one; 0 keeps all.
         max_tokens: answer at most this many tokens.
         min_tokens: no end of sequence and no stop token before this many; stop strings are not looked for before.
-        seed: in float32 the answer is a function of the prompt, these parameters and the models alone: other requests
-            that are answered at the same time do not matter. The exception is a random number that lies at the border
-            between two tokens (one of some 10,000 drawn), where sums, rounded as shapes decide, choose between them;
-            in bfloat16, a near-tie of greedy tokens too.
+        seed: in float32 and with one draft size (a fixed `tree`, or none) the answer is a function of the prompt, these
+            parameters and the models alone: other requests that are answered at the same time do not matter. The
+            exception is a random number that lies at the border between two tokens (one of some 10,000 drawn), where
+            sums, rounded as shapes decide, choose between them; in bfloat16, a near-tie of greedy tokens too. Where the
+            engine chooses among draft sizes ("auto", several), drawn tokens depend on its choices: which token a random
+            number chooses depends on what was drafted, its probability does not.
         n: answers to one prompt, each with random numbers of its own.
         ignore_eos: go on after an end-of-sequence token (for measurements of speed).
         stop: strings that end the answer, wherever tokens begin and end; the text is cut in front of them.

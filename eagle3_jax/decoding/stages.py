@@ -10,9 +10,11 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from eagle3_jax.decoding import rounds
 from eagle3_jax.decoding.programs import Models
@@ -21,6 +23,7 @@ from eagle3_jax.decoding.tiers import Tier
 from eagle3_jax.decoding.tree import TokenTree
 from eagle3_jax.models.draft_model import DraftModel
 from eagle3_jax.models.target import TargetModel
+from eagle3_jax.models.weights import parameter_path
 
 STAGES = ("draft", "verify", "extend")
 _TURNS = 9
@@ -70,28 +73,45 @@ def times(models: Models, state: State, tier: Tier) -> tuple[State, dict[str, fl
 def bytes_read(models: Models, tier: Tier, batch: int, length: int) -> int:
     """Bytes that a round cannot do without: weights, once a pass, and keys and values in use.
 
-    Of the embeddings a few rows alone are read, unless they are the LM head too. The draft runs once a level of the
-    tree, the last time over the committed tokens; a head's keys and values, of one layer, are left out.
+    Of the embeddings a few rows alone are read, unless they are the LM head too, and of experts as many as the tokens
+    of a pass may choose, as if no two chose the same. The draft runs once a level of the tree, the last time over the
+    committed tokens; a head's keys and values, of one layer, are left out.
     """
     target, draft = models.modules()
-    total = _of_model(target, batch, length)
-    if tier.head and tier.tree is not None and draft is not None:
+    tree = tier.tree
+    total = _of_model(target, batch, 1 if tree is None else tree.num_draft_tokens, length)
+    if tier.head and tree is not None and draft is not None:
         head = draft.head
-        once = _of_model(head.model, batch, length) if isinstance(head, DraftModel) else _bytes(head)
-        total += tier.tree.num_steps * once
+        for nodes in [tree.topk] * (tree.num_steps - 1) + [tree.depth + 1]:
+            if isinstance(head, DraftModel):
+                total += _of_model(head.model, batch, nodes, length)
+            else:
+                total += _weights(head, getattr(head.config, "model", head.config), batch * nodes)
     return total
 
 
-def _of_model(model: TargetModel, batch: int, length: int) -> int:
-    """In one pass."""
+def _of_model(model: TargetModel, batch: int, nodes: int, length: int) -> int:
+    """In one pass over so many nodes of each sequence."""
     config = model.config
     embedding = _bytes(model.embed) if hasattr(model, "lm_head") else 0
     caches = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * batch * length
-    return _bytes(model) - embedding + caches * model.embed[...].dtype.itemsize
+    return _weights(model, config, batch * nodes) - embedding + caches * model.embed.dtype.itemsize
 
 
-def _bytes(tree: object) -> int:
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+def _weights(module: nnx.Module, config: Any, tokens: int) -> int:
+    """That a pass over so many tokens reads; of a family's parameters `expert_*` the first axis is the expert."""
+    total = 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(module):
+        read = _bytes(leaf)
+        if "/expert_" in parameter_path(path):
+            experts = leaf.shape[0]
+            read = read // experts * min(experts, tokens * config.num_experts_per_tok)
+        total += read
+    return total
+
+
+def _bytes(leaf: Any) -> int:
+    return math.prod(leaf.shape) * leaf.dtype.itemsize
 
 
 def bandwidth() -> float:

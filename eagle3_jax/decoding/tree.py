@@ -1,4 +1,4 @@
-"""Drafting: grow a tree of candidate tokens by cumulative log-probability (EAGLE3_SPEC section 5.2).
+"""Drafting: grow a tree of candidate tokens by cumulative log-probability (EAGLE-2, arXiv 2406.16858, section 4).
 
 Level 1 is the top-k of the head's logits at the last committed pair; each later level feeds the k best candidates of
 the level before to the head and takes the top-k of each. All candidates form a pool, of which the best are verified.
@@ -105,6 +105,13 @@ def chain(root: Int[Array, " b"], drafts: Int[Array, "b c"]) -> TokenTree:
     tokens = jnp.concatenate([root[:, None], drafts], axis=1)
     depths = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     return TokenTree(tokens, depths - 1, depths, depths[:, :, None] >= depths[:, None, :])
+
+
+def chain_of_copies(root: Int[Array, " b"], copied: Copied) -> TokenTree:
+    """A chain of what was copied from the text; in rows where nothing was, the root alone."""
+    nodes = chain(root, copied.tokens)
+    known = jnp.isfinite(copied.scores[:, :1])
+    return dataclasses.replace(nodes, parents=jnp.where(known, nodes.parents, -1))
 
 
 def root_only(root: Int[Array, " b"]) -> TokenTree:

@@ -1,6 +1,6 @@
 """Verification: walk down the tree as far as the target agrees, and add one token of its own (the bonus).
 
-Greedy (EAGLE3_SPEC section 5.4): a child is accepted when it is the target's argmax. Sampled (section 5.5a, SGLang's
+Greedy: a child is accepted when it is the target's argmax. Sampled (SGLang's
 target-only rule with thresholds 1): with one coin u a node's children are accepted where u falls into their stretch of
 the target's distribution; if into none, the bonus comes from the distribution without the children. Each token thus
 comes with exactly the target's probability, whatever was drafted. Drafts drawn from the head's distribution q are

@@ -36,6 +36,7 @@ SINCE = {
     # head: SGLang, vLLM, EAGLE, sglang-jax, tpu-inference
     "EAGLE-3": ("0.4.5", "0.21.0", "cb7e084", "cddbf6f", "b8692ff"),
     "other aux layers": ("0.4.9", "0.21.0", SILENT, SILENT, SILENT),
+    "other aux layers of DeepSeek, the first not 2": (SILENT, "0.21.0", SILENT, SILENT, SILENT),
     "aux layers, not three": ("0.5.12", "0.22.0", FAILS, FAILS, FAILS),
     "aux layer 0 or n": (FAILS, "0.21.0", SILENT, SILENT, SILENT),
     "`fc_norm`": ("0.5.12", "0.22.0", SILENT, SILENT, FAILS),
@@ -62,7 +63,12 @@ def used(head: StoredHead, form: Form) -> Iterator[tuple[str, str]]:
     c, last = head.config, head.target_layers or "n"
     yield "EAGLE-3", ""
     if c.aux_layers is not None:
-        yield "other aux layers", f"target.aux_layers: got {c.aux_layers}, expected the default (2, n // 2, n - 3)"
+        plain = f"target.aux_layers: got {c.aux_layers}, expected the default (2, n // 2, n - 3)"
+        yield "other aux layers", plain
+        architectures = (head.verifier or {}).get("architectures") or ()
+        if c.aux_layers[0] != 2 and any(name.startswith("Deepseek") for name in architectures):
+            # SGLang counts these targets' layers from 1 only where the first id is 1 (sglang#25454).
+            yield "other aux layers of DeepSeek, the first not 2", plain
     if c.num_aux_layers != 3:
         yield "aux layers, not three", f"target.aux_layers: got {c.num_aux_layers} layers, expected 3"
     if {0, last} & set(c.aux_layers or ()):

@@ -2,7 +2,7 @@
 
 The logits of teacher and students exist for one block of positions at a time, in the forward and in the backward
 pass: the gradient of a soft cross entropy with respect to the logits is w * (q - p) in closed form, so the forward
-pass computes the gradients along with the loss and nothing is recomputed (EAGLE3_SPEC section 2.4 is the formula).
+pass computes the gradients along with the loss and nothing is recomputed.
 
 The LK loss (arXiv 2602.23881) shares the blocks. It is s * CE + (1 - s) * (1 - a): a = sum_v min(p_v, q_v) is the
 share of drafts that speculative sampling accepts, and s = exp(-decay * a), without gradient, leaves cross entropy to

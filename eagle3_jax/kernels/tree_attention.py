@@ -1,7 +1,7 @@
 """Attention of a few new tokens over a committed prefix and their own tail under an ancestor mask.
 
 One function serves prefill (empty prefix, causal tail), one-token decode (a tail of one), the verification of a draft
-tree and the drafting of it (EAGLE3_SPEC section 5.2).
+tree and the drafting of it.
 """
 
 from __future__ import annotations

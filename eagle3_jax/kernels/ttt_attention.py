@@ -1,4 +1,4 @@
-"""Attention of the training-time test (EAGLE3_SPEC sections 2.1 and 2.2).
+"""Attention of the training-time test (EAGLE-3, arXiv 2503.01840, section 3.2).
 
 At step i a position attends the keys of step 0 up to itself, in its own document, and behind them one key of each later
 step, its own: of the causal attention of i + 1 times as many tokens only the part that drafting would see.

@@ -26,6 +26,10 @@ _FIXED_CLOCK = (
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
+class RefusedError(ValueError):
+    """The chat template refuses the messages: a role, or an order of roles, that it does not know."""
+
+
 def render(tokenizer: Any, messages: Messages, *, generation_prompt: bool) -> str:
     """The text of a conversation.
 
@@ -34,7 +38,8 @@ def render(tokenizer: Any, messages: Messages, *, generation_prompt: bool) -> st
         generation_prompt: whether the opening of the assistant's next turn follows.
 
     Raises:
-        ValueError: no template, the template refuses the messages, or a content that is not text.
+        RefusedError: the template refuses the messages.
+        ValueError: no template, or a content that is not text.
     """
     for place, message in enumerate(messages):
         content = message.get("content")
@@ -57,7 +62,7 @@ def render(tokenizer: Any, messages: Messages, *, generation_prompt: bool) -> st
         )
     except (jinja2.TemplateError, TypeError) as error:
         roles = ", ".join(str(message.get("role")) for message in messages)
-        raise ValueError(f"chat template: refuses messages of roles [{roles}]: {error}") from error
+        raise RefusedError(f"chat template: refuses messages of roles [{roles}]: {error}") from error
 
 
 def tokenize(tokenizer: Any, text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""The EAGLE-3 draft head (EAGLE3_SPEC section 1.1).
+"""The EAGLE-3 draft head (EAGLE-3, arXiv 2503.01840, section 3.1).
 
 One decoder layer whose attention reads [embedding of token t+1, feature t]; its residual is the un-normed fused
 feature, and its pre-norm output recurs as the next step's feature; flags change both. The embedding table is the

@@ -125,7 +125,8 @@ class Block(nnx.Module):
         q, k, v = self.attention.heads(self.attention.fused(offset_norm(x, self.input_offset[...], self.eps)))
         q, k = offset_norm(q, self.q_offset[...], self.eps), offset_norm(k, self.k_offset[...], self.eps)
         q = apply_rope(q, rope)
-        attended = attend(q * jnp.asarray(self.scale, q.dtype), apply_rope(k, rope), v, window=self.window)
+        q = (q.astype(jnp.float32) * self.scale).astype(q.dtype)  # the scale itself is not rounded
+        attended = attend(q, apply_rope(k, rope), v, window=self.window)
         x = x + offset_norm(self.attention.output(attended), self.post_attention_offset[...], self.eps)
         fed = self.mlp(offset_norm(x, self.pre_feedforward_offset[...], self.eps))
         return x + offset_norm(fed, self.post_feedforward_offset[...], self.eps)

@@ -169,7 +169,9 @@ def fetch(name: str, *, whole: bool = True, field: str = "target.name") -> pathl
     revision = revision or REVISIONS.get(hub)
     patterns: list[str] = list(_HUB_FILES if whole else _CONFIG_FILES)
     try:
-        folder = pathlib.Path(snapshot_download(hub, revision=revision, allow_patterns=patterns))
+        # `*` crosses folders, where other copies of the weights lie (gpt-oss' `original/`).
+        found = snapshot_download(hub, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"])
+        folder = pathlib.Path(found)
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError) as error:
         raise TargetError(
             f"{field}: got {name!r}, expected one of {sorted(REGISTERED)}, a folder, or a model on a hub that "

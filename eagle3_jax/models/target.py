@@ -132,7 +132,7 @@ _SPELT_OTHERWISE = ("rope_theta", "rope_scaling", "eos_token_ids", "aux_layers")
 
 
 def default_aux_layers(layers: int) -> tuple[int, int, int]:
-    """The boundaries that every engine takes when none are named (EAGLE3_SPEC section 1.3). Shallow: they collide."""
+    """The boundaries that every engine takes when none are named. Shallow: they collide."""
     return 2, layers // 2, layers - 3
 
 

@@ -15,6 +15,8 @@ TEXT_OF = {
     "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM",
     "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
 }
+# Fields that hold of the whole model, wherever else they stand.
+_OUTSIDE = ("bos_token_id", "eos_token_id")
 # How the names of the other tensors begin.
 TOWER = ("multi_modal_projector.", "vision_model.", "vision_tower.", "visual.")
 
@@ -26,7 +28,9 @@ def text_values(values: dict[str, Any]) -> dict[str, Any]:
     if text is None:
         return values
     inner = values.get("text_config") or {}
-    values = {**values, **inner, "architectures": [text]}
+    # What stands outside is the checkpoint's own; inside may be the class' default (Gemma 3: one stop token of two).
+    outside = {name: values[name] for name in _OUTSIDE if values.get(name) is not None}
+    values = {**values, **inner, **outside, "architectures": [text]}
     rope = values.get("rope_scaling")
     if isinstance(rope, dict) and "mrope" in (rope.get("type"), rope.get("rope_type")):
         del values["rope_scaling"]  # three positions a token, which for text are the same

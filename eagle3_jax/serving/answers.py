@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -48,8 +49,11 @@ class Answers:
         self._engine, self._metrics = engine, metrics
         self._news: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
         try:
+            asked: collections.Counter[tuple[int, ...]] = collections.Counter()
             for ids in self.prompts:
-                for sample in range(self.count):
+                for _ in range(self.count):  # equal prompts are further samples, not the same one again
+                    sample = asked[key := tuple(ids)]
+                    asked[key] += 1
                     request = self._engine.submit(ids, params, timeout=timeout, sample=sample, drafts=drafts)
                     self.requests.append(request)
         except BaseException as error:

@@ -230,12 +230,21 @@ class _Count:
         self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answered = False
+
         async def counted(message: Any) -> None:
+            nonlocal answered
             if message["type"] == "http.response.start":
+                answered = True
                 self._metrics.responded(scope["path"], message["status"])
             await send(message)
 
-        await self._app(scope, receive, counted if scope["type"] == "http" else send)
+        try:
+            await self._app(scope, receive, counted if scope["type"] == "http" else send)
+        except Exception:
+            if scope["type"] == "http" and not answered:  # Starlette answers outside of all middleware
+                self._metrics.responded(scope["path"], 500)
+            raise
 
 
 async def _api_error(_: Request, error: Exception) -> Response:

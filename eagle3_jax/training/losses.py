@@ -1,4 +1,4 @@
-"""The loss of the training-time test (EAGLE3_SPEC sections 2.3 to 2.5).
+"""The loss of the training-time test (EAGLE-3, arXiv 2503.01840, section 3.2).
 
 Everything is aligned by the teacher's position u: step i predicts with the state at t = u - 1 - i what the teacher
 predicts at u, so that the teacher's distribution is computed once for all steps.
@@ -90,13 +90,17 @@ def states_loss(
 
 
 def teacher_mask(loss_mask: Int[Array, "b t"], segment_ids: Int[Array, "b t"], offset: int) -> Bool[Array, "b t"]:
-    """Which teacher positions u the loss mask counts: mask[u - 1 + offset], each document's last entry taken as 0.
+    """Which teacher positions u the loss mask counts: mask[u - 1 + offset].
+
+    Each document's last entry counts with an offset of 2 alone, where it is the token to be predicted; with 1 it would
+    be a teacher with no token behind it.
 
     In the shift form, with the mask taken at t + offset and shifted along with the targets at every step, the mask of
     step i at index t is mask[t + i + offset], and u = t + 1 + i.
     """
     follows = jnp.pad(segment_ids[:, 1:], ((0, 0), (0, 1)))  # 0 behind the row's end
-    inner = (loss_mask != 0) & (segment_ids > 0) & (segment_ids == follows)
+    inner = (loss_mask != 0) & (segment_ids > 0)
+    inner &= (segment_ids == follows) | (offset == 2)
     by = offset - 1
     shifted = jnp.roll(inner, -by, axis=1)
     same = jnp.roll(segment_ids, -by, axis=1) == segment_ids

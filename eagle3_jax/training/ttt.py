@@ -1,4 +1,4 @@
-"""The training-time test: K drafting steps from every position at once (EAGLE3_SPEC sections 2.1 and 2.2).
+"""The training-time test: K drafting steps from every position at once (EAGLE-3, arXiv 2503.01840, section 3.2).
 
 At step i the pair at index t is (token t+1+i, the head's own output of step i-1 at the same t), just as when drafting
 from a prefix that ends at t. It attends the true features (step 0) up to t, and behind them one key of each later step

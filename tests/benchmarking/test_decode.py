@@ -79,7 +79,7 @@ def test_what_cannot_be_measured_is_refused(config, target, prompts, tmp_path, m
         configuration.from_dict({"run_dir": "x", "evaluate": {"simulated_acceptance": 0.5}})
     long = tmp_path / "long.jsonl"
     long.write_text(json.dumps({"prompt": "x" * 5000}))
-    with pytest.raises(ValueError, match=r"--prompts .*long.jsonl: got none within"):
+    with pytest.raises(ValueError, match=r"--prompts .*long.jsonl: got no prompt within"):
         decode.run(config, long, None, target)
     sampled = dataclasses.replace(config, benchmark=dataclasses.replace(config.benchmark, temperature=0.5))
     monkeypatch.setattr(decode.importlib.util, "find_spec", lambda name: name)

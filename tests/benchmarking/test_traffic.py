@@ -101,6 +101,14 @@ def test_fields_may_be_null_and_lines_close():
     assert (found.error, found.tokens, found.text, found.prompt_tokens) == (None, 2, "ab", 7)
 
 
+def test_line_breaks_of_unicode_are_text():
+    """Servers write them as they are; an event ends at a line feed alone, and may come in parts."""
+    text = "a\u2028b\x85c"
+    raw = f'data: {{"choices": [{{"delta": {{"content": "{text}"}}}}], "usage": {{"completion_tokens": 3}}}}\r\n\r\n'
+    found, _ = asked(raw.encode()[:50], raw.encode()[50:51], raw.encode()[51:])
+    assert (found.error, found.text, found.tokens) == (None, text, 3)
+
+
 @pytest.mark.parametrize(
     ("events", "status", "said"),
     [

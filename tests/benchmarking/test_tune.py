@@ -9,9 +9,9 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
-import tiny
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +21,9 @@ from eagle3_jax import serve
 from eagle3_jax.benchmarking import decode, tune
 from eagle3_jax.benchmarking.tune import Race
 from eagle3_jax.config import DraftTree
-from eagle3_jax.decoding.tiers import VANILLA, Tier
+from eagle3_jax.decoding import tiers
+from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.decoding.tiers import Tier
 
 pytestmark = pytest.mark.any_jax
 
@@ -76,37 +78,47 @@ def test_times_of_a_turn_are_compared_with_each_other():
     assert race.ratio("stays", "left")[0] == pytest.approx(1 / 0.9)
 
 
+@dataclasses.dataclass
+class Measured:
+    """A race without decoding. Attributes: asked, engines: by name, what each was asked and who answers."""
+
+    report: dict[str, Any]
+    asked: dict[str, list[list[int]]]
+    engines: dict[str, set[Engine]]
+    warm: list[Engine]
+
+
 @pytest.fixture
-def measured(
-    monkeypatch, tmp_path
-) -> Callable[[Callable[[str, int], float]], tuple[dict[str, Any], dict[str, list[list[int]]]]]:
-    """Races two sizes whose seconds a token are given, by name and turn; says what each was asked, too."""
+def measured(monkeypatch, config, target) -> Callable[..., Measured]:
+    """Races sizes whose seconds a token are given, by name and turn."""
 
-    def measure(seconds: Callable[[str, int], float]) -> tuple[dict[str, Any], dict[str, list[list[int]]]]:
-        tiers = [VANILLA, Tier(CHAIN_OF_2, head=True)]
-        engine = SimpleNamespace(
-            tiers=SimpleNamespace(tiers=tiers), warm_up=lambda **_: None, profile=lambda _: SimpleNamespace(seconds=1.0)
-        )
+    def measure(seconds: Callable[[str, int], float], **settings: Any) -> Measured:
         asked: dict[str, list[list[int]]] = collections.defaultdict(list)
+        engines: dict[str, set[Engine]] = collections.defaultdict(set)
+        warm: list[Engine] = []
 
-        def decoding(_: Any, tier: Tier | None, prompts: list[list[int]], __: Any) -> decode.Way:
+        def decoding(engine: Engine, tier: Tier | None, prompts: list[list[int]], _: Any) -> decode.Way:
             name = decode.AUTO if tier is None else tier.name
+            engines[name].add(engine)
             asked[name].append([ids[0] for ids in prompts])
             took = seconds(name, len(asked[name]) - 2)  # -1: the turn that wakes caches
             return lambda: (decode.Answers([[0]] * len(prompts), rounds=1), took * len(prompts))
 
-        monkeypatch.setattr(tune.Engine, "load", lambda *_, **__: engine)
         monkeypatch.setattr(decode, "decoding", decoding)
-        what = decode.Material(tiny.make_target(tiny.llama_config()), "a/head", [[i] for i in range(100)], {})
-        config = configuration.from_dict({"run_dir": str(tmp_path), "benchmark": {"requests": 2, "tune_turns": 4}})
-        return tune.race(config, what, 1), asked
+        monkeypatch.setattr(Engine, "warm_up", lambda self, **_: warm.append(self))
+        monkeypatch.setattr(Engine, "profile", lambda *_: SimpleNamespace(seconds=1.0))
+        benchmark = dataclasses.replace(config.benchmark, requests=2, tune_turns=4, **settings)
+        what = decode.Material(target, str(benchmark.draft), [[i] for i in range(100)], {})
+        report = tune.race(dataclasses.replace(config, benchmark=benchmark), what, 1)
+        return Measured(report, asked, engines, warm)
 
     return measure
 
 
 def test_the_winner_s_lead_is_measured_anew(measured):
     """It won by luck: in the turns that chose it; in those behind them it is as fast as the default."""
-    report, asked = measured(lambda name, turn: 0.5 if name == "chain 2" and turn < 3 else 1.0 + turn / 100)
+    race = measured(lambda name, turn: 0.5 if name == "chain 2" and turn < 3 else 1.0 + turn / 100, trees=(CHAIN_OF_2,))
+    report, asked = race.report, race.asked
     assert report["best"] == "chain 2" and len(asked["vanilla"]) == 1 + 3
     ratio, (low, high) = report["over_auto"]["ratio"], report["over_auto"]["interval"]
     assert ratio == pytest.approx(1) and low <= 1 <= high
@@ -115,8 +127,29 @@ def test_the_winner_s_lead_is_measured_anew(measured):
         assert asked[name] == [[0, 1], *([2 * turn, 2 * turn + 1] for turn in range(3 + tune.FRESH_TURNS))]
 
 
+@pytest.mark.parametrize("trees", [(), (CHAIN_OF_2,)], ids=["usual", "named"])
+@pytest.mark.parametrize(
+    ("draft", "sizes", "every"),
+    [({}, tune.CHAINS + tune.TREES, tiers.WITH_HEAD), ({"draft": "lookup"}, tune.CHAINS, tiers.WITH_LOOKUP)],
+    ids=["head", "lookup"],
+)
+def test_the_default_is_an_engine_of_its_own_over_the_same_weights(measured, draft, sizes, every, trees):
+    """What who names no size has, whatever is raced; nobody races trees of a draft that has none."""
+    race = measured(lambda *_: 1.0, trees=trees, **draft)
+    (default,) = race.engines.pop(decode.AUTO)
+    (racing,) = set.union(*race.engines.values())
+    assert default.tiers.tiers == tuple(every)
+    raced = [size["num_draft_tokens"] for size in race.report["sizes"]]
+    assert raced == [0, *(tree.num_draft_tokens for tree in trees or sizes)]
+    assert race.warm == [racing, default]
+    ours, theirs = (jax.tree.leaves((engine.target, engine.draft)) for engine in (default, racing))
+    assert all(a is b for a, b in zip(ours, theirs, strict=True))
+    assert (default.batch_size, default.max_length) == (racing.batch_size, racing.max_length)
+
+
 @pytest.mark.slow
-def test_the_verb_writes_a_config_that_the_others_read(config, target, prompts):
+def test_the_verb_writes_a_config_that_the_others_read(config, target, prompts, monkeypatch):
+    monkeypatch.setattr(tiers, "WITH_HEAD", (tiers.VANILLA, tiers.CHAIN))  # the default's: fewer to compile
     report = tune.run(config, prompts, target)
     assert [batch["batch_size"] for batch in report["batches"]] == [1, 2]
     for batch in report["batches"]:
@@ -138,7 +171,8 @@ def test_the_config_has_the_size_of_the_nearest_batch(config, tmp_path):
 
     sizes = [size("vanilla", None), size("chain 2", CHAIN_OF_2)]
     best = {1: "chain 2", 32: "vanilla"}
-    batches = [{"batch_size": batch, "best": name, "sizes": sizes} for batch, name in best.items()]
+    ahead = {"sizes": sizes, "over_auto": {"ratio": 1.1}}
+    batches = [{"batch_size": batch, "best": name, **ahead} for batch, name in best.items()]
     alone = configuration.from_dict(tune.tuned(config, {"batches": batches}))
     assert alone.evaluate.tree == CHAIN_OF_2
     assert alone.serve.trees == (alone.evaluate.tree,)  # of batch 8, which is nearer to 1 than to 32
@@ -149,3 +183,5 @@ def test_the_config_has_the_size_of_the_nearest_batch(config, tmp_path):
     assert configuration.from_command_line("evaluate", "", words, prompts="")[0] == alone
     many = dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, batch_size=30))
     assert yaml.safe_load(yaml.safe_dump(tune.tuned(many, {"batches": batches})))["evaluate"]["tree"] == "auto"
+    slower = tune.tuned(config, {"batches": [batches[0] | {"over_auto": {"ratio": 0.9}}]})
+    assert slower["evaluate"]["tree"] == "auto" and slower["serve"]["trees"] == []

@@ -60,6 +60,18 @@ def test_any_threshold(near):
     assert changed == ("near duplicate" if near < 0.86 else None)
 
 
+def test_a_shared_system_prompt_makes_nothing_alike():
+    """Behind hundreds of words the questions decide. Under another system prompt none is the same."""
+    duplicates = filters.Duplicates(near=0.8)
+    system = {"role": "system", "content": 5 * PASSAGE}
+    asked = [[system, *user(question)] for question in ("Who kept the lamp?", "Where did the village stand?")]
+    assert [duplicates.check(messages) for messages in asked] == [None, None]
+    assert duplicates.check([system, *user(PASSAGE)]) is None
+    assert duplicates.check([system, *user(PASSAGE.replace("one winter", "one summer"))]) == "near duplicate"
+    assert duplicates.check([{"role": "system", "content": "Be brief."}, *user(PASSAGE)]) is None
+    assert len({filters.opening_hash(messages) for messages in asked}) == 2
+
+
 def test_near_duplicates_in_scripts_without_spaces():
     text = "请用简单的话解释什么是人工智能以及它如何改变我们每天的生活和工作方式并举出三个例子说明"
     duplicates = filters.Duplicates(near=0.8)
@@ -134,6 +146,9 @@ def test_split_share_and_minimum():
     assert sorted(filters.split(hashes[:2], 0.999)) == [False, True]
     with pytest.raises(ValueError, match="got 1 usable prompts, expected at least 2"):
         filters.split(hashes[:1], 0.5)
+    for held_out in (0.001, 0.999):  # prompts that begin alike stay together there too
+        first, second, third = filters.split([hashes[0], hashes[1], hashes[0]], held_out)
+        assert first == third != second
 
 
 def test_questions_on_one_passage_stay_together():

@@ -36,3 +36,19 @@ def test_a_character_that_never_ends_is_shown_at_the_end():
     detokenizer = Detokenizer(ByteTokenizer())
     assert detokenizer.add([97, 0xC3], last=False) == ""
     assert detokenizer.add([], last=True) == "a�"
+
+
+class WordTokenizer:
+    """As Llama 2's: a word carries the space in front of it, the first one of a text loses it; 0 is special."""
+
+    def decode(self, ids, skip_special_tokens):
+        assert skip_special_tokens
+        words = [" " + "_abc"[token] if token else "" for token in ids]
+        return "".join([words[0].removeprefix(" "), *words[1:]]) if words else ""
+
+
+def test_a_special_token_eats_no_space():
+    ids = [1, 2, 0, 2, 3]
+    detokenizer = Detokenizer(WordTokenizer())
+    pieces = [detokenizer.add([token], last=False) for token in ids] + [detokenizer.add([], last=True)]
+    assert "".join(pieces) == WordTokenizer().decode(ids, skip_special_tokens=True) == "a b b c"

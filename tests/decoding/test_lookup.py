@@ -90,6 +90,19 @@ def test_requests_join_and_leave_and_prefixes_are_reused(toy, head):
     assert rounds[0] < 0.9 * rounds[1]
 
 
+@pytest.mark.slow
+def test_what_a_neighbour_copies_does_not_move_a_seeded_answer(toy):
+    """A row with nothing to copy draws as in vanilla decoding, also in rounds that another row drafts in."""
+    asked = [SamplingParams(temperature=1.0, top_k=20, max_tokens=12, seed=seed) for seed in range(25)]
+    alone = Engine(toy.target, Tokenizer(), "lookup", CHAIN, batch_size=1, max_length=128, page_size=16)
+    pair = Engine(toy.target, Tokenizer(), "lookup", CHAIN, batch_size=2, max_length=128, page_size=16)
+    prompt, repeating = [3, 1, 2], [5, 6, 7] * 6
+    for params in asked:
+        expected = alone.generate([prompt], params)[0].token_ids
+        beside = [params, SamplingParams(max_tokens=16)]
+        assert pair.generate([prompt, repeating], beside)[0].token_ids == expected, params.seed
+
+
 def test_what_it_cannot_do_is_refused(toy):
     tree = DraftTree(num_steps=2, topk=2, num_draft_tokens=4)
     with pytest.raises(ValueError, match=r"tree: got DraftTree.*expected a chain \(topk=1\)"):

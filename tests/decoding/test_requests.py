@@ -370,6 +370,27 @@ def test_an_engine_at_work_is_not_stalled(toy, monkeypatch):
     assert max(seen) <= 10
 
 
+def test_a_prompt_that_is_read_alone_shows_progress_and_stops_when_it_is_aborted(toy, monkeypatch):
+    """Each stretch takes ten seconds of a clock that is ours. What the device was given is bounded by a turn's work."""
+    for name, value in (("PACKED", ((4, 4),)), ("ALONE", ((1, 32),)), ("MOST_READ", 32)):
+        monkeypatch.setattr(programs, name, value)
+    engine, clock, seen = make(toy, max_length=512), [0.0], []
+    monkeypatch.setattr(engine_module, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+    prefill = programs.prefill
+
+    def slow(*args, **options):
+        seen.append(engine.stats().stalled)
+        clock[0] += 10
+        if len(seen) == 8:
+            request.abort()
+        return prefill(*args, **options)
+
+    monkeypatch.setattr(programs, "prefill", slow)
+    request = engine.submit([(5 * i) % 23 for i in range(480)])
+    assert request.result().finish_reason == "abort"
+    assert max(seen) <= 20 and len(seen) <= 10
+
+
 def test_asynchronous_requests_stream_side_by_side(toy):
     engine = make(toy)
     expected = [answer.token_ids for answer in engine.generate(["abc", "hello", "q", "sun"])]

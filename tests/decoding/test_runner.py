@@ -5,13 +5,18 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+import tiny
+from flax import nnx
 
 from eagle3_jax import host_memory
-from eagle3_jax.config import DraftTree
+from eagle3_jax.config import DraftTree, MeshConfig
 from eagle3_jax.decoding import runner
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.programs import Models, Sizes, empty_state
 from eagle3_jax.decoding.tiers import VANILLA, WITH_HEAD
+from eagle3_jax.mesh import make_mesh, shardings
+from eagle3_jax.models.layers import SHARDING_RULES
+from eagle3_jax.models.llama import Llama
 
 CHAIN = DraftTree(num_steps=3, topk=1, num_draft_tokens=4)
 PAGE_SIZE = 16
@@ -39,6 +44,26 @@ def test_a_share_of_the_memory_is_filled_and_not_exceeded(toy, monkeypatch, draf
 
     pages = tokens // PAGE_SIZE
     assert used + bytes_of(pages) <= 0.8 * limit < used + bytes_of(pages + 1)
+
+
+@pytest.mark.parametrize("kv_heads", [2, 1])
+def test_on_a_mesh_a_device_is_filled_whether_or_not_the_heads_divide(monkeypatch, kv_heads):
+    """One KV head lies whole on both devices: half as many tokens."""
+    pretend(monkeypatch, bytes_limit=(limit := 1 << 20), bytes_in_use=0)
+    mesh, tiers = make_mesh(MeshConfig(data=1, model=2), jax.devices()[:2]), [VANILLA]
+    config = tiny.llama_config(num_attention_heads=2, num_key_value_heads=kv_heads, head_dim=16)
+    target = Llama(config, rngs=nnx.Rngs(0))
+    target = jax.device_put(target, shardings(target, mesh, SHARDING_RULES))
+    sizes = Sizes.plan(2, 64, PAGE_SIZE, tiers)
+    pages = runner.tokens_that_fit(target, None, 0.8, sizes, tiers, None) // PAGE_SIZE
+
+    def taken(pages: int) -> int:
+        planned = dataclasses.replace(sizes, pages=pages)
+        runs = runner.ModelRunner(target, None, tiers, planned, None)
+        runs.note_prompt(0, [1, 2])
+        return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(runs._state))
+
+    assert taken(pages) <= 0.8 * limit < taken(pages + 1)
 
 
 def test_an_engine_of_a_share_of_the_memory_answers(toy, monkeypatch):

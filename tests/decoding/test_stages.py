@@ -1,16 +1,24 @@
 """Stages of a round as programs of their own: together they are the round, and the bytes that it reads are counted."""
 
+import json
+import pathlib
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding import programs, stages, tiers
 from eagle3_jax.decoding.programs import Models, Sizes
 from eagle3_jax.decoding.tiers import Tier
+from eagle3_jax.formats import mtp
 from eagle3_jax.models.draft_model import DraftModel
+from eagle3_jax.models.families import family_of, read_shape
 from eagle3_jax.models.head import Draft
 
+TARGETS = pathlib.Path(__file__).parents[2] / "configs/targets"
 TREE = Tier(DraftTree(num_steps=2, topk=2, num_draft_tokens=5), head=True)
 EVERY = (tiers.VANILLA, TREE)
 SIZES = Sizes.plan(2, 64, 16, EVERY)
@@ -51,3 +59,44 @@ def test_bytes_of_a_round(toy):
     assert stages.bytes_read(models, TREE, 3, 100) == weights + 2 * keys * 300 + 2 * head
     itself = Models.of(toy.target, Draft(DraftModel(toy.target), toy.good.token_ids))
     assert stages.bytes_read(itself, TREE, 3, 100) == 3 * (weights + 2 * keys * 300)
+
+
+def first_layers(name):
+    """Of a target, in shapes: four of them."""
+    values = json.loads((TARGETS / name / "config.json").read_text())
+    values.get("text_config", values)["num_hidden_layers"] = 4
+    config = read_shape(values, (1, 2, 3))
+    return nnx.eval_shape(lambda: family_of(config).model(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+
+
+def bytes_of(module):
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(module))
+
+
+@pytest.mark.parametrize(
+    ("name", "experts", "chosen", "numbers"),  # numbers: of one expert, in all layers together
+    [
+        ("deepseek_v3", 256, 8, 3 * 7168 * 2048),  # the first three layers have none
+        ("gpt_oss_20b", 32, 4, 4 * (3 * 2880 * 2880 + 3 * 2880)),
+        ("llama4_scout", 16, 1, 4 * 3 * 5120 * 8192),
+        ("qwen3_30b_a3b", 128, 8, 4 * 3 * 2048 * 768),
+    ],
+)
+def test_of_experts_as_many_are_read_as_the_tokens_of_a_pass_may_choose(name, experts, chosen, numbers):
+    model = first_layers(name)
+    whole = bytes_of(model) - bytes_of(model.embed)
+    copies = Tier(DraftTree(num_steps=2, num_draft_tokens=3, lookup_tokens=2), head=False)
+    for tier, batch, tokens in ((tiers.VANILLA, 1, 1), (tiers.VANILLA, 2, 2), (copies, 1, 3), (copies, 50, 150)):
+        unread = max(0, experts - tokens * chosen) * 2 * numbers
+        assert stages.bytes_read(Models.of(model, None), tier, batch, 0) == whole - unread
+
+
+def test_a_draft_s_experts_are_those_of_its_own_tokens():
+    """DeepSeek-V3's own layer, and four layers as a draft model: 2 nodes of a level, then the 3 tokens committed."""
+    target, ids = first_layers("deepseek_v3"), jnp.arange(1)
+    layer = mtp.abstract(target.config, jnp.bfloat16)
+    expert = 2 * 3 * 7168 * 2048
+    alone = stages.bytes_read(Models.of(target, None), TREE, 1, 0)
+    for head, whole in ((layer, bytes_of(layer)), (DraftModel(target), bytes_of(target) - bytes_of(target.embed))):
+        drafted = stages.bytes_read(Models.of(target, Draft(head, ids)), TREE, 1, 0) - alone
+        assert drafted == 2 * (whole - 256 * expert) + (2 + 3) * 8 * expert

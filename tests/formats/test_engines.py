@@ -91,6 +91,16 @@ def test_what_the_forms_engine_cannot_run_is_refused_before_a_file_is_there(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_of_deepseek_sglang_counts_layers_from_one_only_where_the_first_is_one() -> None:
+    head = dataclasses.replace(stored((3, 6, 9)), verifier={"architectures": ["DeepseekV3ForCausalLM"]})
+    (said,) = engines.refusals(FORMS["sglang"], head)
+    assert said.startswith("target.aux_layers: got (3, 6, 9), expected the default") and said.endswith("ignored")
+    assert engines.refusals(FORMS["vllm"], head) == []
+    assert engines.refusals(FORMS["sglang"], dataclasses.replace(head, verifier=None)) == []
+    second = dataclasses.replace(stored((2, 7, 9)), verifier=head.verifier)
+    assert engines.refusals(FORMS["sglang"], second) == []
+
+
 def test_vllm_captures_what_sglang_does_not(tmp_path: pathlib.Path) -> None:
     target = dataclasses.replace(TARGET, aux_layers=(0, 6, 12))
     save_draft(tmp_path / "head", make_draft(target=target), target=target, dtype="float32", form="vllm")

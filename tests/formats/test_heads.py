@@ -38,7 +38,7 @@ def saved(tmp_path: pathlib.Path) -> pathlib.Path:
 def numpy_chain(
     folder: pathlib.Path, embeds: np.ndarray, aux: np.ndarray, drafted: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """EAGLE3_SPEC section 1.1 straight from the files, in float64: prefix pairs, then a chain from the last one.
+    """The head straight from its files, in float64: prefix pairs, then a chain from the last one.
 
     Args:
         embeds: [t, H], embeddings of tokens 1..t; aux: [t, n_aux * H]; drafted: [steps, H], of the chain's tokens.

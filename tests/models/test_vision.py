@@ -114,3 +114,15 @@ def test_the_hub_s_older_spelling_of_qwen_is_read(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(values))
     shape = registry.read_config(tmp_path, (0, 1))
     assert (shape.architecture, shape.rope_scaling, shape.eos_token_ids) == ("Qwen2ForCausalLM", None, (7,))
+
+
+def test_stop_tokens_of_the_whole_model_hold(tmp_path):
+    """transformers writes the class' default into the text part: of Gemma 3 one stop token, where a chat has two."""
+    values = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": TEXT | {"eos_token_id": 1}}
+    for folder, outside, generation in (("a", {"eos_token_id": [1, 6]}, {}), ("b", {}, {"eos_token_id": [1, 6]})):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text(json.dumps(values | outside))
+        (tmp_path / folder / "generation_config.json").write_text(json.dumps(generation))
+        assert registry.read_config(tmp_path / folder, (0, 1)).eos_token_ids == (1, 6)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert registry.read_config(tmp_path, (0, 1)).eos_token_ids == (1,)

@@ -129,6 +129,13 @@ def test_completions_of_several_prompts(served):
     )
 
 
+def test_equal_prompts_of_one_request_are_different_samples(served):
+    ask: Any = {"model": MODEL, "prompt": ["apple"] * 3 + ["snow"], "temperature": 2.0, "max_tokens": 12, "seed": 5}
+    texts = [choice.text for choice in served.client.completions.create(**ask).choices]
+    several = served.client.completions.create(**ask | {"prompt": "apple", "n": 3}).choices
+    assert texts[:3] == [choice.text for choice in several] and len(set(texts)) == 4
+
+
 def test_every_sampling_field_reaches_the_engine(served):
     fields: dict[str, Any] = {
         "temperature": 0.8,
@@ -439,6 +446,19 @@ def test_a_failure_of_the_device_is_an_error_and_the_next_request_is_not(served,
         with pytest.raises(openai.InternalServerError, match="RuntimeError: the device is gone"):
             served.client.completions.create(**ask)
     assert served.client.completions.create(**ask).choices[0].finish_reason == "length"
+
+
+def test_the_server_s_own_failure_is_counted(served, monkeypatch):
+    def count() -> float:
+        families = text_string_to_metric_families(served.metrics())
+        samples = [sample for family in families for sample in family.samples]
+        return sum(x.value for x in samples if x.name.endswith("responses_total") and x.labels["status"] == "500")
+
+    before = count()
+    monkeypatch.setattr("eagle3_jax.serving.answers.Answers.usage", lambda *_: 1 / 0)
+    with pytest.raises(openai.InternalServerError, match="the server failed"):
+        served.client.completions.create(model=MODEL, prompt="apple", temperature=0, max_tokens=2)
+    assert count() == before + 1
 
 
 def test_numbers_in_events_are_json(served):

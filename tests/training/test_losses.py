@@ -1,4 +1,4 @@
-"""The loss against the shift form of EAGLE3_SPEC section 2.1, written in NumPy for one document without padding."""
+"""The loss against the shift form, in NumPy for one document: each step moves tokens and teacher by one."""
 
 import dataclasses
 
@@ -29,7 +29,8 @@ def shift_form(head, teacher, batch, config):
     teacher_probabilities = softmax(np.asarray(batch.last_hidden[0], np.float64) @ np.asarray(teacher.rows).T)
     draft_ids = np.asarray(teacher.draft_ids)[np.asarray(batch.argmax[0])]
     mask = np.asarray(batch.loss_mask[0]).copy()
-    mask[-1] = 0
+    if config.mask_offset < 2:  # with 2 the entry of the last token says that this token is to be predicted
+        mask[-1] = 0
     for _ in range(config.mask_offset):
         mask = shift_left(mask)
     target, label = shift_left(teacher_probabilities), np.append(draft_ids[1:], -1)
@@ -93,10 +94,10 @@ def test_gradients_flow_through_all_steps(head, teacher, make_batch):
 def test_masks_stay_inside_their_document():
     segments = jnp.asarray([[1, 1, 1, 1, 2, 2, 2, 0]])
     ones = jnp.ones_like(segments)
-    expected = {  # the last entry of each document counts as 0; then mask[u - 1 + offset]
+    expected = {  # mask[u - 1 + offset]; the last entry of each document counts with an offset of 2 alone
         0: [0, 1, 1, 1, 0, 1, 1, 0],
         1: [1, 1, 1, 0, 1, 1, 0, 0],
-        2: [1, 1, 0, 0, 1, 0, 0, 0],
+        2: [1, 1, 1, 0, 1, 1, 0, 0],
     }
     for offset, mask in expected.items():
         np.testing.assert_array_equal(teacher_mask(ones, segments, offset)[0], np.asarray(mask, bool), str(offset))
