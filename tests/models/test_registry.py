@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tiny
 from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.numpy import save_file
 
 from eagle3_jax import manifest
@@ -43,6 +44,16 @@ def test_a_config_is_fetched_without_the_weights(monkeypatch, tmp_path):
     monkeypatch.setattr(registry, "snapshot_download", lambda name, **kwargs: asked.update(kwargs) or tmp_path)
     assert registry.fetch("org/model", whole=False) == tmp_path
     assert asked["allow_patterns"] == ["config.json", "generation_config.json"]
+
+
+def test_what_lies_in_folders_of_a_hub_is_left_there(monkeypatch, tmp_path):
+    """gpt-oss' repositories hold the weights twice."""
+    asked = {}
+    monkeypatch.setattr(registry, "snapshot_download", lambda name, **kwargs: asked.update(kwargs) or tmp_path)
+    registry.fetch("org/model")
+    files = ["config.json", "model-00000-of-00002.safetensors", "original/model.safetensors", "original/dtypes.json"]
+    patterns = {name: asked[name] for name in ("allow_patterns", "ignore_patterns")}
+    assert list(filter_repo_objects(files, **patterns)) == files[:2]
 
 
 @pytest.mark.parametrize(
