@@ -124,7 +124,9 @@ class Cloud:
         (self.folder / "asked.jsonl").write_text("")
         return subprocess.run(
             ["bash", *arguments],
-            env=os.environ | {"PATH": f"{self.programs}:/usr/bin:/bin", "FAKE": str(self.folder), "VENV": venv},
+            # What names a Python here, for tools/env.sh, is no host's.
+            env=os.environ
+            | {"PATH": f"{self.programs}:/usr/bin:/bin", "FAKE": str(self.folder), "VENV": venv, "PYTHON": ""},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
