@@ -27,6 +27,7 @@ pytestmark = pytest.mark.any_jax
 ROOT = pathlib.Path(__file__).parent.parent
 
 
+@pytest.mark.slow
 def test_programs_from_a_compilation_cache_are_loaded_in_silence(tmp_path):
     """XLA logs pages of "features" that it misses for each of them, on the very machine that compiled it."""
     code = (

@@ -157,6 +157,7 @@ def test_programs_pin_their_results_where_the_rules_say():
     program(np.ones((4, 4)))  # and without a mesh as before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "platforms"),
     [

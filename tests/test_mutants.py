@@ -50,6 +50,7 @@ def test_a_share_is_a_part_of_a_whole(text):
         mutants.read_share(text)
 
 
+@pytest.mark.slow
 def test_a_whole_file_a_test_and_one_case_of_it_are_told_apart(tmp_path):
     folder = tmp_path / "0"
     folder.mkdir()

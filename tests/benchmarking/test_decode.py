@@ -71,6 +71,7 @@ def test_acceptance_can_be_simulated(config, target, prompts, tmp_path):
     assert ways["tree 2, 2, 4"]["acc_length"] == 3 and ways["chain 2"]["identical"] is None
 
 
+@pytest.mark.slow
 def test_what_cannot_be_measured_is_refused(config, target, prompts, tmp_path, monkeypatch):
     for field, value in (("batch_sizes", []), ("batch_sizes", [0]), ("turns", 0), ("simulated_acceptance", 1.5)):
         with pytest.raises(ConfigError, match=f"benchmark.{field}: got"):

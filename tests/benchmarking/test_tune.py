@@ -60,6 +60,7 @@ def test_nobody_leaves_by_one_turn():
     assert race.left(["a", "b"]) == ["a"]
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10_000), st.floats(0.5, 2.0))
 def test_a_ratio_s_interval_holds_what_is_true(seed, ratio):
     """Wider than needed or not, it must hold the truth in nearly all races."""

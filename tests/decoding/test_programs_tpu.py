@@ -129,6 +129,7 @@ def shapes(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topology", ["v5e:1x1", "tpu7x:1x1x1"])
 def test_log_probabilities_sort_no_vocabulary(topology):
     """Each program that may be asked for them would compile for more than twice as long."""

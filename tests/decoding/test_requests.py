@@ -131,6 +131,7 @@ def test_logprobs_are_those_of_the_target_at_every_token(engine, following):
     assert engine.generate([[4, 9, 2]], SamplingParams(max_tokens=3))[0].logprobs is None
 
 
+@pytest.mark.slow
 def test_stop_strings_across_tokens_cut_text_and_tokens(engine):
     whole = engine.generate(["hello"], SamplingParams(max_tokens=30, presence_penalty=0.7))[0]
     stop = whole.text[7:10]

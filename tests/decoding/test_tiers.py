@@ -76,6 +76,7 @@ def test_a_head_that_drafts_has_read_everything(engine, monkeypatch):
     assert any(unread["lookup 8"])
 
 
+@pytest.mark.slow
 def test_pages_that_the_head_never_read_are_shared_but_not_drafted_from(toy, vanilla, monkeypatch):
     """The next turn of a conversation finds the same pages as in vanilla decoding, and knows that it is lost."""
     engine = Engine(toy.target, Tokenizer(), toy.good, **SIZES)

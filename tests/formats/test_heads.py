@@ -212,6 +212,7 @@ def test_any_head_in_any_form_comes_back_to_the_bit_or_is_refused(
         assert_same(load_draft(folder, target=target, dtype=jnp.dtype(dtype)), draft)
 
 
+@pytest.mark.slow
 @examples(15)
 @given(path=st.lists(st.sampled_from(["sglang", "vllm", "speculators"]), min_size=2, max_size=5))
 def test_a_head_goes_through_forms_and_keeps_every_bit(

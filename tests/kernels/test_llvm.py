@@ -55,6 +55,7 @@ def write_chain(module, name, patience=0):
     llvm.write_kernel(module, name, 2, 2, plan, body)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("threads", "chunks"), list(itertools.product([1, 2, 5], [1, 2, 7])))
 def test_a_call_is_done_when_it_ends(monkeypatch, threads, chunks):
     """Also where a helper still works on the slow chunk, or comes when nothing is left."""

@@ -144,6 +144,7 @@ def test_compiles_for_several_tiles_of_queries(chip):
     assert "tpu_custom_call" in compiled(chip, (8, 2), nodes=300, causal=True).as_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("chip", "head_dim"),
     [

@@ -71,6 +71,7 @@ def test_xla_equals_one_dense_softmax(batch, length, kv_heads, group, steps, see
     np.testing.assert_allclose(got, dense(q, k, v, segments, newest), atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.slow
 def test_blocks_of_queries_change_nothing(monkeypatch):
     arguments = example(length=37)
     whole = with_gradients(arguments, 2, 1.0, implementation="xla")
@@ -115,6 +116,7 @@ def test_gradients_by_finite_differences():
     check_grads(attend, (q, k, v), order=1, modes=["rev"], atol=1e-2, rtol=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
 def test_steps_that_are_still_to_come_are_not_read(implementation):
     """NaN there reaches neither the result nor a gradient."""

@@ -43,6 +43,7 @@ HEADS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("begins", [False, True])
 def test_one_row_s_state_is_that_of_all(name, begins):

@@ -19,6 +19,7 @@ from eagle3_jax.models.writing import write_target
 pytestmark = pytest.mark.any_jax
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shard_bytes", [10**9, 50_000])
 def test_a_written_target_is_the_same_target(tmp_path, dtype, shard_bytes):
