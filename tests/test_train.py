@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pathlib
 import shutil
+import types
 
 import jax
 import jax.numpy as jnp
@@ -321,6 +322,36 @@ def test_a_warm_start_begins_with_the_head_and_its_vocabulary(tmp_path):
         train.train(missing, target)
     for refused in (other, missing):
         assert not refused.folder("train").exists(), "refused before the folder is claimed: a corrected run may use it"
+
+
+def test_a_training_is_told_by_the_files_of_a_named_head_and_by_what_its_taus_are_of(tmp_path, target, monkeypatch):
+    """Another head under the name, or other prompts to measure with, is another training."""
+
+    class Claimed(Exception):
+        pass
+
+    def claim(folder, identity):
+        raise Claimed(identity)
+
+    head = tmp_path / "head"
+    head.mkdir()
+    (head / "config.json").write_text("{}")
+    config = prepared(tmp_path, target, warm_start="org/head", decode_every=2, decode_prompts=5)
+    monkeypatch.setattr(train.draft_models, "fetch", lambda name, field: head)
+    monkeypatch.setattr(train, "_warm_start", lambda *_: None)
+    monkeypatch.setattr(train.manifest, "claim", claim)
+    with pytest.raises(Claimed) as claimed:
+        train.train(config, target)
+    (identity,) = claimed.value.args
+    assert list(identity["warm_start"]) == ["config.json"]
+    assert identity["train"]["decode_prompts"] == 5 and "decode_every" not in identity["train"]
+
+
+def test_a_warm_start_is_a_head_of_eagle3(target, monkeypatch):
+    monkeypatch.setattr(train.heads, "load_draft", lambda *_, **__: types.SimpleNamespace(head=target.model))
+    head_config = DraftHeadConfig.for_target(configs.DraftConfig(vocab_size=DRAFT_VOCAB), target.model.config)
+    with pytest.raises(ValueError, match=r"train.warm_start org/head: got Llama, expected a head of EAGLE-3"):
+        train._warm_start("org/head", target, head_config)
 
 
 @pytest.mark.slow
