@@ -36,6 +36,8 @@ class Answer:
     Attributes:
         token_ids: as they were sampled, the end of sequence included. Training reads these: their text, tokenised
             again, may be other tokens.
+        text: without the reasoning; the history of later turns has no more of it.
+        failed: the engine gave up in the middle, see `Output.error`.
     """
 
     id: str
@@ -43,6 +45,7 @@ class Answer:
     text: str
     token_ids: list[int]
     truncated: bool
+    failed: bool = False
 
 
 @dataclasses.dataclass
@@ -51,8 +54,8 @@ class Dialogue:
 
     Attributes:
         end: why no more turns follow: "complete", "truncated" (the last answer reached max_tokens), "empty" (the next
-            answer had no text), "too_long" (the next turn does not fit), "refused" (by the chat template), "given"
-            (answered before, by another engine).
+            answer had no text), "failed" (in the next answer), "too_long" (the next turn does not fit), "refused" (by
+            the chat template), "given" (answered before, by another engine).
     """
 
     prompt: dict[str, Any]
@@ -88,7 +91,10 @@ class Dialogue:
 
     def take(self, answer: Answer) -> None:
         """Continues with an answer, or ends."""
-        if not answer.text.strip():
+        if answer.failed:
+            self.end = "failed"
+            return
+        if not answer.text.strip() and not answer.truncated:  # one that was cut off may have been in its reasoning
             self.end = "empty"
             return
         self.answers.append(answer)
@@ -291,7 +297,7 @@ def _to_answer(name: str, turn: int, output: Output) -> Answer:
     truncated = output.finish_reason == "length"
     # A cut may leave the first bytes of a character, which decode to replacement characters.
     text = output.text.rstrip("\ufffd") if truncated else output.text
-    return Answer(name, turn, text, output.token_ids, truncated)
+    return Answer(name, turn, text, output.token_ids, truncated, failed=output.finish_reason == "error")
 
 
 def _counts(dialogues: Sequence[Dialogue]) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class FakeEngine(Engine):
             last = texts[index].splitlines()[-2]
             self.temperatures.setdefault(texts[index].splitlines()[0], set()).add(params[index].temperature)
             text = "" if "silence" in last else f"answer {params[index].seed}"
-            reason = "length" if "ramble" in last else "stop"
+            reason = "error" if "break" in last else "length" if "ramble" in last else "stop"
             text += "\ufffd" if reason == "length" else ""
             ids = [*range(4), params[index].seed]
             outputs[index] = Output(ids, text, reason, Stats(5, []))
@@ -119,6 +119,19 @@ def test_the_target_answers_every_turn_in_its_context(prepared):
     assert f"system: Be kind.\nuser: First\nassistant: {first}\nuser: Second\nassistant: " in engine.asked
     assert two["category"] == "chat"
     assert two["truncated"] is False
+
+
+def test_what_failed_is_no_answer_and_what_was_cut_off_in_its_reasoning_is_one(prepared):
+    prompts = [prompt("whole", "Hello"), prompt("failed", "break"), prompt("late", "Talk", "break it", "And?")]
+    folder, run = prepared("run", train=[*prompts, prompt("thought", "ramble in silence")])
+    run(FakeEngine())
+    conversations = {line["id"]: line for line in read(folder / "train.jsonl")}
+    assert list(conversations) == ["whole", "late", "thought"]
+    assert len(conversations["late"]["answer_ids"]) == 1
+    assert conversations["thought"]["messages"][1]["content"] == ""
+    results = manifest.read(folder, "regenerate")["results"]["train"]
+    assert results["ended"] == {"complete": 1, "failed": 1, "truncated": 1}
+    assert results["dropped"] == {"failed": 1}
 
 
 def test_each_prompt_has_one_of_several_temperatures(prepared):

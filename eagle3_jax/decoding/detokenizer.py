@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+from eagle3_jax.decoding.channels import Channels
 
 
 class Detokenizer:
@@ -26,20 +29,25 @@ class Detokenizer:
 
 
 class StopScanner:
-    """Looks for stop strings in an answer, wherever its tokens begin and end.
+    """Looks for stop strings in an answer, wherever its tokens begin and end; not in its reasoning.
+
+    Args:
+        prompt: see `Channels`.
 
     Attributes:
         text: so far, cut in front of a stop string that was found.
         settled: characters of it that no stop string can begin in any more.
     """
 
-    def __init__(self, tokenizer: Any, stops: tuple[str, ...]) -> None:
+    def __init__(self, tokenizer: Any, stops: tuple[str, ...], prompt: Sequence[int]) -> None:
         self.text, self.settled = "", 0
-        self._stops, self._detokenizer, self._found = stops, Detokenizer(tokenizer), False
+        self._stops, self._found = stops, False
+        self._channels, self._detokenizer = Channels(tokenizer, prompt), Detokenizer(tokenizer)
 
     def add(self, token: int, look: bool) -> bool:
         """Adds a token; True where it completes a stop string. `look`: False lets stop strings pass."""
-        return self._extend(self._detokenizer.add([token], last=False), look)
+        answer, _ = self._channels.split([token])
+        return self._extend(self._detokenizer.add(answer, last=False), look)
 
     def end(self) -> str:
         """The whole text, with what was held back."""

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
+from eagle3_jax.decoding.channels import Channels
 from eagle3_jax.decoding.detokenizer import Detokenizer, StopScanner
 from eagle3_jax.decoding.pages import Lease
 from eagle3_jax.decoding.policy import Acceptance
@@ -66,6 +67,7 @@ class Output:
     Attributes:
         token_ids: without the prompt; the stop token is the last one when `finish_reason` is "stop".
         text: without special tokens, and without the stop string and what stands behind it.
+        reasoning: what was said in other channels than the answer's (gpt-oss), see `Channels`.
         finish_reason: "stop": end of sequence, a stop token or string; "length": `max_tokens`, or the engine's
             `max_length`; "abort"; "timeout": its deadline passed; "error": see `error`.
         logprobs: one for each token, where the request asked for them.
@@ -77,6 +79,7 @@ class Output:
     stats: Stats
     logprobs: list[Logprob] | None = None
     error: str | None = None
+    reasoning: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +99,7 @@ class Piece:
     depths: list[int]
     tree: RoundTree | None
     logprobs: list[Logprob] | None = None
+    reasoning: str = ""
 
 
 @runtime_checkable
@@ -134,7 +138,7 @@ class Request:
         self.behind = False  # the device was told to go on without the head, and not yet to let it catch up
         self.acceptance = Acceptance()
         self._driver, self._tokenizer = driver, tokenizer
-        self._scanner = StopScanner(tokenizer, params.stop) if params.stop else None
+        self._scanner = StopScanner(tokenizer, params.stop, ids) if params.stop else None
         self._submitted = time.monotonic()
         self._first: float | None = None
         self._token_ids: list[int] = []
@@ -145,7 +149,8 @@ class Request:
         self._accepted: list[int] = []
         self._listeners: list[Callable[[], None]] = []
         # Of those who take pieces.
-        self._detokenizer = Detokenizer(tokenizer)
+        self._channels = Channels(tokenizer, ids)
+        self._detokenizer, self._reasoning = Detokenizer(tokenizer), Detokenizer(tokenizer)
         self._ready = self._taken = 0  # tokens: that there are, and that were taken
         self._taken_text = 0
         self._ended = self._streamed = False
@@ -207,8 +212,10 @@ class Request:
         new = slice(self._taken, self._ready)
         ids = self._token_ids[new]
         logprobs = None if self.params.logprobs is None else self._logprobs[new]
+        answer, thoughts = self._channels.split(ids)
+        reasoning = self._reasoning.add(thoughts, last=output is not None)
         if self._scanner is None:
-            text = self._detokenizer.add(ids, last=output is not None)
+            text = self._detokenizer.add(answer, last=output is not None)
         else:
             text = self._scanner.text[self._taken_text : None if output else self._scanner.settled]
             self._taken_text += len(text)
@@ -216,7 +223,7 @@ class Request:
         self._ended = output is not None
         reason = None if output is None else output.finish_reason
         tree = None if self._tree is None else RoundTree.of(self._tree)
-        return Piece(text, ids, reason, self._depths[new], tree, logprobs)
+        return Piece(text, ids, reason, self._depths[new], tree, logprobs, reasoning)
 
     # For the engine.
 
@@ -268,13 +275,15 @@ class Request:
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
         """Ends it with the tokens that it has."""
+        answer, thoughts = Channels(self._tokenizer, self.ids).split(self._token_ids)
         if self._scanner is None:
-            text = self._tokenizer.decode(self._token_ids, skip_special_tokens=True)
+            text = self._tokenizer.decode(answer, skip_special_tokens=True)
         else:
             text = self._scanner.end()
+        reasoning = self._tokenizer.decode(thoughts, skip_special_tokens=True) if thoughts else ""
         stats = Stats(self._rounds, self._accepted, self.cached, self._first)
         logprobs = None if self.params.logprobs is None else self._logprobs
-        self.output = Output(list(self._token_ids), text, reason, stats, logprobs, error)
+        self.output = Output(list(self._token_ids), text, reason, stats, logprobs, error, reasoning)
         self._tell()
 
     def _until_stop_string(self, ids: list[int]) -> tuple[int, bool]:

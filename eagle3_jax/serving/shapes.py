@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from eagle3_jax.decoding.request import Logprob, Output, Piece
+from eagle3_jax.models.chat_template import special_tokens
 
 
 class Tokens:
@@ -21,7 +22,7 @@ class Tokens:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._special = frozenset(tokenizer.all_special_ids)
+        self._special = frozenset(special_tokens(tokenizer))
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
         self._bytes = _byte_letters() if decoder is not None and b"ByteLevel" in decoder.__getstate__() else {}
 
@@ -75,9 +76,10 @@ class ChatShape:
         self.tokens = tokens
 
     def whole(self, index: int, output: Output) -> dict[str, Any]:
+        message = {"role": "assistant", "content": output.text} | _reasoning(output)
         return {
             "index": index,
-            "message": {"role": "assistant", "content": output.text},
+            "message": message,
             "logprobs": self._logprobs(output.logprobs),
             "finish_reason": output.finish_reason,
         }
@@ -88,7 +90,7 @@ class ChatShape:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def part(self, index: int, piece: Piece) -> dict[str, Any]:
-        delta = {"content": piece.text} if piece.text else {}
+        delta = ({"content": piece.text} if piece.text else {}) | _reasoning(piece)
         logprobs = self._logprobs(piece.logprobs)
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": piece.finish_reason}
 
@@ -104,6 +106,11 @@ class ChatShape:
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
         text, raw = self.tokens.show(token)
         return {"token": text, "logprob": logprob, "bytes": None if raw is None else list(raw)}
+
+
+def _reasoning(said: Output | Piece) -> dict[str, str]:
+    """As SGLang and vLLM call it; none where there is none."""
+    return {"reasoning_content": said.reasoning} if said.reasoning else {}
 
 
 class CompletionShape:

@@ -25,6 +25,9 @@ VOCABULARY, HIDDEN = 40, 32
 class Tokenizer:
     chat_template = None
 
+    def convert_tokens_to_ids(self, _: str) -> None:
+        return None
+
     def decode(self, ids: list[int], **_: object) -> str:
         return " ".join(map(str, ids))
 
