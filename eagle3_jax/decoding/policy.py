@@ -129,6 +129,8 @@ class TierPolicy:
             if wasted <= budget:
                 budget -= max(wasted, 0)
                 best = other
+                if wasted <= 0:  # no try: kept by hysteresis alone, the current one would be shut out unseen
+                    self.current = other
         self._budget = budget
         self._tried[best] = self._dispatches
         return best

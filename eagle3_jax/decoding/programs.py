@@ -86,8 +86,9 @@ class Sizes:
 
     @property
     def columns(self) -> int:
-        """Of the page table: padding of a prompt's last stretch may reach beyond its pages."""
-        return self.pages_per_sequence + -(-max(length for _, length in self.chunks) // self.page_size)
+        """Of the page table: a prompt's last stretch, and a head that catches up, are padded beyond their pages."""
+        padding = max(resting.ROOM, *(length for _, length in self.chunks))
+        return self.pages_per_sequence + -(-padding // self.page_size)
 
     @property
     def chunks(self) -> list[tuple[int, int]]:

@@ -53,6 +53,11 @@ class ModelRunner:
         self.dispatches = self.compiled = 0
         self._models = Models.of(target, draft)
         self._tiers, self.kv_dtype = tuple(tiers), kv_dtype
+        make = functools.partial(programs.empty_state, sizes=sizes, tiers=self._tiers, kv_dtype=kv_dtype)
+        embed = self.target.embed[...]
+        # Committed to its device as the models are, or the first program would be compiled twice.
+        place = embed.sharding if self.mesh is None and embed.committed else None
+        self._empty_state = jax.jit(make, out_shardings=place)
         self._state: State | None = None
 
     def replace_draft(self, draft: Draft) -> None:
@@ -203,7 +208,7 @@ class ModelRunner:
         return Round(
             plain / most + max(0.0, one - single) if tier.copies_alone else several / most,
             seconds | {"host": host},
-            stages.bytes_read(self._models, tier, batch, self._measured_length),
+            stages.bytes_read(self._models, tier, batch, self._measured_length, self.kv_dtype),
         )
 
     @property
@@ -229,13 +234,7 @@ class ModelRunner:
         state, self._state = self._state, None
         with mesh_set(self.mesh):
             if state is None:
-                make = functools.partial(
-                    programs.empty_state, sizes=self.sizes, tiers=self._tiers, kv_dtype=self.kv_dtype
-                )
-                embed = self.target.embed[...]
-                # Committed to its device as the models are, or the first program would be compiled twice.
-                place = embed.sharding if self.mesh is None and embed.committed else None
-                state = jax.jit(make, out_shardings=place)(self._models)
+                state = self._empty_state(self._models)
             before = programs.compiled()
             yield state
         self.dispatches += 1

@@ -21,6 +21,7 @@ from eagle3_jax.decoding.programs import Models
 from eagle3_jax.decoding.rounds import Judged, State
 from eagle3_jax.decoding.tiers import Tier
 from eagle3_jax.decoding.tree import TokenTree
+from eagle3_jax.models.draft import DraftHead
 from eagle3_jax.models.draft_model import DraftModel
 from eagle3_jax.models.target import TargetModel
 from eagle3_jax.models.weights import parameter_path
@@ -70,32 +71,39 @@ def times(models: Models, state: State, tier: Tier) -> tuple[State, dict[str, fl
     return state, {stage: statistics.median(seconds[1:]) for stage, seconds in taken.items()}  # the first one compiled
 
 
-def bytes_read(models: Models, tier: Tier, batch: int, length: int) -> int:
+def bytes_read(models: Models, tier: Tier, batch: int, length: int, kv_dtype: Any = None) -> int:
     """Bytes that a round cannot do without: weights, once a pass, and keys and values in use.
 
     Of the embeddings a few rows alone are read, unless they are the LM head too, and of experts as many as the tokens
     of a pass may choose, as if no two chose the same. The draft runs once a level of the tree, the last time over the
-    committed tokens; a head's keys and values, of one layer, are left out.
+    committed tokens, and there alone a head of EAGLE-3 reads `fc`. A head's keys and values, of one layer, are left
+    out.
+
+    Args:
+        kv_dtype: of the caches; None is the weights'.
     """
     target, draft = models.modules()
     tree = tier.tree
-    total = _of_model(target, batch, 1 if tree is None else tree.num_draft_tokens, length)
+    total = _of_model(target, batch, 1 if tree is None else tree.num_draft_tokens, length, kv_dtype)
     if tier.head and tree is not None and draft is not None:
         head = draft.head
         for nodes in [tree.topk] * (tree.num_steps - 1) + [tree.depth + 1]:
             if isinstance(head, DraftModel):
-                total += _of_model(head.model, batch, nodes, length)
+                total += _of_model(head.model, batch, nodes, length, kv_dtype)
             else:
                 total += _weights(head, getattr(head.config, "model", head.config), batch * nodes)
+        if isinstance(head, DraftHead):
+            total -= (tree.num_steps - 1) * sum(map(_bytes, jax.tree.leaves(head.fc)))
     return total
 
 
-def _of_model(model: TargetModel, batch: int, nodes: int, length: int) -> int:
+def _of_model(model: TargetModel, batch: int, nodes: int, length: int, kv_dtype: Any) -> int:
     """In one pass over so many nodes of each sequence."""
     config = model.config
     embedding = _bytes(model.embed) if hasattr(model, "lm_head") else 0
     caches = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * batch * length
-    return _weights(model, config, batch * nodes) - embedding + caches * model.embed.dtype.itemsize
+    stored = jnp.dtype(kv_dtype or model.embed.dtype)
+    return _weights(model, config, batch * nodes) - embedding + caches * stored.itemsize
 
 
 def _weights(module: nnx.Module, config: Any, tokens: int) -> int:

@@ -92,7 +92,7 @@ def tree_attention(
     t, (kv_heads, d) = queries.shape[1], new_keys.shape[2:]
     if tail_mask is not None and tail_mask.shape[-1] < t:
         raise ValueError(f"tail_mask: got {tail_mask.shape[-1]} slots, expected those of the {t} new tokens at least")
-    scaled = queries if key_scale is None else queries * _per_query_head(key_scale, queries).astype(queries.dtype)
+    scaled = queries if key_scale is None else _scaled(queries, key_scale)
     new_keys, new_values = _stored(new_keys, key_scale, keys.dtype), _stored(new_values, value_scale, values.dtype)
     rest = keys, values, lengths, tail_mask, page_table, first, sinks
     if (implementation or default_implementation()) == "xla":
@@ -113,9 +113,7 @@ def tree_attention(
             {"model": keys.shape[1]} | ({"data": len(queries)} if page_table is None else {}),
         )
         attended = own_parts(attended, beside, rows, d) if packed else attended
-    if value_scale is not None:
-        attended *= _per_query_head(value_scale, queries).astype(attended.dtype)
-    return attended, keys, values
+    return attended if value_scale is None else _scaled(attended, value_scale), keys, values
 
 
 def _stored(new: Float[Array, "b t k d"], scale: Float[Array, " k"] | None, dtype: Any) -> Num[Array, "b k t d"]:
@@ -132,8 +130,10 @@ def _stored(new: Float[Array, "b t k d"], scale: Float[Array, " k"] | None, dtyp
     return jnp.clip(new, float(limits.min), float(limits.max)).astype(dtype)
 
 
-def _per_query_head(scale: Float[Array, " k"], queries: Array) -> Float[Array, "1 1 n 1"]:
-    return jnp.repeat(scale, queries.shape[2] // scale.shape[0])[None, None, :, None]
+def _scaled(x: Float[Array, "b t n d"], scale: Float[Array, " k"]) -> Float[Array, "b t n d"]:
+    """By the scale of each KV head, in its dtype: rounded to bfloat16 it would bias all that is attended."""
+    each = jnp.repeat(scale, x.shape[2] // scale.shape[0])
+    return (x.astype(scale.dtype) * each[None, None, :, None]).astype(x.dtype)
 
 
 def _pallas(
@@ -246,26 +246,34 @@ def plan(
     most = min(blocks["keys_per_head"], blocks["keys_per_step"] // kv_heads, -(-pages * page_size // unit) * unit)
     block = max(unit, most // unit * unit)
     piece = math.gcd(block, 256)
-    item = max(_ITEM, blocks["scores_per_item"] // (group * tile))
-    width = max(piece, min(item, block) // piece * piece)
-    while block % width:  # a block is a whole number of items
-        width -= piece
-    shape = Shape(
-        batch=b,
-        nodes=-(-nodes // tile) * tile,
-        group=group,
-        kv_heads=kv_heads,
-        head_dim=d,
-        page_size=page_size,
-        pages=pages,
-        tile=tile,
-        step=block // page_size,
-        width=width,
-        tail=tail,
-        # A later tile of queries would read what an earlier one writes, and so would a later sequence.
-        written=t if tile == nodes and not continued else 0,
-    )
-    check_fits("VMEM", shape.vmem_bytes(*(jnp.dtype(dtype).itemsize for dtype in dtypes)), VMEM_LIMIT, shape)
+
+    def cut(tile: int) -> Shape:
+        item = max(_ITEM, blocks["scores_per_item"] // (group * tile))
+        width = max(piece, min(item, block) // piece * piece)
+        while block % width:  # a block is a whole number of items
+            width -= piece
+        return Shape(
+            batch=b,
+            nodes=-(-nodes // tile) * tile,
+            group=group,
+            kv_heads=kv_heads,
+            head_dim=d,
+            page_size=page_size,
+            pages=pages,
+            tile=tile,
+            step=block // page_size,
+            width=width,
+            tail=tail,
+            # A later tile of queries would read what an earlier one writes, and so would a later sequence.
+            written=t if tile == nodes and not continued else 0,
+        )
+
+    sizes = [jnp.dtype(dtype).itemsize for dtype in dtypes]
+    shape = cut(tile)
+    while shape.vmem_bytes(*sizes) > VMEM_LIMIT and tile > _NODES:  # many KV heads
+        tile = max(_NODES, tile // 2 // _NODES * _NODES)
+        shape = cut(tile)
+    check_fits("VMEM", shape.vmem_bytes(*sizes), VMEM_LIMIT, shape)
     check_fits("SMEM", shape.smem_bytes(paged), SMEM_LIMIT, f"{b} sequences, {pages if paged else 0} pages each")
     return shape
 

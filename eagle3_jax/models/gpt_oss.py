@@ -124,7 +124,8 @@ class SparseMLP(nnx.Module):
         )
         # Once, whoever holds which columns.
         biases = self.expert_down_bias[...][chosen].astype(jnp.float32)
-        return (mixed + jnp.einsum("btkh,btk->bth", biases, weights.astype(jnp.float32))).astype(x.dtype)
+        bias = jnp.einsum("btkh,btk->bth", biases, weights.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+        return (mixed + bias).astype(x.dtype)
 
 
 class Block(nnx.Module):

@@ -29,7 +29,11 @@ def test_they_are_measured_once_for_a_key(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "damage", ["", "{", "[]", '{"of": {}, "costs": {}}', '{"costs": {"rounds": {"vanilla": 1}, "waking": 0}}']
+    "damage",
+    [
+        *("", "{", "[]", '{"of": {}, "costs": {}}'),
+        *('{"costs": {"rounds": {"vanilla": 1}, "waking": 0}}', '{"costs": {"rounds": null, "waking": 0}}'),
+    ],
 )
 def test_what_is_damaged_is_measured_again(tmp_path, damage):
     costs.kept_or_measured(tmp_path, KEY, lambda: FIRST)
@@ -52,3 +56,13 @@ def test_works_take_turns_and_their_first_call_does_not_count():
     times = costs.measure([fast, slow], lambda: log.append("prepare"))
     assert log[:4] == ["prepare", "fast", "prepare", "slow"] and log.count("fast") == log.count("slow") > 3
     assert times[0] < 0.005 <= times[1] < 0.04
+
+
+@pytest.mark.parametrize(("processes", "calls"), [(1, 4), (2, 10)])
+def test_of_several_processes_none_skips_a_turn_that_another_takes(monkeypatch, processes, calls):
+    """Their clocks differ: one that skipped would leave the others waiting in a program of all."""
+    monkeypatch.setattr(costs.processes, "count", lambda: processes)
+    clock, log = iter(range(1000)), []
+    monkeypatch.setattr(costs.time, "perf_counter", lambda: float(next(clock)))
+    assert costs.measure([lambda: log.append(0)], lambda: None) == [1.0]
+    assert len(log) == calls

@@ -146,3 +146,14 @@ def test_what_is_learned_in_one_width_is_known_in_another():
     for _ in range(100):
         policy.learn(1, [(Acceptance(), ROUNDS, 0)] * 4, 4 * ROUNDS)
     assert sum(taken(1)) < 20, "a few tries for what was saved in the wider one"
+
+
+def test_of_two_tiers_the_one_that_was_of_no_use_is_tried_again():
+    """Its rate is so near vanilla decoding's that hysteresis keeps it, while the other one is free to try."""
+    policy = TierPolicy([VANILLA, Promise(1.0, 3, "head", wakes=True, drafts=1.0)], {1: {0: 1.0, 1: 1.1}}, {1: 0.1})
+    taken = []
+    for turn in range(1000):
+        tier = policy.choose([Acceptance()], behind=False, rounds=ROUNDS, width=1)
+        taken.append(tier)
+        policy.learn(tier, [(Acceptance(), ROUNDS, 2 * ROUNDS * tier * (turn >= 300))], ROUNDS * tier)
+    assert sum(taken[200:300]) < 20 and sum(taken[-500:]) > 450

@@ -1,13 +1,15 @@
 """The engine's programs, called as the runner calls them."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eagle3_jax.decoding import programs
+from eagle3_jax.decoding import programs, resting
 from eagle3_jax.decoding.programs import Models, Sizes
-from eagle3_jax.decoding.tiers import VANILLA
+from eagle3_jax.decoding.tiers import CHAIN, VANILLA
 
 
 @pytest.mark.slow
@@ -25,3 +27,11 @@ def test_what_was_cancelled_never_runs_again(toy):
     assert [bool((after[page] != before[page]).any()) for page in pages] == [False, True, True]
     assert state.lengths.tolist() == [8, 10, 9] and state.done.tolist() == [True, False, False]
     assert (len(narrow), len(whole)) == (2, 3)
+
+
+def test_padding_of_any_program_stays_in_the_page_table():
+    """The kernel writes whole stretches: of a prompt's last one, and of a head that catches up."""
+    for max_length, page_size in itertools.product((1, 64, 100, 200, 2000), (16, 128, 256)):
+        sizes = Sizes.plan(2, max_length, page_size, [VANILLA, CHAIN])
+        longest = max(resting.ROOM, *(length for _, length in sizes.chunks))
+        assert sizes.columns * page_size >= max_length + longest

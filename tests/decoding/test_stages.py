@@ -56,7 +56,9 @@ def test_bytes_of_a_round(toy):
     keys = config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
     assert stages.bytes_read(models, tiers.VANILLA, 3, 100) == weights + 2 * keys * 300
     head = sum(leaf.nbytes for leaf in jax.tree.leaves(toy.good.head))
-    assert stages.bytes_read(models, TREE, 3, 100) == weights + 2 * keys * 300 + 2 * head
+    fuse = toy.good.head.fc[...].nbytes  # once a round
+    assert stages.bytes_read(models, TREE, 3, 100) == weights + 2 * keys * 300 + 2 * head - fuse
+    assert stages.bytes_read(models, tiers.VANILLA, 3, 100, jnp.bfloat16) == weights + keys * 300
     itself = Models.of(toy.target, Draft(DraftModel(toy.target), toy.good.token_ids))
     assert stages.bytes_read(itself, TREE, 3, 100) == 3 * (weights + 2 * keys * 300)
 

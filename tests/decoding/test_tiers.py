@@ -15,6 +15,7 @@ from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding import costs, programs, tiers
 from eagle3_jax.decoding.costs import Costs
 from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.decoding.policy import Acceptance
 from eagle3_jax.decoding.sampling import SamplingParams
 
 pytestmark = pytest.mark.any_jax
@@ -110,6 +111,15 @@ def drafted(engine, run):
 
 def told(caplog):
     return [record.getMessage() for record in caplog.records if "draft head" in record.getMessage()]
+
+
+def test_requests_that_the_head_cannot_draft_for_say_nothing_of_it(caplog):
+    choice = tiers.TierChoice(FEW, tiers.CHAIN)
+    lost = [(Acceptance(lost=True), 4, 0)] * 31
+    with caplog.at_level(logging.WARNING):
+        for _ in range(100):
+            choice.learn(tiers.CHAIN, [*lost, (Acceptance(), 4, 6)], 4, greedy=True)
+    assert not told(caplog)
 
 
 @pytest.mark.slow

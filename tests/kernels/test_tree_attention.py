@@ -323,6 +323,32 @@ def test_sharded_equals_unsharded(batch):
     assert_equal(got, expected)
 
 
+@pytest.mark.parametrize("tokens", [64, 256, 1024])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "dtype"),
+    [(32, 32, 128, jnp.bfloat16), (40, 40, 128, jnp.bfloat16), (32, 32, 128, jnp.float32), (16, 8, 256, jnp.float32)],
+)
+def test_prompts_of_targets_with_many_kv_heads_fit(heads, kv_heads, head_dim, dtype, tokens):
+    """Llama 2 7B and 13B, Gemma 3 12B, on one chip."""
+    shapes = (1, tokens, heads, head_dim), (64, kv_heads, 128, head_dim)
+    shape = plan(*shapes, (dtype, dtype), tail=tokens, pages=64, continued=True)
+    assert shape.tile * shape.tiles == shape.nodes >= tokens
+
+
+def test_scales_are_not_rounded():
+    """int8 entries with queries in bfloat16, which holds this scale badly: what is attended is not biased."""
+    arguments = [jnp.asarray(x, jnp.bfloat16) for x in np.random.default_rng(0).normal(size=(3, 1, 16, 2, 128))]
+    scale, length = np.float32(0.01765), np.zeros(1, np.int32)
+    each, cache = jnp.full(2, scale), jnp.zeros((1, 2, 128, 128), jnp.int8)
+    inputs: tuple[Any, ...] = (*arguments, cache, cache, jnp.asarray(length))
+    got, *stored = tree_attention(*inputs, key_scale=each, value_scale=each, implementation="xla")
+    keys, values = (np.asarray(x, np.float32) * scale for x in stored)
+    expected = reference(
+        np.asarray(arguments[0], np.float32), keys, values, length, np.tril(np.ones((1, 16, 16), bool))
+    )
+    assert abs(np.sum(np.asarray(got, np.float32) * expected) / np.sum(expected**2) - 1) < 5e-4
+
+
 def test_what_cannot_be_is_refused_with_numbers():
     bf16 = (jnp.bfloat16, jnp.bfloat16)
     with pytest.raises(ValueError, match=r"slots: got 200, expected a multiple of 16"):
