@@ -26,7 +26,7 @@ from eagle3_jax import config as configuration
 from eagle3_jax.config import RunConfig
 from eagle3_jax.data import sources
 from eagle3_jax.decoding import stages
-from eagle3_jax.decoding.engine import Engine, SamplingParams
+from eagle3_jax.decoding.engine import Engine, SamplingParams, end_ids
 from eagle3_jax.decoding.measure import timed
 from eagle3_jax.decoding.tiers import Tier
 from eagle3_jax.formats.shipped import chosen_draft, draft_identity
@@ -111,8 +111,7 @@ class Material:
             "target": target.identity,
             "draft": draft_identity(draft, folder, settings.token_map),
             "prompts_file": {"name": prompts_path.name, "sha256": manifest.digest(prompts_path)},
-            "hardware": manifest.hardware(),
-            "versions": manifest.versions(),
+            **manifest.timed_on(config.mesh.model),
         }
         return cls(target, draft, [prompt["prompt"] for prompt in fitting], identity)
 
@@ -240,7 +239,7 @@ def transformers_ways(target: Target, prompts: list[list[int]], batch: int, max_
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(target.folder, dtype=torch.float32).eval()
-    ends = target.model.config.eos_token_ids
+    ends = sorted(end_ids(target.model.config, target.tokenizer))
 
     def answer(**options: Any) -> tuple[Answers, float]:
         texts, start = [], time.perf_counter()
@@ -255,7 +254,7 @@ def transformers_ways(target: Target, prompts: list[list[int]], batch: int, max_
                     attention_mask=mask,
                     do_sample=False,
                     max_new_tokens=max_tokens,
-                    eos_token_id=list(ends) or None,
+                    eos_token_id=ends or None,
                     pad_token_id=0,
                     **options,
                 )

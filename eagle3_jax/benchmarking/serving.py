@@ -33,7 +33,7 @@ from eagle3_jax import command, manifest
 from eagle3_jax import config as configuration
 from eagle3_jax.benchmarking import page, traffic
 from eagle3_jax.benchmarking.traffic import Prompt, Server, Timing
-from eagle3_jax.config import RunConfig
+from eagle3_jax.config import RunConfig, TrafficConfig
 from eagle3_jax.data import sources
 
 VANILLA, SPECULATIVE = "vanilla", "speculative"
@@ -81,7 +81,10 @@ def run(
         server = _started(started, folder / f"serve_{name}.yaml")
         measured.append(_Measured(name, folder, identity | about, server))
     for name, url in others.items():
-        measured.append(_Measured(name, folder, identity | {"url": url}, _running(url, keys.get(name))))
+        measured.append(other := _Measured(name, folder, identity | {"url": url}, _running(url, keys.get(name))))
+        other.read()
+        if len(other.levels) < len(_loads(config.traffic)):  # one that is not there costs no hours of the others
+            found_at(url.rstrip("/"), keys.get(name))
     # A process that has an accelerator has all of its memory.
     for group in [measured] if hardware["accelerator"] is None else [[one] for one in measured]:
         _take_turns(group, prompts, config)
@@ -125,6 +128,11 @@ class _Measured:
         manifest.write_json(self.path, {"identity": self.identity, "measured": measured})
 
 
+def _loads(traffic: TrafficConfig) -> Sequence[tuple[str, int | float]]:
+    """Of each level: its kind, and how much."""
+    return [("concurrency", clients) for clients in traffic.concurrency] + [("rate", rate) for rate in traffic.rates]
+
+
 def _take_turns(group: Sequence[_Measured], prompts: Sequence[Prompt], config: RunConfig) -> None:
     """Measures what is missing of each: a level of all of them, then the next, whose prompts are those that follow.
 
@@ -132,7 +140,7 @@ def _take_turns(group: Sequence[_Measured], prompts: Sequence[Prompt], config: R
         ValueError: a server does not start, or answers nothing.
     """
     settings, seed = config.traffic, config.seed
-    loads = [("concurrency", clients) for clients in settings.concurrency] + [("rate", rate) for rate in settings.rates]
+    loads = _loads(settings)
     params = {"max_tokens": settings.max_tokens, "temperature": settings.temperature, "seed": seed}
     with contextlib.ExitStack() as stack:
         for one in group:
@@ -236,7 +244,7 @@ def found_at(url: str, key: str | None = None) -> Server:
     try:
         listed = httpx2.get(f"{url}/models", headers=server.headers, timeout=30).raise_for_status().json()
         return dataclasses.replace(server, model=listed["data"][0]["id"])
-    except (httpx2.HTTPError, KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
+    except (httpx2.HTTPError, httpx2.InvalidURL, KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{url}/models: got {error!r}, expected a server of OpenAI's API") from error
 
 

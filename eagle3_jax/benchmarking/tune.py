@@ -7,7 +7,8 @@ chosen for its times, so they flatter it: how far it is ahead of the default is 
 next.
 
 Writes to `<run_dir>/benchmark`: `tune.json`, `tune.jsonl` in the format of SGLang's bench_speculative.py, and
-`tuned.yaml`: the run's config with the fastest sizes, which `serve` and `evaluate` read.
+`tuned.yaml`: the run's config with the fastest sizes and the draft that they were raced with, which `serve` and
+`evaluate` read.
 """
 
 from __future__ import annotations
@@ -192,9 +193,10 @@ def _default(engine: Engine) -> Engine:
 
 
 def tuned(config: RunConfig, report: dict[str, Any]) -> dict[str, Any]:
-    """The run's config with the fastest size for each verb's batch: that of the nearest batch size measured.
+    """The run's config with the fastest size for each verb's batch, that of the nearest batch size measured.
 
-    Where vanilla decoding is the fastest, or the default faster than any size, the engine chooses ("auto").
+    The draft is the one that was raced. Where vanilla decoding is the fastest, or the default faster than any size, the
+    verb keeps its own, and the engine chooses ("auto").
     """
     values = configuration.to_dict(config)
     fields = {"num_steps": "steps", "topk": "topk", "num_draft_tokens": "num_draft_tokens"}
@@ -205,6 +207,8 @@ def tuned(config: RunConfig, report: dict[str, Any]) -> dict[str, Any]:
         pays = best["steps"] and near["over_auto"]["ratio"] > 1
         tree = {field: best[key] for field, key in fields.items()} if pays else None
         values[verb] |= {"trees": [tree] if tree else []} if verb == "serve" else {"tree": tree or "auto"}
+        if pays:
+            values[verb] |= {field: values["benchmark"][field] for field in ("draft", "token_map")}
     return values
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32, UInt8
 
-from eagle3_jax.models.chat_template import render, tokenize
+from eagle3_jax.models.chat_template import render, special_tokens, tokenize
 
 Messages = list[dict[str, str]]
 
@@ -101,13 +101,9 @@ def _assistant_span(tokenizer: Any, messages: Messages, index: int, full: str) -
 def _end_of_turn(tokenizer: Any, after: str) -> int:
     """Characters of `after` up to the end of the special token that ends the turn; 0 when no such token comes first."""
     stripped = after.lstrip()
-    token = max((token for token in _special_tokens(tokenizer) if stripped.startswith(token)), key=len, default=None)
+    tokens = special_tokens(tokenizer).values()
+    token = max((token for token in tokens if stripped.startswith(token)), key=len, default=None)
     return 0 if token is None else len(after) - len(stripped) + len(token)
-
-
-def _special_tokens(tokenizer: Any) -> set[str]:
-    added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
-    return {*tokenizer.all_special_tokens, *added}
 
 
 def _mask_by_offsets(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> UInt8[np.ndarray, " l"]:

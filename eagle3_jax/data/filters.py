@@ -26,7 +26,12 @@ _INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u2060\ufeff]")
 _WORD = re.compile(
     r"[\u0e00-\u0eff\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]|[^\W\u0e00-\u0eff\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]+"
 )
-_MARKER = re.compile(r"<\|[^|<>\s]{1,40}\|>")
+# Of most templates, DeepSeek's, Gemma's and Llama 2's. <s> and </s> strike through in HTML, which opens before it ends
+# and seldom begins again at once.
+_MARKER = re.compile(
+    r"<([|｜])[^|｜<>\s]{1,40}\1>|<(?:start|end)_of_turn>|\[/?INST\]|<</?SYS>>"
+    r"|</s>\s*<s>|\A[^<]*(?:<(?!s[ >])[^<]*)*</s>"
+)
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|([bfnrt])|(.))")
 
 

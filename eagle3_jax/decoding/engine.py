@@ -45,7 +45,7 @@ from eagle3_jax.formats.shipped import AUTO, LOOKUP, load_shipped
 from eagle3_jax.mesh import decoding_mesh
 from eagle3_jax.models.head import Draft
 from eagle3_jax.models.registry import Target, load_target
-from eagle3_jax.models.target import TargetModel
+from eagle3_jax.models.target import ModelConfig, TargetModel
 
 PAGE_SIZE = 128
 GREEDY = SamplingParams()
@@ -164,7 +164,7 @@ class Engine:
         self._runner = ModelRunner(target, draft, every, sizes, stored)
         self.target, self.draft = self._runner.target, self._runner.draft
         self._pool = PagePool(sizes.pages, page_size, reuse=prefix_cache)
-        self._eos = frozenset(target.config.eos_token_ids)
+        self._eos = end_ids(target.config, tokenizer)
         self._best = min(MAX_LOGPROBS, target.config.vocab_size)
         self._steps, self._nodes = tiers.depth_of(every), tiers.nodes_of(every)
         self._stats = EngineStats(pages=sizes.pages)
@@ -662,6 +662,12 @@ class Engine:
             )
         limit = min(params.max_tokens, self.max_length - len(ids))
         return Request(self, self.tokenizer, ids, params, limit, sample)
+
+
+def end_ids(config: ModelConfig, tokenizer: Any) -> frozenset[int]:
+    """Tokens that end an answer: the model's, and the tokenizer's own, which is all that some fine-tunes change."""
+    own = getattr(tokenizer, "eos_token_id", None)
+    return frozenset(config.eos_token_ids) | ({own} if own is not None and own < config.vocab_size else set())
 
 
 def _fill(chunk: dict[str, np.ndarray], row: int, request: Request, length: int, eos: frozenset[int]) -> None:

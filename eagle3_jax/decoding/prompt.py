@@ -27,8 +27,10 @@ def encode(tokenizer: Any, prompt: Any, name: str = "prompt") -> list[int]:
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(prompt, dict | bytes) or not hasattr(prompt, "__len__"):
         raise ValueError(f"{name}: got {type(prompt).__name__}, expected a string, messages or token ids")
+    if isinstance(prompt, list) and set(map(type, prompt)) <= {int}:  # a tenth of the time: prompts may be long
+        return list(prompt)
     if not any(isinstance(item, dict) for item in prompt):
-        return [_token_id(item, f"{name}[{index}]") for index, item in enumerate(prompt)]
+        return [_token_id(item, name, index) for index, item in enumerate(prompt)]
     for index, message in enumerate(prompt):
         if not isinstance(message, dict):
             raise ValueError(f"{name}[{index}]: got {message!r} among messages, expected a message")
@@ -41,7 +43,7 @@ def encode(tokenizer: Any, prompt: Any, name: str = "prompt") -> list[int]:
         raise ValueError(f"{name}: {error}") from error
 
 
-def _token_id(item: Any, name: str) -> int:
+def _token_id(item: Any, name: str, index: int) -> int:
     if isinstance(item, bool) or not hasattr(item, "__index__"):  # numpy's integers have it, floats and strings do not
-        raise ValueError(f"{name}: got {item!r}, expected a token id or a message")
+        raise ValueError(f"{name}[{index}]: got {item!r}, expected a token id or a message")
     return item.__index__()

@@ -51,10 +51,7 @@ def read(path: str | pathlib.Path, vocab_size: int) -> Int64[np.ndarray, " ids"]
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if len(outside):
         raise ValueError(f"token_map: {path}: got {int(outside[0])}, expected ids from 0 to {vocab_size - 1}")
-    found, counts = np.unique(ids.astype(np.int64), return_counts=True)
-    if len(found) < len(ids):
-        raise ValueError(f"token_map: {path}: got {int(found[counts > 1][0])} twice, expected each id once")
-    return found
+    return np.unique(ids.astype(np.int64))  # FR-Spec's own script writes Llama 3's BOS twice
 
 
 def locate(path: str | pathlib.Path) -> pathlib.Path:

@@ -31,7 +31,7 @@ class RefusedError(ValueError):
 
 
 def render(tokenizer: Any, messages: Messages, *, generation_prompt: bool) -> str:
-    """The text of a conversation.
+    """The text of a conversation. A "developer" is "system" to templates that know no such role.
 
     Args:
         tokenizer: a Hugging Face tokenizer; of several templates its default is used.
@@ -52,9 +52,12 @@ def render(tokenizer: Any, messages: Messages, *, generation_prompt: bool) -> st
     if not template:
         name = getattr(tokenizer, "name_or_path", "")
         raise ValueError(f"tokenizer {name!r}: got no chat_template, expected one")
+    turns = [dict(message) for message in messages]
+    if "developer" not in template:  # it may leave out what it does not know (Qwen 3)
+        turns = [turn | {"role": "system"} if turn.get("role") == "developer" else turn for turn in turns]
     try:
         return tokenizer.apply_chat_template(
-            list(messages),
+            turns,
             chat_template=_FIXED_CLOCK + template,
             tokenize=False,
             add_generation_prompt=generation_prompt,
@@ -73,6 +76,12 @@ def tokenize(tokenizer: Any, text: str) -> list[int]:
 def prompt_ids(tokenizer: Any, messages: Messages) -> list[int]:
     """The ids after which the assistant's answer follows (generation prompt included). Raises as `render` does."""
     return tokenize(tokenizer, render(tokenizer, messages, generation_prompt=True))
+
+
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """Id -> text, also of those that no attribute of the tokenizer names (<|eom_id|> of Llama 3.1)."""
+    named = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+    return named | {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
 def digest(tokenizer: Any) -> str:

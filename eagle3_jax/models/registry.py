@@ -118,8 +118,8 @@ def read_config(folder: pathlib.Path, aux_layers: tuple[int, ...] | None = None)
         raise TargetError(f"{folder}: expected a Hugging Face folder, config.json is missing")
     values = manifest.read_json(path)
     generation = folder / "generation_config.json"
-    if generation.exists():
-        values["eos_token_id"] = manifest.read_json(generation).get("eos_token_id", values.get("eos_token_id"))
+    if generation.exists() and (more := manifest.read_json(generation).get("eos_token_id")) is not None:
+        values["eos_token_id"] = more
     try:
         return read_shape(values, aux_layers)
     except ValueError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import concurrent.futures
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -14,6 +15,48 @@ from eagle3_jax.decoding.sampling import SamplingParams
 from eagle3_jax.serving.errors import ApiError
 from eagle3_jax.serving.limits import queue_full
 from eagle3_jax.serving.metrics import Metrics
+
+
+def submit(
+    engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, count: int, deadline: float, *, drafts: bool
+) -> list[Request]:
+    """Hands in the answers to some prompts, all or none. It may take a while: not in the thread that serves everybody.
+
+    Args:
+        count: answers to each prompt. deadline: on the clock of time.monotonic. drafts: see `Engine.submit`.
+
+    Raises:
+        ApiError: more than may wait. ValueError: what the engine refuses.
+    """
+    requests: list[Request] = []
+    try:
+        asked: collections.Counter[tuple[int, ...]] = collections.Counter()
+        for ids in prompts:
+            key = tuple(ids)
+            for _ in range(count):
+                left = max(deadline - time.monotonic(), 1e-3)
+                requests.append(engine.submit(ids, params, timeout=left, sample=asked[key], drafts=drafts))
+                asked[key] += 1  # equal prompts are further samples, not the same one again
+    except BaseException as error:
+        engine.abort(*requests)
+        if isinstance(error, QueueFullError):
+            raise queue_full() from error
+        raise
+    return requests
+
+
+async def submitted(engine: Engine, submitting: concurrent.futures.Future[list[Request]]) -> list[Request]:
+    """What `submit` hands in, in another thread; who is cancelled meanwhile leaves none of it behind."""
+    try:
+        return await asyncio.wrap_future(submitting)
+    except asyncio.CancelledError:
+        submitting.add_done_callback(lambda done: _abort(engine, done))
+        raise
+
+
+def _abort(engine: Engine, done: concurrent.futures.Future[list[Request]]) -> None:
+    if not done.cancelled() and done.exception() is None:
+        engine.abort(*done.result())
 
 
 class Answers:
@@ -28,39 +71,19 @@ class Answers:
         engine: Engine,
         metrics: Metrics,
         tasks: set[asyncio.Task[None]],
-        prompts: Sequence[list[int]],
-        params: SamplingParams,
+        requests: Sequence[Request],
         count: int,
-        timeout: float,
-        *,
-        drafts: bool,
+        arrived: float,
     ) -> None:
-        """Hands in all of them, or none.
+        """Takes over what `submit` handed in.
 
         Args:
             tasks: of the whole server, until they end.
-            count: answers to each prompt. timeout: seconds. drafts: see `Engine.submit`.
-
-        Raises:
-            ApiError: more than may wait. ValueError: what the engine refuses.
+            count: answers to each prompt. arrived: when all were asked for, on the clock of time.monotonic.
         """
-        self.prompts, self.params, self.count = prompts, params, count
-        self.requests: list[Request] = []
-        self._engine, self._metrics = engine, metrics
+        self.requests, self.count = requests, count
+        self._engine, self._metrics, self._arrived = engine, metrics, arrived
         self._news: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
-        try:
-            asked: collections.Counter[tuple[int, ...]] = collections.Counter()
-            for ids in self.prompts:
-                for _ in range(self.count):  # equal prompts are further samples, not the same one again
-                    sample = asked[key := tuple(ids)]
-                    asked[key] += 1
-                    request = self._engine.submit(ids, params, timeout=timeout, sample=sample, drafts=drafts)
-                    self.requests.append(request)
-        except BaseException as error:
-            self._engine.abort(*self.requests)
-            if isinstance(error, QueueFullError):
-                raise queue_full() from error
-            raise
         for index, request in enumerate(self.requests):
             task = asyncio.create_task(self._take(index, request))
             tasks.add(task)
@@ -104,10 +127,11 @@ class Answers:
         Args:
             written: tokens of the answers so far; None, of answers that have ended, are all of them.
         """
-        read = sum(map(len, self.prompts))
+        prompts = self.requests[:: self.count]
+        read = sum(len(request.ids) for request in prompts)
         if written is None:
             written = sum(len(self.output(index).token_ids) for index in range(len(self.requests)))
-        cached = sum(self.requests[index].cached for index in range(0, len(self.requests), self.count))
+        cached = sum(request.cached for request in prompts)
         return {
             "prompt_tokens": read,
             "completion_tokens": written,
@@ -119,6 +143,8 @@ class Answers:
         before = None
         async for piece in request:
             now = time.monotonic()
+            if piece.token_ids and before is None:
+                self._metrics.began(now - self._arrived)
             self._metrics.delivered(len(piece.token_ids), None if before is None else now - before)
             before = now if piece.token_ids else before
             self._news.put_nowait((index, piece))

@@ -21,8 +21,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from eagle3_jax.config import ServeConfig
 from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.decoding.request import Request as EngineRequest
+from eagle3_jax.decoding.sampling import SamplingParams
 from eagle3_jax.serving import protocol
-from eagle3_jax.serving.answers import Answers
+from eagle3_jax.serving.answers import Answers, submit, submitted
 from eagle3_jax.serving.errors import ApiError
 from eagle3_jax.serving.limits import Gate, Rate, read_body
 from eagle3_jax.serving.metrics import Metrics
@@ -78,7 +80,7 @@ class _Server:
         self._tokens = Tokens(engine.tokenizer)
         self._created = int(time.time())
         self._tasks: set[asyncio.Task[None]] = set()
-        # Long prompts take a while: not in the thread that serves everybody.
+        # Long prompts take a while to encode and to hand in: not in the thread that serves everybody.
         self._encoder = concurrent.futures.ThreadPoolExecutor(1, "eagle3_jax encoder")
 
     @contextlib.asynccontextmanager
@@ -130,22 +132,12 @@ class _Server:
             raise ApiError(
                 400, f"n: got {count} answers, expected at most {settings.queue_limit} (serve.queue_limit)", param="n"
             )
-        encoding = asyncio.get_running_loop().run_in_executor(self._encoder, self._encode, asked)
+        submitting = self._encoder.submit(self._submit, asked, params, arrived + settings.request_timeout)
         try:
-            prompts = await encoding
-            left = settings.request_timeout - (time.monotonic() - arrived)
-            answers = Answers(
-                self.engine,
-                self.metrics,
-                self._tasks,
-                prompts,
-                params,
-                asked.answers,
-                max(left, 1e-3),
-                drafts=asked.drafts is not False,
-            )
+            requests = await submitted(self.engine, submitting)
         except ValueError as error:
             raise protocol.refusal(error, asked.field) from error
+        answers = Answers(self.engine, self.metrics, self._tasks, requests, asked.answers, arrived)
         envelope = Envelope(shape, self.model)
         if asked.stream:
             events = _events(answers, shape, envelope, asked)
@@ -164,8 +156,9 @@ class _Server:
             outputs = [answers.output(index) for index in range(len(answers.requests))]
             return JSONResponse(envelope.whole(outputs, answers.usage()))
 
-    def _encode(self, asked: protocol.Asked) -> list[list[int]]:
-        return [asked.encode(self.engine, prompt) for prompt in asked.prompts]
+    def _submit(self, asked: protocol.Asked, params: SamplingParams, deadline: float) -> list[EngineRequest]:
+        prompts = [asked.encode(self.engine, prompt) for prompt in asked.prompts]
+        return submit(self.engine, prompts, params, asked.answers, deadline, drafts=asked.drafts is not False)
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self.model):

@@ -91,6 +91,10 @@ class Metrics:
         """Counts an HTTP response; paths that are none of the server's are counted together."""
         self._responses.labels(path if path in ENDPOINTS else "other", str(status)).inc()
 
+    def began(self, seconds: float) -> None:
+        """Counts the first tokens of an answer, so long after its request arrived."""
+        self._first.observe(seconds)
+
     def delivered(self, tokens: int, seconds: float | None) -> None:
         """Counts a piece of an answer.
 
@@ -106,8 +110,6 @@ class Metrics:
         """Counts an answer."""
         stats = output.stats
         self._ended.labels(output.finish_reason).inc()
-        if stats.seconds_to_first_token is not None:
-            self._first.observe(stats.seconds_to_first_token)
         if stats.rounds:
             self._rounds.inc(stats.rounds)
             self._lengths.observe(stats.acceptance_length)

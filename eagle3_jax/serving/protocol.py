@@ -37,23 +37,39 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "guided_regex": ((), "answers here are free text"),
     "guided_choice": ((), "answers here are free text"),
     "guided_grammar": ((), "answers here are free text"),
+    "json_schema": ((), "answers here are free text"),
+    "regex": ((), "answers here are free text"),
+    "ebnf": ((), "answers here are free text"),
+    "structural_tag": ((), "answers here are free text"),
+    "reasoning_effort": (("medium",), _NOT_BUILT),
+    "verbosity": (("medium",), _NOT_BUILT),
     "modalities": ((["text"],), _TEXT_ALONE),
     "audio": ((), _TEXT_ALONE),
     "web_search_options": ((), _NOT_BUILT),
     "best_of": ((1,), "ask for n answers and choose among them"),
     "use_beam_search": ((), _NOT_BUILT),
+    "length_penalty": ((1,), "it is one of beam search"),
     "echo": ((), "the answer does not repeat the prompt"),
     "suffix": (("",), "the model writes on from the prompt alone"),
     "prompt_logprobs": ((), "log-probabilities are those of the answer's tokens"),
     "truncate_prompt_tokens": ((), _NOT_BUILT),
+    "prompt_embeds": (([],), "a prompt is text or token ids"),
+    "documents": (([],), "the target's own template is used as it is"),
+    "lora_path": ((), _NOT_BUILT),
+    "custom_logit_processor": ((), "use logit_bias"),
+    "return_hidden_states": ((), _NOT_BUILT),
     "allowed_token_ids": ((), "use logit_bias"),
     "bad_words": (([],), "use logit_bias"),
     "chat_template": ((), "the target's own template is used"),
     "chat_template_kwargs": (({},), "the target's own template is used as it is"),
+    "add_special_tokens": ((), "the target's own template writes them"),  # of a completion it is built
     "add_generation_prompt": ((True,), "an answer is the assistant's next turn"),
     "continue_final_message": ((), "an answer is the assistant's next turn"),
+    "stop_regex": (("", []), "use stop"),
     "include_stop_str_in_output": ((), "the text ends in front of the stop string"),
+    "no_stop_trim": ((), "the text ends in front of the stop string"),
     "skip_special_tokens": ((True,), "the text is without special tokens"),
+    "spaces_between_special_tokens": ((True,), "the text is without special tokens"),
 }
 
 
@@ -93,12 +109,20 @@ def _stops(value: Any) -> tuple[str, ...]:
     return tuple(several)
 
 
+def _no_call(value: Any) -> None:
+    """Of a message: the template would be given the text without it."""
+    if value:
+        raise ValueError("nothing: this server calls no tools")
+
+
 class Message(pydantic.BaseModel):
     """A turn of a conversation."""
 
     model_config = pydantic.ConfigDict(strict=True)
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, PlainValidator(_text)]
+    tool_calls: Annotated[None, PlainValidator(_no_call)] = None
+    function_call: Annotated[None, PlainValidator(_no_call)] = None
 
 
 class StreamOptions(pydantic.BaseModel):
@@ -247,10 +271,15 @@ class Chat(Asked):
 
 
 class Completion(Asked):
-    """The body of /v1/completions."""
+    """The body of /v1/completions.
+
+    Attributes:
+        add_special_tokens: the tokenizer's own opening in front of a prompt that is text; true where nothing is said.
+    """
 
     field: ClassVar[str] = "prompt"
     prompt: Prompts
+    add_special_tokens: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @property
@@ -258,8 +287,8 @@ class Completion(Asked):
         return self.prompt
 
     def encode(self, engine: Engine, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):  # no template: the model writes on, behind the tokenizer's own opening
-            return engine.tokenizer(prompt)["input_ids"]
+        if isinstance(prompt, str):  # no template: the model writes on
+            return engine.tokenizer(prompt, add_special_tokens=self.add_special_tokens is not False)["input_ids"]
         return engine.encode(prompt)
 
     @property

@@ -10,10 +10,20 @@ from matplotlib import image
 from eagle3_jax import benchmark
 from eagle3_jax import config as configuration
 from eagle3_jax.benchmarking import decode
-from eagle3_jax.config import ConfigError, RunConfig
+from eagle3_jax.config import ConfigError, MeshConfig, RunConfig
+from eagle3_jax.mesh import make_mesh, own_replica
 
 CHAIN = {"num_steps": 2, "num_draft_tokens": 3}
 TREE = {"num_steps": 2, "topk": 2, "num_draft_tokens": 4}
+
+
+def test_times_are_of_the_devices_of_an_engine_the_machine_and_versions(config, target, prompts):
+    replica = own_replica(make_mesh(config.mesh))
+    for model in (1, 2):
+        split = dataclasses.replace(config, mesh=MeshConfig(model=model))
+        identity = decode.Material.of(split, prompts, target, replica).identity
+        assert identity["mesh"] == {"model": model}
+        assert identity["hardware"]["cores"] and identity["versions"]["jax"]
 
 
 @pytest.mark.any_jax

@@ -244,6 +244,22 @@ def test_what_cannot_be_measured_is_refused(traffic_config, prompts, tmp_path, c
         benchmark.main(["serve", "--compare", "vllm", "--config", str(path), "--prompts", str(prompts)])
 
 
+def test_a_server_that_is_not_there_is_said_before_any_is_measured(traffic_config, prompts, monkeypatch):
+    class Begun(Exception): ...
+
+    def begin(*_: Any) -> None:
+        raise Begun
+
+    monkeypatch.setattr(serving, "_hardware", manifest.hardware)
+    monkeypatch.setattr(serving, "_take_turns", begin)
+    for url in ("http://127.0.0.1:1/v1", "http://127.0.0.1:PORT/v1"):
+        with pytest.raises(ValueError, match=rf"{url}/models: got .*, expected a server of OpenAI's API"):
+            serving.run(traffic_config, prompts, {"vLLM": url})
+    monkeypatch.setattr(serving._Measured, "read", lambda one: one.levels.extend([{}] * 3))
+    with pytest.raises(Begun):  # one that is measured already need not be there
+        serving.run(traffic_config, prompts, {"vLLM": "http://127.0.0.1:1/v1"})
+
+
 def test_a_device_that_another_holds_is_an_error(traffic_config, prompts, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "no_such_device")
     with pytest.raises(ValueError, match="hardware: got status 1 from JAX"):

@@ -186,3 +186,18 @@ def test_the_config_has_the_size_of_the_nearest_batch(config, tmp_path):
     assert yaml.safe_load(yaml.safe_dump(tune.tuned(many, {"batches": batches})))["evaluate"]["tree"] == "auto"
     slower = tune.tuned(config, {"batches": [batches[0] | {"over_auto": {"ratio": 0.9}}]})
     assert slower["evaluate"]["tree"] == "auto" and slower["serve"]["trees"] == []
+
+
+@pytest.mark.parametrize(
+    ("draft", "token_map"), [("a/head", "a/map.pt"), ("lookup", None), ("auto", None), (None, None)]
+)
+def test_the_config_has_the_draft_that_was_raced(config, draft, token_map):
+    benchmark = dataclasses.replace(config.benchmark, draft=draft, token_map=token_map)
+    others = {verb: dataclasses.replace(getattr(config, verb), draft="b/head") for verb in ("serve", "evaluate")}
+    sizes = [{"name": "chain 2", **decode.size(Tier(CHAIN_OF_2, head=True))}]
+    for ratio, expected in ((1.1, (draft, token_map)), (0.9, ("b/head", None))):
+        batch = {"batch_size": 1, "best": "chain 2", "sizes": sizes, "over_auto": {"ratio": ratio}}
+        raced = dataclasses.replace(config, benchmark=benchmark, **others)
+        tuned = configuration.from_dict(tune.tuned(raced, {"batches": [batch]}))
+        assert (tuned.serve.draft, tuned.serve.token_map) == expected
+        assert (tuned.evaluate.draft, tuned.evaluate.token_map) == expected

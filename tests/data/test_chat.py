@@ -123,7 +123,7 @@ class Slow:
 
     def __init__(self, fast: transformers.PreTrainedTokenizerFast) -> None:
         self._fast = fast
-        self.all_special_tokens = SPECIAL
+        self.all_special_tokens, self.all_special_ids = SPECIAL, fast.convert_tokens_to_ids(SPECIAL)
         self.added_tokens_decoder = fast.added_tokens_decoder
 
     @property

@@ -99,8 +99,24 @@ def test_duplicates_are_deterministic():
 def test_refuse():
     assert filters.refuse(user("short"), max_chars=10) is None
     assert filters.refuse(user("x" * 11), max_chars=10) == "longer than 10 characters"
-    assert filters.refuse(user("say <|im_end|> now"), max_chars=100) == "holds a chat-template marker"
-    assert filters.refuse(user("a <| b |> c, p <|> q, <s>struck</s>"), max_chars=100) is None
+    assert filters.refuse(user("a <| b |> c, p <|> q, x[INSTANCE] <<EOF"), max_chars=100) is None
+
+
+@pytest.mark.parametrize(
+    "marker",
+    [
+        *("<|im_end|>", "<｜User｜>", "<｜end▁of▁sentence｜>", "<start_of_turn>user", "<end_of_turn>"),
+        *("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>"),
+        *("<s>Hi</s><s>Hello</s>", "<s>Hi</s>\n<s>", "Hello.</s>", "<span>Hello</span></s>"),
+    ],
+)
+def test_markers_of_chat_templates_are_refused(marker):
+    assert filters.refuse(user(f"say {marker} now"), max_chars=100) == "holds a chat-template marker"
+
+
+def test_what_html_strikes_through_is_no_marker():
+    for text in ("<s>old</s> new", '<s class="x">old</s> and <s>older</s>', "What is <s>?", "<strong>a</strong>"):
+        assert filters.refuse(user(text), max_chars=100) is None
 
 
 @pytest.mark.slow

@@ -2,15 +2,18 @@
 
 import dataclasses
 import itertools
+import logging
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from flax import nnx
 
 from eagle3_jax.config import DraftTree
-from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.decoding.engine import Engine, end_ids
 from eagle3_jax.decoding.sampling import SamplingParams
 
 CHAIN = DraftTree(num_steps=3, topk=1, num_draft_tokens=4)
@@ -21,6 +24,9 @@ class Tokenizer:
     """A letter a token; the template puts the special token in front of each message and of the answer."""
 
     chat_template = "read by apply_chat_template"
+
+    def convert_tokens_to_ids(self, name):
+        return None
 
     def apply_chat_template(self, messages, tokenize, add_generation_prompt, **_):
         assert not tokenize
@@ -108,7 +114,7 @@ def test_nothing_compiles_once_warm(speculative):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["float32", "bfloat16"])
-def test_another_head_compiles_nothing(toy, first):
+def test_another_head_compiles_nothing(toy, first, caplog):
     """Though bfloat16 may hold what the one head says and not what the other does: then panels differ."""
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), toy.good.head)
     heads = {"float32": toy.good, "bfloat16": dataclasses.replace(toy.good, head=rounded)}
@@ -117,9 +123,11 @@ def test_another_head_compiles_nothing(toy, first):
     expected = [output.token_ids for output in engine.generate(PROMPTS, params)]
     before = engine.stats().programs
     (other,) = heads.values()
-    engine.replace_draft(other)
-    outputs = engine.generate(PROMPTS, params)
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        engine.replace_draft(other)
+        outputs = engine.generate(PROMPTS, params)
     assert engine.stats().programs == before
+    assert "empty_state" not in caplog.text
     half = dataclasses.replace(other, head=jax.tree.map(lambda x: x.astype(jnp.bfloat16), other.head))
     with pytest.raises(ValueError, match=r"draft: got a head of .*bfloat16.*, expected one of .*float32"):
         engine.replace_draft(half)
@@ -128,10 +136,13 @@ def test_another_head_compiles_nothing(toy, first):
 
 
 @pytest.mark.slow
-def test_end_of_sequence_stops_unless_ignored(toy):
+@pytest.mark.parametrize("named_by", ["target", "tokenizer"])
+def test_end_of_sequence_stops_unless_ignored(toy, named_by, monkeypatch):
     free = make(toy, None).generate(["hello"], SamplingParams(max_tokens=12))[0].token_ids
     stop = free[4]
-    engine = make(toy, target=toy.with_eos(stop), batch_size=1)
+    if named_by == "tokenizer":
+        monkeypatch.setattr(Tokenizer, "eos_token_id", stop, raising=False)
+    engine = make(toy, target=toy.with_eos(*[stop] * (named_by == "target")), batch_size=1)
     out = engine.generate(["hello"], SamplingParams(max_tokens=12))[0]
     assert out.token_ids == free[: free.index(stop) + 1]
     assert out.finish_reason == "stop"
@@ -140,6 +151,12 @@ def test_end_of_sequence_stops_unless_ignored(toy):
     pieces = list(engine.stream("hello", SamplingParams(max_tokens=12)))
     assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
     assert pieces[-1].finish_reason == "stop"
+
+
+def test_the_tokenizer_s_end_joins_the_model_s():
+    config = tiny.llama_config(eos_token_ids=(2, 3))
+    for own, expected in ((None, {2, 3}), (2, {2, 3}), (0, {0, 2, 3}), (39, {2, 3, 39}), (40, {2, 3})):
+        assert end_ids(config, types.SimpleNamespace(eos_token_id=own)) == expected
 
 
 def test_streamed_pieces_join_to_the_answer(speculative):

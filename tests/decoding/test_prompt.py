@@ -32,6 +32,17 @@ def test_strings_and_messages_go_through_the_template_and_ids_stay():
     assert encode(Tokenizer(), []) == []
 
 
+def test_places_of_ids_are_written_for_errors_alone():
+    """There may be a hundred thousand of them."""
+
+    class Name(str):
+        def __format__(self, _: str) -> str:
+            raise AssertionError
+
+    for ids in ([3, 1], (3, 1), np.array([3, 1]), [np.int32(3), 1]):
+        assert encode(Tokenizer(), ids, Name("prompt")) == [3, 1]
+
+
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [

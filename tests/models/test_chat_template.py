@@ -88,6 +88,19 @@ def test_the_digest_covers_all_that_is_rendered(monkeypatch):
     assert len(digests) == 6
 
 
+def test_a_developer_is_a_system_to_templates_that_do_not_know_one():
+    """Templates that branch by role would leave its turn out."""
+    branches = (
+        "{% for m in messages %}{% if m.role == 'ROLE' or m.role == 'user' %}{{ m.role }}: {{ m.content }}\n"
+        "{% endif %}{% endfor %}"
+    )
+    asked = [{"role": "developer", "content": "Be brief."}, *TALK[:1]]
+    for role in ("system", "developer"):
+        tokenizer = byte_tokenizer(branches.replace("ROLE", role))
+        text = chat_template.render(tokenizer, asked, generation_prompt=False)
+        assert text == f"{role}: Be brief.\nuser: Hi\n"
+
+
 def test_what_the_template_refuses_is_said_with_the_roles():
     picky = byte_tokenizer("{{ raise_exception('No tools!') }}")
     with pytest.raises(ValueError, match=r"chat template: refuses messages of roles \[user\]: No tools!"):

@@ -183,6 +183,13 @@ def test_a_target_s_identity_names_what_differs(tmp_path):
     assert {field for field, value in identity(same).items() if first[field] != value} >= {"tokenizer"}
 
 
+def test_a_generation_config_that_names_no_stop_token_takes_none_away(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(tiny.CONFIG))
+    for generation, expected in (({"eos_token_id": [2, 0]}, (2, 0)), ({"eos_token_id": None}, (2,)), ({}, (2,))):
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        assert registry.read_config(tmp_path, (1, 2, 3)).eos_token_ids == expected
+
+
 def test_folder_without_config(tmp_path):
     with pytest.raises(registry.TargetError, match=r"config\.json is missing"):
         registry.load_target(str(tmp_path))

@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import contextlib
+import copy
 import http.client
 import json
 import math
@@ -18,6 +19,8 @@ import httpx2
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tokenizers import AddedToken
+from tokenizers.processors import TemplateProcessing
 
 from eagle3_jax.decoding.sampling import SamplingParams
 from eagle3_jax.serving.metrics import Metrics
@@ -129,6 +132,18 @@ def test_completions_of_several_prompts(served):
     )
 
 
+def test_the_tokenizer_s_opening_is_left_out_for_who_asks_for_that(served, engine, monkeypatch):
+    opens = copy.deepcopy(engine.tokenizer)
+    opening = [("<|endoftext|>", opens.convert_tokens_to_ids("<|endoftext|>"))]
+    opens.backend_tokenizer.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=opening)
+    monkeypatch.setattr(engine, "tokenizer", opens)
+    ask: Any = {"model": MODEL, "prompt": "apple bird", "temperature": 0, "max_tokens": 1}
+    said: Any = ({}, {"add_special_tokens": True}, {"add_special_tokens": None}, {"add_special_tokens": False})
+    answers = [served.client.completions.create(**ask, extra_body=more) for more in said]
+    bare = len(opens("apple bird", add_special_tokens=False)["input_ids"])
+    assert [answer.usage.prompt_tokens - bare for answer in answers] == [1, 1, 1, 0]
+
+
 def test_equal_prompts_of_one_request_are_different_samples(served):
     ask: Any = {"model": MODEL, "prompt": ["apple"] * 3 + ["snow"], "temperature": 2.0, "max_tokens": 12, "seed": 5}
     texts = [choice.text for choice in served.client.completions.create(**ask).choices]
@@ -214,6 +229,15 @@ def test_bytes_of_tokens_join_to_characters(served):
     assert any(tokens.show(token)[0] == "�" for token in ids)
     assert tokens.show(2) == ("<|im_end|>", None)
     assert tokens.show(447) == ("token_id:447", None)  # a row of the vocabulary without a token
+
+
+def test_a_special_token_that_nothing_names_has_no_bytes(served):
+    tokenizer = copy.deepcopy(served.engine.tokenizer)
+    tokenizer.add_tokens([AddedToken("<|eom_id|>", special=True), "<tool>"])
+    special, text = tokenizer.convert_tokens_to_ids(["<|eom_id|>", "<tool>"])
+    assert special not in tokenizer.all_special_ids
+    tokens = Tokens(tokenizer)
+    assert (tokens.show(special), tokens.show(text)) == (("<|eom_id|>", None), ("<tool>", b"<tool>"))
 
 
 def test_models(served):

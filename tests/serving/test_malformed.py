@@ -53,8 +53,12 @@ def test_other_content_types_are_refused(served):
         {"user": "a", "metadata": {"a": "b"}, "store": False, "something_new": [1]},
         {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"]},
         {"best_of": 1, "parallel_tool_calls": True, "use_beam_search": False, "echo": False, "suffix": None},
+        {"no_stop_trim": False, "return_hidden_states": False, "stop_regex": [], "documents": []},
+        {"length_penalty": 1.0, "spaces_between_special_tokens": True, "add_special_tokens": False},
+        {"reasoning_effort": "medium", "verbosity": "medium", "prediction": {"type": "content", "content": "a"}},
         {field: None for field in (BOTH | OF_CHAT) if field != "messages"},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "ap"}], "name": "a"}]},
+        {"messages": [{"role": "user", "content": "a", "tool_calls": [], "function_call": None}]},
     ],
 )
 def test_what_asks_for_nothing_is_ignored(served, field):
