@@ -1,7 +1,11 @@
 # The verbs in a container, for TPU hosts (tools/jobset.yaml) and CPUs:
 #
 #     docker build --tag eagle3-jax .
-#     docker run --rm --volume "$PWD/runs:/eagle3_jax/runs" eagle3-jax eagle3_jax.prepare --config configs/smollm2_135m.yaml
+#     mkdir -p runs
+#     docker run --rm --user "$(id -u):$(id -g)" --env HOME=/eagle3_jax/runs --volume "$PWD/runs:/eagle3_jax/runs" \
+#       eagle3-jax eagle3_jax.prepare --config configs/quickstart.yaml
+#
+# runs/ belongs to who runs it, and keeps in .cache what was downloaded.
 FROM python:3.12-slim
 
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1

@@ -1,6 +1,7 @@
 """What the README tells a user to do: its Python runs, its commands are understood."""
 
 import importlib
+import os
 import pathlib
 import re
 import shlex
@@ -26,11 +27,12 @@ MORE = [pytest.mark.slow, pytest.mark.any_jax]  # marks of the other pages
 
 
 def commands() -> list[str]:
-    """Indented or fenced lines that start a script or a verb; comments and continuations are taken out."""
+    """Indented or fenced lines that start a script or a verb; comments, continuations and loops are taken out."""
     found = []
     for page in PAGES:
         text = page.read_text().replace("\\\n", " ")
-        for line in re.findall(r"^(?:    )?((?:[A-Z_]+=\S+ )*(?:\S*bin/python|bash) [^`\n]*)$", text, re.MULTILINE):
+        program = r"((?:[A-Z_]+=\S+ )*(?:\S*bin/python|bash) [^`\n]*?)"
+        for line in re.findall(rf"^(?:    |  |until )?{program}(?: &&|; do [^\n]*)?$", text, re.MULTILINE):
             found.append(shlex.join(shlex.split(line, comments=True)))
     return sorted(set(found))
 
@@ -40,6 +42,64 @@ def test_there_are_commands():
     assert any("eagle3_jax.train" in command for command in commands())
 
 
+def understand_script(script: str, arguments: list[str]) -> None:
+    """What `bash script arguments` would refuse. Raises AssertionError."""
+    assert (ROOT / script).is_file(), script
+    subprocess.run(["bash", "-n", ROOT / script], check=True, timeout=60)
+    if script == "tools/tpu_vm.sh":
+        command, *more = ("configs/llama31_8b.yaml" if word == "my-head.yaml" else word for word in arguments)
+        done = subprocess.run(
+            ["bash", ROOT / script, command, "--dry-run", *more],
+            env=os.environ | {"VENV": sys.prefix},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        return
+    text = "\n".join(line for line in (ROOT / script).read_text().splitlines() if not line.startswith("#"))
+    known = re.findall(r"^ *\"?([a-z]*)\"?\)", text, re.MULTILINE)
+    assert not known or not arguments or arguments[0] in known, f"{arguments[0]}: not an argument of {script}"
+    text += "\n".join((ROOT / path).read_text() for path in re.findall(r"tools/\w+\.py", text))
+    for word in arguments:
+        if word.startswith("--"):
+            assert re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", text), f"{word}: not a flag of {script}"
+        elif word.endswith(".yaml"):
+            assert (ROOT / word).is_file(), word
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize(
+    "line",
+    [
+        "tools/hello.sh --draft lookup",
+        "tools/recipe.sh configs/smollm2_135m.yaml",
+        "tools/test.sh fast",
+        "tools/tpu_vm.sh install --name head --zone us-west4-a --bucket my-bucket",
+    ],
+)
+def test_a_right_line_is_understood(line):
+    understand_script(line.split()[0], line.split()[1:])
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize(
+    "line",
+    [
+        "tools/hallo.sh",
+        "tools/hello.sh --drafts lookup",
+        "tools/recipe.sh configs/smollm2.yaml",
+        "tools/test.sh quick",
+        "tools/tpu_vm.sh create --nmae head --zone us-west4-a --type v6e-8",
+        "tools/tpu_vm.sh create --name head --zone us-west4-a --type v6e-12",
+        "tools/tpu_vm.sh train --name head --zone us-west4-a --config configs/nothing.yaml",
+    ],
+)
+def test_a_wrong_line_is_not(line):
+    with pytest.raises(AssertionError):
+        understand_script(line.split()[0], line.split()[1:])
+
+
 @pytest.mark.slow
 @pytest.mark.any_jax
 @pytest.mark.parametrize("command", commands())
@@ -47,10 +107,7 @@ def test_every_command_is_understood(command, monkeypatch):
     words = [word for word in shlex.split(command) if not re.fullmatch(r"[A-Z_0-9]+=\S*", word)]
     program, what, *arguments = words
     if program == "bash":
-        assert (ROOT / what).is_file()
-        subprocess.run(["bash", "-n", ROOT / what], check=True, timeout=60)
-        known = re.findall(r"^ *\"?([a-z]*)\"?\)", (ROOT / what).read_text(), re.MULTILINE)
-        assert not known or not arguments or arguments[0] in known, f"{arguments[0]}: not an argument of {what}"
+        understand_script(what, arguments)
     elif what == "-m" and arguments[0].startswith("eagle3_jax."):
         verb, *flags = arguments
         importlib.import_module(verb)

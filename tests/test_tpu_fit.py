@@ -4,9 +4,13 @@ import importlib
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 pytest.importorskip("libtpu")
@@ -81,8 +85,80 @@ def test_what_does_not_fit_is_said_with_the_amount(small, rows):
 def test_what_a_kernel_cannot_hold_is_said_with_the_amount(small):
     done = fit(small, "--topology", "v5e:1x2", "--verbs", "extract", "--extract.batch-tokens", "100000000")
     assert done.returncode == 1, done.stderr
-    assert "extract: does not fit: SMEM: got 11.9 MiB" in done.stderr
+    assert re.search(r"^extract .*\n    does not fit: SMEM: got 11.9 MiB", done.stdout, re.MULTILINE)
     assert "Traceback" not in done.stderr
+
+
+def test_what_a_kernel_refuses_is_a_row_and_the_next_program_is_planned(small, tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    tpu_fit = importlib.import_module("tpu_fit")
+    (device,) = tpu_fit.topology_devices("v5e:1x1")
+    mesh = jax.sharding.Mesh(np.array([[device]]), ("data", "model"))
+    programs = [tpu_fit.Program(name, mesh, {}, {}, lambda: None) for name in ("one", "two", "three")]
+
+    def measure(program, limit):
+        if program.name == "two":
+            raise ValueError("SMEM: got 11.9 MiB, expected at most 1.0")
+        return tpu_fit.Plan(temporaries=2**30)
+
+    monkeypatch.setattr(tpu_fit, "VERBS", {"extract": lambda *_: programs})
+    monkeypatch.setattr(tpu_fit, "measure", measure)
+    monkeypatch.setattr(tpu_fit, "hbm", lambda devices: 2**34)
+    file = tmp_path / "rows.json"
+    arguments = ["--config", str(small), "--topology", "v5e:1x1", "--verbs", "extract", "--json", str(file)]
+    monkeypatch.setattr(sys, "argv", ["tpu_fit.py", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        tpu_fit.main()
+    assert ended.value.code == 1
+    rows = json.loads(file.read_text())
+    assert [(row["program"], row["fits"]) for row in rows] == [("one", True), ("two", False), ("three", True)]
+    assert rows[1]["refused"].startswith("SMEM: got 11.9 MiB")
+    assert "does not fit: SMEM: got 11.9 MiB" in capsys.readouterr().out
+
+
+def test_the_table_shows_what_was_refused_and_goes_on(tmp_path):
+    fits = {"total": 2**33, "hbm": 2**34, "fits": True}
+    rows = [fits, fits | {"total": 2**35, "fits": False}, {"fits": False, "refused": "SMEM: got 11.9 MiB"}]
+    rows = [
+        {"topology": "v6e:2x2", "program": "extract", "mesh": {"a": 1, "b": 4}, "seconds": 1, **row} for row in rows
+    ]
+    (tmp_path / "rows").write_text(json.dumps(rows))
+    python = tmp_path / "python"
+    python.write_text(f"""#!/bin/bash
+if [ "$1" = - ]; then exec {sys.executable} -IS "$@"; fi
+while [ "$1" != --json ]; do shift; done
+cp {tmp_path}/rows "$2"
+exit 1
+""")
+    python.chmod(0o755)
+    command = ["bash", ROOT / "tools/tpu_fit_table.sh", tmp_path / "table"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHON": str(python)}, timeout=60)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split(" | ", 4)[4] for line in done.stdout.splitlines()[2:]]
+    shown = ["8.0 | 50% | 1 s |", "32.0 | 16.0 GiB too much | 1 s |", " | SMEM: got 11.9 MiB | 1 s |"]
+    assert len(lines) > 3 and lines == shown * (len(lines) // 3)
+
+
+@pytest.mark.parametrize(("topology", "chips", "hours"), [("v6e:2x2", 4, 2310 / 918), ("tpu7x:2x2x1", 4, 1)])
+def test_a_cost_is_of_chips_whose_devices_may_be_two(small, topology, chips, hours, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    tpu_cost, tpu_fit = importlib.import_module("tpu_cost"), importlib.import_module("tpu_fit")
+
+    def extract(config, target, devices):
+        mesh = jax.sharding.Mesh(np.array(devices[:1]), ("model",))
+        square = jax.ShapeDtypeStruct((1000, 1000), jnp.bfloat16)
+        arguments = {"tokens": jax.ShapeDtypeStruct((4, 250), jnp.int32)}
+        return [tpu_fit.Program("extract", mesh, arguments, {}, lambda: jax.jit(lambda x: x @ x).trace(square))]
+
+    monkeypatch.setattr(tpu_fit, "VERBS", {"extract": extract, "train": lambda *_: []})
+    # Two million operations a token: what a tpu7x of 2310 tera operations a second does in an hour.
+    tokens = 2310e12 * 3600 / 2e6
+    arguments = ["--topology", topology, "--tokens", str(tokens), "--share", "1", "--price", "10"]
+    monkeypatch.setattr(sys, "argv", ["tpu_cost.py", "--config", str(small), *arguments])
+    tpu_cost.main()
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"{topology}: {chips} chips, ")
+    assert second.endswith(f": {hours:.1f} chip hours, {hours / chips:.2f} hours, {hours * 10:.1f} at 10 a chip hour")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ import math
 import os
 import pathlib
 import re
+import shutil
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -19,8 +21,12 @@ from typing import Any
 import pytest
 import yaml
 
+from eagle3_jax import command
+from eagle3_jax import config as configs
+
 pytestmark = pytest.mark.any_jax
 ROOT = pathlib.Path(__file__).parents[1]
+PAGE = ROOT / "docs/batch-jobs-on-tpu-vms.md"
 
 GCLOUD = f"""#!{sys.executable} -IS
 import json, os, pathlib, shutil, subprocess, sys
@@ -36,13 +42,17 @@ if what == "describe":
     state, *later = said["states"]
     if later:
         (fake / "says.json").write_text(json.dumps(said | {{"states": later}}))
+    error = "ERROR: (gcloud.compute.tpus.queued-resources.describe) "
     if state == "NONE":
-        sys.exit("ERROR: (gcloud.compute.tpus.queued-resources.describe) NOT_FOUND: Resource was not found")
+        resource = "projects/mine/locations/us-west4-a/queuedResources/head"
+        sys.exit(f"{{error}}NOT_FOUND: Resource '{{resource}}' was not found. This command is authenticated as me")
     if state == "FORBIDDEN":
-        sys.exit("ERROR: PERMISSION_DENIED")
-    print(state, said["label"], said["type"], sep=",")
+        sys.exit(f"{{error}}PERMISSION_DENIED: Project 'mine' not found or permission denied.")
+    print(state, said["label"], said["type"], "e30=" if said["spot"] else "", sep=",")
 elif what == "buckets":
     print(said["namespace"])
+elif what == "scp" and said["no_key"]:
+    sys.exit("ERROR: (gcloud.compute.tpus.tpu-vm.scp) SSH Key is not present in the SSH agent.")
 elif what == "scp":
     for host in hosts:
         shutil.copy(asked[asked.index("scp") + 1], host / asked[asked.index("scp") + 2].split(":")[1])
@@ -68,13 +78,16 @@ exit "$(cat "$FAKE/exit" 2>/dev/null || echo 0)"
 
 
 # What gcloud answers in a run, unless a test says otherwise: the states of the slice, the last one again and again; its
-# label and type; whether the bucket has a hierarchical namespace; which hosts cannot be reached with a script that
-# contains `deaf_to`; after how many questions the verb is no longer held.
+# label, its type, and whether it is a spot one; whether the bucket has a hierarchical namespace; whether the SSH agent
+# lacks gcloud's key; which hosts cannot be reached with a script that contains `deaf_to`; after how many questions the
+# verb is no longer held.
 SAYS: dict[str, Any] = {
     "states": ["ACTIVE"],
     "label": "eagle3_jax",
     "type": "v5p-16",
+    "spot": False,
     "namespace": "True",
+    "no_key": False,
     "deaf": [],
     "deaf_to": "",
     "release_after": 0,
@@ -88,6 +101,7 @@ class Cloud:
         self.folder = folder
         self.programs = folder / "programs"
         self.programs.mkdir()
+        self.path = f"{self.programs}:/usr/bin:/bin"
         self.program("gcloud", GCLOUD)
         self.program("sleep", "#!/bin/sh\nexec /bin/sleep 0.02\n")
         self.new_hosts()
@@ -116,7 +130,7 @@ class Cloud:
     def run(
         self, command: str, *arguments: str, venv: str = "/no venv", **says: Any
     ) -> subprocess.CompletedProcess[str]:
-        slice_ = ["--name", "head", "--zone", "us-east5-b"]
+        slice_ = ["--name", "head", "--zone", "us-west4-a"]
         return self.bash(str(ROOT / "tools/tpu_vm.sh"), command, *slice_, *arguments, venv=venv, **says)
 
     def bash(self, *arguments: str, venv: str = "/no venv", **says: Any) -> subprocess.CompletedProcess[str]:
@@ -125,8 +139,7 @@ class Cloud:
         return subprocess.run(
             ["bash", *arguments],
             # What names a Python here, for tools/env.sh, is no host's.
-            env=os.environ
-            | {"PATH": f"{self.programs}:/usr/bin:/bin", "FAKE": str(self.folder), "VENV": venv, "PYTHON": ""},
+            env=os.environ | {"PATH": self.path, "FAKE": str(self.folder), "VENV": venv, "PYTHON": ""},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -163,6 +176,7 @@ def test_create_asks_once_and_waits(cloud):
     ended = cloud.run(
         *("create", "--type", "v5p-16", "--spot", "--project", "mine", "--wait-minutes", "30"),
         states=["NONE", "WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE"],
+        spot=True,
     )
     assert ended.returncode == 0, ended.stderr
     assert cloud.verbs() == ["describe", "create", "describe", "describe", "describe"]
@@ -170,7 +184,7 @@ def test_create_asks_once_and_waits(cloud):
     assert what == ["compute", "tpus", "queued-resources", "create", "head"]
     assert sorted(flags) == sorted(
         [
-            *("--node-id=head", "--zone=us-east5-b", "--project=mine"),
+            *("--node-id=head", "--zone=us-west4-a", "--project=mine"),
             *("--accelerator-type=v5p-16", "--runtime-version=v2-alpha-tpuv5"),
             *("--spot", "--labels=made_by=eagle3_jax", "--valid-until-duration=30m", "--async", "--quiet"),
         ]
@@ -189,9 +203,21 @@ def test_create_does_not_wait_for_ever(cloud):
     assert cloud.verbs() == ["describe", "create", "describe", "describe", "describe"]
 
 
+@pytest.mark.parametrize("name", ["INT", "TERM"])
+def test_whoever_stops_waiting_hears_what_goes_on(cloud, name):
+    number = signal.Signals[f"SIG{name}"]
+    if signal.getsignal(number) == signal.SIG_IGN:
+        pytest.skip(f"SIG{name} is ignored where these tests run")
+    cloud.program("sleep", f"#!/bin/sh\nkill -{name} $PPID\n")
+    ended = cloud.run("create", "--type", "v5p-16", states=["NONE", "WAITING_FOR_RESOURCES"])
+    assert ended.returncode == -number  # so a loop around it ends too
+    assert "Nobody waits for head any more, but it may still come, and costs then" in ended.stderr
+    assert "'delete' ends it" in ended.stderr and cloud.verbs() == ["describe", "create"]
+
+
 @pytest.mark.parametrize("state", ["SUSPENDED", "FAILED"])
 def test_create_replaces_what_was_reclaimed_or_refused(cloud, state):
-    ended = cloud.run("create", "--type", "v5p-16", "--spot", states=[state, state, "NONE", "ACTIVE"])
+    ended = cloud.run("create", "--type", "v5p-16", "--spot", states=[state, state, "NONE", "ACTIVE"], spot=True)
     assert ended.returncode == 0, ended.stderr
     assert cloud.verbs() == ["describe", "describe", "delete", "create", "describe", "describe"]
     ended = cloud.run("create", "--type", "v5p-16", states=["NONE", "PROVISIONING", state])
@@ -202,8 +228,8 @@ def test_create_replaces_what_was_reclaimed_or_refused(cloud, state):
 def test_another_type_or_another_s_slice_is_left_alone(cloud):
     ended = cloud.run("create", "--type", "v6e-8")
     assert ended.returncode == 1 and "--type: got v6e-8, expected v5p-16" in ended.stderr
-    for command in (["create", "--type", "v5p-16"], ["delete"], ["install"]):
-        ended = cloud.run(*command, states=["SUSPENDED"], label="somebody")
+    for words in (["create", "--type", "v5p-16"], ["delete"], ["install"]):
+        ended = cloud.run(*words, states=["SUSPENDED"], label="somebody")
         assert (
             ended.returncode == 1
             and "whose label made_by is somebody, expected a slice that 'create' made" in ended.stderr
@@ -211,19 +237,39 @@ def test_another_type_or_another_s_slice_is_left_alone(cloud):
         assert cloud.verbs() == ["describe"]
 
 
+@pytest.mark.parametrize(
+    ("flags", "spot", "words"), [([], True, "got no, expected yes"), (["--spot"], False, "got yes, expected no")]
+)
+def test_a_spot_slice_is_no_other(cloud, flags, spot, words):
+    ended = cloud.run("create", "--type", "v5p-16", *flags, spot=spot)
+    assert ended.returncode == 1 and f"--spot: {words}, as head has it; delete it first" in ended.stderr
+    assert cloud.verbs() == ["describe"]
+
+
 def test_delete_asks_for_the_slice_and_nothing_else(cloud):
     assert cloud.run("delete").returncode == 0
     assert cloud.verbs() == ["describe", "delete"]
     assert cloud.asked()[1] == [
-        *("compute", "tpus", "queued-resources", "delete", "head", "--zone=us-east5-b", "--force", "--quiet")
+        *("compute", "tpus", "queued-resources", "delete", "head", "--zone=us-west4-a", "--force", "--quiet")
     ]
     ended = cloud.run("delete", states=["NONE"])
     assert ended.returncode == 0 and cloud.verbs() == ["describe"] and "There is no head" in ended.stderr
 
 
 def test_gcloud_s_own_refusal_is_told(cloud):
-    ended = cloud.run("create", "--type", "v5p-16", states=["FORBIDDEN"])
-    assert ended.returncode == 1 and "PERMISSION_DENIED" in ended.stderr and cloud.verbs() == ["describe"]
+    for words in (["create", "--type", "v5p-16"], ["delete"]):
+        ended = cloud.run(*words, states=["FORBIDDEN"])
+        assert ended.returncode == 1 and "PERMISSION_DENIED" in ended.stderr and cloud.verbs() == ["describe"]
+
+
+def test_without_gcloud_there_may_be_a_slice(cloud):
+    (cloud.programs / "gcloud").unlink()
+    for name in ("bash", "dirname", "basename", "mktemp", "rm", "grep"):
+        (cloud.programs / name).symlink_to(shutil.which(name) or name)
+    cloud.path = str(cloud.programs)
+    ended = cloud.run("delete")
+    assert ended.returncode == 1 and "no gcloud on the PATH, expected the Google Cloud CLI" in ended.stderr
+    assert cloud.run("delete", "--dry-run").returncode == 0
 
 
 # -------------------------------------------------------------------------------------------------------------- install
@@ -260,6 +306,15 @@ def test_a_bucket_whose_folders_cannot_be_renamed_at_once_is_refused(cloud):
     ended = cloud.run("install", "--bucket", "my-bucket", namespace="")
     assert ended.returncode == 1 and "expected one with a hierarchical namespace" in ended.stderr
     assert cloud.verbs() == ["describe", "buckets"]
+
+
+@pytest.mark.parametrize(("kind", "hosts"), [("v5p-16", 2), ("v5p-8", 1)])
+def test_several_hosts_need_the_key_in_the_agent(cloud, kind, hosts):
+    cloud.program("git", "#!/bin/sh\n")
+    ended = cloud.run("install", type=kind, no_key=True)
+    assert ended.returncode == 1 and "not copied to all hosts; see above. Run the same command again" in ended.stderr
+    assert ("ssh-add ~/.ssh/google_compute_engine" in ended.stderr) == (hosts > 1)
+    assert cloud.verbs() == ["describe", "scp"]
 
 
 # ----------------------------------------------------------------------------------------------------------------- jobs
@@ -305,6 +360,18 @@ def test_a_verb_that_fails_is_told_with_its_log(cloud, config):
     assert cloud.run("train", "--config", str(config)).returncode == 0  # the same command goes on
 
 
+@pytest.mark.parametrize("words", ["words without an end", "a bar of \u2588, 10 %\r"])
+def test_a_dead_job_is_not_taken_for_a_silent_host(cloud, config, words):
+    """Its log's last line has no end, as that of a progress bar."""
+    verb = f"#!/usr/bin/env bash\nprintf 'a traceback\\n%s' '{words}'\nexit 1\n"
+    for host in cloud.hosts:
+        (host / "eagle3_jax/.venv/bin/python").write_text(verb)
+    ended = cloud.run("train", "--config", str(config))
+    assert ended.returncode == 1 and "train ended, its log stands above" in ended.stderr
+    assert cloud.verbs() == ["describe", "ssh", "ssh"]
+    assert "a traceback\n" in ended.stdout and words.strip() in ended.stdout
+
+
 def test_a_reclaimed_slice_is_replaced_and_the_run_goes_on(cloud, config):
     (cloud.folder / "hold").touch()
     ended = cloud.run(
@@ -316,7 +383,7 @@ def test_a_reclaimed_slice_is_replaced_and_the_run_goes_on(cloud, config):
     (cloud.folder / "hosts").rename(cloud.folder / "gone")
     cloud.new_hosts()
     states = ["SUSPENDED", "SUSPENDED", "NONE", "ACTIVE"]
-    assert cloud.run("create", "--type", "v5p-16", "--spot", states=states).returncode == 0
+    assert cloud.run("create", "--type", "v5p-16", "--spot", states=states, spot=True).returncode == 0
     assert cloud.verbs()[2:4] == ["delete", "create"] and "--spot" in cloud.asked()[3]
     ended = cloud.run("train", "--config", str(config))  # the new hosts have nothing yet
     assert ended.returncode == 1 and "expected what 'install' makes" in ended.stderr
@@ -326,12 +393,10 @@ def test_a_reclaimed_slice_is_replaced_and_the_run_goes_on(cloud, config):
 
 
 def test_a_stop_by_sigterm_is_no_end(cloud, config):
-    for host in cloud.hosts:
-        (host / "eagle3_jax/.venv/bin/python").write_text(
-            "#!/bin/sh\necho 'eagle3_jax.train: stopped by SIGTERM; run it again'\n"
-        )
+    (cloud.folder / "exit").write_text(str(command.STOPPED))
     ended = cloud.run("train", "--config", str(config))
     assert ended.returncode == 1 and "Run the same command again: it goes on where it was" in ended.stderr
+    assert ended.stdout.count(" stopped\n") == 2
 
 
 def test_a_bucket_is_mounted_again_before_a_job(cloud, config):
@@ -374,8 +439,8 @@ def test_a_slice_of_several_hosts_does_not_serve(cloud, config):
         (["create", "--type", "tpu7x-8"], "tools/jobset.yaml"),
         (["create", "--type", "v6e-8", "--name", "Head"], "--name: got Head, expected lower-case letters"),
         (
-            ["create", "--type", "v6e-8", "--zone", "us-east5"],
-            "--zone: got us-east5, expected a zone such as us-east5-b",
+            ["create", "--type", "v6e-8", "--zone", "us-west4"],
+            "--zone: got us-west4, expected a zone such as us-west4-a",
         ),
         (["create", "--type", "v6e-8", "--wait-minutes", "0"], "--wait-minutes: got 0, expected 1 to 9999"),
         (["create", "--type", "--spot"], "--type: got nothing, expected a value"),
@@ -424,10 +489,29 @@ def test_a_dry_run_shows_all_and_asks_nothing(cloud, config, command):
     shown = cloud.bash("-c", ended.stdout)
     assert shown.returncode == 0, shown.stderr
     would_ask = cloud.asked()
-    cloud.run(*words, type="v6e-8", states=["NONE", "ACTIVE"] if words[0] == "create" else ["ACTIVE"])
+    cloud.run(
+        *words,
+        type="v6e-8",
+        spot=words[0] == "create",
+        states=["NONE", "ACTIVE"] if words[0] == "create" else ["ACTIVE"],
+    )
     assert cloud.asked()[: len(would_ask)] == would_ask and len(cloud.asked()) - len(would_ask) == (
         words[0] == "create"
     )
+
+
+def test_what_is_documented_asks_for_a_zone_that_has_the_type():
+    """Google's table of regions and zones, of v5e in North America."""
+    text = PAGE.read_text() + (ROOT / "tools/tpu_vm.sh").read_text()
+    (zone,) = set(re.findall(r"--zone ([a-z]+-\S+)", text))
+    assert zone in ("us-central1-a", "us-south1-a", "us-west1-c", "us-west4-a") and zone in PAGE.read_text()
+    assert set(re.findall(r"--type (v\S+)", text)) == {"v5litepod-16"}
+    assert re.findall(r"--location (\S+)", text) == [zone.rpartition("-")[0]]
+
+
+def test_what_runs_by_itself_ends_with_the_slice():
+    (loop,) = re.findall(r"^until .*?^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert loop.splitlines()[-2].startswith("bash tools/tpu_vm.sh delete ")
 
 
 # ----------------------------------------------------------------------------------------------- Kubernetes, containers
@@ -455,11 +539,12 @@ def test_the_jobset_is_one_slice_whose_hosts_agree():
     assert "job-completion-index" in variables["JAX_PROCESS_ID"]["valueFrom"]["fieldRef"]["fieldPath"]
     assert spec["network"]["enableDNSHostnames"]
 
-    # A reclaimed node restarts all of them, as often as it happens; a failing verb does so only a few times.
+    # A reclaimed node and a stopped verb restart all of them, as often as it happens; a failing verb only a few times.
     assert pod["nodeSelector"]["cloud.google.com/gke-spot"] == "true" and pod["restartPolicy"] == "Never"
     assert pod["tolerations"][0]["key"] == "cloud.google.com/gke-spot" and job["backoffLimit"] == 0
     assert job["podFailurePolicy"]["rules"] == [
-        {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget"}]}
+        {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget"}]},
+        {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [command.STOPPED]}},
     ]
     (rule,) = spec["failurePolicy"]["rules"]
     assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts" and rule["onJobFailureReasons"] == ["PodFailurePolicy"]
@@ -475,17 +560,53 @@ def test_the_jobset_is_one_slice_whose_hosts_agree():
 
 
 def test_kubectl_is_asked_for_what_the_jobset_makes(cloud):
-    """The commands of the page, as a reader runs them."""
+    """The commands of the page, as a reader runs them, and those in the file's head."""
     cloud.program("kubectl", '#!/bin/sh\nprintf "%s\\n" "$*" >>"$FAKE/kubectl"\n')
-    page = (ROOT / "docs/batch-jobs-on-tpu-vms.md").read_text()
-    lines = re.findall(r"^ *(kubectl .*)", page, re.MULTILINE)
+    page = PAGE.read_text().replace("\\\n", "")
+    lines = re.findall(r"^ *((?:kubectl|gcloud storage buckets add-iam-policy-binding) .*)", page, re.MULTILINE)
     assert cloud.bash("-c", f"cd '{ROOT}'; set -e; " + "\n".join(lines)).returncode == 0
     asked = [line.split() for line in (cloud.folder / "kubectl").read_text().splitlines()]
-    assert [words[0] for words in asked] == ["apply", "logs", "delete"]
-    jobset = yaml.safe_load((ROOT / asked[0][2]).read_text())
-    name = f"{jobset['metadata']['name']}-{jobset['spec']['replicatedJobs'][0]['name']}-0"
-    assert f"job/{name}" in asked[1]
-    assert asked[2][1:] == ["jobset", jobset["metadata"]["name"]]
+    assert [words[0] for words in asked] == ["create", "apply", "logs", "delete"]
+    text = (ROOT / asked[1][2]).read_text()
+    jobset = yaml.safe_load(text)
+    replicated = jobset["spec"]["replicatedJobs"][0]
+    pod = replicated["template"]["spec"]["template"]["spec"]
+    assert asked[0][1:] == ["serviceaccount", pod["serviceAccountName"]]
+    assert f"job/{jobset['metadata']['name']}-{replicated['name']}-0" in asked[2]
+    assert asked[3][1:] == ["jobset", jobset["metadata"]["name"]]
+
+    # That account, in the namespace of them all, may use the bucket.
+    (binding,) = cloud.asked()
+    assert f"gs://{pod['volumes'][0]['csi']['volumeAttributes']['bucketName']}" in binding
+    assert "namespace" not in jobset["metadata"]
+    assert binding[-1].endswith(f".svc.id.goog/subject/ns/default/sa/{pod['serviceAccountName']}")
+    head = text.replace("\\\n#", "")
+    assert all(line in re.sub(" +", " ", head) for line in (re.sub(" +", " ", line) for line in lines[:3]))
+
+
+def test_the_container_has_what_its_example_reads(cloud, tmp_path):
+    cloud.program("docker", '#!/bin/sh\nls -d runs >/dev/null && printf "%s\\n" "$@" >"$FAKE/docker"\n')
+    text = (ROOT / "Dockerfile").read_text()
+    example = "\n".join(re.findall(r"^#     (.*)", text, re.MULTILINE))
+    example = example.replace("docker build", ": docker build")
+    assert cloud.bash("-c", f"cd '{tmp_path}'; set -e; {example}").returncode == 0
+    run, *options, image, verb, _, path = (cloud.folder / "docker").read_text().splitlines()
+    given = dict(zip(options[1::2], options[2::2], strict=True))
+    assert (run, options[0], image, importlib.util.find_spec(verb) is None) == ("run", "--rm", "eagle3-jax", False)
+
+    # What is mounted is the user's, who runs it.
+    (folder,) = re.findall(r"^WORKDIR (.*)", text, re.MULTILINE)
+    outside, _, mounted = given["--volume"].partition(":")
+    assert outside == str(tmp_path / "runs") and given["--user"] == f"{os.getuid()}:{os.getgid()}"
+    assert given["--env"] == f"HOME={mounted}"
+
+    copied = {word for line in re.findall(r"^COPY (.*)", text, re.MULTILINE) for word in line.split()[:-1]}
+    run_config = configs.load(ROOT / path)
+    files = [path, *run_config.prepare.benchmarks]
+    files += [getattr(source, "path", path) for source in run_config.prepare.sources]
+    for name in files:
+        assert name.split("/")[0] in copied and (ROOT / name).exists(), name
+    assert f"{folder}/{run_config.run_dir}".startswith(f"{mounted}/")
 
 
 def test_the_container_holds_what_is_locked():

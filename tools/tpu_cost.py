@@ -51,9 +51,10 @@ def main() -> None:
         ]
     except ValueError as error:
         parser.error(str(error))
-    rate = CHIPS[arguments.topology.split(":")[0]].teraflops * 1e12 * arguments.share
+    chip = CHIPS[arguments.topology.split(":")[0]]
+    chips, rate = len(devices) // chip.devices, chip.devices * chip.teraflops * 1e12 * arguments.share
     tokens = f"{arguments.tokens / 1e6:g} million tokens"
-    print(f"{arguments.topology}: {len(devices)} chips, {tokens}, {arguments.share:.0%} of the operations used")
+    print(f"{arguments.topology}: {chips} chips, {tokens}, {arguments.share:.0%} of the operations used")
     for program in programs:
         with jax.sharding.use_abstract_mesh(program.mesh.abstract_mesh):
             operations = products(program.trace().jaxpr.jaxpr)
@@ -64,7 +65,7 @@ def main() -> None:
         hours = operations / a_step * arguments.tokens * passes / rate / 3600
         cost = "" if arguments.price is None else f", {hours * arguments.price:,.1f} at {arguments.price:g} a chip hour"
         a_token = f"{operations / a_step / 1e9:.1f} GFLOP a token, {passes:g} times"
-        print(f"{program.name}: {a_token}: {hours:,.1f} chip hours, {hours / len(devices):,.2f} hours{cost}")
+        print(f"{program.name}: {a_token}: {hours:,.1f} chip hours, {hours / chips:,.2f} hours{cost}")
 
 
 if __name__ == "__main__":

@@ -130,10 +130,9 @@ def main() -> None:
     for program in programs:
         start = time.monotonic()
         try:
-            plan = measure(program, limit)
+            row = figures(program, measure(program, limit), limit)
         except ValueError as error:  # of a kernel, which sees beforehand what it cannot hold in VMEM or SMEM
-            sys.exit(f"{program.name}: does not fit: {error}")
-        row = figures(program, plan, limit)
+            row = {"program": program.name, "mesh": dict(program.mesh.shape), "fits": False, "refused": str(error)}
         rows.append({"topology": arguments.topology, **row, "seconds": time.monotonic() - start})
         print(describe(rows[-1]), flush=True)
     if arguments.json:
@@ -386,6 +385,8 @@ def figures(program: Program, plan: Plan, limit: float) -> dict[str, Any]:
 def describe(row: dict[str, Any]) -> str:
     """A line of the table, and what its arguments consist of."""
     begin = f"{row['program']:20}{'x'.join(str(size) for size in row['mesh'].values()):>5}"
+    if "refused" in row:
+        return f"{begin}\n    does not fit: {row['refused']}"
     temporary = row["total"] - row["arguments"] - row["beside"]
     sizes = "".join(f"{size / GIB:11.2f}" for size in (row["arguments"], temporary, row["beside"], row["total"]))
     parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in row["parts"].items())

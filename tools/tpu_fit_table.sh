@@ -42,10 +42,11 @@ print("|---|---|---|---|---|---|---|")
 for path in sorted(pathlib.Path(sys.argv[1]).glob("*.json")):
     for row in json.loads(path.read_text()):
         mesh = " x ".join(str(size) for size in row["mesh"].values())
-        total, hbm = row["total"] / 2**30, row["hbm"] / 2**30
-        fits = f"{row['total'] / row['hbm']:.0%}" if row["fits"] else f"{total - hbm:.1f} GiB too much"
+        if "refused" in row:
+            size, fits = "", row["refused"]
+        else:
+            total, hbm = row["total"] / 2**30, row["hbm"] / 2**30
+            size, fits = f"{total:.1f}", f"{total / hbm:.0%}" if row["fits"] else f"{total - hbm:.1f} GiB too much"
         name = path.stem.partition("-")[0]
-        print(
-            f"| {name} | {row['topology']} | {row['program']} | {mesh} | {total:.1f} | {fits} | {row['seconds']:.0f} s |"
-        )
+        print(f"| {name} | {row['topology']} | {row['program']} | {mesh} | {size} | {fits} | {row['seconds']:.0f} s |")
 PYTHON

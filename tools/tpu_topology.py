@@ -23,19 +23,21 @@ class Chip:
 
     Attributes:
         gigahertz: clock. gigabytes: HBM bandwidth a second. teraflops: bfloat16, a second.
+        devices: JAX devices of a chip, which is what a topology's name counts and Google lends.
     """
 
     topology: str
     gigahertz: float
     gigabytes: float
     teraflops: float
+    devices: int = 1
 
 
 CHIPS = {
     "v5e": Chip("v5e:1x1", 1.5, 819, 197),
     "v5p": Chip("v5p:1x1x1", 1.75, 2460, 459),
     "v6e": Chip("v6e:1x1", 1.75, 1638, 918),
-    "tpu7x": Chip("tpu7x:1x1x1", 2.2, 3700, 1155),  # one of a chip's two cores
+    "tpu7x": Chip("tpu7x:1x1x1", 2.2, 3700, 1155, devices=2),  # one of a chip's two cores
 }
 
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Batch jobs on Cloud TPU VMs: a slice by a queued resource, the package on all its hosts, a verb on all of them at once.
 #
-#     bash tools/tpu_vm.sh create  --name head --zone us-east5-b --type v5litepod-16 --spot
-#     bash tools/tpu_vm.sh install --name head --zone us-east5-b --bucket my-bucket
-#     bash tools/tpu_vm.sh extract --name head --zone us-east5-b --config my.yaml   # run_dir: bucket/my-head
-#     bash tools/tpu_vm.sh train   --name head --zone us-east5-b --config my.yaml -- --train.learning-rate 1e-4
-#     bash tools/tpu_vm.sh serve   --name head --zone us-east5-b --config my.yaml --port 8000
-#     bash tools/tpu_vm.sh delete  --name head --zone us-east5-b
+#     bash tools/tpu_vm.sh create  --name head --zone us-west4-a --type v5litepod-16 --spot
+#     bash tools/tpu_vm.sh install --name head --zone us-west4-a --bucket my-bucket
+#     bash tools/tpu_vm.sh extract --name head --zone us-west4-a --config my.yaml   # run_dir: bucket/my-head
+#     bash tools/tpu_vm.sh train   --name head --zone us-west4-a --config my.yaml -- --train.learning-rate 1e-4
+#     bash tools/tpu_vm.sh serve   --name head --zone us-west4-a --config my.yaml --port 8000
+#     bash tools/tpu_vm.sh delete  --name head --zone us-west4-a
 #
 # Each may be run again: it goes on where it was. --dry-run shows what would be asked of gcloud, and asks nothing.
 # --project names another project than gcloud's own. See docs/batch-jobs-on-tpu-vms.md.
@@ -16,6 +16,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 LABEL=eagle3_jax
 PAUSE=20 # seconds between two looks
 PATIENCE=5 # looks in a row at which a host may stay silent
+STOPPED=75 # a verb's exit status after SIGTERM, as eagle3_jax/command.py has it
 
 # ------------------------------------------------------------------------------------------------------------ arguments
 COMMANDS="create, install, regenerate, extract, train, serve or delete"
@@ -80,7 +81,7 @@ slice() {
 }
 
 expect --name "$name" '[a-z]([a-z0-9-]{0,61}[a-z0-9])?' "lower-case letters, digits and hyphens, 63 at most"
-expect --zone "$zone" '[a-z]+-[a-z]+[0-9]+-[a-z0-9]+' "a zone such as us-east5-b"
+expect --zone "$zone" '[a-z]+-[a-z]+[0-9]+-[a-z0-9]+' "a zone such as us-west4-a"
 [[ -z $project ]] || expect --project "$project" '[a-z][a-z0-9.:-]+' "a project's id"
 [[ -z $bucket ]] || expect --bucket "$bucket" '[a-z0-9][a-z0-9._-]+[a-z0-9]' "a bucket's name, without gs:// and folders"
 expect --port "$port" '[1-9][0-9]{3,4}' "a port from 1000 on"
@@ -104,6 +105,7 @@ if [[ $options == *--config* ]]; then
 fi
 where=("--zone=$zone")
 [[ -z $project ]] || where+=("--project=$project")
+[[ -n $dry_run ]] || command -v gcloud >/dev/null || fail "no gcloud on the PATH, expected the Google Cloud CLI."
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
@@ -126,17 +128,19 @@ ask() {
   fi
 }
 
-# look: sets state (NONE where there is no such slice), label and type of the slice.
+# look: sets state (NONE where there is no such slice), label, type and tier (spot, or nothing) of the slice.
 look() {
   local fields="state.state,tpu.nodeSpec[0].node.labels.made_by,tpu.nodeSpec[0].node.acceleratorType" answer
+  fields+=",spot.encode(base64)" # an empty message where it is there, which prints as nothing itself
   if ! answer=$(ask compute tpus queued-resources describe "$name" "${where[@]}" "--format=csv[no-heading]($fields)" 2>"$scratch/error"); then
-    grep -qi "not[_ ]found" "$scratch/error" || fail "$(<"$scratch/error")"
+    grep -q "NOT_FOUND: .*/$name\b" "$scratch/error" || fail "$(<"$scratch/error")"
     state=NONE
   elif [[ -n $dry_run ]]; then
     echo "$answer"
-    state=ACTIVE label=$LABEL kind=${type:-v5litepod-8}
+    state=ACTIVE label=$LABEL kind=${type:-v5litepod-8} tier=$spot
   else
-    IFS=, read -r state label kind <<<"$answer"
+    IFS=, read -r state label kind tier <<<"$answer"
+    tier=${tier:+yes}
   fi
   [[ $state == NONE || $label == "$LABEL" ]] ||
     fail "--name: got $name, whose label made_by is ${label:-missing}, expected a slice that 'create' made ($LABEL)."
@@ -231,7 +235,7 @@ if flock -n lock true; then
 cd ../..
 status=0
 $(verb_line ${overrides[@]+"${overrides[@]}"}) || status=\$?
-if [ \$status = 0 ] && tail -n 5 jobs/$command/log | grep -q 'stopped by SIGTERM'; then status=stopped; fi
+if [ \$status = $STOPPED ]; then status=stopped; fi
 echo \$status >jobs/$command/status.partial
 mv jobs/$command/status.partial jobs/$command/status
 END_OF_THE_RUN
@@ -254,32 +258,36 @@ cd eagle3_jax/jobs/$command || exit 1
 state=running
 if flock -n lock true; then state=killed; fi
 if [ -f status ]; then state=\$(cat status); fi
-if [ "\$state" = running ]; then
-  tail -c 2000 log | tr '\r' '\n' | grep . | tail -n 1
-elif [ "\$state" != 0 ]; then
-  tail -n 20 log
-fi
+lines=20
+if [ "\$state" = running ]; then lines=1; fi
+# A progress bar's line need not end; the state must begin one.
+if [ "\$state" != 0 ]; then tail -c 10000 log | tr '\r' '\n' | grep -a . | tail -n \$lines; fi
 echo "tpu_vm: \$(hostname) \$state"
 EOF
 }
 
 # ------------------------------------------------------------------------------------------------------------- commands
 create() {
-  local waited asked=""
+  local waited asked="" signal
   slice "$type"
+  for signal in INT TERM; do
+    # shellcheck disable=SC2064
+    trap "interrupted $signal" "$signal"
+  done
   for ((waited = 0; waited <= 60 * wait_minutes; waited += PAUSE)); do
     look
     [[ $state == NONE || $kind == "$type" ]] || fail "--type: got $type, expected $kind, which $name is; delete it first."
+    [[ $state == NONE || $tier == "$spot" ]] || fail "--spot: got ${spot:-no}, expected ${tier:-no}, as $name has it; delete it first."
     if [[ -z $asked && $state =~ ^(SUSPENDED|FAILED)$ ]]; then
       say "$name is $state; asking for another one."
       delete
       state=NONE
     fi
     if [[ -z $asked && $state == NONE || -n $dry_run ]]; then
-      # A request that nobody waits for any more is not filled later.
+      # Not filled later than this waits; until then it is, whether this waits or not.
+      asked=yes
       ask compute tpus queued-resources create "$name" "--node-id=$name" "${where[@]}" "--accelerator-type=$type" \
         "--runtime-version=$software" "--labels=made_by=$LABEL" ${spot:+--spot} "--valid-until-duration=${wait_minutes}m" --async --quiet
-      asked=yes
     fi
     if [[ -n $dry_run ]]; then return; fi
     case $state in
@@ -292,12 +300,22 @@ create() {
     say "$name: $state"
     sleep "$PAUSE"
   done
-  fail "$name is $state after $wait_minutes minutes, expected ACTIVE. The same command waits on, or asks again."
+  fail "$name is $state after $wait_minutes minutes, expected ACTIVE. The same command waits on, or asks again; 'delete' ends the request."
+}
+
+# interrupted SIGNAL: says what the signal does not end, and ends by it, so that a shell's loop around this ends too.
+interrupted() {
+  [[ -z $asked && ${state:-} == NONE ]] ||
+    say "Nobody waits for $name any more, but it may still come, and costs then: the same command waits on, 'delete' ends it."
+  trap - "$1"
+  kill -s "$1" $$
 }
 
 install() {
-  local namespace
+  local namespace agent=""
   ready
+  # gcloud copies to several hosts only with its own key in the agent, where one runs that holds others.
+  ((hosts == 1)) || agent=", after ssh-add ~/.ssh/google_compute_engine where the SSH agent lacks this key"
   if [[ -n $bucket ]]; then
     # Folders are renamed into their place when they are complete; in a flat bucket that cannot be done at once.
     namespace=$(ask storage buckets describe "gs://$bucket" --raw "--format=value(hierarchicalNamespace.enabled)") || fail "--bucket: see above."
@@ -308,9 +326,9 @@ install() {
     fi
   fi
   git diff --quiet HEAD || say "Changes that are not committed stay here."
-  git archive --format=tar.gz "--output=$scratch/eagle3_jax.tar.gz" HEAD
+  [[ -n $dry_run ]] || git archive --format=tar.gz "--output=$scratch/eagle3_jax.tar.gz" HEAD
   ask compute tpus tpu-vm scp "$scratch/eagle3_jax.tar.gz" "$name:eagle3_jax.tar.gz" "${where[@]}" --worker=all --quiet ||
-    fail "not copied to all hosts; see above. Run the same command again."
+    fail "not copied to all hosts; see above. Run the same command again$agent."
   everywhere installed "$(install_script)"
 }
 
