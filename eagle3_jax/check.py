@@ -21,7 +21,7 @@ from eagle3_jax.config import DraftTree, RunConfig
 from eagle3_jax.data import sources
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.measure import timed
-from eagle3_jax.formats import draft_models, files
+from eagle3_jax.formats import draft_models, files, token_maps
 from eagle3_jax.formats.shipped import chosen_draft
 from eagle3_jax.models.registry import Target, load_target
 
@@ -87,9 +87,13 @@ def run(
     Raises:
         CheckError: in float32, the counters or the answers differ; the report is written all the same. Or an engine
             ends badly.
-        ValueError: no usable prompts; several requests at once in vLLM; the expected report is of something else.
+        ValueError: no usable prompts; several requests at once in vLLM; a token map for another engine; the expected
+            report is of something else.
         ServerError: see `sglang_server`. DraftFormatError, ManifestError: see `load_draft`.
     """
+    token_map = config.evaluate.token_map
+    if engine != "numbers" and token_map is not None:  # of heads of EAGLE-2, and both are asked as of EAGLE-3
+        raise ValueError(f"evaluate.token_map: got {token_map}, expected null: {engine} would draft all tokens")
     if engine == "vllm" and config.evaluate.batch_size != 1:
         # Measured on a CPU, 0.32.0: of 2,875 rounds one by one it had 2,879 with eight requests together.
         raise ValueError(
@@ -107,15 +111,18 @@ def run(
             "tokens": hashlib.sha256(json.dumps(request["prompts"]).encode()).hexdigest(),
         },
         **{key: request[key] for key in ("num_speculative_tokens", "max_tokens", "batch_size", "dtype")},
+        "token_map": None if token_map is None else manifest.digest(token_maps.locate(token_map)),
         "target": target.identity,
     }
     earlier = None if expect is None else _earlier(expect, asked_for)
-    columns = {"numbers": predict(target, request)}
+    columns = {"numbers": predict(target, request, token_map)}
     if engine == "vllm":
         assert where is not None
         columns["vllm"] = in_vllm(where, request)
     if engine == "sglang":
         columns["sglang"] = in_sglang(str(where), request, columns["numbers"].plain)
+    none = [0] * request["num_speculative_tokens"]  # of answers of one token, which take no round
+    columns = {name: dataclasses.replace(x, accepted=x.accepted or none) for name, x in columns.items()}
     problems = _problems(columns)
     if earlier is not None:
         problems += _apart(str(expect), columns["numbers"], earlier["rounds"], earlier["accepted_per_position"])
@@ -166,6 +173,7 @@ def _earlier(path: str | pathlib.Path, asked: dict[str, Any]) -> dict[str, Any]:
 
     def of(values: dict[str, Any]) -> dict[str, Any]:
         picked = {name: values[name] for name in ("num_speculative_tokens", "max_tokens", "dtype")}
+        picked["token_map"] = values.get("token_map")  # reports of earlier versions had none
         return {"prompts' tokens": values["prompts"]["tokens"], "target": values["target"]["weights"]} | picked
 
     try:
@@ -180,14 +188,15 @@ def _earlier(path: str | pathlib.Path, asked: dict[str, Any]) -> dict[str, Any]:
     return column
 
 
-def predict(target: Target, request: dict[str, Any]) -> Counted:
+def predict(target: Target, request: dict[str, Any], token_map: str | None = None) -> Counted:
     """What the written files promise, by this package's engine."""
     steps, sizes = request["num_speculative_tokens"], (request["batch_size"], request["max_model_len"])
     chain = DraftTree(num_steps=steps, num_draft_tokens=steps + 1)
     params = SamplingParams(max_tokens=request["max_tokens"], ignore_eos=request["ignore_eos"])
     found = []
     for draft in (None, request["draft"]):
-        engine = Engine.load(target, draft, "auto" if draft is None else chain, *sizes, prefix_cache=False)
+        tree, cut = ("auto", None) if draft is None else (chain, token_map)
+        engine = Engine.load(target, draft, tree, *sizes, token_map=cut, prefix_cache=False)
         engine.generate(request["prompts"], dataclasses.replace(params, max_tokens=steps + 1))  # warms up
         found.append(timed(engine, request["prompts"], params))
     (plain, plain_seconds), (fast, seconds) = found

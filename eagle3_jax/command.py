@@ -16,6 +16,8 @@ from typing import Any
 
 from eagle3_jax import processes
 
+STOPPED = 75  # EX_TEMPFAIL: the exit status of work that SIGTERM left unfinished
+
 _asked = False
 
 
@@ -24,11 +26,14 @@ class Stopped(Exception):
 
 
 @contextlib.contextmanager
-def run(verb: str) -> Iterator[None]:
+def run(verb: str, *, again: str = "it goes on from here") -> Iterator[None]:
     """The body of a verb's `main`. Joins the other processes of the run, where there are any; what ends one ends all.
 
     Exits with status 1 and one sentence for what a user can cause (ValueError) and what a machine can (OSError: disk
-    full, no permission), with status 0 after a stop by SIGTERM. A second SIGTERM ends the process at once.
+    full, no permission), with status `STOPPED` after a stop by SIGTERM. A second SIGTERM ends the process at once.
+
+    Args:
+        again: what a verb does that is run again after a stop.
     """
     global _asked
     _asked = False
@@ -46,10 +51,10 @@ def run(verb: str) -> Iterator[None]:
         yield
         processes.leave()
     except Stopped:
-        said = f"{prefix}stopped by SIGTERM; run it again, and it goes on from here"
-        processes.end_all(said, 0)
+        said = f"{prefix}stopped by SIGTERM; run it again, and {again}"
+        processes.end_all(said, STOPPED)
         print(said, file=sys.stderr)
-        sys.exit(0)
+        sys.exit(STOPPED)
     except (ValueError, OSError) as error:
         said = f"{prefix}{sentence(error)}"
         processes.end_all(said, 1, error)

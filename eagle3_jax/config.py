@@ -608,6 +608,7 @@ class RunConfig:
     card: CardConfig = CardConfig()
 
     def __post_init__(self) -> None:
+        _require(0 <= self.seed < 2**32, "seed", self.seed, "0 to 2**32 - 1")
         _require("://" not in self.run_dir, "run_dir", self.run_dir, "a folder; a bucket's is where it is mounted")
 
     def folder(self, verb: str) -> pathlib.Path:
@@ -654,13 +655,15 @@ def to_dict(config: Any) -> dict[str, Any]:
 class _Loader(yaml.SafeLoader):
     """Refuses a key that stands twice in a mapping, of which YAML keeps the last in silence."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        # Not when it is constructed: what `<<` merges into it may stand in it too, which takes precedence.
+        node = super().compose_mapping_node(anchor)
+        keys = [(key.tag, key.value) for key, _ in node.value]
         for place, key in enumerate(keys):
             if key in keys[:place]:
                 mark = node.value[place][0].start_mark
-                raise yaml.constructor.ConstructorError(None, None, f"{key!r} stands twice", mark)
-        return super().construct_mapping(node, deep)
+                raise yaml.constructor.ConstructorError(None, None, f"{key[1]!r} stands twice", mark)
+        return node
 
 
 def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -690,12 +693,18 @@ def with_overrides(values: dict[str, Any], overrides: Sequence[str], source: str
     Args:
         source: of the values, for what tyro says.
     """
-    rest = list(overrides)
-    if "--evaluate.tree" in rest[:-1] and isinstance(values.get("evaluate", {}), dict):
-        # "auto" in place of a tree: beside a default that is a tree, tyro takes the fields of one alone.
-        place = rest.index("--evaluate.tree")
-        values = values | {"evaluate": values.get("evaluate", {}) | {"tree": rest[place + 1]}}
-        del rest[place : place + 2]
+    tree = "--evaluate.tree"
+    rest = [part for word in overrides for part in (word.split("=", 1) if word.startswith(f"{tree}=") else [word])]
+    evaluate = values.get("evaluate", {})
+    if isinstance(evaluate, dict):
+        # "auto" in place of a tree, and a tree in place of "auto": tyro takes what its default is alone.
+        if tree in rest[:-1]:
+            place = rest.index(tree)
+            evaluate = evaluate | {"tree": rest[place + 1]}
+            del rest[place : place + 2]
+        if evaluate.get("tree") == "auto" and any(word.startswith(f"{tree}.") for word in rest):
+            evaluate = {field: value for field, value in evaluate.items() if field != "tree"}
+        values = values | {"evaluate": evaluate}
     config = from_dict(values)
     if rest:
         config, unknown = tyro.cli(

@@ -7,8 +7,8 @@ and how.
 
 from __future__ import annotations
 
+import argparse
 import functools
-import json
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +26,12 @@ from eagle3_jax.models.registry import Target, load_target
 
 
 def run(
-    config: RunConfig, prompts_path: str | pathlib.Path, output: str | pathlib.Path, target: Target | None = None
+    config: RunConfig,
+    prompts_path: str | pathlib.Path,
+    output: str | pathlib.Path,
+    target: Target | None = None,
+    *,
+    replace: bool = False,
 ) -> dict[str, Any]:
     """Measures the draft of `config` on the prompts of a file and writes the report to `output`.
 
@@ -34,18 +39,20 @@ def run(
 
     Args:
         target: an already loaded target; None loads `config.target`.
+        replace: the report of another measurement gives way; otherwise it is refused.
 
     Returns:
         The report. One that is already there, of the same measurement, is returned as it is.
 
     Raises:
-        ManifestError: the draft is missing, or was made for another target.
+        ManifestError: the draft is missing, or was made for another target; `output` is no report, or that of another
+            measurement.
         ValueError: no usable prompts.
     """
     replica = own_replica(make_mesh(config.mesh))
     if 0 in replica.processes:
         with processes.among(replica.processes):
-            _run(config, prompts_path, pathlib.Path(output), target, replica)
+            _run(config, prompts_path, pathlib.Path(output), target, replica, replace)
     processes.barrier()
     return manifest.read_json(output)
 
@@ -56,6 +63,7 @@ def _run(
     output: pathlib.Path,
     target: Target | None,
     replica: Replica,
+    replace: bool,
 ) -> None:
     settings = config.evaluate
     prompts, unusable = sources.read_file(prompts_path)
@@ -67,9 +75,10 @@ def _run(
         "target": target.identity,
         "draft": draft_identity(draft, folder, settings.token_map),
         "prompts_file": {"name": pathlib.Path(prompts_path).name, "sha256": manifest.digest(prompts_path)},
+        **manifest.timed_on(config.mesh.model),
     }
     with manifest.lock(output):
-        if processes.agree(lambda: _finished(output, identity)):
+        if processes.agree(lambda: _finished(output, identity, replace)):
             processes.say(f"{output}: already finished, nothing to do (remove it to measure again)")
             return
         measured = _measure(config, target, draft, prompts, prompts_path)
@@ -78,8 +87,8 @@ def _run(
             "left_out": measured["left_out"] | {"unusable": unusable},
             "identity": identity,
             "config": configuration.to_dict(config),
-            "hardware": manifest.hardware(),
-            "versions": manifest.versions(),
+            "hardware": identity["hardware"],
+            "versions": identity["versions"],
         }
         processes.agree(lambda: manifest.write_json(output, report))
 
@@ -125,27 +134,37 @@ def summary(report: dict[str, Any]) -> str:
     return "\n".join(command.aligned(rows))
 
 
-def _finished(output: pathlib.Path, identity: dict[str, Any]) -> bool:
-    """Whether the report of this very measurement is there already."""
+def _finished(output: pathlib.Path, identity: dict[str, Any], replace: bool) -> bool:
+    """Whether the report of this very measurement is there already. Raises ManifestError: what must stay is."""
     if not output.exists():
         return False
     try:
-        report = json.loads(output.read_text())
-    except ValueError:
+        found = manifest.read_json(output)["identity"]
+    except (manifest.JsonError, KeyError) as error:
+        expected = "a report of `evaluate`; remove it, or choose another --output"
+        raise manifest.ManifestError(f"{output}: got another file, expected {expected}") from error
+    try:
+        manifest.check_same(output, found, identity, "--output")
+    except manifest.ManifestError:
+        if not replace:
+            raise
         return False
-    return isinstance(report, dict) and report.get("identity") == identity
+    return True
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--replace", action="store_true", help="what another measurement has at --output gives way")
     config, arguments = configuration.from_command_line(
         "evaluate",
         (__doc__ or "").splitlines()[0],
         argv,
+        own,
         prompts="JSONL file of prompts: messages, conversations or prompt; id and category are optional",
         output="JSON file for the report",
     )
-    with command.run("evaluate"):
-        report = run(config, arguments.prompts, arguments.output)
+    with command.run("evaluate", again="it begins anew"):
+        report = run(config, arguments.prompts, arguments.output, replace=arguments.replace)
         if processes.index() == 0:
             print(summary(report))
         for mismatch in report["mismatches"] or []:

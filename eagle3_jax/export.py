@@ -46,7 +46,7 @@ def run(config: RunConfig, target: Target | None = None) -> None:
     """
     folder = config.folder("export")
     checkpoints = config.folder("train")
-    trained, step = _chosen(checkpoints)
+    trained, step, checksums = _chosen(checkpoints)
     token_ids = vocab.load(checkpoints)
     target = target or load_target(config.target, only=())
     check_same_target(checkpoints, trained["identity"].get("target"), target.identity)
@@ -55,6 +55,7 @@ def run(config: RunConfig, target: Target | None = None) -> None:
         "export": configuration.to_dict(config.export),
         "training": manifest.fingerprint({"identity": trained["identity"], "files": None, "results": None}),
         "step": step,
+        "head": checksums,
         "vocabulary": manifest.digest(checkpoints / vocab.NAME),
         "target": target.identity,
     }
@@ -111,8 +112,8 @@ def _write(
     print(f"{folder}: {engines.served_by(heads.FORMS[form], head)}", file=sys.stderr)
 
 
-def _chosen(folder: pathlib.Path) -> tuple[dict[str, Any], int]:
-    """Manifest of the training, and the step of the checkpoint that the engine accepted most of, or the newest.
+def _chosen(folder: pathlib.Path) -> tuple[dict[str, Any], int, dict[str, int]]:
+    """Manifest of the training; step and checksums of the head that the engine accepted most of, or of the newest.
 
     A training that was stopped early will do.
 
@@ -125,16 +126,16 @@ def _chosen(folder: pathlib.Path) -> tuple[dict[str, Any], int]:
     trained = manifest.load(path)
     with Checkpoints(folder) as checkpoints:
         best, step = checkpoints.best, checkpoints.latest
-    if step is None:
-        raise CheckpointError(f"{folder}: no checkpoint yet, expected the output of `python -m eagle3_jax.train`")
-    if trained["finished"]:
-        manifest.read(folder, made_by="train")  # compares digests
-    else:
-        processes.say(f"{folder}: the training has not finished, its last checkpoint is of step {step}")
-    if best is not None:
-        step, tau = best
-        processes.say(f"{folder}: exporting step {step}, acceptance length {tau:.2f} in the engine")
-    return trained, step
+        if step is None:
+            raise CheckpointError(f"{folder}: no checkpoint yet, expected the output of `python -m eagle3_jax.train`")
+        if trained["finished"]:
+            manifest.read(folder, made_by="train")  # compares digests
+        else:
+            processes.say(f"{folder}: the training has not finished, its last checkpoint is of step {step}")
+        if best is not None:
+            step, tau = best
+            processes.say(f"{folder}: exporting step {step}, acceptance length {tau:.2f} in the engine")
+        return trained, step, checkpoints.head_checksums(step)
 
 
 def arguments_to_convert(argv: Sequence[str]) -> tuple[str, str, str]:

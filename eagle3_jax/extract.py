@@ -87,12 +87,14 @@ def _extract(
     folder: pathlib.Path,
 ) -> None:
     processes.agree(lambda: _check_disk(config.extract, conversations, folder, target))
-    rates = {}
+    rates: dict[str, float] = {}
     with jax.set_mesh(replica.mesh):  # kernels are split over it
         for split in configs.SPLITS:
             source = conversations / f"{split}.jsonl"
             rates[split] = _extract_split(config.extract, source, folder / split, target, replica)
-    processes.barrier()
+    # All shards are there. The processes of a replica count the same tokens.
+    of_replicas = processes.gather(rates if processes.index() == replica.leader else {})
+    rates = {split: sum(rate.get(split, 0.0) for rate in of_replicas) for split in configs.SPLITS}
     processes.agree(lambda: _finish(config, target, conversations, folder, rates))
 
 
@@ -101,10 +103,12 @@ def _finish(
     target: Target,
     conversations: pathlib.Path,
     folder: pathlib.Path,
-    rates: dict[str, float | None],
+    rates: dict[str, float],
 ) -> None:
     """All shards are there: writes what is said of all of them together."""
-    results = {split: _summarise(folder / split) | {"tokens_per_second": rates[split]} for split in configs.SPLITS}
+    results = {
+        split: _summarise(folder / split) | {"tokens_per_second": rates[split] or None} for split in configs.SPLITS
+    }
     counts = _token_counts(folder / "train", target.model.config.vocab_size)
     if not results["train"]["records"]:
         raise ValueError(f"{conversations}: none of the conversations could be used, see {folder / 'train' / REJECTS}")
@@ -145,8 +149,8 @@ def _check_disk(
 
 def _extract_split(
     config: configs.ExtractConfig, source: pathlib.Path, folder: pathlib.Path, target: Target, replica: Replica
-) -> float | None:
-    """Computes this replica's shards of one split that are not yet there. Returns its tokens a second, if any."""
+) -> float:
+    """Computes this replica's shards of one split that are not yet there. Returns its tokens a second."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(source, encoding="utf-8") as stream:
         total = sum(1 for _ in stream)
@@ -163,7 +167,7 @@ def _extract_split(
                 progress.bar.update(len(lines))
             else:
                 _extract_shard(config, lines, path, target, replica, shard, progress)
-    return progress.rate() if progress.tokens else None
+    return progress.rate()
 
 
 def _summarise(folder: pathlib.Path) -> dict[str, Any]:

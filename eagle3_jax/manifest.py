@@ -71,6 +71,11 @@ def hardware() -> dict[str, Any]:
     return {"cpu": cpu, "cores": cores, "accelerator": accelerator, "devices": jax.device_count()}
 
 
+def timed_on(model: int) -> dict[str, Any]:
+    """What decides how fast the same work is: the devices of an engine (`mesh.model`), the machine, versions."""
+    return {"mesh": {"model": model}, "hardware": hardware(), "versions": versions()}
+
+
 def digest(path: str | pathlib.Path) -> str:
     """sha256 of a file, in hex."""
     with open(path, "rb") as stream:
@@ -265,16 +270,27 @@ def begin(folder: str | pathlib.Path, identity: dict[str, Any]) -> bool:
     identity = json.loads(json.dumps(identity))
     if path.exists():
         found = load(path)
-        differing = list(_differences(found["identity"], identity))
-        if differing:
-            lines = "\n".join(f"  {field}: found {old!r}, expected {new!r}" for field, old, new in differing)
-            raise ManifestError(
-                f"{folder} was made from something else:\n{lines}\nremove it, or choose another run_dir"
-            )
+        check_same(folder, found["identity"], identity, "run_dir")
         return bool(found.get("finished"))
     folder.mkdir(parents=True, exist_ok=True)
     write_sealed(path, {"format": FORMAT, "finished": False, "identity": identity, "versions": versions()})
     return False
+
+
+def check_same(path: str | pathlib.Path, found: Any, identity: dict[str, Any], place: str) -> None:
+    """Refuses other work than that of `identity`.
+
+    Args:
+        path: what was made; it says `found`.
+        place: what names the path, and could name another one.
+
+    Raises:
+        ManifestError: every field that differs, with both values.
+    """
+    differing = list(_differences(found, json.loads(json.dumps(identity))))
+    if differing:
+        lines = "\n".join(f"  {field}: found {old!r}, expected {new!r}" for field, old, new in differing)
+        raise ManifestError(f"{path} was made from something else:\n{lines}\nremove it, or choose another {place}")
 
 
 def finish(folder: str | pathlib.Path, files: Iterable[str] = (), **results: Any) -> None:

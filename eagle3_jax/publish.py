@@ -12,6 +12,7 @@ from typing import Any
 
 import huggingface_hub
 import yaml
+from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
 
 from eagle3_jax import manifest
 from eagle3_jax.config import CardConfig, RunConfig
@@ -31,9 +32,10 @@ def push(config: RunConfig, repository: str, *, upload: bool) -> str:
         What was, or would be, uploaded, with the card.
 
     Raises:
-        ManifestError: no finished training or export, or a damaged one. FileNotFoundError: no report.
+        ManifestError: no finished training or export, or a damaged one; no finished stage that the card speaks of.
+        FileNotFoundError: no report.
         ValueError: the configuration names no licence, or the report is of another head, in any of its evaluations, or
-            of none. OSError: the hub refuses.
+            of none. OSError: the hub refuses, or does not answer.
     """
     folder = config.folder("export")
     exported, trained = manifest.read(folder, "export"), manifest.read(config.folder("train"), "train")
@@ -48,26 +50,39 @@ def push(config: RunConfig, repository: str, *, upload: bool) -> str:
     if others or not measured:
         found = f"{', '.join(others)} measured another head than" if others else "nothing in it measured"
         raise ValueError(f"{path}: {found} {folder}; evaluate this one, and run `report` again")
-    text = card(config.card, report, exported, trained["identity"], repository)
+    prepared = manifest.read(config.folder("prepare"), "prepare", verify=False)
+    text = card(config.card, report, exported, trained["identity"], prepared, repository)
     paths = [folder / name for name in (files.CONFIG, files.WEIGHTS, manifest.NAME)]
     if upload:
         hub = huggingface_hub.HfApi()
-        hub.create_repo(repository, exist_ok=True)
         added = [huggingface_hub.CommitOperationAdd(path.name, path) for path in paths]
         added.append(huggingface_hub.CommitOperationAdd(CARD, text.encode()))
-        hub.create_commit(repository, added, commit_message=f"EAGLE-3 head, step {exported['identity']['step']}")
+        try:
+            hub.create_repo(repository, exist_ok=True)
+            hub.create_commit(repository, added, commit_message=f"EAGLE-3 head, step {exported['identity']['step']}")
+        except HTTPError as error:  # no OSError where nobody answers
+            raise OSError(f"{repository}: not uploaded: {error}") from error
     sizes = [f"  {path.name}  {path.stat().st_size:,} bytes" for path in paths]
     said = f"uploaded to {repository}:" if upload else f"would go to {repository}; `--upload` uploads it:"
     return "\n".join([said, *sizes, f"  {CARD}:", "", text])
 
 
 def card(
-    about: CardConfig, report: dict[str, Any], exported: dict[str, Any], trained: dict[str, Any], repository: str
+    about: CardConfig,
+    report: dict[str, Any],
+    exported: dict[str, Any],
+    trained: dict[str, Any],
+    prepared: dict[str, Any],
+    repository: str,
 ) -> str:
     """The model card, Markdown with the hub's YAML in front.
 
     Args:
         report: `report.json` of the run. exported: manifest of its export. trained: identity of its training.
+        prepared: manifest of its prompts.
+
+    Raises:
+        ManifestError: the report has no results of a stage that the card speaks of.
     """
     target, stages = report["target"], report["stages"]
     front: dict[str, Any] = {"license": about.license, "library_name": "eagle3_jax"}
@@ -86,7 +101,7 @@ def card(
             f"    vllm serve {front.get('base_model', 'TARGET')} --speculative-config "
             f"'{json.dumps({'method': 'eagle3', 'model': repository, 'num_speculative_tokens': steps})}'",
             "## Measured",
-            _measured(report),
+            _measured(report, prepared["files"]["held_out.jsonl"]),
             "## Data",
             "\n".join(_data(about, stages)),
             "## Training",
@@ -104,8 +119,12 @@ def _of_heads(report: dict[str, Any]) -> dict[str, Any]:
     return {name: way for name, way in report["drafts"].items() if way["draft"]["files"]}
 
 
-def _measured(report: dict[str, Any]) -> str:
-    """One table for each way of drafting."""
+def _measured(report: dict[str, Any], held_out: str) -> str:
+    """One table for each way of drafting.
+
+    Args:
+        held_out: digest of the held-out prompts.
+    """
     hardware, parts = report["hardware"], []
     for name, way in report["drafts"].items():
         rows = ["| | tau | first draft accepted | speed-up |", "|---|---|---|---|"]
@@ -116,8 +135,16 @@ def _measured(report: dict[str, Any]) -> str:
         asked = "temperature {temperature}, {max_tokens} tokens, batch {batch_size}".format_map(way["settings"])
         parts.append(f"{name}{instead}, {json.dumps(way['tree'])}, {asked}:\n\n" + "\n".join(rows))
     where = f"{hardware['accelerator'] or hardware['cpu']}, {hardware['cores']} cores"
-    said = f"Held-out prompts, {where}. tau: tokens for each pass of the target, its own one included."
+    prompts = _prompts(report.get("prompts_file"), held_out)
+    said = f"{prompts}, {where}. tau: tokens for each pass of the target, its own one included."
     return "\n\n".join([said, *parts])
+
+
+def _prompts(file: dict[str, str] | None, held_out: str) -> str:
+    if file is None:  # a report of an earlier version
+        return "Prompts"
+    name, digest = file["name"], file["sha256"]
+    return "Held-out prompts" if digest == held_out else f"Prompts of {name} (sha256 `{digest}`)"
 
 
 def _number(value: float | None) -> str:
@@ -125,7 +152,7 @@ def _number(value: float | None) -> str:
 
 
 def _data(about: CardConfig, stages: dict[str, Any]) -> list[str]:
-    prompts, answers = stages["prepare"]["results"], stages["regenerate"]["results"]["train"]
+    prompts, answers = _results(stages, "prepare"), _results(stages, "regenerate")["train"]
     own, given = answers["answered_by"]["target"], answers["answered_by"]["given"]
     lines = []
     if own:
@@ -137,3 +164,10 @@ def _data(about: CardConfig, stages: dict[str, Any]) -> list[str]:
     if rejected := prompts.get("rejected"):
         lines.append("- Left out: " + ", ".join(f"{reason} ({count})" for reason, count in rejected.items()) + ".")
     return [*lines, *(f"- {line}" for line in about.prompts)]
+
+
+def _results(stages: dict[str, Any], name: str) -> dict[str, Any]:
+    if "results" not in stages.get(name, {}):
+        expected = f"those of a finished `python -m eagle3_jax.{name}`; run `report` again where they are"
+        raise manifest.ManifestError(f"report.json: stages.{name}: got no results, expected {expected}")
+    return stages[name]["results"]

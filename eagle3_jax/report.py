@@ -27,7 +27,7 @@ def run(config: RunConfig) -> dict[str, Any]:
     Returns:
         What `report.json` holds: `drafts` (one entry per file of the evaluation folder, e.g. "chain", "tree", each
         overall and per category, with the `draft` and the `settings` that it measured), `stages` (manifests' results
-        and seconds), `hardware`, `versions`, `target`.
+        and seconds), `hardware`, `versions`, `target`, `prompts_file`.
 
     Raises:
         ValueError: nothing was evaluated yet, or the evaluations do not belong together.
@@ -84,6 +84,7 @@ def assemble(evaluations: dict[str, dict[str, Any]], stages: dict[str, dict[str,
             for name, evaluation in evaluations.items()
         },
         "target": first["identity"]["target"],
+        "prompts_file": first["identity"]["prompts_file"],
         "stages": stages,
         "hardware": first["hardware"],
         "versions": first["versions"],

@@ -6,6 +6,7 @@ itself, with its caches, its kernels, and answers as long as they get.
 
 from __future__ import annotations
 
+import pathlib
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax import config as configs
-from eagle3_jax import processes
+from eagle3_jax import manifest, processes
 from eagle3_jax.data import sources
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.mesh import fetch, make_mesh, own_replica
@@ -23,6 +24,15 @@ from eagle3_jax.models.registry import load_target
 
 _BATCH = 16
 _TOKENS = 96  # of each answer: fixed, since acceptance lengths of one training are compared
+
+
+def held_out_prompts(config: configs.RunConfig) -> pathlib.Path:
+    """The file of them. Raises ManifestError: it is not there."""
+    path = config.folder("prepare") / "held_out.jsonl"
+    if not path.is_file():
+        expected = "the output of `python -m eagle3_jax.prepare`, or train.decode_every null"
+        raise manifest.ManifestError(f"{path}: not found, expected {expected}")
+    return path
 
 
 class Served:
@@ -40,7 +50,7 @@ class Served:
         self._token_ids = jnp.asarray(token_ids)
         target = load_target(config.target, self._replica.decoding_mesh)
         room = min(config.extract.max_length, target.model.config.max_position_embeddings) - _TOKENS
-        path = config.folder("prepare") / "held_out.jsonl"
+        path = held_out_prompts(config)
         fitting, _ = sources.encode(sources.read_file(path)[0], target.tokenizer, room, f"train.decode_every: {path}")
         chosen = sources.spread(fitting, config.train.decode_prompts)
         self._prompts = [prompt["prompt"] for prompt in chosen][self._replica.index :: self._replica.count]

@@ -30,14 +30,15 @@ from eagle3_jax.models.head import Draft
 from eagle3_jax.models.identity import check_same_target
 from eagle3_jax.models.llama import Block
 from eagle3_jax.models.registry import Target, fetch, load_target, read_config
-from eagle3_jax.served import Served
+from eagle3_jax.served import Served, held_out_prompts
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Batch, Teacher
 from eagle3_jax.training.checkpoint import Checkpoints
 from eagle3_jax.training.metrics import MetricWriter, NotFinite, summarise
 from eagle3_jax.training.optimizer import learning_rate, make_optimizer
 from eagle3_jax.training.state import begin_as_block, init_head, init_state, make_eval_step, make_train_step
 
-# These say how a run is watched, not what comes out of it; they may change when it is resumed.
+# These say how a run is watched, not what comes out of it; they may change when it is resumed (decode_every to another
+# number).
 _WATCHING = (
     "log_every",
     "eval_every",
@@ -61,7 +62,8 @@ def train(config: configs.RunConfig, target: Target | None = None) -> dict[str, 
         The results, as the manifest has them.
 
     Raises:
-        ManifestError: unfinished features, features of another target, or a folder of other work.
+        ManifestError: unfinished features, features of another target, a folder of other work, or no held-out prompts
+            for the engine.
         ValueError: sizes that do not fit each other; nothing to train on.
     """
     run = config.train
@@ -84,6 +86,8 @@ def train(config: configs.RunConfig, target: Target | None = None) -> dict[str, 
         "train": {name: value for name, value in configs.to_dict(run).items() if name not in _WATCHING},
         "seed": config.seed,
     }
+    if run.decode_every is not None:
+        identity["served_prompts"] = manifest.digest(held_out_prompts(config))
     warm = None
     if run.warm_start is not None:
         warm = _warm_start(run.warm_start, target, head_config)
@@ -189,9 +193,11 @@ def _train(
                 stopping = _stop_asked(step)
                 decodes = served is not None and (step % (run.decode_every or 1) == 0 or step == total)
                 saves = step % run.checkpoint_every == 0 or step == total or stopping or decodes
-                if step % run.log_every == 0 or saves:  # no state is saved that was not found to be finite
+                evaluates = step % run.eval_every == 0 or step == total
+                # No state is saved or evaluated that was not found to be finite.
+                if step % run.log_every == 0 or evaluates or saves:
                     found = _summarise(pending, rows, run.batch_size, step - len(pending), "train")
-                    if not summary and not found["positions"]:
+                    if not done and not summary and not found["positions"]:
                         raise ValueError(_nothing_to_train_on(config, step))
                     summary = found
                     pending.clear()
@@ -207,10 +213,9 @@ def _train(
                     progress.set_postfix_str(
                         f"loss {summary['loss']:.3f}, acc_0 {summary['accuracy'][0]:.3f}, {rate:.0f} tokens/s"
                     )
-                if step % run.eval_every == 0 or saves:
-                    jax.block_until_ready(sums)
+                if evaluates or saves:
                     paused = time.monotonic()
-                    if step % run.eval_every == 0 or step == total:
+                    if evaluates:
                         if evaluation := evaluate(state.head):
                             writer.write(step, "held_out", evaluation)
                     if served is not None and decodes:

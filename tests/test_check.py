@@ -13,7 +13,7 @@ import fake_sglang
 import pytest
 import tiny
 
-from eagle3_jax import Engine, SamplingParams, check, export, vllm_process
+from eagle3_jax import Engine, SamplingParams, check, export, manifest, vllm_process
 from eagle3_jax import config as configs
 from eagle3_jax.models import chat_template
 from eagle3_jax.models.registry import load_target
@@ -80,6 +80,36 @@ def predicted(monkeypatch: pytest.MonkeyPatch) -> check.Counted:
     made_up = check.Counted(answers, [list(ids) for ids in answers], 20, [9, 4, 1], 1.0, 2.0)
     monkeypatch.setattr(check, "predict", lambda *_: made_up)
     return made_up
+
+
+def test_answers_of_one_token_take_no_round(untrained, predicted, monkeypatch):
+    one = dataclasses.replace(predicted, rounds=0, accepted=[])
+    monkeypatch.setattr(check, "predict", lambda *_: one)
+    report = check.run(untrained, "held_out.jsonl", "numbers")
+    assert report["engines"]["numbers"]["accepted_per_position"] == [0, 0, 0]
+    assert "accepted at 3 0" in " ".join(check.table(report).split())
+
+
+def test_a_token_map_cuts_the_drafts_and_is_part_of_what_was_asked(untrained, monkeypatch, tmp_path):
+    (tmp_path / "map.json").write_text("[60, 61, 62]")
+    config = dataclasses.replace(untrained, evaluate=dataclasses.replace(untrained.evaluate, token_map="map.json"))
+    answered = types.SimpleNamespace(token_ids=[1], stats=types.SimpleNamespace(rounds=0, accepted_per_position=[]))
+    asked = []
+
+    def load(target, draft, *_, token_map, **__):
+        asked.append((draft, token_map))
+        return types.SimpleNamespace(generate=lambda prompts, _: [answered] * len(prompts))
+
+    monkeypatch.setattr(check.Engine, "load", load)
+    report = check.run(config, "held_out.jsonl", "numbers")
+    assert asked == [(None, None), ("head", "map.json")]
+    assert report["token_map"] == manifest.digest(tmp_path / "map.json")
+    (tmp_path / "without.json").write_text(json.dumps(report | {"token_map": None}))
+    with pytest.raises(ValueError, match=r"something else:\n  token_map: got None, expected [0-9a-f]{64}"):
+        check.run(config, "held_out.jsonl", "numbers", expect="without.json")
+    for engine in ("vllm", "sglang"):
+        with pytest.raises(ValueError, match=rf"evaluate.token_map: got map.json, expected null: {engine} would draft"):
+            check.run(config, "held_out.jsonl", engine, "nowhere")
 
 
 def test_an_engine_that_parts_is_told_where(untrained, tmp_path, predicted):

@@ -51,10 +51,31 @@ def test_overrides_of_one_section_are_checked_together(run_file):
 
 def test_auto_replaces_a_tree_on_the_command_line(run_file):
     run_file.write_text(run_file.read_text() + "evaluate: {limit: 5, tree: {num_steps: 2, num_draft_tokens: 3}}\n")
-    changed = config.load(run_file, ["--evaluate.tree", "auto", "--evaluate.max-tokens", "7"]).evaluate
-    assert (changed.tree, changed.limit, changed.max_tokens) == ("auto", 5, 7)
+    for words in (["--evaluate.tree", "auto"], ["--evaluate.tree=auto"]):
+        changed = config.load(run_file, [*words, "--evaluate.max-tokens", "7"]).evaluate
+        assert (changed.tree, changed.limit, changed.max_tokens) == ("auto", 5, 7)
     with pytest.raises(ConfigError, match=r"evaluate\.tree"):
         config.load(run_file, ["--evaluate.tree", "autos"])
+
+
+def test_a_tree_replaces_auto_on_the_command_line(run_file):
+    run_file.write_text(run_file.read_text() + "evaluate: {limit: 5, tree: auto}\n")
+    tree = ["--evaluate.tree.num-steps", "3", "--evaluate.tree.num-draft-tokens=4"]
+    changed = config.load(run_file, tree).evaluate
+    assert (changed.tree, changed.limit) == (DraftTree(num_steps=3, num_draft_tokens=4), 5)
+
+
+def test_a_mapping_may_be_merged_into_others(run_file):
+    """Into one that is merged itself, too; what stands beside `<<` takes precedence and stands there once."""
+    run_file.write_text(
+        "run_dir: x\n"
+        "evaluate: {tree: &small {num_steps: 2, num_draft_tokens: 3}}\n"
+        "benchmark: {trees: [&large {<<: *small, num_steps: 4, num_draft_tokens: 5}]}\n"
+        "serve: {trees: [{<<: *large, lookup_tokens: 2}]}\n"
+    )
+    run = config.load(run_file)
+    (large,), (copying,) = run.benchmark.trees, run.serve.trees
+    assert (large.num_steps, copying.num_steps, copying.lookup_tokens) == (4, 4, 2)
 
 
 def test_the_dumped_form_reads_back_equal(run_file):
@@ -67,6 +88,8 @@ def test_the_dumped_form_reads_back_equal(run_file):
     [
         ({}, r"run_dir: .*required"),
         ({"run_dir": "gs://bucket/run"}, r"run_dir: got 'gs://bucket/run', expected a folder"),
+        ({"run_dir": "x", "seed": -1}, r"seed: got -1, expected 0 to 2\*\*32 - 1"),
+        ({"run_dir": "x", "seed": 2**32}, r"seed: got 4294967296, expected 0 to"),
         ({"run_dir": "x", "trian": {}}, "trian"),
         ({"run_dir": "x", "train": {"learning_rat": 1}}, r"train\.learning_rat"),
         ({"run_dir": "x", "train": {"ttt_steps": "many"}}, r"train\.ttt_steps.*got 'many'"),

@@ -11,8 +11,8 @@ import tiny
 import tiny_heads
 from flax import nnx
 
+from eagle3_jax import command, evaluate, manifest, report
 from eagle3_jax import config as configuration
-from eagle3_jax import evaluate, manifest, report
 from eagle3_jax.config import RunConfig
 from eagle3_jax.data import sources
 from eagle3_jax.decoding import tiers
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.any_jax
 def target() -> Target:
     """A random target that reads bytes."""
     template = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}<|end|>{% endfor %}"
-    tokenizer = tiny.make_byte_tokenizer(template, eos_token="<|end|>")
+    tokenizer = tiny.make_byte_tokenizer(template, additional_special_tokens=["<|end|>"])  # its answers end by length
     config = tiny.llama_config(vocab_size=len(tokenizer), num_hidden_layers=4, aux_layers=(1, 2, 3))
     return tiny.make_target(config, tokenizer)
 
@@ -82,6 +82,57 @@ def test_a_token_map_goes_to_the_engine_that_drafts(
     with pytest.raises(Loaded):
         evaluate.run(dataclasses.replace(config, evaluate=settings), prompts, tmp_path / "report.json", target)
     assert seen == [(None, None), (str(head), settings.token_map)]
+
+
+def measured(*_: Any, **__: Any) -> dict[str, Any]:
+    """In place of a measurement, of which nothing is compared here."""
+    return {"left_out": {}}
+
+
+def test_another_measurement_does_not_take_a_report_s_place(
+    config: RunConfig, target: Target, prompts: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What decides a rate is a part of it: the devices of an engine, the machine, versions."""
+    output = tmp_path / "report.json"
+    monkeypatch.setattr(evaluate, "_measure", measured)
+    report = evaluate.run(config, prompts, output, target)
+    monkeypatch.setattr(evaluate, "_measure", None)
+    assert evaluate.run(config, prompts, output, target) == report
+    split = dataclasses.replace(config, mesh=configuration.MeshConfig(model=2))
+    with pytest.raises(manifest.ManifestError, match=r"report.json was made from .*:\n  mesh.model: found 1, expect"):
+        evaluate.run(split, prompts, output, target)
+    for name, found in (("hardware", manifest.hardware() | {"cores": 999}), ("versions", {"jax": "0.0"})):
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr(manifest, name, lambda found=found: found)
+            with pytest.raises(manifest.ManifestError, match=rf"(?s)\n  {name}\.\w+: found .*another --output"):
+                evaluate.run(config, prompts, output, target)
+    assert json.loads(output.read_text()) == report
+    monkeypatch.setattr(evaluate, "_measure", measured)
+    assert evaluate.run(split, prompts, output, target, replace=True)["identity"]["mesh"] == {"model": 2}
+
+
+@pytest.mark.parametrize("content", ["run_dir: x\n", '{"prompt": "Hi"}\n', '{"prompt": "a"}\n{"prompt": "b"}\n'])
+def test_another_file_in_the_report_s_place_stays(
+    config: RunConfig, target: Target, prompts: pathlib.Path, tmp_path: pathlib.Path, content: str
+) -> None:
+    output = tmp_path / "mine"
+    output.write_text(content)
+    with pytest.raises(manifest.ManifestError, match="mine: got another file, expected a report of `evaluate`"):
+        evaluate.run(config, prompts, output, target, replace=True)
+    assert output.read_text() == content
+
+
+def test_a_stop_leaves_nothing_to_go_on_from(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*_: Any, **__: Any) -> None:
+        raise command.Stopped
+
+    (tmp_path / "run.yaml").write_text("run_dir: run\n")
+    monkeypatch.setattr(evaluate, "run", stop)
+    with pytest.raises(SystemExit):
+        evaluate.main(["--config", str(tmp_path / "run.yaml"), "--prompts", "p.jsonl", "--output", "r.json"])
+    assert capsys.readouterr().err.endswith("stopped by SIGTERM; run it again, and it begins anew\n")
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import shutil
 from typing import Any
 
 import jax
@@ -45,9 +46,9 @@ def leaves(draft: Draft) -> list[np.ndarray]:
     return jax.tree.leaves((draft.head, draft.token_ids))
 
 
-def save_checkpoint(config: RunConfig, step: int, tau: float | None = None) -> None:
+def save_checkpoint(config: RunConfig, step: int, tau: float | None = None, seed: int = 0) -> None:
     with Checkpoints(config.folder("train"), keep=2) as checkpoints:
-        state = TrainState(jnp.array(step, jnp.int32), head(step), {"count": jnp.zeros(())})
+        state = TrainState(jnp.array(step, jnp.int32), head(seed or step), {"count": jnp.zeros(())})
         checkpoints.save(state, tau)
 
 
@@ -108,6 +109,15 @@ def test_a_second_run_does_nothing_and_a_later_step_is_not_mixed_in(
     assert (config.folder("export") / "model.safetensors").stat().st_mtime_ns == before
     save_checkpoint(config, 4)
     with pytest.raises(manifest.ManifestError, match=r"step: found 3, expected 4"):
+        export.run(config, target)
+
+
+def test_the_head_of_another_training_is_not_taken_for_this_one(config: RunConfig, target: Target) -> None:
+    """Trained again in the same folder from the same identity: nothing but the weights would tell."""
+    export.run(config, target)
+    shutil.rmtree(config.folder("train") / "3")
+    save_checkpoint(config, 3, seed=4)
+    with pytest.raises(manifest.ManifestError, match=r"\n  head\.[\w.]+: found \d+, expected \d+"):
         export.run(config, target)
 
 

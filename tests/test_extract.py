@@ -193,6 +193,18 @@ def test_a_record_with_a_nan_is_set_aside_and_its_neighbours_kept(tmp_path, targ
     assert len(features.FeatureSource(folder)) == 2
 
 
+def test_the_rate_is_that_of_all_replicas(tmp_path, target, monkeypatch):
+    """A process that leads none says nothing."""
+    config = prepared(tmp_path)
+    monkeypatch.setattr(extract, "_extract_split", lambda *_: 30.0)
+    monkeypatch.setattr(extract, "_check_disk", lambda *_: None)
+    monkeypatch.setattr(extract.processes, "gather", lambda own: [own, {}, {"train": 12.5, "held_out": 0.0}])
+    finished: list[dict] = []
+    monkeypatch.setattr(extract, "_finish", lambda *arguments: finished.append(arguments[-1]))
+    extract.extract(config, target)
+    assert finished == [{"train": 42.5, "held_out": 30.0}]
+
+
 def test_nothing_usable_is_an_error(tmp_path, target):
     config = prepared(tmp_path, train=CONVERSATIONS[-1:])
     with pytest.raises(ValueError, match=r"none of the conversations could be used, see .*rejects\.jsonl"):

@@ -149,7 +149,7 @@ def test_each_process_reads_its_share_of_the_weights(tmp_path):
         ("refused", [1], ["eagle3_jax.train: invalid literal for int() with base 10: 'seven'"]),
         ("disk full", [1], ["eagle3_jax.train: runs/a/shard: No space left on device"]),
         ("bug", [1], ["KeyError: 'of nobody'"]),
-        ("stopped", [0], ["eagle3_jax.train: stopped by SIGTERM; run it again, and it goes on from here"]),
+        ("stopped", [75], ["eagle3_jax.train: stopped by SIGTERM; run it again, and it goes on from here"]),
     ],
 )
 def test_what_ends_one_process_ends_all_with_its_sentence(case, statuses, sentences):

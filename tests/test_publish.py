@@ -7,6 +7,7 @@ import json
 import pathlib
 from typing import Any
 
+import httpx2
 import huggingface_hub
 import pytest
 import tiny
@@ -14,7 +15,7 @@ import tiny_heads
 from huggingface_hub import ModelCard
 
 from eagle3_jax import config as configs
-from eagle3_jax import export, publish, report
+from eagle3_jax import export, manifest, publish, report
 
 pytestmark = [pytest.mark.slow, pytest.mark.any_jax]
 ABOUT = configs.CardConfig(license="apache-2.0", prompts=("words of the tests, CC0",))
@@ -81,6 +82,37 @@ def test_a_head_is_uploaded_in_one_commit_with_its_card(config, hub):
     assert "base_model" not in card.data.to_dict()  # a folder, which no one else has
     for words in ("words of the tests, CC0", "| odd |", "| all |", "ttt_steps 3", '"num_speculative_tokens": 3'):
         assert words in text
+
+
+def test_a_hub_that_does_not_answer_is_one_sentence(config, monkeypatch):
+    class Api:
+        def create_repo(self, repository: str, *, exist_ok: bool) -> None:
+            raise httpx2.ConnectError("[Errno -2] Name or service not known")
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    asked = ["--config", "run.yaml", "--card.license", "mit", "--push-to-hub", "me/head", "--upload"]
+    with pytest.raises(SystemExit, match=r"eagle3_jax.export: me/head: not uploaded: .*Name or service not known"):
+        export.main(asked)
+
+
+def test_only_held_out_prompts_are_called_so(config, chain):
+    assert "\nHeld-out prompts, " in card(config, chain=chain)
+    chain["identity"]["prompts_file"] = {"name": "train.jsonl", "sha256": "ab"}
+    said = card(config, chain=chain)
+    assert "\nPrompts of train.jsonl (sha256 `ab`), " in said and "Held-out" not in said
+    path = pathlib.Path(config.run_dir, "report.json")
+    path.write_text(json.dumps({name: x for name, x in json.loads(path.read_text()).items() if name != "prompts_file"}))
+    assert "\nPrompts, " in publish.push(config, "me/head", upload=False), "an earlier version's report"
+
+
+@pytest.mark.parametrize("stage", ["prepare", "regenerate"])
+def test_a_stage_that_is_missing_in_the_report_is_named(config, stage):
+    path = pathlib.Path(config.run_dir, "report.json")
+    found = json.loads(path.read_text())
+    found["stages"][stage] = {"seconds": 3}
+    path.write_text(json.dumps(found))
+    with pytest.raises(manifest.ManifestError, match=rf"stages.{stage}: got no results, expected .* `report` again"):
+        publish.push(config, "me/head", upload=False)
 
 
 def test_nothing_is_uploaded_unless_asked_for(config, hub, capsys):

@@ -70,7 +70,7 @@ def test_all_verbs_run_in_their_order_at_the_lowest_priority(recipe, tmp_path):
     assert all(line[2:4] == ["--config", str(tmp_path / "run.yaml")] for line in lines)
     run = tmp_path / "run"
     asked = ["--prompts", f"{run}/prompts/held_out.jsonl", "--output", f"{run}/evaluation/held_out.json"]
-    assert [line[4:] for line in lines] == [asked if line[1] == "evaluate" else [] for line in lines]
+    assert [line[4:] for line in lines] == [["--replace", *asked] if line[1] == "evaluate" else [] for line in lines]
     assert f"The head: {run}/export" in said and not errors
 
 

@@ -88,6 +88,7 @@ def test_a_run_ends_in_a_report_and_a_picture(config: RunConfig, tmp_path: pathl
     assert made["vanilla"]["tokens_per_second"] == pytest.approx(chain["tokens_per_second"]["vanilla"])
     assert made["stages"]["prepare"] == {"seconds": 30.5, "results": {"train": 200}}
     assert made["stages"]["install"] == {"seconds": 90}
+    assert made["prompts_file"] == chain["identity"]["prompts_file"]
     assert "train" not in made["stages"] and set(made["stages"]) <= {"install", "evaluate-chain", *FOLDERS}
 
 

@@ -10,7 +10,7 @@ import pytest
 import tiny
 import yaml
 
-from eagle3_jax import serve
+from eagle3_jax import command, serve
 from eagle3_jax.config import ConfigError, DraftTree, RunConfig, ServeConfig, from_dict
 from eagle3_jax.decoding.engine import Engine
 
@@ -173,6 +173,14 @@ def test_a_place_that_is_taken_is_said_before_anything_is_loaded(monkeypatch):
         monkeypatch.setattr(Engine, "load", None)
         with pytest.raises(ValueError, match=r"serve\.host, serve\.port: got 127.*Address already in use"):
             serve.run(config)
+
+
+def test_a_stop_while_it_loads_ends_well(run_file, monkeypatch):
+    def load(config):
+        raise command.Stopped
+
+    monkeypatch.setattr(serve, "load", load)
+    serve.main(["--config", run_file, "--port", "0"])
 
 
 @pytest.mark.slow

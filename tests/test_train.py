@@ -85,6 +85,12 @@ def prepared(folder: pathlib.Path, target: Target, **values) -> configs.RunConfi
     return config
 
 
+def with_held_out_prompts(config: configs.RunConfig) -> pathlib.Path:
+    """The file that the engine reads in a training with `decode_every`."""
+    config.folder("prepare").mkdir()
+    return tiny.write_prompts(config.folder("prepare") / "held_out.jsonl", 2)
+
+
 def leaves(config: configs.RunConfig, target: Target) -> list[np.ndarray]:
     head = load_head(config.folder("train"), DraftHeadConfig.for_target(config.draft, target.model.config))
     return [np.asarray(x) for x in jax.tree.leaves(head)]
@@ -221,6 +227,36 @@ def test_a_nan_stops_with_the_records_named_and_the_last_checkpoint_stays(tmp_pa
 
 @pytest.mark.any_jax
 @pytest.mark.slow
+def test_a_nan_of_training_is_found_before_the_head_is_evaluated(tmp_path, target):
+    config = prepared(tmp_path, target, max_steps=None, epochs=1, checkpoint_every=100, log_every=100, eval_every=1)
+    folder = config.folder("extract") / "train"
+    records = [dict(record) for record in features.FeatureSource(folder)]
+    records[1]["aux"] = np.full_like(records[1]["aux"], np.nan)
+    features.write_shard(features.shard_path(folder, 0, 1), records)
+    with pytest.raises(ValueError, match=r"^train, batch \d+: loss nan"):
+        train.train(config, target)
+
+
+@pytest.mark.any_jax
+@pytest.mark.slow
+def test_a_process_without_metrics_goes_on_where_process_0_does(tmp_path, target, monkeypatch):
+    """What was trained before the stop, only process 0 has read."""
+    config = prepared(tmp_path, target, max_steps=3)
+    monkeypatch.setattr(train, "_stop_asked", lambda step: step == 2)
+    with pytest.raises(command.Stopped):
+        train.train(config, target)
+    monkeypatch.undo()
+    folder = config.folder("extract") / "train"
+    records = [dict(record) for record in features.FeatureSource(folder)]
+    for record in records:
+        record["argmax"] = np.full_like(record["argmax"], DRAFT_VOCAB)  # what comes now trains nothing
+    features.write_shard(features.shard_path(folder, 0, 1), records)
+    monkeypatch.setattr(train.MetricWriter, "newest", lambda *_: {})
+    assert train.train(config, target)["train"]["positions"] == 0
+
+
+@pytest.mark.any_jax
+@pytest.mark.slow
 def test_what_trains_nothing_is_refused(tmp_path, target):
     """A loss of exactly 0 would look like a head that knows all."""
     config = prepared(tmp_path, target)
@@ -337,14 +373,25 @@ def test_a_training_is_told_by_the_files_of_a_named_head_and_by_what_its_taus_ar
     head.mkdir()
     (head / "config.json").write_text("{}")
     config = prepared(tmp_path, target, warm_start="org/head", decode_every=2, decode_prompts=5)
+    held_out = with_held_out_prompts(config)
     monkeypatch.setattr(train.draft_models, "fetch", lambda name, field: head)
     monkeypatch.setattr(train, "_warm_start", lambda *_: None)
     monkeypatch.setattr(train.manifest, "claim", claim)
-    with pytest.raises(Claimed) as claimed:
-        train.train(config, target)
-    (identity,) = claimed.value.args
+
+    def identity_of(config):
+        with pytest.raises(Claimed) as claimed:
+            train.train(config, target)
+        return claimed.value.args[0]
+
+    identity = identity_of(config)
     assert list(identity["warm_start"]) == ["config.json"]
     assert identity["train"]["decode_prompts"] == 5 and "decode_every" not in identity["train"]
+    assert identity["served_prompts"] == manifest.digest(held_out)
+    unserved = dataclasses.replace(config, train=dataclasses.replace(config.train, decode_every=None))
+    assert identity_of(unserved) == {name: x for name, x in identity.items() if name != "served_prompts"}
+    held_out.unlink()
+    with pytest.raises(manifest.ManifestError, match=r"prompts/held_out.jsonl: not found, expected .*prepare"):
+        train.train(config, target)
 
 
 def test_a_warm_start_is_a_head_of_eagle3(target, monkeypatch):
@@ -367,6 +414,7 @@ def test_the_checkpoint_that_the_engine_accepts_most_of_is_kept_and_exported(tmp
 
     monkeypatch.setattr(train, "Served", Engine)
     config = prepared(tmp_path, target, decode_every=2, keep_checkpoints=1, checkpoint_every=6)
+    with_held_out_prompts(config)
     assert train.train(config, target)["served"]["tau"] == 2.0
     folder = config.folder("train")
     with Checkpoints(folder) as checkpoints:

@@ -2,6 +2,7 @@
 # The whole path on a real model, from packaged prompts to a measured speed-up, on two CPU cores.
 # Measures the machine first, and takes as many of the prompts as 20 minutes are enough for (tools/quickstart_size.py).
 # Run again after an interruption, it goes on where it stopped; run again after success, it only shows the report.
+# What another machine or version measured is measured again.
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 RUN=runs/quickstart
@@ -53,11 +54,11 @@ stage extract extract
 stage train train
 stage export export
 held_out=$RUN/prompts/held_out.jsonl
-stage evaluate-chain evaluate --prompts "$held_out" --output "$RUN/evaluation/chain.json" \
+stage evaluate-chain evaluate --replace --prompts "$held_out" --output "$RUN/evaluation/chain.json" \
   --evaluate.tree.num-steps 3 --evaluate.tree.topk 1 --evaluate.tree.num-draft-tokens 4
-stage evaluate-tree evaluate --prompts "$held_out" --output "$RUN/evaluation/tree.json" \
+stage evaluate-tree evaluate --replace --prompts "$held_out" --output "$RUN/evaluation/tree.json" \
   --evaluate.tree.num-steps 3 --evaluate.tree.topk 3 --evaluate.tree.num-draft-tokens 8
 # The engine's own choice for every dispatch, vanilla decoding among it: what a user gets who chooses nothing.
-stage evaluate-auto evaluate --prompts "$held_out" --output "$RUN/evaluation/auto.json" --evaluate.tree auto
+stage evaluate-auto evaluate --replace --prompts "$held_out" --output "$RUN/evaluation/auto.json" --evaluate.tree auto
 stage report report
 printf '\nDone in %d:%02d. Numbers: %s, picture: %s\n' $((SECONDS / 60)) $((SECONDS % 60)) "$RUN/report.json" "$RUN/report.png"

@@ -3,7 +3,8 @@
 #
 #     bash tools/recipe.sh configs/smollm2_135m.yaml
 #
-# Run again after anything, it goes on where it stopped; what is finished returns at once.
+# Run again after anything, it goes on where it stopped; what is finished returns at once, and what another machine or
+# version measured is measured again.
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 AGAIN="Run the same command again: it goes on where it stopped."
@@ -34,6 +35,6 @@ stage() {
 }
 
 for verb in prepare regenerate extract train export; do stage "$verb"; done
-stage evaluate --prompts "$run/prompts/held_out.jsonl" --output "$run/evaluation/held_out.json"
+stage evaluate --replace --prompts "$run/prompts/held_out.jsonl" --output "$run/evaluation/held_out.json"
 stage report
 printf '\nDone in %d:%02d. The head: %s, its numbers: %s\n' $((SECONDS / 60)) $((SECONDS % 60)) "$run/export" "$run/evaluation/held_out.json"
