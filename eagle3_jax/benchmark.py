@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             own.add_argument(flag, action="append", default=[], metavar=value, help=text)
         said = "Times servers under traffic."
     config, asked = configuration.from_command_line(f"benchmark {what}", said, rest, own, prompts=_PROMPTS)
-    with command.run("benchmark"):
+    with command.run("benchmark", resumes=what != "tune"):
         if what == "decode":
             _decode(config, asked.prompts, asked.compare)
         elif what == "tune":

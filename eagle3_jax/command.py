@@ -26,14 +26,14 @@ class Stopped(Exception):
 
 
 @contextlib.contextmanager
-def run(verb: str, *, again: str = "it goes on from here") -> Iterator[None]:
+def run(verb: str, *, resumes: bool = True) -> Iterator[None]:
     """The body of a verb's `main`. Joins the other processes of the run, where there are any; what ends one ends all.
 
     Exits with status 1 and one sentence for what a user can cause (ValueError) and what a machine can (OSError: disk
     full, no permission), with status `STOPPED` after a stop by SIGTERM. A second SIGTERM ends the process at once.
 
     Args:
-        again: what a verb does that is run again after a stop.
+        resumes: whether a verb that is run again after a stop goes on; else it begins anew.
     """
     global _asked
     _asked = False
@@ -51,7 +51,7 @@ def run(verb: str, *, again: str = "it goes on from here") -> Iterator[None]:
         yield
         processes.leave()
     except Stopped:
-        said = f"{prefix}stopped by SIGTERM; run it again, and {again}"
+        said = f"{prefix}stopped by SIGTERM; run it again, and it {'goes on from here' if resumes else 'begins anew'}"
         processes.end_all(said, STOPPED)
         print(said, file=sys.stderr)
         sys.exit(STOPPED)

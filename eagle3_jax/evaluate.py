@@ -163,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         prompts="JSONL file of prompts: messages, conversations or prompt; id and category are optional",
         output="JSON file for the report",
     )
-    with command.run("evaluate", again="it begins anew"):
+    with command.run("evaluate", resumes=False):
         report = run(config, arguments.prompts, arguments.output, replace=arguments.replace)
         if processes.index() == 0:
             print(summary(report))

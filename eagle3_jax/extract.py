@@ -93,8 +93,7 @@ def _extract(
             source = conversations / f"{split}.jsonl"
             rates[split] = _extract_split(config.extract, source, folder / split, target, replica)
     # All shards are there. The processes of a replica count the same tokens.
-    of_replicas = processes.gather(rates if processes.index() == replica.leader else {})
-    rates = {split: sum(rate.get(split, 0.0) for rate in of_replicas) for split in configs.SPLITS}
+    rates = processes.total(rates if processes.index() == replica.leader else {})
     processes.agree(lambda: _finish(config, target, conversations, folder, rates))
 
 

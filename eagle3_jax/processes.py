@@ -135,6 +135,14 @@ def gather(value: Any) -> list[Any]:
     return [json.loads(_get(_run.client, f"{key}/{member}")) for member in _run.members]
 
 
+def total(own: dict[str, float]) -> dict[str, float]:
+    """Of each name the sum over all processes, on all of them."""
+    sums: collections.Counter[str] = collections.Counter()
+    for values in gather(own):
+        sums.update(values)
+    return dict(sums)
+
+
 def share(items: Sequence[Any]) -> Sequence[Any]:
     """This process's part of work that is divided among those that `gather` its results."""
     if _run is None:

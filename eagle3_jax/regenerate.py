@@ -170,21 +170,22 @@ def _regenerate(
 ) -> None:
     known = {split: _known(folder, split) for split in configs.SPLITS}
     processes.barrier()  # from here on logs grow
-    rates: dict[str, float | None] = dict.fromkeys(configs.SPLITS)
+    leads = replica.leader == processes.index()
+    rates: dict[str, float] = dict.fromkeys(configs.SPLITS, 0.0)
     for split in configs.SPLITS:
         if engine is None:
             break
         # The other processes of a replica say the same as its leader, which writes it.
-        log = _log(folder, split, replica.index) if replica.leader == processes.index() else None
+        log = _log(folder, split, replica.index) if leads else None
         answerer = Answerer(engine, config.regenerate, config.seed, known[split], log)
         answerer.converse(dialogues[split][replica.index :: replica.count], split)
         rates[split] = answerer.rate()
-    processes.barrier()
+    rates = processes.total(rates if leads else {})  # all is answered
     processes.agree(lambda: _finish(config, engine, folder, rates))
 
 
 def _finish(
-    config: configs.RunConfig, engine: Engine | None, folder: pathlib.Path, rates: dict[str, float | None]
+    config: configs.RunConfig, engine: Engine | None, folder: pathlib.Path, rates: dict[str, float]
 ) -> None:
     """All answers are in the logs: puts the conversations together, in the prompts' order."""
     results = {}
@@ -196,7 +197,7 @@ def _finish(
             for dialogue in of_split:
                 if dialogue.is_conversation:
                     stream.write(json.dumps(dialogue.conversation(), ensure_ascii=False) + "\n")
-        results[split] = _counts(of_split) | {"tokens_per_second": rates[split]}
+        results[split] = _counts(of_split) | {"tokens_per_second": rates[split] or None}
     if not results["train"]["conversations"]:
         raise ValueError(f"{config.folder('prepare')}: none of the prompts was answered: {results['train']['dropped']}")
     manifest.finish(folder, files=[f"{split}.jsonl" for split in configs.SPLITS], **results)
@@ -224,9 +225,9 @@ class Answerer:
         self.engine, self.settings, self.seed, self.known, self.log = engine, settings, seed, known, log
         self.tokens, self.seconds = 0, 0.0
 
-    def rate(self) -> float | None:
-        """Tokens a second of what was generated now; None when all was in the log."""
-        return self.tokens / self.seconds if self.tokens else None
+    def rate(self) -> float:
+        """Tokens a second of what was generated now; 0 when all was in the log."""
+        return self.tokens / self.seconds if self.tokens else 0.0
 
     def converse(self, dialogues: Sequence[Dialogue], name: str) -> None:
         """Answers all first turns, then all second ones, and so on, until every dialogue has ended."""

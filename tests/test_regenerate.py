@@ -134,6 +134,16 @@ def test_what_failed_is_no_answer_and_what_was_cut_off_in_its_reasoning_is_one(p
     assert results["dropped"] == {"failed": 1}
 
 
+def test_the_rate_is_that_of_all_replicas(prepared, monkeypatch):
+    """A process that leads none says nothing."""
+    folder, run = prepared("run")
+    monkeypatch.setattr(regenerate.Answerer, "rate", lambda _: 30.0)
+    monkeypatch.setattr(regenerate.processes, "gather", lambda own: [own, {}, {"train": 12.5, "held_out": 0.0}])
+    run(FakeEngine())
+    results = manifest.read(folder, "regenerate")["results"]
+    assert [results[split]["tokens_per_second"] for split in ("train", "held_out")] == [42.5, 30.0]
+
+
 def test_each_prompt_has_one_of_several_temperatures(prepared):
     given = [0.0, 0.5, 1.0]
     folder, run = prepared("run", train=[prompt(f"p{i}", f"{i}?", "And?") for i in range(30)], temperature=given)

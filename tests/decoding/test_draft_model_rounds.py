@@ -22,7 +22,7 @@ TREES = [CHAIN, TREE, DraftTree(num_steps=3, topk=2, num_draft_tokens=8, lookup_
 MAX_TOKENS = 24
 PROMPTS = jnp.asarray(np.random.default_rng(0).integers(0, 24, (4, 9)), jnp.int32)
 LENGTHS = jnp.asarray([9, 3, 6, 1])
-TOKENIZER = types.SimpleNamespace(decode=lambda ids, **_: "", chat_template=None)
+TOKENIZER = types.SimpleNamespace(decode=lambda ids, **_: "", convert_tokens_to_ids=lambda _: None, chat_template=None)
 
 
 @pytest.fixture

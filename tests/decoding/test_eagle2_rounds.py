@@ -126,7 +126,9 @@ def test_greedy_drafts_change_no_token(toy, model, tree):
 
 @pytest.mark.slow
 def test_the_engine_takes_it(toy, model):
-    tokenizer = types.SimpleNamespace(decode=lambda ids, **_: "", chat_template=None)
+    tokenizer = types.SimpleNamespace(
+        decode=lambda ids, **_: "", convert_tokens_to_ids=lambda _: None, chat_template=None
+    )
     params = SamplingParams(max_tokens=16, ignore_eos=True)
     prompts = [[1, 2, 3], [9, 8, 7, 6, 5, 4], [11]]
     plain = Engine(toy.target, tokenizer, batch_size=2, max_length=64).generate(prompts, params)

@@ -84,12 +84,12 @@ class Told(Request):
     """An answer that ends when it is told to; its first piece has no token yet."""
 
     def __init__(self) -> None:
-        self.ends, self.output = asyncio.Event(), None
+        self.ends, self.output = asyncio.get_running_loop().create_future(), None
 
     async def __aiter__(self):
         yield Piece("", [], None, [], None)
         yield Piece("a", [5], None, [0], None)
-        await self.ends.wait()
+        await self.ends
         self.output = Output([5, 6], "ab", "length", Stats(1, [1]))
         yield Piece("b", [6], "length", [1], None)
 
@@ -108,7 +108,7 @@ def test_the_time_to_the_first_token_is_counted_when_it_comes_and_from_the_arriv
                 await asyncio.sleep(0.001)
                 assert not task.done()
             assert 100 <= (said("sum") or 0) < 130
-            request.ends.set()
+            request.ends.set_result(None)
             await task
             assert said("count") == 1
 
