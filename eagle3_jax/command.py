@@ -26,11 +26,11 @@ class Stopped(Exception):
 
 
 @contextlib.contextmanager
-def run(verb: str, *, resumes: bool = True) -> Iterator[None]:
+def run(verb: str, *, resumes: bool = True, stopped: int = STOPPED) -> Iterator[None]:
     """The body of a verb's `main`. Joins the other processes of the run, where there are any; what ends one ends all.
 
     Exits with status 1 and one sentence for what a user can cause (ValueError) and what a machine can (OSError: disk
-    full, no permission), with status `STOPPED` after a stop by SIGTERM. A second SIGTERM ends the process at once.
+    full, no permission), with status `stopped` after a stop by SIGTERM. A second SIGTERM ends the process at once.
 
     Args:
         resumes: whether a verb that is run again after a stop goes on; else it begins anew.
@@ -52,9 +52,9 @@ def run(verb: str, *, resumes: bool = True) -> Iterator[None]:
         processes.leave()
     except Stopped:
         said = f"{prefix}stopped by SIGTERM; run it again, and it {'goes on from here' if resumes else 'begins anew'}"
-        processes.end_all(said, STOPPED)
+        processes.end_all(said, stopped)
         print(said, file=sys.stderr)
-        sys.exit(STOPPED)
+        sys.exit(stopped)
     except (ValueError, OSError) as error:
         said = f"{prefix}{sentence(error)}"
         processes.end_all(said, 1, error)

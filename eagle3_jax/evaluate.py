@@ -139,7 +139,8 @@ def _finished(output: pathlib.Path, identity: dict[str, Any], replace: bool) -> 
     if not output.exists():
         return False
     try:
-        found = manifest.read_json(output)["identity"]
+        report = manifest.read_json(output)
+        found, _ = report["identity"], report["config"]
     except (manifest.JsonError, KeyError) as error:
         expected = "a report of `evaluate`; remove it, or choose another --output"
         raise manifest.ManifestError(f"{output}: got another file, expected {expected}") from error

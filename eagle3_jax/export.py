@@ -70,7 +70,7 @@ def run(config: RunConfig, target: Target | None = None) -> None:
                 _write(stored, config.export.format, folder, identity, problems)
 
             processes.agree(write)
-        elif processes.agree(lambda: (folder / manifest.NAME).exists() and manifest.begin(folder, identity)):
+        elif processes.agree(lambda: (folder / manifest.NAME).exists() and manifest.begin(folder, identity, ("head",))):
             processes.say(f"{folder}: already finished, nothing to do")
         else:
             raise manifest.ManifestError(f"{folder}: got something else than an export; remove it")

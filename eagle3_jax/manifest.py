@@ -20,7 +20,7 @@ import shutil
 import socket
 import uuid
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, TextIO
 
 import filelock
@@ -224,11 +224,12 @@ def write_json(path: str | pathlib.Path, value: Any) -> None:
 
 
 @contextlib.contextmanager
-def claim(folder: str | pathlib.Path, identity: dict[str, Any]) -> Iterator[bool]:
+def claim(folder: str | pathlib.Path, identity: dict[str, Any], newer: Collection[str] = ()) -> Iterator[bool]:
     """Locks `folder` for the work that `identity` describes.
 
     Args:
         identity: see `begin`. The same on all processes of the run.
+        newer: see `begin`.
 
     Yields:
         True when the folder already holds the finished result, so that there is nothing to do.
@@ -239,7 +240,7 @@ def claim(folder: str | pathlib.Path, identity: dict[str, Any]) -> Iterator[bool
     """
     identity = json.loads(json.dumps(identity))
     with lock(folder):
-        answer = processes.agree(lambda: {"finished": begin(folder, identity), "identity": identity})
+        answer = processes.agree(lambda: {"finished": begin(folder, identity, newer), "identity": identity})
         if differing := list(_differences(answer["identity"], identity)):
             lines = "\n".join(f"  {field}: process 0 has {old!r}, this one {new!r}" for field, old, new in differing)
             raise ManifestError(f"{folder}: the processes of this run were not started alike:\n{lines}")
@@ -253,11 +254,12 @@ def _remove(path: pathlib.Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def begin(folder: str | pathlib.Path, identity: dict[str, Any]) -> bool:
+def begin(folder: str | pathlib.Path, identity: dict[str, Any], newer: Collection[str] = ()) -> bool:
     """Writes the manifest of unfinished work into `folder`, or compares the one that is there. See `claim`.
 
     Args:
         identity: all that decides the result: verb, config sections, input digests, target identity. JSON-ready.
+        newer: fields that manifests of earlier versions lack; there they are not compared.
 
     Returns:
         True when the folder already holds the finished result, so that there is nothing to do.
@@ -270,7 +272,8 @@ def begin(folder: str | pathlib.Path, identity: dict[str, Any]) -> bool:
     identity = json.loads(json.dumps(identity))
     if path.exists():
         found = load(path)
-        check_same(folder, found["identity"], identity, "run_dir")
+        known = {name: value for name, value in identity.items() if name not in newer or name in found["identity"]}
+        check_same(folder, found["identity"], known, "run_dir")
         return bool(found.get("finished"))
     folder.mkdir(parents=True, exist_ok=True)
     write_sealed(path, {"format": FORMAT, "finished": False, "identity": identity, "versions": versions()})

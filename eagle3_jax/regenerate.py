@@ -36,7 +36,7 @@ class Answer:
     Attributes:
         token_ids: as they were sampled, the end of sequence included. Training reads these: their text, tokenised
             again, may be other tokens.
-        text: without the reasoning; the history of later turns has no more of it.
+        text: without the `reasoning`; the history of later turns has no more of it.
         failed: the engine gave up in the middle, see `Output.error`.
     """
 
@@ -46,6 +46,7 @@ class Answer:
     token_ids: list[int]
     truncated: bool
     failed: bool = False
+    reasoning: str = ""
 
 
 @dataclasses.dataclass
@@ -54,8 +55,8 @@ class Dialogue:
 
     Attributes:
         end: why no more turns follow: "complete", "truncated" (the last answer reached max_tokens), "empty" (the next
-            answer had no text), "failed" (in the next answer), "too_long" (the next turn does not fit), "refused" (by
-            the chat template), "given" (answered before, by another engine).
+            answer had no text, and was not cut off in its reasoning), "failed" (in the next answer), "too_long" (the
+            next turn does not fit), "refused" (by the chat template), "given" (answered before, by another engine).
     """
 
     prompt: dict[str, Any]
@@ -94,7 +95,7 @@ class Dialogue:
         if answer.failed:
             self.end = "failed"
             return
-        if not answer.text.strip() and not answer.truncated:  # one that was cut off may have been in its reasoning
+        if not answer.text.strip() and not (answer.truncated and answer.reasoning.strip()):
             self.end = "empty"
             return
         self.answers.append(answer)
@@ -184,9 +185,7 @@ def _regenerate(
     processes.agree(lambda: _finish(config, engine, folder, rates))
 
 
-def _finish(
-    config: configs.RunConfig, engine: Engine | None, folder: pathlib.Path, rates: dict[str, float]
-) -> None:
+def _finish(config: configs.RunConfig, engine: Engine | None, folder: pathlib.Path, rates: dict[str, float]) -> None:
     """All answers are in the logs: puts the conversations together, in the prompts' order."""
     results = {}
     for split in configs.SPLITS:
@@ -298,7 +297,8 @@ def _to_answer(name: str, turn: int, output: Output) -> Answer:
     truncated = output.finish_reason == "length"
     # A cut may leave the first bytes of a character, which decode to replacement characters.
     text = output.text.rstrip("\ufffd") if truncated else output.text
-    return Answer(name, turn, text, output.token_ids, truncated, failed=output.finish_reason == "error")
+    failed = output.finish_reason == "error"
+    return Answer(name, turn, text, output.token_ids, truncated, failed, output.reasoning)
 
 
 def _counts(dialogues: Sequence[Dialogue]) -> dict[str, Any]:

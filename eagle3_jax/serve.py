@@ -250,7 +250,7 @@ def _serve(config: RunConfig, keys: Sequence[str], place: socket.socket) -> None
 
 def main(argv: Sequence[str] | None = None) -> None:
     config = configure(argv)
-    with command.run("serve"), contextlib.suppress(command.Stopped):  # while it loads: nothing is left unfinished
+    with command.run("serve", resumes=False, stopped=0):  # nothing is left unfinished
         run(config)
 
 

@@ -92,7 +92,7 @@ def train(config: configs.RunConfig, target: Target | None = None) -> dict[str, 
     if run.warm_start is not None:
         warm = _warm_start(run.warm_start, target, head_config)
         identity["warm_start"] = files.file_digests(draft_models.resolve(run.warm_start))
-    with manifest.claim(folder, identity) as finished:
+    with manifest.claim(folder, identity, newer=("served_prompts",)) as finished:
         if finished:
             processes.say(f"train: {folder} is finished already")
             return manifest.read(folder, made_by="train")["results"]

@@ -111,7 +111,9 @@ def test_another_measurement_does_not_take_a_report_s_place(
     assert evaluate.run(split, prompts, output, target, replace=True)["identity"]["mesh"] == {"model": 2}
 
 
-@pytest.mark.parametrize("content", ["run_dir: x\n", '{"prompt": "Hi"}\n', '{"prompt": "a"}\n{"prompt": "b"}\n'])
+@pytest.mark.parametrize(
+    "content", ["run_dir: x\n", '{"prompt": "Hi"}\n', '{"prompt": "a"}\n{"prompt": "b"}\n', '{"identity": {}}\n']
+)
 def test_another_file_in_the_report_s_place_stays(
     config: RunConfig, target: Target, prompts: pathlib.Path, tmp_path: pathlib.Path, content: str
 ) -> None:

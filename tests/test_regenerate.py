@@ -49,7 +49,8 @@ class FakeEngine(Engine):
             reason = "error" if "break" in last else "length" if "ramble" in last else "stop"
             text += "\ufffd" if reason == "length" else ""
             ids = [*range(4), params[index].seed]
-            outputs[index] = Output(ids, text, reason, Stats(5, []))
+            thoughts = "Well" if "thinking" in last else ""
+            outputs[index] = Output(ids, text, reason, Stats(5, []), reasoning=thoughts)
             on_output(index, outputs[index])
         return [outputs[index] for index in range(len(texts))]
 
@@ -123,7 +124,8 @@ def test_the_target_answers_every_turn_in_its_context(prepared):
 
 def test_what_failed_is_no_answer_and_what_was_cut_off_in_its_reasoning_is_one(prepared):
     prompts = [prompt("whole", "Hello"), prompt("failed", "break"), prompt("late", "Talk", "break it", "And?")]
-    folder, run = prepared("run", train=[*prompts, prompt("thought", "ramble in silence")])
+    cut = [prompt("thought", "ramble, thinking in silence"), prompt("blank", "ramble in silence")]
+    folder, run = prepared("run", train=[*prompts, *cut])
     run(FakeEngine())
     conversations = {line["id"]: line for line in read(folder / "train.jsonl")}
     assert list(conversations) == ["whole", "late", "thought"]
@@ -131,7 +133,7 @@ def test_what_failed_is_no_answer_and_what_was_cut_off_in_its_reasoning_is_one(p
     assert conversations["thought"]["messages"][1]["content"] == ""
     results = manifest.read(folder, "regenerate")["results"]["train"]
     assert results["ended"] == {"complete": 1, "failed": 1, "truncated": 1}
-    assert results["dropped"] == {"failed": 1}
+    assert results["dropped"] == {"failed": 1, "empty": 1}
 
 
 def test_the_rate_is_that_of_all_replicas(prepared, monkeypatch):

@@ -180,7 +180,9 @@ def test_a_stop_while_it_loads_ends_well(run_file, monkeypatch):
         raise command.Stopped
 
     monkeypatch.setattr(serve, "load", load)
-    serve.main(["--config", run_file, "--port", "0"])
+    with pytest.raises(SystemExit) as ended:
+        serve.main(["--config", run_file, "--port", "0"])
+    assert ended.value.code == 0
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The table of what fits which TPU, as Markdown: bash tools/tpu_fit_table.sh FOLDER
-# FOLDER gets a JSON file for each line of the list below; those that it holds already are not planned again.
+# FOLDER gets a JSON file for each line of the list below; those that it holds are not planned again, unless a kernel refused.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder=$1
@@ -9,7 +9,7 @@ mkdir -p "$folder"
 # config, topology, mesh.model, verbs
 while read -r config topology model verbs; do
   file=$folder/$config-${topology/:/-}-$verbs.json
-  if [[ -f $file ]]; then continue; fi
+  if [[ -f $file ]] && ! grep -q '"refused"' "$file"; then continue; fi
   draft=()
   if [[ -d configs/heads/$config ]]; then draft=(--evaluate.draft "configs/heads/$config"); fi
   "$PYTHON" tools/tpu_fit.py --config "configs/$config.yaml" --target.name "configs/targets/${config%_eagle2}" \

@@ -23,7 +23,7 @@ class Chip:
 
     Attributes:
         gigahertz: clock. gigabytes: HBM bandwidth a second. teraflops: bfloat16, a second.
-        devices: JAX devices of a chip, which is what a topology's name counts and Google lends.
+        devices: JAX devices of a chip. Chips are what a topology's name counts and Google lends.
     """
 
     topology: str

@@ -24,6 +24,8 @@ import numpy as np
 Prompt = dict[str, Any]  # of `sources.read_file`: messages, category, id
 COUNTS_ON = "continuous_usage_stats"  # of `stream_options`: vLLM's, SGLang's and ours
 _PERCENTILES = (50, 95, 99)
+# Of an event's delta; the first two are reasoning, as SGLang and as newer versions of vLLM call it.
+_TEXT = ("reasoning_content", "reasoning", "content")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +126,8 @@ async def _read(response: httpx2.Response, timing: Timing, sent: float) -> Timin
         now, event = time.perf_counter() - sent, json.loads(data)
         if event.get("error") is not None:
             return dataclasses.replace(timing, error=json.dumps(event["error"])[:200])
-        if text := "".join((choice.get("delta") or {}).get("content") or "" for choice in event.get("choices") or ()):
+        deltas = [choice.get("delta") or {} for choice in event.get("choices") or ()]
+        if text := "".join(delta.get(field) or "" for delta in deltas for field in _TEXT):
             pieces.append((now, text))
         usage = event.get("usage") or usage
         if (new := (usage.get("completion_tokens") or 0) - sum(tokens for _, tokens in counted)) > 0:

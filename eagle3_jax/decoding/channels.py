@@ -29,8 +29,9 @@ class Channels:
         self._header = self._named = False
         self._channel: list[int] = []
         self._answers = True
-        marked = next((i for i in reversed(range(len(prompt))) if self._marks.get(prompt[i]) == _START), len(prompt))
-        self.split(prompt[marked:])
+        if self._marks:
+            starts = (place for place in reversed(range(len(prompt))) if self._marks.get(prompt[place]) == _START)
+            self.split(prompt[next(starts, len(prompt)) :])
 
     def split(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
         """(tokens of the answer, tokens of the reasoning); what stands between messages is in neither."""

@@ -114,7 +114,10 @@ def _reasoning(said: Output | Piece) -> dict[str, str]:
 
 
 class CompletionShape:
-    """Of /v1/completions. Knows how much text of each answer was written before: offsets go on in a stream."""
+    """Of /v1/completions, where reasoning has no field of its own.
+
+    Knows how much text of each answer was written before: offsets go on in a stream.
+    """
 
     prefix, object, chunk = "cmpl", "text_completion", "text_completion"
 
@@ -123,13 +126,13 @@ class CompletionShape:
         self._written: dict[int, int] = {}
 
     def whole(self, index: int, output: Output) -> dict[str, Any]:
-        return self._choice(index, output.text, output.logprobs, output.finish_reason)
+        return self._choice(index, output.reasoning + output.text, output.logprobs, output.finish_reason)
 
     def opening(self, index: int) -> dict[str, Any] | None:
         return None
 
     def part(self, index: int, piece: Piece) -> dict[str, Any]:
-        return self._choice(index, piece.text, piece.logprobs, piece.finish_reason)
+        return self._choice(index, piece.reasoning + piece.text, piece.logprobs, piece.finish_reason)
 
     def _choice(self, index: int, text: str, logprobs: Sequence[Logprob] | None, reason: str | None) -> dict[str, Any]:
         found = None if logprobs is None else self._logprobs(index, logprobs)

@@ -101,6 +101,13 @@ def test_fields_may_be_null_and_lines_close():
     assert (found.error, found.tokens, found.text, found.prompt_tokens) == (None, 2, "ab", 7)
 
 
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_reasoning_is_part_of_the_answer(field):
+    thought = event("", 1, choices=[{"delta": {field: "so "}}], usage={"completion_tokens": 2})
+    found, _ = asked(thought, event("a", 3))
+    assert found.text == "so a" and [tokens for _, tokens in found.chunks] == [2, 1]
+
+
 def test_line_breaks_of_unicode_are_text():
     """Servers write them as they are; an event ends at a line feed alone, and may come in parts."""
     text = "a\u2028b\x85c"

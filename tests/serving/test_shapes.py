@@ -4,7 +4,7 @@ import pytest
 import tiny
 
 from eagle3_jax.decoding.request import Output, Piece, Stats
-from eagle3_jax.serving.shapes import ChatShape, Tokens
+from eagle3_jax.serving.shapes import ChatShape, CompletionShape, Tokens
 
 pytestmark = pytest.mark.any_jax
 
@@ -17,3 +17,10 @@ def test_reasoning_stands_beside_the_content(reasoning):
     assert whole["message"] == {"role": "assistant", "content": "Hello!"} | extra
     part = shape.part(0, Piece("", [1], None, [0], None, reasoning=reasoning))
     assert part["delta"] == extra
+
+
+def test_a_completion_has_all_of_it_in_its_text():
+    shape = CompletionShape(Tokens(tiny.make_byte_tokenizer(None)))
+    output = Output([1, 2], "Hello!", "stop", Stats(1, []), reasoning="They greet.")
+    assert shape.whole(0, output)["text"] == "They greet.Hello!"
+    assert shape.part(0, Piece("", [1], None, [0], None, reasoning="They"))["text"] == "They"
