@@ -80,15 +80,7 @@ def test_a_request_streams_both_and_stops_in_the_answer_alone(tokenizer, stop):
     assert request.output.finish_reason == "stop"
 
 
-def test_a_tokenizer_with_none_is_not_asked(tokenizer):
+def test_a_tokenizer_may_have_none(tokenizer):
     other = tiny.make_byte_tokenizer(None, eos_token="</s>", unk_token="<unk>")
     ids = ids_of(other, "<|channel|>analysis<|message|>x")
     assert Channels(other, ids).split(ids) == (ids, [])
-    Channels(other, Unread([1]))
-
-
-class Unread(list[int]):
-    """A long prompt, which nobody should walk through for marks that there are none of."""
-
-    def __getitem__(self, _):
-        raise AssertionError
