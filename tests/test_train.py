@@ -366,7 +366,7 @@ def test_a_training_is_told_by_the_files_of_a_named_head_and_by_what_its_taus_ar
     class Claimed(Exception):
         pass
 
-    def claim(folder, identity):
+    def claim(folder, identity, **_):
         raise Claimed(identity)
 
     head = tmp_path / "head"
