@@ -60,7 +60,7 @@ def push(config: RunConfig, repository: str, *, upload: bool) -> str:
         try:
             hub.create_repo(repository, exist_ok=True)
             hub.create_commit(repository, added, commit_message=f"EAGLE-3 head, step {exported['identity']['step']}")
-        except HTTPError as error:  # no OSError where nobody answers
+        except HTTPError as error:  # of the httpx that the hub uses; no OSError where nobody answers
             raise OSError(f"{repository}: not uploaded: {error}") from error
     sizes = [f"  {path.name}  {path.stat().st_size:,} bytes" for path in paths]
     said = f"uploaded to {repository}:" if upload else f"would go to {repository}; `--upload` uploads it:"

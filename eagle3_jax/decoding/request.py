@@ -91,6 +91,7 @@ class Piece:
             accepted drafts (1, 2, ...), then one of the target's own, unless the answer ends before.
         tree: of the last round that was run by then; None in front of the first one.
         logprobs: one for each of the tokens, where the request asked for them.
+        reasoning: see `Output`.
     """
 
     text: str
