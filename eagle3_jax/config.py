@@ -319,9 +319,6 @@ class TrainConfig:
     Attributes:
         warm_start: exported head that training begins with, weights and draft vocabulary, as for a new domain. That is
             another thing than going on after an interruption, which needs no word.
-        start: a new head's layer is noise (`target_rows`: its LM head alone is the target's), or begins as the target's
-            block behind the highest aux feature (`target_block`: blocks of Llama's form; `draft.rope_theta` should then
-            be the target's).
         ttt_steps: steps of the training-time test; step_decay weighs step i by step_decay ** i.
         loss: `lk` maximises the share of accepted drafts (arXiv 2602.23881), cross entropy where that is small still.
         lk_from: the share of all steps with cross entropy before `lk` begins.
@@ -340,7 +337,6 @@ class TrainConfig:
 
     __pydantic_config__ = _STRICT
     warm_start: Annotated[str | None, tyro.conf.arg(aliases=("--warm-start",))] = None
-    start: Literal["target_rows", "target_block"] = "target_rows"
     ttt_steps: int = 7
     step_decay: float = 0.8
     loss: Literal["cross_entropy", "lk"] = "cross_entropy"
@@ -378,8 +374,6 @@ class TrainConfig:
             _require(value is None or value >= 1, f"train.{field}", value, "at least 1, or None")
         for field in ("b1", "b2"):
             _require(0 <= getattr(self, field) < 1, f"train.{field}", getattr(self, field), "in [0, 1)")
-        alone = self.warm_start is None or self.start == "target_rows"
-        _require(alone, "train.start", self.start, "target_rows beside train.warm_start")
         _require(self.weight_decay >= 0, "train.weight_decay", self.weight_decay, "0 or more")
         _require(self.clip_norm > 0, "train.clip_norm", self.clip_norm, "more than 0")
         _require(0 < self.step_decay <= 1, "train.step_decay", self.step_decay, "in (0, 1]")

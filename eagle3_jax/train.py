@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -25,17 +25,15 @@ from eagle3_jax.data.loader import PackedRows, Row, batches
 from eagle3_jax.formats import draft_models, files, heads
 from eagle3_jax.mesh import batch_sharding, make_mesh, own_rows, put, put_rows, replicated, shardings
 from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
-from eagle3_jax.models.families import family_of
 from eagle3_jax.models.head import Draft
 from eagle3_jax.models.identity import check_same_target
-from eagle3_jax.models.llama import Block
-from eagle3_jax.models.registry import Target, fetch, load_target, read_config
+from eagle3_jax.models.registry import Target, load_target
 from eagle3_jax.served import Served, held_out_prompts
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Batch, Teacher
 from eagle3_jax.training.checkpoint import Checkpoints
 from eagle3_jax.training.metrics import MetricWriter, NotFinite, summarise
 from eagle3_jax.training.optimizer import learning_rate, make_optimizer
-from eagle3_jax.training.state import begin_as_block, init_head, init_state, make_eval_step, make_train_step
+from eagle3_jax.training.state import init_head, init_state, make_eval_step, make_train_step
 
 # These say how a run is watched, not what comes out of it; they may change when it is resumed (decode_every to another
 # number).
@@ -75,7 +73,7 @@ def train(config: configs.RunConfig, target: Target | None = None) -> dict[str, 
     if run.batch_size % mesh.shape["data"]:
         expected = f"a multiple of {mesh.shape['data']} (the mesh's data axis)"
         raise ValueError(f"train.batch_size: got {run.batch_size}, expected {expected}")
-    target = target or load_target(config.target, mesh, only=_needed(config))
+    target = target or load_target(config.target, mesh, only=("embed", "lm_head"))
     check_same_target(features, made_from["identity"]["target"], target.identity)
     head_config = DraftHeadConfig.for_target(config.draft, target.model.config)
     identity = {
@@ -137,12 +135,7 @@ def _train(
     placement = shardings(jax.eval_shape(Teacher.of, *draw_teacher), mesh, TEACHER_SHARDING_RULES)
     teacher = jax.jit(Teacher.of, out_shardings=placement)(*draw_teacher)
     optimizer = make_optimizer(run, total)
-    if run.start == "target_block":
-        block = _start_block(target, head_config)
-        build = functools.partial(init_head, head_config, config.seed)
-        state = init_state(lambda x: begin_as_block(build(x[0]), x[1]), (teacher.rows, block), optimizer, mesh)
-        del block
-    elif warm is None:
+    if warm is None:
         state = init_state(functools.partial(init_head, head_config, config.seed), teacher.rows, optimizer, mesh)
     else:
         everywhere = jax.tree.map(lambda x: put(np.asarray(x), replicated(mesh)), warm.head)
@@ -238,29 +231,6 @@ def _train(
         "served": decoded,
     }
     return processes.agree(lambda: manifest.finish(folder, files=[vocab.NAME], **results) or results)
-
-
-def _needed(config: configs.RunConfig) -> Collection[str]:
-    """The target's parameters that training reads."""
-    needed = ["embed", "lm_head"]
-    if config.train.start == "target_block":
-        shape = read_config(fetch(config.target.name, whole=False), config.target.aux_layers)
-        prefix = f"blocks/{shape.aux_layers[-1]}/"
-        needed += [name for name in family_of(shape).table(shape) if name.startswith(prefix)]
-    return needed
-
-
-def _start_block(target: Target, config: DraftHeadConfig) -> Block:
-    """The block that reads the highest aux feature. Raises ValueError: another kind than Llama's, or another shape."""
-    layer, blocks = target.model.config.aux_layers[-1], target.model.blocks
-    block = blocks[layer] if layer < len(blocks) else None
-    if type(block) is not Block:
-        raise ValueError(f"train.start target_block: got a target with {type(block).__name__}, expected Llama's blocks")
-    like = target.model.config
-    for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
-        if getattr(config, name) != getattr(like, name):
-            raise ValueError(f"draft.{name}: got {getattr(config, name)}, expected the block's {getattr(like, name)}")
-    return block
 
 
 def _warm_start(folder: str, target: Target, config: DraftHeadConfig) -> Draft:

@@ -20,10 +20,8 @@ from eagle3_jax.data import features, vocab
 from eagle3_jax.formats.heads import save_draft
 from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
 from eagle3_jax.models.head import Draft
-from eagle3_jax.models.layers import rope_frequencies, rope_table
-from eagle3_jax.models.registry import Target, TargetError, load_target
+from eagle3_jax.models.registry import Target, TargetError
 from eagle3_jax.training.checkpoint import CheckpointError, Checkpoints, load_head
-from eagle3_jax.training.state import begin_as_block, init_head
 
 VOCAB, DRAFT_VOCAB = 60, 40
 
@@ -424,39 +422,6 @@ def test_the_checkpoint_that_the_engine_accepts_most_of_is_kept_and_exported(tmp
     head_config = DraftHeadConfig.for_target(config.draft, target.model.config)
     best, latest = (jax.tree.leaves(load_head(folder, head_config, step)) for step in (4, None))
     assert any((np.asarray(one) != np.asarray(other)).any() for one, other in zip(best, latest, strict=True))
-
-
-@pytest.mark.slow
-def test_a_start_as_a_block_of_the_target_computes_what_the_block_does(tmp_path):
-    """Without embeddings: on the feature, which `fc` hands on. Of the target no more is loaded than that block."""
-    folder = tiny.write_target(tmp_path / "target")
-    config = configs.from_dict(
-        {
-            "run_dir": str(tmp_path),
-            "target": {"name": str(folder), "aux_layers": [0, 1, 2]},
-            "draft": {"vocab_size": DRAFT_VOCAB},
-            "train": {"start": "target_block"},
-        }
-    )
-    target = load_target(config.target, only=train._needed(config))
-    assert not any(isinstance(x, jax.Array) for x in jax.tree.leaves(target.model.blocks[1]))
-    shape = DraftHeadConfig.for_target(
-        dataclasses.replace(config.draft, rope_theta=target.model.config.rope_theta), target.model.config
-    )
-    block = train._start_block(target, shape)
-    head = begin_as_block(init_head(shape, 0, target.model.embed[...][:DRAFT_VOCAB]), block)
-    x = jax.random.normal(jax.random.key(0), (1, 5, shape.hidden_size))
-    positions = jnp.arange(5)[None]
-
-    def attend(q, k, v):
-        k, v = (jnp.repeat(y, q.shape[2] // y.shape[2], axis=2) for y in (k, v))
-        scores = jnp.einsum("btnd,bsnd->bnts", q, k) * q.shape[-1] ** -0.5
-        return jnp.einsum("bnts,bsnd->btnd", jax.nn.softmax(jnp.where(jnp.tri(5) > 0, scores, -jnp.inf)), v)
-
-    rope = rope_table(positions, rope_frequencies(shape.head_dim, shape.rope_theta))
-    np.testing.assert_allclose(head(0 * x, x, positions, attend), block(x, rope, attend), rtol=1e-5, atol=1e-6)
-    with pytest.raises(ValueError, match=r"draft.intermediate_size: got 8, expected the block's"):
-        train._start_block(target, dataclasses.replace(shape, intermediate_size=8))
 
 
 def test_a_warm_start_can_be_asked_for_on_the_command_line(tmp_path):

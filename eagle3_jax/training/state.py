@@ -17,7 +17,6 @@ from jaxtyping import Array, Float
 
 from eagle3_jax.config import TrainConfig
 from eagle3_jax.mesh import replicated, shardings
-from eagle3_jax.models import llama
 from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
 from eagle3_jax.training.acceptance import replay_rounds
 from eagle3_jax.training.batch import Batch, Leaf, Teacher
@@ -62,21 +61,6 @@ def init_head(config: DraftHeadConfig, seed: int, rows: Float[Array, "dv h"]) ->
     head.fc[...] = (
         head.fc[...].at[-config.target_hidden_size :].add(jnp.eye(config.target_hidden_size, config.hidden_size))
     )
-    return head
-
-
-def begin_as_block(head: DraftHead, block: llama.Block) -> DraftHead:
-    """The head's layer begun as the target's block behind the highest aux feature, which `fc` hands on to it.
-
-    Attention reads the feature through the block's own norm and projections; embeddings enter by noise alone.
-    """
-    half = head.config.hidden_size  # of what attention reads, the feature is the second
-    head.attention.qkv[...] = head.attention.qkv[...].at[half:].set(block.attention.qkv[...].astype(jnp.float32))
-    head.attention.o[...] = block.attention.o[...].astype(jnp.float32)
-    for name in ("gate", "up", "down"):
-        getattr(head.mlp, name)[...] = getattr(block.mlp, name)[...].astype(jnp.float32)
-    head.hidden_norm[...] = block.input_norm[...].astype(jnp.float32)
-    head.post_norm[...] = block.post_norm[...].astype(jnp.float32)
     return head
 
 
