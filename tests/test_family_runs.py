@@ -21,7 +21,7 @@ def prepared(folder: pathlib.Path, target_identity: dict) -> configs.RunConfig:
         {
             "run_dir": str(folder / "run"),
             "target": {"name": str(folder / "target"), "aux_layers": list(tiny_families.AUX_LAYERS)},
-            "draft": {"vocab_size": 24},
+            "draft": {"vocab_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
             "mesh": {"data": 1},
             "extract": {"max_length": 96, "batch_tokens": 384},
             "train": {

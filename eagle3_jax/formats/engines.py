@@ -1,7 +1,7 @@
 """Which engine runs which head, from which version on.
 
-The table is the one place that knows. `export` refuses by it what a form's own engine cannot run, and says by it who
-serves what was written; docs/serve-in-sglang-and-vllm.md repeats it.
+The tables are the one place that knows. `export` refuses by them what a form's own engine cannot run, and says by them
+who serves what was written; docs/serve-in-sglang-and-vllm.md repeats `SINCE`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from eagle3_jax.formats.fields import Form
 from eagle3_jax.formats.stored import StoredHead
 from eagle3_jax.models.layers import LinearScaling, RopeScaling, YarnScaling
 from eagle3_jax.models.rope import THETA
+from eagle3_jax.models.vision import TEXT_OF
 
 # Each engine, and the newest version whose code was read.
 ENGINES = {
@@ -56,27 +57,58 @@ SINCE = {
     "the target's LM head": ("0.5.2", "0.21.0", SILENT, "cddbf6f", UNKNOWN),
     "rows of the target's LM head": (SILENT, UNKNOWN, SILENT, SILENT, UNKNOWN),
 }
+# The same by the target, whose hidden states an engine must hand on. Known from the target's own class in the same
+# versions; of vLLM in 0.21.0, 0.22.0 and 0.32.0. SGLang: gemma3_causal.py of 0.5.23 captures what the last part of a
+# layer adds, without the residual (that of 0.5.12 did not); mimo.py cannot capture. vLLM: gemma3.py and gemma3_mm.py
+# lack SupportsEagle3, the forward of mimo.py returns no aux states; deepseek_v2.py adds a residual that block 0 has not
+# got, and that of 0.22.0 captures nothing behind the last block. EAGLE captures in its own Llama and Qwen 3 alone,
+# sglang-jax in llama.py and qwen3.py, tpu-inference in llama3.py; what that leaves to vLLM's classes was not tried.
+BY_TARGET = {
+    "aux layer 0 of DeepSeek": (FAILS, FAILS, SILENT, SILENT, SILENT),
+    "aux layer n of DeepSeek": (FAILS, "0.32.0", SILENT, SILENT, SILENT),
+    "Qwen2ForCausalLM": ("0.5.2", "0.21.0", FAILS, FAILS, UNKNOWN),
+    "Qwen3ForCausalLM": ("0.4.9", "0.21.0", "cb7e084", "cddbf6f", UNKNOWN),
+    "Qwen3MoeForCausalLM": ("0.4.9", "0.21.0", FAILS, FAILS, UNKNOWN),
+    "Gemma3ForCausalLM": (SILENT, FAILS, FAILS, FAILS, FAILS),
+    "Llama4ForCausalLM": ("0.4.9", "0.21.0", FAILS, FAILS, UNKNOWN),
+    "GptOssForCausalLM": ("0.5.2", "0.21.0", FAILS, FAILS, UNKNOWN),
+    "DeepseekV3ForCausalLM": ("0.5.11", "0.21.0", FAILS, FAILS, UNKNOWN),
+    "MiMoForCausalLM": (FAILS, FAILS, FAILS, FAILS, FAILS),
+}
+_ROWS = SINCE | BY_TARGET
 
 
 def used(head: StoredHead, form: Form) -> Iterator[tuple[str, str]]:
-    """Rows of the table that a head in this form needs, each with its field, what that is, and what is plain."""
+    """Rows of the tables that a head in this form needs, each with its field, what that is, and what is plain.
+
+    Nothing of the sort ("") where the head is not to blame.
+    """
     c, last = head.config, head.target_layers or "n"
+    architectures: list[str] = [TEXT_OF.get(x, x) for x in map(str, (head.verifier or {}).get("architectures") or ())]
+    deepseek = any(name.startswith("Deepseek") for name in architectures)
     yield "EAGLE-3", ""
+    for name in architectures:
+        if name in BY_TARGET:
+            yield name, ""
     if c.aux_layers is not None:
         plain = f"target.aux_layers: got {c.aux_layers}, expected the default (2, n // 2, n - 3)"
         yield "other aux layers", plain
-        architectures = (head.verifier or {}).get("architectures") or ()
-        if c.aux_layers[0] != 2 and any(name.startswith("Deepseek") for name in architectures):
+        if c.aux_layers[0] != 2 and deepseek:
             # SGLang counts these targets' layers from 1 only where the first id is 1 (sglang#25454).
             yield "other aux layers of DeepSeek, the first not 2", plain
     if c.num_aux_layers != 3:
         yield "aux layers, not three", f"target.aux_layers: got {c.num_aux_layers} layers, expected 3"
-    if {0, last} & set(c.aux_layers or ()):
+    if {0, last} & set(c.aux_layers or ()) and not deepseek:
         # SGLang captures `hidden_states + residual` at the entry of a block: there is no residual at block 0 yet, and
         # no entry behind the last block.
         limits = f"1 to {last - 1 if isinstance(last, int) else 'n - 1'}"
         neither = f"SGLang captures neither 0 (the embeddings) nor {last} (the last block)"
         yield "aux layer 0 or n", f"target.aux_layers: got {c.aux_layers}, expected boundaries {limits}: {neither}"
+    if deepseek and 0 in (c.aux_layers or ()):
+        first = "neither SGLang nor vLLM captures 0 (the embeddings) of DeepSeek"
+        yield "aux layer 0 of DeepSeek", f"target.aux_layers: got {c.aux_layers}, expected boundaries from 1: {first}"
+    if deepseek and last in (c.aux_layers or ()):
+        yield "aux layer n of DeepSeek", f"target.aux_layers: got {c.aux_layers}, expected boundaries below {last}"
     for flag in ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc"):
         if getattr(c, flag):
             yield f"`{flag}`", f"{flag}: got True, expected False"
@@ -119,8 +151,9 @@ def used(head: StoredHead, form: Form) -> Iterator[tuple[str, str]]:
 def refusals(form: Form, head: StoredHead) -> list[str]:
     """What of a head the form's own engine cannot run: field, got, expected, engine and version."""
     engine = form.engines[0]
-    cells = ((said, SINCE[name][list(ENGINES).index(engine)]) for name, said in used(head, form))
-    return [f"{said}; {engine} (to {ENGINES[engine]}): {cell}" for said, cell in cells if cell in _NO]
+    cells = ((said, _ROWS[name][list(ENGINES).index(engine)]) for name, said in used(head, form))
+    # Of a target that the engine cannot draft for the head is written all the same: it drafts here.
+    return [f"{said}; {engine} (to {ENGINES[engine]}): {cell}" for said, cell in cells if said and cell in _NO]
 
 
 def served_by(form: Form, head: StoredHead) -> str:
@@ -130,13 +163,13 @@ def served_by(form: Form, head: StoredHead) -> str:
     for column, engine in enumerate(ENGINES):
         if engine not in form.engines:
             continue
-        cells = {name: SINCE[name][column] for name in names}
+        cells = {name: _ROWS[name][column] for name in names}
         lacking = [f"{name} {cell}" for name, cell in cells.items() if cell in _NO]
         if lacking:
             others.append(f"not by {engine} (to {ENGINES[engine]}): {', '.join(lacking)}")
         else:
             able.append(f"{engine} {max(cells.values(), key=_order)}")
-    return "; ".join([f"served by {', '.join(able)} and later", *others])
+    return "; ".join([f"served by {', '.join(able)} and later" if able else "served by no engine", *others])
 
 
 def table() -> list[str]:

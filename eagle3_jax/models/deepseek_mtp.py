@@ -1,9 +1,9 @@
 """DeepSeek-V3's layer that predicts a further token, as a draft head (DeepSeek-V3, https://arxiv.org/abs/2412.19437,
 section 2.2; SGLang's deepseek_nextn.py): one with experts, the embedding first.
 
-As in SGLang and in transformers' MtpLayer the normed output recurs, and the first pair is read as any other; vLLM's
-deepseek_mtp.py lets the output without its norm recur and blanks the first token. Its copies of the embeddings and of
-the LM head (`embed_tokens`, `shared_head.head`) are not read.
+As in SGLang and in transformers' MtpLayer the normed output recurs, and the first pair is read as any other. vLLM's
+deepseek_mtp.py blanks the first token; its normed output recurs too in 0.32.0, the one without its norm did in 0.22.0.
+The layer's copies of the embeddings and of the LM head (`embed_tokens`, `shared_head.head`) are not read.
 """
 
 from __future__ import annotations

@@ -47,6 +47,7 @@ class Gemma3Config(ModelConfig):
         "num_key_value_heads": 4,
         "max_position_embeddings": 131072,
         "tie_word_embeddings": True,
+        "rope_theta": 1e6,
     }
 
     sliding_window: int
@@ -60,8 +61,6 @@ class Gemma3Config(ModelConfig):
         if _GLOBAL in rope:  # as transformers 5 writes it
             local = (rope.get(_LOCAL) or {}).get("rope_theta", values.get("rope_local_base_freq", 1e4))
             values = values | {"rope_parameters": rope[_GLOBAL], "rope_local_base_freq": local}
-        elif not rope:
-            values = {"rope_theta": 1e6} | values
         return super().from_hf(values, aux_layers)
 
     @classmethod

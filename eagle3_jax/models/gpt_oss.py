@@ -46,7 +46,12 @@ class GptOssConfig(ModelConfig):
     architecture: ClassVar[str] = "GptOssForCausalLM"
     model_type: ClassVar[str] = "gpt_oss"
     supported: ClassVar[dict[str, Any]] = {"hidden_act": "silu", "attention_bias": True}
-    defaults: ClassVar[dict[str, Any]] = {"head_dim": 64, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}
+    defaults: ClassVar[dict[str, Any]] = {
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+    }
 
     num_experts: int
     num_experts_per_tok: int
@@ -59,7 +64,7 @@ class GptOssConfig(ModelConfig):
     @classmethod
     def from_hf(cls, values: dict[str, Any], aux_layers: tuple[int, ...] | None = None) -> ModelConfig:
         if not values.get("rope_parameters") and not values.get("rope_scaling"):
-            values = {"rope_theta": 150000.0} | values | {"rope_scaling": _YARN}
+            values = values | {"rope_scaling": _YARN}
         return super().from_hf(values, aux_layers)
 
     @classmethod

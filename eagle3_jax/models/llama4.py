@@ -46,6 +46,7 @@ class Llama4Config(ModelConfig):
         "num_key_value_heads": 8,
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
+        "rope_theta": 5e5,
     }
 
     num_experts: int
@@ -59,11 +60,6 @@ class Llama4Config(ModelConfig):
     attn_temperature_tuning: bool
     floor_scale: int
     attn_scale: float
-
-    @classmethod
-    def from_hf(cls, values: dict[str, Any], aux_layers: tuple[int, ...] | None = None) -> ModelConfig:
-        # Said by no `rope_parameters`, it is not the default of other families.
-        return super().from_hf({"rope_theta": 5e5} | values if "rope_parameters" not in values else values, aux_layers)
 
     @classmethod
     def own(cls, values: dict[str, Any], problems: list[str]) -> dict[str, Any]:

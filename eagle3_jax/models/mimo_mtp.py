@@ -1,4 +1,8 @@
-"""MiMo's layer that predicts a further token, as a draft head (vLLM's mimo_mtp.py): Qwen 2's, the feature first."""
+"""MiMo's layer that predicts a further token, as a draft head (vLLM's mimo_mtp.py): Qwen 2's, the feature first.
+
+Engines differ in the feature: as in SGLang it is the target's state behind its final norm; Xiaomi's code for vLLM, and
+vLLM with it, feed the one in front of that norm.
+"""
 
 from __future__ import annotations
 

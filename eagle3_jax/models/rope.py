@@ -12,17 +12,31 @@ from typing import Any
 
 from eagle3_jax.models.layers import LinearScaling, RopeScaling, Scaling, YarnScaling
 
-THETA = 10000.0  # what no `rope_theta` means, to every engine
+THETA = 10000.0  # what no `rope_theta` means, to every engine, of most families and of every head
 Kinds = Mapping[str, type[Scaling]]  # `rope_type` -> what it is read as
 KINDS: Kinds = {"llama3": RopeScaling, "linear": LinearScaling, "yarn": YarnScaling}
 _SECTIONS = ("rope_parameters", "rope_scaling")
+_MSCALES = {"mscale", "mscale_all_dim"}  # of DeepSeek's YaRN: they change more than RoPE
+# What a section may say beside its kind's fields: of other kinds, which no engine reads; of text with images, which for
+# text changes nothing (see `vision`).
+_HARMLESS = {field.name for kind in KINDS.values() for field in dataclasses.fields(kind)} | {
+    *("rope_type", "type", "rope_theta", "finetuned", "mrope_section", "mrope_interleaved")
+}
+_FACTORS = {"attn_factor", "extrapolation_factor", "partial_rotary_factor"}  # some engines read them: 1 changes nothing
+# Of DeepSeek-R1-0528-Qwen3-8B, 0.878: SGLang multiplies YaRN's factor by it and has 1, the others have 1.139.
+_ATTN_FACTOR = (
+    ": SGLang multiplies YaRN's factor by it, transformers and vLLM 0.32.0 do not: leave it out as these do, or write "
+    "'attention_factor' with SGLang's product in its place"
+)
 
 
-def read_rope(values: dict[str, Any], problems: list[str], kinds: Kinds = KINDS) -> tuple[float, Scaling | None]:
+def read_rope(
+    values: dict[str, Any], problems: list[str], kinds: Kinds = KINDS, theta: float = THETA
+) -> tuple[float, Scaling | None]:
     """Base and scaling of a config.json. Appends to `problems`, field by field; the values then mean nothing.
 
     Args:
-        kinds: others are refused.
+        kinds: others are refused. theta: the base where none is said.
     """
     known = len(problems)
     thetas, scalings = {}, {}
@@ -37,12 +51,12 @@ def read_rope(values: dict[str, Any], problems: list[str], kinds: Kinds = KINDS)
     thetas = {key: theta for key, theta in thetas.items() if theta is not None}
     problems += [f"{key}: got {x!r}, expected a positive number" for key, x in thetas.items() if not is_positive(x)]
     if len(problems) > known:
-        return THETA, None
+        return theta, None
     if len(set(thetas.values())) > 1:
         problems.append(f"rope_theta: got {thetas}, expected one value")
     if len(set(scalings.values())) > 1:
         problems.append(f"rope_scaling: got {scalings}, expected one scaling")
-    return float(next(iter(thetas.values()), THETA)), next(iter(scalings.values()), None)
+    return float(next(iter(thetas.values()), theta)), next(iter(scalings.values()), None)
 
 
 def write_rope(theta: float, scaling: Scaling | None) -> dict[str, Any]:
@@ -61,6 +75,7 @@ def is_positive(value: Any) -> bool:
 def _read_scaling(section: dict[str, Any], key: str, problems: list[str], kinds: Kinds) -> Scaling | None:
     kind = section.get("rope_type", section.get("type", "default"))
     if kind == "default":
+        problems += _unread(section, key, _MSCALES)
         return None
     if kind not in kinds:
         *first, last = (repr(name) for name in ("default", *sorted(kinds)))
@@ -74,10 +89,16 @@ def _read_scaling(section: dict[str, Any], key: str, problems: list[str], kinds:
         for name, value in values.items()
         if not is_positive(value) and name != "truncate"
     ]
-    unknown = _MSCALES - {field.name for field in fields}
-    wrong += [f"{key}.{name}: got {section[name]!r}, expected none" for name in sorted(unknown) if section.get(name)]
+    wrong += _unread(section, key, {field.name for field in fields})
     problems += wrong
     return None if wrong else kinds[kind](**values)
 
 
-_MSCALES = {"mscale", "mscale_all_dim"}  # of DeepSeek's YaRN: they change more than RoPE
+def _unread(section: dict[str, Any], key: str, fields: set[str]) -> list[str]:
+    """What a section says that is not read, unless it changes nothing."""
+    wrong = []
+    for name in sorted(section.keys() - fields - _HARMLESS):
+        value, factor = section[name], name in _FACTORS
+        if value and not (factor and value == 1):
+            wrong.append(f"{key}.{name}: got {value!r}, expected {'none or 1' if factor else 'none'}")
+    return [x + _ATTN_FACTOR if ".attn_factor:" in x else x for x in wrong]

@@ -27,7 +27,7 @@ from eagle3_jax.models.layers import (
     rms_norm,
     scaled_rope_table,
 )
-from eagle3_jax.models.rope import KINDS, Kinds, read_rope, write_rope
+from eagle3_jax.models.rope import KINDS, THETA, Kinds, read_rope, write_rope
 
 # Cosines and sines, see `rope_table`.
 Rope = tuple[Float[Array, "b t 1 half"], Float[Array, "b t 1 half"]]
@@ -77,10 +77,10 @@ class ModelConfig:
             for field, expected in cls.supported.items()
             if values.get(field, expected) != expected
         ]
-        values = cls.defaults | values
+        said, values = values, cls.defaults | values
         required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         problems += [f"{field}: missing" for field in required if field not in values]
-        theta, scaling = read_rope(values, problems, cls.scalings)
+        theta, scaling = read_rope(said, problems, cls.scalings, cls.defaults.get("rope_theta", THETA))
         own = cls.own(values, problems)
         if problems:
             raise ValueError("unsupported target config:\n  " + "\n  ".join(problems))

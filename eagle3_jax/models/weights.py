@@ -30,6 +30,7 @@ from eagle3_jax.models.target import ModelConfig, TargetModel
 from eagle3_jax.models.vision import TOWER, text_name
 
 INDEX = "model.safetensors.index.json"
+_ROWS = 8192  # of two tensors that are compared at a time
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a table that old checkpoints carry
 
 
@@ -47,13 +48,14 @@ def load_model(
 ) -> TargetModel:
     """Loads a checkpoint folder, tensor by tensor, straight into the model's layout and sharding.
 
-    A process reads only what its own devices hold, once.
+    A process reads only what its own devices hold, once; and of tied embeddings that are stored twice both.
 
     Args:
         only: parameters, by their paths in the model; the others are checked but stay `jax.ShapeDtypeStruct`s.
 
     Raises:
-        WeightsError: every missing, surplus, wrongly shaped and unreadable tensor or file, by name.
+        WeightsError: every missing, surplus, wrongly shaped and unreadable tensor or file, by name; tied embeddings
+            and an LM head that differ.
     """
     folder = pathlib.Path(folder)
     family = family_of(config)
@@ -159,12 +161,29 @@ def _renamed(entry: Entry, stored: dict[str, str]) -> Entry:
 
 
 def _check(folder: pathlib.Path, table: dict[str, Entry], files: dict[str, pathlib.Path], *, tied: bool) -> None:
+    copies = [name for name in files if tied and text_name(name) == "lm_head.weight"]
+    ((embeddings, shape),) = table["embed"].tensors.items()
+    table = table | {name: dataclasses.replace(table["embed"], tensors={name: shape}) for name in copies}
     problems = misfits(table, files)
     for name in sorted(files.keys() - {name for entry in table.values() for name in entry.tensors}):
-        if not name.endswith(_IGNORED_SUFFIX) and not (tied and text_name(name) == "lm_head.weight"):
+        if not name.endswith(_IGNORED_SUFFIX):
             problems.append(f"surplus tensor {name}")
+    if not problems:  # so both can be read
+        problems = [
+            f"{name}: got other values than {embeddings}, expected equal ones or none, as tie_word_embeddings is true"
+            for name in copies
+            if not _equal(embeddings, name, shape[0], files)
+        ]
     if problems:
         raise WeightsError(f"{folder} does not fit its config ({len(problems)} problems):\n  " + "\n  ".join(problems))
+
+
+def _equal(one: str, other: str, rows: int, files: dict[str, pathlib.Path]) -> bool:
+    """Whether two tensors say the same, in whatever dtypes."""
+    tensor = reader({name: files[name] for name in (one, other)})
+    x, y = tensor(one), tensor(other)
+    parts = (slice(start, min(start + _ROWS, rows)) for start in range(0, rows, _ROWS))
+    return all(np.array_equal(x[part].astype(np.float32), y[part].astype(np.float32), equal_nan=True) for part in parts)
 
 
 def misfits(table: dict[str, Entry], files: dict[str, pathlib.Path]) -> list[str]:

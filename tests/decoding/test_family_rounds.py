@@ -61,7 +61,9 @@ DAILY = {"gpt_oss", "deepseek_v3"}
 )
 def test_drafts_change_no_token(family):
     model = tiny_families.make(family, num_hidden_layers=3)
-    head = DraftHead(DraftHeadConfig.for_target(DraftConfig(vocab_size=40), model.config), rngs=nnx.Rngs(1))
+    # DeepSeek's cache gives a head no sizes; the others' are these.
+    draft = DraftConfig(vocab_size=40, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    head = DraftHead(DraftHeadConfig.for_target(draft, model.config), rngs=nnx.Rngs(1))
     # The head's drafts are right now and then: it has the target's own embeddings as its LM head.
     head.lm_head[...] = model.output_rows[:40]
     draw = random.Random(0)

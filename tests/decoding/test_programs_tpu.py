@@ -87,7 +87,9 @@ def shapes(
         return family_of(config).model(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
 
     def make_head():
-        head = DraftHeadConfig.for_target(DraftConfig(vocab_size=32000), config)
+        own = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+        sizes: dict[str, Any] = own if config.model_type == "deepseek_v3" else {}  # its cache gives a head none
+        head = DraftHeadConfig.for_target(DraftConfig(vocab_size=32000, **sizes), config)
         return DraftHead(head, dtype=jnp.bfloat16, rngs=nnx.Rngs(1))
 
     def formats(prefix, make):

@@ -10,6 +10,7 @@ from tiny_heads import TARGET, make_draft
 from eagle3_jax.formats import engines
 from eagle3_jax.formats.heads import FORMS, save_draft
 from eagle3_jax.formats.stored import DraftFormatError, StoredHead, from_draft
+from eagle3_jax.models.families import FAMILIES
 from eagle3_jax.models.layers import YarnScaling
 
 pytestmark = pytest.mark.any_jax
@@ -99,6 +100,55 @@ def test_of_deepseek_sglang_counts_layers_from_one_only_where_the_first_is_one()
     assert engines.refusals(FORMS["sglang"], dataclasses.replace(head, verifier=None)) == []
     second = dataclasses.replace(stored((2, 7, 9)), verifier=head.verifier)
     assert engines.refusals(FORMS["sglang"], second) == []
+
+
+def test_vllm_cannot_capture_the_embeddings_of_deepseek(tmp_path: pathlib.Path) -> None:
+    """At block 0 there is no residual yet, and its DeepSeek adds one."""
+    deepseek = {"architectures": ["DeepseekV3ForCausalLM"]}
+    first = dataclasses.replace(stored((0, 6, 9)), verifier=deepseek)
+    (said,) = engines.refusals(FORMS["vllm"], first)
+    assert said.startswith("target.aux_layers: got (0, 6, 9), expected boundaries from 1") and said.endswith("fails")
+    assert "aux layer 0 of DeepSeek fails" in engines.served_by(FORMS["vllm"], first)
+    last = dataclasses.replace(stored((2, 6, 12)), verifier=deepseek)
+    assert engines.refusals(FORMS["vllm"], last) == []
+    assert engines.served_by(FORMS["vllm"], last).startswith("served by vLLM 0.32.0 and later")
+
+
+@pytest.mark.parametrize(
+    ("form", "architecture", "said"),
+    [
+        (
+            "sglang",
+            "Gemma3ForCausalLM",
+            "served by no engine; not by SGLang (to 0.5.23): Gemma3ForCausalLM ignored; "
+            "not by vLLM (to 0.33.0): Gemma3ForCausalLM fails; "
+            "not by sglang-jax (to cddbf6f (2026-08)): Gemma3ForCausalLM fails",
+        ),
+        ("speculators", "Gemma3ForConditionalGeneration", "served by no engine; not by vLLM (to 0.33.0): Gemma3ForCau"),
+        (
+            "sglang",
+            "MiMoForCausalLM",
+            "served by no engine; not by SGLang (to 0.5.23): MiMoForCausalLM fails; not by vLLM",
+        ),
+        ("sglang", "GptOssForCausalLM", "served by SGLang 0.5.2, vLLM 0.21.0 and later; not by sglang-jax (to cddbf6f"),
+        (
+            "eagle",
+            "Qwen3ForCausalLM",
+            "served by vLLM 0.21.0, EAGLE cb7e084 and later; not by tpu-inference (to b8692ff",
+        ),
+        ("vllm", "LlamaForCausalLM", "served by vLLM 0.21.0, tpu-inference b8692ff and later"),
+    ],
+)
+def test_an_engine_that_cannot_draft_for_the_target_is_not_promised(form: str, architecture: str, said: str) -> None:
+    """But the head is written: it drafts here."""
+    head = dataclasses.replace(stored(head_dim=4), verifier={"architectures": [architecture]})
+    assert engines.served_by(FORMS[form], head).startswith(said)
+    assert engines.refusals(FORMS[form], head) == []
+
+
+def test_every_family_but_llama_has_its_row() -> None:
+    families = {family.config.architecture for family in FAMILIES} - {"LlamaForCausalLM"}
+    assert families <= engines.BY_TARGET.keys()
 
 
 def test_vllm_captures_what_sglang_does_not(tmp_path: pathlib.Path) -> None:

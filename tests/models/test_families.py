@@ -14,6 +14,7 @@ import pytest
 import tiny
 from flax import nnx
 from safetensors.numpy import load_file, save_file
+from transformers import AutoConfig
 
 from eagle3_jax.config import MeshConfig
 from eagle3_jax.mesh import make_mesh
@@ -442,6 +443,18 @@ def test_what_a_family_does_not_have_is_refused_by_field(architecture, field, va
     values = shapes(architecture, 0) | {"architectures": [architecture], field: value}
     with pytest.raises(ValueError, match=message):
         read_shape(values, (0, 1))
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=ARCHITECTURES)
+@pytest.mark.parametrize("section", ["none", "rope_scaling", "rope_parameters"])
+def test_the_base_of_rope_that_is_left_out_is_transformers(family, section):
+    architecture = family.config.architecture
+    values = shapes(architecture, 0) | {"architectures": [architecture]}
+    values = {name: x for name, x in values.items() if name not in ("rope_theta", "rope_scaling", "rope_parameters")}
+    said = {} if section == "none" else {section: {"rope_type": "linear", "factor": 2.0}}
+    model_type = "qwen2" if architecture in SAME_AS else family.config.model_type
+    rope = AutoConfig.for_model(model_type, **values, **said).rope_parameters
+    assert read_shape(values | said, (0, 1)).rope_theta == rope.get("full_attention", rope)["rope_theta"]
 
 
 def test_mscale_of_another_family_is_refused():

@@ -155,3 +155,53 @@ def test_pickle_is_never_read(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     with pytest.raises(WeightsError, match="pickle files are never read"):
         load_model(tmp_path, CONFIG, jnp.float32)
+
+
+TIED = tiny.llama_config(num_hidden_layers=1, tie_word_embeddings=True, aux_layers=(0, 1))
+
+
+def tied(folder, copy):
+    """A checkpoint whose embeddings are said to be its LM head, and which holds `copy(embeddings)` as well."""
+    rng = np.random.default_rng(0)
+    tensors = {
+        name: rng.normal(size=shape).astype(jnp.bfloat16)
+        for entry in llama.table(TIED).values()
+        for name, shape in entry.tensors.items()
+    }
+    tensors["lm_head.weight"] = copy(tensors["model.embed_tokens.weight"])
+    save_file(tensors, folder / "model.safetensors")
+    return tensors
+
+
+@pytest.mark.parametrize("only", [None, ("norm",), ("embed",)])
+def test_a_tied_lm_head_of_other_values_is_refused(tmp_path, monkeypatch, only):
+    def other(embeddings):
+        copy = np.array(embeddings)
+        copy[-1, -1] += 1  # behind the first part that is compared
+        return copy
+
+    monkeypatch.setattr(weights, "_ROWS", 10)
+    tied(tmp_path, other)
+    said = (
+        "lm_head.weight: got other values than model.embed_tokens.weight, expected equal ones or none, as tie_word_emb"
+    )
+    with pytest.raises(WeightsError, match=said):
+        load_model(tmp_path, TIED, jnp.float32, only=only)
+
+
+def test_a_tied_lm_head_of_another_shape_is_refused(tmp_path):
+    tied(tmp_path, lambda embeddings: embeddings[:-1].copy())
+    with pytest.raises(WeightsError, match=r"lm_head\.weight: got shape \[39, 16\], expected \[40, 16\]"):
+        load_model(tmp_path, TIED, jnp.float32)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float32])
+def test_a_tied_lm_head_may_be_stored_again(tmp_path, monkeypatch, dtype):
+    tensors = tied(tmp_path, lambda embeddings: np.array(embeddings, dtype))
+    read, reader = [], weights.reader
+    monkeypatch.setattr(weights, "reader", lambda files: read.append(set(files)) or reader(files))
+    model = load_model(tmp_path, TIED, jnp.bfloat16, only=("embed",))
+    np.testing.assert_array_equal(model.embed[...], tensors["model.embed_tokens.weight"])
+    assert not hasattr(model, "lm_head")
+    # Nothing but these two is read to compare them.
+    assert read[0] == {"lm_head.weight", "model.embed_tokens.weight"} and len(read) == 2

@@ -1,0 +1,63 @@
+"""RoPE sections of config.json: what is said and not read is refused, unless it changes nothing."""
+
+from typing import Any
+
+import pytest
+
+from eagle3_jax.models.deepseek_v3 import DeepseekV3Config
+from eagle3_jax.models.layers import LinearScaling, YarnScaling
+from eagle3_jax.models.rope import read_rope
+
+pytestmark = pytest.mark.any_jax
+
+# Of DeepSeek-R1-0528-Qwen3-8B, without its `attn_factor`.
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+def test_a_factor_that_engines_read_differently_is_refused() -> None:
+    problems: list[str] = []
+    read_rope({"rope_theta": 1e6, "rope_scaling": YARN | {"attn_factor": 0.8782488562869419}}, problems)
+    (said,) = problems
+    assert said.startswith("rope_scaling.attn_factor: got 0.8782488562869419, expected none or 1: SGLang multiplies")
+    # As the message says: what SGLang serves.
+    theta, scaling = read_rope({"rope_theta": 1e6, "rope_scaling": YARN | {"attention_factor": 1.0}}, problems)
+    assert (theta, scaling.amplitude) == (1e6, 1.0)  # pyright: ignore[reportOptionalMemberAccess,reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        (YARN | {"beta_fst": 16}, "rope_scaling.beta_fst: got 16, expected none"),
+        (
+            {"rope_type": "default", "partial_rotary_factor": 0.5},
+            "rope_scaling.partial_rotary_factor: got 0.5, expected",
+        ),
+        ({"type": "linear", "factor": 2.0, "alpha": 1000}, "rope_scaling.alpha: got 1000, expected none"),
+        (YARN | {"mscale": 1.0}, "rope_scaling.mscale: got 1.0, expected none"),
+    ],
+)
+def test_what_is_not_read_is_refused(section: dict[str, Any], said: str) -> None:
+    problems: list[str] = []
+    read_rope({"rope_scaling": section}, problems)
+    assert len(problems) == 1 and problems[0].startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("section", "scaling"),
+    [
+        (YARN | {"attn_factor": 1.0, "extrapolation_factor": 1, "finetuned": True}, YarnScaling(4.0, 32768)),
+        ({"type": "linear", "factor": 2.0, "original_max_position_embeddings": 64}, LinearScaling(2.0)),
+        ({"rope_type": "default", "mrope_section": [16, 24, 24], "mrope_interleaved": True, "factor": 1.0}, None),
+        ({"rope_type": "default", "alpha": None, "partial_rotary_factor": 1.0, "mscale": 1.0}, None),
+    ],
+)
+def test_what_changes_nothing_may_be_said(section: dict[str, Any], scaling: Any) -> None:
+    problems: list[str] = []
+    assert read_rope({"rope_scaling": section}, problems) == (10000.0, scaling) and problems == []
+
+
+def test_deepseek_reads_its_own_factors() -> None:
+    problems: list[str] = []
+    scaled = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
+    _, scaling = read_rope({"rope_scaling": scaled}, problems, DeepseekV3Config.scalings)
+    assert problems == [] and getattr(scaling, "mscale_all_dim", None) == 1.0
