@@ -77,6 +77,7 @@ class DeepseekV3Config(ModelConfig):
         "moe_layer_freq": 1,
     }
     scalings: ClassVar[Kinds] = {**KINDS, "yarn": DeepseekYarnScaling}
+    latent_cache: ClassVar[bool] = True
     _own: ClassVar[dict[str, Any]] = {
         "q_lora_rank": 1536,
         "kv_lora_rank": 512,

@@ -16,7 +16,6 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.config import DraftConfig
-from eagle3_jax.models.deepseek_v3 import DeepseekV3Config
 from eagle3_jax.models.head import Head
 from eagle3_jax.models.layers import (
     Attention,
@@ -70,13 +69,13 @@ class DraftHeadConfig:
     @classmethod
     def for_target(cls, draft: DraftConfig, target: ModelConfig) -> DraftHeadConfig:
         """The head that `draft` describes, what it leaves open taken from the target. Raises ValueError."""
-        if isinstance(target, DeepseekV3Config):  # its own are those of its cache, and would make no head
-            sizes = ("num_attention_heads", "num_key_value_heads", "head_dim")
-            if missing := [f"draft.{name}" for name in sizes if getattr(draft, name) is None]:
-                raise ValueError(
-                    f"{', '.join(missing)}: got none, expected sizes for the head: {target.architecture} has a latent "
-                    "vector in place of such heads"
-                )
+        sizes = ("num_attention_heads", "num_key_value_heads", "head_dim")
+        missing = [f"draft.{name}" for name in sizes if getattr(draft, name) is None]
+        if missing and target.latent_cache:
+            raise ValueError(
+                f"{', '.join(missing)}: got none, expected sizes for the head: {target.architecture} has a latent "
+                "vector in place of such heads"
+            )
         heads = draft.num_attention_heads or target.num_attention_heads
         kv_heads = draft.num_key_value_heads or target.num_key_value_heads
         if heads % kv_heads:

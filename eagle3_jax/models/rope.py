@@ -22,12 +22,14 @@ _MSCALES = {"mscale", "mscale_all_dim"}  # of DeepSeek's YaRN: they change more 
 _HARMLESS = {field.name for kind in KINDS.values() for field in dataclasses.fields(kind)} | {
     *("rope_type", "type", "rope_theta", "finetuned", "mrope_section", "mrope_interleaved")
 }
-_FACTORS = {"attn_factor", "extrapolation_factor", "partial_rotary_factor"}  # some engines read them: 1 changes nothing
-# Of DeepSeek-R1-0528-Qwen3-8B, 0.878: SGLang multiplies YaRN's factor by it and has 1, the others have 1.139.
-_ATTN_FACTOR = (
-    ": SGLang multiplies YaRN's factor by it, transformers and vLLM 0.32.0 do not: leave it out as these do, or write "
-    "'attention_factor' with SGLang's product in its place"
-)
+# What some engines read: 1 changes nothing. To each what its refusal adds.
+_FACTORS = {
+    # Of DeepSeek-R1-0528-Qwen3-8B 0.878: SGLang's factor is 1 then, the others' 1.139.
+    "attn_factor": ": SGLang multiplies YaRN's factor by it, transformers and vLLM 0.32.0 do not: leave it out as "
+    "these do, or write 'attention_factor' with SGLang's product in its place",
+    "extrapolation_factor": "",
+    "partial_rotary_factor": "",
+}
 
 
 def read_rope(
@@ -100,5 +102,6 @@ def _unread(section: dict[str, Any], key: str, fields: set[str]) -> list[str]:
     for name in sorted(section.keys() - fields - _HARMLESS):
         value, factor = section[name], name in _FACTORS
         if value and not (factor and value == 1):
-            wrong.append(f"{key}.{name}: got {value!r}, expected {'none or 1' if factor else 'none'}")
-    return [x + _ATTN_FACTOR if ".attn_factor:" in x else x for x in wrong]
+            expected = f"none or 1{_FACTORS[name]}" if factor else "none"
+            wrong.append(f"{key}.{name}: got {value!r}, expected {expected}")
+    return wrong

@@ -46,12 +46,14 @@ class ModelConfig:
     """
 
     # Of a family: the name in `architectures`, `model_type`, what config.json may say of what is not read (field ->
-    # the one value that is supported), the values of fields that config.json leaves out, and how RoPE may be scaled.
+    # the one value that is supported), the values of fields that config.json leaves out, how RoPE may be scaled, and
+    # whether `num_key_value_heads` and `head_dim` are those of a cache of latent vectors, not of heads.
     architecture: ClassVar[str]
     model_type: ClassVar[str]
     supported: ClassVar[dict[str, Any]]
     defaults: ClassVar[dict[str, Any]] = {}
     scalings: ClassVar[Kinds] = KINDS
+    latent_cache: ClassVar[bool] = False
 
     vocab_size: int
     hidden_size: int

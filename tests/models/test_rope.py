@@ -21,7 +21,7 @@ def test_a_factor_that_engines_read_differently_is_refused() -> None:
     assert said.startswith("rope_scaling.attn_factor: got 0.8782488562869419, expected none or 1: SGLang multiplies")
     # As the message says: what SGLang serves.
     theta, scaling = read_rope({"rope_theta": 1e6, "rope_scaling": YARN | {"attention_factor": 1.0}}, problems)
-    assert (theta, scaling.amplitude) == (1e6, 1.0)  # pyright: ignore[reportOptionalMemberAccess,reportAttributeAccessIssue]
+    assert isinstance(scaling, YarnScaling) and (theta, scaling.amplitude) == (1e6, 1.0)
 
 
 @pytest.mark.parametrize(
