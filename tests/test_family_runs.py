@@ -36,7 +36,8 @@ def prepared(folder: pathlib.Path, target_identity: dict) -> configs.RunConfig:
                 "log_every": 1,
                 "eval_every": 8,
             },
-            "export": {"dtype": "float32"},
+            # SGLang refuses these aux layers of DeepSeek.
+            "export": {"dtype": "float32", "format": "vllm"},
             "evaluate": {"max_tokens": 16, "batch_size": 2, "tree": {"num_steps": 2, "topk": 2, "num_draft_tokens": 4}},
         }
     )

@@ -22,31 +22,63 @@ llama31_8b v6e:2x2 4 evaluate,extract
 llama31_8b v6e:2x2 2 train
 llama31_8b v5p:2x2x1 4 evaluate,extract
 llama31_8b v5p:2x2x1 2 train
-llama33_70b v5p:2x2x4 8 evaluate,extract,train
+llama31_8b tpu7x:2x2x1 8 evaluate,extract
+llama31_8b tpu7x:2x2x1 4 train
 llama33_70b v6e:4x4 8 evaluate,extract,train
+llama33_70b v5p:2x2x4 8 evaluate,extract,train
 llama33_70b tpu7x:2x2x1 8 evaluate,extract,train
 llama2_7b_eagle2 v5e:2x2 4 evaluate
+llama2_7b_eagle2 v6e:1x1 1 evaluate
+llama2_7b_eagle2 v5p:2x2x1 4 evaluate
+llama2_7b_eagle2 tpu7x:2x2x1 8 evaluate
 gemma3_4b v5e:2x2 2 evaluate,extract,train
+gemma3_4b v6e:1x1 1 evaluate,extract,train
+gemma3_4b v5p:2x2x1 4 evaluate,extract,train
+gemma3_4b tpu7x:2x2x1 4 evaluate,extract,train
 qwen25_7b v5e:2x2 4 evaluate,extract,train
-qwen3_8b v6e:2x4 8 evaluate,extract,train
+qwen25_7b v6e:1x1 1 evaluate,extract,train
+qwen25_7b v5p:2x2x1 4 evaluate,extract,train
+qwen25_7b tpu7x:2x2x1 4 evaluate,extract,train
 mimo_7b v5e:2x2 4 evaluate,extract,train
+mimo_7b v6e:1x1 1 evaluate,extract,train
+mimo_7b v5p:2x2x1 4 evaluate,extract,train
+mimo_7b tpu7x:2x2x1 4 evaluate,extract,train
+qwen3_8b v5e:2x2 4 evaluate,extract,train
+qwen3_8b v6e:2x4 8 evaluate,extract,train
+qwen3_8b v5p:2x2x1 4 evaluate,extract,train
+qwen3_8b tpu7x:2x2x1 8 evaluate,extract,train
+gpt_oss_20b v5e:2x4 8 evaluate,extract,train
 gpt_oss_20b v6e:2x2 4 evaluate,extract,train
+gpt_oss_20b v5p:2x2x1 4 evaluate,extract,train
+gpt_oss_20b tpu7x:2x2x1 8 evaluate,extract,train
 qwen3_30b_a3b v6e:2x4 4 evaluate,extract,train
+qwen3_30b_a3b v5p:2x2x1 4 evaluate,extract,train
+qwen3_30b_a3b tpu7x:2x2x1 4 evaluate,extract,train
 llama4_scout v5p:2x2x2 8 evaluate,extract,train
+llama4_scout tpu7x:2x2x1 8 evaluate,extract,train
 LIST
 "$PYTHON" - "$folder" <<'PYTHON'
 import json, pathlib, sys
 
-print("| target | topology | program | mesh (data x model) | GiB a device | of HBM | compile |")
+PROGRAMS = ("evaluate: prefill", "evaluate: rounds", "extract", "train: step")
+print("| config | chips | mesh (data x model) | prefill | rounds | extraction | training step |")
 print("|---|---|---|---|---|---|---|")
+plans = {}
 for path in sorted(pathlib.Path(sys.argv[1]).glob("*.json")):
     for row in json.loads(path.read_text()):
-        mesh = " x ".join(str(size) for size in row["mesh"].values())
-        if "refused" in row:
-            size, fits = "", row["refused"]
+        plans.setdefault((path.stem.partition("-")[0], row["topology"]), {})[row["program"]] = row
+for (config, topology), rows in plans.items():
+    cells, meshes = [], []
+    for row in map(rows.get, PROGRAMS):
+        mesh = " x ".join(map(str, row["mesh"].values())) if row else None
+        if mesh and mesh not in meshes:
+            meshes.append(mesh)
+        if row is None:
+            cells.append("")
+        elif "refused" in row:
+            cells.append(row["refused"])
         else:
             total, hbm = row["total"] / 2**30, row["hbm"] / 2**30
-            size, fits = f"{total:.1f}", f"{total / hbm:.0%}" if row["fits"] else f"{total - hbm:.1f} GiB too much"
-        name = path.stem.partition("-")[0]
-        print(f"| {name} | {row['topology']} | {row['program']} | {mesh} | {size} | {fits} | {row['seconds']:.0f} s |")
+            cells.append(f"{total:.1f} ({total / hbm:.0%})" if row["fits"] else f"{total - hbm:.1f} GiB too much")
+    print("|", " | ".join([config, topology.replace(":", " "), ", ".join(meshes), *cells]), "|")
 PYTHON

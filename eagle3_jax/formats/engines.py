@@ -58,11 +58,12 @@ SINCE = {
     "rows of the target's LM head": (SILENT, UNKNOWN, SILENT, SILENT, UNKNOWN),
 }
 # The same by the target, whose hidden states an engine must hand on. Known from the target's own class in the same
-# versions; of vLLM in 0.21.0, 0.22.0 and 0.32.0. SGLang: gemma3_causal.py of 0.5.23 captures what the last part of a
-# layer adds, without the residual (that of 0.5.12 did not); mimo.py cannot capture. vLLM: gemma3.py and gemma3_mm.py
-# lack SupportsEagle3, the forward of mimo.py returns no aux states; deepseek_v2.py adds a residual that block 0 has not
-# got, and that of 0.22.0 captures nothing behind the last block. EAGLE captures in its own Llama and Qwen 3 alone,
-# sglang-jax in llama.py and qwen3.py, tpu-inference in llama3.py; what that leaves to vLLM's classes was not tried.
+# versions; of vLLM in 0.21.0, 0.22.0 and 0.32.0 (the same in 0.33.0). SGLang: gemma3_causal.py of 0.5.23 captures
+# what the last part of a layer adds, without the residual (that of 0.5.12 did not); mimo.py cannot capture. vLLM:
+# gemma3.py and gemma3_mm.py lack SupportsEagle3, the forward of mimo.py returns no aux states; deepseek_v2.py adds a
+# residual that block 0 has not got, and that of 0.22.0 captures nothing behind the last block. EAGLE captures in its
+# own Llama and Qwen 3 alone, sglang-jax in llama.py and qwen3.py, tpu-inference in llama3.py; what that leaves to
+# vLLM's classes was not tried.
 BY_TARGET = {
     "aux layer 0 of DeepSeek": (FAILS, FAILS, SILENT, SILENT, SILENT),
     "aux layer n of DeepSeek": (FAILS, "0.32.0", SILENT, SILENT, SILENT),

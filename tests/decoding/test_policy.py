@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from eagle3_jax.decoding.policy import Acceptance, Promise, TierPolicy
+from eagle3_jax.decoding.tiers import WITH_HEAD
 
 pytestmark = pytest.mark.any_jax
 
-# (drafts in a row, siblings, rows that the target verifies) of each tier behind vanilla decoding.
-SHAPES = [(2, 1, 3), (3, 1, 4), (3, 3, 8), (5, 4, 16)]
+# (drafts in a row, siblings, rows that the target verifies) of each tier that drafts with a head.
+TREES = [tier.tree for tier in WITH_HEAD if tier.head and tier.tree]
+SHAPES = [(tree.num_steps, tree.topk, tree.num_draft_tokens) for tree in TREES]
 ROUNDS = 4
 ROOM = 128  # what a resting head may miss
 VANILLA = Promise(0.0, 0, "none", wakes=False, drafts=1.0)
