@@ -13,9 +13,11 @@ from eagle3_jax.models.families import FAMILIES, Family
 TEXTS = [("Why is the sky blue?", "It scatters light, blue most."), ("Count.", "One two three, one two three.")]
 # A window and scaled embeddings; experts.
 DAILY = "Gemma3ForCausalLM"
+# Not in the form of SGLang, the default, which cannot serve these aux layers of them.
+FORMS = {"DeepseekV3ForCausalLM": "vllm"}
 
 
-def prepared(folder: pathlib.Path, target_identity: dict) -> configs.RunConfig:
+def prepared(folder: pathlib.Path, target_identity: dict, form: str) -> configs.RunConfig:
     """A config whose conversations exist, as `regenerate` leaves them."""
     config = configs.from_dict(
         {
@@ -36,8 +38,7 @@ def prepared(folder: pathlib.Path, target_identity: dict) -> configs.RunConfig:
                 "log_every": 1,
                 "eval_every": 8,
             },
-            # SGLang refuses these aux layers of DeepSeek.
-            "export": {"dtype": "float32", "format": "vllm"},
+            "export": {"dtype": "float32", "format": form},
             "evaluate": {"max_tokens": 16, "batch_size": 2, "tree": {"num_steps": 2, "topk": 2, "num_draft_tokens": 4}},
         }
     )
@@ -67,7 +68,7 @@ def prepared(folder: pathlib.Path, target_identity: dict) -> configs.RunConfig:
 )
 def test_a_head_is_trained_exported_and_measured(family: Family, tmp_path: pathlib.Path) -> None:
     target = tiny_families.write(tmp_path / "target", family, max_position_embeddings=128)
-    config = prepared(tmp_path, target.identity)
+    config = prepared(tmp_path, target.identity, FORMS.get(family.config.architecture, "sglang"))
     extract.extract(config, target)
     results = train.train(config, target)
     metrics = (config.folder("train") / "metrics.jsonl").read_text().splitlines()

@@ -131,7 +131,8 @@ def main() -> None:
         start = time.monotonic()
         try:
             row = figures(program, measure(program, limit), limit)
-        except ValueError as error:  # of a kernel, which sees beforehand what it cannot hold in VMEM or SMEM
+        # Of a kernel, which sees beforehand what it cannot hold in VMEM or SMEM; or the compiler fails.
+        except (ValueError, jax.errors.JaxRuntimeError) as error:
             row = {"program": program.name, "mesh": dict(program.mesh.shape), "fits": False, "refused": str(error)}
         rows.append({"topology": arguments.topology, **row, "seconds": time.monotonic() - start})
         print(describe(rows[-1]), flush=True)
@@ -386,7 +387,7 @@ def describe(row: dict[str, Any]) -> str:
     """A line of the table, and what its arguments consist of."""
     begin = f"{row['program']:20}{'x'.join(str(size) for size in row['mesh'].values()):>5}"
     if "refused" in row:
-        return f"{begin}\n    does not fit: {row['refused']}"
+        return f"{begin}\n    refused: {row['refused']}"
     temporary = row["total"] - row["arguments"] - row["beside"]
     sizes = "".join(f"{size / GIB:11.2f}" for size in (row["arguments"], temporary, row["beside"], row["total"]))
     parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in row["parts"].items())

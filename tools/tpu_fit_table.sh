@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The table of what fits which TPU, as Markdown: bash tools/tpu_fit_table.sh FOLDER
-# FOLDER gets a JSON file for each line of the list below; those that it holds are not planned again, unless a kernel refused.
+# FOLDER gets a JSON file for each line of the list below; those that it holds are not planned again, unless one says
+# "refused": of a kernel or of the compiler.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder=$1
@@ -76,7 +77,7 @@ for (config, topology), rows in plans.items():
         if row is None:
             cells.append("")
         elif "refused" in row:
-            cells.append(row["refused"])
+            cells.append(row["refused"].partition("\n")[0])
         else:
             total, hbm = row["total"] / 2**30, row["hbm"] / 2**30
             cells.append(f"{total:.1f} ({total / hbm:.0%})" if row["fits"] else f"{total - hbm:.1f} GiB too much")
