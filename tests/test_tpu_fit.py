@@ -146,6 +146,7 @@ exit 1
     assert done.returncode == 0, done.stderr
     names, lines = zip(*(line.removeprefix("| ").split(" | ", 1) for line in done.stdout.splitlines()[2:]), strict=True)
     assert len(names) == len(set(names)) > 3, "one row a slice, whatever was planned by itself"
+    assert all((ROOT / f"configs/{name}.yaml").exists() for name in names)
     assert set(lines) == {"v6e 2x2 | 1 x 4 | 8.0 (50%) |  | 16.0 GiB too much | SMEM: got 11.9 MiB |"}
 
 
