@@ -105,6 +105,9 @@ def whole_run(tmp_path_factory):
         return tiny.make_run(folder / "whole_run")
 
 
+_AHEAD_OF_TIME = ("*_tpu.py", "test_tpu_fit.py")
+
+
 def _part(text):
     """The parts of "1/2:word"."""
     match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*):(\w+)", text)
@@ -120,13 +123,16 @@ def pytest_addoption(parser):
 def _dealt(items, part, parts, word):
     """Each case in one part, a test's cases in all of them, in an order that no parameter decides.
 
-    Whole stay the tests that only one of the runs has: those of any JAX, and beside PyTorch those that compare with it.
+    Whole stay the tests that only one of the runs has: those of any JAX, those that compare with PyTorch where it is,
+    and compilations for TPUs, which are left out there.
     """
-    alone = importlib.util.find_spec("torch") is not None
+    beside_torch = importlib.util.find_spec("torch") is not None
     cases = collections.defaultdict(list)
     kept = set()
     for item in items:
-        if item.get_closest_marker("any_jax") or (alone and "torch" in item.path.read_text()):
+        if any(map(item.path.match, _AHEAD_OF_TIME)):
+            kept.update([] if beside_torch else [item])
+        elif item.get_closest_marker("any_jax") or (beside_torch and "torch" in item.path.read_text()):
             kept.add(item)
         else:
             cases[item.nodeid.split("[")[0]].append(item)

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.metadata
+import importlib.util
 import itertools
 import os
 import pathlib
@@ -120,15 +121,18 @@ def test_of_any_jax(x):
 @pytest.mark.slow
 @pytest.mark.any_jax
 def test_cases_are_dealt(tmp_path):
-    """Every case in one part, a test's cases in both, and what any JAX decides in each; another word deals anew."""
+    """Every case in one part, a test's cases in both, and what one run alone has whole; another word deals anew."""
     (tmp_path / "pytest.ini").touch()
     (tmp_path / "test_some.py").write_text(_CASES)
+    (tmp_path / "test_some_tpu.py").write_text("def test_compiles():\n    pass\n")
+    (tmp_path / "without_torch.py").write_text("import sys\nsys.modules['torch'] = None\n")
     (tmp_path / "allowed_skips.toml").write_text("skip = []")
     shutil.copy(ROOT / "tests/conftest.py", tmp_path)
 
-    def collected(part: str) -> tuple[int, list[str]]:
+    def collected(part: str, *arguments: str) -> tuple[int, list[str]]:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not long", "--collect-only"]
-        result = subprocess.run([*command, "--deal", part], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        command += ["--deal", part, *arguments]
+        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
         return result.returncode, re.findall(r"::(\S+)", result.stdout)
 
     (status, one), (_, other), (_, anew) = (collected(part) for part in ("1/2:a", "2/2:a", "1/2:b"))
@@ -138,9 +142,16 @@ def test_cases_are_dealt(tmp_path):
     assert sorted(cases[0] + cases[1]) == [f"test_cases[0-{x}]" for x in range(5)]
     assert (one.count("test_single"), other.count("test_single")) in ((0, 1), (1, 0))
     whole = ["test_of_any_jax[0]", "test_of_any_jax[1]", "test_of_any_jax[2]"]
-    assert [sorted(set(part) - {*cases[0], *cases[1], "test_single"}) for part in (one, other)] == [whole, whole]
+    assert [sorted(set(part) - {*cases[0], *cases[1], "test_single", "test_compiles"}) for part in (one, other)] == [
+        whole,
+        whole,
+    ]
     assert set(anew) != set(one)
     assert collected("3/2:a")[0] == 4
+    without_torch = [collected(part, "-p", "without_torch")[1] for part in ("1/2:a", "2/2:a")]
+    assert all("test_compiles" in part for part in without_torch), "whole in the run that compiles for TPUs"
+    if importlib.util.find_spec("torch"):
+        assert "test_compiles" not in one + other
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("test_*.py")), ids=lambda path: path.name)
