@@ -13,7 +13,12 @@ while read -r config topology model verbs; do
   if [[ -f $file ]] && ! grep -q '"refused"' "$file"; then continue; fi
   draft=()
   if [[ -d configs/heads/$config ]]; then draft=(--evaluate.draft "configs/heads/$config"); fi
-  "$PYTHON" tools/tpu_fit.py --config "configs/$config.yaml" --target.name "configs/targets/${config%_eagle2}" \
+  flags=${LIBTPU_INIT_ARGS:-}
+  if [[ $config-$topology == llama4_scout-tpu7x:* ]]; then # libtpu 0.0.51 fails at its extraction otherwise
+    flags+=" --xla_tpu_enable_sparse_core_collective_offload_all_reduce=false"
+  fi
+  LIBTPU_INIT_ARGS=$flags "$PYTHON" tools/tpu_fit.py \
+    --config "configs/$config.yaml" --target.name "configs/targets/${config%_eagle2}" \
     --topology "$topology" --mesh.model "$model" --verbs "$verbs" --json "$file" "${draft[@]}" >&2 ||
     [[ -f $file ]] # also where something does not fit
 done <<'LIST'
@@ -25,6 +30,7 @@ llama31_8b v5p:2x2x1 4 evaluate,extract
 llama31_8b v5p:2x2x1 2 train
 llama31_8b tpu7x:2x2x1 8 evaluate,extract
 llama31_8b tpu7x:2x2x1 4 train
+llama33_70b v5e:4x4 16 evaluate,extract,train
 llama33_70b v6e:4x4 8 evaluate,extract,train
 llama33_70b v5p:2x2x4 8 evaluate,extract,train
 llama33_70b tpu7x:2x2x1 8 evaluate,extract,train
@@ -52,9 +58,12 @@ gpt_oss_20b v5e:2x4 8 evaluate,extract,train
 gpt_oss_20b v6e:2x2 4 evaluate,extract,train
 gpt_oss_20b v5p:2x2x1 4 evaluate,extract,train
 gpt_oss_20b tpu7x:2x2x1 8 evaluate,extract,train
+qwen3_30b_a3b v5e:4x4 16 evaluate,extract,train
 qwen3_30b_a3b v6e:2x4 4 evaluate,extract,train
 qwen3_30b_a3b v5p:2x2x1 4 evaluate,extract,train
 qwen3_30b_a3b tpu7x:2x2x1 4 evaluate,extract,train
+llama4_scout v5e:4x4 16 evaluate,extract,train
+llama4_scout v6e:4x4 16 evaluate,extract,train
 llama4_scout v5p:2x2x2 8 evaluate,extract,train
 llama4_scout tpu7x:2x2x1 8 evaluate,extract,train
 LIST

@@ -1,0 +1,275 @@
+"""Speed at a target's full size on this machine's accelerator, with random weights: no checkpoint is needed.
+
+    .venv/bin/python tools/full_size.py --config configs/llama31_8b.yaml --target.name configs/targets/llama31_8b
+
+Three parts, each timed after a first call that compiles. The first line says what this device does at best, as measured
+in the same run: operations a second of a large product of bfloat16, bytes a second of a large matrix times a vector.
+
+- train: the training step of the config, all positions in the loss; it is charged 6 operations a weight and token, `fc`
+  once, the rest once for each step of the training-time test, and 2 for the teacher's logits.
+- extract: the forward pass of the longest conversations; 2 operations a weight and token.
+- decode: at each batch size vanilla decoding, the tree of `evaluate`, a chain of 3 and one of 7, by `Engine.generate`.
+  What random weights draft is never accepted: acceptance is simulated, and what counts is the cost of a round.
+  "costs" is a round as a multiple of vanilla decoding's; a head with an acceptance length of tau decodes tau / costs
+  times as fast. "reads" are the bytes that a round cannot do without, over its time.
+
+Attention scores are left out of all operations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from eagle3_jax import config as configs
+from eagle3_jax import hidden_states
+from eagle3_jax.config import DraftTree
+from eagle3_jax.decoding import stages
+from eagle3_jax.decoding.engine import Engine, SamplingParams
+from eagle3_jax.decoding.programs import Models
+from eagle3_jax.mesh import make_mesh
+from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
+from eagle3_jax.models.families import family_of
+from eagle3_jax.models.head import Draft
+from eagle3_jax.models.registry import fetch, read_config
+from eagle3_jax.models.target import ModelConfig, TargetModel
+from eagle3_jax.training.batch import Batch, Teacher
+from eagle3_jax.training.optimizer import make_optimizer
+from eagle3_jax.training.state import init_head, init_state, make_train_step
+
+Row = dict[str, Any]
+TURNS = 5  # behind the first
+PROMPT, ANSWER = 512, 257  # tokens; the first of an answer comes from the prompt's pass
+CHAINS = (DraftTree(num_steps=3, num_draft_tokens=4), DraftTree(num_steps=7, num_draft_tokens=8))
+
+
+class NoTokenizer:
+    """What the engine asks of a tokenizer, where prompts are ids and answers are not read."""
+
+    eos_token_id = unk_token_id = None
+
+    def convert_tokens_to_ids(self, _: str) -> None:
+        return None
+
+    def decode(self, *_: Any, **__: Any) -> str:
+        return ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What is measured, and at which sizes."""
+
+    config: configs.RunConfig
+    shape: ModelConfig
+    batches: tuple[int, ...]
+    acceptance: float
+
+    @property
+    def head(self) -> DraftHeadConfig:
+        return DraftHeadConfig.for_target(self.config.draft, self.shape)
+
+    @property
+    def dtype(self) -> Any:
+        return jnp.dtype(self.config.target.dtype)
+
+    @functools.cached_property
+    def target(self) -> TargetModel:
+        return random(lambda: family_of(self.shape).model(self.shape, dtype=self.dtype, rngs=nnx.Rngs(0)))
+
+
+def train(run: Run) -> Iterator[Row]:
+    config, head, rng = run.config.train, run.head, np.random.default_rng(0)
+    shape, hidden, drafted = (config.batch_size, config.row_length), head.target_hidden_size, head.draft_vocab_size
+    one = np.ones(shape, np.int32)
+
+    @jax.jit
+    def teacher() -> Teacher:
+        embed, rows = (0.02 * jax.random.normal(key, (head.vocab_size, hidden), run.dtype) for key in _keys(2))
+        return Teacher.of(embed, rows, jnp.arange(drafted))
+
+    @jax.jit
+    def states() -> tuple[jax.Array, jax.Array]:
+        widths = head.num_aux_layers * hidden, hidden
+        aux, last = (jax.random.normal(k, (*shape, w), jnp.bfloat16) for k, w in zip(_keys(2), widths, strict=True))
+        return aux, last
+
+    aux, last = states()
+    ids = jnp.asarray(rng.integers(0, drafted, shape), jnp.int32)  # all of the draft vocabulary: every position trains
+    batch = Batch(ids, aux, last, ids, jnp.asarray(one), jnp.asarray(one), jnp.asarray(np.cumsum(one, axis=1) - 1))
+    mesh, optimizer, fixed = make_mesh(run.config.mesh), make_optimizer(config, 1000), teacher()
+    state = init_state(functools.partial(init_head, head, 0), fixed.rows, optimizer, mesh)
+    step = make_train_step(config, optimizer, mesh)
+
+    def work() -> Any:
+        nonlocal state
+        state, metrics = step(state, fixed, batch)
+        return metrics["loss"]
+
+    seconds = timed(work)
+    once = math.prod(state.head.fc.shape)
+    weights = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.head))
+    operations = 6 * (once + config.ttt_steps * (weights - once)) + 2 * math.prod(fixed.rows.shape)
+    yield throughput("train", math.prod(shape), seconds, operations)
+
+
+def extract(run: Run) -> Iterator[Row]:
+    settings = run.config.extract
+    batch = hidden_states.plan_batches([settings.max_length], settings.batch_tokens)[0]
+    size = batch.rows, batch.length
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, run.shape.vocab_size, size), jnp.int32)
+    seconds = timed(lambda: hidden_states.forward(run.target, tokens))
+    weights = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(run.target))
+    embedding = math.prod(run.target.embed.shape) if hasattr(run.target, "lm_head") else 0
+    yield throughput("extract", math.prod(size), seconds, 2 * (weights - embedding))
+
+
+def decode(run: Run) -> Iterator[Row]:
+    tree = run.config.evaluate.tree
+    trees = [*([tree] if isinstance(tree, DraftTree) else []), *CHAINS]
+    head = random(lambda: DraftHead(run.head, dtype=run.dtype, rngs=nnx.Rngs(0)))
+    draft, rng = Draft(head, jnp.arange(run.head.draft_vocab_size)), np.random.default_rng(0)
+    params = SamplingParams(max_tokens=ANSWER, ignore_eos=True)
+    for batch in run.batches:
+        size = {"batch_size": batch, "max_length": PROMPT + ANSWER, "prefix_cache": False}
+        engine = Engine(run.target, NoTokenizer(), draft, trees, simulated_acceptance=run.acceptance, **size)
+        prompts = rng.integers(0, run.shape.vocab_size, (batch, PROMPT)).tolist()
+        of_vanilla = None
+        for tier in engine.tiers.tiers:
+            engine.tiers.pinned = tier
+            seconds, tau = rounds(engine, prompts, params)
+            of_vanilla = of_vanilla or seconds
+            read = stages.bytes_read(Models.of(run.target, draft), tier, batch, PROMPT + ANSWER // 2)
+            yield {
+                "part": f"decode, batch {batch}, {tier.name}",
+                "tokens_per_second": batch * tau / seconds,
+                "tau": tau,
+                "round_ms": 1e3 * seconds,
+                "costs": seconds / of_vanilla,
+                "gigabytes_per_second": read / seconds / 1e9,
+            }
+
+
+def rounds(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> tuple[float, float]:
+    """Median seconds of a round in the engine's answers, behind their first tokens, and tokens a round."""
+    seconds, tau = [], 1.0
+    for turn in range(TURNS + 1):
+        start = time.perf_counter()
+        outputs = engine.generate(prompts, params)
+        taken = time.perf_counter() - start
+        stats = [output.stats for output in outputs]
+        if turn:
+            waited = max(each.seconds_to_first_token or 0.0 for each in stats)
+            seconds.append((taken - waited) / max(each.rounds for each in stats))
+        tau = statistics.mean(each.acceptance_length for each in stats)
+    return statistics.median(seconds), tau
+
+
+PARTS = {"train": train, "extract": extract, "decode": decode}
+
+
+def throughput(part: str, tokens: int, seconds: float, operations: int) -> Row:
+    """Args: operations: a token."""
+    rate, peak = tokens / seconds, operations_per_second()
+    memory = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    return {
+        "part": part,
+        "tokens_per_second": rate,
+        "teraflops": rate * operations / 1e12,
+        "peak_share": rate * operations / peak,
+        "peak_gib": None if memory is None else memory / 2**30,
+    }
+
+
+def operations_per_second(size: int = 8192) -> float:
+    """Of a large bfloat16 product on this device; smaller on a CPU, where that one takes a minute."""
+    size = 1024 if jax.devices()[0].platform == "cpu" else size
+    left, right = (jax.random.normal(key, (size, size), jnp.bfloat16) for key in _keys(2))
+    product = jax.jit(lambda x, y: x @ y)
+    return 2 * size**3 / timed(lambda: product(left, right))
+
+
+def timed(work: Callable[[], Any]) -> float:
+    """Median seconds of a call, the first one left out."""
+    seconds = []
+    for _ in range(TURNS + 1):
+        start = time.perf_counter()
+        jax.block_until_ready(work())
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])
+
+
+def describe(row: Row) -> str:
+    text = f"{row['part']:32}{row['tokens_per_second']:12,.1f} tokens/s"
+    if "round_ms" not in row:
+        memory = "" if row["peak_gib"] is None else f", {row['peak_gib']:.1f} GiB at most so far"
+        return f"{text}{row['teraflops']:10.1f} TFLOP/s, {row['peak_share']:.0%} of a large product's{memory}"
+    return (
+        f"{text}  tau {row['tau']:.2f}  round {row['round_ms']:.2f} ms, costs {row['costs']:.2f}, "
+        f"reads {row['gigabytes_per_second']:.0f} GB/s"
+    )
+
+
+def random(make: Callable[[], Any]) -> Any:
+    """The module with weights of N(0, 0.02), one small program a shape: all of them in one take minutes to compile."""
+    return jax.tree.map(lambda leaf: _normal(leaf.shape, leaf.dtype), nnx.eval_shape(make))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _normal(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return 0.02 * jax.random.normal(jax.random.key(0), shape, dtype)
+
+
+def _keys(count: int) -> list[jax.Array]:
+    return list(jax.random.split(jax.random.key(0), count))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0],
+        epilog="Every field of the config can be overridden: --section.field VALUE",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", required=True, help="YAML run file, see configs/")
+    parser.add_argument("--parts", default=",".join(PARTS), help="some of " + ",".join(PARTS))
+    parser.add_argument("--batches", default="1,8", help="batch sizes of decode")
+    parser.add_argument("--acceptance", type=float, default=0.8, help="simulated, of each draft")
+    parser.add_argument("--json", type=pathlib.Path, help="file for the rows")
+    arguments, overrides = parser.parse_known_args()
+    parts = arguments.parts.split(",")
+    if unknown := set(parts) - PARTS.keys():
+        parser.error(f"--parts: got {', '.join(sorted(unknown))}, expected some of {', '.join(PARTS)}")
+    try:
+        config = configs.load(arguments.config, overrides)
+        shape = read_config(fetch(config.target.name, whole=False), config.target.aux_layers)
+        batches = tuple(map(int, arguments.batches.split(",")))
+    except ValueError as error:
+        parser.error(str(error))
+    device = jax.devices()[0]
+    peak, ceiling = operations_per_second() / 1e12, stages.bandwidth() / 1e9
+    print(f"{device.device_kind}, jax {jax.__version__}: {peak:.2f} TFLOP/s, {ceiling:.0f} GB/s", flush=True)
+    run, rows = Run(config, shape, batches, arguments.acceptance), []
+    for part in parts:
+        for row in PARTS[part](run):
+            rows.append(row)
+            print(describe(row), flush=True)
+            if arguments.json:
+                partial = arguments.json.with_suffix(".partial")
+                partial.write_text(json.dumps(rows, indent=1) + "\n")
+                partial.replace(arguments.json)
+
+
+if __name__ == "__main__":
+    main()
