@@ -57,7 +57,7 @@ def test_compiles(chip, heads):
 @pytest.mark.parametrize(
     "options",
     [
-        {"dtype": jnp.float32},
+        pytest.param({"dtype": jnp.float32}, marks=pytest.mark.long),
         {"head_dim": 80},
         pytest.param({"head_dim": 64}, marks=pytest.mark.long),
         pytest.param({"steps": 1}, marks=pytest.mark.long),
