@@ -16,6 +16,8 @@ target: {{{{name: {{folder}}, dtype: float32, aux_layers: [0, 1, 2]}}}}
 draft: {{{{vocab_size: {DRAFTED}}}}}
 extract: {{{{max_length: 64, batch_tokens: 128}}}}
 train: {{{{ttt_steps: {STEPS}, batch_size: 2, row_length: 64, loss_block: 64}}}}
+mesh: {{{{model: 8}}}}
+benchmark: {{{{batch_sizes: [2], simulated_acceptance: 1}}}}
 evaluate: {{{{tree: {{{{num_steps: 2, topk: 2, num_draft_tokens: 4}}}}}}}}
 """
 
@@ -33,7 +35,7 @@ def test_each_part_is_measured_and_charged_what_it_computes(tmp_path, monkeypatc
         monkeypatch.setattr(full_size, name, value)
     monkeypatch.setattr(full_size.stages, "bandwidth", lambda: 1e9)
     file = tmp_path / "rows.json"
-    arguments = ["--config", str(tmp_path / "run.yaml"), "--batches", "2", "--acceptance", "1", "--json", str(file)]
+    arguments = ["--config", str(tmp_path / "run.yaml"), "--json", str(file)]
     monkeypatch.setattr(sys, "argv", ["full_size.py", *arguments])
     full_size.main()
 

@@ -1,4 +1,4 @@
-"""Speed at a target's full size on this machine's accelerator, with random weights: no checkpoint is needed.
+"""Speed at a target's full size on one accelerator, with random weights: no checkpoint is needed.
 
     .venv/bin/python tools/full_size.py --config configs/llama31_8b.yaml --target.name configs/targets/llama31_8b
 
@@ -8,8 +8,9 @@ in the same run: operations a second of a large product of bfloat16, bytes a sec
 - train: the training step of the config, all positions in the loss; it is charged 6 operations a weight and token, `fc`
   once, the rest once for each step of the training-time test, and 2 for the teacher's logits.
 - extract: the forward pass of the longest conversations; 2 operations a weight and token.
-- decode: at each batch size vanilla decoding, the tree of `evaluate`, a chain of 3 and one of 7, by `Engine.generate`.
-  What random weights draft is never accepted: acceptance is simulated, and what counts is the cost of a round.
+- decode: vanilla decoding and `benchmark.trees` (none: the tree of `evaluate`, a chain of 3 and one of 7), by
+  `Engine.generate` at each of `benchmark.batch_sizes`. What random weights draft is never accepted: acceptance is
+  simulated (`benchmark.simulated_acceptance`, 0.8 where it is null), and what counts is the cost of a round.
   "costs" is a round as a multiple of vanilla decoding's; a head with an acceptance length of tau decodes tau / costs
   times as fast. "reads" are the bytes that a round cannot do without, over its time.
 
@@ -18,7 +19,6 @@ Attention scores are left out of all operations.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -33,10 +33,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from run_parser import run_parser
 
 from eagle3_jax import config as configs
 from eagle3_jax import hidden_states
-from eagle3_jax.config import DraftTree
+from eagle3_jax.config import DraftTree, MeshConfig
 from eagle3_jax.decoding import stages
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.programs import Models
@@ -53,6 +54,7 @@ from eagle3_jax.training.state import init_head, init_state, make_train_step
 Row = dict[str, Any]
 TURNS = 5  # behind the first
 PROMPT, ANSWER = 512, 257  # tokens; the first of an answer comes from the prompt's pass
+ACCEPTANCE = 0.8
 CHAINS = (DraftTree(num_steps=3, num_draft_tokens=4), DraftTree(num_steps=7, num_draft_tokens=8))
 
 
@@ -70,12 +72,11 @@ class NoTokenizer:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What is measured, and at which sizes."""
+    """What is measured. Attributes: peak: operations a second of a large product on this device."""
 
     config: configs.RunConfig
     shape: ModelConfig
-    batches: tuple[int, ...]
-    acceptance: float
+    peak: float
 
     @property
     def head(self) -> DraftHeadConfig:
@@ -109,7 +110,7 @@ def train(run: Run) -> Iterator[Row]:
     aux, last = states()
     ids = jnp.asarray(rng.integers(0, drafted, shape), jnp.int32)  # all of the draft vocabulary: every position trains
     batch = Batch(ids, aux, last, ids, jnp.asarray(one), jnp.asarray(one), jnp.asarray(np.cumsum(one, axis=1) - 1))
-    mesh, optimizer, fixed = make_mesh(run.config.mesh), make_optimizer(config, 1000), teacher()
+    mesh, optimizer, fixed = make_mesh(MeshConfig(), jax.devices()[:1]), make_optimizer(config, 1000), teacher()
     state = init_state(functools.partial(init_head, head, 0), fixed.rows, optimizer, mesh)
     step = make_train_step(config, optimizer, mesh)
 
@@ -122,7 +123,7 @@ def train(run: Run) -> Iterator[Row]:
     once = math.prod(state.head.fc.shape)
     weights = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.head))
     operations = 6 * (once + config.ttt_steps * (weights - once)) + 2 * math.prod(fixed.rows.shape)
-    yield throughput("train", math.prod(shape), seconds, operations)
+    yield throughput(run, "train", math.prod(shape), seconds, operations)
 
 
 def extract(run: Run) -> Iterator[Row]:
@@ -133,18 +134,19 @@ def extract(run: Run) -> Iterator[Row]:
     seconds = timed(lambda: hidden_states.forward(run.target, tokens))
     weights = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(run.target))
     embedding = math.prod(run.target.embed.shape) if hasattr(run.target, "lm_head") else 0
-    yield throughput("extract", math.prod(size), seconds, 2 * (weights - embedding))
+    yield throughput(run, "extract", math.prod(size), seconds, 2 * (weights - embedding))
 
 
 def decode(run: Run) -> Iterator[Row]:
-    tree = run.config.evaluate.tree
-    trees = [*([tree] if isinstance(tree, DraftTree) else []), *CHAINS]
+    settings, tree = run.config.benchmark, run.config.evaluate.tree
+    trees = settings.trees or [*([tree] if isinstance(tree, DraftTree) else []), *CHAINS]
+    acceptance = ACCEPTANCE if settings.simulated_acceptance is None else settings.simulated_acceptance
     head = random(lambda: DraftHead(run.head, dtype=run.dtype, rngs=nnx.Rngs(0)))
     draft, rng = Draft(head, jnp.arange(run.head.draft_vocab_size)), np.random.default_rng(0)
     params = SamplingParams(max_tokens=ANSWER, ignore_eos=True)
-    for batch in run.batches:
+    for batch in settings.batch_sizes:
         size = {"batch_size": batch, "max_length": PROMPT + ANSWER, "prefix_cache": False}
-        engine = Engine(run.target, NoTokenizer(), draft, trees, simulated_acceptance=run.acceptance, **size)
+        engine = Engine(run.target, NoTokenizer(), draft, trees, simulated_acceptance=acceptance, **size)
         prompts = rng.integers(0, run.shape.vocab_size, (batch, PROMPT)).tolist()
         of_vanilla = None
         for tier in engine.tiers.tiers:
@@ -180,15 +182,15 @@ def rounds(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> 
 PARTS = {"train": train, "extract": extract, "decode": decode}
 
 
-def throughput(part: str, tokens: int, seconds: float, operations: int) -> Row:
+def throughput(run: Run, part: str, tokens: int, seconds: float, operations: int) -> Row:
     """Args: operations: a token."""
-    rate, peak = tokens / seconds, operations_per_second()
+    rate = tokens / seconds
     memory = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     return {
         "part": part,
         "tokens_per_second": rate,
         "teraflops": rate * operations / 1e12,
-        "peak_share": rate * operations / peak,
+        "peak_share": rate * operations / run.peak,
         "peak_gib": None if memory is None else memory / 2**30,
     }
 
@@ -237,15 +239,8 @@ def _keys(count: int) -> list[jax.Array]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0],
-        epilog="Every field of the config can be overridden: --section.field VALUE",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", required=True, help="YAML run file, see configs/")
+    parser = run_parser(__doc__)
     parser.add_argument("--parts", default=",".join(PARTS), help="some of " + ",".join(PARTS))
-    parser.add_argument("--batches", default="1,8", help="batch sizes of decode")
-    parser.add_argument("--acceptance", type=float, default=0.8, help="simulated, of each draft")
     parser.add_argument("--json", type=pathlib.Path, help="file for the rows")
     arguments, overrides = parser.parse_known_args()
     parts = arguments.parts.split(",")
@@ -254,13 +249,12 @@ def main() -> None:
     try:
         config = configs.load(arguments.config, overrides)
         shape = read_config(fetch(config.target.name, whole=False), config.target.aux_layers)
-        batches = tuple(map(int, arguments.batches.split(",")))
     except ValueError as error:
         parser.error(str(error))
     device = jax.devices()[0]
-    peak, ceiling = operations_per_second() / 1e12, stages.bandwidth() / 1e9
-    print(f"{device.device_kind}, jax {jax.__version__}: {peak:.2f} TFLOP/s, {ceiling:.0f} GB/s", flush=True)
-    run, rows = Run(config, shape, batches, arguments.acceptance), []
+    run, rows = Run(config, shape, operations_per_second()), []
+    ceilings = f"{run.peak / 1e12:.2f} TFLOP/s, {stages.bandwidth() / 1e9:.0f} GB/s"
+    print(f"{device.device_kind}, jax {jax.__version__}: {ceilings}", flush=True)
     for part in parts:
         for row in PARTS[part](run):
             rows.append(row)

@@ -10,7 +10,6 @@ that nothing but products takes time. Left out: attention kernels, compilation, 
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 
@@ -21,18 +20,14 @@ os.environ.update(ENVIRONMENT)
 import jax
 import tpu_fit
 from products import products
+from run_parser import run_parser
 
 from eagle3_jax import config as configs
 from eagle3_jax.models.registry import fetch, read_config
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0],
-        epilog="Every field of the config can be overridden: --section.field VALUE",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", required=True, help="YAML run file, see configs/")
+    parser = run_parser(__doc__)
     parser.add_argument("--topology", required=True, help="v5e:4x4, v6e:2x4, v5p:2x2x2, ...")
     parser.add_argument("--tokens", type=float, default=100e6, help="of the conversations; 100 million without it")
     parser.add_argument("--share", type=float, default=0.4, help="of the chip's operations a second that is used: 0.4")

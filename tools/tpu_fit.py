@@ -14,7 +14,6 @@ fragmentation, a second program's code, and what the runtime takes for itself be
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -27,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from run_parser import run_parser
 from tpu_topology import ENVIRONMENT
 
 os.environ.update(ENVIRONMENT)
@@ -102,12 +102,7 @@ class Plan:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0],
-        epilog="Every field of the config can be overridden: --section.field VALUE",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", required=True, help="YAML run file, see configs/")
+    parser = run_parser(__doc__)
     parser.add_argument("--topology", required=True, help="v5e:2x2, v6e:4x4, v5p:2x2x1, tpu7x:2x2x1, ...")
     parser.add_argument("--verbs", default=",".join(VERBS), help="some of " + ",".join(VERBS))
     parser.add_argument("--json", type=pathlib.Path, help="file for the rows")

@@ -14,7 +14,7 @@ while read -r config topology model verbs; do
   draft=()
   if [[ -d configs/heads/$config ]]; then draft=(--evaluate.draft "configs/heads/$config"); fi
   flags=${LIBTPU_INIT_ARGS:-}
-  if [[ $config-$topology == llama4_scout-tpu7x:* ]]; then # libtpu 0.0.51 fails at its extraction otherwise
+  if [[ $config-$topology-$verbs == llama4_scout-tpu7x:*-extract ]]; then # libtpu 0.0.51 fails otherwise
     flags+=" --xla_tpu_enable_sparse_core_collective_offload_all_reduce=false"
   fi
   LIBTPU_INIT_ARGS=$flags "$PYTHON" tools/tpu_fit.py \
@@ -65,7 +65,8 @@ qwen3_30b_a3b tpu7x:2x2x1 4 evaluate,extract,train
 llama4_scout v5e:4x4 16 evaluate,extract,train
 llama4_scout v6e:4x4 16 evaluate,extract,train
 llama4_scout v5p:2x2x2 8 evaluate,extract,train
-llama4_scout tpu7x:2x2x1 8 evaluate,extract,train
+llama4_scout tpu7x:2x2x1 8 evaluate,train
+llama4_scout tpu7x:2x2x1 8 extract
 LIST
 "$PYTHON" - "$folder" <<'PYTHON'
 import json, pathlib, sys
