@@ -2,24 +2,31 @@
 
 All of it is set before JAX is first used. A variable that is already set wins, so that the same tests can run on an
 accelerator: `JAX_PLATFORMS=cuda pytest`. Each test has a time limit (pytest-timeout), property tests draw the same
-examples in every run, and a skip that `allowed_skips.toml` does not list fails the run. `--deal` gives each of several
-runs a part of the tests.
+examples in every run, and a skip that `allowed_skips.toml` does not list fails the run. What was compiled is kept for
+the next run (`compilation_cache.py`); `--cold` compiles all of it anew.
 """
 
-import collections
 import fnmatch
 import gc
-import importlib.util
+import importlib.metadata
 import itertools
 import os
 import pathlib
 import re
+import shutil
 import sys
+import tempfile
 import tomllib
-import zlib
+
+# Most of the time goes to compiling, and a test runs what it compiled once: no LLVM optimizer, one LLVM module for a
+# program and, where they take half of the time, no fusion emitters. `XLA_FLAGS=` in the environment is a user's.
+_QUICKLY = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+if importlib.metadata.version("jax").startswith("0.10."):
+    _QUICKLY += " --xla_cpu_use_fusion_emitters=false"
 
 for _name, _value in {
     "JAX_PLATFORMS": "cpu",
+    **({"XLA_FLAGS": _QUICKLY} if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu" else {}),
     # libtpu compiles ahead of time without a TPU; it is told so here, and that several workers use it at once.
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -44,23 +51,18 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # libtpu reads XLA_FLAGS too, and ends the process at a flag that it does not know: CPUs are started here, by theirs.
-_FLAGS = os.environ.get("XLA_FLAGS", "").split()
+# xdist's workers inherit what is left of them, and find all of them beside it.
+_FLAGS = os.environ.setdefault("EAGLE3_TEST_XLA_FLAGS", os.environ.get("XLA_FLAGS", "")).split()
+os.environ["XLA_FLAGS"] = " ".join(_FLAGS)
 _OF_CPUS = [flag for flag in _FLAGS if flag.startswith("--xla_cpu_")]
 if _OF_CPUS:
     jax.devices("cpu")
     os.environ["XLA_FLAGS"] = " ".join(flag for flag in _FLAGS if flag not in _OF_CPUS)
 
+import compilation_cache
 import hypothesis
-import jaxtyping
 import pytest
-from jax._src import compilation_cache
 from jax._src.pallas.mosaic import tpu_info
-
-# What CPUs run is compiled once for all workers, and not again in the next run. What is compiled ahead of time for a
-# TPU cannot be kept so.
-_is_cache_used = compilation_cache.is_cache_used
-compilation_cache.is_cache_used = lambda backend: backend.platform == "cpu" and _is_cache_used(backend)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 # Pallas' pipelines ask for the tiling of the chip, and for a CPU, where tests interpret kernels, JAX knows none.
 tpu_info.registry.setdefault("cpu", lambda: tpu_info.get_tpu_info_for_chip(tpu_info.ChipVersion.TPU_V5E, 1))
@@ -105,54 +107,24 @@ def whole_run(tmp_path_factory):
         return tiny.make_run(folder / "whole_run")
 
 
-_AHEAD_OF_TIME = ("*_tpu.py", "test_tpu_fit.py")
-
-
-def _part(text):
-    """The parts of "1/2:word"."""
-    match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*):(\w+)", text)
-    if not match or int(match[1]) > int(match[2]):
-        raise ValueError
-    return int(match[1]), int(match[2]), match[3]
+_COLD = pytest.StashKey[str]()
 
 
 def pytest_addoption(parser):
-    parser.addoption("--deal", type=_part, metavar="I/N:WORD", help="the Ith of N parts; another WORD deals them anew")
-
-
-def _dealt(items, part, parts, word):
-    """Each case in one part, a test's cases in all of them, in an order that no parameter decides.
-
-    Whole stay the tests that only one of the runs has: those of any JAX, those that compare with PyTorch where it is,
-    and compilations for TPUs, which are left out there.
-    """
-    beside_torch = importlib.util.find_spec("torch") is not None
-    cases = collections.defaultdict(list)
-    kept = set()
-    for item in items:
-        if any(map(item.path.match, _AHEAD_OF_TIME)):
-            kept.update([] if beside_torch else [item])
-        elif item.get_closest_marker("any_jax") or (beside_torch and "torch" in item.path.read_text()):
-            kept.add(item)
-        else:
-            cases[item.nodeid.split("[")[0]].append(item)
-    for test, of_one in cases.items():
-        of_one.sort(key=lambda item: zlib.crc32(f"{word}{item.nodeid}".encode()))
-        first = zlib.crc32(f"{word}{test}".encode()) + part
-        kept.update(of_one[first % parts :: parts])
-    return kept
+    parser.addoption("--cold", action="store_true", help="compile all, and keep it for this run alone")
 
 
 def pytest_configure(config):
-    if hasattr(config, "cache"):  # not with -p no:cacheprovider
-        jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
+    if not hasattr(config, "workerinput"):  # workers have its environment
+        if config.option.cold:
+            config.stash[_COLD] = tempfile.mkdtemp(prefix="eagle3-jax-tests-")
+            os.environ[compilation_cache.FOLDER] = config.stash[_COLD]
+        compilation_cache.prune()
+    compilation_cache.use(" ".join(_FLAGS))
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item):
-    # A fifth of a slow test's time. `tools/test.sh` checks annotations in all tests, runs that share them in the rest.
-    skipped = bool(item.config.option.deal and item.get_closest_marker("slow"))
-    jaxtyping.config.update("jaxtyping_disable", skipped)
+def pytest_unconfigure(config):
+    shutil.rmtree(config.stash.get(_COLD, ""), ignore_errors=True)
 
 
 def pytest_runtest_teardown(nextitem):
@@ -176,10 +148,6 @@ def collected(request):
 def pytest_collection_modifyitems(config, items):
     config.stash[_COLLECTED] = frozenset(item.nodeid for item in items)
     yield  # what `-m` and `-k` leave out
-    if config.option.deal:
-        kept = _dealt(items, *config.option.deal)
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = [item for item in items if item in kept]
     # First of all: then one worker makes the run while the other has the rest to do, and none waits.
     items.sort(key=lambda item: "whole_run" not in getattr(item, "fixturenames", ()))
     if config.pluginmanager.hasplugin("timeout"):  # `tools/test.sh` requires it

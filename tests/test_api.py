@@ -1,8 +1,10 @@
 """What a user imports."""
 
+import importlib
 import json
 import os
 import pathlib
+import pkgutil
 import re
 import subprocess
 import sys
@@ -22,6 +24,12 @@ def test_every_public_name_is_there():
         assert getattr(eagle3_jax, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = eagle3_jax.nothing
+
+
+@pytest.mark.smoke
+def test_every_module_is_imported():
+    for module in pkgutil.walk_packages(eagle3_jax.__path__, "eagle3_jax."):
+        importlib.import_module(module.name)
 
 
 def test_importing_the_package_does_not_load_jax():
@@ -62,6 +70,7 @@ def test_the_import_is_what_refuses():
     assert "ImportError: jaxlib: got 0.10.2" in answer.stderr
 
 
+@pytest.mark.smoke
 def test_sums_of_many_small_products_are_right():
     """jaxlib 0.10.2 lost the last rows of 32,769 on a CPU."""
     rows = jnp.zeros((32_769, 3)).at[:, 0].set(jnp.arange(32_769.0))
@@ -70,7 +79,6 @@ def test_sums_of_many_small_products_are_right():
     np.testing.assert_allclose(squares, np.arange(32_769.0) ** 2, rtol=1e-6)
 
 
-@pytest.mark.any_jax
 @pytest.mark.slow
 def test_decoding_imports_nothing_of_the_training_extra():
     code = (
@@ -103,8 +111,7 @@ def test_a_training_verb_names_the_missing_extra(tmp_path):
     assert (answer.returncode, answer.stderr) == (1, sentence)
 
 
-@pytest.mark.any_jax
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("extra", ["tpu"])
 def test_pip_resolves_the_extra(tmp_path, extra):
     """`pip install "eagle3-jax[tpu]"` with an index: jax and a libtpu, and nothing that training alone needs."""

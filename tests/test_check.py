@@ -18,8 +18,6 @@ from eagle3_jax import config as configs
 from eagle3_jax.models import chat_template
 from eagle3_jax.models.registry import load_target
 
-pytestmark = pytest.mark.any_jax
-
 
 @pytest.fixture
 def config(whole_run: tiny.Run, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> configs.RunConfig:

@@ -4,8 +4,6 @@ import pytest
 
 from eagle3_jax import command
 
-pytestmark = pytest.mark.any_jax
-
 
 def test_a_stop_is_no_success(capsys):
     with pytest.raises(SystemExit) as ended, command.run("train"):

@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 from eagle3_jax import config
 from eagle3_jax.config import ConfigError, DraftTree, TargetConfig, TrainConfig
 
-pytestmark = pytest.mark.any_jax
-
 
 @pytest.fixture
 def run_file(tmp_path: pathlib.Path) -> pathlib.Path:

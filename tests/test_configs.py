@@ -8,8 +8,6 @@ from eagle3_jax import config as configs
 from eagle3_jax.models import registry
 from eagle3_jax.models.gemma3 import Gemma3Config
 
-pytestmark = pytest.mark.any_jax
-
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 TARGETS = sorted(path.parent.name for path in CONFIGS.glob("targets/*/config.json"))
 

@@ -32,7 +32,7 @@ from eagle3_jax.training import checkpoint
 from eagle3_jax.training.checkpoint import Checkpoints
 from eagle3_jax.training.optimizer import make_optimizer
 
-pytestmark = [pytest.mark.slow, pytest.mark.any_jax]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,6 @@ import subprocess
 
 import pytest
 
-pytestmark = pytest.mark.any_jax
-
 ROOT = pathlib.Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 

@@ -21,8 +21,6 @@ from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
 from eagle3_jax.models.head import Draft
 from eagle3_jax.models.registry import Target
 
-pytestmark = pytest.mark.any_jax
-
 
 @pytest.fixture(scope="module")
 def target() -> Target:

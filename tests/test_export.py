@@ -219,7 +219,6 @@ def test_a_run_without_a_checkpoint_is_refused(tmp_path: pathlib.Path, target: T
         export.run(config, target)
 
 
-@pytest.mark.any_jax
 def test_help_names_the_other_ways(capsys):
     with pytest.raises(SystemExit):
         export.main(["--help"])
@@ -227,7 +226,6 @@ def test_help_names_the_other_ways(capsys):
     assert all(flag in said for flag in export._INSTEAD)
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize(
     ("way", "flags"),
     [

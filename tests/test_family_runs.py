@@ -11,8 +11,6 @@ from eagle3_jax import evaluate, export, extract, manifest, train
 from eagle3_jax.models.families import FAMILIES, Family
 
 TEXTS = [("Why is the sky blue?", "It scatters light, blue most."), ("Count.", "One two three, one two three.")]
-# A window and scaled embeddings; experts.
-DAILY = "Gemma3ForCausalLM"
 # Not in the form of SGLang, the default, which cannot serve these aux layers of them.
 FORMS = {"DeepseekV3ForCausalLM": "vllm"}
 
@@ -55,17 +53,8 @@ def prepared(folder: pathlib.Path, target_identity: dict, form: str) -> configs.
     return config
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(
-            family,
-            id=family.config.model_type,
-            marks=pytest.mark.slow if family.config.architecture == DAILY else pytest.mark.long,
-        )
-        for family in FAMILIES
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.config.model_type)
 def test_a_head_is_trained_exported_and_measured(family: Family, tmp_path: pathlib.Path) -> None:
     target = tiny_families.write(tmp_path / "target", family, max_position_embeddings=128)
     config = prepared(tmp_path, target.identity, FORMS.get(family.config.architecture, "sglang"))

@@ -2,7 +2,6 @@
 
 import ast
 import importlib.metadata
-import importlib.util
 import itertools
 import os
 import pathlib
@@ -22,8 +21,6 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from eagle3_jax import mesh
-
-pytestmark = pytest.mark.any_jax
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -90,7 +87,8 @@ def test_a_skip_that_is_not_listed_fails_the_run(tmp_path, listed, workers, unex
     (tmp_path / "test_some.py").write_text(_SKIPS)
     (tmp_path / "test_module.py").write_text("import pytest\npytest.importorskip('not_installed')")
     (tmp_path / "allowed_skips.toml").write_text(listed)
-    shutil.copy(ROOT / "tests/conftest.py", tmp_path)
+    for name in ("conftest.py", "compilation_cache.py"):
+        shutil.copy(ROOT / "tests" / name, tmp_path)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not long", *workers]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert result.returncode == bool(unexpected), result.stdout + result.stderr
@@ -98,60 +96,6 @@ def test_a_skip_that_is_not_listed_fails_the_run(tmp_path, listed, workers, unex
     summary = result.stdout.partition("allowed_skips.toml does not list")[2]
     assert [line in summary for line in unexpected] == [True] * len(unexpected)
     assert summary.count("test_some.py::test_needs") == sum("test_some" in line for line in unexpected)
-
-
-_CASES = """
-import pytest
-
-@pytest.mark.parametrize("x", range(5))
-@pytest.mark.parametrize("y", [pytest.param(0), pytest.param(1, marks=pytest.mark.long)])
-def test_cases(x, y):
-    pass
-
-def test_single():
-    pass
-
-@pytest.mark.any_jax
-@pytest.mark.parametrize("x", range(3))
-def test_of_any_jax(x):
-    pass
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.any_jax
-def test_cases_are_dealt(tmp_path):
-    """Every case in one part, a test's cases in both, and what one run alone has whole; another word deals anew."""
-    (tmp_path / "pytest.ini").touch()
-    (tmp_path / "test_some.py").write_text(_CASES)
-    (tmp_path / "test_some_tpu.py").write_text("def test_compiles():\n    pass\n")
-    (tmp_path / "without_torch.py").write_text("import sys\nsys.modules['torch'] = None\n")
-    (tmp_path / "allowed_skips.toml").write_text("skip = []")
-    shutil.copy(ROOT / "tests/conftest.py", tmp_path)
-
-    def collected(part: str, *arguments: str) -> tuple[int, list[str]]:
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not long", "--collect-only"]
-        command += ["--deal", part, *arguments]
-        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-        return result.returncode, re.findall(r"::(\S+)", result.stdout)
-
-    (status, one), (_, other), (_, anew) = (collected(part) for part in ("1/2:a", "2/2:a", "1/2:b"))
-    assert status == 0
-    cases = [[test for test in part if test.startswith("test_cases")] for part in (one, other)]
-    assert sorted(map(len, cases)) == [2, 3]
-    assert sorted(cases[0] + cases[1]) == [f"test_cases[0-{x}]" for x in range(5)]
-    assert (one.count("test_single"), other.count("test_single")) in ((0, 1), (1, 0))
-    whole = ["test_of_any_jax[0]", "test_of_any_jax[1]", "test_of_any_jax[2]"]
-    assert [sorted(set(part) - {*cases[0], *cases[1], "test_single", "test_compiles"}) for part in (one, other)] == [
-        whole,
-        whole,
-    ]
-    assert set(anew) != set(one)
-    assert collected("3/2:a")[0] == 4
-    without_torch = [collected(part, "-p", "without_torch")[1] for part in ("1/2:a", "2/2:a")]
-    assert all("test_compiles" in part for part in without_torch), "whole in the run that compiles for TPUs"
-    if importlib.util.find_spec("torch"):
-        assert "test_compiles" not in one + other
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("test_*.py")), ids=lambda path: path.name)

@@ -42,7 +42,6 @@ def test_the_table_adds_up():
 
 
 @pytest.mark.slow
-@pytest.mark.any_jax
 def test_answers_are_streamed_twice_and_compared(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(hello, "MAX_TOKENS", 24)
     warm_up = hello.Engine.warm_up

@@ -13,7 +13,6 @@ def resident_mib() -> float:
     return int(status.split("VmRSS:")[1].split()[0]) / 1024
 
 
-@pytest.mark.any_jax
 def test_memory_that_was_freed_between_what_is_in_use_goes_back():
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "malloc_trim"):

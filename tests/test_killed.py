@@ -27,8 +27,6 @@ from eagle3_jax.config import FOLDERS
 
 # Kills of each verb in the long test: 50 altogether, most where most is written.
 KILLS = {"prepare": 5, "regenerate": 10, "extract": 10, "train": 14, "export": 5, "evaluate": 4, "report": 2}
-
-pytestmark = pytest.mark.any_jax
 LONG = pytest.mark.long
 # Runs a module of which no file may grow beyond a limit.
 LIMITED = (
@@ -137,6 +135,14 @@ def assert_as_if_nothing_was(runs: Runs, verb: str, run: pathlib.Path) -> None:
     assert not [path for path in run.rglob("*") if path.name.endswith(".partial")]
 
 
+def assert_last_checkpoint_is_the_same(runs: Runs, run: pathlib.Path) -> None:
+    """Of a training that was stopped: there is one more line of metrics and one more checkpoint where it was."""
+    expected, got = result("train", runs.whole.folder), result("train", run)
+    last = max(int(name.partition("/")[0]) for name in expected if name.partition("/")[0].isdecimal())
+    of_last = [name for name in expected if name.startswith(f"{last}/")]
+    assert of_last and all(got[name] == expected[name] for name in of_last)
+
+
 def unfinished(run: pathlib.Path) -> set[str]:
     """What is being written at this moment, or was when a process was killed: this package's files and Orbax's."""
     return {
@@ -206,13 +212,6 @@ def kill_at_random(runs: Runs, verb: str, run: pathlib.Path, kills: int, rng: ra
     return killed
 
 
-@pytest.mark.slow
-def test_killed_once(runs, tmp_path):
-    run = runs.before("train", tmp_path / "run")
-    kill_at_random(runs, "train", run, 1, random.Random(5))
-    assert_as_if_nothing_was(runs, "train", run)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("verb", tiny.VERBS)
 def test_killed_again_and_again(runs, tmp_path, verb):
@@ -224,7 +223,29 @@ def test_killed_again_and_again(runs, tmp_path, verb):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("verb", ["train", *(pytest.param(verb, marks=LONG) for verb in tiny.VERBS if verb != "train")])
+def test_training_is_stopped_and_killed_and_goes_on(runs, tmp_path):
+    """SIGTERM saves and has a status of its own; SIGKILL during the save behind it; the end is the same."""
+    run = runs.before("train", tmp_path / "run")
+    process = runs.start("train", run)
+    wait_for_save(process, run)
+    process.terminate()
+    status, output = process.ended()
+    assert status == command.STOPPED and "stopped by SIGTERM" in output and "Traceback" not in output, output
+    with pytest.raises(manifest.ManifestError, match="unfinished"):
+        manifest.read(run / FOLDERS["train"], "train")
+    process = runs.start("train", run)
+    wait_for_lock(process, "train", run)
+    wait_for_save(process, run)
+    process.kill()
+    status, output = process.ended()
+    assert status == -signal.SIGKILL, output
+    status, output = runs.start("train", run).ended()
+    assert status == 0, output
+    assert_last_checkpoint_is_the_same(runs, run)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("verb", tiny.VERBS)
 def test_sigterm_saves_exits_with_a_status_of_its_own_and_the_rerun_goes_on(runs, tmp_path, verb):
     run = runs.before(verb, tmp_path / "run")
     process, begun = runs.start(verb, run), time.monotonic()
@@ -241,11 +262,8 @@ def test_sigterm_saves_exits_with_a_status_of_its_own_and_the_rerun_goes_on(runs
             manifest.read(run / FOLDERS[verb], verb)
     status, output = runs.start(verb, run).ended()
     assert status == 0, output
-    if verb == "train":  # one more line of metrics and one more checkpoint where it stopped; the end is the same
-        expected, got = result(verb, runs.whole.folder), result(verb, run)
-        last = max(int(name.partition("/")[0]) for name in expected if name.partition("/")[0].isdecimal())
-        of_last = [name for name in expected if name.startswith(f"{last}/")]
-        assert of_last and all(got[name] == expected[name] for name in of_last)
+    if verb == "train":
+        assert_last_checkpoint_is_the_same(runs, run)
     else:
         assert_as_if_nothing_was(runs, verb, run)
 
@@ -271,7 +289,7 @@ def test_a_full_disk_is_one_sentence_and_the_rerun_goes_on(runs, tmp_path, verb)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "verb", ["extract", *(pytest.param(verb, marks=LONG) for verb in tiny.VERBS if verb != "extract")]
+    "verb", ["prepare", *(pytest.param(verb, marks=LONG) for verb in tiny.VERBS if verb != "prepare")]
 )
 def test_a_second_process_in_the_same_folder_is_refused(runs, tmp_path, verb):
     run = runs.before(verb, tmp_path / "run")

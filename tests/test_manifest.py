@@ -13,8 +13,6 @@ import pytest
 from eagle3_jax import manifest
 from eagle3_jax.manifest import ManifestError
 
-pytestmark = pytest.mark.any_jax
-
 IDENTITY = {"verb": "extract", "config": {"max_length": 8}, "inputs": ["a", "b"]}
 
 

@@ -11,7 +11,6 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tools"))
 import mutants
 
 ROOT = mutants.ROOT
-pytestmark = pytest.mark.any_jax
 
 
 def functions(path):

@@ -18,7 +18,6 @@ def cells(kind: str) -> list[str]:
     return ["".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == kind]
 
 
-@pytest.mark.any_jax
 def test_it_is_a_notebook_without_outputs():
     held = json.loads(NOTEBOOK.read_text())
     assert (held["nbformat"], held["metadata"]["kernelspec"]["name"]) == (4, "python3")
@@ -29,7 +28,6 @@ def test_it_is_a_notebook_without_outputs():
         compile(source, f"cell {number}", "exec")
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("place", ["checkout", "wheel", "neither"])
 def test_the_first_cell_installs_what_is_there(place, tmp_path, monkeypatch):
     here = tmp_path / "notebooks"

@@ -31,12 +31,14 @@ def results(run: pathlib.Path, folder: str) -> dict[str, Any]:
     return manifest["results"]
 
 
+@pytest.mark.smoke
 def test_no_verb_warns(whole_run: tiny.Run) -> None:
     assert list(whole_run.stderr) == list(tiny.VERBS)
     for verb, said in whole_run.stderr.items():
         assert "Traceback" not in said and "Warning" not in said, f"{verb}: {said}"
 
 
+@pytest.mark.smoke
 def test_each_verb_takes_all_that_the_one_before_made(whole_run: tiny.Run) -> None:
     run = whole_run.folder
     prompts = results(run, "prompts")["prompts"]
@@ -54,6 +56,7 @@ def test_each_verb_takes_all_that_the_one_before_made(whole_run: tiny.Run) -> No
     assert min(imread(run / "report.png").shape[:2]) > 300
 
 
+@pytest.mark.smoke
 def test_the_trainer_s_acceptance_length_is_the_decoder_s(whole_run: tiny.Run) -> None:
     """The same rounds counted twice: by the training-time test on features, and by decoding.
 
@@ -71,6 +74,7 @@ def test_the_trainer_s_acceptance_length_is_the_decoder_s(whole_run: tiny.Run) -
     assert trained["alpha"] == pytest.approx(decoded["alpha"], abs=0.04)
 
 
+@pytest.mark.long
 def test_the_engine_measures_a_training(whole_run: tiny.Run, tmp_path: pathlib.Path, monkeypatch) -> None:
     """On the very prompts that the trainer replays: what both count is the same, but for rounded features."""
     shutil.copytree(whole_run.folder.parent, tmp_path / "copy")

@@ -15,8 +15,6 @@ from eagle3_jax.data import chat
 from eagle3_jax.decoding.sampling import SamplingParams
 from eagle3_jax.models import chat_template, registry
 
-pytestmark = pytest.mark.any_jax
-
 QUESTIONS = [f"What is {a} plus {b}?" for a in range(2, 6) for b in range(10, 15)]
 
 

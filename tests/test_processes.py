@@ -128,7 +128,6 @@ def test_processes_agree_and_leave_together():
     assert "ended" in first and "ended" in second
 
 
-@pytest.mark.any_jax
 @pytest.mark.slow
 def test_each_process_reads_its_share_of_the_weights(tmp_path):
     """The identity is a single process's."""
@@ -141,7 +140,6 @@ def test_each_process_reads_its_share_of_the_weights(tmp_path):
     assert f"target {alone} ['more.safetensors']\n" in second
 
 
-@pytest.mark.any_jax
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "statuses", "sentences"),
@@ -160,7 +158,6 @@ def test_what_ends_one_process_ends_all_with_its_sentence(case, statuses, senten
             assert sentence in output
 
 
-@pytest.mark.any_jax
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "where"),

@@ -17,7 +17,7 @@ from huggingface_hub import ModelCard
 from eagle3_jax import config as configs
 from eagle3_jax import export, manifest, publish, report
 
-pytestmark = [pytest.mark.slow, pytest.mark.any_jax]
+pytestmark = pytest.mark.slow
 ABOUT = configs.CardConfig(license="apache-2.0", prompts=("words of the tests, CC0",))
 
 

@@ -37,13 +37,11 @@ def minutes(work: Work, rates: Rates) -> float:
     return sum(quickstart_size.seconds(work, rates, CONFIG).values()) / 60
 
 
-@pytest.mark.any_jax
 def test_a_fast_machine_does_all_of_it_and_a_slow_one_the_least():
     assert quickstart_size.choose(FAST, CONFIG, spent=60) == WHOLE == Work(520, 60, 15)
     assert quickstart_size.choose(slower(FAST, 50), CONFIG, spent=60) == LEAST
 
 
-@pytest.mark.any_jax
 @hypothesis.given(MACHINES, strategies.floats(0, 3600))
 def test_what_is_chosen_fits_or_is_the_least(rates, spent):
     work = quickstart_size.choose(rates, CONFIG, spent)
@@ -53,7 +51,6 @@ def test_what_is_chosen_fits_or_is_the_least(rates, spent):
         assert spent / 60 + minutes(work, rates) <= 18  # the rest of the 20 is reserve
 
 
-@pytest.mark.any_jax
 @hypothesis.given(MACHINES, strategies.floats(0, 1200), strategies.floats(1, 4), strategies.floats(0, 600))
 def test_a_slower_machine_or_a_later_start_never_means_more_work(rates, spent, times, later):
     most = dataclasses.astuple(quickstart_size.choose(rates, CONFIG, spent))
@@ -64,7 +61,6 @@ def test_a_slower_machine_or_a_later_start_never_means_more_work(rates, spent, t
         assert all(a <= b for a, b in zip(dataclasses.astuple(work), most, strict=True))
 
 
-@pytest.mark.any_jax
 def test_each_part_of_the_work_goes_by_the_rate_that_it_needs():
     def parts(**change: float) -> dict[str, float]:
         return quickstart_size.seconds(WHOLE, dataclasses.replace(FAST, **change), CONFIG)
@@ -93,7 +89,6 @@ def config(tmp_path, monkeypatch):
     return path
 
 
-@pytest.mark.any_jax
 def test_the_choice_is_kept_for_a_rerun(config, tmp_path, monkeypatch):
     first = quickstart_size.prepare(config, spent=60)
     chosen = configs.load(tmp_path / "run/config.yaml")
@@ -109,7 +104,6 @@ def test_the_choice_is_kept_for_a_rerun(config, tmp_path, monkeypatch):
     assert "as chosen before" in again and f"{work.packaged} of 520 packaged prompts" in again
 
 
-@pytest.mark.any_jax
 def test_another_config_than_the_quickstart_s_is_refused(config, tmp_path, capsys):
     bad = tmp_path / "bad.yaml"
     bad.write_text(json.dumps(json.loads(config.read_text()) | {"prepare": {}}))
@@ -119,7 +113,6 @@ def test_another_config_than_the_quickstart_s_is_refused(config, tmp_path, capsy
 
 
 @pytest.mark.slow
-@pytest.mark.any_jax
 def test_the_machine_is_measured_by_the_project_s_own_code(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     sizes = {"batch_size": 4, "max_length": 128, "max_tokens": 8, "temperature": 0.5}

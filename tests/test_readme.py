@@ -23,7 +23,7 @@ from eagle3_jax.models.head import Draft
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-MORE = [pytest.mark.slow, pytest.mark.any_jax]  # marks of the other pages
+MORE = pytest.mark.slow  # marks of the other pages
 
 
 def commands() -> list[str]:
@@ -68,7 +68,6 @@ def understand_script(script: str, arguments: list[str]) -> None:
             assert (ROOT / word).is_file(), word
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize(
     "line",
     [
@@ -82,7 +81,6 @@ def test_a_right_line_is_understood(line):
     understand_script(line.split()[0], line.split()[1:])
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize(
     "line",
     [
@@ -101,7 +99,6 @@ def test_a_wrong_line_is_not(line):
 
 
 @pytest.mark.slow
-@pytest.mark.any_jax
 @pytest.mark.parametrize("command", commands())
 def test_every_command_is_understood(command, monkeypatch):
     words = [word for word in shlex.split(command) if not re.fullmatch(r"[A-Z_0-9]+=\S*", word)]

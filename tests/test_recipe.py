@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 import pytest
 
-pytestmark = pytest.mark.any_jax
 ROOT = pathlib.Path(__file__).parents[1]
 VERBS = ["prepare", "regenerate", "extract", "train", "export", "evaluate", "report"]
 

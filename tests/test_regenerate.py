@@ -12,8 +12,6 @@ from eagle3_jax import config as configuration
 from eagle3_jax import manifest, regenerate
 from eagle3_jax.decoding.engine import Engine, Output, Stats
 
-pytestmark = pytest.mark.any_jax
-
 IDENTITY = tiny.identity((0, 1, 3))
 
 

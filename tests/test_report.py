@@ -14,8 +14,6 @@ from eagle3_jax.config import FOLDERS, RunConfig
 from eagle3_jax.decoding.measure import Tally, total
 from eagle3_jax.manifest import begin, finish
 
-pytestmark = pytest.mark.any_jax
-
 CATEGORIES = ("chat", "code", "long_context", "math", "multilingual")
 TREES = {
     "chain": {"num_steps": 4, "topk": 1, "num_draft_tokens": 5},

@@ -14,8 +14,6 @@ from eagle3_jax import command, serve
 from eagle3_jax.config import ConfigError, DraftTree, RunConfig, ServeConfig, from_dict
 from eagle3_jax.decoding.engine import Engine
 
-pytestmark = pytest.mark.any_jax
-
 TREE = ["--speculative-num-steps", "2", "--speculative-eagle-topk", "1"]
 # The programs that are asked for are compiled when they are.
 COLD = """
@@ -185,6 +183,7 @@ def test_a_stop_while_it_loads_ends_well(run_file, monkeypatch):
     assert ended.value.code == 0
 
 
+@pytest.mark.smoke
 @pytest.mark.slow
 def test_a_process_answers_and_ends_with_what_it_began(tmp_path):
     tiny.write_target(tmp_path / "target")

@@ -12,7 +12,7 @@ import pytest
 import tiny
 import yaml
 
-pytestmark = [pytest.mark.slow, pytest.mark.any_jax]
+pytestmark = pytest.mark.slow
 ROOT = pathlib.Path(__file__).parents[1]
 
 

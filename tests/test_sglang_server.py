@@ -9,7 +9,6 @@ import pytest
 
 from eagle3_jax import sglang_server
 
-pytestmark = pytest.mark.any_jax
 PROMPTS = [[5, 6], [7]]
 REQUEST = {
     "prompts": PROMPTS,

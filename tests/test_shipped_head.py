@@ -34,7 +34,6 @@ def test_its_card_names_what_the_hub_asks_for():
         assert part in card
 
 
-@pytest.mark.any_jax
 @pytest.mark.slow
 def test_it_drafts_by_default_and_changes_no_token():
     """Unseen prompts of a sort that it was trained on; the acceptance is what was measured, less a margin."""

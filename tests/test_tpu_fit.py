@@ -1,5 +1,6 @@
 """tools/tpu_fit.py: what fits, what does not and by how much, without a TPU."""
 
+import dataclasses
 import importlib
 import json
 import os
@@ -10,6 +11,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -43,20 +45,34 @@ def small(tmp_path_factory):
     return folder / "run.yaml"
 
 
-def python(*arguments):
-    command = [sys.executable, *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tools'}"}
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=600)
+@pytest.fixture
+def tpu_fit(monkeypatch):
+    """The tool. Shapes stand for arrays in it, which checked annotations refuse."""
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    monkeypatch.chdir(ROOT)
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield importlib.import_module("tpu_fit")
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
-def fit(config, *arguments):
-    return python(ROOT / "tools/tpu_fit.py", "--config", config, *arguments)
+@pytest.fixture
+def fit(tpu_fit, monkeypatch, capsys):
+    """Runs the tool: its exit status and what it printed."""
+
+    def run(config, *arguments):
+        monkeypatch.setattr(sys, "argv", ["tpu_fit.py", "--config", str(config), *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            tpu_fit.main()
+        return int(ended.value.code or 0), capsys.readouterr().out
+
+    return run
 
 
 @pytest.mark.slow
-def test_a_small_run_fits(small, tmp_path):
-    done = fit(small, "--topology", "v5e:1x2", "--verbs", "evaluate,extract,train", "--json", tmp_path / "rows.json")
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_a_small_run_fits(small, tmp_path, fit):
+    rows = tmp_path / "rows.json"
+    status, said = fit(small, "--topology", "v5e:1x2", "--verbs", "evaluate,extract,train", "--json", rows)
+    assert status == 0, said
     rows = {row["program"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
     assert list(rows) == ["evaluate: prefill", "evaluate: rounds", "extract", "train: step"]
     for row in rows.values():
@@ -74,19 +90,18 @@ def test_a_small_run_fits(small, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1024, 65536])  # temporaries are too many; the arguments alone are
-def test_what_does_not_fit_is_said_with_the_amount(small, rows):
-    done = fit(small, "--topology", "v5e:1x2", "--verbs", "train", "--train.batch-size", str(rows), *LONG_ROWS)
-    assert done.returncode == 1, done.stderr
-    assert "does not fit" in done.stdout
-    assert "GiB too much" in done.stdout
+def test_what_does_not_fit_is_said_with_the_amount(small, rows, fit):
+    status, said = fit(small, "--topology", "v5e:1x2", "--verbs", "train", "--train.batch-size", str(rows), *LONG_ROWS)
+    assert status == 1
+    assert "does not fit" in said
+    assert "GiB too much" in said
 
 
 @pytest.mark.slow
-def test_what_a_kernel_cannot_hold_is_said_with_the_amount(small):
-    done = fit(small, "--topology", "v5e:1x2", "--verbs", "extract", "--extract.batch-tokens", "100000000")
-    assert done.returncode == 1, done.stderr
-    assert re.search(r"^extract .*\n    refused: SMEM: got 11.9 MiB", done.stdout, re.MULTILINE)
-    assert "Traceback" not in done.stderr
+def test_what_a_kernel_cannot_hold_is_said_with_the_amount(small, fit):
+    status, said = fit(small, "--topology", "v5e:1x2", "--verbs", "extract", "--extract.batch-tokens", "100000000")
+    assert status == 1
+    assert re.search(r"^extract .*\n    refused: SMEM: got 11.9 MiB", said, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -96,9 +111,7 @@ def test_what_a_kernel_cannot_hold_is_said_with_the_amount(small):
         jax.errors.JaxRuntimeError("INTERNAL: Failed to verify lowered module.\nall-reduce: error: an operand's type"),
     ],
 )
-def test_what_is_refused_is_a_row_and_the_next_program_is_planned(small, tmp_path, monkeypatch, capsys, error):
-    monkeypatch.syspath_prepend(ROOT / "tools")
-    tpu_fit = importlib.import_module("tpu_fit")
+def test_what_is_refused_is_a_row_and_the_next_program_is_planned(small, tmp_path, monkeypatch, tpu_fit, fit, error):
     (device,) = tpu_fit.topology_devices("v5e:1x1")
     mesh = jax.sharding.Mesh(np.array([[device]]), ("data", "model"))
     programs = [tpu_fit.Program(name, mesh, {}, {}, lambda: None) for name in ("one", "two", "three")]
@@ -112,15 +125,12 @@ def test_what_is_refused_is_a_row_and_the_next_program_is_planned(small, tmp_pat
     monkeypatch.setattr(tpu_fit, "measure", measure)
     monkeypatch.setattr(tpu_fit, "hbm", lambda devices: 2**34)
     file = tmp_path / "rows.json"
-    arguments = ["--config", str(small), "--topology", "v5e:1x1", "--verbs", "extract", "--json", str(file)]
-    monkeypatch.setattr(sys, "argv", ["tpu_fit.py", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        tpu_fit.main()
-    assert ended.value.code == 1
+    status, said = fit(small, "--topology", "v5e:1x1", "--verbs", "extract", "--json", file)
+    assert status == 1
     rows = json.loads(file.read_text())
     assert [(row["program"], row["fits"]) for row in rows] == [("one", True), ("two", False), ("three", True)]
     assert rows[1]["refused"] == str(error)
-    assert f"refused: {error}\n" in capsys.readouterr().out
+    assert f"refused: {error}\n" in said
 
 
 def test_the_table_shows_what_was_refused_and_goes_on(tmp_path):
@@ -151,9 +161,8 @@ exit 1
 
 
 @pytest.mark.parametrize(("topology", "chips", "hours"), [("v6e:2x2", 4, 2310 / 918), ("tpu7x:2x2x1", 4, 1)])
-def test_a_cost_is_of_chips_whose_devices_may_be_two(small, topology, chips, hours, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(ROOT / "tools")
-    tpu_cost, tpu_fit = importlib.import_module("tpu_cost"), importlib.import_module("tpu_fit")
+def test_a_cost_is_of_chips_whose_devices_may_be_two(small, topology, chips, hours, monkeypatch, capsys, tpu_fit):
+    tpu_cost = importlib.import_module("tpu_cost")
 
     def extract(config, target, devices):
         mesh = jax.sharding.Mesh(np.array(devices[:1]), ("model",))
@@ -180,11 +189,10 @@ def test_a_cost_is_of_chips_whose_devices_may_be_two(small, topology, chips, hou
         (("--topology", "v5e:1x2", "--verbs", "sing"), "--verbs: got sing, expected some of evaluate, regenerate"),
     ],
 )
-def test_a_wrong_argument_is_refused_by_name(small, arguments, message, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(ROOT / "tools")
+def test_a_wrong_argument_is_refused_by_name(small, arguments, message, monkeypatch, capsys, tpu_fit):
     monkeypatch.setattr(sys, "argv", ["tpu_fit.py", "--config", str(small), *arguments])
     with pytest.raises(SystemExit, match="2"):
-        importlib.import_module("tpu_fit").main()
+        tpu_fit.main()
     assert message in capsys.readouterr().err
 
 
@@ -197,10 +205,7 @@ def test_a_wrong_argument_is_refused_by_name(small, arguments, message, monkeypa
         ("mimo_7b", "mimo_7b", None, "DraftHead"),
     ],
 )
-def test_the_draft_is_the_one_that_the_config_names(run, target, draft, head, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "tools")
-    monkeypatch.chdir(ROOT)
-    tpu_fit = importlib.import_module("tpu_fit")
+def test_the_draft_is_the_one_that_the_config_names(run, target, draft, head, tpu_fit):
     config = tpu_fit.configs.load(f"configs/{run}.yaml", ["--evaluate.draft", draft] if draft else [])
     shape = tpu_fit.read_config(TARGETS / target)
     assert type(tpu_fit.drafting_head(config, shape)).__name__ == head
@@ -210,77 +215,64 @@ def test_the_draft_is_the_one_that_the_config_names(run, target, draft, head, mo
 
 
 @pytest.mark.slow
-def test_beside_an_evaluation_s_programs_lie_the_caches_of_vanilla_decoding(small):
+def test_beside_an_evaluation_s_programs_lie_the_caches_of_vanilla_decoding(small, tpu_fit):
     """`evaluate` keeps both of its engines; `regenerate` has one."""
-    check = """
-import pathlib, sys, tpu_fit
-from eagle3_jax import config as configs
-# Two layers' keys and values; three pages of a request, and one; pages of 128 rows of 128 numbers a device.
-caches = 2 * 2 * (3 * 5 + 1) * 128 * 128 * 2
-devices = tpu_fit.topology_devices("v5e:1x2")
-for draft in [], ["--evaluate.draft", "lookup"]:
-    config = configs.load(sys.argv[1], ["--evaluate.batch-size", "5", *draft])
-    target = tpu_fit.read_config(pathlib.Path(config.target.name), config.target.aux_layers)
-    prefill, rounds = tpu_fit.evaluate(config, target, devices)
-    for program in prefill, rounds:
-        ((name, state),) = program.beside.items()
-        assert (name, tpu_fit.share(state.cache), state.draft_cache) == ("vanilla state", caches, None)
-        assert tpu_fit.figures(program, tpu_fit.Plan(), 2**30)["total"] == tpu_fit.share(state) > caches
-    assert not any(program.beside for program in tpu_fit.regenerate(config, target, devices))
-"""
-    done = python("-c", check, small)
-    assert done.returncode == 0, done.stderr
+    # Two layers' keys and values; three pages of a request, and one; pages of 128 rows of 128 numbers a device.
+    caches = 2 * 2 * (3 * 5 + 1) * 128 * 128 * 2
+    devices = tpu_fit.topology_devices("v5e:1x2")
+    for draft in [], ["--evaluate.draft", "lookup"]:
+        config = tpu_fit.configs.load(small, ["--evaluate.batch-size", "5", *draft])
+        target = tpu_fit.read_config(pathlib.Path(config.target.name), config.target.aux_layers)
+        prefill, rounds = tpu_fit.evaluate(config, target, devices)
+        for program in prefill, rounds:
+            ((name, state),) = program.beside.items()
+            assert (name, tpu_fit.share(state.cache), state.draft_cache) == ("vanilla state", caches, None)
+            assert tpu_fit.figures(program, tpu_fit.Plan(), 2**30)["total"] == tpu_fit.share(state) > caches
+        assert not any(program.beside for program in tpu_fit.regenerate(config, target, devices))
 
 
 @pytest.mark.slow
-def test_programs_of_other_drafts_are_planned_as_the_engine_runs_them():
+@pytest.mark.parametrize(
+    ("run", "target", "draft", "layers"),
+    [
+        ("mimo_7b", "mimo_7b", "mtp", 2),
+        pytest.param("llama2_7b_eagle2", "llama2_7b", "configs/heads/llama2_7b_eagle2", 2, marks=pytest.mark.long),
+        pytest.param("mimo_7b", "deepseek_v3", "mtp", 4, marks=pytest.mark.long),  # three dense ones come first
+    ],
+)
+def test_programs_of_other_drafts_are_planned_as_the_engine_runs_them(run, target, draft, layers, tpu_fit):
     """The target gives the draft the states that it reads: one of EAGLE-2's, none of the target's own layer."""
-    check = """
-import jax, tpu_fit
-from eagle3_jax import config as configs
-for run, target, draft in [
-    ("llama2_7b_eagle2", "llama2_7b", "configs/heads/llama2_7b_eagle2"),
-    ("mimo_7b", "mimo_7b", "mtp"),
-    ("mimo_7b", "deepseek_v3", "mtp"),
-]:
-    config = configs.load(f"configs/{run}.yaml", ["--evaluate.draft", draft])
-    shape = tpu_fit.read_config(tpu_fit.fetch(f"configs/targets/{target}"))
+    config = tpu_fit.configs.load(f"configs/{run}.yaml", ["--evaluate.draft", draft])
+    shape = dataclasses.replace(tpu_fit.read_config(TARGETS / target), num_hidden_layers=layers)
     for program in tpu_fit.evaluate(config, shape, tpu_fit.topology_devices("v5e:2x2")):
         with jax.sharding.use_abstract_mesh(program.mesh.abstract_mesh):
             program.trace()
-"""
-    done = python("-c", check)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
-def test_rounds_take_the_state_where_prefill_leaves_it(small):
-    check = """
-import sys, jax, tpu_fit
-from eagle3_jax import config as configs
-config = configs.load(sys.argv[1])
-target = tpu_fit.read_config(tpu_fit.fetch(config.target.name), config.target.aux_layers)
-prefill, rounds = tpu_fit.evaluate(config, target, tpu_fit.topology_devices("v5e:1x2"))
-with jax.sharding.use_abstract_mesh(prefill.mesh.abstract_mesh):
-    left, _ = prefill.trace().lower().compile().output_shardings
-def compare(path, leaf, place):
-    assert leaf.sharding.is_equivalent_to(place, leaf.ndim), (path, leaf.sharding, place)
-jax.tree_util.tree_map_with_path(compare, rounds.arguments["state"], left)
-assert "model" in left.cache.keys[0].spec
-"""
-    done = python("-c", check, small)
-    assert done.returncode == 0, done.stderr
+def test_rounds_take_the_state_where_prefill_leaves_it(small, tpu_fit):
+    config = tpu_fit.configs.load(small)
+    target = tpu_fit.read_config(pathlib.Path(config.target.name), config.target.aux_layers)
+    prefill, rounds = tpu_fit.evaluate(config, target, tpu_fit.topology_devices("v5e:1x2"))
+    with jax.sharding.use_abstract_mesh(prefill.mesh.abstract_mesh):
+        left, _ = prefill.trace().lower().compile().output_shardings
+
+    def compare(path, leaf, place):
+        assert leaf.sharding.is_equivalent_to(place, leaf.ndim), (path, leaf.sharding, place)
+
+    jax.tree_util.tree_map_with_path(compare, rounds.arguments["state"], left)
+    assert "model" in left.cache.keys[0].spec
 
 
-@pytest.mark.slow
-def test_decoding_takes_little_beside_weights_and_caches(tmp_path):
+@pytest.mark.long
+def test_decoding_takes_little_beside_weights_and_caches(tmp_path, fit):
     """No weights in another layout, nothing kept of each layer: Llama-3.1-8B with 4 of its layers."""
     values = json.loads((TARGETS / "llama31_8b/config.json").read_text()) | {"num_hidden_layers": 4}
     (tmp_path / "config.json").write_text(json.dumps(values))
     layers = "--target.aux-layers", "1", "2", "3"
     run = ROOT / "configs/llama31_8b.yaml", "--target.name", tmp_path, *layers, "--mesh.model", "4"
-    done = fit(*run, "--topology", "v5e:2x2", "--verbs", "evaluate", "--json", tmp_path / "rows.json")
-    assert done.returncode == 0, done.stdout + done.stderr
+    status, said = fit(*run, "--topology", "v5e:2x2", "--verbs", "evaluate", "--json", tmp_path / "rows.json")
+    assert status == 0, said
     prefill, rounds = json.loads((tmp_path / "rows.json").read_text())
     assert prefill["temporaries"] < 2**30 / 4
     assert rounds["temporaries"] < 2**30 / 8

@@ -24,7 +24,6 @@ import yaml
 from eagle3_jax import command
 from eagle3_jax import config as configs
 
-pytestmark = pytest.mark.any_jax
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "docs/batch-jobs-on-tpu-vms.md"
 

@@ -155,7 +155,6 @@ def test_a_killed_run_goes_on_bit_equally(finished, target, tmp_path, monkeypatc
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.any_jax
 @pytest.mark.slow
 def test_what_was_written_behind_the_last_checkpoint_is_written_once(finished, target, tmp_path, monkeypatch):
     """Killed at the second save: the metrics of steps 4 to 6 are there, and will come again; a torn line is too."""
@@ -185,7 +184,6 @@ def test_what_was_written_behind_the_last_checkpoint_is_written_once(finished, t
     assert resumed["train"]["loss"] == finished[1]["train"]["loss"]
 
 
-@pytest.mark.any_jax
 @pytest.mark.slow
 def test_killed_before_the_last_word_it_still_knows_its_results(target, tmp_path, monkeypatch):
     config = prepared(tmp_path, target)
@@ -199,7 +197,6 @@ def test_killed_before_the_last_word_it_still_knows_its_results(target, tmp_path
     assert results["train"] == expected["train"] and results["held_out"] == expected["held_out"]
 
 
-@pytest.mark.any_jax
 @pytest.mark.slow
 @pytest.mark.parametrize("split", ["train", "held_out"])
 def test_a_nan_stops_with_the_records_named_and_the_last_checkpoint_stays(tmp_path, target, split, capsys):
@@ -223,7 +220,6 @@ def test_a_nan_stops_with_the_records_named_and_the_last_checkpoint_stays(tmp_pa
         assert all(np.isfinite(leaf).all() for leaf in leaves(config, target))
 
 
-@pytest.mark.any_jax
 @pytest.mark.slow
 def test_a_nan_of_training_is_found_before_the_head_is_evaluated(tmp_path, target):
     config = prepared(tmp_path, target, max_steps=None, epochs=1, checkpoint_every=100, log_every=100, eval_every=1)
@@ -235,7 +231,6 @@ def test_a_nan_of_training_is_found_before_the_head_is_evaluated(tmp_path, targe
         train.train(config, target)
 
 
-@pytest.mark.any_jax
 @pytest.mark.slow
 def test_a_process_without_metrics_goes_on_where_process_0_does(tmp_path, target, monkeypatch):
     """What was trained before the stop, only process 0 has read."""
@@ -253,7 +248,6 @@ def test_a_process_without_metrics_goes_on_where_process_0_does(tmp_path, target
     assert train.train(config, target)["train"]["positions"] == 0
 
 
-@pytest.mark.any_jax
 @pytest.mark.slow
 def test_what_trains_nothing_is_refused(tmp_path, target):
     """A loss of exactly 0 would look like a head that knows all."""
@@ -273,7 +267,6 @@ def test_what_trains_nothing_is_refused(tmp_path, target):
     assert train.train(other, target)["train"]["positions"] > 0
 
 
-@pytest.mark.any_jax
 @pytest.mark.slow
 def test_a_run_without_held_out_records(tmp_path, target):
     config = prepared(tmp_path, target, max_steps=2)
@@ -284,7 +277,6 @@ def test_a_run_without_held_out_records(tmp_path, target):
     assert kinds == {"train"}
 
 
-@pytest.mark.any_jax
 @pytest.mark.slow
 def test_a_stop_saves_behind_the_step_and_the_rerun_goes_on_bit_equally(finished, target, tmp_path, monkeypatch):
     whole, _ = finished
@@ -300,7 +292,6 @@ def test_a_stop_saves_behind_the_step_and_the_rerun_goes_on_bit_equally(finished
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.any_jax
 @pytest.mark.slow
 def test_the_lk_loss_begins_at_its_step_and_is_still_there_after_a_stop(finished, target, tmp_path, monkeypatch):
     """Up to step 3 of 6 a run with `lk` is the one without; stopped behind step 4, it goes on with another loss."""

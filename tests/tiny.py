@@ -253,12 +253,13 @@ def environment(**more: str) -> dict[str, str]:
     """Of a process that a test starts: JAX on CPUs, no hub, no PyTorch, and this package from whatever folder.
 
     XLA's flags and log level are a user's: a verb runs what it compiles for longer than it compiles. What one process
-    compiled the next one finds, apart from the tests' own cache: a process that is killed may leave half a file there.
+    compiled the next one finds.
     """
-    paths = [str(REPOSITORY / "tests/started"), str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+    tests = REPOSITORY / "tests"
+    paths = [str(tests / "started"), str(tests), str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
     common = {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths)}
     if cache := getattr(jax.config, "jax_compilation_cache_dir"):  # noqa: B009
-        common |= {"JAX_COMPILATION_CACHE_DIR": f"{cache}/started", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        common |= {"JAX_COMPILATION_CACHE_DIR": f"{cache}-started", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     of_tests = ("XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL")
     return {name: value for name, value in os.environ.items() if name not in of_tests} | common | more
 

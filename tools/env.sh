@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Shared by the other scripts, which source it: finds a Python, makes the virtual environment, installs once.
+# Shared by the other scripts, which source it: finds a Python, makes the virtual environment, installs once, times parts.
 # Needs bash and a Python 3.11 or newer, nothing else.
 set -euo pipefail
 
@@ -7,7 +7,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 VENV=${VENV:-.venv}
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 NEEDED_MIB=4096
-# pytest as every script runs it: with time limits, all skips said, two workers.
+# pytest as every script runs it: with time limits, all skips said, two workers, the twenty slowest at the end.
 # shellcheck disable=SC2034
 PYTEST=(python -m pytest -p timeout --timeout-method thread -n 2 --dist worksteal -q -rs --durations 20)
 
@@ -67,8 +67,20 @@ ticker() {
   if [[ -t 2 ]]; then printf '\r\033[K' >&2; fi
 }
 
+# uv takes a tenth of pip's time. It reads none of pip's settings; these four say where packages come from.
+uv_install() (
+  command -v uv >/dev/null || exit
+  [[ -z ${PIP_CERT:-} ]] || export SSL_CERT_FILE=$PIP_CERT
+  [[ -z ${PIP_INDEX_URL:-} ]] || export UV_DEFAULT_INDEX=$PIP_INDEX_URL
+  [[ -z ${PIP_FIND_LINKS:-} ]] || export UV_FIND_LINKS=$PIP_FIND_LINKS
+  [[ -z ${PIP_NO_INDEX:-} ]] || export UV_NO_INDEX=1
+  uv pip install --quiet --python "$VENV/bin/python" "$@" >/dev/null 2>&1
+)
+
+# By uv where it is there and can; else pip does it, or says why not.
 pip_install() {
   local output
+  if uv_install "$@"; then return; fi
   output=$("$VENV/bin/python" -m pip install --progress-bar off "$@" 2>&1 | tee >(ticker)) || fail "$(explain "$output")"
 }
 
@@ -102,4 +114,22 @@ prepare_environment() {
   pip_install --no-build-isolation --no-deps --editable .
   if [[ -n $extra ]]; then pip_install --no-build-isolation --editable ".$extra"; fi
   echo "$key" >"$VENV/.installed-$role$extra" || fail "the disk is full. Free some space and run the same command again."
+}
+
+# What `timed` has timed, a line each.
+TIMES=()
+
+# timed NAME COMMAND...: runs it, and keeps how long it took for `show_times`.
+timed() {
+  local name=$1 start=$SECONDS status=0
+  shift
+  echo "== $name"
+  "$@" || status=$?
+  TIMES+=("$(printf '%3d:%02d  %s' $(((SECONDS - start) / 60)) $(((SECONDS - start) % 60)) "$name")")
+  return "$status"
+}
+
+show_times() {
+  echo "== minutes"
+  printf '%s\n' "${TIMES[@]}" "$(printf '%3d:%02d  in all' $((SECONDS / 60)) $((SECONDS % 60)))"
 }

@@ -3,29 +3,27 @@
 #   tools/test.sh fast   everyday work: without the slow tests
 #   tools/test.sh        without the long tests
 #   tools/test.sh long   all of it: the long tests, new examples of every property, every mutant
-# What follows these words goes to pytest.
+# What follows these words goes to pytest; `--cold` uses nothing that earlier runs compiled.
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 case "${1:-}" in
-  fast)
-    select=(-m "not slow and not long")
-    # Most of the time goes to compiling, less of it without LLVM's optimizer.
-    export XLA_FLAGS=${XLA_FLAGS:---xla_backend_optimization_level=0}
-    ;;
+  fast) select=(-m "not slow and not long") ;;
   "") select=(-m "not long") ;;
-  long) select=(-m "not long" --hypothesis-profile=long) ;;
+  long)
+    select=(-m "not long" --hypothesis-profile=long)
+    export XLA_FLAGS=${XLA_FLAGS:-} # as users have them; `tests/conftest.py` takes the optimizer away
+    ;;
   *) fail "got '$1', expected nothing, 'fast' or 'long'." ;;
 esac
 
-prepare_environment test "[reference]"
+timed environment prepare_environment test "[reference]"
 PATH="$(cd "$VENV/bin" && pwd):$PATH"
 export PATH
 
 # Each check runs even when one before it failed, so that one run shows all there is to mend.
 failed=()
 check() {
-  echo "== $*"
-  "$@" || failed+=("$*")
+  timed "$*" "$@" || failed+=("$*")
 }
 check ruff check .
 check ruff format --check .
@@ -38,4 +36,5 @@ if [[ ${1:-} == long ]]; then
   check "${PYTEST[@]}" -n 0 -m long --hypothesis-profile=long
   check python tools/mutants.py
 fi
+show_times
 ((${#failed[@]} == 0)) || fail "failed: $(printf '%s; ' "${failed[@]}")"

@@ -11,9 +11,10 @@ trap 'rm -rf "$place"' EXIT
 mkdir "$place/tree"
 git ls-files -z | xargs -0 cp --parents -t "$place/tree"
 cp tools/check_package.py tests/tiny.py "$place"
-"$PYTHON" -m venv "$place/runtime"
-python=$place/runtime/bin/python
-"$python" -m pip install --quiet --require-hashes --requirement requirements/decode.txt
+VENV=$place/runtime
+"$PYTHON" -m venv "$VENV"
+python=$VENV/bin/python
+pip_install --require-hashes --requirement requirements/decode.txt
 
 cd "$place/tree" || exit 1
 "$python" -c 'import sys, setuptools.build_meta as build; build.build_sdist(sys.argv[1])' "$place" >/dev/null

@@ -26,7 +26,6 @@ def test_times_are_of_the_devices_of_an_engine_the_machine_and_versions(config, 
         assert identity["hardware"]["cores"] and identity["versions"]["jax"]
 
 
-@pytest.mark.any_jax
 @pytest.mark.slow
 def test_every_way_answers_alike_and_is_recorded_as_sglang_does(config, target, prompts, monkeypatch, capsys):
     monkeypatch.setattr(decode, "load_target", lambda *_: target)
@@ -71,7 +70,7 @@ def test_every_way_answers_alike_and_is_recorded_as_sglang_does(config, target, 
         decode.run(other, prompts)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_acceptance_can_be_simulated(config, target, prompts, tmp_path):
     """A head that knows nothing, all of whose drafts are taken: times without training one."""
     settings = dataclasses.replace(config.benchmark, simulated_acceptance=1.0, batch_sizes=(2,), max_tokens=13)

@@ -10,8 +10,6 @@ import pytest
 
 from eagle3_jax.benchmarking import page, serving
 
-pytestmark = pytest.mark.any_jax
-
 
 def distribution(value: float) -> dict[str, float]:
     return {"mean": value, "p50": value, "p95": 2 * value, "p99": 3 * value}

@@ -24,8 +24,6 @@ from eagle3_jax.benchmarking import serving
 from eagle3_jax.benchmarking.traffic import Server
 from eagle3_jax.config import ConfigError, RunConfig
 
-pytestmark = pytest.mark.any_jax
-
 TOKENS = 6
 
 
@@ -285,7 +283,6 @@ def test_a_server_that_does_not_start_is_an_error(traffic_config, prompts):
         serving.run(broken, prompts)
 
 
-@pytest.mark.any_jax
 def test_a_server_that_was_killed_is_named_by_its_signal():
     assert serving._end(-9) == "SIGKILL (often: no memory is left)"
     assert (serving._end(-11), serving._end(3)) == ("SIGSEGV", "status 3")

@@ -15,8 +15,6 @@ import pytest
 from eagle3_jax.benchmarking import traffic
 from eagle3_jax.benchmarking.traffic import Server, Timing
 
-pytestmark = pytest.mark.any_jax
-
 SERVER = Server("http://server/v1", "a-model", key="secret")
 PROMPT = {"messages": [{"role": "user", "content": "Hi"}], "category": "chat"}
 

@@ -25,8 +25,6 @@ from eagle3_jax.decoding import tiers
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.tiers import Tier
 
-pytestmark = pytest.mark.any_jax
-
 CHAIN_OF_2 = DraftTree(num_steps=2, num_draft_tokens=3)
 
 

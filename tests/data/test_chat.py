@@ -14,8 +14,6 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from eagle3_jax.data import chat
 from eagle3_jax.models import chat_template
 
-pytestmark = pytest.mark.any_jax
-
 CHATML = (
     "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% endif %}"
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"

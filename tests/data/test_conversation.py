@@ -9,8 +9,6 @@ from eagle3_jax.data import chat
 from eagle3_jax.data.conversation import Rejected, read_conversation
 from eagle3_jax.models.chat_template import prompt_ids
 
-pytestmark = pytest.mark.any_jax
-
 TOKENIZER = tiny.make_tokenizer()
 END = TOKENIZER.eos_token_id
 # Drops the thoughts of every turn but the last.

@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 
 from eagle3_jax.data import features
 
-pytestmark = pytest.mark.any_jax
-
 
 def make_record(length: int, seed: int = 0, aux: int = 12, hidden: int = 4) -> features.Record:
     rng = np.random.default_rng(seed)

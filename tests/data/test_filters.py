@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 
 from eagle3_jax.data import filters
 
-pytestmark = pytest.mark.any_jax
-
 PASSAGE = (
     "The lighthouse on the northern cape was built of grey stone and stood for a hundred years before the sea took the "
     "ground from under it one winter night while the keeper and his daughter were safe in the village below the hill."

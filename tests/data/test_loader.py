@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 
 from eagle3_jax.data.loader import PackedRows, batches, plan_rows
 
-pytestmark = pytest.mark.any_jax
-
 
 @dataclasses.dataclass
 class Source:

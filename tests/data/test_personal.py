@@ -4,8 +4,6 @@ import pytest
 
 from eagle3_jax.data import personal
 
-pytestmark = pytest.mark.any_jax
-
 
 @pytest.mark.parametrize(
     ("text", "expected"),

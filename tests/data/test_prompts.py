@@ -7,8 +7,6 @@ import pytest
 
 from eagle3_jax.data import filters, sources
 
-pytestmark = pytest.mark.any_jax
-
 
 @pytest.fixture(scope="module")
 def prompts() -> list[sources.Prompt]:

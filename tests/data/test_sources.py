@@ -9,8 +9,6 @@ import tensorflow_datasets as tfds
 
 from eagle3_jax.data import sources
 
-pytestmark = pytest.mark.any_jax
-
 
 def read(tmp_path, *lines: object) -> list:
     path = tmp_path / "prompts.jsonl"

@@ -15,8 +15,6 @@ import transformers
 from eagle3_jax.data import chat
 from eagle3_jax.models import chat_template
 
-pytestmark = pytest.mark.any_jax
-
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden/templates.json").read_text())
 CONVERSATIONS, FAMILIES = GOLDEN["conversations"], GOLDEN["families"]
 

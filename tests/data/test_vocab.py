@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 
 from eagle3_jax.data import vocab
 
-pytestmark = pytest.mark.any_jax
-
 COUNTS = st.lists(st.integers(0, 4), min_size=1, max_size=60).map(lambda c: np.array(c, np.int64))
 
 

@@ -10,8 +10,6 @@ from eagle3_jax.decoding.progress import Progress
 from eagle3_jax.decoding.request import Request
 from eagle3_jax.decoding.sampling import SamplingParams
 
-pytestmark = pytest.mark.any_jax
-
 MARKS = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>"]
 OPENING = "<|start|>user<|message|>What is <|channel|> ?<|end|><|start|>assistant"
 THOUGHT = "<|channel|>analysis<|message|>They greet.<|end|>"

@@ -7,8 +7,6 @@ import pytest
 from eagle3_jax.decoding import costs
 from eagle3_jax.decoding.costs import Costs
 
-pytestmark = pytest.mark.any_jax
-
 KEY = {"hardware": {"cpu": "a"}, "tiers": ["vanilla", "chain 3"]}
 FIRST = Costs({"vanilla": 0.25, "chain 3": 0.5}, 0.125)
 SECOND = Costs({"vanilla": 1.0, "chain 3": 2.0}, 3.0)

@@ -2,14 +2,11 @@
 
 import itertools
 
-import pytest
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle3_jax.decoding.detokenizer import Detokenizer
-
-pytestmark = pytest.mark.any_jax
 
 
 class ByteTokenizer:

@@ -80,14 +80,8 @@ def test_drafts_change_no_token(family):
 
 
 # A window, attention sinks, chunks: what a draft model's own scratch must respect.
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "architecture",
-    [
-        "Gemma3ForCausalLM",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("GptOssForCausalLM", "Llama4ForCausalLM")),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "GptOssForCausalLM", "Llama4ForCausalLM"])
 def test_what_it_drafts_for_itself_is_accepted(architecture):
     """In chains that are longer than a window, of sequences that are longer too."""
     family = next(family for family in FAMILIES if family.config.architecture == architecture)

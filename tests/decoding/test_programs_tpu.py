@@ -159,17 +159,17 @@ def test_log_probabilities_sort_no_vocabulary(topology):
         pytest.param("decode", CHAIN, True, "v5e:2x2", marks=pytest.mark.long),
         pytest.param("decode narrow", CHAIN, True, "v5e:2x2", marks=pytest.mark.slow),
         pytest.param("decode narrow", TREE, False, "tpu7x:1x1x1", marks=pytest.mark.long),
-        pytest.param("prefill packed", CHAIN, False, "v5e:2x2", marks=pytest.mark.slow),
+        pytest.param("prefill packed", CHAIN, False, "v5e:2x2", marks=pytest.mark.long),
         pytest.param("prefill packed", CHAIN, False, "v6e:1x1", marks=pytest.mark.long),
         pytest.param("decode", TREE, False, "v5e:1x1", marks=pytest.mark.long),
         pytest.param("decode", TARGET_ONLY, False, "v5p:1x1x1", marks=pytest.mark.long),
         pytest.param("decode", CHAIN, False, "tpu7x:1x1x1", marks=pytest.mark.long),
-        pytest.param("decode", LOOKUP, True, "v5e:1x1", marks=pytest.mark.slow),
+        pytest.param("decode", LOOKUP, True, "v5e:1x1", marks=pytest.mark.long),
         pytest.param("decode", LOOKUP, False, "v6e:1x1", marks=pytest.mark.long),
         pytest.param("decode", GRAFTED, True, "v5p:1x1x1", marks=pytest.mark.slow),
         pytest.param("decode", GRAFTED, False, "v5e:1x1", marks=pytest.mark.long),
-        pytest.param("decode", RESTING, True, "v5e:1x1", marks=pytest.mark.slow),
-        pytest.param("catch_up", RESTING, True, "v5e:2x2", marks=pytest.mark.slow),
+        pytest.param("decode", RESTING, True, "v5e:1x1", marks=pytest.mark.long),
+        pytest.param("catch_up", RESTING, True, "v5e:2x2", marks=pytest.mark.long),
         pytest.param("catch_up narrow", RESTING, True, "tpu7x:1x1x1", marks=pytest.mark.long),
         pytest.param("prefill", VANILLA, False, "v6e:1x1", marks=pytest.mark.long),
         pytest.param("prefill", CHAIN, False, "v5p:1x1x1", marks=pytest.mark.long),
@@ -180,7 +180,7 @@ def test_programs_compile_for_a_tpu(program, tree, greedy, topology):
     check(program, tree, greedy, topology, CONFIG, limit=64 if greedy else 256)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_window_sinks_and_experts_compile_for_a_tpu():
     """Heads of 64 numbers, two of them side by side in the cache; a hidden size that fills no registers."""
     check("decode", TREE, True, "v6e:1x1", few_layers("gpt_oss_20b"), limit=64)

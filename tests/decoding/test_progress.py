@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle3_jax.decoding.programs import ROUNDS
 from eagle3_jax.decoding.progress import RoundTree, progress
-
-pytestmark = pytest.mark.any_jax
 
 # A root, a draft, a place without use, and the draft's child; the first draft was accepted.
 TREE = [7, 8, -1, 9, -1, 0, -1, 1, 1, 1, 0, 0]

@@ -8,8 +8,6 @@ import pytest
 
 from eagle3_jax.decoding.prompt import encode
 
-pytestmark = pytest.mark.any_jax
-
 
 class Tokenizer:
     """A token a letter; the template writes a line a message."""

@@ -137,7 +137,6 @@ def test_the_kernels_for_tpu_change_no_token(toy, vanilla, name, monkeypatch):
     assert (np.asarray(state.rounds) < MAX_TOKENS - 1).all()
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("name", ["chain3", "tree3x3"])
 def test_greedy_speculation_with_a_head_that_knows_nothing(toy, vanilla, name):
     state = generate(toy.target, toy.random, tree=TREES[name])
@@ -145,14 +144,12 @@ def test_greedy_speculation_with_a_head_that_knows_nothing(toy, vanilla, name):
     np.testing.assert_array_equal(state.output[:, :MAX_TOKENS], vanilla)
 
 
-@pytest.mark.any_jax
 @pytest.mark.slow
 def test_greedy_speculation_with_a_plain_head(toy, vanilla):
     state = generate(toy.target, toy.plain, tree=TREES["tree3x3"])
     np.testing.assert_array_equal(state.output[:, :MAX_TOKENS], vanilla)
 
 
-@pytest.mark.any_jax
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["chain3", "tree3x3"])
 def test_one_sequence_alone_says_the_same(toy, vanilla, name):
@@ -187,7 +184,6 @@ def test_caches_and_draft_state_after_each_round_are_a_fresh_prefill_s(toy, name
             np.testing.assert_allclose(np.where(committed, got, 0), np.where(committed, expected, 0), atol=1e-4)
 
 
-@pytest.mark.any_jax
 @pytest.mark.slow
 def test_positions_of_drafting_and_extending(toy, monkeypatch):
     """A pair has its feature's position: 0..6 in prefill, then 7, 8 while drafting, then 7.. again with true ones."""
@@ -234,7 +230,6 @@ def test_positions_of_drafting_and_extending(toy, monkeypatch):
     assert 8 <= second <= 11
 
 
-@pytest.mark.any_jax
 @pytest.mark.slow
 def test_a_round_is_cut_at_the_end_of_sequence_and_at_the_limit(toy):
     """Every place of the end of sequence among drafts and bonus, under every limit, against plain Python."""
@@ -273,7 +268,6 @@ def test_a_round_is_cut_at_the_end_of_sequence_and_at_the_limit(toy):
         assert (int(count[row]), int(drafts[row]), bool(ended[row])) == expected, cases[row]
 
 
-@pytest.mark.any_jax
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["chain3", "tree3x3"])
 def test_the_end_of_sequence_ends_each_sequence_where_vanilla_ends(toy, vanilla, name):
@@ -294,7 +288,7 @@ def test_the_end_of_sequence_ends_each_sequence_where_vanilla_ends(toy, vanilla,
 @pytest.mark.parametrize("sample_drafts", [False, True])
 @pytest.mark.parametrize(
     "name",
-    [pytest.param("chain3", marks=pytest.mark.long), "tree3x3", pytest.param("chain3+5", marks=pytest.mark.any_jax)],
+    [pytest.param("chain3", marks=pytest.mark.long), "tree3x3", "chain3+5"],
 )
 def test_sampled_tokens_have_the_target_s_distribution(toy, name, sample_drafts):
     """Second and third token of 4096 answers (the first round's) against the exact distribution, by chi-square."""
@@ -333,7 +327,6 @@ def test_sampled_tokens_have_the_target_s_distribution(toy, name, sample_drafts)
     assert abs(chi_square - freedom) < 5 * np.sqrt(2 * freedom)
 
 
-@pytest.mark.any_jax
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "sample_drafts"), [("chain3", True), ("tree3x3", False), ("tree3x3", True)])
 def test_every_sampled_token_is_among_those_that_the_filters_keep(toy, name, sample_drafts):
@@ -365,7 +358,6 @@ def test_every_sampled_token_is_among_those_that_the_filters_keep(toy, name, sam
     assert outside > 5  # the row without filters goes beyond, so the others could have
 
 
-@pytest.mark.any_jax
 @pytest.mark.slow
 @pytest.mark.parametrize("sample_drafts", [False, True])
 def test_temperatures_mix_in_one_batch_and_the_key_matters(toy, vanilla, sample_drafts):
@@ -390,6 +382,7 @@ def test_temperatures_mix_in_one_batch_and_the_key_matters(toy, vanilla, sample_
     assert other.output[3].tolist() != state.output[3].tolist()
 
 
+@pytest.mark.smoke
 @pytest.mark.slow
 @pytest.mark.parametrize("greedy", [True, False])
 def test_rounds_have_no_fusion_that_cpus_compute_wrongly(toy, greedy):

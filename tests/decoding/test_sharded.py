@@ -36,7 +36,6 @@ def test_sharded_target_decodes_alike(toy):
     assert split.blocks[0].attention.qkv[...].sharding.spec[1] == "model"
 
 
-@pytest.mark.any_jax
 @pytest.mark.slow
 @pytest.mark.parametrize("sample_drafts", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_sharded_target_samples_alike(toy, sample_drafts):
@@ -57,7 +56,6 @@ def test_a_sharded_target_samples_alike(toy, sample_drafts):
     np.testing.assert_array_equal(got.accepted, expected.accepted)
 
 
-@pytest.mark.any_jax
 @pytest.mark.slow
 def test_more_drawn_drafts_ask_the_other_devices_no_more_often(toy):
     """Each draw has some ten reductions over the vocabulary: split over devices, each would be a collective."""

@@ -18,8 +18,6 @@ from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.policy import Acceptance
 from eagle3_jax.decoding.sampling import SamplingParams
 
-pytestmark = pytest.mark.any_jax
-
 SIZES: dict[str, Any] = {"batch_size": 2, "max_length": 256, "page_size": 16}
 FEW = (tiers.VANILLA, tiers.CHAIN)
 ORDER = [tiers.VANILLA, tiers.CHAIN, tiers.LOOKUP, tiers.CHAIN, tiers.VANILLA, tiers.LOOKUP]

@@ -14,8 +14,6 @@ from tiny_heads import TARGET, alter, make_draft
 from eagle3_jax.formats.heads import load_draft, save_draft
 from eagle3_jax.formats.stored import DraftFormatError
 
-pytestmark = pytest.mark.any_jax
-
 IDS = np.array(tiny_heads.IDS)
 OTHER = np.isin(np.arange(50), [0, 3, 4, 17, 20, 48])
 

@@ -13,8 +13,6 @@ from eagle3_jax.formats.stored import DraftFormatError, StoredHead, from_draft
 from eagle3_jax.models.families import FAMILIES
 from eagle3_jax.models.layers import YarnScaling
 
-pytestmark = pytest.mark.any_jax
-
 YARN = YarnScaling(4.0, 1024, truncate=False)
 DOCUMENT = pathlib.Path(__file__).parents[2] / "docs/serve-in-sglang-and-vllm.md"
 

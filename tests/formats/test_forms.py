@@ -11,8 +11,6 @@ from eagle3_jax.formats.heads import FORMS, load_draft, read, save_draft
 from eagle3_jax.formats.stored import DraftFormatError
 from eagle3_jax.models.layers import LinearScaling, RopeScaling
 
-pytestmark = pytest.mark.any_jax
-
 LLAMA = {
     "model_type": "llama",
     "hidden_act": "silu",

@@ -20,8 +20,6 @@ from eagle3_jax.models.mimo import MimoConfig
 from eagle3_jax.models.rope import read_rope
 from eagle3_jax.models.target import default_aux_layers
 
-pytestmark = pytest.mark.any_jax
-
 HEADS = {
     head["name"]: head for head in json.loads((pathlib.Path(__file__).parent / "published.json").read_text())["heads"]
 }

@@ -29,8 +29,6 @@ from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
 from eagle3_jax.models.head import Draft
 from eagle3_jax.models.registry import Target, load_target
 
-pytestmark = pytest.mark.any_jax
-
 CHAIN = DraftTree(num_steps=2, num_draft_tokens=3)
 
 

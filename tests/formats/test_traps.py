@@ -27,8 +27,6 @@ from eagle3_jax.formats.heads import load_draft, save_draft
 from eagle3_jax.formats.stored import DraftFormatError
 from eagle3_jax.models.registry import Target
 
-pytestmark = pytest.mark.any_jax
-
 EMBEDDINGS = "embed_tokens.weight"
 
 
@@ -195,7 +193,9 @@ def foreign(config: configs.RunConfig, folder: pathlib.Path, tensors: Any = None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trap", UNSEEN)
+@pytest.mark.parametrize(
+    "trap", [pytest.param(trap, marks=[pytest.mark.long] if number else []) for number, trap in enumerate(UNSEEN)]
+)
 def test_what_no_reader_sees_the_counters_tell(trained: configs.RunConfig, tmp_path: pathlib.Path, trap: str) -> None:
     spoiled = UNSEEN[trap]
     config = foreign(trained, tmp_path / "head", spoiled.get("tensors"), **spoiled.get("fields", {}))

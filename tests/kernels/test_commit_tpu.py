@@ -22,7 +22,12 @@ BATCH, SLOTS = 4, 4096
 @pytest.mark.parametrize(
     ("chip", "model", "page_size"),
     [
-        pytest.param(chip, model, page_size, marks=[] if (chip, model) == ("v6e", "llama31-8b") else pytest.mark.slow)
+        pytest.param(
+            chip,
+            model,
+            page_size,
+            marks=pytest.mark.smoke if (chip, model) == ("v6e", "llama31-8b") else pytest.mark.long,
+        )
         for chip in CHIPS
         for model in MODELS
         for page_size in (None, 256)

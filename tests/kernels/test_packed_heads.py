@@ -15,7 +15,6 @@ from eagle3_jax.kernels.tree_attention import tree_attention
 V6E = AbstractDevice("TPU v6 lite", 1, "tpu")
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize(
     ("kv_heads", "head_dim", "model", "expected"),
     [
@@ -37,7 +36,6 @@ def test_rows_are_whole_registers_and_split_as_heads_are(kv_heads, head_dim, mod
         assert cache_rows(kv_heads, head_dim) == expected
 
 
-@pytest.mark.any_jax
 def test_elsewhere_each_head_has_a_row():
     assert cache_rows(8, 64) == (8, 64)
 
@@ -104,7 +102,6 @@ def test_attention_and_entries_are_those_of_rows_of_their_own(kv_heads, head_dim
 
 
 @pytest.mark.slow
-@pytest.mark.any_jax
 def test_a_mesh_splits_rows():
     """Two rows of two heads, one a device of the model axis."""
     tokens, caches, rest, _ = example(4, 64, "float32")

@@ -47,7 +47,6 @@ def test_norm_is_the_layers(m, steps, dtype, eps):
     assert np.all((low <= got) & (got <= high))
 
 
-@pytest.mark.any_jax
 @pytest.mark.slow
 @examples(25)
 @given(st.integers(1, 70), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.sampled_from(sorted(DTYPES)))

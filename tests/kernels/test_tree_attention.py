@@ -152,7 +152,7 @@ CASES = [
     NAMES,
     [
         *FAST_CASES,
-        *(pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.any_jax]) for case in CASES[::3]),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[::3]),
         *(pytest.param(*case, marks=pytest.mark.long) for case in (*CASES[1::3], *CASES[2::3])),
     ],
 )

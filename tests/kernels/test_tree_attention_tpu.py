@@ -93,7 +93,10 @@ def check(chip, heads, **options):
     ("chip", "heads"),
     [
         pytest.param(
-            chip, heads, marks=[] if (chip, heads) == ("v5e", (8, 1)) else pytest.mark.slow, id=f"{chip}, {model}"
+            chip,
+            heads,
+            marks=pytest.mark.smoke if (chip, heads) == ("v5e", (8, 1)) else pytest.mark.slow,
+            id=f"{chip}, {model}",
         )
         for chip in CHIPS
         for model, heads in MODELS.items()

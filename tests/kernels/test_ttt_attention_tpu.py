@@ -68,7 +68,7 @@ def test_compiles_in_every_form(options):
     assert (compiled("v6e", (8, 2), **options).as_text() or "").count("tpu_custom_call") >= 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_memory_grows_with_the_length_and_no_faster():
     """7 steps at 8k tokens: no [T, T] array, and none of [T, lanes] beside the operands' own size."""
     temporary = {}

@@ -40,7 +40,7 @@ def compiled(chip, head, *, queries=16, k=4, dtype=jnp.bfloat16, rows_dtype=None
 @pytest.mark.parametrize(
     ("chip", "head"),
     [
-        pytest.param(chip, head, marks=[] if (chip, head[2]) == ("v5p", 8) else pytest.mark.slow, id=f"{chip}, {model}")
+        pytest.param(chip, head, marks=[] if head[2] == 8 else pytest.mark.long, id=f"{chip}, {model}")
         for chip in CHIPS
         for model, head in HEADS.items()
     ],
@@ -55,14 +55,19 @@ def test_compiles(chip, head):
     "options",
     [
         {"queries": 1, "k": 1},
-        {"queries": 600, "k": 8},
-        {"k": 32, "queries": 256},
-        {"dtype": jnp.float32},
         {"dtype": jnp.float32, "rows_dtype": jnp.bfloat16, "queries": 128},
-        {"head": (8192, 128256, 1), "dtype": jnp.float32, "rows_dtype": jnp.bfloat16, "queries": 256, "k": 32},
-        {"head": (576, 49152, 1)},
         {"head": (32, 22, 1)},
         {"head": (4096, 32001, 8)},  # does not divide: whole on every device
+        *(
+            pytest.param(options, marks=pytest.mark.long)
+            for options in (
+                {"queries": 600, "k": 8},
+                {"k": 32, "queries": 256},
+                {"dtype": jnp.float32},
+                {"head": (8192, 128256, 1), "dtype": jnp.float32, "rows_dtype": jnp.bfloat16, "queries": 256, "k": 32},
+                {"head": (576, 49152, 1)},
+            )
+        ),
     ],
     ids=str,
 )

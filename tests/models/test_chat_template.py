@@ -11,8 +11,6 @@ from eagle3_jax.data import chat
 from eagle3_jax.decoding import prompt
 from eagle3_jax.models import chat_template
 
-pytestmark = pytest.mark.any_jax
-
 DATED = (
     "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
     "{{ bos_token }}Today is {{ strftime_now('%Y-%m-%d') }}, {{ date_string }}.\n"

@@ -10,8 +10,6 @@ from eagle3_jax.models.draft import DraftHeadConfig
 from eagle3_jax.models.families import read_shape
 from eagle3_jax.models.target import ModelConfig
 
-pytestmark = pytest.mark.any_jax
-
 
 def deepseek() -> ModelConfig:
     sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}

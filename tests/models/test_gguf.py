@@ -12,8 +12,6 @@ from transformers import AutoTokenizer
 
 from eagle3_jax.models import gguf
 
-pytestmark = pytest.mark.any_jax
-
 
 def rotate_interleaved(x, angle):
     out = np.empty_like(x)

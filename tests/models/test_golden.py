@@ -28,7 +28,6 @@ def test_prompts_have_the_same_tokens():
         assert prompt_ids(tokenizer, conversation["messages"]) == conversation["token_ids"], conversation["text"]
 
 
-@pytest.mark.any_jax
 def test_log_probabilities_and_greedy_tokens_are_the_same():
     """Every token of 64 answers is our argmax too, and the most probable tokens have the same log-probabilities."""
     model = registry.load_target(NAME).model

@@ -45,7 +45,7 @@ HEADS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize("begins", [False, True])
+@pytest.mark.parametrize("begins", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_one_row_s_state_is_that_of_all(name, begins):
     """Where the state of one pair is asked for, it is what all pairs together give."""
     head: Head = HEADS[name]()

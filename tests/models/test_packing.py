@@ -60,7 +60,7 @@ def test_by_rows_though_the_default_has_columns(target):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["a device", "a mesh of one"])
+@pytest.mark.parametrize("place", ["a device", pytest.param("a mesh of one", marks=pytest.mark.long)])
 def test_wherever_it_lies_warm_programs_stay_compiled(target, place):
     device = jax.devices()[1]
     if place == "a mesh of one":

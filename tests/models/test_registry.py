@@ -248,7 +248,6 @@ print(os.stat(folder).st_ino, recorded == registry.weights.file_digests(folder))
 """
 
 
-@pytest.mark.any_jax
 @pytest.mark.slow
 def test_of_two_processes_one_unpacks_and_the_other_waits(tmp_path):
     """Neither takes away the folder that the other reads by then."""

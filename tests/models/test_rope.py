@@ -8,8 +8,6 @@ from eagle3_jax.models.deepseek_v3 import DeepseekV3Config
 from eagle3_jax.models.layers import LinearScaling, YarnScaling
 from eagle3_jax.models.rope import read_rope
 
-pytestmark = pytest.mark.any_jax
-
 # Of DeepSeek-R1-0528-Qwen3-8B, without its `attn_factor`.
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 

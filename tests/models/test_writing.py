@@ -16,8 +16,6 @@ from eagle3_jax.models.registry import load_target
 from eagle3_jax.models.weights import INDEX
 from eagle3_jax.models.writing import write_target
 
-pytestmark = pytest.mark.any_jax
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -39,7 +37,7 @@ def test_a_written_target_is_the_same_target(tmp_path, dtype, shard_bytes):
         assert {held.get_slice(name).get_dtype() for name in held.keys()} == {{"float32": "F32"}.get(dtype, "BF16")}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_transformers_computes_what_the_packaged_target_does_here(tmp_path, dtype):
     """Dequantised GGUF, in the dtype that is written; both compute in float32 with these values."""

@@ -15,8 +15,6 @@ from eagle3_jax.decoding.sampling import SamplingParams
 from eagle3_jax.serving.answers import Answers, submit, submitted
 from eagle3_jax.serving.metrics import Metrics
 
-pytestmark = pytest.mark.any_jax
-
 
 class Slow(Engine):
     """Takes requests when it is told to."""

@@ -17,7 +17,7 @@ from eagle3_jax.config import TargetConfig
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.models.registry import load_target
 
-pytestmark = [pytest.mark.any_jax, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 PATIENCE = 240  # seconds: the first answer waits for its programs to be compiled
 

@@ -26,8 +26,6 @@ from eagle3_jax.decoding.sampling import SamplingParams
 from eagle3_jax.serving.metrics import Metrics
 from eagle3_jax.serving.shapes import Tokens
 
-pytestmark = pytest.mark.any_jax
-
 MODEL = "org/tiny"
 ROOT = pathlib.Path(__file__).parents[2]
 MESSAGES: Any = [{"role": "user", "content": "apple bird"}]

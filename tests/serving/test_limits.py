@@ -4,8 +4,6 @@ import pytest
 
 from eagle3_jax.serving.limits import Rate
 
-pytestmark = pytest.mark.any_jax
-
 
 class Clock:
     now = 100.0

@@ -21,8 +21,6 @@ from eagle3_jax.decoding.request import Output
 from eagle3_jax.decoding.sampling import SamplingParams
 from eagle3_jax.kernels.draw_cpu import block_width
 
-pytestmark = pytest.mark.any_jax
-
 MODEL = "org/tiny"
 SLOW_SECONDS = 0.02  # that a slow reader takes for an event
 

@@ -6,8 +6,6 @@ import httpx2
 import pytest
 from wrong_bodies import BODIES, BOTH, CASES, CHAT, OF_CHAT, TEXT, written
 
-pytestmark = pytest.mark.any_jax
-
 
 def refused(answer: httpx2.Response, status: int = 400) -> dict[str, Any]:
     assert answer.status_code == status, answer.text

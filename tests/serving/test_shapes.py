@@ -6,8 +6,6 @@ import tiny
 from eagle3_jax.decoding.request import Output, Piece, Stats
 from eagle3_jax.serving.shapes import ChatShape, CompletionShape, Tokens
 
-pytestmark = pytest.mark.any_jax
-
 
 @pytest.mark.parametrize("reasoning", ["They greet.", ""])
 def test_reasoning_stands_beside_the_content(reasoning):

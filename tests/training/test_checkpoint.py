@@ -57,7 +57,6 @@ def test_who_reads_leaves_a_running_save_alone(tmp_path):
     assert not running.exists()
 
 
-@pytest.mark.any_jax
 def test_what_an_orbax_thread_raised_is_not_said_twice(tmp_path, caplog):
     """Its thread may log so while the interpreter shuts down, behind the one sentence that the verb ends with."""
     save(tmp_path, 3)

@@ -64,6 +64,7 @@ def test_the_state_stays_where_it_lies(run):
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_a_step_has_no_fusion_that_cpus_compute_wrongly(head_config, teacher, make_batch):
     optimizer = make_optimizer(CONFIG, 10)
     mesh = make_mesh(MeshConfig(data=1, model=1))
