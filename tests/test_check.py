@@ -42,7 +42,7 @@ def fake_vllm(folder: pathlib.Path, plain: dict[str, Any], fast: dict[str, Any],
     return script
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_prediction_is_what_rounds_of_one_request_count(config):
     report = check.run(config, held_out(config), "numbers")
     counted = report["engines"]["numbers"]

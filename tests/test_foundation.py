@@ -73,12 +73,7 @@ def test_needs_a_mount():
 @pytest.mark.parametrize(
     ("listed", "workers", "unexpected"),
     [
-        (
-            "skip = []",
-            ["-n", "1"],
-            ["test_some.py::test_needs_a_mount: no mount here", "test_module.py: could not import"],
-        ),
-        ('[[skip]]\ntest = "*"\nreason = "mount"', [], ["test_module.py: could not import"]),
+        ('[[skip]]\ntest = "*"\nreason = "mount"', ["-n", "1"], ["test_module.py: could not import"]),
         ('[[skip]]\ntest = "*::test_needs_*"\nreason = "mount"\n[[skip]]\ntest = "*"\nreason = "import"', [], []),
     ],
 )
@@ -347,7 +342,7 @@ def test_a_nearly_full_disk_is_seen_before_the_download(machine):
     assert machine.pip_calls() == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_without_network_a_real_python_gives_the_same_sentence(machine):
     offline = {"PYTHON": sys.executable, "PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1"}
     result = machine.prepare(**offline)
@@ -356,7 +351,7 @@ def test_without_network_a_real_python_gives_the_same_sentence(machine):
     assert "Traceback" not in result.stdout + result.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_package_with_another_hash_is_refused_by_a_real_pip(machine, tmp_path):
     wheel = tmp_path / "tiny_package-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:

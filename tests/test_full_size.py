@@ -22,7 +22,7 @@ evaluate: {{{{tree: {{{{num_steps: 2, topk: 2, num_draft_tokens: 4}}}}}}}}
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_each_part_is_measured_and_charged_what_it_computes(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tools")
     full_size = importlib.import_module("full_size")

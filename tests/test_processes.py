@@ -128,7 +128,7 @@ def test_processes_agree_and_leave_together():
     assert "ended" in first and "ended" in second
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_each_process_reads_its_share_of_the_weights(tmp_path):
     """The identity is a single process's."""
     folder = tiny.write_target(tmp_path)
@@ -144,8 +144,15 @@ def test_each_process_reads_its_share_of_the_weights(tmp_path):
 @pytest.mark.parametrize(
     ("case", "statuses", "sentences"),
     [
-        ("refused", [1], ["eagle3_jax.train: invalid literal for int() with base 10: 'seven'"]),
-        ("disk full", [1], ["eagle3_jax.train: runs/a/shard: No space left on device"]),
+        pytest.param(
+            "refused",
+            [1],
+            ["eagle3_jax.train: invalid literal for int() with base 10: 'seven'"],
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "disk full", [1], ["eagle3_jax.train: runs/a/shard: No space left on device"], marks=pytest.mark.long
+        ),
         ("bug", [1], ["KeyError: 'of nobody'"]),
         ("stopped", [75], ["eagle3_jax.train: stopped by SIGTERM; run it again, and it goes on from here"]),
     ],
@@ -163,7 +170,7 @@ def test_what_ends_one_process_ends_all_with_its_sentence(case, statuses, senten
     ("victim", "where"),
     [
         (0, "collective"),
-        (1, "barrier"),
+        pytest.param(1, "barrier", marks=pytest.mark.long),
         pytest.param(0, "barrier", marks=pytest.mark.long),
         pytest.param(1, "collective", marks=pytest.mark.long),
     ],

@@ -112,7 +112,7 @@ def test_another_config_than_the_quickstart_s_is_refused(config, tmp_path, capsy
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_machine_is_measured_by_the_project_s_own_code(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     sizes = {"batch_size": 4, "max_length": 128, "max_tokens": 8, "temperature": 0.5}

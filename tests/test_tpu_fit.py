@@ -231,7 +231,7 @@ def test_beside_an_evaluation_s_programs_lie_the_caches_of_vanilla_decoding(smal
         assert not any(program.beside for program in tpu_fit.regenerate(config, target, devices))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("run", "target", "draft", "layers"),
     [
@@ -249,7 +249,7 @@ def test_programs_of_other_drafts_are_planned_as_the_engine_runs_them(run, targe
             program.trace()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rounds_take_the_state_where_prefill_leaves_it(small, tpu_fit):
     config = tpu_fit.configs.load(small)
     target = tpu_fit.read_config(pathlib.Path(config.target.name), config.target.aux_layers)

@@ -26,13 +26,23 @@ def test_times_are_of_the_devices_of_an_engine_the_machine_and_versions(config, 
         assert identity["hardware"]["cores"] and identity["versions"]["jax"]
 
 
+@pytest.mark.smoke
 @pytest.mark.slow
-def test_every_way_answers_alike_and_is_recorded_as_sglang_does(config, target, prompts, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("batch_sizes", "peer"), [((2,), None), pytest.param((1, 2), "transformers", marks=pytest.mark.long)]
+)
+def test_every_way_answers_alike_and_is_recorded_as_sglang_does(
+    config, target, prompts, monkeypatch, capsys, tmp_path, batch_sizes, peer
+):
+    if peer:
+        pytest.importorskip("torch")
     monkeypatch.setattr(decode, "load_target", lambda *_: target)
-    report = decode.run(config, prompts, "transformers" if has_torch() else None)
+    benchmark_config = dataclasses.replace(config.benchmark, batch_sizes=batch_sizes)
+    config = dataclasses.replace(config, benchmark=benchmark_config, run_dir=str(tmp_path))
+    report = decode.run(config, prompts, peer)
     ways = ["vanilla", "chain 2", "tree 2, 2, 4", "auto"]
     folder = config.folder("benchmark")
-    for batch, size in zip(report["batches"], (1, 2), strict=True):
+    for batch, size in zip(report["batches"], batch_sizes, strict=True):
         assert (batch["batch_size"], batch["requests"], batch["bandwidth"] > 1e8) == (size, 3, True)
         by_name = {way["name"]: way for way in batch["ways"]}
         assert list(by_name)[:4] == ways
@@ -44,12 +54,12 @@ def test_every_way_answers_alike_and_is_recorded_as_sglang_does(config, target, 
             assert set(stages) == {"draft", "verify", "extend", "host"}
             assert min(stages.values()) >= 0 and stages["verify"] > 0
         assert set(by_name["chain 2"]["tiers"]) == {"chain 2"}, "it is pinned"
-        if has_torch():
+        if peer:
             assert by_name["transformers"]["identical"] == 3
             assert ("transformers, prompt lookup" in by_name) == (size == 1)
     rows = [json.loads(line) for line in (folder / "decode.jsonl").read_text().splitlines()]
     assert [(row["batch_size"], row["steps"], row["topk"], row["num_draft_tokens"]) for row in rows] == [
-        (size, *tree) for size in (1, 2) for tree in ((0, 0, 0), (2, 1, 3), (2, 2, 4))
+        (size, *tree) for size in batch_sizes for tree in ((0, 0, 0), (2, 1, 3), (2, 2, 4))
     ]
     for row in rows:
         assert {"acc_length", "step_time", "speed", "completion_tokens"} < set(row)
@@ -63,7 +73,8 @@ def test_every_way_answers_alike_and_is_recorded_as_sglang_does(config, target, 
         raise AssertionError("measured again")
 
     monkeypatch.setattr(decode, "measure_batch", never)
-    benchmark.main(["decode", *compare(), "--config", str(written(config)), "--prompts", str(prompts)])
+    compare = ["--compare", peer] if peer else []
+    benchmark.main(["decode", *compare, "--config", str(written(config)), "--prompts", str(prompts)])
     assert capsys.readouterr().out.startswith(table.splitlines()[0])
     other = dataclasses.replace(config, benchmark=dataclasses.replace(config.benchmark, max_tokens=7))
     with pytest.raises(AssertionError, match="measured again"):
@@ -100,18 +111,6 @@ def test_what_cannot_be_measured_is_refused(config, target, prompts, tmp_path, m
         decode.run(config, prompts, "transformers", target)
     with pytest.raises(SystemExit):
         benchmark.main(["encode", "--config", "x", "--prompts", str(prompts)])
-
-
-def has_torch() -> bool:
-    try:
-        import torch  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
-def compare() -> list[str]:
-    return ["--compare", "transformers"] if has_torch() else []
 
 
 def written(config: RunConfig) -> pathlib.Path:

@@ -146,7 +146,7 @@ def test_the_default_is_an_engine_of_its_own_over_the_same_weights(measured, dra
     assert (default.batch_size, default.max_length) == (racing.batch_size, racing.max_length)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_verb_writes_a_config_that_the_others_read(config, target, prompts, monkeypatch):
     monkeypatch.setattr(tiers, "WITH_HEAD", (tiers.VANILLA, tiers.CHAIN))  # the default's: fewer to compile
     report = tune.run(config, prompts, target)

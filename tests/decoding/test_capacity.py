@@ -25,7 +25,7 @@ TREES = {
     "deep": DraftTree(num_steps=4, topk=3, num_draft_tokens=6),
     "wide": DraftTree(num_steps=3, topk=3, num_draft_tokens=16),
 }
-FAST = [name if name in ("chain3", "deep") else pytest.param(name, marks=pytest.mark.slow) for name in TREES]
+FAST = [name if name in ("chain3", "deep") else pytest.param(name, marks=pytest.mark.long) for name in TREES]
 PROMPTS = np.random.default_rng(3).integers(0, 24, (3, 7)).astype(np.int32)
 LENGTHS = np.array([7, 5, 1], np.int32)
 MAX_TOKENS = 10

@@ -63,7 +63,7 @@ def test_what_a_model_drafts_for_itself_is_accepted(model, itself, temperature):
     np.testing.assert_array_equal(state.accepted, np.broadcast_to(state.rounds[:, None], (4, 3)))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("sample_drafts", [pytest.param(False, marks=pytest.mark.long), True])
 def test_sampled_tokens_have_the_target_s_distribution(toy, model, small, sample_drafts):
     """The second token of 4,096 answers against the exact distribution, by chi-square."""

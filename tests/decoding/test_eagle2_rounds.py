@@ -138,7 +138,7 @@ def test_the_engine_takes_it(toy, model):
         Engine(toy.target, tokenizer, make(toy, np.arange(24)), TREES[1], max_length=64)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("sample_drafts", [pytest.param(False, marks=pytest.mark.long), True])
 def test_sampled_tokens_have_the_target_s_distribution(toy, model, sample_drafts):
     """The second token of 4,096 answers against the exact distribution, by chi-square."""

@@ -50,7 +50,7 @@ def plain(model: TargetModel, prompt: list[int]) -> list[int]:
 
 
 # A window with sinks and one latent head for all: every day. The others only in `tools/test.sh long`.
-DAILY = {"gpt_oss", "deepseek_v3"}
+DAILY = {"deepseek_v3"}
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ def test_requests_join_and_leave_and_prefixes_are_reused(toy, head):
     assert rounds[0] < 0.9 * rounds[1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_a_neighbour_copies_does_not_move_a_seeded_answer(toy):
     """A row with nothing to copy draws as in vanilla decoding, also in rounds that another row drafts in."""
     asked = [SamplingParams(temperature=1.0, top_k=20, max_tokens=12, seed=seed) for seed in range(25)]

@@ -130,7 +130,7 @@ def test_a_round_without_drafts_costs_what_vanilla_decoding_does(found, chosen):
     assert (sum(taken) > 90) is chosen
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_long_rest_saves_no_credit_for_many_tries():
     head = Promise(0.1, 3, "head", wakes=True, drafts=1.0)
     policy = TierPolicy([VANILLA, head], {1: {0: 1.0, 1: 2.0}}, {1: 1.0})

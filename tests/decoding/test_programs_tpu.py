@@ -157,7 +157,7 @@ def test_log_probabilities_sort_no_vocabulary(topology):
         ("decode", VANILLA, True, "v5p:1x1x1"),
         pytest.param("decode", TREE, True, "v6e:1x1", marks=pytest.mark.long),
         pytest.param("decode", CHAIN, True, "v5e:2x2", marks=pytest.mark.long),
-        pytest.param("decode narrow", CHAIN, True, "v5e:2x2", marks=pytest.mark.slow),
+        pytest.param("decode narrow", CHAIN, True, "v5e:2x2", marks=pytest.mark.long),
         pytest.param("decode narrow", TREE, False, "tpu7x:1x1x1", marks=pytest.mark.long),
         pytest.param("prefill packed", CHAIN, False, "v5e:2x2", marks=pytest.mark.long),
         pytest.param("prefill packed", CHAIN, False, "v6e:1x1", marks=pytest.mark.long),

@@ -60,7 +60,7 @@ def drafting(monkeypatch, propose):
 @pytest.mark.parametrize("batches", [1, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "tree",
-    [None, pytest.param(CHAIN, marks=pytest.mark.long), TREE],
+    [pytest.param(None, marks=pytest.mark.long), pytest.param(CHAIN, marks=pytest.mark.long), TREE],
     ids=["vanilla", "chain", "tree"],
 )
 def test_answers_are_llama_cpp_s(target, draft, tree, batches, monkeypatch):

@@ -209,7 +209,7 @@ def test_a_prefix_is_read_once_and_changes_nothing(toy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page_size", [16, pytest.param(64, marks=pytest.mark.long), 256])
+@pytest.mark.parametrize("page_size", [16, *(pytest.param(size, marks=pytest.mark.long) for size in (64, 256))])
 def test_page_sizes_change_nothing(toy, page_size):
     """Drafts cross pages everywhere: prompts of every length around a page's end."""
     prompts = [[(3 * i + n) % 24 for i in range(n)] for n in range(page_size - 6, page_size + 6)]
@@ -589,7 +589,7 @@ def test_half_a_million_greedy_tokens_are_vanilla_s(toy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("kv_dtype", [pytest.param("bfloat16", marks=pytest.mark.long), "float8_e4m3fn"])
 def test_narrow_keys_and_values_decode_the_same_with_drafts_and_without(toy, kv_dtype):
     """Tokens may differ from float32's; chains and vanilla decoding read the same narrow entries."""
     params = SamplingParams(max_tokens=20)

@@ -285,10 +285,16 @@ def test_the_end_of_sequence_ends_each_sequence_where_vanilla_ends(toy, vanilla,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sample_drafts", [False, True])
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param("chain3", marks=pytest.mark.long), "tree3x3", "chain3+5"],
+    ("name", "sample_drafts"),
+    [
+        ("tree3x3", True),
+        ("chain3+5", False),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (("chain3", False), ("chain3", True), ("tree3x3", False), ("chain3+5", True))
+        ),
+    ],
 )
 def test_sampled_tokens_have_the_target_s_distribution(toy, name, sample_drafts):
     """Second and third token of 4096 answers (the first round's) against the exact distribution, by chi-square."""
@@ -328,7 +334,10 @@ def test_sampled_tokens_have_the_target_s_distribution(toy, name, sample_drafts)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "sample_drafts"), [("chain3", True), ("tree3x3", False), ("tree3x3", True)])
+@pytest.mark.parametrize(
+    ("name", "sample_drafts"),
+    [pytest.param("chain3", True, marks=pytest.mark.long), ("tree3x3", False), ("tree3x3", True)],
+)
 def test_every_sampled_token_is_among_those_that_the_filters_keep(toy, name, sample_drafts):
     """Rows with top-k 2, with top-p 0.4, with both: drafted or not, no token comes from beyond."""
     top_k, top_p = jnp.array([2, 0, 3, 0]), jnp.array([1.0, 0.4, 0.6, 1.0])

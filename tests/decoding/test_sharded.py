@@ -36,7 +36,7 @@ def test_sharded_target_decodes_alike(toy):
     assert split.blocks[0].attention.qkv[...].sharding.spec[1] == "model"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("sample_drafts", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_sharded_target_samples_alike(toy, sample_drafts):
     """Greedy and sampled rows side by side, with filters: padding or a wrong row's temperature would show."""
@@ -56,7 +56,7 @@ def test_a_sharded_target_samples_alike(toy, sample_drafts):
     np.testing.assert_array_equal(got.accepted, expected.accepted)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_more_drawn_drafts_ask_the_other_devices_no_more_often(toy):
     """Each draw has some ten reductions over the vocabulary: split over devices, each would be a collective."""
     mesh = make_mesh(MeshConfig(data=1, model=2), jax.devices()[:2])
@@ -92,7 +92,7 @@ def test_an_engine_splits_its_draft_as_its_target(toy):
     assert engine.draft.head.mlp.gate[...].sharding.spec[1] == "model"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_tiers_take_turns_on_a_mesh(toy, monkeypatch):
     """Copies, a head that rests and wakes, and the measurement of their costs."""
     mesh = make_mesh(MeshConfig(data=1, model=2), jax.devices()[:2])

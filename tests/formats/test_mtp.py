@@ -142,7 +142,7 @@ def deepseek_v3(tmp_path) -> Target:
     return loaded(tmp_path)
 
 
-@pytest.fixture(params=["mimo", "deepseek_v3"])
+@pytest.fixture(params=["mimo", pytest.param("deepseek_v3", marks=pytest.mark.long)])
 def target(request) -> Target:
     return request.getfixturevalue(request.param)
 
@@ -179,7 +179,7 @@ def test_it_is_transformers_layer_between_its_norms(mimo):
     np.testing.assert_allclose(draft.head.logits(states), expected @ tensors["lm_head.weight"].T, atol=1e-3, rtol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_deepseek_s_is_transformers_own(deepseek_v3):
     """Its names, its layer and what of its output recurs: two passes of the class that transformers drafts with."""
     torch = pytest.importorskip("torch")

@@ -28,8 +28,9 @@ def test_prompts_have_the_same_tokens():
         assert prompt_ids(tokenizer, conversation["messages"]) == conversation["token_ids"], conversation["text"]
 
 
-def test_log_probabilities_and_greedy_tokens_are_the_same():
-    """Every token of 64 answers is our argmax too, and the most probable tokens have the same log-probabilities."""
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.long)])
+def test_log_probabilities_and_greedy_tokens_are_the_same(every):
+    """Each token of an answer is our argmax too, and the most probable tokens have the same log-probabilities."""
     model = registry.load_target(NAME).model
     size = 32 * -(-max(len(c["token_ids"]) + len(c["answer"]) for c in GOLDEN) // 32)
 
@@ -40,7 +41,7 @@ def test_log_probabilities_and_greedy_tokens_are_the_same():
         return jax.nn.log_softmax(model.logits(jax.lax.dynamic_slice_in_dim(hidden[0], start, 32)))
 
     compared = 0
-    for conversation in GOLDEN:
+    for conversation in GOLDEN[::every]:
         ids, answer = conversation["token_ids"], conversation["answer"]
         tokens = np.zeros(size, np.int32)
         tokens[: len(ids) + len(answer)] = ids + answer
@@ -52,4 +53,4 @@ def test_log_probabilities_and_greedy_tokens_are_the_same():
         for row, step in zip(got, conversation["top"], strict=False):
             expected = dict(step)
             np.testing.assert_allclose(row[list(expected)], list(expected.values()), atol=2e-3)
-    assert compared > 1500
+    assert compared > 1500 // every

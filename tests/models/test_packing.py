@@ -59,7 +59,7 @@ def test_by_rows_though_the_default_has_columns(target):
     assert jax.tree.leaves(read)[0].layout.major_to_minor == (0, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("place", ["a device", pytest.param("a mesh of one", marks=pytest.mark.long)])
 def test_wherever_it_lies_warm_programs_stay_compiled(target, place):
     device = jax.devices()[1]
