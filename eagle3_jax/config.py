@@ -9,13 +9,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import pathlib
+import re
 import sys
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, get_args
 
 import pydantic
 import tyro
 import yaml
+
+Dtype = Literal["float32", "bfloat16"]  # of weights and activations
 
 _STRICT = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -85,11 +88,12 @@ class TargetConfig:
     __pydantic_config__ = _STRICT
 
     name: str = "smollm2-135m-instruct"
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Dtype = "float32"
     aux_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         layers = self.aux_layers
+        _require(self.dtype in get_args(Dtype), "target.dtype", self.dtype, " or ".join(map(repr, get_args(Dtype))))
         ascending = layers is None or (len(layers) > 0 and layers[0] >= 0 and sorted(set(layers)) == list(layers))
         _require(ascending, "target.aux_layers", layers, "ascending, distinct boundaries, none below 0")
 
@@ -523,6 +527,8 @@ class ServeConfig:
             this package's cache ($EAGLE3_JAX_CACHE, else ~/.cache/eagle3_jax), "none" keeps nothing.
         api_key_variable: environment variable with the API key; api_key_file: a file with one a line. Neither is ever
             shown. None of both lets everybody in.
+        allowed_origins: of other web pages whose scripts may ask (CORS), such as "https://example.org"; "*" is all.
+        access_log: writes a line for every request, without its body and its key.
         requests_per_minute: of a key; without keys of an address.
         max_body_bytes: of a request.
         request_timeout: seconds for a whole answer, waiting included.
@@ -545,6 +551,8 @@ class ServeConfig:
     warm_up_folder: str | None = None
     api_key_variable: str | None = None
     api_key_file: str | None = None
+    allowed_origins: tuple[str, ...] = ()
+    access_log: bool = False
     requests_per_minute: int | None = None
     max_body_bytes: int = 1 << 20
     request_timeout: float = 600.0
@@ -563,6 +571,11 @@ class ServeConfig:
         _require(share is None or 0 < share < 1, "serve.memory_fraction", share, "between 0 and 1, or null")
         for field in ("request_timeout", "client_timeout", "stall_timeout"):
             _require(getattr(self, field) > 0, f"serve.{field}", getattr(self, field), "more than 0 seconds")
+        for origin in self.allowed_origins:
+            expected = 'origins such as "https://example.org:8080", without a path, or "*"'
+            _require(bool(re.fullmatch(r"\*|\w+://[^/*]+", origin)), "serve.allowed_origins", origin, expected)
+        most = (2**31 - 1) // 1000  # the socket takes it in milliseconds, as an int of C
+        _require(self.client_timeout <= most, "serve.client_timeout", self.client_timeout, f"at most {most} seconds")
         _require(self.drain_timeout >= 0, "serve.drain_timeout", self.drain_timeout, "0 seconds or more")
 
 
@@ -632,13 +645,29 @@ class ConfigError(ValueError):
 def from_dict(values: dict[str, Any]) -> RunConfig:
     """Validates nested values (as read from YAML) into a RunConfig. Raises ConfigError."""
     try:
-        return pydantic.TypeAdapter(RunConfig).validate_python(values)
+        config = pydantic.TypeAdapter(RunConfig).validate_python(values)
     except pydantic.ValidationError as error:
         lines = [
             f"  {'.'.join(str(part) for part in item['loc']) or 'config'}: {item['msg']} (got {item['input']!r})"
             for item in error.errors()
         ]
         raise ConfigError("invalid configuration:\n" + "\n".join(lines)) from error
+    if lines := list(_mistaken(values, config, ())):
+        raise ConfigError("invalid configuration:\n" + "\n".join(lines))
+    return config
+
+
+def _mistaken(given: Any, read: Any, place: tuple[str, ...]) -> Iterator[str]:
+    """Where a truth value was read as a number (to pydantic `yes` is 1), or something else as a truth value."""
+    if isinstance(given, dict):
+        for name, value in given.items():
+            yield from _mistaken(value, getattr(read, name), (*place, name))
+    elif isinstance(given, list | tuple):
+        for number, (value, part) in enumerate(zip(given, read, strict=True)):
+            yield from _mistaken(value, part, (*place, str(number)))
+    elif isinstance(given, bool) != isinstance(read, bool):
+        expected = "true or false" if isinstance(read, bool) else "a number"
+        yield f"  {'.'.join(place)}: got {given!r}, expected {expected}"
 
 
 def to_dict(config: Any) -> dict[str, Any]:
