@@ -7,6 +7,7 @@ Loads and warms up before it listens. SIGTERM ends it when what was begun is ans
 from __future__ import annotations
 
 import argparse
+import codecs
 import contextlib
 import os
 import pathlib
@@ -58,6 +59,19 @@ _FLAGS = {
 _ALGORITHM = "--speculative-algorithm"
 _STANDALONE = "STANDALONE"
 _ALGORITHMS = {"EAGLE3": None, "EAGLE": MTP, "NEXTN": MTP, _STANDALONE: None, "NGRAM": LOOKUP}
+_WITHOUT_CHECKPOINT = ("NEXTN", "NGRAM")
+# What other servers have, and where it is here.
+_ELSEWHERE = {
+    "--served-model-name": "--serve.model-name",
+    "--max-model-len": "--serve.max-length",
+    "--context-length": "--serve.max-length",
+    "--max-num-seqs": "--serve.batch-size",
+    "--gpu-memory-utilization": "--serve.memory-fraction",
+    "--tensor-parallel-size": "--tp-size",
+    "--api-key": "--serve.api-key-variable, the name of an environment variable, or --serve.api-key-file",
+    "--log-level": "--serve.access-log",
+    "--allowed-origins": "--serve.allowed-origins",
+}
 
 
 def configure(argv: Sequence[str] | None = None) -> RunConfig:
@@ -86,6 +100,11 @@ def configure(argv: Sequence[str] | None = None) -> RunConfig:
 
 def _with_flags(path: str | None, overrides: Sequence[str], given: dict[str, str]) -> RunConfig:
     """The configuration with what flags say. Raises ConfigError."""
+    if overrides and not overrides[0].startswith("-"):
+        raise ConfigError(f"got {overrides[0]!r} without a flag, expected --target {overrides[0]}")
+    for word in overrides:
+        if there := _ELSEWHERE.get(word.partition("=")[0]):
+            raise ConfigError(f"{word.partition('=')[0]}: no flag of this server, expected {there}")
     if path is not None:
         config = configuration.load(path, overrides)
     elif "target.name" not in given:
@@ -128,8 +147,10 @@ def _drafts_by(algorithm: str, draft: str | None) -> str | None:
                 f"{_ALGORITHM} {algorithm}: got no --speculative-draft-model-path, expected a smaller model"
             )
         return own or draft
-    if own is not None and not algorithm.startswith("EAGLE") and draft != own:
-        raise ConfigError(f"{_ALGORITHM} {algorithm}: got the draft {draft}, expected none: it drafts with {own!r}")
+    takes_checkpoint = algorithm not in _WITHOUT_CHECKPOINT
+    if draft != own and not (takes_checkpoint and draft not in (LOOKUP, MTP, "none")):
+        expected = "the folder or name of a checkpoint" if takes_checkpoint else f"none: it drafts with {own!r}"
+        raise ConfigError(f"{_ALGORITHM} {algorithm}: got the draft {draft}, expected {expected}")
     return draft
 
 
@@ -158,14 +179,19 @@ def load(config: RunConfig) -> Engine:
 
 
 def api_keys(settings: ServeConfig) -> list[str]:
-    """What clients may show. Raises ValueError: none where there should be some, or none towards other machines."""
+    """What clients may show.
+
+    Raises:
+        ValueError: none where there should be some, one that no client can show, or none towards other machines.
+    """
     keys = []
     if (variable := settings.api_key_variable) is not None:
-        if not os.environ.get(variable):
+        found = _keys("serve.api_key_variable", os.environ.get(variable, "").encode(errors="surrogateescape"))
+        if not found:
             raise ValueError(f"serve.api_key_variable: got no {variable} in the environment, expected an API key in it")
-        keys.append(os.environ[variable])
+        keys += found
     if (file := settings.api_key_file) is not None:
-        found = [line.strip() for line in pathlib.Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
+        found = _keys("serve.api_key_file", pathlib.Path(file).read_bytes())
         if not found:
             raise ValueError(f"serve.api_key_file: got no key in {file}, expected one a line")
         keys += found
@@ -175,6 +201,18 @@ def api_keys(settings: ServeConfig) -> list[str]:
             f"{_LOOPBACK[0]}"
         )
     return keys
+
+
+def _keys(field: str, text: bytes) -> list[str]:
+    """The keys in a text, one a line; editors put a byte order mark in front, secrets end in a line break.
+
+    Raises ValueError, which does not show them: a header carries ASCII alone, so no client could show another key.
+    """
+    lines = [line.strip() for line in text.removeprefix(codecs.BOM_UTF8).splitlines()]
+    for number, line in enumerate(lines, start=1):
+        if not line.isascii() or not line.decode().isprintable():
+            raise ValueError(f"{field}: got other characters in line {number}, expected printable ASCII alone")
+    return [line.decode() for line in lines if line]
 
 
 def bind(settings: ServeConfig) -> socket.socket:
@@ -206,9 +244,10 @@ def http_settings(app: Starlette, settings: ServeConfig) -> uvicorn.Config:
     """How HTTP is spoken."""
     return uvicorn.Config(
         app,
-        log_level="warning",
-        access_log=False,
+        log_level="info" if settings.access_log else "warning",
+        access_log=settings.access_log,
         lifespan="on",
+        ws="none",  # no route speaks it
         server_header=False,
         proxy_headers=False,  # whoever asks could name another address
         timeout_keep_alive=_KEEP_ALIVE,

@@ -9,6 +9,7 @@ import openai
 import pytest
 import tiny
 import yaml
+from starlette.applications import Starlette
 
 from eagle3_jax import command, serve
 from eagle3_jax.config import ConfigError, DraftTree, RunConfig, ServeConfig, from_dict
@@ -104,6 +105,27 @@ def test_a_target_s_name_takes_every_field_of_a_config():
         (["--target", "a", "--dtype", "float16"], "target.dtype: Input should be 'float32' or 'bfloat16'"),
         (["--target", "a", "--trust-remote-code"], "--trust-remote-code: not a field of the configuration"),
         ([], "--config, --target: got neither"),
+        (["some-model", "--port", "1"], "got 'some-model' without a flag, expected --target some-model"),
+        (
+            ["--target", "a", "--served-model-name", "b"],
+            "--served-model-name: no flag of this server, expected --serve.m",
+        ),
+        (
+            ["--target", "a", "--max-model-len=512"],
+            "--max-model-len: no flag of this server, expected --serve.max-length",
+        ),
+        (
+            ["--target", "a", "--api-key", "b"],
+            "--api-key: no flag of this server, expected --serve.api-key-variable, the",
+        ),
+        (
+            ["--target", "a", "--speculative-algorithm", "EAGLE3", "--draft", "lookup"],
+            "EAGLE3: got the draft lookup, expected the folder or name of a checkpoint",
+        ),
+        (
+            ["--target", "a", "--speculative-algorithm", "NEXTN", "--draft", "x"],
+            "NEXTN: got the draft x, expected none: it drafts with 'mtp'",
+        ),
         (["--target", "a", "--port", "x"], "serve.port: "),
         (["--target", "a", "--max-running-requests", "0"], "serve.batch_size: got 0, expected at least 1"),
         (["--target", "a", "--mem-fraction-static", "1"], "serve.memory_fraction: got 1.0, expected between 0 and 1"),
@@ -128,6 +150,7 @@ def test_flags_that_cannot_be_are_refused(arguments, said, capsys):
         ("requests_per_minute", 0),
         ("request_timeout", 0),
         ("client_timeout", -1),
+        ("client_timeout", 2147484),
         ("stall_timeout", 0),
         ("drain_timeout", -1),
     ],
@@ -135,6 +158,25 @@ def test_flags_that_cannot_be_are_refused(arguments, said, capsys):
 def test_values_that_cannot_be_are_refused(field, value):
     with pytest.raises(ConfigError, match=rf"serve\.{field}: got {value}"):
         from_dict({"run_dir": "x", "serve": {field: value}})
+
+
+@pytest.mark.parametrize("origin", ["example.org", "https://example.org/", "https://*.example.org"])
+def test_an_origin_has_no_path(origin):
+    with pytest.raises(ConfigError, match=r"serve\.allowed_origins: got '.*', expected origins such as"):
+        from_dict({"run_dir": "x", "serve": {"allowed_origins": ["*", origin]}})
+
+
+def test_hints_name_flags_that_are_there():
+    values = {"--serve.memory-fraction": ["0.5"], "--serve.allowed-origins": ["*"], "--serve.access-log": []}
+    for there in serve._ELSEWHERE.values():
+        flag = there.split(",")[0]
+        serve.configure(["--target", "a", flag, *values.get(flag, ["7"])])
+
+
+def test_requests_are_logged_for_who_asks_for_that():
+    for logs, level in ((False, "warning"), (True, "info")):
+        settings = serve.http_settings(Starlette(), ServeConfig(access_log=logs))
+        assert (settings.access_log, settings.log_level) == (logs, level)
 
 
 def test_the_next_start_is_fast_unless_nothing_may_be_kept(tmp_path, monkeypatch):
@@ -148,16 +190,31 @@ def test_the_next_start_is_fast_unless_nothing_may_be_kept(tmp_path, monkeypatch
     assert asked == [tmp_path / "programs", None, "here"]
 
 
+def test_the_longest_client_timeout_is_one_of_the_socket():
+    serve.bind(ServeConfig(port=0, client_timeout=2147483.0)).close()
+
+
+def test_nothing_speaks_websockets():
+    assert serve.http_settings(Starlette(), ServeConfig()).ws == "none"
+
+
 def test_keys_come_from_the_environment_and_from_a_file(tmp_path, monkeypatch):
     file = tmp_path / "keys"
-    file.write_text("one\n\n two \n")
-    monkeypatch.setenv("SOME_KEY", "three")
+    file.write_bytes(b"\xef\xbb\xbfone\r\n\n two \n")
+    monkeypatch.setenv("SOME_KEY", "three\n")
     settings = ServeConfig(host="0.0.0.0", api_key_variable="SOME_KEY", api_key_file=str(file))
     assert serve.api_keys(settings) == ["three", "one", "two"]
     assert serve.api_keys(ServeConfig()) == []
     file.write_text("\n")
+    strange = tmp_path / "strange"
+    strange.write_text("one\nschlüssel\n")
+    monkeypatch.setenv("BLANK", " \n")
+    monkeypatch.setenv("STRANGE", "tab\tkey")
     for refused, said in (
         (ServeConfig(api_key_variable="NO_KEY"), "serve.api_key_variable: got no NO_KEY"),
+        (ServeConfig(api_key_variable="BLANK"), "serve.api_key_variable: got no BLANK"),
+        (ServeConfig(api_key_variable="STRANGE"), "serve.api_key_variable: got other characters in line 1, expected"),
+        (ServeConfig(api_key_file=str(strange)), "serve.api_key_file: got other characters in line 2, expected"),
         (ServeConfig(api_key_file=str(file)), "serve.api_key_file: got no key"),
         (ServeConfig(host="0.0.0.0"), "serve.host: got 0.0.0.0 without keys"),
     ):

@@ -23,7 +23,7 @@ BOTH = {
     "presence_penalty": (*NUMBERS, 2.5),
     "frequency_penalty": (*NUMBERS, -2.5),
     "repetition_penalty": (*NUMBERS, 0, 1e-300),
-    "seed": ("1", 1.5, True, [], -1, 2**32, 10**30),
+    "seed": ("1", 1.5, True, [], 2**63, 10**30),
     "stop": (1, True, {}, "", [""], ["a", 1], [["a"]], ["a"] * 17, "a" * 257),
     "stop_token_ids": (1, "1", {}, ["1"], [1.5], [True], [-1], [448], [10**30], [*range(3, 19)], [*range(17)]),
     "logit_bias": (

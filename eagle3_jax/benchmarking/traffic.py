@@ -15,7 +15,7 @@ import itertools
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import httpx2
@@ -24,8 +24,8 @@ import numpy as np
 Prompt = dict[str, Any]  # of `sources.read_file`: messages, category, id
 COUNTS_ON = "continuous_usage_stats"  # of `stream_options`: vLLM's, SGLang's and ours
 _PERCENTILES = (50, 95, 99)
-# Of an event's delta; the first two are reasoning, as SGLang and as newer versions of vLLM call it.
-_TEXT = ("reasoning_content", "reasoning", "content")
+# Reasoning in an event's delta, as SGLang and as newer versions of vLLM call it. Some servers write both.
+_REASONING = ("reasoning_content", "reasoning")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +127,7 @@ async def _read(response: httpx2.Response, timing: Timing, sent: float) -> Timin
         if event.get("error") is not None:
             return dataclasses.replace(timing, error=json.dumps(event["error"])[:200])
         deltas = [choice.get("delta") or {} for choice in event.get("choices") or ()]
-        if text := "".join(delta.get(field) or "" for delta in deltas for field in _TEXT):
+        if text := "".join(map(_text, deltas)):
             pieces.append((now, text))
         usage = event.get("usage") or usage
         if (new := (usage.get("completion_tokens") or 0) - sum(tokens for _, tokens in counted)) > 0:
@@ -152,6 +152,11 @@ async def _lines(response: httpx2.Response) -> AsyncIterator[str]:
         for line in whole:
             yield line.decode(errors="replace")
     yield held.decode(errors="replace")
+
+
+def _text(delta: Mapping[str, Any]) -> str:
+    reasoning = next((delta[field] for field in _REASONING if delta.get(field)), "")
+    return reasoning + (delta.get("content") or "")
 
 
 def _shared(pieces: Sequence[tuple[float, str]], tokens: int) -> list[tuple[float, int]]:

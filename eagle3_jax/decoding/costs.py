@@ -7,6 +7,7 @@ import hashlib
 import json
 import pathlib
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -59,7 +60,7 @@ def kept_or_measured(folder: pathlib.Path | None, key: dict[str, Any], measure: 
     """Costs that the folder keeps for this key, or measured now and kept there; all processes take those of the first.
 
     Args:
-        folder: None keeps nothing.
+        folder: None keeps nothing; nor does one that cannot be written, with a warning.
         key: JSON-ready: machine, models, sizes, tiers.
     """
     kept = None if folder is None else processes.agree(lambda: _read(folder, key))
@@ -81,8 +82,11 @@ def _read(folder: pathlib.Path, key: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _write(folder: pathlib.Path, key: dict[str, Any], costs: dict[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    manifest.write_json(_file(folder, key), {"of": key, "costs": costs})
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        manifest.write_json(_file(folder, key), {"of": key, "costs": costs})
+    except OSError as error:  # they are measured, and good for this engine
+        warnings.warn(f"warm_up: {folder}: {error.strerror or error}, so the next start measures again", stacklevel=2)
 
 
 def _file(folder: pathlib.Path, key: dict[str, Any]) -> pathlib.Path:

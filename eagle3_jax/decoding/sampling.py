@@ -8,6 +8,7 @@ bits of a float32, in rows that ask for one.
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -42,12 +43,12 @@ class SamplingParams:
         min_p: keep the tokens at least this many times as probable as the best one; 0 keeps all.
         max_tokens: answer at most this many tokens.
         min_tokens: no end of sequence and no stop token before this many; stop strings are not looked for before.
-        seed: in float32 and with one draft size (a fixed `tree`, or none) the answer is a function of the prompt, these
-            parameters and the models alone: other requests that are answered at the same time do not matter. The
-            exception is a random number that lies at the border between two tokens (one of some 10,000 drawn), where
-            sums, rounded as shapes decide, choose between them; in bfloat16, a near-tie of greedy tokens too. Where the
-            engine chooses among draft sizes ("auto", several), drawn tokens depend on its choices: which token a random
-            number chooses depends on what was drafted, its probability does not.
+        seed: of 64 bits, with its sign. In float32 and with one draft size (a fixed `tree`, or none) the answer is a
+            function of the prompt, these parameters and the models alone: other requests that are answered at the same
+            time do not matter. The exception is a random number that lies at the border between two tokens (one of some
+            10,000 drawn), where sums, rounded as shapes decide, choose between them; in bfloat16, a near-tie of greedy
+            tokens too. Where the engine chooses among draft sizes ("auto", several), drawn tokens depend on its
+            choices: which token a random number chooses depends on what was drafted, its probability does not.
         n: answers to one prompt, each with random numbers of its own.
         ignore_eos: go on after an end-of-sequence token (for measurements of speed).
         stop: strings that end the answer, wherever tokens begin and end; the text is cut in front of them.
@@ -79,6 +80,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
+        for field in dataclasses.fields(self):
+            if isinstance(value := getattr(self, field.name), np.generic):
+                object.__setattr__(self, field.name, value.item())
         checks: tuple[tuple[str, Callable[[Any], bool], Callable[[Any], bool], str], ...] = (
             ("temperature", _is_number, lambda x: 0 <= x <= _LARGEST, "0 (greedy) or more, finite"),
             ("top_p", _is_number, lambda x: _SMALLEST <= x <= 1, "in (0, 1]"),
@@ -86,7 +90,7 @@ class SamplingParams:
             ("min_p", _is_number, lambda x: 0 <= x <= 1, "in [0, 1]"),
             ("max_tokens", _is_int, lambda x: x >= 1, "at least 1"),
             ("min_tokens", _is_int, lambda x: 0 <= x <= self.max_tokens, "0 to max_tokens"),
-            ("seed", _is_int, lambda x: 0 <= x < 2**32, "0 to 2**32 - 1"),
+            ("seed", _is_int, lambda x: -(2**63) <= x < 2**63, "-2**63 to 2**63 - 1"),
             ("n", _is_int, lambda x: x >= 1, "at least 1"),
             ("ignore_eos", lambda x: isinstance(x, bool), lambda _: True, "True or False"),
             ("stop", lambda x: _all(x, lambda s: isinstance(s, str)), lambda x: all(x), "strings that are not empty"),
@@ -104,8 +108,16 @@ class SamplingParams:
         )
         for field, is_type, holds, expected in checks:
             value = getattr(self, field)
-            if not (is_type(value) and holds(value)):
+            if not is_type(value):
+                raise ValueError(f"{field}: got {value!r} ({type(value).__name__}), expected {expected}")
+            if not holds(value):
                 raise ValueError(f"{field}: got {value!r}, expected {expected}")
+
+    @property
+    def seed_bits(self) -> int:
+        """The seed in the 32 bits of a key: what they hold as it is, all else as a checksum."""
+        held = 0 <= self.seed < 2**32
+        return self.seed if held else zlib.crc32(self.seed.to_bytes(8, "little", signed=True))
 
     @property
     def greedy(self) -> bool:
@@ -122,15 +134,15 @@ class SamplingParams:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
-def _is_finite(value: float) -> bool:
-    return abs(value) <= _LARGEST
+def _is_finite(value: float | np.number) -> bool:
+    return abs(float(value)) <= _LARGEST
 
 
 def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _all(values: Any, holds: Callable[[Any], bool]) -> bool:

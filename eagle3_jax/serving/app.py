@@ -14,6 +14,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
@@ -58,6 +59,8 @@ def make_app(engine: Engine, model: str, settings: ServeConfig, keys: Sequence[s
         Route("/models/{name:path}", server.models),
     ]
     gate = Middleware(Gate, keys, Rate(settings.requests_per_minute), settings.queue_limit + settings.batch_size)
+    origins = {"allow_origins": settings.allowed_origins, "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
+    cors = [Middleware(CORSMiddleware, **origins)] if settings.allowed_origins else []  # a preflight shows no key
     return Starlette(
         routes=[
             Mount("/v1", routes=api, middleware=[gate]),
@@ -65,7 +68,7 @@ def make_app(engine: Engine, model: str, settings: ServeConfig, keys: Sequence[s
             Route("/health", server.health),
             Route("/metrics", server.metrics_text),
         ],
-        middleware=[Middleware(_Count, server.metrics)],
+        middleware=[Middleware(_Count, server.metrics), *cors],
         exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _unexpected},
         lifespan=server.lifespan,
     )

@@ -73,6 +73,14 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
+class _Wrong(ValueError):
+    """What a validator here refuses in a field deeper down."""
+
+    def __init__(self, place: str, got: Any, expected: str) -> None:
+        super().__init__(f"{place}: got {got}, expected {expected}")
+        self.place, self.got, self.expected = place.split("."), _short(got), expected
+
+
 def _text(value: Any) -> str:
     """Of a message: a string, or the parts that newer clients send."""
     if isinstance(value, str):
@@ -81,9 +89,9 @@ def _text(value: Any) -> str:
         for place, part in enumerate(value):
             kind = part.get("type") if isinstance(part, dict) else part
             if kind != "text":
-                raise ValueError(f"{place}.type|{_short(kind)}|'text': {_TEXT_ALONE}")
+                raise _Wrong(f"{place}.type", kind, f"'text': {_TEXT_ALONE}")
             if not isinstance(part.get("text"), str):
-                raise ValueError(f"{place}.text|{_short(part.get('text'))}|a string")
+                raise _Wrong(f"{place}.text", part.get("text"), "a string")
         return "\n".join(part["text"] for part in value)
     raise ValueError("a string, or a list of parts of type 'text'")
 
@@ -150,7 +158,7 @@ class Asked(pydantic.BaseModel):
         field: that holds the prompt.
         n: answers to each prompt.
         temperature: 1.0 where nothing is said, as OpenAI has it; the engine's own default is greedy.
-        seed: drawn where nothing is said; the same seed gives the same answer.
+        seed: drawn where nothing is said, and for -1 (as in vLLM); the same seed gives the same answer.
         drafts: false answers without them, to compare with (`Engine.submit`).
     """
 
@@ -226,7 +234,7 @@ class Asked(pydantic.BaseModel):
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "max_tokens": longest if self.max_tokens is None else self.max_tokens,
             "top_k": 0 if self.top_k == -1 else self.top_k,  # both are "off" elsewhere
-            "seed": secrets.randbits(32) if self.seed is None else self.seed,
+            "seed": secrets.randbits(32) if self.seed in (None, -1) else self.seed,
             "stop_token_ids": None if self.stop_token_ids is None else tuple(self.stop_token_ids),
             "logprobs": self.asked_logprobs,
         }
@@ -266,7 +274,7 @@ class Chat(Asked):
         if self.max_completion_tokens is not None:  # the newer name of the same
             self.max_tokens = self.max_completion_tokens
         if self.top_logprobs and not self.logprobs:
-            raise ValueError(f"top_logprobs|{self.top_logprobs}|logprobs to be true with it")
+            raise _Wrong("top_logprobs", self.top_logprobs, "logprobs to be true with it")
         return self
 
 
@@ -339,10 +347,9 @@ def _first(item: Any) -> ApiError:
         return _refused(".".join(place), None, "a value", got="nothing")
     expected = item["msg"].removeprefix("Input should be ")
     if item["type"] == "value_error":
-        expected = str(item["ctx"]["error"])
-        if expected.count("|") == 2:  # our own validators, of a field deeper down
-            deeper, got, expected = expected.split("|")
-            place += deeper.split(".")
+        expected, error = str(item["ctx"]["error"]), item["ctx"]["error"]
+        if isinstance(error, _Wrong):
+            place, got, expected = place + error.place, error.got, error.expected
     if place[-1:] == ["[key]"]:
         expected = "token ids: " + expected
     return _refused(".".join(place) or "body", None, expected, got=got)

@@ -109,8 +109,8 @@ class ChatShape:
 
 
 def _reasoning(said: Output | Piece) -> dict[str, str]:
-    """As SGLang and vLLM call it; none where there is none."""
-    return {"reasoning_content": said.reasoning} if said.reasoning else {}
+    """As SGLang calls it, and as newer versions of vLLM do; none where there is none."""
+    return {"reasoning_content": said.reasoning, "reasoning": said.reasoning} if said.reasoning else {}
 
 
 class CompletionShape:

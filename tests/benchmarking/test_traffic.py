@@ -99,9 +99,9 @@ def test_fields_may_be_null_and_lines_close():
     assert (found.error, found.tokens, found.text, found.prompt_tokens) == (None, 2, "ab", 7)
 
 
-@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
-def test_reasoning_is_part_of_the_answer(field):
-    thought = event("", 1, choices=[{"delta": {field: "so "}}], usage={"completion_tokens": 2})
+@pytest.mark.parametrize("fields", [["reasoning_content"], ["reasoning"], ["reasoning_content", "reasoning"]])
+def test_reasoning_is_part_of_the_answer(fields):
+    thought = event("", 1, choices=[{"delta": dict.fromkeys(fields, "so ")}], usage={"completion_tokens": 2})
     found, _ = asked(thought, event("a", 3))
     assert found.text == "so a" and [tokens for _, tokens in found.chunks] == [2, 1]
 

@@ -41,6 +41,13 @@ def test_what_is_damaged_is_measured_again(tmp_path, damage):
     assert costs.kept_or_measured(tmp_path, KEY, never) == SECOND
 
 
+def test_a_folder_that_cannot_be_written_costs_the_next_start_alone(tmp_path):
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "programs"
+    with pytest.warns(UserWarning, match=rf"{folder}: Not a directory, so the next start measures again"):
+        assert costs.kept_or_measured(folder, KEY, lambda: FIRST) == FIRST
+
+
 def test_works_take_turns_and_their_first_call_does_not_count():
     log, slow_once = [], [0.05]
 

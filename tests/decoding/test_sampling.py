@@ -132,8 +132,9 @@ def test_a_weight_of_zero_is_never_drawn():
         ("logit_bias", dict.fromkeys(range(65), 1.0)),
         ("logprobs", -1),
         ("logprobs", 21),
-        ("seed", -1),
-        ("seed", 2**32),
+        ("seed", -(2**63) - 1),
+        ("seed", 2**63),
+        ("seed", np.float32(1.0)),
     ],
 )
 def test_values_out_of_range_are_refused_by_name(field, value):
@@ -141,3 +142,36 @@ def test_values_out_of_range_are_refused_by_name(field, value):
     object.__setattr__(params, field, value)  # past the type checks of tests, which users' runs do not have
     with pytest.raises(ValueError, match=f"{field}: got .*expected"):
         params.__post_init__()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "held"),
+    [
+        ("temperature", np.float32(0.5), 0.5),
+        ("max_tokens", np.int64(5), 5),
+        ("ignore_eos", np.bool_(True), True),
+        ("stop_token_ids", (np.int32(3),), (3,)),
+        ("logit_bias", {np.int64(3): np.float32(0.5)}, {3: 0.5}),
+    ],
+)
+def test_numbers_of_numpy_are_numbers(field, value, held):
+    params = SamplingParams()
+    object.__setattr__(params, field, value)
+    params.__post_init__()
+    got = getattr(params, field)
+    assert (got, type(got)) == (held, type(held))
+
+
+def test_the_type_of_what_is_no_number_is_said():
+    params = SamplingParams()
+    object.__setattr__(params, "temperature", "0.7")
+    with pytest.raises(ValueError, match=r"temperature: got '0\.7' \(str\), expected 0 \(greedy\) or more"):
+        params.__post_init__()
+
+
+def test_a_seed_of_64_bits_is_one_of_32():
+    """Small ones are kept as they are, as answers depend on them; others are spread."""
+    small, large = [0, 7, 2**32 - 1], [-1, -2, -(2**63), 2**32, 2**32 + 7, 2**63 - 1]
+    assert [SamplingParams(seed=seed).seed_bits for seed in small] == small
+    spread = {SamplingParams(seed=seed).seed_bits for seed in (*small, *large)}
+    assert len(spread) == 9 and all(0 <= bits < 2**32 for bits in spread)

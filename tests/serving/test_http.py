@@ -193,6 +193,8 @@ def test_without_a_seed_answers_differ_and_with_one_they_do_not(served):
 
     assert len({ask() for _ in range(4)}) > 1  # temperature 1 is the default
     assert len({ask(seed=11) for _ in range(2)}) == 1
+    assert len({ask(seed=-(2**63)) for _ in range(2)}) == 1
+    assert len({ask(seed=-1) for _ in range(4)}) > 1  # vLLM's word for none
 
 
 def test_logprobs_of_a_chat(served):
@@ -356,6 +358,22 @@ def test_who_has_no_key_is_refused(serving):
         for headers in ({}, {"Authorization": "first"}, {"Authorization": "Basic first"}):
             assert served.http.post("/v1/completions", headers=headers, json={"prompt": "a"}).status_code == 401
         assert served.http.get("/health").status_code == served.http.get("/metrics").status_code == 200
+
+
+def test_pages_of_an_allowed_origin_may_ask(serving, served):
+    def preflight(served, origin):
+        headers = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+        headers["Access-Control-Request-Headers"] = "authorization,content-type"
+        return served.http.options("/v1/chat/completions", headers=headers)
+
+    assert preflight(served, "https://example.org").status_code == 405
+    with serving(keys=("one",), allowed_origins=("https://example.org",)) as open_to_one:
+        answer = preflight(open_to_one, "https://example.org")
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == "https://example.org"
+        assert preflight(open_to_one, "https://example.com").status_code == 400
+        refused = open_to_one.http.get("/v1/models", headers={"Origin": "https://example.org"})
+        assert refused.status_code == 401 and "access-control-allow-origin" in refused.headers
 
 
 def test_too_many_in_a_minute_are_told_when_to_come_again(serving):

@@ -62,3 +62,10 @@ def test_other_content_types_are_refused(served):
 def test_what_asks_for_nothing_is_ignored(served, field):
     answer = served.http.post("/v1/chat/completions", json=CHAT | {"max_completion_tokens": 2} | field)
     assert answer.status_code == 200, answer.text
+
+
+def test_a_part_of_any_kind_is_named(served):
+    parts = [{"type": "text", "text": "ap"}, {"type": "a|b|c"}]
+    error = refused(served.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": parts}]}))
+    assert error["param"] == "messages.0.content.1.type"
+    assert error["message"].startswith("messages.0.content.1.type: got 'a|b|c', expected 'text': this server reads")

@@ -10,7 +10,7 @@ from eagle3_jax.serving.shapes import ChatShape, CompletionShape, Tokens
 @pytest.mark.parametrize("reasoning", ["They greet.", ""])
 def test_reasoning_stands_beside_the_content(reasoning):
     shape = ChatShape(Tokens(tiny.make_byte_tokenizer(None)))
-    extra = {"reasoning_content": reasoning} if reasoning else {}
+    extra = {"reasoning_content": reasoning, "reasoning": reasoning} if reasoning else {}
     whole = shape.whole(0, Output([1], "Hello!", "stop", Stats(1, []), reasoning=reasoning))
     assert whole["message"] == {"role": "assistant", "content": "Hello!"} | extra
     part = shape.part(0, Piece("", [1], None, [0], None, reasoning=reasoning))
