@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from eagle3_jax.config import FOLDERS, RunConfig
 
 # Okabe and Ito's palette: told apart with any colour vision, and in grey by their lightness.
 COLOURS = {"vanilla": "#B8BCC2", "chain": "#56B4E9", "tree": "#0072B2"}
+GREYS = (COLOURS["vanilla"], "#7D838C", "#4A4F57")  # of vanilla decoding, where settings differ
 OTHERS = ("#E69F00", "#009E73", "#CC79A7", "#D55E00")
 _KEYS = ("identity", "config", "categories", "seconds", "hardware", "versions")
 _NUMBERS = ("tau", "alpha", "speedup", "tokens_per_second", "identical", "prompts", "rounds", "tokens")
@@ -26,8 +28,8 @@ def run(config: RunConfig) -> dict[str, Any]:
 
     Returns:
         What `report.json` holds: `drafts` (one entry per file of the evaluation folder, e.g. "chain", "tree", each
-        overall and per category, with the `draft` and the `settings` that it measured), `stages` (manifests' results
-        and seconds), `hardware`, `versions`, `target`, `prompts_file`.
+        overall and per category, with the `draft` and the `settings` that it measured), `vanilla` (see `assemble`),
+        `stages` (manifests' results and seconds), `hardware`, `versions`, `target`, `prompts_file`.
 
     Raises:
         ValueError: nothing was evaluated yet, or the evaluations do not belong together.
@@ -45,7 +47,8 @@ def run(config: RunConfig) -> dict[str, Any]:
 def assemble(evaluations: dict[str, dict[str, Any]], stages: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Puts evaluation reports (name -> report of `evaluate`) and stages together.
 
-    The vanilla rate is the mean over the evaluations, weighted by time: each measured it anew, beside its own draft.
+    `vanilla` has an entry for each group of evaluations (`of`) with the same settings. Its rates are means over the
+    group, weighted by time: each evaluation measured vanilla decoding anew, beside its own draft.
 
     Raises:
         ValueError: the evaluations measured different targets or prompts.
@@ -60,25 +63,37 @@ def assemble(evaluations: dict[str, dict[str, Any]], stages: dict[str, dict[str,
     def numbers(part: dict[str, Any]) -> dict[str, Any]:
         return {key: part[key] for key in _NUMBERS}
 
-    def vanilla(parts: Sequence[dict[str, Any]]) -> float:
+    def settings(evaluation: dict[str, Any]) -> dict[str, Any]:
+        return {key: evaluation["config"]["evaluate"][key] for key in _SETTINGS}
+
+    def mean(parts: Sequence[dict[str, Any]]) -> float:
         seconds = [part["seconds"]["vanilla"] for part in parts]
         rates = [part["tokens_per_second"]["vanilla"] for part in parts]
         return sum(r * s for r, s in zip(rates, seconds, strict=True)) / sum(seconds)
 
-    return {
-        "vanilla": {
-            "tokens_per_second": vanilla(list(evaluations.values())),
+    def vanilla(names: Sequence[str]) -> dict[str, Any]:
+        members = [evaluations[name] for name in names]
+        measured = {category: None for member in members for category in member["categories"]}
+        return {
+            "of": list(names),
+            "tokens_per_second": mean(members),
             "categories": {
-                category: vanilla([evaluation["categories"][category] for evaluation in evaluations.values()])
-                for category in first["categories"]
+                category: mean([m["categories"][category] for m in members if category in m["categories"]])
+                for category in measured
             },
-        },
+        }
+
+    alike: dict[tuple[Any, ...], list[str]] = {}
+    for name, evaluation in evaluations.items():
+        alike.setdefault(tuple(settings(evaluation).values()), []).append(name)
+    return {
+        "vanilla": [vanilla(names) for names in alike.values()],
         "drafts": {
             name: numbers(evaluation)
             | {
                 "tree": evaluation["config"]["evaluate"]["tree"],
                 "draft": evaluation["identity"]["draft"],
-                "settings": {key: evaluation["config"]["evaluate"][key] for key in _SETTINGS},
+                "settings": settings(evaluation),
                 "categories": {c: numbers(part) for c, part in evaluation["categories"].items()},
             }
             for name, evaluation in evaluations.items()
@@ -172,12 +187,16 @@ def draw(report: dict[str, Any], path: pathlib.Path) -> None:
 
 
 def _draw_rates(axes: Any, report: dict[str, Any], colours: dict[str, str]) -> None:
-    drafts = report["drafts"]
-    categories = list(report["vanilla"]["categories"])
-    bars = {"vanilla": [report["vanilla"]["tokens_per_second"], *report["vanilla"]["categories"].values()]}
+    drafts, several = report["drafts"], len(report["vanilla"]) > 1
+    categories = list(dict.fromkeys(category for draft in drafts.values() for category in draft["categories"]))
+    bars = {}
+    for vanilla, grey in zip(report["vanilla"], GREYS * 9, strict=False):
+        name = f"vanilla, as {', '.join(vanilla['of'])}" if several else "vanilla"
+        colours = colours | {name: grey}
+        bars[name] = [vanilla["tokens_per_second"], *(vanilla["categories"].get(c, math.nan) for c in categories)]
     for name, draft in drafts.items():
-        parts = [draft, *(draft["categories"][category] for category in categories)]
-        bars[name] = [part["tokens_per_second"]["speculative"] or 0.0 for part in parts]
+        parts = [draft, *map(draft["categories"].get, categories)]  # of few prompts it may have no category's
+        bars[name] = [part["tokens_per_second"]["speculative"] or 0.0 if part else math.nan for part in parts]
     width = 0.8 / len(bars)
     places = [0.0, *(1.25 + i for i in range(len(categories)))]  # a gap between the whole and its parts
     for i, (name, rates) in enumerate(bars.items()):

@@ -83,7 +83,9 @@ def test_a_run_ends_in_a_report_and_a_picture(config: RunConfig, tmp_path: pathl
     for key in ("tau", "alpha", "speedup", "identical", "prompts", "tokens_per_second"):
         assert made["drafts"]["chain"][key] == chain[key]
         assert made["drafts"]["chain"]["categories"]["math"][key] == chain["categories"]["math"][key]
-    assert made["vanilla"]["tokens_per_second"] == pytest.approx(chain["tokens_per_second"]["vanilla"])
+    (vanilla,) = made["vanilla"]
+    assert vanilla["of"] == ["chain", "tree"]
+    assert vanilla["tokens_per_second"] == pytest.approx(chain["tokens_per_second"]["vanilla"])
     assert made["stages"]["prepare"] == {"seconds": 30.5, "results": {"train": 200}}
     assert made["stages"]["install"] == {"seconds": 90}
     assert made["prompts_file"] == chain["identity"]["prompts_file"]
@@ -167,7 +169,7 @@ def test_bars_and_points_of_the_picture_are_the_report_s_numbers(config, tmp_pat
     categories = {"all prompts": None, "long\ncontext": "long_context"} | {c: c for c in CATEGORIES if "_" not in c}
     assert drawn.keys() == {(name, label) for name in ("vanilla", "chain", "tree") for label in categories}
     for (name, label), bar in drawn.items():
-        part = made["drafts"].get(name, made["vanilla"])
+        part = made["drafts"].get(name, made["vanilla"][0])
         if category := categories[label]:
             part = part["categories"][category]
         rate = part if isinstance(part, float) else part["tokens_per_second"]
@@ -214,6 +216,33 @@ def test_each_evaluation_keeps_its_own_draft_and_settings(drawn) -> None:
         *settings,
     ]
     assert drawn(made).get_supxlabel().splitlines() == ["A CPU @ 2.60GHz, 2 cores, float32", *settings]
+
+
+def test_evaluations_of_other_settings_have_a_vanilla_rate_of_their_own(drawn) -> None:
+    chain, tree, wide = evaluation("chain"), evaluation("tree"), evaluation("chain")
+    wide["config"]["evaluate"]["batch_size"] = 8
+    wide["tokens_per_second"]["vanilla"] *= 4
+    made = report.assemble({"chain": chain, "tree": tree, "wide": wide}, {})
+    alone, together = made["vanilla"]
+    assert (alone["of"], together["of"]) == (["chain", "tree"], ["wide"])
+    assert together["tokens_per_second"] == pytest.approx(4 * alone["tokens_per_second"])
+    rates, _ = drawn(made).axes
+    labels = ["vanilla, as chain, tree", "vanilla, as wide", "chain", "tree", "wide"]
+    assert [bars.get_label() for bars in rates.containers] == labels
+    assert len({bars.patches[0].get_facecolor() for bars in rates.containers}) == 5
+
+
+@pytest.mark.parametrize("order", [("chain", "few"), ("few", "chain")])
+def test_an_evaluation_of_few_prompts_has_no_bar_of_other_categories(drawn, order) -> None:
+    few = evaluation("tree", 80.0)
+    few["categories"] = {"code": few["categories"]["code"]}
+    evaluations = {"chain": evaluation("chain"), "few": few}
+    made = report.assemble({name: evaluations[name] for name in order}, {})
+    assert set(made["vanilla"][0]["categories"]) == set(CATEGORIES)
+    rates, _ = drawn(made).axes
+    heights = {bars.get_label(): [bar.get_height() for bar in bars] for bars in rates.containers}
+    assert sum(height == height for height in heights["few"]) == 2, "all prompts, and code"
+    assert all(height == height for height in heights["chain"] + heights["vanilla"])
 
 
 def test_an_evaluation_without_rounds_is_dashes(drawn) -> None:
