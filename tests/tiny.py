@@ -6,6 +6,7 @@ may follow it, and what came before decides between them. A head learns that wit
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -16,11 +17,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import ml_dtypes
 import numpy as np
 import yaml
@@ -121,6 +123,17 @@ def llama_config(**changes: Any) -> LlamaConfig:
         "aux_layers": (0, 1, 3),
     }
     return LlamaConfig(**values | changes)
+
+
+@contextlib.contextmanager
+def no_type_checks() -> Iterator[None]:
+    """As users run the package: what is annotated is not checked."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", before)
 
 
 def identity(aux_layers: Sequence[int]) -> dict[str, Any]:

@@ -21,12 +21,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax import processes
 from eagle3_jax.config import DraftTree, MeshConfig, TargetConfig
-from eagle3_jax.decoding import costs, pricing, programs, resting, tiers
+from eagle3_jax.decoding import arguments, costs, pricing, programs, resting, tiers
+from eagle3_jax.decoding.arguments import KVDtype
 from eagle3_jax.decoding.pages import PagePool
 from eagle3_jax.decoding.programs import Chunk, Sizes
 from eagle3_jax.decoding.progress import first_progress, progress
@@ -44,15 +44,13 @@ from eagle3_jax.formats.mtp import MTP
 from eagle3_jax.formats.shipped import AUTO, LOOKUP, load_shipped
 from eagle3_jax.mesh import decoding_mesh
 from eagle3_jax.models.head import Draft
-from eagle3_jax.models.registry import Target, load_target
+from eagle3_jax.models.registry import Target, load_target, target_config
 from eagle3_jax.models.target import ModelConfig, TargetModel
 
 PAGE_SIZE = 128
 GREEDY = SamplingParams()
 
 _log = logging.getLogger(__name__)
-
-KVDtype = Literal["float32", "bfloat16", "float8_e4m3fn"]
 
 
 @dataclasses.dataclass
@@ -131,6 +129,9 @@ class Engine:
         Raises:
             ValueError: a tree without a draft, a draft of another target, or a size out of range.
         """
+        stored = arguments.stored_dtype(kv_dtype)
+        arguments.check_whole_numbers(batch_size=batch_size, max_length=max_length, page_size=page_size)
+        arguments.check_whole_numbers(kv_tokens=kv_tokens, queue_limit=queue_limit)
         if batch_size < 1:
             raise ValueError(f"batch_size: got {batch_size}, expected at least 1")
         if not 2 <= max_length <= target.config.max_position_embeddings:
@@ -152,7 +153,6 @@ class Engine:
             )
         self.tokenizer = tokenizer
         self.batch_size, self.max_length, self.queue_limit = batch_size, max_length, queue_limit
-        stored = None if kv_dtype is None else jnp.dtype(kv_dtype)
         if kv_tokens is not None and memory_fraction is not None:
             raise ValueError(f"kv_tokens, memory_fraction: got {kv_tokens} and {memory_fraction}, expected one of them")
         every = self.tiers.tiers
@@ -186,7 +186,7 @@ class Engine:
     @classmethod
     def load(
         cls,
-        target: TargetConfig | str | Target,
+        target: TargetConfig | str | pathlib.Path | Target,
         draft: str | pathlib.Path | Draft | None = AUTO,
         tree: DraftTree | Sequence[DraftTree] | Literal["auto"] = "auto",
         batch_size: int = 1,
@@ -200,6 +200,7 @@ class Engine:
         """Loads the models.
 
         Args:
+            target: a name, a hub id, a folder, or what is loaded already.
             dtype: of weights and activations; None is the TargetConfig's, float32 for a name.
             mesh: spreads the models over its model axis; None is one device.
             draft: "auto" is the head that comes with this package for this target, vanilla decoding where none does;
@@ -215,6 +216,9 @@ class Engine:
             ManifestError: the folder says that its head was trained with another target.
             DraftFormatError, ValueError: see `load_draft`, `__init__`.
         """
+        if not (draft is None or isinstance(draft, str | pathlib.Path | Draft)):
+            expected = "a folder, a name, 'auto', 'lookup', 'mtp', a loaded head, or None for no drafts"
+            raise ValueError(f"draft: got {draft!r}, expected {expected}")
         in_folder = isinstance(draft, pathlib.Path) or (isinstance(draft, str) and draft not in (AUTO, LOOKUP, MTP))
         if token_map is not None and not in_folder:
             got = repr(draft) if draft is None or isinstance(draft, str) else type(draft).__name__
@@ -224,7 +228,7 @@ class Engine:
                 raise ValueError(f"dtype, mesh: got {dtype}, {mesh}, expected None for a target that is loaded already")
             loaded = target
         else:
-            config = TargetConfig(name=target) if isinstance(target, str) else target
+            config = target_config(target)
             config = config if dtype is None else dataclasses.replace(config, dtype=dtype)
             loaded = load_target(config, None if mesh is None else decoding_mesh(mesh))
         of_target = loaded.model.embed[...].dtype
@@ -257,11 +261,7 @@ class Engine:
         Raises:
             ValueError: a prompt that is too long, empty or of another kind; before any work begins.
         """
-        if isinstance(prompts, str):
-            raise ValueError(f"prompts: got the string {prompts[:40]!r}, expected a list of prompts")
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(prompts):
-            raise ValueError(f"params: got {len(each)}, expected one for all or {len(prompts)}, one for each prompt")
+        each = arguments.one_for_each(params, prompts)
         requests = [
             self._request(f"prompts[{i}]", prompt, each[i], sample)
             for i, prompt in enumerate(prompts)
@@ -312,6 +312,7 @@ class Engine:
         Raises:
             ValueError: an impossible request. QueueFullError: `queue_limit` requests wait already.
         """
+        arguments.check_params(params)
         if params.n != 1:
             raise ValueError(f"n: got {params.n}, expected 1: submit each answer, with its `sample`")
         if timeout is not None and not timeout > 0:
@@ -683,7 +684,10 @@ def _fill(chunk: dict[str, np.ndarray], row: int, request: Request, length: int,
     stops = sorted({*params.stop_token_ids} | (frozenset() if params.ignore_eos else eos))
     chunk["stop_ids"][row, : len(stops)] = stops
     digest = zlib.crc32(np.asarray(request.ids, np.int32).tobytes())
-    chunk["seeds"][row] = params.seed, digest if request.sample == 0 else zlib.crc32(b"%d" % request.sample, digest)
+    chunk["seeds"][row] = (
+        params.seed_bits,
+        digest if request.sample == 0 else zlib.crc32(b"%d" % request.sample, digest),
+    )
     chunk["asked"][row] = -1 if params.logprobs is None else params.logprobs
     for field in ("temperature", "top_k", "top_p", "min_p"):
         chunk[field][row] = getattr(params, field)

@@ -7,6 +7,8 @@ from typing import Any
 
 from eagle3_jax.models import chat_template
 
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
 Prompt = str | Sequence[dict[str, Any]] | Sequence[int]
 
 
@@ -21,9 +23,10 @@ def encode(tokenizer: Any, prompt: Any, name: str = "prompt") -> list[int]:
         name: how errors call it.
 
     Raises:
-        ValueError: something else, messages without text, or messages that the template refuses.
+        ValueError: something else, messages without text or of an unknown role, or messages that the template refuses.
     """
     if isinstance(prompt, str):
+        _check_text(prompt, name)
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(prompt, dict | bytes) or not hasattr(prompt, "__len__"):
         raise ValueError(f"{name}: got {type(prompt).__name__}, expected a string, messages or token ids")
@@ -37,10 +40,22 @@ def encode(tokenizer: Any, prompt: Any, name: str = "prompt") -> list[int]:
         for field in ("role", "content"):
             if not isinstance(message.get(field), str):
                 raise ValueError(f"{name}[{index}].{field}: got {message.get(field)!r}, expected text")
+        if message["role"] not in _ROLES:
+            raise ValueError(f"{name}[{index}].role: got {message['role']!r}, expected one of {', '.join(_ROLES)}")
+        _check_text(message["content"], f"{name}[{index}].content")
     try:
         return chat_template.prompt_ids(tokenizer, prompt)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
+
+
+def _check_text(text: str, name: str) -> None:
+    """Raises ValueError: half a surrogate pair, of which no tokenizer makes bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        got = f"{text[error.start]!r} at character {error.start}"
+        raise ValueError(f"{name}: got {got}, half a surrogate pair, expected text") from error
 
 
 def _token_id(item: Any, name: str, index: int) -> int:

@@ -227,7 +227,7 @@ def choice_for(
     trees: list[Any] = [] if tree == "auto" else list(tree) if isinstance(tree, list | tuple) else [tree]
     if (not trees and tree != "auto") or not all(isinstance(x, DraftTree) for x in trees):
         raise ValueError(f"tree: got {tree!r}, expected a DraftTree, a list of them, or 'auto'")
-    if isinstance(draft, str) and draft != "lookup":
+    if draft is not None and not isinstance(draft, Draft) and draft != "lookup":
         raise ValueError(f"draft: got {draft!r}, expected a loaded head or 'lookup'; `Engine.load` takes folders")
     if draft is None and (trees or simulated is not None):
         raise ValueError(f"draft: got None, expected a draft head or 'lookup' for {tree}")

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import logging
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -217,10 +218,14 @@ def test_no_prompts_no_answers(speculative):
         ([[1, 24]], SamplingParams(), r"prompts\[0\]: got token ids 1 to 24, expected 0 to 23"),
         (["a", [{"role": "user"}]], SamplingParams(), r"prompts\[1\]\[0\].content: got None, expected text"),
         (["a", "b"], [SamplingParams()], r"params: got 1, expected one for all or 2"),
+        ((prompt for prompt in ["a"]), SamplingParams(), r"prompts: got generator, expected a list of prompts"),
+        (["a"], {"max_tokens": 3}, r"params: got dict, expected SamplingParams"),
+        (["a"], None, r"params: got NoneType, expected SamplingParams"),
+        (["a"], ["max_tokens"], r"params\[0\]: got str, expected SamplingParams"),
     ],
 )
 def test_impossible_requests_are_refused_before_any_work(speculative, prompts, params, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message), tiny.no_type_checks():
         speculative.generate(prompts, params, on_output=lambda *_: pytest.fail("work began"))
 
 
@@ -233,6 +238,41 @@ def test_engines_that_cannot_work_are_refused(toy):
         Engine(toy.target, Tokenizer(), None, CHAIN, max_length=128)
     with pytest.raises(ValueError, match=r"tree.topk: got 23, expected at most the draft vocabulary, 22"):
         make(toy, DraftTree(num_steps=1, topk=23, num_draft_tokens=3))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_length": "128"}, r"max_length: got '128' \(str\), expected a whole number"),
+        ({"batch_size": True}, r"batch_size: got True \(bool\), expected a whole number"),
+        ({"kv_tokens": 1.5}, r"kv_tokens: got 1\.5 \(float\), expected a whole number"),
+        ({"kv_dtype": "int8"}, r"kv_dtype: got 'int8', expected 'float32', 'bfloat16', 'float8_e4m3fn', or None"),
+        ({"kv_dtype": "bf16"}, r"kv_dtype: got 'bf16', expected"),
+        ({"kv_dtype": "float64"}, r"kv_dtype: got 'float64', expected"),
+    ],
+)
+def test_what_an_engine_cannot_be_made_with_is_refused_by_name(toy, options, message):
+    with pytest.raises(ValueError, match=message), tiny.no_type_checks():
+        make(toy, **options)
+
+
+def test_what_cannot_be_loaded_is_refused_before_anything_is(monkeypatch, tmp_path, speculative):
+    monkeypatch.setattr("eagle3_jax.decoding.engine.load_target", lambda *_: pytest.fail("loads"))
+    options: Any
+    for options, message in (
+        (
+            {"draft": False},
+            r"draft: got False, expected a folder, a name, 'auto', 'lookup', 'mtp', a loaded head, or N",
+        ),
+        ({"dtype": "float16"}, r"target\.dtype: got 'float16', expected 'float32' or 'bfloat16'"),
+        ({"dtype": "bf16"}, r"target\.dtype: got 'bf16', expected"),
+        ({"target": tmp_path / "none"}, r"target: got .*none, no such folder"),
+    ):
+        with pytest.raises(ValueError, match=message), tiny.no_type_checks():
+            Engine.load(**{"target": "smollm2-135m-instruct"} | options)
+    for call in (speculative.submit, speculative.stream):
+        with pytest.raises(ValueError, match="params: got dict, expected SamplingParams"), tiny.no_type_checks():
+            list(call("a", {"max_tokens": 3}))
 
 
 @pytest.mark.parametrize(

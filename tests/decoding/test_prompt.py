@@ -53,6 +53,12 @@ def test_places_of_ids_are_written_for_errors_alone():
         ([{"content": "Hi"}], r"prompts\[4\]\[0\].role: got None, expected text"),
         ([{"role": "user", "content": "Hi"}, 7], r"prompts\[4\]\[1\]: got 7 among messages"),
         ({"role": "user", "content": "Hi"}, r"prompts\[4\]: got dict, expected a string, messages or token ids"),
+        (
+            [{"role": "usr", "content": "Hi"}],
+            r"prompts\[4\]\[0\].role: got 'usr', expected one of system, developer, us",
+        ),
+        ("a\ud800b", r"prompts\[4\]: got '\\ud800' at character 1, half a surrogate pair, expected text"),
+        ([{"role": "user", "content": "\udc00"}], r"prompts\[4\]\[0\].content: got '\\udc00' at character 0, half"),
         (b"Hi", r"prompts\[4\]: got bytes"),
         (None, r"prompts\[4\]: got NoneType"),
     ],
