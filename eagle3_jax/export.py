@@ -59,6 +59,7 @@ def run(config: RunConfig, target: Target | None = None) -> None:
         "vocabulary": manifest.digest(checkpoints / vocab.NAME),
         "target": target.identity,
     }
+    other = f"run_dir; for this head in another form: --from {folder} --to FORM DIR"
     with manifest.lock(folder):
         if not processes.agree(folder.exists):
             architecture = target.model.config
@@ -70,7 +71,9 @@ def run(config: RunConfig, target: Target | None = None) -> None:
                 _write(stored, config.export.format, folder, identity, problems)
 
             processes.agree(write)
-        elif processes.agree(lambda: (folder / manifest.NAME).exists() and manifest.begin(folder, identity, ("head",))):
+        elif processes.agree(
+            lambda: (folder / manifest.NAME).exists() and manifest.begin(folder, identity, ("head",), other)
+        ):
             processes.say(f"{folder}: already finished, nothing to do")
         else:
             raise manifest.ManifestError(f"{folder}: got something else than an export; remove it")
@@ -155,7 +158,7 @@ def arguments_to_convert(argv: Sequence[str]) -> tuple[str, str, str]:
 def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     for flag, other in _INSTEAD.items():
-        if flag in argv:
+        if any(word.partition("=")[0] == flag for word in argv):
             other(argv)
             return
     config, _ = configuration.from_command_line("export", __doc__ or "", argv)  # names the flags of the others

@@ -224,12 +224,14 @@ def write_json(path: str | pathlib.Path, value: Any) -> None:
 
 
 @contextlib.contextmanager
-def claim(folder: str | pathlib.Path, identity: dict[str, Any], newer: Collection[str] = ()) -> Iterator[bool]:
+def claim(
+    folder: str | pathlib.Path, identity: dict[str, Any], newer: Collection[str] = (), place: str = "run_dir"
+) -> Iterator[bool]:
     """Locks `folder` for the work that `identity` describes.
 
     Args:
         identity: see `begin`. The same on all processes of the run.
-        newer: see `begin`.
+        newer, place: see `begin`.
 
     Yields:
         True when the folder already holds the finished result, so that there is nothing to do.
@@ -240,7 +242,7 @@ def claim(folder: str | pathlib.Path, identity: dict[str, Any], newer: Collectio
     """
     identity = json.loads(json.dumps(identity))
     with lock(folder):
-        answer = processes.agree(lambda: {"finished": begin(folder, identity, newer), "identity": identity})
+        answer = processes.agree(lambda: {"finished": begin(folder, identity, newer, place), "identity": identity})
         if differing := list(_differences(answer["identity"], identity)):
             lines = "\n".join(f"  {field}: process 0 has {old!r}, this one {new!r}" for field, old, new in differing)
             raise ManifestError(f"{folder}: the processes of this run were not started alike:\n{lines}")
@@ -254,12 +256,15 @@ def _remove(path: pathlib.Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def begin(folder: str | pathlib.Path, identity: dict[str, Any], newer: Collection[str] = ()) -> bool:
+def begin(
+    folder: str | pathlib.Path, identity: dict[str, Any], newer: Collection[str] = (), place: str = "run_dir"
+) -> bool:
     """Writes the manifest of unfinished work into `folder`, or compares the one that is there. See `claim`.
 
     Args:
         identity: all that decides the result: verb, config sections, input digests, target identity. JSON-ready.
         newer: fields that manifests of earlier versions lack; there they are not compared.
+        place: see `check_same`.
 
     Returns:
         True when the folder already holds the finished result, so that there is nothing to do.
@@ -273,7 +278,7 @@ def begin(folder: str | pathlib.Path, identity: dict[str, Any], newer: Collectio
     if path.exists():
         found = load(path)
         known = {name: value for name, value in identity.items() if name not in newer or name in found["identity"]}
-        check_same(folder, found["identity"], known, "run_dir")
+        check_same(folder, found["identity"], known, place)
         return bool(found.get("finished"))
     folder.mkdir(parents=True, exist_ok=True)
     write_sealed(path, {"format": FORMAT, "finished": False, "identity": identity, "versions": versions()})
@@ -285,7 +290,7 @@ def check_same(path: str | pathlib.Path, found: Any, identity: dict[str, Any], p
 
     Args:
         path: what was made; it says `found`.
-        place: what names the path, and could name another one.
+        place: what names the path, and could name another one; and what more may be done.
 
     Raises:
         ManifestError: every field that differs, with both values.

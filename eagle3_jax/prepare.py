@@ -77,7 +77,8 @@ def _prepare(config: configs.RunConfig, folder: pathlib.Path, written: dict[int,
         **counts,
     )
     print(
-        f"prepare: {len(parts[TRAIN])} to train, {len(parts[HELD_OUT])} held out, {len(rejects)} rejected -> {folder}"
+        f"prepare: {len(parts[TRAIN])} to train, {len(parts[HELD_OUT])} held out, {len(rejects)} rejected (why: "
+        f"{REJECTS}) -> {folder}"
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import pathlib
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -88,9 +89,11 @@ def train(config: configs.RunConfig, target: Target | None = None) -> dict[str, 
         identity["served_prompts"] = manifest.digest(held_out_prompts(config))
     warm = None
     if run.warm_start is not None:
-        warm = _warm_start(run.warm_start, target, head_config)
-        identity["warm_start"] = files.file_digests(draft_models.resolve(run.warm_start))
-    with manifest.claim(folder, identity, newer=("served_prompts",)) as finished:
+        head = draft_models.resolve(run.warm_start, "train.warm_start", "the folder of a head")
+        warm = _warm_start(head, target, head_config)
+        identity["warm_start"] = files.file_digests(head)
+    other = f"run_dir; its features may be a link to these: ln -s {features.resolve()} RUN_DIR/features"
+    with manifest.claim(folder, identity, newer=("served_prompts",), place=other) as finished:
         if finished:
             processes.say(f"train: {folder} is finished already")
             return manifest.read(folder, made_by="train")["results"]
@@ -233,7 +236,7 @@ def _train(
     return processes.agree(lambda: manifest.finish(folder, files=[vocab.NAME], **results) or results)
 
 
-def _warm_start(folder: str, target: Target, config: DraftHeadConfig) -> Draft:
+def _warm_start(folder: str | pathlib.Path, target: Target, config: DraftHeadConfig) -> Draft:
     """The head to begin with. Raises ValueError: another target's, or another shape than the config's."""
     draft = heads.load_draft(folder, target=target, dtype=jnp.float32)
     if not isinstance(draft.head, DraftHead):

@@ -343,7 +343,9 @@ def test_a_warm_start_begins_with_the_head_and_its_vocabulary(tmp_path):
     with pytest.raises(ValueError, match=r"train.warm_start .*another shape:\n  norm_output: got False, expected True"):
         train.train(other, target)
     missing = prepared(tmp_path / "missing", target, **still | {"warm_start": str(tmp_path / "none")})
-    with pytest.raises(TargetError, match="none"):
+    with pytest.raises(
+        TargetError, match=r"train\.warm_start: got '.*none', no such folder, and no hub id; expected t"
+    ):
         train.train(missing, target)
     for refused in (other, missing):
         assert not refused.folder("train").exists(), "refused before the folder is claimed: a corrected run may use it"
@@ -363,7 +365,7 @@ def test_a_training_is_told_by_the_files_of_a_named_head_and_by_what_its_taus_ar
     (head / "config.json").write_text("{}")
     config = prepared(tmp_path, target, warm_start="org/head", decode_every=2, decode_prompts=5)
     held_out = with_held_out_prompts(config)
-    monkeypatch.setattr(train.draft_models, "fetch", lambda name, field: head)
+    monkeypatch.setattr(train.draft_models, "fetch", lambda name, **_: head)
     monkeypatch.setattr(train, "_warm_start", lambda *_: None)
     monkeypatch.setattr(train.manifest, "claim", claim)
 
@@ -381,6 +383,19 @@ def test_a_training_is_told_by_the_files_of_a_named_head_and_by_what_its_taus_ar
     held_out.unlink()
     with pytest.raises(manifest.ManifestError, match=r"prompts/held_out.jsonl: not found, expected .*prepare"):
         train.train(config, target)
+
+
+def test_another_training_on_the_same_features_takes_them_by_a_link(tmp_path, target, monkeypatch):
+    config = prepared(tmp_path / "run", target)
+    manifest.begin(config.folder("train"), {"verb": "train"})
+    said = rf"made from something else.*seed.*ln -s {config.folder('extract')} RUN_DIR/features"
+    with pytest.raises(manifest.ManifestError, match=f"(?s){said}"):
+        train.train(config, target)
+    other = dataclasses.replace(config, run_dir=str(tmp_path / "other"))
+    (tmp_path / "other").mkdir()
+    other.folder("extract").symlink_to(config.folder("extract"))
+    monkeypatch.setattr(train, "_train", lambda config, *_: {"of": config.run_dir})
+    assert train.train(other, target) == {"of": other.run_dir}
 
 
 def test_a_warm_start_is_a_head_of_eagle3(target, monkeypatch):

@@ -15,16 +15,27 @@ from eagle3_jax.models.draft_model import DraftModel
 from eagle3_jax.models.families import FAMILIES
 from eagle3_jax.models.head import Draft
 from eagle3_jax.models.identity import tokenizer_digest
-from eagle3_jax.models.registry import Target, fetch, load_tokenizer, read_config
+from eagle3_jax.models.registry import Target, TargetError, fetch, load_tokenizer, read_config
 from eagle3_jax.models.vision import TEXT_OF, text_name
 from eagle3_jax.models.weights import WeightsError, load_model, locate
 
+_EXPECTED = (
+    "the folder of a head, the name or folder of a smaller model, 'lookup', 'mtp', 'auto', or None for no drafts"
+)
 _ARCHITECTURES = {family.config.architecture for family in FAMILIES} | TEXT_OF.keys()
 
 
-def resolve(draft: str | pathlib.Path) -> pathlib.Path:
-    """The folder of a draft: itself, or of the model that has this name. Raises TargetError."""
-    return draft if isinstance(draft, pathlib.Path) else fetch(draft, field="draft")
+def resolve(draft: str | pathlib.Path, field: str = "draft", expected: str = _EXPECTED) -> pathlib.Path:
+    """The folder of a draft: itself, or of the model that has this name. Raises TargetError.
+
+    Args:
+        field: that it was given as. expected: what it may be there.
+    """
+    if isinstance(draft, str):
+        return fetch(draft, field=field, expected=expected)
+    if not draft.is_dir():
+        raise TargetError(f"{field}: got {str(draft)!r}, no such folder; expected {expected}")
+    return draft
 
 
 def is_model(folder: pathlib.Path) -> bool:

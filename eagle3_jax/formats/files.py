@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from eagle3_jax import manifest
 from eagle3_jax.formats.stored import DraftFormatError
 from eagle3_jax.formats.tensors import Tensors, canonical
-from eagle3_jax.models.weights import INDEX, WeightsError, read_index
+from eagle3_jax.models.weights import INDEX, WeightsError, read_index, save_tensors
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -25,10 +25,7 @@ _CONVERT = (
 def write(folder: pathlib.Path, values: dict[str, Any], tensors: Tensors) -> None:
     """Makes `folder`. Raises OSError."""
     folder.mkdir(parents=True)
-    try:
-        safetensors.numpy.save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(f"{folder / WEIGHTS}: not written ({error})") from error
+    save_tensors(tensors, folder / WEIGHTS)
     (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
 
 

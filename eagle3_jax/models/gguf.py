@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from gguf import GGUFReader
 from gguf.quants import dequantize
-from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
+
+from eagle3_jax.models.weights import save_tensors
 
 _BLOCK_NAMES = {
     "attn_norm": "input_layernorm",
@@ -55,7 +56,7 @@ def convert(path: pathlib.Path, folder: pathlib.Path) -> None:
         if ".attn_k." in tensor.name:
             values = unpermute(values, config["num_key_value_heads"])
         tensors[_hf_name(tensor.name)] = np.ascontiguousarray(values)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_tensors(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     _save_tokenizer(fields, folder)
 

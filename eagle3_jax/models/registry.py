@@ -22,8 +22,15 @@ from typing import Any
 import filelock
 import jax
 import jax.numpy as jnp
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
 from eagle3_jax import manifest, processes
 from eagle3_jax.config import TargetConfig
@@ -34,6 +41,7 @@ from eagle3_jax.models.target import ModelConfig, TargetModel
 
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 _CONFIG_FILES = ("config.json", "generation_config.json")
+_PATIENCE = 10.0  # seconds for a hub's first word
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +87,10 @@ class TargetError(ValueError):
 
 
 def load_target(
-    config: TargetConfig | str, mesh: jax.sharding.Mesh | None = None, *, only: Collection[str] | None = None
+    config: TargetConfig | str | pathlib.Path,
+    mesh: jax.sharding.Mesh | None = None,
+    *,
+    only: Collection[str] | None = None,
 ) -> Target:
     """Fetches if need be, checks, and loads a target onto the devices of `mesh` (None: the default device).
 
@@ -89,7 +100,7 @@ def load_target(
     Raises:
         TargetError: the name cannot be resolved. WeightsError, ValueError: see `load_model`, `read_shape`.
     """
-    config = TargetConfig(name=config) if isinstance(config, str) else config
+    config = target_config(config)
     folder = fetch(config.name)
     model_config = read_config(folder, config.aux_layers)
     paths = weights.weight_files(folder)
@@ -111,6 +122,17 @@ def load_target(
     return Target(model, tokenizer, identity, folder)
 
 
+def target_config(target: TargetConfig | str | pathlib.Path) -> TargetConfig:
+    """A target given by its name or its folder. Raises TargetError: neither, or a path without a folder."""
+    if isinstance(target, TargetConfig):
+        return target
+    if isinstance(target, pathlib.Path) and not target.is_dir():
+        raise TargetError(f"target: got {target}, no such folder")
+    if not isinstance(target, str | pathlib.Path):
+        raise TargetError(f"target: got {type(target).__name__}, expected a name, a folder, or a TargetConfig")
+    return TargetConfig(name=str(target))
+
+
 def read_config(folder: pathlib.Path, aux_layers: tuple[int, ...] | None = None) -> ModelConfig:
     """The architecture of a Hugging Face folder; generation_config.json may name more end-of-sequence tokens."""
     path = folder / "config.json"
@@ -130,26 +152,34 @@ def read_config(folder: pathlib.Path, aux_layers: tuple[int, ...] | None = None)
 
 def load_tokenizer(target: str | pathlib.Path) -> Any:
     """The fast tokenizer of a target (name or folder), with its chat template. Raises TargetError."""
-    # Imported here: it imports PyTorch, which takes seconds. Where there is none, nobody needs to hear of that.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    # Imported here: it imports PyTorch, which takes seconds.
     from transformers import AutoTokenizer
 
     folder = fetch(target) if isinstance(target, str) else target
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # the library has no error of its own for a damaged file
         reason = " ".join(str(error).split())[:300]
         raise TargetError(
             f"{folder}: no usable tokenizer in tokenizer.json and tokenizer_config.json ({reason})"
         ) from error
+    # What is too long the engine refuses, with numbers; the library would speak of indexing errors.
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+    return tokenizer
 
 
-def fetch(name: str, *, whole: bool = True, field: str = "target.name") -> pathlib.Path:
+def fetch(
+    name: str,
+    *,
+    whole: bool = True,
+    field: str = "target.name",
+    expected: str = f"{' or '.join(map(repr, REGISTERED))}, a folder, or a hub id",
+) -> pathlib.Path:
     """Resolves a target's name to a local Hugging Face folder. Raises TargetError.
 
     Args:
         whole: False takes from a hub what `read_config` reads and no more.
-        field: that the name was given as.
+        field: that the name was given as. expected: what it may be there.
     """
     if pathlib.Path(name).is_dir():
         return pathlib.Path(name)
@@ -170,16 +200,45 @@ def fetch(name: str, *, whole: bool = True, field: str = "target.name") -> pathl
     patterns: list[str] = list(_HUB_FILES if whole else _CONFIG_FILES)
     try:
         # `*` crosses folders, where other copies of the weights lie (gpt-oss' `original/`).
-        found = snapshot_download(hub, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"])
+        found = snapshot_download(
+            hub,
+            revision=revision,
+            allow_patterns=patterns,
+            ignore_patterns=["*/*"],
+            local_files_only=revision is not None and not _answers(hub, revision),
+        )
         folder = pathlib.Path(found)
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError) as error:
-        raise TargetError(
-            f"{field}: got {name!r}, expected one of {sorted(REGISTERED)}, a folder, or a model on a hub that "
-            f"answers ({type(error).__name__})"
-        ) from error
+        why = _why_not(error, hub, revision)
+        raise TargetError(f"{field}: got {name!r}, no such folder, and {why}; expected {expected}") from error
     if revision is None and (commit := commit_of(folder)):
         processes.say(f"{hub}: took commit {commit}; target.name {hub}@{commit} takes no other")
     return folder
+
+
+def _answers(hub: str, revision: str) -> bool:
+    """Whether there is a hub to ask. For a commit `snapshot_download` would try six times, for 23 seconds."""
+    try:
+        HfApi().model_info(hub, revision=revision, timeout=_PATIENCE)
+    except (HfHubHTTPError, HFValidationError):
+        return True  # it answers; what is wrong, the download says
+    except Exception:  # of httpx or httpx2, as the hub's library has it, or its own offline mode
+        return False
+    return True
+
+
+def _why_not(error: Exception, hub: str, revision: str | None) -> str:
+    """Why a model cannot be had from a hub, and what to do."""
+    page = f"{constants.ENDPOINT}/{hub}"
+    if isinstance(error, GatedRepoError):
+        return f"{page} is gated: accept its terms there, then run `hf auth login`"
+    if isinstance(error, RepositoryNotFoundError):
+        return f"{page} is not there, or private: then run `hf auth login`"
+    if isinstance(error, RevisionNotFoundError):
+        return f"{page} has no revision {revision}"
+    if isinstance(error, HfHubHTTPError):
+        return f"{constants.ENDPOINT} answers {str(error).splitlines()[0]}"
+    return "no hub id" if isinstance(error, HFValidationError) else f"cannot reach {constants.ENDPOINT}"
 
 
 def commit_of(folder: pathlib.Path) -> str | None:

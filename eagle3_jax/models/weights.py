@@ -11,7 +11,7 @@ import functools
 import hashlib
 import json
 import pathlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from eagle3_jax import processes
 from eagle3_jax.manifest import digest, read_json
@@ -93,6 +94,17 @@ def load_model(
     if placement is None:
         return jax.tree_util.tree_map_with_path(read, abstract)
     return jax.tree_util.tree_map_with_path(read, abstract, placement)
+
+
+def save_tensors(tensors: Mapping[str, np.ndarray], path: pathlib.Path) -> None:
+    """Writes a file of safetensors as Hugging Face has them, for all whom the umask lets read. Raises OSError."""
+    path.touch()
+    mode = path.stat().st_mode
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path}: not written ({error})") from error
+    path.chmod(mode)  # the library makes a file that its owner alone may read
 
 
 def parameter_path(path: tuple[Any, ...]) -> str:

@@ -10,13 +10,12 @@ import pathlib
 
 import jax
 import numpy as np
-from safetensors.numpy import save_file
 
 from eagle3_jax import manifest
 from eagle3_jax.models.families import family_of
 from eagle3_jax.models.registry import Target
 from eagle3_jax.models.target import TargetModel
-from eagle3_jax.models.weights import INDEX, parameter_path
+from eagle3_jax.models.weights import INDEX, parameter_path, save_tensors
 
 SHARD_BYTES = 5 * 10**9  # of a file, as the hub has them
 
@@ -59,7 +58,7 @@ def _write_weights(model: TargetModel, folder: pathlib.Path, shard_bytes: int) -
         for name in names:
             parts = table[name].split(np.asarray(leaves[name]))
             tensors |= {tensor: np.ascontiguousarray(x) for tensor, x in zip(table[name].tensors, parts, strict=True)}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
+        save_tensors(tensors, folder / file)
         weight_map |= dict.fromkeys(tensors, file)
     if len(files) > 1:
         size = sum(leaf.nbytes for leaf in leaves.values())

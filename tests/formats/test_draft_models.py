@@ -79,8 +79,11 @@ def test_a_model_by_its_name(target, small, tmp_path, monkeypatch):
     assert shipped.chosen_draft("SmolLM2-135M-Instruct", tmp_path, target) == ("SmolLM2-135M-Instruct", cached)
     draft = load_draft("SmolLM2-135M-Instruct", target=target, dtype=jnp.bfloat16)
     assert isinstance(draft.head, DraftModel) and draft.head.dtype == jnp.bfloat16
-    with pytest.raises(TargetError, match=r"draft: got 'no/such/name', expected one of .*, a folder, or a model on"):
-        load_draft("no/such/name", target=target)
+    for missing in ("no/such/name", pathlib.Path("no/such")):
+        with pytest.raises(
+            TargetError, match=rf"draft: got '{missing}', no such folder.*; expected .* 'lookup', 'mtp'"
+        ):
+            load_draft(missing, target=target)
 
 
 def test_another_vocabulary_is_refused(target, small):

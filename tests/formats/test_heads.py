@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import stat
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,6 +31,12 @@ EMBEDDINGS = "embed_tokens.weight"
 def saved(tmp_path: pathlib.Path) -> pathlib.Path:
     save_draft(tmp_path / "head", make_draft(), target=TARGET, dtype="float32")
     return tmp_path / "head"
+
+
+def test_whom_the_umask_lets_read_may_read_it(saved: pathlib.Path) -> None:
+    """An engine in a container may be another user."""
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in saved.iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"] != 0o600
 
 
 # ------------------------------------------------------------------------------------------------- what a head computes

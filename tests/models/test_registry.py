@@ -10,13 +10,22 @@ import sys
 import zipfile
 from typing import Any
 
+import httpx2
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.numpy import save_file
+from transformers import tokenization_utils_base
 
 from eagle3_jax import manifest
 from eagle3_jax.config import TargetConfig
@@ -34,9 +43,81 @@ def no_hub(monkeypatch, tmp_path):
     monkeypatch.setenv("EAGLE3_JAX_CACHE", str(tmp_path / "cache"))
 
 
-def test_unknown_name(no_hub):
-    with pytest.raises(registry.TargetError, match=r"target\.name: got 'nobody/nothing', expected one of"):
-        registry.fetch("nobody/nothing")
+REQUEST = httpx2.Request("GET", "https://hub")
+HUB = "https://hub.example"
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (
+            LocalEntryNotFoundError("no hub"),
+            f"cannot reach {HUB}; expected 'smollm2-135m-instruct', a folder, or a hub",
+        ),
+        (HFValidationError("a/b/c"), "no hub id; expected"),
+        (
+            GatedRepoError("", response=httpx2.Response(403, request=REQUEST)),
+            f"{HUB}/org/model is gated: .* `hf auth login`; exp",
+        ),
+        (
+            RepositoryNotFoundError("", response=httpx2.Response(404, request=REQUEST)),
+            f"{HUB}/org/model is not there, or private: then run `hf auth login`; expected",
+        ),
+        (
+            RevisionNotFoundError("", response=httpx2.Response(404, request=REQUEST)),
+            f"{HUB}/org/model has no revision v1",
+        ),
+        (HfHubHTTPError("502 B\nmore", response=httpx2.Response(502, request=REQUEST)), f"{HUB} answers 502 B; exp"),
+    ],
+    ids=lambda x: type(x).__name__ if isinstance(x, Exception) else "",
+)
+def test_why_a_hub_gives_nothing_is_said(monkeypatch, error, why):
+    def refuse(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(registry, "snapshot_download", refuse)
+    monkeypatch.setattr(registry, "_answers", lambda *_: True)
+    monkeypatch.setattr(registry.constants, "ENDPOINT", HUB)
+    with pytest.raises(registry.TargetError, match=rf"target\.name: got 'org/model@v1', no such folder, and {why}"):
+        registry.fetch("org/model@v1")
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch, tmp_path):
+    """`snapshot_download` would ask for a commit six times, also where it lies in the cache."""
+    asked = []
+
+    def unreachable(*args, **kwargs):
+        asked.append(kwargs["timeout"])
+        raise httpx2.ConnectError("no route")
+
+    monkeypatch.setattr(registry.HfApi, "model_info", unreachable)
+    monkeypatch.setattr(registry, "snapshot_download", lambda *_, **kwargs: asked.append(kwargs) or tmp_path)
+    assert registry.fetch("org/model@" + "ab" * 20) == tmp_path
+    assert asked[0] == 10.0 and asked[1]["local_files_only"] is True
+
+
+def test_a_long_prompt_is_the_engine_s_to_refuse(tmp_path, monkeypatch):
+    """The library would warn of indexing errors, without the numbers that count here."""
+    folder = tiny.write_target(tmp_path / "target")
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": 3}))
+    said = []
+    monkeypatch.setattr(tokenization_utils_base.logger, "warning", said.append)
+    tokenizer = registry.load_tokenizer(folder)
+    assert tokenizer.model_max_length == 3 and len(tokenizer("apple bird cloud door egg")["input_ids"]) > 3
+    assert said == []
+
+
+def test_a_path_is_a_folder(tmp_path):
+    folder = tiny.write_target(tmp_path / "other")
+    assert registry.target_config(folder) == TargetConfig(name=str(folder))
+    wrong: Any
+    for wrong, said in (
+        (tmp_path / "none", "target: got .*none, no such folder"),
+        (3, "target: got int, expected a na"),
+    ):
+        with pytest.raises(registry.TargetError, match=said), tiny.no_type_checks():
+            registry.target_config(wrong)
 
 
 def test_a_config_is_fetched_without_the_weights(monkeypatch, tmp_path):
@@ -70,6 +151,7 @@ def test_what_lies_in_folders_of_a_hub_is_left_there(monkeypatch, tmp_path):
 )
 def test_a_hub_is_asked_for_one_commit(monkeypatch, tmp_path, name, hub, revision):
     asked = {}
+    monkeypatch.setattr(registry, "_answers", lambda *_: True)
     monkeypatch.setattr(
         registry, "snapshot_download", lambda name, **kwargs: asked.update(kwargs, hub=name) or tmp_path
     )
@@ -82,6 +164,7 @@ def test_the_commit_that_a_hub_answered_with_is_said_and_kept(monkeypatch, tmp_p
     commit = "0123456789" * 4
     tiny.write_target(tmp_path / "snapshots" / commit)
     monkeypatch.setattr(registry, "snapshot_download", lambda *args, **kwargs: tmp_path / "snapshots" / commit)
+    monkeypatch.setattr(registry, "_answers", lambda *_: True)
 
     def load(name):
         return registry.load_target(TargetConfig(name=name, aux_layers=(1, 2, 3)), only=()).identity
