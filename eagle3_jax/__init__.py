@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     from eagle3_jax.config import MeshConfig as MeshConfig
     from eagle3_jax.config import TargetConfig as TargetConfig
     from eagle3_jax.decoding.engine import Engine as Engine
+    from eagle3_jax.decoding.request import Output as Output
+    from eagle3_jax.decoding.request import Piece as Piece
     from eagle3_jax.decoding.request import QueueFullError as QueueFullError
+    from eagle3_jax.decoding.request import Request as Request
     from eagle3_jax.decoding.sampling import SamplingParams as SamplingParams
     from eagle3_jax.formats.heads import load_draft as load_draft
     from eagle3_jax.models.registry import load_target as load_target
@@ -22,7 +25,10 @@ _HOMES = {
     "DraftTree": "eagle3_jax.config",
     "Engine": "eagle3_jax.decoding.engine",
     "MeshConfig": "eagle3_jax.config",
+    "Output": "eagle3_jax.decoding.request",
+    "Piece": "eagle3_jax.decoding.request",
     "QueueFullError": "eagle3_jax.decoding.request",
+    "Request": "eagle3_jax.decoding.request",
     "SamplingParams": "eagle3_jax.decoding.sampling",
     "TargetConfig": "eagle3_jax.config",
     "load_draft": "eagle3_jax.formats.heads",
@@ -32,7 +38,10 @@ __all__ = [
     "DraftTree",
     "Engine",
     "MeshConfig",
+    "Output",
+    "Piece",
     "QueueFullError",
+    "Request",
     "SamplingParams",
     "TargetConfig",
     "load_draft",
@@ -61,9 +70,17 @@ _refuse_wrong_results(importlib.metadata.version("jaxlib"), os.environ.get("JAX_
 # On a CPU XLA logs two lines of 2,000 characters as errors for every program that a compilation cache holds: code for
 # the machine it was compiled on is said to miss "features" such as prefer-no-gather. What fails raises an exception.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Whatever imports transformers, such as Presidio, nobody needs to hear that there is no PyTorch.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+
+def __dir__() -> list[str]:
+    return ["__doc__", "__version__", *__all__]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.metadata.version("eagle3-jax")
     if name not in _HOMES:
         raise AttributeError(f"module 'eagle3_jax' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -17,6 +17,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import eagle3_jax
+from eagle3_jax.config import FOLDERS
 
 
 def test_every_public_name_is_there():
@@ -30,6 +31,31 @@ def test_every_public_name_is_there():
 def test_every_module_is_imported():
     for module in pkgutil.walk_packages(eagle3_jax.__path__, "eagle3_jax."):
         importlib.import_module(module.name)
+
+
+def test_what_is_public_is_what_is_listed():
+    assert {"Engine", "SamplingParams", "Output", "Piece", "Request"} <= set(eagle3_jax.__all__)
+    names = dir(eagle3_jax)
+    assert {*eagle3_jax.__all__, "__version__"} <= set(names)
+    assert [name for name in names if name.startswith("_") and not name.endswith("__")] == [] and "os" not in names
+    project = tomllib.loads((pathlib.Path(__file__).parents[1] / "pyproject.toml").read_text())
+    assert eagle3_jax.__version__ == project["project"]["version"]
+    (typed,) = pathlib.Path(eagle3_jax.__file__).parent.glob("py.typed")
+    assert typed.name in project["tool"]["setuptools"]["package-data"]["eagle3_jax"]
+
+
+def test_the_package_itself_lists_its_verbs():
+    def run(*arguments):
+        command = [sys.executable, "-m", "eagle3_jax", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+    listed = [line.split()[0] for line in run().stdout.splitlines() if line.startswith("  ")]
+    folder = pathlib.Path(eagle3_jax.__file__).parent
+    verbs = {path.stem for path in folder.glob("*.py") if path.stem in FOLDERS or path.stem in ("report", "serve")}
+    assert set(listed) == verbs and len(listed) == len(verbs)
+    wrong = run("train", "--config", "x.yaml")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr == "eagle3_jax: got 'train --config x.yaml', expected python -m eagle3_jax.train\n"
 
 
 def test_importing_the_package_does_not_load_jax():
@@ -79,6 +105,21 @@ def test_sums_of_many_small_products_are_right():
     np.testing.assert_allclose(squares, np.arange(32_769.0) ** 2, rtol=1e-6)
 
 
+@pytest.mark.slow
+def test_nobody_hears_that_there_is_no_pytorch():
+    """Whoever imports transformers: Presidio does too."""
+    code = (
+        "import importlib.util\nfind = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *rest: None if name == 'torch' else find(name, *rest)\n"
+        "import eagle3_jax, transformers"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRANSFORMERS_NO_ADVISORY_WARNINGS"}
+    command = [sys.executable, "-c", code]
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert (answer.returncode, answer.stderr) == (0, "")
+
+
+@pytest.mark.any_jax
 @pytest.mark.slow
 def test_decoding_imports_nothing_of_the_training_extra():
     code = (

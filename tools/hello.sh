@@ -10,4 +10,5 @@ source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 prepare_environment decode "" train "test[reference]"
 "$VENV/bin/python" tools/hello.py "$@" || fail "did not finish; what it said stands above."
+[[ " $* " == *" -h "* || " $* " == *" --help "* ]] && exit
 printf 'Done in %d:%02d. To train a head: bash tools/quickstart.sh\n' $((SECONDS / 60)) $((SECONDS % 60))
