@@ -684,10 +684,9 @@ def _fill(chunk: dict[str, np.ndarray], row: int, request: Request, length: int,
     stops = sorted({*params.stop_token_ids} | (frozenset() if params.ignore_eos else eos))
     chunk["stop_ids"][row, : len(stops)] = stops
     digest = zlib.crc32(np.asarray(request.ids, np.int32).tobytes())
-    chunk["seeds"][row] = (
-        params.seed_bits,
-        digest if request.sample == 0 else zlib.crc32(b"%d" % request.sample, digest),
-    )
+    if request.sample:
+        digest = zlib.crc32(b"%d" % request.sample, digest)
+    chunk["seeds"][row] = params.seed_bits, digest
     chunk["asked"][row] = -1 if params.logprobs is None else params.logprobs
     for field in ("temperature", "top_k", "top_p", "min_p"):
         chunk[field][row] = getattr(params, field)
