@@ -294,11 +294,8 @@ class Answerer:
 
 
 def _to_answer(name: str, turn: int, output: Output) -> Answer:
-    truncated = output.finish_reason == "length"
-    # A cut may leave the first bytes of a character, which decode to replacement characters.
-    text = output.text.rstrip("\ufffd") if truncated else output.text
-    failed = output.finish_reason == "error"
-    return Answer(name, turn, text, output.token_ids, truncated, failed, output.reasoning)
+    truncated, failed = output.finish_reason == "length", output.finish_reason == "error"
+    return Answer(name, turn, output.text, output.token_ids, truncated, failed, output.reasoning)
 
 
 def _counts(dialogues: Sequence[Dialogue]) -> dict[str, Any]:

@@ -66,7 +66,8 @@ class Output:
 
     Attributes:
         token_ids: without the prompt; the stop token is the last one when `finish_reason` is "stop".
-        text: without special tokens, and without the stop string and what stands behind it.
+        text: without special tokens, the stop token's own text, the stop string and what stands behind it, and without
+            a character whose last bytes were never said. Together the pieces of a stream are the same text.
         reasoning: what was said in other channels than the answer's (gpt-oss), see `Channels`.
         finish_reason: "stop": end of sequence, a stop token or string; "length": `max_tokens`, or the engine's
             `max_length`; "abort"; "timeout": its deadline passed; "error": see `error`.
@@ -143,6 +144,7 @@ class Request:
         self._submitted = time.monotonic()
         self._first: float | None = None
         self._token_ids: list[int] = []
+        self._spoken = 0  # of them, whose text is the answer's: all but a stop token
         self._depths: list[int] = []
         self._tree: np.ndarray | None = None
         self._logprobs: list[Logprob] = []
@@ -213,7 +215,7 @@ class Request:
         new = slice(self._taken, self._ready)
         ids = self._token_ids[new]
         logprobs = None if self.params.logprobs is None else self._logprobs[new]
-        answer, thoughts = self._channels.split(ids)
+        answer, thoughts = self._channels.split(self._token_ids[self._taken : min(self._spoken, new.stop)])
         reasoning = self._reasoning.add(thoughts, last=output is not None)
         if self._scanner is None:
             text = self._detokenizer.add(answer, last=output is not None)
@@ -256,7 +258,11 @@ class Request:
         self._accepted = [a + b for a, b in zip(before, progress.accepted or [0] * len(before), strict=True)]
         if progress.token_ids and self._first is None:
             self._first = time.monotonic() - self._submitted
-        count, stopped = self._until_stop_string(progress.token_ids)
+        stops = {*self.params.stop_token_ids} | (frozenset() if self.params.ignore_eos else eos)
+        by_token = progress.done and not progress.failed and progress.token_ids[-1] in stops
+        count, by_string = self._until_stop_string(progress.token_ids[: len(progress.token_ids) - by_token])
+        by_token = by_token and not by_string
+        count += by_token
         if (asked := self.params.logprobs) is not None:
             for token, (value, best) in zip(progress.token_ids[:count], progress.logprobs, strict=False):
                 self._logprobs.append(Logprob(token, value, best[:asked]))
@@ -264,24 +270,24 @@ class Request:
             self._tree = progress.tree
         self._depths += progress.depths[:count]
         self._token_ids += progress.token_ids[:count]
-        self._ready = len(self._token_ids)
-        if stopped:
+        self._spoken = len(self._token_ids) - by_token
+        self._ready = len(self._token_ids)  # last: from here on another thread takes them
+        if by_token or by_string:
             self.finish("stop")
         elif progress.failed:
             self.finish("error", "logits: got values that are not finite, expected numbers")
         elif progress.done:
-            stops = {*self.params.stop_token_ids} | (frozenset() if self.params.ignore_eos else eos)
-            self.finish("stop" if self._token_ids[-1] in stops else "length")
+            self.finish("length")
         self._tell()
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
         """Ends it with the tokens that it has."""
-        answer, thoughts = Channels(self._tokenizer, self.ids).split(self._token_ids)
+        answer, thoughts = Channels(self._tokenizer, self.ids).split(self._token_ids[: self._spoken])
         if self._scanner is None:
-            text = self._tokenizer.decode(answer, skip_special_tokens=True)
+            text = Detokenizer(self._tokenizer).add(answer, last=True)
         else:
             text = self._scanner.end()
-        reasoning = self._tokenizer.decode(thoughts, skip_special_tokens=True) if thoughts else ""
+        reasoning = Detokenizer(self._tokenizer).add(thoughts, last=True)
         stats = Stats(self._rounds, self._accepted, self.cached, self._first)
         logprobs = None if self.params.logprobs is None else self._logprobs
         self.output = Output(list(self._token_ids), text, reason, stats, logprobs, error, reasoning)

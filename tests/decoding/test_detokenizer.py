@@ -1,40 +1,64 @@
 """Text that comes in pieces is the text, and no piece cuts a character."""
 
 import itertools
+from typing import Any
 
+import pytest
+import tiny
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from eagle3_jax.decoding.detokenizer import Detokenizer
+from eagle3_jax.decoding.progress import Progress
+from eagle3_jax.decoding.request import Output, Request
+from eagle3_jax.decoding.sampling import SamplingParams
 
 
 class ByteTokenizer:
-    """One token a byte; 256 is special."""
+    """As byte-level BPE: a token is a byte, or these bytes, which may be parts of two characters; 256 is special."""
+
+    more = (b"\x82\xe3\x81", b"\x80\xf0\x9f\x98", b" \xf0\x9f", " あ".encode())
 
     def decode(self, ids, skip_special_tokens):
         assert skip_special_tokens
-        return bytes(token for token in ids if token < 256).decode(errors="replace")
+        held = (bytes([i]) if i < 256 else b"" if i == 256 else self.more[i - 257] for i in ids)
+        return b"".join(held).decode(errors="replace")
+
+
+def in_pieces(tokenizer: Any, ids: list[int], sizes: list[int]) -> list[str]:
+    detokenizer, pieces = Detokenizer(tokenizer), []
+    for size in sizes:
+        pieces.append(detokenizer.add(ids[:size], last=False))
+        ids = ids[size:]
+    return [*pieces, detokenizer.add(ids, last=True)]
 
 
 @examples(50)
 @given(st.text(max_size=12), st.lists(st.integers(1, 4), max_size=20))
 def test_pieces_join_to_the_text(text, sizes):
-    ids = [*text.encode(), 256]
-    detokenizer, pieces = Detokenizer(ByteTokenizer()), []
-    for size in sizes:
-        if len(ids) > size:
-            pieces.append(detokenizer.add(ids[:size], last=False))
-            ids = ids[size:]
-    pieces.append(detokenizer.add(ids, last=True))
-    assert "".join(pieces) == text
+    pieces = in_pieces(ByteTokenizer(), [*text.encode(), 256], sizes)
+    assert "".join(pieces).rstrip("�") == text.rstrip("�")
     assert "�" in text or not any("�" in piece for piece in pieces)
 
 
-def test_a_character_that_never_ends_is_shown_at_the_end():
-    detokenizer = Detokenizer(ByteTokenizer())
-    assert detokenizer.add([97, 0xC3], last=False) == ""
-    assert detokenizer.add([], last=True) == "a�"
+@examples(100)
+@given(
+    st.lists(st.sampled_from([97, 0xC3, 0xA9, 0xF0, 0x9F, 0x98, 0x80, 0xE3, 0x81, 0x82, 256, 257, 258, 259, 260])),
+    st.lists(st.integers(1, 5), max_size=20),
+)
+def test_bytes_of_no_character_and_parts_of_two_are_shown_as_they_are(ids, sizes):
+    joined = "".join(in_pieces(ByteTokenizer(), ids, sizes))
+    assert joined == "".join(in_pieces(ByteTokenizer(), ids, [])), "the same, wherever it is cut"
+    assert joined.rstrip("�") == ByteTokenizer().decode(ids, True).rstrip("�")
+
+
+@pytest.mark.parametrize("sizes", [[], [1], [1, 1]])
+def test_a_character_that_never_ends_is_left_out(sizes):
+    assert "".join(in_pieces(ByteTokenizer(), [97, 0xC3], sizes)) == "a"
+    assert "".join(in_pieces(ByteTokenizer(), [97, 259], sizes)) == "a "  # of a token with a part of it
 
 
 class WordTokenizer:
@@ -47,6 +71,95 @@ class WordTokenizer:
 
 def test_a_special_token_eats_no_space():
     for ids in itertools.product(range(4), repeat=5):
-        detokenizer = Detokenizer(WordTokenizer())
-        pieces = [detokenizer.add([token], last=False) for token in ids] + [detokenizer.add([], last=True)]
+        pieces = in_pieces(WordTokenizer(), list(ids), [1] * 5)
         assert "".join(pieces) == WordTokenizer().decode(ids, skip_special_tokens=True), ids
+
+
+@pytest.mark.parametrize("start", ["", "a", "\xc3"], ids=["", "behind a letter", "behind half a character"])
+@pytest.mark.parametrize("token", [256, 0xC3, 97, 257, 259], ids=["special", "half", "whole", "two halves", "space"])
+@pytest.mark.parametrize("size", [1, 600])
+def test_few_tokens_are_decoded_again_whatever_they_are(start, token, size):
+    decoded = []
+
+    class Counting(ByteTokenizer):
+        def decode(self, ids, skip_special_tokens):
+            decoded.append(len(ids))
+            return super().decode(ids, skip_special_tokens)
+
+    ids = [*start.encode("latin-1"), *[token] * 1200]
+    in_pieces(Counting(), ids, [size] * (len(ids) // size))
+    assert sum(decoded) < 40 * len(ids)
+
+
+# A token a byte, as Gemma 3 and Llama 2 have them for what is no word: a run of them is text whole, or not at all.
+BYTES = {"<unk>": 0, "</s>": 1} | {f"<0x{byte:02X}>": 2 + byte for byte in range(256)} | {"▁ok": 258, "▁": 259}
+
+
+@pytest.fixture(scope="module")
+def fallback() -> Any:
+    backend = Tokenizer(models.BPE(vocab=BYTES, merges=[], unk_token="<unk>", byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
+
+
+@examples(100)
+@given(st.lists(st.one_of(st.sampled_from("éあ🙂 "), st.sampled_from([0xC3, 0xF0, 1, 258, 259]))), st.data())
+def test_a_run_of_bytes_is_the_same_wherever_it_is_cut(fallback, said, data):
+    runs = [[2 + byte for byte in x.encode()] if isinstance(x, str) else [x] for x in said]
+    ids = list(itertools.chain.from_iterable(runs))
+    ids = ids[: data.draw(st.integers(0, len(ids)))]
+    joined = "".join(in_pieces(fallback, ids, data.draw(st.lists(st.integers(1, 5), max_size=20))))
+    assert joined == "".join(in_pieces(fallback, ids, []))
+    whole = fallback.decode(ids, skip_special_tokens=True)
+    assert "�" in whole or joined == whole
+
+
+class Driver:
+    """All tokens are there already."""
+
+    def drive(self, ready):
+        assert ready()
+
+    def drive_in_background(self):
+        raise AssertionError
+
+    def abort(self, *requests):
+        raise AssertionError
+
+
+def answer(tokenizer: Any, ids: list[int], **params: Any) -> tuple[Output, str]:
+    """A request's output, a token at a time, and the text that it streamed; it ends with these tokens."""
+    request = Request(Driver(), tokenizer, [258], SamplingParams(max_tokens=len(ids), **params), len(ids), 0)
+    pieces, stream = [], iter(request)
+    for place, token in enumerate(ids, 1):
+        request.take(Progress([token], [0], None, place == len(ids), False, 1, 0, 0, [], []), frozenset({1}))
+        pieces.append(next(stream).text)
+        if request.done:
+            break
+    assert request.output is not None
+    return request.output, "".join(pieces)
+
+
+@pytest.mark.parametrize("stop", [(), ("never",)])
+@pytest.mark.parametrize("missing", [0, 1, 2, 3])
+def test_of_an_answer_that_is_cut_in_a_character_all_others_stay(fallback, stop, missing):
+    said = "አማርኛ🙂".encode()
+    ids = [258, *(2 + byte for byte in said[: len(said) - missing])]
+    output, streamed = answer(fallback, ids, stop=stop)
+    assert output.text == streamed == ("okአማርኛ" if missing else "okአማርኛ🙂")
+    assert output.finish_reason == "length"
+
+
+def test_a_stop_token_s_own_text_is_no_part_of_the_answer():
+    tokenizer = tiny.make_tokenizer()
+    ids = tokenizer(" apple bird snow", add_special_tokens=False)["input_ids"]
+    for params in ({"stop_token_ids": (ids[-1],)}, {"stop_token_ids": (ids[-1],), "stop": ("w", "never")}):
+        output, streamed = answer(tokenizer, ids, **params)
+        assert output.text == streamed == " apple bird"
+        assert (output.finish_reason, output.token_ids) == ("stop", ids)
+    for params in ({}, {"stop_token_ids": (ids[0],), "ignore_eos": True}):  # cut by the limit
+        output, streamed = answer(tokenizer, ids, **params)
+        assert output.text == streamed == " apple bird snow"
+    assert answer(tokenizer, [*ids, 1])[0].text == " apple bird snow"
+    assert answer(tokenizer, ids, stop=(" snow",))[0].text == " apple bird"
