@@ -7,7 +7,6 @@ from typing import Any
 
 from eagle3_jax.decoding.channels import Channels
 
-
 _CUT = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet one
 _LONGEST = 4  # bytes of a character in UTF-8: no more tokens have a part in one
 
@@ -72,7 +71,7 @@ class Detokenizer:
         return not self._decode([token, token])
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+        return self._tokenizer.decode(ids, skip_special_tokens=True) if ids else ""
 
 
 class StopScanner:
