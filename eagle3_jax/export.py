@@ -22,14 +22,14 @@ from eagle3_jax import check, command, manifest, processes, publish
 from eagle3_jax import config as configuration
 from eagle3_jax.config import RunConfig
 from eagle3_jax.data import vocab
-from eagle3_jax.formats import engines, heads
+from eagle3_jax.formats import engines, heads, speculators
 from eagle3_jax.formats.files import CONFIG, WEIGHTS
 from eagle3_jax.formats.stored import StoredHead, from_draft, verifier
 from eagle3_jax.models import writing
 from eagle3_jax.models.draft import DraftHeadConfig
 from eagle3_jax.models.head import Draft
 from eagle3_jax.models.identity import check_same_target
-from eagle3_jax.models.registry import Target, load_target
+from eagle3_jax.models.registry import Target, load_target, packaged_model
 from eagle3_jax.training.checkpoint import CheckpointError, Checkpoints, load_head
 
 
@@ -67,7 +67,7 @@ def run(config: RunConfig, target: Target | None = None) -> None:
             draft = Draft(head, jnp.asarray(token_ids))
 
             def write() -> None:
-                stored, problems = from_draft(draft, architecture, config.export.dtype, config.target.name)
+                stored, problems = from_draft(draft, architecture, config.export.dtype, target.identity["name"])
                 _write(stored, config.export.format, folder, identity, problems)
 
             processes.agree(write)
@@ -113,6 +113,14 @@ def _write(
     size = (folder / WEIGHTS).stat().st_size / 2**20
     print(f"{folder}: {parameters / 1e6:.1f} M parameters, {size:.0f} MiB, read back bit by bit", file=sys.stderr)
     print(f"{folder}: {engines.served_by(heads.FORMS[form], head)}", file=sys.stderr)
+    name = (head.verifier or {}).get("name_or_path")
+    if form == speculators.FORM.name and name and packaged_model(name):
+        print(
+            f"{folder}: warning: it names its target {name!r}, which vLLM cannot find: `vllm serve` needs the target's "
+            "folder (`--write-target DIR` writes it) and the head in --speculative-config, as tools/serve_vllm.sh "
+            "prints it",
+            file=sys.stderr,
+        )
 
 
 def _chosen(folder: pathlib.Path) -> tuple[dict[str, Any], int, dict[str, int]]:

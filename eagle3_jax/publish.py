@@ -17,6 +17,7 @@ from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImp
 from eagle3_jax import manifest
 from eagle3_jax.config import CardConfig, RunConfig
 from eagle3_jax.formats import files
+from eagle3_jax.models.registry import split_revision
 
 CARD = "README.md"
 _TRAINING = ("epochs", "learning_rate", "batch_size", "row_length", "ttt_steps", "step_decay")
@@ -88,7 +89,7 @@ def card(
     front: dict[str, Any] = {"license": about.license, "library_name": "eagle3_jax"}
     front |= {"tags": ["eagle3", "speculative-decoding", "draft-model"]}
     if "/" in target["name"] and not pathlib.Path(target["name"]).exists():
-        front["base_model"] = target["name"].partition("@")[0]
+        front["base_model"], _ = split_revision(target["name"])
     trees = [way["tree"] for way in _of_heads(report).values() if isinstance(way["tree"], dict)]
     steps = max((tree["num_steps"] for tree in trees if tree["topk"] == 1), default=3)  # vLLM drafts chains
     return "\n\n".join(

@@ -157,10 +157,38 @@ def test_a_run_can_be_exported_in_another_form(config: RunConfig, target: Target
     config = configuration.from_dict(values | {"export": {"format": "speculators", "dtype": "float32"}})
     export.run(config, target)
     said = json.loads((config.folder("export") / "config.json").read_text())
-    assert said["speculators_config"]["verifier"]["name_or_path"] == config.target.name
+    assert said["speculators_config"]["verifier"]["name_or_path"] == IDENTITY["name"]
     assert "served by vLLM" in capsys.readouterr().err.splitlines()[-1]
     with pytest.raises(configuration.ConfigError, match=r"export.format"):
         configuration.from_dict(values | {"export": {"format": "gguf"}})
+
+
+def test_the_form_that_names_the_target_names_it_as_engines_do(config: RunConfig, target: Target, capsys: Any) -> None:
+    """The hub's id, without the commit; of the packaged target, which no engine knows, that is said."""
+    for name, said in (("org/model@c0ffee", False), ("smollm2-135m-instruct", True)):
+        run = dataclasses.replace(
+            config,
+            export=dataclasses.replace(config.export, format="speculators"),
+            target=dataclasses.replace(config.target, name=name),
+        )
+        named = name.partition("@")[0]
+        export.run(run, dataclasses.replace(target, identity=IDENTITY | {"name": named}))
+        written = json.loads((run.folder("export") / "config.json").read_text())
+        assert written["speculators_config"]["verifier"]["name_or_path"] == named
+        assert (
+            "'smollm2-135m-instruct', which vLLM cannot find: `vllm serve` needs" in capsys.readouterr().err
+        ) == said
+        shutil.rmtree(run.folder("export"))
+
+
+@pytest.mark.parametrize("flag", ["--from", "--check", "--write-target", "--push-to-hub"])
+def test_a_flag_and_its_value_may_be_one_word(monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
+    asked: list[Any] = []
+    monkeypatch.setitem(export._INSTEAD, flag, asked.append)
+    for argv in ([flag, "x", "--to", "y"], [f"{flag}=x", "--to", "y"]):
+        export.main(argv)
+    assert asked == [[flag, "x", "--to", "y"], [f"{flag}=x", "--to", "y"]]
+    assert export.arguments_to_convert(["--from=x", "--to", "vllm", "y"]) == ("x", "vllm", "y")
 
 
 def test_a_head_is_converted_without_its_target_and_keeps_to_it(
@@ -177,8 +205,8 @@ def test_a_head_is_converted_without_its_target_and_keeps_to_it(
         np.testing.assert_array_equal(one, other)
     said = json.loads((folder / "config.json").read_text())
     assert said["speculators_config"]["verifier"]["name_or_path"] == "org/target"
-    other = dataclasses.replace(target, identity=IDENTITY | {"weights": "0" * 64})
-    with pytest.raises(manifest.ManifestError, match=r"target\.weights: found"):
+    other = dataclasses.replace(target, identity=IDENTITY | {"tokenizer": "0" * 64})
+    with pytest.raises(manifest.ManifestError, match=r"target\.tokenizer: found"):
         load_draft(folder, target=other)
     (source / "manifest.json").unlink()  # as a head from elsewhere
     export.main(["--from", str(source), "--to", "vllm", str(tmp_path / "vllm")])

@@ -82,8 +82,34 @@ def test_a_race_outranks_the_table(tmp_path):
     assert sizes in sglang.stdout and not vllm.stderr and not sglang.stderr
 
 
+def arguments(printed: str) -> list[str]:
+    """What a shell hands to the program that a printed command names."""
+    show = 'show() { printf "%s\\n" "$@"; }; vllm() { show "$@"; }; python() { show "$@"; }\n'
+    return subprocess.run(
+        ["bash", "-c", show + printed], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+
+
+def test_a_pinned_target_and_a_path_with_spaces_reach_the_engine(tmp_path):
+    folder = tmp_path / "it's a run"
+    folder.mkdir()
+    vllm, sglang = (
+        arguments(script(name, write_config(folder, "org/model@c0ffee")).stdout)
+        for name in ("serve_vllm.sh", "serve_sglang.sh")
+    )
+    head = str(folder / "run/export")
+    assert vllm[:4] == ["serve", "org/model", "--revision", "c0ffee"]
+    assert json.loads(vllm[5]) == {"method": "eagle3", "model": head, "num_speculative_tokens": 2}
+    assert sglang[2:6] == ["--model-path", "org/model", "--revision", "c0ffee"]
+    assert sglang[sglang.index("--speculative-draft-model-path") + 1] == head
+    ended = script("serve_vllm.sh", write_config(folder, "smollm2-135m-instruct"))
+    assert arguments(ended.stdout)[1] == str(folder / "run/target")
+    asked = arguments(ended.stderr.partition("first: ")[2].splitlines()[0])
+    assert asked[3:] == [str(folder / "run.yaml"), "--write-target", str(folder / "run/target")]
+
+
 def test_without_a_measurement_it_is_the_evaluated_one_and_said_so(tmp_path):
-    config = write_config(tmp_path, "smollm2-135m-instruct")
+    config = write_config(tmp_path, "SmolLM2-135M-Instruct")  # as `load_target` takes it
     vllm, sglang = (script(name, config) for name in ("serve_vllm.sh", "serve_sglang.sh"))
     assert '"num_speculative_tokens": 2' in vllm.stdout
     assert "--speculative-eagle-topk 3 --speculative-num-draft-tokens 6" in sglang.stdout

@@ -1,20 +1,22 @@
-"""Target, head and the best draft size of a run, in one line, for the scripts that print how to serve it.
+"""The command that serves a run's target and head in another engine, with the best draft size that was measured.
 
-    .venv/bin/python tools/draft_size.py configs/quickstart.yaml [--chain]
+    .venv/bin/python tools/draft_size.py configs/quickstart.yaml vllm|sglang
 
 The size is the fastest at the smallest batch, of those that SGLang has too: as `benchmark tune` raced them, or else as
-`benchmark decode` measured them; where neither was run, the one that `evaluate` measures. With `--chain`, as vLLM
-drafts, the best chain.
+`benchmark decode` measured them; where neither was run, the one that `evaluate` measures. vLLM drafts chains: for it,
+the best chain.
 """
 
 import argparse
+import json
+import shlex
 import sys
 from typing import Any
 
 from eagle3_jax import DraftTree, manifest
 from eagle3_jax import config as configuration
 from eagle3_jax.config import RunConfig
-from eagle3_jax.models.registry import REGISTERED
+from eagle3_jax.models.registry import packaged_model, split_revision
 
 
 def measured(config: RunConfig) -> list[dict[str, Any]]:
@@ -44,19 +46,33 @@ def best(config: RunConfig, *, chain: bool) -> tuple[int, int, int]:
     return (tree.num_steps, 1, tree.num_steps + 1) if chain else (tree.num_steps, tree.topk, tree.num_draft_tokens)
 
 
+def command(config: RunConfig, path: str, engine: str) -> list[list[str]]:
+    """A line of the command each; `path`: of the config."""
+    name = config.target.name
+    (target, revision), draft = split_revision(name), str(config.folder("export"))
+    if packaged_model(name):
+        target = f"{config.run_dir}/target"
+        first = ["python", "-m", "eagle3_jax.export", "--config", path, "--write-target", target]
+        print(f"{name}: not on the hub; first: {shlex.join(first)}", file=sys.stderr)
+    pinned = ["--revision", revision] if revision else []
+    steps, topk, tokens = map(str, best(config, chain=engine == "vllm"))
+    if engine == "vllm":
+        asked = {"method": "eagle3", "model": draft, "num_speculative_tokens": int(steps)}
+        return [["vllm", "serve", target, *pinned], ["--speculative-config", json.dumps(asked)]]
+    return [
+        ["python", "-m", "sglang.launch_server", "--model-path", target, *pinned],
+        ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", draft],
+        ["--speculative-num-steps", steps, "--speculative-eagle-topk", topk, "--speculative-num-draft-tokens", tokens],
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("config")
-    parser.add_argument("--chain", action="store_true")
+    parser.add_argument("engine", choices=("vllm", "sglang"))
     arguments = parser.parse_args()
     config = configuration.load(arguments.config)
-    target = config.target.name
-    if target in REGISTERED:
-        written = f"{config.run_dir}/target"
-        command = f"python -m eagle3_jax.export --config {arguments.config} --write-target {written}"
-        print(f"{target}: not on the hub; first: {command}", file=sys.stderr)
-        target = written
-    print(target, config.folder("export"), *best(config, chain=arguments.chain))
+    print(" \\\n  ".join(map(shlex.join, command(config, arguments.config, arguments.engine))))
 
 
 if __name__ == "__main__":

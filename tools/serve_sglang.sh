@@ -5,10 +5,4 @@
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 [[ $# -eq 1 && -f $1 ]] || fail "got ${*:-nothing}, expected a config: bash tools/serve_sglang.sh configs/llama31_8b.yaml"
-size=$("$VENV/bin/python" tools/draft_size.py "$1") || fail "$1: see above."
-read -r target draft steps topk tokens <<<"$size"
-cat <<EOF
-python -m sglang.launch_server --model-path $target \\
-  --speculative-algorithm EAGLE3 --speculative-draft-model-path $draft \\
-  --speculative-num-steps $steps --speculative-eagle-topk $topk --speculative-num-draft-tokens $tokens
-EOF
+"$VENV/bin/python" tools/draft_size.py "$1" sglang || fail "$1: see above."

@@ -5,9 +5,4 @@
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 [[ $# -eq 1 && -f $1 ]] || fail "got ${*:-nothing}, expected a config: bash tools/serve_vllm.sh configs/llama31_8b.yaml"
-size=$("$VENV/bin/python" tools/draft_size.py "$1" --chain) || fail "$1: see above."
-read -r target draft steps _ <<<"$size"
-cat <<EOF
-vllm serve $target \\
-  --speculative-config '{"method": "eagle3", "model": "$draft", "num_speculative_tokens": $steps}'
-EOF
+"$VENV/bin/python" tools/draft_size.py "$1" vllm || fail "$1: see above."

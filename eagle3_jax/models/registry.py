@@ -115,9 +115,8 @@ def load_target(
     files = {name: digest for share in shares for name, digest in share.items()}
     _check_cached(folder, files)
     tokenizer = load_tokenizer(folder)
-    commit = commit_of(folder)
-    name = config.name if commit is None or folder == pathlib.Path(config.name) else config.name.partition("@")[0]
-    identity = identify(files, model_config, tokenizer, name=name, commit=commit, dtype=config.dtype)
+    name, _ = split_revision(config.name)
+    identity = identify(files, model_config, tokenizer, name=name, commit=commit_of(folder), dtype=config.dtype)
     model = weights.load_model(folder, model_config, jnp.dtype(config.dtype), mesh, only=only)
     return Target(model, tokenizer, identity, folder)
 
@@ -183,9 +182,8 @@ def fetch(
     """
     if pathlib.Path(name).is_dir():
         return pathlib.Path(name)
-    packaged = REGISTERED.get(name.lower())
     cached = cache_folder() / name.lower()
-    if packaged:
+    if packaged := packaged_model(name):
         if not (cached / manifest.NAME).exists():
             cached.parent.mkdir(parents=True, exist_ok=True)
             # Of several processes one unpacks, the others wait for it and take what it made.
@@ -195,8 +193,7 @@ def fetch(
                         shutil.rmtree(left_behind)
                     _unpack(packaged, cached)
         return cached
-    hub, _, revision = name.partition("@")
-    revision = revision or REVISIONS.get(hub)
+    hub, revision = split_revision(name)
     patterns: list[str] = list(_HUB_FILES if whole else _CONFIG_FILES)
     try:
         # `*` crosses folders, where other copies of the weights lie (gpt-oss' `original/`).
@@ -239,6 +236,19 @@ def _why_not(error: Exception, hub: str, revision: str | None) -> str:
     if isinstance(error, HfHubHTTPError):
         return f"{constants.ENDPOINT} answers {str(error).splitlines()[0]}"
     return "no hub id" if isinstance(error, HFValidationError) else f"cannot reach {constants.ENDPOINT}"
+
+
+def packaged_model(name: str) -> PackagedModel | None:
+    """The model that a Python package carries under this name, which no other engine knows; None of other names."""
+    return None if pathlib.Path(name).is_dir() else REGISTERED.get(name.lower())
+
+
+def split_revision(name: str) -> tuple[str, str | None]:
+    """A target's name as engines resolve it, and the hub's commit to take: given ("org/model@commit"), or pinned."""
+    if pathlib.Path(name).is_dir():
+        return name, None
+    hub, _, revision = name.partition("@")
+    return hub, revision or REVISIONS.get(hub)
 
 
 def commit_of(folder: pathlib.Path) -> str | None:
