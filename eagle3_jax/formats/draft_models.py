@@ -59,7 +59,7 @@ def load(folder: pathlib.Path, target: Target, dtype: Any) -> Draft:
     Raises:
         DraftFormatError: another vocabulary or tokenizer. TargetError, WeightsError: see `load_target`.
     """
-    shape = read_config(folder, (0,))  # none is read; those that are taken by default collide on shallow models
+    shape = read_config(folder)
     size = target.model.config.vocab_size
     ours, theirs = tokenizer_digest(load_tokenizer(folder)), target.identity["tokenizer"]
     problems = [

@@ -17,7 +17,7 @@ from eagle3_jax.mesh import fetch
 from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
 from eagle3_jax.models.head import Draft
 from eagle3_jax.models.registry import Target
-from eagle3_jax.models.target import ModelConfig, default_aux_layers
+from eagle3_jax.models.target import ModelConfig, default_aux_layers, without_aux_layers
 from eagle3_jax.models.weights import parameter_path
 
 _ROWS = 8192  # of embeddings that are compared at a time: they may fill most of a device
@@ -64,6 +64,8 @@ class StoredHead:
 
 def misfits(head: DraftHeadConfig, target: ModelConfig) -> list[str]:
     """Why a head cannot draft for a target, one sentence per field; empty when it can."""
+    if not target.aux_layers:
+        return [without_aux_layers(target)]
     aux_layers = head.aux_layers or default_aux_layers(target.num_hidden_layers)
     pairs = (
         ("vocab_size", head.vocab_size, target.vocab_size),

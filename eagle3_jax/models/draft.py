@@ -28,7 +28,7 @@ from eagle3_jax.models.layers import (
     rms_norm,
     scaled_rope_table,
 )
-from eagle3_jax.models.target import ModelConfig
+from eagle3_jax.models.target import ModelConfig, without_aux_layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +69,8 @@ class DraftHeadConfig:
     @classmethod
     def for_target(cls, draft: DraftConfig, target: ModelConfig) -> DraftHeadConfig:
         """The head that `draft` describes, what it leaves open taken from the target. Raises ValueError."""
+        if not target.aux_layers:
+            raise ValueError(without_aux_layers(target))
         sizes = ("num_attention_heads", "num_key_value_heads", "head_dim")
         missing = [f"draft.{name}" for name in sizes if getattr(draft, name) is None]
         if missing and target.latent_cache:

@@ -42,7 +42,7 @@ class ModelConfig:
 
     Attributes:
         aux_layers: boundaries whose residual stream is returned; ascending, distinct, in [0, num_hidden_layers]. None
-            are where nothing reads them.
+            are where nothing reads them, or none were named and the default rule collides (see `without_aux_layers`).
     """
 
     # Of a family: the name in `architectures`, `model_type`, what config.json may say of what is not read (field ->
@@ -144,12 +144,22 @@ def final_boundary(layers: int) -> int:
 
 
 def check_aux_layers(aux_layers: tuple[int, ...] | None, layers: int) -> tuple[int, ...]:
-    """The boundaries to use: the given ones, or the default. Raises ValueError."""
+    """The boundaries to use: the given ones, or the default; () where that collides. Raises ValueError."""
     chosen = default_aux_layers(layers) if aux_layers is None else tuple(aux_layers)
     if not chosen or list(chosen) != sorted(set(chosen)) or chosen[0] < 0 or chosen[-1] > layers:
-        hint = "; the default rule collides on shallow targets, name them" if aux_layers is None else ""
-        raise ValueError(f"target.aux_layers: got {chosen}, expected ascending, distinct, within 0..{layers}{hint}")
+        if aux_layers is None:  # who only decodes reads none
+            return ()
+        raise ValueError(f"target.aux_layers: got {chosen}, expected ascending, distinct, within 0..{layers}")
     return chosen
+
+
+def without_aux_layers(target: ModelConfig) -> str:
+    """What is said to those who need aux layers of a target that has none, field by field."""
+    layers = target.num_hidden_layers
+    return (
+        f"target.aux_layers: got none, expected boundaries within 0..{layers}: the default rule, "
+        f"{default_aux_layers(layers)}, collides on shallow targets, name them"
+    )
 
 
 class TargetModel(nnx.Module):

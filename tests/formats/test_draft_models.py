@@ -9,13 +9,14 @@ import tiny
 import tiny_heads
 from safetensors.numpy import load_file, save_file
 
-from eagle3_jax.config import DraftTree, MeshConfig, TargetConfig
+from eagle3_jax.config import DraftConfig, DraftTree, MeshConfig, TargetConfig
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.formats import draft_models, shipped
 from eagle3_jax.formats.heads import load_draft, save_draft
 from eagle3_jax.formats.stored import DraftFormatError
+from eagle3_jax.models.draft import DraftHeadConfig
 from eagle3_jax.models.draft_model import DraftModel
-from eagle3_jax.models.registry import Target, TargetError, load_target
+from eagle3_jax.models.registry import Target, TargetError, load_target, read_config
 
 CHAIN = DraftTree(num_steps=3, num_draft_tokens=4)
 
@@ -53,6 +54,23 @@ def test_a_model_in_a_folder_drafts(target, small):
     answers = engine.generate(prompts, params)
     assert [x.token_ids for x in answers] == [x.token_ids for x in plain]
     assert sum(sum(x.stats.accepted_per_position) for x in answers) > 5
+
+
+@pytest.mark.parametrize("draft", [None, "lookup", "auto"])
+def test_a_shallow_model_decodes_where_nothing_reads_its_aux_layers(small, draft):
+    engine = Engine.load(str(small), draft, max_length=64)
+    assert engine.target.config.aux_layers == ()
+
+
+def test_who_reads_aux_layers_needs_them_named(small):
+    shape = read_config(small)
+    expected = (
+        r"target\.aux_layers: got none, expected boundaries within 0..2: .* collides on shallow targets, name them"
+    )
+    with pytest.raises(ValueError, match=expected):
+        DraftHeadConfig.for_target(DraftConfig(vocab_size=8), shape)
+    with pytest.raises(DraftFormatError, match=expected):
+        save_draft(small / "head", tiny_heads.make_draft(), target=shape, dtype="float32")
 
 
 @pytest.mark.slow

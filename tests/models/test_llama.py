@@ -190,7 +190,8 @@ def test_bfloat16_stays_close(tiny):
 def test_aux_layers_are_checked():
     assert check_aux_layers(None, 32) == (2, 16, 29)
     assert check_aux_layers((0, 4), 4) == (0, 4)
-    for bad, layers in [(None, 6), ((2, 2, 5), 8), ((3, 1), 8), ((1, 9), 8), ((), 8)]:
+    assert check_aux_layers(None, 6) == ()  # the default collides: none, where nobody names them
+    for bad, layers in [((2, 2, 5), 8), ((3, 1), 8), ((1, 9), 8), ((), 8)]:
         with pytest.raises(ValueError, match=r"target\.aux_layers"):
             check_aux_layers(bad, layers)
 
