@@ -125,9 +125,9 @@ def with_inner_norm(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def architecture(values: dict[str, Any]) -> str | None:
-    """The first of a config.json's `architectures`."""
+    """The first of a config.json's `architectures`; None where there is no such name."""
     names = values.get("architectures")
-    return names[0] if isinstance(names, list) and names else None
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
 
 
 def read_layers(key: str, ids: Any, problems: list[str]) -> tuple[int, ...] | None:

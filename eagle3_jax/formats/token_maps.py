@@ -45,7 +45,10 @@ def read(path: str | pathlib.Path, vocab_size: int) -> Int64[np.ndarray, " ids"]
         ValueError: no such file, another kind of file, or ids that are none of a vocabulary of `vocab_size`.
     """
     path = locate(path)
-    ids = np.asarray(_READERS[path.suffix](path))
+    found = _READERS[path.suffix](path)
+    if isinstance(found, list) and (others := [x for x in found if type(x) is not int]):  # numpy takes true for 1
+        raise ValueError(f"token_map: {path}: got {others[0]!r}, expected a list of integers")
+    ids = np.asarray(found)
     if ids.ndim != 1 or not len(ids) or not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(f"token_map: {path}: got {ids.dtype} {list(ids.shape)}, expected a list of integers")
     outside = ids[(ids < 0) | (ids >= vocab_size)]
@@ -103,12 +106,14 @@ def _torch(path: pathlib.Path) -> Any:
                 return _tensor(archive, member.removesuffix("data.pkl"), [x for _, x in pickled if x is not None])
     except (zipfile.BadZipFile, KeyError, ValueError) as error:
         raise ValueError(f"token_map: {path}: not what torch saves ({error})") from error
-    other = next((name for name, _ in pickled if name not in _LIST), None)
-    if other is not None:
+    names = [name for name, _ in pickled]
+    other = next((name for name in names if name not in _LIST), None)
+    if other is not None or names.count("EMPTY_LIST") != 1:
+        held = other or f"{names.count('EMPTY_LIST')} lists"
         raise ValueError(
-            f"token_map: {path}: got a pickle with {other}, expected a list or a vector of integers and nothing else"
+            f"token_map: {path}: got a pickle with {held}, expected a list or a vector of integers and nothing else"
         )
-    return [int(str(value)) for name, value in pickled if name in _INTEGERS]
+    return [value for name, value in pickled if name in _INTEGERS]
 
 
 def _tensor(archive: zipfile.ZipFile, root: str, values: list[Any]) -> np.ndarray:

@@ -9,7 +9,7 @@ from typing import Any
 from eagle3_jax.models import deepseek_v3, gemma3, gpt_oss, llama, llama4, mimo, qwen2, qwen3, qwen3_moe
 from eagle3_jax.models.entries import Entry
 from eagle3_jax.models.target import ModelConfig, TargetModel
-from eagle3_jax.models.vision import TEXT_OF, text_values
+from eagle3_jax.models.vision import TEXT_OF, architecture, text_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +47,10 @@ def read_shape(values: dict[str, Any], aux_layers: tuple[int, ...] | None = None
     """
     values = text_values(values)
     known = {family.config.architecture: family for family in FAMILIES}
-    named = values.get("architectures")
-    family = known.get(named[0]) if isinstance(named, list) and len(named) == 1 else None
+    family = known.get(architecture(values) or "")
     if family is None:
-        raise ValueError(f"architectures: got {named!r}, expected one of {sorted([*known, *TEXT_OF])}")
+        expected = sorted([*known, *TEXT_OF])
+        raise ValueError(f"architectures: got {values.get('architectures')!r}, expected one of {expected}")
     return family.config.from_hf(values, aux_layers)
 
 

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from eagle3_jax.models import llama
 from eagle3_jax.models.entries import Entry, plain
 from eagle3_jax.models.layers import Attention, SwiGLU, apply_rope, linear, rope_frequencies, rope_table, zeros
+from eagle3_jax.models.rope import read_scaling
 from eagle3_jax.models.target import Attend, ModelConfig, Rope, TargetModel
 
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
@@ -59,8 +60,9 @@ class Gemma3Config(ModelConfig):
     def from_hf(cls, values: dict[str, Any], aux_layers: tuple[int, ...] | None = None) -> ModelConfig:
         rope = values.get("rope_parameters") or {}
         if _GLOBAL in rope:  # as transformers 5 writes it
-            local = (rope.get(_LOCAL) or {}).get("rope_theta", values.get("rope_local_base_freq", 1e4))
-            values = values | {"rope_parameters": rope[_GLOBAL], "rope_local_base_freq": local}
+            local = rope.get(_LOCAL) or {}
+            theta = local.get("rope_theta", values.get("rope_local_base_freq", 1e4))
+            values = values | {"rope_parameters": rope[_GLOBAL], _LOCAL: local, "rope_local_base_freq": theta}
         return super().from_hf(values, aux_layers)
 
     @classmethod
@@ -69,6 +71,7 @@ class Gemma3Config(ModelConfig):
         kinds = values.get("layer_types") or [_LOCAL if (i + 1) % every else _GLOBAL for i in range(count)]
         if len(kinds) != count or not set(kinds) <= {_LOCAL, _GLOBAL}:
             problems.append(f"layer_types: got {kinds!r}, expected {_LOCAL!r} or {_GLOBAL!r} for each layer")
+        read_scaling(values.get(_LOCAL, {}), f"rope_parameters.{_LOCAL}", problems, {})  # none is applied there
         return {
             "sliding_window": values.get("sliding_window", 4096),
             "local_layers": tuple(i for i, kind in enumerate(kinds) if kind == _LOCAL),

@@ -48,8 +48,11 @@ def read_rope(
             problems.append(f"{key}: got {section!r}, expected an object")
         elif section:
             thetas[f"{key}.rope_theta"] = section.get("rope_theta")
-            scalings[key] = _read_scaling(section, key, problems, kinds)
+            scalings[key] = read_scaling(section, key, problems, kinds)
     thetas["rope_theta"] = values.get("rope_theta")
+    # transformers 4 writes it beside the section; 5 (modeling_rope_utils.py) and vLLM move it there and apply it.
+    if (part := values.get("partial_rotary_factor")) not in (None, 1):
+        problems.append(f"partial_rotary_factor: got {part!r}, expected none or 1")
     thetas = {key: theta for key, theta in thetas.items() if theta is not None}
     problems += [f"{key}: got {x!r}, expected a positive number" for key, x in thetas.items() if not is_positive(x)]
     if len(problems) > known:
@@ -74,14 +77,16 @@ def is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
-def _read_scaling(section: dict[str, Any], key: str, problems: list[str], kinds: Kinds) -> Scaling | None:
+def read_scaling(section: dict[str, Any], key: str, problems: list[str], kinds: Kinds) -> Scaling | None:
+    """What a RoPE section says beside its base. Appends to `problems`, which call the section `key`."""
     kind = section.get("rope_type", section.get("type", "default"))
     if kind == "default":
         problems += _unread(section, key, _MSCALES)
         return None
     if kind not in kinds:
         *first, last = (repr(name) for name in ("default", *sorted(kinds)))
-        problems.append(f"{key}.rope_type: got {kind!r}, expected {', '.join(first)} or {last}")
+        expected = f"{', '.join(first)} or {last}" if first else last
+        problems.append(f"{key}.rope_type: got {kind!r}, expected {expected}")
         return None
     fields = dataclasses.fields(kinds[kind])
     values = {field.name: section[field.name] for field in fields if section.get(field.name) is not None}

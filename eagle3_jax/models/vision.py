@@ -21,10 +21,15 @@ _OUTSIDE = ("bos_token_id", "eos_token_id")
 TOWER = ("multi_modal_projector.", "vision_model.", "vision_tower.", "visual.")
 
 
+def architecture(values: dict[str, Any]) -> str | None:
+    """The only name in a config.json's `architectures`; None where that is something else."""
+    named = values.get("architectures")
+    return named[0] if isinstance(named, list) and len(named) == 1 and isinstance(named[0], str) else None
+
+
 def text_values(values: dict[str, Any]) -> dict[str, Any]:
     """The text model's config.json, of the whole model's; any other as it is."""
-    named = values.get("architectures")
-    text = TEXT_OF.get(named[0]) if isinstance(named, list) and len(named) == 1 else None
+    text = TEXT_OF.get(architecture(values) or "")
     if text is None:
         return values
     inner = values.get("text_config") or {}

@@ -466,6 +466,8 @@ def test_no_tensor_may_be_missing_misnamed_or_misshapen(tmp_path: pathlib.Path, 
         ("rope_scaling", [8.0], "rope_scaling: got [8.0], expected an object"),
         ("num_aux_hidden_states", 4, "num_aux_hidden_states: got 4, expected 3"),
         ("architectures", "LlamaForCausalLM", "architectures: got 'LlamaForCausalLM'"),
+        ("architectures", [["x"]], "architectures: got [['x']], expected ['"),
+        ("partial_rotary_factor", 0.5, "partial_rotary_factor: got 0.5, expected none or 1"),
         ("eagle_config", [1], "eagle_config: got [1], expected an object"),
     ],
 )

@@ -109,7 +109,7 @@ class Hooks:
         return (set, ())
 
 
-@pytest.mark.parametrize("value", [[1, 2, Evil()], {"a": 1}, ["1", 2], [1.5]])
+@pytest.mark.parametrize("value", [[1, 2, Evil()], {"a": 1}, ["1", 2], [1.5], [1, True], [[1, 2], [3, 4]], 1])
 def test_a_pickle_of_anything_else_is_refused_and_not_run(tmp_path, value):
     with pytest.raises(ValueError, match="got a pickle with"):
         token_maps.read(archive(tmp_path / "x.pt", value), 100)
@@ -135,6 +135,9 @@ def test_a_pickle_that_only_looks_like_a_tensor_is_refused_and_not_run(tmp_path,
         ([5, 100], "got 100, expected ids from 0 to 99"),
         ([], "expected a list of integers"),
         ({}, "expected a list of integers"),
+        ([1, True], "got True, expected a list of integers"),
+        ([1, [2]], r"got \[2\], expected a list of integers"),
+        ([1, None], "got None, expected a list of integers"),
     ],
 )
 def test_ids_that_make_no_map_are_refused(tmp_path, ids, message):

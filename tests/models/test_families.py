@@ -5,6 +5,7 @@ import json
 import math
 import pathlib
 import random
+import re
 from typing import Any
 
 import jax
@@ -416,6 +417,9 @@ def test_transformers_reads_the_config_that_is_written(family, tmp_path):
 def test_an_architecture_that_is_not_known_is_refused_with_those_that_are():
     with pytest.raises(ValueError, match=r"architectures: got \['BertModel'\], expected one of \[.*'LlamaForCausalLM'"):
         read_shape({"architectures": ["BertModel"]})
+    for other in ([["LlamaForCausalLM"]], [{}], "LlamaForCausalLM", None):
+        with pytest.raises(ValueError, match=rf"architectures: got {re.escape(repr(other))}, expected one of"):
+            read_shape({"architectures": other})
 
 
 @pytest.mark.parametrize(
@@ -424,6 +428,13 @@ def test_an_architecture_that_is_not_known_is_refused_with_those_that_are():
         ("Qwen3ForCausalLM", "use_sliding_window", True, "use_sliding_window: got True, expected False"),
         ("DeepseekV3ForCausalLM", "scoring_func", "softmax", "scoring_func: got 'softmax', expected 'sigmoid'"),
         ("DeepseekV3ForCausalLM", "num_key_value_heads", 99, "num_key_value_heads: got 99, expected"),
+        (
+            "Gemma3ForCausalLM",
+            "rope_parameters",
+            {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_type": "linear", "factor": 8.0}},
+            "rope_parameters.sliding_attention.rope_type: got 'linear', expected 'default'",
+        ),
+        ("LlamaForCausalLM", "partial_rotary_factor", 0.5, "partial_rotary_factor: got 0.5, expected none or 1"),
         ("DeepseekV3ForCausalLM", "n_group", 5, "n_group: got 5, expected to divide"),
         ("DeepseekV3ForCausalLM", "topk_group", 9, "topk_group: got 9, expected 1 to n_group"),
         ("DeepseekV3ForCausalLM", "num_experts_per_tok", 17, "num_experts_per_tok: got 17, expected 1 to"),

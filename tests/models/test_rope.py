@@ -54,6 +54,18 @@ def test_what_changes_nothing_may_be_said(section: dict[str, Any], scaling: Any)
     assert read_rope({"rope_scaling": section}, problems) == (10000.0, scaling) and problems == []
 
 
+def test_a_part_of_the_head_that_is_said_beside_the_section_is_refused_too() -> None:
+    """As transformers 4 writes it: of a target and of a head."""
+    problems: list[str] = []
+    read_rope({"rope_theta": 1e4, "partial_rotary_factor": 0.5}, problems)
+    assert problems == ["partial_rotary_factor: got 0.5, expected none or 1"]
+    for nothing in (None, 1, 1.0):
+        problems = []
+        assert (
+            read_rope({"rope_theta": 1e4, "partial_rotary_factor": nothing}, problems) == (1e4, None) and not problems
+        )
+
+
 def test_deepseek_reads_its_own_factors() -> None:
     problems: list[str] = []
     scaled = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
