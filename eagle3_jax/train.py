@@ -238,7 +238,7 @@ def _train(
 
 def _warm_start(folder: str | pathlib.Path, target: Target, config: DraftHeadConfig) -> Draft:
     """The head to begin with. Raises ValueError: another target's, or another shape than the config's."""
-    draft = heads.load_draft(folder, target=target, dtype=jnp.float32)
+    draft = heads.load_draft(folder, target=target, dtype=jnp.float32, exact=True)
     if not isinstance(draft.head, DraftHead):
         raise ValueError(f"train.warm_start {folder}: got {type(draft.head).__name__}, expected a head of EAGLE-3")
     got, expected = dataclasses.asdict(draft.head.config), dataclasses.asdict(config)

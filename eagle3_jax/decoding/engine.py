@@ -213,7 +213,8 @@ class Engine:
             options: see `__init__`.
 
         Raises:
-            ManifestError: the folder says that its head was trained with another target.
+            ManifestError: the folder says that its head was trained with another target; of other weights alone a
+                warning is logged, see `load_draft`.
             DraftFormatError, ValueError: see `load_draft`, `__init__`.
         """
         if not (draft is None or isinstance(draft, str | pathlib.Path | Draft)):

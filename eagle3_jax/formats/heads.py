@@ -7,8 +7,9 @@ base; aux layers in another counting, where the run names them so too. Counters 
 
 from __future__ import annotations
 
+import logging
 import pathlib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -32,9 +33,11 @@ from eagle3_jax.formats.fields import Form
 from eagle3_jax.formats.stored import DraftFormatError, StoredHead, from_draft, misfits, stale_embeddings, to_draft
 from eagle3_jax.formats.tensors import EMBEDDINGS, LAYER, LM_HEAD, tensor_problems
 from eagle3_jax.models.head import Draft
-from eagle3_jax.models.identity import check_same_target
+from eagle3_jax.models.identity import COPY, check_same_target
 from eagle3_jax.models.registry import Target
 from eagle3_jax.models.target import ModelConfig
+
+_log = logging.getLogger(__name__)
 
 FORMS = {form.name: form for form in (sglang.FORM, vllm.FORM, speculators.FORM, eagle.FORM)}
 
@@ -44,7 +47,7 @@ def load_draft(
     *,
     target: Target | ModelConfig,
     dtype: Any = jnp.float32,
-    but: Collection[str] = (),
+    exact: bool = False,
     token_map: str | pathlib.Path | None = None,
 ) -> Draft:
     """Reads what drafts for `target`: a head in any of `FORMS`, one of EAGLE-2 (see `eagle2`), or a smaller model.
@@ -55,27 +58,40 @@ def load_draft(
     Args:
         folder: of the head; of a model of any family of targets, or its name (see `load_target`).
         target: the model that the head shall draft for. The manifest beside a head of `export` says which one it was
-            trained with; that must be this one. A head from elsewhere has none, and an architecture alone (a
-            `ModelConfig`) cannot be compared with it: then only shapes are.
+            trained with: that must have the same tokenizer and aux layers; other weights or another chat template
+            (`identity.COPY`) are logged as a warning. A head from elsewhere has no manifest, and an architecture alone
+            (a `ModelConfig`) cannot be compared with it: then only shapes are.
         dtype: of the loaded weights.
-        but: fields of the target's identity (`identity.FIELDS`) that may differ.
+        exact: refuses other weights and another chat template too.
         token_map: the tokens that a head of EAGLE-2 drafts (FR-Spec), see `token_maps.read`; None is all.
 
     Raises:
         DraftFormatError: every problem of config.json and every missing, surplus or wrongly shaped tensor, by name;
             embeddings in the file that are not the loaded target's; a model of another vocabulary.
-        ManifestError: the head was trained with another target. TargetError: a name that cannot be resolved.
+        ManifestError: the head was trained with another target, by field. TargetError: a name that cannot be resolved.
     """
     folder = draft_models.resolve(folder)
     if draft_models.is_model(folder):
         return _load_model(folder, target, dtype, token_map)
     if isinstance(target, Target) and (folder / manifest.NAME).exists():
-        check_same_target(folder, manifest.read(folder, "export")["identity"].get("target"), target.identity, but=but)
+        trained_with = manifest.read(folder, "export")["identity"].get("target")
+        check_same_target(folder, trained_with, target.identity, but=() if exact else COPY)
+        _warn_of_a_copy(folder, trained_with, target)
     if eagle2.is_eagle2(folder):
         return _load_eagle2(folder, target, dtype, token_map)
     if token_map is not None:
         raise DraftFormatError(f"token_map: got {token_map}, expected none: {folder} has a draft vocabulary of its own")
     return to_draft(read(folder, target), target, dtype)
+
+
+def _warn_of_a_copy(folder: pathlib.Path, trained_with: dict[str, Any], target: Target) -> None:
+    others = [said for field, said in COPY.items() if trained_with.get(field) != target.identity[field]]
+    if others:
+        _log.warning(
+            "draft %s: a head of %s, trained with %s than those of %s; fewer drafts may be accepted, the tokens stay "
+            "the target's",
+            *(folder, trained_with.get("name"), " and ".join(others), target.identity["name"]),
+        )
 
 
 def _load_model(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import pathlib
 from typing import Any, Final
 
@@ -18,15 +17,12 @@ LOOKUP: Final = "lookup"
 HEADS = pathlib.Path(__file__).parents[1] / "heads"
 # The weights may be another copy of the same model, such as the hub's beside a quantised one: shapes alone must fit.
 _SAME = ("tokenizer", "chat_template", "aux_layers")
-_BUT = ("weights",)
-
-_log = logging.getLogger(__name__)
 
 
 def shipped_head(target: Target) -> pathlib.Path | None:
     """The folder of the head that comes for this target; None where none does."""
     for path in sorted(HEADS.glob(f"*/{manifest.NAME}")):
-        trained_with = _trained_with(path.parent)
+        trained_with = manifest.read(path.parent, made_by="export", verify=False)["identity"]["target"]
         if all(trained_with[field] == target.identity[field] for field in _SAME):
             if not misfits(heads.read(path.parent).config, target.model.config):
                 return path.parent
@@ -34,22 +30,9 @@ def shipped_head(target: Target) -> pathlib.Path | None:
 
 
 def load_shipped(target: Target, dtype: Any) -> Draft | None:
-    """The head that comes for this target, ready to draft; None where none does.
-
-    With other weights than those it was trained with it drafts too; fewer drafts may be accepted then, which is logged.
-    """
+    """The head that comes for this target, ready to draft (see `load_draft`); None where none does."""
     folder = shipped_head(target)
-    if folder is None:
-        return None
-    trained_with = _trained_with(folder)
-    if trained_with["weights"] != target.identity["weights"]:
-        _log.warning(
-            "draft 'auto': the head of %s, trained with other weights than those of %s; fewer drafts may be accepted, "
-            "the tokens stay the target's",
-            trained_with["name"],
-            target.identity["name"],
-        )
-    return heads.load_draft(folder, target=target, dtype=dtype, but=_BUT)
+    return None if folder is None else heads.load_draft(folder, target=target, dtype=dtype)
 
 
 def chosen_draft(draft: str | None, export: pathlib.Path, target: Target) -> tuple[str, pathlib.Path | None]:
@@ -88,8 +71,3 @@ def draft_identity(draft: str, folder: pathlib.Path | None, token_map: str | Non
     held = folder and files.file_digests(folder)
     mapped = {} if token_map is None else {"token_map": manifest.digest(token_maps.locate(token_map))}
     return {"folder": draft, "files": held, **mapped}
-
-
-def _trained_with(folder: pathlib.Path) -> dict[str, Any]:
-    """The identity of the target."""
-    return manifest.read(folder, made_by="export", verify=False)["identity"]["target"]

@@ -13,6 +13,9 @@ from eagle3_jax.models.target import ModelConfig
 
 # What must agree between conversations, features, heads and the target that uses them. Its name and dtype may differ.
 FIELDS = ("weights", "tokenizer", "chat_template", "aux_layers")
+# Of these, what decides no more than how many drafts of a head are accepted: another copy of the same model, such as a
+# quantised or a fine-tuned one, may take the head.
+COPY = {"weights": "other weights", "chat_template": "another chat template"}
 
 
 def identify(

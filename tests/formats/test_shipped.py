@@ -71,8 +71,6 @@ def test_other_weights_of_the_model_take_it_too_and_it_is_said(heads, target, ca
     assert engine.draft is not None
     (record,) = caplog.records
     assert f"trained with other weights than those of {other.identity['name']}" in record.getMessage()
-    with pytest.raises(ManifestError, match=r"target\.weights"):  # as a folder that somebody names, it is refused
-        Engine.load(other, heads / "tiny", CHAIN, max_length=64)
 
 
 @pytest.mark.parametrize("field", ["tokenizer", "chat_template", "aux_layers"])
