@@ -1,39 +1,33 @@
 """`python -m eagle3_jax.serve`: a server of OpenAI's API over the engine.
 
 Answers /v1/chat/completions, /v1/completions and /v1/models, whole or as a stream; /health and /metrics say how it is.
-Loads and warms up before it listens. SIGTERM ends it when what was begun is answered.
+Listens at once, and answers 503 until it has loaded and warmed up. SIGTERM and Ctrl-C end it when what was begun is
+answered; while it starts, at once.
 """
 
 from __future__ import annotations
 
-import argparse
 import codecs
-import contextlib
 import os
 import pathlib
 import socket
 import sys
 import time
-from collections.abc import Sequence
-
-import uvicorn
-from starlette.applications import Starlette
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from eagle3_jax import command
 from eagle3_jax import config as configuration
+from eagle3_jax.command_line import Parser
 from eagle3_jax.config import ConfigError, RunConfig, ServeConfig
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.formats.mtp import MTP
 from eagle3_jax.formats.shipped import AUTO, LOOKUP, chosen_draft
 from eagle3_jax.mesh import decoding_mesh
 from eagle3_jax.models.registry import cache_folder, load_target
-from eagle3_jax.serving.app import make_app
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _ENDING = 10.0  # seconds for the engine to see that it was stopped
-# Seconds that an idle connection stays open. Clients have to be the first to close: a request that is under way while
-# the server closes is lost. httpx, and OpenAI's client with it, closes after 5 (uvicorn's default too), Go after 90.
-_KEEP_ALIVE = 120
 
 # Flag -> field; those of SGLang, where it has one.
 _FLAGS = {
@@ -79,12 +73,7 @@ def configure(argv: Sequence[str] | None = None) -> RunConfig:
 
     Exits with status 2 and a sentence when they are refused.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m eagle3_jax.serve",
-        description=(__doc__ or "").splitlines()[0],
-        epilog="Every field of the config can be given: --section.field VALUE",
-        allow_abbrev=False,
-    )
+    parser = Parser("serve", "A server of OpenAI's API over the engine.", ("target", "mesh", "serve"))
     parser.add_argument("--config", help="YAML run file, see configs/; or name a --target")
     for flag, field in _FLAGS.items():
         parser.add_argument(flag, dest=field, metavar="VALUE", help=field)
@@ -154,8 +143,13 @@ def _drafts_by(algorithm: str, draft: str | None) -> str | None:
     return draft
 
 
-def load(config: RunConfig) -> Engine:
-    """The engine that answers, warmed up. Raises ValueError as `Engine.load` does."""
+def load(config: RunConfig, say: Callable[[str], Any] = lambda _: None) -> Engine:
+    """The engine that answers, warmed up. Raises ValueError as `Engine.load` does.
+
+    Args:
+        say: is told of each stage.
+    """
+    start = time.monotonic()
     settings, trees = config.serve, config.serve.trees
     target = load_target(config.target, decoding_mesh(config.mesh) if config.mesh.model > 1 else None)
     draft = settings.draft
@@ -171,10 +165,10 @@ def load(config: RunConfig) -> Engine:
         memory_fraction=settings.memory_fraction,
         queue_limit=settings.queue_limit,
     )
-    command.stop_point()
+    say("compiling and measuring; the first start takes minutes")
     folder = settings.warm_up_folder or cache_folder() / "programs"
-    engine.warm_up(None if folder == "none" else folder, progress=sys.stderr.isatty())
-    command.stop_point()
+    engine.warm_up(None if folder == "none" else folder, progress=sys.stderr.isatty() or say)
+    say(f"ready after {time.monotonic() - start:.0f} s")
     return engine
 
 
@@ -240,31 +234,6 @@ def _not_there(settings: ServeConfig, error: OSError) -> ValueError:
     return ValueError(f"serve.host, serve.port: got {settings.host}:{settings.port}: {command.sentence(error)}")
 
 
-def http_settings(app: Starlette, settings: ServeConfig) -> uvicorn.Config:
-    """How HTTP is spoken."""
-    return uvicorn.Config(
-        app,
-        log_level="info" if settings.access_log else "warning",
-        access_log=settings.access_log,
-        lifespan="on",
-        ws="none",  # no route speaks it
-        server_header=False,
-        proxy_headers=False,  # whoever asks could name another address
-        timeout_keep_alive=_KEEP_ALIVE,
-        timeout_graceful_shutdown=settings.drain_timeout,
-    )
-
-
-class _Announced(uvicorn.Server):
-    """Says where it listens when it does."""
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        for place in sockets or []:
-            host, port = place.getsockname()[:2]
-            print(f"http://{f'[{host}]' if ':' in host else host}:{port}/v1 answers", flush=True)
-
-
 def run(config: RunConfig) -> None:
     """Serves until SIGTERM or Ctrl-C."""
     settings = config.serve
@@ -274,11 +243,28 @@ def run(config: RunConfig) -> None:
 
 
 def _serve(config: RunConfig, keys: Sequence[str], place: socket.socket) -> None:
-    settings, engine = config.serve, load(config)
-    app = make_app(engine, settings.model_name or config.target.name, settings, keys)
-    server = _Announced(http_settings(app, settings))
-    with contextlib.suppress(KeyboardInterrupt):
-        server.run(sockets=[place])
+    # Of the extra `serve`, without which `--help` works.
+    from eagle3_jax.serving.app import make_app
+    from eagle3_jax.serving.opening import Opening, Server, address
+
+    settings, url, engines = config.serve, address(place), []
+
+    def say(stage: str) -> None:
+        opening.stage = stage
+        print(f"eagle3_jax.serve: {stage}", file=sys.stderr, flush=True)
+
+    def make() -> Any:
+        say(f"loading; {url}/health is 200 when it answers")
+        engines.append(load(config, say))
+        return make_app(engines[0], settings.model_name or config.target.name, settings, keys)
+
+    opening = Opening(make, lambda: print(f"{url}/v1 answers", flush=True))
+    Server(opening, settings).run(sockets=[place])
+    if opening.failure is not None:
+        raise opening.failure
+    if opening.app is None:
+        raise command.Stopped
+    (engine,) = engines
     end = time.monotonic() + _ENDING
     while engine.stats().running and time.monotonic() < end:
         time.sleep(0.05)

@@ -5,6 +5,7 @@ import socket
 import time
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 import tiny
@@ -231,7 +232,7 @@ def test_a_place_that_is_taken_is_said_before_anything_is_loaded(monkeypatch):
 
 
 def test_a_stop_while_it_loads_ends_well(run_file, monkeypatch):
-    def load(config):
+    def load(config, say):
         raise command.Stopped
 
     monkeypatch.setattr(serve, "load", load)
@@ -241,6 +242,32 @@ def test_a_stop_while_it_loads_ends_well(run_file, monkeypatch):
 
 
 @pytest.mark.smoke
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT], ids=lambda sent: sent.name)
+def test_a_start_in_a_log_says_its_stages_and_ends_at_a_signal(tmp_path, sent):
+    tiny.write_target(tmp_path / "target")
+    flags = "--target target --target.aux-layers 1 2 3 --draft lookup --port 0 --serve.max-length 512"
+    command_line = ["-m", "eagle3_jax.serve", *flags.split(), "--serve.warm-up-folder", "none"]
+    (process,) = tiny.start_processes(1, command_line, cwd=tmp_path)
+    try:
+        while "measure rounds: 0 of 6 widths" not in (said := process.printed()):
+            assert process.poll() is None and "/v1 answers" not in said, said
+            time.sleep(0.05)
+        url = said.split("loading; ")[1].split("/health")[0]
+        health, models = httpx2.get(f"{url}/health"), httpx2.get(f"{url}/v1/models")
+        assert (health.status_code, models.status_code) == (503, 503)
+        assert health.json() == {"healthy": False, "starting": "measure rounds: 0 of 6 widths"}
+        time.sleep(1)  # in the middle of a compilation, by all odds
+        process.send_signal(sent)
+        ((status, said),) = tiny.end_processes([process], timeout=5)
+        name = "SIGTERM" if sent == signal.SIGTERM else "Ctrl-C"
+        assert status == 0 and "Traceback" not in said, said
+        assert said.endswith(f"eagle3_jax.serve: stopped by {name}; run it again, and it begins anew\n")
+    finally:
+        process.kill()
+        process.wait(timeout=30)
+
+
 @pytest.mark.slow
 def test_a_process_answers_and_ends_with_what_it_began(tmp_path):
     tiny.write_target(tmp_path / "target")

@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     arguments = parser.parse_args(argv)
     colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    with command.run("hello"):
+    with command.run("hello", resumes=False):
         print(f"Loading {arguments.target} ...", flush=True)
         target = load_target(arguments.target)
         run(target, arguments.draft or (AUTO if shipped_head(target) else LOOKUP), colours=colours)

@@ -37,6 +37,7 @@ from eagle3_jax.decoding.request import QueueFullError, Request
 from eagle3_jax.decoding.request import Stats as Stats
 from eagle3_jax.decoding.runner import ModelRunner, tokens_that_fit
 from eagle3_jax.decoding.sampling import MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
+from eagle3_jax.decoding.steps import Progress
 from eagle3_jax.decoding.tiers import VANILLA, Tier
 from eagle3_jax.formats import mtp
 from eagle3_jax.formats.heads import load_draft
@@ -351,7 +352,7 @@ class Engine:
             self._changes.notify_all()
 
     def warm_up(
-        self, cache: str | pathlib.Path | None = None, *, progress: bool = True, greedy_alone: bool = False
+        self, cache: str | pathlib.Path | None = None, *, progress: Progress = True, greedy_alone: bool = False
     ) -> None:
         """Compiles all programs, so that no request waits for it, and measures what rounds cost (`tree="auto"`).
 
@@ -360,6 +361,7 @@ class Engine:
         Args:
             cache: a folder for both, which makes the next start fast: JAX's persistent compilation cache, of this
                 process from now on, and the costs on this machine. None leaves it as it is, and measures.
+            progress: shows bars; a function is told instead, in words, at most every 15 seconds of a stage.
             greedy_alone: without the programs of requests that have a temperature or other wishes.
 
         Raises:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 from collections.abc import Sequence
 
 import jax
-from tqdm import tqdm
 
 from eagle3_jax import manifest
 from eagle3_jax.decoding import costs
 from eagle3_jax.decoding.costs import Costs
 from eagle3_jax.decoding.runner import ModelRunner
+from eagle3_jax.decoding.steps import Progress, steps
 from eagle3_jax.decoding.tiers import Tier, TierChoice
 
 
 def price(
-    runner: ModelRunner, tiers: TierChoice, folder: pathlib.Path | None, *, progress: bool, greedy_alone: bool
+    runner: ModelRunner, tiers: TierChoice, folder: pathlib.Path | None, *, progress: Progress, greedy_alone: bool
 ) -> list[tuple[Tier, bool, int]]:
     """Tells a choice among several tiers what their rounds cost; the runner's state is forgotten.
 
@@ -32,18 +33,17 @@ def price(
     if len(tiers.tiers) == 1:
         return [(tier, greedy, width) for greedy in passes for width in widths for tier in tiers.tiers]
     kinds: list[tuple[Tier, bool, int]] = []
-    with tqdm(total=len(passes) * len(widths), desc="measure rounds", unit="width", disable=not progress) as bar:
-        for greedy in passes:
-            known: dict[int, Costs] = {}
-            narrower: Sequence[Tier] = tiers.tiers
-            # What is of no use in few rows is of less use in many, which only get dearer; what is of no use to greedy
-            # requests is of less use to others, whose rounds cost more.
-            for width, could_be in useful.items():
-                known[width] = tiers.useful(
-                    _costs(runner, [x for x in could_be if x in narrower], folder, greedy, width)
-                )
-                useful[width] = narrower = [tier for tier in tiers.tiers if tier.name in known[width].rounds]
-                bar.update()
+    known: dict[int, Costs] = {}
+    narrower: Sequence[Tier] = tiers.tiers
+    for greedy, width in steps(list(itertools.product(passes, widths)), "measure rounds", "width", progress):
+        if width == widths[0]:
+            known, narrower = {}, tiers.tiers
+        # What is of no use in few rows is of less use in many, which only get dearer; what is of no use to greedy
+        # requests is of less use to others, whose rounds cost more.
+        could_be = [tier for tier in useful[width] if tier in narrower]
+        known[width] = tiers.useful(_costs(runner, could_be, folder, greedy, width))
+        useful[width] = narrower = [tier for tier in tiers.tiers if tier.name in known[width].rounds]
+        if width == widths[-1]:
             tiers.price(known, greedy=greedy)
             kinds += [(tier, greedy, width) for width, those in useful.items() for tier in those]
     return kinds

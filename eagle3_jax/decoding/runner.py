@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from tqdm import tqdm
 
 from eagle3_jax import host_memory
 from eagle3_jax.decoding import costs, programs, stages
 from eagle3_jax.decoding.costs import Costs, Round
 from eagle3_jax.decoding.programs import Chunk, Models, Sizes
 from eagle3_jax.decoding.rounds import STATE_SHARDING_RULES, State
+from eagle3_jax.decoding.steps import Progress, steps
 from eagle3_jax.decoding.tiers import Tier
 from eagle3_jax.mesh import mesh_of, mesh_set, put, replicated, shardings
 from eagle3_jax.models.head import Draft
@@ -130,7 +130,7 @@ class ModelRunner:
         with self._running() as state:
             self._state = programs.note_prompt(state, *said)
 
-    def compile(self, kinds: Sequence[tuple[Tier, bool, int]], *, progress: bool) -> None:
+    def compile(self, kinds: Sequence[tuple[Tier, bool, int]], *, progress: Progress) -> None:
         """Compiles all programs, by running each on nothing, and uses narrow ones from now on.
 
         Args:
@@ -147,7 +147,7 @@ class ModelRunner:
         work.append(functools.partial(self.note_prompt, 0, []))
         if self._rests:
             work += [functools.partial(self.catch_up, (), (), width=width) for width in self.widths]
-        for compile_one in tqdm(work, desc="compile", unit="program", disable=not progress):
+        for compile_one in steps(work, "compile", "program", progress):
             compile_one()
         self.wait()
 

@@ -20,6 +20,7 @@ from eagle3_jax.config import DraftTree, ServeConfig, TargetConfig
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.models.registry import load_target
 from eagle3_jax.serving.app import make_app
+from eagle3_jax.serving.opening import http_settings
 
 MODEL = "org/tiny"
 
@@ -52,7 +53,7 @@ def _serving(engine: Engine, keys: tuple[str, ...] = (), **settings: Any) -> Ite
     config = ServeConfig(**common | settings)
     place = serve.bind(config)
     app = make_app(engine, MODEL, config, keys)
-    server = uvicorn.Server(serve.http_settings(app, config))
+    server = uvicorn.Server(http_settings(app, config))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [place]})
     thread.start()
     url = f"http://127.0.0.1:{place.getsockname()[1]}"
