@@ -6,38 +6,19 @@ fastest with as few turns as it takes; `serve` times servers under traffic: late
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 
-from eagle3_jax import command, processes
-from eagle3_jax import config as configuration
+from eagle3_jax import command, command_line, processes
 from eagle3_jax.benchmarking import decode, serving, tune
 from eagle3_jax.config import RunConfig
-
-_PROMPTS = "JSONL file of prompts: messages, conversations or prompt; id and category are optional"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     first, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
-    parser = argparse.ArgumentParser(prog="python -m eagle3_jax.benchmark", description=(__doc__ or "").strip())
-    parser.add_argument("what", choices=["decode", "tune", "serve"])
-    what = parser.parse_args([first]).what
-    own = argparse.ArgumentParser(add_help=False)
-    if what == "decode":
-        own.add_argument("--compare", choices=["transformers"], help="is measured as well")
-        said = "Times every draft size at every batch size."
-    elif what == "tune":
-        said = "Finds the fastest draft size at every batch size, and writes a config with it."
-    else:
-        for flag, value, text in (
-            ("--compare", "NAME=URL", "a running OpenAI server (http://HOST:PORT/v1), measured as well"),
-            ("--compare-key", "NAME=VARIABLE", "the environment variable that holds its API key"),
-        ):
-            own.add_argument(flag, action="append", default=[], metavar=value, help=text)
-        said = "Times servers under traffic."
-    config, asked = configuration.from_command_line(f"benchmark {what}", said, rest, own, prompts=_PROMPTS)
+    what = command_line.benchmark_parser().parse_args([first]).what
+    config, asked = command_line.read(f"benchmark {what}", rest)
     with command.run("benchmark", resumes=what != "tune"):
         if what == "decode":
             _decode(config, asked.prompts, asked.compare)

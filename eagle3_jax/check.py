@@ -25,7 +25,6 @@ from eagle3_jax.formats import draft_models, files, token_maps
 from eagle3_jax.formats.shipped import chosen_draft
 from eagle3_jax.models.registry import Target, load_target
 
-ENGINES = ("numbers", "vllm", "sglang")
 EXACT = "float32"
 
 

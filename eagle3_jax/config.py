@@ -6,11 +6,10 @@ Unknown keys, wrong types and impossible combinations are refused by field name.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import difflib
 import pathlib
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, get_args
 
@@ -104,10 +103,16 @@ class DraftConfig:
 
     Attributes:
         vocab_size: draft vocabulary, the most frequent tokens of the training conversations.
+        intermediate_size: of the MLP.
+        num_attention_heads: of queries.
+        num_key_value_heads: of keys and values.
+        head_dim: numbers of one head.
         rope_theta: RoPE base of the head (its own: not inherited from the target).
         max_position_embeddings: longest context that the head declares. An engine whose context is longer than that
             needs an override to serve it (SGLang), so less than the target's only where drafting must end there.
-        fc_norm, norm_output: together they make the head EAGLE-3.1 (as vLLM and SGLang name it).
+        fc_norm: a norm for each hidden state in front of `fc`; with `norm_output` the head is EAGLE-3.1 (as vLLM and
+            SGLang name it).
+        norm_output: the normed output recurs, not the raw one; with `fc_norm` the head is EAGLE-3.1.
     """
 
     __pydantic_config__ = _STRICT
@@ -132,7 +137,12 @@ class DraftConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Devices as data x model axes. data=0 takes every device that model leaves over."""
+    """Devices as data x model axes.
+
+    Attributes:
+        data: replicas, among which the batch is divided; 0 takes every device that `model` leaves over.
+        model: devices over which each replica's weights are split (tensor parallelism).
+    """
 
     __pydantic_config__ = _STRICT
 
@@ -229,8 +239,10 @@ class PrepareConfig:
     Attributes:
         near_duplicate: Jaccard similarity of MinHash shingles from which a prompt counts as a duplicate.
         personal_data: replace what the recognisers find by its kind ("<EMAIL_ADDRESS>"), or drop the prompt.
+        sources: where prompts come from, read in this order.
         held_out: share of prompts kept for measurement, chosen by content hash.
         max_chars: longer prompts are rejected (the answers of `conversations` may be as long as they are).
+        batch_size: of the engine that lets the target write prompts (source `self`).
         benchmarks: JSONL files of benchmarks; a prompt that shares eight words in a row with one is rejected.
     """
 
@@ -265,6 +277,9 @@ class RegenerateConfig:
 
     Attributes:
         temperature: of several, each prompt has one, chosen by its id.
+        max_tokens: of one answer.
+        max_length: of a conversation, in tokens; it ends in front of a turn that does not fit.
+        batch_size: conversations that are answered together.
     """
 
     __pydantic_config__ = _STRICT
@@ -323,20 +338,34 @@ class TrainConfig:
     Attributes:
         warm_start: exported head that training begins with, weights and draft vocabulary, as for a new domain. That is
             another thing than going on after an interruption, which needs no word.
-        ttt_steps: steps of the training-time test; step_decay weighs step i by step_decay ** i.
+        ttt_steps: steps of the training-time test.
+        step_decay: weighs step i by step_decay ** i.
         loss: `lk` maximises the share of accepted drafts (arXiv 2602.23881), cross entropy where that is small still.
         lk_from: the share of all steps with cross entropy before `lk` begins.
-        batch_size: packed rows per step; row_length: tokens per row.
+        batch_size: packed rows per step.
+        row_length: tokens per row.
         optimizer: `muon` updates matrices by Muon, the LM head and the norms by AdamW, all at `learning_rate`.
-        epochs: passes over the features; max_steps stops earlier when it is not None.
+        learning_rate: the highest, behind the warm-up.
+        warmup_ratio: the share of all steps in which the learning rate rises to it.
+        b1: decay of AdamW's first moment.
+        b2: decay of AdamW's second moment.
+        weight_decay: of AdamW; 0 is none.
+        clip_norm: longer gradients are scaled to this norm.
+        epochs: passes over the features.
+        max_steps: stops earlier than `epochs` where it is not None.
         mask_offset: the loss mask that counts for the prediction of token t+2 is mask[t + mask_offset].
         loss_reduction: divide by all positions ("all", the paper's code) or by those that count ("mask").
         argmax_mask: drop positions whose teacher argmax is outside the draft vocabulary.
         loss_block: positions per block of the vocabulary-wide part of the loss.
         remat: of each step keep matrix products and attention, and compute the rest again in the backward pass.
-        eval_every, checkpoint_every, log_every: in optimizer steps.
+        log_every: steps between two lines of metrics.
+        eval_every: steps between two evaluations on what was held out.
+        eval_batches: of an evaluation, at most.
+        checkpoint_every: steps between two checkpoints.
+        keep_checkpoints: that stay on disk.
         decode_every: so often the engine itself answers `decode_prompts` held-out prompts with the head, in a chain of
             `ttt_steps`; `export` then takes the checkpoint that it accepted most of. None is never.
+        decode_prompts: see `decode_every`.
     """
 
     __pydantic_config__ = _STRICT
@@ -400,6 +429,7 @@ class ExportConfig:
     Attributes:
         format: `sglang` is for SGLang, SpecForge and vLLM; `vllm` is vLLM's own, `speculators` names the target too,
             `eagle` is SafeAILab's. `export` says which versions.
+        dtype: of the weights in the file.
     """
 
     __pydantic_config__ = _STRICT
@@ -417,6 +447,9 @@ class EvaluateConfig:
             None is the run's own `export` folder, and "auto" where it has none.
         token_map: of a head of EAGLE-2, whose folder is `draft`: a file, local or on a hub, with the tokens that it
             drafts (FR-Spec); None is all of them.
+        temperature: of all requests; 0 is greedy.
+        max_tokens: of an answer.
+        batch_size: requests that are answered together.
         limit: at most this many prompts, spread evenly over the categories.
     """
 
@@ -445,6 +478,9 @@ class BenchmarkConfig:
         draft: as `evaluate.draft`.
         token_map: of a head of EAGLE-2, whose folder is `draft`: a file, local or on a hub, with the tokens that it
             drafts (FR-Spec); None is all of them.
+        batch_sizes: requests that are answered together; each is measured.
+        temperature: of all requests; 0 is greedy.
+        max_tokens: of an answer.
         trees: sizes to measure beside vanilla decoding; of `decode` also what "auto" then chooses from; none are those
             that "auto" has by itself, or of `tune` a usual dozen.
         requests: of each turn, at least; where the batch is larger, as many as that.
@@ -484,6 +520,8 @@ class TrafficConfig:
         concurrency: clients at once, each of which sends its next request when it has its answer.
         rates: requests a second on average that arrive at random (Poisson), whether or not others are answered.
         requests: of each level, at least; twice the clients where that is more.
+        max_tokens: of an answer.
+        temperature: of all requests; 0 is greedy.
     """
 
     __pydantic_config__ = _STRICT
@@ -510,7 +548,8 @@ class ServeConfig:
     """export -> a server of OpenAI's API.
 
     Attributes:
-        host, port: where it listens. Another host than this machine's own address needs keys; port 0 is a free one.
+        host: where it listens. Another one than this machine's own address needs keys.
+        port: 0 is a free one.
         model_name: what clients call the model; None is `target.name`.
         draft: exported folder, a smaller model's name or folder, "lookup", "auto" (the head that comes with this
             package for this target, if one does), "mtp" (the target's own layer for it), or "none" for vanilla
@@ -519,14 +558,16 @@ class ServeConfig:
             drafts (FR-Spec); None is all of them.
         trees: one is the draft's size always; of several the engine chooses for every dispatch among them and vanilla
             decoding, of none among those that it has by itself.
-        batch_size: requests that are answered together. queue_limit: that wait for a place, at most.
+        batch_size: requests that are answered together.
+        queue_limit: requests that wait for a place, at most.
         max_length: longest prompt and answer together, in tokens.
         memory_fraction: weights and caches take this share of the device's memory; None makes room for the whole batch
             at `max_length`.
         warm_up_folder: keeps compiled programs and measured costs, which makes the next start fast; None is a folder of
             this package's cache ($EAGLE3_JAX_CACHE, else ~/.cache/eagle3_jax), "none" keeps nothing.
-        api_key_variable: environment variable with the API key; api_key_file: a file with one a line. Neither is ever
-            shown. None of both lets everybody in.
+        api_key_variable: environment variable with the API key, which is never shown. Without one, and without
+            `api_key_file`, everybody is let in.
+        api_key_file: a file with one API key a line.
         allowed_origins: of other web pages whose scripts may ask (CORS), such as "https://example.org"; "*" is all.
         access_log: writes a line for every request, without its body and its key.
         requests_per_minute: of a key; without keys of an address.
@@ -595,7 +636,12 @@ class CardConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """One run: where it lives, its seed, its models, and one section per verb."""
+    """One run: its models, and one section per verb.
+
+    Attributes:
+        run_dir: folder of the run, with one folder for each verb's output.
+        seed: of all that is drawn.
+    """
 
     __pydantic_config__ = _STRICT
     run_dir: str
@@ -647,10 +693,11 @@ def from_dict(values: dict[str, Any]) -> RunConfig:
     try:
         config = pydantic.TypeAdapter(RunConfig).validate_python(values)
     except pydantic.ValidationError as error:
-        lines = [
-            f"  {'.'.join(str(part) for part in item['loc']) or 'config'}: {item['msg']} (got {item['input']!r})"
-            for item in error.errors()
-        ]
+        lines = []
+        for item in error.errors():
+            place = ".".join(str(part) for part in item["loc"]) or "config"
+            meant = _meant(place) if item["type"] == "unexpected_keyword_argument" else ""
+            lines.append(f"  {place}: {item['msg']}{meant} (got {item['input']!r})")
         raise ConfigError("invalid configuration:\n" + "\n".join(lines)) from error
     if lines := list(_mistaken(values, config, ())):
         raise ConfigError("invalid configuration:\n" + "\n".join(lines))
@@ -668,6 +715,20 @@ def _mistaken(given: Any, read: Any, place: tuple[str, ...]) -> Iterator[str]:
     elif isinstance(given, bool) != isinstance(read, bool):
         expected = "true or false" if isinstance(read, bool) else "a number"
         yield f"  {'.'.join(place)}: got {given!r}, expected {expected}"
+
+
+def _meant(name: str) -> str:
+    """ ", did you mean ...?" where a field of the configuration has nearly this name."""
+    near = difflib.get_close_matches(name, _names(RunConfig, ""), 1, 0.8)
+    return f", did you mean {near[0]}?" if near else ""
+
+
+def _names(section: Any, prefix: str) -> Iterator[str]:
+    """Dotted names of all fields, and of the sections themselves."""
+    for field in dataclasses.fields(section):
+        yield f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(field.default):
+            yield from _names(field.default, f"{prefix}{field.name}.")
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -739,38 +800,8 @@ def with_overrides(values: dict[str, Any], overrides: Sequence[str], source: str
             return_unknown_args=True,
         )
         if unknown:
-            raise ConfigError(f"{unknown[0]}: not a field of the configuration, expected --section.field VALUE")
+            name = unknown[0].partition("=")[0].lstrip("-").replace("-", "_")
+            expected = f"expected --section.field VALUE{_meant(name)}"
+            raise ConfigError(f"{unknown[0]}: not a field of the configuration, {expected}")
         config = from_dict(to_dict(config))
     return config
-
-
-def from_command_line(
-    verb: str,
-    description: str,
-    argv: Sequence[str] | None = None,
-    own: argparse.ArgumentParser | None = None,
-    **flags: str,
-) -> tuple[RunConfig, argparse.Namespace]:
-    """Parses `python -m eagle3_jax.<verb> --config FILE [--flag VALUE ...] [--section.field VALUE ...]`.
-
-    Args:
-        own: the verb's own flags, of a parser without `--help`. flags: further ones, required strings, name -> help.
-
-    Exits with status 2 and a clear sentence when the configuration is refused.
-    """
-    parser = argparse.ArgumentParser(
-        prog=f"python -m eagle3_jax.{verb}",
-        description=description,
-        epilog="Every field of the config can be overridden: --section.field VALUE",
-        allow_abbrev=False,
-        parents=[] if own is None else [own],
-    )
-    parser.add_argument("--config", required=True, help="YAML run file, see configs/")
-    for name, text in flags.items():
-        parser.add_argument(f"--{name}", required=True, help=text)
-    arguments, rest = parser.parse_known_args(argv)
-    try:
-        return load(arguments.config, rest), arguments
-    except ConfigError as error:
-        print(f"eagle3_jax.{verb}: {error}", file=sys.stderr)
-        sys.exit(2)

@@ -7,13 +7,12 @@ and how.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from eagle3_jax import command, manifest, processes
+from eagle3_jax import command, command_line, manifest, processes
 from eagle3_jax import config as configuration
 from eagle3_jax.config import RunConfig
 from eagle3_jax.data import sources
@@ -154,16 +153,7 @@ def _finished(output: pathlib.Path, identity: dict[str, Any], replace: bool) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--replace", action="store_true", help="what another measurement has at --output gives way")
-    config, arguments = configuration.from_command_line(
-        "evaluate",
-        (__doc__ or "").splitlines()[0],
-        argv,
-        own,
-        prompts="JSONL file of prompts: messages, conversations or prompt; id and category are optional",
-        output="JSON file for the report",
-    )
+    config, arguments = command_line.read("evaluate", argv)
     with command.run("evaluate", resumes=False):
         report = run(config, arguments.prompts, arguments.output, replace=arguments.replace)
         if processes.index() == 0:

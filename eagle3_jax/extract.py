@@ -25,7 +25,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from eagle3_jax import command, manifest, processes
+from eagle3_jax import command, command_line, manifest, processes
 from eagle3_jax import config as configs
 from eagle3_jax.data import features, vocab
 from eagle3_jax.data.conversation import Conversation, Rejected, read_conversation
@@ -269,9 +269,7 @@ def _token_counts(folder: pathlib.Path, vocab_size: int) -> np.ndarray:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
-    config, _ = configs.from_command_line(
-        "extract", "Conversations -> features of the target, and the draft vocabulary.", argv
-    )
+    config, _ = command_line.read("extract", argv)
     with command.run("extract"):
         extract(config)
 

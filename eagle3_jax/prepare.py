@@ -14,7 +14,7 @@ from typing import Any
 
 import tqdm
 
-from eagle3_jax import command, manifest, processes, self_prompting
+from eagle3_jax import command, command_line, manifest, processes, self_prompting
 from eagle3_jax import config as configs
 from eagle3_jax.data import filters, sources
 from eagle3_jax.self_prompting import Written
@@ -24,7 +24,7 @@ TRAIN, HELD_OUT, REJECTS = "train.jsonl", "held_out.jsonl", "rejects.jsonl"
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
-    config, _ = configs.from_command_line("prepare", "Reads, cleans and splits the prompts.", argv)
+    config, _ = command_line.read("prepare", argv)
     with command.run("prepare"):
         prepare(config)
 

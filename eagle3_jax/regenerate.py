@@ -21,7 +21,7 @@ from typing import Any
 
 import tqdm
 
-from eagle3_jax import command, manifest, processes
+from eagle3_jax import command, command_line, manifest, processes
 from eagle3_jax import config as configs
 from eagle3_jax.decoding.engine import Engine, Output, SamplingParams
 from eagle3_jax.mesh import Replica, make_mesh, own_replica
@@ -331,7 +331,7 @@ def _remove_logs(folder: pathlib.Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
-    config, _ = configs.from_command_line("regenerate", "Lets the target answer the prompts itself.", argv)
+    config, _ = command_line.read("regenerate", argv)
     with command.run("regenerate"):
         regenerate(config)
 

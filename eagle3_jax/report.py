@@ -9,8 +9,7 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from eagle3_jax import command, manifest, processes
-from eagle3_jax import config as configuration
+from eagle3_jax import command, command_line, manifest, processes
 from eagle3_jax.config import FOLDERS, RunConfig
 
 # Okabe and Ito's palette: told apart with any colour vision, and in grey by their lightness.
@@ -302,7 +301,7 @@ def _identical(part: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    config, _ = configuration.from_command_line("report", (__doc__ or "").splitlines()[0], argv)
+    config, _ = command_line.read("report", argv)
     with command.run("report"):
         if processes.index() == 0:  # the others wait at the end
             with processes.among([0]):

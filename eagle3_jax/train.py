@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from eagle3_jax import command, host_memory, manifest, processes
+from eagle3_jax import command, command_line, host_memory, manifest, processes
 from eagle3_jax import config as configs
 from eagle3_jax.data import vocab
 from eagle3_jax.data.features import FeatureSource
@@ -296,8 +296,7 @@ def _summarise(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
-    said = "Features -> a trained draft head. --warm-start HEAD begins with the weights of one that is there."
-    config, _ = configs.from_command_line("train", said, argv)
+    config, _ = command_line.read("train", argv)
     with command.run("train"):
         results = train(config)
         if results["held_out"]:

@@ -134,22 +134,35 @@ def test_decoding_imports_nothing_of_the_training_extra():
     assert (answer.returncode, answer.stdout.strip()) == (0, "set()"), answer.stderr
 
 
-def test_a_training_verb_names_the_missing_extra(tmp_path):
+@pytest.mark.parametrize(
+    ("verb", "extra", "missing", "words"),
+    [
+        ("train", "train", "grain", "--config x.yaml"),
+        ("serve", "serve", "uvicorn", "--target x --port 0"),
+        ("train", "train", "grain", "--help"),
+    ],
+)
+def test_a_verb_names_the_missing_extra(tmp_path, verb, extra, missing, words):
+    """With `--help` it says what it would do."""
     (tmp_path / "sitecustomize.py").write_text(
-        "import importlib.util\nfind = importlib.util.find_spec\n"
-        "importlib.util.find_spec = lambda name, *rest: None if name == 'grain' else find(name, *rest)\n"
+        "import importlib.util, sys\nfind = importlib.util.find_spec\n"
+        f"importlib.util.find_spec = lambda name, *rest: None if name == '{missing}' else find(name, *rest)\n"
+        f"sys.modules['{missing}'] = None\n"
     )
     root = pathlib.Path(__file__).parents[1]
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"}
     answer = subprocess.run(
-        [sys.executable, "-m", "eagle3_jax.train", "--help"],
+        [sys.executable, "-m", f"eagle3_jax.{verb}", *words.split()],
         env=environment,
         capture_output=True,
         text=True,
         timeout=120,
     )
-    sentence = "eagle3_jax.train: got no grain, expected the extra `train`: pip install 'eagle3-jax[train]'\n"
-    assert (answer.returncode, answer.stderr) == (1, sentence)
+    if words == "--help":
+        assert answer.returncode == 0 and "--train.ttt-steps INT" in answer.stdout, answer.stderr
+        return
+    sentence = f"got no {missing}, expected the extra `{extra}`: pip install 'eagle3-jax[{extra}]'\n"
+    assert (answer.returncode, answer.stderr) == (1, f"eagle3_jax.{verb}: {sentence}")
 
 
 @pytest.mark.long

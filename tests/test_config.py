@@ -11,7 +11,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle3_jax import config
+from eagle3_jax import command_line, config
 from eagle3_jax.config import ConfigError, DraftTree, TargetConfig, TrainConfig
 
 
@@ -201,14 +201,14 @@ def test_overrides_out_of_range_are_refused_by_name(run_file, capsys):
 
 
 def test_the_command_line_keeps_the_verbs_own_flags_apart(run_file):
-    argv = ["--config", str(run_file), "--output", "o.json", "--seed", "7"]
-    run, flags = config.from_command_line("evaluate", "Measures.", argv, output="where to")
+    argv = ["--config", str(run_file), "--prompts", "p.jsonl", "--output", "o.json", "--seed", "7"]
+    run, flags = command_line.read("evaluate", argv)
     assert (run.seed, flags.output) == (7, "o.json")
 
 
 def test_the_command_line_stops_with_a_sentence(run_file, capsys):
     with pytest.raises(SystemExit, match="2"):
-        config.from_command_line("train", "Trains.", ["--config", str(run_file), "--nope", "1"])
+        command_line.read("train", ["--config", str(run_file), "--nope", "1"])
     assert capsys.readouterr().err.startswith("eagle3_jax.train: --nope: not a field")
 
 

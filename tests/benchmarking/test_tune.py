@@ -16,8 +16,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eagle3_jax import command_line, serve
 from eagle3_jax import config as configuration
-from eagle3_jax import serve
 from eagle3_jax.benchmarking import decode, tune
 from eagle3_jax.benchmarking.tune import Race
 from eagle3_jax.config import DraftTree
@@ -178,8 +178,8 @@ def test_the_config_has_the_size_of_the_nearest_batch(config, tmp_path):
     path = tmp_path / "tuned.yaml"
     path.write_text(yaml.safe_dump(tune.tuned(config, {"batches": batches})))
     assert serve.configure(["--config", str(path)]) == alone
-    words = ["--config", str(path), "--prompts", "prompts.jsonl"]
-    assert configuration.from_command_line("evaluate", "", words, prompts="")[0] == alone
+    words = ["--config", str(path), "--prompts", "prompts.jsonl", "--output", "report.json"]
+    assert command_line.read("evaluate", words)[0] == alone
     many = dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, batch_size=30))
     assert yaml.safe_load(yaml.safe_dump(tune.tuned(many, {"batches": batches})))["evaluate"]["tree"] == "auto"
     slower = tune.tuned(config, {"batches": [batches[0] | {"over_auto": {"ratio": 0.9}}]})

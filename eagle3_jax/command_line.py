@@ -1,0 +1,208 @@
+"""The command line of each verb: its own flags, the sections of the config that it reads, and its `--help`.
+
+Nothing here is of an extra: `--help` works wherever the package is installed (see `command.require`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tyro
+
+from eagle3_jax import config as configuration
+from eagle3_jax.config import ConfigError, RunConfig
+
+_PROMPTS = "JSONL file of prompts: messages, conversations or prompt; id and category are optional"
+
+
+class Parser(argparse.ArgumentParser):
+    """Of one verb; its help lists the fields of the config as well.
+
+    Args:
+        verb: as it is called: "train", "benchmark decode". says: what it does. sections: of the config that it reads.
+    """
+
+    def __init__(self, verb: str, says: str, sections: Sequence[str]) -> None:
+        super().__init__(prog=f"python -m eagle3_jax.{verb}", description=says, allow_abbrev=False)
+        self.verb, self.sections = verb, sections
+
+    def format_help(self) -> str:
+        """The flags, and the fields of the config with what they are and their defaults."""
+        said = "The run's YAML holds these fields, or they are given here; the defaults hold where neither names one. "
+        said += "Fields of other sections are taken too. Lists of sources and of trees stand in the YAML alone."
+        fields = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS, description=said)
+        _add_fields(fields, "run", RunConfig, "", ("run_dir", "seed"))
+        for section in dataclasses.fields(RunConfig):
+            if section.name in self.sections:
+                _add_fields(fields, section.name, type(section.default), f"{section.name}.")
+        return f"{super().format_help()}\n{fields.format_help()}"
+
+
+def _add_fields(
+    parser: argparse.ArgumentParser, name: str, section: type, prefix: str, only: Sequence[str] | None = None
+) -> None:
+    """Adds a section's fields, for the help alone."""
+    description, _, attributes = inspect.cleandoc(section.__doc__ or "").partition("\nAttributes:\n")
+    texts = dict(re.findall(r"^    (\w+): (.*(?:\n     .*)*)", attributes, re.MULTILINE))
+    group, kinds = parser.add_argument_group(name, description), typing.get_type_hints(section, include_extras=True)
+    for field in dataclasses.fields(section):
+        kind, default, flag = kinds[field.name], field.default, f"--{prefix}{field.name}".replace("_", "-")
+        marks = getattr(kind, "__metadata__", ())
+        if tyro.conf.Fixed in marks or (only is not None and field.name not in only):
+            continue
+        if dataclasses.is_dataclass(default):
+            _add_fields(parser, f"{prefix}{field.name}", type(default), f"{prefix}{field.name}.")
+            continue
+        flags = [*(alias for mark in marks for alias in getattr(mark, "aliases", None) or ()), flag]
+        text = " ".join(texts[field.name].split()).replace("%", "%%")
+        if default is not dataclasses.MISSING:
+            text += f" (default: {' '.join(map(str, default)) or 'none' if isinstance(default, tuple) else default})"
+        if isinstance(default, bool):
+            head, _, last = flag.rpartition(".")
+            group.add_argument(*flags, f"{head}.no-{last}", action="store_true", help=text)
+        else:
+            group.add_argument(*flags, metavar=_values(kind), help=text)
+
+
+def _values(kind: Any) -> str:
+    """What a field takes: INT, {float32,bfloat16}, INT ..., STR|None."""
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        return _values(parts[0])
+    if origin is typing.Literal:
+        return f"{{{','.join(map(str, parts))}}}"
+    if origin is tuple:
+        return f"{_values(parts[0])} ..."
+    if origin in (typing.Union, types.UnionType):
+        return "|".join(map(_values, parts))
+    return "None" if kind is types.NoneType else kind.__name__.upper()
+
+
+def _export(parser: argparse.ArgumentParser) -> None:
+    engine = parser.add_argument_group("run the exported head, instead of exporting")
+    engine.add_argument("--check", choices=("numbers", "vllm", "sglang"), help="`numbers` predicts what engines count")
+    engine.add_argument("--prompts", metavar="FILE", help=_PROMPTS)
+    engine.add_argument("--vllm", metavar="PYTHON", help="of vLLM's environment; .venv-vllm/bin/python without it")
+    engine.add_argument("--sglang", metavar="URL", help="a running server")
+    engine.add_argument("--expect", metavar="REPORT", help="an earlier check, whose counters must be the same")
+    target = parser.add_argument_group("write the target, instead of exporting")
+    target.add_argument("--write-target", metavar="DIR", help="a new folder, in Hugging Face's form")
+    hub = parser.add_argument_group("publish the exported head with a model card")
+    hub.add_argument("--push-to-hub", metavar="USER/NAME", help="repository of the hub")
+    hub.add_argument("--upload", action="store_true", help="do it; without, only what would be done is said")
+    convert = parser.add_argument_group("bring a head of any form into another; without --config")
+    convert.add_argument("--from", metavar="DIR", help="folder of the head")
+    convert.add_argument("--to", nargs=2, metavar=("FORM", "DIR"), help="form and new folder")
+
+
+def _evaluate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompts", required=True, metavar="FILE", help=_PROMPTS)
+    parser.add_argument("--output", required=True, metavar="FILE", help="JSON file for the report")
+    parser.add_argument("--replace", action="store_true", help="what another measurement has at --output gives way")
+
+
+def _decode(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompts", required=True, metavar="FILE", help=_PROMPTS)
+    parser.add_argument("--compare", choices=["transformers"], help="is measured as well")
+
+
+def _tune(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompts", required=True, metavar="FILE", help=_PROMPTS)
+
+
+def _serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompts", required=True, metavar="FILE", help=_PROMPTS)
+    for flag, value, text in (
+        ("--compare", "NAME=URL", "a running OpenAI server (http://HOST:PORT/v1), measured as well"),
+        ("--compare-key", "NAME=VARIABLE", "the environment variable that holds its API key"),
+    ):
+        parser.add_argument(flag, action="append", default=[], metavar=value, help=text)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Verb:
+    """Attributes: says: what it does. sections: of the config that it reads. add_flags: of its own."""
+
+    says: str
+    sections: tuple[str, ...]
+    add_flags: Callable[[argparse.ArgumentParser], None] = lambda _: None
+
+
+_MODELS = ("target", "mesh")
+_VERBS = {
+    "prepare": _Verb("Reads, cleans and splits the prompts.", (*_MODELS, "prepare")),
+    "regenerate": _Verb("Lets the target answer the prompts itself.", (*_MODELS, "regenerate")),
+    "extract": _Verb(
+        "Conversations -> features of the target, and the draft vocabulary.", (*_MODELS, "draft", "extract")
+    ),
+    "train": _Verb("Features -> a trained draft head.", (*_MODELS, "draft", "train")),
+    "export": _Verb(
+        "The best or newest checkpoint -> a draft head that SGLang and vLLM serve, read back and compared.",
+        ("target", "draft", "export", "evaluate", "card"),
+        _export,
+    ),
+    "evaluate": _Verb(
+        "Acceptance, losslessness, and speed against vanilla decoding of the same engine.",
+        (*_MODELS, "evaluate"),
+        _evaluate,
+    ),
+    "report": _Verb("All that a run measured: report.json, a table, and a picture.", ()),
+    "benchmark decode": _Verb("Times every draft size at every batch size.", (*_MODELS, "benchmark"), _decode),
+    "benchmark tune": _Verb(
+        "Finds the fastest draft size at every batch size, and writes a config with it.",
+        (*_MODELS, "benchmark"),
+        _tune,
+    ),
+    "benchmark serve": _Verb("Times servers under traffic.", (*_MODELS, "serve", "traffic"), _serve),
+}
+
+
+def parser_of(verb: str) -> Parser:
+    """The verb's parser; what it leaves over are overrides of the config."""
+    known = _VERBS[verb]
+    parser = Parser(verb, known.says, known.sections)
+    parser.add_argument("--config", required=True, metavar="FILE", help="YAML run file, see configs/")
+    known.add_flags(parser)
+    return parser
+
+
+def read(verb: str, argv: Sequence[str] | None = None) -> tuple[RunConfig, argparse.Namespace]:
+    """Parses `python -m eagle3_jax.<verb> --config FILE [--flag VALUE ...] [--section.field VALUE ...]`.
+
+    Exits with status 2 and a clear sentence when the configuration is refused.
+    """
+    arguments, rest = parser_of(verb).parse_known_args(argv)
+    try:
+        return configuration.load(arguments.config, rest), arguments
+    except ConfigError as error:
+        print(f"eagle3_jax.{verb}: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def help_of(module: str, argv: Sequence[str]) -> str | None:
+    """What `python -m eagle3_jax.<module> <argv>` prints where help is asked for, else None."""
+    if not {"-h", "--help"} & set(argv):
+        return None
+    verb = f"{module} {argv[0]}" if module == "benchmark" else module
+    return parser_of(verb).format_help() if verb in _VERBS else benchmark_parser().format_help()
+
+
+def benchmark_parser() -> argparse.ArgumentParser:
+    """Of the first word behind `benchmark`."""
+    verbs = {name.partition(" ")[2]: verb.says for name, verb in _VERBS.items() if name.startswith("benchmark ")}
+    parser = argparse.ArgumentParser(
+        prog="python -m eagle3_jax.benchmark",
+        description="Which draft size is fastest here, and what a server gives its clients.",
+        epilog="\n".join(f"{f'{what} --help':16}{says}" for what, says in verbs.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("what", choices=verbs)
+    return parser
