@@ -239,8 +239,8 @@ class Machine:
     def prepare(self, arguments: str = "test", **says: str) -> subprocess.CompletedProcess[str]:
         return self._bash("-c", f"source {self.home}/tools/env.sh; prepare_environment {arguments}", "test.sh", **says)
 
-    def run(self, script: str) -> subprocess.CompletedProcess[str]:
-        return self._bash(str(self.home / "tools" / script))
+    def run(self, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return self._bash(str(self.home / "tools" / script), *arguments)
 
     def _bash(self, *arguments: str, **says: str) -> subprocess.CompletedProcess[str]:
         fake = {"FAKE_VERSION": "3.11.7", "FAKE_VENV_SAYS": "", "FAKE_PIP_SAYS": ""} | says
@@ -270,6 +270,25 @@ def test_the_environment_is_installed_once(machine):
     assert locked_packages.endswith(" --require-hashes --requirement requirements/test.txt")
     assert package.endswith(" --no-build-isolation --no-deps --editable .")
     assert second.stdout == ""
+
+
+def test_an_environment_without_pip_gets_it(machine):
+    """As uv makes one; it stays otherwise as it is."""
+    machine.prepare()
+    bare = _FAKE_PYTHON.replace(
+        '  "-m pip install"*)',
+        '  "-m pip --version") [[ -f pip ]] ;;\n  "-m ensurepip") touch pip ;;\n  "-m pip install"*)',
+    )
+    python = machine.home / ".venv/bin/python"
+    python.write_text(bare)
+    result = machine.prepare()
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == ".venv has no pip (uv leaves it out); adding it ...\n" and python.read_text() == bare
+
+
+def test_help_of_hello_ends_with_it(machine):
+    result = machine.run("hello.sh", "--help")
+    assert result.returncode == 0 and "Done in" not in result.stdout
 
 
 @pytest.mark.parametrize("file", ["pyproject.toml", "requirements/decode.txt"])

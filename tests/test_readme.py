@@ -1,10 +1,11 @@
 """What the README tells a user to do: its Python runs, its commands are understood."""
 
-import importlib
+import argparse
 import os
 import pathlib
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from typing import Any
@@ -16,7 +17,7 @@ import tiny
 from flax import nnx
 
 import eagle3_jax
-from eagle3_jax import config, export
+from eagle3_jax import command_line, config, export, serve
 from eagle3_jax.config import DraftConfig, TargetConfig
 from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
 from eagle3_jax.models.head import Draft
@@ -98,6 +99,22 @@ def test_a_wrong_line_is_not(line):
         understand_script(line.split()[0], line.split()[1:])
 
 
+# Configs of a user's own, in the pages' commands -> one that is here.
+OWN = {"my-head.yaml": "configs/quickstart.yaml"}
+
+
+def understand_verb(verb: str, flags: list[str]) -> tuple[config.RunConfig | None, argparse.Namespace]:
+    """The configuration that a verb's command line makes, and its own flags. Raises SystemExit: it is refused."""
+    if verb == "serve":
+        return serve.configure(flags), argparse.Namespace()
+    if "--from" in flags:
+        export.arguments_to_convert(flags)
+        return None, argparse.Namespace()
+    if verb == "benchmark":
+        verb, flags = f"benchmark {flags[0]}", flags[1:]
+    return command_line.read(verb, flags)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", commands())
 def test_every_command_is_understood(command, monkeypatch):
@@ -107,19 +124,8 @@ def test_every_command_is_understood(command, monkeypatch):
         understand_script(what, arguments)
     elif what == "-m" and arguments[0].startswith("eagle3_jax."):
         verb, *flags = arguments
-        importlib.import_module(verb)
-        if verb == "eagle3_jax.serve":
-            importlib.import_module(verb).configure(flags)
-            return
-        if "--from" in flags:
-            export.arguments_to_convert(flags)
-            return
-        groups = re.findall(r"(--\S+)((?: (?!--)\S+)+)", " ".join(flags))
-        values = {name: words.split() for name, words in groups}
-        (path,) = values.pop("--config")
-        own = {"--prompts", "--output", "--compare", "--check", "--vllm", "--expect", "--write-target", "--push-to-hub"}
-        overrides = [word for name, words in values.items() if name not in own for word in (name, *words)]
-        config.load(ROOT / path, overrides)
+        monkeypatch.chdir(ROOT)
+        understand_verb(verb.removeprefix("eagle3_jax."), [OWN.get(word, word) for word in flags])
     elif what != "-m":
         assert (ROOT / what).is_file()
         monkeypatch.syspath_prepend(str(ROOT / "tools"))
@@ -130,6 +136,122 @@ def test_every_command_is_understood(command, monkeypatch):
         for word in arguments:
             if word.startswith("--") and "." not in word:
                 assert word in shown.stdout, f"{word}: not a flag of {what}"
+
+
+# Pages that a newcomer follows from the top in a clone, and what of them the tests cannot run, by a pattern -> why.
+# Every other line of a shell block is followed, a new one too.
+FOLLOWED = [ROOT / "README.md", ROOT / "docs" / "train-your-own-head.md"]
+LEFT_OUT = {
+    r"-m venv |-m pip install ": "makes the environment, in which the tests run",
+    r"tools/(hello|quickstart)\.sh": "downloads packages, trains for 20 minutes; test_hello.py runs what it shows",
+    r"bin/tensorboard ": "serves until it is stopped, and is no package of the tests",
+    r"tools/recipe\.sh": "takes a night, and prompts that do not come with it",
+}
+# verb -> the one whose output it reads.
+BEFORE = {"regenerate": "prepare", "extract": "regenerate", "train": "extract", "export": "train", "report": "evaluate"}
+
+
+def shell_lines(text: str) -> list[str]:
+    """Of the shell blocks: indented by four spaces, or fenced as bash; diagrams are none."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    bare = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    blocks += re.findall(r"(?<=\n\n)((?:    .*\n)+)", bare)
+    shell = [block for block in blocks if " -> " not in block and not re.match(r" *\w+/\n", block)]
+    lines = "\n".join(shell).replace("\\\n", " ").splitlines()
+    return [line.strip() for line in lines if line.strip() and not any(re.search(p, line.strip()) for p in LEFT_OUT)]
+
+
+def clone_into(folder: pathlib.Path) -> pathlib.Path:
+    """The files of this checkout, as git has them, with the environment in which the tests run."""
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    for name in filter(None, names.stdout.split("\0")):
+        if (ROOT / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    (folder / ".venv").symlink_to(sys.prefix)
+    return folder
+
+
+def follow(lines: list[str]) -> None:
+    """Every command is understood in a clone, and what it reads is there or made by one before it; nothing is computed.
+
+    Raises AssertionError, SystemExit.
+    """
+    made: set[tuple[str, str]] = set()  # verbs that ran, by run_dir
+    for line in lines:
+        words = shlex.split(line, comments=True)
+        if words[1:2] != ["-m"] or not words[2].startswith("eagle3_jax."):
+            subprocess.run(["bash", "-e", "-c", line], check=True, timeout=60)
+            continue
+        verb = words[2].removeprefix("eagle3_jax.")
+        run, asked = understand_verb(verb, words[3:])
+        assert run is not None
+        needed = [run.train.warm_start] if run.train.warm_start else []
+        if verb == "prepare":
+            paths = [getattr(source, "path", None) for source in run.prepare.sources]
+            needed += [*filter(None, paths), *run.prepare.benchmarks]
+        if getattr(asked, "prompts", None) and not asked.prompts.startswith(f"{run.run_dir}/prompts/"):
+            needed.append(asked.prompts)
+        elif getattr(asked, "prompts", None):
+            assert (run.run_dir, "prepare") in made, line
+        assert [path for path in needed if not pathlib.Path(path).exists()] == [], line
+        assert verb not in BEFORE or (run.run_dir, BEFORE[verb]) in made, line
+        made.add((run.run_dir, verb))
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize("page", FOLLOWED, ids=lambda page: page.name)
+def test_a_page_can_be_followed_in_a_clone(page, tmp_path, monkeypatch):
+    lines = shell_lines(page.read_text())
+    assert lines
+    monkeypatch.chdir(clone_into(tmp_path))
+    follow(lines)
+
+
+@pytest.mark.any_jax
+@pytest.mark.parametrize(
+    "line",
+    [
+        "-m eagle3_jax.prepare --config configs/smollm2_135m.yaml",  # its prompts do not come with it
+        "-m eagle3_jax.train --config configs/quickstart.yaml",  # nothing was extracted
+        "-m eagle3_jax.evaluate --config configs/quickstart.yaml --prompts prompts.jsonl --output report.json",
+        "-m eagle3_jax.prepare --config configs/quickstart.yaml --prepare.held_aut 0.1",
+        "tools/no_such_file.py",
+    ],
+)
+def test_a_page_that_cannot_be_followed_is_found(line, tmp_path, monkeypatch):
+    monkeypatch.chdir(clone_into(tmp_path))
+    with pytest.raises((AssertionError, SystemExit, subprocess.CalledProcessError)):
+        follow(shell_lines(f"Text:\n\n    .venv/bin/python {line}\n"))
+
+
+# So little of the quickstart that its page can be followed in minutes.
+CUT = {"limit: 520": "limit: 16", "count: 60": "count: 2", "held_out: 0.08": "held_out: 0.2", "epochs: 6": "epochs: 1"}
+CUT |= {"max_tokens: 112": "max_tokens: 24", "max_tokens: 96": "max_tokens: 16", "limit: 15": "limit: 2"}
+
+
+@pytest.mark.long
+@pytest.mark.any_jax
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("page", FOLLOWED, ids=lambda page: page.name)
+def test_a_page_runs_in_a_clone(page, tmp_path):
+    """Every line as it is written, the Python of README too, on a config that is cut."""
+    clone = clone_into(tmp_path)
+    text = (clone / "configs/quickstart.yaml").read_text()
+    for whole, cut in CUT.items():
+        assert whole in text
+        text = text.replace(whole, cut)
+    (clone / "configs/quickstart.yaml").write_text(text)
+    fast = "--xla_backend_optimization_level=0"
+    settings = {"cwd": clone, "env": tiny.environment(PYTHONPATH=str(clone), XLA_FLAGS=fast), "timeout": 3600}
+    for line in shell_lines(page.read_text()):
+        done = subprocess.run(["bash", "-e", "-c", line], capture_output=True, text=True, **settings)
+        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+    if page.name == "README.md":
+        (block,) = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+        words = [sys.executable, "-c", block]
+        done = subprocess.run(words, capture_output=True, text=True, **settings)
+        assert done.returncode == 0 and "None" not in done.stdout.split(), done.stderr
 
 
 @pytest.mark.slow
@@ -153,7 +275,9 @@ def test_its_python_runs(page, tmp_path, monkeypatch, capsys):
 
     def load_tiny(name: str, **arguments: Any):
         asked.append((name, arguments))
-        given: dict[str, Any] = arguments | {"max_length": 512} | ({"draft": draft} if "draft" in arguments else {})
+        given: dict[str, Any] = arguments | {"max_length": 512}
+        if {"draft", "tree"} & arguments.keys():
+            given["draft"] = draft
         return load(target, **{name: given[name] for name in ("draft", "tree", "max_length") if name in given})
 
     monkeypatch.setattr(eagle3_jax.Engine, "load", load_tiny)

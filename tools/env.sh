@@ -91,6 +91,10 @@ pip_install() {
 # A half-made environment has no stamp, so the next run completes it.
 prepare_environment() {
   local role=$1 extra=${2:-} superset python key output free known=""
+  if is_new_enough "$VENV/bin/python" && ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
+    echo "$VENV has no pip (uv leaves it out); adding it ..."
+    "$VENV/bin/python" -m ensurepip >/dev/null 2>&1 || echo "No pip to add; making $VENV anew ..."
+  fi
   if ! is_new_enough "$VENV/bin/python" || ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
     python=$(find_python)
     echo "Making $VENV with $("$python" --version) ..."

@@ -9,6 +9,7 @@
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 prepare_environment decode "" train "test[reference]"
+if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then exec "$VENV/bin/python" tools/hello.py --help; fi
 "$VENV/bin/python" tools/hello.py "$@" || fail "did not finish; what it said stands above."
 [[ " $* " == *" -h "* || " $* " == *" --help "* ]] && exit
 printf 'Done in %d:%02d. To train a head: bash tools/quickstart.sh\n' $((SECONDS / 60)) $((SECONDS % 60))

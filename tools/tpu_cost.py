@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 
-from tpu_topology import CHIPS, ENVIRONMENT
+from tpu_topology import CHIPS, ENVIRONMENT, topology_devices
 
 os.environ.update(ENVIRONMENT)
 
@@ -39,7 +39,7 @@ def main() -> None:
         if arguments.tokens <= 0:
             raise ValueError(f"--tokens: got {arguments.tokens}, expected more than 0")
         config = configs.load(arguments.config, overrides)
-        devices = tpu_fit.topology_devices(arguments.topology)
+        devices = topology_devices(arguments.topology)
         target = read_config(fetch(config.target.name, whole=False), config.target.aux_layers)
         programs = [
             program for verb in ("extract", "train") for program in tpu_fit.VERBS[verb](config, target, devices)

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from run_parser import run_parser
-from tpu_topology import ENVIRONMENT
+from tpu_topology import ENVIRONMENT, topology_devices
 
 os.environ.update(ENVIRONMENT)
 
@@ -35,7 +35,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from eagle3_jax import config as configs
@@ -136,14 +135,6 @@ def main() -> None:
         partial.write_text(json.dumps(rows, indent=1) + "\n")
         partial.replace(arguments.json)
     sys.exit(any(not row["fits"] for row in rows))
-
-
-def topology_devices(name: str) -> list[Any]:
-    try:
-        return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
-    except jax.errors.JaxRuntimeError as error:
-        expected = "a TPU topology such as v5e:2x2, v6e:4x4, v5p:2x2x1, tpu7x:2x2x1"
-        raise ValueError(f"--topology: got {name!r}, expected {expected} ({error})") from error
 
 
 # ------------------------------------------------------------------------------------------------------------- programs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 from typing import Any
 
 # For libtpu, to be set before JAX is imported: no TPU is here, and several processes compile at once.
@@ -41,12 +42,24 @@ CHIPS = {
 }
 
 
+def topology_devices(name: str) -> list[Any]:
+    """Devices of a topology such as "v5e:2x2". Raises ValueError: no such one, or no libtpu."""
+    import jax
+    from jax.experimental import topologies
+
+    if importlib.util.find_spec("libtpu") is None:
+        raise ValueError("libtpu: got none, expected the TPUs' compiler, which needs no TPU: pip install libtpu")
+    try:
+        return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+    except jax.errors.JaxRuntimeError as error:
+        expected = "a TPU topology such as v5e:2x2, v6e:4x4, v5p:2x2x1, tpu7x:2x2x1"
+        raise ValueError(f"--topology: got {name!r}, expected {expected} ({error})") from error
+
+
 @functools.cache
 def mesh(chip: Chip) -> Any:
     """Of one device of this kind."""
     import jax
     import numpy as np
-    from jax.experimental import topologies
 
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=chip.topology).devices
-    return jax.sharding.Mesh(np.array(devices[:1]), ("model",))
+    return jax.sharding.Mesh(np.array(topology_devices(chip.topology)[:1]), ("model",))

