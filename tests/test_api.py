@@ -119,7 +119,6 @@ def test_nobody_hears_that_there_is_no_pytorch():
     assert (answer.returncode, answer.stderr) == (0, "")
 
 
-@pytest.mark.any_jax
 @pytest.mark.slow
 def test_decoding_imports_nothing_of_the_training_extra():
     code = (

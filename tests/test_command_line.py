@@ -21,8 +21,6 @@ from eagle3_jax import (
     train,
 )
 
-pytestmark = pytest.mark.any_jax
-
 # verb -> how it is called, words in front of --help, some of what its help says.
 HELPS = {
     "prepare": (prepare.main, [], ["--prepare.held-out", "share of prompts", "(default: 0.1)"]),

@@ -245,9 +245,7 @@ def test_training_is_stopped_and_killed_and_goes_on(runs, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("verb", "sent"), [("train", signal.SIGINT), *((verb, signal.SIGTERM) for verb in tiny.VERBS)]
-)
+@pytest.mark.parametrize(("verb", "sent"), [("train", signal.SIGINT), *((verb, signal.SIGTERM) for verb in tiny.VERBS)])
 def test_a_signal_saves_and_the_rerun_goes_on(runs, tmp_path, verb, sent):
     run = runs.before(verb, tmp_path / "run")
     process, begun = runs.start(verb, run), time.monotonic()

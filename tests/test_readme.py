@@ -199,7 +199,6 @@ def follow(lines: list[str]) -> None:
         made.add((run.run_dir, verb))
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("page", FOLLOWED, ids=lambda page: page.name)
 def test_a_page_can_be_followed_in_a_clone(page, tmp_path, monkeypatch):
     lines = shell_lines(page.read_text())
@@ -208,7 +207,6 @@ def test_a_page_can_be_followed_in_a_clone(page, tmp_path, monkeypatch):
     follow(lines)
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize(
     "line",
     [
@@ -231,7 +229,6 @@ CUT |= {"max_tokens: 112": "max_tokens: 24", "max_tokens: 96": "max_tokens: 16",
 
 
 @pytest.mark.long
-@pytest.mark.any_jax
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("page", FOLLOWED, ids=lambda page: page.name)
 def test_a_page_runs_in_a_clone(page, tmp_path):

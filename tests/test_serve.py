@@ -15,12 +15,14 @@ from starlette.applications import Starlette
 from eagle3_jax import command, serve
 from eagle3_jax.config import ConfigError, DraftTree, RunConfig, ServeConfig, from_dict
 from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.serving import opening
 
 TREE = ["--speculative-num-steps", "2", "--speculative-eagle-topk", "1"]
 # The programs that are asked for are compiled when they are.
 COLD = """
 from eagle3_jax import serve
 from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.serving import opening
 Engine.warm_up = lambda *_, **__: None
 serve.main(["--config", "run.yaml"])
 """
@@ -176,7 +178,7 @@ def test_hints_name_flags_that_are_there():
 
 def test_requests_are_logged_for_who_asks_for_that():
     for logs, level in ((False, "warning"), (True, "info")):
-        settings = serve.http_settings(Starlette(), ServeConfig(access_log=logs))
+        settings = opening.http_settings(Starlette(), ServeConfig(access_log=logs))
         assert (settings.access_log, settings.log_level) == (logs, level)
 
 
@@ -196,7 +198,7 @@ def test_the_longest_client_timeout_is_one_of_the_socket():
 
 
 def test_nothing_speaks_websockets():
-    assert serve.http_settings(Starlette(), ServeConfig()).ws == "none"
+    assert opening.http_settings(Starlette(), ServeConfig()).ws == "none"
 
 
 def test_keys_come_from_the_environment_and_from_a_file(tmp_path, monkeypatch):

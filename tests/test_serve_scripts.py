@@ -86,7 +86,7 @@ def arguments(printed: str) -> list[str]:
     """What a shell hands to the program that a printed command names."""
     show = 'show() { printf "%s\\n" "$@"; }; vllm() { show "$@"; }; python() { show "$@"; }\n'
     return subprocess.run(
-        ["bash", "-c", show + printed], capture_output=True, text=True, check=True
+        ["bash", "-c", show + printed], capture_output=True, text=True, check=True, timeout=60
     ).stdout.splitlines()
 
 

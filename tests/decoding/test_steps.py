@@ -5,8 +5,6 @@ import pytest
 from eagle3_jax import command
 from eagle3_jax.decoding import steps
 
-pytestmark = pytest.mark.any_jax
-
 
 def test_a_log_is_told_at_the_beginning_and_now_and_then(monkeypatch):
     now, said = iter([0.0, 0.0, 9.0, 16.0, 16.0, 20.0]), []

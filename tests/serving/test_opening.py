@@ -5,7 +5,6 @@ import threading
 import time
 
 import httpx2
-import pytest
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
@@ -13,8 +12,6 @@ from starlette.routing import Route
 from eagle3_jax import serve
 from eagle3_jax.config import ServeConfig
 from eagle3_jax.serving.opening import Opening, Server, address
-
-pytestmark = pytest.mark.any_jax
 
 
 def test_a_server_that_starts_says_so_until_its_application_answers():
