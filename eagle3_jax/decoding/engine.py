@@ -9,6 +9,7 @@ free, so nothing is ever taken back from one that runs.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import logging
 import math
@@ -31,9 +32,9 @@ from eagle3_jax.decoding.pages import PagePool
 from eagle3_jax.decoding.programs import Chunk, Sizes
 from eagle3_jax.decoding.progress import first_progress, progress
 from eagle3_jax.decoding.prompt import Prompt, encode
+from eagle3_jax.decoding.request import FinishReason, QueueFullError, Request, said
 from eagle3_jax.decoding.request import Output as Output
 from eagle3_jax.decoding.request import Piece as Piece
-from eagle3_jax.decoding.request import QueueFullError, Request
 from eagle3_jax.decoding.request import Stats as Stats
 from eagle3_jax.decoding.runner import ModelRunner, tokens_that_fit
 from eagle3_jax.decoding.sampling import MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
@@ -258,10 +259,12 @@ class Engine:
         Args:
             prompts: each a string (one user turn), messages (both through the chat template), or token ids.
             params: for all, or one for each prompt.
-            on_output: called with an answer's index and the answer as soon as it is finished.
+            on_output: called with an answer's index and the answer as soon as it is finished. Where it raises, those
+                that ended together are all reported, then the first exception is raised and the rest is aborted.
 
         Raises:
             ValueError: a prompt that is too long, empty or of another kind; before any work begins.
+            Exception: what the device failed with, where that ended one of these requests.
         """
         each = arguments.one_for_each(params, prompts)
         requests = [
@@ -274,25 +277,27 @@ class Engine:
             self._waiting.extend(requests)
         try:
             while left:
-                # All are looked at only when some request has ended: there may be thousands.
-                self.drive(lambda ended=ended: self._ended > ended)
-                ended = self._ended
-                for index in [index for index, request in left.items() if request.done]:
-                    output = left.pop(index).output
-                    assert output is not None
-                    if on_output is not None:
-                        on_output(index, output)
+                try:
+                    # All are looked at only when some request has ended: there may be thousands.
+                    self.drive(lambda ended=ended: self._ended > ended)
+                finally:
+                    ended = self._ended
+                    failure = _report(left, on_output)
+                if failure is not None:
+                    raise failure
         finally:
             self.abort(*left.values())
         return [request.output for request in requests if request.output is not None]
 
     def stream(self, prompt: Prompt, params: SamplingParams = GREEDY) -> Iterator[Piece]:
-        """Answers one prompt piece by piece; it is aborted where nobody goes on. Raises ValueError like `generate`."""
+        """Answers one prompt piece by piece; it is aborted where nobody goes on. Raises like `generate`."""
         request = self.submit(prompt, params)
         try:
             yield from request
         finally:
             request.abort()
+        if request.failure is not None:
+            raise request.failure
 
     def submit(
         self,
@@ -343,13 +348,7 @@ class Engine:
         with self._changes:
             for request in requests:
                 request.aborted = self._aborted = True
-        if self._driver.acquire(blocking=False):  # else whoever works will see it
-            try:
-                self._sweep()
-            finally:
-                self._driver.release()
-        with self._changes:
-            self._changes.notify_all()
+        self._end_aborted()
 
     def warm_up(
         self, cache: str | pathlib.Path | None = None, *, progress: Progress = True, greedy_alone: bool = False
@@ -368,21 +367,21 @@ class Engine:
             RuntimeError: requests are running.
         """
         folder = None if cache is None else pathlib.Path(cache).expanduser()
-        if folder is not None:
-            jax.config.update("jax_compilation_cache_dir", str(folder))
-            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        with self._driver:
-            if running := self.stats().running:
-                raise RuntimeError(f"warm_up: got {running} running requests, expected none")
+        with self._alone("warm_up"):
+            if folder is not None:
+                jax.config.update("jax_compilation_cache_dir", str(folder))
+                jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
             used = pricing.price(self._runner, self.tiers, folder, progress=progress, greedy_alone=greedy_alone)
             self._forget_device()
             self._runner.compile(used, progress=progress)
 
     def profile(self, tier: Tier) -> costs.Round:
-        """What a greedy round of one of its tiers takes, stage by stage; with empty caches afterwards."""
-        with self._driver:
-            if running := self.stats().running:
-                raise RuntimeError(f"profile: got {running} running requests, expected none")
+        """What a greedy round of one of its tiers takes, stage by stage; with empty caches afterwards.
+
+        Raises:
+            RuntimeError: requests are running.
+        """
+        with self._alone("profile"):
             measured = self._runner.profile(tier)
             self._forget_device()
             return measured
@@ -399,9 +398,7 @@ class Engine:
         before = None if self.draft is None else (self.draft.head.config, self.draft.head.dtype)
         if (got := (draft.head.config, draft.head.dtype)) != before:
             raise ValueError(f"draft: got a head of {got}, expected one of {before}")
-        with self._driver:
-            if running := self.stats().running:
-                raise RuntimeError(f"replace_draft: got {running} running requests, expected none")
+        with self._alone("replace_draft"):
             self._runner.replace_draft(draft)
             self.draft = self._runner.draft
             self.tiers.renew()
@@ -431,7 +428,10 @@ class Engine:
     # Who works, and when.
 
     def drive(self, ready: Callable[[], bool]) -> None:
-        """Works until `ready()`; where another thread does so already, waits for what it delivers."""
+        """Works until `ready()`; where another thread does so already, waits for what it delivers.
+
+        Who works is spared what others' requests end with: a failure of the device is in their outputs alone.
+        """
         while not ready():
             if self._driver.acquire(blocking=False):
                 self._progressed = time.monotonic()
@@ -440,9 +440,7 @@ class Engine:
                         self._turn()
                 finally:
                     self._progressed = None
-                    self._driver.release()
-                    with self._changes:
-                        self._changes.notify_all()
+                    self._let_go()
             else:
                 with self._changes:
                     self._changes.wait_for(lambda: ready() or not self._driver.locked(), timeout=1)
@@ -458,8 +456,8 @@ class Engine:
         while not self._is_idle():
             try:
                 self.drive(self._is_idle)
-            except Exception:  # what ran has ended with it ("error"); those who wait may be luckier
-                _log.exception("a dispatch failed")
+            except Exception:  # those who wait may be luckier
+                _log.exception("a turn failed")
 
     def _is_idle(self) -> bool:
         with self._changes:
@@ -469,9 +467,39 @@ class Engine:
                 self._thread = None  # decided under the lock: who comes later starts another
             return True
 
+    def _let_go(self) -> None:
+        """Leaves the work to whoever waits for it."""
+        self._driver.release()
+        self._end_aborted()
+
+    def _end_aborted(self) -> None:
+        """Ends what was aborted, where nobody works; whoever works does so in the next turn, or in letting go."""
+        while self._aborted and self._driver.acquire(blocking=False):
+            try:
+                self._sweep()
+            finally:
+                self._driver.release()
+        with self._changes:
+            self._changes.notify_all()
+
+    @contextlib.contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        """Keeps the device for something else than requests. Raises RuntimeError at once where they are running."""
+        while not self._driver.acquire(timeout=0.05):  # whoever works may be about to end
+            stats = self.stats()
+            if busy := stats.running + stats.waiting:  # who waits is let in while somebody works
+                raise RuntimeError(f"{what}: got {busy} running requests, expected none")
+        try:
+            if running := self.stats().running:
+                raise RuntimeError(f"{what}: got {running} running requests, expected none")
+            yield
+        finally:
+            self._let_go()
+
     # One turn.
 
     def _turn(self) -> None:
+        """Raises an interruption, or a failure where no request had begun; other failures are in requests' outputs."""
         try:
             self._sweep()
             self._admit()
@@ -480,12 +508,14 @@ class Engine:
             if len(self._reports) == unread:
                 unread += 1  # nothing new to do: what is there can be waited for
             for _ in range(min(unread, len(self._reports))):
-                self._deliver(*self._reports.popleft())
+                self._deliver(*self._reports[0])
+                self._reports.popleft()
             if not self._reports and not any(self._places):
                 self._pool.check_idle()
         except BaseException as error:
-            self._give_up(error)
-            raise
+            if not self._give_up(error) or not isinstance(error, Exception):
+                raise
+            _log.exception("a dispatch failed")
         with self._changes:
             self._changes.notify_all()
 
@@ -496,7 +526,9 @@ class Engine:
             if self._aborted or now >= self._first_deadline:  # by rebuilding: a verb that stops aborts thousands
                 ended = [request for request in self._waiting if request.aborted or request.is_late(now)]
                 gone = set(map(id, ended))
-                self._waiting = collections.deque(request for request in self._waiting if id(request) not in gone)
+                kept = [request for request in self._waiting if id(request) not in gone]
+                self._waiting.clear()  # in place: a finalizer may abort while this thread hands in a request
+                self._waiting.extend(kept)
                 deadlines = [request.deadline for request in self._waiting if request.deadline is not None]
                 self._aborted, self._first_deadline = False, min(deadlines, default=math.inf)
         for request in [*ended, *filter(None, self._places)]:
@@ -602,28 +634,35 @@ class Engine:
             self._stats.rounds += found.rounds
             seen.append((request.acceptance, found.rounds, sum(found.accepted)))
             drafted += found.drafted
-            request.take(found, self._eos)
+            ending = request.take(found, self._eos)
             request.acceptance.lost = found.unread > resting.ROOM or not (request.lease and request.lease.drafted)
-            if request.done:
-                self._leave(request, still_runs=not found.done)
+            if ending is None:
+                request.tell()
+            else:
+                self._end(request, *ending, still_runs=not found.done)
         if tier is not None:
             greedy = all(request.params.greedy for request in requests.values())
             self.tiers.learn(tier, seen, drafted, greedy=greedy)
 
-    def _end(self, request: Request, reason: Any) -> None:
-        """Ends a request for a reason of the host."""
-        if not request.done:
-            request.finish(reason)
-            self._leave(request, still_runs=True)
+    def _end(
+        self, request: Request, reason: FinishReason, error: str | None = None, *, still_runs: bool = True
+    ) -> None:
+        """Ends a request: gives its place and pages back, then tells those who wait for it.
 
-    def _leave(self, request: Request, *, still_runs: bool) -> None:
-        assert request.output is not None
+        Args:
+            still_runs: the device does not know yet that it has ended.
+        """
+        output = request.finish(reason, error)
+        self._leave(request, output, still_runs=still_runs)
+        request.publish(output)
         self._ended += 1
+
+    def _leave(self, request: Request, output: Output, *, still_runs: bool) -> None:
         finished = self._stats.finished
-        finished[request.output.finish_reason] = finished.get(request.output.finish_reason, 0) + 1
+        finished[output.finish_reason] = finished.get(output.finish_reason, 0) + 1
         if request.lease is None:
             return
-        failed = request.output.finish_reason == "error"
+        failed = output.finish_reason == "error"
         if request.read == len(request.ids) and not failed:  # the last token chosen is not in the caches
             self._pool.register(request.lease, request.tokens, drafted=not request.unread)
         self._pool.release(request.lease, forget=failed)
@@ -631,17 +670,24 @@ class Engine:
         if still_runs:
             self._cancelled.add(request.place)
 
-    def _give_up(self, error: BaseException) -> None:
-        """After a failure of the device or an interruption nothing on it can be trusted: all that was begun ends."""
-        running = [request for request in self._places if request is not None]
+    def _give_up(self, error: BaseException) -> bool:
+        """After a failure of the device or an interruption nothing on it can be trusted: all that was begun ends.
+
+        Returns:
+            Whether anything was begun.
+        """
+        told = [request for _, rows, _ in self._reports for request in rows.values()]
+        begun = dict.fromkeys([*filter(None, self._places), *told])
         self._places = [None] * self.batch_size
         self._reports.clear()
         self._forget_device()
-        for request in running:
+        failure = error if isinstance(error, Exception) else RuntimeError(f"interrupted by {type(error).__name__}")
+        for request in begun:
             request.lease = None
             if not request.done:
-                request.finish("error", f"{type(error).__name__}: {error}")
-                self._leave(request, still_runs=False)
+                request.failure = failure
+                self._end(request, "error", said(failure), still_runs=False)
+        return bool(begun)
 
     def _forget_device(self) -> None:
         """Begins with empty caches."""
@@ -666,6 +712,28 @@ class Engine:
             )
         limit = min(params.max_tokens, self.max_length - len(ids))
         return Request(self, self.tokenizer, ids, params, limit, sample)
+
+
+def _report(left: dict[int, Request], on_output: Callable[[int, Output], object] | None) -> Exception | None:
+    """Takes out what has ended and reports all of it, then raises the first exception of `on_output`.
+
+    Returns:
+        What the device failed with, where that ended one of them; such a one is not reported.
+    """
+    failures: list[Exception] = []
+    raised: list[BaseException] = []
+    for index in [index for index, request in left.items() if request.done]:
+        request = left.pop(index)
+        if request.failure is not None:
+            failures.append(request.failure)
+        elif on_output is not None and request.output is not None:
+            try:
+                on_output(index, request.output)
+            except BaseException as error:
+                raised.append(error)
+    if raised:
+        raise raised[0]
+    return failures[0] if failures else None
 
 
 def end_ids(config: ModelConfig, tokenizer: Any) -> frozenset[int]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -19,6 +21,9 @@ from eagle3_jax.decoding.progress import Progress, RoundTree
 from eagle3_jax.decoding.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
+Ending = tuple[FinishReason, str | None]  # why a request ends, and what an "error" was
+
+_log = logging.getLogger(__name__)
 
 
 class QueueFullError(RuntimeError):
@@ -120,7 +125,8 @@ class Request:
     """A request that was submitted: iterate over it for pieces of its answer, or ask for the `result`.
 
     The engine works while somebody waits: in `result`, in a loop over pieces, in `Engine.generate`; the asynchronous
-    forms (`await request`, `async for`) leave the work to a thread, which ends when nothing is left to do.
+    forms (`await request`, `async for`) leave the work to a thread, which ends when nothing is left to do. Who leaves
+    an asynchronous form before the end (cancelled, by an error, by `break`) aborts the request, unless others await it.
     """
 
     def __init__(
@@ -130,6 +136,7 @@ class Request:
         self.deadline: float | None = None  # on the clock of time.monotonic
         self.drafts = True  # whether it asks for them
         self.output: Output | None = None
+        self.failure: Exception | None = None  # of the device, or around it, where that ended the request
         # The engine's own notes.
         self.number = next(_numbers)
         self.aborted = False
@@ -150,7 +157,7 @@ class Request:
         self._logprobs: list[Logprob] = []
         self._rounds = 0
         self._accepted: list[int] = []
-        self._listeners: list[Callable[[], None]] = []
+        self._listeners: set[Callable[[], object]] = set()  # told of all news, by whichever thread works
         # Of those who take pieces.
         self._channels = Channels(tokenizer, ids)
         self._detokenizer, self._reasoning = Detokenizer(tokenizer), Detokenizer(tokenizer)
@@ -183,29 +190,41 @@ class Request:
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         self._streamed = True
-        while not self._ended:
-            await self._wait(self._has_news)
-            yield self._piece()
+        with self._listening() as news:
+            while not self._ended:
+                await self._until(self._has_news, news)
+                yield self._piece()
 
     def __await__(self) -> Generator[Any, None, Output]:
-        yield from self._wait(lambda: self.done).__await__()
+        return self._whole().__await__()
+
+    async def _whole(self) -> Output:
+        with self._listening() as news:
+            await self._until(lambda: self.done, news)
         assert self.output is not None
         return self.output
 
-    async def _wait(self, ready: Callable[[], bool]) -> None:
+    async def _until(self, ready: Callable[[], bool], news: asyncio.Event) -> None:
+        while not ready():
+            self._driver.drive_in_background()
+            await news.wait()
+            news.clear()
+
+    @contextlib.contextmanager
+    def _listening(self) -> Iterator[asyncio.Event]:
+        """An event of the running loop, set by all news. The last listener who leaves before the end aborts."""
         loop, news = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
             loop.call_soon_threadsafe(news.set)
 
-        self._listeners.append(wake)
+        self._listeners.add(wake)
         try:
-            while not ready():
-                self._driver.drive_in_background()
-                await news.wait()
-                news.clear()
+            yield news
         finally:
-            self._listeners.remove(wake)
+            self._listeners.discard(wake)
+            if not self.done and not self._listeners:
+                self.abort()
 
     def _has_news(self) -> bool:
         return self.done or self._ready > self._taken
@@ -248,10 +267,8 @@ class Request:
         """Prompt and answer so far."""
         return self.ids + self._token_ids
 
-    def take(self, progress: Progress, eos: frozenset[int]) -> None:
-        """Adds what a dispatch chose, and ends the request where that ends it."""
-        if self.done:
-            return
+    def take(self, progress: Progress, eos: frozenset[int]) -> Ending | None:
+        """Adds what a dispatch chose. Returns why that ends the request, None where it goes on."""
         self._rounds += progress.rounds
         self.unread = progress.unread
         before = self._accepted or [0] * len(progress.accepted)
@@ -260,7 +277,10 @@ class Request:
             self._first = time.monotonic() - self._submitted
         stops = {*self.params.stop_token_ids} | (frozenset() if self.params.ignore_eos else eos)
         by_token = progress.done and not progress.failed and progress.token_ids[-1] in stops
-        count, by_string = self._until_stop_string(progress.token_ids[: len(progress.token_ids) - by_token])
+        try:
+            count, by_string = self._until_stop_string(progress.token_ids[: len(progress.token_ids) - by_token])
+        except Exception as error:
+            return "error", said(error)
         by_token = by_token and not by_string
         count += by_token
         if (asked := self.params.logprobs) is not None:
@@ -273,25 +293,42 @@ class Request:
         self._spoken = len(self._token_ids) - by_token
         self._ready = len(self._token_ids)  # last: from here on another thread takes them
         if by_token or by_string:
-            self.finish("stop")
-        elif progress.failed:
-            self.finish("error", "logits: got values that are not finite, expected numbers")
-        elif progress.done:
-            self.finish("length")
-        self._tell()
+            return "stop", None
+        if progress.failed:
+            return "error", "logits: got values that are not finite, expected numbers"
+        return ("length", None) if progress.done else None
 
-    def finish(self, reason: FinishReason, error: str | None = None) -> None:
-        """Ends it with the tokens that it has."""
-        answer, thoughts = Channels(self._tokenizer, self.ids).split(self._token_ids[: self._spoken])
-        if self._scanner is None:
-            text = Detokenizer(self._tokenizer).add(answer, last=True)
-        else:
-            text = self._scanner.end()
-        reasoning = Detokenizer(self._tokenizer).add(thoughts, last=True)
+    def finish(self, reason: FinishReason, error: str | None = None) -> Output:
+        """The answer, ended with the tokens that there are; nobody has it before `publish`.
+
+        Never raises: tokens that the tokenizer cannot decode make an answer without text ("error").
+        """
+        try:
+            answer, thoughts = Channels(self._tokenizer, self.ids).split(self._token_ids[: self._spoken])
+            if self._scanner is None:
+                text = Detokenizer(self._tokenizer).add(answer, last=True)
+            else:
+                text = self._scanner.end()
+            reasoning = Detokenizer(self._tokenizer).add(thoughts, last=True)
+        except Exception as failure:
+            reason, error, text, reasoning = "error", error or said(failure), "", ""
         stats = Stats(self._rounds, self._accepted, self.cached, self._first)
         logprobs = None if self.params.logprobs is None else self._logprobs
-        self.output = Output(list(self._token_ids), text, reason, stats, logprobs, error, reasoning)
-        self._tell()
+        return Output(list(self._token_ids), text, reason, stats, logprobs, error, reasoning)
+
+    def publish(self, output: Output) -> None:
+        """Ends it, and tells everybody."""
+        self.output = output
+        self.tell()
+
+    def tell(self) -> None:
+        """Tells all listeners of news. Never raises: a listener that fails (its event loop was closed) is dropped."""
+        for wake in list(self._listeners):
+            try:
+                wake()
+            except Exception as error:
+                self._listeners.discard(wake)
+                _log.debug("a listener is dropped: %r", error)
 
     def _until_stop_string(self, ids: list[int]) -> tuple[int, bool]:
         """How many of the new tokens count, and whether a stop string ends the answer with them."""
@@ -301,6 +338,7 @@ class Request:
                     return count, True
         return len(ids), False
 
-    def _tell(self) -> None:
-        for wake in list(self._listeners):
-            wake()
+
+def said(error: Exception) -> str:
+    """An exception, as an answer's error."""
+    return f"{type(error).__name__}: {error}"

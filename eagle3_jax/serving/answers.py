@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import concurrent.futures
+import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -15,6 +16,8 @@ from eagle3_jax.decoding.sampling import SamplingParams
 from eagle3_jax.serving.errors import ApiError
 from eagle3_jax.serving.limits import queue_full
 from eagle3_jax.serving.metrics import Metrics
+
+_log = logging.getLogger(__name__)
 
 
 def submit(
@@ -83,11 +86,12 @@ class Answers:
         """
         self.requests, self.count = requests, count
         self._engine, self._metrics, self._arrived = engine, metrics, arrived
-        self._news: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
+        self._news: asyncio.Queue[tuple[int, Piece] | None] = asyncio.Queue()  # None: a reader failed
         for index, request in enumerate(self.requests):
             task = asyncio.create_task(self._take(index, request))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
+            task.add_done_callback(self._note_failure)
 
     async def __aenter__(self) -> Answers:
         return self
@@ -96,10 +100,17 @@ class Answers:
         self._engine.abort(*[request for request in self.requests if not request.done])
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """As they come, of all answers; the last one of each has a finish reason. Raises ApiError: see `check`."""
+        """As they come, of all answers; the last one of each has a finish reason.
+
+        Raises:
+            ApiError: see `check`; and where the task that takes an answer's pieces failed.
+        """
         left = len(self.requests)
         while left:
-            index, piece = await self._news.get()
+            news = await self._news.get()
+            if news is None:
+                raise ApiError(500, "request: the server failed; its log says why", code="internal_error")
+            index, piece = news
             if piece.finish_reason is not None:
                 self.check(index)
                 left -= 1
@@ -149,3 +160,10 @@ class Answers:
             before = now if piece.token_ids else before
             self._news.put_nowait((index, piece))
         self._metrics.ended(self.output(index))
+
+    def _note_failure(self, task: asyncio.Task[None]) -> None:
+        """A task that failed takes no further piece, and nobody may wait for one."""
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if error is not None:
+            _log.error("an answer's pieces are no longer taken", exc_info=error)
+            self._news.put_nowait(None)

@@ -68,7 +68,9 @@ def test_a_request_streams_both_and_stops_in_the_answer_alone(tokenizer, stop):
     pieces, stream = [], iter(request)
     for place, token in enumerate(ids, 1):
         done = place == len(ids)
-        request.take(Progress([token], [0], None, done, False, 1, 0, 0, [], []), frozenset({ids[-1]}))
+        progress = Progress([token], [0], None, done, False, 1, 0, 0, [], [])
+        if ending := request.take(progress, frozenset({ids[-1]})):
+            request.publish(request.finish(*ending))
         pieces.append(next(stream))
         if request.done:
             break

@@ -316,20 +316,6 @@ def test_a_request_whose_logits_are_no_numbers_fails_alone(toy):
     assert [answer.token_ids for answer in engine.generate(good, params)] == expected
 
 
-def test_after_a_failed_dispatch_what_ran_has_ended_and_the_rest_goes_on(toy, monkeypatch):
-    engine = make(toy)
-    expected = engine.generate(["abc"])[0].token_ids
-    requests = [engine.submit("abc") for _ in range(3)]  # two run, one waits
-    engine._turn()
-    with monkeypatch.context() as patch:
-        patch.setattr(programs, "decode", lambda *_, **__: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            engine._turn()
-    assert [request.output.finish_reason for request in requests[:2] if request.output] == ["error", "error"]
-    assert requests[2].result().token_ids == expected
-    assert engine.stats().free_pages == engine.stats().pages
-
-
 def test_a_device_that_hangs_shows_in_the_stats(toy, monkeypatch):
     engine = make(toy)
     engine.generate(["abc"])

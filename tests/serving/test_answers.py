@@ -13,6 +13,7 @@ from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.request import Output, Piece, Request, Stats
 from eagle3_jax.decoding.sampling import SamplingParams
 from eagle3_jax.serving.answers import Answers, submit, submitted
+from eagle3_jax.serving.errors import ApiError
 from eagle3_jax.serving.metrics import Metrics
 
 
@@ -109,5 +110,23 @@ def test_the_time_to_the_first_token_is_counted_when_it_comes_and_from_the_arriv
             request.ends.set_result(None)
             await task
             assert said("count") == 1
+
+    asyncio.run(asyncio.wait_for(answer(), 30))
+
+
+class Broken(Told):
+    """An answer whose reader fails behind the first piece."""
+
+    async def __aiter__(self):
+        yield Piece("a", [5], None, [0], None)
+        raise OverflowError("no such token")
+
+
+def test_a_reader_that_fails_ends_its_answer(engine):
+    async def answer() -> None:
+        requests = [Broken(), Told()]
+        async with Answers(engine, Metrics(engine), set(), requests, 1, time.monotonic()) as answers:
+            with pytest.raises(ApiError, match="request: the server failed; its log says why"):
+                [piece async for piece in answers.pieces()]
 
     asyncio.run(asyncio.wait_for(answer(), 30))
