@@ -57,8 +57,8 @@ async def a_piece(request: Request) -> None:
 def await_in_closed_loop(request: Request) -> asyncio.Task[Any]:
     """A task that waits, in an event loop that was closed without a word to it."""
     loop = asyncio.new_event_loop()
-    task = loop.create_task(whole(request))
-    task._log_destroy_pending = False  # type: ignore[attr-defined]
+    task: Any = loop.create_task(whole(request))
+    task._log_destroy_pending = False
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
     return task
@@ -111,11 +111,14 @@ def test_a_reader_who_is_cancelled_aborts_unless_another_one_is_left(by_hand, wa
 
 def test_tokens_that_cannot_be_decoded_fail_alone(engine):
     (expected,) = engine.generate(["abc"], SHORT)
-    bad = [engine.submit("abc", SamplingParams(max_tokens=12, stop=stop)) for stop in ((), ("never",))]
-    bad[0]._tokenizer = bad[1]._scanner._detokenizer.tokenizer = Undecodable()  # type: ignore[union-attr]
-    good = engine.submit("abc", SHORT)
+    # The first two run side by side: one fails at its first token, one at the end of its answer.
+    scanned, good, plain = (
+        engine.submit("abc", SamplingParams(max_tokens=12, stop=stop)) for stop in (("no",), (), ())
+    )
+    assert scanned._scanner is not None
+    scanned._scanner._detokenizer.tokenizer = plain._tokenizer = Undecodable()
     assert good.result().token_ids == expected.token_ids
-    for request in bad:
+    for request in (scanned, plain):
         assert (request.result().finish_reason, request.result().error) == ("error", "OverflowError: no such token")
     assert is_free(engine)
 
@@ -125,7 +128,7 @@ def test_who_aborts_while_another_thread_ends_its_work_is_not_forgotten(engine):
     request = engine.submit("abc", LONG)
 
     def ready() -> bool:
-        if engine.stats().running:
+        if engine.stats().running and not request.aborted:
             request.abort()
         return request.aborted
 
