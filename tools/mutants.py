@@ -1,21 +1,24 @@
-"""Breaks the code on purpose, one line at a time, and sees that the test which guards that line fails.
+"""Breaks the code on purpose, one expression at a time, and sees that the test which guards it fails.
 
     .venv/bin/python tools/mutants.py                        # all of tools/mutants.toml
     .venv/bin/python tools/mutants.py --share 1/4            # every fourth, from the first on: for four machines
-    .venv/bin/python tools/mutants.py --sample 8 --seed 3    # some of them
-    .venv/bin/python tools/mutants.py --name scratch-slots   # one
+    .venv/bin/python tools/mutants.py --sample 3 --seed 3    # some of them
+    .venv/bin/python tools/mutants.py --name a-page-is-lost  # one
 
-First all their tests run once, without a mutant. Then each mutant is applied to a temporary copy of the files that git
-knows, two at a time; it must be caught by its own test. Ends with status 1 where one survives, its pattern is not there
-exactly once, or its test fails anyway.
+The table has one mutant for each guarantee. A mutant names a function, not a file, and its code is compared as syntax:
+it survives files that move and lines that are formatted anew. First all tests of the table run once, without a mutant.
+Then each mutant is applied to a temporary copy of the files that git knows, two at a time; it must be caught by its own
+test. Ends with status 1 where one survives, its code is not there exactly once, or its test fails anyway.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import collections
 import concurrent.futures
 import dataclasses
+import functools
 import os
 import pathlib
 import queue
@@ -27,22 +30,33 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from xml.etree import ElementTree
 
 HUNG = -1
 ROOT = pathlib.Path(__file__).parents[1]
 TABLE = ROOT / "tools/mutants.toml"
+PACKAGE, TESTS = "eagle3_jax", "tests"
 WORKERS = 2
 _SLOWER = 4  # a mutant whose test takes so many times as long, and two minutes, hangs: that counts as caught
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """One wrong line: in `file`, `old` becomes `new`; `test` (a pytest node id) must then fail."""
+    """One wrong expression or statement.
+
+    Attributes:
+        guarantee: what is promised, and this breaks.
+        function: that holds it: its name within its module, such as `PagePool.release` or `grow.children`.
+        old, new: the code, an expression or a statement, and what takes its place.
+        test: that must then fail, by its name, with a case in brackets where one is enough. `test_file.py::test_name`
+            where several files have the name. Not one that is marked `long`.
+    """
 
     name: str
-    file: str
+    guarantee: str
+    function: str
     old: str
     new: str
     test: str
@@ -54,18 +68,95 @@ def read(path: pathlib.Path) -> list[Mutant]:
     for i, mutant in enumerate(mutants):
         if mutant.name in [other.name for other in mutants[:i]]:
             raise ValueError(f"{path}: {mutant.name} is there twice")
-        if mutant.old == mutant.new:
+        if ast.dump(_parsed(mutant.old)) == ast.dump(_parsed(mutant.new)):
             raise ValueError(f"{path}: {mutant.name} changes nothing")
     return mutants
 
 
-def mutate(root: pathlib.Path, mutant: Mutant) -> str:
-    """The file's text with the mutant in it. Raises ValueError where its pattern is not there exactly once."""
-    path = root / mutant.file
-    text = path.read_text() if path.is_file() else ""
-    if (found := text.count(mutant.old)) != 1:
-        raise ValueError(f"{mutant.name}: {mutant.file}: got {found} times {mutant.old!r}, expected once")
-    return text.replace(mutant.old, mutant.new)
+def mutate(root: pathlib.Path, mutant: Mutant) -> tuple[pathlib.Path, str]:
+    """The file that holds the mutant's code, and its text with the mutant in it.
+
+    Raises:
+        ValueError: the code is not there exactly once, or what takes its place is no Python there.
+    """
+    old, new = _parsed(mutant.old), mutant.new
+    functions = list(_functions(root, mutant.function))
+    found = [
+        (path, node)
+        for path, function in functions
+        for node in ast.walk(function)
+        if type(node) is type(old) and ast.dump(node) == ast.dump(old)
+    ]
+    if len(found) != 1:
+        files = ", ".join(sorted({str(path.relative_to(root)) for path, _ in functions})) or "no file"
+        raise ValueError(
+            f"{mutant.name}: {mutant.function} (in {files}): got {len(found)} times {mutant.old!r}, expected once"
+        )
+    ((path, node),) = found
+    if isinstance(old, ast.expr) and isinstance(_parsed(new), ast.expr):
+        new = f"({new})"  # whatever stands around it
+    lines = path.read_bytes().splitlines(keepends=True)
+    first, last = lines[node.lineno - 1], lines[node.end_lineno - 1]
+    before = b"".join(lines[: node.lineno - 1]) + first[: node.col_offset]
+    behind = last[node.end_col_offset :] + b"".join(lines[node.end_lineno :])
+    text = (before + new.encode() + behind).decode()
+    try:
+        ast.parse(text)
+    except SyntaxError as error:
+        raise ValueError(
+            f"{mutant.name}: got {mutant.new!r}, expected Python in the place of {mutant.old!r}"
+        ) from error
+    return path, text
+
+
+def _functions(root: pathlib.Path, name: str) -> Iterator[tuple[pathlib.Path, ast.AST]]:
+    """The functions and classes of the package that have this name within their module."""
+
+    def inside(node: ast.AST, names: list[str]) -> Iterator[ast.AST]:
+        if not names:
+            yield node
+            return
+        for child in ast.iter_child_nodes(node):
+            if not isinstance(child, _DEFINITIONS):
+                yield from inside(child, names)
+            elif child.name == names[0]:
+                yield from inside(child, names[1:])
+
+    names = name.split(".")
+    for path in sorted((root / PACKAGE).rglob("*.py")):
+        text = path.read_text()
+        if names[-1] in text:
+            for node in inside(_tree(text), names):
+                yield path, node
+
+
+@functools.cache
+def _tree(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
+def _parsed(code: str) -> ast.AST:
+    """A statement, or the expression that it consists of. Raises ValueError: neither."""
+    try:
+        (statement,) = ast.parse(code).body
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"got {code!r}, expected one expression or statement") from error
+    return statement.value if isinstance(statement, ast.Expr) else statement
+
+
+def locate(root: pathlib.Path, test: str) -> str:
+    """The node id of a test, see `Mutant`. Raises ValueError: not in exactly one file."""
+    named, bracket, case = test.partition("[")
+    file, _, name = named.rpartition("::")
+    found = [
+        path.relative_to(root).as_posix()
+        for path in sorted((root / TESTS).rglob(file or "test_*.py"))
+        if any(isinstance(x, _DEFINITIONS) and x.name == name for x in _tree(path.read_text()).body)
+    ]
+    if len(found) != 1:
+        files = ", ".join(found) or "no file"
+        raise ValueError(f"{test}: got it in {files}, expected one file; 'test_file.py::{name}' says which")
+    return f"{found[0]}::{name}{bracket}{case}"
 
 
 def read_share(text: str) -> tuple[int, int]:
@@ -91,8 +182,9 @@ def cache_of(folder: pathlib.Path) -> pathlib.Path:
 
 
 def run_tests(folder: pathlib.Path, tests: Sequence[str], *more: str, timeout: float | None = None) -> tuple[int, str]:
-    """Runs tests of the copy; pytest's exit status (1: one failed) and what it printed."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", *more, *tests]
+    """Runs tests of the copy, no long ones; pytest's exit status (1: one failed) and what it printed."""
+    options = ["-q", "-p", "no:cacheprovider", "--tb=short", "-m", "not long"]
+    command = [sys.executable, "-m", "pytest", *options, *more, *tests]
     environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     # Most of what a test compiles is the same without its mutant.
     environment["JAX_COMPILATION_CACHE_DIR"] = str(cache_of(folder))
@@ -147,57 +239,56 @@ def run_sound(folder: pathlib.Path, tests: Sequence[str]) -> dict[str, Sound]:
     return found
 
 
-def check(folder: pathlib.Path, mutant: Mutant, sound: Sound) -> str:
+def check(folder: pathlib.Path, mutant: Mutant, test: str, sound: Sound) -> str:
     """What is wrong with a mutant, in one sentence; empty where its test, and nothing else, catches it."""
     if sound.problem:
-        return f"{mutant.test} without the mutant: {sound.problem[-2000:]}"
+        return f"{test} without the mutant: {sound.problem[-2000:]}"
     try:
-        text = mutate(folder, mutant)
+        path, text = mutate(folder, mutant)
     except ValueError as error:
         return str(error)
-    path = folder / mutant.file
-    original = path.read_text()
+    original = path.read_bytes()
     path.write_text(text)
     try:
-        status, output = run_tests(folder, [mutant.test], "-x", timeout=120 + _SLOWER * sound.seconds)
+        status, output = run_tests(folder, [test], "-x", timeout=120 + _SLOWER * sound.seconds)
     finally:
-        path.write_text(original)
+        path.write_bytes(original)
     if status == 0:
-        return f"survived {mutant.test}"
-    return "" if status in (1, HUNG) else f"{mutant.test}: status {status}, expected a failing test\n{output[-2000:]}"
+        return f"survived {test}: {mutant.guarantee}"
+    return "" if status in (1, HUNG) else f"{test}: status {status}, expected a failing test\n{output[-2000:]}"
 
 
 def check_all(mutants: Sequence[Mutant]) -> int:
     """Says of each mutant what became of it. Returns how many were not caught."""
-    wrong, copies = 0, queue.SimpleQueue[pathlib.Path]()
+    begin, wrong, copies = time.monotonic(), 0, queue.SimpleQueue[pathlib.Path]()
+    tests = [locate(ROOT, mutant.test) for mutant in mutants]
     with tempfile.TemporaryDirectory(prefix="mutants-") as name:
         folders = [pathlib.Path(name) / str(worker) for worker in range(WORKERS)]
         for folder in folders:
             copy(folder)
             copies.put(folder)
-        start = time.monotonic()
-        tests = sorted({mutant.test for mutant in mutants})
-        sound = run_sound(folders[0], tests)
+        sound = run_sound(folders[0], sorted(set(tests)))
         for folder in folders[1:]:
             if cache_of(folders[0]).exists():
                 shutil.copytree(cache_of(folders[0]), cache_of(folder))
-        print(f"{len(tests)} tests without a mutant: {time.monotonic() - start:.0f} s", flush=True)
+        print(f"{len(sound)} tests without a mutant: {time.monotonic() - begin:.0f} s", flush=True)
 
-        def judge(mutant: Mutant) -> tuple[str, float]:
+        def judge(mutant: Mutant, test: str) -> tuple[str, float]:
             folder, start = copies.get(), time.monotonic()
             try:
-                return check(folder, mutant, sound[mutant.test]), time.monotonic() - start
+                return check(folder, mutant, test, sound[test]), time.monotonic() - start
             finally:
                 copies.put(folder)
 
         with concurrent.futures.ThreadPoolExecutor(WORKERS) as threads:
-            for number, (mutant, (problem, seconds)) in enumerate(
-                zip(mutants, threads.map(judge, mutants), strict=True), start=1
+            judged = threads.map(judge, mutants, tests)
+            for number, (mutant, test, (problem, seconds)) in enumerate(
+                zip(mutants, tests, judged, strict=True), start=1
             ):
                 wrong += bool(problem)
-                verdict = problem or f"caught by {mutant.test}"
+                verdict = problem or f"caught by {test}"
                 print(f"{number}/{len(mutants)} {mutant.name} ({seconds:.0f} s): {verdict}", flush=True)
-    print(f"{len(mutants) - wrong} of {len(mutants)} caught")
+    print(f"{len(mutants) - wrong} of {len(mutants)} caught in {time.monotonic() - begin:.0f} s")
     return wrong
 
 
