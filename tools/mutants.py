@@ -19,6 +19,7 @@ import collections
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import os
 import pathlib
 import queue
@@ -80,12 +81,12 @@ def mutate(root: pathlib.Path, mutant: Mutant) -> tuple[pathlib.Path, str]:
         ValueError: the code is not there exactly once, or what takes its place is no Python there.
     """
     old, new = _parsed(mutant.old), mutant.new
-    functions = list(_functions(root, mutant.function))
+    wanted, functions = ast.dump(old), list(_functions(root, mutant.function))
     found = [
         (path, node)
         for path, function in functions
         for node in ast.walk(function)
-        if type(node) is type(old) and ast.dump(node) == ast.dump(old)
+        if isinstance(node, ast.expr | ast.stmt) and type(node) is type(old) and ast.dump(node) == wanted
     ]
     if len(found) != 1:
         files = ", ".join(sorted({str(path.relative_to(root)) for path, _ in functions})) or "no file"
@@ -95,17 +96,17 @@ def mutate(root: pathlib.Path, mutant: Mutant) -> tuple[pathlib.Path, str]:
     ((path, node),) = found
     if isinstance(old, ast.expr) and isinstance(_parsed(new), ast.expr):
         new = f"({new})"  # whatever stands around it
-    lines = path.read_bytes().splitlines(keepends=True)
-    first, last = lines[node.lineno - 1], lines[node.end_lineno - 1]
-    before = b"".join(lines[: node.lineno - 1]) + first[: node.col_offset]
-    behind = last[node.end_col_offset :] + b"".join(lines[node.end_lineno :])
-    text = (before + new.encode() + behind).decode()
+    source = path.read_bytes()  # columns are bytes
+    starts = [0, *itertools.accumulate(map(len, source.splitlines(keepends=True)))]
+    assert node.end_lineno is not None
+    assert node.end_col_offset is not None
+    begin, end = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
+    text = (source[:begin] + new.encode() + source[end:]).decode()
     try:
         ast.parse(text)
     except SyntaxError as error:
-        raise ValueError(
-            f"{mutant.name}: got {mutant.new!r}, expected Python in the place of {mutant.old!r}"
-        ) from error
+        message = f"{mutant.name}: got {mutant.new!r}, expected Python in the place of {mutant.old!r}"
+        raise ValueError(message) from error
     return path, text
 
 
@@ -135,7 +136,7 @@ def _tree(text: str) -> ast.Module:
     return ast.parse(text)
 
 
-def _parsed(code: str) -> ast.AST:
+def _parsed(code: str) -> ast.expr | ast.stmt:
     """A statement, or the expression that it consists of. Raises ValueError: neither."""
     try:
         (statement,) = ast.parse(code).body
