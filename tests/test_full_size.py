@@ -41,7 +41,13 @@ def test_each_part_is_measured_and_charged_what_it_computes(tmp_path, monkeypatc
 
     rows = {row["part"]: row for row in json.loads(file.read_text())}
     names = ["vanilla", "tree 2, 2, 4", "chain 3"]
-    assert list(rows) == ["train", "extract", *(f"decode, batch 2, {name}" for name in names)]
+    decoded = [f"decode, batch 2, {name}" for name in names]
+    assert [part for part in rows if not part.startswith("products")] == ["train", "extract", *decoded]
+    for form in (f"{LAYERS + 1} of {INTERMEDIATE} x {HIDDEN}", f"1 of {VOCABULARY} x {HIDDEN}"):
+        assert f"products, {form}" in rows
+    for part in rows.keys() - {"train", "extract", *decoded}:
+        assert list(rows[part]["gigabytes_per_second"]) == ["1", "2", "4", "8", "16"]
+        assert min(rows[part]["gigabytes_per_second"].values()) > 0
 
     mlp, output, norms = 3 * HIDDEN * INTERMEDIATE, HIDDEN * HIDDEN, 3 * HIDDEN
     layer = HIDDEN * (HIDDEN + 2 * 2 * 16) + output + mlp + 2 * HIDDEN

@@ -2,17 +2,20 @@
 
     .venv/bin/python tools/full_size.py --config configs/llama31_8b.yaml --target.name configs/targets/llama31_8b
 
-Three parts, each timed after a first call that compiles. The first line says what this device does at best, as measured
+Four parts, each timed after a first call that compiles. The first line says what this device does at best, as measured
 in the same run: operations a second of a large product of bfloat16, bytes a second of a large matrix times a vector.
 
 - train: the training step of the config, all positions in the loss; it is charged 6 operations a weight and token, `fc`
   once, the rest once for each step of the training-time test, and 2 for the teacher's logits.
 - extract: the forward pass of the longest conversations; 2 operations a weight and token.
+- products: bytes a second of the matrices of target and head, times few rows and `evaluate`'s tree; "padded to" are the
+  rows that `Engine.warm_up` would give products of few rows, on a device where it does.
 - decode: vanilla decoding and `benchmark.trees` (none: the tree of `evaluate`, a chain of 3 and one of 7), by
   `Engine.generate` at each of `benchmark.batch_sizes`. What random weights draft is never accepted: acceptance is
   simulated (`benchmark.simulated_acceptance`, 0.8 where it is null), and what counts is the cost of a round.
   "costs" is a round as a multiple of vanilla decoding's; a head with an acceptance length of tau decodes tau / costs
-  times as fast. "reads" are the bytes that a round cannot do without, over its time.
+  times as fast. "reads" are the bytes that a round cannot do without, over its time. Products are padded; "unpadded" is
+  vanilla decoding before.
 
 Attention scores are left out of all operations.
 """
@@ -41,10 +44,13 @@ from eagle3_jax.config import DraftTree, MeshConfig
 from eagle3_jax.decoding import stages
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.programs import Models
+from eagle3_jax.decoding.tiers import Tier
+from eagle3_jax.kernels import few_rows
 from eagle3_jax.mesh import make_mesh
 from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
 from eagle3_jax.models.families import family_of
 from eagle3_jax.models.head import Draft
+from eagle3_jax.models.packing import products as products_of
 from eagle3_jax.models.registry import fetch, read_config
 from eagle3_jax.models.target import ModelConfig, TargetModel
 from eagle3_jax.training.batch import Batch, Teacher
@@ -85,6 +91,11 @@ class Run:
     @property
     def dtype(self) -> Any:
         return jnp.dtype(self.config.target.dtype)
+
+    @functools.cached_property
+    def draft(self) -> Draft:
+        head = random(lambda: DraftHead(self.head, dtype=self.dtype, rngs=nnx.Rngs(0)))
+        return Draft(head, jnp.arange(self.head.draft_vocab_size))
 
     @functools.cached_property
     def target(self) -> TargetModel:
@@ -137,35 +148,57 @@ def extract(run: Run) -> Iterator[Row]:
     yield throughput(run, "extract", math.prod(size), seconds, 2 * (weights - embedding))
 
 
+def products(run: Run) -> Iterator[Row]:
+    tree = run.config.evaluate.tree
+    nodes = {tree.num_draft_tokens} if isinstance(tree, DraftTree) else set()
+    counts = sorted({*few_rows.COUNTS, *nodes})
+    for kind, matrices in products_of(run.target, run.draft).items():
+        seconds = {rows: timed(functools.partial(kind.times, matrices, rows)) for rows in counts}
+        size = sum(matrix.nbytes for matrix in matrices[: few_rows.SAMPLE])
+        yield {
+            "part": f"products, {len(matrices)} of {' x '.join(map(str, kind.shape))}",
+            "gigabytes_per_second": {rows: size / taken / 1e9 for rows, taken in seconds.items()},
+            "padded_to": few_rows.cheapest({rows: seconds[rows] for rows in few_rows.COUNTS}),
+        }
+
+
 def decode(run: Run) -> Iterator[Row]:
     settings, tree = run.config.benchmark, run.config.evaluate.tree
     trees = settings.trees or [*([tree] if isinstance(tree, DraftTree) else []), *CHAINS]
     acceptance = ACCEPTANCE if settings.simulated_acceptance is None else settings.simulated_acceptance
-    head = random(lambda: DraftHead(run.head, dtype=run.dtype, rngs=nnx.Rngs(0)))
-    draft, rng = Draft(head, jnp.arange(run.head.draft_vocab_size)), np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     params = SamplingParams(max_tokens=ANSWER, ignore_eos=True)
     for batch in settings.batch_sizes:
         size = {"batch_size": batch, "max_length": PROMPT + ANSWER, "prefix_cache": False}
-        engine = Engine(run.target, NoTokenizer(), draft, trees, simulated_acceptance=acceptance, **size)
+        engine = Engine(run.target, NoTokenizer(), run.draft, trees, simulated_acceptance=acceptance, **size)
         prompts = rng.integers(0, run.shape.vocab_size, (batch, PROMPT)).tolist()
-        of_vanilla = None
-        for tier in engine.tiers.tiers:
-            engine.tiers.pinned = tier
-            seconds, tau = rounds(engine, prompts, params)
-            of_vanilla = of_vanilla or seconds
-            read = stages.bytes_read(Models.of(run.target, draft), tier, batch, PROMPT + ANSWER // 2)
-            yield {
-                "part": f"decode, batch {batch}, {tier.name}",
-                "tokens_per_second": batch * tau / seconds,
+        of_vanilla: float | None = None
+
+        def measured(tier: Tier, name: str, engine: Engine = engine, prompts: list[list[int]] = prompts) -> Row:
+            seconds, tau = rounds(engine, tier, prompts, params)
+            read = stages.bytes_read(Models.of(run.target, run.draft), tier, len(prompts), PROMPT + ANSWER // 2)
+            return {
+                "part": f"decode, batch {len(prompts)}, {name}",
+                "tokens_per_second": len(prompts) * tau / seconds,
                 "tau": tau,
                 "round_ms": 1e3 * seconds,
-                "costs": seconds / of_vanilla,
                 "gigabytes_per_second": read / seconds / 1e9,
             }
 
+        vanilla = engine.tiers.tiers[0]
+        if few_rows.counts():
+            row = measured(vanilla, f"{vanilla.name}, unpadded")
+            yield row | {"costs": 1.0}
+            engine._runner.pad_products()
+        for tier in engine.tiers.tiers:
+            row = measured(tier, tier.name)
+            of_vanilla = of_vanilla or row["round_ms"]
+            yield row | {"costs": row["round_ms"] / of_vanilla}
 
-def rounds(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> tuple[float, float]:
+
+def rounds(engine: Engine, tier: Tier, prompts: list[list[int]], params: SamplingParams) -> tuple[float, float]:
     """Median seconds of a round in the engine's answers, behind their first tokens, and tokens a round."""
+    engine.tiers.pinned = tier
     seconds, tau = [], 1.0
     for turn in range(TURNS + 1):
         start = time.perf_counter()
@@ -179,7 +212,7 @@ def rounds(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> 
     return statistics.median(seconds), tau
 
 
-PARTS = {"train": train, "extract": extract, "decode": decode}
+PARTS = {"train": train, "extract": extract, "products": products, "decode": decode}
 
 
 def throughput(run: Run, part: str, tokens: int, seconds: float, operations: int) -> Row:
@@ -214,6 +247,9 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 def describe(row: Row) -> str:
+    if "padded_to" in row:
+        rates = ", ".join(f"{rows} {rate:.0f}" for rows, rate in row["gigabytes_per_second"].items())
+        return f"{row['part']:40} rows, GB/s: {rates}; padded to {row['padded_to'] or 'none'}"
     text = f"{row['part']:32}{row['tokens_per_second']:12,.1f} tokens/s"
     if "round_ms" not in row:
         memory = "" if row["peak_gib"] is None else f", {row['peak_gib']:.1f} GiB at most so far"

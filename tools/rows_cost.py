@@ -65,7 +65,7 @@ def measure(
     sizes = Sizes.plan(1, 2 * length, 128, tiers)
     models = Models.of(for_inference(target), None)
     state: Any = jax.jit(functools.partial(programs.empty_state, sizes=sizes, tiers=tiers, kv_dtype=None))(models)
-    state = programs.rehearse(state, jnp.int32(length), pages_per_sequence=sizes.pages_per_sequence)
+    state = programs.rehearse(state, jnp.int32(length))
     seconds: dict[tuple[str, int], list[float]] = {key: [] for key in every}
     for turn in range(-1, turns):
         for kind, count in random.Random(turn).sample(list(every), len(every)):

@@ -355,7 +355,8 @@ class Engine:
     ) -> None:
         """Compiles all programs, so that no request waits for it, and measures what rounds cost (`tree="auto"`).
 
-        Rounds are as wide as the traffic from then on. Caches are empty afterwards.
+        Rounds are as wide as the traffic from then on. On a GPU products of few rows are padded to the rows that cost
+        least, measured first. Caches are empty afterwards.
 
         Args:
             cache: a folder for both, which makes the next start fast: JAX's persistent compilation cache, of this
@@ -371,6 +372,7 @@ class Engine:
             if folder is not None:
                 jax.config.update("jax_compilation_cache_dir", str(folder))
                 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+            self._runner.pad_products()
             used = pricing.price(self._runner, self.tiers, folder, progress=progress, greedy_alone=greedy_alone)
             self._forget_device()
             self._runner.compile(used, progress=progress)

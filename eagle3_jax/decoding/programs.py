@@ -86,9 +86,8 @@ class Sizes:
 
     @property
     def columns(self) -> int:
-        """Of the page table: a prompt's last stretch, and a head that catches up, are padded beyond their pages."""
-        padding = max(resting.ROOM, *(length for _, length in self.chunks))
-        return self.pages_per_sequence + -(-padding // self.page_size)
+        """Of a chunk's page table: a prompt's last stretch is padded beyond its pages."""
+        return self.pages_per_sequence + -(-max(length for _, length in self.chunks) // self.page_size)
 
     @property
     def chunks(self) -> list[tuple[int, int]]:
@@ -249,7 +248,8 @@ def empty_state(models: Models, sizes: Sizes, tiers: Sequence[Tier], kv_dtype: A
             jnp.zeros((batch, room, best), jnp.int32),
             jnp.zeros((batch, room, best)),
         ),
-        page_table=jnp.full((batch, sizes.columns), rounds.TRASH, jnp.int32),
+        # Without the padding of prompts: XLA's attention reads every page that a table has room for, in each round.
+        page_table=jnp.full((batch, sizes.pages_per_sequence), rounds.TRASH, jnp.int32),
         draft_cache=None if draft is None else draft.head.empty_pages(pages, page_size),
         draft_state=None if draft is None else jnp.zeros((batch, draft.head.config.hidden_size), draft.head.dtype),
         history=jnp.zeros((batch, sizes.slots + 1), jnp.int32) if copies(tiers) else None,
@@ -277,6 +277,7 @@ def prefill(models: Models, state: State, chunk: Chunk) -> tuple[State, Int[Arra
     kept = state.sampling.rules
     assert kept is not None
     assert state.logprobs is not None
+    assert state.page_table is not None
     rules = LogitRules(
         chunk.repetition,
         chunk.presence,
@@ -325,7 +326,7 @@ def prefill(models: Models, state: State, chunk: Chunk) -> tuple[State, Int[Arra
         "failed": found.failed,
         "stop_ids": chunk.stop_ids,
         "sampling": rows(sampling, rules=rules),
-        "page_table": chunk.page_table,
+        "page_table": chunk.page_table[:, : state.page_table.shape[1]],
         "draft_state": found.draft_state,
     }
     history, unread = state.history, state.unread
@@ -442,6 +443,7 @@ def catch_up(models: Models, state: State, cancelled: Bool[Array, " b"], places:
     assert state.draft_state is not None
     assert state.page_table is not None
     table = jnp.where(state.done[:, None], rounds.TRASH, state.page_table)
+    table = beyond(table, state.draft_cache.keys[0].shape[2])
     unread, cache, draft_state = resting.catch_up(
         target,
         draft,
@@ -456,14 +458,18 @@ def catch_up(models: Models, state: State, cancelled: Bool[Array, " b"], places:
     return _put_back(whole, state, places)
 
 
-@functools.partial(jax.jit, static_argnames="pages_per_sequence", donate_argnames="state")
-def rehearse(state: State, length: Int[Array, ""], *, pages_per_sequence: int) -> State:
+def beyond(page_table: Int[Array, "b pages"], page_size: int) -> Int[Array, "b more"]:
+    """A page table with room for a head that catches up: it is padded beyond a sequence's pages."""
+    more = -(-resting.ROOM // page_size)
+    return jnp.pad(page_table, ((0, 0), (0, more)), constant_values=rounds.TRASH)
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def rehearse(state: State, length: Int[Array, ""]) -> State:
     """All places busy, each with a sequence of so many tokens, to measure what rounds cost. Ends all that was there."""
     assert state.page_table is not None
-    batch, columns = state.page_table.shape
     pages = state.cache.keys[0].shape[0] - 1
-    column = jnp.arange(columns)[None]
-    own = 1 + (jnp.arange(batch)[:, None] * pages_per_sequence + column) % pages
+    own = 1 + jnp.arange(state.page_table.size).reshape(state.page_table.shape) % pages
     each = jnp.zeros_like(state.lengths)
     unread = state.unread
     if unread is not None:
@@ -476,7 +482,7 @@ def rehearse(state: State, length: Int[Array, ""], *, pages_per_sequence: int) -
         limit=jnp.full_like(state.limit, jnp.iinfo(jnp.int32).max // 2),
         num_output=each,
         stop_ids=jnp.full_like(state.stop_ids, -1),
-        page_table=jnp.where(column < pages_per_sequence, own, rounds.TRASH),
+        page_table=own,
         history=None if state.history is None else jnp.zeros_like(state.history),
         unread=unread,
     )

@@ -14,17 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from eagle3_jax import host_memory
+from eagle3_jax import host_memory, processes
 from eagle3_jax.decoding import costs, programs, stages
 from eagle3_jax.decoding.costs import Costs, Round
 from eagle3_jax.decoding.programs import Chunk, Models, Sizes
 from eagle3_jax.decoding.rounds import STATE_SHARDING_RULES, State
 from eagle3_jax.decoding.steps import Progress, steps
 from eagle3_jax.decoding.tiers import Tier
+from eagle3_jax.kernels import few_rows
 from eagle3_jax.mesh import mesh_of, mesh_set, put, replicated, shardings
 from eagle3_jax.models.head import Draft
 from eagle3_jax.models.layers import SHARDING_RULES
-from eagle3_jax.models.packing import for_inference
+from eagle3_jax.models.packing import Product, for_inference, padded, products
 from eagle3_jax.models.target import TargetModel
 
 # Tokens of each sequence while rounds are measured.
@@ -37,6 +38,7 @@ class ModelRunner:
     Attributes:
         target, draft: on the target's devices, packed for a CPU where that is one.
         mesh: of the target; None is one device.
+        padding: rows that products of few rows get, see `few_rows.Padded`; empty until `pad_products` has measured.
         widths: rows of the decode programs in use: the whole batch, until `compile` has made the narrower ones.
         dispatches: given to the device. compiled: programs that its calls compiled.
     """
@@ -50,6 +52,7 @@ class ModelRunner:
         target, draft = for_inference(target), None if draft is None else for_inference(draft)
         self.target, self.draft, self.sizes = target, draft, sizes
         self.widths = [sizes.batch]
+        self.padding: dict[Product, tuple[int, ...]] = {}
         self.dispatches = self.compiled = 0
         self._models = Models.of(target, draft)
         self._tiers, self.kv_dtype = tuple(tiers), kv_dtype
@@ -67,7 +70,26 @@ class ModelRunner:
         """
         draft = for_inference(draft if self.mesh is None else _spread(draft, self.mesh))
         draft = jax.tree.map(lambda before, leaf: leaf.astype(before.dtype), self.draft, draft)
-        self.draft, self._models = draft, Models.of(self.target, draft)
+        self.draft = draft
+        self._pad()
+
+    def pad_products(self) -> None:
+        """Measures how many rows products of few rows had better have, and pads them so. Forgets the state."""
+        counts = few_rows.counts()
+        with mesh_set(self.mesh):
+            for kind, matrices in products(self.target, self.draft).items() if counts else ():
+
+                def work(rows: int, kind: Product = kind, matrices: Sequence[jax.Array] = matrices) -> None:
+                    kind.times(matrices, rows).block_until_ready()
+
+                seconds = costs.measure([functools.partial(work, rows) for rows in counts], lambda: None)
+                best = few_rows.cheapest(dict(zip(counts, seconds, strict=True)))
+                self.padding[kind] = tuple(processes.agree(lambda best=best: best))
+        self._pad()
+
+    def _pad(self) -> None:
+        draft = None if self.draft is None else padded(self.draft, self.padding)
+        self._models = Models.of(padded(self.target, self.padding), draft)
         self.reset()
 
     def prefill(self, chunk: dict[str, np.ndarray]) -> jax.Array:
@@ -153,9 +175,9 @@ class ModelRunner:
 
     def rehearse(self) -> None:
         """All places busy, with sequences of `MEASURED_LENGTH` tokens of no meaning: for measurements alone."""
-        length, each = self._put(np.int32(self._measured_length)), self.sizes.pages_per_sequence
+        length = self._put(np.int32(self._measured_length))
         with self._running() as state:
-            self._state = programs.rehearse(state, length, pages_per_sequence=each)
+            self._state = programs.rehearse(state, length)
         self.wait()
 
     def measure(self, tiers: Sequence[Tier], *, greedy: bool, width: int) -> Costs:

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from eagle3_jax.kernels import linear_cpu
 from eagle3_jax.kernels import vocabulary_tpu as tpu
 from eagle3_jax.kernels.dispatch import Implementation, cores, default_implementation, over_mesh, split_axes
+from eagle3_jax.kernels.few_rows import Padded
 from eagle3_jax.kernels.linear_cpu import Panels
 
 _HIGHEST = jax.lax.Precision.HIGHEST
@@ -19,11 +20,15 @@ _HIGHEST = jax.lax.Precision.HIGHEST
 _LONGEST = 32  # of a list that the kernel for TPU keeps in registers
 
 
-def vocabulary_logits(x: Float[Array, "*batch h"], rows: Float[Array, "v h"] | Panels) -> Float[Array, "*batch v"]:
+def vocabulary_logits(
+    x: Float[Array, "*batch h"], rows: Float[Array, "v h"] | Panels | Padded
+) -> Float[Array, "*batch v"]:
     """x @ rows.T in float32; rows are one per token, as embeddings are stored, or in panels (of their transpose)."""
     flat = x.reshape(-1, x.shape[-1])
     if isinstance(rows, Panels):
         return linear_cpu.product(flat, rows).reshape(*x.shape[:-1], -1)
+    if isinstance(rows, Padded):
+        return rows.apply(vocabulary_logits, flat).reshape(*x.shape[:-1], -1)
     rows = rows.astype(x.dtype)
     product = jnp.einsum("mh,vh->mv", flat, rows, precision=_HIGHEST, preferred_element_type=jnp.float32)
     return product.reshape(*x.shape[:-1], -1)
@@ -49,7 +54,7 @@ def _argmax_of_blocks(x: Float[Array, "*batch v"]) -> Int[Array, "*batch"]:
 
 def vocabulary_top_k(
     x: Float[Array, "*batch h"],
-    rows: Float[Array, "v h"] | Panels,
+    rows: Float[Array, "v h"] | Panels | Padded,
     k: int,
     *,
     implementation: Implementation | None = None,
@@ -70,7 +75,7 @@ def vocabulary_top_k(
     size = rows.columns if isinstance(rows, Panels) else rows.shape[0]
     if not 1 <= k <= size:
         raise ValueError(f"k: got {k}, expected 1 to the vocabulary's {size}")
-    if isinstance(rows, Panels):
+    if isinstance(rows, Panels | Padded):
         return top_k_of_logits(vocabulary_logits(x, rows), k)
     default = default_implementation() if k <= _LONGEST else "xla"
     if (implementation or default) == "xla":

@@ -13,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from eagle3_jax.kernels.few_rows import Padded
 from eagle3_jax.kernels.linear_cpu import Panels
 from eagle3_jax.models.cache import KVCache
 from eagle3_jax.models.head import Head, ShapeOfModel
@@ -62,7 +63,7 @@ class DraftModel(Head):
         return state
 
     @property
-    def output_rows(self) -> Float[Array, "v h"] | Panels:
+    def output_rows(self) -> Float[Array, "v h"] | Panels | Padded:
         return self.model.output_rows
 
     @property

@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from eagle3_jax.kernels.few_rows import Padded
 from eagle3_jax.kernels.linear_cpu import Panels
 from eagle3_jax.kernels.vocabulary import vocabulary_logits, vocabulary_top_k
 from eagle3_jax.models.cache import KVCache
@@ -102,7 +103,7 @@ class Head(nnx.Module):
         raise NotImplementedError
 
     @property
-    def output_rows(self) -> Float[Array, "dv h"] | Panels:
+    def output_rows(self) -> Float[Array, "dv h"] | Panels | Padded:
         """Rows of the LM head, one per draft token."""
         return self.lm_head[...]
 

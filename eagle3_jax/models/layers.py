@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 from eagle3_jax.kernels import linear_cpu, rows_cpu
 from eagle3_jax.kernels.contraction import contract
 from eagle3_jax.kernels.dispatch import default_implementation
+from eagle3_jax.kernels.few_rows import Padded
 from eagle3_jax.kernels.linear_cpu import Panels
 from eagle3_jax.kernels.rows_cpu import NormWeight
 
@@ -174,9 +175,11 @@ def embeddings(table: Float[Array, "v h"], tokens: Int[Array, "*batch"]) -> Floa
     return table[tokens]
 
 
-def linear(x: Float[Array, "*batch h"], kernel: Float[Array, "h out"] | Panels) -> Float[Array, "*batch out"]:
+def linear(x: Float[Array, "*batch h"], kernel: Float[Array, "h out"] | Panels | Padded) -> Float[Array, "*batch out"]:
     """x @ kernel; the kernel is cast to x's dtype."""
     rows = x.reshape(-1, x.shape[-1])
+    if isinstance(kernel, Padded):
+        return kernel.apply(linear, rows).reshape(*x.shape[:-1], -1)
     if isinstance(kernel, Panels):
         return linear_cpu.product(rows, kernel).astype(x.dtype).reshape(*x.shape[:-1], -1)
     return contract("mk,kn->mn", rows, kernel).astype(x.dtype).reshape(*x.shape[:-1], -1)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import collections
 import re
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Sharding
 
-from eagle3_jax.kernels import rows_cpu
+from eagle3_jax.kernels import few_rows, rows_cpu
+from eagle3_jax.kernels.few_rows import Padded
 from eagle3_jax.kernels.linear_cpu import Panels, pack
 from eagle3_jax.kernels.rows_cpu import NormWeight
+from eagle3_jax.kernels.vocabulary import vocabulary_logits
 from eagle3_jax.mesh import mesh_of, replicated
 from eagle3_jax.models.draft_model import DraftModel
 from eagle3_jax.models.head import Draft, Head
+from eagle3_jax.models.layers import linear
 from eagle3_jax.models.target import TargetModel
 from eagle3_jax.models.weights import parameter_path
 
@@ -27,17 +33,79 @@ _EXPERTS = re.compile(r"\bexpert_\w+$")
 _NORMS = re.compile(r"norm(/\d+)?$")
 
 
+class Product(NamedTuple):
+    """What products with a model's matrices differ in.
+
+    Attributes:
+        shape: of the matrix. vocabulary: its rows are one per token.
+    """
+
+    shape: tuple[int, ...]
+    vocabulary: bool
+
+    def times(self, matrices: Sequence[jax.Array], rows: int) -> jax.Array:
+        """So many rows times each of some matrices, one after the other: to be timed."""
+        x = jnp.ones(self.shape[-1 if self.vocabulary else 0], matrices[0].dtype)
+        return few_rows.multiply(
+            matrices[: few_rows.SAMPLE], x, rows=rows, product=vocabulary_logits if self.vocabulary else linear
+        )
+
+
 def for_inference(model: Model) -> Model:
     """A twin that shares what needs no other layout; the model may be dropped then.
 
     On one CPU device matrices are packed, norms marked for their kernel, a tied LM head becomes one of its own. On TPUs
     some parameters lie row by row (`tpu_formats`). Elsewhere it is the model itself.
     """
-    if isinstance(model, Draft):
-        head = model.head
-        twin = DraftModel(for_inference(head.model)) if isinstance(head, DraftModel) else _twin(head, head.output_rows)
-        return Draft(twin, model.token_ids)
-    return _twin(model, model.output_rows)
+    return _each(model, _twin)
+
+
+def products(*models: TargetModel | Draft | None) -> dict[Product, list[jax.Array]]:
+    """The matrices that `padded` knows, of all models together."""
+    found: dict[Product, list[jax.Array]] = collections.defaultdict(list)
+
+    def collect(module: Any) -> Any:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(module):
+            if _MATRICES.search(parameter_path(path)):
+                found[Product(leaf.shape, vocabulary=False)].append(leaf)
+        found[Product(module.output_rows.shape, vocabulary=True)].append(module.output_rows)
+        return module
+
+    for model in models:
+        if model is not None:
+            _each(model, collect)
+    return dict(found)
+
+
+def padded(model: Model, rows: Mapping[Product, tuple[int, ...]]) -> Model:
+    """A twin on the same arrays whose products take more rows than they are given where that costs less.
+
+    Args:
+        rows: see `few_rows.Padded`; products that are not in it, or have none, stay as they are.
+    """
+
+    def of(leaf: jax.Array, *, vocabulary: bool = False) -> Any:
+        known = rows.get(Product(leaf.shape, vocabulary))
+        return Padded(leaf, known) if known else leaf
+
+    def twin(module: Any) -> Any:
+        output_rows = of(module.output_rows, vocabulary=True)
+        new = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: of(leaf) if _MATRICES.search(parameter_path(path)) else leaf, module
+        )
+        if isinstance(output_rows, Padded):
+            new.lm_head = nnx.Param(output_rows)
+        return new
+
+    return _each(model, twin) if any(rows.values()) else model
+
+
+def _each(model: Any, of: Callable[[Any], Any]) -> Any:
+    """With `of` its module in the place of each."""
+    if not isinstance(model, Draft):
+        return of(model)
+    head = model.head
+    return Draft(DraftModel(of(head.model)) if isinstance(head, DraftModel) else of(head), model.token_ids)
 
 
 def tpu_formats(module: TargetModel | Head) -> Any:
@@ -64,7 +132,8 @@ def tpu_formats(module: TargetModel | Head) -> Any:
     return jax.tree_util.tree_map_with_path(of, module)
 
 
-def _twin(module: Module, output_rows: Any) -> Module:
+def _twin(module: Module) -> Module:
+    output_rows: Any = module.output_rows
     if isinstance(output_rows, Panels):
         return module
     devices = output_rows.sharding.device_set

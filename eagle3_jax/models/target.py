@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from eagle3_jax.kernels.few_rows import Padded
 from eagle3_jax.kernels.linear_cpu import Panels
 from eagle3_jax.kernels.vocabulary import vocabulary_logits
 from eagle3_jax.models.cache import KVCache
@@ -238,7 +239,7 @@ class TargetModel(nnx.Module):
         return rms_norm(x, self.norm[...], self.config.rms_norm_eps)
 
     @property
-    def output_rows(self) -> Float[Array, "v h"] | Panels:
+    def output_rows(self) -> Float[Array, "v h"] | Panels | Padded:
         """Rows of the LM head, one per token of the vocabulary."""
         return self.lm_head[...] if hasattr(self, "lm_head") else self.embed[...]
 

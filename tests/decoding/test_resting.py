@@ -106,7 +106,7 @@ def test_a_head_wakes_for_those_that_run_and_writes_to_no_other_s_pages(toy, pla
     every = (VANILLA, Tier(CHAIN, head=True))
     sizes, models = Sizes.plan(3, 64, 16, every), Models.of(toy.target, toy.good)
     state = jax.jit(lambda m: programs.empty_state(m, sizes, every, None))(models)
-    state = programs.rehearse(state, np.int32(8), pages_per_sequence=sizes.pages_per_sequence)
+    state = programs.rehearse(state, np.int32(8))
     before, pages = np.asarray(state.draft_cache.keys[0]), np.asarray(state.page_table)[:, 0]
     woken = None if places is None else jnp.array(places, jnp.int32)
     state = programs.catch_up(models, state, jnp.array([True, False, False]), woken)

@@ -1,6 +1,7 @@
 """The model runner: how much memory its caches take, and what compilers leave behind."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,12 @@ from flax import nnx
 
 from eagle3_jax import host_memory
 from eagle3_jax.config import DraftTree, MeshConfig
-from eagle3_jax.decoding import runner
+from eagle3_jax.decoding import costs, runner
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.programs import Models, Sizes, empty_state
+from eagle3_jax.decoding.sampling import SamplingParams
 from eagle3_jax.decoding.tiers import VANILLA, WITH_HEAD
+from eagle3_jax.kernels import few_rows
 from eagle3_jax.mesh import make_mesh, shardings
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.llama import Llama
@@ -90,3 +93,38 @@ def test_what_compilers_freed_goes_back_when_a_program_was_compiled(toy, monkeyp
     assert released == [1], "a call that compiles"
     runs.note_prompt(0, [1, 2])
     assert released == [1], "a call that compiles nothing"
+
+
+@pytest.mark.slow
+def test_products_take_the_rows_that_cost_least_and_tokens_stay(toy, monkeypatch):
+    """Costs are made up, so that four rows are the fewest worth having; matrices lie as on a GPU."""
+    tied = toy.with_eos()
+    del tied.lm_head
+    tied.config = dataclasses.replace(tied.config, tie_word_embeddings=True)
+    monkeypatch.setattr(runner, "for_inference", lambda model: model)
+    monkeypatch.setattr(few_rows, "counts", lambda: (1, 4, 8))
+    works = []
+
+    def measure(some, prepare):
+        works.append(some[-1]())
+        return [3.0, 1.0, 1.0]
+
+    monkeypatch.setattr(costs, "measure", measure)
+    tokenizer = types.SimpleNamespace(convert_tokens_to_ids=lambda _: None, decode=lambda *_, **__: "")
+    engine = Engine(tied, tokenizer, toy.good, CHAIN, max_length=64, page_size=PAGE_SIZE)
+    prompts, params = [[1, 2, 3]], SamplingParams(max_tokens=9)
+    before = [output.token_ids for output in engine.generate(prompts, params)]
+    assert not works and not engine._runner.padding
+    monkeypatch.setattr(engine._runner, "compile", lambda *_, **__: None)
+    engine.warm_up(progress=False)
+    kinds = engine._runner.padding
+    assert set(kinds.values()) == {(4, 8)} and len(works) == len(kinds)
+    assert {kind.shape for kind in kinds if kind.vocabulary} == {toy.target.embed.shape, toy.good.head.lm_head.shape}
+    target, draft = engine._runner._models.modules()
+    assert draft is not None
+    for matrix in (target.lm_head, target.blocks[0].mlp.down, draft.head.fc, draft.head.lm_head):
+        assert matrix[...].rows == (4, 8)
+    assert target.embed[...] is tied.embed[...]
+    assert [output.token_ids for output in engine.generate(prompts, params)] == before
+    engine.replace_draft(toy.good)
+    assert [output.token_ids for output in engine.generate(prompts, params)] == before

@@ -28,7 +28,7 @@ SIZES = Sizes.plan(2, 64, 16, EVERY)
 
 def busy(models: Models):
     state = jax.jit(lambda m: programs.empty_state(m, SIZES, EVERY, None))(models)
-    return programs.rehearse(state, np.int32(8), pages_per_sequence=SIZES.pages_per_sequence)
+    return programs.rehearse(state, np.int32(8))
 
 
 @pytest.mark.slow
