@@ -28,14 +28,25 @@ def replay_rounds(
         block: positions whose logits exist at the same time; a divisor of t, or more than t.
 
     Returns:
-        `rounds`, int32; `accepted`, int32 [steps]: in how many of them the draft at depth 1, 2, ... was accepted.
+        See `replay`.
     """
     steps, b, t, h = states.shape
     size = min(block, t)
     blocks = jnp.moveaxis(states.reshape(steps, b, t // size, size, h), 2, 1).reshape(-1, b, size, h)
     best = jax.lax.map(lambda x: argmax(vocabulary_logits(x, head.lm_head[...])), blocks)
-    drafted = jnp.moveaxis(best.reshape(steps, t // size, b, size), 1, 2).reshape(steps, b, t)
+    return replay(jnp.moveaxis(best.reshape(steps, t // size, b, size), 1, 2).reshape(steps, b, t), teacher, batch)
 
+
+def replay(drafted: Int[Array, "steps b t"], teacher: Teacher, batch: Batch) -> dict[str, Array]:
+    """Rounds in which `drafted` are the drafts behind a root at t + 1, and what they accept.
+
+    Args:
+        drafted: draft ids: number i is for token t + 2 + i.
+
+    Returns:
+        `rounds`, int32; `accepted`, int32 [steps]: in how many of them the draft at depth 1, 2, ... was accepted.
+    """
+    steps = len(drafted)
     labels, segments = teacher.draft_ids[batch.argmax], batch.segment_ids
     answer = (batch.loss_mask != 0) & (segments > 0)
 

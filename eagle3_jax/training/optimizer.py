@@ -13,6 +13,8 @@ from eagle3_jax.models.weights import parameter_path
 
 # Muon's updates, scaled to the root mean square that AdamW's have (arXiv 2502.16982): one rate fits both groups.
 _MUON_RMS = 0.2
+# Rows that are looked up or compared, one a token: no map between features, which Muon is for.
+_TABLES = ("lm_head", "markov_in", "markov_out", "predecessors", "successors")
 
 
 def learning_rate(config: TrainConfig, total_steps: int) -> optax.Schedule:
@@ -44,9 +46,9 @@ def make_optimizer(config: TrainConfig, total_steps: int) -> optax.GradientTrans
 
 
 def groups(params: Any) -> Any:
-    """Of each parameter who updates it: "muon" the matrices between features, "adamw" the LM head and the norms."""
+    """Of each parameter who updates it: "muon" matrices between features, "adamw" tables of tokens, and norms."""
 
     def group(path: tuple[Any, ...], x: jax.Array) -> str:
-        return "muon" if x.ndim == 2 and not parameter_path(path).endswith("lm_head") else "adamw"
+        return "muon" if x.ndim == 2 and not parameter_path(path).endswith(_TABLES) else "adamw"
 
     return jax.tree_util.tree_map_with_path(group, params)

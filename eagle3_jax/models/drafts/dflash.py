@@ -1,0 +1,242 @@
+"""DFlash: a block of drafts in one pass (arXiv 2602.06036).
+
+The target's hidden states, fused, are the context of every layer: keys and values come of them without a norm of the
+layer's. A block is the anchor, which is the last token that is known, and mask tokens behind it. Row j stands at the
+anchor's position + j, and predicts the token there; row 0, the anchor's, predicts nothing.
+
+Layers are Qwen 3's, whatever the target is. Embeddings are the target's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from eagle3_jax.kernels.block_attention import block_attention
+from eagle3_jax.kernels.vocabulary import vocabulary_logits
+from eagle3_jax.models.layers import (
+    Scaling,
+    SwiGLU,
+    apply_rope,
+    embeddings,
+    linear,
+    normal,
+    ones,
+    rms_norm,
+    scaled_rope_table,
+)
+from eagle3_jax.models.target import Rope
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockHeadConfig:
+    """Shape of a block head, in the words of its config.json.
+
+    Attributes:
+        vocab_size: the target's vocabulary. draft_vocab_size: the head's own; where it is smaller, the head has LM-head
+            rows of its own, else they are the target's.
+        hidden_size: as wide as the target's embeddings.
+        aux_layers: boundaries of the target that the features are read at, ascending (`target_layer_ids` + 1).
+        block_size: rows of a block, the anchor's included.
+        mask_token_id: the target's token that stands for the tokens to be drafted.
+        layer_types: "full_attention" or "sliding_attention", one a layer. sliding_window: of the latter, in tokens.
+        is_causal: whether rows see no later row of their block; None: those of sliding layers alone.
+        markov_rank, confidence: of DSpark.
+        conv_taps, conv_group, selector_rank, selector_top_k: of DFlash2.
+    """
+
+    vocab_size: int
+    draft_vocab_size: int
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    aux_layers: tuple[int, ...]
+    block_size: int
+    mask_token_id: int
+    layer_types: tuple[str, ...]
+    sliding_window: int | None = None
+    is_causal: bool | None = None
+    rope_scaling: Scaling | None = None
+    markov_rank: int = 256
+    confidence: bool = True
+    conv_taps: int = 2
+    conv_group: int = 16
+    selector_rank: int = 256
+    selector_top_k: int = 16
+
+    def causal(self, layer: int) -> bool:
+        return self.layer_types[layer] == SLIDING if self.is_causal is None else self.is_causal
+
+    def window(self, layer: int) -> int | None:
+        return self.sliding_window if self.layer_types[layer] == SLIDING else None
+
+
+def default_target_layers(layers: int, count: int) -> tuple[int, ...]:
+    """The boundaries that trainers take when none are named: `count` of a target with so many layers."""
+    if count == 1:
+        return (layers // 2 + 1,)
+    return tuple(round(1 + k * (layers - 4) / (count - 1)) + 1 for k in range(count))
+
+
+# Keys and values [b, t, k, d] of a layer's context.
+Context = tuple[Float[Array, "b t k d"], Float[Array, "b t k d"]]
+# (q [b m n d], k [b m k d], v [b m k d]) -> [b m n d]
+Attend = Callable[[Array, Array, Array], Array]
+
+
+class BlockLayer(nnx.Module):
+    """One decoder layer over the rows of blocks.
+
+    `q` [H, heads * d]; `kv` [H, kv_heads * 2 * d], a head's key beside its value; `o` [heads * d, H].
+    """
+
+    def __init__(self, config: BlockHeadConfig, *, dtype: Any, rngs: nnx.Rngs) -> None:
+        c = config
+        self.eps, self.head_dim = c.rms_norm_eps, c.head_dim
+        self.input_norm = ones(c.hidden_size, dtype)
+        self.q = normal((c.hidden_size, c.num_attention_heads * c.head_dim), dtype, rngs)
+        self.kv = normal((c.hidden_size, 2 * c.num_key_value_heads * c.head_dim), dtype, rngs)
+        self.o = normal((c.num_attention_heads * c.head_dim, c.hidden_size), dtype, rngs)
+        self.q_norm, self.k_norm = ones(c.head_dim, dtype), ones(c.head_dim, dtype)
+        self.post_norm = ones(c.hidden_size, dtype)
+        self.mlp = SwiGLU(c.hidden_size, c.intermediate_size, dtype=dtype, rngs=rngs)
+
+    def keys_and_values(self, x: Float[Array, "b t h"], rope: Rope) -> Context:
+        """Of the context, which is not normed here, or of the normed rows of blocks."""
+        heads = linear(x, self.kv[...]).reshape(*x.shape[:2], -1, 2, self.head_dim)
+        return apply_rope(rms_norm(heads[..., 0, :], self.k_norm[...], self.eps), rope), heads[..., 1, :]
+
+    def __call__(self, x: Float[Array, "b m h"], rope: Rope, attend: Attend) -> Float[Array, "b m h"]:
+        def attention(u: Array) -> Array:
+            q = linear(u, self.q[...]).reshape(*u.shape[:2], -1, self.head_dim)
+            q = apply_rope(rms_norm(q, self.q_norm[...], self.eps), rope)
+            return linear(attend(q, *self.keys_and_values(u, rope)).reshape(*u.shape[:2], -1), self.o[...])
+
+        x = x + self.around("attention_conv", attention, rms_norm(x, self.input_norm[...], self.eps))
+        return x + self.around("mlp_conv", self.mlp, rms_norm(x, self.post_norm[...], self.eps))
+
+    def around(self, name: str, sublayer: Callable[[Array], Array], normed: Float[Array, "b m h"]) -> Array:
+        """What the residual stream gets of a sublayer; `name` is that of what another head puts around it."""
+        return sublayer(normed)
+
+
+class DFlash(nnx.Module):
+    """The backbone; alone it drafts each token of a block by itself.
+
+    Attributes:
+        first_row: the first row that predicts. Row `first_row` predicts the token behind the anchor.
+    """
+
+    layer: ClassVar[Callable[..., BlockLayer]] = BlockLayer
+    first_row: ClassVar[int] = 1
+
+    def __init__(self, config: BlockHeadConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs) -> None:
+        c = config
+        self.config = c
+        self.fc = normal((len(c.aux_layers) * c.target_hidden_size, c.hidden_size), dtype, rngs)
+        self.hidden_norm = ones(c.hidden_size, dtype)
+        self.layers = nnx.List([self.layer(c, dtype=dtype, rngs=rngs) for _ in c.layer_types])
+        self.norm = ones(c.hidden_size, dtype)
+        if c.draft_vocab_size < c.vocab_size:
+            self.lm_head = normal((c.draft_vocab_size, c.hidden_size), dtype, rngs)
+
+    @property
+    def drafts(self) -> int:
+        """Tokens that a block drafts."""
+        return self.config.block_size - self.first_row
+
+    def fuse(self, aux: Float[Array, "b t aux"]) -> Float[Array, "b t h"]:
+        """The target's states (concatenated, ascending boundaries) -> the context, the same for every layer."""
+        return rms_norm(linear(aux, self.fc[...]), self.hidden_norm[...], self.config.rms_norm_eps)
+
+    def context(self, fused: Float[Array, "b t h"], positions: Int[Array, "b t"]) -> tuple[Context, ...]:
+        """Keys and values of the context, of every layer."""
+        rope = self._rope(positions)
+        return tuple(layer.keys_and_values(fused, rope) for layer in self.layers)
+
+    def states(
+        self,
+        embed: Float[Array, "v h"],
+        tokens: Int[Array, "b a"],
+        positions: Int[Array, "b a"],
+        context: tuple[Context, ...],
+        first: Int[Array, "b a"],
+        anchors: Int[Array, "b a"],
+    ) -> Float[Array, "b a drafts h"]:
+        """One pass over a blocks of each sequence.
+
+        Args:
+            embed: the target's embeddings; their dtype is the compute dtype.
+            tokens, positions: the anchors, and their RoPE positions.
+            context: of every layer, see `context`.
+            first, anchors: the context's slots from `first` on, in front of `anchors`, are seen.
+
+        Returns:
+            The LM head's inputs: number i predicts the token at the anchor's position + 1 + i.
+        """
+        c = self.config
+        (b, a), r = tokens.shape, c.block_size
+        masks = jnp.full((b, a, r - 1), c.mask_token_id, tokens.dtype)
+        x = embeddings(embed, jnp.concatenate([tokens[..., None], masks], axis=-1).reshape(b, a * r))
+        rope = self._rope((positions[..., None] + jnp.arange(r, dtype=positions.dtype)[None, None]).reshape(b, a * r))
+        for number, (layer, seen) in enumerate(zip(self.layers, context, strict=True)):
+
+            def attend(q: Array, k: Array, v: Array, seen: Context = seen, number: int = number) -> Array:
+                blocks = (x.reshape(b, a, r, *x.shape[2:]) for x in (q, k, v))
+                causal, window = c.causal(number), c.window(number)
+                return block_attention(*blocks, *seen, first, anchors, causal=causal, window=window).reshape(q.shape)
+
+            x = layer(x, rope, attend)
+        x = rms_norm(x, self.norm[...], c.rms_norm_eps)
+        return x.reshape(b, a, r, -1)[:, :, self.first_row :]
+
+    def output_rows(self, rows: Float[Array, "v h"]) -> Float[Array, "dv h"]:
+        """LM-head rows, one per draft token; `rows` are the target's, of these tokens."""
+        return self.lm_head[...] if hasattr(self, "lm_head") else rows
+
+    def adjusted(
+        self, logits: Float[Array, "*batch dv"], states: Float[Array, "*batch h"], before: Int[Array, "*batch"]
+    ) -> Float[Array, "*batch dv"]:
+        """Logits of a draft behind the token `before` (of the target's vocabulary). Here they are as they were."""
+        return logits
+
+    def walk(
+        self,
+        states: Float[Array, "*batch drafts h"],
+        rows: Float[Array, "dv h"],
+        token_ids: Int[Array, " dv"],
+        anchor: Int[Array, "*batch"],
+    ) -> Int[Array, "*batch drafts"]:
+        """The greedy drafts, draft ids: each the best behind the one before it.
+
+        Args:
+            rows: see `output_rows`. token_ids: the target's id of each draft token.
+            anchor: the tokens that the blocks begin with.
+        """
+        flat = states.reshape(-1, *states.shape[-2:]).swapaxes(0, 1)
+
+        def step(before: Array, state: Array) -> tuple[Array, Array]:
+            scores = self.adjusted(vocabulary_logits(state, rows), state, before)
+            best = jnp.argmax(scores, axis=-1).astype(jnp.int32)
+            return token_ids[best].astype(before.dtype), best
+
+        _, drafts = jax.lax.scan(step, anchor.reshape(-1), flat)
+        return drafts.T.reshape(states.shape[:-1])
+
+    def _rope(self, positions: Int[Array, "b t"]) -> Rope:
+        c = self.config
+        return scaled_rope_table(positions, c.head_dim, c.rope_theta, c.rope_scaling)

@@ -1,0 +1,93 @@
+"""DFlash2: DFlash with convolutions over the rows of a block, and a selector among the best candidates.
+
+Source: z-lab/dflash at 07ebd93. Around attention and around the MLP stands a causal convolution whose taps depend on
+the row. The selector scores a row's best candidates by the token in front of them. New, the convolutions leave all as
+it is; with its predecessor codebook zeroed the selector does too, and the head drafts as DFlash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from eagle3_jax.models.drafts.dflash import BlockHeadConfig, BlockLayer, DFlash
+from eagle3_jax.models.layers import embeddings, linear, normal
+
+
+class BlockConvolution(nnx.Module):
+    """Two causal convolutions over the rows of a block, in front of a sublayer and behind it.
+
+    `base` [2, taps, H]; `taps` [H, 2 * taps * H / group], what each row adds to them, a number for a group of channels.
+    Both sides have their taps of the sublayer's input.
+    """
+
+    def __init__(self, config: BlockHeadConfig, *, dtype: Any, rngs: nnx.Rngs) -> None:
+        c = config
+        self.block_size = c.block_size
+        self.base = nnx.Param(jnp.zeros((2, c.conv_taps, c.hidden_size), dtype).at[:, 0].set(1))
+        self.taps = nnx.Param(jnp.zeros((c.hidden_size, 2 * c.conv_taps * c.hidden_size // c.conv_group), dtype))
+
+    def __call__(self, sublayer: Callable[[Array], Array], x: Float[Array, "b m h"]) -> Float[Array, "b m h"]:
+        sides, taps, h = self.base[...].shape
+        blocks = x.shape[0], x.shape[1] // self.block_size, self.block_size
+        own = linear(x, self.taps[...]).reshape(*blocks, sides, taps, -1)
+        kernel = jnp.repeat(own, h // own.shape[-1], axis=-1) + self.base[...].astype(x.dtype)[None, None, None]
+
+        def convolved(side: int, y: Array) -> Array:
+            rows = y.reshape(*blocks, h)
+            shifted = (jnp.pad(rows, ((0, 0), (0, 0), (t, 0), (0, 0)))[:, :, : self.block_size] for t in range(taps))
+            return sum(kernel[:, :, :, side, t] * row for t, row in enumerate(shifted)).reshape(y.shape)
+
+        return convolved(1, sublayer(convolved(0, x)))
+
+
+class ConvolvedLayer(BlockLayer):
+    """A layer with convolutions around attention and around the MLP; the context passes them by."""
+
+    def __init__(self, config: BlockHeadConfig, *, dtype: Any, rngs: nnx.Rngs) -> None:
+        super().__init__(config, dtype=dtype, rngs=rngs)
+        self.attention_conv = BlockConvolution(config, dtype=dtype, rngs=rngs)
+        self.mlp_conv = BlockConvolution(config, dtype=dtype, rngs=rngs)
+
+    def around(self, name: str, sublayer: Callable[[Array], Array], normed: Float[Array, "b m h"]) -> Array:
+        """See `BlockLayer`."""
+        return getattr(self, name)(sublayer, normed)
+
+
+class DFlash2(DFlash):
+    """`predecessors` [V, rank] is read at tokens of the target, `successors` [draft vocabulary, rank] at candidates."""
+
+    layer = ConvolvedLayer
+
+    def __init__(self, config: BlockHeadConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs) -> None:
+        super().__init__(config, dtype=dtype, rngs=rngs)
+        c = config
+        self.predecessors = normal((c.vocab_size, c.selector_rank), dtype, rngs)
+        self.successors = normal((c.draft_vocab_size, c.selector_rank), dtype, rngs)
+        self.selector = normal((c.hidden_size, c.selector_rank), dtype, rngs)
+
+    def candidate_scores(
+        self,
+        logits: Float[Array, "*batch c"],
+        candidates: Int[Array, "*batch c"],
+        states: Float[Array, "*batch h"],
+        before: Int[Array, "*batch"],
+    ) -> Float[Array, "*batch c"]:
+        """Logits of candidates (draft ids), and what the selector adds to them."""
+        read = embeddings(self.predecessors[...], before).astype(states.dtype) * linear(states, self.selector[...])
+        successors = embeddings(self.successors[...], candidates).astype(states.dtype)
+        return logits + jnp.sum((read[..., None, :] * successors).astype(jnp.float32), axis=-1)
+
+    def adjusted(
+        self, logits: Float[Array, "*batch dv"], states: Float[Array, "*batch h"], before: Int[Array, "*batch"]
+    ) -> Float[Array, "*batch dv"]:
+        """See `DFlash`: the selector's scores of the best candidates; the others have none."""
+        best, candidates = jax.lax.top_k(logits, self.config.selector_top_k)
+        scores = self.candidate_scores(best, candidates, states, before)
+        none = jnp.full_like(logits, -jnp.inf)
+        return jnp.put_along_axis(none, candidates, scores, axis=-1, inplace=False)

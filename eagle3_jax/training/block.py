@@ -1,0 +1,269 @@
+"""Training of block heads: anchors, the tokens that their blocks shall draft, and the losses.
+
+A block begins at an anchor, a token of an answer. It sees the target's states in front of the anchor, and draft number
+d, d = 1, 2, ..., is for the token d places behind it: what the target predicts at place anchor + d - 1. Blocks of one
+row run side by side, each blind to the others (DFlash, arXiv 2602.06036).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from eagle3_jax.kernels.ttt_attention import document_starts
+from eagle3_jax.kernels.vocabulary import vocabulary_logits
+from eagle3_jax.models.drafts.dflash import DFlash
+from eagle3_jax.models.drafts.dflash2 import DFlash2
+from eagle3_jax.models.drafts.dspark import DSpark
+from eagle3_jax.training.acceptance import replay
+from eagle3_jax.training.batch import Batch, Teacher
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockLossConfig:
+    """How blocks are weighed.
+
+    Attributes:
+        weights: of the drafts of a block: "d-pace" (arXiv 2605.18810), by how probable it is that a draft is reached,
+            or "decay", exp(-(d - 1) / decay).
+        alpha: of D-PACE: a draft of probability q counts as (1 - alpha) q + alpha.
+        soft: DFlash's cross entropy is against the target's distribution, not its best token.
+        on_path: drafts behind a token that was not the target's best do not train: from the anchor on, greedy decoding
+            goes another way than the text.
+        block: blocks whose logits exist at the same time; the backward pass computes them again.
+    """
+
+    weights: Literal["d-pace", "decay"] = "d-pace"
+    alpha: float = 0.5
+    decay: float = 4.0
+    soft: bool = False
+    on_path: bool = True
+    block: int = 128
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Anchors:
+    """Blocks of packed rows.
+
+    Attributes:
+        at: int32 [B, A], places in the row, ascending. first: int32 [B, A], where the anchor's document begins.
+        valid: bool [B, A]; the others are padding.
+    """
+
+    at: Any
+    first: Any
+    valid: Any
+
+
+def draw_anchors(key: Array, batch: Batch, count: int) -> Anchors:
+    """`count` different places of each row at random, those whose own and next token are an answer's."""
+    follows = jnp.pad(batch.loss_mask[:, 1:], ((0, 0), (0, 1))) != 0
+    segments = jnp.pad(batch.segment_ids[:, 1:], ((0, 0), (0, 1)))
+    usable = (batch.loss_mask != 0) & follows & (batch.segment_ids == segments) & (batch.segment_ids > 0)
+    drawn, at = jax.lax.top_k(jnp.where(usable, jax.random.uniform(key, usable.shape), -1.0), count)
+    order = jnp.argsort(at, axis=1)
+    at = jnp.take_along_axis(at, order, axis=1).astype(jnp.int32)
+    valid = jnp.take_along_axis(drawn >= 0, order, axis=1)
+    return Anchors(at, jnp.take_along_axis(document_starts(batch.segment_ids), at, axis=1), valid)
+
+
+def block_states(
+    head: DFlash, embed: Float[Array, "v h"], batch: Batch, anchors: Anchors
+) -> Float[Array, "b a drafts h"]:
+    """The LM head's inputs of every draft of every block."""
+    context = head.context(head.fuse(batch.aux.astype(embed.dtype)), batch.positions)
+    tokens = jnp.take_along_axis(batch.token_ids, anchors.at, axis=1)
+    positions = jnp.take_along_axis(batch.positions, anchors.at, axis=1)
+    return head.states(jax.lax.stop_gradient(embed), tokens, positions, context, anchors.first, anchors.at)
+
+
+def d_pace(
+    probabilities: Float[Array, "*batch d"], mask: Bool[Array, "*batch d"], alpha: float
+) -> Float[Array, "*batch d"]:
+    """Weights of the drafts of a block: the sum, over the drafts from d on, of how probable it is to reach them.
+
+    Args:
+        probabilities: of the labels. mask: the drafts that train.
+    """
+    reached = jnp.cumprod(jnp.where(mask, (1 - alpha) * probabilities + alpha, 1.0), axis=-1)
+    behind = jnp.flip(jnp.cumsum(jnp.flip(jnp.where(mask, reached, 0.0), -1), axis=-1), -1)
+    return jnp.where(mask, behind, 0.0)
+
+
+def block_loss(
+    head: DFlash,
+    teacher: Teacher,
+    token_ids: Int[Array, " dv"],
+    batch: Batch,
+    anchors: Anchors,
+    config: BlockLossConfig,
+) -> tuple[Float[Array, ""], dict[str, Array]]:
+    """The loss of a head's own kind.
+
+    DFlash: cross entropy. DSpark: 0.1 cross entropy, 0.9 the L1 distance of the distributions, and the binary cross
+    entropy of the confidence. DFlash2: cross entropy before the selector, and that of the selector's candidates, the
+    label in the place of the last one where it is none of them.
+
+    Args:
+        token_ids: the target's id of each draft token.
+
+    Returns:
+        The loss, and sums for metrics: `cross_entropy`, `hits` and `compared` [drafts] (drafts that train), `accepted`
+        [drafts] (those whose predecessors in the block hit too, each behind the text's token), `blocks` and `tokens`.
+    """
+    states = block_states(head, teacher.embed, batch, anchors)
+    drafts = _Drafts.of(batch, teacher, anchors, head.drafts, config.on_path)
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (states, drafts))
+    count = len(flat[0])
+    size = math.gcd(count, config.block) if count > config.block else count
+    rows = head.output_rows(teacher.rows)
+
+    @jax.checkpoint
+    def chunk(head: DFlash, rows: Array, part: tuple[Array, _Drafts]) -> dict[str, Array]:
+        return _sums(head, rows, teacher, token_ids, *part, config)
+
+    def body(total: dict[str, Array], part: tuple[Array, _Drafts]) -> tuple[dict[str, Array], None]:
+        return jax.tree.map(jnp.add, total, chunk(head, rows, part)), None
+
+    parts = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), flat)
+    shapes = jax.eval_shape(chunk, head, rows, jax.tree.map(lambda x: x[0], parts))
+    zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    total, _ = jax.lax.scan(body, zero, parts)
+    loss = total.pop("weighted") / jnp.maximum(total.pop("divisor"), 1.0)
+    total["tokens"] = jnp.sum(batch.segment_ids > 0)
+    return loss, jax.tree.map(jax.lax.stop_gradient, total)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Drafts:
+    """What blocks shall draft, [B, A, drafts]: the target's last hidden state that predicts it, its best token (a draft
+    id), the text's token in front of it, and whether it trains.
+    """
+
+    hidden: Any
+    labels: Any
+    before: Any
+    mask: Any
+
+    @classmethod
+    def of(cls, batch: Batch, teacher: Teacher, anchors: Anchors, count: int, on_path: bool) -> _Drafts:
+        t = batch.token_ids.shape[1]
+        places = anchors.at[..., None] + jnp.arange(count, dtype=jnp.int32)[None, None]  # that predict
+        here, ahead = jnp.minimum(places, t - 1), jnp.minimum(places + 1, t - 1)
+
+        def at(x: Array, index: Array) -> Array:
+            return jax.vmap(lambda row, i: row[i])(x, index)
+
+        answered = (at(batch.loss_mask, ahead) != 0) & (places + 1 < t)
+        answered &= at(batch.segment_ids, ahead) == at(batch.segment_ids, anchors.at)[..., None]
+        best = at(batch.argmax, here)
+        if on_path:  # of the drafts in front
+            kept = best == at(batch.token_ids, ahead)
+            answered &= jnp.pad(kept[..., :-1], ((0, 0), (0, 0), (1, 0)), constant_values=True)
+        reached = jnp.cumprod(answered, axis=-1) > 0
+        labels = teacher.draft_ids[best]
+        mask = reached & (labels >= 0) & anchors.valid[..., None]
+        return cls(at(batch.last_hidden, here), labels, at(batch.token_ids, here), mask)
+
+
+def _sums(
+    head: DFlash,
+    rows: Array,
+    teacher: Teacher,
+    token_ids: Array,
+    states: Array,
+    drafts: _Drafts,
+    config: BlockLossConfig,
+) -> dict[str, Array]:
+    """Sums over some blocks: states [n, drafts, H]. `weighted` over `divisor` is the loss."""
+    raw = vocabulary_logits(states, rows)
+    labels, mask = jnp.maximum(drafts.labels, 0), drafts.mask
+    logits = head.adjusted(raw, states, drafts.before) if isinstance(head, DSpark) else raw
+    hard = _cross_entropy(logits, labels)
+    if config.weights == "d-pace":
+        weights = d_pace(jnp.exp(-jax.lax.stop_gradient(hard)), mask, config.alpha)
+    else:
+        weights = jnp.where(mask, jnp.exp(-jnp.arange(mask.shape[-1], dtype=jnp.float32) / config.decay)[None], 0.0)
+
+    def weighed(x: Array) -> Array:
+        return jnp.sum(jnp.where(mask, weights * x, 0.0))
+
+    divisor = jnp.sum(mask, dtype=jnp.float32)
+    if isinstance(head, DSpark):
+        drafted, wanted = jax.nn.softmax(logits), _teacher(drafts, teacher, states.dtype)
+        distance = jnp.sum(jnp.abs(drafted - wanted), axis=-1)
+        weighted, divisor = weighed(0.1 * hard + 0.9 * distance), jnp.sum(weights)
+        if head.config.confidence:
+            accepted = jax.lax.stop_gradient(1 - 0.5 * distance)
+            sure = head.confidence_logits(states, drafts.before)
+            weighted += weighed(jax.nn.softplus(sure) - accepted * sure)
+    else:
+        weighted = weighed(_soft_cross_entropy(logits, drafts, teacher, states.dtype) if config.soft else hard)
+    if isinstance(head, DFlash2):
+        best, candidates = jax.lax.top_k(jax.lax.stop_gradient(raw), head.config.selector_top_k)
+        there = candidates == labels[..., None]
+        place = jnp.where(jnp.any(there, axis=-1), jnp.argmax(there, axis=-1), best.shape[-1] - 1)
+        chosen = jnp.arange(best.shape[-1])[None, None] == place[..., None]
+        candidates = jnp.where(chosen, labels[..., None], candidates)
+        scores = jnp.take_along_axis(raw, candidates, axis=-1)
+        weighted += weighed(_cross_entropy(head.candidate_scores(scores, candidates, states, drafts.before), place))
+    if isinstance(head, DFlash2):
+        logits = head.adjusted(raw, states, drafts.before)
+    hits = (jnp.argmax(jax.lax.stop_gradient(logits), axis=-1) == drafts.labels) & mask
+    return {
+        "weighted": weighted,
+        "divisor": divisor,
+        "cross_entropy": jnp.sum(jnp.where(mask, hard, 0.0), axis=0),
+        "hits": jnp.sum(hits, axis=0),
+        "accepted": jnp.sum(jnp.cumprod(hits, axis=-1), axis=0),
+        "compared": jnp.sum(mask, axis=0),
+        "blocks": jnp.sum(mask[:, 0]),
+    }
+
+
+def _cross_entropy(logits: Array, labels: Array) -> Array:
+    own = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(logits, axis=-1) - own
+
+
+def _teacher(drafts: _Drafts, teacher: Teacher, dtype: Any) -> Array:
+    """The target's distribution over the draft vocabulary."""
+    return jax.nn.softmax(vocabulary_logits(drafts.hidden.astype(dtype), jax.lax.stop_gradient(teacher.rows)))
+
+
+def _soft_cross_entropy(logits: Array, drafts: _Drafts, teacher: Teacher, dtype: Any) -> Array:
+    return jax.nn.logsumexp(logits, axis=-1) - jnp.sum(_teacher(drafts, teacher, dtype) * logits, axis=-1)
+
+
+def replay_blocks(
+    head: DFlash, teacher: Teacher, token_ids: Int[Array, " dv"], batch: Batch, block: int
+) -> dict[str, Array]:
+    """`replay_rounds` of a block head: rounds of a chain as long as its blocks, each draft behind the drafted one.
+
+    Args:
+        block: anchors of a row whose blocks pass at the same time; a divisor of t, or more than t.
+    """
+    t = batch.token_ids.shape[1]
+    size = min(block, t)
+    first = document_starts(batch.segment_ids)
+    context = head.context(head.fuse(batch.aux.astype(teacher.embed.dtype)), batch.positions)
+    rows = head.output_rows(teacher.rows)
+
+    def drafted(start: Array) -> Array:
+        cut = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=1)
+        tokens = cut(batch.token_ids)
+        at = jnp.broadcast_to(start + jnp.arange(size, dtype=jnp.int32)[None], tokens.shape)
+        states = head.states(teacher.embed, tokens, cut(batch.positions), context, cut(first), at)
+        return head.walk(states, rows, token_ids, tokens)
+
+    drafts = jax.lax.map(drafted, jnp.arange(0, t, size, dtype=jnp.int32))  # [t / size, b, size, drafts]
+    drafts = drafts.transpose(3, 1, 0, 2).reshape(head.drafts, *batch.token_ids.shape)
+    return replay(jnp.pad(drafts[:, :, 1:], ((0, 0), (0, 0), (0, 1))), teacher, batch)  # root t + 1 is the anchor
