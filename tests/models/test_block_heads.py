@@ -9,7 +9,7 @@ from tiny_blocks import DRAFT_VOCAB, HIDDEN, VOCAB, block_config, make_block_hea
 
 from eagle3_jax.kernels.block_attention import block_attention
 from eagle3_jax.models.drafts.dflash import SLIDING, DFlash, default_target_layers
-from eagle3_jax.models.drafts.dflash2 import DFlash2
+from eagle3_jax.models.drafts.dflash2 import BlockConvolution, DFlash2
 from eagle3_jax.models.drafts.dspark import DSpark
 
 
@@ -53,25 +53,30 @@ def states_of(head):
     rng = np.random.default_rng(3)
     embed = jnp.asarray(rng.normal(size=(VOCAB, HIDDEN)), jnp.float32)
     aux = jnp.asarray(rng.normal(size=(2, 6, 3 * HIDDEN)), jnp.float32)
-    context = head.context(head.fuse(aux), jnp.broadcast_to(jnp.arange(6), (2, 6)))
-    tokens, at = jnp.array([[7, 8, 9]] * 2), jnp.array([[1, 4, 6]] * 2)
-    return head.states(embed, tokens, at, context, jnp.zeros_like(at), at), tokens
+    tokens, at, positions = (jnp.array([list(x)] * 2) for x in ([7, 8, 9], [1, 4, 6], range(6)))
+
+    @jax.jit
+    def states(head):
+        return head.states(embed, tokens, at, head.context(head.fuse(aux), positions), 0 * at, at)
+
+    return states(head), tokens
 
 
 def test_dflash2_begins_as_dflash():
     """With convolutions as they are when new, and a predecessor codebook of zeros."""
     plain, other = make_block_head(DFlash), make_block_head(DFlash2)
-    new = DFlash2(block_config(), rngs=nnx.Rngs(0))
-    for layer, fresh in zip(other.layers, new.layers, strict=True):
-        layer.attention_conv, layer.mlp_conv = fresh.attention_conv, fresh.mlp_conv
+    fresh = BlockConvolution(block_config(), dtype=jnp.float32, rngs=nnx.Rngs(0))
+    for layer in other.layers:
+        layer.attention_conv, layer.mlp_conv = fresh, fresh
     graph = dict(jax.tree_util.tree_leaves_with_path(plain))
     other = jax.tree_util.tree_map_with_path(lambda path, x: graph.get(path, x), other)
     other.predecessors[...] = jnp.zeros_like(other.predecessors[...])
     (states, tokens), (theirs, _) = states_of(plain), states_of(other)
     np.testing.assert_array_equal(states, theirs)
     rows, ids = plain.lm_head[...], jnp.arange(DRAFT_VOCAB)
-    drafts = plain.walk(states, rows, ids, tokens)
-    np.testing.assert_array_equal(drafts, other.walk(states, rows, ids, tokens))
+    walk = jax.jit(lambda head: head.walk(states, rows, ids, tokens))
+    drafts = walk(plain)
+    np.testing.assert_array_equal(drafts, walk(other))
     np.testing.assert_array_equal(drafts, jnp.argmax(states @ rows.T, axis=-1))
 
 
@@ -98,7 +103,8 @@ def test_drafts_are_chosen_behind_the_drafts_in_front(kind):
     head = make_block_head(kind)
     states, tokens = states_of(head)
     rows, ids = head.lm_head[...], jnp.arange(DRAFT_VOCAB) * 2 + 1
-    got = head.walk(states, rows, ids, tokens)
+    got = jax.jit(lambda head: head.walk(states, rows, ids, tokens))(head)
+    head = jax.tree.map(np.asarray, head)
     x, before = np.asarray(states[0, 1]), int(tokens[0, 1])
     for i, draft in enumerate(np.asarray(got[0, 1])):
         logits = np.asarray(x[i] @ rows.T)
