@@ -145,6 +145,7 @@ LEFT_OUT = {
     r"-m venv |-m pip install ": "makes the environment, in which the tests run",
     r"tools/(hello|quickstart)\.sh": "downloads packages, trains for 20 minutes; test_hello.py runs what it shows",
     r"bin/tensorboard ": "serves until it is stopped, and is no package of the tests",
+    r"tools/test\.sh": "runs these tests",
     r"tools/recipe\.sh": "takes a night, and prompts that do not come with it",
 }
 # verb -> the one whose output it reads.
