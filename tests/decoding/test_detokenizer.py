@@ -70,8 +70,8 @@ class WordTokenizer:
 
 
 def test_a_special_token_eats_no_space():
-    for ids in itertools.product(range(4), repeat=5):
-        pieces = in_pieces(WordTokenizer(), list(ids), [1] * 5)
+    for ids in (*itertools.product(range(4), repeat=5), (1, *[0] * 9, 2)):
+        pieces = in_pieces(WordTokenizer(), list(ids), [1] * len(ids))
         assert "".join(pieces) == WordTokenizer().decode(ids, skip_special_tokens=True), ids
 
 
@@ -113,6 +113,12 @@ def test_a_run_of_bytes_is_the_same_wherever_it_is_cut(fallback, said, data):
     assert joined == "".join(in_pieces(fallback, ids, []))
     whole = fallback.decode(ids, skip_special_tokens=True)
     assert "�" in whole or joined == whole
+
+
+@pytest.mark.parametrize("sizes", [[], [3], [1] * 9])
+def test_a_byte_of_no_character_takes_none_of_those_before_it_along(fallback, sizes):
+    ids = [258, *(2 + byte for byte in "éあ".encode()), 2 + 0xC3, 258]
+    assert "".join(in_pieces(fallback, ids, sizes)).replace("�", "") == "okéあ ok"
 
 
 class Driver:
