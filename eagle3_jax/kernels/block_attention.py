@@ -45,7 +45,8 @@ def block_attention(
 
     @jax.checkpoint
     def attend(blocks: tuple[Array, ...]) -> Array:
-        return _attend(*blocks[:3], context_keys, context_values, *blocks[3:], causal, window)
+        q, k, v, start, end = blocks
+        return _attend(q, k, v, context_keys, context_values, start, end, causal, window)
 
     def cut(x: Array) -> Array:
         return jnp.moveaxis(x.reshape(b, a // size, size, *x.shape[2:]), 1, 0)

@@ -9,7 +9,7 @@ from tiny_blocks import DRAFT_VOCAB, HIDDEN, VOCAB, block_config, make_block_hea
 
 from eagle3_jax.kernels.block_attention import block_attention
 from eagle3_jax.models.drafts.dflash import SLIDING, DFlash, default_target_layers
-from eagle3_jax.models.drafts.dflash2 import BlockConvolution, DFlash2
+from eagle3_jax.models.drafts.dflash2 import BlockConvolution, ConvolvedLayer, DFlash2
 from eagle3_jax.models.drafts.dspark import DSpark
 
 
@@ -67,6 +67,7 @@ def test_dflash2_begins_as_dflash():
     plain, other = make_block_head(DFlash), make_block_head(DFlash2)
     fresh = BlockConvolution(block_config(), dtype=jnp.float32, rngs=nnx.Rngs(0))
     for layer in other.layers:
+        assert isinstance(layer, ConvolvedLayer)
         layer.attention_conv, layer.mlp_conv = fresh, fresh
     graph = dict(jax.tree_util.tree_leaves_with_path(plain))
     other = jax.tree_util.tree_map_with_path(lambda path, x: graph.get(path, x), other)
@@ -81,7 +82,9 @@ def test_dflash2_begins_as_dflash():
 
 
 def test_a_convolution_sees_the_rows_in_front_of_its_block_alone():
-    conv = make_block_head(DFlash2).layers[0].mlp_conv
+    layer = make_block_head(DFlash2).layers[0]
+    assert isinstance(layer, ConvolvedLayer)
+    conv = layer.mlp_conv
     x = np.random.default_rng(0).normal(size=(1, 8, HIDDEN)).astype(np.float32)  # two blocks
     base, taps = np.asarray(conv.base[...]), np.asarray(conv.taps[...])
     own = (x[0] @ taps).reshape(8, 2, 2, HIDDEN // 4)

@@ -1,6 +1,7 @@
 """Training of block heads: side by side against one at a time, what a block is blind to, weights and losses."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -155,8 +156,8 @@ def test_loss_is_the_definitions(packed, teacher, kind, config):
     token_ids = jnp.asarray(np.flatnonzero(np.asarray(teacher.draft_ids) >= 0))
     states = together(head, teacher, batch, anchors)
     loss, sums = jax.jit(block_loss, static_argnums=5)(head, teacher, token_ids, batch, anchors, config)
-    in_numpy = jax.tree.map(np.asarray, (head, states, teacher, batch, anchors))
-    expected, accepted = reference(*in_numpy, config)
+    arguments: list[Any] = [jax.tree.map(np.asarray, x) for x in (head, states, teacher, batch, anchors)]
+    expected, accepted = reference(*arguments, config)
     assert float(loss) == pytest.approx(expected, rel=1e-4)
     np.testing.assert_array_equal(sums["accepted"], accepted)
     assert sums["compared"].sum() >= 10 and sums["compared"][1] > 0

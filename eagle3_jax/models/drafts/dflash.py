@@ -196,9 +196,9 @@ class DFlash(nnx.Module):
         for number, (layer, seen) in enumerate(zip(self.layers, context, strict=True)):
 
             def attend(q: Array, k: Array, v: Array, seen: Context = seen, number: int = number) -> Array:
-                blocks = (x.reshape(b, a, r, *x.shape[2:]) for x in (q, k, v))
-                causal, window = c.causal(number), c.window(number)
-                return block_attention(*blocks, *seen, first, anchors, causal=causal, window=window).reshape(q.shape)
+                own_q, own_k, own_v = (x.reshape(b, a, r, *x.shape[2:]) for x in (q, k, v))
+                options = {"causal": c.causal(number), "window": c.window(number)}
+                return block_attention(own_q, own_k, own_v, *seen, first, anchors, **options).reshape(q.shape)
 
             x = layer(x, rope, attend)
         x = rms_norm(x, self.norm[...], c.rms_norm_eps)

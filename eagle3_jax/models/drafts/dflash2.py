@@ -41,7 +41,8 @@ class BlockConvolution(nnx.Module):
         def convolved(side: int, y: Array) -> Array:
             rows = y.reshape(*blocks, h)
             shifted = (jnp.pad(rows, ((0, 0), (0, 0), (t, 0), (0, 0)))[:, :, : self.block_size] for t in range(taps))
-            return sum(kernel[:, :, :, side, t] * row for t, row in enumerate(shifted)).reshape(y.shape)
+            tapped = [kernel[:, :, :, side, t] * row for t, row in enumerate(shifted)]
+            return sum(tapped[1:], tapped[0]).reshape(y.shape)
 
         return convolved(1, sublayer(convolved(0, x)))
 
