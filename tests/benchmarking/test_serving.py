@@ -145,7 +145,7 @@ def test_what_was_measured_before_a_stop_is_kept(traffic_config, prompts, parrot
     url, asked = parrot
     monkeypatch.setattr(serving, "_started", lambda _, path: contextlib.nullcontext(Server(url, path.stem)))
     points = iter(range(2 + 3))  # one before each server, one before each level of each: the second level's second
-    monkeypatch.setattr(command, "_asked", False)
+    monkeypatch.setattr(command, "_asked", None)
 
     def stop_point() -> None:
         if next(points, None) is None:

@@ -139,7 +139,9 @@ def answer(tokenizer: Any, ids: list[int], **params: Any) -> tuple[Output, str]:
     request = Request(Driver(), tokenizer, [258], SamplingParams(max_tokens=len(ids), **params), len(ids), 0)
     pieces, stream = [], iter(request)
     for place, token in enumerate(ids, 1):
-        request.take(Progress([token], [0], None, place == len(ids), False, 1, 0, 0, [], []), frozenset({1}))
+        ending = request.take(Progress([token], [0], None, place == len(ids), False, 1, 0, 0, [], []), frozenset({1}))
+        if ending is not None:
+            request.publish(request.finish(*ending))
         pieces.append(next(stream).text)
         if request.done:
             break

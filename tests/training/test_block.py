@@ -157,7 +157,7 @@ def test_loss_is_the_definitions(packed, teacher, kind, config):
     states = together(head, teacher, batch, anchors)
     loss, sums = jax.jit(block_loss, static_argnums=5)(head, teacher, token_ids, batch, anchors, config)
     arguments: list[Any] = [jax.tree.map(np.asarray, x) for x in (head, states, teacher, batch, anchors)]
-    expected, accepted = reference(*arguments, config)
+    expected, accepted = reference(*arguments, config=config)
     assert float(loss) == pytest.approx(expected, rel=1e-4)
     np.testing.assert_array_equal(sums["accepted"], accepted)
     assert sums["compared"].sum() >= 10 and sums["compared"][1] > 0
