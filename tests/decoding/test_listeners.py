@@ -116,7 +116,7 @@ def test_tokens_that_cannot_be_decoded_fail_alone(engine):
         engine.submit("abc", SamplingParams(max_tokens=12, stop=stop)) for stop in (("no",), (), ())
     )
     assert scanned._scanner is not None
-    scanned._scanner._detokenizer.tokenizer = plain._tokenizer = Undecodable()
+    scanned._scanner._detokenizer._tokenizer = plain._tokenizer = Undecodable()
     assert good.result().token_ids == expected.token_ids
     for request in (scanned, plain):
         assert (request.result().finish_reason, request.result().error) == ("error", "OverflowError: no such token")
