@@ -241,14 +241,14 @@ def test_a_page_runs_in_a_clone(page, tmp_path):
         text = text.replace(whole, cut)
     (clone / "configs/quickstart.yaml").write_text(text)
     fast = "--xla_backend_optimization_level=0"
-    settings = {"cwd": clone, "env": tiny.environment(PYTHONPATH=str(clone), XLA_FLAGS=fast), "timeout": 3600}
+    settings: Any = {"cwd": clone, "env": tiny.environment(PYTHONPATH=str(clone), XLA_FLAGS=fast)}
     for line in shell_lines(page.read_text()):
-        done = subprocess.run(["bash", "-e", "-c", line], capture_output=True, text=True, **settings)
+        done = subprocess.run(["bash", "-e", "-c", line], capture_output=True, text=True, timeout=3600, **settings)
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
     if page.name == "README.md":
         (block,) = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
         words = [sys.executable, "-c", block]
-        done = subprocess.run(words, capture_output=True, text=True, **settings)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=3600, **settings)
         assert done.returncode == 0 and "None" not in done.stdout.split(), done.stderr
 
 

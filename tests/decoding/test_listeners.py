@@ -51,7 +51,7 @@ async def pieces(request: Request) -> list[int]:
 async def a_piece(request: Request) -> None:
     """Is at work on the first piece for ever."""
     async for _ in request:
-        await asyncio.Event().wait()
+        await asyncio.sleep(3600)
 
 
 def await_in_closed_loop(request: Request) -> asyncio.Task[Any]:
