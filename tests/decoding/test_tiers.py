@@ -198,7 +198,7 @@ def test_there_are_at_most_24_programs_of_one_width():
         assert programs.Sizes.plan(batch, 64, 16, [tiers.VANILLA]).widths == widths
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_warm_up_measures_once_a_machine_and_compiles_everything(toy, vanilla, tmp_path, monkeypatch):
     monkeypatch.setattr(tiers, "WITH_HEAD", FEW)
     before: Any = getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009

@@ -78,10 +78,10 @@ def example(kv_heads, head_dim, dtype, seed=0):
     ("kv_heads", "head_dim", "dtype", "beside", "width"),
     [
         (4, 64, "float32", 2, 128),
-        pytest.param(2, 64, "bfloat16", 2, 128, marks=pytest.mark.slow),
-        pytest.param(3, 64, "float32", 1, 128, marks=pytest.mark.slow),
+        pytest.param(2, 64, "bfloat16", 2, 128, marks=pytest.mark.long),
+        pytest.param(3, 64, "float32", 1, 128, marks=pytest.mark.long),
         pytest.param(6, 32, "int8", 3, 128, marks=pytest.mark.slow),
-        pytest.param(1, 160, "float32", 1, 256, marks=pytest.mark.slow),
+        pytest.param(1, 160, "float32", 1, 256, marks=pytest.mark.long),
     ],
 )
 def test_attention_and_entries_are_those_of_rows_of_their_own(kv_heads, head_dim, dtype, beside, width):

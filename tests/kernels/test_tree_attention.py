@@ -152,8 +152,7 @@ CASES = [
     NAMES,
     [
         *FAST_CASES,
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[::3]),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in (*CASES[1::3], *CASES[2::3])),
+        *(pytest.param(*case, marks=pytest.mark.long if i % 9 else pytest.mark.slow) for i, case in enumerate(CASES)),
     ],
 )
 def test_pallas_equals_the_loop(

@@ -121,15 +121,17 @@ FORMS = [
     {"sinks": True},
     {"window": 128, "sinks": True, "page_size": 128},
 ]
+# A chip and the number of a form: one row, keys of 8 bits, wide heads, small pages, and all options at once.
+DAILY = {("v5e", 0), ("v6e", 3), ("tpu7x", 5), ("v5p", 9), ("v6e", 12)}
 
 
 @pytest.mark.parametrize(
     ("chip", "options"),
-    [  # every form for one of the chips, and for all of them in the long tests
+    [
         pytest.param(
             chip,
             options,
-            marks=pytest.mark.slow if (i - j) % len(CHIPS) == 0 else pytest.mark.long,
+            marks=pytest.mark.slow if (chip, j) in DAILY else pytest.mark.long,
             id=f"{chip} {options}",
         )
         for i, chip in enumerate(CHIPS)
