@@ -506,7 +506,7 @@ def test_what_is_documented_asks_for_a_zone_that_has_the_type():
     text = PAGE.read_text() + (ROOT / "tools/tpu_vm.sh").read_text()
     (zone,) = set(re.findall(r"--zone ([a-z]+-\S+)", text))
     assert zone in ("us-central1-a", "us-south1-a", "us-west1-c", "us-west4-a") and zone in PAGE.read_text()
-    assert set(re.findall(r"--type (v\S+)", text)) == {"v5litepod-16"}
+    assert set(re.findall(r"--type (v\S+)", text)) == {"v5litepod-8", "v5litepod-16"}
     assert re.findall(r"--location (\S+)", text) == [zone.rpartition("-")[0]]
 
 
