@@ -61,6 +61,7 @@ def test_the_fastest_size_is_named(tmp_path):
     sizes = "--speculative-num-steps 4 --speculative-eagle-topk 4 --speculative-num-draft-tokens 16"
     assert sizes in sglang.stdout and f"--speculative-draft-model-path {head}" in sglang.stdout
     assert not vllm.stderr and not sglang.stderr
+    assert vllm.stdout.endswith(" --dtype bfloat16\n") and sglang.stdout.endswith(" --dtype bfloat16\n")
 
 
 def test_a_race_outranks_the_table(tmp_path):

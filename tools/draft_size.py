@@ -55,14 +55,16 @@ def command(config: RunConfig, path: str, engine: str) -> list[list[str]]:
         first = ["python", "-m", "eagle3_jax.export", "--config", path, "--write-target", target]
         print(f"{name}: not on the hub; first: {shlex.join(first)}", file=sys.stderr)
     pinned = ["--revision", revision] if revision else []
+    dtype = ["--dtype", config.export.dtype]  # the head's
     steps, topk, tokens = map(str, best(config, chain=engine == "vllm"))
     if engine == "vllm":
         asked = {"method": "eagle3", "model": draft, "num_speculative_tokens": int(steps)}
-        return [["vllm", "serve", target, *pinned], ["--speculative-config", json.dumps(asked)]]
+        return [["vllm", "serve", target, *pinned], ["--speculative-config", json.dumps(asked)], dtype]
     return [
         ["python", "-m", "sglang.launch_server", "--model-path", target, *pinned],
         ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", draft],
         ["--speculative-num-steps", steps, "--speculative-eagle-topk", topk, "--speculative-num-draft-tokens", tokens],
+        dtype,
     ]
 
 
