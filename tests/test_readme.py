@@ -1,6 +1,7 @@
 """What the README tells a user to do: its Python runs, its commands are understood."""
 
 import argparse
+import functools
 import os
 import pathlib
 import re
@@ -128,14 +129,17 @@ def test_every_command_is_understood(command, monkeypatch):
         understand_verb(verb.removeprefix("eagle3_jax."), [OWN.get(word, word) for word in flags])
     elif what != "-m":
         assert (ROOT / what).is_file()
-        monkeypatch.syspath_prepend(str(ROOT / "tools"))
-        shown = subprocess.run(
-            [sys.executable, ROOT / what, "--help"], capture_output=True, text=True, timeout=120, cwd=ROOT
-        )
-        assert shown.returncode == 0, shown.stderr
         for word in arguments:
             if word.startswith("--") and "." not in word:
-                assert word in shown.stdout, f"{word}: not a flag of {what}"
+                assert word in help_of(what), f"{word}: not a flag of {what}"
+
+
+@functools.cache
+def help_of(tool: str) -> str:
+    command = [sys.executable, ROOT / tool, "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert shown.returncode == 0, shown.stderr
+    return shown.stdout
 
 
 # Pages that a newcomer follows from the top in a clone, and what of them the tests cannot run, by a pattern -> why.

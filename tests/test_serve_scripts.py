@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
 import json
 import os
 import pathlib
 import subprocess
 import sys
+from typing import NamedTuple
 
 import pytest
 import tiny
 import yaml
 
-pytestmark = pytest.mark.slow
 ROOT = pathlib.Path(__file__).parents[1]
+
+
+class Printed(NamedTuple):
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def printed(monkeypatch):
+    """What `tools/serve_ENGINE.sh CONFIG` prints, without the shell."""
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    draft_size = importlib.import_module("draft_size")
+
+    def run(engine: str, config: pathlib.Path) -> Printed:
+        monkeypatch.setattr(sys, "argv", ["draft_size.py", str(config), engine])
+        said, warned = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(warned):
+            draft_size.main()
+        return Printed(said.getvalue(), warned.getvalue())
+
+    return run
 
 
 def script(name: str, config: pathlib.Path) -> subprocess.CompletedProcess[str]:
@@ -41,7 +65,7 @@ def record(batch: int, steps: int, topk: int, tokens: int, speed: float, lookup:
     return sizes | {"speed": speed}
 
 
-def test_the_fastest_size_is_named(tmp_path):
+def test_the_fastest_size_is_named(tmp_path, printed):
     config = write_config(tmp_path, "org/model")
     (tmp_path / "run/benchmark").mkdir(parents=True)
     records = [
@@ -53,7 +77,7 @@ def test_the_fastest_size_is_named(tmp_path):
         record(8, 1, 1, 2, 300.0),
     ]
     (tmp_path / "run/benchmark/decode.jsonl").write_text("".join(json.dumps(x) + "\n" for x in records))
-    vllm, sglang = (script(name, config) for name in ("serve_vllm.sh", "serve_sglang.sh"))
+    vllm, sglang = (printed(engine, config) for engine in ("vllm", "sglang"))
     head = tmp_path / "run/export"
     assert vllm.stdout.split("'")[0].split() == ["vllm", "serve", "org/model", "\\", "--speculative-config"]
     asked = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 5}
@@ -64,7 +88,7 @@ def test_the_fastest_size_is_named(tmp_path):
     assert vllm.stdout.endswith(" --dtype bfloat16\n") and sglang.stdout.endswith(" --dtype bfloat16\n")
 
 
-def test_a_race_outranks_the_table(tmp_path):
+def test_a_race_outranks_the_table(tmp_path, printed):
     """Of `benchmark tune`: "behind" is by how much the winner was faster."""
     config = write_config(tmp_path, "org/model")
     (tmp_path / "run/benchmark").mkdir(parents=True)
@@ -77,7 +101,7 @@ def test_a_race_outranks_the_table(tmp_path):
     one = [size(0, 0, 0, 1.0), size(2, 1, 3, 1.1), size(7, 1, 8, 1.3), size(3, 3, 8, 1.05)]
     report = {"batches": [{"batch_size": 8, "sizes": [size(1, 1, 2, 1.0)]}, {"batch_size": 1, "sizes": one}]}
     (tmp_path / "run/benchmark/tune.json").write_text(json.dumps(report))
-    vllm, sglang = (script(name, config) for name in ("serve_vllm.sh", "serve_sglang.sh"))
+    vllm, sglang = (printed(engine, config) for engine in ("vllm", "sglang"))
     assert json.loads(vllm.stdout.split("'")[1])["num_speculative_tokens"] == 2
     sizes = "--speculative-num-steps 3 --speculative-eagle-topk 3 --speculative-num-draft-tokens 8"
     assert sizes in sglang.stdout and not vllm.stderr and not sglang.stderr
@@ -91,12 +115,12 @@ def arguments(printed: str) -> list[str]:
     ).stdout.splitlines()
 
 
-def test_a_pinned_target_and_a_path_with_spaces_reach_the_engine(tmp_path):
+@pytest.mark.slow
+def test_a_pinned_target_and_a_path_with_spaces_reach_the_engine(tmp_path, printed):
     folder = tmp_path / "it's a run"
     folder.mkdir()
     vllm, sglang = (
-        arguments(script(name, write_config(folder, "org/model@c0ffee")).stdout)
-        for name in ("serve_vllm.sh", "serve_sglang.sh")
+        arguments(printed(engine, write_config(folder, "org/model@c0ffee")).stdout) for engine in ("vllm", "sglang")
     )
     head = str(folder / "run/export")
     assert vllm[:4] == ["serve", "org/model", "--revision", "c0ffee"]
@@ -109,9 +133,9 @@ def test_a_pinned_target_and_a_path_with_spaces_reach_the_engine(tmp_path):
     assert asked[3:] == [str(folder / "run.yaml"), "--write-target", str(folder / "run/target")]
 
 
-def test_without_a_measurement_it_is_the_evaluated_one_and_said_so(tmp_path):
+def test_without_a_measurement_it_is_the_evaluated_one_and_said_so(tmp_path, printed):
     config = write_config(tmp_path, "SmolLM2-135M-Instruct")  # as `load_target` takes it
-    vllm, sglang = (script(name, config) for name in ("serve_vllm.sh", "serve_sglang.sh"))
+    vllm, sglang = (printed(engine, config) for engine in ("vllm", "sglang"))
     assert '"num_speculative_tokens": 2' in vllm.stdout
     assert "--speculative-eagle-topk 3 --speculative-num-draft-tokens 6" in sglang.stdout
     for ended in (vllm, sglang):
@@ -120,6 +144,7 @@ def test_without_a_measurement_it_is_the_evaluated_one_and_said_so(tmp_path):
         assert f"{tmp_path}/run/target" in ended.stdout
 
 
+@pytest.mark.slow
 def test_what_is_no_config_is_refused(tmp_path):
     ended = script("serve_vllm.sh", tmp_path / "nowhere.yaml")
     assert ended.returncode == 1 and "expected a config" in ended.stderr
