@@ -245,6 +245,7 @@ def test_a_page_runs_in_a_clone(page, tmp_path):
     for whole, cut in CUT.items():
         assert whole in text
         text = text.replace(whole, cut)
+    text += "\nbenchmark: {requests: 2, turns: 1, max_tokens: 8}\n"
     (clone / "configs/quickstart.yaml").write_text(text)
     fast = "--xla_backend_optimization_level=0"
     settings: Any = {"cwd": clone, "env": tiny.environment(PYTHONPATH=str(clone), XLA_FLAGS=fast)}
