@@ -6,14 +6,19 @@
 # What follows these words goes to pytest; `--cold` uses nothing that earlier runs compiled.
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
-case "${1:-}" in
+which=""
+if (($#)) && [[ $1 != -* ]]; then
+  which=$1
+  shift
+fi
+case "$which" in
   fast) select=(-m "not slow and not long") ;;
   "") select=(-m "not long") ;;
   long)
     select=(-m "not long" --hypothesis-profile=long)
     export XLA_FLAGS=${XLA_FLAGS:-} # as users have them; `tests/conftest.py` takes the optimizer away
     ;;
-  *) fail "got '$1', expected nothing, 'fast' or 'long'." ;;
+  *) fail "got '$which', expected nothing, 'fast' or 'long'." ;;
 esac
 
 timed environment prepare_environment test "[reference]"
@@ -30,8 +35,8 @@ check ruff format --check .
 check pyright --pythonpath "$(command -v python)"
 check lint-imports
 check shellcheck --external-sources --source-path SCRIPTDIR tools/*.sh .ci/run
-check "${PYTEST[@]}" "${select[@]}" "${@:2}"
-if [[ ${1:-} == long ]]; then
+check "${PYTEST[@]}" "${select[@]}" "$@"
+if [[ $which == long ]]; then
   # One at a time: several of them start processes of their own, which must find each other within gloo's 30 seconds.
   check "${PYTEST[@]}" -n 0 -m long --hypothesis-profile=long
   check python tools/mutants.py
