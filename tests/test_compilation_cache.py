@@ -91,7 +91,7 @@ def test_lowered():
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_another_checkout_finds_a_kernel_of_this_one(empty, tmp_path):
     """Its Python stands elsewhere; a run that is `--cold` finds none of it, and leaves nothing."""
     pytest.importorskip("libtpu")

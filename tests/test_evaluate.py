@@ -161,7 +161,7 @@ def test_measures_a_prompts_file(
     assert output.read_bytes() == before and "nothing to do" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_engine_may_choose(
     config: RunConfig, target: Target, prompts: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,7 +175,7 @@ def test_the_engine_may_choose(
     assert "auto (chosen by the engine)" in report.table(assembled)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_sampled_answers_need_not_be_identical(
     config: RunConfig, target: Target, prompts: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:

@@ -222,7 +222,7 @@ def test_killed_again_and_again(runs, tmp_path, verb):
     assert_as_if_nothing_was(runs, verb, run)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_training_is_stopped_and_killed_and_goes_on(runs, tmp_path):
     """SIGTERM saves and has a status of its own; SIGKILL during the save behind it; the end is the same."""
     run = runs.before("train", tmp_path / "run")

@@ -153,7 +153,7 @@ def test_each_process_reads_its_share_of_the_weights(tmp_path):
         pytest.param(
             "disk full", [1], ["eagle3_jax.train: runs/a/shard: No space left on device"], marks=pytest.mark.long
         ),
-        ("bug", [1], ["KeyError: 'of nobody'"]),
+        pytest.param("bug", [1], ["KeyError: 'of nobody'"], marks=pytest.mark.long),
         ("stopped", [75], ["eagle3_jax.train: stopped by SIGTERM; run it again, and it goes on from here"]),
     ],
 )
@@ -165,7 +165,7 @@ def test_what_ends_one_process_ends_all_with_its_sentence(case, statuses, senten
             assert sentence in output
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("victim", "where"),
     [

@@ -245,7 +245,9 @@ def test_a_stop_while_it_loads_ends_well(run_file, monkeypatch):
 
 @pytest.mark.smoke
 @pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT], ids=lambda sent: sent.name)
+@pytest.mark.parametrize(
+    "sent", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)], ids=lambda sent: sent.name
+)
 def test_a_start_in_a_log_says_its_stages_and_ends_at_a_signal(tmp_path, sent):
     tiny.write_target(tmp_path / "target")
     flags = "--target target --target.aux-layers 1 2 3 --draft lookup --port 0 --serve.max-length 512"

@@ -65,6 +65,7 @@ def record(batch: int, steps: int, topk: int, tokens: int, speed: float, lookup:
     return sizes | {"speed": speed}
 
 
+@pytest.mark.long
 def test_the_fastest_size_is_named(tmp_path, printed):
     config = write_config(tmp_path, "org/model")
     (tmp_path / "run/benchmark").mkdir(parents=True)
@@ -88,6 +89,7 @@ def test_the_fastest_size_is_named(tmp_path, printed):
     assert vllm.stdout.endswith(" --dtype bfloat16\n") and sglang.stdout.endswith(" --dtype bfloat16\n")
 
 
+@pytest.mark.long
 def test_a_race_outranks_the_table(tmp_path, printed):
     """Of `benchmark tune`: "behind" is by how much the winner was faster."""
     config = write_config(tmp_path, "org/model")
@@ -115,7 +117,7 @@ def arguments(printed: str) -> list[str]:
     ).stdout.splitlines()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_pinned_target_and_a_path_with_spaces_reach_the_engine(tmp_path, printed):
     folder = tmp_path / "it's a run"
     folder.mkdir()

@@ -107,7 +107,7 @@ def test_the_chain_on_several_processes(config, alone, processes, mesh):
     check_same(alone, chain(config, config.parent / f"{processes}-{mesh}", mesh, processes, *DECODES))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("processes", "mesh"),
     [MESHES[0], *(pytest.param(*many, marks=pytest.mark.long) for many in MESHES[1:])],

@@ -42,7 +42,7 @@ def test_the_older_name_of_the_histogram_is_read():
         assert sglang_server.answer(url, REQUEST)["accepted"] == [2, 0, 0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

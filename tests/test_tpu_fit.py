@@ -75,7 +75,7 @@ def test_a_missing_compiler_is_said(monkeypatch):
         importlib.import_module("tpu_topology").topology_devices("v5e:1x1")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_small_run_fits(small, tmp_path, fit):
     rows = tmp_path / "rows.json"
     status, said = fit(small, "--topology", "v5e:1x2", "--verbs", "evaluate,extract,train", "--json", rows)

@@ -155,7 +155,7 @@ def test_a_killed_run_goes_on_bit_equally(finished, target, tmp_path, monkeypatc
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_was_written_behind_the_last_checkpoint_is_written_once(finished, target, tmp_path, monkeypatch):
     """Killed at the second save: the metrics of steps 4 to 6 are there, and will come again; a torn line is too."""
     whole, _ = finished
@@ -184,7 +184,7 @@ def test_what_was_written_behind_the_last_checkpoint_is_written_once(finished, t
     assert resumed["train"]["loss"] == finished[1]["train"]["loss"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_before_the_last_word_it_still_knows_its_results(target, tmp_path, monkeypatch):
     config = prepared(tmp_path, target)
     finish = manifest.finish
@@ -197,7 +197,7 @@ def test_killed_before_the_last_word_it_still_knows_its_results(target, tmp_path
     assert results["train"] == expected["train"] and results["held_out"] == expected["held_out"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("split", ["train", "held_out"])
 def test_a_nan_stops_with_the_records_named_and_the_last_checkpoint_stays(tmp_path, target, split, capsys):
     """One record holds a NaN: of its batch all records are named; the checkpoint before it is kept as it was."""
@@ -220,7 +220,7 @@ def test_a_nan_stops_with_the_records_named_and_the_last_checkpoint_stays(tmp_pa
         assert all(np.isfinite(leaf).all() for leaf in leaves(config, target))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_nan_of_training_is_found_before_the_head_is_evaluated(tmp_path, target):
     config = prepared(tmp_path, target, max_steps=None, epochs=1, checkpoint_every=100, log_every=100, eval_every=1)
     folder = config.folder("extract") / "train"
@@ -231,7 +231,7 @@ def test_a_nan_of_training_is_found_before_the_head_is_evaluated(tmp_path, targe
         train.train(config, target)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_process_without_metrics_goes_on_where_process_0_does(tmp_path, target, monkeypatch):
     """What was trained before the stop, only process 0 has read."""
     config = prepared(tmp_path, target, max_steps=3)
@@ -292,7 +292,7 @@ def test_a_stop_saves_behind_the_step_and_the_rerun_goes_on_bit_equally(finished
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_lk_loss_begins_at_its_step_and_is_still_there_after_a_stop(finished, target, tmp_path, monkeypatch):
     """Up to step 3 of 6 a run with `lk` is the one without; stopped behind step 4, it goes on with another loss."""
     plain, _ = finished

@@ -122,6 +122,10 @@ prepare_environment() {
 
 # What `timed` has timed, a line each.
 TIMES=()
+# What runs beside the rest, and where its output is.
+declare -A BESIDE=()
+
+took() { TIMES+=("$(printf '%3d:%02d  %s' $(($2 / 60)) $(($2 % 60)) "$1")"); }
 
 # timed NAME COMMAND...: runs it, and keeps how long it took for `show_times`.
 timed() {
@@ -129,7 +133,30 @@ timed() {
   shift
   echo "== $name"
   "$@" || status=$?
-  TIMES+=("$(printf '%3d:%02d  %s' $(((SECONDS - start) / 60)) $(((SECONDS - start) % 60)) "$name")")
+  took "$name" $((SECONDS - start))
+  return "$status"
+}
+
+# begin NAME COMMAND...: as `timed`, beside what follows. `finish NAME` waits, shows what it printed, returns its status.
+begin() {
+  local name=$1
+  shift
+  BESIDE[$name]=$(mktemp)
+  {
+    local start=$SECONDS status=0
+    "$@" </dev/null >"${BESIDE[$name]}" 2>&1 || status=$?
+    echo "$status $((SECONDS - start))" >"${BESIDE[$name]}.end"
+  } &
+}
+
+finish() {
+  local name=$1 output=${BESIDE[$1]} status seconds
+  while [[ ! -s $output.end ]]; do sleep 0.2; done
+  read -r status seconds <"$output.end"
+  echo "== $name"
+  cat "$output"
+  rm -f "$output" "$output.end"
+  took "$name" "$seconds"
   return "$status"
 }
 

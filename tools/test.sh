@@ -32,10 +32,11 @@ check() {
 }
 check ruff check .
 check ruff format --check .
-check pyright --pythonpath "$(command -v python)"
+begin pyright pyright --pythonpath "$(command -v python)"
 check lint-imports
 check shellcheck --external-sources --source-path SCRIPTDIR tools/*.sh .ci/run
 check "${PYTEST[@]}" "${select[@]}" "$@"
+finish pyright || failed+=(pyright)
 if [[ $which == long ]]; then
   # One at a time: several of them start processes of their own, which must find each other within gloo's 30 seconds.
   check "${PYTEST[@]}" -n 0 -m long --hypothesis-profile=long

@@ -103,7 +103,7 @@ def traffic_config(config: RunConfig, tmp_path: pathlib.Path) -> RunConfig:
     return dataclasses.replace(config, run_dir=str(tmp_path / "run"), traffic=traffic)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_server_is_measured_once_at_every_level(traffic_config, prompts, parrot, monkeypatch):
     url, asked = parrot
     started = []
@@ -140,7 +140,7 @@ def test_every_server_is_measured_once_at_every_level(traffic_config, prompts, p
     assert len(asked) == 45 + 2 * (1 + 5 + 6 + 5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_was_measured_before_a_stop_is_kept(traffic_config, prompts, parrot, monkeypatch):
     url, asked = parrot
     monkeypatch.setattr(serving, "_started", lambda _, path: contextlib.nullcontext(Server(url, path.stem)))
@@ -180,7 +180,7 @@ def test_an_accelerator_has_one_server_at_a_time(traffic_config, prompts, parrot
     assert len(asked) == 2 * (1 + 4 + 6 + 4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_who_measures_leaves_the_accelerator_to_the_servers(traffic_config, prompts, parrot, tmp_path):
     """A TPU is one process's: that which asked JAX first."""
     config = tmp_path / "run.yaml"
@@ -200,7 +200,7 @@ assert not xla_bridge.backends_are_initialized()
     assert report["hardware"]["devices"] >= 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_server_with_a_key_that_counts_at_the_end(traffic_config, prompts, parrot, monkeypatch, tmp_path, capsys):
     """As OpenAI's own: it refuses what it does not know, and shows its models to who has a key."""
     monkeypatch.setattr(serving, "_started", lambda *_: contextlib.nullcontext(Server(parrot[0], "a-model")))
@@ -274,7 +274,7 @@ def test_the_hardware_is_asked_without_a_word(monkeypatch, capfd):
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_server_that_does_not_start_is_an_error(traffic_config, prompts):
     broken = dataclasses.replace(
         traffic_config, target=dataclasses.replace(traffic_config.target, name="/no/such/folder")

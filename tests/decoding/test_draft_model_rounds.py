@@ -90,7 +90,7 @@ def test_sampled_tokens_have_the_target_s_distribution(toy, model, small, sample
     assert abs(chi_square - freedom) < 5 * np.sqrt(2 * freedom)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_in_the_engine_with_pages_prefixes_and_tiers(toy, model, itself):
     """Prompts in several stretches, packed rows that continue each other, pages that an earlier request read, a draft
     that rests and catches up: after all of it everything that is drafted is accepted.

@@ -53,7 +53,7 @@ def plain(model: TargetModel, prompt: list[int]) -> list[int]:
 DAILY = {"deepseek_v3"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "family",
     [pytest.param(x, marks=() if x.config.model_type in DAILY else pytest.mark.long) for x in FAMILIES],

@@ -73,7 +73,7 @@ def test_greedy_tokens_are_vanilla_s(toy, vanilla):
         assert state.history[row, : len(text)].tolist() == text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("head", [False, True])
 def test_requests_join_and_leave_and_prefixes_are_reused(toy, head):
     plain = Engine(toy.target, Tokenizer(), batch_size=2, max_length=128, page_size=16)

@@ -166,7 +166,7 @@ def test_log_probabilities_sort_no_vocabulary(topology):
         pytest.param("decode", CHAIN, False, "tpu7x:1x1x1", marks=pytest.mark.long),
         pytest.param("decode", LOOKUP, True, "v5e:1x1", marks=pytest.mark.long),
         pytest.param("decode", LOOKUP, False, "v6e:1x1", marks=pytest.mark.long),
-        pytest.param("decode", GRAFTED, True, "v5p:1x1x1", marks=pytest.mark.slow),
+        pytest.param("decode", GRAFTED, True, "v5p:1x1x1", marks=pytest.mark.long),
         pytest.param("decode", GRAFTED, False, "v5e:1x1", marks=pytest.mark.long),
         pytest.param("decode", RESTING, True, "v5e:1x1", marks=pytest.mark.long),
         pytest.param("catch_up", RESTING, True, "v5e:2x2", marks=pytest.mark.long),

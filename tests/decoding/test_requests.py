@@ -158,7 +158,7 @@ def test_several_answers_to_one_prompt_differ_and_repeat(engine):
     assert alone.token_ids == first[0].token_ids
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_in_another_order_drawn_answers_differ_at_borders_alone(engine):
     """Other prompts are read together then, and sums rounded otherwise. `sampling.draw` inverts running sums of blocks,
     then one in a block: a random number at a border chooses the block or the token next to it.
@@ -234,7 +234,7 @@ def test_requests_wait_where_pages_are_short_and_nothing_is_thrown_out(toy):
         make(toy, page_size=16, kv_tokens=128)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_long_prompts_are_read_in_stretches_between_the_others_rounds(toy, monkeypatch):
     """A long prompt does not stop the others, and its answer is the one it has alone."""
     for name, value in (("PACKED", ((4, 4),)), ("ALONE", ((1, 32),)), ("MOST_READ", 32)):

@@ -54,7 +54,12 @@ def advance(toy_target, draft, state, tree, count, head):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tree", "kind"), [(None, "head"), (COPIES, "head"), (None, "model")], ids=["vanilla", "lookup", "a draft model"]
+    ("tree", "kind"),
+    [
+        pytest.param(None, "head", id="vanilla", marks=pytest.mark.long),
+        pytest.param(COPIES, "head", id="lookup"),
+        pytest.param(None, "model", id="a draft model", marks=pytest.mark.long),
+    ],
 )
 def test_it_wakes_as_if_it_had_never_rested(toy, tree, kind):
     """Rest, wake, draft, rest, wake: caches and state are those of a prefill of the whole text."""

@@ -95,7 +95,7 @@ def test_what_compilers_freed_goes_back_when_a_program_was_compiled(toy, monkeyp
     assert released == [1], "a call that compiles nothing"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_products_take_the_rows_that_cost_least_and_tokens_stay(toy, monkeypatch):
     """Costs are made up, so that four rows are the fewest worth having; matrices lie as on a GPU."""
     tied = toy.with_eos()

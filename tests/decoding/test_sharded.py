@@ -118,7 +118,7 @@ def test_tiers_take_turns_on_a_mesh(toy, monkeypatch):
     assert engine.stats().programs <= compiled + reading, "rounds were compiled again"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_load_in_bfloat16_over_two_devices(tmp_path):
     folder = tiny.write_target(tmp_path)
     config = TargetConfig(name=str(folder), aux_layers=(1, 2, 3))

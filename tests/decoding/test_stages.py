@@ -31,7 +31,7 @@ def busy(models: Models):
     return programs.rehearse(state, np.int32(8))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("tier", EVERY, ids=["vanilla", "tree"])
 def test_one_after_the_other_they_are_a_round(toy, tier):
     models = Models.of(toy.target, toy.good)

@@ -46,7 +46,7 @@ def requests(count, seed=0):
     return prompts, [SamplingParams(max_tokens=int(rng.integers(1, 90))) for _ in prompts]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_tier_for_every_dispatch_and_the_tokens_are_vanilla_s(engine, vanilla, monkeypatch):
     """A35, A52: drafts accepted after each rest, requests that join while the head rests, prefixes reused."""
     take_turns(engine, monkeypatch)
@@ -146,7 +146,7 @@ def test_a_useless_head_is_reported_once_and_rests(toy, vanilla, caplog, monkeyp
     assert count == 0 < every
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_head_whose_numbers_are_none_is_reported_and_rests_until_there_is_another(toy, vanilla, caplog, monkeypatch):
     """Greedy answers stay vanilla's, drawn ones come to an end; a head that replaces it is judged anew."""
     monkeypatch.setattr(tiers, "WITH_HEAD", FEW)
@@ -233,7 +233,7 @@ def test_warm_up_measures_once_a_machine_and_compiles_everything(toy, vanilla, t
     jax.config.update("jax_compilation_cache_dir", before)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_several_trees_are_chosen_among(toy, vanilla):
     """The same answers from each, pinned one after the other; what has no known cost for sampled rounds stays out."""
     sizes = [DraftTree(num_steps=2, num_draft_tokens=3), DraftTree(num_steps=2, topk=2, num_draft_tokens=5)]

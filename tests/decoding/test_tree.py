@@ -214,7 +214,7 @@ def reference_grow(toy, draft, size, root, committed, features):
     return sorted(pool, key=lambda node: -node[1])[: size.num_draft_tokens - 1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_candidates_of_one_depth_do_not_see_each_other(toy, monkeypatch):
     """Each sees, of what was drafted before it, its own line of ancestors and itself."""
     seen, feed = [], Head.feed

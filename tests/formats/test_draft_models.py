@@ -43,7 +43,7 @@ def alter(folder: pathlib.Path, name: str, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_in_a_folder_drafts(target, small):
     params, prompts = SamplingParams(max_tokens=16, ignore_eos=True), ["apple bird", "moon night orange"]
     plain = Engine.load(target, None, batch_size=2, max_length=128).generate(prompts, params)
@@ -73,7 +73,7 @@ def test_who_reads_aux_layers_needs_them_named(small):
         save_draft(small / "head", tiny_heads.make_draft(), target=shape, dtype="float32")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_on_two_devices(target, small):
     params, prompts = SamplingParams(max_tokens=16, ignore_eos=True), ["apple bird", "moon night orange"]
     plain = Engine.load(target, None, batch_size=2, max_length=128).generate(prompts, params)

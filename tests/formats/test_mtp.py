@@ -228,7 +228,7 @@ def test_it_changes_no_token(target, tree):
     assert [x.token_ids for x in drafting.generate(prompts, params)] == [x.token_ids for x in plain]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("sample_drafts", [pytest.param(False, marks=pytest.mark.long), True])
 def test_sampled_tokens_have_the_target_s_distribution(target, sample_drafts):
     """The second token of 4,096 answers against the exact distribution, by chi-square."""

@@ -94,8 +94,9 @@ def test_its_config_is_mapped_or_refused_by_field(name):
         assert (config.draft_vocab_size, config.rope_theta) == (expected["draft_vocab_size"], expected["rope_theta"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if i > 1 else ()) for i, name in enumerate(READ)]
+)
 def test_its_tensors_are_those_that_are_read(name):
     """Under the names and in the shapes that were published, where they were found; else as the form has them."""
     _, values, config, _ = described(HEADS[name])

@@ -192,7 +192,7 @@ def foreign(config: configs.RunConfig, folder: pathlib.Path, tensors: Any = None
     return dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, draft=str(folder)))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "trap", [pytest.param(trap, marks=[pytest.mark.long] if number else []) for number, trap in enumerate(UNSEEN)]
 )

@@ -101,7 +101,7 @@ def test_attention_and_entries_are_those_of_rows_of_their_own(kv_heads, head_dim
         np.testing.assert_array_equal(known(np.asarray(rows)), side_by_side(np.asarray(cache), beside, width))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_mesh_splits_rows():
     """Two rows of two heads, one a device of the model axis."""
     tokens, caches, rest, _ = example(4, 64, "float32")

@@ -31,7 +31,7 @@ def close(got, expected, dtype):
 
 
 @pytest.mark.slow
-@examples(25)
+@examples(6)
 @given(st.integers(1, 70), st.integers(1, 40), st.sampled_from(sorted(DTYPES)), st.sampled_from([1e-5, 1e-6]))
 def test_norm_is_the_layers(m, steps, dtype, eps):
     h = steps * rows_cpu.WIDTH
@@ -48,7 +48,7 @@ def test_norm_is_the_layers(m, steps, dtype, eps):
 
 
 @pytest.mark.slow
-@examples(25)
+@examples(6)
 @given(st.integers(1, 70), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.sampled_from(sorted(DTYPES)))
 def test_heads_are_split_and_rotated_as_the_layers_do(m, kv_heads, group, steps, dtype):
     half = steps * rows_cpu.WIDTH

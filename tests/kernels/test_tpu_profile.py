@@ -44,7 +44,7 @@ def test_no_kernel_takes_more_cycles_than_it_did(chip, tmp_path):
     assert tree <= 1.03 * causal
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(importlib.metadata.version("libtpu") != LIBTPU, reason=f"cycles are known for libtpu {LIBTPU}")
 def test_commit_takes_no_more_cycles_than_it_did(tmp_path):
     measured(tmp_path / "rows.json", "--chips", "v6e", "--kernels", "commit", "--baseline", BASELINE)

@@ -71,7 +71,7 @@ def test_xla_equals_one_dense_softmax(batch, length, kv_heads, group, steps, see
     np.testing.assert_allclose(got, dense(q, k, v, segments, newest), atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_blocks_of_queries_change_nothing(monkeypatch):
     arguments = example(length=37)
     whole = with_gradients(arguments, 2, 1.0, implementation="xla")
@@ -80,7 +80,7 @@ def test_blocks_of_queries_change_nothing(monkeypatch):
         np.testing.assert_allclose(got, expected, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @examples(6)
 @given(
     batch=st.integers(1, 2),
@@ -130,7 +130,7 @@ def test_steps_that_are_still_to_come_are_not_read(implementation):
     assert not np.any(poisoned[3][2:])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_races_and_reads_of_what_was_never_written():
     """The interpreter of TPU memory: VMEM begins as NaN, and accesses that may overtake each other are reported."""
     arguments = example(batch=1, length=300, head_dim=64)
@@ -156,7 +156,7 @@ def test_sharded_equals_unsharded(batch):
         np.testing.assert_allclose(x, y, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @examples(20)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
 def test_documents_start_where_the_segment_id_changes(lengths):

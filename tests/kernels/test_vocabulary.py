@@ -66,7 +66,7 @@ def check(got, expected):
     assert (np.asarray(log_probs) <= 0).all()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @examples(6)
 @given(
     batch=st.sampled_from([(1,), (2, 3), (40,)]),

@@ -226,7 +226,7 @@ def test_in_bfloat16_it_is_as_near_to_float32_as_transformers(tmp_path, architec
         assert error(np.asarray(logits)) < 1.3 * error(theirs)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("architecture", long_for(*AS_LLAMA))
 def test_greedy_tokens_are_those_of_generate(tmp_path, architecture):
     """Token by token from the cache, beyond windows and chunks, which transformers keeps caches of their own for."""
@@ -338,7 +338,7 @@ def test_deepseek_v3_reads_all_of_what_is_published():
     assert tensors["model.layers.61.eh_proj.weight"][0] == (7168, 14336)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "architecture", long_for(*AS_LLAMA, "LlamaForCausalLM", "GptOssForCausalLM", "Gemma3ForCausalLM")
 )

@@ -28,6 +28,7 @@ def test_prompts_have_the_same_tokens():
         assert prompt_ids(tokenizer, conversation["messages"]) == conversation["token_ids"], conversation["text"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.long)])
 def test_log_probabilities_and_greedy_tokens_are_the_same(every):
     """Each token of an answer is our argmax too, and the most probable tokens have the same log-probabilities."""

@@ -337,7 +337,7 @@ print(os.stat(folder).st_ino, recorded == registry.weights.file_digests(folder))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_of_two_processes_one_unpacks_and_the_other_waits(tmp_path):
     """Neither takes away the folder that the other reads by then."""
     command = [sys.executable, "-c", UNPACK, str(tmp_path / "downloads"), NAME]

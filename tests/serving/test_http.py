@@ -333,7 +333,7 @@ def test_health_is_false_while_the_device_hangs(serving, engine, monkeypatch):
         wait_until(lambda: served.http.get("/health").json() == {"healthy": True, "stalled_seconds": 0.0})
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_idle_connection_outlives_the_clients_own_limit(served):
     """httpx closes its idle connections after 5 seconds; a server that does so then loses requests under way."""
     place = urllib.parse.urlsplit(served.url)

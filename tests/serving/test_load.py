@@ -190,7 +190,7 @@ def check_nothing_is_left(served, load: Load) -> None:
     assert served.http.get("/health").status_code == 200
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_sixteen_clients(serving, engine):
     jobs = make_jobs(engine, 24)
     with serving(queue_limit=8, max_body_bytes=100_000) as served:
