@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from eagle3_jax.decoding.request import Piece as Piece
     from eagle3_jax.decoding.request import QueueFullError as QueueFullError
     from eagle3_jax.decoding.request import Request as Request
-    from eagle3_jax.decoding.sampling import SamplingParams as SamplingParams
+    from eagle3_jax.decoding.rounds.sampling import SamplingParams as SamplingParams
     from eagle3_jax.formats.heads import load_draft as load_draft
-    from eagle3_jax.models.registry import load_target as load_target
+    from eagle3_jax.models.checkpoint.fetch import load_target as load_target
 
 # Loaded on first use, so that a verb's `--help` does not wait for JAX.
 _HOMES = {
@@ -29,10 +29,10 @@ _HOMES = {
     "Piece": "eagle3_jax.decoding.request",
     "QueueFullError": "eagle3_jax.decoding.request",
     "Request": "eagle3_jax.decoding.request",
-    "SamplingParams": "eagle3_jax.decoding.sampling",
+    "SamplingParams": "eagle3_jax.decoding.rounds.round.sampling",
     "TargetConfig": "eagle3_jax.config",
     "load_draft": "eagle3_jax.formats.heads",
-    "load_target": "eagle3_jax.models.registry",
+    "load_target": "eagle3_jax.models.checkpoint.fetch",
 }
 __all__ = [
     "DraftTree",

@@ -12,16 +12,16 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from eagle3_jax import command, command_line, manifest, processes
 from eagle3_jax import config as configuration
 from eagle3_jax.config import RunConfig
 from eagle3_jax.data import sources
 from eagle3_jax.decoding.engine import Engine, SamplingParams
-from eagle3_jax.decoding.measure import compare, total
-from eagle3_jax.decoding.near_tie import near_tie
-from eagle3_jax.formats.shipped import chosen_draft, draft_identity
+from eagle3_jax.decoding.measure.compare import compare, total
+from eagle3_jax.decoding.measure.near_tie import near_tie
+from eagle3_jax.formats.packaged import chosen_draft, draft_identity
 from eagle3_jax.mesh import Replica, make_mesh, own_replica
-from eagle3_jax.models.registry import Target, load_target
+from eagle3_jax.models.checkpoint.fetch import Target, load_target
+from eagle3_jax.runs import command, command_line, manifest, processes
 
 
 def run(

@@ -20,8 +20,8 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from eagle3_jax import processes
 from eagle3_jax.config import MeshConfig
+from eagle3_jax.runs import processes
 
 AXES = ("data", "model")
 

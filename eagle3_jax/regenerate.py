@@ -21,12 +21,12 @@ from typing import Any
 
 import tqdm
 
-from eagle3_jax import command, command_line, manifest, processes
 from eagle3_jax import config as configs
 from eagle3_jax.decoding.engine import Engine, Output, SamplingParams
 from eagle3_jax.mesh import Replica, make_mesh, own_replica
 from eagle3_jax.models import chat_template
-from eagle3_jax.models.registry import load_target
+from eagle3_jax.models.checkpoint.fetch import load_target
+from eagle3_jax.runs import command, command_line, manifest, processes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,8 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from eagle3_jax import command, command_line, manifest, processes
 from eagle3_jax.config import FOLDERS, RunConfig
+from eagle3_jax.runs import command, command_line, manifest, processes
 
 # Okabe and Ito's palette: told apart with any colour vision, and in grey by their lightness.
 COLOURS = {"vanilla": "#B8BCC2", "chain": "#56B4E9", "tree": "#0072B2"}

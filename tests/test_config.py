@@ -11,8 +11,9 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle3_jax import command_line, config
+from eagle3_jax import config
 from eagle3_jax.config import ConfigError, DraftTree, TargetConfig, TrainConfig
+from eagle3_jax.runs import command_line
 
 
 @pytest.fixture

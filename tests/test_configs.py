@@ -5,8 +5,8 @@ import pathlib
 import pytest
 
 from eagle3_jax import config as configs
-from eagle3_jax.models import registry
-from eagle3_jax.models.gemma3 import Gemma3Config
+from eagle3_jax.models.checkpoint import fetch as registry
+from eagle3_jax.models.families.gemma3 import Gemma3Config
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 TARGETS = sorted(path.parent.name for path in CONFIGS.glob("targets/*/config.json"))

@@ -20,14 +20,18 @@ import tiny
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from eagle3_jax import command, export, extract, regenerate, train
 from eagle3_jax import config as configs
+from eagle3_jax import regenerate
 from eagle3_jax.config import RunConfig
 from eagle3_jax.data.features import FeatureSource
+from eagle3_jax.export import __main__ as export
+from eagle3_jax.extract import __main__ as extract
 from eagle3_jax.formats.heads import load_draft
-from eagle3_jax.models import registry
-from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
-from eagle3_jax.models.identity import check_same_target
+from eagle3_jax.models.checkpoint import fetch as registry
+from eagle3_jax.models.checkpoint.identity import check_same_target
+from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
+from eagle3_jax.runs import command
+from eagle3_jax.train import __main__ as train
 from eagle3_jax.training import checkpoint
 from eagle3_jax.training.checkpoint import Checkpoints
 from eagle3_jax.training.optimizer import make_optimizer

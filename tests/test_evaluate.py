@@ -11,15 +11,16 @@ import tiny
 import tiny_heads
 from flax import nnx
 
-from eagle3_jax import command, evaluate, manifest, report
 from eagle3_jax import config as configuration
+from eagle3_jax import evaluate, report
 from eagle3_jax.config import RunConfig
 from eagle3_jax.data import sources
-from eagle3_jax.decoding import tiers
+from eagle3_jax.decoding.choice import modes
 from eagle3_jax.formats.heads import save_draft
-from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
-from eagle3_jax.models.head import Draft
-from eagle3_jax.models.registry import Target
+from eagle3_jax.models.checkpoint.fetch import Target
+from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
+from eagle3_jax.models.drafts.head import Draft
+from eagle3_jax.runs import command, manifest
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +166,7 @@ def test_measures_a_prompts_file(
 def test_the_engine_may_choose(
     config: RunConfig, target: Target, prompts: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiers, "WITH_HEAD", (tiers.VANILLA, tiers.CHAIN))
+    monkeypatch.setattr(modes, "WITH_HEAD", (modes.VANILLA, modes.CHAIN))
     auto = dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, tree="auto"))
     result = evaluate.run(auto, prompts, tmp_path / "report.json", target)
     assert result["identical"] == 3

@@ -7,8 +7,12 @@ import pytest
 import tiny_families
 
 from eagle3_jax import config as configs
-from eagle3_jax import evaluate, export, extract, manifest, train
+from eagle3_jax import evaluate
+from eagle3_jax.export import __main__ as export
+from eagle3_jax.extract import __main__ as extract
 from eagle3_jax.models.families import FAMILIES, Family
+from eagle3_jax.runs import manifest
+from eagle3_jax.train import __main__ as train
 
 TEXTS = [("Why is the sky blue?", "It scatters light, blue most."), ("Count.", "One two three, one two three.")]
 # Not in the form of SGLang, the default, which cannot serve these aux layers of them.

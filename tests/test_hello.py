@@ -11,7 +11,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tools"))
 import hello
 
 from eagle3_jax.config import TargetConfig
-from eagle3_jax.models.registry import load_target
+from eagle3_jax.models.checkpoint.fetch import load_target
 
 TOKENIZER = tiny.make_tokenizer()
 

@@ -22,8 +22,8 @@ import pytest
 import tiny
 from orbax.checkpoint import v1 as ocp
 
-from eagle3_jax import command, manifest
 from eagle3_jax.config import FOLDERS
+from eagle3_jax.runs import command, manifest
 
 # Kills of each verb in the long test: 50 altogether, most where most is written.
 KILLS = {"prepare": 5, "regenerate": 10, "extract": 10, "train": 14, "export": 5, "evaluate": 4, "report": 2}

@@ -13,13 +13,13 @@ import tiny
 from matplotlib.image import imread
 
 from eagle3_jax import config as configs
-from eagle3_jax import train
 from eagle3_jax.data.features import FeatureSource
 from eagle3_jax.formats.heads import load_draft
-from eagle3_jax.models.draft import DraftHead
-from eagle3_jax.models.registry import load_target
-from eagle3_jax.training.acceptance import replay_rounds
+from eagle3_jax.models.checkpoint.fetch import load_target
+from eagle3_jax.models.drafts.eagle3 import DraftHead
+from eagle3_jax.train import __main__ as train
 from eagle3_jax.training.batch import Batch, Teacher
+from eagle3_jax.training.replay import replay_rounds
 from eagle3_jax.training.ttt import training_time_test
 
 pytestmark = pytest.mark.slow

@@ -18,10 +18,13 @@ import tiny
 from flax import nnx
 
 import eagle3_jax
-from eagle3_jax import command_line, config, export, serve
+from eagle3_jax import config
 from eagle3_jax.config import FOLDERS, DraftConfig, TargetConfig
-from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
-from eagle3_jax.models.head import Draft
+from eagle3_jax.export import __main__ as export
+from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
+from eagle3_jax.models.drafts.head import Draft
+from eagle3_jax.runs import command_line
+from eagle3_jax.serve import __main__ as serve
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -267,7 +270,7 @@ def test_a_page_runs_in_a_clone(page, tmp_path):
 def test_its_python_runs(page, tmp_path, monkeypatch, capsys):
     """As it is written, but for the models: a tiny target in a folder, and a head that knows nothing."""
     found = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    blocks = [block for block in found if "openai" not in block]  # tests/serving/test_http.py runs those
+    blocks = [block for block in found if "openai" not in block]  # tests/serve/test_http.py runs those
     assert blocks or page.name != "README.md"
     if not blocks:
         return

@@ -9,8 +9,9 @@ import pytest
 import tiny
 
 from eagle3_jax import config as configuration
-from eagle3_jax import manifest, regenerate
+from eagle3_jax import regenerate
 from eagle3_jax.decoding.engine import Engine, Output, Stats
+from eagle3_jax.runs import manifest
 
 IDENTITY = tiny.identity((0, 1, 3))
 

@@ -11,8 +11,8 @@ from matplotlib import colors, pyplot
 
 from eagle3_jax import report
 from eagle3_jax.config import FOLDERS, RunConfig
-from eagle3_jax.decoding.measure import Tally, total
-from eagle3_jax.manifest import begin, finish
+from eagle3_jax.decoding.measure.compare import Tally, total
+from eagle3_jax.runs.manifest import begin, finish
 
 CATEGORIES = ("chat", "code", "long_context", "math", "multilingual")
 TREES = {

@@ -17,15 +17,19 @@ import tiny
 from flax import nnx
 
 from eagle3_jax import config as configs
-from eagle3_jax import evaluate, export, extract, manifest, train
+from eagle3_jax import evaluate
 from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.export import __main__ as export
+from eagle3_jax.extract import __main__ as extract
 from eagle3_jax.formats.files import CONFIG, WEIGHTS
 from eagle3_jax.formats.heads import load_draft, save_draft
 from eagle3_jax.formats.stored import DraftFormatError
-from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
-from eagle3_jax.models.head import Draft
-from eagle3_jax.models.identity import FIELDS
-from eagle3_jax.models.registry import Target, load_target
+from eagle3_jax.models.checkpoint.fetch import Target, load_target
+from eagle3_jax.models.checkpoint.identity import FIELDS
+from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
+from eagle3_jax.models.drafts.head import Draft
+from eagle3_jax.runs import manifest
+from eagle3_jax.train import __main__ as train
 from eagle3_jax.training.checkpoint import Checkpoints
 from eagle3_jax.training.state import TrainState
 

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 import yaml
 
-from eagle3_jax import command
 from eagle3_jax import config as configs
+from eagle3_jax.runs import command
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "docs/batch-jobs-on-tpu-vms.md"

@@ -31,8 +31,8 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from eagle3_jax.models.llama import Llama, LlamaConfig
-from eagle3_jax.models.registry import Target
+from eagle3_jax.models.checkpoint.fetch import Target
+from eagle3_jax.models.families.llama import Llama, LlamaConfig
 
 REPOSITORY = pathlib.Path(__file__).parents[1]
 

@@ -12,11 +12,11 @@ import safetensors.numpy
 import tiny
 from flax import nnx
 
-from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
-from eagle3_jax.models.draft_model import DraftModel
-from eagle3_jax.models.head import Draft
-from eagle3_jax.models.llama import Llama, LlamaConfig
-from eagle3_jax.models.weights import parameter_path
+from eagle3_jax.models.checkpoint.load import parameter_path
+from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
+from eagle3_jax.models.drafts.head import Draft
+from eagle3_jax.models.drafts.model import DraftModel
+from eagle3_jax.models.families.llama import Llama, LlamaConfig
 
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 TARGET = tiny.llama_config(

@@ -18,8 +18,8 @@ import eagle3_jax
 from eagle3_jax import DraftTree, Engine, SamplingParams, load_target
 from eagle3_jax.config import DraftConfig, TargetConfig
 from eagle3_jax.formats.heads import save_draft
-from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
-from eagle3_jax.models.head import Draft
+from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
+from eagle3_jax.models.drafts.head import Draft
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
         if path.name.endswith(".jsonl")
     }
     assert len(prompts) == 5 and min(prompts.values()) > 0, f"packaged prompts: got {prompts}"
-    assert json.loads((files / "kernels/tree_attention_blocks.json").read_text())["default"]
+    assert json.loads((files / "kernels/tree_attention/blocks.json").read_text())["default"]
 
     with tempfile.TemporaryDirectory() as name:
         folder = tiny.write_target(pathlib.Path(name) / "target")

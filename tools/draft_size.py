@@ -13,10 +13,11 @@ import shlex
 import sys
 from typing import Any
 
-from eagle3_jax import DraftTree, manifest
+from eagle3_jax import DraftTree
 from eagle3_jax import config as configuration
 from eagle3_jax.config import RunConfig
-from eagle3_jax.models.registry import packaged_model, split_revision
+from eagle3_jax.models.checkpoint.fetch import packaged_model, split_revision
+from eagle3_jax.runs import manifest
 
 
 def measured(config: RunConfig) -> list[dict[str, Any]]:

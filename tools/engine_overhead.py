@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from eagle3_jax.config import DraftConfig, DraftTree
-from eagle3_jax.decoding import programs
+from eagle3_jax.decoding.device import programs
 from eagle3_jax.decoding.engine import Engine, SamplingParams
-from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
-from eagle3_jax.models.head import Draft
-from eagle3_jax.models.registry import load_target
+from eagle3_jax.models.checkpoint.fetch import load_target
+from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
+from eagle3_jax.models.drafts.head import Draft
 
 CHAIN = DraftTree(num_steps=3, topk=1, num_draft_tokens=4)
 DISPATCHES = 12

@@ -39,19 +39,19 @@ from flax import nnx
 from run_parser import run_parser
 
 from eagle3_jax import config as configs
-from eagle3_jax import hidden_states
 from eagle3_jax.config import DraftTree, MeshConfig
-from eagle3_jax.decoding import stages
+from eagle3_jax.decoding.choice.modes import Tier
+from eagle3_jax.decoding.device.programs import Models
 from eagle3_jax.decoding.engine import Engine, SamplingParams
-from eagle3_jax.decoding.programs import Models
-from eagle3_jax.decoding.tiers import Tier
-from eagle3_jax.kernels import few_rows
+from eagle3_jax.decoding.measure import profile
+from eagle3_jax.extract import hidden_states
+from eagle3_jax.kernels.linear import few_rows
 from eagle3_jax.mesh import make_mesh
-from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
+from eagle3_jax.models.checkpoint.fetch import fetch, read_config
+from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
+from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.families import family_of
-from eagle3_jax.models.head import Draft
-from eagle3_jax.models.packing import products as products_of
-from eagle3_jax.models.registry import fetch, read_config
+from eagle3_jax.models.inference_layout import products as products_of
 from eagle3_jax.models.target import ModelConfig, TargetModel
 from eagle3_jax.training.batch import Batch, Teacher
 from eagle3_jax.training.optimizer import make_optimizer
@@ -176,7 +176,7 @@ def decode(run: Run) -> Iterator[Row]:
 
         def measured(tier: Tier, name: str, engine: Engine = engine, prompts: list[list[int]] = prompts) -> Row:
             seconds, tau = rounds(engine, tier, prompts, params)
-            read = stages.bytes_read(Models.of(run.target, run.draft), tier, len(prompts), PROMPT + ANSWER // 2)
+            read = profile.bytes_read(Models.of(run.target, run.draft), tier, len(prompts), PROMPT + ANSWER // 2)
             return {
                 "part": f"decode, batch {len(prompts)}, {name}",
                 "tokens_per_second": len(prompts) * tau / seconds,
@@ -289,7 +289,7 @@ def main() -> None:
         parser.error(str(error))
     device = jax.devices()[0]
     run, rows = Run(config, shape, operations_per_second()), []
-    ceilings = f"{run.peak / 1e12:.2f} TFLOP/s, {stages.bandwidth() / 1e9:.0f} GB/s"
+    ceilings = f"{run.peak / 1e12:.2f} TFLOP/s, {profile.bandwidth() / 1e9:.0f} GB/s"
     print(f"{device.device_kind}, jax {jax.__version__}: {ceilings}", flush=True)
     for part in parts:
         for row in PARTS[part](run):

@@ -17,11 +17,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from eagle3_jax import Engine, SamplingParams, command, load_target
+from eagle3_jax import Engine, SamplingParams, load_target
 from eagle3_jax.decoding.detokenizer import Detokenizer
-from eagle3_jax.decoding.measure import first_difference
-from eagle3_jax.formats.shipped import AUTO, LOOKUP, shipped_head
-from eagle3_jax.models.registry import Target
+from eagle3_jax.decoding.measure.compare import first_difference
+from eagle3_jax.formats.packaged import AUTO, LOOKUP, shipped_head
+from eagle3_jax.models.checkpoint.fetch import Target
+from eagle3_jax.runs import command
 
 # Two that make their answers quote them, as edits of text and code do, and one that does not.
 PROMPTS = {

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from eagle3_jax import DraftTree, Engine, SamplingParams
-from eagle3_jax.check import vllm_answers
-from eagle3_jax.models.registry import fetch
+from eagle3_jax.export.check import vllm_answers
+from eagle3_jax.models.checkpoint.fetch import fetch
 
 ROOT = pathlib.Path(__file__).parents[1]
 TOKENS = 64

@@ -26,7 +26,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from eagle3_jax.models.draft import DraftHeadConfig
+from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
 
 ROWS, LENGTH, STEPS = 2, 512, 7
 CONFIG = DraftHeadConfig(
@@ -71,9 +71,9 @@ def ours(arrays: Arrays, settings: argparse.Namespace) -> Callable[[], float]:
     import jax
     import jax.numpy as jnp
 
-    from eagle3_jax import host_memory
     from eagle3_jax.config import MeshConfig, TrainConfig
     from eagle3_jax.mesh import make_mesh
+    from eagle3_jax.runs import host_memory
     from eagle3_jax.training.batch import Batch, Teacher
     from eagle3_jax.training.optimizer import make_optimizer
     from eagle3_jax.training.state import init_head, init_state, make_train_step
@@ -118,7 +118,7 @@ def specforge(arrays: Arrays, _: argparse.Namespace) -> Callable[[], float]:
     from flax import nnx
     from parity import specforge_loss, specforge_model, tensors, torch_weights
 
-    from eagle3_jax.models.draft import DraftHead
+    from eagle3_jax.models.drafts.eagle3 import DraftHead
 
     embed, draft_tokens = arrays.pop("embed"), arrays.pop("draft_tokens")
     weights = torch_weights(tensors(DraftHead(CONFIG, rngs=nnx.Rngs(0))), embed, draft_tokens)

@@ -24,14 +24,15 @@ import jax.numpy as jnp
 import numpy as np
 import yaml
 
-from eagle3_jax import Engine, SamplingParams, command, manifest
+from eagle3_jax import Engine, SamplingParams
 from eagle3_jax import config as configs
 from eagle3_jax.config import PackagedSource, RunConfig, SelfSource
 from eagle3_jax.data import sources
 from eagle3_jax.mesh import make_mesh
 from eagle3_jax.models import chat_template
-from eagle3_jax.models.draft import DraftHeadConfig
-from eagle3_jax.models.registry import Target, load_target
+from eagle3_jax.models.checkpoint.fetch import Target, load_target
+from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
+from eagle3_jax.runs import command, manifest
 from eagle3_jax.training.batch import Batch, Teacher
 from eagle3_jax.training.optimizer import make_optimizer
 from eagle3_jax.training.state import init_head, init_state, make_train_step

@@ -22,12 +22,13 @@ import jax
 import jax.numpy as jnp
 
 from eagle3_jax.config import DraftTree
-from eagle3_jax.decoding import programs, stages
-from eagle3_jax.decoding.programs import Models, Sizes
-from eagle3_jax.decoding.tiers import VANILLA, Tier
-from eagle3_jax.decoding.tree import chain, root_only
-from eagle3_jax.models.packing import for_inference
-from eagle3_jax.models.registry import load_target
+from eagle3_jax.decoding.choice.modes import VANILLA, Tier
+from eagle3_jax.decoding.device import programs
+from eagle3_jax.decoding.device.programs import Models, Sizes
+from eagle3_jax.decoding.measure import profile
+from eagle3_jax.decoding.rounds.tree import chain, root_only
+from eagle3_jax.models.checkpoint.fetch import load_target
+from eagle3_jax.models.inference_layout import for_inference
 from eagle3_jax.models.target import TargetModel
 
 ROWS = (1, 2, 4, 8, 16, 32)
@@ -76,7 +77,7 @@ def measure(
             if kind == "pass":
                 state, result = read(models, state, nodes.tokens)
             else:
-                state, result = stages.verify(models, state, nodes, tier=every[kind, count])
+                state, result = profile.verify(models, state, nodes, tier=every[kind, count])
             jax.block_until_ready((state, result))
             if turn >= 0:  # the first one compiles
                 seconds[kind, count].append(time.perf_counter() - start)

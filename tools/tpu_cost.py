@@ -23,7 +23,7 @@ from products import products
 from run_parser import run_parser
 
 from eagle3_jax import config as configs
-from eagle3_jax.models.registry import fetch, read_config
+from eagle3_jax.models.checkpoint.fetch import fetch, read_config
 
 
 def main() -> None:

@@ -38,25 +38,26 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from eagle3_jax import config as configs
-from eagle3_jax import hidden_states
-from eagle3_jax.decoding import programs, tiers
+from eagle3_jax.decoding.choice import modes
+from eagle3_jax.decoding.choice.modes import Tier
+from eagle3_jax.decoding.device import programs
+from eagle3_jax.decoding.device.programs import Models, Sizes, empty_state
 from eagle3_jax.decoding.engine import PAGE_SIZE
-from eagle3_jax.decoding.programs import Models, Sizes, empty_state
-from eagle3_jax.decoding.rounds import STATE_SHARDING_RULES
-from eagle3_jax.decoding.tiers import Tier
+from eagle3_jax.decoding.rounds.round import STATE_SHARDING_RULES
+from eagle3_jax.extract import hidden_states
 from eagle3_jax.formats import eagle2, mtp
 from eagle3_jax.formats.mtp import MTP
-from eagle3_jax.formats.shipped import LOOKUP
+from eagle3_jax.formats.packaged import LOOKUP
 from eagle3_jax.mesh import batch_sharding, make_mesh, replicas, replicated, shardings
-from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
-from eagle3_jax.models.eagle2 import Eagle2Head
+from eagle3_jax.models.checkpoint.fetch import fetch, read_config
+from eagle3_jax.models.drafts.eagle2 import Eagle2Head
+from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
+from eagle3_jax.models.drafts.head import Draft, Head
 from eagle3_jax.models.families import family_of
-from eagle3_jax.models.head import Draft, Head
+from eagle3_jax.models.inference_layout import tpu_formats
 from eagle3_jax.models.layers import SHARDING_RULES
-from eagle3_jax.models.packing import tpu_formats
-from eagle3_jax.models.registry import fetch, read_config
 from eagle3_jax.models.target import ModelConfig, TargetModel
-from eagle3_jax.train import IN_FLIGHT
+from eagle3_jax.train.__main__ import IN_FLIGHT
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Batch, Teacher
 from eagle3_jax.training.optimizer import make_optimizer
 from eagle3_jax.training.state import STATE_SHARDING_RULES as TRAIN_SHARDING_RULES
@@ -146,18 +147,18 @@ def evaluate(config: configs.RunConfig, target: ModelConfig, devices: list[Any])
     settings = config.evaluate
     sizes = settings.batch_size, settings.max_tokens, settings.temperature == 0
     if settings.draft == LOOKUP:
-        tier = tiers.LOOKUP
+        tier = modes.LOOKUP
     else:
-        tree = tiers.WITH_HEAD[-1].tree if settings.tree == "auto" else settings.tree  # the largest one
+        tree = modes.WITH_HEAD[-1].tree if settings.tree == "auto" else settings.tree  # the largest one
         tier = Tier(tree, head=True)
-    return decoding("evaluate", config, target, devices, tier, *sizes, beside=tiers.VANILLA)
+    return decoding("evaluate", config, target, devices, tier, *sizes, beside=modes.VANILLA)
 
 
 def regenerate(config: configs.RunConfig, target: ModelConfig, devices: list[Any]) -> Iterator[Program]:
     """`regenerate`: vanilla decoding."""
     settings = config.regenerate
     sizes = settings.batch_size, settings.max_tokens, settings.temperature == 0
-    return decoding("regenerate", config, target, devices, tiers.VANILLA, *sizes)
+    return decoding("regenerate", config, target, devices, modes.VANILLA, *sizes)
 
 
 def decoding(
@@ -174,7 +175,7 @@ def decoding(
 ) -> Iterator[Program]:
     """The engine's two programs: prefill of the longest stretch of a prompt, and the rounds of a full batch.
 
-    Rounds of fewer requests are programs of fewer rows over the same state (`tests/decoding/test_programs_tpu.py` holds
+    Rounds of fewer requests are programs of fewer rows over the same state (`test_programs_tpu.py` holds
     them to the same limit).
 
     Args:

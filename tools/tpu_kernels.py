@@ -22,7 +22,7 @@ def tree_attention(case: Attention) -> Call:
 
     from eagle3_jax.decoding.engine import PAGE_SIZE
     from eagle3_jax.kernels import dispatch
-    from eagle3_jax.kernels.tree_attention import plan, tree_attention
+    from eagle3_jax.kernels.tree_attention.api import plan, tree_attention
 
     c, cores, dtype, pages = case, dispatch.cores(), jnp.dtype(case.dtype), case.keys // PAGE_SIZE
     queries, cache = (c.batch, c.nodes, c.query_heads, c.head_dim), _pages(c.batch * c.keys, c.kv_heads, c.head_dim)
@@ -53,7 +53,7 @@ def _pages(tokens: int, kv_heads: int, head_dim: int) -> tuple[int, ...]:
 
 
 def vocabulary_top_k(case: TopK, implementation: Any = None) -> Call:
-    from eagle3_jax.kernels.vocabulary import vocabulary_top_k
+    from eagle3_jax.kernels.vocabulary.api import vocabulary_top_k
 
     return _top_k(case, functools.partial(vocabulary_top_k, k=case.k, implementation=implementation))
 
@@ -79,7 +79,7 @@ def ttt_attention(case: TrainingTimeTest) -> Call:
     import jax
     import jax.numpy as jnp
 
-    from eagle3_jax.kernels.ttt_attention import plan, ttt_attention
+    from eagle3_jax.kernels.ttt_attention.api import plan, ttt_attention
 
     c = case
     queries = (1, c.length, c.query_heads, c.head_dim)
@@ -102,7 +102,7 @@ def ttt_attention(case: TrainingTimeTest) -> Call:
 def commit(case: Commit) -> Call:
     """Whatever depends on the path counts as done for each of its rows."""
     from eagle3_jax.decoding.engine import PAGE_SIZE
-    from eagle3_jax.kernels.commit import commit
+    from eagle3_jax.kernels.cache.commit import commit
 
     c = case
     caches = [(_pages(c.batch * c.slots, c.kv_heads, c.head_dim), c.dtype)] * 2 * c.layers

@@ -16,7 +16,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 LABEL=eagle3_jax
 PAUSE=20 # seconds between two looks
 PATIENCE=5 # looks in a row at which a host may stay silent
-STOPPED=75 # a verb's exit status after SIGTERM, as eagle3_jax/command.py has it
+STOPPED=75 # a verb's exit status after SIGTERM, as eagle3_jax/runs/command.py has it
 
 # ------------------------------------------------------------------------------------------------------------ arguments
 COMMANDS="create, install, regenerate, extract, train, serve or delete"

@@ -1,3 +1,3 @@
-from eagle3_jax import command
+from eagle3_jax.runs import command
 
 command.require("train")

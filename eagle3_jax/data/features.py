@@ -23,7 +23,7 @@ import safetensors
 import safetensors.numpy
 from jaxtyping import Int32
 
-from eagle3_jax import manifest
+from eagle3_jax.runs import manifest
 
 Record = dict[str, np.ndarray]
 

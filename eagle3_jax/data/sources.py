@@ -16,9 +16,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NotRequired, TypedDict
 
-from eagle3_jax import processes
 from eagle3_jax.data import filters, lines
 from eagle3_jax.models import chat_template
+from eagle3_jax.runs import processes
 
 Messages = filters.Messages
 _Take = Callable[[Messages], Messages]

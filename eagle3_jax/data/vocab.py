@@ -8,7 +8,7 @@ import zipfile
 import numpy as np
 from jaxtyping import Int32, Int64, Integer, UInt8
 
-from eagle3_jax import manifest
+from eagle3_jax.runs import manifest
 
 NAME = "vocab.npz"
 

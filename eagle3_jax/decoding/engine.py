@@ -24,30 +24,33 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from eagle3_jax import processes
 from eagle3_jax.config import DraftTree, MeshConfig, TargetConfig
-from eagle3_jax.decoding import arguments, costs, pricing, programs, resting, tiers
+from eagle3_jax.decoding import arguments
 from eagle3_jax.decoding.arguments import KVDtype
+from eagle3_jax.decoding.choice import costs, pricing
+from eagle3_jax.decoding.choice import modes as tiers
+from eagle3_jax.decoding.choice.modes import VANILLA, Tier
+from eagle3_jax.decoding.device import catch_up, programs
+from eagle3_jax.decoding.device.programs import Chunk, Sizes
+from eagle3_jax.decoding.device.report import first_progress, progress
+from eagle3_jax.decoding.device.runner import ModelRunner, tokens_that_fit
 from eagle3_jax.decoding.pages import PagePool
-from eagle3_jax.decoding.programs import Chunk, Sizes
-from eagle3_jax.decoding.progress import first_progress, progress
 from eagle3_jax.decoding.prompt import Prompt, encode
 from eagle3_jax.decoding.request import FinishReason, QueueFullError, Request, said
 from eagle3_jax.decoding.request import Output as Output
 from eagle3_jax.decoding.request import Piece as Piece
 from eagle3_jax.decoding.request import Stats as Stats
-from eagle3_jax.decoding.runner import ModelRunner, tokens_that_fit
-from eagle3_jax.decoding.sampling import MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
+from eagle3_jax.decoding.rounds.sampling import MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
 from eagle3_jax.decoding.steps import Progress
-from eagle3_jax.decoding.tiers import VANILLA, Tier
 from eagle3_jax.formats import mtp
 from eagle3_jax.formats.heads import load_draft
 from eagle3_jax.formats.mtp import MTP
-from eagle3_jax.formats.shipped import AUTO, LOOKUP, load_shipped
+from eagle3_jax.formats.packaged import AUTO, LOOKUP, load_shipped
 from eagle3_jax.mesh import decoding_mesh
-from eagle3_jax.models.head import Draft
-from eagle3_jax.models.registry import Target, load_target, target_config
+from eagle3_jax.models.checkpoint.fetch import Target, load_target, target_config
+from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.target import ModelConfig, TargetModel
+from eagle3_jax.runs import processes
 
 PAGE_SIZE = 128
 GREEDY = SamplingParams()
@@ -637,7 +640,7 @@ class Engine:
             seen.append((request.acceptance, found.rounds, sum(found.accepted)))
             drafted += found.drafted
             ending = request.take(found, self._eos)
-            request.acceptance.lost = found.unread > resting.ROOM or not (request.lease and request.lease.drafted)
+            request.acceptance.lost = found.unread > catch_up.ROOM or not (request.lease and request.lease.drafted)
             if ending is None:
                 request.tell()
             else:

@@ -14,11 +14,11 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 
 from eagle3_jax.decoding.channels import Channels
+from eagle3_jax.decoding.choice.policy import Acceptance
 from eagle3_jax.decoding.detokenizer import Detokenizer, StopScanner
+from eagle3_jax.decoding.device.report import Progress, RoundTree
 from eagle3_jax.decoding.pages import Lease
-from eagle3_jax.decoding.policy import Acceptance
-from eagle3_jax.decoding.progress import Progress, RoundTree
-from eagle3_jax.decoding.sampling import SamplingParams
+from eagle3_jax.decoding.rounds.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 Ending = tuple[FinishReason, str | None]  # why a request ends, and what an "error" was

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from eagle3_jax.command import stop_point
+from eagle3_jax.runs.command import stop_point
 
 # True: a bar. False: nothing. Else what is told, such as "compile: 12 of 60 programs".
 Progress = bool | Callable[[str], Any]

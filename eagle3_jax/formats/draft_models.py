@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from eagle3_jax.formats import fields, files
 from eagle3_jax.formats.stored import DraftFormatError
 from eagle3_jax.formats.tensors import canonical
-from eagle3_jax.manifest import JsonError
-from eagle3_jax.models.draft_model import DraftModel
+from eagle3_jax.models.checkpoint.fetch import Target, TargetError, fetch, load_tokenizer, read_config
+from eagle3_jax.models.checkpoint.identity import tokenizer_digest
+from eagle3_jax.models.checkpoint.load import WeightsError, load_model, locate
+from eagle3_jax.models.drafts.head import Draft
+from eagle3_jax.models.drafts.model import DraftModel
 from eagle3_jax.models.families import FAMILIES
-from eagle3_jax.models.head import Draft
-from eagle3_jax.models.identity import tokenizer_digest
-from eagle3_jax.models.registry import Target, TargetError, fetch, load_tokenizer, read_config
-from eagle3_jax.models.vision import TEXT_OF, text_name
-from eagle3_jax.models.weights import WeightsError, load_model, locate
+from eagle3_jax.models.families.vision import TEXT_OF, text_name
+from eagle3_jax.runs.manifest import JsonError
 
 _EXPECTED = (
     "the folder of a head, the name or folder of a smaller model, 'lookup', 'mtp', 'auto', or None for no drafts"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Int64
 
-from eagle3_jax.models.draft import DraftHeadConfig
+from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
 
 
 def write(ids: Int64[np.ndarray, " dv"], vocab_size: int) -> dict[str, np.ndarray]:

@@ -17,13 +17,13 @@ from flax import nnx
 from eagle3_jax.formats import fields, files
 from eagle3_jax.formats.stored import DraftFormatError, stale_embeddings
 from eagle3_jax.formats.tensors import EMBEDDINGS, LAYER, number_problems
-from eagle3_jax.models.eagle2 import Eagle2Config, Eagle2Head
-from eagle3_jax.models.entries import Entry, kernel, plain, qkv
-from eagle3_jax.models.head import Draft
-from eagle3_jax.models.registry import Target
+from eagle3_jax.models.checkpoint.fetch import Target
+from eagle3_jax.models.checkpoint.load import parameter_path
+from eagle3_jax.models.checkpoint.table import Entry, kernel, plain, qkv
+from eagle3_jax.models.drafts.eagle2 import Eagle2Config, Eagle2Head
+from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.rope import read_rope
 from eagle3_jax.models.target import ModelConfig
-from eagle3_jax.models.weights import parameter_path
 
 # Under these names SafeAILab, SGLang and vLLM know it.
 _ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle", "EagleLlamaForCausalLM")

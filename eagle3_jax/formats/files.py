@@ -9,10 +9,10 @@ from typing import Any
 import safetensors.numpy
 from safetensors import SafetensorError
 
-from eagle3_jax import manifest
 from eagle3_jax.formats.stored import DraftFormatError
 from eagle3_jax.formats.tensors import Tensors, canonical
-from eagle3_jax.models.weights import INDEX, WeightsError, read_index, save_tensors
+from eagle3_jax.models.checkpoint.load import INDEX, WeightsError, read_index, save_tensors
+from eagle3_jax.runs import manifest
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")

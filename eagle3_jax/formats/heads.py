@@ -15,13 +15,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from eagle3_jax import manifest
 from eagle3_jax.formats import (
+    compatibility,
     draft_models,
     draft_vocabulary,
     eagle,
     eagle2,
-    engines,
     fields,
     files,
     sglang,
@@ -32,10 +31,11 @@ from eagle3_jax.formats import (
 from eagle3_jax.formats.fields import Form
 from eagle3_jax.formats.stored import DraftFormatError, StoredHead, from_draft, misfits, stale_embeddings, to_draft
 from eagle3_jax.formats.tensors import EMBEDDINGS, LAYER, LM_HEAD, tensor_problems
-from eagle3_jax.models.head import Draft
-from eagle3_jax.models.identity import COPY, check_same_target
-from eagle3_jax.models.registry import Target
+from eagle3_jax.models.checkpoint.fetch import Target
+from eagle3_jax.models.checkpoint.identity import COPY, check_same_target
+from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.target import ModelConfig
+from eagle3_jax.runs import manifest
 
 _log = logging.getLogger(__name__)
 
@@ -196,9 +196,9 @@ def write(folder: pathlib.Path, head: StoredHead, form: str, problems: Sequence[
         DraftFormatError: the form's engine could not run the head, or it does not read back the same.
     """
     to = FORMS[form]
-    refused = engines.refusals(to, head)
+    refused = compatibility.refusals(to, head)
     if refused:
-        able = [other.name for other in FORMS.values() if not engines.refusals(other, head)]
+        able = [other.name for other in FORMS.values() if not compatibility.refusals(other, head)]
         refused.append(f"export.format: got {form!r}, expected {' or '.join(able) or 'another head'}")
     _refuse([*problems, *refused], "this draft cannot be saved")
     tensors = {name.replace(LAYER, to.layer): np.ascontiguousarray(tensor) for name, tensor in head.tensors.items()}

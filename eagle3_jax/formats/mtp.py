@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from eagle3_jax.models import deepseek_mtp, mimo_mtp
-from eagle3_jax.models.deepseek_v3 import DeepseekV3Config
-from eagle3_jax.models.entries import Entry
-from eagle3_jax.models.head import Draft
-from eagle3_jax.models.mimo import MimoConfig
-from eagle3_jax.models.mtp import MtpHead
-from eagle3_jax.models.registry import Target
+from eagle3_jax.models.checkpoint.fetch import Target
+from eagle3_jax.models.checkpoint.load import WeightsError, locate, misfits, parameter_path, reader
+from eagle3_jax.models.checkpoint.table import Entry
+from eagle3_jax.models.drafts import deepseek_mtp, mimo_mtp
+from eagle3_jax.models.drafts.head import Draft
+from eagle3_jax.models.drafts.mtp import MtpHead
+from eagle3_jax.models.families.deepseek_v3 import DeepseekV3Config
+from eagle3_jax.models.families.mimo import MimoConfig
 from eagle3_jax.models.target import ModelConfig
-from eagle3_jax.models.weights import WeightsError, locate, misfits, parameter_path, reader
 
 MTP: Final = "mtp"
 # Of a family: the head, and parameter path in it -> the tensors of the checkpoint.

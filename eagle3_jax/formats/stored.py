@@ -14,11 +14,11 @@ from jaxtyping import Int64
 from eagle3_jax.formats import draft_vocabulary
 from eagle3_jax.formats.tensors import EMBEDDINGS, LM_HEAD, Tensors, draft_table
 from eagle3_jax.mesh import fetch
-from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
-from eagle3_jax.models.head import Draft
-from eagle3_jax.models.registry import Target
+from eagle3_jax.models.checkpoint.fetch import Target
+from eagle3_jax.models.checkpoint.load import parameter_path
+from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
+from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.target import ModelConfig, default_aux_layers, without_aux_layers
-from eagle3_jax.models.weights import parameter_path
 
 _ROWS = 8192  # of embeddings that are compared at a time: they may fill most of a device
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax.formats import draft_vocabulary
-from eagle3_jax.models.draft import DraftHeadConfig
-from eagle3_jax.models.entries import Entry, kernel, plain, qkv
+from eagle3_jax.models.checkpoint.table import Entry, kernel, plain, qkv
+from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
 
 LM_HEAD, EMBEDDINGS = "lm_head.weight", "embed_tokens.weight"
 LAYER = "midlayer."

@@ -10,7 +10,7 @@ from jax import P
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from eagle3_jax.kernels.registers import VMEM_LIMIT
+from eagle3_jax.kernels.tpu.registers import VMEM_LIMIT
 
 Implementation = Literal["xla", "pallas"]
 

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from eagle3_jax.kernels.commit import commit
-from eagle3_jax.kernels.packed_heads import cache_rows
-from eagle3_jax.kernels.registers import LANES
-from eagle3_jax.kernels.tree_attention import tree_attention
+from eagle3_jax.kernels.cache.commit import commit
+from eagle3_jax.kernels.tpu.registers import LANES
+from eagle3_jax.kernels.tree_attention.api import tree_attention
+from eagle3_jax.kernels.tree_attention.packed_heads import cache_rows
 
 
 @jax.tree_util.register_dataclass
@@ -27,7 +27,7 @@ class KVCache:
 
     Attributes:
         keys, values: one array a layer: [batch, kv_heads, slots, head_dim], or [pages, kv_heads, page_size, head_dim];
-            on a TPU several heads side by side in a row (`kernels/packed_heads.py`).
+            on a TPU several heads side by side in a row (`kernels/tree_attention/packed_heads.py`).
         page_table: of the sequences that are attended from; None is contiguous.
         continued: a sequence may be what follows the one before it in the batch, on the same pages.
     """

@@ -16,12 +16,13 @@ from flax import nnx
 from jax import P
 from jaxtyping import Array, Float, Int
 
-from eagle3_jax.kernels import linear_cpu, rows_cpu
 from eagle3_jax.kernels.contraction import contract
 from eagle3_jax.kernels.dispatch import default_implementation
-from eagle3_jax.kernels.few_rows import Padded
-from eagle3_jax.kernels.linear_cpu import Panels
-from eagle3_jax.kernels.rows_cpu import NormWeight
+from eagle3_jax.kernels.linear import cpu as linear_cpu
+from eagle3_jax.kernels.linear.cpu import Panels
+from eagle3_jax.kernels.linear.few_rows import Padded
+from eagle3_jax.kernels.norm_rope import cpu as rows_cpu
+from eagle3_jax.kernels.norm_rope.cpu import NormWeight
 
 # (regex over a parameter's path, partition), for targets and draft heads: vocabulary rows, KV heads, FFN columns and
 # the aux features' columns go over the model axis.

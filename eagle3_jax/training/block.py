@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from eagle3_jax.kernels.ttt_attention import document_starts
-from eagle3_jax.kernels.vocabulary import vocabulary_logits
+from eagle3_jax.kernels.ttt_attention.api import document_starts
+from eagle3_jax.kernels.vocabulary.api import vocabulary_logits
 from eagle3_jax.models.drafts.dflash import DFlash
 from eagle3_jax.models.drafts.dflash2 import DFlash2
 from eagle3_jax.models.drafts.dspark import DSpark
-from eagle3_jax.training.acceptance import replay
 from eagle3_jax.training.batch import Batch, Teacher
+from eagle3_jax.training.replay import replay
 
 
 @dataclasses.dataclass(frozen=True)

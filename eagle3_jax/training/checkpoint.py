@@ -17,7 +17,7 @@ from jaxtyping import Array, UInt32
 from orbax.checkpoint import v1 as ocp
 
 from eagle3_jax.mesh import put, replicated
-from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
+from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.training.state import TrainState
 
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.config import TrainConfig
 from eagle3_jax.kernels.soft_cross_entropy import soft_cross_entropy
-from eagle3_jax.models.draft import DraftHead
+from eagle3_jax.models.drafts.eagle3 import DraftHead
 from eagle3_jax.training.batch import Batch, Teacher
 from eagle3_jax.training.ttt import training_time_test
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from tensorboardX import SummaryWriter
 
-from eagle3_jax import manifest, processes
+from eagle3_jax.runs import manifest, processes
 
 
 class NotFinite(ValueError):

@@ -9,7 +9,7 @@ import optax
 import optax.contrib
 
 from eagle3_jax.config import TrainConfig
-from eagle3_jax.models.weights import parameter_path
+from eagle3_jax.models.checkpoint.load import parameter_path
 
 # Muon's updates, scaled to the root mean square that AdamW's have (arXiv 2502.16982): one rate fits both groups.
 _MUON_RMS = 0.2

@@ -17,10 +17,10 @@ from jaxtyping import Array, Float
 
 from eagle3_jax.config import TrainConfig
 from eagle3_jax.mesh import replicated, shardings
-from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
-from eagle3_jax.training.acceptance import replay_rounds
+from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.training.batch import Batch, Leaf, Teacher
 from eagle3_jax.training.losses import states_loss, ttt_loss
+from eagle3_jax.training.replay import replay_rounds
 from eagle3_jax.training.ttt import training_time_test
 
 Metrics = dict[str, Array]

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from eagle3_jax.kernels.dispatch import default_implementation
-from eagle3_jax.kernels.ttt_attention import KEPT, ttt_attention
-from eagle3_jax.models.draft import DraftHead
+from eagle3_jax.kernels.ttt_attention.api import KEPT, ttt_attention
+from eagle3_jax.models.drafts.eagle3 import DraftHead
 from eagle3_jax.models.layers import embeddings
 from eagle3_jax.training.batch import Batch
 

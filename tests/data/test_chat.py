@@ -285,7 +285,7 @@ def test_errors():
 
 @pytest.mark.slow
 def test_real_template():
-    from eagle3_jax.models import registry
+    from eagle3_jax.models.checkpoint import fetch as registry
 
     tokenizer = registry.load_tokenizer("smollm2-135m-instruct")
     ids, mask = chat.encode(tokenizer, MULTI)

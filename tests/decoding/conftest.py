@@ -12,9 +12,9 @@ import tiny_heads
 from flax import nnx
 
 from eagle3_jax.config import DraftConfig
-from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
-from eagle3_jax.models.head import Draft
-from eagle3_jax.models.llama import Llama
+from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
+from eagle3_jax.models.drafts.head import Draft
+from eagle3_jax.models.families.llama import Llama
 
 VOCABULARY, HIDDEN = 24, 32
 

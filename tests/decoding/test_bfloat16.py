@@ -10,11 +10,11 @@ import tiny
 
 from eagle3_jax.config import DraftConfig, DraftTree, TargetConfig
 from eagle3_jax.decoding.engine import Engine, SamplingParams
-from eagle3_jax.decoding.measure import Tally
-from eagle3_jax.decoding.near_tie import _in_float32, near_tie
-from eagle3_jax.models.draft import DraftHeadConfig
-from eagle3_jax.models.head import Draft
-from eagle3_jax.models.registry import Target, load_target
+from eagle3_jax.decoding.measure.compare import Tally
+from eagle3_jax.decoding.measure.near_tie import _in_float32, near_tie
+from eagle3_jax.models.checkpoint.fetch import Target, load_target
+from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
+from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.training.state import init_head
 
 PROMPTS, MAX_TOKENS = 32, 32

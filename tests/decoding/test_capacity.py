@@ -10,11 +10,11 @@ import pytest
 import tiny_heads
 
 from eagle3_jax.config import DraftTree
-from eagle3_jax.decoding import rounds
-from eagle3_jax.decoding.sampling import Sampling
-from eagle3_jax.decoding.tree import scratch_slots
+from eagle3_jax.decoding.rounds import round as rounds
+from eagle3_jax.decoding.rounds.sampling import Sampling
+from eagle3_jax.decoding.rounds.tree import scratch_slots
 from eagle3_jax.models import cache as cache_lib
-from eagle3_jax.models.head import Draft
+from eagle3_jax.models.drafts.head import Draft
 
 TREES = {
     "vanilla": None,

@@ -12,9 +12,9 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from eagle3_jax.decoding.detokenizer import Detokenizer
-from eagle3_jax.decoding.progress import Progress
+from eagle3_jax.decoding.device.report import Progress
 from eagle3_jax.decoding.request import Output, Request
-from eagle3_jax.decoding.sampling import SamplingParams
+from eagle3_jax.decoding.rounds.sampling import SamplingParams
 
 
 class ByteTokenizer:

@@ -11,10 +11,10 @@ import pytest
 import tiny_heads
 
 from eagle3_jax.config import DraftTree
-from eagle3_jax.decoding import rounds
+from eagle3_jax.decoding.choice.modes import VANILLA
 from eagle3_jax.decoding.engine import Engine, SamplingParams
-from eagle3_jax.decoding.tiers import VANILLA
-from eagle3_jax.models.head import Draft
+from eagle3_jax.decoding.rounds import round as rounds
+from eagle3_jax.models.drafts.head import Draft
 
 CHAIN = DraftTree(num_steps=3, num_draft_tokens=4)
 TREE = DraftTree(num_steps=3, topk=3, num_draft_tokens=10)

@@ -13,10 +13,10 @@ import tiny_heads
 from flax import nnx
 
 from eagle3_jax.config import DraftTree
-from eagle3_jax.decoding import rounds
 from eagle3_jax.decoding.engine import Engine, SamplingParams
-from eagle3_jax.models.eagle2 import Eagle2Config, Eagle2Head
-from eagle3_jax.models.head import Draft
+from eagle3_jax.decoding.rounds import round as rounds
+from eagle3_jax.models.drafts.eagle2 import Eagle2Config, Eagle2Head
+from eagle3_jax.models.drafts.head import Draft
 
 TREES = [
     DraftTree(num_steps=3, topk=1, num_draft_tokens=4),

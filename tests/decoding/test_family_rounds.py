@@ -14,10 +14,10 @@ from flax import nnx
 
 from eagle3_jax.config import DraftConfig, DraftTree
 from eagle3_jax.decoding.engine import Engine, SamplingParams
-from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
-from eagle3_jax.models.draft_model import DraftModel
+from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
+from eagle3_jax.models.drafts.head import Draft
+from eagle3_jax.models.drafts.model import DraftModel
 from eagle3_jax.models.families import FAMILIES
-from eagle3_jax.models.head import Draft
 from eagle3_jax.models.target import TargetModel
 
 VOCABULARY, LENGTH, ANSWER = 60, 64, 12

@@ -18,12 +18,12 @@ import pytest
 from flax import nnx
 
 from eagle3_jax.config import DraftConfig, DraftTree
-from eagle3_jax.decoding import rounds
-from eagle3_jax.decoding.sampling import Sampling
-from eagle3_jax.decoding.tree import TokenTree, _ancestors
-from eagle3_jax.models import registry
-from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
-from eagle3_jax.models.head import Draft
+from eagle3_jax.decoding.rounds import round as rounds
+from eagle3_jax.decoding.rounds.sampling import Sampling
+from eagle3_jax.decoding.rounds.tree import TokenTree, _ancestors
+from eagle3_jax.models.checkpoint import fetch as registry
+from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
+from eagle3_jax.models.drafts.head import Draft
 
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden/smollm2.json").read_text())["conversations"]
 CHAIN = DraftTree(num_steps=3, topk=1, num_draft_tokens=4)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from eagle3_jax import command
 from eagle3_jax.decoding import steps
+from eagle3_jax.runs import command
 
 
 def test_a_log_is_told_at_the_beginning_and_now_and_then(monkeypatch):

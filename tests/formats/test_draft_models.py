@@ -11,12 +11,12 @@ from safetensors.numpy import load_file, save_file
 
 from eagle3_jax.config import DraftConfig, DraftTree, MeshConfig, TargetConfig
 from eagle3_jax.decoding.engine import Engine, SamplingParams
-from eagle3_jax.formats import draft_models, shipped
+from eagle3_jax.formats import draft_models, packaged
 from eagle3_jax.formats.heads import load_draft, save_draft
 from eagle3_jax.formats.stored import DraftFormatError
-from eagle3_jax.models.draft import DraftHeadConfig
-from eagle3_jax.models.draft_model import DraftModel
-from eagle3_jax.models.registry import Target, TargetError, load_target, read_config
+from eagle3_jax.models.checkpoint.fetch import Target, TargetError, load_target, read_config
+from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
+from eagle3_jax.models.drafts.model import DraftModel
 
 CHAIN = DraftTree(num_steps=3, num_draft_tokens=4)
 
@@ -94,7 +94,7 @@ def test_a_model_by_its_name(target, small, tmp_path, monkeypatch):
     cached.parent.mkdir()
     small.rename(cached)
     (cached / "manifest.json").write_text("{}")
-    assert shipped.chosen_draft("SmolLM2-135M-Instruct", tmp_path, target) == ("SmolLM2-135M-Instruct", cached)
+    assert packaged.chosen_draft("SmolLM2-135M-Instruct", tmp_path, target) == ("SmolLM2-135M-Instruct", cached)
     draft = load_draft("SmolLM2-135M-Instruct", target=target, dtype=jnp.bfloat16)
     assert isinstance(draft.head, DraftModel) and draft.head.dtype == jnp.bfloat16
     for missing in ("no/such/name", pathlib.Path("no/such")):

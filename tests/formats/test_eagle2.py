@@ -14,8 +14,8 @@ from eagle3_jax.config import DraftTree, TargetConfig
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.formats.heads import load_draft
 from eagle3_jax.formats.stored import DraftFormatError
-from eagle3_jax.models.eagle2 import Eagle2Head
-from eagle3_jax.models.registry import Target, load_target
+from eagle3_jax.models.checkpoint.fetch import Target, load_target
+from eagle3_jax.models.drafts.eagle2 import Eagle2Head
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +100,8 @@ def test_a_head_with_a_vocabulary_of_its_own_takes_no_map(target, tmp_path):
 
     from eagle3_jax.config import DraftConfig
     from eagle3_jax.formats.heads import save_draft
-    from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
-    from eagle3_jax.models.head import Draft
+    from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
+    from eagle3_jax.models.drafts.head import Draft
 
     config = DraftHeadConfig.for_target(DraftConfig(vocab_size=16), target.model.config)
     draft = Draft(DraftHead(config, rngs=nnx.Rngs(0)), jnp.arange(16))

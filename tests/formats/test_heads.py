@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_heads import IDS, TARGET, alter, assert_same, make_draft
 
-from eagle3_jax.formats import engines, files, heads
+from eagle3_jax.formats import compatibility, files, heads
 from eagle3_jax.formats.heads import FORMS, load_draft, save_draft
 from eagle3_jax.formats.stored import DraftFormatError, StoredHead, from_draft
 from eagle3_jax.models.layers import LinearScaling, RopeScaling, YarnScaling
@@ -208,7 +208,7 @@ def test_any_head_in_any_form_comes_back_to_the_bit_or_is_refused(
     folder = tmp_path_factory.mktemp("head") / "head"
     target = dataclasses.replace(TARGET, aux_layers=layers)
     draft = make_draft(jnp.dtype(dtype), ids=ids, target=target, **changes)
-    refused = engines.refusals(FORMS[form], from_draft(draft, target, dtype, None)[0])
+    refused = compatibility.refusals(FORMS[form], from_draft(draft, target, dtype, None)[0])
     if refused:
         with pytest.raises(DraftFormatError) as caught:
             save_draft(folder, draft, target=target, dtype=dtype, form=form)

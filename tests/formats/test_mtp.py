@@ -12,12 +12,12 @@ import tiny
 from safetensors.numpy import load_file, save_file
 
 from eagle3_jax.config import DraftTree
-from eagle3_jax.decoding import rounds
 from eagle3_jax.decoding.engine import Engine, SamplingParams
+from eagle3_jax.decoding.rounds import round as rounds
 from eagle3_jax.formats import mtp
-from eagle3_jax.models import registry
-from eagle3_jax.models.registry import Target
-from eagle3_jax.models.weights import WeightsError, load_model
+from eagle3_jax.models.checkpoint import fetch as registry
+from eagle3_jax.models.checkpoint.fetch import Target
+from eagle3_jax.models.checkpoint.load import WeightsError, load_model
 
 VOCABULARY, HIDDEN = 40, 32
 

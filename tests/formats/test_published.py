@@ -13,10 +13,10 @@ import tiny_heads
 from eagle3_jax.formats import eagle2, fields, heads
 from eagle3_jax.formats.stored import misfits
 from eagle3_jax.formats.tensors import canonical, draft_table, tensor_problems
-from eagle3_jax.models import mimo_mtp
-from eagle3_jax.models.draft import DraftHeadConfig
+from eagle3_jax.models.drafts import mimo_mtp
+from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
 from eagle3_jax.models.families import read_shape
-from eagle3_jax.models.mimo import MimoConfig
+from eagle3_jax.models.families.mimo import MimoConfig
 from eagle3_jax.models.rope import read_rope
 from eagle3_jax.models.target import default_aux_layers
 

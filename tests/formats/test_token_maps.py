@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.formats import token_maps
-from eagle3_jax.models.head import Draft
+from eagle3_jax.models.drafts.head import Draft
 
 IDS = [70000, 3, 12, 255, 256, 65536]
 

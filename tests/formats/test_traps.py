@@ -20,12 +20,12 @@ import tiny
 import tiny_heads
 from tiny_heads import AUX_KEY, IDS, TARGET, alter, assert_same, make_draft
 
-from eagle3_jax import check
 from eagle3_jax import config as configs
+from eagle3_jax.export import check
 from eagle3_jax.formats import heads
 from eagle3_jax.formats.heads import load_draft, save_draft
 from eagle3_jax.formats.stored import DraftFormatError
-from eagle3_jax.models.registry import Target
+from eagle3_jax.models.checkpoint.fetch import Target
 
 EMBEDDINGS = "embed_tokens.weight"
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eagle3_jax.models import registry
 from eagle3_jax.models.chat_template import prompt_ids
+from eagle3_jax.models.checkpoint import fetch as registry
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from eagle3_jax.models.deepseek_v3 import DeepseekV3Config
+from eagle3_jax.models.families.deepseek_v3 import DeepseekV3Config
 from eagle3_jax.models.layers import LinearScaling, YarnScaling
 from eagle3_jax.models.rope import read_rope
 

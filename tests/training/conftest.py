@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
+from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.training.batch import Batch, Teacher
 
 VOCAB, DRAFT_VOCAB, HIDDEN = 60, 24, 16

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eagle3_jax.training.acceptance import replay_rounds
 from eagle3_jax.training.metrics import summarise
+from eagle3_jax.training.replay import replay_rounds
 from eagle3_jax.training.ttt import training_time_test
 
 STEPS = 3

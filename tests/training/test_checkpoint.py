@@ -12,7 +12,7 @@ import tiny
 from flax import nnx
 
 from eagle3_jax.config import DraftConfig
-from eagle3_jax.models.draft import DraftHead, DraftHeadConfig
+from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.training import checkpoint
 from eagle3_jax.training.checkpoint import CheckpointError, Checkpoints, load_head
 from eagle3_jax.training.state import TrainState

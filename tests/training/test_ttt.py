@@ -10,8 +10,8 @@ import pytest
 import tiny
 from flax import nnx
 
-from eagle3_jax.kernels.ttt_attention import ttt_attention
-from eagle3_jax.models.llama import Llama
+from eagle3_jax.kernels.ttt_attention.api import ttt_attention
+from eagle3_jax.models.families.llama import Llama
 from eagle3_jax.training.ttt import training_time_test
 
 STEPS = 5

@@ -19,7 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.kernels.block_attention import block_attention
-from eagle3_jax.kernels.vocabulary import vocabulary_logits
+from eagle3_jax.kernels.vocabulary.api import vocabulary_logits
 from eagle3_jax.models.layers import (
     Scaling,
     SwiGLU,

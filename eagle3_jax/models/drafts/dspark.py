@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from eagle3_jax.kernels.vocabulary import vocabulary_logits
+from eagle3_jax.kernels.vocabulary.api import vocabulary_logits
 from eagle3_jax.models.drafts.dflash import BlockHeadConfig, DFlash
 from eagle3_jax.models.layers import embeddings, linear, normal, zeros
 

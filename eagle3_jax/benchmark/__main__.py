@@ -1,0 +1,73 @@
+"""Which draft size is fastest here, and what a server gives its clients.
+
+`python -m eagle3_jax.benchmark decode` times every draft size at every batch size within one engine, `tune` finds the
+fastest with as few turns as it takes; `serve` times servers under traffic: latency and throughput against concurrency.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from eagle3_jax.benchmark import decode, tune
+from eagle3_jax.benchmark import servers as serving
+from eagle3_jax.config import RunConfig
+from eagle3_jax.runs import command, command_line, processes
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    first, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
+    what = command_line.benchmark_parser().parse_args([first]).what
+    config, asked = command_line.read(f"benchmark {what}", rest)
+    with command.run("benchmark", resumes=what != "tune"):
+        if what == "decode":
+            _decode(config, asked.prompts, asked.compare)
+        elif what == "tune":
+            _tune(config, asked.prompts)
+        else:
+            others = _named("--compare", asked.compare, "http://HOST:PORT/v1", ("http://", "https://"))
+            _serve(config, asked.prompts, others, _keys(asked.compare_key, others))
+
+
+def _decode(config: RunConfig, prompts: str, compare: str | None) -> None:
+    report, folder = decode.run(config, prompts, compare), config.folder("benchmark")
+    if processes.index() == 0:
+        print(f"{decode.table(report)}\n\n{folder / 'decode.jsonl'}\n{folder / 'decode.png'}")
+
+
+def _tune(config: RunConfig, prompts: str) -> None:
+    report, folder = tune.run(config, prompts), config.folder("benchmark")
+    if processes.index() == 0:
+        print(f"{tune.table(report)}\n\n{folder / 'tune.jsonl'}\n{folder / 'tuned.yaml'}")
+
+
+def _serve(config: RunConfig, prompts: str, others: dict[str, str], keys: dict[str, str]) -> None:
+    report, folder = serving.run(config, prompts, others, keys), config.folder("benchmark")
+    print(f"{serving.table(report)}\n{folder / 'serve.json'}\n{folder / 'serve.html'}")
+
+
+def _named(flag: str, pairs: Sequence[str], expected: str, beginnings: tuple[str, ...] = ("",)) -> dict[str, str]:
+    """What a flag says of each server. Raises ValueError."""
+    found: dict[str, str] = {}
+    for pair in pairs:
+        name, _, value = pair.partition("=")
+        if not name or not value or not value.startswith(beginnings) or name in found:
+            raise ValueError(f"{flag}: got {pair}, expected NAME={expected}, each name once")
+        found[name] = value
+    return found
+
+
+def _keys(pairs: Sequence[str], others: dict[str, str]) -> dict[str, str]:
+    """API keys, from the environment: a command line is seen by everybody. Raises ValueError."""
+    variables = _named("--compare-key", pairs, "VARIABLE")
+    for name, variable in variables.items():
+        if name not in others:
+            raise ValueError(f"--compare-key: got the name {name}, expected one of --compare")
+        if not os.environ.get(variable):
+            raise ValueError(f"--compare-key: got no {variable} in the environment, expected an API key in it")
+    return {name: os.environ[variable] for name, variable in variables.items()}
+
+
+if __name__ == "__main__":
+    main()

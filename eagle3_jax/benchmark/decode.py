@@ -1,0 +1,392 @@
+"""`python -m eagle3_jax.benchmark decode`: which draft size is fastest at which batch size, here.
+
+For each batch size vanilla decoding, every draft size and the engine's own choice ("auto") answer the same prompts in
+turns, in an order drawn anew for each turn, within one engine. Writes to `<run_dir>/benchmark`: `decode.jsonl`, a
+record for each batch and draft size in the format of SGLang's bench_speculative.py; `decode.json`, all that was
+measured; `decode.png`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import pathlib
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from eagle3_jax import config as configuration
+from eagle3_jax.config import RunConfig
+from eagle3_jax.data import sources
+from eagle3_jax.decoding.choice.modes import Tier
+from eagle3_jax.decoding.engine import Engine, SamplingParams, end_ids
+from eagle3_jax.decoding.measure import profile
+from eagle3_jax.decoding.measure.compare import timed
+from eagle3_jax.formats.packaged import chosen_draft, draft_identity
+from eagle3_jax.mesh import Replica, make_mesh, own_replica
+from eagle3_jax.models.checkpoint.fetch import Target, load_target
+from eagle3_jax.runs import command, manifest, processes
+
+AUTO, VANILLA = "auto", "vanilla"
+TRANSFORMERS, ASSISTED = "transformers", "transformers, prompt lookup"
+
+
+@dataclasses.dataclass(frozen=True)
+class Answers:
+    """Token ids; the rounds that they took and the drafts accepted in them; dispatches by tier."""
+
+    texts: list[list[int]]
+    rounds: int = 0
+    accepted: int = 0
+    tiers: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+Way = Callable[[], tuple[Answers, float]]
+
+
+def run(
+    config: RunConfig, prompts_path: str | pathlib.Path, compare: str | None = None, target: Target | None = None
+) -> dict[str, Any]:
+    """Measures, and writes the files.
+
+    What was measured of a batch size is kept in `decode_<batch>.json`, and not measured again.
+
+    Args:
+        compare: "transformers" lets that answer too, by itself and assisted by prompt lookup (batch 1); needs the extra
+            `reference`.
+        target: an already loaded target; None loads `config.target`.
+
+    Returns:
+        What `decode.json` holds.
+
+    Raises:
+        ManifestError: the draft is missing, or was made for another target.
+        ValueError: no usable prompts.
+    """
+    folder = config.folder("benchmark")
+    on_one_replica(config, lambda replica: _run(config, folder, pathlib.Path(prompts_path), compare, target, replica))
+    return manifest.read_json(folder / "decode.json")
+
+
+def on_one_replica(config: RunConfig, measure: Callable[[Replica], None]) -> None:
+    """Measures on the replica of the first process; the other processes wait for its end."""
+    replica = own_replica(make_mesh(config.mesh))
+    if 0 in replica.processes:
+        with processes.among(replica.processes):
+            measure(replica)
+    processes.barrier()
+
+
+@dataclasses.dataclass(frozen=True)
+class Material:
+    """What is measured, of which `identity` says all: prompts are token ids, `draft` as `Engine.load` takes it."""
+
+    target: Target
+    draft: str
+    prompts: list[list[int]]
+    identity: dict[str, Any]
+
+    @classmethod
+    def of(cls, config: RunConfig, prompts_path: pathlib.Path, target: Target | None, replica: Replica) -> Material:
+        """Raises ValueError: no usable prompts. ManifestError: no finished head."""
+        settings = config.benchmark
+        asked = sources.spread(sources.read_file(prompts_path)[0], None)
+        target = target or load_target(config.target, replica.decoding_mesh)
+        draft, folder = chosen_draft(settings.draft, config.folder("export"), target)
+        longest = target.model.config.max_position_embeddings - settings.max_tokens
+        fitting, left_out = sources.encode(asked, target.tokenizer, longest, f"--prompts {prompts_path}")
+        if any(left_out.values()):
+            long, refused = left_out["too_long"], left_out["refused"]
+            processes.say(
+                f"{prompts_path}: left out: {long} longer than {longest} tokens, {refused} refused by the template"
+            )
+        identity = {
+            "benchmark": configuration.to_dict(dataclasses.replace(settings, batch_sizes=(1,))),
+            "target": target.identity,
+            "draft": draft_identity(draft, folder, settings.token_map),
+            "prompts_file": {"name": prompts_path.name, "sha256": manifest.digest(prompts_path)},
+            **manifest.timed_on(config.mesh.model),
+        }
+        return cls(target, draft, [prompt["prompt"] for prompt in fitting], identity)
+
+    def asked(self, count: int, start: int = 0) -> list[list[int]]:
+        """So many prompts, from one on; behind the last comes the first."""
+        return [self.prompts[i % len(self.prompts)] for i in range(start, start + count)]
+
+
+def _run(
+    config: RunConfig,
+    folder: pathlib.Path,
+    prompts_path: pathlib.Path,
+    compare: str | None,
+    target: Target | None,
+    replica: Replica,
+) -> None:
+    settings = config.benchmark
+    if compare is not None:
+        _can_compare(settings.temperature)
+    what = Material.of(config, prompts_path, target, replica)
+    identity = what.identity | {"compare": compare}
+    processes.agree(lambda: folder.mkdir(parents=True, exist_ok=True))
+    batches = []
+    for batch in settings.batch_sizes:
+        command.stop_point()
+        path = folder / f"decode_{batch}.json"
+        with manifest.lock(path):
+            found = processes.agree(lambda path=path: _finished(path, identity))
+            if found is None:
+                asked = what.asked(max(batch, settings.requests))
+                found = measure_batch(config, what.target, what.draft, asked, batch, compare)
+                processes.agree(lambda p=path, f=found: manifest.write_json(p, {"identity": identity, "measured": f}))
+        batches.append(found)
+    report = {**identity, "batches": batches, "config": configuration.to_dict(config)}
+    processes.agree(lambda: _write(folder, report))
+
+
+def measure_batch(
+    config: RunConfig, target: Target, draft: str, prompts: list[list[int]], batch: int, compare: str | None
+) -> dict[str, Any]:
+    """One batch size: all ways answer the prompts in turns.
+
+    Returns:
+        `batch_size`, `bandwidth` (bytes a second, measured), and `ways`: a record of each.
+    """
+    settings = config.benchmark
+    params = SamplingParams(temperature=settings.temperature, max_tokens=settings.max_tokens, seed=config.seed)
+    engine = Engine.load(
+        target,
+        draft,
+        settings.trees or "auto",
+        batch,
+        max(map(len, prompts)) + settings.max_tokens,
+        token_map=settings.token_map,
+        prefix_cache=False,  # the same prompts come again, and reading them is part of what is measured
+        simulated_acceptance=settings.simulated_acceptance,
+    )
+    engine.warm_up(greedy_alone=params.greedy)
+    tiers = engine.tiers.tiers
+    ways: dict[str, Way] = {tier.name: decoding(engine, tier, prompts, params) for tier in tiers}
+    ways[AUTO] = decoding(engine, None, prompts, params)
+    if compare is not None:
+        ways |= transformers_ways(target, prompts, batch, settings.max_tokens)
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    answers: dict[str, Answers] = {}
+    with tqdm(total=settings.turns * len(ways), desc=f"batch {batch}", disable=processes.index() > 0) as bar:
+        for turn in range(-1, settings.turns):
+            for name in random.Random(turn).sample(list(ways), len(ways)):  # none is always behind the same other
+                command.stop_point()
+                found, taken = ways[name]()
+                if turn < 0:  # wakes threads, allocators and caches; and "auto" has learned
+                    continue
+                answers[name] = found
+                seconds[name].append(taken)
+                bar.update()
+    ceiling = profile.bandwidth()
+    same = answers[VANILLA].texts if params.greedy and settings.simulated_acceptance is None else None
+    records = {}
+    for name in ways:
+        found = answers[name]
+        tokens = sum(map(len, found.texts))
+        records[name] = {
+            "completion_tokens": tokens,
+            "acc_length": 1 + found.accepted / found.rounds if found.rounds else None,
+            "tokens_per_second": tokens / statistics.median(seconds[name]),
+            "seconds": seconds[name],
+            "identical": None if same is None else sum(a == b for a, b in zip(found.texts, same, strict=True)),
+            "tiers": found.tiers,
+        }
+    vanilla = records[VANILLA]
+    for record in records.values():  # turn by turn: a machine that slows down slows all ways of a turn
+        ratios = [ours / theirs for ours, theirs in zip(vanilla["seconds"], record["seconds"], strict=True)]
+        record["speedup"] = statistics.median(ratios) * record["completion_tokens"] / vanilla["completion_tokens"]
+    for tier in tiers:
+        cost = engine.profile(tier)
+        records[tier.name] |= size(tier) | {
+            "step_time": cost.seconds,
+            "speed": (records[tier.name]["acc_length"] or 1.0) / cost.seconds,
+            "stages": cost.stages,
+            "bandwidth_share": cost.bytes_read / cost.seconds / ceiling,
+        }
+    ordered = [{"name": name, **record} for name, record in records.items()]
+    return {"batch_size": batch, "requests": len(prompts), "bandwidth": ceiling, "ways": ordered}
+
+
+def decoding(engine: Engine, tier: Tier | None, prompts: list[list[int]], params: SamplingParams) -> Way:
+    """The engine's answers in one tier, or in those that it chooses."""
+
+    def answer() -> tuple[Answers, float]:
+        engine.tiers.pinned = tier
+        before = engine.stats().tiers
+        outputs, seconds = timed(engine, prompts, params)
+        taken = {name: count - before[name] for name, count in engine.stats().tiers.items() if count > before[name]}
+        rounds = sum(output.stats.rounds for output in outputs)
+        accepted = sum(sum(output.stats.accepted_per_position) for output in outputs)
+        return Answers([output.token_ids for output in outputs], rounds, accepted, taken), seconds
+
+    return answer
+
+
+def transformers_ways(target: Target, prompts: list[list[int]], batch: int, max_tokens: int) -> dict[str, Way]:
+    """Greedy decoding by Hugging Face transformers in PyTorch, in the same process and on the same cores."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(target.folder, dtype=torch.float32).eval()
+    ends = sorted(end_ids(target.model.config, target.tokenizer))
+
+    def answer(**options: Any) -> tuple[Answers, float]:
+        texts, start = [], time.perf_counter()
+        for first in range(0, len(prompts), batch):
+            group = prompts[first : first + batch]
+            longest = max(map(len, group))
+            ids = torch.tensor([[0] * (longest - len(x)) + x for x in group])
+            mask = torch.tensor([[0] * (longest - len(x)) + [1] * len(x) for x in group])
+            with torch.inference_mode():
+                found = model.generate(
+                    ids,
+                    attention_mask=mask,
+                    do_sample=False,
+                    max_new_tokens=max_tokens,
+                    eos_token_id=ends or None,
+                    pad_token_id=0,
+                    **options,
+                )
+            texts += [_until_end(row, ends) for row in found[:, longest:].tolist()]
+        return Answers(texts), time.perf_counter() - start
+
+    ways: dict[str, Way] = {TRANSFORMERS: answer}
+    if batch == 1:  # it assists single requests alone
+        ways[ASSISTED] = lambda: answer(prompt_lookup_num_tokens=8)
+    return ways
+
+
+def _can_compare(temperature: float) -> None:
+    """Raises ValueError where transformers cannot be measured, before anything is."""
+    if importlib.util.find_spec("torch") is None:
+        raise ValueError("--compare transformers: got no PyTorch, expected the extra `reference`")
+    if temperature > 0:
+        raise ValueError(f"--compare transformers: got benchmark.temperature {temperature}, expected 0 (greedy)")
+
+
+def _until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
+    """An answer without the padding behind its end-of-sequence token."""
+    stop = next((i for i, token in enumerate(tokens) if token in ends), len(tokens) - 1)
+    return tokens[: stop + 1]
+
+
+def records(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """One for each batch and draft size, as SGLang's bench_speculative.py writes them; vanilla has sizes of 0."""
+    keys = ("steps", "topk", "num_draft_tokens", "acc_length", "step_time", "speed", "completion_tokens")
+    return [
+        {"batch_size": batch["batch_size"]} | {key: way[key] for key in keys} | {"lookup_tokens": way["lookup_tokens"]}
+        for batch in report["batches"]
+        for way in batch["ways"]
+        if "steps" in way
+    ]
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report as fixed-width text, and the fastest way at each batch size."""
+    head = ("", "tokens/s", "speed-up", "acc_length", "round ms", *profile.STAGES, "host", "bandwidth", "identical")
+    lines, best = [], []
+    for batch in report["batches"]:
+        rows: list[tuple[str, ...]] = [(f"batch {batch['batch_size']}", *head[1:])]
+        for way in batch["ways"]:
+            parts = [way.get("stages", {}).get(stage) for stage in (*profile.STAGES, "host")]
+            share, same = way.get("bandwidth_share"), way["identical"]
+            rows.append(
+                (
+                    way["name"],
+                    f"{way['tokens_per_second']:.1f}",
+                    f"{way['speedup']:.2f}x",
+                    "-" if way["acc_length"] is None else f"{way['acc_length']:.2f}",
+                    *("-" if x is None else f"{1e3 * x:.2f}" for x in (way.get("step_time"), *parts)),
+                    "-" if share is None else f"{share:.0%}",
+                    "-" if same is None else f"{same}/{batch['requests']}",
+                )
+            )
+        lines += [*command.aligned(rows), ""]
+        fixed = [way for way in batch["ways"] if "steps" in way]
+        fastest = max(fixed, key=lambda way: way["speedup"])
+        (auto,) = [way for way in batch["ways"] if way["name"] == AUTO]
+        share = auto["speedup"] / fastest["speedup"]
+        taken = ", ".join(f"{tier} {count}" for tier, count in auto["tiers"].items())
+        size = batch["batch_size"]
+        best.append(f"batch {size}: {fastest['name']}; auto has {share:.2f} of it, in dispatches: {taken}")
+    return "\n".join([*lines, "best:", *best])
+
+
+def draw(report: dict[str, Any], path: pathlib.Path) -> None:
+    """Draws each way's speed as a multiple of vanilla decoding's, over the batch size, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot as plt
+
+    batches, hardware = report["batches"], report["hardware"]
+    sizes = [batch["batch_size"] for batch in batches]
+    speedups = [{way["name"]: way["speedup"] for way in batch["ways"]} for batch in batches]
+    names = list(dict.fromkeys(name for of_batch in speedups for name in of_batch))
+    colours = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#F0E442", "#8A8F98")
+    style: dict[Any, Any] = {"font.size": 10, "font.family": "DejaVu Sans", "axes.edgecolor": "#8A8F98"}
+    with plt.rc_context(style):
+        figure, axes = plt.subplots(figsize=(9, 4.8), facecolor="white", layout="constrained")
+        others = [name for name in names if name not in (AUTO, VANILLA)]
+        for number, name in enumerate([*others, VANILLA, AUTO]):
+            points = [(i, of_batch[name]) for i, of_batch in enumerate(speedups) if name in of_batch]
+            own = {AUTO: ("#0072B2", 3.5), VANILLA: ("#1F2328", 1.5)}
+            colour, width = own.get(name, (colours[number % len(colours)], 1.4))
+            marker = "osD^vPX"[number % 7]
+            line = "--" if name == VANILLA else "-"
+            axes.plot(*zip(*points, strict=True), line, marker=marker, color=colour, linewidth=width, label=name)
+        axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
+        axes.set_xlabel("batch size")
+        axes.set_ylabel("tokens per second, vanilla decoding = 1")
+        axes.set_ylim(bottom=0)
+        axes.grid(axis="y", color="#E6E8EB", linewidth=0.8)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
+        simulated = report["benchmark"]["simulated_acceptance"]
+        title = f"{report['target']['name']}: every draft size, and the engine's choice"
+        axes.set_title(title, loc="left", weight="bold", fontsize=12)
+        where = hardware["accelerator"] or f"{hardware['cpu']}, {hardware['cores']} cores"
+        how = "" if simulated is None else f" · acceptance simulated: {simulated:g}"
+        figure.supxlabel(
+            f"{where} · {report['target']['dtype']} · temperature {report['benchmark']['temperature']:g}{how}",
+            fontsize=8.5,
+            color="#6E7781",
+        )
+        figure.savefig(path, dpi=150, format="png")
+        plt.close(figure)
+
+
+def size(tier: Tier) -> dict[str, int]:
+    fields = {"steps": "num_steps", "topk": "topk", "num_draft_tokens": "num_draft_tokens"}
+    fields["lookup_tokens"] = "lookup_tokens"
+    return {key: 0 if tier.tree is None else getattr(tier.tree, field) for key, field in fields.items()}
+
+
+def _write(folder: pathlib.Path, report: dict[str, Any]) -> None:
+    with manifest.lock(folder / "decode.json"):
+        manifest.write_json(folder / "decode.json", report)
+        with manifest.atomic(folder / "decode.jsonl") as temporary:
+            temporary.write_text("".join(json.dumps(record) + "\n" for record in records(report)))
+        with manifest.atomic(folder / "decode.png") as temporary:
+            draw(report, temporary)
+
+
+def _finished(path: pathlib.Path, identity: dict[str, Any]) -> dict[str, Any] | None:
+    """What was measured of a batch size, if it was this very measurement."""
+    try:
+        found = manifest.read_json(path)
+    except (OSError, ValueError):
+        return None
+    same = isinstance(found, dict) and found.get("identity") == json.loads(json.dumps(identity))
+    return found["measured"] if same else None

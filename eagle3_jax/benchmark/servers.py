@@ -1,0 +1,273 @@
+"""`python -m eagle3_jax.benchmark serve`: latency and throughput of a server under traffic, with drafts and without.
+
+Starts `python -m eagle3_jax.serve` twice: without drafts, and with what `serve` is configured to draft with. Others
+that run already (`--compare NAME=URL`) are asked beside them. On CPUs all of them take turns, level by level: a slow
+minute of the machine meets each. An accelerator has room for one server: there the next one starts when one has ended.
+
+Writes to `<run_dir>/benchmark`: `serve.json`, all that was measured, and `serve.html`, one page with the charts. What
+was measured of a server is kept in `serve_<name>.json` after each level, and not measured again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import json
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import httpx2
+import yaml
+from tqdm import tqdm
+
+from eagle3_jax import config as configuration
+from eagle3_jax.benchmark import page, traffic
+from eagle3_jax.benchmark.traffic import Prompt, Server, Timing
+from eagle3_jax.config import RunConfig, TrafficConfig
+from eagle3_jax.data import sources
+from eagle3_jax.runs import command, manifest
+
+VANILLA, SPECULATIVE = "vanilla", "speculative"
+_START, _END = 1800.0, 60.0  # seconds that a server may take to load and warm up, and to drain
+
+
+def run(
+    config: RunConfig,
+    prompts_path: str | pathlib.Path,
+    others: dict[str, str] | None = None,
+    keys: dict[str, str] | None = None,
+) -> dict[str, Any]:
+    """Measures, and writes the files.
+
+    Args:
+        others: name -> URL of further servers, with the version: http://127.0.0.1:8001/v1.
+        keys: name -> API key, of those that want one. It is written nowhere.
+
+    Returns:
+        What `serve.json` holds.
+
+    Raises:
+        ValueError: no usable prompts, a name that is taken, a device that another process holds, a server that does not
+            start or does not answer.
+    """
+    prompts_path, others, keys = pathlib.Path(prompts_path), others or {}, keys or {}
+    if taken := {VANILLA, SPECULATIVE} & set(others):
+        raise ValueError(f"--compare: got the name {min(taken)}, expected another: it is one of this package's own")
+    prompts = sources.spread(sources.read_file(prompts_path)[0], None)
+    if not prompts:
+        raise ValueError(f"--prompts {prompts_path}: got none")
+    folder = config.folder("benchmark")
+    folder.mkdir(parents=True, exist_ok=True)
+    identity = {
+        "traffic": configuration.to_dict(config.traffic),
+        "seed": config.seed,
+        "prompts_file": {"name": prompts_path.name, "sha256": manifest.digest(prompts_path)},
+        "hardware": (hardware := _hardware()),
+        "versions": manifest.versions(),
+    }
+    measured: list[_Measured] = []
+    for name in (VANILLA, SPECULATIVE):
+        started = _configured(config, vanilla=name == VANILLA)
+        about = {"target": started["target"], "serve": started["serve"]}
+        server = _started(started, folder / f"serve_{name}.yaml")
+        measured.append(_Measured(name, folder, identity | about, server))
+    for name, url in others.items():
+        measured.append(other := _Measured(name, folder, identity | {"url": url}, _running(url, keys.get(name))))
+        other.read()
+        if len(other.levels) < len(_loads(config.traffic)):  # one that is not there costs no hours of the others
+            found_at(url.rstrip("/"), keys.get(name))
+    # A process that has an accelerator has all of its memory.
+    for group in [measured] if hardware["accelerator"] is None else [[one] for one in measured]:
+        _take_turns(group, prompts, config)
+    ways: dict[str, dict[str, Any]] = {one.name: {"model": one.model, "levels": one.levels} for one in measured}
+    for way in ways.values():
+        for level, vanilla in zip(way["levels"], ways[VANILLA]["levels"], strict=True):
+            pairs = list(zip(level["texts"], vanilla["texts"], strict=True))
+            level["identical"] = sum(a == b for a, b in pairs if a is not None and b is not None)
+    report = {**identity, "target": configuration.to_dict(config)["target"], "ways": ways}
+    with manifest.lock(folder / "serve.json"):
+        manifest.write_json(folder / "serve.json", report)
+        with manifest.atomic(folder / "serve.html") as temporary:
+            temporary.write_text(page.html(report), encoding="utf-8")
+    return report
+
+
+@dataclasses.dataclass
+class _Measured:
+    """A server, and what is known of it: `levels` are as those of `serve.json`, without `identical`."""
+
+    name: str
+    folder: pathlib.Path
+    identity: dict[str, Any]
+    server: AbstractContextManager[Server]
+    model: str = ""
+    levels: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    @property
+    def path(self) -> pathlib.Path:
+        return self.folder / f"serve_{self.name}.json"
+
+    def read(self) -> None:
+        """What an earlier run measured, if it was this very measurement."""
+        with contextlib.suppress(OSError, ValueError):
+            kept = manifest.read_json(self.path)
+            if kept.get("identity") == self.identity:
+                self.model, self.levels = kept["measured"]["model"], kept["measured"]["levels"]
+
+    def write(self) -> None:
+        measured = {"model": self.model, "levels": self.levels}
+        manifest.write_json(self.path, {"identity": self.identity, "measured": measured})
+
+
+def _loads(traffic: TrafficConfig) -> Sequence[tuple[str, int | float]]:
+    """Of each level: its kind, and how much."""
+    return [("concurrency", clients) for clients in traffic.concurrency] + [("rate", rate) for rate in traffic.rates]
+
+
+def _take_turns(group: Sequence[_Measured], prompts: Sequence[Prompt], config: RunConfig) -> None:
+    """Measures what is missing of each: a level of all of them, then the next, whose prompts are those that follow.
+
+    Raises:
+        ValueError: a server does not start, or answers nothing.
+    """
+    settings, seed = config.traffic, config.seed
+    loads = _loads(settings)
+    params = {"max_tokens": settings.max_tokens, "temperature": settings.temperature, "seed": seed}
+    with contextlib.ExitStack() as stack:
+        for one in group:
+            stack.enter_context(manifest.lock(one.path))
+            one.read()
+        missing = [one for one in group if len(one.levels) < len(loads)]
+        servers: dict[str, Server] = {}
+        for one in missing:
+            command.stop_point()
+            server = stack.enter_context(one.server)
+            (first,) = asyncio.run(_drive(server, [prompts[0]], params, "concurrency", 1, seed))  # warms caches of code
+            counts_on = server.counts_on and traffic.COUNTS_ON not in (first.error or "")
+            servers[one.name], one.model = dataclasses.replace(server, counts_on=counts_on), server.model
+        cycle = itertools.cycle(prompts)
+        for done, (kind, load) in enumerate(tqdm(loads, desc=", ".join(servers), disable=not servers)):
+            count = max(settings.requests, 2 * int(load) if kind == "concurrency" else 0)
+            asked = list(itertools.islice(cycle, count))
+            for one in missing[:: (1, -1)[done % 2]]:  # nobody is always the first
+                if len(one.levels) > done:
+                    continue
+                command.stop_point()
+                timings = asyncio.run(_drive(servers[one.name], asked, params, kind, load, seed))
+                found = traffic.summary(timings)
+                if found["failed"] == found["requests"]:
+                    url, said = servers[one.name].url, found["errors"][0]
+                    raise ValueError(f"{url}: got no answer to {count} requests: {said}")
+                texts = [None if timing.error else timing.text for timing in timings]
+                one.levels.append({kind: load, **found, "texts": texts})
+                one.write()
+
+
+async def _drive(
+    server: Server, prompts: Sequence[Prompt], params: dict[str, Any], kind: str, load: float, seed: int
+) -> list[Timing]:
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx2.AsyncClient(timeout=httpx2.Timeout(_START), limits=limits) as client:
+        start = time.perf_counter()
+
+        async def ask(prompt: Prompt) -> Timing:
+            return await server.ask(client, prompt, start, **params)
+
+        if kind == "rate":
+            return await traffic.poisson(ask, prompts, load, seed)
+        return await traffic.closed_loop(ask, prompts, int(load))
+
+
+def _hardware() -> dict[str, Any]:
+    """`manifest.hardware`, asked in a process of its own: one that asks JAX keeps a TPU, which the servers need."""
+    code = "import json; from eagle3_jax import manifest; print(json.dumps(manifest.hardware()))"
+    asked = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False)
+    if asked.returncode:
+        raise ValueError(f"hardware: got status {asked.returncode} from JAX, expected a device that nobody else holds")
+    return json.loads(asked.stdout.splitlines()[-1])
+
+
+def _configured(config: RunConfig, *, vanilla: bool) -> dict[str, Any]:
+    """What a server is started with."""
+    values = configuration.to_dict(config)
+    values["serve"] |= {"port": 0, "host": "127.0.0.1", "api_key_variable": None, "api_key_file": None}
+    if vanilla:
+        values["serve"] |= {"draft": "none", "token_map": None, "trees": []}
+    return values
+
+
+@contextlib.contextmanager
+def _started(values: dict[str, Any], path: pathlib.Path) -> Iterator[Server]:
+    """A server of this package, while it is asked. Raises ValueError: it does not start."""
+    with manifest.atomic(path) as temporary:
+        temporary.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+    words = [sys.executable, "-m", "eagle3_jax.serve", "--config", str(path)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            said = process.stdout.readline()  # when it listens, or has ended
+            found = re.match(r"(http://\S+) answers", said)
+            if found is None:
+                raise ValueError(f"{path}: got {_end(process.wait())} from the server, expected that it answers")
+            yield found_at(found[1])
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(_END)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _end(status: int) -> str:
+    if status >= 0:
+        return f"status {status}"
+    return signal.Signals(-status).name + " (often: no memory is left)" * (-status == signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def _running(url: str, key: str | None) -> Iterator[Server]:
+    yield found_at(url.rstrip("/"), key)
+
+
+def found_at(url: str, key: str | None = None) -> Server:
+    """A server, asked for its first model. Raises ValueError: none, or no such server."""
+    server = Server(url, "", key)
+    try:
+        listed = httpx2.get(f"{url}/models", headers=server.headers, timeout=30).raise_for_status().json()
+        return dataclasses.replace(server, model=listed["data"][0]["id"])
+    except (httpx2.HTTPError, httpx2.InvalidURL, KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{url}/models: got {error!r}, expected a server of OpenAI's API") from error
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report as fixed-width text."""
+    lines = []
+    levels = zip(*(way["levels"] for way in report["ways"].values()), strict=True)
+    for title, of_ways in zip(page.titles(report["traffic"]), levels, strict=True):
+        rows: list[tuple[str, ...]] = [
+            (title, "tokens/s", "TTFT ms", "p95", "TPOT ms", "p95", "p99", "speed-up", "identical", "failed")
+        ]
+        for name, level in zip(report["ways"], of_ways, strict=True):
+            ttft, tpot = level["ttft"], level["tpot"]
+            rows.append(
+                (
+                    name,
+                    f"{level['tokens_per_second']:.1f}",
+                    *(f"{1e3 * x:.0f}" for x in (ttft["p50"], ttft["p95"])),
+                    *("-" if tpot is None else f"{1e3 * tpot[p]:.1f}" for p in ("p50", "p95", "p99")),
+                    page.speed_up(of_ways[0], level),
+                    f"{level['identical']}/{level['requests']}",
+                    str(level["failed"]),
+                )
+            )
+        lines += [*command.aligned(rows), ""]
+    return "\n".join(lines)

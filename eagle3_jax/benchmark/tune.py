@@ -1,0 +1,255 @@
+"""`python -m eagle3_jax.benchmark tune`: the fastest draft size for a head and kind of prompt, here.
+
+A race (successive elimination): in each turn every size that is still in it, and the default (an engine of its own, of
+`tree="auto"`, whatever the sizes raced), answer the same next prompts, in an order drawn anew; a size that is slower
+than the leader beyond doubt leaves. The race ends when one is left, or after `benchmark.tune_turns`. Its winner was
+chosen for its times, so they flatter it: how far it is ahead of the default is measured anew, on the prompts that come
+next.
+
+Writes to `<run_dir>/benchmark`: `tune.json`, `tune.jsonl` in the format of SGLang's bench_speculative.py, and
+`tuned.yaml`: the run's config with the fastest sizes and the draft that they were raced with, which `serve` and
+`evaluate` read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import random
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import yaml
+from scipy import stats
+from tqdm import tqdm
+
+from eagle3_jax import config as configuration
+from eagle3_jax.benchmark import decode
+from eagle3_jax.benchmark.decode import Material
+from eagle3_jax.config import DraftTree, RunConfig
+from eagle3_jax.decoding.choice.modes import Tier
+from eagle3_jax.decoding.engine import Engine, SamplingParams
+from eagle3_jax.formats.packaged import LOOKUP
+from eagle3_jax.mesh import Replica, fetch, mesh_of
+from eagle3_jax.models.checkpoint.fetch import Target
+from eagle3_jax.runs import command, manifest, processes
+
+# Raced where `benchmark.trees` names none: chains and, of a head, trees as they are served.
+CHAINS = tuple(DraftTree(num_steps=n, topk=1, num_draft_tokens=n + 1) for n in (1, 2, 3, 4, 5, 7))
+TREES = tuple(
+    DraftTree(num_steps=steps, topk=topk, num_draft_tokens=size)
+    for steps, topk, size in ((2, 2, 4), (3, 2, 6), (3, 3, 8), (4, 3, 12), (5, 4, 16))
+)
+LEAST_TURNS = 3  # before anyone leaves: fewer say nothing about the spread
+FRESH_TURNS = 6  # behind the race, of its winner and the default alone
+CONFIDENCE = 0.95
+
+
+@dataclasses.dataclass
+class Race:
+    """Seconds a token of each size, by turn; the sizes of a turn answered the same prompts.
+
+    Attributes:
+        taken: by name. All have as many turns as they were in the race.
+    """
+
+    taken: dict[str, list[float]]
+
+    def ratio(self, name: str, other: str) -> tuple[float, float, float]:
+        """How many times as fast `name` is as `other`: the geometric mean over the turns of both, and its interval."""
+        turns = min(len(self.taken[name]), len(self.taken[other]))
+        logs = np.log(self.taken[other][:turns]) - np.log(self.taken[name][:turns])
+        mean = float(np.mean(logs))
+        if turns < 2:
+            return float(np.exp(mean)), 0.0, float("inf")
+        half = stats.t.ppf((1 + CONFIDENCE) / 2, turns - 1) * float(np.std(logs, ddof=1)) / turns**0.5
+        return float(np.exp(mean)), float(np.exp(mean - half)), float(np.exp(mean + half))
+
+    def leader(self, among: Sequence[str]) -> str:
+        """The fastest by its median over the turns that all of these had."""
+        turns = min(len(self.taken[name]) for name in among)
+        return min(among, key=lambda name: statistics.fmean(np.log(self.taken[name][:turns])))
+
+    def left(self, among: Sequence[str]) -> list[str]:
+        """Those that may still be the fastest: the leader, and who is not slower than it beyond doubt."""
+        leader = self.leader(among)
+        if len(self.taken[leader]) < LEAST_TURNS:
+            return list(among)
+        return [name for name in among if name == leader or self.ratio(name, leader)[2] >= 1]
+
+
+def run(config: RunConfig, prompts_path: str | pathlib.Path, target: Target | None = None) -> dict[str, Any]:
+    """Races, and writes the files. On several processes one replica of the mesh races.
+
+    Returns:
+        What `tune.json` holds: `batches`, of each the sizes with their speed, and the `best`.
+
+    Raises:
+        ManifestError: the draft is missing, or was made for another target.
+        ValueError: no usable prompts.
+    """
+    folder = config.folder("benchmark")
+
+    def measure(replica: Replica) -> None:
+        what = Material.of(config, pathlib.Path(prompts_path), target, replica)
+        batches = [race(config, what, batch) for batch in config.benchmark.batch_sizes]
+        report = {**what.identity, "batches": batches, "config": configuration.to_dict(config)}
+        processes.agree(lambda: _write(folder, report, config))
+
+    decode.on_one_replica(config, measure)
+    return manifest.read_json(folder / "tune.json")
+
+
+def race(config: RunConfig, what: Material, batch: int) -> dict[str, Any]:
+    """One batch size."""
+    settings = config.benchmark
+    params = SamplingParams(temperature=settings.temperature, max_tokens=settings.max_tokens, seed=config.seed)
+    engine = Engine.load(
+        what.target,
+        what.draft,
+        settings.trees or (CHAINS if what.draft == LOOKUP else CHAINS + TREES),
+        batch,
+        max(map(len, what.prompts)) + settings.max_tokens,
+        token_map=settings.token_map,
+        prefix_cache=False,
+    )
+    default = _default(engine)
+    for each in (engine, default):
+        each.warm_up(greedy_alone=params.greedy)
+    tiers = {tier.name: tier for tier in engine.tiers.tiers}
+    racers: dict[str, tuple[Engine, Tier | None]] = {name: (engine, tier) for name, tier in tiers.items()}
+    racers[decode.AUTO] = default, None
+    running, found = list(tiers), Race({name: [] for name in racers})
+    answers: dict[str, list[decode.Answers]] = {name: [] for name in found.taken}
+    count = max(batch, settings.requests)
+
+    def take(turn: int, names: Sequence[str], race: Race) -> None:
+        prompts = what.asked(count, turn * count)
+        for name in random.Random(turn).sample(names, len(names)):
+            command.stop_point()
+            answered, seconds = decode.decoding(*racers[name], prompts, params)()
+            race.taken[name].append(seconds / sum(map(len, answered.texts)))
+            if race is found:
+                answers[name].append(answered)
+
+    take(0, [*running, decode.AUTO], Race({name: [] for name in found.taken}))  # wakes threads, allocators and caches
+    with tqdm(total=settings.tune_turns + FRESH_TURNS, desc=f"batch {batch}", disable=processes.index() > 0) as bar:
+        for turn in range(settings.tune_turns):
+            take(turn, [*running, decode.AUTO], found)
+            bar.update()
+            running = found.left(running)
+            if len(running) == 1:
+                break
+        best, raced = found.leader(running), len(found.taken[decode.AUTO])
+        lead = Race({best: [], decode.AUTO: []})
+        for turn in range(raced, raced + FRESH_TURNS):
+            take(turn, [best, decode.AUTO], lead)
+            bar.update()
+    sizes = []
+    for name, tier in tiers.items():
+        rounds, accepted = (sum(getattr(x, field) for x in answers[name]) for field in ("rounds", "accepted"))
+        speed = found.ratio(name, decode.VANILLA)
+        sizes.append(
+            {
+                "name": name,
+                **decode.size(tier),
+                "turns": len(found.taken[name]),
+                "acc_length": 1 + accepted / rounds if rounds else None,
+                "completion_tokens": sum(len(text) for x in answers[name] for text in x.texts),
+                "step_time": engine.profile(tier).seconds,
+                "tokens_per_second": 1 / statistics.median(found.taken[name]),
+                "speedup": speed[0],
+                "interval": speed[1:],
+                "behind": found.ratio(best, name)[0],
+            }
+        )
+    for size in sizes:
+        size["speed"] = (size["acc_length"] or 1.0) / size["step_time"]
+    ratio, *interval = lead.ratio(best, decode.AUTO)
+    return {
+        "batch_size": batch,
+        "best": best,
+        "undecided": [name for name in running if name != best],
+        "over_auto": {"ratio": ratio, "interval": interval},
+        "sizes": sizes,
+    }
+
+
+def _default(engine: Engine) -> Engine:
+    """The engine that a user has who names no size, over the same weights."""
+    on_mesh = mesh_of(engine.target.embed[...]) is not None
+    draft = fetch(engine.draft) if on_mesh else engine.draft  # an engine spreads what its process holds whole
+    return Engine(
+        engine.target,
+        engine.tokenizer,
+        draft or LOOKUP,
+        batch_size=engine.batch_size,
+        max_length=engine.max_length,
+        prefix_cache=False,
+    )
+
+
+def tuned(config: RunConfig, report: dict[str, Any]) -> dict[str, Any]:
+    """The run's config with the fastest size for each verb's batch, that of the nearest batch size measured.
+
+    The draft is the one that was raced. Where vanilla decoding is the fastest, or the default faster than any size, the
+    verb keeps its own, and the engine chooses ("auto").
+    """
+    values = configuration.to_dict(config)
+    fields = {"num_steps": "steps", "topk": "topk", "num_draft_tokens": "num_draft_tokens"}
+    fields["lookup_tokens"] = "lookup_tokens"
+    for verb in ("serve", "evaluate"):
+        near = min(report["batches"], key=lambda batch: abs(batch["batch_size"] - values[verb]["batch_size"]))
+        best = next(size for size in near["sizes"] if size["name"] == near["best"])
+        pays = best["steps"] and near["over_auto"]["ratio"] > 1
+        tree = {field: best[key] for field, key in fields.items()} if pays else None
+        values[verb] |= {"trees": [tree] if tree else []} if verb == "serve" else {"tree": tree or "auto"}
+        if pays:
+            values[verb] |= {field: values["benchmark"][field] for field in ("draft", "token_map")}
+    return values
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report as fixed-width text, and the fastest size at each batch size."""
+    lines, best = [], []
+    for batch in report["batches"]:
+        rows: list[tuple[str, ...]] = [
+            (f"batch {batch['batch_size']}", "turns", "tokens/s", "speed-up", "95 % interval", "acc_length")
+        ]
+        for size in sorted(batch["sizes"], key=lambda size: size["behind"]):
+            low, high = size["interval"]
+            rows.append(
+                (
+                    size["name"],
+                    str(size["turns"]),
+                    f"{size['tokens_per_second']:.1f}",
+                    f"{size['speedup']:.2f}x",
+                    f"{low:.2f} to {high:.2f}",
+                    "-" if size["acc_length"] is None else f"{size['acc_length']:.2f}",
+                )
+            )
+        lines += [*command.aligned(rows), ""]
+        ratio, (low, high) = batch["over_auto"]["ratio"], batch["over_auto"]["interval"]
+        also = f"; not told apart from it: {', '.join(batch['undecided'])}" if batch["undecided"] else ""
+        said = f"{ratio:.2f} times as fast as the default, the engine's own choice"
+        best.append(f"batch {batch['batch_size']}: {batch['best']}, {said} (anew: {low:.2f} to {high:.2f}){also}")
+    return "\n".join([*lines, "fastest:", *best])
+
+
+def _write(folder: pathlib.Path, report: dict[str, Any], config: RunConfig) -> None:
+    keys = ("steps", "topk", "num_draft_tokens", "lookup_tokens", "acc_length", "step_time", "speed")
+    records = [
+        {"batch_size": batch["batch_size"]} | {key: size[key] for key in (*keys, "completion_tokens")}
+        for batch in report["batches"]
+        for size in batch["sizes"]
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    with manifest.lock(folder / "tune.json"):
+        manifest.write_json(folder / "tune.json", report)
+        with manifest.atomic(folder / "tune.jsonl") as temporary:
+            temporary.write_text("".join(json.dumps(record) + "\n" for record in records))
+        with manifest.atomic(folder / "tuned.yaml") as temporary:
+            temporary.write_text(yaml.safe_dump(tuned(config, report), sort_keys=False))

@@ -1,0 +1,270 @@
+"""Tiers: the ways in which a round may be run, and which of them a dispatch takes.
+
+A fixed tree is one tier. Without one there are several, vanilla decoding among them; their costs are measured when an
+engine warms up, and the policy then chooses for every dispatch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from eagle3_jax.config import DraftTree
+from eagle3_jax.decoding.choice.costs import Costs
+from eagle3_jax.decoding.choice.policy import Acceptance, Promise, TierPolicy
+from eagle3_jax.decoding.rounds.tree import scratch_slots
+from eagle3_jax.models.drafts.head import Draft
+from eagle3_jax.models.target import ModelConfig
+
+# Share of its drafts that may have to be accepted before a tier pays: a chain of 3 would make 3 tokens a round. What
+# needs more is not compiled.
+_MOST = 2 / 3
+# A head below this acceptance length, over so many rounds of single requests, is no help to anyone.
+USELESS = 1.05
+_ROUNDS_TO_TELL = 256
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tier:
+    """A way to run a round.
+
+    Attributes:
+        tree: None drafts nothing. head: drafts with the head, which rests otherwise.
+        simulated: for benchmarks: the probability with which each draft is accepted; None asks the target.
+    """
+
+    tree: DraftTree | None
+    head: bool
+    simulated: float | None = None
+
+    @property
+    def name(self) -> str:
+        """Such as "vanilla", "lookup 8", "chain 3", "tree 3, 3, 8", "tree 3, 3, 8 and lookup 7"."""
+        if self.tree is None:
+            return "vanilla"
+        steps, topk, size, copied = (
+            getattr(self.tree, field) for field in ("num_steps", "topk", "num_draft_tokens", "lookup_tokens")
+        )
+        if not self.head:
+            return f"lookup {copied}"
+        name = f"chain {steps}" if topk == 1 and not copied else f"tree {steps}, {topk}, {size}"
+        return f"{name} and lookup {copied}" if copied else name
+
+    @property
+    def copies_alone(self) -> bool:
+        """Drafts from the text without the head; where there is nothing to copy its round is vanilla decoding's."""
+        return self.tree is not None and not self.head
+
+    @property
+    def topk(self) -> int:
+        return 1 if self.tree is None else self.tree.topk
+
+    @property
+    def promise(self) -> Promise:
+        """A guess of what it accepts, as heads for small targets do (docs/measured.md)."""
+        if self.tree is None:
+            return Promise(0.0, 0, "none", wakes=False, drafts=1.0)
+        copies = 0.3 if self.tree.lookup_tokens else 0.0
+        if not self.head:
+            return Promise(copies, self.tree.depth, "text", wakes=False, drafts=0.5)
+        first = 0.45 + 0.1 * math.log2(self.tree.topk)
+        guess = sum(first**depth for depth in range(1, self.tree.num_steps + 1))
+        return Promise(guess + copies, self.tree.depth, "head", wakes=True, drafts=1.0)
+
+
+VANILLA = Tier(None, head=False)
+LOOKUP = Tier(DraftTree(num_steps=8, num_draft_tokens=9, lookup_tokens=8), head=False)
+CHAIN = Tier(DraftTree(num_steps=3, num_draft_tokens=4), head=True)
+WITH_LOOKUP = (VANILLA, Tier(DraftTree(num_steps=3, num_draft_tokens=4, lookup_tokens=3), head=False), LOOKUP)
+WITH_HEAD = (
+    VANILLA,
+    LOOKUP,
+    Tier(DraftTree(num_steps=1, num_draft_tokens=2), head=True),
+    CHAIN,
+    Tier(DraftTree(num_steps=5, num_draft_tokens=6), head=True),
+    Tier(DraftTree(num_steps=3, topk=3, num_draft_tokens=8, lookup_tokens=7), head=True),
+    Tier(DraftTree(num_steps=5, topk=4, num_draft_tokens=16, lookup_tokens=8), head=True),
+)
+
+
+def depth_of(tiers: Sequence[Tier]) -> int:
+    """Most drafts that one round of any of them accepts."""
+    return max(0 if tier.tree is None else tier.tree.depth for tier in tiers)
+
+
+def nodes_of(tiers: Sequence[Tier]) -> int:
+    """Most nodes of a round's tree, the root included, in any of them."""
+    return max(1 if tier.tree is None else tier.tree.num_draft_tokens for tier in tiers)
+
+
+def scratch_of(tiers: Sequence[Tier]) -> int:
+    """Cache slots behind the committed tokens that one round of any of them writes to."""
+    return max(scratch_slots(tier.tree) for tier in tiers)
+
+
+def copies(tiers: Sequence[Tier]) -> bool:
+    """Whether any of them copies drafts from the text."""
+    return any(tier.tree is not None and tier.tree.lookup_tokens > 0 for tier in tiers)
+
+
+class TierChoice:
+    """Which tier each dispatch takes: the policy's choice where costs are known, else always the same.
+
+    Args:
+        tiers: vanilla decoding first, where there are several.
+        default: taken until costs are known.
+
+    Attributes:
+        pinned: taken always, for measurements; None leaves the choice.
+        dispatches: of each tier, by name. latest: the name of the one that was taken last.
+    """
+
+    def __init__(self, tiers: Sequence[Tier], default: Tier) -> None:
+        self.tiers, self.default = tuple(tiers), default
+        self.dispatches = {tier.name: 0 for tier in tiers}
+        self.pinned: Tier | None = None
+        self.latest: str | None = None
+        self._policies: dict[bool, TierPolicy] = {}  # whether all requests are greedy -> where costs are known
+        self.renew()
+
+    @property
+    def simulated(self) -> float | None:
+        return self.tiers[-1].simulated
+
+    def renew(self) -> None:
+        """The head is another one: what was seen of the one before says nothing of it, and it may draft."""
+        self._drafted_rounds = self._accepted = 0
+        self._told = False
+        self._retired: set[str] = set()  # sources of drafts; here and not in the policies, which `price` makes anew
+
+    def price(self, costs: Mapping[int, Costs], *, greedy: bool) -> None:
+        """Says what tiers cost at each width where all requests are greedy, or where not; no others are taken then."""
+        rounds = {
+            width: {i: known.rounds[tier.name] for i, tier in enumerate(self.tiers) if tier.name in known.rounds}
+            for width, known in costs.items()
+        }
+        waking = {width: known.waking for width, known in costs.items()}
+        self._policies[greedy] = TierPolicy([tier.promise for tier in self.tiers], rounds, waking)
+
+    def useful(self, costs: Costs) -> Costs:
+        """Of the tiers that could be chosen: with most drafts accepted they are faster than vanilla decoding."""
+        fastest, known = costs.rounds[self.tiers[0].name], costs.rounds
+        kept = {x.name for x in self.tiers if known.get(x.name, math.inf) <= fastest * (1 + _MOST * x.promise.most)}
+        return Costs({name: seconds for name, seconds in known.items() if name in kept}, costs.waking)
+
+    def choose(
+        self,
+        requests: Sequence[Acceptance],
+        *,
+        greedy: bool,
+        behind: bool,
+        rounds: int,
+        width: int,
+        drafts: bool = True,
+    ) -> Tier:
+        """The tier of the next dispatch: see `TierPolicy.choose`. Args: drafts: whether any request wants them."""
+        if self.pinned is not None:
+            tier = self.pinned
+        elif not drafts:
+            tier = VANILLA
+        elif greedy in self._policies:
+            policy, retired = self._policies[greedy], self._retired
+            tier = self.tiers[policy.choose(requests, behind=behind, rounds=rounds, width=width, retired=retired)]
+        else:
+            tier = VANILLA if self._retired else self.default
+        self.dispatches[tier.name] += 1
+        self.latest = tier.name
+        return tier
+
+    def learn(self, tier: Tier, seen: Sequence[tuple[Acceptance, int, int]], drafted: int, *, greedy: bool) -> None:
+        """Learns from a dispatch.
+
+        Args:
+            seen: of each request: its rounds and the drafts that they accepted.
+            drafted: rounds with drafts, of all of them.
+        """
+        if self.pinned is None and (policy := self._policies.get(greedy)):
+            policy.learn(self.tiers.index(tier), seen, drafted)
+        if tier.head and tier.tree is not None and not tier.tree.lookup_tokens:
+            drafting = [(rounds, accepted) for request, rounds, accepted in seen if not request.lost]
+            self._watch(sum(rounds for rounds, _ in drafting), sum(accepted for _, accepted in drafting))
+
+    def _watch(self, rounds: int, accepted: int) -> None:
+        """Tells once, loudly, of a head that helps nobody, and lets it rest where there is a choice."""
+        if self._told:
+            return
+        self._drafted_rounds += rounds
+        self._accepted += accepted
+        if self._drafted_rounds < _ROUNDS_TO_TELL:
+            return
+        self._told = True
+        length = 1 + self._accepted / self._drafted_rounds
+        if length >= USELESS:
+            return
+        if VANILLA in self.tiers:
+            self._retired.add("head")
+        _log.warning(
+            "draft head: acceptance length %.2f over %d rounds, expected well above 1. Answers are right, but drafts "
+            "are of no use: was the head trained for this target, its aux layers and its chat template? %s",
+            length,
+            self._drafted_rounds,
+            "It rests from now on." if self._retired else "It goes on drafting: no other tier was asked for.",
+        )
+
+
+def choice_for(
+    target: ModelConfig,
+    draft: Draft | Literal["lookup"] | None,
+    tree: DraftTree | Sequence[DraftTree] | Literal["auto"],
+    simulated: float | None = None,
+) -> TierChoice:
+    """The tiers of an engine. Raises ValueError for a draft that does not fit the target, or a tree the draft."""
+    trees: list[Any] = [] if tree == "auto" else list(tree) if isinstance(tree, list | tuple) else [tree]
+    if (not trees and tree != "auto") or not all(isinstance(x, DraftTree) for x in trees):
+        raise ValueError(f"tree: got {tree!r}, expected a DraftTree, a list of them, or 'auto'")
+    if draft is not None and not isinstance(draft, Draft) and draft != "lookup":
+        raise ValueError(f"draft: got {draft!r}, expected a loaded head or 'lookup'; `Engine.load` takes folders")
+    if draft is None and (trees or simulated is not None):
+        raise ValueError(f"draft: got None, expected a draft head or 'lookup' for {tree}")
+    if simulated is not None and not 0 <= simulated <= 1:
+        raise ValueError(f"simulated_acceptance: got {simulated}, expected 0 to 1, or None")
+    if draft is None:
+        return TierChoice([VANILLA], VANILLA)
+    if isinstance(draft, str):
+        every, default = WITH_LOOKUP, LOOKUP
+        for x in trees:
+            if x.topk > 1 or x.num_draft_tokens != x.num_steps + 1:
+                raise ValueError(f"tree: got {x}, expected a chain (topk=1) for draft='lookup'")
+        own = [Tier(dataclasses.replace(x, lookup_tokens=x.num_steps), head=False) for x in trees]
+    else:
+        _check(draft, target, trees)
+        every, default = [x for x in WITH_HEAD if x.topk <= draft.head.config.draft_vocab_size], CHAIN
+        own = [Tier(x, head=True) for x in trees]
+    if own:
+        every, default = own if isinstance(tree, DraftTree) else [VANILLA, *own], own[0]
+    if len({tier.name for tier in every}) < len(every):
+        raise ValueError(f"tree: got {tree}, expected different sizes")
+    if simulated is not None:
+        _log.warning("acceptance is simulated (%s): answers are not the target's, only times mean something", simulated)
+        every = [x if x.tree is None else dataclasses.replace(x, simulated=simulated) for x in every]
+        default = next(x for x in every if x.name == default.name)
+    return TierChoice(every, default)
+
+
+def _check(draft: Draft, target: ModelConfig, trees: Sequence[DraftTree]) -> None:
+    head = draft.head.config
+    for field in ("vocab_size", "aux_layers"):
+        got, expected = getattr(head, field), getattr(target, field)
+        if got != expected:
+            raise ValueError(f"draft.{field}: got {got}, expected the target's {expected}")
+    if head.aux_layers and head.hidden_size != target.hidden_size:  # who reads its states reads its embeddings too
+        raise ValueError(f"draft.hidden_size: got {head.hidden_size}, expected {target.hidden_size}")
+    for tree in trees:
+        if tree.topk > head.draft_vocab_size:
+            most = head.draft_vocab_size
+            raise ValueError(f"tree.topk: got {tree.topk}, expected at most the draft vocabulary, {most}")

@@ -1,0 +1,84 @@
+"""A draft head that rests: rounds without it keep what it did not read, and one pass lets it draft again.
+
+The head needs the pair (token, hidden states) of every position. Reading them in every round would cost what resting is
+to save; so they wait in a buffer. A sequence that outgrows the buffer is lost to the head until its place is given to
+another: it goes on without drafts, or with useless ones. Its tokens are the target's either way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from eagle3_jax.models.cache import KVCache
+from eagle3_jax.models.drafts.head import Draft
+from eagle3_jax.models.target import TargetModel
+
+# Positions that a head may miss.
+ROOM = 128
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Unread:
+    """What was decoded while the head rested.
+
+    Attributes:
+        tokens: of each pair. aux: the target's hidden states of its feature, not fused yet. Behind the first `ROOM`
+            pairs there is space for those of one round, which is never read.
+        count: pairs; more than `ROOM` is lost.
+    """
+
+    tokens: Int[Array, "b r"]
+    aux: Float[Array, "b r h3"]
+    count: Int[Array, " b"]
+
+    @classmethod
+    def empty(cls, batch: int, width: int, pairs: int, dtype: jnp.dtype) -> Unread:
+        """Args: width: of the hidden states, all layers. pairs: most of one round."""
+        room = ROOM + pairs
+        none = jnp.zeros(batch, jnp.int32)
+        return cls(jnp.zeros((batch, room), jnp.int32), jnp.zeros((batch, room, width), dtype), none)
+
+    def note(self, tokens: Int[Array, "b p"], aux: Float[Array, "b p h3"], taken: Int[Array, " b"]) -> Unread:
+        """With the pairs of a round, of which `taken` count."""
+
+        def put(row: Array, new: Array, at: Array) -> Array:
+            return jax.lax.dynamic_update_slice_in_dim(row, new, at, 0)
+
+        at = jnp.minimum(self.count, ROOM)
+        return Unread(
+            jax.vmap(put)(self.tokens, tokens, at),
+            jax.vmap(put)(self.aux, aux.astype(self.aux.dtype), at),
+            jnp.where(self.count > ROOM, self.count, self.count + taken),
+        )
+
+
+def catch_up(
+    target: TargetModel,
+    draft: Draft,
+    unread: Unread,
+    cache: KVCache,
+    draft_state: Float[Array, "b h"],
+    lengths: Int[Array, " b"],
+    running: Bool[Array, " b"],
+) -> tuple[Unread, KVCache, Float[Array, "b h"]]:
+    """Lets the head read what it missed of the running sequences that are not lost.
+
+    Args:
+        cache: the head's; behind `lengths` it has `ROOM` slots that nobody needs. lengths: committed tokens.
+
+    Returns:
+        The buffer, the head's cache and its state, as if it had never rested.
+    """
+    count = jnp.where(running & (unread.count <= ROOM), unread.count, 0)
+    starts = lengths - count
+    positions = starts[:, None] + jnp.arange(ROOM)[None]
+    features = draft.head.fuse(unread.aux[:, :ROOM])
+    tokens, last = unread.tokens[:, :ROOM], jnp.maximum(count - 1, 0)
+    states, cache = draft.head.feed(target.embed[...], tokens, features, positions, cache, starts, row=last)
+    draft_state = jnp.where((count > 0)[:, None], states[:, 0], draft_state)
+    return dataclasses.replace(unread, count=unread.count - count), cache, draft_state

@@ -1,0 +1,318 @@
+"""The model runner: an engine's models and state on the device, and the calls of its programs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from eagle3_jax.decoding.choice import costs
+from eagle3_jax.decoding.choice.costs import Costs, Round
+from eagle3_jax.decoding.choice.modes import Tier
+from eagle3_jax.decoding.device import programs
+from eagle3_jax.decoding.device.programs import Chunk, Models, Sizes
+from eagle3_jax.decoding.measure import profile
+from eagle3_jax.decoding.rounds.round import STATE_SHARDING_RULES, State
+from eagle3_jax.decoding.steps import Progress, steps
+from eagle3_jax.kernels.linear import few_rows
+from eagle3_jax.mesh import mesh_of, mesh_set, put, replicated, shardings
+from eagle3_jax.models.drafts.head import Draft
+from eagle3_jax.models.inference_layout import Product, for_inference, padded, products
+from eagle3_jax.models.layers import SHARDING_RULES
+from eagle3_jax.models.target import TargetModel
+from eagle3_jax.runs import host_memory, processes
+
+# Tokens of each sequence while rounds are measured.
+MEASURED_LENGTH = 256
+
+
+class ModelRunner:
+    """Runs the programs where the target is.
+
+    Attributes:
+        target, draft: on the target's devices, packed for a CPU where that is one.
+        mesh: of the target; None is one device.
+        padding: rows that products of few rows get, see `few_rows.Padded`; empty until `pad_products` has measured.
+        widths: rows of the decode programs in use: the whole batch, until `compile` has made the narrower ones.
+        dispatches: given to the device. compiled: programs that its calls compiled.
+    """
+
+    def __init__(
+        self, target: TargetModel, draft: Draft | None, tiers: Sequence[Tier], sizes: Sizes, kv_dtype: Any
+    ) -> None:
+        self.mesh = mesh_of(target.embed[...])
+        if draft is not None and self.mesh is not None:
+            draft = _spread(draft, self.mesh)
+        target, draft = for_inference(target), None if draft is None else for_inference(draft)
+        self.target, self.draft, self.sizes = target, draft, sizes
+        self.widths = [sizes.batch]
+        self.padding: dict[Product, tuple[int, ...]] = {}
+        self.dispatches = self.compiled = 0
+        self._models = Models.of(target, draft)
+        self._tiers, self.kv_dtype = tuple(tiers), kv_dtype
+        make = functools.partial(programs.empty_state, sizes=sizes, tiers=self._tiers, kv_dtype=kv_dtype)
+        embed = self.target.embed[...]
+        # Committed to its device as the models are, or the first program would be compiled twice.
+        place = embed.sharding if self.mesh is None and embed.committed else None
+        self._empty_state = jax.jit(make, out_shardings=place)
+        self._state: State | None = None
+
+    def replace_draft(self, draft: Draft) -> None:
+        """Drafts with other weights of the same shapes from now on. Forgets the state.
+
+        They are stored as those before, which may round them to bfloat16, so that nothing is compiled again.
+        """
+        draft = for_inference(draft if self.mesh is None else _spread(draft, self.mesh))
+        draft = jax.tree.map(lambda before, leaf: leaf.astype(before.dtype), self.draft, draft)
+        self.draft = draft
+        self._pad()
+
+    def pad_products(self) -> None:
+        """Measures how many rows products of few rows had better have, and pads them so. Forgets the state."""
+        counts = few_rows.counts()
+        with mesh_set(self.mesh):
+            for kind, matrices in products(self.target, self.draft).items() if counts else ():
+
+                def work(rows: int, kind: Product = kind, matrices: Sequence[jax.Array] = matrices) -> None:
+                    kind.times(matrices, rows).block_until_ready()
+
+                seconds = costs.measure([functools.partial(work, rows) for rows in counts], lambda: None)
+                best = few_rows.cheapest(dict(zip(counts, seconds, strict=True)))
+                self.padding[kind] = tuple(processes.agree(lambda best=best: best))
+        self._pad()
+
+    def _pad(self) -> None:
+        draft = None if self.draft is None else padded(self.draft, self.padding)
+        self._models = Models.of(padded(self.target, self.padding), draft)
+        self.reset()
+
+    def prefill(self, chunk: dict[str, np.ndarray]) -> jax.Array:
+        """Reads a stretch of prompts (see `Chunk.blank`). Returns the report of `programs.prefill`, unread."""
+        filled = Chunk(**{name: self._put(value) for name, value in chunk.items()})
+        with self._running() as state:
+            self._state, report = programs.prefill(self._models, state, filled)
+        return report
+
+    def width_for(self, count: int) -> int:
+        """Rows of the decode program for so many requests: the fewest."""
+        return next(width for width in self.widths if width >= count)
+
+    def decode(
+        self,
+        cancelled: Collection[int],
+        places: Sequence[int],
+        max_rounds: int,
+        enough: int,
+        *,
+        width: int,
+        tier: Tier,
+        greedy: bool,
+    ) -> tuple[jax.Array, Sequence[int]]:
+        """Rounds of the requests at some places, in `width` rows.
+
+        Returns:
+            The report of `programs.decode`, unread, and the row of each place in it.
+        """
+        said = self._said(cancelled, places, width)
+        counts = self._put(np.int32(max_rounds)), self._put(np.int32(enough))
+        with self._running() as state:
+            self._state, report = programs.decode(self._models, state, *said, *counts, tier=tier, greedy=greedy)
+        return report, range(len(places)) if width < self.sizes.batch else places
+
+    def catch_up(self, cancelled: Collection[int], places: Sequence[int], *, width: int) -> None:
+        """Lets a head that rested read what it missed of the requests at some places, in `width` rows."""
+        said = self._said(cancelled, places, width)
+        with self._running() as state:
+            self._state = programs.catch_up(self._models, state, *said)
+
+    def _said(
+        self, cancelled: Collection[int], places: Sequence[int], width: int
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Places that were cancelled, and those that take part: for the device."""
+        batch = self.sizes.batch
+        ended = np.zeros(batch, bool)
+        ended[list(cancelled)] = True
+        if width == batch:
+            return self._put(ended), None
+        rows = np.full(width, batch, np.int32)
+        rows[: len(places)] = places
+        return self._put(ended), self._put(rows)
+
+    def note_prompt(self, place: int, ids: list[int]) -> None:
+        """Notes a prompt's tokens, for penalties and for lookup."""
+        tokens = np.full(self.sizes.max_length, -1, np.int32)
+        tokens[: len(ids)] = ids
+        said = self._put(np.int32(place)), self._put(tokens)
+        with self._running() as state:
+            self._state = programs.note_prompt(state, *said)
+
+    def compile(self, kinds: Sequence[tuple[Tier, bool, int]], *, progress: Progress) -> None:
+        """Compiles all programs, by running each on nothing, and uses narrow ones from now on.
+
+        Args:
+            kinds: of rounds: a tier, whether for greedy requests alone, and rows (of `Sizes.widths`).
+        """
+        self.widths = self.sizes.widths
+        work: list[Callable[[], object]] = [
+            functools.partial(self.prefill, Chunk.blank(*shape, self.sizes)) for shape in self.sizes.chunks
+        ]
+        work += [
+            functools.partial(self.decode, (), (), 0, 0, width=width, tier=tier, greedy=greedy)
+            for tier, greedy, width in kinds
+        ]
+        work.append(functools.partial(self.note_prompt, 0, []))
+        if self._rests:
+            work += [functools.partial(self.catch_up, (), (), width=width) for width in self.widths]
+        for compile_one in steps(work, "compile", "program", progress):
+            compile_one()
+        self.wait()
+
+    def rehearse(self) -> None:
+        """All places busy, with sequences of `MEASURED_LENGTH` tokens of no meaning: for measurements alone."""
+        length = self._put(np.int32(self._measured_length))
+        with self._running() as state:
+            self._state = programs.rehearse(state, length)
+        self.wait()
+
+    def measure(self, tiers: Sequence[Tier], *, greedy: bool, width: int) -> Costs:
+        """What rounds of these tiers cost, with `width` places busy. Forgets the state.
+
+        Args:
+            tiers: vanilla decoding first. Of those that draft from the text alone only the first round of a dispatch is
+                sure to find something: its price is what it takes longer than a single vanilla round.
+        """
+
+        def work(tier: Tier, rounds: int) -> None:
+            self.decode((), range(width), rounds, width, width=width, tier=tier, greedy=greedy)
+            self.wait()
+
+        def wake() -> None:
+            self.catch_up((), range(width), width=width)
+            self.wait()
+
+        counts = [1 if tier.copies_alone else programs.ROUNDS for tier in tiers]
+        works = [functools.partial(work, tier, count) for tier, count in zip(tiers, counts, strict=True)]
+        works += [functools.partial(work, tiers[0], 1)] + [wake] * self._rests
+        seconds = costs.measure(works, self.rehearse)
+        self.reset()
+        vanilla, single = seconds[0] / counts[0], seconds[len(tiers)]
+        rounds = {
+            tier.name: vanilla + max(0.0, taken - single) if tier.copies_alone else taken / count
+            for tier, count, taken in zip(tiers, counts, seconds, strict=False)
+        }
+        return Costs(rounds, seconds[-1] if self._rests else 0.0)
+
+    def profile(self, tier: Tier) -> Round:
+        """A greedy round of this tier and its stages, with all places busy. Forgets the state.
+
+        The host's part is what a dispatch takes beside its rounds, divided by `programs.ROUNDS`.
+        """
+
+        def dispatch(tier: Tier, count: int) -> None:
+            self.decode((), range(batch), count, batch, width=batch, tier=tier, greedy=True)
+            self.wait()
+
+        vanilla, most, batch = self._tiers[0], programs.ROUNDS, self.sizes.batch
+        kinds = [(tier, 1), (tier, most), (vanilla, 1), (vanilla, most)]
+        works = [functools.partial(dispatch, kind, count) for kind, count in kinds]
+        one, several, single, plain = costs.measure(works, self.rehearse)
+        self.rehearse()
+        with self._running() as state:
+            self._state, seconds = profile.times(self._models, state, tier)
+        self.reset()
+        host = max(0.0, (most * single - plain) / (most - 1)) / most
+        return Round(
+            plain / most + max(0.0, one - single) if tier.copies_alone else several / most,
+            seconds | {"host": host},
+            profile.bytes_read(self._models, tier, batch, self._measured_length, self.kv_dtype),
+        )
+
+    @property
+    def _measured_length(self) -> int:
+        return min(self.sizes.max_length // 2, MEASURED_LENGTH)
+
+    @property
+    def _rests(self) -> bool:
+        """Whether the head rests in some tiers."""
+        return self.draft is not None and not all(tier.head for tier in self._tiers)
+
+    def wait(self) -> None:
+        """Until the device has done all it was given."""
+        jax.block_until_ready(self._state)
+
+    def reset(self) -> None:
+        """Forgets the state; the next call begins with an empty one."""
+        self._state = None
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[State]:
+        """The state, for a program that donates it; under the target's mesh, over which kernels are split."""
+        state, self._state = self._state, None
+        with mesh_set(self.mesh):
+            if state is None:
+                state = self._empty_state(self._models)
+            before = programs.compiled()
+            yield state
+        self.dispatches += 1
+        if fresh := programs.compiled() - before:
+            self.compiled += fresh
+            host_memory.release_freed()
+
+    def _put(self, value: Any) -> jax.Array:
+        """What the host says, on all devices; it says the same on every process that decodes on this mesh."""
+        return jnp.asarray(value) if self.mesh is None else put(np.asarray(value), replicated(self.mesh))
+
+
+def tokens_that_fit(
+    target: TargetModel, draft: Draft | None, memory_fraction: float, sizes: Sizes, tiers: Sequence[Tier], kv_dtype: Any
+) -> int:
+    """Tokens of the caches that this share of the device's memory leaves room for, beside weights and other state.
+
+    Args:
+        sizes: of all but the caches.
+
+    Raises:
+        ValueError: a device that does not tell its memory, such as a CPU.
+    """
+    if not 0 < memory_fraction < 1:
+        raise ValueError(f"memory_fraction: got {memory_fraction}, expected between 0 and 1")
+    mesh = mesh_of(target.embed[...])
+    device = jax.local_devices()[0] if mesh is None else mesh.local_devices[0]
+    memory = device.memory_stats() or {}
+    if "bytes_limit" not in memory:
+        raise ValueError(f"memory_fraction: got it for {device}, which does not tell its memory; give kv_tokens")
+
+    def leaves(target: TargetModel, draft: Draft | None, pages: int) -> dict[str, jax.Array]:
+        planned = dataclasses.replace(sizes, pages=pages)
+        state = programs.empty_state(Models.of(target, draft), planned, tiers, kv_dtype)
+        return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+
+    def of_state(pages: int) -> int:
+        """Bytes on each device: KV heads that the model axis does not divide lie on all of them."""
+        with mesh_set(mesh):
+            planned = jax.eval_shape(functools.partial(leaves, pages=pages), target, draft)
+        shapes = {name: leaf.shape for name, leaf in planned.items()}
+        if mesh is not None:
+            places = shardings(planned, mesh, STATE_SHARDING_RULES)
+            shapes = {name: places[name].shard_shape(shape) for name, shape in shapes.items()}
+        return sum(math.prod(shapes[name]) * leaf.dtype.itemsize for name, leaf in planned.items())
+
+    empty = of_state(0)
+    free = memory_fraction * memory["bytes_limit"] - memory["bytes_in_use"] - empty
+    return max(0, int(free // (of_state(1) - empty))) * sizes.page_size
+
+
+def _spread(draft: Draft, mesh: Mesh) -> Draft:
+    """The draft on the target's devices: from elsewhere it would be sent there in every call."""
+    head = jax.tree.map(
+        lambda x, where: put(np.asarray(x), where), draft.head, shardings(draft.head, mesh, SHARDING_RULES)
+    )
+    return Draft(head, put(np.asarray(draft.token_ids), replicated(mesh)))

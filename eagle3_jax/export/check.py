@@ -1,0 +1,277 @@
+"""What an engine accepts of an exported head, beside what it should: `python -m eagle3_jax.export --check`.
+
+A clean load proves nothing: most wrong exports load, and draft nonsense. Rounds and accepted drafts by position tell
+(in float32 they are a function of the files alone). They are predicted here from the written files, by this package's
+engine drafting chains; another engine on the same prompts, and an earlier report of them, must have counted exactly the
+same, and all must say what greedy decoding says without a head. In bfloat16 rounding moves a count here and there:
+differences are said, and are no error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+import subprocess
+from typing import Any
+
+from eagle3_jax.config import DraftTree, RunConfig
+from eagle3_jax.data import sources
+from eagle3_jax.decoding.engine import Engine, SamplingParams
+from eagle3_jax.decoding.measure.compare import timed
+from eagle3_jax.export import sglang_server, vllm_process
+from eagle3_jax.formats import draft_models, files, token_maps
+from eagle3_jax.formats.packaged import chosen_draft
+from eagle3_jax.models.checkpoint.fetch import Target, load_target
+from eagle3_jax.runs import command, manifest
+
+EXACT = "float32"
+
+
+class CheckError(ValueError):
+    """The engine did not do with the head what the files promise; the message says where they part."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    """What one engine did with the prompts.
+
+    Attributes:
+        plain: answers without the head, token ids; of a server that always drafts, this package's. answers: with it.
+        accepted: of the rounds, in how many the draft at position 1, 2, ... was accepted.
+        seconds: with the head; plain_seconds: without it, None where it did not decode so.
+    """
+
+    plain: list[list[int]]
+    answers: list[list[int]]
+    rounds: int
+    accepted: list[int]
+    seconds: float
+    plain_seconds: float | None
+
+    def column(self) -> dict[str, Any]:
+        tokens, plain = sum(map(len, self.answers)), sum(map(len, self.plain))
+        vanilla = None if self.plain_seconds is None else plain / self.plain_seconds
+        return {
+            "rounds": self.rounds,
+            "accepted_per_position": self.accepted,
+            "tau": 1 + sum(self.accepted) / max(self.rounds, 1),
+            "identical": sum(a == b for a, b in zip(self.answers, self.plain, strict=True)),
+            "tokens_per_second": {"vanilla": vanilla, "speculative": tokens / self.seconds},
+        }
+
+
+def run(
+    config: RunConfig,
+    prompts_path: str | pathlib.Path,
+    engine: str,
+    where: str | pathlib.Path | None = None,
+    target: Target | None = None,
+    expect: str | pathlib.Path | None = None,
+) -> dict[str, Any]:
+    """Checks the head that `evaluate.draft` names, or the run's export, and writes `<run_dir>/check/<engine>.json`
+    (with `expect`, `<engine>-compared.json`).
+
+    A chain of `evaluate.tree.num_steps`, greedy, `evaluate.limit` prompts, `evaluate.max_tokens` each: past the end of
+    sequence, behind which engines count differently.
+
+    Args:
+        engine: "numbers" predicts alone; "vllm" runs vLLM too, "sglang" asks a running SGLang server.
+        where: the Python of the environment that has vLLM; the server's URL.
+        expect: an earlier report of the same prompts, lengths, dtype and target, whose prediction must be this one's.
+
+    Returns:
+        The report: what was asked, a column for each engine, and their differences.
+
+    Raises:
+        CheckError: in float32, the counters or the answers differ; the report is written all the same. Or an engine
+            ends badly.
+        ValueError: no usable prompts; several requests at once in vLLM; a token map for another engine; the expected
+            report is of something else.
+        ServerError: see `sglang_server`. DraftFormatError, ManifestError: see `load_draft`.
+    """
+    token_map = config.evaluate.token_map
+    if engine != "numbers" and token_map is not None:  # of heads of EAGLE-2, and both are asked as of EAGLE-3
+        raise ValueError(f"evaluate.token_map: got {token_map}, expected null: {engine} would draft all tokens")
+    if engine == "vllm" and config.evaluate.batch_size != 1:
+        # Measured on a CPU, 0.32.0: of 2,875 rounds one by one it had 2,879 with eight requests together.
+        raise ValueError(
+            f"evaluate.batch_size: got {config.evaluate.batch_size}, expected 1: what vLLM counts depends on the batch"
+        )
+    target = target or load_target(config.target)
+    _, draft = chosen_draft(config.evaluate.draft, config.folder("export"), target)
+    if draft is None or draft_models.is_model(draft):
+        raise ValueError(f"evaluate.draft: got {config.evaluate.draft!r}, expected a head")
+    request = _request(config, prompts_path, target, draft)
+    asked_for = {
+        "prompts": {
+            "file": str(prompts_path),
+            "count": len(request["prompts"]),
+            "tokens": hashlib.sha256(json.dumps(request["prompts"]).encode()).hexdigest(),
+        },
+        **{key: request[key] for key in ("num_speculative_tokens", "max_tokens", "batch_size", "dtype")},
+        "token_map": None if token_map is None else manifest.digest(token_maps.locate(token_map)),
+        "target": target.identity,
+    }
+    earlier = None if expect is None else _earlier(expect, asked_for)
+    columns = {"numbers": predict(target, request, token_map)}
+    if engine == "vllm":
+        assert where is not None
+        columns["vllm"] = in_vllm(where, request)
+    if engine == "sglang":
+        columns["sglang"] = in_sglang(str(where), request, columns["numbers"].plain)
+    none = [0] * request["num_speculative_tokens"]  # of answers of one token, which take no round
+    columns = {name: dataclasses.replace(x, accepted=x.accepted or none) for name, x in columns.items()}
+    problems = _problems(columns)
+    if earlier is not None:
+        problems += _apart(str(expect), columns["numbers"], earlier["rounds"], earlier["accepted_per_position"])
+    report = {
+        **asked_for,
+        "draft": {"folder": str(draft), "files": files.file_digests(draft)},
+        "engines": {name: counted.column() for name, counted in columns.items()},
+        "differences": problems,
+        "hardware": manifest.hardware(),
+        "versions": manifest.versions(),
+    }
+    folder = pathlib.Path(config.run_dir, "check")
+    folder.mkdir(parents=True, exist_ok=True)
+    manifest.write_json(folder / f"{engine}{'' if expect is None else '-compared'}.json", report)
+    if problems and request["dtype"] == EXACT:
+        raise CheckError(f"{draft}: not what the files promise:\n  " + "\n  ".join(problems))
+    return report
+
+
+def _request(
+    config: RunConfig, prompts_path: str | pathlib.Path, target: Target, draft: pathlib.Path
+) -> dict[str, Any]:
+    """What every engine is asked, as `vllm_process` takes it. Raises ValueError: no usable prompts."""
+    settings = config.evaluate
+    steps = settings.tree.num_steps if isinstance(settings.tree, DraftTree) else 3
+    length = settings.max_tokens + steps + 1  # vLLM drafts nothing where the drafts would not fit
+    room = target.model.config.max_position_embeddings - length
+    asked = sources.spread(sources.read_file(prompts_path)[0], None)
+    fitting, _ = sources.encode(asked, target.tokenizer, room, f"--prompts {prompts_path}")
+    prompts = [prompt["prompt"] for prompt in fitting[: settings.limit]]
+    return {
+        "target": str(target.folder),
+        "draft": str(draft),
+        "num_speculative_tokens": steps,
+        "prompts": prompts,
+        "max_tokens": settings.max_tokens,
+        "ignore_eos": True,
+        "max_model_len": max(map(len, prompts)) + length,
+        "batch_size": settings.batch_size,
+        "dtype": config.target.dtype,
+        "turns": 1,
+    }
+
+
+def _earlier(path: str | pathlib.Path, asked: dict[str, Any]) -> dict[str, Any]:
+    """The prediction in an earlier report. Raises ValueError where that is of something else, or is none."""
+    report = manifest.read_json(path)
+
+    def of(values: dict[str, Any]) -> dict[str, Any]:
+        picked = {name: values[name] for name in ("num_speculative_tokens", "max_tokens", "dtype")}
+        picked["token_map"] = values.get("token_map")  # reports of earlier versions had none
+        return {"prompts' tokens": values["prompts"]["tokens"], "target": values["target"]["weights"]} | picked
+
+    try:
+        found, column = of(report), report["engines"]["numbers"]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"--expect {path}: got no {error}, expected a report of `export --check`") from error
+    problems = [
+        f"{name}: got {found[name]}, expected {wanted}" for name, wanted in of(asked).items() if found[name] != wanted
+    ]
+    if problems:
+        raise ValueError(f"--expect {path}: a report of something else:\n  " + "\n  ".join(problems))
+    return column
+
+
+def predict(target: Target, request: dict[str, Any], token_map: str | None = None) -> Counted:
+    """What the written files promise, by this package's engine."""
+    steps, sizes = request["num_speculative_tokens"], (request["batch_size"], request["max_model_len"])
+    chain = DraftTree(num_steps=steps, num_draft_tokens=steps + 1)
+    params = SamplingParams(max_tokens=request["max_tokens"], ignore_eos=request["ignore_eos"])
+    found = []
+    for draft in (None, request["draft"]):
+        tree, cut = ("auto", None) if draft is None else (chain, token_map)
+        engine = Engine.load(target, draft, tree, *sizes, token_map=cut, prefix_cache=False)
+        engine.generate(request["prompts"], dataclasses.replace(params, max_tokens=steps + 1))  # warms up
+        found.append(timed(engine, request["prompts"], params))
+    (plain, plain_seconds), (fast, seconds) = found
+    stats = [answer.stats for answer in fast]
+    return Counted(
+        [answer.token_ids for answer in plain],
+        [answer.token_ids for answer in fast],
+        sum(x.rounds for x in stats),
+        [sum(column) for column in zip(*(x.accepted_per_position for x in stats if x.rounds), strict=True)],
+        seconds,
+        plain_seconds,
+    )
+
+
+def in_vllm(python: str | pathlib.Path, request: dict[str, Any]) -> Counted:
+    """What vLLM does: with the head and without, one process each. Raises CheckError where it ends badly."""
+    plain, fast = (vllm_answers(python, request | {"draft": draft}) for draft in (None, request["draft"]))
+    return Counted(
+        plain["answers"], fast["answers"], fast["rounds"], fast["accepted"], fast["seconds"][-1], plain["seconds"][-1]
+    )
+
+
+def in_sglang(url: str, request: dict[str, Any], plain: list[list[int]]) -> Counted:
+    """What a running SGLang server does, which drafts always: `plain` is what its answers must be."""
+    said = sglang_server.answer(url, request)
+    return Counted(plain, said["answers"], said["rounds"], said["accepted"], said["seconds"][-1], None)
+
+
+def vllm_answers(python: str | pathlib.Path, request: dict[str, Any]) -> dict[str, Any]:
+    """A request and the answer of `vllm_process`. Raises CheckError where it ends badly."""
+    ended = subprocess.run(
+        [str(python), str(pathlib.Path(vllm_process.__file__))],
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if ended.returncode:
+        raise CheckError(f"vllm ({python}): exit status {ended.returncode}: {ended.stderr[-2000:]}")
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+def _problems(columns: dict[str, Counted]) -> list[str]:
+    """Where an engine parts from the prediction, or from greedy decoding without the head."""
+    expected, problems = columns["numbers"], []
+    for name, counted in columns.items():
+        problems += _apart(name, counted, expected.rounds, expected.accepted)
+        differ = [i for i, (a, b) in enumerate(zip(counted.answers, counted.plain, strict=True)) if a != b]
+        if differ:
+            problems.append(f"{name}: answers: {len(differ)} of {len(counted.plain)} are not plain greedy decoding's")
+        if counted.plain != expected.plain:
+            problems.append(f"{name}: plain greedy answers are others than this package's: is it the same target?")
+    return problems
+
+
+def _apart(name: str, counted: Counted, rounds: int, accepted: list[int]) -> list[str]:
+    pairs = (("rounds", counted.rounds, rounds), ("accepted", counted.accepted, accepted))
+    return [f"{name}: {field}: got {got}, expected {wanted}" for field, got, wanted in pairs if got != wanted]
+
+
+def table(report: dict[str, Any]) -> str:
+    """The columns side by side, as fixed-width text, and what a dtype means in which they need not be equal."""
+    names = list(report["engines"])
+    columns = [report["engines"][name] for name in names]
+    rows: list[tuple[str, ...]] = [("", *names), ("rounds", *(str(x["rounds"]) for x in columns))]
+    for i in range(report["num_speculative_tokens"]):
+        rows.append((f"accepted at {i + 1}", *(str(x["accepted_per_position"][i]) for x in columns)))
+    rows.append(("tau", *(f"{x['tau']:.3f}" for x in columns)))
+    rows.append(("identical", *(f"{x['identical']}/{report['prompts']['count']}" for x in columns)))
+    for way in ("vanilla", "speculative"):
+        speeds = [x["tokens_per_second"][way] for x in columns]
+        rows.append((f"{way}, tokens/s", *("-" if speed is None else f"{speed:.1f}" for speed in speeds)))
+    lines = command.aligned(rows)
+    if report["dtype"] != EXACT:
+        found = report["differences"]
+        lines.append(f"{report['dtype']}: only {EXACT} is required to be equal; differences: {len(found) or 'none'}")
+        lines += [f"  {difference}" for difference in found]
+    return "\n".join(lines)

@@ -1,0 +1,66 @@
+"""A loaded target -> a Hugging Face folder: what transformers, SGLang and vLLM read.
+
+For a target that no one else has as safetensors (dequantised GGUF), or in another dtype than the hub's.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import jax
+import numpy as np
+
+from eagle3_jax.models.checkpoint.fetch import Target
+from eagle3_jax.models.checkpoint.load import INDEX, parameter_path, save_tensors
+from eagle3_jax.models.families import family_of
+from eagle3_jax.models.target import TargetModel
+from eagle3_jax.runs import manifest
+
+SHARD_BYTES = 5 * 10**9  # of a file, as the hub has them
+
+
+def write_target(target: Target, folder: str | pathlib.Path, shard_bytes: int = SHARD_BYTES) -> None:
+    """Writes weights, architecture, tokenizer and chat template, in the dtype that the target was loaded in.
+
+    Raises:
+        FileExistsError: `folder` exists.
+        ValueError: several processes hold the target.
+    """
+    folder = pathlib.Path(folder)
+    if folder.exists():
+        raise FileExistsError(f"{folder}: exists already, expected a new folder")
+    if jax.process_count() > 1:
+        raise ValueError(f"a target is written by one process, got {jax.process_count()}")
+    config = target.model.config.to_hf() | {"torch_dtype": str(target.model.embed.dtype)}
+    with manifest.atomic(folder) as partial:
+        partial.mkdir(parents=True)
+        _write_weights(target.model, partial, shard_bytes)
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        tokens = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
+        (partial / "generation_config.json").write_text(json.dumps(tokens, indent=2) + "\n")
+        target.tokenizer.save_pretrained(partial)
+
+
+def _write_weights(model: TargetModel, folder: pathlib.Path, shard_bytes: int) -> None:
+    """One file, or several with an index; one of them is in the host's memory at a time."""
+    leaves = {parameter_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(model)}
+    table = family_of(model.config).table(model.config)
+    files: list[list[str]] = [[]]
+    for name in table:
+        if files[-1] and sum(leaves[other].nbytes for other in files[-1]) + leaves[name].nbytes > shard_bytes:
+            files.append([])
+        files[-1].append(name)
+    weight_map = {}
+    for i, names in enumerate(files, start=1):
+        file = "model.safetensors" if len(files) == 1 else f"model-{i:05}-of-{len(files):05}.safetensors"
+        tensors = {}
+        for name in names:
+            parts = table[name].split(np.asarray(leaves[name]))
+            tensors |= {tensor: np.ascontiguousarray(x) for tensor, x in zip(table[name].tensors, parts, strict=True)}
+        save_tensors(tensors, folder / file)
+        weight_map |= dict.fromkeys(tensors, file)
+    if len(files) > 1:
+        size = sum(leaf.nbytes for leaf in leaves.values())
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")

@@ -1,0 +1,278 @@
+"""conversations -> what the draft head is trained on.
+
+`python -m eagle3_jax.extract --config configs/quickstart.yaml` lets the target read its own conversations once. Kept
+per token: its aux hidden states, the input of its LM head, and its most likely next token, which is all that training
+asks of it (EAGLE-3, arXiv 2503.01840, section 3). The draft vocabulary is counted on the way. A shard of conversations
+is the unit of resumption, and what the replicas of a mesh that spans several hosts share among themselves.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import pathlib
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from eagle3_jax import config as configs
+from eagle3_jax.data import features, vocab
+from eagle3_jax.data.conversation import Conversation, Rejected, read_conversation
+from eagle3_jax.extract.hidden_states import compute_records, plan_batches
+from eagle3_jax.mesh import Replica, batch_sharding, make_mesh, own_replica, put
+from eagle3_jax.models.checkpoint.fetch import Target, load_target
+from eagle3_jax.models.checkpoint.identity import check_same_target
+from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
+from eagle3_jax.models.inference_layout import for_inference
+from eagle3_jax.runs import command, command_line, manifest, processes
+
+REJECTS = "rejects.jsonl"
+# Conversations of a split that are read to foretell how much disk all will take.
+_SAMPLE = 64
+
+
+def extract(config: configs.RunConfig, target: Target | None = None) -> None:
+    """Extracts the features of `config`'s conversations into its features folder.
+
+    Args:
+        target: an already loaded target; None loads `config.target`.
+
+    Raises:
+        ManifestError: unfinished conversations, conversations of another target, or a folder of other work.
+        ValueError: no conversation could be used.
+    """
+    conversations, folder = config.folder("regenerate"), config.folder("extract")
+    made_from = manifest.read(conversations, made_by="regenerate")
+    replica = own_replica(make_mesh(config.mesh))
+    target = target or load_target(config.target, replica.mesh)
+    target = dataclasses.replace(target, model=for_inference(target.model))
+    # What was said does not depend on which hidden states are kept now.
+    check_same_target(conversations, made_from["identity"]["target"], target.identity, but=("aux_layers",))
+    DraftHeadConfig.for_target(config.draft, target.model.config)  # refuses an impossible draft vocabulary now
+    longest = target.model.config.max_position_embeddings
+    if config.extract.max_length > longest:
+        raise ValueError(
+            f"extract.max_length: got {config.extract.max_length}, expected at most the target's {longest}"
+        )
+    identity = {
+        "verb": "extract",
+        "conversations": manifest.fingerprint(made_from),
+        "target": target.identity,
+        "max_length": config.extract.max_length,
+        "shard_records": config.extract.shard_records,
+        "draft_vocab_size": config.draft.vocab_size,
+    }
+    with manifest.claim(folder, identity) as finished:
+        if finished:
+            processes.say(f"extract: {folder} is finished already")
+        else:
+            _extract(config, target, replica, conversations, folder)
+
+
+def _extract(
+    config: configs.RunConfig,
+    target: Target,
+    replica: Replica,
+    conversations: pathlib.Path,
+    folder: pathlib.Path,
+) -> None:
+    processes.agree(lambda: _check_disk(config.extract, conversations, folder, target))
+    rates: dict[str, float] = {}
+    with jax.set_mesh(replica.mesh):  # kernels are split over it
+        for split in configs.SPLITS:
+            source = conversations / f"{split}.jsonl"
+            rates[split] = _extract_split(config.extract, source, folder / split, target, replica)
+    # All shards are there. The processes of a replica count the same tokens.
+    rates = processes.total(rates if processes.index() == replica.leader else {})
+    processes.agree(lambda: _finish(config, target, conversations, folder, rates))
+
+
+def _finish(
+    config: configs.RunConfig,
+    target: Target,
+    conversations: pathlib.Path,
+    folder: pathlib.Path,
+    rates: dict[str, float],
+) -> None:
+    """All shards are there: writes what is said of all of them together."""
+    results = {
+        split: _summarise(folder / split) | {"tokens_per_second": rates[split] or None} for split in configs.SPLITS
+    }
+    counts = _token_counts(folder / "train", target.model.config.vocab_size)
+    if not results["train"]["records"]:
+        raise ValueError(f"{conversations}: none of the conversations could be used, see {folder / 'train' / REJECTS}")
+    token_ids = vocab.choose_draft_vocabulary(counts, config.draft.vocab_size)
+    vocab.save(folder, token_ids)
+    sidecars = [
+        str(path.relative_to(folder)) for split in configs.SPLITS for path in sorted((folder / split).glob("*.json"))
+    ]
+    manifest.finish(
+        folder, files=[vocab.NAME, *sidecars], draft_vocabulary_coverage=vocab.coverage(counts, token_ids), **results
+    )
+
+
+def _check_disk(
+    config: configs.ExtractConfig, conversations: pathlib.Path, folder: pathlib.Path, target: Target
+) -> None:
+    """Foretells from a sample how much the features will take, and says it. Raises ValueError: more than is free."""
+    model = target.model.config
+    each = features.token_bytes(len(model.aux_layers) * model.hidden_size, model.hidden_size)
+    tokens = text = whole = 0
+    for split in configs.SPLITS:
+        source = conversations / f"{split}.jsonl"
+        whole += source.stat().st_size
+        with open(source, encoding="utf-8") as stream:
+            for line in itertools.islice(stream, _SAMPLE):
+                text += len(line.encode())
+                with contextlib.suppress(Rejected):
+                    for sequence in read_conversation(line, target.tokenizer, config.max_length):
+                        tokens += len(sequence.token_ids)
+    there = sum(path.stat().st_size for path in folder.rglob("*.array_record"))
+    need = max(0, tokens * each * whole // max(text, 1) - there)
+    free = shutil.disk_usage(folder).free
+    sizes = f"{need / 2**30:.1f} GiB for features ({each / 1024:.1f} KiB a token), {free / 2**30:.1f} GiB are free"
+    if need > free:
+        raise ValueError(f"{folder}: needs about {sizes}; free some space, or choose another run_dir")
+    print(f"extract: about {sizes}", file=sys.stderr)
+
+
+def _extract_split(
+    config: configs.ExtractConfig, source: pathlib.Path, folder: pathlib.Path, target: Target, replica: Replica
+) -> float:
+    """Computes this replica's shards of one split that are not yet there. Returns its tokens a second."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(source, encoding="utf-8") as stream:
+        total = sum(1 for _ in stream)
+    shards = max(1, -(-total // config.shard_records))
+    paths = [features.shard_path(folder, shard, shards) for shard in range(shards)]
+    processes.barrier()  # a replica with several processes must see the same shards as complete on all of them
+    complete = [features.is_complete(path) for path in paths]
+    processes.barrier()
+    with open(source, encoding="utf-8") as stream, _Progress(total, f"extract {folder.name}") as progress:
+        for shard, path in enumerate(paths):
+            command.stop_point()
+            lines = list(itertools.islice(stream, config.shard_records))
+            if complete[shard] or shard % replica.count != replica.index:
+                progress.bar.update(len(lines))
+            else:
+                _extract_shard(config, lines, path, target, replica, shard, progress)
+    return progress.rate()
+
+
+def _summarise(folder: pathlib.Path) -> dict[str, Any]:
+    """The counts of a split for the manifest, of its shards' notes; writes its list of rejects."""
+    all_notes = [features.read_notes(path) for path in sorted(folder.glob("*.array_record"))]
+    rejects = [reject for notes in all_notes for reject in notes["rejects"]]
+    with manifest.atomic(folder / REJECTS) as temporary:
+        temporary.write_text("".join(json.dumps(reject, ensure_ascii=False) + "\n" for reject in rejects))
+    computed = sum(notes["computed_tokens"] for notes in all_notes)
+    kept = sum(notes["tokens"] for notes in all_notes)
+    return {
+        "records": sum(len(notes["ids"]) for notes in all_notes),
+        "rejected": len(rejects),
+        "tokens": kept,
+        "loss_tokens": sum(sum(notes["token_counts"][1]) for notes in all_notes),
+        "padding_share": 1 - kept / computed if computed else 0.0,
+    }
+
+
+class _Progress:
+    """A bar of conversations, and the tokens a second of what is computed now."""
+
+    def __init__(self, total: int, name: str) -> None:
+        self.bar = tqdm(total=total, desc=name, unit=" conversations", disable=processes.index() > 0)
+        self.start, self.tokens = time.monotonic(), 0
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.close()
+
+    def rate(self) -> float:
+        return self.tokens / (time.monotonic() - self.start)
+
+    def add(self, tokens: int) -> None:
+        self.tokens += tokens
+        self.bar.set_postfix_str(f"{self.rate():.0f} tokens/s", refresh=False)
+        self.bar.update()
+
+
+def _extract_shard(
+    config: configs.ExtractConfig,
+    lines: Sequence[str],
+    path: pathlib.Path,
+    target: Target,
+    replica: Replica,
+    seed: int,
+    progress: _Progress,
+) -> None:
+    model = target.model
+    conversations: list[Conversation] = []
+    rejects: list[dict[str, str]] = []
+    for line in lines:
+        try:
+            conversations.extend(read_conversation(line, target.tokenizer, config.max_length))
+        except Rejected as error:
+            rejects.append({"id": json.loads(line)["id"], "reason": str(error)})
+            progress.add(0)
+    progress.bar.total += len(conversations) + len(rejects) - len(lines)  # a conversation may be several sequences
+    batches = plan_batches(
+        [len(c.token_ids) for c in conversations], config.batch_tokens, multiple=replica.mesh.shape["data"], seed=seed
+    )
+    counts = np.zeros(model.config.vocab_size, np.int64)
+    notes: dict[str, Any] = {
+        "ids": [],
+        "rejects": rejects,
+        "tokens": 0,
+        "computed_tokens": sum(batch.rows * batch.length for batch in batches),
+    }
+
+    def records() -> Iterator[features.Record]:
+        place = functools.partial(put, sharding=batch_sharding(replica.mesh))
+        for conversation, record in compute_records(conversations, batches, model, place):
+            progress.add(len(conversation.token_ids))
+            if record is None:
+                rejects.append({"id": conversation.name, "reason": "NaN or infinity in the hidden states"})
+                continue
+            notes["ids"].append(conversation.name)
+            notes["tokens"] += len(conversation.token_ids)
+            counts[:] += vocab.count_tokens(conversation.token_ids, conversation.loss_mask, len(counts))
+            yield record
+        said = np.flatnonzero(counts)
+        notes["token_counts"] = [said.tolist(), counts[said].tolist()]
+
+    if processes.index() == replica.leader:
+        features.write_shard(path, records(), notes)
+    else:  # its part of the work on the devices
+        collections.deque(records(), maxlen=0)
+
+
+def _token_counts(folder: pathlib.Path, vocab_size: int) -> np.ndarray:
+    """int64 [V]: how often each token counts in the loss, summed over the shards' notes."""
+    counts = np.zeros(vocab_size, np.int64)
+    for path in folder.glob("*.array_record"):
+        token_ids, times = features.read_notes(path)["token_counts"]
+        counts[np.asarray(token_ids, np.int64)] += np.asarray(times, np.int64)
+    return counts
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    config, _ = command_line.read("extract", argv)
+    with command.run("extract"):
+        extract(config)
+
+
+if __name__ == "__main__":
+    main()

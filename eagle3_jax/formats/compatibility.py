@@ -1,0 +1,185 @@
+"""Which engine runs which head, from which version on.
+
+The tables are the one place that knows. `export` refuses by them what a form's own engine cannot run, and says by them
+who serves what was written; docs/serve-in-sglang-and-vllm.md repeats `SINCE`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from eagle3_jax.formats.fields import Form
+from eagle3_jax.formats.stored import StoredHead
+from eagle3_jax.models.families.vision import TEXT_OF
+from eagle3_jax.models.layers import LinearScaling, RopeScaling, YarnScaling
+from eagle3_jax.models.rope import THETA
+
+# Each engine, and the newest version whose code was read.
+ENGINES = {
+    "SGLang": "0.5.23",
+    "vLLM": "0.33.0",
+    "EAGLE": "cb7e084 (2026-02)",
+    "sglang-jax": "cddbf6f (2026-08)",
+    "tpu-inference": "b8692ff (2026-08)",
+}
+SILENT, FAILS, UNKNOWN = "ignored", "fails", "not known"
+_NO = (SILENT, FAILS, UNKNOWN)
+# What a head may be -> of each engine the first version known to run it, or what it does instead. Known from the code:
+# SGLang's wheels 0.4.5, 0.4.9, 0.5.2, 0.5.11, 0.5.12 and 0.5.23 (models/llama_eagle3.py, llama.py, eagle_worker.py,
+# layers/rotary_embedding, which calls YaRN's factor `attn_factor`); vLLM's wheels 0.21.0, 0.22.0 and 0.32.0
+# (models/llama_eagle3.py, llama.py, gpu_model_runner.py; the same in 0.33.0), and of 0.24.0 and 0.25.0
+# configs/speculators/algos.py: 0.21.0 has neither norm and three aux layers alone, and up to 0.24.0 the form of
+# speculators hands neither flag on; EAGLE's model/cnets.py, loaded with strict=False; sglang-jax's
+# models/llama_eagle3.py, which maps tensors by a fixed list, and model_runner.py, which looks for aux layers in the
+# target's config; tpu-inference's models/jax/llama_eagle3.py, llama3.py and weight_utils.py: an unmapped tensor is an
+# error (`t2d` is not), an unknown key is not.
+SINCE = {
+    # head: SGLang, vLLM, EAGLE, sglang-jax, tpu-inference
+    "EAGLE-3": ("0.4.5", "0.21.0", "cb7e084", "cddbf6f", "b8692ff"),
+    "other aux layers": ("0.4.9", "0.21.0", SILENT, SILENT, SILENT),
+    "other aux layers of DeepSeek, the first not 2": (SILENT, "0.21.0", SILENT, SILENT, SILENT),
+    "aux layers, not three": ("0.5.12", "0.22.0", FAILS, FAILS, FAILS),
+    "aux layer 0 or n": (FAILS, "0.21.0", SILENT, SILENT, SILENT),
+    "`fc_norm`": ("0.5.12", "0.22.0", SILENT, SILENT, FAILS),
+    "`norm_output`": ("0.5.12", "0.22.0", SILENT, SILENT, SILENT),
+    "either in the form `speculators`": (FAILS, "0.25.0", FAILS, FAILS, UNKNOWN),
+    "`norm_before_residual`": (SILENT, "0.21.0", SILENT, SILENT, "b8692ff"),
+    "`norm_before_fc`": ("0.5.23", "0.21.0", SILENT, SILENT, FAILS),
+    "RoPE `llama3`": ("0.4.5", "0.21.0", FAILS, "cddbf6f", "b8692ff"),
+    "RoPE `linear`": ("0.4.5", "0.21.0", "cb7e084", FAILS, UNKNOWN),
+    "RoPE `linear`, `rope_theta` not 10000": ("0.4.5", "0.21.0", SILENT, FAILS, UNKNOWN),
+    "RoPE `yarn`": ("0.4.9", "0.21.0", FAILS, UNKNOWN, UNKNOWN),
+    "RoPE `yarn`, `truncate` false": ("0.5.12", "0.21.0", FAILS, UNKNOWN, UNKNOWN),
+    "RoPE `yarn`, `attention_factor`": (SILENT, "0.32.0", FAILS, UNKNOWN, UNKNOWN),
+    "`head_dim` of its own": ("0.4.5", "0.21.0", FAILS, "cddbf6f", "b8692ff"),
+    "not as wide as the target": ("0.4.5", "0.21.0", "cb7e084", UNKNOWN, UNKNOWN),
+    "whole vocabulary": ("0.4.9", "0.21.0", "cb7e084", UNKNOWN, UNKNOWN),
+    "the target's LM head": ("0.5.2", "0.21.0", SILENT, "cddbf6f", UNKNOWN),
+    "rows of the target's LM head": (SILENT, UNKNOWN, SILENT, SILENT, UNKNOWN),
+}
+# The same by the target, whose hidden states an engine must hand on. Known from the target's own class in the same
+# versions; of vLLM in 0.21.0, 0.22.0 and 0.32.0 (the same in 0.33.0). SGLang: gemma3_causal.py of 0.5.23 captures
+# what the last part of a layer adds, without the residual (that of 0.5.12 did not); mimo.py cannot capture. vLLM:
+# gemma3.py and gemma3_mm.py lack SupportsEagle3, the forward of mimo.py returns no aux states; deepseek_v2.py adds a
+# residual that block 0 has not got, and that of 0.22.0 captures nothing behind the last block. EAGLE captures in its
+# own Llama and Qwen 3 alone, sglang-jax in llama.py and qwen3.py, tpu-inference in llama3.py; what that leaves to
+# vLLM's classes was not tried.
+BY_TARGET = {
+    "aux layer 0 of DeepSeek": (FAILS, FAILS, SILENT, SILENT, SILENT),
+    "aux layer n of DeepSeek": (FAILS, "0.32.0", SILENT, SILENT, SILENT),
+    "Qwen2ForCausalLM": ("0.5.2", "0.21.0", FAILS, FAILS, UNKNOWN),
+    "Qwen3ForCausalLM": ("0.4.9", "0.21.0", "cb7e084", "cddbf6f", UNKNOWN),
+    "Qwen3MoeForCausalLM": ("0.4.9", "0.21.0", FAILS, FAILS, UNKNOWN),
+    "Gemma3ForCausalLM": (SILENT, FAILS, FAILS, FAILS, FAILS),
+    "Llama4ForCausalLM": ("0.4.9", "0.21.0", FAILS, FAILS, UNKNOWN),
+    "GptOssForCausalLM": ("0.5.2", "0.21.0", FAILS, FAILS, UNKNOWN),
+    "DeepseekV3ForCausalLM": ("0.5.11", "0.21.0", FAILS, FAILS, UNKNOWN),
+    "MiMoForCausalLM": (FAILS, FAILS, FAILS, FAILS, FAILS),
+}
+_ROWS = SINCE | BY_TARGET
+
+
+def used(head: StoredHead, form: Form) -> Iterator[tuple[str, str]]:
+    """Rows of the tables that a head in this form needs, each with its field, what that is, and what is plain.
+
+    Nothing of the sort ("") where the head is not to blame.
+    """
+    c, last = head.config, head.target_layers or "n"
+    architectures: list[str] = [TEXT_OF.get(x, x) for x in map(str, (head.verifier or {}).get("architectures") or ())]
+    deepseek = any(name.startswith("Deepseek") for name in architectures)
+    yield "EAGLE-3", ""
+    for name in architectures:
+        if name in BY_TARGET:
+            yield name, ""
+    if c.aux_layers is not None:
+        plain = f"target.aux_layers: got {c.aux_layers}, expected the default (2, n // 2, n - 3)"
+        yield "other aux layers", plain
+        if c.aux_layers[0] != 2 and deepseek:
+            # SGLang counts these targets' layers from 1 only where the first id is 1 (sglang#25454).
+            yield "other aux layers of DeepSeek, the first not 2", plain
+    if c.num_aux_layers != 3:
+        yield "aux layers, not three", f"target.aux_layers: got {c.num_aux_layers} layers, expected 3"
+    if {0, last} & set(c.aux_layers or ()) and not deepseek:
+        # SGLang captures `hidden_states + residual` at the entry of a block: there is no residual at block 0 yet, and
+        # no entry behind the last block.
+        limits = f"1 to {last - 1 if isinstance(last, int) else 'n - 1'}"
+        neither = f"SGLang captures neither 0 (the embeddings) nor {last} (the last block)"
+        yield "aux layer 0 or n", f"target.aux_layers: got {c.aux_layers}, expected boundaries {limits}: {neither}"
+    if deepseek and 0 in (c.aux_layers or ()):
+        first = "neither SGLang nor vLLM captures 0 (the embeddings) of DeepSeek"
+        yield "aux layer 0 of DeepSeek", f"target.aux_layers: got {c.aux_layers}, expected boundaries from 1: {first}"
+    if deepseek and last in (c.aux_layers or ()):
+        yield "aux layer n of DeepSeek", f"target.aux_layers: got {c.aux_layers}, expected boundaries below {last}"
+    for flag in ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc"):
+        if getattr(c, flag):
+            yield f"`{flag}`", f"{flag}: got True, expected False"
+    if form.name == "speculators" and (c.fc_norm or c.norm_output):
+        yield (
+            "either in the form `speculators`",
+            f"fc_norm, norm_output: got {c.fc_norm}, {c.norm_output}, expected False",
+        )
+    if isinstance(c.rope_scaling, RopeScaling):
+        yield "RoPE `llama3`", "rope_scaling: got 'llama3', expected none"
+    if isinstance(c.rope_scaling, LinearScaling):
+        yield "RoPE `linear`", "rope_scaling: got 'linear', expected none"
+        if c.rope_theta != THETA:
+            yield (
+                "RoPE `linear`, `rope_theta` not 10000",
+                f"rope_theta: got {c.rope_theta}, expected {THETA} where it is scaled",
+            )
+    if isinstance(c.rope_scaling, YarnScaling):
+        yield "RoPE `yarn`", "rope_scaling: got 'yarn', expected none"
+        if not c.rope_scaling.truncate:
+            yield "RoPE `yarn`, `truncate` false", "rope_scaling.truncate: got False, expected True"
+        if c.rope_scaling.attention_factor is not None:
+            got = c.rope_scaling.attention_factor
+            yield "RoPE `yarn`, `attention_factor`", f"rope_scaling.attention_factor: got {got}, expected none"
+    if c.head_dim * c.num_attention_heads != c.hidden_size:
+        plain = f"hidden_size / num_attention_heads = {c.hidden_size} / {c.num_attention_heads}"
+        yield "`head_dim` of its own", f"head_dim: got {c.head_dim}, expected {plain}"
+    if c.hidden_size != c.target_hidden_size:
+        yield "not as wide as the target", f"hidden_size: got {c.hidden_size}, expected {c.target_hidden_size}"
+    whole = c.draft_vocab_size == c.vocab_size
+    if whole:
+        yield "whole vocabulary", f"draft_vocab_size: got {c.draft_vocab_size}, expected less than vocab_size"
+    if head.tied:
+        yield "the target's LM head", "lm_head.weight: missing, expected the head's own"
+    if head.tied and not whole:
+        way = "load the head with its target, and save it"
+        yield "rows of the target's LM head", f"lm_head.weight: missing, expected {c.draft_vocab_size} rows ({way})"
+
+
+def refusals(form: Form, head: StoredHead) -> list[str]:
+    """What of a head the form's own engine cannot run: field, got, expected, engine and version."""
+    engine = form.engines[0]
+    cells = ((said, _ROWS[name][list(ENGINES).index(engine)]) for name, said in used(head, form))
+    # Of a target that the engine cannot draft for the head is written all the same: it drafts here.
+    return [f"{said}; {engine} (to {ENGINES[engine]}): {cell}" for said, cell in cells if said and cell in _NO]
+
+
+def served_by(form: Form, head: StoredHead) -> str:
+    """Which engines run this head as it was trained, from which version on; which others read the form, but do not."""
+    names = [name for name, _ in used(head, form)]
+    able, others = [], []
+    for column, engine in enumerate(ENGINES):
+        if engine not in form.engines:
+            continue
+        cells = {name: _ROWS[name][column] for name in names}
+        lacking = [f"{name} {cell}" for name, cell in cells.items() if cell in _NO]
+        if lacking:
+            others.append(f"not by {engine} (to {ENGINES[engine]}): {', '.join(lacking)}")
+        else:
+            able.append(f"{engine} {max(cells.values(), key=_order)}")
+    return "; ".join([f"served by {', '.join(able)} and later" if able else "served by no engine", *others])
+
+
+def table() -> list[str]:
+    """The lines of the document's table."""
+    rows = [("head", *ENGINES), ("---",) * (len(ENGINES) + 1), *((name, *cells) for name, cells in SINCE.items())]
+    return ["| " + " | ".join(row) + " |" for row in rows]
+
+
+def _order(version: str) -> tuple[int, ...]:
+    """Releases by their numbers; of commits there is one an engine."""
+    parts = version.split(".")
+    return tuple(int(part) for part in parts) if all(part.isdigit() for part in parts) else ()

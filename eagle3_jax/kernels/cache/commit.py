@@ -1,0 +1,201 @@
+"""Commit: the accepted path of a draft tree moves to the front of its tail, in the caches of all layers at once.
+
+The kernel is a read-modify-write in VMEM: it copies only the tiles of rows that hold the path and those that the path
+goes to, of all layers at the same time. XLA makes a gather and a loop over the sequences of it, layer by layer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import P
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Int
+
+from eagle3_jax.kernels.cache_write import write
+from eagle3_jax.kernels.dispatch import Implementation, default_implementation, over_mesh
+from eagle3_jax.kernels.tpu.packed_rows import merge_rows, roll_rows, rows_between, tile_rows
+from eagle3_jax.kernels.tpu.registers import LANES, SMEM_LIMIT, check_fits
+
+# VMEM for the tiles of one call, of at least 64 MiB that TPUs since v5e have; more caches than fit take more calls.
+_VMEM = 32 << 20
+
+
+def commit(
+    caches: Sequence[Array],
+    lengths: Int[Array, " b"],
+    path: Int[Array, "b p"],
+    *,
+    page_table: Int[Array, "b pages"] | None = None,
+    implementation: Implementation | None = None,
+    interpret: Any = False,
+) -> tuple[Array, ...]:
+    """Slot length + path[j] goes to slot length + j; all other slots stay as they are.
+
+    Args:
+        caches: keys and values of every layer, all of one shape and dtype: [b, k, slots, d], contiguous; with a page
+            table [pages, k, page_size, d]. To have them written in place, donate them.
+        lengths: int32, committed tokens of each sequence; length + p must not exceed the slots.
+        path: int32 indices into the tail, ascending; equal ones may follow each other.
+        page_table: int32, the page that holds each stretch of page_size slots; entries behind the tail may be anything.
+        implementation: the default is "pallas" on a TPU and "xla" elsewhere.
+        interpret: runs the kernel without a TPU, `pltpu.InterpretParams` included.
+
+    Raises:
+        ValueError: caches of different shapes or dtypes.
+    """
+    forms = {(cache.shape, cache.dtype) for cache in caches}
+    if len(forms) != 1:
+        raise ValueError(f"caches: got {forms}, expected one shape and dtype")
+    if (implementation or default_implementation()) == "xla":
+        return tuple(_xla(cache, lengths, path, page_table) for cache in caches)
+    cache, rows = P("data", "model"), P("data")
+    kept = over_mesh(
+        functools.partial(_pallas, interpret=interpret),
+        (lengths, path, page_table, *caches),
+        (rows, rows, rows, *[cache] * len(caches)),
+        (cache,) * len(caches),
+        # Pages belong to no sequence: every device of the data axis needs all of them.
+        {"model": caches[0].shape[1]} | ({"data": len(lengths)} if page_table is None else {}),
+    )
+    return kept
+
+
+def _xla(cache: Array, lengths: Array, path: Array, page_table: Array | None) -> Array:
+    source = lengths[:, None] + path
+    if page_table is None:
+        moved = jnp.take_along_axis(cache, source[:, None, :, None], axis=2, mode="clip")
+    else:
+        pages = jnp.take_along_axis(page_table, source // cache.shape[2], axis=1, mode="clip")
+        moved = cache[pages, :, source % cache.shape[2]].swapaxes(1, 2)
+    return write(cache, moved, lengths, page_table)
+
+
+def _pallas(
+    lengths: Array,
+    path: Array,
+    page_table: Array | None,
+    *caches: Array,
+    interpret: Any = False,
+) -> tuple[Array, ...]:
+    """The kernel, in as many calls as VMEM asks for."""
+    rows, kv_heads, page_size, head_dim = caches[0].shape
+    height, nodes = tile_rows(caches[0].dtype), path.shape[1]
+    places = nodes + pl.cdiv(nodes - 1, height) + 1  # a tile for each row, and those where they go
+    lanes = pl.cdiv(head_dim, LANES) * LANES
+    most = max(1, _VMEM // (places * kv_heads * height * lanes * caches[0].dtype.itemsize))
+    # Clipped to the cache, since the kernel runs without bounds checks.
+    slots = page_size * (1 if page_table is None else page_table.shape[1])
+    lengths = jnp.clip(lengths, 0, slots - nodes)
+    path = jnp.clip(path, 0, slots - 1 - lengths[:, None])
+    tables = () if page_table is None else (jnp.clip(page_table, 0, rows - 1).reshape(-1),)
+    scalars = lengths, path.reshape(-1), *tables
+    check_fits("SMEM", sum(4 * x.size for x in scalars), SMEM_LIMIT, f"{len(lengths)} sequences of {slots} slots")
+    kept = ()
+    for begin in range(0, len(caches), most):
+        some = caches[begin : begin + most]
+        kept += pl.pallas_call(
+            functools.partial(_kernel, nodes, len(some), 0 if page_table is None else page_table.shape[1]),
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=len(scalars),
+                grid=lengths.shape,
+                in_specs=[pl.BlockSpec(memory_space=pltpu.HBM)] * len(some),
+                out_specs=(pl.BlockSpec(memory_space=pltpu.HBM),) * len(some),
+                scratch_shapes=[
+                    pltpu.VMEM((len(some), places, kv_heads, height, head_dim), caches[0].dtype),
+                    pltpu.SemaphoreType.DMA,
+                ],
+            ),
+            out_shape=tuple(pltpu.HBM(cache.shape, cache.dtype) for cache in some),
+            input_output_aliases={len(scalars) + i: i for i in range(len(some))},
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("parallel",), vmem_limit_bytes=_VMEM + (8 << 20), disable_bounds_checks=True
+            ),
+            interpret=interpret,
+            name="commit",
+        )(*scalars, *some)
+    return kept
+
+
+def _kernel(nodes: int, count: int, pages: int, *refs: Any) -> None:
+    """One sequence, in all caches: a read-modify-write of the tiles that the path goes to."""
+    lengths, path, *rest = refs
+    table = rest.pop(0) if pages else None
+    caches, (tiles, semaphore) = rest[count : 2 * count], rest[2 * count :]
+    _, places, kv_heads, height, head_dim = tiles.shape
+    page_size, b = caches[0].shape[2], pl.program_id(0)
+    length = lengths[b]
+    base = length // height  # of the tiles that the path goes to
+
+    def source(j: Any) -> Any:
+        return length + path[b * nodes + j]
+
+    def before(j: Any) -> Any:
+        """Where the row before comes from; its own for the first."""
+        return source(jnp.maximum(j, 1) - 1)
+
+    def copies(number: Any, place: Any) -> list[tuple[Any, Any]]:
+        """Tile `number` of the sequence in every cache, and its place in VMEM."""
+        slot = number * height
+        row = b if table is None else table[b * pages + slot // page_size]
+        at = pl.multiple_of(slot if table is None else slot % page_size, height)
+        return [(cache.at[row, :, pl.ds(at, height)], tiles.at[i, place]) for i, cache in enumerate(caches)]
+
+    def each_source(act: Any) -> None:
+        """act(tile, j) for the tile of the path's j-th row, where it is not the row's before."""
+
+        def one(j: Any, _: None) -> None:
+            number = source(j) // height
+            pl.when((j == 0) | (number != before(j) // height))(lambda: act(number, j))
+
+        jax.lax.fori_loop(0, nodes, one, None)
+
+    def each_target(act: Any) -> None:
+        """act(tile, place) for the tiles that the path goes to."""
+
+        def one(i: Any, _: None) -> None:
+            pl.when((base + i) * height < length + nodes)(lambda: act(base + i, nodes + i))
+
+        jax.lax.fori_loop(0, places - nodes, one, None)
+
+    def transfer(*, inwards: bool, wait: bool) -> Any:
+        def act(number: Any, place: Any) -> None:
+            for there, here in copies(number, place):
+                ends = (there, here) if inwards else (here, there)
+                copy = pltpu.make_async_copy(*ends, semaphore)
+                copy.wait() if wait else copy.start()
+
+        return act
+
+    for wait in (False, True):
+        each_source(transfer(inwards=True, wait=wait))
+        each_target(transfer(inwards=True, wait=wait))
+
+    def move(j: Any, place: Any) -> Any:
+        """Row j of the path to where it goes; `place` holds the tile of the row before."""
+        slot, to = source(j), length + j
+        place = jnp.where((j == 0) | (slot // height != before(j) // height), j, place)
+        row, target = to % height, nodes + to // height - base
+
+        @pl.when(slot != to)
+        def _() -> None:
+            by = jnp.int32((slot % height - row + height) % height)
+            chosen = rows_between(jnp.int32(row), row + 1, tiles.dtype, head_dim)
+
+            def one(i: Any, _: None) -> None:
+                for head in range(kv_heads):
+                    moved = roll_rows(tiles[i, place, head], by)
+                    tiles[i, target, head] = merge_rows(tiles[i, target, head], moved, chosen)
+
+            jax.lax.fori_loop(0, count, one, None)
+
+        return place
+
+    jax.lax.fori_loop(0, nodes, move, jnp.int32(0))
+    for wait in (False, True):
+        each_target(transfer(inwards=False, wait=wait))

@@ -1,0 +1,222 @@
+"""Products x @ W for a CPU: W in panels, read once at the speed of memory, by all cores.
+
+XLA packs W anew in every product, which costs more than the product where x has few rows. Here W is stored as the
+kernel reads it: panels of some columns, each [k, columns]. Up to `rows` rows of x are multiplied with a panel in
+registers: one load of W serves all of them, so that 8 rows take about as long as one. A row's sum runs over k in order,
+whatever is beside it: its result does not depend on the number of rows, to the bit.
+
+A float32 matrix whose numbers bfloat16 holds, as those of most checkpoints, is stored in bfloat16 and widened in
+registers: the same products from half of the bytes.
+
+Where the machine multiplies pairs of bfloat16 (AVX512_BF16), panels of bfloat16 hold two rows of W side by side, and a
+sum takes both in one instruction: half of the instructions that float32 takes. Subnormal numbers count as zero there.
+Where it has matrix units (AMX), those take such panels, for any number of rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32
+from llvmlite import ir
+
+from eagle3_jax.kernels.cpu import llvm
+from eagle3_jax.kernels.cpu.llvm import F32, I32, I64, Buffer, Code, Value
+from eagle3_jax.kernels.linear import amx as linear_amx
+
+# (rows, columns) whose sums fit into the vector registers: 32 of 512 bits, or 16 of 256.
+_BLOCKS = {True: (8, 32), False: (4, 16)}
+_PAIRS = 16  # of bfloat16, of which one instruction takes so many
+_CHUNKS = 4  # for each thread, so that one that is held up holds up little
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Panels:
+    """A matrix [k, n] as the kernel reads it: its column j is panels[j // w, :, j % w, :], flat.
+
+    Attributes:
+        panels: groups of 1 row, of bfloat16 also of 2, see `pack`. Zeros behind the last column and row.
+        columns: n.
+        dtype: of the matrix; the panels of float32 may be bfloat16.
+    """
+
+    panels: Any  # Float[Array, "p groups w group"], or what a tree of other leaves has in its place
+    columns: int = dataclasses.field(metadata={"static": True})
+    dtype: Any = dataclasses.field(metadata={"static": True})
+
+    def __getitem__(self, index: Any) -> Panels:
+        """As an array's [...]."""
+        assert index is Ellipsis
+        return self
+
+    def beside(self, x: Array) -> Array:
+        """The panels as a kernel multiplies them with x: a copy in x's dtype, unless they have it or are widened."""
+        count, groups, width, group = self.panels.shape
+        if self.panels.dtype == x.dtype or (x.dtype == jnp.float32 and group == 1):
+            return self.panels
+        return self.panels.swapaxes(2, 3).reshape(count, groups * group, width, 1).astype(x.dtype)
+
+
+def pack(matrix: Float[Array, "k n"]) -> Panels:
+    """The matrix, float32 or bfloat16, in panels of this machine's width."""
+    width = _BLOCKS[llvm.has_wide_vectors()][1]
+    group = 2 if matrix.dtype == jnp.bfloat16 and llvm.has_bfloat16_products() else 1
+    depth = linear_amx.DEPTH if group == 2 and linear_amx.available() else group
+    stored = np.ascontiguousarray(matrix)
+    if matrix.dtype == jnp.float32 and not (stored.view(np.uint32) & 0xFFFF).any():
+        stored = stored.astype(jnp.bfloat16)
+    padded = np.pad(stored, ((0, -matrix.shape[0] % depth), (0, -matrix.shape[1] % width)))
+    panels = padded.reshape(len(padded) // group, group, -1, width).transpose(2, 0, 3, 1)
+    return Panels(jnp.asarray(panels.copy()), matrix.shape[1], matrix.dtype)
+
+
+def product(x: Float[Array, "m k"], matrix: Panels) -> Float32[Array, "m n"]:
+    """x @ matrix in float32, summed in order of k; the matrix is cast to x's dtype, float32 or bfloat16."""
+    return _call("product", x, (matrix,))
+
+
+def gated_product(x: Float[Array, "m k"], gate: Panels, up: Panels) -> Float32[Array, "m n"]:
+    """silu(x @ gate) * (x @ up), see `product`."""
+    return _call("gated_product", x, (gate, up))
+
+
+def _call(kind: str, x: Array, matrices: tuple[Panels, ...]) -> Array:
+    panels = [matrix.beside(x) for matrix in matrices]
+    count, groups, width, group = panels[0].shape
+    tiles = group == 2 and linear_amx.available()
+    rows = linear_amx.MOST if tiles else _BLOCKS[llvm.has_wide_vectors()][0]
+    stored = tuple(matrix.dtype.name for matrix in panels)
+    name = llvm.kernel(
+        f"eagle3_jax_{kind}_{x.dtype}_{'_'.join(stored)}_{'tiles' if tiles else group}",
+        *(write_product, rows, width, x.dtype.name, stored, group),
+        tiles=tiles,
+    )
+    more = -x.shape[0] % linear_amx.ROWS if tiles else 0
+    result = jax.ShapeDtypeStruct((x.shape[0] + more, count * width), jnp.float32)
+    padded = jnp.pad(x, ((0, more), (0, groups * group - x.shape[1])))
+    return jax.ffi.ffi_call(name, result)(padded, *panels)[: x.shape[0], : matrices[0].columns]
+
+
+def write_product(
+    module: ir.Module,
+    name: str,
+    rows: int,
+    width: int,
+    dtype: str,
+    stored: Sequence[str],
+    group: int,
+    *,
+    tiles: bool = False,
+) -> None:
+    """The kernel (x [m, k], panels [p, k / group, w, group]) -> float32 [m, p * w]; a chunk is a few panels.
+
+    Args:
+        rows, width: of a block in registers.
+        dtype: of x.
+        stored: the panels' dtype, x's or what is widened to it. Of two the panels are those of `gate`, and a third
+            operand holds those of `up`.
+        group: rows of the matrix that one instruction takes: 1, or 2 of bfloat16.
+        tiles: on matrix units, see `linear_amx`; x has whole tiles.
+    """
+    # A pair is read as one number.
+    element, *elements = (llvm.ELEMENTS[kind] if group == 1 else I32 for kind in (dtype, *stored))
+    chunks, gated = _CHUNKS * llvm.threads(), len(stored) > 1
+    heights = range(linear_amx.ROWS, rows + 1, linear_amx.ROWS) if tiles else range(1, rows + 1)
+    blocks = {
+        (kind, height): linear_amx.write_block(module, f"{name}.{kind}.rows{height}", height)
+        if tiles
+        else _write_block(module, f"{name}.{kind}.rows{height}", height, width, element, kind)
+        for kind in dict.fromkeys(elements)
+        for height in heights
+    }
+
+    def plan(code: Code, operands: Sequence[Buffer], results: Sequence[Buffer]) -> tuple[list[Value], Value]:
+        x, *panels = operands
+        count = panels[0].size(0)
+        values = [*(matrix.data for matrix in panels), x.data, results[0].data, count, x.size(0), panels[0].size(1)]
+        return values, code.least(chunks, count)
+
+    def body(code: Code, values: Sequence[Value], chunk: Value) -> None:
+        *matrices, x, y, count, m, k = values
+        total = code.least(chunks, count)
+        first = code.div(code.mul(chunk, count), total)
+        last = code.div(code.mul(code.add(chunk, 1), count), total)
+        stride = code.mul(count, width)
+        gates = code.variable(F32, count=rows * width)
+        if tiles:
+            linear_amx.configure(code)
+        with code.loop(first, last) as number:
+            start, column = code.mul(number, code.mul(k, width)), code.mul(number, width)
+            panels = [code.at(matrix, start, kind) for matrix, kind in zip(matrices, elements, strict=True)]
+
+            def multiply(height: int, row: Value) -> None:
+                of_x = code.at(x, code.mul(row, k), element)
+                of_y = code.at(y, code.add(code.mul(row, stride), column), F32)
+                code.b.call(blocks[elements[-1], height], [panels[-1], of_x, of_y, k, stride])
+                if gated:
+                    code.b.call(blocks[elements[0], height], [panels[0], of_x, gates, k, code.int(width)])
+                    for r in range(height):
+                        _gate(code, code.at(gates, r * width, F32), code.at(of_y, code.mul(stride, r), F32), width)
+
+            whole = code.mul(code.div(m, rows), rows)
+            with code.loop(0, whole, rows) as row:
+                multiply(rows, row)
+            for left in heights[:-1]:
+                with code.when(code.b.icmp_signed("==", code.sub(m, whole), code.int(left))):
+                    multiply(left, whole)
+        if tiles:
+            linear_amx.release(code)
+
+    llvm.write_kernel(module, name, 1 + len(stored), 1, plan, body)
+
+
+def _write_block(module: ir.Module, name: str, rows: int, width: int, element: ir.Type, stored: ir.Type) -> ir.Function:
+    """y[r, :] = sum over i of x[r, i] * panel[i, :] for so many rows, the sums in registers.
+
+    Args:
+        element: of x. stored: of the panel, widened if it is less. i32 are pairs, in both.
+    """
+    part = _PAIRS if element == I32 else width  # of a panel's row, that one instruction takes
+    pointer, kind = llvm.POINTER, llvm.vector(part)
+    code = llvm.define(module, name, [pointer] * 3 + [I64, I64])
+    code.function.linkage = "internal"
+    panel, x, y, k, stride = code.function.args
+    for argument in (panel, x, y):
+        argument.add_attribute("noalias")
+    starts = range(0, width, part)
+    of_x = [code.at(x, code.mul(k, r), element) for r in range(rows)]
+    totals = [[code.variable(kind, llvm.number(0.0, part)) for _ in starts] for _ in range(rows)]
+
+    def load(base: Value, index: Value, count: int, kind: ir.Type) -> Value:
+        place = code.at(base, index, kind)
+        if kind != I32:
+            return code.load_floats(place, count, kind)
+        return code.load(place, I32 if count == 1 else ir.VectorType(I32, count), align=4)
+
+    with code.loop(0, k) as i:
+        weights = [load(panel, code.add(code.mul(i, width), start), part, stored) for start in starts]
+        for row, sums in zip(of_x, totals, strict=True):
+            value = code.broadcast(load(row, i, 1, element), part)
+            for weight, total in zip(weights, sums, strict=True):
+                add = code.dot_pairs if element == I32 else code.fma
+                code.b.store(add(value, weight, code.load(total, kind)), total)
+    for r, sums in enumerate(totals):
+        for start, total in zip(starts, sums, strict=True):
+            code.b.store(code.load(total, kind), code.at(y, code.add(code.mul(stride, r), start), F32), align=4)
+    code.b.ret_void()
+    code.finish()
+    return code.function
+
+
+def _gate(code: Code, gate: Value, y: Value, width: int) -> None:
+    """y[:] = silu(gate[:]) * y[:]."""
+    kind, one = llvm.vector(width), llvm.number(1.0, width)
+    value = code.load(gate, kind, align=4)
+    sigmoid = code.b.fdiv(one, code.b.fadd(one, code.exp(code.b.fneg(value))))
+    code.b.store(code.b.fmul(code.b.fmul(value, sigmoid), code.load(y, kind, align=4)), y, align=4)

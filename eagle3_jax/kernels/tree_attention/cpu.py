@@ -1,0 +1,223 @@
+"""Tree attention for a CPU: reads the slots in use, page by page, once for a few rows, with all cores.
+
+The new entries are written first, those of all sequences. A chunk of the work is then one KV head of one sequence: all
+its queries attend with a running softmax (FlashAttention's). Scores and sums are float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+from llvmlite import ir
+
+from eagle3_jax.kernels.cpu import llvm
+from eagle3_jax.kernels.cpu.llvm import F32, I8, I32, I64, Buffer, Code, Value, number
+
+_WIDTH = 16  # of a vector
+_ROWS = 4  # attended together
+_BLOCK = 128  # slots of one step of the running softmax
+_LEAST = -1e30
+
+
+def attend_cpu(
+    queries: Float[Array, "b t n d"],
+    new_keys: Float[Array, "b k t d"],
+    new_values: Float[Array, "b k t d"],
+    keys: Float[Array, "p k s d"],
+    values: Float[Array, "p k s d"],
+    lengths: Int[Array, " b"],
+    tail_mask: Bool[Array, "b t m"] | None,
+    page_table: Int[Array, "b pages"] | None,
+) -> tuple[Float[Array, "b t n d"], Array, Array]:
+    """See `tree_attention`; caches have the queries' dtype."""
+    if page_table is None:
+        page_table = jnp.arange(len(queries), dtype=jnp.int32)[:, None]
+    dtype, d, masked = queries.dtype.name, queries.shape[3], tail_mask is not None
+    name = f"eagle3_jax_tree_attention_{dtype}_{d}_{'tree' if masked else 'causal'}"
+    llvm.kernel(name, write_attention, dtype, d, masked)
+    mask = jnp.zeros((1, 1, 1), bool) if tail_mask is None else tail_mask
+    results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (queries, keys, values))
+    call = jax.ffi.ffi_call(name, results, input_output_aliases={3: 1, 4: 2})
+    attended, keys, values = call(queries, new_keys, new_values, keys, values, lengths, mask, page_table)
+    return attended, keys, values
+
+
+def supports(dtype: Any, cache_dtype: Any, head_dim: int) -> bool:
+    return dtype == cache_dtype and jnp.dtype(dtype).name in llvm.ELEMENTS and head_dim % _WIDTH == 0
+
+
+def write_attention(module: ir.Module, name: str, dtype: str, d: int, masked: bool) -> None:
+    """The kernel; results are what is attended, keys, values."""
+    element, vectors, size_of = llvm.ELEMENTS[dtype], d // _WIDTH, 4 if dtype == "float32" else 2
+    kind = llvm.vector(_WIDTH)
+
+    def page_of(code: Code, values: Sequence[Value], cache: Value, b: Value, head: Value, number: Value) -> Value:
+        """A head's entries in a page of a sequence; what is out of range is clipped, as jax does it."""
+        table, heads, pages, size, columns = values[7], *values[11:15]
+        column = code.at(table, code.add(code.mul(b, columns), code.least(number, code.sub(columns, 1))), I32)
+        page = code.b.sext(code.load(column, I32), I64)
+        page = code.most(0, code.least(page, code.sub(pages, 1)))
+        return code.at(cache, code.mul(code.add(code.mul(page, heads), head), code.mul(size, d)), element)
+
+    def length_of(code: Code, lengths: Value, b: Value) -> Value:
+        return code.b.sext(code.load(code.at(lengths, b, I32), I32), I64)
+
+    def plan(code: Code, operands: Sequence[Buffer], results: Sequence[Buffer]) -> tuple[list[Value], Value]:
+        queries, new_keys, new_values, keys, _, lengths, mask, table = operands
+        attended, keys_out, values_out = results
+        values = [x.data for x in (queries, new_keys, new_values, keys_out, values_out, lengths, mask, table, attended)]
+        t, n, heads, size = queries.size(1), queries.size(2), keys.size(1), keys.size(2)
+        tail = mask.size(2) if masked else t
+        values += [t, n, heads, keys.size(0), size, table.size(1), tail]
+        with code.loop(0, queries.size(0)) as b:
+            end = code.add(length_of(code, values[5], b), tail)
+            with code.loop(0, heads) as head, code.loop(0, t) as i:  # the new entries, behind the tail that is there
+                place = code.add(code.sub(end, t), i)
+                number, inside = code.div(place, size), code.mul(code.rem(place, size), d)
+                new = code.mul(code.add(code.mul(code.add(code.mul(b, heads), head), t), i), d)
+                for cache, entries in zip(values[3:5], values[1:3], strict=True):
+                    code.call(
+                        "llvm.memcpy.p0.p0.i64",
+                        llvm.VOID,
+                        code.at(page_of(code, values, cache, b, head, number), inside, element),
+                        code.at(entries, new, element),
+                        code.int(d * size_of),
+                        ir.Constant(llvm.I1, 0),
+                    )
+        return values, code.mul(queries.size(0), heads)
+
+    def body(code: Code, values: Sequence[Value], chunk: Value) -> None:
+        queries, _, _, keys, cache_values, lengths, mask, _, attended, t, n, heads, _, size, _, tail = values
+        b, head = code.div(chunk, heads), code.rem(chunk, heads)
+        group = code.div(n, heads)
+        length = length_of(code, lengths, b)
+        end = code.add(length, tail)
+
+        rows = code.mul(t, group)
+        scores = code.variable(F32, count=_ROWS * _BLOCK)
+        sums = [[code.variable(kind) for _ in range(vectors)] for _ in range(_ROWS)]
+        best = [code.variable(F32) for _ in range(_ROWS)]
+        total = [code.variable(F32) for _ in range(_ROWS)]
+        scale = number(d**-0.5)
+        with code.loop(0, rows, _ROWS) as first:
+            # Behind the last row comes the last row again: its result is written twice.
+            at_row = [code.least(code.add(first, r), code.sub(rows, 1)) for r in range(_ROWS)]
+            token = [code.div(row, group) for row in at_row]
+            offset = [
+                code.mul(
+                    code.add(
+                        code.mul(code.add(code.mul(b, t), token[r]), n),
+                        code.add(code.mul(head, group), code.rem(at_row[r], group)),
+                    ),
+                    d,
+                )
+                for r in range(_ROWS)
+            ]
+            query = [_vectors(code, code.at(queries, of_row, element), vectors, element) for of_row in offset]
+            for r in range(_ROWS):
+                code.b.store(number(_LEAST), best[r])
+                code.b.store(number(0.0), total[r])
+                for v in range(vectors):
+                    code.b.store(number(0.0, _WIDTH), sums[r][v])
+            # What the last of these rows sees is the most that any sees, where the tail is causal.
+            seen = end if masked else code.add(length, code.add(token[-1], 1))
+            with (
+                code.loop(0, code.div(code.add(seen, code.sub(size, 1)), size)) as page,
+                code.loop(0, code.least(size, code.sub(seen, code.mul(page, size))), _BLOCK) as inside,
+            ):
+                start = code.add(code.mul(page, size), inside)
+                count = code.least(code.least(code.sub(seen, start), code.sub(size, inside)), _BLOCK)
+                block = [
+                    code.at(page_of(code, values, x, b, head, page), code.mul(inside, d), element)
+                    for x in (keys, cache_values)
+                ]
+                _scores(code, count, block[0], query, scores, scale, element)
+                _mask(code, count, start, length, token, scores, mask, b, t, tail, masked)
+                for r in range(_ROWS):
+                    _softmax(code, count, code.at(scores, r * _BLOCK, F32), best[r], total[r], sums[r])
+                with code.loop(0, count) as j:
+                    value = _vectors(code, code.at(block[1], code.mul(j, d), element), vectors, element)
+                    for r in range(_ROWS):
+                        weight = code.load(code.at(scores, code.add(j, r * _BLOCK), F32), F32)
+                        weight = code.broadcast(weight, _WIDTH)
+                        for v in range(vectors):
+                            code.b.store(code.fma(weight, value[v], code.load(sums[r][v], kind)), sums[r][v])
+            for r in range(_ROWS):
+                share = code.broadcast(code.b.fdiv(number(1.0), code.load(total[r], F32)), _WIDTH)
+                for v in range(vectors):
+                    result = code.b.fmul(code.load(sums[r][v], kind), share)
+                    code.store_floats(result, code.at(attended, code.add(offset[r], v * _WIDTH), element), element)
+
+    llvm.write_kernel(module, name, 8, 3, plan, body)
+
+
+def _vectors(code: Code, place: Value, count: int, element: ir.Type) -> list[Value]:
+    """What stands there, as floats."""
+    return [code.load_floats(code.at(place, v * _WIDTH, element), _WIDTH, element) for v in range(count)]
+
+
+def _scores(code, count, keys, query, scores, scale, element) -> None:
+    """scores[r, j] = query[r] . keys[j] * scale, and the least number up to a whole vector."""
+    d = len(query[0]) * _WIDTH
+    with code.loop(0, count) as j:
+        key = _vectors(code, code.at(keys, code.mul(j, d), element), len(query[0]), element)
+        for r, row in enumerate(query):
+            product = code.b.fmul(row[0], key[0])
+            for one, other in zip(row[1:], key[1:], strict=True):
+                product = code.fma(one, other, product)
+            score = code.b.fmul(code.total(product), scale)
+            code.b.store(score, code.at(scores, code.add(j, r * _BLOCK), F32))
+    padded = code.mul(code.div(code.add(count, _WIDTH - 1), _WIDTH), _WIDTH)
+    with code.loop(count, padded) as j:
+        for r in range(len(query)):
+            code.b.store(number(_LEAST), code.at(scores, code.add(j, r * _BLOCK), F32))
+
+
+def _mask(code, count, start, length, token, scores, mask, b, t, tail, masked) -> None:
+    """The least number where a row does not see a slot of the tail."""
+    with code.loop(code.most(code.sub(length, start), 0), count) as j:
+        index = code.sub(code.add(start, j), length)
+        for r, of_row in enumerate(token):
+            if masked:
+                at = code.add(code.mul(code.add(code.mul(b, t), of_row), tail), index)
+                hidden = code.b.icmp_unsigned("==", code.load(code.at(mask, at, I8), I8), ir.Constant(I8, 0))
+            else:
+                hidden = code.less(of_row, index)
+            with code.when(hidden):
+                code.b.store(number(_LEAST), code.at(scores, code.add(j, r * _BLOCK), F32))
+
+
+def _softmax(code, count, scores, best, total, sums) -> None:
+    """Scores become weights; what was summed before is brought to the new maximum."""
+    kind = llvm.vector(_WIDTH)
+    most = code.variable(kind)
+    code.b.store(number(_LEAST, _WIDTH), most)
+    with code.loop(0, count, _WIDTH) as j:
+        here = code.load(code.at(scores, j, F32), kind, align=4)
+        code.b.store(code.call(f"llvm.maxnum.v{_WIDTH}f32", kind, code.load(most, kind), here), most)
+    old = code.load(best, F32)
+    new = code.call("llvm.maxnum.f32", F32, old, code.greatest(code.load(most, kind)))
+    code.b.store(new, best)
+    shrink = code.exp(code.broadcast(code.b.fsub(old, new), _WIDTH))
+    gained = code.variable(kind)
+    code.b.store(number(0.0, _WIDTH), gained)
+    base = code.broadcast(new, _WIDTH)
+    with code.loop(0, count, _WIDTH) as j:
+        place = code.at(scores, j, F32)
+        here = code.load(place, kind, align=4)
+        # A hidden slot weighs nothing, also where all are hidden so far; a NaN stays one.
+        weight = code.b.select(
+            code.b.fcmp_unordered(">", here, number(_LEAST / 2, _WIDTH)),
+            code.exp(code.b.fsub(here, base)),
+            number(0.0, _WIDTH),
+        )
+        code.b.store(weight, place, align=4)
+        code.b.store(code.b.fadd(code.load(gained, kind), weight), gained)
+    one = code.b.extract_element(shrink, ir.Constant(I32, 0))
+    code.b.store(code.fma(code.load(total, F32), one, code.total(code.load(gained, kind))), total)
+    for place in sums:
+        code.b.store(code.b.fmul(code.load(place, kind), shrink), place)

@@ -1,0 +1,107 @@
+"""Tree attention in plain XLA operations: what runs where the Pallas kernel does not.
+
+Pages are gathered into rows. On a CPU `tree_attention_cpu` takes the place of it wherever it can.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Num
+
+from eagle3_jax.kernels.cache_write import write
+from eagle3_jax.kernels.tree_attention.cpu import attend_cpu, supports
+
+
+def attend_xla(
+    queries: Float[Array, "b t n d"],
+    new_keys: Array,
+    new_values: Array,
+    keys: Array,
+    values: Array,
+    lengths: Int[Array, " b"],
+    tail_mask: Bool[Array, "b t m"] | None,
+    page_table: Int[Array, "b pages"] | None,
+    first: Int[Array, "b t"] | None,
+    sinks: Float[Array, " n"] | None,
+) -> tuple[Float[Array, "b t n d"], Array, Array]:
+    """See `tree_attention`. New entries come as the cache holds them; `first` is the first slot of each query."""
+    if first is None and sinks is None and supports(queries.dtype, keys.dtype, queries.shape[3]):
+        return jax.lax.platform_dependent(
+            *(queries, new_keys, new_values, keys, values, lengths, tail_mask, page_table),
+            cpu=attend_cpu,
+            default=functools.partial(_attend, first=None, sinks=None),
+        )
+    return _attend(queries, new_keys, new_values, keys, values, lengths, tail_mask, page_table, first, sinks)
+
+
+def _attend(
+    queries: Float[Array, "b t n d"],
+    new_keys: Array,
+    new_values: Array,
+    keys: Array,
+    values: Array,
+    lengths: Int[Array, " b"],
+    tail_mask: Bool[Array, "b t m"] | None,
+    page_table: Int[Array, "b pages"] | None,
+    first: Int[Array, "b t"] | None,
+    sinks: Float[Array, " n"] | None,
+) -> tuple[Float[Array, "b t n d"], Array, Array]:
+    end = lengths + (queries.shape[1] if tail_mask is None else tail_mask.shape[-1])
+    at = end - queries.shape[1]
+    keys, values = write(keys, new_keys, at, page_table), write(values, new_values, at, page_table)
+    if page_table is None:
+        return _attended(queries, keys, values, lengths, tail_mask, first, sinks), keys, values
+
+    seen_keys, seen_values = (_gathered(cache, page_table, end) for cache in (keys, values))
+    return _attended(queries, seen_keys, seen_values, lengths, tail_mask, first, sinks), keys, values
+
+
+def _gathered(
+    pages: Num[Array, "p k s d"], page_table: Int[Array, "b n"], written: Int[Array, " b"]
+) -> Num[Array, "b k slots d"]:
+    """Each sequence's pages in a row, zeros where nothing was written."""
+    found = jnp.take(pages, page_table, axis=0, mode="clip")  # [b, n, k, s, d]
+    b, n, k, s, d = found.shape
+    row = found.swapaxes(1, 2).reshape(b, k, n * s, d)
+    slots = jnp.arange(n * s)[None, None, :, None]
+    return jnp.where(slots < written[:, None, None, None], row, jnp.zeros((), row.dtype))
+
+
+def _attended(
+    queries: Float[Array, "b t n d"],
+    keys: Array,
+    values: Array,
+    lengths: Int[Array, " b"],
+    tail_mask: Bool[Array, "b t m"] | None,
+    first: Int[Array, "b t"] | None,
+    sinks: Float[Array, " n"] | None,
+) -> Float[Array, "b t n d"]:
+    b, t, n, d = queries.shape
+    kv_heads, slots = keys.shape[1], keys.shape[2]
+    keys, values = keys.astype(queries.dtype), values.astype(queries.dtype)
+    tail = jnp.arange(slots)[None, :] - lengths[:, None]  # [b, s], index into the tail
+    if tail_mask is None:
+        visible = tail[:, None, :] <= jnp.arange(t)[None, :, None]
+    else:
+        m = tail_mask.shape[-1]
+        inside = jnp.take_along_axis(tail_mask, jnp.clip(tail, 0, m - 1)[:, None, :], axis=-1)
+        visible = (tail < 0)[:, None, :] | (inside & (tail >= 0)[:, None, :] & (tail < m)[:, None, :])
+    if first is not None:
+        visible &= jnp.arange(slots)[None, None, :] >= first[:, :, None]
+    rows = queries.reshape(b, t, kv_heads, n // kv_heads, d).transpose(0, 2, 3, 1, 4).reshape(b, kv_heads, -1, d)
+    scores = jnp.einsum(
+        "bkrd,bksd->bkrs", rows, keys, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    )
+    scores = scores.reshape(b, kv_heads, -1, t, slots) * d**-0.5
+    scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    if sinks is None:
+        weights = jax.nn.softmax(scores, axis=-1)
+    else:
+        sink = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(kv_heads, -1, 1, 1), (*scores.shape[:-1], 1))
+        weights = jax.nn.softmax(jnp.concatenate([scores, sink], axis=-1), axis=-1)[..., :-1]
+    weights = weights.astype(values.dtype).reshape(b, kv_heads, -1, slots)
+    attended = jnp.einsum("bkrs,bksd->bkrd", weights, values, precision=jax.lax.Precision.HIGHEST)
+    return attended.reshape(b, kv_heads, -1, t, d).transpose(0, 3, 1, 2, 4).reshape(b, t, n, d)

@@ -1,0 +1,36 @@
+"""DeepSeek-V3's layer that predicts a further token, as a draft head (DeepSeek-V3, https://arxiv.org/abs/2412.19437,
+section 2.2; SGLang's deepseek_nextn.py): one with experts, the embedding first.
+
+As in SGLang and in transformers' MtpLayer the normed output recurs, and the first pair is read as any other. vLLM's
+deepseek_mtp.py blanks the first token; its normed output recurs too in 0.32.0, the one without its norm did in 0.22.0.
+The layer's copies of the embeddings and of the LM head (`embed_tokens`, `shared_head.head`) are not read.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from eagle3_jax.models.checkpoint.table import Entry, kernel, plain
+from eagle3_jax.models.drafts.mtp import MtpHead
+from eagle3_jax.models.families import deepseek_v3
+from eagle3_jax.models.families.deepseek_v3 import DeepseekV3Config
+
+
+class DeepseekMtp(MtpHead):
+    block_type = deepseek_v3.Block
+
+    def joined(self, tokens: Float[Array, "b t h"], hidden: Float[Array, "b t h"]) -> Float[Array, "b t both"]:
+        return jnp.concatenate([tokens, hidden], axis=-1)
+
+
+def table(config: DeepseekV3Config) -> dict[str, Entry]:
+    """Parameter path in `DeepseekMtp` -> the tensors of the target's checkpoint; the LM head is the target's."""
+    h, layer = config.hidden_size, config.num_hidden_layers
+    theirs = f"model.layers.{layer}"
+    return {f"block/{path}": entry for path, entry in deepseek_v3.layer_table(config, layer).items()} | {
+        "token_norm": plain(f"{theirs}.enorm.weight", h),
+        "hidden_norm": plain(f"{theirs}.hnorm.weight", h),
+        "fc": kernel(f"{theirs}.eh_proj.weight", h, 2 * h),
+        "norm": plain(f"{theirs}.shared_head.norm.weight", h),
+    }

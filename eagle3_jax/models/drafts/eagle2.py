@@ -1,0 +1,112 @@
+"""The draft head of EAGLE and EAGLE-2 (SafeAILab/EAGLE, model/cnets1.py; vLLM's llama_eagle.py).
+
+A decoder layer of Llama's without its first norm, over fc([embedding of token t+1, feature t]). The feature is the
+target's last hidden state behind the final norm; the layer's output takes its place from then on. Embeddings and LM
+head are the target's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from eagle3_jax.models.drafts.head import Head
+from eagle3_jax.models.layers import (
+    Attention,
+    Scaling,
+    SwiGLU,
+    at_row,
+    linear,
+    normal,
+    ones,
+    rms_norm,
+    scaled_rope_table,
+    zeros,
+)
+from eagle3_jax.models.target import final_boundary
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle2Config:
+    """Shape of the head.
+
+    Attributes:
+        vocab_size: the target's vocabulary; draft_vocab_size: of it, the tokens that are drafted (FR-Spec).
+        target_layers: how many the target has.
+        fc_bias: whether `fc` has one.
+    """
+
+    vocab_size: int
+    draft_vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    target_layers: int
+    fc_bias: bool = False
+    rope_scaling: Scaling | None = None
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        return (final_boundary(self.target_layers),)
+
+    @property
+    def num_aux_layers(self) -> int:
+        return 1
+
+    @property
+    def target_hidden_size(self) -> int:
+        return self.hidden_size
+
+
+class Eagle2Head(Head):
+    """`lm_head` [draft vocabulary, H]: rows of the target's."""
+
+    config: Eagle2Config
+
+    def __init__(self, config: Eagle2Config, *, dtype: Any = jnp.float32, rngs: nnx.Rngs) -> None:
+        c = config
+        self.config = c
+        heads = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        self.fc = normal((2 * c.hidden_size, c.hidden_size), dtype, rngs)
+        if c.fc_bias:
+            self.fc_bias = zeros(c.hidden_size, dtype)
+        self.attention = Attention(c.hidden_size, c.hidden_size, *heads, dtype=dtype, rngs=rngs)
+        self.post_norm = ones(c.hidden_size, dtype)
+        self.mlp = SwiGLU(c.hidden_size, c.intermediate_size, dtype=dtype, rngs=rngs)
+        self.lm_head = normal((c.draft_vocab_size, c.hidden_size), dtype, rngs)
+
+    def fuse(self, aux: Float[Array, "b t aux"]) -> Float[Array, "b t h"]:
+        """The feature is the state itself."""
+        return aux
+
+    def __call__(
+        self,
+        embeds: Float[Array, "b t h"],
+        features: Float[Array, "b t h"],
+        positions: Int[Array, "b t"],
+        attend: Callable[[Array, Array, Array], Array],
+        row: Int[Array, " b"] | None = None,
+    ) -> Float[Array, "b r h"]:
+        """See `Head`."""
+        c = self.config
+        rope = scaled_rope_table(positions, c.head_dim, c.rope_theta, c.rope_scaling)
+        x = linear(jnp.concatenate([embeds, features], axis=-1), self.fc[...])
+        if c.fc_bias:
+            x = x + self.fc_bias[...][None, None]
+        attended = attend(*self.attention.project(x, rope))
+        x = at_row(x, row) + self.attention.output(at_row(attended, row))
+        return x + self.mlp(rms_norm(x, self.post_norm[...], c.rms_norm_eps))
+
+    def output_hidden(self, state: Float[Array, "*batch h"]) -> Float[Array, "*batch h"]:
+        """The state itself: it stands for what the target's final norm gives."""
+        return state

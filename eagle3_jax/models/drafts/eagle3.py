@@ -1,0 +1,168 @@
+"""The EAGLE-3 draft head (EAGLE-3, arXiv 2503.01840, section 3.1).
+
+One decoder layer whose attention reads [embedding of token t+1, feature t]; its residual is the un-normed fused
+feature, and its pre-norm output recurs as the next step's feature; flags change both. The embedding table is the
+target's own. What is attended is the caller's business: a cache when drafting, the training-time test when training.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from eagle3_jax.config import DraftConfig
+from eagle3_jax.models.drafts.head import Head
+from eagle3_jax.models.layers import (
+    Attention,
+    Scaling,
+    SwiGLU,
+    at_row,
+    linear,
+    normal,
+    ones,
+    rms_norm,
+    scaled_rope_table,
+)
+from eagle3_jax.models.target import ModelConfig, without_aux_layers
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftHeadConfig:
+    """Shape of a draft head, in the words of its config.json.
+
+    Attributes:
+        vocab_size: the target's vocabulary; draft_vocab_size: the head's own.
+        aux_layers: boundaries of the target that feed it (their number is the width of `fc`'s input). None, of a head
+            on disk alone: the three that every engine takes by default, of a target whose depth is not known.
+        fc_norm: norm each aux feature before fc; norm_output: the post-norm output recurs. Both: EAGLE-3.1.
+        norm_before_residual: the residual is the normed feature (vLLM, speculators).
+        norm_before_fc: one norm over all aux features together before fc (heads of RedHat and NVIDIA for gpt-oss).
+    """
+
+    vocab_size: int
+    draft_vocab_size: int
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    aux_layers: tuple[int, ...] | None
+    fc_norm: bool = False
+    norm_output: bool = False
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    rope_scaling: Scaling | None = None
+
+    @property
+    def num_aux_layers(self) -> int:
+        return 3 if self.aux_layers is None else len(self.aux_layers)
+
+    @classmethod
+    def for_target(cls, draft: DraftConfig, target: ModelConfig) -> DraftHeadConfig:
+        """The head that `draft` describes, what it leaves open taken from the target. Raises ValueError."""
+        if not target.aux_layers:
+            raise ValueError(without_aux_layers(target))
+        sizes = ("num_attention_heads", "num_key_value_heads", "head_dim")
+        missing = [f"draft.{name}" for name in sizes if getattr(draft, name) is None]
+        if missing and target.latent_cache:
+            raise ValueError(
+                f"{', '.join(missing)}: got none, expected sizes for the head: {target.architecture} has a latent "
+                "vector in place of such heads"
+            )
+        heads = draft.num_attention_heads or target.num_attention_heads
+        kv_heads = draft.num_key_value_heads or target.num_key_value_heads
+        if heads % kv_heads:
+            raise ValueError(f"draft.num_attention_heads: got {heads}, expected a multiple of {kv_heads} KV heads")
+        if draft.vocab_size > target.vocab_size:
+            raise ValueError(f"draft.vocab_size: got {draft.vocab_size}, expected at most {target.vocab_size}")
+        return cls(
+            vocab_size=target.vocab_size,
+            draft_vocab_size=draft.vocab_size,
+            hidden_size=target.hidden_size,
+            target_hidden_size=target.hidden_size,
+            intermediate_size=draft.intermediate_size or target.intermediate_size,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=draft.head_dim or target.head_dim,
+            rms_norm_eps=target.rms_norm_eps,
+            rope_theta=draft.rope_theta,
+            max_position_embeddings=draft.max_position_embeddings or target.max_position_embeddings,
+            aux_layers=target.aux_layers,
+            fc_norm=draft.fc_norm,
+            norm_output=draft.norm_output,
+        )
+
+
+class DraftHead(Head):
+    """The EAGLE-3 head."""
+
+    config: DraftHeadConfig
+
+    def __init__(self, config: DraftHeadConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs) -> None:
+        c = config
+        self.config = c
+        self.fc = normal((c.num_aux_layers * c.target_hidden_size, c.hidden_size), dtype, rngs)
+        if c.norm_before_fc:
+            self.aux_norm = ones(c.num_aux_layers * c.target_hidden_size, dtype)
+        if c.fc_norm:
+            self.fc_norm = nnx.List([ones(c.target_hidden_size, dtype) for _ in range(c.num_aux_layers)])
+        self.input_norm = ones(c.hidden_size, dtype)
+        self.hidden_norm = ones(c.hidden_size, dtype)
+        self.attention = Attention(
+            2 * c.hidden_size,
+            c.hidden_size,
+            c.num_attention_heads,
+            c.num_key_value_heads,
+            c.head_dim,
+            dtype=dtype,
+            rngs=rngs,
+        )
+        self.post_norm = ones(c.hidden_size, dtype)
+        self.mlp = SwiGLU(c.hidden_size, c.intermediate_size, dtype=dtype, rngs=rngs)
+        self.norm = ones(c.hidden_size, dtype)
+        self.lm_head = normal((c.draft_vocab_size, c.hidden_size), dtype, rngs)
+
+    def fuse(self, aux: Float[Array, "b t aux"]) -> Float[Array, "b t h"]:
+        """See `Head`."""
+        if self.config.norm_before_fc:
+            aux = rms_norm(aux, self.aux_norm[...], self.config.rms_norm_eps)
+        if self.config.fc_norm:
+            chunks = jnp.split(aux, self.config.num_aux_layers, axis=-1)
+            normed = [rms_norm(x, w[...], self.config.rms_norm_eps) for x, w in zip(chunks, self.fc_norm, strict=True)]
+            aux = jnp.concatenate(normed, axis=-1)
+        return linear(aux, self.fc[...])
+
+    def __call__(
+        self,
+        embeds: Float[Array, "b t h"],
+        features: Float[Array, "b t h"],
+        positions: Int[Array, "b t"],
+        attend: Callable[[Array, Array, Array], Array],
+        row: Int[Array, " b"] | None = None,
+    ) -> Float[Array, "b r h"]:
+        """See `Head`."""
+        c = self.config
+        rope = scaled_rope_table(positions, c.head_dim, c.rope_theta, c.rope_scaling)
+        tokens = rms_norm(embeds, self.input_norm[...], c.rms_norm_eps)
+        hidden = rms_norm(features, self.hidden_norm[...], c.rms_norm_eps)
+        q, k, v = self.attention.project(jnp.concatenate([tokens, hidden], axis=-1), rope)
+        residual = at_row(hidden if c.norm_before_residual else features, row)
+        x = residual + self.attention.output(at_row(attend(q, k, v), row))
+        x = x + self.mlp(rms_norm(x, self.post_norm[...], c.rms_norm_eps))
+        return self.final_norm(x) if c.norm_output else x
+
+    def final_norm(self, x: Float[Array, "*batch h"]) -> Float[Array, "*batch h"]:
+        return rms_norm(x, self.norm[...], self.config.rms_norm_eps)
+
+    def output_hidden(self, state: Float[Array, "*batch h"]) -> Float[Array, "*batch h"]:
+        """See `Head`."""
+        return state if self.config.norm_output else self.final_norm(state)

@@ -1,0 +1,187 @@
+"""What rounds ask of a draft, whatever its network: features of the target's states, a pass, the next tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from eagle3_jax.kernels.linear.cpu import Panels
+from eagle3_jax.kernels.linear.few_rows import Padded
+from eagle3_jax.kernels.vocabulary.api import vocabulary_logits, vocabulary_top_k
+from eagle3_jax.models.cache import KVCache
+from eagle3_jax.models.layers import embeddings
+from eagle3_jax.models.target import ModelConfig
+
+
+class Head(nnx.Module):
+    """One decoder layer over pairs (token t+1, feature t), and an LM head over the draft vocabulary.
+
+    Where a draft is another network (`DraftModel`), it has `feed`, `output_rows`, `dtype` and caches of its own.
+
+    Attributes:
+        config: has `vocab_size` (the target's), `draft_vocab_size`, `hidden_size`, `num_key_value_heads`, `head_dim`,
+            `max_position_embeddings`, and of what it reads of the target `aux_layers`, `num_aux_layers` and
+            `target_hidden_size`.
+        fc: what the features, or embeddings and features, enter by; of the head's dtype.
+        lm_head: [draft vocabulary, H], one row per draft token.
+    """
+
+    config: Any
+    fc: nnx.Param
+    lm_head: nnx.Param
+
+    def fuse(self, aux: Float[Array, "b t aux"]) -> Float[Array, "b t h"]:
+        """The target's states (concatenated, ascending boundaries) -> the feature of each position."""
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        embeds: Float[Array, "b t h"],
+        features: Float[Array, "b t h"],
+        positions: Int[Array, "b t"],
+        attend: Callable[[Array, Array, Array], Array],
+        row: Int[Array, " b"] | None = None,
+    ) -> Float[Array, "b r h"]:
+        """One pass over pairs (token t+1, feature t).
+
+        Args:
+            embeds: the target's embeddings of the tokens.
+            features: fused features, or the output of the pass before.
+            positions: RoPE positions of the pairs (the feature's).
+            attend: (q [b t n d], k [b t k d], v [b t k d]) -> [b t n d].
+            row: of each sequence the pair whose state alone is wanted; of the others keys and values are computed.
+
+        Returns:
+            The state that recurs, and that `logits` and `top_k` read: of every pair, or of `row`'s (r = 1).
+        """
+        raise NotImplementedError
+
+    def feed(
+        self,
+        embed: Float[Array, "v h"],
+        tokens: Int[Array, "b t"],
+        features: Float[Array, "b t h"],
+        positions: Int[Array, "b t"],
+        cache: KVCache,
+        lengths: Int[Array, " b"],
+        *,
+        tail_mask: Bool[Array, "b t m"] | None = None,
+        preceding: Int[Array, "b 1"] | None = None,
+        row: Int[Array, " b"] | None = None,
+    ) -> tuple[Float[Array, "b r h"], KVCache]:
+        """Reads pairs (token, feature) behind `lengths` committed ones.
+
+        Args:
+            embed: the target's embeddings.
+            tokens: target ids. positions: RoPE positions of the pairs.
+            tail_mask: which of the m tail slots each pair sees; None is causal. The pairs take the last t; the earlier
+                ones hold what the passes before left there.
+            preceding: the token in front of them, given where a stretch of a prompt begins: a draft without features
+                may not have read it. Here the first feature tells of it.
+            row: see `__call__`.
+
+        Returns:
+            What `__call__` does, and the cache.
+        """
+        updated = cache
+
+        def attend(queries: Array, keys: Array, values: Array) -> Array:
+            nonlocal updated
+            attended, updated = updated.append_and_attend(queries, keys, values, lengths, tail_mask)
+            return attended
+
+        states = self(embeddings(embed, tokens), features, positions, attend, row)
+        return states, updated
+
+    def output_hidden(self, state: Float[Array, "*batch h"]) -> Float[Array, "*batch h"]:
+        """The LM head's input: `lm_head @ output_hidden(state)` are the draft logits."""
+        raise NotImplementedError
+
+    @property
+    def output_rows(self) -> Float[Array, "dv h"] | Panels | Padded:
+        """Rows of the LM head, one per draft token."""
+        return self.lm_head[...]
+
+    @property
+    def dtype(self) -> Any:
+        """Of its states and cache."""
+        return self.fc[...].dtype
+
+    def logits(self, state: Float[Array, "*batch h"]) -> Float[Array, "*batch dv"]:
+        """float32 logits over the draft vocabulary."""
+        return vocabulary_logits(self.output_hidden(state), self.output_rows)
+
+    def top_k(self, state: Float[Array, "*batch h"], k: int) -> tuple[Float[Array, "*batch k"], Int[Array, "*batch k"]]:
+        """Log-probabilities (float32) and draft ids of the k best next tokens, best first."""
+        return vocabulary_top_k(self.output_hidden(state), self.output_rows, k)
+
+    def empty_cache(self, batch: int, slots: int) -> KVCache:
+        c = self.config
+        return KVCache.empty(1, batch, c.num_key_value_heads, slots, c.head_dim, self.dtype)
+
+    def empty_pages(self, pages: int, page_size: int) -> KVCache:
+        c = self.config
+        return KVCache.pages(1, pages, c.num_key_value_heads, page_size, c.head_dim, self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShapeOfModel:
+    """`Head.config` of a draft whose shape is a model's: the target itself (MTP) or a smaller one.
+
+    Attributes:
+        aux_layers: what it reads of the target, which then has the model's hidden size.
+    """
+
+    model: ModelConfig
+    aux_layers: tuple[int, ...] = ()
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.vocab_size
+
+    @property
+    def draft_vocab_size(self) -> int:
+        return self.model.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        return self.model.hidden_size
+
+    @property
+    def num_key_value_heads(self) -> int:
+        return self.model.num_key_value_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.model.head_dim
+
+    @property
+    def max_position_embeddings(self) -> int:
+        return self.model.max_position_embeddings
+
+    @property
+    def num_aux_layers(self) -> int:
+        return len(self.aux_layers)
+
+    @property
+    def target_hidden_size(self) -> int:
+        return self.hidden_size if self.aux_layers else 0
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """A head and what its tokens mean.
+
+    Attributes:
+        token_ids: int32 [draft vocabulary], the target's id of each draft token, ascending (absolute, not `d2t`).
+            Outside the module, so that gradients see floats only.
+    """
+
+    head: Head
+    token_ids: Int[Array, " dv"]

@@ -1,0 +1,58 @@
+"""Which targets there are: a modelling file and a table of weights for each architecture."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from eagle3_jax.models.checkpoint.table import Entry
+from eagle3_jax.models.families import deepseek_v3, gemma3, gpt_oss, llama, llama4, mimo, qwen2, qwen3, qwen3_moe
+from eagle3_jax.models.families.vision import TEXT_OF, architecture, text_values
+from eagle3_jax.models.target import ModelConfig, TargetModel
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """What belongs together.
+
+    Attributes:
+        table: parameter path -> the tensors of a checkpoint that it is made of.
+        unused: of a config, how names of tensors begin that its checkpoints hold and that are not read.
+    """
+
+    config: type[ModelConfig]
+    model: type[TargetModel]
+    table: Callable[[Any], dict[str, Entry]]
+    unused: Callable[[Any], tuple[str, ...]] = lambda config: ()
+
+
+FAMILIES = (
+    Family(llama.LlamaConfig, llama.Llama, llama.table),
+    Family(qwen2.Qwen2Config, qwen2.Qwen2, qwen2.table),
+    Family(qwen3.Qwen3Config, qwen3.Qwen3, qwen3.table),
+    Family(qwen3_moe.Qwen3MoeConfig, qwen3_moe.Qwen3Moe, qwen3_moe.table),
+    Family(gemma3.Gemma3Config, gemma3.Gemma3, gemma3.table),
+    Family(gpt_oss.GptOssConfig, gpt_oss.GptOss, gpt_oss.table),
+    Family(llama4.Llama4Config, llama4.Llama4, llama4.table),
+    Family(deepseek_v3.DeepseekV3Config, deepseek_v3.DeepseekV3, deepseek_v3.table, deepseek_v3.unused),
+    Family(mimo.MimoConfig, mimo.Mimo, qwen2.table, mimo.unused),
+)
+
+
+def read_shape(values: dict[str, Any], aux_layers: tuple[int, ...] | None = None) -> ModelConfig:
+    """The shape that a Hugging Face config.json describes: of a model that sees images, its text model's.
+
+    Raises ValueError with every problem of it.
+    """
+    values = text_values(values)
+    known = {family.config.architecture: family for family in FAMILIES}
+    family = known.get(architecture(values) or "")
+    if family is None:
+        expected = sorted([*known, *TEXT_OF])
+        raise ValueError(f"architectures: got {values.get('architectures')!r}, expected one of {expected}")
+    return family.config.from_hf(values, aux_layers)
+
+
+def family_of(config: ModelConfig) -> Family:
+    return next(family for family in FAMILIES if family.config is type(config))

@@ -1,0 +1,364 @@
+"""DeepSeek-V3 and R1: attention over one latent vector a token (MLA), experts in groups beside shared ones.
+
+The cache holds what all heads share: a token's latent and its turned key, as one KV head. A head's keys and values are
+products of the latent, so its queries are taken into the latent's space, and what it attends to is taken out of it
+("absorbed", DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1.2). Its checkpoints also hold layers that
+predict further tokens (MTP): see `deepseek_mtp`. Weights come in FP8 (a factor for 128 x 128 of them) or as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Float32, Int
+
+from eagle3_jax.kernels.contraction import contract
+from eagle3_jax.models.checkpoint.table import Entry, kernel, plain, stacked
+from eagle3_jax.models.experts import Experts
+from eagle3_jax.models.families import llama
+from eagle3_jax.models.layers import SwiGLU, YarnScaling, apply_rope, halves, linear, normal, ones, rms_norm, zeros
+from eagle3_jax.models.rope import KINDS, Kinds
+from eagle3_jax.models.target import Attend, ModelConfig, Rope, TargetModel
+
+_LATENT_EPS = 1e-6  # of the norms inside attention, whatever `rms_norm_eps` says
+_BLOCK = 128  # rows and columns in FP8 that share a factor
+
+
+@dataclasses.dataclass(frozen=True)
+class DeepseekYarnScaling(YarnScaling):
+    """YaRN in which attention's scores grow too, by `temperature`, and cosines and sines by what is left of it."""
+
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+
+    @property
+    def amplitude(self) -> float:
+        if self.attention_factor is None and self.mscale and self.mscale_all_dim:
+            return self._growth(self.mscale) / self._growth(self.mscale_all_dim)
+        return super().amplitude
+
+    @property
+    def temperature(self) -> float:
+        return self._growth(self.mscale_all_dim or 0.0) ** 2
+
+    def _growth(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(max(self.factor, 1.0)) + 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeepseekV3Config(ModelConfig):
+    """As `ModelConfig`; `intermediate_size` is that of the layers without experts, `num_key_value_heads` (1) and
+    `head_dim` (`kv_lora_rank + qk_rope_head_dim`) are what the cache holds.
+
+    Attributes:
+        q_lora_rank: of the queries' latent; None: they are made of the hidden state. kv_lora_rank: of the cache's.
+        qk_nope_head_dim, qk_rope_head_dim: the parts of a head's query and key without RoPE and with it.
+        rope_interleave: RoPE turns neighbours, not halves.
+        n_group, topk_group: experts are chosen from the best `topk_group` of so many groups.
+        n_shared_experts: beside them, as one of so many times the size.
+        first_k_dense_replace: layers in front that have no experts.
+        num_nextn_predict_layers: behind the target's own, in the checkpoint alone.
+        fp8: the checkpoint holds the layers' matrices so.
+    """
+
+    architecture: ClassVar[str] = "DeepseekV3ForCausalLM"
+    model_type: ClassVar[str] = "deepseek_v3"
+    supported: ClassVar[dict[str, Any]] = {
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+    }
+    scalings: ClassVar[Kinds] = {**KINDS, "yarn": DeepseekYarnScaling}
+    latent_cache: ClassVar[bool] = True
+    _own: ClassVar[dict[str, Any]] = {
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "rope_interleave": True,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 2048,
+        "first_k_dense_replace": 3,
+    }
+    defaults: ClassVar[dict[str, Any]] = {"max_position_embeddings": 4096, **_own}
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    rope_interleave: bool
+    n_routed_experts: int
+    num_experts_per_tok: int
+    n_group: int
+    topk_group: int
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+    n_shared_experts: int
+    moe_intermediate_size: int
+    first_k_dense_replace: int
+    fp8: bool
+    # Not compared: a model that is written has none of them.
+    num_nextn_predict_layers: int = dataclasses.field(default=0, compare=False)
+
+    @classmethod
+    def from_hf(cls, values: dict[str, Any], aux_layers: tuple[int, ...] | None = None) -> ModelConfig:
+        config: Any = super().from_hf(values, aux_layers)
+        width = config.kv_lora_rank + config.qk_rope_head_dim
+        return dataclasses.replace(config, num_key_value_heads=1, head_dim=width)
+
+    @classmethod
+    def own(cls, values: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+        found = {name: values[name] for name in cls._own}
+        heads, kv_heads = values.get("num_attention_heads"), values.get("num_key_value_heads")
+        if kv_heads not in (None, heads):
+            problems.append(f"num_key_value_heads: got {kv_heads}, expected {heads}, as there are queries'")
+        count, groups, best = found["n_routed_experts"], found["n_group"], found["topk_group"]
+        if count % groups or count < 2 * groups:
+            problems.append(f"n_group: got {groups}, expected to divide {count} experts into groups of two or more")
+        elif not 1 <= best <= groups:
+            problems.append(f"topk_group: got {best}, expected 1 to n_group = {groups}")
+        elif not 1 <= found["num_experts_per_tok"] <= count // groups * best:
+            among = f"1 to {count // groups * best}, the experts in {best} groups"
+            problems.append(f"num_experts_per_tok: got {found['num_experts_per_tok']}, expected {among}")
+        quantised = values.get("quantization_config") or {}
+        method, block = quantised.get("quant_method"), quantised.get("weight_block_size", [_BLOCK, _BLOCK])
+        if method not in (None, "fp8"):
+            problems.append(f"quantization_config.quant_method: got {method!r}, expected 'fp8'")
+        elif block != [_BLOCK, _BLOCK]:
+            problems.append(f"quantization_config.weight_block_size: got {block!r}, expected {[_BLOCK, _BLOCK]}")
+        return found | {
+            "routed_scaling_factor": float(found["routed_scaling_factor"]),
+            # Layers behind the target's own have experts.
+            "first_k_dense_replace": min(found["first_k_dense_replace"], values.get("num_hidden_layers", 0)),
+            "num_nextn_predict_layers": values.get("num_nextn_predict_layers", values.get("num_mtp_layers")) or 0,
+            "fp8": method == "fp8",
+        }
+
+    @property
+    def rope_dim(self) -> int:
+        return self.qk_rope_head_dim
+
+    def to_hf(self) -> dict[str, Any]:
+        values = super().to_hf()
+        del values["head_dim"]
+        quantised = {"quant_method": "fp8", "weight_block_size": [_BLOCK, _BLOCK]}
+        method = {"quantization_config": quantised} if values.pop("fp8") else {}
+        return values | {"num_key_value_heads": self.num_attention_heads, "num_nextn_predict_layers": 0} | method
+
+
+class LatentAttention(nnx.Module):
+    """Multi-head latent attention, n query heads over one KV head [latent, turned key].
+
+    `q` [H, n * (nope + rope)], or by way of a latent `q_down` [H, q_rank], `q_norm` and `q_up`; `kv_down` [H, kv_rank +
+    rope] and `kv_norm` [kv_rank]; `kv_up` [n, nope + v, kv_rank], a head's keys and values by its latent; `o` [n * v,
+    H].
+    """
+
+    def __init__(self, config: DeepseekV3Config, *, dtype: Any, rngs: nnx.Rngs) -> None:
+        c = config
+        heads, plain_dim, width = c.num_attention_heads, c.qk_nope_head_dim, c.qk_nope_head_dim + c.qk_rope_head_dim
+        self.heads, self.plain_dim, self.rank, self.neighbours = heads, plain_dim, c.kv_lora_rank, c.rope_interleave
+        # `attend` divides scores by the root of the width of the cache's keys, not of a head's own.
+        self.scale = (c.head_dim / width) ** 0.5
+        if isinstance(c.rope_scaling, DeepseekYarnScaling):
+            self.scale *= c.rope_scaling.temperature
+        if c.q_lora_rank is None:
+            self.q = normal((c.hidden_size, heads * width), dtype, rngs)
+        else:
+            self.q_down = normal((c.hidden_size, c.q_lora_rank), dtype, rngs)
+            self.q_norm = ones(c.q_lora_rank, dtype)
+            self.q_up = normal((c.q_lora_rank, heads * width), dtype, rngs)
+        self.kv_down = normal((c.hidden_size, c.head_dim), dtype, rngs)
+        self.kv_norm = ones(c.kv_lora_rank, dtype)
+        self.kv_up = normal((heads, plain_dim + c.v_head_dim, c.kv_lora_rank), dtype, rngs)
+        self.o = normal((heads * c.v_head_dim, c.hidden_size), dtype, rngs)
+
+    def __call__(self, x: Float[Array, "b t h"], rope: Rope, attend: Attend) -> Float[Array, "b t h"]:
+        up, rank = self.kv_up[...], self.rank
+        q, shared = self.queries(x), linear(x, self.kv_down[...])[:, :, None]
+        # Heads in front: as `btnr` of few rows, XLA for CPUs with AVX512_BF16 makes it a product that it has not got
+        # in bfloat16 ("Unsupported element type for DotThunk"; jax 0.10.1 to 0.12.0.1).
+        within = jnp.moveaxis(contract("btnd,ndr->nbtr", q[..., : self.plain_dim], up[:, : self.plain_dim]), 0, 2)
+        q = jnp.concatenate([within, self.turned(q[..., self.plain_dim :], rope).astype(jnp.float32)], axis=-1)
+        latent = rms_norm(shared[..., :rank], self.kv_norm[...], _LATENT_EPS)
+        key = jnp.concatenate([latent, self.turned(shared[..., rank:], rope)], axis=-1)
+        # As wide as the key, as the cache has them.
+        value = jnp.pad(latent, (*((0, 0),) * 3, (0, key.shape[-1] - rank)))
+        attended = attend((q * self.scale).astype(x.dtype), key, value)[..., :rank]
+        attended = contract("btnr,nvr->btnv", attended, up[:, self.plain_dim :]).astype(x.dtype)
+        return linear(attended.reshape(*x.shape[:2], -1), self.o[...])
+
+    def queries(self, x: Float[Array, "b t h"]) -> Float[Array, "b t n d"]:
+        if hasattr(self, "q"):
+            q = linear(x, self.q[...])
+        else:
+            q = linear(rms_norm(linear(x, self.q_down[...]), self.q_norm[...], _LATENT_EPS), self.q_up[...])
+        # Behind the barrier lie layouts by head, as in `Attention.fused`.
+        return jax.lax.optimization_barrier(q).reshape(*x.shape[:2], self.heads, -1)
+
+    def turned(self, x: Float[Array, "b t n d"], rope: Rope) -> Float[Array, "b t n d"]:
+        return apply_rope(halves(x) if self.neighbours else x, rope)
+
+
+class SparseMLP(nnx.Module):
+    """Routed experts, and a shared one beside them; `router` [hidden, experts], `router_bias` [experts].
+
+    A token's experts are the best of its best groups, and a group is as good as its two best experts, by sigmoid scores
+    to which the bias is added. What the chosen ones weigh, the scores alone say.
+    """
+
+    def __init__(self, config: DeepseekV3Config, *, dtype: Any, rngs: nnx.Rngs) -> None:
+        c = config
+        h, f, count = c.hidden_size, c.moe_intermediate_size, c.n_routed_experts
+        self.chosen, self.groups, self.best_groups = c.num_experts_per_tok, c.n_group, c.topk_group
+        self.normalised, self.scale = c.norm_topk_prob, c.routed_scaling_factor
+        self.router = normal((h, count), dtype, rngs)
+        self.router_bias = zeros(count, jnp.float32)  # bfloat16 is too coarse for what it tells apart
+        self.experts = Experts(h, f, count, dtype=dtype, rngs=rngs)
+        self.shared = SwiGLU(h, f * c.n_shared_experts, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "b t h"]) -> Float[Array, "b t h"]:
+        weights, chosen = self.choice(jax.nn.sigmoid(linear(x.astype(jnp.float32), self.router[...])))
+        return self.shared(x) + self.experts(x, chosen, weights)
+
+    def choice(self, scores: Float32[Array, "b t e"]) -> tuple[Float32[Array, "b t k"], Int[Array, "b t k"]]:
+        """Weights and numbers of each token's experts."""
+        biased = scores + self.router_bias[...][None, None]
+        grouped = biased.reshape(*scores.shape[:2], self.groups, -1)
+        _, best = jax.lax.top_k(jax.lax.top_k(grouped, 2)[0].sum(axis=-1), self.best_groups)
+        among = jax.nn.one_hot(best, self.groups, dtype=bool).any(axis=2)
+        _, chosen = jax.lax.top_k(jnp.where(among[..., None], grouped, -jnp.inf).reshape(scores.shape), self.chosen)
+        weights = jnp.take_along_axis(scores, chosen, axis=-1)
+        if self.normalised:
+            weights /= weights.sum(axis=-1, keepdims=True) + 1e-20
+        return weights * self.scale, chosen
+
+
+class Block(nnx.Module):
+    """One decoder layer."""
+
+    def __init__(self, config: DeepseekV3Config, layer: int, *, dtype: Any, rngs: nnx.Rngs) -> None:
+        c = config
+        self.eps = c.rms_norm_eps
+        self.input_norm = ones(c.hidden_size, dtype)
+        self.attention = LatentAttention(c, dtype=dtype, rngs=rngs)
+        self.post_norm = ones(c.hidden_size, dtype)
+        if layer < c.first_k_dense_replace:
+            self.mlp = SwiGLU(c.hidden_size, c.intermediate_size, dtype=dtype, rngs=rngs)
+        else:
+            self.mlp = SparseMLP(c, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "b t h"], rope: Rope, attend: Attend) -> Float[Array, "b t h"]:
+        x = x + self.attention(rms_norm(x, self.input_norm[...], self.eps), rope, attend)
+        return x + self.mlp(rms_norm(x, self.post_norm[...], self.eps))
+
+
+class DeepseekV3(TargetModel):
+    block = Block
+
+
+def unused(config: DeepseekV3Config) -> tuple[str, ...]:
+    """The layers behind the target's own."""
+    own = config.num_hidden_layers
+    return tuple(f"model.layers.{i}." for i in range(own, own + config.num_nextn_predict_layers))
+
+
+def table(config: DeepseekV3Config) -> dict[str, Entry]:
+    """Parameter path -> the Hugging Face tensors that it is made of."""
+    layers = {f"blocks/{i}": layer_table(config, i) for i in range(config.num_hidden_layers)}
+    return llama.ends(config) | {f"{block}/{path}": x for block, layer in layers.items() for path, x in layer.items()}
+
+
+def layer_table(config: DeepseekV3Config, layer: int) -> dict[str, Entry]:
+    """Parameter path in `Block` -> the tensors of that layer."""
+    c, theirs = config, f"model.layers.{layer}"
+    h, heads, attention = c.hidden_size, c.num_attention_heads, f"{theirs}.self_attn"
+    queries = heads * (c.qk_nope_head_dim + c.qk_rope_head_dim)
+    entries = {
+        "input_norm": plain(f"{theirs}.input_layernorm.weight", h),
+        "post_norm": plain(f"{theirs}.post_attention_layernorm.weight", h),
+        "attention/kv_down": kernel(f"{attention}.kv_a_proj_with_mqa.weight", c.head_dim, h),
+        "attention/kv_norm": plain(f"{attention}.kv_a_layernorm.weight", c.kv_lora_rank),
+        "attention/kv_up": _by_head(
+            f"{attention}.kv_b_proj.weight", heads, c.qk_nope_head_dim + c.v_head_dim, c.kv_lora_rank
+        ),
+        "attention/o": kernel(f"{attention}.o_proj.weight", h, heads * c.v_head_dim),
+    }
+    if c.q_lora_rank is None:
+        entries["attention/q"] = kernel(f"{attention}.q_proj.weight", queries, h)
+    else:
+        entries["attention/q_down"] = kernel(f"{attention}.q_a_proj.weight", c.q_lora_rank, h)
+        entries["attention/q_norm"] = plain(f"{attention}.q_a_layernorm.weight", c.q_lora_rank)
+        entries["attention/q_up"] = kernel(f"{attention}.q_b_proj.weight", queries, c.q_lora_rank)
+    dense, mlp, width = "mlp", f"{theirs}.mlp", c.intermediate_size
+    if layer >= c.first_k_dense_replace:
+        entries["mlp/router"] = kernel(f"{mlp}.gate.weight", c.n_routed_experts, h)
+        entries["mlp/router_bias"] = plain(f"{mlp}.gate.e_score_correction_bias", c.n_routed_experts)
+        for name, shape in _projections(h, c.moe_intermediate_size).items():
+            names = [f"{mlp}.experts.{j}.{name}_proj.weight" for j in range(c.n_routed_experts)]
+            entries[f"mlp/experts/expert_{name}"] = stacked(names, *shape)
+        dense, mlp, width = "mlp/shared", f"{mlp}.shared_experts", c.moe_intermediate_size * c.n_shared_experts
+    for name, shape in _projections(h, width).items():
+        entries[f"{dense}/{name}"] = kernel(f"{mlp}.{name}_proj.weight", *shape)
+    if c.fp8:
+        matrices = {path: x for path, x in entries.items() if x.dimensions > 1 and path != "mlp/router"}
+        entries |= {path: _fp8(x) for path, x in matrices.items()}
+    return entries
+
+
+def _projections(hidden: int, intermediate: int) -> dict[str, tuple[int, int]]:
+    return {"gate": (intermediate, hidden), "up": (intermediate, hidden), "down": (hidden, intermediate)}
+
+
+def _by_head(name: str, heads: int, rows: int, columns: int) -> Entry:
+    """[heads * rows, columns] there, [heads, rows, columns] here."""
+
+    def part(index: tuple[slice, slice, slice], x: Any) -> np.ndarray:
+        head, row, column = index
+        start, stop, _ = head.indices(heads)
+        held = x[start * rows : stop * rows, column]
+        return held.reshape(stop - start, rows, held.shape[-1])[:, row]
+
+    return Entry({name: (heads * rows, columns)}, part, lambda x: (x.reshape(-1, columns),), 3)
+
+
+def _fp8(entry: Entry) -> Entry:
+    """The same of matrices in FP8, each with its factors beside it."""
+    tensors = {}
+    for name, shape in entry.tensors.items():
+        tensors |= {name: shape, f"{name}_scale_inv": tuple(-(-size // _BLOCK) for size in shape)}
+
+    def part(index: tuple[slice, ...], *parts: Any) -> np.ndarray:
+        return entry.part(index, *map(_Scaled, parts[::2], parts[1::2]))
+
+    def split(_: np.ndarray) -> tuple[np.ndarray, ...]:
+        raise ValueError("fp8: targets are not written in it; load a checkpoint of whole weights")
+
+    return Entry(tensors, part, split, entry.dimensions, ("F8_E4M3", "F32"))
+
+
+class _Scaled:
+    """A matrix in FP8, multiplied out where it is indexed."""
+
+    def __init__(self, numbers: Any, factors: Any) -> None:
+        self.numbers, self.factors = numbers, factors
+
+    def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
+        blocks = (np.arange(size)[part] // _BLOCK for size, part in zip(self.numbers.shape, index, strict=True))
+        return self.numbers[index].astype(np.float32) * self.factors[:][np.ix_(*blocks)]

@@ -1,0 +1,172 @@
+"""Gemma 3, its text model: norms before and behind each part, of queries and keys too, GELU, scaled embeddings, and
+layers of two kinds: most see a window, some see everything.
+
+A norm's weight is stored as what it exceeds one by, and multiplies in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from eagle3_jax.models.checkpoint.table import Entry, plain
+from eagle3_jax.models.families import llama
+from eagle3_jax.models.layers import Attention, SwiGLU, apply_rope, linear, rope_frequencies, rope_table, zeros
+from eagle3_jax.models.rope import read_scaling
+from eagle3_jax.models.target import Attend, ModelConfig, Rope, TargetModel
+
+_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gemma3Config(ModelConfig):
+    """As `ModelConfig`; RoPE's fields are those of the layers that see everything.
+
+    Attributes:
+        sliding_window: positions that a local layer sees, its own among them. local_layers: which ones are.
+        rope_local_theta: RoPE's base in them.
+        query_pre_attn_scalar: scores are divided by its root.
+    """
+
+    architecture: ClassVar[str] = "Gemma3ForCausalLM"
+    model_type: ClassVar[str] = "gemma3_text"
+    supported: ClassVar[dict[str, Any]] = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    }
+    defaults: ClassVar[dict[str, Any]] = {
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "head_dim": 256,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+        "rope_theta": 1e6,
+    }
+
+    sliding_window: int
+    local_layers: tuple[int, ...]
+    rope_local_theta: float
+    query_pre_attn_scalar: float
+
+    @classmethod
+    def from_hf(cls, values: dict[str, Any], aux_layers: tuple[int, ...] | None = None) -> ModelConfig:
+        rope = values.get("rope_parameters") or {}
+        if _GLOBAL in rope:  # as transformers 5 writes it
+            local = rope.get(_LOCAL) or {}
+            theta = local.get("rope_theta", values.get("rope_local_base_freq", 1e4))
+            values = values | {"rope_parameters": rope[_GLOBAL], _LOCAL: local, "rope_local_base_freq": theta}
+        return super().from_hf(values, aux_layers)
+
+    @classmethod
+    def own(cls, values: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+        count, every = values.get("num_hidden_layers", 0), values.get("sliding_window_pattern", 6)
+        kinds = values.get("layer_types") or [_LOCAL if (i + 1) % every else _GLOBAL for i in range(count)]
+        if len(kinds) != count or not set(kinds) <= {_LOCAL, _GLOBAL}:
+            problems.append(f"layer_types: got {kinds!r}, expected {_LOCAL!r} or {_GLOBAL!r} for each layer")
+        read_scaling(values.get(_LOCAL, {}), f"rope_parameters.{_LOCAL}", problems, {})  # none is applied there
+        return {
+            "sliding_window": values.get("sliding_window", 4096),
+            "local_layers": tuple(i for i, kind in enumerate(kinds) if kind == _LOCAL),
+            "rope_local_theta": float(values.get("rope_local_base_freq", 1e4)),
+            "query_pre_attn_scalar": float(values.get("query_pre_attn_scalar", 256)),
+        }
+
+    def to_hf(self) -> dict[str, Any]:
+        values = super().to_hf()
+        local, theta = values.pop("local_layers"), values.pop("rope_local_theta")
+        kinds = [_LOCAL if i in local else _GLOBAL for i in range(self.num_hidden_layers)]
+        rope = {_GLOBAL: values["rope_parameters"], _LOCAL: {"rope_type": "default", "rope_theta": theta}}
+        values |= {"layer_types": kinds, "rope_parameters": rope, "rope_local_base_freq": theta}
+        if self.query_pre_attn_scalar.is_integer():  # transformers takes no float
+            values["query_pre_attn_scalar"] = int(self.query_pre_attn_scalar)
+        return values
+
+
+def offset_norm(x: Float[Array, "*batch h"], offset: Float[Array, " h"], eps: float) -> Float[Array, "*batch h"]:
+    """x / rms(x) * (1 + offset), in float32 until the end."""
+    x32 = x.astype(jnp.float32)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (normed * jnp.expand_dims(1 + offset.astype(jnp.float32), range(x.ndim - 1))).astype(x.dtype)
+
+
+class GeGLU(SwiGLU):
+    """down(gelu(gate(x)) * up(x)), by the approximation with tanh."""
+
+    def __call__(self, x: Float[Array, "b t h"]) -> Float[Array, "b t h"]:
+        gate = jax.nn.gelu(linear(x, self.gate[...]), approximate=True)
+        return linear(gate * linear(x, self.up[...]), self.down[...])
+
+
+class Block(nnx.Module):
+    """One decoder layer."""
+
+    def __init__(self, config: Gemma3Config, layer: int, *, dtype: Any, rngs: nnx.Rngs) -> None:
+        c = config
+        self.eps, self.local = c.rms_norm_eps, layer in c.local_layers
+        self.window = c.sliding_window if self.local else None
+        self.scale = (c.head_dim / c.query_pre_attn_scalar) ** 0.5  # attention itself divides by the head's root
+        heads = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        self.input_offset = zeros(c.hidden_size, dtype)
+        self.attention = Attention(c.hidden_size, c.hidden_size, *heads, dtype=dtype, rngs=rngs)
+        self.q_offset, self.k_offset = zeros(c.head_dim, dtype), zeros(c.head_dim, dtype)
+        self.post_attention_offset = zeros(c.hidden_size, dtype)
+        self.pre_feedforward_offset = zeros(c.hidden_size, dtype)
+        self.mlp = GeGLU(c.hidden_size, c.intermediate_size, dtype=dtype, rngs=rngs)
+        self.post_feedforward_offset = zeros(c.hidden_size, dtype)
+
+    def __call__(self, x: Float[Array, "b t h"], ropes: tuple[Rope, Rope], attend: Attend) -> Float[Array, "b t h"]:
+        rope = ropes[self.local]
+        q, k, v = self.attention.heads(self.attention.fused(offset_norm(x, self.input_offset[...], self.eps)))
+        q, k = offset_norm(q, self.q_offset[...], self.eps), offset_norm(k, self.k_offset[...], self.eps)
+        q = apply_rope(q, rope)
+        q = (q.astype(jnp.float32) * self.scale).astype(q.dtype)  # the scale itself is not rounded
+        attended = attend(q, apply_rope(k, rope), v, window=self.window)
+        x = x + offset_norm(self.attention.output(attended), self.post_attention_offset[...], self.eps)
+        fed = self.mlp(offset_norm(x, self.pre_feedforward_offset[...], self.eps))
+        return x + offset_norm(fed, self.post_feedforward_offset[...], self.eps)
+
+
+class Gemma3(TargetModel):
+    block = Block
+
+    def __init__(self, config: Gemma3Config, *, dtype: Any = jnp.float32, rngs: nnx.Rngs) -> None:
+        super().__init__(config, dtype=dtype, rngs=rngs)
+        del self.norm
+        self.offset = zeros(config.hidden_size, dtype)
+
+    def embedded(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t h"]:
+        x = super().embedded(tokens)
+        return x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
+
+    def rotary(self, positions: Int[Array, "b t"]) -> tuple[Rope, Rope]:
+        """Of layers that see everything, and of local ones."""
+        config: Any = self.config
+        local = rope_table(positions, rope_frequencies(config.head_dim, config.rope_local_theta))
+        return super().rotary(positions), local
+
+    def final_norm(self, x: Float[Array, "b t h"]) -> Float[Array, "b t h"]:
+        return offset_norm(x, self.offset[...], self.config.rms_norm_eps)
+
+
+def table(config: Gemma3Config) -> dict[str, Entry]:
+    """Parameter path -> the Hugging Face tensors that it is made of."""
+    c = config
+    entries = llama.table(c)
+    entries["offset"] = entries.pop("norm")
+    for i in range(c.num_hidden_layers):
+        ours, theirs = f"blocks/{i}", f"model.layers.{i}"
+        entries[f"{ours}/input_offset"] = entries.pop(f"{ours}/input_norm")
+        entries[f"{ours}/post_attention_offset"] = entries.pop(f"{ours}/post_norm")
+        for name in ("pre_feedforward", "post_feedforward"):
+            entries[f"{ours}/{name}_offset"] = plain(f"{theirs}.{name}_layernorm.weight", c.hidden_size)
+        for name in ("q", "k"):
+            entries[f"{ours}/{name}_offset"] = plain(f"{theirs}.self_attn.{name}_norm.weight", c.head_dim)
+    return entries

@@ -1,0 +1,201 @@
+"""gpt-oss: a mixture of experts with biases everywhere and attention sinks; every other layer sees a window alone.
+
+The experts' weights come in MXFP4 (4 bits each, a scale for 32 of them) or as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import P
+from jaxtyping import Array, Float
+
+from eagle3_jax.models.checkpoint.table import Entry, kernel, plain
+from eagle3_jax.models.experts import Product, mixture
+from eagle3_jax.models.families import qwen2
+from eagle3_jax.models.layers import Attention, apply_rope, linear, normal, ones, rms_norm, zeros
+from eagle3_jax.models.target import Attend, ModelConfig, Rope, TargetModel
+
+_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+_FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GptOssConfig(ModelConfig):
+    """As `ModelConfig`; `intermediate_size` is an expert's.
+
+    Attributes:
+        sliding_window: positions that a local layer sees, its own among them. local_layers: which ones are.
+        swiglu_alpha, swiglu_limit: of the experts' activation.
+        mxfp4: the checkpoint holds the experts' matrices so.
+    """
+
+    architecture: ClassVar[str] = "GptOssForCausalLM"
+    model_type: ClassVar[str] = "gpt_oss"
+    supported: ClassVar[dict[str, Any]] = {"hidden_act": "silu", "attention_bias": True}
+    defaults: ClassVar[dict[str, Any]] = {
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+    }
+
+    num_experts: int
+    num_experts_per_tok: int
+    sliding_window: int
+    local_layers: tuple[int, ...]
+    swiglu_alpha: float
+    swiglu_limit: float
+    mxfp4: bool
+
+    @classmethod
+    def from_hf(cls, values: dict[str, Any], aux_layers: tuple[int, ...] | None = None) -> ModelConfig:
+        if not values.get("rope_parameters") and not values.get("rope_scaling"):
+            values = values | {"rope_scaling": _YARN}
+        return super().from_hf(values, aux_layers)
+
+    @classmethod
+    def own(cls, values: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+        count = values.get("num_hidden_layers", 0)
+        kinds = values.get("layer_types") or [_GLOBAL if i % 2 else _LOCAL for i in range(count)]
+        if len(kinds) != count or not set(kinds) <= {_LOCAL, _GLOBAL}:
+            problems.append(f"layer_types: got {kinds!r}, expected {_LOCAL!r} or {_GLOBAL!r} for each layer")
+        experts = values.get("num_local_experts", values.get("num_experts"))
+        if experts is None:
+            problems.append("num_local_experts: missing")
+        method = (values.get("quantization_config") or {}).get("quant_method")
+        if method not in (None, "mxfp4"):
+            problems.append(f"quantization_config.quant_method: got {method!r}, expected 'mxfp4'")
+        return {
+            "num_experts": experts,
+            "num_experts_per_tok": values.get("num_experts_per_tok", 4),
+            "sliding_window": values.get("sliding_window", 128),
+            "local_layers": tuple(i for i, kind in enumerate(kinds) if kind == _LOCAL),
+            "swiglu_alpha": float(values.get("swiglu_alpha", 1.702)),
+            "swiglu_limit": float(values.get("swiglu_limit", 7.0)),
+            "mxfp4": method == "mxfp4",
+        }
+
+    def to_hf(self) -> dict[str, Any]:
+        values = super().to_hf()
+        local, experts = values.pop("local_layers"), values.pop("num_experts")
+        kinds = [_LOCAL if i in local else _GLOBAL for i in range(self.num_hidden_layers)]
+        method = {"quantization_config": {"quant_method": "mxfp4"}} if values.pop("mxfp4") else {}
+        return values | {"layer_types": kinds, "num_local_experts": experts} | method
+
+
+class SparseMLP(nnx.Module):
+    """The best experts by the router's logits, and a softmax over these.
+
+    `expert_gate_up` [experts, hidden, 2 * intermediate] has gate and up in turn, `expert_down` [experts, intermediate,
+    hidden]; a bias each.
+    """
+
+    def __init__(self, config: GptOssConfig, *, dtype: Any, rngs: nnx.Rngs) -> None:
+        c = config
+        h, f, count = c.hidden_size, c.intermediate_size, c.num_experts
+        self.chosen, self.alpha, self.limit = c.num_experts_per_tok, c.swiglu_alpha, c.swiglu_limit
+        self.router, self.router_bias = normal((h, count), dtype, rngs), zeros(count, dtype)
+        self.expert_gate_up = normal((count, h, 2 * f), dtype, rngs)
+        self.expert_gate_up_bias = nnx.Param(jnp.zeros((count, 2 * f), dtype))
+        self.expert_down = normal((count, f, h), dtype, rngs)
+        self.expert_down_bias = nnx.Param(jnp.zeros((count, h), dtype))
+
+    def __call__(self, x: Float[Array, "b t h"]) -> Float[Array, "b t h"]:
+        scores, chosen = jax.lax.top_k(linear(x, self.router[...]) + self.router_bias[...][None, None], self.chosen)
+        weights = jax.nn.softmax(scores, axis=-1)
+
+        def feed(rows: Array, product: Product, expert: Array, gate_up: Array, down: Array, bias: Array) -> Array:
+            both = product(rows, gate_up) + bias[expert].astype(jnp.float32)
+            gate, up = jnp.minimum(both[:, ::2], self.limit), jnp.clip(both[:, 1::2], -self.limit, self.limit)
+            return product(((up + 1) * gate * jax.nn.sigmoid(gate * self.alpha)).astype(x.dtype), down)
+
+        parameters = self.expert_gate_up[...], self.expert_down[...], self.expert_gate_up_bias[...]
+        mixed = mixture(
+            x, chosen, weights, feed, parameters, (P(None, None, "model"), P(None, "model"), P(None, "model"))
+        )
+        # Once, whoever holds which columns.
+        biases = self.expert_down_bias[...][chosen].astype(jnp.float32)
+        bias = jnp.einsum("btkh,btk->bth", biases, weights.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+        return (mixed + bias).astype(x.dtype)
+
+
+class Block(nnx.Module):
+    """One decoder layer."""
+
+    def __init__(self, config: GptOssConfig, layer: int, *, dtype: Any, rngs: nnx.Rngs) -> None:
+        c = config
+        self.eps = c.rms_norm_eps
+        self.window = c.sliding_window if layer in c.local_layers else None
+        heads = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        self.input_norm = ones(c.hidden_size, dtype)
+        self.attention = Attention(c.hidden_size, c.hidden_size, *heads, dtype=dtype, rngs=rngs)
+        self.qkv_bias = zeros((c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim, dtype)
+        self.o_bias = zeros(c.hidden_size, dtype)
+        self.sinks = zeros(c.num_attention_heads, dtype)
+        self.post_norm = ones(c.hidden_size, dtype)
+        self.mlp = SparseMLP(c, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "b t h"], rope: Rope, attend: Attend) -> Float[Array, "b t h"]:
+        fused = self.attention.fused(rms_norm(x, self.input_norm[...], self.eps))
+        q, k, v = self.attention.heads(fused + self.qkv_bias[...][None, None])
+        attended = attend(apply_rope(q, rope), apply_rope(k, rope), v, window=self.window, sinks=self.sinks[...])
+        x = x + self.attention.output(attended) + self.o_bias[...][None, None]
+        return x + self.mlp(rms_norm(x, self.post_norm[...], self.eps))
+
+
+class GptOss(TargetModel):
+    block = Block
+
+
+def table(config: GptOssConfig) -> dict[str, Entry]:
+    """Parameter path -> the Hugging Face tensors that it is made of."""
+    c = config
+    h, f, count = c.hidden_size, c.intermediate_size, c.num_experts
+    entries = qwen2.table(c)
+    for i in range(c.num_hidden_layers):
+        ours, theirs = f"blocks/{i}", f"model.layers.{i}"
+        for name in ("gate", "up", "down"):
+            del entries[f"{ours}/mlp/{name}"]
+        experts, matrix = f"{theirs}.mlp.experts", _mxfp4 if c.mxfp4 else plain
+        entries |= {
+            f"{ours}/o_bias": plain(f"{theirs}.self_attn.o_proj.bias", h),
+            f"{ours}/sinks": plain(f"{theirs}.self_attn.sinks", c.num_attention_heads),
+            f"{ours}/mlp/router": kernel(f"{theirs}.mlp.router.weight", count, h),
+            f"{ours}/mlp/router_bias": plain(f"{theirs}.mlp.router.bias", count),
+            f"{ours}/mlp/expert_gate_up": matrix(f"{experts}.gate_up_proj", count, h, 2 * f),
+            f"{ours}/mlp/expert_gate_up_bias": plain(f"{experts}.gate_up_proj_bias", count, 2 * f),
+            f"{ours}/mlp/expert_down": matrix(f"{experts}.down_proj", count, f, h),
+            f"{ours}/mlp/expert_down_bias": plain(f"{experts}.down_proj_bias", count, h),
+        }
+    return entries
+
+
+def _mxfp4(name: str, experts: int, rows: int, columns: int) -> Entry:
+    """[experts, rows, columns], of which 32 rows of a column share a scale: two numbers a byte, the first one low."""
+
+    def part(index: tuple[slice, slice, slice], blocks: Any, scales: Any) -> np.ndarray:
+        expert, row, column = index
+        packed, exponents = blocks[expert, column], scales[expert, column]  # [e, columns, rows / 32, 16], without 16
+        numbers = np.stack([_FP4[packed & 15], _FP4[packed >> 4]], axis=-1).reshape(*exponents.shape, 32)
+        values = np.ldexp(numbers, exponents.astype(np.int32)[..., None] - 127)
+        return values.reshape(*exponents.shape[:2], rows).swapaxes(1, 2)[:, row]
+
+    def split(_: np.ndarray) -> tuple[np.ndarray, ...]:
+        raise ValueError("mxfp4: targets are not written in it; load a checkpoint of whole weights")
+
+    shape = (experts, columns, rows // 32)
+    return Entry({f"{name}_blocks": (*shape, 16), f"{name}_scales": shape}, part, split, 3, ("U8",))

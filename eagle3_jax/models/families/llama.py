@@ -1,0 +1,69 @@
+"""Llama 2, 3, 3.x: RMSNorm, RoPE, grouped-query attention, SwiGLU, tied or untied embeddings."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+from flax import nnx
+from jaxtyping import Array, Float
+
+from eagle3_jax.models.checkpoint.table import Entry, kernel, plain, qkv
+from eagle3_jax.models.layers import Attention, SwiGLU, ones, rms_norm
+from eagle3_jax.models.target import Attend, ModelConfig, Rope, TargetModel
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig(ModelConfig):
+    architecture: ClassVar[str] = "LlamaForCausalLM"
+    model_type: ClassVar[str] = "llama"
+    supported: ClassVar[dict[str, Any]] = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+
+
+class Block(nnx.Module):
+    """One decoder layer."""
+
+    def __init__(self, config: LlamaConfig, layer: int, *, dtype: Any, rngs: nnx.Rngs) -> None:
+        c = config
+        self.eps = c.rms_norm_eps
+        heads = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        self.input_norm = ones(c.hidden_size, dtype)
+        self.attention = Attention(c.hidden_size, c.hidden_size, *heads, dtype=dtype, rngs=rngs)
+        self.post_norm = ones(c.hidden_size, dtype)
+        self.mlp = SwiGLU(c.hidden_size, c.intermediate_size, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "b t h"], rope: Rope, attend: Attend) -> Float[Array, "b t h"]:
+        q, k, v = self.attention.project(rms_norm(x, self.input_norm[...], self.eps), rope)
+        x = x + self.attention.output(attend(q, k, v))
+        return x + self.mlp(rms_norm(x, self.post_norm[...], self.eps))
+
+
+class Llama(TargetModel):
+    block = Block
+
+
+def ends(config: ModelConfig) -> dict[str, Entry]:
+    """What `table` says of the parameters in front of the layers and behind them."""
+    c, h = config, config.hidden_size
+    entries = {"embed": plain("model.embed_tokens.weight", c.vocab_size, h), "norm": plain("model.norm.weight", h)}
+    return entries if c.tie_word_embeddings else entries | {"lm_head": plain("lm_head.weight", c.vocab_size, h)}
+
+
+def table(config: ModelConfig) -> dict[str, Entry]:
+    """Parameter path -> the Hugging Face tensors that it is made of; other families add to it."""
+    c = config
+    h, f = c.hidden_size, c.intermediate_size
+    entries = ends(c)
+    for i in range(c.num_hidden_layers):
+        ours, theirs = f"blocks/{i}", f"model.layers.{i}"
+        attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
+        entries |= {
+            f"{ours}/input_norm": plain(f"{theirs}.input_layernorm.weight", h),
+            f"{ours}/post_norm": plain(f"{theirs}.post_attention_layernorm.weight", h),
+            f"{ours}/attention/qkv": qkv(c, attention, h),
+            f"{ours}/attention/o": kernel(f"{attention}.o_proj.weight", h, c.num_attention_heads * c.head_dim),
+            f"{ours}/mlp/gate": kernel(f"{mlp}.gate_proj.weight", f, h),
+            f"{ours}/mlp/up": kernel(f"{mlp}.up_proj.weight", f, h),
+            f"{ours}/mlp/down": kernel(f"{mlp}.down_proj.weight", h, f),
+        }
+    return entries

@@ -1,0 +1,221 @@
+"""Llama 4, its text model: routed experts beside a shared one; layers with RoPE that see their chunk of the text, and
+layers without that see everything.
+
+RoPE turns neighbours there, halves here: queries and keys are put in order of halves first, which no product of the two
+can tell.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import P
+from jaxtyping import Array, Float, Int
+
+from eagle3_jax.models.checkpoint.table import Entry, kernel, plain
+from eagle3_jax.models.experts import Product, mixture
+from eagle3_jax.models.families import llama
+from eagle3_jax.models.layers import Attention, SwiGLU, apply_rope, halves, linear, normal, ones, rms_norm
+from eagle3_jax.models.target import Attend, ModelConfig, Rope, TargetModel
+
+_CHUNKED, _GLOBAL = "chunked_attention", "full_attention"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Llama4Config(ModelConfig):
+    """As `ModelConfig`; `intermediate_size` is an expert's.
+
+    Attributes:
+        intermediate_size_mlp: of the layers without experts; expert_layers: those that have them.
+        rope_layers: layers with RoPE. chunked_layers: layers that see their chunk of `attention_chunk_size` positions.
+        use_qk_norm: of queries and keys behind RoPE.
+        attn_temperature_tuning: queries of the layers without RoPE grow by `attn_scale` times the logarithm of how
+            often `floor_scale` fits their position.
+    """
+
+    architecture: ClassVar[str] = "Llama4ForCausalLM"
+    model_type: ClassVar[str] = "llama4_text"
+    supported: ClassVar[dict[str, Any]] = {"hidden_act": "silu", "attention_bias": False}
+    defaults: ClassVar[dict[str, Any]] = {
+        "head_dim": 128,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5e5,
+    }
+
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size_mlp: int
+    expert_layers: tuple[int, ...]
+    rope_layers: tuple[int, ...]
+    chunked_layers: tuple[int, ...]
+    attention_chunk_size: int
+    use_qk_norm: bool
+    attn_temperature_tuning: bool
+    floor_scale: int
+    attn_scale: float
+
+    @classmethod
+    def own(cls, values: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+        layers = range(values.get("num_hidden_layers", 0))
+        every, without = values.get("interleave_moe_layer_step", 1), values.get("no_rope_layer_interval", 4)
+        experts = values.get("moe_layers")
+        turned = values.get("no_rope_layers") or [int((i + 1) % without != 0) for i in layers]  # 1: has RoPE
+        kinds = values.get("layer_types") or [_CHUNKED if turned[i] else _GLOBAL for i in layers]
+        if len(kinds) != len(layers) or not set(kinds) <= {_CHUNKED, _GLOBAL}:
+            problems.append(f"layer_types: got {kinds!r}, expected {_CHUNKED!r} or {_GLOBAL!r} for each layer")
+        return {
+            "num_experts": values.get("num_local_experts", 16),
+            "num_experts_per_tok": values.get("num_experts_per_tok", 1),
+            "intermediate_size_mlp": values.get("intermediate_size_mlp", 16384),
+            "expert_layers": tuple(layers[every - 1 :: every] if experts is None else experts),
+            "rope_layers": tuple(i for i in layers if turned[i]),
+            "chunked_layers": tuple(i for i, kind in enumerate(kinds) if kind == _CHUNKED),
+            "attention_chunk_size": values.get("attention_chunk_size", 8192),
+            "use_qk_norm": values.get("use_qk_norm", True),
+            "attn_temperature_tuning": bool(values.get("attn_temperature_tuning", True)),
+            "floor_scale": values.get("floor_scale", 8192),
+            "attn_scale": float(values.get("attn_scale", 0.1)),
+        }
+
+    def to_hf(self) -> dict[str, Any]:
+        values = super().to_hf()
+        layers = range(self.num_hidden_layers)
+        chunked, turned = values.pop("chunked_layers"), values.pop("rope_layers")
+        return values | {
+            "num_local_experts": values.pop("num_experts"),
+            "moe_layers": list(values.pop("expert_layers")),
+            "no_rope_layers": [int(i in turned) for i in layers],
+            "layer_types": [_CHUNKED if i in chunked else _GLOBAL for i in layers],
+        }
+
+
+class SparseMLP(nnx.Module):
+    """The best experts by the router's logits, of inputs that are scaled by the sigmoid of these, and a shared one.
+
+    `expert_gate_up` [experts, hidden, 2 * intermediate] has gate and up in turn, `expert_down` [experts, intermediate,
+    hidden].
+    """
+
+    def __init__(self, config: Llama4Config, *, dtype: Any, rngs: nnx.Rngs) -> None:
+        c = config
+        h, f, count = c.hidden_size, c.intermediate_size, c.num_experts
+        self.chosen = c.num_experts_per_tok
+        self.router = normal((h, count), dtype, rngs)
+        self.expert_gate_up = normal((count, h, 2 * f), dtype, rngs)
+        self.expert_down = normal((count, f, h), dtype, rngs)
+        self.shared = SwiGLU(h, f, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "b t h"]) -> Float[Array, "b t h"]:
+        b, t, h = x.shape
+        scores, chosen = jax.lax.top_k(linear(x, self.router[...]), self.chosen)
+        scales = jax.nn.sigmoid(scores.astype(jnp.float32)).astype(x.dtype)
+        scaled = x[:, :, None] * scales[..., None]  # each choice of a token is a row of its own
+
+        def feed(rows: Array, product: Product, expert: Array, gate_up: Array, down: Array) -> Array:
+            both = product(rows, gate_up)
+            return product((jax.nn.silu(both[:, ::2]) * both[:, 1::2]).astype(x.dtype), down)
+
+        routed = mixture(
+            scaled.reshape(b, t * self.chosen, h),
+            chosen.reshape(b, t * self.chosen, 1),
+            jnp.ones((b, t * self.chosen, 1), jnp.float32),
+            feed,
+            (self.expert_gate_up[...], self.expert_down[...]),
+            (P(None, None, "model"), P(None, "model")),
+        )
+        return self.shared(x) + routed.reshape(b, t, self.chosen, h).sum(axis=2).astype(x.dtype)
+
+
+class Block(nnx.Module):
+    """One decoder layer."""
+
+    def __init__(self, config: Llama4Config, layer: int, *, dtype: Any, rngs: nnx.Rngs) -> None:
+        c = config
+        self.eps = c.rms_norm_eps
+        self.turned = layer in c.rope_layers
+        self.normed = c.use_qk_norm and self.turned
+        self.chunk = c.attention_chunk_size if layer in c.chunked_layers else None
+        heads = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        self.input_norm = ones(c.hidden_size, dtype)
+        self.attention = Attention(c.hidden_size, c.hidden_size, *heads, dtype=dtype, rngs=rngs)
+        self.post_norm = ones(c.hidden_size, dtype)
+        if layer in c.expert_layers:
+            self.mlp = SparseMLP(c, dtype=dtype, rngs=rngs)
+        else:
+            self.mlp = SwiGLU(c.hidden_size, c.intermediate_size_mlp, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "b t h"], given: tuple[Rope, Array], attend: Attend) -> Float[Array, "b t h"]:
+        rope, temperature = given
+        q, k, v = self.attention.heads(self.attention.fused(rms_norm(x, self.input_norm[...], self.eps)))
+        if self.turned:
+            q, k = apply_rope(halves(q), rope), apply_rope(halves(k), rope)
+        else:
+            q = (q.astype(jnp.float32) * temperature).astype(q.dtype)
+        if self.normed:
+            q, k = _unit(q, self.eps), _unit(k, self.eps)
+        x = x + self.attention.output(attend(q, k, v, chunk=self.chunk))
+        return x + self.mlp(rms_norm(x, self.post_norm[...], self.eps))
+
+
+def _unit(x: Float[Array, "b t n d"], eps: float) -> Float[Array, "b t n d"]:
+    x32 = x.astype(jnp.float32)
+    return (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)).astype(x.dtype)
+
+
+class Llama4(TargetModel):
+    block = Block
+
+    def rotary(self, positions: Int[Array, "b t"]) -> tuple[Rope, Float[Array, "b t 1 1"]]:
+        """RoPE, and the temperature of queries that have none."""
+        c: Any = self.config
+        temperature = jnp.ones(positions.shape, jnp.float32)
+        if c.attn_temperature_tuning:
+            temperature += jnp.log1p(((positions + 1) // c.floor_scale).astype(jnp.float32)) * c.attn_scale
+        return super().rotary(positions), temperature[..., None, None]
+
+
+def table(config: Llama4Config) -> dict[str, Entry]:
+    """Parameter path -> the Hugging Face tensors that it is made of."""
+    c = config
+    h, f, count = c.hidden_size, c.intermediate_size, c.num_experts
+    entries = llama.table(c)
+    for i in range(c.num_hidden_layers):
+        ours, theirs = f"blocks/{i}/mlp", f"model.layers.{i}.feed_forward"
+        for name in ("gate", "up", "down"):
+            del entries[f"{ours}/{name}"]
+        width = c.intermediate_size_mlp
+        if i in c.expert_layers:
+            experts = f"{theirs}.experts"
+            entries |= {
+                f"{ours}/router": kernel(f"{theirs}.router.weight", count, h),
+                f"{ours}/expert_gate_up": _in_turn(f"{experts}.gate_up_proj", count, h, f),
+                f"{ours}/expert_down": plain(f"{experts}.down_proj", count, f, h),
+            }
+            ours, theirs, width = f"{ours}/shared", f"{theirs}.shared_expert", f
+        for name, shape in (("gate", (width, h)), ("up", (width, h)), ("down", (h, width))):
+            entries[f"{ours}/{name}"] = kernel(f"{theirs}.{name}_proj.weight", *shape)
+    return entries
+
+
+def _in_turn(name: str, experts: int, rows: int, columns: int) -> Entry:
+    """[experts, rows, 2 * columns]: gate before up there; their columns in turn here, as a mesh splits them."""
+
+    def part(index: tuple[slice, slice, slice], both: Any) -> np.ndarray:
+        expert, row, column = index
+        start, stop, _ = column.indices(2 * columns)
+        first, end = start // 2, -(-stop // 2)
+        gate, up = both[expert, row, first:end], both[expert, row, columns + first : columns + end]
+        in_turn = np.stack([gate, up], axis=-1).reshape(*gate.shape[:2], -1)
+        return in_turn[..., start - 2 * first : stop - 2 * first]
+
+    def split(x: np.ndarray) -> tuple[np.ndarray, ...]:
+        return (np.concatenate([x[..., ::2], x[..., 1::2]], axis=-1),)
+
+    return Entry({name: (experts, rows, 2 * columns)}, part, split, 3)

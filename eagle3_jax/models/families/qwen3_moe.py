@@ -1,0 +1,98 @@
+"""Qwen 3 with a mixture of experts: attention as Qwen 3's, some or all MLPs of many experts."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from eagle3_jax.models.checkpoint.table import Entry, kernel, stacked
+from eagle3_jax.models.experts import Experts
+from eagle3_jax.models.families import qwen3
+from eagle3_jax.models.layers import linear, normal
+from eagle3_jax.models.target import ModelConfig, TargetModel
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen3MoeConfig(ModelConfig):
+    """As `ModelConfig`; `intermediate_size` is that of the layers without experts.
+
+    Attributes:
+        expert_layers: the layers that have experts.
+    """
+
+    architecture: ClassVar[str] = "Qwen3MoeForCausalLM"
+    model_type: ClassVar[str] = "qwen3_moe"
+    supported: ClassVar[dict[str, Any]] = qwen3.Qwen3Config.supported
+    defaults: ClassVar[dict[str, Any]] = {"max_position_embeddings": 32768}
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    norm_topk_prob: bool
+    expert_layers: tuple[int, ...]
+
+    @classmethod
+    def own(cls, values: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+        count = values.get("num_experts", values.get("num_local_experts"))  # as transformers 4 and 5 write it
+        found = {name: values.get(name) for name in ("num_experts_per_tok", "moe_intermediate_size")}
+        found |= {"num_experts": count}
+        problems += [f"{name}: missing" for name, value in found.items() if value is None]
+        every, dense = values.get("decoder_sparse_step", 1), values.get("mlp_only_layers") or ()
+        layers = [i for i in range(values.get("num_hidden_layers", 0)) if (i + 1) % every == 0 and i not in dense]
+        return found | {"norm_topk_prob": values.get("norm_topk_prob", False), "expert_layers": tuple(layers)}
+
+    def to_hf(self) -> dict[str, Any]:
+        values = super().to_hf()
+        have = values.pop("expert_layers")
+        return values | {"mlp_only_layers": [i for i in range(self.num_hidden_layers) if i not in have]}
+
+
+class SparseMLP(nnx.Module):
+    """Softmax over all experts, the best few of them; `router` [hidden, experts]."""
+
+    def __init__(self, config: Qwen3MoeConfig, *, dtype: Any, rngs: nnx.Rngs) -> None:
+        c = config
+        self.chosen, self.normalised = c.num_experts_per_tok, c.norm_topk_prob
+        self.router = normal((c.hidden_size, c.num_experts), dtype, rngs)
+        self.experts = Experts(c.hidden_size, c.moe_intermediate_size, c.num_experts, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "b t h"]) -> Float[Array, "b t h"]:
+        scores = jax.nn.softmax(linear(x, self.router[...]).astype(jnp.float32), axis=-1)
+        weights, chosen = jax.lax.top_k(scores, self.chosen)
+        if self.normalised:
+            weights /= weights.sum(axis=-1, keepdims=True)
+        return self.experts(x, chosen, weights.astype(x.dtype))
+
+
+class Block(qwen3.Block):
+    """One decoder layer: Qwen 3's, with experts where the config has them."""
+
+    def __init__(self, config: Qwen3MoeConfig, layer: int, *, dtype: Any, rngs: nnx.Rngs) -> None:
+        super().__init__(config, layer, dtype=dtype, rngs=rngs)
+        if layer in config.expert_layers:
+            self.mlp = SparseMLP(config, dtype=dtype, rngs=rngs)
+
+
+class Qwen3Moe(TargetModel):
+    block = Block
+
+
+def table(config: Qwen3MoeConfig) -> dict[str, Entry]:
+    """Parameter path -> the Hugging Face tensors that it is made of."""
+    c = config
+    h, f = c.hidden_size, c.moe_intermediate_size
+    entries = qwen3.table(c)
+    for i in c.expert_layers:
+        ours, theirs = f"blocks/{i}/mlp", f"model.layers.{i}.mlp"
+        for name in ("gate", "up", "down"):
+            del entries[f"{ours}/{name}"]
+        entries[f"{ours}/router"] = kernel(f"{theirs}.gate.weight", c.num_experts, h)
+        for name, shape in (("gate", (f, h)), ("up", (f, h)), ("down", (h, f))):
+            names = [f"{theirs}.experts.{j}.{name}_proj.weight" for j in range(c.num_experts)]
+            entries[f"{ours}/experts/expert_{name}"] = stacked(names, *shape)
+    return entries

@@ -1,0 +1,174 @@
+"""Models with their matrices as the kernels read them: in panels on a CPU (`kernels.linear_cpu`), by rows on a TPU."""
+
+from __future__ import annotations
+
+import collections
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.experimental.layout import Format, Layout
+from jax.sharding import Sharding
+
+from eagle3_jax.kernels.linear import few_rows
+from eagle3_jax.kernels.linear.cpu import Panels, pack
+from eagle3_jax.kernels.linear.few_rows import Padded
+from eagle3_jax.kernels.norm_rope import cpu as rows_cpu
+from eagle3_jax.kernels.norm_rope.cpu import NormWeight
+from eagle3_jax.kernels.vocabulary.api import vocabulary_logits
+from eagle3_jax.mesh import mesh_of, replicated
+from eagle3_jax.models.checkpoint.load import parameter_path
+from eagle3_jax.models.drafts.head import Draft, Head
+from eagle3_jax.models.drafts.model import DraftModel
+from eagle3_jax.models.layers import linear
+from eagle3_jax.models.target import TargetModel
+
+Model = TypeVar("Model", TargetModel, Draft)
+Module = TypeVar("Module", TargetModel, Head)
+
+_MATRICES = re.compile(r"\b(qkv|q|q_down|q_up|kv_down|o|gate|up|down|fc)$")
+_EXPERTS = re.compile(r"\bexpert_\w+$")
+_NORMS = re.compile(r"norm(/\d+)?$")
+
+
+class Product(NamedTuple):
+    """What products with a model's matrices differ in.
+
+    Attributes:
+        shape: of the matrix. vocabulary: its rows are one per token.
+    """
+
+    shape: tuple[int, ...]
+    vocabulary: bool
+
+    def times(self, matrices: Sequence[jax.Array], rows: int) -> jax.Array:
+        """So many rows times each of some matrices, one after the other: to be timed."""
+        x = jnp.ones(self.shape[-1 if self.vocabulary else 0], matrices[0].dtype)
+        return few_rows.multiply(
+            matrices[: few_rows.SAMPLE], x, rows=rows, product=vocabulary_logits if self.vocabulary else linear
+        )
+
+
+def for_inference(model: Model) -> Model:
+    """A twin that shares what needs no other layout; the model may be dropped then.
+
+    On one CPU device matrices are packed, norms marked for their kernel, a tied LM head becomes one of its own. On TPUs
+    some parameters lie row by row (`tpu_formats`). Elsewhere it is the model itself.
+    """
+    return _each(model, _twin)
+
+
+def products(*models: TargetModel | Draft | None) -> dict[Product, list[jax.Array]]:
+    """The matrices that `padded` knows, of all models together."""
+    found: dict[Product, list[jax.Array]] = collections.defaultdict(list)
+
+    def collect(module: Any) -> Any:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(module):
+            if _MATRICES.search(parameter_path(path)):
+                found[Product(leaf.shape, vocabulary=False)].append(leaf)
+        found[Product(module.output_rows.shape, vocabulary=True)].append(module.output_rows)
+        return module
+
+    for model in models:
+        if model is not None:
+            _each(model, collect)
+    return dict(found)
+
+
+def padded(model: Model, rows: Mapping[Product, tuple[int, ...]]) -> Model:
+    """A twin on the same arrays whose products take more rows than they are given where that costs less.
+
+    Args:
+        rows: see `few_rows.Padded`; products that are not in it, or have none, stay as they are.
+    """
+
+    def of(leaf: jax.Array, *, vocabulary: bool = False) -> Any:
+        known = rows.get(Product(leaf.shape, vocabulary))
+        return Padded(leaf, known) if known else leaf
+
+    def twin(module: Any) -> Any:
+        output_rows = of(module.output_rows, vocabulary=True)
+        new = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: of(leaf) if _MATRICES.search(parameter_path(path)) else leaf, module
+        )
+        if isinstance(output_rows, Padded):
+            new.lm_head = nnx.Param(output_rows)
+        return new
+
+    return _each(model, twin) if any(rows.values()) else model
+
+
+def _each(model: Any, of: Callable[[Any], Any]) -> Any:
+    """With `of` its module in the place of each."""
+    if not isinstance(model, Draft):
+        return of(model)
+    head = model.head
+    return Draft(DraftModel(of(head.model)) if isinstance(head, DraftModel) else of(head), model.token_ids)
+
+
+def tpu_formats(module: TargetModel | Head) -> Any:
+    """Where and how each parameter lies on a TPU for inference: the module as a pytree of `Sharding`s and `Format`s.
+
+    Row by row lies what a gather reads (a target's embeddings), the kernel that chooses drafts (a head's own LM head),
+    or the ragged product of experts. Where the rows' number fills registers of 128 numbers and their length does not
+    (gpt-oss, SmolLM2), a TPU's default has the rows in the lanes: each program would copy them before its first round.
+    The product of a target's LM head wants it as the default is, and tied embeddings stay that too.
+
+    Args:
+        module: of arrays, or of `ShapeDtypeStruct`s with shardings.
+    """
+    if isinstance(module, TargetModel):
+        rows = {"embed"} if hasattr(module, "lm_head") else set()
+    else:
+        rows = {"embed", "lm_head"}
+
+    def of(path: Any, leaf: Any) -> Sharding | Format:
+        name = parameter_path(path)
+        by_rows = name in rows or (_EXPERTS.search(name) and len(leaf.shape) == 3)
+        return Format(Layout(tuple(range(len(leaf.shape)))), leaf.sharding) if by_rows else leaf.sharding
+
+    return jax.tree_util.tree_map_with_path(of, module)
+
+
+def _twin(module: Module) -> Module:
+    output_rows: Any = module.output_rows
+    if isinstance(output_rows, Panels):
+        return module
+    devices = output_rows.sharding.device_set
+    platforms = {device.platform for device in devices}
+    if platforms == {"cpu"} and len(devices) == 1:
+        return _packed(module, output_rows)
+    return _by_rows(module) if platforms == {"tpu"} else module
+
+
+def _packed(module: Module, output_rows: jax.Array) -> Module:
+    def of(path: Any, leaf: jax.Array) -> Any:
+        name = parameter_path(path)
+        if _NORMS.search(name) and leaf.shape[0] % rows_cpu.WIDTH == 0:
+            return NormWeight(leaf)
+        return _placed(leaf) if _MATRICES.search(name) else leaf
+
+    twin = jax.tree_util.tree_map_with_path(of, module)
+    twin.lm_head = nnx.Param(_placed(output_rows, transposed=True))
+    return twin
+
+
+def _by_rows(module: Module) -> Module:
+    def of(leaf: Any, wanted: Any) -> jax.Array:
+        if not isinstance(wanted, Format) or leaf.format.layout.major_to_minor == tuple(range(leaf.ndim)):
+            return leaf
+        return jax.jit(lambda x: x, out_shardings=wanted)(leaf)
+
+    return jax.tree.map(of, module, tpu_formats(module))
+
+
+def _placed(matrix: jax.Array, *, transposed: bool = False) -> Panels:
+    """Packed where the matrix lies. Committed to its device only if that is: programs are compiled for one or other."""
+    panels = pack(matrix.T if transposed else matrix)
+    if not matrix.committed:
+        return panels
+    mesh = mesh_of(matrix)
+    return jax.device_put(panels, matrix.sharding if mesh is None else replicated(mesh))

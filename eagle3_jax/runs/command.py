@@ -1,0 +1,174 @@
+"""The frame of every verb's command line: an error is one sentence, SIGTERM and Ctrl-C an orderly stop.
+
+A TPU VM that is preempted, a scheduler and `docker stop` send SIGTERM and kill half a minute later; Ctrl-C is a person
+who waits. A verb asks `stop_asked`, or passes a `stop_point`, wherever what it has done so far is on disk. In front of
+its first stop point a verb has only loaded and compiled: there a signal ends it at once, and a second one anywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+from eagle3_jax.runs import processes
+
+STOPPED = 75  # EX_TEMPFAIL: the exit status of work that SIGTERM left unfinished; Ctrl-C ends by SIGINT itself
+
+_asked: signal.Signals | None = None  # that came
+_came_to_stop_points = False
+
+
+class Stopped(Exception):
+    """SIGTERM or Ctrl-C came, and what was done so far is on disk."""
+
+
+@contextlib.contextmanager
+def run(verb: str, *, resumes: bool = True, stopped: int = STOPPED) -> Iterator[None]:
+    """The body of a verb's `main`. Joins the other processes of the run, where there are any; what ends one ends all.
+
+    Exits with status 1 and one sentence for what a user can cause (ValueError) and what a machine can (OSError: disk
+    full, no permission), with status `stopped` after a stop by SIGTERM. After a stop by Ctrl-C the process ends by
+    SIGINT, unless `stopped` is 0: a shell ends the script or the loop around it then (status 130).
+
+    Args:
+        resumes: whether a verb that is run again after a stop goes on; else it begins anew.
+    """
+    global _asked, _came_to_stop_points
+    _asked, _came_to_stop_points = None, False
+    prefix = f"eagle3_jax.{verb}: "
+
+    def said() -> str:
+        again = "goes on from here" if resumes else "begins anew"
+        return f"{prefix}stopped by {_name(_asked or signal.SIGTERM)}; run it again, and it {again}"
+
+    def note(number: int, _: Any) -> None:
+        global _asked
+        before, _asked = _asked, signal.Signals(number)
+        if before is not None or not _came_to_stop_points:
+            processes.end_all(said(), stopped)
+            _end(said(), _asked, stopped)
+        if _asked == signal.SIGINT:
+            _write(f"{prefix}stops as soon as what it did is on disk; Ctrl-C again ends it at once")
+
+    at_ctrl_c = signal.getsignal(signal.SIGINT)
+    try:
+        processes.start_distributed()
+        processes.watch(prefix)
+        signal.signal(signal.SIGTERM, note)  # for good: a SIGTERM behind the end of the work finds nothing to stop
+        signal.signal(signal.SIGINT, note)
+        yield
+        processes.leave()
+        _came_to_stop_points = True  # nothing is left to stop
+    except Stopped:
+        processes.end_all(said(), stopped)
+        if _asked is not None:
+            _end(said(), _asked, stopped)
+        print(said(), file=sys.stderr)  # another process of the run was asked
+        sys.exit(stopped)
+    except (ValueError, OSError) as error:
+        message = f"{prefix}{sentence(error)}"
+        processes.end_all(message, 1, error)
+        sys.exit(message)
+    except Exception as error:
+        processes.end_all("".join(traceback.format_exception(error)), 1, error)
+        raise
+    finally:
+        signal.signal(signal.SIGINT, at_ctrl_c)
+
+
+def _name(asked: signal.Signals) -> str:
+    return "Ctrl-C" if asked == signal.SIGINT else asked.name
+
+
+def _end(said: str, asked: signal.Signals, status: int) -> NoReturn:
+    """Ends the process without Python's own end, which at times crashes (SIGSEGV) while XLA still has work."""
+    with contextlib.suppress(OSError, RuntimeError):  # nobody reads; or the signal came in the middle of a flush
+        sys.stdout.flush()
+        sys.stderr.flush()
+    _write(said)
+    if asked == signal.SIGINT and status:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(status)
+
+
+def _write(line: str) -> None:
+    """To stderr, from a signal's handler too: past the buffer that the signal may have interrupted."""
+    behind = "\n" * os.isatty(2)  # "^C", or a bar
+    with contextlib.suppress(OSError):
+        os.write(2, f"{behind}{line}\n".encode())
+
+
+# One module of each package in an extra.
+EXTRAS = {
+    "train": (
+        "array_record",
+        "datasketch",
+        "grain",
+        "matplotlib",
+        "optax",
+        "orbax",
+        "presidio_analyzer",
+        "tensorboardX",
+        "tensorflow_datasets",
+        "tldextract",
+    ),
+    "serve": ("prometheus_client", "starlette", "uvicorn"),
+}
+
+
+def require(extra: str) -> None:
+    """Ends a verb in one sentence, or raises ImportError in another program, where an extra is missing.
+
+    A verb's `--help` needs none: it is printed instead.
+    """
+    missing = [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]
+    if not missing:
+        return
+    message = f"got no {', '.join(missing)}, expected the extra `{extra}`: pip install 'eagle3-jax[{extra}]'"
+    started = getattr(sys.modules["__main__"], "__spec__", None)  # set by `python -m`
+    name = "" if started is None else started.name.removesuffix(".__main__")
+    if name.startswith("eagle3_jax."):
+        from eagle3_jax.runs import command_line
+
+        if (text := command_line.help_of(name.partition(".")[2], sys.argv[1:])) is not None:
+            print(text, end="")
+            sys.exit()
+        sys.exit(f"{name}: {message}")
+    raise ImportError(f"eagle3_jax: {message}")
+
+
+def stop_asked() -> bool:
+    """Whether SIGTERM or Ctrl-C came."""
+    global _came_to_stop_points
+    _came_to_stop_points = True
+    return _asked is not None
+
+
+def stop_point() -> None:
+    """Ends the verb here when SIGTERM or Ctrl-C came. Raises Stopped."""
+    if stop_asked():
+        raise Stopped
+
+
+def sentence(error: Exception) -> str:
+    """What an error says to a user: "runs/a/shard: No space left on device" without its number."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as text: the first column to the left, numbers to the right, a line under the head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    texts = [
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
+    return [texts[0], "-" * len(texts[0]), *texts[1:]]

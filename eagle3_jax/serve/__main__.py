@@ -1,0 +1,284 @@
+"""`python -m eagle3_jax.serve`: a server of OpenAI's API over the engine.
+
+Answers /v1/chat/completions, /v1/completions and /v1/models, whole or as a stream; /health and /metrics say how it is.
+Listens at once, and answers 503 until it has loaded and warmed up. SIGTERM and Ctrl-C end it when what was begun is
+answered; while it starts, at once.
+"""
+
+from __future__ import annotations
+
+import codecs
+import os
+import pathlib
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from eagle3_jax import config as configuration
+from eagle3_jax.config import ConfigError, RunConfig, ServeConfig
+from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.formats.mtp import MTP
+from eagle3_jax.formats.packaged import AUTO, LOOKUP, chosen_draft
+from eagle3_jax.mesh import decoding_mesh
+from eagle3_jax.models.checkpoint.fetch import cache_folder, load_target
+from eagle3_jax.runs import command
+from eagle3_jax.runs.command_line import Parser
+
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_ENDING = 10.0  # seconds for the engine to see that it was stopped
+
+# Flag -> field; those of SGLang, where it has one.
+_FLAGS = {
+    "--target": "target.name",
+    "--model": "target.name",
+    "--model-path": "target.name",
+    "--dtype": "target.dtype",
+    "--tp-size": "mesh.model",
+    "--draft": "serve.draft",
+    "--speculative-draft-model-path": "serve.draft",
+    "--host": "serve.host",
+    "--port": "serve.port",
+    "--mem-fraction": "serve.memory_fraction",
+    "--mem-fraction-static": "serve.memory_fraction",
+    "--max-running-requests": "serve.batch_size",
+    "--speculative-num-steps": "serve.tree.num_steps",
+    "--speculative-eagle-topk": "serve.tree.topk",
+    "--speculative-num-draft-tokens": "serve.tree.num_draft_tokens",
+    "--speculative-token-map": "serve.token_map",
+}
+# SGLang's algorithm -> what drafts where no draft is named; None leaves it as it is. Of a named draft its checkpoint
+# says whether it is a head of EAGLE-2 or EAGLE-3, or a model.
+_ALGORITHM = "--speculative-algorithm"
+_STANDALONE = "STANDALONE"
+_ALGORITHMS = {"EAGLE3": None, "EAGLE": MTP, "NEXTN": MTP, _STANDALONE: None, "NGRAM": LOOKUP}
+_WITHOUT_CHECKPOINT = ("NEXTN", "NGRAM")
+# What other servers have, and where it is here.
+_ELSEWHERE = {
+    "--served-model-name": "--serve.model-name",
+    "--max-model-len": "--serve.max-length",
+    "--context-length": "--serve.max-length",
+    "--max-num-seqs": "--serve.batch-size",
+    "--gpu-memory-utilization": "--serve.memory-fraction",
+    "--tensor-parallel-size": "--tp-size",
+    "--api-key": "--serve.api-key-variable, the name of an environment variable, or --serve.api-key-file",
+    "--log-level": "--serve.access-log",
+    "--allowed-origins": "--serve.allowed-origins",
+}
+
+
+def configure(argv: Sequence[str] | None = None) -> RunConfig:
+    """Reads the command line: a run's YAML or a target's name, SGLang's flags, dotted overrides.
+
+    Exits with status 2 and a sentence when they are refused.
+    """
+    parser = Parser("serve", "A server of OpenAI's API over the engine.", ("target", "mesh", "serve"))
+    parser.add_argument("--config", help="YAML run file, see configs/; or name a --target")
+    for flag, field in _FLAGS.items():
+        parser.add_argument(flag, dest=field, metavar="VALUE", help=field)
+    parser.add_argument(_ALGORITHM, dest=_ALGORITHM, metavar="NAME", help=f"SGLang's: {', '.join(_ALGORITHMS)}")
+    arguments, rest = parser.parse_known_args(argv)
+    given = {field: value for field, value in vars(arguments).items() if value is not None}
+    try:
+        return _with_flags(given.pop("config", None), rest, given)
+    except ConfigError as error:
+        print(f"eagle3_jax.serve: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _with_flags(path: str | None, overrides: Sequence[str], given: dict[str, str]) -> RunConfig:
+    """The configuration with what flags say. Raises ConfigError."""
+    if overrides and not overrides[0].startswith("-"):
+        raise ConfigError(f"got {overrides[0]!r} without a flag, expected --target {overrides[0]}")
+    for word in overrides:
+        if there := _ELSEWHERE.get(word.partition("=")[0]):
+            raise ConfigError(f"{word.partition('=')[0]}: no flag of this server, expected {there}")
+    if path is not None:
+        config = configuration.load(path, overrides)
+    elif "target.name" not in given:
+        raise ConfigError("--config, --target: got neither, expected one of them")
+    else:
+        alone = {"run_dir": ".", "serve": {"draft": AUTO}}
+        config = configuration.with_overrides(alone, overrides, f"--target {given['target.name']}")
+    values = configuration.to_dict(config)
+    if (algorithm := given.pop(_ALGORITHM, None)) is not None:
+        values["serve"]["draft"] = _drafts_by(algorithm, given.pop("serve.draft", config.serve.draft))
+    tree = {field: given.pop(field) for field in list(given) if field.startswith("serve.tree.")}
+    if tree:
+        steps = tree.get("serve.tree.num_steps", "")
+        if len(tree) == 1 and steps.isdigit():
+            tree |= {"serve.tree.topk": "1", "serve.tree.num_draft_tokens": str(int(steps) + 1)}
+        elif len(tree) < 3:
+            raise ConfigError(
+                f"--speculative-*: got {len(tree)} of num-steps, eagle-topk and num-draft-tokens, expected all three, "
+                "or num-steps alone for a chain"
+            )
+        values["serve"]["trees"] = [{field.rpartition(".")[2]: value for field, value in tree.items()}]
+    for field, value in given.items():
+        section, name = field.split(".")
+        values[section][name] = value
+    return configuration.from_dict(values)
+
+
+def _drafts_by(algorithm: str, draft: str | None) -> str | None:
+    """What `serve.draft` is under SGLang's algorithm. Raises ConfigError.
+
+    Args:
+        draft: what it is without.
+    """
+    if algorithm not in _ALGORITHMS:
+        raise ConfigError(f"{_ALGORITHM}: got {algorithm}, expected one of {', '.join(_ALGORITHMS)}")
+    own = _ALGORITHMS[algorithm]
+    if draft in (None, AUTO):
+        if algorithm == _STANDALONE:
+            raise ConfigError(
+                f"{_ALGORITHM} {algorithm}: got no --speculative-draft-model-path, expected a smaller model"
+            )
+        return own or draft
+    takes_checkpoint = algorithm not in _WITHOUT_CHECKPOINT
+    if draft != own and not (takes_checkpoint and draft not in (LOOKUP, MTP, "none")):
+        expected = "the folder or name of a checkpoint" if takes_checkpoint else f"none: it drafts with {own!r}"
+        raise ConfigError(f"{_ALGORITHM} {algorithm}: got the draft {draft}, expected {expected}")
+    return draft
+
+
+def load(config: RunConfig, say: Callable[[str], Any] = lambda _: None) -> Engine:
+    """The engine that answers, warmed up. Raises ValueError as `Engine.load` does.
+
+    Args:
+        say: is told of each stage.
+    """
+    start = time.monotonic()
+    settings, trees = config.serve, config.serve.trees
+    target = load_target(config.target, decoding_mesh(config.mesh) if config.mesh.model > 1 else None)
+    draft = settings.draft
+    if draft is None:
+        draft, _ = chosen_draft(None, config.folder("export"), target)
+    engine = Engine.load(
+        target,
+        None if draft == "none" else draft,
+        trees[0] if len(trees) == 1 else trees or "auto",
+        settings.batch_size,
+        settings.max_length,
+        token_map=settings.token_map,
+        memory_fraction=settings.memory_fraction,
+        queue_limit=settings.queue_limit,
+    )
+    say("compiling and measuring; the first start takes minutes")
+    folder = settings.warm_up_folder or cache_folder() / "programs"
+    engine.warm_up(None if folder == "none" else folder, progress=sys.stderr.isatty() or say)
+    say(f"ready after {time.monotonic() - start:.0f} s")
+    return engine
+
+
+def api_keys(settings: ServeConfig) -> list[str]:
+    """What clients may show.
+
+    Raises:
+        ValueError: none where there should be some, one that no client can show, or none towards other machines.
+    """
+    keys = []
+    if (variable := settings.api_key_variable) is not None:
+        found = _keys("serve.api_key_variable", os.environ.get(variable, "").encode(errors="surrogateescape"))
+        if not found:
+            raise ValueError(f"serve.api_key_variable: got no {variable} in the environment, expected an API key in it")
+        keys += found
+    if (file := settings.api_key_file) is not None:
+        found = _keys("serve.api_key_file", pathlib.Path(file).read_bytes())
+        if not found:
+            raise ValueError(f"serve.api_key_file: got no key in {file}, expected one a line")
+        keys += found
+    if not keys and settings.host not in _LOOPBACK:
+        raise ValueError(
+            f"serve.host: got {settings.host} without keys, expected serve.api_key_variable or serve.api_key_file, or "
+            f"{_LOOPBACK[0]}"
+        )
+    return keys
+
+
+def _keys(field: str, text: bytes) -> list[str]:
+    """The keys in a text, one a line; editors put a byte order mark in front, secrets end in a line break.
+
+    Raises ValueError, which does not show them: a header carries ASCII alone, so no client could show another key.
+    """
+    lines = [line.strip() for line in text.removeprefix(codecs.BOM_UTF8).splitlines()]
+    for number, line in enumerate(lines, start=1):
+        if not line.isascii() or not line.decode().isprintable():
+            raise ValueError(f"{field}: got other characters in line {number}, expected printable ASCII alone")
+    return [line.decode() for line in lines if line]
+
+
+def bind(settings: ServeConfig) -> socket.socket:
+    """The server's place, taken before anything is loaded. Raises ValueError: it is taken or none of this machine's."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
+        place = socket.socket(family)
+    except OSError as error:
+        raise _not_there(settings, error) from error
+    try:
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(
+            socket, "TCP_USER_TIMEOUT"
+        ):  # the kernel drops clients that take nothing; its connections inherit it
+            milliseconds = int(1000 * settings.client_timeout)
+            place.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+        place.bind(address)
+    except OSError as error:
+        place.close()
+        raise _not_there(settings, error) from error
+    return place
+
+
+def _not_there(settings: ServeConfig, error: OSError) -> ValueError:
+    return ValueError(f"serve.host, serve.port: got {settings.host}:{settings.port}: {command.sentence(error)}")
+
+
+def run(config: RunConfig) -> None:
+    """Serves until SIGTERM or Ctrl-C."""
+    settings = config.serve
+    keys = api_keys(settings)
+    with bind(settings) as place:
+        _serve(config, keys, place)
+
+
+def _serve(config: RunConfig, keys: Sequence[str], place: socket.socket) -> None:
+    # Of the extra `serve`, without which `--help` works.
+    from eagle3_jax.serve.app import make_app
+    from eagle3_jax.serve.opening import Opening, Server, address
+
+    settings, url, engines = config.serve, address(place), []
+
+    def say(stage: str) -> None:
+        opening.stage = stage
+        print(f"eagle3_jax.serve: {stage}", file=sys.stderr, flush=True)
+
+    def make() -> Any:
+        say(f"loading; {url}/health is 200 when it answers")
+        engines.append(load(config, say))
+        return make_app(engines[0], settings.model_name or config.target.name, settings, keys)
+
+    opening = Opening(make, lambda: print(f"{url}/v1 answers", flush=True))
+    Server(opening, settings).run(sockets=[place])
+    if opening.failure is not None:
+        raise opening.failure
+    if opening.app is None:
+        raise command.Stopped
+    (engine,) = engines
+    end = time.monotonic() + _ENDING
+    while engine.stats().running and time.monotonic() < end:
+        time.sleep(0.05)
+    if engine.stats().running:  # its thread would keep the process for ever
+        print("eagle3_jax.serve: the device does not answer; what it was asked is lost", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    config = configure(argv)
+    command.require("serve")
+    with command.run("serve", resumes=False, stopped=0):  # nothing is left unfinished
+        run(config)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""The engine's requests behind one HTTP request: their pieces as they come, and their end when nobody is left."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import concurrent.futures
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.decoding.request import Output, Piece, QueueFullError, Request
+from eagle3_jax.decoding.rounds.sampling import SamplingParams
+from eagle3_jax.serve.errors import ApiError
+from eagle3_jax.serve.limits import queue_full
+from eagle3_jax.serve.metrics import Metrics
+
+_log = logging.getLogger(__name__)
+
+
+def submit(
+    engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, count: int, deadline: float, *, drafts: bool
+) -> list[Request]:
+    """Hands in the answers to some prompts, all or none. It may take a while: not in the thread that serves everybody.
+
+    Args:
+        count: answers to each prompt. deadline: on the clock of time.monotonic. drafts: see `Engine.submit`.
+
+    Raises:
+        ApiError: more than may wait. ValueError: what the engine refuses.
+    """
+    requests: list[Request] = []
+    try:
+        asked: collections.Counter[tuple[int, ...]] = collections.Counter()
+        for ids in prompts:
+            key = tuple(ids)
+            for _ in range(count):
+                left = max(deadline - time.monotonic(), 1e-3)
+                requests.append(engine.submit(ids, params, timeout=left, sample=asked[key], drafts=drafts))
+                asked[key] += 1  # equal prompts are further samples, not the same one again
+    except BaseException as error:
+        engine.abort(*requests)
+        if isinstance(error, QueueFullError):
+            raise queue_full() from error
+        raise
+    return requests
+
+
+async def submitted(engine: Engine, submitting: concurrent.futures.Future[list[Request]]) -> list[Request]:
+    """What `submit` hands in, in another thread; who is cancelled meanwhile leaves none of it behind."""
+    try:
+        return await asyncio.wrap_future(submitting)
+    except asyncio.CancelledError:
+        submitting.add_done_callback(lambda done: _abort(engine, done))
+        raise
+
+
+def _abort(engine: Engine, done: concurrent.futures.Future[list[Request]]) -> None:
+    if not done.cancelled() and done.exception() is None:
+        engine.abort(*done.result())
+
+
+class Answers:
+    """Several answers that belong together, by index: all of one prompt follow each other.
+
+    A task for each takes its pieces at the engine's pace, however slowly the client reads: what waits for the client is
+    no more than the longest answer. Leaving the context aborts what has not ended.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        metrics: Metrics,
+        tasks: set[asyncio.Task[None]],
+        requests: Sequence[Request],
+        count: int,
+        arrived: float,
+    ) -> None:
+        """Takes over what `submit` handed in.
+
+        Args:
+            tasks: of the whole server, until they end.
+            count: answers to each prompt. arrived: when all were asked for, on the clock of time.monotonic.
+        """
+        self.requests, self.count = requests, count
+        self._engine, self._metrics, self._arrived = engine, metrics, arrived
+        self._news: asyncio.Queue[tuple[int, Piece] | None] = asyncio.Queue()  # None: a reader failed
+        for index, request in enumerate(self.requests):
+            task = asyncio.create_task(self._take(index, request))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+            task.add_done_callback(self._note_failure)
+
+    async def __aenter__(self) -> Answers:
+        return self
+
+    async def __aexit__(self, *_: Any) -> None:
+        self._engine.abort(*[request for request in self.requests if not request.done])
+
+    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+        """As they come, of all answers; the last one of each has a finish reason.
+
+        Raises:
+            ApiError: see `check`; and where the task that takes an answer's pieces failed.
+        """
+        left = len(self.requests)
+        while left:
+            news = await self._news.get()
+            if news is None:
+                raise ApiError(500, "request: the server failed; its log says why", code="internal_error")
+            index, piece = news
+            if piece.finish_reason is not None:
+                self.check(index)
+                left -= 1
+            yield index, piece
+
+    def output(self, index: int) -> Output:
+        """An answer that has ended."""
+        output = self.requests[index].output
+        assert output is not None
+        return output
+
+    def check(self, index: int) -> None:
+        """Raises ApiError for an answer that was not ended by the model or by what was asked for."""
+        output = self.output(index)
+        if output.finish_reason == "timeout":
+            raise ApiError(504, "request: got no whole answer in the time that this server gives", code="timeout")
+        if output.finish_reason == "abort":
+            raise ApiError(503, "request: aborted, the server stops", code="aborted", retry_after=1.0)
+        if output.finish_reason == "error":
+            raise ApiError(500, f"request: {output.error}", code="engine_error")
+
+    def usage(self, written: int | None = None) -> dict[str, Any]:
+        """Tokens, in OpenAI's shape; a prompt counts once, however many answers it has.
+
+        Args:
+            written: tokens of the answers so far; None, of answers that have ended, are all of them.
+        """
+        prompts = self.requests[:: self.count]
+        read = sum(len(request.ids) for request in prompts)
+        if written is None:
+            written = sum(len(self.output(index).token_ids) for index in range(len(self.requests)))
+        cached = sum(request.cached for request in prompts)
+        return {
+            "prompt_tokens": read,
+            "completion_tokens": written,
+            "total_tokens": read + written,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    async def _take(self, index: int, request: Request) -> None:
+        before = None
+        async for piece in request:
+            now = time.monotonic()
+            if piece.token_ids and before is None:
+                self._metrics.began(now - self._arrived)
+            self._metrics.delivered(len(piece.token_ids), None if before is None else now - before)
+            before = now if piece.token_ids else before
+            self._news.put_nowait((index, piece))
+        self._metrics.ended(self.output(index))
+
+    def _note_failure(self, task: asyncio.Task[None]) -> None:
+        """A task that failed takes no further piece, and nobody may wait for one."""
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if error is not None:
+            _log.error("an answer's pieces are no longer taken", exc_info=error)
+            self._news.put_nowait(None)

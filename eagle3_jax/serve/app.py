@@ -1,0 +1,257 @@
+"""The routes: OpenAI's, /health and /metrics, over one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import importlib.resources
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from eagle3_jax.config import ServeConfig
+from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.decoding.request import Request as EngineRequest
+from eagle3_jax.decoding.rounds.sampling import SamplingParams
+from eagle3_jax.serve import protocol
+from eagle3_jax.serve.answers import Answers, submit, submitted
+from eagle3_jax.serve.bodies import DONE, ChatShape, CompletionShape, Envelope, Tokens, sent_event, shown_drafts
+from eagle3_jax.serve.errors import ApiError
+from eagle3_jax.serve.limits import Gate, Rate, read_body
+from eagle3_jax.serve.metrics import Metrics
+
+_PAGE = (importlib.resources.files("eagle3_jax.serve") / "page.html").read_text(encoding="utf-8")
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; form-action 'none'; frame-ancestors 'none'; base-uri 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+_ENDING = 5.0  # seconds for requests to end that were aborted at the end of the server
+
+_log = logging.getLogger(__name__)
+
+
+def make_app(engine: Engine, model: str, settings: ServeConfig, keys: Sequence[str] = ()) -> Starlette:
+    """An ASGI application.
+
+    Args:
+        engine: nobody else's; warmed up, so that no request waits for a compilation.
+        model: what clients call it.
+        keys: accepted API keys; none lets everybody in.
+    """
+    server = _Server(engine, model, settings)
+    api = [
+        Route("/chat/completions", server.chat, methods=["POST"]),
+        Route("/completions", server.complete, methods=["POST"]),
+        Route("/models", server.models),
+        Route("/models/{name:path}", server.models),
+    ]
+    gate = Middleware(Gate, keys, Rate(settings.requests_per_minute), settings.queue_limit + settings.batch_size)
+    origins = {"allow_origins": settings.allowed_origins, "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
+    cors = [Middleware(CORSMiddleware, **origins)] if settings.allowed_origins else []  # a preflight shows no key
+    return Starlette(
+        routes=[
+            Mount("/v1", routes=api, middleware=[gate]),
+            Route("/", server.page),
+            Route("/health", server.health),
+            Route("/metrics", server.metrics_text),
+        ],
+        middleware=[Middleware(_Count, server.metrics), *cors],
+        exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _unexpected},
+        lifespan=server.lifespan,
+    )
+
+
+class _Server:
+    """What the routes share."""
+
+    def __init__(self, engine: Engine, model: str, settings: ServeConfig) -> None:
+        self.engine, self.model, self.settings = engine, model, settings
+        self.metrics = Metrics(engine)
+        self._tokens = Tokens(engine.tokenizer)
+        self._created = int(time.time())
+        self._tasks: set[asyncio.Task[None]] = set()
+        # Long prompts take a while to encode and to hand in: not in the thread that serves everybody.
+        self._encoder = concurrent.futures.ThreadPoolExecutor(1, "eagle3_jax encoder")
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            self._encoder.shutdown(wait=False)
+            if self._tasks:  # their clients were sent away; the engine's thread tells them when it is done with them
+                await asyncio.wait(self._tasks, timeout=_ENDING)
+
+    async def chat(self, request: Request) -> Response:
+        return await self._answer(request, protocol.Chat, ChatShape(self._tokens))
+
+    async def complete(self, request: Request) -> Response:
+        return await self._answer(request, protocol.Completion, CompletionShape(self._tokens))
+
+    async def page(self, _: Request) -> Response:
+        """A page to watch it draft; it asks this server alone."""
+        return Response(_PAGE, media_type="text/html", headers=_PAGE_HEADERS)
+
+    async def models(self, request: Request) -> Response:
+        entry = {"id": self.model, "object": "model", "created": self._created, "owned_by": "eagle3_jax"}
+        entry["max_model_len"] = self.engine.max_length
+        name = request.path_params.get("name")
+        if name is None:
+            return JSONResponse({"object": "list", "data": [entry]})
+        self._check_model(name)
+        return JSONResponse(entry)
+
+    async def health(self, _: Request) -> Response:
+        """Whether rounds make progress, or nobody asks for any."""
+        stalled = self.engine.stats().stalled
+        healthy = stalled <= self.settings.stall_timeout
+        return JSONResponse({"healthy": healthy, "stalled_seconds": round(stalled, 3)}, 200 if healthy else 503)
+
+    async def metrics_text(self, _: Request) -> Response:
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _answer(
+        self, request: Request, kind: type[protocol.Asked], shape: ChatShape | CompletionShape
+    ) -> Response:
+        settings, arrived = self.settings, time.monotonic()
+        body = await read_body(request, settings.max_body_bytes, settings.client_timeout)
+        asked = protocol.read(kind, body)
+        self._check_model(asked.model)
+        params = asked.params(self.engine.max_length)
+        if (count := asked.answers * len(asked.prompts)) > settings.queue_limit:
+            raise ApiError(
+                400, f"n: got {count} answers, expected at most {settings.queue_limit} (serve.queue_limit)", param="n"
+            )
+        submitting = self._encoder.submit(self._submit, asked, params, arrived + settings.request_timeout)
+        try:
+            requests = await submitted(self.engine, submitting)
+        except ValueError as error:
+            raise protocol.refusal(error, asked.field) from error
+        answers = Answers(self.engine, self.metrics, self._tasks, requests, asked.answers, arrived)
+        envelope = Envelope(shape, self.model)
+        if asked.stream:
+            events = _events(answers, shape, envelope, asked)
+            return _EventStream(answers, events, settings.client_timeout)
+        async with answers:
+            gone = asyncio.ensure_future(request.receive())  # behind its body a client says nothing but that it goes
+            ended = asyncio.ensure_future(_whole(answers))
+            try:
+                await asyncio.wait({gone, ended}, return_when=asyncio.FIRST_COMPLETED)
+                if not ended.done():
+                    return Response(status_code=499)  # nobody reads it
+                ended.result()
+            finally:
+                gone.cancel()
+                ended.cancel()
+            outputs = [answers.output(index) for index in range(len(answers.requests))]
+            return JSONResponse(envelope.whole(outputs, answers.usage()))
+
+    def _submit(self, asked: protocol.Asked, params: SamplingParams, deadline: float) -> list[EngineRequest]:
+        prompts = [asked.encode(self.engine, prompt) for prompt in asked.prompts]
+        return submit(self.engine, prompts, params, asked.answers, deadline, drafts=asked.drafts is not False)
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self.model):
+            message = f"model: got {name!r:.80}, expected {self.model!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+
+async def _whole(answers: Answers) -> None:
+    async for _ in answers.pieces():
+        pass
+
+
+async def _events(
+    answers: Answers, shape: ChatShape | CompletionShape, envelope: Envelope, asked: protocol.Asked
+) -> AsyncIterator[bytes]:
+    """The events of a stream; where answers fail, an error is the last one."""
+    more: dict[str, Any] = {"usage": None} if asked.wants_usage else {}
+    written = 0
+    try:
+        for index in range(len(answers.requests)):
+            if (opening := shape.opening(index)) is not None:
+                yield envelope.event(opening, **more)
+        async for index, piece in answers.pieces():
+            written += len(piece.token_ids)
+            if asked.counts_on:
+                more = {"usage": answers.usage(written)}
+            if piece.text or piece.token_ids or piece.finish_reason:
+                drafts = {"drafts": shown_drafts(shape.tokens, piece)} if asked.shows_drafts else {}
+                yield envelope.event(shape.part(index, piece) | drafts, **more)
+        if asked.wants_usage:
+            yield envelope.event(usage=answers.usage())
+    except ApiError as error:
+        yield sent_event(error.body())
+    yield DONE
+
+
+class _EventStream(StreamingResponse):
+    """Server-sent events, to a client that has to take each in time."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, answers: Answers, events: AsyncIterator[bytes], seconds: float) -> None:
+        super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._answers, self._seconds = answers, seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_in_time(message: Any) -> None:
+            async with asyncio.timeout(self._seconds):
+                await send(message)
+
+        async with self._answers:
+            try:
+                await super().__call__(scope, receive, send_in_time)
+            except TimeoutError:
+                _log.warning("a client took nothing for %g s; its answers are aborted", self._seconds)
+
+
+class _Count:
+    """Counts responses."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answered = False
+
+        async def counted(message: Any) -> None:
+            nonlocal answered
+            if message["type"] == "http.response.start":
+                answered = True
+                self._metrics.responded(scope["path"], message["status"])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, counted if scope["type"] == "http" else send)
+        except Exception:
+            if scope["type"] == "http" and not answered:  # Starlette answers outside of all middleware
+                self._metrics.responded(scope["path"], 500)
+            raise
+
+
+async def _api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return ApiError(error.status_code, f"{request.method} {request.url.path[:80]}: {error.detail}").response()
+
+
+async def _unexpected(_: Request, error: Exception) -> Response:
+    return ApiError(500, "the server failed; its log says why", code="internal_error").response()

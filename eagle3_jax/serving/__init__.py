@@ -1,3 +1,0 @@
-from eagle3_jax import command
-
-command.require("serve")

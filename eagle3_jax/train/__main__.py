@@ -1,0 +1,308 @@
+"""features -> a trained draft head.
+
+`python -m eagle3_jax.train --config configs/quickstart.yaml` trains the head with the training-time test on what
+`extract` wrote. Killed and run again, it goes on from its last checkpoint as if it had never stopped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from eagle3_jax import config as configs
+from eagle3_jax.data import vocab
+from eagle3_jax.data.features import FeatureSource
+from eagle3_jax.data.loader import PackedRows, Row, batches
+from eagle3_jax.formats import draft_models, files, heads
+from eagle3_jax.mesh import batch_sharding, make_mesh, own_rows, put, put_rows, replicated, shardings
+from eagle3_jax.models.checkpoint.fetch import Target, load_target
+from eagle3_jax.models.checkpoint.identity import check_same_target
+from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
+from eagle3_jax.models.drafts.head import Draft
+from eagle3_jax.runs import command, command_line, host_memory, manifest, processes
+from eagle3_jax.train.in_engine import Served, held_out_prompts
+from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Batch, Teacher
+from eagle3_jax.training.checkpoint import Checkpoints
+from eagle3_jax.training.metrics import MetricWriter, NotFinite, summarise
+from eagle3_jax.training.optimizer import learning_rate, make_optimizer
+from eagle3_jax.training.state import init_head, init_state, make_eval_step, make_train_step
+
+# These say how a run is watched, not what comes out of it; they may change when it is resumed (decode_every to another
+# number).
+_WATCHING = (
+    "log_every",
+    "eval_every",
+    "eval_batches",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "remat",
+    "decode_every",
+)
+# So many steps may be on their way to the device; each of them holds its batch.
+IN_FLIGHT = 2
+
+
+def train(config: configs.RunConfig, target: Target | None = None) -> dict[str, Any]:
+    """Trains `config`'s draft head into its checkpoints folder.
+
+    Args:
+        target: an already loaded target; None loads of `config.target` what is needed, embeddings and LM head.
+
+    Returns:
+        The results, as the manifest has them.
+
+    Raises:
+        ManifestError: unfinished features, features of another target, a folder of other work, or no held-out prompts
+            for the engine.
+        ValueError: sizes that do not fit each other; nothing to train on.
+    """
+    run = config.train
+
+    # -------------------------------------------------------------------------------------------------------- inputs
+    features, folder = config.folder("extract"), config.folder("train")
+    made_from = manifest.read(features, made_by="extract")
+    mesh = make_mesh(config.mesh)
+    if run.batch_size % mesh.shape["data"]:
+        expected = f"a multiple of {mesh.shape['data']} (the mesh's data axis)"
+        raise ValueError(f"train.batch_size: got {run.batch_size}, expected {expected}")
+    target = target or load_target(config.target, mesh, only=("embed", "lm_head"))
+    check_same_target(features, made_from["identity"]["target"], target.identity)
+    head_config = DraftHeadConfig.for_target(config.draft, target.model.config)
+    identity = {
+        "verb": "train",
+        "features": manifest.fingerprint(made_from),
+        "target": target.identity,
+        "draft": configs.to_dict(config.draft),
+        "train": {name: value for name, value in configs.to_dict(run).items() if name not in _WATCHING},
+        "seed": config.seed,
+    }
+    if run.decode_every is not None:
+        identity["served_prompts"] = manifest.digest(held_out_prompts(config))
+    warm = None
+    if run.warm_start is not None:
+        head = draft_models.resolve(run.warm_start, "train.warm_start", "the folder of a head")
+        warm = _warm_start(head, target, head_config)
+        identity["warm_start"] = files.file_digests(head)
+    other = f"run_dir; its features may be a link to these: ln -s {features.resolve()} RUN_DIR/features"
+    with manifest.claim(folder, identity, newer=("served_prompts",), place=other) as finished:
+        if finished:
+            processes.say(f"train: {folder} is finished already")
+            return manifest.read(folder, made_by="train")["results"]
+        return _train(config, target, head_config, mesh, warm)
+
+
+def _train(
+    config: configs.RunConfig,
+    target: Target,
+    head_config: DraftHeadConfig,
+    mesh: jax.sharding.Mesh,
+    warm: Draft | None,
+) -> dict[str, Any]:
+    run, features, folder = config.train, config.folder("extract"), config.folder("train")
+    token_ids = vocab.load(features) if warm is None else np.asarray(warm.token_ids)
+    if len(token_ids) != head_config.draft_vocab_size:
+        raise ValueError(
+            f"draft.vocab_size: got {head_config.draft_vocab_size}, expected {len(token_ids)}, as the features have it"
+        )
+    processes.agree(lambda: vocab.save(folder, token_ids))
+
+    # ---------------------------------------------------------------------------------------------------------- data
+    rows = PackedRows(
+        FeatureSource(features / "train"),
+        run.row_length,
+        multiple=run.batch_size,
+        seed=config.seed,
+        epochs=run.epochs,
+        max_rows=None if run.max_steps is None else run.max_steps * run.batch_size,
+    )
+    total = len(rows) // run.batch_size
+    held_out = _held_out_rows(config)
+    where = batch_sharding(mesh)
+    own = own_rows(where, run.batch_size)
+
+    def place(part: Row) -> Batch:
+        return Batch(**{name: put_rows(x, run.batch_size, where) for name, x in part.items()})
+
+    # --------------------------------------------------------------------------------------------------------- state
+    model = target.model
+    draw_teacher = (model.embed[...], model.output_rows, put(token_ids, replicated(mesh)))
+    placement = shardings(jax.eval_shape(Teacher.of, *draw_teacher), mesh, TEACHER_SHARDING_RULES)
+    teacher = jax.jit(Teacher.of, out_shardings=placement)(*draw_teacher)
+    optimizer = make_optimizer(run, total)
+    if warm is None:
+        state = init_state(functools.partial(init_head, head_config, config.seed), teacher.rows, optimizer, mesh)
+    else:
+        everywhere = jax.tree.map(lambda x: put(np.asarray(x), replicated(mesh)), warm.head)
+        state = init_state(lambda head: head, everywhere, optimizer, mesh)
+    del target, model, draw_teacher, warm
+    train_step = make_train_step(run, optimizer, mesh, lk_from=round(run.lk_from * total))
+    eval_step = make_eval_step(run, mesh)
+    schedule = learning_rate(run, total)
+
+    def evaluate(head: DraftHead) -> dict[str, Any]:
+        if held_out is None:
+            return {}
+        sums = [eval_step(head, teacher, place(part)) for part in batches(held_out, run.batch_size, own)]
+        return _summarise(sums, held_out, run.batch_size, 0, "held_out")
+
+    served = None if run.decode_every is None else Served(config, state.head, token_ids)
+    with Checkpoints(folder, run.keep_checkpoints) as checkpoints, MetricWriter(folder, checkpoints.latest) as writer:
+        if checkpoints.latest is not None:
+            state = checkpoints.restore(state)
+        done = int(state.step)
+        processes.say(
+            f"train: {total} steps of {run.batch_size} x {run.row_length} tokens, {rows.padding:.1%} padding"
+            + (f", going on at step {done}" if done else "")
+        )
+        parts = iter(batches(rows, run.batch_size, own, start=done))
+
+        # --------------------------------------------------------------------------------------------------- compile
+        start = time.monotonic()
+        example = {name: np.stack([x] * len(own)) for name, x in rows[0].items()}
+        compiled = train_step.lower(state, teacher, place(example)).compile()
+        host_memory.release_freed()
+        processes.say(f"train: compiled in {time.monotonic() - start:.1f} s")
+
+        # ------------------------------------------------------------------------------------------------------ loop
+        last = time.monotonic()
+        tokens, seconds, pending, waited = 0, 0.0, [], 0.0
+        summary, evaluation, decoded = (writer.newest(kind) for kind in ("train", "held_out", "served"))
+        with tqdm(total=total, initial=done, desc="train", unit="step", disable=processes.index() > 0) as progress:
+            for step in range(done + 1, total + 1):
+                asked = time.monotonic()
+                part = next(parts)
+                waited += time.monotonic() - asked
+                state, sums = compiled(state, teacher, place(part))
+                pending.append(sums)
+                if len(pending) > IN_FLIGHT:
+                    jax.block_until_ready(pending[-1 - IN_FLIGHT])
+                progress.update()
+                stopping = _stop_asked(step)
+                decodes = served is not None and (step % (run.decode_every or 1) == 0 or step == total)
+                saves = step % run.checkpoint_every == 0 or step == total or stopping or decodes
+                evaluates = step % run.eval_every == 0 or step == total
+                # No state is saved or evaluated that was not found to be finite.
+                if step % run.log_every == 0 or evaluates or saves:
+                    found = _summarise(pending, rows, run.batch_size, step - len(pending), "train")
+                    if not done and not summary and not found["positions"]:
+                        raise ValueError(_nothing_to_train_on(config, step))
+                    summary = found
+                    pending.clear()
+                    passed, last = time.monotonic() - last, time.monotonic()
+                    tokens, seconds = tokens + summary["tokens"], seconds + passed
+                    rate, data_wait, waited = summary["tokens"] / passed, waited / passed, 0.0
+                    summary |= {
+                        "learning_rate": float(np.asarray(schedule(step - 1))),
+                        "tokens_per_second": rate,
+                        "data_wait": data_wait,
+                    }
+                    writer.write(step, "train", summary)
+                    progress.set_postfix_str(
+                        f"loss {summary['loss']:.3f}, acc_0 {summary['accuracy'][0]:.3f}, {rate:.0f} tokens/s"
+                    )
+                if evaluates or saves:
+                    paused = time.monotonic()
+                    if evaluates:
+                        if evaluation := evaluate(state.head):
+                            writer.write(step, "held_out", evaluation)
+                    if served is not None and decodes:
+                        decoded = served.measure(state.head)
+                        writer.write(step, "served", decoded)
+                    if saves:
+                        checkpoints.save(state, decoded["tau"] if decodes else None)
+                    if stopping and step < total:
+                        raise command.Stopped
+                    last += time.monotonic() - paused
+
+    # -------------------------------------------------------------------------------------------------------- finish
+    results = {
+        "steps": total,
+        "tokens": rows.tokens,
+        "padding_share": rows.padding,
+        "tokens_per_second": tokens / seconds if seconds else None,
+        "train": summary,
+        "held_out": evaluation,
+        "served": decoded,
+    }
+    return processes.agree(lambda: manifest.finish(folder, files=[vocab.NAME], **results) or results)
+
+
+def _warm_start(folder: str | pathlib.Path, target: Target, config: DraftHeadConfig) -> Draft:
+    """The head to begin with. Raises ValueError: another target's, or another shape than the config's."""
+    draft = heads.load_draft(folder, target=target, dtype=jnp.float32, exact=True)
+    if not isinstance(draft.head, DraftHead):
+        raise ValueError(f"train.warm_start {folder}: got {type(draft.head).__name__}, expected a head of EAGLE-3")
+    got, expected = dataclasses.asdict(draft.head.config), dataclasses.asdict(config)
+    problems = [
+        f"{name}: got {got[name]!r}, expected {expected[name]!r}" for name in got if got[name] != expected[name]
+    ]
+    if problems:
+        raise ValueError(f"train.warm_start {folder}: a head of another shape:\n  " + "\n  ".join(problems))
+    return draft
+
+
+def _held_out_rows(config: configs.RunConfig) -> PackedRows | None:
+    """The held-out rows that evaluation reads, the same every time; None where there are no held-out records."""
+    source = FeatureSource(config.folder("extract") / "held_out")
+    if not len(source):
+        return None
+    run = config.train
+    return PackedRows(
+        source, run.row_length, multiple=run.batch_size, seed=config.seed, max_rows=run.eval_batches * run.batch_size
+    )
+
+
+def _stop_asked(step: int) -> bool:
+    """Whether to save and stop behind this step, on all processes alike."""
+    # A process waits for a step that all began, so none is more than IN_FLIGHT steps ahead of another.
+    return processes.agree_to_stop(step, IN_FLIGHT + 1, command.stop_asked())
+
+
+def _nothing_to_train_on(config: configs.RunConfig, batches: int) -> str:
+    reason = "no answer has a token that the loss mask counts"
+    if config.train.argmax_mask:
+        reason += f", or the target's best token is never among the {config.draft.vocab_size} of the draft vocabulary"
+        reason += " (train.argmax_mask)"
+    return f"train, the first {batches} batches: got no position that trains, expected some; {reason}"
+
+
+def _summarise(
+    sums: Sequence[dict[str, Any]], rows: PackedRows, batch_size: int, first: int, split: str
+) -> dict[str, Any]:
+    """`summarise` of the batches from index `first` on.
+
+    Raises:
+        ValueError: NaN or infinity; names the batch and its records.
+    """
+    try:
+        return summarise(sums)
+    except NotFinite as error:
+        batch = first + error.index
+        names = [rows.source.name(r) for row in rows.plan[batch * batch_size :][:batch_size] for r in row]
+        raise ValueError(
+            f"{split}, batch {batch + 1}: {error}, expected finite numbers; training stops, the checkpoints before it "
+            f"stay. Its records: {'; '.join(names)}"
+        ) from error
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    config, _ = command_line.read("train", argv)
+    with command.run("train"):
+        results = train(config)
+        if results["held_out"]:
+            accuracy = ", ".join(f"{x:.3f}" for x in results["held_out"]["accuracy"])
+            processes.say(f"train: held-out tau {results['held_out']['tau']:.2f}, accuracy per step {accuracy}")
+
+
+if __name__ == "__main__":
+    main()

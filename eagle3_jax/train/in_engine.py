@@ -1,0 +1,83 @@
+"""What the engine accepts of a head while it is trained: held-out prompts, greedy, in a chain.
+
+The replay of rounds on held-out answers (`training.acceptance`) costs less and foretells the same; this is the decoder
+itself, with its caches, its kernels, and answers as long as they get.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eagle3_jax import config as configs
+from eagle3_jax.data import sources
+from eagle3_jax.decoding.engine import Engine, SamplingParams
+from eagle3_jax.mesh import fetch, make_mesh, own_replica
+from eagle3_jax.models.checkpoint.fetch import load_target
+from eagle3_jax.models.drafts.eagle3 import DraftHead
+from eagle3_jax.models.drafts.head import Draft
+from eagle3_jax.runs import manifest, processes
+
+_BATCH = 16
+_TOKENS = 96  # of each answer: fixed, since acceptance lengths of one training are compared
+
+
+def held_out_prompts(config: configs.RunConfig) -> pathlib.Path:
+    """The file of them. Raises ManifestError: it is not there."""
+    path = config.folder("prepare") / "held_out.jsonl"
+    if not path.is_file():
+        expected = "the output of `python -m eagle3_jax.prepare`, or train.decode_every null"
+        raise manifest.ManifestError(f"{path}: not found, expected {expected}")
+    return path
+
+
+class Served:
+    """An engine that takes one head after the other; the replicas of the mesh share the prompts.
+
+    Args:
+        token_ids: the draft vocabulary.
+
+    Raises:
+        ValueError: no held-out prompt is short enough.
+    """
+
+    def __init__(self, config: configs.RunConfig, head: DraftHead, token_ids: np.ndarray) -> None:
+        self._replica = own_replica(make_mesh(config.mesh))
+        self._token_ids = jnp.asarray(token_ids)
+        target = load_target(config.target, self._replica.decoding_mesh)
+        room = min(config.extract.max_length, target.model.config.max_position_embeddings) - _TOKENS
+        path = held_out_prompts(config)
+        fitting, _ = sources.encode(sources.read_file(path)[0], target.tokenizer, room, f"train.decode_every: {path}")
+        chosen = sources.spread(fitting, config.train.decode_prompts)
+        self._prompts = [prompt["prompt"] for prompt in chosen][self._replica.index :: self._replica.count]
+        self._params = SamplingParams(max_tokens=_TOKENS)
+        steps = config.train.ttt_steps
+        chain = configs.DraftTree(num_steps=steps, topk=1, num_draft_tokens=steps + 1)
+        longest = max(map(len, self._prompts), default=1) + _TOKENS
+        self._engine = Engine(
+            target.model, target.tokenizer, self._draft(head), chain, batch_size=_BATCH, max_length=longest
+        )
+
+    def _draft(self, head: DraftHead) -> Draft:
+        return Draft(jax.tree.map(jnp.asarray, fetch(head)), self._token_ids)
+
+    def measure(self, head: DraftHead) -> dict[str, Any]:
+        """`tau`, tokens per round with the bonus token; `alpha` per draft position; `rounds`."""
+        self._engine.replace_draft(self._draft(head))
+        answers = self._engine.generate(self._prompts, self._params) if self._prompts else []
+        rounds = sum(answer.stats.rounds for answer in answers)
+        accepted = np.sum([answer.stats.accepted_per_position for answer in answers], axis=0).tolist()
+        shares = processes.gather([self._replica.index, rounds, accepted])
+        return _summed({index: (rounds, accepted) for index, rounds, accepted in shares})
+
+
+def _summed(shares: dict[int, tuple[int, list[int]]]) -> dict[str, Any]:
+    """Of all replicas; the processes of one say the same."""
+    rounds = sum(part for part, _ in shares.values())
+    accepted = np.sum([part for _, part in shares.values() if part], axis=0)
+    alpha = accepted / np.maximum([rounds, *accepted[:-1]], 1)
+    return {"tau": float(1 + accepted.sum() / max(rounds, 1)), "alpha": alpha.tolist(), "rounds": rounds}

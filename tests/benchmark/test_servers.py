@@ -1,0 +1,310 @@
+"""The benchmark of servers: measured once, refused where it cannot be; and (long) with servers that it starts."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+import tiny
+import yaml
+
+from eagle3_jax import config as configuration
+from eagle3_jax.benchmark import __main__ as benchmark
+from eagle3_jax.benchmark import servers as serving
+from eagle3_jax.benchmark.traffic import Server
+from eagle3_jax.config import ConfigError, RunConfig
+from eagle3_jax.runs import command, manifest
+
+TOKENS = 6
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers every prompt with its own words, in chunks of two tokens."""
+
+    protocol_version = "HTTP/1.1"
+    asked: list[dict[str, Any]]
+
+    def do_GET(self) -> None:
+        self._send("application/json", json.dumps({"data": [{"id": "a-model"}]}).encode())
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append(body)
+        word = body["messages"][-1]["content"].split()[0]
+        events = [
+            {"choices": [{"delta": {"content": word}}], "usage": {"prompt_tokens": 3, "completion_tokens": count}}
+            for count in range(2, TOKENS + 1, 2)
+        ]
+        self._send("text/event-stream", b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events))
+
+    def _send(self, kind: str, body: bytes, status: int = 200) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+class _Strict(_Handler):
+    """Wants a key, refuses what OpenAI's API has not, and answers in one chunk, with usage behind it."""
+
+    def do_GET(self) -> None:
+        self._send("application/json", json.dumps({"data": [{"id": "a-model"}]}).encode(), self._status())
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self._status() != 200 or set(body["stream_options"]) != {"include_usage"}:
+            message = {"error": {"message": "Unknown parameter: 'stream_options.continuous_usage_stats'."}}
+            self._send("application/json", json.dumps(message).encode(), 400)
+            return
+        self.asked.append(body)
+        events = [
+            {"choices": [{"delta": {"content": "a"}}], "usage": None},
+            {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": TOKENS}},
+        ]
+        self._send("text/event-stream", b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events))
+
+    def _status(self) -> int:
+        return 200 if self.headers["Authorization"] == "Bearer s3cret" else 401
+
+
+@contextlib.contextmanager
+def _answering(kind: type[_Handler]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    handler = type("Handler", (kind,), {"asked": []})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/v1", handler.asked
+        server.shutdown()
+        thread.join(10)
+
+
+@pytest.fixture
+def parrot() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Its URL, and what it was asked."""
+    with _answering(_Handler) as found:
+        yield found
+
+
+@pytest.fixture
+def traffic_config(config: RunConfig, tmp_path: pathlib.Path) -> RunConfig:
+    traffic = configuration.TrafficConfig(concurrency=(1, 3), rates=(200.0,), requests=4, max_tokens=TOKENS)
+    return dataclasses.replace(config, run_dir=str(tmp_path / "run"), traffic=traffic)
+
+
+@pytest.mark.long
+def test_every_server_is_measured_once_at_every_level(traffic_config, prompts, parrot, monkeypatch):
+    url, asked = parrot
+    started = []
+
+    @contextlib.contextmanager
+    def start(values: dict[str, Any], path: pathlib.Path) -> Iterator[Server]:
+        started.append((path.name, values["serve"]["draft"], values["serve"]["trees"]))
+        yield Server(url, path.stem)
+
+    monkeypatch.setattr(serving, "_started", start)
+    report = serving.run(traffic_config, prompts, {"vLLM": f"{url}/"})
+    assert [name for name, *_ in started] == ["serve_vanilla.yaml", "serve_speculative.yaml"]
+    assert started[0][1:] == ("none", []) and started[1][1] is None
+    assert list(report["ways"]) == ["vanilla", "speculative", "vLLM"]
+    for way in report["ways"].values():
+        assert [level["requests"] for level in way["levels"]] == [4, 6, 4]
+        assert all(level["identical"] == level["requests"] and level["failed"] == 0 for level in way["levels"])
+        assert all(level["tokens"] == TOKENS * level["requests"] for level in way["levels"])
+    assert len(asked) == 3 * (1 + 4 + 6 + 4) and asked[0]["max_tokens"] == TOKENS
+    assert len({str(body["messages"]) for body in asked}) == 4, "not every prompt was asked"
+    turns = [body["model"] for body in asked[3:]]  # behind one prompt each that warms them
+    assert turns == [
+        name
+        for requests, order in ((4, "abc"), (6, "cba"), (4, "abc"))
+        for name in map({"a": "serve_vanilla", "b": "serve_speculative", "c": "a-model"}.get, order)
+        for _ in range(requests)
+    ]
+    folder = pathlib.Path(traffic_config.run_dir, "benchmark")
+    assert "<svg" in (folder / "serve.html").read_text()
+    serving.run(traffic_config, prompts, {"vLLM": f"{url}/"})
+    assert len(asked) == 45, "measured again"
+    slower = dataclasses.replace(traffic_config, traffic=dataclasses.replace(traffic_config.traffic, requests=5))
+    serving.run(slower, prompts)
+    assert len(asked) == 45 + 2 * (1 + 5 + 6 + 5)
+
+
+@pytest.mark.long
+def test_what_was_measured_before_a_stop_is_kept(traffic_config, prompts, parrot, monkeypatch):
+    url, asked = parrot
+    monkeypatch.setattr(serving, "_started", lambda _, path: contextlib.nullcontext(Server(url, path.stem)))
+    points = iter(range(2 + 3))  # one before each server, one before each level of each: the second level's second
+    monkeypatch.setattr(command, "_asked", None)
+
+    def stop_point() -> None:
+        if next(points, None) is None:
+            raise command.Stopped
+
+    with monkeypatch.context() as stopping, pytest.raises(command.Stopped):
+        stopping.setattr(command, "stop_point", stop_point)
+        serving.run(traffic_config, prompts)
+    assert len(asked) == 2 + 4 + 4 + 6
+    serving.run(traffic_config, prompts)
+    behind = [body["model"] for body in asked[2 + 4 + 4 + 6 + 2 :]]
+    assert behind == ["serve_vanilla"] * (6 + 4) + ["serve_speculative"] * 4
+
+
+@pytest.mark.slow
+def test_an_accelerator_has_one_server_at_a_time(traffic_config, prompts, parrot, monkeypatch):
+    url, asked = parrot
+    running: list[str] = []
+
+    @contextlib.contextmanager
+    def start(_: dict[str, Any], path: pathlib.Path) -> Iterator[Server]:
+        running.append(path.stem)
+        assert len(running) == 1
+        yield Server(url, path.stem)
+        running.remove(path.stem)
+
+    found = manifest.hardware() | {"accelerator": "TPU v5 lite"}
+    monkeypatch.setattr(serving, "_hardware", lambda: found)
+    monkeypatch.setattr(serving, "_started", start)
+    report = serving.run(traffic_config, prompts)
+    assert [level["identical"] for level in report["ways"]["speculative"]["levels"]] == [4, 6, 4]
+    assert len(asked) == 2 * (1 + 4 + 6 + 4)
+
+
+@pytest.mark.long
+def test_who_measures_leaves_the_accelerator_to_the_servers(traffic_config, prompts, parrot, tmp_path):
+    """A TPU is one process's: that which asked JAX first."""
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(configuration.to_dict(traffic_config)))
+    code = """
+import contextlib, sys
+from jax._src import xla_bridge
+from eagle3_jax import benchmark
+from eagle3_jax.benchmarking import serving
+serving._started = lambda *_: contextlib.nullcontext(serving.found_at(sys.argv[1]))
+benchmark.main(["serve", *sys.argv[2:]])
+assert not xla_bridge.backends_are_initialized()
+"""
+    words = [sys.executable, "-c", code, parrot[0], "--config", str(config), "--prompts", str(prompts)]
+    subprocess.run(words, env=tiny.environment(), check=True, timeout=300)
+    report = json.loads(pathlib.Path(traffic_config.run_dir, "benchmark/serve.json").read_text())
+    assert report["hardware"]["devices"] >= 1
+
+
+@pytest.mark.long
+def test_a_server_with_a_key_that_counts_at_the_end(traffic_config, prompts, parrot, monkeypatch, tmp_path, capsys):
+    """As OpenAI's own: it refuses what it does not know, and shows its models to who has a key."""
+    monkeypatch.setattr(serving, "_started", lambda *_: contextlib.nullcontext(Server(parrot[0], "a-model")))
+    monkeypatch.setenv("THEIR_KEY", "s3cret")
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(configuration.to_dict(traffic_config)))
+    with _answering(_Strict) as (url, asked):
+        words = ["--compare", f"strict={url}", "--config", str(path), "--prompts", str(prompts)]
+        benchmark.main(["serve", "--compare-key", "strict=THEIR_KEY", *words])
+        assert len(asked) == 4 + 6 + 4  # the request before them was refused
+        with pytest.raises(SystemExit, match="expected a server of OpenAI's API"):
+            benchmark.main(["serve", *words, "--traffic.requests", "5"])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("strict")]
+    assert [row[4:] for row in rows] == [["-", "-", "-", "-", f"0/{n}", "0"] for n in (4, 6, 4)]
+    folder = pathlib.Path(traffic_config.run_dir, "benchmark")
+    levels = json.loads((folder / "serve.json").read_text())["ways"]["strict"]["levels"]
+    assert [level["tokens"] for level in levels] == [TOKENS * n for n in (4, 6, 4)]
+    assert not [file for file in folder.iterdir() if "s3cret" in file.read_text()]
+    for key, said in (
+        ("other=THEIR_KEY", "--compare-key: got the name other, expected one of --compare"),
+        ("strict=NO_KEY", "--compare-key: got no NO_KEY in the environment"),
+        ("strict", "--compare-key: got strict, expected NAME=VARIABLE"),
+    ):
+        with pytest.raises(SystemExit, match=said):
+            benchmark.main(["serve", "--compare-key", key, *words])
+
+
+def test_what_cannot_be_measured_is_refused(traffic_config, prompts, tmp_path, capsys):
+    for traffic in ({"concurrency": []}, {"concurrency": [0]}, {"rates": [0.0]}, {"requests": 0}):
+        with pytest.raises(ConfigError, match="traffic.(concurrency|rates|requests): got"):
+            configuration.from_dict({"run_dir": "x", "traffic": traffic})
+    with pytest.raises(ValueError, match="--compare: got the name vanilla"):
+        serving.run(traffic_config, prompts, {"vanilla": "http://127.0.0.1:1/v1"})
+    with pytest.raises(ValueError, match="expected a server of OpenAI's API"):
+        serving.found_at("http://127.0.0.1:1/v1")
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(configuration.to_dict(traffic_config)))
+    with pytest.raises(SystemExit, match=r"--compare: got vllm, expected NAME=http"):
+        benchmark.main(["serve", "--compare", "vllm", "--config", str(path), "--prompts", str(prompts)])
+
+
+def test_a_server_that_is_not_there_is_said_before_any_is_measured(traffic_config, prompts, monkeypatch):
+    class Begun(Exception): ...
+
+    def begin(*_: Any) -> None:
+        raise Begun
+
+    monkeypatch.setattr(serving, "_hardware", manifest.hardware)
+    monkeypatch.setattr(serving, "_take_turns", begin)
+    for url in ("http://127.0.0.1:1/v1", "http://127.0.0.1:PORT/v1"):
+        with pytest.raises(ValueError, match=rf"{url}/models: got .*, expected a server of OpenAI's API"):
+            serving.run(traffic_config, prompts, {"vLLM": url})
+    monkeypatch.setattr(serving._Measured, "read", lambda one: one.levels.extend([{}] * 3))
+    with pytest.raises(Begun):  # one that is measured already need not be there
+        serving.run(traffic_config, prompts, {"vLLM": "http://127.0.0.1:1/v1"})
+
+
+def test_a_device_that_another_holds_is_an_error(traffic_config, prompts, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "no_such_device")
+    with pytest.raises(ValueError, match="hardware: got status 1 from JAX"):
+        serving.run(traffic_config, prompts)
+
+
+@pytest.mark.slow
+def test_the_hardware_is_asked_without_a_word(monkeypatch, capfd):
+    """Where libtpu is installed and no TPU is there, JAX prints a page of warnings."""
+    for name in list(os.environ):  # tests/conftest.py tells libtpu about a TPU
+        if name == "JAX_PLATFORMS" or name.startswith("TPU_"):
+            monkeypatch.delenv(name)
+    assert serving._hardware()["cores"] >= 1
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.long
+def test_a_server_that_does_not_start_is_an_error(traffic_config, prompts):
+    broken = dataclasses.replace(
+        traffic_config, target=dataclasses.replace(traffic_config.target, name="/no/such/folder")
+    )
+    with pytest.raises(ValueError, match="serve_vanilla.yaml: got status 1 from the server"):
+        serving.run(broken, prompts)
+
+
+def test_a_server_that_was_killed_is_named_by_its_signal():
+    assert serving._end(-9) == "SIGKILL (often: no memory is left)"
+    assert (serving._end(-11), serving._end(3)) == ("SIGSEGV", "status 3")
+
+
+@pytest.mark.long
+def test_real_servers_answer_alike(tmp_path):
+    """With drafts and without, both started by the verb."""
+    run = tiny.make_run(tmp_path / "run")
+    values = yaml.safe_load(run.config.read_text())
+    values["traffic"] = {"concurrency": [1, 4], "requests": 8, "max_tokens": 24}
+    values["serve"] = {"batch_size": 4, "max_length": 128}
+    run.config.write_text(yaml.safe_dump(values))
+    command = [sys.executable, "-m", "eagle3_jax.benchmark", "serve", "--config", run.config.name]
+    subprocess.run(
+        [*command, "--prompts", "run/prompts/held_out.jsonl"],
+        cwd=run.config.parent,
+        env=tiny.environment(),
+        timeout=1800,
+        check=True,
+    )
+    report = json.loads((run.config.parent / "run/benchmark/serve.json").read_text())
+    for way in report["ways"].values():
+        assert all(level["identical"] == level["requests"] == 8 for level in way["levels"])

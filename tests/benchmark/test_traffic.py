@@ -1,0 +1,192 @@
+"""What clients of a server see: counted by chunk and token, against formulas and a server of known answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+
+from eagle3_jax.benchmark import traffic
+from eagle3_jax.benchmark.traffic import Server, Timing
+
+SERVER = Server("http://server/v1", "a-model", key="secret")
+PROMPT = {"messages": [{"role": "user", "content": "Hi"}], "category": "chat"}
+
+
+def event(text: str, tokens: int | None, **more: Any) -> bytes:
+    usage = None if tokens is None else {"prompt_tokens": 7, "completion_tokens": tokens}
+    return b"data: " + json.dumps({"choices": [{"delta": {"content": text}}], "usage": usage} | more).encode() + b"\n\n"
+
+
+def asked(*events: bytes, status: int = 200, pause: float = 0.0) -> tuple[Timing, httpx2.Request]:
+    """What `ask` makes of a server that sends these."""
+    seen = []
+
+    async def body():
+        for part in events:
+            await asyncio.sleep(pause)
+            yield part
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        seen.append(request)
+        return httpx2.Response(status, content=body())
+
+    async def main() -> Timing:
+        async with httpx2.AsyncClient(transport=httpx2.MockTransport(answer)) as client:
+            return await SERVER.ask(client, PROMPT, time.perf_counter(), max_tokens=8)
+
+    return asyncio.run(main()), seen[0]
+
+
+def test_a_stream_is_counted_by_the_tokens_of_its_chunks():
+    last = {"prompt_tokens": 7, "completion_tokens": 6, "prompt_tokens_details": {"cached_tokens": 5}}
+    end = b"data: " + json.dumps({"choices": [], "usage": last}).encode() + b"\n\n"
+    parts = event("", 0), event("a", 1), event(" b c", 4), event(" d", 6), end, b"data: [DONE]\n\n"
+    found, request = asked(*parts, pause=0.02)
+    assert [tokens for _, tokens in found.chunks] == [1, 3, 2] and found.text == "a b c d"
+    assert (found.tokens, found.prompt_tokens, found.cached_tokens, found.category) == (6, 7, 5, "chat")
+    first, second, third = (seconds for seconds, _ in found.chunks)
+    assert 0.04 <= first and second - first >= 0.02 and third - second >= 0.02
+    assert (found.ttft, found.latency) == (first, third)
+    assert found.tpot == (third - first) / 5
+    assert found.itl == pytest.approx([(second - first) / 3] * 3 + [(third - second) / 2] * 2)
+    sent = json.loads(request.content)
+    assert sent["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
+    assert (sent["model"], sent["max_tokens"]) == ("a-model", 8) and request.headers["Authorization"] == "Bearer secret"
+    assert "secret" not in repr(SERVER)
+
+
+def last(tokens: int | None) -> bytes:
+    """The event of usage alone."""
+    return event("", tokens, choices=[])
+
+
+def test_a_count_in_the_last_event_alone_is_shared_out():
+    """OpenAI, and older SGLang: no event but the last one counts."""
+    parts = event("", None), event("a", None), event(" b c d", None), event(" e", None), last(9)
+    found, _ = asked(*parts, b"data: [DONE]\n\n", pause=0.02)
+    assert [tokens for _, tokens in found.chunks] == [1, 5, 3] and found.text == "a b c d e"
+    assert (found.tokens, found.prompt_tokens) == (9, 7)
+    first, _, third = (seconds for seconds, _ in found.chunks)
+    assert 0.04 <= first == found.ttft and third - first >= 0.04 and third == found.latency
+    assert found.tpot == (third - first) / 8 and len(found.itl) == 8
+
+
+@pytest.mark.parametrize("parts", [(event("a b c", 3),), (event("a b c", None), last(3))])
+def test_an_answer_in_one_chunk_has_no_time_per_token(parts):
+    found, _ = asked(*parts, pause=0.02)
+    assert (found.tokens, found.text, found.tpot, found.itl) == (3, "a b c", None, [])
+    assert found.ttft == found.latency < 0.02 * len(parts) + 0.015 or len(parts) == 1
+    figures = traffic.summary([found])
+    assert figures["tpot"] is None and figures["itl"] is None and figures["ttft"]["p50"] == found.ttft
+
+
+def test_more_pieces_than_tokens():
+    found, _ = asked(event("a", None), event("b", None), event("c", None), last(2))
+    assert [tokens for _, tokens in found.chunks] == [1, 1, 0] and len(found.itl) == 1
+
+
+def test_fields_may_be_null_and_lines_close():
+    usage = {"prompt_tokens": None, "completion_tokens": 2, "prompt_tokens_details": None}
+    parts = event("", None, choices=[{"delta": None}], error=None), event("a", None, usage=usage, choices=None), last(2)
+    found, _ = asked(*(part.replace(b"data: ", b"data:") for part in parts), event("ab", 2))
+    assert (found.error, found.tokens, found.text, found.prompt_tokens) == (None, 2, "ab", 7)
+
+
+@pytest.mark.parametrize("fields", [["reasoning_content"], ["reasoning"], ["reasoning_content", "reasoning"]])
+def test_reasoning_is_part_of_the_answer(fields):
+    thought = event("", 1, choices=[{"delta": dict.fromkeys(fields, "so ")}], usage={"completion_tokens": 2})
+    found, _ = asked(thought, event("a", 3))
+    assert found.text == "so a" and [tokens for _, tokens in found.chunks] == [2, 1]
+
+
+def test_line_breaks_of_unicode_are_text():
+    """Servers write them as they are; an event ends at a line feed alone, and may come in parts."""
+    text = "a\u2028b\x85c"
+    raw = f'data: {{"choices": [{{"delta": {{"content": "{text}"}}}}], "usage": {{"completion_tokens": 3}}}}\r\n\r\n'
+    found, _ = asked(raw.encode()[:50], raw.encode()[50:51], raw.encode()[51:])
+    assert (found.error, found.text, found.tokens) == (None, text, 3)
+
+
+@pytest.mark.parametrize(
+    ("events", "status", "said"),
+    [
+        ([b"data: <html>\n\n"], 200, "JSONDecodeError"),
+        ([b"too many"], 429, "429: too many"),
+        ([event("a", 1), b'data: {"error": {"message": "device lost"}}\n\n'], 200, "device lost"),
+        ([event("a", None)], 200, "without tokens or without usage"),
+        ([event("a", None), last(None)], 200, "without tokens or without usage"),
+    ],
+)
+def test_no_answer_is_no_timing(events, status, said):
+    found, _ = asked(*events, status=status)
+    assert said in str(found.error) and not found.chunks
+
+
+def test_a_broken_connection_is_no_timing():
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        raise httpx2.RemoteProtocolError("peer closed", request=request)
+
+    async def main() -> Timing:
+        async with httpx2.AsyncClient(transport=httpx2.MockTransport(answer)) as client:
+            return await SERVER.ask(client, PROMPT, 0.0)
+
+    assert asyncio.run(main()).error == "RemoteProtocolError: peer closed"
+
+
+def test_a_closed_loop_keeps_all_clients_busy_and_the_order():
+    running, most, prompts = 0, [], [{"messages": [], "category": str(i)} for i in range(23)]
+
+    async def ask(prompt: traffic.Prompt) -> Timing:
+        nonlocal running
+        running += 1
+        most.append(running)
+        await asyncio.sleep(0.001 * (int(prompt["category"]) % 3))
+        running -= 1
+        return Timing(prompt["category"], 0.0)
+
+    found = asyncio.run(traffic.closed_loop(ask, prompts, 5))
+    assert [timing.category for timing in found] == [str(i) for i in range(23)]
+    assert max(most) == 5 and most.count(5) > 10
+
+
+def test_arrivals_at_random_wait_for_nobody_and_come_at_the_rate():
+    prompts = [{"messages": [], "category": str(i)} for i in range(200)]
+
+    async def ask(prompt: traffic.Prompt) -> Timing:
+        sent = time.perf_counter()
+        await asyncio.sleep(0.3)  # far longer than the gap between two
+        return Timing(prompt["category"], sent)
+
+    found = asyncio.run(traffic.poisson(ask, prompts, 400.0, seed=3))
+    assert [timing.category for timing in found] == [str(i) for i in range(200)]
+    gaps = np.diff([timing.sent for timing in found])
+    assert len(gaps) / 400 * 0.6 < sum(gaps) < 5 and np.std(gaps) > 0.3 * np.mean(gaps)
+
+
+def test_a_summary_is_what_the_formulas_say():
+    timings = [
+        Timing("code", 0.0, ((0.5, 1), (1.0, 4)), prompt_tokens=10),
+        Timing("chat", 1.0, ((0.2, 1),), prompt_tokens=20, cached_tokens=16),
+        Timing("chat", 1.5, ((0.3, 2), (0.5, 1)), prompt_tokens=30),
+        Timing("code", 2.0, error="503: full"),
+    ]
+    found = traffic.summary(timings)
+    assert (found["requests"], found["failed"], found["errors"]) == (4, 1, ["503: full"])
+    assert found["tokens"] == 9 and found["seconds"] == 2.0 and found["tokens_per_second"] == 4.5
+    assert (found["prompt_tokens"], found["cached_tokens"]) == (60, 16)
+    assert found["tpot"]["mean"] == pytest.approx((0.125 + 0.2) / 2)
+    assert found["ttft"]["p50"] == 0.3 and math.isclose(found["ttft"]["p95"], np.percentile([0.5, 0.2, 0.3], 95))
+    assert found["itl"]["mean"] == pytest.approx((4 * 0.125 + 0.2) / 5)
+    assert set(found["categories"]) == {"code", "chat"}
+    assert found["categories"]["code"]["tokens"] == 5 and found["categories"]["chat"]["tpot"]["p99"] == pytest.approx(
+        0.2
+    )
+    none = traffic.summary([Timing("chat", 0.0, error="x")])
+    assert none["failed"] == 1 and none["ttft"] is None and "tokens_per_second" not in none

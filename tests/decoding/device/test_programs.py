@@ -1,0 +1,44 @@
+"""The engine's programs, called as the runner calls them."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eagle3_jax.decoding.choice.modes import CHAIN, VANILLA
+from eagle3_jax.decoding.device import catch_up, programs
+from eagle3_jax.decoding.device.programs import Models, Sizes
+from eagle3_jax.decoding.rounds import tree
+
+
+@pytest.mark.slow
+def test_what_was_cancelled_never_runs_again(toy):
+    """Its pages may be another's by now: neither narrow rounds without it nor rounds of the whole batch write there."""
+    sizes, models = Sizes.plan(3, 64, 16, [VANILLA]), Models.of(toy.target, None)
+    state = jax.jit(lambda m: programs.empty_state(m, sizes, [VANILLA], None))(models)
+    state = programs.rehearse(state, np.int32(8))
+    before, pages = np.array(state.cache.keys[0]), np.array(state.page_table)[:, 0]
+    cancelled, nobody = jnp.array([True, False, False]), jnp.zeros(3, bool)
+    one = jnp.int32(1), jnp.int32(3)
+    state, narrow = programs.decode(models, state, cancelled, jnp.array([1, 3]), *one, tier=VANILLA, greedy=True)
+    state, whole = programs.decode(models, state, nobody, None, *one, tier=VANILLA, greedy=True)
+    after = np.array(state.cache.keys[0])
+    assert [bool((after[page] != before[page]).any()) for page in pages] == [False, True, True]
+    assert state.lengths.tolist() == [8, 10, 9] and state.done.tolist() == [True, False, False]
+    assert (len(narrow), len(whole)) == (2, 3)
+
+
+def test_padding_of_any_program_stays_in_the_page_table(toy):
+    """The kernel writes whole stretches: of a prompt's last one, and of a head that catches up. Rounds have none."""
+    tiers, models = [VANILLA, CHAIN], Models.of(toy.target, None)
+    for max_length, page_size in itertools.product((1, 64, 100, 200, 2000), (16, 128, 256)):
+        sizes = Sizes.plan(2, max_length, page_size, tiers)
+        assert sizes.columns * page_size >= max_length + max(length for _, length in sizes.chunks)
+        table = jax.eval_shape(lambda m, s=sizes: programs.empty_state(m, s, tiers, None).page_table, models)
+        assert table.shape == (2, -(-(max_length + tree.scratch_slots(CHAIN.tree)) // page_size))
+        assert (
+            programs.beyond(jnp.zeros(table.shape, jnp.int32), page_size).shape[1] * page_size
+            >= max_length + catch_up.ROOM
+        )

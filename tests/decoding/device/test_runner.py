@@ -1,0 +1,131 @@
+"""The model runner: how much memory its caches take, and what compilers leave behind."""
+
+import dataclasses
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tiny
+from flax import nnx
+
+from eagle3_jax.config import DraftTree, MeshConfig
+from eagle3_jax.decoding.choice import costs
+from eagle3_jax.decoding.choice.modes import VANILLA, WITH_HEAD
+from eagle3_jax.decoding.device import runner
+from eagle3_jax.decoding.device.programs import Models, Sizes, empty_state
+from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.decoding.rounds.sampling import SamplingParams
+from eagle3_jax.kernels.linear import few_rows
+from eagle3_jax.mesh import make_mesh, shardings
+from eagle3_jax.models.families.llama import Llama
+from eagle3_jax.models.layers import SHARDING_RULES
+from eagle3_jax.runs import host_memory
+
+CHAIN = DraftTree(num_steps=3, topk=1, num_draft_tokens=4)
+PAGE_SIZE = 16
+
+
+def pretend(monkeypatch, **memory: int) -> None:
+    """The device says that it has so much memory."""
+    monkeypatch.setattr(type(jax.local_devices()[0]), "memory_stats", lambda _: memory)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, jnp.dtype("float8_e4m3fn")])
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_share_of_the_memory_is_filled_and_not_exceeded(toy, monkeypatch, drafts, kv_dtype):
+    limit, used = 1 << 20, 100_000
+    pretend(monkeypatch, bytes_limit=limit, bytes_in_use=used)
+    draft, tiers = (toy.good, WITH_HEAD) if drafts else (None, [VANILLA])
+    sizes = Sizes.plan(2, 64, PAGE_SIZE, tiers)
+    tokens = runner.tokens_that_fit(toy.target, draft, 0.8, sizes, tiers, kv_dtype)
+
+    def bytes_of(pages: int) -> int:
+        planned = dataclasses.replace(sizes, pages=pages)
+        return sum(
+            x.nbytes for x in jax.tree.leaves(empty_state(Models.of(toy.target, draft), planned, tiers, kv_dtype))
+        )
+
+    pages = tokens // PAGE_SIZE
+    assert used + bytes_of(pages) <= 0.8 * limit < used + bytes_of(pages + 1)
+
+
+@pytest.mark.parametrize("kv_heads", [2, 1])
+def test_on_a_mesh_a_device_is_filled_whether_or_not_the_heads_divide(monkeypatch, kv_heads):
+    """One KV head lies whole on both devices: half as many tokens."""
+    pretend(monkeypatch, bytes_limit=(limit := 1 << 20), bytes_in_use=0)
+    mesh, tiers = make_mesh(MeshConfig(data=1, model=2), jax.devices()[:2]), [VANILLA]
+    config = tiny.llama_config(num_attention_heads=2, num_key_value_heads=kv_heads, head_dim=16)
+    target = Llama(config, rngs=nnx.Rngs(0))
+    target = jax.device_put(target, shardings(target, mesh, SHARDING_RULES))
+    sizes = Sizes.plan(2, 64, PAGE_SIZE, tiers)
+    pages = runner.tokens_that_fit(target, None, 0.8, sizes, tiers, None) // PAGE_SIZE
+
+    def taken(pages: int) -> int:
+        planned = dataclasses.replace(sizes, pages=pages)
+        runs = runner.ModelRunner(target, None, tiers, planned, None)
+        runs.note_prompt(0, [1, 2])
+        return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(runs._state))
+
+    assert taken(pages) <= 0.8 * limit < taken(pages + 1)
+
+
+def test_an_engine_of_a_share_of_the_memory_answers(toy, monkeypatch):
+    pretend(monkeypatch, bytes_limit=1 << 20, bytes_in_use=100_000)
+    engine = Engine(toy.target, None, toy.good, CHAIN, max_length=64, page_size=PAGE_SIZE, memory_fraction=0.8)
+    monkeypatch.undo()
+    assert engine.stats().pages > 64 // PAGE_SIZE
+    with pytest.raises(ValueError, match=r"memory_fraction: .*does not tell its memory; give kv_tokens"):
+        Engine(toy.target, None, toy.good, CHAIN, max_length=64, page_size=PAGE_SIZE, memory_fraction=0.8)
+
+
+def test_memory_without_room_for_one_request_is_refused(toy, monkeypatch):
+    pretend(monkeypatch, bytes_limit=110_000, bytes_in_use=100_000)
+    with pytest.raises(ValueError, match=r"kv_tokens: got 0, expected at least 80, room for one request"):
+        Engine(toy.target, None, max_length=64, page_size=PAGE_SIZE, memory_fraction=0.8)
+
+
+def test_what_compilers_freed_goes_back_when_a_program_was_compiled(toy, monkeypatch):
+    released = []
+    monkeypatch.setattr(host_memory, "release_freed", lambda: released.append(1))
+    odd_length = 72  # which no other test has compiled programs of
+    runs = runner.ModelRunner(toy.target, None, [VANILLA], Sizes.plan(1, odd_length, PAGE_SIZE, [VANILLA]), None)
+    runs.note_prompt(0, [1, 2])
+    assert released == [1], "a call that compiles"
+    runs.note_prompt(0, [1, 2])
+    assert released == [1], "a call that compiles nothing"
+
+
+@pytest.mark.long
+def test_products_take_the_rows_that_cost_least_and_tokens_stay(toy, monkeypatch):
+    """Costs are made up, so that four rows are the fewest worth having; matrices lie as on a GPU."""
+    tied = toy.with_eos()
+    del tied.lm_head
+    tied.config = dataclasses.replace(tied.config, tie_word_embeddings=True)
+    monkeypatch.setattr(runner, "for_inference", lambda model: model)
+    monkeypatch.setattr(few_rows, "counts", lambda: (1, 4, 8))
+    works = []
+
+    def measure(some, prepare):
+        works.append(some[-1]())
+        return [3.0, 1.0, 1.0]
+
+    monkeypatch.setattr(costs, "measure", measure)
+    tokenizer = types.SimpleNamespace(convert_tokens_to_ids=lambda _: None, decode=lambda *_, **__: "")
+    engine = Engine(tied, tokenizer, toy.good, CHAIN, max_length=64, page_size=PAGE_SIZE)
+    prompts, params = [[1, 2, 3]], SamplingParams(max_tokens=9)
+    before = [output.token_ids for output in engine.generate(prompts, params)]
+    assert not works and not engine._runner.padding
+    monkeypatch.setattr(engine._runner, "compile", lambda *_, **__: None)
+    engine.warm_up(progress=False)
+    kinds = engine._runner.padding
+    assert set(kinds.values()) == {(4, 8)} and len(works) == len(kinds)
+    assert {kind.shape for kind in kinds if kind.vocabulary} == {toy.target.embed.shape, toy.good.head.lm_head.shape}
+    target, draft = engine._runner._models.modules()
+    assert draft is not None
+    for matrix in (target.lm_head, target.blocks[0].mlp.down, draft.head.fc, draft.head.lm_head):
+        assert matrix[...].rows == (4, 8)
+    assert target.embed[...] is tied.embed[...]
+    assert [output.token_ids for output in engine.generate(prompts, params)] == before
+    engine.replace_draft(toy.good)
+    assert [output.token_ids for output in engine.generate(prompts, params)] == before

@@ -1,0 +1,177 @@
+"""The distribution a request samples from, and its parameters."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eagle3_jax.decoding.rounds.sampling import Sampling, SamplingParams, draw, probabilities
+
+
+def sampling(temperature: list[float], top_k: Any = 0, top_p: Any = 1.0, min_p: Any = 0.0) -> Sampling:
+    batch = len(temperature)
+    return Sampling(
+        jnp.asarray(temperature, jnp.float32),
+        jnp.asarray(np.broadcast_to(top_k, batch), jnp.int32),
+        jnp.asarray(np.broadcast_to(top_p, batch), jnp.float32),
+        jnp.asarray(np.broadcast_to(min_p, batch), jnp.float32),
+        jax.random.split(jax.random.key(0), batch),
+    )
+
+
+def reference(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
+    """One row, token by token."""
+    scaled = logits.astype(np.float64) / temperature
+    probs = np.exp(scaled - scaled.max())
+    probs /= probs.sum()
+    order = sorted(range(len(probs)), key=lambda token: -probs[token])
+    if top_k:
+        order = order[:top_k]
+    total, before, kept = sum(probs[token] for token in order), 0.0, np.zeros_like(probs)
+    for token in order:
+        if before < top_p * total:
+            kept[token] = probs[token]
+        before += probs[token]
+    kept[kept < min_p * kept.max()] = 0.0
+    return kept / kept.sum()
+
+
+@examples(40)
+@given(
+    st.integers(0, 10_000),
+    st.floats(0.2, 3.0),
+    st.integers(0, 14),
+    st.floats(0.05, 1.0),
+    st.sampled_from([0.0, 0.1, 0.5]),
+)
+def test_temperature_then_top_k_then_top_p_then_min_p(seed, temperature, top_k, top_p, min_p):
+    logits = np.random.default_rng(seed).normal(size=(2, 12)).astype(np.float32) * 3
+    got = jax.jit(probabilities)(jnp.asarray(logits), sampling([temperature] * 2, top_k, top_p, min_p))
+    for row in range(2):
+        expected = reference(logits[row], temperature, top_k, top_p, min_p)
+        # A token right at the edge of the mass may fall on either side of it in float32.
+        kept = reference(logits[row], temperature, top_k, top_p, 0.0)
+        share = kept / kept.max()
+        edges = np.abs(np.cumsum(np.sort(kept)[::-1]) - top_p).min(), np.abs(share - min_p)[share > 0].min()
+        if (edges[0] > 1e-5 or top_p == 1.0) and edges[1] > 1e-5:
+            np.testing.assert_allclose(got[row], expected, atol=1e-5)
+
+
+def test_temperatures_down_to_zero_in_one_batch():
+    logits = jnp.broadcast_to(jnp.array([0.0, 100.0, 99.9, -50.0]), (4, 4))
+    probs = np.asarray(probabilities(logits, sampling([0.0, 1e-6, 1e-5, 1.0])))
+    assert np.isfinite(probs).all()
+    np.testing.assert_array_equal(probs[:3], np.eye(4)[[1, 1, 1]])
+    assert 0.4 < probs[3, 2] < 0.5
+
+
+def test_filters_do_not_touch_their_neighbours():
+    logits = jax.random.normal(jax.random.key(1), (3, 9))
+    mixed = probabilities(logits, sampling([1.0, 0.0, 1.0], [2, 0, 0], [1.0, 1.0, 0.5]))
+    alone = probabilities(logits, sampling([1.0, 1.0, 1.0]))
+    assert int((mixed[0] > 0).sum()) == 2
+    assert int((mixed[1] > 0).sum()) == 1
+    assert float(alone[2].max()) == pytest.approx(float(mixed[2].max() * alone[2][mixed[2] > 0].sum()), rel=1e-5)
+
+
+def test_a_row_with_top_p_of_one_keeps_everything_beside_a_row_with_less():
+    """Without it a running sum that rounds to the whole mass would cut a tail of about 1e-6."""
+    logits = jnp.broadcast_to(-jnp.linspace(0, 24, 4096), (2, 4096))
+    got = probabilities(logits, sampling([1.0, 1.0], 0, [1.0, 0.9]))
+    assert int((got[0] > 0).sum()) == 4096
+    assert int((got[1] > 0).sum()) < 4096
+
+
+def test_a_weight_of_zero_is_never_drawn():
+    tokens = draw(
+        jax.random.uniform(jax.random.key(2), (500, 2)), jnp.broadcast_to(jnp.array([0.0, 1.0, 0.0, 3.0]), (500, 4))
+    )
+    counts = np.bincount(tokens, minlength=4)
+    assert counts[0] == counts[2] == 0
+    assert 90 < counts[1] < 165  # 125 expected, standard deviation 10
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -1.0),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("top_k", -1),
+        ("top_k", 2**31),  # an int32 on the device
+        ("top_p", 1e-45),  # 0 as a float32 on the device, and so no token at all
+        ("repetition_penalty", 1e-45),
+        ("presence_penalty", 1e39),
+        ("temperature", 1e39),
+        ("logit_bias", {1: -1e39}),
+        ("top_k", 2.0),
+        ("temperature", "a"),
+        ("temperature", None),
+        ("temperature", True),
+        ("min_p", 1.5),
+        ("max_tokens", 0),
+        ("min_tokens", 129),
+        ("n", 0),
+        ("ignore_eos", 1),
+        ("stop", [""]),
+        ("stop", [3]),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", "ab"),
+        ("repetition_penalty", 0.0),
+        ("presence_penalty", float("inf")),
+        ("frequency_penalty", "much"),
+        ("logit_bias", {"a": 1.0}),
+        ("logit_bias", {3: float("nan")}),
+        ("logit_bias", dict.fromkeys(range(65), 1.0)),
+        ("logprobs", -1),
+        ("logprobs", 21),
+        ("seed", -(2**63) - 1),
+        ("seed", 2**63),
+        ("seed", np.float32(1.0)),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(field, value):
+    params = SamplingParams()
+    object.__setattr__(params, field, value)  # past the type checks of tests, which users' runs do not have
+    with pytest.raises(ValueError, match=f"{field}: got .*expected"):
+        params.__post_init__()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "held"),
+    [
+        ("temperature", np.float32(0.5), 0.5),
+        ("max_tokens", np.int64(5), 5),
+        ("ignore_eos", np.bool_(True), True),
+        ("stop_token_ids", (np.int32(3),), (3,)),
+        ("logit_bias", {np.int64(3): np.float32(0.5)}, {3: 0.5}),
+    ],
+)
+def test_numbers_of_numpy_are_numbers(field, value, held):
+    params = SamplingParams()
+    object.__setattr__(params, field, value)
+    params.__post_init__()
+    got = getattr(params, field)
+    assert (got, type(got)) == (held, type(held))
+
+
+def test_the_type_of_what_is_no_number_is_said():
+    params = SamplingParams()
+    object.__setattr__(params, "temperature", "0.7")
+    with pytest.raises(ValueError, match=r"temperature: got '0\.7' \(str\), expected 0 \(greedy\) or more"):
+        params.__post_init__()
+
+
+def test_a_seed_of_64_bits_is_one_of_32():
+    """Small ones are kept as they are, as answers depend on them; others are spread."""
+    small, large = [0, 7, 2**32 - 1], [-1, -2, -(2**63), 2**32, 2**32 + 7, 2**63 - 1]
+    assert [SamplingParams(seed=seed).seed_bits for seed in small] == small
+    spread = {SamplingParams(seed=seed).seed_bits for seed in (*small, *large)}
+    assert len(spread) == 9 and all(0 <= bits < 2**32 for bits in spread)

@@ -1,0 +1,233 @@
+"""An exported head beside what an engine does with it: counters that agree, and every way in which they may not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import sys
+import types
+from typing import Any
+
+import fake_sglang
+import pytest
+import tiny
+
+from eagle3_jax import Engine, SamplingParams
+from eagle3_jax import config as configs
+from eagle3_jax.export import __main__ as export
+from eagle3_jax.export import check, vllm_process
+from eagle3_jax.models import chat_template
+from eagle3_jax.models.checkpoint.fetch import load_target
+from eagle3_jax.runs import manifest
+
+
+@pytest.fixture
+def config(whole_run: tiny.Run, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> configs.RunConfig:
+    copy = whole_run.copy(tmp_path / "copy")
+    monkeypatch.chdir(copy.config.parent)
+    return configs.load(copy.config)
+
+
+def held_out(config: configs.RunConfig) -> pathlib.Path:
+    return config.folder("prepare") / "held_out.jsonl"
+
+
+def fake_vllm(folder: pathlib.Path, plain: dict[str, Any], fast: dict[str, Any], status: int = 0) -> pathlib.Path:
+    """A "Python" that answers a request with what is given: without a draft, with one."""
+    script = folder / "python"
+    script.write_text(
+        f"#!{sys.executable}\nimport json, sys\nrequest = json.load(sys.stdin)\nprint('a line of its log')\n"
+        f"print(json.dumps({plain!r} if request['draft'] is None else {fast!r}))\n"
+        f"sys.stderr.write('out of memory')\nsys.exit({status})\n"
+    )
+    script.chmod(0o755)
+    return script
+
+
+@pytest.mark.long
+def test_the_prediction_is_what_rounds_of_one_request_count(config):
+    report = check.run(config, held_out(config), "numbers")
+    counted = report["engines"]["numbers"]
+    target, tree = load_target(config.target), config.evaluate.tree
+    engine = Engine.load(target, config.folder("export"), tree, batch_size=1, max_length=512)
+    params = SamplingParams(max_tokens=config.evaluate.max_tokens, ignore_eos=True)
+    messages = [json.loads(line)["messages"] for line in held_out(config).read_text().splitlines()]
+    stats = [
+        x.stats for m in messages for x in engine.generate([chat_template.prompt_ids(target.tokenizer, m)], params)
+    ]
+    rounds, accepted = sum(x.rounds for x in stats), [sum(x.accepted_per_position) for x in stats]
+    assert (counted["rounds"], sum(counted["accepted_per_position"])) == (rounds, sum(accepted))
+    assert counted["tau"] == pytest.approx(1 + sum(accepted) / rounds)
+    assert json.loads(pathlib.Path(config.run_dir, "check/numbers.json").read_text())["engines"] == report["engines"]
+    assert f"rounds {rounds}" in " ".join(check.table(report).split())
+
+
+@pytest.fixture
+def untrained(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> configs.RunConfig:
+    """A run in which no verb has been: what an engine counts is made up."""
+    path = tiny.write_run(tmp_path)
+    tiny.write_prompts(tmp_path / "held_out.jsonl", 6)
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head/config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    return configs.load(path, ["--evaluate.draft", "head"])
+
+
+@pytest.fixture
+def predicted(monkeypatch: pytest.MonkeyPatch) -> check.Counted:
+    """Stands in for every prediction."""
+    answers = [[3, i, 5, 6] for i in range(6)]
+    made_up = check.Counted(answers, [list(ids) for ids in answers], 20, [9, 4, 1], 1.0, 2.0)
+    monkeypatch.setattr(check, "predict", lambda *_: made_up)
+    return made_up
+
+
+def test_answers_of_one_token_take_no_round(untrained, predicted, monkeypatch):
+    one = dataclasses.replace(predicted, rounds=0, accepted=[])
+    monkeypatch.setattr(check, "predict", lambda *_: one)
+    report = check.run(untrained, "held_out.jsonl", "numbers")
+    assert report["engines"]["numbers"]["accepted_per_position"] == [0, 0, 0]
+    assert "accepted at 3 0" in " ".join(check.table(report).split())
+
+
+def test_a_token_map_cuts_the_drafts_and_is_part_of_what_was_asked(untrained, monkeypatch, tmp_path):
+    (tmp_path / "map.json").write_text("[60, 61, 62]")
+    config = dataclasses.replace(untrained, evaluate=dataclasses.replace(untrained.evaluate, token_map="map.json"))
+    answered = types.SimpleNamespace(token_ids=[1], stats=types.SimpleNamespace(rounds=0, accepted_per_position=[]))
+    asked = []
+
+    def load(target, draft, *_, token_map, **__):
+        asked.append((draft, token_map))
+        return types.SimpleNamespace(generate=lambda prompts, _: [answered] * len(prompts))
+
+    monkeypatch.setattr(check.Engine, "load", load)
+    report = check.run(config, "held_out.jsonl", "numbers")
+    assert asked == [(None, None), ("head", "map.json")]
+    assert report["token_map"] == manifest.digest(tmp_path / "map.json")
+    (tmp_path / "without.json").write_text(json.dumps(report | {"token_map": None}))
+    with pytest.raises(ValueError, match=r"something else:\n  token_map: got None, expected [0-9a-f]{64}"):
+        check.run(config, "held_out.jsonl", "numbers", expect="without.json")
+    for engine in ("vllm", "sglang"):
+        with pytest.raises(ValueError, match=rf"evaluate.token_map: got map.json, expected null: {engine} would draft"):
+            check.run(config, "held_out.jsonl", engine, "nowhere")
+
+
+def test_an_engine_that_parts_is_told_where(untrained, tmp_path, predicted):
+    plain = {"answers": predicted.plain, "seconds": [1.0], "rounds": 0, "accepted": [], "version": "0"}
+    fast = plain | {"answers": predicted.answers, "rounds": predicted.rounds, "accepted": predicted.accepted}
+    report = check.run(untrained, "held_out.jsonl", "vllm", fake_vllm(tmp_path, plain, fast))
+    assert report["engines"]["vllm"]["rounds"] == report["engines"]["numbers"]["rounds"]
+    other = [[*predicted.answers[0][:-1], 7], *predicted.answers[1:]]
+    count = len(predicted.plain)
+    for changed, sentence in (
+        ({"rounds": predicted.rounds + 1}, f"vllm: rounds: got {predicted.rounds + 1}, expected {predicted.rounds}"),
+        ({"accepted": [1, 0, 0]}, r"vllm: accepted: got \[1, 0, 0\], expected"),
+        ({"answers": other}, f"vllm: answers: 1 of {count} are not plain greedy decoding's"),
+    ):
+        with pytest.raises(check.CheckError, match=sentence):
+            check.run(untrained, "held_out.jsonl", "vllm", fake_vllm(tmp_path, plain, fast | changed))
+        assert pathlib.Path(untrained.run_dir, "check/vllm.json").exists()
+    with pytest.raises(check.CheckError, match="plain greedy answers are others than this package's"):
+        check.run(untrained, "held_out.jsonl", "vllm", fake_vllm(tmp_path, plain | {"answers": other}, fast))
+    with pytest.raises(check.CheckError, match="exit status 3: out of memory"):
+        check.run(untrained, "held_out.jsonl", "vllm", fake_vllm(tmp_path, plain, fast, status=3))
+
+
+def test_in_bfloat16_differences_are_said_and_are_no_error(untrained, tmp_path, predicted):
+    config = dataclasses.replace(untrained, target=dataclasses.replace(untrained.target, dtype="bfloat16"))
+    plain = {"answers": predicted.plain, "seconds": [1.0], "rounds": 0, "accepted": [], "version": "0"}
+    fast = plain | {"answers": predicted.answers, "rounds": predicted.rounds, "accepted": predicted.accepted}
+    report = check.run(config, "held_out.jsonl", "vllm", fake_vllm(tmp_path, plain, fast))
+    assert "bfloat16: only float32 is required to be equal; differences: none" in check.table(report)
+    fast["rounds"] += 1
+    report = check.run(config, "held_out.jsonl", "vllm", fake_vllm(tmp_path, plain, fast))
+    said = f"vllm: rounds: got {predicted.rounds + 1}, expected {predicted.rounds}"
+    assert report["differences"] == [said]
+    assert check.table(report).splitlines()[-2:] == [
+        "bfloat16: only float32 is required to be equal; differences: 1",
+        f"  {said}",
+    ]
+
+
+def test_vllm_is_asked_one_request_at_a_time(untrained, tmp_path):
+    several = dataclasses.replace(untrained, evaluate=dataclasses.replace(untrained.evaluate, batch_size=2))
+    with pytest.raises(ValueError, match=r"evaluate.batch_size: got 2, expected 1"):
+        check.run(several, "held_out.jsonl", "vllm", tmp_path / "python")
+
+
+def test_a_running_sglang_server_has_a_column(untrained, predicted, capsys):
+    asked = check._request(untrained, "held_out.jsonl", load_target(untrained.target), pathlib.Path("head"))
+    prompts = asked["prompts"]
+    by_round = [0] * 11 + [1] * 5 + [2] * 3 + [3]  # 20 rounds; 9, 4 and 1 of them reach positions 1, 2 and 3
+    metas = [fake_sglang.meta(by_round[i :: len(prompts)]) for i in range(len(prompts))]
+    answers = [{"output_ids": ids, "meta_info": x} for ids, x in zip(predicted.answers, metas, strict=True)]
+    arguments = ["--config", "run.yaml", "--evaluate.draft", "head", "--check", "sglang", "--prompts", "held_out.jsonl"]
+    with fake_sglang.serve(answers, prompts) as (url, _):
+        export.main([*arguments, "--sglang", url])
+        rows = {line.split("  ")[0]: line.split()[-2:] for line in capsys.readouterr().out.splitlines()}
+        assert rows["rounds"] == [str(predicted.rounds)] * 2 and rows["vanilla, tokens/s"][1] == "-"
+        answers[0] = answers[0] | {"output_ids": [*answers[0]["output_ids"][:-1], 7]}
+        with pytest.raises(SystemExit, match=r"sglang: answers: 1 of \d+ are not plain greedy decoding's"):
+            export.main([*arguments, "--sglang", url])
+    with pytest.raises(SystemExit, match=r"--sglang: got none, expected the URL of a running server"):
+        export.main(arguments)
+
+
+def test_an_earlier_report_must_be_of_the_same_work(untrained, predicted, tmp_path):
+    reference = tmp_path / "reference.json"
+    report = check.run(untrained, "held_out.jsonl", "numbers")
+    for changed, message in (
+        ({"max_tokens": 7}, r"reference.json: a report of something else:\n  max_tokens: got 7, expected 32"),
+        ({"dtype": "bfloat16"}, "dtype: got bfloat16, expected float32"),
+        ({"prompts": report["prompts"] | {"tokens": "0"}}, "prompts' tokens: got 0, expected"),
+        ({"target": report["target"] | {"weights": "0"}}, "target: got 0, expected"),
+        ({"engines": {}}, "got no 'numbers', expected a report of `export --check`"),
+    ):
+        reference.write_text(json.dumps(report | changed))
+        with pytest.raises(ValueError, match=message):
+            check.run(untrained, "held_out.jsonl", "numbers", expect=reference)
+    column = report["engines"]["numbers"] | {"rounds": predicted.rounds - 1}
+    reference.write_text(json.dumps(report | {"engines": {"numbers": column}}))
+    asked = ["--config", "run.yaml", "--check", "numbers", "--evaluate.draft", "head", "--prompts", "held_out.jsonl"]
+    expected = rf"reference.json: rounds: got {predicted.rounds}, expected {predicted.rounds - 1}"
+    with pytest.raises(SystemExit, match=expected):
+        export.main([*asked, "--expect", str(reference)])
+
+
+@pytest.mark.slow
+def test_the_command_line_says_how_to_get_vllm(config, capsys):
+    prompts = str(held_out(config))
+    with pytest.raises(SystemExit, match=r"--vllm nowhere: not found; `bash tools/install_vllm_cpu.sh` makes it"):
+        export.main(["--config", "run.yaml", "--check", "vllm", "--vllm", "nowhere", "--prompts", prompts])
+    export.main(["--config", "run.yaml", "--check", "numbers", "--prompts", prompts, "--evaluate.limit", "2"])
+    assert "accepted at 3" in capsys.readouterr().out
+
+
+def test_vllm_is_asked_for_what_the_request_says_and_counts_one_turn(monkeypatch):
+    made: dict[str, Any] = {}
+
+    class LLM:
+        def __init__(self, target, **options):
+            made.update(options, target=target, calls=0)
+
+        def get_metrics(self):
+            made["calls"] += 1
+            counted = made["calls"] - 1
+            return [
+                types.SimpleNamespace(name="vllm:spec_decode_num_drafts", value=10 * counted),
+                types.SimpleNamespace(name="vllm:spec_decode_num_accepted_tokens_per_pos", values=[counted, 0]),
+            ]
+
+        def generate(self, prompts, params, use_tqdm):
+            return [types.SimpleNamespace(outputs=[types.SimpleNamespace(token_ids=(1, 2))]) for _ in prompts]
+
+    fake = types.SimpleNamespace(LLM=LLM, SamplingParams=lambda **options: options, __version__="0")
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    sizes = {"max_tokens": 2, "max_model_len": 9, "batch_size": 4, "num_speculative_tokens": 2, "turns": 1}
+    request = {"target": "t", "draft": "d", "prompts": [[1], [2]], "ignore_eos": False, "dtype": "float32", **sizes}
+    answer = vllm_process.answer(request)
+    assert made["speculative_config"] == {"method": "eagle3", "model": "d", "num_speculative_tokens": 2}
+    assert (made["target"], made["max_num_seqs"], made["max_model_len"]) == ("t", 4, 9)
+    assert (answer["rounds"], answer["accepted"], answer["answers"]) == (10, [1, 0], [[1, 2], [1, 2]])
+    assert vllm_process.answer(request | {"draft": None}) and made["speculative_config"] is None

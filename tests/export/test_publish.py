@@ -1,0 +1,207 @@
+"""A head on the hub: what is uploaded, what its card says, and what is refused before anyone is asked."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import httpx2
+import huggingface_hub
+import pytest
+import tiny
+import tiny_heads
+from huggingface_hub import ModelCard
+
+from eagle3_jax import config as configs
+from eagle3_jax import report
+from eagle3_jax.export import __main__ as export
+from eagle3_jax.export import publish
+from eagle3_jax.runs import manifest
+
+pytestmark = pytest.mark.slow
+ABOUT = configs.CardConfig(license="apache-2.0", prompts=("words of the tests, CC0",))
+
+
+@pytest.fixture
+def config(whole_run: tiny.Run, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> configs.RunConfig:
+    copy = whole_run.copy(tmp_path / "copy")
+    monkeypatch.chdir(copy.config.parent)
+    return dataclasses.replace(configs.load(copy.config), card=ABOUT)
+
+
+@pytest.fixture
+def chain(config: configs.RunConfig) -> dict[str, Any]:
+    """The run's only evaluation, to change."""
+    return json.loads((config.folder("evaluate") / "chain.json").read_text())
+
+
+def card(config: configs.RunConfig, **evaluations: dict[str, Any]) -> str:
+    """What is said once `report` has put these evaluations together."""
+    for path in config.folder("evaluate").glob("*.json"):
+        path.unlink()
+    for name, evaluation in evaluations.items():
+        (config.folder("evaluate") / f"{name}.json").write_text(json.dumps(evaluation))
+    report.run(config)
+    return publish.push(config, "me/head", upload=False)
+
+
+def changed(evaluation: dict[str, Any], draft: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    """An evaluation of another draft, asked in another way."""
+    of, how = evaluation["identity"], evaluation["config"]
+    return evaluation | {
+        "identity": of | {"draft": of["draft"] | draft},
+        "config": how | {"evaluate": how["evaluate"] | settings},
+    }
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """What the hub was asked for."""
+    asked: list[tuple[str, Any]] = []
+
+    class Api:
+        def create_repo(self, repository: str, *, exist_ok: bool) -> None:
+            asked.append((repository, exist_ok))
+
+        def create_commit(self, repository: str, added: list[Any], *, commit_message: str) -> None:
+            asked.append((repository, {x.path_in_repo: x.path_or_fileobj for x in added}))
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    return asked
+
+
+def test_a_head_is_uploaded_in_one_commit_with_its_card(config, hub):
+    said = publish.push(config, "me/head", upload=True)
+    (_, exist_ok), (repository, added) = hub
+    assert (repository, exist_ok) == ("me/head", True)
+    assert sorted(added) == ["README.md", "config.json", "manifest.json", "model.safetensors"]
+    assert pathlib.Path(added["model.safetensors"]) == config.folder("export") / "model.safetensors"
+    text = added["README.md"].decode()
+    assert text in said
+    card = ModelCard(text)
+    assert card.data.to_dict()["library_name"] == "eagle3_jax" and card.data.to_dict()["license"] == "apache-2.0"
+    assert "base_model" not in card.data.to_dict()  # a folder, which no one else has
+    for words in ("words of the tests, CC0", "| odd |", "| all |", "ttt_steps 3", '"num_speculative_tokens": 3'):
+        assert words in text
+
+
+def test_a_hub_that_does_not_answer_is_one_sentence(config, monkeypatch):
+    class Api:
+        def create_repo(self, repository: str, *, exist_ok: bool) -> None:
+            raise httpx2.ConnectError("[Errno -2] Name or service not known")
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    asked = ["--config", "run.yaml", "--card.license", "mit", "--push-to-hub", "me/head", "--upload"]
+    with pytest.raises(SystemExit, match=r"eagle3_jax.export: me/head: not uploaded: .*Name or service not known"):
+        export.main(asked)
+
+
+def test_only_held_out_prompts_are_called_so(config, chain):
+    assert "\nHeld-out prompts, " in card(config, chain=chain)
+    chain["identity"]["prompts_file"] = {"name": "train.jsonl", "sha256": "ab"}
+    said = card(config, chain=chain)
+    assert "\nPrompts of train.jsonl (sha256 `ab`), " in said and "Held-out" not in said
+    path = pathlib.Path(config.run_dir, "report.json")
+    path.write_text(json.dumps({name: x for name, x in json.loads(path.read_text()).items() if name != "prompts_file"}))
+    assert "\nPrompts, " in publish.push(config, "me/head", upload=False), "an earlier version's report"
+
+
+@pytest.mark.parametrize("stage", ["prepare", "regenerate"])
+def test_a_stage_that_is_missing_in_the_report_is_named(config, stage):
+    path = pathlib.Path(config.run_dir, "report.json")
+    found = json.loads(path.read_text())
+    found["stages"][stage] = {"seconds": 3}
+    path.write_text(json.dumps(found))
+    with pytest.raises(manifest.ManifestError, match=rf"stages.{stage}: got no results, expected .* `report` again"):
+        publish.push(config, "me/head", upload=False)
+
+
+def test_nothing_is_uploaded_unless_asked_for(config, hub, capsys):
+    export.main(["--config", "run.yaml", "--card.license", "mit", "--push-to-hub", "me/head"])
+    said = capsys.readouterr().out
+    assert not hub
+    assert "would go to me/head; `--upload` uploads it" in said and "license: mit" in said
+
+
+def test_what_the_card_could_not_say_truly_is_refused(config, hub):
+    with pytest.raises(ValueError, match=r"card.license: got None"):
+        publish.push(dataclasses.replace(config, card=configs.CardConfig()), "me/head", upload=True)
+    path = pathlib.Path(config.run_dir, "report.json")
+    kept = path.read_text()
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=r"eagle3_jax.report` writes what the card says"):
+        publish.push(config, "me/head", upload=True)
+    first = next(line for line in kept.splitlines() if '"model.safetensors"' in line)
+    path.write_text(kept.replace(first, first.replace(first.split('"')[3], "0" * 64)))
+    with pytest.raises(ValueError, match="measured another head than"):
+        publish.push(config, "me/head", upload=True)
+    path.write_text(kept)
+    tiny_heads.alter(config.folder("export"), rope_theta=5.0)
+    with pytest.raises(ValueError, match="config.json"):
+        publish.push(config, "me/head", upload=True)
+    assert not hub
+
+
+def test_every_evaluation_must_be_of_the_head_that_is_pushed(config, chain):
+    older = changed(chain, {"files": chain["identity"]["draft"]["files"] | {"model.safetensors": "0" * 64}})
+    with pytest.raises(ValueError, match=r"report.json: auto, tree measured another head than .*export; evaluate"):
+        card(config, chain=chain, tree=older, auto=older)
+
+
+def test_an_evaluation_without_a_head_neither_refuses_nor_vouches(config, chain):
+    deep = {"num_steps": 8, "topk": 1, "num_draft_tokens": 9}
+    lookup = changed(chain, {"folder": "lookup", "files": None}, tree=deep)
+    said = card(config, copied=lookup, own=chain)
+    assert "copied (not this head: lookup), {" in said and "own, {" in said
+    assert '"num_speculative_tokens": 3' in said, "the head's own depth"
+    with pytest.raises(ValueError, match=r"report.json: nothing in it measured .*export; evaluate"):
+        card(config, copied=lookup)
+
+
+def test_each_evaluation_says_its_own_settings(config, chain):
+    sampled = changed(chain, {}, temperature=0.5, max_tokens=7, batch_size=4)
+    said = [
+        line for line in card(config, chain=chain, tree=sampled).splitlines() if line.startswith(("chain, ", "tree, "))
+    ]
+    assert [line.partition("}, ")[2] for line in said] == [
+        "temperature 0.0, 96 tokens, batch 1:",
+        "temperature 0.5, 7 tokens, batch 4:",
+    ]
+
+
+def test_what_was_not_measured_is_a_dash(config, chain):
+    nothing: dict[str, Any] = {"tau": None, "alpha": [], "speedup": None}
+    chain["categories"]["odd"] |= nothing
+    chain["categories"]["even"] |= nothing | {"alpha": [None, None]}
+    said = card(config, chain=chain)
+    assert "| odd | - | - | - |" in said and "| even | - | - | - |" in said
+
+
+@pytest.mark.parametrize(
+    ("target", "given", "said"),
+    [
+        (0, 900, ["- 900 conversations given, answered elsewhere; whether by this target was not checked."]),
+        (
+            1200,
+            300,
+            [
+                "- 1,200 conversations, 4,567 answered tokens, the target's own.",
+                "- 300 conversations given, answered elsewhere; whether by this target was not checked.",
+            ],
+        ),
+        (1200, 0, ["- 1,200 conversations, 4,567 answered tokens, the target's own."]),
+    ],
+)
+def test_conversations_answered_elsewhere_are_not_called_the_target_s_own(config, target, given, said):
+    path = pathlib.Path(config.run_dir, "report.json")
+    found = json.loads(path.read_text())
+    found["stages"]["regenerate"]["results"]["train"] |= {
+        "conversations": target + given,
+        "answered_by": {"target": target, "given": given},
+        "tokens": 4567 if target else 0,
+    }
+    path.write_text(json.dumps(found))
+    lines = publish.push(config, "me/head", upload=False).splitlines()
+    assert [line for line in lines if line.startswith("- ") and "conversations" in line] == said

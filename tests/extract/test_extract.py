@@ -1,0 +1,232 @@
+"""Extraction: values against a plain forward pass, batching, resumption, and what is set aside."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import tiny
+from flax import nnx
+
+from eagle3_jax import config as configuration
+from eagle3_jax.data import features
+from eagle3_jax.extract import __main__ as extract
+from eagle3_jax.mesh import make_mesh, shardings
+from eagle3_jax.models import layers
+from eagle3_jax.models.checkpoint.fetch import Target
+from eagle3_jax.models.families import llama
+from eagle3_jax.runs import manifest
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    tokenizer = tiny.make_byte_tokenizer(
+        tiny.CHAT_TEMPLATE, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"]
+    )
+    return tiny.make_target(tiny.llama_config(vocab_size=len(tokenizer) + 6, max_position_embeddings=512), tokenizer)
+
+
+def conversation(name: str, *turns: str, truncated: bool = False) -> dict:
+    messages = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+    return {"id": name, "category": "chat", "messages": messages, "truncated": truncated, "answer_ids": None}
+
+
+CONVERSATIONS = [
+    conversation("short", "Hi", "Hello."),
+    conversation("long", "Tell me of trees. " * 4, "Trees are tall. " * 6),
+    conversation("turns", "One", "two", "Three", "four."),
+    conversation("cut", "Count", "1 2 3 4", truncated=True),
+    conversation("no answer", "Hello?"),
+]
+
+
+def prepared(folder: pathlib.Path, train=CONVERSATIONS, held_out=CONVERSATIONS[:1], **extract_values):
+    """A config whose conversations exist, as `regenerate` leaves them."""
+    config = configuration.from_dict(
+        {
+            "run_dir": str(folder),
+            "draft": {"vocab_size": 20},
+            "mesh": {"data": 1},
+            "extract": {"max_length": 256, "batch_tokens": 512, "shard_records": 2} | extract_values,
+        }
+    )
+    conversations = config.folder("regenerate")
+    manifest.begin(conversations, {"target": {"weights": "w", "tokenizer": "t", "chat_template": "c"}})
+    for split, lines in (("train", train), ("held_out", held_out)):
+        (conversations / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    manifest.finish(conversations, files=("train.jsonl", "held_out.jsonl"))
+    return config
+
+
+@pytest.fixture(scope="module")
+def assert_close_to_plain(target):
+    """Compares a record with a forward pass of its conversation alone, without padding."""
+    model = target.model
+
+    @functools.cache
+    def plain(token_ids: tuple[int, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return jax.jit(forward)(model, jnp.asarray(token_ids, jnp.int32)[None])
+
+    def forward(model, tokens):
+        positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        cache = model.empty_cache(1, tokens.shape[1])
+        hidden, aux, _ = model(tokens, positions, cache, jnp.zeros(1, jnp.int32))
+        return aux[0], hidden[0], jnp.argmax(model.logits(hidden[0]), axis=-1)
+
+    def check(record: features.Record) -> None:
+        aux, hidden, argmax = plain(tuple(record["token_ids"].tolist()))
+        # bfloat16 keeps 8 bits; float32 summed in another order may round to the neighbour.
+        np.testing.assert_allclose(record["aux"].astype(np.float32), aux, rtol=2**-7, atol=1e-5)
+        np.testing.assert_allclose(record["last_hidden"].astype(np.float32), hidden, rtol=2**-7, atol=1e-5)
+        np.testing.assert_array_equal(record["argmax"], argmax)
+
+    return check
+
+
+@pytest.mark.slow
+def test_records_equal_a_plain_forward_of_each_conversation(tmp_path, target, assert_close_to_plain):
+    config = prepared(tmp_path)
+    extract.extract(config, target)
+    source = features.FeatureSource(config.folder("extract") / "train")
+    texts = {target.tokenizer.decode(source[i]["token_ids"]): source[i] for i in range(len(source))}
+    assert len(texts) == 4
+    for record in texts.values():
+        assert record["aux"].shape[1] == 3 * 16
+        assert record["aux"].dtype == ml_dtypes.bfloat16
+        assert_close_to_plain(record)
+    turns = next(record for text, record in texts.items() if "four" in text)
+    said = target.tokenizer.decode(turns["token_ids"][turns["loss_mask"] == 1])
+    assert said == "two<|im_end|>four.<|im_end|>"
+
+
+def test_sampled_ids_are_what_is_extracted(tmp_path, target, assert_close_to_plain):
+    """Of two turns whose text is tokenised otherwise than it was sampled, each is a record of its own."""
+    sampled = conversation("sampled", "One", "two", "Three", "four.")
+    end = target.tokenizer.eos_token_id
+    answers = [[300 % target.model.config.vocab_size, 7, end], [9, 5, 7, end]]
+    config = prepared(tmp_path, train=[sampled | {"answer_ids": answers}, CONVERSATIONS[0]])
+    extract.extract(config, target)
+    folder = config.folder("extract") / "train"
+    source = features.FeatureSource(folder)
+    notes = features.read_notes(features.shard_path(folder, 0, 1))
+    assert sorted(notes["ids"]) == ["sampled/0", "sampled/1", "short"]
+    records = {name: source[i] for i, name in enumerate(notes["ids"])}
+    for turn, answer in enumerate(answers):
+        record = records[f"sampled/{turn}"]
+        assert record["token_ids"][record["loss_mask"] == 1].tolist() == answer
+        assert_close_to_plain(record)
+
+
+def test_manifest_vocabulary_and_rejects(tmp_path, target):
+    config = prepared(tmp_path)
+    extract.extract(config, target)
+    folder = config.folder("extract")
+    results = manifest.read(folder, "extract")["results"]
+    source = features.FeatureSource(folder / "train")
+    said = np.concatenate([source[i]["token_ids"][source[i]["loss_mask"] == 1] for i in range(len(source))])
+    token_ids = np.load(folder / "vocab.npz")["token_ids"]
+    assert token_ids.dtype == np.int32
+    assert len(token_ids) == 20
+    assert np.all(np.diff(token_ids) > 0)
+    assert results["draft_vocabulary_coverage"] == pytest.approx(np.isin(said, token_ids).mean())
+    assert np.bincount(said).argmax() in token_ids
+    assert results["train"]["records"] == 4
+    assert results["train"]["rejected"] == 1
+    assert results["train"]["tokens"] == source.lengths.sum()
+    assert results["train"]["loss_tokens"] == len(said)
+    assert 0 < results["train"]["padding_share"] < 1
+    assert results["held_out"]["records"] == 1
+    (reject,) = [json.loads(line) for line in (folder / "train" / "rejects.jsonl").read_text().splitlines()]
+    assert reject["id"] == "no answer"
+    assert "loss mask" in reject["reason"]
+
+
+def test_a_killed_run_goes_on_and_a_finished_one_does_nothing(tmp_path, target, monkeypatch):
+    whole = prepared(tmp_path / "whole")
+    extract.extract(whole, target)
+    config = prepared(tmp_path / "killed")
+    write, written = features.write_shard, []
+
+    def killed_at_the_second(path, *args):
+        if len(written) == 1:
+            path.with_name(f".{path.name}.1.partial").write_bytes(b"half a shard")
+            raise KeyboardInterrupt
+        written.append(path)
+        write(path, *args)
+
+    monkeypatch.setattr(features, "write_shard", killed_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        extract.extract(config, target)
+    first = written[0].stat().st_mtime_ns
+
+    monkeypatch.setattr(features, "write_shard", write)
+    extract.extract(config, target)
+    assert written[0].stat().st_mtime_ns == first
+    for split in configuration.SPLITS:
+        left = features.FeatureSource(whole.folder("extract") / split)
+        right = features.FeatureSource(config.folder("extract") / split)
+        assert len(left) == len(right)
+        for i in range(len(left)):
+            assert features.encode_record(left[i]) == features.encode_record(right[i])
+    assert not list(config.folder("extract").rglob("*.partial"))
+    for file in ("vocab.npz", "train/rejects.jsonl"):
+        assert (whole.folder("extract") / file).read_bytes() == (config.folder("extract") / file).read_bytes()
+
+    monkeypatch.setattr(features, "write_shard", None)
+    extract.extract(config, target)
+
+
+def test_a_record_with_a_nan_is_set_aside_and_its_neighbours_kept(tmp_path, target):
+    model = llama.Llama(target.model.config, rngs=nnx.Rngs(0))
+    (poison,) = target.tokenizer.encode("Z")
+    model.embed[...] = model.embed[...].at[poison].set(jnp.nan)
+    lines = [CONVERSATIONS[0], conversation("poisoned", "Zoo?", "Yes."), CONVERSATIONS[2]]
+    config = prepared(tmp_path, train=lines, shard_records=3)
+    # Logits of all positions see the poisoned row of the tied embedding; only hidden states decide.
+    extract.extract(config, dataclasses.replace(target, model=model))
+    folder = config.folder("extract") / "train"
+    (reject,) = [json.loads(line) for line in (folder / "rejects.jsonl").read_text().splitlines()]
+    assert reject == {"id": "poisoned", "reason": "NaN or infinity in the hidden states"}
+    assert len(features.FeatureSource(folder)) == 2
+
+
+def test_the_rate_is_that_of_all_replicas(tmp_path, target, monkeypatch):
+    """A process that leads none says nothing."""
+    config = prepared(tmp_path)
+    monkeypatch.setattr(extract, "_extract_split", lambda *_: 30.0)
+    monkeypatch.setattr(extract, "_check_disk", lambda *_: None)
+    monkeypatch.setattr(extract.processes, "gather", lambda own: [own, {}, {"train": 12.5, "held_out": 0.0}])
+    finished: list[dict] = []
+    monkeypatch.setattr(extract, "_finish", lambda *arguments: finished.append(arguments[-1]))
+    extract.extract(config, target)
+    assert finished == [{"train": 42.5, "held_out": 30.0}]
+
+
+def test_nothing_usable_is_an_error(tmp_path, target):
+    config = prepared(tmp_path, train=CONVERSATIONS[-1:])
+    with pytest.raises(ValueError, match=r"none of the conversations could be used, see .*rejects\.jsonl"):
+        extract.extract(config, target)
+
+
+def test_a_length_beyond_the_targets_is_refused(tmp_path, target):
+    config = prepared(tmp_path, max_length=1024, batch_tokens=1024)
+    with pytest.raises(ValueError, match=r"extract\.max_length: got 1024, expected at most the target's 512"):
+        extract.extract(config, target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("data", "model"), [(4, 1), (2, 2)])
+def test_a_mesh_gives_the_same_records(tmp_path, target, assert_close_to_plain, data, model):
+    config = prepared(tmp_path)
+    config = dataclasses.replace(config, mesh=configuration.MeshConfig(data=data, model=model))
+    placed = jax.device_put(target.model, shardings(target.model, make_mesh(config.mesh), layers.SHARDING_RULES))
+    extract.extract(config, dataclasses.replace(target, model=placed))
+    source = features.FeatureSource(config.folder("extract") / "train")
+    assert len(source) == 4
+    for i in range(len(source)):
+        assert_close_to_plain(source[i])

@@ -1,0 +1,158 @@
+"""The table of engines: what is refused by it, what export says by it, and that the document repeats it."""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import pytest
+from tiny_heads import TARGET, make_draft
+
+from eagle3_jax.formats import compatibility
+from eagle3_jax.formats.heads import FORMS, save_draft
+from eagle3_jax.formats.stored import DraftFormatError, StoredHead, from_draft
+from eagle3_jax.models.families import FAMILIES
+from eagle3_jax.models.layers import YarnScaling
+
+YARN = YarnScaling(4.0, 1024, truncate=False)
+DOCUMENT = pathlib.Path(__file__).parents[2] / "docs/serve-in-sglang-and-vllm.md"
+
+
+def stored(layers: tuple[int, ...] = (2, 6, 9), **changes: Any) -> StoredHead:
+    target = dataclasses.replace(TARGET, aux_layers=layers)
+    return from_draft(make_draft(target=target, **changes), target, "float32", None)[0]
+
+
+@pytest.mark.parametrize(
+    ("form", "head", "said"),
+    [
+        ("sglang", {"head_dim": 4}, "served by SGLang 0.4.5, vLLM 0.21.0, sglang-jax cddbf6f and later"),
+        (
+            "sglang",
+            {"layers": (1, 6, 9)},
+            "served by SGLang 0.4.9, vLLM 0.21.0 and later; "
+            "not by sglang-jax (to cddbf6f (2026-08)): other aux layers ignored",
+        ),
+        (
+            "sglang",
+            {"fc_norm": True, "norm_output": True},
+            "served by SGLang 0.5.12, vLLM 0.22.0 and later; not by sglang-jax (to cddbf6f (2026-08)): "
+            "`fc_norm` ignored, `norm_output` ignored",
+        ),
+        ("vllm", {"norm_before_residual": True}, "served by vLLM 0.21.0, tpu-inference b8692ff and later"),
+        (
+            "vllm",
+            {"fc_norm": True},
+            "served by vLLM 0.22.0 and later; not by tpu-inference (to b8692ff (2026-08)): `fc_norm` fails",
+        ),
+        ("speculators", {"fc_norm": True}, "served by vLLM 0.25.0 and later"),
+        ("speculators", {"norm_before_fc": True, "rope_scaling": YARN}, "served by vLLM 0.21.0 and later"),
+        (
+            "sglang",
+            {"norm_before_fc": True, "rope_scaling": YARN},
+            "served by SGLang 0.5.23, vLLM 0.21.0 and later; not by sglang-jax (to cddbf6f (2026-08)): "
+            "`norm_before_fc` ignored, RoPE `yarn` not known, RoPE `yarn`, `truncate` false not known",
+        ),
+        ("eagle", {"head_dim": 4}, "served by vLLM 0.21.0, EAGLE cb7e084, tpu-inference b8692ff and later"),
+    ],
+)
+def test_the_engines_that_run_a_head_are_named(form: str, head: dict[str, Any], said: str) -> None:
+    assert compatibility.served_by(FORMS[form], stored(**head)) == said
+
+
+@pytest.mark.parametrize(
+    ("form", "head", "message"),
+    [
+        (
+            "sglang",
+            {"norm_before_residual": True},
+            r"norm_before_residual: got True, expected False; SGLang \(to 0.5.23\): ignored[\s\S]*"
+            r"export.format: got 'sglang', expected vllm or speculators",
+        ),
+        ("eagle", {"head_dim": 4, "fc_norm": True}, r"fc_norm: got True, expected False; EAGLE \(to cb7e084"),
+        (
+            "sglang",
+            {"rope_scaling": dataclasses.replace(YARN, attention_factor=1.2)},
+            r"rope_scaling.attention_factor: got 1.2, expected none; SGLang \(to 0.5.23\): ignored",
+        ),
+        ("eagle", {"head_dim": 4, "rope_scaling": YARN}, r"rope_scaling: got 'yarn', expected none; EAGLE"),
+        ("eagle", {"head_dim": 6}, r"head_dim: got 6, expected hidden_size / num_attention_heads = 16 / 4; EAGLE"),
+        ("eagle", {"head_dim": 4, "layers": (1, 6, 9)}, r"target.aux_layers: got \(1, 6, 9\), expected the default"),
+        ("sglang", {"layers": (0, 6, 9)}, r"neither 0 \(the embeddings\) nor 12 .*; SGLang \(to 0.5.23\): fails"),
+    ],
+)
+def test_what_the_forms_engine_cannot_run_is_refused_before_a_file_is_there(
+    tmp_path: pathlib.Path, form: str, head: dict[str, Any], message: str
+) -> None:
+    layers = head.pop("layers", (2, 6, 9))
+    target = dataclasses.replace(TARGET, aux_layers=layers)
+    with pytest.raises(DraftFormatError, match=message):
+        save_draft(tmp_path / "head", make_draft(target=target, **head), target=target, dtype="float32", form=form)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_of_deepseek_sglang_counts_layers_from_one_only_where_the_first_is_one() -> None:
+    head = dataclasses.replace(stored((3, 6, 9)), verifier={"architectures": ["DeepseekV3ForCausalLM"]})
+    (said,) = compatibility.refusals(FORMS["sglang"], head)
+    assert said.startswith("target.aux_layers: got (3, 6, 9), expected the default") and said.endswith("ignored")
+    assert compatibility.refusals(FORMS["vllm"], head) == []
+    assert compatibility.refusals(FORMS["sglang"], dataclasses.replace(head, verifier=None)) == []
+    second = dataclasses.replace(stored((2, 7, 9)), verifier=head.verifier)
+    assert compatibility.refusals(FORMS["sglang"], second) == []
+
+
+def test_vllm_cannot_capture_the_embeddings_of_deepseek(tmp_path: pathlib.Path) -> None:
+    """At block 0 there is no residual yet, and its DeepSeek adds one."""
+    deepseek = {"architectures": ["DeepseekV3ForCausalLM"]}
+    first = dataclasses.replace(stored((0, 6, 9)), verifier=deepseek)
+    (said,) = compatibility.refusals(FORMS["vllm"], first)
+    assert said.startswith("target.aux_layers: got (0, 6, 9), expected boundaries from 1") and said.endswith("fails")
+    assert "aux layer 0 of DeepSeek fails" in compatibility.served_by(FORMS["vllm"], first)
+    last = dataclasses.replace(stored((2, 6, 12)), verifier=deepseek)
+    assert compatibility.refusals(FORMS["vllm"], last) == []
+    assert compatibility.served_by(FORMS["vllm"], last).startswith("served by vLLM 0.32.0 and later")
+
+
+@pytest.mark.parametrize(
+    ("form", "architecture", "said"),
+    [
+        (
+            "sglang",
+            "Gemma3ForCausalLM",
+            "served by no engine; not by SGLang (to 0.5.23): Gemma3ForCausalLM ignored; "
+            "not by vLLM (to 0.33.0): Gemma3ForCausalLM fails; "
+            "not by sglang-jax (to cddbf6f (2026-08)): Gemma3ForCausalLM fails",
+        ),
+        ("speculators", "Gemma3ForConditionalGeneration", "served by no engine; not by vLLM (to 0.33.0): Gemma3ForCau"),
+        (
+            "sglang",
+            "MiMoForCausalLM",
+            "served by no engine; not by SGLang (to 0.5.23): MiMoForCausalLM fails; not by vLLM",
+        ),
+        ("sglang", "GptOssForCausalLM", "served by SGLang 0.5.2, vLLM 0.21.0 and later; not by sglang-jax (to cddbf6f"),
+        (
+            "eagle",
+            "Qwen3ForCausalLM",
+            "served by vLLM 0.21.0, EAGLE cb7e084 and later; not by tpu-inference (to b8692ff",
+        ),
+        ("vllm", "LlamaForCausalLM", "served by vLLM 0.21.0, tpu-inference b8692ff and later"),
+    ],
+)
+def test_an_engine_that_cannot_draft_for_the_target_is_not_promised(form: str, architecture: str, said: str) -> None:
+    """But the head is written: it drafts here."""
+    head = dataclasses.replace(stored(head_dim=4), verifier={"architectures": [architecture]})
+    assert compatibility.served_by(FORMS[form], head).startswith(said)
+    assert compatibility.refusals(FORMS[form], head) == []
+
+
+def test_every_family_but_llama_has_its_row() -> None:
+    families = {family.config.architecture for family in FAMILIES} - {"LlamaForCausalLM"}
+    assert families <= compatibility.BY_TARGET.keys()
+
+
+def test_vllm_captures_what_sglang_does_not(tmp_path: pathlib.Path) -> None:
+    target = dataclasses.replace(TARGET, aux_layers=(0, 6, 12))
+    save_draft(tmp_path / "head", make_draft(target=target), target=target, dtype="float32", form="vllm")
+
+
+def test_the_document_has_the_table() -> None:
+    assert "\n".join(compatibility.table()) in DOCUMENT.read_text()

@@ -1,0 +1,164 @@
+"""Products from panels: right, the same to the bit for any number of rows, on machines with narrower vectors too."""
+
+import dataclasses
+import itertools
+import re
+
+import arm
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from llvmlite import ir
+
+from eagle3_jax.kernels.cpu import llvm
+from eagle3_jax.kernels.linear import amx as linear_amx
+from eagle3_jax.kernels.linear import cpu as linear_cpu
+from eagle3_jax.kernels.linear.cpu import Panels, pack, product
+from eagle3_jax.kernels.vocabulary.api import vocabulary_top_k
+
+run = jax.jit(product)
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+KINDS = [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")]  # of x and of panels
+
+
+def operands(m, k, n, dtype, seed=0):
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.normal(size=(m, k)), DTYPES[dtype]), jnp.asarray(rng.normal(size=(k, n)), DTYPES[dtype])
+
+
+def close(got, x, matrix):
+    expected = np.asarray(x, np.float64) @ np.asarray(matrix, np.float64)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6 * x.shape[1])
+
+
+@pytest.mark.slow
+@examples(25)
+@given(st.integers(1, 40), st.integers(1, 300), st.integers(1, 200), st.sampled_from(sorted(DTYPES)))
+def test_it_is_the_product(m, k, n, dtype):
+    x, matrix = operands(m, k, n, dtype)
+    close(run(x, pack(matrix)), x, matrix)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_is_the_same_whatever_stands_beside_it(dtype):
+    x, matrix = operands(21, 96, 160, dtype)
+    panels = pack(matrix)
+    together = run(x, panels)
+    for count in range(1, 12):
+        np.testing.assert_array_equal(run(x[5 : 5 + count], panels), together[5 : 5 + count])
+
+
+@pytest.mark.parametrize("halved", [(True, True), (True, False), (False, True)])
+def test_what_bfloat16_holds_is_stored_so_and_multiplies_the_same(halved):
+    """To the bit, any number of rows, alone and in the model's gated form."""
+    x, _ = operands(19, 70, 100, "float32")
+    matrices = [operands(70, 70, 100, "bfloat16" if half else "float32", seed)[1] for seed, half in enumerate(halved)]
+    packed = [pack(matrix.astype(jnp.float32)) for matrix in matrices]
+    wide = [dataclasses.replace(panels, panels=panels.panels.astype(jnp.float32)) for panels in packed]
+    assert [panels.panels.dtype for panels in packed] == [matrix.dtype for matrix in matrices]
+    assert all(panels.dtype == jnp.float32 for panels in packed)
+    for count in (1, 8, 19):
+        np.testing.assert_array_equal(product(x[:count], packed[0]), product(x[:count], wide[0]))
+        of_packed, of_wide = (linear_cpu.gated_product(x[:count], *panels) for panels in (packed, wide))
+        np.testing.assert_array_equal(of_packed, of_wide)
+
+
+@pytest.mark.parametrize("bit", range(16))
+def test_one_number_that_bfloat16_does_not_hold_keeps_float32(bit):
+    matrix = np.ones((3, 5), np.float32)
+    matrix.view(np.uint32)[1, 2] |= 1 << bit
+    assert pack(jnp.asarray(matrix)).panels.dtype == jnp.float32
+
+
+def test_pairs_of_bfloat16_without_matrix_units(monkeypatch):
+    """As machines without AMX multiply them; where this one has it, its tiles give the same."""
+    x, matrix = operands(37, 70, 100, "bfloat16")
+    with_all = product(x, pack(matrix))
+    monkeypatch.setattr(linear_amx, "available", lambda: False)
+    without = product(x, pack(matrix))
+    close(without, x, matrix)
+    close(with_all, x, matrix)
+
+
+@pytest.mark.skipif(not linear_amx.available(), reason="this machine has no matrix units (AMX)")
+@pytest.mark.parametrize("gated", [False, True])
+def test_matrix_units_take_any_rows_and_columns(gated):
+    """1 to 3 tiles of rows, k beside a tile's depth, columns beside a panel's width; in the model's gated form too."""
+    for m, k, n in itertools.product((1, 16, 17, 33, 48, 70), (31, 64, 97), (5, 64, 100)):
+        x, up = operands(m, k, n, "bfloat16")
+        _, gate = operands(m, k, n, "bfloat16", seed=1)
+        if gated:
+            of_x, of_up = np.asarray(x, np.float64), np.asarray(up, np.float64)
+            z = of_x @ np.asarray(gate, np.float64)
+            expected = z / (1 + np.exp(-z)) * (of_x @ of_up)
+            got = linear_cpu.gated_product(x, pack(gate), pack(up))
+            np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+        else:
+            close(product(x, pack(up)), x, up)
+
+
+@pytest.mark.parametrize("features", ["-avx512f", "-avx512f,-avx2,-fma"])
+@pytest.mark.parametrize(("dtype", "stored"), KINDS)
+def test_machines_with_narrower_vectors(dtype, stored, features):
+    name = f"test_{dtype}_{stored}_{features}"
+    module = ir.Module(name)
+    linear_cpu.write_product(module, name, 4, 16, dtype, (stored,), 1)
+    llvm.register(module, name, features)
+    (x, _), (_, matrix) = (operands(7, 50, 48, kind) for kind in (dtype, stored))
+    panels = matrix.reshape(50, 3, 16, 1).swapaxes(0, 1)
+    close(jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((7, 48), jnp.float32))(x, panels), x, matrix)
+
+
+@pytest.mark.parametrize(("dtype", "stored"), KINDS)
+@pytest.mark.parametrize("count", [1, 2])
+def test_products_compile_for_arm(dtype, stored, count):
+    """To multiplications of vectors that add: 4 for each of the rows of blocks of 1 to 4, at least."""
+    module = ir.Module("arm")
+    linear_cpu.write_product(module, "arm", *linear_cpu._BLOCKS[False], dtype, (stored,) * count, 1)
+    assert len(re.findall(r"fmla\tv\d+\.4s", arm.assembly(module))) >= 4 * (1 + 2 + 3 + 4)
+
+
+def test_many_calls_at_once(monkeypatch):
+    """More helpers than threads: a call is done when it returns, and a helper that comes late finds nothing to do."""
+    monkeypatch.setattr(llvm, "threads", lambda: 5)
+    name, width = "test_helpers", 16
+    module = ir.Module(name)
+    linear_cpu.write_product(module, name, 4, width, "float32", ("float32",), 1)
+    llvm.register(module, name)
+    x, matrix = operands(3, 64, 64, "float32")
+    panels = matrix.reshape(64, 4, width, 1).swapaxes(0, 1)
+
+    @jax.jit
+    def powers(x):
+        call = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((3, 64), jnp.float32))
+        found = []
+        for i in range(200):
+            found.append(call(x + i, panels))
+        return jnp.stack(found)
+
+    for _ in range(5):
+        got = powers(x)
+    for i in range(200):
+        close(got[i], x + i, matrix)
+    assert isinstance(pack(matrix), Panels)
+
+
+@pytest.mark.parametrize("k", [0, 49])
+def test_more_tokens_than_the_vocabulary_has_are_refused(k):
+    """Panels of 32 columns are padded to 64: padding is no token."""
+    x, matrix = operands(2, 16, 48, "float32")
+    with pytest.raises(ValueError, match=f"k: got {k}, expected 1 to the vocabulary's 48"):
+        vocabulary_top_k(x, pack(matrix), k)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [49, 64])
+def test_panels_are_cast_to_another_dtype_of_the_rows(dtype, k):
+    """As a near-tie is judged in float32 by the weights of a bfloat16 model."""
+    x, matrix = operands(5, k, 48, dtype)
+    (other,) = set(DTYPES.values()) - {DTYPES[dtype]}
+    close(run(x, pack(matrix.astype(other))), x, matrix.astype(other).astype(DTYPES[dtype]))

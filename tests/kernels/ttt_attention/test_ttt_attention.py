@@ -1,0 +1,172 @@
+"""Attention of the training-time test against a dense softmax in float64, and the kernels against the plain form."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AxisType
+from jax.test_util import check_grads
+
+from eagle3_jax.kernels.ttt_attention import api as module
+from eagle3_jax.kernels.ttt_attention.api import document_starts, plan, ttt_attention
+
+
+def example(batch=2, length=20, kv_heads=2, group=2, head_dim=8, steps=3, documents=3, seed=0, dtype=jnp.float32):
+    """Queries, keys, values, segment ids; the keys of all steps."""
+    rng = np.random.default_rng(seed)
+    q = rng.normal(size=(batch, length, kv_heads * group, head_dim))
+    k, v = rng.normal(size=(2, steps, batch, length, kv_heads, head_dim))
+    segments = np.sort(rng.integers(1, documents + 1, (batch, length)), axis=1)
+    return [*(jnp.asarray(x, dtype) for x in (q, k, v)), jnp.asarray(segments)]
+
+
+def dense(q, k, v, segments, newest):
+    """One softmax over every key of every step, under a mask of all of them, float64."""
+    q, k, v, segments = (np.asarray(x).astype(np.float64) for x in (q, k, v, segments))
+    group = q.shape[2] // k.shape[3]
+    k, v = (np.repeat(x[: newest + 1], group, axis=3) for x in (k, v))
+    steps, batch, length = k.shape[:3]
+    index = np.arange(length)
+    same = segments[:, :, None] == segments[:, None, :]
+    mask = np.stack([same & (index[:, None] >= index), *[np.broadcast_to(np.eye(length) > 0, same.shape)] * newest])
+    scores = np.einsum("btnd,sbund->bntsu", q, k) / np.sqrt(q.shape[-1])
+    scores = np.where(mask.transpose(1, 2, 0, 3)[:, None], scores, -np.inf).reshape(batch, -1, length, steps * length)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights = (weights / weights.sum(-1, keepdims=True)).reshape(batch, -1, length, steps, length)
+    return np.einsum("bntsu,sbund->btnd", weights, v)
+
+
+def with_gradients(arguments, newest, cotangent, **options):
+    """The result, and gradients of queries, keys and values."""
+    *floats, segments = arguments
+
+    def weighed(q, k, v):
+        attended = ttt_attention(q, k, v, segments, newest, **options)
+        return jnp.sum(attended.astype(jnp.float32) * cotangent), attended
+
+    (_, attended), gradients = jax.jit(jax.value_and_grad(weighed, argnums=(0, 1, 2), has_aux=True))(*floats)
+    return [np.asarray(x, np.float32) for x in (attended, *gradients)]
+
+
+@pytest.mark.slow
+@examples(5)
+@given(
+    batch=st.integers(1, 3),
+    length=st.integers(1, 40),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+    steps=st.integers(1, 5),
+    seed=st.integers(0, 1000),
+)
+def test_xla_equals_one_dense_softmax(batch, length, kv_heads, group, steps, seed):
+    q, k, v, segments = example(batch, length, kv_heads, group, steps=steps, seed=seed)
+    newest = seed % steps
+    got = ttt_attention(q, k, v, segments, newest, implementation="xla")
+    np.testing.assert_allclose(got, dense(q, k, v, segments, newest), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.long
+def test_blocks_of_queries_change_nothing(monkeypatch):
+    arguments = example(length=37)
+    whole = with_gradients(arguments, 2, 1.0, implementation="xla")
+    monkeypatch.setattr(module, "_QUERIES", 8)
+    for got, expected in zip(with_gradients(arguments, 2, 1.0, implementation="xla"), whole, strict=True):
+        np.testing.assert_allclose(got, expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.long
+@examples(6)
+@given(
+    batch=st.integers(1, 2),
+    length=st.integers(1, 700),
+    kv_heads=st.integers(1, 2),
+    group=st.integers(1, 4),
+    head_dim=st.sampled_from([64, 80, 128, 256]),
+    steps=st.integers(1, 4),
+    documents=st.integers(1, 4),
+    dtype=st.sampled_from([jnp.float32, jnp.bfloat16]),
+    seed=st.integers(0, 1000),
+)
+def test_pallas_equals_xla_with_its_gradients(batch, length, kv_heads, group, head_dim, steps, documents, dtype, seed):
+    arguments = example(batch, length, kv_heads, group, head_dim, steps, documents, seed, dtype)
+    cotangent = np.random.default_rng(seed + 1).normal(size=arguments[0].shape).astype(np.float32)
+    newest = seed % steps
+    exact = [x.astype(jnp.float32) for x in arguments[:3]] + arguments[3:]
+    expected = with_gradients(exact, newest, cotangent, implementation="xla")
+    got = with_gradients(arguments, newest, cotangent, implementation="pallas", interpret=True)
+    tolerance = 1e-4 if dtype == jnp.float32 else 4e-2
+    for x, y in zip(got, expected, strict=True):
+        np.testing.assert_allclose(x, y, atol=tolerance * max(1, np.abs(y).max()), rtol=0)
+
+
+@pytest.mark.slow
+def test_gradients_by_finite_differences():
+    q, k, v, segments = example(batch=1, length=6, steps=3)
+
+    @jax.jit
+    def attend(q, k, v):
+        return ttt_attention(q, k, v, segments, 2, implementation="pallas", interpret=True)
+
+    check_grads(attend, (q, k, v), order=1, modes=["rev"], atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+def test_steps_that_are_still_to_come_are_not_read(implementation):
+    """NaN there reaches neither the result nor a gradient."""
+    q, k, v, segments = example(steps=4)
+    options = {"implementation": implementation, "interpret": True}
+    clean = with_gradients((q, k, v, segments), 1, 1.0, **options)
+    poisoned = with_gradients((q, k.at[2:].set(jnp.nan), v.at[2:].set(jnp.nan), segments), 1, 1.0, **options)
+    for got, expected in zip(poisoned, clean, strict=True):
+        np.testing.assert_array_equal(got, expected)
+    assert not np.any(poisoned[2][2:])
+    assert not np.any(poisoned[3][2:])
+
+
+@pytest.mark.long
+def test_races_and_reads_of_what_was_never_written():
+    """The interpreter of TPU memory: VMEM begins as NaN, and accesses that may overtake each other are reported."""
+    arguments = example(batch=1, length=300, head_dim=64)
+    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    got = with_gradients(arguments, 2, 1.0, implementation="pallas", interpret=params)
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # where the verdict is, and only there
+
+    assert interpret_pallas_call.races is not None
+    assert not interpret_pallas_call.races.races_found
+    for x, y in zip(got, with_gradients(arguments, 2, 1.0, implementation="xla"), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-4, rtol=1e-4)
+
+
+# 3 rows do not divide over the data axis.
+@pytest.mark.parametrize("batch", [pytest.param(4, marks=pytest.mark.slow), 3])
+def test_sharded_equals_unsharded(batch):
+    arguments = example(batch, length=30, kv_heads=4)
+    expected = with_gradients(arguments, 2, 1.0, implementation="xla")
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        got = with_gradients(arguments, 2, 1.0, implementation="pallas", interpret=True)
+    for x, y in zip(got, expected, strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.long
+@examples(20)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
+def test_documents_start_where_the_segment_id_changes(lengths):
+    segments = np.repeat(np.arange(1, len(lengths) + 1), lengths)[None]
+    expected = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)
+    np.testing.assert_array_equal(document_starts(jnp.asarray(segments))[0], expected)
+
+
+def test_a_row_too_long_for_vmem_is_refused_with_numbers():
+    fits = functools.partial(plan, keys=(7, 1, 8192, 8, 128), dtype=jnp.bfloat16)
+    assert fits((1, 8192, 32, 128)).length == 8192
+    with pytest.raises(ValueError, match=r"VMEM: got \d+\.\d MiB .* expected at most 56 MiB"):
+        fits((1, 32768, 32, 128))

