@@ -29,7 +29,7 @@ _HOMES = {
     "Piece": "eagle3_jax.decoding.request",
     "QueueFullError": "eagle3_jax.decoding.request",
     "Request": "eagle3_jax.decoding.request",
-    "SamplingParams": "eagle3_jax.decoding.rounds.round.sampling",
+    "SamplingParams": "eagle3_jax.decoding.rounds.sampling",
     "TargetConfig": "eagle3_jax.config",
     "load_draft": "eagle3_jax.formats.heads",
     "load_target": "eagle3_jax.models.checkpoint.fetch",

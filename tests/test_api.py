@@ -51,7 +51,8 @@ def test_the_package_itself_lists_its_verbs():
 
     listed = [line.split()[0] for line in run().stdout.splitlines() if line.startswith("  ")]
     folder = pathlib.Path(eagle3_jax.__file__).parent
-    verbs = {path.stem for path in folder.glob("*.py") if path.stem in FOLDERS or path.stem in ("report", "serve")}
+    files = [*folder.glob("*.py"), *(path.parent for path in folder.glob("*/__main__.py"))]
+    verbs = {path.stem for path in files if path.stem in FOLDERS or path.stem in ("report", "serve")}
     assert set(listed) == verbs and len(listed) == len(verbs)
     wrong = run("train", "--config", "x.yaml")
     assert (wrong.returncode, wrong.stdout) == (2, "")
@@ -122,10 +123,10 @@ def test_nobody_hears_that_there_is_no_pytorch():
 @pytest.mark.slow
 def test_decoding_imports_nothing_of_the_training_extra():
     code = (
-        "import sys, eagle3_jax, eagle3_jax.decoding.measure\n"
+        "import sys, eagle3_jax, eagle3_jax.decoding.measure.compare\n"
         "for name in eagle3_jax.__all__: getattr(eagle3_jax, name)\n"
         # flax brings optax and orbax with it
-        "from eagle3_jax.command import EXTRAS\n"
+        "from eagle3_jax.runs.command import EXTRAS\n"
         "print({*EXTRAS['train'], *EXTRAS['serve'], 'spacy', 'tensorflow'} & set(sys.modules) - {'optax', 'orbax'})\n"
         "sys.exit(any(m.startswith(('eagle3_jax.data', 'eagle3_jax.training')) for m in sys.modules))"
     )

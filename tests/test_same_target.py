@@ -79,9 +79,9 @@ def forge(config: configs.RunConfig) -> Run:
 
 # What was made -> what uses it, and the work that must not begin.
 USERS: dict[str, tuple[Callable[[Run, Target], object], str]] = {
-    "regenerate -> extract": (lambda run, target: extract.extract(run.config, target), "manifest.lock"),
-    "extract -> train": (lambda run, target: train.train(run.config, target), "manifest.lock"),
-    "train -> export": (lambda run, target: export.run(run.config, target), "manifest.lock"),
+    "regenerate -> extract": (lambda run, target: extract.extract(run.config, target), "runs.manifest.lock"),
+    "extract -> train": (lambda run, target: train.train(run.config, target), "runs.manifest.lock"),
+    "train -> export": (lambda run, target: export.run(run.config, target), "runs.manifest.lock"),
     "export -> evaluate": (
         lambda run, target: evaluate.run(run.config, run.prompts, "report.json", target),
         "formats.files.read_tensors",

@@ -152,12 +152,12 @@ def test_one_killed_process_ends_all_and_the_rerun_goes_on(config, alone, verb, 
 
 NEAR_TIES = """
 import dataclasses, json, sys
-from eagle3_jax import command
+from eagle3_jax.runs import command
 from eagle3_jax.config import MeshConfig, TargetConfig
 from eagle3_jax.decoding.engine import Engine, SamplingParams
-from eagle3_jax.decoding.near_tie import near_tie
+from eagle3_jax.decoding.measure.near_tie import near_tie
 from eagle3_jax.mesh import make_mesh, own_replica
-from eagle3_jax.models.registry import load_target
+from eagle3_jax.models.checkpoint.fetch import load_target
 
 with command.run("evaluate"):
     mesh = own_replica(make_mesh(MeshConfig(data=1, model=2))).decoding_mesh

@@ -189,7 +189,7 @@ async def _drive(
 
 def _hardware() -> dict[str, Any]:
     """`manifest.hardware`, asked in a process of its own: one that asks JAX keeps a TPU, which the servers need."""
-    code = "import json; from eagle3_jax import manifest; print(json.dumps(manifest.hardware()))"
+    code = "import json; from eagle3_jax.runs import manifest; print(json.dumps(manifest.hardware()))"
     asked = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False)
     if asked.returncode:
         raise ValueError(f"hardware: got status {asked.returncode} from JAX, expected a device that nobody else holds")

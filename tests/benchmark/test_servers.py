@@ -189,8 +189,8 @@ def test_who_measures_leaves_the_accelerator_to_the_servers(traffic_config, prom
     code = """
 import contextlib, sys
 from jax._src import xla_bridge
-from eagle3_jax import benchmark
-from eagle3_jax.benchmarking import serving
+from eagle3_jax.benchmark import __main__ as benchmark
+from eagle3_jax.benchmark import servers as serving
 serving._started = lambda *_: contextlib.nullcontext(serving.found_at(sys.argv[1]))
 benchmark.main(["serve", *sys.argv[2:]])
 assert not xla_bridge.backends_are_initialized()

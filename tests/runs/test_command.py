@@ -20,7 +20,7 @@ def test_a_stop_is_no_success(capsys):
 # A verb that is sent a signal while it loads, in its loop, or twice there.
 SIGNALLED = """
 import os, sys, time
-from eagle3_jax import command
+from eagle3_jax.runs import command
 sent, when = int(sys.argv[1]), sys.argv[2]
 with command.run("train"):
     print("begun")

@@ -147,7 +147,7 @@ def test_fingerprint_ignores_clocks_and_nothing_else():
 
 HOLD = """
 import sys
-from eagle3_jax import manifest
+from eagle3_jax.runs import manifest
 with manifest.claim(sys.argv[1], {"verb": "extract"}), manifest.atomic(sys.argv[1] + "/shard") as shard:
     shard.write_text("half")
     print("held", flush=True)

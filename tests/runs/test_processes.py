@@ -50,7 +50,7 @@ def test_a_single_process_has_all_of_it_for_nothing():
 
 
 def test_jax_is_not_imported_for_a_single_process():
-    check = "import sys; from eagle3_jax import processes; processes.agree(lambda: 1); sys.exit('jax' in sys.modules)"
+    check = "import sys; from eagle3_jax.runs import processes; processes.agree(lambda: 1); sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], cwd=tiny.REPOSITORY, timeout=60).returncode == 0
 
 
@@ -58,9 +58,9 @@ PROGRAM = """
 import os, signal, sys, time
 import numpy as np
 from jax.experimental import multihost_utils
-from eagle3_jax import command, manifest, processes
+from eagle3_jax.runs import command, manifest, processes
 from eagle3_jax.config import TargetConfig
-from eagle3_jax.models import registry
+from eagle3_jax.models.checkpoint import fetch as registry
 
 case = sys.argv[1]
 with command.run("train"):

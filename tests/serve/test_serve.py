@@ -21,9 +21,9 @@ from eagle3_jax.serve import opening
 TREE = ["--speculative-num-steps", "2", "--speculative-eagle-topk", "1"]
 # The programs that are asked for are compiled when they are.
 COLD = """
-from eagle3_jax import serve
+from eagle3_jax.serve import __main__ as serve
 from eagle3_jax.decoding.engine import Engine
-from eagle3_jax.serving import opening
+from eagle3_jax.serve import opening
 Engine.warm_up = lambda *_, **__: None
 serve.main(["--config", "run.yaml"])
 """

@@ -151,7 +151,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from eagle3_jax.config import MeshConfig, TrainConfig
 from eagle3_jax.mesh import batch_sharding, make_mesh, shardings
-from eagle3_jax.models.draft import DraftHeadConfig
+from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
 from eagle3_jax.training.batch import Batch, Teacher, TEACHER_SHARDING_RULES
 from eagle3_jax.training.optimizer import make_optimizer
 from eagle3_jax.training.state import STATE_SHARDING_RULES, TrainState, init_head, make_train_step

@@ -128,7 +128,7 @@ def test_the_kernels_for_tpu_change_no_token(toy, vanilla, name, monkeypatch):
     for place, kernel in (
         ("cache.tree_attention", tree_attention),
         ("cache.commit", commit),
-        ("head.vocabulary_top_k", vocabulary_top_k),
+        ("drafts.head.vocabulary_top_k", vocabulary_top_k),
     ):
         interpreted = functools.partial(kernel, implementation="pallas", interpret=True)
         monkeypatch.setattr(f"eagle3_jax.models.{place}", interpreted)

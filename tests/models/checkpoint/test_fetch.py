@@ -316,8 +316,8 @@ def test_an_environment_without_pip_is_said(no_hub, monkeypatch):
 
 UNPACK = """
 import os, pathlib, subprocess, sys, time, zipfile
-from eagle3_jax import manifest
-from eagle3_jax.models import registry
+from eagle3_jax.runs import manifest
+from eagle3_jax.models.checkpoint import fetch as registry
 
 def download(command, **kwargs):
     with open(sys.argv[1], "a") as stream:
