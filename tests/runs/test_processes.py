@@ -9,9 +9,9 @@ import jax
 import pytest
 import tiny
 
-from eagle3_jax.runs import processes
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.models.checkpoint import fetch as registry
+from eagle3_jax.runs import processes
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,9 @@ def test_a_single_process_has_all_of_it_for_nothing():
 
 
 def test_jax_is_not_imported_for_a_single_process():
-    check = "import sys; from eagle3_jax.runs import processes; processes.agree(lambda: 1); sys.exit('jax' in sys.modules)"
+    check = (
+        "import sys\nfrom eagle3_jax.runs import processes\nprocesses.agree(lambda: 1)\nsys.exit('jax' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", check], cwd=tiny.REPOSITORY, timeout=60).returncode == 0
 
 
