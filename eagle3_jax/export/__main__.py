@@ -22,8 +22,9 @@ from eagle3_jax import config as configuration
 from eagle3_jax.config import RunConfig
 from eagle3_jax.data import vocab
 from eagle3_jax.export import check, publish, write_target
-from eagle3_jax.formats import compatibility, heads, speculators
+from eagle3_jax.formats import compatibility, heads
 from eagle3_jax.formats.files import CONFIG, WEIGHTS
+from eagle3_jax.formats.forms import FORMS, SPECULATORS
 from eagle3_jax.formats.stored import StoredHead, from_draft, verifier
 from eagle3_jax.models.checkpoint.fetch import Target, load_target, packaged_model
 from eagle3_jax.models.checkpoint.identity import check_same_target
@@ -112,9 +113,9 @@ def _write(
             manifest.finish(partial, files=(CONFIG, WEIGHTS), parameters=parameters)
     size = (folder / WEIGHTS).stat().st_size / 2**20
     print(f"{folder}: {parameters / 1e6:.1f} M parameters, {size:.0f} MiB, read back bit by bit", file=sys.stderr)
-    print(f"{folder}: {compatibility.served_by(heads.FORMS[form], head)}", file=sys.stderr)
+    print(f"{folder}: {compatibility.served_by(FORMS[form], head)}", file=sys.stderr)
     name = (head.verifier or {}).get("name_or_path")
-    if form == speculators.FORM.name and name and packaged_model(name):
+    if form == SPECULATORS.name and name and packaged_model(name):
         print(
             f"{folder}: warning: it names its target {name!r}, which vLLM cannot find: `vllm serve` needs the target's "
             "folder (`--write-target DIR` writes it) and the head in --speculative-config, as tools/serve_vllm.sh "
@@ -155,11 +156,11 @@ def arguments_to_convert(argv: Sequence[str]) -> tuple[str, str, str]:
         prog="python -m eagle3_jax.export", description="A draft head of any form -> another form.", allow_abbrev=False
     )
     parser.add_argument("--from", required=True, metavar="DIR", dest="source", help="folder of the head")
-    parser.add_argument("--to", required=True, nargs=2, metavar=("FORM", "DIR"), help=" | ".join(heads.FORMS))
+    parser.add_argument("--to", required=True, nargs=2, metavar=("FORM", "DIR"), help=" | ".join(FORMS))
     given = parser.parse_args(argv)
     form, folder = given.to
-    if form not in heads.FORMS:
-        parser.error(f"--to: got {form!r}, expected one of {', '.join(heads.FORMS)}")
+    if form not in FORMS:
+        parser.error(f"--to: got {form!r}, expected one of {', '.join(FORMS)}")
     return given.source, form, folder
 
 

@@ -1,7 +1,7 @@
-"""Which engine runs which head, from which version on.
+"""The tables of compatibility: each kind of head and of target, and the first version of each engine that runs it.
 
-The tables are the one place that knows. `export` refuses by them what a form's own engine cannot run, and says by them
-who serves what was written; docs/serve-in-sglang-and-vllm.md repeats `SINCE`.
+`export` refuses by these tables alone a head that the form's own engine cannot run, and names by them the engines that
+serve the written one. docs/serve-in-sglang-and-vllm.md repeats `SINCE`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ ENGINES = {
 }
 SILENT, FAILS, UNKNOWN = "ignored", "fails", "not known"
 _NO = (SILENT, FAILS, UNKNOWN)
-# What a head may be -> of each engine the first version known to run it, or what it does instead. Known from the code:
-# SGLang's wheels 0.4.5, 0.4.9, 0.5.2, 0.5.11, 0.5.12 and 0.5.23 (models/llama_eagle3.py, llama.py, eagle_worker.py,
-# layers/rotary_embedding, which calls YaRN's factor `attn_factor`); vLLM's wheels 0.21.0, 0.22.0 and 0.32.0
-# (models/llama_eagle3.py, llama.py, gpu_model_runner.py; the same in 0.33.0), and of 0.24.0 and 0.25.0
-# configs/speculators/algos.py: 0.21.0 has neither norm and three aux layers alone, and up to 0.24.0 the form of
-# speculators hands neither flag on; EAGLE's model/cnets.py, loaded with strict=False; sglang-jax's
-# models/llama_eagle3.py, which maps tensors by a fixed list, and model_runner.py, which looks for aux layers in the
-# target's config; tpu-inference's models/jax/llama_eagle3.py, llama3.py and weight_utils.py: an unmapped tensor is an
-# error (`t2d` is not), an unknown key is not.
+# Property of a head -> for each engine the first version known to run it, or the engine's behaviour instead. Read from
+# - SGLang's wheels 0.4.5, 0.4.9, 0.5.2, 0.5.11, 0.5.12 and 0.5.23: models/llama_eagle3.py, llama.py, eagle_worker.py,
+#   layers/rotary_embedding (YaRN's factor is called `attn_factor` there);
+# - vLLM's wheels 0.21.0, 0.22.0 and 0.32.0 (0.33.0 is the same): models/llama_eagle3.py, llama.py, gpu_model_runner.py;
+#   0.24.0 and 0.25.0: configs/speculators/algos.py. 0.21.0 has neither norm, and exactly three aux layers. Up to 0.24.0
+#   the form of speculators passes neither flag on;
+# - EAGLE's model/cnets.py, which loads with strict=False;
+# - sglang-jax's models/llama_eagle3.py, which maps tensors by a fixed list, and model_runner.py, which reads aux layers
+#   from the target's config;
+# - tpu-inference's models/jax/llama_eagle3.py, llama3.py and weight_utils.py: an unmapped tensor other than `t2d` is an
+#   error, an unknown key is not.
 SINCE = {
     # head: SGLang, vLLM, EAGLE, sglang-jax, tpu-inference
     "EAGLE-3": ("0.4.5", "0.21.0", "cb7e084", "cddbf6f", "b8692ff"),
@@ -57,13 +59,14 @@ SINCE = {
     "the target's LM head": ("0.5.2", "0.21.0", SILENT, "cddbf6f", UNKNOWN),
     "rows of the target's LM head": (SILENT, UNKNOWN, SILENT, SILENT, UNKNOWN),
 }
-# The same by the target, whose hidden states an engine must hand on. Known from the target's own class in the same
-# versions; of vLLM in 0.21.0, 0.22.0 and 0.32.0 (the same in 0.33.0). SGLang: gemma3_causal.py of 0.5.23 captures
-# what the last part of a layer adds, without the residual (that of 0.5.12 did not); mimo.py cannot capture. vLLM:
-# gemma3.py and gemma3_mm.py lack SupportsEagle3, the forward of mimo.py returns no aux states; deepseek_v2.py adds a
-# residual that block 0 has not got, and that of 0.22.0 captures nothing behind the last block. EAGLE captures in its
-# own Llama and Qwen 3 alone, sglang-jax in llama.py and qwen3.py, tpu-inference in llama3.py; what that leaves to
-# vLLM's classes was not tried.
+# Property of a target, whose hidden states an engine must capture -> the same. Read from the target's own class in the
+# same versions (vLLM: 0.21.0, 0.22.0 and 0.32.0; 0.33.0 is the same).
+# - SGLang: gemma3_causal.py of 0.5.23 captures the output of a layer's last part without the residual (0.5.12 did
+#   not); mimo.py cannot capture.
+# - vLLM: gemma3.py and gemma3_mm.py lack SupportsEagle3; the forward of mimo.py returns no aux states; deepseek_v2.py
+#   adds a residual that block 0 lacks, and in 0.22.0 captures nothing after the last block.
+# - EAGLE captures in its own Llama and Qwen 3 alone, sglang-jax in llama.py and qwen3.py, tpu-inference in llama3.py.
+#   Models that tpu-inference leaves to vLLM's classes were not tried.
 BY_TARGET = {
     "aux layer 0 of DeepSeek": (FAILS, FAILS, SILENT, SILENT, SILENT),
     "aux layer n of DeepSeek": (FAILS, "0.32.0", SILENT, SILENT, SILENT),
@@ -80,9 +83,9 @@ _ROWS = SINCE | BY_TARGET
 
 
 def used(head: StoredHead, form: Form) -> Iterator[tuple[str, str]]:
-    """Rows of the tables that a head in this form needs, each with its field, what that is, and what is plain.
+    """Yields the rows of the tables that apply to a head in this form, each with its reason: field, got, expected.
 
-    Nothing of the sort ("") where the head is not to blame.
+    The reason is "" where the row is not due to the head.
     """
     c, last = head.config, head.target_layers or "n"
     architectures: list[str] = [TEXT_OF.get(x, x) for x in map(str, (head.verifier or {}).get("architectures") or ())]
@@ -95,13 +98,13 @@ def used(head: StoredHead, form: Form) -> Iterator[tuple[str, str]]:
         plain = f"target.aux_layers: got {c.aux_layers}, expected the default (2, n // 2, n - 3)"
         yield "other aux layers", plain
         if c.aux_layers[0] != 2 and deepseek:
-            # SGLang counts these targets' layers from 1 only where the first id is 1 (sglang#25454).
+            # SGLang counts the layers of these targets from 1 only if the first id is 1 (sglang#25454).
             yield "other aux layers of DeepSeek, the first not 2", plain
     if c.num_aux_layers != 3:
         yield "aux layers, not three", f"target.aux_layers: got {c.num_aux_layers} layers, expected 3"
     if {0, last} & set(c.aux_layers or ()) and not deepseek:
-        # SGLang captures `hidden_states + residual` at the entry of a block: there is no residual at block 0 yet, and
-        # no entry behind the last block.
+        # SGLang captures `hidden_states + residual` at the entry of a block: block 0 has no residual yet, and the last
+        # block is followed by no entry.
         limits = f"1 to {last - 1 if isinstance(last, int) else 'n - 1'}"
         neither = f"SGLang captures neither 0 (the embeddings) nor {last} (the last block)"
         yield "aux layer 0 or n", f"target.aux_layers: got {c.aux_layers}, expected boundaries {limits}: {neither}"
@@ -150,15 +153,17 @@ def used(head: StoredHead, form: Form) -> Iterator[tuple[str, str]]:
 
 
 def refusals(form: Form, head: StoredHead) -> list[str]:
-    """What of a head the form's own engine cannot run: field, got, expected, engine and version."""
+    """Lists the properties that the form's own engine cannot run, each as field, got, expected, engine and version.
+
+    A target that the engine cannot draft for is no refusal: the head still drafts in this package.
+    """
     engine = form.engines[0]
-    cells = ((said, _ROWS[name][list(ENGINES).index(engine)]) for name, said in used(head, form))
-    # Of a target that the engine cannot draft for the head is written all the same: it drafts here.
-    return [f"{said}; {engine} (to {ENGINES[engine]}): {cell}" for said, cell in cells if said and cell in _NO]
+    cells = ((reason, _ROWS[name][list(ENGINES).index(engine)]) for name, reason in used(head, form))
+    return [f"{reason}; {engine} (to {ENGINES[engine]}): {cell}" for reason, cell in cells if reason and cell in _NO]
 
 
 def served_by(form: Form, head: StoredHead) -> str:
-    """Which engines run this head as it was trained, from which version on; which others read the form, but do not."""
+    """Names the engines that run this head as trained, with their first version, then those that read the form only."""
     names = [name for name, _ in used(head, form)]
     able, others = [], []
     for column, engine in enumerate(ENGINES):
@@ -174,12 +179,12 @@ def served_by(form: Form, head: StoredHead) -> str:
 
 
 def table() -> list[str]:
-    """The lines of the document's table."""
+    """Lines of the Markdown table in docs/serve-in-sglang-and-vllm.md."""
     rows = [("head", *ENGINES), ("---",) * (len(ENGINES) + 1), *((name, *cells) for name, cells in SINCE.items())]
     return ["| " + " | ".join(row) + " |" for row in rows]
 
 
 def _order(version: str) -> tuple[int, ...]:
-    """Releases by their numbers; of commits there is one an engine."""
+    """Sorts releases by number; an engine known by commit has a single one, sorted first."""
     parts = version.split(".")
     return tuple(int(part) for part in parts) if all(part.isdigit() for part in parts) else ()

@@ -1,4 +1,4 @@
-"""Whole models that draft for larger ones, on disk: what tells them from draft heads, and what they must share."""
+"""Whole models that draft for larger ones, on disk: telling them from draft heads, checking them against the target."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _ARCHITECTURES = {family.config.architecture for family in FAMILIES} | TEXT_OF.k
 
 
 def resolve(draft: str | pathlib.Path, field: str = "draft", expected: str = _EXPECTED) -> pathlib.Path:
-    """The folder of a draft: itself, or of the model that has this name. Raises TargetError.
+    """Returns the folder of a draft: the given one, or that of the model with this name. Raises TargetError.
 
     Args:
-        field: that it was given as. expected: what it may be there.
+        field: the field to name in errors. expected: the values allowed in this field, for errors.
     """
     if isinstance(draft, str):
         return fetch(draft, field=field, expected=expected)
@@ -39,9 +39,9 @@ def resolve(draft: str | pathlib.Path, field: str = "draft", expected: str = _EX
 
 
 def is_model(folder: pathlib.Path) -> bool:
-    """Whether a folder holds a whole model, by config.json and the names of its tensors.
+    """Tells whether a folder holds a whole model, by config.json and the names of its tensors.
 
-    Heads of EAGLE and EAGLE-2 call themselves LlamaForCausalLM too: they have an `fc`, and no norm behind the layer.
+    Heads of EAGLE and EAGLE-2 are called LlamaForCausalLM too, but have an `fc` and no final norm.
     """
     try:
         values = files.read_config(folder)
@@ -49,23 +49,24 @@ def is_model(folder: pathlib.Path) -> bool:
             return False
         names = {text_name(name) for name in locate(folder)}
     except (DraftFormatError, WeightsError, JsonError):
-        return False  # what is damaged cannot be told apart; who reads heads says what is wrong
+        return False  # damaged: the reader of heads reports the error
     return "model.norm.weight" in names and "fc.weight" not in map(canonical, names)
 
 
 def load(folder: pathlib.Path, target: Target, dtype: Any) -> Draft:
-    """The model, which must have the target's vocabulary.
+    """Loads a model as the draft; its vocabulary must be the target's.
 
     Raises:
         DraftFormatError: another vocabulary or tokenizer. TargetError, WeightsError: see `load_target`.
     """
     shape = read_config(folder)
     size = target.model.config.vocab_size
-    ours, theirs = tokenizer_digest(load_tokenizer(folder)), target.identity["tokenizer"]
+    pairs = (
+        ("vocab_size", shape.vocab_size, size),
+        ("tokenizer", tokenizer_digest(load_tokenizer(folder)), target.identity["tokenizer"]),
+    )
     problems = [
-        f"{field}: got {got}, expected {expected}, the target's"
-        for field, got, expected in (("vocab_size", shape.vocab_size, size), ("tokenizer", ours, theirs))
-        if got != expected
+        f"{field}: got {got}, expected {expected}, the target's" for field, got, expected in pairs if got != expected
     ]
     if problems:
         raise DraftFormatError(f"{folder} cannot draft for this target:\n  " + "\n  ".join(problems))

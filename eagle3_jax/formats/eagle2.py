@@ -1,7 +1,7 @@
-"""Heads of EAGLE and EAGLE-2 on disk, as SafeAILab publishes them; they are read, and not written.
+"""Heads of EAGLE and EAGLE-2 on disk, as SafeAILab publishes them: read only, never written.
 
-config.json is a `LlamaConfig`; fc has a bias if the tensor is there. Embeddings in the checkpoint must be the target's,
-which are used. There is no LM head: it is the target's, of a token map its rows.
+config.json is a `LlamaConfig`; fc has a bias if the tensor is present. Embeddings in the checkpoint must equal the
+target's, which are used. The LM head is the target's, reduced to the rows of a token map if there is one.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.rope import read_rope
 from eagle3_jax.models.target import ModelConfig
 
-# Under these names SafeAILab, SGLang and vLLM know it.
+# The architecture's names in SafeAILab's code, SGLang and vLLM.
 _ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle", "EagleLlamaForCausalLM")
 ONLY_EAGLE3 = (f"{LAYER}hidden_norm.weight", "norm.weight", "d2t")
 _FIXED = {"hidden_act": "silu", "num_hidden_layers": 1, "attention_bias": False, "mlp_bias": False}
 
 
 def is_eagle2(folder: pathlib.Path) -> bool:
-    """Whether a folder holds such a head, by config.json and the names of its tensors."""
+    """Tells whether a folder holds such a head, by config.json and the names of its tensors."""
     if not (folder / files.CONFIG).exists() or not may_be_eagle2(files.read_config(folder)):
         return False
     tensors, _ = files.read_tensors(folder)
@@ -40,12 +40,14 @@ def is_eagle2(folder: pathlib.Path) -> bool:
 
 
 def may_be_eagle2(values: dict[str, Any]) -> bool:
-    """Whether a config.json can be one's; the other heads that it can be of have tensors `ONLY_EAGLE3`."""
+    """Tells whether a config.json fits such a head; other heads that it fits have the tensors `ONLY_EAGLE3`."""
     return fields.architecture(values) in _ARCHITECTURES and "draft_vocab_size" not in values
 
 
 def read_shape(folder: pathlib.Path, target: ModelConfig) -> Eagle2Config:
-    """What config.json alone says of a head that drafts all of the target's tokens; SafeAILab's code gives fc a bias.
+    """Reads the shape of a head over the target's whole vocabulary from config.json alone.
+
+    Without `bias`, fc has one, as in SafeAILab's code.
 
     Raises:
         DraftFormatError: every problem at once.
@@ -59,10 +61,10 @@ def read_shape(folder: pathlib.Path, target: ModelConfig) -> Eagle2Config:
 
 
 def load(folder: pathlib.Path, target: Target, dtype: Any, token_ids: np.ndarray | None = None) -> Draft:
-    """The head with the target's LM head.
+    """Loads the head, with the target's LM head.
 
     Args:
-        token_ids: the target's ids of the tokens that are drafted, ascending; None is all of them.
+        token_ids: target ids of the drafted tokens, ascending; None is the whole vocabulary.
 
     Raises:
         DraftFormatError: every problem at once.
@@ -74,8 +76,8 @@ def load(folder: pathlib.Path, target: Target, dtype: Any, token_ids: np.ndarray
     config = read_config(values, shape.num_hidden_layers, size, "fc.bias" in tensors, problems)
     if config is not None:
         for field in ("vocab_size", "hidden_size"):
-            got, of = getattr(config, field), getattr(shape, field)
-            problems += [] if got == of else [f"{field}: got {got}, expected {of}, the target's"]
+            got, wanted = getattr(config, field), getattr(shape, field)
+            problems += [] if got == wanted else [f"{field}: got {got}, expected {wanted}, the target's"]
         expected = {name: shape for entry in table(config).values() for name, shape in entry.tensors.items()}
         problems += [f"missing tensor {name} {list(shape)}" for name, shape in expected.items() if name not in tensors]
         problems += [f"surplus tensor {name}" for name in sorted(tensors.keys() - expected.keys() - {EMBEDDINGS})]
@@ -89,17 +91,17 @@ def load(folder: pathlib.Path, target: Target, dtype: Any, token_ids: np.ndarray
     problems += stale_embeddings(tensors, target)
     rows = target.model.output_rows
     if not isinstance(rows, jax.Array):
-        problems.append("the target's LM head: not at hand, expected a target that is loaded whole")
+        problems.append("the target's LM head: not loaded, expected a target that is loaded whole")
     if problems:
         raise DraftFormatError(f"{folder} does not hold a usable draft head (EAGLE-2):\n  " + "\n  ".join(problems))
     assert config is not None and isinstance(rows, jax.Array)
-    held = table(config)
+    entries = table(config)
 
     def read(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
         name = parameter_path(path)
         if name == "lm_head":
             return (rows if token_ids is None else rows[token_ids]).astype(leaf.dtype)
-        entry = held[name]
+        entry = entries[name]
         value = entry.whole(*(tensors[tensor] for tensor in entry.tensors))
         return jnp.asarray(np.ascontiguousarray(value).astype(leaf.dtype))
 
@@ -113,7 +115,7 @@ def load(folder: pathlib.Path, target: Target, dtype: Any, token_ids: np.ndarray
 def read_config(
     values: dict[str, Any], target_layers: int, draft_vocab_size: int, fc_bias: bool, problems: list[str]
 ) -> Eagle2Config | None:
-    """The shape of the head that a config.json describes; None, and why, where it cannot be told."""
+    """Reads the head's shape from a config.json; None, with the reasons appended to `problems`, if that fails."""
     known = len(problems)
     problems += [
         f"{key}: got {values[key]!r}, expected {expected!r}"
@@ -135,11 +137,11 @@ def read_config(
 
 
 def table(config: Eagle2Config) -> dict[str, Entry]:
-    """Parameter path in `Eagle2Head` -> the tensors that it is made of; the LM head has none."""
+    """Maps each parameter path in `Eagle2Head` to its tensors; the LM head has none."""
     c = config
     h, f = c.hidden_size, c.intermediate_size
     attention, mlp = f"{LAYER}self_attn", f"{LAYER}mlp"
-    made = {
+    entries = {
         "fc": kernel("fc.weight", h, 2 * h),
         "attention/qkv": qkv(c, attention, h),
         "attention/o": kernel(f"{attention}.o_proj.weight", h, c.num_attention_heads * c.head_dim),
@@ -148,4 +150,4 @@ def table(config: Eagle2Config) -> dict[str, Entry]:
         "mlp/up": kernel(f"{mlp}.up_proj.weight", f, h),
         "mlp/down": kernel(f"{mlp}.down_proj.weight", h, f),
     }
-    return made | ({"fc_bias": plain("fc.bias", h)} if c.fc_bias else {})
+    return entries | ({"fc_bias": plain("fc.bias", h)} if c.fc_bias else {})

@@ -1,6 +1,6 @@
-"""config.json of a draft head, read and written by a table of each form: what a key's absence means, what is fixed.
+"""config.json of a draft head, read and written by a table for each form: defaults of absent keys, and fixed values.
 
-Keys are called as the fields of `DraftHeadConfig` are: Hugging Face's `LlamaConfig`, and what engines add to it.
+Keys are named as the fields of `DraftHeadConfig`: Hugging Face's `LlamaConfig`, and the engines' additions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from eagle3_jax.models.rope import is_positive, read_rope, write_rope
 
 REQUIRED = object()
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
-# Key -> what its absence, or null, means: a value, or a string, the key whose value it then has.
+# Key -> its value when absent or null; a string names the key whose value is taken.
 LLAMA: dict[str, Any] = {
     "vocab_size": REQUIRED,
     "hidden_size": REQUIRED,
@@ -26,7 +26,7 @@ LLAMA: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 2048,
 }
-# Variants of the network that this head is not; each may stand at top level or in `eagle_config`.
+# Keys that select another network, with the one value supported; each may stand at top level or in `eagle_config`.
 FIXED: dict[str, Any] = {
     "hidden_act": "silu",
     "num_hidden_layers": 1,
@@ -40,14 +40,14 @@ FIXED: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How a head is laid down for one family of engines, in both directions.
+    """The form of a head on disk for one family of engines, in both directions.
 
     Attributes:
         name: in configs and on the command line.
-        engines: that read it. The first one decides what the form can say.
+        engines: the engines that read the form. The first one decides which heads the form can hold.
         architectures: of config.json; the first is written, the others are the same network.
-        layer: how the names of the draft layer's tensors begin.
-        keys: as `LLAMA`; present: keys that must be there, be they null.
+        layer: prefix of the names of the draft layer's tensors.
+        keys: as `LLAMA`; present: keys that must be present, even if null.
         fixed: as `FIXED`.
         flatten: config.json -> one flat object.
         read_aux: a flat object -> the boundaries, None for the default; appends to a list of problems.
@@ -67,7 +67,7 @@ class Form:
 
 
 def read(form: Form, values: dict[str, Any], problems: list[str]) -> DraftHeadConfig | None:
-    """The shape of the head that a (flattened) config.json describes; None, and why, where it cannot be told."""
+    """Reads the head's shape from a flattened config.json; None, with the reasons in `problems`, if that fails."""
     known = len(problems)
     if architecture(values) not in form.architectures:
         problems.append(f"architectures: got {values.get('architectures')!r}, expected {[form.architectures[0]]!r}")
@@ -88,7 +88,7 @@ def read(form: Form, values: dict[str, Any], problems: list[str]) -> DraftHeadCo
     count = values.get("num_aux_hidden_states")
     if count is not None and count != head.num_aux_layers:
         problems.append(
-            f"num_aux_hidden_states: got {count!r}, expected {head.num_aux_layers}, as aux layers are named"
+            f"num_aux_hidden_states: got {count!r}, expected {head.num_aux_layers}, the number of aux layers"
         )
     if head.draft_vocab_size > head.vocab_size:
         problems.append(f"draft_vocab_size: got {head.draft_vocab_size}, expected at most {head.vocab_size}")
@@ -98,7 +98,7 @@ def read(form: Form, values: dict[str, Any], problems: list[str]) -> DraftHeadCo
 def sizes(
     keys: dict[str, Any], values: dict[str, Any], problems: list[str], present: Collection[str] = ()
 ) -> dict[str, Any]:
-    """What a config.json says of `keys`, see `Form`. Appends to `problems`; the values then mean nothing."""
+    """Reads `keys` (see `Form`) from a config.json. Appends to `problems`; the values are then undefined."""
     found: dict[str, Any] = {}
     known = len(problems)
     for key, absent in keys.items():
@@ -119,19 +119,19 @@ def sizes(
 
 
 def with_inner_norm(values: dict[str, Any]) -> dict[str, Any]:
-    """`norm_before_fc` at top level, as vLLM and SGLang read it: in `eagle_config` it counts more (NVIDIA's heads)."""
+    """Copies `norm_before_fc` to top level: its value in `eagle_config` (NVIDIA's heads) wins in vLLM and SGLang."""
     inner, key = values.get("eagle_config"), "norm_before_fc"
     return values | {key: inner[key]} if isinstance(inner, dict) and key in inner else values
 
 
 def architecture(values: dict[str, Any]) -> str | None:
-    """The first of a config.json's `architectures`; None where there is no such name."""
+    """Returns the first of a config.json's `architectures`; None if there is no such name."""
     names = values.get("architectures")
     return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
 
 
 def read_layers(key: str, ids: Any, problems: list[str]) -> tuple[int, ...] | None:
-    """Aux layers as a config holds them, in whatever counting."""
+    """Reads a list of aux layers as it stands in a config, in the engine's own counting."""
     if ids is None:
         return None
     if not (isinstance(ids, list) and ids and all(type(i) is int for i in ids)):
@@ -141,7 +141,7 @@ def read_layers(key: str, ids: Any, problems: list[str]) -> tuple[int, ...] | No
 
 
 def llama(head: StoredHead) -> dict[str, Any]:
-    """The keys of `LLAMA` and `FIXED` that engines look for, and RoPE, for a head."""
+    """Writes a head's keys of `LLAMA` and `FIXED` that engines read, and its RoPE."""
     c = head.config
     return {
         "model_type": "llama",
@@ -166,14 +166,14 @@ def llama(head: StoredHead) -> dict[str, Any]:
 
 
 def draft_vocabulary(head: StoredHead) -> dict[str, Any]:
-    """`draft_vocab_size`, and `target_hidden_size` where it is not the head's own."""
+    """Writes `draft_vocab_size`, and `target_hidden_size` if it differs from the head's width."""
     c = head.config
     values: dict[str, Any] = {"draft_vocab_size": c.draft_vocab_size}
     return values if c.target_hidden_size == c.hidden_size else values | {"target_hidden_size": c.target_hidden_size}
 
 
 def flags(head: StoredHead, *names: str) -> dict[str, bool]:
-    """Of these flags those that are on."""
+    """Writes those of the named flags that are on."""
     return {name: True for name in names if getattr(head.config, name)}
 
 

@@ -1,4 +1,4 @@
-"""The files of a draft head: config.json and safetensors, single or sharded with an index. Never a pickle."""
+"""The files of a draft head: config.json and safetensors, a single file or shards with an index; never a pickle."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from eagle3_jax.runs import manifest
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _CONVERT = (
-    'python -c \'import torch, safetensors.torch as s; held = torch.load("pytorch_model.bin", weights_only=True); '
-    f's.save_file({{k: v.contiguous() for k, v in held.items()}}, "{WEIGHTS}")\''
+    'python -c \'import torch, safetensors.torch as s; loaded = torch.load("pytorch_model.bin", weights_only=True); '
+    f's.save_file({{k: v.contiguous() for k, v in loaded.items()}}, "{WEIGHTS}")\''
 )
 
 
 def write(folder: pathlib.Path, values: dict[str, Any], tensors: Tensors) -> None:
-    """Makes `folder`. Raises OSError."""
+    """Creates `folder` with config.json and the weights. Raises OSError."""
     folder.mkdir(parents=True)
     save_tensors(tensors, folder / WEIGHTS)
     (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
 
 
 def read_config(folder: pathlib.Path) -> dict[str, Any]:
-    """config.json. Raises DraftFormatError."""
+    """Reads config.json. Raises DraftFormatError."""
     path = folder / CONFIG
     try:
         values = json.loads(path.read_text())
@@ -44,17 +44,20 @@ def read_config(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def read_tensors(folder: pathlib.Path) -> tuple[Tensors, list[str]]:
-    """All tensors under their canonical names, and the names that occur twice. Raises DraftFormatError."""
+    """Reads all tensors under their canonical names; lists names that are missing or occur twice.
+
+    Raises DraftFormatError.
+    """
     tensors: Tensors = {}
     problems: list[str] = []
     for path, promised in _locate(folder).items():
         try:
-            held = safetensors.numpy.load_file(path)
+            loaded = safetensors.numpy.load_file(path)
         except (SafetensorError, KeyError) as error:
             raise DraftFormatError(f"{path}: truncated, or not safetensors of a known dtype ({error})") from error
-        for name in sorted(promised - held.keys()):
+        for name in sorted(promised - loaded.keys()):
             problems.append(f"{path.name}: the index promises {name}, the file does not hold it")
-        for name, tensor in held.items():
+        for name, tensor in loaded.items():
             if canonical(name) in tensors:
                 problems.append(f"{name}: a second tensor for {canonical(name)}")
             tensors[canonical(name)] = tensor
@@ -62,14 +65,14 @@ def read_tensors(folder: pathlib.Path) -> tuple[Tensors, list[str]]:
 
 
 def file_digests(folder: str | pathlib.Path) -> dict[str, str]:
-    """Name -> sha256 in hex of each file that a head is read from."""
+    """Maps the name of each file that a head is read from to its sha256 in hex."""
     folder = pathlib.Path(folder)
     found = [path for pattern in (CONFIG, INDEX, "*.safetensors") for path in folder.glob(pattern)]
     return {path.name: manifest.digest(path) for path in sorted(found)}
 
 
 def _locate(folder: pathlib.Path) -> dict[pathlib.Path, set[str]]:
-    """The files that hold weights, and what the index promises of each."""
+    """Maps each file of weights to the tensors that the index places there; without an index, to none."""
     if (folder / INDEX).exists():
         try:
             index = read_index(folder)

@@ -1,8 +1,8 @@
-"""Draft heads on disk: read in whatever form they have, written in the form that is asked for.
+"""Draft heads on disk: loading a head in any form, and saving it in a given one.
 
-An engine drops what it does not know and leaves at random what it misses, without a word: hence a load here refuses
-everything that does not fit, all in one message. What no reader can see, since all shapes are right: another RoPE
-base; aux layers in another counting, where the run names them so too. Counters tell: `export --check numbers --expect`.
+Engines silently drop unknown keys and tensors, and leave missing ones random. A load here therefore refuses everything
+that does not fit, in one message. Some errors keep all shapes right and pass: another RoPE base, or aux layers in
+another counting that the run uses too. Counters show these: `export --check numbers --expect`.
 """
 
 from __future__ import annotations
@@ -15,20 +15,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from eagle3_jax.formats import (
-    compatibility,
-    draft_models,
-    draft_vocabulary,
-    eagle,
-    eagle2,
-    fields,
-    files,
-    sglang,
-    speculators,
-    token_maps,
-    vllm,
-)
-from eagle3_jax.formats.fields import Form
+from eagle3_jax.formats import compatibility, draft_models, draft_vocabulary, eagle2, fields, files, token_maps
+from eagle3_jax.formats.forms import FORMS, form_of
 from eagle3_jax.formats.stored import DraftFormatError, StoredHead, from_draft, misfits, stale_embeddings, to_draft
 from eagle3_jax.formats.tensors import EMBEDDINGS, LAYER, LM_HEAD, tensor_problems
 from eagle3_jax.models.checkpoint.fetch import Target
@@ -39,8 +27,6 @@ from eagle3_jax.runs import manifest
 
 _log = logging.getLogger(__name__)
 
-FORMS = {form.name: form for form in (sglang.FORM, vllm.FORM, speculators.FORM, eagle.FORM)}
-
 
 def load_draft(
     folder: str | pathlib.Path,
@@ -50,24 +36,24 @@ def load_draft(
     exact: bool = False,
     token_map: str | pathlib.Path | None = None,
 ) -> Draft:
-    """Reads what drafts for `target`: a head in any of `FORMS`, one of EAGLE-2 (see `eagle2`), or a smaller model.
+    """Loads the draft for `target`: a head in any of `FORMS`, a head of EAGLE-2 (see `eagle2`), or a smaller model.
 
-    Also takes what engines take: `layers.0.` for `midlayer.`, a `model.` prefix, no `t2d`, no `rope_theta` (10000), no
+    Accepts the engines' variants: `layers.0.` for `midlayer.`, a `model.` prefix, no `t2d`, no `rope_theta` (10000), no
     LM head (the target's rows of the draft vocabulary).
 
     Args:
-        folder: of the head; of a model of any family of targets, or its name (see `load_target`).
-        target: the model that the head shall draft for. The manifest beside a head of `export` says which one it was
-            trained with: that must have the same tokenizer and aux layers; other weights or another chat template
-            (`identity.COPY`) are logged as a warning. A head from elsewhere has no manifest, and an architecture alone
-            (a `ModelConfig`) cannot be compared with it: then only shapes are.
+        folder: of a head; of a model of any family of targets, or its name (see `load_target`).
+        target: the model to draft for. The manifest beside a head of `export` names the target of its training. Another
+            tokenizer or other aux layers are refused; other weights or another chat template (`identity.COPY`) are
+            logged as a warning. Only shapes are compared for a head without a manifest, or for an architecture alone
+            (`ModelConfig`).
         dtype: of the loaded weights.
-        exact: refuses other weights and another chat template too.
+        exact: refuse other weights and another chat template too.
         token_map: the tokens that a head of EAGLE-2 drafts (FR-Spec), see `token_maps.read`; None is all.
 
     Raises:
         DraftFormatError: every problem of config.json and every missing, surplus or wrongly shaped tensor, by name;
-            embeddings in the file that are not the loaded target's; a model of another vocabulary.
+            embeddings in the file that differ from the loaded target's; a model of another vocabulary.
         ManifestError: the head was trained with another target, by field. TargetError: a name that cannot be resolved.
     """
     folder = draft_models.resolve(folder)
@@ -85,11 +71,11 @@ def load_draft(
 
 
 def _warn_of_a_copy(folder: pathlib.Path, trained_with: dict[str, Any], target: Target) -> None:
-    others = [said for field, said in COPY.items() if trained_with.get(field) != target.identity[field]]
+    others = [words for field, words in COPY.items() if trained_with.get(field) != target.identity[field]]
     if others:
         _log.warning(
             "draft %s: a head of %s, trained with %s than those of %s; fewer drafts may be accepted, the tokens stay "
-            "the target's",
+            "exact",
             *(folder, trained_with.get("name"), " and ".join(others), target.identity["name"]),
         )
 
@@ -98,7 +84,7 @@ def _load_model(
     folder: pathlib.Path, target: Target | ModelConfig, dtype: Any, token_map: str | pathlib.Path | None
 ) -> Draft:
     if not isinstance(target, Target):
-        raise DraftFormatError(f"{folder}: a whole model, to compare tokenizers: expected a loaded target")
+        raise DraftFormatError(f"{folder}: a whole model; expected a loaded target, to compare tokenizers")
     if token_map is not None:
         raise DraftFormatError(f"token_map: got {token_map}, expected none: {folder} is a whole model")
     return draft_models.load(folder, target, dtype)
@@ -126,7 +112,7 @@ def save_draft(
     form: str = "sglang",
     target_name: str | None = None,
 ) -> None:
-    """Writes `folder`, which appears whole or not at all.
+    """Writes a head to `folder`, atomically.
 
     Args:
         folder: must not exist yet.
@@ -149,10 +135,10 @@ def save_draft(
 
 
 def read(folder: str | pathlib.Path, target: Target | ModelConfig | None = None) -> StoredHead:
-    """A head from its folder, its form found from config.json.
+    """Reads a head from its folder; config.json tells its form.
 
     Args:
-        target: that it shall draft for; None compares it with none. Embeddings are compared with a loaded one's.
+        target: the model to draft for, compared with the head unless None. Embeddings are compared with a loaded one's.
 
     Raises:
         DraftFormatError: every problem at once.
@@ -169,7 +155,7 @@ def read(folder: str | pathlib.Path, target: Target | ModelConfig | None = None)
             problems += misfits(config, target.model.config if isinstance(target, Target) else target)
         if isinstance(target, Target):
             problems += stale_embeddings(tensors, target)
-    # Heads of tied targets say it too (AngelSlim/Qwen3-4B_eagle3), and have an LM head of their own nevertheless.
+    # Some heads of tied targets set it and have an LM head of their own nevertheless (AngelSlim/Qwen3-4B_eagle3).
     if values.get("tie_word_embeddings") and LM_HEAD not in tensors:
         problems.append(f"tie_word_embeddings: got True, expected False, or a tensor {LM_HEAD}")
     _refuse(problems, f"{folder} does not hold a usable draft head")
@@ -187,31 +173,27 @@ def read(folder: str | pathlib.Path, target: Target | ModelConfig | None = None)
 
 
 def write(folder: pathlib.Path, head: StoredHead, form: str, problems: Sequence[str] = ()) -> None:
-    """Makes `folder`, reads it back and compares every bit.
+    """Writes a head to `folder`, reads it back and compares every bit.
 
     Args:
-        problems: found with the head already; they are said together with those of the form.
+        problems: those found with the head already, raised together with those of the form.
 
     Raises:
         DraftFormatError: the form's engine could not run the head, or it does not read back the same.
     """
-    to = FORMS[form]
-    refused = compatibility.refusals(to, head)
+    target_form = FORMS[form]
+    refused = compatibility.refusals(target_form, head)
     if refused:
         able = [other.name for other in FORMS.values() if not compatibility.refusals(other, head)]
         refused.append(f"export.format: got {form!r}, expected {' or '.join(able) or 'another head'}")
     _refuse([*problems, *refused], "this draft cannot be saved")
-    tensors = {name.replace(LAYER, to.layer): np.ascontiguousarray(tensor) for name, tensor in head.tensors.items()}
-    files.write(folder, to.write(head), tensors | draft_vocabulary.write(head.token_ids, head.config.vocab_size))
+    tensors = {
+        name.replace(LAYER, target_form.layer): np.ascontiguousarray(tensor) for name, tensor in head.tensors.items()
+    }
+    vocabulary = draft_vocabulary.write(head.token_ids, head.config.vocab_size)
+    files.write(folder, target_form.write(head), tensors | vocabulary)
     if not read(folder).same(head):
-        raise DraftFormatError(f"{folder}: what was written does not read back the same; is the disk full?")
-
-
-def form_of(values: dict[str, Any]) -> Form:
-    """The form of a config.json; of one that is none, the form whose sentence says so."""
-    if "speculators_model_type" in values:
-        return speculators.FORM
-    return next((form for form in FORMS.values() if fields.architecture(values) in form.architectures), sglang.FORM)
+        raise DraftFormatError(f"{folder}: the head does not read back the same; is the disk full?")
 
 
 def _refuse(problems: list[str], sentence: str) -> None:

@@ -1,4 +1,4 @@
-"""Draft heads inside a target's checkpoint: layers that predict a further token (MTP, SGLang's NEXTN)."""
+"""Draft heads inside a target's checkpoint: its multi-token prediction layers (MTP; NEXTN in SGLang)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from eagle3_jax.models.families.mimo import MimoConfig
 from eagle3_jax.models.target import ModelConfig
 
 MTP: Final = "mtp"
-# Of a family: the head, and parameter path in it -> the tensors of the checkpoint.
+# Family -> its head, and the function that maps each parameter path of the head to tensors of the checkpoint.
 _LAYERS: dict[type[ModelConfig], tuple[type[MtpHead], Callable[[Any], dict[str, Entry]]]] = {
     MimoConfig: (mimo_mtp.MimoMtp, mimo_mtp.table),
     DeepseekV3Config: (deepseek_mtp.DeepseekMtp, deepseek_mtp.table),
@@ -29,7 +29,7 @@ _LAYERS: dict[type[ModelConfig], tuple[type[MtpHead], Callable[[Any], dict[str, 
 
 
 def abstract(shape: ModelConfig, dtype: Any, field: str = "draft") -> MtpHead:
-    """The head of shapes that a target of this shape has. Raises ValueError, by `field`: its family has none."""
+    """Makes the abstract head (shapes only) of a target. Raises ValueError, by `field`, for a family without one."""
     if type(shape) not in _LAYERS:
         raise ValueError(f"{field}: got 'mtp', expected a head's folder: {shape.architecture} has no such layer")
     head, _ = _LAYERS[type(shape)]
@@ -37,18 +37,18 @@ def abstract(shape: ModelConfig, dtype: Any, field: str = "draft") -> MtpHead:
 
 
 def load(target: Target, dtype: Any) -> Draft:
-    """The first such layer, with the target's embeddings and LM head.
+    """Loads the first MTP layer, with the target's embeddings and LM head.
 
     Raises:
-        ValueError: a target of another family. WeightsError: tensors that are missing or misshapen.
+        ValueError: the target's family has none. WeightsError: missing or wrongly shaped tensors.
     """
     shape, rows = target.model.config, target.model.output_rows
     head = abstract(shape, dtype)
-    assert isinstance(rows, jax.Array), "loaded, and not packed yet"
+    assert isinstance(rows, jax.Array), "the target is loaded, and not packed yet"
     table = _LAYERS[type(shape)][1](shape)
     files = locate(target.folder)
     if problems := misfits(table, files):
-        raise WeightsError(f"{target.folder}: no layer to draft with ('mtp'):\n  " + "\n  ".join(problems))
+        raise WeightsError(f"{target.folder}: no MTP layer to draft with ('mtp'):\n  " + "\n  ".join(problems))
     tensor = reader(files)
 
     def read(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:

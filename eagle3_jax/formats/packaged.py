@@ -1,4 +1,4 @@
-"""Heads that come with this package, found by the target that they draft for: `draft="auto"`."""
+"""The heads in this package, found by their target: `draft="auto"`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from eagle3_jax.runs import manifest, processes
 AUTO: Final = "auto"
 LOOKUP: Final = "lookup"
 HEADS = pathlib.Path(__file__).parents[1] / "heads"
-# The weights may be another copy of the same model, such as the hub's beside a quantised one: shapes alone must fit.
+# Weights are not compared, shapes are: they may be another copy of the model, such as the hub's of a quantised one.
 _SAME = ("tokenizer", "chat_template", "aux_layers")
 
 
 def shipped_head(target: Target) -> pathlib.Path | None:
-    """The folder of the head that comes for this target; None where none does."""
+    """Finds the folder of this package's head for a target; None if it has none."""
     for path in sorted(HEADS.glob(f"*/{manifest.NAME}")):
         trained_with = manifest.read(path.parent, made_by="export", verify=False)["identity"]["target"]
         if all(trained_with[field] == target.identity[field] for field in _SAME):
@@ -30,31 +30,31 @@ def shipped_head(target: Target) -> pathlib.Path | None:
 
 
 def load_shipped(target: Target, dtype: Any) -> Draft | None:
-    """The head that comes for this target, ready to draft (see `load_draft`); None where none does."""
+    """Loads this package's head for a target (see `load_draft`); None if it has none."""
     folder = shipped_head(target)
     return None if folder is None else heads.load_draft(folder, target=target, dtype=dtype)
 
 
 def chosen_draft(draft: str | None, export: pathlib.Path, target: Target) -> tuple[str, pathlib.Path | None]:
-    """The draft that a verb works with.
+    """Resolves the draft of a verb.
 
     Args:
-        draft: a folder or a model's name, "auto", "mtp" or "lookup"; None is the run's own or, where the run has none,
+        draft: a folder or a model's name, "auto", "mtp" or "lookup"; None is the run's own head or, without one,
             "auto".
-        export: the run's own.
+        export: folder of the run's own head.
 
     Returns:
-        The draft, as `Engine.load` takes it; and the folder of the head, None of "lookup" and "mtp".
+        The draft, as `Engine.load` takes it; and the folder of the head, None for "lookup" and "mtp".
 
     Raises:
-        ManifestError: the run's export is not finished; or it has none, and no head comes for this target.
-        ValueError: "auto", and no head comes for this target.
+        ManifestError: the run's export is unfinished, or absent while this package has no head for the target.
+        ValueError: "auto", and this package has no head for the target.
     """
     if draft is None:
         if (export / manifest.NAME).exists() or shipped_head(target) is None:
-            manifest.read(export, made_by="export", verify=False)  # `load_draft` does
+            manifest.read(export, made_by="export", verify=False)  # `load_draft` verifies
             return str(export), export
-        processes.say(f"{export}: no head there; that of this package for {target.identity['name']} drafts")
+        processes.say(f"{export}: no head there; drafting with this package's head for {target.identity['name']}")
         draft = AUTO
     if draft in (LOOKUP, MTP):
         return draft, None
@@ -62,12 +62,16 @@ def chosen_draft(draft: str | None, export: pathlib.Path, target: Target) -> tup
         return draft, draft_models.resolve(draft)
     folder = shipped_head(target)
     if folder is None:
-        raise ValueError(f"draft: got 'auto', expected a folder: no head comes for {target.identity['name']}")
+        raise ValueError(f"draft: got 'auto', expected a folder: no packaged head for {target.identity['name']}")
     return AUTO, folder
 
 
 def draft_identity(draft: str, folder: pathlib.Path | None, token_map: str | None) -> dict[str, Any]:
-    """What a measurement notes of a verb's `draft`, and of what `chosen_draft` found, that another one would change."""
-    held = folder and files.file_digests(folder)
+    """Identity of a draft in a measurement's manifest: its name, and digests of the head's files and the token map.
+
+    Args:
+        draft, folder: see `chosen_draft`.
+    """
+    digests = folder and files.file_digests(folder)
     mapped = {} if token_map is None else {"token_map": manifest.digest(token_maps.locate(token_map))}
-    return {"folder": draft, "files": held, **mapped}
+    return {"folder": draft, "files": digests, **mapped}

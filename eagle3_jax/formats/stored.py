@@ -1,4 +1,4 @@
-"""A draft head as it lies on disk, in no engine's spelling: what every form is read into and written from."""
+"""`StoredHead`, a draft head on disk independent of its form: every form is read into it and written from it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.target import ModelConfig, default_aux_layers, without_aux_layers
 
-_ROWS = 8192  # of embeddings that are compared at a time: they may fill most of a device
+_ROWS = 8192  # rows of embeddings compared at a time: the whole table may fill most of a device
 
 
 class DraftFormatError(ValueError):
@@ -29,15 +29,15 @@ class DraftFormatError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class StoredHead:
-    """A head and what its files say beside it.
+    """A draft head on disk.
 
     Attributes:
-        config: its shape. `aux_layers` is None where they are the default, which no form writes down.
+        config: its shape. `aux_layers` is None for the default, which no form writes down.
         tensors: `draft_table`'s, in the stored dtype. Without `lm_head.weight` the LM head is the target's, at the rows
-            of the draft vocabulary. `embed_tokens.weight` only of a head that is narrower or wider than its target.
-        token_ids: the target's ids of the draft tokens, ascending.
-        target_layers: of the target, where it is known.
-        verifier: the target by name, as speculators has it: `name_or_path`, `architectures`.
+            of the draft vocabulary. `embed_tokens.weight` is kept only if the head is not as wide as its target.
+        token_ids: target ids of the draft tokens, ascending.
+        target_layers: number of the target's layers, if known.
+        verifier: the target by name, as in speculators: `name_or_path`, `architectures`.
     """
 
     config: DraftHeadConfig
@@ -53,7 +53,7 @@ class StoredHead:
         return LM_HEAD not in self.tensors
 
     def same(self, other: StoredHead) -> bool:
-        """Whether all that decides what is drafted is equal, to the bit."""
+        """Tells whether two heads draft alike: equal shape, token ids and tensors, to the bit."""
         return (
             self.config == other.config
             and np.array_equal(self.token_ids, other.token_ids)
@@ -63,7 +63,7 @@ class StoredHead:
 
 
 def misfits(head: DraftHeadConfig, target: ModelConfig) -> list[str]:
-    """Why a head cannot draft for a target, one sentence per field; empty when it can."""
+    """Lists why a head cannot draft for a target, a line for each field; empty when it can."""
     if not target.aux_layers:
         return [without_aux_layers(target)]
     aux_layers = head.aux_layers or default_aux_layers(target.num_hidden_layers)
@@ -74,34 +74,34 @@ def misfits(head: DraftHeadConfig, target: ModelConfig) -> list[str]:
         ("aux layers (boundaries)", aux_layers, target.aux_layers),
     )
     problems = [f"{field}: got {got}, expected {wanted}, the target's" for field, got, wanted in pairs if got != wanted]
-    for shift, said in ((1, "less, as SGLang counts: layers, by their outputs"), (-1, "more, as if counted twice")):
+    for shift, hint in ((1, "less, as SGLang counts: layers, by their outputs"), (-1, "more, as if counted twice")):
         if tuple(boundary + shift for boundary in aux_layers) == target.aux_layers:
-            problems[-1] += f"; each is one {said}"
+            problems[-1] += f"; each is one {hint}"
     if head.draft_vocab_size > target.vocab_size:
         problems.append(f"draft_vocab_size: got {head.draft_vocab_size}, expected at most {target.vocab_size}")
     return problems
 
 
 def stale_embeddings(tensors: Tensors, target: Target) -> list[str]:
-    """Whether a head's copy of the target's embeddings is another one: vLLM would draft with it, here none is read.
+    """Compares a head's copy of the embeddings with the target's: vLLM drafts with the copy, this package does not.
 
-    Equal means as far as both dtypes hold it: either side may have been rounded to the other's, or to its own.
+    The tolerance is the rounding of both dtypes: either side may have been rounded to the other's dtype, or its own.
     """
     copy, embed = tensors.get(EMBEDDINGS), target.model.embed[...]
     if copy is None or not isinstance(embed, jax.Array):
         return []
     if copy.shape != embed.shape or not jnp.issubdtype(copy.dtype, np.floating):
-        return []  # said already, by name
+        return []  # reported by `tensor_problems`
     kinds = [jnp.finfo(dtype) for dtype in (copy.dtype, embed.dtype)]
     relative = sum(float(kind.eps) / 2 for kind in kinds)
     absolute = sum(float(kind.smallest_subnormal) / 2 for kind in kinds)
     stale, largest = False, 0.0
     for start in range(0, len(copy), _ROWS):
-        mine = copy[start : start + _ROWS].astype(np.float32)
-        theirs = np.asarray(fetch(embed[start : start + _ROWS])).astype(np.float32)
-        apart = np.abs(mine - theirs)
-        stale |= not (apart <= relative * np.maximum(np.abs(mine), np.abs(theirs)) + absolute).all()
-        largest = float(np.maximum(largest, apart.max()))  # NaN stays
+        got = copy[start : start + _ROWS].astype(np.float32)
+        expected = np.asarray(fetch(embed[start : start + _ROWS])).astype(np.float32)
+        difference = np.abs(got - expected)
+        stale |= not (difference <= relative * np.maximum(np.abs(got), np.abs(expected)) + absolute).all()
+        largest = float(np.maximum(largest, difference.max()))  # keeps NaN
     if not stale:
         return []
     return [
@@ -111,12 +111,12 @@ def stale_embeddings(tensors: Tensors, target: Target) -> list[str]:
 
 
 def verifier(name: str | None, architecture: str) -> dict[str, Any]:
-    """The target as speculators has it."""
+    """Names a target as speculators does."""
     return {"name_or_path": name, "architectures": [architecture]}
 
 
 def from_draft(draft: Draft, target: ModelConfig, dtype: str, name: str | None) -> tuple[StoredHead, list[str]]:
-    """The head to store, and why it is none; `name` is the target's."""
+    """Converts a head in memory to a stored one, with a list of its problems; `name` is the target's."""
     config = draft.head.config
     ids = np.asarray(draft.token_ids).astype(np.int64)
     problems = misfits(config, target) + draft_vocabulary.problems(ids, config)
@@ -142,7 +142,7 @@ def from_draft(draft: Draft, target: ModelConfig, dtype: str, name: str | None) 
 
 
 def to_draft(stored: StoredHead, target: Target | ModelConfig, dtype: Any) -> Draft:
-    """The head in memory. Raises DraftFormatError where its LM head is the target's and that is not at hand."""
+    """Loads a stored head into memory. Raises DraftFormatError if its LM head is the target's, and not loaded."""
     architecture = target.model.config if isinstance(target, Target) else target
     config = stored.config
     if config.aux_layers is None:
@@ -153,8 +153,8 @@ def to_draft(stored: StoredHead, target: Target | ModelConfig, dtype: Any) -> Dr
         if not isinstance(rows, jax.Array) or not rows.is_fully_addressable:
             shape = [config.draft_vocab_size, config.hidden_size]
             raise DraftFormatError(
-                f"missing tensor {LM_HEAD} {shape}: the target's rows are taken then, expected a target that is loaded "
-                "(its LM head too, on this process)"
+                f"missing tensor {LM_HEAD} {shape}: to use the target's rows, expected a target that is loaded, with "
+                "its LM head on this process"
             )
         tensors = tensors | {LM_HEAD: np.asarray(rows[stored.token_ids])}
     table = draft_table(config)

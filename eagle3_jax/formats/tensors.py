@@ -1,6 +1,6 @@
-"""The tensors of a draft head: which parameter each one makes, and how.
+"""The tensors of a draft head, and their mapping to its parameters.
 
-Names are SGLang's and SafeAILab's (`midlayer.*`), projections [out, in], as torch keeps them.
+Names are SGLang's and SafeAILab's (`midlayer.*`); projections are [out, in], as in torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
 
 LM_HEAD, EMBEDDINGS = "lm_head.weight", "embed_tokens.weight"
 LAYER = "midlayer."
-# Other spellings. SGLang takes all of them (models/llama_eagle3.py, 0.5.23); vLLM takes `layers.0.` and no prefix.
+# Other spelling -> canonical one. SGLang accepts all (models/llama_eagle3.py, 0.5.23), vLLM `layers.0.` without prefix.
 _SPELLINGS = (
     ("layers.0.", LAYER),
     ("aux_norm_low.", "fc_norm.0."),
@@ -28,7 +28,7 @@ Tensors = dict[str, np.ndarray]
 
 
 def draft_table(config: DraftHeadConfig) -> dict[str, Entry]:
-    """Parameter path in `DraftHead` -> the tensors that it is made of."""
+    """Maps each parameter path in `DraftHead` to its tensors."""
     c = config
     h, f = c.hidden_size, c.intermediate_size
     attention, mlp = f"{LAYER}self_attn", f"{LAYER}mlp"
@@ -53,16 +53,16 @@ def draft_table(config: DraftHeadConfig) -> dict[str, Entry]:
 
 
 def canonical(name: str) -> str:
-    """The name of a tensor as the table has it."""
+    """Translates a tensor's name to the one in the table."""
     name = name.removeprefix("model.")
-    for theirs, ours in _SPELLINGS:
-        if name.startswith(theirs):
-            return ours + name.removeprefix(theirs)
+    for other, canonical_prefix in _SPELLINGS:
+        if name.startswith(other):
+            return canonical_prefix + name.removeprefix(other)
     return name
 
 
 def number_problems(tensors: Tensors, names: Collection[str]) -> list[str]:
-    """Those of these tensors that hold NaN or infinity, by name: a head with such weights drafts nothing of use."""
+    """Lists those of the named tensors that hold NaN or infinity: a head with such weights drafts nothing of use."""
     return [
         f"{name}: got NaN or infinity, expected finite numbers"
         for name, tensor in tensors.items()
@@ -71,10 +71,10 @@ def number_problems(tensors: Tensors, names: Collection[str]) -> list[str]:
 
 
 def tensor_problems(tensors: Tensors, config: DraftHeadConfig) -> list[str]:
-    """Every missing, surplus, misshapen and mistyped tensor, and such as are no numbers, by name.
+    """Lists every tensor that is missing, surplus, of a wrong shape or dtype, or not finite, by name.
 
-    May be absent: the LM head (it is the target's), `t2d`, `d2t` of the whole vocabulary, embeddings as wide as the
-    target's (they are the target's).
+    Optional: the LM head and embeddings of the target's width (then the target's are used), `t2d`, and `d2t` of the
+    whole vocabulary.
     """
     expected = {name: shape for entry in draft_table(config).values() for name, shape in entry.tensors.items()}
     optional = {"t2d": (config.vocab_size,), LM_HEAD: expected.pop(LM_HEAD)}

@@ -1,8 +1,8 @@
 """Token maps of FR-Spec (https://arxiv.org/abs/2502.14856): the frequent tokens, which alone are drafted.
 
-SGLang takes them as `--speculative-token-map`, ids that torch saved, in a file or on a hub. torch saves a pickle in an
-archive, and the numbers of a tensor beside it: it is taken apart here without running it, and anything but a list or a
-vector of integers is refused.
+SGLang takes them as `--speculative-token-map`, ids that torch saved, in a file or on a hub. A torch file is an archive
+of a pickle and of the tensor's numbers. The pickle is parsed here without being run; anything but a list or a vector of
+integers is refused.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from jaxtyping import Int64
 from safetensors import SafetensorError
 
 NAME = "token_map"
-# What a pickle says beside its values: versions, lengths, and what is remembered but not used again.
+# Opcodes without values: versions, lengths, and memoised objects that are not used again.
 _SILENT = ("PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT")
 _INTEGERS = ("BININT", "BININT1", "BININT2", "INT", "LONG", "LONG1")
 _LIST = ("EMPTY_LIST", "MARK", "APPEND", "APPENDS", "STOP", *_INTEGERS)
-# A pickled tensor of one dimension, operation by operation: how it is built (storage: type, name, device, length), and
-# then offset, size, stride, no gradient, no hooks. None is an integer.
+# Opcodes of a pickled one-dimensional tensor: its constructor (storage: type, name, device, length), then offset, size,
+# stride, no gradient, no hooks. None stands for any integer.
 _TENSOR = (
     *("GLOBAL", "MARK", "MARK", "BINUNICODE", "GLOBAL", "BINUNICODE", "BINUNICODE", None, "TUPLE", "BINPERSID"),
     *(None, None, "TUPLE1", None, "TUPLE1", "NEWFALSE", "GLOBAL", "EMPTY_TUPLE", "REDUCE", "TUPLE", "REDUCE", "STOP"),
@@ -35,18 +35,18 @@ _STORAGES = {"torch LongStorage": "i8", "torch IntStorage": "i4"}
 
 
 def read(path: str | pathlib.Path, vocab_size: int) -> Int64[np.ndarray, " ids"]:
-    """The ids, ascending, each once.
+    """Reads the ids of a token map, ascending and distinct.
 
     Args:
         path: see `locate`; .json (a list), .safetensors (a tensor "token_map", or the only one), or .pt (a list or a
             tensor that torch saved).
 
     Raises:
-        ValueError: no such file, another kind of file, or ids that are none of a vocabulary of `vocab_size`.
+        ValueError: no such file, another kind of file, or ids outside a vocabulary of `vocab_size`.
     """
     path = locate(path)
     found = _READERS[path.suffix](path)
-    if isinstance(found, list) and (others := [x for x in found if type(x) is not int]):  # numpy takes true for 1
+    if isinstance(found, list) and (others := [x for x in found if type(x) is not int]):  # numpy reads true as 1
         raise ValueError(f"token_map: {path}: got {others[0]!r}, expected a list of integers")
     ids = np.asarray(found)
     if ids.ndim != 1 or not len(ids) or not np.issubdtype(ids.dtype, np.integer):
@@ -54,14 +54,14 @@ def read(path: str | pathlib.Path, vocab_size: int) -> Int64[np.ndarray, " ids"]
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if len(outside):
         raise ValueError(f"token_map: {path}: got {int(outside[0])}, expected ids from 0 to {vocab_size - 1}")
-    return np.unique(ids.astype(np.int64))  # FR-Spec's own script writes Llama 3's BOS twice
+    return np.unique(ids.astype(np.int64))  # the script of FR-Spec writes Llama 3's BOS twice
 
 
 def locate(path: str | pathlib.Path) -> pathlib.Path:
-    """The file itself, or the one that "organisation/repository/file" names on a hub, at "@revision" if that is given.
+    """Returns a local file, or fetches "organisation/repository/file[@revision]" from a hub.
 
     Raises:
-        ValueError: neither is there, or another kind of file.
+        ValueError: neither exists, or another kind of file.
     """
     name, _, revision = str(path).partition("@")
     here = pathlib.Path(path).exists()
@@ -117,7 +117,7 @@ def _torch(path: pathlib.Path) -> Any:
 
 
 def _tensor(archive: zipfile.ZipFile, root: str, values: list[Any]) -> np.ndarray:
-    """The numbers of a tensor, from its storage's bytes; `values` are those of `_TENSOR`'s operations that have one."""
+    """Reads a tensor's numbers from the bytes of its storage; `values` are the operands of `_TENSOR`'s opcodes."""
     build, kind, storage, key, _, length, offset, size, stride, hooks = values
     if (build, kind, stride, hooks) != ("torch._utils _rebuild_tensor_v2", "storage", 1, "collections OrderedDict"):
         raise ValueError(f"a pickle that calls {build}, {hooks} with stride {stride}")

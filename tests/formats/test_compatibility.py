@@ -8,7 +8,8 @@ import pytest
 from tiny_heads import TARGET, make_draft
 
 from eagle3_jax.formats import compatibility
-from eagle3_jax.formats.heads import FORMS, save_draft
+from eagle3_jax.formats.forms import FORMS
+from eagle3_jax.formats.heads import save_draft
 from eagle3_jax.formats.stored import DraftFormatError, StoredHead, from_draft
 from eagle3_jax.models.families import FAMILIES
 from eagle3_jax.models.layers import YarnScaling

@@ -7,7 +7,8 @@ import pytest
 import tiny_heads
 from tiny_heads import AUX_KEY, SHAPES, TARGET, alter, make_draft
 
-from eagle3_jax.formats.heads import FORMS, load_draft, read, save_draft
+from eagle3_jax.formats.forms import FORMS
+from eagle3_jax.formats.heads import load_draft, read, save_draft
 from eagle3_jax.formats.stored import DraftFormatError
 from eagle3_jax.models.layers import LinearScaling, RopeScaling
 

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from tiny_heads import IDS, TARGET, alter, assert_same, make_draft
 
 from eagle3_jax.formats import compatibility, files, heads
-from eagle3_jax.formats.heads import FORMS, load_draft, save_draft
+from eagle3_jax.formats.forms import FORMS
+from eagle3_jax.formats.heads import load_draft, save_draft
 from eagle3_jax.formats.stored import DraftFormatError, StoredHead, from_draft
 from eagle3_jax.models.layers import LinearScaling, RopeScaling, YarnScaling
 

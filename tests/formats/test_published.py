@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny_heads
 
-from eagle3_jax.formats import eagle2, fields, heads
+from eagle3_jax.formats import eagle2, fields, forms
 from eagle3_jax.formats.stored import misfits
 from eagle3_jax.formats.tensors import canonical, draft_table, tensor_problems
 from eagle3_jax.models.drafts import mimo_mtp
@@ -24,13 +24,13 @@ HEADS = {
     head["name"]: head for head in json.loads((pathlib.Path(__file__).parent / "published.json").read_text())["heads"]
 }
 WITH_CONFIG = [name for name, head in HEADS.items() if "config" in head]
-EAGLE3 = [name for name in WITH_CONFIG if HEADS[name]["expected"]["form"] in heads.FORMS]
+EAGLE3 = [name for name in WITH_CONFIG if HEADS[name]["expected"]["form"] in forms.FORMS]
 READ = [name for name in EAGLE3 if "draft_vocab_size" in HEADS[name]["expected"]]
 
 
 def described(head: dict[str, Any]) -> tuple[str, dict[str, Any], DraftHeadConfig | None, list[str]]:
     """Form, flat config.json, shape, and problems."""
-    form, problems = heads.form_of(head["config"]), []
+    form, problems = forms.form_of(head["config"]), []
     values = form.flatten(head["config"])
     return form.name, values, fields.read(form, values, problems), problems
 
@@ -85,7 +85,7 @@ def test_its_config_is_mapped_or_refused_by_field(name):
     else:
         assert all(problem.endswith(": missing") for problem in others)
     if "aux_layers" in expected:
-        aux_layers = heads.FORMS[form].read_aux(values, []) or default_aux_layers(head["target_layers"])
+        aux_layers = forms.FORMS[form].read_aux(values, []) or default_aux_layers(head["target_layers"])
         assert list(aux_layers) == expected["aux_layers"]
     if "rope_scaling" in expected:
         _, scaling = read_rope(values, [])
