@@ -27,7 +27,7 @@ from eagle3_jax.data.features import FeatureSource
 from eagle3_jax.export import __main__ as export
 from eagle3_jax.extract import __main__ as extract
 from eagle3_jax.formats.heads import load_draft
-from eagle3_jax.models.checkpoint import fetch as registry
+from eagle3_jax.models.checkpoint import fetch
 from eagle3_jax.models.checkpoint.identity import check_same_target
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.runs import command
@@ -108,30 +108,30 @@ def read_records(config: RunConfig) -> Any:
 
 
 def head_config(config: RunConfig) -> DraftHeadConfig:
-    target = registry.read_config(pathlib.Path(config.target.name), config.target.aux_layers)
+    target = fetch.read_config(pathlib.Path(config.target.name), config.target.aux_layers)
     return DraftHeadConfig.for_target(config.draft, target)
 
 
 def read_export(config: RunConfig) -> Any:
-    target = registry.load_target(config.target)
+    target = fetch.load_target(config.target)
     draft = load_draft(config.folder("export"), target=target)
     return [np.asarray(x).tobytes() for x in jax.tree.leaves((draft.head, draft.token_ids))]
 
 
 def read_draft_from_elsewhere(config: RunConfig) -> Any:
     """Without the manifest beside it."""
-    target = registry.read_config(pathlib.Path(config.target.name), config.target.aux_layers)
+    target = fetch.read_config(pathlib.Path(config.target.name), config.target.aux_layers)
     load_draft(config.folder("export"), target=target)
 
 
 def read_target(config: RunConfig) -> Any:
-    return registry.load_target(config.target).identity
+    return fetch.load_target(config.target).identity
 
 
 def read_sharded(config: RunConfig) -> Any:
     """Nothing beside a checkpoint says what its weights should be; what was made with it before does."""
     folder = pathlib.Path(config.target.name).with_name("sharded")
-    target = registry.load_target(configs.TargetConfig(name=str(folder), aux_layers=config.target.aux_layers))
+    target = fetch.load_target(configs.TargetConfig(name=str(folder), aux_layers=config.target.aux_layers))
     if read_sharded in _EXPECTED:
         check_same_target(folder, _EXPECTED[read_sharded], target.identity)
     return target.identity

@@ -1,4 +1,4 @@
-"""Messages -> text -> prompt ids: the one rendering of a chat template that training, measuring and serving share."""
+"""Rendering of chat templates, messages -> text -> prompt ids, shared by training, measuring and serving."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import jinja2
 
 Messages = Sequence[Mapping[str, Any]]
 
-# Templates that print today's date would make other tokens each day. They take it from one of two names: the text
-# itself, or a clock that they ask in a format of their own (gpt-oss: "%Y-%m-%d"). The line break behind the macro is
-# removed with it (`trim_blocks`): the template still begins at the beginning of a line.
+# A fixed date: templates that print today's date would give other tokens each day. They read it from `date_string`, or
+# from a clock, `strftime_now`, in a format of their own (gpt-oss: "%Y-%m-%d"). `trim_blocks` removes the line break
+# after the macro, so the template still begins at the start of a line.
 _DATE = "26 Jul 2024"
 _PARTS = {f"%{name}": datetime.datetime(2024, 7, 26).strftime(f"%{name}") for name in "aAbBdHIjmMpSyY"}
 _FIXED_CLOCK = (
@@ -27,15 +27,15 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class RefusedError(ValueError):
-    """The chat template refuses the messages: a role, or an order of roles, that it does not know."""
+    """The chat template refuses the messages: an unknown role, or an unknown order of roles."""
 
 
 def render(tokenizer: Any, messages: Messages, *, generation_prompt: bool) -> str:
-    """The text of a conversation. A "developer" is "system" to templates that know no such role.
+    """Renders a conversation as text. The role "developer" becomes "system" for templates without it.
 
     Args:
-        tokenizer: a Hugging Face tokenizer; of several templates its default is used.
-        generation_prompt: whether the opening of the assistant's next turn follows.
+        tokenizer: a Hugging Face tokenizer; the default one of several templates is used.
+        generation_prompt: append the opening of the assistant's next turn.
 
     Raises:
         RefusedError: the template refuses the messages.
@@ -53,7 +53,7 @@ def render(tokenizer: Any, messages: Messages, *, generation_prompt: bool) -> st
         name = getattr(tokenizer, "name_or_path", "")
         raise ValueError(f"tokenizer {name!r}: got no chat_template, expected one")
     turns = [dict(message) for message in messages]
-    if "developer" not in template:  # it may leave out what it does not know (Qwen 3)
+    if "developer" not in template:  # a template may drop unknown roles silently (Qwen 3)
         turns = [turn | {"role": "system"} if turn.get("role") == "developer" else turn for turn in turns]
     try:
         return tokenizer.apply_chat_template(
@@ -69,31 +69,31 @@ def render(tokenizer: Any, messages: Messages, *, generation_prompt: bool) -> st
 
 
 def tokenize(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of rendered text; the template has written its special tokens already."""
+    """Tokenises rendered text, which already contains its special tokens."""
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def prompt_ids(tokenizer: Any, messages: Messages) -> list[int]:
-    """The ids after which the assistant's answer follows (generation prompt included). Raises as `render` does."""
+    """Returns the ids of a prompt, generation prompt included. Raises as `render` does."""
     return tokenize(tokenizer, render(tokenizer, messages, generation_prompt=True))
 
 
 def special_tokens(tokenizer: Any) -> dict[int, str]:
-    """Id -> text, also of those that no attribute of the tokenizer names (<|eom_id|> of Llama 3.1)."""
+    """Maps the id of each special token to its text, unnamed ones included (<|eom_id|> of Llama 3.1)."""
     named = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
     return named | {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
 def digest(tokenizer: Any) -> str:
-    """sha256 in hex over all that decides how messages are rendered: template, fixed clock and named special tokens."""
+    """Hashes everything that decides the rendering: template, fixed clock and named special tokens; sha256 in hex."""
     template = _template(tokenizer)
-    if template:  # the clock as digests have always named it: heads know their target by them
+    if template:  # the macro's first form, kept for the digests that stored heads hold
         template = f"{{% macro strftime_now(format) %}}{_DATE}{{% endmacro %}}\n{template}"
     tokens = {name: str(getattr(tokenizer, name, None)) for name in _NAMED_TOKENS}
     return hashlib.sha256(json.dumps([template, _DATE, tokens], sort_keys=True).encode()).hexdigest()
 
 
 def _template(tokenizer: Any) -> str | None:
-    """What is rendered, of several templates the default one; None where there is none."""
+    """Returns the template, the default one of several; None if there is none."""
     found = tokenizer.chat_template
     return (found.get("default") if isinstance(found, dict) else found) or None

@@ -1,8 +1,8 @@
-"""Mixture of experts: each token's rows go through the few experts that its router prefers.
+"""Mixture of experts: routes each token to a few experts and sums their outputs.
 
-Rows are sorted by expert and multiplied group by group: a product reads the weights of the experts that were chosen and
-no others. On a TPU it is `jax.lax.ragged_dot`, which XLA knows there; on CPUs, where JAX makes that one dense product
-over all experts, a loop over the groups. On a mesh every expert's columns are split over the model axis.
+Rows are sorted by expert and multiplied group by group, so only the weights of chosen experts are read. TPUs use
+`jax.lax.ragged_dot`, which XLA supports there. CPUs use a loop over the groups, because JAX lowers `ragged_dot` to one
+dense product over all experts. On a mesh every expert's columns are split over the model axis.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from eagle3_jax.kernels.dispatch import device, over_mesh, split_axes
 from eagle3_jax.models.layers import normal
 
 _PRECISION = jax.lax.Precision.HIGHEST
-# Rows of a group that one product of the loop takes: few enough for a group of one, enough to read a matrix seldom.
+# Rows of a group in one product of the loop: small enough for a group of one, large enough to read a matrix rarely.
 _BLOCK = 32
 
-# (rows, matrices [experts, in, out]) -> float32: each row by its expert's matrix.
+# (rows, matrices [experts, in, out]) -> float32: each row times its expert's matrix.
 Product = Callable[[Array, Array], Array]
 
 
 class Experts(nnx.Module):
-    """SwiGLU experts of a layer; which of them a token goes to, the family decides.
+    """SwiGLU experts of a layer; the family's router chooses among them.
 
     `expert_gate` and `expert_up` [experts, hidden, intermediate], `expert_down` [experts, intermediate, hidden].
     """
@@ -41,7 +41,7 @@ class Experts(nnx.Module):
     def __call__(
         self, x: Float[Array, "b t h"], chosen: Int[Array, "b t k"], weights: Float[Array, "b t k"]
     ) -> Float[Array, "b t h"]:
-        """The weighted sum of the chosen experts' outputs, in float32 until the end."""
+        """Sums the chosen experts' outputs by weight, in float32 until the end."""
 
         def feed(rows: Array, product: Product, expert: Array, gate: Array, up: Array, down: Array) -> Array:
             hidden = jax.nn.silu(product(rows, gate)) * product(rows, up)
@@ -60,11 +60,11 @@ def mixture(
     parameters: tuple[Array, ...],
     specs: tuple[P, ...],
 ) -> Float[Array, "b t h"]:
-    """float32: the sum over a token's experts of what `feed` makes of it there, by weight.
+    """Sums each token's expert outputs (`feed`) by weight, in float32.
 
     Args:
-        feed: (rows, product, the expert of each row, *parameters) -> what the experts make of rows that are sorted by
-            expert, or, of parameters that are split, a part of that sum.
+        feed: (rows, product, the expert of each row, *parameters) -> outputs of rows sorted by expert; partial sums
+            where the parameters are split.
         parameters: the first is [experts, in, columns]. specs: how the model axis splits them.
     """
     sizes = {"data": x.shape[0], "model": parameters[0].shape[2]}
@@ -78,14 +78,14 @@ def mixture(
         def product(rows: Array, matrices: Array) -> Array:
             if device().platform == "cpu":
                 return grouped(rows, matrices, counts)
-            # Products of bfloat16 are exact in float32; asked for more precision, libtpu's kernel does not compile.
+            # bfloat16 products are exact in float32; libtpu's kernel does not compile at a higher precision.
             precision = _PRECISION if rows.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
             return jax.lax.ragged_dot(
                 rows, matrices.astype(rows.dtype), counts, precision=precision, preferred_element_type=jnp.float32
             )
 
         outputs = feed(x.reshape(b * t, -1)[order // k], product, experts[order], *parameters)
-        # Back in each token's own order: its sum does not depend on its neighbours' experts.
+        # Restores each token's own order of experts, so its sum does not depend on neighbouring tokens.
         outputs = outputs[jnp.argsort(order)].reshape(b, t, k, -1)
         mixed = jnp.einsum("btkh,btk->bth", outputs, weights.astype(jnp.float32), precision=_PRECISION)
         return jax.lax.psum(mixed, "model") if "model" in split_axes(sizes) else mixed
@@ -97,10 +97,10 @@ def mixture(
 def grouped(
     rows: Float[Array, "r i"], matrices: Float[Array, "e i o"], counts: Int[Array, " e"]
 ) -> Float[Array, "r o"]:
-    """`jax.lax.ragged_dot` as a loop over blocks of the groups; a matrix without rows is not touched.
+    """Computes `jax.lax.ragged_dot` by a loop over blocks of each group; matrices without rows are not read.
 
     Args:
-        rows: sorted by group. counts: int32, rows of each group, of all together `r`.
+        rows: sorted by group. counts: int32, rows of each group; their sum is `r`.
     """
     size, (_, _, columns) = len(rows), matrices.shape
     ends = jnp.cumsum(counts)
@@ -110,7 +110,7 @@ def grouped(
         start = ends[index] - counts[index]
 
         def block(number: Array, sums: Array) -> Array:
-            # What a block has beyond its group, the groups behind write again.
+            # Rows past the group's end are overwritten by the next groups.
             first = start + number * _BLOCK
             taken = jax.lax.dynamic_slice_in_dim(padded, first, _BLOCK)
             product = jnp.matmul(

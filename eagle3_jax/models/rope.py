@@ -1,7 +1,7 @@
 """RoPE in config.json: base and scaling, in both of transformers' spellings.
 
-Version 4 writes `rope_theta` beside `rope_scaling`, version 5 puts both into `rope_parameters`. Older engines read the
-first alone, so what is written here says it in both (as SpecForge's exporter does, export/checkpoint_io.py, a6b6b02).
+Version 4 writes `rope_theta` beside `rope_scaling`, version 5 puts both into `rope_parameters`. Older engines read only
+the first, so both are written (as by SpecForge's exporter, export/checkpoint_io.py, a6b6b02).
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Any
 
 from eagle3_jax.models.layers import LinearScaling, RopeScaling, Scaling, YarnScaling
 
-THETA = 10000.0  # what no `rope_theta` means, to every engine, of most families and of every head
-Kinds = Mapping[str, type[Scaling]]  # `rope_type` -> what it is read as
+THETA = 10000.0  # every engine's default of `rope_theta`, for most families and for every head
+Kinds = Mapping[str, type[Scaling]]  # `rope_type` -> its class
 KINDS: Kinds = {"llama3": RopeScaling, "linear": LinearScaling, "yarn": YarnScaling}
 _SECTIONS = ("rope_parameters", "rope_scaling")
-_MSCALES = {"mscale", "mscale_all_dim"}  # of DeepSeek's YaRN: they change more than RoPE
-# What a section may say beside its kind's fields: of other kinds, which no engine reads; of text with images, which for
-# text changes nothing (see `vision`).
+_MSCALES = {"mscale", "mscale_all_dim"}  # fields of DeepSeek's YaRN, which change more than RoPE
+# Fields that a section may hold beside those of its kind: fields of other kinds, which no engine reads, and fields for
+# images, which change nothing for text (see `vision`).
 _HARMLESS = {field.name for kind in KINDS.values() for field in dataclasses.fields(kind)} | {
     *("rope_type", "type", "rope_theta", "finetuned", "mrope_section", "mrope_interleaved")
 }
-# What some engines read: 1 changes nothing. To each what its refusal adds.
+# Fields that some engines read, with a hint for the refusal of values other than 1, which changes nothing.
 _FACTORS = {
-    # Of DeepSeek-R1-0528-Qwen3-8B 0.878: SGLang's factor is 1 then, the others' 1.139.
+    # DeepSeek-R1-0528-Qwen3-8B has 0.878: SGLang's product is then 1, the other engines' factor 1.139.
     "attn_factor": ": SGLang multiplies YaRN's factor by it, transformers and vLLM 0.32.0 do not: leave it out as "
     "these do, or write 'attention_factor' with SGLang's product in its place",
     "extrapolation_factor": "",
@@ -35,10 +35,10 @@ _FACTORS = {
 def read_rope(
     values: dict[str, Any], problems: list[str], kinds: Kinds = KINDS, theta: float = THETA
 ) -> tuple[float, Scaling | None]:
-    """Base and scaling of a config.json. Appends to `problems`, field by field; the values then mean nothing.
+    """Reads base and scaling from a config.json. Appends to `problems` by field; the values are then undefined.
 
     Args:
-        kinds: others are refused. theta: the base where none is said.
+        kinds: the supported kinds of scaling. theta: the default base.
     """
     known = len(problems)
     thetas, scalings = {}, {}
@@ -50,7 +50,8 @@ def read_rope(
             thetas[f"{key}.rope_theta"] = section.get("rope_theta")
             scalings[key] = read_scaling(section, key, problems, kinds)
     thetas["rope_theta"] = values.get("rope_theta")
-    # transformers 4 writes it beside the section; 5 (modeling_rope_utils.py) and vLLM move it there and apply it.
+    # transformers 4 writes `partial_rotary_factor` beside the section; transformers 5 (modeling_rope_utils.py) and vLLM
+    # move it into the section and apply it.
     if (part := values.get("partial_rotary_factor")) not in (None, 1):
         problems.append(f"partial_rotary_factor: got {part!r}, expected none or 1")
     thetas = {key: theta for key, theta in thetas.items() if theta is not None}
@@ -65,7 +66,7 @@ def read_rope(
 
 
 def write_rope(theta: float, scaling: Scaling | None) -> dict[str, Any]:
-    """The keys of config.json that `read_rope` reads."""
+    """Writes the keys of config.json that `read_rope` reads."""
     kind = next((name for name, made in KINDS.items() if isinstance(scaling, made)), "default")
     fields = {} if scaling is None else dataclasses.asdict(scaling)
     section: dict[str, Any] = {"rope_type": kind} | {name: x for name, x in fields.items() if x is not None}
@@ -78,7 +79,7 @@ def is_positive(value: Any) -> bool:
 
 
 def read_scaling(section: dict[str, Any], key: str, problems: list[str], kinds: Kinds) -> Scaling | None:
-    """What a RoPE section says beside its base. Appends to `problems`, which call the section `key`."""
+    """Reads the scaling of a RoPE section. Appends to `problems`, which name the section `key`."""
     kind = section.get("rope_type", section.get("type", "default"))
     if kind == "default":
         problems += _unread(section, key, _MSCALES)
@@ -102,7 +103,7 @@ def read_scaling(section: dict[str, Any], key: str, problems: list[str], kinds: 
 
 
 def _unread(section: dict[str, Any], key: str, fields: set[str]) -> list[str]:
-    """What a section says that is not read, unless it changes nothing."""
+    """Lists the section's fields that are not read and would change the network."""
     wrong = []
     for name in sorted(section.keys() - fields - _HARMLESS):
         value, factor = section[name], name in _FACTORS

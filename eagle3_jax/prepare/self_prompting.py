@@ -44,14 +44,14 @@ def write(config: configs.RunConfig, source: configs.SelfSource, log: pathlib.Pa
         return [(turns, reason) for outputs in done for turns, reason in outputs]
     from eagle3_jax.decoding.engine import Engine, SamplingParams  # only now: JAX and the target are loaded by it
     from eagle3_jax.mesh import make_mesh, own_replica
-    from eagle3_jax.models.checkpoint import fetch as registry
+    from eagle3_jax.models.checkpoint import fetch
 
     batch, openings = config.prepare.batch_size, source.openings or ("",)
-    tokenizer = registry.load_tokenizer(config.target.name)
+    tokenizer = fetch.load_tokenizer(config.target.name)
     beginning = max(len(chat.user_opening_ids(tokenizer, _system(source), opening)) for opening in openings)
     length = beginning + source.max_tokens + (source.turns - 1) * 2 * (source.max_tokens + _TEMPLATE_TOKENS)
     replica = own_replica(make_mesh(config.mesh))
-    target = registry.load_target(config.target, replica.decoding_mesh)
+    target = fetch.load_target(config.target, replica.decoding_mesh)
     engine = Engine.load(target, None, batch_size=batch, max_length=length)
     with (
         log.open("a", encoding="utf-8") as stream,

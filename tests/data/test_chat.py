@@ -285,9 +285,9 @@ def test_errors():
 
 @pytest.mark.slow
 def test_real_template():
-    from eagle3_jax.models.checkpoint import fetch as registry
+    from eagle3_jax.models.checkpoint import fetch
 
-    tokenizer = registry.load_tokenizer("smollm2-135m-instruct")
+    tokenizer = fetch.load_tokenizer("smollm2-135m-instruct")
     ids, mask = chat.encode(tokenizer, MULTI)
     assert said(tokenizer, ids, mask) == [TEXTS[1] + "<|im_end|>", TEXTS[3] + "<|im_end|>"]
     assert ids.tolist() == tokenizer.apply_chat_template(MULTI, return_dict=False)

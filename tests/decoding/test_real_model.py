@@ -21,7 +21,7 @@ from eagle3_jax.config import DraftConfig, DraftTree
 from eagle3_jax.decoding.rounds import round as rounds
 from eagle3_jax.decoding.rounds.sampling import Sampling
 from eagle3_jax.decoding.rounds.tree import TokenTree, _ancestors
-from eagle3_jax.models.checkpoint import fetch as registry
+from eagle3_jax.models.checkpoint import fetch
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
 
@@ -34,7 +34,7 @@ DEPTHS = {CHAIN: [0, 1, 2, 3], TREE: [0, 1, 1, 2, 2, 3, 3]}
 
 @pytest.fixture(scope="module")
 def target():
-    return registry.load_target("smollm2-135m-instruct").model
+    return fetch.load_target("smollm2-135m-instruct").model
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.rounds import round as rounds
 from eagle3_jax.formats import mtp
-from eagle3_jax.models.checkpoint import fetch as registry
+from eagle3_jax.models.checkpoint import fetch
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.checkpoint.load import WeightsError, load_model
 
@@ -99,7 +99,7 @@ def noisy(model):
 
 
 def loaded(folder: pathlib.Path) -> Target:
-    model = load_model(folder, registry.read_config(folder, (0, 1, 2)), jnp.float32)
+    model = load_model(folder, fetch.read_config(folder, (0, 1, 2)), jnp.float32)
     return Target(model, Tokenizer(), {"name": folder.name}, folder)
 
 
@@ -264,4 +264,4 @@ def test_other_families_have_none(toy_llama):
 
 @pytest.fixture
 def toy_llama(tmp_path) -> Target:
-    return registry.load_target(registry.TargetConfig(name=str(tiny.write_target(tmp_path)), aux_layers=(1, 2, 3)))
+    return fetch.load_target(fetch.TargetConfig(name=str(tiny.write_target(tmp_path)), aux_layers=(1, 2, 3)))

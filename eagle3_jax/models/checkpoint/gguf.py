@@ -1,7 +1,7 @@
-"""A Llama-architecture GGUF file -> a Hugging Face folder (config.json, model.safetensors, tokenizer).
+"""Conversion of a Llama-architecture GGUF file to a Hugging Face folder (config.json, model.safetensors, tokenizer).
 
-Quantised tensors are dequantised: what they hold *is* the model then (float32 on disk, so that nothing is rounded
-again). Everything after this file reads Hugging Face folders only.
+Quantised tensors are dequantised to float32 on disk, so that nothing is rounded again; the result is the model. All
+other code reads Hugging Face folders only.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _CONTROL = 3  # gguf.TokenType.CONTROL
 
 
 def convert(path: pathlib.Path, folder: pathlib.Path) -> None:
-    """Writes the Hugging Face form of a GGUF file into `folder`.
+    """Converts a GGUF file into a Hugging Face folder.
 
     Raises:
-        ValueError: not a GGUF file, or an architecture, tensor or tokenizer that is not known here.
+        ValueError: not a GGUF file, or an unsupported architecture, tensor or tokenizer.
     """
     try:
         reader = GGUFReader(path)
@@ -62,7 +62,7 @@ def convert(path: pathlib.Path, folder: pathlib.Path) -> None:
 
 
 def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Interleaved RoPE rows (GGUF, llama2.c) -> the rotate-half rows of Hugging Face. [heads * d, in] both."""
+    """Reorders interleaved RoPE rows (GGUF, llama2.c) into Hugging Face's rotate-half rows; both [heads * d, in]."""
     rows, columns = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
@@ -102,7 +102,7 @@ def _config(fields: dict[str, Any], *, tied: bool) -> dict[str, Any]:
 
 
 def _save_tokenizer(fields: dict[str, Any], folder: pathlib.Path) -> None:
-    """Byte-level BPE with each digit alone, which is what GGUF calls the "smollm" pre-tokenizer."""
+    """Writes a byte-level BPE tokenizer that splits digits: GGUF's pre-tokenizer "smollm"."""
     pre = fields.get("tokenizer.ggml.pre")
     if pre != "smollm":
         raise ValueError(f"tokenizer.ggml.pre: got {pre!r}, expected 'smollm'")

@@ -1,4 +1,4 @@
-"""What makes a target this target and no other, and the one check that two are the same."""
+"""Identity of a target (digests of weights, tokenizer and chat template, and aux layers), and its comparison."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from collections.abc import Collection
 from typing import Any
 
 from eagle3_jax.models import chat_template
-from eagle3_jax.models.checkpoint import load as weights
+from eagle3_jax.models.checkpoint.load import fingerprint
 from eagle3_jax.models.target import ModelConfig
 from eagle3_jax.runs.manifest import ManifestError
 
-# What must agree between conversations, features, heads and the target that uses them. Its name and dtype may differ.
+# Fields that must agree between conversations, features, heads and their target. Name and dtype may differ.
 FIELDS = ("weights", "tokenizer", "chat_template", "aux_layers")
-# Of these, what decides no more than how many drafts of a head are accepted: another copy of the same model, such as a
-# quantised or a fine-tuned one, may take the head.
+# Those of `FIELDS` that only change how many drafts of a head are accepted: another copy of the model, such as a
+# quantised or fine-tuned one, may use the head.
 COPY = {"weights": "other weights", "chat_template": "another chat template"}
 
 
 def identify(
     files: dict[str, str], config: ModelConfig, tokenizer: Any, *, name: str, commit: str | None, dtype: str
 ) -> dict[str, Any]:
-    """The identity of a target: `FIELDS`, name, commit, architecture and dtype. JSON-ready; goes into every manifest.
+    """Makes the identity of a target for manifests, as JSON: `FIELDS`, name, commit, architecture and dtype.
 
     Args:
-        commit: of the hub's repository that it was taken from; None where it came from elsewhere.
-        files: digests of its weight files, see `weights.file_digests`.
+        commit: of the hub's repository; None for a target from elsewhere.
+        files: digests of its weight files, see `load.file_digests`.
     """
     return {
         "name": name,
         "commit": commit,
         "architecture": config.architecture,
-        "weights": weights.fingerprint(files, config),
+        "weights": fingerprint(files, config),
         "tokenizer": tokenizer_digest(tokenizer),
         "chat_template": chat_template.digest(tokenizer),
         "aux_layers": list(config.aux_layers),
@@ -41,20 +41,20 @@ def identify(
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Of all that decides which ids a text becomes, its chat template left out."""
+    """Hashes everything that decides the ids of a text, the chat template excluded; sha256 in hex."""
     return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
 
 
 def check_same_target(
     folder: str | pathlib.Path, found: Any, expected: dict[str, Any], *, but: Collection[str] = ()
 ) -> None:
-    """Refuses what was made with another target.
+    """Refuses a folder that was made with another target.
 
     Args:
-        folder: what was made; its manifest says `found`.
-        found: the identity of the target that it was made with.
-        expected: the identity of the target that is to use it.
-        but: fields that what was made does not depend on.
+        folder: named in the error.
+        found: the identity of the target that the folder was made with, from its manifest.
+        expected: the identity of the target at hand.
+        but: fields to ignore, on which the folder does not depend.
 
     Raises:
         ManifestError: every field that differs, with both values.

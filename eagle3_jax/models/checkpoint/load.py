@@ -1,7 +1,7 @@
-"""Hugging Face checkpoints (safetensors, single file or sharded) -> the target model.
+"""Loading of Hugging Face checkpoints (safetensors, a single file or sharded) into the target model.
 
-A family's table says which tensors make each parameter and how. All that is wrong with a checkpoint (missing, surplus,
-wrongly shaped, unreadable) is reported in one message, by name, before a device sees a byte.
+A family's table maps tensors to parameters. Every problem of a checkpoint (missing, surplus, wrongly shaped or
+unreadable tensors) is reported by name in one message, before any transfer to a device.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from eagle3_jax.runs import processes
 from eagle3_jax.runs.manifest import digest, read_json
 
 INDEX = "model.safetensors.index.json"
-_ROWS = 8192  # of two tensors that are compared at a time
-_IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a table that old checkpoints carry
+_ROWS = 8192  # rows of two tensors compared at a time
+_IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a buffer in old checkpoints
 
 
 class WeightsError(ValueError):
@@ -47,16 +47,16 @@ def load_model(
     *,
     only: Collection[str] | None = None,
 ) -> TargetModel:
-    """Loads a checkpoint folder, tensor by tensor, straight into the model's layout and sharding.
+    """Loads a checkpoint folder, tensor by tensor, directly into the model's layout and sharding.
 
-    A process reads only what its own devices hold, once; and of tied embeddings that are stored twice both.
+    Each process reads the parts of its own devices once. Tied embeddings that are stored twice are read and compared.
 
     Args:
-        only: parameters, by their paths in the model; the others are checked but stay `jax.ShapeDtypeStruct`s.
+        only: paths of the parameters to load; the others are checked but stay `jax.ShapeDtypeStruct`s.
 
     Raises:
-        WeightsError: every missing, surplus, wrongly shaped and unreadable tensor or file, by name; tied embeddings
-            and an LM head that differ.
+        WeightsError: every missing, surplus, wrongly shaped and unreadable tensor or file, by name; an LM head that
+            differs from tied embeddings.
     """
     folder = pathlib.Path(folder)
     family = family_of(config)
@@ -79,7 +79,7 @@ def load_model(
             return leaf
         entry = table[name]
         tensors = [tensor(name) for name in entry.tensors]
-        parts: dict[tuple[tuple[int, int, int], ...], np.ndarray] = {}  # replicas share one
+        parts: dict[tuple[tuple[int, int, int], ...], np.ndarray] = {}  # shared by replicas
 
         def part(index: Any) -> np.ndarray:
             at = tuple(dimension.indices(size) for dimension, size in zip(index, leaf.shape, strict=True))
@@ -97,46 +97,46 @@ def load_model(
 
 
 def save_tensors(tensors: Mapping[str, np.ndarray], path: pathlib.Path) -> None:
-    """Writes a file of safetensors as Hugging Face has them, for all whom the umask lets read. Raises OSError."""
+    """Writes a safetensors file with Hugging Face's metadata and the umask's permissions. Raises OSError."""
     path.touch()
     mode = path.stat().st_mode
     try:
         save_file(dict(tensors), path, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{path}: not written ({error})") from error
-    path.chmod(mode)  # the library makes a file that its owner alone may read
+    path.chmod(mode)  # the library makes files readable by their owner only
 
 
 def parameter_path(path: tuple[Any, ...]) -> str:
-    """A pytree path inside a module as "blocks/0/attention/qkv"."""
+    """Formats a pytree path inside a module as "blocks/0/attention/qkv"."""
     return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
 
 
 def fingerprint(files: dict[str, str], config: ModelConfig) -> str:
-    """sha256 in hex over a checkpoint: names and contents of its files, and the architecture that they are read with.
+    """Hashes a checkpoint, its files' names and contents and its architecture, to sha256 in hex.
 
     Args:
         files: see `file_digests`.
-        config: what was read of config.json, however that spells it. Its aux layers do not count: they say which
-            hidden states are kept, not what the model computes.
+        config: the parsed config.json, whatever its spelling. Aux layers are excluded: they select the hidden states to
+            keep and do not change the model.
     """
     architecture = dataclasses.asdict(dataclasses.replace(config, aux_layers=()))
     return hashlib.sha256(json.dumps([files, architecture], sort_keys=True).encode()).hexdigest()
 
 
 def weight_files(folder: str | pathlib.Path) -> list[pathlib.Path]:
-    """The files of a checkpoint that hold weights or say which file holds which, by name."""
+    """Lists a checkpoint's files of weights and its index, sorted by name."""
     folder = pathlib.Path(folder)
     return sorted([*folder.glob("*.safetensors"), *folder.glob(INDEX)])
 
 
 def file_digests(folder: str | pathlib.Path) -> dict[str, str]:
-    """Name -> sha256 in hex of each of `weight_files`."""
+    """Maps the name of each of `weight_files` to its sha256 in hex."""
     return {path.name: digest(path) for path in weight_files(folder)}
 
 
 def read_index(folder: pathlib.Path) -> dict[str, pathlib.Path]:
-    """Tensor name -> file of this folder, as the index of a sharded checkpoint says. Raises WeightsError."""
+    """Reads the index of a sharded checkpoint: tensor name -> file of this folder. Raises WeightsError."""
     index = folder / INDEX
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
@@ -152,7 +152,7 @@ def read_index(folder: pathlib.Path) -> dict[str, pathlib.Path]:
 
 
 def locate(folder: pathlib.Path) -> dict[str, pathlib.Path]:
-    """Tensor name -> file."""
+    """Maps each tensor's name to its file. Raises WeightsError."""
     if (folder / INDEX).exists():
         return read_index(folder)
     single = folder / "model.safetensors"
@@ -168,7 +168,7 @@ def locate(folder: pathlib.Path) -> dict[str, pathlib.Path]:
 
 
 def _renamed(entry: Entry, stored: dict[str, str]) -> Entry:
-    """With the tensors' names as the checkpoint has them."""
+    """Replaces the table's tensor names by the checkpoint's."""
     return dataclasses.replace(entry, tensors={stored.get(name, name): shape for name, shape in entry.tensors.items()})
 
 
@@ -180,7 +180,7 @@ def _check(folder: pathlib.Path, table: dict[str, Entry], files: dict[str, pathl
     for name in sorted(files.keys() - {name for entry in table.values() for name in entry.tensors}):
         if not name.endswith(_IGNORED_SUFFIX):
             problems.append(f"surplus tensor {name}")
-    if not problems:  # so both can be read
+    if not problems:  # both can be read
         problems = [
             f"{name}: got other values than {embeddings}, expected equal ones or none, as tie_word_embeddings is true"
             for name in copies
@@ -191,7 +191,7 @@ def _check(folder: pathlib.Path, table: dict[str, Entry], files: dict[str, pathl
 
 
 def _equal(one: str, other: str, rows: int, files: dict[str, pathlib.Path]) -> bool:
-    """Whether two tensors say the same, in whatever dtypes."""
+    """Tells whether two tensors hold equal values, whatever their dtypes."""
     tensor = reader({name: files[name] for name in (one, other)})
     x, y = tensor(one), tensor(other)
     parts = (slice(start, min(start + _ROWS, rows)) for start in range(0, rows, _ROWS))
@@ -199,7 +199,7 @@ def _equal(one: str, other: str, rows: int, files: dict[str, pathlib.Path]) -> b
 
 
 def misfits(table: dict[str, Entry], files: dict[str, pathlib.Path]) -> list[str]:
-    """What is wrong with a table's tensors in the files that `locate` found: missing, misshapen, unreadable."""
+    """Lists the table's tensors that are missing, wrongly shaped or unreadable in the files that `locate` found."""
     expected = {name: shape for entry in table.values() for name, shape in entry.tensors.items()}
     dtypes = {name: entry.dtypes for entry in table.values() for name in entry.tensors}
     problems = [f"missing tensor {name} {list(shape)}" for name, shape in expected.items() if name not in files]
@@ -210,16 +210,16 @@ def misfits(table: dict[str, Entry], files: dict[str, pathlib.Path]) -> list[str
     for path, names in sorted(by_file.items()):
         try:
             with safe_open(path, framework="numpy") as handle:
-                held = set(handle.keys())
+                stored = set(handle.keys())
                 for name in names:
-                    if name not in held:
+                    if name not in stored:
                         problems.append(f"{path.name}: the index promises {name}, the file does not hold it")
                         continue
                     tensor = handle.get_slice(name)
                     shape = tuple(tensor.get_shape())
                     if shape != expected[name]:
                         problems.append(f"{name}: got shape {list(shape)}, expected {list(expected[name])}")
-                    if tensor.get_dtype() not in dtypes[name]:  # quantised, and only its own library knows how
+                    if tensor.get_dtype() not in dtypes[name]:  # quantised in a way that only its own library reads
                         problems.append(f"{name}: got dtype {tensor.get_dtype()}, expected one of {dtypes[name]}")
         except SafetensorError as error:
             problems.append(f"{path.name}: truncated or not safetensors ({error})")
@@ -227,7 +227,7 @@ def misfits(table: dict[str, Entry], files: dict[str, pathlib.Path]) -> list[str
 
 
 def reader(files: dict[str, pathlib.Path]) -> Callable[[str], Any]:
-    """Name -> that tensor, read where it is indexed."""
+    """Makes a function from a tensor's name to the tensor, which is read lazily, when indexed."""
     handles = {path: safe_open(path, framework="numpy") for path in set(files.values())}
 
     @functools.cache
@@ -241,8 +241,8 @@ def reader(files: dict[str, pathlib.Path]) -> Callable[[str], Any]:
         found = handles[path].get_slice(name)
         if found.get_dtype() != "F8_E4M3":
             return found
-        start, described = header(path)  # safetensors has no array of it for numpy
-        offset = start + described[name]["data_offsets"][0]
+        start, entries = header(path)  # safetensors has no numpy array of FP8
+        offset = start + entries[name]["data_offsets"][0]
         return np.memmap(path, jnp.dtype(jnp.float8_e4m3fn), "r", offset, tuple(found.get_shape()))
 
     return tensor

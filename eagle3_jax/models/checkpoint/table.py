@@ -1,6 +1,6 @@
-"""Which tensors of a checkpoint make a parameter, how, and how the parameter is taken apart again.
+"""Entries of weight tables: the checkpoint tensors of one parameter, how to combine them, and how to split it again.
 
-Names and shapes are those on disk: Hugging Face's, projections [out, in], as torch keeps them.
+Names and shapes are those on disk: Hugging Face's, projections [out, in], as in torch.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """How one parameter is made.
+    """The tensors of one parameter.
 
     Attributes:
         tensors: name -> expected shape.
-        part: an index of the parameter (a slice a dimension) and those tensors, in order -> that part of it. Of a
-            tensor it reads no more than that takes; it may be an array or a safetensors slice.
+        part: (an index of the parameter, one slice per dimension; the tensors, in order) -> that part of the parameter.
+            Tensors are arrays or safetensors slices; only the needed part is read.
         split: the inverse of `whole`: the parameter -> its tensors, in order.
-        dimensions: of the parameter. dtypes: of the tensors, in safetensors' words.
+        dimensions: of the parameter. dtypes: of the tensors, in safetensors' names.
     """
 
     tensors: dict[str, tuple[int, ...]]
@@ -31,22 +31,22 @@ class Entry:
     dtypes: tuple[str, ...] = ("F64", "F32", "F16", "BF16")
 
     def whole(self, *tensors: np.ndarray) -> np.ndarray:
-        """The parameter, of its tensors, in order."""
+        """Combines the tensors, in order, into the parameter."""
         return self.part((slice(None),) * self.dimensions, *tensors)
 
 
 def plain(name: str, *shape: int) -> Entry:
-    """The tensor as it is."""
+    """Takes a tensor unchanged."""
     return Entry({name: shape}, lambda index, x: x[index], lambda x: (x,), len(shape))
 
 
 def kernel(name: str, *shape: int) -> Entry:
-    """A projection: [out, in] there, [in, out] here."""
+    """Transposes a projection: [out, in] on disk, [in, out] in memory."""
     return Entry({name: shape}, lambda index, x: x[index[::-1]].T, lambda x: (x.T,))
 
 
 def stacked(names: Sequence[str], *shape: int) -> Entry:
-    """Projections of the same shape, [out, in] each there, [count, in, out] here."""
+    """Stacks projections of one shape: [out, in] each on disk, [count, in, out] in memory."""
 
     def part(index: tuple[slice, slice, slice], *tensors: Any) -> np.ndarray:
         return np.stack([x[index[:0:-1]].T for x in tensors[index[0]]])
@@ -55,12 +55,13 @@ def stacked(names: Sequence[str], *shape: int) -> Entry:
 
 
 def qkv(config: Any, attention: str, columns: int) -> Entry:
-    """Queries [heads * d, in], keys and values [kv_heads * d, in] -> [in, kv_heads * (group + 2) * d], a KV head's
-    queries, key and value side by side.
+    """Fuses queries [heads * d, in], keys and values [kv_heads * d, in] -> [in, kv_heads * (group + 2) * d].
+
+    A KV head's queries, key and value lie side by side.
 
     Args:
         config: has `num_attention_heads`, `num_key_value_heads` and `head_dim`.
-        attention: what the three names begin with. columns: the size `in`.
+        attention: prefix of the three names. columns: the size `in`.
     """
     kv_heads, d = config.num_key_value_heads, config.head_dim
     group = config.num_attention_heads // kv_heads
@@ -72,8 +73,8 @@ def qkv(config: Any, attention: str, columns: int) -> Entry:
         first, end = start // width, -(-stop // width)  # a part may begin and end inside a head
 
         def heads(x: Any, per_head: int) -> np.ndarray:
-            held = x[first * per_head * d : end * per_head * d, rows]
-            return held.reshape(end - first, per_head, d, held.shape[-1])
+            block = x[first * per_head * d : end * per_head * d, rows]
+            return block.reshape(end - first, per_head, d, block.shape[-1])
 
         fused = np.concatenate([heads(q, group), heads(k, 1), heads(v, 1)], axis=1)
         return fused.reshape(-1, fused.shape[-1])[start - first * width : stop - first * width].T
@@ -87,7 +88,7 @@ def qkv(config: Any, attention: str, columns: int) -> Entry:
 
 
 def qkv_bias(config: Any, attention: str) -> Entry:
-    """Biases of queries, keys and values, in the order of the columns of `qkv`; for its arguments see there."""
+    """Fuses the biases of queries, keys and values in the column order of `qkv`; same arguments as there."""
     kv_heads, d = config.num_key_value_heads, config.head_dim
     group = config.num_attention_heads // kv_heads
 

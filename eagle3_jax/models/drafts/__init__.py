@@ -1,1 +1,1 @@
-"""Draft heads that say a block of tokens in one pass: DFlash, and DSpark and DFlash2 over it."""
+"""Draft networks: EAGLE-3 and EAGLE-2 heads, MTP layers, smaller models, and block heads (DFlash, DSpark, DFlash2)."""

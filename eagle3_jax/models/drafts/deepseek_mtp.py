@@ -1,9 +1,9 @@
-"""DeepSeek-V3's layer that predicts a further token, as a draft head (DeepSeek-V3, https://arxiv.org/abs/2412.19437,
-section 2.2; SGLang's deepseek_nextn.py): one with experts, the embedding first.
+"""DeepSeek-V3's MTP layer as a draft head: a layer with experts whose input has the embedding first.
 
-As in SGLang and in transformers' MtpLayer the normed output recurs, and the first pair is read as any other. vLLM's
-deepseek_mtp.py blanks the first token; its normed output recurs too in 0.32.0, the one without its norm did in 0.22.0.
-The layer's copies of the embeddings and of the LM head (`embed_tokens`, `shared_head.head`) are not read.
+Sources: DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 2.2; SGLang's deepseek_nextn.py. As in SGLang and in
+transformers' MtpLayer, the normed output recurs, and the first pair is read as any other. vLLM's deepseek_mtp.py zeroes
+the first token; its normed output recurs in 0.32.0, its un-normed output in 0.22.0. The layer's copies of the
+embeddings and of the LM head (`embed_tokens`, `shared_head.head`) are not read.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class DeepseekMtp(MtpHead):
 
 
 def table(config: DeepseekV3Config) -> dict[str, Entry]:
-    """Parameter path in `DeepseekMtp` -> the tensors of the target's checkpoint; the LM head is the target's."""
+    """Maps parameter paths in `DeepseekMtp` to tensors of the target's checkpoint; the LM head is the target's."""
     h, layer = config.hidden_size, config.num_hidden_layers
-    theirs = f"model.layers.{layer}"
+    source = f"model.layers.{layer}"
     return {f"block/{path}": entry for path, entry in deepseek_v3.layer_table(config, layer).items()} | {
-        "token_norm": plain(f"{theirs}.enorm.weight", h),
-        "hidden_norm": plain(f"{theirs}.hnorm.weight", h),
-        "fc": kernel(f"{theirs}.eh_proj.weight", h, 2 * h),
-        "norm": plain(f"{theirs}.shared_head.norm.weight", h),
+        "token_norm": plain(f"{source}.enorm.weight", h),
+        "hidden_norm": plain(f"{source}.hnorm.weight", h),
+        "fc": kernel(f"{source}.eh_proj.weight", h, 2 * h),
+        "norm": plain(f"{source}.shared_head.norm.weight", h),
     }

@@ -1,10 +1,10 @@
-"""DFlash: a block of drafts in one pass (arXiv 2602.06036).
+"""DFlash: a head that drafts a block of tokens in one pass (arXiv 2602.06036).
 
-The target's hidden states, fused, are the context of every layer: keys and values come of them without a norm of the
-layer's. A block is the anchor, which is the last token that is known, and mask tokens behind it. Row j stands at the
-anchor's position + j, and predicts the token there; row 0, the anchor's, predicts nothing.
+The target's fused hidden states are the context of every layer, whose keys and values are computed from them without
+the layer's norm. A block is the anchor (the last known token) followed by mask tokens. Row j stands at the anchor's
+position + j and predicts the token there; row 0, the anchor's, predicts nothing.
 
-Layers are Qwen 3's, whatever the target is. Embeddings are the target's own.
+Layers are Qwen 3's for every target. Embeddings are the target's.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclasses.dataclass(frozen=True)
 class BlockHeadConfig:
-    """Shape of a block head, in the words of its config.json.
+    """Shape of a block head; fields are named as in its config.json.
 
     Attributes:
-        vocab_size: the target's vocabulary. draft_vocab_size: the head's own; where it is smaller, the head has LM-head
-            rows of its own, else they are the target's.
-        hidden_size: as wide as the target's embeddings.
-        aux_layers: boundaries of the target that the features are read at, ascending (`target_layer_ids` + 1).
+        vocab_size: the target's vocabulary. draft_vocab_size: the head's own; if smaller, the head has its own LM-head
+            rows, else the target's.
+        hidden_size: the width of the target's embeddings.
+        aux_layers: boundaries of the target that the head reads, ascending (`target_layer_ids` + 1).
         block_size: rows of a block, the anchor's included.
-        mask_token_id: the target's token that stands for the tokens to be drafted.
-        layer_types: "full_attention" or "sliding_attention", one a layer. sliding_window: of the latter, in tokens.
-        is_causal: whether rows see no later row of their block; None: those of sliding layers alone.
-        markov_rank, confidence: of DSpark.
-        conv_taps, conv_group, selector_rank, selector_top_k: of DFlash2.
+        mask_token_id: the target's token at the positions to draft.
+        layer_types: "full_attention" or "sliding_attention" for each layer. sliding_window: of the latter, in tokens.
+        is_causal: whether attention within a block is causal; None: in sliding layers only.
+        markov_rank, confidence: for DSpark.
+        conv_taps, conv_group, selector_rank, selector_top_k: for DFlash2.
     """
 
     vocab_size: int
@@ -86,7 +86,7 @@ class BlockHeadConfig:
 
 
 def default_target_layers(layers: int, count: int) -> tuple[int, ...]:
-    """The boundaries that trainers take when none are named: `count` of a target with so many layers."""
+    """Returns the trainers' default boundaries: `count` of a target with this many layers."""
     if count == 1:
         return (layers // 2 + 1,)
     return tuple(round(1 + k * (layers - 4) / (count - 1)) + 1 for k in range(count))
@@ -101,7 +101,7 @@ Attend = Callable[[Array, Array, Array], Array]
 class BlockLayer(nnx.Module):
     """One decoder layer over the rows of blocks.
 
-    `q` [H, heads * d]; `kv` [H, kv_heads * 2 * d], a head's key beside its value; `o` [heads * d, H].
+    `q` [H, heads * d]; `kv` [H, kv_heads * 2 * d], each head's key next to its value; `o` [heads * d, H].
     """
 
     def __init__(self, config: BlockHeadConfig, *, dtype: Any, rngs: nnx.Rngs) -> None:
@@ -116,7 +116,7 @@ class BlockLayer(nnx.Module):
         self.mlp = SwiGLU(c.hidden_size, c.intermediate_size, dtype=dtype, rngs=rngs)
 
     def keys_and_values(self, x: Float[Array, "b t h"], rope: Rope) -> Context:
-        """Of the context, which is not normed here, or of the normed rows of blocks."""
+        """Computes keys and values of the context, which is not normed here, or of normed rows of blocks."""
         heads = linear(x, self.kv[...]).reshape(*x.shape[:2], -1, 2, self.head_dim)
         return apply_rope(rms_norm(heads[..., 0, :], self.k_norm[...], self.eps), rope), heads[..., 1, :]
 
@@ -130,15 +130,15 @@ class BlockLayer(nnx.Module):
         return x + self.around("mlp_conv", self.mlp, rms_norm(x, self.post_norm[...], self.eps))
 
     def around(self, name: str, sublayer: Callable[[Array], Array], normed: Float[Array, "b m h"]) -> Array:
-        """What the residual stream gets of a sublayer; `name` is that of what another head puts around it."""
+        """Runs a sublayer for the residual stream; `name` is the module that a subclass wraps around it."""
         return sublayer(normed)
 
 
 class DFlash(nnx.Module):
-    """The backbone; alone it drafts each token of a block by itself.
+    """The backbone, which drafts the tokens of a block independently of each other.
 
     Attributes:
-        first_row: the first row that predicts. Row `first_row` predicts the token behind the anchor.
+        first_row: the first row that predicts, namely the token after the anchor.
     """
 
     layer: ClassVar[Callable[..., BlockLayer]] = BlockLayer
@@ -156,15 +156,15 @@ class DFlash(nnx.Module):
 
     @property
     def drafts(self) -> int:
-        """Tokens that a block drafts."""
+        """Number of tokens that a block drafts."""
         return self.config.block_size - self.first_row
 
     def fuse(self, aux: Float[Array, "b t aux"]) -> Float[Array, "b t h"]:
-        """The target's states (concatenated, ascending boundaries) -> the context, the same for every layer."""
+        """Fuses the target's states (concatenated, ascending boundaries) into the context, shared by all layers."""
         return rms_norm(linear(aux, self.fc[...]), self.hidden_norm[...], self.config.rms_norm_eps)
 
     def context(self, fused: Float[Array, "b t h"], positions: Int[Array, "b t"]) -> tuple[Context, ...]:
-        """Keys and values of the context, of every layer."""
+        """Computes every layer's keys and values of the context."""
         rope = self._rope(positions)
         return tuple(layer.keys_and_values(fused, rope) for layer in self.layers)
 
@@ -177,16 +177,16 @@ class DFlash(nnx.Module):
         first: Int[Array, "b a"],
         anchors: Int[Array, "b a"],
     ) -> Float[Array, "b a drafts h"]:
-        """One pass over a blocks of each sequence.
+        """Runs one pass over `a` blocks of each sequence.
 
         Args:
             embed: the target's embeddings; their dtype is the compute dtype.
             tokens, positions: the anchors, and their RoPE positions.
             context: of every layer, see `context`.
-            first, anchors: the context's slots from `first` on, in front of `anchors`, are seen.
+            first, anchors: each block attends to the context's slots from `first` to before `anchors`.
 
         Returns:
-            The LM head's inputs: number i predicts the token at the anchor's position + 1 + i.
+            The LM head's inputs: index i predicts the token at the anchor's position + 1 + i.
         """
         c = self.config
         (b, a), r = tokens.shape, c.block_size
@@ -205,13 +205,13 @@ class DFlash(nnx.Module):
         return x.reshape(b, a, r, -1)[:, :, self.first_row :]
 
     def output_rows(self, rows: Float[Array, "v h"]) -> Float[Array, "dv h"]:
-        """LM-head rows, one per draft token; `rows` are the target's, of these tokens."""
+        """Returns the LM-head rows, one per draft token; `rows` are the target's rows of these tokens."""
         return self.lm_head[...] if hasattr(self, "lm_head") else rows
 
     def adjusted(
         self, logits: Float[Array, "*batch dv"], states: Float[Array, "*batch h"], before: Int[Array, "*batch"]
     ) -> Float[Array, "*batch dv"]:
-        """Logits of a draft behind the token `before` (of the target's vocabulary). Here they are as they were."""
+        """Adjusts a draft's logits by the preceding token `before` (a target id); unchanged here."""
         return logits
 
     def walk(
@@ -221,11 +221,11 @@ class DFlash(nnx.Module):
         token_ids: Int[Array, " dv"],
         anchor: Int[Array, "*batch"],
     ) -> Int[Array, "*batch drafts"]:
-        """The greedy drafts, draft ids: each the best behind the one before it.
+        """Drafts greedily, each token given the one before it. Returns draft ids.
 
         Args:
             rows: see `output_rows`. token_ids: the target's id of each draft token.
-            anchor: the tokens that the blocks begin with.
+            anchor: the first token of each block.
         """
         flat = states.reshape(-1, *states.shape[-2:]).swapaxes(0, 1)
 

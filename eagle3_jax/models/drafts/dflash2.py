@@ -1,8 +1,8 @@
 """DFlash2: DFlash with convolutions over the rows of a block, and a selector among the best candidates.
 
-Source: z-lab/dflash at 07ebd93. Around attention and around the MLP stands a causal convolution whose taps depend on
-the row. The selector scores a row's best candidates by the token in front of them. New, the convolutions leave all as
-it is; with its predecessor codebook zeroed the selector does too, and the head drafts as DFlash.
+Source: z-lab/dflash at 07ebd93. Attention and the MLP are each wrapped in causal convolutions whose taps depend on the
+row. The selector scores a row's best candidates by the preceding token. Freshly initialised convolutions are the
+identity. With a zero predecessor codebook the selector adds nothing either, and the head drafts as DFlash.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from eagle3_jax.models.layers import embeddings, linear, normal
 
 
 class BlockConvolution(nnx.Module):
-    """Two causal convolutions over the rows of a block, in front of a sublayer and behind it.
+    """Two causal convolutions over the rows of a block, before and after a sublayer.
 
-    `base` [2, taps, H]; `taps` [H, 2 * taps * H / group], what each row adds to them, a number for a group of channels.
-    Both sides have their taps of the sublayer's input.
+    `base` [2, taps, H]; `taps` [H, 2 * taps * H / group], each row's additive term, one number per group of channels.
+    The taps of both convolutions are computed from the sublayer's input.
     """
 
     def __init__(self, config: BlockHeadConfig, *, dtype: Any, rngs: nnx.Rngs) -> None:
@@ -48,7 +48,7 @@ class BlockConvolution(nnx.Module):
 
 
 class ConvolvedLayer(BlockLayer):
-    """A layer with convolutions around attention and around the MLP; the context passes them by."""
+    """A layer with convolutions around attention and the MLP; the context is not convolved."""
 
     def __init__(self, config: BlockHeadConfig, *, dtype: Any, rngs: nnx.Rngs) -> None:
         super().__init__(config, dtype=dtype, rngs=rngs)
@@ -61,7 +61,7 @@ class ConvolvedLayer(BlockLayer):
 
 
 class DFlash2(DFlash):
-    """`predecessors` [V, rank] is read at tokens of the target, `successors` [draft vocabulary, rank] at candidates."""
+    """The DFlash2 head; `predecessors` [V, rank] by target id, `successors` [draft vocabulary, rank] by draft id."""
 
     layer = ConvolvedLayer
 
@@ -79,7 +79,7 @@ class DFlash2(DFlash):
         states: Float[Array, "*batch h"],
         before: Int[Array, "*batch"],
     ) -> Float[Array, "*batch c"]:
-        """Logits of candidates (draft ids), and what the selector adds to them."""
+        """Adds the selector's scores to the logits of candidates (draft ids)."""
         read = embeddings(self.predecessors[...], before).astype(states.dtype) * linear(states, self.selector[...])
         successors = embeddings(self.successors[...], candidates).astype(states.dtype)
         return logits + jnp.sum((read[..., None, :] * successors).astype(jnp.float32), axis=-1)
@@ -87,7 +87,7 @@ class DFlash2(DFlash):
     def adjusted(
         self, logits: Float[Array, "*batch dv"], states: Float[Array, "*batch h"], before: Int[Array, "*batch"]
     ) -> Float[Array, "*batch dv"]:
-        """See `DFlash`: the selector's scores of the best candidates; the others have none."""
+        """See `DFlash`: the selector's scores of the best candidates, -inf for the others."""
         best, candidates = jax.lax.top_k(logits, self.config.selector_top_k)
         scores = self.candidate_scores(best, candidates, states, before)
         none = jnp.full_like(logits, -jnp.inf)

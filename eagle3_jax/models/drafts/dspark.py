@@ -1,7 +1,7 @@
-"""DSpark: DFlash's backbone in the next-token layout, and two small heads (arXiv 2607.05147).
+"""DSpark: DFlash's backbone in the next-token layout, with a Markov head and a confidence head (arXiv 2607.05147).
 
-Row j predicts the token behind its own position, the anchor's row too. The Markov head adds to the logits what the
-token in front says of the next one. The confidence head says how probable it is that a draft is accepted.
+Every row, the anchor's included, predicts the token after its own position. The Markov head adds a bias to the logits
+that depends on the preceding token. The confidence head predicts the probability that a draft is accepted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from eagle3_jax.models.layers import embeddings, linear, normal, zeros
 
 
 class DSpark(DFlash):
-    """`markov_in` [V, rank] is read at tokens of the target, `markov_out` [draft vocabulary, rank] at drafts."""
+    """The DSpark head; `markov_in` [V, rank] by target id, `markov_out` [draft vocabulary, rank] by draft id."""
 
     first_row = 0
 
@@ -34,13 +34,13 @@ class DSpark(DFlash):
     def adjusted(
         self, logits: Float[Array, "*batch dv"], states: Float[Array, "*batch h"], before: Int[Array, "*batch"]
     ) -> Float[Array, "*batch dv"]:
-        """See `DFlash`: the Markov head's bias is added."""
+        """See `DFlash`: adds the Markov head's bias."""
         return logits + vocabulary_logits(self._before(states, before), self.markov_out[...])
 
     def confidence_logits(
         self, states: Float[Array, "*batch h"], before: Int[Array, "*batch"]
     ) -> Float[Array, "*batch"]:
-        """float32; their sigmoid is the probability that a draft is accepted whose predecessors were."""
+        """Computes float32 logits of the probability that a draft is accepted, given that its predecessors are."""
         read = jnp.concatenate([states, self._before(states, before)], axis=-1)
         return (linear(read, self.confidence[...]) + self.confidence_bias[...].astype(read.dtype)[0])[..., 0].astype(
             jnp.float32

@@ -1,8 +1,8 @@
 """The draft head of EAGLE and EAGLE-2 (SafeAILab/EAGLE, model/cnets1.py; vLLM's llama_eagle.py).
 
-A decoder layer of Llama's without its first norm, over fc([embedding of token t+1, feature t]). The feature is the
-target's last hidden state behind the final norm; the layer's output takes its place from then on. Embeddings and LM
-head are the target's own.
+A Llama decoder layer without its first norm, over fc([embedding of token t+1, feature t]). The first feature is the
+target's last hidden state after the final norm; later ones are the layer's outputs. Embeddings and LM head are the
+target's.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Eagle2Config:
     """Shape of the head.
 
     Attributes:
-        vocab_size: the target's vocabulary; draft_vocab_size: of it, the tokens that are drafted (FR-Spec).
-        target_layers: how many the target has.
-        fc_bias: whether `fc` has one.
+        vocab_size: the target's vocabulary; draft_vocab_size: the number of its tokens that are drafted (FR-Spec).
+        target_layers: number of the target's layers.
+        fc_bias: whether `fc` has a bias.
     """
 
     vocab_size: int
@@ -69,7 +69,7 @@ class Eagle2Config:
 
 
 class Eagle2Head(Head):
-    """`lm_head` [draft vocabulary, H]: rows of the target's."""
+    """The EAGLE-2 head; `lm_head` [draft vocabulary, H] holds rows of the target's."""
 
     config: Eagle2Config
 
@@ -86,7 +86,7 @@ class Eagle2Head(Head):
         self.lm_head = normal((c.draft_vocab_size, c.hidden_size), dtype, rngs)
 
     def fuse(self, aux: Float[Array, "b t aux"]) -> Float[Array, "b t h"]:
-        """The feature is the state itself."""
+        """Returns the state, which is the feature."""
         return aux
 
     def __call__(
@@ -108,5 +108,5 @@ class Eagle2Head(Head):
         return x + self.mlp(rms_norm(x, self.post_norm[...], c.rms_norm_eps))
 
     def output_hidden(self, state: Float[Array, "*batch h"]) -> Float[Array, "*batch h"]:
-        """The state itself: it stands for what the target's final norm gives."""
+        """Returns the state: it approximates the output of the target's final norm."""
         return state

@@ -1,8 +1,8 @@
 """The EAGLE-3 draft head (EAGLE-3, arXiv 2503.01840, section 3.1).
 
-One decoder layer whose attention reads [embedding of token t+1, feature t]; its residual is the un-normed fused
-feature, and its pre-norm output recurs as the next step's feature; flags change both. The embedding table is the
-target's own. What is attended is the caller's business: a cache when drafting, the training-time test when training.
+One decoder layer whose attention reads [embedding of token t+1, feature t]. Its residual is the un-normed fused
+feature, and its pre-norm output recurs as the next step's feature; flags change both. Embeddings are the target's. The
+caller supplies attention: over a cache when drafting, by the training-time test when training.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from eagle3_jax.models.target import ModelConfig, without_aux_layers
 
 @dataclasses.dataclass(frozen=True)
 class DraftHeadConfig:
-    """Shape of a draft head, in the words of its config.json.
+    """Shape of a draft head; fields are named as in its config.json.
 
     Attributes:
         vocab_size: the target's vocabulary; draft_vocab_size: the head's own.
-        aux_layers: boundaries of the target that feed it (their number is the width of `fc`'s input). None, of a head
-            on disk alone: the three that every engine takes by default, of a target whose depth is not known.
+        aux_layers: boundaries of the target that feed the head; their number sets the width of `fc`'s input. None, only
+            for a head on disk: every engine's default three, of a target whose depth is unknown.
         fc_norm: norm each aux feature before fc; norm_output: the post-norm output recurs. Both: EAGLE-3.1.
         norm_before_residual: the residual is the normed feature (vLLM, speculators).
         norm_before_fc: one norm over all aux features together before fc (heads of RedHat and NVIDIA for gpt-oss).
@@ -68,15 +68,15 @@ class DraftHeadConfig:
 
     @classmethod
     def for_target(cls, draft: DraftConfig, target: ModelConfig) -> DraftHeadConfig:
-        """The head that `draft` describes, what it leaves open taken from the target. Raises ValueError."""
+        """Makes the shape that `draft` describes, with the target's values where it has none. Raises ValueError."""
         if not target.aux_layers:
             raise ValueError(without_aux_layers(target))
         sizes = ("num_attention_heads", "num_key_value_heads", "head_dim")
         missing = [f"draft.{name}" for name in sizes if getattr(draft, name) is None]
         if missing and target.latent_cache:
             raise ValueError(
-                f"{', '.join(missing)}: got none, expected sizes for the head: {target.architecture} has a latent "
-                "vector in place of such heads"
+                f"{', '.join(missing)}: got none, expected sizes for the head: {target.architecture} has latent "
+                "attention, without such heads"
             )
         heads = draft.num_attention_heads or target.num_attention_heads
         kv_heads = draft.num_key_value_heads or target.num_key_value_heads

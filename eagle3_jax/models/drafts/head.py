@@ -1,4 +1,4 @@
-"""What rounds ask of a draft, whatever its network: features of the target's states, a pass, the next tokens."""
+"""`Head`, the interface of drafts to decoding rounds: fuse the target's states, run a pass, score the next tokens."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ from eagle3_jax.models.target import ModelConfig
 
 
 class Head(nnx.Module):
-    """One decoder layer over pairs (token t+1, feature t), and an LM head over the draft vocabulary.
+    """A draft head: one decoder layer over pairs (token t+1, feature t), and an LM head over the draft vocabulary.
 
-    Where a draft is another network (`DraftModel`), it has `feed`, `output_rows`, `dtype` and caches of its own.
+    A draft of another network (`DraftModel`) overrides `feed`, `output_rows`, `dtype` and the caches.
 
     Attributes:
         config: has `vocab_size` (the target's), `draft_vocab_size`, `hidden_size`, `num_key_value_heads`, `head_dim`,
-            `max_position_embeddings`, and of what it reads of the target `aux_layers`, `num_aux_layers` and
-            `target_hidden_size`.
-        fc: what the features, or embeddings and features, enter by; of the head's dtype.
+            `max_position_embeddings`; for the target's states `aux_layers`, `num_aux_layers` and `target_hidden_size`.
+        fc: input projection of the features, or of embeddings and features; its dtype is the head's.
         lm_head: [draft vocabulary, H], one row per draft token.
     """
 
@@ -36,7 +35,7 @@ class Head(nnx.Module):
     lm_head: nnx.Param
 
     def fuse(self, aux: Float[Array, "b t aux"]) -> Float[Array, "b t h"]:
-        """The target's states (concatenated, ascending boundaries) -> the feature of each position."""
+        """Fuses the target's states (concatenated, ascending boundaries) into the feature of each position."""
         raise NotImplementedError
 
     def __call__(
@@ -47,17 +46,17 @@ class Head(nnx.Module):
         attend: Callable[[Array, Array, Array], Array],
         row: Int[Array, " b"] | None = None,
     ) -> Float[Array, "b r h"]:
-        """One pass over pairs (token t+1, feature t).
+        """Runs one pass over pairs (token t+1, feature t).
 
         Args:
             embeds: the target's embeddings of the tokens.
-            features: fused features, or the output of the pass before.
+            features: fused features, or the previous pass's output.
             positions: RoPE positions of the pairs (the feature's).
             attend: (q [b t n d], k [b t k d], v [b t k d]) -> [b t n d].
-            row: of each sequence the pair whose state alone is wanted; of the others keys and values are computed.
+            row: index of each sequence's only pair whose state is computed; the other pairs get keys and values alone.
 
         Returns:
-            The state that recurs, and that `logits` and `top_k` read: of every pair, or of `row`'s (r = 1).
+            The recurrent state, which `logits` and `top_k` read: of every pair, or of `row` (r = 1).
         """
         raise NotImplementedError
 
@@ -74,19 +73,19 @@ class Head(nnx.Module):
         preceding: Int[Array, "b 1"] | None = None,
         row: Int[Array, " b"] | None = None,
     ) -> tuple[Float[Array, "b r h"], KVCache]:
-        """Reads pairs (token, feature) behind `lengths` committed ones.
+        """Reads pairs (token, feature) after `lengths` committed ones, and appends them to the cache.
 
         Args:
             embed: the target's embeddings.
             tokens: target ids. positions: RoPE positions of the pairs.
-            tail_mask: which of the m tail slots each pair sees; None is causal. The pairs take the last t; the earlier
-                ones hold what the passes before left there.
-            preceding: the token in front of them, given where a stretch of a prompt begins: a draft without features
-                may not have read it. Here the first feature tells of it.
+            tail_mask: the tail slots, of m, that each pair attends to; None is causal. The pairs take the last t slots;
+                the earlier ones hold entries of earlier passes.
+            preceding: the token before the pairs, given at the start of a chunk of a prompt: a draft without features
+                may not have read it. A head does not need it, since the first feature depends on it.
             row: see `__call__`.
 
         Returns:
-            What `__call__` does, and the cache.
+            The state, as `__call__` returns it, and the cache.
         """
         updated = cache
 
@@ -99,7 +98,7 @@ class Head(nnx.Module):
         return states, updated
 
     def output_hidden(self, state: Float[Array, "*batch h"]) -> Float[Array, "*batch h"]:
-        """The LM head's input: `lm_head @ output_hidden(state)` are the draft logits."""
+        """Returns the LM head's input: `lm_head @ output_hidden(state)` are the draft logits."""
         raise NotImplementedError
 
     @property
@@ -109,15 +108,15 @@ class Head(nnx.Module):
 
     @property
     def dtype(self) -> Any:
-        """Of its states and cache."""
+        """Dtype of the hidden states and the cache."""
         return self.fc[...].dtype
 
     def logits(self, state: Float[Array, "*batch h"]) -> Float[Array, "*batch dv"]:
-        """float32 logits over the draft vocabulary."""
+        """Computes float32 logits over the draft vocabulary."""
         return vocabulary_logits(self.output_hidden(state), self.output_rows)
 
     def top_k(self, state: Float[Array, "*batch h"], k: int) -> tuple[Float[Array, "*batch k"], Int[Array, "*batch k"]]:
-        """Log-probabilities (float32) and draft ids of the k best next tokens, best first."""
+        """Returns log-probabilities (float32) and draft ids of the k best next tokens, best first."""
         return vocabulary_top_k(self.output_hidden(state), self.output_rows, k)
 
     def empty_cache(self, batch: int, slots: int) -> KVCache:
@@ -131,10 +130,10 @@ class Head(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class ShapeOfModel:
-    """`Head.config` of a draft whose shape is a model's: the target itself (MTP) or a smaller one.
+    """`Head.config` of a draft shaped as a model: the target itself (MTP) or a smaller one.
 
     Attributes:
-        aux_layers: what it reads of the target, which then has the model's hidden size.
+        aux_layers: boundaries that the draft reads of a target as wide as `model`.
     """
 
     model: ModelConfig
@@ -176,11 +175,11 @@ class ShapeOfModel:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    """A head and what its tokens mean.
+    """A head and its draft vocabulary.
 
     Attributes:
         token_ids: int32 [draft vocabulary], the target's id of each draft token, ascending (absolute, not `d2t`).
-            Outside the module, so that gradients see floats only.
+            Kept outside the module, so that gradients see floats only.
     """
 
     head: Head

@@ -1,7 +1,7 @@
-"""MiMo's layer that predicts a further token, as a draft head (vLLM's mimo_mtp.py): Qwen 2's, the feature first.
+"""MiMo's MTP layer as a draft head (vLLM's mimo_mtp.py): a Qwen 2 layer whose input has the feature first.
 
-Engines differ in the feature: as in SGLang it is the target's state behind its final norm; Xiaomi's code for vLLM, and
-vLLM with it, feed the one in front of that norm.
+Engines differ in the feature. It is the target's state after its final norm here, as in SGLang; Xiaomi's code for vLLM,
+and vLLM itself, use the state before that norm.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ class MimoMtp(MtpHead):
         attend: Callable[[Array, Array, Array], Array],
         row: Int[Array, " b"] | None = None,
     ) -> Float[Array, "b r h"]:
-        """See `Head`. As engines do, the first pair of a text is read without its token."""
+        """See `Head`. The token of a text's first pair is zeroed, as in engines."""
         return super().__call__(jnp.where(positions[..., None] == 0, 0, embeds), features, positions, attend, row)
 
 
 def table(config: MimoConfig) -> dict[str, Entry]:
-    """Parameter path in `MimoMtp` -> the tensors of the target's checkpoint; the LM head is the target's."""
-    h, theirs = config.hidden_size, f"{MTP}0"
+    """Maps parameter paths in `MimoMtp` to tensors of the target's checkpoint; the LM head is the target's."""
+    h, source = config.hidden_size, f"{MTP}0"
     layer = {
-        path.removeprefix("blocks/0/"): _renamed(entry, "model.layers.0.", f"{theirs}.")
+        path.removeprefix("blocks/0/"): _renamed(entry, "model.layers.0.", f"{source}.")
         for path, entry in qwen2.table(config).items()
         if path.startswith("blocks/0/")
     }
     return {f"block/{path}": entry for path, entry in layer.items()} | {
-        "token_norm": plain(f"{theirs}.token_layernorm.weight", h),
-        "hidden_norm": plain(f"{theirs}.hidden_layernorm.weight", h),
-        "fc": kernel(f"{theirs}.input_proj.weight", h, 2 * h),
-        "norm": plain(f"{theirs}.final_layernorm.weight", h),
+        "token_norm": plain(f"{source}.token_layernorm.weight", h),
+        "hidden_norm": plain(f"{source}.hidden_layernorm.weight", h),
+        "fc": kernel(f"{source}.input_proj.weight", h, 2 * h),
+        "norm": plain(f"{source}.final_layernorm.weight", h),
     }
 
 

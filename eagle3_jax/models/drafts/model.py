@@ -1,9 +1,9 @@
 """A smaller model as the draft (Leviathan et al., https://arxiv.org/abs/2211.17192; SGLang's STANDALONE, vLLM's
 draft_model).
 
-It reads tokens and nothing of the target. Rounds speak of pairs (token t+1, feature t): of a pair it reads the token,
-at its own position t+1, where heads stand at the feature's. So the pair's entry in the cache lies one slot further, and
-slot 0 holds the first token of the text, of which no pair tells.
+The model reads tokens alone, no state of the target. Rounds pass pairs (token t+1, feature t). The model reads a pair's
+token at the token's position t+1; heads read the pair at the feature's position t. A pair's cache entry therefore lies
+one slot further, and slot 0 holds the first token of the text, which is in no pair.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from eagle3_jax.models.target import TargetModel
 
 
 class DraftModel(Head):
-    """A model of any family of targets; its state is the last hidden state behind the final norm."""
+    """A model of any family of targets as the draft; its state is the last hidden state after the final norm."""
 
     config: ShapeOfModel
 
@@ -31,7 +31,7 @@ class DraftModel(Head):
         self.config = ShapeOfModel(self.model.config)
 
     def fuse(self, aux: Float[Array, "b t aux"]) -> Float[Array, "b t aux"]:
-        """No state of the target: nothing to fuse."""
+        """Returns its empty input: no state of the target is read."""
         return aux
 
     def feed(
@@ -47,19 +47,19 @@ class DraftModel(Head):
         preceding: Int[Array, "b 1"] | None = None,
         row: Int[Array, " b"] | None = None,
     ) -> tuple[Float[Array, "b r h"], KVCache]:
-        """See `Head`; embeddings and features of the target are not read."""
+        """See `Head`; the target's embeddings and features are not read."""
         if preceding is None:
             states, _, cache = self.model(tokens, positions + 1, cache, lengths + 1, tail_mask)
             return at_row(states, row), cache
-        # Slot `lengths` is empty where a text begins, and behind a prefix on shared pages; else what stands there is
-        # written again, as it is where one stretch continues another in the same batch.
+        # Slot `lengths` is empty at the start of a text and after a prefix on shared pages. Elsewhere its entry is
+        # written again with the same values, as when one chunk continues another in the same batch.
         tokens = jnp.concatenate([preceding, tokens], axis=1)
         positions = jnp.concatenate([positions[:, :1], positions + 1], axis=1)
         states, _, cache = self.model(tokens, positions, cache, lengths)
         return at_row(states[:, 1:], row), cache
 
     def output_hidden(self, state: Float[Array, "*batch h"]) -> Float[Array, "*batch h"]:
-        """The state itself: it is normed."""
+        """Returns the state, which is normed already."""
         return state
 
     @property

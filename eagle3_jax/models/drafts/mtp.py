@@ -1,8 +1,8 @@
-"""Layers of a target's own checkpoint that predict a further token (MTP), as draft heads: what SGLang calls NEXTN.
+"""Multi-token prediction layers (MTP) of a target's own checkpoint as draft heads; NEXTN in SGLang.
 
 A decoder layer of the target's family over fc(normed embedding of token t+1 and normed feature t, in the family's
-order), and a norm behind it. The feature is the target's last hidden state behind the final norm; the normed output
-takes its place from then on. Embeddings and LM head are the target's own.
+order), then a norm. The first feature is the target's last hidden state after the final norm; later ones are the normed
+outputs. Embeddings and LM head are the target's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from eagle3_jax.models.target import ModelConfig, final_boundary, rotary
 
 
 class MtpHead(Head):
-    """`fc` [2H, H]; the layer has the target's own shape."""
+    """An MTP layer as a head; `fc` [2H, H], the layer shaped as the target's."""
 
     block_type: ClassVar[Callable[..., Any]]  # as `TargetModel.block`
     config: ShapeOfModel
@@ -35,11 +35,11 @@ class MtpHead(Head):
         self.lm_head = normal((target.vocab_size, h), dtype, rngs)
 
     def fuse(self, aux: Float[Array, "b t aux"]) -> Float[Array, "b t h"]:
-        """The feature is the state itself."""
+        """Returns the state, which is the feature."""
         return aux
 
     def joined(self, tokens: Float[Array, "b t h"], hidden: Float[Array, "b t h"]) -> Float[Array, "b t both"]:
-        """Both, in the order that `fc` reads them in."""
+        """Concatenates both in the order of `fc`'s input."""
         raise NotImplementedError
 
     def __call__(
@@ -58,5 +58,5 @@ class MtpHead(Head):
         return rms_norm(at_row(x, row), self.norm[...], c.rms_norm_eps)
 
     def output_hidden(self, state: Float[Array, "*batch h"]) -> Float[Array, "*batch h"]:
-        """The state itself: it is normed."""
+        """Returns the state, which is normed already."""
         return state

@@ -1,4 +1,4 @@
-"""Which targets there are: a modelling file and a table of weights for each architecture."""
+"""The families of targets: a modelling file and a table of weights for each architecture."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from eagle3_jax.models.target import ModelConfig, TargetModel
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What belongs together.
+    """One architecture: its config, its model and its table of weights.
 
     Attributes:
-        table: parameter path -> the tensors of a checkpoint that it is made of.
-        unused: of a config, how names of tensors begin that its checkpoints hold and that are not read.
+        table: config -> parameter path -> its checkpoint tensors.
+        unused: config -> prefixes of checkpoint tensors that are not read.
     """
 
     config: type[ModelConfig]
@@ -41,9 +41,9 @@ FAMILIES = (
 
 
 def read_shape(values: dict[str, Any], aux_layers: tuple[int, ...] | None = None) -> ModelConfig:
-    """The shape that a Hugging Face config.json describes: of a model that sees images, its text model's.
+    """Reads the shape from a Hugging Face config.json; a vision-language model's is that of its text model.
 
-    Raises ValueError with every problem of it.
+    Raises ValueError with every problem.
     """
     values = text_values(values)
     known = {family.config.architecture: family for family in FAMILIES}

@@ -1,9 +1,9 @@
-"""DeepSeek-V3 and R1: attention over one latent vector a token (MLA), experts in groups beside shared ones.
+"""DeepSeek-V3 and R1: multi-head latent attention (MLA), grouped experts and shared ones.
 
-The cache holds what all heads share: a token's latent and its turned key, as one KV head. A head's keys and values are
-products of the latent, so its queries are taken into the latent's space, and what it attends to is taken out of it
-("absorbed", DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1.2). Its checkpoints also hold layers that
-predict further tokens (MTP): see `deepseek_mtp`. Weights come in FP8 (a factor for 128 x 128 of them) or as they are.
+The cache holds, as one KV head, a token's latent and its rotated key, which all heads share. A head's keys and values
+are projections of the latent. Queries are therefore projected into the latent's space, and attended latents out of it
+("absorbed", DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1.2). The MTP layers of its checkpoints are in
+`deepseek_mtp`. Checkpoints hold weights in FP8 (one factor per 128 x 128) or unquantised.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from eagle3_jax.models.layers import SwiGLU, YarnScaling, apply_rope, halves, li
 from eagle3_jax.models.rope import KINDS, Kinds
 from eagle3_jax.models.target import Attend, ModelConfig, Rope, TargetModel
 
-_LATENT_EPS = 1e-6  # of the norms inside attention, whatever `rms_norm_eps` says
-_BLOCK = 128  # rows and columns in FP8 that share a factor
+_LATENT_EPS = 1e-6  # epsilon of the norms inside attention, independent of `rms_norm_eps`
+_BLOCK = 128  # rows and columns of FP8 that share a factor
 
 
 @dataclasses.dataclass(frozen=True)
 class DeepseekYarnScaling(YarnScaling):
-    """YaRN in which attention's scores grow too, by `temperature`, and cosines and sines by what is left of it."""
+    """YaRN that also scales attention scores, by `temperature`; cosines and sines are scaled by `amplitude`."""
 
     mscale: float | None = None
     mscale_all_dim: float | None = None
@@ -53,18 +53,20 @@ class DeepseekYarnScaling(YarnScaling):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeepseekV3Config(ModelConfig):
-    """As `ModelConfig`; `intermediate_size` is that of the layers without experts, `num_key_value_heads` (1) and
-    `head_dim` (`kv_lora_rank + qk_rope_head_dim`) are what the cache holds.
+    """Fields of `ModelConfig`, with `intermediate_size` of the layers without experts.
+
+    `num_key_value_heads` (1) and `head_dim` (`kv_lora_rank + qk_rope_head_dim`) are those of the cache.
 
     Attributes:
-        q_lora_rank: of the queries' latent; None: they are made of the hidden state. kv_lora_rank: of the cache's.
+        q_lora_rank: width of the queries' latent; None: queries are projected from the hidden state. kv_lora_rank:
+            width of the cached latent.
         qk_nope_head_dim, qk_rope_head_dim: the parts of a head's query and key without RoPE and with it.
-        rope_interleave: RoPE turns neighbours, not halves.
-        n_group, topk_group: experts are chosen from the best `topk_group` of so many groups.
-        n_shared_experts: beside them, as one of so many times the size.
-        first_k_dense_replace: layers in front that have no experts.
-        num_nextn_predict_layers: behind the target's own, in the checkpoint alone.
-        fp8: the checkpoint holds the layers' matrices so.
+        rope_interleave: RoPE rotates neighbouring dimensions, not halves.
+        n_group, topk_group: experts are chosen from the best `topk_group` of `n_group` groups.
+        n_shared_experts: shared experts, computed as one of that many times the size.
+        first_k_dense_replace: number of first layers without experts.
+        num_nextn_predict_layers: MTP layers in the checkpoint, after the target's own.
+        fp8: whether the checkpoint holds the layers' matrices in FP8.
     """
 
     architecture: ClassVar[str] = "DeepseekV3ForCausalLM"
@@ -113,7 +115,7 @@ class DeepseekV3Config(ModelConfig):
     moe_intermediate_size: int
     first_k_dense_replace: int
     fp8: bool
-    # Not compared: a model that is written has none of them.
+    # Not compared: a written model has no MTP layers.
     num_nextn_predict_layers: int = dataclasses.field(default=0, compare=False)
 
     @classmethod
@@ -127,7 +129,7 @@ class DeepseekV3Config(ModelConfig):
         found = {name: values[name] for name in cls._own}
         heads, kv_heads = values.get("num_attention_heads"), values.get("num_key_value_heads")
         if kv_heads not in (None, heads):
-            problems.append(f"num_key_value_heads: got {kv_heads}, expected {heads}, as there are queries'")
+            problems.append(f"num_key_value_heads: got {kv_heads}, expected num_attention_heads = {heads}")
         count, groups, best = found["n_routed_experts"], found["n_group"], found["topk_group"]
         if count % groups or count < 2 * groups:
             problems.append(f"n_group: got {groups}, expected to divide {count} experts into groups of two or more")
@@ -144,7 +146,7 @@ class DeepseekV3Config(ModelConfig):
             problems.append(f"quantization_config.weight_block_size: got {block!r}, expected {[_BLOCK, _BLOCK]}")
         return found | {
             "routed_scaling_factor": float(found["routed_scaling_factor"]),
-            # Layers behind the target's own have experts.
+            # MTP layers have experts.
             "first_k_dense_replace": min(found["first_k_dense_replace"], values.get("num_hidden_layers", 0)),
             "num_nextn_predict_layers": values.get("num_nextn_predict_layers", values.get("num_mtp_layers")) or 0,
             "fp8": method == "fp8",
@@ -163,18 +165,18 @@ class DeepseekV3Config(ModelConfig):
 
 
 class LatentAttention(nnx.Module):
-    """Multi-head latent attention, n query heads over one KV head [latent, turned key].
+    """Multi-head latent attention, n query heads over one KV head [latent, rotated key].
 
-    `q` [H, n * (nope + rope)], or by way of a latent `q_down` [H, q_rank], `q_norm` and `q_up`; `kv_down` [H, kv_rank +
-    rope] and `kv_norm` [kv_rank]; `kv_up` [n, nope + v, kv_rank], a head's keys and values by its latent; `o` [n * v,
-    H].
+    `q` [H, n * (nope + rope)], or through a latent: `q_down` [H, q_rank], `q_norm` and `q_up`; `kv_down` [H, kv_rank +
+    rope] and `kv_norm` [kv_rank]; `kv_up` [n, nope + v, kv_rank], each head's keys and values from the latent; `o`
+    [n * v, H].
     """
 
     def __init__(self, config: DeepseekV3Config, *, dtype: Any, rngs: nnx.Rngs) -> None:
         c = config
         heads, plain_dim, width = c.num_attention_heads, c.qk_nope_head_dim, c.qk_nope_head_dim + c.qk_rope_head_dim
         self.heads, self.plain_dim, self.rank, self.neighbours = heads, plain_dim, c.kv_lora_rank, c.rope_interleave
-        # `attend` divides scores by the root of the width of the cache's keys, not of a head's own.
+        # `attend` divides scores by the root of the width of cached keys, not of a head's own keys.
         self.scale = (c.head_dim / width) ** 0.5
         if isinstance(c.rope_scaling, DeepseekYarnScaling):
             self.scale *= c.rope_scaling.temperature
@@ -192,13 +194,13 @@ class LatentAttention(nnx.Module):
     def __call__(self, x: Float[Array, "b t h"], rope: Rope, attend: Attend) -> Float[Array, "b t h"]:
         up, rank = self.kv_up[...], self.rank
         q, shared = self.queries(x), linear(x, self.kv_down[...])[:, :, None]
-        # Heads in front: as `btnr` of few rows, XLA for CPUs with AVX512_BF16 makes it a product that it has not got
-        # in bfloat16 ("Unsupported element type for DotThunk"; jax 0.10.1 to 0.12.0.1).
+        # Heads come first: for `btnr` of few rows XLA on CPUs with AVX512_BF16 emits a product that it does not
+        # support in bfloat16 ("Unsupported element type for DotThunk"; jax 0.10.1 to 0.12.0.1).
         within = jnp.moveaxis(contract("btnd,ndr->nbtr", q[..., : self.plain_dim], up[:, : self.plain_dim]), 0, 2)
         q = jnp.concatenate([within, self.turned(q[..., self.plain_dim :], rope).astype(jnp.float32)], axis=-1)
         latent = rms_norm(shared[..., :rank], self.kv_norm[...], _LATENT_EPS)
         key = jnp.concatenate([latent, self.turned(shared[..., rank:], rope)], axis=-1)
-        # As wide as the key, as the cache has them.
+        # Padded to the key's width: cached keys and values are equally wide.
         value = jnp.pad(latent, (*((0, 0),) * 3, (0, key.shape[-1] - rank)))
         attended = attend((q * self.scale).astype(x.dtype), key, value)[..., :rank]
         attended = contract("btnr,nvr->btnv", attended, up[:, self.plain_dim :]).astype(x.dtype)
@@ -209,7 +211,7 @@ class LatentAttention(nnx.Module):
             q = linear(x, self.q[...])
         else:
             q = linear(rms_norm(linear(x, self.q_down[...]), self.q_norm[...], _LATENT_EPS), self.q_up[...])
-        # Behind the barrier lie layouts by head, as in `Attention.fused`.
+        # The barrier keeps per-head layouts out of the product, as in `Attention.fused`.
         return jax.lax.optimization_barrier(q).reshape(*x.shape[:2], self.heads, -1)
 
     def turned(self, x: Float[Array, "b t n d"], rope: Rope) -> Float[Array, "b t n d"]:
@@ -217,10 +219,10 @@ class LatentAttention(nnx.Module):
 
 
 class SparseMLP(nnx.Module):
-    """Routed experts, and a shared one beside them; `router` [hidden, experts], `router_bias` [experts].
+    """Routed experts and a shared one; `router` [hidden, experts], `router_bias` [experts].
 
-    A token's experts are the best of its best groups, and a group is as good as its two best experts, by sigmoid scores
-    to which the bias is added. What the chosen ones weigh, the scores alone say.
+    A token's experts are the best of its best groups, by sigmoid scores plus the bias. A group's score is the sum of
+    its two best experts'. The weights of the chosen experts come from the scores without the bias.
     """
 
     def __init__(self, config: DeepseekV3Config, *, dtype: Any, rngs: nnx.Rngs) -> None:
@@ -229,7 +231,7 @@ class SparseMLP(nnx.Module):
         self.chosen, self.groups, self.best_groups = c.num_experts_per_tok, c.n_group, c.topk_group
         self.normalised, self.scale = c.norm_topk_prob, c.routed_scaling_factor
         self.router = normal((h, count), dtype, rngs)
-        self.router_bias = zeros(count, jnp.float32)  # bfloat16 is too coarse for what it tells apart
+        self.router_bias = zeros(count, jnp.float32)  # bfloat16 is too coarse to tell experts apart
         self.experts = Experts(h, f, count, dtype=dtype, rngs=rngs)
         self.shared = SwiGLU(h, f * c.n_shared_experts, dtype=dtype, rngs=rngs)
 
@@ -238,7 +240,7 @@ class SparseMLP(nnx.Module):
         return self.shared(x) + self.experts(x, chosen, weights)
 
     def choice(self, scores: Float32[Array, "b t e"]) -> tuple[Float32[Array, "b t k"], Int[Array, "b t k"]]:
-        """Weights and numbers of each token's experts."""
+        """Chooses each token's experts. Returns their weights and indices."""
         biased = scores + self.router_bias[...][None, None]
         grouped = biased.reshape(*scores.shape[:2], self.groups, -1)
         _, best = jax.lax.top_k(jax.lax.top_k(grouped, 2)[0].sum(axis=-1), self.best_groups)
@@ -274,25 +276,25 @@ class DeepseekV3(TargetModel):
 
 
 def unused(config: DeepseekV3Config) -> tuple[str, ...]:
-    """The layers behind the target's own."""
+    """Prefixes of the MTP layers, which follow the target's own."""
     own = config.num_hidden_layers
     return tuple(f"model.layers.{i}." for i in range(own, own + config.num_nextn_predict_layers))
 
 
 def table(config: DeepseekV3Config) -> dict[str, Entry]:
-    """Parameter path -> the Hugging Face tensors that it is made of."""
+    """Maps parameter paths to Hugging Face tensors."""
     layers = {f"blocks/{i}": layer_table(config, i) for i in range(config.num_hidden_layers)}
     return llama.ends(config) | {f"{block}/{path}": x for block, layer in layers.items() for path, x in layer.items()}
 
 
 def layer_table(config: DeepseekV3Config, layer: int) -> dict[str, Entry]:
-    """Parameter path in `Block` -> the tensors of that layer."""
-    c, theirs = config, f"model.layers.{layer}"
-    h, heads, attention = c.hidden_size, c.num_attention_heads, f"{theirs}.self_attn"
+    """Maps parameter paths in `Block` to the tensors of one layer."""
+    c, source = config, f"model.layers.{layer}"
+    h, heads, attention = c.hidden_size, c.num_attention_heads, f"{source}.self_attn"
     queries = heads * (c.qk_nope_head_dim + c.qk_rope_head_dim)
     entries = {
-        "input_norm": plain(f"{theirs}.input_layernorm.weight", h),
-        "post_norm": plain(f"{theirs}.post_attention_layernorm.weight", h),
+        "input_norm": plain(f"{source}.input_layernorm.weight", h),
+        "post_norm": plain(f"{source}.post_attention_layernorm.weight", h),
         "attention/kv_down": kernel(f"{attention}.kv_a_proj_with_mqa.weight", c.head_dim, h),
         "attention/kv_norm": plain(f"{attention}.kv_a_layernorm.weight", c.kv_lora_rank),
         "attention/kv_up": _by_head(
@@ -306,7 +308,7 @@ def layer_table(config: DeepseekV3Config, layer: int) -> dict[str, Entry]:
         entries["attention/q_down"] = kernel(f"{attention}.q_a_proj.weight", c.q_lora_rank, h)
         entries["attention/q_norm"] = plain(f"{attention}.q_a_layernorm.weight", c.q_lora_rank)
         entries["attention/q_up"] = kernel(f"{attention}.q_b_proj.weight", queries, c.q_lora_rank)
-    dense, mlp, width = "mlp", f"{theirs}.mlp", c.intermediate_size
+    dense, mlp, width = "mlp", f"{source}.mlp", c.intermediate_size
     if layer >= c.first_k_dense_replace:
         entries["mlp/router"] = kernel(f"{mlp}.gate.weight", c.n_routed_experts, h)
         entries["mlp/router_bias"] = plain(f"{mlp}.gate.e_score_correction_bias", c.n_routed_experts)
@@ -327,19 +329,19 @@ def _projections(hidden: int, intermediate: int) -> dict[str, tuple[int, int]]:
 
 
 def _by_head(name: str, heads: int, rows: int, columns: int) -> Entry:
-    """[heads * rows, columns] there, [heads, rows, columns] here."""
+    """Splits heads: [heads * rows, columns] on disk, [heads, rows, columns] in memory."""
 
     def part(index: tuple[slice, slice, slice], x: Any) -> np.ndarray:
         head, row, column = index
         start, stop, _ = head.indices(heads)
-        held = x[start * rows : stop * rows, column]
-        return held.reshape(stop - start, rows, held.shape[-1])[:, row]
+        block = x[start * rows : stop * rows, column]
+        return block.reshape(stop - start, rows, block.shape[-1])[:, row]
 
     return Entry({name: (heads * rows, columns)}, part, lambda x: (x.reshape(-1, columns),), 3)
 
 
 def _fp8(entry: Entry) -> Entry:
-    """The same of matrices in FP8, each with its factors beside it."""
+    """Turns an entry into that of FP8 matrices, each with a tensor of factors."""
     tensors = {}
     for name, shape in entry.tensors.items():
         tensors |= {name: shape, f"{name}_scale_inv": tuple(-(-size // _BLOCK) for size in shape)}
@@ -348,13 +350,13 @@ def _fp8(entry: Entry) -> Entry:
         return entry.part(index, *map(_Scaled, parts[::2], parts[1::2]))
 
     def split(_: np.ndarray) -> tuple[np.ndarray, ...]:
-        raise ValueError("fp8: targets are not written in it; load a checkpoint of whole weights")
+        raise ValueError("fp8: not written, only read; load an unquantised checkpoint")
 
     return Entry(tensors, part, split, entry.dimensions, ("F8_E4M3", "F32"))
 
 
 class _Scaled:
-    """A matrix in FP8, multiplied out where it is indexed."""
+    """A matrix in FP8, dequantised when indexed."""
 
     def __init__(self, numbers: Any, factors: Any) -> None:
         self.numbers, self.factors = numbers, factors

@@ -1,7 +1,7 @@
-"""Gemma 3, its text model: norms before and behind each part, of queries and keys too, GELU, scaled embeddings, and
-layers of two kinds: most see a window, some see everything.
+"""Gemma 3's text model: norms before and after each sublayer and of queries and keys, GELU, scaled embeddings.
 
-A norm's weight is stored as what it exceeds one by, and multiplies in float32.
+Most layers attend to a sliding window, the others to the whole text. Norms multiply by 1 + the stored weight, in
+float32.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma3Config(ModelConfig):
-    """As `ModelConfig`; RoPE's fields are those of the layers that see everything.
+    """Fields of `ModelConfig`, with RoPE's of the layers of full attention.
 
     Attributes:
-        sliding_window: positions that a local layer sees, its own among them. local_layers: which ones are.
-        rope_local_theta: RoPE's base in them.
-        query_pre_attn_scalar: scores are divided by its root.
+        sliding_window: positions that a local layer attends to, its own included. local_layers: the local layers.
+        rope_local_theta: RoPE's base in local layers.
+        query_pre_attn_scalar: scores are divided by its square root.
     """
 
     architecture: ClassVar[str] = "Gemma3ForCausalLM"
@@ -59,7 +59,7 @@ class Gemma3Config(ModelConfig):
     @classmethod
     def from_hf(cls, values: dict[str, Any], aux_layers: tuple[int, ...] | None = None) -> ModelConfig:
         rope = values.get("rope_parameters") or {}
-        if _GLOBAL in rope:  # as transformers 5 writes it
+        if _GLOBAL in rope:  # spelling of transformers 5
             local = rope.get(_LOCAL) or {}
             theta = local.get("rope_theta", values.get("rope_local_base_freq", 1e4))
             values = values | {"rope_parameters": rope[_GLOBAL], _LOCAL: local, "rope_local_base_freq": theta}
@@ -71,7 +71,7 @@ class Gemma3Config(ModelConfig):
         kinds = values.get("layer_types") or [_LOCAL if (i + 1) % every else _GLOBAL for i in range(count)]
         if len(kinds) != count or not set(kinds) <= {_LOCAL, _GLOBAL}:
             problems.append(f"layer_types: got {kinds!r}, expected {_LOCAL!r} or {_GLOBAL!r} for each layer")
-        read_scaling(values.get(_LOCAL, {}), f"rope_parameters.{_LOCAL}", problems, {})  # none is applied there
+        read_scaling(values.get(_LOCAL, {}), f"rope_parameters.{_LOCAL}", problems, {})  # local layers have no scaling
         return {
             "sliding_window": values.get("sliding_window", 4096),
             "local_layers": tuple(i for i, kind in enumerate(kinds) if kind == _LOCAL),
@@ -85,20 +85,20 @@ class Gemma3Config(ModelConfig):
         kinds = [_LOCAL if i in local else _GLOBAL for i in range(self.num_hidden_layers)]
         rope = {_GLOBAL: values["rope_parameters"], _LOCAL: {"rope_type": "default", "rope_theta": theta}}
         values |= {"layer_types": kinds, "rope_parameters": rope, "rope_local_base_freq": theta}
-        if self.query_pre_attn_scalar.is_integer():  # transformers takes no float
+        if self.query_pre_attn_scalar.is_integer():  # transformers accepts no float
             values["query_pre_attn_scalar"] = int(self.query_pre_attn_scalar)
         return values
 
 
 def offset_norm(x: Float[Array, "*batch h"], offset: Float[Array, " h"], eps: float) -> Float[Array, "*batch h"]:
-    """x / rms(x) * (1 + offset), in float32 until the end."""
+    """Computes x / rms(x) * (1 + offset), in float32 until the end."""
     x32 = x.astype(jnp.float32)
     normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     return (normed * jnp.expand_dims(1 + offset.astype(jnp.float32), range(x.ndim - 1))).astype(x.dtype)
 
 
 class GeGLU(SwiGLU):
-    """down(gelu(gate(x)) * up(x)), by the approximation with tanh."""
+    """down(gelu(gate(x)) * up(x)), with GELU's tanh approximation."""
 
     def __call__(self, x: Float[Array, "b t h"]) -> Float[Array, "b t h"]:
         gate = jax.nn.gelu(linear(x, self.gate[...]), approximate=True)
@@ -112,7 +112,7 @@ class Block(nnx.Module):
         c = config
         self.eps, self.local = c.rms_norm_eps, layer in c.local_layers
         self.window = c.sliding_window if self.local else None
-        self.scale = (c.head_dim / c.query_pre_attn_scalar) ** 0.5  # attention itself divides by the head's root
+        self.scale = (c.head_dim / c.query_pre_attn_scalar) ** 0.5  # attention divides by the root of `head_dim`
         heads = c.num_attention_heads, c.num_key_value_heads, c.head_dim
         self.input_offset = zeros(c.hidden_size, dtype)
         self.attention = Attention(c.hidden_size, c.hidden_size, *heads, dtype=dtype, rngs=rngs)
@@ -127,7 +127,7 @@ class Block(nnx.Module):
         q, k, v = self.attention.heads(self.attention.fused(offset_norm(x, self.input_offset[...], self.eps)))
         q, k = offset_norm(q, self.q_offset[...], self.eps), offset_norm(k, self.k_offset[...], self.eps)
         q = apply_rope(q, rope)
-        q = (q.astype(jnp.float32) * self.scale).astype(q.dtype)  # the scale itself is not rounded
+        q = (q.astype(jnp.float32) * self.scale).astype(q.dtype)  # the scale stays unrounded
         attended = attend(q, apply_rope(k, rope), v, window=self.window)
         x = x + offset_norm(self.attention.output(attended), self.post_attention_offset[...], self.eps)
         fed = self.mlp(offset_norm(x, self.pre_feedforward_offset[...], self.eps))
@@ -147,7 +147,7 @@ class Gemma3(TargetModel):
         return x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
 
     def rotary(self, positions: Int[Array, "b t"]) -> tuple[Rope, Rope]:
-        """Of layers that see everything, and of local ones."""
+        """Computes RoPE tables of the layers of full attention, and of local layers."""
         config: Any = self.config
         local = rope_table(positions, rope_frequencies(config.head_dim, config.rope_local_theta))
         return super().rotary(positions), local
@@ -157,16 +157,16 @@ class Gemma3(TargetModel):
 
 
 def table(config: Gemma3Config) -> dict[str, Entry]:
-    """Parameter path -> the Hugging Face tensors that it is made of."""
+    """Maps parameter paths to Hugging Face tensors."""
     c = config
     entries = llama.table(c)
     entries["offset"] = entries.pop("norm")
     for i in range(c.num_hidden_layers):
-        ours, theirs = f"blocks/{i}", f"model.layers.{i}"
-        entries[f"{ours}/input_offset"] = entries.pop(f"{ours}/input_norm")
-        entries[f"{ours}/post_attention_offset"] = entries.pop(f"{ours}/post_norm")
+        path, source = f"blocks/{i}", f"model.layers.{i}"
+        entries[f"{path}/input_offset"] = entries.pop(f"{path}/input_norm")
+        entries[f"{path}/post_attention_offset"] = entries.pop(f"{path}/post_norm")
         for name in ("pre_feedforward", "post_feedforward"):
-            entries[f"{ours}/{name}_offset"] = plain(f"{theirs}.{name}_layernorm.weight", c.hidden_size)
+            entries[f"{path}/{name}_offset"] = plain(f"{source}.{name}_layernorm.weight", c.hidden_size)
         for name in ("q", "k"):
-            entries[f"{ours}/{name}_offset"] = plain(f"{theirs}.self_attn.{name}_norm.weight", c.head_dim)
+            entries[f"{path}/{name}_offset"] = plain(f"{source}.self_attn.{name}_norm.weight", c.head_dim)
     return entries

@@ -1,6 +1,6 @@
-"""gpt-oss: a mixture of experts with biases everywhere and attention sinks; every other layer sees a window alone.
+"""gpt-oss: a mixture of experts with biases everywhere and attention sinks; every other layer has a sliding window.
 
-The experts' weights come in MXFP4 (4 bits each, a scale for 32 of them) or as they are.
+Checkpoints hold the experts' weights in MXFP4 (4 bits each, one scale per 32) or unquantised.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _YARN = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GptOssConfig(ModelConfig):
-    """As `ModelConfig`; `intermediate_size` is an expert's.
+    """Fields of `ModelConfig`, with an expert's `intermediate_size`.
 
     Attributes:
-        sliding_window: positions that a local layer sees, its own among them. local_layers: which ones are.
-        swiglu_alpha, swiglu_limit: of the experts' activation.
-        mxfp4: the checkpoint holds the experts' matrices so.
+        sliding_window: positions that a local layer attends to, its own included. local_layers: the local layers.
+        swiglu_alpha, swiglu_limit: parameters of the experts' activation.
+        mxfp4: whether the checkpoint holds the experts' matrices in MXFP4.
     """
 
     architecture: ClassVar[str] = "GptOssForCausalLM"
@@ -98,10 +98,10 @@ class GptOssConfig(ModelConfig):
 
 
 class SparseMLP(nnx.Module):
-    """The best experts by the router's logits, and a softmax over these.
+    """Top experts by the router's logits, weighted by a softmax over them.
 
-    `expert_gate_up` [experts, hidden, 2 * intermediate] has gate and up in turn, `expert_down` [experts, intermediate,
-    hidden]; a bias each.
+    `expert_gate_up` [experts, hidden, 2 * intermediate] interleaves gate and up, `expert_down` [experts, intermediate,
+    hidden]; each has a bias.
     """
 
     def __init__(self, config: GptOssConfig, *, dtype: Any, rngs: nnx.Rngs) -> None:
@@ -127,7 +127,7 @@ class SparseMLP(nnx.Module):
         mixed = mixture(
             x, chosen, weights, feed, parameters, (P(None, None, "model"), P(None, "model"), P(None, "model"))
         )
-        # Once, whoever holds which columns.
+        # Added once, outside the sum over the model axis.
         biases = self.expert_down_bias[...][chosen].astype(jnp.float32)
         bias = jnp.einsum("btkh,btk->bth", biases, weights.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
         return (mixed + bias).astype(x.dtype)
@@ -162,40 +162,40 @@ class GptOss(TargetModel):
 
 
 def table(config: GptOssConfig) -> dict[str, Entry]:
-    """Parameter path -> the Hugging Face tensors that it is made of."""
+    """Maps parameter paths to Hugging Face tensors."""
     c = config
     h, f, count = c.hidden_size, c.intermediate_size, c.num_experts
     entries = qwen2.table(c)
     for i in range(c.num_hidden_layers):
-        ours, theirs = f"blocks/{i}", f"model.layers.{i}"
+        path, source = f"blocks/{i}", f"model.layers.{i}"
         for name in ("gate", "up", "down"):
-            del entries[f"{ours}/mlp/{name}"]
-        experts, matrix = f"{theirs}.mlp.experts", _mxfp4 if c.mxfp4 else plain
+            del entries[f"{path}/mlp/{name}"]
+        experts, matrix = f"{source}.mlp.experts", _mxfp4 if c.mxfp4 else plain
         entries |= {
-            f"{ours}/o_bias": plain(f"{theirs}.self_attn.o_proj.bias", h),
-            f"{ours}/sinks": plain(f"{theirs}.self_attn.sinks", c.num_attention_heads),
-            f"{ours}/mlp/router": kernel(f"{theirs}.mlp.router.weight", count, h),
-            f"{ours}/mlp/router_bias": plain(f"{theirs}.mlp.router.bias", count),
-            f"{ours}/mlp/expert_gate_up": matrix(f"{experts}.gate_up_proj", count, h, 2 * f),
-            f"{ours}/mlp/expert_gate_up_bias": plain(f"{experts}.gate_up_proj_bias", count, 2 * f),
-            f"{ours}/mlp/expert_down": matrix(f"{experts}.down_proj", count, f, h),
-            f"{ours}/mlp/expert_down_bias": plain(f"{experts}.down_proj_bias", count, h),
+            f"{path}/o_bias": plain(f"{source}.self_attn.o_proj.bias", h),
+            f"{path}/sinks": plain(f"{source}.self_attn.sinks", c.num_attention_heads),
+            f"{path}/mlp/router": kernel(f"{source}.mlp.router.weight", count, h),
+            f"{path}/mlp/router_bias": plain(f"{source}.mlp.router.bias", count),
+            f"{path}/mlp/expert_gate_up": matrix(f"{experts}.gate_up_proj", count, h, 2 * f),
+            f"{path}/mlp/expert_gate_up_bias": plain(f"{experts}.gate_up_proj_bias", count, 2 * f),
+            f"{path}/mlp/expert_down": matrix(f"{experts}.down_proj", count, f, h),
+            f"{path}/mlp/expert_down_bias": plain(f"{experts}.down_proj_bias", count, h),
         }
     return entries
 
 
 def _mxfp4(name: str, experts: int, rows: int, columns: int) -> Entry:
-    """[experts, rows, columns], of which 32 rows of a column share a scale: two numbers a byte, the first one low."""
+    """Dequantises MXFP4 [experts, rows, columns]: 32 rows of a column share a scale; two numbers a byte, low first."""
 
     def part(index: tuple[slice, slice, slice], blocks: Any, scales: Any) -> np.ndarray:
         expert, row, column = index
-        packed, exponents = blocks[expert, column], scales[expert, column]  # [e, columns, rows / 32, 16], without 16
+        packed, exponents = blocks[expert, column], scales[expert, column]  # [e, columns, rows / 32, 16], and no 16
         numbers = np.stack([_FP4[packed & 15], _FP4[packed >> 4]], axis=-1).reshape(*exponents.shape, 32)
         values = np.ldexp(numbers, exponents.astype(np.int32)[..., None] - 127)
         return values.reshape(*exponents.shape[:2], rows).swapaxes(1, 2)[:, row]
 
     def split(_: np.ndarray) -> tuple[np.ndarray, ...]:
-        raise ValueError("mxfp4: targets are not written in it; load a checkpoint of whole weights")
+        raise ValueError("mxfp4: not written, only read; load an unquantised checkpoint")
 
     shape = (experts, columns, rows // 32)
     return Entry({f"{name}_blocks": (*shape, 16), f"{name}_scales": shape}, part, split, 3, ("U8",))

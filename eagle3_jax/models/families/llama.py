@@ -43,27 +43,27 @@ class Llama(TargetModel):
 
 
 def ends(config: ModelConfig) -> dict[str, Entry]:
-    """What `table` says of the parameters in front of the layers and behind them."""
+    """Maps the parameters outside the layers (embeddings, final norm, LM head) to tensors."""
     c, h = config, config.hidden_size
     entries = {"embed": plain("model.embed_tokens.weight", c.vocab_size, h), "norm": plain("model.norm.weight", h)}
     return entries if c.tie_word_embeddings else entries | {"lm_head": plain("lm_head.weight", c.vocab_size, h)}
 
 
 def table(config: ModelConfig) -> dict[str, Entry]:
-    """Parameter path -> the Hugging Face tensors that it is made of; other families add to it."""
+    """Maps parameter paths to Hugging Face tensors; the base of other families' tables."""
     c = config
     h, f = c.hidden_size, c.intermediate_size
     entries = ends(c)
     for i in range(c.num_hidden_layers):
-        ours, theirs = f"blocks/{i}", f"model.layers.{i}"
-        attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
+        path, source = f"blocks/{i}", f"model.layers.{i}"
+        attention, mlp = f"{source}.self_attn", f"{source}.mlp"
         entries |= {
-            f"{ours}/input_norm": plain(f"{theirs}.input_layernorm.weight", h),
-            f"{ours}/post_norm": plain(f"{theirs}.post_attention_layernorm.weight", h),
-            f"{ours}/attention/qkv": qkv(c, attention, h),
-            f"{ours}/attention/o": kernel(f"{attention}.o_proj.weight", h, c.num_attention_heads * c.head_dim),
-            f"{ours}/mlp/gate": kernel(f"{mlp}.gate_proj.weight", f, h),
-            f"{ours}/mlp/up": kernel(f"{mlp}.up_proj.weight", f, h),
-            f"{ours}/mlp/down": kernel(f"{mlp}.down_proj.weight", h, f),
+            f"{path}/input_norm": plain(f"{source}.input_layernorm.weight", h),
+            f"{path}/post_norm": plain(f"{source}.post_attention_layernorm.weight", h),
+            f"{path}/attention/qkv": qkv(c, attention, h),
+            f"{path}/attention/o": kernel(f"{attention}.o_proj.weight", h, c.num_attention_heads * c.head_dim),
+            f"{path}/mlp/gate": kernel(f"{mlp}.gate_proj.weight", f, h),
+            f"{path}/mlp/up": kernel(f"{mlp}.up_proj.weight", f, h),
+            f"{path}/mlp/down": kernel(f"{mlp}.down_proj.weight", h, f),
         }
     return entries

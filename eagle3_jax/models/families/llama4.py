@@ -1,8 +1,7 @@
-"""Llama 4, its text model: routed experts beside a shared one; layers with RoPE that see their chunk of the text, and
-layers without that see everything.
+"""Llama 4's text model: routed experts and a shared one; layers with RoPE attend to a chunk of the text.
 
-RoPE turns neighbours there, halves here: queries and keys are put in order of halves first, which no product of the two
-can tell.
+Layers without RoPE attend to the whole text. Llama 4's RoPE rotates neighbouring dimensions, the one here halves:
+queries and keys are permuted first, which leaves their products unchanged.
 """
 
 from __future__ import annotations
@@ -28,14 +27,15 @@ _CHUNKED, _GLOBAL = "chunked_attention", "full_attention"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama4Config(ModelConfig):
-    """As `ModelConfig`; `intermediate_size` is an expert's.
+    """Fields of `ModelConfig`, with an expert's `intermediate_size`.
 
     Attributes:
-        intermediate_size_mlp: of the layers without experts; expert_layers: those that have them.
-        rope_layers: layers with RoPE. chunked_layers: layers that see their chunk of `attention_chunk_size` positions.
-        use_qk_norm: of queries and keys behind RoPE.
-        attn_temperature_tuning: queries of the layers without RoPE grow by `attn_scale` times the logarithm of how
-            often `floor_scale` fits their position.
+        intermediate_size_mlp: of the layers without experts; expert_layers: the layers with experts.
+        rope_layers: layers with RoPE. chunked_layers: layers that attend to their chunk of `attention_chunk_size`
+            positions.
+        use_qk_norm: norm queries and keys after RoPE.
+        attn_temperature_tuning: scale queries of the layers without RoPE by 1 + `attn_scale` * log1p((position + 1) //
+            `floor_scale`).
     """
 
     architecture: ClassVar[str] = "Llama4ForCausalLM"
@@ -97,9 +97,9 @@ class Llama4Config(ModelConfig):
 
 
 class SparseMLP(nnx.Module):
-    """The best experts by the router's logits, of inputs that are scaled by the sigmoid of these, and a shared one.
+    """Top experts by the router's logits, whose sigmoid scales their inputs, and a shared expert.
 
-    `expert_gate_up` [experts, hidden, 2 * intermediate] has gate and up in turn, `expert_down` [experts, intermediate,
+    `expert_gate_up` [experts, hidden, 2 * intermediate] interleaves gate and up, `expert_down` [experts, intermediate,
     hidden].
     """
 
@@ -116,7 +116,7 @@ class SparseMLP(nnx.Module):
         b, t, h = x.shape
         scores, chosen = jax.lax.top_k(linear(x, self.router[...]), self.chosen)
         scales = jax.nn.sigmoid(scores.astype(jnp.float32)).astype(x.dtype)
-        scaled = x[:, :, None] * scales[..., None]  # each choice of a token is a row of its own
+        scaled = x[:, :, None] * scales[..., None]  # one row per choice of a token
 
         def feed(rows: Array, product: Product, expert: Array, gate_up: Array, down: Array) -> Array:
             both = product(rows, gate_up)
@@ -173,7 +173,7 @@ class Llama4(TargetModel):
     block = Block
 
     def rotary(self, positions: Int[Array, "b t"]) -> tuple[Rope, Float[Array, "b t 1 1"]]:
-        """RoPE, and the temperature of queries that have none."""
+        """Computes RoPE tables, and the scale of queries in layers without RoPE."""
         c: Any = self.config
         temperature = jnp.ones(positions.shape, jnp.float32)
         if c.attn_temperature_tuning:
@@ -182,30 +182,30 @@ class Llama4(TargetModel):
 
 
 def table(config: Llama4Config) -> dict[str, Entry]:
-    """Parameter path -> the Hugging Face tensors that it is made of."""
+    """Maps parameter paths to Hugging Face tensors."""
     c = config
     h, f, count = c.hidden_size, c.intermediate_size, c.num_experts
     entries = llama.table(c)
     for i in range(c.num_hidden_layers):
-        ours, theirs = f"blocks/{i}/mlp", f"model.layers.{i}.feed_forward"
+        path, source = f"blocks/{i}/mlp", f"model.layers.{i}.feed_forward"
         for name in ("gate", "up", "down"):
-            del entries[f"{ours}/{name}"]
+            del entries[f"{path}/{name}"]
         width = c.intermediate_size_mlp
         if i in c.expert_layers:
-            experts = f"{theirs}.experts"
+            experts = f"{source}.experts"
             entries |= {
-                f"{ours}/router": kernel(f"{theirs}.router.weight", count, h),
-                f"{ours}/expert_gate_up": _in_turn(f"{experts}.gate_up_proj", count, h, f),
-                f"{ours}/expert_down": plain(f"{experts}.down_proj", count, f, h),
+                f"{path}/router": kernel(f"{source}.router.weight", count, h),
+                f"{path}/expert_gate_up": _in_turn(f"{experts}.gate_up_proj", count, h, f),
+                f"{path}/expert_down": plain(f"{experts}.down_proj", count, f, h),
             }
-            ours, theirs, width = f"{ours}/shared", f"{theirs}.shared_expert", f
+            path, source, width = f"{path}/shared", f"{source}.shared_expert", f
         for name, shape in (("gate", (width, h)), ("up", (width, h)), ("down", (h, width))):
-            entries[f"{ours}/{name}"] = kernel(f"{theirs}.{name}_proj.weight", *shape)
+            entries[f"{path}/{name}"] = kernel(f"{source}.{name}_proj.weight", *shape)
     return entries
 
 
 def _in_turn(name: str, experts: int, rows: int, columns: int) -> Entry:
-    """[experts, rows, 2 * columns]: gate before up there; their columns in turn here, as a mesh splits them."""
+    """Interleaves [experts, rows, 2 * columns], gate before up on disk, so that a mesh splits the columns in pairs."""
 
     def part(index: tuple[slice, slice, slice], both: Any) -> np.ndarray:
         expert, row, column = index

@@ -1,4 +1,4 @@
-"""MiMo-7B: Qwen 2's layers; its checkpoint also holds layers that predict further tokens (MTP): see `mimo_mtp`."""
+"""MiMo-7B: Qwen 2's layers; the MTP layers in its checkpoint are in `mimo_mtp`."""
 
 from __future__ import annotations
 

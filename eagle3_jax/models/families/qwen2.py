@@ -23,7 +23,7 @@ class Qwen2Config(ModelConfig):
 
 
 class Block(nnx.Module):
-    """One decoder layer; `qkv_bias` lies as the columns of `attention.qkv` do."""
+    """One decoder layer; `qkv_bias` has the column order of `attention.qkv`."""
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: Any, rngs: nnx.Rngs) -> None:
         c = config
@@ -47,7 +47,7 @@ class Qwen2(TargetModel):
 
 
 def table(config: ModelConfig) -> dict[str, Entry]:
-    """Parameter path -> the Hugging Face tensors that it is made of."""
+    """Maps parameter paths to Hugging Face tensors."""
     layers = range(config.num_hidden_layers)
     biases = {f"blocks/{i}/qkv_bias": qkv_bias(config, f"model.layers.{i}.self_attn") for i in layers}
     return llama.table(config) | biases

@@ -47,7 +47,7 @@ class Qwen3(TargetModel):
 
 
 def table(config: ModelConfig) -> dict[str, Entry]:
-    """Parameter path -> the Hugging Face tensors that it is made of."""
+    """Maps parameter paths to Hugging Face tensors."""
     norms = {
         f"blocks/{i}/{name}": plain(f"model.layers.{i}.self_attn.{name}.weight", config.head_dim)
         for i in range(config.num_hidden_layers)

@@ -1,4 +1,4 @@
-"""Qwen 3 with a mixture of experts: attention as Qwen 3's, some or all MLPs of many experts."""
+"""Qwen 3 with a mixture of experts in some or all layers; attention is Qwen 3's."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from eagle3_jax.models.target import ModelConfig, TargetModel
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3MoeConfig(ModelConfig):
-    """As `ModelConfig`; `intermediate_size` is that of the layers without experts.
+    """Fields of `ModelConfig`, with `intermediate_size` of the layers without experts.
 
     Attributes:
-        expert_layers: the layers that have experts.
+        expert_layers: the layers with experts.
     """
 
     architecture: ClassVar[str] = "Qwen3MoeForCausalLM"
@@ -38,7 +38,7 @@ class Qwen3MoeConfig(ModelConfig):
 
     @classmethod
     def own(cls, values: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-        count = values.get("num_experts", values.get("num_local_experts"))  # as transformers 4 and 5 write it
+        count = values.get("num_experts", values.get("num_local_experts"))  # spelling of transformers 4, and of 5
         found = {name: values.get(name) for name in ("num_experts_per_tok", "moe_intermediate_size")}
         found |= {"num_experts": count}
         problems += [f"{name}: missing" for name, value in found.items() if value is None]
@@ -53,7 +53,7 @@ class Qwen3MoeConfig(ModelConfig):
 
 
 class SparseMLP(nnx.Module):
-    """Softmax over all experts, the best few of them; `router` [hidden, experts]."""
+    """Top experts by a softmax over all of them; `router` [hidden, experts]."""
 
     def __init__(self, config: Qwen3MoeConfig, *, dtype: Any, rngs: nnx.Rngs) -> None:
         c = config
@@ -70,7 +70,7 @@ class SparseMLP(nnx.Module):
 
 
 class Block(qwen3.Block):
-    """One decoder layer: Qwen 3's, with experts where the config has them."""
+    """One decoder layer: Qwen 3's, with experts in `expert_layers`."""
 
     def __init__(self, config: Qwen3MoeConfig, layer: int, *, dtype: Any, rngs: nnx.Rngs) -> None:
         super().__init__(config, layer, dtype=dtype, rngs=rngs)
@@ -83,16 +83,16 @@ class Qwen3Moe(TargetModel):
 
 
 def table(config: Qwen3MoeConfig) -> dict[str, Entry]:
-    """Parameter path -> the Hugging Face tensors that it is made of."""
+    """Maps parameter paths to Hugging Face tensors."""
     c = config
     h, f = c.hidden_size, c.moe_intermediate_size
     entries = qwen3.table(c)
     for i in c.expert_layers:
-        ours, theirs = f"blocks/{i}/mlp", f"model.layers.{i}.mlp"
+        path, source = f"blocks/{i}/mlp", f"model.layers.{i}.mlp"
         for name in ("gate", "up", "down"):
-            del entries[f"{ours}/{name}"]
-        entries[f"{ours}/router"] = kernel(f"{theirs}.gate.weight", c.num_experts, h)
+            del entries[f"{path}/{name}"]
+        entries[f"{path}/router"] = kernel(f"{source}.gate.weight", c.num_experts, h)
         for name, shape in (("gate", (f, h)), ("up", (f, h)), ("down", (h, f))):
-            names = [f"{theirs}.experts.{j}.{name}_proj.weight" for j in range(c.num_experts)]
-            entries[f"{ours}/experts/expert_{name}"] = stacked(names, *shape)
+            names = [f"{source}.experts.{j}.{name}_proj.weight" for j in range(c.num_experts)]
+            entries[f"{path}/experts/expert_{name}"] = stacked(names, *shape)
     return entries

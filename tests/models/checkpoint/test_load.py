@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from eagle3_jax.config import MeshConfig
 from eagle3_jax.mesh import make_mesh
-from eagle3_jax.models.checkpoint import load as weights
+from eagle3_jax.models.checkpoint import load
 from eagle3_jax.models.checkpoint.load import WeightsError, load_model, parameter_path
 from eagle3_jax.models.families import llama
 from eagle3_jax.models.target import TargetModel
@@ -72,9 +72,9 @@ def test_each_device_gets_its_part_and_every_number_is_read_once(folder, data, m
         handle = safe_open(path, **arguments)
         return SimpleNamespace(keys=handle.keys, get_slice=lambda name: Counted(handle.get_slice(name), read))
 
-    monkeypatch.setattr(weights, "_check", lambda *_, **__: None)
-    monkeypatch.setattr(weights, "safe_open", opened)
-    monkeypatch.setattr(weights, "locate", lambda folder: dict.fromkeys(tensors, folder / "model.safetensors"))
+    monkeypatch.setattr(load, "_check", lambda *_, **__: None)
+    monkeypatch.setattr(load, "safe_open", opened)
+    monkeypatch.setattr(load, "locate", lambda folder: dict.fromkeys(tensors, folder / "model.safetensors"))
     tensors = load_file(folder / "model.safetensors")
     mesh = make_mesh(MeshConfig(data=data, model=model), jax.devices()[: data * model])
     loaded = load_model(folder, CONFIG, jnp.float32, mesh)
@@ -181,7 +181,7 @@ def test_a_tied_lm_head_of_other_values_is_refused(tmp_path, monkeypatch, only):
         copy[-1, -1] += 1  # behind the first part that is compared
         return copy
 
-    monkeypatch.setattr(weights, "_ROWS", 10)
+    monkeypatch.setattr(load, "_ROWS", 10)
     tied(tmp_path, other)
     said = (
         "lm_head.weight: got other values than model.embed_tokens.weight, expected equal ones or none, as tie_word_emb"
@@ -199,8 +199,8 @@ def test_a_tied_lm_head_of_another_shape_is_refused(tmp_path):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float32])
 def test_a_tied_lm_head_may_be_stored_again(tmp_path, monkeypatch, dtype):
     tensors = tied(tmp_path, lambda embeddings: np.array(embeddings, dtype))
-    read, reader = [], weights.reader
-    monkeypatch.setattr(weights, "reader", lambda files: read.append(set(files)) or reader(files))
+    read, reader = [], load.reader
+    monkeypatch.setattr(load, "reader", lambda files: read.append(set(files)) or reader(files))
     model = load_model(tmp_path, TIED, jnp.bfloat16, only=("embed",))
     np.testing.assert_array_equal(model.embed[...], tensors["model.embed_tokens.weight"])
     assert not hasattr(model, "lm_head")

@@ -19,7 +19,7 @@ from transformers import AutoConfig
 
 from eagle3_jax.config import MeshConfig
 from eagle3_jax.mesh import make_mesh
-from eagle3_jax.models.checkpoint import fetch as registry
+from eagle3_jax.models.checkpoint import fetch
 from eagle3_jax.models.checkpoint.load import load_model, parameter_path
 from eagle3_jax.models.drafts import deepseek_mtp
 from eagle3_jax.models.families import FAMILIES, family_of, read_shape
@@ -191,7 +191,7 @@ def test_it_equals_transformers(tmp_path, architecture, seed):
     import torch
 
     layers = reference.config.num_hidden_layers
-    config = registry.read_config(tmp_path, tuple(range(layers)))
+    config = fetch.read_config(tmp_path, tuple(range(layers)))
     model = load_model(tmp_path, config, jnp.float32)
     assert type(model) is family_of(config).model
     tokens = np.random.default_rng(seed).integers(0, VOCABULARY, (2, TOKENS))
@@ -216,7 +216,7 @@ def test_in_bfloat16_it_is_as_near_to_float32_as_transformers(tmp_path, architec
     with torch.no_grad():
         theirs = reference.to(torch.bfloat16)(torch.tensor(tokens)).logits.float().numpy()
         exact = reference.float()(torch.tensor(tokens)).logits.numpy()  # of the weights as bfloat16 has them
-    model = load_model(tmp_path, registry.read_config(tmp_path, (1,)), jnp.bfloat16)
+    model = load_model(tmp_path, fetch.read_config(tmp_path, (1,)), jnp.bfloat16)
 
     def error(logits: np.ndarray) -> Any:
         return np.median(np.linalg.norm(logits - exact, axis=-1) / np.linalg.norm(exact, axis=-1))
@@ -234,7 +234,7 @@ def test_greedy_tokens_are_those_of_generate(tmp_path, architecture):
     reference = write_reference(tmp_path, architecture, seed=2)
     import torch
 
-    model = load_model(tmp_path, registry.read_config(tmp_path, (0, 1)), jnp.float32)
+    model = load_model(tmp_path, fetch.read_config(tmp_path, (0, 1)), jnp.float32)
     prompts = np.random.default_rng(2).integers(0, VOCABULARY, (2, 9))
     reference.generation_config.eos_token_id = None
     with torch.no_grad():
@@ -269,7 +269,7 @@ def test_experts_in_mxfp4(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     quantised = {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}}
     (tmp_path / "config.json").write_text(json.dumps(reference.config.to_dict() | quantised))
-    config = registry.read_config(tmp_path, (0, 1))
+    config = fetch.read_config(tmp_path, (0, 1))
     assert read_shape(config.to_hf(), config.aux_layers) == config
     tokens = rng.integers(0, VOCABULARY, (2, TOKENS))
     with torch.no_grad():
@@ -304,7 +304,7 @@ def test_weights_in_fp8(tmp_path):
     save_file(quantised, tmp_path / "model.safetensors")
     method = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}
     (tmp_path / "config.json").write_text(json.dumps(json.loads((tmp_path / "whole/config.json").read_text()) | method))
-    config = registry.read_config(tmp_path, (0, 1))
+    config = fetch.read_config(tmp_path, (0, 1))
     assert read_shape(config.to_hf(), config.aux_layers) == config
     tokens = rng.integers(0, VOCABULARY, (2, TOKENS))
     with torch.no_grad():
@@ -320,7 +320,7 @@ def test_weights_in_fp8(tmp_path):
 
 def test_deepseek_v3_reads_all_of_what_is_published():
     """Numbers from https://github.com/simpx/model-inspect, README.md, which lists deepseek-ai/DeepSeek-V3."""
-    config: Any = registry.read_config(tiny.REPOSITORY / "configs/targets/deepseek_v3")
+    config: Any = fetch.read_config(tiny.REPOSITORY / "configs/targets/deepseek_v3")
     layers = config.num_hidden_layers
     assert family_of(config).unused(config) == (f"model.layers.{layers}.",)
     head = config.vocab_size, config.hidden_size
@@ -348,7 +348,7 @@ def test_a_tree_is_read_as_its_paths_are(tmp_path, architecture):
     as a draft model reads them, of which the later sees what the one before left in the tail.
     """
     write_reference(tmp_path, architecture, seed=1)
-    model = load_model(tmp_path, registry.read_config(tmp_path, (0, 1)), jnp.float32)
+    model = load_model(tmp_path, fetch.read_config(tmp_path, (0, 1)), jnp.float32)
     rng = np.random.default_rng(0)
     prefix, a, b = (rng.integers(0, VOCABULARY, size) for size in (9, 3, 12))  # the last is longer than any window
     cache = model.empty_cache(1, TOKENS)
@@ -372,7 +372,7 @@ def test_a_tree_is_read_as_its_paths_are(tmp_path, architecture):
 @pytest.mark.parametrize("architecture", long_for(*(set(ARCHITECTURES) - {"DeepseekV3ForCausalLM"})))
 def test_two_devices_say_what_one_says(tmp_path, architecture):
     write_reference(tmp_path, architecture, seed=4)
-    config = registry.read_config(tmp_path, (0, 1))
+    config = fetch.read_config(tmp_path, (0, 1))
     mesh = make_mesh(MeshConfig(data=1, model=2), jax.devices()[:2])
     whole, split = load_model(tmp_path, config, jnp.float32), load_model(tmp_path, config, jnp.float32, mesh)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCABULARY, (2, TOKENS)))

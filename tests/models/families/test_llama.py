@@ -11,7 +11,7 @@ from flax import nnx
 from tiny import llama_config, make_target, make_tokenizer
 
 from eagle3_jax.export.write_target import write_target
-from eagle3_jax.models.checkpoint import fetch as registry
+from eagle3_jax.models.checkpoint import fetch
 from eagle3_jax.models.checkpoint.load import load_model
 from eagle3_jax.models.families.llama import Block, Llama, LlamaConfig
 from eagle3_jax.models.layers import RopeScaling
@@ -48,7 +48,7 @@ def causal(model: TargetModel, tokens: jax.Array):
 
 
 def compare_with_transformers(torch, folder, reference, aux_layers, tokens):
-    config = registry.read_config(folder, aux_layers)
+    config = fetch.read_config(folder, aux_layers)
     model = load_model(folder, config, jnp.float32)
     with torch.no_grad():
         expected = reference(torch.tensor(tokens), output_hidden_states=True)
@@ -87,12 +87,12 @@ def test_equals_transformers_on_real_weights():
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 
-    folder = registry.fetch("smollm2-135m-instruct")
+    folder = fetch.fetch("smollm2-135m-instruct")
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     text = (
         "The tide comes in twice a day because the Moon pulls on the ocean.\n\ndef area(r):\n    return 3.14159 * r * r"
     )
-    tokens = np.array([registry.load_tokenizer(folder).encode(text)])
+    tokens = np.array([fetch.load_tokenizer(folder).encode(text)])
     compare_with_transformers(torch, folder, reference, (2, 15, 27), tokens)
 
 
@@ -106,7 +106,7 @@ def test_transformers_reads_a_written_target(tmp_path, changes):
     # Logits that differ by more than the tolerance.
     model = jax.tree.map(lambda leaf: 10 * leaf if leaf.ndim == 2 else leaf, target.model)
     write_target(dataclasses.replace(target, model=model), tmp_path / "target")
-    assert registry.read_config(tmp_path / "target", config.aux_layers) == config
+    assert fetch.read_config(tmp_path / "target", config.aux_layers) == config
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "target").eval()
     assert reference.dtype == torch.float32 and reference.config.eos_token_id == [2, 3]
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 40))
@@ -219,7 +219,7 @@ def test_both_spellings_of_rope(tmp_path):
     assert dataclasses.replace(old, rope_scaling=None) == LlamaConfig.from_hf(base | {"rope_theta": 5e5})
     (tmp_path / "config.json").write_text(json.dumps(base | {"eos_token_id": 1}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 5]}))
-    assert registry.read_config(tmp_path).eos_token_ids == (1, 5)
+    assert fetch.read_config(tmp_path).eos_token_ids == (1, 5)
 
 
 def test_layers_that_are_alike_are_traced_once(monkeypatch):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from eagle3_jax.models.checkpoint import fetch as registry
+from eagle3_jax.models.checkpoint import fetch
 from eagle3_jax.models.checkpoint.load import WeightsError, load_model
 from eagle3_jax.models.families.vision import TEXT_OF, TOWER, text_name
 
@@ -67,7 +67,7 @@ def test_it_says_of_text_what_the_whole_model_says(tmp_path, architecture, capsy
     with torch.no_grad():
         expected = reference(torch.tensor(tokens)).logits.numpy()
 
-    shape = registry.read_config(tmp_path, (0, 1))
+    shape = fetch.read_config(tmp_path, (0, 1))
     assert shape.architecture == TEXT_OF[architecture]
     capsys.readouterr()
     model = load_model(tmp_path, shape, jnp.float32)
@@ -112,7 +112,7 @@ def test_the_hub_s_older_spelling_of_qwen_is_read(tmp_path):
         "eos_token_id": 7,
     }
     (tmp_path / "config.json").write_text(json.dumps(values))
-    shape = registry.read_config(tmp_path, (0, 1))
+    shape = fetch.read_config(tmp_path, (0, 1))
     assert (shape.architecture, shape.rope_scaling, shape.eos_token_ids) == ("Qwen2ForCausalLM", None, (7,))
 
 
@@ -123,6 +123,6 @@ def test_stop_tokens_of_the_whole_model_hold(tmp_path):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "config.json").write_text(json.dumps(values | outside))
         (tmp_path / folder / "generation_config.json").write_text(json.dumps(generation))
-        assert registry.read_config(tmp_path / folder, (0, 1)).eos_token_ids == (1, 6)
+        assert fetch.read_config(tmp_path / folder, (0, 1)).eos_token_ids == (1, 6)
     (tmp_path / "config.json").write_text(json.dumps(values))
-    assert registry.read_config(tmp_path, (0, 1)).eos_token_ids == (1,)
+    assert fetch.read_config(tmp_path, (0, 1)).eos_token_ids == (1,)
