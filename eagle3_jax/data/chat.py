@@ -1,7 +1,7 @@
-"""Conversations as text -> token ids, and which of them the assistant says, for any chat template.
+"""Tokenisation of conversations with the mask of the assistant's tokens, for any chat template.
 
-A template's own `{% generation %}` marks are not relied on: most templates lack them, and transformers then answers
-with an all-zero mask. Instead the conversation is rendered as text several times, and the spans are found by comparing.
+A template's `{% generation %}` marks are not used: most templates lack them, and transformers then returns an all-zero
+mask. The conversation is rendered several times instead, and the assistant's spans are found by comparison.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ from eagle3_jax.models.chat_template import render, special_tokens, tokenize
 
 Messages = list[dict[str, str]]
 
-# Stands for a content whose place in the rendered text is wanted: one word that no template and no text contains.
+# Placeholder to locate a content in the rendered text: one word that no template and no text contains.
 _SENTINEL = "qzxsentinelxzq"
 
 
 def user_opening_ids(tokenizer: Any, messages: Sequence[dict[str, str]] = (), opening: str = "") -> list[int]:
-    """The ids of all that the template puts before the user's next content, a default system prompt included.
+    """Returns the ids that the template puts before the user's next content, a default system prompt included.
 
-    A target that continues from here writes a prompt (self-prompting).
+    A target that continues these ids writes a prompt (self-prompting).
 
     Args:
-        messages: what was said before. opening: how the content begins.
+        messages: the turns before. opening: the first words of the content.
     """
     turn = {"role": "user", "content": opening + _SENTINEL}
     text = render(tokenizer, [*messages, turn], generation_prompt=False)
     start = text.find(_SENTINEL)
     if start < 0:
-        raise ValueError("chat template: got no user content in what it renders, expected the content as it is")
+        raise ValueError("chat template: got no user content in the rendered text, expected it unchanged")
     return tokenize(tokenizer, text[:start])
 
 
 def encode(tokenizer: Any, messages: Messages) -> tuple[Int32[np.ndarray, " l"], UInt8[np.ndarray, " l"]]:
-    """Tokenises a conversation and marks what the assistant says.
+    """Tokenises a conversation and masks the assistant's tokens.
 
     Args:
         messages: at least one assistant turn, none of them first.
 
     Returns:
-        token ids, and a mask that is 1 on the tokens of every assistant turn and on the token that ends the turn. What
-        the template writes by itself (headers, the line break after the end of a turn) is 0.
+        Token ids, and a mask that is 1 on the tokens of every assistant turn and on its end-of-turn token. The
+        template's own text (headers, the line break after the end of a turn) is 0.
 
     Raises:
-        ValueError: the template refuses the messages or rewrites a turn so that it cannot be found; or no token, or
-            every token, would be the assistant's.
+        ValueError: the template refuses the messages, or rewrites a turn so that it cannot be found; or no token, or
+            every token, is the assistant's.
     """
     full = render(tokenizer, messages, generation_prompt=False)
     spans = [
@@ -71,7 +71,7 @@ def encode(tokenizer: Any, messages: Messages) -> tuple[Int32[np.ndarray, " l"],
 
 
 def _assistant_span(tokenizer: Any, messages: Messages, index: int, full: str) -> tuple[int, int]:
-    """Characters [start, end) of `full` that the assistant generates in turn `index`."""
+    """Finds the characters [start, end) of `full` that the assistant generates in turn `index`."""
     if index == 0:
         raise ValueError("messages: got an assistant turn first, expected a system or user turn")
     before, text = messages[:index], messages[index]["content"]
@@ -80,26 +80,26 @@ def _assistant_span(tokenizer: Any, messages: Messages, index: int, full: str) -
         turns = [*before, messages[index] | {"content": content}, *messages[index + 1 :]]
         return render(tokenizer, turns, generation_prompt=False)
 
-    # Behind the content all is as in `full`, whatever the template does with the content itself (strip, drop thoughts).
+    # The text after the content equals that of `full`, even if the template changes the content (strip, drop thoughts).
     _, found, after = with_content(text + _SENTINEL).rpartition(_SENTINEL)
     if not found or not full.endswith(after):
-        raise ValueError(f"chat template: rewrites assistant turn {index}, expected its content as it is")
+        raise ValueError(f"chat template: rewrites assistant turn {index}, expected its content unchanged")
     content_end = len(full) - len(after)
 
     opening = render(tokenizer, before, generation_prompt=True)
     if full.startswith(opening) and opening != render(tokenizer, before, generation_prompt=False):
         return len(opening), content_end + _end_of_turn(tokenizer, after)
-    # No generation prompt, or a history that is rendered otherwise than it was: the turn begins with its content, or
-    # with the white space that parts it from what was there before ("[/INST] content").
+    # Without a generation prompt, or with a history that renders differently now, the turn begins with its content, or
+    # with the white space before it ("[/INST] content").
     head = with_content(_SENTINEL + text).partition(_SENTINEL)[0]
     if not full.startswith(head):
-        raise ValueError(f"chat template: rewrites what precedes assistant turn {index}, expected it as it is")
+        raise ValueError(f"chat template: rewrites the text before assistant turn {index}, expected it unchanged")
     start = len(opening) if head.startswith(opening) and not head[len(opening) :].strip() else len(head)
     return start, content_end + _end_of_turn(tokenizer, after)
 
 
 def _end_of_turn(tokenizer: Any, after: str) -> int:
-    """Characters of `after` up to the end of the special token that ends the turn; 0 when no such token comes first."""
+    """Counts the characters of `after` up to the end of the end-of-turn token; 0 if no special token comes first."""
     stripped = after.lstrip()
     tokens = special_tokens(tokenizer).values()
     token = max((token for token in tokens if stripped.startswith(token)), key=len, default=None)
@@ -107,10 +107,10 @@ def _end_of_turn(tokenizer: Any, after: str) -> int:
 
 
 def _mask_by_offsets(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> UInt8[np.ndarray, " l"]:
-    """1 for tokens that overlap a span.
+    """Masks the tokens that overlap a span.
 
-    Byte-level tokenizers trim white space off their offsets (to nothing for "\\n\\n"), so a token is taken to begin
-    where the one before it ended.
+    Byte-level tokenizers trim white space off their offsets (to nothing for "\\n\\n"), so each token is assumed to
+    begin at the end of the previous one.
     """
     mask = np.zeros(len(offsets), np.uint8)
     for start, end in spans:

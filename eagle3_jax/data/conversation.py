@@ -1,7 +1,7 @@
-"""A line of a conversations file -> the token sequences that are trained on.
+"""Conversion of a conversations file's lines into training sequences of token ids.
 
-Where the target was sampled here, those are its own states: for each answer the prompt ids that it was given and the
-ids that it drew. Text that is tokenised again may be other tokens, with other states and another most likely token.
+Answers that `regenerate` sampled keep the prompt ids and the drawn ids. Tokenising the text again may give other
+tokens, with other states and another most likely token.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ def read_conversation(line: str, tokenizer: Any, max_length: int) -> list[Conver
 
     Args:
         line: JSON with "id", "messages", "truncated" (the last answer was cut off), and "answer_ids": the token ids of
-            each answer, or None where an answer's text is all there is.
-        max_length: sequences are cut to as many tokens; what then holds no answer is left out.
+            each answer, or None if only its text is known.
+        max_length: sequences are cut to this many tokens; those then without an answer are dropped.
 
     Returns:
-        One sequence where the history is rendered as it was sampled, else several (see `_sampled`).
+        One sequence if the history renders as it was sampled, else several (see `_sampled`).
 
     Raises:
-        Rejected: nothing remains that the loss could count.
+        Rejected: no token remains in the loss mask.
     """
     values = json.loads(line)
     try:
         if values["answer_ids"] is None:
-            sequences = [_tokenized(tokenizer, values["messages"], truncated=values["truncated"])]
+            sequences = [_tokenised(tokenizer, values["messages"], truncated=values["truncated"])]
         else:
             sequences = list(_sampled(tokenizer, values["messages"], values["answer_ids"]))
     except ValueError as error:
@@ -65,12 +65,12 @@ def read_conversation(line: str, tokenizer: Any, max_length: int) -> list[Conver
 def _sampled(
     tokenizer: Any, messages: chat.Messages, answers: Sequence[list[int]]
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Yields (token ids, loss mask): what the target was given and drew.
+    """Yields (token ids, loss mask) of the target's prompts and drawn answers.
 
-    A later turn's prompt is rendered from the earlier answers' text, as it was when it was sampled. Where that gives
-    the ids back that were drawn, both turns are one sequence, each answer marked. Where it does not (another
-    tokenisation of the same text, thoughts that the template drops), the sequence ends, and the later turn begins one
-    of its own, whose history is context that the loss does not count.
+    A later turn's prompt is rendered from the earlier answers' text, as at sampling. If that yields the drawn ids
+    again, both turns are one sequence with each answer in the mask. If not (another tokenisation of the same text,
+    thoughts that the template drops), the sequence ends. The later turn then begins a new one, with its history outside
+    the mask.
     """
     ids: list[int] = []
     mask: list[int] = []
@@ -85,11 +85,11 @@ def _sampled(
     yield ids, mask
 
 
-def _tokenized(tokenizer: Any, messages: chat.Messages, *, truncated: bool) -> tuple[list[int], list[int]]:
-    """(token ids, loss mask) of text.
+def _tokenised(tokenizer: Any, messages: chat.Messages, *, truncated: bool) -> tuple[list[int], list[int]]:
+    """Returns (token ids, loss mask) of text.
 
-    An answer that was cut off ends where the target stopped: the end-of-turn that the chat template puts behind it was
-    never the target's choice, so it must not be learned.
+    A truncated answer loses the end-of-turn token that the chat template appends: the target did not choose it, so it
+    must not be learned.
     """
     token_ids, mask = chat.encode(tokenizer, messages)
     if truncated:

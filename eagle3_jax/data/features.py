@@ -1,9 +1,8 @@
-"""Feature shards: one record per conversation, many records per ArrayRecord file, random access over all of a folder.
+"""Feature shards: one record per conversation, many records per ArrayRecord file, random access over a whole folder.
 
-A record is a safetensors buffer: it names its arrays, their shapes and dtypes, holds bfloat16, and runs no code when
-it is read. Beside each shard lies a small JSON file with what a reader wants to know before it reads: the lengths of
-the records and their checksums (CRC-32), the size of the shard, and the writer's own notes. It is written last, so that
-its presence says that the shard is complete.
+A record is a safetensors buffer, which names its arrays, shapes and dtypes, holds bfloat16, and runs no code when read.
+Each shard has a JSON sidecar with the lengths and checksums (CRC-32) of its records, its size, and the writer's notes.
+The sidecar is written last: its presence marks the shard as complete.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from eagle3_jax.runs import manifest
 Record = dict[str, np.ndarray]
 
 _SUFFIX = ".array_record"
-# Open files are limited (1,024 on many machines), shards are not.
+# At most this many shards stay open: many machines allow 1,024 open files.
 _OPEN_SHARDS = 64
 _SHARD = re.compile(r"(\d{5})-of-(\d{5})\.array_record")
 # Field -> (dtype, dimensions, safetensors' name of the dtype).
@@ -42,13 +41,13 @@ _FIELDS = {
 
 
 def token_bytes(aux_width: int, hidden_size: int) -> int:
-    """Bytes that one token takes in a shard."""
+    """Returns the bytes of one token in a shard."""
     widths = {"aux": aux_width, "last_hidden": hidden_size}
     return sum(dtype.itemsize * widths.get(name, 1) for name, (dtype, _, _) in _FIELDS.items())
 
 
 class FeatureError(ValueError):
-    """A record or a shard that is not what it should be; the message names the file."""
+    """An invalid record or shard; the message names the file."""
 
 
 def encode_record(record: Record) -> bytes:
@@ -58,7 +57,7 @@ def encode_record(record: Record) -> bytes:
         record: `token_ids` int32 [L]; `loss_mask` uint8 [L], 1 where the token is the target's own; `aux` bfloat16
             [L, n_aux * H], the aux hidden states in ascending order of boundary;
             `last_hidden` bfloat16 [L, H], after the target's final norm; `argmax` int32 [L], the target's most likely
-            token behind position t.
+            token after position t.
 
     Raises:
         FeatureError: missing or surplus fields, wrong dtypes, or lengths that do not agree.
@@ -69,7 +68,7 @@ def encode_record(record: Record) -> bytes:
 
 
 def decode_record(data: bytes) -> Record:
-    """The inverse of `encode_record`. Raises FeatureError when `data` is no feature record."""
+    """Inverts `encode_record`. Raises FeatureError if `data` is not a feature record."""
     try:
         parts = dict(safetensors.deserialize(data))
     except safetensors.SafetensorError as error:
@@ -89,7 +88,7 @@ def decode_record(data: bytes) -> Record:
 
 
 def shard_path(folder: str | pathlib.Path, index: int, shards: int) -> pathlib.Path:
-    """Name of shard `index` of `shards`; the number of shards in the name shows when one is missing."""
+    """Names shard `index` of `shards`; the total in the name reveals missing shards."""
     return pathlib.Path(folder) / f"{index:05d}-of-{shards:05d}{_SUFFIX}"
 
 
@@ -97,17 +96,16 @@ def write_shard(path: str | pathlib.Path, records: Iterable[Record], notes: Any 
     """Writes a shard and its sidecar atomically.
 
     Args:
-        notes: anything JSON-ready that the writer wants to find again with `read_notes`. May be a dict that is still
-            being filled while `records` is consumed.
+        notes: any JSON value, for `read_notes`; a dict may be filled while `records` is consumed.
 
     Raises:
-        FeatureError: a record of a wrong form; nothing is left behind.
-        OSError: the disk is full, or does not take the file for another reason.
+        FeatureError: an invalid record; nothing is left behind.
+        OSError: the disk is full, or the write fails for another reason.
     """
     path = pathlib.Path(path)
     lengths, checksums = [], []
     with manifest.atomic(path) as temporary:
-        # One record a group, uncompressed: random access reads exactly the record (hidden states hardly compress).
+        # One uncompressed record per group: random access reads only the record, and hidden states barely compress.
         writer = array_record.ArrayRecordWriter(str(temporary), "group_size:1,uncompressed")
         try:
             for record in records:
@@ -125,7 +123,7 @@ def write_shard(path: str | pathlib.Path, records: Iterable[Record], notes: Any 
 
 @contextlib.contextmanager
 def _disk_errors(path: pathlib.Path) -> Iterator[None]:
-    """array_record's own errors, which do not say what they are, as OSError."""
+    """Turns array_record's unspecific RuntimeError into OSError."""
     try:
         yield
     except RuntimeError as error:
@@ -133,27 +131,27 @@ def _disk_errors(path: pathlib.Path) -> Iterator[None]:
 
 
 def is_complete(path: str | pathlib.Path) -> bool:
-    """Whether `write_shard` finished this shard and the file still has the size it had then."""
+    """Tells whether `write_shard` finished this shard and its size is unchanged."""
     path = pathlib.Path(path)
     return _sidecar(path).exists() and path.exists() and path.stat().st_size == _read_sidecar(path)["bytes"]
 
 
 def read_notes(path: str | pathlib.Path) -> Any:
-    """The notes that `write_shard` was given. Raises FeatureError."""
+    """Returns the notes given to `write_shard`. Raises FeatureError."""
     return _read_sidecar(pathlib.Path(path))["notes"]
 
 
 class FeatureSource:
     """Random access over all shards of a folder; a data source for `grain.MapDataset.source`.
 
-    Opening reads the sidecars alone. Shards are opened when they are first read, so that an instance can be pickled
+    The constructor reads only the sidecars. Shards are opened at their first read, so that an instance can be pickled
     for grain's worker processes.
 
     Attributes:
         lengths: int32 [records], tokens of each record.
 
     Raises:
-        FeatureError: at opening, a missing, foreign or truncated shard; at reading, an altered one.
+        FeatureError: in the constructor, a missing, foreign or truncated shard; at a read, an altered one.
     """
 
     def __init__(self, folder: str | pathlib.Path) -> None:
@@ -171,7 +169,7 @@ class FeatureSource:
         return len(self.lengths)
 
     def __getitem__(self, index: SupportsIndex) -> Record:
-        at = range(len(self))[index.__index__()]  # negative indices and IndexError as of a list
+        at = range(len(self))[index.__index__()]  # negative indices and IndexError as in a list
         shard = int(np.searchsorted(self._ends, at, side="right"))
         path = self._paths[shard]
         try:
@@ -184,7 +182,7 @@ class FeatureSource:
         return record
 
     def name(self, index: int) -> str:
-        """Of a record, to people: its conversation where the notes say `ids`, and where it lies."""
+        """Names a record for messages: its conversation, if the notes have `ids`, its shard and its index."""
         shard = int(np.searchsorted(self._ends, index, side="right"))
         path, at = self._paths[shard], index - self._start(shard)
         notes = read_notes(path)
@@ -192,7 +190,7 @@ class FeatureSource:
         return f"{conversation}{self.folder.name}/{path.name}[{at}]"
 
     def _start(self, shard: int) -> int:
-        """Number of the shard's first record."""
+        """Returns the index of the shard's first record."""
         return int(self._ends[shard - 1]) if shard else 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -233,7 +231,7 @@ def _checked_sidecar(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _shards(folder: pathlib.Path) -> list[pathlib.Path]:
-    """All shards in order, checked to be one complete set."""
+    """Lists all shards in order. Raises FeatureError if they are not one complete set."""
     paths = sorted(folder.glob(f"*{_SUFFIX}"))
     found = []
     for path in paths:

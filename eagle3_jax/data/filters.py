@@ -1,4 +1,4 @@
-"""What makes prompts fit to train on: one spelling, no duplicates, no personal data, a stable split."""
+"""Filters of prompts: normalisation, duplicates, benchmarks, personal data, and a stable held-out split."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Messages = list[dict[str, str]]
 
 _EXCERPT = 200
 _OPENING_WORDS = 12
-# C0 and C1 controls but tab and newline; zero-width space, word joiner, byte order mark. Joiners that Hindi, Persian
-# and emoji are written with stay.
+# C0 and C1 controls except tab and newline; zero-width space, word joiner, byte order mark. The joiners of Hindi,
+# Persian and emoji are kept.
 _INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u2060\ufeff]")
-# Words; each letter by itself where a script (Thai, Lao, Khmer, Chinese, Japanese) writes no spaces between them.
+# Words; single letters in scripts without spaces between words (Thai, Lao, Khmer, Chinese, Japanese).
 _WORD = re.compile(
     r"[\u0e00-\u0eff\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]|[^\W\u0e00-\u0eff\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]+"
 )
-# Of most templates, DeepSeek's, Gemma's and Llama 2's. <s> and </s> strike through in HTML, which opens before it ends
-# and seldom begins again at once.
+# Markers of most templates, of DeepSeek's, Gemma's and Llama 2's. <s> and </s> are HTML's strike-through too, which
+# opens before it closes and rarely opens again at once.
 _MARKER = re.compile(
     r"<([|｜])[^|｜<>\s]{1,40}\1>|<(?:start|end)_of_turn>|\[/?INST\]|<</?SYS>>"
     r"|</s>\s*<s>|\A[^<]*(?:<(?!s[ >])[^<]*)*</s>"
@@ -36,53 +36,53 @@ _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|([bfnrt])|(.))")
 
 
 def normalise(text: str) -> str:
-    """NFC, "\\n" line ends, no control or invisible characters, no space at the ends."""
+    """Normalises text: NFC, "\\n" line ends, no control or invisible characters, no space at the ends."""
     text = unicodedata.normalize("NFC", text).replace("\r\n", "\n").replace("\r", "\n")
     return _INVISIBLE.sub("", text).strip()
 
 
 def excerpt(text: str) -> str:
-    """The beginning of a rejected text, without personal data."""
-    # Redacted before it is cut, since half an address is still one. JSON's escapes are undone, since they hide where a
-    # word begins ("\\n555-...") or what it is made of ("\\u0040").
+    """Returns the beginning of a rejected text, without personal data."""
+    # Redaction comes before the cut, since half an address is still personal. JSON's escapes are undone first: they
+    # hide the start of a word ("\\n555-...") or its characters ("\\u0040").
     text = _ESCAPE.sub(_unescape, text[: 10 * _EXCERPT])
     text = text.encode("utf-8", errors="replace").decode("utf-8")
     return personal.redact(text)[0][:_EXCERPT]
 
 
 def asked(messages: Messages) -> Messages:
-    """What the target is asked, without the answers that a conversation holds."""
+    """Drops the assistant's messages."""
     return [message for message in messages if message["role"] != "assistant"]
 
 
 def content(messages: Messages) -> str:
-    """All that is said, as one text."""
+    """Joins the contents of all messages."""
     return "\n".join(message["content"] for message in messages)
 
 
 def _questions(messages: Messages) -> tuple[str, str]:
-    """(system prompt, all that the users say): what many prompts share, and what tells them apart."""
+    """Returns (system prompt, all user turns): the part that many prompts share, and the part that differs."""
     system = [message for message in messages if message["role"] == "system"]
     return content(system), content([message for message in messages if message["role"] == "user"])
 
 
 def content_hash(messages: Messages) -> str:
-    """sha256 in hex over roles and contents, blind to letter case and to the amount of white space."""
+    """Hashes roles and contents, ignoring letter case and the amount of white space; sha256 in hex."""
     parts = [f"{message['role']}:{' '.join(message['content'].casefold().split())}" for message in messages]
     return hashlib.sha256("\n".join(parts).encode("utf-8")).hexdigest()
 
 
 def refuse(messages: Messages, max_chars: int) -> str | None:
-    """The reason why these messages cannot be used, or None. Answers may have any length."""
+    """Returns the reason to refuse these messages, or None. Answers may have any length."""
     if len(content(asked(messages))) > max_chars:
         return f"longer than {max_chars} characters"
     if _MARKER.search(content(messages)):
-        return "holds a chat-template marker"  # the tokenizer would take it for a turn of its own
+        return "holds a chat-template marker"  # the tokenizer would read it as a new turn
     return None
 
 
 def redact(messages: Messages) -> tuple[Messages, collections.Counter[str]]:
-    """Messages without personal data, and how often each kind was found."""
+    """Removes personal data. Returns the messages, and the count of each kind."""
     redacted: Messages = []
     found: collections.Counter[str] = collections.Counter()
     for message in messages:
@@ -93,26 +93,26 @@ def redact(messages: Messages) -> tuple[Messages, collections.Counter[str]]:
 
 
 class Duplicates:
-    """Remembers what it has seen. The first of several alike stays; the result depends on the order alone.
+    """Detects duplicates among messages; the first one stays, and the result depends only on the order.
 
-    Exact: by `content_hash`. Near: candidates by MinHash over 3-word shingles and banded lookup (datasketch), confirmed
-    by the Jaccard similarity of the shingles themselves. Shingles are of the users' turns: a long system prompt would
-    make all that stands under it alike. Under another system prompt none is the same.
+    Exact duplicates are found by `content_hash`. Near duplicates are found by MinHash over 3-word shingles with banded
+    lookup (datasketch), and confirmed by the Jaccard similarity of the shingles. Shingles come from the users' turns: a
+    long system prompt would make all its prompts alike. Prompts under different system prompts are never duplicates.
 
     Args:
-        near: Jaccard similarity from which two texts count as alike.
+        near: Jaccard similarity from which two texts are near duplicates.
     """
 
     def __init__(self, near: float, num_perm: int = 128) -> None:
         self._near = near
         self._template = datasketch.MinHash(num_perm=num_perm, seed=1, hashfunc=_hash32)
-        # Candidates are confirmed, so one too many costs little and one too few is a duplicate that stays. Near 1 there
-        # would be too few bands.
+        # The weights favour recall: surplus candidates cost little, missed ones leave duplicates. The threshold stays
+        # below 1, where the bands would be too few.
         self._lsh = datasketch.MinHashLSH(threshold=min(near, 0.9), num_perm=num_perm, weights=(0.1, 0.9))
         self._shingles: dict[Hashable, frozenset[bytes]] = {}
 
     def check(self, messages: Messages) -> str | None:
-        """Returns "exact duplicate", "near duplicate", or None, and then the messages are remembered."""
+        """Returns "exact duplicate", "near duplicate", or None; new messages are remembered."""
         key = content_hash(messages)
         if key in self._shingles:
             return "exact duplicate"
@@ -128,13 +128,13 @@ class Duplicates:
 
 
 class Benchmarks:
-    """Questions of benchmarks, to be kept out of training: all texts of their records, in runs of eight words.
+    """Decontamination: keeps benchmark questions out of training, by runs of eight words in any text of their records.
 
     Attributes:
-        reasons: what `check` says, of each file.
+        reasons: the reason that `check` returns, for each file.
 
     Raises:
-        ValueError: a file that cannot be read, or a line that is no JSON.
+        ValueError: a file that cannot be read, or a line that is not JSON.
     """
 
     _WORDS = 8
@@ -152,7 +152,7 @@ class Benchmarks:
                 raise ValueError(f"prepare.benchmarks: got {str(path)!r} ({error}), expected a JSONL file") from error
 
     def check(self, messages: Messages) -> str | None:
-        """The reason to leave these messages out, or None. They must not be redacted yet: the questions are not."""
+        """Returns the reason to drop these messages, or None. They must not be redacted, as benchmarks are not."""
         runs = (run for message in messages for run in _shingles(message["content"], self._WORDS))
         found = next((self._names[run] for run in runs if run in self._names), None)
         return None if found is None else self._reason(found)
@@ -163,23 +163,22 @@ class Benchmarks:
 
 
 def opening_hash(messages: Messages) -> str:
-    """sha256 of how the user begins (the first words), so that several questions on one passage have the same."""
+    """Hashes the user's first words, so that several questions on one passage share a hash; sha256 in hex."""
     words = _questions(messages)[1].casefold().split()[:_OPENING_WORDS]
     return hashlib.sha256(" ".join(words).encode("utf-8")).hexdigest()
 
 
 def split(hashes: Sequence[str], held_out: float) -> list[bool]:
-    """Which prompts are held out, by hash: a prompt keeps its side when others are added.
+    """Chooses the held-out prompts by hash, so that a prompt keeps its side when others are added.
 
-    A small set that hashing would leave on one side gives all of its lowest hash to the held-out side, or all of its
-    highest to training.
+    If hashing puts a small set on one side, its lowest hash is held out, or its highest is for training.
 
     Args:
-        hashes: hex digests; prompts with the same one stay together.
-        held_out: share that is held out on average.
+        hashes: hex digests; prompts with equal ones stay together.
+        held_out: average share of held-out prompts.
 
     Raises:
-        ValueError: fewer than two different ones.
+        ValueError: fewer than two different hashes.
     """
     if (found := len(set(hashes))) < 2:
         raise ValueError(f"prepare: got {found} usable prompts, expected at least 2 (one to train, one held out)")
@@ -198,7 +197,7 @@ def _unescape(match: re.Match[str]) -> str:
 
 
 def _texts(record: Any) -> Iterator[str]:
-    """All strings in a JSON value that are more than a name."""
+    """Yields all strings of more than one word in a JSON value."""
     if isinstance(record, str):
         if len(_WORD.findall(record)) > 1:
             yield record
@@ -208,7 +207,7 @@ def _texts(record: Any) -> Iterator[str]:
 
 
 def _shingles(text: str, size: int = 3, under: str = "") -> frozenset[bytes]:
-    """Digests of all runs of `size` words; others `under` another system prompt."""
+    """Hashes all runs of `size` words; the hashes depend on the system prompt, `under`."""
     words = _WORD.findall(text.casefold()) or [text]
     runs = (" ".join(words[i : i + size]) for i in range(max(1, len(words) - size + 1)))
     key = hashlib.blake2b(under.encode("utf-8")).digest() if under else b""

@@ -1,4 +1,4 @@
-"""The lines of a JSONL file, as other programs write them."""
+"""Reading of JSONL files of other programs, as numbered lines."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def read(path: str | pathlib.Path) -> Iterator[tuple[int, bytes]]:
-    """The file's `numbered` lines; a name that ends with .gz is read unpacked.
+    """Yields the file's `numbered` lines; a .gz file is decompressed.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: a .gz that ends too soon, or whose bytes are wrong.
+        OSError: the file cannot be read.
+        ValueError: a truncated or damaged .gz file.
     """
     path = pathlib.Path(path)
     try:
@@ -26,9 +26,9 @@ def read(path: str | pathlib.Path) -> Iterator[tuple[int, bytes]]:
 
 
 def numbered(stream: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, line) of all lines that are not blank, without a byte order mark.
+    """Yields (number from 1, line) of all lines that are not blank, without a byte order mark.
 
-    Lines end with a line feed alone: JSON's strings may hold every other character that Unicode breaks lines at.
+    Only a line feed ends a line: JSON strings may hold all other line breaks of Unicode.
     """
     for number, line in enumerate(stream, start=1):
         line = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line

@@ -1,7 +1,7 @@
-"""Feature records -> batches of packed rows, all of one shape.
+"""Batches of packed rows, all of one shape, from feature records.
 
-What goes into which row is planned at the start from the records' lengths alone, so that rows can be read in any
-order: what a step reads depends on its number alone, in a resumed run and on other processes too.
+Rows are planned at the start from the lengths of the records, so that they can be read in any order. A step's batch
+depends on its number alone, also in a resumed run and on other processes.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def plan_rows(lengths: np.ndarray, row_length: int, seed: int, epoch: int) -> li
     """Packs every record into rows of at most `row_length` tokens: best fit over a seeded shuffle.
 
     Args:
-        lengths: tokens of each record; a longer one than `row_length` fills a row by itself (and is truncated there).
+        lengths: tokens of each record; a record longer than `row_length` is truncated and fills a row.
 
     Returns:
-        The records of each row, rows in shuffled order. A function of its arguments only.
+        The records of each row, rows in shuffled order; a pure function of the arguments.
     """
     rng = np.random.default_rng((seed, epoch))
     rows: list[list[int]] = []
@@ -57,13 +57,13 @@ def plan_rows(lengths: np.ndarray, row_length: int, seed: int, epoch: int) -> li
 
 
 class PackedRows:
-    """The rows of all epochs as a random-access source; a row is padded to `row_length` and has the fields
+    """The rows of all epochs as a random-access source, each padded to `row_length`.
 
-    `token_ids`, `argmax`, `loss_mask`, `segment_ids` (1, 2, ... per record, 0 padding), `positions` (in the record):
-    int32 [T]; `aux` [T, n_aux * H] and `last_hidden` [T, H]: bfloat16.
+    A row has `token_ids`, `argmax`, `loss_mask`, `segment_ids` (1, 2, ... per record, 0 padding) and `positions` (in
+    the record), int32 [T]; `aux` [T, n_aux * H] and `last_hidden` [T, H], bfloat16.
 
     Attributes:
-        tokens: tokens in all rows, padding not counted.
+        tokens: tokens in all rows, without padding.
         padding: share of padding in all rows.
     """
 
@@ -79,9 +79,9 @@ class PackedRows:
     ) -> None:
         """
         Args:
-            multiple: the number of rows is brought to a multiple of it (the batch size) with empty rows.
-            epochs: may end within a pass.
-            max_rows: at most so many rows.
+            multiple: the batch size; empty rows fill the number of rows up to a multiple of it.
+            epochs: number of passes, which may be fractional.
+            max_rows: largest number of rows.
         """
         if not len(source.lengths):
             raise ValueError("features: got no records, expected at least one")
@@ -121,17 +121,17 @@ class PackedRows:
 
 
 def batches(rows: PackedRows, batch_size: int, own: Sequence[int], start: int = 0) -> grain.IterDataset[Row]:
-    """This process's part of each batch, prefetched by a few threads. What comes depends on the arguments alone.
+    """Yields this process's part of each batch, prefetched by a few threads; a pure function of the arguments.
 
     Args:
         batch_size: rows of a batch, over all processes.
-        own: which of them this process reads, in this order (see `mesh.own_rows`).
+        own: the rows of a batch that this process reads, in this order (see `mesh.own_rows`).
         start: the first batch.
 
     Returns:
-        Batches from `start` on to the last: the fields of a row, stacked [len(own), T, ...].
+        Batches from `start` to the last: the fields of a row, stacked [len(own), T, ...].
     """
     numbers = [batch * batch_size + row for batch in range(start, len(rows) // batch_size) for row in own]
     stacked = grain.MapDataset.source(numbers).map(rows.__getitem__).batch(len(own), drop_remainder=True)
-    threads = min(os.cpu_count() or 1, 8)  # each fills a batch of its own, in memory of the host
+    threads = min(os.cpu_count() or 1, 8)  # each fills its own batch in host memory
     return stacked.to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(threads, 2)))

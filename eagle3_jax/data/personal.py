@@ -1,8 +1,8 @@
-"""Personal data: found by Presidio's pattern recognisers alone, replaced by the name of its kind.
+"""Redaction of personal data: Presidio's pattern recognisers find it, the name of its kind replaces it.
 
-Patterns and checksums only: no language model, no download, nothing leaves the machine. Names and postal addresses are
-therefore not found. What is personal is told from what merely looks so with care, because prompts about mathematics are
-full of digits and prompts about code full of colons.
+Only patterns and checksums are used: no language model, no download, no data leaves the machine. Names and postal
+addresses are therefore not found. Extra checks avoid false positives: prompts about mathematics are full of digits,
+prompts about code full of colons.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import logging
 import re
 from typing import Any
 
-# Presidio scores 0 to 1; below this a pattern matches too much by itself.
+# Presidio's scores range from 0 to 1; patterns below this score have too many false positives.
 _MIN_SCORE = 0.4
 _CREDENTIALS = r"(?<=\w://)[^\s/?#:@\"'<>]*:[^\s/?#\"'<>]+(?=@)"
 _SEVEN_DIGITS = re.compile(r"(?:\d[\s().\-/]{0,3}){7}")
@@ -29,7 +29,7 @@ def redact(text: str) -> tuple[str, collections.Counter[str]]:
     """Replaces personal data by its kind, such as "<EMAIL_ADDRESS>".
 
     Returns:
-        The text without it, and how often each kind was found (never what was found).
+        The redacted text, and the count of each kind (never the data).
     """
     found: collections.Counter[str] = collections.Counter()
     recognisers = []
@@ -42,7 +42,7 @@ def redact(text: str) -> tuple[str, collections.Counter[str]]:
     for recogniser in recognisers:
         end_of_next = len(text) + 1
         spans = recogniser.analyze(text, recogniser.supported_entities, None)
-        # From the back, so that positions stay true; of two that overlap the longer counts.
+        # Replaced from the back, so that positions stay valid; the longer of two overlapping spans wins.
         for span in sorted(spans, key=lambda span: (span.end, span.end - span.start), reverse=True):
             if span.score >= _MIN_SCORE and span.end <= end_of_next:
                 text = f"{text[: span.start]}<{span.entity_type}>{text[span.end :]}"
@@ -53,23 +53,23 @@ def redact(text: str) -> tuple[str, collections.Counter[str]]:
 
 @functools.cache
 def _recognisers() -> dict[str, list[Any]]:
-    """Presidio takes seconds to import, so this waits until it is needed."""
+    """Makes the recognisers on first use, since importing Presidio takes seconds."""
     import presidio_analyzer
     import tldextract
     from presidio_analyzer import predefined_recognizers as predefined
 
-    # A failed checksum is logged with the value itself.
+    # Presidio logs the value itself when a checksum fails.
     logging.getLogger("presidio-analyzer").disabled = True
     top_level_domains = tldextract.TLDExtract(suffix_list_urls=(), cache_dir=None)
 
     class Email(predefined.EmailRecognizer):
         def validate_result(self, pattern_text: str) -> bool:
-            """As the parent, but with the list of domains that is installed: the parent downloads one."""
+            """Validates the domain by the installed list, where the parent downloads one."""
             return top_level_domains(pattern_text).fqdn != ""
 
     class Ip(predefined.IpRecognizer):
         def invalidate_result(self, pattern_text: str) -> bool:
-            """Also lets pass what code is full of: loopback, 0.0.0.0, and slices and paths such as `[::2]`."""
+            """Also ignores addresses common in code: loopback, 0.0.0.0, and slices and paths such as `[::2]`."""
             if super().invalidate_result(pattern_text):
                 return True
             address = ipaddress.ip_interface(pattern_text).ip
@@ -77,7 +77,7 @@ def _recognisers() -> dict[str, list[Any]]:
             return address.is_loopback or address.is_unspecified or (address.version == 6 and len(groups) < 3)
 
     class Phone(predefined.PhoneRecognizer):
-        """Numbers of many countries. `announced_only` takes also numbers that no operator has given out."""
+        """Numbers of many countries; `announced_only` also accepts numbers that no operator has assigned."""
 
         def __init__(self, announced_only: bool) -> None:
             super().__init__(leniency=0 if announced_only else 1)
@@ -97,7 +97,7 @@ def _recognisers() -> dict[str, list[Any]]:
             Ip(),
             predefined.IbanRecognizer(),
             predefined.CreditCardRecognizer(),
-            # National ids that have letters, separators or strong checksums; plain nine-digit ones are left out.
+            # National ids with letters, separators or strong checksums; plain nine-digit ones are left out.
             predefined.UsSsnRecognizer(),
             predefined.UsItinRecognizer(),
             predefined.UkNinoRecognizer(),
@@ -115,7 +115,7 @@ def _recognisers() -> dict[str, list[Any]]:
 
 
 def _looks_like_phone(text: str, start: int, end: int, announced_only: bool) -> bool:
-    """Tells a phone number from a sum, a sequence or a large number, which have the same digits."""
+    """Tells a phone number from a sum, a sequence or a large number with the same digits."""
     number = text[start:end]
     if number.startswith("+") or _ANNOUNCED.search(text[max(0, start - 40) : start]):
         return True

@@ -1,8 +1,8 @@
-"""Every source of prompts, normalised to one record: {"id", "category", "messages"}.
+"""The sources of prompts, normalised to one record: {"id", "category", "messages"}.
 
-A reader yields a `Prompt` for what it understood and a `Reject` for what it did not; a broken line never stops a run.
+A reader yields a `Prompt` for each usable record and a `Reject` for any other; a broken line never stops a run.
 Assistant turns are dropped, since the target answers the user turns itself (`regenerate`). Only `conversations` keeps
-them: there another engine has let the target answer.
+them: these are the target's answers from another engine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from eagle3_jax.runs import processes
 Messages = filters.Messages
 _Take = Callable[[Messages], Messages]
 
-# Roles of the OpenAI and the ShareGPT form, and what they mean here.
+# Roles of the OpenAI and the ShareGPT form -> roles of this package.
 _ROLES = {
     "system": "system",
     "user": "user",
@@ -40,12 +40,12 @@ _CATEGORY = re.compile(r"[A-Za-z][\w-]{0,39}")
 
 
 class Prompt(TypedDict):
-    """What the target is asked: system and user messages, in order.
+    """A prompt for the target: system and user messages, in order.
 
     Attributes:
-        line: where it stood in its source.
-        truncated: of a conversation alone, whose messages hold the assistant's answers too, the last one at the end:
-            whether that one was cut off, so that its end is not the target's choice.
+        line: line number in the source.
+        truncated: only for conversations, whose messages hold the assistant's answers and end with one: whether the
+            last answer was cut off, so that its end is not the target's choice.
     """
 
     id: str
@@ -57,9 +57,9 @@ class Prompt(TypedDict):
 
 @dataclasses.dataclass(frozen=True)
 class Reject:
-    """Something that is no usable prompt: where it stood, why it was refused, and its beginning.
+    """An unusable record: its source and line, the reason, and its beginning.
 
-    `text` is an excerpt from which personal data was removed (`filters.excerpt`).
+    `text` is an excerpt without personal data (`filters.excerpt`).
     """
 
     source: str
@@ -69,11 +69,11 @@ class Reject:
 
 
 class BrokenRecord(ValueError):
-    """A record that no source form fits; the message is the reason, without the record's content."""
+    """A record of no known form; the message is the reason, without the record's content."""
 
 
 def packaged() -> Iterator[Prompt | Reject]:
-    """The prompts that come with this package, the categories in turn, so that a limit takes of each."""
+    """Yields the prompts in this package, categories in turn, so that a limit takes from each."""
     folder = importlib.resources.files("eagle3_jax.data") / "prompts"
     categories = []
     for entry in sorted(folder.iterdir(), key=lambda item: item.name):
@@ -86,29 +86,29 @@ def packaged() -> Iterator[Prompt | Reject]:
 
 
 def jsonl(path: str | pathlib.Path, category: str = "jsonl") -> Iterator[Prompt | Reject]:
-    """Reads a JSONL file whose lines have one of these forms; they may be mixed.
+    """Reads a JSONL file; each line has one of these forms.
 
     - OpenAI: {"messages": [{"role": "user", "content": "..."}]}; content may be a list of text parts
     - ShareGPT: {"conversations": [{"from": "human", "value": "..."}]}
     - plain: {"prompt": "..."}, {"question": "..."} or {"text": "..."}
 
-    Each may carry "id" and "category". A name that ends with .gz is read unpacked.
+    Each may have "id" and "category". A .gz file is decompressed.
 
     Args:
-        category: of records that name none.
+        category: of records without one.
     """
     yield from _records(lines.read(path), f"jsonl:{pathlib.Path(path).name}", category)
 
 
 def conversations(path: str | pathlib.Path, category: str = "conversations") -> Iterator[Prompt | Reject]:
-    """Reads a JSONL file of conversations that the target had in another engine, in the forms of `jsonl`.
+    """Reads a JSONL file of the target's conversations from another engine, in the forms of `jsonl`.
 
-    Answers stay letter by letter. Turns behind the last answer are dropped. A record whose "finish_reason" is "length",
-    or whose "truncated" is true, ends with an answer that was cut off. Rejected is a record without an answer, with an
-    empty one, or with one before the first user turn.
+    Answers stay unchanged; turns after the last answer are dropped. A "finish_reason" of "length", or a true
+    "truncated", marks the last answer as cut off. Records without an answer, with an empty one, or with one before the
+    first user turn are rejected.
 
     Args:
-        category: of records that name none.
+        category: of records without one.
     """
     source = f"conversations:{pathlib.Path(path).name}"
     yield from _records(lines.read(path), source, category, _up_to_the_last_answer)
@@ -120,7 +120,7 @@ def tfds(name: str, field: str, split: str = "train", category: str = "tfds") ->
     Raises:
         ValueError: the dataset has no such feature.
     """
-    import tensorflow_datasets  # slow to import, and needed by this source only
+    import tensorflow_datasets  # slow to import, and used by this source only
 
     source = tensorflow_datasets.data_source(name, split=split)
     for number, example in enumerate(source, start=1):
@@ -134,12 +134,12 @@ def tfds(name: str, field: str, split: str = "train", category: str = "tfds") ->
 def self_written(
     outputs: Iterable[tuple[list[str], str]], category: str = "self", system: str | None = None, min_chars: int = 8
 ) -> Iterator[Prompt | Reject]:
-    """Turns what the target wrote after the openings of user turns into prompts.
+    """Makes prompts from the user turns that the target wrote (self-prompting).
 
     Args:
         outputs: (the user's turns, finish_reason of the first). Only "stop" is a whole prompt; "length" was cut off.
-        system: the system prompt that it was given.
-        min_chars: what begins with a shorter turn is rejected.
+        system: the system prompt that the target had.
+        min_chars: prompts with a shorter first turn are rejected.
     """
     head = [] if system is None else [{"role": "system", "content": system}]
     for number, (turns, finish_reason) in enumerate(outputs, start=1):
@@ -167,7 +167,7 @@ def _records(
 
 
 def _record(record: Any, source: str, number: int, category: str, take: _Take | None = None) -> Prompt | Reject:
-    """Args: take: what is wanted of a conversation's messages; None is the prompts, without any answer."""
+    """Args: take: selects from a conversation's messages; None keeps prompts without answers."""
     try:
         messages = _messages(record, answered=take is not None)
         messages = messages if take is None else take(messages)
@@ -224,7 +224,7 @@ def _up_to_the_last_answer(messages: Messages) -> Messages:
 
 
 def _one_request(messages: Messages) -> Messages:
-    """What an engine can be asked at once: up to the last user turn in front of which all others are answered."""
+    """Selects one request for an engine: the messages up to the last user turn before which all others are answered."""
     end = 0
     for index, (message, before) in enumerate(zip(messages, [None, *messages], strict=False)):
         if message["role"] == "user":
@@ -262,10 +262,10 @@ def _text(value: Any, field: str) -> str:
 
 
 def read_file(path: str | pathlib.Path) -> tuple[list[Prompt], int]:
-    """The prompts of a JSONL file to measure with, and how many lines were refused (said on stderr).
+    """Reads the prompts of a JSONL file for a measurement. Returns them, and the number of rejected lines.
 
-    Forms are those of `jsonl`. Of a conversation one request is made: its last question behind the answers that it
-    holds, or the first where they are missing, since an engine is never asked two questions at once.
+    Rejects are reported on stderr. Forms are those of `jsonl`. A conversation gives one request: its last question
+    after its answers, or the first question if answers are missing, since a request has one open question.
 
     Raises:
         ValueError: no file, or no usable prompt in it.
@@ -288,15 +288,15 @@ def read_file(path: str | pathlib.Path) -> tuple[list[Prompt], int]:
 def encode(
     prompts: Sequence[Prompt], tokenizer: Any, room: int, name: str
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """Prompts with their token ids as `prompt`, and how many were left out: "too_long", or "refused".
+    """Adds token ids to prompts, as `prompt`. Returns them, and the numbers dropped as "too_long" and "refused".
 
     Args:
-        room: longest prompt in tokens; a longer one is too long. The chat template refuses others, such as those with a
-            system message where it knows none.
+        room: longest prompt in tokens. The chat template refuses some prompts, such as those with a system message that
+            it does not support.
         name: of the file, for the error.
 
     Raises:
-        ValueError: none is left.
+        ValueError: no prompt is left.
     """
     fitting: list[dict[str, Any]] = []
     left_out = {"too_long": 0, "refused": 0}
@@ -317,7 +317,7 @@ def encode(
 
 
 def spread(prompts: Sequence[Any], limit: int | None) -> list[Any]:
-    """The first `limit` prompts when the categories give one each in turn; all of them for None."""
+    """Returns the first `limit` prompts, taken from the categories in turn; None is all of them."""
     by_category: dict[str, list[Any]] = {}
     for prompt in prompts:
         by_category.setdefault(prompt["category"], []).append(prompt)

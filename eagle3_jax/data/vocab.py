@@ -1,4 +1,4 @@
-"""The draft vocabulary: the tokens the target says most often."""
+"""The draft vocabulary: the target's most frequent tokens."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ NAME = "vocab.npz"
 def count_tokens(
     token_ids: Int32[np.ndarray, " l"], loss_mask: UInt8[np.ndarray, " l"], vocab_size: int
 ) -> Int64[np.ndarray, " v"]:
-    """How often each token of the target's vocabulary occurs where the loss counts."""
+    """Counts each token of the target's vocabulary in the loss mask."""
     return np.bincount(token_ids[loss_mask != 0], minlength=vocab_size).astype(np.int64)
 
 
 def choose_draft_vocabulary(counts: Integer[np.ndarray, " v"], size: int) -> Int32[np.ndarray, " size"]:
-    """The `size` most frequent tokens, ties to the lower id; never-seen ones fill up from the lowest id on.
+    """Chooses the `size` most frequent tokens, ties by the lower id; unseen tokens fill up from the lowest id.
 
     Returns:
         Absolute target ids, ascending: draft id d stands for the target's token `result[d]`.
@@ -31,19 +31,19 @@ def choose_draft_vocabulary(counts: Integer[np.ndarray, " v"], size: int) -> Int
     """
     if not 1 <= size <= len(counts):
         raise ValueError(f"draft.vocab_size: got {size}, expected 1 to the target's vocabulary, {len(counts)}")
-    # A stable sort keeps equal counts in order of id; the unused have count 0 and so come last, lowest first.
+    # A stable sort keeps equal counts in order of id; unseen tokens have count 0 and come last, lowest first.
     most_frequent = np.argsort(-counts.astype(np.int64), kind="stable")[:size]
     return np.sort(most_frequent).astype(np.int32)
 
 
 def save(folder: pathlib.Path, token_ids: Int32[np.ndarray, " size"]) -> None:
-    """Writes the vocabulary into a folder, atomically."""
+    """Writes the vocabulary into a folder, atomically. Raises OSError."""
     with manifest.atomic(folder / NAME) as temporary, open(temporary, "wb") as stream:
         np.savez(stream, token_ids=token_ids)
 
 
 def load(folder: pathlib.Path) -> Int32[np.ndarray, " size"]:
-    """What `save` wrote. Raises ValueError: damaged; FileNotFoundError."""
+    """Reads the vocabulary. Raises ValueError: damaged; FileNotFoundError."""
     try:
         with np.load(folder / NAME, allow_pickle=False) as arrays:
             return arrays["token_ids"]
@@ -52,6 +52,6 @@ def load(folder: pathlib.Path) -> Int32[np.ndarray, " size"]:
 
 
 def coverage(counts: Integer[np.ndarray, " v"], token_ids: Int32[np.ndarray, " size"]) -> float:
-    """Share of the counted tokens that the draft vocabulary can say; 1.0 when nothing was counted."""
+    """Returns the share of counted tokens inside the draft vocabulary; 1.0 without counts."""
     total = int(counts.sum())
     return float(counts[token_ids].sum()) / total if total else 1.0

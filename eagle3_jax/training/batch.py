@@ -1,4 +1,4 @@
-"""What a training step is fed: packed rows, and the frozen parts of the target."""
+"""Inputs of a training step: packed rows (`Batch`), and the target's frozen parts (`Teacher`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import P
 from jaxtyping import Array, Float, Int
 
-# A leaf of a pytree: an array, or in its place a shape or a sharding.
+# A leaf of a pytree: an array, or its shape or sharding instead.
 Leaf = Any
 
 TEACHER_SHARDING_RULES = ((r"embed|rows", P(("model", "data"), None)),)
@@ -19,7 +19,7 @@ TEACHER_SHARDING_RULES = ((r"embed|rows", P(("model", "data"), None)),)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Packed rows of T tokens, several documents each.
+    """Packed rows of T tokens with several documents each.
 
     Attributes:
         token_ids: int [B, T].
@@ -43,10 +43,10 @@ class Batch:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Teacher:
-    """The target's frozen parts that training reads; never in the optimizer.
+    """The target's frozen parts that training reads, outside the optimizer.
 
     Attributes:
-        embed: float [V, H], the embedding table, one row a target token.
+        embed: float [V, H], the embedding table, one row per target token.
         rows: float [draft vocabulary, H], rows of the target's LM head at the draft vocabulary, in draft order.
         draft_ids: int32 [V], the draft token of each target token, -1 outside the draft vocabulary.
     """
@@ -57,6 +57,6 @@ class Teacher:
 
     @classmethod
     def of(cls, embed: Float[Array, "v h"], output_rows: Float[Array, "v h"], token_ids: Int[Array, " dv"]) -> Teacher:
-        """Takes what training needs from the target; `token_ids` is the draft vocabulary in target ids."""
+        """Selects the parts from the target's arrays; `token_ids` is the draft vocabulary in target ids."""
         draft_ids = jnp.full(embed.shape[0], -1, jnp.int32).at[token_ids].set(jnp.arange(len(token_ids)))
         return cls(embed, output_rows[token_ids], draft_ids)

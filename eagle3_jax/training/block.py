@@ -1,8 +1,8 @@
-"""Training of block heads: anchors, the tokens that their blocks shall draft, and the losses.
+"""Training of block heads: anchors, the labels of their blocks, and the losses.
 
-A block begins at an anchor, a token of an answer. It sees the target's states in front of the anchor, and draft number
-d, d = 1, 2, ..., is for the token d places behind it: what the target predicts at place anchor + d - 1. Blocks of one
-row run side by side, each blind to the others (DFlash, arXiv 2602.06036).
+A block begins at an anchor, a token of an answer. It attends to the target's states before the anchor. Draft d = 1, 2,
+... is for position anchor + d, whose label is the target's prediction at anchor + d - 1. Blocks of one row run in
+parallel and do not attend to each other (DFlash, arXiv 2602.06036).
 """
 
 from __future__ import annotations
@@ -27,16 +27,15 @@ from eagle3_jax.training.replay import replay
 
 @dataclasses.dataclass(frozen=True)
 class BlockLossConfig:
-    """How blocks are weighed.
+    """Options of the block losses.
 
     Attributes:
-        weights: of the drafts of a block: "d-pace" (arXiv 2605.18810), by how probable it is that a draft is reached,
+        weights: weights of the drafts in a block: "d-pace" (arXiv 2605.18810), the probability that a draft is reached,
             or "decay", exp(-(d - 1) / decay).
-        alpha: of D-PACE: a draft of probability q counts as (1 - alpha) q + alpha.
-        soft: DFlash's cross entropy is against the target's distribution, not its best token.
-        on_path: drafts behind a token that was not the target's best do not train: from the anchor on, greedy decoding
-            goes another way than the text.
-        block: blocks whose logits exist at the same time; the backward pass computes them again.
+        alpha: for D-PACE: a draft of probability q counts as (1 - alpha) q + alpha.
+        soft: DFlash's cross entropy uses the target's distribution, not its best token.
+        on_path: drafts after a token that is not the target's best are masked: greedy decoding leaves the text there.
+        block: number of blocks whose logits are held at a time; the backward pass recomputes them.
     """
 
     weights: Literal["d-pace", "decay"] = "d-pace"
@@ -53,8 +52,8 @@ class Anchors:
     """Blocks of packed rows.
 
     Attributes:
-        at: int32 [B, A], places in the row, ascending. first: int32 [B, A], where the anchor's document begins.
-        valid: bool [B, A]; the others are padding.
+        at: int32 [B, A], positions in the row, ascending. first: int32 [B, A], start of the anchor's document.
+        valid: bool [B, A]; false for padding.
     """
 
     at: Any
@@ -63,7 +62,7 @@ class Anchors:
 
 
 def draw_anchors(key: Array, batch: Batch, count: int) -> Anchors:
-    """`count` different places of each row at random, those whose own and next token are an answer's."""
+    """Draws `count` distinct positions of each row whose own and next token belong to an answer."""
     follows = jnp.pad(batch.loss_mask[:, 1:], ((0, 0), (0, 1))) != 0
     segments = jnp.pad(batch.segment_ids[:, 1:], ((0, 0), (0, 1)))
     usable = (batch.loss_mask != 0) & follows & (batch.segment_ids == segments) & (batch.segment_ids > 0)
@@ -77,7 +76,7 @@ def draw_anchors(key: Array, batch: Batch, count: int) -> Anchors:
 def block_states(
     head: DFlash, embed: Float[Array, "v h"], batch: Batch, anchors: Anchors
 ) -> Float[Array, "b a drafts h"]:
-    """The LM head's inputs of every draft of every block."""
+    """Computes the LM head's inputs for every draft of every block."""
     context = head.context(head.fuse(batch.aux.astype(embed.dtype)), batch.positions)
     tokens = jnp.take_along_axis(batch.token_ids, anchors.at, axis=1)
     positions = jnp.take_along_axis(batch.positions, anchors.at, axis=1)
@@ -87,14 +86,14 @@ def block_states(
 def d_pace(
     probabilities: Float[Array, "*batch d"], mask: Bool[Array, "*batch d"], alpha: float
 ) -> Float[Array, "*batch d"]:
-    """Weights of the drafts of a block: the sum, over the drafts from d on, of how probable it is to reach them.
+    """Weighs the drafts of a block by D-PACE: the sum over drafts from d on of the probability to reach them.
 
     Args:
-        probabilities: of the labels. mask: the drafts that train.
+        probabilities: of the labels. mask: the trained drafts.
     """
     reached = jnp.cumprod(jnp.where(mask, (1 - alpha) * probabilities + alpha, 1.0), axis=-1)
-    behind = jnp.flip(jnp.cumsum(jnp.flip(jnp.where(mask, reached, 0.0), -1), axis=-1), -1)
-    return jnp.where(mask, behind, 0.0)
+    remaining = jnp.flip(jnp.cumsum(jnp.flip(jnp.where(mask, reached, 0.0), -1), axis=-1), -1)
+    return jnp.where(mask, remaining, 0.0)
 
 
 def block_loss(
@@ -105,18 +104,18 @@ def block_loss(
     anchors: Anchors,
     config: BlockLossConfig,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """The loss of a head's own kind.
+    """Computes the loss for the kind of head.
 
-    DFlash: cross entropy. DSpark: 0.1 cross entropy, 0.9 the L1 distance of the distributions, and the binary cross
-    entropy of the confidence. DFlash2: cross entropy before the selector, and that of the selector's candidates, the
-    label in the place of the last one where it is none of them.
+    DFlash: cross entropy. DSpark: 0.1 cross entropy + 0.9 L1 distance of the distributions + binary cross entropy of
+    the confidence. DFlash2: cross entropy before the selector + cross entropy over the selector's candidates, where a
+    missing label replaces the last candidate.
 
     Args:
         token_ids: the target's id of each draft token.
 
     Returns:
-        The loss, and sums for metrics: `cross_entropy`, `hits` and `compared` [drafts] (drafts that train), `accepted`
-        [drafts] (those whose predecessors in the block hit too, each behind the text's token), `blocks` and `tokens`.
+        The loss, and sums for metrics: `cross_entropy`, `hits` and `compared` [drafts] (trained drafts), `accepted`
+        [drafts] (hits after hits only, each given the text's preceding token), `blocks` and `tokens`.
     """
     states = block_states(head, teacher.embed, batch, anchors)
     drafts = _Drafts.of(batch, teacher, anchors, head.drafts, config.on_path)
@@ -144,8 +143,11 @@ def block_loss(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Drafts:
-    """What blocks shall draft, [B, A, drafts]: the target's last hidden state that predicts it, its best token (a draft
-    id), the text's token in front of it, and whether it trains.
+    """Labels of the blocks, each [B, A, drafts].
+
+    Attributes:
+        hidden: the target's last hidden state that predicts the draft. labels: the target's best token, a draft id.
+        before: the text's preceding token. mask: whether the draft is trained.
     """
 
     hidden: Any
@@ -156,7 +158,7 @@ class _Drafts:
     @classmethod
     def of(cls, batch: Batch, teacher: Teacher, anchors: Anchors, count: int, on_path: bool) -> _Drafts:
         t = batch.token_ids.shape[1]
-        places = anchors.at[..., None] + jnp.arange(count, dtype=jnp.int32)[None, None]  # that predict
+        places = anchors.at[..., None] + jnp.arange(count, dtype=jnp.int32)[None, None]  # positions that predict
         here, ahead = jnp.minimum(places, t - 1), jnp.minimum(places + 1, t - 1)
 
         def at(x: Array, index: Array) -> Array:
@@ -165,7 +167,7 @@ class _Drafts:
         answered = (at(batch.loss_mask, ahead) != 0) & (places + 1 < t)
         answered &= at(batch.segment_ids, ahead) == at(batch.segment_ids, anchors.at)[..., None]
         best = at(batch.argmax, here)
-        if on_path:  # of the drafts in front
+        if on_path:  # depends on the preceding drafts
             kept = best == at(batch.token_ids, ahead)
             answered &= jnp.pad(kept[..., :-1], ((0, 0), (0, 0), (1, 0)), constant_values=True)
         reached = jnp.cumprod(answered, axis=-1) > 0
@@ -183,7 +185,7 @@ def _sums(
     drafts: _Drafts,
     config: BlockLossConfig,
 ) -> dict[str, Array]:
-    """Sums over some blocks: states [n, drafts, H]. `weighted` over `divisor` is the loss."""
+    """Sums over n blocks, states [n, drafts, H]; the loss is `weighted` / `divisor`."""
     raw = vocabulary_logits(states, rows)
     labels, mask = jnp.maximum(drafts.labels, 0), drafts.mask
     logits = head.adjusted(raw, states, drafts.before) if isinstance(head, DSpark) else raw
@@ -235,7 +237,7 @@ def _cross_entropy(logits: Array, labels: Array) -> Array:
 
 
 def _teacher(drafts: _Drafts, teacher: Teacher, dtype: Any) -> Array:
-    """The target's distribution over the draft vocabulary."""
+    """Computes the target's distribution over the draft vocabulary."""
     return jax.nn.softmax(vocabulary_logits(drafts.hidden.astype(dtype), jax.lax.stop_gradient(teacher.rows)))
 
 
@@ -246,10 +248,10 @@ def _soft_cross_entropy(logits: Array, drafts: _Drafts, teacher: Teacher, dtype:
 def replay_blocks(
     head: DFlash, teacher: Teacher, token_ids: Int[Array, " dv"], batch: Batch, block: int
 ) -> dict[str, Array]:
-    """`replay_rounds` of a block head: rounds of a chain as long as its blocks, each draft behind the drafted one.
+    """`replay_rounds` for a block head: rounds of a chain as long as its blocks, each draft given the draft before.
 
     Args:
-        block: anchors of a row whose blocks pass at the same time; a divisor of t, or more than t.
+        block: number of anchors of a row whose blocks are computed at a time; a divisor of t, or more than t.
     """
     t = batch.token_ids.shape[1]
     size = min(block, t)

@@ -1,7 +1,7 @@
 """The loss of the training-time test (EAGLE-3, arXiv 2503.01840, section 3.2).
 
-Everything is aligned by the teacher's position u: step i predicts with the state at t = u - 1 - i what the teacher
-predicts at u, so that the teacher's distribution is computed once for all steps.
+Arrays are aligned by the teacher's position u: the state of step i at t = u - 1 - i predicts the teacher's distribution
+at u, which is computed once for all steps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from eagle3_jax.training.ttt import training_time_test
 def ttt_loss(
     head: DraftHead, teacher: Teacher, batch: Batch, config: TrainConfig, lk_decay: Float[Array, ""] | None = None
 ) -> tuple[Float[Array, ""], dict[str, Any]]:
-    """The loss of the training-time test, see `states_loss`."""
+    """Computes the loss of the training-time test, see `states_loss`."""
     states = training_time_test(head, teacher.embed, batch, config.ttt_steps, config.remat)
     return states_loss(head, states, teacher, batch, config, lk_decay)
 
@@ -35,7 +35,7 @@ def states_loss(
     config: TrainConfig,
     lk_decay: Float[Array, ""] | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Any]]:
-    """Sum over steps of step_decay ** i times the soft cross entropy on the draft vocabulary, or the LK loss.
+    """Sums over steps step_decay ** i times the soft cross entropy on the draft vocabulary, or the LK loss.
 
     Args:
         states: the LM head's inputs, from `training_time_test`.
@@ -43,14 +43,14 @@ def states_loss(
 
     Returns:
         The loss, and sums for metrics: `cross_entropy`, `divergence` (KL), `acceptance`, `hits` and `compared` [steps]
-        (positions that train), `counted` [steps] (positions that the mask counts, the teacher's argmax outside the
-        draft vocabulary included), and `tokens` (not padding).
+        (trained positions), `counted` [steps] (positions in the mask, those with the teacher's argmax outside the draft
+        vocabulary included), and `tokens` (without padding).
     """
     steps = jnp.arange(config.ttt_steps)
     counted = teacher_mask(batch.loss_mask, batch.segment_ids, config.mask_offset)
     labels = teacher.draft_ids[batch.argmax]
     trained = counted & (labels >= 0) if config.argmax_mask else counted
-    # Positions that train come first in each row, so that the blocks behind them are skipped.
+    # Trained positions come first in each row, so that later blocks are skipped.
     order = jnp.argsort(~(trained & (batch.positions >= 1)), axis=1, stable=True)
 
     def ordered(x: Array) -> Array:
@@ -90,15 +90,15 @@ def states_loss(
 
 
 def teacher_mask(loss_mask: Int[Array, "b t"], segment_ids: Int[Array, "b t"], offset: int) -> Bool[Array, "b t"]:
-    """Which teacher positions u the loss mask counts: mask[u - 1 + offset].
+    """Masks teacher positions u by mask[u - 1 + offset].
 
-    Each document's last entry counts with an offset of 2 alone, where it is the token to be predicted; with 1 it would
-    be a teacher with no token behind it.
+    Each document's last entry counts only with an offset of 2, where it is the predicted token; with 1 it would be a
+    teacher without a next token.
 
-    In the shift form, with the mask taken at t + offset and shifted along with the targets at every step, the mask of
-    step i at index t is mask[t + i + offset], and u = t + 1 + i.
+    In the shift form, the mask is taken at t + offset and shifted with the targets at every step. The mask of step i at
+    index t is then mask[t + i + offset], and u = t + 1 + i.
     """
-    follows = jnp.pad(segment_ids[:, 1:], ((0, 0), (0, 1)))  # 0 behind the row's end
+    follows = jnp.pad(segment_ids[:, 1:], ((0, 0), (0, 1)))  # 0 after the row's end
     inner = (loss_mask != 0) & (segment_ids > 0)
     inner &= (segment_ids == follows) | (offset == 2)
     by = offset - 1

@@ -1,4 +1,4 @@
-"""Sums over batches -> numbers that people read, and where they are written."""
+"""Training metrics: means from sums over batches, written to JSONL and TensorBoard."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from eagle3_jax.runs import manifest, processes
 
 
 class NotFinite(ValueError):
-    """A batch whose loss or gradient is NaN or infinite; `index` is its place among those that were summed."""
+    """A batch with a loss or gradient of NaN or infinity; `index` is its index among the summed batches."""
 
     def __init__(self, index: int, values: dict[str, float]) -> None:
         super().__init__(", ".join(f"{name} {value}" for name, value in values.items()))
@@ -24,14 +24,14 @@ class NotFinite(ValueError):
 
 
 def summarise(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Means over the sums that a train or eval step returns (still on the device; this waits for them).
+    """Computes means from the sums of train or eval steps; waits for the device.
 
     Returns:
-        `loss` (mean over batches); per step `accuracy` (the draft's first choice is the target's, over all positions
-        that the mask counts), `cross_entropy`, `divergence` (KL) and `acceptance` (the share of drafts that would be
-        accepted at temperature 1) over the positions that train; `positions`, how many of the first step do; `tokens`.
-        Of train steps `gradient_norm`. Of eval steps what `evaluate` would say of a chain as long as there are steps:
-        `rounds`, `tau` (tokens per round, bonus token included) and `alpha` per position (see `replay_rounds`).
+        `loss` (mean over batches); `tokens`; per step `accuracy` (the draft's first choice is the target's) over all
+        positions in the mask; per step `cross_entropy`, `divergence` (KL) and `acceptance` (share of drafts accepted at
+        temperature 1) over trained positions; `positions`, the trained positions of the first step. Train steps add
+        `gradient_norm`. Eval steps add the figures of `evaluate` for a chain of as many drafts as steps: `rounds`,
+        `tau` (tokens per round, bonus token included) and `alpha` per position (see `replay_rounds`).
 
     Raises:
         NotFinite: the first batch with NaN or infinity in it.
@@ -66,7 +66,7 @@ class MetricWriter:
     """Appends to `metrics.jsonl` and to TensorBoard files in a folder; only process 0 writes. A context manager.
 
     Args:
-        done: the step at which a killed run goes on: what was written of later ones is dropped, as they come again.
+        done: the step from which a killed run resumes; entries of later steps are dropped, since they are repeated.
     """
 
     def __init__(self, folder: str | pathlib.Path, done: int | None) -> None:
@@ -86,11 +86,11 @@ class MetricWriter:
             self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=(done or 0) + 1)
 
     def newest(self, kind: str) -> dict[str, Any]:
-        """The values that stood last in `metrics.jsonl` when it was opened; empty where there are none."""
+        """Returns the last values of this kind in `metrics.jsonl` at opening; empty if there are none."""
         return self._newest.get(kind, {})
 
     def write(self, step: int, kind: str, values: dict[str, Any]) -> None:
-        """One line, and one TensorBoard curve per number; element i of a list is the curve `name_i`.
+        """Writes one line, and one TensorBoard curve per number; element i of a list is the curve `name_i`.
 
         Args:
             kind: "train", "held_out" or "served".

@@ -1,4 +1,4 @@
-"""AdamW, or Muon beside it, with a warm-up, a cosine to zero, and global clipping."""
+"""The optimizer: AdamW alone or with Muon, linear warm-up, cosine decay to zero, and clipping by the global norm."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import optax.contrib
 from eagle3_jax.config import TrainConfig
 from eagle3_jax.models.checkpoint.load import parameter_path
 
-# Muon's updates, scaled to the root mean square that AdamW's have (arXiv 2502.16982): one rate fits both groups.
+# Root mean square of Muon's updates, AdamW's (arXiv 2502.16982), so that one learning rate fits both groups.
 _MUON_RMS = 0.2
-# Rows that are looked up or compared, one a token: no map between features, which Muon is for.
+# Tables with one row per token, which are looked up or compared; Muon is for maps between features.
 _TABLES = ("lm_head", "markov_in", "markov_out", "predecessors", "successors")
 
 
 def learning_rate(config: TrainConfig, total_steps: int) -> optax.Schedule:
-    """Linear over `warmup_ratio` of the steps, then a cosine to zero; no step is wasted on a rate of zero."""
+    """Rises linearly over `warmup_ratio` of the steps, then follows a cosine to zero; no step has a rate of zero."""
     warmup = round(config.warmup_ratio * total_steps)
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0 if warmup else config.learning_rate,
@@ -30,7 +30,7 @@ def learning_rate(config: TrainConfig, total_steps: int) -> optax.Schedule:
 
 
 def make_optimizer(config: TrainConfig, total_steps: int) -> optax.GradientTransformation:
-    """Moments have the parameters' dtype, which is float32. Weight decay leaves the norms alone."""
+    """Makes the optimizer. Moments have the parameters' dtype, float32; norms are exempt from weight decay."""
 
     def decayed(params: Any) -> Any:
         return jax.tree.map(lambda x: x.ndim > 1, params)
@@ -46,7 +46,7 @@ def make_optimizer(config: TrainConfig, total_steps: int) -> optax.GradientTrans
 
 
 def groups(params: Any) -> Any:
-    """Of each parameter who updates it: "muon" matrices between features, "adamw" tables of tokens, and norms."""
+    """Labels parameters by optimizer: "muon" for matrices between features, "adamw" for token tables and norms."""
 
     def group(path: tuple[Any, ...], x: jax.Array) -> str:
         return "muon" if x.ndim == 2 and not parameter_path(path).endswith(_TABLES) else "adamw"

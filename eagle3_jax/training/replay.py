@@ -1,8 +1,8 @@
-"""What decoding would accept of a head: the rounds of greedy chain drafting, replayed on held-out answers.
+"""Acceptance of a head in decoding, replayed on held-out answers: the rounds of greedy chain drafting.
 
-Accuracy is a mean over all positions, but a round begins where the round before ended: just behind a token that the
-head got wrong, and what follows such a token is harder than the average. So the mean promises more than decoding
-keeps, on the tiny target of the tests by 10 %. Here every answer is walked round by round.
+Accuracy is a mean over all positions. A round begins after a token that the head got wrong, and the tokens after such a
+token are harder than average. The mean therefore overestimates acceptance, by 10 % on the tests' tiny target. The
+replay walks every answer round by round instead.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from eagle3_jax.training.batch import Batch, Teacher
 def replay_rounds(
     head: DraftHead, states: Float[Array, "steps b t h"], teacher: Teacher, batch: Batch, block: int
 ) -> dict[str, Array]:
-    """Rounds of a chain as long as there are steps, and what they accept; equal to the decoder's on greedy answers.
+    """Counts rounds and accepted drafts of a chain with one draft per step; equal to the decoder's on greedy answers.
 
-    A draft is accepted when it is the teacher's argmax. Of an answer that was sampled, the answer's own tokens go on.
+    A draft is accepted if it is the teacher's argmax. Rounds of a sampled answer continue with the answer's own tokens.
 
     Args:
         states: the LM head's inputs, from `training_time_test`.
-        block: positions whose logits exist at the same time; a divisor of t, or more than t.
+        block: number of positions whose logits are held at a time; a divisor of t, or more than t.
 
     Returns:
         See `replay`.
@@ -38,13 +38,13 @@ def replay_rounds(
 
 
 def replay(drafted: Int[Array, "steps b t"], teacher: Teacher, batch: Batch) -> dict[str, Array]:
-    """Rounds in which `drafted` are the drafts behind a root at t + 1, and what they accept.
+    """Counts rounds and accepted drafts, where `drafted` are the drafts after a root at t + 1.
 
     Args:
-        drafted: draft ids: number i is for token t + 2 + i.
+        drafted: draft ids: index i is for token t + 2 + i.
 
     Returns:
-        `rounds`, int32; `accepted`, int32 [steps]: in how many of them the draft at depth 1, 2, ... was accepted.
+        `rounds`, int32; `accepted`, int32 [steps]: the rounds that accepted the draft at depth 1, 2, ...
     """
     steps = len(drafted)
     labels, segments = teacher.draft_ids[batch.argmax], batch.segment_ids
@@ -53,13 +53,13 @@ def replay(drafted: Int[Array, "steps b t"], teacher: Teacher, batch: Batch) -> 
     def ahead(x: Array, by: int) -> Array:  # x at t + by, 0 beyond the row
         return jnp.pad(x[:, by:], ((0, 0), (0, by)))
 
-    def said(by: int) -> Bool[Array, "b t"]:  # token t + by is an answer's, in the document of t
+    def answered(by: int) -> Bool[Array, "b t"]:  # token t + by is an answer's, in the document of t
         return ahead(answer, by) & (ahead(segments, by) == segments)
 
-    hits = jnp.stack([(drafted[i] == ahead(labels, 1 + i)) & said(2 + i) for i in range(steps)])
+    hits = jnp.stack([(drafted[i] == ahead(labels, 1 + i)) & answered(2 + i) for i in range(steps)])
     accepted = jnp.cumprod(hits.astype(jnp.int32), axis=0)
-    # The root, token t + 1, is the answer's first; and a round follows a root while the answer has more tokens.
-    opens, going = said(1) & ~answer, said(1) & said(2)
+    # An answer opens where its first token is the root, t + 1; a round follows a root while the answer has more tokens.
+    opens, going = answered(1) & ~answer, answered(1) & answered(2)
     begins = _round_starts(opens, going, accepted.sum(axis=0))
     return {"rounds": begins.sum(), "accepted": jnp.where(begins[None], accepted, 0).sum(axis=(1, 2))}
 
@@ -67,7 +67,7 @@ def replay(drafted: Int[Array, "steps b t"], teacher: Teacher, batch: Batch) -> 
 def _round_starts(
     opens: Bool[Array, "b t"], going: Bool[Array, "b t"], accepted: Int[Array, "b t"]
 ) -> Bool[Array, "b t"]:
-    """Where rounds begin: at an answer's opening, and from there as many places on as the round before took."""
+    """Marks the starts of rounds: an answer's opening, then each round's end."""
 
     def step(following: Array, now: tuple[Array, ...]) -> tuple[Array, Array]:
         place, opening, more, drafts = now

@@ -25,21 +25,21 @@ from eagle3_jax.training.ttt import training_time_test
 
 Metrics = dict[str, Array]
 
-# Weights and moments lie split over the data axis too (FSDP): a step gathers a weight where it is used.
+# Weights and moments are sharded over the data axis too (FSDP): a step gathers each weight for its use.
 STATE_SHARDING_RULES = (
     (r"lm_head", P(("model", "data"), None)),
     (r"attention/qkv|mlp/(gate|up)|(^|/)fc$", P("data", "model")),
     (r"attention/o|mlp/down", P("model", "data")),
 )
 
-# How fast cross entropy makes room for acceptance, as the LK loss's authors chose it (arXiv 2602.23881).
+# Rate at which the LK loss shifts from cross entropy to acceptance, as its authors chose it (arXiv 2602.23881).
 LK_DECAY = 3.0
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """What a step changes: the number of steps (int32), float32 weights, and the optimizer's moments."""
+    """The state that a step updates: the number of steps (int32), float32 weights, and the optimizer's moments."""
 
     step: Leaf
     head: DraftHead
@@ -47,11 +47,12 @@ class TrainState:
 
 
 def init_head(config: DraftHeadConfig, seed: int, rows: Float[Array, "dv h"]) -> DraftHead:
-    """A new head: N(0, 0.02), begun where the target stands.
+    """Initialises a head by N(0, 0.02) and from the target.
 
-    The LM head starts as the target's, and `fc` adds the highest aux feature as it is, so that the residual stream
-    starts as the target's own late one. On 40 steps of real features both together gave the lowest held-out loss; the
-    target's final norm as a start made it worse (its large weights make the first logits too sure).
+    The LM head starts as the target's. `fc` starts with an identity added for the highest aux feature, so that the
+    residual stream starts as a late one of the target. On 40 steps of real features both together gave the lowest
+    held-out loss. Starting from the target's final norm raised the loss: its large weights make the first logits
+    overconfident.
 
     Args:
         rows: the target's output rows at the draft vocabulary.
@@ -67,7 +68,7 @@ def init_head(config: DraftHeadConfig, seed: int, rows: Float[Array, "dv h"]) ->
 def init_state(
     make_head: Callable[[Any], DraftHead], arrays: Any, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> TrainState:
-    """A new state of the head that `make_head` makes of arrays, made where it is to lie."""
+    """Initialises the state of the head `make_head(arrays)`, directly in its sharding."""
 
     def build(arrays: Any) -> TrainState:
         head: Any = make_head(arrays)
@@ -80,22 +81,22 @@ def init_state(
 def make_train_step(
     config: TrainConfig, optimizer: optax.GradientTransformation, mesh: Mesh, lk_from: int = 0
 ) -> jax.stages.Wrapped:
-    """One optimizer step, jitted; the state passed in is donated, and the new one lies where it lay.
+    """Makes one jitted optimizer step. The input state is donated; the new state keeps its sharding.
 
-    The batch lies wherever the caller put it (over the data axis).
+    The caller places the batch (over the data axis).
 
     Args:
-        lk_from: the step at which the LK loss begins, where `config.loss` asks for it.
+        lk_from: the step at which the LK loss begins, if `config.loss` is "lk".
     """
 
     @functools.partial(jax.jit, donate_argnums=0)
     def train_step(state: TrainState, teacher: Teacher, batch: Batch) -> tuple[TrainState, Metrics]:
         lk_decay = jnp.where(state.step >= lk_from, LK_DECAY, 0.0) if config.loss == "lk" else None
-        with use_abstract_mesh(mesh.abstract_mesh):  # over which kernels are split
+        with use_abstract_mesh(mesh.abstract_mesh):  # kernels are sharded over it
             loss_and_gradients = jax.value_and_grad(ttt_loss, has_aux=True)
             (loss, sums), gradients = loss_and_gradients(state.head, teacher, batch, config, lk_decay)
         head: Any = state.head  # a pytree to optax
-        with jax.numpy_dtype_promotion("standard"):  # optax raises Python floats to its int32 step
+        with jax.numpy_dtype_promotion("standard"):  # optax computes powers of Python floats by its int32 step
             updates, opt_state = optimizer.update(gradients, state.opt_state, head)
         head = optax.apply_updates(head, updates)
         sums = sums | {"loss": loss, "gradient_norm": optax.tree.norm(gradients)}
@@ -107,7 +108,7 @@ def make_train_step(
 
 
 def make_eval_step(config: TrainConfig, mesh: Mesh) -> jax.stages.Wrapped:
-    """The sums of `ttt_loss` on a batch, without gradients, and those of `replay_rounds`."""
+    """Makes a jitted step that returns the sums of `ttt_loss` and `replay_rounds` on a batch, without gradients."""
 
     @jax.jit
     def eval_step(head: DraftHead, teacher: Teacher, batch: Batch) -> Metrics:

@@ -1,10 +1,10 @@
 """The training-time test: K drafting steps from every position at once (EAGLE-3, arXiv 2503.01840, section 3.2).
 
-At step i the pair at index t is (token t+1+i, the head's own output of step i-1 at the same t), just as when drafting
-from a prefix that ends at t. It attends the true features (step 0) up to t, and behind them one key of each later step
-at t itself. Tokens are the document's, so that all positions run in parallel.
+At step i the pair at index t is (token t+1+i, the head's own output of step i-1 at the same t), as in drafting from a
+prefix that ends at t. It attends to the true features (step 0) up to t, then to one key of each later step at t. Tokens
+are the document's, so that all positions run in parallel.
 
-On a TPU the steps are one loop, so that a program holds one of them whatever their number.
+On TPUs the steps are one loop, so that the program's size does not depend on their number.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from eagle3_jax.models.drafts.eagle3 import DraftHead
 from eagle3_jax.models.layers import embeddings
 from eagle3_jax.training.batch import Batch
 
-# What all steps share: embeddings of the tokens, positions, documents.
+# Inputs shared by all steps: embeddings of the tokens, positions, segment ids.
 _Inputs = tuple[Array, Array, Array]
-# What `remat` keeps of a step: the products with weights, and attention.
+# Residuals that `remat` keeps of a step: products with weights, and attention.
 _POLICY = jax.checkpoint_policies.save_from_both_policies(
     jax.checkpoint_policies.dots_with_no_batch_dims_saveable, jax.checkpoint_policies.save_only_these_names(KEPT)
 )
@@ -30,21 +30,21 @@ _POLICY = jax.checkpoint_policies.save_from_both_policies(
 def training_time_test(
     head: DraftHead, embed: Float[Array, "v h"], batch: Batch, steps: int, remat: bool = False
 ) -> Float[Array, "steps b t h"]:
-    """The LM head's inputs at every step and position.
+    """Computes the LM head's inputs at every step and position.
 
     Args:
         embed: the target's embedding table (frozen); its dtype is the compute dtype.
-        remat: keep of each step its matrix products and attention, and compute the rest again in the backward pass.
+        remat: keep only each step's matrix products and attention, and recompute the rest in the backward pass.
 
     Returns:
-        `states[i, :, t]` predicts token t+2+i of the document. Where t+1+i is beyond the document's end, or padding,
-        it holds garbage that no other position ever reads.
+        `states[i, :, t]` predicts token t+2+i of the document. It is undefined, and read by no other position, where
+        t+1+i is beyond the document's end or padding.
     """
     embeds = embeddings(jax.lax.stop_gradient(embed), batch.token_ids)
     inputs = jnp.pad(embeds, ((0, 0), (0, steps), (0, 0))), batch.positions, batch.segment_ids
     state, c = head.fuse(batch.aux.astype(embed.dtype)), head.config
     cache = jnp.zeros((steps, *state.shape[:2], c.num_key_value_heads, c.head_dim), state.dtype)
-    # Unrolled steps would be merged with what the backward pass computes again; those of a loop cannot be.
+    # CSE would merge unrolled steps with their recomputation in the backward pass; steps of a loop are safe.
     step = jax.checkpoint(_step, policy=_POLICY, prevent_cse=_unroll(steps) > 1) if remat else _step
 
     def body(carry: tuple[Array, Array, Array], i: Array) -> tuple[tuple[Array, Array, Array], Array]:
@@ -56,14 +56,14 @@ def training_time_test(
 
 
 def _unroll(steps: int) -> int:
-    """On a CPU programs compile fast, and steps whose number is known do not compute what they would mask."""
+    """Unrolls on CPUs, where programs compile fast and static steps skip masked keys."""
     return steps if default_implementation() == "xla" else 1
 
 
 def _step(
     head: DraftHead, state: Array, keys: Array, values: Array, inputs: _Inputs, i: Array
 ) -> tuple[Array, Array, Array]:
-    """The state after step i, and the keys and values [steps, b, t, k, d] with its own among them."""
+    """Runs step i. Returns its state, and the keys and values [steps, b, t, k, d] with those of step i added."""
     embeds, positions, segment_ids = inputs
 
     def attend(q: Array, k: Array, v: Array) -> Array:
