@@ -1,4 +1,4 @@
-"""The engine's requests behind one HTTP request: their pieces as they come, and their end when nobody is left."""
+"""The engine requests of one HTTP request: submission, merged pieces, and abortion when the client is gone."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ _log = logging.getLogger(__name__)
 def submit(
     engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, count: int, deadline: float, *, drafts: bool
 ) -> list[Request]:
-    """Hands in the answers to some prompts, all or none. It may take a while: not in the thread that serves everybody.
+    """Submits all answers to some prompts, or none. Slow: call it outside the event loop's thread.
 
     Args:
         count: answers to each prompt. deadline: on the clock of time.monotonic. drafts: see `Engine.submit`.
 
     Raises:
-        ApiError: more than may wait. ValueError: what the engine refuses.
+        ApiError: the queue is full. ValueError: the engine refuses a prompt or the parameters.
     """
     requests: list[Request] = []
     try:
-        asked: collections.Counter[tuple[int, ...]] = collections.Counter()
+        samples: collections.Counter[tuple[int, ...]] = collections.Counter()
         for ids in prompts:
             key = tuple(ids)
             for _ in range(count):
                 left = max(deadline - time.monotonic(), 1e-3)
-                requests.append(engine.submit(ids, params, timeout=left, sample=asked[key], drafts=drafts))
-                asked[key] += 1  # equal prompts are further samples, not the same one again
+                requests.append(engine.submit(ids, params, timeout=left, sample=samples[key], drafts=drafts))
+                samples[key] += 1  # equal prompts draw further samples
     except BaseException as error:
         engine.abort(*requests)
         if isinstance(error, QueueFullError):
@@ -49,7 +49,7 @@ def submit(
 
 
 async def submitted(engine: Engine, submitting: concurrent.futures.Future[list[Request]]) -> list[Request]:
-    """What `submit` hands in, in another thread; who is cancelled meanwhile leaves none of it behind."""
+    """Awaits a `submit` in another thread; a cancelled wait aborts its requests."""
     try:
         return await asyncio.wrap_future(submitting)
     except asyncio.CancelledError:
@@ -63,10 +63,10 @@ def _abort(engine: Engine, done: concurrent.futures.Future[list[Request]]) -> No
 
 
 class Answers:
-    """Several answers that belong together, by index: all of one prompt follow each other.
+    """The answers of one HTTP request, by index; those to one prompt are consecutive.
 
-    A task for each takes its pieces at the engine's pace, however slowly the client reads: what waits for the client is
-    no more than the longest answer. Leaving the context aborts what has not ended.
+    A task for each answer takes its pieces at the engine's pace, however slowly the client reads; pieces that wait for
+    the client are bounded by the longest answer. Leaving the context aborts unfinished answers.
     """
 
     def __init__(
@@ -78,11 +78,12 @@ class Answers:
         count: int,
         arrived: float,
     ) -> None:
-        """Takes over what `submit` handed in.
+        """Starts the tasks.
 
         Args:
-            tasks: of the whole server, until they end.
-            count: answers to each prompt. arrived: when all were asked for, on the clock of time.monotonic.
+            tasks: running tasks of the whole server.
+            requests: from `submit`.
+            count: answers to each prompt. arrived: time of the HTTP request, on the clock of time.monotonic.
         """
         self.requests, self.count = requests, count
         self._engine, self._metrics, self._arrived = engine, metrics, arrived
@@ -100,10 +101,10 @@ class Answers:
         self._engine.abort(*[request for request in self.requests if not request.done])
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """As they come, of all answers; the last one of each has a finish reason.
+        """Yields pieces of all answers as they arrive; the last one of each answer has a finish reason.
 
         Raises:
-            ApiError: see `check`; and where the task that takes an answer's pieces failed.
+            ApiError: see `check`; also if the task that takes an answer's pieces failed.
         """
         left = len(self.requests)
         while left:
@@ -117,13 +118,13 @@ class Answers:
             yield index, piece
 
     def output(self, index: int) -> Output:
-        """An answer that has ended."""
+        """Returns a finished answer."""
         output = self.requests[index].output
         assert output is not None
         return output
 
     def check(self, index: int) -> None:
-        """Raises ApiError for an answer that was not ended by the model or by what was asked for."""
+        """Raises ApiError for an answer that ended by timeout, abortion or an error."""
         output = self.output(index)
         if output.finish_reason == "timeout":
             raise ApiError(504, "request: got no whole answer in the time that this server gives", code="timeout")
@@ -133,10 +134,10 @@ class Answers:
             raise ApiError(500, f"request: {output.error}", code="engine_error")
 
     def usage(self, written: int | None = None) -> dict[str, Any]:
-        """Tokens, in OpenAI's shape; a prompt counts once, however many answers it has.
+        """Counts tokens in OpenAI's shape; a prompt counts once, however many answers it has.
 
         Args:
-            written: tokens of the answers so far; None, of answers that have ended, are all of them.
+            written: tokens of the answers so far; None, for finished answers, is all of them.
         """
         prompts = self.requests[:: self.count]
         read = sum(len(request.ids) for request in prompts)
@@ -162,8 +163,8 @@ class Answers:
         self._metrics.ended(self.output(index))
 
     def _note_failure(self, task: asyncio.Task[None]) -> None:
-        """A task that failed takes no further piece, and nobody may wait for one."""
+        """Wakes the reader when a task failed, since no further piece will arrive."""
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if error is not None:
-            _log.error("an answer's pieces are no longer taken", exc_info=error)
+            _log.error("reading an answer's pieces failed", exc_info=error)
             self._news.put_nowait(None)

@@ -1,4 +1,4 @@
-"""The routes: OpenAI's, /health and /metrics, over one engine."""
+"""The ASGI application: OpenAI's routes, /health and /metrics over one engine."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ _PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-_ENDING = 5.0  # seconds for requests to end that were aborted at the end of the server
+_ENDING = 5.0  # seconds to wait for aborted requests at shutdown
 
 _log = logging.getLogger(__name__)
 
 
 def make_app(engine: Engine, model: str, settings: ServeConfig, keys: Sequence[str] = ()) -> Starlette:
-    """An ASGI application.
+    """Makes the ASGI application.
 
     Args:
-        engine: nobody else's; warmed up, so that no request waits for a compilation.
-        model: what clients call it.
-        keys: accepted API keys; none lets everybody in.
+        engine: used by this application alone; warmed up, so that no request waits for a compilation.
+        model: the model's name for clients.
+        keys: accepted API keys; empty turns authentication off.
     """
     server = _Server(engine, model, settings)
     api = [
@@ -60,7 +60,7 @@ def make_app(engine: Engine, model: str, settings: ServeConfig, keys: Sequence[s
     ]
     gate = Middleware(Gate, keys, Rate(settings.requests_per_minute), settings.queue_limit + settings.batch_size)
     origins = {"allow_origins": settings.allowed_origins, "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
-    cors = [Middleware(CORSMiddleware, **origins)] if settings.allowed_origins else []  # a preflight shows no key
+    cors = [Middleware(CORSMiddleware, **origins)] if settings.allowed_origins else []  # preflights carry no key
     return Starlette(
         routes=[
             Mount("/v1", routes=api, middleware=[gate]),
@@ -75,7 +75,7 @@ def make_app(engine: Engine, model: str, settings: ServeConfig, keys: Sequence[s
 
 
 class _Server:
-    """What the routes share."""
+    """The routes' handlers and their shared state."""
 
     def __init__(self, engine: Engine, model: str, settings: ServeConfig) -> None:
         self.engine, self.model, self.settings = engine, model, settings
@@ -83,7 +83,7 @@ class _Server:
         self._tokens = Tokens(engine.tokenizer)
         self._created = int(time.time())
         self._tasks: set[asyncio.Task[None]] = set()
-        # Long prompts take a while to encode and to hand in: not in the thread that serves everybody.
+        # Encoding and submitting long prompts is slow, so it runs outside the event loop's thread.
         self._encoder = concurrent.futures.ThreadPoolExecutor(1, "eagle3_jax encoder")
 
     @contextlib.asynccontextmanager
@@ -92,7 +92,7 @@ class _Server:
             yield
         finally:
             self._encoder.shutdown(wait=False)
-            if self._tasks:  # their clients were sent away; the engine's thread tells them when it is done with them
+            if self._tasks:  # clients are disconnected; each task ends when the engine's thread finishes its request
                 await asyncio.wait(self._tasks, timeout=_ENDING)
 
     async def chat(self, request: Request) -> Response:
@@ -102,7 +102,7 @@ class _Server:
         return await self._answer(request, protocol.Completion, CompletionShape(self._tokens))
 
     async def page(self, _: Request) -> Response:
-        """A page to watch it draft; it asks this server alone."""
+        """Serves the page that shows drafts; it sends requests to this server only."""
         return Response(_PAGE, media_type="text/html", headers=_PAGE_HEADERS)
 
     async def models(self, request: Request) -> Response:
@@ -115,7 +115,7 @@ class _Server:
         return JSONResponse(entry)
 
     async def health(self, _: Request) -> Response:
-        """Whether rounds make progress, or nobody asks for any."""
+        """Reports healthy while rounds make progress or no request runs."""
         stalled = self.engine.stats().stalled
         healthy = stalled <= self.settings.stall_timeout
         return JSONResponse({"healthy": healthy, "stalled_seconds": round(stalled, 3)}, 200 if healthy else 503)
@@ -124,34 +124,33 @@ class _Server:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _answer(
-        self, request: Request, kind: type[protocol.Asked], shape: ChatShape | CompletionShape
+        self, request: Request, kind: type[protocol.RequestBody], shape: ChatShape | CompletionShape
     ) -> Response:
         settings, arrived = self.settings, time.monotonic()
-        body = await read_body(request, settings.max_body_bytes, settings.client_timeout)
-        asked = protocol.read(kind, body)
-        self._check_model(asked.model)
-        params = asked.params(self.engine.max_length)
-        if (count := asked.answers * len(asked.prompts)) > settings.queue_limit:
+        body = protocol.read(kind, await read_body(request, settings.max_body_bytes, settings.client_timeout))
+        self._check_model(body.model)
+        params = body.params(self.engine.max_length)
+        if (count := body.answers * len(body.prompts)) > settings.queue_limit:
             raise ApiError(
                 400, f"n: got {count} answers, expected at most {settings.queue_limit} (serve.queue_limit)", param="n"
             )
-        submitting = self._encoder.submit(self._submit, asked, params, arrived + settings.request_timeout)
+        submitting = self._encoder.submit(self._submit, body, params, arrived + settings.request_timeout)
         try:
             requests = await submitted(self.engine, submitting)
         except ValueError as error:
-            raise protocol.refusal(error, asked.field) from error
-        answers = Answers(self.engine, self.metrics, self._tasks, requests, asked.answers, arrived)
+            raise protocol.refusal(error, body.field) from error
+        answers = Answers(self.engine, self.metrics, self._tasks, requests, body.answers, arrived)
         envelope = Envelope(shape, self.model)
-        if asked.stream:
-            events = _events(answers, shape, envelope, asked)
+        if body.stream:
+            events = _events(answers, shape, envelope, body)
             return _EventStream(answers, events, settings.client_timeout)
         async with answers:
-            gone = asyncio.ensure_future(request.receive())  # behind its body a client says nothing but that it goes
+            gone = asyncio.ensure_future(request.receive())  # the only message after a body is the disconnection
             ended = asyncio.ensure_future(_whole(answers))
             try:
                 await asyncio.wait({gone, ended}, return_when=asyncio.FIRST_COMPLETED)
                 if not ended.done():
-                    return Response(status_code=499)  # nobody reads it
+                    return Response(status_code=499)  # the client is gone
                 ended.result()
             finally:
                 gone.cancel()
@@ -159,9 +158,9 @@ class _Server:
             outputs = [answers.output(index) for index in range(len(answers.requests))]
             return JSONResponse(envelope.whole(outputs, answers.usage()))
 
-    def _submit(self, asked: protocol.Asked, params: SamplingParams, deadline: float) -> list[EngineRequest]:
-        prompts = [asked.encode(self.engine, prompt) for prompt in asked.prompts]
-        return submit(self.engine, prompts, params, asked.answers, deadline, drafts=asked.drafts is not False)
+    def _submit(self, body: protocol.RequestBody, params: SamplingParams, deadline: float) -> list[EngineRequest]:
+        prompts = [body.encode(self.engine, prompt) for prompt in body.prompts]
+        return submit(self.engine, prompts, params, body.answers, deadline, drafts=body.drafts is not False)
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self.model):
@@ -175,10 +174,10 @@ async def _whole(answers: Answers) -> None:
 
 
 async def _events(
-    answers: Answers, shape: ChatShape | CompletionShape, envelope: Envelope, asked: protocol.Asked
+    answers: Answers, shape: ChatShape | CompletionShape, envelope: Envelope, body: protocol.RequestBody
 ) -> AsyncIterator[bytes]:
-    """The events of a stream; where answers fail, an error is the last one."""
-    more: dict[str, Any] = {"usage": None} if asked.wants_usage else {}
+    """Yields the events of a stream; if an answer fails, the last event is the error."""
+    more: dict[str, Any] = {"usage": None} if body.wants_usage else {}
     written = 0
     try:
         for index in range(len(answers.requests)):
@@ -186,12 +185,12 @@ async def _events(
                 yield envelope.event(opening, **more)
         async for index, piece in answers.pieces():
             written += len(piece.token_ids)
-            if asked.counts_on:
+            if body.continuous_usage:
                 more = {"usage": answers.usage(written)}
             if piece.text or piece.token_ids or piece.finish_reason:
-                drafts = {"drafts": shown_drafts(shape.tokens, piece)} if asked.shows_drafts else {}
+                drafts = {"drafts": shown_drafts(shape.tokens, piece)} if body.shows_drafts else {}
                 yield envelope.event(shape.part(index, piece) | drafts, **more)
-        if asked.wants_usage:
+        if body.wants_usage:
             yield envelope.event(usage=answers.usage())
     except ApiError as error:
         yield sent_event(error.body())
@@ -199,7 +198,7 @@ async def _events(
 
 
 class _EventStream(StreamingResponse):
-    """Server-sent events, to a client that has to take each in time."""
+    """Server-sent events, with a time limit on the client's reading of each."""
 
     media_type = "text/event-stream"
 
@@ -216,11 +215,11 @@ class _EventStream(StreamingResponse):
             try:
                 await super().__call__(scope, receive, send_in_time)
             except TimeoutError:
-                _log.warning("a client took nothing for %g s; its answers are aborted", self._seconds)
+                _log.warning("a client read nothing for %g s; its answers are aborted", self._seconds)
 
 
 class _Count:
-    """Counts responses."""
+    """Middleware that counts responses."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app, self._metrics = app, metrics
@@ -238,7 +237,7 @@ class _Count:
         try:
             await self._app(scope, receive, counted if scope["type"] == "http" else send)
         except Exception:
-            if scope["type"] == "http" and not answered:  # Starlette answers outside of all middleware
+            if scope["type"] == "http" and not answered:  # Starlette sends the error response outside all middleware
                 self._metrics.responded(scope["path"], 500)
             raise
 

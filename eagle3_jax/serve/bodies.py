@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shapes: whole ones, and the events of a stream."""
+"""Response bodies in OpenAI's shapes: whole answers, and the events of a stream."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from eagle3_jax.models.chat_template import special_tokens
 
 
 class Tokens:
-    """Single tokens as text and as bytes.
+    """Conversion of single tokens to text and bytes.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
@@ -27,7 +27,7 @@ class Tokens:
         self._bytes = _byte_letters() if decoder is not None and b"ByteLevel" in decoder.__getstate__() else {}
 
     def show(self, token: int) -> tuple[str, bytes | None]:
-        """Its text, and its bytes, which may be a part of a character; None of a special token."""
+        """Returns a token's text and its bytes, possibly part of a character; None for a special token's bytes."""
         written = self._tokenizer.convert_ids_to_tokens(token)
         if written is None:  # rows of the vocabulary without a token
             return f"token_id:{token}", None
@@ -43,11 +43,11 @@ class Tokens:
 
 
 def shown_drafts(tokens: Tokens, piece: Piece) -> dict[str, Any]:
-    """An extension of OpenAI's events: which of a piece's tokens were drafts, and what the last round drafted.
+    """Describes the drafts of a piece, an extension of OpenAI's events.
 
     Returns:
-        `tokens`: of each its `bytes` (none of a special token) and the `depth` of its draft, 0 of the target's own.
-        `tree`: `texts`, `parents` (-1: the root) and `accepted` of the last round's nodes; None in front of the first.
+        `tokens`: for each the `bytes` (empty for a special token) and the `depth` of its draft, 0 for the target's own.
+        `tree`: `texts`, `parents` (-1: the root) and `accepted` of the last round's nodes; None before the first round.
     """
     shown = [
         {"bytes": list(tokens.show(token)[1] or b""), "depth": depth}
@@ -61,14 +61,14 @@ def shown_drafts(tokens: Tokens, piece: Piece) -> dict[str, Any]:
 
 
 def _byte_letters() -> dict[str, int]:
-    """Byte-level BPE writes each byte as a letter: printable ones as themselves, the others as 256, 257, ..."""
+    """Maps byte-level BPE's letters to bytes: printable bytes are themselves, the others letters 256, 257, ..."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
 class ChatShape:
-    """Of /v1/chat/completions."""
+    """The choices of /v1/chat/completions."""
 
     prefix, object, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -85,7 +85,7 @@ class ChatShape:
         }
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """The event in front of an answer's first token."""
+        """Makes the event before an answer's first token."""
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
@@ -108,15 +108,15 @@ class ChatShape:
         return {"token": text, "logprob": logprob, "bytes": None if raw is None else list(raw)}
 
 
-def _reasoning(said: Output | Piece) -> dict[str, str]:
-    """As SGLang calls it, and as newer versions of vLLM do; none where there is none."""
-    return {"reasoning_content": said.reasoning, "reasoning": said.reasoning} if said.reasoning else {}
+def _reasoning(part: Output | Piece) -> dict[str, str]:
+    """Returns the reasoning under SGLang's name and newer vLLM's; empty if there is none."""
+    return {"reasoning_content": part.reasoning, "reasoning": part.reasoning} if part.reasoning else {}
 
 
 class CompletionShape:
-    """Of /v1/completions, where reasoning has no field of its own.
+    """The choices of /v1/completions, with reasoning as part of the text.
 
-    Knows how much text of each answer was written before: offsets go on in a stream.
+    Keeps the length of each answer's text so far, since offsets continue over a stream's events.
     """
 
     prefix, object, chunk = "cmpl", "text_completion", "text_completion"
@@ -154,7 +154,7 @@ class CompletionShape:
 
 
 class Envelope:
-    """What stands around the choices, the same in all events of one answer."""
+    """The fields around the choices, equal in all events of one response."""
 
     def __init__(self, shape: ChatShape | CompletionShape, model: str) -> None:
         self._shape = shape
@@ -165,7 +165,7 @@ class Envelope:
         return self._common | {"object": self._shape.object, "choices": choices, "usage": usage}
 
     def event(self, *choices: dict[str, Any], **more: Any) -> bytes:
-        """A server-sent event."""
+        """Makes a server-sent event."""
         return sent_event(self._common | {"object": self._shape.chunk, "choices": list(choices)} | more)
 
 

@@ -1,4 +1,4 @@
-"""An error as OpenAI's clients read it."""
+"""`ApiError`, an error in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 
 
 class ApiError(Exception):
-    """A request that is not answered.
+    """A refused or failed request.
 
     Attributes:
-        status: of HTTP. param: the field that is wrong. code: for programs.
-        retry_after: seconds after which it may be sent again; None says nothing of that.
+        status: HTTP status. param: the wrong field. code: for programs.
+        retry_after: seconds until a retry is useful; None gives no hint.
     """
 
     def __init__(

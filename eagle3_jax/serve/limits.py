@@ -1,4 +1,4 @@
-"""Who may ask, how often, how much at a time, and how large."""
+"""Limits on requests: API keys, rate, concurrency, and size and duration of bodies."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from eagle3_jax.serve.errors import ApiError
 
 
 class Rate:
-    """A bucket of tokens for each client: a minute's requests at once, or spread over the minute.
+    """A token bucket for each client, which holds one minute's requests.
 
     Args:
-        per_minute: None is no limit.
+        per_minute: requests a minute; None is no limit.
     """
 
     def __init__(self, per_minute: int | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -42,11 +42,11 @@ class Rate:
 
 
 class Gate:
-    """Refuses requests before their body is read: without a key, too often, or more than can wait.
+    """Refuses requests before their body is read: without a key, above the rate, or above the queue's limit.
 
     Args:
-        keys: accepted API keys; none lets everybody in.
-        most: requests that may be in here at once.
+        keys: accepted API keys; empty turns authentication off.
+        most: largest number of concurrent requests.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], rate: Rate, most: int) -> None:
@@ -57,7 +57,7 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             client = self._client(scope)
-            if scope["method"] == "POST":  # those that cost something
+            if scope["method"] == "POST":  # other methods cost nothing
                 if wait := self._rate.take(client):
                     raise ApiError(429, "requests: got too many in a minute", code="rate_limit", retry_after=wait)
                 if self._inside >= self._most:
@@ -72,12 +72,12 @@ class Gate:
             self._inside -= 1
 
     def _client(self, scope: Scope) -> str:
-        """Whose bucket it is: the key's, or without keys the address'. Raises ApiError."""
+        """Names the client by its key, or without keys by its address. Raises ApiError."""
         if not self._keys:
             return (scope.get("client") or ("",))[0]
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         given = _digest(key.strip())
-        found = [hmac.compare_digest(given, known) for known in self._keys]  # all of them: time tells nothing
+        found = [hmac.compare_digest(given, known) for known in self._keys]  # all keys, in constant time
         if scheme.lower() != "bearer" or not any(found):
             raise ApiError(401, "authorization: expected 'Bearer' and a known API key", code="invalid_api_key")
         return given.hex()
@@ -88,9 +88,9 @@ def queue_full() -> ApiError:
 
 
 async def read_body(request: Request, most: int, seconds: float) -> bytes:
-    """A body of JSON. Raises ApiError: another content type, more than `most` bytes, or too slow."""
+    """Reads a JSON body. Raises ApiError: another content type, more than `most` bytes, or too slow."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # browsers send other pages' forms without asking, but not JSON
+    if kind != "application/json":  # browsers send forms across origins without a preflight, but not JSON
         raise ApiError(415, f"content-type: got {kind!r}, expected 'application/json'", param="content-type")
     too_large = ApiError(413, f"body: got more bytes than {most}", param="body", code="too_large")
     declared = request.headers.get("content-length", "0")
@@ -107,9 +107,9 @@ async def read_body(request: Request, most: int, seconds: float) -> bytes:
         message = f"body: got {len(body)} bytes in {math.ceil(seconds)} s, expected all of it"
         raise ApiError(408, message, param="body", code="too_slow") from error
     except ClientDisconnect as error:
-        raise ApiError(400, "body: the client went away", param="body") from error
+        raise ApiError(400, "body: the client disconnected", param="body") from error
     return bytes(body)
 
 
 def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()  # of one length, whatever the key's
+    return hashlib.sha256(key.encode()).digest()  # equal lengths for every key

@@ -1,4 +1,4 @@
-"""What Prometheus reads: the engine's state when asked, and what its requests took."""
+"""Prometheus metrics: the engine's state at the time of a scrape, and counts and times of requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LENGTHS = (1.0, 1.1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 5, 6, 8)
 
 
 class EngineState(Collector):
-    """What `Engine.stats` says at the moment of the question."""
+    """Exports `Engine.stats` at each scrape."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -53,10 +53,10 @@ class EngineState(Collector):
 
 
 class Metrics:
-    """Of one server.
+    """The metrics of one server.
 
     Attributes:
-        registry: what is shown.
+        registry: the collectors to export.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -88,18 +88,18 @@ class Metrics:
         )
 
     def responded(self, path: str, status: int) -> None:
-        """Counts an HTTP response; paths that are none of the server's are counted together."""
+        """Counts an HTTP response; unknown paths share one label."""
         self._responses.labels(path if path in ENDPOINTS else "other", str(status)).inc()
 
     def began(self, seconds: float) -> None:
-        """Counts the first tokens of an answer, so long after its request arrived."""
+        """Records the time from a request's arrival to its answer's first tokens."""
         self._first.observe(seconds)
 
     def delivered(self, tokens: int, seconds: float | None) -> None:
         """Counts a piece of an answer.
 
         Args:
-            seconds: since the piece before; None for the first one.
+            seconds: since the previous piece; None for the first one.
         """
         self._tokens.inc(tokens)
         if seconds is not None:
@@ -107,7 +107,7 @@ class Metrics:
                 self._between.observe(seconds / tokens)
 
     def ended(self, output: Output) -> None:
-        """Counts an answer."""
+        """Counts a finished answer."""
         stats = output.stats
         self._ended.labels(output.finish_reason).inc()
         if stats.rounds:
@@ -117,5 +117,5 @@ class Metrics:
             self._accepted.labels(str(position)).inc(count)
 
     def text(self) -> bytes:
-        """In Prometheus' text format."""
+        """Returns the metrics in Prometheus' text format."""
         return prometheus_client.generate_latest(self.registry)

@@ -1,6 +1,6 @@
-"""The server listens at once: it says that it starts, while a thread makes the application that then answers.
+"""Start of the server: it listens at once and answers "starting" while a thread makes the application.
 
-The main thread, where signals arrive, has nothing to do but serve; loading and compiling take minutes.
+Loading and compiling take minutes; the main thread, which receives the signals, only serves.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from eagle3_jax.config import ServeConfig
 from eagle3_jax.runs import command
 from eagle3_jax.serve.errors import ApiError
 
-# Seconds that an idle connection stays open. Clients have to be the first to close: a request that is under way while
-# the server closes is lost. httpx, and OpenAI's client with it, closes after 5 (uvicorn's default too), Go after 90.
+# Seconds that an idle connection stays open. Clients must close first: a request in flight is lost if the server
+# closes. httpx, and OpenAI's client with it, closes after 5 (as uvicorn by default), Go after 90.
 _KEEP_ALIVE = 120
-_RETRY = 5.0  # seconds after which a client may ask again whether it has started
+_RETRY = 5.0  # seconds between a client's polls during the start
 
 
 class Opening:
-    """An ASGI application until another one is made, which answers from then on.
+    """An ASGI application that stands in for another one until that is made.
 
     Attributes:
-        stage: of the start, in words; /health and errors say it.
-        app: that was made; None while it starts.
-        failure: that ended the start.
+        stage: stage of the start, for /health and errors.
+        app: the made application; None during the start.
+        failure: the error that ended the start.
     """
 
     def __init__(self, make: Callable[[], Starlette], ready: Callable[[], object]) -> None:
-        """Args: make: is called in a thread of its own. ready: is called when the application answers."""
+        """Args: make: makes the application, in a separate thread. ready: called when the application answers."""
         self.stage = "loading"
         self.app: Starlette | None = None
         self.failure: BaseException | None = None
@@ -51,11 +51,11 @@ class Opening:
     def _answer(self, scope: Scope) -> ASGIApp:
         if scope["path"] == "/health":
             return JSONResponse({"healthy": False, "starting": self.stage}, 503, {"Retry-After": f"{_RETRY:.0f}"})
-        said = f"the server is starting ({self.stage}); /health is 200 when it answers"
-        return ApiError(503, said, code="starting", retry_after=_RETRY).response()
+        message = f"the server is starting ({self.stage}); /health returns 200 when it is ready"
+        return ApiError(503, message, code="starting", retry_after=_RETRY).response()
 
     async def _live(self, receive: Receive, send: Send) -> None:
-        """The lifespan: of the other application too."""
+        """Runs the lifespan of both applications."""
         await receive()
         async with contextlib.AsyncExitStack() as stack:
             opening = asyncio.create_task(self._open(stack))
@@ -71,13 +71,13 @@ class Opening:
         def make() -> None:
             try:
                 apps.append(self._make())
-            except BaseException as error:  # for the main thread
+            except BaseException as error:  # raised by the main thread
                 self.failure = error
                 return
             with contextlib.suppress(RuntimeError):  # the server ended meanwhile
                 loop.call_soon_threadsafe(made.set)
 
-        # Nobody waits for it where the server ends: it may be in the middle of a compilation.
+        # A daemon: the server's end does not wait for a compilation.
         threading.Thread(target=make, name="eagle3_jax start", daemon=True).start()
         await made.wait()
         (app,) = apps
@@ -87,7 +87,7 @@ class Opening:
 
 
 class Server(uvicorn.Server):
-    """Ends when its start failed, or the verb was asked to stop: signals are for `command.run`."""
+    """A server that stops when its start fails or the verb is asked to stop; `command.run` handles signals."""
 
     def __init__(self, opening: Opening, settings: ServeConfig) -> None:
         super().__init__(http_settings(opening, settings))
@@ -103,21 +103,21 @@ class Server(uvicorn.Server):
 
 
 def http_settings(app: ASGIApp, settings: ServeConfig) -> uvicorn.Config:
-    """How HTTP is spoken."""
+    """Makes uvicorn's settings."""
     return uvicorn.Config(
         app,
         log_level="info" if settings.access_log else "warning",
         access_log=settings.access_log,
         lifespan="on",
-        ws="none",  # no route speaks it
+        ws="none",  # no route uses it
         server_header=False,
-        proxy_headers=False,  # whoever asks could name another address
+        proxy_headers=False,  # clients could forge their address
         timeout_keep_alive=_KEEP_ALIVE,
         timeout_graceful_shutdown=settings.drain_timeout,
     )
 
 
 def address(place: socket.socket) -> str:
-    """Its URL."""
+    """Formats a listening socket's URL."""
     host, port = place.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -1,7 +1,7 @@
-"""A body of OpenAI's API -> prompts and `SamplingParams`, or an error that names the field.
+"""Request bodies of OpenAI's API, parsed into prompts and `SamplingParams`, or refused by field.
 
-Fields that the engine has and OpenAI has not are called as vLLM and SGLang call them. Unknown fields are ignored, as
-they do; known ones that would change the answer, and are not built, are refused.
+Fields beyond OpenAI's have the names of vLLM and SGLang. Unknown fields are ignored, as in both. Known fields that
+would change the answer but are not supported are refused.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from eagle3_jax.decoding.prompt import Prompt
 from eagle3_jax.decoding.rounds.sampling import MAX_BIASED, MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
 from eagle3_jax.serve.errors import ApiError
 
-MAX_STOPS, MAX_STOP_LENGTH = 16, 256  # strings, characters: each token of an answer is searched for all of them
+MAX_STOPS, MAX_STOP_LENGTH = 16, 256  # strings, characters: every token is searched for all stop strings
 
-_NOT_BUILT = "this server does not do that"
-_TEXT_ALONE = "this server reads and writes text alone"
-# Field -> values that ask for nothing, and why others are refused.
+_UNSUPPORTED = "this server does not support it"
+_TEXT_ONLY = "this server reads and writes text only"
+# Field -> values without effect, and the reason to refuse others.
 _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "tools": (([],), "this server calls no tools"),
     "tool_choice": (("none", "auto"), "this server calls no tools"),
@@ -41,40 +41,40 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "regex": ((), "answers here are free text"),
     "ebnf": ((), "answers here are free text"),
     "structural_tag": ((), "answers here are free text"),
-    "reasoning_effort": (("medium",), _NOT_BUILT),
-    "verbosity": (("medium",), _NOT_BUILT),
-    "modalities": ((["text"],), _TEXT_ALONE),
-    "audio": ((), _TEXT_ALONE),
-    "web_search_options": ((), _NOT_BUILT),
-    "best_of": ((1,), "ask for n answers and choose among them"),
-    "use_beam_search": ((), _NOT_BUILT),
-    "length_penalty": ((1,), "it is one of beam search"),
+    "reasoning_effort": (("medium",), _UNSUPPORTED),
+    "verbosity": (("medium",), _UNSUPPORTED),
+    "modalities": ((["text"],), _TEXT_ONLY),
+    "audio": ((), _TEXT_ONLY),
+    "web_search_options": ((), _UNSUPPORTED),
+    "best_of": ((1,), "request n answers and choose among them"),
+    "use_beam_search": ((), _UNSUPPORTED),
+    "length_penalty": ((1,), "it belongs to beam search"),
     "echo": ((), "the answer does not repeat the prompt"),
-    "suffix": (("",), "the model writes on from the prompt alone"),
+    "suffix": (("",), "the model only continues the prompt"),
     "prompt_logprobs": ((), "log-probabilities are those of the answer's tokens"),
-    "truncate_prompt_tokens": ((), _NOT_BUILT),
+    "truncate_prompt_tokens": ((), _UNSUPPORTED),
     "prompt_embeds": (([],), "a prompt is text or token ids"),
-    "documents": (([],), "the target's own template is used as it is"),
-    "lora_path": ((), _NOT_BUILT),
+    "documents": (([],), "the target's own template is used unchanged"),
+    "lora_path": ((), _UNSUPPORTED),
     "custom_logit_processor": ((), "use logit_bias"),
-    "return_hidden_states": ((), _NOT_BUILT),
+    "return_hidden_states": ((), _UNSUPPORTED),
     "allowed_token_ids": ((), "use logit_bias"),
     "bad_words": (([],), "use logit_bias"),
     "chat_template": ((), "the target's own template is used"),
-    "chat_template_kwargs": (({},), "the target's own template is used as it is"),
-    "add_special_tokens": ((), "the target's own template writes them"),  # of a completion it is built
+    "chat_template_kwargs": (({},), "the target's own template is used unchanged"),
+    "add_special_tokens": ((), "the target's own template writes them"),  # supported for completions
     "add_generation_prompt": ((True,), "an answer is the assistant's next turn"),
     "continue_final_message": ((), "an answer is the assistant's next turn"),
     "stop_regex": (("", []), "use stop"),
-    "include_stop_str_in_output": ((), "the text ends in front of the stop string"),
-    "no_stop_trim": ((), "the text ends in front of the stop string"),
-    "skip_special_tokens": ((True,), "the text is without special tokens"),
-    "spaces_between_special_tokens": ((True,), "the text is without special tokens"),
+    "include_stop_str_in_output": ((), "the text ends before the stop string"),
+    "no_stop_trim": ((), "the text ends before the stop string"),
+    "skip_special_tokens": ((True,), "the text has no special tokens"),
+    "spaces_between_special_tokens": ((True,), "the text has no special tokens"),
 }
 
 
 class _Wrong(ValueError):
-    """What a validator here refuses in a field deeper down."""
+    """A validator's refusal of a nested field."""
 
     def __init__(self, place: str, got: Any, expected: str) -> None:
         super().__init__(f"{place}: got {got}, expected {expected}")
@@ -82,14 +82,14 @@ class _Wrong(ValueError):
 
 
 def _text(value: Any) -> str:
-    """Of a message: a string, or the parts that newer clients send."""
+    """Reads a message's content: a string, or the parts that newer clients send."""
     if isinstance(value, str):
         return value
     if isinstance(value, list):
         for place, part in enumerate(value):
             kind = part.get("type") if isinstance(part, dict) else part
             if kind != "text":
-                raise _Wrong(f"{place}.type", kind, f"'text': {_TEXT_ALONE}")
+                raise _Wrong(f"{place}.type", kind, f"'text': {_TEXT_ONLY}")
             if not isinstance(part.get("text"), str):
                 raise _Wrong(f"{place}.text", part.get("text"), "a string")
         return "\n".join(part["text"] for part in value)
@@ -97,7 +97,7 @@ def _text(value: Any) -> str:
 
 
 def _prompts(value: Any) -> list[Any]:
-    """Strings or token ids, each a prompt."""
+    """Reads prompts, each a string or token ids."""
     is_id = lambda item: type(item) is int  # noqa: E731
     several = value if isinstance(value, list) and not all(map(is_id, value)) else [value]
     for prompt in several:
@@ -118,7 +118,7 @@ def _stops(value: Any) -> tuple[str, ...]:
 
 
 def _no_call(value: Any) -> None:
-    """Of a message: the template would be given the text without it."""
+    """Refuses a call in a message, which the template would not receive."""
     if value:
         raise ValueError("nothing: this server calls no tools")
 
@@ -134,11 +134,11 @@ class Message(pydantic.BaseModel):
 
 
 class StreamOptions(pydantic.BaseModel):
-    """Of a streamed answer.
+    """Options of a streamed answer.
 
     Attributes:
-        continuous_usage_stats: with `include_usage`, every event says how many tokens there are by then (vLLM's).
-        include_drafts: every choice says which of its tokens were drafts, and what the last round drafted.
+        continuous_usage_stats: with `include_usage`, every event has the usage so far (vLLM's option).
+        include_drafts: every choice marks its tokens that were drafts, and shows the last round's drafts.
     """
 
     model_config = pydantic.ConfigDict(strict=True)
@@ -151,15 +151,15 @@ Stops = Annotated[tuple[str, ...], PlainValidator(_stops)]
 Prompts = Annotated[list[Any], PlainValidator(_prompts)]
 
 
-class Asked(pydantic.BaseModel):
-    """What both ways of asking have in common. None is a field's default.
+class RequestBody(pydantic.BaseModel):
+    """The common fields of both endpoints. None is a field's default.
 
     Attributes:
-        field: that holds the prompt.
+        field: name of the field with the prompt.
         n: answers to each prompt.
-        temperature: 1.0 where nothing is said, as OpenAI has it; the engine's own default is greedy.
-        seed: drawn where nothing is said, and for -1 (as in vLLM); the same seed gives the same answer.
-        drafts: false answers without them, to compare with (`Engine.submit`).
+        temperature: 1.0 by default, as OpenAI's; the engine's own default is greedy.
+        seed: drawn by default, and for -1 (as in vLLM); equal seeds give equal answers.
+        drafts: false decodes without drafts, for comparison (`Engine.submit`).
     """
 
     model_config = pydantic.ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
@@ -193,50 +193,50 @@ class Asked(pydantic.BaseModel):
     @property
     @abc.abstractmethod
     def prompts(self) -> list[Prompt]:
-        """Each is answered by itself."""
+        """The prompts, which are answered independently."""
 
     @abc.abstractmethod
     def encode(self, engine: Engine, prompt: Prompt) -> list[int]:
-        """Token ids of one of the prompts. Raises ValueError: the chat template refuses it, a token id is none."""
+        """Encodes one prompt. Raises ValueError: the chat template refuses it, or a token id is invalid."""
 
     @property
     def answers(self) -> int:
-        """To each prompt."""
+        """Number of answers to each prompt."""
         return self.n or 1
 
     @property
     def wants_usage(self) -> bool:
-        """Whether the last event of a stream shall say how many tokens there were."""
+        """Whether the last event of a stream has the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
-    def counts_on(self) -> bool:
-        """Whether the events in front of the last one shall say how many there are by then."""
+    def continuous_usage(self) -> bool:
+        """Whether every event of a stream has the usage so far."""
         return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @property
     def shows_drafts(self) -> bool:
-        """Whether the events of a stream shall say which tokens were drafts."""
+        """Whether the events of a stream describe drafts."""
         return bool(self.stream_options and self.stream_options.include_drafts)
 
     def params(self, longest: int) -> SamplingParams:
-        """Of each answer.
+        """Makes the sampling parameters of each answer.
 
         Args:
-            longest: tokens of an answer for which nothing is said; the engine ends it where its context does.
+            longest: default of `max_tokens`; the engine ends an answer at its context's end.
 
         Raises:
-            ApiError: what the engine refuses.
+            ApiError: the engine refuses a parameter.
         """
         fields = ("min_tokens", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
         given = {field: getattr(self, field) for field in (*fields, "logit_bias", "stop", "ignore_eos")}
         given |= {
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "max_tokens": longest if self.max_tokens is None else self.max_tokens,
-            "top_k": 0 if self.top_k == -1 else self.top_k,  # both are "off" elsewhere
+            "top_k": 0 if self.top_k == -1 else self.top_k,  # other servers take both for "off"
             "seed": secrets.randbits(32) if self.seed in (None, -1) else self.seed,
             "stop_token_ids": None if self.stop_token_ids is None else tuple(self.stop_token_ids),
-            "logprobs": self.asked_logprobs,
+            "logprobs": self.requested_logprobs,
         }
         try:
             return SamplingParams(**{field: value for field, value in given.items() if value is not None})
@@ -245,11 +245,11 @@ class Asked(pydantic.BaseModel):
 
     @property
     @abc.abstractmethod
-    def asked_logprobs(self) -> int | None:
-        """How many of the best tokens' log-probabilities each token comes with; None: without its own, too."""
+    def requested_logprobs(self) -> int | None:
+        """Number of best tokens with log-probabilities, beside each token's own; None: no log-probabilities."""
 
 
-class Chat(Asked):
+class Chat(RequestBody):
     """The body of /v1/chat/completions."""
 
     field: ClassVar[str] = "messages"
@@ -266,23 +266,23 @@ class Chat(Asked):
         return engine.encode(prompt)
 
     @property
-    def asked_logprobs(self) -> int | None:
+    def requested_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @pydantic.model_validator(mode="after")
     def _fit(self) -> Chat:
-        if self.max_completion_tokens is not None:  # the newer name of the same
+        if self.max_completion_tokens is not None:  # the newer name of `max_tokens`
             self.max_tokens = self.max_completion_tokens
         if self.top_logprobs and not self.logprobs:
             raise _Wrong("top_logprobs", self.top_logprobs, "logprobs to be true with it")
         return self
 
 
-class Completion(Asked):
+class Completion(RequestBody):
     """The body of /v1/completions.
 
     Attributes:
-        add_special_tokens: the tokenizer's own opening in front of a prompt that is text; true where nothing is said.
+        add_special_tokens: let the tokenizer add its special tokens to a text prompt; true by default.
     """
 
     field: ClassVar[str] = "prompt"
@@ -295,43 +295,43 @@ class Completion(Asked):
         return self.prompt
 
     def encode(self, engine: Engine, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):  # no template: the model writes on
+        if isinstance(prompt, str):  # no template: the model continues the text
             return engine.tokenizer(prompt, add_special_tokens=self.add_special_tokens is not False)["input_ids"]
         return engine.encode(prompt)
 
     @property
-    def asked_logprobs(self) -> int | None:
+    def requested_logprobs(self) -> int | None:
         return self.logprobs
 
     @pydantic.model_validator(mode="after")
     def _fit(self) -> Completion:
         if self.max_tokens is None:
-            self.max_tokens = 16  # OpenAI's default, of this way alone
+            self.max_tokens = 16  # OpenAI's default for this endpoint
         return self
 
 
-def read(kind: type[Asked], body: bytes) -> Asked:
-    """What a body asks for. Raises ApiError, with the field in `param`."""
+def read(kind: type[RequestBody], body: bytes) -> RequestBody:
+    """Parses a body. Raises ApiError, with the field in `param`."""
     try:
-        asked = kind.model_validate_json(body)
+        parsed = kind.model_validate_json(body)
     except pydantic.ValidationError as error:
         raise _first(error.errors(include_url=False)[0]) from error
-    for field, value in (asked.model_extra or {}).items():
+    for field, value in (parsed.model_extra or {}).items():
         if field in _REFUSED:
             harmless, why = _REFUSED[field]
-            nothing = (None, *harmless) if True in harmless else (None, False, *harmless)
-            if value not in nothing:
+            ignored = (None, *harmless) if True in harmless else (None, False, *harmless)
+            if value not in ignored:
                 raise _refused(field, value, f"nothing: {why}")
-    if asked.stream_options is not None and not asked.stream:
-        raise _refused("stream_options", asked.stream_options.model_dump(), "stream to be true with it")
-    return asked
+    if parsed.stream_options is not None and not parsed.stream:
+        raise _refused("stream_options", parsed.stream_options.model_dump(), "stream to be true with it")
+    return parsed
 
 
 def refusal(error: ValueError, prompt: str = "prompt") -> ApiError:
-    """An error of the engine, "field: got X, expected Y", as one of the API.
+    """Converts an engine's error, "field: got X, expected Y", into one of the API.
 
     Args:
-        prompt: what the prompt is called there.
+        prompt: name of the prompt's field in the API.
     """
     message = re.sub(r"^prompt\b", prompt, str(error))
     named = re.match(r"([\w.\[\]]+):", message)
@@ -339,7 +339,7 @@ def refusal(error: ValueError, prompt: str = "prompt") -> ApiError:
 
 
 def _first(item: Any) -> ApiError:
-    """The first thing that is wrong in a body."""
+    """Converts pydantic's first error in a body."""
     place, got = [str(part) for part in item["loc"]], _short(item["input"])
     if item["type"] == "json_invalid":
         return _refused("body", None, f"JSON: {item['ctx']['error']}", got="something else")
