@@ -1,6 +1,6 @@
-"""Runs in an environment that holds the installed wheel and nothing else: data files are there, and it decodes.
+"""Checks the installed wheel in an otherwise empty environment: its data files are there, and it decodes.
 
-`tools/test_package.sh` starts it, beside a copy of tests/tiny.py.
+`tools/test_package.sh` runs this script next to a copy of tests/tiny.py.
 """
 
 import importlib.resources
@@ -40,12 +40,12 @@ def main() -> None:
         config = DraftHeadConfig.for_target(DraftConfig(vocab_size=48), target.model.config)
         draft = Draft(DraftHead(config, rngs=nnx.Rngs(0)), jax.numpy.asarray(np.arange(3, 51, dtype=np.int32)))
         save_draft(pathlib.Path(name) / "draft", draft, target=target.model.config, dtype="float32")
-        asked = ["apple bird cloud", [{"role": "user", "content": "river snow"}], [5, 6, 7]]
+        requests = ["apple bird cloud", [{"role": "user", "content": "river snow"}], [5, 6, 7]]
         params = SamplingParams(temperature=0.0, max_tokens=16)
-        vanilla = Engine.load(target, None, max_length=512).generate(asked, params)
+        vanilla = Engine.load(target, None, max_length=512).generate(requests, params)
         tree = DraftTree(num_steps=2, topk=2, num_draft_tokens=5)
         engine = Engine.load(target, draft=str(pathlib.Path(name) / "draft"), tree=tree, max_length=512)
-        drafted = engine.generate(asked, params)
+        drafted = engine.generate(requests, params)
         assert [out.token_ids for out in drafted] == [out.token_ids for out in vanilla]
         assert all(out.token_ids for out in drafted)
     print(f"eagle3_jax of {package} reads {sum(prompts.values())} prompts and decodes, jax {jax.__version__}")

@@ -1,10 +1,10 @@
-"""The command that serves a run's target and head in another engine, with the best draft size that was measured.
+"""Prints the command that serves a run's target and head in another engine, with the best measured draft size.
 
     .venv/bin/python tools/draft_size.py configs/quickstart.yaml vllm|sglang
 
-The size is the fastest at the smallest batch, of those that SGLang has too: as `benchmark tune` raced them, or else as
-`benchmark decode` measured them; where neither was run, the one that `evaluate` measures. vLLM drafts chains: for it,
-the best chain.
+The size is the fastest at the smallest batch among those that SGLang supports. Measurements come from `benchmark tune`,
+else from `benchmark decode`; without either, the size is that of `evaluate`. vLLM gets the best chain, as it drafts
+chains only.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from eagle3_jax.runs import manifest
 
 
 def measured(config: RunConfig) -> list[dict[str, Any]]:
-    """Sizes with their batch and a speed; speeds of one batch can be compared."""
+    """Returns sizes with their batch and speed; speeds are comparable within a batch."""
     folder = config.folder("benchmark")
     if (folder / "tune.json").exists():
         batches = manifest.read_json(folder / "tune.json")["batches"]
@@ -35,7 +35,7 @@ def measured(config: RunConfig) -> list[dict[str, Any]]:
 
 
 def best(config: RunConfig, *, chain: bool) -> tuple[int, int, int]:
-    """num_steps, topk, num_draft_tokens."""
+    """Chooses num_steps, topk and num_draft_tokens."""
     usable = [x for x in measured(config) if x["steps"] and not x["lookup_tokens"] and not (chain and x["topk"] > 1)]
     if usable:
         smallest = min(x["batch_size"] for x in usable)
@@ -48,7 +48,7 @@ def best(config: RunConfig, *, chain: bool) -> tuple[int, int, int]:
 
 
 def command(config: RunConfig, path: str, engine: str) -> list[list[str]]:
-    """A line of the command each; `path`: of the config."""
+    """Returns the command, a list for each of its lines; `path` is the config's."""
     name = config.target.name
     (target, revision), draft = split_revision(name), str(config.folder("export"))
     if packaged_model(name):
@@ -59,8 +59,8 @@ def command(config: RunConfig, path: str, engine: str) -> list[list[str]]:
     dtype = ["--dtype", config.export.dtype]  # the head's
     steps, topk, tokens = map(str, best(config, chain=engine == "vllm"))
     if engine == "vllm":
-        asked = {"method": "eagle3", "model": draft, "num_speculative_tokens": int(steps)}
-        return [["vllm", "serve", target, *pinned], ["--speculative-config", json.dumps(asked)], dtype]
+        speculative = {"method": "eagle3", "model": draft, "num_speculative_tokens": int(steps)}
+        return [["vllm", "serve", target, *pinned], ["--speculative-config", json.dumps(speculative)], dtype]
     return [
         ["python", "-m", "sglang.launch_server", "--model-path", target, *pinned],
         ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", draft],

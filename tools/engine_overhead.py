@@ -1,10 +1,10 @@
-"""What the engine's host side costs, and what drafting costs before the first token.
+"""Measures the cost of the engine's host side, and the cost of drafting before the first token.
 
     .venv/bin/python tools/engine_overhead.py [--batch 8]
 
-Gap: time of a dispatch in the engine (queue, page tables, reading what was chosen) less that of the same program run
-back to back, as a share of one round. First token: of prompts one after the other, with a draft against without.
-The head is untrained: nothing of it is accepted, so that all dispatches are alike.
+Gap: time of a dispatch in the engine (queue, page tables, reading the tokens) minus that of the same program run back
+to back, as a share of one round. First token: of single prompts in turn, with a draft and without. The head is
+untrained, so no draft is accepted and all dispatches are alike.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def gap(engine: Engine, prompts: list[list[int]]) -> float:
-    """(time of a dispatch in the engine - that of its program alone) / time of a round."""
+    """Computes (time of a dispatch in the engine - that of its program alone) / time of a round."""
     answer = DISPATCHES * programs.ROUNDS + 1
 
     def whole(tokens: int) -> float:
@@ -63,7 +63,7 @@ def gap(engine: Engine, prompts: list[list[int]]) -> float:
         return time.perf_counter() - start
 
     def alone(dispatches: int) -> float:
-        for i in range(len(prompts)):  # the same prompts in the same places, ready to decode
+        for i in range(len(prompts)):  # equal prompts in equal places, ready to decode
             engine.submit(prompts[i], SamplingParams(max_tokens=answer, ignore_eos=True))
         while any(request is None or request.read < len(request.ids) for request in engine._places):
             engine._turn()

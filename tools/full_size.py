@@ -1,23 +1,22 @@
-"""Speed at a target's full size on one accelerator, with random weights: no checkpoint is needed.
+"""Measures speed at a target's full size on one accelerator, with random weights instead of a checkpoint.
 
     .venv/bin/python tools/full_size.py --config configs/llama31_8b.yaml --target.name configs/targets/llama31_8b
 
-Four parts, each timed after a first call that compiles. The first line says what this device does at best, as measured
-in the same run: operations a second of a large product of bfloat16, bytes a second of a large matrix times a vector.
+The tool has four parts, each timed after a first call that compiles. The first line gives this device's peaks, measured
+in the same run: operations a second of a large bfloat16 product, bytes a second of a large matrix-vector product.
 
-- train: the training step of the config, all positions in the loss; it is charged 6 operations a weight and token, `fc`
-  once, the rest once for each step of the training-time test, and 2 for the teacher's logits.
-- extract: the forward pass of the longest conversations; 2 operations a weight and token.
-- products: bytes a second of the matrices of target and head, times few rows and `evaluate`'s tree; "padded to" are the
-  rows that `Engine.warm_up` would give products of few rows, on a device where it does.
-- decode: vanilla decoding and `benchmark.trees` (none: the tree of `evaluate`, a chain of 3 and one of 7), by
-  `Engine.generate` at each of `benchmark.batch_sizes`. What random weights draft is never accepted: acceptance is
-  simulated (`benchmark.simulated_acceptance`, 0.8 where it is null), and what counts is the cost of a round.
-  "costs" is a round as a multiple of vanilla decoding's; a head with an acceptance length of tau decodes tau / costs
-  times as fast. "reads" are the bytes that a round cannot do without, over its time. Products are padded; "unpadded" is
-  vanilla decoding before.
+- train: the config's training step, all positions in the loss. Operations are 6 per weight and token (`fc` once, the
+  other weights once per step of the training-time test) and 2 for the teacher's logits.
+- extract: the forward pass of the longest conversations; 2 operations per weight and token.
+- products: bytes a second of the products of target and head with few rows, and with as many as `evaluate`'s tree.
+  "padded to" is the number of rows to which `Engine.warm_up` pads products of few rows, on devices where it does.
+- decode: vanilla decoding and `benchmark.trees` (default: the tree of `evaluate`, chains of 3 and 7), by
+  `Engine.generate` at each of `benchmark.batch_sizes`. Drafts of random weights are never accepted, so acceptance is
+  simulated (`benchmark.simulated_acceptance`, by default 0.8); the result is the cost of a round. "costs" is a round's
+  time over vanilla decoding's: a head with an acceptance length of tau decodes tau / costs times as fast. "reads" is
+  the least bytes that a round must read, over its time. Products are padded; "unpadded" is vanilla decoding before.
 
-Attention scores are left out of all operations.
+Operations exclude attention scores.
 """
 
 from __future__ import annotations
@@ -58,14 +57,14 @@ from eagle3_jax.training.optimizer import make_optimizer
 from eagle3_jax.training.state import init_head, init_state, make_train_step
 
 Row = dict[str, Any]
-TURNS = 5  # behind the first
+TURNS = 5  # after the first
 PROMPT, ANSWER = 512, 257  # tokens; the first of an answer comes from the prompt's pass
 ACCEPTANCE = 0.8
 CHAINS = (DraftTree(num_steps=3, num_draft_tokens=4), DraftTree(num_steps=7, num_draft_tokens=8))
 
 
 class NoTokenizer:
-    """What the engine asks of a tokenizer, where prompts are ids and answers are not read."""
+    """A tokenizer for an engine whose prompts are ids and whose answers are not read."""
 
     eos_token_id = unk_token_id = None
 
@@ -78,7 +77,7 @@ class NoTokenizer:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What is measured. Attributes: peak: operations a second of a large product on this device."""
+    """The models to measure. Attributes: peak: operations a second of a large product on this device."""
 
     config: configs.RunConfig
     shape: ModelConfig
@@ -119,7 +118,7 @@ def train(run: Run) -> Iterator[Row]:
         return aux, last
 
     aux, last = states()
-    ids = jnp.asarray(rng.integers(0, drafted, shape), jnp.int32)  # all of the draft vocabulary: every position trains
+    ids = jnp.asarray(rng.integers(0, drafted, shape), jnp.int32)  # draft tokens only: every position is trained
     batch = Batch(ids, aux, last, ids, jnp.asarray(one), jnp.asarray(one), jnp.asarray(np.cumsum(one, axis=1) - 1))
     mesh, optimizer, fixed = make_mesh(MeshConfig(), jax.devices()[:1]), make_optimizer(config, 1000), teacher()
     state = init_state(functools.partial(init_head, head, 0), fixed.rows, optimizer, mesh)
@@ -197,7 +196,7 @@ def decode(run: Run) -> Iterator[Row]:
 
 
 def rounds(engine: Engine, tier: Tier, prompts: list[list[int]], params: SamplingParams) -> tuple[float, float]:
-    """Median seconds of a round in the engine's answers, behind their first tokens, and tokens a round."""
+    """Measures the median seconds of a round in the engine's answers, after their first tokens, and tokens a round."""
     engine.tiers.pinned = tier
     seconds, tau = [], 1.0
     for turn in range(TURNS + 1):
@@ -216,7 +215,7 @@ PARTS = {"train": train, "extract": extract, "products": products, "decode": dec
 
 
 def throughput(run: Run, part: str, tokens: int, seconds: float, operations: int) -> Row:
-    """Args: operations: a token."""
+    """Makes a row. Args: operations: per token."""
     rate = tokens / seconds
     memory = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     return {
@@ -229,7 +228,7 @@ def throughput(run: Run, part: str, tokens: int, seconds: float, operations: int
 
 
 def operations_per_second(size: int = 8192) -> float:
-    """Of a large bfloat16 product on this device; smaller on a CPU, where that one takes a minute."""
+    """Measures operations a second of a large bfloat16 product; a smaller one on CPUs, to save a minute."""
     size = 1024 if jax.devices()[0].platform == "cpu" else size
     left, right = (jax.random.normal(key, (size, size), jnp.bfloat16) for key in _keys(2))
     product = jax.jit(lambda x, y: x @ y)
@@ -237,7 +236,7 @@ def operations_per_second(size: int = 8192) -> float:
 
 
 def timed(work: Callable[[], Any]) -> float:
-    """Median seconds of a call, the first one left out."""
+    """Measures the median seconds of a call, without the first one."""
     seconds = []
     for _ in range(TURNS + 1):
         start = time.perf_counter()
@@ -261,7 +260,7 @@ def describe(row: Row) -> str:
 
 
 def random(make: Callable[[], Any]) -> Any:
-    """The module with weights of N(0, 0.02), one small program a shape: all of them in one take minutes to compile."""
+    """Makes a module with weights N(0, 0.02), by one program per shape: a single program compiles for minutes."""
     return jax.tree.map(lambda leaf: _normal(leaf.shape, leaf.dtype), nnx.eval_shape(make))
 
 

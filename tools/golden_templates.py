@@ -1,11 +1,11 @@
-"""Golden prompts of the published chat templates: what they render, and what of it the assistant says.
+"""Makes golden prompts of the published chat templates: the rendered text, and the assistant's parts of it.
 
     python tools/golden_templates.py FOLDER tests/golden/templates.json
 
-FOLDER holds the templates as FAMILY.jinja; SOURCES says whence, and by which digest they are known. They are published
-under licences of their own and no part of this repository: what is kept is what they render of a few conversations.
-None of eagle3_jax is used. Templates are rendered as transformers renders them, on the day that stands in for today;
-what the assistant says is told by hand, with what stands around its words.
+FOLDER holds the templates as FAMILY.jinja; SOURCES has their origins and digests. The templates have their own licences
+and are not part of this repository, which keeps only their renderings of a few conversations. No code of eagle3_jax is
+used. Templates are rendered as by transformers, on the fixed date; the assistant's parts, markers included, are
+written by hand.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OPENVINO = ("github.com/openvinotoolkit/openvino.genai", "da1db864d2bc1a265e9a0
 _OPENVINO = (*_OPENVINO, "tests/python_tests/data/tokenizer_configs.py, {}")
 _HUGGINGFACE = ("github.com/huggingface/huggingface.js", "fe42e68017ffc76d09922ea8f9b38a6964345710")
 _HUGGINGFACE = (*_HUGGINGFACE, "packages/ollama-utils/src/chat-template-automap.ts, {}")
-# family -> where a copy of its template was found, under which name there, and its sha256. Llama 3.3 has 3.1's.
+# family -> origin of a copy of its template, its name there, and its sha256. Llama 3.3 has 3.1's.
 SOURCES = {
     "llama2": (
         _OPENVINO,
@@ -91,12 +91,12 @@ THOUGHT = [
 ]
 CHANNELS = [turn | ({"thinking": _THOUGHTS[i // 2]} if i % 2 else {}) for i, turn in enumerate(TALK)]
 
-# family -> what the assistant says in each conversation: its words, and what stands around them and is generated too.
+# family -> the assistant's parts in each conversation: its words, and the generated markers around them.
 _FINAL, _ANALYSIS = "<|channel|>final<|message|>", "<|channel|>analysis<|message|>"
 
 
-def _plain(before: str, behind: str) -> list[str]:
-    return [f"{before}{words}{behind}" for words in (_FIRST, _SECOND)]
+def _plain(before: str, after: str) -> list[str]:
+    return [f"{before}{words}{after}" for words in (_FIRST, _SECOND)]
 
 
 _QWEN3 = [f"{_FIRST}<|im_end|>", f"<think>\n\n</think>\n\n{_SECOND}<|im_end|>"]
@@ -109,7 +109,7 @@ SAID: dict[str, dict[str, list[str]]] = {
     "llama32": dict.fromkeys(("system", "talk"), _plain("", "<|eot_id|>")),
     "llama4": dict.fromkeys(("system", "talk"), _plain("", "<|eot|>")),
     "qwen25": dict.fromkeys(("system", "talk"), _plain("", "<|im_end|>")),
-    # Thoughts stand in the last answer alone, empty ones where there were none.
+    # Only the last answer has thoughts, empty ones if it had none.
     "qwen3": {"system": _QWEN3, "talk": _QWEN3, "thought": [_QWEN3[0], _WITH_THOUGHT[1]]},
     "gemma3": dict.fromkeys(("system", "talk"), _plain("", "<end_of_turn>")),
     "gpt_oss": {"system": _GPT_OSS, "talk": _GPT_OSS, "channels": [_GPT_OSS[0], _WITH_CHANNEL]},
@@ -140,7 +140,7 @@ def golden(family: str, text: str) -> dict[str, Any]:
         whole = template.render(messages=messages, add_generation_prompt=False, **given)
         prompt = template.render(messages=messages[:-1], add_generation_prompt=True, **given)
         rest = whole
-        for words in said:  # once, in this order
+        for words in said:  # each once, in this order
             _, there, rest = rest.partition(words)
             if not there:
                 raise ValueError(f"{family}, {name_of}: expected {words!r} in {whole!r}")

@@ -1,11 +1,11 @@
-"""Streams the same answers without drafts and with them, shows which tokens were drafted, and what that brought.
+"""Streams the same answers without drafts and with them, marks the accepted drafts, and prints the speed-up.
 
-    .venv/bin/python tools/hello.py                                  # of the head that comes with the package
-    .venv/bin/python tools/hello.py --draft lookup                   # copied from the text: needs no head
-    .venv/bin/python tools/hello.py --draft runs/quickstart/export   # a head's
+    .venv/bin/python tools/hello.py                                  # drafts of this package's head
+    .venv/bin/python tools/hello.py --draft lookup                   # drafts copied from the text, without a head
+    .venv/bin/python tools/hello.py --draft runs/quickstart/export   # drafts of your own head
 
-`bash tools/hello.sh` installs what it needs first. On a terminal an accepted draft has a colour, another one at each
-depth; elsewhere, and under NO_COLOR (https://no-color.org), what a round accepted stands in brackets.
+`bash tools/hello.sh` installs the requirements first. On a terminal accepted drafts are coloured by depth; elsewhere,
+and under NO_COLOR (https://no-color.org), the accepted drafts of a round are in brackets.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from eagle3_jax.formats.packaged import AUTO, LOOKUP, shipped_head
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.runs import command
 
-# Two that make their answers quote them, as edits of text and code do, and one that does not.
+# Two edits, of text and of code, whose answers quote the prompt, and one question.
 PROMPTS = {
     "edit": "Repeat this text word for word, but write Lisbon instead of Porto:\n\nOn Monday the train to Porto leaves "
     "at nine. The ride to Porto takes three hours, and the seats by the window are the best ones. Bring your own bread "
@@ -35,17 +35,18 @@ PROMPTS = {
     "chat": "Why is the sky blue? Answer in three sentences.",
 }
 MAX_TOKENS, MAX_LENGTH = 96, 512
-# Of depth 1, 2, ...: the 256 colours of a terminal, from yellow over green to blue; the last one goes on.
+# Colours of depth 1, 2, ... out of a terminal's 256, yellow to green to blue; deeper drafts have the last one.
 _COLOURS = (220, 190, 154, 118, 84, 49, 45, 39)
 _PLAIN = "\033[0m"
 
 
 @dataclasses.dataclass(frozen=True)
 class Streamed:
-    """An answer that was shown while it came.
+    """A streamed answer.
 
     Attributes:
-        rounds: of the target, after the prompt's own pass. accepted: drafts. drafted: those of them in the answer.
+        rounds: the target's passes after the prompt's. accepted: accepted drafts. drafted: accepted drafts in the
+            answer.
     """
 
     token_ids: list[int]
@@ -56,29 +57,29 @@ class Streamed:
 
 
 class Marker:
-    """Text of tokens, the accepted drafts among it marked: by colours, or by brackets around those of a round."""
+    """Detokenises an answer and marks its accepted drafts, by colours or by brackets around those of a round."""
 
     def __init__(self, tokenizer: object, *, colours: bool) -> None:
         self.colours, self._detokenizer = colours, Detokenizer(tokenizer)
 
-    def mark(self, ids: Sequence[int], of: Sequence[int], *, last: bool) -> str:
-        """Args: of: depths."""
-        said = ""
-        for place, (token, depth) in enumerate(zip(ids, of, strict=True)):
+    def mark(self, ids: Sequence[int], depths: Sequence[int], *, last: bool) -> str:
+        """Returns the marked text of tokens; a depth of 0 is not a draft."""
+        marked = ""
+        for place, (token, depth) in enumerate(zip(ids, depths, strict=True)):
             text = self._detokenizer.add([token], last=last and place == len(ids) - 1)
             if self.colours:
                 colour = _COLOURS[min(depth, len(_COLOURS)) - 1]
-                said += f"\033[38;5;{colour}m{text}{_PLAIN}" if depth and text else text
+                marked += f"\033[38;5;{colour}m{text}{_PLAIN}" if depth and text else text
                 continue
-            following = of[place + 1] if place + 1 < len(of) else 0
-            said += "[" * (depth == 1) + text + "]" * (depth > 0 and following != depth + 1)
-        return said
+            following = depths[place + 1] if place + 1 < len(depths) else 0
+            marked += "[" * (depth == 1) + text + "]" * (depth > 0 and following != depth + 1)
+        return marked
 
 
 def stream(
     engine: Engine, prompt: str, params: SamplingParams, show: Callable[[str], object], *, colours: bool
 ) -> Streamed:
-    """Answers a prompt and shows the text as it comes."""
+    """Answers a prompt and shows the text as it arrives."""
     marker, drafted, start = Marker(engine.tokenizer, colours=colours), 0, time.perf_counter()
     request = engine.submit(prompt, params)
     for piece in request:
@@ -90,7 +91,7 @@ def stream(
 
 
 def table(answers: Iterable[tuple[str, Streamed, Streamed]]) -> str:
-    """Of (name, without drafts, with them) of each prompt: what the drafts brought, and a line for all together."""
+    """Formats (name, without drafts, with them) of each prompt as a table, with a total."""
     rows = [("", "tokens/s without", "with drafts", "speed-up", "tau", "drafted", "identical")]
     answers = list(answers)
     parts = [(name, [plain], [fast]) for name, plain, fast in answers]
@@ -114,7 +115,7 @@ def table(answers: Iterable[tuple[str, Streamed, Streamed]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--target", default="smollm2-135m-instruct", help="a name, a hub id, or a Hugging Face folder")
     parser.add_argument(
@@ -131,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(target: Target, draft: str, *, colours: bool) -> None:
-    """Answers each prompt twice and compares. Raises ValueError: a head of another target, or answers that differ."""
+    """Answers each prompt twice and compares. Raises ValueError: a head of another target, or different answers."""
     start = time.monotonic()
     print("Compiling, and measuring what drafts cost here ...", flush=True)
     vanilla = Engine.load(target, None, max_length=MAX_LENGTH, prefix_cache=False)

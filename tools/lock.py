@@ -1,11 +1,11 @@
 """Writes requirements/: exact versions with the sha256 of all their files, for every supported Python and platform.
 
-    python tools/lock.py                                 # what pyproject.toml asks for; versions that still fit stay
+    python tools/lock.py                                 # after a change of pyproject.toml; fitting versions stay
     python tools/lock.py --upgrade                       # the newest of everything
     python tools/lock.py --upgrade-package transformers  # any option of `uv pip compile`
 
-Needs uv on the PATH (`pip install uv`) and a network. A file holds what a role adds to the one before it; tpu.txt what
-it adds to train.txt. (Tests compile for TPUs with another libtpu than the one that each JAX runs with.)
+Requires uv on the PATH (`pip install uv`) and a network. Each file holds a role's additions to the previous role;
+tpu.txt holds the additions to train.txt. (Tests compile for TPUs with another libtpu than the one that JAX runs with.)
 """
 
 import fnmatch
@@ -18,19 +18,19 @@ import tomllib
 
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDER = ROOT / "requirements"
-# Each role with its extras, which contain those of the role before.
+# Each role with its extras, which contain those of the previous role.
 ROLES = {"decode": [], "train": ["train"], "test": ["test", "reference"]}
-# Which wheel of torch an index offers, and so its hash and its CUDA libraries, is the index' choice.
+# Not locked: the package index chooses the wheel of torch, and so its hash and its CUDA libraries.
 UNLOCKED = ("torch", "triton", "cuda-*", "nvidia-*")
 
 
 def entries(text: str) -> list[str]:
-    """The requirements of a lock file, each with its hashes."""
+    """Splits a lock file into requirements, each with its hashes."""
     return re.findall(r"^\S+==(?:.*\\\n)+.*\n", text, re.MULTILINE)
 
 
 def resolve(extras: list[str], options: list[str], pinned: str) -> str:
-    """What `uv pip compile` writes for the package with `extras` and its build; versions of `pinned` are preferred."""
+    """Runs `uv pip compile` for the package with `extras` and its build; versions of `pinned` are preferred."""
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
     with tempfile.TemporaryDirectory() as scratch:
         output = pathlib.Path(scratch, "lock.txt")

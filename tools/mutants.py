@@ -1,14 +1,14 @@
-"""Breaks the code on purpose, one expression at a time, and sees that the test which guards it fails.
+"""Mutation testing: breaks one expression at a time and checks that the test of the broken guarantee fails.
 
     .venv/bin/python tools/mutants.py                        # all of tools/mutants.toml
-    .venv/bin/python tools/mutants.py --share 1/4            # every fourth, from the first on: for four machines
+    .venv/bin/python tools/mutants.py --share 1/4            # every fourth, from the first: for four machines
     .venv/bin/python tools/mutants.py --sample 3 --seed 3    # some of them
     .venv/bin/python tools/mutants.py --name a-page-is-lost  # one
 
-The table has one mutant for each guarantee. A mutant names a function, not a file, and its code is compared as syntax:
-it survives files that move and lines that are formatted anew. First all tests of the table run once, without a mutant.
-Then each mutant is applied to a temporary copy of the files that git knows, two at a time; it must be caught by its own
-test. Ends with status 1 where one survives, its code is not there exactly once, or its test fails anyway.
+The table has one mutant for each guarantee. A mutant names a function, not a file, and its code is compared as syntax,
+so moves and reformatting need no edit. All tests of the table run once without mutants. Then each mutant is applied to
+a temporary copy of the tracked files, two at a time, and its own test must fail. The exit status is 1 if a mutant
+survives, its code is not found exactly once, or its test fails without it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 TABLE = ROOT / "tools/mutants.toml"
 PACKAGE, TESTS = "eagle3_jax", "tests"
 WORKERS = 2
-_SLOWER = 4  # a mutant whose test takes so many times as long, and two minutes, hangs: that counts as caught
+_SLOWER = 4  # a test this many times slower, plus two minutes, hangs; a hang counts as caught
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -48,11 +48,11 @@ class Mutant:
     """One wrong expression or statement.
 
     Attributes:
-        guarantee: what is promised, and this breaks.
-        function: that holds it: its name within its module, such as `PagePool.release` or `grow.children`.
-        old, new: the code, an expression or a statement, and what takes its place.
-        test: that must then fail, by its name, with a case in brackets where one is enough. `test_file.py::test_name`
-            where several files have the name. Not one that is marked `long`.
+        guarantee: the broken guarantee.
+        function: its name within its module, such as `PagePool.release` or `grow.children`.
+        old, new: the code, an expression or a statement, and its replacement.
+        test: name of the test that must fail, with a case in brackets if one is enough; `test_file.py::test_name` if
+            several files have the name. Never a test marked `long`.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Mutant:
 
 
 def read(path: pathlib.Path) -> list[Mutant]:
-    """The table. Raises ValueError for a name that is there twice or a mutant that changes nothing."""
+    """Reads the table. Raises ValueError: a duplicate name, or a mutant that changes nothing."""
     mutants = [Mutant(**row) for row in tomllib.loads(path.read_text())["mutant"]]
     for i, mutant in enumerate(mutants):
         if mutant.name in [other.name for other in mutants[:i]]:
@@ -75,10 +75,10 @@ def read(path: pathlib.Path) -> list[Mutant]:
 
 
 def mutate(root: pathlib.Path, mutant: Mutant) -> tuple[pathlib.Path, str]:
-    """The file that holds the mutant's code, and its text with the mutant in it.
+    """Returns the file of the mutant's code, and its text with the mutant applied.
 
     Raises:
-        ValueError: the code is not there exactly once, or what takes its place is no Python there.
+        ValueError: the code is not found exactly once, or the result is not Python.
     """
     old, new = _parsed(mutant.old), mutant.new
     wanted, functions = ast.dump(old), list(_functions(root, mutant.function))
@@ -95,7 +95,7 @@ def mutate(root: pathlib.Path, mutant: Mutant) -> tuple[pathlib.Path, str]:
         )
     ((path, node),) = found
     if isinstance(old, ast.expr) and isinstance(_parsed(new), ast.expr):
-        new = f"({new})"  # whatever stands around it
+        new = f"({new})"  # safe in any context
     source = path.read_bytes()  # columns are bytes
     starts = [0, *itertools.accumulate(map(len, source.splitlines(keepends=True)))]
     assert node.end_lineno is not None
@@ -111,7 +111,7 @@ def mutate(root: pathlib.Path, mutant: Mutant) -> tuple[pathlib.Path, str]:
 
 
 def _functions(root: pathlib.Path, name: str) -> Iterator[tuple[pathlib.Path, ast.AST]]:
-    """The functions and classes of the package that have this name within their module."""
+    """Yields the functions and classes of the package with this name within their module."""
 
     def inside(node: ast.AST, names: list[str]) -> Iterator[ast.AST]:
         if not names:
@@ -137,7 +137,7 @@ def _tree(text: str) -> ast.Module:
 
 
 def _parsed(code: str) -> ast.expr | ast.stmt:
-    """A statement, or the expression that it consists of. Raises ValueError: neither."""
+    """Parses one statement, or one expression. Raises ValueError: neither."""
     try:
         (statement,) = ast.parse(code).body
     except (SyntaxError, ValueError) as error:
@@ -146,7 +146,7 @@ def _parsed(code: str) -> ast.expr | ast.stmt:
 
 
 def locate(root: pathlib.Path, test: str) -> str:
-    """The node id of a test, see `Mutant`. Raises ValueError: not in exactly one file."""
+    """Finds the node id of a test, see `Mutant`. Raises ValueError: not in exactly one file."""
     named, bracket, case = test.partition("[")
     file, _, name = named.rpartition("::")
     found = [
@@ -161,7 +161,7 @@ def locate(root: pathlib.Path, test: str) -> str:
 
 
 def read_share(text: str) -> tuple[int, int]:
-    """The two numbers of "2/4". Raises ArgumentTypeError: no part of a whole."""
+    """Parses the two numbers of "2/4". Raises ArgumentTypeError: not a part of a whole."""
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if not match or not 1 <= int(match[1]) <= int(match[2]):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected I/N with I from 1 to N")
@@ -169,7 +169,7 @@ def read_share(text: str) -> tuple[int, int]:
 
 
 def copy(folder: pathlib.Path) -> None:
-    """Copies the files that git knows, as they are in the working tree."""
+    """Copies the tracked files from the working tree."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).is_file():
@@ -178,16 +178,16 @@ def copy(folder: pathlib.Path) -> None:
 
 
 def cache_of(folder: pathlib.Path) -> pathlib.Path:
-    """JAX's compilation cache for what runs in this copy."""
+    """Returns JAX's compilation cache for this copy."""
     return folder.with_suffix(".cache")
 
 
 def run_tests(folder: pathlib.Path, tests: Sequence[str], *more: str, timeout: float | None = None) -> tuple[int, str]:
-    """Runs tests of the copy, no long ones; pytest's exit status (1: one failed) and what it printed."""
+    """Runs tests of the copy except long ones. Returns pytest's exit status (1: a failure) and output."""
     options = ["-q", "-p", "no:cacheprovider", "--tb=short", "-m", "not long"]
     command = [sys.executable, "-m", "pytest", *options, *more, *tests]
     environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    # Most of what a test compiles is the same without its mutant.
+    # Most compiled programs are the same without the mutant.
     environment["JAX_COMPILATION_CACHE_DIR"] = str(cache_of(folder))
     process = subprocess.Popen(
         command,
@@ -204,24 +204,24 @@ def run_tests(folder: pathlib.Path, tests: Sequence[str], *more: str, timeout: f
     except subprocess.TimeoutExpired:
         return HUNG, f"hung for {timeout:.0f} s"
     finally:
-        if process.poll() is None:  # its own children with it
+        if process.poll() is None:  # kills its children too
             os.killpg(process.pid, 9)
             process.communicate()
-            # Half a file there would fail the next test with a warning, and its mutant would count as caught.
+            # A torn cache file would fail the next test with a warning, and its mutant would count as caught.
             shutil.rmtree(cache_of(folder), ignore_errors=True)
     return process.returncode, output
 
 
 @dataclasses.dataclass(frozen=True)
 class Sound:
-    """How a test ended without any mutant: what it printed where it did not pass, and the seconds that it took."""
+    """Result of a test without mutants: its output if it did not pass, and its seconds."""
 
     problem: str
     seconds: float
 
 
 def run_sound(folder: pathlib.Path, tests: Sequence[str]) -> dict[str, Sound]:
-    """Runs every test once, all of them together, and says of each how it ended."""
+    """Runs all tests once, in one process, and returns each test's result."""
     report = folder.parent / "sound.xml"
     named = ["-n", str(WORKERS), "--dist", "worksteal", f"--junitxml={report}", "-o", "junit_family=xunit1"]
     status, output = run_tests(folder, tests, *named)
@@ -241,7 +241,7 @@ def run_sound(folder: pathlib.Path, tests: Sequence[str]) -> dict[str, Sound]:
 
 
 def check(folder: pathlib.Path, mutant: Mutant, test: str, sound: Sound) -> str:
-    """What is wrong with a mutant, in one sentence; empty where its test, and nothing else, catches it."""
+    """Checks one mutant. Returns the problem in one sentence; empty if its test catches it."""
     if sound.problem:
         return f"{test} without the mutant: {sound.problem[-2000:]}"
     try:
@@ -260,7 +260,7 @@ def check(folder: pathlib.Path, mutant: Mutant, test: str, sound: Sound) -> str:
 
 
 def check_all(mutants: Sequence[Mutant]) -> int:
-    """Says of each mutant what became of it. Returns how many were not caught."""
+    """Checks all mutants and prints each verdict. Returns the number not caught."""
     begin, wrong, copies = time.monotonic(), 0, queue.SimpleQueue[pathlib.Path]()
     tests = [locate(ROOT, mutant.test) for mutant in mutants]
     with tempfile.TemporaryDirectory(prefix="mutants-") as name:

@@ -1,12 +1,12 @@
-"""Training parity: loss, steps and gradients of the training-time test against SpecForge's and speculators' own code.
+"""Checks training parity: loss, step losses and gradients against SpecForge's and speculators' own code.
 
     .venv/bin/pip install --no-deps --require-hashes --requirement tools/peers.txt --target runs/peers
     .venv/bin/python tools/parity.py runs/peers
 
 A random head and random features of one document go through both, on a CPU. SpecForge's loss on GPUs is a Triton
-kernel; here the reference stands in for it that it has beside it, so that Triton need not be there. speculators trains
-with the divergence, which has the gradient of the cross entropy, over all positions that the mask counts. The controls
-make one mistake each, to show that the comparison would see it, by far.
+kernel; its own PyTorch reference replaces it here, so that Triton is not needed. speculators trains with the
+divergence, which has the gradient of the cross entropy, over all positions in the mask. Each control makes one mistake,
+to show that the comparison detects it by a wide margin.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-import torch._dynamo  # before the name triton stands for nothing
+import torch._dynamo  # before `make_importable` replaces triton
 from flax import nnx
 
 from eagle3_jax.config import TrainConfig
@@ -56,13 +56,13 @@ CONFIG = DraftHeadConfig(
 )
 Tensors = dict[str, np.ndarray]
 Found = tuple[float, np.ndarray, Tensors]  # loss, loss of each step, gradient
-SEEN = 50 * TOLERANCE  # by so much at least a control must differ
+SEEN = 50 * TOLERANCE  # smallest difference of a control
 MISTAKES = ("RoPE without the step's +k", "k_proj off by 0.1 %", "mask one position on")
 
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """A document as both read it: tokens [T], features, loss mask, and the target's two matrices [V, H]."""
+    """One document for both trainers: tokens [T], features, loss mask, and the target's two matrices [V, H]."""
 
     token_ids: np.ndarray
     aux: np.ndarray
@@ -80,7 +80,7 @@ class Data:
             return rng.normal(size=shape).astype(np.float32)
 
         mask = (rng.random(LENGTH) < 0.7).astype(np.int32)
-        mask[-1] = 0  # as SpecForge does on loading
+        mask[-1] = 0  # as SpecForge's loader does
         return cls(
             rng.integers(0, c.vocab_size, LENGTH).astype(np.int32),
             normal(LENGTH, 3 * c.hidden_size),
@@ -93,7 +93,7 @@ class Data:
 
 
 def tensors(head: DraftHead) -> Tensors:
-    """A head, or its gradient, by the names and in the layout of a checkpoint."""
+    """Converts a head, or its gradient, to a checkpoint's names and layout."""
     table, found = draft_table(head.config), {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(head):
         entry = table[parameter_path(path)]
@@ -105,7 +105,7 @@ _loss_and_gradient = jax.jit(jax.value_and_grad(ttt_loss, has_aux=True), static_
 
 
 def ours(head: DraftHead, data: Data, peer: str) -> Found:
-    """What this package trains with, at the peer's settings."""
+    """Computes this package's loss at the peer's settings."""
     settings: dict[str, Any] = {"loss_reduction": "all"}
     if peer == "speculators":
         settings = {"loss_reduction": "mask", "mask_offset": 1, "argmax_mask": False}
@@ -129,7 +129,7 @@ def ours(head: DraftHead, data: Data, peer: str) -> Found:
 
 
 def shape(c: DraftHeadConfig) -> dict[str, Any]:
-    """A head's shape in transformers' words."""
+    """Writes a head's shape in transformers' fields."""
     return {
         "vocab_size": c.vocab_size,
         "hidden_size": c.hidden_size,
@@ -146,7 +146,7 @@ def shape(c: DraftHeadConfig) -> dict[str, Any]:
 
 
 def torch_weights(weights: Tensors, embed: np.ndarray, draft_tokens: np.ndarray) -> dict[str, torch.Tensor]:
-    """The head, the target's embeddings, and the draft vocabulary."""
+    """Makes torch tensors of the head, the target's embeddings, and the draft vocabulary."""
     return {name: torch.from_numpy(np.array(x)) for name, x in weights.items()} | {
         "embed_tokens.weight": torch.from_numpy(embed),
         "t2d": torch.from_numpy(np.isin(np.arange(len(embed)), draft_tokens)),
@@ -163,12 +163,12 @@ def gradients(model: Any) -> Tensors:
 
 
 def from_zero(positions: torch.Tensor) -> torch.Tensor:
-    """Positions of every step as those of the first: the mistake in RoPE. Where they start does not matter to it."""
+    """Shifts positions to start at 0, so that every step has those of the first: the mistake in RoPE."""
     return positions - positions[:, :1]
 
 
 def specforge_model(c: DraftHeadConfig, weights: dict[str, torch.Tensor]) -> Any:
-    """SpecForge's draft model, its loss in plain torch; the embeddings are frozen."""
+    """Makes SpecForge's draft model with its loss in plain torch and frozen embeddings."""
     from specforge.algorithms.eagle3 import model as eagle3  # pyright: ignore[reportMissingImports]
     from specforge.core import loss as losses  # pyright: ignore[reportMissingImports]
     from specforge.modeling.draft import LlamaForCausalLMEagle3  # pyright: ignore[reportMissingImports]
@@ -192,7 +192,7 @@ def specforge_loss(
     mask: torch.Tensor,
     steps: int,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The loss of SpecForge's `OnlineEagle3Model`, its teacher cut to the draft vocabulary, and those of the steps.
+    """Computes the loss of SpecForge's `OnlineEagle3Model`, the teacher cut to the draft vocabulary, and step losses.
 
     Arguments are as in `Batch`; rows: the target's LM head [v, h].
     """
@@ -213,7 +213,7 @@ def specforge_loss(
 
 
 def specforge(weights: dict[str, torch.Tensor], data: Data, mistake: str) -> Found:
-    """SpecForge's loss, steps and gradients."""
+    """Computes SpecForge's loss, step losses and gradients."""
     from specforge.modeling.draft import llama3_eagle  # pyright: ignore[reportMissingImports]
 
     model = specforge_model(CONFIG, weights)
@@ -234,7 +234,7 @@ def specforge(weights: dict[str, torch.Tensor], data: Data, mistake: str) -> Fou
 
 
 def speculators(weights: dict[str, torch.Tensor], data: Data, mistake: str) -> Found:
-    """speculators' `Eagle3DraftModel`, its losses in plain torch."""
+    """Computes loss, step losses and gradients of speculators' `Eagle3DraftModel`, its losses in plain torch."""
     from speculators.losses.eager import kl_div_loss  # pyright: ignore[reportMissingImports]
     from speculators.models.eagle3 import (  # pyright: ignore[reportMissingImports]
         Eagle3DraftModel,
@@ -253,7 +253,7 @@ def speculators(weights: dict[str, torch.Tensor], data: Data, mistake: str) -> F
     )
     assert not surplus and all(name.startswith("verifier_") for name in missing), (missing, surplus)
     model.lm_head.weight.requires_grad_(True)
-    model.verifier_norm = torch.nn.Identity()  # the last hidden states are behind the target's final norm
+    model.verifier_norm = torch.nn.Identity()  # the last hidden states are normed already
     model.verifier_lm_head.weight.data = torch.from_numpy(data.rows[data.draft_tokens])
     mask = torch.from_numpy(data.loss_mask).bool()
     if mistake == MISTAKES[2]:
@@ -284,14 +284,14 @@ PEERS: dict[str, Callable[[dict[str, torch.Tensor], Data, str], Found]] = {
 
 
 def difference(one: Found, other: Found) -> tuple[float, float, float]:
-    """Relative: of the loss, of the steps at most, of the gradients (by norm, the tensor that differs most)."""
+    """Computes relative differences: of the loss, largest of the steps, largest by norm of the gradients' tensors."""
     assert one[2].keys() == other[2].keys(), one[2].keys() ^ other[2].keys()
     apart = [np.linalg.norm(x - other[2][name]) / np.linalg.norm(other[2][name]) for name, x in one[2].items()]
     return abs(one[0] / other[0] - 1), float(np.abs(one[1] / other[1] - 1).max()), float(max(apart))
 
 
 def compare(peer: str, seed: int) -> dict[str, tuple[float, float, float]]:
-    """`difference` as it is (""), and with each mistake. After `make_importable`."""
+    """Computes `difference` without a mistake (""), and with each. Requires `make_importable` first."""
     data, head = Data.random(seed), DraftHead(CONFIG, rngs=nnx.Rngs(seed))
     head = jax.tree.map(lambda x: 5 * x if x.ndim > 1 else x, head)
     mine, found = ours(head, data, peer), {}
@@ -304,7 +304,7 @@ def compare(peer: str, seed: int) -> dict[str, tuple[float, float, float]]:
 
 
 def make_importable(folder: pathlib.Path) -> None:
-    """Puts the peers on the path, and nothing in place of what they import but do not use here."""
+    """Puts the peers on the path, and mocks for their unused imports."""
     language: Any = types.ModuleType("triton.language")
     language.constexpr = int
     triton: Any = types.ModuleType("triton")

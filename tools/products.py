@@ -1,4 +1,4 @@
-"""How many operations the matrix products of a traced program are."""
+"""Counting of the operations of a traced program's matrix products."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from jax.extend.core import jaxprs_in_params
 
 
 def products(jaxpr: Any) -> int:
-    """Operations of all matrix products, on all devices together; a multiplication and an addition are two.
+    """Counts operations of all matrix products, over all devices; a multiply-add is two.
 
-    A loop counts as often as it runs, of branches the largest one does, a kernel of its own (Pallas) does not.
+    Loops count once per iteration, conditionals by their largest branch; Pallas kernels are excluded.
 
     Raises:
-        ValueError: a loop with products in it that runs until something is computed.
+        ValueError: a loop of unknown length with products in it.
     """
     total = 0
     for equation in jaxpr.eqns:

@@ -1,11 +1,11 @@
-"""Cuts the quickstart to the machine: measures it, and takes as many of its prompts as 20 minutes are enough for.
+"""Fits the quickstart to the machine: measures its speed and takes as many prompts as fit into 20 minutes.
 
     .venv/bin/python tools/quickstart_size.py configs/quickstart.yaml --spent 70
 
-Three rates are measured by the project's own code: the target reads prompts, the target answers a full batch, the head
-takes training steps. What the work then takes follows from how much of each it is. `work.json` in the run's folder
-keeps the measurement and the choice, so that a rerun goes on with the same work; `config.yaml` beside it is the config
-with that choice, for all verbs behind.
+The package's own code measures three rates: the target reads prompts, the target answers a full batch, the head takes
+training steps. The time of each stage follows from its amount of work. `work.json` in the run's folder keeps the
+measurement and the choice, so that a rerun continues with the same work; `config.yaml` next to it is the config with
+that choice, for all later verbs.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ from eagle3_jax.training.batch import Batch, Teacher
 from eagle3_jax.training.optimizer import make_optimizer
 from eagle3_jax.training.state import init_head, init_state, make_train_step
 
-# Seconds that all of it may take, installation included, and the share of them that is planned: the rest is reserve.
+# Seconds for all stages, installation included, and the planned share of them; the rest is reserve.
 LIMIT, PLANNED = 20 * 60, 0.9
-# No less than this share of the prompts: a head of fewer would show nothing.
+# Smallest share of the prompts: a head trained on fewer shows nothing.
 LEAST = 0.1
-# Evaluations in tools/quickstart.sh, and the fewest prompts of each: one a category.
+# Evaluations in tools/quickstart.sh, and the fewest prompts of each: one per category.
 EVALUATIONS, LEAST_MEASURED = 3, 6
-# What the rates do not say: `extract` reads a token in so many times `reading`'s time (it asks for the next token of
-# each, and writes); one sequence alone is so many times slower than a full batch; so many times as many prompts are
-# written as end; rows have so much padding; loading and compiling of all stages takes as long as so many steps.
+# Factors beside the rates. `extract` takes this many times the time of reading a token (it also computes the argmax and
+# writes); a single sequence is this many times slower than a full batch; the target starts this many prompts for each
+# finished one; rows have this padding; loading and compiling of all stages take as long as this many steps.
 _EXTRACTING, _ALONE, _TRIED, _PADDING, _STARTING = 1.3, 5.0, 1.5, 1.05, 380
-# Of the measurement: tokens of each prompt, tokens of each answer, training steps.
+# The measurement's tokens of each prompt, tokens of each answer, and training steps.
 _PROMPT, _ANSWER, _STEPS = 64, 17, 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """What a machine does.
+    """A machine's rates.
 
     Attributes:
         reading, answering: tokens a second of the target, at the batch size of `regenerate`.
         step: seconds of a training step.
-        prompt_tokens: of a prompt, on average, in its chat template.
+        prompt_tokens: mean tokens of a prompt, in its chat template.
     """
 
     reading: float
@@ -69,7 +69,7 @@ class Rates:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """How much is done: packaged prompts, prompts that the target writes, prompts that are measured."""
+    """Numbers of packaged prompts, of prompts that the target writes, and of prompts to measure with."""
 
     packaged: int
     self_written: int
@@ -77,7 +77,7 @@ class Work:
 
 
 def full(config: RunConfig) -> Work:
-    """The config's own. Raises ValueError: no limits, or not one source of packaged and one of self-written prompts."""
+    """Reads the config's work. Raises ValueError: no limits, or not one packaged and one self-written source."""
     packaged = [source.limit for source in config.prepare.sources if isinstance(source, PackagedSource)]
     written = [source.count for source in config.prepare.sources if isinstance(source, SelfSource)]
     counts = [*packaged, *written, config.evaluate.limit]
@@ -87,7 +87,7 @@ def full(config: RunConfig) -> Work:
 
 
 def seconds(work: Work, rates: Rates, config: RunConfig) -> dict[str, float]:
-    """What each part of the work takes."""
+    """Estimates the seconds of each stage."""
     prompts, regenerate, train = work.packaged + work.self_written, config.regenerate, config.train
     tokens = prompts * (rates.prompt_tokens + regenerate.max_tokens)
     rows = math.ceil(tokens * (1 - config.prepare.held_out) * _PADDING / train.row_length)
@@ -104,7 +104,7 @@ def seconds(work: Work, rates: Rates, config: RunConfig) -> dict[str, float]:
 
 
 def choose(rates: Rates, config: RunConfig, spent: float) -> Work:
-    """The largest work that fits into what is planned; the least, where none does. Args: spent: seconds, so far."""
+    """Chooses the largest work that fits into the planned time, or the least. Args: spent: seconds so far."""
     for percent in range(100, round(100 * LEAST) - 1, -1):
         work = _share(full(config), percent / 100)
         if spent + sum(seconds(work, rates, config).values()) <= PLANNED * LIMIT:
@@ -118,7 +118,7 @@ def _share(work: Work, share: float) -> Work:
 
 
 def cut(config: RunConfig, work: Work) -> RunConfig:
-    """The config with this work. Nothing but the prompts changes: epochs and sizes are the quickstart's."""
+    """Makes the config with this work. Only the prompts change: epochs and sizes are the quickstart's."""
 
     def cut_source(source: configs.Source) -> configs.Source:
         if isinstance(source, PackagedSource):
@@ -133,22 +133,22 @@ def cut(config: RunConfig, work: Work) -> RunConfig:
 
 
 def measure(config: RunConfig) -> Rates:
-    """The machine's rates at this config's sizes, without what is compiled."""
+    """Measures the machine's rates at this config's sizes, without compilation."""
     target = load_target(config.target)
     packaged = [prompt for prompt in sources.packaged() if isinstance(prompt, dict)]
     prompts = [
         chat_template.prompt_ids(target.tokenizer, prompt["messages"])
         for prompt in sources.spread(packaged, config.regenerate.batch_size)
     ]
-    asked = [ids[:_PROMPT] for ids in prompts]
+    batch = [ids[:_PROMPT] for ids in prompts]
     engine = Engine.load(
-        target, None, "auto", len(asked), max(config.regenerate.max_length, _PROMPT + _ANSWER), prefix_cache=False
+        target, None, "auto", len(batch), max(config.regenerate.max_length, _PROMPT + _ANSWER), prefix_cache=False
     )
 
     def answer(tokens: int) -> float:
         params = SamplingParams(temperature=config.regenerate.temperatures[0], max_tokens=tokens, ignore_eos=True)
         start = time.perf_counter()
-        engine.generate(asked, params)
+        engine.generate(batch, params)
         return time.perf_counter() - start
 
     answer(_ANSWER)  # compiles
@@ -156,15 +156,15 @@ def measure(config: RunConfig) -> Rates:
     answering = max(whole - reading, 0.01 * whole)
     del engine
     return Rates(
-        reading=sum(map(len, asked)) / reading,
-        answering=len(asked) * (_ANSWER - 1) / answering,
+        reading=sum(map(len, batch)) / reading,
+        answering=len(batch) * (_ANSWER - 1) / answering,
         step=_step_seconds(config, target),
         prompt_tokens=statistics.fmean(map(len, prompts)),
     )
 
 
 def _step_seconds(config: RunConfig, target: Target) -> float:
-    """A training step on noise, which takes as long as one on features."""
+    """Measures a training step on noise, which takes as long as one on features."""
     run, model, mesh = config.train, target.model, make_mesh(config.mesh)
     head = DraftHeadConfig.for_target(config.draft, model.config)
     token_ids = np.arange(head.draft_vocab_size, dtype=np.int32)
@@ -197,10 +197,10 @@ def _step_seconds(config: RunConfig, target: Target) -> float:
 
 
 def prepare(path: pathlib.Path, spent: float) -> str:
-    """Writes `work.json`, where it is not there yet, and `config.yaml` into the run's folder. Returns what to say.
+    """Writes `work.json`, unless it exists, and `config.yaml` into the run's folder. Returns a summary to print.
 
     Args:
-        path: of the config to cut. spent: seconds that went into the quickstart already.
+        path: of the config to cut. spent: seconds since the start of the quickstart.
     """
     began = time.monotonic()
     config = configs.load(path)
@@ -209,7 +209,7 @@ def prepare(path: pathlib.Path, spent: float) -> str:
     kept = folder / "work.json"
     if kept.exists():
         found = manifest.read_json(kept)
-        work, said = Work(**found["work"]), f"as chosen before ({kept})"
+        work, summary = Work(**found["work"]), f"as chosen before ({kept})"
     else:
         rates = measure(config)
         spent += time.monotonic() - began
@@ -221,7 +221,7 @@ def prepare(path: pathlib.Path, spent: float) -> str:
         manifest.write_json(
             kept, {name: dataclasses.asdict(value) for name, value in found.items()} | {"seconds": planned}
         )
-        said = (
+        summary = (
             f"this machine reads {rates.reading:.0f} tokens/s, answers {rates.answering:.0f} tokens/s "
             f"(batch {config.regenerate.batch_size}), takes a training step in {rates.step:.2f} s.\n"
             f"From the start, all of the work would take about {ends[0]} minutes"
@@ -231,13 +231,13 @@ def prepare(path: pathlib.Path, spent: float) -> str:
         temporary.write_text(yaml.safe_dump(configs.to_dict(cut(config, work)), sort_keys=False))
     cut_to = "all of it" if work == whole else "cut to the machine"
     return (
-        f"{said}.\nThe work, {cut_to}: {work.packaged} of {whole.packaged} packaged prompts, {work.self_written} of "
+        f"{summary}.\nThe work, {cut_to}: {work.packaged} of {whole.packaged} packaged prompts, {work.self_written} of "
         f"{whole.self_written} that the target writes, {work.measured} of {whole.measured} to measure with."
     )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("config", type=pathlib.Path, help="the YAML to cut")
     parser.add_argument("--spent", type=float, default=0.0, help="seconds that were spent already")

@@ -1,10 +1,10 @@
-"""What more rows cost: the target's pass and the stage `verify` of a round, as multiples of one row's.
+"""Measures the cost of more rows: the target's pass and the stage `verify` of a round, relative to one row.
 
     .venv/bin/python tools/rows_cost.py [--turns 41] [--length 256]
 
-Batch 1, greedy. `pass`: all layers and the LM head; `chain`: that, the choice among the vocabulary and the walk;
-`tree`: with a tree's mask and the commit of its path. All take turns, in an order drawn anew for each turn: what slows
-a machine down slows all of them. The lowest tenth of the turns, and their median.
+Batch 1, greedy. `pass`: all layers and the LM head; `chain`: also the argmax over the vocabulary and the walk; `tree`:
+also a tree's mask and the commit of its path. All kinds take turns, in a random order for each turn, so that a slow
+phase of the machine affects all. Figures are the lowest tenth of the turns, and their median.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from eagle3_jax.models.inference_layout import for_inference
 from eagle3_jax.models.target import TargetModel
 
 ROWS = (1, 2, 4, 8, 16, 32)
-# (num_steps, topk) of the tree of so many nodes, the root included.
+# Number of nodes, the root included -> (num_steps, topk) of the tree.
 _TREES = {4: (2, 2), 8: (3, 3), 16: (5, 4), 32: (6, 4)}
 
 
 def kinds(rows: Sequence[int]) -> dict[tuple[str, int], Tier]:
-    """What is measured of each number of rows; the head that would draft it takes no part."""
+    """Lists the measurements for each number of rows; no head takes part."""
     found = {("pass", count): VANILLA for count in rows}
     found |= {("chain", n): Tier(DraftTree(num_steps=n - 1, num_draft_tokens=n), head=True) for n in rows if n > 1}
     for count in rows:
@@ -49,7 +49,7 @@ def kinds(rows: Sequence[int]) -> dict[tuple[str, int], Tier]:
 
 @functools.partial(jax.jit, donate_argnames="state")
 def read(models: Models, state: programs.State, tokens: jax.Array) -> tuple[programs.State, jax.Array]:
-    """The target's logits behind each token, which follow those that are committed."""
+    """Computes the target's logits after each of the tokens, which follow the committed ones."""
     target, _ = models.modules()
     cache = dataclasses.replace(state.cache, page_table=state.page_table)
     positions = state.lengths[:, None] + jnp.arange(tokens.shape[1])[None]
@@ -60,7 +60,7 @@ def read(models: Models, state: programs.State, tokens: jax.Array) -> tuple[prog
 def measure(
     target: TargetModel, rows: Sequence[int], turns: int, length: int
 ) -> dict[tuple[str, int], tuple[float, float]]:
-    """(kind, rows) -> seconds: the lowest tenth of the turns, and their median."""
+    """Maps (kind, rows) to seconds: the lowest tenth of the turns, and their median."""
     every = kinds(rows)
     tiers = list(every.values())
     sizes = Sizes.plan(1, 2 * length, 128, tiers)
@@ -85,7 +85,7 @@ def measure(
 
 
 def table(found: dict[tuple[str, int], tuple[float, float]]) -> str:
-    """A line for each kind and number of rows; a tree beside the chain's one row, which is its own."""
+    """Formats a line for each kind and number of rows; a tree is relative to a chain of one row."""
     lines = [f"{'':6}{'rows':>6}{'lowest tenth, ms':>20}{'median, ms':>14}{'ratios':>16}"]
     for kind, count in sorted(found, key=lambda key: (("pass", "chain", "tree").index(key[0]), key[1])):
         ones = found["pass" if kind == "pass" else "chain", 1]

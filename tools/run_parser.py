@@ -1,4 +1,4 @@
-"""The command line of a tool that takes a run's config."""
+"""The argument parser of tools that take a run's config."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 
 
 def run_parser(documentation: str | None) -> argparse.ArgumentParser:
-    """A parser with `--config`; what `parse_known_args` leaves over are overrides for `config.load`.
+    """Makes a parser with `--config`; arguments that `parse_known_args` does not know are overrides for `config.load`.
 
     Args:
         documentation: the tool's docstring, whose first line `--help` shows.

@@ -1,7 +1,7 @@
-"""What tools/tpu_profile.py measures: sizes, what the work takes at the least, and what is compiled for it.
+"""The cases of tools/tpu_profile.py: sizes of each program, and the least bytes and operations of its work.
 
-A case is data; its fields become columns of the JSON rows. tools/tpu_kernels.py makes the package's programs of cases,
-tools/tpu_peers.py those of others that do the same work.
+A case is data; its fields become columns of the JSON rows. tools/tpu_kernels.py makes this package's programs of the
+cases, tools/tpu_peers.py other projects' programs for the same work.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ LOOPS = "bundles x trips, loops"
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What is compiled: a function and its arguments.
+    """A function to compile, and its arguments.
 
     Attributes:
         arguments: shape and dtype of each.
-        trips: by a part of a custom call's name, how often its code runs, for the methods that count bundles:
-            with PRODUCTS each of the stretches that have matrix products, with LOOPS each of the loops, in their order.
-        donated: numbers of the arguments that are written in place.
+        trips: part of a custom call's name -> trip counts, for the methods that count bundles. With PRODUCTS one for
+            each stretch of code with matrix products, with LOOPS one for each loop, in their order.
+        donated: indices of the arguments that are written in place.
     """
 
     function: Any
@@ -37,9 +37,9 @@ class Case(abc.ABC):
     """One program.
 
     Attributes:
-        kernel: its name. method: how its cycles are found, see tools/tpu_profile.py.
-        floor_bytes: that it must move between HBM and the chip, at the least.
-        operations: multiplications and additions of its matrix products. sizes: as they are printed.
+        kernel: its name. method: the count of cycles, see tools/tpu_profile.py.
+        floor_bytes: least bytes to move between HBM and the chip.
+        operations: multiplications and additions of its matrix products. sizes: as printed.
     """
 
     kernel: str
@@ -63,7 +63,7 @@ class Attention(Case):
     """`nodes` new tokens of each sequence over `keys` slots, their own included.
 
     Attributes:
-        page: slots of a page, for the peers; ours has the engine's.
+        page: slots of a page, for the peers; this package's kernel uses the engine's.
     """
 
     nodes: int = 64
@@ -91,7 +91,7 @@ class Attention(Case):
 
     @property
     def rows(self) -> int:
-        """Of the matrix of a KV head, query heads and nodes folded as ours has them."""
+        """Rows of a KV head's matrix, with query heads and nodes folded as in this package."""
         return self.query_heads // self.kv_heads * self.nodes
 
 
@@ -120,7 +120,7 @@ class TopK(Case):
 
 @dataclasses.dataclass(frozen=True)
 class TrainingTimeTest(Case):
-    """The attention of step 7 of the training-time test over one row, one document."""
+    """Attention of step 7 of the training-time test over one row with one document."""
 
     length: int = 2560
     steps: int = 7
@@ -135,7 +135,7 @@ class TrainingTimeTest(Case):
 
     @property
     def floor_bytes(self) -> int:
-        """Keys and queries once, and backward their gradients (those of step 0 in float32) and two numbers a row."""
+        """Counts keys and queries once; backward also gradients (step 0's in float32) and two numbers per row."""
         tokens, one = self.length * self.head_dim, 2
         queries, keys = self.query_heads * tokens * one, 2 * self.steps * self.kv_heads * tokens * one
         if not self.backward:
@@ -144,7 +144,7 @@ class TrainingTimeTest(Case):
 
     @property
     def operations(self) -> int:
-        """Two products of scores and values forward, five backward, of the causal half."""
+        """Counts two products forward (scores, values) and five backward, over the causal half."""
         return (5 if self.backward else 2) * self.query_heads * self.length**2 * self.head_dim
 
     @property
@@ -154,7 +154,7 @@ class TrainingTimeTest(Case):
 
 @dataclasses.dataclass(frozen=True)
 class Commit(Case):
-    """Every other of 2 * `nodes` new slots goes to the front of them, in keys and values of all layers."""
+    """Moves every other of 2 * `nodes` new slots to the front, in keys and values of all layers."""
 
     nodes: int = 8
     batch: int = 4
@@ -162,12 +162,12 @@ class Commit(Case):
     kv_heads: int = 8
     head_dim: int = 128
     slots: int = 1024
-    length: int = 508  # the path goes to two tiles
+    length: int = 508  # the path spans two tiles
     dtype: str = "bfloat16"
 
     @property
     def floor_bytes(self) -> int:
-        """Each row that moves comes and goes."""
+        """Counts one read and one write of each moved row."""
         return 2 * 2 * self.layers * self.batch * (self.nodes - 1) * self.kv_heads * self.head_dim * 2
 
     @property

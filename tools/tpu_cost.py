@@ -1,11 +1,11 @@
-"""What extraction and training would take of a TPU slice: an estimate, from the programs' operations.
+"""Estimates the TPU hours and costs of extraction and training, from the programs' operations.
 
     .venv/bin/python tools/tpu_cost.py --config configs/llama31_8b.yaml --topology v5e:4x4 --price 1.20 \
       --target.name configs/targets/llama31_8b
 
-Counted are the matrix products of the programs that `tools/tpu_fit.py` plans, loops included, from their traces, for
-which no TPU is needed. The rest is assumed: that this share of the chip's published operations a second is used, and
-that nothing but products takes time. Left out: attention kernels, compilation, files, padding.
+The estimate counts the matrix products of the programs that `tools/tpu_fit.py` plans, loops included, from their
+traces; no TPU is needed. It assumes that `--share` of the chip's published operations a second is used, and that only
+products take time. Not counted: attention kernels, compilation, files, padding.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Whether a run fits a TPU: its programs, compiled ahead of time, and the memory that each takes of a device.
+"""Checks whether a run fits a TPU: compiles its programs ahead of time and reports their memory on a device.
 
     .venv/bin/python tools/tpu_fit.py --config configs/llama31_8b.yaml --topology v6e:2x2 --mesh.model 4
 
-No TPU and no weights are needed, of the target config.json alone; where no hub answers, `--target.name` takes a folder
-that holds it, such as configs/targets/llama31_8b. What drafts is what `evaluate.draft` names: nothing is a head of the
-config's own shape, "mtp" the target's layer, and of a folder config.json is read (configs/heads/llama2_7b_eagle2). Exit
-status 1 when something does not fit, 2 for a wrong argument.
+No TPU and no weights are needed, only the target's config.json; without a hub, `--target.name` takes a folder with it,
+such as configs/targets/llama31_8b. `evaluate.draft` names the draft: null is a head of the config's own shape, "mtp"
+the target's layer, and a folder a head by its config.json (configs/heads/llama2_7b_eagle2). Exit status 1: something
+does not fit; 2: a wrong argument.
 
-What is counted is the compiler's own plan of one program: arguments, results that are not written into donated
-arguments, temporaries, code; and what else the run keeps on the devices meanwhile ("beside"). Not counted:
-fragmentation, a second program's code, and what the runtime takes for itself beyond what the compiler leaves it.
+Memory is the compiler's plan of one program: arguments, results outside donated arguments, temporaries and code; and
+the run's other arrays on the devices ("beside"). Not counted: fragmentation, a second program's code, and the runtime's
+memory beyond the compiler's reserve.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Program:
     """One program of a run.
 
     Attributes:
-        arguments: name -> pytree of ShapeDtypeStructs that say where they lie.
-        beside: the same of what else lies on the devices while it runs.
+        arguments: name -> pytree of ShapeDtypeStructs with shardings.
+        beside: the same for other arrays on the devices during the program.
     """
 
     name: str
@@ -84,10 +84,10 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the compiler makes of a program, in bytes a device.
+    """The compiler's memory plan of a program, in bytes per device.
 
     Attributes:
-        needed: all of it, where the compiler refused to plan the rest.
+        needed: the total, if the compiler refused the program.
     """
 
     arguments: float = 0
@@ -126,7 +126,7 @@ def main() -> None:
         start = time.monotonic()
         try:
             row = figures(program, measure(program, limit), limit)
-        # Of a kernel, which sees beforehand what it cannot hold in VMEM or SMEM; or the compiler fails.
+        # A kernel checks VMEM and SMEM beforehand, or the compiler fails.
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             row = {"program": program.name, "mesh": dict(program.mesh.shape), "fits": False, "refused": str(error)}
         rows.append({"topology": arguments.topology, **row, "seconds": time.monotonic() - start})
@@ -140,9 +140,9 @@ def main() -> None:
 
 # ------------------------------------------------------------------------------------------------------------- programs
 def evaluate(config: configs.RunConfig, target: ModelConfig, devices: list[Any]) -> Iterator[Program]:
-    """`evaluate`: rounds with the draft. Prompts and answers are as long as `regenerate` lets them be.
+    """`evaluate`: rounds with the draft, for prompts and answers of `regenerate`'s greatest length.
 
-    The engine that it compares with, of vanilla decoding, keeps its state meanwhile.
+    The vanilla engine that it compares with keeps its state on the devices.
     """
     settings = config.evaluate
     sizes = settings.batch_size, settings.max_tokens, settings.temperature == 0
@@ -173,19 +173,19 @@ def decoding(
     *,
     beside: Tier | None = None,
 ) -> Iterator[Program]:
-    """The engine's two programs: prefill of the longest stretch of a prompt, and the rounds of a full batch.
+    """Plans the engine's two programs: prefill of the longest chunk of a prompt, and rounds of a full batch.
 
-    Rounds of fewer requests are programs of fewer rows over the same state (`test_programs_tpu.py` holds
-    them to the same limit).
+    Rounds of fewer requests are programs of fewer rows over the same state (`test_programs_tpu.py` checks them
+    against the same limit).
 
     Args:
-        beside: of another engine of the same target and sizes, whose state lies there too.
+        beside: tier of another engine of the same target and sizes, whose state is on the devices too.
     """
     mesh = replicas(make_mesh(config.mesh, devices))[0].decoding_mesh
     draft = None
     if tier.head:
         head = drafting_head(config, shape)
-        shape = dataclasses.replace(shape, aux_layers=head.config.aux_layers)  # as the engine observes it
+        shape = dataclasses.replace(shape, aux_layers=head.config.aux_layers)  # as in the engine
         ids = jax.ShapeDtypeStruct((head.config.draft_vocab_size,), jnp.int32)
         draft = Draft(by_rows(placed(head, mesh, SHARDING_RULES)), placed(ids, mesh))
     target = by_rows(abstract_target(config, shape, mesh))
@@ -223,9 +223,9 @@ def decoding(
 
 
 def drafting_head(config: configs.RunConfig, shape: ModelConfig) -> Head:
-    """What `evaluate.draft` names, of shapes.
+    """Makes the abstract head (shapes only) that `evaluate.draft` names.
 
-    Raises ValueError: a name that says nothing of a shape, or a folder that holds no config.json of EAGLE-2.
+    Raises ValueError: a name without a known shape, or a folder without an EAGLE-2 config.json.
     """
     named, dtype = config.evaluate.draft, jnp.dtype(config.target.dtype)
     if named is None:
@@ -244,7 +244,7 @@ def drafting_head(config: configs.RunConfig, shape: ModelConfig) -> Head:
 
 
 def extract(config: configs.RunConfig, shape: ModelConfig, devices: list[Any]) -> Iterator[Program]:
-    """`extract`: the forward pass of the longest conversations; the batch before it is still being fetched."""
+    """`extract`: the forward pass of the longest conversations, while the previous batch is being fetched."""
     mesh = replicas(make_mesh(config.mesh, devices))[0].mesh
     target = by_rows(abstract_target(config, shape, mesh))
     settings = config.extract
@@ -299,20 +299,20 @@ def abstract_target(config: configs.RunConfig, shape: ModelConfig, mesh: Mesh) -
 
 
 def by_rows(module: Any) -> Any:
-    """The same shapes, as `models.packing` has them for inference."""
+    """Gives shapes the layouts that `models.inference_layout` uses for inference."""
     where = tpu_formats(module)
     return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), module, where)
 
 
 def placed(tree: Any, mesh: Mesh, rules: Any = ()) -> Any:
-    """The same shapes, lying where the rules say."""
+    """Gives shapes the shardings of the rules."""
     where = shardings(tree, mesh, rules)
     return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree, where)
 
 
 # -------------------------------------------------------------------------------------------------------------- figures
 def measure(program: Program, limit: float) -> Plan:
-    """Compiles it, unless its arguments alone are more than the limit."""
+    """Compiles a program, unless its arguments alone exceed the limit."""
     arguments = share(program.arguments)
     if arguments > limit:
         return Plan(arguments, needed=arguments)
@@ -331,7 +331,7 @@ def measure(program: Program, limit: float) -> Plan:
 
 
 def hbm(devices: list[Any]) -> float:
-    """What the compiler lets a program have of a device's memory; it says so where it refuses one."""
+    """Returns the bytes of a device's memory available to a program, from the compiler's refusal of a huge one."""
     huge = jax.ShapeDtypeStruct((1 << 20, 1 << 20), jnp.float32, sharding=replicated(Mesh(np.array(devices[:1]), "x")))
     try:
         jax.jit(lambda x: x + 1).lower(huge).compile()
@@ -341,7 +341,7 @@ def hbm(devices: list[Any]) -> float:
 
 
 def needed_and_available(error: Exception) -> tuple[float, float]:
-    """Bytes of HBM, of the compiler's refusal; another error is raised as it is."""
+    """Parses needed and available bytes of HBM from the compiler's refusal; re-raises any other error."""
     found = re.search(r"\(([\d.]+)([KMGT])\) exceeds available HBM \(([\d.]+)([KMGT])\)", str(error))
     found = found or re.search(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm", str(error))
     if found is None:
@@ -352,7 +352,7 @@ def needed_and_available(error: Exception) -> tuple[float, float]:
 
 
 def share(tree: Any) -> int:
-    """Bytes on one device."""
+    """Counts a tree's bytes on one device."""
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
@@ -371,7 +371,7 @@ def figures(program: Program, plan: Plan, limit: float) -> dict[str, Any]:
 
 
 def describe(row: dict[str, Any]) -> str:
-    """A line of the table, and what its arguments consist of."""
+    """Formats a line of the table, and a line of its arguments' parts."""
     begin = f"{row['program']:20}{'x'.join(str(size) for size in row['mesh'].values()):>5}"
     if "refused" in row:
         return f"{begin}\n    refused: {row['refused']}"

@@ -12,12 +12,12 @@ from tpu_cases import LOOPS, PRODUCTS, Attention, Call, Case, Commit, TopK, Trai
 
 
 def program(case: Case) -> Call:
-    """Called in the process that compiles, under the mesh of the chip."""
+    """Makes a case's program, in the process that compiles, under the chip's mesh."""
     return PROGRAMS[case.kernel](case)
 
 
 def tree_attention(case: Attention) -> Call:
-    """Pages, lengths known at run time; all sequences as long as they can be."""
+    """Tree attention over pages, with lengths known at run time; trips are for sequences of full length."""
     import jax.numpy as jnp
 
     from eagle3_jax.decoding.engine import PAGE_SIZE
@@ -36,8 +36,8 @@ def tree_attention(case: Attention) -> Call:
     if not case.kernel.endswith("causal"):
         arguments.append(((c.batch, c.nodes, c.nodes), "bool"))
 
-    # Blocks of the prefix have code of their own, and those that hold the tail. The cores of a device share the
-    # sequences, or the KV heads of each, whose blocks are as many.
+    # Blocks of the prefix and blocks with the tail have separate code. The cores of a device share the sequences, or
+    # the KV heads of each sequence, which have equally many blocks.
     shape = plan(queries, cache, (dtype, dtype), tail=c.nodes, pages=pages)
     _, blocks, _, bare = shape.blocks(c.keys - c.nodes, 0, 0)
     tiles = c.batch * shape.tiles if c.batch % cores else c.batch // cores * shape.tiles
@@ -46,7 +46,7 @@ def tree_attention(case: Attention) -> Call:
 
 
 def _pages(tokens: int, kv_heads: int, head_dim: int) -> tuple[int, ...]:
-    """Shape of a cache of the engine."""
+    """Returns the shape of an engine's cache."""
     from eagle3_jax.decoding.engine import PAGE_SIZE
 
     return tokens // PAGE_SIZE + 1, kv_heads, PAGE_SIZE, head_dim
@@ -59,7 +59,7 @@ def vocabulary_top_k(case: TopK, implementation: Any = None) -> Call:
 
 
 def lax_top_k(case: TopK) -> Call:
-    """Logits, and XLA's own top-k."""
+    """Logits, then XLA's own top-k."""
     import jax
     import jax.numpy as jnp
 
@@ -85,7 +85,7 @@ def ttt_attention(case: TrainingTimeTest) -> Call:
     queries = (1, c.length, c.query_heads, c.head_dim)
     keys = (c.steps, 1, c.length, c.kv_heads, c.head_dim)
     shape = plan(queries, keys, jnp.dtype(c.dtype))
-    # One document: no chunk begins before it; those below the diagonal need no mask, the rest does.
+    # One document: every chunk lies inside it; chunks below the diagonal need no mask, the others do.
     bare = sum((tile * shape.tile + 1) // shape.chunk for tile in range(shape.tiles))
     seen = sum(math.ceil((tile + 1) * shape.tile / shape.chunk) for tile in range(shape.tiles))
     loops = [c.kv_heads * trips for trips in (shape.tiles, 0, bare, seen - bare)]
@@ -100,14 +100,14 @@ def ttt_attention(case: TrainingTimeTest) -> Call:
 
 
 def commit(case: Commit) -> Call:
-    """Whatever depends on the path counts as done for each of its rows."""
+    """Commit of a path; work that depends on the path counts for each of its rows."""
     from eagle3_jax.decoding.engine import PAGE_SIZE
     from eagle3_jax.kernels.cache.commit import commit
 
     c = case
     caches = [(_pages(c.batch * c.slots, c.kv_heads, c.head_dim), c.dtype)] * 2 * c.layers
-    # Loops: sequences; copies of each row's tile and of the two where the rows go, and waits for both; rows, and in
-    # each the caches; the two copies back, and waits for them.
+    # Loops: sequences; copies of each row's tile and of the two destination tiles, and waits for both; rows, and the
+    # caches within each; the two copies back, and waits for them.
     loops = [1, c.nodes, 2, c.nodes, 2, c.nodes, (c.nodes - 1) * len(caches), 2, 2]
 
     def move(lengths: Any, path: Any, table: Any, *caches: Any) -> Any:

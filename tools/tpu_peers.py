@@ -1,7 +1,7 @@
-"""Attention as others do it, for tools/tpu_profile.py: plain XLA, the kernels that JAX ships, and tpu-inference's.
+"""Other implementations of attention for tools/tpu_profile.py: plain XLA, the kernels in JAX, and tpu-inference's.
 
-Their block sizes are the best of a few that were tried on v6e. None of them takes a tree of draft tokens but flash
-attention, as a bias of every score; the others attend causally.
+Block sizes are the best of a few tried on v6e. Only flash attention supports a tree of drafts, as a bias on every
+score; the other kernels are causal.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VMEM_LIMIT = 56 << 20
 
 
 def flash(case: Attention) -> Call:
-    """JAX's own kernel on rows folded as ours are, the tree as a bias."""
+    """JAX's flash attention on rows folded as in this package, with the tree as a bias."""
     from jax.experimental.pallas.ops.tpu import flash_attention as jax_flash
 
     c = case
@@ -38,7 +38,7 @@ def flash(case: Attention) -> Call:
 
 
 def xla(case: Attention) -> Call:
-    """Plain operations on folded rows, under a mask of every slot."""
+    """Plain XLA operations on folded rows, with a dense mask."""
     import jax
     import jax.numpy as jnp
 
@@ -54,7 +54,7 @@ def xla(case: Attention) -> Call:
 
 
 def paged(case: Attention) -> Call:
-    """JAX's own kernel for one token of each sequence."""
+    """JAX's paged attention, for one token of each sequence."""
     from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
 
     from eagle3_jax.kernels.dispatch import cores
@@ -77,7 +77,7 @@ def paged(case: Attention) -> Call:
 
 
 def ragged(case: Attention) -> Call:
-    """JAX's own kernel for new tokens of several sequences in a row, causal."""
+    """JAX's ragged paged attention, for concatenated new tokens of several sequences, causal."""
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
     c, pages, keys = case, case.keys // case.page, 2048
@@ -103,7 +103,7 @@ def ragged(case: Attention) -> Call:
 
 
 def ragged_v3(case: Attention) -> Call:
-    """tpu-inference's kernel for the same, which writes the new keys and values too."""
+    """tpu-inference's kernel for the same, which also writes the new keys and values."""
     import jax
 
     ragged_paged_attention = _tpu_inference(jax.sharding.get_abstract_mesh().abstract_device.device_kind)
@@ -120,7 +120,7 @@ def ragged_v3(case: Attention) -> Call:
         ((3,), "int32"),
     ]
 
-    # Two calls: one for sequences with one new token, one for all others. The one that has nothing to do stays small.
+    # The kernel makes two calls, for sequences with one new token and for all others. The idle one gets small blocks.
     sizes, idle = (c.nodes, c.keys, c.nodes, keys), (1, c.page, 1, c.page)
     name, chosen = (
         ("RPAd", {"d_block_sizes": sizes, "m_block_sizes": idle})
@@ -135,7 +135,7 @@ def ragged_v3(case: Attention) -> Call:
 
 
 def _tpu_inference(device_kind: str) -> Any:
-    """`ragged_paged_attention` v3 from the wheel, downloaded once, without its package around it."""
+    """Imports `ragged_paged_attention` v3 from the wheel, downloaded once, without importing its parent packages."""
     folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "eagle3_jax/wheels"
     if not (wheels := list(folder.glob("tpu_inference-*.whl"))):
         download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
@@ -151,7 +151,7 @@ def _tpu_inference(device_kind: str) -> Any:
         sys.modules[package.__name__] = package
     from tpu_inference.kernels.ragged_paged_attention.v3 import util  # pyright: ignore[reportMissingImports]
 
-    # It asks the first device of the process, which is no TPU here.
+    # The original reads the process's first device, which is not a TPU here.
     util.get_tpu_version = lambda: {"TPU v5 lite": 5, "TPU v5": 5, "TPU v6 lite": 6, "TPU7x": 7}[device_kind]
     from tpu_inference.kernels.ragged_paged_attention.v3 import kernel  # pyright: ignore[reportMissingImports]
 

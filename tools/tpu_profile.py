@@ -1,26 +1,24 @@
-"""Cycles of the TPU kernels, without a TPU: compiled ahead of time, counted in what libtpu's compiler writes down.
+"""Estimates cycles of the TPU kernels without a TPU: compiles ahead of time and reads libtpu's dumps.
 
     .venv/bin/python tools/tpu_profile.py [--chips v6e,v5e] [--peers] [--json FILE] [--baseline FILE]
 
-Each row is one program of tools/tpu_kernels.py, the one that the engine or the trainer runs, compiled in a process of
-its own. Its cycles are one of these:
+Each row is one program of tools/tpu_kernels.py, as the engine or the trainer runs it, compiled in a separate process.
+Its cycles are counted by one of two methods:
 
 - "static profile": libtpu's simulation of the program, waits for copies included, for programs whose loops and copies
-  do not depend on data: top-k of a vocabulary, and plain XLA. It ends the process where it has no model, as of a loop
-  over a bound that is known at run time (attention). Its memory is optimistic: reads and writes do not contend, and a
-  copy may run above the chip's bandwidth.
-- "bundles x trips": instruction bundles times how often each runs, with trips from the case. No wait is in it, neither
-  for memory nor for a unit that is busy: a lower bound of the cycles, good for comparing a kernel with itself. With
-  "matrix products" only stretches of code that have some count, once for the blocks without a mask and once for those
-  with: copies, the merging of new rows and the pipeline of queries are left out. With "loops" all code counts, a branch
-  as taken.
+  do not depend on data: top-k of a vocabulary, and plain XLA. The simulator ends the process for code without a model,
+  such as a loop over a bound known at run time (attention). Its memory model is optimistic: reads and writes do not
+  contend, and a copy may exceed the chip's bandwidth.
+- "bundles x trips": instruction bundles times their trip counts from the case, without waits for memory or busy units.
+  The result is a lower bound of the cycles, good for comparing a kernel with itself. With "matrix products" only
+  stretches of code with such products count, once for blocks without a mask and once for blocks with one. Copies, the
+  merging of new rows and the pipeline of queries are left out. With "loops" all code counts, branches as taken.
 
-Three times stand side by side, none of which is a measurement: cycles over the assumed clock, the bytes that must move
-over the chip's bandwidth, the operations over its peak. A TPU takes at least the largest of them. Nothing was ever
-compared with a real TPU.
+Each row has three times, none of them measured: cycles over the assumed clock, least bytes over the chip's bandwidth,
+operations over its peak. A TPU takes at least the largest of them. No figure was compared with a real TPU.
 
-With --baseline, rows are compared with those of an earlier --json: one that takes 3 % more cycles is an error, and so
-is one that the baseline does not have, or that it has (of these chips and kernels) and nobody measured.
+--baseline compares rows with those of an earlier --json. Errors are a row with 3 % more cycles, a row missing from the
+baseline, and a baseline's row (of these chips and kernels) that was not measured.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ FLAGS = {
 }
 SECONDS = 600  # for one program
 MOST_MORE = 1.03
-# What a row measures; the rest of it says what of.
+# Columns with figures; the other columns identify the program.
 FIGURES = {"cycles", "cycles_microseconds", "memory_microseconds", "compute_microseconds", "reason"}
 
 
@@ -92,7 +90,7 @@ def main() -> None:
 
 
 def measure(name: str, case: Case, command: list[str]) -> dict[str, Any]:
-    """One row, of what `command` compiles; without cycles it has a reason."""
+    """Makes the row of the program that `command` compiles; a row without cycles has a reason."""
     chip, (cycles, reason) = CHIPS[name], count(case.method, command)
     return dataclasses.asdict(case) | {
         "chip": name,
@@ -112,7 +110,7 @@ def line(case: Case, row: dict[str, Any]) -> str:
 
 
 def regressions(rows: list[dict[str, Any]], baseline: list[dict[str, Any]]) -> list[str]:
-    """What the baseline does not allow: more cycles, no cycles, programs that only one of the two has."""
+    """Lists regressions from the baseline: more cycles, no cycles, programs in only one of the two."""
 
     def program(row: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(sorted((key, value) for key, value in row.items() if key not in FIGURES))
@@ -128,7 +126,7 @@ def regressions(rows: list[dict[str, Any]], baseline: list[dict[str, Any]]) -> l
 
 
 def count(method: str, command: list[str]) -> tuple[int | None, str | None]:
-    """Cycles of the program that `command` compiles, or why there are none."""
+    """Counts cycles of the program that `command` compiles, or returns the reason for none."""
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | ENVIRONMENT | {"LIBTPU_INIT_ARGS": FLAGS[method].format(folder=folder)}
         try:
@@ -138,7 +136,7 @@ def count(method: str, command: list[str]) -> tuple[int | None, str | None]:
         if done.returncode > 0:
             errors = re.findall(r"^[\w.]+(?:Error|Exception)\b.*", done.stderr, re.MULTILINE)
             return None, f"does not compile: {errors[-1] if errors else done.stderr[-200:]}"
-        if method == STATIC_PROFILE:  # whose failures are signals
+        if method == STATIC_PROFILE:  # fails by signals
             cycles = static_profile(pathlib.Path(folder)) if done.returncode == 0 else None
             return cycles, None if cycles else "not modelled"
         if done.returncode < 0:
@@ -148,7 +146,7 @@ def count(method: str, command: list[str]) -> tuple[int | None, str | None]:
 
 
 def static_profile(folder: pathlib.Path) -> int | None:
-    """Of the program's operations, but for copies of its arguments into the layouts that it wants."""
+    """Sums the cycles of the program's operations, without copies of arguments into other layouts."""
     total = 0
     for path in folder.glob("*.textproto"):
         for operation in path.read_text().split("hlo_op_estimate {")[1:]:
@@ -162,7 +160,7 @@ def static_profile(folder: pathlib.Path) -> int | None:
 def bundles(
     folder: pathlib.Path, trips: dict[str, list[int]], sizes: Callable[[str], list[int]]
 ) -> tuple[int | None, str | None]:
-    """Of the custom calls with such names, each of their `sizes` times how often it runs."""
+    """Sums `sizes` times trip counts over the custom calls with these names."""
     total = 0
     for name, times in trips.items():
         paths = [path for path in folder.glob(f"*{name}*-final_bundles.txt") if "schedule-analysis" not in path.name]
@@ -174,7 +172,7 @@ def bundles(
 
 
 def by_product(code: str) -> list[int]:
-    """Bundles of each stretch of code with matrix products; one ends where a loop begins or a branch may land."""
+    """Counts bundles of each stretch of code with matrix products; loops and branch targets end a stretch."""
     stretches = re.split(r"^ *0x[0-9a-f]+ +(?=[A-Z]{2}:)", code, flags=re.MULTILINE)
     return [
         1 + len(re.findall(r"^ *0x[0-9a-f]+ ", stretch, re.MULTILINE)) for stretch in stretches if "vmatmul" in stretch
@@ -182,9 +180,9 @@ def by_product(code: str) -> list[int]:
 
 
 def by_loop(code: str) -> list[int]:
-    """Bundles of each loop, without the loops in it, in the order in which they begin (`LB`, `>` for each level)."""
+    """Counts bundles of each loop, without inner loops, in order of their beginnings (`LB`, `>` for each level)."""
     sizes: list[int] = []
-    inside: list[int] = []  # the loops that a bundle is in, outermost first
+    inside: list[int] = []  # the loops around a bundle, outermost first
     for label, depth in re.findall(r"^ *(?:0x)?[0-9a-f]+ +([A-Z]{2})?: *(>*) *\{", code, re.MULTILINE):
         del inside[len(depth) - (label == "LB") :]
         if label == "LB":
@@ -196,7 +194,7 @@ def by_loop(code: str) -> list[int]:
 
 
 def compile_case(chip: Chip, case: Case) -> None:
-    """Compiles one program and prints its trips; runs in the child, where libtpu leaves its profile or its code."""
+    """Compiles one program and prints its trips; runs in the child, where libtpu dumps its profile or its code."""
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 

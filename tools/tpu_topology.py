@@ -1,4 +1,4 @@
-"""TPUs that need not be there: libtpu compiles for them ahead of time, on any machine."""
+"""TPU topologies for compilation ahead of time by libtpu, on machines without a TPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import importlib.util
 from typing import Any
 
-# For libtpu, to be set before JAX is imported: no TPU is here, and several processes compile at once.
+# libtpu's settings without a TPU and with several compiling processes, to be set before JAX is imported.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -23,8 +23,8 @@ class Chip:
     """One JAX device. Bandwidth and operations are published figures; the clock is assumed.
 
     Attributes:
-        gigahertz: clock. gigabytes: HBM bandwidth a second. teraflops: bfloat16, a second.
-        devices: JAX devices of a chip. Chips are what a topology's name counts and Google lends.
+        gigahertz: clock. gigabytes: HBM bandwidth, a second. teraflops: bfloat16.
+        devices: JAX devices of a chip. Topology names and prices count chips.
     """
 
     topology: str
@@ -43,7 +43,7 @@ CHIPS = {
 
 
 def topology_devices(name: str) -> list[Any]:
-    """Devices of a topology such as "v5e:2x2". Raises ValueError: no such one, or no libtpu."""
+    """Returns the devices of a topology such as "v5e:2x2". Raises ValueError: no such topology, or no libtpu."""
     import jax
     from jax.experimental import topologies
 
@@ -58,7 +58,7 @@ def topology_devices(name: str) -> list[Any]:
 
 @functools.cache
 def mesh(chip: Chip) -> Any:
-    """Of one device of this kind."""
+    """Makes a mesh of one such device."""
     import jax
     import numpy as np
 
