@@ -10,7 +10,7 @@ import pytest
 import tiny
 
 from eagle3_jax.config import TargetConfig
-from eagle3_jax.models.checkpoint import fetch as registry
+from eagle3_jax.models.checkpoint import fetch
 from eagle3_jax.runs import processes
 
 
