@@ -1,13 +1,22 @@
-"""The documents: what they link to and name exists. Their commands and their Python are those of `test_readme.py`."""
+"""The pages: links, named files and tests, length, the site. `test_readme.py` has their commands and their Python."""
 
+import ast
 import pathlib
 import re
+import shutil
 import subprocess
+import sys
+import tomllib
+from xml.etree import ElementTree
 
 import pytest
 
+import eagle3_jax
+
 ROOT = pathlib.Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted(ROOT.glob("docs/*.md"))
+PROSE = [path for path in DOCUMENTS if path.name != "CHANGELOG.md"]
 
 
 def name(path):
@@ -15,24 +24,79 @@ def name(path):
 
 
 def anchors(document):
-    """Of its headings, as GitHub names them."""
+    """Of its headings, as code hosts and the site name them."""
     headings = re.findall(r"^#+ (.*)", document.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def links(document):
+    return re.findall(r"\]\((?!https?:)([^)]+)\)", document.read_text())
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
 def test_links_lead_somewhere(document):
-    for link in re.findall(r"\]\((?!https?:)([^)]+)\)", document.read_text()):
+    for link in links(document):
         path, _, anchor = link.partition("#")
         target = document.parent / path if path else document
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
 
 
+@pytest.mark.parametrize("document", PAGES, ids=name)
+def test_links_of_the_site_stay_in_it(document):
+    assert [link for link in links(document) if "/" in link] == []
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
 def test_files_that_are_named_are_there(document):
     for path in re.findall(r"`((?:eagle3_jax|tests|tools|configs|docs)/[\w./*-]+)`", document.read_text()):
         assert list(ROOT.glob(path.rstrip("/"))), path
+
+
+def test_tests_that_are_named_are_there():
+    files = [path.name for path in ROOT.glob("tests/**/test_*.py")]
+    trees = [ast.parse(path.read_text()) for path in ROOT.glob("tests/**/test_*.py")]
+    there = {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    for document in PROSE:
+        named = re.findall(r"`(test_\w+(?:\.py)?)`", document.read_text())
+        assert [test for test in named if test not in there and test not in files] == [], document
+
+
+def sentences(text):
+    """Of paragraphs and lists; code, tables and headings are left out, and what is marked as code is one word."""
+    text = re.sub(r"^ *```.*?^ *```\n", "\n", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^(?:    .*|\|.*|#.*)$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^ *(?:[-*]|\d+\.) ", "\n", text, flags=re.MULTILINE)
+    text = re.sub(r"`[^`]+`", "CODE", text)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    for paragraph in re.split(r"\n\s*\n", text):
+        yield from re.split(r"(?<=[.!?])[)*]*\s+(?=[A-Z(*\"0-9]|vLLM|pip|sglang|gpt)", " ".join(paragraph.split()))
+
+
+@pytest.mark.parametrize("document", PROSE, ids=name)
+def test_sentences_are_short(document):
+    words = {sentence: len(re.findall(r"\S*\w\S*", sentence)) for sentence in sentences(document.read_text())}
+    assert {sentence: count for sentence, count in words.items() if count > 30} == {}
+
+
+def test_a_long_sentence_is_found():
+    text = "Short. " + "Word" + " word" * 30 + " end.\n\n    code " + "word " * 40 + "\n\n| " + "word " * 40 + "|\n"
+    assert [len(sentence.split()) for sentence in sentences(text) if sentence] == [1, 32]
+
+
+@pytest.mark.parametrize("document", PAGES, ids=name)
+def test_pages_are_short(document):
+    assert document.name == "benchmarks.md" or len(document.read_text().splitlines()) <= 120
+
+
+def test_the_glossary_is_short():
+    assert len(re.findall(r"^\| (?!term|-)", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)) <= 15
+
+
+@pytest.mark.parametrize("picture", sorted(ROOT.glob("docs/*.svg")), ids=name)
+def test_drawings_are_xml_and_say_what_they_show(picture):
+    drawing = ElementTree.fromstring(picture.read_text())
+    assert drawing.get("role") == "img" and drawing.get("aria-label")
 
 
 def test_shell_compiles():
@@ -46,3 +110,34 @@ def test_shell_compiles():
 def test_no_address_of_a_package_index_or_of_a_machine():
     for document in DOCUMENTS:
         assert not re.search(r"index-url|/simple/|/(root|home|tmp)/|localhost:\d", document.read_text()), document
+
+
+# ----------------------------------------------------------------------------------------------------------- the site
+def test_every_page_is_in_the_navigation_and_in_the_table_of_the_first():
+    def pages(entry):
+        if isinstance(entry, str):
+            return [entry]
+        return [page for part in (entry.values() if isinstance(entry, dict) else entry) for page in pages(part)]
+
+    navigation = pages(tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"])
+    there = sorted(path.name for path in PAGES)
+    assert sorted(navigation) == there
+    assert sorted({"index.md", *(link for link in links(ROOT / "docs/index.md") if link.endswith(".md"))}) == there
+
+
+def test_the_reference_has_every_public_name():
+    named = re.findall(r"^::: eagle3_jax\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    assert sorted(named) == sorted(eagle3_jax.__all__)
+
+
+def test_the_site_is_built_without_a_warning(tmp_path):
+    generator = shutil.which("zensical", path=pathlib.Path(sys.executable).parent)
+    if generator is None:
+        pytest.skip("no zensical")
+    for part in ("docs", "zensical.toml", "eagle3_jax"):
+        (tmp_path / part).symlink_to(ROOT / part)
+    command = [generator, "build", "--strict"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {path.stem for path in PAGES} <= {path.stem for path in (tmp_path / "site").glob("*.html")}
+    assert "warm_up" in (tmp_path / "site/api.html").read_text()

@@ -129,12 +129,15 @@ def locked(role: str, python: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("python", ["3.11", "3.12", "3.14"])
-@pytest.mark.parametrize("role", ["decode", "train", "test"])
+@pytest.mark.parametrize("role", ["decode", "train", "test", "docs"])
 def test_locked_versions_meet_every_requirement(role, python):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     optional = project["project"]["optional-dependencies"]
     requirements = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
-    if role != "decode":
+    site = optional.pop("docs")
+    if role == "docs":
+        requirements += site
+    elif role != "decode":
         requirements += optional.pop("train")
     if role == "test":
         requirements += itertools.chain(*optional.values())
@@ -186,7 +189,9 @@ done >"$output"
 def test_each_lock_holds_what_a_role_adds(tmp_path):
     machine = Machine(tmp_path)
     machine.program("uv", _FAKE_UV)
-    before = "".join((ROOT / "requirements" / f"{role}.txt").read_text() for role in ("decode", "train", "test"))
+    before = "".join(
+        (ROOT / "requirements" / f"{role}.txt").read_text() for role in ("decode", "train", "test", "docs")
+    )
     subprocess.run(
         [sys.executable, machine.home / "tools/lock.py"],
         env=os.environ | {"PATH": f"{machine.programs}:/usr/bin:/bin"},
@@ -200,6 +205,7 @@ def test_each_lock_holds_what_a_role_adds(tmp_path):
         "train.txt": f"-r decode.txt\ntrain{hashed}",
         "test.txt": f"-r train.txt\ntest{hashed}reference{hashed}",
         "tpu.txt": f"-r train.txt\ntpu{hashed}serve{hashed}",
+        "docs.txt": f"-r decode.txt\ndocs{hashed}",
     }
     # What was locked is what uv prefers; the build's requirements are locked too.
     assert sorted((machine.home / "pinned").read_text().split("\n")) == sorted(

@@ -26,6 +26,7 @@ from eagle3_jax.runs import command
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "docs/batch-jobs-on-tpu-vms.md"
+KUBERNETES = ROOT / "docs/kubernetes.md"
 
 GCLOUD = f"""#!{sys.executable} -IS
 import json, os, pathlib, shutil, subprocess, sys
@@ -563,7 +564,7 @@ def test_the_jobset_is_one_slice_whose_hosts_agree():
 def test_kubectl_is_asked_for_what_the_jobset_makes(cloud):
     """The commands of the page, as a reader runs them, and those in the file's head."""
     cloud.program("kubectl", '#!/bin/sh\nprintf "%s\\n" "$*" >>"$FAKE/kubectl"\n')
-    page = PAGE.read_text().replace("\\\n", "")
+    page = KUBERNETES.read_text().replace("\\\n", "")
     lines = re.findall(r"^ *((?:kubectl|gcloud storage buckets add-iam-policy-binding) .*)", page, re.MULTILINE)
     assert cloud.bash("-c", f"cd '{ROOT}'; set -e; " + "\n".join(lines)).returncode == 0
     asked = [line.split() for line in (cloud.folder / "kubectl").read_text().splitlines()]

@@ -5,7 +5,7 @@
     python tools/lock.py --upgrade-package transformers  # any option of `uv pip compile`
 
 Requires uv on the PATH (`pip install uv`) and a network. Each file holds a role's additions to the previous role;
-tpu.txt holds the additions to train.txt. (Tests compile for TPUs with another libtpu than the one that JAX runs with.)
+tpu.txt holds the additions to train.txt, docs.txt those to decode.txt. (Tests compile for TPUs with another libtpu than the one that JAX runs with.)
 """
 
 import fnmatch
@@ -44,13 +44,14 @@ def resolve(extras: list[str], options: list[str], pinned: str) -> str:
 
 
 def main() -> None:
-    locks = {role: FOLDER / f"{role}.txt" for role in ROLES}
+    locks = {role: FOLDER / f"{role}.txt" for role in (*ROLES, "docs")}
     whole = "".join(entry for path in locks.values() if path.exists() for entry in entries(path.read_text()))
-    whole = resolve([extra for extras in ROLES.values() for extra in extras], sys.argv[1:], whole)
+    whole = resolve([*(extra for extras in ROLES.values() for extra in extras), "docs"], sys.argv[1:], whole)
     held: dict[str, list[str]] = {}
     for role, base, extras in [
         *zip(ROLES, [None, *ROLES], ROLES.values(), strict=False),
         ("tpu", "train", ["train", "tpu", "serve"]),
+        ("docs", "decode", ["docs"]),
     ]:
         found = entries(resolve(extras, [], whole))  # a role alone has the versions of the whole
         held[role] = [x for x in found if not any(fnmatch.fnmatch(x.split("==")[0], name) for name in UNLOCKED)]

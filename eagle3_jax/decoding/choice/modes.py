@@ -66,7 +66,7 @@ class Tier:
 
     @property
     def promise(self) -> Promise:
-        """A guess of what it accepts, as heads for small targets do (docs/measured.md)."""
+        """A guess of what it accepts, as heads for small targets do (docs/benchmarks.md)."""
         if self.tree is None:
             return Promise(0.0, 0, "none", wakes=False, drafts=1.0)
         copies = 0.3 if self.tree.lookup_tokens else 0.0

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 # The probability that a copied token is right, by how many of the last tokens occurred there. One that is right makes
 # the occurrence a token longer, so the next one has the probability of that length. Counted on 400 greedy answers of
-# SmolLM2-135M-Instruct to mixed prompts (docs/measured.md).
+# SmolLM2-135M-Instruct to mixed prompts (docs/benchmarks.md).
 PROBABILITIES = (0.19, 0.46, 0.57, 0.69, 0.74, 0.87)
 # Last tokens that are compared: an occurrence of more of them is preferred, then the latest.
 MOST = len(PROBABILITIES)

@@ -27,7 +27,7 @@ from eagle3_jax.kernels.tree_attention.plan import Shape
 from eagle3_jax.kernels.tree_attention.tpu import attend
 from eagle3_jax.kernels.tree_attention.xla import attend_xla
 
-# How the kernel's work is cut, by the kind of chip, else "default"; chosen by libtpu's simulation (docs/measured.md).
+# How the kernel's work is cut, by the kind of chip, else "default"; chosen by libtpu's simulation (docs/benchmarks.md).
 # At most: keys of a block over all KV heads, those of one head in it, scores of an item, and rows of a tile, all query
 # heads of a KV head together.
 BLOCKS: dict[str, dict[str, int]] = json.loads(

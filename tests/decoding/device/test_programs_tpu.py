@@ -222,7 +222,7 @@ def check(program: str, tree: Any, greedy: bool, topology: str, config: ModelCon
     # Beside the logits there is nothing large: no copy of a cache (512 MiB each), no weights in another layout, none
     # gathered from other devices.
     if topology.startswith("tpu7x") and name == "decode":
-        limit += 1024  # there the loop wants the LM head in another layout: docs/measured.md
+        limit += 1024  # there the loop wants the LM head in another layout: docs/benchmarks.md
     assert memory.temp_size_in_bytes < limit << 20
 
 
