@@ -134,8 +134,9 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     generator = shutil.which("zensical", path=pathlib.Path(sys.executable).parent)
     if generator is None:
         pytest.skip("no zensical")
-    for part in ("docs", "zensical.toml", "eagle3_jax"):
-        (tmp_path / part).symlink_to(ROOT / part)
+    shutil.copy(ROOT / "zensical.toml", tmp_path)  # it builds beside the file that a link leads to
+    for folder in ("docs", "eagle3_jax"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
     command = [generator, "build", "--strict"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
