@@ -4,7 +4,7 @@ from llvmlite import binding, ir
 
 
 def assembly(module: ir.Module) -> str:
-    """The module as Arm instructions, by the passes that `kernels.llvm` runs."""
+    """The module as Arm instructions, by the passes that `kernels.cpu.compiler` runs."""
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
     parsed = binding.parse_assembly(str(module))

@@ -79,7 +79,7 @@ def test_a_program_for_a_tpu_is_compiled_once(empty, monkeypatch):
 _KERNEL = """
 import jax, jax.numpy as jnp
 from jax.experimental import topologies
-from eagle3_jax.kernels.cache.commit import commit
+from eagle3_jax.kernels.cache.api import commit
 
 def test_lowered():
     place = jax.sharding.SingleDeviceSharding(topologies.get_topology_desc("v5e:1x1", "tpu").devices[0])

@@ -22,7 +22,8 @@ def tree_attention(case: Attention) -> Call:
 
     from eagle3_jax.decoding.engine import PAGE_SIZE
     from eagle3_jax.kernels import dispatch
-    from eagle3_jax.kernels.tree_attention.api import plan, tree_attention
+    from eagle3_jax.kernels.tree_attention.api import tree_attention
+    from eagle3_jax.kernels.tree_attention.plan import plan
 
     c, cores, dtype, pages = case, dispatch.cores(), jnp.dtype(case.dtype), case.keys // PAGE_SIZE
     queries, cache = (c.batch, c.nodes, c.query_heads, c.head_dim), _pages(c.batch * c.keys, c.kv_heads, c.head_dim)
@@ -79,7 +80,8 @@ def ttt_attention(case: TrainingTimeTest) -> Call:
     import jax
     import jax.numpy as jnp
 
-    from eagle3_jax.kernels.ttt_attention.api import plan, ttt_attention
+    from eagle3_jax.kernels.ttt_attention.api import ttt_attention
+    from eagle3_jax.kernels.ttt_attention.tpu import plan
 
     c = case
     queries = (1, c.length, c.query_heads, c.head_dim)
@@ -102,7 +104,7 @@ def ttt_attention(case: TrainingTimeTest) -> Call:
 def commit(case: Commit) -> Call:
     """Commit of a path; work that depends on the path counts for each of its rows."""
     from eagle3_jax.decoding.engine import PAGE_SIZE
-    from eagle3_jax.kernels.cache.commit import commit
+    from eagle3_jax.kernels.cache.api import commit
 
     c = case
     caches = [(_pages(c.batch * c.slots, c.kv_heads, c.head_dim), c.dtype)] * 2 * c.layers

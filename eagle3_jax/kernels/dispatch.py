@@ -1,4 +1,8 @@
-"""Which implementation of a kernel runs, and how a mesh splits it."""
+"""The one chooser of a kernel's implementation, and how a mesh splits a kernel's work.
+
+An operation's `api` calls `choose` with the implementations that it has. "xla" is XLA's own operations, "pallas" a
+Pallas kernel for TPU, "cpu" LLVM IR for the processor at hand (`kernels/cpu/`).
+"""
 
 from __future__ import annotations
 
@@ -10,33 +14,61 @@ from jax import P
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
+from eagle3_jax.kernels.cpu import handler
 from eagle3_jax.kernels.tpu.registers import VMEM_LIMIT
 
-Implementation = Literal["xla", "pallas"]
+Implementation = Literal["xla", "pallas", "cpu"]
 
 
 def device() -> Any:
-    """What the program that is traced now is for: the device of the mesh that is set, else this process's first."""
+    """The device that the traced program is for: that of the mesh that is set, else the process's first."""
     return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
 
 
 def cores() -> int:
-    """How many cores share the work of one device: two on TPU v4 and v5p, one elsewhere."""
+    """Cores that share the work of one device: two on TPU v4 and v5p, one elsewhere."""
     return getattr(device(), "num_cores", None) or 1
 
 
-def default_implementation() -> Implementation:
-    """Pallas on a TPU that has the VMEM which the kernels count on (v5e and later; v4 has 16 MiB), XLA elsewhere."""
-    if device().platform != "tpu" or pltpu.get_tpu_info().vmem_capacity_bytes <= VMEM_LIMIT:
-        return "xla"
-    return "pallas"
+def default_implementation(of: Any = None) -> Implementation:
+    """The implementation that suits a device, where the operation has it.
+
+    "pallas" on a TPU with the VMEM that the kernels need (v5e and later; v4 has 16 MiB), "cpu" on a CPU where its
+    kernels are on (`handler.enabled`), "xla" elsewhere.
+
+    Args:
+        of: the device; None is `device()`.
+    """
+    of = of or device()
+    if of.platform == "cpu" and handler.enabled():
+        return "cpu"
+    if of.platform == "tpu" and pltpu.get_tpu_info().vmem_capacity_bytes > VMEM_LIMIT:
+        return "pallas"
+    return "xla"
+
+
+def choose(given: Implementation | None, *offered: Implementation) -> Implementation:
+    """The implementation that runs: `given`; else the device's default if the operation offers it; else "xla".
+
+    Args:
+        offered: implementations that take these arguments, beside "xla".
+
+    Raises:
+        ValueError: `given` is not offered.
+    """
+    if given is None:
+        default = default_implementation()
+        return default if default in offered else "xla"
+    if given not in ("xla", *offered):
+        raise ValueError(f"implementation: got {given!r}, expected one of {('xla', *offered)} for these arguments")
+    return given
 
 
 def split_axes(sizes: dict[str, int]) -> set[str]:
-    """The axes of the mesh that is set which split what they are to split.
+    """Axes of the mesh that is set over which something of these sizes is split.
 
     Args:
-        sizes: by axis, of what it is to split; an axis that does not divide its size splits nothing.
+        sizes: by axis; an axis that does not divide its size splits nothing.
     """
     shape = jax.sharding.get_abstract_mesh().shape
     return {name for name, size in sizes.items() if shape.get(name, 1) > 1 and size % shape[name] == 0}
@@ -49,12 +81,12 @@ def over_mesh(
     results: Any,
     sizes: dict[str, int],
 ) -> Any:
-    """`function` on each device's share of its operands.
+    """Calls `function` on each device's share of the operands.
 
     A Pallas call is opaque to the partitioner, so the mesh that is set (`jax.set_mesh`) says how to split it.
 
     Args:
-        specs: of the operands, as if every axis of the mesh split what it may. results: of what is returned.
+        specs: of the operands, for a mesh whose axes all split. results: specs of the results.
         sizes: see `split_axes`.
     """
     mesh = jax.sharding.get_abstract_mesh()

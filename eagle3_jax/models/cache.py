@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from eagle3_jax.kernels.cache.commit import commit
-from eagle3_jax.kernels.tpu.registers import LANES
+from eagle3_jax.kernels.cache.api import commit
 from eagle3_jax.kernels.tree_attention.api import tree_attention
-from eagle3_jax.kernels.tree_attention.packed_heads import cache_rows
+from eagle3_jax.kernels.tree_attention.packed_heads import SLOTS, cache_rows
 
 
 @jax.tree_util.register_dataclass
@@ -40,7 +39,7 @@ class KVCache:
     @classmethod
     def empty(cls, layers: int, batch: int, kv_heads: int, slots: int, head_dim: int, dtype: Any) -> KVCache:
         """Room for `slots` entries a sequence at least, in a multiple of what the attention kernel for TPU reads."""
-        return cls.pages(layers, batch, kv_heads, -(-slots // LANES) * LANES, head_dim, dtype)
+        return cls.pages(layers, batch, kv_heads, -(-slots // SLOTS) * SLOTS, head_dim, dtype)
 
     @classmethod
     def pages(cls, layers: int, pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: Any) -> KVCache:

@@ -1,4 +1,4 @@
-"""Models with their matrices as the kernels read them: in panels on a CPU (`kernels.linear_cpu`), by rows on a TPU."""
+"""Models with their matrices in the layouts of the kernels: in panels on a CPU (`kernels.linear`), by rows on a TPU."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from flax import nnx
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Sharding
 
+from eagle3_jax.kernels.dispatch import default_implementation
 from eagle3_jax.kernels.linear import few_rows
-from eagle3_jax.kernels.linear.cpu import Panels, pack
-from eagle3_jax.kernels.linear.few_rows import Padded
+from eagle3_jax.kernels.linear.api import linear, pack
+from eagle3_jax.kernels.linear.layouts import Padded, Panels
 from eagle3_jax.kernels.norm_rope import cpu as rows_cpu
 from eagle3_jax.kernels.norm_rope.cpu import NormWeight
 from eagle3_jax.kernels.vocabulary.api import vocabulary_logits
@@ -23,7 +24,6 @@ from eagle3_jax.mesh import mesh_of, replicated
 from eagle3_jax.models.checkpoint.load import parameter_path
 from eagle3_jax.models.drafts.head import Draft, Head
 from eagle3_jax.models.drafts.model import DraftModel
-from eagle3_jax.models.layers import linear
 from eagle3_jax.models.target import TargetModel
 
 Model = TypeVar("Model", TargetModel, Draft)
@@ -35,7 +35,7 @@ _NORMS = re.compile(r"norm(/\d+)?$")
 
 
 class Product(NamedTuple):
-    """What products with a model's matrices differ in.
+    """A kind of product with a model's matrices.
 
     Attributes:
         shape: of the matrix. vocabulary: its rows are one per token.
@@ -45,7 +45,7 @@ class Product(NamedTuple):
     vocabulary: bool
 
     def times(self, matrices: Sequence[jax.Array], rows: int) -> jax.Array:
-        """So many rows times each of some matrices, one after the other: to be timed."""
+        """`rows` rows times each of some matrices in turn, to be timed."""
         x = jnp.ones(self.shape[-1 if self.vocabulary else 0], matrices[0].dtype)
         return few_rows.multiply(
             matrices[: few_rows.SAMPLE], x, rows=rows, product=vocabulary_logits if self.vocabulary else linear
@@ -53,16 +53,16 @@ class Product(NamedTuple):
 
 
 def for_inference(model: Model) -> Model:
-    """A twin that shares what needs no other layout; the model may be dropped then.
+    """A twin in the kernels' layouts; it shares the arrays that need no other layout, and the model may be dropped.
 
-    On one CPU device matrices are packed, norms marked for their kernel, a tied LM head becomes one of its own. On TPUs
-    some parameters lie row by row (`tpu_formats`). Elsewhere it is the model itself.
+    On one CPU device matrices are packed, norms are marked for their kernel, and a tied LM head gets a matrix of its
+    own. On TPUs some parameters are stored row by row (`tpu_formats`). Elsewhere the twin is the model itself.
     """
     return _each(model, _twin)
 
 
 def products(*models: TargetModel | Draft | None) -> dict[Product, list[jax.Array]]:
-    """The matrices that `padded` knows, of all models together."""
+    """The matrices that `padded` takes, of all models together."""
     found: dict[Product, list[jax.Array]] = collections.defaultdict(list)
 
     def collect(module: Any) -> Any:
@@ -79,10 +79,10 @@ def products(*models: TargetModel | Draft | None) -> dict[Product, list[jax.Arra
 
 
 def padded(model: Model, rows: Mapping[Product, tuple[int, ...]]) -> Model:
-    """A twin on the same arrays whose products take more rows than they are given where that costs less.
+    """A twin on the same arrays whose products pad their rows where that costs less.
 
     Args:
-        rows: see `few_rows.Padded`; products that are not in it, or have none, stay as they are.
+        rows: see `layouts.Padded`; products that are missing in it, or have none, are not padded.
     """
 
     def of(leaf: jax.Array, *, vocabulary: bool = False) -> Any:
@@ -102,7 +102,7 @@ def padded(model: Model, rows: Mapping[Product, tuple[int, ...]]) -> Model:
 
 
 def _each(model: Any, of: Callable[[Any], Any]) -> Any:
-    """With `of` its module in the place of each."""
+    """The model with `of` applied to its module."""
     if not isinstance(model, Draft):
         return of(model)
     head = model.head
@@ -110,12 +110,12 @@ def _each(model: Any, of: Callable[[Any], Any]) -> Any:
 
 
 def tpu_formats(module: TargetModel | Head) -> Any:
-    """Where and how each parameter lies on a TPU for inference: the module as a pytree of `Sharding`s and `Format`s.
+    """Sharding and layout of each parameter on a TPU for inference, as a pytree of `Sharding`s and `Format`s.
 
-    Row by row lies what a gather reads (a target's embeddings), the kernel that chooses drafts (a head's own LM head),
-    or the ragged product of experts. Where the rows' number fills registers of 128 numbers and their length does not
-    (gpt-oss, SmolLM2), a TPU's default has the rows in the lanes: each program would copy them before its first round.
-    The product of a target's LM head wants it as the default is, and tied embeddings stay that too.
+    Parameters are stored row by row where a gather reads them (a target's embeddings), the kernel that chooses drafts
+    (a head's own LM head), or the ragged product of experts. Where the number of rows fills registers of 128 numbers
+    and their length does not (gpt-oss, SmolLM2), a TPU's default has the rows in the lanes, and each program would copy
+    them before its first round. The product of a target's LM head reads the default layout, so tied embeddings keep it.
 
     Args:
         module: of arrays, or of `ShapeDtypeStruct`s with shardings.
@@ -137,11 +137,10 @@ def _twin(module: Module) -> Module:
     output_rows: Any = module.output_rows
     if isinstance(output_rows, Panels):
         return module
-    devices = output_rows.sharding.device_set
-    platforms = {device.platform for device in devices}
-    if platforms == {"cpu"} and len(devices) == 1:
+    first, *others = output_rows.sharding.device_set
+    if not others and default_implementation(first) == "cpu":
         return _packed(module, output_rows)
-    return _by_rows(module) if platforms == {"tpu"} else module
+    return _by_rows(module) if first.platform == "tpu" else module
 
 
 def _packed(module: Module, output_rows: jax.Array) -> Module:
@@ -166,7 +165,7 @@ def _by_rows(module: Module) -> Module:
 
 
 def _placed(matrix: jax.Array, *, transposed: bool = False) -> Panels:
-    """Packed where the matrix lies. Committed to its device only if that is: programs are compiled for one or other."""
+    """The panels on the matrix's device; committed to it if the matrix is, for that is part of a compiled program."""
     panels = pack(matrix.T if transposed else matrix)
     if not matrix.committed:
         return panels

@@ -16,11 +16,9 @@ from flax import nnx
 from jax import P
 from jaxtyping import Array, Float, Int
 
-from eagle3_jax.kernels.contraction import contract
 from eagle3_jax.kernels.dispatch import default_implementation
-from eagle3_jax.kernels.linear import cpu as linear_cpu
-from eagle3_jax.kernels.linear.cpu import Panels
-from eagle3_jax.kernels.linear.few_rows import Padded
+from eagle3_jax.kernels.linear.api import gated_linear, linear
+from eagle3_jax.kernels.linear.layouts import Panels
 from eagle3_jax.kernels.norm_rope import cpu as rows_cpu
 from eagle3_jax.kernels.norm_rope.cpu import NormWeight
 
@@ -170,20 +168,10 @@ def at_row(array: Float[Array, "b t ..."], row: Int[Array, " b"] | None) -> Floa
 
 def embeddings(table: Float[Array, "v h"], tokens: Int[Array, "*batch"]) -> Float[Array, "*batch h"]:
     """table[tokens]."""
-    if default_implementation() == "xla":
+    if default_implementation() != "pallas":
         # Behind the barrier: else XLA for CPUs converts a whole bfloat16 table in front of a loop that gathers from it.
         table, tokens = jax.lax.optimization_barrier((table, tokens))
     return table[tokens]
-
-
-def linear(x: Float[Array, "*batch h"], kernel: Float[Array, "h out"] | Panels | Padded) -> Float[Array, "*batch out"]:
-    """x @ kernel; the kernel is cast to x's dtype."""
-    rows = x.reshape(-1, x.shape[-1])
-    if isinstance(kernel, Padded):
-        return kernel.apply(linear, rows).reshape(*x.shape[:-1], -1)
-    if isinstance(kernel, Panels):
-        return linear_cpu.product(rows, kernel).astype(x.dtype).reshape(*x.shape[:-1], -1)
-    return contract("mk,kn->mn", rows, kernel).astype(x.dtype).reshape(*x.shape[:-1], -1)
 
 
 class Attention(nnx.Module):
@@ -240,11 +228,7 @@ class SwiGLU(nnx.Module):
         self.down = normal((intermediate, hidden), dtype, rngs)
 
     def __call__(self, x: Float[Array, "b t h"]) -> Float[Array, "b t h"]:
-        gate, up = self.gate[...], self.up[...]
-        if isinstance(gate, Panels) and isinstance(up, Panels):
-            gated = linear_cpu.gated_product(x.reshape(-1, x.shape[-1]), gate, up)
-            return linear(gated.astype(x.dtype).reshape(*x.shape[:-1], -1), self.down[...])
-        return linear(jax.nn.silu(linear(x, gate)) * linear(x, up), self.down[...])
+        return linear(gated_linear(x, self.gate[...], self.up[...]), self.down[...])
 
 
 def normal(shape: tuple[int, ...], dtype: Any, rngs: nnx.Rngs, scale: float = 0.02) -> nnx.Param:

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from eagle3_jax.kernels.linear.cpu import Panels
-from eagle3_jax.kernels.linear.few_rows import Padded
+from eagle3_jax.kernels.linear.layouts import Padded, Panels
 from eagle3_jax.kernels.vocabulary.api import vocabulary_logits
 from eagle3_jax.models.cache import KVCache
 from eagle3_jax.models.layers import (

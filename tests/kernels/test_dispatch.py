@@ -1,9 +1,12 @@
-"""Which implementation a chip gets."""
+"""Which implementation a device gets."""
+
+import logging
 
 import jax
 import pytest
 
-from eagle3_jax.kernels.dispatch import cores, default_implementation
+from eagle3_jax.kernels.cpu import handler
+from eagle3_jax.kernels.dispatch import choose, cores, default_implementation
 
 
 @pytest.mark.parametrize(
@@ -25,5 +28,36 @@ def test_kernels_run_where_their_memory_is(kind, count, expected):
         assert cores() == count
 
 
-def test_elsewhere_xla():
-    assert default_implementation() == "xla"
+def test_a_gpu_gets_xla():
+    device = jax.sharding.AbstractDevice("NVIDIA H100", 1, "gpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("model",), abstract_device=device)):
+        assert default_implementation() == "xla"
+
+
+def test_a_cpu_gets_its_kernels_unless_they_are_off(monkeypatch):
+    monkeypatch.delenv("EAGLE3_CPU_KERNELS", raising=False)
+    assert default_implementation(jax.devices("cpu")[0]) == "cpu"
+    monkeypatch.setenv("EAGLE3_CPU_KERNELS", "0")
+    assert default_implementation(jax.devices("cpu")[0]) == "xla"
+
+
+@pytest.mark.parametrize("version", [(0, 99), (1, 0), None])
+def test_an_interface_of_an_unknown_version_gets_xla(version, monkeypatch, caplog):
+    """With one line in the log, however often it is asked."""
+    monkeypatch.delenv("EAGLE3_CPU_KERNELS", raising=False)
+    monkeypatch.setattr(handler, "api_version", lambda: version)
+    handler._known.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert default_implementation(jax.devices("cpu")[0]) == "xla"
+    (line,) = caplog.messages
+    shown = "none" if version is None else "{}.{}".format(*version)
+    assert f"got version {shown}, expected one of 0.3, 0.4, 0.5" in line
+
+
+def test_the_default_runs_where_the_operation_has_it(monkeypatch):
+    monkeypatch.delenv("EAGLE3_CPU_KERNELS", raising=False)
+    assert choose(None, "pallas", "cpu") == "cpu"
+    assert choose(None, "pallas") == choose("xla", "cpu") == "xla"
+    with pytest.raises(ValueError, match=r"implementation: got 'cpu', expected one of \('xla', 'pallas'\)"):
+        choose("cpu", "pallas")

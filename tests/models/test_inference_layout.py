@@ -10,7 +10,7 @@ from jax.experimental.layout import Format, Layout
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.rounds.sampling import SamplingParams
-from eagle3_jax.kernels.linear.cpu import Panels
+from eagle3_jax.kernels.linear.layouts import Panels
 from eagle3_jax.models import inference_layout
 from eagle3_jax.models.checkpoint.fetch import load_target
 from eagle3_jax.models.inference_layout import for_inference

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eagle3_jax.models.layers import embeddings, linear
+from eagle3_jax.kernels.linear.api import linear
+from eagle3_jax.models.layers import embeddings
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 16, 17])

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 from llvmlite import ir
 
-from eagle3_jax.kernels.cpu import llvm
-from eagle3_jax.kernels.cpu.llvm import F32, I32, I64, Buffer, Code, Value
+from eagle3_jax.kernels.cpu import compiler, handler
+from eagle3_jax.kernels.cpu.handler import Buffer
+from eagle3_jax.kernels.cpu.ir import F32, I32, I64, Code, Value, constant, vector
 
 _WIDTH = 16
 _CHUNKS = 4  # for each thread, see `linear_cpu`
@@ -34,14 +35,14 @@ def draw(
         coins: uniform in [0, 1): for the block, and for the token in it.
     """
     size = logits.shape[1]
-    name = llvm.kernel(f"eagle3_jax_draw_{size}", write_draw, size)
+    name = compiler.kernel(f"eagle3_jax_draw_{size}", write_draw, size)
     result = jax.ShapeDtypeStruct(logits.shape[:1], jnp.int32)
     return jax.ffi.ffi_call(name, result)(logits, temperature.astype(jnp.float32), coins)
 
 
 def write_draw(module: ir.Module, name: str, size: int) -> None:
     """The kernel (logits [b, size], temperature [b], coins [b, 2]) -> int32 [b]; a chunk is a few rows."""
-    chunks, block = _CHUNKS * llvm.threads(), block_width(size)
+    chunks, block = _CHUNKS * compiler.threads(), block_width(size)
     blocks = -(-size // block)
 
     def plan(code: Code, operands: Sequence[Buffer], results: Sequence[Buffer]) -> tuple[list[Value], Value]:
@@ -60,7 +61,7 @@ def write_draw(module: ir.Module, name: str, size: int) -> None:
             answer = code.at(chosen, row, I32)
             best = _greatest(code, of_row, size)
             temperature = code.load(code.at(temperatures, row, F32), F32)
-            cold = code.b.fcmp_ordered("==", temperature, llvm.number(0.0))
+            cold = code.b.fcmp_ordered("==", temperature, constant(0.0))
             with code.b.if_else(cold) as (then, otherwise):
                 with then:
                     code.b.store(code.b.trunc(_first_equal(code, of_row, best, size), I32), answer)
@@ -78,21 +79,19 @@ def write_draw(module: ir.Module, name: str, size: int) -> None:
                     token = code.add(place, _invert(code, weights, count, coin[1]))
                     code.b.store(code.b.trunc(token, I32), answer)
 
-    llvm.write_kernel(module, name, 3, 1, plan, body)
+    handler.write_kernel(module, name, 3, 1, plan, body)
 
 
 def _masked(code: Code, place: Value, left: Value, otherwise: float) -> Value:
     """Up to `_WIDTH` floats; `otherwise` behind the last that is left."""
-    kind, lanes = llvm.vector(_WIDTH), ir.VectorType(I64, _WIDTH)
+    kind, lanes = vector(_WIDTH), ir.VectorType(I64, _WIDTH)
     mask = code.b.icmp_signed("<", ir.Constant(lanes, list(range(_WIDTH))), code.broadcast(left, _WIDTH))
-    return code.call(
-        "llvm.masked.load.v16f32.p0", kind, place, ir.Constant(I32, 4), mask, llvm.number(otherwise, _WIDTH)
-    )
+    return code.call("llvm.masked.load.v16f32.p0", kind, place, ir.Constant(I32, 4), mask, constant(otherwise, _WIDTH))
 
 
 def _greatest(code: Code, row: Value, size: int) -> Value:
-    kind = llvm.vector(_WIDTH)
-    best = code.variable(kind, llvm.number(-math.inf, _WIDTH))
+    kind = vector(_WIDTH)
+    best = code.variable(kind, constant(-math.inf, _WIDTH))
     with code.loop(0, size, _WIDTH) as i:
         part = _masked(code, code.at(row, i, F32), code.sub(size, i), -math.inf)
         code.b.store(code.call("llvm.maxnum.v16f32", kind, part, code.load(best, kind)), best)
@@ -111,21 +110,21 @@ def _first_equal(code: Code, row: Value, value: Value, size: int) -> Value:
 
 def _weigh(code: Code, row: Value, best: Value, temperature: Value) -> Callable[[Value, Value, Value | None], Value]:
     """(first, count, where) -> the sum of exp((logit - best) / T) of so many tokens; each is stored if `where` is."""
-    kind = llvm.vector(_WIDTH)
+    kind = vector(_WIDTH)
     top, degrees = (code.broadcast(value, _WIDTH) for value in (best, temperature))
 
     def part(first: Value, count: Value, where: Value | None) -> Value:
         total = code.variable(kind)
-        code.b.store(llvm.number(0.0, _WIDTH), total)
+        code.b.store(constant(0.0, _WIDTH), total)
         with code.loop(0, count, _WIDTH) as i:
             left = code.sub(count, i)
             found = _masked(code, code.at(row, code.add(first, i), F32), left, -math.inf)
             shifted = code.b.fdiv(code.b.fsub(found, top), degrees)
             # Beyond exp's range it would be its end's: a weight of 0 is never drawn.
             weight = code.b.select(
-                code.b.fcmp_ordered(">", shifted, llvm.number(-87.0, _WIDTH)),
+                code.b.fcmp_ordered(">", shifted, constant(-87.0, _WIDTH)),
                 code.exp(shifted),
-                llvm.number(0.0, _WIDTH),
+                constant(0.0, _WIDTH),
             )
             code.b.store(code.b.fadd(code.load(total, kind), weight), total)
             if where is not None:
@@ -137,7 +136,7 @@ def _weigh(code: Code, row: Value, best: Value, temperature: Value) -> Callable[
 
 def _invert(code: Code, weights: Value, count: Value, coin: Value) -> Value:
     """The first entry at which the running sum exceeds coin * total, else the last that has weight, else the first."""
-    zero = llvm.number(0.0)
+    zero = constant(0.0)
     running, found, last = code.variable(F32), code.variable(I64), code.variable(I64)
     code.b.store(zero, running)
     with code.loop(0, count) as i:

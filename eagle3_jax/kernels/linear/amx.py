@@ -13,8 +13,8 @@ import platform
 
 from llvmlite import ir
 
-from eagle3_jax.kernels.cpu import llvm
-from eagle3_jax.kernels.cpu.llvm import F32, I8, I16, I32, I64, VOID, Code, Value
+from eagle3_jax.kernels.cpu import compiler
+from eagle3_jax.kernels.cpu.ir import F32, I8, I16, I32, I64, POINTER, VOID, Code, Value, define
 
 ROWS = 16  # of a tile; those of x are padded to whole ones
 MOST = 32  # rows of x that are multiplied at once
@@ -28,7 +28,7 @@ _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # Linux on x86-6
 @functools.cache
 def available() -> bool:
     """Whether this machine has tiles for bfloat16, and Linux lets this process use them."""
-    if platform.system() != "Linux" or not llvm.has_features("amx-tile", "amx-bf16", "avx512f"):
+    if platform.system() != "Linux" or not compiler.has_features("amx-tile", "amx-bf16", "avx512f"):
         return False
     return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
 
@@ -55,7 +55,7 @@ def write_block(module: ir.Module, name: str, rows: int) -> ir.Function:
         rows: 16 or 32. k is a multiple of 32, a row of y has `stride` columns.
     """
     tiles = rows // ROWS
-    code = llvm.define(module, name, [llvm.POINTER] * 3 + [I64, I64])
+    code = define(module, name, [POINTER] * 3 + [I64, I64])
     code.function.linkage = "internal"
     panel, x, y, pairs, stride = code.function.args
     of_x, of_panel, of_y = code.mul(pairs, 4), code.int(4 * WIDTH), code.mul(stride, 4)  # bytes from row to row

@@ -15,9 +15,7 @@ Where it has matrix units (AMX), those take such panels, for any number of rows.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +23,11 @@ import numpy as np
 from jaxtyping import Array, Float, Float32
 from llvmlite import ir
 
-from eagle3_jax.kernels.cpu import llvm
-from eagle3_jax.kernels.cpu.llvm import F32, I32, I64, Buffer, Code, Value
+from eagle3_jax.kernels.cpu import compiler, handler
+from eagle3_jax.kernels.cpu.handler import Buffer
+from eagle3_jax.kernels.cpu.ir import ELEMENTS, F32, I32, I64, POINTER, Code, Value, constant, define, vector
 from eagle3_jax.kernels.linear import amx as linear_amx
+from eagle3_jax.kernels.linear.layouts import Panels
 
 # (rows, columns) whose sums fit into the vector registers: 32 of 512 bits, or 16 of 256.
 _BLOCKS = {True: (8, 32), False: (4, 16)}
@@ -35,38 +35,10 @@ _PAIRS = 16  # of bfloat16, of which one instruction takes so many
 _CHUNKS = 4  # for each thread, so that one that is held up holds up little
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Panels:
-    """A matrix [k, n] as the kernel reads it: its column j is panels[j // w, :, j % w, :], flat.
-
-    Attributes:
-        panels: groups of 1 row, of bfloat16 also of 2, see `pack`. Zeros behind the last column and row.
-        columns: n.
-        dtype: of the matrix; the panels of float32 may be bfloat16.
-    """
-
-    panels: Any  # Float[Array, "p groups w group"], or what a tree of other leaves has in its place
-    columns: int = dataclasses.field(metadata={"static": True})
-    dtype: Any = dataclasses.field(metadata={"static": True})
-
-    def __getitem__(self, index: Any) -> Panels:
-        """As an array's [...]."""
-        assert index is Ellipsis
-        return self
-
-    def beside(self, x: Array) -> Array:
-        """The panels as a kernel multiplies them with x: a copy in x's dtype, unless they have it or are widened."""
-        count, groups, width, group = self.panels.shape
-        if self.panels.dtype == x.dtype or (x.dtype == jnp.float32 and group == 1):
-            return self.panels
-        return self.panels.swapaxes(2, 3).reshape(count, groups * group, width, 1).astype(x.dtype)
-
-
 def pack(matrix: Float[Array, "k n"]) -> Panels:
     """The matrix, float32 or bfloat16, in panels of this machine's width."""
-    width = _BLOCKS[llvm.has_wide_vectors()][1]
-    group = 2 if matrix.dtype == jnp.bfloat16 and llvm.has_bfloat16_products() else 1
+    width = _BLOCKS[compiler.has_wide_vectors()][1]
+    group = 2 if matrix.dtype == jnp.bfloat16 and compiler.has_bfloat16_products() else 1
     depth = linear_amx.DEPTH if group == 2 and linear_amx.available() else group
     stored = np.ascontiguousarray(matrix)
     if matrix.dtype == jnp.float32 and not (stored.view(np.uint32) & 0xFFFF).any():
@@ -87,12 +59,12 @@ def gated_product(x: Float[Array, "m k"], gate: Panels, up: Panels) -> Float32[A
 
 
 def _call(kind: str, x: Array, matrices: tuple[Panels, ...]) -> Array:
-    panels = [matrix.beside(x) for matrix in matrices]
+    panels = [matrix.for_rows(x) for matrix in matrices]
     count, groups, width, group = panels[0].shape
     tiles = group == 2 and linear_amx.available()
-    rows = linear_amx.MOST if tiles else _BLOCKS[llvm.has_wide_vectors()][0]
+    rows = linear_amx.MOST if tiles else _BLOCKS[compiler.has_wide_vectors()][0]
     stored = tuple(matrix.dtype.name for matrix in panels)
-    name = llvm.kernel(
+    name = compiler.kernel(
         f"eagle3_jax_{kind}_{x.dtype}_{'_'.join(stored)}_{'tiles' if tiles else group}",
         *(write_product, rows, width, x.dtype.name, stored, group),
         tiles=tiles,
@@ -125,8 +97,8 @@ def write_product(
         tiles: on matrix units, see `linear_amx`; x has whole tiles.
     """
     # A pair is read as one number.
-    element, *elements = (llvm.ELEMENTS[kind] if group == 1 else I32 for kind in (dtype, *stored))
-    chunks, gated = _CHUNKS * llvm.threads(), len(stored) > 1
+    element, *elements = (ELEMENTS[kind] if group == 1 else I32 for kind in (dtype, *stored))
+    chunks, gated = _CHUNKS * compiler.threads(), len(stored) > 1
     heights = range(linear_amx.ROWS, rows + 1, linear_amx.ROWS) if tiles else range(1, rows + 1)
     blocks = {
         (kind, height): linear_amx.write_block(module, f"{name}.{kind}.rows{height}", height)
@@ -173,7 +145,7 @@ def write_product(
         if tiles:
             linear_amx.release(code)
 
-    llvm.write_kernel(module, name, 1 + len(stored), 1, plan, body)
+    handler.write_kernel(module, name, 1 + len(stored), 1, plan, body)
 
 
 def _write_block(module: ir.Module, name: str, rows: int, width: int, element: ir.Type, stored: ir.Type) -> ir.Function:
@@ -183,15 +155,15 @@ def _write_block(module: ir.Module, name: str, rows: int, width: int, element: i
         element: of x. stored: of the panel, widened if it is less. i32 are pairs, in both.
     """
     part = _PAIRS if element == I32 else width  # of a panel's row, that one instruction takes
-    pointer, kind = llvm.POINTER, llvm.vector(part)
-    code = llvm.define(module, name, [pointer] * 3 + [I64, I64])
+    pointer, kind = POINTER, vector(part)
+    code = define(module, name, [pointer] * 3 + [I64, I64])
     code.function.linkage = "internal"
     panel, x, y, k, stride = code.function.args
     for argument in (panel, x, y):
         argument.add_attribute("noalias")
     starts = range(0, width, part)
     of_x = [code.at(x, code.mul(k, r), element) for r in range(rows)]
-    totals = [[code.variable(kind, llvm.number(0.0, part)) for _ in starts] for _ in range(rows)]
+    totals = [[code.variable(kind, constant(0.0, part)) for _ in starts] for _ in range(rows)]
 
     def load(base: Value, index: Value, count: int, kind: ir.Type) -> Value:
         place = code.at(base, index, kind)
@@ -216,7 +188,7 @@ def _write_block(module: ir.Module, name: str, rows: int, width: int, element: i
 
 def _gate(code: Code, gate: Value, y: Value, width: int) -> None:
     """y[:] = silu(gate[:]) * y[:]."""
-    kind, one = llvm.vector(width), llvm.number(1.0, width)
+    kind, one = vector(width), constant(1.0, width)
     value = code.load(gate, kind, align=4)
     sigmoid = code.b.fdiv(one, code.b.fadd(one, code.exp(code.b.fneg(value))))
     code.b.store(code.b.fmul(code.b.fmul(value, sigmoid), code.load(y, kind, align=4)), y, align=4)

@@ -13,8 +13,9 @@ import jax
 from jaxtyping import Array, Float, Float32
 from llvmlite import ir
 
-from eagle3_jax.kernels.cpu import llvm
-from eagle3_jax.kernels.cpu.llvm import F32, Buffer, Code, Value
+from eagle3_jax.kernels.cpu import compiler, handler
+from eagle3_jax.kernels.cpu.handler import Buffer
+from eagle3_jax.kernels.cpu.ir import ELEMENTS, F32, Code, Value, constant, vector
 
 WIDTH = 16  # numbers of one step: their count must be a multiple of it
 _CHUNKS = 4  # for each thread, see `linear_cpu`
@@ -35,7 +36,7 @@ class NormWeight:
 
 def rms_norm(x: Float[Array, "m h"], weight: NormWeight, eps: float) -> Float[Array, "m h"]:
     """As `layers.rms_norm`, the squares summed in another order; h is a multiple of `WIDTH`."""
-    name = llvm.kernel(f"eagle3_jax_rms_norm_{x.dtype}_{eps}", write_norm, x.dtype.name, eps)
+    name = compiler.kernel(f"eagle3_jax_rms_norm_{x.dtype}_{eps}", write_norm, x.dtype.name, eps)
     return jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(x.shape, x.dtype))(x, weight.values.astype(x.dtype))
 
 
@@ -48,7 +49,7 @@ def rotated_heads(
     """
     m, half = cos.shape
     group = fused.shape[1] // (2 * half * kv_heads) - 2
-    name = llvm.kernel(f"eagle3_jax_rotated_heads_{fused.dtype}_{group}", write_heads, fused.dtype.name, group)
+    name = compiler.kernel(f"eagle3_jax_rotated_heads_{fused.dtype}_{group}", write_heads, fused.dtype.name, group)
     sizes = (kv_heads * group, kv_heads, kv_heads)
     results = [jax.ShapeDtypeStruct((m, 2 * half * size), fused.dtype) for size in sizes]
     q, k, v = jax.ffi.ffi_call(name, results)(fused, cos, sin)
@@ -57,7 +58,7 @@ def rotated_heads(
 
 def write_norm(module: ir.Module, name: str, dtype: str, eps: float) -> None:
     """The kernel (x [m, h], weight [h]) -> [m, h]; a chunk is a few rows."""
-    element, chunks = llvm.ELEMENTS[dtype], _CHUNKS * llvm.threads()
+    element, chunks = ELEMENTS[dtype], _CHUNKS * compiler.threads()
 
     def plan(code: Code, operands: Sequence[Buffer], results: Sequence[Buffer]) -> tuple[list[Value], Value]:
         x, weight = operands
@@ -67,14 +68,14 @@ def write_norm(module: ir.Module, name: str, dtype: str, eps: float) -> None:
         x, weight, y, m, h = values
         with _rows(code, chunk, chunks, m) as row:
             of_x, of_y = (code.at(base, code.mul(row, h), element) for base in (x, y))
-            squares = code.variable(llvm.vector(WIDTH), llvm.number(0.0, WIDTH))
+            squares = code.variable(vector(WIDTH), constant(0.0, WIDTH))
             with code.loop(0, h, WIDTH) as i:
                 part = code.load_floats(code.at(of_x, i, element), WIDTH, element)
-                code.b.store(code.fma(part, part, code.load(squares, llvm.vector(WIDTH))), squares)
-            total = code.total(code.load(squares, llvm.vector(WIDTH)))
+                code.b.store(code.fma(part, part, code.load(squares, vector(WIDTH))), squares)
+            total = code.total(code.load(squares, vector(WIDTH)))
             mean = code.b.fdiv(total, code.b.uitofp(h, F32))
-            root = code.call("llvm.sqrt.f32", F32, code.b.fadd(mean, llvm.number(eps)))
-            scale = code.broadcast(code.b.fdiv(llvm.number(1.0), root), WIDTH)
+            root = code.call("llvm.sqrt.f32", F32, code.b.fadd(mean, constant(eps)))
+            scale = code.broadcast(code.b.fdiv(constant(1.0), root), WIDTH)
             with code.loop(0, h, WIDTH) as i:
                 part = code.load_floats(code.at(of_x, i, element), WIDTH, element)
                 place = code.at(of_y, i, element)
@@ -83,12 +84,12 @@ def write_norm(module: ir.Module, name: str, dtype: str, eps: float) -> None:
                 factor = code.load_floats(code.at(weight, i, element), WIDTH, element)
                 code.store_floats(code.b.fmul(normed, factor), place, element)
 
-    llvm.write_kernel(module, name, 2, 1, plan, body)
+    handler.write_kernel(module, name, 2, 1, plan, body)
 
 
 def write_heads(module: ir.Module, name: str, dtype: str, group: int) -> None:
     """The kernel (fused [m, kv * (group + 2) * d], cos, sin [m, d / 2]) -> q, k, v; a chunk is a few rows."""
-    element, chunks = llvm.ELEMENTS[dtype], _CHUNKS * llvm.threads()
+    element, chunks = ELEMENTS[dtype], _CHUNKS * compiler.threads()
 
     def plan(code: Code, operands: Sequence[Buffer], results: Sequence[Buffer]) -> tuple[list[Value], Value]:
         fused, cos = operands[:2]
@@ -125,7 +126,7 @@ def write_heads(module: ir.Module, name: str, dtype: str, group: int) -> None:
                 part = code.load_floats(code.at(values_of, i, element), WIDTH, element)
                 code.store_floats(part, code.at(code.at(v, target, element), i, element), element)
 
-    llvm.write_kernel(module, name, 3, 3, plan, body)
+    handler.write_kernel(module, name, 3, 3, plan, body)
 
 
 def _rows(code: Code, chunk: Value, chunks: int, m: Value) -> Any:

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from llvmlite import ir
 
-from eagle3_jax.kernels.cpu import llvm
-from eagle3_jax.kernels.cpu.llvm import F32, I8, I32, I64, Buffer, Code, Value, number
+from eagle3_jax.kernels.cpu import compiler, handler
+from eagle3_jax.kernels.cpu.handler import Buffer
+from eagle3_jax.kernels.cpu.ir import ELEMENTS, F32, I1, I8, I32, I64, VOID, Code, Value, constant, vector
 
 _WIDTH = 16  # of a vector
 _ROWS = 4  # attended together
@@ -38,7 +39,7 @@ def attend_cpu(
         page_table = jnp.arange(len(queries), dtype=jnp.int32)[:, None]
     dtype, d, masked = queries.dtype.name, queries.shape[3], tail_mask is not None
     name = f"eagle3_jax_tree_attention_{dtype}_{d}_{'tree' if masked else 'causal'}"
-    llvm.kernel(name, write_attention, dtype, d, masked)
+    compiler.kernel(name, write_attention, dtype, d, masked)
     mask = jnp.zeros((1, 1, 1), bool) if tail_mask is None else tail_mask
     results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (queries, keys, values))
     call = jax.ffi.ffi_call(name, results, input_output_aliases={3: 1, 4: 2})
@@ -47,13 +48,13 @@ def attend_cpu(
 
 
 def supports(dtype: Any, cache_dtype: Any, head_dim: int) -> bool:
-    return dtype == cache_dtype and jnp.dtype(dtype).name in llvm.ELEMENTS and head_dim % _WIDTH == 0
+    return dtype == cache_dtype and jnp.dtype(dtype).name in ELEMENTS and head_dim % _WIDTH == 0
 
 
 def write_attention(module: ir.Module, name: str, dtype: str, d: int, masked: bool) -> None:
     """The kernel; results are what is attended, keys, values."""
-    element, vectors, size_of = llvm.ELEMENTS[dtype], d // _WIDTH, 4 if dtype == "float32" else 2
-    kind = llvm.vector(_WIDTH)
+    element, vectors, size_of = ELEMENTS[dtype], d // _WIDTH, 4 if dtype == "float32" else 2
+    kind = vector(_WIDTH)
 
     def page_of(code: Code, values: Sequence[Value], cache: Value, b: Value, head: Value, number: Value) -> Value:
         """A head's entries in a page of a sequence; what is out of range is clipped, as jax does it."""
@@ -82,11 +83,11 @@ def write_attention(module: ir.Module, name: str, dtype: str, d: int, masked: bo
                 for cache, entries in zip(values[3:5], values[1:3], strict=True):
                     code.call(
                         "llvm.memcpy.p0.p0.i64",
-                        llvm.VOID,
+                        VOID,
                         code.at(page_of(code, values, cache, b, head, number), inside, element),
                         code.at(entries, new, element),
                         code.int(d * size_of),
-                        ir.Constant(llvm.I1, 0),
+                        ir.Constant(I1, 0),
                     )
         return values, code.mul(queries.size(0), heads)
 
@@ -102,7 +103,7 @@ def write_attention(module: ir.Module, name: str, dtype: str, d: int, masked: bo
         sums = [[code.variable(kind) for _ in range(vectors)] for _ in range(_ROWS)]
         best = [code.variable(F32) for _ in range(_ROWS)]
         total = [code.variable(F32) for _ in range(_ROWS)]
-        scale = number(d**-0.5)
+        scale = constant(d**-0.5)
         with code.loop(0, rows, _ROWS) as first:
             # Behind the last row comes the last row again: its result is written twice.
             at_row = [code.least(code.add(first, r), code.sub(rows, 1)) for r in range(_ROWS)]
@@ -119,10 +120,10 @@ def write_attention(module: ir.Module, name: str, dtype: str, d: int, masked: bo
             ]
             query = [_vectors(code, code.at(queries, of_row, element), vectors, element) for of_row in offset]
             for r in range(_ROWS):
-                code.b.store(number(_LEAST), best[r])
-                code.b.store(number(0.0), total[r])
+                code.b.store(constant(_LEAST), best[r])
+                code.b.store(constant(0.0), total[r])
                 for v in range(vectors):
-                    code.b.store(number(0.0, _WIDTH), sums[r][v])
+                    code.b.store(constant(0.0, _WIDTH), sums[r][v])
             # What the last of these rows sees is the most that any sees, where the tail is causal.
             seen = end if masked else code.add(length, code.add(token[-1], 1))
             with (
@@ -147,12 +148,12 @@ def write_attention(module: ir.Module, name: str, dtype: str, d: int, masked: bo
                         for v in range(vectors):
                             code.b.store(code.fma(weight, value[v], code.load(sums[r][v], kind)), sums[r][v])
             for r in range(_ROWS):
-                share = code.broadcast(code.b.fdiv(number(1.0), code.load(total[r], F32)), _WIDTH)
+                share = code.broadcast(code.b.fdiv(constant(1.0), code.load(total[r], F32)), _WIDTH)
                 for v in range(vectors):
                     result = code.b.fmul(code.load(sums[r][v], kind), share)
                     code.store_floats(result, code.at(attended, code.add(offset[r], v * _WIDTH), element), element)
 
-    llvm.write_kernel(module, name, 8, 3, plan, body)
+    handler.write_kernel(module, name, 8, 3, plan, body)
 
 
 def _vectors(code: Code, place: Value, count: int, element: ir.Type) -> list[Value]:
@@ -174,7 +175,7 @@ def _scores(code, count, keys, query, scores, scale, element) -> None:
     padded = code.mul(code.div(code.add(count, _WIDTH - 1), _WIDTH), _WIDTH)
     with code.loop(count, padded) as j:
         for r in range(len(query)):
-            code.b.store(number(_LEAST), code.at(scores, code.add(j, r * _BLOCK), F32))
+            code.b.store(constant(_LEAST), code.at(scores, code.add(j, r * _BLOCK), F32))
 
 
 def _mask(code, count, start, length, token, scores, mask, b, t, tail, masked) -> None:
@@ -188,14 +189,14 @@ def _mask(code, count, start, length, token, scores, mask, b, t, tail, masked) -
             else:
                 hidden = code.less(of_row, index)
             with code.when(hidden):
-                code.b.store(number(_LEAST), code.at(scores, code.add(j, r * _BLOCK), F32))
+                code.b.store(constant(_LEAST), code.at(scores, code.add(j, r * _BLOCK), F32))
 
 
 def _softmax(code, count, scores, best, total, sums) -> None:
     """Scores become weights; what was summed before is brought to the new maximum."""
-    kind = llvm.vector(_WIDTH)
+    kind = vector(_WIDTH)
     most = code.variable(kind)
-    code.b.store(number(_LEAST, _WIDTH), most)
+    code.b.store(constant(_LEAST, _WIDTH), most)
     with code.loop(0, count, _WIDTH) as j:
         here = code.load(code.at(scores, j, F32), kind, align=4)
         code.b.store(code.call(f"llvm.maxnum.v{_WIDTH}f32", kind, code.load(most, kind), here), most)
@@ -204,16 +205,16 @@ def _softmax(code, count, scores, best, total, sums) -> None:
     code.b.store(new, best)
     shrink = code.exp(code.broadcast(code.b.fsub(old, new), _WIDTH))
     gained = code.variable(kind)
-    code.b.store(number(0.0, _WIDTH), gained)
+    code.b.store(constant(0.0, _WIDTH), gained)
     base = code.broadcast(new, _WIDTH)
     with code.loop(0, count, _WIDTH) as j:
         place = code.at(scores, j, F32)
         here = code.load(place, kind, align=4)
         # A hidden slot weighs nothing, also where all are hidden so far; a NaN stays one.
         weight = code.b.select(
-            code.b.fcmp_unordered(">", here, number(_LEAST / 2, _WIDTH)),
+            code.b.fcmp_unordered(">", here, constant(_LEAST / 2, _WIDTH)),
             code.exp(code.b.fsub(here, base)),
-            number(0.0, _WIDTH),
+            constant(0.0, _WIDTH),
         )
         code.b.store(weight, place, align=4)
         code.b.store(code.b.fadd(code.load(gained, kind), weight), gained)

@@ -17,6 +17,8 @@ from jaxtyping import Array, Float, Num
 from eagle3_jax.kernels.dispatch import default_implementation
 from eagle3_jax.kernels.tpu.registers import LANES
 
+SLOTS = LANES  # slots of a contiguous cache: a multiple of this, for the TPU kernel's registers of scores
+
 
 def cache_rows(kv_heads: int, head_dim: int) -> tuple[int, int]:
     """In how many rows a layer's cache holds the KV heads of a slot, and how many numbers a row has.
@@ -25,7 +27,7 @@ def cache_rows(kv_heads: int, head_dim: int) -> tuple[int, int]:
     where it splits the heads. A row is whole registers: zeros stand behind what does not fill one. Where no kernel for
     TPU runs each head has a row of its own, without zeros.
     """
-    if default_implementation() == "xla":
+    if default_implementation() != "pallas":
         return kv_heads, head_dim
     ways = jax.sharding.get_abstract_mesh().shape.get("model", 1)
     ways = ways if kv_heads % ways == 0 else 1

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.resources
+import json
 import math
 from typing import Any
 
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from eagle3_jax.kernels.dispatch import device
 from eagle3_jax.kernels.tpu.packed_rows import tile_rows
-from eagle3_jax.kernels.tpu.registers import LANES
+from eagle3_jax.kernels.tpu.registers import LANES, SMEM_LIMIT, VMEM_LIMIT, check_fits
 
+# How the kernel's work is cut, by the kind of chip, else "default"; chosen by libtpu's simulation (docs/measured.md).
+# At most: keys of a block over all KV heads, those of one head in it, scores of an item, and rows of a tile, all query
+# heads of a KV head together.
+BLOCKS: dict[str, dict[str, int]] = json.loads(
+    (importlib.resources.files("eagle3_jax.kernels.tree_attention") / "blocks.json").read_text()
+)
+_ITEM = 512  # keys of an item, at least: the fixed costs of narrower ones outweigh what they save
+_NODES = 16  # nodes come in multiples of this: the rows of a bfloat16 tile
 WORD = 32  # bits
 
 
@@ -99,3 +111,72 @@ class Shape:
     def smem_bytes(self, paged: bool) -> int:
         """What is prefetched into SMEM, int32: the page table, lengths, three numbers for each tile of queries."""
         return 4 * self.batch * (1 + 3 * self.tiles + (self.pages if paged else 0))
+
+
+def plan(
+    queries: tuple[int, ...],
+    keys: tuple[int, ...],
+    dtypes: tuple[Any, Any],
+    *,
+    tail: int,
+    pages: int | None,
+    continued: bool = False,
+) -> Shape:
+    """How the kernel cuts its work.
+
+    Args:
+        queries, keys: shapes, as `tree_attention` takes them. dtypes: of both.
+        tail: slots of the tail.
+        pages: columns of the page table; None is contiguous.
+        continued: see `tree_attention`.
+
+    Raises:
+        ValueError: with the numbers, where something does not fit.
+    """
+    b, t, n, d = queries
+    kv_heads, slots = keys[1], keys[2]
+    group = n // kv_heads
+    paged = pages is not None
+    page_size = slots if paged else math.gcd(slots, 256)
+    height = tile_rows(dtypes[1])
+    if page_size % height:
+        what = "page_size" if paged else "slots"
+        raise ValueError(f"{what}: got {slots}, expected a multiple of {height} for the TPU kernel")
+    pages = pages or slots // page_size
+    nodes = -(-t // _NODES) * _NODES
+    blocks = BLOCKS.get(device().device_kind, BLOCKS["default"])
+    tile = min(nodes, max(_NODES, blocks["rows"] // group // _NODES * _NODES))
+    unit = math.lcm(page_size, LANES)  # whole pages, whole registers of scores
+    most = min(blocks["keys_per_head"], blocks["keys_per_step"] // kv_heads, -(-pages * page_size // unit) * unit)
+    block = max(unit, most // unit * unit)
+    piece = math.gcd(block, 256)
+
+    def cut(tile: int) -> Shape:
+        item = max(_ITEM, blocks["scores_per_item"] // (group * tile))
+        width = max(piece, min(item, block) // piece * piece)
+        while block % width:  # a block is a whole number of items
+            width -= piece
+        return Shape(
+            batch=b,
+            nodes=-(-nodes // tile) * tile,
+            group=group,
+            kv_heads=kv_heads,
+            head_dim=d,
+            page_size=page_size,
+            pages=pages,
+            tile=tile,
+            step=block // page_size,
+            width=width,
+            tail=tail,
+            # A later tile of queries would read what an earlier one writes, and so would a later sequence.
+            written=t if tile == nodes and not continued else 0,
+        )
+
+    sizes = [jnp.dtype(dtype).itemsize for dtype in dtypes]
+    shape = cut(tile)
+    while shape.vmem_bytes(*sizes) > VMEM_LIMIT and tile > _NODES:  # many KV heads
+        tile = max(_NODES, tile // 2 // _NODES * _NODES)
+        shape = cut(tile)
+    check_fits("VMEM", shape.vmem_bytes(*sizes), VMEM_LIMIT, shape)
+    check_fits("SMEM", shape.smem_bytes(paged), SMEM_LIMIT, f"{b} sequences, {pages if paged else 0} pages each")
+    return shape

@@ -1,18 +1,12 @@
-"""Tree attention in plain XLA operations: what runs where the Pallas kernel does not.
-
-Pages are gathered into rows. On a CPU `tree_attention_cpu` takes the place of it wherever it can.
-"""
+"""Tree attention in XLA's operations; pages are gathered into rows."""
 
 from __future__ import annotations
-
-import functools
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from eagle3_jax.kernels.cache_write import write
-from eagle3_jax.kernels.tree_attention.cpu import attend_cpu, supports
+from eagle3_jax.kernels.cache.xla import write
 
 
 def attend_xla(
@@ -27,28 +21,7 @@ def attend_xla(
     first: Int[Array, "b t"] | None,
     sinks: Float[Array, " n"] | None,
 ) -> tuple[Float[Array, "b t n d"], Array, Array]:
-    """See `tree_attention`. New entries come as the cache holds them; `first` is the first slot of each query."""
-    if first is None and sinks is None and supports(queries.dtype, keys.dtype, queries.shape[3]):
-        return jax.lax.platform_dependent(
-            *(queries, new_keys, new_values, keys, values, lengths, tail_mask, page_table),
-            cpu=attend_cpu,
-            default=functools.partial(_attend, first=None, sinks=None),
-        )
-    return _attend(queries, new_keys, new_values, keys, values, lengths, tail_mask, page_table, first, sinks)
-
-
-def _attend(
-    queries: Float[Array, "b t n d"],
-    new_keys: Array,
-    new_values: Array,
-    keys: Array,
-    values: Array,
-    lengths: Int[Array, " b"],
-    tail_mask: Bool[Array, "b t m"] | None,
-    page_table: Int[Array, "b pages"] | None,
-    first: Int[Array, "b t"] | None,
-    sinks: Float[Array, " n"] | None,
-) -> tuple[Float[Array, "b t n d"], Array, Array]:
+    """See `tree_attention`. New entries [b, k, t, d] have the cache's dtype."""
     end = lengths + (queries.shape[1] if tail_mask is None else tail_mask.shape[-1])
     at = end - queries.shape[1]
     keys, values = write(keys, new_keys, at, page_table), write(values, new_values, at, page_table)

@@ -1,374 +1,164 @@
-"""Attention of the training-time test as Pallas kernels for TPU, forward and backward.
-
-One grid step is a tile of queries of all heads of a KV head, folded into the rows of one matrix; the keys and values of
-that KV head lie in VMEM whole, so that only the chunks between a document's start and the diagonal are touched. The
-online softmax begins with the keys of the later steps, one a query, where FlashAttention begins with nothing.
-
-The backward pass is one kernel: gradients of keys and values add up in VMEM over the tiles of queries, so that neither
-scores nor partial sums are ever in HBM. Memory is O(T).
-"""
+"""Attention of the training-time test on a TPU: the operands' layouts, the split over a mesh, and the gradient."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jax import P
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array
 
-from eagle3_jax.kernels.tpu.registers import LANES, NEVER, VMEM_LIMIT, dot, rescaled, to_lanes
+from eagle3_jax.kernels.dispatch import over_mesh
+from eagle3_jax.kernels.tpu.registers import LANES, VMEM_LIMIT, check_fits
+from eagle3_jax.kernels.ttt_attention import tpu_kernel
+from eagle3_jax.kernels.ttt_attention.tpu_kernel import TTTShape
 
-_LOG2_E = math.log2(math.e)
+# The name under which `jax.checkpoint` keeps the results that the backward pass needs from the forward kernel.
+KEPT = "ttt_attention"
 
-
-@dataclasses.dataclass(frozen=True)
-class TTTShape:
-    """What one call of the kernels looks like; all of it static.
-
-    Attributes:
-        length: tokens of a row, padded to a multiple of `tile` and `chunk`.
-        later: keys of later steps a query may have (the number of steps, less one).
-        tile: queries of one grid step. chunk: keys of one step of the loop.
-    """
-
-    batch: int
-    length: int
-    later: int
-    group: int
-    kv_heads: int
-    head_dim: int
-    tile: int
-    chunk: int
-
-    @property
-    def rows(self) -> int:
-        """Of the matrix of one KV head and tile."""
-        return self.group * self.tile
-
-    @property
-    def tiles(self) -> int:
-        return self.length // self.tile
-
-    def vmem_bytes(self, itemsize: int) -> int:
-        """What the backward kernel, the larger one, holds in VMEM: buffers (twice, for the pipeline), sums, scores."""
-        lanes = -(-self.head_dim // LANES) * LANES
-        keys = 2 * self.length * lanes * (itemsize + 4)
-        tiles = (3 * self.rows * itemsize + 2 * self.later * self.tile * (itemsize + itemsize)) * lanes
-        scores = 4 * self.rows * self.chunk * 4
-        return 2 * (keys + tiles) + self.rows * lanes * 4 + scores
+# Rows of a tile, all query heads of a KV head together: the second where the first does not fit into VMEM.
+_ROWS = (1024, 512)
+_CHUNK = 512  # keys of one step of the kernel's loop, at most
+# Specs of [b, t, n, d], [s, b, t, k, d] and [b, k, tiles, rows] over a mesh.
+_TOKENS, _KEYS, _NUMBERS = P("data", None, "model"), P(None, "data", None, "model"), P("data", "model")
+_INPUTS = (_TOKENS, _KEYS, _KEYS, P("data"), P())
 
 
-def forward(
-    shape: TTTShape,
-    queries: Float[Array, "b k tiles rows d"],
-    keys: Float[Array, "b k t d"],
-    values: Float[Array, "b k t d"],
-    later_keys: Float[Array, "b k tiles later d"],
-    later_values: Float[Array, "b k tiles later d"],
-    starts: Int[Array, "b t"],
-    newest: Int[Array, ""],
-    *,
-    interpret: bool | pltpu.InterpretParams = False,
-) -> tuple[Float[Array, "b k tiles rows d"], Float[Array, "b k tiles rows"]]:
-    """Attended values, and the base-2 logarithm of each row's normaliser (float32).
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend_tpu(interpret: Any, queries: Array, keys: Array, values: Array, starts: Array, newest: Array) -> Array:
+    """See `ttt_attention`; `starts` is the first index of each position's document."""
+    return _forward(interpret, queries, keys, values, starts, newest)[0]
 
-    Args:
-        queries: a row for each (query head of the group, query of the tile).
-        later_keys, later_values: an entry for each (step 1, 2, ..., query of the tile); those beyond step `newest` are
-            not used.
-        starts: first index of each query's document; ascending.
-    """
-    s = shape
-    tile, whole, row, later = _specs(s)
-    out_shape = [
-        jax.ShapeDtypeStruct(queries.shape, queries.dtype),
-        jax.ShapeDtypeStruct((s.batch, s.kv_heads, s.tiles, 1, s.rows), jnp.float32),
+
+def _forward(
+    interpret: Any, queries: Array, keys: Array, values: Array, starts: Array, newest: Array
+) -> tuple[Array, tuple[Array, ...]]:
+    def local(queries: Array, keys: Array, values: Array, starts: Array, newest: Array) -> tuple[Array, Array]:
+        s, operands = _operands(queries, keys, values, starts, newest)
+        attended, normaliser = tpu_kernel.forward(s, *operands, interpret=interpret)
+        return _unfolded(attended, s, queries.shape), normaliser
+
+    inputs = queries, keys, values, starts, newest
+    attended, normaliser = over_mesh(local, inputs, _INPUTS, (_TOKENS, _NUMBERS), _sizes(queries, keys))
+    attended, normaliser = checkpoint_name(attended, KEPT), checkpoint_name(normaliser, KEPT)
+    return attended, (*inputs, attended, normaliser)
+
+
+def _backward(interpret: Any, saved: Any, cotangents: Array) -> tuple[Array | None, ...]:
+    def local(
+        queries: Array,
+        keys: Array,
+        values: Array,
+        starts: Array,
+        newest: Array,
+        attended: Array,
+        normaliser: Array,
+        cotangents: Array,
+    ) -> tuple[Array, Array, Array]:
+        s, operands = _operands(queries, keys, values, starts, newest)
+        delta = jnp.sum(attended.astype(jnp.float32) * cotangents.astype(jnp.float32), axis=-1, keepdims=True)
+        d_queries, *first, d_later_keys, d_later_values = tpu_kernel.backward(
+            s,
+            *operands,
+            cotangents=_folded(cotangents, s),
+            normaliser=normaliser,
+            delta=_folded(delta, s)[..., 0],
+            interpret=interpret,
+        )
+        d_keys, d_values = (
+            _joined(step0, later, s)[:, :, : keys.shape[2]]
+            for step0, later in zip(first, (d_later_keys, d_later_values), strict=True)
+        )
+        return _unfolded(d_queries, s, queries.shape), d_keys, d_values
+
+    saved = tuple(jnp.asarray(x) for x in saved)  # a constant among them is none of JAX's arrays
+    queries, keys = saved[:2]
+    specs, results = (*_INPUTS, _TOKENS, _NUMBERS, _TOKENS), (_TOKENS, _KEYS, _KEYS)
+    gradients = over_mesh(local, (*saved, cotangents), specs, results, _sizes(queries, keys))
+    return (*gradients, None, None)
+
+
+attend_tpu.defvjp(_forward, _backward)
+
+
+def _sizes(queries: Array, keys: Array) -> dict[str, int]:
+    """Sizes that the axes of a mesh split: rows of the batch, and KV heads."""
+    return {"data": queries.shape[0], "model": keys.shape[3]}
+
+
+def _operands(
+    queries: Array, keys: Array, values: Array, starts: Array, newest: Array
+) -> tuple[TTTShape, tuple[Array, ...]]:
+    """Operands of both kernels, in their layouts."""
+    s = plan(queries.shape, keys.shape, queries.dtype)
+    missing = s.length - queries.shape[1]
+    # Queries of the padding see themselves and nothing else.
+    own = jnp.broadcast_to(jnp.arange(queries.shape[1], s.length, dtype=jnp.int32), (s.batch, missing))
+    padded = [jnp.pad(x, ((0, 0), (0, 0), (0, missing), (0, 0), (0, 0))) for x in (keys, values)]
+    first = [x[0].swapaxes(1, 2) for x in padded]
+    # [s, b, (tiles, tile), k, d] -> [b, k, tiles, (s, tile), d]
+    later = [
+        x[1:]
+        .reshape(s.later, s.batch, s.tiles, s.tile, s.kv_heads, s.head_dim)
+        .transpose(1, 4, 2, 0, 3, 5)
+        .reshape(s.batch, s.kv_heads, s.tiles, s.later * s.tile, s.head_dim)
+        for x in padded
     ]
-    attended, normaliser = _call(
-        s,
-        functools.partial(_forward, s),
-        in_specs=[tile, whole, whole, *([later, later] if s.later else []), _starts_spec(s)],
-        out_specs=[tile, row],
-        out_shape=out_shape,
-        scratch_shapes=[
-            pltpu.VMEM((s.rows, LANES), jnp.float32),
-            pltpu.VMEM((s.rows, LANES), jnp.float32),
-            pltpu.VMEM((s.rows, s.head_dim), jnp.float32),
-        ],
-        name="ttt_attention",
-        interpret=interpret,
-    )(
-        *_scalars(s, starts, newest),
-        queries,
-        keys,
-        values,
-        *([later_keys, later_values] if s.later else []),
-        starts[:, None],
-    )
-    return attended, normaliser[..., 0, :]
+    return s, (_folded(queries, s), *first, *later, jnp.concatenate([starts, own], axis=1), newest)
 
 
-def backward(
-    shape: TTTShape,
-    queries: Float[Array, "b k tiles rows d"],
-    keys: Float[Array, "b k t d"],
-    values: Float[Array, "b k t d"],
-    later_keys: Float[Array, "b k tiles later d"],
-    later_values: Float[Array, "b k tiles later d"],
-    starts: Int[Array, "b t"],
-    newest: Int[Array, ""],
-    *,
-    cotangents: Float[Array, "b k tiles rows d"],
-    normaliser: Float[Array, "b k tiles rows"],
-    delta: Float[Array, "b k tiles rows"],
-    interpret: bool | pltpu.InterpretParams = False,
-) -> tuple[Array, Array, Array, Array, Array]:
-    """Gradients of queries, keys, values (float32 for these two), later keys and later values.
+def _joined(first: Array, later: Array, s: TTTShape) -> Array:
+    """Gradients of step 0 [b, k, t, d] and of later steps [b, k, tiles, (s, tile), d] -> [s, b, t, k, d]."""
+    later = later.reshape(s.batch, s.kv_heads, s.tiles, s.later, s.tile, s.head_dim).transpose(3, 0, 2, 4, 1, 5)
+    later = later.reshape(s.later, s.batch, s.length, s.kv_heads, s.head_dim)
+    return jnp.concatenate([first.swapaxes(1, 2)[None].astype(later.dtype), later])
 
-    Args:
-        normaliser: as `forward` returns it. delta: the sum over d of attended values times their cotangents.
+
+def _folded(x: Array, s: TTTShape) -> Array:
+    """[b, t, n, d] -> [b, k, tiles, (group, tile), d]."""
+    x = jnp.pad(x, ((0, 0), (0, s.length - x.shape[1]), (0, 0), (0, 0)))
+    x = x.reshape(s.batch, s.tiles, s.tile, s.kv_heads, s.group, -1).transpose(0, 3, 1, 4, 2, 5)
+    return x.reshape(s.batch, s.kv_heads, s.tiles, s.rows, -1)
+
+
+def _unfolded(x: Array, s: TTTShape, shape: tuple[int, ...]) -> Array:
+    """[b, k, tiles, (group, tile), d] -> [b, t, n, d]."""
+    x = x.reshape(s.batch, s.kv_heads, s.tiles, s.group, s.tile, -1).transpose(0, 2, 4, 1, 3, 5)
+    return x.reshape(s.batch, s.length, *shape[2:])[:, : shape[1]]
+
+
+def plan(queries: tuple[int, ...], keys: tuple[int, ...], dtype: Any) -> TTTShape:
+    """Cuts the kernels' work, for shapes as `ttt_attention` takes them.
+
+    Raises:
+        ValueError: with the numbers, where it does not fit.
     """
-    s = shape
-    tile, whole, row, later = _specs(s)
-    laters = [later, later] if s.later else []
-    like = [later_keys, later_values] if s.later else []
-    outputs = _call(
-        s,
-        functools.partial(_backward, s),
-        in_specs=[tile, whole, whole, *laters, _starts_spec(s), tile, row, row],
-        out_specs=[tile, whole, whole, *laters],
-        out_shape=[
-            jax.ShapeDtypeStruct(queries.shape, queries.dtype),
-            jax.ShapeDtypeStruct(keys.shape, jnp.float32),
-            jax.ShapeDtypeStruct(values.shape, jnp.float32),
-            *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like),
-        ],
-        scratch_shapes=[pltpu.VMEM((s.rows, s.head_dim), jnp.float32)],
-        name="ttt_attention_backward",
-        interpret=interpret,
-    )(
-        *_scalars(s, starts, newest),
-        queries,
-        keys,
-        values,
-        *like,
-        starts[:, None],
-        cotangents,
-        normaliser[..., None, :],
-        delta[..., None, :],
-    )
-    d_queries, d_keys, d_values, *d_later = outputs
-    d_later = d_later or [jnp.zeros_like(later_keys), jnp.zeros_like(later_values)]
-    return d_queries, d_keys, d_values, d_later[0], d_later[1]
+    b, t, n, d = queries
+    steps, kv_heads = keys[0], keys[3]
+    group = n // kv_heads
+    length = -(-t // LANES) * LANES
 
-
-def _specs(s: TTTShape) -> tuple[pl.BlockSpec, pl.BlockSpec, pl.BlockSpec, pl.BlockSpec]:
-    """Blocks of queries, of a KV head's keys, of a number a row, and of later keys."""
-    return (
-        pl.BlockSpec((1, 1, 1, s.rows, s.head_dim), lambda b, k, q, *_: (b, k, q, 0, 0)),
-        pl.BlockSpec((1, 1, s.length, s.head_dim), lambda b, k, q, *_: (b, k, 0, 0)),
-        pl.BlockSpec((1, 1, 1, 1, s.rows), lambda b, k, q, *_: (b, k, q, 0, 0)),
-        pl.BlockSpec((1, 1, 1, s.later * s.tile, s.head_dim), lambda b, k, q, *_: (b, k, q, 0, 0)),
-    )
-
-
-def _starts_spec(s: TTTShape) -> pl.BlockSpec:
-    return pl.BlockSpec((1, 1, s.tile), lambda b, k, q, *_: (b, 0, q))
-
-
-def _scalars(s: TTTShape, starts: Array, newest: Array) -> tuple[Array, Array, Array]:
-    """First and last document start of each tile, flat, and the newest step: prefetched into SMEM."""
-    return starts[:, :: s.tile].reshape(-1), starts[:, s.tile - 1 :: s.tile].reshape(-1), newest.reshape(1)
-
-
-def _call(
-    s: TTTShape,
-    kernel: Any,
-    *,
-    in_specs: list[Any],
-    out_specs: list[Any],
-    out_shape: list[Any],
-    scratch_shapes: list[Any],
-    name: str,
-    interpret: Any,
-) -> Any:
-    grid = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=3,
-        grid=(s.batch, s.kv_heads, s.tiles),
-        in_specs=in_specs,
-        out_specs=out_specs,
-        scratch_shapes=scratch_shapes,
-    )
-    return pl.pallas_call(
-        kernel,
-        grid_spec=grid,
-        out_shape=out_shape,
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
-        ),
-        interpret=interpret,
-        name=name,
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    """Where a grid step stands: its first query, its documents' first and last start, and the newest step."""
-
-    at: Any
-    first: Any
-    last: Any
-    newest: Any
-
-
-def _place(s: TTTShape, refs: tuple[Any, ...]) -> tuple[_Place, tuple[Any, ...]]:
-    firsts, lasts, newest, *rest = refs
-    flat = pl.program_id(0) * s.tiles + pl.program_id(2)
-    return _Place(pl.program_id(2) * s.tile, firsts[flat], lasts[flat], newest[0]), tuple(rest)
-
-
-def _each_chunk(s: TTTShape, place: _Place, body: Callable[[Any, bool], None]) -> None:
-    """`body(chunk, masked)` for the chunks of keys that a tile sees; those in the middle all its queries see whole."""
-    first, end = place.first // s.chunk, (place.at + s.tile - 1) // s.chunk + 1
-    plain = jnp.minimum((place.last + s.chunk - 1) // s.chunk, end)
-    masked = jnp.maximum(plain, (place.at + 1) // s.chunk)
-    for start, stop, is_masked in ((first, plain, True), (plain, masked, False), (masked, end, True)):
-        jax.lax.fori_loop(start, stop, lambda c, _, is_masked=is_masked: body(c, is_masked), None)
-
-
-def _forward(s: TTTShape, *refs: Any) -> None:
-    place, refs = _place(s, refs)
-    q_ref, k_ref, v_ref, *later, starts_ref, o_ref, normaliser_ref, m_ref, l_ref, acc_ref = refs
-    scale = s.head_dim**-0.5 * _LOG2_E
-
-    # ------------------------------------------------------------------------------------------------- later steps
-    if s.later:
-        later_keys, later_values = later
-        q = _grouped(s, q_ref)
-        scores = []
-        for j in range(s.later):
-            score = jnp.sum(q * _later(s, later_keys, j), axis=-1, keepdims=True) * scale
-            scores.append(jnp.where(j < place.newest, score, NEVER))  # [g, t, 1]
-        top = functools.reduce(jnp.maximum, scores)
-        total, attended = jnp.zeros_like(top), jnp.zeros_like(q)
-        for j, score in enumerate(scores):
-            weight = jnp.where(j < place.newest, jnp.exp2(score - top), 0.0)
-            total += weight
-            attended += weight * jnp.where(j < place.newest, _later(s, later_values, j), 0.0)
-        lane = jax.lax.broadcasted_iota(jnp.int32, (s.rows, LANES), 1)
-        m_ref[...] = jnp.broadcast_to(top.reshape(s.rows, 1), (s.rows, LANES))
-        l_ref[...] = jnp.where(lane == 0, total.reshape(s.rows, 1), 0.0)
-        acc_ref[...] = attended.reshape(s.rows, s.head_dim)
-    else:
-        m_ref[...] = jnp.full_like(m_ref, NEVER)
-        l_ref[...] = jnp.zeros_like(l_ref)
-        acc_ref[...] = jnp.zeros_like(acc_ref)
-
-    # ---------------------------------------------------------------------------------------------- step 0, causal
-    starts = _column(starts_ref[0], s.tile)[:, :1]
-
-    def chunk(c: Any, masked: bool) -> None:
-        """One step of the online softmax."""
-        start = pl.multiple_of(c * s.chunk, s.chunk)
-        scores = dot(q_ref[0, 0, 0], k_ref[0, 0, pl.ds(start, s.chunk)], 1, 1) * scale
-        if masked:
-            key = start + jax.lax.broadcasted_iota(jnp.int32, (s.tile, s.chunk), 1)
-            query = place.at + jax.lax.broadcasted_iota(jnp.int32, (s.tile, s.chunk), 0)
-            seen = (key <= query) & (key >= starts)
-            scores = jnp.where(seen[None], scores.reshape(s.group, s.tile, s.chunk), NEVER).reshape(s.rows, s.chunk)
-        columns = [scores[:, at : at + LANES] for at in range(0, s.chunk, LANES)]
-        top, shrink = rescaled(m_ref[...], columns)
-        weights = [jnp.exp2(column - top) for column in columns]
-        value = v_ref[0, 0, pl.ds(start, s.chunk)]
-        m_ref[...] = top
-        l_ref[...] = functools.reduce(jnp.add, weights, l_ref[...] * shrink)
-        acc_ref[...] = acc_ref[...] * to_lanes(shrink, s.head_dim) + dot(
-            jnp.concatenate(weights, axis=1).astype(value.dtype), value, 1, 0
+    def shape(rows: int) -> TTTShape:
+        tile = LANES
+        while tile * 2 * group <= rows and length % (tile * 2) == 0:
+            tile *= 2
+        return TTTShape(
+            batch=b,
+            length=length,
+            later=steps - 1,
+            group=group,
+            kv_heads=kv_heads,
+            head_dim=d,
+            tile=tile,
+            chunk=math.gcd(length, _CHUNK),
         )
 
-    _each_chunk(s, place, chunk)
-    total = jnp.sum(l_ref[...], axis=1, keepdims=True)
-    o_ref[0, 0, 0] = (acc_ref[...] / total).astype(o_ref.dtype)
-    normaliser_ref[0, 0, 0] = jnp.transpose(m_ref[...] + jnp.log2(total))[:1]
-
-
-def _backward(s: TTTShape, *refs: Any) -> None:
-    place, refs = _place(s, refs)
-    later = s.later > 0
-    q_ref, k_ref, v_ref, *rest = refs
-    later_keys, later_values = (rest.pop(0), rest.pop(0)) if later else (None, None)
-    starts_ref, do_ref, normaliser_ref, delta_ref, dq_ref, dk_ref, dv_ref, *d_later, acc_ref = rest
-    scale = s.head_dim**-0.5
-
-    @pl.when(pl.program_id(2) == 0)
-    def begin() -> None:
-        dk_ref[...] = jnp.zeros_like(dk_ref)
-        dv_ref[...] = jnp.zeros_like(dv_ref)
-
-    # ------------------------------------------------------------------------------------------------- later steps
-    acc_ref[...] = jnp.zeros_like(acc_ref)
-    if later:
-        normaliser = _column(normaliser_ref[0, 0, 0], s.rows).reshape(s.group, s.tile, LANES)[..., :1]
-        delta = _column(delta_ref[0, 0, 0], s.rows).reshape(s.group, s.tile, LANES)[..., :1]
-    for j in range(s.later):
-        own = pl.ds(j * s.tile, s.tile)
-
-        def step(j: int, own: Any) -> None:
-            q, do = _grouped(s, q_ref), _grouped(s, do_ref)
-            key, value = _later(s, later_keys, j), _later(s, later_values, j)
-            weight = jnp.exp2(jnp.sum(q * key, axis=-1, keepdims=True) * (scale * _LOG2_E) - normaliser)
-            d_score = weight * (jnp.sum(do * value, axis=-1, keepdims=True) - delta) * scale
-            acc_ref[...] += (d_score * key).reshape(s.rows, s.head_dim)
-            d_later[0][0, 0, 0, own] = jnp.sum(d_score * q, axis=0).astype(d_later[0].dtype)
-            d_later[1][0, 0, 0, own] = jnp.sum(weight * do, axis=0).astype(d_later[1].dtype)
-
-        def none(own: Any) -> None:
-            for ref in d_later:
-                ref[0, 0, 0, own] = jnp.zeros((s.tile, s.head_dim), ref.dtype)
-
-        pl.when(j < place.newest)(functools.partial(step, j, own))
-        pl.when(j >= place.newest)(functools.partial(none, own))
-
-    # ---------------------------------------------------------------------------------------------- step 0, causal
-    def chunk(c: Any, masked: bool) -> None:
-        """Scores lie transposed here, [keys, rows]: of three products with them only one transposes."""
-        q, do = q_ref[0, 0, 0], do_ref[0, 0, 0]
-        start = pl.multiple_of(c * s.chunk, s.chunk)
-        window = pl.ds(start, s.chunk)
-        key, value = k_ref[0, 0, window], v_ref[0, 0, window]
-        scores = dot(key, q, 1, 1) * (scale * _LOG2_E)
-        if masked:
-            at = start + jax.lax.broadcasted_iota(jnp.int32, (s.chunk, s.tile), 0)
-            query = place.at + jax.lax.broadcasted_iota(jnp.int32, (s.chunk, s.tile), 1)
-            seen = (at <= query) & (at >= starts_ref[0])
-            scores = jnp.where(jnp.concatenate([seen] * s.group, axis=1), scores, NEVER)
-        weights = jnp.exp2(scores - normaliser_ref[0, 0, 0])
-        d_scores = weights * (dot(value, do, 1, 1) - delta_ref[0, 0, 0])
-        d_scores = d_scores.astype(q.dtype)
-        dv_ref[0, 0, window] += dot(weights.astype(do.dtype), do, 1, 0)
-        dk_ref[0, 0, window] += dot(d_scores, q, 1, 0) * scale
-        acc_ref[...] += dot(d_scores, key, 0, 0) * scale
-
-    _each_chunk(s, place, chunk)
-    dq_ref[0, 0, 0] = acc_ref[...].astype(dq_ref.dtype)
-
-
-def _grouped(s: TTTShape, ref: Any) -> Array:
-    """A tile's rows as float32 [group, tile, d]."""
-    return ref[0, 0, 0].astype(jnp.float32).reshape(s.group, s.tile, s.head_dim)
-
-
-def _later(s: TTTShape, ref: Any, j: int) -> Array:
-    """A tile's keys or values of step j + 1, float32 [1, tile, d]."""
-    return ref[0, 0, 0, pl.ds(j * s.tile, s.tile)].astype(jnp.float32)[None]
-
-
-def _column(row: Array, size: int) -> Array:
-    """[1, size] -> [size, lanes], each entry in all lanes of its row."""
-    return jnp.transpose(jnp.broadcast_to(row, (LANES, size)))
+    itemsize = jnp.dtype(dtype).itemsize
+    larger, smaller = map(shape, _ROWS)
+    chosen = larger if larger.vmem_bytes(itemsize) <= VMEM_LIMIT else smaller
+    check_fits("VMEM", chosen.vmem_bytes(itemsize), VMEM_LIMIT, chosen)
+    return chosen

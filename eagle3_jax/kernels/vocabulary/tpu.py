@@ -14,13 +14,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import P
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from eagle3_jax.kernels.dispatch import cores, over_mesh, split_axes
 from eagle3_jax.kernels.tpu.registers import LANES, NEVER, SUBLANES, dot
 
 # How the work is cut, by static profiles (tools/tpu_profile.py).
+LONGEST = 32  # list that the kernel keeps in registers
 _BLOCK_BYTES = 8 << 20  # of vocabulary rows
 _BLOCK_ROWS = 2048
 _TILE_BYTES = 4 << 20  # of queries
@@ -29,6 +32,50 @@ _VMEM = 40 << 20  # bytes that the compiler may use
 
 
 def top_k(
+    x: Float[Array, "m h"], rows: Float[Array, "v h"], k: int, *, interpret: Any
+) -> tuple[Float[Array, "m k"], Int[Array, "m k"]]:
+    """See `vocabulary_top_k`; split over the mesh that is set and the cores of a device."""
+    sizes = {"data": x.shape[0], "model": rows.shape[0]}
+
+    def local(x: Array, rows: Array) -> tuple[Array, Array]:
+        found = lists(x, rows, k, parts=cores(), interpret=interpret)
+        return _merged(*(_gathered(*found, rows.shape[0]) if "model" in split_axes(sizes) else found))
+
+    return over_mesh(local, (x, rows), (P("data"), P("model")), (P("data"), P("data")), sizes)
+
+
+def _gathered(
+    values: Float[Array, "p m k"], tokens: Int[Array, "p m k"], normalizers: Float[Array, "p m 1"], rows: int
+) -> tuple[Float[Array, "q m k"], Int[Array, "q m k"], Float[Array, "q m 1"]]:
+    """Gathers what each device of the model axis found in its `rows` of the vocabulary, in one collective of bits."""
+    k = tokens.shape[-1]
+    tokens += jax.lax.axis_index("model") * rows
+    floats = jax.lax.bitcast_convert_type(jnp.concatenate([values, normalizers], axis=-1), jnp.int32)
+    bits = jax.lax.all_gather(jnp.concatenate([floats, tokens], axis=-1), "model", tiled=True)
+    floats = jax.lax.bitcast_convert_type(bits[..., : k + 1], jnp.float32)
+    return floats[..., :k], bits[..., k + 1 :], floats[..., k:]
+
+
+def _merged(
+    values: Float[Array, "p m k"], tokens: Int[Array, "p m k"], normalizers: Float[Array, "p m 1"]
+) -> tuple[Float[Array, "m k"], Int[Array, "m k"]]:
+    """Merges the lists of consecutive parts of a vocabulary, and makes log-probabilities of logits."""
+    parts, m, k = values.shape
+    if parts == 1:
+        return jnp.minimum(values[0] - normalizers[0], 0.0), tokens[0]
+    values, tokens = (jnp.moveaxis(x, 0, 1).reshape(m, -1) for x in (values, tokens))
+    # The place of an entry is the number of entries that are better, or equal and of a lower part. On a TPU a sort and
+    # a gather of so few take longer.
+    mine, other = values[:, :, None], values[:, None, :]
+    earlier = jnp.tri(parts * k, k=-1, dtype=bool)[None]
+    place = jnp.sum((other > mine) | ((other == mine) & earlier), axis=-1)
+    chosen = place[:, None] == jnp.arange(k)[None, :, None]
+    best = jnp.sum(jnp.where(chosen, values[:, None], 0.0), axis=-1)
+    normalizer = jax.nn.logsumexp(normalizers, axis=0)
+    return jnp.minimum(best - normalizer, 0.0), jnp.sum(jnp.where(chosen, tokens[:, None], 0), axis=-1)
+
+
+def lists(
     hidden: Float[Array, "m h"],
     rows: Float[Array, "v h"],
     k: int,

@@ -19,18 +19,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.kernels.block_attention import block_attention
+from eagle3_jax.kernels.linear.api import linear
 from eagle3_jax.kernels.vocabulary.api import vocabulary_logits
-from eagle3_jax.models.layers import (
-    Scaling,
-    SwiGLU,
-    apply_rope,
-    embeddings,
-    linear,
-    normal,
-    ones,
-    rms_norm,
-    scaled_rope_table,
-)
+from eagle3_jax.models.layers import Scaling, SwiGLU, apply_rope, embeddings, normal, ones, rms_norm, scaled_rope_table
 from eagle3_jax.models.target import Rope
 
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from eagle3_jax.kernels.linear.api import linear
 from eagle3_jax.models.drafts.dflash import BlockHeadConfig, BlockLayer, DFlash
-from eagle3_jax.models.layers import embeddings, linear, normal
+from eagle3_jax.models.layers import embeddings, normal
 
 
 class BlockConvolution(nnx.Module):

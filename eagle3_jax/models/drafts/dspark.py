@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from eagle3_jax.kernels.linear.api import linear
 from eagle3_jax.kernels.vocabulary.api import vocabulary_logits
 from eagle3_jax.models.drafts.dflash import BlockHeadConfig, DFlash
-from eagle3_jax.models.layers import embeddings, linear, normal, zeros
+from eagle3_jax.models.layers import embeddings, normal, zeros
 
 
 class DSpark(DFlash):

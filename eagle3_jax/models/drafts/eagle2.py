@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from eagle3_jax.kernels.linear.api import linear
 from eagle3_jax.models.drafts.head import Head
 from eagle3_jax.models.layers import (
     Attention,
     Scaling,
     SwiGLU,
     at_row,
-    linear,
     normal,
     ones,
     rms_norm,

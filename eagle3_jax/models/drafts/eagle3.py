@@ -16,18 +16,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.config import DraftConfig
+from eagle3_jax.kernels.linear.api import linear
 from eagle3_jax.models.drafts.head import Head
-from eagle3_jax.models.layers import (
-    Attention,
-    Scaling,
-    SwiGLU,
-    at_row,
-    linear,
-    normal,
-    ones,
-    rms_norm,
-    scaled_rope_table,
-)
+from eagle3_jax.models.layers import Attention, Scaling, SwiGLU, at_row, normal, ones, rms_norm, scaled_rope_table
 from eagle3_jax.models.target import ModelConfig, without_aux_layers
 
 

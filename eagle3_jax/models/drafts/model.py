@@ -13,8 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from eagle3_jax.kernels.linear.cpu import Panels
-from eagle3_jax.kernels.linear.few_rows import Padded
+from eagle3_jax.kernels.linear.layouts import Padded, Panels
 from eagle3_jax.models.cache import KVCache
 from eagle3_jax.models.drafts.head import Head, ShapeOfModel
 from eagle3_jax.models.layers import at_row

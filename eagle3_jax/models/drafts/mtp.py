@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from eagle3_jax.kernels.linear.api import linear
 from eagle3_jax.models.drafts.head import Head, ShapeOfModel
-from eagle3_jax.models.layers import at_row, linear, normal, ones, rms_norm
+from eagle3_jax.models.layers import at_row, normal, ones, rms_norm
 from eagle3_jax.models.target import ModelConfig, final_boundary, rotary
 
 

@@ -19,10 +19,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
 from eagle3_jax.kernels.contraction import contract
+from eagle3_jax.kernels.linear.api import linear
 from eagle3_jax.models.checkpoint.table import Entry, kernel, plain, stacked
 from eagle3_jax.models.experts import Experts
 from eagle3_jax.models.families import llama
-from eagle3_jax.models.layers import SwiGLU, YarnScaling, apply_rope, halves, linear, normal, ones, rms_norm, zeros
+from eagle3_jax.models.layers import SwiGLU, YarnScaling, apply_rope, halves, normal, ones, rms_norm, zeros
 from eagle3_jax.models.rope import KINDS, Kinds
 from eagle3_jax.models.target import Attend, ModelConfig, Rope, TargetModel
 

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from eagle3_jax.kernels.linear.api import linear
 from eagle3_jax.models.checkpoint.table import Entry, plain
 from eagle3_jax.models.families import llama
-from eagle3_jax.models.layers import Attention, SwiGLU, apply_rope, linear, rope_frequencies, rope_table, zeros
+from eagle3_jax.models.layers import Attention, SwiGLU, apply_rope, rope_frequencies, rope_table, zeros
 from eagle3_jax.models.rope import read_scaling
 from eagle3_jax.models.target import Attend, ModelConfig, Rope, TargetModel
 

@@ -15,10 +15,11 @@ from flax import nnx
 from jax import P
 from jaxtyping import Array, Float
 
+from eagle3_jax.kernels.linear.api import linear
 from eagle3_jax.models.checkpoint.table import Entry, kernel, plain
 from eagle3_jax.models.experts import Product, mixture
 from eagle3_jax.models.families import qwen2
-from eagle3_jax.models.layers import Attention, apply_rope, linear, normal, ones, rms_norm, zeros
+from eagle3_jax.models.layers import Attention, apply_rope, normal, ones, rms_norm, zeros
 from eagle3_jax.models.target import Attend, ModelConfig, Rope, TargetModel
 
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"

@@ -16,10 +16,11 @@ from flax import nnx
 from jax import P
 from jaxtyping import Array, Float, Int
 
+from eagle3_jax.kernels.linear.api import linear
 from eagle3_jax.models.checkpoint.table import Entry, kernel, plain
 from eagle3_jax.models.experts import Product, mixture
 from eagle3_jax.models.families import llama
-from eagle3_jax.models.layers import Attention, SwiGLU, apply_rope, halves, linear, normal, ones, rms_norm
+from eagle3_jax.models.layers import Attention, SwiGLU, apply_rope, halves, normal, ones, rms_norm
 from eagle3_jax.models.target import Attend, ModelConfig, Rope, TargetModel
 
 _CHUNKED, _GLOBAL = "chunked_attention", "full_attention"

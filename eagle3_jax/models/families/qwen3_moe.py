@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from eagle3_jax.kernels.linear.api import linear
 from eagle3_jax.models.checkpoint.table import Entry, kernel, stacked
 from eagle3_jax.models.experts import Experts
 from eagle3_jax.models.families import qwen3
-from eagle3_jax.models.layers import linear, normal
+from eagle3_jax.models.layers import normal
 from eagle3_jax.models.target import ModelConfig, TargetModel
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
 
-from eagle3_jax.kernels.cache.commit import commit
+from eagle3_jax.kernels.cache.api import commit
 
 SLOTS = 512
 

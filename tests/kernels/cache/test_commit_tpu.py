@@ -9,7 +9,7 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from eagle3_jax.kernels.cache.commit import commit
+from eagle3_jax.kernels.cache.api import commit
 
 pytest.importorskip("libtpu")
 

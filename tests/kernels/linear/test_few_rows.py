@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from eagle3_jax.kernels.linear import few_rows
-from eagle3_jax.kernels.linear.few_rows import Padded
+from eagle3_jax.kernels.linear.api import linear
+from eagle3_jax.kernels.linear.layouts import Padded
 from eagle3_jax.kernels.vocabulary.api import vocabulary_logits, vocabulary_top_k
-from eagle3_jax.models.layers import linear
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llvmlite import ir
 
-from eagle3_jax.kernels.cpu import llvm
+from eagle3_jax.kernels.cpu import compiler
 from eagle3_jax.kernels.linear import amx as linear_amx
 from eagle3_jax.kernels.linear import cpu as linear_cpu
-from eagle3_jax.kernels.linear.cpu import Panels, pack, product
+from eagle3_jax.kernels.linear.cpu import pack, product
+from eagle3_jax.kernels.linear.layouts import Panels
 from eagle3_jax.kernels.vocabulary.api import vocabulary_top_k
 
 run = jax.jit(product)
@@ -107,7 +108,7 @@ def test_machines_with_narrower_vectors(dtype, stored, features):
     name = f"test_{dtype}_{stored}_{features}"
     module = ir.Module(name)
     linear_cpu.write_product(module, name, 4, 16, dtype, (stored,), 1)
-    llvm.register(module, name, features)
+    compiler.register(module, name, features)
     (x, _), (_, matrix) = (operands(7, 50, 48, kind) for kind in (dtype, stored))
     panels = matrix.reshape(50, 3, 16, 1).swapaxes(0, 1)
     close(jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((7, 48), jnp.float32))(x, panels), x, matrix)
@@ -124,11 +125,11 @@ def test_products_compile_for_arm(dtype, stored, count):
 
 def test_many_calls_at_once(monkeypatch):
     """More helpers than threads: a call is done when it returns, and a helper that comes late finds nothing to do."""
-    monkeypatch.setattr(llvm, "threads", lambda: 5)
+    monkeypatch.setattr(compiler, "threads", lambda: 5)
     name, width = "test_helpers", 16
     module = ir.Module(name)
     linear_cpu.write_product(module, name, 4, width, "float32", ("float32",), 1)
-    llvm.register(module, name)
+    compiler.register(module, name)
     x, matrix = operands(3, 64, 64, "float32")
     panels = matrix.reshape(64, 4, width, 1).swapaxes(0, 1)
 

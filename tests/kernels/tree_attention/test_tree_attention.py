@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
 
-from eagle3_jax.kernels.tree_attention import api as kernel
-from eagle3_jax.kernels.tree_attention import tpu as kernel_tpu
-from eagle3_jax.kernels.tree_attention.api import BLOCKS, plan, tree_attention
+from eagle3_jax.kernels.tree_attention import tpu, tpu_kernel
+from eagle3_jax.kernels.tree_attention.api import tree_attention
+from eagle3_jax.kernels.tree_attention.plan import BLOCKS, plan
 
 
 def reference(q, k, v, lengths, mask, first=None, sinks=None):
@@ -280,7 +280,7 @@ def test_races_and_reads_of_what_was_never_written(nodes, batch, block, cores, m
 
     Two cores of a device share the sequences where they divide, the KV heads of each where they do not.
     """
-    for module in (kernel, kernel_tpu):
+    for module in (tpu, tpu_kernel):
         monkeypatch.setattr(module, "cores", lambda: cores)
     arguments = example(nodes=nodes, batch=batch)
     params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")

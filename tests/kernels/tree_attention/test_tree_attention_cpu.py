@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llvmlite import ir
 
-from eagle3_jax.kernels.cpu import llvm
+from eagle3_jax.kernels.cpu import compiler
 from eagle3_jax.kernels.tree_attention import xla as tree_attention_xla
 from eagle3_jax.kernels.tree_attention.api import tree_attention
 from eagle3_jax.kernels.tree_attention.cpu import supports, write_attention
@@ -47,7 +47,7 @@ def operands(rng, *, batch, nodes, kv_heads, group, d, page_size, lengths, extra
     )
 
 
-in_xla = jax.jit(functools.partial(tree_attention_xla._attend, first=None, sinks=None))
+in_xla = jax.jit(functools.partial(tree_attention_xla.attend_xla, first=None, sinks=None))
 
 
 @jax.jit
@@ -152,7 +152,7 @@ def test_machines_with_narrower_vectors(features):
     name = f"test_attention_{features}"
     module = ir.Module(name)
     write_attention(module, name, "float32", 64, True)
-    llvm.register(module, name, features)
+    compiler.register(module, name, features)
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (tensors[0], tensors[3], tensors[4])]
     got = jax.ffi.ffi_call(name, results, input_output_aliases={3: 1, 4: 2})(*tensors, mask, table)[0]
     expected, *_ = in_xla(*tensors, mask, table)

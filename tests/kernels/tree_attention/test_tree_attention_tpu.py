@@ -12,8 +12,9 @@ from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from eagle3_jax.kernels.tree_attention.api import BLOCKS, plan, tree_attention
+from eagle3_jax.kernels.tree_attention.api import tree_attention
 from eagle3_jax.kernels.tree_attention.packed_heads import cache_rows
+from eagle3_jax.kernels.tree_attention.plan import BLOCKS, plan
 
 pytest.importorskip("libtpu")
 

@@ -13,8 +13,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
 from jax.test_util import check_grads
 
-from eagle3_jax.kernels.ttt_attention import api as module
-from eagle3_jax.kernels.ttt_attention.api import document_starts, plan, ttt_attention
+from eagle3_jax.kernels.ttt_attention import xla
+from eagle3_jax.kernels.ttt_attention.api import document_starts, ttt_attention
+from eagle3_jax.kernels.ttt_attention.tpu import plan
 
 
 def example(batch=2, length=20, kv_heads=2, group=2, head_dim=8, steps=3, documents=3, seed=0, dtype=jnp.float32):
@@ -75,7 +76,7 @@ def test_xla_equals_one_dense_softmax(batch, length, kv_heads, group, steps, see
 def test_blocks_of_queries_change_nothing(monkeypatch):
     arguments = example(length=37)
     whole = with_gradients(arguments, 2, 1.0, implementation="xla")
-    monkeypatch.setattr(module, "_QUERIES", 8)
+    monkeypatch.setattr(xla, "_QUERIES", 8)
     for got, expected in zip(with_gradients(arguments, 2, 1.0, implementation="xla"), whole, strict=True):
         np.testing.assert_allclose(got, expected, atol=2e-5, rtol=2e-5)
 

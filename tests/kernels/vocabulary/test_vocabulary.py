@@ -84,7 +84,7 @@ def test_top_k_in_both_forms(batch, vocabulary, k, dtype, cores, seed):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vocabulary_tpu, "_BLOCK_ROWS", 256)
         patch.setattr(vocabulary_tpu, "_TILE_ROWS", 32)
-        patch.setattr("eagle3_jax.kernels.vocabulary.api.cores", lambda: cores)
+        patch.setattr("eagle3_jax.kernels.vocabulary.tpu.cores", lambda: cores)
         check(vocabulary_top_k(x, rows, k, implementation="pallas", interpret=True), expected)
 
 
@@ -95,7 +95,7 @@ def test_of_equals_the_lowest_come_first():
     for cores in (1, 2):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(vocabulary_tpu, "_BLOCK_ROWS", 256)
-            patch.setattr("eagle3_jax.kernels.vocabulary.api.cores", lambda cores=cores: cores)
+            patch.setattr("eagle3_jax.kernels.vocabulary.tpu.cores", lambda cores=cores: cores)
             log_probs, ids = vocabulary_top_k(x, rows, 5, implementation="pallas", interpret=True)
         np.testing.assert_array_equal(ids, np.broadcast_to(np.arange(5), (3, 5)))
         np.testing.assert_allclose(log_probs, -np.log(2500), rtol=1e-6)

@@ -1,6 +1,8 @@
-"""Calls of kernels for CPUs: chunks on several threads, each done once and before the call ends."""
+"""Handlers of CPU kernels: XLA's structures as its header has them; chunks done once, before the call ends."""
 
 import itertools
+import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +10,8 @@ import numpy as np
 import pytest
 from llvmlite import ir
 
-from eagle3_jax.kernels.cpu import llvm
-from eagle3_jax.kernels.cpu.llvm import F32, I32, I64
+from eagle3_jax.kernels.cpu import compiler, handler
+from eagle3_jax.kernels.cpu.ir import F32, I32, I64, constant
 
 LONG = 30_000_000  # turns of the slow chunk
 PATIENCE = 300_000_000  # turns that one of the last two chunks waits for the other to begin
@@ -48,22 +50,22 @@ def write_chain(module, name, patience=0):
             code.b.position_at_end(end)
         slow = code.rem(code.add(code.b.fptosi(number, I64), 1), 2)
         with code.when(code.b.icmp_signed("==", from_last, slow)), code.loop(0, LONG):
-            code.b.store(code.fma(code.load(found, F32), llvm.number(0.5), number), found)
+            code.b.store(code.fma(code.load(found, F32), constant(0.5), number), found)
         result = code.b.fadd(code.load(code.at(before, chunk, F32), F32), code.load(found, F32))
         code.b.store(result, code.at(out, chunk, F32))
 
-    llvm.write_kernel(module, name, 2, 2, plan, body)
+    handler.write_kernel(module, name, 2, 2, plan, body)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("threads", "chunks"), list(itertools.product([1, 2, 5], [1, 2, 7])))
 def test_a_call_is_done_when_it_ends(monkeypatch, threads, chunks):
     """Also where a helper still works on the slow chunk, or comes when nothing is left."""
-    monkeypatch.setattr(llvm, "threads", lambda: threads)
+    monkeypatch.setattr(compiler, "threads", lambda: threads)
     name = f"test_chain_{threads}_{chunks}"
     module = ir.Module(name)
     write_chain(module, name, PATIENCE if min(threads, chunks) > 1 else 0)
-    llvm.register(module, name)
+    compiler.register(module, name)
     results = jax.ShapeDtypeStruct((chunks,), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32)
     call = jax.jit(jax.ffi.ffi_call(name, results))
     before = jnp.arange(chunks, dtype=jnp.float32)
@@ -78,5 +80,56 @@ def test_a_kernel_is_compiled_once():
         calls.append(name)
         write_chain(module, name)
 
-    assert {llvm.kernel("test_once", write) for _ in range(3)} == {"test_once"}
+    assert {compiler.kernel("test_once", write) for _ in range(3)} == {"test_once"}
     assert calls == ["test_once"]
+
+
+POINTER_SIZE = 8
+FIELD = re.compile(r"_XLA_FFI_API_STRUCT_FIELD\((?P<call>\w+)\)|(?P<type>[\w ]+(?:\*+ ?| ))(?P<name>\w+)")
+
+
+def structures(header):
+    """By structure: the offset of each field, and of fields of structures inside of it; and each structure's size."""
+    text = re.sub(r"//[^\n]*", "", header)
+    sizes = {"int": 4, "int32_t": 4, "uint32_t": 4, "int64_t": 8, "size_t": 8}
+    sizes |= dict.fromkeys(re.findall(r"typedef enum \{[^}]*\} (\w+);", text), sizes["int"])
+    sizes |= {name: sizes[kind] for kind, name in re.findall(r"typedef (\w+) (\w+);", text) if kind in sizes}
+    alignments, offsets = dict(sizes), {}
+    for structure, body in re.findall(r"struct (\w+) \{([^{}]*)\}", text):
+        if "(*" in body:  # pointers to functions: none that handlers read
+            continue
+        end, widest, fields = 0, 1, {}
+        for line in filter(None, map(str.strip, body.split(";"))):
+            found = FIELD.fullmatch(line)
+            kind = "*" if found["call"] else found["type"].strip()
+            size, alignment = (POINTER_SIZE if "*" in kind else of[kind] for of in (sizes, alignments))
+            start = -(-end // alignment) * alignment
+            inner = {} if "*" in kind else offsets.get(kind, {})
+            name = found["call"] or found["name"]
+            fields |= {name: start} | {f"{name}.{field}": start + offset for field, offset in inner.items()}
+            end, widest = start + size, max(widest, alignment)
+        offsets[structure], sizes[structure], alignments[structure] = fields, -(-end // widest) * widest, widest
+    return offsets, sizes
+
+
+def test_offsets_are_those_of_the_installed_header():
+    offsets, sizes = structures(pathlib.Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_text())
+    for name, fields in handler.OFFSETS.items():
+        assert fields == {field: offsets[name][field] for field in fields}, name
+    assert sizes["XLA_FFI_ThreadPool_Schedule_Args"] == handler.SCHEDULE_ARGS_SIZE
+
+
+def test_the_installed_version_is_known():
+    assert handler.api_version() in handler.KNOWN_VERSIONS
+    assert handler.REPORTED_VERSION in handler.KNOWN_VERSIONS
+
+
+def test_a_header_without_a_version_is_unknown(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax.ffi, "include_dir", lambda: str(tmp_path))
+    assert handler.api_version() is None
+    folder = tmp_path / "xla/ffi/api"
+    folder.mkdir(parents=True)
+    (folder / "c_api.h").write_text("#define XLA_FFI_API_MAJOR 0\n")
+    handler._version_of.cache_clear()
+    assert handler.api_version() is None
+    handler._version_of.cache_clear()

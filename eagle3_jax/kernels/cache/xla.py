@@ -1,4 +1,4 @@
-"""Writes entries into a key or value cache with plain XLA operations."""
+"""Writes and moves entries of a key or value cache in XLA's operations."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def write(
     at: Int[Array, " b"],
     page_table: Int[Array, "b pages"] | None = None,
 ) -> Num[Array, "p k s d"]:
-    """t new entries of each sequence from slot `at` on.
+    """Writes t new entries of each sequence from slot `at` on.
 
     Args:
         cache: contiguous, [b, k, slots, d], or with a page table [pages, k, page_size, d]. `at + t` must not exceed
             the slots.
-        page_table: int32, the page that holds each stretch of page_size slots.
+        page_table: int32, the page of each page_size slots.
     """
     new = new.astype(cache.dtype)
     if page_table is not None:
@@ -33,3 +33,19 @@ def write(
     if cache.shape[0] == 1:  # a batched start index lowers to a scatter; one sequence does not need it
         return jax.lax.dynamic_update_slice(cache, new, (0, 0, at[0], 0))
     return jax.vmap(lambda c, x, i: jax.lax.dynamic_update_slice(c, x, (0, i, 0)))(cache, new, at)
+
+
+def commit(
+    cache: Num[Array, "p k s d"],
+    lengths: Int[Array, " b"],
+    path: Int[Array, "b p"],
+    page_table: Int[Array, "b pages"] | None,
+) -> Num[Array, "p k s d"]:
+    """See `cache.api.commit`; of one cache."""
+    source = lengths[:, None] + path
+    if page_table is None:
+        moved = jnp.take_along_axis(cache, source[:, None, :, None], axis=2, mode="clip")
+    else:
+        pages = jnp.take_along_axis(page_table, source // cache.shape[2], axis=1, mode="clip")
+        moved = cache[pages, :, source % cache.shape[2]].swapaxes(1, 2)
+    return write(cache, moved, lengths, page_table)

@@ -1,8 +1,4 @@
-"""Commit: the accepted path of a draft tree moves to the front of its tail, in the caches of all layers at once.
-
-The kernel is a read-modify-write in VMEM: it copies only the tiles of rows that hold the path and those that the path
-goes to, of all layers at the same time. XLA makes a gather and a loop over the sequences of it, layer by layer.
-"""
+"""Commit on a TPU: copies the tiles of rows that the path touches to VMEM and back, of all layers at once."""
 
 from __future__ import annotations
 
@@ -17,8 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int
 
-from eagle3_jax.kernels.cache_write import write
-from eagle3_jax.kernels.dispatch import Implementation, default_implementation, over_mesh
+from eagle3_jax.kernels.dispatch import over_mesh
 from eagle3_jax.kernels.tpu.packed_rows import merge_rows, roll_rows, rows_between, tile_rows
 from eagle3_jax.kernels.tpu.registers import LANES, SMEM_LIMIT, check_fits
 
@@ -30,60 +25,30 @@ def commit(
     caches: Sequence[Array],
     lengths: Int[Array, " b"],
     path: Int[Array, "b p"],
+    page_table: Int[Array, "b pages"] | None,
     *,
-    page_table: Int[Array, "b pages"] | None = None,
-    implementation: Implementation | None = None,
-    interpret: Any = False,
+    interpret: Any,
 ) -> tuple[Array, ...]:
-    """Slot length + path[j] goes to slot length + j; all other slots stay as they are.
-
-    Args:
-        caches: keys and values of every layer, all of one shape and dtype: [b, k, slots, d], contiguous; with a page
-            table [pages, k, page_size, d]. To have them written in place, donate them.
-        lengths: int32, committed tokens of each sequence; length + p must not exceed the slots.
-        path: int32 indices into the tail, ascending; equal ones may follow each other.
-        page_table: int32, the page that holds each stretch of page_size slots; entries behind the tail may be anything.
-        implementation: the default is "pallas" on a TPU and "xla" elsewhere.
-        interpret: runs the kernel without a TPU, `pltpu.InterpretParams` included.
-
-    Raises:
-        ValueError: caches of different shapes or dtypes.
-    """
-    forms = {(cache.shape, cache.dtype) for cache in caches}
-    if len(forms) != 1:
-        raise ValueError(f"caches: got {forms}, expected one shape and dtype")
-    if (implementation or default_implementation()) == "xla":
-        return tuple(_xla(cache, lengths, path, page_table) for cache in caches)
+    """See `cache.api.commit`."""
     cache, rows = P("data", "model"), P("data")
-    kept = over_mesh(
-        functools.partial(_pallas, interpret=interpret),
+    return over_mesh(
+        functools.partial(_local, interpret=interpret),
         (lengths, path, page_table, *caches),
         (rows, rows, rows, *[cache] * len(caches)),
         (cache,) * len(caches),
         # Pages belong to no sequence: every device of the data axis needs all of them.
         {"model": caches[0].shape[1]} | ({"data": len(lengths)} if page_table is None else {}),
     )
-    return kept
 
 
-def _xla(cache: Array, lengths: Array, path: Array, page_table: Array | None) -> Array:
-    source = lengths[:, None] + path
-    if page_table is None:
-        moved = jnp.take_along_axis(cache, source[:, None, :, None], axis=2, mode="clip")
-    else:
-        pages = jnp.take_along_axis(page_table, source // cache.shape[2], axis=1, mode="clip")
-        moved = cache[pages, :, source % cache.shape[2]].swapaxes(1, 2)
-    return write(cache, moved, lengths, page_table)
-
-
-def _pallas(
+def _local(
     lengths: Array,
     path: Array,
     page_table: Array | None,
     *caches: Array,
     interpret: Any = False,
 ) -> tuple[Array, ...]:
-    """The kernel, in as many calls as VMEM asks for."""
+    """The share of one device, in as few calls as VMEM allows."""
     rows, kv_heads, page_size, head_dim = caches[0].shape
     height, nodes = tile_rows(caches[0].dtype), path.shape[1]
     places = nodes + pl.cdiv(nodes - 1, height) + 1  # a tile for each row, and those where they go

@@ -1,0 +1,86 @@
+"""Compiles CPU kernels for this machine and registers them with XLA."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import llvmlite.binding as llvm
+from llvmlite import ir
+
+
+def compile_module(module: ir.Module, features: str = "") -> Any:
+    """Compiles for this machine. Returns the engine that owns the code.
+
+    Args:
+        features: of the machine that the code must not use, such as "-avx512f".
+    """
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    llvm.initialize_native_asmparser()  # of `Code.dot_pairs`
+    parsed = llvm.parse_assembly(str(module))
+    parsed.verify()
+    host = llvm.get_host_cpu_features().flatten()
+    machine = llvm.Target.from_default_triple().create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=",".join(filter(None, [host, "-prefer-256-bit", features])), opt=3
+    )
+    passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
+    passes.getModulePassManager().run(parsed, passes)
+    engine = llvm.create_mcjit_compiler(parsed, machine)
+    engine.finalize_object()
+    return engine
+
+
+def register(module: ir.Module, name: str, features: str = "") -> None:
+    """Compiles the module and registers its handler `name` with XLA; see `compile_module`."""
+    _living.append(engine := compile_module(module, features))
+    capsule = ctypes.pythonapi.PyCapsule_New
+    capsule.restype, capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    jax.ffi.register_ffi_target(name, capsule(engine.get_function_address(name), None, None), platform="cpu")
+
+
+_living: list[Any] = []  # engines: XLA calls their code until the process ends
+_once = threading.Lock()
+
+
+def kernel(name: str, write: Callable[..., None], *arguments: Any, **options: Any) -> str:
+    """Registers the kernel `name` at its first use, when `write(module, name, ...)` writes it. Returns `name`."""
+    with _once:
+        if name not in _kernels:
+            module = ir.Module(name)
+            write(module, name, *arguments, **options)
+            register(module, name)
+            _kernels.add(name)
+    return name
+
+
+_kernels: set[str] = set()
+
+
+@functools.cache
+def threads() -> int:
+    """Size of XLA's thread pool, which follows NPROC."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(allowed, int(os.environ.get("NPROC", allowed)))
+
+
+@functools.cache
+def has_features(*names: str) -> bool:
+    """Whether this machine's processor has all of these features (LLVM's names)."""
+    features = llvm.get_host_cpu_features()
+    return all(features.get(name, False) for name in names)
+
+
+def has_bfloat16_products() -> bool:
+    """Whether this machine multiplies pairs of bfloat16 into float32 sums, 16 at a time (AVX512_BF16's VDPBF16PS)."""
+    return has_features("avx512bf16")
+
+
+def has_wide_vectors() -> bool:
+    """Whether this machine has 32 registers of 512 bits, as AVX-512 has."""
+    return has_features("avx512f")

@@ -1,0 +1,195 @@
+"""CPU kernels as handlers of XLA's foreign function interface (https://docs.jax.dev/en/latest/ffi.html).
+
+A kernel divides its work into chunks and runs them on XLA's own threads. Each free thread takes the next chunk, so a
+call never waits for a thread that has not begun.
+
+The code reads XLA's C structures at fixed offsets, those of jaxlib's xla/ffi/api/c_api.h. A test compares them with the
+installed header, and `enabled` turns the kernels off for a version of the interface that no test has seen.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import pathlib
+import re
+from collections.abc import Callable, Sequence
+
+import jax
+from llvmlite import ir
+
+from eagle3_jax.kernels.cpu import compiler
+from eagle3_jax.kernels.cpu.ir import I8, I32, I64, POINTER, VOID, Code, Value, define
+
+_log = logging.getLogger(__name__)
+
+# Versions (major, minor) of the interface that have these offsets, and the one that handlers report.
+KNOWN_VERSIONS = ((0, 3), (0, 4), (0, 5))
+REPORTED_VERSION = KNOWN_VERSIONS[0]
+# Bytes from a structure's start to a field, or to a field of a structure inside of it.
+OFFSETS = {
+    "XLA_FFI_CallFrame": {"extension_start": 8, "api": 16, "ctx": 24, "args.args": 72, "rets.rets": 112},
+    "XLA_FFI_Buffer": {"data": 24, "dims": 40},
+    "XLA_FFI_Metadata_Extension": {"metadata": 24},
+    "XLA_FFI_Metadata": {"api_version.major_version": 24, "api_version.minor_version": 28, "traits": 32},
+    "XLA_FFI_Api": {"XLA_FFI_ThreadPool_Schedule": 136},
+    "XLA_FFI_ThreadPool_Schedule_Args": {"struct_size": 0, "extension_start": 8, "ctx": 16, "task": 24, "data": 32},
+}
+SCHEDULE_ARGS_SIZE = 40
+
+
+def enabled() -> bool:
+    """Whether CPU kernels run here: the interface has a known version, and EAGLE3_CPU_KERNELS is not 0."""
+    return os.environ.get("EAGLE3_CPU_KERNELS") != "0" and _known(api_version())
+
+
+def api_version() -> tuple[int, int] | None:
+    """Version (major, minor) of jaxlib's foreign function interface, by its header; None without a header."""
+    return _version_of(pathlib.Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h"))
+
+
+@functools.cache
+def _version_of(header: pathlib.Path) -> tuple[int, int] | None:
+    if not header.exists():
+        return None
+    found = dict(re.findall(r"^#define XLA_FFI_API_(MAJOR|MINOR) (\d+)$", header.read_text(), re.MULTILINE))
+    return (int(found["MAJOR"]), int(found["MINOR"])) if len(found) == 2 else None
+
+
+@functools.cache
+def _known(version: tuple[int, int] | None) -> bool:
+    """Logs an unknown version, once."""
+    if version not in KNOWN_VERSIONS:
+        shown, known = (", ".join(f"{v[0]}.{v[1]}" for v in vs if v) or "none" for vs in ((version,), KNOWN_VERSIONS))
+        _log.warning(
+            "CPU kernels are off, XLA's operations run instead: XLA's foreign function interface: got version %s, "
+            "expected one of %s",
+            shown,
+            known,
+        )
+    return version in KNOWN_VERSIONS
+
+
+class Buffer:
+    """An operand or a result of the call: its data and its dimensions."""
+
+    def __init__(self, code: Code, buffer: Value) -> None:
+        fields = OFFSETS["XLA_FFI_Buffer"]
+        self._code, self._dimensions = code, code.field(buffer, fields["dims"])
+        self.data = code.field(buffer, fields["data"])
+
+    def size(self, axis: int) -> Value:
+        return self._code.load(self._code.at(self._dimensions, axis, I64), I64)
+
+
+# (code, operands, results) -> the values that the body reads (pointers and i64), and the number of chunks.
+Plan = Callable[[Code, Sequence[Buffer], Sequence[Buffer]], tuple[Sequence[Value], Value]]
+# (code, the plan's values, number of the chunk)
+Body = Callable[[Code, Sequence[Value], Value], None]
+
+# Offsets of a job's fields, i64 or pointer: next chunk, chunks done, all chunks, threads that hold it, plan's values.
+_NEXT, _DONE, _TOTAL, _HOLDERS, _VALUES, _JOB_SIZE = 0, 8, 16, 24, 32, 40
+
+
+def write_kernel(module: ir.Module, name: str, operands: int, results: int, plan: Plan, body: Body) -> None:
+    """Writes the handler `name`: it plans the call and runs the chunks on XLA's threads.
+
+    The job lives on the heap, because a thread may reach it after the call has ended and then finds no chunk left. The
+    last holder frees it.
+    """
+    call_frame, metadata = OFFSETS["XLA_FFI_CallFrame"], OFFSETS["XLA_FFI_Metadata"]
+    handler = define(module, name, [POINTER], POINTER)
+    code, frame = handler, handler.function.args[0]
+    extension = code.field(frame, call_frame["extension_start"])
+    with code.when(code.b.icmp_unsigned("!=", extension, POINTER(None))):  # XLA asks for the handler's metadata
+        about = code.field(extension, OFFSETS["XLA_FFI_Metadata_Extension"]["metadata"])
+        major, minor = REPORTED_VERSION
+        for field, value in (("api_version.major_version", major), ("api_version.minor_version", minor), ("traits", 0)):
+            code.b.store(ir.Constant(I32, value), code.at(about, metadata[field], I8))
+        code.b.ret(POINTER(None))
+    arguments, answers = code.field(frame, call_frame["args.args"]), code.field(frame, call_frame["rets.rets"])
+    values, total = plan(
+        code,
+        [Buffer(code, code.field(arguments, 8 * i)) for i in range(operands)],
+        [Buffer(code, code.field(answers, 8 * i)) for i in range(results)],
+    )
+    kinds = [value.type for value in values]
+    known = code.variable(I64, count=len(values))
+    for i, value in enumerate(values):
+        code.b.store(value, code.at(known, i, I64))
+
+    run = define(module, f"{name}.chunk", [POINTER, I64])
+    run.function.linkage = "internal"
+    body(
+        run,
+        [run.load(run.at(run.function.args[0], i, I64), kind) for i, kind in enumerate(kinds)],
+        run.function.args[1],
+    )
+    run.b.ret_void()
+    run.finish()
+
+    work = define(module, f"{name}.work", [POINTER])
+    work.function.linkage = "internal"
+    job = work.function.args[0]
+    head, do, end = (work.function.append_basic_block(part) for part in ("head", "do", "end"))
+    work.b.branch(head)
+    work.b.position_at_end(head)
+    chunk = work.b.atomic_rmw("add", work.at(job, _NEXT, I8), work.int(1), "acquire")
+    work.b.cbranch(work.less(chunk, work.field(job, _TOTAL, I64)), do, end)
+    work.b.position_at_end(do)
+    work.b.call(run.function, [work.field(job, _VALUES), chunk])
+    work.b.atomic_rmw("add", work.at(job, _DONE, I8), work.int(1), "release")
+    work.b.branch(head)
+    work.b.position_at_end(end)
+    work.b.ret_void()
+    work.finish()
+
+    release = define(module, f"{name}.release", [POINTER])
+    release.function.linkage = "internal"
+    job = release.function.args[0]
+    holders = release.b.atomic_rmw("sub", release.at(job, _HOLDERS, I8), release.int(1), "acq_rel")
+    with release.when(release.b.icmp_signed("==", holders, release.int(1))):
+        release.call("free", VOID, job)
+    release.b.ret_void()
+    release.finish()
+
+    helper = define(module, f"{name}.helper", [POINTER])
+    helper.function.linkage = "internal"
+    helper.b.call(work.function, [helper.function.args[0]])
+    helper.b.call(release.function, [helper.function.args[0]])
+    helper.b.ret_void()
+    helper.finish()
+
+    job = code.call("malloc", POINTER, code.int(_JOB_SIZE))
+    for field, value in ((_NEXT, 0), (_DONE, 0), (_HOLDERS, 1)):
+        code.b.store(code.int(value), code.at(job, field, I8))
+    code.b.store(total, code.at(job, _TOTAL, I8))
+    code.b.store(known, code.at(job, _VALUES, I8))
+    api, task = OFFSETS["XLA_FFI_Api"], OFFSETS["XLA_FFI_ThreadPool_Schedule_Args"]
+    asked = code.variable(I64, count=SCHEDULE_ARGS_SIZE // 8)
+    for field, value in (
+        ("struct_size", code.int(SCHEDULE_ARGS_SIZE)),
+        ("extension_start", POINTER(None)),
+        ("ctx", code.field(frame, call_frame["ctx"])),
+        ("task", helper.function),
+        ("data", job),
+    ):
+        code.b.store(value, code.at(asked, task[field], I8))
+    function = ir.FunctionType(POINTER, [POINTER]).as_pointer()
+    schedule = code.field(code.field(frame, call_frame["api"]), api["XLA_FFI_ThreadPool_Schedule"], function)
+    with code.loop(1, code.least(compiler.threads(), total)):
+        code.b.atomic_rmw("add", code.at(job, _HOLDERS, I8), code.int(1), "acq_rel")
+        error = code.b.call(schedule, [asked])
+        with code.when(code.b.icmp_unsigned("!=", error, POINTER(None))):
+            code.b.call(release.function, [job])
+    code.b.call(work.function, [job])
+    wait, done = (code.function.append_basic_block(part) for part in ("wait", "done"))
+    code.b.branch(wait)
+    code.b.position_at_end(wait)
+    finished = code.b.load_atomic(code.at(job, _DONE, I8), "acquire", 8, typ=I64)
+    code.b.cbranch(code.less(finished, total), wait, done)
+    code.b.position_at_end(done)
+    code.b.call(release.function, [job])
+    code.b.ret(POINTER(None))
+    code.finish()

@@ -1,0 +1,48 @@
+"""Products of rows with a matrix, in whichever layout the matrix has.
+
+The layout decides the implementation: the CPU kernel multiplies `Panels`, which `pack` makes; XLA multiplies arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+from jaxtyping import Array, Float
+
+from eagle3_jax.kernels.contraction import contract
+from eagle3_jax.kernels.linear import cpu
+from eagle3_jax.kernels.linear.cpu import pack as pack
+from eagle3_jax.kernels.linear.layouts import Padded, Panels
+
+
+def linear(x: Float[Array, "*batch h"], matrix: Float[Array, "h out"] | Panels | Padded) -> Float[Array, "*batch out"]:
+    """x @ matrix in x's dtype; the matrix is cast to it."""
+
+    def dense(x: Array, matrix: Array) -> Array:
+        return contract("mk,kn->mn", x, matrix)
+
+    return multiply(x.reshape(-1, x.shape[-1]), matrix, dense).astype(x.dtype).reshape(*x.shape[:-1], -1)
+
+
+def gated_linear(
+    x: Float[Array, "*batch h"],
+    gate: Float[Array, "h out"] | Panels | Padded,
+    up: Float[Array, "h out"] | Panels | Padded,
+) -> Float[Array, "*batch out"]:
+    """silu(x @ gate) * (x @ up), in x's dtype."""
+    if isinstance(gate, Panels) and isinstance(up, Panels):
+        gated = cpu.gated_product(x.reshape(-1, x.shape[-1]), gate, up)
+        return gated.astype(x.dtype).reshape(*x.shape[:-1], -1)
+    return jax.nn.silu(linear(x, gate)) * linear(x, up)
+
+
+def multiply(
+    x: Float[Array, "m k"], matrix: Float[Array, "..."] | Panels | Padded, dense: Callable[[Array, Array], Array]
+) -> Float[Array, "m n"]:
+    """The product in float32; `dense` multiplies x by an array."""
+    if isinstance(matrix, Panels):
+        return cpu.product(x, matrix)
+    if isinstance(matrix, Padded):
+        return matrix.apply(dense, x)
+    return dense(x, matrix)
