@@ -17,8 +17,6 @@ from eagle3_jax.kernels.dispatch import default_implementation
 from eagle3_jax.kernels.linear import few_rows
 from eagle3_jax.kernels.linear.api import linear, pack
 from eagle3_jax.kernels.linear.layouts import Padded, Panels
-from eagle3_jax.kernels.norm_rope import cpu as rows_cpu
-from eagle3_jax.kernels.norm_rope.cpu import NormWeight
 from eagle3_jax.kernels.vocabulary.api import vocabulary_logits
 from eagle3_jax.mesh import mesh_of, replicated
 from eagle3_jax.models.checkpoint.load import parameter_path
@@ -31,7 +29,6 @@ Module = TypeVar("Module", TargetModel, Head)
 
 _MATRICES = re.compile(r"\b(qkv|q|q_down|q_up|kv_down|o|gate|up|down|fc)$")
 _EXPERTS = re.compile(r"\bexpert_\w+$")
-_NORMS = re.compile(r"norm(/\d+)?$")
 
 
 class Product(NamedTuple):
@@ -55,8 +52,8 @@ class Product(NamedTuple):
 def for_inference(model: Model) -> Model:
     """A twin in the kernels' layouts; it shares the arrays that need no other layout, and the model may be dropped.
 
-    On one CPU device matrices are packed, norms are marked for their kernel, and a tied LM head gets a matrix of its
-    own. On TPUs some parameters are stored row by row (`tpu_formats`). Elsewhere the twin is the model itself.
+    On one CPU device matrices are packed, and a tied LM head gets a matrix of its own. On TPUs some parameters are
+    stored row by row (`tpu_formats`). Elsewhere the twin is the model itself.
     """
     return _each(model, _twin)
 
@@ -145,10 +142,7 @@ def _twin(module: Module) -> Module:
 
 def _packed(module: Module, output_rows: jax.Array) -> Module:
     def of(path: Any, leaf: jax.Array) -> Any:
-        name = parameter_path(path)
-        if _NORMS.search(name) and leaf.shape[0] % rows_cpu.WIDTH == 0:
-            return NormWeight(leaf)
-        return _placed(leaf) if _MATRICES.search(name) else leaf
+        return _placed(leaf) if _MATRICES.search(parameter_path(path)) else leaf
 
     twin = jax.tree_util.tree_map_with_path(of, module)
     twin.lm_head = nnx.Param(_placed(output_rows, transposed=True))

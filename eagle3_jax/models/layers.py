@@ -18,9 +18,6 @@ from jaxtyping import Array, Float, Int
 
 from eagle3_jax.kernels.dispatch import default_implementation
 from eagle3_jax.kernels.linear.api import gated_linear, linear
-from eagle3_jax.kernels.linear.layouts import Panels
-from eagle3_jax.kernels.norm_rope import cpu as rows_cpu
-from eagle3_jax.kernels.norm_rope.cpu import NormWeight
 
 # (regex over a parameter's path, partition), for targets and draft heads: vocabulary rows, KV heads, FFN columns and
 # the aux features' columns go over the model axis.
@@ -150,12 +147,8 @@ def halves(x: Float[Array, "b t heads d"]) -> Float[Array, "b t heads d"]:
     return jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
 
 
-def rms_norm(
-    x: Float[Array, "*batch h"], weight: Float[Array, " h"] | NormWeight, eps: float
-) -> Float[Array, "*batch h"]:
+def rms_norm(x: Float[Array, "*batch h"], weight: Float[Array, " h"], eps: float) -> Float[Array, "*batch h"]:
     """x / rms(x) * weight, variance in float32, as Llama computes it."""
-    if isinstance(weight, NormWeight):
-        return rows_cpu.rms_norm(x.reshape(-1, x.shape[-1]), weight, eps).reshape(x.shape)
     x32 = x.astype(jnp.float32)
     normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     return normed.astype(x.dtype) * jnp.expand_dims(weight.astype(x.dtype), range(x.ndim - 1))
@@ -192,12 +185,6 @@ class Attention(nnx.Module):
         self, x: Float[Array, "b t h"], rope: tuple[Float[Array, "b t 1 half"], Float[Array, "b t 1 half"]]
     ) -> tuple[Float[Array, "b t n d"], Float[Array, "b t k d"], Float[Array, "b t k d"]]:
         """Rotated queries and keys, and values."""
-        cos, sin = rope
-        if isinstance(self.qkv[...], Panels) and cos.shape[-1] % rows_cpu.WIDTH == 0:
-            fused, cos, sin = (part.reshape(x.shape[0] * x.shape[1], -1) for part in (self.fused(x), cos, sin))
-            parts = rows_cpu.rotated_heads(fused, cos, sin, self.kv_heads)
-            q, k, v = (part.reshape(*x.shape[:2], -1, self.head_dim) for part in parts)
-            return q, k, v
         q, k, v = self.heads(self.fused(x))
         return apply_rope(q, rope), apply_rope(k, rope), v
 

@@ -8,6 +8,7 @@ bits of a float32, in rows that ask for one.
 from __future__ import annotations
 
 import dataclasses
+import math
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from eagle3_jax.kernels.draw import cpu as draw_cpu
 from eagle3_jax.kernels.vocabulary.api import argmax
 
 # What a round's random numbers are for.
@@ -258,20 +258,7 @@ def probabilities(logits: Float[Array, "b v"], sampling: Sampling) -> Float[Arra
 
 def sample(logits: Float[Array, "b v"], sampling: Sampling, coins: Float[Array, "b 2"]) -> Int[Array, " b"]:
     """One token of each row: `draw` of its `probabilities`."""
-
-    def filtered(logits: Array) -> Array:
-        return draw(coins, probabilities(logits, sampling))
-
-    def plain(logits: Array) -> Array:
-        return draw_cpu.draw(logits, sampling.temperature, coins)
-
-    if not jax.sharding.get_abstract_mesh().empty:
-        return filtered(logits)
-    return jax.lax.platform_dependent(
-        logits,
-        cpu=lambda logits: jax.lax.cond(_asks(sampling).any(), filtered, plain, logits),
-        default=filtered,
-    )
+    return draw(coins, probabilities(logits, sampling))
 
 
 def _asks(sampling: Sampling) -> Bool[Array, " b"]:
@@ -308,11 +295,16 @@ def draw(coins: Float[Array, "b 2"], weights: Float[Array, "b v"]) -> Int[Array,
         coins: uniform in [0, 1).
     """
     size = weights.shape[-1]
-    width = draw_cpu.block_width(size)
+    width = block_width(size)
     blocks = jnp.pad(weights, ((0, 0), (0, -size % width))).reshape(weights.shape[0], -1, width)
     block = _invert(blocks.sum(axis=-1), coins[:, 0])
     inside = _invert(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], coins[:, 1])
     return (block * width + inside).astype(jnp.int32)
+
+
+def block_width(size: int) -> int:
+    """Tokens of a block in `draw`: as many as there are blocks."""
+    return math.isqrt(size)
 
 
 def _invert(weights: Array, coins: Array) -> Array:

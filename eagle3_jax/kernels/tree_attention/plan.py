@@ -15,7 +15,7 @@ from eagle3_jax.kernels.dispatch import device
 from eagle3_jax.kernels.tpu.packed_rows import tile_rows
 from eagle3_jax.kernels.tpu.registers import LANES, SMEM_LIMIT, VMEM_LIMIT, check_fits
 
-# How the kernel's work is cut, by the kind of chip, else "default"; chosen by libtpu's simulation (docs/measured.md).
+# How the kernel's work is cut, by the kind of chip, else "default"; chosen by libtpu's simulation (docs/benchmarks.md).
 # At most: keys of a block over all KV heads, those of one head in it, scores of an item, and rows of a tile, all query
 # heads of a KV head together.
 BLOCKS: dict[str, dict[str, int]] = json.loads(

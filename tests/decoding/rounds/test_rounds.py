@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eagle3_jax.kernels.cache.api import commit
 from hlo import product_and_sum_fusions
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.rounds import round as rounds
 from eagle3_jax.decoding.rounds.sampling import Sampling
+from eagle3_jax.kernels.cache.api import commit
 from eagle3_jax.kernels.tree_attention import packed_heads
 from eagle3_jax.kernels.tree_attention.api import tree_attention
 from eagle3_jax.kernels.vocabulary.api import vocabulary_top_k

@@ -1,5 +1,6 @@
 """The distribution a request samples from, and its parameters."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle3_jax.decoding.rounds.sampling import Sampling, SamplingParams, draw, probabilities
+from eagle3_jax.decoding.rounds.sampling import Sampling, SamplingParams, block_width, draw, probabilities, sample
 
 
 def sampling(temperature: list[float], top_k: Any = 0, top_p: Any = 1.0, min_p: Any = 0.0) -> Sampling:
@@ -85,6 +86,32 @@ def test_a_row_with_top_p_of_one_keeps_everything_beside_a_row_with_less():
     got = probabilities(logits, sampling([1.0, 1.0], 0, [1.0, 0.9]))
     assert int((got[0] > 0).sum()) == 4096
     assert int((got[1] > 0).sum()) < 4096
+
+
+def running_sums(logits, temperature, coins):
+    """The token in float64, as `draw` defines it; and the coins' distance from the nearest border."""
+    width = block_width(len(logits))
+    weights = np.exp((logits.astype(np.float64) - logits.max()) / temperature)
+
+    def invert(weights, coin):
+        sums = np.cumsum(weights) / weights.sum()
+        return int(np.searchsorted(sums, coin, side="right")), np.abs(sums - coin).min()
+
+    blocks = [weights[i : i + width] for i in range(0, len(logits), width)]
+    block, near = invert(np.array([part.sum() for part in blocks]), coins[0])
+    inside, nearer = invert(blocks[block], coins[1])
+    return block * width + inside, min(near, nearer)
+
+
+@pytest.mark.parametrize(("size", "temperature"), [(2, 0.3), (50, 1.0), (700, 0.7)])
+def test_a_token_is_that_of_the_running_sums(size, temperature):
+    rng = np.random.default_rng(size)
+    logits, coins = (4 * rng.normal(size=(64, size))).astype(np.float32), rng.random((64, 2)).astype(np.float32)
+    sampling = dataclasses.replace(Sampling.greedy(64), temperature=jnp.full(64, temperature))
+    got = jax.jit(sample)(jnp.asarray(logits), sampling, jnp.asarray(coins))
+    for row in range(64):
+        expected, border = running_sums(logits[row], temperature, coins[row])
+        assert got[row] == expected or border < 1e-5
 
 
 def test_a_weight_of_zero_is_never_drawn():
