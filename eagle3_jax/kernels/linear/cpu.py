@@ -10,7 +10,6 @@ registers: the same products from half of the bytes.
 
 Where the machine multiplies pairs of bfloat16 (AVX512_BF16), panels of bfloat16 hold two rows of W side by side, and a
 sum takes both in one instruction: half of the instructions that float32 takes. Subnormal numbers count as zero there.
-Where it has matrix units (AMX), those take such panels, for any number of rows.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from llvmlite import ir
 from eagle3_jax.kernels.cpu import compiler, handler
 from eagle3_jax.kernels.cpu.handler import Buffer
 from eagle3_jax.kernels.cpu.ir import ELEMENTS, F32, I32, I64, POINTER, Code, Value, constant, define, vector
-from eagle3_jax.kernels.linear import amx as linear_amx
 from eagle3_jax.kernels.linear.layouts import Panels
 
 # (rows, columns) whose sums fit into the vector registers: 32 of 512 bits, or 16 of 256.
@@ -39,11 +37,10 @@ def pack(matrix: Float[Array, "k n"]) -> Panels:
     """The matrix, float32 or bfloat16, in panels of this machine's width."""
     width = _BLOCKS[compiler.has_wide_vectors()][1]
     group = 2 if matrix.dtype == jnp.bfloat16 and compiler.has_bfloat16_products() else 1
-    depth = linear_amx.DEPTH if group == 2 and linear_amx.available() else group
     stored = np.ascontiguousarray(matrix)
     if matrix.dtype == jnp.float32 and not (stored.view(np.uint32) & 0xFFFF).any():
         stored = stored.astype(jnp.bfloat16)
-    padded = np.pad(stored, ((0, -matrix.shape[0] % depth), (0, -matrix.shape[1] % width)))
+    padded = np.pad(stored, ((0, -matrix.shape[0] % group), (0, -matrix.shape[1] % width)))
     panels = padded.reshape(len(padded) // group, group, -1, width).transpose(2, 0, 3, 1)
     return Panels(jnp.asarray(panels.copy()), matrix.shape[1], matrix.dtype)
 
@@ -61,18 +58,13 @@ def gated_product(x: Float[Array, "m k"], gate: Panels, up: Panels) -> Float32[A
 def _call(kind: str, x: Array, matrices: tuple[Panels, ...]) -> Array:
     panels = [matrix.for_rows(x) for matrix in matrices]
     count, groups, width, group = panels[0].shape
-    tiles = group == 2 and linear_amx.available()
-    rows = linear_amx.MOST if tiles else _BLOCKS[compiler.has_wide_vectors()][0]
+    rows = _BLOCKS[compiler.has_wide_vectors()][0]
     stored = tuple(matrix.dtype.name for matrix in panels)
-    name = compiler.kernel(
-        f"eagle3_jax_{kind}_{x.dtype}_{'_'.join(stored)}_{'tiles' if tiles else group}",
-        *(write_product, rows, width, x.dtype.name, stored, group),
-        tiles=tiles,
-    )
-    more = -x.shape[0] % linear_amx.ROWS if tiles else 0
-    result = jax.ShapeDtypeStruct((x.shape[0] + more, count * width), jnp.float32)
-    padded = jnp.pad(x, ((0, more), (0, groups * group - x.shape[1])))
-    return jax.ffi.ffi_call(name, result)(padded, *panels)[: x.shape[0], : matrices[0].columns]
+    name = f"eagle3_jax_{kind}_{x.dtype}_{'_'.join(stored)}_{group}"
+    compiler.kernel(name, write_product, rows, width, x.dtype.name, stored, group)
+    result = jax.ShapeDtypeStruct((x.shape[0], count * width), jnp.float32)
+    padded = jnp.pad(x, ((0, 0), (0, groups * group - x.shape[1])))
+    return jax.ffi.ffi_call(name, result)(padded, *panels)[:, : matrices[0].columns]
 
 
 def write_product(
@@ -83,29 +75,22 @@ def write_product(
     dtype: str,
     stored: Sequence[str],
     group: int,
-    *,
-    tiles: bool = False,
 ) -> None:
     """The kernel (x [m, k], panels [p, k / group, w, group]) -> float32 [m, p * w]; a chunk is a few panels.
 
     Args:
         rows, width: of a block in registers.
         dtype: of x.
-        stored: the panels' dtype, x's or what is widened to it. Of two the panels are those of `gate`, and a third
-            operand holds those of `up`.
+        stored: dtype of the panels, x's or one that is widened to it; of two, those of `gate` and of `up`.
         group: rows of the matrix that one instruction takes: 1, or 2 of bfloat16.
-        tiles: on matrix units, see `linear_amx`; x has whole tiles.
     """
     # A pair is read as one number.
     element, *elements = (ELEMENTS[kind] if group == 1 else I32 for kind in (dtype, *stored))
     chunks, gated = _CHUNKS * compiler.threads(), len(stored) > 1
-    heights = range(linear_amx.ROWS, rows + 1, linear_amx.ROWS) if tiles else range(1, rows + 1)
     blocks = {
-        (kind, height): linear_amx.write_block(module, f"{name}.{kind}.rows{height}", height)
-        if tiles
-        else _write_block(module, f"{name}.{kind}.rows{height}", height, width, element, kind)
+        (kind, height): _write_block(module, f"{name}.{kind}.rows{height}", height, width, element, kind)
         for kind in dict.fromkeys(elements)
-        for height in heights
+        for height in range(1, rows + 1)
     }
 
     def plan(code: Code, operands: Sequence[Buffer], results: Sequence[Buffer]) -> tuple[list[Value], Value]:
@@ -121,8 +106,6 @@ def write_product(
         last = code.div(code.mul(code.add(chunk, 1), count), total)
         stride = code.mul(count, width)
         gates = code.variable(F32, count=rows * width)
-        if tiles:
-            linear_amx.configure(code)
         with code.loop(first, last) as number:
             start, column = code.mul(number, code.mul(k, width)), code.mul(number, width)
             panels = [code.at(matrix, start, kind) for matrix, kind in zip(matrices, elements, strict=True)]
@@ -139,20 +122,18 @@ def write_product(
             whole = code.mul(code.div(m, rows), rows)
             with code.loop(0, whole, rows) as row:
                 multiply(rows, row)
-            for left in heights[:-1]:
+            for left in range(1, rows):
                 with code.when(code.b.icmp_signed("==", code.sub(m, whole), code.int(left))):
                     multiply(left, whole)
-        if tiles:
-            linear_amx.release(code)
 
     handler.write_kernel(module, name, 1 + len(stored), 1, plan, body)
 
 
 def _write_block(module: ir.Module, name: str, rows: int, width: int, element: ir.Type, stored: ir.Type) -> ir.Function:
-    """y[r, :] = sum over i of x[r, i] * panel[i, :] for so many rows, the sums in registers.
+    """The function y[r, :] = sum over i of x[r, i] * panel[i, :], with its sums in registers.
 
     Args:
-        element: of x. stored: of the panel, widened if it is less. i32 are pairs, in both.
+        element: type of x. stored: type of the panel, widened to x's. i32 is a pair of bfloat16, in both.
     """
     part = _PAIRS if element == I32 else width  # of a panel's row, that one instruction takes
     pointer, kind = POINTER, vector(part)

@@ -1,7 +1,6 @@
 """Products from panels: right, the same to the bit for any number of rows, on machines with narrower vectors too."""
 
 import dataclasses
-import itertools
 import re
 
 import arm
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 from llvmlite import ir
 
 from eagle3_jax.kernels.cpu import compiler
-from eagle3_jax.kernels.linear import amx as linear_amx
 from eagle3_jax.kernels.linear import cpu as linear_cpu
 from eagle3_jax.kernels.linear.cpu import pack, product
 from eagle3_jax.kernels.linear.layouts import Panels
@@ -73,33 +71,6 @@ def test_one_number_that_bfloat16_does_not_hold_keeps_float32(bit):
     matrix = np.ones((3, 5), np.float32)
     matrix.view(np.uint32)[1, 2] |= 1 << bit
     assert pack(jnp.asarray(matrix)).panels.dtype == jnp.float32
-
-
-def test_pairs_of_bfloat16_without_matrix_units(monkeypatch):
-    """As machines without AMX multiply them; where this one has it, its tiles give the same."""
-    x, matrix = operands(37, 70, 100, "bfloat16")
-    with_all = product(x, pack(matrix))
-    monkeypatch.setattr(linear_amx, "available", lambda: False)
-    without = product(x, pack(matrix))
-    close(without, x, matrix)
-    close(with_all, x, matrix)
-
-
-@pytest.mark.skipif(not linear_amx.available(), reason="this machine has no matrix units (AMX)")
-@pytest.mark.parametrize("gated", [False, True])
-def test_matrix_units_take_any_rows_and_columns(gated):
-    """1 to 3 tiles of rows, k beside a tile's depth, columns beside a panel's width; in the model's gated form too."""
-    for m, k, n in itertools.product((1, 16, 17, 33, 48, 70), (31, 64, 97), (5, 64, 100)):
-        x, up = operands(m, k, n, "bfloat16")
-        _, gate = operands(m, k, n, "bfloat16", seed=1)
-        if gated:
-            of_x, of_up = np.asarray(x, np.float64), np.asarray(up, np.float64)
-            z = of_x @ np.asarray(gate, np.float64)
-            expected = z / (1 + np.exp(-z)) * (of_x @ of_up)
-            got = linear_cpu.gated_product(x, pack(gate), pack(up))
-            np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
-        else:
-            close(product(x, pack(up)), x, up)
 
 
 @pytest.mark.parametrize("features", ["-avx512f", "-avx512f,-avx2,-fma"])
