@@ -47,20 +47,22 @@ def default_implementation(of: Any = None) -> Implementation:
     return "xla"
 
 
-def choose(given: Implementation | None, *offered: Implementation) -> Implementation:
+def choose(given: Implementation | None, *, pallas: bool = False, cpu: bool = False) -> Implementation:
     """The implementation that runs: `given`; else the device's default if the operation offers it; else "xla".
 
     Args:
-        offered: implementations that take these arguments, beside "xla".
+        pallas, cpu: whether the operation has this implementation for its arguments.
 
     Raises:
         ValueError: `given` is not offered.
     """
+    offered = {"xla": True, "pallas": pallas, "cpu": cpu}
     if given is None:
         default = default_implementation()
-        return default if default in offered else "xla"
-    if given not in ("xla", *offered):
-        raise ValueError(f"implementation: got {given!r}, expected one of {('xla', *offered)} for these arguments")
+        return default if offered[default] else "xla"
+    if not offered[given]:
+        expected = " or ".join(repr(name) for name, has in offered.items() if has)
+        raise ValueError(f"implementation: got {given!r}, expected {expected} for these arguments")
     return given
 
 

@@ -38,6 +38,6 @@ def commit(
     forms = {(cache.shape, cache.dtype) for cache in caches}
     if len(forms) != 1:
         raise ValueError(f"caches: got {forms}, expected one shape and dtype")
-    if choose(implementation, "pallas") == "pallas":
+    if choose(implementation, pallas=True) == "pallas":
         return tpu.commit(caches, lengths, path, page_table, interpret=interpret)
     return tuple(xla.commit(cache, lengths, path, page_table) for cache in caches)

@@ -36,11 +36,11 @@ def write(
 
 
 def commit(
-    cache: Num[Array, "p k s d"],
+    cache: Num[Array, "rows k s d"],
     lengths: Int[Array, " b"],
     path: Int[Array, "b p"],
     page_table: Int[Array, "b pages"] | None,
-) -> Num[Array, "p k s d"]:
+) -> Num[Array, "rows k s d"]:
     """See `cache.api.commit`; of one cache."""
     source = lengths[:, None] + path
     if page_table is None:

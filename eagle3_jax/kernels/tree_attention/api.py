@@ -78,7 +78,7 @@ def tree_attention(
     new_keys, new_values = _stored(new_keys, key_scale, keys.dtype), _stored(new_values, value_scale, values.dtype)
     operands = queries, new_keys, new_values, keys, values, lengths, tail_mask, page_table
     on_cpu = first is None and sinks is None and cpu.supports(queries.dtype, keys.dtype, queries.shape[3])
-    chosen = choose(implementation, "pallas", *(["cpu"] if on_cpu else []))
+    chosen = choose(implementation, pallas=True, cpu=on_cpu)
     if chosen == "pallas":
         attended, keys, values = attend_tpu(*operands, first, sinks, continued=continued, interpret=interpret)
     elif chosen == "cpu":

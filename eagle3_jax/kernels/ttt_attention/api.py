@@ -46,7 +46,7 @@ def ttt_attention(
         ValueError: a row longer than the kernels can hold in VMEM; with the numbers.
     """
     newest, starts = jnp.asarray(newest, jnp.int32), document_starts(segment_ids)
-    if choose(implementation, "pallas") == "pallas":
+    if choose(implementation, pallas=True) == "pallas":
         return attend_tpu(interpret, queries, keys, values, starts, newest)
     return attend_xla(queries, keys, values, starts, newest)
 

@@ -69,7 +69,7 @@ def vocabulary_top_k(
     size = rows.columns if isinstance(rows, Panels) else rows.shape[0]
     if not 1 <= k <= size:
         raise ValueError(f"k: got {k}, expected 1 to the vocabulary's {size}")
-    if isinstance(rows, Panels | Padded) or choose(implementation, *(["pallas"] if k <= tpu.LONGEST else [])) == "xla":
+    if isinstance(rows, Panels | Padded) or choose(implementation, pallas=k <= tpu.LONGEST) == "xla":
         return top_k_of_logits(vocabulary_logits(x, rows), k)
     best, tokens = tpu.top_k(x.reshape(-1, x.shape[-1]), rows, k, interpret=interpret)
     return best.reshape(*x.shape[:-1], k), tokens.reshape(*x.shape[:-1], k)

@@ -101,6 +101,7 @@ def structures(header):
         end, widest, fields = 0, 1, {}
         for line in filter(None, map(str.strip, body.split(";"))):
             found = FIELD.fullmatch(line)
+            assert found, line
             kind = "*" if found["call"] else found["type"].strip()
             size, alignment = (POINTER_SIZE if "*" in kind else of[kind] for of in (sizes, alignments))
             start = -(-end // alignment) * alignment
