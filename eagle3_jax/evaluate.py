@@ -12,7 +12,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from eagle3_jax import config as configuration
+from eagle3_jax import config as configs
 from eagle3_jax.config import RunConfig
 from eagle3_jax.data import sources
 from eagle3_jax.decoding.engine import Engine, SamplingParams
@@ -69,7 +69,7 @@ def _run(
     target = target or load_target(config.target, replica.decoding_mesh)
     draft, folder = chosen_draft(settings.draft, config.folder("export"), target)
     identity = {
-        "evaluate": configuration.to_dict(settings),
+        "evaluate": configs.to_dict(settings),
         "seed": config.seed,
         "target": target.identity,
         "draft": draft_identity(draft, folder, settings.token_map),
@@ -85,7 +85,7 @@ def _run(
             **measured,
             "left_out": measured["left_out"] | {"unusable": unusable},
             "identity": identity,
-            "config": configuration.to_dict(config),
+            "config": configs.to_dict(config),
             "hardware": identity["hardware"],
             "versions": identity["versions"],
         }

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tiny
 
-from eagle3_jax import config as configuration
+from eagle3_jax import config as configs
 from eagle3_jax import regenerate
 from eagle3_jax.decoding.engine import Engine, Output, Stats
 from eagle3_jax.runs import manifest
@@ -82,7 +82,7 @@ def prepared(tmp_path, monkeypatch):
 
     def make(name: str, train=PROMPTS, held_out=PROMPTS[:1], loaded=[], temperature=0.7, **identity):  # noqa: B006
         values = {"max_length": 500, "temperature": temperature}
-        config = configuration.from_dict({"run_dir": str(tmp_path / name), "regenerate": values})
+        config = configs.from_dict({"run_dir": str(tmp_path / name), "regenerate": values})
         prompts = config.folder("prepare")
         manifest.begin(prompts, {"verb": "prepare"} | identity)
         for split, lines in (("train", train), ("held_out", held_out)):
@@ -219,7 +219,7 @@ def test_no_answer_at_all_is_an_error(prepared):
 
 
 def test_unfinished_prompts_are_refused(tmp_path):
-    config = configuration.from_dict({"run_dir": str(tmp_path)})
+    config = configs.from_dict({"run_dir": str(tmp_path)})
     with pytest.raises(manifest.ManifestError, match=r"eagle3_jax\.prepare"):
         regenerate.regenerate(config)
 

@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 from eagle3_jax import DraftTree
-from eagle3_jax import config as configuration
+from eagle3_jax import config as configs
 from eagle3_jax.config import RunConfig
 from eagle3_jax.models.checkpoint.fetch import packaged_model, split_revision
 from eagle3_jax.runs import manifest
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("config")
     parser.add_argument("engine", choices=("vllm", "sglang"))
     arguments = parser.parse_args()
-    config = configuration.load(arguments.config)
+    config = configs.load(arguments.config)
     print(" \\\n  ".join(map(shlex.join, command(config, arguments.config, arguments.engine))))
 
 

@@ -43,7 +43,7 @@ CONFIG = DraftHeadConfig(
     max_position_embeddings=2048,
     aux_layers=(2, 15, 27),
 )
-RATE, CLIP = 1e-4, 0.5
+RATE, CLIP = 1e-4, 0.5  # ours clips there too
 Arrays = dict[str, np.ndarray]
 
 
@@ -84,7 +84,6 @@ def ours(arrays: Arrays, settings: argparse.Namespace) -> Callable[[], float]:
         row_length=LENGTH,
         argmax_mask=False,
         learning_rate=RATE,
-        clip_norm=CLIP,
         loss_block=settings.loss_block,
         remat=settings.remat,
     )

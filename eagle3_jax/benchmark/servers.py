@@ -29,7 +29,7 @@ import httpx2
 import yaml
 from tqdm import tqdm
 
-from eagle3_jax import config as configuration
+from eagle3_jax import config as configs
 from eagle3_jax.benchmark import page, traffic
 from eagle3_jax.benchmark.traffic import Prompt, Server, Timing
 from eagle3_jax.config import RunConfig, TrafficConfig
@@ -68,7 +68,7 @@ def run(
     folder = config.folder("benchmark")
     folder.mkdir(parents=True, exist_ok=True)
     identity = {
-        "traffic": configuration.to_dict(config.traffic),
+        "traffic": configs.to_dict(config.traffic),
         "seed": config.seed,
         "prompts_file": {"name": prompts_path.name, "sha256": manifest.digest(prompts_path)},
         "hardware": (hardware := _hardware()),
@@ -93,7 +93,7 @@ def run(
         for level, vanilla in zip(way["levels"], ways[VANILLA]["levels"], strict=True):
             pairs = list(zip(level["texts"], vanilla["texts"], strict=True))
             level["identical"] = sum(a == b for a, b in pairs if a is not None and b is not None)
-    report = {**identity, "target": configuration.to_dict(config)["target"], "ways": ways}
+    report = {**identity, "target": configs.to_dict(config)["target"], "ways": ways}
     with manifest.lock(folder / "serve.json"):
         manifest.write_json(folder / "serve.json", report)
         with manifest.atomic(folder / "serve.html") as temporary:
@@ -198,7 +198,7 @@ def _hardware() -> dict[str, Any]:
 
 def _configured(config: RunConfig, *, vanilla: bool) -> dict[str, Any]:
     """What a server is started with."""
-    values = configuration.to_dict(config)
+    values = configs.to_dict(config)
     values["serve"] |= {"port": 0, "host": "127.0.0.1", "api_key_variable": None, "api_key_file": None}
     if vanilla:
         values["serve"] |= {"draft": "none", "token_map": None, "trees": []}

@@ -26,7 +26,7 @@ import yaml
 from scipy import stats
 from tqdm import tqdm
 
-from eagle3_jax import config as configuration
+from eagle3_jax import config as configs
 from eagle3_jax.benchmark import decode
 from eagle3_jax.benchmark.decode import Material
 from eagle3_jax.config import DraftTree, RunConfig
@@ -96,7 +96,7 @@ def run(config: RunConfig, prompts_path: str | pathlib.Path, target: Target | No
     def measure(replica: Replica) -> None:
         what = Material.of(config, pathlib.Path(prompts_path), target, replica)
         batches = [race(config, what, batch) for batch in config.benchmark.batch_sizes]
-        report = {**what.identity, "batches": batches, "config": configuration.to_dict(config)}
+        report = {**what.identity, "batches": batches, "config": configs.to_dict(config)}
         processes.agree(lambda: _write(folder, report, config))
 
     decode.on_one_replica(config, measure)
@@ -198,7 +198,7 @@ def tuned(config: RunConfig, report: dict[str, Any]) -> dict[str, Any]:
     The draft is the one that was raced. Where vanilla decoding is the fastest, or the default faster than any size, the
     verb keeps its own, and the engine chooses ("auto").
     """
-    values = configuration.to_dict(config)
+    values = configs.to_dict(config)
     fields = {"num_steps": "steps", "topk": "topk", "num_draft_tokens": "num_draft_tokens"}
     fields["lookup_tokens"] = "lookup_tokens"
     for verb in ("serve", "evaluate"):

@@ -7,18 +7,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import inspect
-import re
 import sys
-import types
-import typing
 from collections.abc import Callable, Sequence
-from typing import Any
 
-import tyro
-
-from eagle3_jax import config as configuration
-from eagle3_jax.config import ConfigError, RunConfig
+from eagle3_jax import config as configs
+from eagle3_jax.config import ConfigError, RunConfig, flags
 
 _PROMPTS = "JSONL file of prompts: messages, conversations or prompt; id and category are optional"
 
@@ -39,51 +32,8 @@ class Parser(argparse.ArgumentParser):
         said = "The run's YAML holds these fields, or they are given here; the defaults hold where neither names one. "
         said += "Fields of other sections are taken too. Lists of sources and of trees stand in the YAML alone."
         fields = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS, description=said)
-        _add_fields(fields, "run", RunConfig, "", ("run_dir", "seed"))
-        for section in dataclasses.fields(RunConfig):
-            if section.name in self.sections:
-                _add_fields(fields, section.name, type(section.default), f"{section.name}.")
+        flags.add_to_help(fields, self.sections)
         return f"{super().format_help()}\n{fields.format_help()}"
-
-
-def _add_fields(
-    parser: argparse.ArgumentParser, name: str, section: type, prefix: str, only: Sequence[str] | None = None
-) -> None:
-    """Adds a section's fields, for the help alone."""
-    description, _, attributes = inspect.cleandoc(section.__doc__ or "").partition("\nAttributes:\n")
-    texts = dict(re.findall(r"^    (\w+): (.*(?:\n     .*)*)", attributes, re.MULTILINE))
-    group, kinds = parser.add_argument_group(name, description), typing.get_type_hints(section, include_extras=True)
-    for field in dataclasses.fields(section):
-        kind, default, flag = kinds[field.name], field.default, f"--{prefix}{field.name}".replace("_", "-")
-        marks = getattr(kind, "__metadata__", ())
-        if tyro.conf.Fixed in marks or (only is not None and field.name not in only):
-            continue
-        if dataclasses.is_dataclass(default):
-            _add_fields(parser, f"{prefix}{field.name}", type(default), f"{prefix}{field.name}.")
-            continue
-        flags = [*(alias for mark in marks for alias in getattr(mark, "aliases", None) or ()), flag]
-        text = " ".join(texts[field.name].split()).replace("%", "%%")
-        if default is not dataclasses.MISSING:
-            text += f" (default: {' '.join(map(str, default)) or 'none' if isinstance(default, tuple) else default})"
-        if isinstance(default, bool):
-            head, _, last = flag.rpartition(".")
-            group.add_argument(*flags, f"{head}.no-{last}", action="store_true", help=text)
-        else:
-            group.add_argument(*flags, metavar=_values(kind), help=text)
-
-
-def _values(kind: Any) -> str:
-    """What a field takes: INT, {float32,bfloat16}, INT ..., STR|None."""
-    origin, parts = typing.get_origin(kind), typing.get_args(kind)
-    if origin is typing.Annotated:
-        return _values(parts[0])
-    if origin is typing.Literal:
-        return f"{{{','.join(map(str, parts))}}}"
-    if origin is tuple:
-        return f"{_values(parts[0])} ..."
-    if origin in (typing.Union, types.UnionType):
-        return "|".join(map(_values, parts))
-    return "None" if kind is types.NoneType else kind.__name__.upper()
 
 
 def _export(parser: argparse.ArgumentParser) -> None:
@@ -181,7 +131,7 @@ def read(verb: str, argv: Sequence[str] | None = None) -> tuple[RunConfig, argpa
     """
     arguments, rest = parser_of(verb).parse_known_args(argv)
     try:
-        return configuration.load(arguments.config, rest), arguments
+        return configs.load(arguments.config, rest), arguments
     except ConfigError as error:
         print(f"eagle3_jax.{verb}: {error}", file=sys.stderr)
         sys.exit(2)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from eagle3_jax import config as configuration
+from eagle3_jax import config as configs
 from eagle3_jax.config import ConfigError, RunConfig, ServeConfig
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.formats.mtp import MTP
@@ -95,13 +95,13 @@ def _with_flags(path: str | None, overrides: Sequence[str], given: dict[str, str
         if there := _ELSEWHERE.get(word.partition("=")[0]):
             raise ConfigError(f"{word.partition('=')[0]}: no flag of this server, expected {there}")
     if path is not None:
-        config = configuration.load(path, overrides)
+        config = configs.load(path, overrides)
     elif "target.name" not in given:
         raise ConfigError("--config, --target: got neither, expected one of them")
     else:
         alone = {"run_dir": ".", "serve": {"draft": AUTO}}
-        config = configuration.with_overrides(alone, overrides, f"--target {given['target.name']}")
-    values = configuration.to_dict(config)
+        config = configs.with_overrides(alone, overrides)
+    values = configs.to_dict(config)
     if (algorithm := given.pop(_ALGORITHM, None)) is not None:
         values["serve"]["draft"] = _drafts_by(algorithm, given.pop("serve.draft", config.serve.draft))
     tree = {field: given.pop(field) for field in list(given) if field.startswith("serve.tree.")}
@@ -118,7 +118,7 @@ def _with_flags(path: str | None, overrides: Sequence[str], given: dict[str, str
     for field, value in given.items():
         section, name = field.split(".")
         values[section][name] = value
-    return configuration.from_dict(values)
+    return configs.from_dict(values)
 
 
 def _drafts_by(algorithm: str, draft: str | None) -> str | None:

@@ -43,10 +43,12 @@ _WATCHING = (
     "eval_every",
     "eval_batches",
     "checkpoint_every",
-    "keep_checkpoints",
     "remat",
     "decode_every",
 )
+# Options of earlier versions at the values that are fixed now: manifests name them.
+_FIXED = {"weight_decay": 0.0, "clip_norm": 0.5}
+KEPT_CHECKPOINTS = 2  # the newest, beside the best
 # So many steps may be on their way to the device; each of them holds its batch.
 IN_FLIGHT = 2
 
@@ -82,7 +84,7 @@ def train(config: configs.RunConfig, target: Target | None = None) -> dict[str, 
         "features": manifest.fingerprint(made_from),
         "target": target.identity,
         "draft": configs.to_dict(config.draft),
-        "train": {name: value for name, value in configs.to_dict(run).items() if name not in _WATCHING},
+        "train": _FIXED | {name: value for name, value in configs.to_dict(run).items() if name not in _WATCHING},
         "seed": config.seed,
     }
     if run.decode_every is not None:
@@ -155,7 +157,7 @@ def _train(
         return _summarise(sums, held_out, run.batch_size, 0, "held_out")
 
     served = None if run.decode_every is None else Served(config, state.head, token_ids)
-    with Checkpoints(folder, run.keep_checkpoints) as checkpoints, MetricWriter(folder, checkpoints.latest) as writer:
+    with Checkpoints(folder, KEPT_CHECKPOINTS) as checkpoints, MetricWriter(folder, checkpoints.latest) as writer:
         if checkpoints.latest is not None:
             state = checkpoints.restore(state)
         done = int(state.step)

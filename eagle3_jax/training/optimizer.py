@@ -11,6 +11,7 @@ import optax.contrib
 from eagle3_jax.config import TrainConfig
 from eagle3_jax.models.checkpoint.load import parameter_path
 
+_CLIP_NORM = 0.5  # longer gradients are scaled to it
 # Root mean square of Muon's updates, AdamW's (arXiv 2502.16982), so that one learning rate fits both groups.
 _MUON_RMS = 0.2
 # Tables with one row per token, which are looked up or compared; Muon is for maps between features.
@@ -30,19 +31,15 @@ def learning_rate(config: TrainConfig, total_steps: int) -> optax.Schedule:
 
 
 def make_optimizer(config: TrainConfig, total_steps: int) -> optax.GradientTransformation:
-    """Makes the optimizer. Moments have the parameters' dtype, float32; norms are exempt from weight decay."""
-
-    def decayed(params: Any) -> Any:
-        return jax.tree.map(lambda x: x.ndim > 1, params)
-
+    """Makes the optimizer, without weight decay. Moments have the parameters' dtype, float32."""
     rate = learning_rate(config, total_steps)
-    adamw = optax.adamw(rate, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay, mask=decayed)
+    adamw = optax.adamw(rate, b1=config.b1, b2=config.b2, weight_decay=0.0)
     if config.optimizer == "muon":
-        muon = optax.contrib.muon(rate, weight_decay=config.weight_decay, consistent_rms=_MUON_RMS)
+        muon = optax.contrib.muon(rate, consistent_rms=_MUON_RMS)
         chosen = optax.partition({"muon": muon, "adamw": adamw}, groups)
     else:
         chosen = adamw
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), chosen)
+    return optax.chain(optax.clip_by_global_norm(_CLIP_NORM), chosen)
 
 
 def groups(params: Any) -> Any:

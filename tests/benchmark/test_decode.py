@@ -7,7 +7,7 @@ import pathlib
 import pytest
 from matplotlib import image
 
-from eagle3_jax import config as configuration
+from eagle3_jax import config as configs
 from eagle3_jax.benchmark import __main__ as benchmark
 from eagle3_jax.benchmark import decode
 from eagle3_jax.config import ConfigError, MeshConfig, RunConfig
@@ -95,9 +95,9 @@ def test_acceptance_can_be_simulated(config, target, prompts, tmp_path):
 def test_what_cannot_be_measured_is_refused(config, target, prompts, tmp_path, monkeypatch):
     for field, value in (("batch_sizes", []), ("batch_sizes", [0]), ("turns", 0), ("simulated_acceptance", 1.5)):
         with pytest.raises(ConfigError, match=f"benchmark.{field}: got"):
-            configuration.from_dict({"run_dir": "x", "benchmark": {field: value}})
+            configs.from_dict({"run_dir": "x", "benchmark": {field: value}})
     with pytest.raises(ConfigError, match="simulated_acceptance"):  # of no other verb
-        configuration.from_dict({"run_dir": "x", "evaluate": {"simulated_acceptance": 0.5}})
+        configs.from_dict({"run_dir": "x", "evaluate": {"simulated_acceptance": 0.5}})
     long = tmp_path / "long.jsonl"
     long.write_text(json.dumps({"prompt": "x" * 5000}))
     with pytest.raises(ValueError, match=r"--prompts .*long.jsonl: got no prompt within"):
@@ -115,5 +115,5 @@ def test_what_cannot_be_measured_is_refused(config, target, prompts, tmp_path, m
 
 def written(config: RunConfig) -> pathlib.Path:
     path = pathlib.Path(config.run_dir) / "run.yaml"
-    path.write_text(json.dumps(configuration.to_dict(config)))
+    path.write_text(json.dumps(configs.to_dict(config)))
     return path

@@ -418,7 +418,8 @@ def test_the_checkpoint_that_the_engine_accepts_most_of_is_kept_and_exported(tmp
             return {"tau": next(self.taus), "alpha": [0.5, 0.5], "rounds": 9}
 
     monkeypatch.setattr(train, "Served", Engine)
-    config = prepared(tmp_path, target, decode_every=2, keep_checkpoints=1, checkpoint_every=6)
+    monkeypatch.setattr(train, "KEPT_CHECKPOINTS", 1)
+    config = prepared(tmp_path, target, decode_every=2, checkpoint_every=6)
     with_held_out_prompts(config)
     assert train.train(config, target)["served"]["tau"] == 2.0
     folder = config.folder("train")

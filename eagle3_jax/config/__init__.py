@@ -1,0 +1,64 @@
+"""Run configuration: one YAML file per run, one frozen dataclass per verb, every check of a value.
+
+`load` reads the YAML, applies dotted command-line overrides, and validates the whole before any verb begins work.
+Unknown keys, wrong types and impossible combinations are refused by field name.
+"""
+
+from eagle3_jax.config.checks import ConfigError
+from eagle3_jax.config.run_file import from_dict, load, to_dict, with_overrides
+from eagle3_jax.config.sections import (
+    FOLDERS,
+    SPLITS,
+    BenchmarkConfig,
+    CardConfig,
+    ConversationsSource,
+    DraftConfig,
+    DraftTree,
+    EvaluateConfig,
+    ExportConfig,
+    ExtractConfig,
+    JsonlSource,
+    MeshConfig,
+    PackagedSource,
+    PrepareConfig,
+    RegenerateConfig,
+    RunConfig,
+    SelfSource,
+    ServeConfig,
+    Source,
+    TargetConfig,
+    TfdsSource,
+    TrafficConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "FOLDERS",
+    "SPLITS",
+    "BenchmarkConfig",
+    "CardConfig",
+    "ConfigError",
+    "ConversationsSource",
+    "DraftConfig",
+    "DraftTree",
+    "EvaluateConfig",
+    "ExportConfig",
+    "ExtractConfig",
+    "JsonlSource",
+    "MeshConfig",
+    "PackagedSource",
+    "PrepareConfig",
+    "RegenerateConfig",
+    "RunConfig",
+    "SelfSource",
+    "ServeConfig",
+    "Source",
+    "TargetConfig",
+    "TfdsSource",
+    "TrafficConfig",
+    "TrainConfig",
+    "from_dict",
+    "load",
+    "to_dict",
+    "with_overrides",
+]

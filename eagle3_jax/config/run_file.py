@@ -1,0 +1,92 @@
+"""A run's configuration from its YAML, overrides included, and back to plain values."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pydantic
+import yaml
+
+from eagle3_jax.config import flags
+from eagle3_jax.config.checks import ConfigError, problems
+from eagle3_jax.config.sections import RunConfig
+
+
+def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads a YAML run file and applies dotted overrides such as `--train.learning_rate 3e-4`.
+
+    Raises:
+        ConfigError: unreadable file, unknown key, wrong type, value out of range.
+    """
+    path = pathlib.Path(path)
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--config {path}: not UTF-8: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config {path}: not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"--config {path}: got {type(values).__name__}, expected a mapping of sections")
+    return with_overrides(values, overrides)
+
+
+def with_overrides(values: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
+    """Nested values and dotted overrides, as a RunConfig. Raises ConfigError."""
+    return from_dict(_merged(values, flags.overrides(overrides)))
+
+
+def _merged(values: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(values)
+    for name, value in over.items():
+        below = merged.get(name)
+        merged[name] = _merged(below, value) if isinstance(value, dict) and isinstance(below, dict) else value
+    return merged
+
+
+def from_dict(values: dict[str, Any]) -> RunConfig:
+    """Validates nested values (as read from YAML) into a RunConfig. Raises ConfigError."""
+    try:
+        config = pydantic.TypeAdapter(RunConfig).validate_python(values)
+    except pydantic.ValidationError as error:
+        lines = problems(error, meant=flags.meant)
+    else:
+        lines = list(_mistaken(values, config, ()))
+    if lines:
+        raise ConfigError("\n  ".join(["invalid configuration:", *lines]))
+    return config
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """The plain nested form of a section or of a whole RunConfig (JSON- and YAML-ready)."""
+    return pydantic.TypeAdapter(type(config)).dump_python(config, mode="json")
+
+
+def _mistaken(given: Any, read: Any, place: tuple[str, ...]) -> Iterator[str]:
+    """Truth values that pydantic read as numbers (`yes` as 1), and other values that it read as truth values."""
+    if isinstance(given, dict):
+        for name, value in given.items():
+            yield from _mistaken(value, getattr(read, name), (*place, name))
+    elif isinstance(given, list | tuple):
+        for number, (value, part) in enumerate(zip(given, read, strict=True)):
+            yield from _mistaken(value, part, (*place, str(number)))
+    elif isinstance(given, bool) != isinstance(read, bool):
+        expected = "true or false" if isinstance(read, bool) else "a number"
+        yield f"{'.'.join(place)}: got {given!r}, expected {expected}"
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice in a mapping; YAML would keep the last one silently."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        # Checked before `<<` merges other mappings: a merged key may stand here too, and takes precedence.
+        node = super().compose_mapping_node(anchor)
+        keys = [(key.tag, key.value) for key, _ in node.value]
+        for place, key in enumerate(keys):
+            if key in keys[:place]:
+                mark = node.value[place][0].start_mark
+                raise yaml.constructor.ConstructorError(None, None, f"{key[1]!r} stands twice", mark)
+        return node
