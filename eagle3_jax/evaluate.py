@@ -21,7 +21,7 @@ from eagle3_jax.decoding.measure.near_tie import near_tie
 from eagle3_jax.formats.packaged import chosen_draft, draft_identity
 from eagle3_jax.mesh import Replica, make_mesh, own_replica
 from eagle3_jax.models.checkpoint.fetch import Target, load_target
-from eagle3_jax.runs import command, command_line, manifest, processes
+from eagle3_jax.runs import command, command_line, disk, machine, manifest, processes
 
 
 def run(
@@ -53,7 +53,7 @@ def run(
         with processes.among(replica.processes):
             _run(config, prompts_path, pathlib.Path(output), target, replica, replace)
     processes.barrier()
-    return manifest.read_json(output)
+    return disk.read_json(output)
 
 
 def _run(
@@ -73,10 +73,10 @@ def _run(
         "seed": config.seed,
         "target": target.identity,
         "draft": draft_identity(draft, folder, settings.token_map),
-        "prompts_file": {"name": pathlib.Path(prompts_path).name, "sha256": manifest.digest(prompts_path)},
-        **manifest.timed_on(config.mesh.model),
+        "prompts_file": {"name": pathlib.Path(prompts_path).name, "sha256": disk.digest(prompts_path)},
+        **machine.timed_on(config.mesh.model),
     }
-    with manifest.lock(output):
+    with disk.lock(output):
         if processes.agree(lambda: _finished(output, identity, replace)):
             processes.say(f"{output}: already finished, nothing to do (remove it to measure again)")
             return
@@ -89,7 +89,7 @@ def _run(
             "hardware": identity["hardware"],
             "versions": identity["versions"],
         }
-        processes.agree(lambda: manifest.write_json(output, report))
+        processes.agree(lambda: disk.write_json(output, report))
 
 
 def _measure(
@@ -138,9 +138,9 @@ def _finished(output: pathlib.Path, identity: dict[str, Any], replace: bool) -> 
     if not output.exists():
         return False
     try:
-        report = manifest.read_json(output)
+        report = disk.read_json(output)
         found, _ = report["identity"], report["config"]
-    except (manifest.JsonError, KeyError) as error:
+    except (disk.JsonError, KeyError) as error:
         expected = "a report of `evaluate`; remove it, or choose another --output"
         raise manifest.ManifestError(f"{output}: got another file, expected {expected}") from error
     try:

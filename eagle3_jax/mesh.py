@@ -21,7 +21,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from eagle3_jax.config import MeshConfig
-from eagle3_jax.runs import processes
+from eagle3_jax.runs import machine
 
 AXES = ("data", "model")
 
@@ -32,7 +32,7 @@ def _leave_tpus_alone() -> None:
     Only where a CPU is all that JAX could find: nothing chosen yet, no TPU chip, no plugin of another accelerator.
     """
     chosen: Any = jax.config
-    if chosen.jax_platforms or processes.has_tpu() or "PJRT_NAMES_AND_LIBRARY_PATHS" in os.environ:
+    if chosen.jax_platforms or machine.has_tpu() or "PJRT_NAMES_AND_LIBRARY_PATHS" in os.environ:
         return
     if importlib.util.find_spec("jax_plugins") or importlib.metadata.entry_points(group="jax_plugins"):
         return

@@ -26,7 +26,7 @@ from eagle3_jax.decoding.engine import Engine, Output, SamplingParams
 from eagle3_jax.mesh import Replica, make_mesh, own_replica
 from eagle3_jax.models import chat_template
 from eagle3_jax.models.checkpoint.fetch import load_target
-from eagle3_jax.runs import command, command_line, manifest, processes
+from eagle3_jax.runs import command, command_line, disk, manifest, processes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +159,7 @@ def _given(prepared: dict[str, Any]) -> dict[str, str]:
 
 
 def _dialogues(prompts: pathlib.Path, split: str) -> list[Dialogue]:
-    return [Dialogue.begin(prompt) for prompt in manifest.read_jsonl(prompts / f"{split}.jsonl")]
+    return [Dialogue.begin(prompt) for prompt in disk.read_jsonl(prompts / f"{split}.jsonl")]
 
 
 def _regenerate(
@@ -192,7 +192,7 @@ def _finish(config: configs.RunConfig, engine: Engine | None, folder: pathlib.Pa
         of_split = _dialogues(config.folder("prepare"), split)
         if engine is not None:
             Answerer(engine, config.regenerate, config.seed, _known(folder, split), log=None).converse(of_split, split)
-        with manifest.atomic(folder / f"{split}.jsonl") as temporary, temporary.open("w", encoding="utf-8") as stream:
+        with disk.atomic(folder / f"{split}.jsonl") as temporary, temporary.open("w", encoding="utf-8") as stream:
             for dialogue in of_split:
                 if dialogue.is_conversation:
                     stream.write(json.dumps(dialogue.conversation(), ensure_ascii=False) + "\n")
@@ -272,7 +272,7 @@ class Answerer:
                 answer = _to_answer(names[index], turn, output)
                 self.known[answer.id, turn] = answer
                 if stream is not None:
-                    manifest.append(stream, dataclasses.asdict(answer))
+                    disk.append(stream, dataclasses.asdict(answer))
                 self.tokens += len(answer.token_ids)
                 rate = (self.tokens - before) / (time.monotonic() - start)
                 progress.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
@@ -320,7 +320,7 @@ def _log(folder: pathlib.Path, split: str, replica: int | str) -> pathlib.Path:
 def _known(folder: pathlib.Path, split: str) -> dict[tuple[str, int], Answer]:
     """All answers that are in the logs, of whatever run and replica. None of them is being written."""
     logs = sorted(folder.glob(_log(folder, split, "*").name))
-    return {(a.id, a.turn): a for log in logs for line in manifest.read_log(log) for a in [Answer(**line)]}
+    return {(a.id, a.turn): a for log in logs for line in disk.read_log(log) for a in [Answer(**line)]}
 
 
 def _remove_logs(folder: pathlib.Path) -> None:

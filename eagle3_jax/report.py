@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from eagle3_jax.config import FOLDERS, RunConfig
-from eagle3_jax.runs import command, command_line, manifest, processes
+from eagle3_jax.runs import command, command_line, disk, manifest, processes
 
 # Okabe and Ito's palette: told apart with any colour vision, and in grey by their lightness.
 COLOURS = {"vanilla": "#B8BCC2", "chain": "#56B4E9", "tree": "#0072B2"}
@@ -36,9 +36,9 @@ def run(config: RunConfig) -> dict[str, Any]:
     folder = pathlib.Path(config.run_dir)
     evaluations = _evaluations(config.folder("evaluate"))
     report = assemble(evaluations, _stages(config))
-    with manifest.lock(folder / "report.json"), manifest.lock(folder / "report.png"):
-        manifest.write_json(folder / "report.json", report)
-        with manifest.atomic(folder / "report.png") as temporary:
+    with disk.lock(folder / "report.json"), disk.lock(folder / "report.png"):
+        disk.write_json(folder / "report.json", report)
+        with disk.atomic(folder / "report.png") as temporary:
             draw(report, temporary)
     return report
 
@@ -243,7 +243,7 @@ def _evaluations(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
         raise ValueError(f"{folder}: no *.json, expected the output of `python -m eagle3_jax.evaluate`")
     found = {}
     for path in paths:
-        found[path.stem] = manifest.read_json(path)
+        found[path.stem] = disk.read_json(path)
         if missing := [key for key in _KEYS if key not in found[path.stem]]:
             raise ValueError(
                 f"{path}: got no {', '.join(missing)}, expected a report of `python -m eagle3_jax.evaluate`"

@@ -20,7 +20,7 @@ from eagle3_jax.formats.heads import save_draft
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
-from eagle3_jax.runs import command, manifest
+from eagle3_jax.runs import command, machine, manifest
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_another_measurement_does_not_take_a_report_s_place(
     split = dataclasses.replace(config, mesh=configs.MeshConfig(model=2))
     with pytest.raises(manifest.ManifestError, match=r"report.json was made from .*:\n  mesh.model: found 1, expect"):
         evaluate.run(split, prompts, output, target)
-    for name, found in (("hardware", manifest.hardware() | {"cores": 999}), ("versions", {"jax": "0.0"})):
+    for name, found in (("hardware", machine.hardware() | {"cores": 999}), ("versions", {"jax": "0.0"})):
         with monkeypatch.context() as elsewhere:
             elsewhere.setattr(manifest, name, lambda found=found: found)
             with pytest.raises(manifest.ManifestError, match=rf"(?s)\n  {name}\.\w+: found .*another --output"):

@@ -162,7 +162,7 @@ def test_programs_pin_their_results_where_the_rules_say():
     ("change", "platforms"),
     [
         ("", "cpu"),
-        ("mesh.processes.has_tpu = lambda: True", "None"),
+        ("mesh.machine.has_tpu = lambda: True", "None"),
         ("jax.config.update('jax_platforms', 'cuda')", "cuda"),
         ("mesh.importlib.metadata.entry_points = lambda group: ['xla_cuda13']", "None"),
     ],

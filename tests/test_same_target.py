@@ -28,7 +28,7 @@ from eagle3_jax.models.checkpoint.fetch import Target, load_target
 from eagle3_jax.models.checkpoint.identity import FIELDS
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
-from eagle3_jax.runs import manifest
+from eagle3_jax.runs import disk, manifest
 from eagle3_jax.train import __main__ as train
 from eagle3_jax.training.checkpoint import Checkpoints
 from eagle3_jax.training.state import TrainState
@@ -79,9 +79,9 @@ def forge(config: configs.RunConfig) -> Run:
 
 # What was made -> what uses it, and the work that must not begin.
 USERS: dict[str, tuple[Callable[[Run, Target], object], str]] = {
-    "regenerate -> extract": (lambda run, target: extract.extract(run.config, target), "runs.manifest.lock"),
-    "extract -> train": (lambda run, target: train.train(run.config, target), "runs.manifest.lock"),
-    "train -> export": (lambda run, target: export.run(run.config, target), "runs.manifest.lock"),
+    "regenerate -> extract": (lambda run, target: extract.extract(run.config, target), "runs.disk.lock"),
+    "extract -> train": (lambda run, target: train.train(run.config, target), "runs.disk.lock"),
+    "train -> export": (lambda run, target: export.run(run.config, target), "runs.disk.lock"),
     "export -> evaluate": (
         lambda run, target: evaluate.run(run.config, run.prompts, "report.json", target),
         "formats.files.read_tensors",
@@ -122,7 +122,7 @@ def use(run: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(f"eagle3_jax.{work}", began)
         found = manifest.read(path.parent, name.split()[0])
         found["identity"]["target"] |= recorded
-        manifest.write_sealed(path, found)
+        disk.write_sealed(path, found)
         try:
             function(run, run.target)
         finally:

@@ -17,21 +17,21 @@ from eagle3_jax import DraftTree
 from eagle3_jax import config as configs
 from eagle3_jax.config import RunConfig
 from eagle3_jax.models.checkpoint.fetch import packaged_model, split_revision
-from eagle3_jax.runs import manifest
+from eagle3_jax.runs import disk
 
 
 def measured(config: RunConfig) -> list[dict[str, Any]]:
     """Returns sizes with their batch and speed; speeds are comparable within a batch."""
     folder = config.folder("benchmark")
     if (folder / "tune.json").exists():
-        batches = manifest.read_json(folder / "tune.json")["batches"]
+        batches = disk.read_json(folder / "tune.json")["batches"]
         return [
             size | {"batch_size": batch["batch_size"], "speed": 1 / size["behind"]}
             for batch in batches
             for size in batch["sizes"]
         ]
     path = folder / "decode.jsonl"
-    return list(manifest.read_jsonl(path)) if path.exists() else []
+    return list(disk.read_jsonl(path)) if path.exists() else []
 
 
 def best(config: RunConfig, *, chain: bool) -> tuple[int, int, int]:

@@ -73,7 +73,7 @@ def ours(arrays: Arrays, settings: argparse.Namespace) -> Callable[[], float]:
 
     from eagle3_jax.config import MeshConfig, TrainConfig
     from eagle3_jax.mesh import make_mesh
-    from eagle3_jax.runs import host_memory
+    from eagle3_jax.runs import machine
     from eagle3_jax.training.batch import Batch, Teacher
     from eagle3_jax.training.optimizer import make_optimizer
     from eagle3_jax.training.state import init_head, init_state, make_train_step
@@ -101,7 +101,7 @@ def ours(arrays: Arrays, settings: argparse.Namespace) -> Callable[[], float]:
     state = init_state(lambda rows: init_head(CONFIG, 0, rows), teacher.rows, optimizer, mesh)
     # As in `train`.
     train_step = make_train_step(config, optimizer, mesh).lower(state, teacher, batch).compile()
-    host_memory.release_freed()
+    machine.release_freed()
 
     def step() -> float:
         nonlocal state

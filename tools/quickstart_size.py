@@ -32,7 +32,7 @@ from eagle3_jax.mesh import make_mesh
 from eagle3_jax.models import chat_template
 from eagle3_jax.models.checkpoint.fetch import Target, load_target
 from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
-from eagle3_jax.runs import command, manifest
+from eagle3_jax.runs import command, disk
 from eagle3_jax.training.batch import Batch, Teacher
 from eagle3_jax.training.optimizer import make_optimizer
 from eagle3_jax.training.state import init_head, init_state, make_train_step
@@ -208,7 +208,7 @@ def prepare(path: pathlib.Path, spent: float) -> str:
     folder = pathlib.Path(config.run_dir)
     kept = folder / "work.json"
     if kept.exists():
-        found = manifest.read_json(kept)
+        found = disk.read_json(kept)
         work, summary = Work(**found["work"]), f"as chosen before ({kept})"
     else:
         rates = measure(config)
@@ -218,7 +218,7 @@ def prepare(path: pathlib.Path, spent: float) -> str:
         ends = [round((spent + sum(seconds(x, rates, config).values())) / 60) for x in (whole, work)]
         folder.mkdir(parents=True, exist_ok=True)
         found = {"rates": rates, "work": work}
-        manifest.write_json(
+        disk.write_json(
             kept, {name: dataclasses.asdict(value) for name, value in found.items()} | {"seconds": planned}
         )
         summary = (
@@ -227,7 +227,7 @@ def prepare(path: pathlib.Path, spent: float) -> str:
             f"From the start, all of the work would take about {ends[0]} minutes"
             + ("" if work == whole else f", what is chosen {ends[1]}")
         )
-    with manifest.atomic(folder / "config.yaml") as temporary:
+    with disk.atomic(folder / "config.yaml") as temporary:
         temporary.write_text(yaml.safe_dump(configs.to_dict(cut(config, work)), sort_keys=False))
     cut_to = "all of it" if work == whole else "cut to the machine"
     return (

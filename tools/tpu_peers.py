@@ -15,7 +15,7 @@ from typing import Any
 
 from tpu_cases import Attention, Call
 
-from eagle3_jax.runs.manifest import digest
+from eagle3_jax.runs.disk import digest
 
 TPU_INFERENCE = "tpu-inference==0.32.0"
 _WHEEL_DIGEST = "7c25a3c76cefd383f06ef115a6ed4d7bed82c081f047046bfef55f5913ea06d4"  # sha256

@@ -31,7 +31,7 @@ from eagle3_jax.decoding.measure.compare import timed
 from eagle3_jax.formats.packaged import chosen_draft, draft_identity
 from eagle3_jax.mesh import Replica, make_mesh, own_replica
 from eagle3_jax.models.checkpoint.fetch import Target, load_target
-from eagle3_jax.runs import command, manifest, processes
+from eagle3_jax.runs import command, disk, machine, processes
 
 AUTO, VANILLA = "auto", "vanilla"
 TRANSFORMERS, ASSISTED = "transformers", "transformers, prompt lookup"
@@ -71,7 +71,7 @@ def run(
     """
     folder = config.folder("benchmark")
     on_one_replica(config, lambda replica: _run(config, folder, pathlib.Path(prompts_path), compare, target, replica))
-    return manifest.read_json(folder / "decode.json")
+    return disk.read_json(folder / "decode.json")
 
 
 def on_one_replica(config: RunConfig, measure: Callable[[Replica], None]) -> None:
@@ -110,8 +110,8 @@ class Material:
             "benchmark": configs.to_dict(dataclasses.replace(settings, batch_sizes=(1,))),
             "target": target.identity,
             "draft": draft_identity(draft, folder, settings.token_map),
-            "prompts_file": {"name": prompts_path.name, "sha256": manifest.digest(prompts_path)},
-            **manifest.timed_on(config.mesh.model),
+            "prompts_file": {"name": prompts_path.name, "sha256": disk.digest(prompts_path)},
+            **machine.timed_on(config.mesh.model),
         }
         return cls(target, draft, [prompt["prompt"] for prompt in fitting], identity)
 
@@ -138,12 +138,12 @@ def _run(
     for batch in settings.batch_sizes:
         command.stop_point()
         path = folder / f"decode_{batch}.json"
-        with manifest.lock(path):
+        with disk.lock(path):
             found = processes.agree(lambda path=path: _finished(path, identity))
             if found is None:
                 asked = what.asked(max(batch, settings.requests))
                 found = measure_batch(config, what.target, what.draft, asked, batch, compare)
-                processes.agree(lambda p=path, f=found: manifest.write_json(p, {"identity": identity, "measured": f}))
+                processes.agree(lambda p=path, f=found: disk.write_json(p, {"identity": identity, "measured": f}))
         batches.append(found)
     report = {**identity, "batches": batches, "config": configs.to_dict(config)}
     processes.agree(lambda: _write(folder, report))
@@ -374,18 +374,18 @@ def size(tier: Tier) -> dict[str, int]:
 
 
 def _write(folder: pathlib.Path, report: dict[str, Any]) -> None:
-    with manifest.lock(folder / "decode.json"):
-        manifest.write_json(folder / "decode.json", report)
-        with manifest.atomic(folder / "decode.jsonl") as temporary:
+    with disk.lock(folder / "decode.json"):
+        disk.write_json(folder / "decode.json", report)
+        with disk.atomic(folder / "decode.jsonl") as temporary:
             temporary.write_text("".join(json.dumps(record) + "\n" for record in records(report)))
-        with manifest.atomic(folder / "decode.png") as temporary:
+        with disk.atomic(folder / "decode.png") as temporary:
             draw(report, temporary)
 
 
 def _finished(path: pathlib.Path, identity: dict[str, Any]) -> dict[str, Any] | None:
     """What was measured of a batch size, if it was this very measurement."""
     try:
-        found = manifest.read_json(path)
+        found = disk.read_json(path)
     except (OSError, ValueError):
         return None
     same = isinstance(found, dict) and found.get("identity") == json.loads(json.dumps(identity))

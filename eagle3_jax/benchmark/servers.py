@@ -34,7 +34,7 @@ from eagle3_jax.benchmark import page, traffic
 from eagle3_jax.benchmark.traffic import Prompt, Server, Timing
 from eagle3_jax.config import RunConfig, TrafficConfig
 from eagle3_jax.data import sources
-from eagle3_jax.runs import command, manifest
+from eagle3_jax.runs import command, disk, machine
 
 VANILLA, SPECULATIVE = "vanilla", "speculative"
 _START, _END = 1800.0, 60.0  # seconds that a server may take to load and warm up, and to drain
@@ -70,9 +70,9 @@ def run(
     identity = {
         "traffic": configs.to_dict(config.traffic),
         "seed": config.seed,
-        "prompts_file": {"name": prompts_path.name, "sha256": manifest.digest(prompts_path)},
+        "prompts_file": {"name": prompts_path.name, "sha256": disk.digest(prompts_path)},
         "hardware": (hardware := _hardware()),
-        "versions": manifest.versions(),
+        "versions": machine.versions(),
     }
     measured: list[_Measured] = []
     for name in (VANILLA, SPECULATIVE):
@@ -94,9 +94,9 @@ def run(
             pairs = list(zip(level["texts"], vanilla["texts"], strict=True))
             level["identical"] = sum(a == b for a, b in pairs if a is not None and b is not None)
     report = {**identity, "target": configs.to_dict(config)["target"], "ways": ways}
-    with manifest.lock(folder / "serve.json"):
-        manifest.write_json(folder / "serve.json", report)
-        with manifest.atomic(folder / "serve.html") as temporary:
+    with disk.lock(folder / "serve.json"):
+        disk.write_json(folder / "serve.json", report)
+        with disk.atomic(folder / "serve.html") as temporary:
             temporary.write_text(page.html(report), encoding="utf-8")
     return report
 
@@ -119,13 +119,13 @@ class _Measured:
     def read(self) -> None:
         """What an earlier run measured, if it was this very measurement."""
         with contextlib.suppress(OSError, ValueError):
-            kept = manifest.read_json(self.path)
+            kept = disk.read_json(self.path)
             if kept.get("identity") == self.identity:
                 self.model, self.levels = kept["measured"]["model"], kept["measured"]["levels"]
 
     def write(self) -> None:
         measured = {"model": self.model, "levels": self.levels}
-        manifest.write_json(self.path, {"identity": self.identity, "measured": measured})
+        disk.write_json(self.path, {"identity": self.identity, "measured": measured})
 
 
 def _loads(traffic: TrafficConfig) -> Sequence[tuple[str, int | float]]:
@@ -144,7 +144,7 @@ def _take_turns(group: Sequence[_Measured], prompts: Sequence[Prompt], config: R
     params = {"max_tokens": settings.max_tokens, "temperature": settings.temperature, "seed": seed}
     with contextlib.ExitStack() as stack:
         for one in group:
-            stack.enter_context(manifest.lock(one.path))
+            stack.enter_context(disk.lock(one.path))
             one.read()
         missing = [one for one in group if len(one.levels) < len(loads)]
         servers: dict[str, Server] = {}
@@ -188,8 +188,8 @@ async def _drive(
 
 
 def _hardware() -> dict[str, Any]:
-    """`manifest.hardware`, asked in a process of its own: one that asks JAX keeps a TPU, which the servers need."""
-    code = "import json; from eagle3_jax.runs import manifest; print(json.dumps(manifest.hardware()))"
+    """`machine.hardware`, asked in a process of its own: one that asks JAX keeps a TPU, which the servers need."""
+    code = "import json; from eagle3_jax.runs import machine; print(json.dumps(machine.hardware()))"
     asked = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False)
     if asked.returncode:
         raise ValueError(f"hardware: got status {asked.returncode} from JAX, expected a device that nobody else holds")
@@ -208,7 +208,7 @@ def _configured(config: RunConfig, *, vanilla: bool) -> dict[str, Any]:
 @contextlib.contextmanager
 def _started(values: dict[str, Any], path: pathlib.Path) -> Iterator[Server]:
     """A server of this package, while it is asked. Raises ValueError: it does not start."""
-    with manifest.atomic(path) as temporary:
+    with disk.atomic(path) as temporary:
         temporary.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
     words = [sys.executable, "-m", "eagle3_jax.serve", "--config", str(path)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:

@@ -35,7 +35,7 @@ from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.formats.packaged import LOOKUP
 from eagle3_jax.mesh import Replica, fetch, mesh_of
 from eagle3_jax.models.checkpoint.fetch import Target
-from eagle3_jax.runs import command, manifest, processes
+from eagle3_jax.runs import command, disk, processes
 
 # Raced where `benchmark.trees` names none: chains and, of a head, trees as they are served.
 CHAINS = tuple(DraftTree(num_steps=n, topk=1, num_draft_tokens=n + 1) for n in (1, 2, 3, 4, 5, 7))
@@ -100,7 +100,7 @@ def run(config: RunConfig, prompts_path: str | pathlib.Path, target: Target | No
         processes.agree(lambda: _write(folder, report, config))
 
     decode.on_one_replica(config, measure)
-    return manifest.read_json(folder / "tune.json")
+    return disk.read_json(folder / "tune.json")
 
 
 def race(config: RunConfig, what: Material, batch: int) -> dict[str, Any]:
@@ -247,9 +247,9 @@ def _write(folder: pathlib.Path, report: dict[str, Any], config: RunConfig) -> N
         for size in batch["sizes"]
     ]
     folder.mkdir(parents=True, exist_ok=True)
-    with manifest.lock(folder / "tune.json"):
-        manifest.write_json(folder / "tune.json", report)
-        with manifest.atomic(folder / "tune.jsonl") as temporary:
+    with disk.lock(folder / "tune.json"):
+        disk.write_json(folder / "tune.json", report)
+        with disk.atomic(folder / "tune.jsonl") as temporary:
             temporary.write_text("".join(json.dumps(record) + "\n" for record in records))
-        with manifest.atomic(folder / "tuned.yaml") as temporary:
+        with disk.atomic(folder / "tuned.yaml") as temporary:
             temporary.write_text(yaml.safe_dump(tuned(config, report), sort_keys=False))

@@ -1,4 +1,4 @@
-"""The fields of a RunConfig as flags: `--train.learning-rate 3e-4`, in a verb's `--help` and as overrides of the YAML."""
+"""The fields of a RunConfig as flags (`--train.learning-rate 3e-4`): in `--help`, and as overrides of the YAML."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _underscored(flag: str) -> str:
     return f"--{flag[2:].replace('-', '_')}"
 
 
-def _fields(section: type, prefix: str = "", nested: bool = True) -> Iterator[_Field]:
+def _fields(section: Any, prefix: str = "", nested: bool = True) -> Iterator[_Field]:
     """A section's fields. Lists of sections (sources, trees) stand in the YAML alone.
 
     Args:

@@ -22,7 +22,7 @@ import safetensors
 import safetensors.numpy
 from jaxtyping import Int32
 
-from eagle3_jax.runs import manifest
+from eagle3_jax.runs import disk
 
 Record = dict[str, np.ndarray]
 
@@ -104,7 +104,7 @@ def write_shard(path: str | pathlib.Path, records: Iterable[Record], notes: Any 
     """
     path = pathlib.Path(path)
     lengths, checksums = [], []
-    with manifest.atomic(path) as temporary:
+    with disk.atomic(path) as temporary:
         # One uncompressed record per group: random access reads only the record, and hidden states barely compress.
         writer = array_record.ArrayRecordWriter(str(temporary), "group_size:1,uncompressed")
         try:
@@ -118,7 +118,7 @@ def write_shard(path: str | pathlib.Path, records: Iterable[Record], notes: Any 
             with _disk_errors(path):
                 writer.close()
         size = temporary.stat().st_size
-    manifest.write_sealed(_sidecar(path), {"bytes": size, "lengths": lengths, "checksums": checksums, "notes": notes})
+    disk.write_sealed(_sidecar(path), {"bytes": size, "lengths": lengths, "checksums": checksums, "notes": notes})
 
 
 @contextlib.contextmanager
@@ -215,10 +215,10 @@ def _sidecar(path: pathlib.Path) -> pathlib.Path:
 def _read_sidecar(path: pathlib.Path) -> dict[str, Any]:
     sidecar = _sidecar(path)
     try:
-        return manifest.read_sealed(sidecar)
+        return disk.read_sealed(sidecar)
     except FileNotFoundError as error:
         raise FeatureError(f"{sidecar}: not found, the shard beside it is incomplete; extract again") from error
-    except manifest.JsonError as error:
+    except disk.JsonError as error:
         raise FeatureError(f"{error}; remove it and extract again") from error
 
 

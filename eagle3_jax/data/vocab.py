@@ -8,7 +8,7 @@ import zipfile
 import numpy as np
 from jaxtyping import Int32, Int64, Integer, UInt8
 
-from eagle3_jax.runs import manifest
+from eagle3_jax.runs import disk
 
 NAME = "vocab.npz"
 
@@ -38,7 +38,7 @@ def choose_draft_vocabulary(counts: Integer[np.ndarray, " v"], size: int) -> Int
 
 def save(folder: pathlib.Path, token_ids: Int32[np.ndarray, " size"]) -> None:
     """Writes the vocabulary into a folder, atomically. Raises OSError."""
-    with manifest.atomic(folder / NAME) as temporary, open(temporary, "wb") as stream:
+    with disk.atomic(folder / NAME) as temporary, open(temporary, "wb") as stream:
         np.savez(stream, token_ids=token_ids)
 
 

@@ -30,7 +30,7 @@ from eagle3_jax.models.checkpoint.fetch import Target, load_target, packaged_mod
 from eagle3_jax.models.checkpoint.identity import check_same_target
 from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
-from eagle3_jax.runs import command, command_line, manifest, processes
+from eagle3_jax.runs import command, command_line, disk, manifest, processes
 from eagle3_jax.training.checkpoint import CheckpointError, Checkpoints, load_head
 
 
@@ -57,11 +57,11 @@ def run(config: RunConfig, target: Target | None = None) -> None:
         "training": manifest.fingerprint({"identity": trained["identity"], "files": None, "results": None}),
         "step": step,
         "head": checksums,
-        "vocabulary": manifest.digest(checkpoints / vocab.NAME),
+        "vocabulary": disk.digest(checkpoints / vocab.NAME),
         "target": target.identity,
     }
     other = f"run_dir; for this head in another form: --from {folder} --to FORM DIR"
-    with manifest.lock(folder):
+    with disk.lock(folder):
         if not processes.agree(folder.exists):
             architecture = target.model.config
             head = load_head(checkpoints, DraftHeadConfig.for_target(config.draft, architecture), step)
@@ -106,7 +106,7 @@ def _write(
     head: StoredHead, form: str, folder: pathlib.Path, identity: dict[str, Any] | None, problems: Sequence[str] = ()
 ) -> None:
     parameters = sum(tensor.size for tensor in head.tensors.values())
-    with manifest.atomic(folder) as partial:
+    with disk.atomic(folder) as partial:
         heads.write(partial, head, form, problems)
         if identity is not None:
             manifest.begin(partial, identity)

@@ -24,7 +24,7 @@ from eagle3_jax.export import sglang_server, vllm_process
 from eagle3_jax.formats import draft_models, files, token_maps
 from eagle3_jax.formats.packaged import chosen_draft
 from eagle3_jax.models.checkpoint.fetch import Target, load_target
-from eagle3_jax.runs import command, manifest
+from eagle3_jax.runs import command, disk, machine
 
 EXACT = "float32"
 
@@ -111,7 +111,7 @@ def run(
             "tokens": hashlib.sha256(json.dumps(request["prompts"]).encode()).hexdigest(),
         },
         **{key: request[key] for key in ("num_speculative_tokens", "max_tokens", "batch_size", "dtype")},
-        "token_map": None if token_map is None else manifest.digest(token_maps.locate(token_map)),
+        "token_map": None if token_map is None else disk.digest(token_maps.locate(token_map)),
         "target": target.identity,
     }
     earlier = None if expect is None else _earlier(expect, asked_for)
@@ -131,12 +131,12 @@ def run(
         "draft": {"folder": str(draft), "files": files.file_digests(draft)},
         "engines": {name: counted.column() for name, counted in columns.items()},
         "differences": problems,
-        "hardware": manifest.hardware(),
-        "versions": manifest.versions(),
+        "hardware": machine.hardware(),
+        "versions": machine.versions(),
     }
     folder = pathlib.Path(config.run_dir, "check")
     folder.mkdir(parents=True, exist_ok=True)
-    manifest.write_json(folder / f"{engine}{'' if expect is None else '-compared'}.json", report)
+    disk.write_json(folder / f"{engine}{'' if expect is None else '-compared'}.json", report)
     if problems and request["dtype"] == EXACT:
         raise CheckError(f"{draft}: not what the files promise:\n  " + "\n  ".join(problems))
     return report
@@ -169,7 +169,7 @@ def _request(
 
 def _earlier(path: str | pathlib.Path, asked: dict[str, Any]) -> dict[str, Any]:
     """The prediction in an earlier report. Raises ValueError where that is of something else, or is none."""
-    report = manifest.read_json(path)
+    report = disk.read_json(path)
 
     def of(values: dict[str, Any]) -> dict[str, Any]:
         picked = {name: values[name] for name in ("num_speculative_tokens", "max_tokens", "dtype")}

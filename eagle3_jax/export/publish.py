@@ -17,7 +17,7 @@ from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImp
 from eagle3_jax.config import CardConfig, RunConfig
 from eagle3_jax.formats import files
 from eagle3_jax.models.checkpoint.fetch import split_revision
-from eagle3_jax.runs import manifest
+from eagle3_jax.runs import disk, manifest
 
 CARD = "README.md"
 _TRAINING = ("epochs", "learning_rate", "batch_size", "row_length", "ttt_steps", "step_decay")
@@ -45,7 +45,7 @@ def push(config: RunConfig, repository: str, *, upload: bool) -> str:
         raise FileNotFoundError(f"{path}: not found; `python -m eagle3_jax.report` writes what the card says")
     if config.card.license is None:
         raise ValueError("card.license: got None, expected a name that the hub knows, such as apache-2.0")
-    report = manifest.read_json(path)
+    report = disk.read_json(path)
     held, measured = files.file_digests(folder), _of_heads(report)
     others = [name for name, way in measured.items() if way["draft"]["files"] != held]
     if others or not measured:

@@ -15,7 +15,7 @@ from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.checkpoint.load import INDEX, parameter_path, save_tensors
 from eagle3_jax.models.families import family_of
 from eagle3_jax.models.target import TargetModel
-from eagle3_jax.runs import manifest
+from eagle3_jax.runs import disk
 
 SHARD_BYTES = 5 * 10**9  # of a file, as the hub has them
 
@@ -33,7 +33,7 @@ def write_target(target: Target, folder: str | pathlib.Path, shard_bytes: int = 
     if jax.process_count() > 1:
         raise ValueError(f"a target is written by one process, got {jax.process_count()}")
     config = target.model.config.to_hf() | {"torch_dtype": str(target.model.embed.dtype)}
-    with manifest.atomic(folder) as partial:
+    with disk.atomic(folder) as partial:
         partial.mkdir(parents=True)
         _write_weights(target.model, partial, shard_bytes)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")

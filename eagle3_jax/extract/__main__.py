@@ -34,7 +34,7 @@ from eagle3_jax.models.checkpoint.fetch import Target, load_target
 from eagle3_jax.models.checkpoint.identity import check_same_target
 from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
 from eagle3_jax.models.inference_layout import for_inference
-from eagle3_jax.runs import command, command_line, manifest, processes
+from eagle3_jax.runs import command, command_line, disk, manifest, processes
 
 REJECTS = "rejects.jsonl"
 # Conversations of a split that are read to foretell how much disk all will take.
@@ -173,7 +173,7 @@ def _summarise(folder: pathlib.Path) -> dict[str, Any]:
     """The counts of a split for the manifest, of its shards' notes; writes its list of rejects."""
     all_notes = [features.read_notes(path) for path in sorted(folder.glob("*.array_record"))]
     rejects = [reject for notes in all_notes for reject in notes["rejects"]]
-    with manifest.atomic(folder / REJECTS) as temporary:
+    with disk.atomic(folder / REJECTS) as temporary:
         temporary.write_text("".join(json.dumps(reject, ensure_ascii=False) + "\n" for reject in rejects))
     computed = sum(notes["computed_tokens"] for notes in all_notes)
     kept = sum(notes["tokens"] for notes in all_notes)

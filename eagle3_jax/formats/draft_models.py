@@ -17,7 +17,7 @@ from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.drafts.model import DraftModel
 from eagle3_jax.models.families import FAMILIES
 from eagle3_jax.models.families.vision import TEXT_OF, text_name
-from eagle3_jax.runs.manifest import JsonError
+from eagle3_jax.runs.disk import JsonError
 
 _EXPECTED = (
     "the folder of a head, the name or folder of a smaller model, 'lookup', 'mtp', 'auto', or None for no drafts"

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from eagle3_jax.formats.stored import DraftFormatError
 from eagle3_jax.formats.tensors import Tensors, canonical
 from eagle3_jax.models.checkpoint.load import INDEX, WeightsError, read_index, save_tensors
-from eagle3_jax.runs import manifest
+from eagle3_jax.runs import disk
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -68,7 +68,7 @@ def file_digests(folder: str | pathlib.Path) -> dict[str, str]:
     """Maps the name of each file that a head is read from to its sha256 in hex."""
     folder = pathlib.Path(folder)
     found = [path for pattern in (CONFIG, INDEX, "*.safetensors") for path in folder.glob(pattern)]
-    return {path.name: manifest.digest(path) for path in sorted(found)}
+    return {path.name: disk.digest(path) for path in sorted(found)}
 
 
 def _locate(folder: pathlib.Path) -> dict[pathlib.Path, set[str]]:
@@ -76,7 +76,7 @@ def _locate(folder: pathlib.Path) -> dict[pathlib.Path, set[str]]:
     if (folder / INDEX).exists():
         try:
             index = read_index(folder)
-        except (WeightsError, manifest.JsonError) as error:
+        except (WeightsError, disk.JsonError) as error:
             raise DraftFormatError(str(error)) from error
         return {path: {name for name, file in index.items() if file == path} for path in sorted(set(index.values()))}
     files = sorted(folder.glob("*.safetensors"))

@@ -23,7 +23,7 @@ from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.checkpoint.identity import COPY, check_same_target
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.target import ModelConfig
-from eagle3_jax.runs import manifest
+from eagle3_jax.runs import disk, manifest
 
 _log = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ def save_draft(
     if folder.exists():
         raise FileExistsError(f"{folder}: exists already, expected a new folder")
     head, problems = from_draft(draft, target, dtype, target_name)
-    with manifest.atomic(folder) as partial:
+    with disk.atomic(folder) as partial:
         write(partial, head, form, problems)
 
 

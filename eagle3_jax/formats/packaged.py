@@ -10,7 +10,7 @@ from eagle3_jax.formats.mtp import MTP
 from eagle3_jax.formats.stored import misfits
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.drafts.head import Draft
-from eagle3_jax.runs import manifest, processes
+from eagle3_jax.runs import disk, manifest, processes
 
 AUTO: Final = "auto"
 LOOKUP: Final = "lookup"
@@ -73,5 +73,5 @@ def draft_identity(draft: str, folder: pathlib.Path | None, token_map: str | Non
         draft, folder: see `chosen_draft`.
     """
     digests = folder and files.file_digests(folder)
-    mapped = {} if token_map is None else {"token_map": manifest.digest(token_maps.locate(token_map))}
+    mapped = {} if token_map is None else {"token_map": disk.digest(token_maps.locate(token_map))}
     return {"folder": draft, "files": digests, **mapped}

@@ -18,7 +18,7 @@ from eagle3_jax import config as configs
 from eagle3_jax.data import filters, sources
 from eagle3_jax.prepare import self_prompting
 from eagle3_jax.prepare.self_prompting import Written
-from eagle3_jax.runs import command, command_line, manifest, processes
+from eagle3_jax.runs import command, command_line, disk, manifest, processes
 
 TRAIN, HELD_OUT, REJECTS = "train.jsonl", "held_out.jsonl", "rejects.jsonl"
 
@@ -91,7 +91,7 @@ def _identity(config: configs.RunConfig) -> dict[str, Any]:
     for name, paths in (("sources: path", files), ("benchmarks", section.benchmarks)):
         for path in paths:
             try:
-                identity["inputs"][path] = manifest.digest(path)
+                identity["inputs"][path] = disk.digest(path)
             except OSError as error:
                 raise ValueError(f"prepare.{name}: got {path!r} ({error.strerror})") from error
     if any(isinstance(source, configs.SelfSource) for source in section.sources):
@@ -173,7 +173,7 @@ def _remove_logs(folder: pathlib.Path) -> None:
 
 
 def _write_jsonl(path: pathlib.Path, records: Iterable[Any]) -> None:
-    with manifest.atomic(path) as temporary, temporary.open("w", encoding="utf-8") as stream:
+    with disk.atomic(path) as temporary, temporary.open("w", encoding="utf-8") as stream:
         for record in records:
             stream.write(json.dumps(record, ensure_ascii=False) + "\n")
 

@@ -18,7 +18,7 @@ import tqdm
 from eagle3_jax import config as configs
 from eagle3_jax.data import chat
 from eagle3_jax.models import chat_template
-from eagle3_jax.runs import command, manifest, processes
+from eagle3_jax.runs import command, disk, processes
 
 # The user's turns, and the finish_reason of the first: only after "stop" it is whole.
 Written = tuple[list[str], str]
@@ -37,7 +37,7 @@ def write(config: configs.RunConfig, source: configs.SelfSource, log: pathlib.Pa
     Args:
         log: one line a chunk; an interrupted run's is read first.
     """
-    done: list[list[Written]] = manifest.read_log(log)
+    done: list[list[Written]] = disk.read_log(log)
     processes.barrier()  # from here on the log grows
     ended = sum(reason == "stop" for outputs in done for _, reason in outputs)
     if ended >= source.count:
@@ -85,7 +85,7 @@ def write(config: configs.RunConfig, source: configs.SelfSource, log: pathlib.Pa
             }
             outputs = [shares[row % replica.count][row // replica.count] for row in range(size)]
             if processes.index() == 0:
-                manifest.append(stream, outputs)
+                disk.append(stream, outputs)
             done.append(outputs)
             tried += size
             ended += sum(reason == "stop" for _, reason in outputs)

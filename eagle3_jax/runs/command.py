@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from eagle3_jax.runs import processes
+from eagle3_jax.runs import processes, watchdog
 
 STOPPED = 75  # EX_TEMPFAIL: the exit status of work that SIGTERM left unfinished; Ctrl-C ends by SIGINT itself
 
@@ -51,7 +51,7 @@ def run(verb: str, *, resumes: bool = True, stopped: int = STOPPED) -> Iterator[
         global _asked
         before, _asked = _asked, signal.Signals(number)
         if before is not None or not _came_to_stop_points:
-            processes.end_all(said(), stopped)
+            watchdog.end_all(said(), stopped)
             _end(said(), _asked, stopped)
         if _asked == signal.SIGINT:
             _write(f"{prefix}stops as soon as what it did is on disk; Ctrl-C again ends it at once")
@@ -59,24 +59,26 @@ def run(verb: str, *, resumes: bool = True, stopped: int = STOPPED) -> Iterator[
     at_ctrl_c = signal.getsignal(signal.SIGINT)
     try:
         processes.start_distributed()
-        processes.watch(prefix)
+        watchdog.begin(prefix)
         signal.signal(signal.SIGTERM, note)  # for good: a SIGTERM behind the end of the work finds nothing to stop
         signal.signal(signal.SIGINT, note)
         yield
+        processes.barrier()
+        watchdog.end()
         processes.leave()
         _came_to_stop_points = True  # nothing is left to stop
     except Stopped:
-        processes.end_all(said(), stopped)
+        watchdog.end_all(said(), stopped)
         if _asked is not None:
             _end(said(), _asked, stopped)
         print(said(), file=sys.stderr)  # another process of the run was asked
         sys.exit(stopped)
     except (ValueError, OSError) as error:
         message = f"{prefix}{sentence(error)}"
-        processes.end_all(message, 1, error)
+        watchdog.end_all(message, 1, error)
         sys.exit(message)
     except Exception as error:
-        processes.end_all("".join(traceback.format_exception(error)), 1, error)
+        watchdog.end_all("".join(traceback.format_exception(error)), 1, error)
         raise
     finally:
         signal.signal(signal.SIGINT, at_ctrl_c)

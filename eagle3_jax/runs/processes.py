@@ -1,11 +1,9 @@
-"""Several processes as one run: they join, process 0 writes, all agree, and none outlives another.
+"""Several processes as one run: they join, process 0 writes and decides, all agree.
 
-On a slice of several TPU hosts every host runs the same command. What must be done or decided once is done by process
-0, which tells the others the result, or the refusal. A process that fails tells the others why, and one that was killed
-is missed within `HEARTBEAT_SECONDS`: all of them end with a sentence instead of waiting for it in a collective. Where
-process 0 was killed, which holds JAX's coordination service, JAX mostly aborts the others first, with a stack trace;
-a watchdog beside each process adds the sentence then.
-With a single process all of this is free, and JAX is not even imported.
+On a slice of several TPU hosts every host runs the same command. Process 0 does what must be done or decided once, and
+sends the others the result, or the refusal, through JAX's coordination service. That works before the devices are
+initialised, and a wait for a process that is gone ends with a sentence (see `watchdog`); collectives on devices
+(`multihost_utils`) do neither. With a single process all of this is free, and JAX is not even imported.
 """
 
 from __future__ import annotations
@@ -15,29 +13,23 @@ import contextlib
 import dataclasses
 import json
 import os
-import pathlib
-import re
-import socket
-import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-# A process that was not heard of for so long is gone.
+from eagle3_jax.runs import machine
+
+# A process without a heartbeat for this long is gone.
 HEARTBEAT_SECONDS = 15
 # Where a Cloud TPU VM tells its workers about each other.
 _METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/worker-network-endpoints"
-# Keys in the coordination service: why a process ended before its work was done; the step behind which all stop.
-_END, _STOP = "eagle3_jax/end", "eagle3_jax/stop"
-_POLL = 1000  # milliseconds
+# Key in the coordination service: the step behind which all stop.
+_STOP = "eagle3_jax/stop"
+POLL = 1000  # milliseconds
 _FOREVER = 2**31 - 1  # milliseconds: 24 days
-_AGAIN = "run the same command on all hosts again, it goes on where it was"
-# Says its argument when the process that holds the other end of its stdin ends without a word.
-_WATCHDOG = "import sys; sys.stdin.read() or print(sys.argv[1], file=sys.stderr)"
 
 
 class Refused(ValueError):
@@ -45,16 +37,13 @@ class Refused(ValueError):
 
 
 @dataclasses.dataclass
-class _Run:
+class Run:
     """This process among several.
 
     Attributes:
         client: of JAX's coordination service, which process 0 holds: keys with values, barriers, heartbeats.
         members: the processes that `agree` and wait for each other now (see `among`); the first one decides.
         numbers: how many such calls there were; all members make the same ones in the same order.
-        over: set when the work of all is done.
-        watcher: the thread that misses other processes.
-        watchdog: a process that misses this one.
     """
 
     client: Any
@@ -62,9 +51,6 @@ class _Run:
     count: int
     members: tuple[int, ...]
     numbers: collections.Counter[tuple[int, ...]] = dataclasses.field(default_factory=collections.Counter)
-    over: threading.Event = dataclasses.field(default_factory=threading.Event)
-    watcher: threading.Thread | None = None
-    watchdog: subprocess.Popen[str] | None = None
 
     def next_key(self, kind: str) -> str:
         """A key that no other call of a member has, and the same call of the other members does."""
@@ -72,7 +58,12 @@ class _Run:
         return f"eagle3_jax/{'-'.join(map(str, self.members))}/{self.numbers[self.members]}/{kind}"
 
 
-_run: _Run | None = None
+_run: Run | None = None
+
+
+def several() -> Run | None:
+    """This process among several; None where it is alone."""
+    return _run
 
 
 def index() -> int:
@@ -179,7 +170,7 @@ def start_distributed() -> bool:
     from jax._src import distributed  # the only way to the coordination service: Orbax takes it too
 
     if not jax.distributed.is_initialized():
-        jax.config.update("jax_enable_recoverability", True)  # `watch` ends this process, not JAX with a stack trace
+        jax.config.update("jax_enable_recoverability", True)  # `watchdog` ends this process, not JAX with a stack trace
         jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM away from `command`
         jax.distributed.initialize(
             num_processes=_number("JAX_NUM_PROCESSES"),
@@ -189,71 +180,24 @@ def start_distributed() -> bool:
     state = distributed.global_state
     if state.num_processes == 1:
         return False
-    _run = _Run(state.client, state.process_id, state.num_processes, tuple(range(state.num_processes)))
+    _run = Run(state.client, state.process_id, state.num_processes, tuple(range(state.num_processes)))
     barrier()
     return True
 
 
-def watch(prefix: str) -> None:
-    """Begins to watch the other processes: when one fails or is gone, this one ends with a sentence.
-
-    Args:
-        prefix: how the sentence begins.
-    """
-    if _run is not None:
-        _run.watcher = threading.Thread(target=_watch, args=(_run, prefix), name="watches the processes", daemon=True)
-        _run.watcher.start()
-        killed = (
-            f"{prefix}process {_run.index} of {_run.count} was killed, or JAX ended it as another one is gone; {_AGAIN}"
-        )
-        _run.watchdog = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _WATCHDOG, killed],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,  # Ctrl-C is for this process
-        )
-
-
 def leave() -> None:
-    """Ends the watch and the connection, when the work of all is done. Process 0, which holds the service, is last."""
+    """Ends the connection, when the work of all is done. Process 0, which holds the service, is last."""
     global _run
     if _run is None:
         return
     import jax
 
-    run = _run
-    barrier()
-    run.over.set()
-    if run.watcher is not None:
-        run.watcher.join()
-    if run.watchdog is not None:
-        run.watchdog.communicate("over")
-    if run.index == 0:
+    if _run.index == 0:
         until = time.monotonic() + HEARTBEAT_SECONDS
-        while len(run.client.get_live_nodes(list(range(run.count)))) > 1 and time.monotonic() < until:
+        while len(_run.client.get_live_nodes(list(range(_run.count)))) > 1 and time.monotonic() < until:
             time.sleep(0.1)
     jax.distributed.shutdown()
     _run = None
-
-
-def end_all(sentence: str, status: int, error: Exception | None = None) -> None:
-    """Ends this process and all the others, at once. Does nothing where there is a single one.
-
-    Args:
-        sentence: for the user; the others print it too.
-        error: why. An error that a collective raised is only the echo of another process's end, which is told instead.
-    """
-    if _run is None:
-        return
-    if error is not None and _from_runtime(error):
-        time.sleep(HEARTBEAT_SECONDS + 5)  # until `_watch` knows what happened, and ends this process
-    said = {"process": _run.index, "host": socket.gethostname(), "sentence": sentence, "status": status}
-    with contextlib.suppress(Exception):  # there is one already, or nobody who hears it
-        _run.client.key_value_set(_END, json.dumps(said))
-    if _run.index == 0:
-        time.sleep(3 * _POLL / 1000)  # with this process the service ends, from which the others must hear of it
-    _exit(_run, sentence, status)
 
 
 def agree_to_stop(step: int, margin: int, asked: bool) -> bool:
@@ -276,54 +220,13 @@ def agree_to_stop(step: int, margin: int, asked: bool) -> bool:
         return False
 
 
-def _watch(run: _Run, prefix: str) -> None:
-    """In a thread, as the main one may hang in a collective."""
-    import jax
-
-    again = f"it was killed, or its host is down; {_AGAIN}"
-    everyone = list(range(run.count))
-    at_first = run.client.get_live_nodes(everyone)  # with a number each that a process started later does not have
-    while not run.over.is_set():
-        try:
-            said = json.loads(run.client.blocking_key_value_get(_END, _POLL))
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                _exit(run, f"{prefix}process 0 of {run.count} is gone; {again}", 1)
-                return
-            now = run.client.get_live_nodes(everyone)
-            if gone := [str(number) for number in everyone if now.get(number) != at_first[number]]:
-                _exit(run, f"{prefix}process {', '.join(gone)} of {run.count} is gone; {again}", 1)
-            continue
-        if said["process"] != run.index:
-            where = f"process {said['process']} of {run.count}, on host {said['host']}, ended:\n"
-            _exit(run, f"{prefix}{where}{said['sentence']}", said["status"])
-        return
-
-
-def _from_runtime(error: Exception) -> bool:
-    """Whether XLA or the coordination service raised it: their messages begin with a status."""
-    return re.match(r"(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED): ", str(error)) is not None
-
-
-def _exit(run: _Run, sentence: str, status: int) -> None:
-    """Ends this process at once: Python's own exit would wait for the others at JAX's shutdown barrier."""
-    if run.over.is_set():
-        return
-    print(sentence, file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    if run.watchdog is not None:
-        with contextlib.suppress(OSError, ValueError):  # gone, or told already
-            run.watchdog.communicate("over")
-    os._exit(status)
-
-
 def _get(client: Any, key: str) -> str:
     """The value of a key, as soon as it is there. In short waits, so that signals are handled in between."""
     import jax
 
     while True:
         try:
-            return client.blocking_key_value_get(key, _POLL)
+            return client.blocking_key_value_get(key, POLL)
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
@@ -342,16 +245,9 @@ def _is_multi_host(environment: Mapping[str, str]) -> bool:
     workers = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES")
     if workers:
         return "," in workers
-    if "TPU_SKIP_MDS_QUERY" in environment or not has_tpu():
+    if "TPU_SKIP_MDS_QUERY" in environment or not machine.has_tpu():
         return False
     return "," in _worker_endpoints()
-
-
-def has_tpu() -> bool:
-    """Whether this machine has TPU chips; asks the file system, since asking JAX would start the backend."""
-    return any(
-        True for folder, name in (("/dev", "accel*"), ("/dev/vfio", "[0-9]*")) for _ in pathlib.Path(folder).glob(name)
-    )
 
 
 def _worker_endpoints() -> str:

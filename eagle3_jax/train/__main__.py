@@ -28,7 +28,7 @@ from eagle3_jax.models.checkpoint.fetch import Target, load_target
 from eagle3_jax.models.checkpoint.identity import check_same_target
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
-from eagle3_jax.runs import command, command_line, host_memory, manifest, processes
+from eagle3_jax.runs import command, command_line, disk, machine, manifest, processes
 from eagle3_jax.train.in_engine import Served, held_out_prompts
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Batch, Teacher
 from eagle3_jax.training.checkpoint import Checkpoints
@@ -88,7 +88,7 @@ def train(config: configs.RunConfig, target: Target | None = None) -> dict[str, 
         "seed": config.seed,
     }
     if run.decode_every is not None:
-        identity["served_prompts"] = manifest.digest(held_out_prompts(config))
+        identity["served_prompts"] = disk.digest(held_out_prompts(config))
     warm = None
     if run.warm_start is not None:
         head = draft_models.resolve(run.warm_start, "train.warm_start", "the folder of a head")
@@ -171,7 +171,7 @@ def _train(
         start = time.monotonic()
         example = {name: np.stack([x] * len(own)) for name, x in rows[0].items()}
         compiled = train_step.lower(state, teacher, place(example)).compile()
-        host_memory.release_freed()
+        machine.release_freed()
         processes.say(f"train: compiled in {time.monotonic() - start:.1f} s")
 
         # ------------------------------------------------------------------------------------------------------ loop

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from tensorboardX import SummaryWriter
 
-from eagle3_jax.runs import manifest, processes
+from eagle3_jax.runs import disk, processes
 
 
 class NotFinite(ValueError):
@@ -75,10 +75,10 @@ class MetricWriter:
         folder = pathlib.Path(folder)
         if self._active:
             path = folder / "metrics.jsonl"
-            manifest.cut_torn_line(path)
-            lines = manifest.read_jsonl(path) if path.exists() else ()
+            disk.cut_torn_line(path)
+            lines = disk.read_jsonl(path) if path.exists() else ()
             kept = [line for line in lines if line["step"] <= (done or 0)]
-            with manifest.atomic(path) as temporary:
+            with disk.atomic(path) as temporary:
                 temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
             for line in kept:
                 self._newest[line["kind"]] = {name: line[name] for name in line if name not in ("step", "kind")}

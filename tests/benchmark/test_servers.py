@@ -23,7 +23,7 @@ from eagle3_jax.benchmark import __main__ as benchmark
 from eagle3_jax.benchmark import servers as serving
 from eagle3_jax.benchmark.traffic import Server
 from eagle3_jax.config import ConfigError, RunConfig
-from eagle3_jax.runs import command, manifest
+from eagle3_jax.runs import command, machine
 
 TOKENS = 6
 
@@ -173,7 +173,7 @@ def test_an_accelerator_has_one_server_at_a_time(traffic_config, prompts, parrot
         yield Server(url, path.stem)
         running.remove(path.stem)
 
-    found = manifest.hardware() | {"accelerator": "TPU v5 lite"}
+    found = machine.hardware() | {"accelerator": "TPU v5 lite"}
     monkeypatch.setattr(serving, "_hardware", lambda: found)
     monkeypatch.setattr(serving, "_started", start)
     report = serving.run(traffic_config, prompts)
@@ -249,7 +249,7 @@ def test_a_server_that_is_not_there_is_said_before_any_is_measured(traffic_confi
     def begin(*_: Any) -> None:
         raise Begun
 
-    monkeypatch.setattr(serving, "_hardware", manifest.hardware)
+    monkeypatch.setattr(serving, "_hardware", machine.hardware)
     monkeypatch.setattr(serving, "_take_turns", begin)
     for url in ("http://127.0.0.1:1/v1", "http://127.0.0.1:PORT/v1"):
         with pytest.raises(ValueError, match=rf"{url}/models: got .*, expected a server of OpenAI's API"):

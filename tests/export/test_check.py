@@ -19,7 +19,7 @@ from eagle3_jax.export import __main__ as export
 from eagle3_jax.export import check, vllm_process
 from eagle3_jax.models import chat_template
 from eagle3_jax.models.checkpoint.fetch import load_target
-from eagle3_jax.runs import manifest
+from eagle3_jax.runs import disk
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_a_token_map_cuts_the_drafts_and_is_part_of_what_was_asked(untrained, mo
     monkeypatch.setattr(check.Engine, "load", load)
     report = check.run(config, "held_out.jsonl", "numbers")
     assert asked == [(None, None), ("head", "map.json")]
-    assert report["token_map"] == manifest.digest(tmp_path / "map.json")
+    assert report["token_map"] == disk.digest(tmp_path / "map.json")
     (tmp_path / "without.json").write_text(json.dumps(report | {"token_map": None}))
     with pytest.raises(ValueError, match=r"something else:\n  token_map: got None, expected [0-9a-f]{64}"):
         check.run(config, "held_out.jsonl", "numbers", expect="without.json")

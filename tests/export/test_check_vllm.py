@@ -18,7 +18,7 @@ import tiny_heads
 from eagle3_jax import config as configs
 from eagle3_jax.export import __main__ as export
 from eagle3_jax.export import check
-from eagle3_jax.runs import manifest
+from eagle3_jax.runs import disk
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 ROOT = pathlib.Path(__file__).parents[2]
@@ -54,7 +54,7 @@ def plain_answers_once() -> Iterator[None]:
     def answers(python: Any, request: dict[str, Any]) -> dict[str, Any]:
         if request["draft"] is not None:
             return ask(python, request)
-        weights = manifest.digest(pathlib.Path(request["target"], "model.safetensors"))  # of copies of one folder
+        weights = disk.digest(pathlib.Path(request["target"], "model.safetensors"))  # of copies of one folder
         key = json.dumps(request | {"target": weights})
         if key not in said:
             said[key] = ask(python, request)

@@ -23,7 +23,7 @@ from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.families.llama import Llama
-from eagle3_jax.runs import manifest
+from eagle3_jax.runs import disk, manifest
 from eagle3_jax.training.checkpoint import Checkpoints
 from eagle3_jax.training.state import TrainState
 
@@ -79,7 +79,7 @@ def test_the_newest_checkpoint_becomes_a_serving_checkpoint(
         np.testing.assert_array_equal(got, expected)
     made = manifest.read(folder, made_by="export")
     assert made["identity"]["target"] == IDENTITY and made["identity"]["step"] == 5
-    assert made["files"]["model.safetensors"] == manifest.digest(folder / "model.safetensors")
+    assert made["files"]["model.safetensors"] == disk.digest(folder / "model.safetensors")
     assert made["results"]["parameters"] == sum(leaf.size for leaf in jax.tree.leaves(head(5)))
     config_json = json.loads((folder / "config.json").read_text())
     assert config_json["eos_token_id"] == [1, 2]

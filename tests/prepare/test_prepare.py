@@ -16,7 +16,7 @@ from eagle3_jax.models import chat_template
 from eagle3_jax.models.checkpoint import fetch
 from eagle3_jax.prepare import __main__ as prepare
 from eagle3_jax.prepare import self_prompting
-from eagle3_jax.runs import manifest
+from eagle3_jax.runs import disk, manifest
 
 QUESTIONS = [f"What is {a} plus {b}?" for a in range(2, 6) for b in range(10, 15)]
 
@@ -63,7 +63,7 @@ def test_counts_files_and_reasons(tmp_path):
     assert found["prompts"]["held_out"] > 0
     assert sum(found["categories"]["train"].values()) == found["prompts"]["train"]
     assert manifest.read(config.folder("prepare"), "prepare")["files"] == {
-        name: manifest.digest(config.folder("prepare") / name) for name in (prepare.TRAIN, prepare.HELD_OUT)
+        name: disk.digest(config.folder("prepare") / name) for name in (prepare.TRAIN, prepare.HELD_OUT)
     }
     rejects = read(config, prepare.REJECTS)
     assert [(reject["line"], reject["reason"]) for reject in rejects] == [
@@ -109,7 +109,7 @@ def test_conversations_come_in_with_their_answers(tmp_path):
     assert kept["Whose address?"]["messages"][1]["content"] == "<EMAIL_ADDRESS>"
     assert [question for question, prompt in kept.items() if prompt["truncated"]] == ["Cut?"]
     path = str(tmp_path / "in.jsonl")
-    assert manifest.read(config.folder("prepare"), "prepare")["identity"]["inputs"] == {path: manifest.digest(path)}
+    assert manifest.read(config.folder("prepare"), "prepare")["identity"]["inputs"] == {path: disk.digest(path)}
 
     # A prompt has the side and the name that it has without the answer, so that no side sees the other's.
     (tmp_path / "asked").mkdir()
@@ -363,7 +363,7 @@ def test_questions_of_benchmarks_stay_out(tmp_path):
     reason = "eight words in a row of the benchmark"
     assert results(config)["rejected"] == {f"{reason} bench.jsonl": 1, f"{reason} far.jsonl": 0}
     identity = manifest.read(config.folder("prepare"), "prepare")["identity"]
-    assert identity["inputs"][bench["path"]] == manifest.digest(bench["path"])
+    assert identity["inputs"][bench["path"]] == disk.digest(bench["path"])
     config = run_config(tmp_path / "b", source, benchmarks=["none.jsonl"])
     with pytest.raises(ValueError, match=r"prepare.benchmarks: got 'none.jsonl' \(No such file"):
         prepare.prepare(config)

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from eagle3_jax.runs import manifest
+from eagle3_jax.runs import disk, manifest
 from eagle3_jax.runs.manifest import ManifestError
 
 IDENTITY = {"verb": "extract", "config": {"max_length": 8}, "inputs": ["a", "b"]}
@@ -77,7 +77,7 @@ def test_altered_and_missing_files_are_refused_by_name(tmp_path):
 
 @pytest.mark.parametrize("found", [None, 0, manifest.FORMAT + 1])
 def test_a_folder_of_another_version_is_refused(tmp_path, found):
-    manifest.write_json(tmp_path / manifest.NAME, {"format": found, "identity": {}, "finished": True, "results": {}})
+    disk.write_json(tmp_path / manifest.NAME, {"format": found, "identity": {}, "finished": True, "results": {}})
     with pytest.raises(ManifestError, match=f"got format {found}, expected {manifest.FORMAT}; another version"):
         manifest.read(tmp_path, "extract")
     with pytest.raises(ManifestError, match="another version"):
@@ -86,18 +86,18 @@ def test_a_folder_of_another_version_is_refused(tmp_path, found):
 
 def test_a_log_forgets_a_torn_line_and_refuses_an_altered_one(tmp_path):
     path = tmp_path / "train.jsonl.partial"
-    assert manifest.read_log(path) == []
+    assert disk.read_log(path) == []
     with path.open("a") as log:
-        manifest.append(log, {"text": "één\u2028"})
-        manifest.append(log, ["a", 2])
+        disk.append(log, {"text": "één\u2028"})
+        disk.append(log, ["a", 2])
         log.write("0123abcd {")
-    assert manifest.read_log(path) == [{"text": "één\u2028"}, ["a", 2]]
+    assert disk.read_log(path) == [{"text": "één\u2028"}, ["a", 2]]
     with path.open("a") as log:
-        manifest.append(log, 3)
-    assert manifest.read_log(path)[2] == 3
+        disk.append(log, 3)
+    assert disk.read_log(path)[2] == 3
     path.write_bytes(path.read_bytes().replace(b"a", b"b", 1))
-    with pytest.raises(manifest.JsonError, match=r"partial, line 2: altered"):
-        manifest.read_log(path)
+    with pytest.raises(disk.JsonError, match=r"partial, line 2: altered"):
+        disk.read_log(path)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", "\udcff"])
@@ -121,10 +121,10 @@ def test_the_fingerprint_follows_identity_and_results(tmp_path):
 
 def test_atomic_leaves_the_old_file_when_writing_fails(tmp_path):
     path = tmp_path / "numbers.json"
-    manifest.write_json(path, {"a": 1})
+    disk.write_json(path, {"a": 1})
     with pytest.raises(TypeError):
-        manifest.write_json(path, {"a": object()})
-    with pytest.raises(RuntimeError), manifest.atomic(path) as partial:
+        disk.write_json(path, {"a": object()})
+    with pytest.raises(RuntimeError), disk.atomic(path) as partial:
         partial.write_text("half")
         raise RuntimeError
     assert json.loads(path.read_text()) == {"a": 1}
@@ -133,7 +133,7 @@ def test_atomic_leaves_the_old_file_when_writing_fails(tmp_path):
 
 def test_digest_is_sha256(tmp_path):
     (tmp_path / "x").write_bytes(b"abc")
-    assert manifest.digest(tmp_path / "x") == hashlib.sha256(b"abc").hexdigest()
+    assert disk.digest(tmp_path / "x") == hashlib.sha256(b"abc").hexdigest()
 
 
 def test_fingerprint_ignores_clocks_and_nothing_else():
@@ -147,8 +147,8 @@ def test_fingerprint_ignores_clocks_and_nothing_else():
 
 HOLD = """
 import sys
-from eagle3_jax.runs import manifest
-with manifest.claim(sys.argv[1], {"verb": "extract"}), manifest.atomic(sys.argv[1] + "/shard") as shard:
+from eagle3_jax.runs import disk, manifest
+with manifest.claim(sys.argv[1], {"verb": "extract"}), disk.atomic(sys.argv[1] + "/shard") as shard:
     shard.write_text("half")
     print("held", flush=True)
     sys.stdin.read()
@@ -160,7 +160,7 @@ def test_a_second_process_is_refused_until_the_first_dies_and_then_tidies_up(tmp
     first = subprocess.Popen([sys.executable, "-c", HOLD, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert first.stdout and first.stdout.readline() == b"held\n"
     owner = f"features: in use by process {first.pid} on host {socket.gethostname()}"
-    with pytest.raises(ManifestError, match=owner), manifest.claim(folder, {"verb": "extract"}):
+    with pytest.raises(disk.LockError, match=owner), manifest.claim(folder, {"verb": "extract"}):
         pass
     assert len(list(folder.glob(".shard.*"))) == 1  # the living owner's
     first.send_signal(signal.SIGKILL)
@@ -173,29 +173,29 @@ def test_a_second_process_is_refused_until_the_first_dies_and_then_tidies_up(tmp
 
 def test_a_lock_names_a_file_and_leaves_its_neighbours_alone(tmp_path):
     chain, tree = tmp_path / "chain.json", tmp_path / "tree.json"
-    with manifest.lock(chain), manifest.lock(tree), manifest.atomic(tree) as partial:
+    with disk.lock(chain), disk.lock(tree), disk.atomic(tree) as partial:
         partial.write_text("{}")
-        with pytest.raises(ManifestError, match=f"chain.json: in use by process {os.getpid()} "), manifest.lock(chain):
+        with pytest.raises(disk.LockError, match=f"chain.json: in use by process {os.getpid()} "), disk.lock(chain):
             pass
     for name in (".chain.json.host.1.abc.partial", ".tree.json.host.1.abc.partial"):
         (tmp_path / name).write_text("of a run that was killed")
-    with manifest.lock(chain):
+    with disk.lock(chain):
         assert [path.name for path in tmp_path.glob(".*.partial")] == [".tree.json.host.1.abc.partial"]
 
 
 def test_temporary_names_are_never_shared(tmp_path, monkeypatch):
     """Two containers on one volume have equal process ids, and equal host names where an image sets them."""
-    with manifest.atomic(tmp_path / "x") as one, manifest.atomic(tmp_path / "x") as other:
+    with disk.atomic(tmp_path / "x") as one, disk.atomic(tmp_path / "x") as other:
         assert one != other
         monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
-        with manifest.atomic(tmp_path / "x") as third:
+        with disk.atomic(tmp_path / "x") as third:
             assert ".elsewhere." in third.name
             for path in (one, other, third):
                 path.write_text("")
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path):
-    with pytest.raises(RuntimeError), manifest.atomic(tmp_path / "export") as partial:
+    with pytest.raises(RuntimeError), disk.atomic(tmp_path / "export") as partial:
         partial.mkdir()
         (partial / "weights").write_text("half")
         raise RuntimeError

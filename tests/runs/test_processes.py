@@ -28,7 +28,7 @@ from eagle3_jax.runs import processes
     ],
 )
 def test_several_hosts_are_recognised(monkeypatch, environment, tpu, endpoints, several):
-    monkeypatch.setattr(processes, "has_tpu", lambda: tpu)
+    monkeypatch.setattr(machine, "has_tpu", lambda: tpu)
     monkeypatch.setattr(processes, "_worker_endpoints", lambda: endpoints)
     assert processes._is_multi_host(environment) is several
 
@@ -60,7 +60,7 @@ PROGRAM = """
 import os, signal, sys, time
 import numpy as np
 from jax.experimental import multihost_utils
-from eagle3_jax.runs import command, manifest, processes
+from eagle3_jax.runs import command, disk, processes
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.models.checkpoint import fetch
 
@@ -80,8 +80,8 @@ with command.run("train"):
         print("stops", [s for s in range(9) if processes.agree_to_stop(s, 3, asked=me == 1 and s == 2)], flush=True)
         time.sleep(me)  # one leaves before the other
     elif case == "target":
-        digest, read = manifest.digest, []
-        manifest.digest = lambda path: read.append(path.name) or digest(path)
+        digest, read = disk.digest, []
+        disk.digest = lambda path: read.append(path.name) or digest(path)
         target = TargetConfig(name=sys.argv[2], aux_layers=(1, 2, 3))
         print("target", fetch.load_target(target, only=()).identity["weights"], read, flush=True)
     elif case == "refused":

@@ -20,7 +20,7 @@ from eagle3_jax.formats.heads import save_draft
 from eagle3_jax.models.checkpoint.fetch import Target, TargetError
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
-from eagle3_jax.runs import command, manifest
+from eagle3_jax.runs import command, disk, manifest
 from eagle3_jax.train import __main__ as train
 from eagle3_jax.training.checkpoint import CheckpointError, Checkpoints, load_head
 
@@ -378,7 +378,7 @@ def test_a_training_is_told_by_the_files_of_a_named_head_and_by_what_its_taus_ar
     identity = identity_of(config)
     assert list(identity["warm_start"]) == ["config.json"]
     assert identity["train"]["decode_prompts"] == 5 and "decode_every" not in identity["train"]
-    assert identity["served_prompts"] == manifest.digest(held_out)
+    assert identity["served_prompts"] == disk.digest(held_out)
     unserved = dataclasses.replace(config, train=dataclasses.replace(config.train, decode_every=None))
     assert identity_of(unserved) == {name: x for name, x in identity.items() if name != "served_prompts"}
     held_out.unlink()

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from eagle3_jax.runs import manifest, processes
+from eagle3_jax.runs import disk, processes
 
 _TURNS = 9
 _SECONDS = 2.0  # enough for one tier, where a round takes long
@@ -74,7 +74,7 @@ def kept_or_measured(folder: pathlib.Path | None, key: dict[str, Any], measure: 
 
 def _read(folder: pathlib.Path, key: dict[str, Any]) -> dict[str, Any] | None:
     try:
-        found = manifest.read_json(_file(folder, key))
+        found = disk.read_json(_file(folder, key))
         Costs(**found["costs"]).rounds.items()
         return found["costs"] if found["of"] == json.loads(json.dumps(key)) else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError):  # nothing there that can be used
@@ -84,7 +84,7 @@ def _read(folder: pathlib.Path, key: dict[str, Any]) -> dict[str, Any] | None:
 def _write(folder: pathlib.Path, key: dict[str, Any], costs: dict[str, Any]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        manifest.write_json(_file(folder, key), {"of": key, "costs": costs})
+        disk.write_json(_file(folder, key), {"of": key, "costs": costs})
     except OSError as error:  # they are measured, and good for this engine
         warnings.warn(f"warm_up: {folder}: {error.strerror or error}, so the next start measures again", stacklevel=2)
 

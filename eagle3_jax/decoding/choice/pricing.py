@@ -13,7 +13,7 @@ from eagle3_jax.decoding.choice.costs import Costs
 from eagle3_jax.decoding.choice.modes import Tier, TierChoice
 from eagle3_jax.decoding.device.runner import ModelRunner
 from eagle3_jax.decoding.steps import Progress, steps
-from eagle3_jax.runs import manifest
+from eagle3_jax.runs import machine
 
 
 def price(
@@ -52,8 +52,8 @@ def price(
 def _costs(runner: ModelRunner, of: Sequence[Tier], folder: pathlib.Path | None, greedy: bool, width: int) -> Costs:
     """What rounds of some tiers cost on this machine."""
     key = {
-        "hardware": manifest.hardware(),
-        "versions": manifest.versions(),
+        "hardware": machine.hardware(),
+        "versions": machine.versions(),
         "target": repr(runner.target.config),
         "draft": repr(None if runner.draft is None else runner.draft.head.config),
         "dtype": str(runner.target.embed[...].dtype),

@@ -28,7 +28,7 @@ from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.inference_layout import Product, for_inference, padded, products
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.target import TargetModel
-from eagle3_jax.runs import host_memory, processes
+from eagle3_jax.runs import machine, processes
 
 # Tokens of each sequence while rounds are measured.
 MEASURED_LENGTH = 256
@@ -264,7 +264,7 @@ class ModelRunner:
         self.dispatches += 1
         if fresh := programs.compiled() - before:
             self.compiled += fresh
-            host_memory.release_freed()
+            machine.release_freed()
 
     def _put(self, value: Any) -> jax.Array:
         """What the host says, on all devices; it says the same on every process that decodes on this mesh."""

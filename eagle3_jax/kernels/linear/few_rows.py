@@ -1,8 +1,8 @@
 """Products of a few rows, padded to the number of rows that costs least.
 
 XLA for GPUs chooses a product's kernel by its shape: on an H100 one row takes longer than four (docs/benchmarks.md).
-The kernel for CPUs takes few rows as they are; on a TPU they fill a tile of the matrix unit in any case. `layouts.Padded`
-holds a matrix with its numbers of rows.
+The kernel for CPUs takes few rows as they are; on a TPU they fill a tile of the matrix unit in any case.
+`layouts.Padded` holds a matrix with its numbers of rows.
 """
 
 from __future__ import annotations

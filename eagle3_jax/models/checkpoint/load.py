@@ -28,7 +28,7 @@ from eagle3_jax.models.families.vision import TOWER, text_name
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.target import ModelConfig, TargetModel
 from eagle3_jax.runs import processes
-from eagle3_jax.runs.manifest import digest, read_json
+from eagle3_jax.runs.disk import digest, read_json
 
 INDEX = "model.safetensors.index.json"
 _ROWS = 8192  # rows of two tensors compared at a time

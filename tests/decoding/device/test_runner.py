@@ -20,7 +20,7 @@ from eagle3_jax.kernels.linear import few_rows
 from eagle3_jax.mesh import make_mesh, shardings
 from eagle3_jax.models.families.llama import Llama
 from eagle3_jax.models.layers import SHARDING_RULES
-from eagle3_jax.runs import host_memory
+from eagle3_jax.runs import machine
 
 CHAIN = DraftTree(num_steps=3, topk=1, num_draft_tokens=4)
 PAGE_SIZE = 16
@@ -87,7 +87,7 @@ def test_memory_without_room_for_one_request_is_refused(toy, monkeypatch):
 
 def test_what_compilers_freed_goes_back_when_a_program_was_compiled(toy, monkeypatch):
     released = []
-    monkeypatch.setattr(host_memory, "release_freed", lambda: released.append(1))
+    monkeypatch.setattr(machine, "release_freed", lambda: released.append(1))
     odd_length = 72  # which no other test has compiled programs of
     runs = runner.ModelRunner(toy.target, None, [VANILLA], Sizes.plan(1, odd_length, PAGE_SIZE, [VANILLA]), None)
     runs.note_prompt(0, [1, 2])

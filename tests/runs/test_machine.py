@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from eagle3_jax.runs import host_memory
+from eagle3_jax.runs import machine
 
 
 def resident_mib() -> float:
@@ -22,7 +22,7 @@ def test_memory_that_was_freed_between_what_is_in_use_goes_back():
         [ctypes.c_size_t],
         [ctypes.c_void_p],
     )
-    host_memory.release_freed()  # holes that other tests left would be filled
+    machine.release_freed()  # holes that other tests left would be filled
     size, before = 1 << 14, resident_mib()
     blocks = [libc.malloc(size) for _ in range(1 << 14)]
     for block in blocks:
@@ -31,7 +31,7 @@ def test_memory_that_was_freed_between_what_is_in_use_goes_back():
         if number % 64 < 63:
             libc.free(block)
     assert resident_mib() - before > 200, "without help it stays"
-    host_memory.release_freed()
+    machine.release_freed()
     assert resident_mib() - before < 60
     for block in blocks[63::64]:
         libc.free(block)

@@ -1,0 +1,60 @@
+"""The machine: its hardware, the versions on it, its TPU chips, its memory."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.metadata
+import os
+import pathlib
+import platform
+import sys
+from typing import Any
+
+_PACKAGES = ("eagle3_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "transformers", "numpy")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide a result."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def hardware() -> dict[str, Any]:
+    """The machine that this runs on."""
+    import jax  # not needed by those who only read and write files
+
+    import eagle3_jax.mesh  # noqa: F401  where there is no TPU, JAX does not look for one
+
+    cpu = platform.processor() or platform.machine()
+    info = pathlib.Path("/proc/cpuinfo")
+    if info.exists():
+        names = [
+            line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        ]
+        cpu = names[0] if names else cpu
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    device = jax.devices()[0]
+    accelerator = None if device.platform == "cpu" else device.device_kind
+    return {"cpu": cpu, "cores": cores, "accelerator": accelerator, "devices": jax.device_count()}
+
+
+def timed_on(model: int) -> dict[str, Any]:
+    """What decides how fast the same work is: the devices of an engine (`mesh.model`), the machine, versions."""
+    return {"mesh": {"model": model}, "hardware": hardware(), "versions": versions()}
+
+
+def has_tpu() -> bool:
+    """Whether this machine has TPU chips; asks the file system, since asking JAX would start the backend."""
+    return any(
+        True for folder, name in (("/dev", "accel*"), ("/dev/vfio", "[0-9]*")) for _ in pathlib.Path(folder).glob(name)
+    )
+
+
+def release_freed() -> None:
+    """Returns memory that LLVM freed to the system (glibc's malloc_trim); the allocator would keep gigabytes."""
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        trim(ctypes.c_size_t(0))
