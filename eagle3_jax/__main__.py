@@ -1,7 +1,8 @@
-"""`python -m eagle3_jax`: says which verbs there are."""
+"""`eagle3-jax VERB ...`, also `python -m eagle3_jax VERB ...`: runs a verb; without one, lists them."""
 
 from __future__ import annotations
 
+import runpy
 import sys
 
 VERBS = {
@@ -18,11 +19,15 @@ VERBS = {
 
 
 def main() -> None:
-    if sys.argv[1:] and sys.argv[1:] not in (["-h"], ["--help"]):
-        named = sys.argv[1] if sys.argv[1] in VERBS else "VERB"
-        print(f"eagle3_jax: got {' '.join(sys.argv[1:])!r}, expected python -m eagle3_jax.{named}", file=sys.stderr)
+    verb = sys.argv[1] if sys.argv[1:] else "--help"
+    if verb in VERBS:
+        del sys.argv[1]
+        runpy.run_module(f"eagle3_jax.{verb}", run_name="__main__", alter_sys=True)
+        return
+    if verb not in ("-h", "--help"):
+        print(f"eagle3_jax: got {verb!r}, expected one of {', '.join(VERBS)}", file=sys.stderr)
         sys.exit(2)
-    print("python -m eagle3_jax.VERB --config FILE [--section.field VALUE ...]; `--help` says more of each\n")
+    print("eagle3-jax VERB --config FILE [--section.field VALUE ...]; `--help` says more of each\n")
     for verb, does in VERBS.items():
         print(f"  {verb:<12}{does}")
 

@@ -54,9 +54,21 @@ def test_the_package_itself_lists_its_verbs():
     files = [*folder.glob("*.py"), *(path.parent for path in folder.glob("*/__main__.py"))]
     verbs = {path.stem for path in files if path.stem in FOLDERS or path.stem in ("report", "serve")}
     assert set(listed) == verbs and len(listed) == len(verbs)
-    wrong = run("train", "--config", "x.yaml")
+    wrong = run("trian", "--config", "x.yaml")
     assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert wrong.stderr == "eagle3_jax: got 'train --config x.yaml', expected python -m eagle3_jax.train\n"
+    assert wrong.stderr.startswith("eagle3_jax: got 'trian', expected one of prepare, regenerate, extract, train, ")
+
+
+@pytest.mark.parametrize("verb", ["report", "train"])
+def test_the_console_script_runs_a_verb(verb):
+    """A verb that is one file, and one that is a folder."""
+    project = tomllib.loads((pathlib.Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"eagle3-jax": "eagle3_jax.__main__:main"}
+    code = f"import sys; sys.argv = ['eagle3-jax', '{verb}', '--config', 'none.yaml']\n"
+    code += "from eagle3_jax.__main__ import main; main()"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert answer.returncode == 2, answer.stderr
+    assert answer.stderr == f"eagle3_jax.{verb}: --config none.yaml: No such file or directory\n"
 
 
 def test_importing_the_package_does_not_load_jax():
