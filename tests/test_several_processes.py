@@ -125,6 +125,20 @@ def test_training_is_that_of_one_process(config, whole_run, processes, mesh):
 
 
 @pytest.mark.long
+def test_online_training_is_that_of_stored_features(config, whole_run):
+    """On 2 processes of 2 devices each, float32: every loss within 1e-6."""
+    runs = []
+    for mode, states in (("stored", "bfloat16"), ("online", "none")):
+        run = config.parent / mode
+        for name in ("prompts", "conversations"):
+            shutil.copytree(whole_run.folder / name, run / name)
+        flags = ["--extract.states", states, "--train.features", mode, "--train.max-steps", "4"]
+        runs.append(losses(chain(config, run, "2x2", 2, *flags, devices=2, verbs=["extract", "train"])))
+    assert len(runs[0]) == 4
+    np.testing.assert_allclose(runs[1], runs[0], rtol=1e-6)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("verb", ["regenerate", "train"])
 def test_one_killed_process_ends_all_and_the_rerun_goes_on(config, alone, verb, victim):

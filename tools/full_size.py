@@ -46,6 +46,7 @@ from eagle3_jax.decoding.measure import profile
 from eagle3_jax.extract import hidden_states
 from eagle3_jax.kernels.linear import few_rows
 from eagle3_jax.mesh import make_mesh
+from eagle3_jax.models import states
 from eagle3_jax.models.checkpoint.fetch import fetch, read_config
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
@@ -141,7 +142,7 @@ def extract(run: Run) -> Iterator[Row]:
     batch = hidden_states.plan_batches([settings.max_length], settings.batch_tokens)[0]
     size = batch.rows, batch.length
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, run.shape.vocab_size, size), jnp.int32)
-    seconds = timed(lambda: hidden_states.forward(run.target, tokens))
+    seconds = timed(lambda: states.target_states(run.target, tokens))
     weights = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(run.target))
     embedding = math.prod(run.target.embed.shape) if hasattr(run.target, "lm_head") else 0
     yield throughput(run, "extract", math.prod(size), seconds, 2 * (weights - embedding))

@@ -49,6 +49,7 @@ from eagle3_jax.formats import eagle2, mtp
 from eagle3_jax.formats.mtp import MTP
 from eagle3_jax.formats.packaged import LOOKUP
 from eagle3_jax.mesh import batch_sharding, make_mesh, replicas, replicated, shardings
+from eagle3_jax.models import states
 from eagle3_jax.models.checkpoint.fetch import fetch, read_config
 from eagle3_jax.models.drafts.eagle2 import Eagle2Head
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
@@ -250,13 +251,13 @@ def extract(config: configs.RunConfig, shape: ModelConfig, devices: list[Any]) -
     settings = config.extract
     batch = hidden_states.plan_batches([settings.max_length], settings.batch_tokens, multiple=mesh.shape["data"])[0]
     tokens = jax.ShapeDtypeStruct((batch.rows, batch.length), jnp.int32, sharding=batch_sharding(mesh))
-    before = placed(jax.eval_shape(hidden_states.forward, target, tokens), mesh, hidden_states.RESULTS_SHARDING_RULES)
+    before = placed(jax.eval_shape(states.target_states, target, tokens), mesh, states.STATES_SHARDING_RULES)
     yield Program(
         "extract",
         mesh,
         {"target": target, "tokens": tokens},
         {"batch before": before},
-        lambda: hidden_states.forward.trace(target, tokens),
+        lambda: states.target_states.trace(target, tokens),
     )
 
 

@@ -268,11 +268,13 @@ class ExtractConfig:
     """conversations -> features.
 
     Attributes:
+        states: hidden states that are kept. `none` keeps token ids and loss mask alone, for `train.features: online`.
         max_length: longer conversations are truncated to this many tokens.
         batch_tokens: tokens per forward pass, padding included.
         shard_records: conversations per ArrayRecord shard; the unit of resumption.
     """
 
+    states: Literal["bfloat16", "none"] = "bfloat16"
     max_length: Annotated[int, Field(ge=8)] = 2048
     batch_tokens: int = 4096
     shard_records: Count = 256
@@ -289,6 +291,7 @@ class TrainConfig:
     Attributes:
         warm_start: exported head whose weights and draft vocabulary training begins with, as for a new domain. A
             training that was interrupted goes on without it.
+        features: `stored` reads the states that `extract` wrote; `online` has the target compute them before each step.
         ttt_steps: steps of the training-time test.
         step_decay: weighs step i by step_decay ** i.
         loss: `lk` maximises the share of accepted drafts (arXiv 2602.23881), with cross entropy where that is small.
@@ -318,6 +321,7 @@ class TrainConfig:
     """
 
     warm_start: str | None = None
+    features: Literal["stored", "online"] = "stored"
     ttt_steps: Count = 7
     step_decay: Annotated[float, Field(gt=0, le=1)] = 0.8
     loss: Literal["cross_entropy", "lk"] = "cross_entropy"

@@ -31,19 +31,26 @@ _SUFFIX = ".array_record"
 _OPEN_SHARDS = 64
 _SHARD = re.compile(r"(\d{5})-of-(\d{5})\.array_record")
 # Field -> (dtype, dimensions, safetensors' name of the dtype).
-_FIELDS = {
+_TOKENS = {
     "token_ids": (np.dtype(np.int32), 1, "I32"),
     "loss_mask": (np.dtype(np.uint8), 1, "U8"),
+}
+_STATES = {
     "aux": (np.dtype(ml_dtypes.bfloat16), 2, "BF16"),
     "last_hidden": (np.dtype(ml_dtypes.bfloat16), 2, "BF16"),
     "argmax": (np.dtype(np.int32), 1, "I32"),
 }
 
 
-def token_bytes(aux_width: int, hidden_size: int) -> int:
-    """Returns the bytes of one token in a shard."""
+def token_bytes(aux_width: int, hidden_size: int, *, states: bool = True) -> int:
+    """Returns the bytes of one token in a shard, with the target's states or without."""
     widths = {"aux": aux_width, "last_hidden": hidden_size}
-    return sum(dtype.itemsize * widths.get(name, 1) for name, (dtype, _, _) in _FIELDS.items())
+    return sum(dtype.itemsize * widths.get(name, 1) for name, (dtype, _, _) in _fields(states).items())
+
+
+def _fields(states: bool) -> dict[str, tuple[np.dtype, int, str]]:
+    """The fields of a record."""
+    return _TOKENS | _STATES if states else _TOKENS
 
 
 class FeatureError(ValueError):
@@ -57,14 +64,14 @@ def encode_record(record: Record) -> bytes:
         record: `token_ids` int32 [L]; `loss_mask` uint8 [L], 1 where the token is the target's own; `aux` bfloat16
             [L, n_aux * H], the aux hidden states in ascending order of boundary;
             `last_hidden` bfloat16 [L, H], after the target's final norm; `argmax` int32 [L], the target's most likely
-            token after position t.
+            token after position t. The last three, the target's states, are all present or all absent.
 
     Raises:
         FeatureError: missing or surplus fields, wrong dtypes, or lengths that do not agree.
     """
     if problems := _problems(record):
         raise FeatureError("feature record:\n  " + "\n  ".join(problems))
-    return safetensors.numpy.save({name: np.ascontiguousarray(record[name]) for name in _FIELDS})
+    return safetensors.numpy.save({name: np.ascontiguousarray(x) for name, x in record.items()})
 
 
 def decode_record(data: bytes) -> Record:
@@ -73,17 +80,18 @@ def decode_record(data: bytes) -> Record:
         parts = dict(safetensors.deserialize(data))
     except safetensors.SafetensorError as error:
         raise FeatureError(f"feature record: {error}") from error
-    problems = [f"{name}: missing" for name in _FIELDS.keys() - parts.keys()]
+    fields = _fields(not parts.keys().isdisjoint(_STATES))
+    problems = [f"{name}: missing" for name in fields.keys() - parts.keys()]
     problems += [
         f"{name}: got {parts[name]['dtype']}, expected {code}"
-        for name, (_, _, code) in _FIELDS.items()
+        for name, (_, _, code) in fields.items()
         if name in parts and parts[name]["dtype"] != code
     ]
     if problems:
         raise FeatureError("feature record:\n  " + "\n  ".join(sorted(problems)))
     return {
         name: np.frombuffer(parts[name]["data"], dtype).reshape(parts[name]["shape"])
-        for name, (dtype, _, _) in _FIELDS.items()
+        for name, (dtype, _, _) in fields.items()
     }
 
 
@@ -249,10 +257,11 @@ def _shards(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _problems(record: Record) -> list[str]:
-    problems = [f"{name}: missing" for name in _FIELDS if name not in record]
-    problems += [f"{name}: not a field" for name in record if name not in _FIELDS]
+    fields = _fields(not record.keys().isdisjoint(_STATES))
+    problems = [f"{name}: missing" for name in fields if name not in record]
+    problems += [f"{name}: not a field" for name in record if name not in fields]
     length = len(record["token_ids"]) if "token_ids" in record else None
-    for name, (dtype, dimensions, _) in _FIELDS.items():
+    for name, (dtype, dimensions, _) in fields.items():
         if name not in record:
             continue
         array = record[name]

@@ -60,7 +60,7 @@ class PackedRows:
     """The rows of all epochs as a random-access source, each padded to `row_length`.
 
     A row has `token_ids`, `argmax`, `loss_mask`, `segment_ids` (1, 2, ... per record, 0 padding) and `positions` (in
-    the record), int32 [T]; `aux` [T, n_aux * H] and `last_hidden` [T, H], bfloat16.
+    the record), int32 [T]; `aux` [T, n_aux * H] and `last_hidden` [T, H], bfloat16. Without states, `argmax` and the last two are absent.
 
     Attributes:
         tokens: tokens in all rows, without padding.
@@ -76,12 +76,14 @@ class PackedRows:
         seed: int = 0,
         epochs: float = 1.0,
         max_rows: int | None = None,
+        states: bool = True,
     ) -> None:
         """
         Args:
             multiple: the batch size; empty rows fill the number of rows up to a multiple of it.
             epochs: number of passes, which may be fractional.
             max_rows: largest number of rows.
+            states: reads the target's states too.
         """
         if not len(source.lengths):
             raise ValueError("features: got no records, expected at least one")
@@ -95,7 +97,8 @@ class PackedRows:
         self.tokens = sum(min(int(source.lengths[r]), row_length) for row in self.plan for r in row)
         self.padding = 1 - self.tokens / (len(self.plan) * row_length)
         first = source[0]
-        self._widths = {name: first[name].shape[1] for name in ("aux", "last_hidden")}
+        self._widths = {name: first[name].shape[1] for name in ("aux", "last_hidden")} if states else {}
+        self._read = ("token_ids", "loss_mask", *(("argmax", *self._widths) if states else ()))
 
     def __len__(self) -> int:
         return len(self.plan)
@@ -103,13 +106,13 @@ class PackedRows:
     def __getitem__(self, index: SupportsIndex) -> Row:
         t = self.row_length
         row: Row = {name: np.zeros((t, width), ml_dtypes.bfloat16) for name, width in self._widths.items()}
-        for name in ("token_ids", "argmax", "loss_mask", "segment_ids", "positions"):
-            row[name] = np.zeros(t, np.int32)
+        for name in (*self._read, "segment_ids", "positions"):
+            row.setdefault(name, np.zeros(t, np.int32))
         start = 0
         for segment, number in enumerate(self.plan[index.__index__()], start=1):
             record = self.source[number]
             end = min(start + len(record["token_ids"]), t)
-            for name in ("token_ids", "argmax", "loss_mask", "aux", "last_hidden"):
+            for name in self._read:
                 row[name][start:end] = record[name][: end - start]
             row["segment_ids"][start:end] = segment
             row["positions"][start:end] = np.arange(end - start)

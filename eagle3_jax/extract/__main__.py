@@ -2,8 +2,9 @@
 
 `python -m eagle3_jax.extract --config configs/quickstart.yaml` lets the target read its own conversations once. Kept
 per token: its aux hidden states, the input of its LM head, and its most likely next token, which is all that training
-asks of it (EAGLE-3, arXiv 2503.01840, section 3). The draft vocabulary is counted on the way. A shard of conversations
-is the unit of resumption, and what the replicas of a mesh that spans several hosts share among themselves.
+asks of it (EAGLE-3, arXiv 2503.01840, section 3). With `extract.states: none` token ids and loss mask alone are kept,
+and the target is not run. The draft vocabulary is counted on the way. A shard of conversations is the unit of
+resumption, and what the replicas of a mesh that spans several hosts share among themselves.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tqdm import tqdm
 from eagle3_jax import config as configs
 from eagle3_jax.data import features, vocab
 from eagle3_jax.data.conversation import Conversation, Rejected, read_conversation
-from eagle3_jax.extract.hidden_states import compute_records, plan_batches
+from eagle3_jax.extract.hidden_states import PaddedBatch, compute_records, plan_batches
 from eagle3_jax.mesh import Replica, batch_sharding, make_mesh, own_replica, put
 from eagle3_jax.models.checkpoint.fetch import Target, load_target
 from eagle3_jax.models.checkpoint.identity import check_same_target
@@ -54,8 +55,10 @@ def extract(config: configs.RunConfig, target: Target | None = None) -> None:
     conversations, folder = config.folder("regenerate"), config.folder("extract")
     made_from = manifest.read(conversations, made_by="regenerate")
     replica = own_replica(make_mesh(config.mesh))
-    target = target or load_target(config.target, replica.mesh)
-    target = dataclasses.replace(target, model=for_inference(target.model))
+    reads = config.extract.states != "none"
+    target = target or load_target(config.target, replica.mesh, only=None if reads else ())
+    if reads:
+        target = dataclasses.replace(target, model=for_inference(target.model))
     # What was said does not depend on which hidden states are kept now.
     check_same_target(conversations, made_from["identity"]["target"], target.identity, but=("aux_layers",))
     DraftHeadConfig.for_target(config.draft, target.model.config)  # refuses an impossible draft vocabulary now
@@ -71,8 +74,9 @@ def extract(config: configs.RunConfig, target: Target | None = None) -> None:
         "max_length": config.extract.max_length,
         "shard_records": config.extract.shard_records,
         "draft_vocab_size": config.draft.vocab_size,
+        "states": config.extract.states,
     }
-    with manifest.claim(folder, identity) as finished:
+    with manifest.claim(folder, identity, newer=("states",)) as finished:
         if finished:
             processes.say(f"extract: {folder} is finished already")
         else:
@@ -126,7 +130,8 @@ def _check_disk(
 ) -> None:
     """Foretells from a sample how much the features will take, and says it. Raises ValueError: more than is free."""
     model = target.model.config
-    each = features.token_bytes(len(model.aux_layers) * model.hidden_size, model.hidden_size)
+    aux_width, states = len(model.aux_layers) * model.hidden_size, config.states != "none"
+    each = features.token_bytes(aux_width, model.hidden_size, states=states)
     tokens = text = whole = 0
     for split in configs.SPLITS:
         source = conversations / f"{split}.jsonl"
@@ -227,20 +232,24 @@ def _extract_shard(
             rejects.append({"id": json.loads(line)["id"], "reason": str(error)})
             progress.add(0)
     progress.bar.total += len(conversations) + len(rejects) - len(lines)  # a conversation may be several sequences
-    batches = plan_batches(
-        [len(c.token_ids) for c in conversations], config.batch_tokens, multiple=replica.mesh.shape["data"], seed=seed
-    )
+    lengths = [len(c.token_ids) for c in conversations]
+    batches = plan_batches(lengths, config.batch_tokens, multiple=replica.mesh.shape["data"], seed=seed)
+    states = config.states != "none"
     counts = np.zeros(model.config.vocab_size, np.int64)
     notes: dict[str, Any] = {
         "ids": [],
         "rejects": rejects,
         "tokens": 0,
-        "computed_tokens": sum(batch.rows * batch.length for batch in batches),
+        "computed_tokens": sum(batch.rows * batch.length for batch in batches) if states else 0,
     }
 
     def records() -> Iterator[features.Record]:
         place = functools.partial(put, sharding=batch_sharding(replica.mesh))
-        for conversation, record in compute_records(conversations, batches, model, place):
+        if states:
+            found = compute_records(conversations, batches, model, place)
+        else:
+            found = _token_records(conversations, batches)
+        for conversation, record in found:
             progress.add(len(conversation.token_ids))
             if record is None:
                 rejects.append({"id": conversation.name, "reason": "NaN or infinity in the hidden states"})
@@ -256,6 +265,15 @@ def _extract_shard(
         features.write_shard(path, records(), notes)
     else:  # its part of the work on the devices
         collections.deque(records(), maxlen=0)
+
+
+def _token_records(
+    conversations: Sequence[Conversation], batches: Sequence[PaddedBatch]
+) -> Iterator[tuple[Conversation, features.Record]]:
+    """Records without the target's states, in the order of those with them: training packs both alike."""
+    for batch in batches:
+        for conversation in (conversations[index] for index in batch.indices):
+            yield conversation, {"token_ids": conversation.token_ids, "loss_mask": conversation.loss_mask}
 
 
 def _token_counts(folder: pathlib.Path, vocab_size: int) -> np.ndarray:

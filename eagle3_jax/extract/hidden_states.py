@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import P
-from jaxtyping import Array, BFloat16, Bool, Int32
 
 from eagle3_jax.data.conversation import Conversation
 from eagle3_jax.data.features import Record
-from eagle3_jax.kernels.vocabulary.api import argmax
-from eagle3_jax.mesh import constrain, fetch
+from eagle3_jax.mesh import fetch
+from eagle3_jax.models.states import target_states
 from eagle3_jax.models.target import TargetModel
 
 # Lengths are padded to multiples of this; each distinct length is one compiled program.
 _LENGTH_STEP = 64
-RESULTS_SHARDING_RULES = ((r"", P("data")),)
-# Positions whose logits over the whole vocabulary exist at the same time.
-_LOGITS_BLOCK = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,26 +50,6 @@ def plan_batches(lengths: Sequence[int], batch_tokens: int, multiple: int = 1, s
     return [batches[i] for i in np.random.default_rng(seed).permutation(len(batches))]
 
 
-@jax.jit
-def forward(
-    model: TargetModel, tokens: Int32[Array, "b t"]
-) -> tuple[BFloat16[Array, "b t aux"], BFloat16[Array, "b t h"], Int32[Array, "b t"], Bool[Array, "b t"]]:
-    """One pass of the target over whole conversations, padded on the right.
-
-    Returns:
-        Aux hidden states and last hidden state (after the final norm), the most likely next token (lowest id of equal
-        ones), and whether all of a position's values are finite.
-    """
-    b, t = tokens.shape
-    positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
-    hidden, aux, _ = model(tokens, positions, model.empty_cache(b, t), jnp.zeros(b, jnp.int32))
-    blocks = hidden.reshape(-1, math.gcd(b * t, _LOGITS_BLOCK), hidden.shape[-1])
-    predicted = jax.lax.map(lambda rows: argmax(model.logits(rows)), blocks).reshape(b, t)
-    aux, hidden = aux.astype(jnp.bfloat16), hidden.astype(jnp.bfloat16)
-    finite = jnp.isfinite(aux).all(-1) & jnp.isfinite(hidden).all(-1)
-    return constrain((aux, hidden, predicted, finite), RESULTS_SHARDING_RULES)
-
-
 def compute_records(
     conversations: Sequence[Conversation],
     batches: Iterable[PaddedBatch],
@@ -96,7 +69,7 @@ def compute_records(
         for row, index in enumerate(batch.indices):
             ids = conversations[index].token_ids
             tokens[row, : len(ids)] = ids
-        running.append((batch.indices, forward(model, place(tokens))))
+        running.append((batch.indices, target_states(model, place(tokens))))
         if len(running) == 2:
             yield from _fetch(conversations, *running.pop(0))
     for last in running:

@@ -187,6 +187,7 @@ class TargetModel(nnx.Module):
         cache: KVCache,
         lengths: Int[Array, " b"],
         tail_mask: Bool[Array, "b t m"] | None = None,
+        starts: Int[Array, "b t"] | None = None,
     ) -> tuple[Float[Array, "b t h"], Float[Array, "b t aux"], KVCache]:
         """Runs t new tokens of each sequence behind its committed prefix.
 
@@ -195,6 +196,7 @@ class TargetModel(nnx.Module):
             lengths: committed tokens in the cache; the new ones are written behind them.
             tail_mask: which of the m tail slots each new token sees: its ancestors and itself; None is causal. The new
                 tokens take the last t; the earlier ones hold what the passes before left there.
+            starts: the slot in which each token's document begins, where a row holds several; it sees no slot before.
 
         Returns:
             The last hidden state after the final norm (the LM head's input), the aux hidden states concatenated in
@@ -211,7 +213,8 @@ class TargetModel(nnx.Module):
                 # Behind the barrier: else XLA adds up what the layers wrote once more at the end, and keeps all of it.
                 x = jax.lax.optimization_barrier(x)
                 aux.append(x)
-            x, own = _decoder_layer(block, x, rope, cache.layer(layer), lengths, positions, tail_mask, ancestors)
+            own = cache.layer(layer)
+            x, own = _decoder_layer(block, x, rope, own, lengths, positions, tail_mask, ancestors, starts)
             cache = cache.with_layer(layer, own)
         if c.num_hidden_layers in c.aux_layers:
             aux.append(x)
@@ -274,6 +277,7 @@ def _decoder_layer(
     positions: Int[Array, "b t"],
     tail_mask: Bool[Array, "b t m"] | None,
     ancestors: Int[Array, "b t m"] | None,
+    starts: Int[Array, "b t"] | None,
 ) -> tuple[Float[Array, "b t h"], KVCache]:
     """One layer, on its own keys and values. jit inside of jit: traced and lowered once for layers that are alike."""
 
@@ -287,11 +291,11 @@ def _decoder_layer(
         sinks: Array | None = None,
     ) -> Array:
         nonlocal cache
-        mask, first = tail_mask, None
+        mask, first, begin = tail_mask, starts, 0 if starts is None else starts
         if window is not None:
-            first = jnp.maximum(positions - window + 1, 0)
+            first = begin + jnp.maximum(positions - window + 1, 0)
         if chunk is not None:
-            first = positions // chunk * chunk
+            first = begin + positions // chunk * chunk
         if mask is not None and ancestors is not None and first is not None:
             mask &= ancestors >= first[:, :, None]
         attended, cache = cache.append_and_attend(q, k, v, lengths, mask, first=first, sinks=sinks)

@@ -1,7 +1,8 @@
 """features -> a trained draft head.
 
 `python -m eagle3_jax.train --config configs/quickstart.yaml` trains the head with the training-time test on what
-`extract` wrote. Killed and run again, it goes on from its last checkpoint as if it had never stopped.
+`extract` wrote; online, the target computes its states of each batch in front of the step, and they never leave the
+devices. Killed and run again, training goes on from its last checkpoint as if it had never stopped.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import dataclasses
 import functools
 import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +29,9 @@ from eagle3_jax.models.checkpoint.fetch import Target, load_target
 from eagle3_jax.models.checkpoint.identity import check_same_target
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
+from eagle3_jax.models.inference_layout import for_inference
+from eagle3_jax.models.states import target_states
+from eagle3_jax.models.target import TargetModel
 from eagle3_jax.runs import command, command_line, disk, machine, manifest, processes
 from eagle3_jax.train.in_engine import Served, held_out_prompts
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Batch, Teacher
@@ -76,7 +80,10 @@ def train(config: configs.RunConfig, target: Target | None = None) -> dict[str, 
     if run.batch_size % mesh.shape["data"]:
         expected = f"a multiple of {mesh.shape['data']} (the mesh's data axis)"
         raise ValueError(f"train.batch_size: got {run.batch_size}, expected {expected}")
-    target = target or load_target(config.target, mesh, only=("embed", "lm_head"))
+    online = run.features == "online"
+    if not online and made_from["identity"].get("states") == "none":
+        raise ValueError(f"train.features: got stored, expected online: {features} holds no hidden states")
+    target = target or load_target(config.target, mesh, only=None if online else ("embed", "lm_head"))
     check_same_target(features, made_from["identity"]["target"], target.identity)
     head_config = DraftHeadConfig.for_target(config.draft, target.model.config)
     identity = {
@@ -84,7 +91,8 @@ def train(config: configs.RunConfig, target: Target | None = None) -> dict[str, 
         "features": manifest.fingerprint(made_from),
         "target": target.identity,
         "draft": configs.to_dict(config.draft),
-        "train": _FIXED | {name: value for name, value in configs.to_dict(run).items() if name not in _WATCHING},
+        "train": _FIXED | {name: x for name, x in configs.to_dict(run).items() if name not in (*_WATCHING, "features")},
+        "online": online,
         "seed": config.seed,
     }
     if run.decode_every is not None:
@@ -95,7 +103,7 @@ def train(config: configs.RunConfig, target: Target | None = None) -> dict[str, 
         warm = _warm_start(head, target, head_config)
         identity["warm_start"] = files.file_digests(head)
     other = f"run_dir; its features may be a link to these: ln -s {features.resolve()} RUN_DIR/features"
-    with manifest.claim(folder, identity, newer=("served_prompts",), place=other) as finished:
+    with manifest.claim(folder, identity, newer=("served_prompts", "online"), place=other) as finished:
         if finished:
             processes.say(f"train: {folder} is finished already")
             return manifest.read(folder, made_by="train")["results"]
@@ -125,6 +133,7 @@ def _train(
         seed=config.seed,
         epochs=run.epochs,
         max_rows=None if run.max_steps is None else run.max_steps * run.batch_size,
+        states=run.features == "stored",
     )
     total = len(rows) // run.batch_size
     held_out = _held_out_rows(config)
@@ -132,10 +141,12 @@ def _train(
     own = own_rows(where, run.batch_size)
 
     def place(part: Row) -> Batch:
-        return Batch(**{name: put_rows(x, run.batch_size, where) for name, x in part.items()})
+        arrays = {name: put_rows(x, run.batch_size, where) for name, x in part.items()}
+        return Batch(**arrays, **observe(arrays))
 
     # --------------------------------------------------------------------------------------------------------- state
     model = target.model
+    observe = _observer(model, mesh) if run.features == "online" else lambda arrays: {}
     draw_teacher = (model.embed[...], model.output_rows, put(token_ids, replicated(mesh)))
     placement = shardings(jax.eval_shape(Teacher.of, *draw_teacher), mesh, TEACHER_SHARDING_RULES)
     teacher = jax.jit(Teacher.of, out_shardings=placement)(*draw_teacher)
@@ -238,6 +249,18 @@ def _train(
     return processes.agree(lambda: manifest.finish(folder, files=[vocab.NAME], **results) or results)
 
 
+def _observer(model: TargetModel, mesh: jax.sharding.Mesh) -> Callable[[dict[str, jax.Array]], dict[str, jax.Array]]:
+    """The target's states of placed rows, as fields of `Batch`: dispatched, not awaited."""
+    model = for_inference(model)
+
+    def observe(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        with jax.set_mesh(mesh):  # over which kernels are split
+            aux, last_hidden, argmax, _ = target_states(model, arrays["token_ids"], arrays["segment_ids"])
+        return {"aux": aux, "last_hidden": last_hidden, "argmax": argmax}
+
+    return observe
+
+
 def _warm_start(folder: str | pathlib.Path, target: Target, config: DraftHeadConfig) -> Draft:
     """The head to begin with. Raises ValueError: another target's, or another shape than the config's."""
     draft = heads.load_draft(folder, target=target, dtype=jnp.float32, exact=True)
@@ -259,7 +282,12 @@ def _held_out_rows(config: configs.RunConfig) -> PackedRows | None:
         return None
     run = config.train
     return PackedRows(
-        source, run.row_length, multiple=run.batch_size, seed=config.seed, max_rows=run.eval_batches * run.batch_size
+        source,
+        run.row_length,
+        multiple=run.batch_size,
+        seed=config.seed,
+        max_rows=run.eval_batches * run.batch_size,
+        states=run.features == "stored",
     )
 
 

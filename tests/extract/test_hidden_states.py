@@ -15,6 +15,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from eagle3_jax.extract import hidden_states
+from eagle3_jax.models import states
 from eagle3_jax.models.families import llama
 
 
@@ -51,7 +52,7 @@ def test_the_whole_vocabulary_is_never_there_for_all_positions():
     config = tiny.llama_config(vocab_size=50_000, tie_word_embeddings=False)
     model = nnx.eval_shape(lambda: llama.Llama(config, rngs=nnx.Rngs(0)))
     whole = tokens.size * config.vocab_size
-    largest = max(sizes(jax.make_jaxpr(hidden_states.forward)(model, tokens).jaxpr))
+    largest = max(sizes(jax.make_jaxpr(states.target_states)(model, tokens).jaxpr))
     assert 256 * config.vocab_size <= largest < whole
 
 
@@ -77,5 +78,5 @@ def test_the_forward_pass_compiles_for_a_tpu():
     leaves = [argument(x) for x in jax.eval_shape(build)]
     tokens = argument(jax.ShapeDtypeStruct((4, 64), jnp.int32), "data")
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        forward = jax.jit(lambda leaves, tokens: hidden_states.forward(structure.unflatten(leaves), tokens))
+        forward = jax.jit(lambda leaves, tokens: states.target_states(structure.unflatten(leaves), tokens))
         assert "tpu_custom_call" in (forward.lower(leaves, tokens).compile().as_text() or "")

@@ -205,6 +205,25 @@ def test_it_equals_transformers(tmp_path, architecture, seed):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("architecture", long_for("Qwen2ForCausalLM", "Qwen3ForCausalLM", "MiMoForCausalLM"))
+def test_documents_of_a_packed_row_do_not_see_each_other(tmp_path, architecture):
+    """Windows, chunks and latent attention included: each document's states are those of its own row."""
+    write_reference(tmp_path, architecture, 0)
+    model = load_model(tmp_path, registry.read_config(tmp_path, (0, 1)), jnp.float32)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCABULARY, (1, 2 * TOKENS)))
+    first = TOKENS + 5  # behind a window and a chunk
+    starts = jnp.where(jnp.arange(2 * TOKENS) < first, 0, first)[None]
+    positions = jnp.arange(2 * TOKENS)[None] - starts
+    lengths = jnp.zeros(1, jnp.int32)
+    packed = model(tokens, positions, model.empty_cache(1, 2 * TOKENS), lengths, starts=starts)
+    for document in (slice(0, first), slice(first, None)):
+        own, at = tokens[:, document], positions[:, document]
+        alone = model(own, at, model.empty_cache(1, own.shape[1]), lengths)
+        for got, expected in zip(packed[:2], alone[:2], strict=True):
+            np.testing.assert_allclose(got[:, document], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", long_for(*(set(ARCHITECTURES) - BFLOAT16_DAILY)))
 def test_in_bfloat16_it_is_as_near_to_float32_as_transformers(tmp_path, architecture):
     """The median token's error, since another expert for one token says nothing."""

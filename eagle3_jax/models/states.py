@@ -1,0 +1,46 @@
+"""The target's forward pass as a teacher: the states that a draft head is trained on."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import P
+from jaxtyping import Array, BFloat16, Bool, Int32
+
+from eagle3_jax.kernels.ttt_attention.api import document_starts
+from eagle3_jax.kernels.vocabulary.api import argmax
+from eagle3_jax.mesh import constrain
+from eagle3_jax.models.target import TargetModel
+
+STATES_SHARDING_RULES = ((r"", P("data")),)
+# Positions whose logits over the whole vocabulary exist at the same time.
+_LOGITS_BLOCK = 256
+
+
+@jax.jit
+def target_states(
+    model: TargetModel, token_ids: Int32[Array, "b t"], segment_ids: Int32[Array, "b t"] | None = None
+) -> tuple[BFloat16[Array, "b t aux"], BFloat16[Array, "b t h"], Int32[Array, "b t"], Bool[Array, "b t"]]:
+    """Runs the target once over rows of tokens, padded on the right.
+
+    Args:
+        segment_ids: 1, 2, ... for the documents of a row, 0 for padding; a token attends within its document alone and
+            stands at its position there. None: each row is one document.
+
+    Returns:
+        Aux hidden states and the last hidden state (after the final norm), the most likely next token (the lowest id
+        of equal ones), and whether all values of a position are finite.
+    """
+    b, t = token_ids.shape
+    index = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
+    starts = None if segment_ids is None else document_starts(segment_ids)
+    positions = index if starts is None else index - starts
+    cache = model.empty_cache(b, t)
+    hidden, aux, _ = model(token_ids, positions, cache, jnp.zeros(b, jnp.int32), starts=starts)
+    blocks = hidden.reshape(-1, math.gcd(b * t, _LOGITS_BLOCK), hidden.shape[-1])
+    predicted = jax.lax.map(lambda rows: argmax(model.logits(rows)), blocks).reshape(b, t)
+    aux, hidden = aux.astype(jnp.bfloat16), hidden.astype(jnp.bfloat16)
+    finite = jnp.isfinite(aux).all(-1) & jnp.isfinite(hidden).all(-1)
+    return constrain((aux, hidden, predicted, finite), STATES_SHARDING_RULES)

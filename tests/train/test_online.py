@@ -1,0 +1,132 @@
+"""Training without stored features: the losses of stored ones, the same results after a kill, and what is refused."""
+
+import json
+import pathlib
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from eagle3_jax import config as configs
+from eagle3_jax.data import features
+from eagle3_jax.extract import __main__ as extract
+from eagle3_jax.models.checkpoint.fetch import Target
+from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
+from eagle3_jax.runs import manifest
+from eagle3_jax.train import __main__ as train
+from eagle3_jax.training.checkpoint import Checkpoints, load_head
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    tokenizer = tiny.make_byte_tokenizer(
+        tiny.CHAT_TEMPLATE, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"]
+    )
+    return tiny.make_target(tiny.llama_config(vocab_size=len(tokenizer) + 6, max_position_embeddings=512), tokenizer)
+
+
+def run_of(folder: pathlib.Path, target: Target, mode: str, **values: object) -> configs.RunConfig:
+    """A run whose conversations are extracted for `train.features: mode`."""
+    config = configs.from_dict(
+        {
+            "run_dir": str(folder),
+            "target": {"aux_layers": [0, 1, 3]},
+            "draft": {"vocab_size": 20},
+            "mesh": {"data": 2, "model": 2},
+            "extract": {"max_length": 64, "batch_tokens": 512, "states": "none" if mode == "online" else "bfloat16"},
+            "train": {
+                "features": mode,
+                "ttt_steps": 2,
+                "batch_size": 4,
+                "row_length": 96,
+                "loss_block": 32,
+                "epochs": 40,
+                "max_steps": 6,
+                "learning_rate": 1e-3,
+                "log_every": 1,
+                "eval_every": 3,
+                "checkpoint_every": 3,
+            }
+            | values,
+        }
+    )
+    conversations = config.folder("regenerate")
+    manifest.begin(conversations, {"target": target.identity})
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 24), ("held_out", 4)):
+        lines = []
+        for number in range(count):
+            text = ["".join(rng.choice(list("abcd e"), rng.integers(3, 20))) for _ in range(2)]
+            messages = [{"role": role, "content": x} for role, x in zip(("user", "assistant"), text, strict=True)]
+            line = {"id": f"{split}-{number}", "category": "chat", "messages": messages}
+            lines.append(json.dumps(line | {"truncated": False, "answer_ids": None}) + "\n")
+        (conversations / f"{split}.jsonl").write_text("".join(lines))
+    manifest.finish(conversations, files=["train.jsonl", "held_out.jsonl"])
+    extract.extract(config, target)
+    return config
+
+
+def metrics(config: configs.RunConfig) -> list[dict]:
+    return [json.loads(line) for line in (config.folder("train") / "metrics.jsonl").read_text().splitlines()]
+
+
+def leaves(config: configs.RunConfig, target: Target) -> list[np.ndarray]:
+    head = load_head(config.folder("train"), DraftHeadConfig.for_target(config.draft, target.model.config))
+    return [np.asarray(x) for x in jax.tree.leaves(head)]
+
+
+@pytest.fixture(scope="module")
+def online(tmp_path_factory: pytest.TempPathFactory, target: Target) -> configs.RunConfig:
+    config = run_of(tmp_path_factory.mktemp("online"), target, "online")
+    train.train(config, target)
+    return config
+
+
+@pytest.mark.slow
+def test_losses_are_those_of_stored_features(tmp_path, target, online):
+    """The target in float32, on a mesh of 2 x 2; a token takes at most 10 bytes on disk beside its record's header."""
+    stored = run_of(tmp_path, target, "stored")
+    train.train(stored, target)
+    assert len(metrics(online)) == len(metrics(stored)) == 8
+    for got, expected in zip(metrics(online), metrics(stored), strict=True):
+        assert (got["step"], got["kind"]) == (expected["step"], expected["kind"])
+        for name in ("loss", "tau") if got["kind"] == "held_out" else ("loss",):
+            assert got[name] == pytest.approx(expected[name], rel=1e-6)
+    assert features.token_bytes(48, 16, states=False) <= 10
+    record = features.FeatureSource(online.folder("extract") / "train")[0]
+    assert set(record) == {"token_ids", "loss_mask"}
+    vocabularies = [(config.folder("extract") / "vocab.npz").read_bytes() for config in (online, stored)]
+    assert vocabularies[0] == vocabularies[1]
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_bit_equal(tmp_path, target, online, monkeypatch):
+    config = run_of(tmp_path, target, "online")
+    save = Checkpoints.save
+
+    def killed(*arguments):
+        save(*arguments)
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "save", killed)
+        with pytest.raises(Killed):
+            train.train(config, target)
+    train.train(config, target)
+    for got, expected in zip(leaves(config, target), leaves(online, target), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_stored_states_that_are_not_there_are_refused(tmp_path, target, online):
+    shutil.copytree(online.folder("extract"), tmp_path / "features")
+    config = configs.from_dict(configs.to_dict(online) | {"run_dir": str(tmp_path)})
+    values = configs.to_dict(config)
+    values["train"]["features"] = "stored"
+    with pytest.raises(ValueError, match="train.features: got stored, expected online: .* holds no hidden states"):
+        train.train(configs.from_dict(values), target)
