@@ -262,7 +262,7 @@ def extract(config: configs.RunConfig, shape: ModelConfig, devices: list[Any]) -
 
 
 def train(config: configs.RunConfig, shape: ModelConfig, devices: list[Any]) -> Iterator[Program]:
-    """`train`: the training step."""
+    """`train`: the training step; online, the target's forward pass in front of it too, each beside the other's arrays."""
     mesh, run = make_mesh(config.mesh, devices), config.train
     target = abstract_target(config, shape, mesh)
     head_config = DraftHeadConfig.for_target(config.draft, shape)
@@ -282,11 +282,22 @@ def train(config: configs.RunConfig, shape: ModelConfig, devices: list[Any]) -> 
     hidden = head_config.target_hidden_size
     batch = Batch(rows(), rows(len(shape.aux_layers) * hidden), rows(hidden), rows(), rows(), rows(), rows())
     parts = {"weights": state.head, "optimizer": state.opt_state, "teacher": teacher}
+    beside: dict[str, Any] = {"batches on their way": [batch] * IN_FLIGHT}
+    if run.features == "online":
+        target = by_rows(target)
+        yield Program(
+            "train: states",
+            mesh,
+            {"target": target, "token ids": rows(), "segment ids": rows()},
+            parts | beside,
+            lambda: states.target_states.trace(target, rows(), rows()),
+        )
+        beside["target"] = target
     yield Program(
         "train: step",
         mesh,
         parts | {"batch": batch},
-        {"batches on their way": [batch] * IN_FLIGHT},
+        beside,
         lambda: make_train_step(run, optimizer, mesh).trace(state, teacher, batch),
     )
 
