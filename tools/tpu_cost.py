@@ -19,11 +19,11 @@ os.environ.update(ENVIRONMENT)
 
 import jax
 import tpu_fit
-from products import products
 from run_parser import run_parser
 
 from eagle3_jax import config as configs
 from eagle3_jax.models.checkpoint.fetch import fetch, read_config
+from eagle3_jax.training.operations import products
 
 
 def main() -> None:

@@ -262,7 +262,7 @@ def extract(config: configs.RunConfig, shape: ModelConfig, devices: list[Any]) -
 
 
 def train(config: configs.RunConfig, shape: ModelConfig, devices: list[Any]) -> Iterator[Program]:
-    """`train`: the training step; online, the target's forward pass in front of it too, each beside the other's arrays."""
+    """`train`: the training step; online, the target's forward pass too, each beside what the other needs."""
     mesh, run = make_mesh(config.mesh, devices), config.train
     target = abstract_target(config, shape, mesh)
     head_config = DraftHeadConfig.for_target(config.draft, shape)

@@ -7,6 +7,8 @@ import functools
 import importlib.util
 from typing import Any
 
+from eagle3_jax.runs.chips import TERAFLOPS
+
 # libtpu's settings without a TPU and with several compiling processes, to be set before JAX is imported.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -35,10 +37,10 @@ class Chip:
 
 
 CHIPS = {
-    "v5e": Chip("v5e:1x1", 1.5, 819, 197),
-    "v5p": Chip("v5p:1x1x1", 1.75, 2460, 459),
-    "v6e": Chip("v6e:1x1", 1.75, 1638, 918),
-    "tpu7x": Chip("tpu7x:1x1x1", 2.2, 3700, 1155, devices=2),  # one of a chip's two cores
+    "v5e": Chip("v5e:1x1", 1.5, 819, TERAFLOPS["TPU v5 lite"]),
+    "v5p": Chip("v5p:1x1x1", 1.75, 2460, TERAFLOPS["TPU v5"]),
+    "v6e": Chip("v6e:1x1", 1.75, 1638, TERAFLOPS["TPU v6 lite"]),
+    "tpu7x": Chip("tpu7x:1x1x1", 2.2, 3700, TERAFLOPS["TPU7x"], devices=2),  # one of a chip's two cores
 }
 
 

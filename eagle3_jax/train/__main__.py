@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -37,6 +37,7 @@ from eagle3_jax.train.in_engine import Served, held_out_prompts
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Batch, Teacher
 from eagle3_jax.training.checkpoint import Checkpoints
 from eagle3_jax.training.metrics import MetricWriter, NotFinite, summarise
+from eagle3_jax.training.operations import products, utilisation
 from eagle3_jax.training.optimizer import learning_rate, make_optimizer
 from eagle3_jax.training.state import init_head, init_state, make_eval_step, make_train_step
 
@@ -146,7 +147,7 @@ def _train(
 
     # --------------------------------------------------------------------------------------------------------- state
     model = target.model
-    observe = _observer(model, mesh) if run.features == "online" else lambda arrays: {}
+    observe = _Observer(model if run.features == "online" else None, mesh)
     draw_teacher = (model.embed[...], model.output_rows, put(token_ids, replicated(mesh)))
     placement = shardings(jax.eval_shape(Teacher.of, *draw_teacher), mesh, TEACHER_SHARDING_RULES)
     teacher = jax.jit(Teacher.of, out_shardings=placement)(*draw_teacher)
@@ -181,19 +182,24 @@ def _train(
         # --------------------------------------------------------------------------------------------------- compile
         start = time.monotonic()
         example = {name: np.stack([x] * len(own)) for name, x in rows[0].items()}
-        compiled = train_step.lower(state, teacher, place(example)).compile()
+        batch = place(example)
+        traced = train_step.trace(state, teacher, batch)
+        compiled = traced.lower().compile()
+        operations = products(traced.jaxpr.jaxpr) + observe.operations(batch)
+        del batch, traced
         machine.release_freed()
         processes.say(f"train: compiled in {time.monotonic() - start:.1f} s")
 
         # ------------------------------------------------------------------------------------------------------ loop
         last = time.monotonic()
-        tokens, seconds, pending, waited = 0, 0.0, [], 0.0
+        tokens, seconds, pending, waited, read = 0, 0.0, [], 0.0, 0
         summary, evaluation, decoded = (writer.newest(kind) for kind in ("train", "held_out", "served"))
         with tqdm(total=total, initial=done, desc="train", unit="step", disable=processes.index() > 0) as progress:
             for step in range(done + 1, total + 1):
                 asked = time.monotonic()
                 part = next(parts)
                 waited += time.monotonic() - asked
+                read += sum(x.nbytes for x in part.values())
                 state, sums = compiled(state, teacher, place(part))
                 pending.append(sums)
                 if len(pending) > IN_FLIGHT:
@@ -205,22 +211,28 @@ def _train(
                 evaluates = step % run.eval_every == 0 or step == total
                 # No state is saved or evaluated that was not found to be finite.
                 if step % run.log_every == 0 or evaluates or saves:
-                    found = _summarise(pending, rows, run.batch_size, step - len(pending), "train")
+                    count = len(pending)
+                    found = _summarise(pending, rows, run.batch_size, step - count, "train")
                     if not done and not summary and not found["positions"]:
                         raise ValueError(_nothing_to_train_on(config, step))
                     summary = found
                     pending.clear()
                     passed, last = time.monotonic() - last, time.monotonic()
                     tokens, seconds = tokens + summary["tokens"], seconds + passed
-                    rate, data_wait, waited = summary["tokens"] / passed, waited / passed, 0.0
+                    rate = summary["tokens"] / passed
+                    used = utilisation(count * operations, passed, list(mesh.devices.flat))
                     summary |= {
                         "learning_rate": float(np.asarray(schedule(step - 1))),
                         "tokens_per_second": rate,
-                        "data_wait": data_wait,
+                        "data_wait": waited / passed,
+                        "read_gigabytes_per_second": read / passed / 1e9,
+                        **used,
                     }
+                    waited, read = 0.0, 0
                     writer.write(step, "train", summary)
                     progress.set_postfix_str(
-                        f"loss {summary['loss']:.3f}, acc_0 {summary['accuracy'][0]:.3f}, {rate:.0f} tokens/s"
+                        f"loss {summary['loss']:.3f}, acc_0 {summary['accuracy'][0]:.3f}, {rate:.0f} tokens/s, "
+                        + (f"MFU {used['mfu']:.0%}" if "mfu" in used else f"{used['teraflops']:.3f} TFLOP/s a device")
                     )
                 if evaluates or saves:
                     paused = time.monotonic()
@@ -249,16 +261,29 @@ def _train(
     return processes.agree(lambda: manifest.finish(folder, files=[vocab.NAME], **results) or results)
 
 
-def _observer(model: TargetModel, mesh: jax.sharding.Mesh) -> Callable[[dict[str, jax.Array]], dict[str, jax.Array]]:
-    """The target's states of placed rows, as fields of `Batch`: dispatched, not awaited."""
-    model = for_inference(model)
+class _Observer:
+    """The target's states of placed rows, as fields of `Batch`: dispatched, not awaited.
 
-    def observe(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        with jax.set_mesh(mesh):  # over which kernels are split
-            aux, last_hidden, argmax, _ = target_states(model, arrays["token_ids"], arrays["segment_ids"])
+    Args:
+        model: None where the rows hold them already.
+    """
+
+    def __init__(self, model: TargetModel | None, mesh: jax.sharding.Mesh) -> None:
+        self._model, self._mesh = None if model is None else for_inference(model), mesh
+
+    def __call__(self, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        if self._model is None:
+            return {}
+        with jax.set_mesh(self._mesh):  # over which kernels are split
+            aux, last_hidden, argmax, _ = target_states(self._model, arrays["token_ids"], arrays["segment_ids"])
         return {"aux": aux, "last_hidden": last_hidden, "argmax": argmax}
 
-    return observe
+    def operations(self, batch: Batch) -> int:
+        """The matrix products of a call (see `products`)."""
+        if self._model is None:
+            return 0
+        with jax.set_mesh(self._mesh):
+            return products(target_states.trace(self._model, batch.token_ids, batch.segment_ids).jaxpr.jaxpr)
 
 
 def _warm_start(folder: str | pathlib.Path, target: Target, config: DraftHeadConfig) -> Draft:

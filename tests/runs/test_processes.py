@@ -11,7 +11,7 @@ import tiny
 
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.models.checkpoint import fetch
-from eagle3_jax.runs import processes
+from eagle3_jax.runs import machine, processes
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
-"""Counting of the operations of a traced program's matrix products."""
+"""Operations of a traced program, and the share of the devices that they use."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+import jax
 from jax.extend.core import jaxprs_in_params
+
+from eagle3_jax.runs.chips import TERAFLOPS
 
 
 def products(jaxpr: Any) -> int:
@@ -31,3 +34,24 @@ def products(jaxpr: Any) -> int:
             times *= parameters["mesh"].size if kind == "shard_map" else 1
             total += times * (max(parts) if kind == "cond" else sum(parts))
     return total
+
+
+def utilisation(operations: int, seconds: float, devices: list[Any]) -> dict[str, float]:
+    """What a run used of its devices, for its metrics.
+
+    Args:
+        operations: of the programs that ran, on all devices together (see `products`).
+        seconds: that they took.
+
+    Returns:
+        `teraflops`: 1e12 operations a second and device; `mfu`: the same as a share of the published bfloat16 rate, of
+        known chips (`runs.chips`); `device_gibibytes`: the most memory that any of this process's devices held so far,
+        where the backend counts it.
+    """
+    found = {"teraflops": operations / seconds / len(devices) / 1e12}
+    if (peak := TERAFLOPS.get(devices[0].device_kind)) is not None:
+        found["mfu"] = found["teraflops"] / peak
+    held = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices()]
+    if any(held):
+        found["device_gibibytes"] = max(held) / 2**30
+    return found

@@ -1,0 +1,15 @@
+"""Published figures of chips."""
+
+from __future__ import annotations
+
+# `device_kind` -> 1e12 dense bfloat16 operations a second of one JAX device: Google's page of each TPU version (a TPU v7x
+# chip is two devices), NVIDIA's data sheets.
+TERAFLOPS = {
+    "TPU v5 lite": 197,
+    "TPU v5": 459,
+    "TPU v6 lite": 918,
+    "TPU7x": 1155,
+    "NVIDIA A100-SXM4-80GB": 312,
+    "NVIDIA H100 80GB HBM3": 989,
+    "NVIDIA H200": 989,
+}
