@@ -209,7 +209,7 @@ def test_it_equals_transformers(tmp_path, architecture, seed):
 def test_documents_of_a_packed_row_do_not_see_each_other(tmp_path, architecture):
     """Windows, chunks and latent attention included: each document's states are those of its own row."""
     write_reference(tmp_path, architecture, 0)
-    model = load_model(tmp_path, registry.read_config(tmp_path, (0, 1)), jnp.float32)
+    model = load_model(tmp_path, fetch.read_config(tmp_path, (0, 1)), jnp.float32)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCABULARY, (1, 2 * TOKENS)))
     first = TOKENS + 5  # behind a window and a chunk
     starts = jnp.where(jnp.arange(2 * TOKENS) < first, 0, first)[None]
