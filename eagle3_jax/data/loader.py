@@ -60,8 +60,8 @@ class PackedRows:
     """The rows of all epochs as a random-access source, each padded to `row_length`.
 
     A row has `token_ids`, `argmax`, `loss_mask`, `segment_ids` (1, 2, ... per record, 0 padding) and `positions` (in
-    the record), int32 [T]; `aux` [T, n_aux * H] and `last_hidden` [T, H], bfloat16. Without states, `argmax` and the last two
-    are absent.
+    the record), int32 [T]; `aux` [T, n_aux * H] and `last_hidden` [T, H], bfloat16. Without states, `argmax` and the
+    last two are absent.
 
     Attributes:
         tokens: tokens in all rows, without padding.

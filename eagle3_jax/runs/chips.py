@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-# `device_kind` -> 1e12 dense bfloat16 operations a second of one JAX device. Sources: Google's page of each TPU version (a
-# TPU v7x chip is two devices), NVIDIA's data sheets.
+# `device_kind` -> 1e12 dense bfloat16 operations a second of one JAX device. Sources: Google's page of each TPU version
+# (a TPU v7x chip is two devices), NVIDIA's data sheets.
 TERAFLOPS = {
     "TPU v5 lite": 197,
     "TPU v5": 459,
