@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from eagle3_jax.config import MeshConfig as MeshConfig
     from eagle3_jax.config import TargetConfig as TargetConfig
     from eagle3_jax.decoding.engine import Engine as Engine
+    from eagle3_jax.decoding.params import SamplingParams as SamplingParams
     from eagle3_jax.decoding.request import Output as Output
     from eagle3_jax.decoding.request import Piece as Piece
     from eagle3_jax.decoding.request import QueueFullError as QueueFullError
     from eagle3_jax.decoding.request import Request as Request
-    from eagle3_jax.decoding.rounds.sampling import SamplingParams as SamplingParams
     from eagle3_jax.formats.heads import load_draft as load_draft
     from eagle3_jax.models.checkpoint.fetch import load_target as load_target
 
@@ -29,7 +29,7 @@ _HOMES = {
     "Piece": "eagle3_jax.decoding.request",
     "QueueFullError": "eagle3_jax.decoding.request",
     "Request": "eagle3_jax.decoding.request",
-    "SamplingParams": "eagle3_jax.decoding.rounds.sampling",
+    "SamplingParams": "eagle3_jax.decoding.params",
     "TargetConfig": "eagle3_jax.config",
     "load_draft": "eagle3_jax.formats.heads",
     "load_target": "eagle3_jax.models.checkpoint.fetch",

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import jax.numpy as jnp
 import numpy as np
 
-from eagle3_jax.decoding.rounds.sampling import SamplingParams
+from eagle3_jax.decoding.params import SamplingParams
 
 KVDtype = Literal["float32", "bfloat16", "float8_e4m3fn"]
 

@@ -35,12 +35,12 @@ from eagle3_jax.decoding.device.programs import Chunk, Sizes
 from eagle3_jax.decoding.device.report import first_progress, progress
 from eagle3_jax.decoding.device.runner import ModelRunner, tokens_that_fit
 from eagle3_jax.decoding.pages import PagePool
+from eagle3_jax.decoding.params import MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
 from eagle3_jax.decoding.prompt import Prompt, encode
 from eagle3_jax.decoding.request import FinishReason, QueueFullError, Request, said
 from eagle3_jax.decoding.request import Output as Output
 from eagle3_jax.decoding.request import Piece as Piece
 from eagle3_jax.decoding.request import Stats as Stats
-from eagle3_jax.decoding.rounds.sampling import MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
 from eagle3_jax.decoding.steps import Progress
 from eagle3_jax.formats import mtp
 from eagle3_jax.formats.heads import load_draft

@@ -18,7 +18,7 @@ from eagle3_jax.decoding.choice.policy import Acceptance
 from eagle3_jax.decoding.detokenizer import Detokenizer, StopScanner
 from eagle3_jax.decoding.device.report import Progress, RoundTree
 from eagle3_jax.decoding.pages import Lease
-from eagle3_jax.decoding.rounds.sampling import SamplingParams
+from eagle3_jax.decoding.params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 Ending = tuple[FinishReason, str | None]  # why a request ends, and what an "error" was

@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.request import Output, Piece, QueueFullError, Request
-from eagle3_jax.decoding.rounds.sampling import SamplingParams
 from eagle3_jax.serve.errors import ApiError
 from eagle3_jax.serve.limits import queue_full
 from eagle3_jax.serve.metrics import Metrics

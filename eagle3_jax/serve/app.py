@@ -22,8 +22,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from eagle3_jax.config import ServeConfig
 from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.request import Request as EngineRequest
-from eagle3_jax.decoding.rounds.sampling import SamplingParams
 from eagle3_jax.serve import protocol
 from eagle3_jax.serve.answers import Answers, submit, submitted
 from eagle3_jax.serve.bodies import DONE, ChatShape, CompletionShape, Envelope, Tokens, sent_event, shown_drafts

@@ -17,8 +17,8 @@ import pydantic
 from pydantic import Field, PlainValidator
 
 from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.decoding.params import MAX_BIASED, MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
 from eagle3_jax.decoding.prompt import Prompt
-from eagle3_jax.decoding.rounds.sampling import MAX_BIASED, MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
 from eagle3_jax.serve.errors import ApiError
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256  # strings, characters: every token is searched for all stop strings

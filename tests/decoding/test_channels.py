@@ -7,8 +7,8 @@ import tiny
 
 from eagle3_jax.decoding.channels import Channels
 from eagle3_jax.decoding.device.report import Progress
+from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.request import Request
-from eagle3_jax.decoding.rounds.sampling import SamplingParams
 
 MARKS = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>"]
 OPENING = "<|start|>user<|message|>What is <|channel|> ?<|end|><|start|>assistant"

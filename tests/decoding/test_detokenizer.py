@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from eagle3_jax.decoding.detokenizer import Detokenizer
 from eagle3_jax.decoding.device.report import Progress
+from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.request import Output, Request
-from eagle3_jax.decoding.rounds.sampling import SamplingParams
 
 
 class ByteTokenizer:

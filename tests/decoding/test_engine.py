@@ -15,7 +15,7 @@ from flax import nnx
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.engine import Engine, end_ids
-from eagle3_jax.decoding.rounds.sampling import SamplingParams
+from eagle3_jax.decoding.params import SamplingParams
 
 CHAIN = DraftTree(num_steps=3, topk=1, num_draft_tokens=4)
 LETTERS = "abcdefghijklmnopqrstuvw"  # token 23 is special

@@ -11,8 +11,8 @@ from test_engine import LETTERS, Tokenizer, make
 from eagle3_jax.decoding.choice import modes
 from eagle3_jax.decoding.device import programs
 from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.request import Output, Request
-from eagle3_jax.decoding.rounds.sampling import SamplingParams
 
 SHORT, LONG = SamplingParams(max_tokens=12), SamplingParams(max_tokens=100)
 

@@ -21,8 +21,9 @@ from eagle3_jax.decoding.choice import modes
 from eagle3_jax.decoding.choice.modes import TierChoice
 from eagle3_jax.decoding.device import programs
 from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.request import QueueFullError, Request
-from eagle3_jax.decoding.rounds.sampling import SamplingParams, block_width
+from eagle3_jax.decoding.rounds.sampling import block_width
 from eagle3_jax.models.checkpoint.fetch import load_target
 from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft

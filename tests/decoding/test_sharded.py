@@ -15,8 +15,8 @@ from eagle3_jax.config import DraftTree, MeshConfig, TargetConfig
 from eagle3_jax.decoding.choice import modes
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.measure import near_tie
+from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.rounds import round as rounds
-from eagle3_jax.decoding.rounds.sampling import SamplingParams
 from eagle3_jax.mesh import make_mesh, replicated, shardings
 from eagle3_jax.models.checkpoint.fetch import load_target
 from eagle3_jax.models.drafts.eagle3 import DraftHead

@@ -9,7 +9,7 @@ from jax.experimental.layout import Format, Layout
 
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.decoding.engine import Engine
-from eagle3_jax.decoding.rounds.sampling import SamplingParams
+from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.kernels.linear.layouts import Panels
 from eagle3_jax.models import inference_layout
 from eagle3_jax.models.checkpoint.fetch import load_target

@@ -11,7 +11,7 @@ import pytest
 
 from eagle3_jax import config as configs
 from eagle3_jax.data import chat
-from eagle3_jax.decoding.rounds.sampling import SamplingParams
+from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.models import chat_template
 from eagle3_jax.models.checkpoint import fetch
 from eagle3_jax.prepare import __main__ as prepare

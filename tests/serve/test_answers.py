@@ -10,8 +10,8 @@ import openai
 import pytest
 
 from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.request import Output, Piece, Request, Stats
-from eagle3_jax.decoding.rounds.sampling import SamplingParams
 from eagle3_jax.serve.answers import Answers, submit, submitted
 from eagle3_jax.serve.errors import ApiError
 from eagle3_jax.serve.metrics import Metrics

@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
-from eagle3_jax.decoding.rounds.sampling import SamplingParams
+from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.serve.bodies import Tokens
 from eagle3_jax.serve.metrics import Metrics
 

@@ -17,8 +17,9 @@ import pytest
 import tiny
 from wrong_bodies import BODIES
 
+from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.request import Output
-from eagle3_jax.decoding.rounds.sampling import SamplingParams, block_width
+from eagle3_jax.decoding.rounds.sampling import block_width
 
 MODEL = "org/tiny"
 SLOW_SECONDS = 0.02  # that a slow reader takes for an event

@@ -21,9 +21,10 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 from eagle3_jax.decoding.choice.modes import Tier, copies, depth_of, nodes_of, scratch_of
 from eagle3_jax.decoding.device import catch_up as resting
 from eagle3_jax.decoding.device.catch_up import Unread
+from eagle3_jax.decoding.params import MAX_BIASED, MAX_LOGPROBS, MAX_STOP_IDS
 from eagle3_jax.decoding.rounds import round as rounds
 from eagle3_jax.decoding.rounds.round import State, TokenLogprobs
-from eagle3_jax.decoding.rounds.sampling import MAX_BIASED, MAX_LOGPROBS, MAX_STOP_IDS, LogitRules, Sampling
+from eagle3_jax.decoding.rounds.sampling import LogitRules, Sampling
 from eagle3_jax.decoding.rounds.tree import LastTree
 from eagle3_jax.mesh import constrain
 from eagle3_jax.models.drafts.head import Draft

@@ -17,7 +17,7 @@ from eagle3_jax.decoding.choice.costs import Costs
 from eagle3_jax.decoding.choice.policy import Acceptance
 from eagle3_jax.decoding.device import programs
 from eagle3_jax.decoding.engine import Engine
-from eagle3_jax.decoding.rounds.sampling import SamplingParams
+from eagle3_jax.decoding.params import SamplingParams
 
 SIZES: dict[str, Any] = {"batch_size": 2, "max_length": 256, "page_size": 16}
 FEW = (modes.VANILLA, modes.CHAIN)

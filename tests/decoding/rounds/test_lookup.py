@@ -15,9 +15,9 @@ from test_rounds import LENGTHS, MAX_TOKENS, PROMPTS, generate, vanilla
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.choice.modes import choice_for
 from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.rounds import lookup
 from eagle3_jax.decoding.rounds.lookup import MOST, PROBABILITIES, continuation
-from eagle3_jax.decoding.rounds.sampling import SamplingParams
 
 _ = vanilla  # a fixture
 find = jax.jit(continuation, static_argnames="count")

@@ -1,0 +1,141 @@
+"""A request's parameters, checked where they are made."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+# What fits in the tables of a batch.
+MAX_STOP_IDS = 16
+MAX_BIASED = 64
+MAX_LOGPROBS = 20
+
+# On the device they are float32, and 0 or infinity beyond these.
+_SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """What one request asks for. Raises ValueError for a value out of range.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_p: keep the most probable tokens that together hold this mass; 1 keeps all.
+        top_k: keep the k most probable tokens; 0 keeps all.
+        min_p: keep the tokens at least this many times as probable as the best one; 0 keeps all.
+        max_tokens: answer at most this many tokens.
+        min_tokens: no end of sequence and no stop token before this many; stop strings are not looked for before.
+        seed: of 64 bits, with its sign. In float32 and with one draft size (a fixed `tree`, or none) the answer is a
+            function of the prompt, these parameters and the models alone: other requests that are answered at the same
+            time do not matter. The exception is a random number that lies at the border between two tokens (one of some
+            10,000 drawn), where sums, rounded as shapes decide, choose between them; in bfloat16, a near-tie of greedy
+            tokens too. Where the engine chooses among draft sizes ("auto", several), drawn tokens depend on its
+            choices: which token a random number chooses depends on what was drafted, its probability does not.
+        n: answers to one prompt, each with random numbers of its own.
+        ignore_eos: go on after an end-of-sequence token (for measurements of speed).
+        stop: strings that end the answer, wherever tokens begin and end; the text is cut in front of them.
+        stop_token_ids: tokens that end the answer, beside the model's own; at most 16 with those.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or answer (1 is off).
+        presence_penalty, frequency_penalty: taken off the logits of tokens in the answer, once, and for each time.
+        logit_bias: added to the logits of these tokens; at most 64.
+        logprobs: log-probabilities (before penalties and filters) of each token, and of this many best ones; None
+            leaves them out. At most 20.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int = 128
+    min_tokens: int = 0
+    seed: int = 0
+    n: int = 1
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for field in dataclasses.fields(self):
+            if isinstance(value := getattr(self, field.name), np.generic):
+                object.__setattr__(self, field.name, value.item())
+        checks: tuple[tuple[str, Callable[[Any], bool], Callable[[Any], bool], str], ...] = (
+            ("temperature", _is_number, lambda x: 0 <= x <= _LARGEST, "0 (greedy) or more, finite"),
+            ("top_p", _is_number, lambda x: _SMALLEST <= x <= 1, "in (0, 1]"),
+            ("top_k", _is_int, lambda x: 0 <= x < 2**31, "0 (off) or more, below 2**31"),
+            ("min_p", _is_number, lambda x: 0 <= x <= 1, "in [0, 1]"),
+            ("max_tokens", _is_int, lambda x: x >= 1, "at least 1"),
+            ("min_tokens", _is_int, lambda x: 0 <= x <= self.max_tokens, "0 to max_tokens"),
+            ("seed", _is_int, lambda x: -(2**63) <= x < 2**63, "-2**63 to 2**63 - 1"),
+            ("n", _is_int, lambda x: x >= 1, "at least 1"),
+            ("ignore_eos", lambda x: isinstance(x, bool), lambda _: True, "True or False"),
+            ("stop", lambda x: _all(x, lambda s: isinstance(s, str)), lambda x: all(x), "strings that are not empty"),
+            ("stop_token_ids", lambda x: _all(x, _is_int), lambda x: all(i >= 0 for i in x), "token ids"),
+            ("repetition_penalty", _is_number, lambda x: _SMALLEST <= x <= _LARGEST, "above 0 (1 is off), finite"),
+            ("presence_penalty", _is_number, _is_finite, "a finite number"),
+            ("frequency_penalty", _is_number, _is_finite, "a finite number"),
+            (
+                "logit_bias",
+                _is_bias,
+                lambda x: len(x) <= MAX_BIASED,
+                f"finite numbers by token id, {MAX_BIASED} at most",
+            ),
+            ("logprobs", lambda x: x is None or _is_int(x), lambda x: 0 <= (x or 0) <= MAX_LOGPROBS, "None or 0 to 20"),
+        )
+        for field, is_type, holds, expected in checks:
+            value = getattr(self, field)
+            if not is_type(value):
+                raise ValueError(f"{field}: got {value!r} ({type(value).__name__}), expected {expected}")
+            if not holds(value):
+                raise ValueError(f"{field}: got {value!r}, expected {expected}")
+
+    @property
+    def seed_bits(self) -> int:
+        """The seed in the 32 bits of a key: what they hold as it is, all else as a checksum."""
+        held = 0 <= self.seed < 2**32
+        return self.seed if held else zlib.crc32(self.seed.to_bytes(8, "little", signed=True))
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the argmax of the target's plain logits is all it asks for."""
+        return self.temperature == 0 and self.logprobs is None and not self.changes_logits
+
+    @property
+    def changes_logits(self) -> bool:
+        return self.penalises or bool(self.logit_bias) or self.min_tokens > 0
+
+    @property
+    def penalises(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+
+
+def _is_finite(value: float | np.number) -> bool:
+    return abs(float(value)) <= _LARGEST
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _all(values: Any, holds: Callable[[Any], bool]) -> bool:
+    return isinstance(values, tuple | list) and all(map(holds, values))
+
+
+def _is_bias(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(
+        _is_int(token) and token >= 0 and _is_number(bias) and _is_finite(bias) for token, bias in value.items()
+    )
