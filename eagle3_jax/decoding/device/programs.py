@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 from eagle3_jax.decoding.choice.modes import Tier, copies, depth_of, nodes_of, scratch_of
 from eagle3_jax.decoding.device import catch_up as resting
 from eagle3_jax.decoding.device.catch_up import Unread
+from eagle3_jax.decoding.device.report import ROUNDS, Report
 from eagle3_jax.decoding.params import MAX_BIASED, MAX_LOGPROBS, MAX_STOP_IDS
 from eagle3_jax.decoding.rounds import round as rounds
 from eagle3_jax.decoding.rounds.round import State, TokenLogprobs
@@ -29,10 +30,6 @@ from eagle3_jax.decoding.rounds.tree import LastTree
 from eagle3_jax.mesh import constrain
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.target import TargetModel
-
-# Rounds of one dispatch, at most: requests join and leave between two.
-ROUNDS = 4
-
 
 # (rows, tokens of each) of the prefill programs. Short prompts are packed: each takes as many rows as it needs, one
 # behind the other. A long one is read alone, in one row.
@@ -269,7 +266,7 @@ def prefill(models: Models, state: State, chunk: Chunk) -> tuple[State, Int[Arra
     """Reads a stretch of some prompts; those that end with it join the batch.
 
     Returns:
-        The state, and a row a request: see `progress.first_progress`.
+        The state, and a row a request: see `Report.of_prefill`.
     """
     (target, draft), rows = models.modules(), dataclasses.replace
     paging: dict[str, Any] = {"page_table": chunk.page_table, "continued": chunk.slots.shape[0] > 1}
@@ -350,8 +347,10 @@ def prefill(models: Models, state: State, chunk: Chunk) -> tuple[State, Int[Arra
         logprobs=rows(state.logprobs, asked=join(state.logprobs.asked, chunk.asked)),
         **{name: jax.tree.map(join, getattr(state, name), new) for name, new in joined.items()},
     )
-    report = _report([found.root, done, found.failed, *_logprob_columns(logprobs)])
-    return constrain(state, rounds.STATE_SHARDING_RULES), report
+    report = Report.of_prefill(logprobs.best.shape[-1]).pack(
+        root=found.root, done=done, failed=found.failed, **_logprob_columns(logprobs)
+    )
+    return constrain(state, rounds.STATE_SHARDING_RULES), constrain(report, ())
 
 
 @functools.partial(jax.jit, static_argnames=("tier", "greedy"), donate_argnames="state")
@@ -374,7 +373,7 @@ def decode(
         max_rounds: at most `ROUNDS`.
 
     Returns:
-        The state, and a row for each of `places`: see `progress.progress`.
+        The state, and a row for each of `places`: see `Report.of_decode`.
     """
     whole, state = _take(state, cancelled, places)
     state = dataclasses.replace(
@@ -399,15 +398,25 @@ def decode(
         greedy=greedy,
         simulated=tier.simulated,
     )
-    unread = jnp.zeros_like(state.rounds) if state.unread is None else state.unread.count
-    counts = [state.num_output, state.rounds, state.drafted, unread]
     assert state.ends is not None
     assert state.last_tree is not None
-    tree = [state.last_tree.tokens, state.last_tree.parents, state.last_tree.taken]
-    columns = [state.done, state.failed, *counts, state.accepted, state.ends, *tree, state.output]
-    if not greedy and state.logprobs is not None:
-        columns += _logprob_columns(state.logprobs)
-    return _put_back(whole, state, places), _report(columns)
+    logprobs = None if greedy else state.logprobs
+    report = Report.of_decode(
+        state.accepted.shape[1], state.last_tree.tokens.shape[1], None if logprobs is None else logprobs.best.shape[-1]
+    ).pack(
+        done=state.done,
+        failed=state.failed,
+        num_output=state.num_output,
+        rounds=state.rounds,
+        drafted=state.drafted,
+        unread=jnp.zeros_like(state.rounds) if state.unread is None else state.unread.count,
+        accepted=state.accepted,
+        ends=state.ends,
+        tree=state.last_tree.stacked(),
+        output=state.output,
+        **_logprob_columns(logprobs),
+    )
+    return _put_back(whole, state, places), constrain(report, ())
 
 
 def _take(state: State, cancelled: Bool[Array, " b"], places: Int[Array, " r"] | None) -> tuple[State, State]:
@@ -505,19 +514,10 @@ def note_prompt(state: State, slot: Int[Array, ""], tokens: Int[Array, " s"]) ->
     return constrain(state, rounds.STATE_SHARDING_RULES)
 
 
-def _logprob_columns(logprobs: TokenLogprobs) -> list[Array]:
-    return [logprobs.chosen, logprobs.tokens, logprobs.best]
-
-
-def _report(columns: list[Array]) -> Int[Array, "b report"]:
-    """All columns in one array, floats by their bits: what the host reads in one transfer."""
-
-    def bits(column: Array) -> Array:
-        if jnp.issubdtype(column.dtype, jnp.floating):
-            column = jax.lax.bitcast_convert_type(column, jnp.int32)
-        return column.reshape(len(column), -1).astype(jnp.int32)
-
-    return constrain(jnp.concatenate([bits(column) for column in columns], axis=1), ())
+def _logprob_columns(logprobs: TokenLogprobs | None) -> dict[str, Array]:
+    if logprobs is None:
+        return {}
+    return {"logprobs": logprobs.chosen, "best_tokens": logprobs.tokens, "best_logprobs": logprobs.best}
 
 
 _PROGRAMS = frozenset(("jit(prefill)", "jit(decode)", "jit(catch_up)", "jit(note_prompt)"))

@@ -1,14 +1,104 @@
-"""What the host reads of a dispatch: rows of the reports of `programs.prefill` and `programs.decode`."""
+"""The report of a step: the columns that a program packs on the device, and what the host reads in them.
+
+A program returns one array of int32, a row a request, so that the host makes one transfer a step.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import math
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Array, Int
 
-from eagle3_jax.decoding.device.programs import ROUNDS
+# Rounds of one decode step, at most: requests join and leave between two.
+ROUNDS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """One column: of each request an array of `shape`. Floats travel by their bits."""
+
+    name: str
+    shape: tuple[int, ...] = ()
+    dtype: type = np.int32
+
+    @property
+    def width(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """The columns of a program's report, in order; the only place that knows where each lies.
+
+    Columns of logprobs come last: a reader that does not want them leaves them out.
+    """
+
+    columns: tuple[Column, ...]
+
+    @classmethod
+    @functools.cache
+    def of_prefill(cls, best: int | None) -> Report:
+        """Args: best: alternatives with each token's logprob; None for no logprobs."""
+        return cls((Column("root"), Column("done", dtype=bool), Column("failed", dtype=bool), *_logprobs(1, best)))
+
+    @classmethod
+    @functools.cache
+    def of_decode(cls, steps: int, nodes: int, best: int | None) -> Report:
+        """Args: steps, nodes: `depth_of` and `nodes_of` the engine's tiers. best: as of `of_prefill`."""
+        room = ROUNDS * (steps + 1)
+        return cls(
+            (
+                Column("done", dtype=bool),
+                Column("failed", dtype=bool),
+                Column("num_output"),
+                Column("rounds"),
+                Column("drafted"),
+                Column("unread"),
+                Column("accepted", (steps,)),
+                Column("ends", (ROUNDS,)),
+                Column("tree", (3, nodes)),
+                Column("output", (room,)),
+                *_logprobs(room, best),
+            )
+        )
+
+    def pack(self, **values: Array) -> Int[Array, "b width"]:
+        """On the device: the columns by name, each with the batch first."""
+        assert set(values) == {column.name for column in self.columns}
+        packed = []
+        for column in self.columns:
+            value = values[column.name]
+            assert (value.shape[1:], value.dtype) == (column.shape, column.dtype), column
+            if jnp.issubdtype(value.dtype, jnp.floating):
+                value = jax.lax.bitcast_convert_type(value, jnp.int32)
+            packed.append(value.reshape(len(value), -1).astype(jnp.int32))
+        return jnp.concatenate(packed, axis=1)
+
+    def read(self, row: Int[np.ndarray, " width"]) -> dict[str, np.ndarray]:
+        """On the host: the columns of one request, by name."""
+        found, start = {}, 0
+        for column in self.columns:
+            value = row[start : start + column.width]
+            value = value.view(np.float32) if column.dtype is np.float32 else value.astype(column.dtype, copy=False)
+            found[column.name] = value.reshape(column.shape)
+            start += column.width
+        return found
+
+
+def _logprobs(tokens: int, best: int | None) -> tuple[Column, ...]:
+    if best is None:
+        return ()
+    return (
+        Column("logprobs", (tokens,), np.float32),
+        Column("best_tokens", (tokens, best)),
+        Column("best_logprobs", (tokens, best), np.float32),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,32 +151,39 @@ class Progress:
 
 
 def first_progress(row: np.ndarray, best: int | None) -> Progress:
-    """A row of `prefill`'s report. `best`: logprobs that it has at each place, None where they are not asked for."""
-    failed = bool(row[2])
-    tokens = [] if failed else [int(row[0])]
-    return Progress(tokens, [0] * len(tokens), None, bool(row[1]), failed, 0, 0, 0, [], _logprobs(row[3:], 1, best, 1))
+    """A row of prefill's report. Args: best: see `Report.of_prefill`."""
+    found = Report.of_prefill(best).read(row)
+    failed = bool(found["failed"])
+    tokens = [] if failed else [int(found["root"])]
+    return Progress(
+        token_ids=tokens,
+        depths=[0] * len(tokens),
+        tree=None,
+        done=bool(found["done"]),
+        failed=failed,
+        rounds=0,
+        drafted=0,
+        unread=0,
+        accepted=[],
+        logprobs=_logprobs_of(found, 1),
+    )
 
 
 def progress(row: np.ndarray, steps: int, nodes: int, best: int | None) -> Progress:
-    """A row of `decode`'s report.
-
-    Args:
-        steps, nodes: `depth_of` and `nodes_of` the engine's tiers. best: see `first_progress`.
-    """
-    done, failed, count, taken, drafted, unread = (int(x) for x in row[:6])
-    accepted, ends, tree, tokens = np.split(row[6:], np.cumsum([steps, ROUNDS, 3 * nodes]))
-    room = ROUNDS * (steps + 1)
+    """A row of decode's report. Args: see `Report.of_decode`."""
+    found = Report.of_decode(steps, nodes, best).read(row)
+    count, rounds, accepted = int(found["num_output"]), int(found["rounds"]), found["accepted"].tolist()
     return Progress(
-        tokens[:count].tolist(),
-        _depths(ends.tolist(), sum(accepted.tolist())),
-        tree.reshape(3, nodes) if taken else None,
-        bool(done),
-        bool(failed),
-        taken,
-        drafted,
-        unread,
-        accepted.tolist(),
-        _logprobs(tokens[room:], room, best, count),
+        token_ids=found["output"][:count].tolist(),
+        depths=_depths(found["ends"].tolist(), sum(accepted)),
+        tree=found["tree"] if rounds else None,
+        done=bool(found["done"]),
+        failed=bool(found["failed"]),
+        rounds=rounds,
+        drafted=int(found["drafted"]),
+        unread=int(found["unread"]),
+        accepted=accepted,
+        logprobs=_logprobs_of(found, count),
     )
 
 
@@ -102,15 +199,9 @@ def _depths(ends: list[int], accepted: int) -> list[int]:
     return found + [depth if depth <= accepted - before else 0 for depth in range(1, sum(lengths[-1:]) + 1)]
 
 
-def _logprobs(
-    columns: np.ndarray, room: int, best: int | None, count: int
-) -> list[tuple[float, list[tuple[int, float]]]]:
-    if best is None:
+def _logprobs_of(found: dict[str, np.ndarray], count: int) -> list[tuple[float, list[tuple[int, float]]]]:
+    if "logprobs" not in found:
         return []
-    chosen, tokens, values = np.split(columns, [room, room + room * best])
-    chosen, values = chosen.view(np.float32), values.view(np.float32).reshape(room, best)
-    tokens = tokens.reshape(room, best)
-    return [
-        (float(chosen[i]), [(int(t), float(v)) for t, v in zip(tokens[i], values[i], strict=True)])
-        for i in range(count)
-    ]
+    chosen, tokens, values = (found[name][:count].tolist() for name in ("logprobs", "best_tokens", "best_logprobs"))
+    best = [list(zip(*pair, strict=True)) for pair in zip(tokens, values, strict=True)]
+    return list(zip(chosen, best, strict=True))

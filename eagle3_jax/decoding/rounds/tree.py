@@ -99,6 +99,10 @@ class LastTree:
         new = LastTree(padded(nodes.tokens), padded(nodes.parents), taken)
         return jax.tree.map(lambda x, old: jnp.where(running[:, None], x, old), new, self)
 
+    def stacked(self) -> Int[Array, "b 3 n"]:
+        """Tokens, parents and whether each was taken, in one array."""
+        return jnp.stack([self.tokens, self.parents, self.taken.astype(jnp.int32)], axis=1)
+
 
 def chain(root: Int[Array, " b"], drafts: Int[Array, "b c"]) -> TokenTree:
     """Drafts that follow each other."""

@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax.numpy as jnp
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle3_jax.decoding.device.programs import ROUNDS
-from eagle3_jax.decoding.device.report import RoundTree, progress
+from eagle3_jax.decoding.device.report import ROUNDS, Report, RoundTree, first_progress, progress
 
 # A root, a draft, a place without use, and the draft's child; the first draft was accepted.
-TREE = [7, 8, -1, 9, -1, 0, -1, 1, 1, 1, 0, 0]
+TREE = [[7, 8, -1, 9], [-1, 0, -1, 1], [1, 1, 0, 0]]
+
+
+def packed(report: Report, **given: Any) -> np.ndarray:
+    """The row of one request; columns that are not given are 0."""
+    columns = {x.name: np.zeros((1, *x.shape), x.dtype) for x in report.columns}
+    columns |= {name: np.reshape(np.asarray(given[name], columns[name].dtype), columns[name].shape) for name in given}
+    return np.asarray(report.pack(**{name: jnp.asarray(column) for name, column in columns.items()}))[0]
+
+
+def test_logprobs_travel_by_their_bits_and_are_left_out_where_nobody_asks():
+    values = {"best_tokens": [[[1, 2]] + [[0, 0]] * 3], "best_logprobs": [[[-0.1, -2.5]] + [[0, 0]] * 3]}
+    row = packed(Report.of_decode(0, 1, 2), num_output=1, output=[9, 0, 0, 0], logprobs=[-0.7, 0, 0, 0], **values)
+    ((chosen, best),) = progress(row, 0, 1, 2).logprobs
+    assert (chosen, best) == (np.float32(-0.7), [(1, np.float32(-0.1)), (2, -2.5)])
+    assert progress(row, 0, 1, None).logprobs == [] and progress(row, 0, 1, None).token_ids == [9]
+    row = packed(Report.of_prefill(1), root=5, done=True, logprobs=[-1.5], best_tokens=[5], best_logprobs=[-1.5])
+    found = first_progress(row, 1)
+    assert (found.token_ids, found.done, found.failed) == ([5], True, False)
+    assert found.logprobs == [(-1.5, [(5, -1.5)])]
 
 
 @given(st.lists(st.integers(0, 3), max_size=ROUNDS), st.integers(0, 3))
@@ -25,9 +46,14 @@ def test_every_round_gives_its_drafts_and_then_a_token_of_its_own(accepted, cut)
     behind = ROUNDS - len(rounds)  # rounds that were not run, or that ran when this request had ended
     for ends_behind in ([0] * behind, [len(depths)] * behind):
         counted = [sum(drafts >= depth for drafts in accepted) for depth in range(1, steps + 1)]
-        output = np.zeros(ROUNDS * (steps + 1), np.int32)
-        head = [False, False, len(depths), len(rounds), len(rounds), 0]
-        row = np.concatenate([np.array([*head, *counted, *ends, *ends_behind, *TREE], np.int32), output])
+        row = packed(
+            Report.of_decode(steps, 4, None),
+            num_output=len(depths),
+            rounds=len(rounds),
+            accepted=counted,
+            ends=[*ends, *ends_behind],
+            tree=TREE,
+        )
         found = progress(row, steps, 4, None)
         assert found.depths == depths and found.accepted == counted
         assert len(found.token_ids) == len(depths)
