@@ -27,6 +27,7 @@ from eagle3_jax.decoding.device import programs
 from eagle3_jax.decoding.device.programs import Models, Sizes
 from eagle3_jax.decoding.measure import profile
 from eagle3_jax.decoding.rounds.tree import chain, root_only
+from eagle3_jax.models.cache import PageTable
 from eagle3_jax.models.checkpoint.fetch import load_target
 from eagle3_jax.models.inference_layout import for_inference
 from eagle3_jax.models.target import TargetModel
@@ -51,10 +52,10 @@ def kinds(rows: Sequence[int]) -> dict[tuple[str, int], Tier]:
 def read(models: Models, state: programs.State, tokens: jax.Array) -> tuple[programs.State, jax.Array]:
     """Computes the target's logits after each of the tokens, which follow the committed ones."""
     target, _ = models.modules()
-    cache = dataclasses.replace(state.cache, page_table=state.page_table)
+    assert state.page_table is not None
     positions = state.lengths[:, None] + jnp.arange(tokens.shape[1])[None]
-    hidden, _, cache = target(tokens, positions, cache, state.lengths)
-    return dataclasses.replace(state, cache=dataclasses.replace(cache, page_table=None)), target.logits(hidden)
+    hidden, _, cache = target(tokens, positions, state.cache, state.lengths, page_table=PageTable(state.page_table))
+    return dataclasses.replace(state, cache=cache), target.logits(hidden)
 
 
 def measure(

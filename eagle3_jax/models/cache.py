@@ -1,8 +1,8 @@
 """The key-value cache: append and attend, commit.
 
 Passed in and returned, never mutated; callers donate it. Contiguous: every sequence owns `slots` slots a layer. Paged:
-the page table says which page holds each stretch of a sequence. The cache does not know its lengths: they are the
-caller's, and count committed tokens only.
+a `PageTable`, an argument of each pass, names the page of each stretch of a sequence. The cache knows no lengths: they
+are the caller's, and count committed tokens only.
 """
 
 from __future__ import annotations
@@ -21,20 +21,30 @@ from eagle3_jax.kernels.tree_attention.packed_heads import SLOTS, cache_rows
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class PageTable:
+    """Where a pass finds its sequences in paged caches.
+
+    Attributes:
+        pages: the page of each stretch of each sequence.
+        continued: a sequence may continue the one before it in the batch, on the same pages.
+    """
+
+    pages: Int[Array, "b pages"]
+    continued: bool = dataclasses.field(default=False, metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class KVCache:
     """Keys and values of every layer.
 
     Attributes:
         keys, values: one array a layer: [batch, kv_heads, slots, head_dim], or [pages, kv_heads, page_size, head_dim];
             on a TPU several heads side by side in a row (`kernels/tree_attention/packed_heads.py`).
-        page_table: of the sequences that are attended from; None is contiguous.
-        continued: a sequence may be what follows the one before it in the batch, on the same pages.
     """
 
     keys: tuple[Array, ...]
     values: tuple[Array, ...]
-    page_table: Int[Array, "b pages"] | None = None
-    continued: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @classmethod
     def empty(cls, layers: int, batch: int, kv_heads: int, slots: int, head_dim: int, dtype: Any) -> KVCache:
@@ -67,11 +77,13 @@ class KVCache:
         values: Float[Array, "b t k d"],
         lengths: Int[Array, " b"],
         tail_mask: Bool[Array, "b t m"] | None,
+        page_table: PageTable | None = None,
         **options: Any,
     ) -> tuple[Float[Array, "b t n d"], KVCache]:
         """Writes t new entries as the tail's last, and attends from them. Of a cache of one layer (see `layer`).
 
         Args:
+            page_table: None where the cache is contiguous.
             options: `first` and `sinks` of `tree_attention`.
         """
         attended, keys, values = tree_attention(
@@ -82,19 +94,22 @@ class KVCache:
             self.values[0],
             lengths,
             tail_mask,
-            page_table=self.page_table,
-            continued=self.continued,
+            page_table=None if page_table is None else page_table.pages,
+            continued=page_table is not None and page_table.continued,
             **options,
         )
         return attended, dataclasses.replace(self, keys=(keys,), values=(values,))
 
-    def commit(self, lengths: Int[Array, " b"], path: Int[Array, "b p"]) -> KVCache:
+    def commit(
+        self, lengths: Int[Array, " b"], path: Int[Array, "b p"], page_table: PageTable | None = None
+    ) -> KVCache:
         """Moves the accepted path to the front of the tail: slot length + path[j] goes to length + j.
 
         Args:
             path: int32 indices into the tail, ascending; behind the accepted ones the last may be repeated.
         """
-        kept = commit((*self.keys, *self.values), lengths, path, page_table=self.page_table)
+        pages = None if page_table is None else page_table.pages
+        kept = commit((*self.keys, *self.values), lengths, path, page_table=pages)
         return dataclasses.replace(self, keys=kept[: len(self.keys)], values=kept[len(self.keys) :])
 
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.kernels.linear.layouts import Padded, Panels
 from eagle3_jax.kernels.vocabulary.api import vocabulary_logits
-from eagle3_jax.models.cache import KVCache
+from eagle3_jax.models.cache import KVCache, PageTable
 from eagle3_jax.models.layers import (
     Scaling,
     embeddings,
@@ -187,6 +187,7 @@ class TargetModel(nnx.Module):
         cache: KVCache,
         lengths: Int[Array, " b"],
         tail_mask: Bool[Array, "b t m"] | None = None,
+        page_table: PageTable | None = None,
         starts: Int[Array, "b t"] | None = None,
     ) -> tuple[Float[Array, "b t h"], Float[Array, "b t aux"], KVCache]:
         """Runs t new tokens of each sequence behind its committed prefix.
@@ -196,6 +197,7 @@ class TargetModel(nnx.Module):
             lengths: committed tokens in the cache; the new ones are written behind them.
             tail_mask: which of the m tail slots each new token sees: its ancestors and itself; None is causal. The new
                 tokens take the last t; the earlier ones hold what the passes before left there.
+            page_table: None where the cache is contiguous.
             starts: the slot in which each token's document begins, where a row holds several; it sees no slot before.
 
         Returns:
@@ -214,7 +216,7 @@ class TargetModel(nnx.Module):
                 x = jax.lax.optimization_barrier(x)
                 aux.append(x)
             own = cache.layer(layer)
-            x, own = _decoder_layer(block, x, rope, own, lengths, positions, tail_mask, ancestors, starts)
+            x, own = _decoder_layer(block, x, rope, own, page_table, lengths, positions, tail_mask, ancestors, starts)
             cache = cache.with_layer(layer, own)
         if c.num_hidden_layers in c.aux_layers:
             aux.append(x)
@@ -273,6 +275,7 @@ def _decoder_layer(
     x: Float[Array, "b t h"],
     rope: Any,
     cache: KVCache,
+    page_table: PageTable | None,
     lengths: Int[Array, " b"],
     positions: Int[Array, "b t"],
     tail_mask: Bool[Array, "b t m"] | None,
@@ -298,7 +301,7 @@ def _decoder_layer(
             first = begin + positions // chunk * chunk
         if mask is not None and ancestors is not None and first is not None:
             mask &= ancestors >= first[:, :, None]
-        attended, cache = cache.append_and_attend(q, k, v, lengths, mask, first=first, sinks=sinks)
+        attended, cache = cache.append_and_attend(q, k, v, lengths, mask, page_table, first=first, sinks=sinks)
         return attended
 
     return block(x, rope, attend), cache

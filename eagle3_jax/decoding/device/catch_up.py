@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from eagle3_jax.models.cache import KVCache
+from eagle3_jax.models.cache import KVCache, PageTable
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.target import TargetModel
 
@@ -65,6 +65,7 @@ def catch_up(
     draft_state: Float[Array, "b h"],
     lengths: Int[Array, " b"],
     running: Bool[Array, " b"],
+    page_table: PageTable | None = None,
 ) -> tuple[Unread, KVCache, Float[Array, "b h"]]:
     """Lets the head read what it missed of the running sequences that are not lost.
 
@@ -79,6 +80,8 @@ def catch_up(
     positions = starts[:, None] + jnp.arange(ROOM)[None]
     features = draft.head.fuse(unread.aux[:, :ROOM])
     tokens, last = unread.tokens[:, :ROOM], jnp.maximum(count - 1, 0)
-    states, cache = draft.head.feed(target.embed[...], tokens, features, positions, cache, starts, row=last)
+    states, cache = draft.head.feed(
+        target.embed[...], tokens, features, positions, cache, starts, row=last, page_table=page_table
+    )
     draft_state = jnp.where((count > 0)[:, None], states[:, 0], draft_state)
     return dataclasses.replace(unread, count=unread.count - count), cache, draft_state

@@ -28,6 +28,7 @@ from eagle3_jax.decoding.rounds.round import State, TokenLogprobs
 from eagle3_jax.decoding.rounds.sampling import LogitRules, Sampling
 from eagle3_jax.decoding.rounds.tree import LastTree
 from eagle3_jax.mesh import constrain
+from eagle3_jax.models.cache import PageTable
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.target import TargetModel
 
@@ -269,8 +270,6 @@ def prefill(models: Models, state: State, chunk: Chunk) -> tuple[State, Int[Arra
         The state, and a row a request: see `Report.of_prefill`.
     """
     (target, draft), rows = models.modules(), dataclasses.replace
-    paging: dict[str, Any] = {"page_table": chunk.page_table, "continued": chunk.slots.shape[0] > 1}
-    caches = rows(state.cache, **paging), None if state.draft_cache is None else rows(state.draft_cache, **paging)
     key = jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(seed[0]), seed[1]))(chunk.seeds)
     place = jnp.minimum(chunk.slots, state.done.shape[0] - 1)
     kept = state.sampling.rules
@@ -296,9 +295,10 @@ def prefill(models: Models, state: State, chunk: Chunk) -> tuple[State, Int[Arra
         chunk.starts,
         chunk.counts,
         chunk.ends,
-        caches,
+        (state.cache, state.draft_cache),
         sampling,
         chunk.stop_ids,
+        PageTable(chunk.page_table, continued=chunk.slots.shape[0] > 1),
         greedy=False,
     )
     none = jnp.zeros_like(chunk.slots)
@@ -342,8 +342,8 @@ def prefill(models: Models, state: State, chunk: Chunk) -> tuple[State, Int[Arra
         state,
         history=history,
         unread=unread,
-        cache=rows(cache, page_table=None, continued=False),
-        draft_cache=None if draft_cache is None else rows(draft_cache, page_table=None, continued=False),
+        cache=cache,
+        draft_cache=draft_cache,
         logprobs=rows(state.logprobs, asked=join(state.logprobs.asked, chunk.asked)),
         **{name: jax.tree.map(join, getattr(state, name), new) for name, new in joined.items()},
     )
@@ -459,12 +459,12 @@ def catch_up(models: Models, state: State, cancelled: Bool[Array, " b"], places:
         target,
         draft,
         state.unread,
-        dataclasses.replace(state.draft_cache, page_table=table),
+        state.draft_cache,
         state.draft_state,
         jnp.where(state.done, 0, state.lengths),
         ~state.done,
+        PageTable(table),
     )
-    cache = dataclasses.replace(cache, page_table=None)
     state = dataclasses.replace(state, unread=unread, draft_cache=cache, draft_state=draft_state)
     return _put_back(whole, state, places)
 

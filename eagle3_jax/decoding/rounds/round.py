@@ -28,7 +28,7 @@ from eagle3_jax.decoding.rounds.tree import LastTree, TokenTree, chain_of_copies
 from eagle3_jax.decoding.rounds.verify import Walk, pretend, row_of, verify
 from eagle3_jax.kernels.vocabulary.api import argmax
 from eagle3_jax.mesh import constrain
-from eagle3_jax.models.cache import KVCache
+from eagle3_jax.models.cache import KVCache, PageTable
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.target import TargetModel
 
@@ -141,6 +141,7 @@ def read(
     caches: tuple[KVCache, KVCache | None],
     sampling: Sampling,
     stop_ids: Int[Array, "b stops"],
+    page_table: PageTable | None = None,
     *,
     greedy: bool,
 ) -> tuple[Read, tuple[KVCache, KVCache | None]]:
@@ -150,10 +151,11 @@ def read(
         tokens: the stretch, padded on the right; its first position is `starts`, it has `counts` tokens.
         following: the token behind each of them; behind the prompt's end the chosen one takes its place.
         ends: the prompt ends with this stretch.
+        page_table: None where the caches are contiguous.
     """
     positions = starts[:, None] + jnp.arange(tokens.shape[1])[None]
     cache, draft_cache = caches
-    hidden, aux, cache = target(tokens, positions, cache, starts)
+    hidden, aux, cache = target(tokens, positions, cache, starts, page_table=page_table)
     last = jnp.maximum(counts - 1, 0)
     logits = target.logits(row_of(hidden, last))
     root, failed = _first_token(logits, sampling, starts + counts, stop_ids, greedy=greedy)
@@ -163,7 +165,15 @@ def read(
         following = jnp.where(at_end, root[:, None], following)
         features = draft.head.fuse(aux)
         states, draft_cache = draft.head.feed(
-            target.embed[...], following, features, positions, draft_cache, starts, preceding=tokens[:, :1], row=last
+            target.embed[...],
+            following,
+            features,
+            positions,
+            draft_cache,
+            starts,
+            preceding=tokens[:, :1],
+            row=last,
+            page_table=page_table,
         )
         draft_state = states[:, 0]
     return Read(logits, root, failed, draft_state), (cache, draft_cache)
@@ -289,10 +299,11 @@ def propose(
     if draft is None or state.draft_cache is None or state.draft_state is None:
         assert copied is not None
         return chain_of_copies(state.root, copied), state
-    cache = dataclasses.replace(state.draft_cache, page_table=table)
     drawing = state.sampling if tree.sample_drafts and not greedy else None
-    nodes, cache = grow(target, draft, tree, state.root, state.draft_state, cache, lengths, drawing, copied)
-    return nodes, dataclasses.replace(state, draft_cache=dataclasses.replace(cache, page_table=None))
+    nodes, cache = grow(
+        target, draft, tree, state.root, state.draft_state, state.draft_cache, lengths, drawing, copied, table
+    )
+    return nodes, dataclasses.replace(state, draft_cache=cache)
 
 
 @jax.tree_util.register_dataclass
@@ -331,9 +342,8 @@ def judge(
     lengths, table = _in_use(state)
     steps = steps_of(tree)
     branches = tree is not None and head and (tree.topk > 1 or tree.lookup_tokens > 0)
-    cache = dataclasses.replace(state.cache, page_table=table)
     hidden, aux, cache = target(
-        nodes.tokens, lengths[:, None] + nodes.depths, cache, lengths, nodes.mask if branches else None
+        nodes.tokens, lengths[:, None] + nodes.depths, state.cache, lengths, nodes.mask if branches else None, table
     )
     logits = target.logits(hidden)
     if simulated is None:
@@ -341,7 +351,7 @@ def judge(
     else:
         walk, bonus = pretend(nodes, logits, state.sampling.uniform(lengths, COINS, steps) < simulated)
     if branches:
-        cache = cache.commit(lengths, walk.path)
+        cache = cache.commit(lengths, walk.path, table)
     failed = ~state.done & ~_finite(logits, walk.path).all(axis=-1)
     judged = Judged(
         walk,
@@ -351,7 +361,7 @@ def judge(
     )
     return judged, dataclasses.replace(
         state,
-        cache=dataclasses.replace(cache, page_table=None),
+        cache=cache,
         done=state.done | failed,
         failed=state.failed | failed,
     )
@@ -366,13 +376,11 @@ def extend(target: TargetModel, draft: Draft | None, state: State, judged: Judge
     row = jnp.maximum(count - 1, 0)
     draft_cache, draft_state, unread = state.draft_cache, state.draft_state, state.unread
     if draft is not None and draft_cache is not None and draft_state is not None:
-        draft_cache = dataclasses.replace(draft_cache, page_table=table)
         features, positions = draft.head.fuse(judged.aux), lengths[:, None] + width
         states, draft_cache = draft.head.feed(
-            target.embed[...], chosen, features, positions, draft_cache, lengths, row=row
+            target.embed[...], chosen, features, positions, draft_cache, lengths, row=row, page_table=table
         )
         draft_state = jnp.where(state.done[:, None], draft_state, states[:, 0])
-        draft_cache = dataclasses.replace(draft_cache, page_table=None)
     elif unread is not None:
         unread = unread.note(chosen, judged.aux, count)
     sampling, logprobs = state.sampling, state.logprobs
@@ -404,11 +412,11 @@ def extend(target: TargetModel, draft: Draft | None, state: State, judged: Judge
     )
 
 
-def _in_use(state: State) -> tuple[Int[Array, " b"], Int[Array, "b pages"] | None]:
+def _in_use(state: State) -> tuple[Int[Array, " b"], PageTable | None]:
     """Lengths and page table for a pass: what has ended owns no pages, and nothing of it need be read."""
     if state.page_table is None:
         return state.lengths, None
-    return jnp.where(state.done, 0, state.lengths), jnp.where(state.done[:, None], TRASH, state.page_table)
+    return jnp.where(state.done, 0, state.lengths), PageTable(jnp.where(state.done[:, None], TRASH, state.page_table))
 
 
 def _chosen(tokens: Int[Array, "b n"], walk: Walk, bonus: Int[Array, " b"]) -> Int[Array, "b p"]:

@@ -8,6 +8,7 @@ bits of a float32, in rows that ask for one.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import jax

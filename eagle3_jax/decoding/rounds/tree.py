@@ -26,7 +26,7 @@ from eagle3_jax.decoding.rounds.lookup import Copied
 from eagle3_jax.decoding.rounds.sampling import DRAFTS, Sampling, draw
 from eagle3_jax.kernels.vocabulary.api import top_k_of_logits
 from eagle3_jax.mesh import constrain
-from eagle3_jax.models.cache import KVCache
+from eagle3_jax.models.cache import KVCache, PageTable
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.target import TargetModel
 
@@ -140,6 +140,7 @@ def grow(
     lengths: Int[Array, " b"],
     sampling: Sampling | None = None,
     copied: Copied | None = None,
+    page_table: PageTable | None = None,
 ) -> tuple[TokenTree, KVCache]:
     """Drafts the tree of one round.
 
@@ -149,6 +150,7 @@ def grow(
         cache: the head's, with `lengths` committed pairs; slots behind them are scratch.
         sampling: draws the drafts of requests with a temperature; None takes the head's best for all.
         copied: `tree.lookup_tokens` for each root; None where that is 0.
+        page_table: None where the cache is contiguous.
 
     Returns:
         The tree, and the cache with its scratch written.
@@ -185,6 +187,7 @@ def grow(
             cache,
             lengths,
             tail_mask=seen,
+            page_table=page_table,
         )
         gained, candidates = children(states)
         candidate_scores = (scores[:, :, None] + gained).reshape(batch, k * k)

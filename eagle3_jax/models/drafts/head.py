@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.kernels.linear.layouts import Padded, Panels
 from eagle3_jax.kernels.vocabulary.api import vocabulary_logits, vocabulary_top_k
-from eagle3_jax.models.cache import KVCache
+from eagle3_jax.models.cache import KVCache, PageTable
 from eagle3_jax.models.layers import embeddings
 from eagle3_jax.models.target import ModelConfig
 
@@ -71,6 +71,7 @@ class Head(nnx.Module):
         tail_mask: Bool[Array, "b t m"] | None = None,
         preceding: Int[Array, "b 1"] | None = None,
         row: Int[Array, " b"] | None = None,
+        page_table: PageTable | None = None,
     ) -> tuple[Float[Array, "b r h"], KVCache]:
         """Reads pairs (token, feature) after `lengths` committed ones, and appends them to the cache.
 
@@ -82,6 +83,7 @@ class Head(nnx.Module):
             preceding: the token before the pairs, given at the start of a chunk of a prompt: a draft without features
                 may not have read it. A head does not need it, since the first feature depends on it.
             row: see `__call__`.
+            page_table: None where the cache is contiguous.
 
         Returns:
             The state, as `__call__` returns it, and the cache.
@@ -90,7 +92,7 @@ class Head(nnx.Module):
 
         def attend(queries: Array, keys: Array, values: Array) -> Array:
             nonlocal updated
-            attended, updated = updated.append_and_attend(queries, keys, values, lengths, tail_mask)
+            attended, updated = updated.append_and_attend(queries, keys, values, lengths, tail_mask, page_table)
             return attended
 
         states = self(embeddings(embed, tokens), features, positions, attend, row)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.kernels.linear.layouts import Padded, Panels
-from eagle3_jax.models.cache import KVCache
+from eagle3_jax.models.cache import KVCache, PageTable
 from eagle3_jax.models.drafts.head import Head, ShapeOfModel
 from eagle3_jax.models.layers import at_row
 from eagle3_jax.models.target import TargetModel
@@ -45,16 +45,17 @@ class DraftModel(Head):
         tail_mask: Bool[Array, "b t m"] | None = None,
         preceding: Int[Array, "b 1"] | None = None,
         row: Int[Array, " b"] | None = None,
+        page_table: PageTable | None = None,
     ) -> tuple[Float[Array, "b r h"], KVCache]:
         """See `Head`; the target's embeddings and features are not read."""
         if preceding is None:
-            states, _, cache = self.model(tokens, positions + 1, cache, lengths + 1, tail_mask)
+            states, _, cache = self.model(tokens, positions + 1, cache, lengths + 1, tail_mask, page_table)
             return at_row(states, row), cache
         # Slot `lengths` is empty at the start of a text and after a prefix on shared pages. Elsewhere its entry is
         # written again with the same values, as when one chunk continues another in the same batch.
         tokens = jnp.concatenate([preceding, tokens], axis=1)
         positions = jnp.concatenate([positions[:, :1], positions + 1], axis=1)
-        states, _, cache = self.model(tokens, positions, cache, lengths)
+        states, _, cache = self.model(tokens, positions, cache, lengths, page_table=page_table)
         return at_row(states[:, 1:], row), cache
 
     def output_hidden(self, state: Float[Array, "*batch h"]) -> Float[Array, "*batch h"]:

@@ -219,7 +219,7 @@ def test_candidates_of_one_depth_do_not_see_each_other(toy, monkeypatch):
     """Each sees, of what was drafted before it, its own line of ancestors and itself."""
     seen, feed = [], Head.feed
     monkeypatch.setattr(
-        Head, "feed", lambda *given, tail_mask: seen.append(tail_mask) or feed(*given, tail_mask=tail_mask)
+        Head, "feed", lambda *given, **options: seen.append(options["tail_mask"]) or feed(*given, **options)
     )
     state, cache = jnp.ones((1, toy.target.config.hidden_size)), toy.good.head.empty_cache(1, 32)
     size = DraftTree(num_steps=4, topk=3, num_draft_tokens=10)
