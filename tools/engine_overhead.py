@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from eagle3_jax.config import DraftConfig, DraftTree
-from eagle3_jax.decoding.device import programs
+from eagle3_jax.decoding.device import shapes
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.models.checkpoint.fetch import load_target
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
@@ -55,7 +55,7 @@ def main() -> None:
 
 def gap(engine: Engine, prompts: list[list[int]]) -> float:
     """Computes (time of a dispatch in the engine - that of its program alone) / time of a round."""
-    answer = DISPATCHES * programs.ROUNDS + 1
+    answer = DISPATCHES * shapes.ROUNDS + 1
 
     def whole(tokens: int) -> float:
         start = time.perf_counter()
@@ -72,7 +72,7 @@ def gap(engine: Engine, prompts: list[list[int]]) -> float:
         start = time.perf_counter()
         for _ in range(dispatches):
             engine._runner.decode(
-                (), range(width), programs.ROUNDS, width, width=width, tier=engine.tiers.default, greedy=True
+                (), range(width), shapes.ROUNDS, width, width=width, tier=engine.tiers.default, greedy=True
             )
         engine._runner.wait()
         seconds = time.perf_counter() - start
@@ -83,7 +83,7 @@ def gap(engine: Engine, prompts: list[list[int]]) -> float:
 
     in_engine = (whole(answer) - whole(1)) / DISPATCHES
     program = (alone(DISPATCHES - 2) - alone(1)) / (DISPATCHES - 3)
-    return (in_engine - program) / (program / programs.ROUNDS)
+    return (in_engine - program) / (program / shapes.ROUNDS)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,10 @@ import jax.numpy as jnp
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.choice.modes import VANILLA, Tier
 from eagle3_jax.decoding.device import programs
-from eagle3_jax.decoding.device.programs import Models, Sizes
+from eagle3_jax.decoding.device.models import Models
+from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.measure import profile
+from eagle3_jax.decoding.rounds.state import State, empty_state
 from eagle3_jax.decoding.rounds.tree import chain, root_only
 from eagle3_jax.models.cache import PageTable
 from eagle3_jax.models.checkpoint.fetch import load_target
@@ -49,7 +51,7 @@ def kinds(rows: Sequence[int]) -> dict[tuple[str, int], Tier]:
 
 
 @functools.partial(jax.jit, donate_argnames="state")
-def read(models: Models, state: programs.State, tokens: jax.Array) -> tuple[programs.State, jax.Array]:
+def read(models: Models, state: State, tokens: jax.Array) -> tuple[State, jax.Array]:
     """Computes the target's logits after each of the tokens, which follow the committed ones."""
     target, _ = models.modules()
     assert state.page_table is not None
@@ -66,7 +68,7 @@ def measure(
     tiers = list(every.values())
     sizes = Sizes.plan(1, 2 * length, 128, tiers)
     models = Models.of(for_inference(target), None)
-    state: Any = jax.jit(functools.partial(programs.empty_state, sizes=sizes, tiers=tiers, kv_dtype=None))(models)
+    state: Any = jax.jit(functools.partial(empty_state, sizes=sizes, tiers=tiers, kv_dtype=None))(models)
     state = programs.rehearse(state, jnp.int32(length))
     seconds: dict[tuple[str, int], list[float]] = {key: [] for key in every}
     for turn in range(-1, turns):

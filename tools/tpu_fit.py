@@ -41,9 +41,11 @@ from eagle3_jax import config as configs
 from eagle3_jax.decoding.choice import modes
 from eagle3_jax.decoding.choice.modes import Tier
 from eagle3_jax.decoding.device import programs
-from eagle3_jax.decoding.device.programs import Models, Sizes, empty_state
+from eagle3_jax.decoding.device.chunk import Chunk
+from eagle3_jax.decoding.device.models import Models
+from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.engine import PAGE_SIZE
-from eagle3_jax.decoding.rounds.round import STATE_SHARDING_RULES
+from eagle3_jax.decoding.rounds.state import STATE_SHARDING_RULES, empty_state
 from eagle3_jax.extract import hidden_states
 from eagle3_jax.formats import eagle2, mtp
 from eagle3_jax.formats.mtp import MTP
@@ -207,8 +209,8 @@ def decoding(
     also = {} if beside is None else {f"{beside.name} state": empty(Models.of(target, None), beside)}
     length = max(length for _, length in sizes.chunks)
 
-    def chunk() -> programs.Chunk:
-        return programs.Chunk(**{k: jnp.asarray(v) for k, v in programs.Chunk.blank(1, length, sizes).items()})
+    def chunk() -> Chunk:
+        return Chunk(**{k: jnp.asarray(v) for k, v in Chunk.blank(1, length, sizes).items()})
 
     read, one = placed(jax.eval_shape(chunk), mesh), placed(jax.ShapeDtypeStruct((), jnp.int32), mesh)
     cancelled = placed(jax.ShapeDtypeStruct((batch,), jnp.bool_), mesh)

@@ -30,10 +30,11 @@ from eagle3_jax.decoding.arguments import KVDtype
 from eagle3_jax.decoding.choice import costs, pricing
 from eagle3_jax.decoding.choice import modes as tiers
 from eagle3_jax.decoding.choice.modes import VANILLA, Tier
-from eagle3_jax.decoding.device import catch_up, programs
-from eagle3_jax.decoding.device.programs import Chunk, Sizes
+from eagle3_jax.decoding.device import catch_up, shapes
+from eagle3_jax.decoding.device.chunk import Chunk
 from eagle3_jax.decoding.device.report import first_progress, progress
 from eagle3_jax.decoding.device.runner import ModelRunner, tokens_that_fit
+from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.pages import PagePool
 from eagle3_jax.decoding.params import MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
 from eagle3_jax.decoding.prompt import Prompt, encode
@@ -560,7 +561,7 @@ class Engine:
 
     def _launch(self) -> None:
         """Gives the device its next work: stretches of prompts, then rounds of those whose prompt is read."""
-        room = programs.MOST_READ
+        room = shapes.MOST_READ
         while unread := [r for r in self._places if r is not None and r.read < len(r.ids)]:
             unread.sort(key=lambda request: request.number)
             count, length = self._runner.sizes.chunk_for([len(request.ids) - request.read for request in unread])
@@ -577,7 +578,7 @@ class Engine:
             return
         # The fewer run yet, the sooner the next prompts are read: one wide round takes less than several narrow ones.
         reading = sum(request is not None for request in self._places) - len(running)
-        rounds = max(1, programs.ROUNDS * len(running) // (len(running) + reading))
+        rounds = max(1, shapes.ROUNDS * len(running) // (len(running) + reading))
         greedy = all(request.params.greedy for request in running.values())
         with self._changes:  # who waits for a place gets the first that falls free
             enough = 1 if self._waiting else self.batch_size

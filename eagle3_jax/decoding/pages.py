@@ -35,7 +35,7 @@ class Lease:
 
 
 class PagePool:
-    """Pages 1 to `pages`; page 0 is `rounds.TRASH` and belongs to nobody.
+    """Pages 1 to `pages`; page 0 is `state.TRASH` and belongs to nobody.
 
     Args:
         reuse: keep the pages of ended requests for prompts that begin alike, until their room is needed.

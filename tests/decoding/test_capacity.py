@@ -10,8 +10,10 @@ import pytest
 import tiny_heads
 
 from eagle3_jax.config import DraftTree
+from eagle3_jax.decoding.rounds import generate as contiguous
 from eagle3_jax.decoding.rounds import round as rounds
 from eagle3_jax.decoding.rounds.sampling import Sampling
+from eagle3_jax.decoding.rounds.state import State
 from eagle3_jax.decoding.rounds.tree import scratch_slots
 from eagle3_jax.models import cache as cache_lib
 from eagle3_jax.models.drafts.head import Draft
@@ -37,12 +39,10 @@ def exact_slots(monkeypatch):
     monkeypatch.setattr(cache_lib, "LANES", 1)
 
 
-def decode(
-    toy, tree: DraftTree | None, slots: int, draft: Draft | None = None
-) -> tuple[rounds.State, list[rounds.State]]:
+def decode(toy, tree: DraftTree | None, slots: int, draft: Draft | None = None) -> tuple[State, list[State]]:
     """All rounds one by one: the final state, and those from the prefill on."""
     batch, draft = len(PROMPTS), draft or toy.good
-    state = rounds.prefill(
+    state = contiguous.prefill(
         toy.target,
         None if tree is None else draft,
         jnp.asarray(PROMPTS),
@@ -64,7 +64,7 @@ def decode(
     return states[-1], states
 
 
-def check_committed(states: list[rounds.State]) -> None:
+def check_committed(states: list[State]) -> None:
     """What a round committed is as it was after every later round, to the bit."""
     for before, after in itertools.pairwise(states):
         committed = (np.arange(before.cache.keys[0].shape[2]) < np.asarray(before.lengths)[:, None])[:, None, :, None]
@@ -75,7 +75,7 @@ def check_committed(states: list[rounds.State]) -> None:
 
 @pytest.fixture(scope="module")
 def vanilla(toy) -> np.ndarray:
-    answers = rounds.generate(
+    answers = contiguous.generate(
         toy.target, None, jnp.asarray(PROMPTS), jnp.asarray(LENGTHS), jax.random.key(0), max_tokens=MAX_TOKENS
     )
     return np.asarray(answers.output[:, :MAX_TOKENS])
@@ -90,7 +90,7 @@ def needed(tree: DraftTree | None) -> int:
 @pytest.mark.parametrize("name", FAST)
 def test_a_decode_to_the_last_slot_says_what_vanilla_says(toy, vanilla, name):
     tree = TREES[name]
-    assert rounds.slots_needed(PROMPTS.shape[1], MAX_TOKENS, tree) >= needed(tree)
+    assert contiguous.slots_needed(PROMPTS.shape[1], MAX_TOKENS, tree) >= needed(tree)
     state, states = decode(toy, tree, needed(tree))
     np.testing.assert_array_equal(state.output[:, :MAX_TOKENS], vanilla)
     assert state.lengths.max() + scratch_slots(tree) == needed(tree)

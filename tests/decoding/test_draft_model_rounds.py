@@ -13,7 +13,8 @@ import tiny_heads
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.choice.modes import VANILLA
 from eagle3_jax.decoding.engine import Engine, SamplingParams
-from eagle3_jax.decoding.rounds import round as rounds
+from eagle3_jax.decoding.rounds import generate as contiguous
+from eagle3_jax.decoding.rounds.state import State
 from eagle3_jax.models.drafts.head import Draft
 
 CHAIN = DraftTree(num_steps=3, num_draft_tokens=4)
@@ -42,9 +43,9 @@ def itself(toy) -> Draft:
     return tiny_heads.draft_model(toy.target, layers=2, width=40)
 
 
-def generate(target, draft, tree, **options: Any) -> rounds.State:
+def generate(target, draft, tree, **options: Any) -> State:
     key = jax.random.key(0)
-    return rounds.generate(target, draft, PROMPTS, LENGTHS, key, max_tokens=MAX_TOKENS, tree=tree, **options)
+    return contiguous.generate(target, draft, PROMPTS, LENGTHS, key, max_tokens=MAX_TOKENS, tree=tree, **options)
 
 
 @pytest.mark.slow
@@ -68,7 +69,7 @@ def test_what_a_model_drafts_for_itself_is_accepted(model, itself, temperature):
 def test_sampled_tokens_have_the_target_s_distribution(toy, model, small, sample_drafts):
     """The second token of 4,096 answers against the exact distribution, by chi-square."""
     samples, prompt = 4096, np.array([3, 14, 15, 9, 2, 6], np.int32)
-    state = rounds.generate(
+    state = contiguous.generate(
         model,
         small,
         jnp.asarray(np.tile(prompt, (samples, 1))),

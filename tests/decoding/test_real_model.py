@@ -18,8 +18,10 @@ import pytest
 from flax import nnx
 
 from eagle3_jax.config import DraftConfig, DraftTree
+from eagle3_jax.decoding.rounds import generate as contiguous
 from eagle3_jax.decoding.rounds import round as rounds
 from eagle3_jax.decoding.rounds.sampling import Sampling
+from eagle3_jax.decoding.rounds.state import State
 from eagle3_jax.decoding.rounds.tree import TokenTree, _ancestors
 from eagle3_jax.models.checkpoint import fetch
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
@@ -47,7 +49,7 @@ def draft(target) -> Draft:
 def drafting(monkeypatch, propose):
     """Replaces what the head drafts: propose(tree, root, lengths) -> tokens [b, n]."""
 
-    def grow(target, draft, tree, root, draft_state, cache, lengths, sampling, copied):
+    def grow(target, draft, tree, root, draft_state, cache, lengths, sampling, copied, page_table):
         tokens = jnp.concatenate([root[:, None], propose(tree, root, lengths)[:, 1:]], axis=1)
         rows = functools.partial(jnp.broadcast_to, shape=tokens.shape)
         parents, depths = rows(jnp.asarray(PARENTS[tree])), rows(jnp.asarray(DEPTHS[tree]))
@@ -84,7 +86,7 @@ def test_answers_are_llama_cpp_s(target, draft, tree, batches, monkeypatch):
         drafting(monkeypatch, propose)
         if tree == TREE:  # the second child has the children: its place in the list of nodes is the first one's
             monkeypatch.setitem(PARENTS, TREE, [-1, 0, 0, 2, 2, 4, 4])
-        jitted: Any = rounds.generate  # traced anew, with these drafts
+        jitted: Any = contiguous.generate  # traced anew, with these drafts
         run = jax.jit(functools.partial(jitted.__wrapped__, max_tokens=32, tree=tree))
         state = run(target, draft, jnp.asarray(prompts), jnp.asarray(lengths), jax.random.key(0))
         for row, i in enumerate(part):
@@ -178,8 +180,8 @@ def test_sampled_rounds_have_the_target_s_distribution_in_every_configuration(ta
     assert abs(np.mean([entry[0] for entry in worst]) - 0.5) < 0.15
 
 
-def one_sequence(target, draft, ids: tuple[int, ...], tree: DraftTree) -> rounds.State:
-    prefill = jax.jit(rounds.prefill, static_argnames=("slots", "max_output", "tree", "greedy"))
+def one_sequence(target, draft, ids: tuple[int, ...], tree: DraftTree) -> State:
+    prefill = jax.jit(contiguous.prefill, static_argnames=("slots", "max_output", "tree", "greedy"))
     return prefill(
         target,
         draft,
@@ -196,7 +198,7 @@ def one_sequence(target, draft, ids: tuple[int, ...], tree: DraftTree) -> rounds
 
 
 @jax.jit
-def spread(one: rounds.State, sampling: Sampling) -> rounds.State:
+def spread(one: State, sampling: Sampling) -> State:
     """Many sequences with one past and random numbers of their own."""
     batch = len(sampling.temperature)
     state = jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape[1:])), one)

@@ -19,7 +19,8 @@ from eagle3_jax.config import DraftConfig, DraftTree
 from eagle3_jax.decoding import engine as engine_module
 from eagle3_jax.decoding.choice import modes
 from eagle3_jax.decoding.choice.modes import TierChoice
-from eagle3_jax.decoding.device import programs
+from eagle3_jax.decoding.device import programs, shapes
+from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.request import QueueFullError, Request
@@ -239,7 +240,7 @@ def test_requests_wait_where_pages_are_short_and_nothing_is_thrown_out(toy):
 def test_long_prompts_are_read_in_stretches_between_the_others_rounds(toy, monkeypatch):
     """A long prompt does not stop the others, and its answer is the one it has alone."""
     for name, value in (("PACKED", ((4, 4),)), ("ALONE", ((1, 32),)), ("MOST_READ", 32)):
-        monkeypatch.setattr(programs, name, value)
+        monkeypatch.setattr(shapes, name, value)
     long, short = [(5 * i) % 24 for i in range(200)], [3, 1, 2]
     params = SamplingParams(max_tokens=30)
     engine = Engine(noisy(toy), Tokenizer(), toy.good, CHAIN, max_length=256, page_size=16, batch_size=2)
@@ -356,7 +357,7 @@ def test_an_engine_at_work_is_not_stalled(toy, monkeypatch):
 def test_a_prompt_that_is_read_alone_shows_progress_and_stops_when_it_is_aborted(toy, monkeypatch):
     """Each stretch takes ten seconds of a clock that is ours. What the device was given is bounded by a turn's work."""
     for name, value in (("PACKED", ((4, 4),)), ("ALONE", ((1, 32),)), ("MOST_READ", 32)):
-        monkeypatch.setattr(programs, name, value)
+        monkeypatch.setattr(shapes, name, value)
     engine, clock, seen = make(toy, max_length=512), [0.0], []
     monkeypatch.setattr(engine_module, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
     prefill = programs.prefill
@@ -430,7 +431,7 @@ def test_a_soak_of_tiers_that_take_turns(toy, monkeypatch):
     """A35, A52: the head rests and wakes between dispatches, whoever joins, leaves or is aborted."""
     every, draw = [modes.VANILLA, modes.LOOKUP, modes.CHAIN], random.Random(7)
     monkeypatch.setattr(modes, "WITH_HEAD", tuple(every))
-    monkeypatch.setattr(programs, "WIDTHS", (3,))  # of each there are six programs to compile
+    monkeypatch.setattr(shapes, "WIDTHS", (3,))  # of each there are six programs to compile
     monkeypatch.setattr(TierChoice, "useful", lambda self, costs: costs)
     monkeypatch.setattr(TierChoice, "choose", lambda *args, **kwargs: draw.choice(every))
     size: dict[str, Any] = {"max_length": 128, "page_size": 16, "batch_size": 8}
@@ -443,7 +444,7 @@ def test_a_soak_of_tiers_that_take_turns(toy, monkeypatch):
 @pytest.mark.slow
 def test_rounds_are_as_wide_as_the_traffic_and_the_tokens_the_same(toy, monkeypatch):
     """Requests come in waves and leave gaps between their places; some are aborted, and their pages given to others."""
-    monkeypatch.setattr(programs, "WIDTHS", (1, 2, 4))
+    monkeypatch.setattr(shapes, "WIDTHS", (1, 2, 4))
     size: dict[str, Any] = {"max_length": 128, "page_size": 16, "kv_tokens": 640}
     engine = Engine(noisy(toy), Tokenizer(), toy.good, CHAIN, batch_size=6, prefix_cache=False, **size)
     engine.warm_up(progress=False, greedy_alone=True)
@@ -601,8 +602,8 @@ def test_narrow_keys_and_values_decode_the_same_with_drafts_and_without(toy, kv_
     ],
 )
 def test_prompts_are_read_before_rounds_that_few_would_share(toy, monkeypatch, packed, most, expected):
-    monkeypatch.setattr(programs, "PACKED", (packed,))
-    monkeypatch.setattr(programs, "MOST_READ", most)
+    monkeypatch.setattr(shapes, "PACKED", (packed,))
+    monkeypatch.setattr(shapes, "MOST_READ", most)
     engine = Engine(noisy(toy), Tokenizer(), toy.good, CHAIN, batch_size=8, max_length=128, page_size=16)
     decode, given = engine._runner.decode, []
 
@@ -613,11 +614,11 @@ def test_prompts_are_read_before_rounds_that_few_would_share(toy, monkeypatch, p
     monkeypatch.setattr(engine._runner, "decode", counted)
     engine.generate([[1 + i % 7] * 16 for i in range(8)], SamplingParams(max_tokens=20))
     assert given[: len(expected)] == expected
-    assert {rounds for rounds, _ in given[len(expected) :]} == {programs.ROUNDS}
+    assert {rounds for rounds, _ in given[len(expected) :]} == {shapes.ROUNDS}
 
 
 def test_stretches_are_those_with_least_padding():
-    sizes = programs.Sizes.plan(16, 2048, 16, [modes.VANILLA])
+    sizes = Sizes.plan(16, 2048, 16, [modes.VANILLA])
     for left, expected in (
         ([38], (4, 16)),
         ([38] * 2, (4, 16)),

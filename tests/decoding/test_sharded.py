@@ -16,7 +16,7 @@ from eagle3_jax.decoding.choice import modes
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.measure import near_tie
 from eagle3_jax.decoding.params import SamplingParams
-from eagle3_jax.decoding.rounds import round as rounds
+from eagle3_jax.decoding.rounds import generate as contiguous
 from eagle3_jax.mesh import make_mesh, replicated, shardings
 from eagle3_jax.models.checkpoint.fetch import load_target
 from eagle3_jax.models.drafts.eagle3 import DraftHead
@@ -31,8 +31,8 @@ def test_sharded_target_decodes_alike(toy):
     prompts = jnp.asarray(np.random.default_rng(0).integers(0, 24, (2, 6)))
     arguments = (toy.good, prompts, jnp.array([6, 4]), jax.random.key(0))
     tree = DraftTree(num_steps=3, topk=2, num_draft_tokens=6)
-    expected = rounds.generate(toy.target, *arguments, max_tokens=12, tree=tree)
-    got = rounds.generate(split, *arguments, max_tokens=12, tree=tree)
+    expected = contiguous.generate(toy.target, *arguments, max_tokens=12, tree=tree)
+    got = contiguous.generate(split, *arguments, max_tokens=12, tree=tree)
     np.testing.assert_array_equal(got.output, expected.output)
     np.testing.assert_array_equal(got.accepted, expected.accepted)
     assert split.blocks[0].attention.qkv[...].sharding.spec[1] == "model"
@@ -52,8 +52,8 @@ def test_a_sharded_target_samples_alike(toy, sample_drafts):
         "top_p": jnp.array([1.0, 0.9, 1.0, 1.0]),
         "tree": DraftTree(num_steps=3, topk=2, num_draft_tokens=6, sample_drafts=sample_drafts),
     }
-    expected = rounds.generate(toy.target, *arguments, max_tokens=16, **asked)
-    got = rounds.generate(split, *arguments, max_tokens=16, **asked)
+    expected = contiguous.generate(toy.target, *arguments, max_tokens=16, **asked)
+    got = contiguous.generate(split, *arguments, max_tokens=16, **asked)
     np.testing.assert_array_equal(got.output, expected.output)
     np.testing.assert_array_equal(got.accepted, expected.accepted)
 
@@ -74,7 +74,7 @@ def test_more_drawn_drafts_ask_the_other_devices_no_more_often(toy):
         @jax.jit
         def generate(leaves):
             asked = {"max_tokens": 8, "tree": tree, "temperature": 1.0}
-            return rounds.generate(*models.unflatten(leaves), *prompts, **asked).output
+            return contiguous.generate(*models.unflatten(leaves), *prompts, **asked).output
 
         with jax.set_mesh(mesh):
             text = generate.lower(leaves).compile().as_text() or ""

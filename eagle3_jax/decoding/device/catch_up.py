@@ -57,7 +57,7 @@ class Unread:
         )
 
 
-def catch_up(
+def feed_unread(
     target: TargetModel,
     draft: Draft,
     unread: Unread,

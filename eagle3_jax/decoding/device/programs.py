@@ -9,257 +9,34 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Bool, Int
 
-from eagle3_jax.decoding.choice.modes import Tier, copies, depth_of, nodes_of, scratch_of
-from eagle3_jax.decoding.device import catch_up as resting
-from eagle3_jax.decoding.device.catch_up import Unread
-from eagle3_jax.decoding.device.report import ROUNDS, Report
-from eagle3_jax.decoding.params import MAX_BIASED, MAX_LOGPROBS, MAX_STOP_IDS
-from eagle3_jax.decoding.rounds import round as rounds
-from eagle3_jax.decoding.rounds.round import State, TokenLogprobs
+from eagle3_jax.decoding.choice.modes import Tier
+from eagle3_jax.decoding.device.catch_up import ROOM, feed_unread
+from eagle3_jax.decoding.device.chunk import Chunk
+from eagle3_jax.decoding.device.models import Models
+from eagle3_jax.decoding.device.report import Report
+from eagle3_jax.decoding.device.shapes import ROUNDS
+from eagle3_jax.decoding.rounds.read import read
+from eagle3_jax.decoding.rounds.round import run_rounds
 from eagle3_jax.decoding.rounds.sampling import LogitRules, Sampling
-from eagle3_jax.decoding.rounds.tree import LastTree
+from eagle3_jax.decoding.rounds.state import (
+    STATE_SHARDING_RULES,
+    TRASH,
+    State,
+    TokenLogprobs,
+    is_stop,
+    put_logprobs,
+)
 from eagle3_jax.mesh import constrain
 from eagle3_jax.models.cache import PageTable
-from eagle3_jax.models.drafts.head import Draft
-from eagle3_jax.models.target import TargetModel
 
-# (rows, tokens of each) of the prefill programs. Short prompts are packed: each takes as many rows as it needs, one
-# behind the other. A long one is read alone, in one row.
-PACKED = ((4, 16), (16, 16))
-ALONE = ((1, 256), (1, 1024))
-# Tokens of prompts, padding included, between two dispatches of rounds.
-MOST_READ = 1024
-# What a dispatch costs beside its tokens, in tokens; padding is no better.
-_DISPATCH = 64
-# Rows of the decode programs, beside the whole batch (batch buckets): one client of a large batch pays for few rows.
-# On CPUs 2 and 4 rows cost what one does where weights are float32; from 8 rows on twice the rows cost 1.4 times as
-# much and more.
-WIDTHS = (1, 4, 8, 16, 32, 64, 128, 256)
 # Of `State`, what belongs to all places together: rows are gathered, pages stay where they are.
 _POOLS = ("cache", "draft_cache")
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """What an engine allocates once.
-
-    Attributes:
-        batch: sequences decoded together. max_length: of prompt and answer.
-        pages: of the caches, `rounds.TRASH` not counted. page_size: in tokens.
-        pages_per_sequence: of the longest request, the scratch of a round included.
-    """
-
-    batch: int
-    max_length: int
-    pages: int
-    page_size: int
-    pages_per_sequence: int
-
-    @classmethod
-    def plan(
-        cls, batch: int, max_length: int, page_size: int, tiers: Sequence[Tier], kv_tokens: int | None = None
-    ) -> Sizes:
-        """Args: kv_tokens: of all requests together; None lets the whole batch be `max_length` long.
-
-        Raises:
-            ValueError: no room for one request.
-        """
-        each = -(-(max_length + scratch_of(tiers)) // page_size)
-        pages = each * batch if kv_tokens is None else kv_tokens // page_size
-        if pages < each:
-            raise ValueError(f"kv_tokens: got {kv_tokens}, expected at least {each * page_size}, room for one request")
-        return cls(batch, max_length, pages, page_size, each)
-
-    @property
-    def slots(self) -> int:
-        """Of the longest request, in its pages."""
-        return self.pages_per_sequence * self.page_size
-
-    @property
-    def columns(self) -> int:
-        """Of a chunk's page table: a prompt's last stretch is padded beyond its pages."""
-        return self.pages_per_sequence + -(-max(length for _, length in self.chunks) // self.page_size)
-
-    @property
-    def chunks(self) -> list[tuple[int, int]]:
-        """(rows, tokens of each) of the prefill programs that this engine has a use for."""
-        alone = [shape for shape in ALONE if math.prod(shape) < 2 * self.max_length]
-        together = [shape for shape in PACKED[1:] if math.prod(shape) < 2 * self.max_length * (self.batch - 1)]
-        return [*alone, *PACKED[:1], *together]
-
-    @property
-    def widths(self) -> list[int]:
-        """Rows of the decode programs, ascending."""
-        return [width for width in WIDTHS if width < self.batch] + [self.batch]
-
-    def chunk_for(self, left: Sequence[int]) -> tuple[int, int]:
-        """The prefill program for prompts with so many tokens left, the first one's turn: the least padding."""
-
-        def use(shape: tuple[int, int]) -> tuple[float, int]:
-            free, length = shape
-            read = 0
-            for tokens in left:
-                rows = min(-(-tokens // length), free)
-                read, free = read + min(tokens, rows * length), free - rows
-            return read / (math.prod(shape) + _DISPATCH), math.prod(shape)
-
-        return max(self.chunks, key=use)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Chunk:
-    """A stretch of a prompt in each of r rows, and what its request asks for.
-
-    A row may continue the one before it: the next stretch of the same prompt.
-
-    Attributes:
-        slots: the place of each request in the batch; the batch's size where there is none.
-        tokens: the stretch, padded on the right, and one column more: the token behind each.
-        starts: first position. counts: tokens of the stretch.
-        ends: the prompt ends with it; only then the request becomes part of the state.
-        page_table: of each request; `rounds.TRASH` behind its pages.
-        limits: most tokens to answer.
-        seeds: a request's, and a digest of its prompt: different prompts under one seed get different random numbers,
-            the same prompt always the same.
-        asked: see `TokenLogprobs`.
-        others: `Sampling` and `LogitRules` without what is filled in on the device.
-    """
-
-    slots: Int[Array, " r"]
-    tokens: Int[Array, "r t"]
-    starts: Int[Array, " r"]
-    counts: Int[Array, " r"]
-    ends: Bool[Array, " r"]
-    page_table: Int[Array, "r pages"]
-    limits: Int[Array, " r"]
-    stop_ids: Int[Array, "r stops"]
-    seeds: UInt[Array, "r 2"]
-    asked: Int[Array, " r"]
-    temperature: Float[Array, " r"]
-    top_k: Int[Array, " r"]
-    top_p: Float[Array, " r"]
-    min_p: Float[Array, " r"]
-    repetition: Float[Array, " r"]
-    presence: Float[Array, " r"]
-    frequency: Float[Array, " r"]
-    bias_tokens: Int[Array, "r k"]
-    bias: Float[Array, "r k"]
-    first_stop: Int[Array, " r"]
-
-    @staticmethod
-    def blank(rows: int, length: int, sizes: Sizes) -> dict[str, np.ndarray]:
-        """The same on the host, to be filled in: rows without a request."""
-
-        def full(*shape: int, dtype: Any = np.int32, value: Any = 0) -> np.ndarray:
-            return np.full((rows, *shape), value, dtype)
-
-        return {
-            "slots": full(value=sizes.batch),
-            "tokens": full(length + 1),
-            "starts": full(),
-            "counts": full(),
-            "ends": full(dtype=bool),
-            "page_table": full(sizes.columns, value=rounds.TRASH),
-            "limits": full(),
-            "stop_ids": full(MAX_STOP_IDS, value=-1),
-            "seeds": full(2, dtype=np.uint32),
-            "asked": full(value=-1),
-            "temperature": full(dtype=np.float32),
-            "top_k": full(),
-            "top_p": full(dtype=np.float32, value=1),
-            "min_p": full(dtype=np.float32),
-            "repetition": full(dtype=np.float32, value=1),
-            "presence": full(dtype=np.float32),
-            "frequency": full(dtype=np.float32),
-            "bias_tokens": full(MAX_BIASED),
-            "bias": full(MAX_BIASED, dtype=np.float32),
-            "first_stop": full(),
-        }
-
-
-@jax.tree_util.register_pytree_node_class
-@dataclasses.dataclass(frozen=True)
-class Models:
-    """Target and draft as a flat list of arrays: JAX flattens it ten times as fast as modules, in every call."""
-
-    leaves: Sequence[Any]
-    structure: Any
-
-    @classmethod
-    def of(cls, target: TargetModel, draft: Draft | None) -> Models:
-        return cls(*jax.tree.flatten((target, draft)))
-
-    def modules(self) -> tuple[TargetModel, Draft | None]:
-        return jax.tree.unflatten(self.structure, self.leaves)
-
-    def tree_flatten(self) -> tuple[Sequence[Any], Any]:
-        return self.leaves, self.structure
-
-    @classmethod
-    def tree_unflatten(cls, structure: Any, leaves: Sequence[Any]) -> Models:
-        return cls(leaves, structure)
-
-
-def empty_state(models: Models, sizes: Sizes, tiers: Sequence[Tier], kv_dtype: Any) -> State:
-    """A batch of free places, and caches one page of which is `rounds.TRASH`; for any of the tiers."""
-    target, draft = models.modules()
-    batch, pages, page_size = sizes.batch, sizes.pages + 1, sizes.page_size
-    steps, vocabulary = depth_of(tiers), target.config.vocab_size
-    room = ROUNDS * (steps + 1)
-    none, nothing = jnp.zeros(batch, jnp.int32), jnp.zeros(batch)
-    rules = LogitRules(
-        repetition=nothing + 1,
-        presence=nothing,
-        frequency=nothing,
-        bias_tokens=jnp.zeros((batch, MAX_BIASED), jnp.int32),
-        bias=jnp.zeros((batch, MAX_BIASED)),
-        first_stop=none,
-        in_prompt=jnp.zeros((batch, vocabulary), bool),
-        counts=jnp.zeros((batch, vocabulary), jnp.int32),
-    )
-    best = min(MAX_LOGPROBS, vocabulary)
-    state = State(
-        cache=target.empty_pages(pages, page_size, kv_dtype),
-        lengths=none,
-        root=none,
-        output=jnp.zeros((batch, room), jnp.int32),
-        num_output=none,
-        limit=none,
-        done=jnp.ones(batch, bool),
-        failed=jnp.zeros(batch, bool),
-        stop_ids=jnp.full((batch, MAX_STOP_IDS), -1, jnp.int32),
-        sampling=dataclasses.replace(Sampling.greedy(batch), rules=rules),
-        rounds=none,
-        drafted=none,
-        accepted=jnp.zeros((batch, steps), jnp.int32),
-        logprobs=TokenLogprobs(
-            none - 1,
-            jnp.zeros((batch, room)),
-            jnp.zeros((batch, room, best), jnp.int32),
-            jnp.zeros((batch, room, best)),
-        ),
-        # Without the padding of prompts: XLA's attention reads every page that a table has room for, in each round.
-        page_table=jnp.full((batch, sizes.pages_per_sequence), rounds.TRASH, jnp.int32),
-        draft_cache=None if draft is None else draft.head.empty_pages(pages, page_size),
-        draft_state=None if draft is None else jnp.zeros((batch, draft.head.config.hidden_size), draft.head.dtype),
-        history=jnp.zeros((batch, sizes.slots + 1), jnp.int32) if copies(tiers) else None,
-        ends=jnp.zeros((batch, ROUNDS), jnp.int32),
-        last_tree=LastTree.empty(batch, nodes_of(tiers)),
-    )
-    if draft is not None and not all(tier.head for tier in tiers):
-        width = draft.head.config.num_aux_layers * draft.head.config.target_hidden_size
-        state = dataclasses.replace(state, unread=Unread.empty(batch, width, steps + 1, draft.head.dtype))
-    return constrain(state, rounds.STATE_SHARDING_RULES)
 
 
 @functools.partial(jax.jit, donate_argnames="state")
@@ -287,7 +64,7 @@ def prefill(models: Models, state: State, chunk: Chunk) -> tuple[State, Int[Arra
         jnp.zeros((len(chunk.slots), kept.counts.shape[1]), jnp.int32),
     )
     sampling = Sampling(chunk.temperature, chunk.top_k, chunk.top_p, chunk.min_p, key, rules)
-    found, (cache, draft_cache) = rounds.read(
+    found, (cache, draft_cache) = read(
         target,
         draft,
         chunk.tokens[:, :-1],
@@ -310,11 +87,11 @@ def prefill(models: Models, state: State, chunk: Chunk) -> tuple[State, Int[Arra
     )
     logprobs = jax.lax.cond(
         (chunk.asked >= 0).any(),
-        lambda x: rounds.put_logprobs(x, found.logits[:, None], found.root[:, None], none),
+        lambda x: put_logprobs(x, found.logits[:, None], found.root[:, None], none),
         lambda x: x,
         logprobs,
     )
-    done = (chunk.limits <= 1) | rounds.is_stop(found.root, chunk.stop_ids) | found.failed
+    done = (chunk.limits <= 1) | is_stop(found.root, chunk.stop_ids) | found.failed
     rules = rules.count(found.root[:, None], jnp.ones((len(none), 1), bool))
     joined = {
         "lengths": chunk.starts + chunk.counts,
@@ -350,7 +127,7 @@ def prefill(models: Models, state: State, chunk: Chunk) -> tuple[State, Int[Arra
     report = Report.of_prefill(logprobs.best.shape[-1]).pack(
         root=found.root, done=done, failed=found.failed, **_logprob_columns(logprobs)
     )
-    return constrain(state, rounds.STATE_SHARDING_RULES), constrain(report, ())
+    return constrain(state, STATE_SHARDING_RULES), constrain(report, ())
 
 
 @functools.partial(jax.jit, static_argnames=("tier", "greedy"), donate_argnames="state")
@@ -388,7 +165,7 @@ def decode(
     )
     stop_at = jnp.minimum(state.done.sum() + enough, len(state.done))
     target, draft = models.modules()
-    state = rounds.decode(
+    state = run_rounds(
         target,
         draft if tier.head else None,
         state,
@@ -435,7 +212,7 @@ def _put_back(whole: State, state: State, places: Int[Array, " r"] | None) -> St
     if places is not None:
         back = jax.tree.map(lambda all_, new: all_.at[places].set(new, mode="drop"), _rows(whole), _rows(state))
         state = dataclasses.replace(state, **back)
-    return constrain(state, rounds.STATE_SHARDING_RULES)
+    return constrain(state, STATE_SHARDING_RULES)
 
 
 def _rows(state: State) -> dict[str, Any]:
@@ -445,7 +222,7 @@ def _rows(state: State) -> dict[str, Any]:
 
 @functools.partial(jax.jit, donate_argnames="state")
 def catch_up(models: Models, state: State, cancelled: Bool[Array, " b"], places: Int[Array, " r"] | None) -> State:
-    """Wakes a head that rested, for some requests: see `resting.catch_up`. Args: as of `decode`."""
+    """Wakes a head that rested, for some requests: see `feed_unread`. Args: as of `decode`."""
     target, draft = models.modules()
     whole, state = _take(state, cancelled, places)
     assert draft is not None
@@ -453,9 +230,9 @@ def catch_up(models: Models, state: State, cancelled: Bool[Array, " b"], places:
     assert state.draft_cache is not None
     assert state.draft_state is not None
     assert state.page_table is not None
-    table = jnp.where(state.done[:, None], rounds.TRASH, state.page_table)
+    table = jnp.where(state.done[:, None], TRASH, state.page_table)
     table = beyond(table, state.draft_cache.keys[0].shape[2])
-    unread, cache, draft_state = resting.catch_up(
+    unread, cache, draft_state = feed_unread(
         target,
         draft,
         state.unread,
@@ -471,8 +248,8 @@ def catch_up(models: Models, state: State, cancelled: Bool[Array, " b"], places:
 
 def beyond(page_table: Int[Array, "b pages"], page_size: int) -> Int[Array, "b more"]:
     """A page table with room for a head that catches up: it is padded beyond a sequence's pages."""
-    more = -(-resting.ROOM // page_size)
-    return jnp.pad(page_table, ((0, 0), (0, more)), constant_values=rounds.TRASH)
+    more = -(-ROOM // page_size)
+    return jnp.pad(page_table, ((0, 0), (0, more)), constant_values=TRASH)
 
 
 @functools.partial(jax.jit, donate_argnames="state")
@@ -484,7 +261,7 @@ def rehearse(state: State, length: Int[Array, ""]) -> State:
     each = jnp.zeros_like(state.lengths)
     unread = state.unread
     if unread is not None:
-        unread = dataclasses.replace(unread, count=jnp.minimum(each + length, resting.ROOM))
+        unread = dataclasses.replace(unread, count=jnp.minimum(each + length, ROOM))
     state = dataclasses.replace(
         state,
         done=jnp.zeros_like(state.done),
@@ -497,7 +274,7 @@ def rehearse(state: State, length: Int[Array, ""]) -> State:
         history=None if state.history is None else jnp.zeros_like(state.history),
         unread=unread,
     )
-    return constrain(state, rounds.STATE_SHARDING_RULES)
+    return constrain(state, STATE_SHARDING_RULES)
 
 
 @functools.partial(jax.jit, donate_argnames="state")
@@ -511,7 +288,7 @@ def note_prompt(state: State, slot: Int[Array, ""], tokens: Int[Array, " s"]) ->
     if history is not None:
         history = history.at[slot, : len(tokens)].set(tokens)
     state = dataclasses.replace(state, sampling=dataclasses.replace(state.sampling, rules=rules), history=history)
-    return constrain(state, rounds.STATE_SHARDING_RULES)
+    return constrain(state, STATE_SHARDING_RULES)
 
 
 def _logprob_columns(logprobs: TokenLogprobs | None) -> dict[str, Array]:

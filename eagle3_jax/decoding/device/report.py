@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-# Rounds of one decode step, at most: requests join and leave between two.
-ROUNDS = 4
+from eagle3_jax.decoding.device.shapes import ROUNDS
 
 
 @dataclasses.dataclass(frozen=True)

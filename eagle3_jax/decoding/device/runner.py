@@ -17,10 +17,12 @@ from jax.sharding import Mesh
 from eagle3_jax.decoding.choice import costs
 from eagle3_jax.decoding.choice.costs import Costs, Round
 from eagle3_jax.decoding.choice.modes import Tier
-from eagle3_jax.decoding.device import programs
-from eagle3_jax.decoding.device.programs import Chunk, Models, Sizes
+from eagle3_jax.decoding.device import programs, shapes
+from eagle3_jax.decoding.device.chunk import Chunk
+from eagle3_jax.decoding.device.models import Models
+from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.measure import profile
-from eagle3_jax.decoding.rounds.round import STATE_SHARDING_RULES, State
+from eagle3_jax.decoding.rounds.state import STATE_SHARDING_RULES, State, empty_state
 from eagle3_jax.decoding.steps import Progress, steps
 from eagle3_jax.kernels.linear import few_rows
 from eagle3_jax.mesh import mesh_of, mesh_set, put, replicated, shardings
@@ -58,7 +60,7 @@ class ModelRunner:
         self.dispatches = self.compiled = 0
         self._models = Models.of(target, draft)
         self._tiers, self.kv_dtype = tuple(tiers), kv_dtype
-        make = functools.partial(programs.empty_state, sizes=sizes, tiers=self._tiers, kv_dtype=kv_dtype)
+        make = functools.partial(empty_state, sizes=sizes, tiers=self._tiers, kv_dtype=kv_dtype)
         embed = self.target.embed[...]
         # Committed to its device as the models are, or the first program would be compiled twice.
         place = embed.sharding if self.mesh is None and embed.committed else None
@@ -198,7 +200,7 @@ class ModelRunner:
             self.catch_up((), range(width), width=width)
             self.wait()
 
-        counts = [1 if tier.copies_alone else programs.ROUNDS for tier in tiers]
+        counts = [1 if tier.copies_alone else shapes.ROUNDS for tier in tiers]
         works = [functools.partial(work, tier, count) for tier, count in zip(tiers, counts, strict=True)]
         works += [functools.partial(work, tiers[0], 1)] + [wake] * self._rests
         seconds = costs.measure(works, self.rehearse)
@@ -213,14 +215,14 @@ class ModelRunner:
     def profile(self, tier: Tier) -> Round:
         """A greedy round of this tier and its stages, with all places busy. Forgets the state.
 
-        The host's part is what a dispatch takes beside its rounds, divided by `programs.ROUNDS`.
+        The host's part is what a dispatch takes beside its rounds, divided by `shapes.ROUNDS`.
         """
 
         def dispatch(tier: Tier, count: int) -> None:
             self.decode((), range(batch), count, batch, width=batch, tier=tier, greedy=True)
             self.wait()
 
-        vanilla, most, batch = self._tiers[0], programs.ROUNDS, self.sizes.batch
+        vanilla, most, batch = self._tiers[0], shapes.ROUNDS, self.sizes.batch
         kinds = [(tier, 1), (tier, most), (vanilla, 1), (vanilla, most)]
         works = [functools.partial(dispatch, kind, count) for kind, count in kinds]
         one, several, single, plain = costs.measure(works, self.rehearse)
@@ -292,7 +294,7 @@ def tokens_that_fit(
 
     def leaves(target: TargetModel, draft: Draft | None, pages: int) -> dict[str, jax.Array]:
         planned = dataclasses.replace(sizes, pages=pages)
-        state = programs.empty_state(Models.of(target, draft), planned, tiers, kv_dtype)
+        state = empty_state(Models.of(target, draft), planned, tiers, kv_dtype)
         return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
 
     def of_state(pages: int) -> int:

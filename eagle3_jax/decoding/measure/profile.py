@@ -17,9 +17,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from eagle3_jax.decoding.choice.modes import Tier
-from eagle3_jax.decoding.device.programs import Models
+from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.rounds import round as rounds
-from eagle3_jax.decoding.rounds.round import Judged, State
+from eagle3_jax.decoding.rounds.round import Verified
+from eagle3_jax.decoding.rounds.state import State
 from eagle3_jax.decoding.rounds.tree import TokenTree
 from eagle3_jax.models.checkpoint.load import parameter_path
 from eagle3_jax.models.drafts.eagle3 import DraftHead
@@ -33,25 +34,25 @@ _SIDE, _PRODUCTS = 12288, 4  # 576 MiB a product
 
 @functools.partial(jax.jit, static_argnames="tier", donate_argnames="state")
 def draft(models: Models, state: State, *, tier: Tier) -> tuple[State, TokenTree]:
-    """`rounds.propose` of greedy requests."""
+    """`rounds.draft_tree` of greedy requests."""
     target, head = models.modules()
-    nodes, state = rounds.propose(target, head if tier.head else None, state, tree=tier.tree, greedy=True)
+    nodes, state = rounds.draft_tree(target, head if tier.head else None, state, tree=tier.tree, greedy=True)
     return state, nodes
 
 
 @functools.partial(jax.jit, static_argnames="tier", donate_argnames="state")
-def verify(models: Models, state: State, nodes: TokenTree, *, tier: Tier) -> tuple[State, Judged]:
-    """`rounds.judge`: the target's pass, and the commit."""
+def verify(models: Models, state: State, nodes: TokenTree, *, tier: Tier) -> tuple[State, Verified]:
+    """`rounds.verify_tree`: the target's pass, and the commit."""
     target, _ = models.modules()
-    judged, state = rounds.judge(target, state, nodes, tree=tier.tree, head=tier.head, greedy=True)
-    return state, judged
+    verified, state = rounds.verify_tree(target, state, nodes, tree=tier.tree, head=tier.head, greedy=True)
+    return state, verified
 
 
 @functools.partial(jax.jit, static_argnames="tier", donate_argnames="state")
-def extend(models: Models, state: State, judged: Judged, *, tier: Tier) -> State:
+def extend(models: Models, state: State, verified: Verified, *, tier: Tier) -> State:
     """`rounds.extend`: the head reads true features."""
     target, head = models.modules()
-    return rounds.extend(target, head if tier.head else None, state, judged, greedy=True)
+    return rounds.extend(target, head if tier.head else None, state, verified, greedy=True)
 
 
 def times(models: Models, state: State, tier: Tier) -> tuple[State, dict[str, float]]:
@@ -66,8 +67,8 @@ def times(models: Models, state: State, tier: Tier) -> tuple[State, dict[str, fl
 
     for _ in range(_TURNS + 1):
         state, nodes = timed("draft", functools.partial(draft, models, state, tier=tier))
-        state, judged = timed("verify", functools.partial(verify, models, state, nodes, tier=tier))
-        state, _ = timed("extend", lambda s=state, j=judged: (extend(models, s, j, tier=tier), None))
+        state, verified = timed("verify", functools.partial(verify, models, state, nodes, tier=tier))
+        state, _ = timed("extend", lambda s=state, j=verified: (extend(models, s, j, tier=tier), None))
     return state, {stage: statistics.median(seconds[1:]) for stage, seconds in taken.items()}  # the first one compiled
 
 

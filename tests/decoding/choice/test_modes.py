@@ -15,7 +15,7 @@ from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.choice import costs, modes
 from eagle3_jax.decoding.choice.costs import Costs
 from eagle3_jax.decoding.choice.policy import Acceptance
-from eagle3_jax.decoding.device import programs
+from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import SamplingParams
 
@@ -196,7 +196,7 @@ def test_there_are_at_most_24_programs_of_one_width():
     """Six of prompts at most, one of notes, one that wakes the head; greedy and other rounds of each tier."""
     assert 6 + 2 + 2 * len(modes.WITH_HEAD) <= 24
     for batch, widths in ((1, [1]), (4, [1, 4]), (8, [1, 4, 8]), (48, [1, 4, 8, 16, 32, 48])):
-        assert programs.Sizes.plan(batch, 64, 16, [modes.VANILLA]).widths == widths
+        assert Sizes.plan(batch, 64, 16, [modes.VANILLA]).widths == widths
 
 
 @pytest.mark.long

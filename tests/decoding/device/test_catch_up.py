@@ -11,11 +11,14 @@ import tiny_heads
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.choice.modes import VANILLA, Tier
-from eagle3_jax.decoding.device import catch_up, programs
-from eagle3_jax.decoding.device.catch_up import ROOM, Unread
-from eagle3_jax.decoding.device.programs import Models, Sizes
+from eagle3_jax.decoding.device import programs
+from eagle3_jax.decoding.device.catch_up import ROOM, Unread, feed_unread
+from eagle3_jax.decoding.device.models import Models
+from eagle3_jax.decoding.device.shapes import Sizes
+from eagle3_jax.decoding.rounds import generate as contiguous
 from eagle3_jax.decoding.rounds import round as rounds
 from eagle3_jax.decoding.rounds.sampling import Sampling
+from eagle3_jax.decoding.rounds.state import empty_state
 
 CHAIN = DraftTree(num_steps=2, num_draft_tokens=3)
 COPIES = DraftTree(num_steps=3, num_draft_tokens=4, lookup_tokens=3)
@@ -25,7 +28,7 @@ LENGTHS = jnp.array([8, 5], jnp.int32)
 
 @functools.partial(jax.jit, static_argnames="tree")
 def begin(toy_target, draft, prompts, lengths, tree):
-    return rounds.prefill(
+    return contiguous.prefill(
         toy_target,
         draft,
         prompts,
@@ -42,7 +45,7 @@ def begin(toy_target, draft, prompts, lengths, tree):
 
 @jax.jit
 def wake(toy_target, draft, state):
-    unread, cache, draft_state = catch_up.catch_up(
+    unread, cache, draft_state = feed_unread(
         toy_target, draft, state.unread, state.draft_cache, state.draft_state, state.lengths, ~state.done
     )
     return dataclasses.replace(state, unread=unread, draft_cache=cache, draft_state=draft_state)
@@ -50,7 +53,7 @@ def wake(toy_target, draft, state):
 
 @functools.partial(jax.jit, static_argnames=("tree", "count", "head"))
 def advance(toy_target, draft, state, tree, count, head):
-    return rounds.decode(toy_target, draft if head else None, state, count, 2, tree=tree, greedy=True)
+    return rounds.run_rounds(toy_target, draft if head else None, state, count, 2, tree=tree, greedy=True)
 
 
 @pytest.mark.slow
@@ -111,7 +114,7 @@ def test_a_head_wakes_for_those_that_run_and_writes_to_no_other_s_pages(toy, pla
     """The first of three was cancelled: its pages may be another's by now."""
     every = (VANILLA, Tier(CHAIN, head=True))
     sizes, models = Sizes.plan(3, 64, 16, every), Models.of(toy.target, toy.good)
-    state = jax.jit(lambda m: programs.empty_state(m, sizes, every, None))(models)
+    state = jax.jit(lambda m: empty_state(m, sizes, every, None))(models)
     state = programs.rehearse(state, np.int32(8))
     before, pages = np.asarray(state.draft_cache.keys[0]), np.asarray(state.page_table)[:, 0]
     woken = None if places is None else jnp.array(places, jnp.int32)

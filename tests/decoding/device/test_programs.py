@@ -9,15 +9,17 @@ import pytest
 
 from eagle3_jax.decoding.choice.modes import CHAIN, VANILLA
 from eagle3_jax.decoding.device import catch_up, programs
-from eagle3_jax.decoding.device.programs import Models, Sizes
+from eagle3_jax.decoding.device.models import Models
+from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.rounds import tree
+from eagle3_jax.decoding.rounds.state import empty_state
 
 
 @pytest.mark.slow
 def test_what_was_cancelled_never_runs_again(toy):
     """Its pages may be another's by now: neither narrow rounds without it nor rounds of the whole batch write there."""
     sizes, models = Sizes.plan(3, 64, 16, [VANILLA]), Models.of(toy.target, None)
-    state = jax.jit(lambda m: programs.empty_state(m, sizes, [VANILLA], None))(models)
+    state = jax.jit(lambda m: empty_state(m, sizes, [VANILLA], None))(models)
     state = programs.rehearse(state, np.int32(8))
     before, pages = np.array(state.cache.keys[0]), np.array(state.page_table)[:, 0]
     cancelled, nobody = jnp.array([True, False, False]), jnp.zeros(3, bool)
@@ -36,7 +38,7 @@ def test_padding_of_any_program_stays_in_the_page_table(toy):
     for max_length, page_size in itertools.product((1, 64, 100, 200, 2000), (16, 128, 256)):
         sizes = Sizes.plan(2, max_length, page_size, tiers)
         assert sizes.columns * page_size >= max_length + max(length for _, length in sizes.chunks)
-        table = jax.eval_shape(lambda m, s=sizes: programs.empty_state(m, s, tiers, None).page_table, models)
+        table = jax.eval_shape(lambda m, s=sizes: empty_state(m, s, tiers, None).page_table, models)
         assert table.shape == (2, -(-(max_length + tree.scratch_slots(CHAIN.tree)) // page_size))
         assert (
             programs.beyond(jnp.zeros(table.shape, jnp.int32), page_size).shape[1] * page_size

@@ -17,8 +17,10 @@ from jax.sharding import Mesh
 from eagle3_jax.config import DraftConfig, DraftTree
 from eagle3_jax.decoding.choice.modes import Tier
 from eagle3_jax.decoding.device import programs
-from eagle3_jax.decoding.device.programs import Chunk, Models, Sizes, empty_state
-from eagle3_jax.decoding.rounds.round import STATE_SHARDING_RULES, TokenLogprobs, put_logprobs
+from eagle3_jax.decoding.device.chunk import Chunk
+from eagle3_jax.decoding.device.models import Models
+from eagle3_jax.decoding.device.shapes import ALONE, PACKED, Sizes
+from eagle3_jax.decoding.rounds.state import STATE_SHARDING_RULES, TokenLogprobs, empty_state, put_logprobs
 from eagle3_jax.mesh import shardings
 from eagle3_jax.models.checkpoint.load import parameter_path
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
@@ -196,7 +198,7 @@ def check(program: str, tree: Any, greedy: bool, topology: str, config: ModelCon
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     mesh = Mesh(np.array(devices).reshape(1, -1), ("data", "model"))
     name, _, form = program.partition(" ")
-    parts = shapes(mesh, tree, programs.PACKED[-1] if form == "packed" else programs.ALONE[0], config)
+    parts = shapes(mesh, tree, PACKED[-1] if form == "packed" else ALONE[0], config)
     structures = [structure for structure, _ in parts]
     rows = jnp.zeros(SIZES.batch, bool), jnp.array([2]) if form == "narrow" else None
     jitted: Any = getattr(programs, name)

@@ -13,9 +13,11 @@ from eagle3_jax.config import DraftTree, MeshConfig
 from eagle3_jax.decoding.choice import costs
 from eagle3_jax.decoding.choice.modes import VANILLA, WITH_HEAD
 from eagle3_jax.decoding.device import runner
-from eagle3_jax.decoding.device.programs import Models, Sizes, empty_state
+from eagle3_jax.decoding.device.models import Models
+from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import SamplingParams
+from eagle3_jax.decoding.rounds.state import empty_state
 from eagle3_jax.kernels.linear import few_rows
 from eagle3_jax.mesh import make_mesh, shardings
 from eagle3_jax.models.families.llama import Llama

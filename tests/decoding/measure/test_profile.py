@@ -15,8 +15,10 @@ from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.choice import modes
 from eagle3_jax.decoding.choice.modes import Tier
 from eagle3_jax.decoding.device import programs
-from eagle3_jax.decoding.device.programs import Models, Sizes
+from eagle3_jax.decoding.device.models import Models
+from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.measure import profile
+from eagle3_jax.decoding.rounds.state import empty_state
 from eagle3_jax.formats import mtp
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.drafts.model import DraftModel
@@ -29,7 +31,7 @@ SIZES = Sizes.plan(2, 64, 16, EVERY)
 
 
 def busy(models: Models):
-    state = jax.jit(lambda m: programs.empty_state(m, SIZES, EVERY, None))(models)
+    state = jax.jit(lambda m: empty_state(m, SIZES, EVERY, None))(models)
     return programs.rehearse(state, np.int32(8))
 
 

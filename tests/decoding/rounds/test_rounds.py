@@ -11,8 +11,10 @@ import pytest
 from hlo import product_and_sum_fusions
 
 from eagle3_jax.config import DraftTree
+from eagle3_jax.decoding.rounds import generate as contiguous
 from eagle3_jax.decoding.rounds import round as rounds
 from eagle3_jax.decoding.rounds.sampling import Sampling
+from eagle3_jax.decoding.rounds.state import State
 from eagle3_jax.kernels.cache.api import commit
 from eagle3_jax.kernels.tree_attention import packed_heads
 from eagle3_jax.kernels.tree_attention.api import tree_attention
@@ -45,11 +47,11 @@ BOTH = ["chain3", pytest.param("tree3x3", marks=pytest.mark.slow)]
 PROMPTS = np.random.default_rng(0).integers(0, 24, (4, 9)).astype(np.int32)
 LENGTHS = np.array([9, 3, 6, 1], np.int32)
 
-decode = jax.jit(rounds.decode, static_argnames=("tree", "greedy"))
+decode = jax.jit(rounds.run_rounds, static_argnames=("tree", "greedy"))
 
 
-def generate(target, draft, rows=slice(None), **kwargs) -> rounds.State:
-    return rounds.generate(
+def generate(target, draft, rows=slice(None), **kwargs) -> State:
+    return contiguous.generate(
         target,
         draft,
         jnp.asarray(PROMPTS[rows]),
@@ -62,10 +64,10 @@ def generate(target, draft, rows=slice(None), **kwargs) -> rounds.State:
 
 @functools.cache
 def _prefill():
-    return jax.jit(rounds.prefill, static_argnames=("slots", "max_output", "tree", "greedy"))
+    return jax.jit(contiguous.prefill, static_argnames=("slots", "max_output", "tree", "greedy"))
 
 
-def prefill(toy, draft, prompts, lengths, tree) -> rounds.State:
+def prefill(toy, draft, prompts, lengths, tree) -> State:
     batch = len(prompts)
     return _prefill()(
         toy.target,
@@ -199,7 +201,7 @@ def test_positions_of_drafting_and_extending(toy, monkeypatch):
 
     @jax.jit
     def two_rounds():
-        state = rounds.prefill(
+        state = contiguous.prefill(
             toy.target,
             toy.random,
             jnp.asarray(PROMPTS[:1, :7]),
@@ -299,7 +301,7 @@ def test_the_end_of_sequence_ends_each_sequence_where_vanilla_ends(toy, vanilla,
 def test_sampled_tokens_have_the_target_s_distribution(toy, name, sample_drafts):
     """Second and third token of 4096 answers (the first round's) against the exact distribution, by chi-square."""
     samples, vocabulary, prompt = 4096, 24, PROMPTS[2, :6]
-    state = rounds.generate(
+    state = contiguous.generate(
         toy.target,
         toy.good,
         jnp.asarray(np.tile(prompt, (samples, 1))),
@@ -377,7 +379,7 @@ def test_temperatures_mix_in_one_batch_and_the_key_matters(toy, vanilla, sample_
     np.testing.assert_array_equal(state.output[:3, :MAX_TOKENS], vanilla[:3])
     assert state.output[3].tolist() != vanilla[3].tolist()
     np.testing.assert_array_equal(run().output, state.output)
-    other = rounds.generate(
+    other = contiguous.generate(
         toy.target,
         toy.good,
         jnp.asarray(PROMPTS),
@@ -402,7 +404,7 @@ def test_rounds_have_no_fusion_that_cpus_compute_wrongly(toy, greedy):
     @jax.jit
     def program(*leaves):
         state = jax.tree.unflatten(structure, leaves)
-        return jax.tree.leaves(rounds.decode(toy.target, toy.good, state, 4, 4, tree=tree, greedy=greedy))
+        return jax.tree.leaves(rounds.run_rounds(toy.target, toy.good, state, 4, 4, tree=tree, greedy=greedy))
 
     text = program.lower(*leaves).compile().as_text() or ""
     assert "__ynn_fusion" in text
@@ -412,7 +414,7 @@ def test_rounds_have_no_fusion_that_cpus_compute_wrongly(toy, greedy):
 def test_a_policy_update_between_two_calls_compiles_nothing(toy):
     """As a loop of reinforcement learning does: both networks change, shapes do not."""
     tree = TREES["chain3"]
-    jitted: Any = rounds.generate
+    jitted: Any = contiguous.generate
     generate(toy.target, toy.good, tree=tree)
     compiled = jitted._cache_size()
     policy = jax.tree.map(lambda x: x * 1.05, toy.target)
@@ -438,7 +440,7 @@ def test_sizes_that_cannot_fit_are_refused(toy, options, message):
     options = {"draft": toy.good, "max_tokens": MAX_TOKENS, **options}
     draft = options.pop("draft")
     with pytest.raises(ValueError, match=message):
-        rounds.generate(
+        contiguous.generate(
             toy.target,
             draft,
             jnp.asarray(PROMPTS),

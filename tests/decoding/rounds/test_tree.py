@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle3_jax.config import DraftTree
+from eagle3_jax.decoding.rounds import draft as draft_lib
 from eagle3_jax.decoding.rounds import tree as tree_lib
 from eagle3_jax.decoding.rounds.lookup import Copied
 from eagle3_jax.decoding.rounds.sampling import Sampling
@@ -110,7 +111,7 @@ GRAFTED = [
 
 @jax.jit
 def grafted(order, tokens, parents, copied, merges):
-    return tree_lib.graft(order, tokens, parents, copied, merges)
+    return draft_lib.graft(order, tokens, parents, copied, merges)
 
 
 @pytest.mark.slow
@@ -223,7 +224,7 @@ def test_candidates_of_one_depth_do_not_see_each_other(toy, monkeypatch):
     )
     state, cache = jnp.ones((1, toy.target.config.hidden_size)), toy.good.head.empty_cache(1, 32)
     size = DraftTree(num_steps=4, topk=3, num_draft_tokens=10)
-    tree_lib.grow(toy.target, toy.good, size, jnp.array([18]), state, cache, jnp.array([0]))
+    draft_lib.grow(toy.target, toy.good, size, jnp.array([18]), state, cache, jnp.array([0]))
     for depth, mask in enumerate(seen, start=1):
         assert mask.shape == (1, 3, 3 * depth)
         assert mask.reshape(3, depth, 3).sum(axis=-1).tolist() == [[1] * depth] * 3
@@ -247,7 +248,7 @@ def test_grow_against_a_reference_without_cache(toy, size, kind):
         draft.head.empty_cache(1, 32),
         jnp.zeros(1, jnp.int32),
     )
-    tree, _ = jax.jit(tree_lib.grow, static_argnums=2)(
+    tree, _ = jax.jit(draft_lib.grow, static_argnums=2)(
         toy.target, draft, size, jnp.array([root], jnp.int32), states[:, -1], cache, jnp.array([length], jnp.int32)
     )
     got = []
@@ -270,7 +271,7 @@ def test_siblings_are_drawn_without_replacement():
     q /= q.sum()
     sampling = dataclasses.replace(Sampling.greedy(2), temperature=jnp.array([2.0, 0.0]))
     coins = jax.random.uniform(jax.random.key(0), (2, samples, 2, 2))
-    gained, ids, probs = tree_lib._draw_children(jnp.broadcast_to(logits, (2, samples, 4)), sampling, coins)
+    gained, ids, probs = draft_lib._draw_children(jnp.broadcast_to(logits, (2, samples, 4)), sampling, coins)
     assert (ids[1] == jnp.arange(2)[None]).all()
     np.testing.assert_allclose(probs[0, 0], q, rtol=1e-5)
     np.testing.assert_allclose(gained[0], np.log(q)[np.asarray(ids[0])], rtol=1e-4)

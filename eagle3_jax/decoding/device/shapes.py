@@ -1,0 +1,91 @@
+"""The shapes that an engine compiles programs for, and the sizes of what it allocates once."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from eagle3_jax.decoding.choice.modes import Tier, scratch_of
+
+# Rounds of one decode step, at most: requests join and leave between two.
+ROUNDS = 4
+# (rows, tokens of each) of the prefill programs. Short prompts are packed: each takes as many rows as it needs, one
+# behind the other. A long one is read alone, in one row.
+PACKED = ((4, 16), (16, 16))
+ALONE = ((1, 256), (1, 1024))
+# Tokens of prompts, padding included, between two dispatches of rounds.
+MOST_READ = 1024
+# What a dispatch costs beside its tokens, in tokens; padding is no better.
+_DISPATCH = 64
+# Rows of the decode programs, beside the whole batch (batch buckets): one client of a large batch pays for few rows.
+# On CPUs 2 and 4 rows cost what one does where weights are float32; from 8 rows on twice the rows cost 1.4 times as
+# much and more.
+WIDTHS = (1, 4, 8, 16, 32, 64, 128, 256)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What an engine allocates once.
+
+    Attributes:
+        batch: sequences decoded together. max_length: of prompt and answer.
+        pages: of the caches, `TRASH` not counted. page_size: in tokens.
+        pages_per_sequence: of the longest request, the scratch of a round included.
+    """
+
+    batch: int
+    max_length: int
+    pages: int
+    page_size: int
+    pages_per_sequence: int
+
+    @classmethod
+    def plan(
+        cls, batch: int, max_length: int, page_size: int, tiers: Sequence[Tier], kv_tokens: int | None = None
+    ) -> Sizes:
+        """Args: kv_tokens: of all requests together; None lets the whole batch be `max_length` long.
+
+        Raises:
+            ValueError: no room for one request.
+        """
+        each = -(-(max_length + scratch_of(tiers)) // page_size)
+        pages = each * batch if kv_tokens is None else kv_tokens // page_size
+        if pages < each:
+            raise ValueError(f"kv_tokens: got {kv_tokens}, expected at least {each * page_size}, room for one request")
+        return cls(batch, max_length, pages, page_size, each)
+
+    @property
+    def slots(self) -> int:
+        """Of the longest request, in its pages."""
+        return self.pages_per_sequence * self.page_size
+
+    @property
+    def columns(self) -> int:
+        """Of a chunk's page table: a prompt's last stretch is padded beyond its pages."""
+        return self.pages_per_sequence + -(-max(length for _, length in self.chunks) // self.page_size)
+
+    @property
+    def chunks(self) -> list[tuple[int, int]]:
+        """(rows, tokens of each) of the prefill programs that this engine has a use for."""
+        alone = [shape for shape in ALONE if math.prod(shape) < 2 * self.max_length]
+        together = [shape for shape in PACKED[1:] if math.prod(shape) < 2 * self.max_length * (self.batch - 1)]
+        return [*alone, *PACKED[:1], *together]
+
+    @property
+    def widths(self) -> list[int]:
+        """Rows of the decode programs, ascending."""
+        return [width for width in WIDTHS if width < self.batch] + [self.batch]
+
+    def chunk_for(self, left: Sequence[int]) -> tuple[int, int]:
+        """The prefill program for prompts with so many tokens left, the first one's turn: the least padding."""
+
+        def use(shape: tuple[int, int]) -> tuple[float, int]:
+            free, length = shape
+            read = 0
+            for tokens in left:
+                rows = min(-(-tokens // length), free)
+                read, free = read + min(tokens, rows * length), free - rows
+            return read / (math.prod(shape) + _DISPATCH), math.prod(shape)
+
+        return max(self.chunks, key=use)

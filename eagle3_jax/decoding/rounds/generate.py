@@ -1,0 +1,166 @@
+"""Decoding as a pure function over contiguous caches: for reinforcement learning and other loops inside a program."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from eagle3_jax.config import DraftTree
+from eagle3_jax.decoding.rounds.read import read
+from eagle3_jax.decoding.rounds.round import run_rounds
+from eagle3_jax.decoding.rounds.sampling import Sampling
+from eagle3_jax.decoding.rounds.state import STATE_SHARDING_RULES, State, is_stop, put_at
+from eagle3_jax.decoding.rounds.tree import scratch_slots, steps_of
+from eagle3_jax.mesh import constrain
+from eagle3_jax.models.drafts.head import Draft
+from eagle3_jax.models.target import TargetModel
+
+
+@functools.partial(jax.jit, static_argnames=("max_tokens", "tree", "slots"))
+def generate(
+    target: TargetModel,
+    draft: Draft | None,
+    prompts: Int[Array, "b p"],
+    lengths: Int[Array, " b"],
+    rng: Key[Array, ""],
+    *,
+    max_tokens: int,
+    tree: DraftTree | None = None,
+    temperature: float | Float[Array, "..."] | None = None,
+    top_k: int | Int[Array, "..."] = 0,
+    top_p: float | Float[Array, "..."] = 1.0,
+    min_p: float | Float[Array, "..."] = 0.0,
+    ignore_eos: bool | Bool[Array, "..."] = False,
+    slots: int | None = None,
+) -> State:
+    """Answers a batch of prompts without a host: for reinforcement learning and other loops inside a program.
+
+    Pure: the weights of target and draft are arguments like any other, and may change from call to call without a
+    compilation. On several TPU chips call it under `jax.set_mesh`: the attention kernel is split over the mesh that is
+    set.
+
+    Args:
+        prompts: padded on the right. lengths: of each prompt, at least 1.
+        tree: None is vanilla decoding. With `lookup_tokens` the draft may be None: all drafts are copied then.
+        temperature: None is greedy and leaves sampling out of the program.
+        temperature, top_k, top_p, min_p, ignore_eos: one for all, or one a sequence.
+        slots: of each sequence's caches; None is as many as they need.
+
+    Returns:
+        The final state: `output[:, :max_tokens]` with `num_output` tokens each (the end-of-sequence token included),
+        0 behind them; `rounds` and `accepted` say how well the draft did.
+
+    Raises:
+        ValueError: prompts and answers that do not fit into `slots` or the target's positions; a tree without a draft.
+    """
+    batch, length = prompts.shape
+    need, most = slots_needed(length, max_tokens, tree), target.config.max_position_embeddings
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens: got {max_tokens}, expected at least 1")
+    if length + max_tokens > most:
+        raise ValueError(f"prompts, max_tokens: got {length} + {max_tokens}, expected the target's {most} at most")
+    if slots is not None and slots < need:
+        raise ValueError(f"slots: got {slots}, expected at least {need} for these prompts, max_tokens and tree")
+    if tree is not None and draft is None and tree.num_draft_tokens != tree.lookup_tokens + 1:
+        raise ValueError(f"draft: got None, expected a draft head for {tree}")
+
+    def each(value: Any, dtype: Any) -> Array:
+        return jnp.broadcast_to(jnp.asarray(0 if value is None else value, dtype), (batch,))
+
+    sampling = Sampling(
+        each(temperature, jnp.float32),
+        each(top_k, jnp.int32),
+        each(top_p, jnp.float32),
+        each(min_p, jnp.float32),
+        jax.random.split(rng, batch),
+    )
+    greedy = temperature is None
+    eos = jnp.asarray(target.config.eos_token_ids or (-1,), jnp.int32)
+    state = prefill(
+        target,
+        draft,
+        prompts,
+        lengths,
+        sampling,
+        each(max_tokens, jnp.int32),
+        jnp.where(each(ignore_eos, bool)[:, None], -1, eos[None]),
+        slots=slots or need,
+        max_output=max_tokens,
+        tree=tree,
+        greedy=greedy,
+    )
+    return run_rounds(target, draft, state, max_tokens, batch, tree=tree, greedy=greedy)
+
+
+def prefill(
+    target: TargetModel,
+    draft: Draft | None,
+    tokens: Int[Array, "b p"],
+    prompt_lengths: Int[Array, " b"],
+    sampling: Sampling,
+    limit: Int[Array, " b"],
+    stop_ids: Int[Array, "b stops"],
+    *,
+    slots: int,
+    max_output: int,
+    tree: DraftTree | None,
+    greedy: bool,
+) -> State:
+    """Reads whole prompts into contiguous caches and chooses each answer's first token.
+
+    Args:
+        tokens: prompts, padded on the right.
+        slots: of the caches, at least `slots_needed(p, max_output, tree)`: a write beyond the end would be moved.
+        max_output: the largest `limit`.
+        tree: None is vanilla decoding; the draft is then not used.
+        greedy: every request is `SamplingParams.greedy`.
+    """
+    batch = tokens.shape[0]
+    none = jnp.zeros(batch, jnp.int32)
+    draft = None if tree is None else draft
+    caches = target.empty_cache(batch, slots), None if draft is None else draft.head.empty_cache(batch, slots)
+    found, (cache, draft_cache) = read(
+        target,
+        draft,
+        tokens,
+        jnp.roll(tokens, -1, axis=1),
+        none,
+        prompt_lengths,
+        jnp.ones(batch, bool),
+        caches,
+        sampling,
+        stop_ids,
+        greedy=greedy,
+    )
+    state = State(
+        cache=cache,
+        lengths=prompt_lengths,
+        root=found.root,
+        output=jnp.zeros((batch, max_output + steps_of(tree) + 1), jnp.int32).at[:, 0].set(found.root),
+        num_output=none + 1,
+        limit=limit,
+        done=(limit <= 1) | is_stop(found.root, stop_ids) | found.failed,
+        failed=found.failed,
+        stop_ids=stop_ids,
+        sampling=sampling,
+        rounds=none,
+        drafted=none,
+        accepted=jnp.zeros((batch, steps_of(tree)), jnp.int32),
+        draft_cache=draft_cache,
+        draft_state=found.draft_state,
+        history=put_at(
+            put_at(jnp.zeros((batch, slots + 1), jnp.int32), tokens, none), found.root[:, None], prompt_lengths
+        )
+        if tree is not None and tree.lookup_tokens
+        else None,
+    )
+    return constrain(state, STATE_SHARDING_RULES)
+
+
+def slots_needed(prompt_slots: int, max_tokens: int, tree: DraftTree | None) -> int:
+    """Cache slots for prompts of at most `prompt_slots` tokens, padding included, and their answers."""
+    return prompt_slots + max_tokens + scratch_slots(tree)

@@ -1,0 +1,101 @@
+"""Prefill: reads a stretch of each prompt into the caches and chooses the token behind it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from eagle3_jax.decoding.rounds.sampling import BONUS, Sampling, sample
+from eagle3_jax.decoding.rounds.verify import row_of
+from eagle3_jax.kernels.vocabulary.api import argmax
+from eagle3_jax.models.cache import KVCache, PageTable
+from eagle3_jax.models.drafts.head import Draft
+from eagle3_jax.models.target import TargetModel
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """What reading a stretch of the prompts leaves, beside the caches: the token behind each prompt's end.
+
+    Attributes:
+        logits: at the last position read.
+        root: chosen from them. failed: they are not finite.
+        draft_state: of the last pair; None in vanilla decoding.
+    """
+
+    logits: Float[Array, "b v"]
+    root: Int[Array, " b"]
+    failed: Bool[Array, " b"]
+    draft_state: Float[Array, "b h"] | None
+
+
+def read(
+    target: TargetModel,
+    draft: Draft | None,
+    tokens: Int[Array, "b t"],
+    following: Int[Array, "b t"],
+    starts: Int[Array, " b"],
+    counts: Int[Array, " b"],
+    ends: Bool[Array, " b"],
+    caches: tuple[KVCache, KVCache | None],
+    sampling: Sampling,
+    stop_ids: Int[Array, "b stops"],
+    page_table: PageTable | None = None,
+    *,
+    greedy: bool,
+) -> tuple[Read, tuple[KVCache, KVCache | None]]:
+    """Reads a stretch of each prompt into the caches, and chooses a token behind it.
+
+    Args:
+        tokens: the stretch, padded on the right; its first position is `starts`, it has `counts` tokens.
+        following: the token behind each of them; behind the prompt's end the chosen one takes its place.
+        ends: the prompt ends with this stretch.
+        page_table: None where the caches are contiguous.
+    """
+    positions = starts[:, None] + jnp.arange(tokens.shape[1])[None]
+    cache, draft_cache = caches
+    hidden, aux, cache = target(tokens, positions, cache, starts, page_table=page_table)
+    last = jnp.maximum(counts - 1, 0)
+    logits = target.logits(row_of(hidden, last))
+    root, failed = _first_token(logits, sampling, starts + counts, stop_ids, greedy=greedy)
+    draft_state = None
+    if draft is not None and draft_cache is not None:
+        at_end = (jnp.arange(tokens.shape[1])[None] == last[:, None]) & ends[:, None]
+        following = jnp.where(at_end, root[:, None], following)
+        features = draft.head.fuse(aux)
+        states, draft_cache = draft.head.feed(
+            target.embed[...],
+            following,
+            features,
+            positions,
+            draft_cache,
+            starts,
+            preceding=tokens[:, :1],
+            row=last,
+            page_table=page_table,
+        )
+        draft_state = states[:, 0]
+    return Read(logits, root, failed, draft_state), (cache, draft_cache)
+
+
+def _first_token(
+    logits: Float[Array, "b v"],
+    sampling: Sampling,
+    lengths: Int[Array, " b"],
+    stop_ids: Int[Array, "b stops"],
+    *,
+    greedy: bool,
+) -> tuple[Int[Array, " b"], Bool[Array, " b"]]:
+    """The token that follows a prompt, from the logits at its last position."""
+    predicted = argmax(logits)
+    failed = ~jnp.isfinite(jnp.take_along_axis(logits, predicted[:, None], axis=1)[:, 0])
+    if greedy:
+        return predicted, failed
+    if sampling.rules is not None:
+        logits = sampling.rules.apply(logits, stop_ids, lengths)
+    # A prompt's own length belongs to the first round.
+    return sample(logits, sampling, sampling.uniform(lengths - 1, BONUS, 2)), failed

@@ -1,0 +1,172 @@
+"""Sequences being decoded: the pytree that rounds take and return."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import P
+from jaxtyping import Array, Bool, Float, Int
+
+from eagle3_jax.decoding.choice.modes import Tier, copies, depth_of, nodes_of
+from eagle3_jax.decoding.device.catch_up import Unread
+from eagle3_jax.decoding.device.models import Models
+from eagle3_jax.decoding.device.shapes import ROUNDS, Sizes
+from eagle3_jax.decoding.params import MAX_BIASED, MAX_LOGPROBS, MAX_STOP_IDS
+from eagle3_jax.decoding.rounds.sampling import LogitRules, Sampling
+from eagle3_jax.decoding.rounds.tree import LastTree
+from eagle3_jax.mesh import constrain
+from eagle3_jax.models.cache import KVCache
+
+# The page that nothing is read from: rows that have ended write to it.
+TRASH = 0
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """Sequences being decoded. Every leaf but paged caches has the batch first.
+
+    Attributes:
+        page_table: the page of each stretch of a sequence, in both caches; None where they are contiguous.
+        lengths: committed tokens, in the target's cache and in the draft's.
+        root: the last token chosen; not yet in the target's cache.
+        output: tokens chosen so far, root included; 0 behind them. Room for `limit` tokens and one round more.
+        limit: most tokens to choose.
+        done: ended by a stop token or by the limit; nothing of such a sequence changes any more.
+        failed: ended because the target's logits were not finite.
+        stop_ids: tokens that end the sequence; -1 where there is none.
+        rounds: rounds it took part in. drafted: of those, with drafts.
+        accepted: in how many of them the draft at each depth was accepted.
+        logprobs: of each output token, before rules and filters; None where nobody asks (`greedy` programs leave it).
+        draft_cache, draft_state: None without a draft head.
+        history: the sequence's tokens, root included, where drafts are copied from it (`lookup`); else None.
+        unread: what a resting head has missed; None where it never rests.
+        ends: `num_output` behind each round of one `decode`, 0 behind those that were not run; None where nobody asks.
+        last_tree: of the last round that each took part in; None where nobody asks.
+    """
+
+    cache: KVCache
+    lengths: Int[Array, " b"]
+    root: Int[Array, " b"]
+    output: Int[Array, "b m"]
+    num_output: Int[Array, " b"]
+    limit: Int[Array, " b"]
+    done: Bool[Array, " b"]
+    failed: Bool[Array, " b"]
+    stop_ids: Int[Array, "b stops"]
+    sampling: Sampling
+    rounds: Int[Array, " b"]
+    drafted: Int[Array, " b"]
+    accepted: Int[Array, "b s"]
+    logprobs: TokenLogprobs | None = None
+    page_table: Int[Array, "b pages"] | None = None
+    draft_cache: KVCache | None = None
+    draft_state: Float[Array, "b h"] | None = None
+    history: Int[Array, "b t"] | None = None
+    unread: Unread | None = None
+    ends: Int[Array, "b rounds"] | None = None
+    last_tree: LastTree | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities of the output tokens.
+
+    Attributes:
+        asked: how many of the best tokens are asked for, -1 for nothing at all.
+        chosen: of the output tokens. tokens, best: the k best at each place, best first.
+    """
+
+    asked: Int[Array, " b"]
+    chosen: Float[Array, "b m"]
+    tokens: Int[Array, "b m k"]
+    best: Float[Array, "b m k"]
+
+
+# KV heads over the model axis; the rest whole on every device, where every process can read it.
+STATE_SHARDING_RULES = ((r"cache", P(None, "model")),)
+
+
+def empty_state(models: Models, sizes: Sizes, tiers: Sequence[Tier], kv_dtype: Any) -> State:
+    """A batch of free places, and caches one page of which is `TRASH`; for any of the tiers."""
+    target, draft = models.modules()
+    batch, pages, page_size = sizes.batch, sizes.pages + 1, sizes.page_size
+    steps, vocabulary = depth_of(tiers), target.config.vocab_size
+    room = ROUNDS * (steps + 1)
+    none, nothing = jnp.zeros(batch, jnp.int32), jnp.zeros(batch)
+    rules = LogitRules(
+        repetition=nothing + 1,
+        presence=nothing,
+        frequency=nothing,
+        bias_tokens=jnp.zeros((batch, MAX_BIASED), jnp.int32),
+        bias=jnp.zeros((batch, MAX_BIASED)),
+        first_stop=none,
+        in_prompt=jnp.zeros((batch, vocabulary), bool),
+        counts=jnp.zeros((batch, vocabulary), jnp.int32),
+    )
+    best = min(MAX_LOGPROBS, vocabulary)
+    state = State(
+        cache=target.empty_pages(pages, page_size, kv_dtype),
+        lengths=none,
+        root=none,
+        output=jnp.zeros((batch, room), jnp.int32),
+        num_output=none,
+        limit=none,
+        done=jnp.ones(batch, bool),
+        failed=jnp.zeros(batch, bool),
+        stop_ids=jnp.full((batch, MAX_STOP_IDS), -1, jnp.int32),
+        sampling=dataclasses.replace(Sampling.greedy(batch), rules=rules),
+        rounds=none,
+        drafted=none,
+        accepted=jnp.zeros((batch, steps), jnp.int32),
+        logprobs=TokenLogprobs(
+            none - 1,
+            jnp.zeros((batch, room)),
+            jnp.zeros((batch, room, best), jnp.int32),
+            jnp.zeros((batch, room, best)),
+        ),
+        # Without the padding of prompts: XLA's attention reads every page that a table has room for, in each round.
+        page_table=jnp.full((batch, sizes.pages_per_sequence), TRASH, jnp.int32),
+        draft_cache=None if draft is None else draft.head.empty_pages(pages, page_size),
+        draft_state=None if draft is None else jnp.zeros((batch, draft.head.config.hidden_size), draft.head.dtype),
+        history=jnp.zeros((batch, sizes.slots + 1), jnp.int32) if copies(tiers) else None,
+        ends=jnp.zeros((batch, ROUNDS), jnp.int32),
+        last_tree=LastTree.empty(batch, nodes_of(tiers)),
+    )
+    if draft is not None and not all(tier.head for tier in tiers):
+        width = draft.head.config.num_aux_layers * draft.head.config.target_hidden_size
+        state = dataclasses.replace(state, unread=Unread.empty(batch, width, steps + 1, draft.head.dtype))
+    return constrain(state, STATE_SHARDING_RULES)
+
+
+def is_stop(tokens: Int[Array, "b *t"], stop_ids: Int[Array, "b stops"]) -> Bool[Array, "b *t"]:
+    """Whether each token is among its sequence's stop tokens."""
+    stops = stop_ids.reshape(stop_ids.shape[0], *(1,) * (tokens.ndim - 1), -1)
+    return (tokens[..., None] == stops).any(axis=-1)
+
+
+def put_logprobs(
+    logprobs: TokenLogprobs, logits: Float[Array, "b p v"], chosen: Int[Array, "b p"], at: Int[Array, " b"]
+) -> TokenLogprobs:
+    """Writes the log-probabilities of p tokens and of the best ones from place `at` on."""
+    normalizer = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    of_chosen = jnp.take_along_axis(logits, chosen[:, :, None], axis=-1) - normalizer
+    # Of a matrix: of an array of three dimensions XLA sorts the whole vocabulary on TPUs, and compiles that for long.
+    best, tokens = jax.lax.top_k(logits.reshape(-1, logits.shape[-1]), logprobs.best.shape[-1])
+    shape = (*logits.shape[:-1], -1)
+    return dataclasses.replace(
+        logprobs,
+        chosen=put_at(logprobs.chosen, of_chosen[:, :, 0], at),
+        tokens=put_at(logprobs.tokens, tokens.reshape(shape), at),
+        best=put_at(logprobs.best, best.reshape(shape) - normalizer, at),
+    )
+
+
+def put_at(rows: Array, new: Array, at: Int[Array, " b"]) -> Array:
+    """Each row with its new entries from place `at` on."""
+    return jax.vmap(lambda row, x, i: jax.lax.dynamic_update_slice_in_dim(row, x, i, 0))(rows, new, at)
