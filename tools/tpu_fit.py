@@ -210,7 +210,7 @@ def decoding(
     length = max(length for _, length in sizes.chunks)
 
     def chunk() -> Chunk:
-        return Chunk(**{k: jnp.asarray(v) for k, v in Chunk.blank(1, length, sizes).items()})
+        return jax.tree.map(jnp.asarray, Chunk.of((), 1, length, sizes))
 
     read, one = placed(jax.eval_shape(chunk), mesh), placed(jax.ShapeDtypeStruct((), jnp.int32), mesh)
     cancelled = placed(jax.ShapeDtypeStruct((batch,), jnp.bool_), mesh)

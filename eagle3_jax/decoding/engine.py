@@ -42,6 +42,7 @@ from eagle3_jax.decoding.request import FinishReason, QueueFullError, Request, s
 from eagle3_jax.decoding.request import Output as Output
 from eagle3_jax.decoding.request import Piece as Piece
 from eagle3_jax.decoding.request import Stats as Stats
+from eagle3_jax.decoding.rounds.state import RequestRows
 from eagle3_jax.decoding.steps import Progress
 from eagle3_jax.formats import mtp
 from eagle3_jax.formats.heads import load_draft
@@ -605,25 +606,33 @@ class Engine:
 
     def _read_prompts(self, requests: Sequence[Request], count: int, length: int) -> None:
         """Reads on in prompts, one after the other, by the program for `count` stretches of `length` tokens."""
-        chunk = Chunk.blank(count, length, self._runner.sizes)
+        sizes, stretches = self._runner.sizes, list[Chunk]()
         ended: dict[int, Request] = {}
-        row = 0
         for request in requests:
-            if row == count:
+            if len(stretches) == count:
                 break
             if request.read == request.cached and (request.params.penalises or self._copies):
                 self._runner.note_prompt(request.place, request.ids)
-            while row < count and request.read < len(request.ids):
-                _fill(chunk, row, request, length, self._eos)
-                request.read += int(chunk["counts"][row])
-                if chunk["ends"][row]:
-                    ended[row] = request
-                    self._cancelled.discard(request.place)
-                row += 1
             assert request.lease is not None
+            asked, pages = _row(request, self._eos), request.lease.pages
+            while len(stretches) < count and request.read < len(request.ids):
+                stretch = Chunk.stretch(
+                    sizes,
+                    length,
+                    slot=request.place,
+                    prompt=request.ids,
+                    start=request.read,
+                    pages=pages,
+                    request=asked,
+                )
+                request.read += int(stretch.counts[0])
+                if stretch.ends[0]:
+                    ended[len(stretches)] = request
+                    self._cancelled.discard(request.place)
+                stretches.append(stretch)
             self._pool.register(request.lease, request.ids[: request.read + 1])
         # Also where no prompt ends: it bounds what the device is given at once, and says that it still answers.
-        self._reports.append((self._runner.prefill(chunk), ended, None))
+        self._reports.append((self._runner.prefill(Chunk.of(stretches, count, length, sizes)), ended, None))
 
     def _deliver(self, report: jax.Array, requests: dict[int, Request], tier: Tier | None) -> None:
         """Reads one report (the only transfer of its dispatch) and passes on what it says."""
@@ -748,27 +757,10 @@ def end_ids(config: ModelConfig, tokenizer: Any) -> frozenset[int]:
     return frozenset(config.eos_token_ids) | ({own} if own is not None and own < config.vocab_size else set())
 
 
-def _fill(chunk: dict[str, np.ndarray], row: int, request: Request, length: int, eos: frozenset[int]) -> None:
-    """The next stretch of a request's prompt."""
-    params, lease = request.params, request.lease
-    assert lease is not None
-    ids = request.ids[request.read : request.read + length + 1]
-    chunk["tokens"][row, : len(ids)] = ids
-    chunk["slots"][row], chunk["starts"][row], chunk["counts"][row] = request.place, request.read, min(len(ids), length)
-    chunk["ends"][row] = request.read + length >= len(request.ids)
-    chunk["page_table"][row, : len(lease.pages)] = lease.pages
-    chunk["limits"][row] = request.limit
-    stops = sorted({*params.stop_token_ids} | (frozenset() if params.ignore_eos else eos))
-    chunk["stop_ids"][row, : len(stops)] = stops
-    digest = zlib.crc32(np.asarray(request.ids, np.int32).tobytes())
+def _row(request: Request, eos: frozenset[int]) -> RequestRows:
+    """What a request asks for, as programs read it."""
+    params, digest = request.params, zlib.crc32(np.asarray(request.ids, np.int32).tobytes())
     if request.sample:
         digest = zlib.crc32(b"%d" % request.sample, digest)
-    chunk["seeds"][row] = params.seed_bits, digest
-    chunk["asked"][row] = -1 if params.logprobs is None else params.logprobs
-    for field in ("temperature", "top_k", "top_p", "min_p"):
-        chunk[field][row] = getattr(params, field)
-    for field in ("repetition", "presence", "frequency"):
-        chunk[field][row] = getattr(params, f"{field}_penalty")
-    for i, (token, bias) in enumerate(params.logit_bias.items()):
-        chunk["bias_tokens"][row, i], chunk["bias"][row, i] = token, bias
-    chunk["first_stop"][row] = len(request.ids) + min(params.min_tokens, request.limit)
+    stop_ids = {*params.stop_token_ids} | (frozenset() if params.ignore_eos else eos)
+    return RequestRows.of(params, limit=request.limit, stop_ids=stop_ids, prompt_length=len(request.ids), digest=digest)

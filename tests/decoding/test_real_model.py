@@ -202,7 +202,7 @@ def spread(one: State, sampling: Sampling) -> State:
     """Many sequences with one past and random numbers of their own."""
     batch = len(sampling.temperature)
     state = jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape[1:])), one)
-    return dataclasses.replace(state, sampling=sampling)
+    return dataclasses.replace(state, requests=dataclasses.replace(state.requests, sampling=sampling))
 
 
 @functools.partial(jax.jit, static_argnames="tree")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Bool, Int
 
 from eagle3_jax.decoding.device.shapes import Sizes
-from eagle3_jax.decoding.params import MAX_BIASED, MAX_STOP_IDS
-from eagle3_jax.decoding.rounds.state import TRASH
+from eagle3_jax.decoding.rounds.sampling import Rows, entry
+from eagle3_jax.decoding.rounds.state import TRASH, RequestRows
 
 
 @jax.tree_util.register_dataclass
@@ -27,60 +27,44 @@ class Chunk:
         starts: first position. counts: tokens of the stretch.
         ends: the prompt ends with it; only then the request becomes part of the state.
         page_table: of each request; `TRASH` behind its pages.
-        limits: most tokens to answer.
-        seeds: a request's, and a digest of its prompt: different prompts under one seed get different random numbers,
-            the same prompt always the same.
-        asked: see `TokenLogprobs`.
-        others: `Sampling` and `LogitRules` without what is filled in on the device.
     """
 
-    slots: Int[Array, " r"]
-    tokens: Int[Array, "r t"]
-    starts: Int[Array, " r"]
-    counts: Int[Array, " r"]
-    ends: Bool[Array, " r"]
-    page_table: Int[Array, "r pages"]
-    limits: Int[Array, " r"]
-    stop_ids: Int[Array, "r stops"]
-    seeds: UInt[Array, "r 2"]
-    asked: Int[Array, " r"]
-    temperature: Float[Array, " r"]
-    top_k: Int[Array, " r"]
-    top_p: Float[Array, " r"]
-    min_p: Float[Array, " r"]
-    repetition: Float[Array, " r"]
-    presence: Float[Array, " r"]
-    frequency: Float[Array, " r"]
-    bias_tokens: Int[Array, "r k"]
-    bias: Float[Array, "r k"]
-    first_stop: Int[Array, " r"]
+    slots: Int[Rows, " r"]
+    tokens: Int[Rows, "r t"]
+    starts: Int[Rows, " r"]
+    counts: Int[Rows, " r"]
+    ends: Bool[Rows, " r"]
+    page_table: Int[Rows, "r pages"]
+    requests: RequestRows
 
-    @staticmethod
-    def blank(rows: int, length: int, sizes: Sizes) -> dict[str, np.ndarray]:
-        """The same on the host, to be filled in: rows without a request."""
+    @classmethod
+    def stretch(
+        cls,
+        sizes: Sizes,
+        length: int,
+        *,
+        slot: int,
+        prompt: Sequence[int],
+        start: int,
+        pages: Sequence[int],
+        request: RequestRows,
+    ) -> Chunk:
+        """One row, on the host: `length` tokens of a prompt from `start` on, fewer where it ends."""
+        part = prompt[start : start + length + 1]
+        return cls(
+            slots=entry(slot, np.int32),
+            tokens=entry([*part, *[0] * (length + 1 - len(part))], np.int32),
+            starts=entry(start, np.int32),
+            counts=entry(min(len(part), length), np.int32),
+            ends=entry(0 < len(prompt) <= start + length, bool),
+            page_table=entry([*pages, *[TRASH] * (sizes.columns - len(pages))], np.int32),
+            requests=request,
+        )
 
-        def full(*shape: int, dtype: Any = np.int32, value: Any = 0) -> np.ndarray:
-            return np.full((rows, *shape), value, dtype)
-
-        return {
-            "slots": full(value=sizes.batch),
-            "tokens": full(length + 1),
-            "starts": full(),
-            "counts": full(),
-            "ends": full(dtype=bool),
-            "page_table": full(sizes.columns, value=TRASH),
-            "limits": full(),
-            "stop_ids": full(MAX_STOP_IDS, value=-1),
-            "seeds": full(2, dtype=np.uint32),
-            "asked": full(value=-1),
-            "temperature": full(dtype=np.float32),
-            "top_k": full(),
-            "top_p": full(dtype=np.float32, value=1),
-            "min_p": full(dtype=np.float32),
-            "repetition": full(dtype=np.float32, value=1),
-            "presence": full(dtype=np.float32),
-            "frequency": full(dtype=np.float32),
-            "bias_tokens": full(MAX_BIASED),
-            "bias": full(MAX_BIASED, dtype=np.float32),
-            "first_stop": full(),
-        }
+    @classmethod
+    def of(cls, stretches: Sequence[Chunk], rows: int, length: int, sizes: Sizes) -> Chunk:
+        """Stretches of up to `length` tokens, with rows of no request behind them."""
+        nobody = RequestRows.nobody()
+        blank = cls.stretch(sizes, length, slot=sizes.batch, prompt=(), start=0, pages=(), request=nobody)
+        padded = [*stretches, *[blank] * (rows - len(stretches))]
+        return jax.tree.map(lambda *parts: np.concatenate(parts), *padded)

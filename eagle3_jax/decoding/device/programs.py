@@ -23,7 +23,7 @@ from eagle3_jax.decoding.device.report import Report
 from eagle3_jax.decoding.device.shapes import ROUNDS
 from eagle3_jax.decoding.rounds.read import read
 from eagle3_jax.decoding.rounds.round import run_rounds
-from eagle3_jax.decoding.rounds.sampling import LogitRules, Sampling
+from eagle3_jax.decoding.rounds.sampling import TokenCounts
 from eagle3_jax.decoding.rounds.state import (
     STATE_SHARDING_RULES,
     TRASH,
@@ -46,24 +46,13 @@ def prefill(models: Models, state: State, chunk: Chunk) -> tuple[State, Int[Arra
     Returns:
         The state, and a row a request: see `Report.of_prefill`.
     """
-    (target, draft), rows = models.modules(), dataclasses.replace
-    key = jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(seed[0]), seed[1]))(chunk.seeds)
-    place = jnp.minimum(chunk.slots, state.done.shape[0] - 1)
-    kept = state.sampling.rules
-    assert kept is not None
+    target, draft = models.modules()
+    assert state.token_counts is not None
     assert state.logprobs is not None
     assert state.page_table is not None
-    rules = LogitRules(
-        chunk.repetition,
-        chunk.presence,
-        chunk.frequency,
-        chunk.bias_tokens,
-        chunk.bias,
-        chunk.first_stop,
-        kept.in_prompt[place],
-        jnp.zeros((len(chunk.slots), kept.counts.shape[1]), jnp.int32),
-    )
-    sampling = Sampling(chunk.temperature, chunk.top_k, chunk.top_p, chunk.min_p, key, rules)
+    batch, requests = len(state.done), dataclasses.replace(chunk.requests, sampling=chunk.requests.sampling.with_keys())
+    in_prompt = state.token_counts.in_prompt[jnp.minimum(chunk.slots, batch - 1)]
+    token_counts = TokenCounts(in_prompt, jnp.zeros(in_prompt.shape, jnp.int32))
     found, (cache, draft_cache) = read(
         target,
         draft,
@@ -73,60 +62,50 @@ def prefill(models: Models, state: State, chunk: Chunk) -> tuple[State, Int[Arra
         chunk.counts,
         chunk.ends,
         (state.cache, state.draft_cache),
-        sampling,
-        chunk.stop_ids,
-        PageTable(chunk.page_table, continued=chunk.slots.shape[0] > 1),
+        requests,
+        token_counts,
+        PageTable(chunk.page_table, continued=len(chunk.slots) > 1),
         greedy=False,
     )
-    none = jnp.zeros_like(chunk.slots)
-    logprobs = TokenLogprobs(
-        chunk.asked,
-        jnp.zeros((len(none), 1)),
-        jnp.zeros((len(none), 1, state.logprobs.best.shape[-1]), jnp.int32),
-        jnp.zeros((len(none), 1, state.logprobs.best.shape[-1])),
-    )
+    none, best = jnp.zeros_like(chunk.slots), state.logprobs.best.shape[-1]
     logprobs = jax.lax.cond(
-        (chunk.asked >= 0).any(),
+        (requests.logprobs >= 0).any(),
         lambda x: put_logprobs(x, found.logits[:, None], found.root[:, None], none),
         lambda x: x,
-        logprobs,
+        TokenLogprobs.empty(len(none), 1, best),
     )
-    done = (chunk.limits <= 1) | is_stop(found.root, chunk.stop_ids) | found.failed
-    rules = rules.count(found.root[:, None], jnp.ones((len(none), 1), bool))
-    joined = {
-        "lengths": chunk.starts + chunk.counts,
-        "root": found.root,
-        "limit": chunk.limits - 1,  # of the tokens still to come
-        "num_output": none,
-        "done": done,
-        "failed": found.failed,
-        "stop_ids": chunk.stop_ids,
-        "sampling": rows(sampling, rules=rules),
-        "page_table": chunk.page_table[:, : state.page_table.shape[1]],
-        "draft_state": found.draft_state,
-    }
+    done = (requests.limit <= 1) | is_stop(found.root, requests.stop_ids) | found.failed
+    lengths, in_answer = (
+        chunk.starts + chunk.counts,
+        token_counts.add(found.root[:, None], none[:, None] == 0).in_answer,
+    )
+    at = jnp.where(chunk.ends, chunk.slots, batch)
+
+    def join(rows: Any, new: Any) -> Any:
+        return jax.tree.map(lambda all_, x: all_.at[at].set(x, mode="drop"), rows, new)
+
     history, unread = state.history, state.unread
-    at = jnp.where(chunk.ends, chunk.slots, state.done.shape[0])
-
-    def join(all_: Array, new: Array) -> Array:
-        return all_.at[at].set(new, mode="drop")
-
     if history is not None:
-        history = history.at[at, joined["lengths"]].set(found.root, mode="drop")
+        history = history.at[at, lengths].set(found.root, mode="drop")
     if unread is not None:
-        unread = rows(unread, count=join(unread.count, none))
-    state = rows(
+        unread = dataclasses.replace(unread, count=join(unread.count, none))
+    state = dataclasses.replace(
         state,
-        history=history,
-        unread=unread,
         cache=cache,
         draft_cache=draft_cache,
-        logprobs=rows(state.logprobs, asked=join(state.logprobs.asked, chunk.asked)),
-        **{name: jax.tree.map(join, getattr(state, name), new) for name, new in joined.items()},
+        requests=join(state.requests, dataclasses.replace(requests, limit=requests.limit - 1)),
+        lengths=join(state.lengths, lengths),
+        root=join(state.root, found.root),
+        num_output=join(state.num_output, none),
+        done=join(state.done, done),
+        failed=join(state.failed, found.failed),
+        token_counts=dataclasses.replace(state.token_counts, in_answer=join(state.token_counts.in_answer, in_answer)),
+        page_table=join(state.page_table, chunk.page_table[:, : state.page_table.shape[1]]),
+        draft_state=join(state.draft_state, found.draft_state),
+        history=history,
+        unread=unread,
     )
-    report = Report.of_prefill(logprobs.best.shape[-1]).pack(
-        root=found.root, done=done, failed=found.failed, **_logprob_columns(logprobs)
-    )
+    report = Report.of_prefill(best).pack(root=found.root, done=done, failed=found.failed, **_logprob_columns(logprobs))
     return constrain(state, STATE_SHARDING_RULES), constrain(report, ())
 
 
@@ -155,7 +134,7 @@ def decode(
     whole, state = _take(state, cancelled, places)
     state = dataclasses.replace(
         state,
-        limit=state.limit - state.num_output,
+        requests=dataclasses.replace(state.requests, limit=state.requests.limit - state.num_output),
         output=jnp.zeros_like(state.output),
         num_output=jnp.zeros_like(state.num_output),
         rounds=jnp.zeros_like(state.rounds),
@@ -267,9 +246,12 @@ def rehearse(state: State, length: Int[Array, ""]) -> State:
         done=jnp.zeros_like(state.done),
         failed=jnp.zeros_like(state.failed),
         lengths=each + length,
-        limit=jnp.full_like(state.limit, jnp.iinfo(jnp.int32).max // 2),
+        requests=dataclasses.replace(
+            state.requests,
+            limit=jnp.full_like(state.requests.limit, jnp.iinfo(jnp.int32).max // 2),
+            stop_ids=jnp.full_like(state.requests.stop_ids, -1),
+        ),
         num_output=each,
-        stop_ids=jnp.full_like(state.stop_ids, -1),
         page_table=own,
         history=None if state.history is None else jnp.zeros_like(state.history),
         unread=unread,
@@ -280,14 +262,14 @@ def rehearse(state: State, length: Int[Array, ""]) -> State:
 @functools.partial(jax.jit, donate_argnames="state")
 def note_prompt(state: State, slot: Int[Array, ""], tokens: Int[Array, " s"]) -> State:
     """Notes the tokens of a prompt, padded with -1, before its last stretch is read: for penalties and for lookup."""
-    rules, history = state.sampling.rules, state.history
-    assert rules is not None
-    vocabulary = rules.in_prompt.shape[1]
+    counts, history = state.token_counts, state.history
+    assert counts is not None
+    vocabulary = counts.in_prompt.shape[1]
     held = jnp.zeros(vocabulary, bool).at[jnp.where(tokens < 0, vocabulary, tokens)].set(True, mode="drop")
-    rules = dataclasses.replace(rules, in_prompt=rules.in_prompt.at[slot].set(held))
+    counts = dataclasses.replace(counts, in_prompt=counts.in_prompt.at[slot].set(held))
     if history is not None:
         history = history.at[slot, : len(tokens)].set(tokens)
-    state = dataclasses.replace(state, sampling=dataclasses.replace(state.sampling, rules=rules), history=history)
+    state = dataclasses.replace(state, token_counts=counts, history=history)
     return constrain(state, STATE_SHARDING_RULES)
 
 

@@ -96,11 +96,11 @@ class ModelRunner:
         self._models = Models.of(padded(self.target, self.padding), draft)
         self.reset()
 
-    def prefill(self, chunk: dict[str, np.ndarray]) -> jax.Array:
-        """Reads a stretch of prompts (see `Chunk.blank`). Returns the report of `programs.prefill`, unread."""
-        filled = Chunk(**{name: self._put(value) for name, value in chunk.items()})
+    def prefill(self, chunk: Chunk) -> jax.Array:
+        """Reads a stretch of prompts. Returns the report of `programs.prefill`, unread."""
+        chunk = jax.tree.map(self._put, chunk)
         with self._running() as state:
-            self._state, report = programs.prefill(self._models, state, filled)
+            self._state, report = programs.prefill(self._models, state, chunk)
         return report
 
     def width_for(self, count: int) -> int:
@@ -164,7 +164,7 @@ class ModelRunner:
         """
         self.widths = self.sizes.widths
         work: list[Callable[[], object]] = [
-            functools.partial(self.prefill, Chunk.blank(*shape, self.sizes)) for shape in self.sizes.chunks
+            functools.partial(self.prefill, Chunk.of((), *shape, self.sizes)) for shape in self.sizes.chunks
         ]
         work += [
             functools.partial(self.decode, (), (), 0, 0, width=width, tier=tier, greedy=greedy)

@@ -13,7 +13,7 @@ from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.rounds.read import read
 from eagle3_jax.decoding.rounds.round import run_rounds
 from eagle3_jax.decoding.rounds.sampling import Sampling
-from eagle3_jax.decoding.rounds.state import STATE_SHARDING_RULES, State, is_stop, put_at
+from eagle3_jax.decoding.rounds.state import STATE_SHARDING_RULES, RequestRows, State, is_stop, put_at
 from eagle3_jax.decoding.rounds.tree import scratch_slots, steps_of
 from eagle3_jax.mesh import constrain
 from eagle3_jax.models.drafts.head import Draft
@@ -122,6 +122,7 @@ def prefill(
     batch = tokens.shape[0]
     none = jnp.zeros(batch, jnp.int32)
     draft = None if tree is None else draft
+    requests = RequestRows(limit, stop_ids, none - 1, sampling)
     caches = target.empty_cache(batch, slots), None if draft is None else draft.head.empty_cache(batch, slots)
     found, (cache, draft_cache) = read(
         target,
@@ -132,8 +133,7 @@ def prefill(
         prompt_lengths,
         jnp.ones(batch, bool),
         caches,
-        sampling,
-        stop_ids,
+        requests,
         greedy=greedy,
     )
     state = State(
@@ -142,11 +142,9 @@ def prefill(
         root=found.root,
         output=jnp.zeros((batch, max_output + steps_of(tree) + 1), jnp.int32).at[:, 0].set(found.root),
         num_output=none + 1,
-        limit=limit,
         done=(limit <= 1) | is_stop(found.root, stop_ids) | found.failed,
         failed=found.failed,
-        stop_ids=stop_ids,
-        sampling=sampling,
+        requests=requests,
         rounds=none,
         drafted=none,
         accepted=jnp.zeros((batch, steps_of(tree)), jnp.int32),

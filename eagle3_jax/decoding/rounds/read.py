@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from eagle3_jax.decoding.rounds.sampling import BONUS, Sampling, sample
+from eagle3_jax.decoding.rounds.sampling import BONUS, TokenCounts, sample
+from eagle3_jax.decoding.rounds.state import RequestRows
 from eagle3_jax.decoding.rounds.verify import row_of
 from eagle3_jax.kernels.vocabulary.api import argmax
 from eagle3_jax.models.cache import KVCache, PageTable
@@ -42,8 +43,8 @@ def read(
     counts: Int[Array, " b"],
     ends: Bool[Array, " b"],
     caches: tuple[KVCache, KVCache | None],
-    sampling: Sampling,
-    stop_ids: Int[Array, "b stops"],
+    requests: RequestRows,
+    token_counts: TokenCounts | None = None,
     page_table: PageTable | None = None,
     *,
     greedy: bool,
@@ -61,7 +62,7 @@ def read(
     hidden, aux, cache = target(tokens, positions, cache, starts, page_table=page_table)
     last = jnp.maximum(counts - 1, 0)
     logits = target.logits(row_of(hidden, last))
-    root, failed = _first_token(logits, sampling, starts + counts, stop_ids, greedy=greedy)
+    root, failed = _first_token(logits, requests, token_counts, starts + counts, greedy=greedy)
     draft_state = None
     if draft is not None and draft_cache is not None:
         at_end = (jnp.arange(tokens.shape[1])[None] == last[:, None]) & ends[:, None]
@@ -84,9 +85,9 @@ def read(
 
 def _first_token(
     logits: Float[Array, "b v"],
-    sampling: Sampling,
+    requests: RequestRows,
+    token_counts: TokenCounts | None,
     lengths: Int[Array, " b"],
-    stop_ids: Int[Array, "b stops"],
     *,
     greedy: bool,
 ) -> tuple[Int[Array, " b"], Bool[Array, " b"]]:
@@ -95,7 +96,8 @@ def _first_token(
     failed = ~jnp.isfinite(jnp.take_along_axis(logits, predicted[:, None], axis=1)[:, 0])
     if greedy:
         return predicted, failed
-    if sampling.rules is not None:
-        logits = sampling.rules.apply(logits, stop_ids, lengths)
+    sampling = requests.sampling
+    if sampling.rules is not None and token_counts is not None:
+        logits = sampling.rules.apply(logits, token_counts, requests.stop_ids, lengths)
     # A prompt's own length belongs to the first round.
     return sample(logits, sampling, sampling.uniform(lengths - 1, BONUS, 2)), failed

@@ -77,7 +77,7 @@ def draft_tree(
     if draft is None or state.draft_cache is None or state.draft_state is None:
         assert copied is not None
         return chain_of_copies(state.root, copied), state
-    drawing = state.sampling if tree.sample_drafts and not greedy else None
+    drawing = state.requests.sampling if tree.sample_drafts and not greedy else None
     nodes, cache = grow(
         target, draft, tree, state.root, state.draft_state, state.draft_cache, lengths, drawing, copied, table
     )
@@ -118,16 +118,18 @@ def verify_tree(
         simulated: for benchmarks alone: accepts each draft with this probability, whatever the target says of it.
     """
     lengths, table = _in_use(state)
-    steps = steps_of(tree)
+    steps, sampling = steps_of(tree), state.requests.sampling
     branches = tree is not None and head and (tree.topk > 1 or tree.lookup_tokens > 0)
     hidden, aux, cache = target(
         nodes.tokens, lengths[:, None] + nodes.depths, state.cache, lengths, nodes.mask if branches else None, table
     )
     logits = target.logits(hidden)
     if simulated is None:
-        walk, bonus = verify(nodes, logits, steps, state.sampling, lengths, state.stop_ids, greedy=greedy)
+        walk, bonus = verify(
+            nodes, logits, steps, sampling, lengths, state.requests.stop_ids, state.token_counts, greedy=greedy
+        )
     else:
-        walk, bonus = pretend(nodes, logits, state.sampling.uniform(lengths, COINS, steps) < simulated)
+        walk, bonus = pretend(nodes, logits, sampling.uniform(lengths, COINS, steps) < simulated)
     if branches:
         cache = cache.commit(lengths, walk.path, table)
     failed = ~state.done & ~_finite(logits, walk.path).all(axis=-1)
@@ -161,11 +163,12 @@ def extend(target: TargetModel, draft: Draft | None, state: State, verified: Ver
         draft_state = jnp.where(state.done[:, None], draft_state, states[:, 0])
     elif unread is not None:
         unread = unread.note(chosen, verified.aux, count)
-    sampling, logprobs = state.sampling, state.logprobs
-    if not greedy and sampling.rules is not None:
-        sampling = dataclasses.replace(sampling, rules=sampling.rules.count(chosen, width < count[:, None]))
+    token_counts, logprobs = state.token_counts, state.logprobs
+    if not greedy and token_counts is not None:
+        token_counts = token_counts.add(chosen, width < count[:, None])
     if verified.logits is not None and logprobs is not None:
-        logprobs = _with_logprobs(logprobs, verified.logits, walk.path, chosen, state.num_output)
+        asked = (state.requests.logprobs >= 0).any()
+        logprobs = _with_logprobs(logprobs, asked, verified.logits, walk.path, chosen, state.num_output)
     history = state.history
     if history is not None:
         column = jnp.arange(history.shape[1])[None]
@@ -179,7 +182,7 @@ def extend(target: TargetModel, draft: Draft | None, state: State, verified: Ver
         output=jnp.where(jnp.arange(output.shape[1])[None] < num_output[:, None], output, 0),
         num_output=num_output,
         done=ended,
-        sampling=sampling,
+        token_counts=token_counts,
         rounds=state.rounds + (~state.done).astype(jnp.int32),
         accepted=state.accepted + (jnp.arange(state.accepted.shape[1])[None] < accepted[:, None]).astype(jnp.int32),
         logprobs=logprobs,
@@ -211,6 +214,7 @@ def _finite(logits: Float[Array, "b n v"], path: Int[Array, "b p"]) -> Bool[Arra
 
 def _with_logprobs(
     logprobs: TokenLogprobs,
+    asked: Bool[Array, ""],
     logits: Float[Array, "b n v"],
     path: Int[Array, "b p"],
     chosen: Int[Array, "b p"],
@@ -221,7 +225,7 @@ def _with_logprobs(
     def measure(logprobs: TokenLogprobs) -> TokenLogprobs:
         return put_logprobs(logprobs, jnp.take_along_axis(logits, path[:, :, None], axis=1), chosen, at)
 
-    return jax.lax.cond((logprobs.asked >= 0).any(), measure, lambda x: x, logprobs)
+    return jax.lax.cond(asked, measure, lambda x: x, logprobs)
 
 
 def _cut(
@@ -234,12 +238,12 @@ def _cut(
         draft); whether the sequence has ended.
     """
     column = jnp.arange(chosen.shape[1])[None]
-    stop = is_stop(chosen, state.stop_ids) & (column <= accepted[:, None])
+    stop = is_stop(chosen, state.requests.stop_ids) & (column <= accepted[:, None])
     stops = stop.any(axis=-1)
     until = jnp.where(stops, jnp.argmax(stop, axis=-1).astype(jnp.int32), accepted) + 1
-    count = jnp.where(state.done, 0, jnp.minimum(until, state.limit - state.num_output))
+    count = jnp.where(state.done, 0, jnp.minimum(until, state.requests.limit - state.num_output))
     drafts = jnp.where(state.done, 0, jnp.minimum(until, accepted))
-    return count, drafts, state.done | stops | (state.num_output + count >= state.limit)
+    return count, drafts, state.done | stops | (state.num_output + count >= state.requests.limit)
 
 
 def run_rounds(

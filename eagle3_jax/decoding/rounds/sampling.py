@@ -10,47 +10,93 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
+from eagle3_jax.decoding.params import MAX_BIASED, SamplingParams
 from eagle3_jax.kernels.vocabulary.api import argmax
 
 # What a round's random numbers are for.
 COINS, BONUS, DRAFTS = range(3)
 
+# What the host makes and a program reads. For type checkers it is the program's.
+if TYPE_CHECKING:
+    Rows = Array
+else:
+    Rows = Array | np.ndarray
+
+
+def entry(value: Any, dtype: Any) -> Any:
+    """An array of one entry, on the host."""
+    return np.array([value], dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TokenCounts:
+    """Tokens of each sequence's text; right for sequences that ask for penalties.
+
+    Attributes:
+        in_prompt: whether the prompt has each token. in_answer: how often the answer has it.
+    """
+
+    in_prompt: Bool[Array, "b v"]
+    in_answer: Int[Array, "b v"]
+
+    def add(self, tokens: Int[Array, "b t"], taken: Bool[Array, "b t"]) -> TokenCounts:
+        """With tokens added to the answer."""
+        rows = jnp.arange(tokens.shape[0])[:, None]
+        return dataclasses.replace(self, in_answer=self.in_answer.at[rows, tokens].add(taken.astype(jnp.int32)))
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LogitRules:
-    """What changes the logits before they are sampled from, one entry a sequence.
+    """Changes of the logits in front of sampling, an entry a sequence.
 
     Attributes:
         bias_tokens, bias: added to the logits of these tokens; 0 elsewhere.
         first_stop: no stop token is chosen in front of this position.
-        in_prompt: tokens of the prompt; counts: of the answer, how often. Right for sequences that ask for penalties.
     """
 
-    repetition: Float[Array, " b"]
-    presence: Float[Array, " b"]
-    frequency: Float[Array, " b"]
-    bias_tokens: Int[Array, "b k"]
-    bias: Float[Array, "b k"]
-    first_stop: Int[Array, " b"]
-    in_prompt: Bool[Array, "b v"]
-    counts: Int[Array, "b v"]
+    repetition: Float[Rows, " b"]
+    presence: Float[Rows, " b"]
+    frequency: Float[Rows, " b"]
+    bias_tokens: Int[Rows, "b k"]
+    bias: Float[Rows, "b k"]
+    first_stop: Int[Rows, " b"]
+
+    @classmethod
+    def of(cls, params: SamplingParams, first_stop: int) -> LogitRules:
+        """One entry, on the host."""
+        unused = [0] * (MAX_BIASED - len(params.logit_bias))
+        return cls(
+            repetition=entry(params.repetition_penalty, np.float32),
+            presence=entry(params.presence_penalty, np.float32),
+            frequency=entry(params.frequency_penalty, np.float32),
+            bias_tokens=entry([*params.logit_bias.keys(), *unused], np.int32),
+            bias=entry([*params.logit_bias.values(), *unused], np.float32),
+            first_stop=entry(first_stop, np.int32),
+        )
 
     def apply(
-        self, logits: Float[Array, "b v"], stop_ids: Int[Array, "b stops"], positions: Int[Array, " b"]
+        self,
+        logits: Float[Array, "b v"],
+        counts: TokenCounts,
+        stop_ids: Int[Rows, "b stops"],
+        positions: Int[Array, " b"],
     ) -> Float[Array, "b v"]:
         """Logits of the tokens at these positions.
 
         Args:
             stop_ids: -1 where there is none.
         """
-        column, times = self.repetition[:, None], self.counts.astype(jnp.float32)
-        appeared = self.in_prompt | (self.counts > 0)
+        column, times = self.repetition[:, None], counts.in_answer.astype(jnp.float32)
+        appeared = counts.in_prompt | (counts.in_answer > 0)
         repeated = jnp.where(logits > 0, logits / column, logits * column)
         logits = jnp.where(appeared, repeated, logits)
         logits -= self.presence[:, None] * jnp.minimum(times, 1) + self.frequency[:, None] * times
@@ -59,35 +105,52 @@ class LogitRules:
         too_early = jnp.where(positions[:, None] < self.first_stop[:, None], stop_ids, -1)
         return logits.at[rows, jnp.where(too_early < 0, logits.shape[1], too_early)].set(-jnp.inf, mode="drop")
 
-    def count(self, tokens: Int[Array, "b t"], taken: Bool[Array, "b t"]) -> LogitRules:
-        """With tokens added to the answer."""
-        rows = jnp.arange(tokens.shape[0])[:, None]
-        return dataclasses.replace(self, counts=self.counts.at[rows, tokens].add(taken.astype(jnp.int32)))
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """`SamplingParams` on the device, one entry a sequence.
+    """`SamplingParams` as arrays, an entry a sequence.
 
     Attributes:
-        key: each sequence has its own, so that its samples do not depend on its neighbours.
+        key: each sequence has its own, so that its samples do not depend on its neighbours. Until `with_keys`, the two
+            numbers that it is made of.
         rules: None where nobody changes logits.
     """
 
-    temperature: Float[Array, " b"]
-    top_k: Int[Array, " b"]
-    top_p: Float[Array, " b"]
-    min_p: Float[Array, " b"]
-    key: Key[Array, " b"]
+    temperature: Float[Rows, " b"]
+    top_k: Int[Rows, " b"]
+    top_p: Float[Rows, " b"]
+    min_p: Float[Rows, " b"]
+    key: Key[Array, " b"] | UInt[Rows, "b 2"]
     rules: LogitRules | None = None
 
     @classmethod
-    def greedy(cls, batch: int) -> Sampling:
-        nothing = jnp.zeros(batch)
+    def of(cls, params: SamplingParams, digest: int = 0, first_stop: int = 0) -> Sampling:
+        """One entry, on the host.
+
+        Args:
+            digest: 32 bits that tell requests of one seed apart. first_stop: see `LogitRules`.
+        """
         return cls(
-            nothing, jnp.zeros(batch, jnp.int32), nothing + 1, nothing, jax.random.split(jax.random.key(0), batch)
+            temperature=entry(params.temperature, np.float32),
+            top_k=entry(params.top_k, np.int32),
+            top_p=entry(params.top_p, np.float32),
+            min_p=entry(params.min_p, np.float32),
+            key=entry([params.seed_bits, digest], np.uint32),
+            rules=LogitRules.of(params, first_stop),
         )
+
+    @classmethod
+    def greedy(cls, batch: int) -> Sampling:
+        """The batch of `SamplingParams()`, without rules, each sequence with a key of its own."""
+        one = dataclasses.replace(cls.of(SamplingParams()), rules=None)
+        rows = jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x), batch, axis=0), one)
+        return dataclasses.replace(rows, key=jax.random.split(jax.random.key(0), batch))
+
+    def with_keys(self) -> Sampling:
+        """On the device, with keys instead of the numbers that they are made of."""
+        keys = jax.vmap(lambda pair: jax.random.fold_in(jax.random.key(pair[0]), pair[1]))(self.key)
+        return dataclasses.replace(self, key=keys)
 
     def uniform(self, lengths: Int[Array, " b"], purpose: int, *shape: int) -> Float[Array, "b *shape"]:
         """Random numbers in [0, 1) for the round that starts at these committed lengths.

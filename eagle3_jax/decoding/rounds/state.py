@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import P
 from jaxtyping import Array, Bool, Float, Int
 
@@ -15,14 +17,56 @@ from eagle3_jax.decoding.choice.modes import Tier, copies, depth_of, nodes_of
 from eagle3_jax.decoding.device.catch_up import Unread
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.device.shapes import ROUNDS, Sizes
-from eagle3_jax.decoding.params import MAX_BIASED, MAX_LOGPROBS, MAX_STOP_IDS
-from eagle3_jax.decoding.rounds.sampling import LogitRules, Sampling
+from eagle3_jax.decoding.params import MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
+from eagle3_jax.decoding.rounds.sampling import Rows, Sampling, TokenCounts, entry
 from eagle3_jax.decoding.rounds.tree import LastTree
 from eagle3_jax.mesh import constrain
 from eagle3_jax.models.cache import KVCache
 
 # The page that nothing is read from: rows that have ended write to it.
 TRASH = 0
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RequestRows:
+    """What requests ask for, a row each: made on the host, read by prefill, kept in the state.
+
+    Attributes:
+        limit: most tokens to choose; in the state of a batch, of those still to come.
+        stop_ids: tokens that end the sequence; -1 where there is none.
+        logprobs: how many of the best tokens are asked for, -1 for nothing at all.
+    """
+
+    limit: Int[Rows, " b"]
+    stop_ids: Int[Rows, "b stops"]
+    logprobs: Int[Rows, " b"]
+    sampling: Sampling
+
+    @classmethod
+    def of(
+        cls, params: SamplingParams, *, limit: int, stop_ids: Collection[int], prompt_length: int, digest: int
+    ) -> RequestRows:
+        """One row, on the host.
+
+        Args:
+            limit: most tokens to answer. stop_ids: all that end the answer, `MAX_STOP_IDS` at most.
+            digest: of the prompt: different prompts under one seed get different random numbers, the same prompt
+                always the same.
+        """
+        unused = [-1] * (MAX_STOP_IDS - len(stop_ids))
+        return cls(
+            limit=entry(limit, np.int32),
+            stop_ids=entry([*sorted(stop_ids), *unused], np.int32),
+            logprobs=entry(-1 if params.logprobs is None else params.logprobs, np.int32),
+            sampling=Sampling.of(params, digest, prompt_length + min(params.min_tokens, limit)),
+        )
+
+    @classmethod
+    @functools.cache
+    def nobody(cls) -> RequestRows:
+        """The row of no request."""
+        return cls.of(SamplingParams(), limit=0, stop_ids=(), prompt_length=0, digest=0)
 
 
 @jax.tree_util.register_dataclass
@@ -34,13 +78,13 @@ class State:
         page_table: the page of each stretch of a sequence, in both caches; None where they are contiguous.
         lengths: committed tokens, in the target's cache and in the draft's.
         root: the last token chosen; not yet in the target's cache.
-        output: tokens chosen so far, root included; 0 behind them. Room for `limit` tokens and one round more.
-        limit: most tokens to choose.
+        output: tokens chosen so far, root included; 0 behind them. Room for `requests.limit` tokens and one round more.
         done: ended by a stop token or by the limit; nothing of such a sequence changes any more.
         failed: ended because the target's logits were not finite.
-        stop_ids: tokens that end the sequence; -1 where there is none.
+        requests: what each sequence's request asks for.
         rounds: rounds it took part in. drafted: of those, with drafts.
         accepted: in how many of them the draft at each depth was accepted.
+        token_counts: for penalties; None where nobody asks.
         logprobs: of each output token, before rules and filters; None where nobody asks (`greedy` programs leave it).
         draft_cache, draft_state: None without a draft head.
         history: the sequence's tokens, root included, where drafts are copied from it (`lookup`); else None.
@@ -54,14 +98,13 @@ class State:
     root: Int[Array, " b"]
     output: Int[Array, "b m"]
     num_output: Int[Array, " b"]
-    limit: Int[Array, " b"]
     done: Bool[Array, " b"]
     failed: Bool[Array, " b"]
-    stop_ids: Int[Array, "b stops"]
-    sampling: Sampling
+    requests: RequestRows
     rounds: Int[Array, " b"]
     drafted: Int[Array, " b"]
     accepted: Int[Array, "b s"]
+    token_counts: TokenCounts | None = None
     logprobs: TokenLogprobs | None = None
     page_table: Int[Array, "b pages"] | None = None
     draft_cache: KVCache | None = None
@@ -78,14 +121,17 @@ class TokenLogprobs:
     """Log-probabilities of the output tokens.
 
     Attributes:
-        asked: how many of the best tokens are asked for, -1 for nothing at all.
         chosen: of the output tokens. tokens, best: the k best at each place, best first.
     """
 
-    asked: Int[Array, " b"]
     chosen: Float[Array, "b m"]
     tokens: Int[Array, "b m k"]
     best: Float[Array, "b m k"]
+
+    @classmethod
+    def empty(cls, batch: int, room: int, best: int) -> TokenLogprobs:
+        shape = batch, room, best
+        return cls(jnp.zeros(shape[:2]), jnp.zeros(shape, jnp.int32), jnp.zeros(shape))
 
 
 # KV heads over the model axis; the rest whole on every device, where every process can read it.
@@ -98,38 +144,22 @@ def empty_state(models: Models, sizes: Sizes, tiers: Sequence[Tier], kv_dtype: A
     batch, pages, page_size = sizes.batch, sizes.pages + 1, sizes.page_size
     steps, vocabulary = depth_of(tiers), target.config.vocab_size
     room = ROUNDS * (steps + 1)
-    none, nothing = jnp.zeros(batch, jnp.int32), jnp.zeros(batch)
-    rules = LogitRules(
-        repetition=nothing + 1,
-        presence=nothing,
-        frequency=nothing,
-        bias_tokens=jnp.zeros((batch, MAX_BIASED), jnp.int32),
-        bias=jnp.zeros((batch, MAX_BIASED)),
-        first_stop=none,
-        in_prompt=jnp.zeros((batch, vocabulary), bool),
-        counts=jnp.zeros((batch, vocabulary), jnp.int32),
-    )
-    best = min(MAX_LOGPROBS, vocabulary)
+    none = jnp.zeros(batch, jnp.int32)
+    requests = jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x), batch, axis=0), RequestRows.nobody())
     state = State(
         cache=target.empty_pages(pages, page_size, kv_dtype),
         lengths=none,
         root=none,
         output=jnp.zeros((batch, room), jnp.int32),
         num_output=none,
-        limit=none,
         done=jnp.ones(batch, bool),
         failed=jnp.zeros(batch, bool),
-        stop_ids=jnp.full((batch, MAX_STOP_IDS), -1, jnp.int32),
-        sampling=dataclasses.replace(Sampling.greedy(batch), rules=rules),
+        requests=dataclasses.replace(requests, sampling=requests.sampling.with_keys()),
         rounds=none,
         drafted=none,
         accepted=jnp.zeros((batch, steps), jnp.int32),
-        logprobs=TokenLogprobs(
-            none - 1,
-            jnp.zeros((batch, room)),
-            jnp.zeros((batch, room, best), jnp.int32),
-            jnp.zeros((batch, room, best)),
-        ),
+        token_counts=TokenCounts(jnp.zeros((batch, vocabulary), bool), jnp.zeros((batch, vocabulary), jnp.int32)),
+        logprobs=TokenLogprobs.empty(batch, room, min(MAX_LOGPROBS, vocabulary)),
         # Without the padding of prompts: XLA's attention reads every page that a table has room for, in each round.
         page_table=jnp.full((batch, sizes.pages_per_sequence), TRASH, jnp.int32),
         draft_cache=None if draft is None else draft.head.empty_pages(pages, page_size),
@@ -144,7 +174,7 @@ def empty_state(models: Models, sizes: Sizes, tiers: Sequence[Tier], kv_dtype: A
     return constrain(state, STATE_SHARDING_RULES)
 
 
-def is_stop(tokens: Int[Array, "b *t"], stop_ids: Int[Array, "b stops"]) -> Bool[Array, "b *t"]:
+def is_stop(tokens: Int[Array, "b *t"], stop_ids: Int[Rows, "b stops"]) -> Bool[Array, "b *t"]:
     """Whether each token is among its sequence's stop tokens."""
     stops = stop_ids.reshape(stop_ids.shape[0], *(1,) * (tokens.ndim - 1), -1)
     return (tokens[..., None] == stops).any(axis=-1)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from eagle3_jax.decoding.rounds.sampling import BONUS, COINS, LogitRules, Sampling, draw, probabilities, sample
+from eagle3_jax.decoding.rounds.sampling import BONUS, COINS, Rows, Sampling, TokenCounts, draw, probabilities, sample
 from eagle3_jax.decoding.rounds.tree import Drawn, TokenTree
 from eagle3_jax.kernels.vocabulary.api import argmax
 
@@ -47,7 +47,8 @@ def verify(
     steps: int,
     sampling: Sampling,
     lengths: Int[Array, " b"],
-    stop_ids: Int[Array, "b stops"],
+    stop_ids: Int[Rows, "b stops"],
+    token_counts: TokenCounts | None = None,
     *,
     greedy: bool,
 ) -> tuple[Walk, Int[Array, " b"]]:
@@ -58,6 +59,7 @@ def verify(
         steps: depth of the tree.
         lengths: committed tokens, which choose this round's random numbers.
         stop_ids: tokens that end the answer; -1 where there is none.
+        token_counts: for the penalties of `sampling.rules`.
         greedy: leaves sampling out of the program; every request must then be `SamplingParams.greedy`.
     """
     if greedy:
@@ -66,13 +68,13 @@ def verify(
         return walk, jnp.take_along_axis(predicted, walk.last[:, None], axis=1)[:, 0]
     if steps == 0:  # no drafts
         here = logits[:, 0]
-        if sampling.rules is not None:
-            here = sampling.rules.apply(here, stop_ids, lengths + 1)
+        if sampling.rules is not None and token_counts is not None:
+            here = sampling.rules.apply(here, token_counts, stop_ids, lengths + 1)
         root = jnp.zeros_like(lengths)
         return Walk(root[:, None], root), sample(here, sampling, sampling.uniform(lengths, BONUS, 2))
     siblings = 1 if tree.drawn is None else tree.drawn.topk + tree.drawn.copied
     coins = sampling.uniform(lengths, COINS, steps, siblings)
-    walk, weights = walk_sampled(tree, logits, sampling, lengths, stop_ids, coins)
+    walk, weights = walk_sampled(tree, logits, sampling, lengths, stop_ids, coins, token_counts)
     return walk, draw(sampling.uniform(lengths, BONUS, 2), weights)
 
 
@@ -94,8 +96,8 @@ def walk_greedy(tree: TokenTree, predicted: Int[Array, "b n"], steps: int) -> Wa
     return _walk(tree, steps, lambda _, node: _children_of(tree, node) & agreed)
 
 
-# depth, path, accepted, who goes on, what changes the logits, weights of the bonus
-_Steps = tuple[Array, Array, Array, Array, LogitRules | None, Array]
+# depth, path, accepted, who goes on, tokens of each text, weights of the bonus
+_Steps = tuple[Array, Array, Array, Array, TokenCounts | None, Array]
 
 
 def walk_sampled(
@@ -103,8 +105,9 @@ def walk_sampled(
     logits: Float[Array, "b n v"],
     sampling: Sampling,
     lengths: Int[Array, " b"],
-    stop_ids: Int[Array, "b stops"],
+    stop_ids: Int[Rows, "b stops"],
     coins: Float[Array, "b s k"],
+    token_counts: TokenCounts | None = None,
 ) -> tuple[Walk, Float[Array, "b v"]]:
     """Accepts children so that each token comes with the target's probability.
 
@@ -125,13 +128,13 @@ def walk_sampled(
         return going.any() & (depth <= steps)
 
     def step(carry: _Steps) -> _Steps:
-        depth, path, accepted, going, rules, weights = carry
+        depth, path, accepted, going, counts, weights = carry
         node = path[:, depth]
         here = row_of(logits, node)
-        if rules is not None:
+        if sampling.rules is not None and counts is not None:
             taken = going & (depth > 0)  # the root was counted when it was chosen
-            rules = rules.count(jnp.take_along_axis(tree.tokens, node[:, None], axis=1), taken[:, None])
-            here = rules.apply(here, stop_ids, lengths + depth + 1)
+            counts = counts.add(jnp.take_along_axis(tree.tokens, node[:, None], axis=1), taken[:, None])
+            here = sampling.rules.apply(here, counts, stop_ids, lengths + depth + 1)
         probs, children = probabilities(here, sampling), _children_of(tree, node)
         if tree.drawn is None:
             hits, rest = _target_only(tree.tokens, children, probs, coins[:, depth, 0])
@@ -141,7 +144,7 @@ def walk_sampled(
         weights = jnp.where((going & ~goes_on)[:, None], rest, weights)
         node = jnp.where(goes_on, jnp.argmax(hits, axis=-1).astype(jnp.int32), node)
         path = jnp.where(jnp.arange(path.shape[1])[None] > depth, node[:, None], path)
-        return depth + 1, path, accepted + goes_on.astype(jnp.int32), goes_on, rules, weights
+        return depth + 1, path, accepted + goes_on.astype(jnp.int32), goes_on, counts, weights
 
     batch, _, vocabulary = logits.shape
     start = (
@@ -149,7 +152,7 @@ def walk_sampled(
         jnp.zeros((batch, steps + 1), jnp.int32),
         jnp.zeros(batch, jnp.int32),
         jnp.ones(batch, bool),
-        sampling.rules,
+        token_counts,
         jnp.zeros((batch, vocabulary)),
     )
     _, path, accepted, _, _, weights = jax.lax.while_loop(proceed, step, start)

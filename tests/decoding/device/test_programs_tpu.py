@@ -108,7 +108,7 @@ def shapes(
         target, draft = make_target(), Draft(make_head(), jnp.arange(32000))
         draft = None if tree in (VANILLA, LOOKUP) else draft
         state = empty_state(Models.of(target, draft), SIZES, tiers_of(tree), None)
-        chunk = Chunk(**{name: jnp.asarray(value) for name, value in Chunk.blank(*stretches, SIZES).items()})
+        chunk = jax.tree.map(jnp.asarray, Chunk.of((), *stretches, SIZES))
         leaves, structures[:] = zip(*map(jax.tree.flatten, (target, draft, state, chunk)), strict=True)
         named = jax.tree_util.tree_leaves_with_path((target, draft, state, chunk))
         names[:] = [parameter_path(path) for path, _ in named]
@@ -143,13 +143,13 @@ def test_log_probabilities_sort_no_vocabulary(topology):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
     @jax.jit
-    def put(asked, rows, tokens, best, *new):
-        return put_logprobs(TokenLogprobs(asked, rows, tokens, best), *new)
+    def put(rows, tokens, best, *new):
+        return put_logprobs(TokenLogprobs(rows, tokens, best), *new)
 
-    asked, at = argument(jnp.int32, 4), argument(jnp.int32, 4)
+    at = argument(jnp.int32, 4)
     kept = argument(jnp.float32, 4, 8), argument(jnp.int32, 4, 8, 20), argument(jnp.float32, 4, 8, 20)
     logits, chosen = argument(jnp.float32, 4, 5, CONFIG.vocab_size), argument(jnp.int32, 4, 5)
-    text = put.lower(asked, *kept, logits, chosen, at).compile().as_text() or ""
+    text = put.lower(*kept, logits, chosen, at).compile().as_text() or ""
     assert "TopK" in text and " sort(" not in text
 
 

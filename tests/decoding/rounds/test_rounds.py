@@ -253,8 +253,11 @@ def test_a_round_is_cut_at_the_end_of_sequence_and_at_the_limit(toy):
     state = jax.tree.map(lambda x: jnp.repeat(x, batch, axis=0), prefill(toy, None, PROMPTS[:1], LENGTHS[:1], None))
     state = dataclasses.replace(
         state,
-        limit=state.num_output + jnp.asarray(room),
-        stop_ids=jnp.where(jnp.asarray(ignore), -1, eos)[:, None],
+        requests=dataclasses.replace(
+            state.requests,
+            limit=state.num_output + jnp.asarray(room),
+            stop_ids=jnp.where(jnp.asarray(ignore), -1, eos)[:, None],
+        ),
         done=jnp.asarray(done),
     )
     count, drafts, ended = rounds._cut(state, jnp.asarray(chosen), jnp.asarray(accepted, jnp.int32))
