@@ -102,7 +102,7 @@ def test_another_measurement_does_not_take_a_report_s_place(
         evaluate.run(split, prompts, output, target)
     for name, found in (("hardware", machine.hardware() | {"cores": 999}), ("versions", {"jax": "0.0"})):
         with monkeypatch.context() as elsewhere:
-            elsewhere.setattr(manifest, name, lambda found=found: found)
+            elsewhere.setattr(machine, name, lambda found=found: found)
             with pytest.raises(manifest.ManifestError, match=rf"(?s)\n  {name}\.\w+: found .*another --output"):
                 evaluate.run(config, prompts, output, target)
     assert json.loads(output.read_text()) == report

@@ -231,7 +231,7 @@ def test_a_server_with_a_key_that_counts_at_the_end(traffic_config, prompts, par
 
 def test_what_cannot_be_measured_is_refused(traffic_config, prompts, tmp_path, capsys):
     for traffic in ({"concurrency": []}, {"concurrency": [0]}, {"rates": [0.0]}, {"requests": 0}):
-        with pytest.raises(ConfigError, match="traffic.(concurrency|rates|requests): got"):
+        with pytest.raises(ConfigError, match="traffic.(concurrency|rates|requests)(.0)?: got"):
             configs.from_dict({"run_dir": "x", "traffic": traffic})
     with pytest.raises(ValueError, match="--compare: got the name vanilla"):
         serving.run(traffic_config, prompts, {"vanilla": "http://127.0.0.1:1/v1"})

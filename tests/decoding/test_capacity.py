@@ -36,7 +36,7 @@ MAX_TOKENS = 10
 @pytest.fixture(autouse=True)
 def exact_slots(monkeypatch):
     """Caches are rounded up to what the attention kernel for TPU reads; not here."""
-    monkeypatch.setattr(cache_lib, "LANES", 1)
+    monkeypatch.setattr(cache_lib, "SLOTS", 1)
 
 
 def decode(toy, tree: DraftTree | None, slots: int, draft: Draft | None = None) -> tuple[State, list[State]]:
