@@ -22,7 +22,8 @@ from typing import Any
 import tqdm
 
 from eagle3_jax import config as configs
-from eagle3_jax.decoding.engine import Engine, Output, SamplingParams
+from eagle3_jax.decoding.engine import Engine, SamplingParams
+from eagle3_jax.decoding.request import Output
 from eagle3_jax.mesh import Replica, make_mesh, own_replica
 from eagle3_jax.models import chat_template
 from eagle3_jax.models.checkpoint.fetch import load_target

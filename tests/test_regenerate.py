@@ -10,7 +10,8 @@ import tiny
 
 from eagle3_jax import config as configs
 from eagle3_jax import regenerate
-from eagle3_jax.decoding.engine import Engine, Output, Stats
+from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.decoding.request import Output, Stats
 from eagle3_jax.runs import manifest
 
 IDENTITY = tiny.identity((0, 1, 3))

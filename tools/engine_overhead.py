@@ -65,8 +65,8 @@ def gap(engine: Engine, prompts: list[list[int]]) -> float:
     def alone(dispatches: int) -> float:
         for i in range(len(prompts)):  # equal prompts in equal places, ready to decode
             engine.submit(prompts[i], SamplingParams(max_tokens=answer, ignore_eos=True))
-        while any(request is None or request.read < len(request.ids) for request in engine._places):
-            engine._turn()
+        while any(request is None or request.read < len(request.ids) for request in engine._scheduler._slots):
+            engine._scheduler.turn()
         engine._runner.wait()
         width = engine.batch_size
         start = time.perf_counter()
@@ -76,7 +76,7 @@ def gap(engine: Engine, prompts: list[list[int]]) -> float:
             )
         engine._runner.wait()
         seconds = time.perf_counter() - start
-        for request in filter(None, list(engine._places)):
+        for request in filter(None, list(engine._scheduler._slots)):
             request.abort()
         engine.generate(prompts[:1], SamplingParams(max_tokens=1))  # empties the queue
         return seconds

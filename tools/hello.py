@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from eagle3_jax import Engine, SamplingParams, load_target
-from eagle3_jax.decoding.detokenizer import Detokenizer
 from eagle3_jax.decoding.measure.compare import first_difference
+from eagle3_jax.decoding.text import Detokenizer
 from eagle3_jax.formats.packaged import AUTO, LOOKUP, shipped_head
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.runs import command

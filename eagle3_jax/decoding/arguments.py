@@ -1,4 +1,4 @@
-"""Checks of what callers hand to an engine: Python itself would take any type, and fail far from the cause."""
+"""Checks of an engine's arguments, before work begins: an unchecked type would fail far from the cause."""
 
 from __future__ import annotations
 
@@ -8,22 +8,72 @@ from typing import Any, Literal, get_args
 import jax.numpy as jnp
 import numpy as np
 
-from eagle3_jax.decoding.params import SamplingParams
+from eagle3_jax.decoding.params import MAX_STOP_IDS, SamplingParams
 
 KVDtype = Literal["float32", "bfloat16", "float8_e4m3fn"]
 
 
 def check_whole_numbers(**given: Any) -> None:
-    """Raises ValueError: a field that is neither a whole number nor None."""
+    """Raises ValueError: a value that is neither a whole number nor None."""
     for field, value in given.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer)):
             raise ValueError(f"{field}: got {value!r} ({type(value).__name__}), expected a whole number")
 
 
-def stored_dtype(kv_dtype: Any) -> Any:
-    """The dtype of `KVDtype`, by its name or as it is; None stays. Raises ValueError: of no use to the caches.
+def check_sizes(
+    batch_size: Any,
+    max_length: Any,
+    page_size: Any,
+    kv_tokens: Any,
+    memory_fraction: Any,
+    queue_limit: Any,
+    longest: int,
+) -> None:
+    """Checks the sizes of an engine (see `Engine`). Raises ValueError: a size of another type or out of range.
 
-    Integers are of none: keys and values are stored without scales.
+    Args:
+        longest: positions of the target.
+    """
+    check_whole_numbers(batch_size=batch_size, max_length=max_length, page_size=page_size)
+    check_whole_numbers(kv_tokens=kv_tokens, queue_limit=queue_limit)
+    if batch_size < 1:
+        raise ValueError(f"batch_size: got {batch_size}, expected at least 1")
+    if not 2 <= max_length <= longest:
+        raise ValueError(f"max_length: got {max_length}, expected 2 to the target's {longest}")
+    if not 16 <= page_size <= 256 or page_size % 16:
+        raise ValueError(f"page_size: got {page_size}, expected a multiple of 16 from 16 to 256")
+    if kv_tokens is not None and memory_fraction is not None:
+        raise ValueError(f"kv_tokens, memory_fraction: got {kv_tokens} and {memory_fraction}, expected one of them")
+    if queue_limit is not None and queue_limit < 1:
+        raise ValueError(f"queue_limit: got {queue_limit}, expected at least 1, or None")
+
+
+def check_request(
+    name: str, ids: Sequence[int], params: SamplingParams, max_length: int, vocab_size: int, end_ids: frozenset[int]
+) -> None:
+    """Raises ValueError: a prompt without room for an answer, or tokens that the target does not have.
+
+    Args:
+        name: of the prompt, in errors. end_ids: the tokens that end every answer.
+    """
+    if not 1 <= len(ids) < max_length:
+        raise ValueError(f"{name}: got {len(ids)} tokens, expected 1 to {max_length - 1} (max_length - 1)")
+    if not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise ValueError(f"{name}: got token ids {min(ids)} to {max(ids)}, expected 0 to {vocab_size - 1}")
+    for field, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+        if beyond := [token for token in tokens if token >= vocab_size]:
+            raise ValueError(f"{field}: got token id {beyond[0]}, expected 0 to {vocab_size - 1}")
+    if len({*params.stop_token_ids} | end_ids) > MAX_STOP_IDS:
+        raise ValueError(
+            f"stop_token_ids: got {len(params.stop_token_ids)}, expected {MAX_STOP_IDS} at most, "
+            f"the model's own {len(end_ids)} included"
+        )
+
+
+def stored_dtype(kv_dtype: Any) -> Any:
+    """The dtype of keys and values, from its name or as it is; None stays None.
+
+    Raises ValueError: another dtype. Keys and values are stored without scales, so integers are none.
     """
     if kv_dtype is None:
         return None
@@ -36,14 +86,23 @@ def stored_dtype(kv_dtype: Any) -> Any:
     return dtype
 
 
+def check_submitted(params: Any, timeout: float | None) -> None:
+    """Raises ValueError: not `SamplingParams` of one answer, or a timeout that is not positive."""
+    check_params(params)
+    if params.n != 1:
+        raise ValueError(f"n: got {params.n}, expected 1: submit each answer, with its `sample`")
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"timeout: got {timeout}, expected more than 0 seconds, or None")
+
+
 def check_params(params: Any, field: str = "params") -> None:
-    """Raises ValueError: something else than `SamplingParams`."""
+    """Raises ValueError: another type than `SamplingParams`."""
     if not isinstance(params, SamplingParams):
         raise ValueError(f"{field}: got {type(params).__name__}, expected SamplingParams")
 
 
 def one_for_each(params: Any, prompts: Any) -> Sequence[SamplingParams]:
-    """The parameters of each prompt. Raises ValueError: no list of prompts, or other parameters than one for each."""
+    """The parameters of each prompt. Raises ValueError: not a list of prompts, or not one or as many parameters."""
     if isinstance(prompts, str):
         raise ValueError(f"prompts: got the string {prompts[:40]!r}, expected a list of prompts")
     if isinstance(prompts, Mapping) or not hasattr(prompts, "__len__"):

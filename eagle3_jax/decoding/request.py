@@ -13,12 +13,11 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from eagle3_jax.decoding.channels import Channels
 from eagle3_jax.decoding.choice.policy import Acceptance
-from eagle3_jax.decoding.detokenizer import Detokenizer, StopScanner
 from eagle3_jax.decoding.device.report import Progress, RoundTree
 from eagle3_jax.decoding.pages import Lease
 from eagle3_jax.decoding.params import SamplingParams
+from eagle3_jax.decoding.text import Channels, Detokenizer, StopScanner
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 Ending = tuple[FinishReason, str | None]  # why a request ends, and what an "error" was
@@ -130,14 +129,23 @@ class Request:
     """
 
     def __init__(
-        self, driver: Driver, tokenizer: Any, ids: list[int], params: SamplingParams, limit: int, sample: int
+        self,
+        driver: Driver,
+        tokenizer: Any,
+        ids: list[int],
+        params: SamplingParams,
+        limit: int,
+        sample: int,
+        *,
+        drafts: bool = True,
+        timeout: float | None = None,
     ) -> None:
-        self.ids, self.params, self.limit, self.sample = ids, params, limit, sample
-        self.deadline: float | None = None  # on the clock of time.monotonic
-        self.drafts = True  # whether it asks for them
+        self.ids, self.params, self.limit, self.sample, self.drafts = ids, params, limit, sample, drafts
+        self._submitted = time.monotonic()
+        self.deadline = None if timeout is None else self._submitted + timeout
         self.output: Output | None = None
         self.failure: Exception | None = None  # of the device, or around it, where that ended the request
-        # The engine's own notes.
+        # The scheduler's notes.
         self.number = next(_numbers)
         self.aborted = False
         self.lease: Lease | None = None
@@ -148,7 +156,6 @@ class Request:
         self.acceptance = Acceptance()
         self._driver, self._tokenizer = driver, tokenizer
         self._scanner = StopScanner(tokenizer, params.stop, ids) if params.stop else None
-        self._submitted = time.monotonic()
         self._first: float | None = None
         self._token_ids: list[int] = []
         self._spoken = 0  # of them, whose text is the answer's: all but a stop token
@@ -342,3 +349,25 @@ class Request:
 def said(error: Exception) -> str:
     """An exception, as an answer's error."""
     return f"{type(error).__name__}: {error}"
+
+
+def report_ended(left: dict[int, Request], on_output: Callable[[int, Output], object] | None) -> Exception | None:
+    """Takes the ended requests out of `left` and reports them all, then raises the first exception of `on_output`.
+
+    Returns:
+        The failure of the device that ended one of them; that request is not reported.
+    """
+    failures: list[Exception] = []
+    raised: list[BaseException] = []
+    for index in [index for index, request in left.items() if request.done]:
+        request = left.pop(index)
+        if request.failure is not None:
+            failures.append(request.failure)
+        elif on_output is not None and request.output is not None:
+            try:
+                on_output(index, request.output)
+            except BaseException as error:
+                raised.append(error)
+    if raised:
+        raise raised[0]
+    return failures[0] if failures else None

@@ -14,8 +14,9 @@ import tiny
 from flax import nnx
 
 from eagle3_jax.config import DraftTree
-from eagle3_jax.decoding.engine import Engine, end_ids
+from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import SamplingParams
+from eagle3_jax.decoding.text import end_ids
 
 CHAIN = DraftTree(num_steps=3, topk=1, num_draft_tokens=4)
 LETTERS = "abcdefghijklmnopqrstuvw"  # token 23 is special
@@ -257,7 +258,7 @@ def test_what_an_engine_cannot_be_made_with_is_refused_by_name(toy, options, mes
 
 
 def test_what_cannot_be_loaded_is_refused_before_anything_is(monkeypatch, tmp_path, speculative):
-    monkeypatch.setattr("eagle3_jax.decoding.engine.load_target", lambda *_: pytest.fail("loads"))
+    monkeypatch.setattr("eagle3_jax.decoding.load.load_target", lambda *_: pytest.fail("loads"))
     options: Any
     for options, message in (
         (

@@ -13,8 +13,8 @@ import pytest
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.rounds import generate as contiguous
-from eagle3_jax.decoding.rounds.sampling import SamplingParams
 from eagle3_jax.kernels.dispatch import default_implementation
 from eagle3_jax.kernels.linear.layouts import Panels
 

@@ -30,7 +30,7 @@ def engine(toy) -> Engine:
 @pytest.fixture
 def by_hand(engine, monkeypatch) -> Engine:
     """Nothing works unless the test does."""
-    monkeypatch.setattr(engine, "drive_in_background", lambda: None)
+    monkeypatch.setattr(engine._loop, "drive_in_background", lambda: None)
     return engine
 
 
@@ -70,7 +70,7 @@ def test_a_listener_in_a_closed_loop_is_dropped(by_hand, monkeypatch, end):
     engine, decode, failing = by_hand, programs.decode, [end == "a failure of the device"]
     (expected,) = engine.generate(["abc"], LONG)
     requests = [engine.submit("abc", LONG) for _ in range(3)]  # two run, one waits
-    engine.drive(lambda: bool(engine.stats().running))
+    engine._loop.drive(lambda: bool(engine.stats().running))
     task, seen = await_in_closed_loop(requests[0]), []
     requests[2]._listeners.add(lambda: seen.append((requests[2].done, engine.stats().running)))
     monkeypatch.setattr(
@@ -96,8 +96,8 @@ def test_a_reader_who_is_cancelled_aborts_unless_another_one_is_left(by_hand, wa
         leaving, staying = asyncio.create_task(wait(request)), asyncio.create_task(whole(request))
         for task in (leaving, staying):
             await asyncio.sleep(0.01)
-            engine._turn()
-            engine._turn()
+            engine._scheduler.turn()
+            engine._scheduler.turn()
             await asyncio.sleep(0.01)
             assert not request.done
             task.cancel()
@@ -133,7 +133,7 @@ def test_who_aborts_while_another_thread_ends_its_work_is_not_forgotten(engine):
             request.abort()
         return request.aborted
 
-    engine.drive(ready)
+    engine._loop.drive(ready)
     assert request.done and is_free(engine)
 
 
@@ -200,8 +200,8 @@ def test_what_needs_an_idle_engine_is_refused_at_once_under_traffic(toy, engine,
             goes_on.set()
         client.result(60)
     # The engine's thread may hold the engine a little longer than there are requests.
-    engine._driver.acquire()
-    threading.Timer(0.2, engine._let_go).start()
+    engine._loop._working.acquire()
+    threading.Timer(0.2, engine._loop._let_go).start()
     engine.replace_draft(toy.good)
 
 
@@ -213,7 +213,7 @@ def test_fifty_requests_are_answered_beside_all_that_can_go_wrong(engine, monkey
     doomed = [engine.submit("no", LONG) for _ in range(2)]  # they run first, and others work for them
 
     def fail(*args: Any, **options: Any) -> Any:
-        if {*filter(None, engine._places)} <= {*doomed}:
+        if {*filter(None, engine._scheduler._slots)} <= {*doomed}:
             failures.append(1 / 0)
         return decode(*args, **options)
 
@@ -270,7 +270,7 @@ def test_fifty_requests_are_answered_beside_all_that_can_go_wrong(engine, monkey
     assert [got[i % len(ways)][i // len(ways)] for i in range(50)] == expected
     assert sorted(reported) == list(range(len(got[1])))
     assert [request.result().finish_reason for request in doomed] == ["error", "error"]
-    engine.drive(lambda: not engine.stats().running + engine.stats().waiting)  # what closed loops asked for
+    engine._loop.drive(lambda: not engine.stats().running + engine.stats().waiting)  # what closed loops asked for
     assert is_free(engine) and not any(task.done() for task in kept)
     counts = engine.stats().finished
     assert sum(counts.values()) - sum(before.finished.values()) == 50 + len(doomed) + 2 * (len(wrong) + 2)

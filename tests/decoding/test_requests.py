@@ -16,7 +16,7 @@ from flax import nnx
 from test_engine import CHAIN, LETTERS, Tokenizer, make
 
 from eagle3_jax.config import DraftConfig, DraftTree
-from eagle3_jax.decoding import engine as engine_module
+from eagle3_jax.decoding import loop, scheduler
 from eagle3_jax.decoding.choice import modes
 from eagle3_jax.decoding.choice.modes import TierChoice
 from eagle3_jax.decoding.device import programs, shapes
@@ -229,7 +229,7 @@ def test_requests_wait_where_pages_are_short_and_nothing_is_thrown_out(toy):
     engine = make(toy, batch_size=4, page_size=16, kv_tokens=144)
     expected = make(toy, batch_size=4).generate(["abc", "hello", "q", "sun"], SamplingParams(max_tokens=100))
     requests = [engine.submit(prompt, SamplingParams(max_tokens=100)) for prompt in ("abc", "hello", "q", "sun")]
-    engine._turn()
+    engine._scheduler.turn()
     assert (engine.stats().running, engine.stats().waiting) == (1, 3)
     assert [request.result().token_ids for request in requests] == [answer.token_ids for answer in expected]
     with pytest.raises(ValueError, match="kv_tokens: got 128, expected at least 144, room for one request"):
@@ -246,11 +246,11 @@ def test_long_prompts_are_read_in_stretches_between_the_others_rounds(toy, monke
     engine = Engine(noisy(toy), Tokenizer(), toy.good, CHAIN, max_length=256, page_size=16, batch_size=2)
     first = engine.submit(short, SamplingParams(max_tokens=150))
     while len(first.tokens) < 4:
-        engine._turn()
+        engine._scheduler.turn()
     second = engine.submit(long, params)
     progress = []
     while second.read < 200:
-        engine._turn()
+        engine._scheduler.turn()
         progress.append(len(first.tokens))
     assert len(progress) >= 6
     assert progress[0] < progress[-1]
@@ -265,7 +265,7 @@ def test_aborted_late_and_refused_requests_leave_nothing(toy):
     params = SamplingParams(max_tokens=100)
     running = [engine.submit("abc", params), engine.submit("def", params)]
     for _ in range(3):
-        engine._turn()
+        engine._scheduler.turn()
     late = engine.submit("u", params, timeout=0.001)
     waiting = engine.submit("v", params)
     engine.submit("w", SamplingParams(max_tokens=2))
@@ -290,10 +290,10 @@ def test_aborted_late_and_refused_requests_leave_nothing(toy):
 def test_who_waits_is_late_though_nobody_is_aborted(toy):
     engine = make(toy)
     running = [engine.submit(prompt, SamplingParams(max_tokens=100)) for prompt in ("abc", "def")]
-    engine._turn()
+    engine._scheduler.turn()
     late = engine.submit("u", timeout=0.001)
     time.sleep(0.002)
-    engine._turn()
+    engine._scheduler.turn()
     assert late.done and late.result().finish_reason == "timeout"
     assert not any(request.done for request in running), "they ended before it could be late"
 
@@ -341,7 +341,8 @@ def test_a_device_that_hangs_shows_in_the_stats(toy, monkeypatch):
 def test_an_engine_at_work_is_not_stalled(toy, monkeypatch):
     """Each dispatch takes ten seconds of a clock that is ours: time counts from the last word, not from the start."""
     engine, clock, seen, decode = make(toy), [0.0], [], programs.decode
-    monkeypatch.setattr(engine_module, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+    for module in (loop, scheduler):
+        monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
 
     def slow(*args, **options):
         seen.append(engine.stats().stalled)
@@ -359,7 +360,8 @@ def test_a_prompt_that_is_read_alone_shows_progress_and_stops_when_it_is_aborted
     for name, value in (("PACKED", ((4, 4),)), ("ALONE", ((1, 32),)), ("MOST_READ", 32)):
         monkeypatch.setattr(shapes, name, value)
     engine, clock, seen = make(toy, max_length=512), [0.0], []
-    monkeypatch.setattr(engine_module, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+    for module in (loop, scheduler):
+        monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
     prefill = programs.prefill
 
     def slow(*args, **options):
@@ -464,7 +466,7 @@ def test_rounds_are_as_wide_as_the_traffic_and_the_tokens_the_same(toy, monkeypa
             params = SamplingParams(max_tokens=draw.choice([3, 10, 30, 60]))
             requests.append((number, engine.submit(prompts[number], params)))
         for _ in range(draw.randint(1, 4)):
-            engine._turn()
+            engine._scheduler.turn()
         if wave != 1:
             requests[-draw.randint(1, 3)][1].abort()
     answers = [(number, request.result()) for number, request in requests]
@@ -525,7 +527,7 @@ def soak(engine: Engine, vanilla: Engine, vocabulary: int, count: int) -> None:
         if draw.random() < 0.1:
             draw.choice(requests)[2].abort()
         if draw.random() < 0.1:
-            engine._turn()
+            engine._scheduler.turn()
     for number, params, request in requests:
         output = request.result()
         assert output.finish_reason in ("length", "stop", "abort", "timeout")
@@ -565,7 +567,7 @@ def test_half_a_million_greedy_tokens_are_vanilla_s(toy):
             number = draw.randrange(len(prompts))
             requests.append((number, engine.submit(prompts[number], SamplingParams(max_tokens=draw.randint(200, 300)))))
             if draw.random() < 0.3:
-                engine._turn()
+                engine._scheduler.turn()
             if draw.random() < 0.03:
                 draw.choice(requests)[1].abort()
         for number, request in requests:

@@ -403,14 +403,15 @@ def test_a_flood_beyond_the_queue_is_told_to_come_again(serving, engine):
 
 def test_all_answers_of_a_request_wait_or_none(serving, engine):
     """Of ten answers the queue would hold four."""
-    engine.queue_limit, before = 4, engine.queue_limit
+    scheduler = engine._scheduler
+    scheduler.queue_limit, before = 4, scheduler.queue_limit
     try:
         with serving(queue_limit=64) as served:
             with pytest.raises(openai.RateLimitError, match="queue"):
                 served.client.completions.create(model=MODEL, prompt="apple", n=10, **LONG)
             wait_until(lambda: is_idle(engine), 5)
     finally:
-        engine.queue_limit = before
+        scheduler.queue_limit = before
     with serving(queue_limit=8) as served, pytest.raises(openai.BadRequestError, match="n: got 9 answers"):
         served.client.completions.create(model=MODEL, prompt="apple", n=9)
 

@@ -1,0 +1,107 @@
+"""The engine loop: the threads that wait for answers run the scheduler's turns themselves, one thread at a time.
+
+Without a caller that waits nothing runs. Asynchronous callers cannot work while they wait: a thread of the loop's own
+does it for them, and ends when no work is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from eagle3_jax.decoding.request import Request
+from eagle3_jax.decoding.scheduler import Scheduler
+
+_log = logging.getLogger(__name__)
+
+
+class EngineLoop:
+    """Runs the turns of one scheduler; the `Driver` of its requests."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler, self._changes = scheduler, scheduler.changes
+        self._working = threading.Lock()  # held by the thread that runs turns
+        self._started: float | None = None  # when that thread began; None while none works
+        self._thread: threading.Thread | None = None
+
+    def drive(self, ready: Callable[[], bool]) -> None:
+        """Runs turns until `ready()`; while another thread runs them, waits for what it delivers.
+
+        A failure of the device is raised by the requests it ended, not here: the working thread may wait for others.
+        """
+        while not ready():
+            if self._working.acquire(blocking=False):
+                self._started = time.monotonic()
+                try:
+                    while not ready():
+                        self._scheduler.turn()
+                finally:
+                    self._started = None
+                    self._let_go()
+            else:
+                with self._changes:
+                    self._changes.wait_for(lambda: ready() or not self._working.locked(), timeout=1)
+
+    def drive_in_background(self) -> None:
+        """Leaves the turns to a thread, until there is no work."""
+        with self._changes:
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._work, name="eagle3_jax engine")
+                self._thread.start()
+
+    def abort(self, *requests: Request) -> None:
+        """Ends requests with the tokens that they have; a finished request stays as it is."""
+        self._scheduler.mark_aborted(requests)
+        self._end_aborted()
+
+    @contextlib.contextmanager
+    def exclusive(self, purpose: str) -> Iterator[None]:
+        """Keeps turns off the device. Raises RuntimeError at once where requests are running."""
+        while not self._working.acquire(timeout=0.05):  # the working thread may be about to end
+            stats = self._scheduler.stats()
+            if busy := stats.running + stats.waiting:  # waiting requests are admitted while a thread works
+                raise RuntimeError(f"{purpose}: got {busy} running requests, expected none")
+        try:
+            if running := self._scheduler.stats().running:
+                raise RuntimeError(f"{purpose}: got {running} running requests, expected none")
+            yield
+        finally:
+            self._let_go()
+
+    def stalled(self) -> float:
+        """Seconds since work last came back from the device, or since the working thread began; 0 while none works."""
+        started = self._started
+        return 0.0 if started is None else time.monotonic() - max(started, self._scheduler.delivered)
+
+    def _work(self) -> None:
+        while not self._is_idle():
+            try:
+                self.drive(self._is_idle)
+            except Exception:  # the next turn may succeed
+                _log.exception("a turn failed")
+
+    def _is_idle(self) -> bool:
+        with self._changes:
+            if self._scheduler.has_work:
+                return False
+            if self._thread is threading.current_thread():
+                self._thread = None  # decided under the lock: a later caller starts another thread
+            return True
+
+    def _let_go(self) -> None:
+        """Leaves the turns to the next thread that waits."""
+        self._working.release()
+        self._end_aborted()
+
+    def _end_aborted(self) -> None:
+        """Ends aborted requests while no thread works; a working thread does so in its next turn or in `_let_go`."""
+        while self._scheduler.has_aborted and self._working.acquire(blocking=False):
+            try:
+                self._scheduler.sweep()
+            finally:
+                self._working.release()
+        with self._changes:
+            self._changes.notify_all()

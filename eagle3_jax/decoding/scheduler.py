@@ -1,0 +1,373 @@
+"""The scheduler: which requests the device works on, turn by turn (continuous batching).
+
+A turn admits what fits, in the order of arrival; launches stretches of prompts and some rounds; and delivers, while the
+device works on these, the tokens of the turn before. Requests join and leave between two launches. A launch is short
+while a request waits. Caches are paged and allocated once: a request is admitted when the pages of its whole answer are
+free, so no running request is ever preempted.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import math
+import threading
+import time
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+
+import jax
+import numpy as np
+
+from eagle3_jax.decoding.choice import modes as tiers
+from eagle3_jax.decoding.choice.modes import Tier, TierChoice
+from eagle3_jax.decoding.device import catch_up, shapes
+from eagle3_jax.decoding.device.chunk import Chunk
+from eagle3_jax.decoding.device.report import first_progress, progress
+from eagle3_jax.decoding.device.runner import ModelRunner
+from eagle3_jax.decoding.pages import PagePool
+from eagle3_jax.decoding.params import MAX_LOGPROBS
+from eagle3_jax.decoding.request import FinishReason, Output, QueueFullError, Request, said
+from eagle3_jax.decoding.rounds.state import RequestRows
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class EngineStats:
+    """Counters of an engine since it was made, and its state now.
+
+    Attributes:
+        programs: compiled by its calls.
+        dispatches: programs given to the device. rounds: of all requests together. tiers: dispatches of rounds by tier.
+        tier: of the latest rounds; None before the first.
+        prompt_tokens: of all prompts. cached_tokens: of these, read by an earlier request already (prefix reuse).
+        finished: requests by finish reason. refused: requests that never began.
+        running, waiting: requests now. free_pages, pages: of the caches.
+        stalled: seconds since work last came back from the device, 0 while no thread works. It grows where a device
+            hangs, and during a compilation.
+    """
+
+    programs: int = 0
+    dispatches: int = 0
+    rounds: int = 0
+    tiers: dict[str, int] = dataclasses.field(default_factory=dict)
+    tier: str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    finished: dict[str, int] = dataclasses.field(default_factory=dict)
+    refused: int = 0
+    running: int = 0
+    waiting: int = 0
+    free_pages: int = 0
+    pages: int = 0
+    stalled: float = 0.0
+
+
+class Scheduler:
+    """Queue, slots and pages of an engine. Any thread may `add`, `abort` and ask; one thread at a time runs `turn`.
+
+    Args:
+        modes: chooses the draft mode of every launch of rounds.
+        eos: token ids that end an answer.
+        prefix_cache: keeps the pages of ended requests for prompts that begin alike.
+        queue_limit: requests that may wait; None is no limit.
+
+    Attributes:
+        changes: guards the queue; notified after every turn. Reentrant: a finalizer may abort inside `add`.
+        ended: requests that have ended so far.
+        delivered: the time (time.monotonic) at which work last came back from the device.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, modes: TierChoice, eos: frozenset[int], prefix_cache: bool, queue_limit: int | None
+    ) -> None:
+        self.changes = threading.Condition()
+        self.ended = 0
+        self.delivered = -math.inf
+        self._runner, self._modes, self._eos, self.queue_limit = runner, modes, eos, queue_limit
+        sizes = runner.sizes
+        self._pool = PagePool(sizes.pages, sizes.page_size, reuse=prefix_cache)
+        self._stats = EngineStats(pages=sizes.pages)
+        self._best = min(MAX_LOGPROBS, runner.target.config.vocab_size)
+        self._steps, self._nodes = tiers.depth_of(modes.tiers), tiers.nodes_of(modes.tiers)
+        self._scratch, self._copies = tiers.scratch_of(modes.tiers), tiers.copies(modes.tiers)
+        self._waiting: collections.deque[Request] = collections.deque()
+        self._slots: list[Request | None] = [None] * sizes.batch
+        # Whether a waiting request was aborted, and the first deadline: `sweep` scans the queue for these alone.
+        self._aborted, self._first_deadline = False, math.inf
+        self._cancelled: set[int] = set()  # slots whose request ended on the host while the device still runs it
+        # Reports of launches that are not read yet; the request of each row; the draft mode, None of prompts.
+        self._reports: collections.deque[tuple[jax.Array, dict[int, Request], Tier | None]] = collections.deque()
+
+    # For any thread.
+
+    def add(self, requests: Iterable[Request], *, limited: bool = False) -> None:
+        """Puts requests at the end of the queue.
+
+        Args:
+            limited: keep to `queue_limit`.
+
+        Raises:
+            QueueFullError: the queue is full; nothing was added.
+        """
+        with self.changes:
+            if limited and self.queue_limit is not None and len(self._waiting) >= self.queue_limit:
+                self._stats.refused += 1
+                raise QueueFullError(f"queue: got {len(self._waiting)} waiting requests, expected less than the limit")
+            for request in requests:
+                self._waiting.append(request)
+                if request.deadline is not None:
+                    self._first_deadline = min(self._first_deadline, request.deadline)
+
+    def mark_aborted(self, requests: Iterable[Request]) -> None:
+        """Lets the next `sweep` end these requests."""
+        with self.changes:
+            for request in requests:
+                request.aborted = self._aborted = True
+
+    @property
+    def has_aborted(self) -> bool:
+        """Whether requests were aborted since the last `sweep`."""
+        return self._aborted
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request waits or runs, or a report is unread."""
+        with self.changes:
+            return bool(self._waiting or self._reports or any(self._slots))
+
+    def stats(self) -> EngineStats:
+        """A copy of the counters; `stalled` is the engine loop's to fill in."""
+        with self.changes:
+            return dataclasses.replace(
+                self._stats,
+                programs=self._runner.compiled,
+                dispatches=self._runner.dispatches,
+                tiers=dict(self._modes.dispatches),
+                tier=self._modes.latest,
+                finished=dict(self._stats.finished),
+                running=sum(request is not None for request in self._slots),
+                waiting=len(self._waiting),
+                free_pages=self._pool.available,
+            )
+
+    # For the one thread that works.
+
+    def turn(self) -> None:
+        """Sweeps, admits, launches, then delivers the reports of the turn before.
+
+        Raises an interruption, or a failure before any request began; other failures end in the requests' outputs.
+        """
+        try:
+            self.sweep()
+            self._admit()
+            unread = len(self._reports)
+            self._launch()
+            if len(self._reports) == unread:
+                unread += 1  # nothing new was launched: wait for the newest report
+            for _ in range(min(unread, len(self._reports))):
+                self._deliver(*self._reports[0])
+                self._reports.popleft()
+            if not self._reports and not any(self._slots):
+                self._pool.check_idle()
+        except BaseException as error:
+            if not self._give_up(error) or not isinstance(error, Exception):
+                raise
+            _log.exception("a dispatch failed")
+        with self.changes:
+            self.changes.notify_all()
+
+    def sweep(self) -> None:
+        """Ends requests that were aborted or are past their deadline."""
+        now, ended = time.monotonic(), []
+        with self.changes:
+            if self._aborted or now >= self._first_deadline:  # rebuilt: a verb that stops aborts thousands
+                ended = [request for request in self._waiting if request.aborted or request.is_late(now)]
+                gone = set(map(id, ended))
+                kept = [request for request in self._waiting if id(request) not in gone]
+                self._waiting.clear()  # in place: a finalizer may abort inside `add`, in this thread
+                self._waiting.extend(kept)
+                deadlines = [request.deadline for request in self._waiting if request.deadline is not None]
+                self._aborted, self._first_deadline = False, min(deadlines, default=math.inf)
+        for request in [*ended, *filter(None, self._slots)]:
+            if request.aborted or request.is_late(now):
+                self._end(request, "abort" if request.aborted else "timeout")
+
+    def forget_device(self) -> None:
+        """Resets the state on the device, and begins with empty caches."""
+        self._cancelled.clear()
+        self._runner.reset()
+        self._pool = PagePool(self._pool.pages, self._pool.page_size, reuse=self._pool.reuse)
+
+    def _admit(self) -> None:
+        """Gives slots and pages to waiting requests, in the order of arrival."""
+        for place in range(len(self._slots)):
+            if self._slots[place] is not None:
+                continue
+            with self.changes:
+                if not self._waiting:
+                    return
+                request = self._waiting[0]
+                request.lease = self._pool.lease(request.ids, len(request.ids) + request.limit + self._scratch)
+                if request.lease is None:
+                    return  # no request overtakes the first one
+                self._waiting.popleft()
+            request.place, request.read = place, request.lease.reused
+            self._slots[place] = request
+            self._stats.prompt_tokens += len(request.ids)
+            self._stats.cached_tokens += request.read
+
+    def _launch(self) -> None:
+        """Launches stretches of prompts, then rounds of the requests whose prompt is read."""
+        room = shapes.MOST_READ
+        while unread := [r for r in self._slots if r is not None and r.read < len(r.ids)]:
+            unread.sort(key=lambda request: request.number)
+            count, length = self._runner.sizes.chunk_for([len(request.ids) - request.read for request in unread])
+            room -= count * length
+            if room < 0:
+                break
+            self._read_prompts(unread, count, length)
+        running = {
+            place: request
+            for place, request in enumerate(self._slots)
+            if request is not None and request.read == len(request.ids)
+        }
+        if not running:
+            return
+        # The fewer requests run, the shorter the launch, so that the others are read: wide rounds cost less in all.
+        reading = sum(request is not None for request in self._slots) - len(running)
+        rounds = max(1, shapes.ROUNDS * len(running) // (len(running) + reading))
+        greedy = all(request.params.greedy for request in running.values())
+        with self.changes:  # a waiting request gets the first free slot: the launch ends there
+            enough = 1 if self._waiting else len(self._slots)
+        width = self._runner.width_for(len(running))
+        tier = self._next_tier(running, rounds, greedy=greedy, width=width)
+        report, rows = self._runner.decode(
+            self._cancelled, list(running), rounds, enough, width=width, tier=tier, greedy=greedy
+        )
+        self._cancelled.clear()
+        self._reports.append((report, dict(zip(rows, running.values(), strict=True)), tier))
+
+    def _next_tier(self, running: Mapping[int, Request], rounds: int, *, greedy: bool, width: int) -> Tier:
+        """Chooses the draft mode of the next rounds; lets a head that rested catch up first where the mode needs it."""
+        requests = running.values()
+        behind = any(request.behind for request in requests)
+        seen = [request.acceptance for request in requests]
+        drafts = any(request.drafts for request in requests)
+        tier = self._modes.choose(seen, greedy=greedy, behind=behind, rounds=rounds, width=width, drafts=drafts)
+        if tier.head and behind:
+            self._runner.catch_up(self._cancelled, list(running), width=width)
+        for request in requests:
+            request.behind = self._runner.draft is not None and not tier.head
+        return tier
+
+    def _read_prompts(self, requests: Sequence[Request], count: int, length: int) -> None:
+        """Reads on in prompts, one after the other, by the program for `count` stretches of `length` tokens."""
+        sizes, stretches = self._runner.sizes, list[Chunk]()
+        ended: dict[int, Request] = {}
+        for request in requests:
+            if len(stretches) == count:
+                break
+            if request.read == request.cached and (request.params.penalises or self._copies):
+                self._runner.note_prompt(request.place, request.ids)
+            assert request.lease is not None
+            asked, pages = _row(request, self._eos), request.lease.pages
+            while len(stretches) < count and request.read < len(request.ids):
+                stretch = Chunk.stretch(
+                    sizes,
+                    length,
+                    slot=request.place,
+                    prompt=request.ids,
+                    start=request.read,
+                    pages=pages,
+                    request=asked,
+                )
+                request.read += int(stretch.counts[0])
+                if stretch.ends[0]:
+                    ended[len(stretches)] = request
+                    self._cancelled.discard(request.place)
+                stretches.append(stretch)
+            self._pool.register(request.lease, request.ids[: request.read + 1])
+        # Also where no prompt ends: it bounds what the device is given at once, and says that it still answers.
+        self._reports.append((self._runner.prefill(Chunk.of(stretches, count, length, sizes)), ended, None))
+
+    def _deliver(self, report: jax.Array, requests: dict[int, Request], tier: Tier | None) -> None:
+        """Reads one report (the only transfer of its launch) and gives each request its tokens."""
+        rows, seen, drafted = np.asarray(report), [], 0
+        self.delivered = time.monotonic()
+        for row, request in requests.items():
+            if request.done:
+                continue
+            best = None if request.params.logprobs is None else self._best
+            if tier is None:
+                found = first_progress(rows[row], best)
+            else:
+                found = progress(rows[row], self._steps, self._nodes, best)
+            self._stats.rounds += found.rounds
+            seen.append((request.acceptance, found.rounds, sum(found.accepted)))
+            drafted += found.drafted
+            ending = request.take(found, self._eos)
+            request.acceptance.lost = found.unread > catch_up.ROOM or not (request.lease and request.lease.drafted)
+            if ending is None:
+                request.tell()
+            else:
+                self._end(request, *ending, still_runs=not found.done)
+        if tier is not None:
+            greedy = all(request.params.greedy for request in requests.values())
+            self._modes.learn(tier, seen, drafted, greedy=greedy)
+
+    def _end(
+        self, request: Request, reason: FinishReason, error: str | None = None, *, still_runs: bool = True
+    ) -> None:
+        """Ends a request: frees its slot and pages, then publishes its output.
+
+        Args:
+            still_runs: the device still decodes the request.
+        """
+        output = request.finish(reason, error)
+        self._leave(request, output, still_runs=still_runs)
+        request.publish(output)
+        self.ended += 1
+
+    def _leave(self, request: Request, output: Output, *, still_runs: bool) -> None:
+        finished = self._stats.finished
+        finished[output.finish_reason] = finished.get(output.finish_reason, 0) + 1
+        if request.lease is None:
+            return
+        failed = output.finish_reason == "error"
+        if request.read == len(request.ids) and not failed:  # the last chosen token is not in the caches
+            self._pool.register(request.lease, request.tokens, drafted=not request.unread)
+        self._pool.release(request.lease, forget=failed)
+        self._slots[request.place] = None
+        if still_runs:
+            self._cancelled.add(request.place)
+
+    def _give_up(self, error: BaseException) -> bool:
+        """Ends every request that had begun: after a failure or an interruption the state on the device is lost.
+
+        Returns:
+            Whether any request had begun.
+        """
+        launched = [request for _, rows, _ in self._reports for request in rows.values()]
+        begun = dict.fromkeys([*filter(None, self._slots), *launched])
+        self._slots = [None] * len(self._slots)
+        self._reports.clear()
+        self.forget_device()
+        failure = error if isinstance(error, Exception) else RuntimeError(f"interrupted by {type(error).__name__}")
+        for request in begun:
+            request.lease = None
+            if not request.done:
+                request.failure = failure
+                self._end(request, "error", said(failure), still_runs=False)
+        return bool(begun)
+
+
+def _row(request: Request, eos: frozenset[int]) -> RequestRows:
+    """What a request asks for, as programs read it."""
+    params, digest = request.params, zlib.crc32(np.asarray(request.ids, np.int32).tobytes())
+    if request.sample:
+        digest = zlib.crc32(b"%d" % request.sample, digest)
+    stop_ids = {*params.stop_token_ids} | (frozenset() if params.ignore_eos else eos)
+    return RequestRows.of(params, limit=request.limit, stop_ids=stop_ids, prompt_length=len(request.ids), digest=digest)

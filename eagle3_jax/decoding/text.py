@@ -1,0 +1,180 @@
+"""Text of an answer: its channels, its characters, its stop strings, and the tokens that end it.
+
+Tokens come piece by piece; the text is the same however they are cut. gpt-oss answers in OpenAI's harmony format:
+`<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>`. The channel
+`final` is the answer; SGLang and vLLM call the other channels the reasoning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from eagle3_jax.models.target import ModelConfig
+
+_CUT = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet one
+_LONGEST = 4  # bytes of a character in UTF-8: no more tokens have a part in one
+_START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+_ANSWER = "final"
+
+
+def end_ids(config: ModelConfig, tokenizer: Any) -> frozenset[int]:
+    """Token ids that end an answer: the model's, and the tokenizer's own, which is all that some fine-tunes change."""
+    own = getattr(tokenizer, "eos_token_id", None)
+    return frozenset(config.eos_token_ids) | ({own} if own is not None and own < config.vocab_size else set())
+
+
+class Channels:
+    """Sorts tokens into answer and reasoning as they come. Without channels all tokens are the answer's.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        prompt: token ids in front of the answer; they may leave a channel open.
+    """
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._marks = _marks(tokenizer)
+        # Inside a message's header; inside the channel's name there; whether the next text is the answer's.
+        self._header = self._named = False
+        self._channel: list[int] = []
+        self._answers = True
+        if self._marks:
+            starts = (index for index in reversed(range(len(prompt))) if self._marks.get(prompt[index]) == _START)
+            self.split(prompt[next(starts, len(prompt)) :])
+
+    def split(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
+        """(tokens of the answer, tokens of the reasoning); tokens between messages belong to neither."""
+        if not self._marks:
+            return list(ids), []
+        answer: list[int] = []
+        reasoning: list[int] = []
+        for token in ids:
+            mark = self._marks.get(token)
+            if mark == _MESSAGE:
+                name = self._tokenizer.decode(self._channel).split()[:1]
+                self._header, self._answers = False, name in ([], [_ANSWER])
+            elif mark is not None:
+                self._header, self._named, self._channel = True, mark == _CHANNEL, []
+            elif self._header:
+                self._channel += [token] * self._named  # the role stands in front of the name
+            else:
+                (answer if self._answers else reasoning).append(token)
+        return answer, reasoning
+
+
+class Detokenizer:
+    """Turns tokens into text as they come: the same text, wherever they are cut into pieces.
+
+    Bytes of an incomplete character are held back until it is complete; at the end of the text they are dropped, as
+    vLLM drops them. The work is linear in the tokens: few of them are decoded again.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        # The last tokens whose text was returned, which decide on spaces; the tokens behind them.
+        self._context: list[int] = []
+        self._held: list[int] = []
+        self._given = 0  # characters of their text that were returned
+
+    def add(self, ids: Sequence[int], last: bool) -> str:
+        """Text that these tokens add. `last`: no more tokens follow."""
+        text = self._decode([*self._context, *self._held, *ids])[self._given :]
+        if text and _CUT not in text:
+            self._held += ids
+            self._settle()
+        else:
+            text = "".join(map(self._add, ids))
+        return text + self._decode([*self._context, *self._held])[self._given :].rstrip(_CUT) if last else text
+
+    def _add(self, token: int) -> str:
+        self._held.append(token)
+        text = self._decode([*self._context, *self._held])[self._given :]
+        if text and not text.endswith(_CUT):
+            self._settle()
+            return text
+        if self._is_silent(token):
+            self._held.pop()
+        elif len(self._held) > _LONGEST:  # a first space, which does not show, may be one of them
+            return self._release(text)
+        return ""
+
+    def _settle(self) -> None:
+        """All text is returned: keeps the fewest last tokens with complete text, as context."""
+        known, context, text = [*self._context, *self._held], [], ""
+        while known:
+            context.insert(0, known.pop())
+            text = self._decode(context)
+            if text and not text.endswith(_CUT):
+                break
+            if self._is_silent(context[0]):
+                context.pop(0)
+        self._context, self._held, self._given = context, [], len(text)
+
+    def _release(self, text: str) -> str:
+        """Returns the held text, complete or not, without a last character's first bytes."""
+        rest = min(len(text) - len(text.rstrip(_CUT)), _LONGEST - 1)
+        self._context, self._held = self._held, []
+        self._given = max(0, len(self._decode(self._context)) - rest)
+        return text[: len(text) - rest]
+
+    def _is_silent(self, token: int) -> bool:
+        """Whether a token has no text anywhere, as special tokens; decoded twice, since a first space may vanish."""
+        return not self._decode([token, token])
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True) if ids else ""
+
+
+class StopScanner:
+    """Finds stop strings in an answer, across the borders of its tokens; not in its reasoning.
+
+    Args:
+        prompt: see `Channels`.
+
+    Attributes:
+        text: so far, cut in front of a found stop string.
+        settled: characters of `text` in which no stop string can begin any more.
+    """
+
+    def __init__(self, tokenizer: Any, stops: tuple[str, ...], prompt: Sequence[int]) -> None:
+        self.text, self.settled = "", 0
+        self._stops, self._found = stops, False
+        self._channels, self._detokenizer = Channels(tokenizer, prompt), Detokenizer(tokenizer)
+
+    def add(self, token: int, look: bool) -> bool:
+        """Adds a token; returns whether it completes a stop string. `look`: False ignores stop strings."""
+        answer, _ = self._channels.split([token])
+        return self._extend(self._detokenizer.add(answer, last=False), look)
+
+    def end(self) -> str:
+        """The whole text."""
+        if not self._found:
+            self._extend(self._detokenizer.add([], last=True), look=True)
+        self.settled = len(self.text)
+        return self.text
+
+    def _extend(self, added: str, look: bool) -> bool:
+        before = len(self.text)
+        self.text += added
+        if look:
+            starts = [self.text.find(stop, max(0, before - len(stop) + 1)) for stop in self._stops]
+            if found := [start for start in starts if start >= 0]:
+                self.text = self.text[: min(found)]
+                self.settled, self._found = len(self.text), True
+                return True
+        held = (
+            max(n for n in range(min(len(stop), len(self.text) + 1)) if self.text.endswith(stop[:n]))
+            for stop in self._stops
+        )
+        self.settled = len(self.text) - max(held)
+        return False
+
+
+def _marks(tokenizer: Any) -> dict[int, str]:
+    """Token id -> its name; empty where the tokenizer has no channels."""
+    channel = tokenizer.convert_tokens_to_ids(_CHANNEL)
+    if channel is None or channel == tokenizer.unk_token_id:
+        return {}
+    return {tokenizer.convert_tokens_to_ids(name): name for name in (_START, _CHANNEL, _MESSAGE, *_ENDS)}
