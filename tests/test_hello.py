@@ -10,10 +10,15 @@ import tiny
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tools"))
 import hello
 
+from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.models.checkpoint.fetch import load_target
 
 TOKENIZER = tiny.make_tokenizer()
+
+
+def streamed(ids: list[int], rounds: int, accepted: int, drafted: int, seconds: float) -> hello.Streamed:
+    return hello.Streamed(ids, AcceptanceCounts(rounds, [accepted]), drafted, seconds)
 
 
 def test_brackets_stand_around_what_each_round_accepted():
@@ -32,13 +37,13 @@ def test_colours_tell_depths_apart_and_leave_the_text_as_it_is():
 
 
 def test_the_table_adds_up():
-    plain, fast = hello.Streamed([1] * 40, 39, 0, 0, 2.0), hello.Streamed([1] * 40, 19, 21, 20, 1.0)
-    other = hello.Streamed([2] * 10, 9, 0, 0, 0.5)
+    plain, fast = streamed([1] * 40, 39, 0, 0, 2.0), streamed([1] * 40, 19, 21, 20, 1.0)
+    other = streamed([2] * 10, 9, 0, 0, 0.5)
     rows = [line.split() for line in hello.table([("a", plain, fast), ("b", other, other)]).splitlines()[2:]]
     assert rows[0] == ["a", "20.0", "40.0", "2.00x", "2.11", "50%", "yes"]
     assert rows[1] == ["b", "20.0", "20.0", "1.00x", "1.00", "0%", "yes"]
     assert rows[2] == ["all", "20.0", "33.3", "1.67x", "1.75", "40%", "yes"]
-    assert " NO" in hello.table([("a", plain, hello.Streamed([1] * 39, 19, 21, 20, 1.0))])
+    assert " NO" in hello.table([("a", plain, streamed([1] * 39, 19, 21, 20, 1.0))])
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import tiny
 from matplotlib import colors, pyplot
 
 from eagle3_jax import report
+from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.config import FOLDERS, RunConfig
 from eagle3_jax.decoding.measure.compare import Tally, total
 from eagle3_jax.runs.manifest import begin, finish
@@ -28,7 +29,9 @@ def evaluation(name: str, rate: float = 95.0, exact: bool = True) -> dict[str, A
         accepted = [220 - 20 * i, 110 - 10 * i, 50 - 5 * i, 20]
         tokens = 384 - 10 * i
         vanilla_seconds = tokens / (56.0 - i)
-        tallies[category] = Tally(4, 200, tokens, tokens / (rate - 6 * i), tokens, vanilla_seconds, accepted)
+        tallies[category] = Tally(
+            4, AcceptanceCounts(200, accepted), tokens, tokens / (rate - 6 * i), tokens, vanilla_seconds
+        )
     tallies["math"].mismatches.append({"id": "math-3", "position": 17})
     return {
         **total(list(tallies.values())).report(exact=exact),

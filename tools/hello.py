@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from eagle3_jax import Engine, SamplingParams, load_target
+from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.decoding.measure.compare import first_difference
 from eagle3_jax.decoding.text import Detokenizer
 from eagle3_jax.formats.packaged import AUTO, LOOKUP, shipped_head
@@ -45,13 +46,11 @@ class Streamed:
     """A streamed answer.
 
     Attributes:
-        rounds: the target's passes after the prompt's. accepted: accepted drafts. drafted: accepted drafts in the
-            answer.
+        counts: of its rounds. drafted: accepted drafts in the answer.
     """
 
     token_ids: list[int]
-    rounds: int
-    accepted: int
+    counts: AcceptanceCounts
     drafted: int
     seconds: float
 
@@ -86,8 +85,7 @@ def stream(
         show(marker.mark(piece.token_ids, piece.depths, last=piece.finish_reason is not None))
         drafted += sum(depth > 0 for depth in piece.depths)
     seconds, output = time.perf_counter() - start, request.result()
-    accepted = sum(output.stats.accepted_per_position)
-    return Streamed(output.token_ids, output.stats.rounds, accepted, drafted, seconds)
+    return Streamed(output.token_ids, output.stats.counts, drafted, seconds)
 
 
 def table(answers: Iterable[tuple[str, Streamed, Streamed]]) -> str:
@@ -97,7 +95,7 @@ def table(answers: Iterable[tuple[str, Streamed, Streamed]]) -> str:
     parts = [(name, [plain], [fast]) for name, plain, fast in answers]
     for name, plain, fast in [*parts, ("all", [x for _, x, _ in answers], [x for *_, x in answers])]:
         before, now = (sum(len(x.token_ids) for x in of) / sum(x.seconds for x in of) for of in (plain, fast))
-        tau = 1 + sum(x.accepted for x in fast) / max(1, sum(x.rounds for x in fast))
+        tau = AcceptanceCounts.total(x.counts for x in fast).tau
         drafted = sum(x.drafted for x in fast) / sum(len(x.token_ids) for x in fast)
         same = all(a.token_ids == b.token_ids for a, b in zip(plain, fast, strict=True))
         rows.append(

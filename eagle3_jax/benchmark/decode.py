@@ -22,6 +22,7 @@ from typing import Any
 from tqdm import tqdm
 
 from eagle3_jax import config as configs
+from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.config import RunConfig
 from eagle3_jax.data import sources
 from eagle3_jax.decoding.choice.modes import Tier
@@ -40,11 +41,10 @@ TRANSFORMERS, ASSISTED = "transformers", "transformers, prompt lookup"
 
 @dataclasses.dataclass(frozen=True)
 class Answers:
-    """Token ids; the rounds that they took and the drafts accepted in them; dispatches by tier."""
+    """Token ids of answers; their rounds and accepted drafts; dispatches by draft mode."""
 
     texts: list[list[int]]
-    rounds: int = 0
-    accepted: int = 0
+    counts: AcceptanceCounts = dataclasses.field(default_factory=AcceptanceCounts)
     tiers: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
@@ -196,7 +196,7 @@ def measure_batch(
         tokens = sum(map(len, found.texts))
         records[name] = {
             "completion_tokens": tokens,
-            "acc_length": 1 + found.accepted / found.rounds if found.rounds else None,
+            "acc_length": found.counts.tau if found.counts.rounds else None,
             "tokens_per_second": tokens / statistics.median(seconds[name]),
             "seconds": seconds[name],
             "identical": None if same is None else sum(a == b for a, b in zip(found.texts, same, strict=True)),
@@ -226,9 +226,8 @@ def decoding(engine: Engine, tier: Tier | None, prompts: list[list[int]], params
         before = engine.stats().tiers
         outputs, seconds = timed(engine, prompts, params)
         taken = {name: count - before[name] for name, count in engine.stats().tiers.items() if count > before[name]}
-        rounds = sum(output.stats.rounds for output in outputs)
-        accepted = sum(sum(output.stats.accepted_per_position) for output in outputs)
-        return Answers([output.token_ids for output in outputs], rounds, accepted, taken), seconds
+        counts = AcceptanceCounts.total(output.stats.counts for output in outputs)
+        return Answers([output.token_ids for output in outputs], counts, taken), seconds
 
     return answer
 

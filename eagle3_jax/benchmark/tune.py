@@ -27,6 +27,7 @@ from scipy import stats
 from tqdm import tqdm
 
 from eagle3_jax import config as configs
+from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.benchmark import decode
 from eagle3_jax.benchmark.decode import Material
 from eagle3_jax.config import DraftTree, RunConfig
@@ -150,14 +151,14 @@ def race(config: RunConfig, what: Material, batch: int) -> dict[str, Any]:
             bar.update()
     sizes = []
     for name, tier in tiers.items():
-        rounds, accepted = (sum(getattr(x, field) for x in answers[name]) for field in ("rounds", "accepted"))
+        counts = AcceptanceCounts.total(x.counts for x in answers[name])
         speed = found.ratio(name, decode.VANILLA)
         sizes.append(
             {
                 "name": name,
                 **decode.size(tier),
                 "turns": len(found.taken[name]),
-                "acc_length": 1 + accepted / rounds if rounds else None,
+                "acc_length": counts.tau if counts.rounds else None,
                 "completion_tokens": sum(len(text) for x in answers[name] for text in x.texts),
                 "step_time": engine.profile(tier).seconds,
                 "tokens_per_second": 1 / statistics.median(found.taken[name]),

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
+from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.decoding.choice.policy import Acceptance
 from eagle3_jax.decoding.device.report import Progress, RoundTree
 from eagle3_jax.decoding.pages import Lease
@@ -46,9 +47,13 @@ class Stats:
     seconds_to_first_token: float | None = dataclasses.field(default=None, compare=False)
 
     @property
+    def counts(self) -> AcceptanceCounts:
+        return AcceptanceCounts(self.rounds, self.accepted_per_position)
+
+    @property
     def acceptance_length(self) -> float:
-        """Tokens a round, the bonus included: 1 without a draft."""
-        return 1 + sum(self.accepted_per_position) / max(self.rounds, 1)
+        """Tokens per round, the bonus token included (tau): 1 without a draft."""
+        return self.counts.tau
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,8 +167,7 @@ class Request:
         self._depths: list[int] = []
         self._tree: np.ndarray | None = None
         self._logprobs: list[Logprob] = []
-        self._rounds = 0
-        self._accepted: list[int] = []
+        self._counts = AcceptanceCounts()
         self._listeners: set[Callable[[], object]] = set()  # told of all news, by whichever thread works
         # Of those who take pieces.
         self._channels = Channels(tokenizer, ids)
@@ -276,10 +280,8 @@ class Request:
 
     def take(self, progress: Progress, eos: frozenset[int]) -> Ending | None:
         """Adds what a dispatch chose. Returns why that ends the request, None where it goes on."""
-        self._rounds += progress.rounds
+        self._counts += AcceptanceCounts(progress.rounds, progress.accepted)
         self.unread = progress.unread
-        before = self._accepted or [0] * len(progress.accepted)
-        self._accepted = [a + b for a, b in zip(before, progress.accepted or [0] * len(before), strict=True)]
         if progress.token_ids and self._first is None:
             self._first = time.monotonic() - self._submitted
         stops = {*self.params.stop_token_ids} | (frozenset() if self.params.ignore_eos else eos)
@@ -319,7 +321,7 @@ class Request:
             reasoning = Detokenizer(self._tokenizer).add(thoughts, last=True)
         except Exception as failure:
             reason, error, text, reasoning = "error", error or said(failure), "", ""
-        stats = Stats(self._rounds, self._accepted, self.cached, self._first)
+        stats = Stats(self._counts.rounds, self._counts.accepted, self.cached, self._first)
         logprobs = None if self.params.logprobs is None else self._logprobs
         return Output(list(self._token_ids), text, reason, stats, logprobs, error, reasoning)
 

@@ -16,6 +16,7 @@ import pathlib
 import subprocess
 from typing import Any
 
+from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.config import DraftTree, RunConfig
 from eagle3_jax.data import sources
 from eagle3_jax.decoding.engine import Engine, SamplingParams
@@ -39,14 +40,13 @@ class Counted:
 
     Attributes:
         plain: answers without the head, token ids; of a server that always drafts, this package's. answers: with it.
-        accepted: of the rounds, in how many the draft at position 1, 2, ... was accepted.
+        counts: of the answers with the head.
         seconds: with the head; plain_seconds: without it, None where it did not decode so.
     """
 
     plain: list[list[int]]
     answers: list[list[int]]
-    rounds: int
-    accepted: list[int]
+    counts: AcceptanceCounts
     seconds: float
     plain_seconds: float | None
 
@@ -54,9 +54,9 @@ class Counted:
         tokens, plain = sum(map(len, self.answers)), sum(map(len, self.plain))
         vanilla = None if self.plain_seconds is None else plain / self.plain_seconds
         return {
-            "rounds": self.rounds,
-            "accepted_per_position": self.accepted,
-            "tau": 1 + sum(self.accepted) / max(self.rounds, 1),
+            "rounds": self.counts.rounds,
+            "accepted_per_position": self.counts.accepted,
+            "tau": self.counts.tau,
             "identical": sum(a == b for a, b in zip(self.answers, self.plain, strict=True)),
             "tokens_per_second": {"vanilla": vanilla, "speculative": tokens / self.seconds},
         }
@@ -121,11 +121,12 @@ def run(
         columns["vllm"] = in_vllm(where, request)
     if engine == "sglang":
         columns["sglang"] = in_sglang(str(where), request, columns["numbers"].plain)
-    none = [0] * request["num_speculative_tokens"]  # of answers of one token, which take no round
-    columns = {name: dataclasses.replace(x, accepted=x.accepted or none) for name, x in columns.items()}
+    every_depth = AcceptanceCounts(0, [0] * request["num_speculative_tokens"])  # answers of one token take no round
+    columns = {name: dataclasses.replace(x, counts=x.counts + every_depth) for name, x in columns.items()}
     problems = _problems(columns)
     if earlier is not None:
-        problems += _apart(str(expect), columns["numbers"], earlier["rounds"], earlier["accepted_per_position"])
+        counts = AcceptanceCounts(earlier["rounds"], earlier["accepted_per_position"])
+        problems += _apart(str(expect), columns["numbers"].counts, counts)
     report = {
         **asked_for,
         "draft": {"folder": str(draft), "files": files.file_digests(draft)},
@@ -200,12 +201,10 @@ def predict(target: Target, request: dict[str, Any], token_map: str | None = Non
         engine.generate(request["prompts"], dataclasses.replace(params, max_tokens=steps + 1))  # warms up
         found.append(timed(engine, request["prompts"], params))
     (plain, plain_seconds), (fast, seconds) = found
-    stats = [answer.stats for answer in fast]
     return Counted(
         [answer.token_ids for answer in plain],
         [answer.token_ids for answer in fast],
-        sum(x.rounds for x in stats),
-        [sum(column) for column in zip(*(x.accepted_per_position for x in stats if x.rounds), strict=True)],
+        AcceptanceCounts.total(answer.stats.counts for answer in fast),
         seconds,
         plain_seconds,
     )
@@ -214,15 +213,16 @@ def predict(target: Target, request: dict[str, Any], token_map: str | None = Non
 def in_vllm(python: str | pathlib.Path, request: dict[str, Any]) -> Counted:
     """What vLLM does: with the head and without, one process each. Raises CheckError where it ends badly."""
     plain, fast = (vllm_answers(python, request | {"draft": draft}) for draft in (None, request["draft"]))
-    return Counted(
-        plain["answers"], fast["answers"], fast["rounds"], fast["accepted"], fast["seconds"][-1], plain["seconds"][-1]
-    )
+    counts = AcceptanceCounts(fast["rounds"], fast["accepted"])
+    return Counted(plain["answers"], fast["answers"], counts, fast["seconds"][-1], plain["seconds"][-1])
 
 
 def in_sglang(url: str, request: dict[str, Any], plain: list[list[int]]) -> Counted:
     """What a running SGLang server does, which drafts always: `plain` is what its answers must be."""
     said = sglang_server.answer(url, request)
-    return Counted(plain, said["answers"], said["rounds"], said["accepted"], said["seconds"][-1], None)
+    return Counted(
+        plain, said["answers"], AcceptanceCounts(said["rounds"], said["accepted"]), said["seconds"][-1], None
+    )
 
 
 def vllm_answers(python: str | pathlib.Path, request: dict[str, Any]) -> dict[str, Any]:
@@ -243,7 +243,7 @@ def _problems(columns: dict[str, Counted]) -> list[str]:
     """Where an engine parts from the prediction, or from greedy decoding without the head."""
     expected, problems = columns["numbers"], []
     for name, counted in columns.items():
-        problems += _apart(name, counted, expected.rounds, expected.accepted)
+        problems += _apart(name, counted.counts, expected.counts)
         differ = [i for i, (a, b) in enumerate(zip(counted.answers, counted.plain, strict=True)) if a != b]
         if differ:
             problems.append(f"{name}: answers: {len(differ)} of {len(counted.plain)} are not plain greedy decoding's")
@@ -252,8 +252,8 @@ def _problems(columns: dict[str, Counted]) -> list[str]:
     return problems
 
 
-def _apart(name: str, counted: Counted, rounds: int, accepted: list[int]) -> list[str]:
-    pairs = (("rounds", counted.rounds, rounds), ("accepted", counted.accepted, accepted))
+def _apart(name: str, counts: AcceptanceCounts, expected: AcceptanceCounts) -> list[str]:
+    pairs = (("rounds", counts.rounds, expected.rounds), ("accepted", counts.accepted, expected.accepted))
     return [f"{name}: {field}: got {got}, expected {wanted}" for field, got, wanted in pairs if got != wanted]
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax import config as configs
+from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.data import sources
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.mesh import fetch, make_mesh, own_replica
@@ -66,18 +67,11 @@ class Served:
         return Draft(jax.tree.map(jnp.asarray, fetch(head)), self._token_ids)
 
     def measure(self, head: DraftHead) -> dict[str, Any]:
-        """`tau`, tokens per round with the bonus token; `alpha` per draft position; `rounds`."""
+        """`tau`, `alpha` and `rounds` of the held-out prompts, of all replicas (see `AcceptanceCounts`)."""
         self._engine.replace_draft(self._draft(head))
         answers = self._engine.generate(self._prompts, self._params) if self._prompts else []
-        rounds = sum(answer.stats.rounds for answer in answers)
-        accepted = np.sum([answer.stats.accepted_per_position for answer in answers], axis=0).tolist()
-        shares = processes.gather([self._replica.index, rounds, accepted])
-        return _summed({index: (rounds, accepted) for index, rounds, accepted in shares})
-
-
-def _summed(shares: dict[int, tuple[int, list[int]]]) -> dict[str, Any]:
-    """Of all replicas; the processes of one say the same."""
-    rounds = sum(part for part, _ in shares.values())
-    accepted = np.sum([part for _, part in shares.values() if part], axis=0)
-    alpha = accepted / np.maximum([rounds, *accepted[:-1]], 1)
-    return {"tau": float(1 + accepted.sum() / max(rounds, 1)), "alpha": alpha.tolist(), "rounds": rounds}
+        own = AcceptanceCounts.total(answer.stats.counts for answer in answers)
+        shares = processes.gather([self._replica.index, own.rounds, own.accepted])
+        replicas = {index: AcceptanceCounts(rounds, accepted) for index, rounds, accepted in shares}
+        counts = AcceptanceCounts.total(replicas.values())  # each replica once: its processes count the same rounds
+        return {"tau": counts.tau, "alpha": [share or 0.0 for share in counts.alpha], "rounds": counts.rounds}

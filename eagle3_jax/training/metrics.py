@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from tensorboardX import SummaryWriter
 
+from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.runs import disk, processes
 
 
@@ -31,7 +32,7 @@ def summarise(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
         positions in the mask; per step `cross_entropy`, `divergence` (KL) and `acceptance` (share of drafts accepted at
         temperature 1) over trained positions; `positions`, the trained positions of the first step. Train steps add
         `gradient_norm`. Eval steps add the figures of `evaluate` for a chain of as many drafts as steps: `rounds`,
-        `tau` (tokens per round, bonus token included) and `alpha` per position (see `replay_rounds`).
+        `tau` (tokens per round, bonus token included) and `alpha` per position (see `AcceptanceCounts`, `replay_rounds`).
 
     Raises:
         NotFinite: the first batch with NaN or infinity in it.
@@ -54,9 +55,9 @@ def summarise(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "tokens": int(total["tokens"]),
     }
     if "rounds" in total:
-        rounds, accepted = int(total["rounds"]), np.asarray(total["accepted"])
-        summary["rounds"], summary["tau"] = rounds, float(1 + accepted.sum() / max(rounds, 1))
-        summary["alpha"] = (accepted / np.maximum([rounds, *accepted[:-1]], 1)).tolist()
+        counts = AcceptanceCounts(int(total["rounds"]), [int(n) for n in np.asarray(total["accepted"])])
+        summary["rounds"], summary["tau"] = counts.rounds, counts.tau
+        summary["alpha"] = [share or 0.0 for share in counts.alpha]
     if "gradient_norm" in total:
         summary["gradient_norm"] = float(total["gradient_norm"]) / len(host)
     return summary

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle3_jax import config as configs
+from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.benchmark import decode, tune
 from eagle3_jax.benchmark.tune import Race
 from eagle3_jax.config import DraftTree
@@ -102,7 +103,7 @@ def measured(monkeypatch, config, target) -> Callable[..., Measured]:
             engines[name].add(engine)
             asked[name].append([ids[0] for ids in prompts])
             took = seconds(name, len(asked[name]) - 2)  # -1: the turn that wakes caches
-            return lambda: (decode.Answers([[0]] * len(prompts), rounds=1), took * len(prompts))
+            return lambda: (decode.Answers([[0]] * len(prompts), AcceptanceCounts(1)), took * len(prompts))
 
         monkeypatch.setattr(decode, "decoding", decoding)
         monkeypatch.setattr(Engine, "warm_up", lambda self, **_: warm.append(self))

@@ -15,6 +15,7 @@ import tiny
 
 from eagle3_jax import Engine, SamplingParams
 from eagle3_jax import config as configs
+from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.export import __main__ as export
 from eagle3_jax.export import check, vllm_process
 from eagle3_jax.models import chat_template
@@ -78,13 +79,13 @@ def untrained(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> config
 def predicted(monkeypatch: pytest.MonkeyPatch) -> check.Counted:
     """Stands in for every prediction."""
     answers = [[3, i, 5, 6] for i in range(6)]
-    made_up = check.Counted(answers, [list(ids) for ids in answers], 20, [9, 4, 1], 1.0, 2.0)
+    made_up = check.Counted(answers, [list(ids) for ids in answers], AcceptanceCounts(20, [9, 4, 1]), 1.0, 2.0)
     monkeypatch.setattr(check, "predict", lambda *_: made_up)
     return made_up
 
 
 def test_answers_of_one_token_take_no_round(untrained, predicted, monkeypatch):
-    one = dataclasses.replace(predicted, rounds=0, accepted=[])
+    one = dataclasses.replace(predicted, counts=AcceptanceCounts())
     monkeypatch.setattr(check, "predict", lambda *_: one)
     report = check.run(untrained, "held_out.jsonl", "numbers")
     assert report["engines"]["numbers"]["accepted_per_position"] == [0, 0, 0]
@@ -94,7 +95,7 @@ def test_answers_of_one_token_take_no_round(untrained, predicted, monkeypatch):
 def test_a_token_map_cuts_the_drafts_and_is_part_of_what_was_asked(untrained, monkeypatch, tmp_path):
     (tmp_path / "map.json").write_text("[60, 61, 62]")
     config = dataclasses.replace(untrained, evaluate=dataclasses.replace(untrained.evaluate, token_map="map.json"))
-    answered = types.SimpleNamespace(token_ids=[1], stats=types.SimpleNamespace(rounds=0, accepted_per_position=[]))
+    answered = types.SimpleNamespace(token_ids=[1], stats=types.SimpleNamespace(counts=AcceptanceCounts()))
     asked = []
 
     def load(target, draft, *_, token_map, **__):
@@ -115,13 +116,17 @@ def test_a_token_map_cuts_the_drafts_and_is_part_of_what_was_asked(untrained, mo
 
 def test_an_engine_that_parts_is_told_where(untrained, tmp_path, predicted):
     plain = {"answers": predicted.plain, "seconds": [1.0], "rounds": 0, "accepted": [], "version": "0"}
-    fast = plain | {"answers": predicted.answers, "rounds": predicted.rounds, "accepted": predicted.accepted}
+    fast = plain | {
+        "answers": predicted.answers,
+        "rounds": predicted.counts.rounds,
+        "accepted": predicted.counts.accepted,
+    }
     report = check.run(untrained, "held_out.jsonl", "vllm", fake_vllm(tmp_path, plain, fast))
     assert report["engines"]["vllm"]["rounds"] == report["engines"]["numbers"]["rounds"]
     other = [[*predicted.answers[0][:-1], 7], *predicted.answers[1:]]
-    count = len(predicted.plain)
+    count, rounds = len(predicted.plain), predicted.counts.rounds
     for changed, sentence in (
-        ({"rounds": predicted.rounds + 1}, f"vllm: rounds: got {predicted.rounds + 1}, expected {predicted.rounds}"),
+        ({"rounds": rounds + 1}, f"vllm: rounds: got {rounds + 1}, expected {rounds}"),
         ({"accepted": [1, 0, 0]}, r"vllm: accepted: got \[1, 0, 0\], expected"),
         ({"answers": other}, f"vllm: answers: 1 of {count} are not plain greedy decoding's"),
     ):
@@ -137,12 +142,16 @@ def test_an_engine_that_parts_is_told_where(untrained, tmp_path, predicted):
 def test_in_bfloat16_differences_are_said_and_are_no_error(untrained, tmp_path, predicted):
     config = dataclasses.replace(untrained, target=dataclasses.replace(untrained.target, dtype="bfloat16"))
     plain = {"answers": predicted.plain, "seconds": [1.0], "rounds": 0, "accepted": [], "version": "0"}
-    fast = plain | {"answers": predicted.answers, "rounds": predicted.rounds, "accepted": predicted.accepted}
+    fast = plain | {
+        "answers": predicted.answers,
+        "rounds": predicted.counts.rounds,
+        "accepted": predicted.counts.accepted,
+    }
     report = check.run(config, "held_out.jsonl", "vllm", fake_vllm(tmp_path, plain, fast))
     assert "bfloat16: only float32 is required to be equal; differences: none" in check.table(report)
     fast["rounds"] += 1
     report = check.run(config, "held_out.jsonl", "vllm", fake_vllm(tmp_path, plain, fast))
-    said = f"vllm: rounds: got {predicted.rounds + 1}, expected {predicted.rounds}"
+    said = f"vllm: rounds: got {predicted.counts.rounds + 1}, expected {predicted.counts.rounds}"
     assert report["differences"] == [said]
     assert check.table(report).splitlines()[-2:] == [
         "bfloat16: only float32 is required to be equal; differences: 1",
@@ -166,7 +175,7 @@ def test_a_running_sglang_server_has_a_column(untrained, predicted, capsys):
     with fake_sglang.serve(answers, prompts) as (url, _):
         export.main([*arguments, "--sglang", url])
         rows = {line.split("  ")[0]: line.split()[-2:] for line in capsys.readouterr().out.splitlines()}
-        assert rows["rounds"] == [str(predicted.rounds)] * 2 and rows["vanilla, tokens/s"][1] == "-"
+        assert rows["rounds"] == [str(predicted.counts.rounds)] * 2 and rows["vanilla, tokens/s"][1] == "-"
         answers[0] = answers[0] | {"output_ids": [*answers[0]["output_ids"][:-1], 7]}
         with pytest.raises(SystemExit, match=r"sglang: answers: 1 of \d+ are not plain greedy decoding's"):
             export.main([*arguments, "--sglang", url])
@@ -187,10 +196,10 @@ def test_an_earlier_report_must_be_of_the_same_work(untrained, predicted, tmp_pa
         reference.write_text(json.dumps(report | changed))
         with pytest.raises(ValueError, match=message):
             check.run(untrained, "held_out.jsonl", "numbers", expect=reference)
-    column = report["engines"]["numbers"] | {"rounds": predicted.rounds - 1}
+    column = report["engines"]["numbers"] | {"rounds": predicted.counts.rounds - 1}
     reference.write_text(json.dumps(report | {"engines": {"numbers": column}}))
     asked = ["--config", "run.yaml", "--check", "numbers", "--evaluate.draft", "head", "--prompts", "held_out.jsonl"]
-    expected = rf"reference.json: rounds: got {predicted.rounds}, expected {predicted.rounds - 1}"
+    expected = rf"reference.json: rounds: got {predicted.counts.rounds}, expected {predicted.counts.rounds - 1}"
     with pytest.raises(SystemExit, match=expected):
         export.main([*asked, "--expect", str(reference)])
 

@@ -1,7 +1,7 @@
-"""Acceptance, losslessness and speed of speculative decoding, against vanilla decoding of the same prompts.
+"""Compares speculative with vanilla decoding of the same prompts: acceptance, losslessness and speed.
 
-Both engines answer every prompt in the same run, group by group in turn, so that a machine that slows down slows both.
-A call in which something was compiled is no measurement: it is repeated, and the repetition counts.
+Both engines answer every prompt in one run, group by group in turn, so that a machine that slows down slows both.
+A call that compiles is repeated, and only the repetition counts.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 from tqdm import tqdm
 
+from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.decoding.measure.near_tie import NearTie
 from eagle3_jax.runs import processes
 from eagle3_jax.runs.command import stop_point
@@ -24,35 +25,33 @@ _MOST_REPETITIONS = 3
 _REFILLS = 4
 
 
-# (token ids in front of a first difference, the two tokens there) -> what makes it a near-tie, or None.
+# (token ids before the first difference, the two tokens there) -> the near-tie, or None for a mismatch.
 Judge = Callable[[Sequence[int], tuple[int, int]], NearTie | None]
 
 
 @runtime_checkable
 class Decoder(Protocol):
-    """What is measured: anything that answers prompts as `Engine` does, host-side tokens in hand when it returns."""
+    """Answers prompts as `Engine` does, and returns with the tokens on the host."""
 
     def generate(self, prompts: Any, params: Any) -> Sequence[Any]: ...
 
 
 @dataclasses.dataclass
 class Tally:
-    """Counts over some prompts, and what follows from them.
+    """Sums over some prompts.
 
     Attributes:
-        rounds: verifications by the target; the first token of an answer comes from the prefill, not from a round.
-        accepted: per draft position, the rounds in which it was accepted (it and all before it).
-        ties: prompts whose two answers differ first at a near-tie: where, and its gap and bound (see `near_tie`).
-        mismatches: prompts whose two answers differ, and where first, with no such excuse.
+        counts: of the speculative answers.
+        ties: prompts whose two answers first differ at a near-tie: position, gap and bound (see `near_tie`).
+        mismatches: prompts whose two answers differ elsewhere: first such position.
     """
 
     prompts: int = 0
-    rounds: int = 0
+    counts: AcceptanceCounts = dataclasses.field(default_factory=AcceptanceCounts)
     tokens: int = 0
     seconds: float = 0.0
     vanilla_tokens: int = 0
     vanilla_seconds: float = 0.0
-    accepted: list[int] = dataclasses.field(default_factory=list)
     ties: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     mismatches: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
@@ -64,15 +63,14 @@ class Tally:
         seconds: tuple[float, float],
         judge: Judge | None = None,
     ) -> None:
-        """Counts one group of prompts, which the engines answered in `seconds` (vanilla, speculative)."""
+        """Adds a group of prompts; `seconds` are the engines' (vanilla, speculative)."""
         self.prompts += len(group)
         self.vanilla_seconds += seconds[0]
         self.seconds += seconds[1]
         for prompt, plain, fast in zip(group, vanilla, speculative, strict=True):
             self.vanilla_tokens += len(plain.token_ids)
             self.tokens += len(fast.token_ids)
-            self.rounds += fast.stats.rounds
-            self.accepted = _sum([self.accepted, fast.stats.accepted_per_position])
+            self.counts += fast.stats.counts
             position = first_difference(plain.token_ids, fast.token_ids)
             if position is None:
                 continue
@@ -86,14 +84,10 @@ class Tally:
                 self.ties.append(where | dataclasses.asdict(tie))
 
     def report(self, *, exact: bool) -> dict[str, Any]:
-        """JSON-ready numbers; None stands for a ratio to nothing.
-
-        tau: tokens per round, bonus token included, as engines count: a round that ends on an
-        accepted end-of-sequence token or at the limit counts a bonus that is not in the answer. alpha: share of
-        acceptance per draft position, of those rounds that accepted all positions before it.
+        """JSON-ready numbers, `tau` and `alpha` as `AcceptanceCounts` has them; None is a ratio to nothing.
 
         Args:
-            exact: greedy decoding, where both must say the same; else `identical`, `ties` and `mismatches` are None.
+            exact: greedy decoding, where answers must be equal; else `identical`, `ties` and `mismatches` are None.
         """
         vanilla, speculative = _ratio(self.vanilla_tokens, self.vanilla_seconds), _ratio(self.tokens, self.seconds)
         return {
@@ -102,10 +96,10 @@ class Tally:
             "ties": self.ties if exact else None,
             "mismatches": self.mismatches if exact else None,
             "tokens": self.tokens,
-            "rounds": self.rounds,
-            "accepted_per_position": self.accepted,
-            "tau": _ratio(self.rounds + sum(self.accepted), self.rounds),
-            "alpha": [_ratio(n, given) for n, given in zip(self.accepted, [self.rounds, *self.accepted], strict=False)],
+            "rounds": self.counts.rounds,
+            "accepted_per_position": self.counts.accepted,
+            "tau": self.counts.tau if self.counts.rounds else None,
+            "alpha": self.counts.alpha,
             "tokens_per_second": {"vanilla": vanilla, "speculative": speculative},
             "seconds": {"vanilla": self.vanilla_seconds, "speculative": self.seconds},
             "speedup": None if vanilla is None or speculative is None else _ratio(speculative, vanilla),
@@ -114,17 +108,17 @@ class Tally:
 
 def total(tallies: Sequence[Tally]) -> Tally:
     """The sum of tallies."""
-    counts = ("prompts", "rounds", "tokens", "seconds", "vanilla_tokens", "vanilla_seconds")
+    sums = ("prompts", "tokens", "seconds", "vanilla_tokens", "vanilla_seconds")
     return Tally(
-        **{field: sum(getattr(tally, field) for tally in tallies) for field in counts},
-        accepted=_sum([tally.accepted for tally in tallies]),
+        **{field: sum(getattr(tally, field) for tally in tallies) for field in sums},
+        counts=AcceptanceCounts.total(tally.counts for tally in tallies),
         ties=[tie for tally in tallies for tie in tally.ties],
         mismatches=[mismatch for tally in tallies for mismatch in tally.mismatches],
     )
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """First position where two answers differ, the shorter one's end included; None when they are the same."""
+    """First position at which two answers differ, the end of the shorter included; None where they are equal."""
     shorter = min(len(a), len(b))
     different = (i for i in range(shorter) if a[i] != b[i])
     return next(different, None if len(a) == len(b) else shorter)
@@ -138,13 +132,13 @@ def compare(
     batch_size: int,
     judge: Judge | None = None,
 ) -> dict[str, Tally]:
-    """Lets both engines answer all prompts.
+    """Lets both engines answer all prompts, in groups of one category each, so that seconds belong to a category.
 
-    A group holds prompts of one category, so that its seconds are that category's; one prompt at batch size 1, else
-    enough to refill slots that fall free. Categories take turns, and so do the engines in going first.
+    A group is one prompt at batch size 1, else enough prompts to refill freed slots. Categories take turns; so do the
+    engines in answering first.
 
     Args:
-        prompts: each with "id", "category" and "prompt", which is what the engines are given.
+        prompts: each with "id", "category" and "prompt", the engines' input.
         params: sampling parameters, the same for both.
         batch_size: of the engines.
         judge: tells near-ties from mismatches where greedy answers differ; the prompts must then be token ids.
@@ -180,14 +174,14 @@ def _groups(prompts: Sequence[Mapping[str, Any]], batch_size: int) -> list[list[
         by_category.setdefault(prompt["category"], []).append(prompt)
     turns = []
     for members in by_category.values():
-        parts = max(1, round(len(members) / size))  # of even size: a small rest would leave slots empty
+        parts = max(1, round(len(members) / size))  # of even size: a small remainder would leave slots empty
         cuts = [i * len(members) // parts for i in range(parts + 1)]
         turns += [(turn, members[cuts[turn] : cuts[turn + 1]]) for turn in range(parts)]
     return [group for _, group in sorted(turns, key=lambda item: item[0])]
 
 
 def timed(engine: Decoder, messages: Sequence[Any], params: Any) -> tuple[Sequence[Any], float]:
-    """Answers and seconds of a call in which nothing was compiled."""
+    """Answers and seconds of a call without compilation."""
     for _ in range(_MOST_REPETITIONS):
         with _compilations() as compiled:
             start = time.perf_counter()
@@ -200,7 +194,7 @@ def timed(engine: Decoder, messages: Sequence[Any], params: Any) -> tuple[Sequen
 
 @contextlib.contextmanager
 def _compilations() -> Iterator[list[str]]:
-    """Yields a list that grows with every compilation, of whatever in this process."""
+    """Yields a list to which every compilation in this process is appended."""
     events: list[str] = []
 
     def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
@@ -212,11 +206,6 @@ def _compilations() -> Iterator[list[str]]:
         yield events
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
-
-
-def _sum(rows: Sequence[Sequence[int]]) -> list[int]:
-    """Adds rows of counts; an empty row counts nothing."""
-    return [sum(column) for column in zip(*[row for row in rows if row], strict=True)]
 
 
 def _ratio(part: int | float, whole: int | float) -> float | None:

@@ -12,6 +12,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.decoding.measure import compare as measure
 from eagle3_jax.decoding.measure.compare import Tally, compare, first_difference, total
 from eagle3_jax.decoding.measure.near_tie import NearTie
@@ -19,7 +20,7 @@ from eagle3_jax.decoding.measure.near_tie import NearTie
 
 def output(tokens: Sequence[int], rounds: int = 0, accepted: Sequence[int] = ()) -> Any:
     return SimpleNamespace(
-        token_ids=list(tokens), stats=SimpleNamespace(rounds=rounds, accepted_per_position=list(accepted))
+        token_ids=list(tokens), stats=SimpleNamespace(counts=AcceptanceCounts(rounds, list(accepted)))
     )
 
 
@@ -123,7 +124,7 @@ def test_totals_add_everything() -> None:
     one.add(prompts("x"), [output([1, 2])], [output([1, 2], 1, [1, 0])], (1.0, 0.5))
     two.add(prompts("y"), [output([3])], [output([4], 2, [1, 1])], (2.0, 0.25))
     whole = total([one, Tally(), two])
-    assert whole == Tally(2, 3, 3, 0.75, 3, 3.0, [2, 1], [], [{"id": "y", "position": 0}])
+    assert whole == Tally(2, AcceptanceCounts(3, [2, 1]), 3, 0.75, 3, 3.0, [], [{"id": "y", "position": 0}])
 
 
 @examples(50)
