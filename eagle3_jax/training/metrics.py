@@ -32,7 +32,8 @@ def summarise(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
         positions in the mask; per step `cross_entropy`, `divergence` (KL) and `acceptance` (share of drafts accepted at
         temperature 1) over trained positions; `positions`, the trained positions of the first step. Train steps add
         `gradient_norm`. Eval steps add the figures of `evaluate` for a chain of as many drafts as steps: `rounds`,
-        `tau` (tokens per round, bonus token included) and `alpha` per position (see `AcceptanceCounts`, `replay_rounds`).
+        `tau` (tokens per round, bonus token included) and `alpha` per position (see `AcceptanceCounts`,
+        `replay_rounds`).
 
     Raises:
         NotFinite: the first batch with NaN or infinity in it.
