@@ -15,6 +15,7 @@ import numpy as np
 
 from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.decoding.choice.policy import Acceptance
+from eagle3_jax.decoding.device.catch_up import HeadDebt
 from eagle3_jax.decoding.device.report import Progress, RoundTree
 from eagle3_jax.decoding.pages import Lease
 from eagle3_jax.decoding.params import SamplingParams
@@ -156,9 +157,8 @@ class Request:
         self.lease: Lease | None = None
         self.place = 0  # in the batch
         self.read = 0  # tokens of the prompt that the device was told to read, or that were there
-        self.unread = 0  # tokens that the head had missed, at the last report
-        self.behind = False  # the device was told to go on without the head, and not yet to let it catch up
-        self.acceptance = Acceptance()
+        self.debt = HeadDebt()
+        self.acceptance = Acceptance(self.debt)
         self._driver, self._tokenizer = driver, tokenizer
         self._scanner = StopScanner(tokenizer, params.stop, ids) if params.stop else None
         self._first: float | None = None
@@ -281,7 +281,7 @@ class Request:
     def take(self, progress: Progress, eos: frozenset[int]) -> Ending | None:
         """Adds what a dispatch chose. Returns why that ends the request, None where it goes on."""
         self._counts += AcceptanceCounts(progress.rounds, progress.accepted)
-        self.unread = progress.unread
+        self.debt.tokens = progress.unread
         if progress.token_ids and self._first is None:
             self._first = time.monotonic() - self._submitted
         stops = {*self.params.stop_token_ids} | (frozenset() if self.params.ignore_eos else eos)

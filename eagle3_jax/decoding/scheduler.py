@@ -22,7 +22,7 @@ import numpy as np
 
 from eagle3_jax.decoding.choice import modes as tiers
 from eagle3_jax.decoding.choice.modes import Tier, TierChoice
-from eagle3_jax.decoding.device import catch_up, shapes
+from eagle3_jax.decoding.device import shapes
 from eagle3_jax.decoding.device.chunk import Chunk
 from eagle3_jax.decoding.device.report import first_progress, progress
 from eagle3_jax.decoding.device.runner import ModelRunner
@@ -215,6 +215,7 @@ class Scheduler:
                     return  # no request overtakes the first one
                 self._waiting.popleft()
             request.place, request.read = place, request.lease.reused
+            request.debt.in_prefix = not request.lease.drafted
             self._slots[place] = request
             self._stats.prompt_tokens += len(request.ids)
             self._stats.cached_tokens += request.read
@@ -253,14 +254,14 @@ class Scheduler:
     def _next_tier(self, running: Mapping[int, Request], rounds: int, *, greedy: bool, width: int) -> Tier:
         """Chooses the draft mode of the next rounds; lets a head that rested catch up first where the mode needs it."""
         requests = running.values()
-        behind = any(request.behind for request in requests)
+        behind = any(request.debt.resting for request in requests)
         seen = [request.acceptance for request in requests]
         drafts = any(request.drafts for request in requests)
         tier = self._modes.choose(seen, greedy=greedy, behind=behind, rounds=rounds, width=width, drafts=drafts)
         if tier.head and behind:
             self._runner.catch_up(self._cancelled, list(running), width=width)
         for request in requests:
-            request.behind = self._runner.draft is not None and not tier.head
+            request.debt.resting = self._runner.draft is not None and not tier.head
         return tier
 
     def _read_prompts(self, requests: Sequence[Request], count: int, length: int) -> None:
@@ -309,7 +310,6 @@ class Scheduler:
             seen.append((request.acceptance, found.rounds, sum(found.accepted)))
             drafted += found.drafted
             ending = request.take(found, self._eos)
-            request.acceptance.lost = found.unread > catch_up.ROOM or not (request.lease and request.lease.drafted)
             if ending is None:
                 request.tell()
             else:
@@ -338,7 +338,7 @@ class Scheduler:
             return
         failed = output.finish_reason == "error"
         if request.read == len(request.ids) and not failed:  # the last chosen token is not in the caches
-            self._pool.register(request.lease, request.tokens, drafted=not request.unread)
+            self._pool.register(request.lease, request.tokens, drafted=not request.debt.tokens)
         self._pool.release(request.lease, forget=failed)
         self._slots[request.place] = None
         if still_runs:

@@ -191,7 +191,7 @@ class TierChoice:
         if self.pinned is None and (policy := self._policies.get(greedy)):
             policy.learn(self.tiers.index(tier), seen, drafted)
         if tier.head and tier.tree is not None and not tier.tree.lookup_tokens:
-            drafting = [(rounds, accepted) for request, rounds, accepted in seen if not request.lost]
+            drafting = [(rounds, accepted) for request, rounds, accepted in seen if not request.debt.lost]
             self._watch(sum(rounds for rounds, _ in drafting), sum(accepted for _, accepted in drafting))
 
     def _watch(self, rounds: int, accepted: int) -> None:

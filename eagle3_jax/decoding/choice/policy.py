@@ -12,6 +12,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
+from eagle3_jax.decoding.device.catch_up import HeadDebt
+
 # Share of the time that may go into tiers which are believed to be slower, and what may be lent of it at the start.
 EXPLORED = 0.01
 _LENT = 8  # rounds of the first tier
@@ -50,16 +52,16 @@ class Acceptance:
     """How well drafts fit one request: accepted ones, and how many were expected of an average request, by source.
 
     Attributes:
-        lost: the head can no longer draft for it.
+        debt: what the head has not read of the request.
     """
 
+    debt: HeadDebt = dataclasses.field(default_factory=HeadDebt)
     accepted: dict[str, float] = dataclasses.field(default_factory=dict)
     expected: dict[str, float] = dataclasses.field(default_factory=dict)
-    lost: bool = False
 
     def factor(self, tier: Promise) -> float:
         """Of what an average request accepts."""
-        if self.lost and tier.wakes:
+        if self.debt.lost and tier.wakes:
             return 0.0
         accepted, expected = self.accepted.get(tier.source, 0.0), self.expected.get(tier.source, 0.0)
         return (accepted + _PRIOR_DRAFTS) / (expected + _PRIOR_DRAFTS)
@@ -150,7 +152,7 @@ class TierPolicy:
         promise = self.tiers[tier]
         self._drafted[tier] = _FORGETTING * self._drafted[tier] + drafted
         self._asked[tier] = _FORGETTING * self._asked[tier] + sum(rounds for _, rounds, _ in seen)
-        seen = [x for x in seen if not (x[0].lost and promise.wakes)]
+        seen = [x for x in seen if not (x[0].debt.lost and promise.wakes)]
         if not promise.most or not seen:
             return
         mean = self.accepted(tier)

@@ -21,6 +21,26 @@ from eagle3_jax.models.target import TargetModel
 ROOM = 128
 
 
+@dataclasses.dataclass
+class HeadDebt:
+    """The host's record of what the head has not read of one request.
+
+    Attributes:
+        tokens: decoded while the head rested, at the last report.
+        resting: rounds were launched without the head, and no catch-up since.
+        in_prefix: the request shares pages of an earlier one that the head never read.
+    """
+
+    tokens: int = 0
+    resting: bool = False
+    in_prefix: bool = False
+
+    @property
+    def lost(self) -> bool:
+        """Whether the head can no longer draft for the request."""
+        return self.in_prefix or self.tokens > ROOM
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Unread:

@@ -15,6 +15,7 @@ from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.choice import costs, modes
 from eagle3_jax.decoding.choice.costs import Costs
 from eagle3_jax.decoding.choice.policy import Acceptance
+from eagle3_jax.decoding.device.catch_up import HeadDebt
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import SamplingParams
@@ -92,12 +93,12 @@ def test_pages_that_the_head_never_read_are_shared_but_not_drafted_from(toy, van
     got = request.result()
     assert got.token_ids == expected.token_ids
     assert got.stats.cached_tokens == expected.stats.cached_tokens > 0
-    assert request.acceptance.lost
+    assert request.debt.lost
     # One whose head read everything is not.
     engine.generate([[7, 8, 9]], first)
     third = engine.submit([7, 8, 9] * 20, SamplingParams(max_tokens=20))
     third.result()
-    assert not third.acceptance.lost
+    assert not third.debt.lost
 
 
 def drafted(engine, run):
@@ -114,7 +115,7 @@ def told(caplog):
 
 def test_requests_that_the_head_cannot_draft_for_say_nothing_of_it(caplog):
     choice = modes.TierChoice(FEW, modes.CHAIN)
-    lost = [(Acceptance(lost=True), 4, 0)] * 31
+    lost = [(Acceptance(HeadDebt(in_prefix=True)), 4, 0)] * 31
     with caplog.at_level(logging.WARNING):
         for _ in range(100):
             choice.learn(modes.CHAIN, [*lost, (Acceptance(), 4, 6)], 4, greedy=True)

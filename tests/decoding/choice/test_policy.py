@@ -7,12 +7,12 @@ import pytest
 
 from eagle3_jax.decoding.choice.modes import WITH_HEAD
 from eagle3_jax.decoding.choice.policy import Acceptance, Promise, TierPolicy
+from eagle3_jax.decoding.device.catch_up import HeadDebt
 
 # (drafts in a row, siblings, rows that the target verifies) of each tier that drafts with a head.
 TREES = [tier.tree for tier in WITH_HEAD if tier.head and tier.tree]
 SHAPES = [(tree.num_steps, tree.topk, tree.num_draft_tokens) for tree in TREES]
 ROUNDS = 4
-ROOM = 128  # what a resting head may miss
 VANILLA = Promise(0.0, 0, "none", wakes=False, drafts=1.0)
 
 
@@ -62,7 +62,7 @@ def simulate(batch, waiting, choose, tiers, costs, waking, policy=None):
         learned = []
         for request in running:
             accepted = 0
-            if tier and not request.known.lost:
+            if tier and not request.known.debt.lost:
                 depth, siblings, _ = SHAPES[tier - 1]
                 right = accepting(depth, siblings, request.quality)[0]
                 accepted = sum(int(np.cumprod(x).sum()) for x in random.random((ROUNDS, depth)) < right)
@@ -70,7 +70,7 @@ def simulate(batch, waiting, choose, tiers, costs, waking, policy=None):
             tokens += ROUNDS + accepted
             request.left -= ROUNDS + accepted
             request.unread += 0 if promise.wakes else ROUNDS
-            request.known.lost |= request.unread > ROOM
+            request.known.debt.tokens = max(request.known.debt.tokens, request.unread)  # a lost request stays lost
         running = [request if request.left > 0 or not waiting else waiting.pop() for request in running]
         if policy is not None:
             if late is not None:
@@ -134,7 +134,7 @@ def test_a_round_without_drafts_costs_what_vanilla_decoding_does(found, chosen):
 def test_a_long_rest_saves_no_credit_for_many_tries():
     head = Promise(0.1, 3, "head", wakes=True, drafts=1.0)
     policy = TierPolicy([VANILLA, head], {1: {0: 1.0, 1: 2.0}}, {1: 1.0})
-    known, new = [Acceptance(lost=True)], [Acceptance()]
+    known, new = [Acceptance(HeadDebt(in_prefix=True))], [Acceptance()]
     assert all(policy.choose(known, behind=True, rounds=ROUNDS, width=1) == 0 for _ in range(5000)), "lost to the head"
     assert 1 <= sum(policy.choose(new, behind=True, rounds=ROUNDS, width=1) for _ in range(200)) <= 3
 
