@@ -17,14 +17,14 @@ import jax
 from eagle3_jax.config import DraftTree, MeshConfig, TargetConfig
 from eagle3_jax.decoding import arguments
 from eagle3_jax.decoding.arguments import KVDtype
+from eagle3_jax.decoding.choice import costs
 from eagle3_jax.decoding.choice import modes as tiers
-from eagle3_jax.decoding.choice import pricing
-from eagle3_jax.decoding.choice.costs import Round
 from eagle3_jax.decoding.choice.modes import VANILLA, Tier
 from eagle3_jax.decoding.device.runner import ModelRunner, tokens_that_fit
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.load import load_models
 from eagle3_jax.decoding.loop import EngineLoop
+from eagle3_jax.decoding.measure.profile import Round
 from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.prompt import Prompt, encode
 from eagle3_jax.decoding.request import Output, Piece, Request, report_ended
@@ -256,7 +256,7 @@ class Engine:
                 jax.config.update("jax_compilation_cache_dir", str(folder))
                 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
             self._runner.pad_products()
-            used = pricing.price(self._runner, self.tiers, folder, progress=progress, greedy_alone=greedy_alone)
+            used = costs.price(self._runner, self.tiers, folder, progress=progress, greedy_alone=greedy_alone)
             self._scheduler.forget_device()
             self._runner.compile(used, progress=progress)
 

@@ -12,7 +12,7 @@ import tiny
 from test_engine import Tokenizer
 
 from eagle3_jax.config import DraftTree, MeshConfig, TargetConfig
-from eagle3_jax.decoding.choice import modes
+from eagle3_jax.decoding.choice import costs, modes
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.measure import near_tie
 from eagle3_jax.decoding.params import SamplingParams
@@ -104,7 +104,7 @@ def test_tiers_take_turns_on_a_mesh(toy, monkeypatch):
     size: dict[str, Any] = {"batch_size": 2, "max_length": 128, "page_size": 16}
     engine = Engine(split, Tokenizer(), toy.good, **size)
     for width in (1, 2):  # with one request left, rounds are narrow
-        measured = engine._runner.measure(engine.tiers.tiers, greedy=True, width=width)
+        measured = costs.round_costs(engine._runner, engine.tiers.tiers, greedy=True, width=width)
         assert min(measured.rounds.values()) > 0 and measured.waking > 0
     engine._runner.widths = engine._runner.sizes.widths
     assert engine._runner.widths == [1, 2]

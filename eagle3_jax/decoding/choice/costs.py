@@ -1,59 +1,109 @@
-"""What a round of each tier costs on this machine: measured when an engine warms up, and kept in a file."""
+"""Costs of rounds on this machine, by draft mode and width: measured when an engine warms up, and kept in a file.
+
+They also decide which programs are worth compiling.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
+import itertools
 import json
 import pathlib
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from eagle3_jax.runs import disk, processes
+import jax
 
-_TURNS = 9
-_SECONDS = 2.0  # enough for one tier, where a round takes long
-
-
-@dataclasses.dataclass(frozen=True)
-class Costs:
-    """Seconds. Attributes: rounds: a round of each tier, by name. waking: a resting head reads what it missed."""
-
-    rounds: dict[str, float]
-    waking: float
+from eagle3_jax.decoding.choice.modes import Costs, Tier, TierChoice
+from eagle3_jax.decoding.device import shapes
+from eagle3_jax.decoding.device.runner import ModelRunner
+from eagle3_jax.decoding.measure import timing
+from eagle3_jax.decoding.steps import Progress, steps
+from eagle3_jax.runs import disk, machine, processes
 
 
-@dataclasses.dataclass(frozen=True)
-class Round:
-    """One round, in seconds. Attributes: stages: of each, and of the host ("host"). bytes_read: that it must read."""
-
-    seconds: float
-    stages: dict[str, float]
-    bytes_read: int
-
-
-def measure(works: Sequence[Callable[[], object]], prepare: Callable[[], object]) -> list[float]:
-    """The lower quartile of each work's times, in turns: what slows a machine down for a while only ever adds to them.
-
-    Few turns of what takes long, but of one process alone: of several all have to call a work of their mesh as often.
+def price(
+    runner: ModelRunner, tiers: TierChoice, folder: pathlib.Path | None, *, progress: Progress, greedy_alone: bool
+) -> list[tuple[Tier, bool, int]]:
+    """Tells a choice among several tiers what their rounds cost; the runner's state is forgotten.
 
     Args:
-        works: return when their work is done; the first call of each, which compiles, does not count.
-        prepare: called in front of each.
+        folder: keeps costs on this machine, and has them from an earlier start; None measures.
+        greedy_alone: leaves out the rounds of requests that have a temperature or other wishes.
+
+    Returns:
+        The rounds that may be of use: tier, whether for greedy requests alone, rows.
     """
-    times: list[list[float]] = [[] for _ in works]
-    for turn in range(-1, _TURNS):
-        for work, taken in zip(works, times, strict=True):
-            if turn > 1 and sum(taken) > _SECONDS and processes.count() == 1:
-                continue
-            prepare()
-            start = time.perf_counter()
-            work()
-            if turn >= 0:
-                taken.append(time.perf_counter() - start)
-    return [sorted(taken)[len(taken) // 4] for taken in times]
+    widths, passes = runner.sizes.widths, (True,) if greedy_alone else (True, False)
+    useful: dict[int, Sequence[Tier]] = dict.fromkeys(widths, tiers.tiers)
+    if len(tiers.tiers) == 1:
+        return [(tier, greedy, width) for greedy in passes for width in widths for tier in tiers.tiers]
+    kinds: list[tuple[Tier, bool, int]] = []
+    known: dict[int, Costs] = {}
+    narrower: Sequence[Tier] = tiers.tiers
+    for greedy, width in steps(list(itertools.product(passes, widths)), "measure rounds", "width", progress):
+        if width == widths[0]:
+            known, narrower = {}, tiers.tiers
+        # What is of no use in few rows is of less use in many, which only get dearer; what is of no use to greedy
+        # requests is of less use to others, whose rounds cost more.
+        could_be = [tier for tier in useful[width] if tier in narrower]
+        known[width] = tiers.useful(_costs(runner, could_be, folder, greedy, width))
+        useful[width] = narrower = [tier for tier in tiers.tiers if tier.name in known[width].rounds]
+        if width == widths[-1]:
+            tiers.price(known, greedy=greedy)
+            kinds += [(tier, greedy, width) for width, those in useful.items() for tier in those]
+    return kinds
+
+
+def _costs(runner: ModelRunner, of: Sequence[Tier], folder: pathlib.Path | None, greedy: bool, width: int) -> Costs:
+    """What rounds of some tiers cost on this machine."""
+    key = {
+        "hardware": machine.hardware(),
+        "versions": machine.versions(),
+        "target": repr(runner.target.config),
+        "draft": repr(None if runner.draft is None else runner.draft.head.config),
+        "dtype": str(runner.target.embed[...].dtype),
+        "bytes": sum(leaf.nbytes for leaf in jax.tree.leaves((runner.target, runner.draft))),
+        "sizes": repr(runner.sizes),
+        "kv_dtype": str(runner.kv_dtype),
+        "mesh": repr(runner.mesh),
+        "tiers": [repr(tier) for tier in of],
+        "greedy": greedy,
+        "width": width,
+    }
+    return kept_or_measured(folder, key, lambda: round_costs(runner, of, greedy=greedy, width=width))
+
+
+def round_costs(runner: ModelRunner, tiers: Sequence[Tier], *, greedy: bool, width: int) -> Costs:
+    """What rounds of these tiers cost, with `width` places busy. Forgets the state.
+
+    Args:
+        tiers: vanilla decoding first. Of those that draft from the text alone only the first round of a dispatch is
+            sure to find something: its price is what it takes longer than a single vanilla round.
+    """
+
+    def work(tier: Tier, rounds: int) -> None:
+        runner.decode((), range(width), rounds, width, width=width, tier=tier, greedy=greedy)
+        runner.wait()
+
+    def wake() -> None:
+        runner.catch_up((), range(width), width=width)
+        runner.wait()
+
+    counts = [1 if tier.copies_alone else shapes.ROUNDS for tier in tiers]
+    works = [functools.partial(work, tier, count) for tier, count in zip(tiers, counts, strict=True)]
+    works += [functools.partial(work, tiers[0], 1)] + [wake] * runner.rests
+    seconds = timing.in_turns(works, runner.rehearse)
+    runner.reset()
+    vanilla, single = seconds[0] / counts[0], seconds[len(tiers)]
+    rounds = {
+        tier.name: vanilla + max(0.0, taken - single) if tier.copies_alone else taken / count
+        for tier, count, taken in zip(tiers, counts, seconds, strict=False)
+    }
+    return Costs(rounds, seconds[-1] if runner.rests else 0.0)
 
 
 def kept_or_measured(folder: pathlib.Path | None, key: dict[str, Any], measure: Callable[[], Costs]) -> Costs:

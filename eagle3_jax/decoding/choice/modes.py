@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from eagle3_jax.config import DraftTree
-from eagle3_jax.decoding.choice.costs import Costs
 from eagle3_jax.decoding.choice.policy import Acceptance, Promise, TierPolicy
 from eagle3_jax.decoding.rounds.tree import scratch_slots
 from eagle3_jax.models.drafts.head import Draft
@@ -110,6 +109,14 @@ def scratch_of(tiers: Sequence[Tier]) -> int:
 def copies(tiers: Sequence[Tier]) -> bool:
     """Whether any of them copies drafts from the text."""
     return any(tier.tree is not None and tier.tree.lookup_tokens > 0 for tier in tiers)
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Seconds. Attributes: rounds: a round of each tier, by name. waking: a resting head reads what it missed."""
+
+    rounds: dict[str, float]
+    waking: float
 
 
 class TierChoice:

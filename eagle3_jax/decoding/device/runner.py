@@ -14,14 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from eagle3_jax.decoding.choice import costs
-from eagle3_jax.decoding.choice.costs import Costs, Round
 from eagle3_jax.decoding.choice.modes import Tier
 from eagle3_jax.decoding.device import programs, shapes
 from eagle3_jax.decoding.device.chunk import Chunk
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.device.shapes import Sizes
-from eagle3_jax.decoding.measure import profile
+from eagle3_jax.decoding.measure import profile, timing
+from eagle3_jax.decoding.measure.profile import Round
 from eagle3_jax.decoding.rounds.state import STATE_SHARDING_RULES, State, empty_state
 from eagle3_jax.decoding.steps import Progress, steps
 from eagle3_jax.kernels.linear import few_rows
@@ -86,7 +85,7 @@ class ModelRunner:
                 def work(rows: int, kind: Product = kind, matrices: Sequence[jax.Array] = matrices) -> None:
                     kind.times(matrices, rows).block_until_ready()
 
-                seconds = costs.measure([functools.partial(work, rows) for rows in counts], lambda: None)
+                seconds = timing.in_turns([functools.partial(work, rows) for rows in counts], lambda: None)
                 best = few_rows.cheapest(dict(zip(counts, seconds, strict=True)))
                 self.padding[kind] = tuple(processes.agree(lambda best=best: best))
         self._pad()
@@ -171,7 +170,7 @@ class ModelRunner:
             for tier, greedy, width in kinds
         ]
         work.append(functools.partial(self.note_prompt, 0, []))
-        if self._rests:
+        if self.rests:
             work += [functools.partial(self.catch_up, (), (), width=width) for width in self.widths]
         for compile_one in steps(work, "compile", "program", progress):
             compile_one()
@@ -183,34 +182,6 @@ class ModelRunner:
         with self._running() as state:
             self._state = programs.rehearse(state, length)
         self.wait()
-
-    def measure(self, tiers: Sequence[Tier], *, greedy: bool, width: int) -> Costs:
-        """What rounds of these tiers cost, with `width` places busy. Forgets the state.
-
-        Args:
-            tiers: vanilla decoding first. Of those that draft from the text alone only the first round of a dispatch is
-                sure to find something: its price is what it takes longer than a single vanilla round.
-        """
-
-        def work(tier: Tier, rounds: int) -> None:
-            self.decode((), range(width), rounds, width, width=width, tier=tier, greedy=greedy)
-            self.wait()
-
-        def wake() -> None:
-            self.catch_up((), range(width), width=width)
-            self.wait()
-
-        counts = [1 if tier.copies_alone else shapes.ROUNDS for tier in tiers]
-        works = [functools.partial(work, tier, count) for tier, count in zip(tiers, counts, strict=True)]
-        works += [functools.partial(work, tiers[0], 1)] + [wake] * self._rests
-        seconds = costs.measure(works, self.rehearse)
-        self.reset()
-        vanilla, single = seconds[0] / counts[0], seconds[len(tiers)]
-        rounds = {
-            tier.name: vanilla + max(0.0, taken - single) if tier.copies_alone else taken / count
-            for tier, count, taken in zip(tiers, counts, seconds, strict=False)
-        }
-        return Costs(rounds, seconds[-1] if self._rests else 0.0)
 
     def profile(self, tier: Tier) -> Round:
         """A greedy round of this tier and its stages, with all places busy. Forgets the state.
@@ -225,7 +196,7 @@ class ModelRunner:
         vanilla, most, batch = self._tiers[0], shapes.ROUNDS, self.sizes.batch
         kinds = [(tier, 1), (tier, most), (vanilla, 1), (vanilla, most)]
         works = [functools.partial(dispatch, kind, count) for kind, count in kinds]
-        one, several, single, plain = costs.measure(works, self.rehearse)
+        one, several, single, plain = timing.in_turns(works, self.rehearse)
         self.rehearse()
         with self._running() as state:
             self._state, seconds = profile.times(self._models, state, tier)
@@ -242,7 +213,7 @@ class ModelRunner:
         return min(self.sizes.max_length // 2, MEASURED_LENGTH)
 
     @property
-    def _rests(self) -> bool:
+    def rests(self) -> bool:
         """Whether the head rests in some tiers."""
         return self.draft is not None and not all(tier.head for tier in self._tiers)
 

@@ -5,6 +5,7 @@ A round is one program in ordinary use; apart, its stages can be timed.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import statistics
@@ -30,6 +31,15 @@ from eagle3_jax.models.target import TargetModel
 STAGES = ("draft", "verify", "extend")
 _TURNS = 9
 _SIDE, _PRODUCTS = 12288, 4  # 576 MiB a product
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """One round, in seconds. Attributes: stages: of each, and of the host ("host"). bytes_read: that it must read."""
+
+    seconds: float
+    stages: dict[str, float]
+    bytes_read: int
 
 
 @functools.partial(jax.jit, static_argnames="tier", donate_argnames="state")

@@ -13,7 +13,7 @@ from test_engine import Tokenizer
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.choice import costs, modes
-from eagle3_jax.decoding.choice.costs import Costs
+from eagle3_jax.decoding.choice.modes import Costs
 from eagle3_jax.decoding.choice.policy import Acceptance
 from eagle3_jax.decoding.device.catch_up import HeadDebt
 from eagle3_jax.decoding.device.shapes import Sizes
@@ -225,11 +225,10 @@ def test_warm_up_measures_once_a_machine_and_compiles_everything(toy, vanilla, t
         raise AssertionError("measured again")
 
     again = Engine(toy.target, Tokenizer(), toy.good, **sizes)
-    monkeypatch.setattr(again._runner, "measure", never)
+    monkeypatch.setattr(costs, "round_costs", never)
     again.warm_up(tmp_path, progress=False)
     assert again.tiers._policies[True].costs == priced
     other = Engine(toy.target, Tokenizer(), toy.good, **{**SIZES, "batch_size": 3})
-    monkeypatch.setattr(other._runner, "measure", never)
     with pytest.raises(AssertionError, match="measured again"):  # other sizes cost something else
         other.warm_up(tmp_path, progress=False)
     jax.config.update("jax_compilation_cache_dir", before)
@@ -293,8 +292,8 @@ def test_copies_are_measured_where_there_is_something_to_copy(engine, monkeypatc
         return [8.0, 5.0, 12.0, 2.5, 1.0]
 
     monkeypatch.setattr(engine._runner, "decode", decode)
-    monkeypatch.setattr(costs, "measure", timed)
-    measured = engine._runner.measure([modes.VANILLA, modes.LOOKUP, modes.CHAIN], greedy=True, width=2)
+    monkeypatch.setattr(costs.timing, "in_turns", timed)
+    measured = costs.round_costs(engine._runner, [modes.VANILLA, modes.LOOKUP, modes.CHAIN], greedy=True, width=2)
     assert asked == [("vanilla", 4), ("lookup 8", 1), ("chain 3", 4), ("vanilla", 1)]
     assert measured == Costs({"vanilla": 2.0, "lookup 8": 2.0 + 5.0 - 2.5, "chain 3": 3.0}, 1.0)
 

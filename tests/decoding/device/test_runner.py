@@ -10,12 +10,12 @@ import tiny
 from flax import nnx
 
 from eagle3_jax.config import DraftTree, MeshConfig
-from eagle3_jax.decoding.choice import costs
 from eagle3_jax.decoding.choice.modes import VANILLA, WITH_HEAD
 from eagle3_jax.decoding.device import runner
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.decoding.measure import timing
 from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.rounds.state import empty_state
 from eagle3_jax.kernels.linear import few_rows
@@ -112,7 +112,7 @@ def test_products_take_the_rows_that_cost_least_and_tokens_stay(toy, monkeypatch
         works.append(some[-1]())
         return [3.0, 1.0, 1.0]
 
-    monkeypatch.setattr(costs, "measure", measure)
+    monkeypatch.setattr(timing, "in_turns", measure)
     tokenizer = types.SimpleNamespace(convert_tokens_to_ids=lambda _: None, decode=lambda *_, **__: "")
     engine = Engine(tied, tokenizer, toy.good, CHAIN, max_length=64, page_size=PAGE_SIZE)
     prompts, params = [[1, 2, 3]], SamplingParams(max_tokens=9)
