@@ -15,7 +15,7 @@ from eagle3_jax import config as configs
 from eagle3_jax import evaluate, report
 from eagle3_jax.config import RunConfig
 from eagle3_jax.data import sources
-from eagle3_jax.decoding.choice import modes
+from eagle3_jax.decoding.choice import tiers
 from eagle3_jax.formats.heads import save_draft
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
@@ -166,7 +166,7 @@ def test_measures_a_prompts_file(
 def test_the_engine_may_choose(
     config: RunConfig, target: Target, prompts: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(modes, "WITH_HEAD", (modes.VANILLA, modes.CHAIN))
+    monkeypatch.setattr(tiers, "WITH_HEAD", (tiers.VANILLA, tiers.CHAIN))
     auto = dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, tree="auto"))
     result = evaluate.run(auto, prompts, tmp_path / "report.json", target)
     assert result["identical"] == 3

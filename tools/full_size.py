@@ -39,7 +39,7 @@ from run_parser import run_parser
 
 from eagle3_jax import config as configs
 from eagle3_jax.config import DraftTree, MeshConfig
-from eagle3_jax.decoding.choice.modes import Tier
+from eagle3_jax.decoding.choice.tiers import Tier
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.measure import profile

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from eagle3_jax.config import DraftTree
-from eagle3_jax.decoding.choice.modes import VANILLA, Tier
+from eagle3_jax.decoding.choice.tiers import VANILLA, Tier
 from eagle3_jax.decoding.device import programs
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.device.shapes import Sizes

@@ -38,8 +38,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from eagle3_jax import config as configs
-from eagle3_jax.decoding.choice import modes
-from eagle3_jax.decoding.choice.modes import Tier
+from eagle3_jax.decoding.choice import tiers
+from eagle3_jax.decoding.choice.tiers import Tier
 from eagle3_jax.decoding.device import programs
 from eagle3_jax.decoding.device.chunk import Chunk
 from eagle3_jax.decoding.device.models import Models
@@ -150,18 +150,18 @@ def evaluate(config: configs.RunConfig, target: ModelConfig, devices: list[Any])
     settings = config.evaluate
     sizes = settings.batch_size, settings.max_tokens, settings.temperature == 0
     if settings.draft == LOOKUP:
-        tier = modes.LOOKUP
+        tier = tiers.LOOKUP
     else:
-        tree = modes.WITH_HEAD[-1].tree if settings.tree == "auto" else settings.tree  # the largest one
+        tree = tiers.WITH_HEAD[-1].tree if settings.tree == "auto" else settings.tree  # the largest one
         tier = Tier(tree, head=True)
-    return decoding("evaluate", config, target, devices, tier, *sizes, beside=modes.VANILLA)
+    return decoding("evaluate", config, target, devices, tier, *sizes, beside=tiers.VANILLA)
 
 
 def regenerate(config: configs.RunConfig, target: ModelConfig, devices: list[Any]) -> Iterator[Program]:
     """`regenerate`: vanilla decoding."""
     settings = config.regenerate
     sizes = settings.batch_size, settings.max_tokens, settings.temperature == 0
-    return decoding("regenerate", config, target, devices, modes.VANILLA, *sizes)
+    return decoding("regenerate", config, target, devices, tiers.VANILLA, *sizes)
 
 
 def decoding(

@@ -25,7 +25,7 @@ from eagle3_jax import config as configs
 from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.config import RunConfig
 from eagle3_jax.data import sources
-from eagle3_jax.decoding.choice.modes import Tier
+from eagle3_jax.decoding.choice.tiers import Tier
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.measure import profile
 from eagle3_jax.decoding.measure.compare import timed

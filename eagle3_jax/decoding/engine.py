@@ -18,8 +18,7 @@ from eagle3_jax.config import DraftTree, MeshConfig, TargetConfig
 from eagle3_jax.decoding import arguments
 from eagle3_jax.decoding.arguments import KVDtype
 from eagle3_jax.decoding.choice import costs
-from eagle3_jax.decoding.choice import modes as tiers
-from eagle3_jax.decoding.choice.modes import VANILLA, Tier
+from eagle3_jax.decoding.choice.tiers import VANILLA, Tier, choice_for
 from eagle3_jax.decoding.device.runner import ModelRunner, tokens_that_fit
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.load import load_models
@@ -89,7 +88,7 @@ class Engine:
         stored = arguments.stored_dtype(kv_dtype)
         longest = target.config.max_position_embeddings
         arguments.check_sizes(batch_size, max_length, page_size, kv_tokens, memory_fraction, queue_limit, longest)
-        self.tiers = tiers.choice_for(target.config, draft, tree, simulated_acceptance)
+        self.tiers = choice_for(target.config, draft, tree, simulated_acceptance)
         if isinstance(draft, str):
             draft = None
         elif draft is not None and max_length > draft.head.config.max_position_embeddings:
@@ -261,7 +260,7 @@ class Engine:
             self._runner.compile(used, progress=progress)
 
     def profile(self, tier: Tier) -> Round:
-        """Seconds of a greedy round of a draft mode, by stage. Empties the caches. RuntimeError while requests run."""
+        """Seconds of a greedy round of a tier, by stage. Empties the caches. RuntimeError while requests run."""
         with self._loop.exclusive("profile"):
             measured = self._runner.profile(tier)
             self._scheduler.forget_device()

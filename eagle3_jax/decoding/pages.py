@@ -17,7 +17,7 @@ _Key = tuple[int, int, bytes]
 
 
 @dataclasses.dataclass
-class Lease:
+class PageAllocation:
     """The pages of one request, in the order of its positions.
 
     Attributes:
@@ -57,13 +57,13 @@ class PagePool:
         """Pages that a new request may have."""
         return len(self._free) + len(self._idle)
 
-    def lease(self, ids: Sequence[int], slots: int) -> Lease | None:
-        """Pages for a prompt and what follows it, `slots` in all; None where there are not enough now.
+    def allocate(self, ids: Sequence[int], tokens: int) -> PageAllocation | None:
+        """Pages for a prompt and what follows it, for `tokens` in all; None where there are not enough now.
 
         The prompt's last token is never reused: the target has to be asked for what follows it.
         """
         shared = self._match(ids)
-        count = -(-slots // self.page_size)
+        count = -(-tokens // self.page_size)
         taken = sum(page in self._idle for page in shared)
         if count - len(shared) > self.available - taken:
             return None
@@ -73,35 +73,35 @@ class PagePool:
         for page in pages:
             self._holders[page] += 1
         drafted = self._undrafted.isdisjoint(shared)
-        return Lease(pages, len(shared) * self.page_size, len(shared), drafted)
+        return PageAllocation(pages, len(shared) * self.page_size, len(shared), drafted)
 
-    def register(self, lease: Lease, ids: Sequence[int], *, drafted: bool = True) -> None:
+    def register(self, allocation: PageAllocation, ids: Sequence[int], *, drafted: bool = True) -> None:
         """Makes pages findable whose entries are written, or will be by what the device was already told to do.
 
         Args:
             ids: the request's tokens so far; those of whole pages with a token behind them count.
             drafted: the draft head has read them, too.
         """
-        while self.reuse and lease.registering and (lease.known + 1) * self.page_size < len(ids):
-            key = self._key_of(lease.pages[lease.known - 1] if lease.known else 0, ids, lease.known)
-            page = lease.pages[lease.known]
+        while self.reuse and allocation.registering and (allocation.known + 1) * self.page_size < len(ids):
+            key = self._key_of(allocation.pages[allocation.known - 1] if allocation.known else 0, ids, allocation.known)
+            page = allocation.pages[allocation.known]
             if key in self._page:  # another request wrote the same meanwhile: this one's stay its own
-                lease.registering = False
+                allocation.registering = False
                 return
             self._page[key], self._key[page] = page, key
-            if not (drafted and lease.drafted):
+            if not (drafted and allocation.drafted):
                 self._undrafted.add(page)
-            lease.known += 1
+            allocation.known += 1
 
-    def release(self, lease: Lease, *, forget: bool = False) -> None:
-        """Gives the pages back. A lease that was given back is empty, so that doing it twice does nothing.
+    def release(self, allocation: PageAllocation, *, forget: bool = False) -> None:
+        """Gives the pages back. An allocation that was given back is empty, so that doing it twice does nothing.
 
         Args:
             forget: what this request wrote is not to be found again.
         """
-        for index, page in reversed(list(enumerate(lease.pages))):
+        for index, page in reversed(list(enumerate(allocation.pages))):
             self._holders[page] -= 1
-            if forget and index * self.page_size >= lease.reused and page in self._key:
+            if forget and index * self.page_size >= allocation.reused and page in self._key:
                 del self._page[self._key.pop(page)]
             if self._holders[page]:
                 continue
@@ -109,7 +109,7 @@ class PagePool:
                 self._idle[page] = None
             else:
                 self._free.append(page)
-        lease.pages = []
+        allocation.pages = []
 
     def check_idle(self) -> None:
         """Raises RuntimeError where a page is lost or held although no request is there."""

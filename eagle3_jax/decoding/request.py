@@ -17,7 +17,7 @@ from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.decoding.choice.policy import Acceptance
 from eagle3_jax.decoding.device.catch_up import HeadDebt
 from eagle3_jax.decoding.device.report import Progress, RoundTree
-from eagle3_jax.decoding.pages import Lease
+from eagle3_jax.decoding.pages import PageAllocation
 from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.text import Channels, Detokenizer, StopScanner
 
@@ -154,8 +154,8 @@ class Request:
         # The scheduler's notes.
         self.number = next(_numbers)
         self.aborted = False
-        self.lease: Lease | None = None
-        self.place = 0  # in the batch
+        self.allocation: PageAllocation | None = None
+        self.slot = 0  # in the batch
         self.read = 0  # tokens of the prompt that the device was told to read, or that were there
         self.debt = HeadDebt()
         self.acceptance = Acceptance(self.debt)
@@ -271,7 +271,7 @@ class Request:
     @property
     def cached(self) -> int:
         """Tokens of the prompt that were there already."""
-        return 0 if self.lease is None else self.lease.reused
+        return 0 if self.allocation is None else self.allocation.reused
 
     @property
     def tokens(self) -> list[int]:

@@ -20,8 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import jax
 import numpy as np
 
-from eagle3_jax.decoding.choice import modes as tiers
-from eagle3_jax.decoding.choice.modes import Tier, TierChoice
+from eagle3_jax.decoding.choice.tiers import Tier, TierChoice, copies, depth_of, nodes_of, scratch_of
 from eagle3_jax.decoding.device import shapes
 from eagle3_jax.decoding.device.chunk import Chunk
 from eagle3_jax.decoding.device.report import first_progress, progress
@@ -69,7 +68,7 @@ class Scheduler:
     """Queue, slots and pages of an engine. Any thread may `add`, `abort` and ask; one thread at a time runs `turn`.
 
     Args:
-        modes: chooses the draft mode of every launch of rounds.
+        choice: chooses the tier of every launch of rounds.
         eos: token ids that end an answer.
         prefix_cache: keeps the pages of ended requests for prompts that begin alike.
         queue_limit: requests that may wait; None is no limit.
@@ -81,24 +80,24 @@ class Scheduler:
     """
 
     def __init__(
-        self, runner: ModelRunner, modes: TierChoice, eos: frozenset[int], prefix_cache: bool, queue_limit: int | None
+        self, runner: ModelRunner, choice: TierChoice, eos: frozenset[int], prefix_cache: bool, queue_limit: int | None
     ) -> None:
         self.changes = threading.Condition()
         self.ended = 0
         self.delivered = -math.inf
-        self._runner, self._modes, self._eos, self.queue_limit = runner, modes, eos, queue_limit
+        self._runner, self._choice, self._eos, self.queue_limit = runner, choice, eos, queue_limit
         sizes = runner.sizes
         self._pool = PagePool(sizes.pages, sizes.page_size, reuse=prefix_cache)
         self._stats = EngineStats(pages=sizes.pages)
         self._best = min(MAX_LOGPROBS, runner.target.config.vocab_size)
-        self._steps, self._nodes = tiers.depth_of(modes.tiers), tiers.nodes_of(modes.tiers)
-        self._scratch, self._copies = tiers.scratch_of(modes.tiers), tiers.copies(modes.tiers)
+        self._steps, self._nodes = depth_of(choice.tiers), nodes_of(choice.tiers)
+        self._scratch, self._copies = scratch_of(choice.tiers), copies(choice.tiers)
         self._waiting: collections.deque[Request] = collections.deque()
         self._slots: list[Request | None] = [None] * sizes.batch
         # Whether a waiting request was aborted, and the first deadline: `sweep` scans the queue for these alone.
         self._aborted, self._first_deadline = False, math.inf
         self._cancelled: set[int] = set()  # slots whose request ended on the host while the device still runs it
-        # Reports of launches that are not read yet; the request of each row; the draft mode, None of prompts.
+        # Reports of launches that are not read yet; the request of each row; the tier, None of prompts.
         self._reports: collections.deque[tuple[jax.Array, dict[int, Request], Tier | None]] = collections.deque()
 
     # For any thread.
@@ -145,8 +144,8 @@ class Scheduler:
                 self._stats,
                 programs=self._runner.compiled,
                 dispatches=self._runner.dispatches,
-                tiers=dict(self._modes.dispatches),
-                tier=self._modes.latest,
+                tiers=dict(self._choice.dispatches),
+                tier=self._choice.latest,
                 finished=dict(self._stats.finished),
                 running=sum(request is not None for request in self._slots),
                 waiting=len(self._waiting),
@@ -203,20 +202,20 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Gives slots and pages to waiting requests, in the order of arrival."""
-        for place in range(len(self._slots)):
-            if self._slots[place] is not None:
+        for slot in range(len(self._slots)):
+            if self._slots[slot] is not None:
                 continue
             with self.changes:
                 if not self._waiting:
                     return
                 request = self._waiting[0]
-                request.lease = self._pool.lease(request.ids, len(request.ids) + request.limit + self._scratch)
-                if request.lease is None:
+                request.allocation = self._pool.allocate(request.ids, len(request.ids) + request.limit + self._scratch)
+                if request.allocation is None:
                     return  # no request overtakes the first one
                 self._waiting.popleft()
-            request.place, request.read = place, request.lease.reused
-            request.debt.in_prefix = not request.lease.drafted
-            self._slots[place] = request
+            request.slot, request.read = slot, request.allocation.reused
+            request.debt.in_prefix = not request.allocation.drafted
+            self._slots[slot] = request
             self._stats.prompt_tokens += len(request.ids)
             self._stats.cached_tokens += request.read
 
@@ -231,8 +230,8 @@ class Scheduler:
                 break
             self._read_prompts(unread, count, length)
         running = {
-            place: request
-            for place, request in enumerate(self._slots)
+            slot: request
+            for slot, request in enumerate(self._slots)
             if request is not None and request.read == len(request.ids)
         }
         if not running:
@@ -252,12 +251,12 @@ class Scheduler:
         self._reports.append((report, dict(zip(rows, running.values(), strict=True)), tier))
 
     def _next_tier(self, running: Mapping[int, Request], rounds: int, *, greedy: bool, width: int) -> Tier:
-        """Chooses the draft mode of the next rounds; lets a head that rested catch up first where the mode needs it."""
+        """Chooses the tier of the next rounds; lets a head that rested catch up first where the tier needs it."""
         requests = running.values()
         behind = any(request.debt.resting for request in requests)
         seen = [request.acceptance for request in requests]
         drafts = any(request.drafts for request in requests)
-        tier = self._modes.choose(seen, greedy=greedy, behind=behind, rounds=rounds, width=width, drafts=drafts)
+        tier = self._choice.choose(seen, greedy=greedy, behind=behind, rounds=rounds, width=width, drafts=drafts)
         if tier.head and behind:
             self._runner.catch_up(self._cancelled, list(running), width=width)
         for request in requests:
@@ -272,14 +271,14 @@ class Scheduler:
             if len(stretches) == count:
                 break
             if request.read == request.cached and (request.params.penalises or self._copies):
-                self._runner.note_prompt(request.place, request.ids)
-            assert request.lease is not None
-            asked, pages = _row(request, self._eos), request.lease.pages
+                self._runner.note_prompt(request.slot, request.ids)
+            assert request.allocation is not None
+            asked, pages = _row(request, self._eos), request.allocation.pages
             while len(stretches) < count and request.read < len(request.ids):
                 stretch = Chunk.stretch(
                     sizes,
                     length,
-                    slot=request.place,
+                    slot=request.slot,
                     prompt=request.ids,
                     start=request.read,
                     pages=pages,
@@ -288,9 +287,9 @@ class Scheduler:
                 request.read += int(stretch.counts[0])
                 if stretch.ends[0]:
                     ended[len(stretches)] = request
-                    self._cancelled.discard(request.place)
+                    self._cancelled.discard(request.slot)
                 stretches.append(stretch)
-            self._pool.register(request.lease, request.ids[: request.read + 1])
+            self._pool.register(request.allocation, request.ids[: request.read + 1])
         # Also where no prompt ends: it bounds what the device is given at once, and says that it still answers.
         self._reports.append((self._runner.prefill(Chunk.of(stretches, count, length, sizes)), ended, None))
 
@@ -316,7 +315,7 @@ class Scheduler:
                 self._end(request, *ending, still_runs=not found.done)
         if tier is not None:
             greedy = all(request.params.greedy for request in requests.values())
-            self._modes.learn(tier, seen, drafted, greedy=greedy)
+            self._choice.learn(tier, seen, drafted, greedy=greedy)
 
     def _end(
         self, request: Request, reason: FinishReason, error: str | None = None, *, still_runs: bool = True
@@ -334,15 +333,15 @@ class Scheduler:
     def _leave(self, request: Request, output: Output, *, still_runs: bool) -> None:
         finished = self._stats.finished
         finished[output.finish_reason] = finished.get(output.finish_reason, 0) + 1
-        if request.lease is None:
+        if request.allocation is None:
             return
         failed = output.finish_reason == "error"
         if request.read == len(request.ids) and not failed:  # the last chosen token is not in the caches
-            self._pool.register(request.lease, request.tokens, drafted=not request.debt.tokens)
-        self._pool.release(request.lease, forget=failed)
-        self._slots[request.place] = None
+            self._pool.register(request.allocation, request.tokens, drafted=not request.debt.tokens)
+        self._pool.release(request.allocation, forget=failed)
+        self._slots[request.slot] = None
         if still_runs:
-            self._cancelled.add(request.place)
+            self._cancelled.add(request.slot)
 
     def _give_up(self, error: BaseException) -> bool:
         """Ends every request that had begun: after a failure or an interruption the state on the device is lost.
@@ -357,7 +356,7 @@ class Scheduler:
         self.forget_device()
         failure = error if isinstance(error, Exception) else RuntimeError(f"interrupted by {type(error).__name__}")
         for request in begun:
-            request.lease = None
+            request.allocation = None
             if not request.done:
                 request.failure = failure
                 self._end(request, "error", said(failure), still_runs=False)

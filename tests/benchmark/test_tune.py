@@ -21,8 +21,8 @@ from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.benchmark import decode, tune
 from eagle3_jax.benchmark.tune import Race
 from eagle3_jax.config import DraftTree
-from eagle3_jax.decoding.choice import modes
-from eagle3_jax.decoding.choice.modes import Tier
+from eagle3_jax.decoding.choice import tiers
+from eagle3_jax.decoding.choice.tiers import Tier
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.runs import command_line
 from eagle3_jax.serve import __main__ as serve
@@ -131,7 +131,7 @@ def test_the_winner_s_lead_is_measured_anew(measured):
 @pytest.mark.parametrize("trees", [(), (CHAIN_OF_2,)], ids=["usual", "named"])
 @pytest.mark.parametrize(
     ("draft", "sizes", "every"),
-    [({}, tune.CHAINS + tune.TREES, modes.WITH_HEAD), ({"draft": "lookup"}, tune.CHAINS, modes.WITH_LOOKUP)],
+    [({}, tune.CHAINS + tune.TREES, tiers.WITH_HEAD), ({"draft": "lookup"}, tune.CHAINS, tiers.WITH_LOOKUP)],
     ids=["head", "lookup"],
 )
 def test_the_default_is_an_engine_of_its_own_over_the_same_weights(measured, draft, sizes, every, trees):
@@ -150,7 +150,7 @@ def test_the_default_is_an_engine_of_its_own_over_the_same_weights(measured, dra
 
 @pytest.mark.long
 def test_the_verb_writes_a_config_that_the_others_read(config, target, prompts, monkeypatch):
-    monkeypatch.setattr(modes, "WITH_HEAD", (modes.VANILLA, modes.CHAIN))  # the default's: fewer to compile
+    monkeypatch.setattr(tiers, "WITH_HEAD", (tiers.VANILLA, tiers.CHAIN))  # the default's: fewer to compile
     report = tune.run(config, prompts, target)
     assert [batch["batch_size"] for batch in report["batches"]] == [1, 2]
     for batch in report["batches"]:

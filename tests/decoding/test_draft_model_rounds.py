@@ -11,7 +11,7 @@ import pytest
 import tiny_heads
 
 from eagle3_jax.config import DraftTree
-from eagle3_jax.decoding.choice.modes import VANILLA
+from eagle3_jax.decoding.choice.tiers import VANILLA
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.rounds import generate as contiguous
 from eagle3_jax.decoding.rounds.state import State

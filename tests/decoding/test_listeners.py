@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from test_engine import LETTERS, Tokenizer, make
 
-from eagle3_jax.decoding.choice import modes
+from eagle3_jax.decoding.choice import tiers
 from eagle3_jax.decoding.device import programs
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import SamplingParams
@@ -178,7 +178,7 @@ def test_a_failure_of_the_device_is_told_to_those_it_ended_alone(engine, monkeyp
 
 def test_what_needs_an_idle_engine_is_refused_at_once_under_traffic(toy, engine, monkeypatch):
     going, goes_on, decode = threading.Event(), threading.Event(), programs.decode
-    wanted = (engine.warm_up, lambda: engine.profile(modes.VANILLA), lambda: engine.replace_draft(toy.good))
+    wanted = (engine.warm_up, lambda: engine.profile(tiers.VANILLA), lambda: engine.replace_draft(toy.good))
 
     def held(*args: Any, **options: Any) -> Any:
         going.set()

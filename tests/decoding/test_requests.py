@@ -17,8 +17,8 @@ from test_engine import CHAIN, LETTERS, Tokenizer, make
 
 from eagle3_jax.config import DraftConfig, DraftTree
 from eagle3_jax.decoding import loop, scheduler
-from eagle3_jax.decoding.choice import modes
-from eagle3_jax.decoding.choice.modes import TierChoice
+from eagle3_jax.decoding.choice import tiers
+from eagle3_jax.decoding.choice.tiers import TierChoice
 from eagle3_jax.decoding.device import programs, shapes
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.engine import Engine
@@ -431,15 +431,15 @@ def test_a_soak_of_mixed_traffic_leaks_nothing_and_answers_each_once(toy, count)
 @pytest.mark.long
 def test_a_soak_of_tiers_that_take_turns(toy, monkeypatch):
     """A35, A52: the head rests and wakes between dispatches, whoever joins, leaves or is aborted."""
-    every, draw = [modes.VANILLA, modes.LOOKUP, modes.CHAIN], random.Random(7)
-    monkeypatch.setattr(modes, "WITH_HEAD", tuple(every))
+    every, draw = [tiers.VANILLA, tiers.LOOKUP, tiers.CHAIN], random.Random(7)
+    monkeypatch.setattr(tiers, "WITH_HEAD", tuple(every))
     monkeypatch.setattr(shapes, "WIDTHS", (3,))  # of each there are six programs to compile
     monkeypatch.setattr(TierChoice, "useful", lambda self, costs: costs)
     monkeypatch.setattr(TierChoice, "choose", lambda *args, **kwargs: draw.choice(every))
     size: dict[str, Any] = {"max_length": 128, "page_size": 16, "batch_size": 8}
     engine = Engine(noisy(toy), Tokenizer(), toy.good, queue_limit=9, **size)
     vanilla = Engine(noisy(toy), Tokenizer(), **size)
-    monkeypatch.setattr(vanilla.tiers, "choose", lambda *args, **kwargs: modes.VANILLA)
+    monkeypatch.setattr(vanilla.tiers, "choose", lambda *args, **kwargs: tiers.VANILLA)
     soak(engine, vanilla, 24, 10_000)
 
 
@@ -620,7 +620,7 @@ def test_prompts_are_read_before_rounds_that_few_would_share(toy, monkeypatch, p
 
 
 def test_stretches_are_those_with_least_padding():
-    sizes = Sizes.plan(16, 2048, 16, [modes.VANILLA])
+    sizes = Sizes.plan(16, 2048, 16, [tiers.VANILLA])
     for left, expected in (
         ([38], (4, 16)),
         ([38] * 2, (4, 16)),

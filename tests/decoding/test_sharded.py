@@ -12,7 +12,7 @@ import tiny
 from test_engine import Tokenizer
 
 from eagle3_jax.config import DraftTree, MeshConfig, TargetConfig
-from eagle3_jax.decoding.choice import costs, modes
+from eagle3_jax.decoding.choice import costs, tiers
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.measure import near_tie
 from eagle3_jax.decoding.params import SamplingParams
@@ -99,8 +99,8 @@ def test_tiers_take_turns_on_a_mesh(toy, monkeypatch):
     """Copies, a head that rests and wakes, and the measurement of their costs."""
     mesh = make_mesh(MeshConfig(data=1, model=2), jax.devices()[:2])
     split = jax.device_put(toy.target, shardings(toy.target, mesh, SHARDING_RULES))
-    order = [modes.VANILLA, modes.CHAIN, modes.LOOKUP]
-    monkeypatch.setattr(modes, "WITH_HEAD", tuple(order))
+    order = [tiers.VANILLA, tiers.CHAIN, tiers.LOOKUP]
+    monkeypatch.setattr(tiers, "WITH_HEAD", tuple(order))
     size: dict[str, Any] = {"batch_size": 2, "max_length": 128, "page_size": 16}
     engine = Engine(split, Tokenizer(), toy.good, **size)
     for width in (1, 2):  # with one request left, rounds are narrow

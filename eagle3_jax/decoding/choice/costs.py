@@ -1,4 +1,4 @@
-"""Costs of rounds on this machine, by draft mode and width: measured when an engine warms up, and kept in a file.
+"""Costs of rounds on this machine, by tier and width: measured when an engine warms up, and kept in a file.
 
 They also decide which programs are worth compiling.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from eagle3_jax.decoding.choice.modes import Costs, Tier, TierChoice
+from eagle3_jax.decoding.choice.tiers import Costs, Tier, TierChoice
 from eagle3_jax.decoding.device import shapes
 from eagle3_jax.decoding.device.runner import ModelRunner
 from eagle3_jax.decoding.measure import timing

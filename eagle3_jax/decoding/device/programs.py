@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from eagle3_jax.decoding.choice.modes import Tier
+from eagle3_jax.decoding.choice.tiers import Tier
 from eagle3_jax.decoding.device.catch_up import ROOM, feed_unread
 from eagle3_jax.decoding.device.chunk import Chunk
 from eagle3_jax.decoding.device.models import Models

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from eagle3_jax.decoding.choice.modes import Tier
+from eagle3_jax.decoding.choice.tiers import Tier
 from eagle3_jax.decoding.device import programs, shapes
 from eagle3_jax.decoding.device.chunk import Chunk
 from eagle3_jax.decoding.device.models import Models

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from eagle3_jax.decoding.choice.modes import Tier, scratch_of
+from eagle3_jax.decoding.choice.tiers import Tier, scratch_of
 
 # Rounds of one decode step, at most: requests join and leave between two.
 ROUNDS = 4

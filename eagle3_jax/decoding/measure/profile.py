@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from eagle3_jax.decoding.choice.modes import Tier
+from eagle3_jax.decoding.choice.tiers import Tier
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.rounds import round as rounds
 from eagle3_jax.decoding.rounds.round import Verified

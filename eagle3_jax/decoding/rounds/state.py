@@ -13,7 +13,7 @@ import numpy as np
 from jax import P
 from jaxtyping import Array, Bool, Float, Int
 
-from eagle3_jax.decoding.choice.modes import Tier, copies, depth_of, nodes_of
+from eagle3_jax.decoding.choice.tiers import Tier, copies, depth_of, nodes_of
 from eagle3_jax.decoding.device.catch_up import Unread
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.device.shapes import ROUNDS, Sizes

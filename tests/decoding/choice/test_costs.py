@@ -3,7 +3,7 @@
 import pytest
 
 from eagle3_jax.decoding.choice import costs
-from eagle3_jax.decoding.choice.modes import Costs
+from eagle3_jax.decoding.choice.tiers import Costs
 
 KEY = {"hardware": {"cpu": "a"}, "tiers": ["vanilla", "chain 3"]}
 FIRST = Costs({"vanilla": 0.25, "chain 3": 0.5}, 0.125)

@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from eagle3_jax.decoding.choice.modes import WITH_HEAD
 from eagle3_jax.decoding.choice.policy import Acceptance, Promise, TierPolicy
+from eagle3_jax.decoding.choice.tiers import WITH_HEAD
 from eagle3_jax.decoding.device.catch_up import HeadDebt
 
 # (drafts in a row, siblings, rows that the target verifies) of each tier that drafts with a head.

@@ -10,7 +10,7 @@ import pytest
 import tiny_heads
 
 from eagle3_jax.config import DraftTree
-from eagle3_jax.decoding.choice.modes import VANILLA, Tier
+from eagle3_jax.decoding.choice.tiers import VANILLA, Tier
 from eagle3_jax.decoding.device import programs
 from eagle3_jax.decoding.device.catch_up import ROOM, Unread, feed_unread
 from eagle3_jax.decoding.device.models import Models

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eagle3_jax.decoding.choice.modes import CHAIN, VANILLA
+from eagle3_jax.decoding.choice.tiers import CHAIN, VANILLA
 from eagle3_jax.decoding.device import catch_up, programs
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.device.shapes import Sizes

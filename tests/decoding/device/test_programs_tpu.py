@@ -15,7 +15,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from eagle3_jax.config import DraftConfig, DraftTree
-from eagle3_jax.decoding.choice.modes import Tier
+from eagle3_jax.decoding.choice.tiers import Tier
 from eagle3_jax.decoding.device import programs
 from eagle3_jax.decoding.device.chunk import Chunk
 from eagle3_jax.decoding.device.models import Models

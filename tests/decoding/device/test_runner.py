@@ -10,7 +10,7 @@ import tiny
 from flax import nnx
 
 from eagle3_jax.config import DraftTree, MeshConfig
-from eagle3_jax.decoding.choice.modes import VANILLA, WITH_HEAD
+from eagle3_jax.decoding.choice.tiers import VANILLA, WITH_HEAD
 from eagle3_jax.decoding.device import runner
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.device.shapes import Sizes

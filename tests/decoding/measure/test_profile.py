@@ -12,8 +12,8 @@ import pytest
 from flax import nnx
 
 from eagle3_jax.config import DraftTree
-from eagle3_jax.decoding.choice import modes
-from eagle3_jax.decoding.choice.modes import Tier
+from eagle3_jax.decoding.choice import tiers
+from eagle3_jax.decoding.choice.tiers import Tier
 from eagle3_jax.decoding.device import programs
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.device.shapes import Sizes
@@ -26,7 +26,7 @@ from eagle3_jax.models.families import family_of, read_shape
 
 TARGETS = pathlib.Path(__file__).parents[3] / "configs/targets"
 TREE = Tier(DraftTree(num_steps=2, topk=2, num_draft_tokens=5), head=True)
-EVERY = (modes.VANILLA, TREE)
+EVERY = (tiers.VANILLA, TREE)
 SIZES = Sizes.plan(2, 64, 16, EVERY)
 
 
@@ -60,11 +60,11 @@ def test_bytes_of_a_round(toy):
     models, config = Models.of(toy.target, toy.good), toy.target.config
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(toy.target)) - toy.target.embed[...].nbytes
     keys = config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
-    assert profile.bytes_read(models, modes.VANILLA, 3, 100) == weights + 2 * keys * 300
+    assert profile.bytes_read(models, tiers.VANILLA, 3, 100) == weights + 2 * keys * 300
     head = sum(leaf.nbytes for leaf in jax.tree.leaves(toy.good.head))
     fuse = toy.good.head.fc[...].nbytes  # once a round
     assert profile.bytes_read(models, TREE, 3, 100) == weights + 2 * keys * 300 + 2 * head - fuse
-    assert profile.bytes_read(models, modes.VANILLA, 3, 100, jnp.bfloat16) == weights + keys * 300
+    assert profile.bytes_read(models, tiers.VANILLA, 3, 100, jnp.bfloat16) == weights + keys * 300
     itself = Models.of(toy.target, Draft(DraftModel(toy.target), toy.good.token_ids))
     assert profile.bytes_read(itself, TREE, 3, 100) == 3 * (weights + 2 * keys * 300)
 
@@ -94,7 +94,7 @@ def test_of_experts_as_many_are_read_as_the_tokens_of_a_pass_may_choose(name, ex
     model = first_layers(name)
     whole = bytes_of(model) - bytes_of(model.embed)
     copies = Tier(DraftTree(num_steps=2, num_draft_tokens=3, lookup_tokens=2), head=False)
-    for tier, batch, tokens in ((modes.VANILLA, 1, 1), (modes.VANILLA, 2, 2), (copies, 1, 3), (copies, 50, 150)):
+    for tier, batch, tokens in ((tiers.VANILLA, 1, 1), (tiers.VANILLA, 2, 2), (copies, 1, 3), (copies, 50, 150)):
         unread = max(0, experts - tokens * chosen) * 2 * numbers
         assert profile.bytes_read(Models.of(model, None), tier, batch, 0) == whole - unread
 

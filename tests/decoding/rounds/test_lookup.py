@@ -13,7 +13,7 @@ from test_engine import CHAIN, Tokenizer
 from test_rounds import LENGTHS, MAX_TOKENS, PROMPTS, generate, vanilla
 
 from eagle3_jax.config import DraftTree
-from eagle3_jax.decoding.choice.modes import choice_for
+from eagle3_jax.decoding.choice.tiers import choice_for
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.rounds import lookup

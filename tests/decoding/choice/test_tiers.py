@@ -12,17 +12,17 @@ import pytest
 from test_engine import Tokenizer
 
 from eagle3_jax.config import DraftTree
-from eagle3_jax.decoding.choice import costs, modes
-from eagle3_jax.decoding.choice.modes import Costs
+from eagle3_jax.decoding.choice import costs, tiers
 from eagle3_jax.decoding.choice.policy import Acceptance
+from eagle3_jax.decoding.choice.tiers import Costs
 from eagle3_jax.decoding.device.catch_up import HeadDebt
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import SamplingParams
 
 SIZES: dict[str, Any] = {"batch_size": 2, "max_length": 256, "page_size": 16}
-FEW = (modes.VANILLA, modes.CHAIN)
-ORDER = [modes.VANILLA, modes.CHAIN, modes.LOOKUP, modes.CHAIN, modes.VANILLA, modes.LOOKUP]
+FEW = (tiers.VANILLA, tiers.CHAIN)
+ORDER = [tiers.VANILLA, tiers.CHAIN, tiers.LOOKUP, tiers.CHAIN, tiers.VANILLA, tiers.LOOKUP]
 
 
 def take_turns(engine, monkeypatch, order=ORDER):
@@ -63,7 +63,7 @@ def test_a_tier_for_every_dispatch_and_the_tokens_are_vanilla_s(engine, vanilla,
 @pytest.mark.slow
 def test_a_head_that_drafts_has_read_everything(engine, monkeypatch):
     """Whoever was decoded without it, and joined or left meanwhile."""
-    take_turns(engine, monkeypatch, [modes.VANILLA, modes.LOOKUP, modes.CHAIN])
+    take_turns(engine, monkeypatch, [tiers.VANILLA, tiers.LOOKUP, tiers.CHAIN])
     decode, unread = engine._runner.decode, collections.defaultdict(list)
 
     def watched(*args, tier, **kwargs):
@@ -81,12 +81,12 @@ def test_a_head_that_drafts_has_read_everything(engine, monkeypatch):
 def test_pages_that_the_head_never_read_are_shared_but_not_drafted_from(toy, vanilla, monkeypatch):
     """The next turn of a conversation finds the same pages as in vanilla decoding, and knows that it is lost."""
     engine = Engine(toy.target, Tokenizer(), toy.good, **SIZES)
-    take_turns(engine, monkeypatch, [modes.VANILLA])
+    take_turns(engine, monkeypatch, [tiers.VANILLA])
     first = SamplingParams(max_tokens=60)
     prompt = [1, 2, 3]
     answer = engine.generate([prompt], first)[0].token_ids
     assert answer == vanilla.generate([prompt], first)[0].token_ids
-    take_turns(engine, monkeypatch, [modes.CHAIN])
+    take_turns(engine, monkeypatch, [tiers.CHAIN])
     second = prompt + answer + [5]
     request = engine.submit(second, SamplingParams(max_tokens=20))
     expected = vanilla.generate([second], SamplingParams(max_tokens=20))[0]
@@ -114,11 +114,11 @@ def told(caplog):
 
 
 def test_requests_that_the_head_cannot_draft_for_say_nothing_of_it(caplog):
-    choice = modes.TierChoice(FEW, modes.CHAIN)
+    choice = tiers.TierChoice(FEW, tiers.CHAIN)
     lost = [(Acceptance(HeadDebt(in_prefix=True)), 4, 0)] * 31
     with caplog.at_level(logging.WARNING):
         for _ in range(100):
-            choice.learn(modes.CHAIN, [*lost, (Acceptance(), 4, 6)], 4, greedy=True)
+            choice.learn(tiers.CHAIN, [*lost, (Acceptance(), 4, 6)], 4, greedy=True)
     assert not told(caplog)
 
 
@@ -126,7 +126,7 @@ def test_requests_that_the_head_cannot_draft_for_say_nothing_of_it(caplog):
 @pytest.mark.parametrize("first", ["priced", "reported"])
 def test_a_useless_head_is_reported_once_and_rests(toy, vanilla, caplog, monkeypatch, first):
     """A31, A49: answers are right, so nobody would notice. Costs that come behind the report wake it no more."""
-    monkeypatch.setattr(modes, "WITH_HEAD", FEW)
+    monkeypatch.setattr(tiers, "WITH_HEAD", FEW)
     engine = Engine(toy.target, Tokenizer(), toy.plain, **SIZES)
     prompts, params = requests(24, seed=5)
 
@@ -151,7 +151,7 @@ def test_a_useless_head_is_reported_once_and_rests(toy, vanilla, caplog, monkeyp
 @pytest.mark.long
 def test_a_head_whose_numbers_are_none_is_reported_and_rests_until_there_is_another(toy, vanilla, caplog, monkeypatch):
     """Greedy answers stay vanilla's, drawn ones come to an end; a head that replaces it is judged anew."""
-    monkeypatch.setattr(modes, "WITH_HEAD", FEW)
+    monkeypatch.setattr(tiers, "WITH_HEAD", FEW)
     head = jax.tree.map(lambda x: x, toy.good.head)
     head.fc[...] *= np.nan
     prompts, params = requests(24, seed=5)
@@ -173,7 +173,7 @@ def test_a_head_whose_numbers_are_none_is_reported_and_rests_until_there_is_anot
 
 @pytest.mark.slow
 def test_requests_without_drafts_take_none_whatever_they_would_cost(toy, monkeypatch):
-    monkeypatch.setattr(modes, "WITH_HEAD", FEW)
+    monkeypatch.setattr(tiers, "WITH_HEAD", FEW)
     engine = Engine(toy.target, Tokenizer(), toy.good, **SIZES)
     engine.tiers.price({2: Costs({"vanilla": 1.0, "chain 3": 0.5}, 0.0)}, greedy=True)
     params = SamplingParams(max_tokens=20)
@@ -184,7 +184,7 @@ def test_requests_without_drafts_take_none_whatever_they_would_cost(toy, monkeyp
 
 
 def test_a_head_that_helps_goes_on(toy, caplog, monkeypatch):
-    monkeypatch.setattr(modes, "WITH_HEAD", FEW)
+    monkeypatch.setattr(tiers, "WITH_HEAD", FEW)
     engine = Engine(toy.target, Tokenizer(), toy.good, **SIZES)
     engine.tiers.price({2: Costs({"vanilla": 1.0, "chain 3": 1.1}, 0.0)}, greedy=True)
     with caplog.at_level(logging.WARNING):
@@ -195,14 +195,14 @@ def test_a_head_that_helps_goes_on(toy, caplog, monkeypatch):
 
 def test_there_are_at_most_24_programs_of_one_width():
     """Six of prompts at most, one of notes, one that wakes the head; greedy and other rounds of each tier."""
-    assert 6 + 2 + 2 * len(modes.WITH_HEAD) <= 24
+    assert 6 + 2 + 2 * len(tiers.WITH_HEAD) <= 24
     for batch, widths in ((1, [1]), (4, [1, 4]), (8, [1, 4, 8]), (48, [1, 4, 8, 16, 32, 48])):
-        assert Sizes.plan(batch, 64, 16, [modes.VANILLA]).widths == widths
+        assert Sizes.plan(batch, 64, 16, [tiers.VANILLA]).widths == widths
 
 
 @pytest.mark.long
 def test_warm_up_measures_once_a_machine_and_compiles_everything(toy, vanilla, tmp_path, monkeypatch):
-    monkeypatch.setattr(modes, "WITH_HEAD", FEW)
+    monkeypatch.setattr(tiers, "WITH_HEAD", FEW)
     before: Any = getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009
     sizes = {**SIZES, "batch_size": 4}
     engine = Engine(toy.target, Tokenizer(), toy.good, **sizes)
@@ -293,7 +293,7 @@ def test_copies_are_measured_where_there_is_something_to_copy(engine, monkeypatc
 
     monkeypatch.setattr(engine._runner, "decode", decode)
     monkeypatch.setattr(costs.timing, "in_turns", timed)
-    measured = costs.round_costs(engine._runner, [modes.VANILLA, modes.LOOKUP, modes.CHAIN], greedy=True, width=2)
+    measured = costs.round_costs(engine._runner, [tiers.VANILLA, tiers.LOOKUP, tiers.CHAIN], greedy=True, width=2)
     assert asked == [("vanilla", 4), ("lookup 8", 1), ("chain 3", 4), ("vanilla", 1)]
     assert measured == Costs({"vanilla": 2.0, "lookup 8": 2.0 + 5.0 - 2.5, "chain 3": 3.0}, 1.0)
 
