@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from eagle3_jax.kernels.cache.api import commit
+from eagle3_jax.kernels.cache.api import append, commit
 from eagle3_jax.kernels.tree_attention.api import tree_attention
 from eagle3_jax.kernels.tree_attention.packed_heads import SLOTS, cache_rows
 
@@ -99,6 +99,20 @@ class KVCache:
             **options,
         )
         return attended, dataclasses.replace(self, keys=(keys,), values=(values,))
+
+    def append(
+        self,
+        keys: Float[Array, "b t k d"],
+        values: Float[Array, "b t k d"],
+        lengths: Int[Array, " b"],
+        page_table: PageTable | None = None,
+    ) -> KVCache:
+        """Writes t new entries behind `lengths`, without attention. Of a cache of one layer (see `layer`)."""
+        pages = None if page_table is None else page_table.pages
+        keys, values = (
+            append(cache, new, lengths, pages) for cache, new in ((self.keys[0], keys), (self.values[0], values))
+        )
+        return dataclasses.replace(self, keys=(keys,), values=(values,))
 
     def commit(
         self, lengths: Int[Array, " b"], path: Int[Array, "b p"], page_table: PageTable | None = None

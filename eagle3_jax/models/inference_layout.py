@@ -27,7 +27,7 @@ from eagle3_jax.models.target import TargetModel
 Model = TypeVar("Model", TargetModel, Draft)
 Module = TypeVar("Module", TargetModel, Head)
 
-_MATRICES = re.compile(r"\b(qkv|q|q_down|q_up|kv_down|o|gate|up|down|fc)$")
+_MATRICES = re.compile(r"\b(qkv|q|kv|q_down|q_up|kv_down|selector|o|gate|up|down|fc)$")
 _EXPERTS = re.compile(r"\bexpert_\w+$")
 
 

@@ -122,7 +122,7 @@ def block_loss(
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (states, drafts))
     count = len(flat[0])
     size = math.gcd(count, config.block) if count > config.block else count
-    rows = head.output_rows(teacher.rows)
+    rows = head.rows_of(teacher.rows)
 
     @jax.checkpoint
     def chunk(head: DFlash, rows: Array, part: tuple[Array, _Drafts]) -> dict[str, Array]:
@@ -257,7 +257,7 @@ def replay_blocks(
     size = min(block, t)
     first = document_starts(batch.segment_ids)
     context = head.context(head.fuse(batch.aux.astype(teacher.embed.dtype)), batch.positions)
-    rows = head.output_rows(teacher.rows)
+    rows = head.rows_of(teacher.rows)
 
     def drafted(start: Array) -> Array:
         cut = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=1)

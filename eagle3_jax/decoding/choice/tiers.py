@@ -15,6 +15,7 @@ from typing import Any, Literal
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.choice.policy import Acceptance, Promise, TierPolicy
 from eagle3_jax.decoding.rounds.tree import scratch_slots
+from eagle3_jax.models.drafts.dflash import DFlash
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.target import ModelConfig
 
@@ -89,6 +90,28 @@ WITH_HEAD = (
     Tier(DraftTree(num_steps=3, topk=3, num_draft_tokens=8, lookup_tokens=7), head=True),
     Tier(DraftTree(num_steps=5, topk=4, num_draft_tokens=16, lookup_tokens=8), head=True),
 )
+
+
+def of_block(drafts: int, topk: int) -> tuple[Tier, ...]:
+    """The tiers of a head that drafts so many tokens in one pass: parts of its block, and trees over it.
+
+    Args:
+        topk: most children of a node.
+    """
+
+    def chain(steps: int) -> Tier:
+        return Tier(DraftTree(num_steps=steps, num_draft_tokens=steps + 1), head=True)
+
+    def tree(nodes: int, copied: int) -> Tier:
+        wide = min(4, topk)
+        pool = 1 + wide + (drafts - 1) * wide**2
+        return Tier(
+            DraftTree(num_steps=drafts, topk=wide, num_draft_tokens=min(nodes, pool), lookup_tokens=copied), head=True
+        )
+
+    chains = [chain(steps) for steps in sorted({min(2, drafts), -(-drafts // 2), drafts})]
+    trees = [tree(max(nodes, drafts + 1), copied) for nodes, copied in ((8, 7), (16, 8), (32, 8))] if topk > 1 else []
+    return (VANILLA, LOOKUP, *chains, *dict.fromkeys(trees))
 
 
 def depth_of(tiers: Sequence[Tier]) -> int:
@@ -251,6 +274,9 @@ def choice_for(
     else:
         _check(draft, target, trees)
         every, default = [x for x in WITH_HEAD if x.topk <= draft.head.config.draft_vocab_size], CHAIN
+        if isinstance(draft.head, DFlash):
+            every = of_block(draft.head.drafts, draft.head.most_children)
+            default = next(x for x in every if x.name == f"chain {draft.head.drafts}")
         own = [Tier(x, head=True) for x in trees]
     if own:
         every, default = own if isinstance(tree, DraftTree) else [VANILLA, *own], own[0]
@@ -271,7 +297,11 @@ def _check(draft: Draft, target: ModelConfig, trees: Sequence[DraftTree]) -> Non
             raise ValueError(f"draft.{field}: got {got}, expected the target's {expected}")
     if head.aux_layers and head.hidden_size != target.hidden_size:  # who reads its states reads its embeddings too
         raise ValueError(f"draft.hidden_size: got {head.hidden_size}, expected {target.hidden_size}")
+    block = isinstance(draft.head, DFlash)
+    most = draft.head.most_children if isinstance(draft.head, DFlash) else head.draft_vocab_size
     for tree in trees:
-        if tree.topk > head.draft_vocab_size:
-            most = head.draft_vocab_size
-            raise ValueError(f"tree.topk: got {tree.topk}, expected at most the draft vocabulary, {most}")
+        if tree.topk > most:
+            name = "the head's candidates" if block else "the draft vocabulary"
+            raise ValueError(f"tree.topk: got {tree.topk}, expected at most {name}, {most}")
+        if isinstance(draft.head, DFlash) and tree.num_steps > draft.head.drafts:
+            raise ValueError(f"tree.num_steps: got {tree.num_steps}, expected at most the block's {draft.head.drafts}")

@@ -24,6 +24,7 @@ from eagle3_jax.decoding.rounds.round import Verified
 from eagle3_jax.decoding.rounds.state import State
 from eagle3_jax.decoding.rounds.tree import TokenTree
 from eagle3_jax.models.checkpoint.load import parameter_path
+from eagle3_jax.models.drafts.dflash import DFlash
 from eagle3_jax.models.drafts.eagle3 import DraftHead
 from eagle3_jax.models.drafts.model import DraftModel
 from eagle3_jax.models.target import TargetModel
@@ -87,8 +88,8 @@ def bytes_read(models: Models, tier: Tier, batch: int, length: int, kv_dtype: An
 
     Of the embeddings a few rows alone are read, unless they are the LM head too, and of experts as many as the tokens
     of a pass may choose, as if no two chose the same. The draft runs once a level of the tree, the last time over the
-    committed tokens, and there alone a head of EAGLE-3 reads `fc`. A head's keys and values, of one layer, are left
-    out.
+    committed tokens, and there alone a head of EAGLE-3 reads `fc`. A block head runs once; its projections of keys and
+    values, read again over the committed tokens, count once. A head's own keys and values are left out.
 
     Args:
         kv_dtype: of the caches; None is the weights'.
@@ -98,6 +99,8 @@ def bytes_read(models: Models, tier: Tier, batch: int, length: int, kv_dtype: An
     total = _of_model(target, batch, 1 if tree is None else tree.num_draft_tokens, length, kv_dtype)
     if tier.head and tree is not None and draft is not None:
         head = draft.head
+        if isinstance(head, DFlash):
+            return total + _weights(head, head.config, batch)
         for nodes in [tree.topk] * (tree.num_steps - 1) + [tree.depth + 1]:
             if isinstance(head, DraftModel):
                 total += _of_model(head.model, batch, nodes, length, kv_dtype)

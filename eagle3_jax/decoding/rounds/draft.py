@@ -1,7 +1,8 @@
 """Drafting: grow a tree of candidate tokens by cumulative log-probability (EAGLE-2, arXiv 2406.16858, section 4).
 
 Level 1 is the top-k of the head's logits at the last committed pair; each later level feeds the k best candidates of
-the level before to the head and takes the top-k of each. All candidates form a pool, of which the best are verified.
+the level before to the head and takes the top-k of each. A block head runs one pass, and each level takes the top-k of
+the next row behind every candidate. All candidates form a pool, of which the best are verified.
 
 Tokens copied from the text (`lookup`) join the pool as one more branch: as far as the head proposes the same, its own
 nodes gain their score, and from where the two part they are nodes of their own.
@@ -25,10 +26,11 @@ from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.rounds.lookup import Copied
 from eagle3_jax.decoding.rounds.sampling import DRAFTS, Sampling, draw
 from eagle3_jax.decoding.rounds.tree import Drawn, TokenTree, rerank
-from eagle3_jax.kernels.vocabulary.api import top_k_of_logits
+from eagle3_jax.kernels.vocabulary.api import top_k_of_logits, vocabulary_logits
 from eagle3_jax.mesh import constrain
 from eagle3_jax.models.cache import KVCache, PageTable
-from eagle3_jax.models.drafts.head import Draft
+from eagle3_jax.models.drafts.dflash import DFlash
+from eagle3_jax.models.drafts.head import Draft, Head
 from eagle3_jax.models.target import TargetModel
 
 
@@ -61,37 +63,32 @@ def grow(
     groups = 1 + (tree.num_steps - 1) * k
     coins = None if sampling is None else sampling.uniform(lengths, DRAFTS, groups, k, 2)
     drawn: list[Array] = []
+    levels: Recurrent | Block
+    if isinstance(draft.head, DFlash):
+        levels = Block(
+            draft.head, tree, target.embed[...], root, cache, lengths, page_table, drawn=sampling is not None
+        )
+    else:
+        levels = Recurrent(draft.head, target.embed[...], draft_state, cache, lengths, page_table)
 
-    def children(states: Float[Array, "b m h"]) -> tuple[Float[Array, "b m k"], Int[Array, "b m k"]]:
+    def children(tokens: Int[Array, "b m"]) -> tuple[Float[Array, "b m k"], Int[Array, "b m k"]]:
         """Log-probabilities and draft ids."""
         if sampling is None or coins is None:
-            return draft.head.top_k(states, k)
+            return levels.best(tokens, k)
         # Gathered once: else each draw asks several times what the devices that share the vocabulary have.
-        logits = constrain(draft.head.logits(states), ((r"", P("data")),))
+        logits = constrain(levels.logits(tokens), ((r"", P("data")),))
         first = sum(probs.shape[1] for probs in drawn)
-        gained, candidates, probs = _draw_children(logits, sampling, coins[:, first : first + states.shape[1]])
+        gained, candidates, probs = _draw_children(logits, sampling, coins[:, first : first + tokens.shape[1]])
         drawn.append(probs)
         return gained, candidates
 
-    scores, ids = (x[:, 0] for x in children(draft_state[:, None]))
+    scores, ids = (x[:, 0] for x in children(root[:, None]))
     frontier = jnp.broadcast_to(jnp.arange(k), (batch, k))  # indices into the pool
     pool = [(scores, ids, jnp.full((batch, k), -1), jnp.zeros((batch, k)))]
-    features = jnp.broadcast_to(draft_state[:, None], (batch, k, draft_state.shape[-1]))
-    seen = jnp.zeros((batch, k, 0), bool)
+    parents_of = jnp.zeros((batch, k), jnp.int32)
     for depth in range(1, tree.num_steps):  # the frontier's depth; its children are one deeper
-        seen = jnp.concatenate([seen, jnp.broadcast_to(jnp.eye(k, dtype=bool), (batch, k, k))], axis=-1)
-        positions = jnp.broadcast_to((lengths + depth - 1)[:, None], (batch, k))
-        states, cache = draft.head.feed(
-            target.embed[...],
-            draft.token_ids[ids],
-            features,
-            positions,
-            cache,
-            lengths,
-            tail_mask=seen,
-            page_table=page_table,
-        )
-        gained, candidates = children(states)
+        levels.descend(draft.token_ids[ids], parents_of)
+        gained, candidates = children(draft.token_ids[ids])
         candidate_scores = (scores[:, :, None] + gained).reshape(batch, k * k)
         candidates = candidates.reshape(batch, k * k)
         first = k + (depth - 1) * k * k
@@ -99,9 +96,7 @@ def grow(
         pool.append((candidate_scores, candidates, parents, parent_scores))
         if depth + 1 < tree.num_steps:
             scores, best = jax.lax.top_k(candidate_scores, k)
-            ids, frontier = jnp.take_along_axis(candidates, best, axis=1), first + best
-            features = jnp.take_along_axis(states, (best // k)[:, :, None], axis=1)
-            seen = jnp.take_along_axis(seen, (best // k)[:, :, None], axis=1)
+            ids, frontier, parents_of = jnp.take_along_axis(candidates, best, axis=1), first + best, best // k
     pool_scores, pool_ids, pool_parents, parent_scores = (
         jnp.concatenate(parts, axis=1) for parts in zip(*pool, strict=True)
     )
@@ -114,10 +109,110 @@ def grow(
         order, tokens, pool_parents = graft(order, tokens, pool_parents, copied, merges)
     nodes, chosen = rerank(tree, root, order, tokens, pool_parents)
     if sampling is None:
-        return nodes, cache
+        return nodes, levels.cache
     group = jnp.pad(jnp.where(chosen < size, chosen // k, -1), ((0, 0), (1, 0)))
     probs = jnp.concatenate(drawn, axis=1)
-    return dataclasses.replace(nodes, drawn=Drawn(probs, group, draft.token_ids, k, copied is not None)), cache
+    return dataclasses.replace(nodes, drawn=Drawn(probs, group, draft.token_ids, k, copied is not None)), levels.cache
+
+
+class Recurrent:
+    """The levels of a tree, each a pass of the head over the frontier, while a program is traced.
+
+    Attributes:
+        cache: the head's, with the entries of the levels so far behind the committed ones.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        embed: Float[Array, "v h"],
+        draft_state: Float[Array, "b h"],
+        cache: KVCache,
+        lengths: Int[Array, " b"],
+        page_table: PageTable | None,
+    ) -> None:
+        self.cache, self._head, self._embed = cache, head, embed
+        self._lengths, self._page_table = lengths, page_table
+        self._states, self._depth = draft_state[:, None], 0
+        self._seen: Bool[Array, "b m t"] | None = None
+
+    def descend(self, tokens: Int[Array, "b k"], parents: Int[Array, "b k"]) -> None:
+        """Goes to the next level.
+
+        Args:
+            tokens: the frontier's, target ids. parents: their places in the frontier before.
+        """
+        (batch, k), before = tokens.shape, self._states
+        own = jnp.broadcast_to(jnp.eye(k, dtype=bool), (batch, k, k))
+        if self._seen is None:
+            features, self._seen = jnp.broadcast_to(before, (batch, k, before.shape[-1])), own
+        else:
+            features = jnp.take_along_axis(before, parents[:, :, None], axis=1)
+            above = jnp.take_along_axis(self._seen, parents[:, :, None], axis=1)
+            self._seen = jnp.concatenate([above, own], axis=-1)
+        self._states, self.cache = self._head.feed(
+            self._embed,
+            tokens,
+            features,
+            jnp.broadcast_to((self._lengths + self._depth)[:, None], (batch, k)),
+            self.cache,
+            self._lengths,
+            tail_mask=self._seen,
+            page_table=self._page_table,
+        )
+        self._depth += 1
+
+    def best(self, tokens: Int[Array, "b m"], k: int) -> tuple[Float[Array, "b m k"], Int[Array, "b m k"]]:
+        """Log-probabilities and draft ids of the k best children of each node of the frontier."""
+        return self._head.top_k(self._states, k)
+
+    def logits(self, tokens: Int[Array, "b m"]) -> Float[Array, "b m dv"]:
+        """Logits of the frontier's children."""
+        return self._head.logits(self._states)
+
+
+class Block:
+    """The levels of a tree, each a row of one block (DFlash, arXiv 2602.06036), while a program is traced.
+
+    A row scores its tokens behind each node of the frontier, as far as the head's corrector reads the token before.
+
+    Attributes:
+        cache: the head's, with the block's entries behind the committed ones.
+    """
+
+    def __init__(
+        self,
+        head: DFlash,
+        tree: DraftTree,
+        embed: Float[Array, "v h"],
+        anchor: Int[Array, " b"],
+        cache: KVCache,
+        lengths: Int[Array, " b"],
+        page_table: PageTable | None,
+        *,
+        drawn: bool,
+    ) -> None:
+        self._head, self._row = head, 0
+        self._states, self.cache = head.block(embed, anchor, cache, lengths, tree.num_steps, page_table)
+        if drawn:
+            self._logits = vocabulary_logits(self._states, head.output_rows)
+        else:
+            self._candidates = head.candidates(self._states, tree.topk)
+
+    def descend(self, tokens: Int[Array, "b k"], parents: Int[Array, "b k"]) -> None:
+        """See `Recurrent`."""
+        self._row += 1
+
+    def best(self, tokens: Int[Array, "b m"], k: int) -> tuple[Float[Array, "b m k"], Int[Array, "b m k"]]:
+        """See `Recurrent`; `tokens` are the frontier's."""
+        return self._head.best(self._candidates, self._row, tokens, k)
+
+    def logits(self, tokens: Int[Array, "b m"]) -> Float[Array, "b m dv"]:
+        """See `Recurrent`; `tokens` are the frontier's."""
+        states, logits = self._states[:, self._row, None], self._logits[:, self._row, None]
+        shape = tokens.shape
+        states, logits = (jnp.broadcast_to(x, (*shape, x.shape[-1])) for x in (states, logits))
+        return self._head.adjusted(logits, states, tokens)
 
 
 # Parent of a copied token that is no candidate: the head's own stands for it, or nothing was found to copy.

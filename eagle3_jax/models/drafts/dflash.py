@@ -10,18 +10,30 @@ Layers are Qwen 3's for every target. Embeddings are the target's.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.kernels.block_attention import block_attention
 from eagle3_jax.kernels.linear.api import linear
-from eagle3_jax.kernels.vocabulary.api import vocabulary_logits
-from eagle3_jax.models.layers import Scaling, SwiGLU, apply_rope, embeddings, normal, ones, rms_norm, scaled_rope_table
+from eagle3_jax.kernels.vocabulary.api import vocabulary_logits, vocabulary_top_k
+from eagle3_jax.models.cache import KVCache, PageTable
+from eagle3_jax.models.drafts.head import Head
+from eagle3_jax.models.layers import (
+    Scaling,
+    SwiGLU,
+    apply_rope,
+    at_row,
+    embeddings,
+    normal,
+    ones,
+    rms_norm,
+    scaled_rope_table,
+)
 from eagle3_jax.models.target import Rope
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -69,6 +81,10 @@ class BlockHeadConfig:
     selector_rank: int = 256
     selector_top_k: int = 16
 
+    @property
+    def num_aux_layers(self) -> int:
+        return len(self.aux_layers)
+
     def causal(self, layer: int) -> bool:
         return self.layer_types[layer] == SLIDING if self.is_causal is None else self.is_causal
 
@@ -111,27 +127,32 @@ class BlockLayer(nnx.Module):
         heads = linear(x, self.kv[...]).reshape(*x.shape[:2], -1, 2, self.head_dim)
         return apply_rope(rms_norm(heads[..., 0, :], self.k_norm[...], self.eps), rope), heads[..., 1, :]
 
-    def __call__(self, x: Float[Array, "b m h"], rope: Rope, attend: Attend) -> Float[Array, "b m h"]:
+    def __call__(self, x: Float[Array, "b m h"], rope: Rope, attend: Attend, rows: int) -> Float[Array, "b m h"]:
+        """Runs the layer over blocks of `rows` rows, one behind the other."""
+
         def attention(u: Array) -> Array:
             q = linear(u, self.q[...]).reshape(*u.shape[:2], -1, self.head_dim)
             q = apply_rope(rms_norm(q, self.q_norm[...], self.eps), rope)
             return linear(attend(q, *self.keys_and_values(u, rope)).reshape(*u.shape[:2], -1), self.o[...])
 
-        x = x + self.around("attention_conv", attention, rms_norm(x, self.input_norm[...], self.eps))
-        return x + self.around("mlp_conv", self.mlp, rms_norm(x, self.post_norm[...], self.eps))
+        x = x + self.around("attention_conv", attention, rms_norm(x, self.input_norm[...], self.eps), rows)
+        return x + self.around("mlp_conv", self.mlp, rms_norm(x, self.post_norm[...], self.eps), rows)
 
-    def around(self, name: str, sublayer: Callable[[Array], Array], normed: Float[Array, "b m h"]) -> Array:
+    def around(self, name: str, sublayer: Callable[[Array], Array], normed: Float[Array, "b m h"], rows: int) -> Array:
         """Runs a sublayer for the residual stream; `name` is the module that a subclass wraps around it."""
         return sublayer(normed)
 
 
-class DFlash(nnx.Module):
+class DFlash(Head):
     """The backbone, which drafts the tokens of a block independently of each other.
+
+    A loaded head has LM-head rows of its own, the target's where it was trained with these (`lm_head`).
 
     Attributes:
         first_row: the first row that predicts, namely the token after the anchor.
     """
 
+    config: BlockHeadConfig
     layer: ClassVar[Callable[..., BlockLayer]] = BlockLayer
     first_row: ClassVar[int] = 1
 
@@ -149,6 +170,11 @@ class DFlash(nnx.Module):
     def drafts(self) -> int:
         """Number of tokens that a block drafts."""
         return self.config.block_size - self.first_row
+
+    @property
+    def most_children(self) -> int:
+        """Number of tokens that a row can propose."""
+        return self.config.draft_vocab_size
 
     def fuse(self, aux: Float[Array, "b t aux"]) -> Float[Array, "b t h"]:
         """Fuses the target's states (concatenated, ascending boundaries) into the context, shared by all layers."""
@@ -191,11 +217,110 @@ class DFlash(nnx.Module):
                 options = {"causal": c.causal(number), "window": c.window(number)}
                 return block_attention(own_q, own_k, own_v, *seen, first, anchors, **options).reshape(q.shape)
 
-            x = layer(x, rope, attend)
+            x = layer(x, rope, attend, r)
         x = rms_norm(x, self.norm[...], c.rms_norm_eps)
         return x.reshape(b, a, r, -1)[:, :, self.first_row :]
 
-    def output_rows(self, rows: Float[Array, "v h"]) -> Float[Array, "dv h"]:
+    def feed(
+        self,
+        embed: Float[Array, "v h"],
+        tokens: Int[Array, "b t"],
+        features: Float[Array, "b t h"],
+        positions: Int[Array, "b t"],
+        cache: KVCache,
+        lengths: Int[Array, " b"],
+        *,
+        tail_mask: Bool[Array, "b t m"] | None = None,
+        preceding: Int[Array, "b 1"] | None = None,
+        row: Int[Array, " b"] | None = None,
+        page_table: PageTable | None = None,
+    ) -> tuple[Float[Array, "b r h"], KVCache]:
+        """See `Head`: writes the context's keys and values. Tokens are not read, and the state is not used."""
+        for number, (keys, values) in enumerate(self.context(features, positions)):
+            own = cache.layer(number).append(keys, values, lengths, page_table)
+            cache = cache.with_layer(number, own)
+        return at_row(features, row), cache
+
+    def block(
+        self,
+        embed: Float[Array, "v h"],
+        anchor: Int[Array, " b"],
+        cache: KVCache,
+        lengths: Int[Array, " b"],
+        drafts: int,
+        page_table: PageTable | None = None,
+    ) -> tuple[Float[Array, "b drafts h"], KVCache]:
+        """Runs one pass over a block behind the context; its entries are scratch behind `lengths`.
+
+        Args:
+            embed: the target's embeddings. anchor: the token at position `lengths`.
+            cache: of the context, see `feed`. drafts: at most `self.drafts`.
+
+        Returns:
+            The LM head's inputs: index i predicts the token at position lengths + 1 + i.
+        """
+        c, rows = self.config, drafts + self.first_row
+        masks = jnp.full((len(anchor), rows - 1), c.mask_token_id, anchor.dtype)
+        x = embeddings(embed, jnp.concatenate([anchor[:, None], masks], axis=1))
+        at, column = lengths[:, None] + jnp.arange(rows)[None], jnp.arange(rows)
+        rope = self._rope(at)
+        for number, layer in enumerate(self.layers):
+            back = column[:, None] - column[None]
+            visible, window, options = jnp.ones((rows, rows), bool), c.window(number), {}
+            if c.causal(number):
+                visible &= back >= 0
+            if window is not None:
+                visible &= back < window
+                options = {"first": jnp.maximum(at - (window - 1), 0)}
+            mask = jnp.broadcast_to(visible, (len(anchor), rows, rows))
+
+            def attend(
+                q: Array,
+                k: Array,
+                v: Array,
+                number: int = number,
+                mask: Array = mask,
+                options: Mapping[str, Array] = options,
+            ) -> Array:
+                nonlocal cache
+                own = cache.layer(number)
+                attended, own = own.append_and_attend(q, k, v, lengths, mask, page_table, **options)
+                cache = cache.with_layer(number, own)
+                return attended
+
+            x = layer(x, rope, attend, rows)
+        return rms_norm(x, self.norm[...], c.rms_norm_eps)[:, self.first_row :], cache
+
+    def output_hidden(self, state: Float[Array, "*batch h"]) -> Float[Array, "*batch h"]:
+        """Returns the state, which is normed already."""
+        return state
+
+    def candidates(self, states: Float[Array, "b s h"], k: int) -> Any:
+        """Computes what `best` reads, for all rows of a block at once: the LM head's matrix is read once."""
+        return vocabulary_top_k(states, self.output_rows, k)
+
+    def best(
+        self, candidates: Any, row: int, before: Int[Array, "b m"], k: int
+    ) -> tuple[Float[Array, "b m k"], Int[Array, "b m k"]]:
+        """Returns log-probabilities and draft ids of the k best tokens of a row, best first.
+
+        Args:
+            candidates: see there; made for k tokens at least.
+            before: the preceding token (a target id), of m branches.
+        """
+        scores, ids = candidates
+        shape = (*before.shape, k)
+        return jnp.broadcast_to(scores[:, row, None, :k], shape), jnp.broadcast_to(ids[:, row, None, :k], shape)
+
+    def empty_cache(self, batch: int, slots: int) -> KVCache:
+        c = self.config
+        return KVCache.empty(len(c.layer_types), batch, c.num_key_value_heads, slots, c.head_dim, self.dtype)
+
+    def empty_pages(self, pages: int, page_size: int) -> KVCache:
+        c = self.config
+        return KVCache.pages(len(c.layer_types), pages, c.num_key_value_heads, page_size, c.head_dim, self.dtype)
+
+    def rows_of(self, rows: Float[Array, "dv h"]) -> Float[Array, "dv h"]:
         """Returns the LM-head rows, one per draft token; `rows` are the target's rows of these tokens."""
         return self.lm_head[...] if hasattr(self, "lm_head") else rows
 
@@ -215,7 +340,7 @@ class DFlash(nnx.Module):
         """Drafts greedily, each token given the one before it. Returns draft ids.
 
         Args:
-            rows: see `output_rows`. token_ids: the target's id of each draft token.
+            rows: see `rows_of`. token_ids: the target's id of each draft token.
             anchor: the first token of each block.
         """
         flat = states.reshape(-1, *states.shape[-2:]).swapaxes(0, 1)

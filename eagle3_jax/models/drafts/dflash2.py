@@ -16,6 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.kernels.linear.api import linear
+from eagle3_jax.kernels.vocabulary.api import top_k_of_logits, vocabulary_top_k
 from eagle3_jax.models.drafts.dflash import BlockHeadConfig, BlockLayer, DFlash
 from eagle3_jax.models.layers import embeddings, normal
 
@@ -29,19 +30,20 @@ class BlockConvolution(nnx.Module):
 
     def __init__(self, config: BlockHeadConfig, *, dtype: Any, rngs: nnx.Rngs) -> None:
         c = config
-        self.block_size = c.block_size
         self.base = nnx.Param(jnp.zeros((2, c.conv_taps, c.hidden_size), dtype).at[:, 0].set(1))
         self.taps = nnx.Param(jnp.zeros((c.hidden_size, 2 * c.conv_taps * c.hidden_size // c.conv_group), dtype))
 
-    def __call__(self, sublayer: Callable[[Array], Array], x: Float[Array, "b m h"]) -> Float[Array, "b m h"]:
+    def __call__(
+        self, sublayer: Callable[[Array], Array], x: Float[Array, "b m h"], rows: int
+    ) -> Float[Array, "b m h"]:
         sides, taps, h = self.base[...].shape
-        blocks = x.shape[0], x.shape[1] // self.block_size, self.block_size
-        own = linear(x, self.taps[...]).reshape(*blocks, sides, taps, -1)
-        kernel = jnp.repeat(own, h // own.shape[-1], axis=-1) + self.base[...].astype(x.dtype)[None, None, None]
+        blocks = x.shape[0], x.shape[1] // rows, rows
+        added = linear(x, self.taps[...]).reshape(*blocks, sides, taps, -1)
+        kernel = jnp.repeat(added, h // added.shape[-1], axis=-1) + self.base[...].astype(x.dtype)[None, None, None]
 
         def convolved(side: int, y: Array) -> Array:
-            rows = y.reshape(*blocks, h)
-            shifted = (jnp.pad(rows, ((0, 0), (0, 0), (t, 0), (0, 0)))[:, :, : self.block_size] for t in range(taps))
+            own = y.reshape(*blocks, h)
+            shifted = (jnp.pad(own, ((0, 0), (0, 0), (t, 0), (0, 0)))[:, :, :rows] for t in range(taps))
             tapped = [kernel[:, :, :, side, t] * row for t, row in enumerate(shifted)]
             return sum(tapped[1:], tapped[0]).reshape(y.shape)
 
@@ -56,9 +58,9 @@ class ConvolvedLayer(BlockLayer):
         self.attention_conv = BlockConvolution(config, dtype=dtype, rngs=rngs)
         self.mlp_conv = BlockConvolution(config, dtype=dtype, rngs=rngs)
 
-    def around(self, name: str, sublayer: Callable[[Array], Array], normed: Float[Array, "b m h"]) -> Array:
+    def around(self, name: str, sublayer: Callable[[Array], Array], normed: Float[Array, "b m h"], rows: int) -> Array:
         """See `BlockLayer`."""
-        return getattr(self, name)(sublayer, normed)
+        return getattr(self, name)(sublayer, normed, rows)
 
 
 class DFlash2(DFlash):
@@ -73,6 +75,11 @@ class DFlash2(DFlash):
         self.successors = normal((c.draft_vocab_size, c.selector_rank), dtype, rngs)
         self.selector = normal((c.hidden_size, c.selector_rank), dtype, rngs)
 
+    @property
+    def most_children(self) -> int:
+        """See `DFlash`."""
+        return self.config.selector_top_k
+
     def candidate_scores(
         self,
         logits: Float[Array, "*batch c"],
@@ -84,6 +91,18 @@ class DFlash2(DFlash):
         read = embeddings(self.predecessors[...], before).astype(states.dtype) * linear(states, self.selector[...])
         successors = embeddings(self.successors[...], candidates).astype(states.dtype)
         return logits + jnp.sum((read[..., None, :] * successors).astype(jnp.float32), axis=-1)
+
+    def candidates(self, states: Float[Array, "b s h"], k: int) -> Any:
+        """See `DFlash`."""
+        return (states, *vocabulary_top_k(states, self.output_rows, self.config.selector_top_k))
+
+    def best(
+        self, candidates: Any, row: int, before: Int[Array, "b m"], k: int
+    ) -> tuple[Float[Array, "b m k"], Int[Array, "b m k"]]:
+        """See `DFlash`: of the selector's candidates alone, over which the probabilities are normalised."""
+        states, scores, ids = (jnp.broadcast_to(x[:, row, None], (*before.shape, x.shape[-1])) for x in candidates)
+        best, place = top_k_of_logits(self.candidate_scores(scores, ids, states, before), k)
+        return best, jnp.take_along_axis(ids, place, axis=-1)
 
     def adjusted(
         self, logits: Float[Array, "*batch dv"], states: Float[Array, "*batch h"], before: Int[Array, "*batch"]

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.kernels.linear.api import linear
-from eagle3_jax.kernels.vocabulary.api import vocabulary_logits
+from eagle3_jax.kernels.vocabulary.api import top_k_of_logits, vocabulary_logits
 from eagle3_jax.models.drafts.dflash import BlockHeadConfig, DFlash
 from eagle3_jax.models.layers import embeddings, normal, zeros
 
@@ -31,6 +31,17 @@ class DSpark(DFlash):
         if c.confidence:
             self.confidence = normal((c.hidden_size + c.markov_rank, 1), dtype, rngs)
             self.confidence_bias = zeros(1, dtype)
+
+    def candidates(self, states: Float[Array, "b s h"], k: int) -> Any:
+        """See `DFlash`: all logits, since the Markov head may raise any token."""
+        return states, vocabulary_logits(states, self.output_rows)
+
+    def best(
+        self, candidates: Any, row: int, before: Int[Array, "b m"], k: int
+    ) -> tuple[Float[Array, "b m k"], Int[Array, "b m k"]]:
+        """See `DFlash`."""
+        states, logits = (jnp.broadcast_to(x[:, row, None], (*before.shape, x.shape[-1])) for x in candidates)
+        return top_k_of_logits(self.adjusted(logits, states, before), k)
 
     def adjusted(
         self, logits: Float[Array, "*batch dv"], states: Float[Array, "*batch h"], before: Int[Array, "*batch"]

@@ -97,7 +97,7 @@ def test_a_convolution_sees_the_rows_in_front_of_its_block_alone():
                     expected[i, c] += (base[side, t, c] + own[i, side, t, c // 4]) * y[i - t, c]
         return expected
 
-    got = conv(lambda y: jnp.tanh(y), jnp.asarray(x))
+    got = conv(lambda y: jnp.tanh(y), jnp.asarray(x), 4)
     np.testing.assert_allclose(got[0], convolved(1, np.tanh(convolved(0, x[0]))), rtol=1e-4, atol=1e-5)
 
 
