@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from eagle3_jax.kernels.cache.api import append, commit
-from eagle3_jax.kernels.tree_attention.api import tree_attention
+from eagle3_jax.kernels.cache.api import commit
+from eagle3_jax.kernels.tree_attention.api import append, tree_attention
 from eagle3_jax.kernels.tree_attention.packed_heads import SLOTS, cache_rows
 
 
@@ -108,11 +108,16 @@ class KVCache:
         page_table: PageTable | None = None,
     ) -> KVCache:
         """Writes t new entries behind `lengths`, without attention. Of a cache of one layer (see `layer`)."""
-        pages = None if page_table is None else page_table.pages
-        keys, values = (
-            append(cache, new, lengths, pages) for cache, new in ((self.keys[0], keys), (self.values[0], values))
+        kept, stored = append(
+            keys,
+            values,
+            self.keys[0],
+            self.values[0],
+            lengths,
+            page_table=None if page_table is None else page_table.pages,
+            continued=page_table is not None and page_table.continued,
         )
-        return dataclasses.replace(self, keys=(keys,), values=(values,))
+        return dataclasses.replace(self, keys=(kept,), values=(stored,))
 
     def commit(
         self, lengths: Int[Array, " b"], path: Int[Array, "b p"], page_table: PageTable | None = None

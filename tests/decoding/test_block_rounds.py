@@ -161,7 +161,7 @@ def test_the_engine_drafts_blocks(toy, trained, kind, monkeypatch):
     rows, lengths = (np.asarray(x) for x in prompts())
     texts = [row[:n].tolist() for row, n in zip(rows, lengths, strict=True)]
     params = [SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.0 if i % 3 else 1.0) for i in range(8)]
-    sizes = {"max_length": 64, "page_size": 16}
+    sizes: dict[str, Any] = {"max_length": 64, "page_size": 16}
     plain = Engine(toy.target, tokenizer, batch_size=3, **sizes).generate(texts, params)
     every = [*trees(kind).values()]
     engine = Engine(toy.target, tokenizer, trained.draft(kind), every, batch_size=3, **sizes)

@@ -1,30 +1,14 @@
-"""Caches change in two ways without attention: entries are appended, and an accepted path moves to the tail's front."""
+"""Commit: the accepted path of a draft tree moves to the front of its tail, in the caches of all layers at once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from eagle3_jax.kernels.cache import tpu, xla
 from eagle3_jax.kernels.dispatch import Implementation, choose
-from eagle3_jax.kernels.tree_attention.packed_heads import pack_heads
-
-
-def append(
-    cache: Array, new: Float[Array, "b t k d"], at: Int[Array, " b"], page_table: Int[Array, "b pages"] | None = None
-) -> Array:
-    """Writes t entries of each sequence from slot `at` on, into the keys or the values of one layer.
-
-    Args:
-        cache: contiguous or pages, as of `tree_attention`; donated, it is written in place.
-        page_table: int32, the page of each page_size slots.
-    """
-    new = new.swapaxes(1, 2)
-    if (cache.shape[1], cache.shape[3]) != (new.shape[1], new.shape[3]):
-        new = pack_heads(new, cache.shape[1], cache.shape[3])
-    return xla.write(cache, new, at, page_table)
 
 
 def commit(

@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
+from eagle3_jax.kernels.cache.xla import write
 from eagle3_jax.kernels.dispatch import Implementation, choose
 from eagle3_jax.kernels.tree_attention import cpu
 from eagle3_jax.kernels.tree_attention.cpu import attend_cpu
@@ -86,6 +87,33 @@ def tree_attention(
     else:
         attended, keys, values = attend_xla(*operands, first, sinks)
     return attended if value_scale is None else _scaled(attended, value_scale), keys, values
+
+
+def append(
+    new_keys: Float[Array, "b t k d"],
+    new_values: Float[Array, "b t k d"],
+    keys: Array,
+    values: Array,
+    lengths: Int[Array, " b"],
+    *,
+    page_table: Int[Array, "b pages"] | None = None,
+    continued: bool = False,
+    implementation: Implementation | None = None,
+    interpret: Any = False,
+) -> tuple[Array, Array]:
+    """Writes the new tokens' keys and values behind `lengths`, as `tree_attention` does, without attention.
+
+    On a TPU its kernel does so: each query, of zeros, sees its own slot alone, and no other block is read. A scatter
+    would have the cache in another layout, and each program would copy all of it.
+    """
+    new_keys, new_values = _stored(new_keys, None, keys.dtype), _stored(new_values, None, values.dtype)
+    if choose(implementation, pallas=True) == "pallas":
+        b, kv_heads, t, d = new_keys.shape
+        first = lengths[:, None] + jnp.arange(t, dtype=lengths.dtype)[None]
+        operands = jnp.zeros((b, t, kv_heads, d), keys.dtype), new_keys, new_values, keys, values, lengths, None
+        _, keys, values = attend_tpu(*operands, page_table, first, None, continued=continued, interpret=interpret)
+        return keys, values
+    return write(keys, new_keys, lengths, page_table), write(values, new_values, lengths, page_table)
 
 
 def _stored(new: Float[Array, "b t k d"], scale: Float[Array, " k"] | None, dtype: Any) -> Num[Array, "b k t d"]:

@@ -23,6 +23,9 @@ from eagle3_jax.decoding.device.shapes import ALONE, PACKED, Sizes
 from eagle3_jax.decoding.rounds.state import STATE_SHARDING_RULES, TokenLogprobs, empty_state, put_logprobs
 from eagle3_jax.mesh import shardings
 from eagle3_jax.models.checkpoint.load import parameter_path
+from eagle3_jax.models.drafts.dflash import SLIDING, BlockHeadConfig, DFlash
+from eagle3_jax.models.drafts.dflash2 import DFlash2
+from eagle3_jax.models.drafts.dspark import DSpark
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.families import family_of, read_shape
@@ -48,6 +51,25 @@ CONFIG = LlamaConfig(
     max_position_embeddings=8192,
     eos_token_ids=(128001, 128009),
     aux_layers=(0, 1),
+)
+BLOCK = BlockHeadConfig(
+    vocab_size=128256,
+    draft_vocab_size=32000,
+    hidden_size=4096,
+    target_hidden_size=4096,
+    intermediate_size=14336,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    rms_norm_eps=1e-5,
+    rope_theta=500000.0,
+    max_position_embeddings=8192,
+    aux_layers=(0, 1),
+    block_size=8,
+    mask_token_id=128255,
+    layer_types=("full_attention", SLIDING),
+    sliding_window=2048,
+    is_causal=False,
 )
 TARGETS = pathlib.Path(__file__).parents[3] / "configs/targets"
 # A target of configs/ -> what of it makes one layer of each kind.
@@ -81,7 +103,7 @@ def few_layers(name: str) -> ModelConfig:
 
 
 def shapes(
-    mesh: Mesh, tree: Any, stretches: tuple[int, int], config: ModelConfig = CONFIG
+    mesh: Mesh, tree: Any, stretches: tuple[int, int], config: ModelConfig, block: type[DFlash] | None
 ) -> tuple[Any, Any, Any, Any]:
     """Target, draft, state and stretches of prompts, as they lie on the devices."""
 
@@ -89,6 +111,8 @@ def shapes(
         return family_of(config).model(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
 
     def make_head():
+        if block is not None:
+            return block(BLOCK, dtype=jnp.bfloat16, rngs=nnx.Rngs(1))
         own = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
         sizes: dict[str, Any] = own if config.model_type == "deepseek_v3" else {}  # its cache gives a head none
         head = DraftHeadConfig.for_target(DraftConfig(vocab_size=32000, **sizes), config)
@@ -193,12 +217,36 @@ def test_latent_attention_and_grouped_experts_compile_for_a_tpu():
     check("decode", TREE, True, "v5p:1x1x1", few_layers("deepseek_v3"), limit=64)
 
 
-def check(program: str, tree: Any, greedy: bool, topology: str, config: ModelConfig, limit: int) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("kind", "program", "tree", "greedy", "topology"),
+    [
+        (DFlash, "decode", CHAIN, True, "v5e:2x2"),
+        (DFlash, "prefill packed", CHAIN, False, "v6e:1x1"),
+        (DFlash2, "decode", TREE, True, "v6e:1x1"),
+        (DFlash2, "decode", GRAFTED, False, "tpu7x:1x1x1"),
+        (DSpark, "decode", TREE, False, "v5p:1x1x1"),
+        (DSpark, "catch_up", RESTING, True, "v5e:2x2"),
+    ],
+)
+def test_rounds_of_block_heads_compile_for_a_tpu(kind, program, tree, greedy, topology):
+    check(program, tree, greedy, topology, CONFIG, limit=64 if greedy else 256, block=kind)
+
+
+def check(
+    program: str,
+    tree: Any,
+    greedy: bool,
+    topology: str,
+    config: ModelConfig,
+    limit: int,
+    block: type[DFlash] | None = None,
+) -> None:
     """Compiles with `limit` MiB beside arguments and results."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     mesh = Mesh(np.array(devices).reshape(1, -1), ("data", "model"))
     name, _, form = program.partition(" ")
-    parts = shapes(mesh, tree, PACKED[-1] if form == "packed" else ALONE[0], config)
+    parts = shapes(mesh, tree, PACKED[-1] if form == "packed" else ALONE[0], config, block)
     structures = [structure for structure, _ in parts]
     rows = jnp.zeros(SIZES.batch, bool), jnp.array([2]) if form == "narrow" else None
     jitted: Any = getattr(programs, name)
@@ -217,7 +265,8 @@ def check(program: str, tree: Any, greedy: bool, topology: str, config: ModelCon
         lowered = jax.jit(run, donate_argnums=2).lower(*(leaves for _, leaves in parts))
     text = lowered.as_text()
     assert "callback" not in text
-    assert "tpu_custom_call" in text  # attention is the Pallas kernel
+    if name != "catch_up" or block is None:  # a block head's context is written without attention
+        assert "tpu_custom_call" in text  # attention is the Pallas kernel
     memory: Any = lowered.compile().memory_analysis()
     caches = [x for x in parts[2][1] if x.ndim == 4]
     assert memory.alias_size_in_bytes >= sum(map(size, caches)) // len(devices)  # written in place

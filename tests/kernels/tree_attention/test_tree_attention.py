@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
 
 from eagle3_jax.kernels.tree_attention import tpu, tpu_kernel
-from eagle3_jax.kernels.tree_attention.api import tree_attention
+from eagle3_jax.kernels.tree_attention.api import append, tree_attention
 from eagle3_jax.kernels.tree_attention.plan import BLOCKS, plan
 
 
@@ -316,6 +316,22 @@ def test_a_sequence_may_continue_the_one_before_it():
 
     assert interpret_pallas_call.races is not None
     assert not interpret_pallas_call.races.races_found
+
+
+@pytest.mark.parametrize("tokens", [5, pytest.param(40, marks=pytest.mark.long)])
+def test_entries_are_appended_without_attention(tokens):
+    """Behind different lengths, over a page's end, next to slots that were never written."""
+    rng = np.random.default_rng(0)
+    new_k, new_v = jnp.asarray(rng.normal(size=(2, 2, tokens, 2, 64)), jnp.float32)
+    cache = np.full((2, 6, 2, 128, 64), np.nan, np.float32)
+    cache[:, :, :, :20] = 1.0
+    keys, values = jnp.asarray(cache)
+    operands = new_k, new_v, keys, values, jnp.array([126, 20])
+    table = jnp.array([[3, 1], [2, 5]], jnp.int32)
+    got = append(*operands, page_table=table, implementation="pallas", interpret=True)
+    assert_equal(got, append(*operands, page_table=table, implementation="xla"))
+    written = np.asarray(got[0])[[3, 1]].swapaxes(0, 1).reshape(2, 256, 64)[:, 126 : 126 + tokens]
+    np.testing.assert_array_equal(written, np.asarray(new_k)[0].swapaxes(0, 1))
 
 
 # 3 sequences do not divide over the data axis.
