@@ -1,6 +1,6 @@
-"""Attention of drafted blocks: rows read the context in front of their anchor, and their own block.
+"""Attention for blocks of drafts: each row attends to the context before its anchor and to its own block.
 
-In XLA's operations alone. Scores exist for some anchors at a time, and are computed again in the backward pass.
+XLA's operations only. Scores are held for a group of anchors at a time; the backward pass recomputes them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from eagle3_jax.kernels.contraction import contract
 
-# Scores that exist at the same time, float32: half a GiB.
+# Scores held at a time, float32: 512 MiB.
 _SCORES = 2**27
 
 
@@ -27,13 +27,14 @@ def block_attention(
     causal: bool,
     window: int | None,
 ) -> Float[Array, "b a r n d"]:
-    """Row j of a block stands at anchor + j. It sees context slots first <= t < anchor, and rows of its own block.
+    """Attends from blocks of rows to the context [first, anchor) and to their own block; row j is at anchor + j.
 
     Args:
-        queries, keys, values: of a blocks of r rows.
-        first: the slot at which an anchor's document begins. anchors: the slot of row 0.
-        causal: rows see the rows up to themselves; else all of their block.
-        window: slots from anchor + j - (window - 1) on alone, of context and block.
+        queries, keys, values: a blocks of r rows each.
+        first: the slot at which each anchor's document begins.
+        anchors: the slot of row 0 of each block.
+        causal: a row sees its block up to itself; else the whole block.
+        window: a row sees the last `window` positions up to its own, in context and block; None is no limit.
 
     Returns:
         In the queries' dtype; scores, softmax and sums are float32.

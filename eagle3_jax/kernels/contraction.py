@@ -1,4 +1,4 @@
-"""Products of matrices that are trained: summed in float32, and so are their gradients."""
+"""Matrix products for training: the product and its gradients are summed in float32."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from jaxtyping import Array, Float, Float32
 
 
 def contract(spec: str, x: Float[Array, "..."], y: Float[Array, "..."]) -> Float32[Array, "..."]:
-    """The einsum of two operands in float32; y is cast to x's dtype, and its gradient has its own.
+    """Computes the einsum of two operands in float32. y is cast to x's dtype; y's gradient has y's own dtype.
 
-    A CPU with AVX512_BF16 multiplies bfloat16 fast only where the sums are asked for in float32, and JAX's own gradient
-    of such a product would multiply float32 by bfloat16, slowly on every machine. Here all operands have x's dtype.
+    A CPU with AVX512_BF16 multiplies bfloat16 fast only for a float32 result. JAX's own gradient of such a product
+    multiplies float32 by bfloat16, slowly on every machine. Here all operands have x's dtype.
     """
     product: Any = _contract(spec, x, y)
     return product

@@ -1,4 +1,4 @@
-"""The one chooser of a kernel's implementation, and how a mesh splits a kernel's work.
+"""Chooses the implementation of a kernel, and splits a kernel's work over a mesh.
 
 An operation's `api` calls `choose` with the implementations that it has. "xla" is XLA's own operations, "pallas" a
 Pallas kernel for TPU, "cpu" LLVM IR for the processor at hand (`kernels/cpu/`).
@@ -21,20 +21,20 @@ Implementation = Literal["xla", "pallas", "cpu"]
 
 
 def device() -> Any:
-    """The device that the traced program is for: that of the mesh that is set, else the process's first."""
+    """Returns the device that the traced program runs on: the current mesh's, else the process's first."""
     return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
 
 
 def cores() -> int:
-    """Cores that share the work of one device: two on TPU v4 and v5p, one elsewhere."""
+    """Returns the number of cores that share a device's work: two on TPU v4 and v5p, one elsewhere."""
     return getattr(device(), "num_cores", None) or 1
 
 
 def default_implementation(of: Any = None) -> Implementation:
-    """The implementation that suits a device, where the operation has it.
+    """Returns the default implementation for a device.
 
-    "pallas" on a TPU with the VMEM that the kernels need (v5e and later; v4 has 16 MiB), "cpu" on a CPU where its
-    kernels are on (`handler.enabled`), "xla" elsewhere.
+    "pallas" on a TPU with enough VMEM (v5e and later; v4 has 16 MiB), "cpu" on a CPU where CPU kernels are enabled
+    (`handler.enabled`), "xla" elsewhere.
 
     Args:
         of: the device; None is `device()`.
@@ -48,10 +48,11 @@ def default_implementation(of: Any = None) -> Implementation:
 
 
 def choose(given: Implementation | None, *, pallas: bool = False, cpu: bool = False) -> Implementation:
-    """The implementation that runs: `given`; else the device's default if the operation offers it; else "xla".
+    """Chooses the implementation: `given`, else the device's default if the operation offers it, else "xla".
 
     Args:
-        pallas, cpu: whether the operation has this implementation for its arguments.
+        pallas: whether the operation has a Pallas kernel for its arguments.
+        cpu: whether the operation has a CPU kernel for its arguments.
 
     Raises:
         ValueError: `given` is not offered.
@@ -67,10 +68,10 @@ def choose(given: Implementation | None, *, pallas: bool = False, cpu: bool = Fa
 
 
 def split_axes(sizes: dict[str, int]) -> set[str]:
-    """Axes of the mesh that is set over which something of these sizes is split.
+    """Returns the axes of the current mesh that split dimensions of these sizes.
 
     Args:
-        sizes: by axis; an axis that does not divide its size splits nothing.
+        sizes: size by axis; an axis that does not divide its size splits nothing.
     """
     shape = jax.sharding.get_abstract_mesh().shape
     return {name for name, size in sizes.items() if shape.get(name, 1) > 1 and size % shape[name] == 0}
@@ -85,10 +86,12 @@ def over_mesh(
 ) -> Any:
     """Calls `function` on each device's share of the operands.
 
-    A Pallas call is opaque to the partitioner, so the mesh that is set (`jax.set_mesh`) says how to split it.
+    XLA's partitioner does not see into a Pallas call, so the call is split here, over the current mesh
+    (`jax.set_mesh`).
 
     Args:
-        specs: of the operands, for a mesh whose axes all split. results: specs of the results.
+        specs: partition of each operand, for a mesh whose axes all split.
+        results: partition of the results.
         sizes: see `split_axes`.
     """
     mesh = jax.sharding.get_abstract_mesh()

@@ -1,12 +1,13 @@
 """Cross entropy of several students against one teacher over a large vocabulary, block by block.
 
-The logits of teacher and students exist for one block of positions at a time, in the forward and in the backward
-pass: the gradient of a soft cross entropy with respect to the logits is w * (q - p) in closed form, so the forward
-pass computes the gradients along with the loss and nothing is recomputed.
+Logits of teacher and students are held for one block of positions at a time. The gradient of a soft cross entropy with
+respect to the logits is w * (q - p) in closed form. So the forward pass computes the gradients along with the loss, and
+the backward pass recomputes nothing.
 
-The LK loss (arXiv 2602.23881) shares the blocks. It is s * CE + (1 - s) * (1 - a): a = sum_v min(p_v, q_v) is the
-share of drafts that speculative sampling accepts, and s = exp(-decay * a), without gradient, leaves cross entropy to
-positions where the student is still far off. The gradient of a is q_v * (u_v - sum_w q_w u_w), u_v for q_v < p_v.
+The LK loss (arXiv 2602.23881) uses the same blocks. It is s * CE + (1 - s) * (1 - a), where a = sum_v min(p_v, q_v) is
+the share of drafts that speculative sampling accepts. The weight s = exp(-decay * a), without gradient, leaves cross
+entropy to positions where the student is still far off. The gradient of a is q_v * (u_v - sum_w q_w u_w), with u_v = 1
+where q_v < p_v and 0 elsewhere.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ _HIGHEST = jax.lax.Precision.HIGHEST
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """How students and teacher compare at each position; zero (False) where a whole block was skipped.
+    """Students against teacher at each position; zero (False) in blocks that were skipped.
 
     Attributes:
         cross_entropy: float32 [K, B, T], -sum_v p_v log q_v.
         entropy: float32 [B, T], the teacher's own; cross_entropy - entropy is the KL divergence.
-        hits: bool [K, B, T], whether the label is a student's most probable token.
+        hits: bool [K, B, T], whether the student's most probable token is the label.
         acceptance: float32 [K, B, T], sum_v min(p_v, q_v): the probability that a draft drawn from the student is
             accepted, at temperature 1 and on the students' vocabulary.
     """
@@ -53,15 +54,15 @@ def soft_cross_entropy(
     block: int,
     lk_decay: Float[Array, ""] | None = None,
 ) -> tuple[Float[Array, ""], Comparison]:
-    """sum over k, b, t of weights * CE(softmax(teacher logits), softmax(student logits)), or weights * LK loss.
+    """Sums weights * CE(softmax(teacher logits), softmax(student logits)), or weights * LK loss, over k, b, t.
 
     Args:
         hidden: LM-head inputs of K students; gradients flow to `hidden` and `rows` only.
         rows: the students' LM head. Matmul operands have the dtype of `hidden`; logits and softmax are float32.
-        labels: the token in [0, v) that counts as a hit; -1 where none does.
-        weights: blocks in which all weights are zero are skipped, so it pays to have the others close together.
-        block: positions per block over all B rows; bounds the memory to block * v floats, a few times over.
-        lk_decay: of the LK loss; 0 is cross entropy. None is cross entropy too, in a program that knows it.
+        labels: the token in [0, v) that counts as a hit; -1 for none.
+        weights: blocks whose weights are all zero are skipped, so the other positions should be close together.
+        block: positions per block over all B rows; memory is a few times block * v floats.
+        lk_decay: decay of the LK loss; 0 is cross entropy. None is cross entropy too, compiled without the LK loss.
 
     Returns:
         The loss, and the comparison (without gradient).
@@ -130,7 +131,7 @@ def _scan(
     lk_decay: Array | None,
     gradients: bool,
 ) -> tuple[tuple[Array, Compared], Any]:
-    """Scans the blocks of `length` positions of every row; the outputs of `_block`, put together again."""
+    """Scans blocks of `length` positions of every row, and joins the outputs of `_block`."""
     k, b, _, h = hidden.shape
     own_rows, own_teacher_rows = rows.astype(hidden.dtype), teacher_rows.astype(hidden.dtype)
 
@@ -166,7 +167,7 @@ def _block(
     block: tuple[Array, ...],
     gradients: bool,
 ) -> tuple[tuple[Array, Array], Any]:
-    """One block: hidden [K, B, n, H], teacher_hidden [B, n, H], labels [B, n], weights [K, B, n]."""
+    """Computes one block: hidden [K, B, n, H], teacher_hidden [B, n, H], labels [B, n], weights [K, B, n]."""
     hidden, teacher_hidden, labels, weights = block
     teacher_logits = _product(teacher_hidden, teacher_rows, 1)
     p = jax.nn.softmax(teacher_logits, axis=-1)
@@ -181,7 +182,7 @@ def _block(
         q = unnormed / total
         ce = (top + jnp.log(total))[..., 0] - jnp.sum(p * logits, axis=-1)
         acceptance = jnp.sum(jnp.minimum(p, q), axis=-1)
-        # An argmax is a slow reduction on a CPU; comparing the label's logit with the maximum says the same.
+        # An argmax is a slow reduction on a CPU; comparing the label's logit with the maximum gives the same.
         labelled = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[..., None], axis=-1)
         hits = (labelled >= top)[..., 0] & (labels >= 0)
         share = None if lk_decay is None else jnp.exp(-lk_decay * acceptance)
@@ -206,7 +207,7 @@ def _block(
 
 
 def _product(x: Array, rows: Array, axis: int) -> Array:
-    """Contracts x's last axis with one of the rows', in float32: a CPU multiplies bfloat16 fast only where asked so."""
+    """Contracts x's last axis with axis `axis` of the rows; a CPU multiplies bfloat16 fast only into float32."""
     return jax.lax.dot_general(
         x, rows, (((x.ndim - 1,), (axis,)), ((), ())), precision=_HIGHEST, preferred_element_type=jnp.float32
     )

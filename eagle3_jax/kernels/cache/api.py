@@ -1,4 +1,4 @@
-"""Commit: the accepted path of a draft tree moves to the front of its tail, in the caches of all layers at once."""
+"""Commit: moves the accepted path of a draft tree to the front of the tail, in the caches of all layers at once."""
 
 from __future__ import annotations
 

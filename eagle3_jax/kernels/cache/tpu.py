@@ -1,4 +1,4 @@
-"""Commit on a TPU: copies the tiles of rows that the path touches to VMEM and back, of all layers at once."""
+"""Commit on a TPU: copies the tiles that the path touches from HBM to VMEM and back, for all layers at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from eagle3_jax.kernels.dispatch import over_mesh
 from eagle3_jax.kernels.tpu.packed_rows import merge_rows, roll_rows, rows_between, tile_rows
 from eagle3_jax.kernels.tpu.registers import LANES, SMEM_LIMIT, check_fits
 
-# VMEM for the tiles of one call, of at least 64 MiB that TPUs since v5e have; more caches than fit take more calls.
+# VMEM for the tiles of one call (TPUs since v5e have at least 64 MiB). Caches that do not fit take another call.
 _VMEM = 32 << 20
 
 
@@ -36,7 +36,7 @@ def commit(
         (lengths, path, page_table, *caches),
         (rows, rows, rows, *[cache] * len(caches)),
         (cache,) * len(caches),
-        # Pages belong to no sequence: every device of the data axis needs all of them.
+        # A page may hold tokens of any sequence: every device of the data axis needs all pages.
         {"model": caches[0].shape[1]} | ({"data": len(lengths)} if page_table is None else {}),
     )
 
@@ -48,10 +48,10 @@ def _local(
     *caches: Array,
     interpret: Any = False,
 ) -> tuple[Array, ...]:
-    """The share of one device, in as few calls as VMEM allows."""
+    """Commits one device's share, in as few calls as VMEM allows."""
     rows, kv_heads, page_size, head_dim = caches[0].shape
     height, nodes = tile_rows(caches[0].dtype), path.shape[1]
-    places = nodes + pl.cdiv(nodes - 1, height) + 1  # a tile for each row, and those where they go
+    places = nodes + pl.cdiv(nodes - 1, height) + 1  # a source tile for each row, then the target tiles
     lanes = pl.cdiv(head_dim, LANES) * LANES
     most = max(1, _VMEM // (places * kv_heads * height * lanes * caches[0].dtype.itemsize))
     # Clipped to the cache, since the kernel runs without bounds checks.
@@ -88,31 +88,31 @@ def _local(
 
 
 def _kernel(nodes: int, count: int, pages: int, *refs: Any) -> None:
-    """One sequence, in all caches: a read-modify-write of the tiles that the path goes to."""
+    """Commits one sequence in all caches: a read-modify-write of the target tiles."""
     lengths, path, *rest = refs
     table = rest.pop(0) if pages else None
     caches, (tiles, semaphore) = rest[count : 2 * count], rest[2 * count :]
     _, places, kv_heads, height, head_dim = tiles.shape
     page_size, b = caches[0].shape[2], pl.program_id(0)
     length = lengths[b]
-    base = length // height  # of the tiles that the path goes to
+    base = length // height  # the first target tile
 
     def source(j: Any) -> Any:
         return length + path[b * nodes + j]
 
     def before(j: Any) -> Any:
-        """Where the row before comes from; its own for the first."""
+        """Returns the source slot of row j - 1; of row 0 for j = 0."""
         return source(jnp.maximum(j, 1) - 1)
 
     def copies(number: Any, place: Any) -> list[tuple[Any, Any]]:
-        """Tile `number` of the sequence in every cache, and its place in VMEM."""
+        """Returns the pairs (HBM, VMEM) of tile `number` of the sequence, one per cache."""
         slot = number * height
         row = b if table is None else table[b * pages + slot // page_size]
         at = pl.multiple_of(slot if table is None else slot % page_size, height)
         return [(cache.at[row, :, pl.ds(at, height)], tiles.at[i, place]) for i, cache in enumerate(caches)]
 
     def each_source(act: Any) -> None:
-        """act(tile, j) for the tile of the path's j-th row, where it is not the row's before."""
+        """Calls act(tile, j) for the source tile of row j, unless row j - 1 has the same tile."""
 
         def one(j: Any, _: None) -> None:
             number = source(j) // height
@@ -121,7 +121,7 @@ def _kernel(nodes: int, count: int, pages: int, *refs: Any) -> None:
         jax.lax.fori_loop(0, nodes, one, None)
 
     def each_target(act: Any) -> None:
-        """act(tile, place) for the tiles that the path goes to."""
+        """Calls act(tile, place) for each target tile."""
 
         def one(i: Any, _: None) -> None:
             pl.when((base + i) * height < length + nodes)(lambda: act(base + i, nodes + i))
@@ -142,7 +142,7 @@ def _kernel(nodes: int, count: int, pages: int, *refs: Any) -> None:
         each_target(transfer(inwards=True, wait=wait))
 
     def move(j: Any, place: Any) -> Any:
-        """Row j of the path to where it goes; `place` holds the tile of the row before."""
+        """Moves row j of the path to its target; `place` holds the source tile of row j - 1."""
         slot, to = source(j), length + j
         place = jnp.where((j == 0) | (slot // height != before(j) // height), j, place)
         row, target = to % height, nodes + to // height - base

@@ -26,8 +26,8 @@ def write(
         pages = jnp.take_along_axis(page_table, slots // cache.shape[2], axis=1)
         return cache.at[pages, :, slots % cache.shape[2]].set(new.swapaxes(1, 2), unique_indices=True)
     if cache.shape[0] == 1 and new.shape[2] == 1:
-        # As a slice update, one token's write is fused into what reads the cache next and done twice, each time on a
-        # copy of the cache (XLA for CPU). A scatter stays in place.
+        # XLA for CPU fuses a slice update of one token into the next reader of the cache and runs it twice, each time
+        # on a copy of the cache. A scatter stays in place.
         heads = jnp.arange(cache.shape[1])
         return cache.at[jnp.zeros_like(heads), heads, at].set(new[0, :, 0], unique_indices=True)
     if cache.shape[0] == 1:  # a batched start index lowers to a scatter; one sequence does not need it
@@ -41,7 +41,7 @@ def commit(
     path: Int[Array, "b p"],
     page_table: Int[Array, "b pages"] | None,
 ) -> Num[Array, "rows k s d"]:
-    """See `cache.api.commit`; of one cache."""
+    """Commits in one cache; see `cache.api.commit`."""
     source = lengths[:, None] + path
     if page_table is None:
         moved = jnp.take_along_axis(cache, source[:, None, :, None], axis=2, mode="clip")

@@ -15,14 +15,14 @@ from llvmlite import ir
 
 
 def compile_module(module: ir.Module, features: str = "") -> Any:
-    """Compiles for this machine. Returns the engine that owns the code.
+    """Compiles a module for this machine. Returns the engine that owns the code.
 
     Args:
-        features: of the machine that the code must not use, such as "-avx512f".
+        features: processor features that the code must not use, such as "-avx512f".
     """
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    llvm.initialize_native_asmparser()  # of `Code.dot_pairs`
+    llvm.initialize_native_asmparser()  # for the inline assembly of `Code.dot_pairs`
     parsed = llvm.parse_assembly(str(module))
     parsed.verify()
     host = llvm.get_host_cpu_features().flatten()
@@ -44,12 +44,12 @@ def register(module: ir.Module, name: str, features: str = "") -> None:
     jax.ffi.register_ffi_target(name, capsule(engine.get_function_address(name), None, None), platform="cpu")
 
 
-_living: list[Any] = []  # engines: XLA calls their code until the process ends
+_living: list[Any] = []  # engines, kept because XLA calls their code until the process ends
 _once = threading.Lock()
 
 
 def kernel(name: str, write: Callable[..., None], *arguments: Any, **options: Any) -> str:
-    """Registers the kernel `name` at its first use, when `write(module, name, ...)` writes it. Returns `name`."""
+    """Registers the kernel `name` at its first use; `write(module, name, ...)` writes its IR. Returns `name`."""
     with _once:
         if name not in _kernels:
             module = ir.Module(name)
@@ -64,7 +64,7 @@ _kernels: set[str] = set()
 
 @functools.cache
 def threads() -> int:
-    """Size of XLA's thread pool, which follows NPROC."""
+    """Returns the size of XLA's thread pool, which follows NPROC."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(allowed, int(os.environ.get("NPROC", allowed)))
 
@@ -77,10 +77,10 @@ def has_features(*names: str) -> bool:
 
 
 def has_bfloat16_products() -> bool:
-    """Whether this machine multiplies pairs of bfloat16 into float32 sums, 16 at a time (AVX512_BF16's VDPBF16PS)."""
+    """Whether one instruction multiplies 16 pairs of bfloat16 into float32 sums (AVX512_BF16's VDPBF16PS)."""
     return has_features("avx512bf16")
 
 
 def has_wide_vectors() -> bool:
-    """Whether this machine has 32 registers of 512 bits, as AVX-512 has."""
+    """Whether this machine has 32 vector registers of 512 bits (AVX-512)."""
     return has_features("avx512f")

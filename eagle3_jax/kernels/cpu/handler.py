@@ -3,8 +3,8 @@
 A kernel divides its work into chunks and runs them on XLA's own threads. Each free thread takes the next chunk, so a
 call never waits for a thread that has not begun.
 
-The code reads XLA's C structures at fixed offsets, those of jaxlib's xla/ffi/api/c_api.h. A test compares them with the
-installed header, and `enabled` turns the kernels off for a version of the interface that no test has seen.
+The code reads XLA's C structures at fixed offsets (jaxlib's xla/ffi/api/c_api.h). A test compares the offsets with the
+installed header, and `enabled` turns the kernels off for an untested version of the interface.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from eagle3_jax.kernels.cpu.ir import I8, I32, I64, POINTER, VOID, Code, Value, 
 
 _log = logging.getLogger(__name__)
 
-# Versions (major, minor) of the interface that have these offsets, and the one that handlers report.
+# Versions (major, minor) of the interface with these offsets, and the version that handlers report.
 KNOWN_VERSIONS = ((0, 3), (0, 4), (0, 5))
 REPORTED_VERSION = KNOWN_VERSIONS[0]
-# Bytes from a structure's start to a field, or to a field of a structure inside of it.
+# Offset in bytes of each field; a dotted name is a field of a nested structure.
 OFFSETS = {
     "XLA_FFI_CallFrame": {"extension_start": 8, "api": 16, "ctx": 24, "args.args": 72, "rets.rets": 112},
     "XLA_FFI_Buffer": {"data": 24, "dims": 40},
@@ -45,7 +45,8 @@ def enabled() -> bool:
 
 
 def api_version() -> tuple[int, int] | None:
-    """Version (major, minor) of jaxlib's foreign function interface, by its header; None without a header."""
+    """Returns the version (major, minor) of jaxlib's foreign function interface, read from its header; None without
+    one."""
     return _version_of(pathlib.Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h"))
 
 
@@ -59,7 +60,7 @@ def _version_of(header: pathlib.Path) -> tuple[int, int] | None:
 
 @functools.cache
 def _known(version: tuple[int, int] | None) -> bool:
-    """Logs an unknown version, once."""
+    """Whether the version is known; an unknown one is logged once."""
     if version not in KNOWN_VERSIONS:
         shown, known = (", ".join(f"{v[0]}.{v[1]}" for v in vs if v) or "none" for vs in ((version,), KNOWN_VERSIONS))
         _log.warning(
@@ -72,7 +73,7 @@ def _known(version: tuple[int, int] | None) -> bool:
 
 
 class Buffer:
-    """An operand or a result of the call: its data and its dimensions."""
+    """An operand or result of the call: its data and dimensions."""
 
     def __init__(self, code: Code, buffer: Value) -> None:
         fields = OFFSETS["XLA_FFI_Buffer"]
@@ -85,18 +86,18 @@ class Buffer:
 
 # (code, operands, results) -> the values that the body reads (pointers and i64), and the number of chunks.
 Plan = Callable[[Code, Sequence[Buffer], Sequence[Buffer]], tuple[Sequence[Value], Value]]
-# (code, the plan's values, number of the chunk)
+# (code, the plan's values, index of the chunk)
 Body = Callable[[Code, Sequence[Value], Value], None]
 
-# Offsets of a job's fields, i64 or pointer: next chunk, chunks done, all chunks, threads that hold it, plan's values.
+# Offsets of a job's fields, i64 or pointer: next chunk, chunks done, number of chunks, reference count, plan's values.
 _NEXT, _DONE, _TOTAL, _HOLDERS, _VALUES, _JOB_SIZE = 0, 8, 16, 24, 32, 40
 
 
 def write_kernel(module: ir.Module, name: str, operands: int, results: int, plan: Plan, body: Body) -> None:
-    """Writes the handler `name`: it plans the call and runs the chunks on XLA's threads.
+    """Writes the handler `name`, which plans the call and runs the chunks on XLA's threads.
 
-    The job lives on the heap, because a thread may reach it after the call has ended and then finds no chunk left. The
-    last holder frees it.
+    The job lives on the heap: a thread may reach it after the call has ended, and then finds no chunk left. The last
+    holder frees the job.
     """
     call_frame, metadata = OFFSETS["XLA_FFI_CallFrame"], OFFSETS["XLA_FFI_Metadata"]
     handler = define(module, name, [POINTER], POINTER)

@@ -1,4 +1,4 @@
-"""LLVM IR of CPU kernels, written by a few Python functions.
+"""Python functions that write LLVM IR for CPU kernels.
 
 `Code` writes the body of one function: arithmetic on i64 and float vectors, loads and stores of float32 and bfloat16.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from llvmlite import ir
 
-Value = Any  # of an IR function; llvmlite tells a type checker nothing of it
+Value = Any  # an IR value; llvmlite has no type annotations
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F32, POINTER, VOID = ir.FloatType(), ir.PointerType(), ir.VoidType()
@@ -23,7 +23,7 @@ def vector(width: int) -> ir.VectorType:
 
 
 def constant(value: float, width: int | None = None) -> Value:
-    """A float, or a vector of it."""
+    """Returns a float constant, or a vector of it."""
     return ir.Constant(F32, value) if width is None else ir.Constant(vector(width), [value] * width)
 
 
@@ -71,7 +71,7 @@ class Code:
         return self.b.select(self.b.icmp_signed("<", a, b), a, b)
 
     def variable(self, kind: ir.Type, value: Value | None = None, count: int = 1) -> Value:
-        """Stack memory; LLVM keeps a single value in a register."""
+        """Allocates stack memory; LLVM keeps a single value in a register."""
         place: Any = self.entry.alloca(kind, count)
         place.align, place.type = 64, POINTER
         if value is not None:
@@ -79,7 +79,7 @@ class Code:
         return place
 
     def at(self, base: Value, index: Any, kind: ir.Type) -> Value:
-        """Pointer to base[index]."""
+        """Returns a pointer to base[index]."""
         return self.b.gep(base, [self.int(index)], source_etype=kind)
 
     def load(self, place: Value, kind: ir.Type, align: int | None = None) -> Value:
@@ -108,9 +108,9 @@ class Code:
         return self.call(f"llvm.fma.{suffix}", kind, a, b, c)
 
     def dot_pairs(self, a: Value, b: Value, c: Value) -> Value:
-        """c + a[0] * b[0] + a[1] * b[1] of vectors of bfloat16 pairs, each an i32.
+        """Returns c + a[0] * b[0] + a[1] * b[1] for vectors of bfloat16 pairs, each an i32.
 
-        See `compiler.has_bfloat16_products`.
+        Needs `compiler.has_bfloat16_products`.
         """
         kind = c.type
         step = ir.InlineAsm(ir.FunctionType(kind, [kind, a.type, b.type]), "vdpbf16ps $3, $2, $0", "=v,0,v,v")
@@ -142,7 +142,8 @@ class Code:
         self.b.store(self.b.trunc(rounded, half), place, align=2)
 
     def exp(self, x: Value) -> Value:
-        """e^x of a vector, x clipped to [-87, 88], to 2 units in the last place (Cephes' expf). NaN gives NaN."""
+        """Returns e^x of a vector, x clipped to [-87, 88], to 2 units in the last place (Cephes' expf). NaN gives
+        NaN."""
         given, width = x, x.type.count
         kind, whole = x.type, ir.VectorType(I32, width)
 
@@ -163,7 +164,7 @@ class Code:
         return self.b.select(self.b.fcmp_unordered("uno", given, given), given, value)
 
     def total(self, x: Value) -> Value:
-        """Sum of a vector's elements, by halves."""
+        """Sums a vector's elements, by halves."""
         return self._halves(x, self.b.fadd)
 
     def greatest(self, x: Value) -> Value:
@@ -184,7 +185,7 @@ class Code:
 
     @contextlib.contextmanager
     def loop(self, start: Any, stop: Any, step: int = 1) -> Iterator[Value]:
-        """for i in range(start, stop, step)"""
+        """Writes `for i in range(start, stop, step)`."""
         place = self.variable(I64, self.int(start))
         head, body, end = (self.function.append_basic_block(name) for name in ("head", "body", "end"))
         self.b.branch(head)

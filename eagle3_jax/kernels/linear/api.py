@@ -1,4 +1,4 @@
-"""Products of rows with a matrix, in whichever layout the matrix has.
+"""Products of rows with a matrix in any of its layouts.
 
 The layout decides the implementation: the CPU kernel multiplies `Panels`, which `pack` makes; XLA multiplies arrays.
 """
@@ -17,7 +17,7 @@ from eagle3_jax.kernels.linear.layouts import Padded, Panels
 
 
 def linear(x: Float[Array, "*batch h"], matrix: Float[Array, "h out"] | Panels | Padded) -> Float[Array, "*batch out"]:
-    """x @ matrix in x's dtype; the matrix is cast to it."""
+    """Computes x @ matrix in x's dtype; the matrix is cast to it."""
 
     def dense(x: Array, matrix: Array) -> Array:
         return contract("mk,kn->mn", x, matrix)
@@ -30,7 +30,7 @@ def gated_linear(
     gate: Float[Array, "h out"] | Panels | Padded,
     up: Float[Array, "h out"] | Panels | Padded,
 ) -> Float[Array, "*batch out"]:
-    """silu(x @ gate) * (x @ up), in x's dtype."""
+    """Computes silu(x @ gate) * (x @ up) in x's dtype."""
     if isinstance(gate, Panels) and isinstance(up, Panels):
         gated = cpu.gated_product(x.reshape(-1, x.shape[-1]), gate, up)
         return gated.astype(x.dtype).reshape(*x.shape[:-1], -1)
@@ -40,7 +40,7 @@ def gated_linear(
 def multiply(
     x: Float[Array, "m k"], matrix: Float[Array, "..."] | Panels | Padded, dense: Callable[[Array, Array], Array]
 ) -> Float[Array, "m n"]:
-    """The product in float32; `dense` multiplies x by an array."""
+    """Computes the product in float32; `dense` multiplies x by an array."""
     if isinstance(matrix, Panels):
         return cpu.product(x, matrix)
     if isinstance(matrix, Padded):

@@ -1,15 +1,15 @@
-"""Products x @ W for a CPU: W in panels, read once at the speed of memory, by all cores.
+"""Matrix products on CPUs: x @ W with W in panels, which all cores together read once, at the speed of memory.
 
-XLA packs W anew in every product, which costs more than the product where x has few rows. Here W is stored as the
-kernel reads it: panels of some columns, each [k, columns]. Up to `rows` rows of x are multiplied with a panel in
-registers: one load of W serves all of them, so that 8 rows take about as long as one. A row's sum runs over k in order,
-whatever is beside it: its result does not depend on the number of rows, to the bit.
+XLA packs W anew for every product. That costs more than the product if x has few rows. Here W is stored as the kernel
+reads it: panels of a few columns, each [k, columns]. The kernel multiplies a panel with up to `rows` rows of x in
+registers. One load of W serves all these rows, so 8 rows take about as long as one. A row is summed in order of k, so
+its result does not depend on the number of rows, to the bit.
 
-A float32 matrix whose numbers bfloat16 holds, as those of most checkpoints, is stored in bfloat16 and widened in
-registers: the same products from half of the bytes.
+A float32 matrix whose values are exact in bfloat16, as in most checkpoints, is stored in bfloat16 and widened in
+registers. The products are the same, from half the bytes.
 
-Where the machine multiplies pairs of bfloat16 (AVX512_BF16), panels of bfloat16 hold two rows of W side by side, and a
-sum takes both in one instruction: half of the instructions that float32 takes. Subnormal numbers count as zero there.
+With AVX512_BF16, panels of bfloat16 hold two rows of W side by side. One instruction adds both to a sum, which halves
+the instructions of float32. It treats subnormal numbers as zero.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from eagle3_jax.kernels.cpu.handler import Buffer
 from eagle3_jax.kernels.cpu.ir import ELEMENTS, F32, I32, I64, POINTER, Code, Value, constant, define, vector
 from eagle3_jax.kernels.linear.layouts import Panels
 
-# (rows, columns) whose sums fit into the vector registers: 32 of 512 bits, or 16 of 256.
+# (rows, columns) of a block whose sums fit into the vector registers: 32 of 512 bits, or 16 of 256.
 _BLOCKS = {True: (8, 32), False: (4, 16)}
-_PAIRS = 16  # of bfloat16, of which one instruction takes so many
-_CHUNKS = 4  # for each thread, so that one that is held up holds up little
+_PAIRS = 16  # bfloat16 pairs per instruction
+_CHUNKS = 4  # chunks per thread: a delayed thread then delays little work
 
 
 def pack(matrix: Float[Array, "k n"]) -> Panels:
-    """The matrix, float32 or bfloat16, in panels of this machine's width."""
+    """Packs a float32 or bfloat16 matrix into panels of this machine's width."""
     width = _BLOCKS[compiler.has_wide_vectors()][1]
     group = 2 if matrix.dtype == jnp.bfloat16 and compiler.has_bfloat16_products() else 1
     stored = np.ascontiguousarray(matrix)
@@ -46,12 +46,12 @@ def pack(matrix: Float[Array, "k n"]) -> Panels:
 
 
 def product(x: Float[Array, "m k"], matrix: Panels) -> Float32[Array, "m n"]:
-    """x @ matrix in float32, summed in order of k; the matrix is cast to x's dtype, float32 or bfloat16."""
+    """Computes x @ matrix in float32, summed in order of k; the matrix is cast to x's dtype, float32 or bfloat16."""
     return _call("product", x, (matrix,))
 
 
 def gated_product(x: Float[Array, "m k"], gate: Panels, up: Panels) -> Float32[Array, "m n"]:
-    """silu(x @ gate) * (x @ up), see `product`."""
+    """Computes silu(x @ gate) * (x @ up); see `product`."""
     return _call("gated_product", x, (gate, up))
 
 
@@ -76,13 +76,14 @@ def write_product(
     stored: Sequence[str],
     group: int,
 ) -> None:
-    """The kernel (x [m, k], panels [p, k / group, w, group]) -> float32 [m, p * w]; a chunk is a few panels.
+    """Writes the kernel (x [m, k], panels [p, k / group, w, group]) -> float32 [m, p * w]; a chunk is a few panels.
 
     Args:
-        rows, width: of a block in registers.
-        dtype: of x.
-        stored: dtype of the panels, x's or one that is widened to it; of two, those of `gate` and of `up`.
-        group: rows of the matrix that one instruction takes: 1, or 2 of bfloat16.
+        rows: rows of a block in registers.
+        width: columns of a block in registers.
+        dtype: dtype of x.
+        stored: dtypes of the panels (of `gate` and `up` if there are two): x's, or one that is widened to x's.
+        group: rows of the matrix per instruction: 1, or 2 for bfloat16.
     """
     # A pair is read as one number.
     element, *elements = (ELEMENTS[kind] if group == 1 else I32 for kind in (dtype, *stored))
@@ -130,12 +131,13 @@ def write_product(
 
 
 def _write_block(module: ir.Module, name: str, rows: int, width: int, element: ir.Type, stored: ir.Type) -> ir.Function:
-    """The function y[r, :] = sum over i of x[r, i] * panel[i, :], with its sums in registers.
+    """Writes the function y[r, :] = sum over i of x[r, i] * panel[i, :], with the sums in registers.
 
     Args:
-        element: type of x. stored: type of the panel, widened to x's. i32 is a pair of bfloat16, in both.
+        element: type of x. i32 is a pair of bfloat16, here and in `stored`.
+        stored: type of the panel, widened to x's.
     """
-    part = _PAIRS if element == I32 else width  # of a panel's row, that one instruction takes
+    part = _PAIRS if element == I32 else width  # columns per instruction
     pointer, kind = POINTER, vector(part)
     code = define(module, name, [pointer] * 3 + [I64, I64])
     code.function.linkage = "internal"
@@ -168,7 +170,7 @@ def _write_block(module: ir.Module, name: str, rows: int, width: int, element: i
 
 
 def _gate(code: Code, gate: Value, y: Value, width: int) -> None:
-    """y[:] = silu(gate[:]) * y[:]."""
+    """Writes y[:] = silu(gate[:]) * y[:]."""
     kind, one = vector(width), constant(1.0, width)
     value = code.load(gate, kind, align=4)
     sigmoid = code.b.fdiv(one, code.b.fadd(one, code.exp(code.b.fneg(value))))

@@ -1,8 +1,8 @@
 """Products of a few rows, padded to the number of rows that costs least.
 
 XLA for GPUs chooses a product's kernel by its shape: on an H100 one row takes longer than four (docs/benchmarks.md).
-The kernel for CPUs takes few rows as they are; on a TPU they fill a tile of the matrix unit in any case.
-`layouts.Padded` holds a matrix with its numbers of rows.
+CPUs and TPUs need no padding: the CPU kernel takes any number of rows, and few rows fill one tile of a TPU's matrix
+unit. `layouts.Padded` holds a matrix with the numbers of rows to pad to.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from jaxtyping import Array, Float
 
 from eagle3_jax.kernels.dispatch import device
 
-# Numbers of rows that are worth measuring: decode programs of few requests have no more.
+# Numbers of rows to measure: decode programs of few requests have no more.
 COUNTS = (1, 2, 4, 8, 16)
-# Matrices of one shape to measure: more than caches hold, where it matters.
+# Matrices of one shape to measure: together larger than the caches of a device where that matters.
 SAMPLE = 8
-_GAIN = 0.03  # of the time that padding must save: less is noise
+_GAIN = 0.03  # share of the time that padding must save; less is noise
 
 
 def counts() -> tuple[int, ...]:
-    """Numbers of rows to measure products with on this device; none where padding is of no use."""
+    """Returns the numbers of rows to measure on this device; none where padding is of no use."""
     return COUNTS if device().platform in ("gpu", "cuda", "rocm") else ()
 
 
 def cheapest(seconds: Mapping[int, float]) -> tuple[int, ...]:
-    """Numbers of rows that cost no more than any larger number, for `Padded.rows`; none if that holds for all.
+    """Returns the numbers of rows that cost no more than any larger number, for `Padded.rows`; none if all do.
 
     Args:
-        seconds: of a product, by its number of rows, ascending.
+        seconds: time of a product by number of rows, ascending.
     """
     kept = [
         rows
@@ -46,9 +46,9 @@ def cheapest(seconds: Mapping[int, float]) -> tuple[int, ...]:
 def multiply(
     matrices: Sequence[Array], x: Float[Array, " k"], *, rows: int, product: Callable[[Array, Array], Array]
 ) -> Float[Array, "m k"]:
-    """`product` of `rows` rows and each matrix in turn, to be timed.
+    """Multiplies `rows` rows with each matrix in turn, to be timed.
 
-    Each product depends on the one before it, or XLA may join products of the same rows.
+    Each product depends on the one before it; else XLA may merge products of the same rows.
     """
     x = jnp.broadcast_to(x, (rows, len(x)))
     for matrix in matrices:

@@ -1,7 +1,7 @@
-"""Attention of new tokens over a committed prefix and their own tail under an ancestor mask.
+"""Attention of new tokens to a committed prefix and to their own tail under an ancestor mask.
 
-One function serves prefill (empty prefix, causal tail), one-token decode (a tail of one), and drafting and verification
-of a tree.
+One function serves prefill (empty prefix, causal tail), one-token decode (a tail of one), drafting a tree and verifying
+it.
 """
 
 from __future__ import annotations
@@ -37,43 +37,43 @@ def tree_attention(
     implementation: Implementation | None = None,
     interpret: Any = False,
 ) -> tuple[Float[Array, "b t n d"], Array, Array]:
-    """Writes the new tokens' keys and values at the tail's end, and attends.
+    """Writes the new tokens' keys and values at the tail's end, then attends.
 
-    softmax(q k^T / sqrt(d)) v over all slots of [0, length) and the visible ones of the tail [length, length + m). The
-    tail's last t slots hold the new tokens.
+    Computes softmax(q k^T / sqrt(d)) v over the slots [0, length) and the visible slots of the tail [length, length +
+    m). The last t slots of the tail hold the new tokens.
 
     Args:
         queries: n = group * k query heads, grouped by KV head.
-        new_keys, new_values: of the new tokens. The cache stores them in its dtype, divided by its scale. int8 rounds
+        new_keys, new_values: of the new tokens; the cache stores them in its dtype, divided by its scale. int8 rounds
             to the nearest; values beyond the range of int8 or float8 are clipped.
-        keys, values: the cache, [b, k, slots, d], contiguous; with a page table [pages, k, page_size, d]. On a TPU a
-            row may hold several heads and padding (`packed_heads.cache_rows`). Any dtype, int8 and float8 included: it
-            is read as the queries' dtype. Donated caches are written in place. Sequences must not share a page that is
+        keys, values: the cache, contiguous [b, k, slots, d], or with a page table [pages, k, page_size, d]. On a TPU a
+            row may hold several heads and padding (`packed_heads.cache_rows`). Any dtype, int8 and float8 included;
+            read in the queries' dtype. Donated caches are written in place. Sequences must not share a page that is
             written, unless `continued`.
         lengths: int32, committed tokens of each sequence; length + m must not exceed the slots.
-        tail_mask: which of the m >= t tail slots each query sees, one at least. None is causal, with m = t.
+        tail_mask: which of the m >= t tail slots each query sees, at least one. None is causal, with m = t.
         page_table: int32, the page of each page_size slots; entries beyond the tail may hold anything.
         continued: sequences may be consecutive stretches of one prompt, on the same pages. All entries are written
             before any query attends.
-        first: int32, the first slot that each query sees (of its window, of its chunk). Nodes of a tree do not lie at
-            their positions, so the mask must hide tail slots that are too far back.
-        sinks: a logit of each query head that takes part in the softmax and attends to nothing (gpt-oss).
+        first: int32, the first slot that each query sees (start of its window or chunk). A tree node's slot is not its
+            position, so the mask must hide tail slots that are too far back.
+        sinks: a logit per query head that joins the softmax and has no value (gpt-oss).
         key_scale, value_scale: float32 factor of each KV head's stored entries.
         implementation: the default is "pallas" on a TPU, "cpu" on a CPU where the kernel supports the arguments
             (`cpu.supports`), and "xla" elsewhere.
         interpret: runs the Pallas kernel without a TPU; `pltpu.InterpretParams` included.
 
     Returns:
-        The attended values in the queries' dtype (scores, softmax and sums are float32), and the keys and values with
-        the new entries; all other slots are unchanged.
+        The attended values in the queries' dtype, and the keys and values with the new entries. Scores, softmax and
+        sums are float32; all other slots are unchanged.
 
     Raises:
-        ValueError: a tail shorter than the new tokens; on a TPU slots or pages that the kernel cannot read, or more
-            than its VMEM holds; with the numbers.
+        ValueError: a tail shorter than the new tokens; on a TPU, slots or pages that the kernel cannot read, or that do
+            not fit into VMEM (with the numbers).
     """
     t = queries.shape[1]
     if tail_mask is not None and tail_mask.shape[-1] < t:
-        raise ValueError(f"tail_mask: got {tail_mask.shape[-1]} slots, expected those of the {t} new tokens at least")
+        raise ValueError(f"tail_mask: got {tail_mask.shape[-1]} slots, expected at least {t}, one per new token")
     if key_scale is not None:
         queries = _scaled(queries, key_scale)
     new_keys, new_values = _stored(new_keys, key_scale, keys.dtype), _stored(new_values, value_scale, values.dtype)
@@ -117,7 +117,7 @@ def append(
 
 
 def _stored(new: Float[Array, "b t k d"], scale: Float[Array, " k"] | None, dtype: Any) -> Num[Array, "b k t d"]:
-    """New entries in the cache's dtype and order of axes."""
+    """Converts new entries to the cache's dtype and order of axes."""
     new = new.swapaxes(1, 2)
     if scale is not None:
         new = new.astype(scale.dtype) / scale[None, :, None, None]
@@ -131,6 +131,6 @@ def _stored(new: Float[Array, "b t k d"], scale: Float[Array, " k"] | None, dtyp
 
 
 def _scaled(x: Float[Array, "b t n d"], scale: Float[Array, " k"]) -> Float[Array, "b t n d"]:
-    """x times the scale of its KV head, in the scale's dtype: a scale rounded to bfloat16 would bias all results."""
+    """Multiplies x by the scale of its KV head, in the scale's dtype: a scale in bfloat16 would bias all results."""
     each = jnp.repeat(scale, x.shape[2] // scale.shape[0])
     return (x.astype(scale.dtype) * each[None, None, :, None]).astype(x.dtype)

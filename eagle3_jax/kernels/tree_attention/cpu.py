@@ -1,7 +1,7 @@
-"""Tree attention for a CPU: reads the slots in use, page by page, once for a few rows, with all cores.
+"""Tree attention on CPUs: all cores read the slots in use, page by page, once for a few rows.
 
-The new entries are written first, those of all sequences. A chunk of the work is then one KV head of one sequence: all
-its queries attend with a running softmax (FlashAttention's). Scores and sums are float32.
+The new entries of all sequences are written first. A chunk of the work is then one KV head of one sequence: all its
+queries attend with an online softmax (FlashAttention's). Scores and sums are float32.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from eagle3_jax.kernels.cpu import compiler, handler
 from eagle3_jax.kernels.cpu.handler import Buffer
 from eagle3_jax.kernels.cpu.ir import ELEMENTS, F32, I1, I8, I32, I64, VOID, Code, Value, constant, vector
 
-_WIDTH = 16  # of a vector
-_ROWS = 4  # attended together
-_BLOCK = 128  # slots of one step of the running softmax
+_WIDTH = 16  # floats of a vector
+_ROWS = 4  # rows attended together
+_BLOCK = 128  # slots per step of the online softmax
 _LEAST = -1e30
 
 
@@ -52,12 +52,12 @@ def supports(dtype: Any, cache_dtype: Any, head_dim: int) -> bool:
 
 
 def write_attention(module: ir.Module, name: str, dtype: str, d: int, masked: bool) -> None:
-    """The kernel; results are what is attended, keys, values."""
+    """Writes the kernel; its results are the attended values, keys and values."""
     element, vectors, size_of = ELEMENTS[dtype], d // _WIDTH, 4 if dtype == "float32" else 2
     kind = vector(_WIDTH)
 
     def page_of(code: Code, values: Sequence[Value], cache: Value, b: Value, head: Value, number: Value) -> Value:
-        """A head's entries in a page of a sequence; what is out of range is clipped, as jax does it."""
+        """Returns a head's entries in a page of a sequence; indices out of range are clipped, as in JAX."""
         table, heads, pages, size, columns = values[7], *values[11:15]
         column = code.at(table, code.add(code.mul(b, columns), code.least(number, code.sub(columns, 1))), I32)
         page = code.b.sext(code.load(column, I32), I64)
@@ -76,7 +76,7 @@ def write_attention(module: ir.Module, name: str, dtype: str, d: int, masked: bo
         values += [t, n, heads, keys.size(0), size, table.size(1), tail]
         with code.loop(0, queries.size(0)) as b:
             end = code.add(length_of(code, values[5], b), tail)
-            with code.loop(0, heads) as head, code.loop(0, t) as i:  # the new entries, behind the tail that is there
+            with code.loop(0, heads) as head, code.loop(0, t) as i:  # the new entries are the last of the tail
                 place = code.add(code.sub(end, t), i)
                 number, inside = code.div(place, size), code.mul(code.rem(place, size), d)
                 new = code.mul(code.add(code.mul(code.add(code.mul(b, heads), head), t), i), d)
@@ -105,7 +105,7 @@ def write_attention(module: ir.Module, name: str, dtype: str, d: int, masked: bo
         total = [code.variable(F32) for _ in range(_ROWS)]
         scale = constant(d**-0.5)
         with code.loop(0, rows, _ROWS) as first:
-            # Behind the last row comes the last row again: its result is written twice.
+            # Rows beyond the last repeat it; its result is then written more than once.
             at_row = [code.least(code.add(first, r), code.sub(rows, 1)) for r in range(_ROWS)]
             token = [code.div(row, group) for row in at_row]
             offset = [
@@ -124,7 +124,7 @@ def write_attention(module: ir.Module, name: str, dtype: str, d: int, masked: bo
                 code.b.store(constant(0.0), total[r])
                 for v in range(vectors):
                     code.b.store(constant(0.0, _WIDTH), sums[r][v])
-            # What the last of these rows sees is the most that any sees, where the tail is causal.
+            # In a causal tail the last of these rows sees the most.
             seen = end if masked else code.add(length, code.add(token[-1], 1))
             with (
                 code.loop(0, code.div(code.add(seen, code.sub(size, 1)), size)) as page,
@@ -157,12 +157,12 @@ def write_attention(module: ir.Module, name: str, dtype: str, d: int, masked: bo
 
 
 def _vectors(code: Code, place: Value, count: int, element: ir.Type) -> list[Value]:
-    """What stands there, as floats."""
+    """Loads `count` vectors as floats."""
     return [code.load_floats(code.at(place, v * _WIDTH, element), _WIDTH, element) for v in range(count)]
 
 
 def _scores(code, count, keys, query, scores, scale, element) -> None:
-    """scores[r, j] = query[r] . keys[j] * scale, and the least number up to a whole vector."""
+    """Writes scores[r, j] = query[r] . keys[j] * scale; _LEAST fills the last vector."""
     d = len(query[0]) * _WIDTH
     with code.loop(0, count) as j:
         key = _vectors(code, code.at(keys, code.mul(j, d), element), len(query[0]), element)
@@ -179,7 +179,7 @@ def _scores(code, count, keys, query, scores, scale, element) -> None:
 
 
 def _mask(code, count, start, length, token, scores, mask, b, t, tail, masked) -> None:
-    """The least number where a row does not see a slot of the tail."""
+    """Writes _LEAST where a row does not see a slot of the tail."""
     with code.loop(code.most(code.sub(length, start), 0), count) as j:
         index = code.sub(code.add(start, j), length)
         for r, of_row in enumerate(token):
@@ -193,7 +193,7 @@ def _mask(code, count, start, length, token, scores, mask, b, t, tail, masked) -
 
 
 def _softmax(code, count, scores, best, total, sums) -> None:
-    """Scores become weights; what was summed before is brought to the new maximum."""
+    """Turns scores into weights, and rescales the sums to the new maximum."""
     kind = vector(_WIDTH)
     most = code.variable(kind)
     code.b.store(constant(_LEAST, _WIDTH), most)
@@ -210,7 +210,7 @@ def _softmax(code, count, scores, best, total, sums) -> None:
     with code.loop(0, count, _WIDTH) as j:
         place = code.at(scores, j, F32)
         here = code.load(place, kind, align=4)
-        # A hidden slot weighs nothing, also where all are hidden so far; a NaN stays one.
+        # A hidden slot has weight 0, even if all slots so far are hidden; NaN stays NaN.
         weight = code.b.select(
             code.b.fcmp_unordered(">", here, constant(_LEAST / 2, _WIDTH)),
             code.exp(code.b.fsub(here, base)),

@@ -1,11 +1,11 @@
-"""KV heads side by side in one row of the cache, where kernels for TPU read it.
+"""KV heads packed side by side into cache rows, for the kernels for TPU.
 
 A TPU holds rows in registers of 128 lanes. Heads of 64 numbers in rows of their own would take twice the memory and
-the bandwidth; XLA, to save that, gives such an array a layout with its slots in the lanes, which the kernels cannot
-read: each program would copy all of the cache before its first round and after its last.
+bandwidth. To save that, XLA would place slots in the lanes, a layout that the kernels cannot read. Each program would
+then copy the whole cache before its first round and after its last.
 
-A query has zeros where its row holds the other heads, so that the product with the whole row is the one with its own
-head; of what it attends it takes its own head's part.
+A query is zero in the lanes of the other heads in its row, so its product with the row is the product with its own
+head. Of the attended row it takes its own head's part.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from jaxtyping import Array, Float, Num
 from eagle3_jax.kernels.dispatch import default_implementation
 from eagle3_jax.kernels.tpu.registers import LANES
 
-SLOTS = LANES  # slots of a contiguous cache: a multiple of this, for the TPU kernel's registers of scores
+SLOTS = LANES  # a contiguous cache has a multiple of this many slots: whole registers of scores
 
 
 def cache_rows(kv_heads: int, head_dim: int) -> tuple[int, int]:
-    """In how many rows a layer's cache holds the KV heads of a slot, and how many numbers a row has.
+    """Returns the rows that hold a slot's KV heads in a layer's cache, and the numbers per row.
 
-    As many heads share a row as fit into 128 lanes, as long as the model axis of the mesh that is set splits the rows
-    where it splits the heads. A row is whole registers: zeros stand behind what does not fill one. Where no kernel for
-    TPU runs each head has a row of its own, without zeros.
+    As many heads share a row as fit into 128 lanes, if the model axis of the current mesh splits the rows wherever it
+    splits the heads. Rows are padded with zeros to whole registers. Without a kernel for TPU each head has a row of its
+    own, without padding.
     """
     if default_implementation() != "pallas":
         return kv_heads, head_dim
@@ -37,7 +37,7 @@ def cache_rows(kv_heads: int, head_dim: int) -> tuple[int, int]:
 
 
 def pack_heads(x: Num[Array, "b k t d"], rows: int, width: int) -> Num[Array, "b rows t width"]:
-    """New entries as rows of the cache."""
+    """Packs new entries into rows of the cache."""
     b, kv_heads, t, d = x.shape
     beside = kv_heads // rows
     packed = x.reshape(b, rows, beside, t, d).swapaxes(2, 3).reshape(b, rows, t, beside * d)
@@ -45,7 +45,7 @@ def pack_heads(x: Num[Array, "b k t d"], rows: int, width: int) -> Num[Array, "b
 
 
 def spread_queries(queries: Float[Array, "b t n d"], beside: int, rows: int, width: int) -> Float[Array, "b t n width"]:
-    """Each query at the lanes of its own KV head, of `beside` in a row; zeros elsewhere."""
+    """Places each query in the lanes of its own KV head, of `beside` heads in a row; zeros elsewhere."""
     b, t, n, d = queries.shape
     own = jnp.eye(beside, dtype=bool)[None, None, None, :, None, :, None]
     grouped = queries.reshape(b, t, rows, beside, -1, 1, d)
@@ -54,7 +54,7 @@ def spread_queries(queries: Float[Array, "b t n d"], beside: int, rows: int, wid
 
 
 def own_parts(attended: Float[Array, "b t n width"], beside: int, rows: int, d: int) -> Float[Array, "b t n d"]:
-    """Of each query's row the part of its own KV head: the inverse of `spread_queries`."""
+    """Takes the part of each query's own KV head from its row: the inverse of `spread_queries`."""
     b, t, n, _ = attended.shape
     parts = attended[..., : beside * d].reshape(b, t, rows, beside, -1, beside, d)
     return jnp.stack([parts[:, :, :, i, :, i] for i in range(beside)], axis=3).reshape(b, t, n, d)

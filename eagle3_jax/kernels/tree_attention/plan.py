@@ -1,4 +1,4 @@
-"""What one call of the TPU kernel of tree attention looks like: how its work is cut, what it holds."""
+"""The tiling of one call of the tree attention kernel for TPU, and the memory that it needs."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from eagle3_jax.kernels.dispatch import device
 from eagle3_jax.kernels.tpu.packed_rows import tile_rows
 from eagle3_jax.kernels.tpu.registers import LANES, SMEM_LIMIT, VMEM_LIMIT, check_fits
 
-# How the kernel's work is cut, by the kind of chip, else "default"; chosen by libtpu's simulation (docs/benchmarks.md).
-# At most: keys of a block over all KV heads, those of one head in it, scores of an item, and rows of a tile, all query
-# heads of a KV head together.
+# Limits of the tiling by kind of chip, else "default"; chosen by libtpu's simulation (docs/benchmarks.md): keys of a
+# block over all KV heads, keys of one head in a block, scores of an item, and rows of a tile, which has all query heads
+# of a KV head.
 BLOCKS: dict[str, dict[str, int]] = json.loads(
     (importlib.resources.files("eagle3_jax.kernels.tree_attention") / "blocks.json").read_text()
 )
-_ITEM = 512  # keys of an item, at least: the fixed costs of narrower ones outweigh what they save
+_ITEM = 512  # fewest keys of an item: the fixed costs of narrower items outweigh what they save
 _NODES = 16  # nodes come in multiples of this: the rows of a bfloat16 tile
 WORD = 32  # bits
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """All of it static.
+    """The static shape of one call.
 
     Attributes:
         nodes: queries of a sequence, padded to a multiple of 16.
-        tile: nodes that are attended together, a divisor of `nodes`.
+        tile: nodes attended together; a divisor of `nodes`.
         pages: columns of the page table.
-        step: pages of a block, which is what VMEM holds at a time.
-        width: keys of one item. Its matrix products are of 256 keys at most.
+        step: pages of a block, the unit that is copied to VMEM.
+        width: keys of one item; one of its matrix products takes at most 256 keys.
         tail: cache slots behind the committed ones that the queries may see.
-        written: new tokens, the tail's last, whose keys and values the kernel writes; 0 where they are in the cache.
+        written: new tokens, the tail's last, whose keys and values the kernel writes; 0 if the cache has them already.
     """
 
     batch: int
@@ -55,12 +55,12 @@ class Shape:
 
     @property
     def tiles(self) -> int:
-        """Of queries, in a sequence."""
+        """Tiles of queries per sequence."""
         return self.nodes // self.tile
 
     @property
     def rows(self) -> int:
-        """Of the matrix of one KV head and tile."""
+        """Rows of the matrix of one KV head and tile."""
         return self.group * self.tile
 
     @property
@@ -80,24 +80,26 @@ class Shape:
 
     @property
     def parts(self) -> int:
-        """Registers that hold a row."""
+        """Registers per cache row."""
         return -(-self.head_dim // LANES)
 
     def new_rows(self, dtype: Any) -> int:
-        """Rows of the new entries, whole tiles."""
+        """Returns the rows of the new entries, padded to whole tiles."""
         return pl.cdiv(self.written, tile_rows(dtype)) * tile_rows(dtype)
 
     def blocks(self, length: Any, lowest: Any, highest: Any) -> tuple[Any, Any, Any, Any]:
-        """Which blocks a tile of queries needs, [low, high), and which of those need no mask, [plain, masked).
+        """Returns the blocks [low, high) that a tile of queries needs, and those among them without a mask, [plain,
+        masked).
 
         Args:
-            lowest, highest: of the first slots that its queries see.
+            lowest: the least of the first slots that the tile's queries see.
+            highest: the greatest of them.
         """
         end = length + self.tail
         return lowest // self.block, pl.cdiv(end, self.block), pl.cdiv(highest, self.block), length // self.block
 
     def vmem_bytes(self, query_bytes: int, key_bytes: int) -> int:
-        """What the kernel holds in VMEM: blocks and queries twice (double buffers), sums, sinks, two items."""
+        """Returns the bytes of VMEM: blocks and queries twice (double buffers), sums, sinks, two items."""
         lanes, height = self.parts * LANES, 32 // key_bytes
         streamed = 2 * self.block * self.kv_heads * lanes * key_bytes
         tiles = 2 * self.kv_heads * self.rows * lanes * query_bytes
@@ -109,7 +111,7 @@ class Shape:
         return 2 * (streamed + tiles + words + new) + placed + sums + items
 
     def smem_bytes(self, paged: bool) -> int:
-        """What is prefetched into SMEM, int32: the page table, lengths, three numbers for each tile of queries."""
+        """Returns the bytes prefetched into SMEM, int32: page table, lengths, three numbers per tile of queries."""
         return 4 * self.batch * (1 + 3 * self.tiles + (self.pages if paged else 0))
 
 
@@ -122,16 +124,18 @@ def plan(
     pages: int | None,
     continued: bool = False,
 ) -> Shape:
-    """How the kernel cuts its work.
+    """Chooses the tiling.
 
     Args:
-        queries, keys: shapes, as `tree_attention` takes them. dtypes: of both.
+        queries: shape, as `tree_attention` takes them.
+        keys: shape, as `tree_attention` takes them.
+        dtypes: dtypes of queries and keys.
         tail: slots of the tail.
         pages: columns of the page table; None is contiguous.
         continued: see `tree_attention`.
 
     Raises:
-        ValueError: with the numbers, where something does not fit.
+        ValueError: the call does not fit; with the numbers.
     """
     b, t, n, d = queries
     kv_heads, slots = keys[1], keys[2]
@@ -168,7 +172,7 @@ def plan(
             step=block // page_size,
             width=width,
             tail=tail,
-            # A later tile of queries would read what an earlier one writes, and so would a later sequence.
+            # Else later tiles of queries, or later sequences, would read blocks that are being written.
             written=t if tile == nodes and not continued else 0,
         )
 

@@ -47,7 +47,7 @@ def attend_tpu(
         (queries, new_keys, new_values, keys, values, lengths, tail_mask, page_table, first, sinks),
         (tokens, cache, cache, cache, cache, each, each, each, each, P("model")),
         (tokens, cache, cache),
-        # Pages belong to no sequence: every device of the data axis needs all of them.
+        # A page may hold tokens of any sequence: every device of the data axis needs all pages.
         {"model": keys.shape[1]} | ({"data": len(queries)} if page_table is None else {}),
     )
     return own_parts(attended, beside, rows, d) if packed else attended, keys, values
@@ -69,7 +69,7 @@ def _local(
     continued: bool,
     interpret: Any,
 ) -> tuple[Float[Array, "b t n d"], Array, Array]:
-    """The share of one device."""
+    """Attends for one device's share."""
     b, t, n, d = queries.shape
     s = plan(
         queries.shape,
@@ -113,22 +113,22 @@ def _local(
 
 
 def _parts(batch: int, kv_heads: int) -> int:
-    """Parts of a sequence's KV heads: the cores of a device share the heads where the batch is no multiple of cores."""
+    """Returns the parts of a sequence's KV heads: cores share the heads if the batch is no multiple of the cores."""
     return cores() if batch % cores() and kv_heads % cores() == 0 else 1
 
 
 def _heads_apart(x: Num[Array, "b k s d"], parts: int) -> Num[Array, "rows heads s d"]:
-    """Each part of the KV heads as a sequence (or page) of its own."""
+    """Makes each part of the KV heads a sequence (or page) of its own."""
     return x.reshape(x.shape[0] * parts, x.shape[1] // parts, *x.shape[2:])
 
 
 def _repeated(x: Num[Array, "b *rest"], parts: int) -> Num[Array, "rows *rest"]:
-    """An operand of each sequence, repeated for the parts of its heads."""
+    """Repeats an operand of each sequence for the parts of its heads."""
     return jnp.repeat(x, parts, axis=0)
 
 
 def mask_words(mask: Bool[Array, "b t m"]) -> Int[Array, "b t w"]:
-    """The mask as int32 words; slot 0 is the lowest bit of the first word."""
+    """Packs the mask into int32 words; slot 0 is the lowest bit of the first word."""
     b, t, m = mask.shape
     bits = jnp.pad(mask, ((0, 0), (0, 0), (0, -m % WORD))).reshape(b, t, -1, WORD).astype(jnp.uint32)
     return jax.lax.bitcast_convert_type(

@@ -1,17 +1,17 @@
-"""Tree attention as a Pallas kernel for TPU: FlashAttention's online softmax over a cache that is prefetched by hand.
+"""Tree attention as a Pallas kernel for TPU: FlashAttention's online softmax over a cache that the kernel prefetches.
 
 Pages of the cache stream from HBM to VMEM once, with all their KV heads, several to a block, through a double buffer
-(`tpu_pages.py`): only blocks that are needed take a step, and the next tile of queries finds its first block
-there. Queries, masks and results go through Pallas' own pipeline. The query heads of a KV head and the nodes are folded
-into the rows of one matrix, so that the matrix unit sees full tiles. Blocks of the committed prefix are attended
-without a mask; only those that hold the tail expand the ancestor bits, once for all heads.
+(`tpu_pages.py`). Only needed blocks take a step, and the next tile of queries finds its first block in VMEM. Queries,
+masks and results go through Pallas' own pipeline. Nodes and the query heads of a KV head are folded into the rows of
+one matrix, so that the matrix unit sees full tiles. Blocks of the committed prefix need no mask; only blocks that hold
+the tail expand the ancestor bits, once for all heads.
 
-Software pipelining: work is cut into items, a KV head and a stretch of keys each, and the scores of the next item are
-computed before the softmax of this one, so that matrix and vector units work at the same time.
+Software pipelining: work is cut into items, each a KV head and a stretch of keys. The scores of the next item are
+computed before the softmax of the current one, so that matrix and vector units work at the same time.
 
-The new tokens' keys and values are written in the same pass (`tpu_write.py`), a read-modify-write while
-their block is in VMEM. No page is read after it was written: one tile of queries reads every page once, and where there
-are several tiles the caller writes first.
+The same pass writes the new tokens' keys and values (`tpu_write.py`), a read-modify-write while their block is in VMEM.
+No page is read after it was written: a single tile of queries reads every page once, and with several tiles the caller
+writes first.
 """
 
 from __future__ import annotations
@@ -49,27 +49,28 @@ def attend(
     *,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "b k r d"], Array, Array]:
-    """softmax(q k^T * scale) v, a row for each (tile, query head of the group, node of the tile).
+    """Computes softmax(q k^T * scale) v; a row is a (tile, query head of the group, node of the tile).
 
     The cores of a device share the sequences.
 
     Args:
         keys, values: [pages, k, page_size, d] with a table, else [b, k, slots, d]; any type that converts to queries'.
-        table: page of each stretch of page_size slots; None when contiguous.
-        bits: int32 words, bit i: the node sees tail slot i. None is causal: node i sees slots 0..i of the tail.
-        first: lowest slot that a node sees. None is 0.
-        sinks: base-2 logit of each query head that takes part in the softmax and attends to nothing.
+        table: the page of each page_size slots; None is contiguous.
+        bits: int32 words; bit i is set if the node sees tail slot i. None is causal: node i sees slots 0..i of the
+            tail.
+        first: the lowest slot that a node sees; None is 0.
+        sinks: a base-2 logit per query head that joins the softmax and has no value.
         new: keys and values to write, each [b, k, shape.new_rows(dtype), d] in the cache's dtype.
 
     Returns:
-        Attended rows, and keys and values with the new entries, in place where the caller gives its own away.
+        Attended rows, and keys and values with the new entries; donated caches are written in place.
     """
     s = shape
     known = scalars(s, table, lengths, first, len(keys))
     tile = pl.BlockSpec((1, s.kv_heads, s.rows, s.head_dim), lambda b, q: (b, 0, q, 0))
     words, lowest = (pl.BlockSpec((1, s.tile, width), lambda b, q: (b, q, 0)) for width in (s.words, 1))
     entries = pl.BlockSpec((1, s.kv_heads, s.new_rows(keys.dtype), s.head_dim), lambda b, q: (b, 0, 0, 0))
-    # Through the pipeline, by name: a block each, those that there are.
+    # Operands that go through Pallas' pipeline, a block at a time.
     streamed = {"queries": (tile, queries)}
     if bits is not None:
         streamed["bits"] = words, bits
@@ -93,7 +94,7 @@ def attend(
         if writing:
             *held, sent = scratch[len(buffers) : len(buffers) + len(writing)]
             entries = NewEntries(pages, tuple(held), sent)
-        share = s.batch * s.tiles // pl.num_programs(0)  # of the tiles of queries, for each core
+        share = s.batch * s.tiles // pl.num_programs(0)  # tiles of queries per core
         begin = pl.program_id(0) * share
         pages.prefetch(begin, pages.needed(begin)[0])
         softmax.reset()
@@ -132,7 +133,7 @@ def attend(
                 pltpu.VMEM((s.kv_heads, s.rows, s.head_dim), jnp.float32),
             ],
         ),
-        # The caches stay in HBM: XLA would copy to VMEM and back what fits there.
+        # The caches stay in HBM: XLA would copy small ones to VMEM and back.
         out_shape=[
             jax.ShapeDtypeStruct(queries.shape, queries.dtype),
             *(pltpu.HBM(cache.shape, cache.dtype) for cache in (keys, values)),
@@ -141,7 +142,7 @@ def attend(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",),
             vmem_limit_bytes=VMEM_LIMIT,
-            disable_bounds_checks=True,  # of every copy; `scalars` sees to it that they are within bounds
+            disable_bounds_checks=True,  # `scalars` keeps every copy within bounds
         ),
         interpret=interpret,
         name="tree_attention",
@@ -149,13 +150,13 @@ def attend(
 
 
 class _Softmax:
-    """The online softmax of each KV head's rows: maximum, the same in every lane; partial sums; what is attended."""
+    """The online softmax of each KV head's rows: maximum (equal in all lanes), partial sums, attended values."""
 
     def __init__(self, s: Shape, sinks: Any, maximum: Any, total: Any, attended: Any) -> None:
         self.shape, self.sinks, self.refs = s, sinks, (maximum, total, attended)
 
     def initial(self, head: int) -> tuple[Array, Array, Array]:
-        """Before the first block."""
+        """Returns the state before the first block."""
         s = self.shape
         maximum, total = jnp.full((s.rows, LANES), NEVER, jnp.float32), jnp.zeros((s.rows, LANES), jnp.float32)
         if self.sinks is not None:
@@ -177,7 +178,7 @@ class _Softmax:
 
 
 class _Tile(NamedTuple):
-    """A tile of queries: its number, counted over all sequences, and references to its blocks of the operands."""
+    """A tile of queries: its index over all sequences, and references to its blocks of the operands."""
 
     number: Any
     queries: Any
@@ -189,7 +190,7 @@ class _Tile(NamedTuple):
 def _attend_tile(
     s: Shape, scale: float, pages: Pages, entries: NewEntries | None, softmax: _Softmax, tile: _Tile, share: Any
 ) -> None:
-    """All blocks that a tile of queries needs; the core's last tile is the one before `share`."""
+    """Attends to all blocks that a tile of queries needs; `share` is one past the core's last tile."""
     low, high, plain, masked = pages.needed(tile.number)
 
     def each(block: Any, _: None) -> None:
@@ -212,13 +213,13 @@ def _attend_tile(
 def _attend_block(
     s: Shape, scale: float, pages: Pages, softmax: _Softmax, tile: _Tile, block: Any, *, masked: bool
 ) -> None:
-    """A tile of queries and a block of keys. With masks, for it may be the last one, it writes results."""
+    """Attends to one block of keys. The last block of a tile has masks, and writes the tile's results."""
     keys, values = pages.buffers
     buffer, length, end = pages.buffer(tile.number, block), pages.length(tile.number), pages.end(tile.number)
     start = block * s.block
 
     def visible(at: int) -> Array:
-        """bool [tile, piece]: what each node sees of the keys from the block's `at` on."""
+        """Returns bool [tile, piece]: whether each node sees each key from the block's `at` on."""
         slot = start + at + jax.lax.broadcasted_iota(jnp.int32, (s.tile, s.piece), 1)
         behind = slot - length
         if tile.bits is None:
@@ -237,15 +238,15 @@ def _attend_block(
     masks = {at: visible(at) for at in range(0, s.block, s.piece)} if masked else {}
 
     def value(head: int, at: int) -> Array:
-        """[piece, d] of a head, in the queries' dtype."""
+        """Returns [piece, d] of a head, in the queries' dtype."""
         found = values[buffer, head, pl.ds(at, s.piece)].astype(tile.queries.dtype)
-        if masked:  # nothing is known of slots that were never written, and 0 * NaN is NaN
+        if masked:  # unwritten slots may hold NaN, and 0 * NaN is NaN
             slot = start + at + jax.lax.broadcasted_iota(jnp.int32, found.shape, 0)
             found = jnp.where(slot < end, found, 0)
         return found
 
     def score(head: int, at: int) -> list[Array]:
-        """Scores of an item, a piece after the other."""
+        """Returns the scores of an item, piece by piece."""
         scores = []
         for piece in range(at, at + s.width, s.piece):
             key = keys[buffer, head, pl.ds(piece, s.piece)].astype(tile.queries.dtype)
@@ -257,7 +258,7 @@ def _attend_block(
         return scores
 
     def add(head: int, at: int, scores: list[Array]) -> None:
-        """One step of the online softmax."""
+        """Runs one step of the online softmax."""
         columns = [[score[:, c : c + LANES] for c in range(0, s.piece, LANES)] for score in scores]
         before, total, attended = softmax.load(head)
         top, shrink = rescaled(before, [column for piece in columns for column in piece])
@@ -270,7 +271,7 @@ def _attend_block(
         state = top, total, attended
         if masked and at + s.width == s.block:
             tile.out[0, head] = (attended / jnp.sum(total, axis=1, keepdims=True)).astype(tile.out.dtype)
-            over = start + s.block >= end  # for the next tile of queries
+            over = start + s.block >= end  # starts anew for the next tile of queries
             state = [jnp.where(over, *both) for both in zip(softmax.initial(head), state, strict=True)]
         softmax.store(head, state)
 

@@ -15,13 +15,13 @@ from eagle3_jax.kernels.tree_attention.plan import Shape
 
 
 class Scalars(NamedTuple):
-    """What the kernel knows before it reads anything: int32, prefetched into SMEM.
+    """int32 numbers that are prefetched into SMEM before the kernel starts.
 
     Attributes:
         lengths: [b], committed tokens.
-        before: [b * tiles], how many blocks are read for all tiles of queries in front of this one.
-        table: [b * pages], the page that holds each stretch of page_size slots; None when contiguous.
-        lowest, highest: [b * tiles], first slots that a tile's queries see: the least and the greatest of them; None
+        before: [b * tiles], number of blocks read for all earlier tiles of queries.
+        table: [b * pages], the page of each page_size slots; None is contiguous.
+        lowest, highest: [b * tiles], the least and the greatest of the first slots that a tile's queries see; None
             without a window.
     """
 
@@ -39,10 +39,11 @@ def scalars(
     first: Int[Array, "b t"] | None,
     rows: int,
 ) -> Scalars:
-    """Clipped to the cache, since the kernel runs without bounds checks.
+    """Computes the scalars, clipped to the cache, since the kernel runs without bounds checks.
 
     Args:
-        first: lowest slot that each query sees. rows: of the cache, its first dimension.
+        first: the lowest slot that each query sees.
+        rows: first dimension of the cache.
     """
     lengths = jnp.clip(lengths, 0, s.pages * s.page_size - s.tail).astype(jnp.int32)
     per_tile = jnp.repeat(lengths, s.tiles)
@@ -59,15 +60,15 @@ def scalars(
 
 @dataclasses.dataclass(frozen=True)
 class Pages:
-    """A double buffer: one block of pages is attended while the next is on its way.
+    """A double buffer: one block of pages is attended while the next is copied.
 
-    The blocks of all tiles of queries, one tile after the other, alternate between the two buffers; so the first block
-    of a tile is prefetched while the last one of the tile before is attended. A block's buffer follows from how many
-    blocks came before it (`buffer`), which prefetch, wait and write all compute alike.
+    The blocks of all tiles of queries, one tile after the other, alternate between the two buffers. So the first block
+    of a tile is prefetched while the last block of the tile before is attended. `buffer` computes a block's buffer from
+    the number of blocks before it; prefetch, wait and write all use it.
 
     Attributes:
         caches: keys and values in HBM, [pages, k, page_size, d], or contiguous [b, k, slots, d].
-        buffers: for keys and for values, [2, k, block, d] in VMEM.
+        buffers: [2, k, block, d] in VMEM, for keys and for values.
         arrived: DMA semaphores [keys or values, buffer].
     """
 
@@ -79,24 +80,24 @@ class Pages:
 
     @staticmethod
     def scratch(s: Shape, dtype: Any) -> list[Any]:
-        """Shapes of both buffers and of the semaphores."""
+        """Returns the shapes of both buffers and of the semaphores."""
         return [*[pltpu.VMEM((2, s.kv_heads, s.block, s.head_dim), dtype)] * 2, pltpu.SemaphoreType.DMA((2, 2))]
 
     def length(self, tile: Any) -> Any:
-        """Committed tokens of the sequence of a tile of queries."""
+        """Returns the committed tokens of the tile's sequence."""
         return self.scalars.lengths[tile // self.shape.tiles]
 
     def end(self, tile: Any) -> Any:
-        """The slot behind the tail."""
+        """Returns the slot behind the tail."""
         return self.length(tile) + self.shape.tail
 
     def needed(self, tile: Any) -> tuple[Any, Any, Any, Any]:
-        """`Shape.blocks` of a tile of queries."""
+        """Returns `Shape.blocks` of a tile of queries."""
         lowest, highest = (0 if ref is None else ref[tile] for ref in (self.scalars.lowest, self.scalars.highest))
         return self.shape.blocks(self.length(tile), lowest, highest)
 
     def buffer(self, tile: Any, block: Any) -> Any:
-        """Which of the two holds a tile's block."""
+        """Returns the buffer, 0 or 1, of a tile's block."""
         low, *_ = self.needed(tile)
         return (self.scalars.before[tile] + block - low) & 1
 
@@ -105,18 +106,18 @@ class Pages:
         self._each_copy(tile, block, lambda copy: copy.start())
 
     def wait(self, tile: Any, block: Any) -> None:
-        """Until a block that was prefetched is there."""
+        """Waits until a prefetched block has arrived."""
         self._each_copy(tile, block, lambda copy: copy.wait())
 
     def at(self, tile: Any, number: Any) -> tuple[Any, Any]:
-        """Where the cache holds the number-th page of a tile's sequence: [row, :, from this slot on]."""
+        """Returns where the cache holds page `number` of the tile's sequence: the row, and the first slot in it."""
         s, b = self.shape, tile // self.shape.tiles
         if self.scalars.table is None:
             return b, number * s.page_size
         return self.scalars.table[b * s.pages + number], 0
 
     def _each_copy(self, tile: Any, block: Any, act: Callable[[Any], None]) -> None:
-        """Of the pages of a block that hold a slot in front of the tail's end."""
+        """Calls act(copy) for each page of the block that holds a slot before the tail's end."""
         s, buffer = self.shape, self.buffer(tile, block)
         used = pl.cdiv(self.end(tile), s.page_size) - block * s.step
         for i in range(min(s.step, s.pages)):

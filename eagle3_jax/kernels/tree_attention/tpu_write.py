@@ -1,7 +1,7 @@
-"""New keys and values into the cache, within the tree attention kernel: a read-modify-write of the rows they touch.
+"""Writes new keys and values to the cache, within the tree attention kernel: a read-modify-write of the touched rows.
 
-HBM takes whole tiles of rows only (16 of bfloat16), and new tokens begin anywhere in one. The blocks of the tail are in
-VMEM anyway, to be attended: the new rows are merged there, and the tiles that hold one are sent back to HBM.
+HBM takes whole tiles of rows only (16 of bfloat16), and new tokens begin anywhere in a tile. The blocks of the tail are
+in VMEM anyway, to be attended. The new rows are merged there, and the touched tiles are copied back to HBM.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class NewEntries:
     """The new keys and values of a sequence.
 
     Attributes:
-        held: for keys and for values, their words, uint32 [parts * k, words, lanes]. A tile of anything stands in front
-            of them and one behind: `rows_at` may then take a tile from any row on.
+            held: uint32 words of keys and of values, [parts * k, words, lanes]. An arbitrary tile stands before and
+            behind them, so that `rows_at` may read a tile from any row on.
         sent: DMA semaphore.
     """
 
@@ -37,26 +37,26 @@ class NewEntries:
 
     @staticmethod
     def scratch(s: Shape, dtype: Any) -> list[Any]:
-        """Shapes of the words, twice, and of the semaphore."""
+        """Returns the shapes of both arrays of words and of the semaphore."""
         words = s.new_rows(dtype) // tile_rows(dtype) * SUBLANES
         held = (s.parts * s.kv_heads, words + 2 * SUBLANES, min(s.head_dim, LANES))
         return [*[pltpu.VMEM(held, jnp.uint32)] * 2, pltpu.SemaphoreType.DMA]
 
     def hold(self, keys: Any, values: Any) -> None:
-        """Takes a sequence's new entries, [1, k, rows, d] each."""
+        """Stores a sequence's new entries, [1, k, rows, d] each."""
         for given, held in zip((keys, values), self.held, strict=True):
             for part, head, lanes in self._registers():
                 words = pltpu.bitcast(given[0, head, :, lanes], jnp.uint32)
                 held[part * self.pages.shape.kv_heads + head, pl.ds(SUBLANES, len(words)), : lanes.size] = words
 
     def write(self, tile: Any, block: Any) -> None:
-        """Merges them into a block that is in VMEM, and starts sending the tiles that they touch to the cache."""
+        """Merges the new entries into a block in VMEM, and starts copying the touched tiles to the cache."""
         pages, s = self.pages, self.pages.shape
         dtype, buffer = pages.buffers[0].dtype, pages.buffer(tile, block)
         height = tile_rows(dtype)
 
         def one(row: Any) -> None:
-            first = block * s.block + row - (pages.end(tile) - s.written)  # of the new ones, in the tile's first row
+            first = block * s.block + row - (pages.end(tile) - s.written)  # new entry in the tile's first row
             written = rows_between(-first, s.written - first, dtype, min(s.head_dim, LANES))
             for rows, held in zip(pages.buffers, self.held, strict=True):
                 for part, head, lanes in self._registers():
@@ -69,7 +69,7 @@ class NewEntries:
         self._each_tile_of_rows(tile, block, one)
 
     def wait(self, tile: Any, block: Any) -> None:
-        """Until all of a block is sent: before other pages are prefetched to where these are."""
+        """Waits until a block is copied, before other pages are prefetched into its buffer."""
 
         def one(row: Any) -> None:
             for copy in self._copies(tile, block, row):
@@ -78,13 +78,13 @@ class NewEntries:
         self._each_tile_of_rows(tile, block, one)
 
     def _registers(self) -> list[tuple[int, int, Any]]:
-        """(part, head, lanes) of every register that a row of the cache fills."""
+        """Lists (part, head, lanes) of every register of a cache row."""
         s = self.pages.shape
         parts = [(part, part * LANES, min(LANES, s.head_dim - part * LANES)) for part in range(s.parts)]
         return [(part, head, pl.ds(at, width)) for part, at, width in parts for head in range(s.kv_heads)]
 
     def _copies(self, tile: Any, block: Any, row: Any) -> list[Any]:
-        """Of the tile of rows that begins with the block's row `row`, keys and values, to the cache."""
+        """Returns the copies, of keys and of values, of the tile that begins at the block's row `row`."""
         pages, s = self.pages, self.pages.shape
         buffer, height = pages.buffer(tile, block), tile_rows(pages.buffers[0].dtype)
         there, slot = pages.at(tile, block * s.step + row // s.page_size)
@@ -97,7 +97,7 @@ class NewEntries:
         ]
 
     def _each_tile_of_rows(self, tile: Any, block: Any, act: Callable[[Any], None]) -> None:
-        """act(row) for the tiles of a block's rows that new entries touch; `row` is the first of one."""
+        """Calls act(row) for each tile of the block that new entries touch; `row` is the tile's first row."""
         pages, s = self.pages, self.pages.shape
         height, end = tile_rows(pages.buffers[0].dtype), pages.end(tile)
         first, last, inside = (end - s.written) // height, pl.cdiv(end, height), s.block // height

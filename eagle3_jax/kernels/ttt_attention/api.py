@@ -1,7 +1,7 @@
 """Attention of the training-time test (EAGLE-3, arXiv 2503.01840, section 3.2).
 
-At step i a position attends the keys of step 0 up to itself, in its own document, and its own key of each later step.
-That is the part of a causal attention over i + 1 times as many tokens that drafting sees.
+At step i a position attends to the keys of step 0 up to itself, in its own document, and to its own key of each later
+step. This is the part of a causal attention over i + 1 times as many tokens that drafting sees.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def ttt_attention(
     implementation: Implementation | None = None,
     interpret: Any = False,
 ) -> Float[Array, "b t n d"]:
-    """softmax over the keys of step 0 that a position sees and its own of each later step, under one normaliser.
+    """Attends to the visible keys of step 0 and to the position's own key of each later step, under one softmax.
 
     Memory is O(t), in the backward pass too.
 
     Args:
         queries: of step `newest`, n = group * k query heads, grouped by KV head.
         keys, values: of all steps; those beyond `newest` may hold anything and get no gradient.
-        segment_ids: documents of a row; each is one stretch.
+            segment_ids: document of each token; a document is one contiguous stretch of its row.
         implementation: the default is "pallas" on a TPU and "xla" elsewhere.
         interpret: runs the Pallas kernels without a TPU; `pltpu.InterpretParams` included.
 
@@ -43,7 +43,7 @@ def ttt_attention(
         In the queries' dtype; scores, softmax and sums are float32.
 
     Raises:
-        ValueError: a row longer than the kernels can hold in VMEM; with the numbers.
+            ValueError: a row too long for the kernels' VMEM; with the numbers.
     """
     newest, starts = jnp.asarray(newest, jnp.int32), document_starts(segment_ids)
     if choose(implementation, pallas=True) == "pallas":
@@ -52,7 +52,7 @@ def ttt_attention(
 
 
 def document_starts(segment_ids: Int[Array, "b t"]) -> Int[Array, "b t"]:
-    """The first index of each position's document."""
+    """Returns the first index of each position's document."""
     index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
     begins = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     return jax.lax.cummax(jnp.where(begins, index, 0), axis=1)

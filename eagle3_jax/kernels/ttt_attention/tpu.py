@@ -1,4 +1,4 @@
-"""Attention of the training-time test on a TPU: the operands' layouts, the split over a mesh, and the gradient."""
+"""Attention of the training-time test on a TPU: operand layouts, the split over a mesh, and the gradient."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from eagle3_jax.kernels.ttt_attention.tpu_kernel import TTTShape
 # The name under which `jax.checkpoint` keeps the results that the backward pass needs from the forward kernel.
 KEPT = "ttt_attention"
 
-# Rows of a tile, all query heads of a KV head together: the second where the first does not fit into VMEM.
+# Rows of a tile, over all query heads of a KV head; the second if the first does not fit into VMEM.
 _ROWS = (1024, 512)
-_CHUNK = 512  # keys of one step of the kernel's loop, at most
+_CHUNK = 512  # most keys per step of the kernel's loop
 # Specs of [b, t, n, d], [s, b, t, k, d] and [b, k, tiles, rows] over a mesh.
 _TOKENS, _KEYS, _NUMBERS = P("data", None, "model"), P(None, "data", None, "model"), P("data", "model")
 _INPUTS = (_TOKENS, _KEYS, _KEYS, P("data"), P())
@@ -75,7 +75,7 @@ def _backward(interpret: Any, saved: Any, cotangents: Array) -> tuple[Array | No
         )
         return _unfolded(d_queries, s, queries.shape), d_keys, d_values
 
-    saved = tuple(jnp.asarray(x) for x in saved)  # a constant among them is none of JAX's arrays
+    saved = tuple(jnp.asarray(x) for x in saved)  # constants may be NumPy arrays
     queries, keys = saved[:2]
     specs, results = (*_INPUTS, _TOKENS, _NUMBERS, _TOKENS), (_TOKENS, _KEYS, _KEYS)
     gradients = over_mesh(local, (*saved, cotangents), specs, results, _sizes(queries, keys))
@@ -86,17 +86,17 @@ attend_tpu.defvjp(_forward, _backward)
 
 
 def _sizes(queries: Array, keys: Array) -> dict[str, int]:
-    """Sizes that the axes of a mesh split: rows of the batch, and KV heads."""
+    """Returns the sizes that a mesh's axes split: rows of the batch, and KV heads."""
     return {"data": queries.shape[0], "model": keys.shape[3]}
 
 
 def _operands(
     queries: Array, keys: Array, values: Array, starts: Array, newest: Array
 ) -> tuple[TTTShape, tuple[Array, ...]]:
-    """Operands of both kernels, in their layouts."""
+    """Returns the operands of both kernels in their layouts."""
     s = plan(queries.shape, keys.shape, queries.dtype)
     missing = s.length - queries.shape[1]
-    # Queries of the padding see themselves and nothing else.
+    # Queries of the padding see only themselves.
     own = jnp.broadcast_to(jnp.arange(queries.shape[1], s.length, dtype=jnp.int32), (s.batch, missing))
     padded = [jnp.pad(x, ((0, 0), (0, 0), (0, missing), (0, 0), (0, 0))) for x in (keys, values)]
     first = [x[0].swapaxes(1, 2) for x in padded]
@@ -112,7 +112,7 @@ def _operands(
 
 
 def _joined(first: Array, later: Array, s: TTTShape) -> Array:
-    """Gradients of step 0 [b, k, t, d] and of later steps [b, k, tiles, (s, tile), d] -> [s, b, t, k, d]."""
+    """Joins gradients of step 0 [b, k, t, d] and of later steps [b, k, tiles, (s, tile), d] to [s, b, t, k, d]."""
     later = later.reshape(s.batch, s.kv_heads, s.tiles, s.later, s.tile, s.head_dim).transpose(3, 0, 2, 4, 1, 5)
     later = later.reshape(s.later, s.batch, s.length, s.kv_heads, s.head_dim)
     return jnp.concatenate([first.swapaxes(1, 2)[None].astype(later.dtype), later])
@@ -132,10 +132,10 @@ def _unfolded(x: Array, s: TTTShape, shape: tuple[int, ...]) -> Array:
 
 
 def plan(queries: tuple[int, ...], keys: tuple[int, ...], dtype: Any) -> TTTShape:
-    """Cuts the kernels' work, for shapes as `ttt_attention` takes them.
+    """Chooses the tiling, for shapes as `ttt_attention` takes them.
 
     Raises:
-        ValueError: with the numbers, where it does not fit.
+        ValueError: the call does not fit; with the numbers.
     """
     b, t, n, d = queries
     steps, kv_heads = keys[0], keys[3]

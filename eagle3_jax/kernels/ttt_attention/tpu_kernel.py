@@ -1,11 +1,11 @@
 """Attention of the training-time test as Pallas kernels for TPU, forward and backward.
 
-One grid step is a tile of queries of all heads of a KV head, folded into the rows of one matrix; the keys and values of
-that KV head lie in VMEM whole, so that only the chunks between a document's start and the diagonal are touched. The
-online softmax begins with the keys of the later steps, one a query, where FlashAttention begins with nothing.
+One grid step is a tile of queries. All query heads of one KV head are folded into the rows of one matrix. The KV head's
+keys and values are in VMEM whole, so only the chunks between a document's start and the diagonal are read. The online
+softmax starts from the keys of the later steps, one per query; FlashAttention's starts empty.
 
-The backward pass is one kernel: gradients of keys and values add up in VMEM over the tiles of queries, so that neither
-scores nor partial sums are ever in HBM. Memory is O(T).
+The backward pass is one kernel. It sums the gradients of keys and values in VMEM over the tiles of queries, so neither
+scores nor partial sums reach HBM. Memory is O(T).
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ _LOG2_E = math.log2(math.e)
 
 @dataclasses.dataclass(frozen=True)
 class TTTShape:
-    """What one call of the kernels looks like; all of it static.
+    """The static shape of one call of the kernels.
 
     Attributes:
         length: tokens of a row, padded to a multiple of `tile` and `chunk`.
-        later: keys of later steps a query may have (the number of steps, less one).
-        tile: queries of one grid step. chunk: keys of one step of the loop.
+        later: most keys of later steps per query (the number of steps, less one).
+        tile: queries of one grid step.
+        chunk: keys per step of the loop.
     """
 
     batch: int
@@ -48,7 +49,7 @@ class TTTShape:
 
     @property
     def rows(self) -> int:
-        """Of the matrix of one KV head and tile."""
+        """Rows of the matrix of one KV head and tile."""
         return self.group * self.tile
 
     @property
@@ -56,7 +57,8 @@ class TTTShape:
         return self.length // self.tile
 
     def vmem_bytes(self, itemsize: int) -> int:
-        """What the backward kernel, the larger one, holds in VMEM: buffers (twice, for the pipeline), sums, scores."""
+        """Returns the bytes of VMEM of the backward kernel, the larger one: buffers (twice, for the pipeline), sums,
+        scores."""
         lanes = -(-self.head_dim // LANES) * LANES
         keys = 2 * self.length * lanes * (itemsize + 4)
         tiles = (3 * self.rows * itemsize + 2 * self.later * self.tile * (itemsize + itemsize)) * lanes
@@ -76,12 +78,12 @@ def forward(
     *,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "b k tiles rows d"], Float[Array, "b k tiles rows"]]:
-    """Attended values, and the base-2 logarithm of each row's normaliser (float32).
+    """Returns the attended values, and the base-2 logarithm of each row's normaliser (float32).
 
     Args:
         queries: a row for each (query head of the group, query of the tile).
-        later_keys, later_values: an entry for each (step 1, 2, ..., query of the tile); those beyond step `newest` are
-            not used.
+        later_keys, later_values: an entry for each (step 1, 2, ..., query of the tile); entries after step `newest` are
+            unused.
         starts: first index of each query's document; ascending.
     """
     s = shape
@@ -129,10 +131,11 @@ def backward(
     delta: Float[Array, "b k tiles rows"],
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Array, Array, Array, Array, Array]:
-    """Gradients of queries, keys, values (float32 for these two), later keys and later values.
+    """Returns the gradients of queries, keys, values (float32 for these two), later keys and later values.
 
     Args:
-        normaliser: as `forward` returns it. delta: the sum over d of attended values times their cotangents.
+        normaliser: as `forward` returns it.
+        delta: the sum over d of attended values times their cotangents.
     """
     s = shape
     tile, whole, row, later = _specs(s)
@@ -169,7 +172,7 @@ def backward(
 
 
 def _specs(s: TTTShape) -> tuple[pl.BlockSpec, pl.BlockSpec, pl.BlockSpec, pl.BlockSpec]:
-    """Blocks of queries, of a KV head's keys, of a number a row, and of later keys."""
+    """Returns the block specs of queries, of a KV head's keys, of one number per row, and of later keys."""
     return (
         pl.BlockSpec((1, 1, 1, s.rows, s.head_dim), lambda b, k, q, *_: (b, k, q, 0, 0)),
         pl.BlockSpec((1, 1, s.length, s.head_dim), lambda b, k, q, *_: (b, k, 0, 0)),
@@ -183,7 +186,7 @@ def _starts_spec(s: TTTShape) -> pl.BlockSpec:
 
 
 def _scalars(s: TTTShape, starts: Array, newest: Array) -> tuple[Array, Array, Array]:
-    """First and last document start of each tile, flat, and the newest step: prefetched into SMEM."""
+    """Returns the scalars to prefetch: first and last document start of each tile, flat, and the newest step."""
     return starts[:, :: s.tile].reshape(-1), starts[:, s.tile - 1 :: s.tile].reshape(-1), newest.reshape(1)
 
 
@@ -219,7 +222,7 @@ def _call(
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where a grid step stands: its first query, its documents' first and last start, and the newest step."""
+    """Position of a grid step: its first query, the first and last start of its documents, and the newest step."""
 
     at: Any
     first: Any
@@ -234,7 +237,7 @@ def _place(s: TTTShape, refs: tuple[Any, ...]) -> tuple[_Place, tuple[Any, ...]]
 
 
 def _each_chunk(s: TTTShape, place: _Place, body: Callable[[Any, bool], None]) -> None:
-    """`body(chunk, masked)` for the chunks of keys that a tile sees; those in the middle all its queries see whole."""
+    """Calls body(chunk, masked) for the chunks of keys that a tile sees; the middle chunks need no mask."""
     first, end = place.first // s.chunk, (place.at + s.tile - 1) // s.chunk + 1
     plain = jnp.minimum((place.last + s.chunk - 1) // s.chunk, end)
     masked = jnp.maximum(plain, (place.at + 1) // s.chunk)
@@ -274,7 +277,7 @@ def _forward(s: TTTShape, *refs: Any) -> None:
     starts = _column(starts_ref[0], s.tile)[:, :1]
 
     def chunk(c: Any, masked: bool) -> None:
-        """One step of the online softmax."""
+        """Runs one step of the online softmax."""
         start = pl.multiple_of(c * s.chunk, s.chunk)
         scores = dot(q_ref[0, 0, 0], k_ref[0, 0, pl.ds(start, s.chunk)], 1, 1) * scale
         if masked:
@@ -337,7 +340,7 @@ def _backward(s: TTTShape, *refs: Any) -> None:
 
     # ---------------------------------------------------------------------------------------------- step 0, causal
     def chunk(c: Any, masked: bool) -> None:
-        """Scores lie transposed here, [keys, rows]: of three products with them only one transposes."""
+        """Keeps scores transposed, [keys, rows]: then one of the three products transposes them, not two."""
         q, do = q_ref[0, 0, 0], do_ref[0, 0, 0]
         start = pl.multiple_of(c * s.chunk, s.chunk)
         window = pl.ds(start, s.chunk)
@@ -360,15 +363,15 @@ def _backward(s: TTTShape, *refs: Any) -> None:
 
 
 def _grouped(s: TTTShape, ref: Any) -> Array:
-    """A tile's rows as float32 [group, tile, d]."""
+    """Reads a tile's rows as float32 [group, tile, d]."""
     return ref[0, 0, 0].astype(jnp.float32).reshape(s.group, s.tile, s.head_dim)
 
 
 def _later(s: TTTShape, ref: Any, j: int) -> Array:
-    """A tile's keys or values of step j + 1, float32 [1, tile, d]."""
+    """Reads a tile's keys or values of step j + 1 as float32 [1, tile, d]."""
     return ref[0, 0, 0, pl.ds(j * s.tile, s.tile)].astype(jnp.float32)[None]
 
 
 def _column(row: Array, size: int) -> Array:
-    """[1, size] -> [size, lanes], each entry in all lanes of its row."""
+    """Broadcasts [1, size] to [size, lanes]: each entry in all lanes of its row."""
     return jnp.transpose(jnp.broadcast_to(row, (LANES, size)))

@@ -10,13 +10,13 @@ from jaxtyping import Array
 
 from eagle3_jax.kernels.contraction import contract
 
-# Queries of a block: bounds the scores' memory, and skips keys that no query of the block may see.
+# Queries per block: bounds the memory for scores, and skips keys that no query of the block sees.
 _QUERIES = 256
 
 
 def attend_xla(queries: Array, keys: Array, values: Array, starts: Array, newest: Array) -> Array:
     """See `ttt_attention`; `starts` is the first index of each position's document."""
-    block = jax.checkpoint(_attend_block)  # scores are cheaper to compute again than to keep
+    block = jax.checkpoint(_attend_block)  # recomputing scores is cheaper than keeping them
     outputs = []
     for start in range(0, queries.shape[1], _QUERIES):
         rows, seen = slice(start, start + _QUERIES), slice(0, start + _QUERIES)
@@ -30,7 +30,8 @@ def attend_xla(queries: Array, keys: Array, values: Array, starts: Array, newest
 def _attend_block(
     queries: Array, keys: Array, values: Array, later_keys: Array, later_values: Array, visible: Array, newest: Array
 ) -> Array:
-    """Queries [b, t, n, d] against keys of step 0 [b, s, k, d] and their own of later steps, [steps, b, t, k, d]."""
+    """Attends from queries [b, t, n, d] to keys of step 0 [b, s, k, d] and to their own of later steps, [steps, b, t,
+    k, d]."""
     b, t, n, d = queries.shape
     s, kv_heads = keys.shape[1], keys.shape[2]
     group = n // kv_heads
@@ -62,5 +63,5 @@ def _attend_block(
 
 
 def _heads_first(x: Array) -> Array:
-    """[b, t, k, d] -> float32 [b, k, 1, t, d]."""
+    """Transposes [b, t, k, d] to float32 [b, k, 1, t, d]."""
     return x.astype(jnp.float32).transpose(0, 2, 1, 3)[:, :, None]

@@ -1,4 +1,4 @@
-"""Products with one row per token of a vocabulary, and the tokens that come out best."""
+"""Products with the rows of a vocabulary, and the best tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HIGHEST = jax.lax.Precision.HIGHEST
 def vocabulary_logits(
     x: Float[Array, "*batch h"], rows: Float[Array, "v h"] | Panels | Padded
 ) -> Float[Array, "*batch v"]:
-    """x @ rows.T in float32. Rows are one per token, as embeddings are stored; panels hold their transpose."""
+    """Computes x @ rows.T in float32. Rows are one per token, as embeddings are stored; panels hold their transpose."""
 
     def dense(x: Array, rows: Array) -> Array:
         rows = rows.astype(x.dtype)
@@ -29,15 +29,16 @@ def vocabulary_logits(
 
 
 def argmax(x: Float[Array, "*batch v"]) -> Int[Array, "*batch"]:
-    """jnp.argmax over the last axis, int32: the first of the greatest."""
+    """Returns the index of the maximum over the last axis, int32; the first of equal ones."""
     return jax.lax.platform_dependent(x, cpu=_argmax_of_blocks, default=lambda x: jnp.argmax(x, axis=-1)).astype(
         jnp.int32
     )
 
 
 def _argmax_of_blocks(x: Float[Array, "*batch v"]) -> Int[Array, "*batch"]:
-    """In two levels (the block that holds the maximum, then the place in it): a CPU reduces values in vectors but
-    indices one by one, which over a vocabulary costs as much as a layer.
+    """Finds the block that holds the maximum, then the index in it.
+
+    A CPU reduces values in vectors but indices one by one, which over a vocabulary costs as much as a layer.
     """
     padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % 128)], constant_values=-jnp.inf)
     blocks = padded.reshape(*x.shape[:-1], -1, 128)
@@ -54,17 +55,17 @@ def vocabulary_top_k(
     implementation: Implementation | None = None,
     interpret: Any = False,
 ) -> tuple[Float[Array, "*batch k"], Int[Array, "*batch k"]]:
-    """The k most probable tokens of softmax(x @ rows.T), best first, ties to the lowest.
+    """Returns the k most probable tokens of softmax(x @ rows.T), best first; ties go to the lower id.
 
     Args:
         implementation: the default is "pallas" on a TPU for k up to `tpu.LONGEST`, and "xla" elsewhere.
         interpret: runs the Pallas kernel without a TPU; `pltpu.InterpretParams` included.
 
     Returns:
-        Log-probabilities, float32, at most 0 also after rounding; and tokens, int32.
+            Log-probabilities, float32, at most 0 even after rounding; and tokens, int32.
 
     Raises:
-        ValueError: the vocabulary has less than k tokens.
+            ValueError: the vocabulary has fewer than k tokens.
     """
     size = rows.columns if isinstance(rows, Panels) else rows.shape[0]
     if not 1 <= k <= size:
@@ -78,7 +79,7 @@ def vocabulary_top_k(
 def top_k_of_logits(
     logits: Float[Array, "*batch v"], k: int
 ) -> tuple[Float[Array, "*batch k"], Int[Array, "*batch k"]]:
-    """`vocabulary_top_k` where the logits are there already."""
+    """`vocabulary_top_k` from given logits."""
     tokens = []
     masked = logits
     column = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)

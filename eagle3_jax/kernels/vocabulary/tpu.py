@@ -1,9 +1,9 @@
-"""The most probable tokens as a Pallas kernel for TPU.
+"""Top-k over a vocabulary as a Pallas kernel for TPU.
 
-Blocks of vocabulary rows stream from HBM to VMEM once, and their logits never leave VMEM. Each of the 128 lanes keeps
-the best of the tokens that fall to it, a sorted list for each query, and the sum of exponentials below its own
-maximum: a block costs a few vector operations for each k, whatever it holds, and no reduction over lanes. The lists of
-the lanes are merged once, behind the last block. Reading the weights takes longer than all of it.
+Blocks of vocabulary rows stream from HBM to VMEM once, and their logits never leave VMEM. Each of the 128 lanes keeps,
+for each query, a sorted list of its best tokens, and the sum of exponentials below its maximum. So a block costs a few
+vector operations per k, whatever its values, and no reduction over lanes. The lanes' lists are merged once, after the
+last block. Reading the weights takes longer than all of this.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from jaxtyping import Array, Float, Int
 from eagle3_jax.kernels.dispatch import cores, over_mesh, split_axes
 from eagle3_jax.kernels.tpu.registers import LANES, NEVER, SUBLANES, dot
 
-# How the work is cut, by static profiles (tools/tpu_profile.py).
-LONGEST = 32  # list that the kernel keeps in registers
+# The tiling, chosen by static profiles (tools/tpu_profile.py).
+LONGEST = 32  # longest list that the kernel keeps in registers
 _BLOCK_BYTES = 8 << 20  # of vocabulary rows
 _BLOCK_ROWS = 2048
 _TILE_BYTES = 4 << 20  # of queries
@@ -34,7 +34,7 @@ _VMEM = 40 << 20  # bytes that the compiler may use
 def top_k(
     x: Float[Array, "m h"], rows: Float[Array, "v h"], k: int, *, interpret: Any
 ) -> tuple[Float[Array, "m k"], Int[Array, "m k"]]:
-    """See `vocabulary_top_k`; split over the mesh that is set and the cores of a device."""
+    """See `vocabulary_top_k`; split over the current mesh and the cores of a device."""
     sizes = {"data": x.shape[0], "model": rows.shape[0]}
 
     def local(x: Array, rows: Array) -> tuple[Array, Array]:
@@ -47,7 +47,7 @@ def top_k(
 def _gathered(
     values: Float[Array, "p m k"], tokens: Int[Array, "p m k"], normalizers: Float[Array, "p m 1"], rows: int
 ) -> tuple[Float[Array, "q m k"], Int[Array, "q m k"], Float[Array, "q m 1"]]:
-    """Gathers what each device of the model axis found in its `rows` of the vocabulary, in one collective of bits."""
+    """Gathers the results of the model axis, each device's for its own `rows` of the vocabulary, in one collective."""
     k = tokens.shape[-1]
     tokens += jax.lax.axis_index("model") * rows
     floats = jax.lax.bitcast_convert_type(jnp.concatenate([values, normalizers], axis=-1), jnp.int32)
@@ -59,13 +59,14 @@ def _gathered(
 def _merged(
     values: Float[Array, "p m k"], tokens: Int[Array, "p m k"], normalizers: Float[Array, "p m 1"]
 ) -> tuple[Float[Array, "m k"], Int[Array, "m k"]]:
-    """Merges the lists of consecutive parts of a vocabulary, and makes log-probabilities of logits."""
+    """Merges the lists of consecutive parts of a vocabulary, and turns logits into log-probabilities."""
     parts, m, k = values.shape
     if parts == 1:
         return jnp.minimum(values[0] - normalizers[0], 0.0), tokens[0]
     values, tokens = (jnp.moveaxis(x, 0, 1).reshape(m, -1) for x in (values, tokens))
-    # The place of an entry is the number of entries that are better, or equal and of a lower part. On a TPU a sort and
-    # a gather of so few take longer.
+    # An entry's place is the number of entries that are greater, or equal and earlier. On a TPU a sort and a gather of
+    # so
+    # few take longer.
     mine, other = values[:, :, None], values[:, None, :]
     earlier = jnp.tri(parts * k, k=-1, dtype=bool)[None]
     place = jnp.sum((other > mine) | ((other == mine) & earlier), axis=-1)
@@ -83,14 +84,15 @@ def lists(
     parts: int,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "p m k"], Int[Array, "p m k"], Float[Array, "p m 1"]]:
-    """Of each part of the vocabulary the k greatest logits, their tokens, and the logarithm of its sum of exponentials.
+    """Returns, for each part of the vocabulary, the k greatest logits, their tokens, and the log of the sum of
+    exponentials.
 
     Args:
         rows: any float type; read as the type of `hidden`.
-        parts: consecutive stretches of the vocabulary, for the cores of a device to share.
+        parts: consecutive stretches of the vocabulary, shared by the cores of a device.
 
     Returns:
-        Best first, ties to the lowest token. Where a part has less than k tokens, logits of -1e30 follow.
+        Best first; ties go to the lower token. A part with fewer than k tokens is filled with logits of -1e30.
     """
     (m, h), v = hidden.shape, rows.shape[0]
     packed = SUBLANES * 4 // hidden.dtype.itemsize  # rows of a tile of the hidden states' type
@@ -161,10 +163,10 @@ def _kernel(
     token = start + jax.lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), 1)
 
     def insert(group: Any, _: None) -> None:
-        """The block's logits of eight queries into their lists."""
+        """Inserts the block's logits for eight queries into their lists."""
         at = pl.ds(pl.multiple_of(group * SUBLANES, SUBLANES), SUBLANES)
 
-        def column(c: int) -> Array:  # the last block may reach beyond the vocabulary, where it holds anything
+        def column(c: int) -> Array:  # the last block may reach beyond the vocabulary, into undefined values
             return jnp.where(token + c < vocabulary, logits[at, pl.ds(c, LANES)], NEVER)
 
         listed, named = [values[i, at] for i in range(k)], [ids[i, at] for i in range(k)]
@@ -186,10 +188,10 @@ def _kernel(
 
     jax.lax.fori_loop(0, tile // SUBLANES, insert, None)
 
-    together = math.gcd(tile, 8 * SUBLANES)  # reductions over lanes take long: those of so many queries overlap
+    together = math.gcd(tile, 8 * SUBLANES)  # so many slow reductions over lanes overlap
 
     def merge(group: Any, _: None) -> None:
-        """The best heads of the lanes' lists, one after the other."""
+        """Merges the lanes' lists, best first."""
         at = pl.ds(pl.multiple_of(group * together, together), together)
         listed, named = [values[i, at] for i in range(k)], [ids[i, at] for i in range(k)]
         top = jnp.max(listed[0], axis=1, keepdims=True)
