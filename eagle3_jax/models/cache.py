@@ -1,8 +1,8 @@
 """The key-value cache: append and attend, commit.
 
-Passed in and returned, never mutated; callers donate it. Contiguous: every sequence owns `slots` slots a layer. Paged:
-a `PageTable`, an argument of each pass, names the page of each stretch of a sequence. The cache knows no lengths: they
-are the caller's, and count committed tokens only.
+A cache is passed in and returned, never mutated; callers donate it. Contiguous: each sequence owns `slots` slots per
+layer. Paged: a `PageTable`, an argument of each pass, names the page of each page_size slots of a sequence. The cache
+has no lengths: the caller keeps them, and counts committed tokens only.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from eagle3_jax.kernels.tree_attention.packed_heads import SLOTS, cache_rows
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PageTable:
-    """Where a pass finds its sequences in paged caches.
+    """Locates a pass's sequences in paged caches.
 
     Attributes:
-        pages: the page of each stretch of each sequence.
-        continued: a sequence may continue the one before it in the batch, on the same pages.
+        pages: the page of each page_size slots of each sequence.
+        continued: whether a sequence may continue the one before it in the batch, on the same pages.
     """
 
     pages: Int[Array, "b pages"]
@@ -39,8 +39,8 @@ class KVCache:
     """Keys and values of every layer.
 
     Attributes:
-        keys, values: one array a layer: [batch, kv_heads, slots, head_dim], or [pages, kv_heads, page_size, head_dim];
-            on a TPU several heads side by side in a row (`kernels/tree_attention/packed_heads.py`).
+            keys, values: one array per layer: [batch, kv_heads, slots, head_dim], or [pages, kv_heads, page_size,
+            head_dim]; on a TPU a row may hold several heads (`kernels/tree_attention/packed_heads.py`).
     """
 
     keys: tuple[Array, ...]
@@ -48,12 +48,12 @@ class KVCache:
 
     @classmethod
     def empty(cls, layers: int, batch: int, kv_heads: int, slots: int, head_dim: int, dtype: Any) -> KVCache:
-        """Room for `slots` entries a sequence at least, in a multiple of what the attention kernel for TPU reads."""
+        """Allocates at least `slots` entries per sequence, in a multiple of what the attention kernel for TPU reads."""
         return cls.pages(layers, batch, kv_heads, -(-slots // SLOTS) * SLOTS, head_dim, dtype)
 
     @classmethod
     def pages(cls, layers: int, pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: Any) -> KVCache:
-        """Pages that belong to nobody yet, for the mesh that is set."""
+        """Allocates free pages, for the current mesh."""
         rows, width = cache_rows(kv_heads, head_dim)
 
         def zeros() -> tuple[Array, ...]:
@@ -62,11 +62,11 @@ class KVCache:
         return cls(zeros(), zeros())
 
     def layer(self, index: int) -> KVCache:
-        """One layer's own."""
+        """Returns the cache of one layer."""
         return dataclasses.replace(self, keys=self.keys[index : index + 1], values=self.values[index : index + 1])
 
     def with_layer(self, index: int, own: KVCache) -> KVCache:
-        """The same with another `layer(index)`."""
+        """Returns the cache with `layer(index)` replaced."""
         keys, values = _replace(self.keys, index, own.keys[0]), _replace(self.values, index, own.values[0])
         return dataclasses.replace(self, keys=keys, values=values)
 
@@ -80,7 +80,7 @@ class KVCache:
         page_table: PageTable | None = None,
         **options: Any,
     ) -> tuple[Float[Array, "b t n d"], KVCache]:
-        """Writes t new entries as the tail's last, and attends from them. Of a cache of one layer (see `layer`).
+        """Writes t new entries at the tail's end, and attends from them; for a cache of one layer (see `layer`).
 
         Args:
             page_table: None where the cache is contiguous.
@@ -125,7 +125,7 @@ class KVCache:
         """Moves the accepted path to the front of the tail: slot length + path[j] goes to length + j.
 
         Args:
-            path: int32 indices into the tail, ascending; behind the accepted ones the last may be repeated.
+                path: int32 indices into the tail, ascending; after the accepted ones the last may be repeated.
         """
         pages = None if page_table is None else page_table.pages
         kept = commit((*self.keys, *self.values), lengths, path, page_table=pages)

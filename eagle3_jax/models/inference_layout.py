@@ -1,4 +1,4 @@
-"""Models with their matrices in the layouts of the kernels: in panels on a CPU (`kernels.linear`), by rows on a TPU."""
+"""Puts a model's matrices into the layouts of the kernels: panels on a CPU (`kernels.linear`), row-major on a TPU."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ class Product(NamedTuple):
     """A kind of product with a model's matrices.
 
     Attributes:
-        shape: of the matrix. vocabulary: its rows are one per token.
+        shape: shape of the matrix.
+        vocabulary: whether its rows are one per token.
     """
 
     shape: tuple[int, ...]
     vocabulary: bool
 
     def times(self, matrices: Sequence[jax.Array], rows: int) -> jax.Array:
-        """`rows` rows times each of some matrices in turn, to be timed."""
+        """Multiplies `rows` rows with each matrix in turn, to be timed."""
         x = jnp.ones(self.shape[-1 if self.vocabulary else 0], matrices[0].dtype)
         return few_rows.multiply(
             matrices[: few_rows.SAMPLE], x, rows=rows, product=vocabulary_logits if self.vocabulary else linear
@@ -50,16 +51,16 @@ class Product(NamedTuple):
 
 
 def for_inference(model: Model) -> Model:
-    """A twin in the kernels' layouts; it shares the arrays that need no other layout, and the model may be dropped.
+    """Returns a twin in the kernels' layouts. It shares the arrays that stay as they are; the model may be dropped.
 
-    On one CPU device matrices are packed, and a tied LM head gets a matrix of its own. On TPUs some parameters are
-    stored row by row (`tpu_formats`). Elsewhere the twin is the model itself.
+    On a single CPU device matrices are packed, and a tied LM head gets a matrix of its own. On TPUs some parameters are
+    stored row-major (`tpu_formats`). Elsewhere the twin is the model itself.
     """
     return _each(model, _twin)
 
 
 def products(*models: TargetModel | Draft | None) -> dict[Product, list[jax.Array]]:
-    """The matrices that `padded` takes, of all models together."""
+    """Collects the matrices that `padded` takes, of all models together."""
     found: dict[Product, list[jax.Array]] = collections.defaultdict(list)
 
     def collect(module: Any) -> Any:
@@ -76,10 +77,10 @@ def products(*models: TargetModel | Draft | None) -> dict[Product, list[jax.Arra
 
 
 def padded(model: Model, rows: Mapping[Product, tuple[int, ...]]) -> Model:
-    """A twin on the same arrays whose products pad their rows where that costs less.
+    """Returns a twin on the same arrays whose products pad their rows where that costs less.
 
     Args:
-        rows: see `layouts.Padded`; products that are missing in it, or have none, are not padded.
+        rows: numbers of rows by product, see `layouts.Padded`; a product without any is not padded.
     """
 
     def of(leaf: jax.Array, *, vocabulary: bool = False) -> Any:
@@ -99,7 +100,7 @@ def padded(model: Model, rows: Mapping[Product, tuple[int, ...]]) -> Model:
 
 
 def _each(model: Any, of: Callable[[Any], Any]) -> Any:
-    """The model with `of` applied to its module."""
+    """Applies `of` to the model's module."""
     if not isinstance(model, Draft):
         return of(model)
     head = model.head
@@ -107,15 +108,15 @@ def _each(model: Any, of: Callable[[Any], Any]) -> Any:
 
 
 def tpu_formats(module: TargetModel | Head) -> Any:
-    """Sharding and layout of each parameter on a TPU for inference, as a pytree of `Sharding`s and `Format`s.
+    """Chooses each parameter's sharding and layout for inference on a TPU: a pytree of `Sharding`s and `Format`s.
 
-    Parameters are stored row by row where a gather reads them (a target's embeddings), the kernel that chooses drafts
-    (a head's own LM head), or the ragged product of experts. Where the number of rows fills registers of 128 numbers
-    and their length does not (gpt-oss, SmolLM2), a TPU's default has the rows in the lanes, and each program would copy
-    them before its first round. The product of a target's LM head reads the default layout, so tied embeddings keep it.
+    Row-major are the parameters that a gather reads (a target's embeddings), the draft kernel (a head's own LM head),
+    or the ragged product of experts. If their rows are a multiple of 128 and the rows' length is not (gpt-oss,
+    SmolLM2), a TPU's default layout has the rows in the lanes. Each program would then copy the parameters before its
+    first round. The product of a target's LM head reads the default layout, so tied embeddings keep it.
 
     Args:
-        module: of arrays, or of `ShapeDtypeStruct`s with shardings.
+        module: with arrays, or with `ShapeDtypeStruct`s that have shardings.
     """
     if isinstance(module, TargetModel):
         rows = {"embed"} if hasattr(module, "lm_head") else set()
@@ -159,7 +160,7 @@ def _by_rows(module: Module) -> Module:
 
 
 def _placed(matrix: jax.Array, *, transposed: bool = False) -> Panels:
-    """The panels on the matrix's device; committed to it if the matrix is, for that is part of a compiled program."""
+    """Packs a matrix on its device; committed panels if the matrix is, since compiled programs depend on it."""
     panels = pack(matrix.T if transposed else matrix)
     if not matrix.committed:
         return panels

@@ -1,7 +1,7 @@
-"""The few functions that target and draft models are made of.
+"""Functions and modules that targets and draft heads share.
 
-Conventions: activations carry the compute dtype and weights follow it; norms, RoPE and softmax run in float32; every
-contraction asks for the highest precision, so that float32 means float32 on a TPU too (bfloat16 is unaffected).
+Conventions: activations have the compute dtype, and weights are cast to it; norms, RoPE and softmax run in float32.
+Every contraction has the highest precision, so float32 means float32 on a TPU too (bfloat16 is unaffected).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from jaxtyping import Array, Float, Int
 from eagle3_jax.kernels.dispatch import default_implementation
 from eagle3_jax.kernels.linear.api import gated_linear, linear
 
-# (regex over a parameter's path, partition), for targets and draft heads: vocabulary rows, KV heads, FFN columns and
-# the aux features' columns go over the model axis.
+# (regex over a parameter's path, partition), for targets and draft heads: the model axis splits vocabulary rows, KV
+# heads, FFN columns and the aux features' columns.
 SHARDING_RULES = (
     (r"embed|lm_head", P("model", None)),
     (r"\bfc$", P("model", None)),
@@ -62,11 +62,12 @@ class LinearScaling:
 class YarnScaling:
     """YaRN (https://arxiv.org/abs/2309.00071, Hugging Face `rope_type: yarn`).
 
-    Frequencies that turn fewer than `beta_slow` times over the original length are divided by `factor`, those that turn
-    more than `beta_fast` times are kept, those between are blended; cosines and sines are multiplied by `amplitude`.
+    Frequencies that turn fewer than `beta_slow` times over the original length are divided by `factor`. Those that turn
+    more than `beta_fast` times are kept, and those between are blended. Cosines and sines are multiplied by
+    `amplitude`.
 
     Attributes:
-        truncate: the two bounds are rounded to whole dimensions.
+        truncate: rounds the two bounds to whole dimensions.
     """
 
     factor: float
@@ -99,7 +100,7 @@ Scaling = RopeScaling | LinearScaling | YarnScaling
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: Scaling | None = None) -> Float[Array, " half"]:
-    """Inverse frequencies of the rotate-half (NeoX) layout, float32 [head_dim // 2]."""
+    """Computes inverse frequencies of the rotate-half (NeoX) layout, float32 [head_dim // 2]."""
     inverse = 1.0 / theta ** (jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     if scaling is None:
         return inverse
@@ -110,7 +111,7 @@ def rope_frequencies(head_dim: int, theta: float, scaling: Scaling | None = None
     wavelength = 2 * math.pi / inverse
     original = scaling.original_max_position_embeddings
     low, high = original / scaling.low_freq_factor, original / scaling.high_freq_factor
-    span = scaling.high_freq_factor - scaling.low_freq_factor or 1.0  # none (Llama 4): nothing is blended
+    span = scaling.high_freq_factor - scaling.low_freq_factor or 1.0  # 0 for Llama 4: no frequency is blended
     smooth = (original / wavelength - scaling.low_freq_factor) / span
     blended = (1 - smooth) * inverse / scaling.factor + smooth * inverse
     return jnp.where(wavelength > low, inverse / scaling.factor, jnp.where(wavelength < high, inverse, blended))
@@ -119,16 +120,16 @@ def rope_frequencies(head_dim: int, theta: float, scaling: Scaling | None = None
 def rope_table(
     positions: Int[Array, "b t"], frequencies: Float[Array, " half"], amplitude: float = 1.0
 ) -> tuple[Float[Array, "b t 1 half"], Float[Array, "b t 1 half"]]:
-    """Cosines and sines of every position, float32, ready to broadcast over heads."""
+    """Computes cosines and sines of every position, float32, which broadcast over heads."""
     angles = positions[..., None, None].astype(jnp.float32) * frequencies[None, None, None]
-    # Behind the barrier: else XLA computes them again in every layer, for every head.
+    # The barrier keeps XLA from recomputing them in every layer, for every head.
     return jax.lax.optimization_barrier((jnp.cos(angles) * amplitude, jnp.sin(angles) * amplitude))
 
 
 def scaled_rope_table(
     positions: Int[Array, "b t"], head_dim: int, theta: float, scaling: Scaling | None
 ) -> tuple[Float[Array, "b t 1 half"], Float[Array, "b t 1 half"]]:
-    """`rope_table` of RoPE as a config.json has it."""
+    """Computes `rope_table` from the RoPE fields of a config.json."""
     amplitude = scaling.amplitude if isinstance(scaling, YarnScaling) else 1.0
     return rope_table(positions, rope_frequencies(head_dim, theta, scaling), amplitude)
 
@@ -143,38 +144,38 @@ def apply_rope(
 
 
 def halves(x: Float[Array, "b t heads d"]) -> Float[Array, "b t heads d"]:
-    """Pairs of neighbours as the two halves of a head, for families whose RoPE turns neighbours.
+    """Moves pairs of neighbours into the two halves of a head, for families whose RoPE rotates neighbours.
 
-    Done to queries and keys alike it changes no product of the two.
+    Applied to queries and keys alike, it changes no product of the two.
     """
     return jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
 
 
 def rms_norm(x: Float[Array, "*batch h"], weight: Float[Array, " h"], eps: float) -> Float[Array, "*batch h"]:
-    """x / rms(x) * weight, variance in float32, as Llama computes it."""
+    """Computes x / rms(x) * weight, with the variance in float32, as Llama does."""
     x32 = x.astype(jnp.float32)
     normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     return normed.astype(x.dtype) * jnp.expand_dims(weight.astype(x.dtype), range(x.ndim - 1))
 
 
 def at_row(array: Float[Array, "b t ..."], row: Int[Array, " b"] | None) -> Float[Array, "b r ..."]:
-    """array[b, row[b]], the axis of rows kept; None keeps all rows."""
+    """Selects array[b, row[b]] and keeps the axis of rows; None keeps all rows."""
     return array if row is None else jax.vmap(lambda rows, i: rows[i][None])(array, row)
 
 
 def embeddings(table: Float[Array, "v h"], tokens: Int[Array, "*batch"]) -> Float[Array, "*batch h"]:
-    """table[tokens]."""
+    """Looks up table[tokens]."""
     if default_implementation() != "pallas":
-        # Behind the barrier: else XLA for CPUs converts a whole bfloat16 table in front of a loop that gathers from it.
+        # The barrier keeps XLA for CPUs from converting a whole bfloat16 table before a loop that gathers from it.
         table, tokens = jax.lax.optimization_barrier((table, tokens))
     return table[tokens]
 
 
 class Attention(nnx.Module):
-    """Projections of grouped-query attention; what is attended, the caller decides.
+    """Projections of grouped-query attention; the caller supplies the attention.
 
-    `qkv` [in, kv_heads * (group + 2) * head_dim] keeps each KV head beside its queries: one contraction, and a split
-    over the model axis cuts between KV heads. Two dimensions: of more, a TPU would keep a copy in another layout.
+    `qkv` [in, kv_heads * (group + 2) * head_dim] has each KV head next to its queries: one contraction, which the model
+    axis splits between KV heads. It has two dimensions: a TPU would keep a copy of more in another layout.
     """
 
     def __init__(
@@ -187,19 +188,19 @@ class Attention(nnx.Module):
     def project(
         self, x: Float[Array, "b t h"], rope: tuple[Float[Array, "b t 1 half"], Float[Array, "b t 1 half"]]
     ) -> tuple[Float[Array, "b t n d"], Float[Array, "b t k d"], Float[Array, "b t k d"]]:
-        """Rotated queries and keys, and values."""
+        """Computes rotated queries and keys, and values."""
         q, k, v = self.heads(self.fused(x))
         return apply_rope(q, rope), apply_rope(k, rope), v
 
     def fused(self, x: Float[Array, "b t h"]) -> Float[Array, "b t out"]:
-        """x @ qkv."""
-        # Behind the barrier lie layouts by head: without it a TPU keeps a copy of the kernel that suits them.
+        """Computes x @ qkv."""
+        # The barrier keeps per-head layouts out of the product; else a TPU keeps a copy of the kernel in such a layout.
         return jax.lax.optimization_barrier(linear(x, self.qkv[...]))
 
     def heads(
         self, fused: Float[Array, "b t out"]
     ) -> tuple[Float[Array, "b t n d"], Float[Array, "b t k d"], Float[Array, "b t k d"]]:
-        """Queries, keys and values, head by head."""
+        """Splits the projection into queries, keys and values by head."""
         b, t, _ = fused.shape
         qkv = fused.reshape(b, t, self.kv_heads, -1, self.head_dim)
         q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
@@ -222,15 +223,15 @@ class SwiGLU(nnx.Module):
 
 
 def normal(shape: tuple[int, ...], dtype: Any, rngs: nnx.Rngs, scale: float = 0.02) -> nnx.Param:
-    """A parameter drawn from N(0, scale^2), Hugging Face's initialisation."""
+    """Draws a parameter from N(0, scale^2), Hugging Face's initialisation."""
     return nnx.Param((scale * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype))
 
 
 def zeros(size: int, dtype: Any) -> nnx.Param:
-    """A bias."""
+    """Makes a bias of zeros."""
     return nnx.Param(jnp.zeros((size,), dtype))
 
 
 def ones(size: int, dtype: Any) -> nnx.Param:
-    """A norm's weight."""
+    """Makes a norm's weight of ones."""
     return nnx.Param(jnp.ones((size,), dtype))

@@ -1,8 +1,8 @@
-"""What every target is: embeddings, layers, a final norm, an LM head; and the aux hidden states on the way.
+"""Target models: embeddings, layers, a final norm and an LM head; aux hidden states are collected on the way.
 
-One forward serves prefill, one-token decode and tree verification. The layers are unrolled: scanning them copies each
-layer's weights out of the stack on a CPU (about twice the time a step). Layers that are alike are traced once. What a
-layer does, its family's file says.
+One forward serves prefill, one-token decode and tree verification. The layers are unrolled: on a CPU a scan would copy
+each layer's weights out of the stack (about twice the time per step). Layers that are alike are traced once. A family's
+file defines its layers.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ from eagle3_jax.models.rope import KINDS, THETA, Kinds, read_rope, write_rope
 
 # Cosines and sines, see `rope_table`.
 Rope = tuple[Float[Array, "b t 1 half"], Float[Array, "b t 1 half"]]
-# (q [b t n d], k [b t k d], v [b t k d], *, window, chunk, sinks) -> [b t n d]: writes the layer's cache and attends:
-# to the last `window` positions, or to those of the query's own chunk, `chunk` positions long; sinks: `tree_attention`.
+# (q [b t n d], k [b t k d], v [b t k d], *, window, chunk, sinks) -> [b t n d]: writes the layer's cache and attends to
+# the last `window` positions, or to the query's own chunk of `chunk` positions; sinks: see `tree_attention`.
 Attend = Callable[..., Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a target, in Hugging Face's words; each family has a class of its own.
+    """Shape of a target, with Hugging Face's field names; each family has its own class.
 
     Attributes:
-        aux_layers: boundaries whose residual stream is returned; ascending, distinct, in [0, num_hidden_layers]. None
-            are where nothing reads them, or none were named and the default rule collides (see `without_aux_layers`).
+        aux_layers: boundaries whose residual stream is returned; ascending, distinct, in [0, num_hidden_layers]. Empty
+            if nothing reads them, or if the default rule collides (see `without_aux_layers`).
     """
 
-    # Of a family: the name in `architectures`, `model_type`, what config.json may say of what is not read (field ->
-    # the one value that is supported), the values of fields that config.json leaves out, how RoPE may be scaled, and
-    # whether `num_key_value_heads` and `head_dim` are those of a cache of latent vectors, not of heads.
+    # Set by each family: the name in `architectures`, `model_type`, fields of config.json that are not read (field ->
+    # the
+    # one supported value), defaults of fields that config.json leaves out, kinds of RoPE scaling, and whether
+    # `num_key_value_heads` and `head_dim` describe a cache of latent vectors instead of heads.
     architecture: ClassVar[str]
     model_type: ClassVar[str]
     supported: ClassVar[dict[str, Any]]
@@ -109,16 +110,16 @@ class ModelConfig:
 
     @classmethod
     def own(cls, values: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-        """The fields that the family alone has. Appends to `problems`; the values then mean nothing."""
+        """Reads the family's own fields. Appends to `problems`; the values are then undefined."""
         return {}
 
     @property
     def rope_dim(self) -> int:
-        """Dimensions of a head that RoPE turns."""
+        """Dimensions of a head that RoPE rotates."""
         return self.head_dim
 
     def to_hf(self) -> dict[str, Any]:
-        """What `from_hf` reads, in both of transformers' spellings. Aux layers are no part of it."""
+        """Writes what `from_hf` reads, in both of transformers' spellings; without aux layers."""
         same = [field.name for field in dataclasses.fields(self) if field.name not in _SPELT_OTHERWISE]
         return {
             "architectures": [self.architecture],
@@ -134,27 +135,27 @@ _SPELT_OTHERWISE = ("rope_theta", "rope_scaling", "eos_token_ids", "aux_layers")
 
 
 def default_aux_layers(layers: int) -> tuple[int, int, int]:
-    """The boundaries that every engine takes when none are named. Shallow: they collide."""
+    """Returns the boundaries that engines use by default; on shallow targets they collide."""
     return 2, layers // 2, layers - 3
 
 
 def final_boundary(layers: int) -> int:
-    """The boundary behind the final norm, one after the last layer's: a feature of heads other than EAGLE-3's."""
+    """Returns the boundary after the final norm, one more than the last layer's; heads other than EAGLE-3's read it."""
     return layers + 1
 
 
 def check_aux_layers(aux_layers: tuple[int, ...] | None, layers: int) -> tuple[int, ...]:
-    """The boundaries to use: the given ones, or the default; () where that collides. Raises ValueError."""
+    """Returns the given boundaries, or the default; () if the default collides. Raises ValueError."""
     chosen = default_aux_layers(layers) if aux_layers is None else tuple(aux_layers)
     if not chosen or list(chosen) != sorted(set(chosen)) or chosen[0] < 0 or chosen[-1] > layers:
-        if aux_layers is None:  # who only decodes reads none
+        if aux_layers is None:  # decoding without a head reads none
             return ()
         raise ValueError(f"target.aux_layers: got {chosen}, expected ascending, distinct, within 0..{layers}")
     return chosen
 
 
 def without_aux_layers(target: ModelConfig) -> str:
-    """What is said to those who need aux layers of a target that has none, field by field."""
+    """Returns the error for uses of aux layers on a target without them."""
     layers = target.num_hidden_layers
     return (
         f"target.aux_layers: got none, expected boundaries within 0..{layers}: the default rule, "
@@ -163,9 +164,9 @@ def without_aux_layers(target: ModelConfig) -> str:
 
 
 class TargetModel(nnx.Module):
-    """Parameters: `embed` [V, H], `blocks`, `norm` [H], and `lm_head` [V, H] unless tied.
+    """A target. Parameters: `embed` [V, H], `blocks`, `norm` [H], and `lm_head` [V, H] unless tied.
 
-    A block is called with the residual stream [b, t, H], `Rope` and `Attend`, and returns the stream behind it.
+    A block maps the residual stream [b, t, H], given `Rope` and `Attend`, to the stream after it.
     """
 
     block: ClassVar[Callable[..., Any]]  # (config, layer, *, dtype, rngs) -> one decoder layer of the family
@@ -195,10 +196,11 @@ class TargetModel(nnx.Module):
         Args:
             positions: RoPE positions (committed length + depth in the tree).
             lengths: committed tokens in the cache; the new ones are written behind them.
-            tail_mask: which of the m tail slots each new token sees: its ancestors and itself; None is causal. The new
-                tokens take the last t; the earlier ones hold what the passes before left there.
+                tail_mask: which of the m tail slots each new token sees: its ancestors and itself; None is causal. The
+                new tokens take the last t slots; the earlier slots hold entries of earlier passes.
             page_table: None where the cache is contiguous.
-            starts: the slot in which each token's document begins, where a row holds several; it sees no slot before.
+                starts: the slot at which each token's document begins, if rows hold several; a token sees no earlier
+                slot.
 
         Returns:
             The last hidden state after the final norm (the LM head's input), the aux hidden states concatenated in
@@ -206,13 +208,12 @@ class TargetModel(nnx.Module):
         """
         c = self.config
         rope, x = self.rotary(positions), self.embedded(tokens)
-        # Positions of what is seen of the tail. A tree's nodes do not stand at theirs, but there are as many ancestors
-        # behind one as it is positions away.
+        # Position of each visible tail slot: an ancestor k levels above a node has k visible slots behind it.
         ancestors = None if tail_mask is None else positions[:, :, None] - _behind(tail_mask)
         aux = []
         for layer, block in enumerate(self.blocks):
             if layer in c.aux_layers:
-                # Behind the barrier: else XLA adds up what the layers wrote once more at the end, and keeps all of it.
+                # The barrier keeps XLA from summing the layers' outputs again at the end, which would keep all of them.
                 x = jax.lax.optimization_barrier(x)
                 aux.append(x)
             own = cache.layer(layer)
@@ -226,17 +227,17 @@ class TargetModel(nnx.Module):
         return hidden, jnp.concatenate(aux or [hidden[..., :0]], axis=-1), cache
 
     def observed_at(self, aux_layers: tuple[int, ...]) -> TargetModel:
-        """The same model (its arrays are shared), returning the states at these boundaries."""
+        """Returns the same model (its arrays are shared) with the states at these boundaries."""
         twin = jax.tree.map(lambda x: x, self)
         twin.config = dataclasses.replace(self.config, aux_layers=aux_layers)
         return twin
 
     def embedded(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t h"]:
-        """The residual stream entering the first layer."""
+        """Returns the residual stream that enters the first layer."""
         return embeddings(self.embed[...], tokens)
 
     def rotary(self, positions: Int[Array, "b t"]) -> Any:
-        """What the blocks are given as their RoPE."""
+        """Returns the blocks' argument `Rope`."""
         return rotary(self.config, positions)
 
     def final_norm(self, x: Float[Array, "b t h"]) -> Float[Array, "b t h"]:
@@ -248,7 +249,7 @@ class TargetModel(nnx.Module):
         return self.lm_head[...] if hasattr(self, "lm_head") else self.embed[...]
 
     def logits(self, hidden: Float[Array, "*batch h"]) -> Float[Array, "*batch v"]:
-        """float32 logits of final-normed hidden states."""
+        """Computes float32 logits of final-normed hidden states."""
         return vocabulary_logits(hidden, self.output_rows)
 
     def empty_cache(self, batch: int, slots: int) -> KVCache:
@@ -257,14 +258,18 @@ class TargetModel(nnx.Module):
         return KVCache.empty(c.num_hidden_layers, batch, c.num_key_value_heads, slots, c.head_dim, dtype)
 
     def empty_pages(self, pages: int, page_size: int, dtype: Any = None) -> KVCache:
-        """Args: dtype: of keys and values; None is the weights' own."""
+        """Allocates free pages.
+
+        Args:
+            dtype: of keys and values; None is the weights' own.
+        """
         c = self.config
         dtype = dtype or self.embed[...].dtype
         return KVCache.pages(c.num_hidden_layers, pages, c.num_key_value_heads, page_size, c.head_dim, dtype)
 
 
 def rotary(config: ModelConfig, positions: Int[Array, "b t"]) -> Rope:
-    """RoPE as a config has it."""
+    """Computes the RoPE tables of a config."""
     c = config
     return scaled_rope_table(positions, c.rope_dim, c.rope_theta, c.rope_scaling)
 
@@ -282,7 +287,7 @@ def _decoder_layer(
     ancestors: Int[Array, "b t m"] | None,
     starts: Int[Array, "b t"] | None,
 ) -> tuple[Float[Array, "b t h"], KVCache]:
-    """One layer, on its own keys and values. jit inside of jit: traced and lowered once for layers that are alike."""
+    """Runs one layer on its own keys and values. The nested jit traces and lowers layers that are alike once."""
 
     def attend(
         q: Array,
@@ -308,6 +313,6 @@ def _decoder_layer(
 
 
 def _behind(mask: Bool[Array, "b t m"]) -> Int[Array, "b t m"]:
-    """How many of the slots that a query sees stand behind each one."""
+    """Counts the visible slots behind each slot that a query sees."""
     seen = jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
     return seen[..., -1:] - seen

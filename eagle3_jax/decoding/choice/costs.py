@@ -78,11 +78,11 @@ def _costs(runner: ModelRunner, of: Sequence[Tier], folder: pathlib.Path | None,
 
 
 def round_costs(runner: ModelRunner, tiers: Sequence[Tier], *, greedy: bool, width: int) -> Costs:
-    """What rounds of these tiers cost, with `width` places busy. Forgets the state.
+    """Measures the costs of rounds of these tiers, with `width` slots busy. Forgets the state.
 
     Args:
-        tiers: vanilla decoding first. Of those that draft from the text alone only the first round of a dispatch is
-            sure to find something: its price is what it takes longer than a single vanilla round.
+        tiers: vanilla decoding first. A tier that drafts from the text alone is sure of a match only in the first
+            round of a dispatch. Its price is the time beyond a single vanilla round.
     """
 
     def work(tier: Tier, rounds: int) -> None:

@@ -1,8 +1,8 @@
-"""A draft head that rests: rounds without it keep what it did not read, and one pass lets it draft again.
+"""A resting draft head: rounds without it buffer what it did not read, and one pass lets it draft again.
 
-The head needs the pair (token, hidden states) of every position. Reading them in every round would cost what resting is
-to save; so they wait in a buffer. A sequence that outgrows the buffer is lost to the head until its place is given to
-another: it goes on without drafts, or with useless ones. Its tokens are the target's either way.
+The head needs the pair (token, hidden states) of every position. Reading them in every round would cost what resting
+saves, so they wait in a buffer. A sequence that outgrows the buffer is lost to the head until its place is given to
+another request. It goes on without drafts, or with useless ones; its tokens are the target's either way.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ class HeadDebt:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Unread:
-    """What was decoded while the head rested.
+    """Pairs decoded while the head rested.
 
     Attributes:
-        tokens: of each pair. aux: the target's hidden states of its feature, not fused yet. Behind the first `ROOM`
-            pairs there is space for those of one round, which is never read.
-        count: pairs; more than `ROOM` is lost.
+        tokens: token of each pair.
+        aux: the target's hidden states of its feature, not fused yet. After the first `ROOM` pairs there is space for
+            one round's, which is never read.
+        count: number of pairs; more than `ROOM` is lost.
     """
 
     tokens: Int[Array, "b r"]
@@ -58,13 +59,18 @@ class Unread:
 
     @classmethod
     def empty(cls, batch: int, width: int, pairs: int, dtype: jnp.dtype) -> Unread:
-        """Args: width: of the hidden states, all layers. pairs: most of one round."""
+        """Makes an empty buffer.
+
+        Args:
+            width: of the hidden states, all layers together.
+            pairs: most pairs of one round.
+        """
         room = ROOM + pairs
         none = jnp.zeros(batch, jnp.int32)
         return cls(jnp.zeros((batch, room), jnp.int32), jnp.zeros((batch, room, width), dtype), none)
 
     def note(self, tokens: Int[Array, "b p"], aux: Float[Array, "b p h3"], taken: Int[Array, " b"]) -> Unread:
-        """With the pairs of a round, of which `taken` count."""
+        """Appends the pairs of a round, of which `taken` count."""
 
         def put(row: Array, new: Array, at: Array) -> Array:
             return jax.lax.dynamic_update_slice_in_dim(row, new, at, 0)
@@ -90,7 +96,8 @@ def feed_unread(
     """Lets the head read what it missed of the running sequences that are not lost.
 
     Args:
-        cache: the head's; behind `lengths` it has `ROOM` slots that nobody needs. lengths: committed tokens.
+        cache: the head's; after `lengths` it has `ROOM` unused slots.
+        lengths: committed tokens.
 
     Returns:
         The buffer, the head's cache and its state, as if it had never rested.

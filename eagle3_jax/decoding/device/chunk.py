@@ -1,4 +1,4 @@
-"""Stretches of prompts, as a prefill program reads them."""
+"""Stretches of prompts, the input of a prefill program."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from eagle3_jax.decoding.rounds.state import TRASH, RequestRows
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """A stretch of a prompt in each of r rows, and what its request asks for.
+    """A stretch of a prompt in each of r rows, and the settings of its request.
 
-    A row may continue the one before it: the next stretch of the same prompt.
+    A row may continue the one before it with the next stretch of the same prompt.
 
     Attributes:
-        slots: the place of each request in the batch; the batch's size where there is none.
-        tokens: the stretch, padded on the right, and one column more: the token behind each.
-        starts: first position. counts: tokens of the stretch.
-        ends: the prompt ends with it; only then the request becomes part of the state.
-        page_table: of each request; `TRASH` behind its pages.
+        slots: the place of each request in the batch; the batch's size for no request.
+        tokens: the stretch, padded on the right, and one more column: the token after each.
+        starts: first position.
+        counts: tokens of the stretch.
+        ends: whether the prompt ends with it; only then the request joins the state.
+        page_table: of each request; `TRASH` after its pages.
     """
 
     slots: Int[Rows, " r"]
@@ -49,7 +50,7 @@ class Chunk:
         pages: Sequence[int],
         request: RequestRows,
     ) -> Chunk:
-        """One row, on the host: `length` tokens of a prompt from `start` on, fewer where it ends."""
+        """Makes one row, on the host: `length` tokens of a prompt from `start` on, fewer at its end."""
         part = prompt[start : start + length + 1]
         return cls(
             slots=entry(slot, np.int32),
@@ -63,7 +64,7 @@ class Chunk:
 
     @classmethod
     def of(cls, stretches: Sequence[Chunk], rows: int, length: int, sizes: Sizes) -> Chunk:
-        """Stretches of up to `length` tokens, with rows of no request behind them."""
+        """Joins stretches of up to `length` tokens, and fills up with rows of no request."""
         nobody = RequestRows.nobody()
         blank = cls.stretch(sizes, length, slot=sizes.batch, prompt=(), start=0, pages=(), request=nobody)
         padded = [*stretches, *[blank] * (rows - len(stretches))]

@@ -1,4 +1,4 @@
-"""An engine's networks, as its programs take them."""
+"""An engine's networks, as arguments of its programs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from eagle3_jax.models.target import TargetModel
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class Models:
-    """Target and draft as a flat list of arrays: JAX flattens it ten times as fast as modules, in every call."""
+    """Target and draft as a flat list of arrays, which JAX flattens ten times as fast as modules, in every call."""
 
     leaves: Sequence[Any]
     structure: Any

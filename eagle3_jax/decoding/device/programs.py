@@ -1,8 +1,8 @@
 """The engine's programs: a fixed set, whatever the traffic.
 
-Prefill reads a stretch of a few prompts (one program for each of a few shapes), decode runs rounds of the requests that
-are there (one program for each of a few widths, where all requests are greedy and for everything else). The state is
-donated, so caches are written in place; what the host wants to know comes back as one array of int32 a dispatch.
+Prefill reads a stretch of a few prompts (one program for each of a few shapes). Decode runs rounds of the current
+requests (one program for each of a few widths, for greedy requests alone and for all). The state is donated, so caches
+are written in place. A dispatch returns what the host needs as one array of int32.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from eagle3_jax.decoding.rounds.state import (
 from eagle3_jax.mesh import constrain
 from eagle3_jax.models.cache import PageTable
 
-# Of `State`, what belongs to all places together: rows are gathered, pages stay where they are.
+# Fields of `State` that all places share: rows are gathered, pages stay where they are.
 _POOLS = ("cache", "draft_cache")
 
 
 @functools.partial(jax.jit, donate_argnames="state")
 def prefill(models: Models, state: State, chunk: Chunk) -> tuple[State, Int[Array, "r report"]]:
-    """Reads a stretch of some prompts; those that end with it join the batch.
+    """Reads a stretch of some prompts; prompts that end with it join the batch.
 
     Returns:
-        The state, and a row a request: see `Report.of_prefill`.
+        The state, and one row per request: see `Report.of_prefill`.
     """
     target, draft = models.modules()
     assert state.token_counts is not None
@@ -121,15 +121,15 @@ def decode(
     tier: Tier,
     greedy: bool,
 ) -> tuple[State, Int[Array, "r report"]]:
-    """Rounds of some requests, until `enough` more of them have ended.
+    """Runs rounds of some requests, until `enough` more of them have ended.
 
     Args:
         cancelled: requests that the host ended: their pages may be another's by now.
-        places: of the requests in the batch, the batch's size where there is none; None runs the whole batch.
+        places: places of the requests in the batch, the batch's size for no request; None runs the whole batch.
         max_rounds: at most `ROUNDS`.
 
     Returns:
-        The state, and a row for each of `places`: see `Report.of_decode`.
+        The state, and one row for each of `places`: see `Report.of_decode`.
     """
     whole, state = _take(state, cancelled, places)
     state = dataclasses.replace(
@@ -176,7 +176,7 @@ def decode(
 
 
 def _take(state: State, cancelled: Bool[Array, " b"], places: Int[Array, " r"] | None) -> tuple[State, State]:
-    """The state without what was cancelled, and the rows of these places; one that has ended where there is none."""
+    """Returns the state without cancelled requests, and the rows of these places; without a request, an ended row."""
     whole = dataclasses.replace(state, done=state.done | cancelled)
     if places is None:
         return whole, whole
@@ -187,7 +187,7 @@ def _take(state: State, cancelled: Bool[Array, " b"], places: Int[Array, " r"] |
 
 
 def _put_back(whole: State, state: State, places: Int[Array, " r"] | None) -> State:
-    """The whole batch with the rows of `_take`, and their caches."""
+    """Puts the rows of `_take`, and their caches, back into the whole batch."""
     if places is not None:
         back = jax.tree.map(lambda all_, new: all_.at[places].set(new, mode="drop"), _rows(whole), _rows(state))
         state = dataclasses.replace(state, **back)
@@ -195,13 +195,13 @@ def _put_back(whole: State, state: State, places: Int[Array, " r"] | None) -> St
 
 
 def _rows(state: State) -> dict[str, Any]:
-    """What has the batch first."""
+    """Returns the fields whose first axis is the batch."""
     return {field.name: getattr(state, field.name) for field in dataclasses.fields(state) if field.name not in _POOLS}
 
 
 @functools.partial(jax.jit, donate_argnames="state")
 def catch_up(models: Models, state: State, cancelled: Bool[Array, " b"], places: Int[Array, " r"] | None) -> State:
-    """Wakes a head that rested, for some requests: see `feed_unread`. Args: as of `decode`."""
+    """Wakes a head that rested, for some requests: see `feed_unread`; arguments as in `decode`."""
     target, draft = models.modules()
     whole, state = _take(state, cancelled, places)
     assert draft is not None
@@ -226,14 +226,14 @@ def catch_up(models: Models, state: State, cancelled: Bool[Array, " b"], places:
 
 
 def beyond(page_table: Int[Array, "b pages"], page_size: int) -> Int[Array, "b more"]:
-    """A page table with room for a head that catches up: it is padded beyond a sequence's pages."""
+    """Pads a page table beyond a sequence's pages, to give a head that catches up room."""
     more = -(-ROOM // page_size)
     return jnp.pad(page_table, ((0, 0), (0, more)), constant_values=TRASH)
 
 
 @functools.partial(jax.jit, donate_argnames="state")
 def rehearse(state: State, length: Int[Array, ""]) -> State:
-    """All places busy, each with a sequence of so many tokens, to measure what rounds cost. Ends all that was there."""
+    """Makes all places busy with sequences of `length` tokens, to measure rounds. Ends all requests."""
     assert state.page_table is not None
     pages = state.cache.keys[0].shape[0] - 1
     own = 1 + jnp.arange(state.page_table.size).reshape(state.page_table.shape) % pages
@@ -284,7 +284,7 @@ _compiled = 0
 
 
 def compiled() -> int:
-    """Programs that were compiled in this process, for all engines; those that a compilation cache held, too."""
+    """Counts the programs compiled in this process, for all engines, or read from a compilation cache."""
     return _compiled
 
 

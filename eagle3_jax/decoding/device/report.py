@@ -1,6 +1,6 @@
-"""The report of a step: the columns that a program packs on the device, and what the host reads in them.
+"""The report of a step: the columns that a program packs on the device and the host reads.
 
-A program returns one array of int32, a row a request, so that the host makes one transfer a step.
+A program returns one array of int32 with one row per request, so that the host makes one transfer per step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from eagle3_jax.decoding.device.shapes import ROUNDS
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """One column: of each request an array of `shape`. Floats travel by their bits."""
+    """One column: an array of `shape` for each request. Floats are passed as their bits."""
 
     name: str
     shape: tuple[int, ...] = ()
@@ -33,9 +33,9 @@ class Column:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The columns of a program's report, in order; the only place that knows where each lies.
+    """The columns of a program's report, in order; no other place knows where each lies.
 
-    Columns of logprobs come last: a reader that does not want them leaves them out.
+    Columns of log-probabilities come last, so that a reader without need of them leaves them out.
     """
 
     columns: tuple[Column, ...]
@@ -43,13 +43,23 @@ class Report:
     @classmethod
     @functools.cache
     def of_prefill(cls, best: int | None) -> Report:
-        """Args: best: alternatives with each token's logprob; None for no logprobs."""
+        """Makes the columns of prefill.
+
+        Args:
+            best: number of alternatives with each token's log-probability; None reports none.
+        """
         return cls((Column("root"), Column("done", dtype=bool), Column("failed", dtype=bool), *_logprobs(1, best)))
 
     @classmethod
     @functools.cache
     def of_decode(cls, steps: int, nodes: int, best: int | None) -> Report:
-        """Args: steps, nodes: `depth_of` and `nodes_of` the engine's tiers. best: as of `of_prefill`."""
+        """Makes the columns of decode.
+
+        Args:
+            steps: `depth_of` the engine's tiers.
+            nodes: `nodes_of` the engine's tiers.
+            best: as in `of_prefill`.
+        """
         room = ROUNDS * (steps + 1)
         return cls(
             (
@@ -68,7 +78,7 @@ class Report:
         )
 
     def pack(self, **values: Array) -> Int[Array, "b width"]:
-        """On the device: the columns by name, each with the batch first."""
+        """Packs the columns by name, each with the batch first, on the device."""
         assert set(values) == {column.name for column in self.columns}
         packed = []
         for column in self.columns:
@@ -80,7 +90,7 @@ class Report:
         return jnp.concatenate(packed, axis=1)
 
     def read(self, row: Int[np.ndarray, " width"]) -> dict[str, np.ndarray]:
-        """On the host: the columns of one request, by name."""
+        """Reads the columns of one request by name, on the host."""
         found, start = {}, 0
         for column in self.columns:
             value = row[start : start + column.width]
@@ -102,10 +112,11 @@ def _logprobs(tokens: int, best: int | None) -> tuple[Column, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class RoundTree:
-    """What one round drafted.
+    """The tree that one round drafted.
 
     Attributes:
-        token_ids: the root, which was chosen before, and the drafts. parents: node indices, -1 of the root.
+        token_ids: the root, which was chosen before, and the drafts.
+        parents: node indices; -1 for the root.
         accepted: the root and the drafts that the target accepted.
     """
 
@@ -115,7 +126,7 @@ class RoundTree:
 
     @classmethod
     def of(cls, row: Int[np.ndarray, "3 n"]) -> RoundTree:
-        """Of a row of `LastTree`, whose unused places are left out."""
+        """Reads a row of `LastTree`, without its unused places."""
         tokens, parents, taken = row.tolist()
         kept = [node for node, parent in enumerate(parents) if node == 0 or parent >= 0]
         place = {node: number for number, node in enumerate(kept)} | {-1: -1}
@@ -128,13 +139,14 @@ class RoundTree:
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """What one dispatch did for one request, on the host.
+    """One dispatch's progress of one request, on the host.
 
     Attributes:
-        depths: of each token's draft, 0 of the target's own.
-        tree: a row of `LastTree` [3, nodes]; None where no round was run.
-        drafted: rounds with drafts. unread: tokens that the head has missed while it rested.
-        logprobs: (of the token, (token, of it) of the best ones) for each token; empty where nobody asks.
+        depths: depth of each token's draft; 0 for the target's own.
+        tree: a row of `LastTree` [3, nodes]; None if no round was run.
+        drafted: rounds with drafts.
+        unread: tokens that the head has missed while it rested.
+        logprobs: (of the token, [(token, its own) of the best]) for each token; empty if not requested.
     """
 
     token_ids: list[int]
@@ -150,7 +162,7 @@ class Progress:
 
 
 def first_progress(row: np.ndarray, best: int | None) -> Progress:
-    """A row of prefill's report. Args: best: see `Report.of_prefill`."""
+    """Reads a row of prefill's report; `best` as in `Report.of_prefill`."""
     found = Report.of_prefill(best).read(row)
     failed = bool(found["failed"])
     tokens = [] if failed else [int(found["root"])]
@@ -169,7 +181,7 @@ def first_progress(row: np.ndarray, best: int | None) -> Progress:
 
 
 def progress(row: np.ndarray, steps: int, nodes: int, best: int | None) -> Progress:
-    """A row of decode's report. Args: see `Report.of_decode`."""
+    """Reads a row of decode's report; arguments as in `Report.of_decode`."""
     found = Report.of_decode(steps, nodes, best).read(row)
     count, rounds, accepted = int(found["num_output"]), int(found["rounds"]), found["accepted"].tolist()
     return Progress(
@@ -187,10 +199,11 @@ def progress(row: np.ndarray, steps: int, nodes: int, best: int | None) -> Progr
 
 
 def _depths(ends: list[int], accepted: int) -> list[int]:
-    """Of each token's draft. A round gives its accepted drafts, then a token of the target's own; the last may be cut.
+    """Returns the depth of each token's draft. A round gives its accepted drafts, then a token of the target's own.
 
     Args:
-        ends: see `State`. accepted: drafts, in all rounds together; more than are here where the limit cut them.
+        ends: see `State`. The limit may cut the last round.
+        accepted: drafts in all rounds together; more than the tokens here if the limit cut them.
     """
     lengths = [end - start for start, end in itertools.pairwise([0, *ends]) if end > start]
     found = [depth for length in lengths[:-1] for depth in (*range(1, length), 0)]

@@ -31,19 +31,22 @@ from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.target import TargetModel
 from eagle3_jax.runs import machine, processes
 
-# Tokens of each sequence while rounds are measured.
+# Tokens of each sequence in measured rounds.
 MEASURED_LENGTH = 256
 
 
 class ModelRunner:
-    """Runs the programs where the target is.
+    """Runs the programs on the target's devices.
 
     Attributes:
-        target, draft: on the target's devices, packed for a CPU where that is one.
+        target: the target, packed on a single CPU device.
+        draft: the draft on the target's devices, packed likewise.
         mesh: of the target; None is one device.
-        padding: rows that products of few rows get, see `few_rows.Padded`; empty until `pad_products` has measured.
-        widths: rows of the decode programs in use: the whole batch, until `compile` has made the narrower ones.
-        dispatches: given to the device. compiled: programs that its calls compiled.
+        padding: numbers of rows for products of few rows, see `few_rows.Padded`; empty until `pad_products` has
+            measured.
+        widths: rows of the decode programs in use: the whole batch, until `compile` has made narrower ones.
+        dispatches: number of calls given to the device.
+        compiled: number of programs that its calls compiled.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class ModelRunner:
         self._tiers, self.kv_dtype = tuple(tiers), kv_dtype
         make = functools.partial(empty_state, sizes=sizes, tiers=self._tiers, kv_dtype=kv_dtype)
         embed = self.target.embed[...]
-        # Committed to its device as the models are, or the first program would be compiled twice.
+        # Committed to its device as the models are; else the first program would be compiled twice.
         place = embed.sharding if self.mesh is None and embed.committed else None
         self._empty_state = jax.jit(make, out_shardings=place)
         self._state: State | None = None
@@ -69,7 +72,7 @@ class ModelRunner:
     def replace_draft(self, draft: Draft) -> None:
         """Drafts with other weights of the same shapes from now on. Forgets the state.
 
-        They are stored as those before, which may round them to bfloat16, so that nothing is compiled again.
+        The weights are stored as those before, perhaps rounded to bfloat16, so that nothing is compiled again.
         """
         draft = for_inference(draft if self.mesh is None else _spread(draft, self.mesh))
         draft = jax.tree.map(lambda before, leaf: leaf.astype(before.dtype), self.draft, draft)
@@ -77,7 +80,7 @@ class ModelRunner:
         self._pad()
 
     def pad_products(self) -> None:
-        """Measures how many rows products of few rows had better have, and pads them so. Forgets the state."""
+        """Measures how many rows products of few rows are best padded to, and pads them. Forgets the state."""
         counts = few_rows.counts()
         with mesh_set(self.mesh):
             for kind, matrices in products(self.target, self.draft).items() if counts else ():
@@ -96,14 +99,14 @@ class ModelRunner:
         self.reset()
 
     def prefill(self, chunk: Chunk) -> jax.Array:
-        """Reads a stretch of prompts. Returns the report of `programs.prefill`, unread."""
+        """Reads a stretch of prompts. Returns the report of `programs.prefill`, not yet on the host."""
         chunk = jax.tree.map(self._put, chunk)
         with self._running() as state:
             self._state, report = programs.prefill(self._models, state, chunk)
         return report
 
     def width_for(self, count: int) -> int:
-        """Rows of the decode program for so many requests: the fewest."""
+        """Returns the fewest rows of a decode program for `count` requests."""
         return next(width for width in self.widths if width >= count)
 
     def decode(
@@ -117,10 +120,10 @@ class ModelRunner:
         tier: Tier,
         greedy: bool,
     ) -> tuple[jax.Array, Sequence[int]]:
-        """Rounds of the requests at some places, in `width` rows.
+        """Runs rounds of the requests at some places, in `width` rows.
 
         Returns:
-            The report of `programs.decode`, unread, and the row of each place in it.
+            The report of `programs.decode`, not yet on the host, and the row of each place in it.
         """
         said = self._said(cancelled, places, width)
         counts = self._put(np.int32(max_rounds)), self._put(np.int32(enough))
@@ -137,7 +140,7 @@ class ModelRunner:
     def _said(
         self, cancelled: Collection[int], places: Sequence[int], width: int
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Places that were cancelled, and those that take part: for the device."""
+        """Puts the cancelled places, and the places that take part, on the device."""
         batch = self.sizes.batch
         ended = np.zeros(batch, bool)
         ended[list(cancelled)] = True
@@ -159,7 +162,7 @@ class ModelRunner:
         """Compiles all programs, by running each on nothing, and uses narrow ones from now on.
 
         Args:
-            kinds: of rounds: a tier, whether for greedy requests alone, and rows (of `Sizes.widths`).
+            kinds: the kinds of rounds: tier, whether for greedy requests alone, and rows (of `Sizes.widths`).
         """
         self.widths = self.sizes.widths
         work: list[Callable[[], object]] = [
@@ -177,16 +180,16 @@ class ModelRunner:
         self.wait()
 
     def rehearse(self) -> None:
-        """All places busy, with sequences of `MEASURED_LENGTH` tokens of no meaning: for measurements alone."""
+        """Makes all places busy, with sequences of `MEASURED_LENGTH` meaningless tokens; for measurements only."""
         length = self._put(np.int32(self._measured_length))
         with self._running() as state:
             self._state = programs.rehearse(state, length)
         self.wait()
 
     def profile(self, tier: Tier) -> Round:
-        """A greedy round of this tier and its stages, with all places busy. Forgets the state.
+        """Profiles a greedy round of this tier and its stages, with all places busy. Forgets the state.
 
-        The host's part is what a dispatch takes beside its rounds, divided by `shapes.ROUNDS`.
+        The host's part is the time of a dispatch beside its rounds, divided by `shapes.ROUNDS`.
         """
 
         def dispatch(tier: Tier, count: int) -> None:
@@ -218,7 +221,7 @@ class ModelRunner:
         return self.draft is not None and not all(tier.head for tier in self._tiers)
 
     def wait(self) -> None:
-        """Until the device has done all it was given."""
+        """Waits until the device has finished all calls."""
         jax.block_until_ready(self._state)
 
     def reset(self) -> None:
@@ -227,7 +230,7 @@ class ModelRunner:
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[State]:
-        """The state, for a program that donates it; under the target's mesh, over which kernels are split."""
+        """Yields the state, for a program that donates it, under the target's mesh, over which kernels are split."""
         state, self._state = self._state, None
         with mesh_set(self.mesh):
             if state is None:
@@ -240,20 +243,20 @@ class ModelRunner:
             machine.release_freed()
 
     def _put(self, value: Any) -> jax.Array:
-        """What the host says, on all devices; it says the same on every process that decodes on this mesh."""
+        """Puts the host's value on all devices; every process of the mesh passes the same value."""
         return jnp.asarray(value) if self.mesh is None else put(np.asarray(value), replicated(self.mesh))
 
 
 def tokens_that_fit(
     target: TargetModel, draft: Draft | None, memory_fraction: float, sizes: Sizes, tiers: Sequence[Tier], kv_dtype: Any
 ) -> int:
-    """Tokens of the caches that this share of the device's memory leaves room for, beside weights and other state.
+    """Returns the tokens that fit into the caches in this share of the device's memory, beside weights and other state.
 
     Args:
-        sizes: of all but the caches.
+        sizes: of everything but the caches.
 
     Raises:
-        ValueError: a device that does not tell its memory, such as a CPU.
+        ValueError: the device does not tell its memory, as CPUs do not.
     """
     if not 0 < memory_fraction < 1:
         raise ValueError(f"memory_fraction: got {memory_fraction}, expected between 0 and 1")
@@ -269,7 +272,7 @@ def tokens_that_fit(
         return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
 
     def of_state(pages: int) -> int:
-        """Bytes on each device: KV heads that the model axis does not divide lie on all of them."""
+        """Returns the bytes on each device: KV heads that the model axis does not divide are on all devices."""
         with mesh_set(mesh):
             planned = jax.eval_shape(functools.partial(leaves, pages=pages), target, draft)
         shapes = {name: leaf.shape for name, leaf in planned.items()}
@@ -284,7 +287,7 @@ def tokens_that_fit(
 
 
 def _spread(draft: Draft, mesh: Mesh) -> Draft:
-    """The draft on the target's devices: from elsewhere it would be sent there in every call."""
+    """Puts the draft on the target's devices; else each call would send it there."""
     head = jax.tree.map(
         lambda x, where: put(np.asarray(x), where), draft.head, shardings(draft.head, mesh, SHARDING_RULES)
     )

@@ -8,19 +8,19 @@ from collections.abc import Sequence
 
 from eagle3_jax.decoding.choice.tiers import Tier, scratch_of
 
-# Rounds of one decode step, at most: requests join and leave between two.
+# Most rounds of one decode step: requests join and leave between two steps.
 ROUNDS = 4
 # (rows, tokens of each) of the prefill programs. Short prompts are packed: each takes as many rows as it needs, one
-# behind the other. A long one is read alone, in one row.
+# after the other. A long prompt is read alone, in one row.
 PACKED = ((4, 16), (16, 16))
 ALONE = ((1, 256), (1, 1024))
-# Tokens of prompts, padding included, between two dispatches of rounds.
+# Most tokens of prompts, padding included, between two dispatches of rounds.
 MOST_READ = 1024
-# What a dispatch costs beside its tokens, in tokens; padding is no better.
+# Fixed cost of a dispatch, in tokens; padding costs as much as tokens.
 _DISPATCH = 64
-# Rows of the decode programs, beside the whole batch (batch buckets): one client of a large batch pays for few rows.
-# On CPUs 2 and 4 rows cost what one does where weights are float32; from 8 rows on twice the rows cost 1.4 times as
-# much and more.
+# Rows of the decode programs, beside the whole batch (batch buckets): a few requests in a large batch pay for few rows.
+# On CPUs 2 and 4 rows cost as much as one with float32 weights; from 8 rows on, twice the rows cost at least 1.4 times
+# as much.
 WIDTHS = (1, 4, 8, 16, 32, 64, 128, 256)
 
 
@@ -29,9 +29,11 @@ class Sizes:
     """What an engine allocates once.
 
     Attributes:
-        batch: sequences decoded together. max_length: of prompt and answer.
-        pages: of the caches, `TRASH` not counted. page_size: in tokens.
-        pages_per_sequence: of the longest request, the scratch of a round included.
+        batch: sequences decoded together.
+        max_length: most tokens of prompt and answer.
+        pages: pages of the caches, without `TRASH`.
+        page_size: in tokens.
+        pages_per_sequence: pages of the longest request, the scratch of a round included.
     """
 
     batch: int
@@ -44,7 +46,10 @@ class Sizes:
     def plan(
         cls, batch: int, max_length: int, page_size: int, tiers: Sequence[Tier], kv_tokens: int | None = None
     ) -> Sizes:
-        """Args: kv_tokens: of all requests together; None lets the whole batch be `max_length` long.
+        """Chooses the sizes.
+
+        Args:
+            kv_tokens: of all requests together; None lets each sequence of the batch be `max_length` long.
 
         Raises:
             ValueError: no room for one request.
@@ -57,17 +62,17 @@ class Sizes:
 
     @property
     def slots(self) -> int:
-        """Of the longest request, in its pages."""
+        """Slots of the longest request, in its pages."""
         return self.pages_per_sequence * self.page_size
 
     @property
     def columns(self) -> int:
-        """Of a chunk's page table: a prompt's last stretch is padded beyond its pages."""
+        """Columns of a chunk's page table: a prompt's last stretch is padded beyond its pages."""
         return self.pages_per_sequence + -(-max(length for _, length in self.chunks) // self.page_size)
 
     @property
     def chunks(self) -> list[tuple[int, int]]:
-        """(rows, tokens of each) of the prefill programs that this engine has a use for."""
+        """(rows, tokens of each) of the prefill programs that this engine uses."""
         alone = [shape for shape in ALONE if math.prod(shape) < 2 * self.max_length]
         together = [shape for shape in PACKED[1:] if math.prod(shape) < 2 * self.max_length * (self.batch - 1)]
         return [*alone, *PACKED[:1], *together]
@@ -78,7 +83,7 @@ class Sizes:
         return [width for width in WIDTHS if width < self.batch] + [self.batch]
 
     def chunk_for(self, left: Sequence[int]) -> tuple[int, int]:
-        """The prefill program for prompts with so many tokens left, the first one's turn: the least padding."""
+        """Returns the prefill program with the least padding for prompts with `left` tokens, in their order."""
 
         def use(shape: tuple[int, int]) -> tuple[float, int]:
             free, length = shape

@@ -84,7 +84,7 @@ class Tally:
                 self.ties.append(where | dataclasses.asdict(tie))
 
     def report(self, *, exact: bool) -> dict[str, Any]:
-        """JSON-ready numbers, `tau` and `alpha` as `AcceptanceCounts` has them; None is a ratio to nothing.
+        """Returns the figures, ready for JSON, `tau` and `alpha` as of `AcceptanceCounts`; None is a ratio to nothing.
 
         Args:
             exact: greedy decoding, where answers must be equal; else `identical`, `ties` and `mismatches` are None.
@@ -107,7 +107,7 @@ class Tally:
 
 
 def total(tallies: Sequence[Tally]) -> Tally:
-    """The sum of tallies."""
+    """Sums tallies."""
     sums = ("prompts", "tokens", "seconds", "vanilla_tokens", "vanilla_seconds")
     return Tally(
         **{field: sum(getattr(tally, field) for tally in tallies) for field in sums},
@@ -118,7 +118,7 @@ def total(tallies: Sequence[Tally]) -> Tally:
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """First position at which two answers differ, the end of the shorter included; None where they are equal."""
+    """Returns the first position where two answers differ, the end of the shorter included; None if they are equal."""
     shorter = min(len(a), len(b))
     different = (i for i in range(shorter) if a[i] != b[i])
     return next(different, None if len(a) == len(b) else shorter)
@@ -152,7 +152,7 @@ def compare(
             stop_point()
             asked = [prompt["prompt"] for prompt in group]
             order = [vanilla, speculative] if number % 2 == 0 else [speculative, vanilla]
-            if number == 0:  # wakes threads, allocators and caches
+            if number == 0:  # the first group also warms threads, allocators and caches
                 for engine in order:
                     engine.generate(asked, params)
             answers = {engine is speculative: timed(engine, asked, params) for engine in order}
@@ -167,7 +167,7 @@ def compare(
 
 
 def _groups(prompts: Sequence[Mapping[str, Any]], batch_size: int) -> list[list[Mapping[str, Any]]]:
-    """Groups of one category each, the categories in turn."""
+    """Splits prompts into groups of one category each; the categories take turns."""
     size = 1 if batch_size == 1 else _REFILLS * batch_size
     by_category: dict[str, list[Mapping[str, Any]]] = {}
     for prompt in prompts:
@@ -181,7 +181,7 @@ def _groups(prompts: Sequence[Mapping[str, Any]], batch_size: int) -> list[list[
 
 
 def timed(engine: Decoder, messages: Sequence[Any], params: Any) -> tuple[Sequence[Any], float]:
-    """Answers and seconds of a call without compilation."""
+    """Returns answers and seconds of a call in which nothing was compiled."""
     for _ in range(_MOST_REPETITIONS):
         with _compilations() as compiled:
             start = time.perf_counter()

@@ -1,8 +1,8 @@
-"""Was it a near-tie? What explains a greedy answer in bfloat16 that differs from vanilla decoding's.
+"""Near-ties: greedy answers in bfloat16 that differ from vanilla decoding's by rounding alone.
 
-A sum in bfloat16 is rounded as the shape of the pass has it, so verification of several tokens and a step of one token
-give logits that differ by rounding, and two tokens that are closer than that may change places. Both are computed once
-more by a common recomputation, and the difference of their logits is compared with what rounding does there.
+The rounding of a bfloat16 sum depends on the shape of the pass. So verification of several tokens and a step of one
+token give slightly different logits, and two almost equal tokens may change places. One common recomputation gives both
+tokens' logits again, and their difference is compared with the rounding at this position.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _STEP = 64  # prefixes are padded to multiples of it, so that few programs are c
 
 @dataclasses.dataclass(frozen=True)
 class NearTie:
-    """Logits of a token that was chosen and the best one, in float32.
+    """The gap between a chosen token's logit and the best one, in float32.
 
     Attributes:
-        gap: how far the lower of the two chosen tokens lies below the best of all.
-        bound: twice the largest error of a bfloat16 logit at this position, of any token: one token may rise by it and
-            another fall.
+        gap: distance from the lower of the two chosen tokens to the best token of all.
+        bound: twice the largest error of a bfloat16 logit at this position, over all tokens: one token may rise by it
+            and another fall.
     """
 
     gap: float
@@ -37,10 +37,10 @@ class NearTie:
 
 
 def near_tie(target: TargetModel, prefix: Sequence[int], tokens: tuple[int, int]) -> NearTie | None:
-    """Whether both tokens may be the argmax behind a prefix, within rounding; None when they may not.
+    """Whether both tokens may be the argmax after a prefix, within rounding; None if not.
 
-    In float32 nothing is a near-tie: there the tokens must be the same. Of several processes that share the target all
-    ask the same, and get the same answer.
+    In float32 nothing is a near-tie: the tokens must be equal. Processes that share a target all call this, and get the
+    same answer.
     """
     if target.embed[...].dtype == jnp.float32:
         return None
@@ -57,14 +57,14 @@ def near_tie(target: TargetModel, prefix: Sequence[int], tokens: tuple[int, int]
 
 @jax.jit
 def _logits(target: TargetModel, tokens: Int[Array, "1 t"], last: Int[Array, ""]) -> Float[Array, " v"]:
-    """Logits of the token behind position `last`, by one pass over the whole sequence."""
+    """Computes the logits of the token after position `last`, by one pass over the whole sequence."""
     positions = jnp.arange(tokens.shape[1])[None]
     hidden, _, _ = target(tokens, positions, target.empty_cache(1, tokens.shape[1]), jnp.zeros(1, jnp.int32))
     return target.logits(hidden[:, last])[0]
 
 
 def _in_float32(target: TargetModel) -> TargetModel:
-    """The same weights; activations follow the embeddings' dtype, so that only those are copied."""
+    """Returns the same weights; activations follow the embeddings' dtype, so only the embeddings are copied."""
     graph, parameters = nnx.split(target)
     twin = nnx.merge(graph, parameters)
     twin.embed = nnx.Param(target.embed[...].astype(jnp.float32))

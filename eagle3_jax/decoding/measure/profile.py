@@ -1,6 +1,6 @@
-"""What one round is made of: its stages as programs of their own, and the bytes that it must read.
+"""The parts of a round: its stages as programs of their own, and the bytes that it must read.
 
-A round is one program in ordinary use; apart, its stages can be timed.
+In ordinary use a round is one program; its stages can be timed only apart.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from eagle3_jax.models.target import TargetModel
 
 STAGES = ("draft", "verify", "extend")
 _TURNS = 9
-_SIDE, _PRODUCTS = 12288, 4  # 576 MiB a product
+_SIDE, _PRODUCTS = 12288, 4  # 576 MiB per product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Round:
 
 @functools.partial(jax.jit, static_argnames="tier", donate_argnames="state")
 def draft(models: Models, state: State, *, tier: Tier) -> tuple[State, TokenTree]:
-    """`rounds.draft_tree` of greedy requests."""
+    """Runs `draft_tree` for greedy requests."""
     target, head = models.modules()
     nodes, state = rounds.draft_tree(target, head if tier.head else None, state, tree=tier.tree, greedy=True)
     return state, nodes
@@ -53,7 +53,7 @@ def draft(models: Models, state: State, *, tier: Tier) -> tuple[State, TokenTree
 
 @functools.partial(jax.jit, static_argnames="tier", donate_argnames="state")
 def verify(models: Models, state: State, nodes: TokenTree, *, tier: Tier) -> tuple[State, Verified]:
-    """`rounds.verify_tree`: the target's pass, and the commit."""
+    """Runs `verify_tree`: the target's pass, and the commit."""
     target, _ = models.modules()
     verified, state = rounds.verify_tree(target, state, nodes, tree=tier.tree, head=tier.head, greedy=True)
     return state, verified
@@ -61,13 +61,13 @@ def verify(models: Models, state: State, nodes: TokenTree, *, tier: Tier) -> tup
 
 @functools.partial(jax.jit, static_argnames="tier", donate_argnames="state")
 def extend(models: Models, state: State, verified: Verified, *, tier: Tier) -> State:
-    """`rounds.extend`: the head reads true features."""
+    """Runs `extend`: the head reads true features."""
     target, head = models.modules()
     return rounds.extend(target, head if tier.head else None, state, verified, greedy=True)
 
 
 def times(models: Models, state: State, tier: Tier) -> tuple[State, dict[str, float]]:
-    """Median seconds of each stage of greedy rounds, one stage after the other. `state` is donated."""
+    """Measures the median seconds of each stage of greedy rounds, stage by stage. `state` is donated."""
     taken: dict[str, list[float]] = {stage: [] for stage in STAGES}
 
     def timed(stage: str, call: Callable[[], tuple[State, object]]) -> tuple[State, object]:
@@ -84,15 +84,15 @@ def times(models: Models, state: State, tier: Tier) -> tuple[State, dict[str, fl
 
 
 def bytes_read(models: Models, tier: Tier, batch: int, length: int, kv_dtype: Any = None) -> int:
-    """Bytes that a round cannot do without: weights, once a pass, and keys and values in use.
+    """Counts the bytes that a round must read: weights, once per pass, and keys and values in use.
 
-    Of the embeddings a few rows alone are read, unless they are the LM head too, and of experts as many as the tokens
-    of a pass may choose, as if no two chose the same. The draft runs once a level of the tree, the last time over the
-    committed tokens, and there alone a head of EAGLE-3 reads `fc`. A block head runs once; its projections of keys and
-    values, read again over the committed tokens, count once. A head's own keys and values are left out.
+    Embeddings count as a few rows, unless they are the LM head too. Experts count as many as the tokens of a pass may
+    choose, as if no two chose the same. The draft runs once per level of the tree, the last time over the committed
+    tokens; only this pass reads `fc` of an EAGLE-3 head. A block head runs once; its projections of keys and values,
+    which the committed tokens read again, count once. A head's own keys and values are left out.
 
     Args:
-        kv_dtype: of the caches; None is the weights'.
+        kv_dtype: dtype of the caches; None is the weights'.
     """
     target, draft = models.modules()
     tree = tier.tree
@@ -112,7 +112,7 @@ def bytes_read(models: Models, tier: Tier, batch: int, length: int, kv_dtype: An
 
 
 def _of_model(model: TargetModel, batch: int, nodes: int, length: int, kv_dtype: Any) -> int:
-    """In one pass over so many nodes of each sequence."""
+    """Counts the bytes of one pass over `nodes` nodes of each sequence."""
     config = model.config
     embedding = _bytes(model.embed) if hasattr(model, "lm_head") else 0
     caches = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * batch * length
@@ -121,7 +121,7 @@ def _of_model(model: TargetModel, batch: int, nodes: int, length: int, kv_dtype:
 
 
 def _weights(module: nnx.Module, config: Any, tokens: int) -> int:
-    """That a pass over so many tokens reads; of a family's parameters `expert_*` the first axis is the expert."""
+    """Counts the bytes of weights that a pass over `tokens` tokens reads; axis 0 of `expert_*` is the expert."""
     total = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(module):
         read = _bytes(leaf)
@@ -137,10 +137,10 @@ def _bytes(leaf: Any) -> int:
 
 
 def bandwidth() -> float:
-    """Bytes a second that the device reads, as measured: a matrix far larger than its caches times a vector.
+    """Measures the bytes per second that the device reads: a matrix far larger than its caches, times a vector.
 
-    Each product takes the result of the one before, and all are waited for once: fast devices read the matrix in less
-    time than a call and its answer take.
+    Each product takes the result of the one before, and the host waits once for all: fast devices read the matrix in
+    less time than a call and its answer take.
     """
     matrix, vector = jnp.zeros((_SIDE, _SIDE), jnp.float32), jnp.zeros(_SIDE, jnp.float32)
     seconds = []

@@ -1,16 +1,16 @@
-"""Drafting: grow a tree of candidate tokens by cumulative log-probability (EAGLE-2, arXiv 2406.16858, section 4).
+"""Drafting: grows a tree of candidate tokens by cumulative log-probability (EAGLE-2, arXiv 2406.16858, section 4).
 
-Level 1 is the top-k of the head's logits at the last committed pair; each later level feeds the k best candidates of
-the level before to the head and takes the top-k of each. A block head runs one pass, and each level takes the top-k of
-the next row behind every candidate. All candidates form a pool, of which the best are verified.
+Level 1 is the top-k of the head's logits at the last committed pair. Each later level feeds the k best candidates of
+the previous level to the head and takes the top-k of each. A block head runs one pass, and each level takes the top-k
+of the next row behind every candidate. All candidates form a pool; the best of it are verified.
 
-Tokens copied from the text (`lookup`) join the pool as one more branch: as far as the head proposes the same, its own
-nodes gain their score, and from where the two part they are nodes of their own.
+Tokens copied from the text (`lookup`) join the pool as one more branch. Where the head proposes the same tokens, its
+nodes take the better score. After the first difference, copied tokens are nodes of their own.
 
-Drafts that are drawn (without replacement, from the head's distribution at the request's temperature) take the place of
-the top-k where multi-candidate rejection sampling verifies them. It is exact only if whether a draft is verified does
-not depend on which token it is: so a node's children enter in the order of drawing, nodes by their parent's score, and
-a copied token is the last of its siblings, a node of its own whatever was drawn.
+Drawn drafts (without replacement, from the head's distribution at the request's temperature) replace the top-k where
+multi-candidate rejection sampling verifies them. This is exact only if the choice of nodes to verify does not depend on
+their tokens. So children enter in the order of drawing, nodes by their parent's score, and a copied token is the last
+of its siblings and always a node of its own.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def grow(
         draft_state: the head's output at the last committed pair (whose token is the root).
         cache: the head's, with `lengths` committed pairs; slots behind them are scratch.
         sampling: draws the drafts of requests with a temperature; None takes the head's best for all.
-        copied: `tree.lookup_tokens` for each root; None where that is 0.
+            copied: `tree.lookup_tokens` tokens for each root; None if that is 0.
         page_table: None where the cache is contiguous.
 
     Returns:
@@ -72,10 +72,10 @@ def grow(
         levels = Recurrent(draft.head, target.embed[...], draft_state, cache, lengths, page_table)
 
     def children(tokens: Int[Array, "b m"]) -> tuple[Float[Array, "b m k"], Int[Array, "b m k"]]:
-        """Log-probabilities and draft ids."""
+        """Returns log-probabilities and draft ids."""
         if sampling is None or coins is None:
             return levels.best(tokens, k)
-        # Gathered once: else each draw asks several times what the devices that share the vocabulary have.
+        # Gathered once; else each draw gathers the shards of the vocabulary several times.
         logits = constrain(levels.logits(tokens), ((r"", P("data")),))
         first = sum(probs.shape[1] for probs in drawn)
         gained, candidates, probs = _draw_children(logits, sampling, coins[:, first : first + tokens.shape[1]])
@@ -215,7 +215,7 @@ class Block:
         return self._head.adjusted(logits, states, tokens)
 
 
-# Parent of a copied token that is no candidate: the head's own stands for it, or nothing was found to copy.
+# Parent of a copied token that is no candidate: the head proposes the token itself, or nothing was copied.
 NOBODY = -2
 
 
@@ -228,17 +228,20 @@ def graft(
 ) -> tuple[Float[Array, "b q"], Int[Array, "b q"], Int[Array, "b q"]]:
     """Joins copied tokens to the pool, behind the head's candidates.
 
-    Where `merges` says so, the head's candidates stand for copied tokens that it proposes too, with the better of both
-    scores. Beside drawn drafts that would be wrong: whether one is verified may not depend on which token it is. There
-    a twin does no harm: when the drawn one was rejected, nothing of p is left for it. A score never exceeds its
-    parent's, on which `rerank` relies.
+    In rows that merge, a copied token that the head proposes too becomes the head's candidate, with the better of both
+    scores. Drawn drafts must not merge: the choice of nodes to verify may not depend on their tokens. There a twin does
+    no harm: after the drawn token's rejection, p has no mass left on it. A score never exceeds its parent's; `rerank`
+    relies on that.
+
+    Args:
+        merges: whether each row merges.
 
     Returns:
         The pool's scores, tokens and parents, now q = p + c.
     """
     size = order.shape[1]
     above = jnp.zeros(order.shape[0])
-    node = jnp.full_like(parents[:, 0], -1)  # to which the copied text has led
+    node = jnp.full_like(parents[:, 0], -1)  # the node that the copied text has reached
     new = []
     for i in range(copied.tokens.shape[1]):
         token, above = copied.tokens[:, i], jnp.minimum(copied.scores[:, i], above)
@@ -260,9 +263,10 @@ def graft(
 def _draw_children(
     logits: Float[Array, "b m dv"], sampling: Sampling, coins: Float[Array, "b m k 2"]
 ) -> tuple[Float[Array, "b m k"], Int[Array, "b m k"], Float[Array, "b m dv"]]:
-    """k tokens for each of m nodes, without replacement: their log-probabilities, ids, and what they are drawn from.
+    """Draws k tokens for each of m nodes, without replacement: their log-probabilities, ids, and the distribution.
 
-    Requests without a temperature get the best ones. Behind the last token that has a probability comes one of none.
+    Requests without a temperature get the best tokens. After the last token that has a probability, tokens of
+    probability 0 follow.
     """
     (batch, nodes, size), k = logits.shape, coins.shape[2]
     sampled = sampling.temperature[:, None, None] > 0

@@ -1,4 +1,4 @@
-"""Decoding as a pure function over contiguous caches: for reinforcement learning and other loops inside a program."""
+"""Decoding as a pure function over contiguous caches, for reinforcement learning and other loops inside a program."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ def generate(
     ignore_eos: bool | Bool[Array, "..."] = False,
     slots: int | None = None,
 ) -> State:
-    """Answers a batch of prompts without a host: for reinforcement learning and other loops inside a program.
+    """Answers a batch of prompts without the host, inside a jitted program.
 
-    Pure: the weights of target and draft are arguments like any other, and may change from call to call without a
-    compilation. On several TPU chips call it under `jax.set_mesh`: the attention kernel is split over the mesh that is
-    set.
+    Pure: the weights of target and draft are ordinary arguments, and may change between calls without a compilation. On
+    several TPU chips call it under `jax.set_mesh`: the attention kernel is split over the current mesh.
 
     Args:
-        prompts: padded on the right. lengths: of each prompt, at least 1.
-        tree: None is vanilla decoding. With `lookup_tokens` the draft may be None: all drafts are copied then.
-        temperature: None is greedy and leaves sampling out of the program.
-        temperature, top_k, top_p, min_p, ignore_eos: one for all, or one a sequence.
-        slots: of each sequence's caches; None is as many as they need.
+        prompts: padded on the right.
+        lengths: length of each prompt, at least 1.
+        tree: None is vanilla decoding. With `lookup_tokens` the draft may be None: all drafts are then copied.
+        temperature: one for all, or one per sequence. None is greedy and leaves sampling out of the program.
+        top_k, top_p, min_p, ignore_eos: one for all, or one per sequence.
+        slots: slots of each sequence's caches; None is as many as they need.
 
     Returns:
-        The final state: `output[:, :max_tokens]` with `num_output` tokens each (the end-of-sequence token included),
-        0 behind them; `rounds` and `accepted` say how well the draft did.
+            The final state: `output[:, :max_tokens]` has `num_output` tokens per sequence, the end-of-sequence token
+            included, then 0. `rounds` and `accepted` count rounds and accepted drafts.
 
     Raises:
-        ValueError: prompts and answers that do not fit into `slots` or the target's positions; a tree without a draft.
+            ValueError: prompts and answers do not fit into `slots` or the target's positions; a tree without a draft.
     """
     batch, length = prompts.shape
     need, most = slots_needed(length, max_tokens, tree), target.config.max_position_embeddings
@@ -114,7 +114,8 @@ def prefill(
 
     Args:
         tokens: prompts, padded on the right.
-        slots: of the caches, at least `slots_needed(p, max_output, tree)`: a write beyond the end would be moved.
+            slots: slots of the caches, at least `slots_needed(p, max_output, tree)`: JAX moves a write that exceeds the
+            end.
         max_output: the largest `limit`.
         tree: None is vanilla decoding; the draft is then not used.
         greedy: every request is `SamplingParams.greedy`.
@@ -160,5 +161,5 @@ def prefill(
 
 
 def slots_needed(prompt_slots: int, max_tokens: int, tree: DraftTree | None) -> int:
-    """Cache slots for prompts of at most `prompt_slots` tokens, padding included, and their answers."""
+    """Returns the cache slots for prompts of at most `prompt_slots` tokens, padding included, and their answers."""
     return prompt_slots + max_tokens + scratch_slots(tree)

@@ -1,7 +1,7 @@
 """Drafts copied from the text so far (prompt lookup, n-gram drafting): no model, no training.
 
-What followed an earlier occurrence of the last few tokens is proposed to follow them again. Answers that quote their
-prompt (edits of code, summaries, extraction) repeat whole lines of it. https://github.com/apoorvumang/prompt-lookup-decoding
+The tokens after an earlier occurrence of the last few tokens become drafts. Answers that quote their prompt (edits of
+code, summaries, extraction) repeat whole lines of it. https://github.com/apoorvumang/prompt-lookup-decoding
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-# The probability that a copied token is right, by how many of the last tokens occurred there. One that is right makes
-# the occurrence a token longer, so the next one has the probability of that length. Counted on 400 greedy answers of
-# SmolLM2-135M-Instruct to mixed prompts (docs/benchmarks.md).
+# Probability that a copied token is right, by the length of the match. A right token makes the match one longer, so the
+# next token has the probability of that length. Counted on 400 greedy answers of SmolLM2-135M-Instruct to mixed
+# prompts (docs/benchmarks.md).
 PROBABILITIES = (0.19, 0.46, 0.57, 0.69, 0.74, 0.87)
-# Last tokens that are compared: an occurrence of more of them is preferred, then the latest.
+# Most tokens of a match. The longest match is preferred, then the latest.
 MOST = len(PROBABILITIES)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Copied:
-    """What followed an earlier occurrence of each sequence's last tokens.
+    """Tokens that followed an earlier occurrence of each sequence's last tokens.
 
     Attributes:
-        scores: log-probability that a token and all copied before it are right; -inf where nothing occurred before.
+        scores: log-probability that a token and all copied before it are right; -inf without a match.
     """
 
     tokens: Int[Array, "b c"]
@@ -34,10 +34,11 @@ class Copied:
 
 
 def copy(history: Int[Array, "b s"], end: Int[Array, " b"], count: int) -> Copied:
-    """Copies `count` tokens behind each root.
+    """Copies `count` tokens for each root.
 
     Args:
-        history: the tokens of each sequence. end: the place of the last one, the root.
+        history: the tokens of each sequence.
+        end: index of the last token, the root.
     """
     tokens, length = continuation(history, end, count)
     known = jnp.log(jnp.asarray(PROBABILITIES))
@@ -48,13 +49,13 @@ def copy(history: Int[Array, "b s"], end: Int[Array, " b"], count: int) -> Copie
 def continuation(
     history: Int[Array, "b s"], end: Int[Array, " b"], count: int
 ) -> tuple[Int[Array, "b count"], Int[Array, " b"]]:
-    """What followed the longest earlier occurrence of the last tokens, of the latest where several are as long.
+    """Finds the tokens after the longest earlier match of the last tokens; the latest of equally long ones.
 
-    An occurrence so late that what followed it ends at the root goes on as a repetition.
+    A match whose continuation reaches the root goes on as a repetition.
 
     Returns:
-        The tokens, and how many of the last tokens occurred there, `MOST` at most: 0 where the last one is new, and
-        the tokens then mean nothing.
+        The tokens, and the length of the match, at most `MOST`. It is 0 if the last token is new; the tokens are then
+        undefined.
     """
     place = jnp.arange(history.shape[1])[None]
     same: Bool[Array, "b s"] = place < end[:, None]

@@ -1,4 +1,4 @@
-"""Prefill: reads a stretch of each prompt into the caches and chooses the token behind it."""
+"""Prefill: reads a stretch of each prompt into the caches and chooses the token after it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from eagle3_jax.models.target import TargetModel
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Read:
-    """What reading a stretch of the prompts leaves, beside the caches: the token behind each prompt's end.
+    """The result of reading a stretch of the prompts, beside the caches.
 
     Attributes:
         logits: at the last position read.
-        root: chosen from them. failed: they are not finite.
+        root: the token chosen from them.
+        failed: whether they are not finite.
         draft_state: of the last pair; None in vanilla decoding.
     """
 
@@ -49,12 +50,14 @@ def read(
     *,
     greedy: bool,
 ) -> tuple[Read, tuple[KVCache, KVCache | None]]:
-    """Reads a stretch of each prompt into the caches, and chooses a token behind it.
+    """Reads a stretch of each prompt into the caches, and chooses the token after it.
 
     Args:
-        tokens: the stretch, padded on the right; its first position is `starts`, it has `counts` tokens.
-        following: the token behind each of them; behind the prompt's end the chosen one takes its place.
-        ends: the prompt ends with this stretch.
+        tokens: the stretch, padded on the right.
+        following: the token after each; after the prompt's end the chosen token replaces it.
+        starts: position of the stretch's first token.
+        counts: tokens of the stretch.
+        ends: whether the prompt ends with this stretch.
         page_table: None where the caches are contiguous.
     """
     positions = starts[:, None] + jnp.arange(tokens.shape[1])[None]
@@ -91,7 +94,7 @@ def _first_token(
     *,
     greedy: bool,
 ) -> tuple[Int[Array, " b"], Bool[Array, " b"]]:
-    """The token that follows a prompt, from the logits at its last position."""
+    """Chooses the token after a prompt from the logits at its last position."""
     predicted = argmax(logits)
     failed = ~jnp.isfinite(jnp.take_along_axis(logits, predicted[:, None], axis=1)[:, 0])
     if greedy:
@@ -99,5 +102,5 @@ def _first_token(
     sampling = requests.sampling
     if sampling.rules is not None and token_counts is not None:
         logits = sampling.rules.apply(logits, token_counts, requests.stop_ids, lengths)
-    # A prompt's own length belongs to the first round.
+    # Random numbers are keyed by length; the prompt's full length belongs to the first round.
     return sample(logits, sampling, sampling.uniform(lengths - 1, BONUS, 2)), failed

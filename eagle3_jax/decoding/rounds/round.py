@@ -1,11 +1,14 @@
-"""Rounds on the device: prefill, then draft - verify - commit until every sequence has ended.
+"""Rounds on the device: draft, verify and commit, extend, until every sequence has ended.
 
 A round never asks the host: shapes are static, acceptance is data. Between rounds, with L committed tokens:
-the target's cache holds x_0..x_{L-1}; the root is x_L; the draft's cache holds the pairs (x_{t+1}, feature f_t) for
-t = 0..L-1, each with the target's true feature (a draft model's: x_0..x_L); the draft state is the head's output at the
-last pair, so its logits predict x_{L+1}. Vanilla decoding is the same round with a tree of one node and no draft.
 
-Caches are contiguous, a row a sequence (`generate`, for loops inside a program), or paged (`programs`, for traffic).
+- the target's cache holds x_0..x_{L-1}; the root is x_L;
+- the draft's cache holds the pairs (x_{t+1}, feature f_t) for t = 0..L-1, each with the target's true feature (a draft
+model's: x_0..x_L);
+- the draft state is the head's output at the last pair, so its logits predict x_{L+1}.
+
+Vanilla decoding is the same round with a tree of one node and no draft. Caches are contiguous, one row per sequence
+(`generate`, for loops inside a program), or paged (`programs`, for traffic).
 """
 
 from __future__ import annotations
@@ -48,10 +51,10 @@ def advance(
     greedy: bool,
     simulated: float | None = None,
 ) -> State:
-    """One round: draft, verify and commit, extend the draft with true features.
+    """Runs one round: draft, verify and commit, extend the head with true features.
 
     Args:
-        draft: None lets the head rest, where the state has one.
+        draft: with None the state's head, if it has one, rests.
         simulated: see `verify_tree`.
     """
     nodes, state = draft_tree(target, draft, state, tree=tree, greedy=greedy)
@@ -66,7 +69,7 @@ def advance(
 def draft_tree(
     target: TargetModel, draft: Draft | None, state: State, *, tree: DraftTree | None, greedy: bool
 ) -> tuple[TokenTree, State]:
-    """The drafts of a round; the head's scratch behind the committed pairs is written."""
+    """Drafts a round's tree; the head's scratch behind the committed pairs is written."""
     lengths, table = _in_use(state)
     copied = None
     if tree is not None and tree.lookup_tokens and state.history is not None:
@@ -87,11 +90,12 @@ def draft_tree(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Verified:
-    """What the target said of a round's drafts.
+    """The target's verification of a round's drafts.
 
     Attributes:
-        walk: the way down the tree. chosen: the accepted drafts, then the bonus; then nothing that means anything.
-        aux: the target's states along the way, for the head.
+        walk: the accepted path down the tree.
+        chosen: the accepted drafts, then the bonus; the rest is undefined.
+        aux: the target's states along the path, for the head.
         logits: at every node, for log-probabilities; None in greedy programs.
     """
 
@@ -111,11 +115,11 @@ def verify_tree(
     greedy: bool,
     simulated: float | None = None,
 ) -> tuple[Verified, State]:
-    """The target's pass over the drafts; what it accepts lies in its cache then. Logits that are no numbers fail.
+    """Runs the target over the drafts, and commits the accepted path to its cache. Logits that are not finite fail.
 
     Args:
-        head: drafts came from the head, not from the text alone.
-        simulated: for benchmarks alone: accepts each draft with this probability, whatever the target says of it.
+        head: whether drafts come from the head, not from the text alone.
+        simulated: for benchmarks only: accepts each draft with this probability, whatever the target's logits.
     """
     lengths, table = _in_use(state)
     steps, sampling = steps_of(tree), state.requests.sampling
@@ -148,7 +152,7 @@ def verify_tree(
 
 
 def extend(target: TargetModel, draft: Draft | None, state: State, verified: Verified, *, greedy: bool) -> State:
-    """Takes a round's tokens into the state; the head reads them with the target's features, or rests."""
+    """Adds a round's tokens to the state; the head reads them with the target's features, or rests."""
     lengths, table = _in_use(state)
     walk, chosen = verified.walk, verified.chosen
     width = jnp.arange(chosen.shape[1])[None]
@@ -194,20 +198,20 @@ def extend(target: TargetModel, draft: Draft | None, state: State, verified: Ver
 
 
 def _in_use(state: State) -> tuple[Int[Array, " b"], PageTable | None]:
-    """Lengths and page table for a pass: what has ended owns no pages, and nothing of it need be read."""
+    """Returns lengths and page table of a pass. A sequence that has ended owns no pages: its length is 0."""
     if state.page_table is None:
         return state.lengths, None
     return jnp.where(state.done, 0, state.lengths), PageTable(jnp.where(state.done[:, None], TRASH, state.page_table))
 
 
 def _chosen(tokens: Int[Array, "b n"], walk: Walk, bonus: Int[Array, " b"]) -> Int[Array, "b p"]:
-    """Accepted drafts, then the bonus; what stands behind it means nothing."""
+    """Returns the accepted drafts, then the bonus; the rest is undefined."""
     drafts = jnp.take_along_axis(tokens, jnp.roll(walk.path, -1, axis=1), axis=1)
     return jnp.where(jnp.arange(walk.path.shape[1])[None] == walk.accepted[:, None], bonus[:, None], drafts)
 
 
 def _finite(logits: Float[Array, "b n v"], path: Int[Array, "b p"]) -> Bool[Array, "b p"]:
-    """Whether the best logit of each node on the way is a number: a NaN or an infinity is always the argmax."""
+    """Whether the best logit of each node on the path is finite: a NaN or an infinity is always the argmax."""
     best = jnp.take_along_axis(logits, argmax(logits)[..., None], axis=-1)[..., 0]
     return jnp.isfinite(jnp.take_along_axis(best, path, axis=1))
 
@@ -220,7 +224,7 @@ def _with_logprobs(
     chosen: Int[Array, "b p"],
     at: Int[Array, " b"],
 ) -> TokenLogprobs:
-    """With those of a round's tokens, where anyone asks for them."""
+    """Adds the log-probabilities of a round's tokens, if a request asks for them."""
 
     def measure(logprobs: TokenLogprobs) -> TokenLogprobs:
         return put_logprobs(logprobs, jnp.take_along_axis(logits, path[:, :, None], axis=1), chosen, at)
@@ -231,11 +235,11 @@ def _with_logprobs(
 def _cut(
     state: State, chosen: Int[Array, "b p"], accepted: Int[Array, " b"]
 ) -> tuple[Int[Array, " b"], Int[Array, " b"], Bool[Array, " b"]]:
-    """What of a round's tokens counts: up to the first stop token, and not beyond the limit.
+    """Cuts a round's tokens at the first stop token and at the limit.
 
     Returns:
-        How many tokens to take; how many drafts count as accepted (the limit cuts the answer, it says nothing of the
-        draft); whether the sequence has ended.
+        The number of tokens to take; the number of drafts that count as accepted (the limit does not lower it, since it
+        tells nothing about the draft); whether the sequence has ended.
     """
     column = jnp.arange(chosen.shape[1])[None]
     stop = is_stop(chosen, state.requests.stop_ids) & (column <= accepted[:, None])
@@ -257,7 +261,7 @@ def run_rounds(
     greedy: bool,
     simulated: float | None = None,
 ) -> State:
-    """Rounds until `stop_at` sequences are done, at most `max_rounds` of them, in one loop on the device.
+    """Runs rounds until `stop_at` sequences are done, at most `max_rounds` of them, in one loop on the device.
 
     Args:
         simulated: see `verify_tree`.
@@ -275,7 +279,7 @@ def run_rounds(
             state = round_of(tree)(state)
         else:
             assert state.history is not None
-            found = lookup.continuation(state.history, state.lengths, 1)[1] > 0  # nothing to copy: no drafts
+            found = lookup.continuation(state.history, state.lengths, 1)[1] > 0  # without a match there are no drafts
             state = jax.lax.cond((found & ~state.done).any(), round_of(tree), round_of(None), state)
         if state.ends is not None:
             state = dataclasses.replace(state, ends=state.ends.at[:, number].set(state.num_output))

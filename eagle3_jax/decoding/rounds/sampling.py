@@ -1,8 +1,8 @@
-"""How a token is chosen: the distribution that a request's parameters make of the target's logits.
+"""Sampling: makes a request's distribution from the target's logits, and draws from it.
 
-Penalties, bias and forbidden stops first, then temperature, top-k, top-p, min-p (SGLang's order). Temperature 0 is the
-argmax, in the same program. Nothing sorts the vocabulary: the filters look for their threshold by bisection over the
-bits of a float32, in rows that ask for one.
+Penalties, bias and forbidden stops come first, then temperature, top-k, top-p, min-p (SGLang's order). Temperature 0 is
+the argmax, in the same program. Nothing sorts the vocabulary: filters find their threshold by bisection over the bits
+of a float32, only in rows with filters.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt
 from eagle3_jax.decoding.params import MAX_BIASED, SamplingParams
 from eagle3_jax.kernels.vocabulary.api import argmax
 
-# What a round's random numbers are for.
+# Purposes of a round's random numbers.
 COINS, BONUS, DRAFTS = range(3)
 
-# What the host makes and a program reads. For type checkers it is the program's.
+# Made on the host, read by a program. Type checkers see the program's type.
 if TYPE_CHECKING:
     Rows = Array
 else:
@@ -31,24 +31,25 @@ else:
 
 
 def entry(value: Any, dtype: Any) -> Any:
-    """An array of one entry, on the host."""
+    """Makes an array of one entry, on the host."""
     return np.array([value], dtype)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TokenCounts:
-    """Tokens of each sequence's text; right for sequences that ask for penalties.
+    """Tokens of each sequence's text; maintained for sequences with penalties.
 
     Attributes:
-        in_prompt: whether the prompt has each token. in_answer: how often the answer has it.
+        in_prompt: whether the prompt has each token.
+        in_answer: how often the answer has each token.
     """
 
     in_prompt: Bool[Array, "b v"]
     in_answer: Int[Array, "b v"]
 
     def add(self, tokens: Int[Array, "b t"], taken: Bool[Array, "b t"]) -> TokenCounts:
-        """With tokens added to the answer."""
+        """Adds tokens to the answers."""
         rows = jnp.arange(tokens.shape[0])[:, None]
         return dataclasses.replace(self, in_answer=self.in_answer.at[rows, tokens].add(taken.astype(jnp.int32)))
 
@@ -56,11 +57,12 @@ class TokenCounts:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LogitRules:
-    """Changes of the logits in front of sampling, an entry a sequence.
+    """Changes of the logits before sampling, an entry per sequence.
 
     Attributes:
-        bias_tokens, bias: added to the logits of these tokens; 0 elsewhere.
-        first_stop: no stop token is chosen in front of this position.
+        bias_tokens: tokens with a bias.
+        bias: what is added to the logits of `bias_tokens`.
+        first_stop: no stop token is chosen before this position.
     """
 
     repetition: Float[Rows, " b"]
@@ -72,7 +74,7 @@ class LogitRules:
 
     @classmethod
     def of(cls, params: SamplingParams, first_stop: int) -> LogitRules:
-        """One entry, on the host."""
+        """Makes one entry, on the host."""
         unused = [0] * (MAX_BIASED - len(params.logit_bias))
         return cls(
             repetition=entry(params.repetition_penalty, np.float32),
@@ -90,10 +92,10 @@ class LogitRules:
         stop_ids: Int[Rows, "b stops"],
         positions: Int[Array, " b"],
     ) -> Float[Array, "b v"]:
-        """Logits of the tokens at these positions.
+        """Changes the logits of the tokens at these positions.
 
         Args:
-            stop_ids: -1 where there is none.
+            stop_ids: -1 is no token.
         """
         column, times = self.repetition[:, None], counts.in_answer.astype(jnp.float32)
         appeared = counts.in_prompt | (counts.in_answer > 0)
@@ -109,12 +111,12 @@ class LogitRules:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """`SamplingParams` as arrays, an entry a sequence.
+    """`SamplingParams` as arrays, an entry per sequence.
 
     Attributes:
-        key: each sequence has its own, so that its samples do not depend on its neighbours. Until `with_keys`, the two
-            numbers that it is made of.
-        rules: None where nobody changes logits.
+        key: one per sequence, so that its samples do not depend on its neighbours. Before `with_keys`, the two numbers
+            that the key is made of.
+        rules: None if no request changes logits.
     """
 
     temperature: Float[Rows, " b"]
@@ -126,10 +128,11 @@ class Sampling:
 
     @classmethod
     def of(cls, params: SamplingParams, digest: int = 0, first_stop: int = 0) -> Sampling:
-        """One entry, on the host.
+        """Makes one entry, on the host.
 
         Args:
-            digest: 32 bits that tell requests of one seed apart. first_stop: see `LogitRules`.
+            digest: 32 bits that distinguish requests with the same seed.
+            first_stop: see `LogitRules`.
         """
         return cls(
             temperature=entry(params.temperature, np.float32),
@@ -142,20 +145,20 @@ class Sampling:
 
     @classmethod
     def greedy(cls, batch: int) -> Sampling:
-        """The batch of `SamplingParams()`, without rules, each sequence with a key of its own."""
+        """Makes the batch of `SamplingParams()`, without rules; each sequence has its own key."""
         one = dataclasses.replace(cls.of(SamplingParams()), rules=None)
         rows = jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x), batch, axis=0), one)
         return dataclasses.replace(rows, key=jax.random.split(jax.random.key(0), batch))
 
     def with_keys(self) -> Sampling:
-        """On the device, with keys instead of the numbers that they are made of."""
+        """Makes the keys from their numbers, on the device."""
         keys = jax.vmap(lambda pair: jax.random.fold_in(jax.random.key(pair[0]), pair[1]))(self.key)
         return dataclasses.replace(self, key=keys)
 
     def uniform(self, lengths: Int[Array, " b"], purpose: int, *shape: int) -> Float[Array, "b *shape"]:
-        """Random numbers in [0, 1) for the round that starts at these committed lengths.
+        """Draws random numbers in [0, 1) for the round that starts at these committed lengths.
 
-        Lengths grow, so no number comes twice.
+        Lengths grow, so no number repeats.
         """
 
         def of_one(key: Array, length: Array) -> Array:
@@ -165,9 +168,9 @@ class Sampling:
 
 
 def probabilities(logits: Float[Array, "b v"], sampling: Sampling) -> Float[Array, "b v"]:
-    """The distribution a request samples from: softmax(logits / T), cut to top-k, top-p, min-p, renormalised each time.
+    """Returns the distribution to sample from: softmax(logits / T), cut to top-k, top-p, min-p, renormalised each time.
 
-    Tokens that tie with the last one kept are kept too. Temperature 0 gives all mass to the argmax.
+    Tokens that tie with the last kept one are kept too. Temperature 0 puts all mass on the argmax.
     """
     temperature = sampling.temperature[:, None]
     shifted = logits - logits.max(axis=-1, keepdims=True)
@@ -175,7 +178,7 @@ def probabilities(logits: Float[Array, "b v"], sampling: Sampling) -> Float[Arra
     filters = sampling.top_k, sampling.top_p, sampling.min_p
     asks = _asks(sampling)
 
-    def each(probs: Array) -> Array:  # row by row: those that do not ask pay nothing
+    def each(probs: Array) -> Array:  # row by row: rows without filters cost nothing
         return jax.lax.map(
             lambda row: jax.lax.cond(row[0], _filter, lambda p, *_: p, *row[1:]), (asks, probs, *filters)
         )
@@ -186,12 +189,12 @@ def probabilities(logits: Float[Array, "b v"], sampling: Sampling) -> Float[Arra
 
 
 def sample(logits: Float[Array, "b v"], sampling: Sampling, coins: Float[Array, "b 2"]) -> Int[Array, " b"]:
-    """One token of each row: `draw` of its `probabilities`."""
+    """Draws one token per row from its `probabilities`."""
     return draw(coins, probabilities(logits, sampling))
 
 
 def _asks(sampling: Sampling) -> Bool[Array, " b"]:
-    """Who wants filters."""
+    """Whether each request has filters."""
     return (sampling.temperature > 0) & ((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0))
 
 
@@ -206,7 +209,7 @@ def _filter(probs: Float[Array, " v"], top_k: Array, top_p: Array, min_p: Array)
 
 
 def _threshold(holds: Callable[[Array], Array]) -> Float[Array, ""]:
-    """The greatest float32 in [0, 2) for which `holds`, which is true of 0 and falls once: by bisection, bit by bit."""
+    """Bisects for the greatest float32 in [0, 2) for which `holds`, which is true up to there and false beyond."""
 
     def bit(i: Array, bits: Array) -> Array:
         tried = bits | (jnp.int32(1) << (29 - i))
@@ -216,9 +219,10 @@ def _threshold(holds: Callable[[Array], Array]) -> Float[Array, ""]:
 
 
 def draw(coins: Float[Array, "b 2"], weights: Float[Array, "b v"]) -> Int[Array, " b"]:
-    """One token of each row with probability proportional to its weight; a weight of 0 is never drawn.
+    """Draws one token per row with probability proportional to its weight; a weight of 0 is never drawn.
 
-    First a block of the vocabulary, then a token in it: two random numbers a row, where Gumbel noise takes one a token.
+    Draws a block of the vocabulary, then a token in it: two random numbers per row, where Gumbel noise takes one per
+    token.
 
     Args:
         coins: uniform in [0, 1).
@@ -232,14 +236,14 @@ def draw(coins: Float[Array, "b 2"], weights: Float[Array, "b v"]) -> Int[Array,
 
 
 def block_width(size: int) -> int:
-    """Tokens of a block in `draw`: as many as there are blocks."""
+    """Returns the tokens of a block in `draw`: about as many as there are blocks."""
     return math.isqrt(size)
 
 
 def _invert(weights: Array, coins: Array) -> Array:
-    """The first entry of each row at which the running sum exceeds coin * total."""
+    """Finds the first entry of each row at which the running sum exceeds coin * total."""
     sums = jnp.cumsum(weights, axis=-1)
     exceeds = (sums > coins[:, None] * sums[:, -1:]) & (weights > 0)
-    # Rounding may leave none: then the last entry that has weight.
+    # Rounding may leave none; then the last entry with a weight.
     last = weights.shape[-1] - 1 - jnp.argmax(weights[:, ::-1] > 0, axis=-1)
     return jnp.where(exceeds.any(axis=-1), jnp.argmax(exceeds, axis=-1), last)

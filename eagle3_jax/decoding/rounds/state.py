@@ -23,19 +23,19 @@ from eagle3_jax.decoding.rounds.tree import LastTree
 from eagle3_jax.mesh import constrain
 from eagle3_jax.models.cache import KVCache
 
-# The page that nothing is read from: rows that have ended write to it.
+# The page that is never read: sequences that have ended write to it.
 TRASH = 0
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RequestRows:
-    """What requests ask for, a row each: made on the host, read by prefill, kept in the state.
+    """The settings of requests, one row each: made on the host, read by prefill, kept in the state.
 
     Attributes:
-        limit: most tokens to choose; in the state of a batch, of those still to come.
-        stop_ids: tokens that end the sequence; -1 where there is none.
-        logprobs: how many of the best tokens are asked for, -1 for nothing at all.
+        limit: most tokens to choose; in the state of a batch, the tokens still to come.
+        stop_ids: tokens that end the sequence; -1 is no token.
+        logprobs: number of best tokens to report; -1 reports no log-probabilities.
     """
 
     limit: Int[Rows, " b"]
@@ -47,12 +47,13 @@ class RequestRows:
     def of(
         cls, params: SamplingParams, *, limit: int, stop_ids: Collection[int], prompt_length: int, digest: int
     ) -> RequestRows:
-        """One row, on the host.
+        """Makes one row, on the host.
 
         Args:
-            limit: most tokens to answer. stop_ids: all that end the answer, `MAX_STOP_IDS` at most.
-            digest: of the prompt: different prompts under one seed get different random numbers, the same prompt
-                always the same.
+            limit: most tokens to answer.
+            stop_ids: all tokens that end the answer, at most `MAX_STOP_IDS`.
+            digest: digest of the prompt. With one seed, different prompts get different random numbers, and the same
+                prompt always gets the same.
         """
         unused = [-1] * (MAX_STOP_IDS - len(stop_ids))
         return cls(
@@ -65,32 +66,33 @@ class RequestRows:
     @classmethod
     @functools.cache
     def nobody(cls) -> RequestRows:
-        """The row of no request."""
+        """Makes the row of no request."""
         return cls.of(SamplingParams(), limit=0, stop_ids=(), prompt_length=0, digest=0)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State:
-    """Sequences being decoded. Every leaf but paged caches has the batch first.
+    """Sequences being decoded. The batch is the first axis of every leaf but paged caches.
 
     Attributes:
-        page_table: the page of each stretch of a sequence, in both caches; None where they are contiguous.
+        page_table: the page of each page_size slots of a sequence, in both caches; None where they are contiguous.
         lengths: committed tokens, in the target's cache and in the draft's.
         root: the last token chosen; not yet in the target's cache.
-        output: tokens chosen so far, root included; 0 behind them. Room for `requests.limit` tokens and one round more.
-        done: ended by a stop token or by the limit; nothing of such a sequence changes any more.
+        output: tokens chosen so far, root included, then 0. It has room for `requests.limit` tokens and one more round.
+        done: ended by a stop token or by the limit; such a sequence no longer changes.
         failed: ended because the target's logits were not finite.
-        requests: what each sequence's request asks for.
-        rounds: rounds it took part in. drafted: of those, with drafts.
-        accepted: in how many of them the draft at each depth was accepted.
-        token_counts: for penalties; None where nobody asks.
-        logprobs: of each output token, before rules and filters; None where nobody asks (`greedy` programs leave it).
+        requests: settings of each sequence's request.
+        rounds: number of rounds that the sequence took part in.
+        drafted: number of these rounds that had drafts.
+        accepted: number of these rounds in which the draft at each depth was accepted.
+        token_counts: for penalties; None if no request has any.
+        logprobs: of each output token, before rules and filters; None if no request asks (`greedy` programs leave it).
         draft_cache, draft_state: None without a draft head.
-        history: the sequence's tokens, root included, where drafts are copied from it (`lookup`); else None.
-        unread: what a resting head has missed; None where it never rests.
-        ends: `num_output` behind each round of one `decode`, 0 behind those that were not run; None where nobody asks.
-        last_tree: of the last round that each took part in; None where nobody asks.
+        history: the sequence's tokens, root included, if drafts are copied from them (`lookup`); else None.
+        unread: what a resting head has missed; None if it never rests.
+        ends: `num_output` after each round of one `decode`, 0 after rounds that did not run; None if unused.
+        last_tree: tree of the last round that each sequence took part in; None if unused.
     """
 
     cache: KVCache
@@ -121,7 +123,9 @@ class TokenLogprobs:
     """Log-probabilities of the output tokens.
 
     Attributes:
-        chosen: of the output tokens. tokens, best: the k best at each place, best first.
+        chosen: of the output tokens.
+        tokens: the k best tokens at each place, best first.
+        best: the log-probabilities of `tokens`.
     """
 
     chosen: Float[Array, "b m"]
@@ -134,12 +138,12 @@ class TokenLogprobs:
         return cls(jnp.zeros(shape[:2]), jnp.zeros(shape, jnp.int32), jnp.zeros(shape))
 
 
-# KV heads over the model axis; the rest whole on every device, where every process can read it.
+# The model axis splits KV heads. The rest is whole on every device, where every process can read it.
 STATE_SHARDING_RULES = ((r"cache", P(None, "model")),)
 
 
 def empty_state(models: Models, sizes: Sizes, tiers: Sequence[Tier], kv_dtype: Any) -> State:
-    """A batch of free places, and caches one page of which is `TRASH`; for any of the tiers."""
+    """Makes a batch of free places, and caches with one page for `TRASH`; it fits each of the tiers."""
     target, draft = models.modules()
     batch, pages, page_size = sizes.batch, sizes.pages + 1, sizes.page_size
     steps, vocabulary = depth_of(tiers), target.config.vocab_size
@@ -160,7 +164,7 @@ def empty_state(models: Models, sizes: Sizes, tiers: Sequence[Tier], kv_dtype: A
         accepted=jnp.zeros((batch, steps), jnp.int32),
         token_counts=TokenCounts(jnp.zeros((batch, vocabulary), bool), jnp.zeros((batch, vocabulary), jnp.int32)),
         logprobs=TokenLogprobs.empty(batch, room, min(MAX_LOGPROBS, vocabulary)),
-        # Without the padding of prompts: XLA's attention reads every page that a table has room for, in each round.
+        # Without room for a prompt's padding: XLA's attention reads every page of the table in each round.
         page_table=jnp.full((batch, sizes.pages_per_sequence), TRASH, jnp.int32),
         draft_cache=None if draft is None else draft.head.empty_pages(pages, page_size),
         draft_state=None if draft is None else jnp.zeros((batch, draft.head.config.hidden_size), draft.head.dtype),
@@ -186,7 +190,7 @@ def put_logprobs(
     """Writes the log-probabilities of p tokens and of the best ones from place `at` on."""
     normalizer = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     of_chosen = jnp.take_along_axis(logits, chosen[:, :, None], axis=-1) - normalizer
-    # Of a matrix: of an array of three dimensions XLA sorts the whole vocabulary on TPUs, and compiles that for long.
+    # As a matrix: with three dimensions XLA sorts the whole vocabulary on TPUs, and takes long to compile that.
     best, tokens = jax.lax.top_k(logits.reshape(-1, logits.shape[-1]), logprobs.best.shape[-1])
     shape = (*logits.shape[:-1], -1)
     return dataclasses.replace(
@@ -198,5 +202,5 @@ def put_logprobs(
 
 
 def put_at(rows: Array, new: Array, at: Int[Array, " b"]) -> Array:
-    """Each row with its new entries from place `at` on."""
+    """Writes new entries into each row, from place `at` on."""
     return jax.vmap(lambda row, x, i: jax.lax.dynamic_update_slice_in_dim(row, x, i, 0))(rows, new, at)

@@ -1,4 +1,4 @@
-"""Token trees: what the target verifies in one pass, and which candidates of a pool enter it."""
+"""Token trees, which the target verifies in one pass, and the choice of their nodes from a pool of candidates."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from eagle3_jax.decoding.rounds.lookup import Copied
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TokenTree:
-    """What the target verifies in one pass; node 0 is the root, and parents precede children.
+    """A tree of tokens; node 0 is the root, and parents precede children.
 
     Attributes:
-        tokens: target ids. depths: 0 at the root.
-        parents: node indices, -1 at the root and at what only fills a place.
+        tokens: target ids.
+        depths: 0 at the root.
+        parents: node indices; -1 at the root and at padding.
         mask: mask[b, i, j], whether j is i or an ancestor of i.
-        drawn: what the drafts were drawn from; None where they are the head's best.
+        drawn: distributions of drawn drafts; None if the drafts are the head's best.
     """
 
     tokens: Int[Array, "b n"]
@@ -34,13 +35,13 @@ class TokenTree:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """The distributions of drafts that were drawn without replacement; siblings stand in the order of drawing.
+    """Distributions of drafts that were drawn without replacement; siblings are in the order of drawing.
 
     Attributes:
-        probs: over the draft vocabulary, of each group of siblings.
-        group: of each node; -1 of a copied one, which no chance chose; of the root 0, which says nothing.
+        probs: over the draft vocabulary, for each group of siblings.
+        group: group of each node; -1 for a copied node. The root's 0 is unused.
         token_ids: the target's id of each draft token.
-        topk: most siblings that were drawn.
+        topk: most siblings that are drawn.
         copied: whether there are copied nodes.
     """
 
@@ -54,10 +55,11 @@ class Drawn:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LastTree:
-    """What a sequence's last round drafted, for those who watch; -1 in places that the round had no use for.
+    """The tree of each sequence's last round, to be shown; -1 in unused places.
 
     Attributes:
-        parents: node indices. taken: the root, and the drafts that were accepted.
+        parents: node indices.
+        taken: whether a node is the root or was accepted.
     """
 
     tokens: Int[Array, "b n"]
@@ -70,7 +72,12 @@ class LastTree:
         return cls(none, none, jnp.zeros((batch, nodes), bool))
 
     def note(self, nodes: TokenTree, path: Int[Array, "b p"], running: Bool[Array, " b"]) -> LastTree:
-        """Args: path: nodes that were taken, see `Walk`. running: sequences that took part in this round."""
+        """Replaces the trees of running sequences.
+
+        Args:
+            path: accepted nodes, see `Walk`.
+            running: sequences that took part in this round.
+        """
         room = self.tokens.shape[1] - nodes.tokens.shape[1]
         taken = (path[:, :, None] == jnp.arange(self.tokens.shape[1])[None, None]).any(axis=1)
 
@@ -81,36 +88,36 @@ class LastTree:
         return jax.tree.map(lambda x, old: jnp.where(running[:, None], x, old), new, self)
 
     def stacked(self) -> Int[Array, "b 3 n"]:
-        """Tokens, parents and whether each was taken, in one array."""
+        """Stacks tokens, parents and `taken` into one array."""
         return jnp.stack([self.tokens, self.parents, self.taken.astype(jnp.int32)], axis=1)
 
 
 def chain(root: Int[Array, " b"], drafts: Int[Array, "b c"]) -> TokenTree:
-    """Drafts that follow each other."""
+    """Makes a chain of drafts."""
     tokens = jnp.concatenate([root[:, None], drafts], axis=1)
     depths = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     return TokenTree(tokens, depths - 1, depths, depths[:, :, None] >= depths[:, None, :])
 
 
 def chain_of_copies(root: Int[Array, " b"], copied: Copied) -> TokenTree:
-    """A chain of what was copied from the text; in rows where nothing was, the root alone."""
+    """Makes a chain of copied tokens; the root alone in rows without a match."""
     nodes = chain(root, copied.tokens)
     known = jnp.isfinite(copied.scores[:, :1])
     return dataclasses.replace(nodes, parents=jnp.where(known, nodes.parents, -1))
 
 
 def root_only(root: Int[Array, " b"]) -> TokenTree:
-    """The tree of vanilla decoding."""
+    """Makes the tree of vanilla decoding."""
     return chain(root, jnp.zeros((len(root), 0), root.dtype))
 
 
 def steps_of(tree: DraftTree | None) -> int:
-    """Most drafts that one round can accept."""
+    """Returns the most drafts that one round can accept."""
     return 0 if tree is None else tree.depth
 
 
 def scratch_slots(tree: DraftTree | None) -> int:
-    """Cache slots behind the committed tokens that one round writes to; a draft model's entries lie one further."""
+    """Returns the slots that a round writes after the committed tokens; a draft model's lie one further."""
     if tree is None:
         return 1
     return max(tree.num_draft_tokens, 1 + tree.depth + 1, 1 + (tree.num_steps - 1) * tree.topk)
@@ -123,16 +130,16 @@ def rerank(
     tokens: Int[Array, "b p"],
     parents: Int[Array, "b p"],
 ) -> tuple[TokenTree, Int[Array, "b drafts"]]:
-    """The best num_draft_tokens - 1 candidates of the pool, and the root in front of them; and which they are.
+    """Chooses the best num_draft_tokens - 1 candidates of the pool. Returns the tree, root first, and their indices.
 
-    A child never scores above its parent and stands behind it in the pool; `top_k` prefers the earlier of equals, so
-    with a node its parent is always chosen too. Where scores are NaN it may not be, and the child hangs elsewhere;
-    depths and mask follow the parents, so the target still reads each node at the position of its own path, and tokens
-    that it accepts greedily are its own.
+    A child never scores above its parent and follows it in the pool; `top_k` prefers the earlier of equals. So the
+    parent of a chosen node is always chosen. With NaN scores it may not be, and the child gets another parent. Depths
+    and mask follow the parents, so the target still reads each node at the position of its own path. Tokens that it
+    accepts greedily are still its own.
     """
     drafts = tree.num_draft_tokens - 1
     batch, size = scores.shape
-    if drafts == size:  # all of them, in a chain always: the scores need not even be computed
+    if drafts == size:  # all of them, as always in a chain: the scores need not be computed
         chosen = jnp.broadcast_to(jnp.arange(size), scores.shape)
         node_of = chosen + 1
     else:
@@ -155,7 +162,7 @@ def rerank(
 
 
 def _ancestors(parents: Int[Array, "b n"], depth: int) -> Bool[Array, "b n n"]:
-    """Ancestors and self of every node, by climbing `depth` times."""
+    """Returns the ancestors and self of every node, by climbing `depth` times."""
     nodes = parents.shape[1]
     climbed = jnp.broadcast_to(jnp.arange(nodes), parents.shape)
     mask = jnp.zeros((*parents.shape, nodes), bool)

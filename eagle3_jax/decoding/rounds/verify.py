@@ -1,12 +1,15 @@
-"""Verification: walk down the tree as far as the target agrees, and add one token of its own (the bonus).
+"""Verification: walks down the tree while the target agrees, and adds one token of the target's own (the bonus).
 
-Greedy: a child is accepted when it is the target's argmax. Sampled (SGLang's
-target-only rule with thresholds 1): with one coin u a node's children are accepted where u falls into their stretch of
-the target's distribution; if into none, the bonus comes from the distribution without the children. Each token thus
-comes with exactly the target's probability, whatever was drafted. Drafts drawn from the head's distribution q are
-accepted by multi-candidate rejection sampling (SpecInfer, https://arxiv.org/abs/2305.09781, section 4.3; without
-replacement: https://arxiv.org/abs/2402.14160): child by child with probability min(1, p / q), and where one is rejected
-the rest of max(p - q, 0) takes the place of p, and q goes without it. A copied token comes last, with q = 1.
+Greedy: a child is accepted if it is the target's argmax.
+
+Sampled (SGLang's target-only rule with thresholds 1): each node has one coin u. A child is accepted if u falls into its
+interval of the target's distribution; if none is, the bonus comes from the distribution without the children. So each
+token has exactly the target's probability, whatever was drafted.
+
+Drafts drawn from the head's distribution q: multi-candidate rejection sampling (SpecInfer,
+https://arxiv.org/abs/2305.09781, section 4.3; without replacement: https://arxiv.org/abs/2402.14160). Each child in
+turn is accepted with probability min(1, p / q). A rejection replaces p by max(p - q, 0), normalised, and removes the
+child from q. A copied token comes last, with q = 1.
 """
 
 from __future__ import annotations
@@ -26,11 +29,11 @@ from eagle3_jax.kernels.vocabulary.api import argmax
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """The way down one tree.
+    """An accepted path down one tree.
 
     Attributes:
-        path: node indices from the root, ascending; behind the accepted ones the last of them is repeated.
-        accepted: number of accepted drafts; the way ends at node path[accepted].
+        path: node indices from the root, ascending; the last accepted node is repeated.
+        accepted: number of accepted drafts; the path ends at node path[accepted].
     """
 
     path: Int[Array, "b p"]
@@ -52,7 +55,7 @@ def verify(
     *,
     greedy: bool,
 ) -> tuple[Walk, Int[Array, " b"]]:
-    """Walks each tree; the way and the bonus token.
+    """Walks each tree. Returns the walk and the bonus token.
 
     Args:
         logits: the target's, at every node.
@@ -81,7 +84,7 @@ def verify(
 def pretend(
     tree: TokenTree, logits: Float[Array, "b n v"], accepts: Bool[Array, "b s"]
 ) -> tuple[Walk, Int[Array, " b"]]:
-    """For benchmarks: goes to a node's first child where `accepts` says so for its depth; the bonus is the argmax."""
+    """Simulates acceptance: takes a node's first child if `accepts` says so for its depth; the bonus is the argmax."""
 
     def hit(depth: int, node: Array) -> Array:
         return _children_of(tree, node) & accepts[:, depth, None]
@@ -91,12 +94,12 @@ def pretend(
 
 
 def walk_greedy(tree: TokenTree, predicted: Int[Array, "b n"], steps: int) -> Walk:
-    """Accepts a child when its token is the target's argmax at its parent."""
+    """Accepts a child if its token is the target's argmax at its parent."""
     agreed = tree.tokens == jnp.take_along_axis(predicted, jnp.maximum(tree.parents, 0), axis=1)
     return _walk(tree, steps, lambda _, node: _children_of(tree, node) & agreed)
 
 
-# depth, path, accepted, who goes on, tokens of each text, weights of the bonus
+# depth, path, accepted, rows that go on, token counts, weights of the bonus
 _Steps = tuple[Array, Array, Array, Array, TokenCounts | None, Array]
 
 
@@ -109,16 +112,16 @@ def walk_sampled(
     coins: Float[Array, "b s k"],
     token_counts: TokenCounts | None = None,
 ) -> tuple[Walk, Float[Array, "b v"]]:
-    """Accepts children so that each token comes with the target's probability.
+    """Accepts children so that each token has the target's probability.
 
-    Only the nodes on the way are looked at: the distribution of each is made when the walk comes to it, so that
-    penalties count what was accepted in front of it. A loop on the device, which ends with the longest walk.
+    The distribution of a node is computed when the walk reaches it, so penalties count the tokens accepted before.
+    Other nodes cost nothing. The loop runs on the device and ends with the longest walk.
 
     Args:
-        coins: uniform in [0, 1), for each depth of the tree: one, or one a sibling where drafts were drawn.
+        coins: uniform in [0, 1), for each depth of the tree: one, or one per sibling for drawn drafts.
 
     Returns:
-        The way, and the weights of the bonus token: what is left of the distribution at its end.
+        The walk, and the weights of the bonus token: what remains of the distribution at its end.
     """
     steps = coins.shape[1]
     coins = jnp.pad(coins, ((0, 0), (0, 1), (0, 0)))  # nodes of the last depth have no children
@@ -162,16 +165,16 @@ def walk_sampled(
 def _target_only(
     tokens: Int[Array, "b n"], children: Bool[Array, "b n"], probs: Float[Array, "b v"], coin: Float[Array, " b"]
 ) -> tuple[Bool[Array, "b n"], Float[Array, "b v"]]:
-    """The children at which the running sum of the target's probabilities exceeds the coin: the first is accepted.
+    """Marks the children at which the target's cumulative probability exceeds the coin; the first is accepted.
 
     Returns:
-        Those, and the distribution without the children.
+        The marks, and the distribution without the children.
     """
     mass = jnp.where(children, jnp.take_along_axis(probs, tokens, axis=1), 0.0)
     hits = children & (mass > 0) & (coin[:, None] < jnp.cumsum(mass, axis=-1))
     keep = jnp.where(children, 0.0, 1.0)
     rest = jax.vmap(lambda p, token, factor: p.at[token].multiply(factor))(probs, tokens, keep)
-    # Where the children hold everything, rounding may still let a coin pass them all.
+    # If the children have all mass, rounding may let a coin pass them all.
     return hits, jnp.where(rest.sum(axis=-1, keepdims=True) > 0, rest, probs)
 
 
@@ -182,12 +185,12 @@ def _multi_candidate(
     drawn: Drawn,
     coins: Float[Array, "b k"],
 ) -> tuple[Bool[Array, "b n"], Float[Array, "b v"]]:
-    """One child after the other, accepted with probability min(1, p / q); a rejected one takes q away from p.
+    """Accepts one child after the other with probability min(1, p / q); a rejection subtracts q from p.
 
-    Where p is one token (temperature 0) this is the greedy rule, whatever q is.
+    If p is one token (temperature 0) this is the greedy rule, for any q.
 
     Returns:
-        The accepted child, and what is left of p.
+        The accepted child, and what remains of p.
     """
     by_chance = children & (drawn.group >= 0)
     first, count = jnp.argmax(by_chance, axis=-1), by_chance.sum(axis=-1)
@@ -200,12 +203,12 @@ def _multi_candidate(
         token = jnp.take_along_axis(tokens, first[:, None] + i, axis=1, mode="clip")
         q /= jnp.maximum(q.sum(axis=-1, keepdims=True), jnp.finfo(q.dtype).tiny)
         of_p, of_q = (jnp.take_along_axis(x, token, axis=1)[:, 0] for x in (probs, q))
-        asks &= of_q > 0  # 0: there was no other token left to draw
+        asks &= of_q > 0  # 0: no other token was left to draw
         accepted = asks & (coins[:, i] * of_q < of_p)
         hits |= accepted[:, None] & (column == first[:, None] + i)
         rest = jnp.maximum(probs - q, 0.0)
         total = rest.sum(axis=-1, keepdims=True)
-        # p equal to q: only rounding rejects.
+        # p equals q: only rounding rejects.
         probs = jnp.where((asks & ~accepted)[:, None] & (total > 0), rest / jnp.where(total > 0, total, 1.0), probs)
         q = jnp.where(vocabulary == token, 0.0, q)
     if drawn.copied:  # the last child: drawn from one token, so q is 1
@@ -221,7 +224,7 @@ def _multi_candidate(
 
 
 def row_of(array: Array, row: Int[Array, " b"]) -> Array:
-    """array[b, row[b]]."""
+    """Selects array[b, row[b]]."""
     return jax.vmap(lambda rows, i: rows[i])(array, row)
 
 
@@ -230,7 +233,7 @@ def _children_of(tree: TokenTree, nodes: Int[Array, " b"]) -> Bool[Array, "b n"]
 
 
 def _walk(tree: TokenTree, steps: int, hit: Callable[[int, Array], Array]) -> Walk:
-    """Goes to the first child that `hit(depth, node)` marks, until there is none."""
+    """Goes to the first child that `hit(depth, node)` marks, as long as there is one."""
     node = jnp.zeros(tree.tokens.shape[0], jnp.int32)
     going = jnp.ones(tree.tokens.shape[0], bool)
     path, accepted = [node], jnp.zeros_like(node)

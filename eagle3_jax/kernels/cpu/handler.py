@@ -45,8 +45,7 @@ def enabled() -> bool:
 
 
 def api_version() -> tuple[int, int] | None:
-    """Returns the version (major, minor) of jaxlib's foreign function interface, read from its header; None without
-    one."""
+    """Reads the version (major, minor) of the interface from jaxlib's header; None without a header."""
     return _version_of(pathlib.Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h"))
 
 

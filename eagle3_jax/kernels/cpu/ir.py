@@ -142,8 +142,7 @@ class Code:
         self.b.store(self.b.trunc(rounded, half), place, align=2)
 
     def exp(self, x: Value) -> Value:
-        """Returns e^x of a vector, x clipped to [-87, 88], to 2 units in the last place (Cephes' expf). NaN gives
-        NaN."""
+        """Returns e^x to 2 units in the last place (Cephes' expf), x clipped to [-87, 88]; NaN stays NaN."""
         given, width = x, x.type.count
         kind, whole = x.type, ir.VectorType(I32, width)
 

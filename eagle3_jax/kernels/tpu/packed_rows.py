@@ -18,8 +18,7 @@ from eagle3_jax.kernels.tpu.registers import SUBLANES
 
 
 def tile_rows(dtype: Any) -> int:
-    """Returns the rows of a tile: 8 of 32 bits, 16 of 16, 32 of 8. Copies between HBM and VMEM begin and end at
-    tiles."""
+    """Returns the rows of a tile, the unit of copies between HBM and VMEM: 8 of 32 bits, 16 of 16, 32 of 8."""
     return SUBLANES * _rows_per_word(dtype)
 
 
@@ -31,8 +30,7 @@ def roll_rows(tile: Num[Array, "r d"], by: Int[Array, ""]) -> Num[Array, "r d"]:
 
 
 def rows_at(words: Any, first: Int[Array, ""], dtype: Any) -> Num[Array, "r d"]:
-    """Reads a tile of `dtype` that begins at row `first` of a reference to words [w, d]; one more word must follow
-    it."""
+    """Reads the tile of `dtype` from row `first` of a reference to words [w, d]; one more word must follow."""
     at = first // _rows_per_word(dtype)
     return _from_row(words[pl.ds(at, SUBLANES)], words[pl.ds(at + 1, SUBLANES)], first, dtype)
 

@@ -88,8 +88,7 @@ class Shape:
         return pl.cdiv(self.written, tile_rows(dtype)) * tile_rows(dtype)
 
     def blocks(self, length: Any, lowest: Any, highest: Any) -> tuple[Any, Any, Any, Any]:
-        """Returns the blocks [low, high) that a tile of queries needs, and those among them without a mask, [plain,
-        masked).
+        """Returns the blocks that a tile of queries needs, [low, high), and those without a mask, [plain, masked).
 
         Args:
             lowest: the least of the first slots that the tile's queries see.

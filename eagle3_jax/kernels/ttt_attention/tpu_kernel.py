@@ -57,8 +57,7 @@ class TTTShape:
         return self.length // self.tile
 
     def vmem_bytes(self, itemsize: int) -> int:
-        """Returns the bytes of VMEM of the backward kernel, the larger one: buffers (twice, for the pipeline), sums,
-        scores."""
+        """Returns the backward (larger) kernel's bytes of VMEM: buffers (twice, for the pipeline), sums, scores."""
         lanes = -(-self.head_dim // LANES) * LANES
         keys = 2 * self.length * lanes * (itemsize + 4)
         tiles = (3 * self.rows * itemsize + 2 * self.later * self.tile * (itemsize + itemsize)) * lanes

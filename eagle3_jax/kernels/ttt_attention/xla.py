@@ -30,8 +30,7 @@ def attend_xla(queries: Array, keys: Array, values: Array, starts: Array, newest
 def _attend_block(
     queries: Array, keys: Array, values: Array, later_keys: Array, later_values: Array, visible: Array, newest: Array
 ) -> Array:
-    """Attends from queries [b, t, n, d] to keys of step 0 [b, s, k, d] and to their own of later steps, [steps, b, t,
-    k, d]."""
+    """Attends to keys of step 0, [b, s, k, d], and to each query's own of later steps, [steps, b, t, k, d]."""
     b, t, n, d = queries.shape
     s, kv_heads = keys.shape[1], keys.shape[2]
     group = n // kv_heads

@@ -84,8 +84,7 @@ def lists(
     parts: int,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "p m k"], Int[Array, "p m k"], Float[Array, "p m 1"]]:
-    """Returns, for each part of the vocabulary, the k greatest logits, their tokens, and the log of the sum of
-    exponentials.
+    """Returns each part's k greatest logits, their tokens, and the logarithm of its sum of exponentials.
 
     Args:
         rows: any float type; read as the type of `hidden`.
