@@ -21,7 +21,7 @@ from eagle3_jax import Engine, SamplingParams, load_target
 from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.decoding.measure.compare import first_difference
 from eagle3_jax.decoding.text import Detokenizer
-from eagle3_jax.formats.packaged import AUTO, LOOKUP, shipped_head
+from eagle3_jax.formats.packaged import AUTO, LOOKUP, packaged_head
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.runs import command
 
@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with command.run("hello", resumes=False):
         print(f"Loading {arguments.target} ...", flush=True)
         target = load_target(arguments.target)
-        run(target, arguments.draft or (AUTO if shipped_head(target) else LOOKUP), colours=colours)
+        run(target, arguments.draft or (AUTO if packaged_head(target) else LOOKUP), colours=colours)
 
 
 def run(target: Target, draft: str, *, colours: bool) -> None:

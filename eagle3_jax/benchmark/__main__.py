@@ -10,8 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from eagle3_jax.benchmark import decode, tune
-from eagle3_jax.benchmark import servers as serving
+from eagle3_jax.benchmark import decode, servers, tune
 from eagle3_jax.config import RunConfig
 from eagle3_jax.runs import command, command_line, processes
 
@@ -43,8 +42,8 @@ def _tune(config: RunConfig, prompts: str) -> None:
 
 
 def _serve(config: RunConfig, prompts: str, others: dict[str, str], keys: dict[str, str]) -> None:
-    report, folder = serving.run(config, prompts, others, keys), config.folder("benchmark")
-    print(f"{serving.table(report)}\n{folder / 'serve.json'}\n{folder / 'serve.html'}")
+    report, folder = servers.run(config, prompts, others, keys), config.folder("benchmark")
+    print(f"{servers.table(report)}\n{folder / 'serve.json'}\n{folder / 'serve.html'}")
 
 
 def _named(flag: str, pairs: Sequence[str], expected: str, beginnings: tuple[str, ...] = ("",)) -> dict[str, str]:

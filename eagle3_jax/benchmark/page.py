@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import html as escape
 import io
 import math
 from collections.abc import Sequence
+from html import escape
 from typing import Any
 
 _COLOURS = (
@@ -33,10 +33,10 @@ th:first-child, td:first-child, td.name { text-align: left; }
 
 
 def html(report: dict[str, Any]) -> str:
-    """The page of what `serving.run` measured."""
+    """The page of what `servers.run` measured."""
     ways, hardware, asked = report["ways"], report["hardware"], report["traffic"]
     where = hardware["accelerator"] or f"{hardware['cpu']}, {hardware['cores']} cores"
-    target = escape.escape(report["target"]["name"])
+    target = escape(report["target"]["name"])
     figures = []
     if len(asked["concurrency"]) > 1:
         for key, unit, title, better in (
@@ -52,7 +52,7 @@ def html(report: dict[str, Any]) -> str:
         )
     )
     how = f"{report['target']['dtype']}, temperature {asked['temperature']:g}, {asked['max_tokens']} tokens at most"
-    said = f"{target} · {escape.escape(where)} · {how} · prompts: {escape.escape(report['prompts_file']['name'])}"
+    said = f"{target} · {escape(where)} · {how} · prompts: {escape(report['prompts_file']['name'])}"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -153,7 +153,7 @@ def _table(report: dict[str, Any]) -> str:
             tpot = level["tpot"]
             cells = [
                 title if place == 0 else "",
-                escape.escape(name),
+                escape(name),
                 f"{level['tokens_per_second']:.1f}",
                 f"{1e3 * level['ttft']['p50']:.0f}",
                 "-" if tpot is None else f"{1e3 * tpot['p50']:.1f}",

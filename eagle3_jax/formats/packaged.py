@@ -19,7 +19,7 @@ HEADS = pathlib.Path(__file__).parents[1] / "heads"
 _SAME = ("tokenizer", "chat_template", "aux_layers")
 
 
-def shipped_head(target: Target) -> pathlib.Path | None:
+def packaged_head(target: Target) -> pathlib.Path | None:
     """Finds the folder of this package's head for a target; None if it has none."""
     for path in sorted(HEADS.glob(f"*/{manifest.NAME}")):
         trained_with = manifest.read(path.parent, made_by="export", verify=False)["identity"]["target"]
@@ -31,7 +31,7 @@ def shipped_head(target: Target) -> pathlib.Path | None:
 
 def load_shipped(target: Target, dtype: Any) -> Draft | None:
     """Loads this package's head for a target (see `load_draft`); None if it has none."""
-    folder = shipped_head(target)
+    folder = packaged_head(target)
     return None if folder is None else heads.load_draft(folder, target=target, dtype=dtype)
 
 
@@ -51,7 +51,7 @@ def chosen_draft(draft: str | None, export: pathlib.Path, target: Target) -> tup
         ValueError: "auto", and this package has no head for the target.
     """
     if draft is None:
-        if (export / manifest.NAME).exists() or shipped_head(target) is None:
+        if (export / manifest.NAME).exists() or packaged_head(target) is None:
             manifest.read(export, made_by="export", verify=False)  # `load_draft` verifies
             return str(export), export
         processes.say(f"{export}: no head there; drafting with this package's head for {target.identity['name']}")
@@ -60,7 +60,7 @@ def chosen_draft(draft: str | None, export: pathlib.Path, target: Target) -> tup
         return draft, None
     if draft != AUTO:
         return draft, draft_models.resolve(draft)
-    folder = shipped_head(target)
+    folder = packaged_head(target)
     if folder is None:
         raise ValueError(f"draft: got 'auto', expected a folder: no packaged head for {target.identity['name']}")
     return AUTO, folder

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from eagle3_jax.benchmark import page
-from eagle3_jax.benchmark import servers as serving
+from eagle3_jax.benchmark import page, servers
 
 
 def distribution(value: float) -> dict[str, float]:
@@ -72,7 +71,7 @@ def test_the_page_holds_every_chart_and_figure_and_asks_nobody(report):
 
 
 def test_the_table_says_the_same(report):
-    lines = serving.table(report).splitlines()
+    lines = servers.table(report).splitlines()
     (row,) = [line.split() for line in lines if line.startswith("speculative") and "180.0" in line]
     assert row == ["speculative", "180.0", "250", "500", "32.0", "64.0", "96.0", "1.25x", "15/16", "1"]
     assert [line.split("  ")[0] for line in lines if "TTFT" in line] == [
@@ -88,5 +87,5 @@ def test_a_server_that_answers_in_one_chunk_has_no_time_per_token(report):
         for one in report["ways"][name]["levels"]:
             one["tpot"] = one["categories"]["code"]["tpot"] = None
     assert page.html(report).count("<svg") == 4
-    row = next(line.split() for line in serving.table(report).splitlines() if line.startswith("speculative"))
+    row = next(line.split() for line in servers.table(report).splitlines() if line.startswith("speculative"))
     assert row == ["speculative", "60.0", "250", "500", "-", "-", "-", "-", "15/16", "1"]

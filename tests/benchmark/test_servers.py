@@ -20,7 +20,7 @@ import yaml
 
 from eagle3_jax import config as configs
 from eagle3_jax.benchmark import __main__ as benchmark
-from eagle3_jax.benchmark import servers as serving
+from eagle3_jax.benchmark import servers
 from eagle3_jax.benchmark.traffic import Server
 from eagle3_jax.config import ConfigError, RunConfig
 from eagle3_jax.runs import command, machine
@@ -114,8 +114,8 @@ def test_every_server_is_measured_once_at_every_level(traffic_config, prompts, p
         started.append((path.name, values["serve"]["draft"], values["serve"]["trees"]))
         yield Server(url, path.stem)
 
-    monkeypatch.setattr(serving, "_started", start)
-    report = serving.run(traffic_config, prompts, {"vLLM": f"{url}/"})
+    monkeypatch.setattr(servers, "_started", start)
+    report = servers.run(traffic_config, prompts, {"vLLM": f"{url}/"})
     assert [name for name, *_ in started] == ["serve_vanilla.yaml", "serve_speculative.yaml"]
     assert started[0][1:] == ("none", []) and started[1][1] is None
     assert list(report["ways"]) == ["vanilla", "speculative", "vLLM"]
@@ -134,17 +134,17 @@ def test_every_server_is_measured_once_at_every_level(traffic_config, prompts, p
     ]
     folder = pathlib.Path(traffic_config.run_dir, "benchmark")
     assert "<svg" in (folder / "serve.html").read_text()
-    serving.run(traffic_config, prompts, {"vLLM": f"{url}/"})
+    servers.run(traffic_config, prompts, {"vLLM": f"{url}/"})
     assert len(asked) == 45, "measured again"
     slower = dataclasses.replace(traffic_config, traffic=dataclasses.replace(traffic_config.traffic, requests=5))
-    serving.run(slower, prompts)
+    servers.run(slower, prompts)
     assert len(asked) == 45 + 2 * (1 + 5 + 6 + 5)
 
 
 @pytest.mark.long
 def test_what_was_measured_before_a_stop_is_kept(traffic_config, prompts, parrot, monkeypatch):
     url, asked = parrot
-    monkeypatch.setattr(serving, "_started", lambda _, path: contextlib.nullcontext(Server(url, path.stem)))
+    monkeypatch.setattr(servers, "_started", lambda _, path: contextlib.nullcontext(Server(url, path.stem)))
     points = iter(range(2 + 3))  # one before each server, one before each level of each: the second level's second
     monkeypatch.setattr(command, "_asked", None)
 
@@ -154,9 +154,9 @@ def test_what_was_measured_before_a_stop_is_kept(traffic_config, prompts, parrot
 
     with monkeypatch.context() as stopping, pytest.raises(command.Stopped):
         stopping.setattr(command, "stop_point", stop_point)
-        serving.run(traffic_config, prompts)
+        servers.run(traffic_config, prompts)
     assert len(asked) == 2 + 4 + 4 + 6
-    serving.run(traffic_config, prompts)
+    servers.run(traffic_config, prompts)
     behind = [body["model"] for body in asked[2 + 4 + 4 + 6 + 2 :]]
     assert behind == ["serve_vanilla"] * (6 + 4) + ["serve_speculative"] * 4
 
@@ -174,9 +174,9 @@ def test_an_accelerator_has_one_server_at_a_time(traffic_config, prompts, parrot
         running.remove(path.stem)
 
     found = machine.hardware() | {"accelerator": "TPU v5 lite"}
-    monkeypatch.setattr(serving, "_hardware", lambda: found)
-    monkeypatch.setattr(serving, "_started", start)
-    report = serving.run(traffic_config, prompts)
+    monkeypatch.setattr(servers, "_hardware", lambda: found)
+    monkeypatch.setattr(servers, "_started", start)
+    report = servers.run(traffic_config, prompts)
     assert [level["identical"] for level in report["ways"]["speculative"]["levels"]] == [4, 6, 4]
     assert len(asked) == 2 * (1 + 4 + 6 + 4)
 
@@ -190,8 +190,8 @@ def test_who_measures_leaves_the_accelerator_to_the_servers(traffic_config, prom
 import contextlib, sys
 from jax._src import xla_bridge
 from eagle3_jax.benchmark import __main__ as benchmark
-from eagle3_jax.benchmark import servers as serving
-serving._started = lambda *_: contextlib.nullcontext(serving.found_at(sys.argv[1]))
+from eagle3_jax.benchmark import servers
+servers._started = lambda *_: contextlib.nullcontext(servers.found_at(sys.argv[1]))
 benchmark.main(["serve", *sys.argv[2:]])
 assert not xla_bridge.backends_are_initialized()
 """
@@ -204,7 +204,7 @@ assert not xla_bridge.backends_are_initialized()
 @pytest.mark.long
 def test_a_server_with_a_key_that_counts_at_the_end(traffic_config, prompts, parrot, monkeypatch, tmp_path, capsys):
     """As OpenAI's own: it refuses what it does not know, and shows its models to who has a key."""
-    monkeypatch.setattr(serving, "_started", lambda *_: contextlib.nullcontext(Server(parrot[0], "a-model")))
+    monkeypatch.setattr(servers, "_started", lambda *_: contextlib.nullcontext(Server(parrot[0], "a-model")))
     monkeypatch.setenv("THEIR_KEY", "s3cret")
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(configs.to_dict(traffic_config)))
@@ -234,9 +234,9 @@ def test_what_cannot_be_measured_is_refused(traffic_config, prompts, tmp_path, c
         with pytest.raises(ConfigError, match="traffic.(concurrency|rates|requests)(.0)?: got"):
             configs.from_dict({"run_dir": "x", "traffic": traffic})
     with pytest.raises(ValueError, match="--compare: got the name vanilla"):
-        serving.run(traffic_config, prompts, {"vanilla": "http://127.0.0.1:1/v1"})
+        servers.run(traffic_config, prompts, {"vanilla": "http://127.0.0.1:1/v1"})
     with pytest.raises(ValueError, match="expected a server of OpenAI's API"):
-        serving.found_at("http://127.0.0.1:1/v1")
+        servers.found_at("http://127.0.0.1:1/v1")
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(configs.to_dict(traffic_config)))
     with pytest.raises(SystemExit, match=r"--compare: got vllm, expected NAME=http"):
@@ -249,20 +249,20 @@ def test_a_server_that_is_not_there_is_said_before_any_is_measured(traffic_confi
     def begin(*_: Any) -> None:
         raise Begun
 
-    monkeypatch.setattr(serving, "_hardware", machine.hardware)
-    monkeypatch.setattr(serving, "_take_turns", begin)
+    monkeypatch.setattr(servers, "_hardware", machine.hardware)
+    monkeypatch.setattr(servers, "_take_turns", begin)
     for url in ("http://127.0.0.1:1/v1", "http://127.0.0.1:PORT/v1"):
         with pytest.raises(ValueError, match=rf"{url}/models: got .*, expected a server of OpenAI's API"):
-            serving.run(traffic_config, prompts, {"vLLM": url})
-    monkeypatch.setattr(serving._Measured, "read", lambda one: one.levels.extend([{}] * 3))
+            servers.run(traffic_config, prompts, {"vLLM": url})
+    monkeypatch.setattr(servers._Measured, "read", lambda one: one.levels.extend([{}] * 3))
     with pytest.raises(Begun):  # one that is measured already need not be there
-        serving.run(traffic_config, prompts, {"vLLM": "http://127.0.0.1:1/v1"})
+        servers.run(traffic_config, prompts, {"vLLM": "http://127.0.0.1:1/v1"})
 
 
 def test_a_device_that_another_holds_is_an_error(traffic_config, prompts, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "no_such_device")
     with pytest.raises(ValueError, match="hardware: got status 1 from JAX"):
-        serving.run(traffic_config, prompts)
+        servers.run(traffic_config, prompts)
 
 
 @pytest.mark.slow
@@ -271,7 +271,7 @@ def test_the_hardware_is_asked_without_a_word(monkeypatch, capfd):
     for name in list(os.environ):  # tests/conftest.py tells libtpu about a TPU
         if name == "JAX_PLATFORMS" or name.startswith("TPU_"):
             monkeypatch.delenv(name)
-    assert serving._hardware()["cores"] >= 1
+    assert servers._hardware()["cores"] >= 1
     assert capfd.readouterr().err == ""
 
 
@@ -281,12 +281,12 @@ def test_a_server_that_does_not_start_is_an_error(traffic_config, prompts):
         traffic_config, target=dataclasses.replace(traffic_config.target, name="/no/such/folder")
     )
     with pytest.raises(ValueError, match="serve_vanilla.yaml: got status 1 from the server"):
-        serving.run(broken, prompts)
+        servers.run(broken, prompts)
 
 
 def test_a_server_that_was_killed_is_named_by_its_signal():
-    assert serving._end(-9) == "SIGKILL (often: no memory is left)"
-    assert (serving._end(-11), serving._end(3)) == ("SIGSEGV", "status 3")
+    assert servers._end(-9) == "SIGKILL (often: no memory is left)"
+    assert (servers._end(-11), servers._end(3)) == ("SIGSEGV", "status 3")
 
 
 @pytest.mark.long

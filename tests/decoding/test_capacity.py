@@ -10,8 +10,8 @@ import pytest
 import tiny_heads
 
 from eagle3_jax.config import DraftTree
-from eagle3_jax.decoding.rounds import generate as contiguous
-from eagle3_jax.decoding.rounds import round as rounds
+from eagle3_jax.decoding.rounds.generate import generate, prefill, slots_needed
+from eagle3_jax.decoding.rounds.round import advance
 from eagle3_jax.decoding.rounds.sampling import Sampling
 from eagle3_jax.decoding.rounds.state import State
 from eagle3_jax.decoding.rounds.tree import scratch_slots
@@ -42,7 +42,7 @@ def exact_slots(monkeypatch):
 def decode(toy, tree: DraftTree | None, slots: int, draft: Draft | None = None) -> tuple[State, list[State]]:
     """All rounds one by one: the final state, and those from the prefill on."""
     batch, draft = len(PROMPTS), draft or toy.good
-    state = contiguous.prefill(
+    state = prefill(
         toy.target,
         None if tree is None else draft,
         jnp.asarray(PROMPTS),
@@ -57,10 +57,10 @@ def decode(toy, tree: DraftTree | None, slots: int, draft: Draft | None = None) 
     )
     caches = [state.cache] if tree is None else [state.cache, state.draft_cache]
     assert all(leaf.shape[2] == slots for leaf in jax.tree.leaves(caches))
-    advance = jax.jit(lambda state: rounds.advance(toy.target, draft, state, tree=tree, greedy=True))
+    one_round = jax.jit(lambda state: advance(toy.target, draft, state, tree=tree, greedy=True))
     states = [state]
     while not states[-1].done.all():
-        states.append(advance(states[-1]))
+        states.append(one_round(states[-1]))
     return states[-1], states
 
 
@@ -75,7 +75,7 @@ def check_committed(states: list[State]) -> None:
 
 @pytest.fixture(scope="module")
 def vanilla(toy) -> np.ndarray:
-    answers = contiguous.generate(
+    answers = generate(
         toy.target, None, jnp.asarray(PROMPTS), jnp.asarray(LENGTHS), jax.random.key(0), max_tokens=MAX_TOKENS
     )
     return np.asarray(answers.output[:, :MAX_TOKENS])
@@ -90,7 +90,7 @@ def needed(tree: DraftTree | None) -> int:
 @pytest.mark.parametrize("name", FAST)
 def test_a_decode_to_the_last_slot_says_what_vanilla_says(toy, vanilla, name):
     tree = TREES[name]
-    assert contiguous.slots_needed(PROMPTS.shape[1], MAX_TOKENS, tree) >= needed(tree)
+    assert slots_needed(PROMPTS.shape[1], MAX_TOKENS, tree) >= needed(tree)
     state, states = decode(toy, tree, needed(tree))
     np.testing.assert_array_equal(state.output[:, :MAX_TOKENS], vanilla)
     assert state.lengths.max() + scratch_slots(tree) == needed(tree)

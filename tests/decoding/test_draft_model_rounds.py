@@ -13,7 +13,7 @@ import tiny_heads
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.choice.tiers import VANILLA
 from eagle3_jax.decoding.engine import Engine, SamplingParams
-from eagle3_jax.decoding.rounds import generate as contiguous
+from eagle3_jax.decoding.rounds.generate import generate
 from eagle3_jax.decoding.rounds.state import State
 from eagle3_jax.models.drafts.head import Draft
 
@@ -43,15 +43,15 @@ def itself(toy) -> Draft:
     return tiny_heads.draft_model(toy.target, layers=2, width=40)
 
 
-def generate(target, draft, tree, **options: Any) -> State:
+def generated(target, draft, tree, **options: Any) -> State:
     key = jax.random.key(0)
-    return contiguous.generate(target, draft, PROMPTS, LENGTHS, key, max_tokens=MAX_TOKENS, tree=tree, **options)
+    return generate(target, draft, PROMPTS, LENGTHS, key, max_tokens=MAX_TOKENS, tree=tree, **options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tree", TREES, ids=["chain", "tree", "tree and text"])
 def test_greedy_drafts_change_no_token(toy, model, small, tree):
-    vanilla, drafted = generate(toy.target, None, None), generate(model, small, tree)
+    vanilla, drafted = generated(toy.target, None, None), generated(model, small, tree)
     np.testing.assert_array_equal(drafted.output[:, :MAX_TOKENS], vanilla.output[:, :MAX_TOKENS])
     assert int(drafted.accepted.sum()) > 10  # it is of use
 
@@ -60,7 +60,7 @@ def test_greedy_drafts_change_no_token(toy, model, small, tree):
 @pytest.mark.parametrize("temperature", [None, 1.5], ids=["greedy", "drawn"])
 def test_what_a_model_drafts_for_itself_is_accepted(model, itself, temperature):
     """All of a chain, whether its tokens are the best or drawn: draft and target know the same text."""
-    state = generate(model, itself, CHAIN, temperature=temperature)
+    state = generated(model, itself, CHAIN, temperature=temperature)
     np.testing.assert_array_equal(state.accepted, np.broadcast_to(state.rounds[:, None], (4, 3)))
 
 
@@ -69,7 +69,7 @@ def test_what_a_model_drafts_for_itself_is_accepted(model, itself, temperature):
 def test_sampled_tokens_have_the_target_s_distribution(toy, model, small, sample_drafts):
     """The second token of 4,096 answers against the exact distribution, by chi-square."""
     samples, prompt = 4096, np.array([3, 14, 15, 9, 2, 6], np.int32)
-    state = contiguous.generate(
+    state = generate(
         model,
         small,
         jnp.asarray(np.tile(prompt, (samples, 1))),

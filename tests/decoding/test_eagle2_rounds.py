@@ -14,7 +14,7 @@ from flax import nnx
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.engine import Engine, SamplingParams
-from eagle3_jax.decoding.rounds import generate as contiguous
+from eagle3_jax.decoding.rounds.generate import generate
 from eagle3_jax.models.drafts.eagle2 import Eagle2Config, Eagle2Head
 from eagle3_jax.models.drafts.head import Draft
 
@@ -117,7 +117,7 @@ def test_greedy_drafts_change_no_token(toy, model, tree):
     lengths = jnp.asarray([9, 3, 6, 1])
 
     def said(target, draft, tree):
-        return contiguous.generate(target, draft, prompts, lengths, jax.random.key(0), max_tokens=MAX_TOKENS, tree=tree)
+        return generate(target, draft, prompts, lengths, jax.random.key(0), max_tokens=MAX_TOKENS, tree=tree)
 
     vanilla, drafted = said(toy.target, None, None), said(model, make(toy, np.delete(np.arange(24), [4, 22])), tree)
     np.testing.assert_array_equal(drafted.output[:, :MAX_TOKENS], vanilla.output[:, :MAX_TOKENS])
@@ -143,7 +143,7 @@ def test_the_engine_takes_it(toy, model):
 def test_sampled_tokens_have_the_target_s_distribution(toy, model, sample_drafts):
     """The second token of 4,096 answers against the exact distribution, by chi-square."""
     samples, prompt = 4096, np.array([3, 14, 15, 9, 2, 6], np.int32)
-    state = contiguous.generate(
+    state = generate(
         model,
         make(toy, np.delete(np.arange(24), [4, 22])),
         jnp.asarray(np.tile(prompt, (samples, 1))),

@@ -14,7 +14,7 @@ import pytest
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import SamplingParams
-from eagle3_jax.decoding.rounds import generate as contiguous
+from eagle3_jax.decoding.rounds.generate import generate
 from eagle3_jax.kernels.dispatch import default_implementation
 from eagle3_jax.kernels.linear.layouts import Panels
 
@@ -71,7 +71,7 @@ def test_rounds_give_the_same_tokens(toy, answers, implementation, tree):
         row[: len(prompt)] = prompt
     lengths = jnp.asarray([len(prompt) for prompt in PROMPTS], jnp.int32)
     draft = None if tree is None else toy.good
-    run = functools.partial(contiguous.generate, max_tokens=20, tree=tree)
+    run = functools.partial(generate, max_tokens=20, tree=tree)
     state = run(toy.target, draft, jnp.asarray(prompts), lengths, jax.random.key(0))
     assert state.output[:, :20].tolist() == answers
 

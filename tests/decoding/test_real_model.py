@@ -18,8 +18,8 @@ import pytest
 from flax import nnx
 
 from eagle3_jax.config import DraftConfig, DraftTree
-from eagle3_jax.decoding.rounds import generate as contiguous
-from eagle3_jax.decoding.rounds import round as rounds
+from eagle3_jax.decoding.rounds.generate import generate, prefill
+from eagle3_jax.decoding.rounds.round import advance
 from eagle3_jax.decoding.rounds.sampling import Sampling
 from eagle3_jax.decoding.rounds.state import State
 from eagle3_jax.decoding.rounds.tree import TokenTree, _ancestors
@@ -55,7 +55,7 @@ def drafting(monkeypatch, propose):
         parents, depths = rows(jnp.asarray(PARENTS[tree])), rows(jnp.asarray(DEPTHS[tree]))
         return TokenTree(tokens, parents, depths, _ancestors(parents, tree.num_steps)), cache
 
-    monkeypatch.setattr(rounds, "grow", grow)
+    monkeypatch.setattr("eagle3_jax.decoding.rounds.round.grow", grow)
 
 
 @pytest.mark.slow
@@ -86,7 +86,7 @@ def test_answers_are_llama_cpp_s(target, draft, tree, batches, monkeypatch):
         drafting(monkeypatch, propose)
         if tree == TREE:  # the second child has the children: its place in the list of nodes is the first one's
             monkeypatch.setitem(PARENTS, TREE, [-1, 0, 0, 2, 2, 4, 4])
-        jitted: Any = contiguous.generate  # traced anew, with these drafts
+        jitted: Any = generate  # traced anew, with these drafts
         run = jax.jit(functools.partial(jitted.__wrapped__, max_tokens=32, tree=tree))
         state = run(target, draft, jnp.asarray(prompts), jnp.asarray(lengths), jax.random.key(0))
         for row, i in enumerate(part):
@@ -165,7 +165,7 @@ def test_sampled_rounds_have_the_target_s_distribution_in_every_configuration(ta
                 key,
             )
             state = spread(start[tree], sampling)
-            state = advance(target, draft, state, tree)
+            state = one_round(target, draft, state, tree)
             chosen.append(np.asarray(state.output)[:, 1:3])
             taken.append(np.asarray(state.accepted)[:, 0])
         tokens, accepted = np.concatenate(chosen), np.concatenate(taken)
@@ -181,8 +181,8 @@ def test_sampled_rounds_have_the_target_s_distribution_in_every_configuration(ta
 
 
 def one_sequence(target, draft, ids: tuple[int, ...], tree: DraftTree) -> State:
-    prefill = jax.jit(contiguous.prefill, static_argnames=("slots", "max_output", "tree", "greedy"))
-    return prefill(
+    read = jax.jit(prefill, static_argnames=("slots", "max_output", "tree", "greedy"))
+    return read(
         target,
         draft,
         jnp.asarray([ids], jnp.int32),
@@ -206,5 +206,5 @@ def spread(one: State, sampling: Sampling) -> State:
 
 
 @functools.partial(jax.jit, static_argnames="tree")
-def advance(target, draft, state, tree):
-    return rounds.advance(target, draft, state, tree=tree, greedy=False)
+def one_round(target, draft, state, tree):
+    return advance(target, draft, state, tree=tree, greedy=False)

@@ -16,7 +16,7 @@ from eagle3_jax.decoding.choice import costs, tiers
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.measure import near_tie
 from eagle3_jax.decoding.params import SamplingParams
-from eagle3_jax.decoding.rounds import generate as contiguous
+from eagle3_jax.decoding.rounds.generate import generate
 from eagle3_jax.mesh import make_mesh, replicated, shardings
 from eagle3_jax.models.checkpoint.fetch import load_target
 from eagle3_jax.models.drafts.eagle3 import DraftHead
@@ -31,8 +31,8 @@ def test_sharded_target_decodes_alike(toy):
     prompts = jnp.asarray(np.random.default_rng(0).integers(0, 24, (2, 6)))
     arguments = (toy.good, prompts, jnp.array([6, 4]), jax.random.key(0))
     tree = DraftTree(num_steps=3, topk=2, num_draft_tokens=6)
-    expected = contiguous.generate(toy.target, *arguments, max_tokens=12, tree=tree)
-    got = contiguous.generate(split, *arguments, max_tokens=12, tree=tree)
+    expected = generate(toy.target, *arguments, max_tokens=12, tree=tree)
+    got = generate(split, *arguments, max_tokens=12, tree=tree)
     np.testing.assert_array_equal(got.output, expected.output)
     np.testing.assert_array_equal(got.accepted, expected.accepted)
     assert split.blocks[0].attention.qkv[...].sharding.spec[1] == "model"
@@ -52,8 +52,8 @@ def test_a_sharded_target_samples_alike(toy, sample_drafts):
         "top_p": jnp.array([1.0, 0.9, 1.0, 1.0]),
         "tree": DraftTree(num_steps=3, topk=2, num_draft_tokens=6, sample_drafts=sample_drafts),
     }
-    expected = contiguous.generate(toy.target, *arguments, max_tokens=16, **asked)
-    got = contiguous.generate(split, *arguments, max_tokens=16, **asked)
+    expected = generate(toy.target, *arguments, max_tokens=16, **asked)
+    got = generate(split, *arguments, max_tokens=16, **asked)
     np.testing.assert_array_equal(got.output, expected.output)
     np.testing.assert_array_equal(got.accepted, expected.accepted)
 
@@ -72,12 +72,12 @@ def test_more_drawn_drafts_ask_the_other_devices_no_more_often(toy):
         prompts = jnp.ones((1, 4), jnp.int32), jnp.array([4]), jax.random.key(0)
 
         @jax.jit
-        def generate(leaves):
+        def generated(leaves):
             asked = {"max_tokens": 8, "tree": tree, "temperature": 1.0}
-            return contiguous.generate(*models.unflatten(leaves), *prompts, **asked).output
+            return generate(*models.unflatten(leaves), *prompts, **asked).output
 
         with jax.set_mesh(mesh):
-            text = generate.lower(leaves).compile().as_text() or ""
+            text = generated.lower(leaves).compile().as_text() or ""
         return len(re.findall(r" (?:all-reduce|all-gather|reduce-scatter|all-to-all)\(", text))
 
     few, many = collectives(2), collectives(4)

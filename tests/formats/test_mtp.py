@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.engine import Engine, SamplingParams
-from eagle3_jax.decoding.rounds import generate as contiguous
+from eagle3_jax.decoding.rounds.generate import generate
 from eagle3_jax.formats import mtp
 from eagle3_jax.models.checkpoint import fetch
 from eagle3_jax.models.checkpoint.fetch import Target
@@ -233,7 +233,7 @@ def test_it_changes_no_token(target, tree):
 def test_sampled_tokens_have_the_target_s_distribution(target, sample_drafts):
     """The second token of 4,096 answers against the exact distribution, by chi-square."""
     samples, prompt, draft = 4096, np.array([3, 14, 15, 9, 2, 6], np.int32), mtp.load(target, jnp.float32)
-    state = contiguous.generate(
+    state = generate(
         target.model.observed_at(draft.head.config.aux_layers),
         draft,
         jnp.asarray(np.tile(prompt, (samples, 1))),

@@ -79,7 +79,7 @@ def test_other_weights_of_the_model_take_it_too_and_it_is_said(heads, target, ca
 @pytest.mark.parametrize("field", ["tokenizer", "chat_template", "aux_layers"])
 def test_another_target_gets_none(heads, target, field):
     other = but(target, **{field: [1, 2, 4] if field == "aux_layers" else "0" * 64})
-    assert packaged.shipped_head(other) is None
+    assert packaged.packaged_head(other) is None
     assert Engine.load(other, max_length=64).draft is None
     with pytest.raises(ValueError, match="draft: got None, expected a draft head"):
         Engine.load(other, tree=CHAIN, max_length=64)
@@ -91,7 +91,7 @@ def test_a_model_of_another_width_gets_none(heads, target):
     """As one family's sizes share tokenizer, template and, now and then, the number of layers."""
     config = dataclasses.replace(target.model.config, hidden_size=2 * target.model.config.hidden_size)
     wider = dataclasses.replace(target, model=tiny.make_target(config).model)
-    assert packaged.shipped_head(wider) is None
+    assert packaged.packaged_head(wider) is None
 
 
 def test_what_a_verb_names(heads, target, tmp_path, capsys):

@@ -19,8 +19,7 @@ from flax import nnx
 
 from eagle3_jax.decoding.choice.tiers import Tier
 from eagle3_jax.decoding.device.models import Models
-from eagle3_jax.decoding.rounds import round as rounds
-from eagle3_jax.decoding.rounds.round import Verified
+from eagle3_jax.decoding.rounds.round import Verified, draft_tree, extend, verify_tree
 from eagle3_jax.decoding.rounds.state import State
 from eagle3_jax.decoding.rounds.tree import TokenTree
 from eagle3_jax.models.checkpoint.load import parameter_path
@@ -44,26 +43,26 @@ class Round:
 
 
 @functools.partial(jax.jit, static_argnames="tier", donate_argnames="state")
-def draft(models: Models, state: State, *, tier: Tier) -> tuple[State, TokenTree]:
+def draft_stage(models: Models, state: State, *, tier: Tier) -> tuple[State, TokenTree]:
     """Runs `draft_tree` for greedy requests."""
     target, head = models.modules()
-    nodes, state = rounds.draft_tree(target, head if tier.head else None, state, tree=tier.tree, greedy=True)
+    nodes, state = draft_tree(target, head if tier.head else None, state, tree=tier.tree, greedy=True)
     return state, nodes
 
 
 @functools.partial(jax.jit, static_argnames="tier", donate_argnames="state")
-def verify(models: Models, state: State, nodes: TokenTree, *, tier: Tier) -> tuple[State, Verified]:
+def verify_stage(models: Models, state: State, nodes: TokenTree, *, tier: Tier) -> tuple[State, Verified]:
     """Runs `verify_tree`: the target's pass, and the commit."""
     target, _ = models.modules()
-    verified, state = rounds.verify_tree(target, state, nodes, tree=tier.tree, head=tier.head, greedy=True)
+    verified, state = verify_tree(target, state, nodes, tree=tier.tree, head=tier.head, greedy=True)
     return state, verified
 
 
 @functools.partial(jax.jit, static_argnames="tier", donate_argnames="state")
-def extend(models: Models, state: State, verified: Verified, *, tier: Tier) -> State:
+def extend_stage(models: Models, state: State, verified: Verified, *, tier: Tier) -> State:
     """Runs `extend`: the head reads true features."""
     target, head = models.modules()
-    return rounds.extend(target, head if tier.head else None, state, verified, greedy=True)
+    return extend(target, head if tier.head else None, state, verified, greedy=True)
 
 
 def times(models: Models, state: State, tier: Tier) -> tuple[State, dict[str, float]]:
@@ -77,9 +76,9 @@ def times(models: Models, state: State, tier: Tier) -> tuple[State, dict[str, fl
         return result
 
     for _ in range(_TURNS + 1):
-        state, nodes = timed("draft", functools.partial(draft, models, state, tier=tier))
-        state, verified = timed("verify", functools.partial(verify, models, state, nodes, tier=tier))
-        state, _ = timed("extend", lambda s=state, j=verified: (extend(models, s, j, tier=tier), None))
+        state, nodes = timed("draft", functools.partial(draft_stage, models, state, tier=tier))
+        state, verified = timed("verify", functools.partial(verify_stage, models, state, nodes, tier=tier))
+        state, _ = timed("extend", lambda s=state, j=verified: (extend_stage(models, s, j, tier=tier), None))
     return state, {stage: statistics.median(seconds[1:]) for stage, seconds in taken.items()}  # the first one compiled
 
 

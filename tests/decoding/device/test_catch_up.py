@@ -15,8 +15,8 @@ from eagle3_jax.decoding.device import programs
 from eagle3_jax.decoding.device.catch_up import ROOM, Unread, feed_unread
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.device.shapes import Sizes
-from eagle3_jax.decoding.rounds import generate as contiguous
-from eagle3_jax.decoding.rounds import round as rounds
+from eagle3_jax.decoding.rounds.generate import prefill
+from eagle3_jax.decoding.rounds.round import run_rounds
 from eagle3_jax.decoding.rounds.sampling import Sampling
 from eagle3_jax.decoding.rounds.state import empty_state
 
@@ -28,7 +28,7 @@ LENGTHS = jnp.array([8, 5], jnp.int32)
 
 @functools.partial(jax.jit, static_argnames="tree")
 def begin(toy_target, draft, prompts, lengths, tree):
-    return contiguous.prefill(
+    return prefill(
         toy_target,
         draft,
         prompts,
@@ -53,7 +53,7 @@ def wake(toy_target, draft, state):
 
 @functools.partial(jax.jit, static_argnames=("tree", "count", "head"))
 def advance(toy_target, draft, state, tree, count, head):
-    return rounds.run_rounds(toy_target, draft if head else None, state, count, 2, tree=tree, greedy=True)
+    return run_rounds(toy_target, draft if head else None, state, count, 2, tree=tree, greedy=True)
 
 
 @pytest.mark.slow

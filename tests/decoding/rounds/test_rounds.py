@@ -11,8 +11,8 @@ import pytest
 from hlo import product_and_sum_fusions
 
 from eagle3_jax.config import DraftTree
-from eagle3_jax.decoding.rounds import generate as contiguous
-from eagle3_jax.decoding.rounds import round as rounds
+from eagle3_jax.decoding.rounds.generate import generate, prefill
+from eagle3_jax.decoding.rounds.round import _cut, advance, run_rounds
 from eagle3_jax.decoding.rounds.sampling import Sampling
 from eagle3_jax.decoding.rounds.state import State
 from eagle3_jax.kernels.cache.api import commit
@@ -47,11 +47,11 @@ BOTH = ["chain3", pytest.param("tree3x3", marks=pytest.mark.slow)]
 PROMPTS = np.random.default_rng(0).integers(0, 24, (4, 9)).astype(np.int32)
 LENGTHS = np.array([9, 3, 6, 1], np.int32)
 
-decode = jax.jit(rounds.run_rounds, static_argnames=("tree", "greedy"))
+decode = jax.jit(run_rounds, static_argnames=("tree", "greedy"))
 
 
-def generate(target, draft, rows=slice(None), **kwargs) -> State:
-    return contiguous.generate(
+def generated(target, draft, rows=slice(None), **kwargs) -> State:
+    return generate(
         target,
         draft,
         jnp.asarray(PROMPTS[rows]),
@@ -64,10 +64,10 @@ def generate(target, draft, rows=slice(None), **kwargs) -> State:
 
 @functools.cache
 def _prefill():
-    return jax.jit(contiguous.prefill, static_argnames=("slots", "max_output", "tree", "greedy"))
+    return jax.jit(prefill, static_argnames=("slots", "max_output", "tree", "greedy"))
 
 
-def prefill(toy, draft, prompts, lengths, tree) -> State:
+def prefilled(toy, draft, prompts, lengths, tree) -> State:
     batch = len(prompts)
     return _prefill()(
         toy.target,
@@ -86,7 +86,7 @@ def prefill(toy, draft, prompts, lengths, tree) -> State:
 
 @pytest.fixture(scope="module")
 def vanilla(toy) -> np.ndarray:
-    return np.asarray(generate(toy.target, None).output[:, :MAX_TOKENS])
+    return np.asarray(generated(toy.target, None).output[:, :MAX_TOKENS])
 
 
 def test_vanilla_is_the_argmax_of_the_whole_sequence_again_and_again(toy, vanilla):
@@ -106,7 +106,7 @@ def test_vanilla_is_the_argmax_of_the_whole_sequence_again_and_again(toy, vanill
     "name", [name if name in ("chain3", "tree3x3") else pytest.param(name, marks=pytest.mark.slow) for name in TREES]
 )
 def test_greedy_speculation_changes_no_token(toy, vanilla, name):
-    state = generate(toy.target, toy.good, tree=TREES[name])
+    state = generated(toy.target, toy.good, tree=TREES[name])
     np.testing.assert_array_equal(state.output[:, :MAX_TOKENS], vanilla)
     np.testing.assert_array_equal(state.output[:, MAX_TOKENS:], 0)
     assert state.num_output.tolist() == [MAX_TOKENS] * 4
@@ -134,28 +134,28 @@ def test_the_kernels_for_tpu_change_no_token(toy, vanilla, name, monkeypatch):
     ):
         interpreted = functools.partial(kernel, implementation="pallas", interpret=True)
         monkeypatch.setattr(f"eagle3_jax.models.{place}", interpreted)
-    state = jax.jit(generate, static_argnames="tree")(toy.target, toy.good, tree=TREES[name])
+    state = jax.jit(generated, static_argnames="tree")(toy.target, toy.good, tree=TREES[name])
     np.testing.assert_array_equal(state.output[:, :MAX_TOKENS], vanilla)
     assert (np.asarray(state.rounds) < MAX_TOKENS - 1).all()
 
 
 @pytest.mark.parametrize("name", ["chain3", "tree3x3"])
 def test_greedy_speculation_with_a_head_that_knows_nothing(toy, vanilla, name):
-    state = generate(toy.target, toy.random, tree=TREES[name])
+    state = generated(toy.target, toy.random, tree=TREES[name])
     assert int(state.accepted.sum()) < 20
     np.testing.assert_array_equal(state.output[:, :MAX_TOKENS], vanilla)
 
 
 @pytest.mark.slow
 def test_greedy_speculation_with_a_plain_head(toy, vanilla):
-    state = generate(toy.target, toy.plain, tree=TREES["tree3x3"])
+    state = generated(toy.target, toy.plain, tree=TREES["tree3x3"])
     np.testing.assert_array_equal(state.output[:, :MAX_TOKENS], vanilla)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["chain3", "tree3x3"])
 def test_one_sequence_alone_says_the_same(toy, vanilla, name):
-    state = generate(toy.target, toy.good, slice(1, 2), tree=TREES[name])
+    state = generated(toy.target, toy.good, slice(1, 2), tree=TREES[name])
     np.testing.assert_array_equal(state.output[0, :MAX_TOKENS], vanilla[1])
 
 
@@ -164,7 +164,7 @@ def test_one_sequence_alone_says_the_same(toy, vanilla, name):
 def test_caches_and_draft_state_after_each_round_are_a_fresh_prefill_s(toy, name):
     """Lengths count committed tokens only, and every committed token has its true feature."""
     tree, slots = TREES[name], 128
-    state = prefill(toy, toy.good, PROMPTS, LENGTHS, tree)
+    state = prefilled(toy, toy.good, PROMPTS, LENGTHS, tree)
     for _ in range(5):
         state = decode(toy.target, toy.good, state, 1, 4, tree=tree, greedy=True)
         lengths, counts = np.asarray(state.lengths), np.asarray(state.num_output)
@@ -174,7 +174,7 @@ def test_caches_and_draft_state_after_each_round_are_a_fresh_prefill_s(toy, name
             answer = np.asarray(state.output[row, : counts[row]])
             sequences[row, : lengths[row]] = np.concatenate([PROMPTS[row, : LENGTHS[row]], answer])[:-1]
             assert answer[-1] == state.root[row]
-        fresh = prefill(toy, toy.good, sequences, lengths, tree)
+        fresh = prefilled(toy, toy.good, sequences, lengths, tree)
         np.testing.assert_array_equal(fresh.root, state.root)
         np.testing.assert_allclose(*jax.device_get((fresh.draft_state, state.draft_state)), atol=1e-4)
         committed = (np.arange(slots) < lengths[:, None])[:, None, :, None]
@@ -201,7 +201,7 @@ def test_positions_of_drafting_and_extending(toy, monkeypatch):
 
     @jax.jit
     def two_rounds():
-        state = contiguous.prefill(
+        state = prefill(
             toy.target,
             toy.random,
             jnp.asarray(PROMPTS[:1, :7]),
@@ -214,8 +214,8 @@ def test_positions_of_drafting_and_extending(toy, monkeypatch):
             tree=tree,
             greedy=True,
         )
-        first = rounds.advance(toy.target, toy.random, state, tree=tree, greedy=True)
-        return first.lengths, rounds.advance(toy.target, toy.random, first, tree=tree, greedy=True).lengths
+        first = advance(toy.target, toy.random, state, tree=tree, greedy=True)
+        return first.lengths, advance(toy.target, toy.random, first, tree=tree, greedy=True).lengths
 
     lengths = [int(length[0]) for length in two_rounds()]
     jax.effects_barrier()
@@ -250,7 +250,7 @@ def test_a_round_is_cut_at_the_end_of_sequence_and_at_the_limit(toy):
         if place is not None:
             chosen[row, place:] = eos
     accepted, _, room, ignore, done = zip(*cases, strict=True)
-    state = jax.tree.map(lambda x: jnp.repeat(x, batch, axis=0), prefill(toy, None, PROMPTS[:1], LENGTHS[:1], None))
+    state = jax.tree.map(lambda x: jnp.repeat(x, batch, axis=0), prefilled(toy, None, PROMPTS[:1], LENGTHS[:1], None))
     state = dataclasses.replace(
         state,
         requests=dataclasses.replace(
@@ -260,7 +260,7 @@ def test_a_round_is_cut_at_the_end_of_sequence_and_at_the_limit(toy):
         ),
         done=jnp.asarray(done),
     )
-    count, drafts, ended = rounds._cut(state, jnp.asarray(chosen), jnp.asarray(accepted, jnp.int32))
+    count, drafts, ended = _cut(state, jnp.asarray(chosen), jnp.asarray(accepted, jnp.int32))
     for row, (walked, place, left, ignored, was_done) in enumerate(cases):
         tokens = [1 if place is None or i < place else eos for i in range(walked + 1)]
         stops = eos in tokens and not ignored
@@ -278,14 +278,14 @@ def test_a_round_is_cut_at_the_end_of_sequence_and_at_the_limit(toy):
 def test_the_end_of_sequence_ends_each_sequence_where_vanilla_ends(toy, vanilla, name):
     eos = (int(vanilla[0, 7]), int(vanilla[3, 2]))
     target = toy.with_eos(*eos)
-    state = generate(target, toy.good, tree=TREES[name], ignore_eos=jnp.array(False))
+    state = generated(target, toy.good, tree=TREES[name], ignore_eos=jnp.array(False))
     for row in range(4):
         stops = np.flatnonzero(np.isin(vanilla[row], eos))
         expected = vanilla[row, : stops[0] + 1] if len(stops) else vanilla[row]
         assert state.output[row, : state.num_output[row]].tolist() == expected.tolist()
         assert (np.asarray(state.output[row, state.num_output[row] :]) == 0).all()
     assert len(set(state.num_output.tolist())) > 1
-    ignoring = generate(target, toy.good, tree=TREES[name], ignore_eos=jnp.array(True))
+    ignoring = generated(target, toy.good, tree=TREES[name], ignore_eos=jnp.array(True))
     np.testing.assert_array_equal(ignoring.output[:, :MAX_TOKENS], vanilla)
 
 
@@ -304,7 +304,7 @@ def test_the_end_of_sequence_ends_each_sequence_where_vanilla_ends(toy, vanilla,
 def test_sampled_tokens_have_the_target_s_distribution(toy, name, sample_drafts):
     """Second and third token of 4096 answers (the first round's) against the exact distribution, by chi-square."""
     samples, vocabulary, prompt = 4096, 24, PROMPTS[2, :6]
-    state = contiguous.generate(
+    state = generate(
         toy.target,
         toy.good,
         jnp.asarray(np.tile(prompt, (samples, 1))),
@@ -347,7 +347,7 @@ def test_every_sampled_token_is_among_those_that_the_filters_keep(toy, name, sam
     """Rows with top-k 2, with top-p 0.4, with both: drafted or not, no token comes from beyond."""
     top_k, top_p = jnp.array([2, 0, 3, 0]), jnp.array([1.0, 0.4, 0.6, 1.0])
     tree = dataclasses.replace(TREES[name], sample_drafts=sample_drafts)
-    state = generate(toy.target, toy.good, tree=tree, temperature=jnp.full(4, 2.0), top_k=top_k, top_p=top_p)
+    state = generated(toy.target, toy.good, tree=tree, temperature=jnp.full(4, 2.0), top_k=top_k, top_p=top_p)
     tokens = np.zeros((4, 9 + MAX_TOKENS), np.int32)
     for row, (prompt, length) in enumerate(zip(PROMPTS, LENGTHS, strict=True)):
         tokens[row, : length + MAX_TOKENS] = [*prompt[:length], *np.asarray(state.output[row, :MAX_TOKENS])]
@@ -377,12 +377,12 @@ def test_every_sampled_token_is_among_those_that_the_filters_keep(toy, name, sam
 def test_temperatures_mix_in_one_batch_and_the_key_matters(toy, vanilla, sample_drafts):
     temperature, tree = jnp.array([0.0, 1e-6, 1e-5, 2.0]), TREES["tree3x3" if sample_drafts else "chain3"]
     tree = dataclasses.replace(tree, sample_drafts=sample_drafts)
-    run = functools.partial(generate, toy.target, toy.good, tree=tree, temperature=temperature)
+    run = functools.partial(generated, toy.target, toy.good, tree=tree, temperature=temperature)
     state = run()
     np.testing.assert_array_equal(state.output[:3, :MAX_TOKENS], vanilla[:3])
     assert state.output[3].tolist() != vanilla[3].tolist()
     np.testing.assert_array_equal(run().output, state.output)
-    other = contiguous.generate(
+    other = generate(
         toy.target,
         toy.good,
         jnp.asarray(PROMPTS),
@@ -401,13 +401,13 @@ def test_temperatures_mix_in_one_batch_and_the_key_matters(toy, vanilla, sample_
 @pytest.mark.parametrize("greedy", [True, False])
 def test_rounds_have_no_fusion_that_cpus_compute_wrongly(toy, greedy):
     tree = TREES["tree3x3"]
-    state = prefill(toy, toy.good, PROMPTS, LENGTHS, tree)
+    state = prefilled(toy, toy.good, PROMPTS, LENGTHS, tree)
     leaves, structure = jax.tree.flatten(state)
 
     @jax.jit
     def program(*leaves):
         state = jax.tree.unflatten(structure, leaves)
-        return jax.tree.leaves(rounds.run_rounds(toy.target, toy.good, state, 4, 4, tree=tree, greedy=greedy))
+        return jax.tree.leaves(run_rounds(toy.target, toy.good, state, 4, 4, tree=tree, greedy=greedy))
 
     text = program.lower(*leaves).compile().as_text() or ""
     assert "__ynn_fusion" in text
@@ -417,17 +417,17 @@ def test_rounds_have_no_fusion_that_cpus_compute_wrongly(toy, greedy):
 def test_a_policy_update_between_two_calls_compiles_nothing(toy):
     """As a loop of reinforcement learning does: both networks change, shapes do not."""
     tree = TREES["chain3"]
-    jitted: Any = contiguous.generate
-    generate(toy.target, toy.good, tree=tree)
+    jitted: Any = generate
+    generated(toy.target, toy.good, tree=tree)
     compiled = jitted._cache_size()
     policy = jax.tree.map(lambda x: x * 1.05, toy.target)
     policy.norm[...] *= jnp.linspace(0.5, 1.5, policy.norm.shape[0])
     head = jax.tree.map(lambda x: x * 0.9, toy.good.head)
-    state = generate(policy, dataclasses.replace(toy.good, head=head), tree=tree)
+    state = generated(policy, dataclasses.replace(toy.good, head=head), tree=tree)
     assert jitted._cache_size() == compiled
-    expected = generate(policy, None)
+    expected = generated(policy, None)
     np.testing.assert_array_equal(state.output[:, :MAX_TOKENS], expected.output[:, :MAX_TOKENS])
-    assert state.output.tolist() != generate(toy.target, toy.good, tree=tree).output.tolist()
+    assert state.output.tolist() != generated(toy.target, toy.good, tree=tree).output.tolist()
 
 
 @pytest.mark.parametrize(
@@ -443,7 +443,7 @@ def test_sizes_that_cannot_fit_are_refused(toy, options, message):
     options = {"draft": toy.good, "max_tokens": MAX_TOKENS, **options}
     draft = options.pop("draft")
     with pytest.raises(ValueError, match=message):
-        contiguous.generate(
+        generate(
             toy.target,
             draft,
             jnp.asarray(PROMPTS),
