@@ -39,7 +39,7 @@ class KVCache:
     """Keys and values of every layer.
 
     Attributes:
-            keys, values: one array per layer: [batch, kv_heads, slots, head_dim], or [pages, kv_heads, page_size,
+        keys, values: one array per layer: [batch, kv_heads, slots, head_dim], or [pages, kv_heads, page_size,
             head_dim]; on a TPU a row may hold several heads (`kernels/tree_attention/packed_heads.py`).
     """
 
@@ -125,7 +125,7 @@ class KVCache:
         """Moves the accepted path to the front of the tail: slot length + path[j] goes to length + j.
 
         Args:
-                path: int32 indices into the tail, ascending; after the accepted ones the last may be repeated.
+            path: int32 indices into the tail, ascending; after the accepted ones the last may be repeated.
         """
         pages = None if page_table is None else page_table.pages
         kept = commit((*self.keys, *self.values), lengths, path, page_table=pages)

@@ -38,7 +38,8 @@ def read_rope(
     """Reads base and scaling from a config.json. Appends to `problems` by field; the values are then undefined.
 
     Args:
-        kinds: the supported kinds of scaling. theta: the default base.
+        kinds: the supported kinds of scaling.
+        theta: the default base.
     """
     known = len(problems)
     thetas, scalings = {}, {}

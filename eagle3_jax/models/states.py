@@ -26,12 +26,12 @@ def target_states(
     """Runs the target once over rows of tokens, padded on the right.
 
     Args:
-            segment_ids: 1, 2, ... for the documents of a row, 0 for padding; a token attends within its document, and
+        segment_ids: 1, 2, ... for the documents of a row, 0 for padding; a token attends within its document, and
             positions start at 0 in each. None: each row is one document.
 
     Returns:
-            Aux hidden states, the last hidden state (after the final norm), the most likely next token (the lowest id
-            of equal ones), and whether all values of a position are finite.
+        Aux hidden states, the last hidden state (after the final norm), the most likely next token (the lowest id of
+        equal ones), and whether all values of a position are finite.
     """
     b, t = token_ids.shape
     index = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))

@@ -196,11 +196,10 @@ class TargetModel(nnx.Module):
         Args:
             positions: RoPE positions (committed length + depth in the tree).
             lengths: committed tokens in the cache; the new ones are written behind them.
-                tail_mask: which of the m tail slots each new token sees: its ancestors and itself; None is causal. The
-                new tokens take the last t slots; the earlier slots hold entries of earlier passes.
+            tail_mask: which of the m tail slots each new token sees: its ancestors and itself; None is causal. The new
+                tokens take the last t slots; the earlier slots hold entries of earlier passes.
             page_table: None where the cache is contiguous.
-                starts: the slot at which each token's document begins, if rows hold several; a token sees no earlier
-                slot.
+            starts: the slot at which each token's document begins, if rows hold several; a token sees no earlier slot.
 
         Returns:
             The last hidden state after the final norm (the LM head's input), the aux hidden states concatenated in

@@ -26,7 +26,7 @@ WIDTHS = (1, 4, 8, 16, 32, 64, 128, 256)
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What an engine allocates once.
+    """Sizes of what an engine allocates once.
 
     Attributes:
         batch: sequences decoded together.

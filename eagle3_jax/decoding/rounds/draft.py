@@ -53,7 +53,7 @@ def grow(
         draft_state: the head's output at the last committed pair (whose token is the root).
         cache: the head's, with `lengths` committed pairs; slots behind them are scratch.
         sampling: draws the drafts of requests with a temperature; None takes the head's best for all.
-            copied: `tree.lookup_tokens` tokens for each root; None if that is 0.
+        copied: `tree.lookup_tokens` tokens for each root; None if that is 0.
         page_table: None where the cache is contiguous.
 
     Returns:

@@ -51,11 +51,11 @@ def generate(
         slots: slots of each sequence's caches; None is as many as they need.
 
     Returns:
-            The final state: `output[:, :max_tokens]` has `num_output` tokens per sequence, the end-of-sequence token
-            included, then 0. `rounds` and `accepted` count rounds and accepted drafts.
+        The final state: `output[:, :max_tokens]` has `num_output` tokens per sequence, the end-of-sequence token
+        included, then 0. `rounds` and `accepted` count rounds and accepted drafts.
 
     Raises:
-            ValueError: prompts and answers do not fit into `slots` or the target's positions; a tree without a draft.
+        ValueError: prompts and answers do not fit into `slots` or the target's positions; a tree without a draft.
     """
     batch, length = prompts.shape
     need, most = slots_needed(length, max_tokens, tree), target.config.max_position_embeddings
@@ -114,7 +114,7 @@ def prefill(
 
     Args:
         tokens: prompts, padded on the right.
-            slots: slots of the caches, at least `slots_needed(p, max_output, tree)`: JAX moves a write that exceeds the
+        slots: slots of the caches, at least `slots_needed(p, max_output, tree)`: JAX moves a write that exceeds the
             end.
         max_output: the largest `limit`.
         tree: None is vanilla decoding; the draft is then not used.

@@ -26,8 +26,8 @@ class NewEntries:
     """The new keys and values of a sequence.
 
     Attributes:
-            held: uint32 words of keys and of values, [parts * k, words, lanes]. An arbitrary tile stands before and
-            behind them, so that `rows_at` may read a tile from any row on.
+        held: uint32 words of keys and of values, [parts * k, words, lanes]. An arbitrary tile stands before and behind
+            them, so that `rows_at` may read a tile from any row on.
         sent: DMA semaphore.
     """
 

@@ -35,7 +35,7 @@ def ttt_attention(
     Args:
         queries: of step `newest`, n = group * k query heads, grouped by KV head.
         keys, values: of all steps; those beyond `newest` may hold anything and get no gradient.
-            segment_ids: document of each token; a document is one contiguous stretch of its row.
+        segment_ids: document of each token; a document is one contiguous stretch of its row.
         implementation: the default is "pallas" on a TPU and "xla" elsewhere.
         interpret: runs the Pallas kernels without a TPU; `pltpu.InterpretParams` included.
 
@@ -43,7 +43,7 @@ def ttt_attention(
         In the queries' dtype; scores, softmax and sums are float32.
 
     Raises:
-            ValueError: a row too long for the kernels' VMEM; with the numbers.
+        ValueError: a row too long for the kernels' VMEM; with the numbers.
     """
     newest, starts = jnp.asarray(newest, jnp.int32), document_starts(segment_ids)
     if choose(implementation, pallas=True) == "pallas":

@@ -62,10 +62,10 @@ def vocabulary_top_k(
         interpret: runs the Pallas kernel without a TPU; `pltpu.InterpretParams` included.
 
     Returns:
-            Log-probabilities, float32, at most 0 even after rounding; and tokens, int32.
+        Log-probabilities, float32, at most 0 even after rounding; and tokens, int32.
 
     Raises:
-            ValueError: the vocabulary has fewer than k tokens.
+        ValueError: the vocabulary has fewer than k tokens.
     """
     size = rows.columns if isinstance(rows, Panels) else rows.shape[0]
     if not 1 <= k <= size:

@@ -100,7 +100,8 @@ def load_target(
         only: the parameters to load, see `load_model`; None is all of them.
 
     Raises:
-        TargetError: the name cannot be resolved. WeightsError, ValueError: see `load_model`, `read_shape`.
+        TargetError: the name cannot be resolved.
+        WeightsError, ValueError: see `load_model`, `read_shape`.
     """
     config = target_config(config)
     folder = fetch(config.name)
@@ -181,7 +182,8 @@ def fetch(
 
     Args:
         whole: False downloads from a hub only the files that `read_config` reads.
-        field: the field to name in errors. expected: the values allowed in this field, for errors.
+        field: the field to name in errors.
+        expected: the values allowed in this field, for errors.
     """
     if pathlib.Path(name).is_dir():
         return pathlib.Path(name)

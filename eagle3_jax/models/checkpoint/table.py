@@ -21,7 +21,8 @@ class Entry:
         part: (an index of the parameter, one slice per dimension; the tensors, in order) -> that part of the parameter.
             Tensors are arrays or safetensors slices; only the needed part is read.
         split: the inverse of `whole`: the parameter -> its tensors, in order.
-        dimensions: of the parameter. dtypes: of the tensors, in safetensors' names.
+        dimensions: number of the parameter's dimensions.
+        dtypes: dtypes of the tensors, in safetensors' names.
     """
 
     tensors: dict[str, tuple[int, ...]]
@@ -61,7 +62,8 @@ def qkv(config: Any, attention: str, columns: int) -> Entry:
 
     Args:
         config: has `num_attention_heads`, `num_key_value_heads` and `head_dim`.
-        attention: prefix of the three names. columns: the size `in`.
+        attention: prefix of the three names.
+        columns: the size `in`.
     """
     kv_heads, d = config.num_key_value_heads, config.head_dim
     group = config.num_attention_heads // kv_heads

@@ -44,13 +44,14 @@ class BlockHeadConfig:
     """Shape of a block head; fields are named as in its config.json.
 
     Attributes:
-        vocab_size: the target's vocabulary. draft_vocab_size: the head's own; if smaller, the head has its own LM-head
-            rows, else the target's.
+        vocab_size: the target's vocabulary.
+        draft_vocab_size: the head's own vocabulary; if smaller, the head has its own LM-head rows, else the target's.
         hidden_size: the width of the target's embeddings.
         aux_layers: boundaries of the target that the head reads, ascending (`target_layer_ids` + 1).
         block_size: rows of a block, the anchor's included.
         mask_token_id: the target's token at the positions to draft.
-        layer_types: "full_attention" or "sliding_attention" for each layer. sliding_window: of the latter, in tokens.
+        layer_types: "full_attention" or "sliding_attention" for each layer.
+        sliding_window: window of the sliding layers, in tokens.
         is_causal: whether attention within a block is causal; None: in sliding layers only.
         markov_rank, confidence: for DSpark.
         conv_taps, conv_group, selector_rank, selector_top_k: for DFlash2.
@@ -340,7 +341,8 @@ class DFlash(Head):
         """Drafts greedily, each token given the one before it. Returns draft ids.
 
         Args:
-            rows: see `rows_of`. token_ids: the target's id of each draft token.
+            rows: see `rows_of`.
+            token_ids: the target's id of each draft token.
             anchor: the first token of each block.
         """
         flat = states.reshape(-1, *states.shape[-2:]).swapaxes(0, 1)

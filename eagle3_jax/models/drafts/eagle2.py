@@ -36,7 +36,8 @@ class Eagle2Config:
     """Shape of the head.
 
     Attributes:
-        vocab_size: the target's vocabulary; draft_vocab_size: the number of its tokens that are drafted (FR-Spec).
+        vocab_size: the target's vocabulary.
+        draft_vocab_size: the number of its tokens that are drafted (FR-Spec).
         target_layers: number of the target's layers.
         fc_bias: whether `fc` has a bias.
     """

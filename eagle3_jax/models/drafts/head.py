@@ -77,7 +77,8 @@ class Head(nnx.Module):
 
         Args:
             embed: the target's embeddings.
-            tokens: target ids. positions: RoPE positions of the pairs.
+            tokens: target ids.
+            positions: RoPE positions of the pairs.
             tail_mask: the tail slots, of m, that each pair attends to; None is causal. The pairs take the last t slots;
                 the earlier ones hold entries of earlier passes.
             preceding: the token before the pairs, given at the start of a chunk of a prompt: a draft without features

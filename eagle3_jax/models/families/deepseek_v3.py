@@ -59,8 +59,8 @@ class DeepseekV3Config(ModelConfig):
     `num_key_value_heads` (1) and `head_dim` (`kv_lora_rank + qk_rope_head_dim`) are those of the cache.
 
     Attributes:
-        q_lora_rank: width of the queries' latent; None: queries are projected from the hidden state. kv_lora_rank:
-            width of the cached latent.
+        q_lora_rank: width of the queries' latent; None: queries are projected from the hidden state.
+        kv_lora_rank: width of the cached latent.
         qk_nope_head_dim, qk_rope_head_dim: the parts of a head's query and key without RoPE and with it.
         rope_interleave: RoPE rotates neighbouring dimensions, not halves.
         n_group, topk_group: experts are chosen from the best `topk_group` of `n_group` groups.

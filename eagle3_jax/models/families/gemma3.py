@@ -29,7 +29,8 @@ class Gemma3Config(ModelConfig):
     """Fields of `ModelConfig`, with RoPE's of the layers of full attention.
 
     Attributes:
-        sliding_window: positions that a local layer attends to, its own included. local_layers: the local layers.
+        sliding_window: positions that a local layer attends to, its own included.
+        local_layers: the local layers.
         rope_local_theta: RoPE's base in local layers.
         query_pre_attn_scalar: scores are divided by its square root.
     """

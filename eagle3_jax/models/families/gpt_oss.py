@@ -39,7 +39,8 @@ class GptOssConfig(ModelConfig):
     """Fields of `ModelConfig`, with an expert's `intermediate_size`.
 
     Attributes:
-        sliding_window: positions that a local layer attends to, its own included. local_layers: the local layers.
+        sliding_window: positions that a local layer attends to, its own included.
+        local_layers: the local layers.
         swiglu_alpha, swiglu_limit: parameters of the experts' activation.
         mxfp4: whether the checkpoint holds the experts' matrices in MXFP4.
     """

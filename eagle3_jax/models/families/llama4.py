@@ -31,9 +31,10 @@ class Llama4Config(ModelConfig):
     """Fields of `ModelConfig`, with an expert's `intermediate_size`.
 
     Attributes:
-        intermediate_size_mlp: of the layers without experts; expert_layers: the layers with experts.
-        rope_layers: layers with RoPE. chunked_layers: layers that attend to their chunk of `attention_chunk_size`
-            positions.
+        intermediate_size_mlp: intermediate size of the layers without experts.
+        expert_layers: the layers with experts.
+        rope_layers: layers with RoPE.
+        chunked_layers: layers that attend to their chunk of `attention_chunk_size` positions.
         use_qk_norm: norm queries and keys after RoPE.
         attn_temperature_tuning: scale queries of the layers without RoPE by 1 + `attn_scale` * log1p((position + 1) //
             `floor_scale`).
