@@ -1,4 +1,4 @@
-"""Which implementation a device gets."""
+"""The choice of an implementation for a device."""
 
 import logging
 

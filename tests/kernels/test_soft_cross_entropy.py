@@ -128,7 +128,7 @@ def test_bfloat16_operands_keep_a_float32_softmax():
 
 
 def test_no_label_is_never_a_hit():
-    """Though the student's first choice is token 0, which -1 would be read as."""
+    """The student's best token is 0, as which a clipped -1 would count."""
     hidden, rows, teacher_hidden, teacher_rows, labels, weights = random_inputs(2)
     rows = jnp.zeros_like(rows).at[0].set(1.0)
     hidden, weights = jnp.abs(hidden), jnp.ones_like(weights)

@@ -1,4 +1,4 @@
-"""Products of rows with the experts that they were sent to: which weights are read, and what comes out."""
+"""Products of rows with their experts: which weights are read, and the result."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The functions models are made of, against numpy."""
+"""Shared functions of models, against numpy."""
 
 from typing import Any
 

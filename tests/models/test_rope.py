@@ -1,4 +1,4 @@
-"""RoPE sections of config.json: what is said and not read is refused, unless it changes nothing."""
+"""RoPE sections of config.json: fields that are not read are refused unless they change nothing."""
 
 from typing import Any
 

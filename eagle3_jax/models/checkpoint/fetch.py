@@ -94,9 +94,11 @@ def load_target(
     *,
     only: Collection[str] | None = None,
 ) -> Target:
-    """Fetches a target if it is not local, checks it, and loads it onto the devices of `mesh` (None: the default one).
+    """Fetches a target if it is not local, checks it, and loads it onto devices.
 
     Args:
+        config: a name, a hub id, a folder, or a TargetConfig.
+        mesh: the devices; None is the default one.
         only: the parameters to load, see `load_model`; None is all of them.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A head that rests: what it missed, and what it knows when it wakes."""
+"""A resting head: the pairs it missed, and its state after the catch-up pass."""
 
 import dataclasses
 import functools
@@ -111,7 +111,7 @@ def test_what_outgrows_the_buffer_is_lost_and_nothing_else():
 @pytest.mark.slow
 @pytest.mark.parametrize("places", [None, [1, 3]], ids=["the whole batch", "narrow"])
 def test_a_head_wakes_for_those_that_run_and_writes_to_no_other_s_pages(toy, places):
-    """The first of three was cancelled: its pages may be another's by now."""
+    """The first of three requests was cancelled: another may own its pages by now."""
     every = (VANILLA, Tier(CHAIN, head=True))
     sizes, models = Sizes.plan(3, 64, 16, every), Models.of(toy.target, toy.good)
     state = jax.jit(lambda m: empty_state(m, sizes, every, None))(models)

@@ -1,4 +1,4 @@
-"""What the host reads of a dispatch: which tokens of its rounds were drafts."""
+"""The report of a dispatch, as the host reads it: which tokens were drafts."""
 
 from __future__ import annotations
 

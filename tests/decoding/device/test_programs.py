@@ -17,7 +17,7 @@ from eagle3_jax.decoding.rounds.state import empty_state
 
 @pytest.mark.slow
 def test_what_was_cancelled_never_runs_again(toy):
-    """Its pages may be another's by now: neither narrow rounds without it nor rounds of the whole batch write there."""
+    """Another request may own a cancelled one's pages: narrow and whole-batch rounds do not write there."""
     sizes, models = Sizes.plan(3, 64, 16, [VANILLA]), Models.of(toy.target, None)
     state = jax.jit(lambda m: empty_state(m, sizes, [VANILLA], None))(models)
     state = programs.rehearse(state, np.int32(8))
@@ -33,7 +33,7 @@ def test_what_was_cancelled_never_runs_again(toy):
 
 
 def test_padding_of_any_program_stays_in_the_page_table(toy):
-    """The kernel writes whole stretches: of a prompt's last one, and of a head that catches up. Rounds have none."""
+    """The kernel writes the padding of a prompt's last stretch and of a catch-up pass; rounds have none."""
     tiers, models = [VANILLA, CHAIN], Models.of(toy.target, None)
     for max_length, page_size in itertools.product((1, 64, 100, 200, 2000), (16, 128, 256)):
         sizes = Sizes.plan(2, max_length, page_size, tiers)

@@ -1,4 +1,4 @@
-"""The engine's programs compile for TPUs, where there are none: nothing in them needs a host, no cache is copied."""
+"""The engine's programs compiled for TPUs without a TPU: nothing needs the host, no cache is copied."""
 
 import dataclasses
 import itertools
@@ -90,7 +90,7 @@ RESTING = "resting"  # a head that could draft a chain, in rounds without it
 
 
 def tiers_of(tree: Any) -> list[Tier]:
-    """Of an engine; the first one is compiled."""
+    """The tiers of an engine; the first is compiled."""
     if tree == RESTING:
         return [Tier(None, head=False), Tier(CHAIN, head=True)]
     return [Tier(tree, head=tree not in (VANILLA, LOOKUP))]
@@ -160,7 +160,7 @@ def shapes(
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", ["v5e:1x1", "tpu7x:1x1x1"])
 def test_log_probabilities_sort_no_vocabulary(topology):
-    """Each program that may be asked for them would compile for more than twice as long."""
+    """With a sort, each program with log-probabilities would compile for more than twice as long."""
     place = jax.sharding.SingleDeviceSharding(topologies.get_topology_desc(topology, "tpu").devices[0])
 
     def argument(dtype: Any, *shape: int) -> Any:

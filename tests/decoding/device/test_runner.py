@@ -29,7 +29,7 @@ PAGE_SIZE = 16
 
 
 def pretend(monkeypatch, **memory: int) -> None:
-    """The device says that it has so much memory."""
+    """Makes the device report this much memory."""
     monkeypatch.setattr(type(jax.local_devices()[0]), "memory_stats", lambda _: memory)
 
 
@@ -54,7 +54,7 @@ def test_a_share_of_the_memory_is_filled_and_not_exceeded(toy, monkeypatch, draf
 
 @pytest.mark.parametrize("kv_heads", [2, 1])
 def test_on_a_mesh_a_device_is_filled_whether_or_not_the_heads_divide(monkeypatch, kv_heads):
-    """One KV head lies whole on both devices: half as many tokens."""
+    """One KV head is on both devices whole, so half as many tokens fit."""
     pretend(monkeypatch, bytes_limit=(limit := 1 << 20), bytes_in_use=0)
     mesh, tiers = make_mesh(MeshConfig(data=1, model=2), jax.devices()[:2]), [VANILLA]
     config = tiny.llama_config(num_attention_heads=2, num_key_value_heads=kv_heads, head_dim=16)

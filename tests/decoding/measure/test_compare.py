@@ -25,7 +25,7 @@ def output(tokens: Sequence[int], rounds: int = 0, accepted: Sequence[int] = ())
 
 
 class Clock:
-    """Time that passes only when an engine says so."""
+    """A clock that advances only when an engine calls it."""
 
     now = 0.0
 

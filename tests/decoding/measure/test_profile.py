@@ -111,7 +111,7 @@ def test_a_draft_s_experts_are_those_of_its_own_tokens():
 
 
 def test_the_bandwidth_is_that_of_several_products_waited_for_once(monkeypatch):
-    """A wait for each would count the time of a call, which is longer than what a fast device reads for."""
+    """Waiting for each product would measure the call, which takes longer than a fast device's read."""
     calls = []
 
     class Result:

@@ -81,7 +81,7 @@ def test_rerank_keeps_the_best_and_stays_connected(size, random, ties):
 @examples(50)
 @given(st.sampled_from(SIZES), st.randoms(use_true_random=False))
 def test_whatever_the_scores_each_node_stands_behind_its_parent(size, random):
-    """Of a head that says NaN, too: then the target still verifies a tree, if a useless one."""
+    """With NaN scores too: the target still verifies a tree, if a useless one."""
     k, parents, level = size.topk, [], [-1]
     for depth in range(1, size.num_steps + 1):
         expanded = level if depth == 1 else random.sample(level, k)
@@ -217,7 +217,7 @@ def reference_grow(toy, draft, size, root, committed, features):
 
 @pytest.mark.long
 def test_candidates_of_one_depth_do_not_see_each_other(toy, monkeypatch):
-    """Each sees, of what was drafted before it, its own line of ancestors and itself."""
+    """Each node attends to its ancestors and itself only, among the drafts before it."""
     seen, feed = [], Head.feed
     monkeypatch.setattr(
         Head, "feed", lambda *given, **options: seen.append(options["tail_mask"]) or feed(*given, **options)

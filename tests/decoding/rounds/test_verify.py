@@ -27,7 +27,7 @@ def make_tree(tokens: list[int], parents: list[int], batch: int) -> TokenTree:
 
 
 def walk(tree: TokenTree, probs: jax.Array, coins: jax.Array) -> tuple[Walk, jax.Array]:
-    """The sampled walk where nothing but these probabilities decides."""
+    """Runs the sampled walk on given probabilities."""
     batch = probs.shape[0]
     sampling = dataclasses.replace(Sampling.greedy(batch), temperature=jnp.ones(batch))
     return walk_sampled(
@@ -101,7 +101,7 @@ def test_a_coin_beyond_rounding_still_gives_a_token_of_the_target(monkeypatch):
 
 @pytest.mark.slow
 def test_a_token_of_probability_zero_is_never_accepted(monkeypatch):
-    """Coins of exactly 0, and exactly at each threshold, over children that the target never says."""
+    """Coins of exactly 0 and exactly at each threshold, over children of probability 0."""
     batch, vocabulary = 4096, 12
     rng = np.random.default_rng(5)
     probs = rng.random((batch, vocabulary)).astype(np.float32) * (rng.random((batch, vocabulary)) < 0.5)

@@ -1,4 +1,4 @@
-"""The kernel for real chips, where there are none: it compiles, and copies no cache."""
+"""The kernel compiled for TPUs without a TPU: it compiles, and copies no cache."""
 
 from typing import Any
 

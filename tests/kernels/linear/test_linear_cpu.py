@@ -53,7 +53,7 @@ def test_a_row_is_the_same_whatever_stands_beside_it(dtype):
 
 @pytest.mark.parametrize("halved", [(True, True), (True, False), (False, True)])
 def test_what_bfloat16_holds_is_stored_so_and_multiplies_the_same(halved):
-    """To the bit, any number of rows, alone and in the model's gated form."""
+    """Equal to the bit for any number of rows, alone and in the gated form."""
     x, _ = operands(19, 70, 100, "float32")
     matrices = [operands(70, 70, 100, "bfloat16" if half else "float32", seed)[1] for seed, half in enumerate(halved)]
     packed = [pack(matrix.astype(jnp.float32)) for matrix in matrices]
@@ -121,7 +121,7 @@ def test_many_calls_at_once(monkeypatch):
 
 @pytest.mark.parametrize("k", [0, 49])
 def test_more_tokens_than_the_vocabulary_has_are_refused(k):
-    """Panels of 32 columns are padded to 64: padding is no token."""
+    """Panels of 32 columns are padded to 64: padding is never a token."""
     x, matrix = operands(2, 16, 48, "float32")
     with pytest.raises(ValueError, match=f"k: got {k}, expected 1 to the vocabulary's 48"):
         vocabulary_top_k(x, pack(matrix), k)
@@ -130,7 +130,7 @@ def test_more_tokens_than_the_vocabulary_has_are_refused(k):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k", [49, 64])
 def test_panels_are_cast_to_another_dtype_of_the_rows(dtype, k):
-    """As a near-tie is judged in float32 by the weights of a bfloat16 model."""
+    """Near-ties are judged in float32 with the weights of a bfloat16 model."""
     x, matrix = operands(5, k, 48, dtype)
     (other,) = set(DTYPES.values()) - {DTYPES[dtype]}
     close(run(x, pack(matrix.astype(other))), x, matrix.astype(other).astype(DTYPES[dtype]))

@@ -95,7 +95,7 @@ def test_it_equals_the_form_of_xla(lengths, nodes, heads, d, page_size, extra, d
 
 
 def test_neighbours_change_no_bit():
-    """Nor do the queries that are asked beside one."""
+    """A query's result does not depend on other sequences, or on the queries beside it."""
     rng = np.random.default_rng(0)
     sizes = {"batch": 3, "nodes": 7, "kv_heads": 2, "group": 3, "d": 32, "page_size": 16, "dtype": "float32"}
     queries, new_keys, new_values, keys, values, lengths, _, table = operands(
@@ -138,7 +138,7 @@ def test_a_key_that_is_no_number_is_seen(poison):
 
 @pytest.mark.parametrize("page", [-1, 10**6])
 def test_a_page_out_of_range_reads_no_foreign_memory(page):
-    """It is clipped, as everywhere in jax; so is a length that its table has no column for."""
+    """Page numbers are clipped, as in JAX; so is a length beyond the table's columns."""
     sizes = {"batch": 1, "nodes": 2, "kv_heads": 1, "group": 1, "d": 16, "page_size": 16, "dtype": "float32"}
     *tensors, lengths, mask, table = operands(np.random.default_rng(0), **sizes, lengths=[40], extra=None)
     assert run(*tensors, lengths, mask, table=jnp.full_like(table, page))[0].shape == (1, 2, 1, 16)
@@ -160,7 +160,7 @@ def test_machines_with_narrower_vectors(features):
 
 
 def test_it_compiles_for_arm():
-    """To instructions for vectors."""
+    """The kernel compiles to vector instructions."""
     module = ir.Module("arm")
     write_attention(module, "arm", "float32", 64, True)
     assert ".4s" in arm.assembly(module)

@@ -1,4 +1,4 @@
-"""The kernel for real chips, where there are none: it compiles, and moves no more than it must."""
+"""The kernel compiled for TPUs without a TPU: it compiles, and moves no more bytes than it must."""
 
 import itertools
 import re
@@ -162,7 +162,7 @@ def test_compiles_for_several_tiles_of_queries(chip):
     ],
 )
 def test_no_cache_is_copied_in_a_loop(chip, head_dim):
-    """Nor in front of it: heads narrower than a register, 64 of gpt-oss, lie side by side in whole ones."""
+    """No copy before the loop either: heads of 64 numbers (gpt-oss) are packed into whole registers."""
     check(chip, (6, 2), head_dim=head_dim, nodes=16, times=3, slots=4096)
     text = compiled(chip, (6, 2), head_dim=head_dim, nodes=16, times=3, slots=4096).as_text()
     bodies = [text_of for text_of in re.split(r"\n(?=%|ENTRY)", text) if "custom-call" in text_of]
@@ -182,7 +182,7 @@ def test_no_cache_is_copied_in_a_loop(chip, head_dim):
     ],
 )
 def test_both_cores_of_a_device_work(batch, heads, page_size, grid, rows):
-    """The sequences are theirs to share, else the KV heads of each; one head of one sequence nobody can share."""
+    """Cores share the sequences, else the KV heads of each; one head of one sequence cannot be shared."""
     function, arguments, mesh = call("v5p", heads, batch=batch, page_size=page_size)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         jaxpr = jax.make_jaxpr(function)(*arguments)

@@ -1,4 +1,4 @@
-"""The kernels for real chips, where there are none: they compile, and hold O(T) memory."""
+"""The kernels compiled for TPUs without a TPU: they compile, and hold O(T) memory."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The kernel for real chips, where there are none: it compiles, and keeps its logits to itself."""
+"""The kernel compiled for TPUs without a TPU: it compiles, and its logits never reach HBM."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ HEADS = {"llama31-8b, qwen3-8b": (4096, 32000, 1), "llama33-70b over 8": (8192, 
 
 
 def compiled(chip, head, *, queries=16, k=4, dtype=jnp.bfloat16, rows_dtype=None) -> Any:
-    """What a draft step calls, compiled for that many devices; its memory."""
+    """Compiles a draft step's top-k for the devices of a head."""
     hidden, vocabulary, ways = head
     devices = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip]).devices
     mesh = Mesh(np.array(devices[:ways]), ("model",))

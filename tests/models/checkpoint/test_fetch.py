@@ -226,7 +226,7 @@ def test_a_folder_as_a_hub_has_it(tmp_path, stored, dtype):
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_quantised_weights_are_refused(tmp_path, dtype):
-    """Without their scales they mean nothing."""
+    """Quantised numbers are undefined without their scales."""
     folder = tiny.write_target(tmp_path)
     tensors = tiny.make_weights(tiny.make_tokenizer())
     name = "model.layers.1.mlp.down_proj.weight"
@@ -336,7 +336,7 @@ print(os.stat(folder).st_ino, recorded == fetch.file_digests(folder))
 
 @pytest.mark.long
 def test_of_two_processes_one_unpacks_and_the_other_waits(tmp_path):
-    """Neither takes away the folder that the other reads by then."""
+    """Neither process removes the folder that the other already reads."""
     command = [sys.executable, "-c", UNPACK, str(tmp_path / "downloads"), NAME]
     environment = os.environ | {"EAGLE3_JAX_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(tiny.REPOSITORY)}
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)

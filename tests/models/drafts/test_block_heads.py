@@ -1,4 +1,4 @@
-"""Block heads: what a row sees, and what the heads over the backbone add."""
+"""Block heads: attention of a row, and the heads over the backbone."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What rounds may rely on, whatever drafts."""
+"""The interface that rounds rely on, for every kind of draft."""
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,7 @@ HEADS = {
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("begins", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_one_row_s_state_is_that_of_all(name, begins):
-    """Where the state of one pair is asked for, it is what all pairs together give."""
+    """The state of one pair alone equals its state among all pairs."""
     head: Head = HEADS[name]()
     size, width = head.config.hidden_size, head.config.num_aux_layers * head.config.target_hidden_size
     rng = np.random.default_rng(0)

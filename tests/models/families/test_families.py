@@ -491,7 +491,7 @@ def test_the_base_of_rope_that_is_left_out_is_transformers(family, section):
 
 
 def test_mscale_of_another_family_is_refused():
-    """It changes more than RoPE, and only DeepSeek's attention knows."""
+    """The field changes more than RoPE, and only DeepSeek's attention applies it."""
     scaled = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16, "mscale_all_dim": 1.0}
     values = shapes("Qwen3ForCausalLM", 0) | {"architectures": ["Qwen3ForCausalLM"], "rope_scaling": scaled}
     with pytest.raises(ValueError, match=r"rope_scaling\.mscale_all_dim: got 1\.0, expected none"):
@@ -499,7 +499,7 @@ def test_mscale_of_another_family_is_refused():
 
 
 def test_fingerprints_of_llama_do_not_move():
-    """Heads name the target they were trained with by it: a field more in a shape would disown all of them."""
+    """Stored heads name their target by this digest: a new field of a shape would orphan them."""
     fields = [field.name for field in dataclasses.fields(tiny.llama_config())]
     assert fields == [
         *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
