@@ -80,7 +80,7 @@ def measure(
             if kind == "pass":
                 state, result = read(models, state, nodes.tokens)
             else:
-                state, result = profile.verify(models, state, nodes, tier=every[kind, count])
+                state, result = profile.verify_stage(models, state, nodes, tier=every[kind, count])
             jax.block_until_ready((state, result))
             if turn >= 0:  # the first one compiles
                 seconds[kind, count].append(time.perf_counter() - start)

@@ -10,7 +10,7 @@ from eagle3_jax.config import MeshConfig, TargetConfig
 from eagle3_jax.formats import mtp
 from eagle3_jax.formats.heads import load_draft
 from eagle3_jax.formats.mtp import MTP
-from eagle3_jax.formats.packaged import AUTO, LOOKUP, load_shipped
+from eagle3_jax.formats.packaged import AUTO, LOOKUP, load_packaged
 from eagle3_jax.mesh import decoding_mesh
 from eagle3_jax.models.checkpoint.fetch import Target, load_target, target_config
 from eagle3_jax.models.drafts.head import Draft
@@ -52,7 +52,7 @@ def load_models(
     elif draft == MTP:
         head = mtp.load(loaded, of_target)
     elif isinstance(draft, str):
-        head = LOOKUP if draft == LOOKUP else load_shipped(loaded, of_target)
+        head = LOOKUP if draft == LOOKUP else load_packaged(loaded, of_target)
     else:
         head = draft
     model = loaded.model

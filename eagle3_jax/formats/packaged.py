@@ -29,7 +29,7 @@ def packaged_head(target: Target) -> pathlib.Path | None:
     return None
 
 
-def load_shipped(target: Target, dtype: Any) -> Draft | None:
+def load_packaged(target: Target, dtype: Any) -> Draft | None:
     """Loads this package's head for a target (see `load_draft`); None if it has none."""
     folder = packaged_head(target)
     return None if folder is None else heads.load_draft(folder, target=target, dtype=dtype)

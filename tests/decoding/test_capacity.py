@@ -10,11 +10,11 @@ import pytest
 import tiny_heads
 
 from eagle3_jax.config import DraftTree
-from eagle3_jax.decoding.rounds.generate import generate, prefill, slots_needed
+from eagle3_jax.decoding.rounds.generate import cache_length_needed, generate, prefill
 from eagle3_jax.decoding.rounds.round import advance
 from eagle3_jax.decoding.rounds.sampling import Sampling
 from eagle3_jax.decoding.rounds.state import State
-from eagle3_jax.decoding.rounds.tree import scratch_slots
+from eagle3_jax.decoding.rounds.tree import scratch_tokens
 from eagle3_jax.models import cache as cache_lib
 from eagle3_jax.models.drafts.head import Draft
 
@@ -50,7 +50,7 @@ def decode(toy, tree: DraftTree | None, slots: int, draft: Draft | None = None) 
         Sampling.greedy(batch),
         jnp.full(batch, MAX_TOKENS, jnp.int32),
         jnp.full((batch, 1), -1),
-        slots=slots,
+        cache_length=slots,
         max_output=MAX_TOKENS,
         tree=tree,
         greedy=True,
@@ -83,27 +83,27 @@ def vanilla(toy) -> np.ndarray:
 
 def needed(tree: DraftTree | None) -> int:
     """A row that has ended lacks only its root, and takes part in the others' rounds."""
-    return PROMPTS.shape[1] + MAX_TOKENS - 1 + scratch_slots(tree)
+    return PROMPTS.shape[1] + MAX_TOKENS - 1 + scratch_tokens(tree)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAST)
 def test_a_decode_to_the_last_slot_says_what_vanilla_says(toy, vanilla, name):
     tree = TREES[name]
-    assert slots_needed(PROMPTS.shape[1], MAX_TOKENS, tree) >= needed(tree)
+    assert cache_length_needed(PROMPTS.shape[1], MAX_TOKENS, tree) >= needed(tree)
     state, states = decode(toy, tree, needed(tree))
     np.testing.assert_array_equal(state.output[:, :MAX_TOKENS], vanilla)
-    assert state.lengths.max() + scratch_slots(tree) == needed(tree)
+    assert state.lengths.max() + scratch_tokens(tree) == needed(tree)
     check_committed(states)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["chain3", "deep", "wide"])
-def test_without_scratch_slots_committed_entries_would_be_lost(toy, name):
+def test_without_scratch_tokens_committed_entries_would_be_lost(toy, name):
     """The test above can fail: caches too small by a round's writes do lose what is committed."""
     tree = TREES[name]
     with pytest.raises(AssertionError, match="not equal"):
-        check_committed(decode(toy, tree, needed(tree) - scratch_slots(tree))[1])
+        check_committed(decode(toy, tree, needed(tree) - scratch_tokens(tree))[1])
 
 
 @pytest.mark.slow
@@ -117,7 +117,7 @@ def test_the_last_slot_is_a_draft_model_s(toy):
         old, new = (np.asarray(cache.keys[0]) for cache in (before.draft_cache, after.draft_cache))
         written = np.any(np.not_equal(old, new), axis=(1, 3))
         for row in np.flatnonzero(~np.asarray(before.done)):
-            assert np.flatnonzero(written[row])[-1] == before.lengths[row] + scratch_slots(tree) - 1
+            assert np.flatnonzero(written[row])[-1] == before.lengths[row] + scratch_tokens(tree) - 1
 
 
 @pytest.mark.slow
@@ -127,7 +127,7 @@ def test_a_round_writes_no_further_than_its_scratch(toy, name):
     tree = TREES[name]
     _, states = decode(toy, tree, 64)
     for before, after in itertools.pairwise(states):
-        end = np.asarray(before.lengths) + scratch_slots(tree)
+        end = np.asarray(before.lengths) + scratch_tokens(tree)
         behind = (np.arange(64) >= end[:, None])[:, None, :, None]
         old, new = ((state.cache, state.draft_cache) for state in (before, after))
         for x, y in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):

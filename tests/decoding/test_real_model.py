@@ -190,7 +190,7 @@ def one_sequence(target, draft, ids: tuple[int, ...], tree: DraftTree) -> State:
         Sampling.greedy(1),
         jnp.full(1, 8, jnp.int32),
         jnp.full((1, 1), -1),
-        slots=128,
+        cache_length=128,
         max_output=8,
         tree=tree,
         greedy=True,

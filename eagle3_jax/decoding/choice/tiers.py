@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.choice.policy import Acceptance, Promise, TierPolicy
-from eagle3_jax.decoding.rounds.tree import scratch_slots
+from eagle3_jax.decoding.rounds.tree import scratch_tokens
 from eagle3_jax.models.drafts.dflash import DFlash
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.target import ModelConfig
@@ -125,8 +125,8 @@ def nodes_of(tiers: Sequence[Tier]) -> int:
 
 
 def scratch_of(tiers: Sequence[Tier]) -> int:
-    """Cache slots behind the committed tokens that one round of any of them writes to."""
-    return max(scratch_slots(tier.tree) for tier in tiers)
+    """Cache entries behind the committed tokens that one round of any of them writes to."""
+    return max(scratch_tokens(tier.tree) for tier in tiers)
 
 
 def copies(tiers: Sequence[Tier]) -> bool:

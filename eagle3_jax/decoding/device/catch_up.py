@@ -1,7 +1,7 @@
 """A resting draft head: rounds without it buffer what it did not read, and one pass lets it draft again.
 
 The head needs the pair (token, hidden states) of every position. Reading them in every round would cost what resting
-saves, so they wait in a buffer. A sequence that outgrows the buffer is lost to the head until its place is given to
+saves, so they wait in a buffer. A sequence that outgrows the buffer is lost to the head until its slot is given to
 another request. It goes on without drafts, or with useless ones; its tokens are the target's either way.
 """
 

@@ -22,7 +22,7 @@ class Chunk:
     A row may continue the one before it with the next stretch of the same prompt.
 
     Attributes:
-        slots: the place of each request in the batch; the batch's size for no request.
+        slots: of each request; the batch's size for no request.
         tokens: the stretch, padded on the right, and one more column: the token after each.
         starts: first position.
         counts: tokens of the stretch.

@@ -35,7 +35,7 @@ from eagle3_jax.decoding.rounds.state import (
 from eagle3_jax.mesh import constrain
 from eagle3_jax.models.cache import PageTable
 
-# Fields of `State` that all places share: rows are gathered, pages stay where they are.
+# Fields of `State` that all slots share: rows are gathered, pages stay where they are.
 _POOLS = ("cache", "draft_cache")
 
 
@@ -114,7 +114,7 @@ def decode(
     models: Models,
     state: State,
     cancelled: Bool[Array, " b"],
-    places: Int[Array, " r"] | None,
+    slots: Int[Array, " r"] | None,
     max_rounds: Int[Array, ""],
     enough: Int[Array, ""],
     *,
@@ -125,13 +125,13 @@ def decode(
 
     Args:
         cancelled: requests that the host ended: their pages may be another's by now.
-        places: places of the requests in the batch, the batch's size for no request; None runs the whole batch.
+        slots: those of the requests, the batch's size for no request; None runs the whole batch.
         max_rounds: at most `ROUNDS`.
 
     Returns:
-        The state, and one row for each of `places`: see `Report.of_decode`.
+        The state, and one row for each of `slots`: see `Report.of_decode`.
     """
-    whole, state = _take(state, cancelled, places)
+    whole, state = _take(state, cancelled, slots)
     state = dataclasses.replace(
         state,
         requests=dataclasses.replace(state.requests, limit=state.requests.limit - state.num_output),
@@ -172,24 +172,24 @@ def decode(
         output=state.output,
         **_logprob_columns(logprobs),
     )
-    return _put_back(whole, state, places), constrain(report, ())
+    return _put_back(whole, state, slots), constrain(report, ())
 
 
-def _take(state: State, cancelled: Bool[Array, " b"], places: Int[Array, " r"] | None) -> tuple[State, State]:
-    """Returns the state without cancelled requests, and the rows of these places; without a request, an ended row."""
+def _take(state: State, cancelled: Bool[Array, " b"], slots: Int[Array, " r"] | None) -> tuple[State, State]:
+    """Returns the state without cancelled requests, and the rows of these slots; without a request, an ended row."""
     whole = dataclasses.replace(state, done=state.done | cancelled)
-    if places is None:
+    if slots is None:
         return whole, whole
     batch = len(whole.done)
-    at = jnp.minimum(places, batch - 1)
+    at = jnp.minimum(slots, batch - 1)
     taken = dataclasses.replace(whole, **jax.tree.map(lambda x: x[at], _rows(whole)))
-    return whole, dataclasses.replace(taken, done=taken.done | (places == batch))
+    return whole, dataclasses.replace(taken, done=taken.done | (slots == batch))
 
 
-def _put_back(whole: State, state: State, places: Int[Array, " r"] | None) -> State:
+def _put_back(whole: State, state: State, slots: Int[Array, " r"] | None) -> State:
     """Puts the rows of `_take`, and their caches, back into the whole batch."""
-    if places is not None:
-        back = jax.tree.map(lambda all_, new: all_.at[places].set(new, mode="drop"), _rows(whole), _rows(state))
+    if slots is not None:
+        back = jax.tree.map(lambda all_, new: all_.at[slots].set(new, mode="drop"), _rows(whole), _rows(state))
         state = dataclasses.replace(state, **back)
     return constrain(state, STATE_SHARDING_RULES)
 
@@ -200,10 +200,10 @@ def _rows(state: State) -> dict[str, Any]:
 
 
 @functools.partial(jax.jit, donate_argnames="state")
-def catch_up(models: Models, state: State, cancelled: Bool[Array, " b"], places: Int[Array, " r"] | None) -> State:
+def catch_up(models: Models, state: State, cancelled: Bool[Array, " b"], slots: Int[Array, " r"] | None) -> State:
     """Wakes a head that rested, for some requests: see `feed_unread`; arguments as in `decode`."""
     target, draft = models.modules()
-    whole, state = _take(state, cancelled, places)
+    whole, state = _take(state, cancelled, slots)
     assert draft is not None
     assert state.unread is not None
     assert state.draft_cache is not None
@@ -222,7 +222,7 @@ def catch_up(models: Models, state: State, cancelled: Bool[Array, " b"], places:
         PageTable(table),
     )
     state = dataclasses.replace(state, unread=unread, draft_cache=cache, draft_state=draft_state)
-    return _put_back(whole, state, places)
+    return _put_back(whole, state, slots)
 
 
 def beyond(page_table: Int[Array, "b pages"], page_size: int) -> Int[Array, "b more"]:
@@ -233,7 +233,7 @@ def beyond(page_table: Int[Array, "b pages"], page_size: int) -> Int[Array, "b m
 
 @functools.partial(jax.jit, donate_argnames="state")
 def rehearse(state: State, length: Int[Array, ""]) -> State:
-    """Makes all places busy with sequences of `length` tokens, to measure rounds. Ends all requests."""
+    """Makes all slots busy with sequences of `length` tokens, to measure rounds. Ends all requests."""
     assert state.page_table is not None
     pages = state.cache.keys[0].shape[0] - 1
     own = 1 + jnp.arange(state.page_table.size).reshape(state.page_table.shape) % pages

@@ -112,7 +112,7 @@ class ModelRunner:
     def decode(
         self,
         cancelled: Collection[int],
-        places: Sequence[int],
+        slots: Sequence[int],
         max_rounds: int,
         enough: int,
         *,
@@ -120,41 +120,39 @@ class ModelRunner:
         tier: Tier,
         greedy: bool,
     ) -> tuple[jax.Array, Sequence[int]]:
-        """Runs rounds of the requests at some places, in `width` rows.
+        """Runs rounds of the requests at some slots, in `width` rows.
 
         Returns:
             The report of `programs.decode`, not yet on the host, and the row of each place in it.
         """
-        said = self._said(cancelled, places, width)
+        said = self._said(cancelled, slots, width)
         counts = self._put(np.int32(max_rounds)), self._put(np.int32(enough))
         with self._running() as state:
             self._state, report = programs.decode(self._models, state, *said, *counts, tier=tier, greedy=greedy)
-        return report, range(len(places)) if width < self.sizes.batch else places
+        return report, range(len(slots)) if width < self.sizes.batch else slots
 
-    def catch_up(self, cancelled: Collection[int], places: Sequence[int], *, width: int) -> None:
-        """Lets a head that rested read what it missed of the requests at some places, in `width` rows."""
-        said = self._said(cancelled, places, width)
+    def catch_up(self, cancelled: Collection[int], slots: Sequence[int], *, width: int) -> None:
+        """Lets a head that rested read what it missed of the requests at some slots, in `width` rows."""
+        said = self._said(cancelled, slots, width)
         with self._running() as state:
             self._state = programs.catch_up(self._models, state, *said)
 
-    def _said(
-        self, cancelled: Collection[int], places: Sequence[int], width: int
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """Puts the cancelled places, and the places that take part, on the device."""
+    def _said(self, cancelled: Collection[int], slots: Sequence[int], width: int) -> tuple[jax.Array, jax.Array | None]:
+        """Puts the cancelled slots, and the slots that take part, on the device."""
         batch = self.sizes.batch
         ended = np.zeros(batch, bool)
         ended[list(cancelled)] = True
         if width == batch:
             return self._put(ended), None
         rows = np.full(width, batch, np.int32)
-        rows[: len(places)] = places
+        rows[: len(slots)] = slots
         return self._put(ended), self._put(rows)
 
-    def note_prompt(self, place: int, ids: list[int]) -> None:
+    def note_prompt(self, slot: int, ids: list[int]) -> None:
         """Notes a prompt's tokens, for penalties and for lookup."""
         tokens = np.full(self.sizes.max_length, -1, np.int32)
         tokens[: len(ids)] = ids
-        said = self._put(np.int32(place)), self._put(tokens)
+        said = self._put(np.int32(slot)), self._put(tokens)
         with self._running() as state:
             self._state = programs.note_prompt(state, *said)
 
@@ -180,14 +178,14 @@ class ModelRunner:
         self.wait()
 
     def rehearse(self) -> None:
-        """Makes all places busy, with sequences of `MEASURED_LENGTH` meaningless tokens; for measurements only."""
+        """Makes all slots busy, with sequences of `MEASURED_LENGTH` meaningless tokens; for measurements only."""
         length = self._put(np.int32(self._measured_length))
         with self._running() as state:
             self._state = programs.rehearse(state, length)
         self.wait()
 
     def profile(self, tier: Tier) -> Round:
-        """Profiles a greedy round of this tier and its stages, with all places busy. Forgets the state.
+        """Profiles a greedy round of this tier and its stages, with all slots busy. Forgets the state.
 
         The host's part is the time of a dispatch beside its rounds, divided by `shapes.ROUNDS`.
         """

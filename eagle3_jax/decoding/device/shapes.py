@@ -61,7 +61,7 @@ class Sizes:
         return cls(batch, max_length, pages, page_size, each)
 
     @property
-    def slots(self) -> int:
+    def cache_length(self) -> int:
         """Slots of the longest request, in its pages."""
         return self.pages_per_sequence * self.page_size
 

@@ -14,13 +14,13 @@ from eagle3_jax.decoding.rounds.read import read
 from eagle3_jax.decoding.rounds.round import run_rounds
 from eagle3_jax.decoding.rounds.sampling import Sampling
 from eagle3_jax.decoding.rounds.state import STATE_SHARDING_RULES, RequestRows, State, is_stop, put_at
-from eagle3_jax.decoding.rounds.tree import scratch_slots, steps_of
+from eagle3_jax.decoding.rounds.tree import scratch_tokens, steps_of
 from eagle3_jax.mesh import constrain
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.target import TargetModel
 
 
-@functools.partial(jax.jit, static_argnames=("max_tokens", "tree", "slots"))
+@functools.partial(jax.jit, static_argnames=("max_tokens", "tree", "cache_length"))
 def generate(
     target: TargetModel,
     draft: Draft | None,
@@ -35,7 +35,7 @@ def generate(
     top_p: float | Float[Array, "..."] = 1.0,
     min_p: float | Float[Array, "..."] = 0.0,
     ignore_eos: bool | Bool[Array, "..."] = False,
-    slots: int | None = None,
+    cache_length: int | None = None,
 ) -> State:
     """Answers a batch of prompts without the host, inside a jitted program.
 
@@ -48,23 +48,24 @@ def generate(
         tree: None is vanilla decoding. With `lookup_tokens` the draft may be None: all drafts are then copied.
         temperature: one for all, or one per sequence. None is greedy and leaves sampling out of the program.
         top_k, top_p, min_p, ignore_eos: one for all, or one per sequence.
-        slots: slots of each sequence's caches; None is as many as they need.
+        cache_length: entries of each sequence's caches; None is as many as it needs.
 
     Returns:
         The final state: `output[:, :max_tokens]` has `num_output` tokens per sequence, the end-of-sequence token
         included, then 0. `rounds` and `accepted` count rounds and accepted drafts.
 
     Raises:
-        ValueError: prompts and answers do not fit into `slots` or the target's positions; a tree without a draft.
+        ValueError: prompts and answers exceed `cache_length` or the target's positions; a tree without a draft.
     """
     batch, length = prompts.shape
-    need, most = slots_needed(length, max_tokens, tree), target.config.max_position_embeddings
+    need, most = cache_length_needed(length, max_tokens, tree), target.config.max_position_embeddings
     if max_tokens < 1:
         raise ValueError(f"max_tokens: got {max_tokens}, expected at least 1")
     if length + max_tokens > most:
         raise ValueError(f"prompts, max_tokens: got {length} + {max_tokens}, expected the target's {most} at most")
-    if slots is not None and slots < need:
-        raise ValueError(f"slots: got {slots}, expected at least {need} for these prompts, max_tokens and tree")
+    if cache_length is not None and cache_length < need:
+        expected = f"at least {need} for these prompts, max_tokens and tree"
+        raise ValueError(f"cache_length: got {cache_length}, expected {expected}")
     if tree is not None and draft is None and tree.num_draft_tokens != tree.lookup_tokens + 1:
         raise ValueError(f"draft: got None, expected a draft head for {tree}")
 
@@ -88,7 +89,7 @@ def generate(
         sampling,
         each(max_tokens, jnp.int32),
         jnp.where(each(ignore_eos, bool)[:, None], -1, eos[None]),
-        slots=slots or need,
+        cache_length=cache_length or need,
         max_output=max_tokens,
         tree=tree,
         greedy=greedy,
@@ -105,7 +106,7 @@ def prefill(
     limit: Int[Array, " b"],
     stop_ids: Int[Array, "b stops"],
     *,
-    slots: int,
+    cache_length: int,
     max_output: int,
     tree: DraftTree | None,
     greedy: bool,
@@ -114,8 +115,8 @@ def prefill(
 
     Args:
         tokens: prompts, padded on the right.
-        slots: slots of the caches, at least `slots_needed(p, max_output, tree)`: JAX moves a write that exceeds the
-            end.
+        cache_length: entries of the caches, `cache_length_needed(p, max_output, tree)` at least: JAX moves a write that
+            exceeds the end.
         max_output: the largest `limit`.
         tree: None is vanilla decoding; the draft is then not used.
         greedy: every request is `SamplingParams.greedy`.
@@ -124,7 +125,8 @@ def prefill(
     none = jnp.zeros(batch, jnp.int32)
     draft = None if tree is None else draft
     requests = RequestRows(limit, stop_ids, none - 1, sampling)
-    caches = target.empty_cache(batch, slots), None if draft is None else draft.head.empty_cache(batch, slots)
+    draft_cache = None if draft is None else draft.head.empty_cache(batch, cache_length)
+    caches = target.empty_cache(batch, cache_length), draft_cache
     found, (cache, draft_cache) = read(
         target,
         draft,
@@ -152,7 +154,7 @@ def prefill(
         draft_cache=draft_cache,
         draft_state=found.draft_state,
         history=put_at(
-            put_at(jnp.zeros((batch, slots + 1), jnp.int32), tokens, none), found.root[:, None], prompt_lengths
+            put_at(jnp.zeros((batch, cache_length + 1), jnp.int32), tokens, none), found.root[:, None], prompt_lengths
         )
         if tree is not None and tree.lookup_tokens
         else None,
@@ -160,6 +162,6 @@ def prefill(
     return constrain(state, STATE_SHARDING_RULES)
 
 
-def slots_needed(prompt_slots: int, max_tokens: int, tree: DraftTree | None) -> int:
-    """Returns the cache slots for prompts of at most `prompt_slots` tokens, padding included, and their answers."""
-    return prompt_slots + max_tokens + scratch_slots(tree)
+def cache_length_needed(prompt_length: int, max_tokens: int, tree: DraftTree | None) -> int:
+    """Returns the cache entries for prompts of at most `prompt_length` tokens, padding included, and their answers."""
+    return prompt_length + max_tokens + scratch_tokens(tree)

@@ -143,7 +143,7 @@ STATE_SHARDING_RULES = ((r"cache", P(None, "model")),)
 
 
 def empty_state(models: Models, sizes: Sizes, tiers: Sequence[Tier], kv_dtype: Any) -> State:
-    """Makes a batch of free places, and caches with one page for `TRASH`; it fits each of the tiers."""
+    """Makes a batch of free slots, and caches with one page for `TRASH`; it fits each of the tiers."""
     target, draft = models.modules()
     batch, pages, page_size = sizes.batch, sizes.pages + 1, sizes.page_size
     steps, vocabulary = depth_of(tiers), target.config.vocab_size
@@ -168,7 +168,7 @@ def empty_state(models: Models, sizes: Sizes, tiers: Sequence[Tier], kv_dtype: A
         page_table=jnp.full((batch, sizes.pages_per_sequence), TRASH, jnp.int32),
         draft_cache=None if draft is None else draft.head.empty_pages(pages, page_size),
         draft_state=None if draft is None else jnp.zeros((batch, draft.head.config.hidden_size), draft.head.dtype),
-        history=jnp.zeros((batch, sizes.slots + 1), jnp.int32) if copies(tiers) else None,
+        history=jnp.zeros((batch, sizes.cache_length + 1), jnp.int32) if copies(tiers) else None,
         ends=jnp.zeros((batch, ROUNDS), jnp.int32),
         last_tree=LastTree.empty(batch, nodes_of(tiers)),
     )

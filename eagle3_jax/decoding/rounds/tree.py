@@ -116,8 +116,8 @@ def steps_of(tree: DraftTree | None) -> int:
     return 0 if tree is None else tree.depth
 
 
-def scratch_slots(tree: DraftTree | None) -> int:
-    """Returns the slots that a round writes after the committed tokens; a draft model's lie one further."""
+def scratch_tokens(tree: DraftTree | None) -> int:
+    """Returns the cache entries that a round writes after the committed tokens; a draft model's lie one further."""
     if tree is None:
         return 1
     return max(tree.num_draft_tokens, 1 + tree.depth + 1, 1 + (tree.num_steps - 1) * tree.topk)

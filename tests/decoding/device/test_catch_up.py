@@ -36,7 +36,7 @@ def begin(toy_target, draft, prompts, lengths, tree):
         Sampling.greedy(len(prompts)),
         jnp.full(len(prompts), 300, jnp.int32),
         jnp.full((len(prompts), 1), -1, jnp.int32),
-        slots=400,
+        cache_length=400,
         max_output=300,
         tree=tree,
         greedy=True,

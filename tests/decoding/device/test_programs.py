@@ -39,7 +39,7 @@ def test_padding_of_any_program_stays_in_the_page_table(toy):
         sizes = Sizes.plan(2, max_length, page_size, tiers)
         assert sizes.columns * page_size >= max_length + max(length for _, length in sizes.chunks)
         table = jax.eval_shape(lambda m, s=sizes: empty_state(m, s, tiers, None).page_table, models)
-        assert table.shape == (2, -(-(max_length + tree.scratch_slots(CHAIN.tree)) // page_size))
+        assert table.shape == (2, -(-(max_length + tree.scratch_tokens(CHAIN.tree)) // page_size))
         assert (
             programs.beyond(jnp.zeros(table.shape, jnp.int32), page_size).shape[1] * page_size
             >= max_length + catch_up.ROOM

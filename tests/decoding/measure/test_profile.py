@@ -42,9 +42,9 @@ def test_one_after_the_other_they_are_a_round(toy, tier):
     whole, _ = programs.decode(
         models, busy(models), np.zeros(2, bool), None, np.int32(1), np.int32(2), tier=tier, greedy=True
     )
-    state, nodes = profile.draft(models, busy(models), tier=tier)
-    state, judged = profile.verify(models, state, nodes, tier=tier)
-    state = profile.extend(models, state, judged, tier=tier)
+    state, nodes = profile.draft_stage(models, busy(models), tier=tier)
+    state, judged = profile.verify_stage(models, state, nodes, tier=tier)
+    state = profile.extend_stage(models, state, judged, tier=tier)
     assert int(state.num_output[0]) >= 1 and int(state.drafted[0]) == (tier.tree is not None)
     for name in ("output", "lengths", "root", "rounds", "drafted", "accepted", "done"):
         np.testing.assert_array_equal(getattr(state, name), getattr(whole, name), name)
