@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from test_engine import CHAIN, Tokenizer
-from test_rounds import LENGTHS, MAX_TOKENS, PROMPTS, generate, vanilla
+from test_rounds import LENGTHS, MAX_TOKENS, PROMPTS, generated, vanilla
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.choice.tiers import choice_for
@@ -64,7 +64,7 @@ def test_each_copied_token_that_is_right_makes_the_next_more_probable():
 
 @pytest.mark.slow
 def test_greedy_tokens_are_vanilla_s(toy, vanilla):
-    state = generate(toy.target, None, tree=LONG)
+    state = generated(toy.target, None, tree=LONG)
     np.testing.assert_array_equal(state.output[:, :MAX_TOKENS], vanilla)
     assert 0 < int(state.drafted.max()) < int(state.rounds.max()), "where there is nothing to copy it does not draft"
     for row, length in enumerate(LENGTHS):  # the text that drafts are copied from is the text
@@ -115,4 +115,4 @@ def test_what_it_cannot_do_is_refused(toy):
     with pytest.raises(ValueError, match=r"tree: got None, expected a DraftTree, a list of them, or 'auto'"):
         unchecked(toy.target.config, "lookup", None)
     with pytest.raises(ValueError, match="draft: got None, expected a draft head"):
-        generate(toy.target, None, tree=GRAFTED)
+        generated(toy.target, None, tree=GRAFTED)

@@ -433,7 +433,7 @@ def test_a_policy_update_between_two_calls_compiles_nothing(toy):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"slots": 32}, "slots: got 32, expected at least 38"),
+        ({"cache_length": 32}, "cache_length: got 32, expected at least 38"),
         ({"max_tokens": 504}, r"prompts, max_tokens: got 9 \+ 504, expected the target's 512 at most"),
         ({"max_tokens": 0}, "max_tokens: got 0"),
         ({"draft": None}, "draft: got None, expected a draft head"),
