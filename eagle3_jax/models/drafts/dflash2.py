@@ -108,7 +108,11 @@ class DFlash2(DFlash):
         self, logits: Float[Array, "*batch dv"], states: Float[Array, "*batch h"], before: Int[Array, "*batch"]
     ) -> Float[Array, "*batch dv"]:
         """See `DFlash`: the selector's scores of the best candidates, -inf for the others."""
-        best, candidates = jax.lax.top_k(logits, self.config.selector_top_k)
+        # Of a matrix: XLA sorts the whole vocabulary of an array of three dimensions on TPUs.
+        best, candidates = (
+            x.reshape(*states.shape[:-1], -1)
+            for x in jax.lax.top_k(logits.reshape(-1, logits.shape[-1]), self.config.selector_top_k)
+        )
         scores = self.candidate_scores(best, candidates, states, before)
         none = jnp.full_like(logits, -jnp.inf)
         return jnp.put_along_axis(none, candidates, scores, axis=-1, inplace=False)
