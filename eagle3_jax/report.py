@@ -302,6 +302,7 @@ def _identical(part: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     config, _ = command_line.read("report", argv)
+    command.require("report")
     with command.run("report"):
         if processes.index() == 0:  # the others wait at the end
             with processes.among([0]):

@@ -1,6 +1,7 @@
 """What a user imports."""
 
 import importlib
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -15,9 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import eagle3_jax
 from eagle3_jax.config import FOLDERS
+from eagle3_jax.runs.command import EXTRAS
 
 
 def test_every_public_name_is_there():
@@ -133,48 +136,75 @@ def test_nobody_hears_that_there_is_no_pytorch():
 
 
 @pytest.mark.slow
-def test_decoding_imports_nothing_of_the_training_extra():
+def test_decoding_imports_nothing_of_an_extra():
     code = (
         "import sys, eagle3_jax, eagle3_jax.decoding.measure.compare\n"
         "for name in eagle3_jax.__all__: getattr(eagle3_jax, name)\n"
-        # flax brings optax and orbax with it
+        # flax brings optax and orbax with it, huggingface_hub httpx2
         "from eagle3_jax.runs.command import EXTRAS\n"
-        "print({*EXTRAS['train'], *EXTRAS['serve'], 'spacy', 'tensorflow'} & set(sys.modules) - {'optax', 'orbax'})\n"
+        "held = {name for names in EXTRAS.values() for name in names} | {'spacy', 'tensorflow'}\n"
+        "print(held & set(sys.modules) - {'optax', 'orbax', 'httpx2'})\n"
         "sys.exit(any(m.startswith(('eagle3_jax.data', 'eagle3_jax.training')) for m in sys.modules))"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (answer.returncode, answer.stdout.strip()) == (0, "set()"), answer.stderr
 
 
-@pytest.mark.parametrize(
-    ("verb", "extra", "missing", "words"),
-    [
-        ("train", "train", "grain", "--config x.yaml"),
-        ("serve", "serve", "uvicorn", "--target x --port 0"),
-        ("train", "train", "grain", "--help"),
-    ],
-)
-def test_a_verb_names_the_missing_extra(tmp_path, verb, extra, missing, words):
-    """With `--help` it says what it would do."""
+def test_the_extras_of_the_verbs_are_those_of_the_project():
+    project = tomllib.loads((pathlib.Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    distributions = importlib.metadata.packages_distributions()
+    for extra, modules in EXTRAS.items():
+        named = {Requirement(text).name for text in project["optional-dependencies"][extra]}
+        assert {canonicalize_name(distributions[module][0]) for module in modules} == set(map(canonicalize_name, named))
+    assert f"eagle3-jax[{','.join(EXTRAS)}]" in project["optional-dependencies"]["test"]
+
+
+VERBS = {  # a verb and its words -> the extra that it needs
+    "prepare": "prepare",
+    "regenerate": None,
+    "extract": "train",
+    "train": "train",
+    "export": "train",
+    "export --check sglang --prompts x --sglang http://127.0.0.1:9": "report",
+    "evaluate --prompts x --output y": None,
+    "report": "report",
+    "benchmark decode --prompts x": "report",
+    "benchmark tune --prompts x": "report",
+    "benchmark serve --prompts x": "report,serve",
+    "serve": "serve",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", VERBS)
+def test_a_verb_names_the_extra_that_it_misses(tmp_path, words):
+    """Its `--help` needs none; a verb that needs none starts without all of them."""
+    extra, verb = VERBS[words], words.partition(" ")[0]
+    missing = [EXTRAS[name] for name in (EXTRAS if extra is None else extra.split(","))]
+    names = tuple(name for group in missing for name in group)
     (tmp_path / "sitecustomize.py").write_text(
-        "import importlib.util, sys\nfind = importlib.util.find_spec\n"
-        f"importlib.util.find_spec = lambda name, *rest: None if name == '{missing}' else find(name, *rest)\n"
-        f"sys.modules['{missing}'] = None\n"
+        f"import importlib.util, sys\nmissing = {names}\nfind = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *rest: None if name in missing else find(name, *rest)\n"
+        # flax and huggingface_hub import these three themselves
+        "sys.modules.update(dict.fromkeys(set(missing) - {'optax', 'orbax', 'httpx2'}))\n"
     )
-    root = pathlib.Path(__file__).parents[1]
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"}
-    answer = subprocess.run(
-        [sys.executable, "-m", f"eagle3_jax.{verb}", *words.split()],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    if words == "--help":
-        assert answer.returncode == 0 and "--train.ttt-steps INT" in answer.stdout, answer.stderr
+    (tmp_path / "x.yaml").write_text(f"run_dir: {tmp_path / 'run'}\ntarget: {{name: {tmp_path}}}\n")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{pathlib.Path(__file__).parents[1]}"}
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        command = [sys.executable, "-m", f"eagle3_jax.{verb}", *arguments]
+        answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        return answer.returncode, answer.stdout, answer.stderr
+
+    status, said, errors = run(*words.split()[1:2], "--help") if verb == "benchmark" else run("--help")
+    assert (status, errors) == (0, "") and "--config" in said
+    status, _, errors = run(*words.split()[1:], "--config", str(tmp_path / "x.yaml"))
+    assert status == 1
+    if extra is None:
+        assert "the extra" not in errors and errors.startswith(f"eagle3_jax.{verb}: ")
         return
-    sentence = f"got no {missing}, expected the extra `{extra}`: pip install 'eagle3-jax[{extra}]'\n"
-    assert (answer.returncode, answer.stderr) == (1, f"eagle3_jax.{verb}: {sentence}")
+    sentence = f"got no {', '.join(names)}, expected the extra `{extra}`: pip install 'eagle3-jax[{extra}]'\n"
+    assert errors == f"eagle3_jax.{verb}: {sentence}"
 
 
 @pytest.mark.long

@@ -138,7 +138,7 @@ def test_locked_versions_meet_every_requirement(role, python):
     if role == "docs":
         requirements += site
     elif role != "decode":
-        requirements += optional.pop("train")
+        requirements += itertools.chain(*map(optional.pop, ("prepare", "train", "report")))
     if role == "test":
         requirements += itertools.chain(*optional.values())
     versions = locked(role, python)
@@ -202,7 +202,7 @@ def test_each_lock_holds_what_a_role_adds(tmp_path):
     hashed = f"==1.0 \\\n    --hash=sha256:{1:064}\n"
     assert locked == {
         "decode.txt": f"base{hashed}",
-        "train.txt": f"-r decode.txt\ntrain{hashed}",
+        "train.txt": f"-r decode.txt\nprepare{hashed}train{hashed}report{hashed}",
         "test.txt": f"-r train.txt\ntest{hashed}reference{hashed}",
         "tpu.txt": f"-r train.txt\ntpu{hashed}serve{hashed}",
         "docs.txt": f"-r decode.txt\ndocs{hashed}",

@@ -33,7 +33,10 @@ def test_the_first_cell_installs_what_is_there(place, tmp_path, monkeypatch):
     here = tmp_path / "notebooks"
     here.mkdir()
     wheel = here / "eagle3_jax-0.1.0-py3-none-any.whl"
-    expected = {"checkout": ["--editable", f"{tmp_path}[train]"], "wheel": [f"{wheel}[train]"]}
+    expected = {
+        "checkout": ["--editable", f"{tmp_path}[prepare,train,report]"],
+        "wheel": [f"{wheel}[prepare,train,report]"],
+    }
     if place == "checkout":
         (tmp_path / "pyproject.toml").touch()
     elif place == "wheel":
@@ -44,7 +47,9 @@ def test_the_first_cell_installs_what_is_there(place, tmp_path, monkeypatch):
     monkeypatch.setattr(site, "addsitedir", searched.append)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     exec(compile(cells("code")[0], "cell 0", "exec"), {})
-    assert asked == [[sys.executable, "-m", "pip", "install", "--quiet", *expected.get(place, ["eagle3-jax[train]"])]]
+    assert asked == [
+        [sys.executable, "-m", "pip", "install", "--quiet", *expected.get(place, ["eagle3-jax[prepare,train,report]"])]
+    ]
     assert searched == [sysconfig.get_path("purelib")]
     monkeypatch.undo()
     monkeypatch.setattr(subprocess, "run", None)

@@ -20,7 +20,7 @@ import tomllib
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDER = ROOT / "requirements"
 # Each role with its extras, which contain those of the previous role.
-ROLES = {"decode": [], "train": ["train"], "test": ["test", "reference"]}
+ROLES = {"decode": [], "train": ["prepare", "train", "report"], "test": ["test", "reference"]}
 # Not locked: the package index chooses the wheel of torch, and so its hash and its CUDA libraries.
 UNLOCKED = ("torch", "triton", "cuda-*", "nvidia-*")
 
@@ -51,7 +51,7 @@ def main() -> None:
     held: dict[str, list[str]] = {}
     for role, base, extras in [
         *zip(ROLES, [None, *ROLES], ROLES.values(), strict=False),
-        ("tpu", "train", ["train", "tpu", "serve"]),
+        ("tpu", "train", [*ROLES["train"], "tpu", "serve"]),
         ("docs", "decode", ["docs"]),
     ]:
         found = entries(resolve(extras, [], whole))  # a role alone has the versions of the whole

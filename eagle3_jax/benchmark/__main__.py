@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from eagle3_jax.benchmark import decode, servers, tune
+from eagle3_jax.benchmark import decode, tune
 from eagle3_jax.config import RunConfig
 from eagle3_jax.runs import command, command_line, processes
 
@@ -19,6 +19,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     first, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
     what = command_line.benchmark_parser().parse_args([first]).what
     config, asked = command_line.read(f"benchmark {what}", rest)
+    command.require("report", *["serve"] * (what == "serve"))
     with command.run("benchmark", resumes=what != "tune"):
         if what == "decode":
             _decode(config, asked.prompts, asked.compare)
@@ -42,6 +43,8 @@ def _tune(config: RunConfig, prompts: str) -> None:
 
 
 def _serve(config: RunConfig, prompts: str, others: dict[str, str], keys: dict[str, str]) -> None:
+    from eagle3_jax.benchmark import servers  # of the extra `report`, without which `--help` works
+
     report, folder = servers.run(config, prompts, others, keys), config.folder("benchmark")
     print(f"{servers.table(report)}\n{folder / 'serve.json'}\n{folder / 'serve.html'}")
 

@@ -1,3 +1,1 @@
-from eagle3_jax.runs import command
-
-command.require("train")
+"""Prompts, conversations, features, and packed training rows."""

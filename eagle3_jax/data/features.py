@@ -15,14 +15,16 @@ import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any, SupportsIndex
 
-import array_record.python.array_record_module as array_record
 import ml_dtypes
 import numpy as np
 import safetensors
 import safetensors.numpy
 from jaxtyping import Int32
 
-from eagle3_jax.runs import disk
+from eagle3_jax.runs import command, disk
+
+command.require("train")
+import array_record.python.array_record_module as array_record  # noqa: E402
 
 Record = dict[str, np.ndarray]
 

@@ -11,8 +11,6 @@ import unicodedata
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
-import datasketch
-
 from eagle3_jax.data import lines, personal
 
 Messages = list[dict[str, str]]
@@ -104,6 +102,8 @@ class Duplicates:
     """
 
     def __init__(self, near: float, num_perm: int = 128) -> None:
+        import datasketch
+
         self._near = near
         self._template = datasketch.MinHash(num_perm=num_perm, seed=1, hashfunc=_hash32)
         # The weights favour recall: surplus candidates cost little, missed ones leave duplicates. The threshold stays

