@@ -7,6 +7,8 @@ import importlib.metadata
 import os
 from typing import TYPE_CHECKING, Any
 
+from eagle3_jax.runs import environment
+
 if TYPE_CHECKING:
     from eagle3_jax.config import DraftTree as DraftTree
     from eagle3_jax.config import MeshConfig as MeshConfig
@@ -66,12 +68,8 @@ def _refuse_wrong_results(jaxlib: str, platforms: str) -> None:
 
 
 _refuse_wrong_results(importlib.metadata.version("jaxlib"), os.environ.get("JAX_PLATFORMS", ""))
-
-# On a CPU XLA logs two lines of 2,000 characters as errors for every program that a compilation cache holds: code for
-# the machine it was compiled on is said to miss "features" such as prefer-no-gather. What fails raises an exception.
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-# Whatever imports transformers, such as Presidio, nobody needs to hear that there is no PyTorch.
-os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+if environment.begins_verb():  # a verb imports JAX before its first line runs
+    environment.prepare()
 
 
 def __dir__() -> list[str]:

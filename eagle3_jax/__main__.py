@@ -5,6 +5,8 @@ from __future__ import annotations
 import runpy
 import sys
 
+from eagle3_jax.runs import environment
+
 VERBS = {
     "prepare": "prompts -> clean, de-duplicated prompts, some of them held out",
     "regenerate": "prompts -> conversations that the target itself answered",
@@ -22,6 +24,7 @@ def main() -> None:
     verb = sys.argv[1] if sys.argv[1:] else "--help"
     if verb in VERBS:
         del sys.argv[1]
+        environment.prepare()
         runpy.run_module(f"eagle3_jax.{verb}", run_name="__main__", alter_sys=True)
         return
     if verb not in ("-h", "--help"):

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
-import importlib.util
-import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -21,25 +18,8 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from eagle3_jax.config import MeshConfig
-from eagle3_jax.runs import machine
 
 AXES = ("data", "model")
-
-
-def _leave_tpus_alone() -> None:
-    """Keeps libtpu from starting where there is no TPU: it takes time and prints a page of warnings.
-
-    Only where a CPU is all that JAX could find: nothing chosen yet, no TPU chip, no plugin of another accelerator.
-    """
-    chosen: Any = jax.config
-    if chosen.jax_platforms or machine.has_tpu() or "PJRT_NAMES_AND_LIBRARY_PATHS" in os.environ:
-        return
-    if importlib.util.find_spec("jax_plugins") or importlib.metadata.entry_points(group="jax_plugins"):
-        return
-    jax.config.update("jax_platforms", "cpu")
-
-
-_leave_tpus_alone()
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:

@@ -122,20 +122,6 @@ def test_sums_of_many_small_products_are_right():
 
 
 @pytest.mark.slow
-def test_nobody_hears_that_there_is_no_pytorch():
-    """Whoever imports transformers: Presidio does too."""
-    code = (
-        "import importlib.util\nfind = importlib.util.find_spec\n"
-        "importlib.util.find_spec = lambda name, *rest: None if name == 'torch' else find(name, *rest)\n"
-        "import eagle3_jax, transformers"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != "TRANSFORMERS_NO_ADVISORY_WARNINGS"}
-    command = [sys.executable, "-c", code]
-    answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert (answer.returncode, answer.stderr) == (0, "")
-
-
-@pytest.mark.slow
 def test_decoding_imports_nothing_of_an_extra():
     code = (
         "import sys, eagle3_jax, eagle3_jax.decoding.measure.compare\n"

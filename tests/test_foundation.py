@@ -29,7 +29,8 @@ ROOT = pathlib.Path(__file__).parent.parent
 def test_programs_from_a_compilation_cache_are_loaded_in_silence(tmp_path):
     """XLA logs pages of "features" that it misses for each of them, on the very machine that compiled it."""
     code = (
-        "import os, eagle3_jax, jax; jax.jit(lambda x: x @ x + x.sum())(jax.numpy.ones((64, 64))).block_until_ready();"
+        "from eagle3_jax.runs import environment; environment.prepare()\n"
+        "import os, jax; jax.jit(lambda x: x @ x + x.sum())(jax.numpy.ones((64, 64))).block_until_ready();"
         "print(os.environ['TF_CPP_MIN_LOG_LEVEL'])"  # some CPUs miss nothing
     )
     kept = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}

@@ -17,6 +17,10 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+from eagle3_jax.runs import environment
+
+environment.prepare()
+
 from eagle3_jax import Engine, SamplingParams, load_target
 from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.decoding.measure.compare import first_difference

@@ -27,8 +27,6 @@ def hardware() -> dict[str, Any]:
     """The machine that this runs on."""
     import jax  # not needed by those who only read and write files
 
-    import eagle3_jax.mesh  # noqa: F401  where there is no TPU, JAX does not look for one
-
     cpu = platform.processor() or platform.machine()
     info = pathlib.Path("/proc/cpuinfo")
     if info.exists():

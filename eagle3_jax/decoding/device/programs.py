@@ -284,7 +284,8 @@ _compiled = 0
 
 
 def compiled() -> int:
-    """Counts the programs compiled in this process, for all engines, or read from a compilation cache."""
+    """Counts the programs compiled since the first call, for all engines, or read from a compilation cache."""
+    _listen()
     return _compiled
 
 
@@ -293,4 +294,6 @@ def _count(event: str, duration_secs: float, **kwargs: str | int) -> None:
     _compiled += event == "/jax/core/compile/backend_compile_duration" and kwargs.get("fun_name") in _PROGRAMS
 
 
-jax.monitoring.register_event_duration_secs_listener(_count)
+@functools.cache
+def _listen() -> None:
+    jax.monitoring.register_event_duration_secs_listener(_count)

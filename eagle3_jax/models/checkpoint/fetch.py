@@ -39,7 +39,7 @@ from eagle3_jax.models.checkpoint.identity import identify
 from eagle3_jax.models.checkpoint.load import file_digests, load_model, weight_files
 from eagle3_jax.models.families import read_shape
 from eagle3_jax.models.target import ModelConfig, TargetModel
-from eagle3_jax.runs import disk, manifest, processes
+from eagle3_jax.runs import disk, environment, manifest, processes
 
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 _CONFIG_FILES = ("config.json", "generation_config.json")
@@ -158,7 +158,8 @@ def read_config(folder: pathlib.Path, aux_layers: tuple[int, ...] | None = None)
 def load_tokenizer(target: str | pathlib.Path) -> Any:
     """Loads the fast tokenizer of a target (name or folder), with its chat template. Raises TargetError."""
     # Imported late: transformers imports PyTorch, which takes seconds.
-    from transformers import AutoTokenizer
+    with environment.importing_transformers():
+        from transformers import AutoTokenizer
 
     folder = fetch(target) if isinstance(target, str) else target
     try:

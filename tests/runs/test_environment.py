@@ -1,0 +1,91 @@
+"""Importing the package changes nothing that a program set; a verb sets what its user left open."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+# Set by tests/conftest.py, and by JAX at its import.
+_SET = ("JAX_PLATFORMS", "TF_CPP_MIN_LOG_LEVEL", "TRANSFORMERS_NO_ADVISORY_WARNINGS")
+
+
+def run(*words: str, **variables: str) -> str:
+    """What a Python prints whose user set none of the variables but these."""
+    kept = {name: value for name, value in os.environ.items() if name not in _SET and not name.startswith("TPU_")}
+    command = [sys.executable, *words]
+    answer = subprocess.run(command, env=kept | variables, capture_output=True, text=True, timeout=280)
+    assert (answer.returncode, answer.stderr) == (0, ""), answer.stderr
+    return answer.stdout
+
+
+@pytest.mark.slow
+def test_importing_every_module_changes_no_setting():
+    code = """
+import importlib, os, pkgutil
+import jax, jax._src.monitoring as monitoring
+# Packages that set or declare something themselves when they are imported.
+import jax.experimental.pallas.tpu
+import flax, grain, optax, orbax.checkpoint, tensorboardX, transformers, uvicorn
+def settings():
+    return {**os.environ, **jax.config.values, "listeners": list(monitoring.get_event_duration_listeners())}
+before = settings()
+import eagle3_jax
+modules = [module.name for module in pkgutil.walk_packages(eagle3_jax.__path__, "eagle3_jax.")]
+for name in modules:
+    importlib.import_module(name)
+after = settings()
+print(len(modules) > 150, {name: after.get(name) for name in before | after if before.get(name) != after.get(name)})
+"""
+    assert run("-c", code) == "True {}\n"
+
+
+@pytest.mark.parametrize("words", [["-m", "eagle3_jax.report"], ["-m", "eagle3_jax", "report"]])
+def test_a_verb_sets_what_its_user_left_open(words, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import atexit, os, sys\n"
+        f"atexit.register(lambda: print('\\n', {{name: os.environ.get(name) for name in {_SET}}}, sep=''))\n"
+    )
+    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    path = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"}
+    said = run(*words, "--help", **path, TF_CPP_MIN_LOG_LEVEL="0").splitlines()[-1]
+    expected = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "0", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
+    assert said == str(expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "platforms"),
+    [
+        ("", "cpu"),
+        ("environment.machine.has_tpu = lambda: True", "None"),
+        ("os.environ['JAX_PLATFORMS'] = 'cuda'", "cuda"),
+        ("environment.importlib.metadata.entry_points = lambda group: ['xla_cuda13']", "None"),
+    ],
+)
+def test_libtpu_starts_only_where_a_tpu_could_be(change, platforms):
+    code = f"import os; from eagle3_jax.runs import environment\n{change}\nenvironment.prepare()\n"
+    assert run("-c", code + "import jax; print(jax.config.jax_platforms)") == f"{platforms}\n"
+
+
+def test_a_verb_prints_no_warnings_of_tpus_on_a_machine_without_one():
+    code = (
+        "from eagle3_jax.runs import environment; environment.prepare(); import jax; print(jax.devices()[0].platform)"
+    )
+    assert run("-c", code) == "cpu\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("imported", ["import transformers", "from transformers import AutoTokenizer"])
+def test_nobody_hears_that_there_is_no_pytorch(imported):
+    """A verb, in which Presidio imports transformers too; a program that loads a tokenizer."""
+    code = (
+        "import importlib.util, os\nfind = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *rest: None if name == 'torch' else find(name, *rest)\n"
+        "from eagle3_jax.runs import environment\n"
+    )
+    if imported == "import transformers":
+        run("-c", f"{code}environment.prepare()\n{imported}")
+    else:
+        code += f"with environment.importing_transformers(): {imported}\n"
+        assert run("-c", code + "print(os.environ.get('TRANSFORMERS_NO_ADVISORY_WARNINGS'))") == "None\n"
