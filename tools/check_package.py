@@ -33,6 +33,11 @@ def main() -> None:
     }
     assert len(prompts) == 5 and min(prompts.values()) > 0, f"packaged prompts: got {prompts}"
     assert json.loads((files / "kernels/tree_attention/blocks.json").read_text())["default"]
+    assert (
+        (files / "py.typed").is_file()
+        and (files / "export/card.md").is_file()
+        and (files / "serve/page.html").is_file()
+    )
 
     with tempfile.TemporaryDirectory() as name:
         folder = tiny.write_target(pathlib.Path(name) / "target")

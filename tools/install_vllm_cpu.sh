@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# vLLM's CPU build in an environment of its own, .venv-vllm: about 4 minutes, 3.4 GB. For `export --check vllm` and
-# tools/peers_decoding.py. Without hashes, as torch cannot be locked: CONTRIBUTING.md, "Versions".
+# vLLM's CPU build in an environment of its own, .venv-vllm: about 4 minutes, 3.4 GB. For `export --check vllm`.
+# Without hashes, as torch cannot be locked: CONTRIBUTING.md, "Versions".
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 VENV=.venv-vllm

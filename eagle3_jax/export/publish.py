@@ -1,7 +1,7 @@
-"""An exported head on the Hugging Face hub, with a model card: `python -m eagle3_jax.export --push-to-hub`.
+"""Uploads an exported head with a model card to the Hugging Face hub: `python -m eagle3_jax.export --push-to-hub`.
 
-The card says what the run's manifests and `report.json` hold: the target and its digest, data, settings, acceptance
-and speed by category, and who may use it how.
+The card holds the target and its digests, data, settings, acceptance and speed by category, and the licence, all from
+the run's manifests and `report.json`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import pathlib
 from typing import Any
 
 import huggingface_hub
-import yaml
 from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
 
 from eagle3_jax.config import CardConfig, RunConfig
@@ -20,6 +19,7 @@ from eagle3_jax.models.checkpoint.fetch import split_revision
 from eagle3_jax.runs import disk, manifest
 
 CARD = "README.md"
+_TEMPLATE = pathlib.Path(__file__).with_name("card.md")  # Jinja
 _TRAINING = ("epochs", "learning_rate", "batch_size", "row_length", "ttt_steps", "step_decay")
 
 
@@ -76,69 +76,43 @@ def card(
     prepared: dict[str, Any],
     repository: str,
 ) -> str:
-    """The model card, Markdown with the hub's YAML in front.
+    """The model card: `card.md` with the run's values, the hub's YAML in front.
 
     Args:
         report: `report.json` of the run. exported: manifest of its export. trained: identity of its training.
         prepared: manifest of its prompts.
 
     Raises:
-        ManifestError: the report has no results of a stage that the card speaks of.
+        ManifestError: the report lacks the results of a stage that the card describes.
     """
-    target, stages = report["target"], report["stages"]
-    front: dict[str, Any] = {"license": about.license, "library_name": "eagle3_jax"}
-    front |= {"tags": ["eagle3", "speculative-decoding", "draft-model"]}
-    if "/" in target["name"] and not pathlib.Path(target["name"]).exists():
-        front["base_model"], _ = split_revision(target["name"])
+    name, stages = report["target"]["name"], report["stages"]
+    on_hub = "/" in name and not pathlib.Path(name).exists()
+    data = huggingface_hub.ModelCardData(
+        base_model=split_revision(name)[0] if on_hub else None,
+        library_name="eagle3_jax",
+        license=about.license,
+        tags=["eagle3", "speculative-decoding", "draft-model"],
+    )
     trees = [way["tree"] for way in _of_heads(report).values() if isinstance(way["tree"], dict)]
     steps = max((tree["num_steps"] for tree in trees if tree["topk"] == 1), default=3)  # vLLM drafts chains
-    return "\n\n".join(
-        [
-            f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
-            f"# EAGLE-3 draft head for {target['name']}",
-            "Drafts tokens that the target verifies, several in one step: the text stays the target's own. Of use with "
-            f"this target alone: sha256 of weights `{target['weights']}`, of the chat template "
-            f"`{target['chat_template']}`.",
-            f"    vllm serve {front.get('base_model', 'TARGET')} --speculative-config "
-            f"'{json.dumps({'method': 'eagle3', 'model': repository, 'num_speculative_tokens': steps})}'",
-            "## Measured",
-            _measured(report, prepared["files"]["held_out.jsonl"]),
-            "## Data",
-            "\n".join(_data(about, stages)),
-            "## Training",
-            f"Training-time test, seed {trained['seed']}, "
-            + ", ".join(f"{name} {trained['train'][name]}" for name in _TRAINING)
-            + f"; checkpoint of step {exported['identity']['step']}, {exported['results']['parameters']:,} parameters, "
-            f"{exported['identity']['export']['dtype']}.",
-            "Versions: " + ", ".join(f"{name} {version}" for name, version in exported["versions"].items()) + ".",
-        ]
-    )
+    values = {
+        "about": about,
+        "answered": _results(stages, "regenerate")["train"],
+        "exported": exported,
+        "prepared": _results(stages, "prepare"),
+        "prompts": _prompts(report.get("prompts_file"), prepared["files"]["held_out.jsonl"]),
+        "report": report,
+        "trained": trained,
+        "training": {name: trained["train"][name] for name in _TRAINING},
+        "vllm": json.dumps({"method": "eagle3", "model": repository, "num_speculative_tokens": steps}),
+    }
+    filters = {"counts": _counts, "json": json.dumps, "number": _number}
+    return str(huggingface_hub.ModelCard.from_template(data, str(_TEMPLATE), **values, **filters))
 
 
 def _of_heads(report: dict[str, Any]) -> dict[str, Any]:
     """The ways of drafting that read a head's files: all but "lookup" and the like."""
     return {name: way for name, way in report["drafts"].items() if way["draft"]["files"]}
-
-
-def _measured(report: dict[str, Any], held_out: str) -> str:
-    """One table for each way of drafting.
-
-    Args:
-        held_out: digest of the held-out prompts.
-    """
-    hardware, parts = report["hardware"], []
-    for name, way in report["drafts"].items():
-        rows = ["| | tau | first draft accepted | speed-up |", "|---|---|---|---|"]
-        for category, found in [*way["categories"].items(), ("all", way)]:
-            numbers = found["tau"], next(iter(found["alpha"]), None), found["speedup"]
-            rows.append(f"| {category} | {' | '.join(map(_number, numbers))} |")
-        instead = "" if way["draft"]["files"] else f" (not this head: {way['draft']['folder']})"
-        asked = "temperature {temperature}, {max_tokens} tokens, batch {batch_size}".format_map(way["settings"])
-        parts.append(f"{name}{instead}, {json.dumps(way['tree'])}, {asked}:\n\n" + "\n".join(rows))
-    where = f"{hardware['accelerator'] or hardware['cpu']}, {hardware['cores']} cores"
-    prompts = _prompts(report.get("prompts_file"), held_out)
-    said = f"{prompts}, {where}. tau: tokens for each pass of the target, its own one included."
-    return "\n\n".join([said, *parts])
 
 
 def _prompts(file: dict[str, str] | None, held_out: str) -> str:
@@ -152,19 +126,8 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _data(about: CardConfig, stages: dict[str, Any]) -> list[str]:
-    prompts, answers = _results(stages, "prepare"), _results(stages, "regenerate")["train"]
-    own, given = answers["answered_by"]["target"], answers["answered_by"]["given"]
-    lines = []
-    if own:
-        lines.append(f"- {own:,} conversations, {answers['tokens']:,} answered tokens, the target's own.")
-    if given:
-        lines.append(f"- {given:,} conversations given, answered elsewhere; whether by this target was not checked.")
-    kinds = ", ".join(f"{category} {count}" for category, count in prompts["categories"]["train"].items())
-    lines.append(f"- Prompts by category: {kinds}.")
-    if rejected := prompts.get("rejected"):
-        lines.append("- Left out: " + ", ".join(f"{reason} ({count})" for reason, count in rejected.items()) + ".")
-    return [*lines, *(f"- {line}" for line in about.prompts)]
+def _counts(values: dict[str, Any], form: str) -> str:
+    return ", ".join(form.format(*item) for item in values.items())
 
 
 def _results(stages: dict[str, Any], name: str) -> dict[str, Any]:
