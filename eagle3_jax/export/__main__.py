@@ -172,23 +172,22 @@ def main(argv: Sequence[str] | None = None) -> None:
             convert(*conversion)
         return
     config, asked = command_line.read("export", argv)
+    given = [flag for flag, value in vars(asked).items() if value]
     with command.run("export"):
-        for flag, other in _TOGETHER:
-            if getattr(asked, flag) and not getattr(asked, other):
-                raise ValueError(f"--{flag}: got it without --{other}, expected both")
-        if asked.check is not None:
-            _check(config, asked)
-        elif asked.write_target is not None:
-            write_target.write_target(load_target(config.target), asked.write_target)
-        elif asked.push_to_hub is not None:
-            print(publish.push(config, asked.push_to_hub, upload=asked.upload))
+        for flag in given:
+            if _NEEDS.get(flag, flag) not in given:
+                raise ValueError(f"--{_dashed(flag)}: got it without --{_dashed(_NEEDS[flag])}, expected both")
+        ways = [flag for flag in given if flag in _INSTEAD]
+        if len(ways) > 1:
+            raise ValueError(f"--{_dashed(ways[1])}: got it with --{_dashed(ways[0])}, expected one of them")
+        if ways:
+            _INSTEAD[ways[0]](config, asked)
         else:
             run(config)
 
 
-# Flags of which the first means nothing without the second.
-_TOGETHER = [("check", "prompts"), *((flag, "check") for flag in ("prompts", "vllm", "sglang", "expect"))]
-_TOGETHER += [("upload", "push_to_hub"), ("to", "from")]
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")
 
 
 def _check(config: RunConfig, asked: argparse.Namespace) -> None:
@@ -201,6 +200,21 @@ def _check(config: RunConfig, asked: argparse.Namespace) -> None:
         command.require("report")
     where = {"vllm": vllm, "sglang": asked.sglang}.get(asked.check)
     print(check.table(check.run(config, asked.prompts, asked.check, where, expect=asked.expect)))
+
+
+def _write_target(config: RunConfig, asked: argparse.Namespace) -> None:
+    write_target.write_target(load_target(config.target), asked.write_target)
+
+
+def _push(config: RunConfig, asked: argparse.Namespace) -> None:
+    print(publish.push(config, asked.push_to_hub, upload=asked.upload))
+
+
+# Flag -> the flag that it needs.
+_NEEDS = {"check": "prompts", **dict.fromkeys(("prompts", "vllm", "sglang", "expect"), "check")}
+_NEEDS |= {"upload": "push_to_hub", "to": "from"}
+# Flag -> what is done instead of exporting.
+_INSTEAD = {"check": _check, "write_target": _write_target, "push_to_hub": _push}
 
 
 if __name__ == "__main__":

@@ -271,3 +271,19 @@ def test_help_behind_another_way_names_its_flags(capsys, way, flags):
         export.main([*way, "--help"])
     said = capsys.readouterr().out
     assert all(flag in said for flag in [way[0].partition("=")[0], *flags])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--check vllm", "--check: got it without --prompts, expected both"),
+        ("--expect x", "--expect: got it without --check, expected both"),
+        ("--upload", "--upload: got it without --push-to-hub, expected both"),
+        ("--to vllm x", "--to: got it without --from, expected both"),
+        ("--push-to-hub me/x --write-target y", "--push-to-hub: got it with --write-target, expected one of them"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(tmp_path, words, message):
+    (tmp_path / "x.yaml").write_text("run_dir: x\n")
+    with pytest.raises(SystemExit, match=f"^eagle3_jax.export: {message}$"):
+        export.main(["--config", str(tmp_path / "x.yaml"), *words.split()])
