@@ -1,8 +1,8 @@
 """`python -m eagle3_jax.evaluate`: acceptance, losslessness, and speed against vanilla decoding of the same engine.
 
 The report is JSON with stable keys: `tau`, `alpha`, `rounds`, `tokens`, `accepted_per_position`, `identical`, `ties`,
-`mismatches`, `prompts`, `tokens_per_second`, `speedup`, overall and under `categories`; and what was measured, where,
-and how.
+`mismatches`, `prompts`, `tokens_per_second`, `speedup`, overall and under `categories`; also the draft, the hardware
+and the settings.
 """
 
 from __future__ import annotations
@@ -34,18 +34,17 @@ def run(
 ) -> dict[str, Any]:
     """Measures the draft of `config` on the prompts of a file and writes the report to `output`.
 
-    On several hosts one replica of the mesh measures, that of process 0; the others wait.
+    On several hosts the replica of process 0 measures; the others wait.
 
     Args:
-        target: an already loaded target; None loads `config.target`.
-        replace: the report of another measurement gives way; otherwise it is refused.
+        target: a loaded target; None loads `config.target`.
+        replace: overwrite a report of another measurement, which is refused otherwise.
 
     Returns:
-        The report. One that is already there, of the same measurement, is returned as it is.
+        The report; an existing one of the same measurement is returned unchanged.
 
     Raises:
-        ManifestError: the draft is missing, or was made for another target; `output` is no report, or that of another
-            measurement.
+        ManifestError: no draft, or one for another target; `output` is not a report, or one of another measurement.
         ValueError: no usable prompts.
     """
     replica = own_replica(make_mesh(config.mesh))
@@ -99,14 +98,14 @@ def _measure(
     prompts: Sequence[sources.Prompt],
     prompts_path: str | pathlib.Path,
 ) -> dict[str, Any]:
-    """The numbers of the report."""
+    """Measures the numbers of the report."""
     settings = config.evaluate
     room = target.model.config.max_position_embeddings - settings.max_tokens
     fitting, left_out = sources.encode(prompts, target.tokenizer, room, f"--prompts {prompts_path}")
     measured = sources.spread(fitting, settings.limit)
     longest = max(len(prompt["prompt"]) for prompt in measured)
     sizes = settings.batch_size, longest + settings.max_tokens
-    # The same prompts come again, and reading them is part of what is measured.
+    # Prompts repeat, and prefill is part of the measurement.
     vanilla = Engine.load(target, None, "auto", *sizes, prefix_cache=False)
     speculative = Engine.load(target, draft, settings.tree, *sizes, token_map=settings.token_map, prefix_cache=False)
     params = SamplingParams(temperature=settings.temperature, max_tokens=settings.max_tokens, seed=config.seed)
@@ -123,7 +122,7 @@ def _measure(
 
 
 def summary(report: dict[str, Any]) -> str:
-    """One line per category and one for all."""
+    """A line for each category, and one for all."""
     rows: list[tuple[str, ...]] = [("", "tau", "speed-up", "vanilla", "speculative tok/s", "identical")]
     for name, part in [*report["categories"].items(), ("all", report)]:
         rates = part["tokens_per_second"]
@@ -134,7 +133,7 @@ def summary(report: dict[str, Any]) -> str:
 
 
 def _finished(output: pathlib.Path, identity: dict[str, Any], replace: bool) -> bool:
-    """Whether the report of this very measurement is there already. Raises ManifestError: what must stay is."""
+    """Whether `output` holds the report of this measurement. Raises ManifestError: it holds another file."""
     if not output.exists():
         return False
     try:

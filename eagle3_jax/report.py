@@ -1,4 +1,4 @@
-"""`python -m eagle3_jax.report`: all that a run measured, as a table, as `report.json` and as a picture."""
+"""`python -m eagle3_jax.report`: a run's measurements as a table, as `report.json` and as a picture."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 from eagle3_jax.config import FOLDERS, RunConfig
 from eagle3_jax.runs import command, command_line, disk, manifest, processes
 
-# Okabe and Ito's palette: told apart with any colour vision, and in grey by their lightness.
+# Okabe and Ito's palette: distinct with any colour vision, and in grey by lightness.
 COLOURS = {"vanilla": "#B8BCC2", "chain": "#56B4E9", "tree": "#0072B2"}
-GREYS = (COLOURS["vanilla"], "#7D838C", "#4A4F57")  # of vanilla decoding, where settings differ
+GREYS = (COLOURS["vanilla"], "#7D838C", "#4A4F57")  # names of vanilla decoding's groups, where settings differ
 OTHERS = ("#E69F00", "#009E73", "#CC79A7", "#D55E00")
 _KEYS = ("identity", "config", "categories", "seconds", "hardware", "versions")
 _NUMBERS = ("tau", "alpha", "speedup", "tokens_per_second", "identical", "prompts", "rounds", "tokens")
 _SETTINGS = ("temperature", "max_tokens", "batch_size")
-_UPRIGHT = 7  # categories whose names and numbers have room side by side
+_UPRIGHT = 7  # most categories with room for names and numbers side by side
 
 
 def run(config: RunConfig) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def run(config: RunConfig) -> dict[str, Any]:
         `stages` (manifests' results and seconds), `hardware`, `versions`, `target`, `prompts_file`.
 
     Raises:
-        ValueError: nothing was evaluated yet, or the evaluations do not belong together.
+        ValueError: no evaluation yet, or evaluations of different targets or prompts.
     """
     folder = pathlib.Path(config.run_dir)
     evaluations = _evaluations(config.folder("evaluate"))
@@ -106,14 +106,14 @@ def assemble(evaluations: dict[str, dict[str, Any]], stages: dict[str, dict[str,
 
 
 def headline(report: dict[str, Any]) -> str | None:
-    """What a user gets who chooses no draft size: of the evaluation with the engine's own choice; None without one."""
+    """Speed-up of the evaluation with the engine's own choice of draft size; None without one."""
     chosen = next((draft for draft in report["drafts"].values() if draft["tree"] == "auto"), None)
     speedup = chosen and chosen["speedup"]
     return None if speedup is None else f"{speedup:.2f} times as fast as vanilla decoding"
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report as fixed-width text: stages, one block of rows per draft, what drafted and how; then the headline."""
+    """The report as fixed-width text: stages, a block of rows for each draft, its settings, and the headline."""
     lines = []
     timed = {name: stage["seconds"] for name, stage in report["stages"].items() if stage.get("seconds") is not None}
     if timed:
@@ -169,7 +169,7 @@ def draw(report: dict[str, Any], path: pathlib.Path) -> None:
         for axes in (left, right):
             axes.spines[["top", "right"]].set_visible(False)
             axes.tick_params(length=0)
-        right.grid(axis="y", color="#E6E8EB", linewidth=0.8)  # on the left every bar says its number
+        right.grid(axis="y", color="#E6E8EB", linewidth=0.8)  # bars on the left are labelled
         numbers = "      ".join(
             f"{name}: speed-up {_number(draft['speedup'], 2, 'x')}, tau {_number(draft['tau'], 2)}, "
             f"identical {_identical(draft)}"
@@ -194,10 +194,10 @@ def _draw_rates(axes: Any, report: dict[str, Any], colours: dict[str, str]) -> N
         colours = colours | {name: grey}
         bars[name] = [vanilla["tokens_per_second"], *(vanilla["categories"].get(c, math.nan) for c in categories)]
     for name, draft in drafts.items():
-        parts = [draft, *map(draft["categories"].get, categories)]  # of few prompts it may have no category's
+        parts = [draft, *map(draft["categories"].get, categories)]  # an evaluation of few prompts may lack a category
         bars[name] = [part["tokens_per_second"]["speculative"] or 0.0 if part else math.nan for part in parts]
     width = 0.8 / len(bars)
-    places = [0.0, *(1.25 + i for i in range(len(categories)))]  # a gap between the whole and its parts
+    places = [0.0, *(1.25 + i for i in range(len(categories)))]  # a gap between all and the categories
     for i, (name, rates) in enumerate(bars.items()):
         offset = (i - (len(bars) - 1) / 2) * width
         drawn = axes.bar([place + offset for place in places], rates, width * 0.94, color=colours[name], label=name)
@@ -276,7 +276,7 @@ def _size(tree: dict[str, int] | str) -> str:
 
 
 def _of_each(drafts: dict[str, dict[str, Any]], words: Callable[[dict[str, Any]], str]) -> list[str]:
-    """What is said of evaluations: once where it is the same of all, else of each by its name."""
+    """Describes evaluations: one text if it is the same for all, else one for each name."""
     said = {name: words(draft) for name, draft in drafts.items()}
     same = set(said.values())
     return list(same) if len(same) == 1 else [f"{name}: {one}" for name, one in said.items()]
@@ -304,7 +304,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config, _ = command_line.read("report", argv)
     command.require("report")
     with command.run("report"):
-        if processes.index() == 0:  # the others wait at the end
+        if processes.index() == 0:  # other processes wait at the barrier
             with processes.among([0]):
                 report = run(config)
             print(table(report))

@@ -1,13 +1,13 @@
 # shellcheck shell=bash
-# Shared by the other scripts, which source it: finds a Python, makes the virtual environment, installs once, times parts.
-# Needs bash and a Python 3.11 or newer, nothing else.
+# Sourced by the other scripts: finds a Python, makes the virtual environment, installs once, times parts.
+# Needs only bash and Python 3.11 or newer.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 VENV=${VENV:-.venv}
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 NEEDED_MIB=4096
-# pytest as every script runs it: with time limits, all skips said, two workers, the twenty slowest at the end.
+# pytest for every script: time limits, reasons of skips, two workers, the twenty slowest tests.
 # shellcheck disable=SC2034
 PYTEST=(python -m pytest -p timeout --timeout-method thread -n 2 --dist worksteal -q -rs --durations 20)
 
@@ -16,7 +16,7 @@ fail() {
   exit 1
 }
 
-# A name on the PATH is not enough: version managers leave shims that cannot run.
+# A name on the PATH is not enough: shims of version managers may not run.
 is_new_enough() {
   "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
 }
@@ -38,7 +38,7 @@ find_python() {
   fail "needs Python 3.11 or newer, found ${found:-no Python}. Install one, or name it: PYTHON=/path/to/python3.12 bash $0"
 }
 
-# Says in one sentence why making the environment failed, from what pip or venv printed.
+# Explains a failure in one sentence, from the output of pip or venv.
 explain() {
   local output=$1 last
   case $output in
@@ -58,7 +58,7 @@ explain() {
   esac
 }
 
-# Shows the latest line of a long command on a terminal; stays silent in a log.
+# Shows the latest line of a long command on a terminal; silent in a log.
 ticker() {
   local line
   while IFS= read -r line; do
@@ -67,7 +67,7 @@ ticker() {
   if [[ -t 2 ]]; then printf '\r\033[K' >&2; fi
 }
 
-# uv takes a tenth of pip's time. It reads none of pip's settings; these four say where packages come from.
+# uv takes a tenth of pip's time, but ignores pip's settings; these four are passed on.
 uv_install() (
   command -v uv >/dev/null || exit
   [[ -z ${PIP_CERT:-} ]] || export SSL_CERT_FILE=$PIP_CERT
@@ -77,7 +77,7 @@ uv_install() (
   uv pip install --quiet --python "$VENV/bin/python" "$@" >/dev/null 2>&1
 )
 
-# By uv where it is there and can; else pip does it, or says why not.
+# Installs with uv; if it is missing or fails, with pip, whose error is explained.
 pip_install() {
   local output
   if uv_install "$@"; then return; fi
@@ -85,10 +85,10 @@ pip_install() {
 }
 
 # prepare_environment ROLE [EXTRA [SUPERSET...]]
-# Installs what requirements/ROLE.txt locks, by hash, and the package into $VENV, unless that was done for these very
-# versions. Of EXTRA ("[reference]"), what is not locked comes without hashes.
-# A stamp says so; the stamp of a SUPERSET, a role and extra that hold as much or more, counts too.
-# A half-made environment has no stamp, so the next run completes it.
+# Installs the packages of requirements/ROLE.txt, by hash, and this package into $VENV, once for each set of versions.
+# Packages of EXTRA ("[reference]") that are not locked come without hashes.
+# A stamp marks a complete environment. The stamp of a SUPERSET, a role and extra that include this one, counts too.
+# An interrupted installation leaves no stamp, so the next run completes it.
 prepare_environment() {
   local role=$1 extra=${2:-} superset python key output free known=""
   if is_new_enough "$VENV/bin/python" && ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
@@ -114,20 +114,20 @@ prepare_environment() {
   echo "Installing into $VENV (minutes the first time, only once) ..."
   rm -f "$VENV/.installed-$role$extra"
   pip_install --require-hashes --requirement "requirements/$role.txt"
-  # pip cannot check the hash of a folder; its build needs no more than what is installed by now.
+  # pip cannot hash a folder; everything that the build needs is installed by now.
   pip_install --no-build-isolation --no-deps --editable .
   if [[ -n $extra ]]; then pip_install --no-build-isolation --editable ".$extra"; fi
   echo "$key" >"$VENV/.installed-$role$extra" || fail "the disk is full. Free some space and run the same command again."
 }
 
-# What `timed` has timed, a line each.
+# Lines of `timed`.
 TIMES=()
-# What runs beside the rest, and where its output is.
+# Name of a background command -> file of its output.
 declare -A BESIDE=()
 
 took() { TIMES+=("$(printf '%3d:%02d  %s' $(($2 / 60)) $(($2 % 60)) "$1")"); }
 
-# timed NAME COMMAND...: runs it, and keeps how long it took for `show_times`.
+# timed NAME COMMAND...: runs the command and records its time for `show_times`.
 timed() {
   local name=$1 start=$SECONDS status=0
   shift
@@ -137,7 +137,7 @@ timed() {
   return "$status"
 }
 
-# begin NAME COMMAND...: as `timed`, beside what follows. `finish NAME` waits, shows what it printed, returns its status.
+# begin NAME COMMAND...: as `timed`, in the background. `finish NAME` waits, prints the output, returns the status.
 begin() {
   local name=$1
   shift

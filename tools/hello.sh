@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# From an empty clone to a streamed answer, without drafts and with them, in minutes on two CPU cores:
+# Streams an answer without drafts and with them, from an empty clone, in minutes on two CPU cores:
 #
 #     bash tools/hello.sh                                  # drafts of the head that comes with the package
 #     bash tools/hello.sh --draft lookup                   # copied from the text, without a head
 #     bash tools/hello.sh --draft runs/quickstart/export   # drafts of a head
 #
-# Installs what decoding needs and no more; what it shows is tools/hello.py.
+# Installs the requirements of decoding alone, and runs tools/hello.py.
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 prepare_environment decode "" train "test[reference]"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# vLLM's CPU build in an environment of its own, .venv-vllm: about 4 minutes, 3.4 GB. For `export --check vllm`.
-# Without hashes, as torch cannot be locked: CONTRIBUTING.md, "Versions".
+# Installs vLLM's CPU build into .venv-vllm, for `export --check vllm`: about 4 minutes, 3.4 GB.
+# Without hashes, since torch cannot be locked: CONTRIBUTING.md, "Versions".
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 VENV=.venv-vllm
@@ -10,7 +10,7 @@ python=$(find_python)
 "$python" -m venv --clear "$VENV"
 echo "Installing ${VERSIONS[*]} into $VENV ..."
 pip_install "${VERSIONS[@]}"
-# Their builds on the index are for CUDA, and break the import of transformers.
+# The index's builds of these are for CUDA, and break the import of transformers.
 "$VENV/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 "$VENV/bin/python" -c 'import vllm; print("vLLM", vllm.__version__)' || fail "vLLM does not import."
 echo "${VERSIONS[*]}" >"$VENV/.installed"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The whole path on a real model, from packaged prompts to a measured speed-up, on two CPU cores.
-# Measures the machine first, and takes as many of the prompts as 20 minutes are enough for (tools/quickstart_size.py).
-# Run again after an interruption, it goes on where it stopped; run again after success, it only shows the report.
-# What another machine or version measured is measured again.
+# Runs every verb on a real model, from packaged prompts to a measured speed-up, on two CPU cores.
+# Measures the machine first, and takes as many prompts as fit 20 minutes (tools/quickstart_size.py).
+# Resumes after an interruption; after success it only prints the report.
+# Measurements of another machine or version are repeated.
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 RUN=runs/quickstart
@@ -10,7 +10,7 @@ CONFIG=$RUN/config.yaml
 AGAIN="Run the same command again: it goes on where it stopped."
 trap 'fail "stopped. $AGAIN"' INT TERM
 
-# Keeps the longest time that a stage took: a finished stage that is run again returns at once.
+# Records the longest time of a stage, since a finished stage returns at once.
 record() {
   "$VENV/bin/python" - "$RUN/stages.json" "$1" "$2" <<'PYTHON'
 import json, os, pathlib, sys
@@ -58,7 +58,7 @@ stage evaluate-chain evaluate --replace --prompts "$held_out" --output "$RUN/eva
   --evaluate.tree.num-steps 3 --evaluate.tree.topk 1 --evaluate.tree.num-draft-tokens 4
 stage evaluate-tree evaluate --replace --prompts "$held_out" --output "$RUN/evaluation/tree.json" \
   --evaluate.tree.num-steps 3 --evaluate.tree.topk 3 --evaluate.tree.num-draft-tokens 8
-# The engine's own choice for every dispatch, vanilla decoding among it: what a user gets who chooses nothing.
+# The default of users: the engine chooses for every dispatch, vanilla decoding included.
 stage evaluate-auto evaluate --replace --prompts "$held_out" --output "$RUN/evaluation/auto.json" --evaluate.tree auto
 stage report report
 printf '\nDone in %d:%02d. Numbers: %s, picture: %s\n' $((SECONDS / 60)) $((SECONDS % 60)) "$RUN/report.json" "$RUN/report.png"

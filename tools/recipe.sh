@@ -1,18 +1,17 @@
 #!/usr/bin/env bash
-# All verbs of a recipe, one after the other, for hours beside other work, at the lowest priority:
+# Runs all verbs of a recipe at the lowest priority, for hours beside other work:
 #
 #     bash tools/recipe.sh configs/smollm2_135m.yaml
 #
-# Run again after anything, it goes on where it stopped; what is finished returns at once, and what another machine or
-# version measured is measured again.
+# Resumes after any end: finished verbs return at once, and measurements of another machine or version are repeated.
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 AGAIN="Run the same command again: it goes on where it stopped."
 child=""
 trap '[[ -z $child ]] || kill "$child" 2>/dev/null; wait; fail "stopped. $AGAIN"' INT TERM
 
-# Linux shares the cores between sessions first (autogroups), where nice says nothing: a session of its own, and the
-# lowest priority for that too.
+# Linux first shares the cores between sessions (autogroups), where nice has no effect: a session of its own, whose
+# autogroup has the lowest priority too.
 lowest_priority() {
   setsid bash -c '{ echo 19 >/proc/self/autogroup; } 2>/dev/null; exec nice -n 19 "$@"' lowest_priority "$@" &
   child=$!

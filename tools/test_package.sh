@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The package as a user gets it: sdist, the wheel made of it, installed alone into an environment of its own, decodes.
+# Builds the sdist and its wheel, installs the wheel alone into a new environment, and decodes.
 #   tools/test_package.sh [PYTHON]
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
@@ -7,7 +7,7 @@ PYTHON=${1:-$(find_python)}
 place=$(mktemp -d)
 trap 'rm -rf "$place"' EXIT
 
-# Only what git knows: a file that was never added must be missing here too.
+# Tracked files only: a file that was never added must be missing here too.
 mkdir "$place/tree"
 git ls-files -z | xargs -0 cp --parents -t "$place/tree"
 cp tools/check_package.py tests/tiny.py "$place"

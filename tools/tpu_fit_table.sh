@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The table of what fits which TPU, as Markdown: bash tools/tpu_fit_table.sh FOLDER
-# FOLDER gets a JSON file for each line of the list below; those that it holds are not planned again, unless one says
-# "refused": of a kernel or of the compiler.
+# Prints a Markdown table of the configs that fit each TPU: bash tools/tpu_fit_table.sh FOLDER
+# Writes a JSON file into FOLDER for each line of the list below. Existing files are kept, unless a kernel or the compiler
+# refused a program ("refused").
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder=$1

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Batch jobs on Cloud TPU VMs: a slice by a queued resource, the package on all its hosts, a verb on all of them at once.
+# Runs batch jobs on Cloud TPU VMs: requests a slice (a queued resource), installs on all its hosts, runs a verb on all.
 #
 #     bash tools/tpu_vm.sh create  --name head --zone us-west4-a --type v5litepod-16 --spot
 #     bash tools/tpu_vm.sh install --name head --zone us-west4-a --bucket my-bucket
@@ -8,11 +8,11 @@
 #     bash tools/tpu_vm.sh serve   --name head --zone us-west4-a --config my.yaml --port 8000
 #     bash tools/tpu_vm.sh delete  --name head --zone us-west4-a
 #
-# Each may be run again: it goes on where it was. --dry-run shows what would be asked of gcloud, and asks nothing.
+# Every command resumes when it is run again. --dry-run prints the calls of gcloud instead of making them.
 # --project names another project than gcloud's own. See docs/batch-jobs-on-tpu-vms.md.
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
-# What create makes is labelled so; nothing else is ever used or deleted.
+# Label of the slices that `create` makes; others are never used or deleted.
 LABEL=eagle3_jax
 PAUSE=20 # seconds between two looks
 PATIENCE=5 # looks in a row at which a host may stay silent
@@ -62,7 +62,7 @@ expect() {
   [[ $2 =~ ^($3)$ ]] || fail "$1: got ${2:-nothing}, expected $4."
 }
 
-# slice TYPE: sets its hosts and the software of its VMs. Status 1 for a type that there is not.
+# slice TYPE: sets its hosts and the software of its VMs. Status 1 for an unknown type.
 slice() {
   local size=${1##*-}
   case $1 in
@@ -74,7 +74,7 @@ slice() {
     v5litepod-[148] | v6e-[148]) hosts=1 ;;
     v5litepod-16 | v5litepod-32 | v5litepod-64 | v5litepod-128 | v5litepod-256) hosts=$((size / 4)) ;;
     v6e-16 | v6e-32 | v6e-64 | v6e-128 | v6e-256) hosts=$((size / 4)) ;;
-    # The number counts cores: two a chip, four chips a host.
+    # The number counts cores: two for each chip, four chips for each host.
     v5p-8 | v5p-16 | v5p-32 | v5p-64 | v5p-128 | v5p-256 | v5p-512 | v5p-1024) hosts=$((size / 8)) ;;
     *) return 1 ;;
   esac
@@ -110,7 +110,7 @@ scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
 # --------------------------------------------------------------------------------------------------------------- gcloud
-# ask ARGUMENTS...: of gcloud; with --dry-run only shown, so that a shell can run what stands there.
+# ask ARGUMENTS...: calls gcloud; with --dry-run prints the call, in a form that a shell can run.
 ask() {
   local word
   if [[ -n $dry_run ]]; then
@@ -128,7 +128,7 @@ ask() {
   fi
 }
 
-# look: sets state (NONE where there is no such slice), label, type and tier (spot, or nothing) of the slice.
+# look: sets state (NONE without a slice), label, type and tier (spot, or empty) of the slice.
 look() {
   local fields="state.state,tpu.nodeSpec[0].node.labels.made_by,tpu.nodeSpec[0].node.acceleratorType" answer
   fields+=",spot.encode(base64)" # an empty message where it is there, which prints as nothing itself
@@ -146,7 +146,7 @@ look() {
     fail "--name: got $name, whose label made_by is ${label:-missing}, expected a slice that 'create' made ($LABEL)."
 }
 
-# ready: looks, and fails unless the slice can be worked on; sets its hosts.
+# ready: looks, fails unless the slice is usable, and sets its hosts.
 ready() {
   look
   case $state in
@@ -162,7 +162,7 @@ reclaimed() {
 and the run goes on from there."
 }
 
-# everywhere WORD SCRIPT: runs the script on all hosts at once; each of them must come to its end.
+# everywhere WORD SCRIPT: runs the script on all hosts at once; fails unless each one completes it.
 everywhere() {
   local said=$scratch/said count script
   script="$2"$'\n'"echo \"tpu_vm: \$(hostname) $1\""
@@ -177,7 +177,7 @@ on_hosts() {
 }
 
 # ------------------------------------------------------------------------------------------------- what runs on a host
-# The bucket, where install named one, at eagle3_jax/bucket. Without cached metadata: the hosts see each other's files.
+# Mounts the bucket of `install` at eagle3_jax/bucket, without cached metadata, so that hosts see each other's files.
 # shellcheck disable=SC2016
 MOUNT='
 if [ -f .bucket ] && ! mountpoint -q bucket; then
@@ -201,7 +201,7 @@ EOF
   echo "$MOUNT"
 }
 
-# enter_script: into eagle3_jax, with its bucket and this run's config.
+# enter_script: changes to eagle3_jax, with its bucket and this run's config.
 enter_script() {
   local end=END_OF_THE_FILE
   cat <<EOF
@@ -222,7 +222,7 @@ verb_line() {
   if (($#)); then printf ' %q' "$@"; fi
 }
 
-# The job outlives this connection. It holds a lock while it runs, and leaves its exit status in a file.
+# The job outlives this connection. It holds a lock while it runs, and writes its exit status to a file.
 start_script() {
   enter_script
   cat <<EOF
@@ -251,7 +251,7 @@ fi
 EOF
 }
 
-# "running", the verb's exit status, "stopped" (by SIGTERM; it would go on) or "killed".
+# State: "running", the verb's exit status, "stopped" (by SIGTERM; it can resume) or "killed".
 status_script() {
   cat <<EOF
 cd eagle3_jax/jobs/$command || exit 1
@@ -260,7 +260,7 @@ if flock -n lock true; then state=killed; fi
 if [ -f status ]; then state=\$(cat status); fi
 lines=20
 if [ "\$state" = running ]; then lines=1; fi
-# A progress bar's line need not end; the state must begin one.
+# A progress bar may leave its line open; the state needs a new one.
 if [ "\$state" != 0 ]; then tail -c 10000 log | tr '\r' '\n' | grep -a . | tail -n \$lines; fi
 echo "tpu_vm: \$(hostname) \$state"
 EOF
@@ -284,7 +284,7 @@ create() {
       state=NONE
     fi
     if [[ -z $asked && $state == NONE || -n $dry_run ]]; then
-      # Not filled later than this waits; until then it is, whether this waits or not.
+      # The request expires when this wait would; until then it stays, even if nobody waits.
       asked=yes
       ask compute tpus queued-resources create "$name" "--node-id=$name" "${where[@]}" "--accelerator-type=$type" \
         "--runtime-version=$software" "--labels=made_by=$LABEL" ${spot:+--spot} "--valid-until-duration=${wait_minutes}m" --async --quiet
@@ -303,7 +303,7 @@ create() {
   fail "$name is $state after $wait_minutes minutes, expected ACTIVE. The same command waits on, or asks again; 'delete' ends the request."
 }
 
-# interrupted SIGNAL: says what the signal does not end, and ends by it, so that a shell's loop around this ends too.
+# interrupted SIGNAL: says what goes on, and ends by the signal, so that a shell's loop around this ends too.
 interrupted() {
   [[ -z $asked && ${state:-} == NONE ]] ||
     say "Nobody waits for $name any more, but it may still come, and costs then: the same command waits on, 'delete' ends it."
@@ -314,10 +314,10 @@ interrupted() {
 install() {
   local namespace agent=""
   ready
-  # gcloud copies to several hosts only with its own key in the agent, where one runs that holds others.
+  # If an agent runs with other keys, gcloud copies to several hosts only with its own key in it.
   ((hosts == 1)) || agent=", after ssh-add ~/.ssh/google_compute_engine where the SSH agent lacks this key"
   if [[ -n $bucket ]]; then
-    # Folders are renamed into their place when they are complete; in a flat bucket that cannot be done at once.
+    # Complete folders are renamed into place, which is not atomic in a flat bucket.
     namespace=$(ask storage buckets describe "gs://$bucket" --raw "--format=value(hierarchicalNamespace.enabled)") || fail "--bucket: see above."
     if [[ -n $dry_run ]]; then
       echo "$namespace"

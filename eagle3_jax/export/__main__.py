@@ -1,10 +1,12 @@
 """`python -m eagle3_jax.export`: the best or newest checkpoint -> a draft head that SGLang and vLLM serve.
 
-The folder appears only after it was read back and every bit of it compared. Its `manifest.json` stands beside
-`config.json` and `model.safetensors`, where engines do not look. `--from DIR --to FORM DIR` takes a head that is there,
-of any form, instead of a checkpoint, and needs no target. `--check ENGINE --prompts FILE` runs the exported head, and
-compares with an earlier check by `--expect REPORT`; `--write-target DIR` writes the target for engines that have it in
-no other form; `--push-to-hub USER/NAME` uploads the head with a model card.
+The folder appears after the head was read back and compared bit by bit. Its `manifest.json` lies beside `config.json`
+and `model.safetensors`; engines ignore it. Other ways:
+
+- `--from DIR --to FORM DIR` converts a head of any form, without a target.
+- `--check ENGINE --prompts FILE` runs the exported head; `--expect REPORT` compares with an earlier check.
+- `--write-target DIR` writes the target for engines that cannot read its own form.
+- `--push-to-hub USER/NAME` uploads the head with a model card.
 """
 
 from __future__ import annotations
@@ -38,12 +40,12 @@ def run(config: RunConfig, target: Target | None = None) -> None:
     """Exports the head of `config`'s run into its export folder.
 
     Args:
-        target: an already loaded target; None loads `config.target`, but none of its parameters.
+        target: a loaded target; None loads `config.target` without its parameters.
 
     Raises:
-        ManifestError: checkpoints are missing, or were trained for another target, or the folder holds another export.
-        CheckpointError: no checkpoint, or of a head of another shape than the config's.
-        DraftFormatError: the head cannot be written in this form, or does not come back as it was.
+        ManifestError: no checkpoints, checkpoints for another target, or another export in the folder.
+        CheckpointError: no checkpoint, or a head whose shape is not the config's.
+        DraftFormatError: the form cannot represent the head, or the files read back differ.
     """
     folder = config.folder("export")
     checkpoints = config.folder("train")
@@ -81,20 +83,21 @@ def run(config: RunConfig, target: Target | None = None) -> None:
 
 
 def convert(source: str | pathlib.Path, form: str, folder: str | pathlib.Path) -> None:
-    """Writes the head in `source`, of whatever form, into `folder`, in another one. What the files leave to the target
-    (default aux layers, its LM head, its embeddings) they leave to it again.
+    """Converts the head in `source`, of any form, into `folder`.
+
+    What the source leaves to the target stays so: default aux layers, the LM head, the embeddings.
 
     Raises:
-        DraftFormatError: the head is not usable, or the form cannot say it.
+        DraftFormatError: the head is not usable, or the form cannot represent it.
         FileExistsError: `folder` exists.
-        ManifestError: `source` is an export that is damaged.
+        ManifestError: `source` is a damaged export.
     """
     source, folder = pathlib.Path(source), pathlib.Path(folder)
     if folder.exists():
         raise FileExistsError(f"{folder}: exists already, expected a new folder")
     head = heads.read(source)
     identity = None
-    if (source / manifest.NAME).exists():  # goes along, so that the head keeps to its target
+    if (source / manifest.NAME).exists():  # is copied, so that the head stays bound to its target
         identity = manifest.read(source, "export")["identity"] | {"converted_to": form}
         trained_with = identity["target"]
         of_target = verifier(trained_with["name"], trained_with["architecture"])
@@ -125,12 +128,15 @@ def _write(
 
 
 def _chosen(folder: pathlib.Path) -> tuple[dict[str, Any], int, dict[str, int]]:
-    """Manifest of the training; step and checksums of the head that the engine accepted most of, or of the newest.
+    """Chooses the checkpoint with the largest acceptance length in the engine, else the newest.
 
-    A training that was stopped early will do.
+    The training may have been stopped early.
+
+    Returns:
+        The training's manifest, the step, and the checksums of the head.
 
     Raises:
-        ManifestError, CheckpointError: there is none.
+        ManifestError, CheckpointError: no training, or no checkpoint.
     """
     path = folder / manifest.NAME
     if not path.exists():
@@ -151,7 +157,7 @@ def _chosen(folder: pathlib.Path) -> tuple[dict[str, Any], int, dict[str, int]]:
 
 
 def arguments_to_convert(argv: Sequence[str]) -> tuple[str, str, str]:
-    """Source, form and folder of `--from DIR --to FORM DIR`. Exits with status 2 where they are not that."""
+    """Parses `--from DIR --to FORM DIR` into source, form and folder. Exits with status 2 if they are wrong."""
     parser = argparse.ArgumentParser(
         prog="python -m eagle3_jax.export", description="A draft head of any form -> another form.", allow_abbrev=False
     )

@@ -1,10 +1,9 @@
-"""What an engine accepts of an exported head, beside what it should: `python -m eagle3_jax.export --check`.
+"""`python -m eagle3_jax.export --check`: compares the drafts that an engine accepts with those that it should accept.
 
-A clean load proves nothing: most wrong exports load, and draft nonsense. Rounds and accepted drafts by position tell
-(in float32 they are a function of the files alone). They are predicted here from the written files, by this package's
-engine drafting chains; another engine on the same prompts, and an earlier report of them, must have counted exactly the
-same, and all must say what greedy decoding says without a head. In bfloat16 rounding moves a count here and there:
-differences are said, and are no error.
+A clean load proves nothing: most wrong exports load, and draft nonsense. Rounds and accepted drafts by position show
+it; in float32 they are a function of the files alone. This package's engine predicts them from the written files, with
+chains. Another engine, and an earlier report, must have counted the same on the same prompts. All answers must equal
+greedy decoding without a head. In bfloat16 rounding moves single counts: differences are reported, and are no error.
 """
 
 from __future__ import annotations
@@ -31,17 +30,18 @@ EXACT = "float32"
 
 
 class CheckError(ValueError):
-    """The engine did not do with the head what the files promise; the message says where they part."""
+    """The engine's counters or answers differ from the prediction; the message lists the differences."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """What one engine did with the prompts.
+    """Answers and counters of one engine.
 
     Attributes:
-        plain: answers without the head, token ids; of a server that always drafts, this package's. answers: with it.
+        plain: token ids of the answers without the head; this package's, for a server that always drafts.
+        answers: token ids of the answers with the head.
         counts: of the answers with the head.
-        seconds: with the head; plain_seconds: without it, None where it did not decode so.
+        seconds: time with the head. plain_seconds: time without it; None if that was not run.
     """
 
     plain: list[list[int]]
@@ -73,29 +73,28 @@ def run(
     """Checks the head that `evaluate.draft` names, or the run's export, and writes `<run_dir>/check/<engine>.json`
     (with `expect`, `<engine>-compared.json`).
 
-    A chain of `evaluate.tree.num_steps`, greedy, `evaluate.limit` prompts, `evaluate.max_tokens` each: past the end of
-    sequence, behind which engines count differently.
+    Decodes greedily with a chain of `evaluate.tree.num_steps`: `evaluate.limit` prompts, `evaluate.max_tokens` each.
+    The end-of-sequence token is ignored, since engines count differently after it.
 
     Args:
         engine: "numbers" predicts alone; "vllm" runs vLLM too, "sglang" asks a running SGLang server.
-        where: the Python of the environment that has vLLM; the server's URL.
-        expect: an earlier report of the same prompts, lengths, dtype and target, whose prediction must be this one's.
+        where: the Python of vLLM's environment, or the URL of SGLang's server.
+        expect: an earlier report of the same prompts, lengths, dtype and target; the predictions must be equal.
 
     Returns:
         The report: what was asked, a column for each engine, and their differences.
 
     Raises:
-        CheckError: in float32, the counters or the answers differ; the report is written all the same. Or an engine
-            ends badly.
-        ValueError: no usable prompts; several requests at once in vLLM; a token map for another engine; the expected
-            report is of something else.
+        CheckError: counters or answers differ in float32 (the report is written all the same), or an engine fails.
+        ValueError: no usable prompts; several requests at once in vLLM; a token map for another engine; an expected
+            report with other settings.
         ServerError: see `sglang_server`. DraftFormatError, ManifestError: see `load_draft`.
     """
     token_map = config.evaluate.token_map
-    if engine != "numbers" and token_map is not None:  # of heads of EAGLE-2, and both are asked as of EAGLE-3
+    if engine != "numbers" and token_map is not None:  # for EAGLE-2 heads; both engines are asked for EAGLE-3
         raise ValueError(f"evaluate.token_map: got {token_map}, expected null: {engine} would draft all tokens")
     if engine == "vllm" and config.evaluate.batch_size != 1:
-        # Measured on a CPU, 0.32.0: of 2,875 rounds one by one it had 2,879 with eight requests together.
+        # vLLM 0.32.0 on a CPU counted 2,875 rounds with one request at a time, and 2,879 with eight.
         raise ValueError(
             f"evaluate.batch_size: got {config.evaluate.batch_size}, expected 1: what vLLM counts depends on the batch"
         )
@@ -146,10 +145,10 @@ def run(
 def _request(
     config: RunConfig, prompts_path: str | pathlib.Path, target: Target, draft: pathlib.Path
 ) -> dict[str, Any]:
-    """What every engine is asked, as `vllm_process` takes it. Raises ValueError: no usable prompts."""
+    """The request for every engine, in the form of `vllm_process`. Raises ValueError: no usable prompts."""
     settings = config.evaluate
     steps = settings.tree.num_steps if isinstance(settings.tree, DraftTree) else 3
-    length = settings.max_tokens + steps + 1  # vLLM drafts nothing where the drafts would not fit
+    length = settings.max_tokens + steps + 1  # vLLM does not draft where the drafts would not fit
     room = target.model.config.max_position_embeddings - length
     asked = sources.spread(sources.read_file(prompts_path)[0], None)
     fitting, _ = sources.encode(asked, target.tokenizer, room, f"--prompts {prompts_path}")
@@ -169,12 +168,12 @@ def _request(
 
 
 def _earlier(path: str | pathlib.Path, asked: dict[str, Any]) -> dict[str, Any]:
-    """The prediction in an earlier report. Raises ValueError where that is of something else, or is none."""
+    """Reads the prediction of an earlier report. Raises ValueError: not a report, or one with other settings."""
     report = disk.read_json(path)
 
     def of(values: dict[str, Any]) -> dict[str, Any]:
         picked = {name: values[name] for name in ("num_speculative_tokens", "max_tokens", "dtype")}
-        picked["token_map"] = values.get("token_map")  # reports of earlier versions had none
+        picked["token_map"] = values.get("token_map")  # missing in reports of earlier versions
         return {"prompts' tokens": values["prompts"]["tokens"], "target": values["target"]["weights"]} | picked
 
     try:
@@ -190,7 +189,7 @@ def _earlier(path: str | pathlib.Path, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def predict(target: Target, request: dict[str, Any], token_map: str | None = None) -> Counted:
-    """What the written files promise, by this package's engine."""
+    """Counters and answers of this package's engine for the written files."""
     steps, sizes = request["num_speculative_tokens"], (request["batch_size"], request["max_model_len"])
     chain = DraftTree(num_steps=steps, num_draft_tokens=steps + 1)
     params = SamplingParams(max_tokens=request["max_tokens"], ignore_eos=request["ignore_eos"])
@@ -211,14 +210,14 @@ def predict(target: Target, request: dict[str, Any], token_map: str | None = Non
 
 
 def in_vllm(python: str | pathlib.Path, request: dict[str, Any]) -> Counted:
-    """What vLLM does: with the head and without, one process each. Raises CheckError where it ends badly."""
+    """Runs vLLM with the head and without, in one process each. Raises CheckError if one fails."""
     plain, fast = (vllm_answers(python, request | {"draft": draft}) for draft in (None, request["draft"]))
     counts = AcceptanceCounts(fast["rounds"], fast["accepted"])
     return Counted(plain["answers"], fast["answers"], counts, fast["seconds"][-1], plain["seconds"][-1])
 
 
 def in_sglang(url: str, request: dict[str, Any], plain: list[list[int]]) -> Counted:
-    """What a running SGLang server does, which drafts always: `plain` is what its answers must be."""
+    """Asks a running SGLang server, which always drafts; `plain` holds the answers that it must give."""
     from eagle3_jax.export import sglang_server  # of the extra `report`
 
     said = sglang_server.answer(url, request)
@@ -228,7 +227,7 @@ def in_sglang(url: str, request: dict[str, Any], plain: list[list[int]]) -> Coun
 
 
 def vllm_answers(python: str | pathlib.Path, request: dict[str, Any]) -> dict[str, Any]:
-    """A request and the answer of `vllm_process`. Raises CheckError where it ends badly."""
+    """Runs `vllm_process` for a request and returns its answer. Raises CheckError if it fails."""
     ended = subprocess.run(
         [str(python), str(pathlib.Path(vllm_process.__file__))],
         input=json.dumps(request),
@@ -242,7 +241,7 @@ def vllm_answers(python: str | pathlib.Path, request: dict[str, Any]) -> dict[st
 
 
 def _problems(columns: dict[str, Counted]) -> list[str]:
-    """Where an engine parts from the prediction, or from greedy decoding without the head."""
+    """Lists differences from the prediction, and from greedy decoding without the head."""
     expected, problems = columns["numbers"], []
     for name, counted in columns.items():
         problems += _apart(name, counted.counts, expected.counts)
@@ -260,7 +259,7 @@ def _apart(name: str, counts: AcceptanceCounts, expected: AcceptanceCounts) -> l
 
 
 def table(report: dict[str, Any]) -> str:
-    """The columns side by side, as fixed-width text, and what a dtype means in which they need not be equal."""
+    """The columns side by side as fixed-width text; for dtypes other than float32 also the number of differences."""
     names = list(report["engines"])
     columns = [report["engines"][name] for name in names]
     rows: list[tuple[str, ...]] = [("", *names), ("rounds", *(str(x["rounds"]) for x in columns))]

@@ -27,16 +27,16 @@ def push(config: RunConfig, repository: str, *, upload: bool) -> str:
     """Uploads the run's export with its card to `repository` ("user/name"), as one commit; creates it if need be.
 
     Args:
-        upload: False uploads nothing and asks no one.
+        upload: False uploads nothing and makes no request.
 
     Returns:
         What was, or would be, uploaded, with the card.
 
     Raises:
-        ManifestError: no finished training or export, or a damaged one; no finished stage that the card speaks of.
+        ManifestError: no finished training or export, a damaged one, or an unfinished stage that the card describes.
         FileNotFoundError: no report.
-        ValueError: the configuration names no licence, or the report is of another head, in any of its evaluations, or
-            of none. OSError: the hub refuses, or does not answer.
+        ValueError: no licence in the config; or an evaluation in the report measured another head, or none a head.
+        OSError: the hub refuses, or does not answer.
     """
     folder = config.folder("export")
     exported, trained = manifest.read(folder, "export"), manifest.read(config.folder("train"), "train")
@@ -61,7 +61,7 @@ def push(config: RunConfig, repository: str, *, upload: bool) -> str:
         try:
             hub.create_repo(repository, exist_ok=True)
             hub.create_commit(repository, added, commit_message=f"EAGLE-3 head, step {exported['identity']['step']}")
-        except HTTPError as error:  # of the httpx that the hub uses; no OSError where nobody answers
+        except HTTPError as error:  # of the hub's httpx, which raises no OSError when nobody answers
             raise OSError(f"{repository}: not uploaded: {error}") from error
     sizes = [f"  {path.name}  {path.stat().st_size:,} bytes" for path in paths]
     said = f"uploaded to {repository}:" if upload else f"would go to {repository}; `--upload` uploads it:"
@@ -111,7 +111,7 @@ def card(
 
 
 def _of_heads(report: dict[str, Any]) -> dict[str, Any]:
-    """The ways of drafting that read a head's files: all but "lookup" and the like."""
+    """The evaluations that drafted with a head's files, unlike "lookup"."""
     return {name: way for name, way in report["drafts"].items() if way["draft"]["files"]}
 
 

@@ -1,8 +1,8 @@
-"""A running SGLang server, asked over its own HTTP interface what its head did with given prompts.
+"""Asks a running SGLang server, over its own HTTP interface, for answers and draft counters.
 
-Names are SGLang's, 0.5.23 (srt/entrypoints/http_server.py; srt/managers/tokenizer_manager.py, `meta_info`):
-`spec_verify_ct`, the rounds; `spec_correct_drafts_histogram`, in how many rounds 0, 1, ... drafts were accepted, which
-older servers call `spec_accept_histogram`.
+Names are those of SGLang 0.5.23 (srt/entrypoints/http_server.py; srt/managers/tokenizer_manager.py, `meta_info`):
+`spec_verify_ct` counts rounds; `spec_correct_drafts_histogram` counts the rounds that accepted 0, 1, ... drafts. Older
+servers call it `spec_accept_histogram`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _HISTOGRAMS = ("spec_correct_drafts_histogram", "spec_accept_histogram")
 
 
 class ServerError(ValueError):
-    """The server is not one that can be asked, or does not answer as SGLang does."""
+    """No SGLang server answers, or one with other settings or without counters."""
 
 
 def answer(url: str, request: dict[str, Any]) -> dict[str, Any]:
-    """What a server at `url` does with a request of `vllm_process`, whose answer this is too, of one turn.
+    """Sends a request in the form of `vllm_process` to the server at `url`; returns an answer of one turn in that form.
 
-    Its radix cache is flushed before each turn, so that prompts are read anew. The server's own start decided the
-    target and the draft; that its settings are the request's is looked at first.
+    The server was started with its target and draft; its settings are compared with the request's first. Its radix
+    cache is flushed before each turn, so that prompts are read anew.
 
     Raises:
         ServerError: other settings than the request's (algorithm, steps, topk, dtype), an error status, no counters.
@@ -59,9 +59,9 @@ def answer(url: str, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_settings(said: dict[str, Any], request: dict[str, Any]) -> str:
-    """The server's version. Raises ServerError."""
+    """Compares the server's settings with the request's; returns its version. Raises ServerError."""
     expected = {
-        "speculative_algorithm": "EAGLE3",  # with EAGLE it skips fc without a word
+        "speculative_algorithm": "EAGLE3",  # with EAGLE it skips fc silently
         "speculative_num_steps": request["num_speculative_tokens"],
         "speculative_eagle_topk": 1,
         "speculative_num_draft_tokens": request["num_speculative_tokens"] + 1,
@@ -78,7 +78,7 @@ def _check_settings(said: dict[str, Any], request: dict[str, Any]) -> str:
 
 
 def _counters(meta: dict[str, Any], steps: int) -> tuple[int, list[int]]:
-    """Rounds, and in how many of them the draft at position 1, 2, ... was accepted, of one answer."""
+    """Rounds of one answer, and the rounds that accepted the draft at position 1, 2, ..."""
     rounds = meta.get("spec_verify_ct")
     histogram = next((meta[name] for name in _HISTOGRAMS if name in meta), None)
     if rounds is None or histogram is None:

@@ -1,12 +1,11 @@
-"""Real vLLM as a process of its own: `PYTHON vllm_process.py < request.json`; its last line of output is JSON.
+"""Runs vLLM in a process of its own: `PYTHON vllm_process.py < request.json`; the last line of its output is JSON.
 
-PYTHON is that of an environment with vLLM (tools/install_vllm_cpu.sh makes one) and needs nothing of this package.
+PYTHON belongs to an environment with vLLM (tools/install_vllm_cpu.sh makes one), without this package.
 
-Request: `target` and `draft`, folders (no draft: null); `num_speculative_tokens`; `prompts`, token ids; `max_tokens`,
-`ignore_eos`, `max_model_len`, `batch_size`, `dtype`; `turns`, how often the prompts are answered behind a first time
-that warms up.
-Answer: `version`; `answers`, token ids; `seconds` of each turn; of the last one `rounds`, and `accepted`: in how many
-of them the draft at position 1, 2, ... was accepted.
+Request: `target` and `draft`, folders (null without a draft); `num_speculative_tokens`; `prompts`, token ids;
+`max_tokens`, `ignore_eos`, `max_model_len`, `batch_size`, `dtype`; `turns`, repetitions after the warm-up.
+Answer: `version`; `answers`, token ids; `seconds` of each turn; for the last turn `rounds`, and `accepted`, the rounds
+that accepted the draft at position 1, 2, ...
 """
 
 from __future__ import annotations

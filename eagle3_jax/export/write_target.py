@@ -1,6 +1,6 @@
-"""A loaded target -> a Hugging Face folder: what transformers, SGLang and vLLM read.
+"""Writes a loaded target as a Hugging Face folder, which transformers, SGLang and vLLM read.
 
-For a target that no one else has as safetensors (dequantised GGUF), or in another dtype than the hub's.
+For targets without safetensors elsewhere (dequantised GGUF), and for another dtype than the hub's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from eagle3_jax.models.families import family_of
 from eagle3_jax.models.target import TargetModel
 from eagle3_jax.runs import disk
 
-SHARD_BYTES = 5 * 10**9  # of a file, as the hub has them
+SHARD_BYTES = 5 * 10**9  # of one file, as on the hub
 
 
 def write_target(target: Target, folder: str | pathlib.Path, shard_bytes: int = SHARD_BYTES) -> None:
@@ -43,7 +43,7 @@ def write_target(target: Target, folder: str | pathlib.Path, shard_bytes: int = 
 
 
 def _write_weights(model: TargetModel, folder: pathlib.Path, shard_bytes: int) -> None:
-    """One file, or several with an index; one of them is in the host's memory at a time."""
+    """Writes one file, or several with an index; the host's memory holds one of them at a time."""
     leaves = {parameter_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(model)}
     table = family_of(model.config).table(model.config)
     files: list[list[str]] = [[]]

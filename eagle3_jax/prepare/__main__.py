@@ -1,7 +1,7 @@
 """prompts -> clean, de-duplicated prompts in train.jsonl and held_out.jsonl.
 
 `python -m eagle3_jax.prepare --config configs/quickstart.yaml` reads the sources of the section `prepare`, normalises
-and filters what they hold, and writes `prompts/{train,held_out,rejects}.jsonl` with a manifest that counts it.
+and filters their prompts, and writes `prompts/{train,held_out,rejects}.jsonl` with a manifest of the counts.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def prepare(config: configs.RunConfig) -> None:
-    """Runs the verb; does nothing when its output is there already.
+    """Prepares the prompts of a run; does nothing when they are finished.
 
     Raises:
-        ValueError: fewer than two usable prompts; or the folder holds other work (ManifestError).
-        OSError: a source's file cannot be read.
+        ValueError: fewer than two usable prompts, or other work in the folder (ManifestError).
+        OSError: an unreadable source file.
     """
     folder = config.folder("prepare")
     with manifest.claim(folder, _identity(config)) as finished:
@@ -53,11 +53,11 @@ def prepare(config: configs.RunConfig) -> None:
 
 
 def _prepare(config: configs.RunConfig, folder: pathlib.Path, written: dict[int, list[Written]]) -> None:
-    """Filters and writes; `written` is what the target wrote for each source of that kind."""
+    """Filters and writes the prompts. `written`: index of a source of kind `self` -> what the target wrote for it."""
     kept, rejects, counts = _filter(_read_all(config, written), config.prepare)
     asked = [filters.asked(prompt["messages"]) for prompt in kept]
     hashes = list(map(filters.opening_hash, asked))
-    if len(set(hashes)) == 1:  # one instruction in front of all: they part behind it
+    if len(set(hashes)) == 1:  # one instruction begins all prompts: split by what follows it
         hashes = list(map(filters.content_hash, asked))
     held_out = filters.split(hashes, config.prepare.held_out)
     parts = {
@@ -103,7 +103,7 @@ def _identity(config: configs.RunConfig) -> dict[str, Any]:
 def _read_all(
     config: configs.RunConfig, written: dict[int, list[Written]]
 ) -> Iterator[tuple[str, sources.Prompt | sources.Reject]]:
-    """Everything from every source, up to its limit, as (label, record)."""
+    """Yields (label, record) from every source, up to its limit."""
     for number, source in enumerate(config.prepare.sources):
         if isinstance(source, configs.PackagedSource):
             label, records = "packaged", sources.packaged()
@@ -130,7 +130,7 @@ def _read_all(
 def _filter(
     records: Iterable[tuple[str, sources.Prompt | sources.Reject]], section: configs.PrepareConfig
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
-    """Returns the prompts that stay, the rejects (JSON-ready), and the counts for the manifest."""
+    """Returns the kept prompts, the rejects (JSON-ready), and the counts for the manifest."""
     kept: list[dict[str, Any]] = []
     rejects: list[dict[str, Any]] = []
     read: collections.Counter[str] = collections.Counter()
@@ -160,7 +160,7 @@ def _filter(
             rejects.append({"source": label, "line": record["line"], "reason": reason, "text": text})
     counts = {
         "sources": dict(read),
-        # Of a benchmark none is a finding too.
+        # A benchmark with no match is counted as 0.
         "rejected": dict.fromkeys(benchmarks.reasons, 0) | collections.Counter(reject["reason"] for reject in rejects),
         "personal_data": dict(personal),
     }
@@ -168,7 +168,7 @@ def _filter(
 
 
 def _remove_logs(folder: pathlib.Path) -> None:
-    """They hold the target's raw output, with whatever personal data it made up."""
+    """Removes the logs of self-prompting: raw output of the target, with the personal data that it invented."""
     for path in folder.glob("self_*.jsonl"):
         path.unlink()
 

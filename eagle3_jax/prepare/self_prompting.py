@@ -1,8 +1,8 @@
-"""Self-prompting: the target writes prompts of the sort that it was trained on.
+"""Self-prompting: the target writes prompts like those that it was trained on.
 
-It continues from the opening of its template's user turn; for several turns it answers in between, as it would a user.
-The replicas of the mesh share every chunk of conversations, which is appended to a log as one line. After an
-interruption those lines are read back instead of generated.
+The target continues the opening of its template's user turn; with several turns it also answers in between. The
+replicas of the mesh share every chunk of conversations. A chunk is one line of a log, and is read back after an
+interruption instead of generated again.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from eagle3_jax.data import chat
 from eagle3_jax.models import chat_template
 from eagle3_jax.runs import command, disk, processes
 
-# The user's turns, and the finish_reason of the first: only after "stop" it is whole.
+# The user's turns, and the finish_reason of the first: the turn is complete only after "stop".
 Written = tuple[list[str], str]
 
-# The target may never end its prompts; then it is given up after this many tries per prompt that was asked for.
+# Most tries for each requested prompt, since a target may never end its prompts.
 _TRIES = 4
-# Kept on disk after this many batches: the unit of resumption.
+# Batches of a chunk, the unit of resumption.
 _CHUNK = 16
-# What a template writes around a turn, at most.
+# Most tokens that a template writes around a turn.
 _TEMPLATE_TOKENS = 32
 
 
 def write(config: configs.RunConfig, source: configs.SelfSource, log: pathlib.Path) -> list[Written]:
-    """What the target writes, until enough of it ended.
+    """Generates conversations until enough of them ended.
 
     Args:
-        log: one line a chunk; an interrupted run's is read first.
+        log: a line for each chunk; lines of an interrupted run are read first.
     """
     done: list[list[Written]] = disk.read_log(log)
-    processes.barrier()  # from here on the log grows
+    processes.barrier()  # the log grows from here on
     ended = sum(reason == "stop" for outputs in done for _, reason in outputs)
     if ended >= source.count:
         return [(turns, reason) for outputs in done for turns, reason in outputs]
-    from eagle3_jax.decoding.engine import Engine, SamplingParams  # only now: JAX and the target are loaded by it
+    from eagle3_jax.decoding.engine import Engine, SamplingParams  # late: loads JAX and the target
     from eagle3_jax.mesh import make_mesh, own_replica
     from eagle3_jax.models.checkpoint import fetch
 
@@ -71,7 +71,7 @@ def write(config: configs.RunConfig, source: configs.SelfSource, log: pathlib.Pa
         tried = sum(map(len, done))
         while ended < source.count and tried < _TRIES * source.count:
             size = batch * min(_CHUNK, math.ceil((source.count - ended) / batch))
-            # Many openings are alike, so each conversation needs a seed of its own.
+            # Openings repeat, so each conversation has a seed of its own.
             params = [
                 SamplingParams(temperature=source.temperature, max_tokens=source.max_tokens, seed=seed)
                 for seed in _seeds(f"{config.seed}/{log.stem}/{len(done)}", size)
@@ -101,11 +101,11 @@ def _converse(
     length: int,
     progress: Callable[[bool], None],
 ) -> list[Written]:
-    """One conversation for each opening, all turns of a kind together; it ends early with a turn that is cut off."""
+    """Generates a conversation for each opening, turn by turn for all; a truncated turn ends its conversation."""
     talks = [_system(source) for _ in openings]
 
     def ask(prompts: dict[int, list[int]], on_output: Any = None) -> dict[int, Any]:
-        """What follows on the prompts, by row; nothing where there is no room."""
+        """Continuations of the prompts, by row; none for a prompt without room."""
         fitting = {row: ids for row, ids in prompts.items() if len(ids) + source.max_tokens <= length}
         answers = engine.generate(list(fitting.values()), [params[row] for row in fitting], on_output)
         return dict(zip(fitting, answers, strict=True))
@@ -132,6 +132,6 @@ def _system(source: configs.SelfSource) -> list[dict[str, str]]:
 
 
 def _seeds(name: str, count: int) -> list[int]:
-    """Distinct-looking 31-bit seeds that depend on nothing but the name."""
+    """31-bit seeds, a function of the name alone."""
     digests = (hashlib.sha256(f"{name}/{row}".encode()).digest() for row in range(count))
     return [int.from_bytes(digest[:4], "little") >> 1 for digest in digests]

