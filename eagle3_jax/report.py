@@ -148,9 +148,7 @@ def table(report: dict[str, Any]) -> str:
 def draw(report: dict[str, Any], path: pathlib.Path) -> None:
     """Draws tokens/s per category (left) and acceptance per draft position (right) as a PNG."""
     import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure  # pyplot would choose a backend for the whole process
 
     drafts, hardware = report["drafts"], report["hardware"]
     colours = COLOURS | dict(zip([name for name in drafts if name not in COLOURS], OTHERS * 9, strict=False))
@@ -161,8 +159,9 @@ def draw(report: dict[str, Any], path: pathlib.Path) -> None:
         "text.color": "#1F2328",
     }
     style |= {"axes.labelcolor": "#1F2328", "xtick.color": "#424A53", "ytick.color": "#424A53"}
-    with plt.rc_context(style):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6), width_ratios=(2.3, 1), facecolor="white")
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(11, 4.6), facecolor="white")
+        left, right = figure.subplots(1, 2, width_ratios=(2.3, 1))
         figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.06, wspace=0.05)
         _draw_rates(left, report, colours)
         _draw_acceptance(right, drafts, colours)
@@ -182,7 +181,6 @@ def draw(report: dict[str, Any], path: pathlib.Path) -> None:
         said = "\n".join([f"{where}, {report['target']['dtype']}", *_of_each(drafts, _settings)])
         figure.supxlabel(said, fontsize=8.5, color="#6E7781")
         figure.savefig(path, dpi=150, format="png")
-        plt.close(figure)
 
 
 def _draw_rates(axes: Any, report: dict[str, Any], colours: dict[str, str]) -> None:

@@ -326,9 +326,7 @@ def table(report: dict[str, Any]) -> str:
 def draw(report: dict[str, Any], path: pathlib.Path) -> None:
     """Draws each way's speed as a multiple of vanilla decoding's, over the batch size, as a PNG."""
     import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure  # pyplot would choose a backend for the whole process
 
     batches, hardware = report["batches"], report["hardware"]
     sizes = [batch["batch_size"] for batch in batches]
@@ -336,8 +334,9 @@ def draw(report: dict[str, Any], path: pathlib.Path) -> None:
     names = list(dict.fromkeys(name for of_batch in speedups for name in of_batch))
     colours = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#F0E442", "#8A8F98")
     style: dict[Any, Any] = {"font.size": 10, "font.family": "DejaVu Sans", "axes.edgecolor": "#8A8F98"}
-    with plt.rc_context(style):
-        figure, axes = plt.subplots(figsize=(9, 4.8), facecolor="white", layout="constrained")
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(9, 4.8), facecolor="white", layout="constrained")
+        axes = figure.subplots()
         others = [name for name in names if name not in (AUTO, VANILLA)]
         for number, name in enumerate([*others, VANILLA, AUTO]):
             points = [(i, of_batch[name]) for i, of_batch in enumerate(speedups) if name in of_batch]
@@ -364,7 +363,6 @@ def draw(report: dict[str, Any], path: pathlib.Path) -> None:
             color="#6E7781",
         )
         figure.savefig(path, dpi=150, format="png")
-        plt.close(figure)
 
 
 def size(tier: Tier) -> dict[str, int]:

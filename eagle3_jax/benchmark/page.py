@@ -125,12 +125,11 @@ def _colours(count: int) -> list[str]:
 
 def _svg(draw: Any) -> str:
     import matplotlib
+    from matplotlib.figure import Figure  # pyplot would choose a backend for the whole process
 
-    matplotlib.use("agg")
-    from matplotlib import pyplot as plt
-
-    with plt.rc_context(_STYLE):
-        figure, axes = plt.subplots(figsize=(9, 3.6), facecolor="white", layout="constrained")
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(9, 3.6), facecolor="white", layout="constrained")
+        axes = figure.subplots()
         draw(axes)
         axes.set_ylim(bottom=0)
         axes.grid(axis="y", color="#E6E8EB", linewidth=0.8)
@@ -139,7 +138,6 @@ def _svg(draw: Any) -> str:
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None})
-        plt.close(figure)
     return text.getvalue()[text.getvalue().index("<svg") :]
 
 
