@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import tiny
-from matplotlib import colors, pyplot
+from matplotlib import colors
+from matplotlib.figure import Figure
 
 from eagle3_jax import report
 from eagle3_jax.acceptance import AcceptanceCounts
@@ -54,9 +55,8 @@ def drawn(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[
     def draw(made: dict[str, Any]) -> Any:
         figures: list[Any] = []
         with monkeypatch.context() as patched:
-            patched.setattr(pyplot, "close", figures.append)
+            patched.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
             report.draw(made, tmp_path / "x.png")
-        pyplot.close(figures[0])
         return figures[0]
 
     return draw
@@ -143,10 +143,9 @@ def test_the_engine_s_own_choice_is_the_headline(config: RunConfig, tmp_path: pa
     chosen["config"]["evaluate"]["tree"] = "auto"
     (tmp_path / "evaluation/auto.json").write_text(json.dumps(chosen))
     figures = []
-    monkeypatch.setattr(pyplot, "close", figures.append)
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: (figures.append(figure), path.touch()))
     made = report.run(config)
     monkeypatch.undo()
-    pyplot.close(figures[0])
     assert list(made["drafts"]) == ["chain", "tree", "auto"]
     said = f"{chosen['speedup']:.2f} times as fast as vanilla decoding"
     assert report.table(made).splitlines()[-1] == f"{said}, with what the engine chose"
@@ -158,11 +157,10 @@ def test_the_engine_s_own_choice_is_the_headline(config: RunConfig, tmp_path: pa
 
 def test_bars_and_points_of_the_picture_are_the_report_s_numbers(config, tmp_path, monkeypatch) -> None:
     figures = []
-    monkeypatch.setattr(pyplot, "close", figures.append)
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: (figures.append(figure), path.touch()))
     made = report.run(config)
     rates, shares = figures[0].axes
     monkeypatch.undo()
-    pyplot.close(figures[0])
     labels = dict(zip(rates.get_xticks(), [text.get_text() for text in rates.get_xticklabels()], strict=True))
     drawn = {
         (bars.get_label(), labels[min(labels, key=lambda x: abs(x - bar.get_x() - bar.get_width() / 2))]): bar
