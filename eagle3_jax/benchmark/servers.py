@@ -189,7 +189,8 @@ async def _drive(
 
 def _hardware() -> dict[str, Any]:
     """`machine.hardware`, asked in a process of its own: one that asks JAX keeps a TPU, which the servers need."""
-    code = "import json; from eagle3_jax.runs import machine; print(json.dumps(machine.hardware()))"
+    code = "import json; from eagle3_jax.runs import environment, machine; environment.prepare()"
+    code += "; print(json.dumps(machine.hardware()))"
     asked = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False)
     if asked.returncode:
         raise ValueError(f"hardware: got status {asked.returncode} from JAX, expected a device that nobody else holds")
