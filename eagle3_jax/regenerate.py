@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import pathlib
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -159,7 +158,7 @@ def _given(prepared: dict[str, Any]) -> dict[str, str]:
     return {s["path"]: prepared["inputs"][s["path"]] for s in sources if s["kind"] == "conversations"}
 
 
-def _dialogues(prompts: pathlib.Path, split: str) -> list[Dialogue]:
+def _dialogues(prompts: disk.Path, split: str) -> list[Dialogue]:
     return [Dialogue.begin(prompt) for prompt in disk.read_jsonl(prompts / f"{split}.jsonl")]
 
 
@@ -168,7 +167,7 @@ def _regenerate(
     engine: Engine | None,
     replica: Replica,
     dialogues: dict[str, list[Dialogue]],
-    folder: pathlib.Path,
+    folder: disk.Path,
 ) -> None:
     known = {split: _known(folder, split) for split in configs.SPLITS}
     processes.barrier()  # from here on logs grow
@@ -186,7 +185,7 @@ def _regenerate(
     processes.agree(lambda: _finish(config, engine, folder, rates))
 
 
-def _finish(config: configs.RunConfig, engine: Engine | None, folder: pathlib.Path, rates: dict[str, float]) -> None:
+def _finish(config: configs.RunConfig, engine: Engine | None, folder: disk.Path, rates: dict[str, float]) -> None:
     """All answers are in the logs: puts the conversations together, in the prompts' order."""
     results = {}
     for split in configs.SPLITS:
@@ -220,7 +219,7 @@ class Answerer:
         settings: configs.RegenerateConfig,
         seed: int,
         known: dict[tuple[str, int], Answer],
-        log: pathlib.Path | None,
+        log: disk.Path | None,
     ) -> None:
         self.engine, self.settings, self.seed, self.known, self.log = engine, settings, seed, known, log
         self.tokens, self.seconds = 0, 0.0
@@ -265,7 +264,7 @@ class Answerer:
         names = [dialogue.prompt["id"] for dialogue, _ in asked]
         start, before = time.monotonic(), self.tokens
         with (
-            contextlib.nullcontext() if self.log is None else self.log.open("a", encoding="utf-8") as stream,
+            contextlib.nullcontext() if self.log is None else disk.Log(self.log) as stream,
             tqdm.tqdm(desc=name, total=len(asked), unit=" answers", disable=self.log is None) as progress,
         ):
 
@@ -273,7 +272,7 @@ class Answerer:
                 answer = _to_answer(names[index], turn, output)
                 self.known[answer.id, turn] = answer
                 if stream is not None:
-                    disk.append(stream, dataclasses.asdict(answer))
+                    stream.append(dataclasses.asdict(answer))
                 self.tokens += len(answer.token_ids)
                 rate = (self.tokens - before) / (time.monotonic() - start)
                 progress.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
@@ -314,20 +313,20 @@ def _counts(dialogues: Sequence[Dialogue]) -> dict[str, Any]:
     }
 
 
-def _log(folder: pathlib.Path, split: str, replica: int | str) -> pathlib.Path:
+def _log(folder: disk.Path, split: str, replica: int | str) -> disk.Path:
     return folder / f"{split}.{replica}.jsonl.partial"
 
 
-def _known(folder: pathlib.Path, split: str) -> dict[tuple[str, int], Answer]:
+def _known(folder: disk.Path, split: str) -> dict[tuple[str, int], Answer]:
     """All answers that are in the logs, of whatever run and replica. None of them is being written."""
     logs = sorted(folder.glob(_log(folder, split, "*").name))
     return {(a.id, a.turn): a for log in logs for line in disk.read_log(log) for a in [Answer(**line)]}
 
 
-def _remove_logs(folder: pathlib.Path) -> None:
+def _remove_logs(folder: disk.Path) -> None:
     for split in configs.SPLITS:
         for log in folder.glob(_log(folder, split, "*").name):
-            log.unlink()
+            disk.remove_log(log)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

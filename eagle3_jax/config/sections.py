@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pathlib
 import re
 from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag
 
 from eagle3_jax.config.checks import Count, Fraction, Positive, Proper, Temperature, require, section
+from eagle3_jax.runs import bucket, disk
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -539,7 +539,7 @@ class RunConfig:
     """One run: its models, and one section per verb.
 
     Attributes:
-        run_dir: folder of the run, with one folder for each verb's output.
+        run_dir: folder of the run, with one folder for each verb's output; or gs://BUCKET/FOLDER.
         seed: of all random draws.
     """
 
@@ -560,8 +560,14 @@ class RunConfig:
     card: CardConfig = CardConfig()
 
     def __post_init__(self) -> None:
-        require("://" not in self.run_dir, "run_dir", self.run_dir, "a folder; a bucket's is where it is mounted")
+        known = "://" not in self.run_dir or bucket.is_address(self.run_dir)
+        require(known, "run_dir", self.run_dir, "a folder, or a bucket's gs://BUCKET/FOLDER")
 
-    def folder(self, verb: str) -> pathlib.Path:
+    @property
+    def run_folder(self) -> disk.Path:
+        """The run's folder."""
+        return disk.path_of(self.run_dir)
+
+    def folder(self, verb: str) -> disk.Path:
         """Output folder of a verb, e.g. `runs/quickstart/features`."""
-        return pathlib.Path(self.run_dir) / FOLDERS[verb]
+        return self.run_folder / FOLDERS[verb]

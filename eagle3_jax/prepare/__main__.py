@@ -52,7 +52,7 @@ def prepare(config: configs.RunConfig) -> None:
         processes.agree(lambda: _remove_logs(folder))
 
 
-def _prepare(config: configs.RunConfig, folder: pathlib.Path, written: dict[int, list[Written]]) -> None:
+def _prepare(config: configs.RunConfig, folder: disk.Path, written: dict[int, list[Written]]) -> None:
     """Filters and writes the prompts. `written`: index of a source of kind `self` -> what the target wrote for it."""
     kept, rejects, counts = _filter(_read_all(config, written), config.prepare)
     asked = [filters.asked(prompt["messages"]) for prompt in kept]
@@ -167,13 +167,13 @@ def _filter(
     return kept, rejects, counts
 
 
-def _remove_logs(folder: pathlib.Path) -> None:
+def _remove_logs(folder: disk.Path) -> None:
     """Removes the logs of self-prompting: raw output of the target, with the personal data that it invented."""
     for path in folder.glob("self_*.jsonl"):
-        path.unlink()
+        disk.remove_log(path)
 
 
-def _write_jsonl(path: pathlib.Path, records: Iterable[Any]) -> None:
+def _write_jsonl(path: disk.Path, records: Iterable[Any]) -> None:
     with disk.atomic(path) as temporary, temporary.open("w", encoding="utf-8") as stream:
         for record in records:
             stream.write(json.dumps(record, ensure_ascii=False) + "\n")

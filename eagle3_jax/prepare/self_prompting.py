@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,7 +30,7 @@ _CHUNK = 16
 _TEMPLATE_TOKENS = 32
 
 
-def write(config: configs.RunConfig, source: configs.SelfSource, log: pathlib.Path) -> list[Written]:
+def write(config: configs.RunConfig, source: configs.SelfSource, log: disk.Path) -> list[Written]:
     """Generates conversations until enough of them ended.
 
     Args:
@@ -54,7 +53,7 @@ def write(config: configs.RunConfig, source: configs.SelfSource, log: pathlib.Pa
     target = fetch.load_target(config.target, replica.decoding_mesh)
     engine = Engine.load(target, None, batch_size=batch, max_length=length)
     with (
-        log.open("a", encoding="utf-8") as stream,
+        disk.Log(log) as stream,
         tqdm.tqdm(
             desc="self-prompting",
             initial=ended,
@@ -85,7 +84,7 @@ def write(config: configs.RunConfig, source: configs.SelfSource, log: pathlib.Pa
             }
             outputs = [shares[row % replica.count][row // replica.count] for row in range(size)]
             if processes.index() == 0:
-                disk.append(stream, outputs)
+                stream.append(outputs)
             done.append(outputs)
             tried += size
             ended += sum(reason == "stop" for _, reason in outputs)

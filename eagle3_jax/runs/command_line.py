@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from eagle3_jax import config as configs
 from eagle3_jax.config import ConfigError, RunConfig, flags
+from eagle3_jax.runs import disk
 
 _PROMPTS = "JSONL file of prompts: messages, conversations or prompt; id and category are optional"
 
@@ -127,12 +128,15 @@ def parser_of(verb: str) -> Parser:
 def read(verb: str, argv: Sequence[str] | None = None) -> tuple[RunConfig, argparse.Namespace]:
     """Parses `python -m eagle3_jax.<verb> --config FILE [--flag VALUE ...] [--section.field VALUE ...]`.
 
-    Exits with status 2 and a clear sentence when the configuration is refused.
+    Exits with status 2 and a clear sentence when the configuration is refused, or a bucket that it names.
     """
     arguments, rest = parser_of(verb).parse_known_args(argv)
     try:
-        return configs.load(arguments.config, rest), arguments
-    except ConfigError as error:
+        config = configs.load(arguments.config, rest)
+        disk.check_address("run_dir", config.run_dir)
+        disk.check_address("target.name", config.target.name, writable=False)
+        return config, arguments
+    except (ConfigError, disk.AddressError) as error:
         print(f"eagle3_jax.{verb}: {error}", file=sys.stderr)
         sys.exit(2)
 

@@ -1,6 +1,7 @@
 """Files that are whole or not there: atomic writes, exclusive locks, JSON, logs that survive a kill.
 
-Of the processes of one run process 0 locks and writes.
+A path is a local one or an address in a bucket (`gs://`), where `bucket` does the work. Of the processes of one run
+process 0 locks and writes.
 """
 
 from __future__ import annotations
@@ -8,41 +9,115 @@ from __future__ import annotations
 import contextlib
 import glob
 import hashlib
+import io
 import json
 import os
 import pathlib
 import shutil
 import socket
+import sys
 import uuid
 import zlib
 from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import Any
 
 import filelock
 
-from eagle3_jax.runs import processes
+from eagle3_jax.runs import bucket, processes
+from eagle3_jax.runs.bucket import Path
+
+# The object of a bucket that marks a folder as whole.
+_LAST = "manifest.json"
 
 
 class JsonError(ValueError):
     """A file that does not hold the JSON it should; the message names file and line."""
 
 
+class AddressError(ValueError):
+    """A bucket that does not exist or may not be used."""
+
+
 class LockError(ValueError):
     """A file or folder that another run is writing, or that the run's processes do not share."""
 
 
-def digest(path: str | pathlib.Path) -> str:
+def path_of(address: str | Path) -> Path:
+    """Makes a path, of a local file or in a bucket."""
+    return bucket.path_of(address) if bucket.is_address(address) else pathlib.Path(address)
+
+
+def check_address(field: str, address: str, *, writable: bool = True) -> None:
+    """Refuses the address of a bucket that does not exist or, with `writable`, may not be written; asks the bucket.
+
+    Raises:
+        AddressError: field, got, expected.
+    """
+    if bucket.is_address(address):
+        try:
+            bucket.check(address, writable=writable)
+        except ValueError as error:
+            raise AddressError(f"{field}: {error}") from error
+
+
+def size(path: Path) -> int:
+    """Returns the bytes of a file. Raises FileNotFoundError."""
+    return bucket.size(path) if bucket.is_address(path) else path.stat().st_size
+
+
+def open_binary(path: str | Path) -> io.BufferedReader:
+    """Opens a file to be read from its beginning, in a bucket by ranges. Raises OSError."""
+    return bucket.open_binary(path_of(path)) if bucket.is_address(path) else open(path, "rb")
+
+
+def read_bytes(path: Path) -> bytes:
+    """Returns a whole file. Raises OSError."""
+    return b"".join(bucket.pieces(path)) if bucket.is_address(path) else path.read_bytes()
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a local folder and those above it; a bucket has none."""
+    if not bucket.is_address(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
+def free_bytes(folder: Path) -> int | None:
+    """Returns the free space of a folder's file system; None for a bucket, which has no limit."""
+    return None if bucket.is_address(folder) else shutil.disk_usage(folder).free
+
+
+def local(folder: Path) -> pathlib.Path:
+    """Returns a local folder with the files of this one: itself, or a copy that lives as long as this process."""
+    return bucket.mirror(folder) if bucket.is_address(folder) else folder
+
+
+def is_whole(folder: Path) -> bool:
+    """Tells whether `atomic` wrote this folder; one in a bucket must hold a manifest."""
+    return (folder / _LAST).exists() if bucket.is_address(folder) else folder.exists()
+
+
+def digest(path: str | Path) -> str:
     """sha256 of a file, in hex."""
+    if bucket.is_address(path):
+        found = hashlib.sha256()
+        for piece in bucket.pieces(path_of(path)):
+            found.update(piece)
+        return found.hexdigest()
     with open(path, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 @contextlib.contextmanager
-def atomic(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yields a temporary path beside `path`, for a file or a folder.
+def atomic(path: str | Path) -> Iterator[pathlib.Path]:
+    """Yields a temporary local path, for a file or a folder; beside `path`, or of a bucket on this machine's disk.
 
     On success it takes the place of `path` (of a file or an empty folder, or of nothing); on failure it is removed.
+    In a bucket a file is one object with a generation precondition; a folder is whole where its manifest is.
     """
+    if bucket.is_address(path):
+        with bucket.staged(path_of(path), last=_LAST) as temporary:
+            yield temporary
+        return
     path = pathlib.Path(path)
     # Processes of several hosts and containers share folders: there, process ids repeat.
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}.partial")
@@ -58,21 +133,24 @@ def atomic(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 @contextlib.contextmanager
-def lock(path: str | pathlib.Path) -> Iterator[None]:
+def lock(path: str | Path) -> Iterator[None]:
     """Holds this run's exclusive right to write `path`, a file or a folder, until the block ends or process 0 dies.
 
     The operating system's own lock (flock) on `.<name>.lock` beside `path`: it vanishes with a killed owner. The file
     stays, as removing a locked file would let two processes in. Across hosts it holds where the file system says so
-    (NFS does; a mounted bucket locks for one host only). What `atomic` left behind in killed runs is removed.
+    (NFS does; a mounted bucket locks for one host only). What `atomic` left behind in killed runs is removed. In a
+    bucket that object is a lease, which ends a while after its holder's death; a run that loses it ends.
 
     Raises:
         LockError: another run holds it; the message says which process. Or the run's processes do not share it.
     """
-    path = pathlib.Path(path)
+    path = path_of(path)
     file = path.with_name(f".{path.name}.lock")
+    remote = bucket.is_address(path)
     with contextlib.ExitStack() as held:
-        owner = processes.agree(lambda: held.enter_context(_lock(path, file)))
-        if not file.exists() or file.read_text() != owner:
+        owner = processes.agree(lambda: held.enter_context((_lease if remote else _lock)(path, file)))
+        there = bucket.holder(file) if remote else file.read_text() if file.exists() else None
+        if there != owner:
             raise LockError(f"{path}: not what process 0 has there, expected a run_dir that all hosts share")
         yield
         processes.barrier()
@@ -98,22 +176,40 @@ def _lock(path: pathlib.Path, file: pathlib.Path) -> Iterator[str]:
         held.release()
 
 
-def read_json(path: str | pathlib.Path) -> dict[str, Any]:
+@contextlib.contextmanager
+def _lease(path: Path, file: Path) -> Iterator[str]:
+    """Yields the owner that the lease names."""
+    owner = f"process {os.getpid()} on host {socket.gethostname()}"
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(bucket.lease(file, owner, _end))
+        except bucket.Held as error:
+            raise LockError(f"{path}: in use by {error}, wait for its end") from error
+        yield owner
+
+
+def _end(sentence: str) -> None:
+    """Ends this process at once: another run may be writing now."""
+    print(sentence, file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
     """The object in a JSON file. Raises JsonError."""
-    return _object(pathlib.Path(path).read_bytes(), str(path))
+    return _object(read_bytes(path_of(path)), str(path))
 
 
-def write_sealed(path: str | pathlib.Path, values: dict[str, Any]) -> None:
+def write_sealed(path: str | Path, values: dict[str, Any]) -> None:
     """Writes a JSON object with a checksum in it, atomically."""
     write_json(path, values | {"checksum": _checksum(values)})
 
 
-def read_sealed(path: str | pathlib.Path) -> dict[str, Any]:
+def read_sealed(path: str | Path) -> dict[str, Any]:
     """What `write_sealed` wrote. Raises JsonError: not that, to the letter."""
     return unsealed(read_json(path), path)
 
 
-def unsealed(values: dict[str, Any], path: str | pathlib.Path) -> dict[str, Any]:
+def unsealed(values: dict[str, Any], path: str | Path) -> dict[str, Any]:
     if values.pop("checksum", None) != _checksum(values):
         raise JsonError(f"{path}: altered since it was written")
     return values
@@ -124,35 +220,67 @@ def _checksum(values: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
-def read_jsonl(path: str | pathlib.Path) -> Iterator[dict[str, Any]]:
+def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
     """The objects in a JSONL file, one a line. Raises JsonError."""
-    with open(path, "rb") as stream:
+    with open_binary(path) as stream:
         for number, line in enumerate(stream, start=1):
             yield _object(line, f"{path}, line {number}")
 
 
-def append(log: TextIO, value: Any) -> None:
-    """Adds a line to a log that `read_log` reads: a checksum and JSON."""
-    text = json.dumps(value, ensure_ascii=False)
-    log.write(f"{zlib.crc32(text.encode()):08x} {text}\n")
-    log.flush()
+class Log:
+    """A file of lines that grows and survives a kill; a context manager.
+
+    A local line is in the file when `write` returns. In a bucket `path` is a folder of sealed segments; a kill loses the
+    lines of the last seconds.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._log = bucket.SegmentedLog(path) if bucket.is_address(path) else path.open("a", encoding="utf-8")
+
+    def write(self, line: str) -> None:
+        """Adds a line, with its line feed. Raises OSError."""
+        self._log.write(line)
+        if not isinstance(self._log, bucket.SegmentedLog):
+            self._log.flush()
+
+    def append(self, value: Any) -> None:
+        """Adds a line for `read_log`: a checksum and JSON."""
+        text = json.dumps(value, ensure_ascii=False)
+        self.write(f"{zlib.crc32(text.encode()):08x} {text}\n")
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._log.close()
 
 
-def read_log(path: str | pathlib.Path) -> list[Any]:
-    """What `append` wrote; empty where there is no log. A last line that a kill tore is cut off the file.
+def log_lines(path: Path) -> list[bytes]:
+    """The whole lines of a log; empty where there is none. A last line that a kill tore is cut off the file."""
+    if bucket.is_address(path):
+        return b"".join(bucket.read_segments(path)).splitlines()
+    cut_torn_line(path)
+    return path.read_bytes().splitlines() if path.exists() else []
+
+
+def read_log(path: str | Path) -> list[Any]:
+    """What `Log.append` wrote; empty where there is no log. A last line that a kill tore is cut off the file.
 
     Raises:
         JsonError: a whole line was altered.
     """
-    path = pathlib.Path(path)
-    cut_torn_line(path)
     values = []
-    for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else (), start=1):
+    for number, line in enumerate(log_lines(path_of(path)), start=1):
         checksum, _, text = line.partition(b" ")
         if checksum != b"%08x" % zlib.crc32(text):
             raise JsonError(f"{path}, line {number}: altered since it was written; remove the file")
         values.append(json.loads(text))
     return values
+
+
+def remove_log(path: Path) -> None:
+    """Removes a log."""
+    bucket.remove(path) if bucket.is_address(path) else path.unlink()
 
 
 def cut_torn_line(path: pathlib.Path) -> None:
@@ -172,7 +300,7 @@ def _object(text: bytes, where: str) -> dict[str, Any]:
     return value
 
 
-def write_json(path: str | pathlib.Path, value: Any) -> None:
+def write_json(path: str | Path, value: Any) -> None:
     """Writes JSON atomically, with stable key order."""
     with atomic(path) as temporary:
         temporary.write_text(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import pathlib
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
@@ -30,7 +29,7 @@ class ManifestError(ValueError):
 
 @contextlib.contextmanager
 def claim(
-    folder: str | pathlib.Path, identity: dict[str, Any], newer: Collection[str] = (), place: str = "run_dir"
+    folder: str | disk.Path, identity: dict[str, Any], newer: Collection[str] = (), place: str = "run_dir"
 ) -> Iterator[bool]:
     """Locks `folder` for the work that `identity` describes.
 
@@ -55,7 +54,7 @@ def claim(
 
 
 def begin(
-    folder: str | pathlib.Path, identity: dict[str, Any], newer: Collection[str] = (), place: str = "run_dir"
+    folder: str | disk.Path, identity: dict[str, Any], newer: Collection[str] = (), place: str = "run_dir"
 ) -> bool:
     """Writes the manifest of unfinished work into `folder`, or compares the one that is there. See `claim`.
 
@@ -70,7 +69,7 @@ def begin(
     Raises:
         ManifestError: the folder holds other work; the message names each differing field.
     """
-    folder = pathlib.Path(folder)
+    folder = disk.path_of(folder)
     path = folder / NAME
     identity = json.loads(json.dumps(identity))
     if path.exists():
@@ -78,12 +77,12 @@ def begin(
         known = {name: value for name, value in identity.items() if name not in newer or name in found["identity"]}
         check_same(folder, found["identity"], known, place)
         return bool(found.get("finished"))
-    folder.mkdir(parents=True, exist_ok=True)
+    disk.make_folder(folder)
     disk.write_sealed(path, {"format": FORMAT, "finished": False, "identity": identity, "versions": versions()})
     return False
 
 
-def check_same(path: str | pathlib.Path, found: Any, identity: dict[str, Any], place: str) -> None:
+def check_same(path: str | disk.Path, found: Any, identity: dict[str, Any], place: str) -> None:
     """Refuses other work than that of `identity`.
 
     Args:
@@ -99,20 +98,20 @@ def check_same(path: str | pathlib.Path, found: Any, identity: dict[str, Any], p
         raise ManifestError(f"{path} was made from something else:\n{lines}\nremove it, or choose another {place}")
 
 
-def finish(folder: str | pathlib.Path, files: Iterable[str] = (), **results: Any) -> None:
+def finish(folder: str | disk.Path, files: Iterable[str] = (), **results: Any) -> None:
     """Marks the folder as complete and records `results` (counts, rates).
 
     Args:
         files: what the next verb reads, relative to the folder: `read` compares their digests.
     """
-    folder = pathlib.Path(folder)
+    folder = disk.path_of(folder)
     digests = {name: disk.digest(folder / name) for name in files}
     path = folder / NAME
     done = {"finished": True, "files": digests, "results": results, "versions": versions()}
     disk.write_sealed(path, load(path) | done)
 
 
-def read(folder: str | pathlib.Path, made_by: str, *, verify: bool = True) -> dict[str, Any]:
+def read(folder: str | disk.Path, made_by: str, *, verify: bool = True) -> dict[str, Any]:
     """The manifest of a finished folder: {"identity": ..., "files": ..., "results": ..., "versions": ...}.
 
     Args:
@@ -121,7 +120,7 @@ def read(folder: str | pathlib.Path, made_by: str, *, verify: bool = True) -> di
     Raises:
         ManifestError: no manifest, the verb that makes it has not finished, or a file was altered since.
     """
-    folder = pathlib.Path(folder)
+    folder = disk.path_of(folder)
     path = folder / NAME
     if not path.exists():
         raise ManifestError(f"{path}: not found, expected the output of `python -m eagle3_jax.{made_by}`")
@@ -143,7 +142,7 @@ def read(folder: str | pathlib.Path, made_by: str, *, verify: bool = True) -> di
     return manifest
 
 
-def _again(folder: pathlib.Path, made_by: str) -> str:
+def _again(folder: disk.Path, made_by: str) -> str:
     return f"remove {folder} and run `python -m eagle3_jax.{made_by}` again"
 
 
@@ -162,7 +161,7 @@ def _untimed(value: Any) -> Any:
     return [_untimed(item) for item in value] if isinstance(value, list) else value
 
 
-def load(path: pathlib.Path) -> dict[str, Any]:
+def load(path: disk.Path) -> dict[str, Any]:
     """The manifest in a file, of finished work or unfinished.
 
     Raises:

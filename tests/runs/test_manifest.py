@@ -87,13 +87,13 @@ def test_a_folder_of_another_version_is_refused(tmp_path, found):
 def test_a_log_forgets_a_torn_line_and_refuses_an_altered_one(tmp_path):
     path = tmp_path / "train.jsonl.partial"
     assert disk.read_log(path) == []
-    with path.open("a") as log:
-        disk.append(log, {"text": "één\u2028"})
-        disk.append(log, ["a", 2])
+    with disk.Log(path) as log:
+        log.append({"text": "één\u2028"})
+        log.append(["a", 2])
         log.write("0123abcd {")
     assert disk.read_log(path) == [{"text": "één\u2028"}, ["a", 2]]
-    with path.open("a") as log:
-        disk.append(log, 3)
+    with disk.Log(path) as log:
+        log.append(3)
     assert disk.read_log(path)[2] == 3
     path.write_bytes(path.read_bytes().replace(b"a", b"b", 1))
     with pytest.raises(disk.JsonError, match=r"partial, line 2: altered"):
