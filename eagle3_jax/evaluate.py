@@ -26,8 +26,8 @@ from eagle3_jax.runs import command, command_line, disk, machine, manifest, proc
 
 def run(
     config: RunConfig,
-    prompts_path: str | pathlib.Path,
-    output: str | pathlib.Path,
+    prompts_path: str | disk.Path,
+    output: str | disk.Path,
     target: Target | None = None,
     *,
     replace: bool = False,
@@ -50,15 +50,15 @@ def run(
     replica = own_replica(make_mesh(config.mesh))
     if 0 in replica.processes:
         with processes.among(replica.processes):
-            _run(config, prompts_path, pathlib.Path(output), target, replica, replace)
+            _run(config, prompts_path, disk.path_of(output), target, replica, replace)
     processes.barrier()
     return disk.read_json(output)
 
 
 def _run(
     config: RunConfig,
-    prompts_path: str | pathlib.Path,
-    output: pathlib.Path,
+    prompts_path: str | disk.Path,
+    output: disk.Path,
     target: Target | None,
     replica: Replica,
     replace: bool,
@@ -96,7 +96,7 @@ def _measure(
     target: Target,
     draft: str,
     prompts: Sequence[sources.Prompt],
-    prompts_path: str | pathlib.Path,
+    prompts_path: str | disk.Path,
 ) -> dict[str, Any]:
     """Measures the numbers of the report."""
     settings = config.evaluate
@@ -132,7 +132,7 @@ def summary(report: dict[str, Any]) -> str:
     return "\n".join(command.aligned(rows))
 
 
-def _finished(output: pathlib.Path, identity: dict[str, Any], replace: bool) -> bool:
+def _finished(output: disk.Path, identity: dict[str, Any], replace: bool) -> bool:
     """Whether `output` holds the report of this measurement. Raises ManifestError: it holds another file."""
     if not output.exists():
         return False

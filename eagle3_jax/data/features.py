@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import pathlib
 import re
 import zlib
 from collections.abc import Iterable, Iterator
@@ -21,6 +20,7 @@ import safetensors
 import safetensors.numpy
 from jaxtyping import Int32
 
+from eagle3_jax.data import shard_ranges
 from eagle3_jax.runs import command, disk
 
 command.require("train")
@@ -97,12 +97,12 @@ def decode_record(data: bytes) -> Record:
     }
 
 
-def shard_path(folder: str | pathlib.Path, index: int, shards: int) -> pathlib.Path:
+def shard_path(folder: str | disk.Path, index: int, shards: int) -> disk.Path:
     """Names shard `index` of `shards`; the total in the name reveals missing shards."""
-    return pathlib.Path(folder) / f"{index:05d}-of-{shards:05d}{_SUFFIX}"
+    return disk.path_of(folder) / f"{index:05d}-of-{shards:05d}{_SUFFIX}"
 
 
-def write_shard(path: str | pathlib.Path, records: Iterable[Record], notes: Any = None) -> None:
+def write_shard(path: str | disk.Path, records: Iterable[Record], notes: Any = None) -> None:
     """Writes a shard and its sidecar atomically.
 
     Args:
@@ -112,7 +112,7 @@ def write_shard(path: str | pathlib.Path, records: Iterable[Record], notes: Any 
         FeatureError: an invalid record; nothing is left behind.
         OSError: the disk is full, or the write fails for another reason.
     """
-    path = pathlib.Path(path)
+    path = disk.path_of(path)
     lengths, checksums = [], []
     with disk.atomic(path) as temporary:
         # One uncompressed record per group: random access reads only the record, and hidden states barely compress.
@@ -132,7 +132,7 @@ def write_shard(path: str | pathlib.Path, records: Iterable[Record], notes: Any 
 
 
 @contextlib.contextmanager
-def _disk_errors(path: pathlib.Path) -> Iterator[None]:
+def _disk_errors(path: disk.Path) -> Iterator[None]:
     """Turns array_record's unspecific RuntimeError into OSError."""
     try:
         yield
@@ -140,15 +140,15 @@ def _disk_errors(path: pathlib.Path) -> Iterator[None]:
         raise OSError(f"{path}: not written ({error})") from error
 
 
-def is_complete(path: str | pathlib.Path) -> bool:
+def is_complete(path: str | disk.Path) -> bool:
     """Tells whether `write_shard` finished this shard and its size is unchanged."""
-    path = pathlib.Path(path)
-    return _sidecar(path).exists() and path.exists() and path.stat().st_size == _read_sidecar(path)["bytes"]
+    path = disk.path_of(path)
+    return _sidecar(path).exists() and path.exists() and disk.size(path) == _read_sidecar(path)["bytes"]
 
 
-def read_notes(path: str | pathlib.Path) -> Any:
+def read_notes(path: str | disk.Path) -> Any:
     """Returns the notes given to `write_shard`. Raises FeatureError."""
-    return _read_sidecar(pathlib.Path(path))["notes"]
+    return _read_sidecar(disk.path_of(path))["notes"]
 
 
 class FeatureSource:
@@ -164,8 +164,8 @@ class FeatureSource:
         FeatureError: in the constructor, a missing, foreign or truncated shard; at a read, an altered one.
     """
 
-    def __init__(self, folder: str | pathlib.Path) -> None:
-        self.folder = pathlib.Path(folder)
+    def __init__(self, folder: str | disk.Path) -> None:
+        self.folder = disk.path_of(folder)
         self._paths = _shards(self.folder)
         sidecars = [_checked_sidecar(path) for path in self._paths]
         self.lengths: Int32[np.ndarray, " records"] = np.concatenate(
@@ -214,15 +214,17 @@ class FeatureSource:
         return f"FeatureSource({str(self.folder)!r}, records={len(self)})"
 
 
-def _open(path: pathlib.Path) -> Any:
+def _open(path: disk.Path) -> Any:
+    if disk.is_remote(path):
+        return shard_ranges.RangedShard(lambda start, stop: disk.read_range(path, start, stop), disk.size(path))
     return array_record.ArrayRecordReader(str(path), "readahead_buffer_size:0,max_parallelism:0")
 
 
-def _sidecar(path: pathlib.Path) -> pathlib.Path:
+def _sidecar(path: disk.Path) -> disk.Path:
     return path.with_suffix(".json")
 
 
-def _read_sidecar(path: pathlib.Path) -> dict[str, Any]:
+def _read_sidecar(path: disk.Path) -> dict[str, Any]:
     sidecar = _sidecar(path)
     try:
         return disk.read_sealed(sidecar)
@@ -232,15 +234,15 @@ def _read_sidecar(path: pathlib.Path) -> dict[str, Any]:
         raise FeatureError(f"{error}; remove it and extract again") from error
 
 
-def _checked_sidecar(path: pathlib.Path) -> dict[str, Any]:
+def _checked_sidecar(path: disk.Path) -> dict[str, Any]:
     sidecar = _read_sidecar(path)
-    size = path.stat().st_size
+    size = disk.size(path)
     if size != sidecar["bytes"]:
         raise FeatureError(f"{path}: got {size} bytes, expected {sidecar['bytes']}; remove it and extract again")
     return sidecar
 
 
-def _shards(folder: pathlib.Path) -> list[pathlib.Path]:
+def _shards(folder: disk.Path) -> list[disk.Path]:
     """Lists all shards in order. Raises FeatureError if they are not one complete set."""
     paths = sorted(folder.glob(f"*{_SUFFIX}"))
     found = []

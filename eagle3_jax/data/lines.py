@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import gzip
-import pathlib
 import zlib
 from collections.abc import Iterable, Iterator
+
+from eagle3_jax.runs import disk
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-def read(path: str | pathlib.Path) -> Iterator[tuple[int, bytes]]:
+def read(path: str | disk.Path) -> Iterator[tuple[int, bytes]]:
     """Yields the file's `numbered` lines; a .gz file is decompressed.
 
     Raises:
         OSError: the file cannot be read.
         ValueError: a truncated or damaged .gz file.
     """
-    path = pathlib.Path(path)
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
-            yield from numbered(stream)
+        with disk.open_binary(path) as stream:
+            yield from numbered(gzip.open(stream) if str(path).endswith(".gz") else stream)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path}: {error}, expected a whole gzip file") from error
 

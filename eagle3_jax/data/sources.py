@@ -85,7 +85,7 @@ def packaged() -> Iterator[Prompt | Reject]:
         yield from (prompt for prompt in turn if prompt is not None)
 
 
-def jsonl(path: str | pathlib.Path, category: str = "jsonl") -> Iterator[Prompt | Reject]:
+def jsonl(path: str | disk.Path, category: str = "jsonl") -> Iterator[Prompt | Reject]:
     """Reads a JSONL file; each line has one of these forms.
 
     - OpenAI: {"messages": [{"role": "user", "content": "..."}]}; content may be a list of text parts
@@ -100,7 +100,7 @@ def jsonl(path: str | pathlib.Path, category: str = "jsonl") -> Iterator[Prompt 
     yield from _records(lines.read(path), f"jsonl:{pathlib.Path(path).name}", category)
 
 
-def conversations(path: str | pathlib.Path, category: str = "conversations") -> Iterator[Prompt | Reject]:
+def conversations(path: str | disk.Path, category: str = "conversations") -> Iterator[Prompt | Reject]:
     """Reads a JSONL file of the target's conversations from another engine, in the forms of `jsonl`.
 
     Answers stay unchanged; turns after the last answer are dropped. A "finish_reason" of "length", or a true
@@ -261,7 +261,7 @@ def _text(value: Any, field: str) -> str:
     return value
 
 
-def read_file(path: str | pathlib.Path) -> tuple[list[Prompt], int]:
+def read_file(path: str | disk.Path) -> tuple[list[Prompt], int]:
     """Reads the prompts of a JSONL file for a measurement. Returns them, and the number of rejected lines.
 
     Rejects are reported on stderr. Forms are those of `jsonl`. A conversation gives one request: its last question
@@ -270,7 +270,7 @@ def read_file(path: str | pathlib.Path) -> tuple[list[Prompt], int]:
     Raises:
         ValueError: no file, or no usable prompt in it.
     """
-    path = pathlib.Path(path)
+    path = disk.path_of(path)
     if not path.is_file():
         raise ValueError(f"--prompts {path}: not found, expected a JSONL file of prompts")
     prompts, rejected = [], 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pathlib
+import io
 import zipfile
 
 import numpy as np
@@ -36,16 +36,16 @@ def choose_draft_vocabulary(counts: Integer[np.ndarray, " v"], size: int) -> Int
     return np.sort(most_frequent).astype(np.int32)
 
 
-def save(folder: pathlib.Path, token_ids: Int32[np.ndarray, " size"]) -> None:
+def save(folder: disk.Path, token_ids: Int32[np.ndarray, " size"]) -> None:
     """Writes the vocabulary into a folder, atomically. Raises OSError."""
     with disk.atomic(folder / NAME) as temporary, open(temporary, "wb") as stream:
         np.savez(stream, token_ids=token_ids)
 
 
-def load(folder: pathlib.Path) -> Int32[np.ndarray, " size"]:
+def load(folder: disk.Path) -> Int32[np.ndarray, " size"]:
     """Reads the vocabulary. Raises ValueError: damaged; FileNotFoundError."""
     try:
-        with np.load(folder / NAME, allow_pickle=False) as arrays:
+        with np.load(io.BytesIO(disk.read_bytes(folder / NAME)), allow_pickle=False) as arrays:
             return arrays["token_ids"]
     except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"{folder / NAME}: damaged or unreadable ({error})") from error

@@ -64,7 +64,7 @@ def run(config: RunConfig, target: Target | None = None) -> None:
     }
     other = f"run_dir; for this head in another form: --from {folder} --to FORM DIR"
     with disk.lock(folder):
-        if not processes.agree(folder.exists):
+        if not processes.agree(lambda: disk.is_whole(folder)):
             architecture = target.model.config
             head = load_head(checkpoints, DraftHeadConfig.for_target(config.draft, architecture), step)
             draft = Draft(head, jnp.asarray(token_ids))
@@ -82,7 +82,7 @@ def run(config: RunConfig, target: Target | None = None) -> None:
             raise manifest.ManifestError(f"{folder}: got something else than an export; remove it")
 
 
-def convert(source: str | pathlib.Path, form: str, folder: str | pathlib.Path) -> None:
+def convert(source: str | disk.Path, form: str, folder: str | disk.Path) -> None:
     """Converts the head in `source`, of any form, into `folder`.
 
     What the source leaves to the target stays so: default aux layers, the LM head, the embeddings.
@@ -92,7 +92,7 @@ def convert(source: str | pathlib.Path, form: str, folder: str | pathlib.Path) -
         FileExistsError: `folder` exists.
         ManifestError: `source` is a damaged export.
     """
-    source, folder = pathlib.Path(source), pathlib.Path(folder)
+    source, folder = disk.local(disk.path_of(source)), disk.path_of(folder)
     if folder.exists():
         raise FileExistsError(f"{folder}: exists already, expected a new folder")
     head = heads.read(source)
@@ -106,7 +106,7 @@ def convert(source: str | pathlib.Path, form: str, folder: str | pathlib.Path) -
 
 
 def _write(
-    head: StoredHead, form: str, folder: pathlib.Path, identity: dict[str, Any] | None, problems: Sequence[str] = ()
+    head: StoredHead, form: str, folder: disk.Path, identity: dict[str, Any] | None, problems: Sequence[str] = ()
 ) -> None:
     parameters = sum(tensor.size for tensor in head.tensors.values())
     with disk.atomic(folder) as partial:
@@ -114,7 +114,7 @@ def _write(
         if identity is not None:
             manifest.begin(partial, identity)
             manifest.finish(partial, files=(CONFIG, WEIGHTS), parameters=parameters)
-    size = (folder / WEIGHTS).stat().st_size / 2**20
+    size = disk.size(folder / WEIGHTS) / 2**20
     print(f"{folder}: {parameters / 1e6:.1f} M parameters, {size:.0f} MiB, read back bit by bit", file=sys.stderr)
     print(f"{folder}: {compatibility.served_by(FORMS[form], head)}", file=sys.stderr)
     name = (head.verifier or {}).get("name_or_path")
@@ -127,7 +127,7 @@ def _write(
         )
 
 
-def _chosen(folder: pathlib.Path) -> tuple[dict[str, Any], int, dict[str, int]]:
+def _chosen(folder: disk.Path) -> tuple[dict[str, Any], int, dict[str, int]]:
     """Chooses the checkpoint with the largest acceptance length in the engine, else the newest.
 
     The training may have been stopped early.

@@ -134,8 +134,8 @@ def run(
         "hardware": machine.hardware(),
         "versions": machine.versions(),
     }
-    folder = pathlib.Path(config.run_dir, "check")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = config.run_folder / "check"
+    disk.make_folder(folder)
     disk.write_json(folder / f"{engine}{'' if expect is None else '-compared'}.json", report)
     if problems and request["dtype"] == EXACT:
         raise CheckError(f"{draft}: not what the files promise:\n  " + "\n  ".join(problems))

@@ -38,9 +38,9 @@ def push(config: RunConfig, repository: str, *, upload: bool) -> str:
         ValueError: no licence in the config; or an evaluation in the report measured another head, or none a head.
         OSError: the hub refuses, or does not answer.
     """
-    folder = config.folder("export")
-    exported, trained = manifest.read(folder, "export"), manifest.read(config.folder("train"), "train")
-    path = pathlib.Path(config.run_dir, "report.json")
+    exported, trained = (manifest.read(config.folder(verb), verb) for verb in ("export", "train"))
+    folder = disk.local(config.folder("export"))
+    path = config.run_folder / "report.json"
     if not path.exists():
         raise FileNotFoundError(f"{path}: not found; `python -m eagle3_jax.report` writes what the card says")
     if config.card.license is None:
@@ -50,7 +50,7 @@ def push(config: RunConfig, repository: str, *, upload: bool) -> str:
     others = [name for name, way in measured.items() if way["draft"]["files"] != held]
     if others or not measured:
         found = f"{', '.join(others)} measured another head than" if others else "nothing in it measured"
-        raise ValueError(f"{path}: {found} {folder}; evaluate this one, and run `report` again")
+        raise ValueError(f"{path}: {found} {config.folder('export')}; evaluate this one, and run `report` again")
     prepared = manifest.read(config.folder("prepare"), "prepare", verify=False)
     text = card(config.card, report, exported, trained["identity"], prepared, repository)
     paths = [folder / name for name in (files.CONFIG, files.WEIGHTS, manifest.NAME)]

@@ -15,8 +15,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import pathlib
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -87,8 +85,8 @@ def _extract(
     config: configs.RunConfig,
     target: Target,
     replica: Replica,
-    conversations: pathlib.Path,
-    folder: pathlib.Path,
+    conversations: disk.Path,
+    folder: disk.Path,
 ) -> None:
     processes.agree(lambda: _check_disk(config.extract, conversations, folder, target))
     rates: dict[str, float] = {}
@@ -104,8 +102,8 @@ def _extract(
 def _finish(
     config: configs.RunConfig,
     target: Target,
-    conversations: pathlib.Path,
-    folder: pathlib.Path,
+    conversations: disk.Path,
+    folder: disk.Path,
     rates: dict[str, float],
 ) -> None:
     """All shards are there: writes what is said of all of them together."""
@@ -125,9 +123,7 @@ def _finish(
     )
 
 
-def _check_disk(
-    config: configs.ExtractConfig, conversations: pathlib.Path, folder: pathlib.Path, target: Target
-) -> None:
+def _check_disk(config: configs.ExtractConfig, conversations: disk.Path, folder: disk.Path, target: Target) -> None:
     """Foretells from a sample how much the features will take, and says it. Raises ValueError: more than is free."""
     model = target.model.config
     aux_width, states = len(model.aux_layers) * model.hidden_size, config.states != "none"
@@ -135,38 +131,40 @@ def _check_disk(
     tokens = text = whole = 0
     for split in configs.SPLITS:
         source = conversations / f"{split}.jsonl"
-        whole += source.stat().st_size
-        with open(source, encoding="utf-8") as stream:
+        whole += disk.size(source)
+        with disk.open_binary(source) as stream:
             for line in itertools.islice(stream, _SAMPLE):
-                text += len(line.encode())
+                text += len(line)
                 with contextlib.suppress(Rejected):
-                    for sequence in read_conversation(line, target.tokenizer, config.max_length):
+                    for sequence in read_conversation(line.decode(), target.tokenizer, config.max_length):
                         tokens += len(sequence.token_ids)
-    there = sum(path.stat().st_size for path in folder.rglob("*.array_record"))
+    there = sum(disk.size(path) for split in configs.SPLITS for path in (folder / split).glob("*.array_record"))
     need = max(0, tokens * each * whole // max(text, 1) - there)
-    free = shutil.disk_usage(folder).free
-    sizes = f"{need / 2**30:.1f} GiB for features ({each / 1024:.1f} KiB a token), {free / 2**30:.1f} GiB are free"
-    if need > free:
+    free = disk.free_bytes(folder)
+    sizes = f"{need / 2**30:.1f} GiB for features ({each / 1024:.1f} KiB a token)"
+    if free is not None:
+        sizes += f", {free / 2**30:.1f} GiB are free"
+    if free is not None and need > free:
         raise ValueError(f"{folder}: needs about {sizes}; free some space, or choose another run_dir")
     print(f"extract: about {sizes}", file=sys.stderr)
 
 
 def _extract_split(
-    config: configs.ExtractConfig, source: pathlib.Path, folder: pathlib.Path, target: Target, replica: Replica
+    config: configs.ExtractConfig, source: disk.Path, folder: disk.Path, target: Target, replica: Replica
 ) -> float:
     """Computes this replica's shards of one split that are not yet there. Returns its tokens a second."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(source, encoding="utf-8") as stream:
+    disk.make_folder(folder)
+    with disk.open_binary(source) as stream:
         total = sum(1 for _ in stream)
     shards = max(1, -(-total // config.shard_records))
     paths = [features.shard_path(folder, shard, shards) for shard in range(shards)]
     processes.barrier()  # a replica with several processes must see the same shards as complete on all of them
     complete = [features.is_complete(path) for path in paths]
     processes.barrier()
-    with open(source, encoding="utf-8") as stream, _Progress(total, f"extract {folder.name}") as progress:
+    with disk.open_binary(source) as stream, _Progress(total, f"extract {folder.name}") as progress:
         for shard, path in enumerate(paths):
             command.stop_point()
-            lines = list(itertools.islice(stream, config.shard_records))
+            lines = [line.decode() for line in itertools.islice(stream, config.shard_records)]
             if complete[shard] or shard % replica.count != replica.index:
                 progress.bar.update(len(lines))
             else:
@@ -174,7 +172,7 @@ def _extract_split(
     return progress.rate()
 
 
-def _summarise(folder: pathlib.Path) -> dict[str, Any]:
+def _summarise(folder: disk.Path) -> dict[str, Any]:
     """The counts of a split for the manifest, of its shards' notes; writes its list of rejects."""
     all_notes = [features.read_notes(path) for path in sorted(folder.glob("*.array_record"))]
     rejects = [reject for notes in all_notes for reject in notes["rejects"]]
@@ -216,7 +214,7 @@ class _Progress:
 def _extract_shard(
     config: configs.ExtractConfig,
     lines: Sequence[str],
-    path: pathlib.Path,
+    path: disk.Path,
     target: Target,
     replica: Replica,
     seed: int,
@@ -276,7 +274,7 @@ def _token_records(
             yield conversation, {"token_ids": conversation.token_ids, "loss_mask": conversation.loss_mask}
 
 
-def _token_counts(folder: pathlib.Path, vocab_size: int) -> np.ndarray:
+def _token_counts(folder: disk.Path, vocab_size: int) -> np.ndarray:
     """int64 [V]: how often each token counts in the loss, summed over the shards' notes."""
     counts = np.zeros(vocab_size, np.int64)
     for path in folder.glob("*.array_record"):

@@ -35,7 +35,7 @@ def load_packaged(target: Target, dtype: Any) -> Draft | None:
     return None if folder is None else heads.load_draft(folder, target=target, dtype=dtype)
 
 
-def chosen_draft(draft: str | None, export: pathlib.Path, target: Target) -> tuple[str, pathlib.Path | None]:
+def chosen_draft(draft: str | None, export: disk.Path, target: Target) -> tuple[str, pathlib.Path | None]:
     """Resolves the draft of a verb.
 
     Args:
@@ -53,7 +53,7 @@ def chosen_draft(draft: str | None, export: pathlib.Path, target: Target) -> tup
     if draft is None:
         if (export / manifest.NAME).exists() or packaged_head(target) is None:
             manifest.read(export, made_by="export", verify=False)  # `load_draft` verifies
-            return str(export), export
+            return str(export), disk.local(export)
         processes.say(f"{export}: no head there; drafting with this package's head for {target.identity['name']}")
         draft = AUTO
     if draft in (LOOKUP, MTP):

@@ -47,6 +47,7 @@ ABSENT: Final = 0  # the generation of an object that does not exist
 LEASE_SECONDS: Final = "EAGLE3_JAX_LEASE_SECONDS"  # a lease that its holder has not renewed for so long has ended
 SEGMENT_SECONDS: Final = 5.0  # a log is sealed at least so often: a kill loses no more
 _SEGMENT_BYTES: Final = 4 << 20
+_BEGINS: Final = ".begins.jsonl"  # of a segment that begins its log anew
 _PIECE: Final = 32 << 20  # bytes of one ranged read of a whole object
 _AT_ONCE: Final = 4  # such reads on their way
 _PACKAGES: Final = ("gcsfs", "google.cloud.storage", "tensorstore", "etils")
@@ -405,9 +406,8 @@ def _renew(
             return
         except OSError as error:
             if time.monotonic() - last > seconds * 2 / 3:
-                lost(
-                    f"{path}: the lease could not be renewed for {time.monotonic() - last:.0f} s, this run ends ({error})"
-                )
+                passed = time.monotonic() - last
+                lost(f"{path}: the lease was not renewed for {passed:.0f} s, this run ends ({error})")
                 return
 
 
@@ -421,8 +421,7 @@ class SegmentedLog:
     def __init__(self, folder: Path) -> None:
         self._folder, self._bytes, self._since = folder, 0, 0.0
         self._lines: list[bytes] = []
-        numbers = [int(name.partition(".")[0]) for name in names_below(folder)]
-        self._next = max(numbers, default=0) + 1
+        self._next = _next_segment(names_below(folder))
         self._sealed: queue.Queue[bytes | None] = queue.Queue()
         self._lock = threading.Lock()
         self._error: OSError | None = None
@@ -474,9 +473,23 @@ class SegmentedLog:
 
 
 def read_segments(folder: Path) -> Iterator[bytes]:
-    """Yields the segments of a log in order."""
-    for name in names_below(folder):
+    """Yields the segments of a log in order, from the last one on that begins it."""
+    names = names_below(folder)
+    begins = [at for at, name in enumerate(names) if name.endswith(_BEGINS)]
+    for name in names[begins[-1] if begins else 0 :]:
         yield read(folder / name)
+
+
+def rewrite_log(folder: Path, content: bytes) -> None:
+    """Replaces a log by one write: of a segment in front of which none counts."""
+    names = names_below(folder)
+    put(folder / f"{_next_segment(names):06d}{_BEGINS}", content, ABSENT)
+    for name in names:
+        remove(folder / name)
+
+
+def _next_segment(names: list[str]) -> int:
+    return max((int(name.partition(".")[0]) for name in names), default=0) + 1
 
 
 # ------------------------------------------------------------------------------------------------------------- clients

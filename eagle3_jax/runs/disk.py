@@ -18,7 +18,7 @@ import socket
 import sys
 import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import filelock
@@ -44,7 +44,12 @@ class LockError(ValueError):
 
 def path_of(address: str | Path) -> Path:
     """Makes a path, of a local file or in a bucket."""
-    return bucket.path_of(address) if bucket.is_address(address) else pathlib.Path(address)
+    return bucket.path_of(address) if is_remote(address) else pathlib.Path(address)
+
+
+def is_remote(path: str | Path) -> bool:
+    """Tells whether a path lies in a bucket."""
+    return bucket.is_address(path)
 
 
 def check_address(field: str, address: str, *, writable: bool = True) -> None:
@@ -53,52 +58,66 @@ def check_address(field: str, address: str, *, writable: bool = True) -> None:
     Raises:
         AddressError: field, got, expected.
     """
-    if bucket.is_address(address):
+    if is_remote(address):
         try:
             bucket.check(address, writable=writable)
         except ValueError as error:
             raise AddressError(f"{field}: {error}") from error
 
 
+def absolute(path: str | Path) -> Path:
+    """Returns a path that does not depend on the working directory."""
+    return path_of(path) if is_remote(path) else pathlib.Path(path).absolute()
+
+
 def size(path: Path) -> int:
     """Returns the bytes of a file. Raises FileNotFoundError."""
-    return bucket.size(path) if bucket.is_address(path) else path.stat().st_size
+    return bucket.size(path) if is_remote(path) else path.stat().st_size
 
 
 def open_binary(path: str | Path) -> io.BufferedReader:
     """Opens a file to be read from its beginning, in a bucket by ranges. Raises OSError."""
-    return bucket.open_binary(path_of(path)) if bucket.is_address(path) else open(path, "rb")
+    return bucket.open_binary(path_of(path)) if is_remote(path) else open(path, "rb")
 
 
 def read_bytes(path: Path) -> bytes:
     """Returns a whole file. Raises OSError."""
-    return b"".join(bucket.pieces(path)) if bucket.is_address(path) else path.read_bytes()
+    return b"".join(bucket.pieces(path)) if is_remote(path) else path.read_bytes()
+
+
+def read_range(path: Path, start: int, stop: int) -> bytes:
+    """Returns a part of a file; several threads may ask at once. Raises OSError."""
+    if is_remote(path):
+        return bucket.read(path, start, stop)
+    with path.open("rb") as stream:
+        stream.seek(start)
+        return stream.read(stop - start)
 
 
 def make_folder(folder: Path) -> None:
     """Makes a local folder and those above it; a bucket has none."""
-    if not bucket.is_address(folder):
+    if not is_remote(folder):
         folder.mkdir(parents=True, exist_ok=True)
 
 
 def free_bytes(folder: Path) -> int | None:
     """Returns the free space of a folder's file system; None for a bucket, which has no limit."""
-    return None if bucket.is_address(folder) else shutil.disk_usage(folder).free
+    return None if is_remote(folder) else shutil.disk_usage(folder).free
 
 
 def local(folder: Path) -> pathlib.Path:
     """Returns a local folder with the files of this one: itself, or a copy that lives as long as this process."""
-    return bucket.mirror(folder) if bucket.is_address(folder) else folder
+    return bucket.mirror(folder) if is_remote(folder) else folder
 
 
 def is_whole(folder: Path) -> bool:
     """Tells whether `atomic` wrote this folder; one in a bucket must hold a manifest."""
-    return (folder / _LAST).exists() if bucket.is_address(folder) else folder.exists()
+    return (folder / _LAST).exists() if is_remote(folder) else folder.exists()
 
 
 def digest(path: str | Path) -> str:
     """sha256 of a file, in hex."""
-    if bucket.is_address(path):
+    if is_remote(path):
         found = hashlib.sha256()
         for piece in bucket.pieces(path_of(path)):
             found.update(piece)
@@ -114,7 +133,7 @@ def atomic(path: str | Path) -> Iterator[pathlib.Path]:
     On success it takes the place of `path` (of a file or an empty folder, or of nothing); on failure it is removed.
     In a bucket a file is one object with a generation precondition; a folder is whole where its manifest is.
     """
-    if bucket.is_address(path):
+    if is_remote(path):
         with bucket.staged(path_of(path), last=_LAST) as temporary:
             yield temporary
         return
@@ -146,7 +165,7 @@ def lock(path: str | Path) -> Iterator[None]:
     """
     path = path_of(path)
     file = path.with_name(f".{path.name}.lock")
-    remote = bucket.is_address(path)
+    remote = is_remote(path)
     with contextlib.ExitStack() as held:
         owner = processes.agree(lambda: held.enter_context((_lease if remote else _lock)(path, file)))
         there = bucket.holder(file) if remote else file.read_text() if file.exists() else None
@@ -230,12 +249,12 @@ def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
 class Log:
     """A file of lines that grows and survives a kill; a context manager.
 
-    A local line is in the file when `write` returns. In a bucket `path` is a folder of sealed segments; a kill loses the
-    lines of the last seconds.
+    A local line is in the file when `write` returns. In a bucket `path` is a folder of sealed segments; a kill loses
+    the lines of the last seconds.
     """
 
     def __init__(self, path: Path) -> None:
-        self._log = bucket.SegmentedLog(path) if bucket.is_address(path) else path.open("a", encoding="utf-8")
+        self._log = bucket.SegmentedLog(path) if is_remote(path) else path.open("a", encoding="utf-8")
 
     def write(self, line: str) -> None:
         """Adds a line, with its line feed. Raises OSError."""
@@ -251,13 +270,17 @@ class Log:
     def __enter__(self) -> Log:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Ends the log; all lines are stored then. Raises OSError."""
         self._log.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def log_lines(path: Path) -> list[bytes]:
     """The whole lines of a log; empty where there is none. A last line that a kill tore is cut off the file."""
-    if bucket.is_address(path):
+    if is_remote(path):
         return b"".join(bucket.read_segments(path)).splitlines()
     cut_torn_line(path)
     return path.read_bytes().splitlines() if path.exists() else []
@@ -278,9 +301,19 @@ def read_log(path: str | Path) -> list[Any]:
     return values
 
 
+def rewrite_log(path: Path, lines: Sequence[bytes]) -> None:
+    """Replaces the lines of a log, atomically."""
+    content = b"".join(line + b"\n" for line in lines)
+    if is_remote(path):
+        bucket.rewrite_log(path, content)
+    else:
+        with atomic(path) as temporary:
+            temporary.write_bytes(content)
+
+
 def remove_log(path: Path) -> None:
     """Removes a log."""
-    bucket.remove(path) if bucket.is_address(path) else path.unlink()
+    bucket.remove(path) if is_remote(path) else path.unlink()
 
 
 def cut_torn_line(path: pathlib.Path) -> None:

@@ -103,7 +103,9 @@ def train(config: configs.RunConfig, target: Target | None = None) -> dict[str, 
         head = draft_models.resolve(run.warm_start, "train.warm_start", "the folder of a head")
         warm = _warm_start(head, target, head_config)
         identity["warm_start"] = files.file_digests(head)
-    other = f"run_dir; its features may be a link to these: ln -s {features.resolve()} RUN_DIR/features"
+    other = "run_dir"
+    if not disk.is_remote(features):
+        other += f"; its features may be a link to these: ln -s {features.resolve()} RUN_DIR/features"
     with manifest.claim(folder, identity, newer=("served_prompts", "online"), place=other) as finished:
         if finished:
             processes.say(f"train: {folder} is finished already")

@@ -6,7 +6,6 @@ itself, with its caches, its kernels, and answers as long as they get.
 
 from __future__ import annotations
 
-import pathlib
 from typing import Any
 
 import jax
@@ -21,13 +20,13 @@ from eagle3_jax.mesh import fetch, make_mesh, own_replica
 from eagle3_jax.models.checkpoint.fetch import load_target
 from eagle3_jax.models.drafts.eagle3 import DraftHead
 from eagle3_jax.models.drafts.head import Draft
-from eagle3_jax.runs import manifest, processes
+from eagle3_jax.runs import disk, manifest, processes
 
 _BATCH = 16
 _TOKENS = 96  # of each answer: fixed, since acceptance lengths of one training are compared
 
 
-def held_out_prompts(config: configs.RunConfig) -> pathlib.Path:
+def held_out_prompts(config: configs.RunConfig) -> disk.Path:
     """The file of them. Raises ManifestError: it is not there."""
     path = config.folder("prepare") / "held_out.jsonl"
     if not path.is_file():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import pathlib
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +17,7 @@ from orbax.checkpoint import v1 as ocp
 
 from eagle3_jax.mesh import put, replicated
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
+from eagle3_jax.runs import disk
 from eagle3_jax.training.state import TrainState
 
 
@@ -33,8 +33,8 @@ class Checkpoints:
             read, beside a training that may be saving.
     """
 
-    def __init__(self, folder: str | pathlib.Path, keep: int | None = None) -> None:
-        self.folder = pathlib.Path(folder).absolute()
+    def __init__(self, folder: str | disk.Path, keep: int | None = None) -> None:
+        self.folder = disk.absolute(folder)
         policies = ocp.training.preservation_policies
         policy: Any = None
         if keep is not None:
@@ -153,7 +153,7 @@ class Checkpoints:
 
     @staticmethod
     @contextlib.contextmanager
-    def _orderly(folder: pathlib.Path) -> Iterator[None]:
+    def _orderly(folder: disk.Path) -> Iterator[None]:
         """Whatever Orbax and its storage raise, as one sentence that names the folder."""
         try:
             yield
@@ -206,7 +206,7 @@ def _is_no_orbax_traceback(record: logging.LogRecord) -> bool:
     return not record.exc_info or "/orbax/" not in record.pathname
 
 
-def load_head(folder: str | pathlib.Path, config: DraftHeadConfig, step: int | None = None) -> DraftHead:
+def load_head(folder: str | disk.Path, config: DraftHeadConfig, step: int | None = None) -> DraftHead:
     """The head of a step of a checkpoints folder, or the newest, on the default device of each process.
 
     Raises:
@@ -215,7 +215,7 @@ def load_head(folder: str | pathlib.Path, config: DraftHeadConfig, step: int | N
     shapes = jax.eval_shape(lambda: DraftHead(config, rngs=nnx.Rngs(0)))
     everywhere = replicated(jax.sharding.Mesh(jax.devices(), "all"))  # processes can only read together
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), shapes)
-    if not pathlib.Path(folder).is_dir():
+    if not disk.path_of(folder).is_dir():
         raise CheckpointError(f"{folder}: not found, expected the output of `python -m eagle3_jax.train`")
     with Checkpoints(folder) as checkpoints:
         return jax.tree.map(lambda x: x.addressable_data(0), checkpoints.restore_head(like, step))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pathlib
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -71,20 +70,17 @@ class MetricWriter:
         done: the step from which a killed run resumes; entries of later steps are dropped, since they are repeated.
     """
 
-    def __init__(self, folder: str | pathlib.Path, done: int | None) -> None:
+    def __init__(self, folder: str | disk.Path, done: int | None) -> None:
         self._active = processes.index() == 0
         self._newest: dict[str, dict[str, Any]] = {}
-        folder = pathlib.Path(folder)
+        folder = disk.path_of(folder)
         if self._active:
             path = folder / "metrics.jsonl"
-            disk.cut_torn_line(path)
-            lines = disk.read_jsonl(path) if path.exists() else ()
-            kept = [line for line in lines if line["step"] <= (done or 0)]
-            with disk.atomic(path) as temporary:
-                temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+            kept = [line for line in map(json.loads, disk.log_lines(path)) if line["step"] <= (done or 0)]
+            disk.rewrite_log(path, [json.dumps(line).encode() for line in kept])
             for line in kept:
                 self._newest[line["kind"]] = {name: line[name] for name in line if name not in ("step", "kind")}
-            self._lines = path.open("a", encoding="utf-8")
+            self._lines = disk.Log(path)
             self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=(done or 0) + 1)
 
     def newest(self, kind: str) -> dict[str, Any]:
@@ -100,7 +96,6 @@ class MetricWriter:
         if not self._active:
             return
         self._lines.write(json.dumps({"step": step, "kind": kind} | values) + "\n")
-        self._lines.flush()
         for name, value in values.items():
             several = isinstance(value, list)
             for i, number in enumerate(value if several else [value]):

@@ -98,6 +98,11 @@ def test_logs(folder):
                 log.append(value)
     assert disk.read_log(path) == [1, 2, {"text": "één\u2028"}, [3]]
     assert [found.name for found in folder.glob("train.*.jsonl.partial")] == [path.name]
+    disk.rewrite_log(path, disk.log_lines(path)[:1])
+    with disk.Log(path) as log:
+        log.append(5)
+    disk.rewrite_log(path, disk.log_lines(path))
+    assert disk.read_log(path) == [1, 5]
     disk.remove_log(path)
     assert not path.exists() and disk.read_log(path) == []
 
