@@ -18,7 +18,7 @@ from typing import Any, NotRequired, TypedDict
 
 from eagle3_jax.data import filters, lines
 from eagle3_jax.models import chat_template
-from eagle3_jax.runs import processes
+from eagle3_jax.runs import disk, processes
 
 Messages = filters.Messages
 _Take = Callable[[Messages], Messages]

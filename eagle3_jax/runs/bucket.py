@@ -117,7 +117,7 @@ def check(address: str, *, writable: bool) -> None:
     except (exceptions.GoogleAPICallError, exceptions.RetryError, auth.GoogleAuthError, OSError) as error:
         if isinstance(error.__cause__, exceptions.NotFound | exceptions.Forbidden | exceptions.Unauthorized):
             wanted = "a bucket that exists" if isinstance(error.__cause__, exceptions.NotFound) else "one to be written"
-            raise ValueError(f"got {address!r}, expected {wanted} ({_reason(error.__cause__)})") from error
+            raise ValueError(f"got {address!r}, expected {wanted} ({_reason(error)})") from error
         raise ValueError(f"got {address!r}, expected a bucket that answers ({_reason(error)})") from error
 
 
