@@ -238,7 +238,9 @@ def transformers_ways(target: Target, prompts: list[list[int]], batch: int, max_
     import transformers
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(target.folder, dtype=torch.float32).eval()
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        disk.local(target.folder), dtype=torch.float32
+    ).eval()
     ends = sorted(end_ids(target.model.config, target.tokenizer))
 
     def answer(**options: Any) -> tuple[Answers, float]:

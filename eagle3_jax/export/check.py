@@ -154,7 +154,7 @@ def _request(
     fitting, _ = sources.encode(asked, target.tokenizer, room, f"--prompts {prompts_path}")
     prompts = [prompt["prompt"] for prompt in fitting[: settings.limit]]
     return {
-        "target": str(target.folder),
+        "target": str(disk.local(target.folder)),
         "draft": str(draft),
         "num_speculative_tokens": steps,
         "prompts": prompts,

@@ -17,6 +17,7 @@ from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.drafts.model import DraftModel
 from eagle3_jax.models.families import FAMILIES
 from eagle3_jax.models.families.vision import TEXT_OF, text_name
+from eagle3_jax.runs import disk
 from eagle3_jax.runs.disk import JsonError
 
 _EXPECTED = (
@@ -32,7 +33,7 @@ def resolve(draft: str | pathlib.Path, field: str = "draft", expected: str = _EX
         field: the field to name in errors. expected: the values allowed in this field, for errors.
     """
     if isinstance(draft, str):
-        return fetch(draft, field=field, expected=expected)
+        return disk.local(fetch(draft, field=field, expected=expected))
     if not draft.is_dir():
         raise TargetError(f"{field}: got {str(draft)!r}, no such folder; expected {expected}")
     return draft

@@ -188,20 +188,22 @@ def read(path: Path, start: int = 0, stop: int | None = None) -> bytes:
     Raises:
         FileNotFoundError, BucketError.
     """
+    if stop is not None and stop - start > _PIECE:
+        return b"".join(pieces(path, start, stop))
     bucket, name = split(path)
     return _result(path, _store(bucket).read(name, byte_range=slice(start, stop)))
 
 
-def pieces(path: Path) -> Iterator[bytes]:
-    """Yields a whole object in order; several of its ranges are on their way at once.
+def pieces(path: Path, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
+    """Yields the bytes `start` to `stop` of an object in order, the whole by default; several ranges are on their way.
 
     Raises:
         FileNotFoundError, BucketError.
     """
     bucket, name = split(path)
-    whole, asked = size(path), collections.deque()
-    for start in range(0, whole, _PIECE):
-        asked.append(_store(bucket).read(name, byte_range=slice(start, min(start + _PIECE, whole))))
+    end, asked = size(path) if stop is None else stop, collections.deque()
+    for at in range(start, end, _PIECE):
+        asked.append(_store(bucket).read(name, byte_range=slice(at, min(at + _PIECE, end))))
         if len(asked) > _AT_ONCE:
             yield _result(path, asked.popleft())
     while asked:
@@ -305,12 +307,16 @@ def _mirror(folder: str, generations: tuple[tuple[str, int], ...]) -> pathlib.Pa
     return local
 
 
-def mirror(folder: Path, leave_out: Callable[[str], bool] = lambda _: False) -> pathlib.Path:
-    """Copies the objects directly below a folder to a local one, which this process removes at its end."""
+def mirror(folder: Path, without: str) -> pathlib.Path:
+    """Copies the objects directly below a folder to a local one, which this process removes at its end.
+
+    Args:
+        without: the ending of objects that are not copied.
+    """
     bucket, name = split(folder)
     blobs = _client().list_blobs(bucket, prefix=f"{name.rstrip('/')}/", delimiter="/")
     held = sorted((blob.name.rpartition("/")[2], blob.generation) for blob in blobs)
-    return _mirror(str(folder), tuple((name, found) for name, found in held if name and not leave_out(name)))
+    return _mirror(str(folder), tuple((name, found) for name, found in held if name and not name.endswith(without)))
 
 
 # ------------------------------------------------------------------------------------------------------------- leases

@@ -105,9 +105,13 @@ def free_bytes(folder: Path) -> int | None:
     return None if is_remote(folder) else shutil.disk_usage(folder).free
 
 
-def local(folder: Path) -> pathlib.Path:
-    """Returns a local folder with the files of this one: itself, or a copy that lives as long as this process."""
-    return bucket.mirror(folder) if is_remote(folder) else folder
+def local(folder: Path, without: str = "*") -> pathlib.Path:
+    """Returns a local folder with the files of this one: itself, or a copy that lives as long as this process.
+
+    Args:
+        without: the ending of files that are not copied.
+    """
+    return bucket.mirror(folder, without) if is_remote(folder) else folder
 
 
 def is_whole(folder: Path) -> bool:

