@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,17 +11,18 @@ import yaml
 from eagle3_jax.config import flags
 from eagle3_jax.config.checks import ConfigError, problems
 from eagle3_jax.config.sections import RunConfig
+from eagle3_jax.runs import disk
 
 
-def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Reads a YAML run file and applies dotted overrides such as `--train.learning_rate 3e-4`.
+def load(path: str | disk.Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads a YAML run file, a local one or in a bucket, and applies dotted overrides such as `--train.learning_rate 3e-4`.
 
     Raises:
         ConfigError: unreadable file, unknown key, wrong type, value out of range.
     """
-    path = pathlib.Path(path)
+    path = disk.path_of(path)
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        values = yaml.load(disk.read_bytes(path).decode(), _Loader)
     except UnicodeDecodeError as error:
         raise ConfigError(f"--config {path}: not UTF-8: {error}") from error
     except OSError as error:

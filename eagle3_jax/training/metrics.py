@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import pathlib
+import tempfile
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -13,6 +16,8 @@ from tensorboardX import SummaryWriter
 
 from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.runs import disk, processes
+
+_SEAL_SECONDS = 60
 
 
 class NotFinite(ValueError):
@@ -63,6 +68,36 @@ def summarise(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return summary
 
 
+class _SealedBoard:
+    """TensorBoard curves in a bucket: one event file a minute, each uploaded when it is complete."""
+
+    def __init__(self, folder: str, purge_step: int) -> None:
+        self._folder, self._number = disk.path_of(folder), 0
+        self._begin(purge_step)
+
+    def _begin(self, purge_step: int | None = None) -> None:
+        self._scratch = tempfile.TemporaryDirectory(prefix="eagle3_jax-")
+        self._writer = SummaryWriter(self._scratch.name, purge_step=purge_step, filename_suffix=f".{self._number:06d}")
+        self._since = time.monotonic()
+
+    def _seal(self) -> None:
+        self._writer.close()
+        for file in pathlib.Path(self._scratch.name).iterdir():
+            with disk.atomic(self._folder / file.name) as temporary:
+                file.rename(temporary)
+        self._scratch.cleanup()
+        self._number += 1
+
+    def add_scalar(self, name: str, number: float, step: int) -> None:
+        if time.monotonic() - self._since > _SEAL_SECONDS:
+            self._seal()
+            self._begin()
+        self._writer.add_scalar(name, number, step)
+
+    def close(self) -> None:
+        self._seal()
+
+
 class MetricWriter:
     """Appends to `metrics.jsonl` and to TensorBoard files in a folder; only process 0 writes. A context manager.
 
@@ -81,7 +116,8 @@ class MetricWriter:
             for line in kept:
                 self._newest[line["kind"]] = {name: line[name] for name in line if name not in ("step", "kind")}
             self._lines = disk.Log(path)
-            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=(done or 0) + 1)
+            board = _SealedBoard if disk.is_remote(folder) else SummaryWriter
+            self._board = board(str(folder / "tensorboard"), purge_step=(done or 0) + 1)
 
     def newest(self, kind: str) -> dict[str, Any]:
         """Returns the last values of this kind in `metrics.jsonl` at opening; empty if there are none."""
