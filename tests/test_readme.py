@@ -79,7 +79,7 @@ def understand_script(script: str, arguments: list[str]) -> None:
         "tools/hello.sh --draft lookup",
         "tools/recipe.sh configs/smollm2_135m.yaml",
         "tools/test.sh fast",
-        "tools/tpu_vm.sh install --name head --zone us-west4-a --bucket my-bucket",
+        "tools/tpu_vm.sh install --name head --zone us-west4-a --dry-run",
     ],
 )
 def test_a_right_line_is_understood(line):

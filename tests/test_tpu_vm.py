@@ -22,7 +22,7 @@ import pytest
 import yaml
 
 from eagle3_jax import config as configs
-from eagle3_jax.runs import command
+from eagle3_jax.runs import bucket, command
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "docs/batch-jobs-on-tpu-vms.md"
@@ -49,8 +49,6 @@ if what == "describe":
     if state == "FORBIDDEN":
         sys.exit(f"{{error}}PERMISSION_DENIED: Project 'mine' not found or permission denied.")
     print(state, said["label"], said["type"], "e30=" if said["spot"] else "", sep=",")
-elif what == "buckets":
-    print(said["namespace"])
 elif what == "scp" and said["no_key"]:
     sys.exit("ERROR: (gcloud.compute.tpus.tpu-vm.scp) SSH Key is not present in the SSH agent.")
 elif what == "scp":
@@ -78,15 +76,13 @@ exit "$(cat "$FAKE/exit" 2>/dev/null || echo 0)"
 
 
 # What gcloud answers in a run, unless a test says otherwise: the states of the slice, the last one again and again; its
-# label, its type, and whether it is a spot one; whether the bucket has a hierarchical namespace; whether the SSH agent
-# lacks gcloud's key; which hosts cannot be reached with a script that contains `deaf_to`; after how many questions the
-# verb is no longer held.
+# label, its type, and whether it is a spot one; whether the SSH agent lacks gcloud's key; which hosts cannot be reached
+# with a script that contains `deaf_to`; after how many questions the verb is no longer held.
 SAYS: dict[str, Any] = {
     "states": ["ACTIVE"],
     "label": "eagle3_jax",
     "type": "v5p-16",
     "spot": False,
-    "namespace": "True",
     "no_key": False,
     "deaf": [],
     "deaf_to": "",
@@ -167,7 +163,7 @@ def cloud(tmp_path: pathlib.Path) -> Cloud:
 @pytest.fixture
 def config(tmp_path: pathlib.Path) -> pathlib.Path:
     path = tmp_path / 'my run\'s "first" $config.yaml'
-    path.write_text("run_dir: bucket/head  # $HOME `id` 'quoted'\n")
+    path.write_text("run_dir: gs://my-bucket/head  # $HOME `id` 'quoted'\n")
     return path
 
 
@@ -288,26 +284,16 @@ esac
 """
     for name in ("python3", "python3.11", "python3.12", "python3.13"):
         cloud.program(name, python)
-    for name in ("gcsfuse", "mountpoint"):
-        cloud.program(name, f'#!/bin/sh\necho {name} "$@" >>{name}-calls\n[ {name} = gcsfuse ]\n')
     for host in cloud.hosts:
         (host / "eagle3_jax/.venv/bin/python").unlink()
-    ended = cloud.run("install", "--bucket", "my-bucket")
+    ended = cloud.run("install")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert cloud.verbs() == ["describe", "buckets", "scp", "ssh"]
-    assert all("--worker=all" in call for call in cloud.asked()[2:])
+    assert cloud.verbs() == ["describe", "scp", "ssh"]
+    assert all("--worker=all" in call for call in cloud.asked()[1:])
     for host in cloud.hosts:
         locked, package = (host / "eagle3_jax/pip-calls").read_text().splitlines()
         assert locked.endswith("--require-hashes --requirement requirements/tpu.txt")
         assert package.endswith("--no-build-isolation --no-deps --editable .")
-        mounted = (host / "eagle3_jax/gcsfuse-calls").read_text().split()
-        assert mounted[-2:] == ["my-bucket", "bucket"] and "--metadata-cache-ttl-secs=0" in mounted
-
-
-def test_a_bucket_whose_folders_cannot_be_renamed_at_once_is_refused(cloud):
-    ended = cloud.run("install", "--bucket", "my-bucket", namespace="")
-    assert ended.returncode == 1 and "expected one with a hierarchical namespace" in ended.stderr
-    assert cloud.verbs() == ["describe", "buckets"]
 
 
 @pytest.mark.parametrize(("kind", "hosts"), [("v5p-16", 2), ("v5p-8", 1)])
@@ -401,17 +387,21 @@ def test_a_stop_by_sigterm_is_no_end(cloud, config):
     assert ended.stdout.count(" stopped\n") == 2
 
 
-def test_a_bucket_is_mounted_again_before_a_job(cloud, config):
-    """Otherwise a host that was restarted would write into an empty folder on its own disk."""
-    cloud.program("mountpoint", "#!/bin/sh\n[ -e mounted ]\n")
-    cloud.program("gcsfuse", '#!/bin/sh\necho "$@" >>mounted\n')
+def test_a_bucket_is_asked_as_the_vm(cloud, config):
+    """As its service account, which the verbs use when it is named."""
     for host in cloud.hosts:
-        (host / "eagle3_jax/.bucket").write_text("my-bucket\n")
-    for _ in range(2):
-        assert cloud.run("train", "--config", str(config)).returncode == 0
+        python = host / "eagle3_jax/.venv/bin/python"
+        python.write_text(python.read_text().replace("exit ", "echo $EAGLE3_JAX_CREDENTIALS >credentials; exit "))
+    assert cloud.run("train", "--config", str(config)).returncode == 0
     for host in cloud.hosts:
-        (options,) = (host / "eagle3_jax/mounted").read_text().splitlines()
-        assert options.endswith(" my-bucket bucket")
+        assert (host / "eagle3_jax/credentials").read_text() == "machine\n"
+
+
+def test_a_run_dir_that_goes_with_the_host_is_told(cloud, config):
+    words = "run_dir runs/head lies on the host's own disk and goes with it; gs://BUCKET/runs/head would stay."
+    for run_dir, told in (("runs/head", True), ("gs://my-bucket/head", False)):
+        ended = cloud.run("train", "--config", str(config), "--", "--run-dir", run_dir, venv=sys.prefix)
+        assert ended.returncode == 0 and (words in ended.stderr) == told, ended.stderr
 
 
 # ---------------------------------------------------------------------------------------------------------------- serve
@@ -448,7 +438,7 @@ def test_a_slice_of_several_hosts_does_not_serve(cloud, config):
         (["create", "--type", "--spot"], "--type: got nothing, expected a value"),
         (["create", "--type", "v6e-8", "--config", "x"], "create: got '--config', expected some of --name"),
         (["create", "--type", "v6e-8", "--", "x"], "create: got '--', expected some of --name"),
-        (["install", "--bucket", "gs://mine/folder"], "--bucket: got gs://mine/folder, expected a bucket's name"),
+        (["install", "--bucket", "mine"], "install: got '--bucket', expected some of --name"),
         (["train"], "--config: got nothing, expected a file of a run"),
         (["train", "--config", "nowhere.yaml"], "--config: got nowhere.yaml, expected a file of a run"),
         (
@@ -552,13 +542,11 @@ def test_the_jobset_is_one_slice_whose_hosts_agree():
     assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts" and rule["onJobFailureReasons"] == ["PodFailurePolicy"]
     assert 0 < spec["failurePolicy"]["maxRestarts"] < 10
 
-    # The run lives in the bucket.
-    (volume,) = pod["volumes"]
-    assert volume["csi"]["driver"] == "gcsfuse.csi.storage.gke.io"
-    assert job["template"]["metadata"]["annotations"]["gke-gcsfuse/volumes"] == "true"
-    assert container["volumeMounts"] == [{"name": volume["name"], "mountPath": "/bucket"}]
-    verb, *_, option, run_dir = container["args"]
-    assert importlib.util.find_spec(verb) and option == "--run-dir" and run_dir.startswith("/bucket/")
+    # The run and its config lie in the bucket, which the service account may use.
+    verb, config, *path, option, run_dir = container["args"]
+    assert importlib.util.find_spec(verb) and (config, option) == ("--config", "--run-dir")
+    assert all(address.startswith("gs://my-bucket/") for address in (*path, run_dir))
+    assert variables[bucket.CREDENTIALS]["value"] == "machine" and pod["serviceAccountName"]
 
 
 def test_kubectl_is_asked_for_what_the_jobset_makes(cloud):
@@ -579,7 +567,7 @@ def test_kubectl_is_asked_for_what_the_jobset_makes(cloud):
 
     # That account, in the namespace of them all, may use the bucket.
     (binding,) = cloud.asked()
-    assert f"gs://{pod['volumes'][0]['csi']['volumeAttributes']['bucketName']}" in binding
+    assert pod["containers"][0]["args"][-1].startswith(f"{binding[binding.index('add-iam-policy-binding') + 1]}/")
     assert "namespace" not in jobset["metadata"]
     assert binding[-1].endswith(f".svc.id.goog/subject/ns/default/sa/{pod['serviceAccountName']}")
     head = text.replace("\\\n#", "")

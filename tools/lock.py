@@ -51,7 +51,7 @@ def main() -> None:
     held: dict[str, list[str]] = {}
     for role, base, extras in [
         *zip(ROLES, [None, *ROLES], ROLES.values(), strict=False),
-        ("tpu", "train", [*ROLES["train"], "tpu", "serve"]),
+        ("tpu", "train", [*ROLES["train"], "tpu", "serve", "gcs"]),
         ("docs", "decode", ["docs"]),
     ]:
         found = entries(resolve(extras, [], whole))  # a role alone has the versions of the whole

@@ -2,8 +2,8 @@
 # Runs batch jobs on Cloud TPU VMs: requests a slice (a queued resource), installs on all its hosts, runs a verb on all.
 #
 #     bash tools/tpu_vm.sh create  --name head --zone us-west4-a --type v5litepod-16 --spot
-#     bash tools/tpu_vm.sh install --name head --zone us-west4-a --bucket my-bucket
-#     bash tools/tpu_vm.sh extract --name head --zone us-west4-a --config my.yaml   # run_dir: bucket/my-head
+#     bash tools/tpu_vm.sh install --name head --zone us-west4-a
+#     bash tools/tpu_vm.sh extract --name head --zone us-west4-a --config my.yaml   # run_dir: gs://my-bucket/my-head
 #     bash tools/tpu_vm.sh train   --name head --zone us-west4-a --config my.yaml -- --train.learning-rate 1e-4
 #     bash tools/tpu_vm.sh serve   --name head --zone us-west4-a --config my.yaml --port 8000
 #     bash tools/tpu_vm.sh delete  --name head --zone us-west4-a
@@ -23,7 +23,7 @@ COMMANDS="create, install, regenerate, extract, train, serve or delete"
 command=${1:-}
 case $command in
   create) options="--type --wait-minutes --spot" ;;
-  install) options="--bucket" ;;
+  install) options="" ;;
   regenerate) options="--config" ;;
   extract) options="--config" ;;
   train) options="--config" ;;
@@ -34,7 +34,7 @@ esac
 shift
 options="--name --zone --project --dry-run $options"
 
-name="" zone="" project="" type="" config="" bucket="" spot="" dry_run=""
+name="" zone="" project="" type="" config="" spot="" dry_run=""
 port=8000 wait_minutes=60
 overrides=()
 while (($#)); do
@@ -83,7 +83,6 @@ slice() {
 expect --name "$name" '[a-z]([a-z0-9-]{0,61}[a-z0-9])?' "lower-case letters, digits and hyphens, 63 at most"
 expect --zone "$zone" '[a-z]+-[a-z]+[0-9]+-[a-z0-9]+' "a zone such as us-west4-a"
 [[ -z $project ]] || expect --project "$project" '[a-z][a-z0-9.:-]+' "a project's id"
-[[ -z $bucket ]] || expect --bucket "$bucket" '[a-z0-9][a-z0-9._-]+[a-z0-9]' "a bucket's name, without gs:// and folders"
 expect --port "$port" '[1-9][0-9]{3,4}' "a port from 1000 on"
 expect --wait-minutes "$wait_minutes" '[1-9][0-9]{0,3}' "1 to 9999"
 if [[ $command == create ]]; then
@@ -177,15 +176,6 @@ on_hosts() {
 }
 
 # ------------------------------------------------------------------------------------------------- what runs on a host
-# Mounts the bucket of `install` at eagle3_jax/bucket, without cached metadata, so that hosts see each other's files.
-# shellcheck disable=SC2016
-MOUNT='
-if [ -f .bucket ] && ! mountpoint -q bucket; then
-  command -v gcsfuse >/dev/null || sudo apt-get install -y gcsfuse >/dev/null 2>&1 ||
-    { echo "$(hostname): no gcsfuse, expected Cloud Storage FUSE on the VM" >&2; exit 1; }
-  gcsfuse --metadata-cache-ttl-secs=0 --metadata-cache-negative-ttl-secs=0 "$(cat .bucket)" bucket
-fi'
-
 install_script() {
   cat <<EOF
 set -eu
@@ -197,18 +187,15 @@ if ! bash -c 'source tools/env.sh; find_python' >/dev/null 2>&1; then
 fi
 bash -c 'source tools/env.sh; prepare_environment tpu' install
 EOF
-  if [[ -n $bucket ]]; then printf 'mkdir -p bucket\necho %q >.bucket\n' "$bucket"; fi
-  echo "$MOUNT"
 }
 
-# enter_script: changes to eagle3_jax, with its bucket and this run's config.
+# enter_script: changes to eagle3_jax, with this run's config.
 enter_script() {
   local end=END_OF_THE_FILE
   cat <<EOF
 set -eu
 [ -x eagle3_jax/.venv/bin/python ] || { echo "\$(hostname): no eagle3_jax, expected what 'install' makes" >&2; exit 1; }
 cd eagle3_jax
-$MOUNT
 mkdir -p jobs/$command
 cat >jobs/$command/config.partial <<'$end'
 $(<"$config")
@@ -216,9 +203,9 @@ $end
 EOF
 }
 
-# verb_line: the verb's command line on the host, its arguments quoted.
+# verb_line: the verb's command line on the host, its arguments quoted. A bucket is asked as the VM's service account.
 verb_line() {
-  printf 'env PYTHONUNBUFFERED=1 .venv/bin/python -m eagle3_jax.%s --config jobs/%s/config.yaml' "$command" "$command"
+  printf 'env PYTHONUNBUFFERED=1 EAGLE3_JAX_CREDENTIALS=machine .venv/bin/python -m eagle3_jax.%s --config jobs/%s/config.yaml' "$command" "$command"
   if (($#)); then printf ' %q' "$@"; fi
 }
 
@@ -312,19 +299,10 @@ interrupted() {
 }
 
 install() {
-  local namespace agent=""
+  local agent=""
   ready
   # If an agent runs with other keys, gcloud copies to several hosts only with its own key in it.
   ((hosts == 1)) || agent=", after ssh-add ~/.ssh/google_compute_engine where the SSH agent lacks this key"
-  if [[ -n $bucket ]]; then
-    # Complete folders are renamed into place, which is not atomic in a flat bucket.
-    namespace=$(ask storage buckets describe "gs://$bucket" --raw "--format=value(hierarchicalNamespace.enabled)") || fail "--bucket: see above."
-    if [[ -n $dry_run ]]; then
-      echo "$namespace"
-    else
-      [[ $namespace == True ]] || fail "--bucket: got $bucket, a flat one, expected one with a hierarchical namespace."
-    fi
-  fi
   git diff --quiet HEAD || say "Changes that are not committed stay here."
   [[ -n $dry_run ]] || git archive --format=tar.gz "--output=$scratch/eagle3_jax.tar.gz" HEAD
   ask compute tpus tpu-vm scp "$scratch/eagle3_jax.tar.gz" "$name:eagle3_jax.tar.gz" "${where[@]}" --worker=all --quiet ||
@@ -335,8 +313,8 @@ install() {
 job() {
   ready
   case $run_dir in
-    "" | /* | bucket/*) ;;
-    *) say "run_dir $run_dir lies on the host's own disk and goes with it; bucket/$run_dir would stay." ;;
+    "" | /* | gs://*) ;;
+    *) say "run_dir $run_dir lies on the host's own disk and goes with it; gs://BUCKET/$run_dir would stay." ;;
   esac
   everywhere started "$(start_script)"
   say "Ctrl-C leaves the job running; the same command follows it again."

@@ -15,7 +15,7 @@ from eagle3_jax.runs import disk
 
 
 def load(path: str | disk.Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Reads a YAML run file, a local one or in a bucket, and applies dotted overrides such as `--train.learning_rate 3e-4`.
+    """Reads a YAML run file, local or in a bucket, and applies dotted overrides such as `--train.learning_rate 3e-4`.
 
     Raises:
         ConfigError: unreadable file, unknown key, wrong type, value out of range.
