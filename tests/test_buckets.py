@@ -16,9 +16,14 @@ from eagle3_jax.data.features import FeatureError, FeatureSource, is_complete, s
 from eagle3_jax.runs import bucket, disk, manifest
 from eagle3_jax.training.metrics import MetricWriter
 
-LEASE = {bucket.LEASE_SECONDS: "6"}
 MADE = {"prepare": "prompts", "regenerate": "conversations", "extract": "features", "train": "checkpoints"}
 MADE |= {"export": "export"}
+
+
+@pytest.fixture(autouse=True)
+def short_leases(monkeypatch):
+    """Of the processes that a test starts, too."""
+    monkeypatch.setenv(bucket.LEASE_SECONDS, "6")
 
 
 def upload(local: pathlib.Path, address: str) -> None:
@@ -35,7 +40,7 @@ def arguments(verb: str, run: str) -> list[str]:
 
 
 def start(verb: str, config: pathlib.Path, run: str) -> tiny.Started:
-    (process,) = tiny.start_verb(1, verb, config, *arguments(verb, run), **LEASE)
+    (process,) = tiny.start_verb(1, verb, config, *arguments(verb, run))
     return process
 
 
@@ -121,9 +126,7 @@ def test_prompts_and_config_in_a_bucket(tmp_path):
     config.write_text(config.read_text().replace("path: prompts.jsonl", f"path: {address}/in/prompts.jsonl"))
     upload(tmp_path / "prompts.jsonl", f"{address}/in/prompts.jsonl")
     upload(config, f"{address}/in/run.yaml")
-    ended = tiny.run_verb(
-        "prepare", config, "--config", f"{address}/in/run.yaml", "--run_dir", f"{address}/run", **LEASE
-    )
+    ended = tiny.run_verb("prepare", config, "--config", f"{address}/in/run.yaml", "--run_dir", f"{address}/run")
     assert ended.returncode == 0, ended.stderr
     made = manifest.read(disk.path_of(f"{address}/run/prompts"), "prepare")
     assert sum(made["results"]["prompts"].values()) == 24
@@ -212,7 +215,7 @@ def test_two_processes_are_one_run(whole_run):
     run = before("extract", whole_run.folder)
     for verb in ("extract", "train"):
         more = [*arguments(verb, run), "--mesh.data", "2", "--mesh.model", "1"]
-        ends = tiny.end_processes(tiny.start_verb(2, verb, whole_run.config, *more, **LEASE))
+        ends = tiny.end_processes(tiny.start_verb(2, verb, whole_run.config, *more))
         assert [status for status, _ in ends] == [0, 0], ends
     found, expected = (
         manifest.read(folder / "checkpoints", "train")["results"] for folder in (disk.path_of(run), whole_run.folder)

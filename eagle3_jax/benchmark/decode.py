@@ -52,7 +52,7 @@ Way = Callable[[], tuple[Answers, float]]
 
 
 def run(
-    config: RunConfig, prompts_path: str | pathlib.Path, compare: str | None = None, target: Target | None = None
+    config: RunConfig, prompts_path: str | disk.Path, compare: str | None = None, target: Target | None = None
 ) -> dict[str, Any]:
     """Measures, and writes the files.
 
@@ -71,7 +71,7 @@ def run(
         ValueError: no usable prompts.
     """
     folder = config.folder("benchmark")
-    on_one_replica(config, lambda replica: _run(config, folder, pathlib.Path(prompts_path), compare, target, replica))
+    on_one_replica(config, lambda replica: _run(config, folder, disk.path_of(prompts_path), compare, target, replica))
     return disk.read_json(folder / "decode.json")
 
 
@@ -94,7 +94,7 @@ class Material:
     identity: dict[str, Any]
 
     @classmethod
-    def of(cls, config: RunConfig, prompts_path: pathlib.Path, target: Target | None, replica: Replica) -> Material:
+    def of(cls, config: RunConfig, prompts_path: disk.Path, target: Target | None, replica: Replica) -> Material:
         """Raises ValueError: no usable prompts. ManifestError: no finished head."""
         settings = config.benchmark
         asked = sources.spread(sources.read_file(prompts_path)[0], None)
@@ -123,8 +123,8 @@ class Material:
 
 def _run(
     config: RunConfig,
-    folder: pathlib.Path,
-    prompts_path: pathlib.Path,
+    folder: disk.Path,
+    prompts_path: disk.Path,
     compare: str | None,
     target: Target | None,
     replica: Replica,
@@ -134,7 +134,7 @@ def _run(
         _can_compare(settings.temperature)
     what = Material.of(config, prompts_path, target, replica)
     identity = what.identity | {"compare": compare}
-    processes.agree(lambda: folder.mkdir(parents=True, exist_ok=True))
+    processes.agree(lambda: disk.make_folder(folder))
     batches = []
     for batch in settings.batch_sizes:
         command.stop_point()
@@ -373,7 +373,7 @@ def size(tier: Tier) -> dict[str, int]:
     return {key: 0 if tier.tree is None else getattr(tier.tree, field) for key, field in fields.items()}
 
 
-def _write(folder: pathlib.Path, report: dict[str, Any]) -> None:
+def _write(folder: disk.Path, report: dict[str, Any]) -> None:
     with disk.lock(folder / "decode.json"):
         disk.write_json(folder / "decode.json", report)
         with disk.atomic(folder / "decode.jsonl") as temporary:
@@ -382,7 +382,7 @@ def _write(folder: pathlib.Path, report: dict[str, Any]) -> None:
             draw(report, temporary)
 
 
-def _finished(path: pathlib.Path, identity: dict[str, Any]) -> dict[str, Any] | None:
+def _finished(path: disk.Path, identity: dict[str, Any]) -> dict[str, Any] | None:
     """What was measured of a batch size, if it was this very measurement."""
     try:
         found = disk.read_json(path)

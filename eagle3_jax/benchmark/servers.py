@@ -59,14 +59,14 @@ def run(
         ValueError: no usable prompts, a name that is taken, a device that another process holds, a server that does not
             start or does not answer.
     """
-    prompts_path, others, keys = pathlib.Path(prompts_path), others or {}, keys or {}
+    prompts_path, others, keys = disk.path_of(prompts_path), others or {}, keys or {}
     if taken := {VANILLA, SPECULATIVE} & set(others):
         raise ValueError(f"--compare: got the name {min(taken)}, expected another: it is one of this package's own")
     prompts = sources.spread(sources.read_file(prompts_path)[0], None)
     if not prompts:
         raise ValueError(f"--prompts {prompts_path}: got none")
     folder = config.folder("benchmark")
-    folder.mkdir(parents=True, exist_ok=True)
+    disk.make_folder(folder)
     identity = {
         "traffic": configs.to_dict(config.traffic),
         "seed": config.seed,
@@ -106,14 +106,14 @@ class _Measured:
     """A server, and what is known of it: `levels` are as those of `serve.json`, without `identical`."""
 
     name: str
-    folder: pathlib.Path
+    folder: disk.Path
     identity: dict[str, Any]
     server: AbstractContextManager[Server]
     model: str = ""
     levels: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     @property
-    def path(self) -> pathlib.Path:
+    def path(self) -> disk.Path:
         return self.folder / f"serve_{self.name}.json"
 
     def read(self) -> None:

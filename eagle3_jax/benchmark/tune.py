@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import pathlib
 import random
 import statistics
 from collections.abc import Sequence
@@ -82,7 +81,7 @@ class Race:
         return [name for name in among if name == leader or self.ratio(name, leader)[2] >= 1]
 
 
-def run(config: RunConfig, prompts_path: str | pathlib.Path, target: Target | None = None) -> dict[str, Any]:
+def run(config: RunConfig, prompts_path: str | disk.Path, target: Target | None = None) -> dict[str, Any]:
     """Races, and writes the files. On several processes one replica of the mesh races.
 
     Returns:
@@ -95,7 +94,7 @@ def run(config: RunConfig, prompts_path: str | pathlib.Path, target: Target | No
     folder = config.folder("benchmark")
 
     def measure(replica: Replica) -> None:
-        what = Material.of(config, pathlib.Path(prompts_path), target, replica)
+        what = Material.of(config, disk.path_of(prompts_path), target, replica)
         batches = [race(config, what, batch) for batch in config.benchmark.batch_sizes]
         report = {**what.identity, "batches": batches, "config": configs.to_dict(config)}
         processes.agree(lambda: _write(folder, report, config))
@@ -240,14 +239,14 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join([*lines, "fastest:", *best])
 
 
-def _write(folder: pathlib.Path, report: dict[str, Any], config: RunConfig) -> None:
+def _write(folder: disk.Path, report: dict[str, Any], config: RunConfig) -> None:
     keys = ("steps", "topk", "num_draft_tokens", "lookup_tokens", "acc_length", "step_time", "speed")
     records = [
         {"batch_size": batch["batch_size"]} | {key: size[key] for key in (*keys, "completion_tokens")}
         for batch in report["batches"]
         for size in batch["sizes"]
     ]
-    folder.mkdir(parents=True, exist_ok=True)
+    disk.make_folder(folder)
     with disk.lock(folder / "tune.json"):
         disk.write_json(folder / "tune.json", report)
         with disk.atomic(folder / "tune.jsonl") as temporary:

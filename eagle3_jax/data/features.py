@@ -167,7 +167,7 @@ class FeatureSource:
     def __init__(self, folder: str | disk.Path) -> None:
         self.folder = disk.path_of(folder)
         self._paths = _shards(self.folder)
-        sidecars = [_checked_sidecar(path) for path in self._paths]
+        sidecars = disk.each(_checked_sidecar, self._paths)
         self.lengths: Int32[np.ndarray, " records"] = np.concatenate(
             [np.asarray(sidecar["lengths"], np.int32) for sidecar in sidecars]
         )

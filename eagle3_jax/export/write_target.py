@@ -20,14 +20,14 @@ from eagle3_jax.runs import disk
 SHARD_BYTES = 5 * 10**9  # of one file, as on the hub
 
 
-def write_target(target: Target, folder: str | pathlib.Path, shard_bytes: int = SHARD_BYTES) -> None:
+def write_target(target: Target, folder: str | disk.Path, shard_bytes: int = SHARD_BYTES) -> None:
     """Writes weights, architecture, tokenizer and chat template, in the dtype that the target was loaded in.
 
     Raises:
         FileExistsError: `folder` exists.
         ValueError: several processes hold the target.
     """
-    folder = pathlib.Path(folder)
+    folder = disk.path_of(folder)
     if folder.exists():
         raise FileExistsError(f"{folder}: exists already, expected a new folder")
     if jax.process_count() > 1:

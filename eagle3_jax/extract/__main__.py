@@ -138,7 +138,8 @@ def _check_disk(config: configs.ExtractConfig, conversations: disk.Path, folder:
                 with contextlib.suppress(Rejected):
                     for sequence in read_conversation(line.decode(), target.tokenizer, config.max_length):
                         tokens += len(sequence.token_ids)
-    there = sum(disk.size(path) for split in configs.SPLITS for path in (folder / split).glob("*.array_record"))
+    shards = [path for split in configs.SPLITS for path in (folder / split).glob("*.array_record")]
+    there = sum(disk.each(disk.size, shards))
     need = max(0, tokens * each * whole // max(text, 1) - there)
     free = disk.free_bytes(folder)
     sizes = f"{need / 2**30:.1f} GiB for features ({each / 1024:.1f} KiB a token)"
@@ -159,7 +160,7 @@ def _extract_split(
     shards = max(1, -(-total // config.shard_records))
     paths = [features.shard_path(folder, shard, shards) for shard in range(shards)]
     processes.barrier()  # a replica with several processes must see the same shards as complete on all of them
-    complete = [features.is_complete(path) for path in paths]
+    complete = disk.each(features.is_complete, paths)
     processes.barrier()
     with disk.open_binary(source) as stream, _Progress(total, f"extract {folder.name}") as progress:
         for shard, path in enumerate(paths):
@@ -174,7 +175,7 @@ def _extract_split(
 
 def _summarise(folder: disk.Path) -> dict[str, Any]:
     """The counts of a split for the manifest, of its shards' notes; writes its list of rejects."""
-    all_notes = [features.read_notes(path) for path in sorted(folder.glob("*.array_record"))]
+    all_notes = disk.each(features.read_notes, sorted(folder.glob("*.array_record")))
     rejects = [reject for notes in all_notes for reject in notes["rejects"]]
     with disk.atomic(folder / REJECTS) as temporary:
         temporary.write_text("".join(json.dumps(reject, ensure_ascii=False) + "\n" for reject in rejects))
@@ -277,8 +278,8 @@ def _token_records(
 def _token_counts(folder: disk.Path, vocab_size: int) -> np.ndarray:
     """int64 [V]: how often each token counts in the loss, summed over the shards' notes."""
     counts = np.zeros(vocab_size, np.int64)
-    for path in folder.glob("*.array_record"):
-        token_ids, times = features.read_notes(path)["token_counts"]
+    for notes in disk.each(features.read_notes, list(folder.glob("*.array_record"))):
+        token_ids, times = notes["token_counts"]
         counts[np.asarray(token_ids, np.int64)] += np.asarray(times, np.int64)
     return counts
 

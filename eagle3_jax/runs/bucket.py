@@ -134,15 +134,24 @@ def _is_installed(name: str) -> bool:
 # ------------------------------------------------------------------------------------------------------------- objects
 def generation(path: Path) -> int:
     """Returns the generation of an object; ABSENT where there is none."""
-    bucket, name = split(path)
-    found = _client().bucket(bucket).get_blob(name)
+    found = _blob(path)
     return ABSENT if found is None else found.generation
+
+
+def _blob(path: Path) -> Any:
+    """Returns what Cloud Storage says of an object; None where there is none. Raises BucketError."""
+    from google.api_core import exceptions
+
+    bucket, name = split(path)
+    try:
+        return _client().bucket(bucket).get_blob(name)
+    except (exceptions.GoogleAPICallError, exceptions.RetryError, OSError) as error:
+        raise BucketError(f"{path}: no answer ({_reason(error)})") from error
 
 
 def size(path: Path) -> int:
     """Returns the bytes of an object. Raises FileNotFoundError."""
-    bucket, name = split(path)
-    found = _client().bucket(bucket).get_blob(name)
+    found = _blob(path)
     if found is None or found.size is None:
         raise FileNotFoundError(2, "No such object", str(path))
     return found.size
@@ -252,8 +261,11 @@ def open_binary(path: Path) -> io.BufferedReader:
 
 
 def remove(path: Path) -> None:
-    """Removes an object, or all below a folder; nothing where there is none."""
-    store, (_, name) = _store(split(path)[0]), split(path)
+    """Removes an object, or all below a folder; nothing where there is none. Never a whole bucket."""
+    bucket, name = split(path)
+    if not name.strip("/"):
+        raise ValueError(f"got {path}, expected an object or a folder in the bucket")
+    store = _store(bucket)
     store.write(name, None).result()
     store.delete_range(_below(name)).result()
 
@@ -287,10 +299,10 @@ def staged(path: Path, last: str) -> Iterator[pathlib.Path]:
         temporary = pathlib.Path(scratch) / path.name
         yield temporary
         if temporary.is_dir():
-            remove(path)  # left behind by a killed run
             files = sorted(file for file in temporary.rglob("*") if file.is_file())
             for file in sorted(files, key=lambda file: file.name == last):
-                put(path / str(file.relative_to(temporary)), file, ABSENT)
+                target = path / str(file.relative_to(temporary))
+                put(target, file, ABSENT if file.name == last else generation(target))  # a killed run's gives way
         else:
             put(path, temporary, before)
 
@@ -538,7 +550,7 @@ def _client() -> Any:
     from google.auth import compute_engine, credentials, exceptions
     from google.cloud import storage
 
-    kind, options = _kind(), {}
+    kind = _kind()
     if kind == "anonymous":
         found: Any = credentials.AnonymousCredentials()
     elif kind == "machine":
@@ -549,9 +561,7 @@ def _client() -> Any:
         except exceptions.DefaultCredentialsError as error:
             expected = "`gcloud auth application-default login`, or machine or anonymous"
             raise ValueError(f"{CREDENTIALS}: got user without a file of credentials, expected {expected}") from error
-    if emulator := os.environ.get(EMULATOR):
-        options = {"client_options": {"api_endpoint": emulator if "://" in emulator else f"http://{emulator}"}}
-    return storage.Client(project="none", credentials=found, **options)
+    return storage.Client(project="none", credentials=found)  # it reads STORAGE_EMULATOR_HOST itself
 
 
 @functools.cache

@@ -6,6 +6,7 @@ process 0 locks and writes.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import glob
 import hashlib
@@ -18,8 +19,8 @@ import socket
 import sys
 import uuid
 import zlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import filelock
 
@@ -28,6 +29,9 @@ from eagle3_jax.runs.bucket import Path
 
 # The object of a bucket that marks a folder as whole.
 _LAST = "manifest.json"
+_AT_ONCE = 16  # questions on their way to a bucket
+
+_T = TypeVar("_T")
 
 
 class JsonError(ValueError):
@@ -92,6 +96,14 @@ def read_range(path: Path, start: int, stop: int) -> bytes:
     with path.open("rb") as stream:
         stream.seek(start)
         return stream.read(stop - start)
+
+
+def each(function: Callable[[Path], _T], paths: Sequence[Path]) -> list[_T]:
+    """Returns a function's value of each path; several threads ask a bucket, as each answer takes a while."""
+    if not paths or not is_remote(paths[0]):
+        return list(map(function, paths))
+    with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
+        return list(pool.map(function, paths))
 
 
 def make_folder(folder: Path) -> None:

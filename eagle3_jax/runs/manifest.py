@@ -105,7 +105,8 @@ def finish(folder: str | disk.Path, files: Iterable[str] = (), **results: Any) -
         files: what the next verb reads, relative to the folder: `read` compares their digests.
     """
     folder = disk.path_of(folder)
-    digests = {name: disk.digest(folder / name) for name in files}
+    names = list(files)
+    digests = dict(zip(names, disk.each(disk.digest, [folder / name for name in names]), strict=True))
     path = folder / NAME
     done = {"finished": True, "files": digests, "results": results, "versions": versions()}
     disk.write_sealed(path, load(path) | done)
@@ -127,19 +128,25 @@ def read(folder: str | disk.Path, made_by: str, *, verify: bool = True) -> dict[
     manifest = load(path)
     if not manifest.get("finished"):
         raise ManifestError(f"{folder}: unfinished, run `python -m eagle3_jax.{made_by}` to its end first")
-    for name, expected in manifest["files"].items() if verify else ():
-        try:
-            found = disk.digest(folder / name)
-        except FileNotFoundError as error:
-            raise ManifestError(
-                f"{folder / name}: not found, but {NAME} names it; {_again(folder, made_by)}"
-            ) from error
+    files = manifest["files"] if verify else {}
+    digests = disk.each(_digest, [folder / name for name in files])
+    for (name, expected), found in zip(files.items(), digests, strict=True):
+        if found is None:
+            raise ManifestError(f"{folder / name}: not found, but {NAME} names it; {_again(folder, made_by)}")
         if found != expected:
             raise ManifestError(
                 f"{folder / name}: altered since it was written: sha256 {found}, expected {expected}; "
                 + _again(folder, made_by)
             )
     return manifest
+
+
+def _digest(path: disk.Path) -> str | None:
+    """Returns a file's sha256; None where there is no file."""
+    try:
+        return disk.digest(path)
+    except FileNotFoundError:
+        return None
 
 
 def _again(folder: disk.Path, made_by: str) -> str:
