@@ -86,7 +86,7 @@ def test_the_dumped_form_reads_back_equal(run_file):
     ("values", "message"),
     [
         ({}, r"run_dir: .*required"),
-        ({"run_dir": "gs://bucket/run"}, r"run_dir: got 'gs://bucket/run', expected a folder"),
+        ({"run_dir": "s3://bucket/run"}, r"run_dir: got 's3://bucket/run', expected a folder, or a bucket's gs://"),
         ({"run_dir": "x", "seed": -1}, r"seed: got -1, expected at least 0"),
         ({"run_dir": "x", "seed": 2**32}, r"seed: got 4294967296, expected less than 4294967296"),
         ({"run_dir": "x", "trian": {}}, "trian"),

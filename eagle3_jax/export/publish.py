@@ -86,7 +86,7 @@ def card(
         ManifestError: the report lacks the results of a stage that the card describes.
     """
     name, stages = report["target"]["name"], report["stages"]
-    on_hub = "/" in name and not pathlib.Path(name).exists()
+    on_hub = "/" in name and not disk.is_remote(name) and not pathlib.Path(name).exists()
     data = huggingface_hub.ModelCardData(
         base_model=split_revision(name)[0] if on_hub else None,
         library_name="eagle3_jax",
