@@ -105,20 +105,15 @@ def check(address: str, *, writable: bool) -> None:
         if next(iter(_client().list_blobs(bucket, max_results=1, timeout=_TIMEOUT, retry=None)), None) is None:
             _client().get_bucket(bucket, timeout=_TIMEOUT, retry=None)  # an emulator lists what is not there as empty
         if writable:
-            put(path_of(probe), b"", ABSENT, timeout=_TIMEOUT)
+            put(path_of(probe), b"", ABSENT, timeout=_TIMEOUT, retry=False)
             remove(path_of(probe))
-    except exceptions.NotFound as error:
-        raise ValueError(f"got {address!r}, expected a bucket that exists") from error
-    except (exceptions.Forbidden, exceptions.Unauthorized) as error:
-        wanted = "that may be written" if writable else "that may be read"
-        raise ValueError(
-            f"got {address!r}, expected a bucket {wanted} with {CREDENTIALS}={_kind()} ({_reason(error)})"
-        ) from error
     except (exceptions.GoogleAPICallError, exceptions.RetryError, auth.GoogleAuthError, OSError) as error:
-        if isinstance(error.__cause__, exceptions.NotFound | exceptions.Forbidden | exceptions.Unauthorized):
-            wanted = "a bucket that exists" if isinstance(error.__cause__, exceptions.NotFound) else "one to be written"
-            raise ValueError(f"got {address!r}, expected {wanted} ({_reason(error)})") from error
-        raise ValueError(f"got {address!r}, expected a bucket that answers ({_reason(error)})") from error
+        cause, wanted = error.__cause__ if isinstance(error, BucketError) else error, "that answers"
+        if isinstance(cause, exceptions.NotFound):
+            wanted = "that exists"
+        elif isinstance(cause, exceptions.Forbidden | exceptions.Unauthorized):
+            wanted = f"that may be {'written' if writable else 'read'} with {CREDENTIALS}={_kind()}"
+        raise ValueError(f"got {address!r}, expected a bucket {wanted} ({_reason(error)})") from error
 
 
 _TIMEOUT: Final = 20.0  # seconds for the answer to a first request
@@ -140,13 +135,20 @@ def generation(path: Path) -> int:
 
 def _blob(path: Path) -> Any:
     """Returns what Cloud Storage says of an object; None where there is none. Raises BucketError."""
+    bucket, name = split(path)
+    with _answered(path):
+        return _client().bucket(bucket).get_blob(name)
+
+
+@contextlib.contextmanager
+def _answered(path: Path) -> Iterator[None]:
+    """Turns what google-cloud-storage raises into BucketError; TensorStore's ValueError too."""
     from google.api_core import exceptions
 
-    bucket, name = split(path)
     try:
-        return _client().bucket(bucket).get_blob(name)
-    except (exceptions.GoogleAPICallError, exceptions.RetryError, OSError) as error:
-        raise BucketError(f"{path}: no answer ({_reason(error)})") from error
+        yield
+    except (exceptions.GoogleAPICallError, exceptions.RetryError, OSError, ValueError) as error:
+        raise BucketError(f"{path}: {_reason(error)}") from error
 
 
 def size(path: Path) -> int:
@@ -157,8 +159,12 @@ def size(path: Path) -> int:
     return found.size
 
 
-def put(path: Path, content: bytes | pathlib.Path, expected: int, timeout: float = 60.0) -> int:
+def put(path: Path, content: bytes | pathlib.Path, expected: int, timeout: float = 60.0, retry: bool = True) -> int:
     """Writes an object, from memory or a local file, in the place of generation `expected`; returns the new generation.
+
+    Args:
+        timeout: seconds of each request.
+        retry: asks again for about two minutes where nobody answers.
 
     Raises:
         Conflict: another generation is there. BucketError: not written.
@@ -167,11 +173,13 @@ def put(path: Path, content: bytes | pathlib.Path, expected: int, timeout: float
 
     bucket, name = split(path)
     blob = _client().bucket(bucket).blob(name)
+    options: dict[str, Any] = {"if_generation_match": expected, "timeout": timeout}
+    options |= {} if retry else {"retry": None}
     try:
         if isinstance(content, bytes):
-            blob.upload_from_string(content, "application/octet-stream", if_generation_match=expected, timeout=timeout)
+            blob.upload_from_string(content, "application/octet-stream", **options)
         else:
-            blob.upload_from_filename(str(content), if_generation_match=expected, timeout=timeout)
+            blob.upload_from_filename(str(content), **options)
     except exceptions.PreconditionFailed as error:
         # A retried request may meet the object that it wrote itself.
         if not isinstance(content, bytes) or (found := _look(path)) is None or found[0] != content:
@@ -266,15 +274,18 @@ def remove(path: Path) -> None:
     if not name.strip("/"):
         raise ValueError(f"got {path}, expected an object or a folder in the bucket")
     store = _store(bucket)
-    store.write(name, None).result()
-    store.delete_range(_below(name)).result()
+    with _answered(path):
+        store.write(name, None).result()
+        store.delete_range(_below(name)).result()
 
 
 def names_below(folder: Path) -> list[str]:
     """Lists the objects below a folder, relative to it, in order."""
     bucket, name = split(folder)
     prefix = f"{name.rstrip('/')}/" if name else ""
-    return sorted(key.decode() for key in _store(bucket).list(_below(name), strip_prefix_length=len(prefix)).result())
+    with _answered(folder):
+        keys = _store(bucket).list(_below(name), strip_prefix_length=len(prefix)).result()
+    return sorted(key.decode() for key in keys)
 
 
 def _below(name: str) -> Any:
@@ -326,7 +337,8 @@ def mirror(folder: Path, without: str) -> pathlib.Path:
         without: the ending of objects that are not copied.
     """
     bucket, name = split(folder)
-    blobs = _client().list_blobs(bucket, prefix=f"{name.rstrip('/')}/", delimiter="/")
+    with _answered(folder):
+        blobs = list(_client().list_blobs(bucket, prefix=f"{name.rstrip('/')}/", delimiter="/"))
     held = sorted((blob.name.rpartition("/")[2], blob.generation) for blob in blobs)
     return _mirror(str(folder), tuple((name, found) for name, found in held if name and not name.endswith(without)))
 
@@ -370,7 +382,8 @@ def lease(path: Path, owner: str, lost: Callable[[str], None]) -> Iterator[None]
         over.set()
         renewer.join()
         with contextlib.suppress(OSError):  # it ends by itself then
-            put(path, _lease("", token, time.time_ns()), generation(path))
+            if (found := _look(path)) is not None and token.encode() in found[0]:
+                put(path, _lease("", token, 0), found[1])
 
 
 def holder(path: Path) -> str:
@@ -417,12 +430,16 @@ def _renew(
     while not over.wait(seconds / 6):
         renewal += 1
         try:
-            at = put(path, _lease(owner, token, renewal), at, timeout=seconds / 4)
+            at = put(path, _lease(owner, token, renewal), at, timeout=seconds / 4, retry=False)
             last = time.monotonic()
-        except Conflict:
-            lost(f"{path}: the lease was taken by {holder(path) or 'another process'}, this run ends")
-            return
         except OSError as error:
+            with contextlib.suppress(OSError):
+                # A renewal whose answer was lost is this run's own, and its generation is not known.
+                if isinstance(error, Conflict) and (found := _look(path)) is not None:
+                    if token.encode() not in found[0]:
+                        lost(f"{path}: the lease was taken by {_owner(found[0]) or 'another process'}, this run ends")
+                        return
+                    at = found[1]
             if time.monotonic() - last > seconds * 2 / 3:
                 passed = time.monotonic() - last
                 lost(f"{path}: the lease was not renewed for {passed:.0f} s, this run ends ({error})")

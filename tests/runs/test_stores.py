@@ -185,6 +185,27 @@ def test_a_lease_is_renewed_and_its_loss_ends_the_run(remote, monkeypatch):
         while not lost and time.monotonic() < until:
             time.sleep(0.1)
     assert lost == [f"{lease}: the lease was taken by a thief, this run ends"]
+    assert bucket.holder(lease) == "a thief"  # which keeps it
+
+
+def test_a_renewal_whose_answer_was_lost_is_no_loss(remote, monkeypatch):
+    lost, put, failed = [], bucket.put, []
+
+    def deaf(path, content, expected, **options):
+        found = put(path, content, expected, **options)
+        if b'"renewal": 1}' in content and not failed:
+            failed.append(path)
+            raise bucket.BucketError("no answer")
+        return found
+
+    monkeypatch.setattr(bucket, "put", deaf)
+    monkeypatch.setattr(disk, "_end", lost.append)
+    lease = remote.parent / ".run.lock"
+    with disk.lock(remote):
+        until = time.monotonic() + 20
+        while b'"renewal": 4}' not in bucket.read(lease) and time.monotonic() < until:
+            time.sleep(0.1)
+    assert failed and not lost and bucket.holder(lease) == ""
 
 
 @pytest.mark.parametrize(
@@ -234,7 +255,8 @@ def test_a_bucket_that_may_not_be_written():
             env=os.environ | {"PYTHONPATH": str(ROOT), bucket.EMULATOR: f"http://127.0.0.1:{server.server_port}"},
         )
         server.shutdown()
-    assert "AddressError: run_dir: got 'gs://bucket/run', expected one to be written" in found.stderr
+    expected = "AddressError: run_dir: got 'gs://bucket/run', expected a bucket that may be written with EAGLE3_JAX_C"
+    assert expected in found.stderr
     assert "storage.objects.create denied" in found.stderr
 
 
