@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from eagle3_jax.config import MeshConfig
 from eagle3_jax.mesh import make_mesh
-from eagle3_jax.models.checkpoint import load
+from eagle3_jax.models.checkpoint import ranges
 from eagle3_jax.models.checkpoint.load import WeightsError, load_model, parameter_path
 from eagle3_jax.models.families import llama
 from eagle3_jax.models.target import TargetModel
@@ -73,7 +73,7 @@ def test_each_device_gets_its_part_and_every_number_is_read_once(folder, data, m
         return SimpleNamespace(keys=handle.keys, get_slice=lambda name: Counted(handle.get_slice(name), read))
 
     monkeypatch.setattr(load, "_check", lambda *_, **__: None)
-    monkeypatch.setattr(load, "safe_open", opened)
+    monkeypatch.setattr(ranges, "safe_open", opened)
     monkeypatch.setattr(load, "locate", lambda folder: dict.fromkeys(tensors, folder / "model.safetensors"))
     tensors = load_file(folder / "model.safetensors")
     mesh = make_mesh(MeshConfig(data=data, model=model), jax.devices()[: data * model])
