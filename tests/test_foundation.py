@@ -205,7 +205,7 @@ def test_each_lock_holds_what_a_role_adds(tmp_path):
         "decode.txt": f"base{hashed}",
         "train.txt": f"-r decode.txt\nprepare{hashed}train{hashed}report{hashed}",
         "test.txt": f"-r train.txt\ntest{hashed}reference{hashed}",
-        "tpu.txt": f"-r train.txt\ntpu{hashed}serve{hashed}",
+        "tpu.txt": f"-r train.txt\ntpu{hashed}serve{hashed}gcs{hashed}",
         "docs.txt": f"-r decode.txt\ndocs{hashed}",
     }
     # What was locked is what uv prefers; the build's requirements are locked too.

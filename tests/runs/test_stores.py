@@ -287,4 +287,4 @@ def test_a_local_folder_needs_no_client():
         "import sys; from eagle3_jax.runs import disk, manifest; disk.path_of('x').exists(); "
         "assert not {'tensorstore', 'etils', 'fsspec', 'google'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=os.environ | {"PYTHONPATH": str(ROOT)})

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from eagle3_jax.config import MeshConfig
 from eagle3_jax.mesh import make_mesh
-from eagle3_jax.models.checkpoint import ranges
+from eagle3_jax.models.checkpoint import load, ranges
 from eagle3_jax.models.checkpoint.load import WeightsError, load_model, parameter_path
 from eagle3_jax.models.families import llama
 from eagle3_jax.models.target import TargetModel
