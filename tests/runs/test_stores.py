@@ -161,7 +161,7 @@ def test_a_lock_keeps_others_out_until_its_holder_dies(folder):
                 pass
     finally:
         process.send_signal(signal.SIGKILL)
-        process.communicate()
+        process.communicate(timeout=60)
     start = time.monotonic()
     with disk.lock(folder):
         pass
@@ -252,6 +252,7 @@ def test_a_bucket_that_may_not_be_written():
             capture_output=True,
             text=True,
             check=False,
+            timeout=60,
             env=os.environ | {"PYTHONPATH": str(ROOT), bucket.EMULATOR: f"http://127.0.0.1:{server.server_port}"},
         )
         server.shutdown()
@@ -276,6 +277,7 @@ def test_credentials_are_the_users_own_and_no_network_is_asked(tmp_path):
             capture_output=True,
             text=True,
             check=False,
+            timeout=60,
             env=environment | {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), bucket.CREDENTIALS: kind},
         )
         assert message in found.stderr, found.stderr
