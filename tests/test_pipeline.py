@@ -110,7 +110,7 @@ def test_with_features_in_float32_both_count_the_very_same_rounds(
         hidden, aux, _ = target(rows["token_ids"], rows["positions"], target.empty_cache(1, size), none)
         batch = Batch(**rows, aux=aux, last_hidden=hidden)
         states = training_time_test(head, teacher.embed, batch, steps)
-        return replay_rounds(head, states, teacher, batch, size)
+        return replay_rounds(head.lm_head[...], states, teacher, batch, size)
 
     rounds, accepted = 0, np.zeros(steps, int)
     source = FeatureSource(config.folder("extract") / "held_out")

@@ -54,8 +54,9 @@ from eagle3_jax.models.families import family_of
 from eagle3_jax.models.inference_layout import products as products_of
 from eagle3_jax.models.target import ModelConfig, TargetModel
 from eagle3_jax.training.batch import Batch, Teacher
+from eagle3_jax.training.kinds.eagle3 import Eagle3
 from eagle3_jax.training.optimizer import make_optimizer
-from eagle3_jax.training.state import init_head, init_state, make_train_step
+from eagle3_jax.training.state import init_state, make_train_step
 
 Row = dict[str, Any]
 TURNS = 5  # after the first
@@ -122,8 +123,9 @@ def train(run: Run) -> Iterator[Row]:
     ids = jnp.asarray(rng.integers(0, drafted, shape), jnp.int32)  # draft tokens only: every position is trained
     batch = Batch(ids, aux, last, ids, jnp.asarray(one), jnp.asarray(one), jnp.asarray(np.cumsum(one, axis=1) - 1))
     mesh, optimizer, fixed = make_mesh(MeshConfig(), jax.devices()[:1]), make_optimizer(config, 1000), teacher()
-    state = init_state(functools.partial(init_head, head, 0), fixed.rows, optimizer, mesh)
-    step = make_train_step(config, optimizer, mesh)
+    kind = Eagle3(head, config)
+    state = init_state(functools.partial(kind.new, 0), fixed.rows, optimizer, mesh)
+    step = make_train_step(kind, optimizer, mesh)
 
     def work() -> Any:
         nonlocal state

@@ -75,8 +75,9 @@ def ours(arrays: Arrays, settings: argparse.Namespace) -> Callable[[], float]:
     from eagle3_jax.mesh import make_mesh
     from eagle3_jax.runs import machine
     from eagle3_jax.training.batch import Batch, Teacher
+    from eagle3_jax.training.kinds.eagle3 import Eagle3
     from eagle3_jax.training.optimizer import make_optimizer
-    from eagle3_jax.training.state import init_head, init_state, make_train_step
+    from eagle3_jax.training.state import init_state, make_train_step
 
     config = TrainConfig(
         ttt_steps=STEPS,
@@ -98,9 +99,10 @@ def ours(arrays: Arrays, settings: argparse.Namespace) -> Callable[[], float]:
     embed = jnp.asarray(arrays.pop("embed"))
     teacher = Teacher.of(embed, embed, jnp.asarray(arrays["draft_tokens"]))
     mesh, optimizer = make_mesh(MeshConfig()), make_optimizer(config, 1000)
-    state = init_state(lambda rows: init_head(CONFIG, 0, rows), teacher.rows, optimizer, mesh)
+    kind = Eagle3(CONFIG, config)
+    state = init_state(lambda rows: kind.new(0, rows), teacher.rows, optimizer, mesh)
     # As in `train`.
-    train_step = make_train_step(config, optimizer, mesh).lower(state, teacher, batch).compile()
+    train_step = make_train_step(kind, optimizer, mesh).lower(state, teacher, batch).compile()
     machine.release_freed()
 
     def step() -> float:

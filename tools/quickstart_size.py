@@ -31,11 +31,11 @@ from eagle3_jax.data import sources
 from eagle3_jax.mesh import make_mesh
 from eagle3_jax.models import chat_template
 from eagle3_jax.models.checkpoint.fetch import Target, load_target
-from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
 from eagle3_jax.runs import command, disk
 from eagle3_jax.training.batch import Batch, Teacher
+from eagle3_jax.training.kinds.eagle3 import Eagle3
 from eagle3_jax.training.optimizer import make_optimizer
-from eagle3_jax.training.state import init_head, init_state, make_train_step
+from eagle3_jax.training.state import init_state, make_train_step
 
 # Seconds for all stages, installation included, and the planned share of them; the rest is reserve.
 LIMIT, PLANNED = 20 * 60, 0.9
@@ -166,11 +166,12 @@ def measure(config: RunConfig) -> Rates:
 def _step_seconds(config: RunConfig, target: Target) -> float:
     """Measures a training step on noise, which takes as long as one on features."""
     run, model, mesh = config.train, target.model, make_mesh(config.mesh)
-    head = DraftHeadConfig.for_target(config.draft, model.config)
+    kind = Eagle3.of(config, model.config)
+    head = kind.shape
     token_ids = np.arange(head.draft_vocab_size, dtype=np.int32)
     teacher = jax.jit(Teacher.of)(model.embed[...], model.output_rows, token_ids)
     optimizer = make_optimizer(run, _STEPS + 1)
-    state = init_state(functools.partial(init_head, head, config.seed), teacher.rows, optimizer, mesh)
+    state = init_state(functools.partial(kind.new, config.seed), teacher.rows, optimizer, mesh)
     rng, shape = np.random.default_rng(config.seed), (run.batch_size, run.row_length)
     drawn = rng.integers(0, head.draft_vocab_size, shape).astype(np.int32)
     ones = np.ones(shape, np.int32)
@@ -187,7 +188,7 @@ def _step_seconds(config: RunConfig, target: Target) -> float:
         segment_ids=ones,
         positions=np.cumsum(ones, axis=1, dtype=np.int32) - 1,
     )
-    step, taken = make_train_step(run, optimizer, mesh), []
+    step, taken = make_train_step(kind, optimizer, mesh), []
     for _ in range(_STEPS + 1):
         start = time.perf_counter()
         state, sums = step(state, teacher, batch)

@@ -62,9 +62,10 @@ from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.target import ModelConfig, TargetModel
 from eagle3_jax.train.__main__ import IN_FLIGHT
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Batch, Teacher
+from eagle3_jax.training.kinds.choice import kind_of
 from eagle3_jax.training.optimizer import make_optimizer
 from eagle3_jax.training.state import STATE_SHARDING_RULES as TRAIN_SHARDING_RULES
-from eagle3_jax.training.state import init_head, init_state, make_train_step
+from eagle3_jax.training.state import init_state, make_train_step
 
 GIB = 2**30
 
@@ -267,12 +268,12 @@ def train(config: configs.RunConfig, shape: ModelConfig, devices: list[Any]) -> 
     """`train`: the training step; online, the target's forward pass too, each beside what the other needs."""
     mesh, run = make_mesh(config.mesh, devices), config.train
     target = abstract_target(config, shape, mesh)
-    head_config = DraftHeadConfig.for_target(config.draft, shape)
-    ids = jax.ShapeDtypeStruct((head_config.draft_vocab_size,), jnp.int32)
+    kind = kind_of(config, shape)
+    ids = jax.ShapeDtypeStruct((kind.shape.draft_vocab_size,), jnp.int32)
     drawn = jax.eval_shape(lambda model, ids: Teacher.of(model.embed[...], model.output_rows, ids), target, ids)
     teacher = placed(drawn, mesh, TEACHER_SHARDING_RULES)
     optimizer = make_optimizer(run, 1)
-    new_head = functools.partial(init_head, head_config, config.seed)
+    new_head = functools.partial(kind.new, config.seed)
     state = jax.eval_shape(lambda rows: init_state(new_head, rows, optimizer, mesh), teacher.rows)
     state = placed(state, mesh, TRAIN_SHARDING_RULES)
 
@@ -281,7 +282,7 @@ def train(config: configs.RunConfig, shape: ModelConfig, devices: list[Any]) -> 
         size = (run.batch_size, run.row_length, *width)
         return jax.ShapeDtypeStruct(size, dtype, sharding=batch_sharding(mesh))
 
-    hidden = head_config.target_hidden_size
+    hidden = shape.hidden_size
     batch = Batch(rows(), rows(len(shape.aux_layers) * hidden), rows(hidden), rows(), rows(), rows(), rows())
     parts = {"weights": state.head, "optimizer": state.opt_state, "teacher": teacher}
     beside: dict[str, Any] = {"batches on their way": [batch] * IN_FLIGHT}
@@ -300,7 +301,7 @@ def train(config: configs.RunConfig, shape: ModelConfig, devices: list[Any]) -> 
         mesh,
         parts | {"batch": batch},
         beside,
-        lambda: make_train_step(run, optimizer, mesh).trace(state, teacher, batch),
+        lambda: make_train_step(kind, optimizer, mesh).trace(state, teacher, batch),
     )
 
 

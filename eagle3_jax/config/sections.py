@@ -93,9 +93,11 @@ class TargetConfig:
 
 @section("draft")
 class DraftConfig:
-    """Shape of the draft head; None takes the target's value.
+    """Kind and shape of the draft head; None takes the target's value.
 
     Attributes:
+        kind: `eagle3`; `mtp`, the target's own layer for a further token (MiMo, DeepSeek-V3), whose sizes and
+            vocabulary are the target's; or a head that drafts a block at once: `dflash`, `dspark`, `dflash2`.
         vocab_size: size of the draft vocabulary, the most frequent tokens of the training conversations.
         intermediate_size: width of the MLP.
         num_attention_heads: heads of queries.
@@ -107,8 +109,12 @@ class DraftConfig:
         fc_norm: norm each hidden state before `fc`; with `norm_output` the head is EAGLE-3.1 (as vLLM and SGLang name
             it).
         norm_output: the normed output recurs, not the raw one; with `fc_norm` the head is EAGLE-3.1.
+        num_layers: decoder layers of a block head.
+        block_size: rows of a block head's block; DFlash and DFlash2 draft one token fewer.
+        mask_token_id: the target's token, one without another use, at the positions that a block head drafts.
     """
 
+    kind: Literal["eagle3", "mtp", "dflash", "dspark", "dflash2"] = "eagle3"
     vocab_size: Count = 32000
     intermediate_size: Count | None = None
     num_attention_heads: Count | None = None
@@ -118,6 +124,9 @@ class DraftConfig:
     max_position_embeddings: Count | None = None
     fc_norm: bool = False
     norm_output: bool = False
+    num_layers: Count = 5
+    block_size: Annotated[int, Field(ge=2)] = 8
+    mask_token_id: Annotated[int, Field(ge=0)] | None = None
 
 
 @section("mesh")
@@ -289,8 +298,9 @@ class TrainConfig:
     """features -> draft head (EAGLE-3, arXiv 2503.01840, section 3.2).
 
     Attributes:
-        warm_start: exported head whose weights and draft vocabulary training begins with, as for a new domain. A
-            training that was interrupted goes on without it.
+        warm_start: exported head whose weights and draft vocabulary training begins with, as for a new domain; `mtp` is
+            the layer in the target's checkpoint, for `draft.kind: mtp`. A training that was interrupted goes on without
+            it.
         features: `stored` reads the states that `extract` wrote; `online` has the target compute them before each step.
         ttt_steps: steps of the training-time test.
         step_decay: weighs step i by step_decay ** i.
@@ -298,6 +308,7 @@ class TrainConfig:
         lk_from: share of all steps with cross entropy before `lk` begins.
         batch_size: packed rows per step.
         row_length: tokens per row.
+        anchors: blocks per row, for block heads.
         epochs: passes over the features.
         max_steps: last step, where `epochs` has more; None is no limit.
         optimizer: `muon` updates matrices by Muon, the LM head and the norms by AdamW, all at `learning_rate`.
@@ -328,6 +339,7 @@ class TrainConfig:
     lk_from: Fraction = 0.8
     batch_size: Count = 4
     row_length: Count = 2048
+    anchors: Count = 256
     epochs: Positive = 1.0
     max_steps: Count | None = None
     optimizer: Literal["adamw", "muon"] = "adamw"

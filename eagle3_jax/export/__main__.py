@@ -30,10 +30,10 @@ from eagle3_jax.formats.forms import FORMS, SPECULATORS
 from eagle3_jax.formats.stored import StoredHead, from_draft, verifier
 from eagle3_jax.models.checkpoint.fetch import Target, load_target, packaged_model
 from eagle3_jax.models.checkpoint.identity import check_same_target
-from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.runs import command, command_line, disk, manifest, processes
 from eagle3_jax.training.checkpoint import CheckpointError, Checkpoints, load_head
+from eagle3_jax.training.kinds.choice import kind_of
 
 
 def run(config: RunConfig, target: Target | None = None) -> None:
@@ -47,6 +47,8 @@ def run(config: RunConfig, target: Target | None = None) -> None:
         CheckpointError: no checkpoint, or a head whose shape is not the config's.
         DraftFormatError: the form cannot represent the head, or the files read back differ.
     """
+    if config.draft.kind != "eagle3":
+        raise ValueError(f"draft.kind: got {config.draft.kind!r}, expected 'eagle3': no format holds another kind yet")
     folder = config.folder("export")
     checkpoints = config.folder("train")
     trained, step, checksums = _chosen(checkpoints)
@@ -66,7 +68,8 @@ def run(config: RunConfig, target: Target | None = None) -> None:
     with disk.lock(folder):
         if not processes.agree(lambda: disk.is_whole(folder)):
             architecture = target.model.config
-            head = load_head(checkpoints, DraftHeadConfig.for_target(config.draft, architecture), step)
+            kind = kind_of(config, architecture)
+            head = load_head(checkpoints, kind.abstract(), step)
             draft = Draft(head, jnp.asarray(token_ids))
 
             def write() -> None:

@@ -31,9 +31,9 @@ from eagle3_jax.extract.hidden_states import PaddedBatch, compute_records, plan_
 from eagle3_jax.mesh import Replica, batch_sharding, make_mesh, own_replica, put
 from eagle3_jax.models.checkpoint.fetch import Target, load_target
 from eagle3_jax.models.checkpoint.identity import check_same_target
-from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
 from eagle3_jax.models.inference_layout import for_inference
 from eagle3_jax.runs import command, command_line, disk, manifest, processes
+from eagle3_jax.training.kinds.choice import kind_of
 
 REJECTS = "rejects.jsonl"
 # Conversations of a split that are read to foretell how much disk all will take.
@@ -59,7 +59,7 @@ def extract(config: configs.RunConfig, target: Target | None = None) -> None:
         target = dataclasses.replace(target, model=for_inference(target.model))
     # What was said does not depend on which hidden states are kept now.
     check_same_target(conversations, made_from["identity"]["target"], target.identity, but=("aux_layers",))
-    DraftHeadConfig.for_target(config.draft, target.model.config)  # refuses an impossible draft vocabulary now
+    kind_of(config, target.model.config)  # refuses a head that does not fit the target now
     longest = target.model.config.max_position_embeddings
     if config.extract.max_length > longest:
         raise ValueError(

@@ -28,11 +28,16 @@ _LAYERS: dict[type[ModelConfig], tuple[type[MtpHead], Callable[[Any], dict[str, 
 }
 
 
-def abstract(shape: ModelConfig, dtype: Any, field: str = "draft") -> MtpHead:
-    """Makes the abstract head (shapes only) of a target. Raises ValueError, by `field`, for a family without one."""
+def head_of(shape: ModelConfig, field: str = "draft") -> type[MtpHead]:
+    """Returns the class of a target's MTP layer. Raises ValueError, by `field`, for a family without one."""
     if type(shape) not in _LAYERS:
         raise ValueError(f"{field}: got 'mtp', expected a head's folder: {shape.architecture} has no such layer")
-    head, _ = _LAYERS[type(shape)]
+    return _LAYERS[type(shape)][0]
+
+
+def abstract(shape: ModelConfig, dtype: Any, field: str = "draft") -> MtpHead:
+    """Makes the abstract head (shapes only) of a target. Raises ValueError, by `field`, for a family without one."""
+    head = head_of(shape, field)
     return nnx.eval_shape(lambda: head(shape, dtype=dtype, rngs=nnx.Rngs(0)))
 
 

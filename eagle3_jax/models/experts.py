@@ -94,6 +94,7 @@ def mixture(
     return over_mesh(local, (x, chosen, weights, *parameters), (rows, rows, rows, *specs), rows, sizes)
 
 
+@jax.custom_vjp
 def grouped(
     rows: Float[Array, "r i"], matrices: Float[Array, "e i o"], counts: Int[Array, " e"]
 ) -> Float[Array, "r o"]:
@@ -122,3 +123,35 @@ def grouped(
 
     zeros = jnp.zeros((size + _BLOCK, columns), jnp.float32)
     return jax.lax.fori_loop(0, len(counts), group, zeros)[:size]
+
+
+def _grouped_forward(rows: Array, matrices: Array, counts: Array) -> tuple[Array, tuple[Array, ...]]:
+    return grouped(rows, matrices, counts), (rows, matrices, counts)
+
+
+def _grouped_backward(saved: tuple[Array, ...], cotangents: Array) -> tuple[Array, Array, None]:
+    """Gradients of rows and matrices: a loop of unknown length has none of its own."""
+    rows, matrices, counts = saved
+    ends, index = jnp.cumsum(counts), jnp.arange(_BLOCK)[:, None]
+    inputs, outputs = (jnp.pad(x.astype(jnp.float32), ((0, _BLOCK), (0, 0))) for x in (rows, cotangents))
+
+    def group(number: Array, gradients: Array) -> Array:
+        start = ends[number] - counts[number]
+
+        def block(part: Array, gradient: Array) -> Array:
+            first = start + part * _BLOCK
+            taken, given = (jax.lax.dynamic_slice_in_dim(x, first, _BLOCK) for x in (inputs, outputs))
+            taken = jnp.where(first + index < ends[number], taken, 0)
+            return gradient + jnp.matmul(taken.T, given, precision=_PRECISION)
+
+        blocks = (counts[number] + _BLOCK - 1) // _BLOCK
+        gradient = jax.lax.fori_loop(0, blocks, block, jnp.zeros(matrices.shape[1:], jnp.float32))
+        return jax.lax.dynamic_update_index_in_dim(gradients, gradient, number, axis=0)
+
+    zeros = jnp.zeros(matrices.shape, jnp.float32)
+    gradients = jax.lax.fori_loop(0, len(counts), group, zeros).astype(matrices.dtype)
+    back = grouped(cotangents.astype(rows.dtype), matrices.swapaxes(1, 2), counts)
+    return back.astype(rows.dtype), gradients, None
+
+
+grouped.defvjp(_grouped_forward, _grouped_backward)

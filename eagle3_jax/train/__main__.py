@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import pathlib
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
@@ -23,11 +21,11 @@ from eagle3_jax import config as configs
 from eagle3_jax.data import vocab
 from eagle3_jax.data.features import FeatureSource
 from eagle3_jax.data.loader import PackedRows, Row, batches
-from eagle3_jax.formats import draft_models, files, heads
+from eagle3_jax.formats import draft_models, files
+from eagle3_jax.formats.mtp import MTP
 from eagle3_jax.mesh import batch_sharding, make_mesh, own_rows, put, put_rows, replicated, shardings
 from eagle3_jax.models.checkpoint.fetch import Target, load_target
 from eagle3_jax.models.checkpoint.identity import check_same_target
-from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.inference_layout import for_inference
 from eagle3_jax.models.states import target_states
@@ -36,10 +34,12 @@ from eagle3_jax.runs import command, command_line, disk, machine, manifest, proc
 from eagle3_jax.train.in_engine import Served, held_out_prompts
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Batch, Teacher
 from eagle3_jax.training.checkpoint import Checkpoints
+from eagle3_jax.training.kinds.choice import kind_of
+from eagle3_jax.training.kinds.kind import Kind
 from eagle3_jax.training.metrics import MetricWriter, NotFinite, summarise
 from eagle3_jax.training.operations import products, utilisation
 from eagle3_jax.training.optimizer import learning_rate, make_optimizer
-from eagle3_jax.training.state import init_head, init_state, make_eval_step, make_train_step
+from eagle3_jax.training.state import init_state, make_eval_step, make_train_step
 
 # These say how a run is watched, not what comes out of it; they may change when it is resumed (decode_every to another
 # number).
@@ -53,6 +53,11 @@ _WATCHING = (
 )
 # Options of earlier versions at the values that are fixed now: manifests name them.
 _FIXED = {"weight_decay": 0.0, "clip_norm": 0.5}
+# Options of later versions at the values that earlier ones had: manifests do not name them.
+_LATER = {
+    "draft": {"kind": "eagle3", "num_layers": 5, "block_size": 8, "mask_token_id": None},
+    "train": {"anchors": 256},
+}
 KEPT_CHECKPOINTS = 2  # the newest, beside the best
 # So many steps may be on their way to the device; each of them holds its batch.
 IN_FLIGHT = 2
@@ -86,22 +91,25 @@ def train(config: configs.RunConfig, target: Target | None = None) -> dict[str, 
         raise ValueError(f"train.features: got stored, expected online: {features} holds no hidden states")
     target = target or load_target(config.target, mesh, only=None if online else ("embed", "lm_head"))
     check_same_target(features, made_from["identity"]["target"], target.identity)
-    head_config = DraftHeadConfig.for_target(config.draft, target.model.config)
+    kind = kind_of(config, target.model.config)
     identity = {
         "verb": "train",
         "features": manifest.fingerprint(made_from),
         "target": target.identity,
-        "draft": configs.to_dict(config.draft),
-        "train": _FIXED | {name: x for name, x in configs.to_dict(run).items() if name not in (*_WATCHING, "features")},
+        "draft": _named("draft", configs.to_dict(config.draft)),
+        "train": _FIXED | _named("train", configs.to_dict(run), but=(*_WATCHING, "features")),
         "online": online,
         "seed": config.seed,
     }
     if run.decode_every is not None:
         identity["served_prompts"] = disk.digest(held_out_prompts(config))
     warm = None
-    if run.warm_start is not None:
+    if run.warm_start == MTP:
+        warm = kind.warm(MTP, target)
+        identity["warm_start"] = MTP
+    elif run.warm_start is not None:
         head = draft_models.resolve(run.warm_start, "train.warm_start", "the folder of a head")
-        warm = _warm_start(head, target, head_config)
+        warm = kind.warm(head, target)
         identity["warm_start"] = files.file_digests(head)
     other = "run_dir"
     if not disk.is_remote(features):
@@ -110,22 +118,24 @@ def train(config: configs.RunConfig, target: Target | None = None) -> dict[str, 
         if finished:
             processes.say(f"train: {folder} is finished already")
             return manifest.read(folder, made_by="train")["results"]
-        return _train(config, target, head_config, mesh, warm)
+        return _train(config, target, kind, mesh, warm)
+
+
+def _named(section: str, values: dict[str, Any], but: Sequence[str] = ()) -> dict[str, Any]:
+    """The options of a section that manifests name."""
+    later = _LATER[section].items()
+    return {name: x for name, x in values.items() if name not in but and (name, x) not in later}
 
 
 def _train(
     config: configs.RunConfig,
     target: Target,
-    head_config: DraftHeadConfig,
+    kind: Kind,
     mesh: jax.sharding.Mesh,
     warm: Draft | None,
 ) -> dict[str, Any]:
     run, features, folder = config.train, config.folder("extract"), config.folder("train")
-    token_ids = vocab.load(features) if warm is None else np.asarray(warm.token_ids)
-    if len(token_ids) != head_config.draft_vocab_size:
-        raise ValueError(
-            f"draft.vocab_size: got {head_config.draft_vocab_size}, expected {len(token_ids)}, as the features have it"
-        )
+    token_ids = kind.vocabulary(vocab.load(features)) if warm is None else np.asarray(warm.token_ids)
     processes.agree(lambda: vocab.save(folder, token_ids))
 
     # ---------------------------------------------------------------------------------------------------------- data
@@ -139,6 +149,7 @@ def _train(
         states=run.features == "stored",
     )
     total = len(rows) // run.batch_size
+    kind = dataclasses.replace(kind, total_steps=total)
     held_out = _held_out_rows(config)
     where = batch_sharding(mesh)
     own = own_rows(where, run.batch_size)
@@ -149,28 +160,28 @@ def _train(
 
     # --------------------------------------------------------------------------------------------------------- state
     model = target.model
-    observe = _Observer(model if run.features == "online" else None, mesh)
+    observe = _Observer(model.observed_at(kind.aux_layers) if run.features == "online" else None, mesh)
     draw_teacher = (model.embed[...], model.output_rows, put(token_ids, replicated(mesh)))
     placement = shardings(jax.eval_shape(Teacher.of, *draw_teacher), mesh, TEACHER_SHARDING_RULES)
     teacher = jax.jit(Teacher.of, out_shardings=placement)(*draw_teacher)
     optimizer = make_optimizer(run, total)
     if warm is None:
-        state = init_state(functools.partial(init_head, head_config, config.seed), teacher.rows, optimizer, mesh)
+        state = init_state(functools.partial(kind.new, config.seed), teacher.rows, optimizer, mesh)
     else:
         everywhere = jax.tree.map(lambda x: put(np.asarray(x), replicated(mesh)), warm.head)
         state = init_state(lambda head: head, everywhere, optimizer, mesh)
     del target, model, draw_teacher, warm
-    train_step = make_train_step(run, optimizer, mesh, lk_from=round(run.lk_from * total))
-    eval_step = make_eval_step(run, mesh)
+    train_step = make_train_step(kind, optimizer, mesh)
+    eval_step = make_eval_step(kind, mesh)
     schedule = learning_rate(run, total)
 
-    def evaluate(head: DraftHead) -> dict[str, Any]:
+    def evaluate(head: Any) -> dict[str, Any]:
         if held_out is None:
             return {}
         sums = [eval_step(head, teacher, place(part)) for part in batches(held_out, run.batch_size, own)]
         return _summarise(sums, held_out, run.batch_size, 0, "held_out")
 
-    served = None if run.decode_every is None else Served(config, state.head, token_ids)
+    served = None if run.decode_every is None else Served(config, kind, state.head, token_ids)
     with Checkpoints(folder, KEPT_CHECKPOINTS) as checkpoints, MetricWriter(folder, checkpoints.latest) as writer:
         if checkpoints.latest is not None:
             state = checkpoints.restore(state)
@@ -286,20 +297,6 @@ class _Observer:
             return 0
         with jax.set_mesh(self._mesh):
             return products(target_states.trace(self._model, batch.token_ids, batch.segment_ids).jaxpr.jaxpr)
-
-
-def _warm_start(folder: str | pathlib.Path, target: Target, config: DraftHeadConfig) -> Draft:
-    """The head to begin with. Raises ValueError: another target's, or another shape than the config's."""
-    draft = heads.load_draft(folder, target=target, dtype=jnp.float32, exact=True)
-    if not isinstance(draft.head, DraftHead):
-        raise ValueError(f"train.warm_start {folder}: got {type(draft.head).__name__}, expected a head of EAGLE-3")
-    got, expected = dataclasses.asdict(draft.head.config), dataclasses.asdict(config)
-    problems = [
-        f"{name}: got {got[name]!r}, expected {expected[name]!r}" for name in got if got[name] != expected[name]
-    ]
-    if problems:
-        raise ValueError(f"train.warm_start {folder}: a head of another shape:\n  " + "\n  ".join(problems))
-    return draft
 
 
 def _held_out_rows(config: configs.RunConfig) -> PackedRows | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -18,9 +17,9 @@ from eagle3_jax.data import sources
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.mesh import fetch, make_mesh, own_replica
 from eagle3_jax.models.checkpoint.fetch import load_target
-from eagle3_jax.models.drafts.eagle3 import DraftHead
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.runs import disk, manifest, processes
+from eagle3_jax.training.kinds.kind import Kind
 
 _BATCH = 16
 _TOKENS = 96  # of each answer: fixed, since acceptance lengths of one training are compared
@@ -39,33 +38,34 @@ class Served:
     """An engine that takes one head after the other; the replicas of the mesh share the prompts.
 
     Args:
-        token_ids: the draft vocabulary.
+        kind: of `head`. token_ids: the draft vocabulary.
 
     Raises:
         ValueError: no held-out prompt is short enough.
     """
 
-    def __init__(self, config: configs.RunConfig, head: DraftHead, token_ids: np.ndarray) -> None:
+    def __init__(self, config: configs.RunConfig, kind: Kind, head: Any, token_ids: np.ndarray) -> None:
         self._replica = own_replica(make_mesh(config.mesh))
-        self._token_ids = jnp.asarray(token_ids)
+        self._kind, self._token_ids = kind, jnp.asarray(token_ids)
         target = load_target(config.target, self._replica.decoding_mesh)
+        self._output_rows = fetch(target.model.output_rows)
         room = min(config.extract.max_length, target.model.config.max_position_embeddings) - _TOKENS
         path = held_out_prompts(config)
         fitting, _ = sources.encode(sources.read_file(path)[0], target.tokenizer, room, f"train.decode_every: {path}")
         chosen = sources.spread(fitting, config.train.decode_prompts)
         self._prompts = [prompt["prompt"] for prompt in chosen][self._replica.index :: self._replica.count]
         self._params = SamplingParams(max_tokens=_TOKENS)
-        steps = config.train.ttt_steps
+        steps = kind.num_drafts
         chain = configs.DraftTree(num_steps=steps, topk=1, num_draft_tokens=steps + 1)
         longest = max(map(len, self._prompts), default=1) + _TOKENS
         self._engine = Engine(
             target.model, target.tokenizer, self._draft(head), chain, batch_size=_BATCH, max_length=longest
         )
 
-    def _draft(self, head: DraftHead) -> Draft:
-        return Draft(jax.tree.map(jnp.asarray, fetch(head)), self._token_ids)
+    def _draft(self, head: Any) -> Draft:
+        return self._kind.draft(fetch(head), self._output_rows, self._token_ids)
 
-    def measure(self, head: DraftHead) -> dict[str, Any]:
+    def measure(self, head: Any) -> dict[str, Any]:
         """`tau`, `alpha` and `rounds` of the held-out prompts, of all replicas (see `AcceptanceCounts`)."""
         self._engine.replace_draft(self._draft(head))
         answers = self._engine.generate(self._prompts, self._params) if self._prompts else []

@@ -60,3 +60,8 @@ class Teacher:
         """Selects the parts from the target's arrays; `token_ids` is the draft vocabulary in target ids."""
         draft_ids = jnp.full(embed.shape[0], -1, jnp.int32).at[token_ids].set(jnp.arange(len(token_ids)))
         return cls(embed, output_rows[token_ids], draft_ids)
+
+    @property
+    def token_ids(self) -> Int[Array, " dv"]:
+        """The target's id of each draft token; ascending."""
+        return jnp.nonzero(self.draft_ids >= 0, size=len(self.rows))[0].astype(jnp.int32)

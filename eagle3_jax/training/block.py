@@ -99,7 +99,6 @@ def d_pace(
 def block_loss(
     head: DFlash,
     teacher: Teacher,
-    token_ids: Int[Array, " dv"],
     batch: Batch,
     anchors: Anchors,
     config: BlockLossConfig,
@@ -110,12 +109,9 @@ def block_loss(
     the confidence. DFlash2: cross entropy before the selector + cross entropy over the selector's candidates, where a
     missing label replaces the last candidate.
 
-    Args:
-        token_ids: the target's id of each draft token.
-
     Returns:
         The loss, and sums for metrics: `cross_entropy`, `hits` and `compared` [drafts] (trained drafts), `accepted`
-        [drafts] (hits after hits only, each given the text's preceding token), `blocks` and `tokens`.
+        [drafts] (hits after hits only, each given the text's preceding token), `rounds` (blocks) and `tokens`.
     """
     states = block_states(head, teacher.embed, batch, anchors)
     drafts = _Drafts.of(batch, teacher, anchors, head.drafts, config.on_path)
@@ -126,7 +122,7 @@ def block_loss(
 
     @jax.checkpoint
     def chunk(head: DFlash, rows: Array, part: tuple[Array, _Drafts]) -> dict[str, Array]:
-        return _sums(head, rows, teacher, token_ids, *part, config)
+        return _sums(head, rows, teacher, *part, config)
 
     def body(total: dict[str, Array], part: tuple[Array, _Drafts]) -> tuple[dict[str, Array], None]:
         return jax.tree.map(jnp.add, total, chunk(head, rows, part)), None
@@ -180,7 +176,6 @@ def _sums(
     head: DFlash,
     rows: Array,
     teacher: Teacher,
-    token_ids: Array,
     states: Array,
     drafts: _Drafts,
     config: BlockLossConfig,
@@ -227,7 +222,7 @@ def _sums(
         "hits": jnp.sum(hits, axis=0),
         "accepted": jnp.sum(jnp.cumprod(hits, axis=-1), axis=0),
         "compared": jnp.sum(mask, axis=0),
-        "blocks": jnp.sum(mask[:, 0]),
+        "rounds": jnp.sum(mask[:, 0]),
     }
 
 

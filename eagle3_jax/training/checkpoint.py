@@ -11,12 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, UInt32
 from orbax.checkpoint import v1 as ocp
 
 from eagle3_jax.mesh import put, replicated
-from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.runs import disk
 from eagle3_jax.training.state import TrainState
 
@@ -100,7 +98,7 @@ class Checkpoints:
         at = put(np.asarray(step, np.int32), state.step.sharding)
         return TrainState(at, head, opt_state)
 
-    def restore_head(self, like: Any, step: int | None = None) -> DraftHead:
+    def restore_head(self, like: Any, step: int | None = None) -> Any:
         """The head of a step, or the newest, alone; `like` is a head, or its shapes."""
         return _unflat(like, self._load({"head": _abstract(like)}, step)[1]["head"])
 
@@ -206,13 +204,15 @@ def _is_no_orbax_traceback(record: logging.LogRecord) -> bool:
     return not record.exc_info or "/orbax/" not in record.pathname
 
 
-def load_head(folder: str | disk.Path, config: DraftHeadConfig, step: int | None = None) -> DraftHead:
+def load_head(folder: str | disk.Path, shapes: Any, step: int | None = None) -> Any:
     """The head of a step of a checkpoints folder, or the newest, on the default device of each process.
 
+    Args:
+        shapes: of the head, see `Kind.abstract`.
+
     Raises:
-        CheckpointError: no checkpoint, or a head of another shape than `config` says.
+        CheckpointError: no checkpoint, or a head of other shapes.
     """
-    shapes = jax.eval_shape(lambda: DraftHead(config, rngs=nnx.Rngs(0)))
     everywhere = replicated(jax.sharding.Mesh(jax.devices(), "all"))  # processes can only read together
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), shapes)
     if not disk.path_of(folder).is_dir():

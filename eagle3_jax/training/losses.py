@@ -24,11 +24,11 @@ def ttt_loss(
 ) -> tuple[Float[Array, ""], dict[str, Any]]:
     """Computes the loss of the training-time test, see `states_loss`."""
     states = training_time_test(head, teacher.embed, batch, config.ttt_steps, config.remat)
-    return states_loss(head, states, teacher, batch, config, lk_decay)
+    return states_loss(head.lm_head[...], states, teacher, batch, config, lk_decay)
 
 
 def states_loss(
-    head: DraftHead,
+    rows: Float[Array, "dv h"],
     states: Float[Array, "steps b t h"],
     teacher: Teacher,
     batch: Batch,
@@ -38,6 +38,7 @@ def states_loss(
     """Sums over steps step_decay ** i times the soft cross entropy on the draft vocabulary, or the LK loss.
 
     Args:
+        rows: the LM head.
         states: the LM head's inputs, from `training_time_test`.
         lk_decay: see `soft_cross_entropy`; None is cross entropy.
 
@@ -68,7 +69,7 @@ def states_loss(
     weights = (decay / jnp.maximum(divisor, 1).astype(jnp.float32))[:, None, None] * compared.astype(jnp.float32)
     loss, comparison = soft_cross_entropy(
         hidden,
-        head.lm_head[...],
+        rows,
         ordered(batch.last_hidden.astype(hidden.dtype)),
         teacher.rows,
         ordered(labels),
@@ -76,14 +77,14 @@ def states_loss(
         config.loss_block,
         lk_decay,
     )
-    rows = (1, 2)
+    positions = (1, 2)
     divergence = comparison.cross_entropy - comparison.entropy[None]
     return loss, {
-        "cross_entropy": jnp.sum(jnp.where(compared, comparison.cross_entropy, 0), rows),
-        "divergence": jnp.sum(jnp.where(compared, divergence, 0), rows),
-        "acceptance": jnp.sum(jnp.where(compared, comparison.acceptance, 0), rows),
-        "hits": jnp.sum(comparison.hits & compared, rows),
-        "compared": jnp.sum(compared, rows),
+        "cross_entropy": jnp.sum(jnp.where(compared, comparison.cross_entropy, 0), positions),
+        "divergence": jnp.sum(jnp.where(compared, divergence, 0), positions),
+        "acceptance": jnp.sum(jnp.where(compared, comparison.acceptance, 0), positions),
+        "hits": jnp.sum(comparison.hits & compared, positions),
+        "compared": jnp.sum(compared, positions),
         "counted": counts,
         "tokens": tokens,
     }

@@ -33,11 +33,11 @@ def summarise(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
     Returns:
         `loss` (mean over batches); `tokens`; per step `accuracy` (the draft's first choice is the target's) over all
-        positions in the mask; per step `cross_entropy`, `divergence` (KL) and `acceptance` (share of drafts accepted at
-        temperature 1) over trained positions; `positions`, the trained positions of the first step. Train steps add
-        `gradient_norm`. Eval steps add the figures of `evaluate` for a chain of as many drafts as steps: `rounds`,
-        `tau` (tokens per round, bonus token included) and `alpha` per position (see `AcceptanceCounts`,
-        `replay_rounds`).
+        positions in the mask; per step `cross_entropy` and, where the loss has them, `divergence` (KL) and `acceptance`
+        (share of drafts accepted at temperature 1) over trained positions; `positions`, the trained positions of the
+        first step. Train steps add `gradient_norm`. Eval steps add the figures of `evaluate` for a chain of as many
+        drafts as steps: `rounds`, `tau` (tokens per round, bonus token included) and `alpha` per position (see
+        `AcceptanceCounts`, `replay.replay`). Train steps of block heads add the same figures of their blocks.
 
     Raises:
         NotFinite: the first batch with NaN or infinity in it.
@@ -48,14 +48,16 @@ def summarise(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if not np.isfinite(list(watched.values())).all():
             raise NotFinite(index, watched)
     total = {name: np.sum([batch[name] for batch in host], axis=0, dtype=np.float64) for name in host[0]}
-    accuracy = total["hits"] / np.maximum(total["counted"], 1)
+    accuracy = total["hits"] / np.maximum(total.get("counted", total["compared"]), 1)
     compared = np.maximum(total["compared"], 1)
     summary = {
         "loss": float(total["loss"]) / len(host),
         "accuracy": accuracy.tolist(),
-        "cross_entropy": (total["cross_entropy"] / compared).tolist(),
-        "divergence": (total["divergence"] / compared).tolist(),
-        "acceptance": (total["acceptance"] / compared).tolist(),
+        **{
+            name: (total[name] / compared).tolist()
+            for name in ("cross_entropy", "divergence", "acceptance")
+            if name in total
+        },
         "positions": int(np.asarray(total["compared"])[0]),
         "tokens": int(total["tokens"]),
     }

@@ -12,18 +12,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.kernels.vocabulary.api import argmax, vocabulary_logits
-from eagle3_jax.models.drafts.eagle3 import DraftHead
 from eagle3_jax.training.batch import Batch, Teacher
 
 
 def replay_rounds(
-    head: DraftHead, states: Float[Array, "steps b t h"], teacher: Teacher, batch: Batch, block: int
+    rows: Float[Array, "dv h"], states: Float[Array, "steps b t h"], teacher: Teacher, batch: Batch, block: int
 ) -> dict[str, Array]:
     """Counts rounds and accepted drafts of a chain with one draft per step; equal to the decoder's on greedy answers.
 
     A draft is accepted if it is the teacher's argmax. Rounds of a sampled answer continue with the answer's own tokens.
 
     Args:
+        rows: the LM head.
         states: the LM head's inputs, from `training_time_test`.
         block: number of positions whose logits are held at a time; a divisor of t, or more than t.
 
@@ -33,7 +33,7 @@ def replay_rounds(
     steps, b, t, h = states.shape
     size = min(block, t)
     blocks = jnp.moveaxis(states.reshape(steps, b, t // size, size, h), 2, 1).reshape(-1, b, size, h)
-    best = jax.lax.map(lambda x: argmax(vocabulary_logits(x, head.lm_head[...])), blocks)
+    best = jax.lax.map(lambda x: argmax(vocabulary_logits(x, rows)), blocks)
     return replay(jnp.moveaxis(best.reshape(steps, t // size, b, size), 1, 2).reshape(steps, b, t), teacher, batch)
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from eagle3_jax.kernels.dispatch import default_implementation
 from eagle3_jax.kernels.ttt_attention.api import KEPT, ttt_attention
-from eagle3_jax.models.drafts.eagle3 import DraftHead
+from eagle3_jax.models.drafts.head import Head
 from eagle3_jax.models.layers import embeddings
 from eagle3_jax.training.batch import Batch
 
@@ -28,7 +28,7 @@ _POLICY = jax.checkpoint_policies.save_from_both_policies(
 
 
 def training_time_test(
-    head: DraftHead, embed: Float[Array, "v h"], batch: Batch, steps: int, remat: bool = False
+    head: Head, embed: Float[Array, "v h"], batch: Batch, steps: int, remat: bool = False
 ) -> Float[Array, "steps b t h"]:
     """Computes the LM head's inputs at every step and position.
 
@@ -61,7 +61,7 @@ def _unroll(steps: int) -> int:
 
 
 def _step(
-    head: DraftHead, state: Array, keys: Array, values: Array, inputs: _Inputs, i: Array
+    head: Head, state: Array, keys: Array, values: Array, inputs: _Inputs, i: Array
 ) -> tuple[Array, Array, Array]:
     """Runs step i. Returns its state, and the keys and values [steps, b, t, k, d] with those of step i added."""
     embeds, positions, segment_ids = inputs

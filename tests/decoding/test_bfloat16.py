@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import tiny
 
-from eagle3_jax.config import DraftConfig, DraftTree, TargetConfig
+from eagle3_jax.config import DraftConfig, DraftTree, TargetConfig, TrainConfig
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.measure.compare import Tally
 from eagle3_jax.decoding.measure.near_tie import _in_float32, near_tie
 from eagle3_jax.models.checkpoint.fetch import Target, load_target
 from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
-from eagle3_jax.training.state import init_head
+from eagle3_jax.training.kinds.eagle3 import Eagle3
 
 PROMPTS, MAX_TOKENS = 32, 32
 # What is compared with vanilla decoding. Whether drafting rounds differently is up to the machine; activations in
@@ -43,7 +43,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 @pytest.fixture(scope="module")
 def draft(target: Target) -> Draft:
     config = DraftHeadConfig.for_target(DraftConfig(vocab_size=tiny.CONFIG["vocab_size"]), target.model.config)
-    head = init_head(config, 0, target.model.lm_head[...])
+    head = Eagle3(config, TrainConfig()).new(0, target.model.lm_head[...])
     return Draft(jax.tree.map(lambda x: x.astype(jnp.bfloat16), head), jnp.arange(config.draft_vocab_size))
 
 

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 from test_engine import CHAIN, LETTERS, Tokenizer, make
 
-from eagle3_jax.config import DraftConfig, DraftTree
+from eagle3_jax.config import DraftConfig, DraftTree, TrainConfig
 from eagle3_jax.decoding import loop, scheduler
 from eagle3_jax.decoding.choice import tiers
 from eagle3_jax.decoding.choice.tiers import TierChoice
@@ -28,7 +28,7 @@ from eagle3_jax.decoding.rounds.sampling import block_width
 from eagle3_jax.models.checkpoint.fetch import load_target
 from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
-from eagle3_jax.training.state import init_head
+from eagle3_jax.training.kinds.eagle3 import Eagle3
 
 TREE = DraftTree(num_steps=3, topk=3, num_draft_tokens=10)
 
@@ -484,7 +484,7 @@ def test_a_soak_of_the_real_model():
     target = load_target("smollm2-135m-instruct")
     size: dict[str, Any] = {"max_length": 128, "page_size": 16, "batch_size": 8}
     config = DraftHeadConfig.for_target(DraftConfig(), target.model.config)
-    head = init_head(config, 0, target.model.embed[...][: config.draft_vocab_size])
+    head = Eagle3(config, TrainConfig()).new(0, target.model.embed[...][: config.draft_vocab_size])
     draft = Draft(head, jnp.arange(config.draft_vocab_size, dtype=jnp.int32))
     engine = Engine.load(target, draft, CHAIN, queue_limit=9, **size)
     soak(engine, Engine.load(target, None, **size), target.model.config.vocab_size, 1000)

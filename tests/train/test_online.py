@@ -13,10 +13,10 @@ from eagle3_jax import config as configs
 from eagle3_jax.data import features
 from eagle3_jax.extract import __main__ as extract
 from eagle3_jax.models.checkpoint.fetch import Target
-from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
 from eagle3_jax.runs import manifest
 from eagle3_jax.train import __main__ as train
 from eagle3_jax.training.checkpoint import Checkpoints, load_head
+from eagle3_jax.training.kinds.choice import kind_of
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def metrics(config: configs.RunConfig) -> list[dict]:
 
 
 def leaves(config: configs.RunConfig, target: Target) -> list[np.ndarray]:
-    head = load_head(config.folder("train"), DraftHeadConfig.for_target(config.draft, target.model.config))
+    head = load_head(config.folder("train"), kind_of(config, target.model.config).abstract())
     return [np.asarray(x) for x in jax.tree.leaves(head)]
 
 

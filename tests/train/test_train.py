@@ -23,6 +23,8 @@ from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.runs import command, disk, manifest
 from eagle3_jax.train import __main__ as train
 from eagle3_jax.training.checkpoint import CheckpointError, Checkpoints, load_head
+from eagle3_jax.training.kinds import eagle3
+from eagle3_jax.training.kinds.choice import kind_of
 
 VOCAB, DRAFT_VOCAB = 60, 40
 
@@ -91,7 +93,7 @@ def with_held_out_prompts(config: configs.RunConfig) -> pathlib.Path:
 
 
 def leaves(config: configs.RunConfig, target: Target) -> list[np.ndarray]:
-    head = load_head(config.folder("train"), DraftHeadConfig.for_target(config.draft, target.model.config))
+    head = load_head(config.folder("train"), kind_of(config, target.model.config).abstract())
     return [np.asarray(x) for x in jax.tree.leaves(head)]
 
 
@@ -367,7 +369,7 @@ def test_a_training_is_told_by_the_files_of_a_named_head_and_by_what_its_taus_ar
     config = prepared(tmp_path, target, warm_start="org/head", decode_every=2, decode_prompts=5)
     held_out = with_held_out_prompts(config)
     monkeypatch.setattr(train.draft_models, "fetch", lambda name, **_: head)
-    monkeypatch.setattr(train, "_warm_start", lambda *_: None)
+    monkeypatch.setattr(eagle3.Eagle3, "warm", lambda *_: None)
     monkeypatch.setattr(train.manifest, "claim", claim)
 
     def identity_of(config):
@@ -400,10 +402,10 @@ def test_another_training_on_the_same_features_takes_them_by_a_link(tmp_path, ta
 
 
 def test_a_warm_start_is_a_head_of_eagle3(target, monkeypatch):
-    monkeypatch.setattr(train.heads, "load_draft", lambda *_, **__: types.SimpleNamespace(head=target.model))
+    monkeypatch.setattr(eagle3.heads, "load_draft", lambda *_, **__: types.SimpleNamespace(head=target.model))
     head_config = DraftHeadConfig.for_target(configs.DraftConfig(vocab_size=DRAFT_VOCAB), target.model.config)
     with pytest.raises(ValueError, match=r"train.warm_start org/head: got Llama, expected a head of EAGLE-3"):
-        train._warm_start("org/head", target, head_config)
+        eagle3.Eagle3(head_config, configs.TrainConfig()).warm("org/head", target)
 
 
 @pytest.mark.slow
@@ -427,8 +429,8 @@ def test_the_checkpoint_that_the_engine_accepts_most_of_is_kept_and_exported(tmp
         assert (checkpoints.best, checkpoints.latest) == ((4, 2.5), 6)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["tau"]) for line in lines if line["kind"] == "served"] == [(2, 1.5), (4, 2.5), (6, 2.0)]
-    head_config = DraftHeadConfig.for_target(config.draft, target.model.config)
-    best, latest = (jax.tree.leaves(load_head(folder, head_config, step)) for step in (4, None))
+    shapes = kind_of(config, target.model.config).abstract()
+    best, latest = (jax.tree.leaves(load_head(folder, shapes, step)) for step in (4, None))
     assert any((np.asarray(one) != np.asarray(other)).any() for one, other in zip(best, latest, strict=True))
 
 
@@ -440,10 +442,10 @@ def test_a_warm_start_can_be_asked_for_on_the_command_line(tmp_path):
 
 
 def test_no_checkpoint_is_an_error_with_the_verb_in_it(tmp_path, target):
-    config = DraftHeadConfig.for_target(configs.DraftConfig(vocab_size=DRAFT_VOCAB), target.model.config)
+    shapes = kind_of(prepared(tmp_path, target), target.model.config).abstract()
     for folder in (tmp_path, tmp_path / "missing"):
         with pytest.raises(CheckpointError, match=r"eagle3_jax.train"):
-            load_head(folder, config)
+            load_head(folder, shapes)
 
 
 def test_the_command_line_says_what_is_wrong(tmp_path, capsys):

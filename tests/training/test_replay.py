@@ -68,7 +68,7 @@ def test_rounds_of_packed_answers(head, teacher, often_right, block):
             counts = reference(drafts[:, row, own], labels[row, own], mask[row, own])
             rounds, accepted = rounds + counts[0], accepted + counts[1]
     assert rounds > 20 and accepted[-1] >= 3
-    got = jax.jit(replay_rounds, static_argnums=4)(head, states, teacher, batch, block)
+    got = jax.jit(replay_rounds, static_argnums=4)(head.lm_head[...], states, teacher, batch, block)
     assert (int(got["rounds"]), got["accepted"].tolist()) == (rounds, accepted.tolist())
 
 

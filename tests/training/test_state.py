@@ -15,8 +15,9 @@ from eagle3_jax.config import MeshConfig, TrainConfig
 from eagle3_jax.mesh import batch_sharding, make_mesh, shardings
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES
 from eagle3_jax.training.checkpoint import Checkpoints, load_head
+from eagle3_jax.training.kinds.eagle3 import Eagle3
 from eagle3_jax.training.optimizer import learning_rate, make_optimizer
-from eagle3_jax.training.state import init_head, init_state, make_eval_step, make_train_step
+from eagle3_jax.training.state import init_state, make_eval_step, make_train_step
 
 CONFIG = TrainConfig(ttt_steps=3, batch_size=4, row_length=16, loss_block=16, learning_rate=1e-2)
 
@@ -33,8 +34,8 @@ def run(head_config, teacher, make_batch):
             placed = jax.device_put(teacher, shardings(teacher, mesh, TEACHER_SHARDING_RULES))
             on_mesh = jax.device_put(batch, batch_sharding(mesh))
             optimizer = make_optimizer(CONFIG, 10)
-            state = init_state(functools.partial(init_head, head_config, 0), placed.rows, optimizer, mesh)
-            step = make_train_step(CONFIG, optimizer, mesh)
+            state = init_state(functools.partial(Eagle3(head_config, CONFIG).new, 0), placed.rows, optimizer, mesh)
+            step = make_train_step(Eagle3(head_config, CONFIG), optimizer, mesh)
             for _ in range(2):
                 state, sums = step(state, placed, on_mesh)
             results[data, model] = state, jax.device_get(sums), mesh
@@ -68,19 +69,21 @@ def test_the_state_stays_where_it_lies(run):
 def test_a_step_has_no_fusion_that_cpus_compute_wrongly(head_config, teacher, make_batch):
     optimizer = make_optimizer(CONFIG, 10)
     mesh = make_mesh(MeshConfig(data=1, model=1))
-    state = init_state(functools.partial(init_head, head_config, 0), teacher.rows, optimizer, mesh)
+    state = init_state(functools.partial(Eagle3(head_config, CONFIG).new, 0), teacher.rows, optimizer, mesh)
     batch = make_batch([[6, 9], [16], [4, 4, 4], [12]], 16)
-    text = make_train_step(CONFIG, optimizer, mesh).lower(state, teacher, batch).compile().as_text()
+    text = (
+        make_train_step(Eagle3(head_config, CONFIG), optimizer, mesh).lower(state, teacher, batch).compile().as_text()
+    )
     assert text is not None and "__ynn_fusion" in text
     assert product_and_sum_fusions(text) == []
 
 
 @pytest.mark.slow
-def test_a_step_counts_and_its_loss_falls(run, teacher, make_batch):
+def test_a_step_counts_and_its_loss_falls(run, head_config, teacher, make_batch):
     state, sums, mesh = run(1, 1)
     assert state.step == 2
     batch = make_batch([[6, 9], [16], [4, 4, 4], [12]], 16)
-    after = make_eval_step(CONFIG, mesh)(jax.device_get(state.head), teacher, batch)
+    after = make_eval_step(Eagle3(head_config, CONFIG), mesh)(jax.device_get(state.head), teacher, batch)
     assert after["loss"] < sums["loss"]
 
 
@@ -95,14 +98,14 @@ def test_checkpoints_restore_onto_another_mesh(run, tmp_path, head_config):
     for got, want, like in zip(*(jax.tree.leaves(x) for x in (restored, state, elsewhere)), strict=True):
         np.testing.assert_array_equal(got, want)
         assert got.sharding == like.sharding
-    head = load_head(tmp_path, head_config)
+    head = load_head(tmp_path, Eagle3(head_config, CONFIG).abstract())
     for got, want in zip(jax.tree.leaves(head), jax.tree.leaves(state.head), strict=True):
         np.testing.assert_array_equal(got, want)
 
 
 def test_a_new_head_begins_where_the_target_stands(head_config, teacher):
     """Beside noise of 0.02 a weight, `fc` hands on the highest aux feature as it is."""
-    head = init_head(head_config, 0, teacher.rows)
+    head = Eagle3(head_config, CONFIG).new(0, teacher.rows)
     np.testing.assert_array_equal(head.lm_head[...], teacher.rows)
     noise = np.array(head.fc[...])
     noise[-head_config.hidden_size :] -= np.eye(head_config.hidden_size)
@@ -125,11 +128,13 @@ def test_weights_and_moments_are_float32_whatever_the_target_is(head_config, tea
     config = TrainConfig(ttt_steps=2, loss_block=16, learning_rate=3e-5, warmup_ratio=0.0)
     optimizer, mesh = make_optimizer(config, 10**6), make_mesh(MeshConfig(data=1, model=1))
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if jnp.issubdtype(x.dtype, jnp.floating) else x, teacher)
-    state = init_state(functools.partial(init_head, head_config, 0), half.rows, optimizer, mesh)
+    state = init_state(functools.partial(Eagle3(head_config, CONFIG).new, 0), half.rows, optimizer, mesh)
     moments = [optax.tree.get(state.opt_state, name) for name in ("mu", "nu")]
     assert {x.dtype for x in jax.tree.leaves((state.head, moments))} == {jnp.dtype(jnp.float32)}
     before = jax.device_get(state.head)
-    state, _ = make_train_step(config, optimizer, mesh)(state, half, make_batch([[6, 9], [16]], 16))
+    state, _ = make_train_step(Eagle3(head_config, config), optimizer, mesh)(
+        state, half, make_batch([[6, 9], [16]], 16)
+    )
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(state.head), strict=True):
         if old.ndim > 1:
             assert 1e-5 < np.abs(np.asarray(new) - old).max() < 4e-5
@@ -144,7 +149,8 @@ from eagle3_jax.mesh import batch_sharding, make_mesh, shardings
 from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
 from eagle3_jax.training.batch import Batch, Teacher, TEACHER_SHARDING_RULES
 from eagle3_jax.training.optimizer import make_optimizer
-from eagle3_jax.training.state import STATE_SHARDING_RULES, TrainState, init_head, make_train_step
+from eagle3_jax.training.kinds.eagle3 import Eagle3
+from eagle3_jax.training.state import STATE_SHARDING_RULES, TrainState, make_train_step
 
 devices = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x1").devices
 mesh = make_mesh(MeshConfig(data=2, model=2), devices)
@@ -154,13 +160,13 @@ head_config = DraftHeadConfig(
     num_attention_heads=4, num_key_value_heads=2, head_dim=64, rms_norm_eps=1e-5, rope_theta=1e4,
     max_position_embeddings=2048, aux_layers=(2, 4, 5))
 config = TrainConfig(ttt_steps=3, batch_size=B, row_length=T, loss_block=256, remat=True)
-optimizer = make_optimizer(config, 100)
+kind, optimizer = Eagle3(head_config, config), make_optimizer(config, 100)
 
 def spec(tree, where):
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, where)
 
 def build(rows):
-    head = init_head(head_config, 0, rows)
+    head = kind.new(0, rows)
     return TrainState(jnp.zeros((), jnp.int32), head, optimizer.init(head))
 
 shape = jax.ShapeDtypeStruct
@@ -172,7 +178,7 @@ integers = shape((B, T), jnp.int32, sharding=batch_sharding(mesh))
 hidden = lambda width: shape((B, T, width), jnp.bfloat16, sharding=batch_sharding(mesh))
 batch = Batch(integers, hidden(3 * H), hidden(H), *[integers] * 4)
 with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-    compiled = make_train_step(config, optimizer, mesh).lower(state, teacher, batch).compile()
+    compiled = make_train_step(kind, optimizer, mesh).lower(state, teacher, batch).compile()
 text = compiled.as_text()
 assert "input_output_alias" in text, "the state is not donated"
 assert "all-reduce" in text, "gradients are not summed over the data axis"

@@ -1,0 +1,106 @@
+"""Block heads: DFlash, DSpark and DFlash2, trained on blocks behind random anchors (`training.block`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from eagle3_jax.config import RunConfig
+from eagle3_jax.models.drafts.dflash import FULL, BlockHeadConfig, DFlash
+from eagle3_jax.models.drafts.dflash2 import DFlash2
+from eagle3_jax.models.drafts.dspark import DSpark
+from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
+from eagle3_jax.models.drafts.head import Draft
+from eagle3_jax.models.target import ModelConfig
+from eagle3_jax.training.batch import Batch, Teacher
+from eagle3_jax.training.block import BlockLossConfig, block_loss, draw_anchors, replay_blocks
+from eagle3_jax.training.kinds.kind import Kind, Sums
+
+# Anchors of a row whose blocks a replay computes at a time.
+_REPLAYED = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockKind(Kind):
+    """A block head; its LM head is the target's where the draft vocabulary is, else its own."""
+
+    head: ClassVar[type[DFlash]]
+    shape: BlockHeadConfig
+
+    @classmethod
+    def of(cls, config: RunConfig, target: ModelConfig) -> BlockKind:
+        """See `Kind`."""
+        draft, eagle = config.draft, DraftHeadConfig.for_target(config.draft, target)
+        mask = draft.mask_token_id
+        if mask is None or mask >= target.vocab_size:
+            expected = f"a token of the target without another use, below {target.vocab_size}"
+            raise ValueError(f"draft.mask_token_id: got {mask}, expected {expected}, for draft.kind {cls.name!r}")
+        names = {field.name for field in dataclasses.fields(BlockHeadConfig)}
+        shared = {name: x for name, x in dataclasses.asdict(eagle).items() if name in names}
+        layers = (FULL,) * draft.num_layers
+        shape = BlockHeadConfig(**shared, block_size=draft.block_size, mask_token_id=mask, layer_types=layers)
+        return cls(shape, config.train, seed=config.seed)
+
+    def build(self, rngs: nnx.Rngs) -> DFlash:
+        """See `Kind`."""
+        return self.head(self.shape, dtype=jnp.float32, rngs=rngs)
+
+    @property
+    def num_drafts(self) -> int:
+        """See `Kind`."""
+        return self.shape.block_size - self.head.first_row
+
+    def new(self, seed: int, rows: Float[Array, "dv h"]) -> DFlash:
+        """See `Kind`; an LM head of its own starts as the target's."""
+        head = super().new(seed, rows)
+        if hasattr(head, "lm_head"):
+            head.lm_head[...] = rows.astype(jnp.float32)
+        return head
+
+    def loss(self, head: DFlash, teacher: Teacher, batch: Batch, step: Int[Array, ""]) -> tuple[Float[Array, ""], Sums]:
+        """See `Kind`; each step draws its own anchors."""
+        return self._loss(head, teacher, batch, jax.random.fold_in(jax.random.key(self.seed), step))
+
+    def evaluate(self, head: DFlash, teacher: Teacher, batch: Batch) -> Sums:
+        """See `Kind`; the anchors are the same at every evaluation."""
+        loss, sums = self._loss(head, teacher, batch, jax.random.key(self.seed))
+        size = next(
+            size
+            for size in range(min(_REPLAYED, batch.token_ids.shape[1]), 0, -1)
+            if batch.token_ids.shape[1] % size == 0
+        )
+        return sums | {"loss": loss} | replay_blocks(head, teacher, teacher.token_ids, batch, size)
+
+    def _loss(self, head: DFlash, teacher: Teacher, batch: Batch, key: Array) -> tuple[Float[Array, ""], Sums]:
+        anchors = draw_anchors(key, batch, min(self.train.anchors, batch.token_ids.shape[1]))
+        return block_loss(head, teacher, batch, anchors, BlockLossConfig())
+
+    def draft(self, head: DFlash, output_rows: Float[Array, "v h"], token_ids: Int[Array, " dv"]) -> Draft:
+        """See `Kind`."""
+        raise ValueError(
+            f"train.decode_every: got a number, expected null for draft.kind {self.name!r}: the engine drafts token "
+            "after token; evaluations replay the head's rounds instead"
+        )
+
+
+class DFlashKind(BlockKind):
+    """DFlash (arXiv 2602.06036)."""
+
+    name, head = "dflash", DFlash
+
+
+class DSparkKind(BlockKind):
+    """DSpark (arXiv 2607.05147)."""
+
+    name, head = "dspark", DSpark
+
+
+class DFlash2Kind(BlockKind):
+    """DFlash2 (z-lab/dflash)."""
+
+    name, head = "dflash2", DFlash2

@@ -1,0 +1,89 @@
+"""EAGLE-3 heads: the training-time test, and a start from the target's own states and LM head."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from eagle3_jax.config import RunConfig
+from eagle3_jax.formats import heads
+from eagle3_jax.models.checkpoint.fetch import Target
+from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
+from eagle3_jax.models.drafts.head import Draft
+from eagle3_jax.models.target import ModelConfig
+from eagle3_jax.training.batch import Batch, Teacher
+from eagle3_jax.training.kinds.kind import Kind, Sums
+from eagle3_jax.training.losses import states_loss, ttt_loss
+from eagle3_jax.training.replay import replay_rounds
+from eagle3_jax.training.ttt import training_time_test
+
+# Rate at which the LK loss shifts from cross entropy to acceptance, as its authors chose it (arXiv 2602.23881).
+LK_DECAY = 3.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle3(Kind):
+    """The EAGLE-3 head, EAGLE-3.1 included."""
+
+    name: ClassVar[str] = "eagle3"
+    shape: DraftHeadConfig
+
+    @classmethod
+    def of(cls, config: RunConfig, target: ModelConfig) -> Eagle3:
+        """See `Kind`."""
+        return cls(DraftHeadConfig.for_target(config.draft, target), config.train, seed=config.seed)
+
+    def build(self, rngs: nnx.Rngs) -> DraftHead:
+        """See `Kind`."""
+        return DraftHead(self.shape, dtype=jnp.float32, rngs=rngs)
+
+    def new(self, seed: int, rows: Float[Array, "dv h"]) -> DraftHead:
+        """Initialises a head by N(0, 0.02) and from the target.
+
+        The LM head starts as the target's. `fc` starts with an identity added for the highest aux feature, so that the
+        residual stream starts as a late one of the target. On 40 steps of real features both together gave the lowest
+        held-out loss. Starting from the target's final norm raised the loss: its large weights make the first logits
+        overconfident.
+
+        Args:
+            rows: the target's LM head at the draft vocabulary.
+        """
+        c, head = self.shape, super().new(seed, rows)
+        head.lm_head[...] = rows.astype(jnp.float32)
+        identity = jnp.eye(c.target_hidden_size, c.hidden_size)
+        head.fc[...] = head.fc[...].at[-c.target_hidden_size :].add(identity)
+        return head
+
+    def warm(self, source: str | pathlib.Path, target: Target) -> Draft:
+        """See `Kind`; an exported head of EAGLE-3."""
+        draft = heads.load_draft(source, target=target, dtype=jnp.float32, exact=True)
+        if not isinstance(draft.head, DraftHead):
+            raise ValueError(f"train.warm_start {source}: got {type(draft.head).__name__}, expected a head of EAGLE-3")
+        got, expected = dataclasses.asdict(draft.head.config), dataclasses.asdict(self.shape)
+        problems = [
+            f"{name}: got {got[name]!r}, expected {expected[name]!r}" for name in got if got[name] != expected[name]
+        ]
+        if problems:
+            raise ValueError(f"train.warm_start {source}: a head of another shape:\n  " + "\n  ".join(problems))
+        return draft
+
+    def loss(
+        self, head: DraftHead, teacher: Teacher, batch: Batch, step: Int[Array, ""]
+    ) -> tuple[Float[Array, ""], Sums]:
+        """See `Kind`; the LK loss begins at the share `train.lk_from` of all steps."""
+        run = self.train
+        begins = round(run.lk_from * self.total_steps)
+        lk_decay = jnp.where(step >= begins, LK_DECAY, 0.0) if run.loss == "lk" else None
+        return ttt_loss(head, teacher, batch, run, lk_decay)
+
+    def evaluate(self, head: DraftHead, teacher: Teacher, batch: Batch) -> Sums:
+        """See `Kind`."""
+        run: Any = self.train
+        states = training_time_test(head, teacher.embed, batch, run.ttt_steps)
+        loss, sums = states_loss(head.lm_head[...], states, teacher, batch, run)
+        return sums | {"loss": loss} | replay_rounds(head.lm_head[...], states, teacher, batch, run.loss_block)

@@ -1,0 +1,116 @@
+"""`Kind`: a kind of draft head as training sees it. `training.kinds.choice` makes the one that a config names."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import pathlib
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from eagle3_jax.config import RunConfig, TrainConfig
+from eagle3_jax.models.checkpoint.fetch import Target
+from eagle3_jax.models.drafts.head import Draft
+from eagle3_jax.models.target import ModelConfig
+from eagle3_jax.training.batch import Batch, Teacher
+
+Sums = dict[str, Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind(abc.ABC):
+    """What a kind of head needs of the target, how it begins, its loss, its replayed acceptance, and its drafts.
+
+    Attributes:
+        name: the kind's name in `draft.kind`.
+        shape: config of the head.
+        train: options of the training.
+        total_steps: of the training, for schedules of the loss.
+        seed: of draws in the loss.
+    """
+
+    name: ClassVar[str]
+    shape: Any
+    train: TrainConfig
+    total_steps: int = 0
+    seed: int = 0
+
+    @classmethod
+    @abc.abstractmethod
+    def of(cls, config: RunConfig, target: ModelConfig) -> Kind:
+        """Makes the kind for a target. Raises ValueError: sizes that the target does not fit."""
+
+    @abc.abstractmethod
+    def build(self, rngs: nnx.Rngs) -> Any:
+        """Makes a float32 head of this shape: its parameters are what is trained and kept in checkpoints."""
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Boundaries of the target that the head reads beside the last hidden state."""
+        return self.shape.aux_layers
+
+    @property
+    def num_drafts(self) -> int:
+        """Number of tokens that a round drafts in training."""
+        return self.train.ttt_steps
+
+    def abstract(self) -> Any:
+        """Returns the head's shapes."""
+        return jax.eval_shape(lambda: self.build(nnx.Rngs(0)))
+
+    def vocabulary(self, chosen: Int[np.ndarray, " dv"]) -> Int[np.ndarray, " ids"]:
+        """Returns the draft vocabulary in target ids.
+
+        Args:
+            chosen: the vocabulary that `extract` chose.
+
+        Raises:
+            ValueError: another size than the head's.
+        """
+        size = self.shape.draft_vocab_size
+        if len(chosen) != size:
+            raise ValueError(f"draft.vocab_size: got {size}, expected {len(chosen)}, as the features have it")
+        return chosen
+
+    def new(self, seed: int, rows: Float[Array, "dv h"]) -> Any:
+        """Initialises a head.
+
+        Args:
+            rows: the target's LM head at the draft vocabulary.
+        """
+        return self.build(nnx.Rngs(seed))
+
+    def warm(self, source: str | pathlib.Path, target: Target) -> Draft:
+        """Loads the head to begin with.
+
+        Args:
+            source: folder of an exported head.
+
+        Raises:
+            ValueError: this kind has no such beginning, or a head of another kind or shape.
+        """
+        raise ValueError(f"train.warm_start: got {str(source)!r}, expected null for draft.kind {self.name!r}")
+
+    @abc.abstractmethod
+    def loss(self, head: Any, teacher: Teacher, batch: Batch, step: Int[Array, ""]) -> tuple[Float[Array, ""], Sums]:
+        """Computes the loss at an optimizer step, and sums for `metrics.summarise`."""
+
+    @abc.abstractmethod
+    def evaluate(self, head: Any, teacher: Teacher, batch: Batch) -> Sums:
+        """Computes the sums of `loss`, the loss itself as `loss`, and those of `replay.replay`."""
+
+    def draft(self, head: Any, output_rows: Float[Array, "v h"], token_ids: Int[Array, " dv"]) -> Draft:
+        """Returns the trained head as the engine drafts with it.
+
+        Args:
+            output_rows: the target's LM head.
+
+        Raises:
+            ValueError: the engine does not draft with this kind.
+        """
+        return Draft(jax.tree.map(jnp.asarray, head), token_ids)
