@@ -62,9 +62,9 @@ from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.target import ModelConfig, TargetModel
 from eagle3_jax.train.__main__ import IN_FLIGHT
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Batch, Teacher
+from eagle3_jax.training.fsdp import STATE_SHARDING_RULES as TRAIN_SHARDING_RULES
 from eagle3_jax.training.kinds.choice import kind_of
 from eagle3_jax.training.optimizer import make_optimizer
-from eagle3_jax.training.state import STATE_SHARDING_RULES as TRAIN_SHARDING_RULES
 from eagle3_jax.training.state import init_state, make_train_step
 
 GIB = 2**30
@@ -266,7 +266,8 @@ def extract(config: configs.RunConfig, shape: ModelConfig, devices: list[Any]) -
 
 def train(config: configs.RunConfig, shape: ModelConfig, devices: list[Any]) -> Iterator[Program]:
     """`train`: the training step; online, the target's forward pass too, each beside what the other needs."""
-    mesh, run = make_mesh(config.mesh, devices), config.train
+    run = config.train
+    mesh = make_mesh(run.mesh or config.mesh, devices)
     target = abstract_target(config, shape, mesh)
     kind = kind_of(config, shape)
     ids = jax.ShapeDtypeStruct((kind.shape.draft_vocab_size,), jnp.int32)

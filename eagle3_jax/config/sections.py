@@ -306,7 +306,9 @@ class TrainConfig:
         step_decay: weighs step i by step_decay ** i.
         loss: `lk` maximises the share of accepted drafts (arXiv 2602.23881), with cross entropy where that is small.
         lk_from: share of all steps with cross entropy before `lk` begins.
+        mesh: devices of the training, where they are not `mesh`'s.
         batch_size: packed rows per step.
+        accumulate: parts of a batch whose gradients are computed in turn and summed.
         row_length: tokens per row.
         anchors: blocks per row, for block heads.
         epochs: passes over the features.
@@ -337,7 +339,9 @@ class TrainConfig:
     step_decay: Annotated[float, Field(gt=0, le=1)] = 0.8
     loss: Literal["cross_entropy", "lk"] = "cross_entropy"
     lk_from: Fraction = 0.8
+    mesh: MeshConfig | None = None
     batch_size: Count = 4
+    accumulate: Count = 1
     row_length: Count = 2048
     anchors: Count = 256
     epochs: Positive = 1.0

@@ -68,12 +68,13 @@ def choose(given: Implementation | None, *, pallas: bool = False, cpu: bool = Fa
 
 
 def split_axes(sizes: dict[str, int]) -> set[str]:
-    """Returns the axes of the current mesh that split dimensions of these sizes.
+    """Returns the axes of the current mesh that split dimensions of these sizes; axes split already are left out.
 
     Args:
         sizes: size by axis; an axis that does not divide its size splits nothing.
     """
-    shape = jax.sharding.get_abstract_mesh().shape
+    mesh = jax.sharding.get_abstract_mesh()
+    shape = {name: size for name, size in mesh.shape.items() if name not in mesh.manual_axes}
     return {name for name, size in sizes.items() if shape.get(name, 1) > 1 and size % shape[name] == 0}
 
 
@@ -109,6 +110,7 @@ def over_mesh(
     split = jax.shard_map(
         local,
         mesh=mesh,
+        axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
         in_specs=tuple(kept(spec) for spec, operand in zip(specs, operands, strict=True) if operand is not None),
         out_specs=jax.tree.map(kept, results, is_leaf=lambda x: isinstance(x, P)),
         check_vma=False,

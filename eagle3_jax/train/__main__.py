@@ -50,6 +50,8 @@ _WATCHING = (
     "checkpoint_every",
     "remat",
     "decode_every",
+    "mesh",
+    "accumulate",
 )
 # Options of earlier versions at the values that are fixed now: manifests name them.
 _FIXED = {"weight_decay": 0.0, "clip_norm": 0.5}
@@ -82,9 +84,11 @@ def train(config: configs.RunConfig, target: Target | None = None) -> dict[str, 
     # -------------------------------------------------------------------------------------------------------- inputs
     features, folder = config.folder("extract"), config.folder("train")
     made_from = manifest.read(features, made_by="extract")
-    mesh = make_mesh(config.mesh)
-    if run.batch_size % mesh.shape["data"]:
-        expected = f"a multiple of {mesh.shape['data']} (the mesh's data axis)"
+    mesh = make_mesh(run.mesh or config.mesh)
+    parts = mesh.shape["data"] * run.accumulate
+    if run.batch_size % parts:
+        several = ", train.accumulate times" * (run.accumulate > 1)
+        expected = f"a multiple of {parts} (the mesh's data axis{several})"
         raise ValueError(f"train.batch_size: got {run.batch_size}, expected {expected}")
     online = run.features == "online"
     if not online and made_from["identity"].get("states") == "none":

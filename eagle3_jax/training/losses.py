@@ -20,11 +20,16 @@ from eagle3_jax.training.ttt import training_time_test
 
 
 def ttt_loss(
-    head: DraftHead, teacher: Teacher, batch: Batch, config: TrainConfig, lk_decay: Float[Array, ""] | None = None
+    head: DraftHead,
+    teacher: Teacher,
+    batch: Batch,
+    config: TrainConfig,
+    lk_decay: Float[Array, ""] | None = None,
+    divisors: Int[Array, " steps"] | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Any]]:
     """Computes the loss of the training-time test, see `states_loss`."""
     states = training_time_test(head, teacher.embed, batch, config.ttt_steps, config.remat)
-    return states_loss(head.lm_head[...], states, teacher, batch, config, lk_decay)
+    return states_loss(head.lm_head[...], states, teacher, batch, config, lk_decay, divisors)
 
 
 def states_loss(
@@ -34,6 +39,7 @@ def states_loss(
     batch: Batch,
     config: TrainConfig,
     lk_decay: Float[Array, ""] | None = None,
+    divisors: Int[Array, " steps"] | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Any]]:
     """Sums over steps step_decay ** i times the soft cross entropy on the draft vocabulary, or the LK loss.
 
@@ -41,6 +47,7 @@ def states_loss(
         rows: the LM head.
         states: the LM head's inputs, from `training_time_test`.
         lk_decay: see `soft_cross_entropy`; None is cross entropy.
+        divisors: `loss_divisors` of the batch of which this is a part; None: this is the whole.
 
     Returns:
         The loss, and sums for metrics: `cross_entropy`, `divergence` (KL), `acceptance`, `hits` and `compared` [steps]
@@ -62,9 +69,8 @@ def states_loss(
     compared = jax.vmap(ordered)(trained[None] & inside)
     source = jnp.maximum(order[None] - 1 - steps[:, None, None], 0)
     hidden = jnp.take_along_axis(states, source[..., None], axis=2)
-    tokens = jnp.sum(batch.segment_ids > 0)
-    counts = jnp.sum(counted[None] & inside, axis=(1, 2))
-    divisor = jnp.broadcast_to(tokens, counts.shape) if config.loss_reduction == "all" else counts
+    tokens, counts = _counts(counted, inside, batch)
+    divisor = _divisors(tokens, counts, config) if divisors is None else divisors
     decay = jnp.float32(config.step_decay) ** steps.astype(jnp.float32)
     weights = (decay / jnp.maximum(divisor, 1).astype(jnp.float32))[:, None, None] * compared.astype(jnp.float32)
     loss, comparison = soft_cross_entropy(
@@ -88,6 +94,22 @@ def states_loss(
         "counted": counts,
         "tokens": tokens,
     }
+
+
+def loss_divisors(batch: Batch, config: TrainConfig) -> Int[Array, " steps"]:
+    """Counts by which the loss of each step is divided, of a whole batch."""
+    counted = teacher_mask(batch.loss_mask, batch.segment_ids, config.mask_offset)
+    inside = batch.positions[None] >= 1 + jnp.arange(config.ttt_steps)[:, None, None]
+    return _divisors(*_counts(counted, inside, batch), config)
+
+
+def _counts(counted: Array, inside: Array, batch: Batch) -> tuple[Array, Array]:
+    """Tokens without padding; per step, positions in the mask."""
+    return jnp.sum(batch.segment_ids > 0), jnp.sum(counted[None] & inside, axis=(1, 2))
+
+
+def _divisors(tokens: Array, counts: Array, config: TrainConfig) -> Array:
+    return jnp.broadcast_to(tokens, counts.shape) if config.loss_reduction == "all" else counts
 
 
 def teacher_mask(loss_mask: Int[Array, "b t"], segment_ids: Int[Array, "b t"], offset: int) -> Bool[Array, "b t"]:

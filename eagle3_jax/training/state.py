@@ -14,22 +14,12 @@ from jax import P
 from jax.sharding import Mesh, use_abstract_mesh
 from jaxtyping import Array
 
-from eagle3_jax.mesh import replicated, shardings
+from eagle3_jax.mesh import constrain, replicated, shardings
 from eagle3_jax.training.batch import Batch, Leaf, Teacher
+from eagle3_jax.training.fsdp import STATE_SHARDING_RULES
 from eagle3_jax.training.kinds.kind import Kind
 
 Metrics = dict[str, Array]
-
-# Weights and moments are sharded over the data axis too (FSDP): a step gathers each weight for its use.
-STATE_SHARDING_RULES = (
-    (r"lm_head|markov_(in|out)|predecessors|successors", P(("model", "data"), None)),
-    (r"expert_(gate|up)$", P(None, "data", "model")),
-    (r"expert_down$", P(None, "model", "data")),
-    (r"attention/(qkv|q|q_up)$|layers/\d+/(q|kv)$|(mlp|shared)/(gate|up)$|(^|/)fc$|taps$", P("data", "model")),
-    (r"attention/o$|layers/\d+/o$|(mlp|shared)/down$", P("model", "data")),
-    (r"attention/(q|kv)_down$|selector$", P("data", None)),
-    (r"attention/kv_up$", P("model", None, "data")),
-)
 
 
 @jax.tree_util.register_dataclass
@@ -64,18 +54,46 @@ def make_train_step(kind: Kind, optimizer: optax.GradientTransformation, mesh: M
     @functools.partial(jax.jit, donate_argnums=0)
     def train_step(state: TrainState, teacher: Teacher, batch: Batch) -> tuple[TrainState, Metrics]:
         with use_abstract_mesh(mesh.abstract_mesh):  # kernels are sharded over it
-            loss_and_gradients = jax.value_and_grad(kind.loss, has_aux=True)
-            (loss, sums), gradients = loss_and_gradients(state.head, teacher, batch, state.step)
+            sums, gradients = _gradients(kind, state, teacher, batch)
         head: Any = state.head  # a pytree to optax
         with jax.numpy_dtype_promotion("standard"):  # optax computes powers of Python floats by its int32 step
             updates, opt_state = optimizer.update(gradients, state.opt_state, head)
         head = optax.apply_updates(head, updates)
-        sums = sums | {"loss": loss, "gradient_norm": optax.tree.norm(gradients)}
+        sums = sums | {"gradient_norm": optax.tree.norm(gradients)}
         new = TrainState(state.step + 1, head, opt_state)
-        constrain = jax.lax.with_sharding_constraint
-        return constrain(new, shardings(new, mesh, STATE_SHARDING_RULES)), constrain(sums, replicated(mesh))
+        placed = jax.lax.with_sharding_constraint
+        return placed(new, shardings(new, mesh, STATE_SHARDING_RULES)), placed(sums, replicated(mesh))
 
     return train_step
+
+
+def _gradients(kind: Kind, state: TrainState, teacher: Teacher, batch: Batch) -> tuple[Metrics, Any]:
+    """Computes the sums of a batch, its loss among them, and the gradients, over `train.accumulate` parts in turn.
+
+    Part a of A has the rows a, a + A, ..., so that each data shard's rows stay where they lie.
+    """
+    parts = kind.train.accumulate
+    divisors = None if parts == 1 else kind.divisors(teacher, batch)
+
+    def compute(part: Batch) -> tuple[Metrics, Any]:
+        loss_and_gradients = jax.value_and_grad(kind.loss, has_aux=True)
+        (loss, sums), gradients = loss_and_gradients(state.head, teacher, part, state.step, divisors)
+        return sums | {"loss": loss}, gradients
+
+    if parts == 1:
+        return compute(batch)
+
+    def cut(x: Array) -> Array:
+        cut = x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1)
+        return constrain(cut, ((r"", P(None, "data")),))
+
+    def add(total: Any, part: Batch) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, compute(part)), None
+
+    cuts = jax.tree.map(cut, batch)
+    shapes = jax.eval_shape(compute, jax.tree.map(lambda x: x[0], cuts))
+    total, _ = jax.lax.scan(add, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), cuts)
+    return total
 
 
 def make_eval_step(kind: Kind, mesh: Mesh) -> jax.stages.Wrapped:

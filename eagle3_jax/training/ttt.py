@@ -9,6 +9,8 @@ On TPUs the steps are one loop, so that the program's size does not depend on th
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -18,6 +20,7 @@ from eagle3_jax.kernels.ttt_attention.api import KEPT, ttt_attention
 from eagle3_jax.models.drafts.head import Head
 from eagle3_jax.models.layers import embeddings
 from eagle3_jax.training.batch import Batch
+from eagle3_jax.training.fsdp import on_own_rows
 
 # Inputs shared by all steps: embeddings of the tokens, positions, segment ids.
 _Inputs = tuple[Array, Array, Array]
@@ -41,8 +44,15 @@ def training_time_test(
         t+1+i is beyond the document's end or padding.
     """
     embeds = embeddings(jax.lax.stop_gradient(embed), batch.token_ids)
-    inputs = jnp.pad(embeds, ((0, 0), (0, steps), (0, 0))), batch.positions, batch.segment_ids
-    state, c = head.fuse(batch.aux.astype(embed.dtype)), head.config
+    rows = jnp.pad(embeds, ((0, 0), (0, steps), (0, 0))), batch.positions, batch.segment_ids
+    run = functools.partial(_steps, steps=steps, remat=remat)
+    return on_own_rows(run, head, (*rows, batch.aux.astype(embed.dtype)), embed.dtype)
+
+
+def _steps(
+    head: Head, embeds: Array, positions: Array, segment_ids: Array, aux: Array, steps: int, remat: bool
+) -> Array:
+    inputs, state, c = (embeds, positions, segment_ids), head.fuse(aux), head.config
     cache = jnp.zeros((steps, *state.shape[:2], c.num_key_value_heads, c.head_dim), state.dtype)
     # CSE would merge unrolled steps with their recomputation in the backward pass; steps of a loop are safe.
     step = jax.checkpoint(_step, policy=_POLICY, prevent_cse=_unroll(steps) > 1) if remat else _step

@@ -150,7 +150,8 @@ from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
 from eagle3_jax.training.batch import Batch, Teacher, TEACHER_SHARDING_RULES
 from eagle3_jax.training.optimizer import make_optimizer
 from eagle3_jax.training.kinds.eagle3 import Eagle3
-from eagle3_jax.training.state import STATE_SHARDING_RULES, TrainState, make_train_step
+from eagle3_jax.training.fsdp import STATE_SHARDING_RULES
+from eagle3_jax.training.state import TrainState, make_train_step
 
 devices = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x1").devices
 mesh = make_mesh(MeshConfig(data=2, model=2), devices)

@@ -62,7 +62,14 @@ class BlockKind(Kind):
             head.lm_head[...] = rows.astype(jnp.float32)
         return head
 
-    def loss(self, head: DFlash, teacher: Teacher, batch: Batch, step: Int[Array, ""]) -> tuple[Float[Array, ""], Sums]:
+    def loss(
+        self,
+        head: DFlash,
+        teacher: Teacher,
+        batch: Batch,
+        step: Int[Array, ""],
+        divisors: Int[Array, " steps"] | None = None,
+    ) -> tuple[Float[Array, ""], Sums]:
         """See `Kind`; each step draws its own anchors."""
         return self._loss(head, teacher, batch, jax.random.fold_in(jax.random.key(self.seed), step))
 

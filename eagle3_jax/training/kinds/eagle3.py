@@ -18,7 +18,7 @@ from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.target import ModelConfig
 from eagle3_jax.training.batch import Batch, Teacher
 from eagle3_jax.training.kinds.kind import Kind, Sums
-from eagle3_jax.training.losses import states_loss, ttt_loss
+from eagle3_jax.training.losses import loss_divisors, states_loss, ttt_loss
 from eagle3_jax.training.replay import replay_rounds
 from eagle3_jax.training.ttt import training_time_test
 
@@ -73,13 +73,22 @@ class Eagle3(Kind):
         return draft
 
     def loss(
-        self, head: DraftHead, teacher: Teacher, batch: Batch, step: Int[Array, ""]
+        self,
+        head: DraftHead,
+        teacher: Teacher,
+        batch: Batch,
+        step: Int[Array, ""],
+        divisors: Int[Array, " steps"] | None = None,
     ) -> tuple[Float[Array, ""], Sums]:
         """See `Kind`; the LK loss begins at the share `train.lk_from` of all steps."""
         run = self.train
         begins = round(run.lk_from * self.total_steps)
         lk_decay = jnp.where(step >= begins, LK_DECAY, 0.0) if run.loss == "lk" else None
-        return ttt_loss(head, teacher, batch, run, lk_decay)
+        return ttt_loss(head, teacher, batch, run, lk_decay, divisors)
+
+    def divisors(self, teacher: Teacher, batch: Batch) -> Int[Array, " steps"]:
+        """See `Kind`."""
+        return loss_divisors(batch, self.train)
 
     def evaluate(self, head: DraftHead, teacher: Teacher, batch: Batch) -> Sums:
         """See `Kind`."""

@@ -97,8 +97,27 @@ class Kind(abc.ABC):
         raise ValueError(f"train.warm_start: got {str(source)!r}, expected null for draft.kind {self.name!r}")
 
     @abc.abstractmethod
-    def loss(self, head: Any, teacher: Teacher, batch: Batch, step: Int[Array, ""]) -> tuple[Float[Array, ""], Sums]:
-        """Computes the loss at an optimizer step, and sums for `metrics.summarise`."""
+    def loss(
+        self,
+        head: Any,
+        teacher: Teacher,
+        batch: Batch,
+        step: Int[Array, ""],
+        divisors: Int[Array, " steps"] | None = None,
+    ) -> tuple[Float[Array, ""], Sums]:
+        """Computes the loss at an optimizer step, and sums for `metrics.summarise`.
+
+        Args:
+            divisors: of the batch of which this is a part, see `divisors`; None: this is the whole.
+        """
+
+    def divisors(self, teacher: Teacher, batch: Batch) -> Int[Array, " steps"]:
+        """Counts by which the loss of a whole batch is divided: the losses of its parts then add up to its loss.
+
+        Raises:
+            ValueError: the loss divides by what a head computes.
+        """
+        raise ValueError(f"train.accumulate: got {self.train.accumulate}, expected 1 for draft.kind {self.name!r}")
 
     @abc.abstractmethod
     def evaluate(self, head: Any, teacher: Teacher, batch: Batch) -> Sums:

@@ -24,7 +24,7 @@ from eagle3_jax.models.drafts.mtp import MtpHead
 from eagle3_jax.models.target import ModelConfig
 from eagle3_jax.training.batch import Batch, Teacher
 from eagle3_jax.training.kinds.kind import Kind, Sums
-from eagle3_jax.training.losses import states_loss
+from eagle3_jax.training.losses import loss_divisors, states_loss
 from eagle3_jax.training.replay import replay_rounds
 from eagle3_jax.training.ttt import training_time_test
 
@@ -67,11 +67,21 @@ class Mtp(Kind):
         return Draft(head, draft.token_ids)
 
     def loss(
-        self, head: MtpHead, teacher: Teacher, batch: Batch, step: Int[Array, ""]
+        self,
+        head: MtpHead,
+        teacher: Teacher,
+        batch: Batch,
+        step: Int[Array, ""],
+        divisors: Int[Array, " steps"] | None = None,
     ) -> tuple[Float[Array, ""], Sums]:
         """See `Kind`."""
         states = self._states(head, teacher, batch, self.train.remat)
-        return states_loss(jax.lax.stop_gradient(teacher.rows), states, teacher, batch, self.train)
+        rows = jax.lax.stop_gradient(teacher.rows)
+        return states_loss(rows, states, teacher, batch, self.train, None, divisors)
+
+    def divisors(self, teacher: Teacher, batch: Batch) -> Int[Array, " steps"]:
+        """See `Kind`."""
+        return loss_divisors(batch, self.train)
 
     def evaluate(self, head: MtpHead, teacher: Teacher, batch: Batch) -> Sums:
         """See `Kind`."""
