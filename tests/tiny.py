@@ -390,11 +390,12 @@ def start_processes(
     common = {"JAX_NUM_CPU_DEVICES": str(devices)}
     if count > 1:
         common |= {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count)}
+        common |= {"EAGLE3_JAX_HEARTBEAT_SECONDS": "15"}
     return [
         Started(
             [sys.executable, *arguments],
             cwd=cwd,
-            env=environment(**common, JAX_PROCESS_ID=str(index), **more),
+            env=environment(**common | more, JAX_PROCESS_ID=str(index)),
         )
         for index in range(count)
     ]

@@ -22,8 +22,8 @@ from typing import Any
 
 from eagle3_jax.runs import machine
 
-# A process without a heartbeat for this long is gone.
-HEARTBEAT_SECONDS = 15
+# Environment variable with the seconds without a heartbeat after which a process is gone; JAX's default.
+HEARTBEAT, _HEARTBEAT_SECONDS = "EAGLE3_JAX_HEARTBEAT_SECONDS", 100
 # Where a Cloud TPU VM tells its workers about each other.
 _METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/worker-network-endpoints"
 # Key in the coordination service: the step behind which all stop.
@@ -157,6 +157,7 @@ def start_distributed() -> bool:
 
     On TPU pods and slices JAX finds the hosts itself. Elsewhere set JAX_COORDINATOR_ADDRESS (host:port of process 0)
     with JAX_NUM_PROCESSES and JAX_PROCESS_ID, unless a scheduler that JAX knows (Slurm, MPI) supplies the latter two.
+    EAGLE3_JAX_HEARTBEAT_SECONDS: see `heartbeat_seconds`.
 
     Returns:
         True when this process is one of several.
@@ -175,7 +176,7 @@ def start_distributed() -> bool:
         jax.distributed.initialize(
             num_processes=_number("JAX_NUM_PROCESSES"),
             process_id=_number("JAX_PROCESS_ID"),
-            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            heartbeat_timeout_seconds=heartbeat_seconds(),
         )
     state = distributed.global_state
     if state.num_processes == 1:
@@ -183,6 +184,18 @@ def start_distributed() -> bool:
     _run = Run(state.client, state.process_id, state.num_processes, tuple(range(state.num_processes)))
     barrier()
     return True
+
+
+def heartbeat_seconds() -> int:
+    """Seconds without a heartbeat after which a process is gone. A host may stand still for almost as long.
+
+    Raises:
+        ValueError: EAGLE3_JAX_HEARTBEAT_SECONDS is no whole number above 0.
+    """
+    seconds = _number(HEARTBEAT)
+    if seconds == 0:
+        raise ValueError(f"{HEARTBEAT}: got 0, expected at least 1")
+    return _HEARTBEAT_SECONDS if seconds is None else seconds
 
 
 def leave() -> None:
@@ -193,7 +206,7 @@ def leave() -> None:
     import jax
 
     if _run.index == 0:
-        until = time.monotonic() + HEARTBEAT_SECONDS
+        until = time.monotonic() + heartbeat_seconds()
         while len(_run.client.get_live_nodes(list(range(_run.count)))) > 1 and time.monotonic() < until:
             time.sleep(0.1)
     jax.distributed.shutdown()

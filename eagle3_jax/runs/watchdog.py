@@ -17,7 +17,7 @@ import threading
 import time
 
 from eagle3_jax.runs import processes
-from eagle3_jax.runs.processes import HEARTBEAT_SECONDS, POLL, Run
+from eagle3_jax.runs.processes import POLL, Run
 
 # Key in the coordination service: why a process ended before its work was done.
 _END = "eagle3_jax/end"
@@ -80,7 +80,7 @@ def end_all(sentence: str, status: int, error: Exception | None = None) -> None:
     if (run := processes.several()) is None:
         return
     if error is not None and _from_runtime(error):
-        time.sleep(HEARTBEAT_SECONDS + 5)  # until `_watch` knows what happened, and ends this process
+        time.sleep(processes.heartbeat_seconds() + 5)  # until `_watch` knows what happened, and ends this process
     end = {"process": run.index, "host": socket.gethostname(), "sentence": sentence, "status": status}
     with contextlib.suppress(Exception):  # another process ended first, or none is left to hear it
         run.client.key_value_set(_END, json.dumps(end))

@@ -262,8 +262,11 @@ def _train(
                     if saves:
                         checkpoints.save(state, decoded["tau"] if decodes else None)
                     if stopping and step < total:
+                        checkpoints.wait()
                         raise command.Stopped
                     last += time.monotonic() - paused
+
+        checkpoints.wait()
 
     # -------------------------------------------------------------------------------------------------------- finish
     results = {

@@ -40,6 +40,7 @@ class Checkpoints:
                 get_metric_fn=lambda metrics: metrics["tau"], n=1, keep_checkpoints_without_metrics=False
             )
             policy = policies.AnyPreservationPolicy([policies.LatestN(keep), best])
+        self._writing: int | None = None  # step whose checkpoint may be incomplete
         _silence_orbax_threads()
         with self._orderly(self.folder):
             self._checkpointer = ocp.training.Checkpointer(
@@ -65,25 +66,53 @@ class Checkpoints:
         return step, tau
 
     def save(self, state: TrainState, tau: float | None = None) -> None:
-        """Writes a checkpoint of the state's step, atomically. A second one of the same step is left out.
+        """Begins to write a checkpoint of the state's step, atomically. A second one of the same step is left out.
+
+        Returns when the arrays are in host memory; threads write them while training goes on. Waits for the checkpoint
+        before it.
 
         Args:
             tau: its acceptance length in the engine.
 
         Raises:
-            CheckpointError: it could not be written, such as on a full disk.
+            CheckpointError: NaN or infinity in the state; the checkpoint before it could not be written, such as on a
+                full disk.
         """
+        self.wait()
         step = int(state.step)
         if step != self.latest:
             parts: dict[str, Any] = {"head": _flat(state.head), "optimizer": _flat(state.opt_state)}
+            if strange := [leaf for part in parts.values() for leaf, finite in _finite(part).items() if not finite]:
+                raise CheckpointError(
+                    f"{self.folder / str(step)}: not written: NaN or infinity in {', '.join(strange)}"
+                )
             for name in ("head", "optimizer"):
                 parts[f"{name}_checksums"] = _checksums(parts[name])
-            try:
-                with _quiet_logs():
-                    metrics: Any = None if tau is None else {"tau": tau}
-                    self._checkpointer.save_checkpointables(step, parts, force=True, metrics=metrics)
-            except Exception as error:
-                raise CheckpointError(f"{self.folder / str(step)}: not written ({_reason(error)})") from error
+            if jax.default_backend() == "cpu":
+                parts = _copied(parts)  # "host memory" is the arrays' own there, which the next step overwrites
+            with self._writes(step):
+                metrics: Any = None if tau is None else {"tau": tau}
+                self._checkpointer.save_checkpointables_async(step, parts, force=True, metrics=metrics)
+            self._writing = step
+
+    def wait(self) -> None:
+        """Waits until the checkpoint that was begun last is complete.
+
+        Raises:
+            CheckpointError: it could not be written, such as on a full disk.
+        """
+        if self._writing is not None:
+            step, self._writing = self._writing, None
+            with self._writes(step):
+                self._checkpointer.wait()
+
+    @contextlib.contextmanager
+    def _writes(self, step: int) -> Iterator[None]:
+        try:
+            with _quiet_logs():
+                yield
+        except Exception as error:
+            raise CheckpointError(f"{self.folder / str(step)}: not written ({_reason(error)})") from error
 
     def restore(self, state: TrainState) -> TrainState:
         """The newest checkpoint, placed as `state` is, whatever mesh it was saved from.
@@ -166,7 +195,10 @@ class Checkpoints:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # What a save raised, the checkpointer raises once more when it is closed.
         with _quiet_logs(), contextlib.nullcontext() if kind is None else contextlib.suppress(Exception):
-            self._checkpointer.close()
+            try:
+                self.wait()
+            finally:
+                self._checkpointer.close()
 
 
 @contextlib.contextmanager
@@ -251,6 +283,17 @@ def _checksums(leaves: dict[str, Any]) -> dict[str, UInt32[Array, ""]]:
         return jnp.sum(bits * (2 * place + 1), dtype=jnp.uint32)
 
     return jax.tree.map(checksum, leaves)
+
+
+@jax.jit
+def _finite(leaves: dict[str, Any]) -> dict[str, Array]:
+    """Whether all elements of each leaf are finite."""
+    return jax.tree.map(lambda x: jnp.all(jnp.isfinite(x)), leaves)
+
+
+@jax.jit
+def _copied(leaves: dict[str, Any]) -> dict[str, Any]:
+    return jax.tree.map(jnp.copy, leaves)
 
 
 def _scalar(like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -84,6 +84,10 @@ with command.run("train"):
         disk.digest = lambda path: read.append(path.name) or digest(path)
         target = TargetConfig(name=sys.argv[2], aux_layers=(1, 2, 3))
         print("target", fetch.load_target(target, only=()).identity["weights"], read, flush=True)
+    elif case == "still":
+        for _ in range(60):
+            multihost_utils.process_allgather(np.ones(3))
+            time.sleep(1)
     elif case == "refused":
         processes.agree(lambda: [][1:] or int("seven"))
     elif case == "disk full":
@@ -111,6 +115,26 @@ with command.run("train"):
             multihost_utils.process_allgather(np.ones(3))
     print("ended", flush=True)
 """
+
+
+@pytest.mark.long
+def test_a_process_that_stands_still_for_half_a_minute_ends_nothing():
+    """As a host that is migrated; with the default heartbeat."""
+    started = tiny.start_processes(2, ["-c", PROGRAM, "still"], EAGLE3_JAX_HEARTBEAT_SECONDS="100")
+    time.sleep(20)
+    started[1].send_signal(signal.SIGSTOP)
+    time.sleep(30)
+    started[1].send_signal(signal.SIGCONT)
+    for status, output in tiny.end_processes(started, 200):
+        assert status == 0 and "ended" in output, output
+
+
+def test_the_heartbeat_is_a_number_of_seconds(monkeypatch):
+    assert processes.heartbeat_seconds() == 100
+    for said, expected in (("0", "got 0, expected at least 1"), ("soon", "got 'soon', expected a number")):
+        monkeypatch.setenv("EAGLE3_JAX_HEARTBEAT_SECONDS", said)
+        with pytest.raises(ValueError, match=f"EAGLE3_JAX_HEARTBEAT_SECONDS: {expected}"):
+            processes.heartbeat_seconds()
 
 
 def run(*case: str, timeout: float = 100) -> list[tuple[int, str]]:

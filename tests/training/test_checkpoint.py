@@ -1,7 +1,9 @@
 """Checkpoints: kept to the last, read beside a save, refused by name when damaged or of another shape."""
 
+import asyncio
 import logging
 import sys
+import time
 from typing import Any
 
 import jax
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 import tiny
 from flax import nnx
+from orbax.checkpoint._src.serialization import serialization
 
 from eagle3_jax.config import DraftConfig
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
@@ -103,3 +106,58 @@ def test_an_altered_value_is_refused_by_name(tmp_path, monkeypatch):
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match=r"3: head: fc\S*: altered since it was written"):
         load_head(tmp_path, shapes())
+
+
+@pytest.mark.slow
+def test_training_waits_for_a_tenth_of_a_slow_save_at_most(tmp_path, monkeypatch):
+    """To a store that takes 20 MB/s. The state is overwritten meanwhile; what is written is not."""
+    write, size, rate = serialization.async_serialize_from_host, 24 * 2**20, float("inf")
+
+    async def throttled(slices, *arguments, **named):
+        await asyncio.sleep(sum(x.data().nbytes for x in slices.replica_slices) / rate)
+        return await write(slices, *arguments, **named)
+
+    monkeypatch.setattr(serialization, "async_serialize_from_host", throttled)
+    head, shares = DraftHead(head_config(), rngs=nnx.Rngs(0)), []
+    overwrite = jax.jit(lambda x: -x, donate_argnums=0)
+    values = jnp.arange(size, dtype=jnp.float32)
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        for step in range(1, 5):  # the first compiles; of the others the best, since other work takes turns
+            state = TrainState(jnp.array(step, jnp.int32), head, {"moment": values})
+            begun = time.monotonic()
+            checkpoints.save(state)
+            blocked = time.monotonic() - begun
+            values = overwrite(values)
+            checkpoints.wait()
+            whole = time.monotonic() - begun
+            if step > 1:
+                assert whole > 4 * size / rate
+                shares.append(blocked / whole)
+                if shares[-1] <= 0.1:
+                    break
+            rate = 20e6
+        assert min(shares) <= 0.1, shares
+        like = TrainState(jnp.array(0, jnp.int32), head, {"moment": values})
+        restored = checkpoints.restore(like)
+        np.testing.assert_array_equal(restored.opt_state["moment"], -values)
+
+
+def test_a_state_with_a_nan_is_not_written(tmp_path):
+    head = DraftHead(head_config(), rngs=nnx.Rngs(0))
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        state = TrainState(jnp.array(1, jnp.int32), head, {"moment": jnp.array([1.0, jnp.nan])})
+        with pytest.raises(CheckpointError, match="1: not written: NaN or infinity in moment"):
+            checkpoints.save(state)
+        assert checkpoints.latest is None
+
+
+def test_a_save_that_failed_is_told_by_the_next_wait(tmp_path, monkeypatch):
+    async def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(serialization, "async_serialize_from_host", full)
+    head = DraftHead(head_config(), rngs=nnx.Rngs(0))
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        with pytest.raises(CheckpointError, match=r"1: not written \(.*No space left"):
+            checkpoints.save(TrainState(jnp.array(1, jnp.int32), head, {"moment": jnp.ones(3)}))
+            checkpoints.wait()
