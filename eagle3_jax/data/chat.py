@@ -14,13 +14,13 @@ from jaxtyping import Int32, UInt8
 
 from eagle3_jax.models.chat_template import render, special_tokens, tokenize
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 
 # Placeholder to locate a content in the rendered text: one word that no template and no text contains.
 _SENTINEL = "qzxsentinelxzq"
 
 
-def user_opening_ids(tokenizer: Any, messages: Sequence[dict[str, str]] = (), opening: str = "") -> list[int]:
+def user_opening_ids(tokenizer: Any, messages: Sequence[dict[str, Any]] = (), opening: str = "") -> list[int]:
     """Returns the ids that the template puts before the user's next content, a default system prompt included.
 
     A target that continues these ids writes a prompt (self-prompting).
@@ -40,7 +40,8 @@ def encode(tokenizer: Any, messages: Messages) -> tuple[Int32[np.ndarray, " l"],
     """Tokenises a conversation and masks the assistant's tokens.
 
     Args:
-        messages: at least one assistant turn, none of them first.
+        messages: at least one assistant turn, none of them first. A turn's `reasoning_content` and `tool_calls` count
+            as the assistant's where the template renders them.
 
     Returns:
         Token ids, and a mask that is 1 on the tokens of every assistant turn and on its end-of-turn token. The
@@ -50,6 +51,8 @@ def encode(tokenizer: Any, messages: Messages) -> tuple[Int32[np.ndarray, " l"],
         ValueError: the template refuses the messages, or rewrites a turn so that it cannot be found; or no token, or
             every token, is the assistant's.
     """
+    # Templates name it either way (gpt-oss: "thinking").
+    messages = [m | {"thinking": m["reasoning_content"]} if "reasoning_content" in m else m for m in messages]
     full = render(tokenizer, messages, generation_prompt=False)
     spans = [
         _assistant_span(tokenizer, messages, index, full)
@@ -77,10 +80,12 @@ def _assistant_span(tokenizer: Any, messages: Messages, index: int, full: str) -
     before, text = messages[:index], messages[index]["content"]
 
     def with_content(content: str) -> str:
-        turns = [*before, messages[index] | {"content": content}, *messages[index + 1 :]]
+        turn = {name: x for name, x in messages[index].items() if name != "tool_calls"} | {"content": content}
+        turns = [*before, turn, *messages[index + 1 :]]
         return render(tokenizer, turns, generation_prompt=False)
 
     # The text after the content equals that of `full`, even if the template changes the content (strip, drop thoughts).
+    # Tool calls, which templates write after the content, are left out here and so lie in front of that text.
     _, found, after = with_content(text + _SENTINEL).rpartition(_SENTINEL)
     if not found or not full.endswith(after):
         raise ValueError(f"chat template: rewrites assistant turn {index}, expected its content unchanged")

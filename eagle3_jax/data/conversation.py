@@ -39,7 +39,7 @@ def read_conversation(line: str, tokenizer: Any, max_length: int) -> list[Conver
         max_length: sequences are cut to this many tokens; those then without an answer are dropped.
 
     Returns:
-        One sequence if the history renders as it was sampled, else several (see `_sampled`).
+        One sequence if the history renders as it was said, else several (see `_sampled` and `_tokenised`).
 
     Raises:
         Rejected: no token remains in the loss mask.
@@ -47,7 +47,7 @@ def read_conversation(line: str, tokenizer: Any, max_length: int) -> list[Conver
     values = json.loads(line)
     try:
         if values["answer_ids"] is None:
-            sequences = [_tokenised(tokenizer, values["messages"], truncated=values["truncated"])]
+            sequences = list(_tokenised(tokenizer, values["messages"], truncated=values["truncated"]))
         else:
             sequences = list(_sampled(tokenizer, values["messages"], values["answer_ids"]))
     except ValueError as error:
@@ -85,17 +85,40 @@ def _sampled(
     yield ids, mask
 
 
-def _tokenised(tokenizer: Any, messages: chat.Messages, *, truncated: bool) -> tuple[list[int], list[int]]:
-    """Returns (token ids, loss mask) of text.
+def _tokenised(tokenizer: Any, messages: chat.Messages, *, truncated: bool) -> Iterator[tuple[list[int], list[int]]]:
+    """Yields (token ids, loss mask) of text.
+
+    Templates drop the reasoning of earlier turns. Where that happens a sequence ends with its turn, reasoning included,
+    and the next begins with the history as the template has it then, outside the mask.
 
     A truncated answer loses the end-of-turn token that the chat template appends: the target did not choose it, so it
     must not be learned.
     """
-    token_ids, mask = chat.encode(tokenizer, messages)
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if not any(messages[index].get("reasoning_content") for index in turns):
+        turns = [len(messages) - 1]  # no template drops anything: one rendering holds all
+    ids: list[int] = []
+    mask: list[int] = []
+    for index in turns:
+        whole = messages if index == turns[-1] else messages[: index + 1]
+        next_ids, next_mask = (x.tolist() for x in chat.encode(tokenizer, whole))
+        if next_ids[: len(ids)] == ids:
+            mask = mask + next_mask[len(mask) :]
+        else:
+            yield ids, mask
+            begins = _last_run(next_mask)
+            mask = [0] * begins + next_mask[begins:]
+        end = len(next_mask) if index == turns[-1] else max(np.flatnonzero(next_mask)) + 1
+        ids, mask = next_ids[:end], mask[:end]
     if truncated:
         end = int(np.flatnonzero(mask)[-1]) + 1
-        last = tokenizer.added_tokens_decoder.get(int(token_ids[end - 1]))
+        last = tokenizer.added_tokens_decoder.get(int(ids[end - 1]))
         if last is not None and last.special:
             end -= 1
-        token_ids, mask = token_ids[:end], mask[:end]
-    return token_ids.tolist(), mask.tolist()
+        ids, mask = ids[:end], mask[:end]
+    yield ids, mask
+
+
+def _last_run(mask: Sequence[int]) -> int:
+    """Index at which the last stretch of ones begins."""
+    return int(np.flatnonzero(np.diff(np.asarray([0, *mask])) == 1)[-1])

@@ -13,7 +13,7 @@ from typing import Any
 
 from eagle3_jax.data import lines, personal
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 
 _EXCERPT = 200
 _OPENING_WORDS = 12
@@ -49,13 +49,19 @@ def excerpt(text: str) -> str:
 
 
 def asked(messages: Messages) -> Messages:
-    """Drops the assistant's messages."""
-    return [message for message in messages if message["role"] != "assistant"]
+    """Drops the assistant's messages, and the results of the tools that it called."""
+    return [message for message in messages if message["role"] not in ("assistant", "tool")]
 
 
 def content(messages: Messages) -> str:
-    """Joins the contents of all messages."""
-    return "\n".join(message["content"] for message in messages)
+    """Joins the texts of all messages: reasoning and arguments of tool calls too."""
+    return "\n".join(text for message in messages for text in _said(message))
+
+
+def _said(message: dict[str, Any]) -> list[str]:
+    calls = message.get("tool_calls")
+    more = [message.get("reasoning_content"), calls and json.dumps(calls, ensure_ascii=False)]
+    return [message["content"], *(text for text in more if text)]
 
 
 def _questions(messages: Messages) -> tuple[str, str]:
@@ -84,10 +90,32 @@ def redact(messages: Messages) -> tuple[Messages, collections.Counter[str]]:
     redacted: Messages = []
     found: collections.Counter[str] = collections.Counter()
     for message in messages:
-        text, kinds = personal.redact(message["content"])
-        redacted.append(message | {"content": text})
-        found += kinds
+        changed = dict(message)
+        for field in ("content", "reasoning_content"):
+            if field in message:
+                changed[field], kinds = personal.redact(message[field])
+                found += kinds
+        if "tool_calls" in message:
+            changed["tool_calls"], kinds = _redacted(message["tool_calls"])
+            found += kinds
+        redacted.append(changed)
     return redacted, found
+
+
+def _redacted(value: Any) -> tuple[Any, collections.Counter[str]]:
+    """`personal.redact` of every string in a JSON value; keys stay."""
+    if isinstance(value, str):
+        return personal.redact(value)
+    found: collections.Counter[str] = collections.Counter()
+    if not isinstance(value, dict | list):
+        return value, found
+    items = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
+    changed = []
+    for _, item in items:
+        text, kinds = _redacted(item)
+        changed.append(text)
+        found += kinds
+    return (dict(zip(value, changed, strict=True)) if isinstance(value, dict) else changed), found
 
 
 class Duplicates:

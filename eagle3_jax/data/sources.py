@@ -1,8 +1,8 @@
 """The sources of prompts, normalised to one record: {"id", "category", "messages"}.
 
 A reader yields a `Prompt` for each usable record and a `Reject` for any other; a broken line never stops a run.
-Assistant turns are dropped, since the target answers the user turns itself (`regenerate`). Only `conversations` keeps
-them: these are the target's answers from another engine.
+Turns of the assistant and of its tools are dropped, since the target answers the user turns itself (`regenerate`). Only
+`conversations` keeps them, with reasoning and tool calls: these are the target's answers from another engine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,12 @@ _ROLES = {
     "bing": "assistant",
     "bard": "assistant",
     "model": "assistant",
+    "tool": "tool",
 }
+# Fields of a turn that `conversations` keeps beside its content.
+_KEPT = ("reasoning_content", "tool_calls", "tool_call_id", "name")
+# Roles whose turns the target, or a tool that it called, wrote.
+_ANSWERING = ("assistant", "tool")
 _PLAIN_FIELDS = ("prompt", "question", "text")
 _CATEGORY = re.compile(r"[A-Za-z][\w-]{0,39}")
 
@@ -51,7 +56,7 @@ class Prompt(TypedDict):
     id: str
     category: str
     line: int
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
     truncated: NotRequired[bool]
 
 
@@ -103,7 +108,8 @@ def jsonl(path: str | disk.Path, category: str = "jsonl") -> Iterator[Prompt | R
 def conversations(path: str | disk.Path, category: str = "conversations") -> Iterator[Prompt | Reject]:
     """Reads a JSONL file of the target's conversations from another engine, in the forms of `jsonl`.
 
-    Answers stay unchanged; turns after the last answer are dropped. A "finish_reason" of "length", or a true
+    Answers stay unchanged, with `reasoning_content` and `tool_calls`, and so do the tools' turns; turns after the last
+    answer are dropped. A "finish_reason" of "length", or a true
     "truncated", marks the last answer as cut off. Records without an answer, with an empty one, or with one before the
     first user turn are rejected.
 
@@ -196,10 +202,9 @@ def _messages(record: Any, *, answered: bool) -> Messages:
         field = next((name for name in _PLAIN_FIELDS if name in record), None)
         if field is None:
             raise BrokenRecord(f"no field messages, conversations, {', '.join(_PLAIN_FIELDS)}")
-        turns = [("user", _text(record[field], field))]
+        turns = [{"role": "user", "content": _text(record[field], field)}]
     messages = [
-        {"role": role, "content": content if role == "assistant" else filters.normalise(content)}
-        for role, content in turns
+        turn if turn["role"] in _ANSWERING else turn | {"content": filters.normalise(turn["content"])} for turn in turns
     ]
     messages = [message for message in messages if message["content"] or message["role"] != "system"]
     if any(message["role"] == "system" for message in messages[1:]):
@@ -216,7 +221,7 @@ def _up_to_the_last_answer(messages: Messages) -> Messages:
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
         raise BrokenRecord("no assistant message")
-    if not all(messages[index]["content"].strip() for index in answers):
+    if not all(messages[index]["content"].strip() or messages[index].get("tool_calls") for index in answers):
         raise BrokenRecord("an empty assistant message")
     if not any(message["role"] == "user" for message in messages[: answers[0]]):
         raise BrokenRecord("an assistant message before the first user message")
@@ -234,7 +239,7 @@ def _one_request(messages: Messages) -> Messages:
     return messages[:end]
 
 
-def _turns(turns: Any, name: str, role_field: str, content_field: str, answered: bool) -> list[tuple[str, str]]:
+def _turns(turns: Any, name: str, role_field: str, content_field: str, answered: bool) -> Messages:
     if not isinstance(turns, list):
         raise BrokenRecord(f"{name}: got {type(turns).__name__}, expected a list")
     found = []
@@ -244,9 +249,25 @@ def _turns(turns: Any, name: str, role_field: str, content_field: str, answered:
         role = turn.get(role_field)
         if not isinstance(role, str) or role not in _ROLES:
             raise BrokenRecord(f"{name}: unknown {role_field}, expected one of {', '.join(_ROLES)}")
-        if answered or _ROLES[role] != "assistant":
-            found.append((_ROLES[role], _text(turn.get(content_field), f"{name}: {content_field}")))
+        if not answered and _ROLES[role] in _ANSWERING:
+            continue
+        content = turn.get(content_field)
+        if content is None and turn.get("tool_calls"):  # OpenAI's form of a turn that only calls
+            content = ""
+        kept = {"role": _ROLES[role], "content": _text(content, f"{name}: {content_field}")}
+        found.append(kept | (_more(turn, name) if _ROLES[role] in _ANSWERING else {}))
     return found
+
+
+def _more(turn: dict[str, Any], name: str) -> dict[str, Any]:
+    """The fields of an answer's or a tool's turn beside its content; empty ones are left out."""
+    more = {field: turn[field] for field in _KEPT if turn.get(field)}
+    for field, value in more.items():
+        if field != "tool_calls":
+            _text(value, f"{name}: {field}")
+        elif not isinstance(value, list) or not all(isinstance(call, dict) for call in value):
+            raise BrokenRecord(f"{name}: tool_calls: got {type(value).__name__}, expected a list of objects")
+    return more
 
 
 def _text(value: Any, field: str) -> str:

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import tiny
 
@@ -125,3 +126,46 @@ def test_given_text_longer_than_max_length_is_cut_or_rejected():
 def test_a_conversation_without_an_answer_is_rejected():
     with pytest.raises(Rejected, match="got none of .* tokens as the assistant's"):
         read(line(["apple"], None))
+
+
+# As Qwen 3's: reasoning in the turns behind the last question alone, calls and their results in ChatML.
+QWEN3 = (
+    "{% set last = namespace(question=0) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set last.question = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n"
+    "{% if m.role == 'tool' %}<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{% else %}{% if m.role == 'assistant' and m.reasoning_content and loop.index0 > last.question %}"
+    "<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{% if m.content or not loop.first %}\n{% endif %}"
+    "<tool_call>\n{{ call | tojson }}\n</tool_call>{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CALL = {"function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
+TALK = [
+    {"role": "user", "content": "2 + 3?"},
+    {"role": "assistant", "content": "", "reasoning_content": "a sum", "tool_calls": [CALL]},
+    {"role": "tool", "content": "5"},
+    {"role": "assistant", "content": "five", "reasoning_content": "it says 5"},
+    {"role": "user", "content": "Sure?"},
+    {"role": "assistant", "content": "yes", "reasoning_content": "checked"},
+]
+
+
+def test_reasoning_and_tool_calls_of_every_turn_are_in_the_mask():
+    """The template drops the reasoning of turns before the last question: those turns are a sequence of their own."""
+    tokenizer = tiny.make_byte_tokenizer(QWEN3, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"])
+    line = json.dumps({"id": "a", "messages": TALK, "truncated": False, "answer_ids": None})
+    sequences = read_conversation(line, tokenizer, 1000)
+    said = []
+    for sequence in sequences:
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], sequence.loss_mask, [0]]))).reshape(-1, 2)
+        said.append([tokenizer.decode(sequence.token_ids[start:end]) for start, end in edges])
+    call = json.dumps(CALL)
+    assert said == [
+        [
+            f"<think>\na sum\n</think>\n\n<tool_call>\n{call}\n</tool_call><|im_end|>",
+            "<think>\nit says 5\n</think>\n\nfive<|im_end|>",
+        ],
+        ["<think>\nchecked\n</think>\n\nyes<|im_end|>"],
+    ]
+    assert [sequence.name for sequence in sequences] == ["a/0", "a/1"]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
-from eagle3_jax.data import sources
+from eagle3_jax.data import filters, sources
 
 
 def read(tmp_path, *lines: object) -> list:
@@ -80,7 +80,7 @@ def test_own_id_and_category(tmp_path):
         ({"messages": "Hi"}, "messages: got str, expected a list"),
         ({"messages": ["Hi"]}, "messages: got str in the list, expected an object"),
         ({"messages": [{"role": "assistant", "content": "Hi"}]}, "no user message"),
-        ({"messages": [{"role": "tool", "content": "Hi"}]}, "messages: unknown role"),
+        ({"messages": [{"role": "critic", "content": "Hi"}]}, "messages: unknown role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a part that is not text"),
         ({"conversations": [{"from": "human"}]}, "conversations: value: got NoneType, expected text"),
         (
@@ -230,3 +230,24 @@ def test_a_packed_file_is_the_same(tmp_path, read):
 def test_plain_prompts_are_no_conversations(tmp_path):
     (reject,) = conversations(tmp_path, {"prompt": "Hi"})
     assert isinstance(reject, sources.Reject) and reject.reason == "no assistant message"
+
+
+def test_conversations_keep_reasoning_and_tools(tmp_path):
+    call = {"type": "function", "function": {"name": "mail", "arguments": '{"to": "bob@example.org"}'}}
+    talk = [
+        {"role": "user", "content": " Ask Bob "},
+        {"role": "assistant", "content": None, "reasoning_content": "bob@example.org it is", "tool_calls": [call]},
+        {"role": "tool", "content": " done ", "tool_call_id": "1"},
+        {"role": "assistant", "content": "Asked."},
+    ]
+    path = tmp_path / "talks.jsonl"
+    path.write_text(json.dumps({"messages": talk}) + "\n")
+    (found,) = sources.conversations(path)
+    assert isinstance(found, dict)
+    kept = found["messages"]
+    assert kept == [talk[0] | {"content": "Ask Bob"}, talk[1] | {"content": ""}, *talk[2:]]
+    assert filters.asked(kept) == kept[:1]
+    redacted, kinds = filters.redact(kept)
+    assert kinds == {"EMAIL_ADDRESS": 2} and "bob@" not in json.dumps(redacted)
+    (prompt,) = sources.jsonl(path)
+    assert isinstance(prompt, dict) and prompt["messages"] == kept[:1]
