@@ -48,36 +48,58 @@ def on_own_rows(function: Callable[..., Array], head: Any, rows: Sequence[Array]
     leaves, structure = jax.tree.flatten(head)
     specs = [where.spec for where in jax.tree.leaves(shardings(head, mesh, STATE_SHARDING_RULES))]
     read = [i for i, spec in enumerate(specs) if ("model", "data") not in spec]
-    split = {i: specs[i].index("data") for i in read if "data" in specs[i]}
 
-    def local(shares: list[Array], *own: Array) -> Array:
-        gathered: list[Any] = [jnp.zeros(())] * len(leaves)
-        for i, share in zip(read, shares, strict=True):
-            gathered[i] = _gathered(split[i], jnp.dtype(dtype), share) if i in split else share
-        return function(jax.tree.unflatten(structure, gathered), *own)
+    def local(copies: list[Array], *own: Array) -> Array:
+        whole: list[Any] = [jnp.zeros(())] * len(leaves)
+        for i, copy in zip(read, copies, strict=True):
+            whole[i] = copy[0]
+        return function(jax.tree.unflatten(structure, whole), *own)
 
     return jax.shard_map(
-        local,
-        mesh=mesh,
-        axis_names={"data"},
-        in_specs=([P(*[None] * split[i], "data") if i in split else P() for i in read], *[P("data")] * len(rows)),
-        out_specs=P(None, "data"),
-        check_vma=False,
-    )([leaves[i] for i in read], *rows)
+        local, mesh=mesh, axis_names={"data"}, in_specs=P("data"), out_specs=P(None, "data"), check_vma=False
+    )([_copies(specs[i], jnp.dtype(dtype), leaves[i]) for i in read], *rows)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gathered(axis: int, dtype: Any, share: Array) -> Array:
-    """The whole of a weight that lies split along a dimension; what travels has `dtype`, gradients are float32."""
-    return jax.lax.all_gather(share.astype(dtype), "data", axis=axis, tiled=True).astype(share.dtype)
+def _copies(spec: P, dtype: Any, weight: Array) -> Array:
+    """A copy of a weight for each data shard, [shards, *weight]; gathered over data, split over the model axis.
+
+    The gradient is the sum over the copies, in float32.
+
+    Args:
+        spec: of the weight. dtype: in which it travels.
+    """
+
+    def gather(share: Array) -> Array:
+        if "data" not in spec:
+            return share[None]
+        whole = jax.lax.all_gather(share.astype(dtype), "data", axis=spec.index("data"), tiled=True)
+        return whole.astype(share.dtype)[None]
+
+    return _on_shares(gather, spec, _of_copies(spec))(weight)
 
 
-def _forward(axis: int, dtype: Any, share: Array) -> tuple[Array, None]:
-    return _gathered(axis, dtype, share), None
+def _forward(spec: P, dtype: Any, weight: Array) -> tuple[Array, None]:
+    return _copies(spec, dtype, weight), None
 
 
-def _backward(axis: int, dtype: Any, saved: None, cotangent: Array) -> tuple[Array]:
-    return (jax.lax.psum_scatter(cotangent, "data", scatter_dimension=axis, tiled=True),)
+def _backward(spec: P, dtype: Any, saved: None, cotangents: Array) -> tuple[Array]:
+    def add(cotangent: Array) -> Array:
+        if "data" not in spec:
+            return jax.lax.psum(cotangent[0], "data")
+        return jax.lax.psum_scatter(cotangent[0], "data", scatter_dimension=spec.index("data"), tiled=True)
+
+    return (_on_shares(add, _of_copies(spec), spec)(cotangents),)
 
 
-_gathered.defvjp(_forward, _backward)
+_copies.defvjp(_forward, _backward)
+
+
+def _of_copies(spec: P) -> P:
+    return P("data", *("model" if entry == "model" else None for entry in spec))
+
+
+def _on_shares(function: Callable[[Array], Array], given: P, result: P) -> Callable[[Array], Array]:
+    """Runs on each device's share: the partitioner would not split what explicit collectives read."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.shard_map(function, mesh=mesh, in_specs=given, out_specs=result, check_vma=False)

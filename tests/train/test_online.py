@@ -130,3 +130,15 @@ def test_stored_states_that_are_not_there_are_refused(tmp_path, target, online):
     values["train"]["features"] = "stored"
     with pytest.raises(ValueError, match="train.features: got stored, expected online: .* holds no hidden states"):
         train.train(configs.from_dict(values), target)
+
+
+@pytest.mark.slow
+def test_a_block_head_reads_states_computed_online(tmp_path, target, online):
+    """On the same token ids and loss mask."""
+    shutil.copytree(online.folder("extract"), tmp_path / "features")
+    values = configs.to_dict(online) | {"run_dir": str(tmp_path)}
+    values["draft"] |= {"kind": "dflash", "num_layers": 1, "block_size": 4, "mask_token_id": 1}
+    values["train"] |= {"max_steps": 2, "anchors": 8, "eval_every": 2}
+    config = configs.from_dict(values)
+    results = train.train(config, target)
+    assert len(results["held_out"]["alpha"]) == 3 and results["train"]["positions"] > 0

@@ -158,6 +158,32 @@ def test_a_killed_run_goes_on_bit_equally(finished, target, tmp_path, monkeypatc
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
+def test_a_block_head_trains_replays_its_rounds_and_goes_on_bit_equally(target, tmp_path, monkeypatch):
+    """Anchors are drawn by the step's number."""
+    runs = []
+    for name in ("whole", "killed"):
+        config = prepared(tmp_path / name, target, max_steps=4, checkpoint_every=2, anchors=6)
+        head = {"kind": "dspark", "vocab_size": DRAFT_VOCAB, "num_layers": 1, "block_size": 3, "mask_token_id": 59}
+        runs.append(configs.from_dict(configs.to_dict(config) | {"draft": head}))
+    results = train.train(runs[0], target)
+    assert len(results["held_out"]["alpha"]) == len(results["train"]["accuracy"]) == 3
+    assert 1 <= results["held_out"]["tau"] <= 4
+    save = Checkpoints.save
+
+    def save_and_die(self, *state):
+        save(self, *state)
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "save", save_and_die)
+        with pytest.raises(Killed):
+            train.train(runs[1], target)
+    train.train(runs[1], target)
+    for one, other in zip(*(leaves(config, target) for config in runs), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.long
 def test_what_was_written_behind_the_last_checkpoint_is_written_once(finished, target, tmp_path, monkeypatch):
     """Killed at the second save: the metrics of steps 4 to 6 are there, and will come again; a torn line is too."""

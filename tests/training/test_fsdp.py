@@ -52,6 +52,7 @@ def test_four_parts_are_the_batch(gradients, reduction):
 
 
 _PROGRAM = """
+import sys
 import jax, jax.numpy as jnp
 from jax.experimental import topologies
 from eagle3_jax.config import MeshConfig, TrainConfig
@@ -64,8 +65,9 @@ from eagle3_jax.training.optimizer import make_optimizer
 from eagle3_jax.training.state import TrainState, make_train_step
 
 devices = topologies.get_topology_desc(platform="tpu", topology_name="v6e:8x8").devices
-mesh = make_mesh(MeshConfig(data=16, model=4), devices)
-B, T, H, V, DV = 16, 256, 1024, 4096, 2048
+data, model = map(int, sys.argv[1:])
+mesh = make_mesh(MeshConfig(data=data, model=model), devices)
+B, T, H, V, DV = data, 256, 1024, 4096, 2048
 shape = DraftHeadConfig(
     vocab_size=V, draft_vocab_size=DV, hidden_size=H, target_hidden_size=H, intermediate_size=2048,
     num_attention_heads=8, num_key_value_heads=4, head_dim=128, rms_norm_eps=1e-5, rope_theta=1e4,
@@ -92,16 +94,20 @@ print(make_train_step(kind, optimizer, mesh).lower(state, teacher, batch).compil
 """
 
 
-@pytest.mark.slow
-def test_a_loop_over_steps_gathers_no_weight_on_64_chips():
+@pytest.mark.long
+@pytest.mark.parametrize(("data", "model"), [(64, 1), (16, 4)])
+def test_a_loop_over_steps_gathers_no_weight_on_64_chips(data, model):
     """Nor sums any gradient: what travels in the loop are activations between the chips of one model axis."""
-    result = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=900)
+    command = [sys.executable, "-c", _PROGRAM, str(data), str(model)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert "HloModule" in result.stdout, result.stderr[-4000:]
     found = re.findall(
         r"= (.*?) (all-gather|all-reduce|reduce-scatter)(?:-start)?\(.*?replica_groups=(\S+?),? .*op_name=\"([^\"]*)\"",
         result.stdout,
     )
-    print("\n".join(str(x) for x in found))
-    looped = [(kind, shapes) for shapes, kind, _, name in found if "while/body" in name and "cond/branch" not in name]
-    assert not [shapes for kind, shapes in looped if kind != "all-reduce"], looped
-    assert any(kind == "all-gather" and "while" not in name for _, kind, _, name in found)
+    print("\n".join(str(x)[:250] for x in found))
+    looped = [x for x in found if "shard_map/while/body" in x[3]]
+    own = f"[{data},{model}]<=[64]"  # groups of one model axis each
+    assert {groups for _, _, groups, _ in looped} == ({own} if model > 1 else set())
+    fc = f"bf16[3072,{1024 // model}]"
+    assert sum(shapes.count(fc) for shapes, kind, groups, _ in found if kind == "all-gather" and groups != own) == 1
