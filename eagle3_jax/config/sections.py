@@ -323,6 +323,7 @@ class TrainConfig:
         argmax_mask: drop positions whose teacher argmax is outside the draft vocabulary.
         loss_block: positions per block of the vocabulary-wide part of the loss.
         remat: keep matrix products and attention of each step, and recompute the rest in the backward pass.
+        wandb: project of Weights & Biases that gets the metrics too; needs the package `wandb` and its login.
         log_every: steps between two lines of metrics.
         eval_every: steps between two evaluations on the held-out features.
         eval_batches: most batches of an evaluation.
@@ -356,6 +357,7 @@ class TrainConfig:
     argmax_mask: bool = True
     loss_block: Count = 512
     remat: bool = False
+    wandb: str | None = None
     log_every: Count = 10
     eval_every: Count = 200
     eval_batches: Count = 16

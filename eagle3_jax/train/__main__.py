@@ -52,6 +52,7 @@ _WATCHING = (
     "decode_every",
     "mesh",
     "accumulate",
+    "wandb",
 )
 # Options of earlier versions at the values that are fixed now: manifests name them.
 _FIXED = {"weight_decay": 0.0, "clip_norm": 0.5}
@@ -186,7 +187,10 @@ def _train(
         return _summarise(sums, held_out, run.batch_size, 0, "held_out")
 
     served = None if run.decode_every is None else Served(config, kind, state.head, token_ids)
-    with Checkpoints(folder, KEPT_CHECKPOINTS) as checkpoints, MetricWriter(folder, checkpoints.latest) as writer:
+    with (
+        Checkpoints(folder, KEPT_CHECKPOINTS) as checkpoints,
+        MetricWriter(folder, checkpoints.latest, run.wandb) as writer,
+    ):
         if checkpoints.latest is not None:
             state = checkpoints.restore(state)
         done = int(state.step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pathlib
 import tempfile
@@ -105,10 +106,15 @@ class MetricWriter:
 
     Args:
         done: the step from which a killed run resumes; entries of later steps are dropped, since they are repeated.
+        project: of Weights & Biases, to which the same numbers are sent; None sends nothing.
+
+    Raises:
+        ValueError: a project, and the package `wandb` is not installed.
     """
 
-    def __init__(self, folder: str | disk.Path, done: int | None) -> None:
+    def __init__(self, folder: str | disk.Path, done: int | None, project: str | None = None) -> None:
         self._active = processes.index() == 0
+        self._wandb = _open_wandb(project, disk.path_of(folder)) if self._active and project is not None else None
         self._newest: dict[str, dict[str, Any]] = {}
         folder = disk.path_of(folder)
         if self._active:
@@ -134,10 +140,15 @@ class MetricWriter:
         if not self._active:
             return
         self._lines.write(json.dumps({"step": step, "kind": kind} | values) + "\n")
+        curves = {}
         for name, value in values.items():
             several = isinstance(value, list)
             for i, number in enumerate(value if several else [value]):
-                self._board.add_scalar(f"{kind}/{name}_{i}" if several else f"{kind}/{name}", number, step)
+                curves[f"{kind}/{name}_{i}" if several else f"{kind}/{name}"] = number
+        for name, number in curves.items():
+            self._board.add_scalar(name, number, step)
+        if self._wandb is not None:
+            self._wandb.log(curves | {"step": step})
 
     def __enter__(self) -> MetricWriter:
         return self
@@ -148,3 +159,18 @@ class MetricWriter:
         if self._active:
             self._lines.close()
             self._board.close()
+            if self._wandb is not None:
+                self._wandb.finish(exit_code=0 if kind is None else 1)
+
+
+def _open_wandb(project: str, folder: pathlib.Path) -> Any:
+    """Begins the run of a folder at Weights & Biases, or goes on with it."""
+    try:
+        import wandb  # an extra of the user's
+    except ImportError as error:
+        raise ValueError(f"train.wandb: got {project!r}, expected the package: pip install wandb") from error
+    whole = str(folder.resolve())
+    name = hashlib.sha256(whole.encode()).hexdigest()[:16]
+    run = wandb.init(project=project, name=folder.parent.name, id=name, resume="allow", dir=whole)
+    run.define_metric("*", step_metric="step")
+    return run

@@ -1,8 +1,12 @@
 """Sums of batches as numbers, against what is counted by hand."""
 
+import sys
+import types
+
 import numpy as np
 import pytest
 
+from eagle3_jax.training import metrics
 from eagle3_jax.training.metrics import NotFinite, summarise
 
 
@@ -51,3 +55,31 @@ def test_the_first_batch_that_is_not_finite_is_named(name, value):
     with pytest.raises(NotFinite, match=f"{name} {value}") as caught:
         summarise([sound, sound | {name: np.float32(value)}, sound | {name: np.float32(value)}])
     assert caught.value.index == 1
+
+
+def test_weights_and_biases_gets_the_curves_of_process_0(tmp_path, monkeypatch):
+    class Run:
+        def __init__(self):
+            self.logged, self.ended = [], None
+
+        def define_metric(self, *_, **__):
+            pass
+
+        def log(self, values):
+            self.logged.append(values)
+
+        def finish(self, exit_code):
+            self.ended = exit_code
+
+    runs, opened = [Run(), Run()], []
+    fake = types.SimpleNamespace(init=lambda **given: opened.append(given) or runs[len(opened) - 1])
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for _ in range(2):
+        with metrics.MetricWriter(tmp_path, None, "heads") as writer:
+            writer.write(3, "train", {"loss": 1.5, "alpha": [0.5, 0.25]})
+    curves = {"train/loss": 1.5, "train/alpha_0": 0.5, "train/alpha_1": 0.25, "step": 3}
+    assert [run.logged for run in runs] == [[curves]] * 2 and [run.ended for run in runs] == [0, 0]
+    assert opened[0]["project"] == "heads" and opened[0] == opened[1], "a resumed run is the same one"
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match="train.wandb: got 'heads', expected the package: pip install wandb"):
+        metrics.MetricWriter(tmp_path, None, "heads")
