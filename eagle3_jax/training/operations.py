@@ -31,7 +31,8 @@ def products(jaxpr: Any) -> int:
             if kind == "while" and any(parts):
                 raise ValueError("a loop of unknown length, expected one whose length is known")
             times = parameters["length"] if kind == "scan" else 1
-            times *= parameters["mesh"].size if kind == "shard_map" else 1
+            if kind == "shard_map":
+                times *= math.prod(parameters["mesh"].shape[axis] for axis in parameters["manual_axes"])
             total += times * (max(parts) if kind == "cond" else sum(parts))
     return total
 

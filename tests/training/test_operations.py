@@ -23,6 +23,14 @@ def spread(a, b):
     return jax.shard_map(lambda a, b: a @ b, mesh=mesh, in_specs=(rows, whole), out_specs=rows)(a, b)
 
 
+def spread_over_one_axis(a, b):
+    """The other axis is the partitioner's: each device computes its part of a row's product."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    rows, whole = jax.P("x"), jax.P()
+    over = {"mesh": mesh, "axis_names": {"x"}, "in_specs": (rows, whole), "out_specs": rows}
+    return jax.shard_map(lambda a, b: a @ b, **over)(a, b)
+
+
 @pytest.mark.parametrize(
     ("function", "times"),
     [
@@ -33,8 +41,9 @@ def spread(a, b):
         (jax.grad(lambda a, b: jnp.sum((a @ b) ** 2)), 2),  # forward, and backward to one operand
         (jax.grad(jax.checkpoint(lambda a, b: jnp.sum(jnp.sin(a @ b) ** 2))), 3),  # and forward again
         (spread, 1),
+        (spread_over_one_axis, 1),
     ],
-    ids=["product", "jit", "loop", "branch", "gradient", "remat", "shards"],
+    ids=["product", "jit", "loop", "branch", "gradient", "remat", "shards", "an axis"],
 )
 def test_products_are_counted(function, times):
     assert products(jax.make_jaxpr(function)(A, B).jaxpr) == times * ONCE

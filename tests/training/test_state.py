@@ -103,6 +103,25 @@ def test_checkpoints_restore_onto_another_mesh(run, tmp_path, head_config):
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.slow
+def test_a_state_goes_from_four_devices_to_two_to_one_bit_by_bit(head_config, teacher, tmp_path):
+    kind, optimizer = Eagle3(head_config, CONFIG), make_optimizer(CONFIG, 10)
+    states = []
+    for number, (data, model) in enumerate([(2, 2), (1, 2), (1, 1)]):
+        mesh = make_mesh(MeshConfig(data=data, model=model))
+        placed = jax.device_put(teacher, shardings(teacher, mesh, TEACHER_SHARDING_RULES))
+        state = init_state(functools.partial(kind.new, number), placed.rows, optimizer, mesh)
+        if states:
+            with Checkpoints(tmp_path / str(number), keep=1) as checkpoints:
+                checkpoints.save(states[-1])
+                checkpoints.wait()
+                state = checkpoints.restore(state)
+        states.append(state)
+    for other in states[1:]:
+        for got, want in zip(jax.tree.leaves(other), jax.tree.leaves(states[0]), strict=True):
+            np.testing.assert_array_equal(got, want)
+
+
 def test_a_new_head_begins_where_the_target_stands(head_config, teacher):
     """Beside noise of 0.02 a weight, `fc` hands on the highest aux feature as it is."""
     head = Eagle3(head_config, CONFIG).new(0, teacher.rows)
