@@ -31,6 +31,7 @@ from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.runs import disk, manifest
 from eagle3_jax.train import __main__ as train
 from eagle3_jax.training.checkpoint import Checkpoints
+from eagle3_jax.training.kinds.choice import kind_of
 from eagle3_jax.training.state import TrainState
 
 OTHERS = {"weights": "0" * 64, "tokenizer": "1" * 64, "chat_template": "2" * 64, "aux_layers": [1, 2]}
@@ -95,11 +96,7 @@ USERS: dict[str, tuple[Callable[[Run, Target], object], str]] = {
         "formats.files.read_tensors",
     ),
     "export -> train --warm-start": (
-        lambda run, target: train._warm_start(
-            str(run.config.folder("export")),
-            target,
-            DraftHeadConfig.for_target(run.config.draft, target.model.config),
-        ),
+        lambda run, target: kind_of(run.config, target.model.config).warm(run.config.folder("export"), target),
         "formats.files.read_tensors",
     ),
 }

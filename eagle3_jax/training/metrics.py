@@ -163,14 +163,15 @@ class MetricWriter:
                 self._wandb.finish(exit_code=0 if kind is None else 1)
 
 
-def _open_wandb(project: str, folder: pathlib.Path) -> Any:
+def _open_wandb(project: str, folder: disk.Path) -> Any:
     """Begins the run of a folder at Weights & Biases, or goes on with it."""
     try:
-        import wandb  # an extra of the user's
+        import wandb  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ValueError(f"train.wandb: got {project!r}, expected the package: pip install wandb") from error
-    whole = str(folder.resolve())
+    remote = disk.is_remote(folder)
+    whole = str(folder if remote else folder.resolve())
     name = hashlib.sha256(whole.encode()).hexdigest()[:16]
-    run = wandb.init(project=project, name=folder.parent.name, id=name, resume="allow", dir=whole)
+    run = wandb.init(project=project, name=folder.parent.name, id=name, resume="allow", dir=None if remote else whole)
     run.define_metric("*", step_metric="step")
     return run

@@ -81,7 +81,7 @@ def trained(toy):
         def step(carry, key):
             head, state = carry
             anchors = draw_anchors(key, batch, 12)
-            loss = lambda head: block_loss(head, teacher, ids, batch, anchors, BlockLossConfig())[0]  # noqa: E731
+            loss = lambda head: block_loss(head, teacher, batch, anchors, BlockLossConfig())[0]  # noqa: E731
             updates, state = optimizer.update(jax.grad(loss)(head), state, head)
             return (optax.apply_updates(head, updates), state), None
 

@@ -3,6 +3,7 @@
 import json
 import pathlib
 import shutil
+from typing import Any
 
 import jax
 import numpy as np
@@ -136,7 +137,7 @@ def test_stored_states_that_are_not_there_are_refused(tmp_path, target, online):
 def test_a_block_head_reads_states_computed_online(tmp_path, target, online):
     """On the same token ids and loss mask."""
     shutil.copytree(online.folder("extract"), tmp_path / "features")
-    values = configs.to_dict(online) | {"run_dir": str(tmp_path)}
+    values: dict[str, Any] = configs.to_dict(online) | {"run_dir": str(tmp_path)}
     values["draft"] |= {"kind": "dflash", "num_layers": 1, "block_size": 4, "mask_token_id": 1}
     values["train"] |= {"max_steps": 2, "anchors": 8, "eval_every": 2}
     config = configs.from_dict(values)

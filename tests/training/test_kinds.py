@@ -150,7 +150,7 @@ class PlainDeepseek(Plain):
         return x + out
 
 
-def plain_loss(plain: Plain, embed, rows, batch: dict[str, np.ndarray]):
+def plain_loss(plain: Any, embed, rows, batch: dict[str, np.ndarray]):
     """Drafts `STEPS` tokens from every prefix of every document, and sums what the teacher says of them."""
     torch, total, tokens = plain.torch, 0.0, int((batch["segment_ids"] > 0).sum())
     hidden = torch.tensor(batch["last_hidden"], dtype=torch.float64)
@@ -202,9 +202,9 @@ def test_loss_and_gradients_of_an_mtp_layer_are_plain_torch_s(name, plain):
         parameter_path(path): torch.tensor(np.asarray(leaf, np.float64), requires_grad=True)
         for path, leaf in jax.tree_util.tree_leaves_with_path(head)
     }
-    fixed = (torch.tensor(np.asarray(x, np.float64)) for x in (embed, rows))
+    fixed = [torch.tensor(np.asarray(x, np.float64)) for x in (embed, rows)]
     arrays = {field.name: np.asarray(getattr(batch, field.name)) for field in dataclasses.fields(batch)}
-    expected = plain_loss(plain(torch, target.config, weights), *fixed, arrays)
+    expected = plain_loss(plain(torch, target.config, weights), fixed[0], fixed[1], arrays)
     expected.backward()
     assert float(loss) == pytest.approx(expected.item(), rel=1e-5)
     for path, got in jax.tree_util.tree_leaves_with_path(gradients):

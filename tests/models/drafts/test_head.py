@@ -1,5 +1,7 @@
 """The interface that rounds rely on, for every kind of draft."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +26,7 @@ def target(model_type: str) -> TargetModel:
     return tiny_families.make(next(family for family in FAMILIES if family.config.model_type == model_type))
 
 
-def eagle3(**flags: bool) -> DraftHead:
+def eagle3(**flags: Any) -> DraftHead:
     config = DraftHeadConfig.for_target(DraftConfig(vocab_size=40, **flags), target("llama").config)
     return DraftHead(config, rngs=nnx.Rngs(1))
 
