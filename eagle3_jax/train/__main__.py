@@ -266,11 +266,11 @@ def _train(
                     if saves:
                         checkpoints.save(state, decoded["tau"] if decodes else None)
                     if stopping and step < total:
-                        checkpoints.wait()
+                        checkpoints.wait_until_finished()
                         raise command.Stopped
                     last += time.monotonic() - paused
 
-        checkpoints.wait()
+        checkpoints.wait_until_finished()
 
     # -------------------------------------------------------------------------------------------------------- finish
     results = {

@@ -78,7 +78,7 @@ class Checkpoints:
             CheckpointError: NaN or infinity in the state; the checkpoint before it could not be written, such as on a
                 full disk.
         """
-        self.wait()
+        self.wait_until_finished()
         step = int(state.step)
         if step != self.latest:
             parts: dict[str, Any] = {"head": _flat(state.head), "optimizer": _flat(state.opt_state)}
@@ -95,7 +95,7 @@ class Checkpoints:
                 self._checkpointer.save_checkpointables_async(step, parts, force=True, metrics=metrics)
             self._writing = step
 
-    def wait(self) -> None:
+    def wait_until_finished(self) -> None:
         """Waits until the checkpoint that was begun last is complete.
 
         Raises:
@@ -146,6 +146,7 @@ class Checkpoints:
         return {leaf: int(jax.device_get(x)) for leaf, x in found.items()}
 
     def _load(self, abstract: dict[str, Any], step: int | None = None) -> tuple[int, dict[str, Any]]:
+        self.wait_until_finished()
         step = self.latest if step is None else step
         if step is None:
             raise CheckpointError(f"{self.folder}: no checkpoint, expected the output of `python -m eagle3_jax.train`")
@@ -196,7 +197,7 @@ class Checkpoints:
         # What a save raised, the checkpointer raises once more when it is closed.
         with _quiet_logs(), contextlib.nullcontext() if kind is None else contextlib.suppress(Exception):
             try:
-                self.wait()
+                self.wait_until_finished()
             finally:
                 self._checkpointer.close()
 

@@ -128,7 +128,7 @@ def test_training_waits_for_a_tenth_of_a_slow_save_at_most(tmp_path, monkeypatch
             checkpoints.save(state)
             blocked = time.monotonic() - begun
             values = overwrite(values)
-            checkpoints.wait()
+            checkpoints.wait_until_finished()
             whole = time.monotonic() - begun
             if step > 1:
                 assert whole > 4 * size / rate
@@ -160,4 +160,4 @@ def test_a_save_that_failed_is_told_by_the_next_wait(tmp_path, monkeypatch):
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         with pytest.raises(CheckpointError, match=r"1: not written \(.*No space left"):
             checkpoints.save(TrainState(jnp.array(1, jnp.int32), head, {"moment": jnp.ones(3)}))
-            checkpoints.wait()
+            checkpoints.wait_until_finished()

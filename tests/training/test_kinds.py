@@ -150,7 +150,7 @@ class PlainDeepseek(Plain):
         return x + out
 
 
-def plain_loss(plain: Any, embed, rows, batch: dict[str, np.ndarray]):
+def plain_loss(plain: Any, embed, rows, batch: dict[str, np.ndarray]) -> Any:
     """Drafts `STEPS` tokens from every prefix of every document, and sums what the teacher says of them."""
     torch, total, tokens = plain.torch, 0.0, int((batch["segment_ids"] > 0).sum())
     hidden = torch.tensor(batch["last_hidden"], dtype=torch.float64)

@@ -114,7 +114,7 @@ def test_a_state_goes_from_four_devices_to_two_to_one_bit_by_bit(head_config, te
         if states:
             with Checkpoints(tmp_path / str(number), keep=1) as checkpoints:
                 checkpoints.save(states[-1])
-                checkpoints.wait()
+                checkpoints.wait_until_finished()
                 state = checkpoints.restore(state)
         states.append(state)
     for other in states[1:]:
