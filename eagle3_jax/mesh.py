@@ -1,4 +1,4 @@
-"""Devices as a data x model mesh, which processes share its rows, and where arrays lie on it.
+"""Devices as a data x model mesh, the processes that share its rows, and where arrays lie on it.
 
 Both axes are Auto: programs are written for one device, inputs and parameters say where they lie, and the compiler
 propagates the rest (GSPMD).
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from eagle3_jax.config import MeshConfig
@@ -23,13 +24,16 @@ AXES = ("data", "model")
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh with the axes ("data", "model").
+    """A mesh with the axes ("data", "model"), each row within one host or over whole hosts.
+
+    On TPUs a row is a compact block of the topology
+    (2x2 or 2x4 chips), and neighbours in the row are neighbours in the topology.
 
     Args:
         devices: all devices of all hosts by default. A smaller mesh takes the first ones, on a single host only.
 
     Raises:
-        ValueError: the devices are too few, or do not divide into the axes.
+        ValueError: the devices are too few, or do not divide into the axes; a row would share a host with another.
     """
     devices = jax.devices() if devices is None else list(devices)
     count = len(devices)
@@ -45,9 +49,97 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
         raise ValueError(
             f"mesh.data x mesh.model: got {data} x {config.model} = {used}, expected all {count} devices of all hosts"
         )
-    # jax.make_mesh has no 2 x 8 for the 4 x 4 chips of a v6e slice: it splits a physical axis on a v5e only.
-    grid = mesh_utils.create_device_mesh((data, config.model), devices[:used], allow_split_physical_axes=True)
+    rows = _block_rows(devices[:used], config.model) or _host_rows(devices[:used], config.model)
+    grid = np.empty((data, config.model), object)
+    for place, device in zip(np.ndindex(grid.shape), itertools.chain(*rows), strict=True):
+        grid[place] = device
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 2)
+
+
+def _host_rows(devices: Sequence[Any], size: int) -> list[list[Any]]:
+    """Rows of `size` devices, host by host. Raises ValueError: a row that shares a host with another."""
+    hosts = _hosts(devices)
+    for host in hosts:
+        if len(hosts) > 1 and size % len(host) and len(host) % size:
+            expected = f"a divisor or a multiple of the {len(host)} devices of a host"
+            raise ValueError(f"mesh.model: got {size}, expected {expected}")
+    ordered = list(itertools.chain(*hosts))
+    return [ordered[start : start + size] for start in range(0, len(ordered), size)]
+
+
+def _hosts(devices: Sequence[Any]) -> list[list[Any]]:
+    """The devices of each host, hosts in order of their process."""
+    hosts: dict[int, list[Any]] = {}
+    for device in devices:
+        hosts.setdefault(device.process_index, []).append(device)
+    return [hosts[process] for process in sorted(hosts)]
+
+
+def _block_rows(devices: Sequence[Any], size: int) -> list[list[Any]] | None:
+    """Rows of `size` devices as equal blocks of the topology; None where the devices fill no box of equal hosts.
+
+    A block divides a host or is a box of whole hosts; the most compact block is taken.
+    """
+    places = {_place(device): device for device in devices if getattr(device, "coords", None) is not None}
+    if len(places) < len(devices):
+        return None
+    bounds = _box(list(places))
+    host_boxes = {_box([_place(device) for device in host]) for host in _hosts(devices)}
+    if math.prod(bounds) != len(devices) or len(host_boxes) != 1:
+        return None
+    (host,) = host_boxes
+    if math.prod(host) * len(_hosts(devices)) != len(devices):
+        return None
+
+    def fits(block: tuple[int, ...]) -> bool:
+        inner, outer = (block, host) if size <= math.prod(host) else (host, block)
+        within = all(large % small == 0 for small, large in zip(inner, outer, strict=True))
+        return within and all(whole % part == 0 for part, whole in zip(block, bounds, strict=True))
+
+    blocks = [block for block in _factors(size, len(bounds)) if fits(block)]
+    if not blocks:
+        return None
+    block = min(blocks, key=lambda block: (sum(block), [-side for side in reversed(block)]))
+    origin = tuple(map(min, zip(*places, strict=True)))
+    return [
+        [
+            places[tuple(o + c * side + i for o, c, side, i in zip(origin, corner, block, inner, strict=True))]
+            for inner in _winding(block)
+        ]
+        for corner in _winding(tuple(whole // part for whole, part in zip(bounds, block, strict=True)))
+    ]
+
+
+def _place(device: Any) -> tuple[int, ...]:
+    """The chip's coordinates and the core's number on it."""
+    return (*device.coords, getattr(device, "core_on_chip", 0))
+
+
+def _box(places: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The sides of the smallest box around the places."""
+    return tuple(max(axis) - min(axis) + 1 for axis in zip(*places, strict=True))
+
+
+def _factors(size: int, count: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write `size` as a product of `count` factors."""
+    if count == 1:
+        yield (size,)
+        return
+    for factor in range(1, size + 1):
+        if size % factor == 0:
+            yield from ((factor, *rest) for rest in _factors(size // factor, count - 1))
+
+
+def _winding(sides: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """All places of a box, each beside the one before: the longest side first, back and forth.
+
+    A box of 2 x N closes to a ring.
+    """
+    order = sorted(range(len(sides)), key=lambda axis: sides[axis])  # the last axis moves fastest
+    path: list[tuple[int, ...]] = [()]
+    for axis in reversed(order):
+        path = [(step, *rest) for step in range(sides[axis]) for rest in (path if step % 2 == 0 else reversed(path))]
+    return [tuple(place[order.index(axis)] for axis in range(len(sides))) for place in path]
 
 
 def decoding_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
@@ -58,14 +150,14 @@ def decoding_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> M
 
 @dataclasses.dataclass(frozen=True)
 class Replica:
-    """Rows of a mesh that share processes with each other and with no other row, so that they work on their own.
+    """Rows of a mesh that the same processes hold, so that these processes work on their own.
 
-    Where the model axis lies within a process that is one process's rows; where it spans processes, theirs.
+    The model axis within a process: all rows of one process. The model axis over several processes: one row of theirs.
 
     Attributes:
-        mesh: those rows, (some of data) x model.
-        index: its number among the `count` replicas; the processes of one replica all have the same.
-        leader: the process among `processes` that writes what the replica computes.
+        mesh: the rows, (some of data) x model.
+        index: its number among the `count` replicas; the processes of one replica have the same.
+        leader: the process among `processes` that writes results which all of them hold.
     """
 
     mesh: Mesh
@@ -78,24 +170,24 @@ class Replica:
         return self.processes[0]
 
     @property
+    def rows(self) -> list[Mesh]:
+        """The devices of each engine: a row each, since an engine's batch is not split."""
+        return [Mesh(row[None], AXES, axis_types=self.mesh.axis_types) for row in self.mesh.devices]
+
+    @property
     def decoding_mesh(self) -> Mesh:
-        """The devices that its engine decodes on: one row. A batch is not split, so more would repeat the work."""
-        return Mesh(self.mesh.devices[:1], AXES, axis_types=self.mesh.axis_types)
+        """The devices of a single engine: the first row."""
+        return self.rows[0]
 
 
 def replicas(mesh: Mesh) -> list[Replica]:
     """The mesh as independent parts, in the order of their first rows."""
-    parts: list[tuple[set[int], list[int]]] = []  # processes, rows
+    parts: dict[tuple[int, ...], list[int]] = {}
     for number, row in enumerate(mesh.devices):
-        processes, rows = {device.process_index for device in row}, [number]
-        for other in [part for part in parts if part[0] & processes]:
-            parts.remove(other)
-            processes, rows = processes | other[0], other[1] + rows
-        parts.append((processes, rows))
-    parts.sort(key=lambda part: part[1])
+        parts.setdefault(tuple(sorted({device.process_index for device in row})), []).append(number)
     return [
-        Replica(Mesh(mesh.devices[sorted(rows)], AXES, axis_types=mesh.axis_types), i, len(parts), tuple(sorted(those)))
-        for i, (those, rows) in enumerate(parts)
+        Replica(Mesh(mesh.devices[rows], AXES, axis_types=mesh.axis_types), index, len(parts), processes)
+        for index, (processes, rows) in enumerate(parts.items())
     ]
 
 
@@ -152,6 +244,21 @@ def mesh_of(array: jax.Array) -> Mesh | None:
     """The mesh that an array lies on; None for one that a mesh did not place."""
     sharding = array.sharding
     return sharding.mesh if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) else None
+
+
+def on_row(tree: Any, row: Mesh) -> Any:
+    """Arrays that lie on several rows of a mesh, the same on each, as arrays on one of the rows; nothing is copied.
+
+    Args:
+        row: one of `Replica.rows`.
+    """
+
+    def part(x: jax.Array) -> jax.Array:
+        spec = x.sharding.spec if isinstance(x.sharding, NamedSharding) else PartitionSpec()
+        own = [shard.data for shard in x.addressable_shards if shard.device in row.devices]
+        return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(row, spec), own)
+
+    return jax.tree.map(part, tree)
 
 
 def fetch(tree: Any) -> Any:

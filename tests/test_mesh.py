@@ -1,6 +1,8 @@
 """Meshes, their replicas, and placement rules."""
 
 import dataclasses
+import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +53,52 @@ def test_eight_ways_of_sixteen_chips(topology):
     mesh = mesh_lib.make_mesh(MeshConfig(data=0, model=8), devices)
     assert dict(mesh.shape) == {"data": 2, "model": 8}
     assert set(mesh.devices.flat) == set(devices)
+
+
+@pytest.mark.parametrize("model", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("topology", ["v5e:8x8", "v6e:8x8", "v5p:2x4x4", "v5p:4x4x4"])
+def test_all_chips_of_a_slice_decode(topology, model):
+    pytest.importorskip("libtpu")
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    mesh = mesh_lib.make_mesh(MeshConfig(data=0, model=model), devices)
+    parts = mesh_lib.replicas(mesh)
+    decoding = [device for part in parts for row in part.rows for device in row.devices.flat]
+    assert len(decoding) == len(set(decoding)) == len(devices)
+    # No host works for two replicas, and all hosts work.
+    assert sorted(process for part in parts for process in part.processes) == sorted(
+        {device.process_index for device in devices}
+    )
+    for row in mesh.devices:
+        hosts = {device.process_index for device in row}
+        assert len(hosts) == max(1, model // 4)
+        sides = [max(axis) - min(axis) + 1 for axis in zip(*(device.coords for device in row), strict=True)]
+        assert np.prod(sides) == model  # a box without gaps
+        assert max(sides) <= 4
+        steps = [np.abs(np.subtract(a.coords, b.coords)).sum() for a, b in itertools.pairwise(row)]
+        assert set(steps) <= {1}
+
+
+def hosts_of(*counts: int) -> list[Any]:
+    return [Chip(number, host) for host, count in enumerate(counts) for number in range(count)]
+
+
+def test_a_row_never_shares_a_host_with_another():
+    mesh = mesh_lib.make_mesh(MeshConfig(data=0, model=4), hosts_of(2, 2, 2, 2))
+    assert [[chip.process_index for chip in row] for row in mesh.devices] == [[0, 0, 1, 1], [2, 2, 3, 3]]
+    message = "mesh.model: got 6, expected a divisor or a multiple of the 4 devices of a host"
+    with pytest.raises(ValueError, match=message):
+        mesh_lib.make_mesh(MeshConfig(data=0, model=6), hosts_of(4, 4, 4))
+
+
+def test_a_row_takes_its_part_of_what_lies_on_all_rows():
+    mesh = mesh_lib.make_mesh(MeshConfig(data=4, model=2))
+    (replica,) = mesh_lib.replicas(mesh)
+    weights = jax.device_put(np.arange(8.0).reshape(2, 4), jax.sharding.NamedSharding(mesh, PartitionSpec("model")))
+    for row in replica.rows:
+        placed = mesh_lib.on_row({"w": weights}, row)["w"]
+        np.testing.assert_array_equal(placed, weights)
+        assert placed.sharding.device_set == set(row.devices.flat)
+        assert placed.addressable_shards[0].data.shape == (1, 4)
 
 
 def test_batches_split_and_replicas_do_not():
@@ -112,8 +160,6 @@ class Chip:
         ([[0, 0], [0, 0]], [([0, 1], (0,))]),  # one process
         ([[0, 0], [1, 1]], [([0], (0,)), ([1], (1,))]),  # a row a process
         ([[0, 1], [2, 3]], [([0], (0, 1)), ([1], (2, 3))]),  # rows that span processes
-        ([[0, 1], [0, 1]], [([0, 1], (0, 1))]),  # and share them
-        ([[0, 1], [2, 3], [1, 2], [4, 4]], [([0, 1, 2], (0, 1, 2, 3)), ([3], (4,))]),  # by way of a third one
         ([[3, 3], [0, 0], [3, 3]], [([0, 2], (3,)), ([1], (0,))]),
     ],
 )
@@ -128,7 +174,9 @@ def test_replicas_share_no_process(rows, expected):
     assert [(part.index, part.count, part.leader) for part in parts] == [
         (i, len(expected), processes[0]) for i, (_, processes) in enumerate(expected)
     ]
-    assert all(part.decoding_mesh.devices.tolist() == part.mesh.devices[:1].tolist() for part in parts)
+    for part in parts:
+        assert [row.devices.tolist() for row in part.rows] == [[row] for row in part.mesh.devices.tolist()]
+        assert part.decoding_mesh.devices.tolist() == part.mesh.devices[:1].tolist()
 
 
 def test_rows_are_dealt_by_the_sharding():
