@@ -7,16 +7,20 @@ and the settings.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 import pathlib
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from eagle3_jax import config as configs
 from eagle3_jax.config import RunConfig
 from eagle3_jax.data import sources
+from eagle3_jax.decoding import data_parallel
 from eagle3_jax.decoding.engine import Engine, SamplingParams
-from eagle3_jax.decoding.measure.compare import compare, total
+from eagle3_jax.decoding.measure.compare import Tally, compare, total
 from eagle3_jax.decoding.measure.near_tie import near_tie
 from eagle3_jax.formats.packaged import chosen_draft, draft_identity
 from eagle3_jax.mesh import Replica, make_mesh, own_replica
@@ -34,10 +38,10 @@ def run(
 ) -> dict[str, Any]:
     """Measures the draft of `config` on the prompts of a file and writes the report to `output`.
 
-    On several hosts the replica of process 0 measures; the others wait.
+    Each row of the mesh has an engine of its own and a share of the prompts; rates are those of one engine.
 
     Args:
-        target: a loaded target; None loads `config.target`.
+        target: a loaded target, for one engine; None loads `config.target`.
         replace: overwrite a report of another measurement, which is refused otherwise.
 
     Returns:
@@ -47,25 +51,12 @@ def run(
         ManifestError: no draft, or one for another target; `output` is not a report, or one of another measurement.
         ValueError: no usable prompts.
     """
+    output = disk.path_of(output)
     replica = own_replica(make_mesh(config.mesh))
-    if 0 in replica.processes:
-        with processes.among(replica.processes):
-            _run(config, prompts_path, disk.path_of(output), target, replica, replace)
-    processes.barrier()
-    return disk.read_json(output)
-
-
-def _run(
-    config: RunConfig,
-    prompts_path: str | disk.Path,
-    output: disk.Path,
-    target: Target | None,
-    replica: Replica,
-    replace: bool,
-) -> None:
     settings = config.evaluate
     prompts, unusable = sources.read_file(prompts_path)
-    target = target or load_target(config.target, replica.decoding_mesh)
+    rows = [target] if target else data_parallel.targets(load_target(config.target, replica.mesh), replica)
+    target = rows[0]
     draft, folder = chosen_draft(settings.draft, config.folder("export"), target)
     identity = {
         "evaluate": configs.to_dict(settings),
@@ -78,8 +69,8 @@ def _run(
     with disk.lock(output):
         if processes.agree(lambda: _finished(output, identity, replace)):
             processes.say(f"{output}: already finished, nothing to do (remove it to measure again)")
-            return
-        measured = _measure(config, target, draft, prompts, prompts_path)
+            return disk.read_json(output)
+        measured = _measure(config, rows, replica, draft, prompts, prompts_path)
         report = {
             **measured,
             "left_out": measured["left_out"] | {"unusable": unusable},
@@ -89,36 +80,72 @@ def _run(
             "versions": identity["versions"],
         }
         processes.agree(lambda: disk.write_json(output, report))
+    return disk.read_json(output)
 
 
 def _measure(
     config: RunConfig,
-    target: Target,
+    targets: Sequence[Target],
+    replica: Replica,
     draft: str,
     prompts: Sequence[sources.Prompt],
     prompts_path: str | disk.Path,
 ) -> dict[str, Any]:
     """Measures the numbers of the report."""
-    settings = config.evaluate
+    settings, target = config.evaluate, targets[0]
     room = target.model.config.max_position_embeddings - settings.max_tokens
     fitting, left_out = sources.encode(prompts, target.tokenizer, room, f"--prompts {prompts_path}")
     measured = sources.spread(fitting, settings.limit)
     longest = max(len(prompt["prompt"]) for prompt in measured)
-    sizes = settings.batch_size, longest + settings.max_tokens
-    # Prompts repeat, and prefill is part of the measurement.
+    shares = _shares(measured, replica.count * len(targets), settings.batch_size)
+    params = SamplingParams(temperature=settings.temperature, max_tokens=settings.max_tokens, seed=config.seed)
+    exact, works = settings.temperature == 0, []
+    with processes.among(replica.processes):
+        # One row behind the other: what rounds cost is measured.
+        for number, row in enumerate(targets, start=replica.index * len(targets)):
+            if number < len(shares):
+                engines = _engines(config, row, draft, longest + settings.max_tokens, exact=exact)
+                judge = functools.partial(near_tie, row.model) if exact else None
+                works.append(
+                    functools.partial(
+                        compare, *engines, shares[number], params, settings.batch_size, judge, progress=number == 0
+                    )
+                )
+        found = data_parallel.together(works) if works else []
+    own = [{name: dataclasses.asdict(tally) for name, tally in tallies.items()} for tallies in found]
+    # The processes of a replica counted the same.
+    gathered = processes.gather(own if processes.index() == replica.leader else [])
+    tallies = [{name: Tally(**tally) for name, tally in row.items()} for rows in gathered for row in rows]
+    categories = {
+        name: total([row[name] for row in tallies if name in row])
+        for name in dict.fromkeys(prompt["category"] for prompt in measured)
+    }
+    return {
+        **total(list(categories.values())).report(exact=exact),
+        "categories": {name: tally.report(exact=exact) for name, tally in categories.items()},
+        "left_out": left_out,
+        "engines": len(shares),
+    }
+
+
+def _engines(config: RunConfig, target: Target, draft: str, length: int, *, exact: bool) -> tuple[Engine, Engine]:
+    """Loads both engines, without prefix reuse: prompts repeat, and prefill is part of the measurement."""
+    settings = config.evaluate
+    sizes = settings.batch_size, length
     vanilla = Engine.load(target, None, "auto", *sizes, prefix_cache=False)
     speculative = Engine.load(target, draft, settings.tree, *sizes, token_map=settings.token_map, prefix_cache=False)
-    params = SamplingParams(temperature=settings.temperature, max_tokens=settings.max_tokens, seed=config.seed)
-    exact = settings.temperature == 0
     if settings.tree == "auto":
         speculative.warm_up(greedy_alone=exact, progress=processes.index() == 0)
-    judge = functools.partial(near_tie, target.model) if exact else None
-    tallies = compare(vanilla, speculative, measured, params, settings.batch_size, judge)
-    return {
-        **total(list(tallies.values())).report(exact=exact),
-        "categories": {category: tally.report(exact=exact) for category, tally in tallies.items()},
-        "left_out": left_out,
-    }
+    return vanilla, speculative
+
+
+def _shares(prompts: Sequence[sources.Prompt], engines: int, batch_size: int) -> list[list[sources.Prompt]]:
+    """Deals prompts to engines, categories evenly; fewer engines where their batches would not be full."""
+    counts = Counter(prompt["category"] for prompt in prompts)
+    used = max(1, min(engines, math.ceil(min(counts.values()) / batch_size)))
+    places = {category: place for place, category in enumerate(counts)}
+    ordered = sorted(prompts, key=lambda prompt: places[prompt["category"]])
+    return [list(ordered[number::used]) for number in range(used)]
 
 
 def summary(report: dict[str, Any]) -> str:

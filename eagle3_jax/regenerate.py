@@ -3,8 +3,8 @@
 `python -m eagle3_jax.regenerate --config configs/quickstart.yaml` keeps the users' turns and lets the target answer
 them: a draft head learns to foretell what the target says, not what is right. Answers go to
 `conversations/*.jsonl.partial` as they finish, so that a run that was killed goes on where it was. Conversations that
-the target had in another engine (`prepare`'s source `conversations`) are passed on. On several hosts each replica of
-the mesh answers its share, into a log of its own; a rerun may have another number of them.
+the target had in another engine (`prepare`'s source `conversations`) are passed on. Each replica of the mesh
+answers its share with an engine a row, into a log of its own; a rerun may have another number of replicas.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import tqdm
 
 from eagle3_jax import config as configs
+from eagle3_jax.decoding import data_parallel
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.request import Output
 from eagle3_jax.mesh import Replica, make_mesh, own_replica
@@ -129,7 +130,7 @@ def regenerate(config: configs.RunConfig) -> None:
     dialogues = {split: _dialogues(prompts, split) for split in configs.SPLITS}
     open_ends = any(dialogue.end is None for split in dialogues.values() for dialogue in split)
     replica = own_replica(make_mesh(config.mesh))
-    target = load_target(config.target, replica.decoding_mesh, only=None if open_ends else ())
+    target = load_target(config.target, replica.mesh, only=None if open_ends else ())
     identity = {
         "verb": "regenerate",
         "prompts": manifest.fingerprint(made_from),
@@ -145,10 +146,11 @@ def regenerate(config: configs.RunConfig) -> None:
         if finished:
             processes.say(f"regenerate: {folder} is finished already")
         else:
-            engine = None  # where all is answered already
+            engines = []  # all is answered already
             if open_ends:
-                engine = Engine.load(target, None, batch_size=settings.batch_size, max_length=settings.max_length)
-            _regenerate(config, engine, replica, dialogues, folder)
+                sizes = settings.batch_size, settings.max_length
+                engines = [Engine.load(row, None, "auto", *sizes) for row in data_parallel.targets(target, replica)]
+            _regenerate(config, engines, replica, dialogues, folder)
         processes.agree(lambda: _remove_logs(folder))
 
 
@@ -164,7 +166,7 @@ def _dialogues(prompts: disk.Path, split: str) -> list[Dialogue]:
 
 def _regenerate(
     config: configs.RunConfig,
-    engine: Engine | None,
+    engines: Sequence[Engine],
     replica: Replica,
     dialogues: dict[str, list[Dialogue]],
     folder: disk.Path,
@@ -174,24 +176,26 @@ def _regenerate(
     leads = replica.leader == processes.index()
     rates: dict[str, float] = dict.fromkeys(configs.SPLITS, 0.0)
     for split in configs.SPLITS:
-        if engine is None:
+        if not engines:
             break
         # The other processes of a replica say the same as its leader, which writes it.
         log = _log(folder, split, replica.index) if leads else None
-        answerer = Answerer(engine, config.regenerate, config.seed, known[split], log)
+        answerer = Answerer(engines, config.regenerate, config.seed, known[split], log)
         answerer.converse(dialogues[split][replica.index :: replica.count], split)
         rates[split] = answerer.rate()
     rates = processes.total(rates if leads else {})  # all is answered
-    processes.agree(lambda: _finish(config, engine, folder, rates))
+    processes.agree(lambda: _finish(config, engines, folder, rates))
 
 
-def _finish(config: configs.RunConfig, engine: Engine | None, folder: disk.Path, rates: dict[str, float]) -> None:
+def _finish(
+    config: configs.RunConfig, engines: Sequence[Engine], folder: disk.Path, rates: dict[str, float]
+) -> None:
     """All answers are in the logs: puts the conversations together, in the prompts' order."""
     results = {}
     for split in configs.SPLITS:
         of_split = _dialogues(config.folder("prepare"), split)
-        if engine is not None:
-            Answerer(engine, config.regenerate, config.seed, _known(folder, split), log=None).converse(of_split, split)
+        if engines:
+            Answerer(engines, config.regenerate, config.seed, _known(folder, split), log=None).converse(of_split, split)
         with disk.atomic(folder / f"{split}.jsonl") as temporary, temporary.open("w", encoding="utf-8") as stream:
             for dialogue in of_split:
                 if dialogue.is_conversation:
@@ -203,10 +207,10 @@ def _finish(config: configs.RunConfig, engine: Engine | None, folder: disk.Path,
 
 
 class Answerer:
-    """Lets an engine answer, and remembers the answers in a log file.
+    """Has engines answer, and keeps the answers in a log file.
 
-    A turn's random seed comes of the prompt's id and the run's seed: what a prompt is answered does not depend on where
-    a run was interrupted.
+    A turn's random seed comes of the prompt's id and the run's seed: an answer depends neither on its engine nor on
+    where a run was interrupted.
 
     Args:
         known: answers of an earlier run, by prompt and turn; they are not asked for again.
@@ -215,13 +219,13 @@ class Answerer:
 
     def __init__(
         self,
-        engine: Engine,
+        engines: Sequence[Engine],
         settings: configs.RegenerateConfig,
         seed: int,
         known: dict[tuple[str, int], Answer],
         log: disk.Path | None,
     ) -> None:
-        self.engine, self.settings, self.seed, self.known, self.log = engine, settings, seed, known, log
+        self.engines, self.settings, self.seed, self.known, self.log = engines, settings, seed, known, log
         self.tokens, self.seconds = 0, 0.0
 
     def rate(self) -> float:
@@ -250,7 +254,7 @@ class Answerer:
     def _ask(self, dialogue: Dialogue, turn: int) -> list[int] | None:
         """Token ids of the next turn; None ends the dialogue."""
         try:
-            ids = chat_template.prompt_ids(self.engine.tokenizer, dialogue.messages(turn + 1))
+            ids = chat_template.prompt_ids(self.engines[0].tokenizer, dialogue.messages(turn + 1))
         except chat_template.RefusedError:
             dialogue.end = "refused"
             return None
@@ -279,7 +283,8 @@ class Answerer:
                 progress.update()
                 command.stop_point()
 
-            self.engine.generate([ids for _, ids in asked], [self._params(n, turn) for n in names], on_output)
+            params = [self._params(name, turn) for name in names]
+            data_parallel.generate(self.engines, [ids for _, ids in asked], params, on_output)
         self.seconds += time.monotonic() - start
 
     def _params(self, name: str, turn: int) -> SamplingParams:

@@ -83,7 +83,7 @@ def prepared(tmp_path, monkeypatch):
 
     def make(name: str, train=PROMPTS, held_out=PROMPTS[:1], loaded=[], temperature=0.7, **identity):  # noqa: B006
         values = {"max_length": 500, "temperature": temperature}
-        config = configs.from_dict({"run_dir": str(tmp_path / name), "regenerate": values})
+        config = configs.from_dict({"run_dir": str(tmp_path / name), "mesh": {"data": 1}, "regenerate": values})
         prompts = config.folder("prepare")
         manifest.begin(prompts, {"verb": "prepare"} | identity)
         for split, lines in (("train", train), ("held_out", held_out)):
@@ -93,6 +93,7 @@ def prepared(tmp_path, monkeypatch):
         def run(engine: FakeEngine | None, **changes) -> None:
             target = types.SimpleNamespace(identity=IDENTITY | changes)
             monkeypatch.setattr(regenerate, "load_target", lambda *_, only: loaded.append(only) or target)
+            monkeypatch.setattr(regenerate.data_parallel, "targets", lambda target, _: [target])
             monkeypatch.setattr(regenerate.chat_template, "prompt_ids", letters)
             monkeypatch.setattr(regenerate.Engine, "load", lambda *_, **__: engine)
             regenerate.regenerate(config)

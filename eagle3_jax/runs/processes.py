@@ -93,7 +93,7 @@ def agree(compute: Callable[[], Any]) -> Any:
     Raises:
         Refused: `compute` raised a ValueError or an OSError. (Its own error on process 0.)
     """
-    if _run is None:
+    if _run is None or len(_run.members) == 1:
         return compute()
     key = _run.next_key("agreed")
     if _run.index == _run.members[0]:
@@ -119,7 +119,7 @@ def barrier() -> None:
 
 def gather(value: Any) -> list[Any]:
     """What each process has to say, JSON-ready and at most some MiB, in the processes' order; on all of them."""
-    if _run is None:
+    if _run is None or len(_run.members) == 1:
         return [value]
     key = _run.next_key("gathered")
     _run.client.key_value_set(f"{key}/{_run.index}", json.dumps(value))

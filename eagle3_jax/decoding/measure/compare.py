@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -131,6 +132,8 @@ def compare(
     params: Any,
     batch_size: int,
     judge: Judge | None = None,
+    *,
+    progress: bool = True,
 ) -> dict[str, Tally]:
     """Lets both engines answer all prompts, in groups of one category each, so that seconds belong to a category.
 
@@ -142,12 +145,13 @@ def compare(
         params: sampling parameters, the same for both.
         batch_size: of the engines.
         judge: tells near-ties from mismatches where greedy answers differ; the prompts must then be token ids.
+        progress: shows a bar.
 
     Returns:
         A tally per category, in order of first appearance.
     """
     tallies = {prompt["category"]: Tally() for prompt in prompts}
-    with tqdm(total=len(prompts), desc="evaluate", unit="prompt", disable=processes.index() > 0) as bar:
+    with tqdm(total=len(prompts), desc="evaluate", unit="prompt", disable=not progress) as bar:
         for number, group in enumerate(_groups(prompts, batch_size)):
             stop_point()
             asked = [prompt["prompt"] for prompt in group]
@@ -194,11 +198,12 @@ def timed(engine: Decoder, messages: Sequence[Any], params: Any) -> tuple[Sequen
 
 @contextlib.contextmanager
 def _compilations() -> Iterator[list[str]]:
-    """Yields a list to which every compilation in this process is appended."""
+    """Yields a list that grows with every compilation of this thread: other threads measure other engines."""
     events: list[str] = []
+    own = threading.get_ident()
 
     def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if event.startswith(_COMPILING):
+        if event.startswith(_COMPILING) and threading.get_ident() == own:
             events.append(event.removeprefix(_COMPILING))
 
     jax.monitoring.register_event_duration_secs_listener(listen)
