@@ -59,10 +59,12 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
 def _host_rows(devices: Sequence[Any], size: int) -> list[list[Any]]:
     """Rows of `size` devices, host by host. Raises ValueError: a row that shares a host with another."""
     hosts = _hosts(devices)
-    for host in hosts:
-        if len(hosts) > 1 and size % len(host) and len(host) % size:
-            expected = f"a divisor or a multiple of the {len(host)} devices of a host"
-            raise ValueError(f"mesh.model: got {size}, expected {expected}")
+    counts = {len(host) for host in hosts}
+    if len(counts) > 1:
+        raise ValueError(f"mesh: got hosts of {sorted(counts)} devices, expected as many on each host")
+    (count,) = counts
+    if len(hosts) > 1 and size % count and count % size:
+        raise ValueError(f"mesh.model: got {size}, expected a divisor or a multiple of the {count} devices of a host")
     ordered = list(itertools.chain(*hosts))
     return [ordered[start : start + size] for start in range(0, len(ordered), size)]
 
@@ -78,7 +80,7 @@ def _hosts(devices: Sequence[Any]) -> list[list[Any]]:
 def _block_rows(devices: Sequence[Any], size: int) -> list[list[Any]] | None:
     """Rows of `size` devices as equal blocks of the topology; None where the devices fill no box of equal hosts.
 
-    A block divides a host or is a box of whole hosts; the most compact block is taken.
+    A block divides a host or is a box of whole hosts, whose chips follow each other; the most compact block is taken.
     """
     places = {_place(device): device for device in devices if getattr(device, "coords", None) is not None}
     if len(places) < len(devices):
@@ -101,13 +103,24 @@ def _block_rows(devices: Sequence[Any], size: int) -> list[list[Any]] | None:
         return None
     block = min(blocks, key=lambda block: (sum(block), [-side for side in reversed(block)]))
     origin = tuple(map(min, zip(*places, strict=True)))
-    return [
-        [
-            places[tuple(o + c * side + i for o, c, side, i in zip(origin, corner, block, inner, strict=True))]
-            for inner in _winding(block)
-        ]
-        for corner in _winding(tuple(whole // part for whole, part in zip(bounds, block, strict=True)))
-    ]
+    inner = min(block, host, key=math.prod)  # of a host: its chips come one behind the other
+    rows = []
+    for corner in _winding(tuple(whole // part for whole, part in zip(bounds, block, strict=True))):
+        row: list[Any] = []
+        for host_corner in _winding(tuple(part // chips for part, chips in zip(block, inner, strict=True))):
+            starts = zip(origin, corner, block, host_corner, inner, strict=True)
+            start = [o + c * side + h * chips for o, c, side, h, chips in starts]
+            path = [places[tuple(map(sum, zip(start, step, strict=True)))] for step in _winding(inner)]
+            if row and _distance(row[-1], path[-1]) < _distance(row[-1], path[0]):
+                path.reverse()
+            row += path
+        rows.append(row)
+    return rows
+
+
+def _distance(device: Any, other: Any) -> int:
+    """Steps along the axes of the topology."""
+    return sum(abs(a - b) for a, b in zip(_place(device), _place(other), strict=True))
 
 
 def _place(device: Any) -> tuple[int, ...]:
@@ -204,27 +217,6 @@ def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """The leading dimension split over the data axis."""
     return NamedSharding(mesh, PartitionSpec("data"))
-
-
-def own_rows(sharding: NamedSharding, rows: int) -> list[int]:
-    """Which rows of an array with so many of them lie on this process's devices; ascending."""
-    parts: Any = sharding.addressable_devices_indices_map((rows,)).values()
-    return sorted({row for (part,) in parts for row in range(rows)[part]})
-
-
-def put_rows(part: np.ndarray, rows: int, sharding: NamedSharding) -> jax.Array:
-    """An array of so many rows, of which each process has its own (see `own_rows`), on the devices.
-
-    Args:
-        part: [own rows, ...], ascending.
-    """
-    own = own_rows(sharding, rows)
-
-    def rows_at(index: Any) -> np.ndarray:
-        first, end, _ = index[0].indices(rows)
-        return part[own.index(first) :][: end - first]
-
-    return jax.make_array_from_callback((rows, *part.shape[1:]), sharding, rows_at)
 
 
 def put(value: np.ndarray, sharding: Sharding) -> jax.Array:

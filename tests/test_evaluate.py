@@ -220,6 +220,18 @@ def test_what_the_template_refuses_is_counted_and_left_out(target: Target, tmp_p
         sources.encode(read[:1], tokenizer, 100, "--prompts")
 
 
+@pytest.mark.parametrize(("engines", "batch_size", "used"), [(1, 1, 1), (2, 1, 2), (8, 1, 3), (8, 2, 2), (2, 8, 1)])
+def test_engines_share_the_prompts_of_each_category(engines: int, batch_size: int, used: int) -> None:
+    """No more engines than have full batches; one keeps the order."""
+    prompts = [{"id": f"{c}{i}", "category": c} for i in range(5) for c in "ba" if c == "b" or i < 3]
+    shares = evaluate._shares(prompts, engines, batch_size)
+    assert len(shares) == used
+    assert sorted(p["id"] for share in shares for p in share) == sorted(p["id"] for p in prompts)
+    for category, count in (("a", 3), ("b", 5)):
+        sizes = [sum(p["category"] == category for p in share) for share in shares]
+        assert max(sizes) - min(sizes) <= 1 and sum(sizes) == count
+
+
 def test_limit_takes_the_categories_in_turn() -> None:
     prompts = [{"id": f"{c}{i}", "category": c} for c, count in (("a", 5), ("b", 1), ("c", 3)) for i in range(count)]
     assert [p["id"] for p in sources.spread(prompts, 6)] == ["a0", "b0", "c0", "a1", "c1", "a2"]

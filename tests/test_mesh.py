@@ -75,7 +75,8 @@ def test_all_chips_of_a_slice_decode(topology, model):
         assert np.prod(sides) == model  # a box without gaps
         assert max(sides) <= 4
         steps = [np.abs(np.subtract(a.coords, b.coords)).sum() for a, b in itertools.pairwise(row)]
-        assert set(steps) <= {1}
+        assert max(steps, default=1) <= 2
+        assert len(list(itertools.groupby(device.process_index for device in row))) == len(hosts)
 
 
 def hosts_of(*counts: int) -> list[Any]:
@@ -85,6 +86,8 @@ def hosts_of(*counts: int) -> list[Any]:
 def test_a_row_never_shares_a_host_with_another():
     mesh = mesh_lib.make_mesh(MeshConfig(data=0, model=4), hosts_of(2, 2, 2, 2))
     assert [[chip.process_index for chip in row] for row in mesh.devices] == [[0, 0, 1, 1], [2, 2, 3, 3]]
+    with pytest.raises(ValueError, match=r"mesh: got hosts of \[2, 4\] devices, expected as many on each host"):
+        mesh_lib.make_mesh(MeshConfig(data=0, model=2), hosts_of(4, 2))
     message = "mesh.model: got 6, expected a divisor or a multiple of the 4 devices of a host"
     with pytest.raises(ValueError, match=message):
         mesh_lib.make_mesh(MeshConfig(data=0, model=6), hosts_of(4, 4, 4))
@@ -177,17 +180,6 @@ def test_replicas_share_no_process(rows, expected):
     for part in parts:
         assert [row.devices.tolist() for row in part.rows] == [[row] for row in part.mesh.devices.tolist()]
         assert part.decoding_mesh.devices.tolist() == part.mesh.devices[:1].tolist()
-
-
-def test_rows_are_dealt_by_the_sharding():
-    """Here to one process, all of them; `test_several_processes.py` has more."""
-    mesh = mesh_lib.make_mesh(MeshConfig(data=4, model=2))
-    where = mesh_lib.batch_sharding(mesh)
-    assert mesh_lib.own_rows(where, 8) == list(range(8))
-    part = np.arange(24).reshape(8, 3)
-    whole = mesh_lib.put_rows(part, 8, where)
-    np.testing.assert_array_equal(whole, part)
-    assert whole.sharding == where
 
 
 def test_programs_pin_their_results_where_the_rules_say():

@@ -108,6 +108,11 @@ def test_the_chain_on_several_processes(config, alone, processes, mesh):
 
 
 @pytest.mark.long
+def test_the_chain_with_two_engines_in_a_process(config, alone):
+    check_same(alone, chain(config, config.parent / "1-2x1", "2x1", 1, *DECODES, devices=2))
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("processes", "mesh"),
     [MESHES[0], *(pytest.param(*many, marks=pytest.mark.long) for many in MESHES[1:])],

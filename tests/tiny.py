@@ -239,7 +239,8 @@ def write_run(folder: pathlib.Path, prompts: int = 64, **sections: Mapping[str, 
             "held_out": 0.2,
         },
         "regenerate": {"temperature": 0.5, "max_tokens": 32, "max_length": 128, "batch_size": 8},
-        "extract": {"max_length": 128, "batch_tokens": 1024, "shard_records": 16},
+        # 8 bits would move a draft here and there: what the trainer and the decoder count is compared to the round.
+        "extract": {"states": "bfloat16", "max_length": 128, "batch_tokens": 1024, "shard_records": 16},
         "train": {
             "ttt_steps": 3,
             "batch_size": 4,

@@ -141,7 +141,7 @@ def train(run: Run) -> Iterator[Row]:
 
 def extract(run: Run) -> Iterator[Row]:
     settings = run.config.extract
-    batch = hidden_states.plan_batches([settings.max_length], settings.batch_tokens)[0]
+    batch = hidden_states.plan_batches([settings.max_length], [settings.max_length], settings.batch_tokens)[0]
     size = batch.rows, batch.length
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, run.shape.vocab_size, size), jnp.int32)
     seconds = timed(lambda: states.target_states(run.target, tokens))

@@ -252,7 +252,8 @@ def extract(config: configs.RunConfig, shape: ModelConfig, devices: list[Any]) -
     mesh = replicas(make_mesh(config.mesh, devices))[0].mesh
     target = by_rows(abstract_target(config, shape, mesh))
     settings = config.extract
-    batch = hidden_states.plan_batches([settings.max_length], settings.batch_tokens, multiple=mesh.shape["data"])[0]
+    longest, rows = [settings.max_length], mesh.shape["data"]
+    batch = hidden_states.plan_batches(longest, longest, settings.batch_tokens, multiple=rows)[0]
     tokens = jax.ShapeDtypeStruct((batch.rows, batch.length), jnp.int32, sharding=batch_sharding(mesh))
     before = placed(jax.eval_shape(states.target_states, target, tokens), mesh, states.STATES_SHARDING_RULES)
     yield Program(

@@ -255,7 +255,7 @@ class RegenerateConfig:
         temperature: of the answers; of several, each prompt gets one, chosen by its id.
         max_tokens: longest answer.
         max_length: longest conversation, in tokens; it ends before a turn that does not fit.
-        batch_size: conversations that are answered together.
+        batch_size: conversations that an engine answers together; each row of the mesh has an engine.
     """
 
     temperature: OneOrSeveral = 0.7
@@ -277,13 +277,14 @@ class ExtractConfig:
     """conversations -> features.
 
     Attributes:
-        states: hidden states that are kept. `none` keeps token ids and loss mask alone, for `train.features: online`.
+        states: form of the hidden states that are kept. `fp8` is float8 (e4m3) with a scale for each state of a token,
+            half the size of `bfloat16`. `none` keeps token ids and loss mask alone, for `train.features: online`.
         max_length: longer conversations are truncated to this many tokens.
         batch_tokens: tokens per forward pass, padding included.
         shard_records: conversations per ArrayRecord shard; the unit of resumption.
     """
 
-    states: Literal["bfloat16", "none"] = "bfloat16"
+    states: Literal["fp8", "bfloat16", "none"] = "fp8"
     max_length: Annotated[int, Field(ge=8)] = 2048
     batch_tokens: int = 4096
     shard_records: Count = 256

@@ -1,6 +1,7 @@
 """Feature shards: one record per conversation, many records per ArrayRecord file, random access over a whole folder.
 
-A record is a safetensors buffer, which names its arrays, shapes and dtypes, holds bfloat16, and runs no code when read.
+A record is a safetensors buffer, which names its arrays, shapes and dtypes, holds float8 and bfloat16, and runs no code
+when read.
 Each shard has a JSON sidecar with the lengths and checksums (CRC-32) of its records, its size, and the writer's notes.
 The sidecar is written last: its presence marks the shard as complete.
 """
@@ -9,14 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
+import math
 import re
+import resource
+import threading
 import zlib
 from collections.abc import Iterable, Iterator
-from typing import Any, SupportsIndex
+from typing import Any, Literal, SupportsIndex
 
 import ml_dtypes
 import numpy as np
-import safetensors
 import safetensors.numpy
 from jaxtyping import Int32
 
@@ -29,30 +33,43 @@ import array_record.python.array_record_module as array_record  # noqa: E402
 Record = dict[str, np.ndarray]
 
 _SUFFIX = ".array_record"
-# At most this many shards stay open: many machines allow 1,024 open files.
-_OPEN_SHARDS = 64
+# The share of the files that a process may open which shards take, all of which stay open.
+_OPEN_SHARE = 0.5
 _SHARD = re.compile(r"(\d{5})-of-(\d{5})\.array_record")
+States = Literal["fp8", "bfloat16", "none"]
 # Field -> (dtype, dimensions, safetensors' name of the dtype).
 _TOKENS = {
     "token_ids": (np.dtype(np.int32), 1, "I32"),
     "loss_mask": (np.dtype(np.uint8), 1, "U8"),
 }
-_STATES = {
-    "aux": (np.dtype(ml_dtypes.bfloat16), 2, "BF16"),
-    "last_hidden": (np.dtype(ml_dtypes.bfloat16), 2, "BF16"),
-    "argmax": (np.dtype(np.int32), 1, "I32"),
+_ARGMAX = {"argmax": (np.dtype(np.int32), 1, "I32")}
+_BFLOAT16 = {name: (np.dtype(ml_dtypes.bfloat16), 2, "BF16") for name in ("aux", "last_hidden")}
+_FP8 = {name: (np.dtype(ml_dtypes.float8_e4m3fn), 2, "F8_E4M3") for name in ("aux", "last_hidden")}
+_SCALES = {f"{name}_scale": (np.dtype(np.float32), 2, "F32") for name in ("aux", "last_hidden")}
+_FIELDS: dict[States, dict[str, tuple[np.dtype, int, str]]] = {
+    "none": _TOKENS,
+    "bfloat16": _TOKENS | _BFLOAT16 | _ARGMAX,
+    "fp8": _TOKENS | _FP8 | _SCALES | _ARGMAX,
 }
 
 
-def token_bytes(aux_width: int, hidden_size: int, *, states: bool = True) -> int:
-    """Returns the bytes of one token in a shard, with the target's states or without."""
-    widths = {"aux": aux_width, "last_hidden": hidden_size}
-    return sum(dtype.itemsize * widths.get(name, 1) for name, (dtype, _, _) in _fields(states).items())
+def token_bytes(aux_layers: int, hidden_size: int, states: States) -> int:
+    """Returns the bytes of one token in a shard."""
+    widths = {
+        "aux": aux_layers * hidden_size,
+        "last_hidden": hidden_size,
+        "aux_scale": aux_layers,
+        "last_hidden_scale": 1,
+    }
+    return sum(dtype.itemsize * widths.get(name, 1) for name, (dtype, _, _) in _FIELDS[states].items())
 
 
-def _fields(states: bool) -> dict[str, tuple[np.dtype, int, str]]:
-    """The fields of a record."""
-    return _TOKENS | _STATES if states else _TOKENS
+def _form(names: Iterable[str]) -> dict[str, tuple[np.dtype, int, str]]:
+    """The fields of a record that has some of these names."""
+    names = set(names)
+    if names & _SCALES.keys():
+        return _FIELDS["fp8"]
+    return _FIELDS["none" if names.isdisjoint(_FIELDS["bfloat16"].keys() - _TOKENS.keys()) else "bfloat16"]
 
 
 class FeatureError(ValueError):
@@ -66,10 +83,12 @@ def encode_record(record: Record) -> bytes:
         record: `token_ids` int32 [L]; `loss_mask` uint8 [L], 1 where the token is the target's own; `aux` bfloat16
             [L, n_aux * H], the aux hidden states in ascending order of boundary;
             `last_hidden` bfloat16 [L, H], after the target's final norm; `argmax` int32 [L], the target's most likely
-            token after position t. The last three, the target's states, are all present or all absent.
+            token after position t. The last three, the target's states, are all present or all absent. In 8 bits `aux`
+            and `last_hidden` are float8_e4m3fn, times `aux_scale` float32 [L, n_aux] and `last_hidden_scale` float32
+            [L, 1] (see `models.fp8`).
 
     Raises:
-        FeatureError: missing or surplus fields, wrong dtypes, or lengths that do not agree.
+        FeatureError: missing or surplus fields, wrong dtypes, lengths that do not agree, or a scale that is none.
     """
     if problems := _problems(record):
         raise FeatureError("feature record:\n  " + "\n  ".join(problems))
@@ -77,24 +96,36 @@ def encode_record(record: Record) -> bytes:
 
 
 def decode_record(data: bytes) -> Record:
-    """Inverts `encode_record`. Raises FeatureError if `data` is not a feature record."""
+    """Inverts `encode_record`; the arrays share the memory of `data`. Raises FeatureError: not a feature record."""
     try:
-        parts = dict(safetensors.deserialize(data))
-    except safetensors.SafetensorError as error:
+        start = 8 + int.from_bytes(data[:8], "little")
+        parts = {name: part for name, part in json.loads(data[8:start]).items() if name != "__metadata__"}
+        fields = _form(parts)
+        problems = [f"{name}: missing" for name in fields.keys() - parts.keys()]
+        problems += [
+            f"{name}: got {parts[name]['dtype']}, expected {code}"
+            for name, (_, _, code) in fields.items()
+            if name in parts and parts[name]["dtype"] != code
+        ]
+        if problems:
+            raise FeatureError("feature record:\n  " + "\n  ".join(sorted(problems)))
+        record = {name: _array(data, start, parts[name], dtype) for name, (dtype, _, _) in fields.items()}
+        if problems := _scale_problems(record):
+            raise FeatureError("feature record:\n  " + "\n  ".join(problems))
+        return record
+    except FeatureError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise FeatureError(f"feature record: {error}") from error
-    fields = _fields(not parts.keys().isdisjoint(_STATES))
-    problems = [f"{name}: missing" for name in fields.keys() - parts.keys()]
-    problems += [
-        f"{name}: got {parts[name]['dtype']}, expected {code}"
-        for name, (_, _, code) in fields.items()
-        if name in parts and parts[name]["dtype"] != code
-    ]
-    if problems:
-        raise FeatureError("feature record:\n  " + "\n  ".join(sorted(problems)))
-    return {
-        name: np.frombuffer(parts[name]["data"], dtype).reshape(parts[name]["shape"])
-        for name, (dtype, _, _) in fields.items()
-    }
+
+
+def _array(data: bytes, start: int, part: dict[str, Any], dtype: np.dtype) -> np.ndarray:
+    """An array of a record, whose arrays begin at byte `start`."""
+    first, end = part["data_offsets"]
+    count = math.prod(part["shape"])
+    if end - first != count * dtype.itemsize or first < 0:
+        raise FeatureError(f"feature record: got bytes {first} to {end} for {count} numbers of {dtype}")
+    return np.frombuffer(data, dtype, count, start + first).reshape(part["shape"])
 
 
 def shard_path(folder: str | disk.Path, index: int, shards: int) -> disk.Path:
@@ -152,10 +183,10 @@ def read_notes(path: str | disk.Path) -> Any:
 
 
 class FeatureSource:
-    """Random access over all shards of a folder; a data source for `grain.MapDataset.source`.
+    """Random access over all shards of a folder; a data source as grain's `MapDataset.source` takes it.
 
-    The constructor reads only the sidecars. Shards are opened at their first read, so that an instance can be pickled
-    for grain's worker processes.
+    The constructor reads only the sidecars. A shard is opened at its first read and stays open, and an instance can be
+    pickled for worker processes.
 
     Attributes:
         lengths: int32 [records], tokens of each record.
@@ -173,17 +204,24 @@ class FeatureSource:
         )
         self._checksums = np.concatenate([np.asarray(sidecar["checksums"], np.uint32) for sidecar in sidecars])
         self._ends = np.cumsum([len(sidecar["lengths"]) for sidecar in sidecars])
-        self._open = functools.lru_cache(_OPEN_SHARDS)(_open)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._open = functools.lru_cache(max(1, int(soft * _OPEN_SHARE)))(_open)
+        self._opening = threading.Lock()  # two threads would open a shard twice
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, index: SupportsIndex) -> Record:
         at = range(len(self))[index.__index__()]  # negative indices and IndexError as in a list
-        shard = int(np.searchsorted(self._ends, at, side="right"))
+        shard = self.shard(at)
         path = self._paths[shard]
         try:
-            (data,) = self._open(path).read([at - self._start(shard)])
+            with self._opening:
+                opened = self._open(path)
+            (data,) = opened.read([at - self._start(shard)])
             if zlib.crc32(data) != self._checksums[at]:
                 raise FeatureError("another checksum than its sidecar's")
             record = decode_record(data)
@@ -191,9 +229,13 @@ class FeatureSource:
             raise FeatureError(f"{path}, record {at}: unreadable ({error}); remove it and extract again") from error
         return record
 
+    def shard(self, index: int) -> int:
+        """The number of the shard that a record is in."""
+        return int(np.searchsorted(self._ends, index, side="right"))
+
     def name(self, index: int) -> str:
         """Names a record for messages: its conversation, if the notes have `ids`, its shard and its index."""
-        shard = int(np.searchsorted(self._ends, index, side="right"))
+        shard = self.shard(index)
         path, at = self._paths[shard], index - self._start(shard)
         notes = read_notes(path)
         conversation = f"{notes['ids'][at]}, " if isinstance(notes, dict) and "ids" in notes else ""
@@ -204,11 +246,11 @@ class FeatureSource:
         return int(self._ends[shard - 1]) if shard else 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_open"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_open", "_opening")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state
-        self._open = functools.lru_cache(_OPEN_SHARDS)(_open)
+        self._prepare()
 
     def __repr__(self) -> str:
         return f"FeatureSource({str(self.folder)!r}, records={len(self)})"
@@ -261,7 +303,7 @@ def _shards(folder: disk.Path) -> list[disk.Path]:
 
 
 def _problems(record: Record) -> list[str]:
-    fields = _fields(not record.keys().isdisjoint(_STATES))
+    fields = _form(record)
     problems = [f"{name}: missing" for name in fields if name not in record]
     problems += [f"{name}: not a field" for name in record if name not in fields]
     length = len(record["token_ids"]) if "token_ids" in record else None
@@ -274,4 +316,17 @@ def _problems(record: Record) -> list[str]:
             problems.append(
                 f"{name}: got {array.dtype} {list(array.shape)}, expected {dtype} {shape} with L = {length}"
             )
+    return problems or _scale_problems(record)
+
+
+def _scale_problems(record: Record) -> list[str]:
+    """Scales that no encoder writes."""
+    problems = []
+    for name in _SCALES.keys() & record.keys():
+        states, width = record[name].shape[1], record[name.removesuffix("_scale")].shape[1]
+        if not states or width % states:
+            problems.append(f"{name}: got {states} scales a token, expected a divisor of the width {width}")
+        bad = np.flatnonzero(~(np.isfinite(record[name]) & (record[name] > 0)).all(1))
+        if len(bad):
+            problems.append(f"{name}: got {record[name][bad[0]]} at token {bad[0]}, expected finite numbers above 0")
     return problems

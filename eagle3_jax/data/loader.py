@@ -1,37 +1,31 @@
 """Batches of packed rows, all of one shape, from feature records.
 
-Rows are planned at the start from the lengths of the records, so that they can be read in any order. A step's batch
-depends on its number alone, also in a resumed run and on other processes.
+Rows are planned at the start from the lengths of the records, so that records are read ahead in the known order. A
+step's batch depends on its number alone, also in a resumed run and on other processes.
 """
 
 from __future__ import annotations
 
 import bisect
+import collections
 import math
 import os
-from collections.abc import Sequence
-from typing import Protocol, SupportsIndex, runtime_checkable
+from collections.abc import Callable, Iterator, Sequence
+from typing import SupportsIndex
 
-import ml_dtypes
 import numpy as np
 
-from eagle3_jax.runs import command
-
-command.require("train")
-import grain  # noqa: E402
+from eagle3_jax.data.readers import Layout, Read, Readers, RecordSource
 
 Row = dict[str, np.ndarray]
 
-
-@runtime_checkable
-class RecordSource(Protocol):
-    """Random access to feature records (see `features.FeatureSource`)."""
-
-    lengths: np.ndarray
-
-    def __getitem__(self, index: SupportsIndex) -> dict[str, np.ndarray]: ...
-
-    def name(self, index: int) -> str: ...
+# Batches that are read ahead, within so many bytes.
+_AHEAD = 16
+_AHEAD_BYTES = 4 * 2**30
+# Processes are started where they have so many bytes to read.
+_WORTH_PROCESSES = 2**28
+# A batch stays as it is until this many others have been asked for.
+HELD = 2
 
 
 def plan_rows(lengths: np.ndarray, row_length: int, seed: int, epoch: int) -> list[list[int]]:
@@ -64,8 +58,8 @@ class PackedRows:
     """The rows of all epochs as a random-access source, each padded to `row_length`.
 
     A row has `token_ids`, `argmax`, `loss_mask`, `segment_ids` (1, 2, ... per record, 0 padding) and `positions` (in
-    the record), int32 [T]; `aux` [T, n_aux * H] and `last_hidden` [T, H], bfloat16. Without states, `argmax` and the
-    last two are absent.
+    the record), int32 [T]; `aux` [T, n_aux * H] and `last_hidden` [T, H], with their scales where the records have
+    some (see `features.encode_record`). Without states, `argmax` and the others are absent.
 
     Attributes:
         tokens: tokens in all rows, without padding.
@@ -102,44 +96,103 @@ class PackedRows:
         self.tokens = sum(min(int(source.lengths[r]), row_length) for row in self.plan for r in row)
         self.padding = 1 - self.tokens / (len(self.plan) * row_length)
         first = source[0]
-        self._widths = {name: first[name].shape[1] for name in ("aux", "last_hidden")} if states else {}
-        self._read = ("token_ids", "loss_mask", *(("argmax", *self._widths) if states else ()))
+        names = ("token_ids", "loss_mask", *(sorted(first.keys() - {"token_ids", "loss_mask"}) if states else ()))
+        # Integers as training takes them, states as they are stored.
+        self._fields = {
+            name: (first[name].shape[1:], "int32" if first[name].dtype.kind in "iu" else first[name].dtype.name)
+            for name in names
+        }
 
     def __len__(self) -> int:
         return len(self.plan)
 
-    def __getitem__(self, index: SupportsIndex) -> Row:
+    def layout(self, rows: int) -> Layout:
+        """The arrays of so many rows."""
         t = self.row_length
-        row: Row = {name: np.zeros((t, width), ml_dtypes.bfloat16) for name, width in self._widths.items()}
-        for name in (*self._read, "segment_ids", "positions"):
-            row.setdefault(name, np.zeros(t, np.int32))
-        start = 0
-        for segment, number in enumerate(self.plan[index.__index__()], start=1):
-            record = self.source[number]
-            end = min(start + len(record["token_ids"]), t)
-            for name in self._read:
-                row[name][start:end] = record[name][: end - start]
-            row["segment_ids"][start:end] = segment
-            row["positions"][start:end] = np.arange(end - start)
-            start = end
-        return row
+        own = {name: ((rows, t), "int32") for name in ("segment_ids", "positions")}
+        return Layout({name: ((rows, t, *shape), dtype) for name, (shape, dtype) in self._fields.items()} | own)
+
+    def empty(self, rows: int) -> Row:
+        """So many rows of padding."""
+        layout = self.layout(rows)
+        return layout.views(bytearray(layout.nbytes), 0)
+
+    def lay_out(self, arrays: Row, numbers: Sequence[int]) -> list[Read]:
+        """Writes segments, positions and padding of rows; returns the reads that complete them.
+
+        Args:
+            numbers: of the rows; -1 is an empty one.
+        """
+        reads = []
+        for place, number in enumerate(numbers):
+            start = 0
+            for segment, record in enumerate(self.plan[number] if number >= 0 else (), start=1):
+                end = min(start + int(self.source.lengths[record]), self.row_length)
+                arrays["segment_ids"][place, start:end] = segment
+                arrays["positions"][place, start:end] = np.arange(end - start)
+                reads.append(Read(record, place, start, end))
+                start = end
+            for array in arrays.values():
+                array[place, start:] = 0
+        return reads
+
+    def __getitem__(self, index: SupportsIndex) -> Row:
+        arrays = self.empty(1)
+        for read in self.lay_out(arrays, [index.__index__()]):
+            record = self.source[read.record]
+            for name in self._fields:
+                arrays[name][0, read.start : read.end] = record[name][: read.end - read.start]
+        return {name: array[0] for name, array in arrays.items()}
 
     def __repr__(self) -> str:
         return f"PackedRows({self.source!r}, row_length={self.row_length}, rows={len(self)})"
 
 
-def batches(rows: PackedRows, batch_size: int, own: Sequence[int], start: int = 0) -> grain.IterDataset[Row]:
-    """Yields this process's part of each batch, prefetched by a few threads; a pure function of the arguments.
+def batches(
+    rows: PackedRows,
+    batch_size: int,
+    own: Callable[[int], Sequence[int]],
+    start: int = 0,
+    workers: int | None = None,
+) -> Iterator[Row]:
+    """Yields this process's part of each batch, read ahead; a pure function of the arguments.
 
     Args:
         batch_size: rows of a batch, over all processes.
-        own: the rows of a batch that this process reads, in this order (see `mesh.own_rows`).
+        own: of a batch's number, its rows that this process reads, as many in each batch; -1 is an empty one (see
+            `feed.Feed`).
         start: the first batch.
+        workers: processes that read, 0 for threads of this one; None chooses by the machine and the
+            bytes to read.
 
-    Returns:
-        Batches from `start` to the last: the fields of a row, stacked [len(own), T, ...].
+    Yields:
+        Batches from `start` to the last: the fields of a row, stacked [len(own(number)), T, ...]. The arrays are used
+        again when HELD more batches have been asked for.
     """
-    numbers = [batch * batch_size + row for batch in range(start, len(rows) // batch_size) for row in own]
-    stacked = grain.MapDataset.source(numbers).map(rows.__getitem__).batch(len(own), drop_remainder=True)
-    threads = min(os.cpu_count() or 1, 8)  # each fills its own batch in host memory
-    return stacked.to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(threads, 2)))
+    total = len(rows) // batch_size
+    if start >= total:
+        return
+    layout = rows.layout(len(own(start)))
+    ahead = min(_AHEAD, total - start, max(2, _AHEAD_BYTES // layout.nbytes))
+    if workers is None:
+        many = layout.nbytes * (total - start) >= _WORTH_PROCESSES
+        workers = min((os.cpu_count() or 1) // 4, 8) if many else 0
+    readers = Readers(rows.source, layout, ahead + HELD, workers)
+    try:
+        running: collections.deque[tuple[int, list]] = collections.deque()
+        free = collections.deque(range(ahead))
+        held = collections.deque(range(ahead, ahead + HELD))
+        for number in range(start, total + ahead):
+            if number < total:
+                buffer = free.popleft()
+                numbers = [number * batch_size + row if row >= 0 else -1 for row in own(number)]
+                running.append((buffer, readers.read(buffer, rows.lay_out(readers.views[buffer], numbers))))
+            if number >= start + ahead - 1 and running:
+                buffer, futures = running.popleft()
+                for future in futures:
+                    future.result()
+                held.append(buffer)
+                free.append(held.popleft())
+                yield readers.views[buffer]
+    finally:
+        readers.close()

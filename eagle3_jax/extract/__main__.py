@@ -1,42 +1,39 @@
 """conversations -> what the draft head is trained on.
 
-`python -m eagle3_jax.extract --config configs/quickstart.yaml` lets the target read its own conversations once. Kept
-per token: its aux hidden states, the input of its LM head, and its most likely next token, which is all that training
-asks of it (EAGLE-3, arXiv 2503.01840, section 3). With `extract.states: none` token ids and loss mask alone are kept,
-and the target is not run. The draft vocabulary is counted on the way. A shard of conversations is the unit of
-resumption, and what the replicas of a mesh that spans several hosts share among themselves.
+`python -m eagle3_jax.extract --config configs/quickstart.yaml` runs the target over its own conversations once. A token
+keeps its aux hidden states, the input of the LM head, and its most likely next token: all that training asks of the
+target (EAGLE-3, arXiv 2503.01840, section 3). With `extract.states: none` token ids and loss mask alone are kept, and
+the target is not run. The draft vocabulary is counted on the way. A shard of conversations is the unit of resumption;
+the replicas of the mesh, and the processes of a replica, share the shards.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
 import itertools
 import json
-import sys
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 from eagle3_jax import config as configs
 from eagle3_jax.data import features, vocab
-from eagle3_jax.data.conversation import Conversation, Rejected, read_conversation
-from eagle3_jax.extract.hidden_states import PaddedBatch, compute_records, plan_batches
+from eagle3_jax.data.conversation import Rejected, read_conversation
+from eagle3_jax.extract import pipeline
+from eagle3_jax.extract.hidden_states import choose_lengths
 from eagle3_jax.mesh import Replica, batch_sharding, make_mesh, own_replica, put
-from eagle3_jax.models.checkpoint.fetch import Target, load_target
+from eagle3_jax.models.checkpoint.fetch import Target, cache_folder, load_target
 from eagle3_jax.models.checkpoint.identity import check_same_target
 from eagle3_jax.models.inference_layout import for_inference
 from eagle3_jax.runs import command, command_line, disk, manifest, processes
 from eagle3_jax.training.kinds.choice import kind_of
 
 REJECTS = "rejects.jsonl"
-# Conversations of a split that are read to foretell how much disk all will take.
+# Conversations of a split from which the size of the features and the padded lengths follow.
 _SAMPLE = 64
 
 
@@ -88,14 +85,14 @@ def _extract(
     conversations: disk.Path,
     folder: disk.Path,
 ) -> None:
-    processes.agree(lambda: _check_disk(config.extract, conversations, folder, target))
+    sample = processes.agree(lambda: _foretell(config.extract, conversations, folder, target))
+    padded = choose_lengths(sample, config.extract.max_length)
     rates: dict[str, float] = {}
     with jax.set_mesh(replica.mesh):  # kernels are split over it
         for split in configs.SPLITS:
             source = conversations / f"{split}.jsonl"
-            rates[split] = _extract_split(config.extract, source, folder / split, target, replica)
-    # All shards are there. The processes of a replica count the same tokens.
-    rates = processes.total(rates if processes.index() == replica.leader else {})
+            rates[split] = _extract_split(config.extract, source, folder / split, target, replica, padded)
+    rates = processes.total(rates)  # all shards are there
     processes.agree(lambda: _finish(config, target, conversations, folder, rates))
 
 
@@ -123,12 +120,16 @@ def _finish(
     )
 
 
-def _check_disk(config: configs.ExtractConfig, conversations: disk.Path, folder: disk.Path, target: Target) -> None:
-    """Foretells from a sample how much the features will take, and says it. Raises ValueError: more than is free."""
+def _foretell(config: configs.ExtractConfig, conversations: disk.Path, folder: disk.Path, target: Target) -> list[int]:
+    """Says the size of the features, by a sample of the conversations; returns the lengths of the sample.
+
+    Raises:
+        ValueError: a size beyond the free space, where the file system tells it.
+    """
     model = target.model.config
-    aux_width, states = len(model.aux_layers) * model.hidden_size, config.states != "none"
-    each = features.token_bytes(aux_width, model.hidden_size, states=states)
-    tokens = text = whole = 0
+    each = features.token_bytes(len(model.aux_layers), model.hidden_size, config.states)
+    lengths: list[int] = []
+    text = whole = 0
     for split in configs.SPLITS:
         source = conversations / f"{split}.jsonl"
         whole += disk.size(source)
@@ -136,24 +137,30 @@ def _check_disk(config: configs.ExtractConfig, conversations: disk.Path, folder:
             for line in itertools.islice(stream, _SAMPLE):
                 text += len(line)
                 with contextlib.suppress(Rejected):
-                    for sequence in read_conversation(line.decode(), target.tokenizer, config.max_length):
-                        tokens += len(sequence.token_ids)
+                    sequences = read_conversation(line.decode(), target.tokenizer, config.max_length)
+                    lengths += [len(sequence.token_ids) for sequence in sequences]
     shards = [path for split in configs.SPLITS for path in (folder / split).glob("*.array_record")]
     there = sum(disk.each(disk.size, shards))
-    need = max(0, tokens * each * whole // max(text, 1) - there)
-    free = disk.free_bytes(folder)
+    need = max(0, sum(lengths) * each * whole // max(text, 1) - there)
     sizes = f"{need / 2**30:.1f} GiB for features ({each / 1024:.1f} KiB a token)"
+    free = disk.free_bytes(folder)
     if free is not None:
         sizes += f", {free / 2**30:.1f} GiB are free"
-    if free is not None and need > free:
-        raise ValueError(f"{folder}: needs about {sizes}; free some space, or choose another run_dir")
-    print(f"extract: about {sizes}", file=sys.stderr)
+        if need > free:
+            raise ValueError(f"{folder}: needs about {sizes}; free some space, or choose another run_dir")
+    processes.say(f"extract: about {sizes}")
+    return lengths
 
 
 def _extract_split(
-    config: configs.ExtractConfig, source: disk.Path, folder: disk.Path, target: Target, replica: Replica
+    config: configs.ExtractConfig,
+    source: disk.Path,
+    folder: disk.Path,
+    target: Target,
+    replica: Replica,
+    padded: Sequence[int],
 ) -> float:
-    """Computes this replica's shards of one split that are not yet there. Returns its tokens a second."""
+    """Computes this replica's missing shards of one split. Returns the tokens a second that this process wrote."""
     disk.make_folder(folder)
     with disk.open_binary(source) as stream:
         total = sum(1 for _ in stream)
@@ -162,14 +169,18 @@ def _extract_split(
     processes.barrier()  # a replica with several processes must see the same shards as complete on all of them
     complete = disk.each(features.is_complete, paths)
     processes.barrier()
-    with disk.open_binary(source) as stream, _Progress(total, f"extract {folder.name}") as progress:
-        for shard, path in enumerate(paths):
-            command.stop_point()
-            lines = [line.decode() for line in itertools.islice(stream, config.shard_records)]
-            if complete[shard] or shard % replica.count != replica.index:
-                progress.bar.update(len(lines))
-            else:
-                _extract_shard(config, lines, path, target, replica, shard, progress)
+    place = functools.partial(put, sharding=batch_sharding(replica.mesh))
+    with disk.open_binary(source) as stream, pipeline.Progress(total, f"extract {folder.name}") as progress:
+
+        def missing() -> Iterator[pipeline.Shard]:
+            for shard, path in enumerate(paths):
+                lines = [line.decode() for line in itertools.islice(stream, config.shard_records)]
+                if complete[shard] or shard % replica.count != replica.index:
+                    progress.skip(len(lines))
+                else:
+                    yield pipeline.Shard(shard, path, lines)
+
+        pipeline.run(missing(), config, target, replica, padded, place, progress)
     return progress.rate()
 
 
@@ -190,91 +201,6 @@ def _summarise(folder: disk.Path) -> dict[str, Any]:
     }
 
 
-class _Progress:
-    """A bar of conversations, and the tokens a second of what is computed now."""
-
-    def __init__(self, total: int, name: str) -> None:
-        self.bar = tqdm(total=total, desc=name, unit=" conversations", disable=processes.index() > 0)
-        self.start, self.tokens = time.monotonic(), 0
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.close()
-
-    def rate(self) -> float:
-        return self.tokens / (time.monotonic() - self.start)
-
-    def add(self, tokens: int) -> None:
-        self.tokens += tokens
-        self.bar.set_postfix_str(f"{self.rate():.0f} tokens/s", refresh=False)
-        self.bar.update()
-
-
-def _extract_shard(
-    config: configs.ExtractConfig,
-    lines: Sequence[str],
-    path: disk.Path,
-    target: Target,
-    replica: Replica,
-    seed: int,
-    progress: _Progress,
-) -> None:
-    model = target.model
-    conversations: list[Conversation] = []
-    rejects: list[dict[str, str]] = []
-    for line in lines:
-        try:
-            conversations.extend(read_conversation(line, target.tokenizer, config.max_length))
-        except Rejected as error:
-            rejects.append({"id": json.loads(line)["id"], "reason": str(error)})
-            progress.add(0)
-    progress.bar.total += len(conversations) + len(rejects) - len(lines)  # a conversation may be several sequences
-    lengths = [len(c.token_ids) for c in conversations]
-    batches = plan_batches(lengths, config.batch_tokens, multiple=replica.mesh.shape["data"], seed=seed)
-    states = config.states != "none"
-    counts = np.zeros(model.config.vocab_size, np.int64)
-    notes: dict[str, Any] = {
-        "ids": [],
-        "rejects": rejects,
-        "tokens": 0,
-        "computed_tokens": sum(batch.rows * batch.length for batch in batches) if states else 0,
-    }
-
-    def records() -> Iterator[features.Record]:
-        place = functools.partial(put, sharding=batch_sharding(replica.mesh))
-        if states:
-            found = compute_records(conversations, batches, model, place)
-        else:
-            found = _token_records(conversations, batches)
-        for conversation, record in found:
-            progress.add(len(conversation.token_ids))
-            if record is None:
-                rejects.append({"id": conversation.name, "reason": "NaN or infinity in the hidden states"})
-                continue
-            notes["ids"].append(conversation.name)
-            notes["tokens"] += len(conversation.token_ids)
-            counts[:] += vocab.count_tokens(conversation.token_ids, conversation.loss_mask, len(counts))
-            yield record
-        said = np.flatnonzero(counts)
-        notes["token_counts"] = [said.tolist(), counts[said].tolist()]
-
-    if processes.index() == replica.leader:
-        features.write_shard(path, records(), notes)
-    else:  # its part of the work on the devices
-        collections.deque(records(), maxlen=0)
-
-
-def _token_records(
-    conversations: Sequence[Conversation], batches: Sequence[PaddedBatch]
-) -> Iterator[tuple[Conversation, features.Record]]:
-    """Records without the target's states, in the order of those with them: training packs both alike."""
-    for batch in batches:
-        for conversation in (conversations[index] for index in batch.indices):
-            yield conversation, {"token_ids": conversation.token_ids, "loss_mask": conversation.loss_mask}
-
-
 def _token_counts(folder: disk.Path, vocab_size: int) -> np.ndarray:
     """int64 [V]: how often each token counts in the loss, summed over the shards' notes."""
     counts = np.zeros(vocab_size, np.int64)
@@ -288,7 +214,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
     config, _ = command_line.read("extract", argv)
     with command.run("extract"):
+        _keep_programs()
         extract(config)
+
+
+def _keep_programs() -> None:
+    """Has JAX keep what it compiles in the folder that the server takes too, unless the user chose another."""
+    settings: Any = jax.config
+    if not settings.jax_compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "programs"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 if __name__ == "__main__":

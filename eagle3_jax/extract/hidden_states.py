@@ -1,22 +1,26 @@
-"""What the target's hidden states are for conversations: batched by length, one forward pass a batch."""
+"""Hidden states of conversations: batched by length, one forward pass a batch."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 from eagle3_jax.data.conversation import Conversation
-from eagle3_jax.data.features import Record
+from eagle3_jax.data.features import Record, States
 from eagle3_jax.mesh import fetch
+from eagle3_jax.models.fp8 import Fp8
 from eagle3_jax.models.states import target_states
 from eagle3_jax.models.target import TargetModel
 
-# Lengths are padded to multiples of this; each distinct length is one compiled program.
+# Lengths are padded to multiples of this.
 _LENGTH_STEP = 64
+# Each length is a compiled program.
+MAX_LENGTHS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,13 +32,43 @@ class PaddedBatch:
     length: int
 
 
-def plan_batches(lengths: Sequence[int], batch_tokens: int, multiple: int = 1, seed: int = 0) -> list[PaddedBatch]:
-    """Groups conversations of similar length.
-
-    The shape of a batch depends on its longest conversation alone, so that there are at most max_length / 64 programs
-    to compile. The batches come in random order: whoever reads the first records of a shard sees all lengths.
+def choose_lengths(sample: Sequence[int], longest: int) -> tuple[int, ...]:
+    """At most MAX_LENGTHS lengths to pad to, ascending, of the least padding for a sample.
 
     Args:
+        sample: lengths of some sequences.
+        longest: no sequence is longer.
+    """
+    steps = -(-longest // _LENGTH_STEP)
+    needed = [min(steps, -(-length // _LENGTH_STEP)) for length in sample]
+    below = np.cumsum(np.bincount(needed, minlength=steps + 1))
+    # last -> (padded steps of all sequences up to `last`, the lengths), with one length more in each turn.
+    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
+    found = []
+    for _ in range(MAX_LENGTHS):
+        best = {
+            last: min(
+                (padding + last * int(below[last] - below[first]), (*chosen, last))
+                for first, (padding, chosen) in best.items()
+                if first < last
+            )
+            for last in sorted({*needed, steps})
+            if last > min(best, default=steps)
+        }
+        found += [best[steps]] if steps in best else []
+    return tuple(last * _LENGTH_STEP for last in min(found)[1])
+
+
+def plan_batches(
+    lengths: Sequence[int], padded: Sequence[int], batch_tokens: int, multiple: int = 1, seed: int = 0
+) -> list[PaddedBatch]:
+    """Groups conversations of similar length.
+
+    The shape of a batch depends on its padded length alone: a program a length. The batches come in random order, so
+    that the first records of a shard have all lengths.
+
+    Args:
+        padded: the lengths to pad to, ascending (see `choose_lengths`).
         multiple: the number of rows is a multiple of this (the data axis of the mesh).
 
     Returns:
@@ -43,54 +77,62 @@ def plan_batches(lengths: Sequence[int], batch_tokens: int, multiple: int = 1, s
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     batches, start = [], 0
     while start < len(order):
-        length = -(-lengths[order[start]] // _LENGTH_STEP) * _LENGTH_STEP
+        length = next(length for length in padded if length >= lengths[order[start]])
         rows = max(1, batch_tokens // length // multiple) * multiple
         batches.append(PaddedBatch(order[start : start + rows], rows, length))
         start += rows
     return [batches[i] for i in np.random.default_rng(seed).permutation(len(batches))]
 
 
-def compute_records(
+def forward(
     conversations: Sequence[Conversation],
-    batches: Iterable[PaddedBatch],
+    batch: PaddedBatch,
     model: TargetModel,
-    place: Callable[[np.ndarray], Any] = jnp.asarray,
-) -> Iterator[tuple[Conversation, Record | None]]:
-    """Runs the batches and yields each conversation with its record, or with None when it holds a NaN or infinity.
-
-    A batch is dispatched before the one before it is fetched, so that the devices work while records are written.
+    states: States,
+    place: Callable[[np.ndarray], Any],
+) -> Any:
+    """Dispatches a batch; `records` waits for it.
 
     Args:
         place: puts a batch of tokens, int32 [rows, length], where the model expects it.
     """
-    running: list[tuple[list[int], Any]] = []
-    for batch in batches:
-        tokens = np.zeros((batch.rows, batch.length), np.int32)
-        for row, index in enumerate(batch.indices):
-            ids = conversations[index].token_ids
-            tokens[row, : len(ids)] = ids
-        running.append((batch.indices, target_states(model, place(tokens))))
-        if len(running) == 2:
-            yield from _fetch(conversations, *running.pop(0))
-    for last in running:
-        yield from _fetch(conversations, *last)
+    tokens = np.zeros((batch.rows, batch.length), np.int32)
+    for row, index in enumerate(batch.indices):
+        ids = conversations[index].token_ids
+        tokens[row, : len(ids)] = ids
+    outputs = target_states(model, place(tokens))
+    return _in_8_bits(outputs, len(model.config.aux_layers)) if states == "fp8" else outputs
 
 
-def _fetch(
-    conversations: Sequence[Conversation], indices: list[int], outputs: Any
+@functools.partial(jax.jit, static_argnums=1)
+def _in_8_bits(outputs: tuple[jax.Array, ...], aux_layers: int) -> tuple[Any, ...]:
+    aux, hidden, *rest = outputs
+    return Fp8.of(aux, aux_layers), Fp8.of(hidden, 1), *rest
+
+
+def records(
+    conversations: Sequence[Conversation], batch: PaddedBatch, outputs: Any
 ) -> Iterator[tuple[Conversation, Record | None]]:
+    """Each conversation of a batch with its record, or with None where a hidden state is NaN or infinite.
+
+    Args:
+        outputs: of `forward`; None makes records without states.
+    """
+    if outputs is None:
+        for conversation in (conversations[index] for index in batch.indices):
+            yield conversation, {"token_ids": conversation.token_ids, "loss_mask": conversation.loss_mask}
+        return
     aux, hidden, predicted, finite = fetch(outputs)
-    for row, index in enumerate(indices):
+    for row, index in enumerate(batch.indices):
         conversation = conversations[index]
         length = len(conversation.token_ids)
         if not finite[row, :length].all():
             yield conversation, None
             continue
-        record = {
-            "token_ids": conversation.token_ids,
-            "loss_mask": conversation.loss_mask,
-            "aux": aux[row, :length],
-            "last_hidden": hidden[row, :length],
-            "argmax": predicted[row, :length],
-        }
-        yield conversation, record
+        record = {"token_ids": conversation.token_ids, "loss_mask": conversation.loss_mask}
+        for name, state in (("aux", aux), ("last_hidden", hidden)):
+            if isinstance(state, Fp8):
+                record |= {name: state.values[row, :length], f"{name}_scale": state.scale[row, :length]}
+            else:
+                record[name] = state[row, :length]
+        yield conversation, record | {"argmax": predicted[row, :length]}

@@ -20,10 +20,12 @@ from tqdm import tqdm
 from eagle3_jax import config as configs
 from eagle3_jax.data import vocab
 from eagle3_jax.data.features import FeatureSource
+from eagle3_jax.data.feed import Feed
 from eagle3_jax.data.loader import PackedRows, Row, batches
 from eagle3_jax.formats import draft_models, files
 from eagle3_jax.formats.mtp import MTP
-from eagle3_jax.mesh import batch_sharding, make_mesh, own_rows, put, put_rows, replicated, shardings
+from eagle3_jax.mesh import make_mesh, put, replicated, shardings
+from eagle3_jax.models import fp8
 from eagle3_jax.models.checkpoint.fetch import Target, load_target
 from eagle3_jax.models.checkpoint.identity import check_same_target
 from eagle3_jax.models.drafts.head import Draft
@@ -156,12 +158,11 @@ def _train(
     total = len(rows) // run.batch_size
     kind = dataclasses.replace(kind, total_steps=total)
     held_out = _held_out_rows(config)
-    where = batch_sharding(mesh)
-    own = own_rows(where, run.batch_size)
+    feed = Feed(mesh, run.batch_size)
 
-    def place(part: Row) -> Batch:
-        arrays = {name: put_rows(x, run.batch_size, where) for name, x in part.items()}
-        return Batch(**arrays, **observe(arrays))
+    def place(part: Row, number: int) -> Batch:
+        arrays = feed.place(part, number)
+        return Batch(**fp8.paired(arrays), **observe(arrays))
 
     # --------------------------------------------------------------------------------------------------------- state
     model = target.model
@@ -183,7 +184,8 @@ def _train(
     def evaluate(head: Any) -> dict[str, Any]:
         if held_out is None:
             return {}
-        sums = [eval_step(head, teacher, place(part)) for part in batches(held_out, run.batch_size, own)]
+        parts = enumerate(batches(held_out, run.batch_size, feed.rows))
+        sums = [eval_step(head, teacher, place(part, number)) for number, part in parts]
         return _summarise(sums, held_out, run.batch_size, 0, "held_out")
 
     served = None if run.decode_every is None else Served(config, kind, state.head, token_ids)
@@ -198,12 +200,11 @@ def _train(
             f"train: {total} steps of {run.batch_size} x {run.row_length} tokens, {rows.padding:.1%} padding"
             + (f", going on at step {done}" if done else "")
         )
-        parts = iter(batches(rows, run.batch_size, own, start=done))
+        parts = batches(rows, run.batch_size, feed.rows, start=done)
 
         # --------------------------------------------------------------------------------------------------- compile
         start = time.monotonic()
-        example = {name: np.stack([x] * len(own)) for name, x in rows[0].items()}
-        batch = place(example)
+        batch = place(rows.empty(len(feed.rows(done))), done)
         traced = train_step.trace(state, teacher, batch)
         compiled = traced.lower().compile()
         operations = products(traced.jaxpr.jaxpr) + observe.operations(batch)
@@ -221,7 +222,7 @@ def _train(
                 part = next(parts)
                 waited += time.monotonic() - asked
                 read += sum(x.nbytes for x in part.values())
-                state, sums = compiled(state, teacher, place(part))
+                state, sums = compiled(state, teacher, place(part, step - 1))
                 pending.append(sums)
                 if len(pending) > IN_FLIGHT:
                     jax.block_until_ready(pending[-1 - IN_FLIGHT])

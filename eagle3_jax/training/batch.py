@@ -23,8 +23,9 @@ class Batch:
 
     Attributes:
         token_ids: int [B, T].
-        aux: float [B, T, n_aux * H], the target's aux hidden states, concatenated in ascending order of boundary.
-        last_hidden: float [B, T, H], the target's last hidden state after its final norm.
+        aux: float [B, T, n_aux * H], the target's aux hidden states, concatenated in ascending order of boundary; or
+            an `Fp8`, which the step decodes.
+        last_hidden: float [B, T, H], the target's last hidden state after its final norm; or an `Fp8`.
         argmax: int [B, T], the target's most probable next token at each position.
         loss_mask: int [B, T], nonzero where a token was written by the assistant.
         segment_ids: int [B, T], 1, 2, ... for the documents of a row, 0 for padding.

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, use_abstract_mesh
 from jaxtyping import Array
 
 from eagle3_jax.mesh import constrain, replicated, shardings
+from eagle3_jax.models import fp8
 from eagle3_jax.training.batch import Batch, Leaf, Teacher
 from eagle3_jax.training.fsdp import STATE_SHARDING_RULES
 from eagle3_jax.training.kinds.kind import Kind
@@ -53,6 +54,7 @@ def make_train_step(kind: Kind, optimizer: optax.GradientTransformation, mesh: M
 
     @functools.partial(jax.jit, donate_argnums=0)
     def train_step(state: TrainState, teacher: Teacher, batch: Batch) -> tuple[TrainState, Metrics]:
+        batch = fp8.decoded(batch)
         with use_abstract_mesh(mesh.abstract_mesh):  # kernels are sharded over it
             sums, gradients = _gradients(kind, state, teacher, batch)
         head: Any = state.head  # a pytree to optax
@@ -101,6 +103,7 @@ def make_eval_step(kind: Kind, mesh: Mesh) -> jax.stages.Wrapped:
 
     @jax.jit
     def eval_step(head: Any, teacher: Teacher, batch: Batch) -> Metrics:
+        batch = fp8.decoded(batch)
         with use_abstract_mesh(mesh.abstract_mesh):
             return kind.evaluate(head, teacher, batch)
 

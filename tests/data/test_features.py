@@ -26,6 +26,14 @@ def make_record(length: int, seed: int = 0, aux: int = 12, hidden: int = 4) -> f
     }
 
 
+def make_fp8_record(length: int, seed: int = 0, states: int = 3, hidden: int = 4) -> features.Record:
+    record, rng = make_record(length, seed, states * hidden, hidden), np.random.default_rng(seed)
+    for name, count in (("aux", states), ("last_hidden", 1)):
+        record[name] = record[name].astype(ml_dtypes.float8_e4m3fn)
+        record[f"{name}_scale"] = rng.uniform(0.1, 9, (length, count)).astype(np.float32)
+    return record
+
+
 def assert_same(left: features.Record, right: features.Record) -> None:
     assert left.keys() == right.keys()
     for name in left:
@@ -47,6 +55,45 @@ def folder(tmp_path):
 def test_a_record_survives_encoding_bit_for_bit(length, hidden, seed):
     record = make_record(length, seed, aux=3 * hidden, hidden=hidden)
     assert_same(features.decode_record(features.encode_record(record)), record)
+
+
+@examples(20)
+@given(length=st.integers(1, 40), hidden=st.integers(1, 9), seed=st.integers(0, 1000))
+def test_a_record_in_8_bits_survives_encoding_bit_for_bit(length, hidden, seed):
+    record = make_fp8_record(length, seed, hidden=hidden)
+    assert_same(features.decode_record(features.encode_record(record)), record)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, np.nan, np.inf])
+@pytest.mark.parametrize("name", ["aux_scale", "last_hidden_scale"])
+def test_a_corrupt_scale_is_refused_by_name(name, scale):
+    record = make_fp8_record(4)
+    data = features.encode_record(record)
+    record[name][2, 0] = scale
+    message = rf"{name}: got .* at token 2, expected finite numbers above 0"
+    with pytest.raises(features.FeatureError, match=message):
+        features.encode_record(record)
+    sound = make_fp8_record(4)[name]
+    corrupt = data.replace(sound.tobytes(), record[name].tobytes())
+    assert corrupt != data
+    with pytest.raises(features.FeatureError, match=message):
+        features.decode_record(corrupt)
+
+
+def test_scales_that_do_not_divide_the_width_are_refused():
+    record = make_fp8_record(4)
+    record["aux_scale"] = np.ones((4, 5), np.float32)
+    with pytest.raises(
+        features.FeatureError, match="aux_scale: got 5 scales a token, expected a divisor of the width 12"
+    ):
+        features.encode_record(record)
+
+
+def test_a_token_of_an_8b_takes_half_in_8_bits():
+    assert features.token_bytes(3, 4096, "fp8") <= 16_500
+    assert features.token_bytes(3, 4096, "bfloat16") == 32_777
+    record = make_fp8_record(10, hidden=64)
+    assert sum(x.nbytes for x in record.values()) == 10 * features.token_bytes(3, 64, "fp8")
 
 
 def test_a_strided_array_is_encoded_by_value():

@@ -1,6 +1,10 @@
 """Packing, and batches that can be resumed."""
 
 import dataclasses
+import os
+import signal
+import time
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -8,8 +12,12 @@ import pytest
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from slow_source import CountedSource, SlowSource, read_log
+from test_features import make_record
 
+from eagle3_jax.data import features
 from eagle3_jax.data.loader import PackedRows, batches, plan_rows
+from eagle3_jax.data.readers import Layout, Read, Readers
 
 
 @dataclasses.dataclass
@@ -31,6 +39,14 @@ class Source:
 
     def name(self, index):
         return f"record {index}"
+
+    def shard(self, index):
+        return index // 3
+
+
+def copies(parts):
+    """All batches, whose memory is used again."""
+    return [{name: array.copy() for name, array in part.items()} for part in parts]
 
 
 def source(*lengths):
@@ -96,10 +112,10 @@ def test_epochs_may_end_within_a_pass_and_batches_are_filled():
 
 def test_batches_depend_on_their_number_alone():
     rows = PackedRows(source(*range(3, 30)), 32, multiple=2)
-    whole = list(batches(rows, 2, own=[0, 1]))
+    whole = copies(batches(rows, 2, own=lambda _: [0, 1]))
     assert len(whole) == len(rows) // 2
-    assert list(batches(rows, 2, own=[0, 1], start=len(whole))) == []
-    for one, other in zip(whole[2:], batches(rows, 2, own=[0, 1], start=2), strict=True):
+    assert not copies(batches(rows, 2, own=lambda _: [0, 1], start=len(whole)))
+    for one, other in zip(whole[2:], batches(rows, 2, own=lambda _: [0, 1], start=2), strict=True):
         assert one.keys() == other.keys()
         for name in one:
             np.testing.assert_array_equal(one[name], other[name])
@@ -108,8 +124,8 @@ def test_batches_depend_on_their_number_alone():
 @pytest.mark.parametrize("own", [[0, 1], [2], [1, 3], [0, 1, 2, 3]])
 def test_a_process_reads_its_own_rows_of_every_batch(own):
     rows = PackedRows(source(*range(3, 30)), 32, multiple=4)
-    whole = list(batches(rows, 4, own=[0, 1, 2, 3]))
-    for number, (part, batch) in enumerate(zip(batches(rows, 4, own), whole, strict=True)):
+    whole = copies(batches(rows, 4, own=lambda _: [0, 1, 2, 3]))
+    for number, (part, batch) in enumerate(zip(batches(rows, 4, lambda _: own), whole, strict=True)):
         for name in batch:
             np.testing.assert_array_equal(part[name], batch[name][own])
             np.testing.assert_array_equal(batch[name][2], rows[4 * number + 2][name])
@@ -118,3 +134,80 @@ def test_a_process_reads_its_own_rows_of_every_batch(own):
 def test_no_records_are_refused():
     with pytest.raises(ValueError, match="features: got no records"):
         PackedRows(source(), 8, multiple=1)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """800 records in 20 shards."""
+    for shard in range(20):
+        records = (make_record(4 + i % 7, seed=100 * shard + i) for i in range(40))
+        features.write_shard(features.shard_path(tmp_path, shard, 20), records)
+    return tmp_path
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_shards_are_opened_once_and_batches_are_the_planned_rows(folder, tmp_path, workers):
+    source = CountedSource(folder, tmp_path)
+    rows = PackedRows(source, 32, multiple=4, seed=3, epochs=2.0)
+    plain = PackedRows(features.FeatureSource(folder), 32, multiple=4, seed=3, epochs=2.0)
+    (tmp_path / f"{os.getpid()}.log").unlink()  # the first record's widths
+    for number, part in enumerate(batches(rows, 4, lambda _: range(4), workers=workers)):
+        for name, array in part.items():
+            np.testing.assert_array_equal(array, np.stack([plain[4 * number + i][name] for i in range(4)]))
+    records, opens = read_log(tmp_path)
+    assert sorted(records) == sorted(2 * list(range(800)))
+    assert opens / len(records) <= 0.05
+
+
+def test_a_batch_stays_while_two_more_are_asked_for():
+    rows = PackedRows(source(*[4] * 40), 4, multiple=2)
+    parts, expected = [], copies(batches(rows, 2, lambda _: [0, 1]))
+    for number, part in enumerate(batches(rows, 2, lambda _: [0, 1])):
+        parts.append(part)
+        for back in range(min(3, number + 1)):
+            np.testing.assert_array_equal(parts[-1 - back]["token_ids"], expected[number - back]["token_ids"])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_slow_store_keeps_up_with_the_step(workers):
+    """50 milliseconds a read, and a quarter more bytes a second than the steps take."""
+    step, steps, size = 0.2, 20, 8
+    lengths = np.full(2 * size * steps, 16, np.int32)  # two records a row
+    taken = 2 * size * 16 * SlowSource.token_bytes / step
+    for _ in range(3):  # a machine that does other work
+        slow = SlowSource(lengths, 0.05, 1.25 * taken / max(1, workers))
+        rows = PackedRows(slow, 32, multiple=size)
+        waited, parts = 0.0, batches(rows, size, lambda _: range(size), workers=workers)
+        for number in range(steps):
+            asked = time.monotonic()
+            next(parts)
+            if number:  # the first waits for the start of the workers
+                waited += time.monotonic() - asked
+            time.sleep(step)
+        if waited <= 0.02 * steps * step:
+            return
+    pytest.fail(f"waited {waited:.3f} of {steps * step} seconds")
+
+
+def test_what_a_worker_cannot_read_is_said_here(folder):
+    path = features.shard_path(folder, 3, 20)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    rows = PackedRows(features.FeatureSource(folder), 32, multiple=4)
+    with pytest.raises(features.FeatureError, match=r"00003-of-00020.array_record, record \d+: unreadable"):
+        copies(batches(rows, 4, lambda _: range(4), workers=2))
+
+
+def test_a_worker_that_dies_ends_the_reading(folder):
+    layout = Layout({"token_ids": ((1, 32), "int32")})
+    readers = Readers(features.FeatureSource(folder), layout, 1, 1)
+    (future,) = readers.read(0, [Read(0, 0, 0, 4)])
+    future.result()
+    worker: Any = readers._workers[0]
+    os.kill(worker._process.pid, signal.SIGKILL)
+    for _ in range(2):  # the one that is asked then, and any later one
+        (future,) = readers.read(0, [Read(0, 0, 0, 4)])
+        with pytest.raises(OSError, match="a reading process ended with status -9"):
+            future.result(30)
+    readers.close()

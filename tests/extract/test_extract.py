@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+import time
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,8 @@ from flax import nnx
 from eagle3_jax import config as configs
 from eagle3_jax.data import features
 from eagle3_jax.extract import __main__ as extract
-from eagle3_jax.mesh import make_mesh, shardings
+from eagle3_jax.extract import hidden_states, pipeline
+from eagle3_jax.mesh import make_mesh, own_replica, shardings
 from eagle3_jax.models import layers
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.families import llama
@@ -52,7 +54,8 @@ def prepared(folder: pathlib.Path, train=CONVERSATIONS, held_out=CONVERSATIONS[:
             "run_dir": str(folder),
             "draft": {"vocab_size": 20},
             "mesh": {"data": 1},
-            "extract": {"max_length": 256, "batch_tokens": 512, "shard_records": 2} | extract_values,
+            "extract": {"states": "bfloat16", "max_length": 256, "batch_tokens": 512, "shard_records": 2}
+            | extract_values,
         }
     )
     conversations = config.folder("regenerate")
@@ -150,6 +153,7 @@ def test_a_killed_run_goes_on_and_a_finished_one_does_nothing(tmp_path, target, 
     whole = prepared(tmp_path / "whole")
     extract.extract(whole, target)
     config = prepared(tmp_path / "killed")
+    monkeypatch.setattr(pipeline, "WRITERS", 1)  # one shard at a time
     write, written = features.write_shard, []
 
     def killed_at_the_second(path, *args):
@@ -196,10 +200,9 @@ def test_a_record_with_a_nan_is_set_aside_and_its_neighbours_kept(tmp_path, targ
 
 
 def test_the_rate_is_that_of_all_replicas(tmp_path, target, monkeypatch):
-    """A process that leads none says nothing."""
     config = prepared(tmp_path)
     monkeypatch.setattr(extract, "_extract_split", lambda *_: 30.0)
-    monkeypatch.setattr(extract, "_check_disk", lambda *_: None)
+    monkeypatch.setattr(extract, "_foretell", lambda *_: [])
     monkeypatch.setattr(extract.processes, "gather", lambda own: [own, {}, {"train": 12.5, "held_out": 0.0}])
     finished: list[dict] = []
     monkeypatch.setattr(extract, "_finish", lambda *arguments: finished.append(arguments[-1]))
@@ -230,3 +233,84 @@ def test_a_mesh_gives_the_same_records(tmp_path, target, assert_close_to_plain, 
     assert len(source) == 4
     for i in range(len(source)):
         assert_close_to_plain(source[i])
+
+
+def test_states_in_8_bits_are_close_to_those_in_16(tmp_path, target):
+    wide, narrow = prepared(tmp_path / "wide"), prepared(tmp_path / "narrow", states="fp8")
+    for config in (wide, narrow):
+        extract.extract(config, target)
+    sources = [features.FeatureSource(config.folder("extract") / "train") for config in (wide, narrow)]
+    for i in range(len(sources[0])):
+        plain, coded = (source[i] for source in sources)
+        for name in ("token_ids", "loss_mask", "argmax"):
+            np.testing.assert_array_equal(coded[name], plain[name])
+        for name, states in (("aux", 3), ("last_hidden", 1)):
+            assert coded[name].dtype == ml_dtypes.float8_e4m3fn
+            assert coded[f"{name}_scale"].shape == (len(plain[name]), states)
+            parts = coded[name].astype(np.float32).reshape(len(plain[name]), states, -1)
+            got = (parts * coded[f"{name}_scale"][..., None]).reshape(plain[name].shape)
+            expected = plain[name].astype(np.float32)
+            np.testing.assert_allclose(got, expected, rtol=2**-4, atol=2**-8 * np.abs(expected).max())
+
+
+def test_an_interrupted_computation_leaves_no_half_shard(tmp_path, target, monkeypatch):
+    config = prepared(tmp_path)
+    monkeypatch.setattr(hidden_states, "target_states", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        extract.extract(config, target)
+    assert not list((config.folder("extract") / "train").iterdir())
+
+
+def test_what_a_writer_cannot_write_ends_the_run(tmp_path, target, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(features, "write_shard", full)
+    with pytest.raises(OSError, match="No space left"):
+        extract.extract(prepared(tmp_path), target)
+
+
+@pytest.mark.parametrize("seconds", [0.002, 0.4])
+def test_a_slow_store_costs_no_more_than_its_rate(tmp_path, target, monkeypatch, seconds):
+    """A forward pass of 50 milliseconds; a writer's store takes so long for a batch's record."""
+    shards, forward, size = 12, 0.05, 500
+    lines = [conversation(f"c{i}", "Hi " * (i % 5 + 1), "Hello. " * 8) for i in range(4 * shards)]
+    config = prepared(tmp_path, train=lines, states="none", shard_records=4, max_length=64, batch_tokens=64)
+    written: list[int] = []
+
+    class Store:
+        """Takes bytes at a rate, each writer its own."""
+
+        def __init__(self, path, _):
+            self.path = pathlib.Path(path)
+            self.path.touch()
+
+        def write(self, data):
+            written.append(len(data))
+            time.sleep(seconds * len(data) / size)
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(features.array_record, "ArrayRecordWriter", Store)
+
+    def computed(*_):
+        time.sleep(forward)
+
+    monkeypatch.setattr(hidden_states, "forward", computed)
+    extract_states = dataclasses.replace(config.extract, states="fp8")
+    replica = own_replica(make_mesh(configs.MeshConfig(data=1)))
+    made = [
+        pipeline.Shard(
+            number, tmp_path / f"{number}.array_record", [json.dumps(line) for line in lines[4 * number :][:4]]
+        )
+        for number in range(shards)
+    ]
+    with pipeline.Progress(len(lines), "extract") as progress:
+        start = time.monotonic()
+        pipeline.run(made, extract_states, target, replica, (64,), np.asarray, progress)
+        wall = time.monotonic() - start
+    batches = sum(len(shard.batches) for shard in made)
+    assert len(written) == batches == len(lines)
+    store = sum(written) / size * seconds / pipeline.WRITERS
+    assert wall <= 1.1 * max(batches * forward, store) + 0.5

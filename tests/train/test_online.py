@@ -95,7 +95,7 @@ def test_losses_are_those_of_stored_features(tmp_path, target, online):
         assert (got["step"], got["kind"]) == (expected["step"], expected["kind"])
         for name in ("loss", "tau") if got["kind"] == "held_out" else ("loss",):
             assert got[name] == pytest.approx(expected[name], rel=1e-6)
-    assert features.token_bytes(48, 16, states=False) <= 10
+    assert features.token_bytes(3, 16, "none") <= 10
     record = features.FeatureSource(online.folder("extract") / "train")[0]
     assert set(record) == {"token_ids", "loss_mask"}
     vocabularies = [(config.folder("extract") / "vocab.npz").read_bytes() for config in (online, stored)]

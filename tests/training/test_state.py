@@ -1,5 +1,6 @@
 """Training steps: on a mesh as on one device, frozen parts, optimizer, and ahead-of-time compilation for a TPU."""
 
+import dataclasses
 import functools
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from hlo import product_and_sum_fusions
 
 from eagle3_jax.config import MeshConfig, TrainConfig
 from eagle3_jax.mesh import batch_sharding, make_mesh, shardings
+from eagle3_jax.models.fp8 import Fp8
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES
 from eagle3_jax.training.checkpoint import Checkpoints, load_head
 from eagle3_jax.training.kinds.eagle3 import Eagle3
@@ -52,6 +54,23 @@ def test_a_mesh_computes_what_one_device_computes(run):
         np.testing.assert_allclose(sharded_sums[name], value, rtol=1e-4, err_msg=name)
     for x, y in zip(jax.tree.leaves(one.head), jax.tree.leaves(many.head), strict=True):
         np.testing.assert_allclose(x, y, atol=2e-4)
+
+
+@pytest.mark.slow
+def test_the_loss_of_states_in_8_bits_is_close(run, head_config, teacher, make_batch):
+    """The step decodes them."""
+    batch = make_batch([[6, 9], [16], [4, 4, 4], [12]], 16)
+    coded = dataclasses.replace(batch, aux=Fp8.of(batch.aux, 3), last_hidden=Fp8.of(batch.last_hidden, 1))
+    state, _, mesh = run(1, 1)
+    evaluate = make_eval_step(CONFIG, mesh)
+    plain, close = (evaluate(state.head, teacher, x) for x in (batch, coded))
+    assert close["loss"] != plain["loss"]
+    assert close["loss"] == pytest.approx(float(plain["loss"]), rel=5e-3)
+    optimizer = make_optimizer(CONFIG, 10)
+    fresh = [init_state(functools.partial(init_head, head_config, 0), teacher.rows, optimizer, mesh) for _ in range(2)]
+    step = make_train_step(CONFIG, optimizer, mesh)
+    losses = [step(state, teacher, x)[1]["loss"] for state, x in zip(fresh, (batch, coded), strict=True)]
+    assert losses[1] == pytest.approx(float(losses[0]), rel=5e-3)
 
 
 @pytest.mark.slow

@@ -1,0 +1,252 @@
+"""Shards on their way through a replica: tokenised in front, computed batch by batch, written behind.
+
+Several shards are computed in turn, a batch of each. Their writers are dealt over the processes of the replica: each
+process writes the rows of its own shards from its own devices. Nothing waits for the store but a full queue.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import itertools
+import json
+import pathlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from eagle3_jax import config as configs
+from eagle3_jax.data import features, vocab
+from eagle3_jax.data.conversation import Conversation, Rejected, read_conversation
+from eagle3_jax.extract import hidden_states
+from eagle3_jax.mesh import Replica
+from eagle3_jax.models.checkpoint.fetch import Target
+from eagle3_jax.runs import command, processes
+
+# Threads of a process that write shards, a shard each; and those that tokenise the next ones.
+WRITERS = 4
+TOKENISERS = 4
+# Batches that the devices are ahead of the host.
+_IN_FLIGHT = 2
+_POLL = 0.2  # seconds
+
+
+class Progress:
+    """A bar of conversations on process 0, and the tokens a second of what this process writes now."""
+
+    def __init__(self, total: int, name: str) -> None:
+        self._bar = tqdm(total=total, desc=name, unit=" conversations", disable=processes.index() > 0)
+        self._start, self._tokens, self._lock = time.monotonic(), 0, threading.Lock()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def rate(self) -> float:
+        return self._tokens / (time.monotonic() - self._start)
+
+    def skip(self, conversations: int) -> None:
+        """Conversations that are there already, or that another process writes."""
+        with self._lock:
+            self._bar.update(conversations)
+
+    def begin(self, shard: Shard) -> None:
+        """A shard of this process: a conversation may be several sequences."""
+        with self._lock:
+            self._bar.total += len(shard.conversations) + len(shard.rejects) - len(shard.lines)
+            self._bar.update(len(shard.rejects))
+
+    def add(self, tokens: int) -> None:
+        with self._lock:
+            self._tokens += tokens
+            self._bar.set_postfix_str(f"{self.rate():.0f} tokens/s", refresh=False)
+            self._bar.update()
+
+
+@dataclasses.dataclass
+class Shard:
+    """Conversations, and the file of their features.
+
+    Attributes:
+        number: of the shard in its split.
+    """
+
+    number: int
+    path: pathlib.Path
+    lines: Sequence[str]
+    conversations: list[Conversation] = dataclasses.field(default_factory=list)
+    rejects: list[dict[str, str]] = dataclasses.field(default_factory=list)
+    batches: list[hidden_states.PaddedBatch] = dataclasses.field(default_factory=list)
+
+
+def run(
+    shards: Iterable[Shard],
+    config: configs.ExtractConfig,
+    target: Target,
+    replica: Replica,
+    padded: Sequence[int],
+    place: Callable[[np.ndarray], Any],
+    progress: Progress,
+) -> None:
+    """Computes and writes all shards of a replica.
+
+    Args:
+        padded: lengths to pad to, see `hidden_states.choose_lengths`.
+        place: puts a batch of tokens on the replica's devices.
+    """
+    lanes = collections.deque(range(WRITERS * len(replica.processes)))
+    prepared = _prepared(shards, config, target, replica, padded)
+    active: collections.deque[_Lane] = collections.deque()
+    in_flight: collections.deque[Any] = collections.deque()
+    writers = concurrent.futures.ThreadPoolExecutor(WRITERS, "eagle3_jax writes")
+    stopped, written = threading.Event(), []
+    try:
+        while True:
+            while lanes and (shard := next(prepared, None)) is not None:
+                command.stop_point()
+                lane = _Lane(lanes.popleft(), shard, iter(shard.batches), None)
+                if replica.processes[lane.number % len(replica.processes)] == processes.index():
+                    lane.queue = queue.Queue(1)
+                    writing = _Writing(shard, lane.queue, target.model.config.vocab_size, config, progress, stopped)
+                    lane.written = writers.submit(writing.write)
+                    written.append(lane.written)
+                else:
+                    progress.skip(len(shard.lines))
+                active.append(lane)
+            if not active:
+                break
+            lane = active.popleft()
+            batch = next(lane.batches, None)
+            outputs = None
+            if batch is not None and config.states != "none":
+                outputs = hidden_states.forward(lane.shard.conversations, batch, target.model, config.states, place)
+                in_flight.append(outputs)
+                if len(in_flight) > _IN_FLIGHT:
+                    jax.block_until_ready(in_flight.popleft())
+            lane.hand_over(batch, outputs)
+            if batch is None:
+                lanes.append(lane.number)
+            else:
+                active.append(lane)
+        for future in written:
+            future.result()
+    finally:
+        stopped.set()
+        writers.shutdown(wait=True, cancel_futures=True)
+        prepared.close()
+
+
+@dataclasses.dataclass
+class _Lane:
+    """A shard that is computed, and the way to its writer where that is this process."""
+
+    number: int
+    shard: Shard
+    batches: Iterator[hidden_states.PaddedBatch]
+    queue: queue.Queue[Any] | None
+    written: concurrent.futures.Future[None] | None = None
+
+    def hand_over(self, batch: hidden_states.PaddedBatch | None, outputs: Any) -> None:
+        """Waits for room in the writer's queue; None ends the shard. Raises what the writer raised."""
+        while self.queue is not None and self.written is not None:
+            if self.written.done():
+                self.written.result()
+            try:
+                self.queue.put((batch, outputs), timeout=_POLL)
+                return
+            except queue.Full:
+                continue
+
+
+class _Stopped(Exception):
+    """The computation ended before the shard did."""
+
+
+@dataclasses.dataclass
+class _Writing:
+    """The writer of a shard."""
+
+    shard: Shard
+    queue: queue.Queue[Any]
+    vocab_size: int
+    config: configs.ExtractConfig
+    progress: Progress
+    stopped: threading.Event
+
+    def write(self) -> None:
+        shard = self.shard
+        self.progress.begin(shard)
+        computed = sum(batch.rows * batch.length for batch in shard.batches) if self.config.states != "none" else 0
+        notes: dict[str, Any] = {"ids": [], "rejects": shard.rejects, "tokens": 0, "computed_tokens": computed}
+        try:
+            features.write_shard(shard.path, self._records(notes), notes)
+        except _Stopped:
+            pass  # nothing of the shard is left
+
+    def _records(self, notes: dict[str, Any]) -> Iterator[features.Record]:
+        counts = np.zeros(self.vocab_size, np.int64)
+        conversations = self.shard.conversations
+        for batch, outputs in iter(self._next, None):
+            for conversation, record in hidden_states.records(conversations, batch, outputs):
+                self.progress.add(len(conversation.token_ids))
+                if record is None:
+                    reason = "NaN or infinity in the hidden states"
+                    self.shard.rejects.append({"id": conversation.name, "reason": reason})
+                    continue
+                notes["ids"].append(conversation.name)
+                notes["tokens"] += len(conversation.token_ids)
+                counts += vocab.count_tokens(conversation.token_ids, conversation.loss_mask, len(counts))
+                yield record
+        said = np.flatnonzero(counts)
+        notes["token_counts"] = [said.tolist(), counts[said].tolist()]
+
+    def _next(self) -> tuple[hidden_states.PaddedBatch, Any] | None:
+        while not self.stopped.is_set():
+            try:
+                batch, outputs = self.queue.get(timeout=_POLL)
+                return None if batch is None else (batch, outputs)
+            except queue.Empty:
+                continue
+        raise _Stopped
+
+
+def _prepared(
+    shards: Iterable[Shard],
+    config: configs.ExtractConfig,
+    target: Target,
+    replica: Replica,
+    padded: Sequence[int],
+) -> Generator[Shard, None, None]:
+    """Tokenises shards in order, some ahead."""
+    multiple = replica.mesh.shape["data"]
+
+    def tokenise(shard: Shard) -> Shard:
+        for line in shard.lines:
+            try:
+                shard.conversations.extend(read_conversation(line, target.tokenizer, config.max_length))
+            except Rejected as error:
+                shard.rejects.append({"id": json.loads(line)["id"], "reason": str(error)})
+        lengths = [len(conversation.token_ids) for conversation in shard.conversations]
+        shard.batches = hidden_states.plan_batches(lengths, padded, config.batch_tokens, multiple, shard.number)
+        return shard
+
+    left = iter(shards)
+    with concurrent.futures.ThreadPoolExecutor(TOKENISERS, "eagle3_jax tokenises") as threads:
+        running = collections.deque(threads.submit(tokenise, shard) for shard in itertools.islice(left, TOKENISERS + 1))
+        try:
+            while running:
+                shard = running.popleft().result()
+                running.extend(threads.submit(tokenise, following) for following in itertools.islice(left, 1))
+                yield shard
+        finally:
+            for future in running:
+                future.cancel()

@@ -1,0 +1,79 @@
+"""Rows on the devices of a mesh: each record is read by one process, and the batch is the planned one."""
+
+import numpy as np
+import pytest
+import tiny
+from slow_source import read_log
+from test_features import make_record
+from test_loader import source
+
+from eagle3_jax.config import MeshConfig
+from eagle3_jax.data import features
+from eagle3_jax.data.feed import Feed
+from eagle3_jax.data.loader import PackedRows, batches
+from eagle3_jax.mesh import batch_sharding, make_mesh
+
+
+@pytest.mark.parametrize(("data", "model"), [(8, 1), (4, 2), (1, 8), (2, 4)])
+@pytest.mark.parametrize("length", [32, 30])
+def test_a_batch_lies_over_the_data_axis(data, model, length):
+    rows = PackedRows(source(*range(3, 30)), length, multiple=8)
+    mesh = make_mesh(MeshConfig(data=data, model=model))
+    feed = Feed(mesh, 8)
+    assert feed.rows(0) == list(range(8))
+    for number, part in enumerate(batches(rows, 8, feed.rows)):
+        for name, array in feed.place(part, number).items():
+            np.testing.assert_array_equal(array, np.stack([rows[8 * number + i][name] for i in range(8)]))
+            assert array.sharding.is_equivalent_to(batch_sharding(mesh), array.ndim)
+
+
+def test_each_chip_is_sent_its_slice_of_the_tokens():
+    feed = Feed(make_mesh(MeshConfig(data=2, model=4)), 2)
+    feed.place(PackedRows(source(5), 32, multiple=2).empty(2), 0)
+    assert {shard.data.shape[3] for shard in feed._sent["aux"].addressable_shards} == {8}
+
+
+READ_ALL = """
+import json, sys
+import jax, numpy as np
+from eagle3_jax.runs import command, processes
+from eagle3_jax.config import MeshConfig
+from eagle3_jax.data import features
+from eagle3_jax.data.feed import Feed
+from eagle3_jax.data.loader import PackedRows, batches
+from eagle3_jax.mesh import fetch, make_mesh
+from slow_source import CountedSource
+
+folder, log, data, model, size = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
+with command.run("train"):
+    rows = PackedRows(CountedSource(folder, log), 32, multiple=size)
+    rows.source.log = rows.source.log / "read"
+    plain = PackedRows(features.FeatureSource(folder), 32, multiple=size)
+    feed = Feed(make_mesh(MeshConfig(data=data, model=model)), size)
+    for number, part in enumerate(batches(rows, size, feed.rows)):
+        for name, array in feed.place(part, number).items():
+            np.testing.assert_array_equal(
+                fetch(array), np.stack([plain[number * size + i][name] for i in range(size)])
+            )
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "devices", "mesh", "size"),
+    [(4, 1, (2, 2), 4), (4, 1, (2, 2), 2), (4, 1, (4, 1), 4), (2, 2, (1, 4), 3), (2, 2, (4, 1), 4)],
+)
+def test_processes_read_each_record_once(tmp_path, processes, devices, mesh, size):
+    folder = tmp_path / "features"
+    folder.mkdir()
+    for shard in range(3):
+        records = (make_record(4 + i % 7, seed=100 * shard + i) for i in range(20))
+        features.write_shard(features.shard_path(folder, shard, 3), records)
+    (tmp_path / "read").mkdir()
+    arguments = ["-c", READ_ALL, str(folder), str(tmp_path), *map(str, mesh), str(size)]
+    paths = f"{tiny.REPOSITORY}/tests/data:{tiny.environment()['PYTHONPATH']}"
+    ends = tiny.end_processes(tiny.start_processes(processes, arguments, devices, PYTHONPATH=paths))
+    assert [status for status, _ in ends] == [0] * processes, ends
+    records, _ = read_log(tmp_path / "read")
+    assert sorted(records) == list(range(60))
+    assert len(list((tmp_path / "read").glob("*.log"))) == processes
