@@ -15,7 +15,7 @@ from typing import SupportsIndex
 
 import numpy as np
 
-from eagle3_jax.data.readers import Layout, Read, Readers, RecordSource
+from eagle3_jax.data.readers import LAID_OUT, Layout, Read, Readers, RecordSource, fill
 
 Row = dict[str, np.ndarray]
 
@@ -109,7 +109,7 @@ class PackedRows:
     def layout(self, rows: int) -> Layout:
         """The arrays of so many rows."""
         t = self.row_length
-        own = {name: ((rows, t), "int32") for name in ("segment_ids", "positions")}
+        own = {name: ((rows, t), "int32") for name in sorted(LAID_OUT)}
         return Layout({name: ((rows, t, *shape), dtype) for name, (shape, dtype) in self._fields.items()} | own)
 
     def empty(self, rows: int) -> Row:
@@ -139,9 +139,7 @@ class PackedRows:
     def __getitem__(self, index: SupportsIndex) -> Row:
         arrays = self.empty(1)
         for read in self.lay_out(arrays, [index.__index__()]):
-            record = self.source[read.record]
-            for name in self._fields:
-                arrays[name][0, read.start : read.end] = record[name][: read.end - read.start]
+            fill(self.source, arrays, read)
         return {name: array[0] for name, array in arrays.items()}
 
     def __repr__(self) -> str:

@@ -27,6 +27,8 @@ import numpy as np
 # Reads of a worker at the same time: those of a bucket wait for their first byte.
 _THREADS = 16
 _ALIGNMENT = 64
+# Arrays of a batch that are no fields of a record.
+LAID_OUT = frozenset({"segment_ids", "positions"})
 
 
 @runtime_checkable
@@ -80,6 +82,19 @@ class Layout:
         return -(-math.prod(shape) * np.dtype(dtype).itemsize // _ALIGNMENT) * _ALIGNMENT
 
 
+def fill(source: RecordSource, arrays: Mapping[str, np.ndarray], read: Read) -> None:
+    """Copies a record into its place. Raises ValueError: a record of another form than the batch."""
+    record = source[read.record]
+    for name in arrays.keys() - LAID_OUT:
+        array, values = arrays[name], record.get(name)
+        if values is None or (values.dtype != array.dtype and values.dtype.kind not in "iu"):
+            got = "none" if values is None else values.dtype
+            raise ValueError(
+                f"{source.name(read.record)}: {name}: got {got}, expected {array.dtype} as in the first record"
+            )
+        array[read.row, read.start : read.end] = values[: read.end - read.start]
+
+
 class Readers:
     """Buffers of batches, and the workers that read records into them.
 
@@ -124,12 +139,7 @@ class _Threads:
         self._pool = concurrent.futures.ThreadPoolExecutor(_THREADS, "eagle3_jax reads")
 
     def read(self, buffer: int, reads: Sequence[Read]) -> list[concurrent.futures.Future[None]]:
-        return [self._pool.submit(self._fill, self._views[buffer], read) for read in reads]
-
-    def _fill(self, arrays: Mapping[str, np.ndarray], read: Read) -> None:
-        record = self._source[read.record]
-        for name in arrays.keys() & record.keys():
-            arrays[name][read.row, read.start : read.end] = record[name][: read.end - read.start]
+        return [self._pool.submit(fill, self._source, self._views[buffer], read) for read in reads]
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)

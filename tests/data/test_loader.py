@@ -13,7 +13,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from slow_source import CountedSource, SlowSource, read_log
-from test_features import make_record
+from test_features import make_fp8_record, make_record
 
 from eagle3_jax.data import features
 from eagle3_jax.data.loader import PackedRows, batches, plan_rows
@@ -197,6 +197,15 @@ def test_what_a_worker_cannot_read_is_said_here(folder):
     rows = PackedRows(features.FeatureSource(folder), 32, multiple=4)
     with pytest.raises(features.FeatureError, match=r"00003-of-00020.array_record, record \d+: unreadable"):
         copies(batches(rows, 4, lambda _: range(4), workers=2))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_records_of_two_forms_are_refused_by_name(tmp_path, first):
+    forms = [make_record(5), make_fp8_record(5)]
+    features.write_shard(features.shard_path(tmp_path, 0, 1), [forms[first], forms[1 - first]])
+    rows = PackedRows(features.FeatureSource(tmp_path), 10, multiple=1)
+    with pytest.raises(ValueError, match=r"00000-of-00001.array_record\[1\]: .*: got .*, expected .* as in the first"):
+        copies(batches(rows, 1, lambda _: [0]))
 
 
 def test_a_worker_that_dies_ends_the_reading(folder):
