@@ -187,9 +187,7 @@ def _regenerate(
     processes.agree(lambda: _finish(config, engines, folder, rates))
 
 
-def _finish(
-    config: configs.RunConfig, engines: Sequence[Engine], folder: disk.Path, rates: dict[str, float]
-) -> None:
+def _finish(config: configs.RunConfig, engines: Sequence[Engine], folder: disk.Path, rates: dict[str, float]) -> None:
     """All answers are in the logs: puts the conversations together, in the prompts' order."""
     results = {}
     for split in configs.SPLITS:

@@ -11,7 +11,6 @@ import concurrent.futures
 import dataclasses
 import itertools
 import json
-import pathlib
 import queue
 import threading
 import time
@@ -81,7 +80,7 @@ class Shard:
     """
 
     number: int
-    path: pathlib.Path
+    path: disk.Path
     lines: Sequence[str]
     conversations: list[Conversation] = dataclasses.field(default_factory=list)
     rejects: list[dict[str, str]] = dataclasses.field(default_factory=list)
