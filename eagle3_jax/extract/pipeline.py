@@ -1,7 +1,8 @@
 """Shards on their way through a replica: tokenised in front, computed batch by batch, written behind.
 
-Several shards are computed in turn, a batch of each. Their writers are dealt over the processes of the replica: each
-process writes the rows of its own shards from its own devices. Nothing waits for the store but a full queue.
+A process computes its first shard for as long as its writer keeps up, and meanwhile the next ones where the store is
+slow. The processes of a replica take turns, a batch of each: a process writes the rows of its own shards from its own
+devices. Nothing waits for the store but full queues.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ WRITERS = 4
 TOKENISERS = 4
 # Batches that the devices are ahead of the host.
 _IN_FLIGHT = 2
-_POLL = 0.2  # seconds
+_POLL = 0.2  # seconds until a thread looks whether the run was stopped
+_WAIT = 0.002  # seconds until full queues are looked at again
 
 
 class Progress:
@@ -114,7 +116,7 @@ def run(
                 command.stop_point()
                 lane = _Lane(lanes.popleft(), shard, iter(shard.batches), None)
                 if replica.processes[lane.number % len(replica.processes)] == processes.index():
-                    lane.queue = queue.Queue(1)
+                    lane.queue = queue.Queue(_IN_FLIGHT)
                     writing = _Writing(shard, lane.queue, target.model.config.vocab_size, config, progress, stopped)
                     lane.written = writers.submit(writing.write)
                     written.append(lane.written)
@@ -123,7 +125,7 @@ def run(
                 active.append(lane)
             if not active:
                 break
-            lane = active.popleft()
+            lane = _next_lane(active, turns=len(replica.processes) > 1)
             batch = next(lane.batches, None)
             outputs = None
             if batch is not None and config.states != "none":
@@ -144,7 +146,7 @@ def run(
         prepared.close()
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Lane:
     """A shard that is computed, and the way to its writer where that is this process."""
 
@@ -164,6 +166,21 @@ class _Lane:
                 return
             except queue.Full:
                 continue
+
+    def has_room(self) -> bool:
+        return self.queue is None or not self.queue.full() or (self.written is not None and self.written.done())
+
+
+def _next_lane(active: collections.deque[_Lane], *, turns: bool) -> _Lane:
+    """Takes a lane out: in turn, the same on all processes of a replica, or the first shard that has room."""
+    while not turns:
+        ready = [lane for lane in active if lane.has_room()]
+        if ready:
+            first = min(ready, key=lambda lane: lane.shard.number)
+            active.remove(first)
+            return first
+        time.sleep(_WAIT)
+    return active.popleft()
 
 
 class _Stopped(Exception):

@@ -273,7 +273,7 @@ def test_what_a_writer_cannot_write_ends_the_run(tmp_path, target, monkeypatch):
 @pytest.mark.parametrize("seconds", [0.002, 0.4])
 def test_a_slow_store_costs_no_more_than_its_rate(tmp_path, target, monkeypatch, seconds):
     """A forward pass of 50 milliseconds; a writer's store takes so long for a batch's record."""
-    shards, forward, size = 12, 0.05, 500
+    shards, forward, size = 32, 0.05, 500
     lines = [conversation(f"c{i}", "Hi " * (i % 5 + 1), "Hello. " * 8) for i in range(4 * shards)]
     config = prepared(tmp_path, train=lines, states="none", shard_records=4, max_length=64, batch_tokens=64)
     written: list[int] = []
@@ -300,17 +300,19 @@ def test_a_slow_store_costs_no_more_than_its_rate(tmp_path, target, monkeypatch,
     monkeypatch.setattr(hidden_states, "forward", computed)
     extract_states = dataclasses.replace(config.extract, states="fp8")
     replica = own_replica(make_mesh(configs.MeshConfig(data=1)))
-    made = [
-        pipeline.Shard(
-            number, tmp_path / f"{number}.array_record", [json.dumps(line) for line in lines[4 * number :][:4]]
-        )
-        for number in range(shards)
-    ]
-    with pipeline.Progress(len(lines), "extract") as progress:
-        start = time.monotonic()
-        pipeline.run(made, extract_states, target, replica, (64,), np.asarray, progress)
-        wall = time.monotonic() - start
-    batches = sum(len(shard.batches) for shard in made)
-    assert len(written) == batches == len(lines)
-    store = sum(written) / size * seconds / pipeline.WRITERS
-    assert wall <= 1.1 * max(batches * forward, store) + 0.5
+    for attempt in range(3):  # a machine that does other work
+        written.clear()
+        made = [
+            pipeline.Shard(number, tmp_path / f"{attempt}-{number}.array_record", [*map(json.dumps, of_shard)])
+            for number, of_shard in enumerate(lines[4 * number :][:4] for number in range(shards))
+        ]
+        with pipeline.Progress(len(lines), "extract") as progress, tiny.no_type_checks():
+            start = time.monotonic()
+            pipeline.run(made, extract_states, target, replica, (64,), np.asarray, progress)
+            wall = time.monotonic() - start
+        batches = sum(len(shard.batches) for shard in made)
+        assert len(written) == batches == len(lines)
+        store = sum(written) / size * seconds / pipeline.WRITERS
+        if wall <= 1.1 * max(batches * forward, store):
+            return
+    pytest.fail(f"took {wall:.2f} seconds, computing {batches * forward:.2f}, storing {store:.2f}")
