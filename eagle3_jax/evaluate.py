@@ -12,7 +12,7 @@ import functools
 import math
 import pathlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eagle3_jax import config as configs
@@ -139,7 +139,7 @@ def _engines(config: RunConfig, target: Target, draft: str, length: int, *, exac
     return vanilla, speculative
 
 
-def _shares(prompts: Sequence[sources.Prompt], engines: int, batch_size: int) -> list[list[sources.Prompt]]:
+def _shares(prompts: Sequence[Mapping[str, Any]], engines: int, batch_size: int) -> list[list[Mapping[str, Any]]]:
     """Deals prompts to engines, categories evenly; fewer engines where their batches would not be full."""
     counts = Counter(prompt["category"] for prompt in prompts)
     used = max(1, min(engines, math.ceil(min(counts.values()) / batch_size)))

@@ -1,6 +1,7 @@
 """Several engines in a process: the same answers as one, each prompt asked once, and a failure that ends all."""
 
 import threading
+from typing import Any
 
 import pytest
 import tiny
@@ -18,13 +19,14 @@ class FakeEngine(Engine):
     def __init__(self, meeting: threading.Barrier, fail: bool = False) -> None:
         self.meeting, self.fail, self.asked = meeting, fail, []
 
-    def generate(self, prompts, params, on_output):
+    def generate(self, prompts: Any, params: Any = (), on_output: Any = None) -> list[Output]:
         self.meeting.wait(10)
         if self.fail:
             raise OSError("the device is gone")
         for index, prompt in enumerate(prompts):
             self.asked.append(prompt)
             on_output(index, Output(prompt, "", "stop", Stats(1, [])))
+        return []
 
 
 def test_prompts_are_dealt_over_engines_that_work_at_the_same_time():
