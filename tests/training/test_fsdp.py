@@ -110,4 +110,4 @@ def test_a_loop_over_steps_gathers_no_weight_on_64_chips(data, model):
     own = f"[{data},{model}]<=[64]"  # groups of one model axis each
     assert {groups for _, _, groups, _ in looped} == ({own} if model > 1 else set())
     fc = f"bf16[3072,{1024 // model}]"
-    assert sum(shapes.count(fc) for shapes, kind, groups, _ in found if kind == "all-gather" and groups != own) == 1
+    assert sum(shapes.count(fc) for shapes, _, groups, _ in found if groups != own) == 1  # XLA may gather by a sum
