@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eagle3_jax import config as configs
+from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.config import RunConfig
 from eagle3_jax.data import sources
 from eagle3_jax.decoding import data_parallel
@@ -115,7 +116,11 @@ def _measure(
     own = [{name: dataclasses.asdict(tally) for name, tally in tallies.items()} for tallies in found]
     # The processes of a replica counted the same.
     gathered = processes.gather(own if processes.index() == replica.leader else [])
-    tallies = [{name: Tally(**tally) for name, tally in row.items()} for rows in gathered for row in rows]
+    tallies = [
+        {name: Tally(**tally | {"counts": AcceptanceCounts(**tally["counts"])}) for name, tally in row.items()}
+        for rows in gathered
+        for row in rows
+    ]
     categories = {
         name: total([row[name] for row in tallies if name in row])
         for name in dict.fromkeys(prompt["category"] for prompt in measured)

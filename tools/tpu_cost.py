@@ -70,7 +70,7 @@ def main() -> None:
         print(f"{program.name}: {a_token}: {hours:,.1f} chip hours, {hours / chips:,.2f} hours{cost}")
     if seconds.keys() >= {"extract", "train: states", "train: step"}:
         hosts = len({device.process_index for device in devices})
-        size = token_bytes(len(target.aux_layers) * target.hidden_size, target.hidden_size) * arguments.tokens
+        size = token_bytes(len(target.aux_layers), target.hidden_size, "fp8") * arguments.tokens
         files = size / (arguments.host_rate * 1e9 * hosts)  # seconds to write or read all of it once
         rows = {
             "files": (max(seconds["extract"], files), max(seconds["train: step"], files * config.train.epochs), size),
@@ -86,7 +86,7 @@ def main() -> None:
             )
 
 
-_TOKENS_ALONE = token_bytes(0, 0, states=False)
+_TOKENS_ALONE = token_bytes(0, 0, "none")
 
 
 def _with_features(config: configs.RunConfig, mode: str) -> configs.RunConfig:

@@ -28,7 +28,7 @@ from eagle3_jax.data.conversation import Conversation, Rejected, read_conversati
 from eagle3_jax.extract import hidden_states
 from eagle3_jax.mesh import Replica
 from eagle3_jax.models.checkpoint.fetch import Target
-from eagle3_jax.runs import command, processes
+from eagle3_jax.runs import command, disk, processes
 
 # Threads of a process that write shards, a shard each; and those that tokenise the next ones.
 WRITERS = 4

@@ -8,7 +8,9 @@ import tiny
 
 from eagle3_jax.config import MeshConfig
 from eagle3_jax.decoding import data_parallel
-from eagle3_jax.decoding.engine import Engine, Output, SamplingParams, Stats
+from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.decoding.params import SamplingParams
+from eagle3_jax.decoding.request import Output, Stats
 from eagle3_jax.mesh import make_mesh, own_replica
 from eagle3_jax.models.checkpoint.fetch import load_target
 

@@ -62,13 +62,14 @@ def test_the_loss_of_states_in_8_bits_is_close(run, head_config, teacher, make_b
     batch = make_batch([[6, 9], [16], [4, 4, 4], [12]], 16)
     coded = dataclasses.replace(batch, aux=Fp8.of(batch.aux, 3), last_hidden=Fp8.of(batch.last_hidden, 1))
     state, _, mesh = run(1, 1)
-    evaluate = make_eval_step(CONFIG, mesh)
+    kind = Eagle3(head_config, CONFIG)
+    evaluate = make_eval_step(kind, mesh)
     plain, close = (evaluate(state.head, teacher, x) for x in (batch, coded))
     assert close["loss"] != plain["loss"]
     assert close["loss"] == pytest.approx(float(plain["loss"]), rel=5e-3)
     optimizer = make_optimizer(CONFIG, 10)
-    fresh = [init_state(functools.partial(init_head, head_config, 0), teacher.rows, optimizer, mesh) for _ in range(2)]
-    step = make_train_step(CONFIG, optimizer, mesh)
+    fresh = [init_state(functools.partial(kind.new, 0), teacher.rows, optimizer, mesh) for _ in range(2)]
+    step = make_train_step(kind, optimizer, mesh)
     losses = [step(state, teacher, x)[1]["loss"] for state, x in zip(fresh, (batch, coded), strict=True)]
     assert losses[1] == pytest.approx(float(losses[0]), rel=5e-3)
 
