@@ -117,7 +117,8 @@ def specforge(arrays: Arrays, _: argparse.Namespace) -> Callable[[], float]:
     """The same for SpecForge's model, with torch's AdamW."""
     import torch
     from flax import nnx
-    from parity import specforge_loss, specforge_model, tensors, torch_weights
+    from parity_eagle3 import specforge_loss, specforge_model, tensors
+    from peers import torch_weights
 
     from eagle3_jax.models.drafts.eagle3 import DraftHead
 
@@ -172,7 +173,7 @@ def main() -> None:
         parser.error(f"folder: got {arguments.folder}, expected one that holds the package specforge")
     if arguments.trainer:
         if arguments.trainer == "specforge":
-            from parity import make_importable
+            from peers import make_importable
 
             make_importable(arguments.folder)
         child(arguments)

@@ -1,0 +1,497 @@
+"""Parity of the block heads' training, DFlash, DSpark and DFlash2: loss and gradients. See parity.py.
+
+Blocks begin at the same anchors: this package draws them, and a patch hands them to the peer. Where the trainers
+differ by design, the inputs leave no difference:
+
+- A mask that this package ends at the first untrained token: answers lie more than a block apart.
+- Labels: SpecForge's are the text, handed to this package as the target's best tokens; speculators' are the target's.
+- speculators' DSpark masks row j by the token that row j reads. Its mask is handed over one token early.
+- speculators' sliding window begins at anchor - window for every row. Its window covers the whole row here.
+- Normalisers, which have no gradient: `_scale`.
+
+Not comparable: D-PACE of speculators' DSpark and DFlash2, which weighs each term by that term's own loss. SpecForge
+0.2.0 does not train DFlash2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import peers
+import torch
+from flax import nnx
+
+from eagle3_jax.formats.tensors import Tensors
+from eagle3_jax.models.checkpoint.load import parameter_path
+from eagle3_jax.models.drafts.dflash import FULL, SLIDING, BlockHeadConfig, DFlash
+from eagle3_jax.models.drafts.dflash2 import DFlash2
+from eagle3_jax.models.drafts.dspark import DSpark
+from eagle3_jax.training.batch import Batch, Teacher
+from eagle3_jax.training.block import Anchors, BlockLossConfig, block_loss, draw_anchors
+
+DOCUMENTS, LENGTH, BLOCK, ANCHORS = 2, 64, 8, 32  # anchors of one document
+DECAY, ALPHA, WINDOW = 4.0, 0.5, 12
+# Parameter -> tensor of layers.N; the others -> the tensor. Matrices are transposed in a checkpoint, tables are not.
+LAYER = {
+    "input_norm": "input_layernorm",
+    "q": "self_attn.q_proj",
+    "o": "self_attn.o_proj",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "post_norm": "post_attention_layernorm",
+    "mlp/gate": "mlp.gate_proj",
+    "mlp/up": "mlp.up_proj",
+    "mlp/down": "mlp.down_proj",
+    "attention_conv/taps": "attention_conv.kernel_projection",
+    "mlp_conv/taps": "mlp_conv.kernel_projection",
+}
+MATRICES = {
+    "fc": "fc.weight",
+    "confidence": "confidence_head.proj.weight",
+    "selector": "candidate_selector.hidden_projection.weight",
+}
+TABLES = {
+    "hidden_norm": "hidden_norm.weight",
+    "norm": "norm.weight",
+    "lm_head": "lm_head.weight",
+    "markov_in": "markov_head.markov_w1.weight",
+    "markov_out": "markov_head.markov_w2.weight",
+    "confidence_bias": "confidence_head.proj.bias",
+    "predecessors": "candidate_selector.predecessor_codebook",
+    "successors": "candidate_selector.successor_codebook",
+}
+
+# Edits the peer's draft model, or its functions by patches that the stack takes back.
+Edit = Callable[[Any, contextlib.ExitStack], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A peer's trainer and its settings.
+
+    Attributes:
+        draft_vocab_size: 512 is the target's. window: of the second layer, in tokens; None: full attention.
+        distance: weight of DSpark's L1 distance.
+        edit: the mistake.
+    """
+
+    peer: str
+    kind: type[DFlash]
+    mistakes: tuple[str, ...]
+    loss: BlockLossConfig
+    draft_vocab_size: int = 512
+    window: int | None = None
+    distance: float = 0.9
+    edit: Edit = lambda draft, stack: None
+
+    @property
+    def config(self) -> BlockHeadConfig:
+        return BlockHeadConfig(
+            vocab_size=512,
+            draft_vocab_size=self.draft_vocab_size,
+            hidden_size=64,
+            target_hidden_size=64,
+            intermediate_size=160,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            rms_norm_eps=1e-5,
+            rope_theta=1e4,
+            max_position_embeddings=256,
+            aux_layers=(1, 2, 3),
+            block_size=BLOCK,
+            mask_token_id=511,
+            layer_types=(FULL, SLIDING if self.window else FULL),
+            sliding_window=self.window,
+            markov_rank=24,
+            selector_rank=24,
+        )
+
+    @property
+    def packed(self) -> bool:
+        """Whether the documents share a row, else each has one."""
+        return self.peer == "speculators"
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Two documents: tokens [2, T], features, last hidden states, loss mask; the target's two matrices [V, H]."""
+
+    token_ids: np.ndarray
+    aux: np.ndarray
+    last_hidden: np.ndarray
+    loss_mask: np.ndarray
+    embed: np.ndarray
+    rows: np.ndarray
+    draft_tokens: np.ndarray
+
+    @classmethod
+    def random(cls, c: BlockHeadConfig, seed: int) -> Data:
+        """Draws documents with two answers each, the first document's up to its end."""
+        rng = np.random.default_rng(seed)
+
+        def normal(*shape: int) -> np.ndarray:
+            return rng.normal(size=shape).astype(np.float32)
+
+        mask = np.zeros((DOCUMENTS, LENGTH), np.int32)
+        for row, end in zip(mask, (LENGTH, LENGTH - 12), strict=True):
+            first, second = BLOCK + 1 + rng.integers(0, 4), 34 + rng.integers(0, 4)
+            row[first : second - BLOCK - 1] = row[second:end] = 1
+        return cls(
+            rng.integers(0, c.vocab_size, mask.shape).astype(np.int32),
+            normal(*mask.shape, 3 * c.hidden_size),
+            normal(*mask.shape, c.hidden_size),
+            mask,
+            normal(c.vocab_size, c.hidden_size),
+            0.3 * normal(c.vocab_size, c.hidden_size),
+            np.sort(rng.permutation(c.vocab_size)[: c.draft_vocab_size]).astype(np.int32),
+        )
+
+    def batch(self, case: Case) -> Batch:
+        """Makes this package's batch: [2, T], or one packed row."""
+        if case.peer == "specforge":
+            best = np.roll(self.token_ids, -1, axis=1)  # the text
+        else:
+            best = self.draft_tokens[(self.last_hidden @ self.rows[self.draft_tokens].T).argmax(-1)]
+        ones = np.ones_like(self.token_ids)
+        positions = np.cumsum(ones, axis=1) - 1
+        segments = np.arange(1, DOCUMENTS + 1)[:, None] * ones if case.packed else ones
+        fields = (self.token_ids, self.aux, self.last_hidden, best, self.loss_mask, segments, positions)
+        rows = 1 if case.packed else DOCUMENTS
+        laid = (x.reshape(rows, -1, *x.shape[2:]) for x in fields)
+        return Batch(*(jnp.asarray(x, jnp.int32 if x.dtype.kind == "i" else jnp.float32) for x in laid))
+
+
+def random_head(case: Case, seed: int) -> DFlash:
+    """Draws matrices of N(0, 0.1), and norms and kernels around their initial values."""
+    head, rng = nnx.eval_shape(lambda: case.kind(case.config, rngs=nnx.Rngs(0))), np.random.default_rng(seed)
+
+    def draw(x: jax.ShapeDtypeStruct) -> jax.Array:
+        return jnp.asarray(rng.normal((1 if x.ndim == 1 else 0), (0.3 if x.ndim == 1 else 0.1), x.shape), jnp.float32)
+
+    return jax.tree.map(draw, head)
+
+
+def tensors(head: DFlash) -> Tensors:
+    """Converts a head, or its gradient, to a checkpoint's names and layout."""
+    c, found = head.config, {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(head):
+        name, x = parameter_path(path), np.asarray(leaf)
+        if not name.startswith("layers/"):
+            found |= {MATRICES[name]: x.T} if name in MATRICES else {TABLES[name]: x}
+            continue
+        _, number, name = name.split("/", 2)
+        layer = f"layers.{number}."
+        if name == "kv":
+            heads = x.T.reshape(c.num_key_value_heads, 2, c.head_dim, -1)
+            for part, projection in enumerate(("k_proj", "v_proj")):
+                found[f"{layer}self_attn.{projection}.weight"] = heads[:, part].reshape(-1, c.hidden_size)
+        elif name.endswith("/base"):
+            found[f"{layer}{name.replace('/base', '.base_kernel')}"] = x
+        else:
+            found[f"{layer}{LAYER[name]}.weight"] = x.T
+    return found
+
+
+_loss_and_gradient = jax.jit(jax.value_and_grad(block_loss, has_aux=True), static_argnums=5)
+_draw_anchors = jax.jit(draw_anchors, static_argnums=2)
+
+
+def ours(case: Case, head: DFlash, data: Data, anchors: Anchors) -> peers.Found:
+    """Computes this package's loss, over the peer's normaliser."""
+    draft_tokens = jnp.asarray(data.draft_tokens)
+    teacher = Teacher.of(jnp.asarray(data.embed), jnp.asarray(data.rows), draft_tokens)
+    (loss, sums), gradient = _loss_and_gradient(head, teacher, draft_tokens, data.batch(case), anchors, case.loss)
+    scale = _scale(case, np.asarray(sums["compared"], np.float64))
+    return {"loss": np.asarray(loss) * scale}, {name: x * scale for name, x in tensors(gradient).items()}
+
+
+def _scale(case: Case, compared: np.ndarray) -> float:
+    """Divides this package's normaliser by the peer's.
+
+    SpecForge divides by the sum of the decayed weights, or with D-PACE by the rows; speculators by the trained drafts.
+    """
+    drafts, decayed = compared.sum(), compared @ np.exp(-np.arange(len(compared)) / DECAY)
+    mine = decayed if case.kind is DSpark else drafts
+    if case.peer == "speculators":
+        return float(mine / drafts)
+    return float(mine / (DOCUMENTS if case.loss.weights == "d-pace" else decayed))
+
+
+def specforge(case: Case, weights: dict[str, torch.Tensor], data: Data, anchors: Anchors) -> peers.Found:
+    """Computes loss and gradients of SpecForge's `OnlineDFlashModel` or `OnlineDSparkModel`."""
+    from specforge.algorithms.common import dflash_family_model as family  # pyright: ignore[reportMissingImports]
+    from specforge.modeling import draft as drafts  # pyright: ignore[reportMissingImports]
+
+    c, spark = case.config, case.kind is DSpark
+    config = layer_config(case)
+    config.block_size, config.num_target_layers = BLOCK, 8
+    config.dflash_config = {"target_layer_ids": [i - 1 for i in c.aux_layers], "mask_token_id": c.mask_token_id}
+    if spark:
+        config.dflash_config |= {
+            "markov_rank": c.markov_rank,
+            "enable_confidence_head": True,
+            "confidence_head_with_markov": True,
+        }
+    draft = (drafts.DSparkDraftModel if spark else drafts.DFlashDraftModel)(config).float()
+    draft.load_state_dict({name: x for name, x in weights.items() if name in draft.state_dict()})
+    embed = torch.nn.Embedding.from_pretrained(weights["embed_tokens.weight"])
+    lm_head = torch.nn.Linear(c.hidden_size, c.vocab_size, bias=False).requires_grad_(False)
+    lm_head.weight.data = torch.from_numpy(data.rows)
+    options: dict[str, Any] = {"attention_backend": "eager", "loss_decay_gamma": case.loss.decay}
+    if spark:
+        options |= {"dspark_l1_loss_alpha": case.distance}
+    else:
+        options |= {"loss_type": {"d-pace": "dpace", "decay": "dflash"}[case.loss.weights], "dpace_alpha": ALPHA}
+    online = family.OnlineDSparkModel if spark else family.OnlineDFlashModel
+    model = online(draft, lm_head, embed, c.mask_token_id, BLOCK, **options)
+    model._sample_anchor_positions = lambda *_: (torch_of(anchors.at).long(), torch_of(anchors.valid))
+    last_hidden = (torch.from_numpy(data.last_hidden),) if spark else ()
+    with contextlib.ExitStack() as stack:
+        case.edit(draft, stack)
+        loss, *_ = model(
+            torch.from_numpy(data.token_ids).long(),
+            torch.from_numpy(data.aux),
+            torch.from_numpy(data.loss_mask),
+            *last_hidden,
+        )
+        loss.backward()  # runs parts of the loss again
+    return {"loss": loss.detach().numpy()}, peers.gradients(draft)
+
+
+def speculators(case: Case, weights: dict[str, torch.Tensor], data: Data, anchors: Anchors) -> peers.Found:
+    """Computes loss and gradients of speculators' draft model, its losses in plain torch."""
+    from speculators.losses import eager  # pyright: ignore[reportMissingImports]
+    from speculators.models.dflash import core  # pyright: ignore[reportMissingImports]
+
+    c, name = case.config, case.kind.__name__
+    package = importlib.import_module(f"speculators.models.{name.lower()}")
+    extra = {
+        DSpark: {"markov_rank": c.markov_rank},
+        DFlash2: {"selector_rank": c.selector_rank, "selector_top_k": c.selector_top_k},
+    }
+    config = getattr(package, f"{name}SpeculatorConfig")(
+        transformer_layer_config=layer_config(case),
+        draft_vocab_size=c.draft_vocab_size,
+        block_size=BLOCK,
+        aux_hidden_state_layer_ids=list(c.aux_layers),
+        mask_token_id=c.mask_token_id,
+        **extra.get(case.kind, {}),
+    )
+    model = getattr(package, f"{name}DraftModel")(config).float()
+    rows = torch.from_numpy(data.rows[data.draft_tokens])
+    weights = {"lm_head.weight": rows, "verifier_lm_head.weight": rows} | weights
+    missing, _ = model.load_state_dict({x: weights[x] for x in model.state_dict() if x in weights}, strict=False)
+    assert missing == ["verifier_norm.weight"], missing
+    model.verifier_norm = torch.nn.Identity()  # the last hidden states are normed already
+    model.lm_head.weight.requires_grad_(c.draft_vocab_size < c.vocab_size)
+
+    def soft_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        wanted = torch.log_softmax(targets, dim=-1)  # the divergence and the target's entropy
+        return eager.kl_div_loss(logits, targets) - (wanted.exp() * wanted).sum(dim=-1)
+
+    terms = {"kl_div": (soft_cross_entropy, 1.0)} if case.loss.soft else {"ce": (eager.ce_loss, 1.0)}
+    options: dict[str, Any] = {} if case.kind is DFlash else {"tv_loss_fn": eager.tv_loss}
+    if case.kind is DSpark:
+        terms = {"ce": (eager.ce_loss, 0.1), "tv": (eager.tv_loss, 2 * case.distance)}
+    mask = data.loss_mask.reshape(1, -1)
+    if case.kind is DSpark:
+        mask = np.pad(mask[:, 1:], ((0, 0), (0, 1)))
+    batch = data.batch(case)
+    with contextlib.ExitStack() as stack:
+        select = functools.partial(mock.patch.object, core, "select_anchors")
+        stack.enter_context(select(lambda *_: (torch_of(anchors.at)[0].long(), torch_of(anchors.valid)[0])))
+        case.edit(model, stack)
+        _, loss, _ = model(
+            torch_of(batch.aux),
+            torch_of(batch.token_ids).long(),
+            torch.from_numpy(mask),
+            torch_of(batch.last_hidden),
+            torch_of(batch.segment_ids).long(),
+            torch_of(batch.positions).long(),
+            loss_config=terms,
+            gamma=case.loss.decay,
+            max_anchors=anchors.at.shape[1],
+            per_position_loss_weight={"d-pace": "dpace", "decay": "fixed-exp-decay"}[case.loss.weights],
+            dpace_alpha=ALPHA,
+            **options,
+        )
+        loss.backward()
+    return {"loss": loss.detach().numpy()}, peers.gradients(model)
+
+
+def layer_config(case: Case) -> Any:
+    from transformers import Qwen3Config
+
+    c = case.config
+    config: Any = Qwen3Config(
+        **peers.shape(c) | {"num_hidden_layers": len(c.layer_types)},
+        layer_types=list(c.layer_types),
+        use_sliding_window=case.window is not None,
+        sliding_window=case.window,
+    )
+    config._attn_implementation = "eager"
+    return config
+
+
+def torch_of(x: Any) -> torch.Tensor:
+    return torch.from_numpy(np.array(x))
+
+
+# ------------------------------------------------------------------------------------------------------- the mistakes
+def scale_values(draft: Any, stack: contextlib.ExitStack) -> None:
+    draft.layers[0].self_attn.v_proj.weight.data *= 1.001  # a scale of the keys is lost in their norm
+
+
+def rotate_one_row_on(draft: Any, stack: contextlib.ExitStack) -> None:
+    rotate = draft.rotary_emb.forward
+
+    def moved(x: torch.Tensor, positions: torch.Tensor) -> Any:
+        context = DOCUMENTS * LENGTH // len(positions)
+        return rotate(x, positions + (torch.arange(positions.shape[1]) >= context))
+
+    draft.rotary_emb.forward = moved
+
+
+def norm_context(draft: Any, stack: contextlib.ExitStack) -> None:
+    def normed(layer: Any, attention: Any, arguments: Any, named: dict[str, Any]) -> Any:
+        return arguments, named | {"target_hidden": layer.input_layernorm(named["target_hidden"])}
+
+    for layer in draft.layers:
+        layer.self_attn.register_forward_pre_hook(functools.partial(normed, layer), with_kwargs=True)
+
+
+def with_mask(change: Callable[[torch.Tensor, int], torch.Tensor]) -> Edit:
+    """Makes the mistake that changes the visible places, bool [b, 1, rows, context + rows], given the context."""
+
+    def edit(draft: Any, stack: contextlib.ExitStack) -> None:
+        def changed(attention: Any, arguments: Any, named: dict[str, Any]) -> Any:
+            mask = named["attention_mask"]
+            logical = mask.dtype == torch.bool
+            visible = change(mask if logical else mask == 0, mask.shape[-1] - mask.shape[-2])
+            new = visible if logical else torch.zeros_like(mask).masked_fill_(~visible, -torch.inf)
+            return arguments, named | {"attention_mask": new}
+
+        for layer in draft.layers:
+            layer.self_attn.register_forward_pre_hook(changed, with_kwargs=True)
+
+    return edit
+
+
+def causal(visible: torch.Tensor, context: int) -> torch.Tensor:
+    rows, places = torch.arange(visible.shape[-2])[:, None], torch.arange(visible.shape[-1])[None]
+    return visible & (places - context <= rows)
+
+
+def anchor_too(visible: torch.Tensor, context: int) -> torch.Tensor:
+    seen = visible[..., :context]
+    later = torch.nn.functional.pad(seen[..., :-1], (1, 0))
+    return torch.cat([seen | later, visible[..., context:]], dim=-1)
+
+
+def preceding_of_another_row(draft: Any, stack: contextlib.ExitStack) -> None:
+    draft.markov_head.markov_w1.register_forward_pre_hook(lambda _, ids: (ids[0].roll(1, dims=-1),))
+
+
+def confidence_of_another_row(draft: Any, stack: contextlib.ExitStack) -> None:
+    draft.confidence_head.register_forward_pre_hook(lambda _, read: (read[0].roll(1, dims=-2),))
+
+
+def no_product(draft: Any, stack: contextlib.ExitStack) -> None:
+    stack.enter_context(mock.patch.object(torch, "cumprod", lambda x, dim: x))
+
+
+def selector_label_of_another_row(draft: Any, stack: contextlib.ExitStack) -> None:
+    from speculators.models.dflash2 import core  # pyright: ignore[reportMissingImports]
+
+    chosen = core.selector_training_candidates
+    moved = functools.partial(mock.patch.object, core, "selector_training_candidates")
+    stack.enter_context(moved(lambda candidates, labels: chosen(candidates, labels.roll(1, dims=-1))))
+
+
+def convolve_all_blocks(draft: Any, stack: contextlib.ExitStack) -> None:
+    from speculators.models.dflash2 import model_definitions  # pyright: ignore[reportMissingImports]
+
+    convolve = model_definitions.grouped_dynamic_conv
+
+    def joined(*arguments: Any, **named: Any) -> torch.Tensor:
+        return convolve(*arguments, **named | {"block_size": len(arguments[0].flatten())})
+
+    stack.enter_context(mock.patch.object(model_definitions, "grouped_dynamic_conv", joined))
+
+
+def changed_loss(**values: Any) -> Callable[[Case], Case]:
+    return lambda case: dataclasses.replace(case, loss=dataclasses.replace(case.loss, **values))
+
+
+def edited(edit: Edit) -> Callable[[Case], Case]:
+    return lambda case: dataclasses.replace(case, edit=edit)
+
+
+MISTAKES: dict[str, Callable[[Case], Case]] = {
+    "": lambda case: case,
+    "v_proj off by 0.1 %": edited(scale_values),
+    "RoPE of the blocks one row on": edited(rotate_one_row_on),
+    "context normed by the input norm": edited(norm_context),
+    "bidirectional mask made causal": edited(with_mask(causal)),
+    "features of the anchor visible": edited(with_mask(anchor_too)),
+    "window one token longer": lambda case: dataclasses.replace(case, window=WINDOW + 1),
+    "D-PACE without the product": edited(no_product),
+    "decay off by 1 %": changed_loss(decay=1.01 * DECAY),
+    "Markov table of the token before": edited(preceding_of_another_row),
+    "confidence of the row before": edited(confidence_of_another_row),
+    "half the distance": lambda case: dataclasses.replace(case, distance=case.distance / 2),
+    "selector label one row off": edited(selector_label_of_another_row),
+    "convolution across blocks": edited(convolve_all_blocks),
+}
+EVERY = tuple(MISTAKES)[:6]
+SPARK = ("decay off by 1 %", "Markov table of the token before", "confidence of the row before", "half the distance")
+SELECTOR = ("decay off by 1 %", "selector label one row off", "convolution across blocks")
+PACE = BlockLossConfig(alpha=ALPHA, on_path=False, block=16)
+DECAYED = BlockLossConfig(weights="decay", decay=DECAY, on_path=False, block=16)
+ALL = DOCUMENTS * LENGTH  # a window
+TRAINERS = {
+    "specforge DFlash, D-PACE": Case(
+        "specforge",
+        DFlash,
+        (*EVERY, "window one token longer", "D-PACE without the product"),
+        PACE,
+        window=WINDOW,
+    ),
+    "specforge DFlash, decay": Case("specforge", DFlash, ("", "decay off by 1 %"), DECAYED),
+    "specforge DSpark": Case("specforge", DSpark, (*EVERY, *SPARK), DECAYED, window=WINDOW),
+    "speculators DFlash, D-PACE": Case("speculators", DFlash, (*EVERY, "D-PACE without the product"), PACE, window=ALL),
+    "speculators DFlash, divergence": Case(
+        "speculators", DFlash, ("", "decay off by 1 %"), dataclasses.replace(DECAYED, soft=True), 128
+    ),
+    "speculators DSpark": Case("speculators", DSpark, (*EVERY, *SPARK), DECAYED, 128),
+    "speculators DFlash2": Case("speculators", DFlash2, (*EVERY, *SELECTOR), DECAYED),
+}
+PEERS = {"specforge": specforge, "speculators": speculators}
+
+
+def compare(case: Case, seed: int) -> dict[str, dict[str, float]]:
+    """Computes `peers.difference` without a mistake (""), and with each. Requires `peers.make_importable` first."""
+    data, head = Data.random(case.config, seed), random_head(case, seed)
+    batch = data.batch(case)
+    drawn = _draw_anchors(jax.random.key(seed), batch, ANCHORS * (DOCUMENTS if case.packed else 1))
+    valid = drawn.valid & (drawn.at < batch.token_ids.shape[1] - BLOCK) if case.packed else drawn.valid
+    anchors = Anchors(jnp.where(valid, drawn.at, 0), jnp.where(valid, drawn.first, 0), valid)
+    mine, found = ours(case, head, data, anchors), {}
+    for mistake in case.mistakes:
+        weights = peers.torch_weights(tensors(head), data.embed, data.draft_tokens)
+        theirs = PEERS[case.peer](MISTAKES[mistake](case), weights, data, anchors)
+        found[mistake] = peers.difference(mine, theirs)
+    return found
+
+
+CASES = {name: functools.partial(compare, case) for name, case in TRAINERS.items()}
