@@ -334,7 +334,7 @@ def layer_config(case: Case) -> Any:
 
     c = case.config
     config: Any = Qwen3Config(
-        **peers.shape(c) | {"num_hidden_layers": len(c.layer_types)},
+        **peers.shape(c, len(c.layer_types)),
         layer_types=list(c.layer_types),
         use_sliding_window=case.window is not None,
         sliding_window=case.window,

@@ -40,8 +40,8 @@ def make_importable(folder: pathlib.Path) -> None:
     sys.path.insert(0, str(folder))
 
 
-def shape(c: DraftHeadConfig | BlockHeadConfig) -> dict[str, Any]:
-    """Writes a head's shape, one layer, in transformers' fields."""
+def shape(c: DraftHeadConfig | BlockHeadConfig, layers: int = 1) -> dict[str, Any]:
+    """Writes a head's shape in transformers' fields."""
     return {
         "vocab_size": c.vocab_size,
         "hidden_size": c.hidden_size,
@@ -51,7 +51,7 @@ def shape(c: DraftHeadConfig | BlockHeadConfig) -> dict[str, Any]:
         "head_dim": c.head_dim,
         "rms_norm_eps": c.rms_norm_eps,
         "max_position_embeddings": c.max_position_embeddings,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": layers,
         "pad_token_id": 0,
         "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
     }
