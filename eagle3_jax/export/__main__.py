@@ -27,7 +27,7 @@ from eagle3_jax.export import check, publish, write_target
 from eagle3_jax.formats import compatibility, heads
 from eagle3_jax.formats.files import CONFIG, WEIGHTS
 from eagle3_jax.formats.forms import FORMS, SPECULATORS
-from eagle3_jax.formats.stored import StoredHead, from_draft, verifier
+from eagle3_jax.formats.stored import StoredHead, verifier
 from eagle3_jax.models.checkpoint.fetch import Target, load_target, packaged_model
 from eagle3_jax.models.checkpoint.identity import check_same_target
 from eagle3_jax.models.drafts.head import Draft
@@ -73,7 +73,7 @@ def run(config: RunConfig, target: Target | None = None) -> None:
             draft = Draft(head, jnp.asarray(token_ids))
 
             def write() -> None:
-                stored, problems = from_draft(draft, architecture, config.export.dtype, target.identity["name"])
+                stored, problems = heads.stored_head(draft, architecture, config.export.dtype, target.identity["name"])
                 _write(stored, config.export.format, folder, identity, problems)
 
             processes.agree(write)

@@ -6,8 +6,11 @@ serve the written one. docs/serve-in-sglang-and-vllm.md repeats `SINCE`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Mapping
 
+from eagle3_jax.formats.blocks import compatibility as blocks
+from eagle3_jax.formats.blocks.stored import StoredBlockHead
 from eagle3_jax.formats.fields import Form
 from eagle3_jax.formats.stored import StoredHead
 from eagle3_jax.models.families.vision import TEXT_OF
@@ -157,22 +160,26 @@ def refusals(form: Form, head: StoredHead) -> list[str]:
 
     A target that the engine cannot draft for is no refusal: the head still drafts in this package.
     """
-    engine = form.engines[0]
-    cells = ((reason, _ROWS[name][list(ENGINES).index(engine)]) for name, reason in used(head, form))
-    return [f"{reason}; {engine} (to {ENGINES[engine]}): {cell}" for reason, cell in cells if reason and cell in _NO]
+    table = _applied(form, head)
+    if not table.readers:
+        return [f"head: got a block head, expected an EAGLE-3 head; {form.engines[0]} has no block heads"]
+    return table.reasons(table.readers[0])
+
+
+def cannot_run(engine: str, head: StoredBlockHead) -> list[str]:
+    """Lists the properties of a block head that an engine cannot run, as `refusals` does."""
+    return _Applied(blocks.ENGINES, blocks.SINCE, (engine,), dict(blocks.used(head, "vllm"))).reasons(engine)
 
 
 def served_by(form: Form, head: StoredHead) -> str:
     """Names the engines that run this head as trained, with their first version, then those that read the form only."""
-    names = [name for name, _ in used(head, form)]
+    table = _applied(form, head)
     able, others = [], []
-    for column, engine in enumerate(ENGINES):
-        if engine not in form.engines:
-            continue
-        cells = {name: _ROWS[name][column] for name in names}
+    for engine in filter(table.readers.__contains__, table.engines):
+        cells = table.cells(engine)
         lacking = [f"{name} {cell}" for name, cell in cells.items() if cell in _NO]
         if lacking:
-            others.append(f"not by {engine} (to {ENGINES[engine]}): {', '.join(lacking)}")
+            others.append(f"not by {engine} (to {table.engines[engine]}): {', '.join(lacking)}")
         else:
             able.append(f"{engine} {max(cells.values(), key=_order)}")
     return "; ".join([f"served by {', '.join(able)} and later" if able else "served by no engine", *others])
@@ -180,7 +187,50 @@ def served_by(form: Form, head: StoredHead) -> str:
 
 def table() -> list[str]:
     """Lines of the Markdown table in docs/serve-in-sglang-and-vllm.md."""
-    rows = [("head", *ENGINES), ("---",) * (len(ENGINES) + 1), *((name, *cells) for name, cells in SINCE.items())]
+    return _lines("head", ENGINES, SINCE)
+
+
+def block_table() -> list[str]:
+    """Lines of the Markdown table in docs/block-heads.md."""
+    return _lines("block head", blocks.ENGINES, blocks.SINCE)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Applied:
+    """The rows that apply to a head in a form.
+
+    Attributes:
+        engines: name -> newest version read, the columns of `rows`. readers: the form's engines, the first decides.
+        used: row -> reason.
+    """
+
+    engines: dict[str, str]
+    rows: Mapping[str, tuple[str, ...]]
+    readers: tuple[str, ...]
+    used: dict[str, str]
+
+    def cells(self, engine: str) -> dict[str, str]:
+        column = list(self.engines).index(engine)
+        return {name: self.rows[name][column] for name in self.used}
+
+    def reasons(self, engine: str) -> list[str]:
+        cells = self.cells(engine).items()
+        return [
+            f"{self.used[name]}; {engine} (to {self.engines[engine]}): {cell}"
+            for name, cell in cells
+            if self.used[name] and cell in _NO
+        ]
+
+
+def _applied(form: Form, head: StoredHead) -> _Applied:
+    if isinstance(head, StoredBlockHead):
+        readers = blocks.READERS.get(form.name, ())
+        return _Applied(blocks.ENGINES, blocks.SINCE, readers, dict(blocks.used(head, form.name)))
+    return _Applied(ENGINES, _ROWS, form.engines, dict(used(head, form)))
+
+
+def _lines(title: str, engines: dict[str, str], since: Mapping[str, tuple[str, ...]]) -> list[str]:
+    rows = [(title, *engines), ("---",) * (len(engines) + 1), *((name, *cells) for name, cells in since.items())]
     return ["| " + " | ".join(row) + " |" for row in rows]
 
 

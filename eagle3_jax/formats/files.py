@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import safetensors.numpy
@@ -43,7 +44,7 @@ def read_config(folder: pathlib.Path) -> dict[str, Any]:
     return values
 
 
-def read_tensors(folder: pathlib.Path) -> tuple[Tensors, list[str]]:
+def read_tensors(folder: pathlib.Path, canonical: Callable[[str], str] = canonical) -> tuple[Tensors, list[str]]:
     """Reads all tensors under their canonical names; lists names that are missing or occur twice.
 
     Raises DraftFormatError.

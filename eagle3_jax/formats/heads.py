@@ -16,11 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax.formats import compatibility, draft_models, draft_vocabulary, eagle2, fields, files, token_maps
+from eagle3_jax.formats.blocks.stored import StoredBlockHead, config_values, from_head, is_block_head, to_head
+from eagle3_jax.formats.blocks.stored import read as read_block_head
 from eagle3_jax.formats.forms import FORMS, form_of
 from eagle3_jax.formats.stored import DraftFormatError, StoredHead, from_draft, misfits, stale_embeddings, to_draft
 from eagle3_jax.formats.tensors import EMBEDDINGS, LAYER, LM_HEAD, tensor_problems
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.checkpoint.identity import COPY, check_same_target
+from eagle3_jax.models.drafts.dflash import DFlash
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.target import ModelConfig
 from eagle3_jax.runs import disk, manifest
@@ -36,7 +39,9 @@ def load_draft(
     exact: bool = False,
     token_map: str | pathlib.Path | None = None,
 ) -> Draft:
-    """Loads the draft for `target`: a head in any of `FORMS`, a head of EAGLE-2 (see `eagle2`), or a smaller model.
+    """Loads the draft for `target`: a head in any of `FORMS`, of EAGLE-2 (see `eagle2`), or a smaller model.
+
+    Heads are EAGLE-3's and block heads (DFlash, DSpark, DFlash2; see `blocks`).
 
     Accepts the engines' variants: `layers.0.` for `midlayer.`, a `model.` prefix, no `t2d`, no `rope_theta` (10000), no
     LM head (the target's rows of the draft vocabulary).
@@ -67,7 +72,10 @@ def load_draft(
         return _load_eagle2(folder, target, dtype, token_map)
     if token_map is not None:
         raise DraftFormatError(f"token_map: got {token_map}, expected none: {folder} has a draft vocabulary of its own")
-    return to_draft(read(folder, target), target, dtype)
+    stored = read(folder, target)
+    if isinstance(stored, StoredBlockHead):
+        return Draft(to_head(stored, target, dtype), jnp.asarray(stored.token_ids, jnp.int32))
+    return to_draft(stored, target, dtype)
 
 
 def _warn_of_a_copy(folder: pathlib.Path, trained_with: dict[str, Any], target: Target) -> None:
@@ -129,9 +137,16 @@ def save_draft(
     folder = pathlib.Path(folder)
     if folder.exists():
         raise FileExistsError(f"{folder}: exists already, expected a new folder")
-    head, problems = from_draft(draft, target, dtype, target_name)
+    head, problems = stored_head(draft, target, dtype, target_name)
     with disk.atomic(folder) as partial:
         write(partial, head, form, problems)
+
+
+def stored_head(draft: Draft, target: ModelConfig, dtype: str, name: str | None) -> tuple[StoredHead, list[str]]:
+    """Converts a head in memory, of any kind, to a stored one, with a list of its problems; `name` is the target's."""
+    if isinstance(draft.head, DFlash):
+        return from_head(draft.head, draft.token_ids, target, dtype, name)
+    return from_draft(draft, target, dtype, name)
 
 
 def read(folder: str | pathlib.Path, target: Target | ModelConfig | None = None) -> StoredHead:
@@ -144,6 +159,8 @@ def read(folder: str | pathlib.Path, target: Target | ModelConfig | None = None)
         DraftFormatError: every problem at once.
     """
     folder = pathlib.Path(folder)
+    if is_block_head(folder):
+        return read_block_head(folder, target)
     tensors, problems = files.read_tensors(folder)
     values = files.read_config(folder)
     form = form_of(values)
@@ -187,11 +204,13 @@ def write(folder: pathlib.Path, head: StoredHead, form: str, problems: Sequence[
         able = [other.name for other in FORMS.values() if not compatibility.refusals(other, head)]
         refused.append(f"export.format: got {form!r}, expected {' or '.join(able) or 'another head'}")
     _refuse([*problems, *refused], "this draft cannot be saved")
-    tensors = {
-        name.replace(LAYER, target_form.layer): np.ascontiguousarray(tensor) for name, tensor in head.tensors.items()
-    }
+    if isinstance(head, StoredBlockHead):
+        values, layer = config_values(head, form), LAYER
+    else:
+        values, layer = target_form.write(head), target_form.layer
+    tensors = {name.replace(LAYER, layer): np.ascontiguousarray(tensor) for name, tensor in head.tensors.items()}
     vocabulary = draft_vocabulary.write(head.token_ids, head.config.vocab_size)
-    files.write(folder, target_form.write(head), tensors | vocabulary)
+    files.write(folder, values, tensors | vocabulary)
     if not read(folder).same(head):
         raise DraftFormatError(f"{folder}: the head does not read back the same; is the disk full?")
 

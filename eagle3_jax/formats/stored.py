@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Int64
+from jaxtyping import Array, Float, Int64
 
 from eagle3_jax.formats import draft_vocabulary
 from eagle3_jax.formats.tensors import EMBEDDINGS, LM_HEAD, Tensors, draft_table
 from eagle3_jax.mesh import fetch
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.checkpoint.load import parameter_path
+from eagle3_jax.models.checkpoint.table import Entry
+from eagle3_jax.models.drafts.dflash import BlockHeadConfig
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.target import ModelConfig, default_aux_layers, without_aux_layers
@@ -62,7 +65,7 @@ class StoredHead:
         )
 
 
-def misfits(head: DraftHeadConfig, target: ModelConfig) -> list[str]:
+def misfits(head: DraftHeadConfig | BlockHeadConfig, target: ModelConfig) -> list[str]:
     """Lists why a head cannot draft for a target, a line for each field; empty when it can."""
     if not target.aux_layers:
         return [without_aux_layers(target)]
@@ -83,30 +86,40 @@ def misfits(head: DraftHeadConfig, target: ModelConfig) -> list[str]:
 
 
 def stale_embeddings(tensors: Tensors, target: Target) -> list[str]:
-    """Compares a head's copy of the embeddings with the target's: vLLM drafts with the copy, this package does not.
+    """Compares a head's copy of the embeddings with the target's: vLLM drafts with the copy, this package does not."""
+    return _stale(tensors, EMBEDDINGS, target.model.embed[...], "the target's embeddings")
 
-    The tolerance is the rounding of both dtypes: either side may have been rounded to the other's dtype, or its own.
+
+def stale_lm_head(tensors: Tensors, target: Target) -> list[str]:
+    """Compares a block head's copy of the whole LM head with the target's, as `stale_embeddings` does."""
+    return _stale(tensors, LM_HEAD, target.model.output_rows, "the target's LM head")
+
+
+def _stale(tensors: Tensors, name: str, original: Any, words: str) -> list[str]:
+    """Lists a copy that differs from the original by more than the rounding of both dtypes.
+
+    Either side may have been rounded to the other's dtype, or its own.
     """
-    copy, embed = tensors.get(EMBEDDINGS), target.model.embed[...]
-    if copy is None or not isinstance(embed, jax.Array):
+    copy = tensors.get(name)
+    if copy is None or not isinstance(original, jax.Array):
         return []
-    if copy.shape != embed.shape or not jnp.issubdtype(copy.dtype, np.floating):
+    if copy.shape != original.shape or not jnp.issubdtype(copy.dtype, np.floating):
         return []  # reported by `tensor_problems`
-    kinds = [jnp.finfo(dtype) for dtype in (copy.dtype, embed.dtype)]
+    kinds = [jnp.finfo(dtype) for dtype in (copy.dtype, original.dtype)]
     relative = sum(float(kind.eps) / 2 for kind in kinds)
     absolute = sum(float(kind.smallest_subnormal) / 2 for kind in kinds)
     stale, largest = False, 0.0
     for start in range(0, len(copy), _ROWS):
         got = copy[start : start + _ROWS].astype(np.float32)
-        expected = np.asarray(fetch(embed[start : start + _ROWS])).astype(np.float32)
+        expected = np.asarray(fetch(original[start : start + _ROWS])).astype(np.float32)
         difference = np.abs(got - expected)
         stale |= not (difference <= relative * np.maximum(np.abs(got), np.abs(expected)) + absolute).all()
         largest = float(np.maximum(largest, difference.max()))  # keeps NaN
     if not stale:
         return []
     return [
-        f"{EMBEDDINGS}: got other values than the target's embeddings (largest difference {largest:.3g}), expected "
-        "equal ones or none; without the tensor the target's are used"
+        f"{name}: got other values than {words} (largest difference {largest:.3g}), expected equal ones or none; "
+        "without the tensor the target's are used"
     ]
 
 
@@ -120,25 +133,37 @@ def from_draft(draft: Draft, target: ModelConfig, dtype: str, name: str | None) 
     config = draft.head.config
     ids = np.asarray(draft.token_ids).astype(np.int64)
     problems = misfits(config, target) + draft_vocabulary.problems(ids, config)
-    table = draft_table(config)
-    tensors: Tensors = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(draft.head):
-        entry, value = table[parameter_path(path)], np.asarray(leaf).astype(jnp.dtype(dtype))
-        if not np.isfinite(value).all():
-            problems.append(f"{parameter_path(path)}: got NaN or infinity; did the training diverge?")
-        tensors |= dict(zip(entry.tensors, map(np.ascontiguousarray, entry.split(value)), strict=True))
+    tensors = split(draft.head, draft_table(config), dtype, problems)
     default = config.aux_layers == default_aux_layers(target.num_hidden_layers)
-    eos = target.eos_token_ids
     stored = StoredHead(
         config=dataclasses.replace(config, aux_layers=None) if default else config,
         tensors=tensors,
         token_ids=ids,
-        bos_token_id=target.bos_token_id,
-        eos_token_id=eos[0] if len(eos) == 1 else list(eos) or None,
-        target_layers=target.num_hidden_layers,
-        verifier=verifier(name, target.architecture),
+        **of_target(target, name),
     )
     return stored, problems
+
+
+def split(head: nnx.Module, table: Mapping[str, Entry], dtype: str, problems: list[str]) -> Tensors:
+    """Converts a head's parameters to its tensors. Appends to `problems` by parameter."""
+    tensors: Tensors = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(head):
+        entry, value = table[parameter_path(path)], np.asarray(leaf).astype(jnp.dtype(dtype))
+        if not np.isfinite(value).all():
+            problems.append(f"{parameter_path(path)}: got NaN or infinity; did the training diverge?")
+        tensors |= dict(zip(entry.tensors, map(np.ascontiguousarray, entry.split(value)), strict=True))
+    return tensors
+
+
+def of_target(target: ModelConfig, name: str | None) -> dict[str, Any]:
+    """Returns the fields of `StoredHead` that describe the target; `name` is its name."""
+    eos = target.eos_token_ids
+    return {
+        "bos_token_id": target.bos_token_id,
+        "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
+        "target_layers": target.num_hidden_layers,
+        "verifier": verifier(name, target.architecture),
+    }
 
 
 def to_draft(stored: StoredHead, target: Target | ModelConfig, dtype: Any) -> Draft:
@@ -149,14 +174,7 @@ def to_draft(stored: StoredHead, target: Target | ModelConfig, dtype: Any) -> Dr
         config = dataclasses.replace(config, aux_layers=default_aux_layers(architecture.num_hidden_layers))
     tensors = stored.tensors
     if stored.tied:
-        rows = target.model.output_rows if isinstance(target, Target) else None
-        if not isinstance(rows, jax.Array) or not rows.is_fully_addressable:
-            shape = [config.draft_vocab_size, config.hidden_size]
-            raise DraftFormatError(
-                f"missing tensor {LM_HEAD} {shape}: to use the target's rows, expected a target that is loaded, with "
-                "its LM head on this process"
-            )
-        tensors = tensors | {LM_HEAD: np.asarray(rows[stored.token_ids])}
+        tensors = tensors | {LM_HEAD: np.asarray(target_rows(stored, target)[stored.token_ids])}
     table = draft_table(config)
 
     def read(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -167,6 +185,18 @@ def to_draft(stored: StoredHead, target: Target | ModelConfig, dtype: Any) -> Dr
     abstract = nnx.eval_shape(lambda: DraftHead(config, dtype=dtype, rngs=nnx.Rngs(0)))
     head = jax.tree_util.tree_map_with_path(read, abstract)
     return Draft(head, jnp.asarray(stored.token_ids.astype(np.int32)))
+
+
+def target_rows(stored: StoredHead, target: Target | ModelConfig) -> Float[Array, "v h"]:
+    """Returns the target's LM head, which a head without its own uses. Raises DraftFormatError if it is not loaded."""
+    rows = target.model.output_rows if isinstance(target, Target) else None
+    if not isinstance(rows, jax.Array) or not rows.is_fully_addressable:
+        shape = [stored.config.draft_vocab_size, stored.config.hidden_size]
+        raise DraftFormatError(
+            f"missing tensor {LM_HEAD} {shape}: to use the target's rows, expected a target that is loaded, with "
+            "its LM head on this process"
+        )
+    return rows
 
 
 def _same_bits(one: np.ndarray, other: np.ndarray) -> bool:

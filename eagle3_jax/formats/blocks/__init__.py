@@ -1,0 +1,1 @@
+"""Block heads on disk: DFlash, DSpark and DFlash2, as their trainers, SGLang and vLLM have them."""

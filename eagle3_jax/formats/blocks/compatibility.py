@@ -1,0 +1,78 @@
+"""The table of compatibility of block heads: properties of a head, and the version of each engine that runs them.
+
+Read from SGLang 0.5.23 (models/dflash.py, dspark.py, speculative/dflash_utils.py, dspark_components/dspark_config.py)
+and vLLM 0.32.0 (models/qwen3_{dflash,dflash2,dspark}.py, configs/speculators/algos.py, config/vllm.py). Older versions
+were not read. vLLM's CPU build has the first model runner alone: no DSpark, no selector, one type of attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from eagle3_jax.formats.blocks.kinds import DFLASH, DFLASH2
+from eagle3_jax.formats.blocks.stored import StoredBlockHead
+from eagle3_jax.models.drafts.dflash import FULL
+from eagle3_jax.models.layers import LinearScaling, RopeScaling, YarnScaling
+
+CPU: Final = "vLLM on a CPU"
+ENGINES = {"SGLang": "0.5.23", "vLLM": "0.32.0", CPU: "0.32.0"}
+# Form -> its engines; the first one decides which heads the form can hold.
+READERS = {
+    "sglang": ("SGLang", "vLLM", CPU),
+    "vllm": ("vLLM", CPU, "SGLang"),
+    "speculators": ("vLLM", CPU),
+}
+SILENT, FAILS = "ignored", "fails"
+# Property of a head -> for each engine the first version known to run it, or the engine's behaviour instead.
+SINCE = {
+    # block head: SGLang, vLLM, vLLM on a CPU
+    "DFlash": ("0.5.23", "0.32.0", "0.32.0"),
+    "DSpark": ("0.5.23", "0.32.0", FAILS),
+    "DFlash2": ("0.5.23", "0.32.0", FAILS),
+    "draft vocabulary": (SILENT, "0.32.0", "0.32.0"),
+    "draft vocabulary, no LM head": (SILENT, SILENT, SILENT),
+    "draft vocabulary of DFlash2": (FAILS, FAILS, FAILS),
+    "full and sliding layers": ("0.5.23", "0.32.0", FAILS),
+    "both in the form `speculators`": (FAILS, SILENT, FAILS),
+    "causal full layers in the form `speculators`": (FAILS, SILENT, SILENT),
+    "RoPE `llama3`, `linear` or `yarn`": ("0.5.23", "0.32.0", "0.32.0"),
+    "RoPE `yarn`, `attention_factor`": (SILENT, "0.32.0", "0.32.0"),
+}
+
+
+def used(head: StoredBlockHead, form: str) -> Iterator[tuple[str, str]]:
+    """Yields the rows of the table that apply to a head in a form, each with its reason: field, got, expected."""
+    c = head.config
+    mixed, causal = len(set(c.layer_types)) > 1, [c.causal(i) for i in range(len(c.layer_types))]
+    yield head.kind.label, "" if head.kind is DFLASH else f"head: got {head.kind.label}, expected DFlash"
+    if c.draft_vocab_size < c.vocab_size:
+        sizes = f"draft_vocab_size: got {c.draft_vocab_size}, expected vocab_size = {c.vocab_size}"
+        yield "draft vocabulary", f"{sizes}, as no d2t is read"
+        if head.kind is DFLASH2:
+            yield "draft vocabulary of DFlash2", f"{sizes}, as the selector has no d2t"
+        if head.tied:
+            way = "load the head with its target, and save it"
+            yield (
+                "draft vocabulary, no LM head",
+                f"lm_head.weight: missing, expected {c.draft_vocab_size} rows ({way})",
+            )
+    if mixed:
+        yield "full and sliding layers", f"layer_types: got {list(c.layer_types)}, expected all of one type"
+    if form == "speculators":
+        if mixed and len(set(causal)) > 1:
+            yield (
+                "both in the form `speculators`",
+                f"layer_types: got {list(c.layer_types)} without is_causal, expected one type: the form has one "
+                "causality for all layers",
+            )
+        if any(one and kind == FULL for one, kind in zip(causal, c.layer_types, strict=True)):
+            yield (
+                "causal full layers in the form `speculators`",
+                "is_causal: got True, expected bidirectional full layers, as speculators has them",
+            )
+    if isinstance(c.rope_scaling, RopeScaling | LinearScaling | YarnScaling):
+        yield "RoPE `llama3`, `linear` or `yarn`", "rope_scaling: got a scaling, expected none"
+    if isinstance(c.rope_scaling, YarnScaling) and c.rope_scaling.attention_factor is not None:
+        got = c.rope_scaling.attention_factor
+        yield "RoPE `yarn`, `attention_factor`", f"rope_scaling.attention_factor: got {got}, expected none"

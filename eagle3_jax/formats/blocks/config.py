@@ -1,0 +1,306 @@
+"""config.json of a block head: a folder as z-lab and DeepSpec publish it, and the wrapper of speculators.
+
+Keys are Hugging Face's `Qwen3Config`, and the engines' additions, at top level or in `dflash_config`. Sources: vLLM
+0.32.0 (qwen3_dflash.py, qwen3_dspark.py, configs/speculators/algos.py), SGLang 0.5.23 (dflash_utils.py,
+dspark_config.py), speculators 0.9.0 (models/{dflash,dspark,dflash2}/config.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+from eagle3_jax.formats import fields
+from eagle3_jax.formats.blocks.kinds import DFLASH2, DSPARK, SPECULATORS_TYPE, BlockKind
+from eagle3_jax.formats.fields import REQUIRED, read_layers
+from eagle3_jax.models.drafts.dflash import FULL, SLIDING, BlockHeadConfig
+from eagle3_jax.models.rope import read_rope
+
+NESTED = "dflash_config"
+# Key -> its value when absent, see `fields.LLAMA`.
+_SIZES: dict[str, Any] = {
+    "vocab_size": REQUIRED,
+    "hidden_size": REQUIRED,
+    "intermediate_size": REQUIRED,
+    "num_attention_heads": REQUIRED,
+    "num_key_value_heads": REQUIRED,
+    "head_dim": REQUIRED,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 32768,
+    "draft_vocab_size": "vocab_size",
+    "target_hidden_size": "hidden_size",
+}
+# Keys that select another network, with the supported values.
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "use_aux_hidden_state": (True,),
+    "is_neox_style": (True,),
+    "rope_is_neox_style": (True,),
+    "use_gemma_norm": (False,),
+    "attention_sink_bias": (False,),
+    "add_swa_attention_sink_bias": (False,),
+    "attention_value_scale": (1.0,),
+    "attention_mode": ("gqa",),
+    "projector_type": ("dflash", "dspark", "dflash2"),
+    "output_multiplier": (1.0,),
+    "final_logit_softcapping": (0.0,),
+    "input_embedding_scale": (1.0,),
+    "logit_scale": (1.0,),
+}
+# Key -> field of `BlockHeadConfig`.
+_SELECTOR = {
+    "conv_kernel_size": "conv_taps",
+    "conv_group_size": "conv_group",
+    "selector_rank": "selector_rank",
+    "selector_top_k": "selector_top_k",
+}
+# Key of the target's layers -> what makes its numbers boundaries.
+_AUX_LAYERS = {"target_layer_ids": 1, fields.AUX_LAYERS: 0, "aux_hidden_state_layer_ids": 0}
+_ROPE = ("rope_theta", "rope_parameters", "rope_scaling")
+
+
+def read(kind: BlockKind, values: dict[str, Any], problems: list[str]) -> BlockHeadConfig | None:
+    """Reads the head's shape from a config.json; None, with the reasons in `problems`, if that fails.
+
+    Accepts each key at top level or in `dflash_config`, and layers of the target by output (`target_layer_ids`) or by
+    boundary (`eagle_aux_hidden_state_layer_ids`, speculators' `aux_hidden_state_layer_ids`).
+    """
+    known = len(problems)
+    wrapped = SPECULATORS_TYPE in values
+    flat = _flat(values, problems)
+    for key, supported in _FIXED.items():
+        if flat.get(key) is not None and flat[key] not in supported:
+            problems.append(f"{key}: got {flat[key]!r}, expected {supported[0]!r}")
+    sizes = fields.sizes(_SIZES, flat, problems)
+    theta, scaling = read_rope(flat, problems)
+    if not any("rope_theta" in section for section in (flat, *(flat.get(name) or {} for name in _ROPE[1:]))):
+        problems.append("rope_theta: missing; engines differ in its default")
+    found = {
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "aux_layers": _aux_layers(flat, problems),
+        "block_size": _integer(flat, "block_size", problems, 1 if kind is DSPARK else 2),
+        "mask_token_id": _integer(flat, "mask_token_id", problems, 0),
+        **_attention(kind, flat, wrapped, problems),
+    }
+    found |= _markov(flat, problems) if kind is DSPARK else {}
+    if kind is DFLASH2:
+        found |= {field: _integer(flat, key, problems, 1) for key, field in _SELECTOR.items()}
+    problems += _layout(kind, flat, wrapped)
+    if len(problems) > known:
+        return None
+    config = canonical(kind, BlockHeadConfig(**sizes, **found))
+    problems += contradictions(kind, config)
+    return config
+
+
+def write(kind: BlockKind, config: BlockHeadConfig, base: dict[str, Any], target_layers: int | None) -> dict[str, Any]:
+    """Writes the keys of a folder.
+
+    Args:
+        base: Hugging Face's keys of the layers.
+    """
+    c = config
+    values = {"architectures": [kind.architectures[0]], **base, **_layers(c), "block_size": c.block_size}
+    values |= {} if target_layers is None else {"num_target_layers": target_layers}
+    values |= {} if c.draft_vocab_size == c.vocab_size else {"draft_vocab_size": c.draft_vocab_size}
+    values |= {} if c.is_causal is None else {"is_causal": c.is_causal}
+    outputs = {"mask_token_id": c.mask_token_id, "target_layer_ids": [boundary - 1 for boundary in c.aux_layers]}
+    if kind is DSPARK:
+        return values | outputs | _markov_keys(c)
+    selector = {key: getattr(c, field) for key, field in _SELECTOR.items()} if kind is DFLASH2 else {}
+    return values | {NESTED: outputs | selector}
+
+
+def write_speculators(
+    kind: BlockKind, config: BlockHeadConfig, base: dict[str, Any], verifier: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Writes the wrapper of speculators, which vLLM reads with the target's name.
+
+    vLLM makes every layer causal unless `sliding_window_non_causal` is true; full layers are bidirectional in
+    speculators. So the flag is false for causal sliding layers alone.
+    """
+    c = config
+    selector = {key: getattr(c, field) for key, field in _SELECTOR.items()} if kind is DFLASH2 else {}
+    drafts = c.block_size - kind.network.first_row
+    return {
+        "architectures": [kind.architectures[0]],
+        SPECULATORS_TYPE: kind.name,
+        "draft_vocab_size": c.draft_vocab_size,
+        "block_size": c.block_size,
+        "aux_hidden_state_layer_ids": list(c.aux_layers),
+        "mask_token_id": c.mask_token_id,
+        "sliding_window_non_causal": not any(c.causal(i) for i in range(len(c.layer_types))),
+        **(_markov_keys(c) if kind is DSPARK else {"sample_from_anchor": False}),
+        **selector,
+        "tie_word_embeddings": False,
+        "transformer_layer_config": base | _layers(c),
+        "speculators_config": {
+            "algorithm": kind.name,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafts}],
+            "verifier": verifier or {"name_or_path": None, "architectures": []},
+        },
+    }
+
+
+def canonical(kind: BlockKind, config: BlockHeadConfig) -> BlockHeadConfig:
+    """Returns the one of all equal configs that is compared: causality and window where they change a layer, options of
+    other kinds at their defaults.
+    """
+    sliding = SLIDING in config.layer_types
+    plain = dataclasses.replace(config, is_causal=None, sliding_window=config.sliding_window if sliding else None)
+    layers = range(len(config.layer_types))
+    if [plain.causal(i) for i in layers] != [config.causal(i) for i in layers]:
+        plain = dataclasses.replace(plain, is_causal=config.is_causal)
+    own = {DSPARK.name: {"markov_rank", "confidence"}, DFLASH2.name: set(_SELECTOR.values())}
+    defaults = {field.name: field.default for field in dataclasses.fields(BlockHeadConfig)}
+    foreign = set().union(*(names for name, names in own.items() if name != kind.name))
+    return dataclasses.replace(plain, **{name: defaults[name] for name in foreign})
+
+
+def contradictions(kind: BlockKind, config: BlockHeadConfig) -> list[str]:
+    """Lists the fields that contradict each other."""
+    c, problems = config, []
+    if c.draft_vocab_size > c.vocab_size:
+        problems.append(f"draft_vocab_size: got {c.draft_vocab_size}, expected at most {c.vocab_size}")
+    if c.mask_token_id >= c.vocab_size:
+        problems.append(f"mask_token_id: got {c.mask_token_id}, expected a token below vocab_size = {c.vocab_size}")
+    if c.aux_layers[0] < 1:
+        problems.append(f"aux layers (boundaries): got {list(c.aux_layers)}, expected boundaries from 1 on")
+    if SLIDING in c.layer_types and c.sliding_window is None:
+        problems.append("sliding_window: missing, expected the window of the sliding layers")
+    if kind is DFLASH2 and c.hidden_size % c.conv_group:
+        problems.append(f"conv_group_size: got {c.conv_group}, expected a divisor of hidden_size = {c.hidden_size}")
+    return problems
+
+
+def _flat(values: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    """Merges top level, speculators' `transformer_layer_config` and `dflash_config`, which must not contradict."""
+    flat: dict[str, Any] = {}
+    for name in ("transformer_layer_config", NESTED):
+        section = values.get(name) or {}
+        if not isinstance(section, dict):
+            problems.append(f"{name}: got {section!r}, expected an object")
+            continue
+        flat |= section
+    for key, value in values.items():
+        nested = values.get(NESTED)
+        inner = nested.get(key) if isinstance(nested, dict) else None
+        if inner is not None and value is not None and inner != value:
+            problems.append(f"{NESTED}.{key}: got {inner!r}, expected {value!r}, the value at top level")
+        if value is not None:
+            flat[key] = value
+    return flat
+
+
+def _aux_layers(flat: dict[str, Any], problems: list[str]) -> tuple[int, ...]:
+    """Reads the boundaries of the target. Appends to `problems`; the result is then undefined."""
+    found: dict[str, tuple[int, ...]] = {}
+    for key, shift in _AUX_LAYERS.items():
+        ids = read_layers(key, flat.get(key), problems)
+        if ids is not None:
+            found[key] = tuple(i + shift for i in ids)
+    if len(set(found.values())) > 1:
+        problems.append(f"{', '.join(found)}: got boundaries {list(map(list, found.values()))}, expected the same ones")
+    if not found:
+        problems += [] if any(flat.get(key) for key in _AUX_LAYERS) else ["target_layer_ids: missing"]
+        return ()
+    layers = next(iter(found.values()))
+    if any(a >= b for a, b in itertools.pairwise(layers)):
+        problems.append(f"{next(iter(found))}: got {flat[next(iter(found))]}, expected ascending, distinct layers")
+    return layers
+
+
+def _attention(kind: BlockKind, flat: dict[str, Any], wrapped: bool, problems: list[str]) -> dict[str, Any]:
+    """Reads the type, window and causality of the layers, as vLLM resolves them.
+
+    `dflash_config.causal`, which SGLang ignores, and speculators' `sliding_window_non_causal` become `is_causal`.
+    """
+    count, types = _integer(flat, "num_hidden_layers", problems, 1), flat.get("layer_types")
+    causal: dict[str, bool] = {}
+    for key in ("is_causal", "causal", "use_swa", "sliding_window_non_causal"):
+        if flat.get(key) is not None and not isinstance(flat[key], bool):
+            problems.append(f"{key}: got {flat[key]!r}, expected true or false")
+        elif flat.get(key) is not None:
+            causal[key] = flat[key]
+    is_causal = causal.get("is_causal", causal.get("causal"))
+    if types is None:
+        types = [SLIDING if causal.get("use_swa") else FULL] * count
+        is_causal = bool(is_causal)  # sliding layers without `layer_types` are bidirectional
+    elif not (isinstance(types, list) and len(types) == count and set(types) <= {FULL, SLIDING}):
+        problems.append(f"layer_types: got {types!r}, expected {count} of {FULL!r} and {SLIDING!r}")
+        return {"layer_types": (), "sliding_window": None, "is_causal": None}
+    elif causal.get("use_swa") and SLIDING not in types:
+        types, is_causal = [SLIDING] * count, bool(is_causal)
+    window = None
+    if SLIDING in types:
+        key = "swa_window_size" if flat.get("swa_window_size") is not None else "sliding_window"
+        window = _integer(flat, key, problems, 1)
+    if wrapped and is_causal is None and SLIDING in types:
+        if "sliding_window_non_causal" not in causal and kind is not DFLASH2:
+            problems.append(
+                "sliding_window_non_causal: missing; vLLM takes an absent one for True, speculators for False"
+            )
+        is_causal = False if causal.get("sliding_window_non_causal", True) else None
+    return {"layer_types": tuple(types), "sliding_window": window, "is_causal": is_causal}
+
+
+def _markov(flat: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    head_type, confidence = flat.get("markov_head_type", "vanilla"), flat.get("enable_confidence_head", False)
+    if head_type != "vanilla":
+        other = "the Markov heads 'gated' and 'rnn' are other networks, which are not implemented"
+        problems.append(f"markov_head_type: got {head_type!r}, expected 'vanilla': {other}")
+    if not isinstance(confidence, bool):
+        problems.append(f"enable_confidence_head: got {confidence!r}, expected true or false")
+    elif confidence and flat.get("confidence_head_with_markov") is not True:
+        got = flat.get("confidence_head_with_markov", False)
+        problems.append(f"confidence_head_with_markov: got {got!r}, expected True where there is a confidence head")
+    return {"markov_rank": _integer(flat, "markov_rank", problems, 1), "confidence": confidence}
+
+
+def _layout(kind: BlockKind, flat: dict[str, Any], wrapped: bool) -> list[str]:
+    """Lists a layout of the block that is not the kind's: whether the anchor's row predicts."""
+    wanted, got = kind is DSPARK, flat.get("sample_from_anchor")
+    if got is None and wrapped and kind is DSPARK:
+        return ["sample_from_anchor: missing, expected True; vLLM takes an absent one for False, speculators for True"]
+    if got is not None and got is not wanted:
+        return [f"sample_from_anchor: got {got!r}, expected {wanted} of {kind.label}"]
+    return []
+
+
+def _markov_keys(config: BlockHeadConfig) -> dict[str, Any]:
+    return {
+        "markov_rank": config.markov_rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": config.confidence,
+        "confidence_head_with_markov": config.confidence,
+        "sample_from_anchor": True,
+    }
+
+
+def _layers(config: BlockHeadConfig) -> dict[str, Any]:
+    """Writes the layers' types; `Qwen3Config` drops `sliding_window` without `use_sliding_window`."""
+    c, sliding = config, SLIDING in config.layer_types
+    window = {"sliding_window": c.sliding_window, "max_window_layers": len(c.layer_types)} if sliding else {}
+    return {
+        "num_hidden_layers": len(c.layer_types),
+        "layer_types": list(c.layer_types),
+        "use_sliding_window": sliding,
+        **window,
+    }
+
+
+def _integer(flat: dict[str, Any], key: str, problems: list[str], least: int) -> int:
+    """Reads an integer. Appends to `problems`; the result is then undefined."""
+    value = flat.get(key)
+    if value is None:
+        problems.append(f"{key}: missing")
+    elif not isinstance(value, int) or isinstance(value, bool) or value < least:
+        problems.append(f"{key}: got {value!r}, expected an integer from {least} on")
+    else:
+        return value
+    return least
