@@ -87,6 +87,7 @@ def main() -> None:
     def theirs(draft: str | None, batch: int) -> dict[str, Any]:
         sizes = {"max_tokens": TOKENS, "max_model_len": LENGTH, "batch_size": batch, "num_speculative_tokens": 3}
         options = {"ignore_eos": True, "dtype": arguments.dtype, "turns": TURNS}
+        options |= {"method": "eagle3", "refused_on_cpu": []}
         request = {"target": target, "draft": draft, "prompts": golden_prompts(batch), **sizes, **options}
         return vllm_answers(arguments.vllm, request)
 

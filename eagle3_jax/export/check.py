@@ -21,8 +21,11 @@ from eagle3_jax.data import sources
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.measure.compare import timed
 from eagle3_jax.export import vllm_process
-from eagle3_jax.formats import draft_models, files, token_maps
+from eagle3_jax.formats import compatibility, draft_models, files, heads, token_maps
+from eagle3_jax.formats.blocks.compatibility import CPU
+from eagle3_jax.formats.blocks.stored import StoredBlockHead, is_block_head
 from eagle3_jax.formats.packaged import chosen_draft
+from eagle3_jax.formats.serving import serving
 from eagle3_jax.models.checkpoint.fetch import Target, load_target
 from eagle3_jax.runs import command, disk, machine
 
@@ -73,8 +76,8 @@ def run(
     """Checks the head that `evaluate.draft` names, or the run's export, and writes `<run_dir>/check/<engine>.json`
     (with `expect`, `<engine>-compared.json`).
 
-    Decodes greedily with a chain of `evaluate.tree.num_steps`: `evaluate.limit` prompts, `evaluate.max_tokens` each.
-    The end-of-sequence token is ignored, since engines count differently after it.
+    Decodes greedily with a chain of `evaluate.tree.num_steps`, or a block head's whole block: `evaluate.limit` prompts,
+    `evaluate.max_tokens` each. The end-of-sequence token is ignored, since engines count differently after it.
 
     Args:
         engine: "numbers" predicts alone; "vllm" runs vLLM too, "sglang" asks a running SGLang server.
@@ -147,7 +150,8 @@ def _request(
 ) -> dict[str, Any]:
     """The request for every engine, in the form of `vllm_process`. Raises ValueError: no usable prompts."""
     settings = config.evaluate
-    steps = settings.tree.num_steps if isinstance(settings.tree, DraftTree) else 3
+    flags, head = serving(draft), heads.read(draft) if is_block_head(draft) else None
+    steps = flags.drafts or (settings.tree.num_steps if isinstance(settings.tree, DraftTree) else 3)
     length = settings.max_tokens + steps + 1  # vLLM does not draft where the drafts would not fit
     room = target.model.config.max_position_embeddings - length
     asked = sources.spread(sources.read_file(prompts_path)[0], None)
@@ -156,7 +160,10 @@ def _request(
     return {
         "target": str(disk.local(target.folder)),
         "draft": str(draft),
+        "method": flags.method,
+        "algorithm": flags.algorithm,
         "num_speculative_tokens": steps,
+        "refused_on_cpu": compatibility.cannot_run(CPU, head) if isinstance(head, StoredBlockHead) else [],
         "prompts": prompts,
         "max_tokens": settings.max_tokens,
         "ignore_eos": True,

@@ -61,12 +61,12 @@ def answer(url: str, request: dict[str, Any]) -> dict[str, Any]:
 def _check_settings(said: dict[str, Any], request: dict[str, Any]) -> str:
     """Compares the server's settings with the request's; returns its version. Raises ServerError."""
     expected = {
-        "speculative_algorithm": "EAGLE3",  # with EAGLE it skips fc silently
-        "speculative_num_steps": request["num_speculative_tokens"],
-        "speculative_eagle_topk": 1,
+        "speculative_algorithm": request["algorithm"],  # EAGLE would skip an EAGLE-3 head's fc silently
         "speculative_num_draft_tokens": request["num_speculative_tokens"] + 1,
         "dtype": request["dtype"],
     }
+    if request["algorithm"] == "EAGLE3":  # SGLang overrides both for block heads
+        expected |= {"speculative_num_steps": request["num_speculative_tokens"], "speculative_eagle_topk": 1}
     problems = [
         f"{name}: got {said.get(name)!r}, expected {wanted!r}"
         for name, wanted in expected.items()

