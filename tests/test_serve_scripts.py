@@ -135,6 +135,29 @@ def test_a_pinned_target_and_a_path_with_spaces_reach_the_engine(tmp_path, print
     assert asked[3:] == [str(folder / "run.yaml"), "--write-target", str(folder / "run/target")]
 
 
+BLOCK_HEADS = {
+    "DFLASH": ("dflash", {"architectures": ["DFlashDraftModel"]}, 7),
+    "DSPARK": ("dspark", {"architectures": ["Qwen3DSparkModel"], "markov_rank": 4}, 8),
+}
+
+
+@pytest.mark.parametrize("algorithm", BLOCK_HEADS)
+def test_a_block_head_is_served_with_its_whole_block(tmp_path, printed, algorithm):
+    method, own, drafts = BLOCK_HEADS[algorithm]
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    shape = dict.fromkeys(sizes, 8) | {"rope_theta": 1e4, "num_hidden_layers": 1}
+    block = {"block_size": 8, "mask_token_id": 0, "target_layer_ids": [1]}
+    head = tmp_path / "run/export"
+    head.mkdir(parents=True)
+    (head / "config.json").write_text(json.dumps(shape | block | own))
+    vllm, sglang = (printed(engine, write_config(tmp_path, "org/model")) for engine in ("vllm", "sglang"))
+    asked = {"method": method, "model": str(head), "num_speculative_tokens": drafts}
+    assert json.loads(vllm.stdout.split("'")[1]) == asked
+    flags = f"--speculative-algorithm {algorithm} --speculative-draft-model-path {head}"
+    assert f"{flags} \\\n  --speculative-num-draft-tokens {drafts + 1} \\\n" in sglang.stdout
+    assert not vllm.stderr and not sglang.stderr
+
+
 def test_without_a_measurement_it_is_the_evaluated_one_and_said_so(tmp_path, printed):
     config = write_config(tmp_path, "SmolLM2-135M-Instruct")  # as `load_target` takes it
     vllm, sglang = (printed(engine, config) for engine in ("vllm", "sglang"))

@@ -4,11 +4,12 @@
 
 The size is the fastest at the smallest batch among those that SGLang supports. Measurements come from `benchmark tune`,
 else from `benchmark decode`; without either, the size is that of `evaluate`. vLLM gets the best chain, as it drafts
-chains only.
+chains only. A block head is served with its whole block, without a measurement.
 """
 
 import argparse
 import json
+import pathlib
 import shlex
 import sys
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 from eagle3_jax import DraftTree
 from eagle3_jax import config as configs
 from eagle3_jax.config import RunConfig
+from eagle3_jax.formats.files import CONFIG
+from eagle3_jax.formats.serving import Serving, serving
 from eagle3_jax.models.checkpoint.fetch import packaged_model, split_revision
 from eagle3_jax.runs import disk
 
@@ -57,14 +60,17 @@ def command(config: RunConfig, path: str, engine: str) -> list[list[str]]:
         print(f"{name}: not on the hub; first: {shlex.join(first)}", file=sys.stderr)
     pinned = ["--revision", revision] if revision else []
     dtype = ["--dtype", config.export.dtype]  # the head's
-    steps, topk, tokens = map(str, best(config, chain=engine == "vllm"))
+    flags = serving(pathlib.Path(draft)) if pathlib.Path(draft, CONFIG).exists() else Serving()
+    sizes = best(config, chain=engine == "vllm") if flags.drafts is None else (flags.drafts, 1, flags.drafts + 1)
+    steps, topk, tokens = map(str, sizes)
     if engine == "vllm":
-        speculative = {"method": "eagle3", "model": draft, "num_speculative_tokens": int(steps)}
+        speculative = {"method": flags.method, "model": draft, "num_speculative_tokens": int(steps)}
         return [["vllm", "serve", target, *pinned], ["--speculative-config", json.dumps(speculative)], dtype]
+    depth = ["--speculative-num-steps", steps, "--speculative-eagle-topk", topk] if flags.drafts is None else []
     return [
         ["python", "-m", "sglang.launch_server", "--model-path", target, *pinned],
-        ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", draft],
-        ["--speculative-num-steps", steps, "--speculative-eagle-topk", topk, "--speculative-num-draft-tokens", tokens],
+        ["--speculative-algorithm", flags.algorithm, "--speculative-draft-model-path", draft],
+        [*depth, "--speculative-num-draft-tokens", tokens],
         dtype,
     ]
 

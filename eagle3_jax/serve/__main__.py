@@ -48,11 +48,13 @@ _FLAGS = {
     "--speculative-num-draft-tokens": "serve.tree.num_draft_tokens",
     "--speculative-token-map": "serve.token_map",
 }
-# SGLang's algorithm -> what drafts where no draft is named; None leaves it as it is. Of a named draft its checkpoint
-# says whether it is a head of EAGLE-2 or EAGLE-3, or a model.
+# SGLang's algorithm -> the draft where none is named; None leaves it as it is. The checkpoint of a named draft tells
+# its kind: a head of EAGLE-2, EAGLE-3, DFlash, DFlash2 or DSpark, or a model.
 _ALGORITHM = "--speculative-algorithm"
 _STANDALONE = "STANDALONE"
+_BLOCKS = ("DFLASH", "DSPARK")  # their flags have the block's size alone, the anchor included
 _ALGORITHMS = {"EAGLE3": None, "EAGLE": MTP, "NEXTN": MTP, _STANDALONE: None, "NGRAM": LOOKUP}
+_ALGORITHMS |= dict.fromkeys(_BLOCKS)
 _WITHOUT_CHECKPOINT = ("NEXTN", "NGRAM")
 # What other servers have, and where it is here.
 _ELSEWHERE = {
@@ -102,17 +104,21 @@ def _with_flags(path: str | None, overrides: Sequence[str], given: dict[str, str
         alone = {"run_dir": ".", "serve": {"draft": AUTO}}
         config = configs.with_overrides(alone, overrides)
     values = configs.to_dict(config)
-    if (algorithm := given.pop(_ALGORITHM, None)) is not None:
+    algorithm = given.pop(_ALGORITHM, None)
+    if algorithm is not None:
         values["serve"]["draft"] = _drafts_by(algorithm, given.pop("serve.draft", config.serve.draft))
     tree = {field: given.pop(field) for field in list(given) if field.startswith("serve.tree.")}
     if tree:
-        steps = tree.get("serve.tree.num_steps", "")
+        steps, tokens = tree.get("serve.tree.num_steps", ""), tree.get("serve.tree.num_draft_tokens", "")
+        if len(tree) == 1 and algorithm in _BLOCKS and tokens.isdigit():
+            steps = str(int(tokens) - 1)
         if len(tree) == 1 and steps.isdigit():
-            tree |= {"serve.tree.topk": "1", "serve.tree.num_draft_tokens": str(int(steps) + 1)}
+            chain = {"num_steps": steps, "topk": "1", "num_draft_tokens": str(int(steps) + 1)}
+            tree = {f"serve.tree.{name}": value for name, value in chain.items()}
         elif len(tree) < 3:
             raise ConfigError(
                 f"--speculative-*: got {len(tree)} of num-steps, eagle-topk and num-draft-tokens, expected all three, "
-                "or num-steps alone for a chain"
+                f"or num-steps alone for a chain, or num-draft-tokens alone for {' and '.join(_BLOCKS)}"
             )
         values["serve"]["trees"] = [{field.rpartition(".")[2]: value for field, value in tree.items()}]
     for field, value in given.items():

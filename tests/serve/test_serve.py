@@ -81,6 +81,14 @@ def test_an_algorithm_says_what_drafts_where_nobody_else_does(algorithm, draft, 
         assert serve.configure([*with_config, "--serve.draft", "a/head"]).serve.draft == "a/head"
 
 
+@pytest.mark.parametrize("algorithm", ["DFLASH", "DSPARK"])
+def test_a_block_head_s_flags_have_the_size_of_its_block(algorithm):
+    words = f"--model-path a --speculative-algorithm {algorithm} --speculative-draft-model-path a/head"
+    assert serve.configure(words.split()).serve.trees == ()
+    config = serve.configure([*words.split(), "--speculative-num-draft-tokens", "16"]).serve
+    assert (config.draft, config.trees) == ("a/head", (DraftTree(num_steps=15, topk=1, num_draft_tokens=16),))
+
+
 def test_a_smaller_model_is_named():
     named = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", "a/model"]
     assert serve.configure(["--model-path", "a", *named]).serve.draft == "a/model"
