@@ -191,7 +191,7 @@ def table() -> list[str]:
 
 
 def block_table() -> list[str]:
-    """Lines of the Markdown table in docs/block-heads.md."""
+    """Lines of the Markdown table in docs/export-block-heads.md."""
     return _lines("block head", blocks.ENGINES, blocks.SINCE)
 
 

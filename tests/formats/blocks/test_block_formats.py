@@ -18,7 +18,7 @@ from tiny_blocks import DRAFT_VOCAB, HIDDEN, VOCAB, make_block_head
 from eagle3_jax.formats import heads
 from eagle3_jax.formats.blocks.kinds import DFLASH, DFLASH2, DSPARK, KINDS, BlockKind
 from eagle3_jax.formats.blocks.stored import StoredBlockHead, from_head, to_head
-from eagle3_jax.formats.compatibility import cannot_run, refusals, served_by
+from eagle3_jax.formats.compatibility import block_table, cannot_run, refusals, served_by
 from eagle3_jax.formats.forms import FORMS
 from eagle3_jax.formats.stored import DraftFormatError
 from eagle3_jax.models.checkpoint.fetch import Target
@@ -368,7 +368,12 @@ def test_engines_that_run_a_head_are_named() -> None:
     assert cannot_run("vLLM on a CPU", stored(DFLASH, **SLIDE)) == []
 
 
-def test_a_head_without_a_family_member_is_no_block_head(tmp_path: pathlib.Path) -> None:
+def test_the_page_repeats_the_table() -> None:
+    page = pathlib.Path(__file__).parents[3] / "docs/export-block-heads.md"
+    assert "\n".join(block_table()) in page.read_text()
+
+
+def test_another_kind_of_block_head_is_refused_by_its_architecture(tmp_path: pathlib.Path) -> None:
     folder = written(tmp_path / "head", stored(DFLASH))
     shutil.copytree(folder, tmp_path / "other")
     config = json.loads((folder / "config.json").read_text()) | {"architectures": ["LiLiCorrDraftModel"]}
