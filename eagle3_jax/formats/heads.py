@@ -16,8 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax.formats import compatibility, draft_models, draft_vocabulary, eagle2, fields, files, token_maps
-from eagle3_jax.formats.blocks.stored import StoredBlockHead, config_values, from_head, is_block_head, to_head
-from eagle3_jax.formats.blocks.stored import read as read_block_head
+from eagle3_jax.formats.blocks.stored import (
+    StoredBlockHead,
+    config_values,
+    from_head,
+    is_block_head,
+    read_block_head,
+    to_head,
+)
 from eagle3_jax.formats.forms import FORMS, form_of
 from eagle3_jax.formats.stored import DraftFormatError, StoredHead, from_draft, misfits, stale_embeddings, to_draft
 from eagle3_jax.formats.tensors import EMBEDDINGS, LAYER, LM_HEAD, tensor_problems

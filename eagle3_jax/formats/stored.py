@@ -133,7 +133,7 @@ def from_draft(draft: Draft, target: ModelConfig, dtype: str, name: str | None) 
     config = draft.head.config
     ids = np.asarray(draft.token_ids).astype(np.int64)
     problems = misfits(config, target) + draft_vocabulary.problems(ids, config)
-    tensors = split(draft.head, draft_table(config), dtype, problems)
+    tensors = to_tensors(draft.head, draft_table(config), dtype, problems)
     default = config.aux_layers == default_aux_layers(target.num_hidden_layers)
     stored = StoredHead(
         config=dataclasses.replace(config, aux_layers=None) if default else config,
@@ -144,7 +144,7 @@ def from_draft(draft: Draft, target: ModelConfig, dtype: str, name: str | None) 
     return stored, problems
 
 
-def split(head: nnx.Module, table: Mapping[str, Entry], dtype: str, problems: list[str]) -> Tensors:
+def to_tensors(head: nnx.Module, table: Mapping[str, Entry], dtype: str, problems: list[str]) -> Tensors:
     """Converts a head's parameters to its tensors. Appends to `problems` by parameter."""
     tensors: Tensors = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(head):

@@ -15,17 +15,17 @@ from jaxtyping import Array, Int
 from eagle3_jax.formats import draft_vocabulary, fields, files
 from eagle3_jax.formats.blocks import config as block_config
 from eagle3_jax.formats.blocks.kinds import DFLASH, SPECULATORS_TYPE, BlockKind, kind_of, kind_of_head
-from eagle3_jax.formats.blocks.tensors import canonical, table, tensor_problems
+from eagle3_jax.formats.blocks.tensors import block_tensor_problems, canonical, table
 from eagle3_jax.formats.forms import SPECULATORS
 from eagle3_jax.formats.stored import (
     DraftFormatError,
     StoredHead,
     misfits,
     of_target,
-    split,
     stale_embeddings,
     stale_lm_head,
     target_rows,
+    to_tensors,
 )
 from eagle3_jax.formats.tensors import EMBEDDINGS, LM_HEAD
 from eagle3_jax.models.checkpoint.fetch import Target
@@ -57,7 +57,7 @@ def is_block_head(folder: pathlib.Path) -> bool:
     return (folder / files.CONFIG).exists() and kind_of(files.read_config(folder)) is not None
 
 
-def read(folder: pathlib.Path, target: Target | ModelConfig | None) -> StoredBlockHead:
+def read_block_head(folder: pathlib.Path, target: Target | ModelConfig | None) -> StoredBlockHead:
     """Reads a block head from its folder; see `heads.read`. Raises DraftFormatError."""
     values = files.read_config(folder)
     kind = kind_of(values)
@@ -70,7 +70,7 @@ def read(folder: pathlib.Path, target: Target | ModelConfig | None) -> StoredBlo
         )
     config = block_config.read(kind, values, problems)
     if config is not None:
-        problems += tensor_problems(tensors, kind, config)
+        problems += block_tensor_problems(tensors, kind, config)
         shape = target.model.config if isinstance(target, Target) else target
         problems += [] if shape is None else misfits(config, shape) + _other_depth(values, shape)
     if config is not None and isinstance(target, Target):
@@ -115,7 +115,7 @@ def from_head(
     problems = misfits(config, target) + draft_vocabulary.problems(ids, config)
     problems += block_config.contradictions(kind, config)
     lm_head = plain(LM_HEAD, config.draft_vocab_size, config.hidden_size)
-    tensors = split(head, table(kind, config) | {"lm_head": lm_head}, dtype, problems)
+    tensors = to_tensors(head, table(kind, config) | {"lm_head": lm_head}, dtype, problems)
     if config.draft_vocab_size == config.vocab_size:
         tensors.pop(LM_HEAD, None)
     return StoredBlockHead(config, tensors, ids, **of_target(target, name), kind=kind), problems

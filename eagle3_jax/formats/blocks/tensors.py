@@ -54,7 +54,7 @@ def table(kind: BlockKind, config: BlockHeadConfig) -> dict[str, Entry]:
     return entries
 
 
-def tensor_problems(tensors: Tensors, kind: BlockKind, config: BlockHeadConfig) -> list[str]:
+def block_tensor_problems(tensors: Tensors, kind: BlockKind, config: BlockHeadConfig) -> list[str]:
     """Lists every tensor that is missing, surplus, of a wrong shape or dtype, or not finite, by name.
 
     Optional: the target's embeddings and LM head, which some trainers copy, `t2d`, and `d2t` of the whole vocabulary.

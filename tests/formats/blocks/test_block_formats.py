@@ -23,6 +23,7 @@ from eagle3_jax.formats.forms import FORMS
 from eagle3_jax.formats.stored import DraftFormatError
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.drafts.dflash import FULL, SLIDING
+from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.layers import RopeScaling, YarnScaling
 
 TARGET = tiny.llama_config(
@@ -128,7 +129,7 @@ OWN = {
 
 
 @pytest.mark.parametrize("name", KIND)
-def test_names_shapes_and_config_on_disk(tmp_path: pathlib.Path, name: str) -> None:
+def test_names_shapes_and_config_of_a_block_head(tmp_path: pathlib.Path, name: str) -> None:
     tensors, config = tiny_heads.read(written(tmp_path / "head", stored(KIND[name]), "sglang"))
     assert config == QWEN3 | FOLDERS[name] | {"block_size": 4, "num_target_layers": 6}
     layer = LAYER | (CONVOLUTION if name == "dflash2" else {})
@@ -208,6 +209,19 @@ def test_the_lm_head_of_the_whole_vocabulary_is_the_targets_own_array(target) ->
     np.testing.assert_array_equal(loaded.lm_head[...], np.asarray(rows, np.float32)[IDS])
     with pytest.raises(DraftFormatError, match=r"missing tensor lm_head.weight \[60, 16\]: to use the target's rows"):
         to_head(stored(DFLASH), TARGET, jnp.float32)
+
+
+@pytest.mark.parametrize("name", KIND)
+def test_a_draft_is_saved_and_loaded(tmp_path: pathlib.Path, target, name: str) -> None:
+    head = make_block_head(KIND[name].network, **WHOLE, aux_layers=TARGET.aux_layers)
+    draft = Draft(head, jnp.arange(VOCAB, dtype=jnp.int32))
+    heads.save_draft(tmp_path / "head", draft, target=TARGET, dtype="float32", form="sglang", target_name="org/target")
+    loaded = heads.load_draft(tmp_path / "head", target=target)
+    assert type(loaded.head) is KIND[name].network
+    np.testing.assert_array_equal(loaded.token_ids, draft.token_ids)
+    np.testing.assert_array_equal(loaded.head.layers[1].kv[...], head.layers[1].kv[...])
+    with pytest.raises(DraftFormatError, match="token_map: got x.json, expected none: .* vocabulary of its own"):
+        heads.load_draft(tmp_path / "head", target=target, token_map="x.json")
 
 
 def renamed(folder: pathlib.Path, *pairs: tuple[str, str]) -> None:

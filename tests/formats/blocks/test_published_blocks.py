@@ -34,7 +34,7 @@ def described(head: dict[str, Any], **changes: Any) -> tuple[str, BlockHeadConfi
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_its_config_is_mapped_or_refused_by_field(name: str) -> None:
+def test_a_published_block_head_is_mapped_or_refused_by_field(name: str) -> None:
     head = HEADS[name]
     expected = head["expected"]
     form, config, problems = described(head)
@@ -51,7 +51,7 @@ def test_its_config_is_mapped_or_refused_by_field(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_its_shape(name: str) -> None:
+def test_a_published_shape(name: str) -> None:
     expected = HEADS[name]["expected"]
     _, config, problems = described(HEADS[name], **SOFTCAP)
     assert config is not None and problems == []
@@ -67,7 +67,7 @@ def shapes(name: str) -> dict[str, tuple[int, ...]]:
     return {tensor: shape for entry in table(kind, config).values() for tensor, shape in entry.tensors.items()}
 
 
-def test_its_tensors_are_those_that_are_read() -> None:
+def test_a_published_header_names_the_tensors_that_are_read() -> None:
     """DFlash2's, of which a whole header is at hand."""
     head = HEADS["incoai/Muse-Glimmer-30B-DFlash2"]
     published = {canonical(stored): tuple(shape) for stored, shape in head["tensors"].items()}
