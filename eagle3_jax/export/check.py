@@ -152,7 +152,8 @@ def _request(
     settings = config.evaluate
     flags, head = serving(draft), heads.read(draft) if is_block_head(draft) else None
     steps = flags.drafts or (settings.tree.num_steps if isinstance(settings.tree, DraftTree) else 3)
-    length = settings.max_tokens + steps + 1  # vLLM does not draft where the drafts would not fit
+    # vLLM does not draft where the drafts would not fit; a block's rows lie behind the drafts that are verified.
+    length = settings.max_tokens + (steps + 1 if flags.drafts is None else 2 * (steps + 1))
     room = target.model.config.max_position_embeddings - length
     asked = sources.spread(sources.read_file(prompts_path)[0], None)
     fitting, _ = sources.encode(asked, target.tokenizer, room, f"--prompts {prompts_path}")
