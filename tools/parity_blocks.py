@@ -202,7 +202,7 @@ def tensors(head: DFlash) -> Tensors:
     return found
 
 
-_loss_and_gradient = jax.jit(jax.value_and_grad(block_loss, has_aux=True), static_argnums=5)
+_loss_and_gradient = jax.jit(jax.value_and_grad(block_loss, has_aux=True), static_argnums=4)
 _draw_anchors = jax.jit(draw_anchors, static_argnums=2)
 
 
@@ -210,7 +210,7 @@ def ours(case: Case, head: DFlash, data: Data, anchors: Anchors) -> peers.Found:
     """Computes this package's loss, over the peer's normaliser."""
     draft_tokens = jnp.asarray(data.draft_tokens)
     teacher = Teacher.of(jnp.asarray(data.embed), jnp.asarray(data.rows), draft_tokens)
-    (loss, sums), gradient = _loss_and_gradient(head, teacher, draft_tokens, data.batch(case), anchors, case.loss)
+    (loss, sums), gradient = _loss_and_gradient(head, teacher, data.batch(case), anchors, case.loss)
     scale = _scale(case, np.asarray(sums["compared"], np.float64))
     return {"loss": np.asarray(loss) * scale}, {name: x * scale for name, x in tensors(gradient).items()}
 

@@ -47,8 +47,11 @@ def run(config: RunConfig, target: Target | None = None) -> None:
         CheckpointError: no checkpoint, or a head whose shape is not the config's.
         DraftFormatError: the form cannot represent the head, or the files read back differ.
     """
-    if config.draft.kind != "eagle3":
-        raise ValueError(f"draft.kind: got {config.draft.kind!r}, expected 'eagle3': no format holds another kind yet")
+    if config.draft.kind == "mtp":
+        raise ValueError(
+            "draft.kind: got 'mtp', expected a head with a format of its own: engines read MTP layers "
+            "from the target's checkpoint"
+        )
     folder = config.folder("export")
     checkpoints = config.folder("train")
     trained, step, checksums = _chosen(checkpoints)
@@ -216,6 +219,10 @@ def _write_target(config: RunConfig, asked: argparse.Namespace) -> None:
 
 
 def _push(config: RunConfig, asked: argparse.Namespace) -> None:
+    if config.draft.kind != "eagle3":
+        raise ValueError(
+            f"--push-to-hub: got draft.kind {config.draft.kind!r}, expected 'eagle3', which the card describes"
+        )
     print(publish.push(config, asked.push_to_hub, upload=asked.upload))
 
 

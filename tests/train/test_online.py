@@ -1,18 +1,24 @@
 """Training without stored features: the losses of stored ones, the same results after a kill, and what is refused."""
 
+import dataclasses
 import json
 import pathlib
 import shutil
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
 
 from eagle3_jax import config as configs
 from eagle3_jax.data import features
+from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.decoding.params import SamplingParams
+from eagle3_jax.export import __main__ as export
 from eagle3_jax.extract import __main__ as extract
+from eagle3_jax.formats.heads import load_draft
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.runs import manifest
 from eagle3_jax.train import __main__ as train
@@ -33,7 +39,7 @@ def run_of(folder: pathlib.Path, target: Target, mode: str, **values: object) ->
     config = configs.from_dict(
         {
             "run_dir": str(folder),
-            "target": {"aux_layers": [0, 1, 3]},
+            "target": {"aux_layers": list(target.model.config.aux_layers)},
             "draft": {"vocab_size": 20},
             "mesh": {"data": 2, "model": 2},
             "extract": {"max_length": 64, "batch_tokens": 512, "states": "none" if mode == "online" else "bfloat16"},
@@ -134,12 +140,33 @@ def test_stored_states_that_are_not_there_are_refused(tmp_path, target, online):
 
 
 @pytest.mark.slow
-def test_a_block_head_reads_states_computed_online(tmp_path, target, online):
-    """On the same token ids and loss mask."""
-    shutil.copytree(online.folder("extract"), tmp_path / "features")
-    values: dict[str, Any] = configs.to_dict(online) | {"run_dir": str(tmp_path)}
+def test_a_block_head_is_trained_online_exported_and_decodes(tmp_path, target):
+    """On the same token ids and loss mask. The exported head is what the trainer's engine would draft with."""
+    shape = dataclasses.replace(target.model.config, aux_layers=(1, 2, 3))  # engines number boundaries from 1 on
+    target = tiny.make_target(shape, target.tokenizer)
+    config = run_of(tmp_path, target, "online", max_steps=2, anchors=8, eval_every=2)
+    values: dict[str, Any] = configs.to_dict(config)
     values["draft"] |= {"kind": "dflash", "num_layers": 1, "block_size": 4, "mask_token_id": 1}
-    values["train"] |= {"max_steps": 2, "anchors": 8, "eval_every": 2}
+    values["export"] |= {"format": "vllm", "dtype": "float32"}  # SGLang reads no draft vocabulary
     config = configs.from_dict(values)
     results = train.train(config, target)
     assert len(results["held_out"]["alpha"]) == 3 and results["train"]["positions"] > 0
+    export.run(config, target)
+    draft = load_draft(config.folder("export"), target=target)
+    kind, rows = kind_of(config, target.model.config), jnp.asarray(target.model.output_rows)
+    trained = kind.draft(load_head(config.folder("train"), kind.abstract()), rows, draft.token_ids)
+    for got, expected in zip(jax.tree.leaves(draft), jax.tree.leaves(trained), strict=True):
+        np.testing.assert_array_equal(got, expected)
+    prompts, params = [[5, 6, 7], [9]], SamplingParams(max_tokens=8, ignore_eos=True)
+    chain = configs.DraftTree(num_steps=3, num_draft_tokens=4)
+    drafted = Engine.load(target, config.folder("export"), chain, max_length=32).generate(prompts, params)
+    plain = Engine.load(target, None, max_length=32).generate(prompts, params)
+    assert [answer.token_ids for answer in drafted] == [answer.token_ids for answer in plain]
+    assert drafted[0].stats.rounds > 0
+
+
+def test_mtp_layers_have_no_format(tmp_path, online):
+    values: dict[str, Any] = configs.to_dict(online) | {"run_dir": str(tmp_path)}
+    values["draft"]["kind"] = "mtp"
+    with pytest.raises(ValueError, match=r"draft.kind: got 'mtp', expected a head with a format of its own"):
+        export.run(configs.from_dict(values))

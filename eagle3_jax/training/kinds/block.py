@@ -88,11 +88,11 @@ class BlockKind(Kind):
         return block_loss(head, teacher, batch, anchors, BlockLossConfig())
 
     def draft(self, head: DFlash, output_rows: Float[Array, "v h"], token_ids: Int[Array, " dv"]) -> Draft:
-        """See `Kind`."""
-        raise ValueError(
-            f"train.decode_every: got a number, expected null for draft.kind {self.name!r}: the engine drafts token "
-            "after token; evaluations replay the head's rounds instead"
-        )
+        """See `Kind`; the target's LM head is the head's where it has none of its own."""
+        head = jax.tree.map(jnp.asarray, head)
+        if not hasattr(head, "lm_head"):
+            head.lm_head = nnx.Param(jnp.asarray(output_rows, head.dtype))
+        return Draft(head, token_ids)
 
 
 class DFlashKind(BlockKind):
