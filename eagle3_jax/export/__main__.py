@@ -220,9 +220,8 @@ def _write_target(config: RunConfig, asked: argparse.Namespace) -> None:
 
 def _push(config: RunConfig, asked: argparse.Namespace) -> None:
     if config.draft.kind != "eagle3":
-        raise ValueError(
-            f"--push-to-hub: got draft.kind {config.draft.kind!r}, expected 'eagle3', which the card describes"
-        )
+        expected = "'eagle3', which the card describes"
+        raise ValueError(f"--push-to-hub: got draft.kind {config.draft.kind!r}, expected {expected}")
     print(publish.push(config, asked.push_to_hub, upload=asked.upload))
 
 
