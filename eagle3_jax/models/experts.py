@@ -68,6 +68,7 @@ def mixture(
         parameters: the first is [experts, in, columns]. specs: how the model axis splits them.
     """
     sizes = {"data": x.shape[0], "model": parameters[0].shape[2]}
+    split = "model" in split_axes(sizes)
 
     def local(x: Array, chosen: Array, weights: Array, *parameters: Array) -> Array:
         b, t, k = chosen.shape
@@ -88,7 +89,7 @@ def mixture(
         # Restores each token's own order of experts, so its sum does not depend on neighbouring tokens.
         outputs = outputs[jnp.argsort(order)].reshape(b, t, k, -1)
         mixed = jnp.einsum("btkh,btk->bth", outputs, weights.astype(jnp.float32), precision=_PRECISION)
-        return jax.lax.psum(mixed, "model") if "model" in split_axes(sizes) else mixed
+        return jax.lax.psum(mixed, "model") if split else mixed
 
     rows = P("data")
     return over_mesh(local, (x, chosen, weights, *parameters), (rows, rows, rows, *specs), rows, sizes)

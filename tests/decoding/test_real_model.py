@@ -181,7 +181,7 @@ def test_sampled_rounds_have_the_target_s_distribution_in_every_configuration(ta
 
 
 def one_sequence(target, draft, ids: tuple[int, ...], tree: DraftTree) -> State:
-    read = jax.jit(prefill, static_argnames=("slots", "max_output", "tree", "greedy"))
+    read = jax.jit(prefill, static_argnames=("cache_length", "max_output", "tree", "greedy"))
     return read(
         target,
         draft,

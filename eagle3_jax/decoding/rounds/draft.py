@@ -125,7 +125,7 @@ class Recurrent:
     def __init__(
         self,
         head: Head,
-        embed: Float[Array, "v h"],
+        embed: Float[Array, "v e"],
         draft_state: Float[Array, "b h"],
         cache: KVCache,
         lengths: Int[Array, " b"],

@@ -36,10 +36,11 @@ def top_k(
 ) -> tuple[Float[Array, "m k"], Int[Array, "m k"]]:
     """See `vocabulary_top_k`; split over the current mesh and the cores of a device."""
     sizes = {"data": x.shape[0], "model": rows.shape[0]}
+    split = "model" in split_axes(sizes)
 
     def local(x: Array, rows: Array) -> tuple[Array, Array]:
         found = lists(x, rows, k, parts=cores(), interpret=interpret)
-        return _merged(*(_gathered(*found, rows.shape[0]) if "model" in split_axes(sizes) else found))
+        return _merged(*(_gathered(*found, rows.shape[0]) if split else found))
 
     return over_mesh(local, (x, rows), (P("data"), P("model")), (P("data"), P("data")), sizes)
 

@@ -64,7 +64,7 @@ def generated(target, draft, rows=slice(None), **kwargs) -> State:
 
 @functools.cache
 def _prefill():
-    return jax.jit(prefill, static_argnames=("slots", "max_output", "tree", "greedy"))
+    return jax.jit(prefill, static_argnames=("cache_length", "max_output", "tree", "greedy"))
 
 
 def prefilled(toy, draft, prompts, lengths, tree) -> State:
