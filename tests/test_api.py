@@ -161,8 +161,11 @@ VERBS = {  # a verb and its words -> the extra that it needs
 }
 
 
+SHORT = ("prepare", "evaluate --prompts x --output y", "benchmark serve --prompts x")  # the others are long
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("words", VERBS)
+@pytest.mark.parametrize("words", [x if x in SHORT else pytest.param(x, marks=pytest.mark.long) for x in VERBS])
 def test_a_verb_names_the_extra_that_it_misses(tmp_path, words):
     """Its `--help` needs none; a verb that needs none starts without all of them."""
     extra, verb = VERBS[words], words.partition(" ")[0]
