@@ -30,8 +30,11 @@ import peers
 import torch
 from flax import nnx
 
-from eagle3_jax.formats.tensors import Tensors
+from eagle3_jax.formats.blocks.kinds import kind_of_head
+from eagle3_jax.formats.blocks.tensors import table
+from eagle3_jax.formats.tensors import LM_HEAD, Tensors
 from eagle3_jax.models.checkpoint.load import parameter_path
+from eagle3_jax.models.checkpoint.table import plain
 from eagle3_jax.models.drafts.dflash import FULL, SLIDING, BlockHeadConfig, DFlash
 from eagle3_jax.models.drafts.dflash2 import DFlash2
 from eagle3_jax.models.drafts.dspark import DSpark
@@ -40,35 +43,6 @@ from eagle3_jax.training.block import Anchors, BlockLossConfig, block_loss, draw
 
 DOCUMENTS, LENGTH, BLOCK, ANCHORS = 2, 64, 8, 32  # anchors of one document
 DECAY, ALPHA, WINDOW = 4.0, 0.5, 12
-# Parameter -> tensor of layers.N; the others -> the tensor. Matrices are transposed in a checkpoint, tables are not.
-LAYER = {
-    "input_norm": "input_layernorm",
-    "q": "self_attn.q_proj",
-    "o": "self_attn.o_proj",
-    "q_norm": "self_attn.q_norm",
-    "k_norm": "self_attn.k_norm",
-    "post_norm": "post_attention_layernorm",
-    "mlp/gate": "mlp.gate_proj",
-    "mlp/up": "mlp.up_proj",
-    "mlp/down": "mlp.down_proj",
-    "attention_conv/taps": "attention_conv.kernel_projection",
-    "mlp_conv/taps": "mlp_conv.kernel_projection",
-}
-MATRICES = {
-    "fc": "fc.weight",
-    "confidence": "confidence_head.proj.weight",
-    "selector": "candidate_selector.hidden_projection.weight",
-}
-TABLES = {
-    "hidden_norm": "hidden_norm.weight",
-    "norm": "norm.weight",
-    "lm_head": "lm_head.weight",
-    "markov_in": "markov_head.markov_w1.weight",
-    "markov_out": "markov_head.markov_w2.weight",
-    "confidence_bias": "confidence_head.proj.bias",
-    "predecessors": "candidate_selector.predecessor_codebook",
-    "successors": "candidate_selector.successor_codebook",
-}
 
 # Edits the peer's draft model, or its functions by patches that the stack takes back.
 Edit = Callable[[Any, contextlib.ExitStack], None]
@@ -184,21 +158,10 @@ def random_head(case: Case, seed: int) -> DFlash:
 def tensors(head: DFlash) -> Tensors:
     """Converts a head, or its gradient, to a checkpoint's names and layout."""
     c, found = head.config, {}
+    entries = table(kind_of_head(head), c) | {"lm_head": plain(LM_HEAD, c.draft_vocab_size, c.hidden_size)}
     for path, leaf in jax.tree_util.tree_leaves_with_path(head):
-        name, x = parameter_path(path), np.asarray(leaf)
-        if not name.startswith("layers/"):
-            found |= {MATRICES[name]: x.T} if name in MATRICES else {TABLES[name]: x}
-            continue
-        _, number, name = name.split("/", 2)
-        layer = f"layers.{number}."
-        if name == "kv":
-            heads = x.T.reshape(c.num_key_value_heads, 2, c.head_dim, -1)
-            for part, projection in enumerate(("k_proj", "v_proj")):
-                found[f"{layer}self_attn.{projection}.weight"] = heads[:, part].reshape(-1, c.hidden_size)
-        elif name.endswith("/base"):
-            found[f"{layer}{name.replace('/base', '.base_kernel')}"] = x
-        else:
-            found[f"{layer}{LAYER[name]}.weight"] = x.T
+        entry = entries[parameter_path(path)]
+        found |= dict(zip(entry.tensors, entry.split(np.asarray(leaf)), strict=True))
     return found
 
 
