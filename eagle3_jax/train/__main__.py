@@ -38,7 +38,7 @@ from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Batch, Teacher
 from eagle3_jax.training.checkpoint import Checkpoints
 from eagle3_jax.training.kinds.choice import kind_of
 from eagle3_jax.training.kinds.kind import Kind
-from eagle3_jax.training.metrics import MetricWriter, NotFinite, summarise
+from eagle3_jax.training.metrics import MetricWriter, NotFinite, import_wandb, summarise
 from eagle3_jax.training.operations import products, utilisation
 from eagle3_jax.training.optimizer import learning_rate, make_optimizer
 from eagle3_jax.training.state import init_state, make_eval_step, make_train_step
@@ -83,6 +83,8 @@ def train(config: configs.RunConfig, target: Target | None = None) -> dict[str, 
         ValueError: sizes that do not fit each other; nothing to train on.
     """
     run = config.train
+    if run.wandb is not None:
+        import_wandb(run.wandb)  # refused before work begins
 
     # -------------------------------------------------------------------------------------------------------- inputs
     features, folder = config.folder("extract"), config.folder("train")

@@ -107,9 +107,6 @@ class MetricWriter:
     Args:
         done: the step from which a killed run resumes; entries of later steps are dropped, since they are repeated.
         project: of Weights & Biases, to which the same numbers are sent; None sends nothing.
-
-    Raises:
-        ValueError: a project, and the package `wandb` is not installed.
     """
 
     def __init__(self, folder: str | disk.Path, done: int | None, project: str | None = None) -> None:
@@ -163,15 +160,21 @@ class MetricWriter:
                 self._wandb.finish(exit_code=0 if kind is None else 1)
 
 
-def _open_wandb(project: str, folder: disk.Path) -> Any:
-    """Begins the run of a folder at Weights & Biases, or goes on with it."""
+def import_wandb(project: str) -> Any:
+    """Imports Weights & Biases, to which `train.wandb: project` sends. Raises ValueError if it is not installed."""
     try:
         import wandb  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ValueError(f"train.wandb: got {project!r}, expected the package: pip install wandb") from error
+    return wandb
+
+
+def _open_wandb(project: str, folder: disk.Path) -> Any:
+    """Begins the run of a folder at Weights & Biases, or goes on with it."""
     remote = disk.is_remote(folder)
     whole = str(folder if remote else folder.resolve())
     name = hashlib.sha256(whole.encode()).hexdigest()[:16]
-    run = wandb.init(project=project, name=folder.parent.name, id=name, resume="allow", dir=None if remote else whole)
+    options = {"name": folder.parent.name, "id": name, "resume": "allow", "dir": None if remote else whole}
+    run = import_wandb(project).init(project=project, **options)
     run.define_metric("*", step_metric="step")
     return run

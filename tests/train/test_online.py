@@ -22,6 +22,7 @@ from eagle3_jax.formats.heads import load_draft
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.runs import manifest
 from eagle3_jax.train import __main__ as train
+from eagle3_jax.train import in_engine
 from eagle3_jax.training.checkpoint import Checkpoints, load_head
 from eagle3_jax.training.kinds.choice import kind_of
 
@@ -140,17 +141,23 @@ def test_stored_states_that_are_not_there_are_refused(tmp_path, target, online):
 
 
 @pytest.mark.slow
-def test_a_block_head_is_trained_online_exported_and_decodes(tmp_path, target):
+def test_a_block_head_is_trained_online_exported_and_decodes(tmp_path, target, monkeypatch):
     """On the same token ids and loss mask. The exported head is what the trainer's engine would draft with."""
     shape = dataclasses.replace(target.model.config, aux_layers=(1, 2, 3))  # engines number boundaries from 1 on
     target = tiny.make_target(shape, target.tokenizer)
-    config = run_of(tmp_path, target, "online", max_steps=2, anchors=8, eval_every=2)
+    config = run_of(tmp_path, target, "online", max_steps=2, anchors=8, eval_every=2, decode_every=2)
+    monkeypatch.setattr(in_engine, "load_target", lambda *_, **__: target)
+    monkeypatch.setattr(in_engine, "_TOKENS", 8)
+    config.folder("prepare").mkdir()
+    prompt = {"id": "0", "category": "chat", "messages": [{"role": "user", "content": "abc"}]}
+    (config.folder("prepare") / "held_out.jsonl").write_text(json.dumps(prompt) + "\n")
     values: dict[str, Any] = configs.to_dict(config)
     values["draft"] |= {"kind": "dflash", "num_layers": 1, "block_size": 4, "mask_token_id": 1}
     values["export"] |= {"format": "vllm", "dtype": "float32"}  # SGLang reads no draft vocabulary
     config = configs.from_dict(values)
     results = train.train(config, target)
     assert len(results["held_out"]["alpha"]) == 3 and results["train"]["positions"] > 0
+    assert len(results["served"]["alpha"]) == 3 and results["served"]["rounds"] > 0, "the engine drafts whole blocks"
     export.run(config, target)
     draft = load_draft(config.folder("export"), target=target)
     kind, rows = kind_of(config, target.model.config), jnp.asarray(target.model.output_rows)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pathlib
 import shutil
+import sys
 import types
 
 import jax
@@ -459,6 +460,29 @@ def test_the_checkpoint_that_the_engine_accepts_most_of_is_kept_and_exported(tmp
     shapes = kind_of(config, target.model.config).abstract()
     best, latest = (jax.tree.leaves(load_head(folder, shapes, step)) for step in (4, None))
     assert any((np.asarray(one) != np.asarray(other)).any() for one, other in zip(best, latest, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "message"),
+    [
+        (
+            "draft",
+            {"kind": "dflash", "mask_token_id": 1},
+            "train.accumulate: got 2, expected 1 for draft.kind 'dflash'",
+        ),
+        ("train", {"wandb": "heads"}, "train.wandb: got 'heads', expected the package: pip install wandb"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_the_folder_is_claimed(
+    tmp_path, target, monkeypatch, section, values, message
+):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    config = configs.to_dict(prepared(tmp_path, target, batch_size=4, accumulate=2))
+    config[section] |= values
+    config = configs.from_dict(config)
+    with pytest.raises(ValueError, match=message):
+        train.train(config, target)
+    assert not config.folder("train").exists()
 
 
 def test_a_warm_start_can_be_asked_for_on_the_command_line(tmp_path):

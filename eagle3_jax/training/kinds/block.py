@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -35,6 +36,8 @@ class BlockKind(Kind):
     @classmethod
     def of(cls, config: RunConfig, target: ModelConfig) -> BlockKind:
         """See `Kind`."""
+        if (parts := config.train.accumulate) > 1:  # the loss divides by what the head computes
+            raise ValueError(f"train.accumulate: got {parts}, expected 1 for draft.kind {cls.name!r}")
         draft, eagle = config.draft, DraftHeadConfig.for_target(config.draft, target)
         mask = draft.mask_token_id
         if mask is None or mask >= target.vocab_size:
@@ -87,7 +90,7 @@ class BlockKind(Kind):
         anchors = draw_anchors(key, batch, min(self.train.anchors, batch.token_ids.shape[1]))
         return block_loss(head, teacher, batch, anchors, BlockLossConfig())
 
-    def draft(self, head: DFlash, output_rows: Float[Array, "v h"], token_ids: Int[Array, " dv"]) -> Draft:
+    def draft(self, head: DFlash, output_rows: Float[Array | np.ndarray, "v h"], token_ids: Int[Array, " dv"]) -> Draft:
         """See `Kind`; the target's LM head is the head's where it has none of its own."""
         head = jax.tree.map(jnp.asarray, head)
         if not hasattr(head, "lm_head"):

@@ -114,16 +114,15 @@ class Kind(abc.ABC):
     def divisors(self, teacher: Teacher, batch: Batch) -> Int[Array, " steps"]:
         """Counts by which the loss of a whole batch is divided: the losses of its parts then add up to its loss.
 
-        Raises:
-            ValueError: the loss divides by what a head computes.
+        A kind whose loss divides by what its head computes has none, and refuses `train.accumulate` in `of`.
         """
-        raise ValueError(f"train.accumulate: got {self.train.accumulate}, expected 1 for draft.kind {self.name!r}")
+        raise NotImplementedError
 
     @abc.abstractmethod
     def evaluate(self, head: Any, teacher: Teacher, batch: Batch) -> Sums:
         """Computes the sums of `loss`, the loss itself as `loss`, and those of `replay.replay`."""
 
-    def draft(self, head: Any, output_rows: Float[Array, "v h"], token_ids: Int[Array, " dv"]) -> Draft:
+    def draft(self, head: Any, output_rows: Float[Array | np.ndarray, "v h"], token_ids: Int[Array, " dv"]) -> Draft:
         """Returns the trained head as the engine drafts with it.
 
         Args:

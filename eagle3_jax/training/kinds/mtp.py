@@ -93,8 +93,10 @@ class Mtp(Kind):
         fed = dataclasses.replace(batch, aux=batch.last_hidden)
         return training_time_test(head, teacher.embed, fed, self.train.ttt_steps, remat)
 
-    def draft(self, head: MtpHead, output_rows: Float[Array, "v h"], token_ids: Int[Array, " dv"]) -> Draft:
+    def draft(
+        self, head: MtpHead, output_rows: Float[Array | np.ndarray, "v h"], token_ids: Int[Array, " dv"]
+    ) -> Draft:
         """See `Kind`."""
         whole = jax.tree.map(jnp.asarray, head)
-        whole.lm_head = nnx.Param(output_rows.astype(whole.dtype))
+        whole.lm_head = nnx.Param(jnp.asarray(output_rows, whole.dtype))
         return Draft(whole, token_ids)
