@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -285,9 +285,9 @@ class Engine:
         """Counters since the engine was made, and its state now; a copy."""
         return dataclasses.replace(self._scheduler.stats(), stalled=self._loop.stalled())
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: Prompt, chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
         """Token ids of a prompt (see `decoding.prompt.encode`)."""
-        return encode(self.tokenizer, prompt)
+        return encode(self.tokenizer, prompt, chat_template_kwargs=chat_template_kwargs)
 
     def _request(self, name: str, prompt: Prompt, params: SamplingParams, sample: int, **options: Any) -> Request:
         ids = encode(self.tokenizer, prompt, name)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eagle3_jax.models import chat_template
@@ -12,7 +13,9 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 Prompt = str | Sequence[dict[str, Any]] | Sequence[int]
 
 
-def encode(tokenizer: Any, prompt: Any, name: str = "prompt") -> list[int]:
+def encode(
+    tokenizer: Any, prompt: Any, name: str = "prompt", chat_template_kwargs: Mapping[str, Any] | None = None
+) -> list[int]:
     """Token ids of a prompt.
 
     A string (one user turn) and messages go through the chat template, with the answer's opening behind them, exactly
@@ -21,10 +24,17 @@ def encode(tokenizer: Any, prompt: Any, name: str = "prompt") -> list[int]:
     Args:
         prompt: meant to be a `Prompt`; everything else is refused.
         name: how errors call it.
+        chat_template_kwargs: variables of the chat template, such as `enable_thinking` of Qwen 3's; as in vLLM.
 
     Raises:
-        ValueError: something else, messages without text or of an unknown role, or messages that the template refuses.
+        ValueError: something else, messages without text or of an unknown role, messages that the template refuses, or
+            arguments of `apply_chat_template` among the variables.
     """
+    variables = dict(chat_template_kwargs or {})
+    if variables:
+        reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
+        if wrong := sorted(reserved & set(variables)):
+            raise ValueError(f"chat_template_kwargs: got {wrong[0]!r}, expected variables of the chat template")
     if isinstance(prompt, str):
         _check_text(prompt, name)
         prompt = [{"role": "user", "content": prompt}]
@@ -44,7 +54,7 @@ def encode(tokenizer: Any, prompt: Any, name: str = "prompt") -> list[int]:
             raise ValueError(f"{name}[{index}].role: got {message['role']!r}, expected one of {', '.join(_ROLES)}")
         _check_text(message["content"], f"{name}[{index}].content")
     try:
-        return chat_template.prompt_ids(tokenizer, prompt)
+        return chat_template.prompt_ids(tokenizer, prompt, variables)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
 

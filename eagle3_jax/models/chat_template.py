@@ -30,12 +30,15 @@ class RefusedError(ValueError):
     """The chat template refuses the messages: an unknown role, or an unknown order of roles."""
 
 
-def render(tokenizer: Any, messages: Messages, *, generation_prompt: bool) -> str:
+def render(
+    tokenizer: Any, messages: Messages, *, generation_prompt: bool, variables: Mapping[str, Any] | None = None
+) -> str:
     """Renders a conversation as text. The role "developer" becomes "system" for templates without it.
 
     Args:
         tokenizer: a Hugging Face tokenizer; the default one of several templates is used.
         generation_prompt: append the opening of the assistant's next turn.
+        variables: variables of the template, such as `enable_thinking` (`chat_template_kwargs` of vLLM and SGLang).
 
     Raises:
         RefusedError: the template refuses the messages.
@@ -61,7 +64,7 @@ def render(tokenizer: Any, messages: Messages, *, generation_prompt: bool) -> st
             chat_template=_FIXED_CLOCK + template,
             tokenize=False,
             add_generation_prompt=generation_prompt,
-            date_string=_DATE,
+            **{"date_string": _DATE, **(variables or {})},
         )
     except (jinja2.TemplateError, TypeError) as error:
         roles = ", ".join(str(message.get("role")) for message in messages)
@@ -73,9 +76,9 @@ def tokenize(tokenizer: Any, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def prompt_ids(tokenizer: Any, messages: Messages) -> list[int]:
+def prompt_ids(tokenizer: Any, messages: Messages, variables: Mapping[str, Any] | None = None) -> list[int]:
     """Returns the ids of a prompt, generation prompt included. Raises as `render` does."""
-    return tokenize(tokenizer, render(tokenizer, messages, generation_prompt=True))
+    return tokenize(tokenizer, render(tokenizer, messages, generation_prompt=True, variables=variables))
 
 
 def special_tokens(tokenizer: Any) -> dict[int, str]:

@@ -61,7 +61,7 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "allowed_token_ids": ((), "use logit_bias"),
     "bad_words": (([],), "use logit_bias"),
     "chat_template": ((), "the target's own template is used"),
-    "chat_template_kwargs": (({},), "the target's own template is used unchanged"),
+    "chat_template_kwargs": (({},), "a completion's prompt goes through no template"),  # supported for chats
     "add_special_tokens": ((), "the target's own template writes them"),  # supported for completions
     "add_generation_prompt": ((True,), "an answer is the assistant's next turn"),
     "continue_final_message": ((), "an answer is the assistant's next turn"),
@@ -250,11 +250,16 @@ class RequestBody(pydantic.BaseModel):
 
 
 class Chat(RequestBody):
-    """The body of /v1/chat/completions."""
+    """The body of /v1/chat/completions.
+
+    Attributes:
+        chat_template_kwargs: variables of the chat template, as in vLLM and SGLang.
+    """
 
     field: ClassVar[str] = "messages"
     messages: Annotated[list[Message], Field(min_length=1), pydantic.FailFast()]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
@@ -263,7 +268,7 @@ class Chat(RequestBody):
         return [[{"role": message.role, "content": message.content} for message in self.messages]]
 
     def encode(self, engine: Engine, prompt: Prompt) -> list[int]:
-        return engine.encode(prompt)
+        return engine.encode(prompt, self.chat_template_kwargs)
 
     @property
     def requested_logprobs(self) -> int | None:

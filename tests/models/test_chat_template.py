@@ -56,6 +56,17 @@ def test_the_served_prompt_is_the_one_trained_on(tomorrow):
     assert "2031-01-02" in str(tokenizer.apply_chat_template(TALK, tokenize=False))  # the clock would have been read
 
 
+def test_a_request_sets_variables_of_the_template():
+    tokenizer = byte_tokenizer(DATED + "{{ 'think' if enable_thinking else 'answer' }}")
+    ids = prompt.encode(tokenizer, "Hi", chat_template_kwargs={"date_string": "1 Jan 2030", "enable_thinking": True})
+    assert str(tokenizer.decode(ids)).startswith("<s>Today is 2024-07-26, 1 Jan 2030.\n")
+    assert str(tokenizer.decode(ids)).endswith("think")
+    assert str(tokenizer.decode(prompt.encode(tokenizer, "Hi"))).endswith("answer")
+    for reserved in ("messages", "conversation", "chat_template", "tokenize"):
+        with pytest.raises(ValueError, match=f"chat_template_kwargs: got '{reserved}', expected variables"):
+            prompt.encode(tokenizer, "Hi", chat_template_kwargs={reserved: True})
+
+
 @pytest.mark.parametrize("opening", ["\n", "   {% if true %}x{% endif %}", "{%- if true %} x{% endif %}", "{{ '' }}\n"])
 def test_the_fixed_clock_changes_nothing_else(opening):
     """Not the white space that a template's first line keeps or drops either."""

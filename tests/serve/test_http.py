@@ -142,6 +142,16 @@ def test_the_tokenizer_s_opening_is_left_out_for_who_asks_for_that(served, engin
     assert [answer.usage.prompt_tokens - bare for answer in answers] == [1, 1, 1, 0]
 
 
+def test_a_request_sets_variables_of_the_chat_template(served, engine, monkeypatch):
+    thinks = copy.deepcopy(engine.tokenizer)
+    thinks.chat_template += "{% if enable_thinking %}apple apple{% endif %}"
+    monkeypatch.setattr(engine, "tokenizer", thinks)
+    ask: Any = {"model": MODEL, "messages": [{"role": "user", "content": "apple"}], "temperature": 0, "max_tokens": 1}
+    said: Any = ({}, {"chat_template_kwargs": None}, {"chat_template_kwargs": {"enable_thinking": True}})
+    plain, same, longer = (served.client.chat.completions.create(**ask, extra_body=x).usage.prompt_tokens for x in said)
+    assert plain == same < longer
+
+
 def test_equal_prompts_of_one_request_are_different_samples(served):
     ask: Any = {"model": MODEL, "prompt": ["apple"] * 3 + ["snow"], "temperature": 2.0, "max_tokens": 12, "seed": 5}
     texts = [choice.text for choice in served.client.completions.create(**ask).choices]
