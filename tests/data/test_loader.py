@@ -168,6 +168,7 @@ def test_a_batch_stays_while_two_more_are_asked_for():
             np.testing.assert_array_equal(parts[-1 - back]["token_ids"], expected[number - back]["token_ids"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_slow_store_keeps_up_with_the_step(workers):
     """50 milliseconds a read, and a quarter more bytes a second than the steps take."""

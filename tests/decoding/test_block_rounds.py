@@ -25,6 +25,8 @@ from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.training.batch import Batch, Teacher
 from eagle3_jax.training.block import BlockLossConfig, block_loss, draw_anchors, replay_blocks
 
+pytestmark = pytest.mark.slow  # the fixture trains three heads
+
 KINDS = [DFlash, DSpark, DFlash2]
 TYPES = {
     "full": {},

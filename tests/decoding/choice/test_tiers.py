@@ -183,6 +183,7 @@ def test_requests_without_drafts_take_none_whatever_they_would_cost(toy, monkeyp
     assert engine.stats().tiers["chain 3"] > 0
 
 
+@pytest.mark.slow
 def test_a_head_that_helps_goes_on(toy, caplog, monkeypatch):
     monkeypatch.setattr(tiers, "WITH_HEAD", FEW)
     engine = Engine(toy.target, Tokenizer(), toy.good, **SIZES)
@@ -298,6 +299,7 @@ def test_copies_are_measured_where_there_is_something_to_copy(engine, monkeypatc
     assert measured == Costs({"vanilla": 2.0, "lookup 8": 2.0 + 5.0 - 2.5, "chain 3": 3.0}, 1.0)
 
 
+@pytest.mark.slow
 def test_without_costs_it_drafts_a_chain(toy):
     engine = Engine(toy.target, Tokenizer(), toy.good, **SIZES)
     engine.generate([[1, 2, 3]], SamplingParams(max_tokens=9))
