@@ -1,1 +1,1 @@
-"""What `python -m eagle3_jax.benchmark` measures: decoding by the engine, and servers under traffic."""
+"""Measurements of `python -m eagle3_jax.benchmark`: decoding in the engine, and servers under traffic."""

@@ -1,7 +1,7 @@
-"""Which draft size is fastest here, and what a server gives its clients.
+"""`python -m eagle3_jax.benchmark WHAT`: speed on this machine.
 
-`python -m eagle3_jax.benchmark decode` times every draft size at every batch size within one engine, `tune` finds the
-fastest with as few turns as it takes; `serve` times servers under traffic: latency and throughput against concurrency.
+`decode` times every draft size at every batch size within one engine. `tune` finds the fastest size in as few turns as
+it can. `serve` times servers under traffic: latency and throughput against concurrency.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def _tune(config: RunConfig, prompts: str) -> None:
 
 
 def _serve(config: RunConfig, prompts: str, others: dict[str, str], keys: dict[str, str]) -> None:
-    from eagle3_jax.benchmark import servers  # of the extra `report`, without which `--help` works
+    from eagle3_jax.benchmark import servers  # needs the extra `report`, which `--help` does not
 
     report, folder = servers.run(config, prompts, others, keys), config.folder("benchmark")
     print(f"{servers.table(report)}\n{folder / 'serve.json'}\n{folder / 'serve.html'}")
 
 
 def _named(flag: str, pairs: Sequence[str], expected: str, beginnings: tuple[str, ...] = ("",)) -> dict[str, str]:
-    """What a flag says of each server. Raises ValueError."""
+    """Parses the NAME=VALUE pairs of a flag. Raises ValueError."""
     found: dict[str, str] = {}
     for pair in pairs:
         name, _, value = pair.partition("=")
@@ -61,7 +61,7 @@ def _named(flag: str, pairs: Sequence[str], expected: str, beginnings: tuple[str
 
 
 def _keys(pairs: Sequence[str], others: dict[str, str]) -> dict[str, str]:
-    """API keys, from the environment: a command line is seen by everybody. Raises ValueError."""
+    """Reads API keys from the environment, since every user of a machine sees its command lines. Raises ValueError."""
     variables = _named("--compare-key", pairs, "VARIABLE")
     for name, variable in variables.items():
         if name not in others:

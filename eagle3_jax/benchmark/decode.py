@@ -1,9 +1,9 @@
-"""`python -m eagle3_jax.benchmark decode`: which draft size is fastest at which batch size, here.
+"""`python -m eagle3_jax.benchmark decode`: the speed of every draft size at every batch size, on this machine.
 
-For each batch size vanilla decoding, every draft size and the engine's own choice ("auto") answer the same prompts in
-turns, in an order drawn anew for each turn, within one engine. Writes to `<run_dir>/benchmark`: `decode.jsonl`, a
-record for each batch and draft size in the format of SGLang's bench_speculative.py; `decode.json`, all that was
-measured; `decode.png`.
+Vanilla decoding, every draft size and the engine's own choice ("auto") answer the same prompts in turns, within one
+engine for each batch size. Each turn draws its order anew. The files lie in `<run_dir>/benchmark`: `decode.jsonl`, a
+record for each batch and draft size in the format of SGLang's bench_speculative.py; `decode.json`, all measurements;
+`decode.png`.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ def run(
 ) -> dict[str, Any]:
     """Measures, and writes the files.
 
-    What was measured of a batch size is kept in `decode_<batch>.json`, and not measured again.
+    The figures of a batch size are kept in `decode_<batch>.json`; a later run does not measure them again.
 
     Args:
-        compare: "transformers" lets that answer too, by itself and assisted by prompt lookup (batch 1); needs the extra
-            `reference`.
+        compare: "transformers" measures Hugging Face transformers too, plain and with prompt lookup (batch 1). It needs
+            the extra `reference`.
         target: an already loaded target; None loads `config.target`.
 
     Returns:
-        What `decode.json` holds.
+        The content of `decode.json`.
 
     Raises:
         ManifestError: the draft is missing, or was made for another target.
@@ -76,7 +76,7 @@ def run(
 
 
 def on_one_replica(config: RunConfig, measure: Callable[[Replica], None]) -> None:
-    """Measures on the replica of the first process; the other processes wait for its end."""
+    """Measures on the replica of process 0; the other processes wait for its end."""
     replica = own_replica(make_mesh(config.mesh))
     if 0 in replica.processes:
         with processes.among(replica.processes):
@@ -86,7 +86,13 @@ def on_one_replica(config: RunConfig, measure: Callable[[Replica], None]) -> Non
 
 @dataclasses.dataclass(frozen=True)
 class Material:
-    """What is measured, of which `identity` says all: prompts are token ids, `draft` as `Engine.load` takes it."""
+    """The target, draft and prompts of a measurement.
+
+    Attributes:
+        draft: as `Engine.load` takes it.
+        prompts: token ids.
+        identity: names everything that the figures depend on.
+    """
 
     target: Target
     draft: str
@@ -95,7 +101,7 @@ class Material:
 
     @classmethod
     def of(cls, config: RunConfig, prompts_path: disk.Path, target: Target | None, replica: Replica) -> Material:
-        """Raises ValueError: no usable prompts. ManifestError: no finished head."""
+        """Loads the target and encodes the prompts. Raises ValueError: no usable prompts; ManifestError: no head."""
         settings = config.benchmark
         asked = sources.spread(sources.read_file(prompts_path)[0], None)
         target = target or load_target(config.target, replica.decoding_mesh)
@@ -117,7 +123,7 @@ class Material:
         return cls(target, draft, [prompt["prompt"] for prompt in fitting], identity)
 
     def asked(self, count: int, start: int = 0) -> list[list[int]]:
-        """So many prompts, from one on; behind the last comes the first."""
+        """Returns `count` prompts from number `start` on, and begins anew behind the last."""
         return [self.prompts[i % len(self.prompts)] for i in range(start, start + count)]
 
 
@@ -153,10 +159,10 @@ def _run(
 def measure_batch(
     config: RunConfig, target: Target, draft: str, prompts: list[list[int]], batch: int, compare: str | None
 ) -> dict[str, Any]:
-    """One batch size: all ways answer the prompts in turns.
+    """Measures one batch size: all ways answer the prompts in turns.
 
     Returns:
-        `batch_size`, `bandwidth` (bytes a second, measured), and `ways`: a record of each.
+        `batch_size`, `requests`, `bandwidth` (measured, bytes a second), and `ways`, a record for each.
     """
     settings = config.benchmark
     params = SamplingParams(temperature=settings.temperature, max_tokens=settings.max_tokens, seed=config.seed)
@@ -167,7 +173,7 @@ def measure_batch(
         batch,
         max(map(len, prompts)) + settings.max_tokens,
         token_map=settings.token_map,
-        prefix_cache=False,  # the same prompts come again, and reading them is part of what is measured
+        prefix_cache=False,  # prompts repeat, and their prefill is part of the measurement
         simulated_acceptance=settings.simulated_acceptance,
     )
     engine.warm_up(greedy_alone=params.greedy)
@@ -180,10 +186,10 @@ def measure_batch(
     answers: dict[str, Answers] = {}
     with tqdm(total=settings.turns * len(ways), desc=f"batch {batch}", disable=processes.index() > 0) as bar:
         for turn in range(-1, settings.turns):
-            for name in random.Random(turn).sample(list(ways), len(ways)):  # none is always behind the same other
+            for name in random.Random(turn).sample(list(ways), len(ways)):  # no way always follows the same other
                 command.stop_point()
                 found, taken = ways[name]()
-                if turn < 0:  # wakes threads, allocators and caches; and "auto" has learned
+                if turn < 0:  # warm-up: threads, allocators, caches, and what "auto" learns
                     continue
                 answers[name] = found
                 seconds[name].append(taken)
@@ -219,7 +225,7 @@ def measure_batch(
 
 
 def decoding(engine: Engine, tier: Tier | None, prompts: list[list[int]], params: SamplingParams) -> Way:
-    """The engine's answers in one tier, or in those that it chooses."""
+    """Makes a way of the engine, pinned to one tier; None lets it choose."""
 
     def answer() -> tuple[Answers, float]:
         engine.tiers.pinned = tier
@@ -233,7 +239,7 @@ def decoding(engine: Engine, tier: Tier | None, prompts: list[list[int]], params
 
 
 def transformers_ways(target: Target, prompts: list[list[int]], batch: int, max_tokens: int) -> dict[str, Way]:
-    """Greedy decoding by Hugging Face transformers in PyTorch, in the same process and on the same cores."""
+    """Makes ways of Hugging Face transformers: greedy, in PyTorch, in the same process and on the same cores."""
     import torch
     import transformers
 
@@ -264,13 +270,13 @@ def transformers_ways(target: Target, prompts: list[list[int]], batch: int, max_
         return Answers(texts), time.perf_counter() - start
 
     ways: dict[str, Way] = {TRANSFORMERS: answer}
-    if batch == 1:  # it assists single requests alone
+    if batch == 1:  # transformers assists single requests alone
         ways[ASSISTED] = lambda: answer(prompt_lookup_num_tokens=8)
     return ways
 
 
 def _can_compare(temperature: float) -> None:
-    """Raises ValueError where transformers cannot be measured, before anything is."""
+    """Checks that transformers can be measured, before work begins. Raises ValueError."""
     if importlib.util.find_spec("torch") is None:
         raise ValueError("--compare transformers: got no PyTorch, expected the extra `reference`")
     if temperature > 0:
@@ -278,13 +284,13 @@ def _can_compare(temperature: float) -> None:
 
 
 def _until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
-    """An answer without the padding behind its end-of-sequence token."""
+    """Cuts the padding behind an answer's end-of-sequence token."""
     stop = next((i for i, token in enumerate(tokens) if token in ends), len(tokens) - 1)
     return tokens[: stop + 1]
 
 
 def records(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """One for each batch and draft size, as SGLang's bench_speculative.py writes them; vanilla has sizes of 0."""
+    """Lists a record for each batch and draft size, as SGLang's bench_speculative.py does; vanilla has sizes of 0."""
     keys = ("steps", "topk", "num_draft_tokens", "acc_length", "step_time", "speed", "completion_tokens")
     return [
         {"batch_size": batch["batch_size"]} | {key: way[key] for key in keys} | {"lookup_tokens": way["lookup_tokens"]}
@@ -295,7 +301,7 @@ def records(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report as fixed-width text, and the fastest way at each batch size."""
+    """Formats the report as fixed-width text, with the fastest way at each batch size."""
     head = ("", "tokens/s", "speed-up", "acc_length", "round ms", *profile.STAGES, "host", "bandwidth", "identical")
     lines, best = [], []
     for batch in report["batches"]:
@@ -383,7 +389,7 @@ def _write(folder: disk.Path, report: dict[str, Any]) -> None:
 
 
 def _finished(path: disk.Path, identity: dict[str, Any]) -> dict[str, Any] | None:
-    """What was measured of a batch size, if it was this very measurement."""
+    """Reads the kept figures of a batch size; None where they belong to another measurement."""
     try:
         found = disk.read_json(path)
     except (OSError, ValueError):

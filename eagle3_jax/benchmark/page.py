@@ -33,7 +33,7 @@ th:first-child, td:first-child, td.name { text-align: left; }
 
 
 def html(report: dict[str, Any]) -> str:
-    """The page of what `servers.run` measured."""
+    """Renders the report of `servers.run`."""
     ways, hardware, asked = report["ways"], report["hardware"], report["traffic"]
     where = hardware["accelerator"] or f"{hardware['cpu']}, {hardware['cores']} cores"
     target = escape(report["target"]["name"])
@@ -64,13 +64,13 @@ def html(report: dict[str, Any]) -> str:
 
 
 def titles(asked: dict[str, Any]) -> list[str]:
-    """Of the levels of a `TrafficConfig`."""
+    """Names the levels of a `TrafficConfig`."""
     clients = [f"{n} client{'s' if n > 1 else ''}" for n in asked["concurrency"]]
     return clients + [f"{rate:g} requests a second" for rate in asked["rates"]]
 
 
 def speed_up(vanilla: dict[str, Any], level: dict[str, Any]) -> str:
-    """By mean time per output token; "-" where every answer of one of them came in one chunk."""
+    """Divides the mean times per output token; "-" where all answers of either came in one chunk."""
     mine, other = level["tpot"], vanilla["tpot"]
     return "-" if mine is None or other is None else f"{other['mean'] / mine['mean']:.2f}x"
 

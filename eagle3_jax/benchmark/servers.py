@@ -1,11 +1,11 @@
 """`python -m eagle3_jax.benchmark serve`: latency and throughput of a server under traffic, with drafts and without.
 
-Starts `python -m eagle3_jax.serve` twice: without drafts, and with what `serve` is configured to draft with. Others
-that run already (`--compare NAME=URL`) are asked beside them. On CPUs all of them take turns, level by level: a slow
-minute of the machine meets each. An accelerator has room for one server: there the next one starts when one has ended.
+`python -m eagle3_jax.serve` is started twice: without drafts, and with the draft that `serve` configures. Servers that
+run already (`--compare NAME=URL`) are measured beside them. On CPUs all of them take turns, level by level, so that a
+slow minute of the machine meets each. An accelerator has room for one server: there the next starts when one has ended.
 
-Writes to `<run_dir>/benchmark`: `serve.json`, all that was measured, and `serve.html`, one page with the charts. What
-was measured of a server is kept in `serve_<name>.json` after each level, and not measured again.
+The files lie in `<run_dir>/benchmark`: `serve.json`, all measurements, and `serve.html`, one page with the charts. The
+figures of a server are kept in `serve_<name>.json` after each level; a later run does not measure them again.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def run(
 
     Args:
         others: name -> URL of further servers, with the version: http://127.0.0.1:8001/v1.
-        keys: name -> API key, of those that want one. It is written nowhere.
+        keys: name -> API key of the servers that want one. Keys are written nowhere.
 
     Returns:
-        What `serve.json` holds.
+        The content of `serve.json`.
 
     Raises:
-        ValueError: no usable prompts, a name that is taken, a device that another process holds, a server that does not
-            start or does not answer.
+        ValueError: there are no prompts, a name is taken, another process holds the device, or a server does not start
+            or answer.
     """
     prompts_path, others, keys = disk.path_of(prompts_path), others or {}, keys or {}
     if taken := {VANILLA, SPECULATIVE} & set(others):
@@ -83,9 +83,9 @@ def run(
     for name, url in others.items():
         measured.append(other := _Measured(name, folder, identity | {"url": url}, _running(url, keys.get(name))))
         other.read()
-        if len(other.levels) < len(_loads(config.traffic)):  # one that is not there costs no hours of the others
+        if len(other.levels) < len(_loads(config.traffic)):  # a missing server is found before hours of measuring
             found_at(url.rstrip("/"), keys.get(name))
-    # A process that has an accelerator has all of its memory.
+    # A process on an accelerator takes all of its memory.
     for group in [measured] if hardware["accelerator"] is None else [[one] for one in measured]:
         _take_turns(group, prompts, config)
     ways: dict[str, dict[str, Any]] = {one.name: {"model": one.model, "levels": one.levels} for one in measured}
@@ -103,7 +103,7 @@ def run(
 
 @dataclasses.dataclass
 class _Measured:
-    """A server, and what is known of it: `levels` are as those of `serve.json`, without `identical`."""
+    """A server and its figures: `levels` as in `serve.json`, without `identical`."""
 
     name: str
     folder: disk.Path
@@ -117,7 +117,7 @@ class _Measured:
         return self.folder / f"serve_{self.name}.json"
 
     def read(self) -> None:
-        """What an earlier run measured, if it was this very measurement."""
+        """Reads the figures of an earlier run, if it was this very measurement."""
         with contextlib.suppress(OSError, ValueError):
             kept = disk.read_json(self.path)
             if kept.get("identity") == self.identity:
@@ -129,12 +129,12 @@ class _Measured:
 
 
 def _loads(traffic: TrafficConfig) -> Sequence[tuple[str, int | float]]:
-    """Of each level: its kind, and how much."""
+    """Lists the levels: (kind, clients or requests a second)."""
     return [("concurrency", clients) for clients in traffic.concurrency] + [("rate", rate) for rate in traffic.rates]
 
 
 def _take_turns(group: Sequence[_Measured], prompts: Sequence[Prompt], config: RunConfig) -> None:
-    """Measures what is missing of each: a level of all of them, then the next, whose prompts are those that follow.
+    """Measures the missing levels of each server, level by level; each level has the next prompts.
 
     Raises:
         ValueError: a server does not start, or answers nothing.
@@ -158,7 +158,7 @@ def _take_turns(group: Sequence[_Measured], prompts: Sequence[Prompt], config: R
         for done, (kind, load) in enumerate(tqdm(loads, desc=", ".join(servers), disable=not servers)):
             count = max(settings.requests, 2 * int(load) if kind == "concurrency" else 0)
             asked = list(itertools.islice(cycle, count))
-            for one in missing[:: (1, -1)[done % 2]]:  # nobody is always the first
+            for one in missing[:: (1, -1)[done % 2]]:  # no server is always the first
                 if len(one.levels) > done:
                     continue
                 command.stop_point()
@@ -188,7 +188,7 @@ async def _drive(
 
 
 def _hardware() -> dict[str, Any]:
-    """`machine.hardware`, asked in a process of its own: one that asks JAX keeps a TPU, which the servers need."""
+    """Asks `machine.hardware` in a process of its own: a process that asks JAX holds the TPU, which the servers need."""
     code = "import json; from eagle3_jax.runs import environment, machine; environment.prepare()"
     code += "; print(json.dumps(machine.hardware()))"
     asked = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False)
@@ -198,7 +198,7 @@ def _hardware() -> dict[str, Any]:
 
 
 def _configured(config: RunConfig, *, vanilla: bool) -> dict[str, Any]:
-    """What a server is started with."""
+    """Returns the configuration that a server is started with."""
     values = configs.to_dict(config)
     values["serve"] |= {"port": 0, "host": "127.0.0.1", "api_key_variable": None, "api_key_file": None}
     if vanilla:
@@ -208,14 +208,14 @@ def _configured(config: RunConfig, *, vanilla: bool) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _started(values: dict[str, Any], path: pathlib.Path) -> Iterator[Server]:
-    """A server of this package, while it is asked. Raises ValueError: it does not start."""
+    """Runs a server of this package while it is measured. Raises ValueError: it does not start."""
     with disk.atomic(path) as temporary:
         temporary.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
     words = [sys.executable, "-m", "eagle3_jax.serve", "--config", str(path)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            said = process.stdout.readline()  # when it listens, or has ended
+            said = process.stdout.readline()  # comes once the server listens, or has ended
             found = re.match(r"(http://\S+) answers", said)
             if found is None:
                 raise ValueError(f"{path}: got {_end(process.wait())} from the server, expected that it answers")
@@ -240,7 +240,7 @@ def _running(url: str, key: str | None) -> Iterator[Server]:
 
 
 def found_at(url: str, key: str | None = None) -> Server:
-    """A server, asked for its first model. Raises ValueError: none, or no such server."""
+    """Asks a server for its first model. Raises ValueError: it does not answer, or has none."""
     server = Server(url, "", key)
     try:
         listed = httpx2.get(f"{url}/models", headers=server.headers, timeout=30).raise_for_status().json()
@@ -250,7 +250,7 @@ def found_at(url: str, key: str | None = None) -> Server:
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report as fixed-width text."""
+    """Formats the report as fixed-width text."""
     lines = []
     levels = zip(*(way["levels"] for way in report["ways"].values()), strict=True)
     for title, of_ways in zip(page.titles(report["traffic"]), levels, strict=True):

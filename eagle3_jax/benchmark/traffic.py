@@ -1,10 +1,10 @@
-"""Traffic for a server of OpenAI's API, and what its clients see of it: latency and throughput.
+"""Traffic for a server of OpenAI's API: latency and throughput as its clients see them.
 
 The words are those of SGLang's and vLLM's bench_serving: TTFT, time to the first token; TPOT, time per output token
 behind the first; ITL, inter-token latency, where the tokens of one chunk share the time since the chunk before.
 
-Tokens are counted by the server. Where it counts them in its last event alone (OpenAI, older SGLang) they are shared
-out over the pieces of text: TTFT, latency and throughput are as exact as elsewhere, TPOT and ITL are estimates then.
+The server counts the tokens. Some (OpenAI, older SGLang) count them in the last event alone; the count is then spread
+over the pieces of text. TTFT, latency and throughput stay exact; TPOT and ITL become estimates.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Timing:
     """One request as its client saw it; seconds.
 
     Attributes:
-        sent: since the traffic began.
-        chunks: time since it was sent, and new tokens, of every part of the answer.
-        error: what the server or the connection said instead of an answer.
+        sent: seconds since the traffic began.
+        chunks: for every part of the answer, seconds since `sent` and new tokens.
+        error: the message of the server or the connection, where there is no answer.
     """
 
     category: str
@@ -60,7 +60,7 @@ class Timing:
 
     @property
     def tpot(self) -> float | None:
-        """None where one chunk is all."""
+        """Time per output token behind the first chunk; None where there is one chunk alone."""
         behind = self.tokens - self.chunks[0][1]
         return (self.latency - self.ttft) / behind if behind else None
 
@@ -75,12 +75,12 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """Where requests go.
+    """A server of OpenAI's API.
 
     Attributes:
         url: with the version, as OpenAI's clients take it: http://127.0.0.1:8000/v1.
-        key: shown to it, where it wants one, and to nobody else.
-        counts_on: whether it is asked to count tokens in every event; who does not know that ignores or refuses it.
+        key: its API key, if it wants one.
+        counts_on: asks it to count tokens in every event. A server that cannot ignores or refuses the field.
     """
 
     url: str
@@ -93,7 +93,7 @@ class Server:
         return {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
 
     async def ask(self, client: httpx2.AsyncClient, prompt: Prompt, start: float, **params: Any) -> Timing:
-        """Sends a prompt, takes its answer as a stream. A refusal or a broken connection is a timing with `error`."""
+        """Sends a prompt and reads the streamed answer. A refusal or a broken connection is a timing with `error`."""
         sent = time.perf_counter()
         category = prompt.get("category") or "all"
         body = {
@@ -116,8 +116,8 @@ class Server:
 
 
 async def _read(response: httpx2.Response, timing: Timing, sent: float) -> Timing:
-    """The answer's chunks."""
-    counted: list[tuple[float, int]] = []  # by the usage of the events
+    """Reads the answer's chunks."""
+    counted: list[tuple[float, int]] = []  # from the events' usage
     pieces: list[tuple[float, str]] = []
     usage: dict[str, Any] = {}
     async for line in _lines(response):
@@ -145,7 +145,7 @@ async def _read(response: httpx2.Response, timing: Timing, sent: float) -> Timin
 
 
 async def _lines(response: httpx2.Response) -> AsyncIterator[str]:
-    """Lines end with a line feed alone: text in an event may hold what Unicode also breaks lines at."""
+    """Splits at line feeds alone: an event's text may hold Unicode's other line breaks."""
     held = b""
     async for part in response.aiter_bytes():
         *whole, held = (held + part).split(b"\n")
@@ -160,7 +160,7 @@ def _text(delta: Mapping[str, Any]) -> str:
 
 
 def _shared(pieces: Sequence[tuple[float, str]], tokens: int) -> list[tuple[float, int]]:
-    """Tokens that were counted once, over an answer's pieces: one each, and the others by their lengths."""
+    """Spreads a token count over the pieces of an answer: one each, the others by the pieces' lengths."""
     spare, length = max(0, tokens - len(pieces)), sum(len(text) for _, text in pieces)
     chunks, given, written = [], 0, 0
     for number, (seconds, text) in enumerate(pieces, 1):
@@ -175,7 +175,7 @@ Ask = Callable[[Prompt], Awaitable[Timing]]
 
 
 async def closed_loop(ask: Ask, prompts: Sequence[Prompt], concurrency: int) -> list[Timing]:
-    """So many clients, each of which sends its next prompt when it has its answer. In the prompts' order."""
+    """Runs `concurrency` clients; each sends the next prompt when it has its answer. Returns the prompts' order."""
     timings: list[Timing | None] = [None] * len(prompts)
     waiting = iter(range(len(prompts)))
 
@@ -188,7 +188,7 @@ async def closed_loop(ask: Ask, prompts: Sequence[Prompt], concurrency: int) -> 
 
 
 async def poisson(ask: Ask, prompts: Sequence[Prompt], rate: float, seed: int) -> list[Timing]:
-    """Prompts that arrive at random, `rate` a second on average, whether or not others are answered. In their order."""
+    """Sends prompts at random times, `rate` a second on average, answered or not. Returns the prompts' order."""
     draw, tasks = random.Random(seed), []
     due = time.perf_counter()
     for prompt in prompts:
@@ -203,12 +203,12 @@ async def _awaited(ask: Ask, prompt: Prompt) -> Timing:
 
 
 def summary(timings: Sequence[Timing]) -> dict[str, Any]:
-    """What all requests of one traffic saw: overall, and under `categories`.
+    """Sums up the requests of one level: overall, and under `categories`.
 
     Returns:
-        `requests`, `failed` and the first of their `errors`; `tokens`, `tokens_per_second` and `requests_per_second`
-        over the `seconds` from the first request to the last answer; `ttft`, `tpot`, `itl`, `latency` in seconds: mean,
-        p50, p95, p99; `prompt_tokens`, `cached_tokens`.
+        `requests`, `failed` and the first `errors`; `seconds` from the first request to the last answer; over them
+        `tokens`, `tokens_per_second` and `requests_per_second`; `prompt_tokens` and `cached_tokens`; mean, p50, p95 and
+        p99 of `ttft`, `tpot`, `itl` and `latency`, in seconds.
     """
     answered = [timing for timing in timings if timing.error is None]
     found = _figures(answered) | {
@@ -242,7 +242,7 @@ def _figures(timings: Sequence[Timing]) -> dict[str, Any]:
 
 
 def _distribution(values: Sequence[float]) -> dict[str, float] | None:
-    """Mean and percentiles; None of nothing."""
+    """Computes mean and percentiles; None without values."""
     if not values:
         return None
     percentiles = np.percentile(values, _PERCENTILES).tolist()

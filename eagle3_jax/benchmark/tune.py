@@ -1,14 +1,12 @@
-"""`python -m eagle3_jax.benchmark tune`: the fastest draft size for a head and kind of prompt, here.
+"""`python -m eagle3_jax.benchmark tune`: the fastest draft size for a head and kind of prompt, on this machine.
 
-A race (successive elimination): in each turn every size that is still in it, and the default (an engine of its own, of
-`tree="auto"`, whatever the sizes raced), answer the same next prompts, in an order drawn anew; a size that is slower
-than the leader beyond doubt leaves. The race ends when one is left, or after `benchmark.tune_turns`. Its winner was
-chosen for its times, so they flatter it: how far it is ahead of the default is measured anew, on the prompts that come
-next.
+The sizes race (successive elimination). In each turn the sizes still in the race answer the same next prompts, in an
+order drawn anew; so does the default, an engine of its own with `tree="auto"`. A size that is slower than the leader
+beyond doubt leaves. The race ends when one is left, or after `benchmark.tune_turns`. The winner was chosen for its
+times, so they flatter it: its lead over the default is measured anew, on the prompts that come next.
 
-Writes to `<run_dir>/benchmark`: `tune.json`, `tune.jsonl` in the format of SGLang's bench_speculative.py, and
-`tuned.yaml`: the run's config with the fastest sizes and the draft that they were raced with, which `serve` and
-`evaluate` read.
+The files lie in `<run_dir>/benchmark`: `tune.json`; `tune.jsonl` in the format of SGLang's bench_speculative.py; and
+`tuned.yaml`, which `serve` and `evaluate` read: the run's config with the fastest sizes and the draft of the race.
 """
 
 from __future__ import annotations
@@ -37,29 +35,29 @@ from eagle3_jax.mesh import Replica, fetch, mesh_of
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.runs import command, disk, processes
 
-# Raced where `benchmark.trees` names none: chains and, of a head, trees as they are served.
+# Default racers: chains, and for a head trees too.
 CHAINS = tuple(DraftTree(num_steps=n, topk=1, num_draft_tokens=n + 1) for n in (1, 2, 3, 4, 5, 7))
 TREES = tuple(
     DraftTree(num_steps=steps, topk=topk, num_draft_tokens=size)
     for steps, topk, size in ((2, 2, 4), (3, 2, 6), (3, 3, 8), (4, 3, 12), (5, 4, 16))
 )
-LEAST_TURNS = 3  # before anyone leaves: fewer say nothing about the spread
-FRESH_TURNS = 6  # behind the race, of its winner and the default alone
+LEAST_TURNS = 3  # before any size leaves: fewer say nothing about the spread
+FRESH_TURNS = 6  # behind the race, for its winner and the default alone
 CONFIDENCE = 0.95
 
 
 @dataclasses.dataclass
 class Race:
-    """Seconds a token of each size, by turn; the sizes of a turn answered the same prompts.
+    """Times of the sizes; in each turn all answered the same prompts.
 
     Attributes:
-        taken: by name. All have as many turns as they were in the race.
+        taken: name -> seconds a token, for each turn that the size was in the race.
     """
 
     taken: dict[str, list[float]]
 
     def ratio(self, name: str, other: str) -> tuple[float, float, float]:
-        """How many times as fast `name` is as `other`: the geometric mean over the turns of both, and its interval."""
+        """Computes the speed-up of `name` over `other`: the geometric mean over their common turns, and its interval."""
         turns = min(len(self.taken[name]), len(self.taken[other]))
         logs = np.log(self.taken[other][:turns]) - np.log(self.taken[name][:turns])
         mean = float(np.mean(logs))
@@ -69,12 +67,12 @@ class Race:
         return float(np.exp(mean)), float(np.exp(mean - half)), float(np.exp(mean + half))
 
     def leader(self, among: Sequence[str]) -> str:
-        """The fastest by its median over the turns that all of these had."""
+        """Returns the fastest by the geometric mean over the turns that all of these had."""
         turns = min(len(self.taken[name]) for name in among)
         return min(among, key=lambda name: statistics.fmean(np.log(self.taken[name][:turns])))
 
     def left(self, among: Sequence[str]) -> list[str]:
-        """Those that may still be the fastest: the leader, and who is not slower than it beyond doubt."""
+        """Returns the sizes that may still be the fastest: the leader, and those not slower beyond doubt."""
         leader = self.leader(among)
         if len(self.taken[leader]) < LEAST_TURNS:
             return list(among)
@@ -85,7 +83,7 @@ def run(config: RunConfig, prompts_path: str | disk.Path, target: Target | None 
     """Races, and writes the files. On several processes one replica of the mesh races.
 
     Returns:
-        What `tune.json` holds: `batches`, of each the sizes with their speed, and the `best`.
+        The content of `tune.json`: for each of `batches` the sizes with their speed, and the `best`.
 
     Raises:
         ManifestError: the draft is missing, or was made for another target.
@@ -104,7 +102,7 @@ def run(config: RunConfig, prompts_path: str | disk.Path, target: Target | None 
 
 
 def race(config: RunConfig, what: Material, batch: int) -> dict[str, Any]:
-    """One batch size."""
+    """Races the sizes at one batch size."""
     settings = config.benchmark
     params = SamplingParams(temperature=settings.temperature, max_tokens=settings.max_tokens, seed=config.seed)
     engine = Engine.load(
@@ -135,7 +133,7 @@ def race(config: RunConfig, what: Material, batch: int) -> dict[str, Any]:
             if race is found:
                 answers[name].append(answered)
 
-    take(0, [*running, decode.AUTO], Race({name: [] for name in found.taken}))  # wakes threads, allocators and caches
+    take(0, [*running, decode.AUTO], Race({name: [] for name in found.taken}))  # warm-up
     with tqdm(total=settings.tune_turns + FRESH_TURNS, desc=f"batch {batch}", disable=processes.index() > 0) as bar:
         for turn in range(settings.tune_turns):
             take(turn, [*running, decode.AUTO], found)
@@ -179,9 +177,9 @@ def race(config: RunConfig, what: Material, batch: int) -> dict[str, Any]:
 
 
 def _default(engine: Engine) -> Engine:
-    """The engine that a user has who names no size, over the same weights."""
+    """Builds the engine of a user who names no size, over the same weights."""
     on_mesh = mesh_of(engine.target.embed[...]) is not None
-    draft = fetch(engine.draft) if on_mesh else engine.draft  # an engine spreads what its process holds whole
+    draft = fetch(engine.draft) if on_mesh else engine.draft  # an engine shards a draft that its process holds whole
     return Engine(
         engine.target,
         engine.tokenizer,
@@ -193,10 +191,10 @@ def _default(engine: Engine) -> Engine:
 
 
 def tuned(config: RunConfig, report: dict[str, Any]) -> dict[str, Any]:
-    """The run's config with the fastest size for each verb's batch, that of the nearest batch size measured.
+    """Returns the run's config with each verb's fastest size: that of the measured batch size nearest to the verb's.
 
-    The draft is the one that was raced. Where vanilla decoding is the fastest, or the default faster than any size, the
-    verb keeps its own, and the engine chooses ("auto").
+    The draft is the one of the race. Where vanilla decoding or the default is the fastest, the verb keeps its draft and
+    the engine chooses ("auto").
     """
     values = configs.to_dict(config)
     fields = {"num_steps": "steps", "topk": "topk", "num_draft_tokens": "num_draft_tokens"}
@@ -213,7 +211,7 @@ def tuned(config: RunConfig, report: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report as fixed-width text, and the fastest size at each batch size."""
+    """Formats the report as fixed-width text, with the fastest size at each batch size."""
     lines, best = [], []
     for batch in report["batches"]:
         rows: list[tuple[str, ...]] = [
