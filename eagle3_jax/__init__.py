@@ -50,10 +50,10 @@ __all__ = [
     "load_target",
 ]
 
-# Versions of jaxlib that are wrong on CPUs, silently. 0.10.2 loses rows of reductions (jax#39103). Since then XLA joins
+# Versions of jaxlib that are silently wrong on CPUs. 0.10.2 loses rows of reductions (jax#39103). Since then XLA joins
 # a product and the reduction behind it into one call of YNNPACK, which is wrong where an operand of the product is one
 # number broadcast, as in gradients of sums. 0.12.0.1 does so too, but tests show that no round or training step has
-# such a call under 0.10.1 or 0.12.0.1; of the versions between them nothing shows it.
+# such a call under 0.10.1 or 0.12.0.1. The versions between them are untested.
 _WRONG_ON_CPU = frozenset({"0.10.2", "0.11.0", "0.11.1", "0.11.2", "0.12.0"})
 
 

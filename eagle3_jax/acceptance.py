@@ -1,7 +1,7 @@
 """Acceptance: rounds and accepted drafts, counted by depth, and the two figures that follow from them: tau and alpha.
 
-The figures of the EAGLE papers (EAGLE-3: arXiv 2503.01840), counted as SGLang and vLLM do: a round that ends on an
-accepted end-of-sequence token, or at the limit of the answer, counts a bonus token that is not in the answer.
+These are the figures of the EAGLE papers (EAGLE-3: arXiv 2503.01840), counted as SGLang and vLLM do. A round that ends
+on an accepted end-of-sequence token, or at the answer's limit, counts a bonus token that is not in the answer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class AcceptanceCounts:
     """Counts over rounds; they add up.
 
     Attributes:
-        rounds: passes of the target that verify drafts. Prefill, which gives an answer's first token, is none.
+        rounds: passes of the target that verify drafts. Prefill, which gives an answer's first token, is not counted.
         accepted: rounds in which the draft at depth 1, 2, ... was accepted, and so all drafts before it.
     """
 
@@ -26,13 +26,13 @@ class AcceptanceCounts:
     accepted: list[int] = dataclasses.field(default_factory=list)
 
     def __add__(self, other: AcceptanceCounts) -> AcceptanceCounts:
-        """The sum by depth; a depth that one of them lacks counts 0 there."""
+        """Adds by depth; a missing depth counts 0."""
         accepted = itertools.zip_longest(self.accepted, other.accepted, fillvalue=0)
         return AcceptanceCounts(self.rounds + other.rounds, [a + b for a, b in accepted])
 
     @classmethod
     def total(cls, counts: Iterable[AcceptanceCounts]) -> AcceptanceCounts:
-        """The sum of all counts."""
+        """Sums counts."""
         return functools.reduce(operator.add, counts, cls())
 
     @property

@@ -114,7 +114,7 @@ def _measure(
                 )
         found = data_parallel.together(works) if works else []
     own = [{name: dataclasses.asdict(tally) for name, tally in tallies.items()} for tallies in found]
-    # The processes of a replica counted the same.
+    # The processes of a replica count the same.
     gathered = processes.gather(own if processes.index() == replica.leader else [])
     tallies = [
         {name: Tally(**tally | {"counts": AcceptanceCounts(**tally["counts"])}) for name, tally in row.items()}
@@ -154,7 +154,7 @@ def _shares(prompts: Sequence[Mapping[str, Any]], engines: int, batch_size: int)
 
 
 def summary(report: dict[str, Any]) -> str:
-    """A line for each category, and one for all."""
+    """Formats the report as a line for each category, and one for all."""
     rows: list[tuple[str, ...]] = [("", "tau", "speed-up", "vanilla", "speculative tok/s", "identical")]
     for name, part in [*report["categories"].items(), ("all", report)]:
         rates = part["tokens_per_second"]
@@ -165,7 +165,7 @@ def summary(report: dict[str, Any]) -> str:
 
 
 def _finished(output: disk.Path, identity: dict[str, Any], replace: bool) -> bool:
-    """Whether `output` holds the report of this measurement. Raises ManifestError: it holds another file."""
+    """Tells whether `output` holds the report of this measurement. Raises ManifestError: it holds another file."""
     if not output.exists():
         return False
     try:

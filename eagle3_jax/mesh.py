@@ -1,6 +1,6 @@
-"""Devices as a data x model mesh, the processes that share its rows, and where arrays lie on it.
+"""The data x model mesh of devices, the processes that share its rows, and the shardings of arrays on it.
 
-Both axes are Auto: programs are written for one device, inputs and parameters say where they lie, and the compiler
+Both axes are Auto: programs are written for one device, inputs and parameters carry shardings, and the compiler
 propagates the rest (GSPMD).
 """
 
@@ -24,16 +24,16 @@ AXES = ("data", "model")
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh with the axes ("data", "model"), each row within one host or over whole hosts.
+    """Makes a mesh with the axes ("data", "model"), each row within one host or over whole hosts.
 
-    On TPUs a row is a compact block of the topology
-    (2x2 or 2x4 chips), and neighbours in the row are neighbours in the topology.
+    On TPUs a row is a compact block of the topology (2x2 or 2x4 chips), and neighbours in the row are neighbours in the
+    topology.
 
     Args:
         devices: all devices of all hosts by default. A smaller mesh takes the first ones, on a single host only.
 
     Raises:
-        ValueError: the devices are too few, or do not divide into the axes; a row would share a host with another.
+        ValueError: the devices are too few, or do not divide into the axes; or two rows would share a host.
     """
     devices = jax.devices() if devices is None else list(devices)
     count = len(devices)
@@ -57,7 +57,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def _host_rows(devices: Sequence[Any], size: int) -> list[list[Any]]:
-    """Rows of `size` devices, host by host. Raises ValueError: a row that shares a host with another."""
+    """Cuts the devices into rows of `size`, host by host. Raises ValueError: two rows would share a host."""
     hosts = _hosts(devices)
     counts = {len(host) for host in hosts}
     if len(counts) > 1:
@@ -70,7 +70,7 @@ def _host_rows(devices: Sequence[Any], size: int) -> list[list[Any]]:
 
 
 def _hosts(devices: Sequence[Any]) -> list[list[Any]]:
-    """The devices of each host, hosts in order of their process."""
+    """Groups the devices by host, in order of the hosts' processes."""
     hosts: dict[int, list[Any]] = {}
     for device in devices:
         hosts.setdefault(device.process_index, []).append(device)
@@ -78,9 +78,9 @@ def _hosts(devices: Sequence[Any]) -> list[list[Any]]:
 
 
 def _block_rows(devices: Sequence[Any], size: int) -> list[list[Any]] | None:
-    """Rows of `size` devices as equal blocks of the topology; None where the devices fill no box of equal hosts.
+    """Cuts the topology into equal blocks of `size` devices; None where the devices fill no box of equal hosts.
 
-    A block divides a host or is a box of whole hosts, whose chips follow each other; the most compact block is taken.
+    A block divides a host or is a box of whole hosts, whose chips follow each other; the most compact one is taken.
     """
     places = {_place(device): device for device in devices if getattr(device, "coords", None) is not None}
     if len(places) < len(devices):
@@ -103,7 +103,7 @@ def _block_rows(devices: Sequence[Any], size: int) -> list[list[Any]] | None:
         return None
     block = min(blocks, key=lambda block: (sum(block), [-side for side in reversed(block)]))
     origin = tuple(map(min, zip(*places, strict=True)))
-    inner = min(block, host, key=math.prod)  # of a host: its chips come one behind the other
+    inner = min(block, host, key=math.prod)  # the part within a host, whose chips follow each other
     rows = []
     for corner in _winding(tuple(whole // part for whole, part in zip(bounds, block, strict=True))):
         row: list[Any] = []
@@ -119,22 +119,22 @@ def _block_rows(devices: Sequence[Any], size: int) -> list[list[Any]] | None:
 
 
 def _distance(device: Any, other: Any) -> int:
-    """Steps along the axes of the topology."""
+    """Counts the steps along the axes of the topology."""
     return sum(abs(a - b) for a, b in zip(_place(device), _place(other), strict=True))
 
 
 def _place(device: Any) -> tuple[int, ...]:
-    """The chip's coordinates and the core's number on it."""
+    """Returns the chip's coordinates and the core's number on it."""
     return (*device.coords, getattr(device, "core_on_chip", 0))
 
 
 def _box(places: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """The sides of the smallest box around the places."""
+    """Returns the sides of the smallest box around the places."""
     return tuple(max(axis) - min(axis) + 1 for axis in zip(*places, strict=True))
 
 
 def _factors(size: int, count: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write `size` as a product of `count` factors."""
+    """Yields all ways to write `size` as a product of `count` factors."""
     if count == 1:
         yield (size,)
         return
@@ -144,7 +144,7 @@ def _factors(size: int, count: int) -> Iterator[tuple[int, ...]]:
 
 
 def _winding(sides: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """All places of a box, each beside the one before: the longest side first, back and forth.
+    """Lists all places of a box, each beside the one before: the longest side first, back and forth.
 
     A box of 2 x N closes to a ring.
     """
@@ -156,21 +156,22 @@ def _winding(sides: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def decoding_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """The devices that an engine on its own decodes on: the first ones, as many as the model axis has."""
+    """Makes the mesh of a single engine: the first devices, as many as the model axis has."""
     devices = jax.devices() if devices is None else devices
     return make_mesh(MeshConfig(data=1, model=config.model), devices[: config.model])
 
 
 @dataclasses.dataclass(frozen=True)
 class Replica:
-    """Rows of a mesh that the same processes hold, so that these processes work on their own.
+    """Rows of a mesh that the same processes hold; these processes work on their own.
 
-    The model axis within a process: all rows of one process. The model axis over several processes: one row of theirs.
+    Where the model axis lies within a process, a replica is all rows of that process. Where it spans several processes,
+    a replica is one row.
 
     Attributes:
         mesh: the rows, (some of data) x model.
-        index: its number among the `count` replicas; the processes of one replica have the same.
-        leader: the process among `processes` that writes results which all of them hold.
+        index: its number among the `count` replicas, the same on all its processes.
+        leader: the process among `processes` that writes the results they all hold.
     """
 
     mesh: Mesh
@@ -194,7 +195,7 @@ class Replica:
 
 
 def replicas(mesh: Mesh) -> list[Replica]:
-    """The mesh as independent parts, in the order of their first rows."""
+    """Splits the mesh into replicas, in the order of their first rows."""
     parts: dict[tuple[int, ...], list[int]] = {}
     for number, row in enumerate(mesh.devices):
         parts.setdefault(tuple(sorted({device.process_index for device in row})), []).append(number)
@@ -205,41 +206,41 @@ def replicas(mesh: Mesh) -> list[Replica]:
 
 
 def own_replica(mesh: Mesh) -> Replica:
-    """The replica that this process works for."""
+    """Returns the replica of this process."""
     return next(part for part in replicas(mesh) if jax.process_index() in part.processes)
 
 
 def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """The whole array on every device."""
+    """Returns the sharding that puts the whole array on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """The leading dimension split over the data axis."""
+    """Returns the sharding that splits the leading dimension over the data axis."""
     return NamedSharding(mesh, PartitionSpec("data"))
 
 
 def put(value: np.ndarray, sharding: Sharding) -> jax.Array:
-    """A host array, the same on all processes that share `sharding`, on its devices.
+    """Puts a host array, equal on all processes that share `sharding`, on its devices.
 
-    Unlike `jax.device_put`, which sends the whole array to all processes to see whether it is the same there.
+    `jax.device_put` would send the whole array to all processes, to check that it is the same there.
     """
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 
 def mesh_set(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    """The context in which the mesh is set, over which caches and kernels are split; None is one device."""
+    """Sets the mesh over which caches and kernels are split, for a `with` block; None is one device."""
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def mesh_of(array: jax.Array) -> Mesh | None:
-    """The mesh that an array lies on; None for one that a mesh did not place."""
+    """Returns the mesh that an array lies on; None if no mesh placed it."""
     sharding = array.sharding
     return sharding.mesh if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) else None
 
 
 def on_row(tree: Any, row: Mesh) -> Any:
-    """Arrays that lie on several rows of a mesh, the same on each, as arrays on one of the rows; nothing is copied.
+    """Views arrays that are replicated over the rows of a mesh as arrays on one row; copies nothing.
 
     Args:
         row: one of `Replica.rows`.
@@ -254,7 +255,7 @@ def on_row(tree: Any, row: Mesh) -> Any:
 
 
 def fetch(tree: Any) -> Any:
-    """Arrays as whole numpy arrays, on each of the processes that share them."""
+    """Fetches whole arrays as numpy arrays, on each of the processes that share them."""
 
     def readable(x: jax.Array) -> jax.Array:
         if x.is_fully_addressable or x.is_fully_replicated or not isinstance(x.sharding, NamedSharding):
@@ -265,7 +266,7 @@ def fetch(tree: Any) -> Any:
 
 
 def constrain(tree: Any, rules: Sequence[tuple[str, PartitionSpec]]) -> Any:
-    """Inside a program: has the leaves lie where the rules say (see `shardings`) on the mesh that is set, if one is."""
+    """Constrains the leaves, inside a program, to the rules' shardings (see `shardings`) on the mesh set, if any."""
     mesh = jax.sharding.get_abstract_mesh()
     if not set(AXES) <= set(mesh.axis_names):
         return tree
@@ -275,7 +276,7 @@ def constrain(tree: Any, rules: Sequence[tuple[str, PartitionSpec]]) -> Any:
 
 
 def shardings(tree: Any, mesh: Mesh | AbstractMesh, rules: Sequence[tuple[str, PartitionSpec]]) -> Any:
-    """Where each leaf of a pytree of parameters lies.
+    """Chooses the sharding of each leaf of a pytree of parameters.
 
     Args:
         tree: arrays or ShapeDtypeStructs in any pytree, NNX modules and states included.
@@ -306,7 +307,7 @@ def _sharding(
 
 
 def _ways(mesh: Mesh | AbstractMesh, axes: Any) -> int:
-    """In how many parts the named axes (None, a name or a tuple of names) split a dimension."""
+    """Counts the parts into which the named axes (None, a name or a tuple of names) split a dimension."""
     names = (axes,) if isinstance(axes, str) else axes or ()
     ways = 1
     for name in names:

@@ -1,10 +1,10 @@
 """prompts -> conversations that the target itself answered.
 
 `python -m eagle3_jax.regenerate --config configs/quickstart.yaml` keeps the users' turns and lets the target answer
-them: a draft head learns to foretell what the target says, not what is right. Answers go to
-`conversations/*.jsonl.partial` as they finish, so that a run that was killed goes on where it was. Conversations that
-the target had in another engine (`prepare`'s source `conversations`) are passed on. Each replica of the mesh
-answers its share with an engine a row, into a log of its own; a rerun may have another number of replicas.
+them: a draft head learns to predict the target's words, not the right ones. Answers go to
+`conversations/*.jsonl.partial` as they finish, so that a killed run goes on where it was. Conversations that the target
+had in another engine (`prepare`'s source `conversations`) are passed on. Each replica of the mesh answers its share
+with an engine a row, into a log of its own; a rerun may have another number of replicas.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from eagle3_jax.runs import command, command_line, disk, manifest, processes
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What the target said in one turn; a line of the log.
+    """The target's answer in one turn; a line of the log.
 
     Attributes:
-        token_ids: as they were sampled, the end of sequence included. Training reads these: their text, tokenised
-            again, may be other tokens.
-        text: without the `reasoning`; the history of later turns has no more of it.
-        failed: the engine gave up in the middle, see `Output.error`.
+        token_ids: the sampled tokens, the end of sequence included. Training reads these, since their text may be
+            tokenised otherwise.
+        text: the answer without the `reasoning`, as the history of later turns has it.
+        failed: whether the engine failed in the middle, see `Output.error`.
     """
 
     id: str
@@ -55,9 +55,10 @@ class Dialogue:
     """A prompt on its way to a conversation.
 
     Attributes:
-        end: why no more turns follow: "complete", "truncated" (the last answer reached max_tokens), "empty" (the next
-            answer had no text, and was not cut off in its reasoning), "failed" (in the next answer), "too_long" (the
-            next turn does not fit), "refused" (by the chat template), "given" (answered before, by another engine).
+        end: the reason why no turn follows: "complete", "truncated" (the last answer reached max_tokens), "empty" (the
+            next answer had no text, and was not cut off in its reasoning), "failed" (in the next answer), "too_long"
+            (the next turn does not fit), "refused" (by the chat template), "given" (answered before, by another
+            engine).
     """
 
     prompt: dict[str, Any]
@@ -78,7 +79,7 @@ class Dialogue:
         return sum(message["role"] == "user" for message in self.prompt["messages"])
 
     def messages(self, turns: int) -> list[dict[str, str]]:
-        """The prompt's messages up to the user's turn number `turns` (from 1), with the answers that are there."""
+        """Returns the prompt's messages up to the user's turn `turns` (from 1), with the answers so far."""
         messages, answers = [], iter(self.answers)
         for message in self.prompt["messages"]:
             messages.append(message)
@@ -100,13 +101,13 @@ class Dialogue:
             self.end = "empty"
             return
         self.answers.append(answer)
-        if answer.truncated:  # the end of this turn was never said, so nothing can follow it
+        if answer.truncated:  # this turn has no end, so no turn can follow it
             self.end = "truncated"
         elif len(self.answers) == self.turns:
             self.end = "complete"
 
     def conversation(self) -> dict[str, Any]:
-        """A line of the output; `answer_ids`, the token ids of each answer, is None where only text was given."""
+        """Makes a line of the output; `answer_ids`, the token ids of each answer, is None where only text is known."""
         if self.end == "given":
             return self.prompt | {"answer_ids": None}
         return {
@@ -119,7 +120,7 @@ class Dialogue:
 
 
 def regenerate(config: configs.RunConfig) -> None:
-    """Runs the verb; does nothing when its output is there already.
+    """Answers the prompts of a run; does nothing when that is finished.
 
     Raises:
         ManifestError: unfinished prompts, or the folder holds other work.
@@ -135,7 +136,7 @@ def regenerate(config: configs.RunConfig) -> None:
         "verb": "regenerate",
         "prompts": manifest.fingerprint(made_from),
         "given": _given(made_from["identity"]),
-        # What is said does not depend on which hidden states are kept later.
+        # The answers do not depend on which hidden states are kept later.
         "target": {field: value for field, value in target.identity.items() if field != "aux_layers"},
         "seed": config.seed,
         "temperature": configs.to_dict(settings)["temperature"],
@@ -146,7 +147,7 @@ def regenerate(config: configs.RunConfig) -> None:
         if finished:
             processes.say(f"regenerate: {folder} is finished already")
         else:
-            engines = []  # all is answered already
+            engines = []  # all prompts are answered already
             if open_ends:
                 sizes = settings.batch_size, settings.max_length
                 engines = [Engine.load(row, None, "auto", *sizes) for row in data_parallel.targets(target, replica)]
@@ -155,7 +156,7 @@ def regenerate(config: configs.RunConfig) -> None:
 
 
 def _given(prepared: dict[str, Any]) -> dict[str, str]:
-    """Path -> sha256 of the files whose conversations another engine had with the target."""
+    """Maps path to sha256 for the files of conversations that the target had in another engine."""
     sources = prepared.get("prepare", {}).get("sources", [])
     return {s["path"]: prepared["inputs"][s["path"]] for s in sources if s["kind"] == "conversations"}
 
@@ -178,17 +179,17 @@ def _regenerate(
     for split in configs.SPLITS:
         if not engines:
             break
-        # The other processes of a replica say the same as its leader, which writes it.
+        # The processes of a replica get the same answers; its leader writes them.
         log = _log(folder, split, replica.index) if leads else None
         answerer = Answerer(engines, config.regenerate, config.seed, known[split], log)
         answerer.converse(dialogues[split][replica.index :: replica.count], split)
         rates[split] = answerer.rate()
-    rates = processes.total(rates if leads else {})  # all is answered
+    rates = processes.total(rates if leads else {})  # waits until all prompts are answered
     processes.agree(lambda: _finish(config, engines, folder, rates))
 
 
 def _finish(config: configs.RunConfig, engines: Sequence[Engine], folder: disk.Path, rates: dict[str, float]) -> None:
-    """All answers are in the logs: puts the conversations together, in the prompts' order."""
+    """Writes the conversations in the prompts' order, once all answers are in the logs."""
     results = {}
     for split in configs.SPLITS:
         of_split = _dialogues(config.folder("prepare"), split)
@@ -205,14 +206,14 @@ def _finish(config: configs.RunConfig, engines: Sequence[Engine], folder: disk.P
 
 
 class Answerer:
-    """Has engines answer, and keeps the answers in a log file.
+    """Answers dialogues with engines, and keeps the answers in a log file.
 
-    A turn's random seed comes of the prompt's id and the run's seed: an answer depends neither on its engine nor on
-    where a run was interrupted.
+    A turn's random seed is derived from the prompt's id and the run's seed: an answer depends neither on its engine nor
+    on an interruption of the run.
 
     Args:
-        known: answers of an earlier run, by prompt and turn; they are not asked for again.
-        log: where new ones are written; None writes none.
+        known: answers of an earlier run, by prompt and turn; these turns are not generated again.
+        log: file of new answers; None keeps none.
     """
 
     def __init__(
@@ -227,7 +228,7 @@ class Answerer:
         self.tokens, self.seconds = 0, 0.0
 
     def rate(self) -> float:
-        """Tokens a second of what was generated now; 0 when all was in the log."""
+        """Returns the tokens a second generated by this process; 0 when all answers were in the log."""
         return self.tokens / self.seconds if self.tokens else 0.0
 
     def converse(self, dialogues: Sequence[Dialogue], name: str) -> None:
@@ -250,7 +251,7 @@ class Answerer:
             turn += 1
 
     def _ask(self, dialogue: Dialogue, turn: int) -> list[int] | None:
-        """Token ids of the next turn; None ends the dialogue."""
+        """Encodes the next turn's prompt; None ends the dialogue."""
         try:
             ids = chat_template.prompt_ids(self.engines[0].tokenizer, dialogue.messages(turn + 1))
         except chat_template.RefusedError:
@@ -262,7 +263,7 @@ class Answerer:
         return ids
 
     def _answer(self, asked: list[tuple[Dialogue, list[int]]], turn: int, name: str) -> None:
-        """Fills `known` for all that is asked."""
+        """Generates the asked turns into `known`."""
         names = [dialogue.prompt["id"] for dialogue, _ in asked]
         start, before = time.monotonic(), self.tokens
         with (
@@ -287,7 +288,7 @@ class Answerer:
 
     def _params(self, name: str, turn: int) -> SamplingParams:
         digest = hashlib.sha256(f"{self.seed}/{name}/{turn}".encode()).digest()
-        temperatures = self.settings.temperatures  # of a prompt: the same in all its turns
+        temperatures = self.settings.temperatures  # a prompt has one for all its turns
         chosen = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % len(temperatures)
         return SamplingParams(
             temperature=temperatures[chosen],
@@ -302,7 +303,7 @@ def _to_answer(name: str, turn: int, output: Output) -> Answer:
 
 
 def _counts(dialogues: Sequence[Dialogue]) -> dict[str, Any]:
-    """What the manifest says of a split. Dialogues that ended with no answer at all are not conversations."""
+    """Counts a split for the manifest. Dialogues without any answer are no conversations."""
     kept = [dialogue for dialogue in dialogues if dialogue.is_conversation]
     given = sum(dialogue.end == "given" for dialogue in kept)
     return {
@@ -321,7 +322,7 @@ def _log(folder: disk.Path, split: str, replica: int | str) -> disk.Path:
 
 
 def _known(folder: disk.Path, split: str) -> dict[tuple[str, int], Answer]:
-    """All answers that are in the logs, of whatever run and replica. None of them is being written."""
+    """Reads all answers in the logs, of every run and replica, while no process writes them."""
     logs = sorted(folder.glob(_log(folder, split, "*").name))
     return {(a.id, a.turn): a for log in logs for line in disk.read_log(log) for a in [Answer(**line)]}
 
@@ -333,7 +334,7 @@ def _remove_logs(folder: disk.Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Runs the verb from its command line."""
     config, _ = command_line.read("regenerate", argv)
     with command.run("regenerate"):
         regenerate(config)

@@ -14,7 +14,7 @@ from eagle3_jax.runs import command, command_line, disk, manifest, processes
 
 # Okabe and Ito's palette: distinct with any colour vision, and in grey by lightness.
 COLOURS = {"vanilla": "#B8BCC2", "chain": "#56B4E9", "tree": "#0072B2"}
-GREYS = (COLOURS["vanilla"], "#7D838C", "#4A4F57")  # names of vanilla decoding's groups, where settings differ
+GREYS = (COLOURS["vanilla"], "#7D838C", "#4A4F57")  # groups of vanilla decoding with different settings
 OTHERS = ("#E69F00", "#009E73", "#CC79A7", "#D55E00")
 _KEYS = ("identity", "config", "categories", "seconds", "hardware", "versions")
 _NUMBERS = ("tau", "alpha", "speedup", "tokens_per_second", "identical", "prompts", "rounds", "tokens")
@@ -26,9 +26,9 @@ def run(config: RunConfig) -> dict[str, Any]:
     """Writes `report.json` and `report.png` into the run's folder.
 
     Returns:
-        What `report.json` holds: `drafts` (one entry per file of the evaluation folder, e.g. "chain", "tree", each
-        overall and per category, with the `draft` and the `settings` that it measured), `vanilla` (see `assemble`),
-        `stages` (manifests' results and seconds), `hardware`, `versions`, `target`, `prompts_file`.
+        The content of `report.json`: `drafts` (one entry per file of the evaluation folder, e.g. "chain", "tree", each
+        overall and per category, with its `draft` and `settings`), `vanilla` (see `assemble`), `stages` (manifests'
+        results and seconds), `hardware`, `versions`, `target`, `prompts_file`.
 
     Raises:
         ValueError: no evaluation yet, or evaluations of different targets or prompts.
@@ -106,14 +106,14 @@ def assemble(evaluations: dict[str, dict[str, Any]], stages: dict[str, dict[str,
 
 
 def headline(report: dict[str, Any]) -> str | None:
-    """Speed-up of the evaluation with the engine's own choice of draft size; None without one."""
+    """Names the speed-up of the evaluation with the engine's own choice of draft size; None without one."""
     chosen = next((draft for draft in report["drafts"].values() if draft["tree"] == "auto"), None)
     speedup = chosen and chosen["speedup"]
     return None if speedup is None else f"{speedup:.2f} times as fast as vanilla decoding"
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report as fixed-width text: stages, a block of rows for each draft, its settings, and the headline."""
+    """Formats the report as fixed-width text: stages, rows for each draft, its settings, and the headline."""
     lines = []
     timed = {name: stage["seconds"] for name, stage in report["stages"].items() if stage.get("seconds") is not None}
     if timed:
@@ -211,7 +211,7 @@ def _draw_rates(axes: Any, report: dict[str, Any], colours: dict[str, str]) -> N
 
 
 def _draw_acceptance(axes: Any, drafts: dict[str, Any], colours: dict[str, str]) -> None:
-    # Where the engine chose among shapes, few rounds had the later positions at all.
+    # Where the engine chose among draft sizes, few rounds had the later positions at all.
     fixed = {name: draft for name, draft in drafts.items() if draft["tree"] != "auto"} or drafts
     longest = max(1, *(len(draft["alpha"]) for draft in fixed.values()))
     for name, draft in fixed.items():
@@ -235,7 +235,7 @@ def _draw_acceptance(axes: Any, drafts: dict[str, Any], colours: dict[str, str])
 
 
 def _evaluations(folder: disk.Path) -> dict[str, dict[str, Any]]:
-    """Name -> report of every file in the evaluation folder, "chain" and "tree" first."""
+    """Reads every report in the evaluation folder, by name, "chain" and "tree" first."""
     paths = sorted(folder.glob("*.json"), key=lambda path: (path.stem not in COLOURS, path.stem))
     if not paths:
         raise ValueError(f"{folder}: no *.json, expected the output of `python -m eagle3_jax.evaluate`")
@@ -250,7 +250,7 @@ def _evaluations(folder: disk.Path) -> dict[str, dict[str, Any]]:
 
 
 def _stages(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """Stage -> its results (from its manifest) and its seconds (from `stages.json`, when that was kept)."""
+    """Reads each stage's results (from its manifest) and seconds (from `stages.json`, where that exists)."""
     clock = config.run_folder / "stages.json"
     stages: dict[str, dict[str, Any]] = {}
     for name, seconds in (json.loads(clock.read_text()) if clock.exists() else {}).items():

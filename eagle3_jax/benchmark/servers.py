@@ -188,7 +188,7 @@ async def _drive(
 
 
 def _hardware() -> dict[str, Any]:
-    """Asks `machine.hardware` in a process of its own: a process that asks JAX holds the TPU, which the servers need."""
+    """Asks `machine.hardware` in another process: one that asks JAX holds the TPU, which the servers need."""
     code = "import json; from eagle3_jax.runs import environment, machine; environment.prepare()"
     code += "; print(json.dumps(machine.hardware()))"
     asked = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False)

@@ -57,7 +57,7 @@ class Race:
     taken: dict[str, list[float]]
 
     def ratio(self, name: str, other: str) -> tuple[float, float, float]:
-        """Computes the speed-up of `name` over `other`: the geometric mean over their common turns, and its interval."""
+        """Computes the speed-up of `name` over `other`: geometric mean over their common turns, and its interval."""
         turns = min(len(self.taken[name]), len(self.taken[other]))
         logs = np.log(self.taken[other][:turns]) - np.log(self.taken[name][:turns])
         mean = float(np.mean(logs))

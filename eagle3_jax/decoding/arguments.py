@@ -14,7 +14,7 @@ KVDtype = Literal["float32", "bfloat16", "float8_e4m3fn"]
 
 
 def check_whole_numbers(**given: Any) -> None:
-    """Raises ValueError: a value that is neither a whole number nor None."""
+    """Checks values by name. Raises ValueError: neither a whole number nor None."""
     for field, value in given.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer)):
             raise ValueError(f"{field}: got {value!r} ({type(value).__name__}), expected a whole number")
@@ -51,10 +51,14 @@ def check_sizes(
 def check_request(
     name: str, ids: Sequence[int], params: SamplingParams, max_length: int, vocab_size: int, end_ids: frozenset[int]
 ) -> None:
-    """Raises ValueError: a prompt without room for an answer, or tokens that the target does not have.
+    """Checks a prompt and its parameters.
 
     Args:
-        name: of the prompt, in errors. end_ids: the tokens that end every answer.
+        name: the prompt's name in errors.
+        end_ids: the tokens that end every answer.
+
+    Raises:
+        ValueError: a prompt without room for an answer, or tokens that the target does not have.
     """
     if not 1 <= len(ids) < max_length:
         raise ValueError(f"{name}: got {len(ids)} tokens, expected 1 to {max_length - 1} (max_length - 1)")
@@ -71,9 +75,9 @@ def check_request(
 
 
 def stored_dtype(kv_dtype: Any) -> Any:
-    """The dtype of keys and values, from its name or as it is; None stays None.
+    """Returns the dtype of keys and values, from its name or as it is; None stays None.
 
-    Raises ValueError: another dtype. Keys and values are stored without scales, so integers are none.
+    Raises ValueError: another dtype. Keys and values are stored without scales, so integers are refused.
     """
     if kv_dtype is None:
         return None
@@ -87,7 +91,7 @@ def stored_dtype(kv_dtype: Any) -> Any:
 
 
 def check_submitted(params: Any, timeout: float | None) -> None:
-    """Raises ValueError: not `SamplingParams` of one answer, or a timeout that is not positive."""
+    """Checks a submission. Raises ValueError: not `SamplingParams` of one answer, or a timeout that is not positive."""
     check_params(params)
     if params.n != 1:
         raise ValueError(f"n: got {params.n}, expected 1: submit each answer, with its `sample`")
@@ -96,13 +100,13 @@ def check_submitted(params: Any, timeout: float | None) -> None:
 
 
 def check_params(params: Any, field: str = "params") -> None:
-    """Raises ValueError: another type than `SamplingParams`."""
+    """Checks the parameters' type. Raises ValueError: not `SamplingParams`."""
     if not isinstance(params, SamplingParams):
         raise ValueError(f"{field}: got {type(params).__name__}, expected SamplingParams")
 
 
 def one_for_each(params: Any, prompts: Any) -> Sequence[SamplingParams]:
-    """The parameters of each prompt. Raises ValueError: not a list of prompts, or not one or as many parameters."""
+    """Returns the parameters of each prompt. Raises ValueError: no list of prompts, or neither one nor as many."""
     if isinstance(prompts, str):
         raise ValueError(f"prompts: got the string {prompts[:40]!r}, expected a list of prompts")
     if isinstance(prompts, Mapping) or not hasattr(prompts, "__len__"):

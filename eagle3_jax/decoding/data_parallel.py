@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 def targets(target: Target, replica: Replica) -> list[Target]:
-    """The target of each engine of a replica: a view of the arrays on its row.
+    """Makes the target of each engine of a replica, a view of the arrays on its row.
 
     Args:
         target: loaded on `replica.mesh`.
@@ -34,7 +34,7 @@ def generate(
     params: Sequence[SamplingParams],
     on_output: Callable[[int, Output], object],
 ) -> None:
-    """`Engine.generate` of prompts that are dealt over engines, one answer each.
+    """Answers prompts as `Engine.generate` does, dealt over engines, one answer each.
 
     Args:
         on_output: called by one thread at a time. An exception ends the other engines at their next answer.
@@ -61,7 +61,7 @@ def generate(
 
 
 def together(works: Sequence[Callable[[], Result]]) -> list[Result]:
-    """The results of works, a thread each; a single one runs in this thread. Raises the first exception of any."""
+    """Runs each work in a thread, a single one in this thread; returns the results, or raises the first exception."""
     if len(works) == 1:
         return [works[0]()]
     with concurrent.futures.ThreadPoolExecutor(len(works), "eagle3_jax row") as threads:

@@ -1,7 +1,7 @@
 """The engine: prompts in, tokens out. The public face of decoding.
 
-`Engine` checks what callers hand in, and owns the three parts that do the work: the model runner (models and state on
-the device), the scheduler (which requests run when), and the engine loop (which thread runs the scheduler's turns).
+`Engine` checks its arguments and owns the three parts that do the work: the model runner (models and state on the
+device), the scheduler (which requests run when), and the engine loop (which thread runs the scheduler's turns).
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class Engine:
         """Takes loaded models; `load` takes names and folders.
 
         Args:
+            target: the target model, its weights in float32 or bfloat16, on one device or a mesh.
             tokenizer: a Hugging Face tokenizer.
             draft: a draft head or model; "lookup" copies drafts from the text so far; None is vanilla decoding.
             tree: shape of the draft; a chain for "lookup". "auto" chooses for every dispatch, vanilla decoding
@@ -71,12 +72,13 @@ class Engine:
             batch_size: sequences decoded together.
             max_length: most tokens of a prompt and its answer. Past the draft's `max_position_embeddings` drafting
                 goes on, with a warning.
-            page_size: tokens of a page, the unit of the caches and of prefix reuse.
+            page_size: tokens of a page, the unit of the caches and of prefix reuse; a multiple of 16 from 16 to 256.
             kv_tokens: capacity of the caches in tokens, shared by all requests; the default holds a full batch of
                 `max_length` each.
             memory_fraction: instead of `kv_tokens`: share of the device's memory for weights and caches (SGLang's
                 mem_fraction_static).
-            kv_dtype: of the target's keys and values; None is the weights' dtype. A narrower one may change tokens.
+            kv_dtype: dtype of the target's keys and values; None is the weights' dtype. A narrower one may change
+                tokens.
             prefix_cache: keeps the pages of ended requests for prompts with the same beginning.
             queue_limit: most requests that wait; one more is refused. None is no limit.
             simulated_acceptance: for benchmarks: accepts each draft with this probability, whatever the target predicts
@@ -123,19 +125,29 @@ class Engine:
         token_map: str | pathlib.Path | None = None,
         **options: Any,
     ) -> Engine:
-        """Loads the models.
+        """Loads the models and makes an engine of them.
 
         Args:
             target: a name, a hub id, a folder, or a loaded target.
-            dtype: of weights and activations; None is the TargetConfig's, float32 for a name.
-            mesh: shards the models over its model axis; None is one device.
             draft: "auto" is the head packaged for this target, else vanilla decoding; a loaded head; the folder of a
                 head, from `export` or in another engine's form (see `load_draft`); the folder or name of a smaller
                 model with the target's vocabulary (SGLang's STANDALONE); "mtp" for the MTP layer in the target's own
                 checkpoint (MiMo, DeepSeek-V3; SGLang's NEXTN); "lookup" copies drafts from the text; None is vanilla
                 decoding.
+            tree: shape of the draft, see `__init__`. "auto", the default, chooses for every dispatch.
+            batch_size: sequences decoded together.
+            max_length: most tokens of a prompt and its answer, at most the target's positions.
+            dtype: dtype of weights and activations; None is the TargetConfig's, float32 for a name.
+            mesh: shards the models over its model axis; None is one device.
             token_map: draft vocabulary of an EAGLE-2 head given by its folder (FR-Spec), see `load_draft`.
-            options: see `__init__`; so are the errors, beside those of `load_draft`.
+            **options: the keyword arguments of `__init__`.
+
+        Returns:
+            An engine that answers at once, and compiles each program at its first use; see `warm_up`.
+
+        Raises:
+            ValueError: arguments that do not go together, or do not fit the target.
+            ManifestError, DraftFormatError: see `load_draft`.
         """
         model, tokenizer, head = load_models(target, draft, dtype=dtype, mesh=mesh, token_map=token_map)
         return cls(model, tokenizer, head, tree, batch_size=batch_size, max_length=max_length, **options)
@@ -160,9 +172,12 @@ class Engine:
 
         Args:
             prompts: each a string (one user turn), messages (both through the chat template), or token ids.
-            params: for all, or one for each prompt.
+            params: for all, or one for each prompt. The default is greedy, 128 tokens at most.
             on_output: called with the index and the answer of each finished request at once. If it raises, answers
                 that ended together are still reported; then its first exception is raised and the rest is aborted.
+
+        Returns:
+            An answer for each prompt, and for each of its `n`.
 
         Raises:
             ValueError: a prompt that is too long, empty or of another kind; before any work begins.
@@ -191,7 +206,19 @@ class Engine:
         return [request.output for request in requests if request.output is not None]
 
     def stream(self, prompt: Prompt, params: SamplingParams = GREEDY) -> Iterator[Piece]:
-        """Answers one prompt piece by piece; closing the iterator aborts. Raises like `generate`."""
+        """Answers one prompt piece by piece; closing the iterator aborts the request.
+
+        Args:
+            prompt: a string (one user turn), messages (both through the chat template), or token ids.
+            params: of one answer, `n` 1.
+
+        Yields:
+            Pieces of the answer; the last one has a finish reason.
+
+        Raises:
+            ValueError, QueueFullError: see `submit`.
+            Exception: the failure of the device that ended the request.
+        """
         request = self.submit(prompt, params)
         try:
             yield from request
@@ -209,16 +236,24 @@ class Engine:
         sample: int = 0,
         drafts: bool = True,
     ) -> Request:
-        """Queues a request: see `Request`.
+        """Queues a request, from any thread.
 
         Args:
-            timeout: seconds after which the answer ends with the tokens it has ("timeout").
+            prompt: a string (one user turn), messages (both through the chat template), or token ids; of 1 to
+                `max_length` - 1 tokens.
+            params: of one answer, `n` 1.
+            timeout: seconds after which the answer ends with the tokens it has ("timeout"). None is no limit.
             sample: index among several answers to one prompt and seed.
             drafts: False, for comparisons, turns drafts off while all running requests ask for that; needs an engine
                 that may choose vanilla decoding (`tree="auto"`, or several trees).
 
+        Returns:
+            The request, to wait for, iterate over or await.
+
         Raises:
-            ValueError: an impossible request. QueueFullError: `queue_limit` requests wait already.
+            ValueError: an impossible request.
+            QueueFullError: `queue_limit` requests wait already.
+            RuntimeError: the engine simulates acceptance, or its mesh spans several processes.
         """
         arguments.check_submitted(params, timeout)
         if self.tiers.simulated is not None:
@@ -232,7 +267,11 @@ class Engine:
         return request
 
     def abort(self, *requests: Request) -> None:
-        """Ends requests with the tokens that they have; a finished request stays as it is."""
+        """Ends requests with the tokens that they have; a finished request stays as it is.
+
+        Args:
+            *requests: requests of this engine.
+        """
         self._loop.abort(*requests)
 
     def warm_up(
@@ -240,14 +279,18 @@ class Engine:
     ) -> None:
         """Compiles all programs ahead of requests, and measures the costs of rounds (`tree="auto"`).
 
-        Rounds are as wide as the traffic from then on. On a GPU products of few rows are padded to the number of rows
-        that is measured to cost least. Empties the caches. Raises RuntimeError while requests run.
+        From then on rounds are as wide as the traffic. On a GPU products of few rows are padded to the number of rows
+        that is measured to cost least. The caches are emptied.
 
         Args:
             cache: a folder that makes the next start fast: JAX's persistent compilation cache, of this process from
                 now on, and the measured costs. None leaves JAX's setting, and measures.
-            progress: True shows bars; a function gets lines of text instead, at most every 15 seconds of a stage.
+            progress: True shows bars, False nothing; a function gets lines of text, at most one every 15 seconds of a
+                stage.
             greedy_alone: leaves out the programs of requests with a temperature or other sampling parameters.
+
+        Raises:
+            RuntimeError: requests run.
         """
         folder = None if cache is None else pathlib.Path(cache).expanduser()
         with self._loop.exclusive("warm_up"):
@@ -260,7 +303,17 @@ class Engine:
             self._runner.compile(used, progress=progress)
 
     def profile(self, tier: Tier) -> Round:
-        """Seconds of a greedy round of a tier, by stage. Empties the caches. RuntimeError while requests run."""
+        """Measures a greedy round with all slots busy, and its stages; empties the caches.
+
+        Args:
+            tier: one of `engine.tiers.tiers`.
+
+        Returns:
+            Seconds of the round and of each stage, and the bytes that the round must read.
+
+        Raises:
+            RuntimeError: requests run.
+        """
         with self._loop.exclusive("profile"):
             measured = self._runner.profile(tier)
             self._scheduler.forget_device()
@@ -270,8 +323,14 @@ class Engine:
         """Drafts with another head of the same shape, such as the next training step's, without compiling again.
 
         On a CPU a matrix is rounded to bfloat16 where the first head's was stored so, since bfloat16 held its numbers.
+        The caches are emptied.
 
-        Raises ValueError: a head of another shape or dtype, or an engine without one. RuntimeError while requests run.
+        Args:
+            draft: a head with the config and dtype of the engine's own.
+
+        Raises:
+            ValueError: a head of another shape or dtype, or an engine without one.
+            RuntimeError: requests run.
         """
         before = None if self.draft is None else (self.draft.head.config, self.draft.head.dtype)
         if (got := (draft.head.config, draft.head.dtype)) != before:
@@ -282,11 +341,23 @@ class Engine:
             self._scheduler.forget_device()
 
     def stats(self) -> EngineStats:
-        """Counters since the engine was made, and its state now; a copy."""
+        """Returns a copy of the counters since the engine was made, and of its state now."""
         return dataclasses.replace(self._scheduler.stats(), stalled=self._loop.stalled())
 
     def encode(self, prompt: Prompt, chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
-        """Token ids of a prompt (see `decoding.prompt.encode`)."""
+        """Encodes a prompt as `generate` does.
+
+        Args:
+            prompt: a string (one user turn), messages (both through the chat template), or token ids.
+            chat_template_kwargs: variables of the chat template, such as `enable_thinking` of Qwen 3's; as in vLLM.
+
+        Returns:
+            Token ids; for a string or messages with the answer's opening behind them.
+
+        Raises:
+            ValueError: a prompt of another kind, messages that the chat template refuses, or arguments of
+                `apply_chat_template` among its variables.
+        """
         return encode(self.tokenizer, prompt, chat_template_kwargs=chat_template_kwargs)
 
     def _request(self, name: str, prompt: Prompt, params: SamplingParams, sample: int, **options: Any) -> Request:

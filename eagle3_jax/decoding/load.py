@@ -25,7 +25,7 @@ def load_models(
     mesh: MeshConfig | None,
     token_map: str | pathlib.Path | None,
 ) -> tuple[TargetModel, Any, Draft | Literal["lookup"] | None]:
-    """The target, observed at the layers that the draft reads; its tokenizer; the draft. Arguments: `Engine.load`.
+    """Loads the target, observed at the draft's layers, its tokenizer, and the draft. Arguments: `Engine.load`.
 
     Raises:
         ValueError: arguments of another kind, or that do not go together; before anything is loaded.

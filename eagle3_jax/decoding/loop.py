@@ -1,7 +1,7 @@
 """The engine loop: the threads that wait for answers run the scheduler's turns themselves, one thread at a time.
 
-Without a caller that waits nothing runs. Asynchronous callers cannot work while they wait: a thread of the loop's own
-does it for them, and ends when no work is left.
+Turns run only while a caller waits. Asynchronous callers cannot work while they wait: a thread of the loop runs turns
+for them, and ends when no work is left.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class EngineLoop:
         self._thread: threading.Thread | None = None
 
     def drive(self, ready: Callable[[], bool]) -> None:
-        """Runs turns until `ready()`; while another thread runs them, waits for what it delivers.
+        """Runs turns until `ready()`; while another thread runs them, waits for its deliveries.
 
         A failure of the device is raised by the requests it ended, not here: the working thread may wait for others.
         """

@@ -1,9 +1,9 @@
-"""Pages of the caches: which are free, which a request holds, which are kept for a prefix that comes again.
+"""The page pool of the caches: free pages, pages of requests, and pages kept for a prefix that comes again.
 
-The host's side of paging; the device only sees page tables. Target and draft share them: page p of the one and page p
-of the other hold the same positions. Prefix reuse is that of SGLang's radix cache, in whole pages. A page is known by
-the page before it, its own tokens and the one token behind them: the draft's last entry in a page is made of that
-token (`rounds`), so what is shared is right for both caches, and vanilla decoding finds the same pages.
+This is the host's side of paging; the device sees page tables alone. Target and draft share them: page p of the one and
+page p of the other hold the same positions. Prefix reuse is that of SGLang's radix cache, in whole pages. A page is
+known by the page before it, its own tokens and the one token behind them. The draft's last entry in a page is made of
+that token (`rounds`), so a shared page is right for both caches, and vanilla decoding finds the same pages.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import collections
 import dataclasses
 from collections.abc import Sequence
 
-# The page before and which of its uses, and the tokens: a page that is given away is no longer what followers knew.
+# The page before, the number of its use, and the tokens: a page that is given away loses the pages behind it.
 _Key = tuple[int, int, bytes]
 
 
@@ -21,10 +21,10 @@ class PageAllocation:
     """The pages of one request, in the order of its positions.
 
     Attributes:
-        pages: all of them; those in front may be shared with other requests and are only read.
-        reused: tokens whose entries were there already: whole pages of the prompt.
-        known: pages in front that the pool knows by their tokens.
-        drafted: the draft head, too, has read all that was there already.
+        pages: all pages of the request. The first ones may be shared with other requests, and are then only read.
+        reused: tokens of the prompt whose entries existed already, in whole pages.
+        known: the first pages, as far as the pool knows them by their tokens.
+        drafted: whether the draft head has read the reused tokens too.
     """
 
     pages: list[int]
@@ -35,21 +35,21 @@ class PageAllocation:
 
 
 class PagePool:
-    """Pages 1 to `pages`; page 0 is `state.TRASH` and belongs to nobody.
+    """Pages 1 to `pages`; page 0 is `state.TRASH` and belongs to no request.
 
     Args:
-        reuse: keep the pages of ended requests for prompts that begin alike, until their room is needed.
+        reuse: keeps the pages of ended requests for prompts that begin alike, until the room is needed.
     """
 
     def __init__(self, pages: int, page_size: int, *, reuse: bool = True) -> None:
         self.pages, self.page_size, self.reuse = pages, page_size, reuse
         self._free = list(range(pages, 0, -1))
         self._holders = [0] * (pages + 1)
-        self._uses = [0] * (pages + 1)  # how often a page was given to a request of its own
+        self._uses = [0] * (pages + 1)  # times that a page was given to a request as a new one
         self._page: dict[_Key, int] = {}
         self._key: dict[int, _Key] = {}
         self._undrafted: set[int] = set()  # known pages that a resting head has not read
-        # Known pages that nobody holds, the next to be given away first: the end of a prefix before its beginning.
+        # Known pages that no request holds, the next to be given away first: a prefix's end before its beginning.
         self._idle: collections.OrderedDict[int, None] = collections.OrderedDict()
 
     @property
@@ -58,9 +58,9 @@ class PagePool:
         return len(self._free) + len(self._idle)
 
     def allocate(self, ids: Sequence[int], tokens: int) -> PageAllocation | None:
-        """Pages for a prompt and what follows it, for `tokens` in all; None where there are not enough now.
+        """Allocates the pages of `tokens` tokens, prompt and answer; None where too few are free.
 
-        The prompt's last token is never reused: the target has to be asked for what follows it.
+        The prompt's last token is never reused: the target must read it to choose the next one.
         """
         shared = self._match(ids)
         count = -(-tokens // self.page_size)
@@ -76,16 +76,16 @@ class PagePool:
         return PageAllocation(pages, len(shared) * self.page_size, len(shared), drafted)
 
     def register(self, allocation: PageAllocation, ids: Sequence[int], *, drafted: bool = True) -> None:
-        """Makes pages findable whose entries are written, or will be by what the device was already told to do.
+        """Makes pages findable whose entries are written, or will be by programs already dispatched.
 
         Args:
             ids: the request's tokens so far; those of whole pages with a token behind them count.
-            drafted: the draft head has read them, too.
+            drafted: whether the draft head has read them too.
         """
         while self.reuse and allocation.registering and (allocation.known + 1) * self.page_size < len(ids):
             key = self._key_of(allocation.pages[allocation.known - 1] if allocation.known else 0, ids, allocation.known)
             page = allocation.pages[allocation.known]
-            if key in self._page:  # another request wrote the same meanwhile: this one's stay its own
+            if key in self._page:  # another request wrote the same meanwhile; this one keeps its own
                 allocation.registering = False
                 return
             self._page[key], self._key[page] = page, key
@@ -94,10 +94,10 @@ class PagePool:
             allocation.known += 1
 
     def release(self, allocation: PageAllocation, *, forget: bool = False) -> None:
-        """Gives the pages back. An allocation that was given back is empty, so that doing it twice does nothing.
+        """Gives the pages back; the allocation is empty then, so a second call does nothing.
 
         Args:
-            forget: what this request wrote is not to be found again.
+            forget: makes the entries that this request wrote unfindable.
         """
         for index, page in reversed(list(enumerate(allocation.pages))):
             self._holders[page] -= 1
@@ -112,7 +112,7 @@ class PagePool:
         allocation.pages = []
 
     def check_idle(self) -> None:
-        """Raises RuntimeError where a page is lost or held although no request is there."""
+        """Checks the pool of an idle engine. Raises RuntimeError: a page is lost, or held without a request."""
         held = [page for page, holders in enumerate(self._holders) if holders]
         if held or self.available != self.pages:
             raise RuntimeError(f"pages leaked: {self.available} of {self.pages} are free with no request; held: {held}")

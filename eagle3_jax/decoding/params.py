@@ -1,4 +1,4 @@
-"""A request's parameters, checked where they are made."""
+"""Sampling parameters of a request, checked when they are made."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ from typing import Any
 
 import numpy as np
 
-# What fits in the tables of a batch.
+# Sizes of a batch's tables.
 MAX_STOP_IDS = 16
 MAX_BIASED = 64
 MAX_LOGPROBS = 20
 
-# On the device they are float32, and 0 or infinity beyond these.
+# The device has float32, where values beyond these are 0 or infinite.
 _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """What one request asks for. Raises ValueError for a value out of range.
+    """Sampling parameters of one request. Raises ValueError for a value out of range.
 
     Attributes:
-        temperature: 0 is greedy.
-        top_p: keep the most probable tokens that together hold this mass; 1 keeps all.
-        top_k: keep the k most probable tokens; 0 keeps all.
-        min_p: keep the tokens at least this many times as probable as the best one; 0 keeps all.
-        max_tokens: answer at most this many tokens.
-        min_tokens: no end of sequence and no stop token before this many; stop strings are not looked for before.
-        seed: of 64 bits, with its sign. In float32 and with one draft size (a fixed `tree`, or none) the answer is a
-            function of the prompt, these parameters and the models alone: other requests that are answered at the same
-            time do not matter. The exception is a random number that lies at the border between two tokens (one of some
-            10,000 drawn), where sums, rounded as shapes decide, choose between them; in bfloat16, a near-tie of greedy
-            tokens too. Where the engine chooses among draft sizes ("auto", several), drawn tokens depend on its
-            choices: which token a random number chooses depends on what was drafted, its probability does not.
+        temperature: divides the logits; 0 is greedy.
+        top_p: keeps the most probable tokens that together hold this mass; 1 keeps all.
+        top_k: keeps the k most probable tokens; 0 keeps all.
+        min_p: keeps the tokens at least this many times as probable as the best one; 0 keeps all.
+        max_tokens: most tokens of the answer.
+        min_tokens: tokens before which neither an end of sequence, nor a stop token, nor a stop string ends the answer.
+        seed: 64 bits, signed. In float32 and with one draft size (a fixed `tree`, or none) the answer is a function of
+            the prompt, these parameters and the models alone, whatever other requests run. The exception is a random
+            number at the border between two tokens (one of some 10,000 drawn), where the rounding of sums depends on
+            shapes; in bfloat16, a near-tie of greedy tokens too. Where the engine chooses among draft sizes ("auto", or
+            several), the drawn tokens depend on its choices, their probabilities do not.
         n: answers to one prompt, each with random numbers of its own.
-        ignore_eos: go on after an end-of-sequence token (for measurements of speed).
+        ignore_eos: goes on after an end-of-sequence token (for measurements of speed).
         stop: strings that end the answer, wherever tokens begin and end; the text is cut in front of them.
         stop_token_ids: tokens that end the answer, beside the model's own; at most 16 with those.
-        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or answer (1 is off).
-        presence_penalty, frequency_penalty: taken off the logits of tokens in the answer, once, and for each time.
-        logit_bias: added to the logits of these tokens; at most 64.
-        logprobs: log-probabilities (before penalties and filters) of each token, and of this many best ones; None
-            leaves them out. At most 20.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or answer; 1 is off.
+        presence_penalty: is subtracted once from the logit of each token in the answer; 0 is off.
+        frequency_penalty: is subtracted from a token's logit for each time it stands in the answer; 0 is off.
+        logit_bias: token id -> number added to its logit; at most 64 tokens.
+        logprobs: number of best tokens, at most 20, whose log-probabilities come with each token's own, before
+            penalties and filters; None leaves them out.
     """
 
     temperature: float = 0.0
@@ -101,13 +101,13 @@ class SamplingParams:
 
     @property
     def seed_bits(self) -> int:
-        """The seed in the 32 bits of a key: what they hold as it is, all else as a checksum."""
+        """The seed in the 32 bits of a key: unchanged where it fits, else a checksum."""
         held = 0 <= self.seed < 2**32
         return self.seed if held else zlib.crc32(self.seed.to_bytes(8, "little", signed=True))
 
     @property
     def greedy(self) -> bool:
-        """Whether the argmax of the target's plain logits is all it asks for."""
+        """True if the answer is the argmax of the target's plain logits."""
         return self.temperature == 0 and self.logprobs is None and not self.changes_logits
 
     @property

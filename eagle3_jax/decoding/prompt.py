@@ -1,4 +1,4 @@
-"""A request's prompt, in whatever form -> token ids."""
+"""Encoding of prompts: a string, messages or token ids -> token ids."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Prompt = str | Sequence[dict[str, Any]] | Sequence[int]
 def encode(
     tokenizer: Any, prompt: Any, name: str = "prompt", chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """Token ids of a prompt.
+    """Encodes a prompt.
 
     A string (one user turn) and messages go through the chat template, with the answer's opening behind them, exactly
     as in training and measuring. Token ids stay as they are.
 
     Args:
-        prompt: meant to be a `Prompt`; everything else is refused.
-        name: how errors call it.
+        prompt: a `Prompt`; any other object is refused.
+        name: its name in errors.
         chat_template_kwargs: variables of the chat template, such as `enable_thinking` of Qwen 3's; as in vLLM.
 
     Raises:
-        ValueError: something else, messages without text or of an unknown role, messages that the template refuses, or
+        ValueError: no `Prompt`, messages without text or of an unknown role, messages that the template refuses, or
             arguments of `apply_chat_template` among the variables.
     """
     variables = dict(chat_template_kwargs or {})
@@ -40,7 +40,7 @@ def encode(
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(prompt, dict | bytes) or not hasattr(prompt, "__len__"):
         raise ValueError(f"{name}: got {type(prompt).__name__}, expected a string, messages or token ids")
-    if isinstance(prompt, list) and set(map(type, prompt)) <= {int}:  # a tenth of the time: prompts may be long
+    if isinstance(prompt, list) and set(map(type, prompt)) <= {int}:  # ten times as fast for a long prompt
         return list(prompt)
     if not any(isinstance(item, dict) for item in prompt):
         return [_token_id(item, name, index) for index, item in enumerate(prompt)]
@@ -60,7 +60,7 @@ def encode(
 
 
 def _check_text(text: str, name: str) -> None:
-    """Raises ValueError: half a surrogate pair, of which no tokenizer makes bytes."""
+    """Checks a text. Raises ValueError: half a surrogate pair, which no tokenizer turns into bytes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""A request: what was asked, what has been answered, and who waits for it."""
+"""A request: its parameters, its answer so far, and the callers that wait for it."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.text import Channels, Detokenizer, StopScanner
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
-Ending = tuple[FinishReason, str | None]  # why a request ends, and what an "error" was
+Ending = tuple[FinishReason, str | None]  # the finish reason, and the message of an "error"
 
 _log = logging.getLogger(__name__)
 
 
 class QueueFullError(RuntimeError):
-    """So many requests wait already that another one is refused; nothing of it was begun."""
+    """The queue is full (`queue_limit`): the request was refused before any work."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """How well drafting did for one request.
+    """Acceptance and latency of one request.
 
     Attributes:
         rounds: target passes after prefill.
-        accepted_per_position: in how many of them the draft at depth 1, 2, ... was accepted.
-        cached_tokens: of the prompt, that an earlier request had read already (prefix reuse).
-        seconds_to_first_token: from `submit` on; None where there is no token.
+        accepted_per_position: rounds in which the draft at depth 1, 2, ... was accepted.
+        cached_tokens: tokens of the prompt that an earlier request had read already (prefix reuse).
+        seconds_to_first_token: time from `submit` to the first token; None where there is no token.
     """
 
     rounds: int
@@ -62,7 +62,9 @@ class Logprob:
     """Log-probability of one output token under the target, before rules, temperature and filters.
 
     Attributes:
-        top: the best tokens and theirs, best first.
+        token_id: the token.
+        logprob: its natural log-probability.
+        top: the best tokens with their log-probabilities, best first.
     """
 
     token_id: int
@@ -75,13 +77,15 @@ class Output:
     """One answer.
 
     Attributes:
-        token_ids: without the prompt; the stop token is the last one when `finish_reason` is "stop".
-        text: without special tokens, the stop token's own text, the stop string and what stands behind it, and without
-            a character whose last bytes were never said. Together the pieces of a stream are the same text.
-        reasoning: what was said in other channels than the answer's (gpt-oss), see `Channels`.
+        token_ids: tokens of the answer, without the prompt; a stop token that ended it is the last one.
+        text: the answer without special tokens, without the stop token's text, cut in front of a stop string, and
+            without an incomplete last character. The pieces of a stream join to the same text.
         finish_reason: "stop": end of sequence, a stop token or string; "length": `max_tokens`, or the engine's
-            `max_length`; "abort"; "timeout": its deadline passed; "error": see `error`.
-        logprobs: one for each token, where the request asked for them.
+            `max_length`; "abort"; "timeout": the deadline passed; "error": see `error`.
+        stats: rounds, accepted drafts, reused tokens of the prompt, and the time to the first token.
+        logprobs: one for each token, where the request asked for them, else None.
+        error: the failure that ended the answer, as one sentence; None without one. The tokens before it stay.
+        reasoning: text in other channels than the answer's (gpt-oss), see `Channels`.
     """
 
     token_ids: list[int]
@@ -98,11 +102,14 @@ class Piece:
     """A part of a streamed answer; the last one has the finish reason. Text never ends inside a character.
 
     Attributes:
-        depths: of each token's draft in its round's tree; 0 where the token is the target's own. A round gives its
-            accepted drafts (1, 2, ...), then one of the target's own, unless the answer ends before.
-        tree: of the last round that was run by then; None in front of the first one.
-        logprobs: one for each of the tokens, where the request asked for them.
-        reasoning: see `Output`.
+        text: text that became complete with these tokens; the pieces' texts join to the `Output`'s.
+        token_ids: the new tokens; may be empty in the last piece.
+        finish_reason: None before the last piece; see `Output`.
+        depths: depth of each token's draft in its round's tree; 0 where the token is the target's own. A round gives
+            its accepted drafts (1, 2, ...), then one of the target's own, unless the answer ends before.
+        tree: the tree of the latest round; None before the first one.
+        logprobs: one for each of the tokens, where the request asked for them, else None.
+        reasoning: new text in other channels, see `Output`.
     """
 
     text: str
@@ -116,7 +123,7 @@ class Piece:
 
 @runtime_checkable
 class Driver(Protocol):
-    """Who does the work while somebody waits."""
+    """The engine loop as requests see it: it works while a caller waits."""
 
     def drive(self, ready: Callable[[], bool]) -> None: ...
     def drive_in_background(self) -> None: ...
@@ -127,11 +134,11 @@ _numbers = itertools.count()
 
 
 class Request:
-    """A request that was submitted: iterate over it for pieces of its answer, or ask for the `result`.
+    """A submitted request: iterate over it for pieces of its answer, or ask for the `result`.
 
-    The engine works while somebody waits: in `result`, in a loop over pieces, in `Engine.generate`; the asynchronous
-    forms (`await request`, `async for`) leave the work to a thread, which ends when nothing is left to do. Who leaves
-    an asynchronous form before the end (cancelled, by an error, by `break`) aborts the request, unless others await it.
+    The engine works while a caller waits: in `result`, in a loop over pieces, in `Engine.generate`. The asynchronous
+    forms (`await request`, `async for`) leave the work to a thread, which ends when no work is left. A caller that
+    leaves an asynchronous form early (cancelled, by an error, by `break`) aborts the request, unless others await it.
     """
 
     def __init__(
@@ -150,50 +157,51 @@ class Request:
         self._submitted = time.monotonic()
         self.deadline = None if timeout is None else self._submitted + timeout
         self.output: Output | None = None
-        self.failure: Exception | None = None  # of the device, or around it, where that ended the request
+        self.failure: Exception | None = None  # a failure of the device, or around it, that ended the request
         # The scheduler's notes.
         self.number = next(_numbers)
         self.aborted = False
         self.allocation: PageAllocation | None = None
         self.slot = 0  # in the batch
-        self.read = 0  # tokens of the prompt that the device was told to read, or that were there
+        self.read = 0  # tokens of the prompt that were reused, or dispatched to be read
         self.debt = HeadDebt()
         self.acceptance = Acceptance(self.debt)
         self._driver, self._tokenizer = driver, tokenizer
         self._scanner = StopScanner(tokenizer, params.stop, ids) if params.stop else None
         self._first: float | None = None
         self._token_ids: list[int] = []
-        self._spoken = 0  # of them, whose text is the answer's: all but a stop token
+        self._spoken = 0  # tokens whose text is the answer's: all but a stop token
         self._depths: list[int] = []
         self._tree: np.ndarray | None = None
         self._logprobs: list[Logprob] = []
         self._counts = AcceptanceCounts()
-        self._listeners: set[Callable[[], object]] = set()  # told of all news, by whichever thread works
-        # Of those who take pieces.
+        self._listeners: set[Callable[[], object]] = set()  # called at all news, by the working thread
+        # State of the iteration over pieces.
         self._channels = Channels(tokenizer, ids)
         self._detokenizer, self._reasoning = Detokenizer(tokenizer), Detokenizer(tokenizer)
-        self._ready = self._taken = 0  # tokens: that there are, and that were taken
+        self._ready = self._taken = 0  # tokens so far, and tokens taken
         self._taken_text = 0
         self._ended = self._streamed = False
 
-    # For those who asked.
+    # For callers.
 
     @property
     def done(self) -> bool:
+        """True once the answer is whole."""
         return self.output is not None
 
     def result(self) -> Output:
-        """Waits for the whole answer."""
+        """Waits for the whole answer; a failure of the device is its `error`."""
         self._driver.drive(lambda: self.done)
         assert self.output is not None
         return self.output
 
     def abort(self) -> None:
-        """Ends it with what there is ("abort"); it need not be waited for. One that has ended stays as it is."""
+        """Ends the request with the tokens so far ("abort"); a finished one stays as it is. No wait is needed."""
         self._driver.abort(self)
 
     def __iter__(self) -> Iterator[Piece]:
-        """Pieces that nobody has taken yet, as they come."""
+        """Yields the pieces not taken yet, as they come."""
         self._streamed = True
         while not self._ended:
             self._driver.drive(self._has_news)
@@ -223,7 +231,7 @@ class Request:
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[asyncio.Event]:
-        """An event of the running loop, set by all news. The last listener who leaves before the end aborts."""
+        """Yields an event of the running loop, set at all news; the last listener that leaves early aborts."""
         loop, news = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
@@ -241,7 +249,7 @@ class Request:
         return self.done or self._ready > self._taken
 
     def _piece(self) -> Piece:
-        output = self.output  # before the tokens: those of an ended request are all there
+        output = self.output  # read before the tokens: an ended request has all of them
         new = slice(self._taken, self._ready)
         ids = self._token_ids[new]
         logprobs = None if self.params.logprobs is None else self._logprobs[new]
@@ -262,7 +270,7 @@ class Request:
 
     @property
     def streamed(self) -> bool:
-        """Whether somebody takes its pieces."""
+        """True once a caller iterates over the pieces."""
         return self._streamed
 
     def is_late(self, now: float) -> bool:
@@ -270,16 +278,16 @@ class Request:
 
     @property
     def cached(self) -> int:
-        """Tokens of the prompt that were there already."""
+        """Tokens of the prompt that were reused."""
         return 0 if self.allocation is None else self.allocation.reused
 
     @property
     def tokens(self) -> list[int]:
-        """Prompt and answer so far."""
+        """Token ids of the prompt and the answer so far."""
         return self.ids + self._token_ids
 
     def take(self, progress: Progress, eos: frozenset[int]) -> Ending | None:
-        """Adds what a dispatch chose. Returns why that ends the request, None where it goes on."""
+        """Adds a dispatch's tokens. Returns the ending, or None where the request goes on."""
         self._counts += AcceptanceCounts(progress.rounds, progress.accepted)
         self.debt.tokens = progress.unread
         if progress.token_ids and self._first is None:
@@ -300,7 +308,7 @@ class Request:
         self._depths += progress.depths[:count]
         self._token_ids += progress.token_ids[:count]
         self._spoken = len(self._token_ids) - by_token
-        self._ready = len(self._token_ids)  # last: from here on another thread takes them
+        self._ready = len(self._token_ids)  # set last: from here on another thread takes the tokens
         if by_token or by_string:
             return "stop", None
         if progress.failed:
@@ -308,7 +316,7 @@ class Request:
         return ("length", None) if progress.done else None
 
     def finish(self, reason: FinishReason, error: str | None = None) -> Output:
-        """The answer, ended with the tokens that there are; nobody has it before `publish`.
+        """Makes the answer of the tokens so far; callers see it from `publish` on.
 
         Never raises: tokens that the tokenizer cannot decode make an answer without text ("error").
         """
@@ -326,7 +334,7 @@ class Request:
         return Output(list(self._token_ids), text, reason, stats, logprobs, error, reasoning)
 
     def publish(self, output: Output) -> None:
-        """Ends it, and tells everybody."""
+        """Ends the request, and tells all listeners."""
         self.output = output
         self.tell()
 
@@ -340,7 +348,7 @@ class Request:
                 _log.debug("a listener is dropped: %r", error)
 
     def _until_stop_string(self, ids: list[int]) -> tuple[int, bool]:
-        """How many of the new tokens count, and whether a stop string ends the answer with them."""
+        """Returns how many of the new tokens count, and whether a stop string ends the answer with them."""
         if self._scanner is not None:
             for count, token in enumerate(ids, 1):
                 if self._scanner.add(token, look=len(self._token_ids) + count >= self.params.min_tokens):
@@ -349,7 +357,7 @@ class Request:
 
 
 def said(error: Exception) -> str:
-    """An exception, as an answer's error."""
+    """Formats an exception as an answer's error."""
     return f"{type(error).__name__}: {error}"
 
 

@@ -1,9 +1,9 @@
-"""The scheduler: which requests the device works on, turn by turn (continuous batching).
+"""The scheduler: continuous batching of requests on the device, turn by turn.
 
-A turn admits what fits, in the order of arrival; launches stretches of prompts and some rounds; and delivers, while the
-device works on these, the tokens of the turn before. Requests join and leave between two launches. A launch is short
-while a request waits. Caches are paged and allocated once: a request is admitted when the pages of its whole answer are
-free, so no running request is ever preempted.
+A turn admits requests that fit, in the order of arrival; launches stretches of prompts and some rounds; and delivers,
+while the device works on these, the tokens of the turn before. Requests join and leave between two launches. A launch
+is short while a request waits. Caches are paged and allocated once: a request is admitted when the pages of its whole
+answer are free, so no running request is ever preempted.
 """
 
 from __future__ import annotations
@@ -38,12 +38,17 @@ class EngineStats:
     """Counters of an engine since it was made, and its state now.
 
     Attributes:
-        programs: compiled by its calls.
-        dispatches: programs given to the device. rounds: of all requests together. tiers: dispatches of rounds by tier.
-        tier: of the latest rounds; None before the first.
-        prompt_tokens: of all prompts. cached_tokens: of these, read by an earlier request already (prefix reuse).
-        finished: requests by finish reason. refused: requests that never began.
-        running, waiting: requests now. free_pages, pages: of the caches.
+        programs: programs compiled by its calls.
+        dispatches: programs given to the device.
+        rounds: rounds of all requests together.
+        tiers: dispatches of rounds by tier.
+        tier: tier of the latest rounds; None before the first.
+        prompt_tokens: tokens of all prompts.
+        cached_tokens: tokens of prompts that an earlier request had read already (prefix reuse).
+        finished: requests by finish reason.
+        refused: requests that never began.
+        running, waiting: requests now.
+        free_pages, pages: pages of the caches.
         stalled: seconds since work last came back from the device, 0 while no thread works. It grows where a device
             hangs, and during a compilation.
     """
@@ -128,17 +133,17 @@ class Scheduler:
 
     @property
     def has_aborted(self) -> bool:
-        """Whether requests were aborted since the last `sweep`."""
+        """True if requests were aborted since the last `sweep`."""
         return self._aborted
 
     @property
     def has_work(self) -> bool:
-        """Whether a request waits or runs, or a report is unread."""
+        """True if a request waits or runs, or a report is unread."""
         with self.changes:
             return bool(self._waiting or self._reports or any(self._slots))
 
     def stats(self) -> EngineStats:
-        """A copy of the counters; `stalled` is the engine loop's to fill in."""
+        """Copies the counters; `stalled` is the engine loop's to fill in."""
         with self.changes:
             return dataclasses.replace(
                 self._stats,
@@ -236,7 +241,7 @@ class Scheduler:
         }
         if not running:
             return
-        # The fewer requests run, the shorter the launch, so that the others are read: wide rounds cost less in all.
+        # The fewer requests run, the shorter the launch: waiting prompts are read sooner, and wide rounds cost less.
         reading = sum(request is not None for request in self._slots) - len(running)
         rounds = max(1, shapes.ROUNDS * len(running) // (len(running) + reading))
         greedy = all(request.params.greedy for request in running.values())
@@ -290,7 +295,7 @@ class Scheduler:
                     self._cancelled.discard(request.slot)
                 stretches.append(stretch)
             self._pool.register(request.allocation, request.ids[: request.read + 1])
-        # Also where no prompt ends: it bounds what the device is given at once, and says that it still answers.
+        # Kept even where no prompt ends: reports bound the work on the device, and show that it still answers.
         self._reports.append((self._runner.prefill(Chunk.of(stretches, count, length, sizes)), ended, None))
 
     def _deliver(self, report: jax.Array, requests: dict[int, Request], tier: Tier | None) -> None:
@@ -364,7 +369,7 @@ class Scheduler:
 
 
 def _row(request: Request, eos: frozenset[int]) -> RequestRows:
-    """What a request asks for, as programs read it."""
+    """Makes the row of a request that programs read."""
     params, digest = request.params, zlib.crc32(np.asarray(request.ids, np.int32).tobytes())
     if request.sample:
         digest = zlib.crc32(b"%d" % request.sample, digest)

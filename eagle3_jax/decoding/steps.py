@@ -1,4 +1,4 @@
-"""How far a long start has come: a bar on a terminal, lines in a log."""
+"""Progress of a long start: a bar on a terminal, lines in a log."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from tqdm import tqdm
 
 from eagle3_jax.runs.command import stop_point
 
-# True: a bar. False: nothing. Else what is told, such as "compile: 12 of 60 programs".
+# True: a bar. False: nothing. A function: it gets lines such as "compile: 12 of 60 programs".
 Progress = bool | Callable[[str], Any]
 T = TypeVar("T")
 
-_SECONDS = 15.0  # between two lines of a stage, at least
+_SECONDS = 15.0  # least time between two lines of a stage
 
 
 def steps(items: Sequence[T], name: str, unit: str, progress: Progress) -> Iterator[T]:
-    """Each item in turn, while it is shown how many are done. A verb that was asked to stop ends between two."""
+    """Yields the items and shows how many are done; a verb that was asked to stop ends between two."""
     if not callable(progress):
         for item in tqdm(items, desc=name, unit=unit, disable=not progress):
             stop_point()

@@ -12,15 +12,15 @@ from typing import Any
 
 from eagle3_jax.models.target import ModelConfig
 
-_CUT = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet one
-_LONGEST = 4  # bytes of a character in UTF-8: no more tokens have a part in one
+_CUT = "\ufffd"  # a decoder's mark for bytes that are no character, or not yet one
+_LONGEST = 4  # bytes of a character in UTF-8, and so most tokens that share one
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _ANSWER = "final"
 
 
 def end_ids(config: ModelConfig, tokenizer: Any) -> frozenset[int]:
-    """Token ids that end an answer: the model's, and the tokenizer's own, which is all that some fine-tunes change."""
+    """Returns the token ids that end an answer: the model's, and the tokenizer's, where fine-tunes may add one."""
     own = getattr(tokenizer, "eos_token_id", None)
     return frozenset(config.eos_token_ids) | ({own} if own is not None and own < config.vocab_size else set())
 
@@ -45,7 +45,7 @@ class Channels:
             self.split(prompt[next(starts, len(prompt)) :])
 
     def split(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
-        """(tokens of the answer, tokens of the reasoning); tokens between messages belong to neither."""
+        """Returns (tokens of the answer, tokens of the reasoning); tokens between messages belong to neither."""
         if not self._marks:
             return list(ids), []
         answer: list[int] = []
@@ -79,7 +79,7 @@ class Detokenizer:
         self._given = 0  # characters of their text that were returned
 
     def add(self, ids: Sequence[int], last: bool) -> str:
-        """Text that these tokens add. `last`: no more tokens follow."""
+        """Returns the text that these tokens add. `last`: no more tokens follow."""
         text = self._decode([*self._context, *self._held, *ids])[self._given :]
         if text and _CUT not in text:
             self._held += ids
@@ -101,7 +101,7 @@ class Detokenizer:
         return ""
 
     def _settle(self) -> None:
-        """All text is returned: keeps the fewest last tokens with complete text, as context."""
+        """Keeps, once all text is returned, the fewest last tokens with complete text as context."""
         known, context, text = [*self._context, *self._held], [], ""
         while known:
             context.insert(0, known.pop())
@@ -120,7 +120,7 @@ class Detokenizer:
         return text[: len(text) - rest]
 
     def _is_silent(self, token: int) -> bool:
-        """Whether a token has no text anywhere, as special tokens; decoded twice, since a first space may vanish."""
+        """Tells whether a token never has text, as special tokens; decodes it twice, since a first space may vanish."""
         return not self._decode([token, token])
 
     def _decode(self, ids: list[int]) -> str:
@@ -134,7 +134,7 @@ class StopScanner:
         prompt: see `Channels`.
 
     Attributes:
-        text: so far, cut in front of a found stop string.
+        text: text so far, cut in front of a found stop string.
         settled: characters of `text` in which no stop string can begin any more.
     """
 
@@ -149,7 +149,7 @@ class StopScanner:
         return self._extend(self._detokenizer.add(answer, last=False), look)
 
     def end(self) -> str:
-        """The whole text."""
+        """Returns the whole text."""
         if not self._found:
             self._extend(self._detokenizer.add([], last=True), look=True)
         self.settled = len(self.text)
@@ -173,7 +173,7 @@ class StopScanner:
 
 
 def _marks(tokenizer: Any) -> dict[int, str]:
-    """Token id -> its name; empty where the tokenizer has no channels."""
+    """Maps the ids of channel marks to their names; empty where the tokenizer has no channels."""
     channel = tokenizer.convert_tokens_to_ids(_CHANNEL)
     if channel is None or channel == tokenizer.unk_token_id:
         return {}

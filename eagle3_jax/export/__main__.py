@@ -1,7 +1,7 @@
 """`python -m eagle3_jax.export`: the best or newest checkpoint -> a draft head that SGLang and vLLM serve.
 
-The folder appears after the head was read back and compared bit by bit. Its `manifest.json` lies beside `config.json`
-and `model.safetensors`; engines ignore it. Other ways:
+The folder appears once the head was read back and compared bit by bit. Its `manifest.json` lies beside `config.json`
+and `model.safetensors`; engines ignore it. Other uses:
 
 - `--from DIR --to FORM DIR` converts a head of any form, without a target.
 - `--check ENGINE --prompts FILE` runs the exported head; `--expect REPORT` compares with an earlier check.
@@ -91,7 +91,7 @@ def run(config: RunConfig, target: Target | None = None) -> None:
 def convert(source: str | disk.Path, form: str, folder: str | disk.Path) -> None:
     """Converts the head in `source`, of any form, into `folder`.
 
-    What the source leaves to the target stays so: default aux layers, the LM head, the embeddings.
+    Parts that the source leaves to the target stay there: default aux layers, the LM head, the embeddings.
 
     Raises:
         DraftFormatError: the head is not usable, or the form cannot represent it.
@@ -103,7 +103,7 @@ def convert(source: str | disk.Path, form: str, folder: str | disk.Path) -> None
         raise FileExistsError(f"{folder}: exists already, expected a new folder")
     head = heads.read(source)
     identity = None
-    if (source / manifest.NAME).exists():  # is copied, so that the head stays bound to its target
+    if (source / manifest.NAME).exists():  # copied, so that the head stays bound to its target
         identity = manifest.read(source, "export")["identity"] | {"converted_to": form}
         trained_with = identity["target"]
         of_target = verifier(trained_with["name"], trained_with["architecture"])
@@ -228,7 +228,7 @@ def _push(config: RunConfig, asked: argparse.Namespace) -> None:
 # Flag -> the flag that it needs.
 _NEEDS = {"check": "prompts", **dict.fromkeys(("prompts", "vllm", "sglang", "expect"), "check")}
 _NEEDS |= {"upload": "push_to_hub", "to": "from"}
-# Flag -> what is done instead of exporting.
+# Flag -> the work done instead of exporting.
 _INSTEAD = {"check": _check, "write_target": _write_target, "push_to_hub": _push}
 
 

@@ -148,7 +148,7 @@ def run(
 def _request(
     config: RunConfig, prompts_path: str | pathlib.Path, target: Target, draft: pathlib.Path
 ) -> dict[str, Any]:
-    """The request for every engine, in the form of `vllm_process`. Raises ValueError: no usable prompts."""
+    """Builds the request for every engine, in the form of `vllm_process`. Raises ValueError: no usable prompts."""
     settings = config.evaluate
     flags, head = serving(draft), heads.read(draft) if is_block_head(draft) else None
     steps = flags.drafts or (settings.tree.num_steps if isinstance(settings.tree, DraftTree) else 3)
@@ -197,7 +197,7 @@ def _earlier(path: str | pathlib.Path, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def predict(target: Target, request: dict[str, Any], token_map: str | None = None) -> Counted:
-    """Counters and answers of this package's engine for the written files."""
+    """Predicts counters and answers by this package's engine, from the written files."""
     steps, sizes = request["num_speculative_tokens"], (request["batch_size"], request["max_model_len"])
     chain = DraftTree(num_steps=steps, num_draft_tokens=steps + 1)
     params = SamplingParams(max_tokens=request["max_tokens"], ignore_eos=request["ignore_eos"])
@@ -226,7 +226,7 @@ def in_vllm(python: str | pathlib.Path, request: dict[str, Any]) -> Counted:
 
 def in_sglang(url: str, request: dict[str, Any], plain: list[list[int]]) -> Counted:
     """Asks a running SGLang server, which always drafts; `plain` holds the answers that it must give."""
-    from eagle3_jax.export import sglang_server  # of the extra `report`
+    from eagle3_jax.export import sglang_server  # needs the extra `report`
 
     said = sglang_server.answer(url, request)
     return Counted(
@@ -267,7 +267,7 @@ def _apart(name: str, counts: AcceptanceCounts, expected: AcceptanceCounts) -> l
 
 
 def table(report: dict[str, Any]) -> str:
-    """The columns side by side as fixed-width text; for dtypes other than float32 also the number of differences."""
+    """Formats the columns as fixed-width text; for dtypes other than float32 with the number of differences."""
     names = list(report["engines"])
     columns = [report["engines"][name] for name in names]
     rows: list[tuple[str, ...]] = [("", *names), ("rounds", *(str(x["rounds"]) for x in columns))]

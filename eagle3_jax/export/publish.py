@@ -30,7 +30,7 @@ def push(config: RunConfig, repository: str, *, upload: bool) -> str:
         upload: False uploads nothing and makes no request.
 
     Returns:
-        What was, or would be, uploaded, with the card.
+        A list of the files that are uploaded, and the card.
 
     Raises:
         ManifestError: no finished training or export, a damaged one, or an unfinished stage that the card describes.
@@ -61,7 +61,7 @@ def push(config: RunConfig, repository: str, *, upload: bool) -> str:
         try:
             hub.create_repo(repository, exist_ok=True)
             hub.create_commit(repository, added, commit_message=f"EAGLE-3 head, step {exported['identity']['step']}")
-        except HTTPError as error:  # of the hub's httpx, which raises no OSError when nobody answers
+        except HTTPError as error:  # the hub's httpx raises no OSError when nobody answers
             raise OSError(f"{repository}: not uploaded: {error}") from error
     sizes = [f"  {path.name}  {path.stat().st_size:,} bytes" for path in paths]
     said = f"uploaded to {repository}:" if upload else f"would go to {repository}; `--upload` uploads it:"
@@ -76,10 +76,12 @@ def card(
     prepared: dict[str, Any],
     repository: str,
 ) -> str:
-    """The model card: `card.md` with the run's values, the hub's YAML in front.
+    """Renders the model card: `card.md` with the run's values, the hub's YAML in front.
 
     Args:
-        report: `report.json` of the run. exported: manifest of its export. trained: identity of its training.
+        report: `report.json` of the run.
+        exported: manifest of its export.
+        trained: identity of its training.
         prepared: manifest of its prompts.
 
     Raises:
@@ -111,7 +113,7 @@ def card(
 
 
 def _of_heads(report: dict[str, Any]) -> dict[str, Any]:
-    """The evaluations that drafted with a head's files, unlike "lookup"."""
+    """Selects the evaluations that drafted with a head's files, unlike "lookup"."""
     return {name: way for name, way in report["drafts"].items() if way["draft"]["files"]}
 
 

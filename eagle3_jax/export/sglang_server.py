@@ -17,7 +17,7 @@ _HISTOGRAMS = ("spec_correct_drafts_histogram", "spec_accept_histogram")
 
 
 class ServerError(ValueError):
-    """No SGLang server answers, or one with other settings or without counters."""
+    """A missing SGLang server, or one with other settings or without counters."""
 
 
 def answer(url: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def _check_settings(said: dict[str, Any], request: dict[str, Any]) -> str:
 
 
 def _counters(meta: dict[str, Any], steps: int) -> tuple[int, list[int]]:
-    """Rounds of one answer, and the rounds that accepted the draft at position 1, 2, ..."""
+    """Reads the rounds of one answer, and those that accepted the draft at position 1, 2, ..."""
     rounds = meta.get("spec_verify_ct")
     histogram = next((meta[name] for name in _HISTOGRAMS if name in meta), None)
     if rounds is None or histogram is None:

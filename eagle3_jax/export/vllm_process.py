@@ -19,7 +19,7 @@ from typing import Any
 
 
 def counters(engine: Any) -> tuple[int, list[int]]:
-    """Rounds and accepted drafts by position since the engine was made (vllm/v1/spec_decode/metrics.py, 0.32.0)."""
+    """Reads rounds and accepted drafts by position since the engine began (vllm/v1/spec_decode/metrics.py, 0.32.0)."""
     rounds, accepted = 0, []
     for metric in engine.get_metrics():
         if metric.name == "vllm:spec_decode_num_drafts":

@@ -1,6 +1,6 @@
 """Writes a loaded target as a Hugging Face folder, which transformers, SGLang and vLLM read.
 
-For targets without safetensors elsewhere (dequantised GGUF), and for another dtype than the hub's.
+Engines need it for a target without safetensors (dequantised GGUF), or in another dtype than the hub's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from eagle3_jax.models.families import family_of
 from eagle3_jax.models.target import TargetModel
 from eagle3_jax.runs import disk
 
-SHARD_BYTES = 5 * 10**9  # of one file, as on the hub
+SHARD_BYTES = 5 * 10**9  # the hub's limit for one file
 
 
 def write_target(target: Target, folder: str | disk.Path, shard_bytes: int = SHARD_BYTES) -> None:

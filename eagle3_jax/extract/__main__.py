@@ -33,7 +33,7 @@ from eagle3_jax.runs import command, command_line, disk, manifest, processes
 from eagle3_jax.training.kinds.choice import kind_of
 
 REJECTS = "rejects.jsonl"
-# Conversations of a split from which the size of the features and the padded lengths follow.
+# Conversations sampled from a split to estimate the size of the features and to choose padded lengths.
 _SAMPLE = 64
 
 
@@ -54,7 +54,7 @@ def extract(config: configs.RunConfig, target: Target | None = None) -> None:
     target = target or load_target(config.target, replica.mesh, only=None if reads else ())
     if reads:
         target = dataclasses.replace(target, model=for_inference(target.model))
-    # What was said does not depend on which hidden states are kept now.
+    # The conversations do not depend on which hidden states are kept now.
     check_same_target(conversations, made_from["identity"]["target"], target.identity, but=("aux_layers",))
     kind_of(config, target.model.config)  # refuses a head that does not fit the target now
     longest = target.model.config.max_position_embeddings
@@ -103,7 +103,7 @@ def _finish(
     folder: disk.Path,
     rates: dict[str, float],
 ) -> None:
-    """All shards are there: writes what is said of all of them together."""
+    """Writes the draft vocabulary and the manifest, once all shards exist."""
     results = {
         split: _summarise(folder / split) | {"tokens_per_second": rates[split] or None} for split in configs.SPLITS
     }
@@ -121,10 +121,10 @@ def _finish(
 
 
 def _foretell(config: configs.ExtractConfig, conversations: disk.Path, folder: disk.Path, target: Target) -> list[int]:
-    """Says the size of the features, by a sample of the conversations; returns the lengths of the sample.
+    """Estimates and prints the size of the features from a sample of conversations; returns the sample's lengths.
 
     Raises:
-        ValueError: a size beyond the free space, where the file system tells it.
+        ValueError: the features would not fit the free space, where the file system tells it.
     """
     model = target.model.config
     each = features.token_bytes(len(model.aux_layers), model.hidden_size, config.states)
@@ -185,7 +185,7 @@ def _extract_split(
 
 
 def _summarise(folder: disk.Path) -> dict[str, Any]:
-    """The counts of a split for the manifest, of its shards' notes; writes its list of rejects."""
+    """Sums the notes of a split's shards for the manifest, and writes the list of rejects."""
     all_notes = disk.each(features.read_notes, sorted(folder.glob("*.array_record")))
     rejects = [reject for notes in all_notes for reject in notes["rejects"]]
     with disk.atomic(folder / REJECTS) as temporary:
@@ -202,7 +202,7 @@ def _summarise(folder: disk.Path) -> dict[str, Any]:
 
 
 def _token_counts(folder: disk.Path, vocab_size: int) -> np.ndarray:
-    """int64 [V]: how often each token counts in the loss, summed over the shards' notes."""
+    """Sums over the shards' notes how often each token counts in the loss, int64 [V]."""
     counts = np.zeros(vocab_size, np.int64)
     for notes in disk.each(features.read_notes, list(folder.glob("*.array_record"))):
         token_ids, times = notes["token_counts"]
@@ -211,7 +211,7 @@ def _token_counts(folder: disk.Path, vocab_size: int) -> np.ndarray:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Runs the verb from its command line."""
     config, _ = command_line.read("extract", argv)
     with command.run("extract"):
         _keep_programs()
@@ -219,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _keep_programs() -> None:
-    """Has JAX keep what it compiles in the folder that the server takes too, unless the user chose another."""
+    """Keeps compiled programs in the server's compilation cache, unless the user chose another."""
     settings: Any = jax.config
     if not settings.jax_compilation_cache_dir:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "programs"))

@@ -33,11 +33,11 @@ class PaddedBatch:
 
 
 def choose_lengths(sample: Sequence[int], longest: int) -> tuple[int, ...]:
-    """At most MAX_LENGTHS lengths to pad to, ascending, of the least padding for a sample.
+    """Chooses at most MAX_LENGTHS lengths to pad to, ascending, with the least padding for a sample.
 
     Args:
         sample: lengths of some sequences.
-        longest: no sequence is longer.
+        longest: the largest length of any sequence.
     """
     steps = -(-longest // _LENGTH_STEP)
     needed = [min(steps, -(-length // _LENGTH_STEP)) for length in sample]
@@ -113,7 +113,7 @@ def _in_8_bits(outputs: tuple[jax.Array, ...], aux_layers: int) -> tuple[Any, ..
 def records(
     conversations: Sequence[Conversation], batch: PaddedBatch, outputs: Any
 ) -> Iterator[tuple[Conversation, Record | None]]:
-    """Each conversation of a batch with its record, or with None where a hidden state is NaN or infinite.
+    """Yields each conversation of a batch with its record, or with None where a hidden state is NaN or infinite.
 
     Args:
         outputs: of `forward`; None makes records without states.

@@ -40,7 +40,7 @@ _WAIT = 0.002  # seconds until full queues are looked at again
 
 
 class Progress:
-    """A bar of conversations on process 0, and the tokens a second of what this process writes now."""
+    """A bar of conversations on process 0, and the tokens a second that this process writes."""
 
     def __init__(self, total: int, name: str) -> None:
         self._bar = tqdm(total=total, desc=name, unit=" conversations", disable=processes.index() > 0)
@@ -56,12 +56,12 @@ class Progress:
         return self._tokens / (time.monotonic() - self._start)
 
     def skip(self, conversations: int) -> None:
-        """Conversations that are there already, or that another process writes."""
+        """Counts conversations that exist already, or that another process writes."""
         with self._lock:
             self._bar.update(conversations)
 
     def begin(self, shard: Shard) -> None:
-        """A shard of this process: a conversation may be several sequences."""
+        """Counts the conversations of a shard of this process; one may be several sequences."""
         with self._lock:
             self._bar.total += len(shard.conversations) + len(shard.rejects) - len(shard.lines)
             self._bar.update(len(shard.rejects))

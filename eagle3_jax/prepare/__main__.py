@@ -24,7 +24,7 @@ TRAIN, HELD_OUT, REJECTS = "train.jsonl", "held_out.jsonl", "rejects.jsonl"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Runs the verb from its command line."""
     config, _ = command_line.read("prepare", argv)
     command.require("prepare")
     with command.run("prepare"):

@@ -131,6 +131,6 @@ def _system(source: configs.SelfSource) -> list[dict[str, str]]:
 
 
 def _seeds(name: str, count: int) -> list[int]:
-    """31-bit seeds, a function of the name alone."""
+    """Derives 31-bit seeds from the name alone."""
     digests = (hashlib.sha256(f"{name}/{row}".encode()).digest() for row in range(count))
     return [int.from_bytes(digest[:4], "little") >> 1 for digest in digests]

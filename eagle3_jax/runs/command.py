@@ -1,8 +1,8 @@
 """The frame of every verb's command line: an error is one sentence, SIGTERM and Ctrl-C an orderly stop.
 
-A TPU VM that is preempted, a scheduler and `docker stop` send SIGTERM and kill half a minute later; Ctrl-C is a person
-who waits. A verb asks `stop_asked`, or passes a `stop_point`, wherever what it has done so far is on disk. In front of
-its first stop point a verb has only loaded and compiled: there a signal ends it at once, and a second one anywhere.
+A preempted TPU VM, a scheduler and `docker stop` send SIGTERM and kill half a minute later; Ctrl-C is a person who
+waits. A verb asks `stop_asked`, or passes a `stop_point`, wherever its work so far is on disk. Before the first stop
+point a verb has only loaded and compiled, so a signal ends it at once. A second signal ends it anywhere.
 """
 
 from __future__ import annotations
@@ -20,24 +20,26 @@ from eagle3_jax.runs import processes, watchdog
 
 STOPPED = 75  # EX_TEMPFAIL: the exit status of work that SIGTERM left unfinished; Ctrl-C ends by SIGINT itself
 
-_asked: signal.Signals | None = None  # that came
+_asked: signal.Signals | None = None  # the signal that came
 _came_to_stop_points = False
 
 
 class Stopped(Exception):
-    """SIGTERM or Ctrl-C came, and what was done so far is on disk."""
+    """SIGTERM or Ctrl-C came, and the work so far is on disk."""
 
 
 @contextlib.contextmanager
 def run(verb: str, *, resumes: bool = True, stopped: int = STOPPED) -> Iterator[None]:
-    """The body of a verb's `main`. Joins the other processes of the run, where there are any; what ends one ends all.
+    """Runs the body of a verb's `main`, joined with the run's other processes; an end of one ends all.
 
-    Exits with status 1 and one sentence for what a user can cause (ValueError) and what a machine can (OSError: disk
-    full, no permission), with status `stopped` after a stop by SIGTERM. After a stop by Ctrl-C the process ends by
-    SIGINT, unless `stopped` is 0: a shell ends the script or the loop around it then (status 130).
+    The exit status is 1, with one sentence, for errors of a user (ValueError) and of a machine (OSError: disk full, no
+    permission). It is `stopped` after SIGTERM. After Ctrl-C the process ends by SIGINT (status 130), so that a shell
+    ends the script or loop around it; with `stopped` 0 it exits with 0.
 
     Args:
-        resumes: whether a verb that is run again after a stop goes on; else it begins anew.
+        verb: its name, for messages.
+        resumes: whether the verb goes on where it was when it is run again; else it begins anew.
+        stopped: exit status after a stop.
     """
     global _asked, _came_to_stop_points
     _asked, _came_to_stop_points = None, False
@@ -60,7 +62,7 @@ def run(verb: str, *, resumes: bool = True, stopped: int = STOPPED) -> Iterator[
     try:
         processes.start_distributed()
         watchdog.begin(prefix)
-        signal.signal(signal.SIGTERM, note)  # for good: a SIGTERM behind the end of the work finds nothing to stop
+        signal.signal(signal.SIGTERM, note)  # never restored: a SIGTERM after the work finds nothing to stop
         signal.signal(signal.SIGINT, note)
         yield
         processes.barrier()
@@ -95,7 +97,7 @@ def _end(said: str, asked: signal.Signals, status: int) -> NoReturn:
     3.11). Static destructors run under threads inside XLA and LLVM. Of 20 processes with one compiling thread each,
     `sys.exit` ended 20 by SIGABRT, C's `exit` alone 2 by SIGSEGV, `os._exit` none.
     """
-    with contextlib.suppress(OSError, RuntimeError):  # nobody reads; or the signal came in the middle of a flush
+    with contextlib.suppress(OSError, RuntimeError):  # a closed pipe, or a signal in the middle of a flush
         sys.stdout.flush()
         sys.stderr.flush()
     _write(said)
@@ -106,7 +108,7 @@ def _end(said: str, asked: signal.Signals, status: int) -> NoReturn:
 
 
 def _write(line: str) -> None:
-    """To stderr, from a signal's handler too: past the buffer that the signal may have interrupted."""
+    """Writes to stderr past its buffer, which a signal may have interrupted."""
     behind = "\n" * os.isatty(2)  # "^C", or a bar
     with contextlib.suppress(OSError):
         os.write(2, f"{behind}{line}\n".encode())
@@ -122,9 +124,9 @@ EXTRAS = {
 
 
 def require(*extras: str) -> None:
-    """Checks that the extras are installed; else ends a verb in one sentence, and raises ImportError in other programs.
+    """Checks that the extras are installed; else ends a verb with one sentence, raises ImportError in other programs.
 
-    A verb's `--help` works without extras: `require` prints it and exits.
+    A verb's `--help` needs no extra: `require` prints it and exits.
     """
     missing = {extra: [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None] for extra in extras}
     modules = ", ".join(name for names in missing.values() for name in names)
@@ -145,7 +147,7 @@ def require(*extras: str) -> None:
 
 
 def stop_asked() -> bool:
-    """Whether SIGTERM or Ctrl-C came."""
+    """Returns True once SIGTERM or Ctrl-C came."""
     global _came_to_stop_points
     _came_to_stop_points = True
     return _asked is not None
@@ -158,14 +160,14 @@ def stop_point() -> None:
 
 
 def sentence(error: Exception) -> str:
-    """What an error says to a user: "runs/a/shard: No space left on device" without its number."""
+    """Formats an error for a user: "runs/a/shard: No space left on device", without its number."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as text: the first column to the left, numbers to the right, a line under the head."""
+    """Aligns rows as text: the first column to the left, numbers to the right, a line under the head."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     texts = [
         "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])

@@ -1,6 +1,6 @@
 """The command line of each verb: its own flags, the sections of the config that it reads, and its `--help`.
 
-Nothing here is of an extra: `--help` works wherever the package is installed (see `command.require`).
+No import here needs an extra: `--help` works wherever the package is installed (see `command.require`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ _PROMPTS = "JSONL file of prompts: messages, conversations or prompt; id and cat
 
 
 class Parser(argparse.ArgumentParser):
-    """Of one verb; its help lists the fields of the config as well.
+    """The parser of one verb; its help lists the fields of the config as well.
 
     Args:
-        verb: as it is called: "train", "benchmark decode". says: what it does. sections: of the config that it reads.
+        verb: as it is called: "train", "benchmark decode".
+        says: one sentence about it.
+        sections: the sections of the config that it reads.
     """
 
     def __init__(self, verb: str, says: str, sections: Sequence[str]) -> None:
@@ -29,7 +31,7 @@ class Parser(argparse.ArgumentParser):
         self.verb, self.sections = verb, sections
 
     def format_help(self) -> str:
-        """The flags, and the fields of the config with what they are and their defaults."""
+        """Lists the flags, and the fields of the config with their meaning and defaults."""
         said = "The run's YAML holds these fields, or they are given here; the defaults hold where neither names one. "
         said += "Fields of other sections are taken too. Lists of sources and of trees stand in the YAML alone."
         fields = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS, description=said)
@@ -80,7 +82,7 @@ def _serve(parser: argparse.ArgumentParser) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Verb:
-    """Attributes: says: what it does. sections: of the config that it reads. add_flags: of its own."""
+    """Attributes: says: one sentence about it. sections: those of the config that it reads. add_flags: its own."""
 
     says: str
     sections: tuple[str, ...]
@@ -117,7 +119,7 @@ _VERBS = {
 
 
 def parser_of(verb: str) -> Parser:
-    """The verb's parser; what it leaves over are overrides of the config."""
+    """Builds the verb's parser; the arguments it does not know are overrides of the config."""
     known = _VERBS[verb]
     parser = Parser(verb, known.says, known.sections)
     parser.add_argument("--config", required=True, metavar="FILE", help="YAML run file, see configs/")
@@ -142,7 +144,7 @@ def read(verb: str, argv: Sequence[str] | None = None) -> tuple[RunConfig, argpa
 
 
 def help_of(module: str, argv: Sequence[str]) -> str | None:
-    """What `python -m eagle3_jax.<module> <argv>` prints where help is asked for, else None."""
+    """Returns the help that `python -m eagle3_jax.<module> <argv>` asks for; None where it asks for none."""
     if not {"-h", "--help"} & set(argv):
         return None
     verb = f"{module} {argv[0]}" if module == "benchmark" else module
@@ -150,7 +152,7 @@ def help_of(module: str, argv: Sequence[str]) -> str | None:
 
 
 def benchmark_parser() -> argparse.ArgumentParser:
-    """Of the first word behind `benchmark`."""
+    """Builds the parser of the word behind `benchmark`."""
     verbs = {name.partition(" ")[2]: verb.says for name, verb in _VERBS.items() if name.startswith("benchmark ")}
     parser = argparse.ArgumentParser(
         prog="python -m eagle3_jax.benchmark",

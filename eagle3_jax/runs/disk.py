@@ -27,7 +27,7 @@ import filelock
 from eagle3_jax.runs import bucket, processes
 from eagle3_jax.runs.bucket import Path
 
-# The object of a bucket that marks a folder as whole.
+# The object that marks a folder of a bucket as whole.
 _LAST = "manifest.json"
 _AT_ONCE = 16  # questions on their way to a bucket
 
@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 
 
 class JsonError(ValueError):
-    """A file that does not hold the JSON it should; the message names file and line."""
+    """A file without the JSON expected of it; the message names file and line."""
 
 
 class AddressError(ValueError):
@@ -132,7 +132,7 @@ def is_whole(folder: Path) -> bool:
 
 
 def digest(path: str | Path) -> str:
-    """sha256 of a file, in hex."""
+    """Computes a file's sha256, in hex."""
     if is_remote(path):
         found = hashlib.sha256()
         for piece in bucket.pieces(path_of(path)):
@@ -154,13 +154,13 @@ def atomic(path: str | Path) -> Iterator[pathlib.Path]:
             yield temporary
         return
     path = pathlib.Path(path)
-    # Processes of several hosts and containers share folders: there, process ids repeat.
+    # Hosts and containers share folders, and their process ids repeat.
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}.partial")
     try:
         yield temporary
         os.replace(temporary, path)
     except OSError as error:
-        if error.errno and error.filename is None:  # of a write, which does not say where
+        if error.errno and error.filename is None:  # a write's error does not name the file
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
     finally:
@@ -171,10 +171,11 @@ def atomic(path: str | Path) -> Iterator[pathlib.Path]:
 def lock(path: str | Path) -> Iterator[None]:
     """Holds this run's exclusive right to write `path`, a file or a folder, until the block ends or process 0 dies.
 
-    The operating system's own lock (flock) on `.<name>.lock` beside `path`: it vanishes with a killed owner. The file
-    stays, as removing a locked file would let two processes in. Across hosts it holds where the file system says so
-    (NFS does; a mounted bucket locks for one host only). What `atomic` left behind in killed runs is removed. In a
-    bucket that object is a lease, which ends a while after its holder's death; a run that loses it ends.
+    The lock is the operating system's own (flock), on `.<name>.lock` beside `path`: it vanishes with a killed owner.
+    The file stays, since removing a locked file would let two processes in. Across hosts it holds where the file system
+    shares locks (NFS does; a mounted bucket locks for one host only). Temporary files that killed runs of `atomic` left
+    are removed. In a bucket that object is a lease, which ends a while after its holder's death; a run that loses it
+    ends.
 
     Raises:
         LockError: another run holds it; the message says which process. Or the run's processes do not share it.
@@ -193,7 +194,7 @@ def lock(path: str | Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _lock(path: pathlib.Path, file: pathlib.Path) -> Iterator[str]:
-    """Yields what the lock's file says of its owner."""
+    """Yields the owner that the lock's file names."""
     path.parent.mkdir(parents=True, exist_ok=True)
     held = filelock.FileLock(file, blocking=False, fallback_to_soft=False)
     try:
@@ -230,7 +231,7 @@ def _end(sentence: str) -> None:
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises JsonError."""
+    """Reads the object in a JSON file. Raises JsonError."""
     return _object(read_bytes(path_of(path)), str(path))
 
 
@@ -240,7 +241,7 @@ def write_sealed(path: str | Path, values: dict[str, Any]) -> None:
 
 
 def read_sealed(path: str | Path) -> dict[str, Any]:
-    """What `write_sealed` wrote. Raises JsonError: not that, to the letter."""
+    """Reads the object that `write_sealed` wrote. Raises JsonError: the file was altered."""
     return unsealed(read_json(path), path)
 
 
@@ -256,7 +257,7 @@ def _checksum(values: dict[str, Any]) -> str:
 
 
 def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The objects in a JSONL file, one a line. Raises JsonError."""
+    """Yields the objects of a JSONL file, one a line. Raises JsonError."""
     with open_binary(path) as stream:
         for number, line in enumerate(stream, start=1):
             yield _object(line, f"{path}, line {number}")
@@ -295,7 +296,7 @@ class Log:
 
 
 def log_lines(path: Path) -> list[bytes]:
-    """The whole lines of a log; empty where there is none. A last line that a kill tore is cut off the file."""
+    """Reads the whole lines of a log; empty where there is none. Cuts a last line that a kill tore off the file."""
     if is_remote(path):
         return b"".join(bucket.read_segments(path)).splitlines()
     cut_torn_line(path)
@@ -303,7 +304,7 @@ def log_lines(path: Path) -> list[bytes]:
 
 
 def read_log(path: str | Path) -> list[Any]:
-    """What `Log.append` wrote; empty where there is no log. A last line that a kill tore is cut off the file.
+    """Reads the values of `Log.append`; empty where there is no log. Cuts a last line that a kill tore off the file.
 
     Raises:
         JsonError: a whole line was altered.
@@ -333,7 +334,7 @@ def remove_log(path: Path) -> None:
 
 
 def cut_torn_line(path: pathlib.Path) -> None:
-    """Removes what follows the last newline of a file that is appended to, where there is such a file."""
+    """Removes the text behind the last newline of a file that is appended to, if the file exists."""
     raw = path.read_bytes() if path.exists() else b""
     if (whole := raw.rfind(b"\n") + 1) < len(raw):
         os.truncate(path, whole)

@@ -13,18 +13,18 @@ from eagle3_jax.runs import machine
 
 
 def begins_verb() -> bool:
-    """Whether Python imports the package for `python -m eagle3_jax.VERB`: argv[0] is "-m" until the verb is found."""
+    """Tells whether Python imports the package for `python -m eagle3_jax.VERB`; argv[0] is "-m" until then."""
     return sys.argv[:1] == ["-m"] and any("eagle3_jax" in word for word in sys.orig_argv)
 
 
 def prepare() -> None:
-    """Sets what the user left open. JAX reads the variables when it is imported, so call it before that."""
-    # XLA logs two lines of 2,000 characters as errors for every program that a compilation cache of a CPU holds: code
-    # for the machine it was compiled on is said to miss "features" such as prefer-no-gather. What fails raises.
+    """Sets the variables that the user left open; call it before JAX is imported, which reads them."""
+    # XLA logs two errors of 2,000 characters for every program from a CPU's compilation cache: the machine that
+    # compiled it allegedly misses "features" such as prefer-no-gather. Real failures raise.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault(*_NO_ADVICE)
     if _has_cpu_alone():
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # an installed libtpu takes time and warns where no TPU is
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # an installed libtpu takes time, and warns without a TPU
 
 
 # transformers warns at its import that there is no PyTorch, which no verb needs; Presidio imports it too.
@@ -45,7 +45,7 @@ def importing_transformers() -> Iterator[None]:
 
 
 def _has_cpu_alone() -> bool:
-    """Whether a CPU is all that JAX could find: no TPU chip, no plugin of another accelerator."""
+    """Tells whether JAX can find a CPU alone: no TPU chip, no plugin of another accelerator."""
     if machine.has_tpu() or "PJRT_NAMES_AND_LIBRARY_PATHS" in os.environ:
         return False
     return not (importlib.util.find_spec("jax_plugins") or importlib.metadata.entry_points(group="jax_plugins"))

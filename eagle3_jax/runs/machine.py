@@ -15,7 +15,7 @@ _PACKAGES = ("eagle3_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint",
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide a result."""
+    """Lists the versions of Python and of the packages that decide a result."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -24,8 +24,8 @@ def versions() -> dict[str, str]:
 
 
 def hardware() -> dict[str, Any]:
-    """The machine that this runs on."""
-    import jax  # not needed by those who only read and write files
+    """Describes this machine: CPU, cores, accelerator, devices."""
+    import jax  # programs that only read and write files do without it
 
     cpu = platform.processor() or platform.machine()
     info = pathlib.Path("/proc/cpuinfo")
@@ -41,12 +41,12 @@ def hardware() -> dict[str, Any]:
 
 
 def timed_on(model: int) -> dict[str, Any]:
-    """What decides how fast the same work is: the devices of an engine (`mesh.model`), the machine, versions."""
+    """Describes what a timing depends on: the devices of an engine (`mesh.model`), the machine, versions."""
     return {"mesh": {"model": model}, "hardware": hardware(), "versions": versions()}
 
 
 def has_tpu() -> bool:
-    """Whether this machine has TPU chips; asks the file system, since asking JAX would start the backend."""
+    """Tells whether this machine has TPU chips; asks the file system, since asking JAX would start the backend."""
     return any(
         True for folder, name in (("/dev", "accel*"), ("/dev/vfio", "[0-9]*")) for _ in pathlib.Path(folder).glob(name)
     )

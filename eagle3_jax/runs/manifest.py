@@ -1,9 +1,9 @@
-"""Output folders that record what they hold in `manifest.json`: recognised when finished, resumed when not.
+"""Output folders with a `manifest.json` of their content: recognised when finished, resumed when not.
 
-A verb works inside `claim` and ends with `finish`. `claim` locks the folder, removes what a killed run left half
-written, and answers whether the folder already holds the finished result of exactly this work. It refuses a folder that
-another run is working on, or that holds the result of other work. Of the processes of one run process 0 locks, writes
-and answers, and the others are told.
+A verb works inside `claim` and ends with `finish`. `claim` locks the folder, removes half-written files of a killed
+run, and answers whether the folder already holds the finished result of exactly this work. It refuses a folder that
+another run works on, or that holds the result of other work. Process 0 locks, writes and answers, and tells the other
+processes of its run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from eagle3_jax.runs import disk, processes
 from eagle3_jax.runs.machine import versions
 
 NAME = "manifest.json"
-# Of output folders. Raised when what a verb writes changes its meaning.
+# Format of output folders; it rises when a verb's files change their meaning.
 FORMAT = 1
 _TIMINGS = ("seconds", "tokens_per_second", "data_wait")
 
@@ -83,14 +83,16 @@ def begin(
 
 
 def check_same(path: str | disk.Path, found: Any, identity: dict[str, Any], place: str) -> None:
-    """Refuses other work than that of `identity`.
+    """Refuses a path that was made by other work than `identity`'s.
 
     Args:
-        path: what was made; it says `found`.
-        place: what names the path, and could name another one; and what more may be done.
+        path: file or folder that was made.
+        found: the identity it was made with.
+        identity: the identity expected.
+        place: option that names the path, for the message's advice.
 
     Raises:
-        ManifestError: every field that differs, with both values.
+        ManifestError: names every field that differs, with both values.
     """
     differing = list(_differences(found, json.loads(json.dumps(identity))))
     if differing:
@@ -102,7 +104,7 @@ def finish(folder: str | disk.Path, files: Iterable[str] = (), **results: Any) -
     """Marks the folder as complete and records `results` (counts, rates).
 
     Args:
-        files: what the next verb reads, relative to the folder: `read` compares their digests.
+        files: the files that the next verb reads, relative to the folder; `read` compares their digests.
     """
     folder = disk.path_of(folder)
     names = list(files)
@@ -113,7 +115,7 @@ def finish(folder: str | disk.Path, files: Iterable[str] = (), **results: Any) -
 
 
 def read(folder: str | disk.Path, made_by: str, *, verify: bool = True) -> dict[str, Any]:
-    """The manifest of a finished folder: {"identity": ..., "files": ..., "results": ..., "versions": ...}.
+    """Reads the manifest of a finished folder: {"identity": ..., "files": ..., "results": ..., "versions": ...}.
 
     Args:
         verify: compares the files that the manifest names with their digests.
@@ -156,7 +158,7 @@ def _again(folder: disk.Path, made_by: str) -> str:
 def fingerprint(manifest: dict[str, Any]) -> str:
     """Identifies a finished folder as the input of the next verb: a digest over its identity, files and results.
 
-    What a clock said is left out, so that the same work done again has the same fingerprint.
+    Times are left out, so that the same work done again has the same fingerprint.
     """
     essence = json.dumps(_untimed([manifest["identity"], manifest["files"], manifest["results"]]), sort_keys=True)
     return hashlib.sha256(essence.encode()).hexdigest()
@@ -169,7 +171,7 @@ def _untimed(value: Any) -> Any:
 
 
 def load(path: disk.Path) -> dict[str, Any]:
-    """The manifest in a file, of finished work or unfinished.
+    """Reads a manifest, of finished work or unfinished.
 
     Raises:
         ManifestError: damaged, or made by a version of this package with another format.

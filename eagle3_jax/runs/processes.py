@@ -1,9 +1,9 @@
 """Several processes as one run: they join, process 0 writes and decides, all agree.
 
-On a slice of several TPU hosts every host runs the same command. Process 0 does what must be done or decided once, and
-sends the others the result, or the refusal, through JAX's coordination service. That works before the devices are
-initialised, and a wait for a process that is gone ends with a sentence (see `watchdog`); collectives on devices
-(`multihost_utils`) do neither. With a single process all of this is free, and JAX is not even imported.
+On a slice of several TPU hosts every host runs the same command. Process 0 does the work that is done once, and sends
+the result, or the refusal, through JAX's coordination service. The service works before the devices are initialised,
+and a wait for a process that is gone ends with a sentence (see `watchdog`); collectives on devices (`multihost_utils`)
+do neither. A single process pays nothing: JAX is not even imported.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from typing import Any
 
 from eagle3_jax.runs import machine
 
-# Environment variable with the seconds without a heartbeat after which a process is gone; JAX's default.
+# Environment variable: seconds without a heartbeat after which a process counts as gone; and JAX's default.
 HEARTBEAT, _HEARTBEAT_SECONDS = "EAGLE3_JAX_HEARTBEAT_SECONDS", 100
-# Where a Cloud TPU VM tells its workers about each other.
+# A Cloud TPU VM's list of its workers.
 _METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/worker-network-endpoints"
-# Key in the coordination service: the step behind which all stop.
+# Key in the coordination service: the step after which all stop.
 _STOP = "eagle3_jax/stop"
 POLL = 1000  # milliseconds
 _FOREVER = 2**31 - 1  # milliseconds: 24 days
 
 
 class Refused(ValueError):
-    """What process 0 could not do or would not accept; raised on every process."""
+    """Work that process 0 could not do or would not accept; raised on every process."""
 
 
 @dataclasses.dataclass
@@ -41,9 +41,9 @@ class Run:
     """This process among several.
 
     Attributes:
-        client: of JAX's coordination service, which process 0 holds: keys with values, barriers, heartbeats.
+        client: client of the coordination service on process 0: keys with values, barriers, heartbeats.
         members: the processes that `agree` and wait for each other now (see `among`); the first one decides.
-        numbers: how many such calls there were; all members make the same ones in the same order.
+        numbers: members -> their calls so far; all members make the same calls in the same order.
     """
 
     client: Any
@@ -53,7 +53,7 @@ class Run:
     numbers: collections.Counter[tuple[int, ...]] = dataclasses.field(default_factory=collections.Counter)
 
     def next_key(self, kind: str) -> str:
-        """A key that no other call of a member has, and the same call of the other members does."""
+        """Returns the next call's key, the same on all members and new to each."""
         self.numbers[self.members] += 1
         return f"eagle3_jax/{'-'.join(map(str, self.members))}/{self.numbers[self.members]}/{kind}"
 
@@ -62,17 +62,17 @@ _run: Run | None = None
 
 
 def several() -> Run | None:
-    """This process among several; None where it is alone."""
+    """Returns this process among several; None where it is alone."""
     return _run
 
 
 def index() -> int:
-    """This process's number, from 0."""
+    """Returns this process's number, from 0."""
     return 0 if _run is None else _run.index
 
 
 def count() -> int:
-    """The number of processes."""
+    """Returns the number of processes."""
     return 1 if _run is None else _run.count
 
 
@@ -83,7 +83,7 @@ def say(text: str) -> None:
 
 
 def agree(compute: Callable[[], Any]) -> Any:
-    """What process 0 computes, on every process; `compute` runs there alone. The others wait, however long it takes.
+    """Runs `compute` on process 0 and returns its value on every process; the others wait, however long it takes.
 
     All processes must make the same calls of `agree` and `barrier` in the same order.
 
@@ -112,13 +112,13 @@ def agree(compute: Callable[[], Any]) -> Any:
 
 
 def barrier() -> None:
-    """Waits until all processes are here; what each of them wrote before is on the shared disk then."""
+    """Waits until all processes are here; files that any of them wrote before are on the shared disk then."""
     if _run is not None:
         _run.client.wait_at_barrier(_run.next_key("barrier"), _FOREVER, list(_run.members))
 
 
 def gather(value: Any) -> list[Any]:
-    """What each process has to say, JSON-ready and at most some MiB, in the processes' order; on all of them."""
+    """Collects a value of each process (JSON-ready, at most some MiB), in the processes' order, on all of them."""
     if _run is None or len(_run.members) == 1:
         return [value]
     key = _run.next_key("gathered")
@@ -127,7 +127,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def total(own: dict[str, float]) -> dict[str, float]:
-    """Of each name the sum over all processes, on all of them."""
+    """Sums the values of each name over all processes, on all of them."""
     sums: collections.Counter[str] = collections.Counter()
     for values in gather(own):
         sums.update(values)
@@ -135,7 +135,7 @@ def total(own: dict[str, float]) -> dict[str, float]:
 
 
 def share(items: Sequence[Any]) -> Sequence[Any]:
-    """This process's part of work that is divided among those that `gather` its results."""
+    """Returns this process's share of the items, dealt over those that `gather` the results."""
     if _run is None:
         return items
     return items[_run.members.index(_run.index) :: len(_run.members)]
@@ -143,7 +143,7 @@ def share(items: Sequence[Any]) -> Sequence[Any]:
 
 @contextlib.contextmanager
 def among(members: Sequence[int]) -> Iterator[None]:
-    """A block in which only these processes, this one among them, agree and wait for each other."""
+    """Opens a block in which these processes alone, this one among them, agree and wait for each other."""
     if _run is None:
         yield
         return
@@ -157,7 +157,7 @@ def start_distributed() -> bool:
 
     On TPU pods and slices JAX finds the hosts itself. Elsewhere set JAX_COORDINATOR_ADDRESS (host:port of process 0)
     with JAX_NUM_PROCESSES and JAX_PROCESS_ID, unless a scheduler that JAX knows (Slurm, MPI) supplies the latter two.
-    EAGLE3_JAX_HEARTBEAT_SECONDS: see `heartbeat_seconds`.
+    For EAGLE3_JAX_HEARTBEAT_SECONDS see `heartbeat_seconds`.
 
     Returns:
         True when this process is one of several.
@@ -187,7 +187,7 @@ def start_distributed() -> bool:
 
 
 def heartbeat_seconds() -> int:
-    """Seconds without a heartbeat after which a process is gone. A host may stand still for almost as long.
+    """Returns the seconds without a heartbeat after which a process is gone; a host may pause for almost as long.
 
     Raises:
         ValueError: EAGLE3_JAX_HEARTBEAT_SECONDS is no whole number above 0.
@@ -199,7 +199,7 @@ def heartbeat_seconds() -> int:
 
 
 def leave() -> None:
-    """Ends the connection, when the work of all is done. Process 0, which holds the service, is last."""
+    """Ends the connection once all work is done; process 0, which holds the service, is last."""
     global _run
     if _run is None:
         return
@@ -214,11 +214,12 @@ def leave() -> None:
 
 
 def agree_to_stop(step: int, margin: int, asked: bool) -> bool:
-    """Whether all processes stop behind this step, because one of them was asked to.
+    """Decides whether all processes stop after this step, because one of them was asked to.
 
     Args:
-        step: counts up by one from call to call, the same way on all processes.
-        margin: no process is further ahead of another than this.
+        step: rises by one from call to call, alike on all processes.
+        margin: the most steps that one process is ahead of another.
+        asked: whether this process was asked to stop.
     """
     if _run is None:
         return asked
@@ -234,7 +235,7 @@ def agree_to_stop(step: int, margin: int, asked: bool) -> bool:
 
 
 def _get(client: Any, key: str) -> str:
-    """The value of a key, as soon as it is there. In short waits, so that signals are handled in between."""
+    """Waits for the value of a key, in short waits, so that signals are handled in between."""
     import jax
 
     while True:
@@ -264,7 +265,7 @@ def _is_multi_host(environment: Mapping[str, str]) -> bool:
 
 
 def _worker_endpoints() -> str:
-    """The comma-separated workers of this TPU VM's slice; empty where no Cloud metadata server answers."""
+    """Asks for the comma-separated workers of this TPU VM's slice; empty where no Cloud metadata server answers."""
     request = urllib.request.Request(_METADATA, headers={"Metadata-Flavor": "Google"})
     try:
         with urllib.request.urlopen(request, timeout=3) as answer:

@@ -1,7 +1,8 @@
-"""No process of a run outlives another: each one that fails tells the others why, one that was killed is missed.
+"""The watch of a run's processes over each other: the end of one ends all, with its reason.
 
-A thread of each process watches the others through JAX's coordination service. Process 0 holds that service: when it is
-killed, JAX mostly aborts the others first, with a stack trace. A child of each process then adds the sentence.
+A thread of each process watches the others through JAX's coordination service: a failing process leaves its reason
+there, a killed one misses its heartbeats. Process 0 holds that service. When it is killed, JAX mostly aborts the others
+first, with a stack trace; a child of each process then adds the sentence.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import time
 from eagle3_jax.runs import processes
 from eagle3_jax.runs.processes import POLL, Run
 
-# Key in the coordination service: why a process ended before its work was done.
+# Key in the coordination service: the reason why a process ended before its work was done.
 _END = "eagle3_jax/end"
 _AGAIN = "run the same command on all hosts again, it goes on where it was"
 # Prints its argument when the process at the other end of its stdin ends without a word.
@@ -49,10 +50,10 @@ _own: _Watch | None = None
 
 
 def begin(prefix: str) -> None:
-    """Begins to watch the other processes: when one fails or is gone, this one ends with a sentence.
+    """Begins the watch: when another process fails or is gone, this one ends with a sentence.
 
     Args:
-        prefix: beginning of the sentence.
+        prefix: the sentence's beginning.
     """
     global _own
     if (run := processes.several()) is not None:
@@ -71,31 +72,32 @@ def end() -> None:
 
 
 def end_all(sentence: str, status: int, error: Exception | None = None) -> None:
-    """Ends this process and all the others, at once. Does nothing where there is a single one.
+    """Ends this process and all others at once; does nothing where there is a single one.
 
     Args:
         sentence: for the user; the others print it too.
-        error: the cause. An error raised by a collective only echoes another process's end, which is reported instead.
+        status: exit status.
+        error: the cause. An error of a collective only echoes another process's end, which is reported instead.
     """
     if (run := processes.several()) is None:
         return
     if error is not None and _from_runtime(error):
         time.sleep(processes.heartbeat_seconds() + 5)  # until `_watch` knows what happened, and ends this process
     end = {"process": run.index, "host": socket.gethostname(), "sentence": sentence, "status": status}
-    with contextlib.suppress(Exception):  # another process ended first, or none is left to hear it
+    with contextlib.suppress(Exception):  # another process ended first, or none is left
         run.client.key_value_set(_END, json.dumps(end))
     if run.index == 0:
-        time.sleep(3 * POLL / 1000)  # with this process the service ends, from which the others must hear of it
+        time.sleep(3 * POLL / 1000)  # the service ends with this process, and the others must read the reason first
     _exit(_own, sentence, status)
 
 
 def _watch(own: _Watch, run: Run, prefix: str) -> None:
-    """Runs in a thread, as the main one may hang in a collective."""
+    """Watches in a thread, since the main one may hang in a collective."""
     import jax
 
     again = f"it was killed, or its host is down; {_AGAIN}"
     everyone = list(range(run.count))
-    at_first = run.client.get_live_nodes(everyone)  # with a number each that a process started later does not have
+    at_first = run.client.get_live_nodes(everyone)  # with a number each, which a restarted process does not have
     while not own.over.is_set():
         try:
             end = json.loads(run.client.blocking_key_value_get(_END, POLL))
@@ -114,7 +116,7 @@ def _watch(own: _Watch, run: Run, prefix: str) -> None:
 
 
 def _from_runtime(error: Exception) -> bool:
-    """Whether XLA or the coordination service raised it: their messages begin with a status."""
+    """Tells whether XLA or the coordination service raised it: their messages begin with a status."""
     return re.match(r"(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED): ", str(error)) is not None
 
 

@@ -1,8 +1,8 @@
 """`python -m eagle3_jax.serve`: a server of OpenAI's API over the engine.
 
-Answers /v1/chat/completions, /v1/completions and /v1/models, whole or as a stream; /health and /metrics say how it is.
-Listens at once, and answers 503 until it has loaded and warmed up. SIGTERM and Ctrl-C end it when what was begun is
-answered; while it starts, at once.
+It answers /v1/chat/completions, /v1/completions and /v1/models, whole or as a stream; /health and /metrics tell its
+state. It listens at once, and answers 503 until it has loaded and warmed up. SIGTERM and Ctrl-C end it once the running
+requests are answered, and at once while it starts.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from eagle3_jax.runs import command
 from eagle3_jax.runs.command_line import Parser
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
-_ENDING = 10.0  # seconds for the engine to see that it was stopped
+_ENDING = 10.0  # seconds for the engine to end after the stop
 
-# Flag -> field; those of SGLang, where it has one.
+# Flag -> field. Flags have SGLang's names, where it has one.
 _FLAGS = {
     "--target": "target.name",
     "--model": "target.name",
@@ -48,15 +48,15 @@ _FLAGS = {
     "--speculative-num-draft-tokens": "serve.tree.num_draft_tokens",
     "--speculative-token-map": "serve.token_map",
 }
-# SGLang's algorithm -> the draft where none is named; None leaves it as it is. The checkpoint of a named draft tells
-# its kind: a head of EAGLE-2, EAGLE-3, DFlash, DFlash2 or DSpark, or a model.
+# SGLang's algorithm -> the draft where none is named; None keeps the configured one. The checkpoint of a named draft
+# tells its kind: a head of EAGLE-2, EAGLE-3, DFlash, DFlash2 or DSpark, or a model.
 _ALGORITHM = "--speculative-algorithm"
 _STANDALONE = "STANDALONE"
-_BLOCKS = ("DFLASH", "DSPARK")  # their flags have the block's size alone, the anchor included
+_BLOCKS = ("DFLASH", "DSPARK")  # sized by one flag, the block with its anchor
 _ALGORITHMS = {"EAGLE3": None, "EAGLE": MTP, "NEXTN": MTP, _STANDALONE: None, "NGRAM": LOOKUP}
 _ALGORITHMS |= dict.fromkeys(_BLOCKS)
 _WITHOUT_CHECKPOINT = ("NEXTN", "NGRAM")
-# What other servers have, and where it is here.
+# Flags of other servers -> the option that replaces them here.
 _ELSEWHERE = {
     "--served-model-name": "--serve.model-name",
     "--max-model-len": "--serve.max-length",
@@ -90,7 +90,7 @@ def configure(argv: Sequence[str] | None = None) -> RunConfig:
 
 
 def _with_flags(path: str | None, overrides: Sequence[str], given: dict[str, str]) -> RunConfig:
-    """The configuration with what flags say. Raises ConfigError."""
+    """Reads the configuration and applies the flags. Raises ConfigError."""
     if overrides and not overrides[0].startswith("-"):
         raise ConfigError(f"got {overrides[0]!r} without a flag, expected --target {overrides[0]}")
     for word in overrides:
@@ -128,10 +128,10 @@ def _with_flags(path: str | None, overrides: Sequence[str], given: dict[str, str
 
 
 def _drafts_by(algorithm: str, draft: str | None) -> str | None:
-    """What `serve.draft` is under SGLang's algorithm. Raises ConfigError.
+    """Returns `serve.draft` under one of SGLang's algorithms. Raises ConfigError.
 
     Args:
-        draft: what it is without.
+        draft: the configured one.
     """
     if algorithm not in _ALGORITHMS:
         raise ConfigError(f"{_ALGORITHM}: got {algorithm}, expected one of {', '.join(_ALGORITHMS)}")
@@ -150,10 +150,10 @@ def _drafts_by(algorithm: str, draft: str | None) -> str | None:
 
 
 def load(config: RunConfig, say: Callable[[str], Any] = lambda _: None) -> Engine:
-    """The engine that answers, warmed up. Raises ValueError as `Engine.load` does.
+    """Loads the engine and warms it up. Raises ValueError as `Engine.load` does.
 
     Args:
-        say: is told of each stage.
+        say: receives one line for each stage.
     """
     start = time.monotonic()
     settings, trees = config.serve, config.serve.trees
@@ -179,10 +179,11 @@ def load(config: RunConfig, say: Callable[[str], Any] = lambda _: None) -> Engin
 
 
 def api_keys(settings: ServeConfig) -> list[str]:
-    """What clients may show.
+    """Reads the API keys that clients may present.
 
     Raises:
-        ValueError: none where there should be some, one that no client can show, or none towards other machines.
+        ValueError: the variable or file has none, a key that no client can send, or the host is not the loopback and
+            there is no key.
     """
     keys = []
     if (variable := settings.api_key_variable) is not None:
@@ -204,9 +205,9 @@ def api_keys(settings: ServeConfig) -> list[str]:
 
 
 def _keys(field: str, text: bytes) -> list[str]:
-    """The keys in a text, one a line; editors put a byte order mark in front, secrets end in a line break.
+    """Splits a text into keys, one a line, without an editor's byte order mark and empty lines.
 
-    Raises ValueError, which does not show them: a header carries ASCII alone, so no client could show another key.
+    Raises ValueError, without showing a key: a header carries ASCII alone, so no client could send another key.
     """
     lines = [line.strip() for line in text.removeprefix(codecs.BOM_UTF8).splitlines()]
     for number, line in enumerate(lines, start=1):
@@ -216,7 +217,7 @@ def _keys(field: str, text: bytes) -> list[str]:
 
 
 def bind(settings: ServeConfig) -> socket.socket:
-    """The server's place, taken before anything is loaded. Raises ValueError: it is taken or none of this machine's."""
+    """Binds the server's socket before anything is loaded. Raises ValueError: in use, or not this machine's address."""
     try:
         family, _, _, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
         place = socket.socket(family)
@@ -226,7 +227,7 @@ def bind(settings: ServeConfig) -> socket.socket:
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if hasattr(
             socket, "TCP_USER_TIMEOUT"
-        ):  # the kernel drops clients that take nothing; its connections inherit it
+        ):  # the kernel drops clients that read nothing; connections inherit the option
             milliseconds = int(1000 * settings.client_timeout)
             place.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         place.bind(address)
@@ -249,7 +250,7 @@ def run(config: RunConfig) -> None:
 
 
 def _serve(config: RunConfig, keys: Sequence[str], place: socket.socket) -> None:
-    # Of the extra `serve`, without which `--help` works.
+    # These need the extra `serve`, which `--help` does not.
     from eagle3_jax.serve.app import make_app
     from eagle3_jax.serve.opening import Opening, Server, address
 
@@ -274,7 +275,7 @@ def _serve(config: RunConfig, keys: Sequence[str], place: socket.socket) -> None
     end = time.monotonic() + _ENDING
     while engine.stats().running and time.monotonic() < end:
         time.sleep(0.05)
-    if engine.stats().running:  # its thread would keep the process for ever
+    if engine.stats().running:  # its thread would keep the process alive for ever
         print("eagle3_jax.serve: the device does not answer; what it was asked is lost", file=sys.stderr, flush=True)
         os._exit(1)
 

@@ -28,7 +28,7 @@ class Rate:
         self._full_at: dict[str, float] = {}  # when the client's bucket will be full again
 
     def take(self, client: str) -> float:
-        """Takes a request's token; 0, or the seconds until there is one."""
+        """Takes a request's token; returns 0, or the seconds until there is one."""
         if self._per_minute is None:
             return 0.0
         now, each = self._clock(), 60 / self._per_minute

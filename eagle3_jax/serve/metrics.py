@@ -31,7 +31,7 @@ class EngineState(Collector):
             "batch_size": ("Requests that fit in the batch.", self._engine.batch_size),
             "pages": ("Pages of the caches.", stats.pages),
             "free_pages": ("Pages that a new request may have.", stats.free_pages),
-            "stalled_seconds": ("Since work last came back from the device; 0 while there is none.", stats.stalled),
+            "stalled_seconds": ("Seconds since work last came back from the device; 0 while idle.", stats.stalled),
         }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(f"eagle3_jax_{name}", text, value)

@@ -206,17 +206,17 @@ class RequestBody(pydantic.BaseModel):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether the last event of a stream has the usage."""
+        """True if the last event of a stream has the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether every event of a stream has the usage so far."""
+        """True if every event of a stream has the usage so far."""
         return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @property
     def shows_drafts(self) -> bool:
-        """Whether the events of a stream describe drafts."""
+        """True if the events of a stream describe drafts."""
         return bool(self.stream_options and self.stream_options.include_drafts)
 
     def params(self, longest: int) -> SamplingParams:

@@ -1,8 +1,8 @@
 """features -> a trained draft head.
 
-`python -m eagle3_jax.train --config configs/quickstart.yaml` trains the head with the training-time test on what
-`extract` wrote; online, the target computes its states of each batch in front of the step, and they never leave the
-devices. Killed and run again, training goes on from its last checkpoint as if it had never stopped.
+`python -m eagle3_jax.train --config configs/quickstart.yaml` trains the head with the training-time test on the files
+of `extract`. Online, the target computes its states of each batch before the step, and they never leave the devices.
+Killed and run again, training goes on from its last checkpoint as if it had never stopped.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from eagle3_jax.training.operations import products, utilisation
 from eagle3_jax.training.optimizer import learning_rate, make_optimizer
 from eagle3_jax.training.state import init_state, make_eval_step, make_train_step
 
-# These say how a run is watched, not what comes out of it; they may change when it is resumed (decode_every to another
+# Options of watching a run, without effect on its result. They may change when it is resumed (decode_every to another
 # number).
 _WATCHING = (
     "log_every",
@@ -64,7 +64,7 @@ _LATER = {
     "train": {"anchors": 256},
 }
 KEPT_CHECKPOINTS = 2  # the newest, beside the best
-# So many steps may be on their way to the device; each of them holds its batch.
+# Steps that may be on their way to the device; each holds its batch.
 IN_FLIGHT = 2
 
 
@@ -72,10 +72,10 @@ def train(config: configs.RunConfig, target: Target | None = None) -> dict[str, 
     """Trains `config`'s draft head into its checkpoints folder.
 
     Args:
-        target: an already loaded target; None loads of `config.target` what is needed, embeddings and LM head.
+        target: an already loaded target; None loads the parts of `config.target` that training needs.
 
     Returns:
-        The results, as the manifest has them.
+        The results, as in the manifest.
 
     Raises:
         ManifestError: unfinished features, features of another target, a folder of other work, or no held-out prompts
@@ -131,7 +131,7 @@ def train(config: configs.RunConfig, target: Target | None = None) -> dict[str, 
 
 
 def _named(section: str, values: dict[str, Any], but: Sequence[str] = ()) -> dict[str, Any]:
-    """The options of a section that manifests name."""
+    """Selects the options of a section that manifests name."""
     later = _LATER[section].items()
     return {name: x for name, x in values.items() if name not in but and (name, x) not in later}
 
@@ -233,7 +233,7 @@ def _train(
                 decodes = served is not None and (step % (run.decode_every or 1) == 0 or step == total)
                 saves = step % run.checkpoint_every == 0 or step == total or stopping or decodes
                 evaluates = step % run.eval_every == 0 or step == total
-                # No state is saved or evaluated that was not found to be finite.
+                # A state is saved or evaluated only once it was found to be finite.
                 if step % run.log_every == 0 or evaluates or saves:
                     count = len(pending)
                     found = _summarise(pending, rows, run.batch_size, step - count, "train")
@@ -289,10 +289,10 @@ def _train(
 
 
 class _Observer:
-    """The target's states of placed rows, as fields of `Batch`: dispatched, not awaited.
+    """Computes the target's states of placed rows, as fields of `Batch`: dispatched, not awaited.
 
     Args:
-        model: None where the rows hold them already.
+        model: the target; None where the rows hold the states already.
     """
 
     def __init__(self, model: TargetModel | None, mesh: jax.sharding.Mesh) -> None:
@@ -301,12 +301,12 @@ class _Observer:
     def __call__(self, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
         if self._model is None:
             return {}
-        with jax.set_mesh(self._mesh):  # over which kernels are split
+        with jax.set_mesh(self._mesh):  # kernels are split over it
             aux, last_hidden, argmax, _ = target_states(self._model, arrays["token_ids"], arrays["segment_ids"])
         return {"aux": aux, "last_hidden": last_hidden, "argmax": argmax}
 
     def operations(self, batch: Batch) -> int:
-        """The matrix products of a call (see `products`)."""
+        """Counts the matrix products of a call (see `products`)."""
         if self._model is None:
             return 0
         with jax.set_mesh(self._mesh):
@@ -314,7 +314,7 @@ class _Observer:
 
 
 def _held_out_rows(config: configs.RunConfig) -> PackedRows | None:
-    """The held-out rows that evaluation reads, the same every time; None where there are no held-out records."""
+    """Loads the held-out rows that every evaluation reads; None where there are no held-out records."""
     source = FeatureSource(config.folder("extract") / "held_out")
     if not len(source):
         return None
@@ -330,7 +330,7 @@ def _held_out_rows(config: configs.RunConfig) -> PackedRows | None:
 
 
 def _stop_asked(step: int) -> bool:
-    """Whether to save and stop behind this step, on all processes alike."""
+    """Decides, alike on all processes, whether to save and stop after this step."""
     # A process waits for a step that all began, so none is more than IN_FLIGHT steps ahead of another.
     return processes.agree_to_stop(step, IN_FLIGHT + 1, command.stop_asked())
 
@@ -346,7 +346,7 @@ def _nothing_to_train_on(config: configs.RunConfig, batches: int) -> str:
 def _summarise(
     sums: Sequence[dict[str, Any]], rows: PackedRows, batch_size: int, first: int, split: str
 ) -> dict[str, Any]:
-    """`summarise` of the batches from index `first` on.
+    """Applies `summarise` to the batches from index `first` on.
 
     Raises:
         ValueError: NaN or infinity; names the batch and its records.
@@ -363,7 +363,7 @@ def _summarise(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Runs the verb from its command line."""
     config, _ = command_line.read("train", argv)
     with command.run("train"):
         results = train(config)

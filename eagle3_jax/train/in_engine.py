@@ -1,7 +1,7 @@
-"""What the engine accepts of a head while it is trained: held-out prompts, greedy, in a chain.
+"""Acceptance in the engine during training: held-out prompts, greedy, with a chain.
 
-The replay of rounds on held-out answers (`training.acceptance`) costs less and foretells the same; this is the decoder
-itself, with its caches, its kernels, and answers as long as they get.
+The replay of rounds on held-out answers (`training.acceptance`) costs less and predicts the same. This is the decoder
+itself, with its caches and kernels, and its own answers.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from eagle3_jax.runs import disk, manifest, processes
 from eagle3_jax.training.kinds.kind import Kind
 
 _BATCH = 16
-_TOKENS = 96  # of each answer: fixed, since acceptance lengths of one training are compared
+_TOKENS = 96  # an answer's length; fixed, since acceptance lengths of one training are compared
 
 
 def held_out_prompts(config: configs.RunConfig) -> disk.Path:
-    """The file of them. Raises ManifestError: it is not there."""
+    """Returns the file of held-out prompts. Raises ManifestError: it does not exist."""
     path = config.folder("prepare") / "held_out.jsonl"
     if not path.is_file():
         expected = "the output of `python -m eagle3_jax.prepare`, or train.decode_every null"
@@ -35,10 +35,12 @@ def held_out_prompts(config: configs.RunConfig) -> disk.Path:
 
 
 class Served:
-    """An engine that takes one head after the other; the replicas of the mesh share the prompts.
+    """An engine that drafts with one head after the other; the replicas of the mesh share the prompts.
 
     Args:
-        kind: of `head`. token_ids: the draft vocabulary.
+        kind: the head's kind.
+        head: the head to compile for.
+        token_ids: the draft vocabulary, int32 [Vd].
 
     Raises:
         ValueError: no held-out prompt is short enough.
@@ -66,7 +68,7 @@ class Served:
         return self._kind.draft(fetch(head), self._output_rows, self._token_ids)
 
     def measure(self, head: Any) -> dict[str, Any]:
-        """`tau`, `alpha` and `rounds` of the held-out prompts, of all replicas (see `AcceptanceCounts`)."""
+        """Measures `tau`, `alpha` and `rounds` of the held-out prompts over all replicas (see `AcceptanceCounts`)."""
         self._engine.replace_draft(self._draft(head))
         answers = self._engine.generate(self._prompts, self._params) if self._prompts else []
         own = AcceptanceCounts.total(answer.stats.counts for answer in answers)

@@ -28,14 +28,14 @@ from eagle3_jax.runs import disk, machine, processes
 def price(
     runner: ModelRunner, tiers: TierChoice, folder: pathlib.Path | None, *, progress: Progress, greedy_alone: bool
 ) -> list[tuple[Tier, bool, int]]:
-    """Tells a choice among several tiers what their rounds cost; the runner's state is forgotten.
+    """Measures the costs of several tiers' rounds for their choice; the runner's state is forgotten.
 
     Args:
-        folder: keeps costs on this machine, and has them from an earlier start; None measures.
-        greedy_alone: leaves out the rounds of requests that have a temperature or other wishes.
+        folder: keeps costs on this machine for later starts; None measures.
+        greedy_alone: leaves out the rounds of requests with a temperature or other sampling parameters.
 
     Returns:
-        The rounds that may be of use: tier, whether for greedy requests alone, rows.
+        The rounds that may pay: tier, whether for greedy requests alone, rows.
     """
     widths, passes = runner.sizes.widths, (True,) if greedy_alone else (True, False)
     useful: dict[int, Sequence[Tier]] = dict.fromkeys(widths, tiers.tiers)
@@ -47,8 +47,8 @@ def price(
     for greedy, width in steps(list(itertools.product(passes, widths)), "measure rounds", "width", progress):
         if width == widths[0]:
             known, narrower = {}, tiers.tiers
-        # What is of no use in few rows is of less use in many, which only get dearer; what is of no use to greedy
-        # requests is of less use to others, whose rounds cost more.
+        # A tier that does not pay in few rows pays less in many, whose drafts cost more. One that does not pay for
+        # greedy requests pays less for others, whose rounds cost more.
         could_be = [tier for tier in useful[width] if tier in narrower]
         known[width] = tiers.useful(_costs(runner, could_be, folder, greedy, width))
         useful[width] = narrower = [tier for tier in tiers.tiers if tier.name in known[width].rounds]
@@ -59,7 +59,7 @@ def price(
 
 
 def _costs(runner: ModelRunner, of: Sequence[Tier], folder: pathlib.Path | None, greedy: bool, width: int) -> Costs:
-    """What rounds of some tiers cost on this machine."""
+    """Measures the rounds of some tiers on this machine, or reads their kept costs."""
     key = {
         "hardware": machine.hardware(),
         "versions": machine.versions(),
@@ -107,10 +107,10 @@ def round_costs(runner: ModelRunner, tiers: Sequence[Tier], *, greedy: bool, wid
 
 
 def kept_or_measured(folder: pathlib.Path | None, key: dict[str, Any], measure: Callable[[], Costs]) -> Costs:
-    """Costs that the folder keeps for this key, or measured now and kept there; all processes take those of the first.
+    """Reads the folder's costs for this key, or measures and keeps them; all processes take those of process 0.
 
     Args:
-        folder: None keeps nothing; nor does one that cannot be written, with a warning.
+        folder: None keeps nothing; one that cannot be written keeps nothing, with a warning.
         key: JSON-ready: machine, models, sizes, tiers.
     """
     kept = None if folder is None else processes.agree(lambda: _read(folder, key))
@@ -127,7 +127,7 @@ def _read(folder: pathlib.Path, key: dict[str, Any]) -> dict[str, Any] | None:
         found = disk.read_json(_file(folder, key))
         Costs(**found["costs"]).rounds.items()
         return found["costs"] if found["of"] == json.loads(json.dumps(key)) else None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # nothing there that can be used
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # no file, or a damaged one
         return None
 
 
@@ -135,7 +135,7 @@ def _write(folder: pathlib.Path, key: dict[str, Any], costs: dict[str, Any]) -> 
     try:
         folder.mkdir(parents=True, exist_ok=True)
         disk.write_json(_file(folder, key), {"of": key, "costs": costs})
-    except OSError as error:  # they are measured, and good for this engine
+    except OSError as error:  # this engine has its costs all the same
         warnings.warn(f"warm_up: {folder}: {error.strerror or error}, so the next start measures again", stacklevel=2)
 
 

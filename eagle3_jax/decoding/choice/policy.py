@@ -1,10 +1,10 @@
-"""Which tier a dispatch takes: the one that promises most tokens a second, never one that costs more than it may.
+"""The policy that chooses each dispatch's tier: most expected tokens a second, with a budget for trying others.
 
-A tier is a way to run a round: without drafts, with a chain, with a tree. What a round of each costs was measured; what
-it accepts is learned while requests run. Expected tokens over cost decide. What is not the best by that belief is tried
-now and then, for a fixed share of the time: acceptance changes with the text, and a belief that is never tested stays
-wrong. A cost belongs to a width (rows of the program), acceptance to the text. Pure arithmetic on the host; time is the
-costs' own, so that all processes of a mesh decide alike.
+A tier is a way to run a round: without drafts, with a chain, with a tree. The cost of its round was measured; its
+acceptance is learned while requests run. The policy takes the best ratio of expected tokens to cost. Other tiers are
+tried now and then, for a fixed share of the time: acceptance changes with the text, and a belief that is never tested
+stays wrong. Costs belong to a width (rows of the program), acceptance to the text. All is arithmetic on the host with
+the measured costs as its clock, so that all processes of a mesh decide alike.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from collections.abc import Collection, Mapping, Sequence
 
 from eagle3_jax.decoding.device.catch_up import HeadDebt
 
-# Share of the time that may go into tiers which are believed to be slower, and what may be lent of it at the start.
+# Share of the time for tiers believed to be slower, and the part of it lent at the start.
 EXPLORED = 0.01
 _LENT = 8  # rounds of the first tier
-# What was seen counts half as much after so many dispatches that saw it again.
+# Dispatches of a tier after which an observation counts half as much.
 _HALF_LIFE = 32
 _FORGETTING = 0.5 ** (1 / _HALF_LIFE)
-# A belief without evidence weighs as much as so many rounds, that about one request as so many accepted drafts.
+# Weights of the prior beliefs: about a tier in rounds, about one request in accepted drafts.
 _PRIOR_ROUNDS = 16
 _PRIOR_DRAFTS = 3
-# Another tier must promise so much more, or dispatches would alternate between equals.
+# Factor by which another tier must promise more, or dispatches would alternate between equals.
 _HYSTERESIS = 0.02
 # Rounds over which the price of waking a resting head is spread.
 _AHEAD = 64
@@ -31,13 +31,14 @@ _AHEAD = 64
 
 @dataclasses.dataclass(frozen=True)
 class Promise:
-    """What a tier is before anything is known of it.
+    """The prior belief about a tier.
 
     Attributes:
-        accepted: drafts a round, as a guess. most: of them.
-        source: of its drafts; tiers of one source are good or bad together.
-        wakes: its drafts come from the head, which must have read what was decoded while it rested.
-        drafts: share of its rounds in which there is something to draft, as a guess; the others are vanilla decoding's.
+        accepted: guess of the accepted drafts a round.
+        most: most drafts that a round accepts.
+        source: source of its drafts; tiers of one source are good or bad together.
+        wakes: whether drafts come from the head, which must first read the tokens decoded while it rested.
+        drafts: guess of the share of rounds with drafts; the other rounds are vanilla decoding's.
     """
 
     accepted: float
@@ -49,10 +50,12 @@ class Promise:
 
 @dataclasses.dataclass
 class Acceptance:
-    """How well drafts fit one request: accepted ones, and how many were expected of an average request, by source.
+    """Acceptance of one request.
 
     Attributes:
-        debt: what the head has not read of the request.
+        debt: the tokens of the request that the head has not read.
+        accepted: accepted drafts, by source.
+        expected: drafts that an average request would have accepted, by source.
     """
 
     debt: HeadDebt = dataclasses.field(default_factory=HeadDebt)
@@ -60,7 +63,7 @@ class Acceptance:
     expected: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def factor(self, tier: Promise) -> float:
-        """Of what an average request accepts."""
+        """Returns the acceptance relative to an average request's."""
         if self.debt.lost and tier.wakes:
             return 0.0
         accepted, expected = self.accepted.get(tier.source, 0.0), self.expected.get(tier.source, 0.0)
@@ -68,11 +71,12 @@ class Acceptance:
 
 
 class TierPolicy:
-    """Chooses, and learns from what was accepted. The first tier is vanilla decoding.
+    """Chooses tiers, and learns from accepted drafts. The first tier is vanilla decoding.
 
     Args:
-        costs: by width: seconds of a round with drafts, of each tier that is taken there; of vanilla decoding always.
-        waking: by width: seconds to let a head that rested read what was decoded meanwhile.
+        costs: width -> tier -> seconds of a round with drafts, for the tiers in use at the width; vanilla decoding
+            always.
+        waking: width -> seconds that a rested head needs to read the tokens it missed.
     """
 
     def __init__(
@@ -80,18 +84,18 @@ class TierPolicy:
     ) -> None:
         self.tiers, self.costs, self.waking = list(tiers), costs, waking
         self.current = 0
-        self._rounds = [0.0] * len(tiers)  # of single requests, old ones discounted
+        self._rounds = [0.0] * len(tiers)  # rounds of single requests, old ones discounted
         self._accepted = [0.0] * len(tiers)
-        self._drafted = [_PRIOR_ROUNDS * tier.drafts for tier in tiers]  # of `_asked` rounds, old ones discounted
+        self._drafted = [_PRIOR_ROUNDS * tier.drafts for tier in tiers]  # those of `_asked` with drafts, discounted
         self._asked = [float(_PRIOR_ROUNDS)] * len(tiers)
-        self._tried = [0] * len(tiers)  # the last dispatch of each
+        self._tried = [0] * len(tiers)  # the latest dispatch of each
         self._dispatches = 0
-        self._budget: float | None = None  # the first dispatch says how wide it is
+        self._budget: float | None = None  # set at the first dispatch, whose width it depends on
 
     def accepted(self, tier: int) -> float:
-        """Drafts a round that an average request is believed to accept.
+        """Estimates the drafts a round that an average request accepts.
 
-        Of what was not seen the guess stands, times how right the guesses were for other tiers of the same source.
+        A tier without observations has its guess, scaled by the observations of other tiers of the same source.
         """
         source = self.tiers[tier].source
         seen = [i for i, other in enumerate(self.tiers) if other.source == source]
@@ -103,12 +107,13 @@ class TierPolicy:
     def choose(
         self, requests: Sequence[Acceptance], *, behind: bool, rounds: int, width: int, retired: Collection[str] = ()
     ) -> int:
-        """The tier of the next dispatch.
+        """Chooses the tier of the next dispatch.
 
         Args:
-            requests: of the running requests.
-            behind: the head has not read all that they decoded.
-            rounds: that the dispatch will have. width: of its program.
+            requests: acceptance of each running request.
+            behind: whether the head has not read all of their tokens.
+            rounds: rounds of the dispatch.
+            width: rows of its program.
             retired: sources whose tiers are not taken.
         """
         self._dispatches += 1
@@ -120,25 +125,25 @@ class TierPolicy:
         }
         best = max(rates, key=lambda i: rates[i] * (1 + _HYSTERESIS * (i == self.current)))
         budget = _LENT * known[0] if self._budget is None else self._budget
-        dearest = rounds * max(known.values()) + self.waking[width]  # no more than a try can take is saved
+        dearest = rounds * max(known.values()) + self.waking[width]  # the budget holds one try of the dearest tier
         budget = min(budget + EXPLORED * rounds * self.cost(best, width), max(budget, dearest))
         self.current = best
         other = self._to_try(requests, rates, best, known)
         if other is not None:
-            # What the dispatch takes longer than the best tier would for as many tokens.
+            # Time beyond that of the best tier for as many tokens.
             wasted = self._seconds(other, behind=behind, rounds=rounds, width=width)
             wasted -= self._tokens(other, requests) * rounds / (rates[best] or 1)
             if wasted <= budget:
                 budget -= max(wasted, 0)
                 best = other
-                if wasted <= 0:  # no try: kept by hysteresis alone, the current one would be shut out unseen
+                if wasted <= 0:  # not slower, so no try: hysteresis alone kept the current tier
                     self.current = other
         self._budget = budget
         self._tried[best] = self._dispatches
         return best
 
     def cost(self, tier: int, width: int) -> float:
-        """Seconds of a round, with drafts or without."""
+        """Returns the expected seconds of a round, with drafts or without."""
         share = self._drafted[tier] / self._asked[tier]
         return share * self.costs[width][tier] + (1 - share) * self.costs[width][0]
 
@@ -146,8 +151,9 @@ class TierPolicy:
         """Learns from a dispatch.
 
         Args:
-            seen: of each request: its rounds and the drafts that they accepted.
-            drafted: rounds with drafts, of all of them.
+            tier: its tier.
+            seen: for each request its acceptance, its rounds, and the drafts accepted in them.
+            drafted: rounds with drafts, of all requests.
         """
         promise = self.tiers[tier]
         self._drafted[tier] = _FORGETTING * self._drafted[tier] + drafted
@@ -159,14 +165,14 @@ class TierPolicy:
         self._rounds[tier] *= _FORGETTING
         self._accepted[tier] *= _FORGETTING
         for request, rounds, accepted in seen:
-            # Few drafts of a request that is known to accept few say nothing against the tier.
+            # A request that is known to accept little counts less against the tier.
             self._rounds[tier] += rounds * request.factor(promise)
             self._accepted[tier] += accepted
             for counts, value in ((request.accepted, accepted), (request.expected, rounds * mean)):
                 counts[promise.source] = counts.get(promise.source, 0.0) + value
 
     def _tokens(self, tier: int, requests: Sequence[Acceptance]) -> float:
-        """Expected of a round."""
+        """Estimates the tokens of a round."""
         promise, mean = self.tiers[tier], self.accepted(tier)
         return sum((1 + min(mean * request.factor(promise), promise.most) for request in requests), 0.0)
 
@@ -180,7 +186,7 @@ class TierPolicy:
     def _to_try(
         self, requests: Sequence[Acceptance], rates: Mapping[int, float], best: int, known: Mapping[int, float]
     ) -> int | None:
-        """The tier that was not tried for longest, of these that could be better than the best one."""
+        """Returns the tier not tried for longest among those that could beat the best one."""
 
         def could_be_better(tier: int) -> bool:
             promise = self.tiers[tier]

@@ -1,7 +1,7 @@
-"""Tiers: the ways in which a round may be run, and which of them a dispatch takes.
+"""Tiers, the ways to run a round, and the choice among them for each dispatch.
 
-A fixed tree is one tier. Without one there are several, vanilla decoding among them; their costs are measured when an
-engine warms up, and the policy then chooses for every dispatch.
+A fixed tree is one tier. Otherwise there are several, vanilla decoding among them. Their costs are measured when an
+engine warms up; the policy then chooses for every dispatch.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from eagle3_jax.models.drafts.dflash import DFlash
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.target import ModelConfig
 
-# Share of its drafts that may have to be accepted before a tier pays: a chain of 3 would make 3 tokens a round. What
-# needs more is not compiled.
+# Largest share of its drafts that a tier may need accepted to pay (2 of a chain of 3). A tier that needs more is not
+# compiled.
 _MOST = 2 / 3
-# A head below this acceptance length, over so many rounds of single requests, is no help to anyone.
+# Acceptance length below which a head is useless, and the rounds of single requests that show it.
 USELESS = 1.05
 _ROUNDS_TO_TELL = 256
 
@@ -34,7 +34,8 @@ class Tier:
     """A way to run a round.
 
     Attributes:
-        tree: None drafts nothing. head: drafts with the head, which rests otherwise.
+        tree: shape of the draft; None is vanilla decoding.
+        head: whether the head drafts; it rests otherwise.
         simulated: for benchmarks: the probability with which each draft is accepted; None asks the target.
     """
 
@@ -44,7 +45,7 @@ class Tier:
 
     @property
     def name(self) -> str:
-        """Such as "vanilla", "lookup 8", "chain 3", "tree 3, 3, 8", "tree 3, 3, 8 and lookup 7"."""
+        """Its name: "vanilla", "lookup 8", "chain 3", "tree 3, 3, 8", "tree 3, 3, 8 and lookup 7"."""
         if self.tree is None:
             return "vanilla"
         steps, topk, size, copied = (
@@ -57,7 +58,7 @@ class Tier:
 
     @property
     def copies_alone(self) -> bool:
-        """Drafts from the text without the head; where there is nothing to copy its round is vanilla decoding's."""
+        """True if it drafts from the text without the head; its round without a match is vanilla decoding's."""
         return self.tree is not None and not self.head
 
     @property
@@ -66,7 +67,7 @@ class Tier:
 
     @property
     def promise(self) -> Promise:
-        """A guess of what it accepts, as heads for small targets do (docs/benchmarks.md)."""
+        """The guess of its acceptance, from heads for small targets (docs/benchmarks.md)."""
         if self.tree is None:
             return Promise(0.0, 0, "none", wakes=False, drafts=1.0)
         copies = 0.3 if self.tree.lookup_tokens else 0.0
@@ -93,9 +94,10 @@ WITH_HEAD = (
 
 
 def of_block(drafts: int, topk: int) -> tuple[Tier, ...]:
-    """The tiers of a head that drafts so many tokens in one pass: parts of its block, and trees over it.
+    """Makes the tiers of a head that drafts a block in one pass: parts of the block, and trees over it.
 
     Args:
+        drafts: tokens of the block, its anchor excluded.
         topk: most children of a node.
     """
 
@@ -115,43 +117,44 @@ def of_block(drafts: int, topk: int) -> tuple[Tier, ...]:
 
 
 def depth_of(tiers: Sequence[Tier]) -> int:
-    """Most drafts that one round of any of them accepts."""
+    """Returns the most drafts that one round of any tier accepts."""
     return max(0 if tier.tree is None else tier.tree.depth for tier in tiers)
 
 
 def nodes_of(tiers: Sequence[Tier]) -> int:
-    """Most nodes of a round's tree, the root included, in any of them."""
+    """Returns the most nodes of a round's tree in any tier, the root included."""
     return max(1 if tier.tree is None else tier.tree.num_draft_tokens for tier in tiers)
 
 
 def scratch_of(tiers: Sequence[Tier]) -> int:
-    """Cache entries behind the committed tokens that one round of any of them writes to."""
+    """Returns the most cache entries that a round of any tier writes behind the committed tokens."""
     return max(scratch_tokens(tier.tree) for tier in tiers)
 
 
 def copies(tiers: Sequence[Tier]) -> bool:
-    """Whether any of them copies drafts from the text."""
+    """Tells whether any tier copies drafts from the text."""
     return any(tier.tree is not None and tier.tree.lookup_tokens > 0 for tier in tiers)
 
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Seconds. Attributes: rounds: a round of each tier, by name. waking: a resting head reads what it missed."""
+    """Seconds. Attributes: rounds: a round of each tier, by name. waking: a rested head reads the tokens it missed."""
 
     rounds: dict[str, float]
     waking: float
 
 
 class TierChoice:
-    """Which tier each dispatch takes: the policy's choice where costs are known, else always the same.
+    """The choice of each dispatch's tier: the policy's where costs are known, else the default.
 
     Args:
         tiers: vanilla decoding first, where there are several.
-        default: taken until costs are known.
+        default: tier until costs are known.
 
     Attributes:
-        pinned: taken always, for measurements; None leaves the choice.
-        dispatches: of each tier, by name. latest: the name of the one that was taken last.
+        pinned: tier of all dispatches, for measurements; None leaves the choice.
+        dispatches: number of dispatches of each tier, by name.
+        latest: name of the latest tier.
     """
 
     def __init__(self, tiers: Sequence[Tier], default: Tier) -> None:
@@ -159,7 +162,7 @@ class TierChoice:
         self.dispatches = {tier.name: 0 for tier in tiers}
         self.pinned: Tier | None = None
         self.latest: str | None = None
-        self._policies: dict[bool, TierPolicy] = {}  # whether all requests are greedy -> where costs are known
+        self._policies: dict[bool, TierPolicy] = {}  # by whether all requests are greedy; empty without costs
         self.renew()
 
     @property
@@ -167,13 +170,13 @@ class TierChoice:
         return self.tiers[-1].simulated
 
     def renew(self) -> None:
-        """The head is another one: what was seen of the one before says nothing of it, and it may draft."""
+        """Forgets the acceptance of the replaced head, and lets the new one draft."""
         self._drafted_rounds = self._accepted = 0
         self._told = False
-        self._retired: set[str] = set()  # sources of drafts; here and not in the policies, which `price` makes anew
+        self._retired: set[str] = set()  # sources of drafts; kept here, since `price` makes the policies anew
 
     def price(self, costs: Mapping[int, Costs], *, greedy: bool) -> None:
-        """Says what tiers cost at each width where all requests are greedy, or where not; no others are taken then."""
+        """Sets the tiers' costs by width, where all requests are greedy or where not; other tiers are not taken."""
         rounds = {
             width: {i: known.rounds[tier.name] for i, tier in enumerate(self.tiers) if tier.name in known.rounds}
             for width, known in costs.items()
@@ -182,7 +185,7 @@ class TierChoice:
         self._policies[greedy] = TierPolicy([tier.promise for tier in self.tiers], rounds, waking)
 
     def useful(self, costs: Costs) -> Costs:
-        """Of the tiers that could be chosen: with most drafts accepted they are faster than vanilla decoding."""
+        """Keeps the tiers worth choosing: with most drafts accepted they are faster than vanilla decoding."""
         fastest, known = costs.rounds[self.tiers[0].name], costs.rounds
         kept = {x.name for x in self.tiers if known.get(x.name, math.inf) <= fastest * (1 + _MOST * x.promise.most)}
         return Costs({name: seconds for name, seconds in known.items() if name in kept}, costs.waking)
@@ -197,7 +200,7 @@ class TierChoice:
         width: int,
         drafts: bool = True,
     ) -> Tier:
-        """The tier of the next dispatch: see `TierPolicy.choose`. Args: drafts: whether any request wants them."""
+        """Chooses the tier of the next dispatch, see `TierPolicy.choose`; `drafts`: whether any request wants them."""
         if self.pinned is not None:
             tier = self.pinned
         elif not drafts:
@@ -225,7 +228,7 @@ class TierChoice:
             self._watch(sum(rounds for rounds, _ in drafting), sum(accepted for _, accepted in drafting))
 
     def _watch(self, rounds: int, accepted: int) -> None:
-        """Tells once, loudly, of a head that helps nobody, and lets it rest where there is a choice."""
+        """Warns once of a useless head, and lets it rest where there is a choice."""
         if self._told:
             return
         self._drafted_rounds += rounds
@@ -253,7 +256,7 @@ def choice_for(
     tree: DraftTree | Sequence[DraftTree] | Literal["auto"],
     simulated: float | None = None,
 ) -> TierChoice:
-    """The tiers of an engine. Raises ValueError for a draft that does not fit the target, or a tree the draft."""
+    """Makes the tiers of an engine. Raises ValueError: a draft that does not fit the target, or a tree the draft."""
     trees: list[Any] = [] if tree == "auto" else list(tree) if isinstance(tree, list | tuple) else [tree]
     if (not trees and tree != "auto") or not all(isinstance(x, DraftTree) for x in trees):
         raise ValueError(f"tree: got {tree!r}, expected a DraftTree, a list of them, or 'auto'")
@@ -295,7 +298,7 @@ def _check(draft: Draft, target: ModelConfig, trees: Sequence[DraftTree]) -> Non
         got, expected = getattr(head, field), getattr(target, field)
         if got != expected:
             raise ValueError(f"draft.{field}: got {got}, expected the target's {expected}")
-    if head.aux_layers and head.hidden_size != target.hidden_size:  # who reads its states reads its embeddings too
+    if head.aux_layers and head.hidden_size != target.hidden_size:  # such a head reads the target's embeddings too
         raise ValueError(f"draft.hidden_size: got {head.hidden_size}, expected {target.hidden_size}")
     block = isinstance(draft.head, DFlash)
     most = draft.head.most_children if isinstance(draft.head, DFlash) else head.draft_vocab_size

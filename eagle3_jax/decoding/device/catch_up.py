@@ -23,12 +23,12 @@ ROOM = 128
 
 @dataclasses.dataclass
 class HeadDebt:
-    """The host's record of what the head has not read of one request.
+    """The host's record of the tokens that the head has not read of one request.
 
     Attributes:
-        tokens: decoded while the head rested, at the last report.
-        resting: rounds were launched without the head, and no catch-up since.
-        in_prefix: the request shares pages of an earlier one that the head never read.
+        tokens: tokens decoded while the head rested, at the last report.
+        resting: whether rounds were launched without the head, and no catch-up since.
+        in_prefix: whether the request shares pages of an earlier one that the head never read.
     """
 
     tokens: int = 0
@@ -37,7 +37,7 @@ class HeadDebt:
 
     @property
     def lost(self) -> bool:
-        """Whether the head can no longer draft for the request."""
+        """True if the head can no longer draft for the request."""
         return self.in_prefix or self.tokens > ROOM
 
 

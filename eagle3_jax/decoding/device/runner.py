@@ -215,7 +215,7 @@ class ModelRunner:
 
     @property
     def rests(self) -> bool:
-        """Whether the head rests in some tiers."""
+        """True if the head rests in some tiers."""
         return self.draft is not None and not all(tier.head for tier in self._tiers)
 
     def wait(self) -> None:

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from eagle3_jax.mesh import fetch, mesh_of, mesh_set
 from eagle3_jax.models.target import TargetModel
 
-_STEP = 64  # prefixes are padded to multiples of it, so that few programs are compiled
+_STEP = 64  # prefixes are padded to its multiples, so that few programs are compiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,10 +37,10 @@ class NearTie:
 
 
 def near_tie(target: TargetModel, prefix: Sequence[int], tokens: tuple[int, int]) -> NearTie | None:
-    """Whether both tokens may be the argmax after a prefix, within rounding; None if not.
+    """Measures the gap of two tokens that may both be the argmax after a prefix, within rounding; None if not.
 
-    In float32 nothing is a near-tie: the tokens must be equal. Processes that share a target all call this, and get the
-    same answer.
+    In float32 there are no near-ties: the tokens must be equal. Processes that share a target all call this, and get
+    the same answer.
     """
     if target.embed[...].dtype == jnp.float32:
         return None

@@ -1,4 +1,4 @@
-"""The parts of a round: its stages as programs of their own, and the bytes that it must read.
+"""The profile of a round: its stages as programs of their own, and the bytes that it must read.
 
 In ordinary use a round is one program; its stages can be timed only apart.
 """
@@ -35,7 +35,13 @@ _SIDE, _PRODUCTS = 12288, 4  # 576 MiB per product
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """One round, in seconds. Attributes: stages: of each, and of the host ("host"). bytes_read: that it must read."""
+    """The profile of one round.
+
+    Attributes:
+        seconds: of the whole round.
+        stages: seconds of each stage, and of the host ("host").
+        bytes_read: the bytes that the round must read.
+    """
 
     seconds: float
     stages: dict[str, float]

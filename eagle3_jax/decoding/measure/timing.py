@@ -8,17 +8,17 @@ from collections.abc import Callable, Sequence
 from eagle3_jax.runs import processes
 
 _TURNS = 9
-_SECONDS = 2.0  # enough for one work that takes long
+_SECONDS = 2.0  # enough time for a long work
 
 
 def in_turns(works: Sequence[Callable[[], object]], prepare: Callable[[], object]) -> list[float]:
-    """The lower quartile of each work's times, in turns: what slows a machine down for a while only ever adds to them.
+    """Measures works in turns; returns the lower quartile of each one's seconds, since slow phases only add time.
 
-    Few turns of what takes long, but of one process alone: of several all have to call a work of their mesh as often.
+    A single process takes fewer turns of long works. Several processes must call a work of their mesh equally often.
 
     Args:
-        works: return when their work is done; the first call of each, which compiles, does not count.
-        prepare: called in front of each.
+        works: functions that return when their work is done; the first call of each, which compiles, does not count.
+        prepare: called before each.
     """
     times: list[list[float]] = [[] for _ in works]
     for turn in range(-1, _TURNS):

@@ -140,7 +140,8 @@ class Recurrent:
         """Goes to the next level.
 
         Args:
-            tokens: the frontier's, target ids. parents: their places in the frontier before.
+            tokens: the frontier's target ids.
+            parents: their places in the frontier before.
         """
         (batch, k), before = tokens.shape, self._states
         own = jnp.broadcast_to(jnp.eye(k, dtype=bool), (batch, k, k))
@@ -163,11 +164,11 @@ class Recurrent:
         self._depth += 1
 
     def best(self, tokens: Int[Array, "b m"], k: int) -> tuple[Float[Array, "b m k"], Int[Array, "b m k"]]:
-        """Log-probabilities and draft ids of the k best children of each node of the frontier."""
+        """Returns log-probabilities and draft ids of the k best children of each node of the frontier."""
         return self._head.top_k(self._states, k)
 
     def logits(self, tokens: Int[Array, "b m"]) -> Float[Array, "b m dv"]:
-        """Logits of the frontier's children."""
+        """Returns the logits of the frontier's children."""
         return self._head.logits(self._states)
 
 

@@ -211,7 +211,7 @@ def _chosen(tokens: Int[Array, "b n"], walk: Walk, bonus: Int[Array, " b"]) -> I
 
 
 def _finite(logits: Float[Array, "b n v"], path: Int[Array, "b p"]) -> Bool[Array, "b p"]:
-    """Whether the best logit of each node on the path is finite: a NaN or an infinity is always the argmax."""
+    """Tells whether the best logit of each node on the path is finite: a NaN or an infinity is always the argmax."""
     best = jnp.take_along_axis(logits, argmax(logits)[..., None], axis=-1)[..., 0]
     return jnp.isfinite(jnp.take_along_axis(best, path, axis=1))
 

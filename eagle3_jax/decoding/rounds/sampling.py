@@ -194,7 +194,7 @@ def sample(logits: Float[Array, "b v"], sampling: Sampling, coins: Float[Array, 
 
 
 def _asks(sampling: Sampling) -> Bool[Array, " b"]:
-    """Whether each request has filters."""
+    """Tells whether each request has filters."""
     return (sampling.temperature > 0) & ((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0))
 
 
