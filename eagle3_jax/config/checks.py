@@ -91,11 +91,11 @@ def section(name: str = "") -> Callable[[type[_Section]], type[_Section]]:
 def problems(
     error: pydantic.ValidationError, prefix: str = "", meant: Callable[[str], str] = lambda _: ""
 ) -> list[str]:
-    """A line for each problem: "train.batch_size: got 0, expected at least 1".
+    """Formats a line for each problem: "train.batch_size: got 0, expected at least 1".
 
     Args:
-        prefix: place of what was validated.
-        meant: a suggestion to append, by the dotted name that is no field.
+        prefix: place of the validated values in a RunConfig.
+        meant: returns a suggestion to append for an unknown dotted name.
     """
     lines = []
     for item in error.errors():

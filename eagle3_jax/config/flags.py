@@ -41,13 +41,13 @@ class _Field:
 
     @property
     def negation(self) -> str:
-        """`--draft.no-fc-norm`, of a truth value."""
+        """The flag that negates a truth value, such as `--draft.no-fc-norm`."""
         head, _, last = self.flags[-1].rpartition(".")
         return f"{head}.no-{last}"
 
 
 def overrides(words: Sequence[str]) -> dict[str, Any]:
-    """Nested values of `--section.field VALUE ...`, as texts: what they stand for, the fields' types decide.
+    """Parses `--section.field VALUE ...` into nested values, as texts that the fields' types interpret later.
 
     Raises:
         ConfigError: a flag that is no field, or one without a value.
@@ -105,7 +105,7 @@ def add_to_help(parser: argparse.ArgumentParser, sections: Collection[str]) -> N
 
 
 def meant(name: str) -> str:
-    """ ", did you mean ...?" where a field of the configuration has nearly this name."""
+    """Returns ", did you mean ...?" where a field has nearly this name, else an empty text."""
     sections = [section.name for section in dataclasses.fields(RunConfig)]
     near = difflib.get_close_matches(name, [*(field.place for field in _fields(RunConfig)), *sections], 1, 0.8)
     return f", did you mean {near[0]}?" if near else ""
@@ -121,10 +121,10 @@ def _underscored(flag: str) -> str:
 
 
 def _fields(section: Any, prefix: str = "", nested: bool = True) -> Iterator[_Field]:
-    """A section's fields. Lists of sections (sources, trees) stand in the YAML alone.
+    """Yields a section's fields. Lists of sections (sources, trees) stand in the YAML alone.
 
     Args:
-        nested: those of its sections too.
+        nested: includes the fields of its sections.
     """
     _, _, attributes = inspect.cleandoc(section.__doc__ or "").partition("\nAttributes:\n")
     texts = dict(re.findall(r"^    (\w+): (.*(?:\n     .*)*)", attributes, re.MULTILINE))
@@ -142,14 +142,14 @@ def _fields(section: Any, prefix: str = "", nested: bool = True) -> Iterator[_Fi
 
 
 def _parts(kind: Any) -> set[Any]:
-    """Members of a union, tuples as `tuple` and literals as `Literal`; of another type itself."""
+    """Returns the members of a union, tuples as `tuple` and literals as `Literal`; another type alone."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         return set().union(*map(_parts, typing.get_args(kind)))
     return {typing.get_origin(kind) or kind}
 
 
 def _metavar(kind: Any) -> str:
-    """The values of a type: INT, {float32,bfloat16}, INT ..., STR|None."""
+    """Formats the values of a type: INT, {float32,bfloat16}, INT ..., STR|None."""
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Literal:
         return f"{{{','.join(map(str, parts))}}}"

@@ -35,7 +35,7 @@ def load(path: str | disk.Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def with_overrides(values: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
-    """Nested values and dotted overrides, as a RunConfig. Raises ConfigError."""
+    """Makes a RunConfig of nested values and dotted overrides. Raises ConfigError."""
     return from_dict(_merged(values, flags.overrides(overrides)))
 
 
@@ -61,12 +61,12 @@ def from_dict(values: dict[str, Any]) -> RunConfig:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """The plain nested form of a section or of a whole RunConfig (JSON- and YAML-ready)."""
+    """Converts a section or a whole RunConfig to plain nested values (JSON- and YAML-ready)."""
     return pydantic.TypeAdapter(type(config)).dump_python(config, mode="json")
 
 
 def _mistaken(given: Any, read: Any, place: tuple[str, ...]) -> Iterator[str]:
-    """Truth values that pydantic read as numbers (`yes` as 1), and other values that it read as truth values."""
+    """Yields truth values that pydantic read as numbers (`yes` as 1), and other values read as truth values."""
     if isinstance(given, dict):
         for name, value in given.items():
             yield from _mistaken(value, getattr(read, name), (*place, name))

@@ -588,5 +588,5 @@ class RunConfig:
         return disk.path_of(self.run_dir)
 
     def folder(self, verb: str) -> disk.Path:
-        """Output folder of a verb, e.g. `runs/quickstart/features`."""
+        """Returns the output folder of a verb, e.g. `runs/quickstart/features`."""
         return self.run_folder / FOLDERS[verb]

@@ -39,7 +39,7 @@ def read_conversation(line: str, tokenizer: Any, max_length: int) -> list[Conver
         max_length: sequences are cut to this many tokens; those then without an answer are dropped.
 
     Returns:
-        One sequence if the history renders as it was said, else several (see `_sampled` and `_tokenised`).
+        One sequence if the rendered history equals the sampled tokens, else several (see `_sampled`, `_tokenised`).
 
     Raises:
         Rejected: no token remains in the loss mask.
@@ -120,5 +120,5 @@ def _tokenised(tokenizer: Any, messages: chat.Messages, *, truncated: bool) -> I
 
 
 def _last_run(mask: Sequence[int]) -> int:
-    """Index at which the last stretch of ones begins."""
+    """Returns the index at which the last stretch of ones begins."""
     return int(np.flatnonzero(np.diff(np.asarray([0, *mask])) == 1)[-1])

@@ -33,7 +33,7 @@ import array_record.python.array_record_module as array_record  # noqa: E402
 Record = dict[str, np.ndarray]
 
 _SUFFIX = ".array_record"
-# The share of the files that a process may open which shards take, all of which stay open.
+# Share of a process's open files that shards may take, since they stay open.
 _OPEN_SHARE = 0.5
 _SHARD = re.compile(r"(\d{5})-of-(\d{5})\.array_record")
 States = Literal["fp8", "bfloat16", "none"]
@@ -65,7 +65,7 @@ def token_bytes(aux_layers: int, hidden_size: int, states: States) -> int:
 
 
 def _form(names: Iterable[str]) -> dict[str, tuple[np.dtype, int, str]]:
-    """The fields of a record that has some of these names."""
+    """Returns the fields of a record that has some of these names."""
     names = set(names)
     if names & _SCALES.keys():
         return _FIELDS["fp8"]
@@ -120,7 +120,7 @@ def decode_record(data: bytes) -> Record:
 
 
 def _array(data: bytes, start: int, part: dict[str, Any], dtype: np.dtype) -> np.ndarray:
-    """An array of a record, whose arrays begin at byte `start`."""
+    """Returns an array of a record whose arrays begin at byte `start`."""
     first, end = part["data_offsets"]
     count = math.prod(part["shape"])
     if end - first != count * dtype.itemsize or first < 0:
@@ -230,7 +230,7 @@ class FeatureSource:
         return record
 
     def shard(self, index: int) -> int:
-        """The number of the shard that a record is in."""
+        """Returns the number of a record's shard."""
         return int(np.searchsorted(self._ends, index, side="right"))
 
     def name(self, index: int) -> str:
@@ -320,7 +320,7 @@ def _problems(record: Record) -> list[str]:
 
 
 def _scale_problems(record: Record) -> list[str]:
-    """Scales that no encoder writes."""
+    """Lists scales that no encoder writes."""
     problems = []
     for name in _SCALES.keys() & record.keys():
         states, width = record[name].shape[1], record[name.removesuffix("_scale")].shape[1]

@@ -40,7 +40,7 @@ class Feed:
         self._sent: Any = None
 
     def rows(self, number: int) -> list[int]:
-        """The rows of a batch that this process reads, in the order of `place`; -1 is an empty slot."""
+        """Returns the rows of a batch that this process reads, in the order of `place`; -1 is an empty slot."""
         return [
             row * self._each + place if (place := self._place(number, host, slot)) >= 0 else -1
             for row, host in self._own
@@ -48,18 +48,19 @@ class Feed:
         ]
 
     def _place(self, number: int, host: int, slot: int) -> int:
-        """The row, among those of a mesh row, that a process has in a slot; -1: none."""
+        """Returns the row, among those of a mesh row, that a process has in a slot; -1: none."""
         if self._even:
             return host * self._slots + slot
         place = slot * self._hosts + (host - number * self._each) % self._hosts
         return place if place < self._each else -1
 
     def place(self, part: Row, number: int) -> dict[str, jax.Array]:
-        """A batch on the devices, rows over the data axis.
+        """Puts a batch on the devices, rows over the data axis.
 
         Args:
-            part: [rows, T, ...] of each field, the rows as `rows(number)` has them. The arrays may be written again
-                when the next batch was placed.
+            part: [rows, T, ...] of each field, the rows of `rows(number)` in order. The arrays may be overwritten once
+                the next batch was placed.
+            number: the batch's.
         """
         before, self._sent = self._sent, {name: self._send(x) for name, x in part.items()}
         jax.block_until_ready(before)
@@ -73,10 +74,10 @@ class Feed:
         return _gather(self._sent, order, batch_sharding(self._mesh))
 
     def _send(self, part: np.ndarray) -> jax.Array:
-        """A field in pieces: [data, hosts, slots, T, ...], or [B, T, ...] where a mesh row is a chip."""
+        """Sends a field in pieces: [data, hosts, slots, T, ...], or [B, T, ...] where a mesh row is a chip."""
         slots = self._slots
         if self._chips.devices.flat[0].platform == "cpu":
-            part = part.copy()  # arrays on CPUs share the memory of what they are made of
+            part = part.copy()  # an array on a CPU shares its source's memory
         if self._mesh.devices.shape[1] == 1:
             where, shape = batch_sharding(self._mesh), (self._batch_size, *part.shape[1:])
 
@@ -98,10 +99,10 @@ class Feed:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _gather(pieces: dict[str, jax.Array], order: jax.Array | None, where: NamedSharding) -> dict[str, jax.Array]:
-    """The rows of a batch from the slots of all processes.
+    """Gathers the rows of a batch from the slots of all processes.
 
     Args:
-        order: of each row of a mesh row, its slot among all; None: they lie in order.
+        order: for each row of a mesh row its slot among all; None where they lie in order.
     """
 
     def whole(x: jax.Array) -> jax.Array:

@@ -103,7 +103,7 @@ def redact(messages: Messages) -> tuple[Messages, collections.Counter[str]]:
 
 
 def _redacted(value: Any) -> tuple[Any, collections.Counter[str]]:
-    """`personal.redact` of every string in a JSON value; keys stay."""
+    """Applies `personal.redact` to every string in a JSON value; keys stay."""
     if isinstance(value, str):
         return personal.redact(value)
     found: collections.Counter[str] = collections.Counter()

@@ -19,12 +19,12 @@ from eagle3_jax.data.readers import LAID_OUT, Layout, Read, Readers, RecordSourc
 
 Row = dict[str, np.ndarray]
 
-# Batches that are read ahead, within so many bytes.
+# Batches read ahead, and their most bytes.
 _AHEAD = 16
 _AHEAD_BYTES = 4 * 2**30
-# Processes are started where they have so many bytes to read.
+# Least bytes to read for which worker processes are started.
 _WORTH_PROCESSES = 2**28
-# A batch stays as it is until this many others have been asked for.
+# A batch's arrays stay unchanged until this many later batches have been asked for.
 HELD = 2
 
 
@@ -107,13 +107,13 @@ class PackedRows:
         return len(self.plan)
 
     def layout(self, rows: int) -> Layout:
-        """The arrays of so many rows."""
+        """Returns the arrays' shapes for this many rows."""
         t = self.row_length
         own = {name: ((rows, t), "int32") for name in sorted(LAID_OUT)}
         return Layout({name: ((rows, t, *shape), dtype) for name, (shape, dtype) in self._fields.items()} | own)
 
     def empty(self, rows: int) -> Row:
-        """So many rows of padding."""
+        """Makes rows of padding."""
         layout = self.layout(rows)
         return layout.views(bytearray(layout.nbytes), 0)
 
@@ -157,11 +157,10 @@ def batches(
 
     Args:
         batch_size: rows of a batch, over all processes.
-        own: of a batch's number, its rows that this process reads, as many in each batch; -1 is an empty one (see
-            `feed.Feed`).
+        own: returns the rows of a batch, by its number, that this process reads, equally many in each batch; -1 is an
+            empty one (see `feed.Feed`).
         start: the first batch.
-        workers: processes that read, 0 for threads of this one; None chooses by the machine and the
-            bytes to read.
+        workers: processes that read, 0 for threads of this one; None chooses by the machine and the bytes to read.
 
     Yields:
         Batches from `start` to the last: the fields of a row, stacked [len(own(number)), T, ...]. The arrays are used

@@ -69,7 +69,7 @@ def _recognisers() -> dict[str, list[Any]]:
 
     class Ip(predefined.IpRecognizer):
         def invalidate_result(self, pattern_text: str) -> bool:
-            """Also ignores addresses common in code: loopback, 0.0.0.0, and slices and paths such as `[::2]`."""
+            """Ignores addresses common in code too: loopback, 0.0.0.0, and slices and paths such as `[::2]`."""
             if super().invalidate_result(pattern_text):
                 return True
             address = ipaddress.ip_interface(pattern_text).ip

@@ -24,10 +24,10 @@ from typing import Any, NamedTuple, Protocol, SupportsIndex, runtime_checkable
 import ml_dtypes  # noqa: F401  (names of dtypes)
 import numpy as np
 
-# Reads of a worker at the same time: those of a bucket wait for their first byte.
+# Concurrent reads of a worker: a bucket's first byte takes a while.
 _THREADS = 16
 _ALIGNMENT = 64
-# Arrays of a batch that are no fields of a record.
+# Arrays of a batch beside the fields of its records.
 LAID_OUT = frozenset({"segment_ids", "positions"})
 
 
@@ -42,7 +42,7 @@ class RecordSource(Protocol):
     def name(self, index: int) -> str: ...
 
     def shard(self, index: int) -> int:
-        """The file that the record is in."""
+        """Returns the number of the record's shard."""
         ...
 
 
@@ -70,7 +70,7 @@ class Layout:
         return sum(self._size(name) for name in self.fields)
 
     def views(self, memory: Any, number: int) -> dict[str, np.ndarray]:
-        """The arrays of batch buffer `number`."""
+        """Views batch buffer `number` as arrays."""
         arrays, start = {}, number * self.nbytes
         for name, (shape, dtype) in self.fields.items():
             arrays[name] = np.frombuffer(memory, dtype, math.prod(shape), start).reshape(shape)
@@ -103,7 +103,7 @@ class Readers:
         workers: processes; 0 reads by threads of this process.
 
     Attributes:
-        views: of each buffer, its arrays.
+        views: the arrays of each buffer.
     """
 
     def __init__(self, source: RecordSource, layout: Layout, buffers: int, workers: int) -> None:
@@ -114,7 +114,7 @@ class Readers:
         self._workers = [_Process(job) for _ in range(workers)] or [_Threads(source, self.views)]
 
     def read(self, buffer: int, reads: Sequence[Read]) -> list[concurrent.futures.Future[None]]:
-        """Begins to read records into a buffer; the futures end when all are there, or with what went wrong."""
+        """Begins to read records into a buffer; the futures end once all are read, or with the error."""
         parts: list[list[Read]] = [[] for _ in self._workers]
         for read in reads:
             parts[self._source.shard(read.record) % len(parts)].append(read)
@@ -147,7 +147,7 @@ class _Threads:
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """What a worker process is told first."""
+    """The first message to a worker process."""
 
     source: RecordSource
     layout: Layout
@@ -208,12 +208,12 @@ class _Process:
         return OSError(f"features: a reading process ended with status {self._process.wait()}, expected it to work")
 
     def close(self) -> None:
-        self._process.kill()  # it holds nothing that is not read again
+        self._process.kill()  # it holds no state
         self._process.wait()
 
 
 def _serve(connection: multiprocessing.connection.Connection) -> None:
-    """The work of a process, until the other end is closed."""
+    """Runs a worker process, until the other end is closed."""
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of a group; the first one decides
         signal.signal(number, signal.SIG_IGN)
     job: _Job = connection.recv()
@@ -234,7 +234,7 @@ def _serve(connection: multiprocessing.connection.Connection) -> None:
 
 
 def _shared_file(size: int) -> int:
-    """A file in memory without a name, which ends with its last process."""
+    """Makes a file in memory without a name, which ends with its last process."""
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("eagle3_jax")
     else:
@@ -245,7 +245,7 @@ def _shared_file(size: int) -> int:
 
 
 if __name__ == "__main__":
-    from eagle3_jax.data import readers  # under the name by which its classes are sent
+    from eagle3_jax.data import readers  # its classes are pickled under this name
 
     try:
         readers._serve(multiprocessing.connection.Connection(int(sys.argv[1])))

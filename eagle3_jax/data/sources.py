@@ -260,7 +260,7 @@ def _turns(turns: Any, name: str, role_field: str, content_field: str, answered:
 
 
 def _more(turn: dict[str, Any], name: str) -> dict[str, Any]:
-    """The fields of an answer's or a tool's turn beside its content; empty ones are left out."""
+    """Selects the fields of an answer's or a tool's turn beside its content; empty ones are left out."""
     more = {field: turn[field] for field in _KEPT if turn.get(field)}
     for field, value in more.items():
         if field != "tool_calls":

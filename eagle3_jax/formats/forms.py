@@ -76,7 +76,7 @@ def _read_aux_vllm(values: dict[str, Any], problems: list[str]) -> tuple[int, ..
 
 
 def _count(head: StoredHead) -> dict[str, int]:
-    """`num_aux_hidden_states`, where it is not vLLM's three."""
+    """Writes `num_aux_hidden_states` where it is not vLLM's three."""
     number = head.config.num_aux_layers
     return {} if number == 3 else {"num_aux_hidden_states": number}
 

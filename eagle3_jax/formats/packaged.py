@@ -67,7 +67,7 @@ def chosen_draft(draft: str | None, export: disk.Path, target: Target) -> tuple[
 
 
 def draft_identity(draft: str, folder: pathlib.Path | None, token_map: str | None) -> dict[str, Any]:
-    """Identity of a draft in a measurement's manifest: its name, and digests of the head's files and the token map.
+    """Identifies a draft in a measurement's manifest: its name, and digests of the head's files and the token map.
 
     Args:
         draft, folder: see `chosen_draft`.

@@ -41,21 +41,21 @@ class Fp8:
         return cls(values.astype(DTYPE).reshape(x.shape), scale)
 
     def decode(self) -> Float[Array, "... width"]:
-        """bfloat16, of the values' shape."""
+        """Decodes to bfloat16, of the values' shape."""
         scale: Float32[Array, "... states"] = self.scale
         parts = self.values.reshape(*scale.shape, -1).astype(jnp.float32) * scale[..., None]
         return parts.astype(jnp.bfloat16).reshape(self.values.shape)
 
 
 def paired(arrays: dict[str, Any]) -> dict[str, Any]:
-    """Fields as a batch has them: values `x` and their `x_scale` become one `Fp8`."""
+    """Joins the fields of a batch: values `x` and their `x_scale` become one `Fp8`."""
     scales = {name.removesuffix("_scale"): x for name, x in arrays.items() if name.endswith("_scale")}
     plain = {name: x for name, x in arrays.items() if not name.endswith("_scale")}
     return plain | {name: Fp8(plain[name], scale) for name, scale in scales.items()}
 
 
 def decoded(tree: Any) -> Any:
-    """A pytree with bfloat16 arrays in place of each `Fp8`."""
+    """Decodes each `Fp8` of a pytree to a bfloat16 array."""
     return jax.tree.map(
         lambda leaf: leaf.decode() if isinstance(leaf, Fp8) else leaf, tree, is_leaf=lambda leaf: isinstance(leaf, Fp8)
     )

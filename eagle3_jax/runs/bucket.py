@@ -134,7 +134,7 @@ def generation(path: Path) -> int:
 
 
 def _blob(path: Path) -> Any:
-    """Returns what Cloud Storage says of an object; None where there is none. Raises BucketError."""
+    """Returns the metadata of an object; None where there is none. Raises BucketError."""
     bucket, name = split(path)
     with _answered(path):
         return _client().bucket(bucket).get_blob(name)
@@ -142,7 +142,7 @@ def _blob(path: Path) -> Any:
 
 @contextlib.contextmanager
 def _answered(path: Path) -> Iterator[None]:
-    """Turns what google-cloud-storage raises into BucketError; TensorStore's ValueError too."""
+    """Turns errors of google-cloud-storage, and TensorStore's ValueError, into BucketError."""
     from google.api_core import exceptions
 
     try:
@@ -537,7 +537,7 @@ def _kind() -> str:
 
 @functools.cache
 def _configure() -> None:
-    """Tells all clients, Orbax' too, who asks and where, through their own variables; call before they are imported."""
+    """Sets the variables that name credentials and address to all clients, Orbax' too; call before their import."""
     kind, emulator = _kind(), os.environ.get(EMULATOR)
     if emulator:
         url = emulator if "://" in emulator else f"http://{emulator}"
@@ -561,7 +561,7 @@ def _configure() -> None:
 
 @functools.cache
 def _client() -> Any:
-    """google-cloud-storage's client. Raises ValueError: the credentials that were named are not there."""
+    """Makes google-cloud-storage's client. Raises ValueError: the named credentials do not exist."""
     _configure()
     import google.auth
     from google.auth import compute_engine, credentials, exceptions
@@ -583,7 +583,7 @@ def _client() -> Any:
 
 @functools.cache
 def _store(bucket: str) -> Any:
-    """TensorStore's view of a bucket."""
+    """Opens TensorStore's view of a bucket."""
     _configure()
     import tensorstore
 

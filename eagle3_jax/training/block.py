@@ -52,7 +52,8 @@ class Anchors:
     """Blocks of packed rows.
 
     Attributes:
-        at: int32 [B, A], positions in the row, ascending. first: int32 [B, A], start of the anchor's document.
+        at: int32 [B, A], positions in the row, ascending.
+        first: int32 [B, A], start of the anchor's document.
         valid: bool [B, A]; false for padding.
     """
 
@@ -89,7 +90,8 @@ def d_pace(
     """Weighs the drafts of a block by D-PACE: the sum over drafts from d on of the probability to reach them.
 
     Args:
-        probabilities: of the labels. mask: the trained drafts.
+        probabilities: probabilities of the labels.
+        mask: true for trained drafts.
     """
     reached = jnp.cumprod(jnp.where(mask, (1 - alpha) * probabilities + alpha, 1.0), axis=-1)
     remaining = jnp.flip(jnp.cumsum(jnp.flip(jnp.where(mask, reached, 0.0), -1), axis=-1), -1)
@@ -142,8 +144,10 @@ class _Drafts:
     """Labels of the blocks, each [B, A, drafts].
 
     Attributes:
-        hidden: the target's last hidden state that predicts the draft. labels: the target's best token, a draft id.
-        before: the text's preceding token. mask: whether the draft is trained.
+        hidden: the target's last hidden state that predicts the draft.
+        labels: the target's best token, a draft id.
+        before: the text's preceding token.
+        mask: whether the draft is trained.
     """
 
     hidden: Any
@@ -243,7 +247,7 @@ def _soft_cross_entropy(logits: Array, drafts: _Drafts, teacher: Teacher, dtype:
 def replay_blocks(
     head: DFlash, teacher: Teacher, token_ids: Int[Array, " dv"], batch: Batch, block: int
 ) -> dict[str, Array]:
-    """`replay_rounds` for a block head: rounds of a chain as long as its blocks, each draft given the draft before.
+    """Replays rounds of a block head (see `replay_rounds`): a chain as long as its blocks, each draft given the last.
 
     Args:
         block: number of anchors of a row whose blocks are computed at a time; a divisor of t, or more than t.

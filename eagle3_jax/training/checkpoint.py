@@ -20,15 +20,15 @@ from eagle3_jax.training.state import TrainState
 
 
 class CheckpointError(ValueError):
-    """No checkpoint, a damaged one, or one of another shape; the message names its folder."""
+    """A missing or damaged checkpoint, or one of another shape; the message names its folder."""
 
 
 class Checkpoints:
     """The checkpoints of one run. Use as a context manager.
 
     Args:
-        keep: the newest so many and the best one stay, and what a killed save left behind is removed. None: only to
-            read, beside a training that may be saving.
+        keep: number of newest checkpoints that stay, beside the best one; files of a killed save are removed. None
+            reads only, beside a training that may be saving.
     """
 
     def __init__(self, folder: str | disk.Path, keep: int | None = None) -> None:
@@ -57,7 +57,7 @@ class Checkpoints:
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """Step and acceptance length of the checkpoint that the engine accepted most of, where that was measured."""
+        """Step and acceptance length of the checkpoint with the largest one in the engine; None if never measured."""
         found: Any = self._checkpointer.checkpoints
         measured = [(checkpoint.metrics["tau"], checkpoint.step) for checkpoint in found if checkpoint.metrics]
         if not measured:
@@ -66,10 +66,10 @@ class Checkpoints:
         return step, tau
 
     def save(self, state: TrainState, tau: float | None = None) -> None:
-        """Begins to write a checkpoint of the state's step, atomically. A second one of the same step is left out.
+        """Begins to write a checkpoint of the state's step, atomically; a second one of the same step is skipped.
 
-        Returns when the arrays are in host memory; threads write them while training goes on. Waits for the checkpoint
-        before it.
+        It waits for the checkpoint before it, and returns once the arrays are in host memory; threads write them while
+        training goes on.
 
         Args:
             tau: its acceptance length in the engine.
@@ -89,7 +89,7 @@ class Checkpoints:
             for name in ("head", "optimizer"):
                 parts[f"{name}_checksums"] = _checksums(parts[name])
             if jax.default_backend() == "cpu":
-                parts = _copied(parts)  # "host memory" is the arrays' own there, which the next step overwrites
+                parts = _copied(parts)  # on CPUs host memory is the arrays' own, which the next step overwrites
             with self._writes(step):
                 metrics: Any = None if tau is None else {"tau": tau}
                 self._checkpointer.save_checkpointables_async(step, parts, force=True, metrics=metrics)
@@ -115,7 +115,7 @@ class Checkpoints:
             raise CheckpointError(f"{self.folder / str(step)}: not written ({_reason(error)})") from error
 
     def restore(self, state: TrainState) -> TrainState:
-        """The newest checkpoint, placed as `state` is, whatever mesh it was saved from.
+        """Reads the newest checkpoint, placed as `state` is, whatever mesh it was saved from.
 
         Raises:
             CheckpointError: no checkpoint, a damaged one, or one of another shape.
@@ -128,11 +128,11 @@ class Checkpoints:
         return TrainState(at, head, opt_state)
 
     def restore_head(self, like: Any, step: int | None = None) -> Any:
-        """The head of a step, or the newest, alone; `like` is a head, or its shapes."""
+        """Reads the head of a step, or the newest, alone; `like` is a head, or its shapes."""
         return _unflat(like, self._load({"head": _abstract(like)}, step)[1]["head"])
 
     def head_checksums(self, step: int) -> dict[str, int]:
-        """What was noted of each leaf of a step's head: tells heads apart without reading them.
+        """Reads the checksums of the leaves of a step's head, which tell heads apart without reading them.
 
         Raises:
             CheckpointError: a damaged checkpoint.
@@ -166,7 +166,7 @@ class Checkpoints:
         return step, found
 
     def _check_shapes(self, step: int, parts: dict[str, dict[str, jax.ShapeDtypeStruct]]) -> None:
-        """Orbax pads and cuts where shapes differ."""
+        """Checks shapes, since Orbax would pad and cut."""
         held = self._checkpointer.checkpointables_metadata(step).metadata
         for part, expected in parts.items():
             if held.get(part) is None:
@@ -182,7 +182,7 @@ class Checkpoints:
     @staticmethod
     @contextlib.contextmanager
     def _orderly(folder: disk.Path) -> Iterator[None]:
-        """Whatever Orbax and its storage raise, as one sentence that names the folder."""
+        """Turns errors of Orbax and its storage into one sentence that names the folder."""
         try:
             yield
         except CheckpointError:
@@ -194,7 +194,7 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # What a save raised, the checkpointer raises once more when it is closed.
+        # The checkpointer raises a save's error once more when it is closed.
         with _quiet_logs(), contextlib.nullcontext() if kind is None else contextlib.suppress(Exception):
             try:
                 self.wait_until_finished()
@@ -204,7 +204,7 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def _quiet_logs() -> Iterator[None]:
-    """Orbax raises here what it logs: pages of tracebacks would only say it again."""
+    """Silences Orbax's logs, pages of tracebacks of errors that it also raises."""
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -215,10 +215,10 @@ def _quiet_logs() -> Iterator[None]:
 
 
 def _silence_orbax_threads() -> None:
-    """What a thread or a task of Orbax raises, its checkpointer raises again: the tracebacks would say it twice.
+    """Silences tracebacks of Orbax's threads and tasks, whose errors its checkpointer raises again.
 
-    For good: threads of a save that failed end when the interpreter is shutting down already, and of many tasks that
-    read or write those that fail after the first print a traceback each when they are freed.
+    The silence is for good: threads of a failed save end while the interpreter shuts down, and further failed tasks
+    print a traceback each when they are freed.
     """
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     logging.getLogger("absl").addFilter(_is_no_orbax_traceback)
@@ -238,10 +238,11 @@ def _is_no_orbax_traceback(record: logging.LogRecord) -> bool:
 
 
 def load_head(folder: str | disk.Path, shapes: Any, step: int | None = None) -> Any:
-    """The head of a step of a checkpoints folder, or the newest, on the default device of each process.
+    """Loads the head of a step of a checkpoints folder, or the newest, on the default device of each process.
 
     Args:
-        shapes: of the head, see `Kind.abstract`.
+        shapes: the head's shapes, see `Kind.abstract`.
+        step: None is the newest.
 
     Raises:
         CheckpointError: no checkpoint, or a head of other shapes.
@@ -255,12 +256,12 @@ def load_head(folder: str | disk.Path, shapes: Any, step: int | None = None) -> 
 
 
 def _reason(error: Exception) -> str:
-    """The first of what an error of Orbax, TensorStore or JAX says, on one line."""
+    """Returns the beginning of an error of Orbax, TensorStore or JAX, on one line."""
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def _flat(tree: Any) -> dict[str, Any]:
-    """Leaves by path: what lies on disk does not depend on the classes that held them."""
+    """Lists leaves by path, so that the files do not depend on the classes."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
@@ -271,9 +272,9 @@ def _unflat(like: Any, leaves: dict[str, Any]) -> Any:
 
 @jax.jit
 def _checksums(leaves: dict[str, Any]) -> dict[str, UInt32[Array, ""]]:
-    """Of each leaf, whatever mesh it lies on: the sum modulo 2 ** 32 of its elements' bits, times odd numbers.
+    """Computes for each leaf, on any mesh, the sum modulo 2 ** 32 of its elements' bits times odd numbers.
 
-    An odd factor is invertible, so that no change of a single element goes unseen.
+    An odd factor is invertible, so that every change of a single element changes the sum.
     """
 
     def checksum(x: Array) -> Array:
@@ -288,7 +289,7 @@ def _checksums(leaves: dict[str, Any]) -> dict[str, UInt32[Array, ""]]:
 
 @jax.jit
 def _finite(leaves: dict[str, Any]) -> dict[str, Array]:
-    """Whether all elements of each leaf are finite."""
+    """Tells for each leaf whether all its elements are finite."""
     return jax.tree.map(lambda x: jnp.all(jnp.isfinite(x)), leaves)
 
 
@@ -298,7 +299,7 @@ def _copied(leaves: dict[str, Any]) -> dict[str, Any]:
 
 
 def _scalar(like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """A checksum, on the devices of its leaf."""
+    """Returns the shape of a checksum, on the devices of its leaf."""
     where = like.sharding
     where = replicated(where.mesh) if isinstance(where, jax.sharding.NamedSharding) else where
     return jax.ShapeDtypeStruct((), np.uint32, sharding=where)

@@ -1,4 +1,4 @@
-"""Where the training state lies on a mesh, and loops whose weights are gathered once, in front of them.
+"""Sharding of the training state (FSDP), and loops whose weights are gathered once, before them.
 
 Weights and moments are split over the data axis too (FSDP). Left to the partitioner, a loop gathers each weight in
 every iteration, and sums each gradient over the data axis in every iteration of the backward pass.
@@ -36,7 +36,7 @@ def on_own_rows(function: Callable[..., Array], head: Any, rows: Sequence[Array]
 
     Args:
         rows: split over the data axis by their first dimension.
-        dtype: in which weights are read, and travel.
+        dtype: dtype in which weights are gathered and read.
 
     Returns:
         The result [steps, rows, ...], split as the rows.
@@ -62,7 +62,7 @@ def on_own_rows(function: Callable[..., Array], head: Any, rows: Sequence[Array]
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _copies(spec: P, dtype: Any, weight: Array) -> Array:
-    """A copy of a weight for each data shard, [shards, *weight]; gathered over data, split over the model axis.
+    """Copies a weight to each data shard, [shards, *weight]; gathered over data, split over the model axis.
 
     The gradient is the sum over the copies, in float32.
 

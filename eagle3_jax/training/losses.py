@@ -104,7 +104,7 @@ def loss_divisors(batch: Batch, config: TrainConfig) -> Int[Array, " steps"]:
 
 
 def _counts(counted: Array, inside: Array, batch: Batch) -> tuple[Array, Array]:
-    """Tokens without padding; per step, positions in the mask."""
+    """Counts the tokens without padding and, per step, the positions in the mask."""
     return jnp.sum(batch.segment_ids > 0), jnp.sum(counted[None] & inside, axis=(1, 2))
 
 

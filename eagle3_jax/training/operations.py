@@ -38,11 +38,11 @@ def products(jaxpr: Any) -> int:
 
 
 def utilisation(operations: int, seconds: float, devices: list[Any]) -> dict[str, float]:
-    """What a run used of its devices, for its metrics.
+    """Computes a run's use of its devices, for its metrics.
 
     Args:
-        operations: of the programs that ran, on all devices together (see `products`).
-        seconds: that they took.
+        operations: operations of the programs that ran, on all devices together (see `products`).
+        seconds: their time.
 
     Returns:
         `teraflops`: 1e12 operations a second and device; `mfu`: the same as a share of the published bfloat16 rate, of

@@ -218,8 +218,8 @@ class TierChoice:
         """Learns from a dispatch.
 
         Args:
-            seen: of each request: its rounds and the drafts that they accepted.
-            drafted: rounds with drafts, of all of them.
+            seen: for each request its acceptance, its rounds, and the drafts accepted in them.
+            drafted: rounds with drafts, of all requests.
         """
         if self.pinned is None and (policy := self._policies.get(greedy)):
             policy.learn(self.tiers.index(tier), seen, drafted)

@@ -179,7 +179,7 @@ def empty_state(models: Models, sizes: Sizes, tiers: Sequence[Tier], kv_dtype: A
 
 
 def is_stop(tokens: Int[Array, "b *t"], stop_ids: Int[Rows, "b stops"]) -> Bool[Array, "b *t"]:
-    """Whether each token is among its sequence's stop tokens."""
+    """Tells whether each token is among its sequence's stop tokens."""
     stops = stop_ids.reshape(stop_ids.shape[0], *(1,) * (tokens.ndim - 1), -1)
     return (tokens[..., None] == stops).any(axis=-1)
 

@@ -71,16 +71,16 @@ def threads() -> int:
 
 @functools.cache
 def has_features(*names: str) -> bool:
-    """Whether this machine's processor has all of these features (LLVM's names)."""
+    """Tells whether this machine's processor has all of these features (LLVM's names)."""
     features = llvm.get_host_cpu_features()
     return all(features.get(name, False) for name in names)
 
 
 def has_bfloat16_products() -> bool:
-    """Whether one instruction multiplies 16 pairs of bfloat16 into float32 sums (AVX512_BF16's VDPBF16PS)."""
+    """Tells whether one instruction multiplies 16 pairs of bfloat16 into float32 sums (AVX512_BF16's VDPBF16PS)."""
     return has_features("avx512bf16")
 
 
 def has_wide_vectors() -> bool:
-    """Whether this machine has 32 vector registers of 512 bits (AVX-512)."""
+    """Tells whether this machine has 32 vector registers of 512 bits (AVX-512)."""
     return has_features("avx512f")

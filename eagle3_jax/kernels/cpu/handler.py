@@ -40,7 +40,7 @@ SCHEDULE_ARGS_SIZE = 40
 
 
 def enabled() -> bool:
-    """Whether CPU kernels run here: the interface has a known version, and EAGLE3_CPU_KERNELS is not 0."""
+    """Tells whether CPU kernels run here: the interface has a known version, and EAGLE3_CPU_KERNELS is not 0."""
     return os.environ.get("EAGLE3_CPU_KERNELS") != "0" and _known(api_version())
 
 
@@ -59,7 +59,7 @@ def _version_of(header: pathlib.Path) -> tuple[int, int] | None:
 
 @functools.cache
 def _known(version: tuple[int, int] | None) -> bool:
-    """Whether the version is known; an unknown one is logged once."""
+    """Tells whether the version is known; logs an unknown one once."""
     if version not in KNOWN_VERSIONS:
         shown, known = (", ".join(f"{v[0]}.{v[1]}" for v in vs if v) or "none" for vs in ((version,), KNOWN_VERSIONS))
         _log.warning(

@@ -35,7 +35,7 @@ def attend_xla(
 def _gathered(
     pages: Num[Array, "p k s d"], page_table: Int[Array, "b n"], written: Int[Array, " b"]
 ) -> Num[Array, "b k slots d"]:
-    """Each sequence's pages in a row, zeros where nothing was written."""
+    """Gathers each sequence's pages in a row, zeros where nothing was written."""
     found = jnp.take(pages, page_table, axis=0, mode="clip")  # [b, n, k, s, d]
     b, n, k, s, d = found.shape
     row = found.swapaxes(1, 2).reshape(b, k, n * s, d)

@@ -119,14 +119,14 @@ def _joined(first: Array, later: Array, s: TTTShape) -> Array:
 
 
 def _folded(x: Array, s: TTTShape) -> Array:
-    """[b, t, n, d] -> [b, k, tiles, (group, tile), d]."""
+    """Folds [b, t, n, d] -> [b, k, tiles, (group, tile), d]."""
     x = jnp.pad(x, ((0, 0), (0, s.length - x.shape[1]), (0, 0), (0, 0)))
     x = x.reshape(s.batch, s.tiles, s.tile, s.kv_heads, s.group, -1).transpose(0, 3, 1, 4, 2, 5)
     return x.reshape(s.batch, s.kv_heads, s.tiles, s.rows, -1)
 
 
 def _unfolded(x: Array, s: TTTShape, shape: tuple[int, ...]) -> Array:
-    """[b, k, tiles, (group, tile), d] -> [b, t, n, d]."""
+    """Unfolds [b, k, tiles, (group, tile), d] -> [b, t, n, d]."""
     x = x.reshape(s.batch, s.kv_heads, s.tiles, s.group, s.tile, -1).transpose(0, 2, 4, 1, 3, 5)
     return x.reshape(s.batch, s.length, *shape[2:])[:, : shape[1]]
 

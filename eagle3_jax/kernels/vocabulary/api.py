@@ -79,7 +79,7 @@ def vocabulary_top_k(
 def top_k_of_logits(
     logits: Float[Array, "*batch v"], k: int
 ) -> tuple[Float[Array, "*batch k"], Int[Array, "*batch k"]]:
-    """`vocabulary_top_k` from given logits."""
+    """Computes `vocabulary_top_k` from given logits."""
     tokens = []
     masked = logits
     column = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)

@@ -24,14 +24,14 @@ Sums = dict[str, Array]
 
 @dataclasses.dataclass(frozen=True)
 class Kind(abc.ABC):
-    """What a kind of head needs of the target, how it begins, its loss, its replayed acceptance, and its drafts.
+    """A kind of head: its inputs from the target, initialisation, loss, replayed acceptance, and drafts.
 
     Attributes:
         name: the kind's name in `draft.kind`.
         shape: config of the head.
         train: options of the training.
-        total_steps: of the training, for schedules of the loss.
-        seed: of draws in the loss.
+        total_steps: steps of the training, for schedules of the loss.
+        seed: seed of draws in the loss.
     """
 
     name: ClassVar[str]
@@ -47,7 +47,7 @@ class Kind(abc.ABC):
 
     @abc.abstractmethod
     def build(self, rngs: nnx.Rngs) -> Any:
-        """Makes a float32 head of this shape: its parameters are what is trained and kept in checkpoints."""
+        """Makes a float32 head of this shape, whose parameters are trained and kept in checkpoints."""
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -108,13 +108,13 @@ class Kind(abc.ABC):
         """Computes the loss at an optimizer step, and sums for `metrics.summarise`.
 
         Args:
-            divisors: of the batch of which this is a part, see `divisors`; None: this is the whole.
+            divisors: the `divisors` of the batch that this is a part of; None where it is the whole.
         """
 
     def divisors(self, teacher: Teacher, batch: Batch) -> Int[Array, " steps"]:
-        """Counts by which the loss of a whole batch is divided: the losses of its parts then add up to its loss.
+        """Counts the divisors of a whole batch's loss: with them the losses of its parts add up to it.
 
-        A kind whose loss divides by what its head computes has none, and refuses `train.accumulate` in `of`.
+        A kind whose divisor depends on its head has none, and refuses `train.accumulate` in `of`.
         """
         raise NotImplementedError
 
