@@ -1,4 +1,4 @@
-"""What a user imports."""
+"""The public names, their docstrings, and the extras that verbs need."""
 
 import importlib
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""What tests compile is kept outside the checkout, whole or not at all; programs for TPUs by what was lowered."""
+"""The tests' compilation cache lies outside the checkout, whole or not at all; TPU programs are keyed by their lowering."""
 
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""configs/: what comes as an example can be read, and says of which target."""
+"""configs/: every example is read, and names its target."""
 
 import pathlib
 

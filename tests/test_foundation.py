@@ -1,4 +1,4 @@
-"""What the whole project stands on: test settings, pinned versions, and the scripts that make the environment."""
+"""Foundations of the project: test settings, pinned versions, and the scripts that make the environment."""
 
 import ast
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""The head that comes with the package: its files, and what it does for its target."""
+"""The packaged head: its files, and its acceptance on its target."""
 
 import pytest
 

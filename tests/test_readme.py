@@ -1,4 +1,4 @@
-"""What the README tells a user to do: its Python runs, its commands are understood."""
+"""The README: its Python runs, its commands are understood."""
 
 import argparse
 import functools

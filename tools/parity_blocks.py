@@ -92,7 +92,7 @@ class Case:
 
     @property
     def packed(self) -> bool:
-        """Whether the documents share a row, else each has one."""
+        """True if the documents share a row, else each has one."""
         return self.peer == "speculators"
 
 

@@ -114,7 +114,7 @@ def ours(arrays: Arrays, settings: argparse.Namespace) -> Callable[[], float]:
 
 
 def specforge(arrays: Arrays, _: argparse.Namespace) -> Callable[[], float]:
-    """The same for SpecForge's model, with torch's AdamW."""
+    """Measures SpecForge's model in the same way, with torch's AdamW."""
     import torch
     from flax import nnx
     from parity_eagle3 import specforge_loss, specforge_model, tensors

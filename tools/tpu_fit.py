@@ -159,7 +159,7 @@ def evaluate(config: configs.RunConfig, target: ModelConfig, devices: list[Any])
 
 
 def regenerate(config: configs.RunConfig, target: ModelConfig, devices: list[Any]) -> Iterator[Program]:
-    """`regenerate`: vanilla decoding."""
+    """Sizes `regenerate`: vanilla decoding."""
     settings = config.regenerate
     sizes = settings.batch_size, settings.max_tokens, settings.temperature == 0
     return decoding("regenerate", config, target, devices, tiers.VANILLA, *sizes)
@@ -248,7 +248,7 @@ def drafting_head(config: configs.RunConfig, shape: ModelConfig) -> Head:
 
 
 def extract(config: configs.RunConfig, shape: ModelConfig, devices: list[Any]) -> Iterator[Program]:
-    """`extract`: the forward pass of the longest conversations, while the previous batch is being fetched."""
+    """Sizes `extract`: the forward pass of the longest conversations, while the previous batch is being fetched."""
     mesh = replicas(make_mesh(config.mesh, devices))[0].mesh
     target = by_rows(abstract_target(config, shape, mesh))
     settings = config.extract
@@ -266,7 +266,7 @@ def extract(config: configs.RunConfig, shape: ModelConfig, devices: list[Any]) -
 
 
 def train(config: configs.RunConfig, shape: ModelConfig, devices: list[Any]) -> Iterator[Program]:
-    """`train`: the training step; online, the target's forward pass too, each beside what the other needs."""
+    """Sizes `train`: the training step; online the target's forward pass too, each beside the other's arrays."""
     run = config.train
     mesh = make_mesh(run.mesh or config.mesh, devices)
     target = abstract_target(config, shape, mesh)

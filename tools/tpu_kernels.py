@@ -17,7 +17,7 @@ def program(case: Case) -> Call:
 
 
 def tree_attention(case: Attention) -> Call:
-    """Tree attention over pages, with lengths known at run time; trips are for sequences of full length."""
+    """Counts tree attention over pages, with lengths known at run time; trips are for sequences of full length."""
     import jax.numpy as jnp
 
     from eagle3_jax.decoding.engine import PAGE_SIZE
@@ -102,7 +102,7 @@ def ttt_attention(case: TrainingTimeTest) -> Call:
 
 
 def commit(case: Commit) -> Call:
-    """Commit of a path; work that depends on the path counts for each of its rows."""
+    """Counts the commit of a path; work that depends on the path counts for each of its rows."""
     from eagle3_jax.decoding.engine import PAGE_SIZE
     from eagle3_jax.kernels.cache.api import commit
 

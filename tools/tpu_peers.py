@@ -38,7 +38,7 @@ def flash(case: Attention) -> Call:
 
 
 def xla(case: Attention) -> Call:
-    """Plain XLA operations on folded rows, with a dense mask."""
+    """Computes it by plain XLA operations on folded rows, with a dense mask."""
     import jax
     import jax.numpy as jnp
 
@@ -103,7 +103,7 @@ def ragged(case: Attention) -> Call:
 
 
 def ragged_v3(case: Attention) -> Call:
-    """tpu-inference's kernel for the same, which also writes the new keys and values."""
+    """Calls tpu-inference's kernel for the same, which also writes the new keys and values."""
     import jax
 
     ragged_paged_attention = _tpu_inference(jax.sharding.get_abstract_mesh().abstract_device.device_kind)

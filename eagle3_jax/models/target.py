@@ -46,8 +46,7 @@ class ModelConfig:
     """
 
     # Set by each family: the name in `architectures`, `model_type`, fields of config.json that are not read (field ->
-    # the
-    # one supported value), defaults of fields that config.json leaves out, kinds of RoPE scaling, and whether
+    # the one supported value), defaults of fields that config.json leaves out, kinds of RoPE scaling, and whether
     # `num_key_value_heads` and `head_dim` describe a cache of latent vectors instead of heads.
     architecture: ClassVar[str]
     model_type: ClassVar[str]

@@ -1,4 +1,4 @@
-"""What clients of a server see: counted by chunk and token, against formulas and a server of known answers."""
+"""Latency of a server's clients by chunk and token, against formulas and a server of known answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The race: who leaves and when, by drawn times; and the verb on a tiny target, whose YAML the other verbs read."""
+"""The race: which sizes leave and when, by drawn times; the verb on a tiny target, whose YAML other verbs read."""
 
 from __future__ import annotations
 

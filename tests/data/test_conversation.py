@@ -1,4 +1,4 @@
-"""What is trained on: sampled ids exactly as they were drawn, text with the marks of its template."""
+"""Training sequences: sampled ids exactly as they were drawn, text with the marks of its template."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Who waits for a request may leave, fail or die, and so may what is called on the way: the others do not notice."""
+"""A caller that waits may leave, fail or die, and a callback may raise: other requests do not notice."""
 
 import asyncio
 import concurrent.futures

@@ -1,4 +1,4 @@
-"""Decoding with the target split over a mesh says what it says on one device."""
+"""Decoding with the target split over a mesh gives the tokens of one device."""
 
 import itertools
 import re

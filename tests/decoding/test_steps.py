@@ -1,4 +1,4 @@
-"""How far a long start has come."""
+"""Progress lines of a long start."""
 
 import pytest
 

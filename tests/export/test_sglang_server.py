@@ -1,4 +1,4 @@
-"""What a running SGLang server is asked, how its counters are read, and which servers are refused."""
+"""Requests to a running SGLang server, the reading of its counters, and the servers that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was freed goes back to the system."""
+"""Freed memory goes back to the system."""
 
 import ctypes
 import pathlib

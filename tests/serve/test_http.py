@@ -1,4 +1,4 @@
-"""What clients are told, by the official client and over plain HTTP; every answer is the engine's own."""
+"""Answers over HTTP, by the official client and by plain requests; each equals the engine's own."""
 
 import asyncio
 import collections

@@ -1,4 +1,4 @@
-"""A server that starts: what it says meanwhile, and how it goes over to its application."""
+"""A starting server: its answers meanwhile, and the change to its application."""
 
 import contextlib
 import threading
