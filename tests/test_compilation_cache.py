@@ -1,4 +1,4 @@
-"""The tests' compilation cache lies outside the checkout, whole or not at all; TPU programs are keyed by their lowering."""
+"""The tests' compilation cache: outside the checkout, whole or not at all; TPU programs are keyed by their lowering."""
 
 import os
 import pathlib

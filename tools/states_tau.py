@@ -24,7 +24,7 @@ FORMS = ("bfloat16", "fp8")
 
 
 def measure(config: configs.RunConfig, made: pathlib.Path, folder: pathlib.Path, form: str, seed: int) -> float:
-    """Tau of one head.
+    """Measures tau of one head.
 
     Args:
         made: a run folder with prompts and conversations.

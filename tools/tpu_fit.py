@@ -144,7 +144,7 @@ def main() -> None:
 
 # ------------------------------------------------------------------------------------------------------------- programs
 def evaluate(config: configs.RunConfig, target: ModelConfig, devices: list[Any]) -> Iterator[Program]:
-    """`evaluate`: rounds with the draft, for prompts and answers of `regenerate`'s greatest length.
+    """Sizes `evaluate`: rounds with the draft, for prompts and answers of `regenerate`'s greatest length.
 
     The vanilla engine that it compares with keeps its state on the devices.
     """
