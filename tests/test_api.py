@@ -1,7 +1,9 @@
 """The public names, their docstrings, and the extras that verbs need."""
 
+import dataclasses
 import importlib
 import importlib.metadata
+import inspect
 import json
 import os
 import pathlib
@@ -45,6 +47,38 @@ def test_what_is_public_is_what_is_listed():
     assert eagle3_jax.__version__ == project["project"]["version"]
     (typed,) = pathlib.Path(eagle3_jax.__file__).parent.glob("py.typed")
     assert typed.name in project["tool"]["setuptools"]["package-data"]["eagle3_jax"]
+
+
+def _entries(text: str, section: str) -> set[str]:
+    """Names with an entry in a section of a docstring, "a, b: ..." for two."""
+    found = re.search(rf"^{section}:\n((?:[ ].*\n|\n)+)", text + "\n", re.M)
+    names = re.findall(r"^    ([\w*][\w*, ]*): \S", found[1], re.M) if found else []
+    return {name.strip(" *") for entry in names for name in entry.split(",")}
+
+
+def _public_callables():
+    for name in eagle3_jax.__all__:
+        member = getattr(eagle3_jax, name)
+        if not inspect.isclass(member):
+            yield name, member
+    for name, member in inspect.getmembers(eagle3_jax.Engine, inspect.isroutine):
+        if not name.startswith("_") or name == "__init__":
+            yield f"Engine.{name}", member
+
+
+@pytest.mark.parametrize(("name", "function"), [pytest.param(*x, id=x[0]) for x in _public_callables()])
+def test_every_argument_of_a_public_function_has_an_entry(name, function):
+    text = inspect.getdoc(function) or ""
+    arguments = set(inspect.signature(function).parameters) - {"self"}
+    assert _entries(text, "Args") == arguments, name
+    assert re.match(r"[A-Z][a-z]+s\b", text), "a verb in the third person"
+
+
+@pytest.mark.parametrize("name", [x for x in eagle3_jax.__all__ if dataclasses.is_dataclass(getattr(eagle3_jax, x))])
+def test_every_field_of_a_public_dataclass_has_an_entry(name):
+    member = getattr(eagle3_jax, name)
+    fields = {field.name for field in dataclasses.fields(member) if not field.name.startswith("_")}
+    assert _entries(inspect.getdoc(member) or "", "Attributes") == fields
 
 
 def test_the_package_itself_lists_its_verbs():

@@ -1,7 +1,7 @@
 """Traffic for a server of OpenAI's API: latency and throughput as its clients see them.
 
-The words are those of SGLang's and vLLM's bench_serving: TTFT, time to the first token; TPOT, time per output token
-behind the first; ITL, inter-token latency, where the tokens of one chunk share the time since the chunk before.
+The words are those of SGLang's and vLLM's bench_serving. TTFT is the time to the first token, TPOT the time per output
+token behind the first. ITL is the inter-token latency: the tokens of one chunk share the time since the chunk before.
 
 The server counts the tokens. Some (OpenAI, older SGLang) count them in the last event alone; the count is then spread
 over the pieces of text. TTFT, latency and throughput stay exact; TPOT and ITL become estimates.

@@ -37,9 +37,9 @@ class DraftTree:
         num_steps: depth of the tree; at most this many drafted tokens can be accepted in one round.
         topk: children kept per expanded node; 1 is a chain.
         num_draft_tokens: nodes verified per round, the root included.
-        sample_drafts: draw the drafts of requests with a temperature from the head's distribution and verify them by
-            multi-candidate rejection sampling; otherwise they too get the head's best tokens and SGLang's target-only
-            rule. The answers' distribution is the target's either way.
+        sample_drafts: draws the drafts of requests with a temperature from the head's distribution, and verifies them
+            by multi-candidate rejection sampling. Otherwise these requests get the head's best tokens and SGLang's
+            target-only rule. The answers' distribution is the target's either way.
         lookup_tokens: tokens copied from the text so far that compete with the head's candidates; 0 is none.
     """
 
@@ -484,10 +484,10 @@ class ServeConfig:
     Attributes:
         host: address to listen on. Another one than this machine's own needs keys.
         port: 0 is a free one.
-        model_name: what clients call the model; None is `target.name`.
-        draft: exported folder, a smaller model's name or folder, "lookup", "auto" (the head that comes with this
-            package for this target, if one does), "mtp" (the target's own layer for it), or "none" for vanilla
-            decoding; None is the run's `export` folder, and "auto" where it has none.
+        model_name: the model's name for clients; None is `target.name`.
+        draft: exported folder, a smaller model's name or folder, "lookup", "auto" (the head packaged for this target,
+            if there is one), "mtp" (the target's own layer), or "none" for vanilla decoding. None is the run's `export`
+            folder, and "auto" where it has none.
         token_map: as `evaluate.token_map`.
         trees: sizes of the draft. With several the engine chooses for every dispatch among them and vanilla decoding,
             with none among its own.

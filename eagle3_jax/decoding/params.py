@@ -30,10 +30,10 @@ class SamplingParams:
         max_tokens: most tokens of the answer.
         min_tokens: tokens before which neither an end of sequence, nor a stop token, nor a stop string ends the answer.
         seed: 64 bits, signed. In float32 and with one draft size (a fixed `tree`, or none) the answer is a function of
-            the prompt, these parameters and the models alone, whatever other requests run. The exception is a random
+            the prompt, these parameters and the models alone, whatever other requests run. One exception is a random
             number at the border between two tokens (one of some 10,000 drawn), where the rounding of sums depends on
-            shapes; in bfloat16, a near-tie of greedy tokens too. Where the engine chooses among draft sizes ("auto", or
-            several), the drawn tokens depend on its choices, their probabilities do not.
+            shapes. The other, in bfloat16, is a near-tie of greedy tokens. Where the engine chooses among draft sizes
+            ("auto", or several), the drawn tokens depend on its choices, their probabilities do not.
         n: answers to one prompt, each with random numbers of its own.
         ignore_eos: goes on after an end-of-sequence token (for measurements of speed).
         stop: strings that end the answer, wherever tokens begin and end; the text is cut in front of them.

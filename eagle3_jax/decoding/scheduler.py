@@ -1,7 +1,7 @@
 """The scheduler: continuous batching of requests on the device, turn by turn.
 
-A turn admits requests that fit, in the order of arrival; launches stretches of prompts and some rounds; and delivers,
-while the device works on these, the tokens of the turn before. Requests join and leave between two launches. A launch
+A turn admits requests that fit, in the order of arrival, and launches stretches of prompts and some rounds. While the
+device works on these, it delivers the tokens of the turn before. Requests join and leave between two launches. A launch
 is short while a request waits. Caches are paged and allocated once: a request is admitted when the pages of its whole
 answer are free, so no running request is ever preempted.
 """

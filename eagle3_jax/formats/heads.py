@@ -53,14 +53,17 @@ def load_draft(
     LM head (the target's rows of the draft vocabulary).
 
     Args:
-        folder: of a head; of a model of any family of targets, or its name (see `load_target`).
+        folder: the folder of a head; or of a model of any family of targets, or its name (see `load_target`).
         target: the model to draft for. The manifest beside a head of `export` names the target of its training. Another
             tokenizer or other aux layers are refused; other weights or another chat template (`identity.COPY`) are
             logged as a warning. Only shapes are compared for a head without a manifest, or for an architecture alone
             (`ModelConfig`).
-        dtype: of the loaded weights.
-        exact: refuse other weights and another chat template too.
+        dtype: dtype of the loaded weights.
+        exact: refuses other weights and another chat template too.
         token_map: the tokens that a head of EAGLE-2 drafts (FR-Spec), see `token_maps.read`; None is all.
+
+    Returns:
+        The head with its draft vocabulary, on the default device, for `Engine` and `decoding.rounds.generate`.
 
     Raises:
         DraftFormatError: every problem of config.json and every missing, surplus or wrongly shaped tensor, by name;

@@ -1,6 +1,6 @@
 """The loss of the training-time test (EAGLE-3, arXiv 2503.01840, section 3.2).
 
-Arrays are aligned by the teacher's position u: the state of step i at t = u - 1 - i predicts the teacher's distribution
+Arrays are aligned by the teacher's position u. The state of step i at t = u - 1 - i predicts the teacher's distribution
 at u, which is computed once for all steps.
 """
 

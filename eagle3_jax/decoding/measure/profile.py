@@ -144,7 +144,7 @@ def _bytes(leaf: Any) -> int:
 def bandwidth() -> float:
     """Measures the bytes per second that the device reads: a matrix far larger than its caches, times a vector.
 
-    Each product takes the result of the one before, and the host waits once for all: fast devices read the matrix in
+    Each product takes the result of the one before, and the host waits once for all. A fast device reads the matrix in
     less time than a call and its answer take.
     """
     matrix, vector = jnp.zeros((_SIDE, _SIDE), jnp.float32), jnp.zeros(_SIDE, jnp.float32)

@@ -100,6 +100,10 @@ def load_target(
         mesh: the devices; None is the default one.
         only: the parameters to load, see `load_model`; None is all of them.
 
+    Returns:
+        The model in `TargetConfig.dtype`, its tokenizer, its identity (digests of weights, tokenizer and chat
+        template), and its local folder.
+
     Raises:
         TargetError: the name cannot be resolved.
         WeightsError, ValueError: see `load_model`, `read_shape`.
