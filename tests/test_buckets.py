@@ -13,7 +13,8 @@ import pytest
 import tiny
 
 from eagle3_jax.data.features import FeatureError, FeatureSource, is_complete, shard_path, write_shard
-from eagle3_jax.runs import bucket, disk, manifest
+from eagle3_jax.runs import disk, manifest
+from eagle3_jax.runs.bucket import clients, leases, objects
 from eagle3_jax.training.metrics import MetricWriter
 
 MADE = {"prepare": "prompts", "regenerate": "conversations", "extract": "features", "train": "checkpoints"}
@@ -23,7 +24,7 @@ MADE |= {"export": "export"}
 @pytest.fixture(autouse=True)
 def short_leases(monkeypatch):
     """Of the processes that a test starts, too."""
-    monkeypatch.setenv(bucket.LEASE_SECONDS, "6")
+    monkeypatch.setenv(leases.LEASE_SECONDS, "6")
 
 
 def upload(local: pathlib.Path, address: str) -> None:
@@ -99,10 +100,10 @@ def test_features(tmp_path):
     altered = shard_path(remote, 1, 2)
     content = bytearray(disk.read_bytes(altered))
     content[content.index(records[2]["token_ids"].tobytes())] ^= 1
-    bucket.put(altered, bytes(content), bucket.generation(altered))
+    objects.put(altered, bytes(content), objects.generation(altered))
     with pytest.raises(FeatureError, match=r"train/00001-of-00002.array_record, record 2: unreadable .*extract again"):
         _ = [FeatureSource(remote)[index] for index in (2, 3)]
-    bucket.put(altered, bytes(content[:-1]), bucket.generation(altered))
+    objects.put(altered, bytes(content[:-1]), objects.generation(altered))
     assert not is_complete(altered)
     with pytest.raises(FeatureError, match=r"got \d+ bytes, expected \d+"):
         FeatureSource(remote)
@@ -116,7 +117,7 @@ def test_metrics_of_repeated_steps_are_dropped():
                 writer.write(step, "train", {"loss": float(step)})
     lines = [json.loads(line) for line in disk.log_lines(folder / "metrics.jsonl")]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    assert any(name.startswith("tensorboard/events") for name in bucket.names_below(folder))
+    assert any(name.startswith("tensorboard/events") for name in objects.names_below(folder))
 
 
 @pytest.mark.slow
@@ -162,7 +163,7 @@ def test_killed_in_the_middle_of_a_write(whole_run, verb, moment):
     folder = disk.path_of(run) / MADE[verb]
 
     def written() -> bool:
-        names = bucket.names_below(folder)
+        names = objects.names_below(folder)
         if verb == "extract":
             shards = [name for name in names if name.endswith(".array_record")]
             return len(shards) >= moment and f"{shards[moment - 1].removesuffix('.array_record')}.json" not in names
@@ -194,7 +195,7 @@ def test_answers_outlive_a_stop(whole_run, sent):
         assert disk.read_log(disk.path_of(f"{run}/conversations/train.0.jsonl.partial"))
     finish("regenerate", whole_run.config, run)
     assert result(disk.path_of(run), "regenerate") == result(whole_run.folder, "regenerate")
-    assert not [name for name in bucket.names_below(disk.path_of(run)) if "partial" in name]
+    assert not [name for name in objects.names_below(disk.path_of(run)) if "partial" in name]
 
 
 @pytest.mark.long
@@ -225,4 +226,4 @@ def test_two_processes_are_one_run(whole_run):
 
 
 def test_the_environment_names_the_emulator():
-    assert os.environ[bucket.EMULATOR] == emulator.start()
+    assert os.environ[clients.EMULATOR] == emulator.start()

@@ -22,7 +22,8 @@ import pytest
 import yaml
 
 from eagle3_jax import config as configs
-from eagle3_jax.runs import bucket, command
+from eagle3_jax.runs import command
+from eagle3_jax.runs.bucket import clients
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "docs/batch-jobs-on-tpu-vms.md"
@@ -546,7 +547,7 @@ def test_the_jobset_is_one_slice_whose_hosts_agree():
     verb, config, *path, option, run_dir = container["args"]
     assert importlib.util.find_spec(verb) and (config, option) == ("--config", "--run-dir")
     assert all(address.startswith("gs://my-bucket/") for address in (*path, run_dir))
-    assert variables[bucket.CREDENTIALS]["value"] == "machine" and pod["serviceAccountName"]
+    assert variables[clients.CREDENTIALS]["value"] == "machine" and pod["serviceAccountName"]
 
 
 def test_kubectl_is_asked_for_what_the_jobset_makes(cloud):

@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 from pydantic import Discriminator, Field, Tag
 
 from eagle3_jax.config.checks import Count, Fraction, Positive, Proper, Temperature, require, section
-from eagle3_jax.runs import bucket, disk
+from eagle3_jax.runs import disk
+from eagle3_jax.runs.bucket import addresses
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -579,7 +580,7 @@ class RunConfig:
     card: CardConfig = CardConfig()
 
     def __post_init__(self) -> None:
-        known = "://" not in self.run_dir or bucket.is_address(self.run_dir)
+        known = "://" not in self.run_dir or addresses.is_address(self.run_dir)
         require(known, "run_dir", self.run_dir, "a folder, or a bucket's gs://BUCKET/FOLDER")
 
     @property

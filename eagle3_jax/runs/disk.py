@@ -24,8 +24,9 @@ from typing import Any, TypeVar
 
 import filelock
 
-from eagle3_jax.runs import bucket, processes
-from eagle3_jax.runs.bucket import Path
+from eagle3_jax.runs import processes
+from eagle3_jax.runs.bucket import access, addresses, copies, leases, logs, objects
+from eagle3_jax.runs.bucket.addresses import Path
 
 # The object that marks a folder of a bucket as whole.
 _LAST = "manifest.json"
@@ -48,12 +49,12 @@ class LockError(ValueError):
 
 def path_of(address: str | Path) -> Path:
     """Makes a path, of a local file or in a bucket."""
-    return bucket.path_of(address) if is_remote(address) else pathlib.Path(address)
+    return addresses.path_of(address) if is_remote(address) else pathlib.Path(address)
 
 
 def is_remote(path: str | Path) -> bool:
     """Tells whether a path lies in a bucket."""
-    return bucket.is_address(path)
+    return addresses.is_address(path)
 
 
 def check_address(field: str, address: str, *, writable: bool = True) -> None:
@@ -64,7 +65,7 @@ def check_address(field: str, address: str, *, writable: bool = True) -> None:
     """
     if is_remote(address):
         try:
-            bucket.check(address, writable=writable)
+            access.check(address, writable=writable)
         except ValueError as error:
             raise AddressError(f"{field}: {error}") from error
 
@@ -76,23 +77,23 @@ def absolute(path: str | Path) -> Path:
 
 def size(path: Path) -> int:
     """Returns the bytes of a file. Raises FileNotFoundError."""
-    return bucket.size(path) if is_remote(path) else path.stat().st_size
+    return objects.size(path) if is_remote(path) else path.stat().st_size
 
 
 def open_binary(path: str | Path) -> io.BufferedReader:
     """Opens a file to be read from its beginning, in a bucket by ranges. Raises OSError."""
-    return bucket.open_binary(path_of(path)) if is_remote(path) else open(path, "rb")
+    return objects.open_binary(path_of(path)) if is_remote(path) else open(path, "rb")
 
 
 def read_bytes(path: Path) -> bytes:
     """Returns a whole file. Raises OSError."""
-    return b"".join(bucket.pieces(path)) if is_remote(path) else path.read_bytes()
+    return b"".join(objects.pieces(path)) if is_remote(path) else path.read_bytes()
 
 
 def read_range(path: Path, start: int, stop: int) -> bytes:
     """Returns a part of a file; several threads may ask at once. Raises OSError."""
     if is_remote(path):
-        return bucket.read(path, start, stop)
+        return objects.read(path, start, stop)
     with path.open("rb") as stream:
         stream.seek(start)
         return stream.read(stop - start)
@@ -123,7 +124,7 @@ def local(folder: Path, without: str = "*") -> pathlib.Path:
     Args:
         without: the ending of files that are not copied.
     """
-    return bucket.mirror(folder, without) if is_remote(folder) else folder
+    return copies.mirror(folder, without) if is_remote(folder) else folder
 
 
 def is_whole(folder: Path) -> bool:
@@ -135,7 +136,7 @@ def digest(path: str | Path) -> str:
     """Computes a file's sha256, in hex."""
     if is_remote(path):
         found = hashlib.sha256()
-        for piece in bucket.pieces(path_of(path)):
+        for piece in objects.pieces(path_of(path)):
             found.update(piece)
         return found.hexdigest()
     with open(path, "rb") as stream:
@@ -150,7 +151,7 @@ def atomic(path: str | Path) -> Iterator[pathlib.Path]:
     In a bucket a file is one object with a generation precondition; a folder is whole where its manifest is.
     """
     if is_remote(path):
-        with bucket.staged(path_of(path), last=_LAST) as temporary:
+        with copies.staged(path_of(path), last=_LAST) as temporary:
             yield temporary
         return
     path = pathlib.Path(path)
@@ -185,7 +186,7 @@ def lock(path: str | Path) -> Iterator[None]:
     remote = is_remote(path)
     with contextlib.ExitStack() as held:
         owner = processes.agree(lambda: held.enter_context((_lease if remote else _lock)(path, file)))
-        there = bucket.holder(file) if remote else file.read_text() if file.exists() else None
+        there = leases.holder(file) if remote else file.read_text() if file.exists() else None
         if there != owner:
             raise LockError(f"{path}: not what process 0 has there, expected a run_dir that all hosts share")
         yield
@@ -218,8 +219,8 @@ def _lease(path: Path, file: Path) -> Iterator[str]:
     owner = f"process {os.getpid()} on host {socket.gethostname()}"
     with contextlib.ExitStack() as held:
         try:
-            held.enter_context(bucket.lease(file, owner, _end))
-        except bucket.Held as error:
+            held.enter_context(leases.lease(file, owner, _end))
+        except leases.Held as error:
             raise LockError(f"{path}: in use by {error}, wait for its end") from error
         yield owner
 
@@ -271,12 +272,12 @@ class Log:
     """
 
     def __init__(self, path: Path) -> None:
-        self._log = bucket.SegmentedLog(path) if is_remote(path) else path.open("a", encoding="utf-8")
+        self._log = logs.SegmentedLog(path) if is_remote(path) else path.open("a", encoding="utf-8")
 
     def write(self, line: str) -> None:
         """Adds a line, with its line feed. Raises OSError."""
         self._log.write(line)
-        if not isinstance(self._log, bucket.SegmentedLog):
+        if not isinstance(self._log, logs.SegmentedLog):
             self._log.flush()
 
     def append(self, value: Any) -> None:
@@ -298,7 +299,7 @@ class Log:
 def log_lines(path: Path) -> list[bytes]:
     """Reads the whole lines of a log; empty where there is none. Cuts a last line that a kill tore off the file."""
     if is_remote(path):
-        return b"".join(bucket.read_segments(path)).splitlines()
+        return b"".join(logs.read_segments(path)).splitlines()
     cut_torn_line(path)
     return path.read_bytes().splitlines() if path.exists() else []
 
@@ -322,7 +323,7 @@ def rewrite_log(path: Path, lines: Sequence[bytes]) -> None:
     """Replaces the lines of a log, atomically."""
     content = b"".join(line + b"\n" for line in lines)
     if is_remote(path):
-        bucket.rewrite_log(path, content)
+        logs.rewrite_log(path, content)
     else:
         with atomic(path) as temporary:
             temporary.write_bytes(content)
@@ -330,7 +331,7 @@ def rewrite_log(path: Path, lines: Sequence[bytes]) -> None:
 
 def remove_log(path: Path) -> None:
     """Removes a log."""
-    bucket.remove(path) if is_remote(path) else path.unlink()
+    objects.remove(path) if is_remote(path) else path.unlink()
 
 
 def cut_torn_line(path: pathlib.Path) -> None:

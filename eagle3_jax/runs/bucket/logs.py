@@ -1,0 +1,96 @@
+"""Logs of a bucket: folders of segments, each written once."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from typing import Final
+
+from eagle3_jax.runs.bucket import objects
+from eagle3_jax.runs.bucket.addresses import Path
+
+SEGMENT_SECONDS: Final = 5.0  # a segment is sealed at least so often: a kill loses no more
+_SEGMENT_BYTES: Final = 4 << 20
+_BEGINS: Final = ".begins.jsonl"  # ending of a segment that begins its log anew
+
+
+class SegmentedLog:
+    """A log as a folder of sealed segments: objects that are written once, in the background, and never changed.
+
+    A segment holds the lines of a few seconds. Only the holder of the folder's lease may write.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._bytes, self._since = folder, 0, 0.0
+        self._lines: list[bytes] = []
+        self._next = _next_segment(objects.names_below(folder))
+        self._sealed: queue.Queue[bytes | None] = queue.Queue()
+        self._lock = threading.Lock()
+        self._error: OSError | None = None
+        self._writer = threading.Thread(target=self._write, daemon=True)
+        self._writer.start()
+
+    def write(self, line: str) -> None:
+        """Adds a line, with its line feed. Raises BucketError: an earlier segment was not written."""
+        if self._error is not None:
+            raise self._error
+        with self._lock:
+            if not self._lines:
+                self._since = time.monotonic()
+            self._lines.append(line.encode())
+            self._bytes += len(self._lines[-1])
+        if self._bytes >= _SEGMENT_BYTES:
+            self._seal()
+
+    def _seal(self) -> None:
+        with self._lock:
+            if self._lines:
+                self._sealed.put(b"".join(self._lines))
+                self._lines, self._bytes = [], 0
+
+    def close(self) -> None:
+        """Seals what is left and waits for its writing. Raises BucketError."""
+        self._seal()
+        self._sealed.put(None)
+        self._writer.join()
+        if self._error is not None:
+            raise self._error
+
+    def _write(self) -> None:
+        while True:
+            try:
+                content = self._sealed.get(timeout=0.5)
+            except queue.Empty:
+                if self._lines and time.monotonic() - self._since > SEGMENT_SECONDS:
+                    self._seal()
+                continue
+            if content is None:
+                return
+            try:
+                objects.put(self._folder / f"{self._next:06d}.jsonl", content, objects.ABSENT)
+                self._next += 1
+            except OSError as error:
+                self._error = error
+                return
+
+
+def read_segments(folder: Path) -> Iterator[bytes]:
+    """Yields the segments of a log in order, from the last one on that begins it."""
+    names = objects.names_below(folder)
+    begins = [at for at, name in enumerate(names) if name.endswith(_BEGINS)]
+    for name in names[begins[-1] if begins else 0 :]:
+        yield objects.read(folder / name)
+
+
+def rewrite_log(folder: Path, content: bytes) -> None:
+    """Replaces a log by writing one segment, which makes those before it void."""
+    names = objects.names_below(folder)
+    objects.put(folder / f"{_next_segment(names):06d}{_BEGINS}", content, objects.ABSENT)
+    for name in names:
+        objects.remove(folder / name)
+
+
+def _next_segment(names: list[str]) -> int:
+    return max((int(name.partition(".")[0]) for name in names), default=0) + 1

@@ -1,0 +1,194 @@
+"""Objects of a bucket: written under a generation precondition, read by ranges, listed and removed."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import io
+import pathlib
+from collections.abc import Iterator
+from typing import Any, Final
+
+from eagle3_jax.runs.bucket import addresses, clients
+from eagle3_jax.runs.bucket.addresses import Path
+
+ABSENT: Final = 0  # the generation of an object that does not exist
+_PIECE: Final = 32 << 20  # bytes of one ranged read of a whole object
+_AT_ONCE: Final = 4  # such reads on their way
+
+
+class BucketError(OSError):
+    """A bucket that does not exist, may not be used, or did not take an object; the message names the address."""
+
+
+class Conflict(BucketError):
+    """An object that another writer replaced in the meantime."""
+
+
+def generation(path: Path) -> int:
+    """Returns the generation of an object; ABSENT where there is none."""
+    found = _blob(path)
+    return ABSENT if found is None else found.generation
+
+
+def _blob(path: Path) -> Any:
+    """Returns the metadata of an object; None where there is none. Raises BucketError."""
+    bucket, name = addresses.split(path)
+    with answered(path):
+        return clients.client().bucket(bucket).get_blob(name)
+
+
+@contextlib.contextmanager
+def answered(path: Path) -> Iterator[None]:
+    """Turns errors of google-cloud-storage, and TensorStore's ValueError, into BucketError."""
+    from google.api_core import exceptions
+
+    try:
+        yield
+    except (exceptions.GoogleAPICallError, exceptions.RetryError, OSError, ValueError) as error:
+        raise BucketError(f"{path}: {clients.reason(error)}") from error
+
+
+def size(path: Path) -> int:
+    """Returns the bytes of an object. Raises FileNotFoundError."""
+    found = _blob(path)
+    if found is None or found.size is None:
+        raise FileNotFoundError(2, "No such object", str(path))
+    return found.size
+
+
+def put(path: Path, content: bytes | pathlib.Path, expected: int, timeout: float = 60.0, retry: bool = True) -> int:
+    """Writes an object, from memory or a local file, in the place of generation `expected`; returns the new generation.
+
+    Args:
+        timeout: seconds of each request.
+        retry: asks again for about two minutes without an answer.
+
+    Raises:
+        Conflict: another generation is there.
+        BucketError: not written.
+    """
+    from google.api_core import exceptions
+
+    bucket, name = addresses.split(path)
+    blob = clients.client().bucket(bucket).blob(name)
+    options: dict[str, Any] = {"if_generation_match": expected, "timeout": timeout}
+    options |= {} if retry else {"retry": None}
+    try:
+        if isinstance(content, bytes):
+            blob.upload_from_string(content, "application/octet-stream", **options)
+        else:
+            blob.upload_from_filename(str(content), **options)
+    except exceptions.PreconditionFailed as error:
+        # A retried request may meet the object that it wrote itself.
+        if not isinstance(content, bytes) or (found := look(path)) is None or found[0] != content:
+            raise Conflict(f"{path}: another writer was first") from error
+        return found[1]
+    except (exceptions.GoogleAPICallError, exceptions.RetryError, OSError) as error:
+        raise BucketError(f"{path}: not written ({clients.reason(error)})") from error
+    assert blob.generation is not None
+    return blob.generation
+
+
+def look(path: Path) -> tuple[bytes, int] | None:
+    """Returns the content and generation of a small object; None where there is none."""
+    at = generation(path)  # first: where the content is newer, a write in the place of this generation fails
+    bucket, name = addresses.split(path)
+    found = clients.store(bucket).read(name).result()
+    return None if found.state == "missing" else (found.value, at)
+
+
+def read(path: Path, start: int = 0, stop: int | None = None) -> bytes:
+    """Returns the bytes `start` to `stop` of an object, the whole by default; several threads may ask at once.
+
+    Raises:
+        FileNotFoundError, BucketError.
+    """
+    if stop is not None and stop - start > _PIECE:
+        return b"".join(pieces(path, start, stop))
+    bucket, name = addresses.split(path)
+    return _result(path, clients.store(bucket).read(name, byte_range=slice(start, stop)))
+
+
+def pieces(path: Path, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
+    """Yields the bytes `start` to `stop` of an object in order, the whole by default; several ranges are on their way.
+
+    Raises:
+        FileNotFoundError, BucketError.
+    """
+    bucket, name = addresses.split(path)
+    end, asked = size(path) if stop is None else stop, collections.deque()
+    for at in range(start, end, _PIECE):
+        asked.append(clients.store(bucket).read(name, byte_range=slice(at, min(at + _PIECE, end))))
+        if len(asked) > _AT_ONCE:
+            yield _result(path, asked.popleft())
+    while asked:
+        yield _result(path, asked.popleft())
+
+
+def _result(path: Path, asked: Any) -> bytes:
+    try:
+        found = asked.result()
+    except (ValueError, RuntimeError) as error:
+        raise BucketError(f"{path}: not read ({clients.reason(error)})") from error
+    if found.state == "missing":
+        raise FileNotFoundError(2, "No such object", str(path))
+    return found.value
+
+
+class Ranges(io.RawIOBase):
+    """An object as a binary file that is read by ranges."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._size, self._at = path, size(path), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        stop = min(self._at + len(buffer), self._size)
+        if stop <= self._at:
+            return 0
+        part = read(self._path, self._at, stop)
+        buffer[: len(part)] = part
+        self._at = stop
+        return len(part)
+
+
+def open_binary(path: Path) -> io.BufferedReader:
+    """Opens an object to be read. Raises FileNotFoundError."""
+    return io.BufferedReader(Ranges(path), buffer_size=8 << 20)
+
+
+def remove(path: Path) -> None:
+    """Removes an object, or all below a folder; nothing where there is none. Never a whole bucket."""
+    bucket, name = addresses.split(path)
+    if not name.strip("/"):
+        raise ValueError(f"got {path}, expected an object or a folder in the bucket")
+    store = clients.store(bucket)
+    with answered(path):
+        store.write(name, None).result()
+        store.delete_range(_below(name)).result()
+
+
+def names_below(folder: Path) -> list[str]:
+    """Lists the objects below a folder, relative to it, in order."""
+    bucket, name = addresses.split(folder)
+    prefix = f"{name.rstrip('/')}/" if name else ""
+    with answered(folder):
+        keys = clients.store(bucket).list(_below(name), strip_prefix_length=len(prefix)).result()
+    return sorted(key.decode() for key in keys)
+
+
+def _below(name: str) -> Any:
+    import tensorstore
+
+    prefix = f"{name.rstrip('/')}/" if name else ""
+    return tensorstore.KvStore.KeyRange(prefix, prefix[:-1] + "0" if prefix else "")  # "0" follows "/"
