@@ -15,9 +15,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eagle3_jax import config as configs
 from eagle3_jax.acceptance import AcceptanceCounts
-from eagle3_jax.config import RunConfig
+from eagle3_jax.config import RunConfig, run_file
 from eagle3_jax.data import sources
 from eagle3_jax.decoding import data_parallel
 from eagle3_jax.decoding.engine import Engine, SamplingParams
@@ -60,7 +59,7 @@ def run(
     target = rows[0]
     draft, folder = chosen_draft(settings.draft, config.folder("export"), target)
     identity = {
-        "evaluate": configs.to_dict(settings),
+        "evaluate": run_file.to_dict(settings),
         "seed": config.seed,
         "target": target.identity,
         "draft": draft_identity(draft, folder, settings.token_map),
@@ -76,7 +75,7 @@ def run(
             **measured,
             "left_out": measured["left_out"] | {"unusable": unusable},
             "identity": identity,
-            "config": configs.to_dict(config),
+            "config": run_file.to_dict(config),
             "hardware": identity["hardware"],
             "versions": identity["versions"],
         }

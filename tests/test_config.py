@@ -11,13 +11,12 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle3_jax import config as configs
-from eagle3_jax.config import ConfigError, DraftTree, TargetConfig, TrainConfig
+from eagle3_jax.config import ConfigError, DraftTree, JsonlSource, TargetConfig, TrainConfig, run_file
 from eagle3_jax.runs import command_line
 
 
 @pytest.fixture
-def run_file(tmp_path: pathlib.Path) -> pathlib.Path:
+def example(tmp_path: pathlib.Path) -> pathlib.Path:
     path = tmp_path / "run.yaml"
     path.write_text(
         "run_dir: runs/x\n"
@@ -27,59 +26,59 @@ def run_file(tmp_path: pathlib.Path) -> pathlib.Path:
     return path
 
 
-def test_yaml_becomes_typed_values(run_file):
-    run = configs.load(run_file)
+def test_yaml_becomes_typed_values(example):
+    run = run_file.load(example)
     assert run.train.learning_rate == 1e-4  # YAML itself reads 1e-4 as a string
-    assert run.prepare.sources[1] == configs.JsonlSource(kind="jsonl", path="a.jsonl", limit=3)
+    assert run.prepare.sources[1] == JsonlSource(kind="jsonl", path="a.jsonl", limit=3)
     assert run.folder("extract") == pathlib.Path("runs/x/features")
 
 
-def test_overrides_change_only_what_they_name(run_file):
-    plain = configs.load(run_file)
-    changed = configs.load(run_file, ["--train.learning_rate", "3e-4", "--target.aux-layers", "2", "8", "20"])
+def test_overrides_change_only_what_they_name(example):
+    plain = run_file.load(example)
+    changed = run_file.load(example, ["--train.learning_rate", "3e-4", "--target.aux-layers", "2", "8", "20"])
     assert changed.train.learning_rate == 3e-4
     assert changed.target.aux_layers == (2, 8, 20)
     assert changed.train.max_steps == 5
     assert changed.prepare == plain.prepare
 
 
-def test_overrides_of_one_section_are_checked_together(run_file):
+def test_overrides_of_one_section_are_checked_together(example):
     tree = ["--evaluate.tree.num-steps", "4", "--evaluate.tree.topk", "3", "--evaluate.tree.num-draft-tokens", "10"]
-    assert configs.load(run_file, tree).evaluate.tree == DraftTree(num_steps=4, topk=3, num_draft_tokens=10)
+    assert run_file.load(example, tree).evaluate.tree == DraftTree(num_steps=4, topk=3, num_draft_tokens=10)
 
 
-def test_auto_replaces_a_tree_on_the_command_line(run_file):
-    run_file.write_text(run_file.read_text() + "evaluate: {limit: 5, tree: {num_steps: 2, num_draft_tokens: 3}}\n")
+def test_auto_replaces_a_tree_on_the_command_line(example):
+    example.write_text(example.read_text() + "evaluate: {limit: 5, tree: {num_steps: 2, num_draft_tokens: 3}}\n")
     for words in (["--evaluate.tree", "auto"], ["--evaluate.tree=auto"]):
-        changed = configs.load(run_file, [*words, "--evaluate.max-tokens", "7"]).evaluate
+        changed = run_file.load(example, [*words, "--evaluate.max-tokens", "7"]).evaluate
         assert (changed.tree, changed.limit, changed.max_tokens) == ("auto", 5, 7)
     with pytest.raises(ConfigError, match=r"evaluate\.tree"):
-        configs.load(run_file, ["--evaluate.tree", "autos"])
+        run_file.load(example, ["--evaluate.tree", "autos"])
 
 
-def test_a_tree_replaces_auto_on_the_command_line(run_file):
-    run_file.write_text(run_file.read_text() + "evaluate: {limit: 5, tree: auto}\n")
+def test_a_tree_replaces_auto_on_the_command_line(example):
+    example.write_text(example.read_text() + "evaluate: {limit: 5, tree: auto}\n")
     tree = ["--evaluate.tree.num-steps", "3", "--evaluate.tree.num-draft-tokens=4"]
-    changed = configs.load(run_file, tree).evaluate
+    changed = run_file.load(example, tree).evaluate
     assert (changed.tree, changed.limit) == (DraftTree(num_steps=3, num_draft_tokens=4), 5)
 
 
-def test_a_mapping_may_be_merged_into_others(run_file):
+def test_a_mapping_may_be_merged_into_others(example):
     """Into one that is merged itself, too; what stands beside `<<` takes precedence and stands there once."""
-    run_file.write_text(
+    example.write_text(
         "run_dir: x\n"
         "evaluate: {tree: &small {num_steps: 2, num_draft_tokens: 3}}\n"
         "benchmark: {trees: [&large {<<: *small, num_steps: 4, num_draft_tokens: 5}]}\n"
         "serve: {trees: [{<<: *large, lookup_tokens: 2}]}\n"
     )
-    run = configs.load(run_file)
+    run = run_file.load(example)
     (large,), (copying,) = run.benchmark.trees, run.serve.trees
     assert (large.num_steps, copying.num_steps, copying.lookup_tokens) == (4, 4, 2)
 
 
-def test_the_dumped_form_reads_back_equal(run_file):
-    run = configs.load(run_file)
-    assert configs.from_dict(yaml.safe_load(yaml.safe_dump(configs.to_dict(run)))) == run
+def test_the_dumped_form_reads_back_equal(example):
+    run = run_file.load(example)
+    assert run_file.from_dict(yaml.safe_load(yaml.safe_dump(run_file.to_dict(run)))) == run
 
 
 @pytest.mark.parametrize(
@@ -120,21 +119,21 @@ def test_the_dumped_form_reads_back_equal(run_file):
 )
 def test_wrong_values_are_refused_by_field(values, message):
     with pytest.raises(ConfigError, match=message):
-        configs.from_dict(values)
+        run_file.from_dict(values)
 
 
 @pytest.mark.parametrize("section", ["evaluate", "benchmark", "serve"])
 def test_a_token_map_needs_the_folder_of_a_head(section):
     for draft in (None, "auto", "lookup", "mtp", "none"):
         with pytest.raises(ConfigError, match=rf"{section}\.token_map: got 'm\.json', expected null, or the folder"):
-            configs.from_dict({"run_dir": "x", section: {"draft": draft, "token_map": "m.json"}})
-    run = configs.from_dict({"run_dir": "x", section: {"draft": "heads/eagle2", "token_map": "m.json"}})
+            run_file.from_dict({"run_dir": "x", section: {"draft": draft, "token_map": "m.json"}})
+    run = run_file.from_dict({"run_dir": "x", section: {"draft": "heads/eagle2", "token_map": "m.json"}})
     assert getattr(run, section).token_map == "m.json"
 
 
 def test_all_errors_come_in_one_message():
     with pytest.raises(ConfigError, match=r"(?s)train\.batch_size.*nope"):
-        configs.from_dict({"run_dir": "x", "nope": 1, "train": {"batch_size": "a"}})
+        run_file.from_dict({"run_dir": "x", "nope": 1, "train": {"batch_size": "a"}})
 
 
 @pytest.mark.parametrize("field", ["max_steps", "checkpoint_every", "eval_batches", "batch_size"])
@@ -180,18 +179,18 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path, content, message):
     path = tmp_path / "bad.yaml"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=message):
-        configs.load(path)
+        run_file.load(path)
 
 
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"none\.yaml: No such file"):
-        configs.load(tmp_path / "none.yaml")
+        run_file.load(tmp_path / "none.yaml")
 
 
 @pytest.mark.parametrize("override", ["--train.nope", "--nope", "--prepare.sources"])
-def test_unknown_overrides_are_refused_by_name(run_file, override):
+def test_unknown_overrides_are_refused_by_name(example, override):
     with pytest.raises(ConfigError, match=f"{override}: not a field"):
-        configs.load(run_file, [override, "1"])
+        run_file.load(example, [override, "1"])
 
 
 @pytest.mark.parametrize(
@@ -204,32 +203,32 @@ def test_unknown_overrides_are_refused_by_name(run_file, override):
         (["--evaluate.tree.num-steps", "2"], r"evaluate\.tree\.num_draft_tokens: got 5, expected num_steps \+ 1 = 3"),
     ],
 )
-def test_overrides_out_of_range_are_refused_by_name(run_file, words, message):
+def test_overrides_out_of_range_are_refused_by_name(example, words, message):
     with pytest.raises(ConfigError, match=message):
-        configs.load(run_file, words)
+        run_file.load(example, words)
 
 
-def test_overrides_take_every_kind_of_value(run_file):
+def test_overrides_take_every_kind_of_value(example):
     """Both spellings, lists of one and of none, None, and truth values."""
     words = "--train.warm_start heads/mine --train.max_steps None --draft.fc-norm --draft.no-norm-output --seed=3"
     words += " --target.aux-layers 2 --regenerate.temperature 0.5 1 --serve.model-name 7 --prepare.benchmarks"
-    changed = configs.load(run_file, words.split())
+    changed = run_file.load(example, words.split())
     assert (changed.train.warm_start, changed.train.max_steps, changed.seed) == ("heads/mine", None, 3)
     assert (changed.draft.fc_norm, changed.draft.norm_output, changed.serve.model_name) == (True, False, "7")
     assert (changed.target.aux_layers, changed.regenerate.temperatures) == ((2,), (0.5, 1.0))
     assert changed.prepare.benchmarks == ()
-    assert configs.load(run_file, ["--regenerate.temperature", "0.5"]).regenerate.temperature == 0.5
+    assert run_file.load(example, ["--regenerate.temperature", "0.5"]).regenerate.temperature == 0.5
 
 
-def test_the_command_line_keeps_the_verbs_own_flags_apart(run_file):
-    argv = ["--config", str(run_file), "--prompts", "p.jsonl", "--output", "o.json", "--seed", "7"]
+def test_the_command_line_keeps_the_verbs_own_flags_apart(example):
+    argv = ["--config", str(example), "--prompts", "p.jsonl", "--output", "o.json", "--seed", "7"]
     run, flags = command_line.read("evaluate", argv)
     assert (run.seed, flags.output) == (7, "o.json")
 
 
-def test_the_command_line_stops_with_a_sentence(run_file, capsys):
+def test_the_command_line_stops_with_a_sentence(example, capsys):
     with pytest.raises(SystemExit, match="2"):
-        command_line.read("train", ["--config", str(run_file), "--nope", "1"])
+        command_line.read("train", ["--config", str(example), "--nope", "1"])
     assert capsys.readouterr().err.startswith("eagle3_jax.train: --nope: not a field")
 
 
@@ -238,4 +237,4 @@ SHIPPED = sorted((pathlib.Path(__file__).parent.parent / "configs").glob("*.yaml
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 def test_shipped_configurations_are_valid(path):
-    configs.load(path)
+    run_file.load(path)

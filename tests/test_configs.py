@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from eagle3_jax import config as configs
+from eagle3_jax.config import run_file
 from eagle3_jax.models.checkpoint import fetch
 from eagle3_jax.models.families.gemma3 import Gemma3Config
 
@@ -19,7 +19,7 @@ def test_every_target_s_shape_is_read(name: str) -> None:
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_run_names_a_target_that_is_here(path: pathlib.Path) -> None:
-    name = configs.load(path).target.name
+    name = run_file.load(path).target.name
     assert name in fetch.REGISTERED or any(path.stem.startswith(target) for target in TARGETS)
 
 

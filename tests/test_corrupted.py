@@ -20,9 +20,8 @@ import tiny
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from eagle3_jax import config as configs
 from eagle3_jax import regenerate
-from eagle3_jax.config import RunConfig
+from eagle3_jax.config import SPLITS, RunConfig, TargetConfig, run_file
 from eagle3_jax.data.features import FeatureSource
 from eagle3_jax.export import __main__ as export
 from eagle3_jax.extract import __main__ as extract
@@ -46,7 +45,7 @@ def config(whole_run: tiny.Run, tmp_path_factory: pytest.TempPathFactory) -> Ite
     shard_target(run.config.with_name("target"), run.config.with_name("sharded"))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(run.config.parent)
-        yield configs.load(run.config)
+        yield run_file.load(run.config)
 
 
 def shard_target(folder: pathlib.Path, sharded: pathlib.Path) -> None:
@@ -103,7 +102,7 @@ def again(verb: Callable[[RunConfig], Any]) -> Callable[[RunConfig], Any]:
 
 
 def read_records(config: RunConfig) -> Any:
-    sources = [FeatureSource(config.folder("extract") / split) for split in configs.SPLITS]
+    sources = [FeatureSource(config.folder("extract") / split) for split in SPLITS]
     return [{name: x.tobytes() for name, x in source[i].items()} for source in sources for i in range(len(source))]
 
 
@@ -131,7 +130,7 @@ def read_target(config: RunConfig) -> Any:
 def read_sharded(config: RunConfig) -> Any:
     """Nothing beside a checkpoint says what its weights should be; what was made with it before does."""
     folder = pathlib.Path(config.target.name).with_name("sharded")
-    target = fetch.load_target(configs.TargetConfig(name=str(folder), aux_layers=config.target.aux_layers))
+    target = fetch.load_target(TargetConfig(name=str(folder), aux_layers=config.target.aux_layers))
     if read_sharded in _EXPECTED:
         check_same_target(folder, _EXPECTED[read_sharded], target.identity)
     return target.identity
@@ -198,7 +197,7 @@ def test_a_damaged_file_is_refused_by_name_or_read_as_it_was(config, file, damag
 
 def damage_checkpoint(run: str, damage: str) -> None:
     """Damages one file after the other of all that Orbax wrote; the main function of a process of its own."""
-    config = configs.load(run)
+    config = run_file.load(run)
     step = max(
         (path for path in config.folder("train").iterdir() if path.name.isdecimal()), key=lambda path: int(path.name)
     )

@@ -11,9 +11,8 @@ import tiny
 import tiny_heads
 from flax import nnx
 
-from eagle3_jax import config as configs
 from eagle3_jax import evaluate, report
-from eagle3_jax.config import RunConfig
+from eagle3_jax.config import MeshConfig, RunConfig, run_file
 from eagle3_jax.data import sources
 from eagle3_jax.decoding.choice import tiers
 from eagle3_jax.formats.heads import save_draft
@@ -36,7 +35,7 @@ def target() -> Target:
 def config(tmp_path: pathlib.Path, target: Target) -> RunConfig:
     """A run whose export is there."""
     values: dict[str, Any] = {"max_tokens": 8, "tree": {"num_steps": 2, "topk": 1, "num_draft_tokens": 3}}
-    config = configs.from_dict({"run_dir": str(tmp_path / "run"), "draft": {"vocab_size": 9}, "evaluate": values})
+    config = run_file.from_dict({"run_dir": str(tmp_path / "run"), "draft": {"vocab_size": 9}, "evaluate": values})
     head = DraftHead(DraftHeadConfig.for_target(config.draft, target.model.config), rngs=nnx.Rngs(1))
     folder = config.folder("export")
     folder.parent.mkdir()
@@ -97,7 +96,7 @@ def test_another_measurement_does_not_take_a_report_s_place(
     report = evaluate.run(config, prompts, output, target)
     monkeypatch.setattr(evaluate, "_measure", None)
     assert evaluate.run(config, prompts, output, target) == report
-    split = dataclasses.replace(config, mesh=configs.MeshConfig(model=2))
+    split = dataclasses.replace(config, mesh=MeshConfig(model=2))
     with pytest.raises(manifest.ManifestError, match=r"report.json was made from .*:\n  mesh.model: found 1, expect"):
         evaluate.run(split, prompts, output, target)
     for name, found in (("hardware", machine.hardware() | {"cores": 999}), ("versions", {"jax": "0.0"})):

@@ -6,8 +6,8 @@ import pathlib
 import pytest
 import tiny_families
 
-from eagle3_jax import config as configs
 from eagle3_jax import evaluate
+from eagle3_jax.config import RunConfig, run_file
 from eagle3_jax.export import __main__ as export
 from eagle3_jax.extract import __main__ as extract
 from eagle3_jax.models.families import FAMILIES, Family
@@ -19,9 +19,9 @@ TEXTS = [("Why is the sky blue?", "It scatters light, blue most."), ("Count.", "
 FORMS = {"DeepseekV3ForCausalLM": "vllm"}
 
 
-def prepared(folder: pathlib.Path, target_identity: dict, form: str) -> configs.RunConfig:
+def prepared(folder: pathlib.Path, target_identity: dict, form: str) -> RunConfig:
     """A config whose conversations exist, as `regenerate` leaves them."""
-    config = configs.from_dict(
+    config = run_file.from_dict(
         {
             "run_dir": str(folder / "run"),
             "target": {"name": str(folder / "target"), "aux_layers": list(tiny_families.AUX_LAYERS)},

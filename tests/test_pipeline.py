@@ -12,7 +12,7 @@ import pytest
 import tiny
 from matplotlib.image import imread
 
-from eagle3_jax import config as configs
+from eagle3_jax.config import run_file
 from eagle3_jax.data.features import FeatureSource
 from eagle3_jax.formats.heads import load_draft
 from eagle3_jax.models.checkpoint.fetch import load_target
@@ -81,7 +81,7 @@ def test_the_engine_measures_a_training(whole_run: tiny.Run, tmp_path: pathlib.P
     shutil.rmtree(tmp_path / "copy/run/checkpoints")
     monkeypatch.chdir(tmp_path / "copy")
     asked = ["--train.decode-every", "20", "--train.max-steps", "30", "--train.decode-prompts", "1000"]
-    config = configs.load(tmp_path / "copy" / whole_run.config.name, asked)
+    config = run_file.load(tmp_path / "copy" / whole_run.config.name, asked)
     found = train.train(config)
     assert found["served"]["rounds"] > 200
     assert found["served"]["tau"] == pytest.approx(found["held_out"]["tau"], rel=0.03)
@@ -96,7 +96,7 @@ def test_with_features_in_float32_both_count_the_very_same_rounds(
     """What is left of the difference above when features are not rounded: nothing, but for the limit's last round."""
     run = whole_run.folder
     monkeypatch.chdir(run.parent)
-    config = configs.load(whole_run.config)
+    config = run_file.load(whole_run.config)
     target = load_target(config.target).model
     draft = load_draft(config.folder("export"), target=target.config, dtype=jnp.float32)
     head = draft.head

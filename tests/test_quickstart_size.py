@@ -10,13 +10,13 @@ import pytest
 import tiny
 from hypothesis import strategies
 
+from eagle3_jax.config import run_file
+
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tools"))
 import quickstart_size
 from quickstart_size import Rates, Work
 
-from eagle3_jax import config as configs
-
-CONFIG = configs.load(pathlib.Path(__file__).parents[1] / "configs/quickstart.yaml")
+CONFIG = run_file.load(pathlib.Path(__file__).parents[1] / "configs/quickstart.yaml")
 WHOLE = quickstart_size.full(CONFIG)
 LEAST = Work(52, 6, 6)
 FAST = Rates(reading=2000.0, answering=900.0, step=0.3, prompt_tokens=95.0)
@@ -83,7 +83,7 @@ def test_each_part_of_the_work_goes_by_the_rate_that_it_needs():
 def config(tmp_path, monkeypatch):
     """A YAML whose run lies in a folder of the test, on a machine that is measured as half as fast as is enough."""
     path = tmp_path / "quickstart.yaml"
-    given = configs.to_dict(dataclasses.replace(CONFIG, run_dir=str(tmp_path / "run")))
+    given = run_file.to_dict(dataclasses.replace(CONFIG, run_dir=str(tmp_path / "run")))
     path.write_text(json.dumps(given))
     monkeypatch.setattr(quickstart_size, "measure", lambda config: slower(FAST, 3.5))
     return path
@@ -91,16 +91,16 @@ def config(tmp_path, monkeypatch):
 
 def test_the_choice_is_kept_for_a_rerun(config, tmp_path, monkeypatch):
     first = quickstart_size.prepare(config, spent=60)
-    chosen = configs.load(tmp_path / "run/config.yaml")
+    chosen = run_file.load(tmp_path / "run/config.yaml")
     work = quickstart_size.full(chosen)
     assert LEAST.packaged < work.packaged < WHOLE.packaged
     assert "cut to the machine" in first and f"{work.packaged} of 520 packaged prompts" in first
     # Nothing but the number of prompts is another one.
-    assert quickstart_size.cut(chosen, WHOLE) == configs.load(config)
+    assert quickstart_size.cut(chosen, WHOLE) == run_file.load(config)
     monkeypatch.setattr(quickstart_size, "measure", lambda config: pytest.fail("measured again"))
     (tmp_path / "run/config.yaml").unlink()
     again = quickstart_size.prepare(config, spent=5000)
-    assert configs.load(tmp_path / "run/config.yaml") == chosen
+    assert run_file.load(tmp_path / "run/config.yaml") == chosen
     assert "as chosen before" in again and f"{work.packaged} of 520 packaged prompts" in again
 
 
@@ -116,7 +116,7 @@ def test_another_config_than_the_quickstart_s_is_refused(config, tmp_path, capsy
 def test_the_machine_is_measured_by_the_project_s_own_code(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     sizes = {"batch_size": 4, "max_length": 128, "max_tokens": 8, "temperature": 0.5}
-    run = configs.load(tiny.write_run(tmp_path, regenerate=sizes, train={"batch_size": 1, "row_length": 128}))
+    run = run_file.load(tiny.write_run(tmp_path, regenerate=sizes, train={"batch_size": 1, "row_length": 128}))
     rates = quickstart_size.measure(run)
     assert min(dataclasses.astuple(rates)) > 0
     assert rates.step < 60

@@ -16,8 +16,8 @@ import pytest
 import tiny
 from flax import nnx
 
-from eagle3_jax import config as configs
 from eagle3_jax import evaluate
+from eagle3_jax.config import RunConfig, run_file
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.export import __main__ as export
 from eagle3_jax.extract import __main__ as extract
@@ -43,7 +43,7 @@ class WorkBegan(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    config: configs.RunConfig
+    config: RunConfig
     target: Target
     prompts: pathlib.Path
 
@@ -55,10 +55,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     path = tiny.write_run(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        yield forge(configs.load(path))
+        yield forge(run_file.load(path))
 
 
-def forge(config: configs.RunConfig) -> Run:
+def forge(config: RunConfig) -> Run:
     """What the verbs would have left, in so far."""
     target = load_target(config.target)
     said = {field: value for field, value in target.identity.items() if field != "aux_layers"}

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import yaml
 
-from eagle3_jax import config as configs
+from eagle3_jax.config import run_file
 from eagle3_jax.runs import command
 from eagle3_jax.runs.bucket import clients
 
@@ -592,7 +592,7 @@ def test_the_container_has_what_its_example_reads(cloud, tmp_path):
     assert given["--env"] == f"HOME={mounted}"
 
     copied = {word for line in re.findall(r"^COPY (.*)", text, re.MULTILINE) for word in line.split()[:-1]}
-    run_config = configs.load(ROOT / path)
+    run_config = run_file.load(ROOT / path)
     files = [path, *run_config.prepare.benchmarks]
     files += [getattr(source, "path", path) for source in run_config.prepare.sources]
     for name in files:

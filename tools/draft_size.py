@@ -15,8 +15,7 @@ import sys
 from typing import Any
 
 from eagle3_jax import DraftTree
-from eagle3_jax import config as configs
-from eagle3_jax.config import RunConfig
+from eagle3_jax.config import RunConfig, run_file
 from eagle3_jax.formats.files import CONFIG
 from eagle3_jax.formats.serving import Serving, serving
 from eagle3_jax.models.checkpoint.fetch import packaged_model, split_revision
@@ -80,7 +79,7 @@ def main() -> None:
     parser.add_argument("config")
     parser.add_argument("engine", choices=("vllm", "sglang"))
     arguments = parser.parse_args()
-    config = configs.load(arguments.config)
+    config = run_file.load(arguments.config)
     print(" \\\n  ".join(map(shlex.join, command(config, arguments.config, arguments.engine))))
 
 

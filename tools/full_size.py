@@ -37,8 +37,7 @@ import numpy as np
 from flax import nnx
 from run_parser import run_parser
 
-from eagle3_jax import config as configs
-from eagle3_jax.config import DraftTree, MeshConfig
+from eagle3_jax.config import DraftTree, MeshConfig, RunConfig, run_file
 from eagle3_jax.decoding.choice.tiers import Tier
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.engine import Engine, SamplingParams
@@ -81,7 +80,7 @@ class NoTokenizer:
 class Run:
     """The models to measure. Attributes: peak: operations a second of a large product on this device."""
 
-    config: configs.RunConfig
+    config: RunConfig
     shape: ModelConfig
     peak: float
 
@@ -285,7 +284,7 @@ def main() -> None:
     if unknown := set(parts) - PARTS.keys():
         parser.error(f"--parts: got {', '.join(sorted(unknown))}, expected some of {', '.join(PARTS)}")
     try:
-        config = configs.load(arguments.config, overrides)
+        config = run_file.load(arguments.config, overrides)
         shape = read_config(fetch(config.target.name, whole=False), config.target.aux_layers)
     except ValueError as error:
         parser.error(str(error))

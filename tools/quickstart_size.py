@@ -25,8 +25,7 @@ import numpy as np
 import yaml
 
 from eagle3_jax import Engine, SamplingParams
-from eagle3_jax import config as configs
-from eagle3_jax.config import PackagedSource, RunConfig, SelfSource
+from eagle3_jax.config import PackagedSource, RunConfig, SelfSource, Source, run_file
 from eagle3_jax.data import sources
 from eagle3_jax.mesh import make_mesh
 from eagle3_jax.models import chat_template
@@ -120,7 +119,7 @@ def _share(work: Work, share: float) -> Work:
 def cut(config: RunConfig, work: Work) -> RunConfig:
     """Makes the config with this work. Only the prompts change: epochs and sizes are the quickstart's."""
 
-    def cut_source(source: configs.Source) -> configs.Source:
+    def cut_source(source: Source) -> Source:
         if isinstance(source, PackagedSource):
             return dataclasses.replace(source, limit=work.packaged)
         return dataclasses.replace(source, count=work.self_written) if isinstance(source, SelfSource) else source
@@ -204,7 +203,7 @@ def prepare(path: pathlib.Path, spent: float) -> str:
         path: of the config to cut. spent: seconds since the start of the quickstart.
     """
     began = time.monotonic()
-    config = configs.load(path)
+    config = run_file.load(path)
     whole = full(config)
     folder = pathlib.Path(config.run_dir)
     kept = folder / "work.json"
@@ -227,7 +226,7 @@ def prepare(path: pathlib.Path, spent: float) -> str:
             + ("" if work == whole else f", what is chosen {ends[1]}")
         )
     with disk.atomic(folder / "config.yaml") as temporary:
-        temporary.write_text(yaml.safe_dump(configs.to_dict(cut(config, work)), sort_keys=False))
+        temporary.write_text(yaml.safe_dump(run_file.to_dict(cut(config, work)), sort_keys=False))
     cut_to = "all of it" if work == whole else "cut to the machine"
     return (
         f"{summary}.\nThe work, {cut_to}: {work.packaged} of {whole.packaged} packaged prompts, {work.self_written} of "

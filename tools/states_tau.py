@@ -15,7 +15,7 @@ import pathlib
 import statistics
 from collections.abc import Sequence
 
-from eagle3_jax import config as configs
+from eagle3_jax.config import RunConfig, run_file
 from eagle3_jax.extract.__main__ import extract
 from eagle3_jax.runs import command
 from eagle3_jax.train.__main__ import train
@@ -23,7 +23,7 @@ from eagle3_jax.train.__main__ import train
 FORMS = ("bfloat16", "fp8")
 
 
-def measure(config: configs.RunConfig, made: pathlib.Path, folder: pathlib.Path, form: str, seed: int) -> float:
+def measure(config: RunConfig, made: pathlib.Path, folder: pathlib.Path, form: str, seed: int) -> float:
     """Measures tau of one head.
 
     Args:
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", default=3, type=int)
     parser.add_argument("--steps", default=None, type=int, help="last step of each training")
     given = parser.parse_args(argv)
-    config = configs.load(given.config)
+    config = run_file.load(given.config)
     if given.steps is not None:
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, max_steps=given.steps))
     with command.run("states_tau"):

@@ -24,7 +24,7 @@ import jax
 import tpu_fit
 from run_parser import run_parser
 
-from eagle3_jax import config as configs
+from eagle3_jax.config import RunConfig, run_file
 from eagle3_jax.data.features import token_bytes
 from eagle3_jax.models.checkpoint.fetch import fetch, read_config
 from eagle3_jax.training.operations import products
@@ -43,7 +43,7 @@ def main() -> None:
             raise ValueError(f"--share: got {arguments.share}, expected more than 0 and at most 1")
         if arguments.tokens <= 0:
             raise ValueError(f"--tokens: got {arguments.tokens}, expected more than 0")
-        config = configs.load(arguments.config, overrides)
+        config = run_file.load(arguments.config, overrides)
         devices = topology_devices(arguments.topology)
         target = read_config(fetch(config.target.name, whole=False), config.target.aux_layers)
         modes = {mode: _with_features(config, mode) for mode in ("stored", "online")}
@@ -89,10 +89,10 @@ def main() -> None:
 _TOKENS_ALONE = token_bytes(0, 0, "none")
 
 
-def _with_features(config: configs.RunConfig, mode: str) -> configs.RunConfig:
-    values = configs.to_dict(config)
+def _with_features(config: RunConfig, mode: str) -> RunConfig:
+    values = run_file.to_dict(config)
     values["train"]["features"] = mode
-    return configs.from_dict(values)
+    return run_file.from_dict(values)
 
 
 if __name__ == "__main__":

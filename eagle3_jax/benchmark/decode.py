@@ -21,9 +21,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from eagle3_jax import config as configs
 from eagle3_jax.acceptance import AcceptanceCounts
-from eagle3_jax.config import RunConfig
+from eagle3_jax.config import RunConfig, run_file
 from eagle3_jax.data import sources
 from eagle3_jax.decoding.choice.tiers import Tier
 from eagle3_jax.decoding.engine import Engine, SamplingParams
@@ -114,7 +113,7 @@ class Material:
                 f"{prompts_path}: left out: {long} longer than {longest} tokens, {refused} refused by the template"
             )
         identity = {
-            "benchmark": configs.to_dict(dataclasses.replace(settings, batch_sizes=(1,))),
+            "benchmark": run_file.to_dict(dataclasses.replace(settings, batch_sizes=(1,))),
             "target": target.identity,
             "draft": draft_identity(draft, folder, settings.token_map),
             "prompts_file": {"name": prompts_path.name, "sha256": disk.digest(prompts_path)},
@@ -152,7 +151,7 @@ def _run(
                 found = measure_batch(config, what.target, what.draft, asked, batch, compare)
                 processes.agree(lambda p=path, f=found: disk.write_json(p, {"identity": identity, "measured": f}))
         batches.append(found)
-    report = {**identity, "batches": batches, "config": configs.to_dict(config)}
+    report = {**identity, "batches": batches, "config": run_file.to_dict(config)}
     processes.agree(lambda: _write(folder, report))
 
 

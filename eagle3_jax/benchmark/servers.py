@@ -29,10 +29,9 @@ import httpx2
 import yaml
 from tqdm import tqdm
 
-from eagle3_jax import config as configs
 from eagle3_jax.benchmark import page, traffic
 from eagle3_jax.benchmark.traffic import Prompt, Server, Timing
-from eagle3_jax.config import RunConfig, TrafficConfig
+from eagle3_jax.config import RunConfig, TrafficConfig, run_file
 from eagle3_jax.data import sources
 from eagle3_jax.runs import command, disk, machine
 
@@ -68,7 +67,7 @@ def run(
     folder = config.folder("benchmark")
     disk.make_folder(folder)
     identity = {
-        "traffic": configs.to_dict(config.traffic),
+        "traffic": run_file.to_dict(config.traffic),
         "seed": config.seed,
         "prompts_file": {"name": prompts_path.name, "sha256": disk.digest(prompts_path)},
         "hardware": (hardware := _hardware()),
@@ -93,7 +92,7 @@ def run(
         for level, vanilla in zip(way["levels"], ways[VANILLA]["levels"], strict=True):
             pairs = list(zip(level["texts"], vanilla["texts"], strict=True))
             level["identical"] = sum(a == b for a, b in pairs if a is not None and b is not None)
-    report = {**identity, "target": configs.to_dict(config)["target"], "ways": ways}
+    report = {**identity, "target": run_file.to_dict(config)["target"], "ways": ways}
     with disk.lock(folder / "serve.json"):
         disk.write_json(folder / "serve.json", report)
         with disk.atomic(folder / "serve.html") as temporary:
@@ -199,7 +198,7 @@ def _hardware() -> dict[str, Any]:
 
 def _configured(config: RunConfig, *, vanilla: bool) -> dict[str, Any]:
     """Returns the configuration that a server is started with."""
-    values = configs.to_dict(config)
+    values = run_file.to_dict(config)
     values["serve"] |= {"port": 0, "host": "127.0.0.1", "api_key_variable": None, "api_key_file": None}
     if vanilla:
         values["serve"] |= {"draft": "none", "token_map": None, "trees": []}

@@ -23,11 +23,10 @@ import yaml
 from scipy import stats
 from tqdm import tqdm
 
-from eagle3_jax import config as configs
 from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.benchmark import decode
 from eagle3_jax.benchmark.decode import Material
-from eagle3_jax.config import DraftTree, RunConfig
+from eagle3_jax.config import DraftTree, RunConfig, run_file
 from eagle3_jax.decoding.choice.tiers import Tier
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.formats.packaged import LOOKUP
@@ -94,7 +93,7 @@ def run(config: RunConfig, prompts_path: str | disk.Path, target: Target | None 
     def measure(replica: Replica) -> None:
         what = Material.of(config, disk.path_of(prompts_path), target, replica)
         batches = [race(config, what, batch) for batch in config.benchmark.batch_sizes]
-        report = {**what.identity, "batches": batches, "config": configs.to_dict(config)}
+        report = {**what.identity, "batches": batches, "config": run_file.to_dict(config)}
         processes.agree(lambda: _write(folder, report, config))
 
     decode.on_one_replica(config, measure)
@@ -196,7 +195,7 @@ def tuned(config: RunConfig, report: dict[str, Any]) -> dict[str, Any]:
     The draft is the one of the race. Where vanilla decoding or the default is the fastest, the verb keeps its draft and
     the engine chooses ("auto").
     """
-    values = configs.to_dict(config)
+    values = run_file.to_dict(config)
     fields = {"num_steps": "steps", "topk": "topk", "num_draft_tokens": "num_draft_tokens"}
     fields["lookup_tokens"] = "lookup_tokens"
     for verb in ("serve", "evaluate"):

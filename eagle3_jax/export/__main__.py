@@ -20,8 +20,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from eagle3_jax import config as configs
-from eagle3_jax.config import RunConfig
+from eagle3_jax.config import RunConfig, run_file
 from eagle3_jax.data import vocab
 from eagle3_jax.export import check, publish, write_target
 from eagle3_jax.formats import compatibility, heads
@@ -60,7 +59,7 @@ def run(config: RunConfig, target: Target | None = None) -> None:
     check_same_target(checkpoints, trained["identity"].get("target"), target.identity)
     identity = {
         "verb": "export",
-        "export": configs.to_dict(config.export),
+        "export": run_file.to_dict(config.export),
         "training": manifest.fingerprint({"identity": trained["identity"], "files": None, "results": None}),
         "step": step,
         "head": checksums,

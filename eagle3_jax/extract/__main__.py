@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from eagle3_jax import config as configs
+from eagle3_jax.config import SPLITS, ExtractConfig, RunConfig
 from eagle3_jax.data import features, vocab
 from eagle3_jax.data.conversation import Rejected, read_conversation
 from eagle3_jax.extract import pipeline
@@ -37,7 +37,7 @@ REJECTS = "rejects.jsonl"
 _SAMPLE = 64
 
 
-def extract(config: configs.RunConfig, target: Target | None = None) -> None:
+def extract(config: RunConfig, target: Target | None = None) -> None:
     """Extracts the features of `config`'s conversations into its features folder.
 
     Args:
@@ -79,7 +79,7 @@ def extract(config: configs.RunConfig, target: Target | None = None) -> None:
 
 
 def _extract(
-    config: configs.RunConfig,
+    config: RunConfig,
     target: Target,
     replica: Replica,
     conversations: disk.Path,
@@ -89,7 +89,7 @@ def _extract(
     padded = choose_lengths(sample, config.extract.max_length)
     rates: dict[str, float] = {}
     with jax.set_mesh(replica.mesh):  # kernels are split over it
-        for split in configs.SPLITS:
+        for split in SPLITS:
             source = conversations / f"{split}.jsonl"
             rates[split] = _extract_split(config.extract, source, folder / split, target, replica, padded)
     rates = processes.total(rates)  # all shards are there
@@ -97,30 +97,26 @@ def _extract(
 
 
 def _finish(
-    config: configs.RunConfig,
+    config: RunConfig,
     target: Target,
     conversations: disk.Path,
     folder: disk.Path,
     rates: dict[str, float],
 ) -> None:
     """Writes the draft vocabulary and the manifest, once all shards exist."""
-    results = {
-        split: _summarise(folder / split) | {"tokens_per_second": rates[split] or None} for split in configs.SPLITS
-    }
+    results = {split: _summarise(folder / split) | {"tokens_per_second": rates[split] or None} for split in SPLITS}
     counts = _token_counts(folder / "train", target.model.config.vocab_size)
     if not results["train"]["records"]:
         raise ValueError(f"{conversations}: none of the conversations could be used, see {folder / 'train' / REJECTS}")
     token_ids = vocab.choose_draft_vocabulary(counts, config.draft.vocab_size)
     vocab.save(folder, token_ids)
-    sidecars = [
-        str(path.relative_to(folder)) for split in configs.SPLITS for path in sorted((folder / split).glob("*.json"))
-    ]
+    sidecars = [str(path.relative_to(folder)) for split in SPLITS for path in sorted((folder / split).glob("*.json"))]
     manifest.finish(
         folder, files=[vocab.NAME, *sidecars], draft_vocabulary_coverage=vocab.coverage(counts, token_ids), **results
     )
 
 
-def _foretell(config: configs.ExtractConfig, conversations: disk.Path, folder: disk.Path, target: Target) -> list[int]:
+def _foretell(config: ExtractConfig, conversations: disk.Path, folder: disk.Path, target: Target) -> list[int]:
     """Estimates and prints the size of the features from a sample of conversations; returns the sample's lengths.
 
     Raises:
@@ -130,7 +126,7 @@ def _foretell(config: configs.ExtractConfig, conversations: disk.Path, folder: d
     each = features.token_bytes(len(model.aux_layers), model.hidden_size, config.states)
     lengths: list[int] = []
     text = whole = 0
-    for split in configs.SPLITS:
+    for split in SPLITS:
         source = conversations / f"{split}.jsonl"
         whole += disk.size(source)
         with disk.open_binary(source) as stream:
@@ -139,7 +135,7 @@ def _foretell(config: configs.ExtractConfig, conversations: disk.Path, folder: d
                 with contextlib.suppress(Rejected):
                     sequences = read_conversation(line.decode(), target.tokenizer, config.max_length)
                     lengths += [len(sequence.token_ids) for sequence in sequences]
-    shards = [path for split in configs.SPLITS for path in (folder / split).glob("*.array_record")]
+    shards = [path for split in SPLITS for path in (folder / split).glob("*.array_record")]
     there = sum(disk.each(disk.size, shards))
     need = max(0, sum(lengths) * each * whole // max(text, 1) - there)
     sizes = f"{need / 2**30:.1f} GiB for features ({each / 1024:.1f} KiB a token)"
@@ -153,7 +149,7 @@ def _foretell(config: configs.ExtractConfig, conversations: disk.Path, folder: d
 
 
 def _extract_split(
-    config: configs.ExtractConfig,
+    config: ExtractConfig,
     source: disk.Path,
     folder: disk.Path,
     target: Target,

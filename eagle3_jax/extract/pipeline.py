@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from eagle3_jax import config as configs
+from eagle3_jax.config import ExtractConfig
 from eagle3_jax.data import features, vocab
 from eagle3_jax.data.conversation import Conversation, Rejected, read_conversation
 from eagle3_jax.extract import hidden_states
@@ -91,7 +91,7 @@ class Shard:
 
 def run(
     shards: Iterable[Shard],
-    config: configs.ExtractConfig,
+    config: ExtractConfig,
     target: Target,
     replica: Replica,
     padded: Sequence[int],
@@ -194,7 +194,7 @@ class _Writing:
     shard: Shard
     queue: queue.Queue[Any]
     vocab_size: int
-    config: configs.ExtractConfig
+    config: ExtractConfig
     progress: Progress
     stopped: threading.Event
 
@@ -237,7 +237,7 @@ class _Writing:
 
 def _prepared(
     shards: Iterable[Shard],
-    config: configs.ExtractConfig,
+    config: ExtractConfig,
     target: Target,
     replica: Replica,
     padded: Sequence[int],

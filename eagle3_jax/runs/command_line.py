@@ -10,8 +10,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 
-from eagle3_jax import config as configs
-from eagle3_jax.config import ConfigError, RunConfig, flags
+from eagle3_jax.config import ConfigError, RunConfig, flags, run_file
 from eagle3_jax.runs import disk
 
 _PROMPTS = "JSONL file of prompts: messages, conversations or prompt; id and category are optional"
@@ -134,7 +133,7 @@ def read(verb: str, argv: Sequence[str] | None = None) -> tuple[RunConfig, argpa
     """
     arguments, rest = parser_of(verb).parse_known_args(argv)
     try:
-        config = configs.load(arguments.config, rest)
+        config = run_file.load(arguments.config, rest)
         disk.check_address("run_dir", config.run_dir)
         disk.check_address("target.name", config.target.name, writable=False)
         return config, arguments

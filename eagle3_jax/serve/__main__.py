@@ -16,8 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from eagle3_jax import config as configs
-from eagle3_jax.config import ConfigError, RunConfig, ServeConfig
+from eagle3_jax.config import ConfigError, RunConfig, ServeConfig, run_file
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.formats.mtp import MTP
 from eagle3_jax.formats.packaged import AUTO, LOOKUP, chosen_draft
@@ -97,13 +96,13 @@ def _with_flags(path: str | None, overrides: Sequence[str], given: dict[str, str
         if there := _ELSEWHERE.get(word.partition("=")[0]):
             raise ConfigError(f"{word.partition('=')[0]}: no flag of this server, expected {there}")
     if path is not None:
-        config = configs.load(path, overrides)
+        config = run_file.load(path, overrides)
     elif "target.name" not in given:
         raise ConfigError("--config, --target: got neither, expected one of them")
     else:
         alone = {"run_dir": ".", "serve": {"draft": AUTO}}
-        config = configs.with_overrides(alone, overrides)
-    values = configs.to_dict(config)
+        config = run_file.with_overrides(alone, overrides)
+    values = run_file.to_dict(config)
     algorithm = given.pop(_ALGORITHM, None)
     if algorithm is not None:
         values["serve"]["draft"] = _drafts_by(algorithm, given.pop("serve.draft", config.serve.draft))
@@ -124,7 +123,7 @@ def _with_flags(path: str | None, overrides: Sequence[str], given: dict[str, str
     for field, value in given.items():
         section, name = field.split(".")
         values[section][name] = value
-    return configs.from_dict(values)
+    return run_file.from_dict(values)
 
 
 def _drafts_by(algorithm: str, draft: str | None) -> str | None:

@@ -8,8 +8,7 @@ import pytest
 import tiny
 from flax import nnx
 
-from eagle3_jax import config as configs
-from eagle3_jax.config import RunConfig, TargetConfig
+from eagle3_jax.config import RunConfig, TargetConfig, run_file
 from eagle3_jax.formats.heads import save_draft
 from eagle3_jax.models.checkpoint.fetch import Target, load_target
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
@@ -41,7 +40,7 @@ def config(tmp_path_factory: pytest.TempPathFactory, target: Target) -> RunConfi
             "turns": 1,
         },
     }
-    config = configs.from_dict(values)
+    config = run_file.from_dict(values)
     head = DraftHead(DraftHeadConfig.for_target(config.draft, target.model.config), rngs=nnx.Rngs(1))
     save_draft(folder / "head", Draft(head, jnp.arange(60, 69)), target=target.model.config, dtype="float32")
     return config

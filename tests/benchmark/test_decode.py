@@ -7,10 +7,9 @@ import pathlib
 import pytest
 from matplotlib import image
 
-from eagle3_jax import config as configs
 from eagle3_jax.benchmark import __main__ as benchmark
 from eagle3_jax.benchmark import decode
-from eagle3_jax.config import ConfigError, MeshConfig, RunConfig
+from eagle3_jax.config import ConfigError, MeshConfig, RunConfig, run_file
 from eagle3_jax.mesh import make_mesh, own_replica
 
 CHAIN = {"num_steps": 2, "num_draft_tokens": 3}
@@ -95,9 +94,9 @@ def test_acceptance_can_be_simulated(config, target, prompts, tmp_path):
 def test_what_cannot_be_measured_is_refused(config, target, prompts, tmp_path, monkeypatch):
     for field, value in (("batch_sizes", []), ("batch_sizes", [0]), ("turns", 0), ("simulated_acceptance", 1.5)):
         with pytest.raises(ConfigError, match=f"benchmark.{field}: got"):
-            configs.from_dict({"run_dir": "x", "benchmark": {field: value}})
+            run_file.from_dict({"run_dir": "x", "benchmark": {field: value}})
     with pytest.raises(ConfigError, match="simulated_acceptance"):  # of no other verb
-        configs.from_dict({"run_dir": "x", "evaluate": {"simulated_acceptance": 0.5}})
+        run_file.from_dict({"run_dir": "x", "evaluate": {"simulated_acceptance": 0.5}})
     long = tmp_path / "long.jsonl"
     long.write_text(json.dumps({"prompt": "x" * 5000}))
     with pytest.raises(ValueError, match=r"--prompts .*long.jsonl: got no prompt within"):
@@ -115,5 +114,5 @@ def test_what_cannot_be_measured_is_refused(config, target, prompts, tmp_path, m
 
 def written(config: RunConfig) -> pathlib.Path:
     path = pathlib.Path(config.run_dir) / "run.yaml"
-    path.write_text(json.dumps(configs.to_dict(config)))
+    path.write_text(json.dumps(run_file.to_dict(config)))
     return path

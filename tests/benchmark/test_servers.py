@@ -18,11 +18,10 @@ import pytest
 import tiny
 import yaml
 
-from eagle3_jax import config as configs
 from eagle3_jax.benchmark import __main__ as benchmark
 from eagle3_jax.benchmark import servers
 from eagle3_jax.benchmark.traffic import Server
-from eagle3_jax.config import ConfigError, RunConfig
+from eagle3_jax.config import ConfigError, RunConfig, TrafficConfig, run_file
 from eagle3_jax.runs import command, machine
 
 TOKENS = 6
@@ -100,7 +99,7 @@ def parrot() -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
 @pytest.fixture
 def traffic_config(config: RunConfig, tmp_path: pathlib.Path) -> RunConfig:
-    traffic = configs.TrafficConfig(concurrency=(1, 3), rates=(200.0,), requests=4, max_tokens=TOKENS)
+    traffic = TrafficConfig(concurrency=(1, 3), rates=(200.0,), requests=4, max_tokens=TOKENS)
     return dataclasses.replace(config, run_dir=str(tmp_path / "run"), traffic=traffic)
 
 
@@ -185,7 +184,7 @@ def test_an_accelerator_has_one_server_at_a_time(traffic_config, prompts, parrot
 def test_who_measures_leaves_the_accelerator_to_the_servers(traffic_config, prompts, parrot, tmp_path):
     """A TPU is one process's: that which asked JAX first."""
     config = tmp_path / "run.yaml"
-    config.write_text(yaml.safe_dump(configs.to_dict(traffic_config)))
+    config.write_text(yaml.safe_dump(run_file.to_dict(traffic_config)))
     code = """
 import contextlib, sys
 from jax._src import xla_bridge
@@ -207,7 +206,7 @@ def test_a_server_with_a_key_that_counts_at_the_end(traffic_config, prompts, par
     monkeypatch.setattr(servers, "_started", lambda *_: contextlib.nullcontext(Server(parrot[0], "a-model")))
     monkeypatch.setenv("THEIR_KEY", "s3cret")
     path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(configs.to_dict(traffic_config)))
+    path.write_text(yaml.safe_dump(run_file.to_dict(traffic_config)))
     with _answering(_Strict) as (url, asked):
         words = ["--compare", f"strict={url}", "--config", str(path), "--prompts", str(prompts)]
         benchmark.main(["serve", "--compare-key", "strict=THEIR_KEY", *words])
@@ -232,13 +231,13 @@ def test_a_server_with_a_key_that_counts_at_the_end(traffic_config, prompts, par
 def test_what_cannot_be_measured_is_refused(traffic_config, prompts, tmp_path, capsys):
     for traffic in ({"concurrency": []}, {"concurrency": [0]}, {"rates": [0.0]}, {"requests": 0}):
         with pytest.raises(ConfigError, match="traffic.(concurrency|rates|requests)(.0)?: got"):
-            configs.from_dict({"run_dir": "x", "traffic": traffic})
+            run_file.from_dict({"run_dir": "x", "traffic": traffic})
     with pytest.raises(ValueError, match="--compare: got the name vanilla"):
         servers.run(traffic_config, prompts, {"vanilla": "http://127.0.0.1:1/v1"})
     with pytest.raises(ValueError, match="expected a server of OpenAI's API"):
         servers.found_at("http://127.0.0.1:1/v1")
     path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(configs.to_dict(traffic_config)))
+    path.write_text(yaml.safe_dump(run_file.to_dict(traffic_config)))
     with pytest.raises(SystemExit, match=r"--compare: got vllm, expected NAME=http"):
         benchmark.main(["serve", "--compare", "vllm", "--config", str(path), "--prompts", str(prompts)])
 

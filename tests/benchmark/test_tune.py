@@ -16,11 +16,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle3_jax import config as configs
 from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.benchmark import decode, tune
 from eagle3_jax.benchmark.tune import Race
-from eagle3_jax.config import DraftTree
+from eagle3_jax.config import DraftTree, run_file
 from eagle3_jax.decoding.choice import tiers
 from eagle3_jax.decoding.choice.tiers import Tier
 from eagle3_jax.decoding.engine import Engine
@@ -159,7 +158,7 @@ def test_the_verb_writes_a_config_that_the_others_read(config, target, prompts, 
         vanilla = next(size for size in batch["sizes"] if size["name"] == "vanilla")
         assert vanilla["speedup"] == 1 and vanilla["acc_length"] == 1
     folder = pathlib.Path(config.run_dir, "benchmark")
-    read = configs.load(folder / "tuned.yaml")
+    read = run_file.load(folder / "tuned.yaml")
     assert dataclasses.replace(read, evaluate=config.evaluate, serve=config.serve) == config
     assert "fastest:" in tune.table(report)
     records = (folder / "tune.jsonl").read_text().splitlines()
@@ -174,7 +173,7 @@ def test_the_config_has_the_size_of_the_nearest_batch(config, tmp_path):
     best = {1: "chain 2", 32: "vanilla"}
     ahead = {"sizes": sizes, "over_auto": {"ratio": 1.1}}
     batches = [{"batch_size": batch, "best": name, **ahead} for batch, name in best.items()]
-    alone = configs.from_dict(tune.tuned(config, {"batches": batches}))
+    alone = run_file.from_dict(tune.tuned(config, {"batches": batches}))
     assert alone.evaluate.tree == CHAIN_OF_2
     assert alone.serve.trees == (alone.evaluate.tree,)  # of batch 8, which is nearer to 1 than to 32
     path = tmp_path / "tuned.yaml"
@@ -198,6 +197,6 @@ def test_the_config_has_the_draft_that_was_raced(config, draft, token_map):
     for ratio, expected in ((1.1, (draft, token_map)), (0.9, ("b/head", None))):
         batch = {"batch_size": 1, "best": "chain 2", "sizes": sizes, "over_auto": {"ratio": ratio}}
         raced = dataclasses.replace(config, benchmark=benchmark, **others)
-        tuned = configs.from_dict(tune.tuned(raced, {"batches": [batch]}))
+        tuned = run_file.from_dict(tune.tuned(raced, {"batches": [batch]}))
         assert (tuned.serve.draft, tuned.serve.token_map) == expected
         assert (tuned.evaluate.draft, tuned.evaluate.token_map) == expected

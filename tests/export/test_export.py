@@ -13,8 +13,7 @@ import pytest
 import tiny
 from flax import nnx
 
-from eagle3_jax import config as configs
-from eagle3_jax.config import RunConfig
+from eagle3_jax.config import ConfigError, DraftConfig, RunConfig, run_file
 from eagle3_jax.data import vocab
 from eagle3_jax.export import __main__ as export
 from eagle3_jax.formats import heads
@@ -39,7 +38,7 @@ def target() -> Target:
 
 
 def head(seed: int) -> DraftHead:
-    config = DraftHeadConfig.for_target(configs.DraftConfig(vocab_size=4), TARGET)
+    config = DraftHeadConfig.for_target(DraftConfig(vocab_size=4), TARGET)
     return DraftHead(config, rngs=nnx.Rngs(seed))
 
 
@@ -57,7 +56,7 @@ def save_checkpoint(config: RunConfig, step: int, tau: float | None = None, seed
 def config(tmp_path: pathlib.Path) -> RunConfig:
     """A run that was trained for 3 steps and is not finished."""
     values = {"run_dir": str(tmp_path / "run"), "draft": {"vocab_size": 4}, "export": {"dtype": "float32"}}
-    config = configs.from_dict(values)
+    config = run_file.from_dict(values)
     manifest.begin(config.folder("train"), {"verb": "train", "target": IDENTITY})
     vocab.save(config.folder("train"), IDS)
     save_checkpoint(config, 3)
@@ -154,14 +153,14 @@ def test_what_does_not_read_back_the_same_never_appears(
 
 
 def test_a_run_can_be_exported_in_another_form(config: RunConfig, target: Target, capsys: Any) -> None:
-    values = configs.to_dict(config)
-    config = configs.from_dict(values | {"export": {"format": "speculators", "dtype": "float32"}})
+    values = run_file.to_dict(config)
+    config = run_file.from_dict(values | {"export": {"format": "speculators", "dtype": "float32"}})
     export.run(config, target)
     said = json.loads((config.folder("export") / "config.json").read_text())
     assert said["speculators_config"]["verifier"]["name_or_path"] == IDENTITY["name"]
     assert "served by vLLM" in capsys.readouterr().err.splitlines()[-1]
-    with pytest.raises(configs.ConfigError, match=r"export.format"):
-        configs.from_dict(values | {"export": {"format": "gguf"}})
+    with pytest.raises(ConfigError, match=r"export.format"):
+        run_file.from_dict(values | {"export": {"format": "gguf"}})
 
 
 def test_the_form_that_names_the_target_names_it_as_engines_do(config: RunConfig, target: Target, capsys: Any) -> None:

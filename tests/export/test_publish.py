@@ -14,30 +14,30 @@ import tiny
 import tiny_heads
 from huggingface_hub import ModelCard
 
-from eagle3_jax import config as configs
 from eagle3_jax import report
+from eagle3_jax.config import CardConfig, RunConfig, run_file
 from eagle3_jax.export import __main__ as export
 from eagle3_jax.export import publish
 from eagle3_jax.runs import manifest
 
 pytestmark = pytest.mark.slow
-ABOUT = configs.CardConfig(license="apache-2.0", prompts=("words of the tests, CC0",))
+ABOUT = CardConfig(license="apache-2.0", prompts=("words of the tests, CC0",))
 
 
 @pytest.fixture
-def config(whole_run: tiny.Run, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> configs.RunConfig:
+def config(whole_run: tiny.Run, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     copy = whole_run.copy(tmp_path / "copy")
     monkeypatch.chdir(copy.config.parent)
-    return dataclasses.replace(configs.load(copy.config), card=ABOUT)
+    return dataclasses.replace(run_file.load(copy.config), card=ABOUT)
 
 
 @pytest.fixture
-def chain(config: configs.RunConfig) -> dict[str, Any]:
+def chain(config: RunConfig) -> dict[str, Any]:
     """The run's only evaluation, to change."""
     return json.loads((config.folder("evaluate") / "chain.json").read_text())
 
 
-def card(config: configs.RunConfig, **evaluations: dict[str, Any]) -> str:
+def card(config: RunConfig, **evaluations: dict[str, Any]) -> str:
     """What is said once `report` has put these evaluations together."""
     for path in config.folder("evaluate").glob("*.json"):
         path.unlink()
@@ -127,7 +127,7 @@ def test_nothing_is_uploaded_unless_asked_for(config, hub, capsys):
 
 def test_what_the_card_could_not_say_truly_is_refused(config, hub):
     with pytest.raises(ValueError, match=r"card.license: got None"):
-        publish.push(dataclasses.replace(config, card=configs.CardConfig()), "me/head", upload=True)
+        publish.push(dataclasses.replace(config, card=CardConfig()), "me/head", upload=True)
     path = pathlib.Path(config.run_dir, "report.json")
     kept = path.read_text()
     path.unlink()

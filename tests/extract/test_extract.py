@@ -14,7 +14,7 @@ import pytest
 import tiny
 from flax import nnx
 
-from eagle3_jax import config as configs
+from eagle3_jax.config import SPLITS, MeshConfig, run_file
 from eagle3_jax.data import features
 from eagle3_jax.extract import __main__ as extract
 from eagle3_jax.extract import hidden_states, pipeline
@@ -49,7 +49,7 @@ CONVERSATIONS = [
 
 def prepared(folder: pathlib.Path, train=CONVERSATIONS, held_out=CONVERSATIONS[:1], **extract_values):
     """A config whose conversations exist, as `regenerate` leaves them."""
-    config = configs.from_dict(
+    config = run_file.from_dict(
         {
             "run_dir": str(folder),
             "draft": {"vocab_size": 20},
@@ -171,7 +171,7 @@ def test_a_killed_run_goes_on_and_a_finished_one_does_nothing(tmp_path, target, 
     monkeypatch.setattr(features, "write_shard", write)
     extract.extract(config, target)
     assert written[0].stat().st_mtime_ns == first
-    for split in configs.SPLITS:
+    for split in SPLITS:
         left = features.FeatureSource(whole.folder("extract") / split)
         right = features.FeatureSource(config.folder("extract") / split)
         assert len(left) == len(right)
@@ -226,7 +226,7 @@ def test_a_length_beyond_the_targets_is_refused(tmp_path, target):
 @pytest.mark.parametrize(("data", "model"), [(4, 1), (2, 2)])
 def test_a_mesh_gives_the_same_records(tmp_path, target, assert_close_to_plain, data, model):
     config = prepared(tmp_path)
-    config = dataclasses.replace(config, mesh=configs.MeshConfig(data=data, model=model))
+    config = dataclasses.replace(config, mesh=MeshConfig(data=data, model=model))
     placed = jax.device_put(target.model, shardings(target.model, make_mesh(config.mesh), layers.SHARDING_RULES))
     extract.extract(config, dataclasses.replace(target, model=placed))
     source = features.FeatureSource(config.folder("extract") / "train")
@@ -300,7 +300,7 @@ def test_a_slow_store_costs_no_more_than_its_rate(tmp_path, target, monkeypatch,
 
     monkeypatch.setattr(hidden_states, "forward", computed)
     extract_states = dataclasses.replace(config.extract, states="fp8")
-    replica = own_replica(make_mesh(configs.MeshConfig(data=1)))
+    replica = own_replica(make_mesh(MeshConfig(data=1)))
     for attempt in range(3):  # a machine that does other work
         written.clear()
         made = [

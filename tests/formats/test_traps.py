@@ -20,7 +20,7 @@ import tiny
 import tiny_heads
 from tiny_heads import AUX_KEY, IDS, TARGET, alter, assert_same, make_draft
 
-from eagle3_jax import config as configs
+from eagle3_jax.config import RunConfig, run_file
 from eagle3_jax.export import check
 from eagle3_jax.formats import heads
 from eagle3_jax.formats.heads import load_draft, save_draft
@@ -174,16 +174,16 @@ UNSEEN: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def trained(whole_run: tiny.Run, tmp_path_factory: pytest.TempPathFactory) -> configs.RunConfig:
+def trained(whole_run: tiny.Run, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     """A run with an exported head, and beside it what `numbers` says of that."""
     run = whole_run.copy(tmp_path_factory.mktemp("traps") / "copy")
     paths = ["--run-dir", str(run.folder), "--target.name", str(run.config.with_name("target"))]
-    config = configs.load(run.config, [*paths, "--evaluate.limit", "4", "--evaluate.max-tokens", "48"])
+    config = run_file.load(run.config, [*paths, "--evaluate.limit", "4", "--evaluate.max-tokens", "48"])
     check.run(config, config.folder("prepare") / "held_out.jsonl", "numbers")
     return config
 
 
-def foreign(config: configs.RunConfig, folder: pathlib.Path, tensors: Any = None, **fields: Any) -> configs.RunConfig:
+def foreign(config: RunConfig, folder: pathlib.Path, tensors: Any = None, **fields: Any) -> RunConfig:
     """The run with its head as one from elsewhere, with other tensors and fields."""
     folder.mkdir()
     for name in ("config.json", "model.safetensors"):
@@ -196,7 +196,7 @@ def foreign(config: configs.RunConfig, folder: pathlib.Path, tensors: Any = None
 @pytest.mark.parametrize(
     "trap", [pytest.param(trap, marks=[pytest.mark.long] if number else []) for number, trap in enumerate(UNSEEN)]
 )
-def test_what_no_reader_sees_the_counters_tell(trained: configs.RunConfig, tmp_path: pathlib.Path, trap: str) -> None:
+def test_what_no_reader_sees_the_counters_tell(trained: RunConfig, tmp_path: pathlib.Path, trap: str) -> None:
     spoiled = UNSEEN[trap]
     config = foreign(trained, tmp_path / "head", spoiled.get("tensors"), **spoiled.get("fields", {}))
     if layers := spoiled.get("aux_layers"):
@@ -209,7 +209,7 @@ def test_what_no_reader_sees_the_counters_tell(trained: configs.RunConfig, tmp_p
 
 
 @pytest.mark.slow
-def test_the_same_head_from_elsewhere_counts_the_same(trained: configs.RunConfig, tmp_path: pathlib.Path) -> None:
+def test_the_same_head_from_elsewhere_counts_the_same(trained: RunConfig, tmp_path: pathlib.Path) -> None:
     heads.write(tmp_path / "head", heads.read(trained.folder("export")), "vllm")
     config = dataclasses.replace(trained, evaluate=dataclasses.replace(trained.evaluate, draft=str(tmp_path / "head")))
     reference = pathlib.Path(config.run_dir, "check/numbers.json")

@@ -6,9 +6,9 @@ import types
 
 import pytest
 
-from eagle3_jax import config as configs
 from eagle3_jax import evaluate, regenerate, report
 from eagle3_jax.benchmark import __main__ as benchmark
+from eagle3_jax.config import ConfigError, run_file
 from eagle3_jax.export import __main__ as export
 from eagle3_jax.extract import __main__ as extract
 from eagle3_jax.prepare import __main__ as prepare
@@ -45,7 +45,7 @@ def test_help_lists_a_verb_s_flags_and_fields(verb, capsys):
 
 
 def test_every_field_says_what_it_is():
-    sections = [name for name in vars(configs.from_dict({"run_dir": "x"})) if name not in ("run_dir", "seed")]
+    sections = [name for name in vars(run_file.from_dict({"run_dir": "x"})) if name not in ("run_dir", "seed")]
     said = command_line.Parser("train", "", sections).format_help()
     fields = re.findall(r"^  --.*?(?:  |\n) +(\S+)", said, re.MULTILINE)
     assert len(fields) > 100
@@ -81,13 +81,13 @@ def test_help_needs_no_extra(verb, capsys, monkeypatch):
     ],
 )
 def test_a_wrong_name_is_answered_with_the_one_that_was_meant(given, meant):
-    with pytest.raises(configs.ConfigError) as refused:
-        configs.with_overrides({"run_dir": "x"}, given.split())
+    with pytest.raises(ConfigError) as refused:
+        run_file.with_overrides({"run_dir": "x"}, given.split())
     assert str(refused.value).endswith(f", did you mean {meant}?" if meant else "expected --section.field VALUE")
     if meant and "." in meant:
         section, _, field = given.split("=")[0].split()[0][2:].replace("-", "_").rpartition(".")
         values: dict = {field: 3}
         for part in reversed(section.split(".")):
             values = {part: values}
-        with pytest.raises(configs.ConfigError, match=rf"did you mean {meant}\?"):
-            configs.from_dict({"run_dir": "x"} | values)
+        with pytest.raises(ConfigError, match=rf"did you mean {meant}\?"):
+            run_file.from_dict({"run_dir": "x"} | values)

@@ -27,14 +27,14 @@ _REPLAYED = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockKind(Kind):
+class BlockHead(Kind):
     """A block head; its LM head is the target's where the draft vocabulary is, else its own."""
 
     head: ClassVar[type[DFlash]]
     shape: BlockHeadConfig
 
     @classmethod
-    def of(cls, config: RunConfig, target: ModelConfig) -> BlockKind:
+    def of(cls, config: RunConfig, target: ModelConfig) -> BlockHead:
         """See `Kind`."""
         if (parts := config.train.accumulate) > 1:  # the loss divides by what the head computes
             raise ValueError(f"train.accumulate: got {parts}, expected 1 for draft.kind {cls.name!r}")
@@ -98,19 +98,19 @@ class BlockKind(Kind):
         return Draft(head, token_ids)
 
 
-class DFlashKind(BlockKind):
+class DFlashKind(BlockHead):
     """DFlash (arXiv 2602.06036)."""
 
     name, head = "dflash", DFlash
 
 
-class DSparkKind(BlockKind):
+class DSparkKind(BlockHead):
     """DSpark (arXiv 2607.05147)."""
 
     name, head = "dspark", DSpark
 
 
-class DFlash2Kind(BlockKind):
+class DFlash2Kind(BlockHead):
     """DFlash2 (z-lab/dflash)."""
 
     name, head = "dflash2", DFlash2
