@@ -1,10 +1,13 @@
 """configs/: every example is read, and names its target."""
 
 import pathlib
+import re
+from typing import Any
 
 import pytest
+import yaml
 
-from eagle3_jax.config import run_file
+from eagle3_jax.config import RunConfig, flags, run_file
 from eagle3_jax.models.checkpoint import fetch
 from eagle3_jax.models.families.gemma3 import Gemma3Config
 
@@ -35,3 +38,24 @@ def test_gemma_s_shape_is_what_its_config_leaves_unsaid() -> None:
         256,
     )
     assert shape.tie_word_embeddings and shape.eos_token_ids == (1, 106)
+
+
+def test_every_option_is_set_by_a_config_or_named_on_a_page() -> None:
+    """An option that neither shows is found by nobody: show it, or cut it."""
+    root = CONFIGS.parent
+    pages = "\n".join(path.read_text() for path in [root / "README.md", *sorted(root.glob("docs/*.md"))])
+    pages = re.sub(r"(?<=\w)-(?=\w)", "_", pages)  # flags are written with dashes
+    named = {
+        word
+        for code in re.findall(r"`([^`\n]+)`|^ {4}(.+)$", pages, re.M)
+        for word in re.findall(r"\w+", "".join(code))
+    }
+    used = [_paths(yaml.safe_load(path.read_text())) for path in CONFIGS.glob("*.yaml")]
+    options = {field.place for field in flags.fields(RunConfig)}
+    unseen = [place for place in options.difference(*used) if place.rpartition(".")[2] not in named]
+    assert not unseen
+
+
+def _paths(values: dict[str, Any], prefix: str = "") -> set[str]:
+    own = {f"{prefix}{name}" for name in values}
+    return own.union(*(_paths(x, f"{prefix}{name}.") for name, x in values.items() if isinstance(x, dict)))

@@ -53,7 +53,7 @@ def overrides(words: Sequence[str]) -> dict[str, Any]:
         ConfigError: a flag that is no field, or one without a value.
     """
     parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    for field in _fields(RunConfig):
+    for field in fields(RunConfig):
         spelled = dict.fromkeys(spelling for flag in field.flags for spelling in (flag, _underscored(flag)))
         if field.kind is bool:
             parser.add_argument(*spelled, dest=field.place, action="store_true")
@@ -67,7 +67,7 @@ def overrides(words: Sequence[str]) -> dict[str, Any]:
         expected = f"expected --section.field VALUE{meant(name)}"
         raise ConfigError(f"{unknown[0]}: not a field of the configuration, {expected}")
     values: dict[str, Any] = {}
-    for field in _fields(RunConfig):
+    for field in fields(RunConfig):
         if hasattr(given, field.place):
             *sections, name = field.place.split(".")
             inner = values
@@ -92,7 +92,7 @@ def add_to_help(parser: argparse.ArgumentParser, sections: Collection[str]) -> N
     for name, section in groups:
         description, _, _ = inspect.cleandoc(section.__doc__ or "").partition("\nAttributes:\n")
         group = parser.add_argument_group(name, description)
-        for field in _fields(section, "" if section is RunConfig else f"{name}.", nested=section is not RunConfig):
+        for field in fields(section, "" if section is RunConfig else f"{name}.", nested=section is not RunConfig):
             text, default = field.text.replace("%", "%%"), field.default
             if default is not dataclasses.MISSING:
                 text += (
@@ -107,7 +107,7 @@ def add_to_help(parser: argparse.ArgumentParser, sections: Collection[str]) -> N
 def meant(name: str) -> str:
     """Returns ", did you mean ...?" where a field has nearly this name, else an empty text."""
     sections = [section.name for section in dataclasses.fields(RunConfig)]
-    near = difflib.get_close_matches(name, [*(field.place for field in _fields(RunConfig)), *sections], 1, 0.8)
+    near = difflib.get_close_matches(name, [*(field.place for field in fields(RunConfig)), *sections], 1, 0.8)
     return f", did you mean {near[0]}?" if near else ""
 
 
@@ -120,7 +120,7 @@ def _underscored(flag: str) -> str:
     return f"--{flag[2:].replace('-', '_')}"
 
 
-def _fields(section: Any, prefix: str = "", nested: bool = True) -> Iterator[_Field]:
+def fields(section: Any, prefix: str = "", nested: bool = True) -> Iterator[_Field]:
     """Yields a section's fields. Lists of sections (sources, trees) stand in the YAML alone.
 
     Args:
@@ -138,7 +138,7 @@ def _fields(section: Any, prefix: str = "", nested: bool = True) -> Iterator[_Fi
             default = field.default if inner is None else dataclasses.MISSING
             yield _Field(place, kind, default, " ".join(texts.get(field.name, "").split()))
         if inner is not None and nested:
-            yield from _fields(inner, f"{place}.")
+            yield from fields(inner, f"{place}.")
 
 
 def _parts(kind: Any) -> set[Any]:

@@ -318,8 +318,6 @@ class TrainConfig:
         optimizer: `muon` updates matrices by Muon, the LM head and the norms by AdamW, all at `learning_rate`.
         learning_rate: peak rate, after the warm-up.
         warmup_ratio: share of all steps in which the learning rate rises to its peak.
-        b1: decay of AdamW's first moment.
-        b2: decay of AdamW's second moment.
         mask_offset: the loss mask that counts for the prediction of token t+2 is mask[t + mask_offset].
         loss_reduction: divide by all positions ("all", the paper's code) or by those that count ("mask").
         argmax_mask: drop positions whose teacher argmax is outside the draft vocabulary.
@@ -352,8 +350,6 @@ class TrainConfig:
     optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: Positive = 1e-4
     warmup_ratio: Fraction = 0.015
-    b1: Fraction = 0.9
-    b2: Fraction = 0.95
     mask_offset: Literal[0, 1, 2] = 0
     loss_reduction: Literal["all", "mask"] = "all"
     argmax_mask: bool = True

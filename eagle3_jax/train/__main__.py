@@ -57,7 +57,7 @@ _WATCHING = (
     "wandb",
 )
 # Options of earlier versions at the values that are fixed now: manifests name them.
-_FIXED = {"weight_decay": 0.0, "clip_norm": 0.5}
+_FIXED = {"weight_decay": 0.0, "clip_norm": 0.5, "b1": 0.9, "b2": 0.95}
 # Options of later versions at the values that earlier ones had: manifests do not name them.
 _LATER = {
     "draft": {"kind": "eagle3", "num_layers": 5, "block_size": 8, "mask_token_id": None},

@@ -11,6 +11,7 @@ import optax.contrib
 from eagle3_jax.config import TrainConfig
 from eagle3_jax.models.checkpoint.load import parameter_path
 
+_B1, _B2 = 0.9, 0.95  # decay of AdamW's moments, as in EAGLE's training
 _CLIP_NORM = 0.5  # longer gradients are scaled to it
 # Root mean square of Muon's updates, AdamW's (arXiv 2502.16982), so that one learning rate fits both groups.
 _MUON_RMS = 0.2
@@ -33,7 +34,7 @@ def learning_rate(config: TrainConfig, total_steps: int) -> optax.Schedule:
 def make_optimizer(config: TrainConfig, total_steps: int) -> optax.GradientTransformation:
     """Makes the optimizer, without weight decay. Moments have the parameters' dtype, float32."""
     rate = learning_rate(config, total_steps)
-    adamw = optax.adamw(rate, b1=config.b1, b2=config.b2, weight_decay=0.0)
+    adamw = optax.adamw(rate, b1=_B1, b2=_B2, weight_decay=0.0)
     if config.optimizer == "muon":
         muon = optax.contrib.muon(rate, consistent_rms=_MUON_RMS)
         chosen = optax.partition({"muon": muon, "adamw": adamw}, groups)

@@ -14,7 +14,7 @@ from eagle3_jax.training.optimizer import groups, learning_rate, make_optimizer
 
 def test_updates_are_those_of_adamw_on_clipped_gradients():
     """Gradients above and below the limit of their norm, over all parameters together."""
-    config = TrainConfig(learning_rate=1e-2, b1=0.8, b2=0.9, warmup_ratio=0.5)
+    config, b1, b2 = TrainConfig(learning_rate=1e-2, warmup_ratio=0.5), 0.9, 0.95
     rng = np.random.default_rng(0)
     weights = {"matrix": rng.normal(size=(3, 2)), "norm": rng.normal(size=2)}
     optimizer = make_optimizer(config, 4)
@@ -32,10 +32,10 @@ def test_updates_are_those_of_adamw_on_clipped_gradients():
         norm = np.sqrt(sum((value**2).sum() for value in gradients.values()))
         for name, weight in weights.items():
             gradient = gradients[name] * min(1, 0.5 / norm)
-            first[name] = config.b1 * first[name] + (1 - config.b1) * gradient
-            second[name] = config.b2 * second[name] + (1 - config.b2) * gradient**2
-            scaled = np.sqrt(second[name] / (1 - config.b2 ** (step + 1))) + 1e-8
-            move = first[name] / (1 - config.b1 ** (step + 1)) / scaled
+            first[name] = b1 * first[name] + (1 - b1) * gradient
+            second[name] = b2 * second[name] + (1 - b2) * gradient**2
+            scaled = np.sqrt(second[name] / (1 - b2 ** (step + 1))) + 1e-8
+            move = first[name] / (1 - b1 ** (step + 1)) / scaled
             weights[name] = weight - rate * move
     for name, weight in weights.items():
         np.testing.assert_allclose(ours[name], weight, rtol=1e-5, err_msg=name)
@@ -43,7 +43,7 @@ def test_updates_are_those_of_adamw_on_clipped_gradients():
 
 def test_muon_takes_the_matrices_and_all_parameters_move_at_the_rate(head):
     """No parameter is left to another rate: updates have a root mean square of it (AdamW's first), or 0.2 of it."""
-    config = TrainConfig(optimizer="muon", learning_rate=1e-2, warmup_ratio=0.0, b1=0.0, b2=0.0)
+    config = TrainConfig(optimizer="muon", learning_rate=1e-2, warmup_ratio=0.0)
     optimizer, rate = make_optimizer(config, 100), float(np.asarray(learning_rate(config, 100)(0)))
     rng = np.random.default_rng(0)
     gradients: Any = jax.tree.unflatten(
