@@ -93,13 +93,6 @@ class BlockHeadConfig:
         return self.sliding_window if self.layer_types[layer] == SLIDING else None
 
 
-def default_target_layers(layers: int, count: int) -> tuple[int, ...]:
-    """Returns the trainers' default boundaries: `count` of a target with this many layers."""
-    if count == 1:
-        return (layers // 2 + 1,)
-    return tuple(round(1 + k * (layers - 4) / (count - 1)) + 1 for k in range(count))
-
-
 # Keys and values [b, t, k, d] of a layer's context.
 Context = tuple[Float[Array, "b t k d"], Float[Array, "b t k d"]]
 # (q [b m n d], k [b m k d], v [b m k d]) -> [b m n d]

@@ -8,7 +8,7 @@ from flax import nnx
 from tiny_blocks import DRAFT_VOCAB, HIDDEN, VOCAB, block_config, make_block_head
 
 from eagle3_jax.kernels.block_attention import block_attention
-from eagle3_jax.models.drafts.dflash import SLIDING, DFlash, default_target_layers
+from eagle3_jax.models.drafts.dflash import SLIDING, DFlash
 from eagle3_jax.models.drafts.dflash2 import BlockConvolution, ConvolvedLayer, DFlash2
 from eagle3_jax.models.drafts.dspark import DSpark
 
@@ -34,12 +34,6 @@ def test_what_a_row_sees(causal, window):
         values = np.concatenate([context_v[row, slots, head // 2], v[row, block, own, head // 2]])
         weights = np.exp(keys @ q[row, block, j, head] / np.sqrt(d))
         np.testing.assert_allclose(got[row, block, j, head], weights @ values / weights.sum(), rtol=1e-4, atol=1e-5)
-
-
-def test_layers_of_the_target_that_trainers_take():
-    assert default_target_layers(36, 5) == (2, 10, 18, 26, 34)
-    assert default_target_layers(30, 5) == (2, 9, 15, 21, 28)
-    assert default_target_layers(30, 1) == (16,)
 
 
 def test_causality_is_the_layers_unless_the_config_says_it():
