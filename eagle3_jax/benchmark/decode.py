@@ -36,6 +36,8 @@ from eagle3_jax.runs import command, disk, machine, processes
 
 AUTO, VANILLA = "auto", "vanilla"
 TRANSFORMERS, ASSISTED = "transformers", "transformers, prompt lookup"
+# Field of a `DraftTree` -> key of a record, as SGLang's bench_speculative.py has it.
+SIZE = {"num_steps": "steps"} | {name: name for name in ("topk", "num_draft_tokens", "lookup_tokens")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,15 +290,17 @@ def _until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
     return tokens[: stop + 1]
 
 
-def records(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Lists a record for each batch and draft size, as SGLang's bench_speculative.py does; vanilla has sizes of 0."""
-    keys = ("steps", "topk", "num_draft_tokens", "acc_length", "step_time", "speed", "completion_tokens")
-    return [
-        {"batch_size": batch["batch_size"]} | {key: way[key] for key in keys} | {"lookup_tokens": way["lookup_tokens"]}
-        for batch in report["batches"]
-        for way in batch["ways"]
-        if "steps" in way
-    ]
+def write_records(path: disk.Path, report: dict[str, Any], ways: str) -> None:
+    """Writes a record for each batch and draft size, as SGLang's bench_speculative.py does; vanilla has sizes of 0.
+
+    Args:
+        ways: key of a batch's measured sizes; others among them, such as "auto", have no record.
+    """
+    keys = (*SIZE.values(), "acc_length", "step_time", "speed", "completion_tokens")
+    found = [(batch["batch_size"], way) for batch in report["batches"] for way in batch[ways] if "steps" in way]
+    records = [{"batch_size": batch} | {key: way[key] for key in keys} for batch, way in found]
+    with disk.atomic(path) as temporary:
+        temporary.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def table(report: dict[str, Any]) -> str:
@@ -373,16 +377,14 @@ def draw(report: dict[str, Any], path: pathlib.Path) -> None:
 
 
 def size(tier: Tier) -> dict[str, int]:
-    fields = {"steps": "num_steps", "topk": "topk", "num_draft_tokens": "num_draft_tokens"}
-    fields["lookup_tokens"] = "lookup_tokens"
-    return {key: 0 if tier.tree is None else getattr(tier.tree, field) for key, field in fields.items()}
+    """Returns the draft size as a record has it; all 0 for vanilla decoding."""
+    return {key: 0 if tier.tree is None else getattr(tier.tree, field) for field, key in SIZE.items()}
 
 
 def _write(folder: disk.Path, report: dict[str, Any]) -> None:
     with disk.lock(folder / "decode.json"):
         disk.write_json(folder / "decode.json", report)
-        with disk.atomic(folder / "decode.jsonl") as temporary:
-            temporary.write_text("".join(json.dumps(record) + "\n" for record in records(report)))
+        write_records(folder / "decode.jsonl", report, "ways")
         with disk.atomic(folder / "decode.png") as temporary:
             draw(report, temporary)
 

@@ -8,14 +8,8 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-_COLOURS = (
-    "#1F2328",
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#CC79A7",
-    "#D55E00",
-)  # Okabe and Ito's, safe for the colour-blind
+# Okabe and Ito's palette, safe for the colour-blind.
+_COLOURS = ("#1F2328", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00")
 _STYLE: dict[Any, Any] = {
     "font.size": 10,
     "font.family": "DejaVu Sans",

@@ -12,7 +12,6 @@ The files lie in `<run_dir>/benchmark`: `tune.json`; `tune.jsonl` in the format 
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
 import statistics
 from collections.abc import Sequence
@@ -196,13 +195,11 @@ def tuned(config: RunConfig, report: dict[str, Any]) -> dict[str, Any]:
     the engine chooses ("auto").
     """
     values = run_file.to_dict(config)
-    fields = {"num_steps": "steps", "topk": "topk", "num_draft_tokens": "num_draft_tokens"}
-    fields["lookup_tokens"] = "lookup_tokens"
     for verb in ("serve", "evaluate"):
         near = min(report["batches"], key=lambda batch: abs(batch["batch_size"] - values[verb]["batch_size"]))
         best = next(size for size in near["sizes"] if size["name"] == near["best"])
         pays = best["steps"] and near["over_auto"]["ratio"] > 1
-        tree = {field: best[key] for field, key in fields.items()} if pays else None
+        tree = {field: best[key] for field, key in decode.SIZE.items()} if pays else None
         values[verb] |= {"trees": [tree] if tree else []} if verb == "serve" else {"tree": tree or "auto"}
         if pays:
             values[verb] |= {field: values["benchmark"][field] for field in ("draft", "token_map")}
@@ -237,16 +234,9 @@ def table(report: dict[str, Any]) -> str:
 
 
 def _write(folder: disk.Path, report: dict[str, Any], config: RunConfig) -> None:
-    keys = ("steps", "topk", "num_draft_tokens", "lookup_tokens", "acc_length", "step_time", "speed")
-    records = [
-        {"batch_size": batch["batch_size"]} | {key: size[key] for key in (*keys, "completion_tokens")}
-        for batch in report["batches"]
-        for size in batch["sizes"]
-    ]
     disk.make_folder(folder)
     with disk.lock(folder / "tune.json"):
         disk.write_json(folder / "tune.json", report)
-        with disk.atomic(folder / "tune.jsonl") as temporary:
-            temporary.write_text("".join(json.dumps(record) + "\n" for record in records))
+        decode.write_records(folder / "tune.jsonl", report, "sizes")
         with disk.atomic(folder / "tuned.yaml") as temporary:
             temporary.write_text(yaml.safe_dump(tuned(config, report), sort_keys=False))
