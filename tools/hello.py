@@ -50,7 +50,8 @@ class Streamed:
     """A streamed answer.
 
     Attributes:
-        counts: of its rounds. drafted: accepted drafts in the answer.
+        counts: its rounds and accepted drafts.
+        drafted: accepted drafts in the answer.
     """
 
     token_ids: list[int]

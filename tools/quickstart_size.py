@@ -200,7 +200,8 @@ def prepare(path: pathlib.Path, spent: float) -> str:
     """Writes `work.json`, unless it exists, and `config.yaml` into the run's folder. Returns a summary to print.
 
     Args:
-        path: of the config to cut. spent: seconds since the start of the quickstart.
+        path: the config to cut.
+        spent: seconds since the start of the quickstart.
     """
     began = time.monotonic()
     config = run_file.load(path)

@@ -28,7 +28,7 @@ def measure(config: RunConfig, made: pathlib.Path, folder: pathlib.Path, form: s
 
     Args:
         made: a run folder with prompts and conversations.
-        folder: of the trainings, a run folder for each form and seed.
+        folder: folder of the trainings, a run folder for each form and seed.
     """
     features, run = folder / form, folder / f"{form}-{seed}"
     extracting = dataclasses.replace(config.extract, states=form)

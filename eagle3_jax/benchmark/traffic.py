@@ -21,8 +21,8 @@ from typing import Any
 import httpx2
 import numpy as np
 
-Prompt = dict[str, Any]  # of `sources.read_file`: messages, category, id
-COUNTS_ON = "continuous_usage_stats"  # of `stream_options`: vLLM's, SGLang's and ours
+Prompt = dict[str, Any]  # as of `sources.read_file`: messages, category, id
+COUNTS_ON = "continuous_usage_stats"  # a field of `stream_options` in vLLM, SGLang and here
 _PERCENTILES = (50, 95, 99)
 # Reasoning in an event's delta, as SGLang and as newer versions of vLLM call it. Some servers write both.
 _REASONING = ("reasoning_content", "reasoning")

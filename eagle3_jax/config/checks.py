@@ -101,7 +101,7 @@ def problems(
     for item in error.errors():
         kind, got, context = item["type"], item["input"], item.get("ctx", {})
         place = ".".join([prefix] * bool(prefix) + [str(part) for part in item["loc"] if part not in TAGS])
-        if kind == "value_error":  # of `require`
+        if kind == "value_error":  # raised by `require`
             line = ".".join([place] * bool(place) + [str(context["error"])])
         elif kind == "missing":
             line = f"{place}: got none, expected {_EXPECTED[kind]}"

@@ -253,7 +253,7 @@ class RegenerateConfig:
     """prompts -> conversations answered by the target itself. Those of a source `conversations` are passed on.
 
     Attributes:
-        temperature: of the answers; of several, each prompt gets one, chosen by its id.
+        temperature: the answers' temperature; of several, each prompt gets one, chosen by its id.
         max_tokens: longest answer.
         max_length: longest conversation, in tokens; it ends before a turn that does not fit.
         batch_size: conversations that an engine answers together; each row of the mesh has an engine.
@@ -399,7 +399,7 @@ class EvaluateConfig:
             None is the run's own `export` folder, and "auto" where it has none.
         token_map: tokens that a head of EAGLE-2 drafts (FR-Spec): a file, local or on a hub; None is all tokens.
             `draft` is the head's folder then.
-        temperature: of all requests; 0 is greedy.
+        temperature: temperature of all requests; 0 is greedy.
         max_tokens: longest answer.
         batch_size: requests that are answered together.
         limit: most prompts, spread evenly over the categories.
@@ -427,7 +427,7 @@ class BenchmarkConfig:
         batch_sizes: requests that are answered together; each size is measured.
         trees: sizes to measure beside vanilla decoding. "auto" then chooses among those of `decode`. None given: those
             that "auto" has by itself, or for `tune` a usual dozen.
-        temperature: of all requests; 0 is greedy.
+        temperature: temperature of all requests; 0 is greedy.
         max_tokens: longest answer.
         requests: least requests of each turn; a larger batch takes as many as it has room for.
         turns: times that each way answers the requests, all ways in turn.
@@ -460,7 +460,7 @@ class TrafficConfig:
         rates: mean requests per second, which arrive at random (Poisson) whether or not others are answered.
         requests: least requests of each level; twice the clients where that is more.
         max_tokens: longest answer.
-        temperature: of all requests; 0 is greedy.
+        temperature: temperature of all requests; 0 is greedy.
     """
 
     concurrency: tuple[Count, ...] = (1, 2, 4, 8, 16, 32, 64)
@@ -556,7 +556,7 @@ class RunConfig:
 
     Attributes:
         run_dir: folder of the run, with one folder for each verb's output; or gs://BUCKET/FOLDER.
-        seed: of all random draws.
+        seed: seed of all random draws.
     """
 
     run_dir: str

@@ -121,7 +121,7 @@ class PackedRows:
         """Writes segments, positions and padding of rows; returns the reads that complete them.
 
         Args:
-            numbers: of the rows; -1 is an empty one.
+            numbers: the rows' numbers; -1 is an empty one.
         """
         reads = []
         for place, number in enumerate(numbers):

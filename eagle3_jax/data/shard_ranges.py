@@ -24,7 +24,7 @@ class RangedShard:
 
     Args:
         read: returns the bytes from one position of the file to another.
-        size: of the file.
+        size: bytes of the file.
 
     Raises:
         RuntimeError: not such a file; at `read`, not such a record.

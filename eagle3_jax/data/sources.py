@@ -100,7 +100,7 @@ def jsonl(path: str | disk.Path, category: str = "jsonl") -> Iterator[Prompt | R
     Each may have "id" and "category". A .gz file is decompressed.
 
     Args:
-        category: of records without one.
+        category: category of records without one.
     """
     yield from _records(lines.read(path), f"jsonl:{pathlib.Path(path).name}", category)
 
@@ -114,7 +114,7 @@ def conversations(path: str | disk.Path, category: str = "conversations") -> Ite
     first user turn are rejected.
 
     Args:
-        category: of records without one.
+        category: category of records without one.
     """
     source = f"conversations:{pathlib.Path(path).name}"
     yield from _records(lines.read(path), source, category, _up_to_the_last_answer)
@@ -314,7 +314,7 @@ def encode(
     Args:
         room: longest prompt in tokens. The chat template refuses some prompts, such as those with a system message that
             it does not support.
-        name: of the file, for the error.
+        name: the file's name, for the error.
 
     Raises:
         ValueError: no prompt is left.

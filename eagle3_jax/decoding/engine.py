@@ -210,7 +210,7 @@ class Engine:
 
         Args:
             prompt: a string (one user turn), messages (both through the chat template), or token ids.
-            params: of one answer, `n` 1.
+            params: parameters of one answer, `n` 1.
 
         Yields:
             Pieces of the answer; the last one has a finish reason.
@@ -241,7 +241,7 @@ class Engine:
         Args:
             prompt: a string (one user turn), messages (both through the chat template), or token ids; of 1 to
                 `max_length` - 1 tokens.
-            params: of one answer, `n` 1.
+            params: parameters of one answer, `n` 1.
             timeout: seconds after which the answer ends with the tokens it has ("timeout"). None is no limit.
             sample: index among several answers to one prompt and seed.
             drafts: False, for comparisons, turns drafts off while all running requests ask for that; needs an engine

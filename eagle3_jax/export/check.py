@@ -43,7 +43,7 @@ class Counted:
     Attributes:
         plain: token ids of the answers without the head; this package's, for a server that always drafts.
         answers: token ids of the answers with the head.
-        counts: of the answers with the head.
+        counts: rounds and accepted drafts of the answers with the head.
         seconds: time with the head. plain_seconds: time without it; None if that was not run.
     """
 

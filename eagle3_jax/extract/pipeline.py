@@ -78,7 +78,7 @@ class Shard:
     """Conversations, and the file of their features.
 
     Attributes:
-        number: of the shard in its split.
+        number: the shard's number in its split.
     """
 
     number: int
@@ -206,7 +206,7 @@ class _Writing:
         try:
             features.write_shard(shard.path, self._records(notes), notes)
         except _Stopped:
-            pass  # nothing of the shard is left
+            pass  # the writer has removed its part of the shard
 
     def _records(self, notes: dict[str, Any]) -> Iterator[features.Record]:
         counts = np.zeros(self.vocab_size, np.int64)

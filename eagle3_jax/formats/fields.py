@@ -45,7 +45,7 @@ class Form:
     Attributes:
         name: in configs and on the command line.
         engines: the engines that read the form. The first one decides which heads the form can hold.
-        architectures: of config.json; the first is written, the others are the same network.
+        architectures: names in config.json; the first is written, the others are the same network.
         layer: prefix of the names of the draft layer's tensors.
         keys: as `LLAMA`; present: keys that must be present, even if null.
         fixed: as `FIXED`.

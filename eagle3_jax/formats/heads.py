@@ -134,7 +134,7 @@ def save_draft(
     Args:
         folder: must not exist yet.
         target: the model that the head drafts for.
-        dtype: of the stored weights, "float32" or "bfloat16".
+        dtype: dtype of the stored weights, "float32" or "bfloat16".
         form: one of `FORMS`.
         target_name: hub id or folder, for the form that names it (speculators).
 

@@ -29,7 +29,7 @@ SHARDING_RULES = (
     (r"attention/(q|q_up)$", P(None, "model")),
     (r"attention/kv_up", P("model")),
     (r"attention/o", P("model", None)),
-    (r"layers/\d+/(q|kv)$", P(None, "model")),  # of a block head
+    (r"layers/\d+/(q|kv)$", P(None, "model")),  # a block head's
     (r"layers/\d+/o$", P("model", None)),
     (r"markov_out|successors", P("model", None)),
     (r"(mlp|shared)/(gate|up)", P(None, "model")),

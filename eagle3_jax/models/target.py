@@ -259,7 +259,7 @@ class TargetModel(nnx.Module):
         """Allocates free pages.
 
         Args:
-            dtype: of keys and values; None is the weights' own.
+            dtype: dtype of keys and values; None is the weights' own.
         """
         c = self.config
         dtype = dtype or self.embed[...].dtype

@@ -68,7 +68,7 @@ def run(verb: str, *, resumes: bool = True, stopped: int = STOPPED) -> Iterator[
         processes.barrier()
         watchdog.end()
         processes.leave()
-        _came_to_stop_points = True  # nothing is left to stop
+        _came_to_stop_points = True  # no work is left to stop
     except Stopped:
         watchdog.end_all(said(), stopped)
         if _asked is not None:

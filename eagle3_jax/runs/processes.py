@@ -172,7 +172,7 @@ def start_distributed() -> bool:
 
     if not jax.distributed.is_initialized():
         jax.config.update("jax_enable_recoverability", True)  # `watchdog` ends this process, not JAX with a stack trace
-        jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM away from `command`
+        jax.config.update("jax_enable_preemption_service", False)  # the service would take SIGTERM from `command`
         jax.distributed.initialize(
             num_processes=_number("JAX_NUM_PROCESSES"),
             process_id=_number("JAX_PROCESS_ID"),

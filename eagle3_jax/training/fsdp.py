@@ -67,7 +67,7 @@ def _copies(spec: P, dtype: Any, weight: Array) -> Array:
     The gradient is the sum over the copies, in float32.
 
     Args:
-        spec: of the weight. dtype: in which it travels.
+        spec: the weight's partition.
     """
 
     def gather(share: Array) -> Array:

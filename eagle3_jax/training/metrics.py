@@ -106,7 +106,7 @@ class MetricWriter:
 
     Args:
         done: the step from which a killed run resumes; entries of later steps are dropped, since they are repeated.
-        project: of Weights & Biases, to which the same numbers are sent; None sends nothing.
+        project: project of Weights & Biases, to which the same numbers are sent; None sends nothing.
     """
 
     def __init__(self, folder: str | disk.Path, done: int | None, project: str | None = None) -> None:

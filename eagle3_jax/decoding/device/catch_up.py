@@ -62,7 +62,7 @@ class Unread:
         """Makes an empty buffer.
 
         Args:
-            width: of the hidden states, all layers together.
+            width: width of the hidden states, all layers together.
             pairs: most pairs of one round.
         """
         room = ROOM + pairs

@@ -22,12 +22,12 @@ class Chunk:
     A row may continue the one before it with the next stretch of the same prompt.
 
     Attributes:
-        slots: of each request; the batch's size for no request.
+        slots: slot of each request; the batch's size for no request.
         tokens: the stretch, padded on the right, and one more column: the token after each.
         starts: first position.
         counts: tokens of the stretch.
         ends: whether the prompt ends with it; only then the request joins the state.
-        page_table: of each request; `TRASH` after its pages.
+        page_table: pages of each request; `TRASH` after its pages.
     """
 
     slots: Int[Rows, " r"]

@@ -41,7 +41,7 @@ class ModelRunner:
     Attributes:
         target: the target, packed on a single CPU device.
         draft: the draft on the target's devices, packed likewise.
-        mesh: of the target; None is one device.
+        mesh: the target's mesh; None is one device.
         padding: numbers of rows for products of few rows, see `few_rows.Padded`; empty until `pad_products` has
             measured.
         widths: rows of the decode programs in use: the whole batch, until `compile` has made narrower ones.
@@ -251,7 +251,7 @@ def tokens_that_fit(
     """Returns the tokens that fit into the caches in this share of the device's memory, beside weights and other state.
 
     Args:
-        sizes: of everything but the caches.
+        sizes: sizes of everything but the caches.
 
     Raises:
         ValueError: the device does not tell its memory, as CPUs do not.

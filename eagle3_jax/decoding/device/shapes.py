@@ -49,7 +49,7 @@ class Sizes:
         """Chooses the sizes.
 
         Args:
-            kv_tokens: of all requests together; None lets each sequence of the batch be `max_length` long.
+            kv_tokens: cache tokens of all requests together; None lets each sequence of the batch be `max_length` long.
 
         Raises:
             ValueError: no room for one request.

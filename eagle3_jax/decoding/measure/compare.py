@@ -42,7 +42,7 @@ class Tally:
     """Sums over some prompts.
 
     Attributes:
-        counts: of the speculative answers.
+        counts: rounds and accepted drafts of the speculative answers.
         ties: prompts whose two answers first differ at a near-tie: position, gap and bound (see `near_tie`).
         mismatches: prompts whose two answers differ elsewhere: first such position.
     """
@@ -143,7 +143,7 @@ def compare(
     Args:
         prompts: each with "id", "category" and "prompt", the engines' input.
         params: sampling parameters, the same for both.
-        batch_size: of the engines.
+        batch_size: the engines' batch size.
         judge: tells near-ties from mismatches where greedy answers differ; the prompts must then be token ids.
         progress: shows a bar.
 

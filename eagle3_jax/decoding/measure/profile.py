@@ -38,7 +38,7 @@ class Round:
     """The profile of one round.
 
     Attributes:
-        seconds: of the whole round.
+        seconds: time of the whole round.
         stages: seconds of each stage, and of the host ("host").
         bytes_read: the bytes that the round must read.
     """

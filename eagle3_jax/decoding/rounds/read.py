@@ -26,7 +26,7 @@ class Read:
         logits: at the last position read.
         root: the token chosen from them.
         failed: whether they are not finite.
-        draft_state: of the last pair; None in vanilla decoding.
+        draft_state: the head's state at the last pair; None in vanilla decoding.
     """
 
     logits: Float[Array, "b v"]

@@ -86,11 +86,12 @@ class State:
         rounds: number of rounds that the sequence took part in.
         drafted: number of these rounds that had drafts.
         accepted: number of these rounds in which the draft at each depth was accepted.
-        token_counts: for penalties; None if no request has any.
-        logprobs: of each output token, before rules and filters; None if no request asks (`greedy` programs leave it).
+        token_counts: occurrences of each token, for penalties; None if no request has any.
+        logprobs: log-probabilities of the output tokens, before rules and filters; None if no request asks (`greedy`
+            programs leave it).
         draft_cache, draft_state: None without a draft head.
         history: the sequence's tokens, root included, if drafts are copied from them (`lookup`); else None.
-        unread: what a resting head has missed; None if it never rests.
+        unread: pairs that a resting head has missed; None if it never rests.
         ends: `num_output` after each round of one `decode`, 0 after rounds that did not run; None if unused.
         last_tree: tree of the last round that each sequence took part in; None if unused.
     """
@@ -123,7 +124,7 @@ class TokenLogprobs:
     """Log-probabilities of the output tokens.
 
     Attributes:
-        chosen: of the output tokens.
+        chosen: log-probabilities of the output tokens.
         tokens: the k best tokens at each place, best first.
         best: the log-probabilities of `tokens`.
     """

@@ -18,7 +18,7 @@ class BlockKind:
     Attributes:
         name: `speculators_model_type`.
         label: the method's name in tables and errors.
-        architectures: of config.json; the first is written.
+        architectures: names in config.json; the first is written.
         method: vLLM's `method`. algorithm: SGLang's `--speculative-algorithm`.
     """
 

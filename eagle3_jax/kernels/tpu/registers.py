@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
-LANES, SUBLANES = 128, 8  # of a register of 32-bit numbers
+LANES, SUBLANES = 128, 8  # shape of a register of 32-bit numbers
 # Bytes that a kernel may use; TPUs since v5e have at least 64 MiB of VMEM and 1 MiB of SMEM.
 VMEM_LIMIT, SMEM_LIMIT = 56 << 20, 960 << 10
 NEVER = -1e30  # score of a masked key: adds nothing to a sum; finite, so that no difference is NaN

@@ -33,8 +33,8 @@ def ttt_attention(
     Memory is O(t), in the backward pass too.
 
     Args:
-        queries: of step `newest`, n = group * k query heads, grouped by KV head.
-        keys, values: of all steps; those beyond `newest` may hold anything and get no gradient.
+        queries: queries of step `newest`, n = group * k query heads, grouped by KV head.
+        keys, values: keys and values of all steps; those beyond `newest` may hold anything and get no gradient.
         segment_ids: document of each token; a document is one contiguous stretch of its row.
         implementation: the default is "pallas" on a TPU and "xla" elsewhere.
         interpret: runs the Pallas kernels without a TPU; `pltpu.InterpretParams` included.

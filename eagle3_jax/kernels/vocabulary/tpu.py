@@ -24,9 +24,9 @@ from eagle3_jax.kernels.tpu.registers import LANES, NEVER, SUBLANES, dot
 
 # The tiling, chosen by static profiles (tools/tpu_profile.py).
 LONGEST = 32  # longest list that the kernel keeps in registers
-_BLOCK_BYTES = 8 << 20  # of vocabulary rows
+_BLOCK_BYTES = 8 << 20  # bytes of a block of vocabulary rows
 _BLOCK_ROWS = 2048
-_TILE_BYTES = 4 << 20  # of queries
+_TILE_BYTES = 4 << 20  # bytes of a tile of queries
 _TILE_ROWS = 256
 _VMEM = 40 << 20  # bytes that the compiler may use
 

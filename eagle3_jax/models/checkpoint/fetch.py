@@ -204,7 +204,7 @@ def fetch(
             # One of several processes unpacks; the others wait for its folder.
             with filelock.FileLock(cached.with_name(f".{cached.name}.lock"), fallback_to_soft=False):
                 if not (cached / manifest.NAME).exists():
-                    for left_behind in cached.parent.glob(f".{cached.name}-*"):  # of killed processes
+                    for left_behind in cached.parent.glob(f".{cached.name}-*"):  # files of killed processes
                         shutil.rmtree(left_behind)
                     _unpack(packaged, cached)
         return cached

@@ -25,7 +25,7 @@ def identify(
     """Makes the identity of a target for manifests, as JSON: `FIELDS`, name, commit, architecture and dtype.
 
     Args:
-        commit: of the hub's repository; None for a target from elsewhere.
+        commit: commit of the hub's repository; None for a target from elsewhere.
         files: digests of its weight files, see `load.file_digests`.
     """
     return {

@@ -193,7 +193,7 @@ class DFlash(Head):
         Args:
             embed: the target's embeddings; their dtype is the compute dtype.
             tokens, positions: the anchors, and their RoPE positions.
-            context: of every layer, see `context`.
+            context: keys and values of every layer, see `context`.
             first, anchors: each block attends to the context's slots from `first` to before `anchors`.
 
         Returns:
@@ -248,7 +248,8 @@ class DFlash(Head):
 
         Args:
             embed: the target's embeddings. anchor: the token at position `lengths`.
-            cache: of the context, see `feed`. drafts: at most `self.drafts`.
+            cache: cache of the context, see `feed`.
+            drafts: at most `self.drafts`.
 
         Returns:
             The LM head's inputs: index i predicts the token at position lengths + 1 + i.

@@ -41,7 +41,7 @@ def configure() -> None:
     if kind == "anonymous":
         os.environ.pop("GOOGLE_APPLICATION_CREDENTIALS", None)
         os.environ["CLOUDSDK_CONFIG"] = os.devnull
-    os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # it asks for credentials of its own
+    os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # the check asks for other credentials
     import fsspec.config
 
     token = {"user": "google_default", "machine": "cloud", "anonymous": "anon"}[kind]
@@ -68,7 +68,7 @@ def client() -> Any:
         except exceptions.DefaultCredentialsError as error:
             expected = "`gcloud auth application-default login`, or machine or anonymous"
             raise ValueError(f"{CREDENTIALS}: got user without a file of credentials, expected {expected}") from error
-    return storage.Client(project="none", credentials=found)  # it reads STORAGE_EMULATOR_HOST itself
+    return storage.Client(project="none", credentials=found)  # the client reads STORAGE_EMULATOR_HOST
 
 
 @functools.cache
