@@ -44,8 +44,8 @@ def tree_attention(
 
     Args:
         queries: n = group * k query heads, grouped by KV head.
-        new_keys, new_values: keys and values of the new tokens; the cache stores them in its dtype, divided by its scale. int8 rounds
-            to the nearest; values beyond the range of int8 or float8 are clipped.
+        new_keys, new_values: those of the new tokens; the cache stores them in its dtype, divided by its scale. int8
+            rounds to the nearest; values beyond the range of int8 or float8 are clipped.
         keys, values: the cache, contiguous [b, k, slots, d], or with a page table [pages, k, page_size, d]. On a TPU a
             row may hold several heads and padding (`packed_heads.cache_rows`). Any dtype, int8 and float8 included;
             read in the queries' dtype. Donated caches are written in place. Sequences must not share a page that is
