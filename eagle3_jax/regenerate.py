@@ -113,6 +113,7 @@ class Dialogue:
         return {
             "id": self.prompt["id"],
             "category": self.prompt["category"],
+            **({"tools": self.prompt["tools"]} if "tools" in self.prompt else {}),
             "messages": self.messages(len(self.answers)),
             "truncated": self.answers[-1].truncated,
             "answer_ids": [answer.token_ids for answer in self.answers],
@@ -253,7 +254,8 @@ class Answerer:
     def _ask(self, dialogue: Dialogue, turn: int) -> list[int] | None:
         """Encodes the next turn's prompt; None ends the dialogue."""
         try:
-            ids = chat_template.prompt_ids(self.engines[0].tokenizer, dialogue.messages(turn + 1))
+            messages, tools = dialogue.messages(turn + 1), dialogue.prompt.get("tools")
+            ids = chat_template.prompt_ids(self.engines[0].tokenizer, messages, tools)
         except chat_template.RefusedError:
             dialogue.end = "refused"
             return None

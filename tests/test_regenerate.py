@@ -17,9 +17,10 @@ from eagle3_jax.runs import manifest
 IDENTITY = tiny.identity((0, 1, 3))
 
 
-def letters(_: Any, messages: list[dict[str, str]]) -> list[int]:
-    """A chat template of one line a message, and a tokenizer of one token a letter."""
-    text = "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant: "
+def letters(_: Any, messages: list[dict[str, str]], tools: Any = None) -> list[int]:
+    """A chat template of one line a message, tools in front, and a tokenizer of one token a letter."""
+    text = f"tools: {json.dumps(tools)}\n" if tools else ""
+    text += "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant: "
     return [ord(letter) for letter in text]
 
 
@@ -120,6 +121,20 @@ def test_the_target_answers_every_turn_in_its_context(prepared):
     assert f"system: Be kind.\nuser: First\nassistant: {first}\nuser: Second\nassistant: " in engine.asked
     assert two["category"] == "chat"
     assert two["truncated"] is False
+
+
+def test_tools_are_in_every_prompt_count_and_are_kept(prepared):
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    asked = [prompt("short", "First", "Second") | {"tools": tools}, prompt("none", "Hello")]
+    asked += [prompt("long", "Hi") | {"tools": [{"type": "function", "function": {"name": "x" * 500}}]}]
+    folder, run = prepared("run", train=asked)
+    engine = FakeEngine()
+    run(engine)
+    conversations = {line["id"]: line for line in read(folder / "train.jsonl")}
+    assert list(conversations) == ["short", "none"]
+    assert conversations["short"]["tools"] == tools and "tools" not in conversations["none"]
+    assert sum(text.startswith(f"tools: {json.dumps(tools)}\nuser: First\n") for text in engine.asked) == 2
+    assert manifest.read(folder, "regenerate")["results"]["train"]["dropped"] == {"too_long": 1}
 
 
 def test_what_failed_is_no_answer_and_what_was_cut_off_in_its_reasoning_is_one(prepared):

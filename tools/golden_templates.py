@@ -91,6 +91,33 @@ THOUGHT = [
 ]
 CHANNELS = [turn | ({"thinking": _THOUGHTS[i // 2]} if i % 2 else {}) for i, turn in enumerate(TALK)]
 
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Sum of two numbers, <10 digits each.",
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+                "required": ["a", "b"],
+            },
+        },
+    }
+]
+_CALL = {"name": "add", "arguments": '{"a": 2, "b": 3}'}  # OpenAI's form: arguments are text
+CALLS = [
+    {"role": "user", "content": "What is 2 + 3?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "A sum.",
+        "tool_calls": [{"id": "call_1", "type": "function", "function": _CALL}],
+    },
+    {"role": "tool", "tool_call_id": "call_1", "content": "5"},
+    {"role": "assistant", "content": "It is 5.", "reasoning_content": "As the tool says."},
+]
+
 # family -> the assistant's parts in each conversation: its words, and the generated markers around them.
 _FINAL, _ANALYSIS = "<|channel|>final<|message|>", "<|channel|>analysis<|message|>"
 
@@ -100,6 +127,10 @@ def _plain(before: str, after: str) -> list[str]:
 
 
 _QWEN3 = [f"{_FIRST}<|im_end|>", f"<think>\n\n</think>\n\n{_SECOND}<|im_end|>"]
+_QWEN3_CALLS = [
+    '<think>\nA sum.\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call><|im_end|>',
+    "<think>\nAs the tool says.\n</think>\n\nIt is 5.<|im_end|>",
+]
 _GPT_OSS = [f"{_FINAL}{_FIRST}<|end|>", f"{_FINAL}{_SECOND}<|return|>"]
 _WITH_CHANNEL = f"{_ANALYSIS}{_THOUGHTS[1]}<|end|><|start|>assistant{_GPT_OSS[1]}"
 _WITH_THOUGHT = [f"{turn['content']}<|im_end|>" for turn in THOUGHT[1::2]]
@@ -110,12 +141,14 @@ SAID: dict[str, dict[str, list[str]]] = {
     "llama4": dict.fromkeys(("system", "talk"), _plain("", "<|eot|>")),
     "qwen25": dict.fromkeys(("system", "talk"), _plain("", "<|im_end|>")),
     # Only the last answer has thoughts, empty ones if it had none.
-    "qwen3": {"system": _QWEN3, "talk": _QWEN3, "thought": [_QWEN3[0], _WITH_THOUGHT[1]]},
+    "qwen3": {"system": _QWEN3, "talk": _QWEN3, "thought": [_QWEN3[0], _WITH_THOUGHT[1]], "calls": _QWEN3_CALLS},
     "gemma3": dict.fromkeys(("system", "talk"), _plain("", "<end_of_turn>")),
     "gpt_oss": {"system": _GPT_OSS, "talk": _GPT_OSS, "channels": [_GPT_OSS[0], _WITH_CHANNEL]},
     "mimo": dict.fromkeys(("system", "talk"), _plain("", "<|im_end|>")) | {"thought": _WITH_THOUGHT},
 }
-CONVERSATIONS = {"system": SYSTEM, "talk": TALK, "thought": THOUGHT, "channels": CHANNELS}
+CONVERSATIONS = {"system": SYSTEM, "talk": TALK, "thought": THOUGHT, "channels": CHANNELS, "calls": CALLS}
+# Conversations whose target may call tools.
+TOOLS_OF = {"calls": TOOLS}
 
 
 def raise_exception(message: str) -> None:
@@ -131,14 +164,15 @@ def golden(family: str, text: str) -> dict[str, Any]:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.globals |= {"strftime_now": datetime.datetime(2024, 7, 26).strftime, "raise_exception": raise_exception}
+    environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)  # jinja2's escapes HTML
     template = environment.from_string(text)
     special = SPECIAL[family]
     given = {name: token for name, token in special.items() if name != "additional"} | {"date_string": "26 Jul 2024"}
     rendered = {}
     for name_of, said in SAID[family].items():
-        messages = CONVERSATIONS[name_of]
-        whole = template.render(messages=messages, add_generation_prompt=False, **given)
-        prompt = template.render(messages=messages[:-1], add_generation_prompt=True, **given)
+        messages, tools = CONVERSATIONS[name_of], TOOLS_OF.get(name_of)
+        whole = template.render(messages=messages, tools=tools, add_generation_prompt=False, **given)
+        prompt = template.render(messages=messages[:-1], tools=tools, add_generation_prompt=True, **given)
         rest = whole
         for words in said:  # each once, in this order
             _, there, rest = rest.partition(words)
@@ -152,7 +186,7 @@ def golden(family: str, text: str) -> dict[str, Any]:
 def main() -> None:
     folder, output = map(pathlib.Path, sys.argv[1:])
     families = {family: golden(family, (folder / f"{family}.jinja").read_bytes().decode()) for family in SOURCES}
-    values = {"conversations": CONVERSATIONS, "families": families}
+    values = {"conversations": CONVERSATIONS, "tools": TOOLS_OF, "families": families}
     output.write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n")
 
 

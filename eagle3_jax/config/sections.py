@@ -225,7 +225,8 @@ class PrepareConfig:
         near_duplicate: Jaccard similarity of MinHash shingles from which a prompt counts as a duplicate.
         personal_data: replace each finding by its kind ("<EMAIL_ADDRESS>"), or drop the prompt.
         held_out: share of prompts kept for measurement, chosen by content hash.
-        max_chars: longest prompt that is accepted (the answers of `conversations` may have any length).
+        max_chars: longest prompt that is read, a guard against broken lines. What is learned from is limited in tokens,
+            by `regenerate.max_length` and `extract.max_length`.
         batch_size: batch of the engine that lets the target write prompts (source `self`).
         benchmarks: JSONL files of benchmarks; a prompt that shares eight words in a row with one is rejected.
     """
@@ -234,7 +235,7 @@ class PrepareConfig:
     near_duplicate: Annotated[float, Field(gt=0, le=1)] = 0.8
     personal_data: Literal["redact", "drop"] = "redact"
     held_out: Proper = 0.1
-    max_chars: Count = 8000
+    max_chars: Count = 1_000_000
     batch_size: Count = 32
     benchmarks: tuple[str, ...] = ()
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32, UInt8
 
-from eagle3_jax.models.chat_template import render, special_tokens, tokenize
+from eagle3_jax.models.chat_template import Tools, render, special_tokens, tokenize
 
 Messages = list[dict[str, Any]]
 
@@ -36,12 +36,15 @@ def user_opening_ids(tokenizer: Any, messages: Sequence[dict[str, Any]] = (), op
     return tokenize(tokenizer, text[:start])
 
 
-def encode(tokenizer: Any, messages: Messages) -> tuple[Int32[np.ndarray, " l"], UInt8[np.ndarray, " l"]]:
+def encode(
+    tokenizer: Any, messages: Messages, tools: Tools | None = None
+) -> tuple[Int32[np.ndarray, " l"], UInt8[np.ndarray, " l"]]:
     """Tokenises a conversation and masks the assistant's tokens.
 
     Args:
         messages: at least one assistant turn, none of them first. A turn's `reasoning_content` and `tool_calls` count
             as the assistant's where the template renders them.
+        tools: what the target was told that it may call.
 
     Returns:
         Token ids, and a mask that is 1 on the tokens of every assistant turn and on its end-of-turn token. The
@@ -53,9 +56,9 @@ def encode(tokenizer: Any, messages: Messages) -> tuple[Int32[np.ndarray, " l"],
     """
     # Templates name it either way (gpt-oss: "thinking").
     messages = [m | {"thinking": m["reasoning_content"]} if "reasoning_content" in m else m for m in messages]
-    full = render(tokenizer, messages, generation_prompt=False)
+    full = render(tokenizer, messages, generation_prompt=False, tools=tools)
     spans = [
-        _assistant_span(tokenizer, messages, index, full)
+        _assistant_span(tokenizer, messages, tools, index, full)
         for index, message in enumerate(messages)
         if message["role"] == "assistant"
     ]
@@ -73,7 +76,7 @@ def encode(tokenizer: Any, messages: Messages) -> tuple[Int32[np.ndarray, " l"],
     return np.asarray(ids, np.int32), mask
 
 
-def _assistant_span(tokenizer: Any, messages: Messages, index: int, full: str) -> tuple[int, int]:
+def _assistant_span(tokenizer: Any, messages: Messages, tools: Tools | None, index: int, full: str) -> tuple[int, int]:
     """Finds the characters [start, end) of `full` that the assistant generates in turn `index`."""
     if index == 0:
         raise ValueError("messages: got an assistant turn first, expected a system or user turn")
@@ -82,7 +85,7 @@ def _assistant_span(tokenizer: Any, messages: Messages, index: int, full: str) -
     def with_content(content: str) -> str:
         turn = {name: x for name, x in messages[index].items() if name != "tool_calls"} | {"content": content}
         turns = [*before, turn, *messages[index + 1 :]]
-        return render(tokenizer, turns, generation_prompt=False)
+        return render(tokenizer, turns, generation_prompt=False, tools=tools)
 
     # The text after the content equals that of `full`, even if the template changes the content (strip, drop thoughts).
     # Tool calls, which templates write after the content, are left out here and so lie in front of that text.
@@ -91,8 +94,8 @@ def _assistant_span(tokenizer: Any, messages: Messages, index: int, full: str) -
         raise ValueError(f"chat template: rewrites assistant turn {index}, expected its content unchanged")
     content_end = len(full) - len(after)
 
-    opening = render(tokenizer, before, generation_prompt=True)
-    if full.startswith(opening) and opening != render(tokenizer, before, generation_prompt=False):
+    opening = render(tokenizer, before, generation_prompt=True, tools=tools)
+    if full.startswith(opening) and opening != render(tokenizer, before, generation_prompt=False, tools=tools):
         return len(opening), content_end + _end_of_turn(tokenizer, after)
     # Without a generation prompt, or with a history that renders differently now, the turn begins with its content, or
     # with the white space before it ("[/INST] content").

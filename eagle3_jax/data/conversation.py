@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from eagle3_jax.data import chat
-from eagle3_jax.models.chat_template import prompt_ids
+from eagle3_jax.models.chat_template import Tools, prompt_ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ def read_conversation(line: str, tokenizer: Any, max_length: int) -> list[Conver
 
     Args:
         line: JSON with "id", "messages", "truncated" (the last answer was cut off), and "answer_ids": the token ids of
-            each answer, or None if only its text is known.
+            each answer, or None if only its text is known. "tools": those that the target might call, if any.
         max_length: sequences are cut to this many tokens; those then without an answer are dropped.
 
     Returns:
@@ -45,11 +45,12 @@ def read_conversation(line: str, tokenizer: Any, max_length: int) -> list[Conver
         Rejected: no token remains in the loss mask.
     """
     values = json.loads(line)
+    messages, tools = values["messages"], values.get("tools")
     try:
         if values["answer_ids"] is None:
-            sequences = list(_tokenised(tokenizer, values["messages"], truncated=values["truncated"]))
+            sequences = list(_tokenised(tokenizer, messages, tools, truncated=values["truncated"]))
         else:
-            sequences = list(_sampled(tokenizer, values["messages"], values["answer_ids"]))
+            sequences = list(_sampled(tokenizer, messages, tools, values["answer_ids"]))
     except ValueError as error:
         raise Rejected(str(error)) from error
     cut = [(ids[:max_length], mask[:max_length]) for ids, mask in sequences if any(mask[:max_length])]
@@ -63,7 +64,7 @@ def read_conversation(line: str, tokenizer: Any, max_length: int) -> list[Conver
 
 
 def _sampled(
-    tokenizer: Any, messages: chat.Messages, answers: Sequence[list[int]]
+    tokenizer: Any, messages: chat.Messages, tools: Tools | None, answers: Sequence[list[int]]
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Yields (token ids, loss mask) of the target's prompts and drawn answers.
 
@@ -76,7 +77,7 @@ def _sampled(
     mask: list[int] = []
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     for index, answer in zip(turns, answers, strict=True):
-        prompt = prompt_ids(tokenizer, messages[:index])
+        prompt = prompt_ids(tokenizer, messages[:index], tools)
         if prompt[: len(ids)] != ids:
             yield ids, mask
             mask = []
@@ -85,7 +86,9 @@ def _sampled(
     yield ids, mask
 
 
-def _tokenised(tokenizer: Any, messages: chat.Messages, *, truncated: bool) -> Iterator[tuple[list[int], list[int]]]:
+def _tokenised(
+    tokenizer: Any, messages: chat.Messages, tools: Tools | None, *, truncated: bool
+) -> Iterator[tuple[list[int], list[int]]]:
     """Yields (token ids, loss mask) of text.
 
     Templates drop the reasoning of earlier turns. Where that happens a sequence ends with its turn, reasoning included,
@@ -101,7 +104,7 @@ def _tokenised(tokenizer: Any, messages: chat.Messages, *, truncated: bool) -> I
     mask: list[int] = []
     for index in turns:
         whole = messages if index == turns[-1] else messages[: index + 1]
-        next_ids, next_mask = (x.tolist() for x in chat.encode(tokenizer, whole))
+        next_ids, next_mask = (x.tolist() for x in chat.encode(tokenizer, whole, tools))
         if next_ids[: len(ids)] == ids:
             mask = mask + next_mask[len(mask) :]
         else:

@@ -48,9 +48,13 @@ def excerpt(text: str) -> str:
     return personal.redact(text)[0][:_EXCERPT]
 
 
-def asked(messages: Messages) -> Messages:
-    """Drops the assistant's messages, and the results of the tools that it called."""
-    return [message for message in messages if message["role"] not in ("assistant", "tool")]
+def asked(messages: Messages, tools: Sequence[dict[str, Any]] = ()) -> Messages:
+    """Drops the assistant's messages, and the results of the tools that it called.
+
+    Definitions of tools stand in front, as a system message: what they are for duplicates and hashes.
+    """
+    defined = [{"role": "system", "content": json.dumps(tools, ensure_ascii=False)}] if tools else []
+    return defined + [message for message in messages if message["role"] not in ("assistant", "tool")]
 
 
 def content(messages: Messages) -> str:
@@ -76,11 +80,12 @@ def content_hash(messages: Messages) -> str:
     return hashlib.sha256("\n".join(parts).encode("utf-8")).hexdigest()
 
 
-def refuse(messages: Messages, max_chars: int) -> str | None:
+def refuse(messages: Messages, max_chars: int, tools: Sequence[dict[str, Any]] = ()) -> str | None:
     """Returns the reason to refuse these messages, or None. Answers may have any length."""
-    if len(content(asked(messages))) > max_chars:
+    prompt = content(asked(messages, tools))
+    if len(prompt) > max_chars:
         return f"longer than {max_chars} characters"
-    if _MARKER.search(content(messages)):
+    if _MARKER.search(prompt) or _MARKER.search(content(messages)):
         return "holds a chat-template marker"  # the tokenizer would read it as a new turn
     return None
 
@@ -96,13 +101,13 @@ def redact(messages: Messages) -> tuple[Messages, collections.Counter[str]]:
                 changed[field], kinds = personal.redact(message[field])
                 found += kinds
         if "tool_calls" in message:
-            changed["tool_calls"], kinds = _redacted(message["tool_calls"])
+            changed["tool_calls"], kinds = redact_json(message["tool_calls"])
             found += kinds
         redacted.append(changed)
     return redacted, found
 
 
-def _redacted(value: Any) -> tuple[Any, collections.Counter[str]]:
+def redact_json(value: Any) -> tuple[Any, collections.Counter[str]]:
     """Applies `personal.redact` to every string in a JSON value; keys stay."""
     if isinstance(value, str):
         return personal.redact(value)
@@ -112,7 +117,7 @@ def _redacted(value: Any) -> tuple[Any, collections.Counter[str]]:
     items = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
     changed = []
     for _, item in items:
-        text, kinds = _redacted(item)
+        text, kinds = redact_json(item)
         changed.append(text)
         found += kinds
     return (dict(zip(value, changed, strict=True)) if isinstance(value, dict) else changed), found

@@ -49,6 +49,7 @@ class Prompt(TypedDict):
 
     Attributes:
         line: line number in the source.
+        tools: definitions of the functions that the target may call, in OpenAI's form, where a record has some.
         truncated: only for conversations, whose messages hold the assistant's answers and end with one: whether the
             last answer was cut off, so that its end is not the target's choice.
     """
@@ -57,6 +58,7 @@ class Prompt(TypedDict):
     category: str
     line: int
     messages: list[dict[str, Any]]
+    tools: NotRequired[list[dict[str, Any]]]
     truncated: NotRequired[bool]
 
 
@@ -97,7 +99,7 @@ def jsonl(path: str | disk.Path, category: str = "jsonl") -> Iterator[Prompt | R
     - ShareGPT: {"conversations": [{"from": "human", "value": "..."}]}
     - plain: {"prompt": "..."}, {"question": "..."} or {"text": "..."}
 
-    Each may have "id" and "category". A .gz file is decompressed.
+    Each may have "id", "category", and "tools" in OpenAI's form. A .gz file is decompressed.
 
     Args:
         category: category of records without one.
@@ -176,7 +178,7 @@ def _record(record: Any, source: str, number: int, category: str, take: _Take | 
     """Args: take: selects from a conversation's messages; None keeps prompts without answers."""
     try:
         messages = _messages(record, answered=take is not None)
-        messages = messages if take is None else take(messages)
+        messages, tools = messages if take is None else take(messages), _tools(record)
     except BrokenRecord as error:
         return Reject(source, number, str(error), filters.excerpt(json.dumps(record, ensure_ascii=False, default=str)))
     named, given = record.get("category"), record.get("id")
@@ -186,6 +188,8 @@ def _record(record: Any, source: str, number: int, category: str, take: _Take | 
         "line": number,
         "messages": messages,
     }
+    if tools:
+        prompt["tools"] = tools
     if take is _up_to_the_last_answer:
         prompt["truncated"] = record.get("truncated") is True or record.get("finish_reason") == "length"
     return prompt
@@ -270,6 +274,15 @@ def _more(turn: dict[str, Any], name: str) -> dict[str, Any]:
     return more
 
 
+def _tools(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The definitions of a record, none where it has none."""
+    tools = record.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise BrokenRecord(f"tools: got {type(tools).__name__}, expected a list of objects")
+    _whole(json.dumps(tools, ensure_ascii=False), "tools")
+    return tools
+
+
 def _text(value: Any, field: str) -> str:
     if isinstance(value, list):  # OpenAI content parts
         if not all(isinstance(part, dict) and part.get("type") == "text" for part in value):
@@ -277,9 +290,13 @@ def _text(value: Any, field: str) -> str:
         value = "\n".join(str(part.get("text", "")) for part in value)
     if not isinstance(value, str):
         raise BrokenRecord(f"{field}: got {type(value).__name__}, expected text")
-    if any("\ud800" <= char <= "\udfff" for char in value):  # half of a \uXXXX pair: no file could hold it
+    return _whole(value, field)
+
+
+def _whole(text: str, field: str) -> str:
+    if any("\ud800" <= char <= "\udfff" for char in text):  # half of a \uXXXX pair: no file could hold it
         raise BrokenRecord(f"{field}: half a surrogate pair")
-    return value
+    return text
 
 
 def read_file(path: str | disk.Path) -> tuple[list[Prompt], int]:
@@ -323,7 +340,7 @@ def encode(
     left_out = {"too_long": 0, "refused": 0}
     for prompt in prompts:
         try:
-            ids = chat_template.prompt_ids(tokenizer, prompt["messages"])
+            ids = chat_template.prompt_ids(tokenizer, prompt["messages"], prompt.get("tools"))
         except chat_template.RefusedError:
             left_out["refused"] += 1
             continue

@@ -54,7 +54,7 @@ def encode(
             raise ValueError(f"{name}[{index}].role: got {message['role']!r}, expected one of {', '.join(_ROLES)}")
         _check_text(message["content"], f"{name}[{index}].content")
     try:
-        return chat_template.prompt_ids(tokenizer, prompt, variables)
+        return chat_template.prompt_ids(tokenizer, prompt, variables=variables)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
 

@@ -11,6 +11,8 @@ from typing import Any
 import jinja2
 
 Messages = Sequence[Mapping[str, Any]]
+# Definitions of functions that the target may call, in OpenAI's form: {"type": "function", "function": {...}}.
+Tools = Sequence[Mapping[str, Any]]
 
 # A fixed date: templates that print today's date would give other tokens each day. They read it from `date_string`, or
 # from a clock, `strftime_now`, in a format of their own (gpt-oss: "%Y-%m-%d"). `trim_blocks` removes the line break
@@ -22,6 +24,8 @@ _FIXED_CLOCK = (
     + "".join(f" | replace('{part}', '{text}')" for part, text in _PARTS.items())
     + " }}{% endmacro %}\n"
 )
+# Names of templates, where a tokenizer has several.
+_DEFAULT, _TOOL_USE = "default", "tool_use"
 # Special tokens that templates write by name.
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -31,13 +35,21 @@ class RefusedError(ValueError):
 
 
 def render(
-    tokenizer: Any, messages: Messages, *, generation_prompt: bool, variables: Mapping[str, Any] | None = None
+    tokenizer: Any,
+    messages: Messages,
+    *,
+    generation_prompt: bool,
+    tools: Tools | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> str:
     """Renders a conversation as text. The role "developer" becomes "system" for templates without it.
 
+    Arguments of tool calls, text in OpenAI's form, are rendered as the object that they spell, as SGLang and vLLM do.
+
     Args:
-        tokenizer: a Hugging Face tokenizer; the default one of several templates is used.
+        tokenizer: a Hugging Face tokenizer; of several templates the default one is used, or "tool_use" for tools.
         generation_prompt: append the opening of the assistant's next turn.
+        tools: given to the template, which may ignore them.
         variables: variables of the template, such as `enable_thinking` (`chat_template_kwargs` of vLLM and SGLang).
 
     Raises:
@@ -51,16 +63,17 @@ def render(
         if other is not None:
             kind = other.get("type") if isinstance(other, dict) else other
             raise ValueError(f"messages[{place}].content: got a part {kind!r}, expected 'text': images are not read")
-    template = _template(tokenizer)
+    template = _template(tokenizer, _TOOL_USE if tools else _DEFAULT)
     if not template:
         name = getattr(tokenizer, "name_or_path", "")
         raise ValueError(f"tokenizer {name!r}: got no chat_template, expected one")
-    turns = [dict(message) for message in messages]
+    turns = [_with_parsed_arguments(message) for message in messages]
     if "developer" not in template:  # a template may drop unknown roles silently (Qwen 3)
         turns = [turn | {"role": "system"} if turn.get("role") == "developer" else turn for turn in turns]
     try:
         return tokenizer.apply_chat_template(
             turns,
+            tools=[dict(tool) for tool in tools] if tools else None,
             chat_template=_FIXED_CLOCK + template,
             tokenize=False,
             add_generation_prompt=generation_prompt,
@@ -76,9 +89,12 @@ def tokenize(tokenizer: Any, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def prompt_ids(tokenizer: Any, messages: Messages, variables: Mapping[str, Any] | None = None) -> list[int]:
-    """Returns the ids of a prompt, generation prompt included. Raises as `render` does."""
-    return tokenize(tokenizer, render(tokenizer, messages, generation_prompt=True, variables=variables))
+def prompt_ids(
+    tokenizer: Any, messages: Messages, tools: Tools | None = None, variables: Mapping[str, Any] | None = None
+) -> list[int]:
+    """Returns the ids of a prompt, tools and generation prompt included. Raises as `render` does."""
+    text = render(tokenizer, messages, generation_prompt=True, tools=tools, variables=variables)
+    return tokenize(tokenizer, text)
 
 
 def special_tokens(tokenizer: Any) -> dict[int, str]:
@@ -89,14 +105,34 @@ def special_tokens(tokenizer: Any) -> dict[int, str]:
 
 def digest(tokenizer: Any) -> str:
     """Hashes everything that decides the rendering: template, fixed clock and named special tokens; sha256 in hex."""
-    template = _template(tokenizer)
+    template, with_tools = _template(tokenizer, _DEFAULT), _template(tokenizer, _TOOL_USE)
+    others = [] if with_tools == template else [with_tools]
     if template:  # the macro's first form, kept for the digests that stored heads hold
         template = f"{{% macro strftime_now(format) %}}{_DATE}{{% endmacro %}}\n{template}"
     tokens = {name: str(getattr(tokenizer, name, None)) for name in _NAMED_TOKENS}
-    return hashlib.sha256(json.dumps([template, _DATE, tokens], sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([template, _DATE, tokens, *others], sort_keys=True).encode()).hexdigest()
 
 
-def _template(tokenizer: Any) -> str | None:
-    """Returns the template, the default one of several; None if there is none."""
+def _template(tokenizer: Any, name: str) -> str | None:
+    """Returns the template, of several the one of this name, or else the default one; None if there is none."""
     found = tokenizer.chat_template
-    return (found.get("default") if isinstance(found, dict) else found) or None
+    return (found.get(name, found.get(_DEFAULT)) if isinstance(found, dict) else found) or None
+
+
+def _with_parsed_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a message whose tool calls' arguments are objects, where their text spells one."""
+    turn = dict(message)
+    if turn.get("tool_calls"):
+        turn["tool_calls"] = [_parsed(call) for call in turn["tool_calls"]]
+    return turn
+
+
+def _parsed(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return dict(call)
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        return dict(call)
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else dict(call)

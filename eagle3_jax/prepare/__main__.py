@@ -55,7 +55,7 @@ def prepare(config: configs.RunConfig) -> None:
 def _prepare(config: configs.RunConfig, folder: disk.Path, written: dict[int, list[Written]]) -> None:
     """Filters and writes the prompts. `written`: index of a source of kind `self` -> what the target wrote for it."""
     kept, rejects, counts = _filter(_read_all(config, written), config.prepare)
-    asked = [filters.asked(prompt["messages"]) for prompt in kept]
+    asked = [filters.asked(prompt["messages"], prompt.get("tools", ())) for prompt in kept]
     hashes = list(map(filters.opening_hash, asked))
     if len(set(hashes)) == 1:  # one instruction begins all prompts: split by what follows it
         hashes = list(map(filters.content_hash, asked))
@@ -142,19 +142,22 @@ def _filter(
         if isinstance(record, sources.Reject):
             rejects.append({"source": label, "line": record.line, "reason": record.reason, "text": record.text})
             continue
-        messages = record["messages"]
-        reason = filters.refuse(messages, section.max_chars) or benchmarks.check(filters.asked(messages))
+        messages, tools = record["messages"], record.get("tools", [])
+        reason = filters.refuse(messages, section.max_chars, tools) or benchmarks.check(filters.asked(messages))
         if reason is None:
             messages, found = filters.redact(messages)
+            tools, of_tools = filters.redact_json(tools)
+            found += of_tools
             personal += found
             if found and section.personal_data == "drop":
                 reason = "personal data"
-        asked = filters.asked(messages)
+        asked = filters.asked(messages, tools)
         reason = reason or duplicates.check(asked)
         if reason is None:
             identifier = f"{record['category']}-{filters.content_hash(asked)[:16]}"
-            truncated = {"truncated": record["truncated"]} if "truncated" in record else {}
-            kept.append({"id": identifier, "category": record["category"], "messages": messages} | truncated)
+            more = {"tools": tools} if tools else {}
+            more |= {"truncated": record["truncated"]} if "truncated" in record else {}
+            kept.append({"id": identifier, "category": record["category"], "messages": messages} | more)
         else:
             text = filters.excerpt(filters.content(messages))
             rejects.append({"source": label, "line": record["line"], "reason": reason, "text": text})

@@ -12,11 +12,16 @@ import pytest
 import tiny
 import transformers
 
-from eagle3_jax.data import chat
+from eagle3_jax import config as configs
+from eagle3_jax import regenerate
+from eagle3_jax.data import chat, features, sources
+from eagle3_jax.extract import __main__ as extract
 from eagle3_jax.models import chat_template
+from eagle3_jax.prepare import __main__ as prepare
+from eagle3_jax.runs import manifest
 
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden/templates.json").read_text())
-CONVERSATIONS, FAMILIES = GOLDEN["conversations"], GOLDEN["families"]
+CONVERSATIONS, TOOLS, FAMILIES = GOLDEN["conversations"], GOLDEN["tools"], GOLDEN["families"]
 
 SYSTEM = "messages[0].role == 'system'"
 
@@ -32,6 +37,9 @@ def chatml(system: str) -> str:
     return default + turns(one, "<|im_start|>assistant\n")
 
 
+# What Qwen 3 tells the target about tools, in front of their definitions and behind them.
+_DEFINITIONS = "\n".join(map(json.dumps, TOOLS["calls"]))
+BEFORE, AFTER = FAMILIES["qwen3"]["rendered"]["calls"]["text"].partition("<|im_end|>")[0].split(_DEFINITIONS)
 LLAMA3 = (
     "{{ bos_token }}<|start_header_id|>system<|end_header_id|>\n\n"
     "Cutting Knowledge Date: December 2023\nToday Date: DATE\n\n"
@@ -58,11 +66,16 @@ TEMPLATES = {
         "<|header_start|>assistant<|header_end|>\n\n",
     ),
     "qwen25": chatml("You are Qwen, created by Alibaba Cloud. You are a helpful assistant."),
-    "qwen3": turns(
-        "<|im_start|>{{ m.role }}\n{% set parts = m.content.split('</think>') %}"
-        "{% if m.role == 'assistant' and loop.last %}"
-        "<think>\n{{ parts[0].split('<think>')[-1].strip('\n') if parts | length > 1 }}\n</think>\n\n{% endif %}"
-        "{{ parts[-1].lstrip('\n') }}<|im_end|>\n",
+    "qwen3": f"{{% if tools %}}{BEFORE}{{{{ tools | map('tojson') | join('\n') }}}}{AFTER}<|im_end|>\n{{% endif %}}"
+    + turns(
+        "{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n"
+        "{% else %}<|im_start|>{{ m.role }}\n{% set parts = m.content.split('</think>') %}"
+        "{% if m.role == 'assistant' and (loop.last or m.reasoning_content) %}"
+        "<think>\n{{ m.reasoning_content or (parts[0].split('<think>')[-1].strip('\n') if parts | length > 1) }}"
+        "\n</think>\n\n{% endif %}{{ parts[-1].lstrip('\n') }}"
+        "{% for call in m.tool_calls or [] %}"
+        '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n'
+        "</tool_call>{% endfor %}<|im_end|>\n{% endif %}",
         "<|im_start|>assistant\n",
     ),
     "gemma3": "{{ bos_token }}"
@@ -99,18 +112,67 @@ def tokenizer_of(family: str) -> transformers.PreTrainedTokenizerFast:
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_prompts_are_those_of_the_published_template(family: str, name: str) -> None:
     tokenizer, messages, golden = tokenizer_of(family), CONVERSATIONS[name], FAMILIES[family]["rendered"][name]
-    assert chat_template.render(tokenizer, messages, generation_prompt=False) == golden["text"]
-    assert chat_template.render(tokenizer, messages[:-1], generation_prompt=True) == golden["prompt"]
+    tools = TOOLS.get(name)
+    assert chat_template.render(tokenizer, messages, generation_prompt=False, tools=tools) == golden["text"]
+    assert chat_template.render(tokenizer, messages[:-1], generation_prompt=True, tools=tools) == golden["prompt"]
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_masks_are_on_what_the_assistant_says(family: str, name: str) -> None:
     tokenizer, messages, golden = tokenizer_of(family), CONVERSATIONS[name], FAMILIES[family]["rendered"][name]
-    ids, mask = chat.encode(tokenizer, messages)
+    ids, mask = chat.encode(tokenizer, messages, TOOLS.get(name))
     assert tokenizer.decode(ids) == golden["text"]
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]]))).reshape(-1, 2)
     assert [tokenizer.decode(ids[start:end]) for start, end in edges] == golden["said"]
     # An answer begins where the prompt of its turn ends, in training as in serving.
     turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
     for turn, (start, _) in zip(turns, edges, strict=True):
-        assert ids[:start].tolist() == chat_template.prompt_ids(tokenizer, messages[:turn])
+        assert ids[:start].tolist() == chat_template.prompt_ids(tokenizer, messages[:turn], TOOLS.get(name))
+
+
+@pytest.mark.slow
+def test_tools_go_the_whole_way(tmp_path, monkeypatch):
+    """Conversations with tools, from a file to token ids: what is learned is what the published template renders.
+
+    Their definitions count as tokens of the conversation. The same question with other tools is another prompt.
+    """
+    target = tiny.make_target(tiny.llama_config(vocab_size=300, max_position_embeddings=2048), tokenizer_of("qwen3"))
+    golden, talk, tools = FAMILIES["qwen3"]["rendered"]["calls"], CONVERSATIONS["calls"], TOOLS["calls"]
+    others = [tools[0] | {"function": tools[0]["function"] | {"name": name}} for name in ("plus", "of bob@example.org")]
+    lines = [{"messages": talk, "tools": [tool]} for tool in (*tools, *others)]
+    lines += [{"messages": [talk[0] | {"content": f"What is {n} + {n}?"}, *talk[1:]]} for n in range(5)]
+    lines += [{"messages": talk, "tools": {}}, {"messages": talk, "tools": "add"}, {"messages": talk, "tools": tools}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    source = {"kind": "conversations", "path": str(tmp_path / "in.jsonl")}
+    longest = len(golden["text"])  # special tokens are fewer than their letters
+    config = configs.from_dict(
+        {
+            "run_dir": str(tmp_path / "run"),
+            "target": {"aux_layers": [0, 1, 3]},
+            "draft": {"vocab_size": 20},
+            "mesh": {"data": 1},
+            "prepare": {"sources": [source], "held_out": 0.3},
+            "extract": {"max_length": longest, "batch_tokens": longest, "states": "none"},
+        }
+    )
+    prepare.prepare(config)
+    found = manifest.read(config.folder("prepare"), "prepare")["results"]
+    assert found["rejected"] == {"tools: got str, expected a list of objects": 1, "exact duplicate": 1}
+    assert found["personal_data"] == {"EMAIL_ADDRESS": 1}
+    monkeypatch.setattr(regenerate, "load_target", lambda *_, **__: target)
+    regenerate.regenerate(config)
+    extract.extract(config, target)
+    texts = [
+        target.tokenizer.decode(record["token_ids"])
+        for split in ("train", "held_out")
+        for record in features.FeatureSource(config.folder("extract") / split)
+    ]
+    assert len(texts) == 9 and golden["text"] in texts
+    assert sum(BEFORE in text for text in texts) == 3
+    assert sum("of <EMAIL_ADDRESS>" in text for text in texts) == 1
+    (tmp_path / "run/prompts/all.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:1]))
+    (asked,) = sources.read_file(tmp_path / "run/prompts/all.jsonl")[0]
+    (encoded,), _ = sources.encode([asked], target.tokenizer, longest, "all.jsonl")
+    assert golden["text"].startswith(target.tokenizer.decode(encoded["prompt"]))
+    with pytest.raises(ValueError, match="1 are longer"):
+        sources.encode([asked], target.tokenizer, len(encoded["prompt"]) - 1, "all.jsonl")
