@@ -19,7 +19,9 @@ from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.export import __main__ as export
 from eagle3_jax.extract import __main__ as extract
 from eagle3_jax.formats.heads import load_draft
-from eagle3_jax.models.checkpoint.fetch import Target
+from eagle3_jax.mesh import make_mesh, shardings
+from eagle3_jax.models.checkpoint.fetch import Target, load_target
+from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.runs import manifest
 from eagle3_jax.train import __main__ as train
 from eagle3_jax.train import in_engine
@@ -35,14 +37,16 @@ def target() -> Target:
     return tiny.make_target(tiny.llama_config(vocab_size=len(tokenizer) + 6, max_position_embeddings=512), tokenizer)
 
 
-def run_of(folder: pathlib.Path, target: Target, mode: str, **values: object) -> configs.RunConfig:
-    """A run whose conversations are extracted for `train.features: mode`."""
+def run_of(
+    folder: pathlib.Path, target: Target, mode: str, data: int = 2, model: int = 2, **values: object
+) -> configs.RunConfig:
+    """A run whose conversations are extracted for `train.features: mode`, on a mesh of data x model devices."""
     config = configs.from_dict(
         {
             "run_dir": str(folder),
             "target": {"aux_layers": list(target.model.config.aux_layers)},
             "draft": {"vocab_size": 20},
-            "mesh": {"data": 2, "model": 2},
+            "mesh": {"data": data, "model": model},
             "extract": {"max_length": 64, "batch_tokens": 512, "states": "none" if mode == "online" else "bfloat16"},
             "train": {
                 "features": mode,
@@ -131,6 +135,23 @@ def test_a_resumed_run_is_bit_equal(tmp_path, target, online, monkeypatch):
         np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.slow
+def test_training_has_a_mesh_of_its_own(tmp_path):
+    """Extracted on 2 x 2 devices, trained on 4 x 1, where the target is loaded anew: the losses of one device."""
+    folder, losses = tiny.write_target(tmp_path / "target"), []
+    named = configs.TargetConfig(name=str(folder), aux_layers=(1, 2, 3))
+    for data, model, own in ((1, 1, None), (2, 2, {"data": 4, "model": 1})):
+        target = load_target(named, make_mesh(configs.MeshConfig(data=data, model=model)))
+        run = tmp_path / f"{data}x{model}"
+        # AdamW turns a gradient's last bits into steps of the learning rate where the gradient is nearly 0.
+        steps = {"max_steps": 3, "eval_every": 3, "learning_rate": 1e-4, "argmax_mask": False}
+        config = run_of(run, target, "online", data, model, mesh=own, **steps)
+        train.train(dataclasses.replace(config, target=named))
+        losses.append([(line["kind"], line["loss"]) for line in metrics(config)])
+    assert [kind for kind, _ in losses[0]] == [kind for kind, _ in losses[1]] == ["train"] * 3 + ["held_out"]
+    np.testing.assert_allclose(*([loss for _, loss in of_run] for of_run in losses), rtol=1e-6)
+
+
 def test_stored_states_that_are_not_there_are_refused(tmp_path, target, online):
     shutil.copytree(online.folder("extract"), tmp_path / "features")
     config = configs.from_dict(configs.to_dict(online) | {"run_dir": str(tmp_path)})
@@ -146,7 +167,12 @@ def test_a_block_head_is_trained_online_exported_and_decodes(tmp_path, target, m
     shape = dataclasses.replace(target.model.config, aux_layers=(1, 2, 3))  # engines number boundaries from 1 on
     target = tiny.make_target(shape, target.tokenizer)
     config = run_of(tmp_path, target, "online", max_steps=2, anchors=8, eval_every=2, decode_every=2)
-    monkeypatch.setattr(in_engine, "load_target", lambda *_, **__: target)
+
+    def placed_target(_, mesh):
+        placed = jax.device_put(target.model, shardings(target.model, mesh, SHARDING_RULES))
+        return dataclasses.replace(target, model=placed)
+
+    monkeypatch.setattr(in_engine, "load_target", placed_target)  # an engine on each row of the mesh
     monkeypatch.setattr(in_engine, "_TOKENS", 8)
     config.folder("prepare").mkdir()
     prompt = {"id": "0", "category": "chat", "messages": [{"role": "user", "content": "abc"}]}
