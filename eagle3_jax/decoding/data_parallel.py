@@ -60,6 +60,13 @@ def generate(
     together([lambda number=number: answer(number) for number in range(len(engines))])
 
 
+def answers(engines: Sequence[Engine], prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Output]:
+    """The answers of `generate`, in the prompts' order."""
+    found: dict[int, Output] = {}
+    generate(engines, prompts, params, found.__setitem__)
+    return [found[index] for index in range(len(prompts))]
+
+
 def together(works: Sequence[Callable[[], Result]]) -> list[Result]:
     """Runs each work in a thread, a single one in this thread; returns the results, or raises the first exception."""
     if len(works) == 1:

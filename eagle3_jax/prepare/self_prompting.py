@@ -7,6 +7,7 @@ interruption instead of generated again.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Sequence
@@ -41,7 +42,8 @@ def write(config: configs.RunConfig, source: configs.SelfSource, log: disk.Path)
     ended = sum(reason == "stop" for outputs in done for _, reason in outputs)
     if ended >= source.count:
         return [(turns, reason) for outputs in done for turns, reason in outputs]
-    from eagle3_jax.decoding.engine import Engine, SamplingParams  # late: loads JAX and the target
+    from eagle3_jax.decoding import data_parallel  # late: loads JAX and the target
+    from eagle3_jax.decoding.engine import Engine, SamplingParams
     from eagle3_jax.mesh import make_mesh, own_replica
     from eagle3_jax.models.checkpoint import fetch
 
@@ -50,8 +52,9 @@ def write(config: configs.RunConfig, source: configs.SelfSource, log: disk.Path)
     beginning = max(len(chat.user_opening_ids(tokenizer, _system(source), opening)) for opening in openings)
     length = beginning + source.max_tokens + (source.turns - 1) * 2 * (source.max_tokens + _TEMPLATE_TOKENS)
     replica = own_replica(make_mesh(config.mesh))
-    target = fetch.load_target(config.target, replica.decoding_mesh)
-    engine = Engine.load(target, None, batch_size=batch, max_length=length)
+    rows = data_parallel.targets(fetch.load_target(config.target, replica.mesh), replica)
+    engines = [Engine.load(row, None, batch_size=batch, max_length=length) for row in rows]
+    generate = functools.partial(data_parallel.generate, engines)
     with (
         disk.Log(log) as stream,
         tqdm.tqdm(
@@ -77,7 +80,7 @@ def write(config: configs.RunConfig, source: configs.SelfSource, log: disk.Path)
             ]
             begun = [openings[(tried + row) % len(openings)] for row in range(size)]
             own = slice(replica.index, None, replica.count)
-            outputs = _converse(engine, tokenizer, source, begun[own], params[own], length, progress)
+            outputs = _converse(generate, tokenizer, source, begun[own], params[own], length, progress)
             shares = {
                 part["replica"]: part["outputs"]
                 for part in processes.gather({"replica": replica.index, "outputs": outputs})
@@ -92,7 +95,7 @@ def write(config: configs.RunConfig, source: configs.SelfSource, log: disk.Path)
 
 
 def _converse(
-    engine: Any,
+    generate: Callable[..., None],
     tokenizer: Any,
     source: configs.SelfSource,
     openings: Sequence[str],
@@ -100,17 +103,28 @@ def _converse(
     length: int,
     progress: Callable[[bool], None],
 ) -> list[Written]:
-    """Generates a conversation for each opening, turn by turn for all; a truncated turn ends its conversation."""
+    """Generates a conversation for each opening, turn by turn for all; a truncated turn ends its conversation.
+
+    Args:
+        generate: `data_parallel.generate` on the engines of this process.
+    """
     talks = [_system(source) for _ in openings]
 
-    def ask(prompts: dict[int, list[int]], on_output: Any = None) -> dict[int, Any]:
+    def ask(prompts: dict[int, list[int]], progress: Callable[[bool], None] = lambda _: None) -> dict[int, Any]:
         """Continuations of the prompts, by row; none for a prompt without room."""
         fitting = {row: ids for row, ids in prompts.items() if len(ids) + source.max_tokens <= length}
-        answers = engine.generate(list(fitting.values()), [params[row] for row in fitting], on_output)
-        return dict(zip(fitting, answers, strict=True))
+        answers: dict[int, Any] = {}
+        rows = list(fitting)
+
+        def on_output(index: int, output: Any) -> None:
+            answers[rows[index]] = output
+            progress(output.finish_reason == "stop")
+
+        generate(list(fitting.values()), [params[row] for row in rows], on_output)
+        return {row: answers[row] for row in rows}
 
     beginnings = {row: chat.user_opening_ids(tokenizer, talks[row], opening) for row, opening in enumerate(openings)}
-    first = ask(beginnings, lambda _, output: progress(output.finish_reason == "stop"))
+    first = ask(beginnings, progress)
     for row, answer in first.items():
         talks[row].append({"role": "user", "content": openings[row] + answer.text})
     rows = [row for row, answer in first.items() if answer.finish_reason == "stop"]

@@ -14,6 +14,7 @@ import numpy as np
 from eagle3_jax import config as configs
 from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.data import sources
+from eagle3_jax.decoding import data_parallel
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.mesh import fetch, make_mesh, own_replica
 from eagle3_jax.models.checkpoint.fetch import load_target
@@ -35,7 +36,7 @@ def held_out_prompts(config: configs.RunConfig) -> disk.Path:
 
 
 class Served:
-    """An engine that drafts with one head after the other; the replicas of the mesh share the prompts.
+    """Engines that draft with one head after the other; the rows of the mesh share the prompts, an engine each.
 
     Args:
         kind: the head's kind.
@@ -49,7 +50,7 @@ class Served:
     def __init__(self, config: configs.RunConfig, kind: Kind, head: Any, token_ids: np.ndarray) -> None:
         self._replica = own_replica(make_mesh(config.mesh))
         self._kind, self._token_ids = kind, jnp.asarray(token_ids)
-        target = load_target(config.target, self._replica.decoding_mesh)
+        target, *others = data_parallel.targets(load_target(config.target, self._replica.mesh), self._replica)
         self._output_rows = fetch(target.model.output_rows)
         room = min(config.extract.max_length, target.model.config.max_position_embeddings) - _TOKENS
         path = held_out_prompts(config)
@@ -60,17 +61,21 @@ class Served:
         steps = kind.num_drafts
         chain = configs.DraftTree(num_steps=steps, topk=1, num_draft_tokens=steps + 1)
         longest = max(map(len, self._prompts), default=1) + _TOKENS
-        self._engine = Engine(
-            target.model, target.tokenizer, self._draft(head), chain, batch_size=_BATCH, max_length=longest
-        )
+        draft = self._draft(head)
+        self._engines = [
+            Engine(row.model, row.tokenizer, draft, chain, batch_size=_BATCH, max_length=longest)
+            for row in (target, *others)
+        ]
 
     def _draft(self, head: Any) -> Draft:
         return self._kind.draft(fetch(head), self._output_rows, self._token_ids)
 
     def measure(self, head: Any) -> dict[str, Any]:
         """Measures `tau`, `alpha` and `rounds` of the held-out prompts over all replicas (see `AcceptanceCounts`)."""
-        self._engine.replace_draft(self._draft(head))
-        answers = self._engine.generate(self._prompts, self._params) if self._prompts else []
+        draft = self._draft(head)
+        for engine in self._engines:
+            engine.replace_draft(draft)
+        answers = data_parallel.answers(self._engines, self._prompts, [self._params] * len(self._prompts))
         own = AcceptanceCounts.total(answer.stats.counts for answer in answers)
         shares = processes.gather([self._replica.index, own.rounds, own.accepted])
         replicas = {index: AcceptanceCounts(rounds, accepted) for index, rounds, accepted in shares}

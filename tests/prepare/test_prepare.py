@@ -3,7 +3,6 @@
 import gzip
 import json
 import pathlib
-import types
 import unicodedata
 from typing import Any
 
@@ -11,7 +10,8 @@ import pytest
 
 from eagle3_jax import config as configs
 from eagle3_jax.data import chat
-from eagle3_jax.decoding.params import SamplingParams
+from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.decoding.request import Output, Stats
 from eagle3_jax.models import chat_template
 from eagle3_jax.models.checkpoint import fetch
 from eagle3_jax.prepare import __main__ as prepare
@@ -22,7 +22,8 @@ QUESTIONS = [f"What is {a} plus {b}?" for a in range(2, 6) for b in range(10, 15
 
 
 def run_config(tmp_path: pathlib.Path, *given: dict[str, Any], **section: Any) -> configs.RunConfig:
-    return configs.from_dict({"run_dir": str(tmp_path / "run"), "prepare": {"sources": list(given), **section}})
+    values = {"run_dir": str(tmp_path / "run"), "mesh": {"data": 1}, "prepare": {"sources": list(given), **section}}
+    return configs.from_dict(values)
 
 
 def jsonl(tmp_path: pathlib.Path, *lines: Any, name: str = "in.jsonl") -> dict[str, Any]:
@@ -193,28 +194,31 @@ def test_command_line(tmp_path):
         prepare.main(["--config", str(file), "--prepare.held_out", "0.25"])
 
 
-class FakeEngine:
+class FakeEngine(Engine):
     """Stands for the engine: text depends on the seed, every fourth is cut off; it can be made to die."""
+
+    def __init__(self) -> None:
+        pass
 
     chunks = 0
     dies_at: int | None = None
     never_ends = False
 
     @classmethod
-    def load(cls, target: object, draft: None, *, batch_size: int, max_length: int) -> "FakeEngine":
+    def load(cls, *_: Any, batch_size: int, max_length: int) -> "FakeEngine":
         assert (batch_size, max_length) == (2, 3 + 128)
         return cls()
 
-    def generate(self, rows: list[list[int]], params: list[SamplingParams], on_output: Any = None) -> list[Any]:
+    def generate(self, prompts: Any, params: Any = (), on_output: Any = None) -> list[Output]:
         if self.chunks == self.dies_at:
             raise KeyboardInterrupt
         type(self).chunks += 1
-        assert rows == [[1, 2, 3]] * len(params) and len({one.seed for one in params}) == len(params) <= 8
+        assert prompts == [[1, 2, 3]] * len(params) and len({one.seed for one in params}) == len(params) <= 8
         outputs = []
         for row, one in enumerate(params):
             reason = "length" if row % 4 == 3 or self.never_ends else "stop"
             text = f"Tell me about the {one.seed} of bob{row}@example.org, at {one.temperature} and {one.max_tokens}."
-            outputs.append(types.SimpleNamespace(text=text, finish_reason=reason))
+            outputs.append(Output([], text, reason, Stats(1, [])))
             on_output(row, outputs[-1])
         return outputs
 
@@ -224,6 +228,7 @@ def engine(monkeypatch):
     fake = type("Fresh", (FakeEngine,), {})
     monkeypatch.setattr("eagle3_jax.decoding.engine.Engine", fake)
     monkeypatch.setattr(fetch, "load_target", lambda *_: None)
+    monkeypatch.setattr("eagle3_jax.decoding.data_parallel.targets", lambda target, _: [target])
     monkeypatch.setattr(fetch, "load_tokenizer", lambda name: "tokenizer of " + name)
     monkeypatch.setattr(chat, "user_opening_ids", lambda tokenizer, messages, opening: [1, 2, 3])
     monkeypatch.setattr(self_prompting, "_CHUNK", 4)
@@ -278,25 +283,27 @@ def test_self_prompting_ends_even_if_the_target_does_not(tmp_path, engine):
     assert results(config)["rejected"] == {"the target did not end its prompt": 16}
 
 
-class Talker:
+class Talker(Engine):
     """Stands for the engine: notes what it is asked; a prompt that begins with "Cut", and a third one, never ends."""
 
     asked: list[str]
 
+    def __init__(self) -> None:
+        pass
+
     @classmethod
-    def load(cls, target: object, draft: None, *, batch_size: int, max_length: int) -> "Talker":
+    def load(cls, *_: Any, batch_size: int, max_length: int) -> "Talker":
         cls.asked = []
         return cls()
 
-    def generate(self, rows: list[list[int]], params: list[SamplingParams], on_output: Any = None) -> list[Any]:
-        asked = ["".join(map(chr, row)) for row in rows]
+    def generate(self, prompts: Any, params: Any = (), on_output: Any = None) -> list[Output]:
+        asked = ["".join(map(chr, row)) for row in prompts]
         self.asked += asked
         outputs = []
         for number, (row, one) in enumerate(zip(asked, params, strict=True)):
             reason = "length" if "Cut" in row or row.count("user:") > 2 else "stop"
-            outputs.append(types.SimpleNamespace(text=f" {len(row)}/{one.seed}", finish_reason=reason))
-            if on_output:
-                on_output(number, outputs[-1])
+            outputs.append(Output([], f" {len(row)}/{one.seed}", reason, Stats(1, [])))
+            on_output(number, outputs[-1])
         return outputs
 
 
@@ -304,6 +311,13 @@ def test_self_prompting_begins_as_it_is_told_and_goes_on_for_several_turns(tmp_p
     monkeypatch.setattr("eagle3_jax.decoding.engine.Engine", Talker)
     monkeypatch.setattr(fetch, "load_target", lambda *_: None)
     monkeypatch.setattr(fetch, "load_tokenizer", lambda name: None)
+    loaded = []
+
+    def targets(target, replica):
+        loaded.append(len(replica.rows))
+        return [target] * len(replica.rows)
+
+    monkeypatch.setattr("eagle3_jax.decoding.data_parallel.targets", targets)
 
     def ids(messages, end):
         return list(map(ord, "".join(f"{message['role']}:{message['content']};" for message in messages) + end))
@@ -325,6 +339,10 @@ def test_self_prompting_begins_as_it_is_told_and_goes_on_for_several_turns(tmp_p
         assert question + "assistant:" in Talker.asked
         assert any(row.startswith(f"{question}assistant: ") and row.endswith(";user:") for row in Talker.asked)
         assert second["content"].endswith("/" + first["content"].rpartition("/")[2]), "one seed, one conversation"
+    values = configs.to_dict(config) | {"run_dir": str(tmp_path / "rows"), "mesh": {"data": 3}}
+    prepare.prepare(configs.from_dict(values))  # an engine for each row of the mesh
+    assert loaded == [1, 3]
+    assert prompts(configs.from_dict(values)) == kept
 
 
 def test_prompts_that_all_begin_alike_are_split_behind_their_beginning(tmp_path):
