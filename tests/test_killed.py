@@ -16,11 +16,8 @@ import sys
 import time
 from typing import Any
 
-import jax
-import numpy as np
 import pytest
 import tiny
-from orbax.checkpoint import v1 as ocp
 
 from eagle3_jax.config import FOLDERS
 from eagle3_jax.runs import command, manifest
@@ -101,10 +98,6 @@ def untimed(value: Any) -> Any:
     return [untimed(item) for item in value] if isinstance(value, list) else value
 
 
-def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
-
-
 def result(verb: str, run: pathlib.Path) -> dict[str, Any]:
     """All that a verb leaves behind, timings excepted, by file."""
     if verb in ("evaluate", "report"):
@@ -118,12 +111,8 @@ def result(verb: str, run: pathlib.Path) -> dict[str, Any]:
     if verb == "train":
         lines = (folder / "metrics.jsonl").read_text().splitlines()
         found["metrics"] = [untimed(json.loads(line)) for line in lines]
-        with ocp.training.Checkpointer(str(folder)) as checkpoints:
-            for step in [checkpoint.step for checkpoint in checkpoints.checkpoints]:
-                held = checkpoints.checkpointables_metadata(step).metadata
-                like = {part: jax.tree.map(shape_of, held[part]) for part in ("head", "optimizer")}
-                for part, leaves in checkpoints.load_checkpointables(step, like).items():
-                    found |= {f"{step}/{part}/{name}": np.asarray(leaf).tobytes() for name, leaf in leaves.items()}
+        for step in tiny.saved_steps(folder):
+            found |= {f"{step}/{name}": leaf for name, leaf in tiny.saved(folder, step).items()}
         return found
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name != manifest.NAME:

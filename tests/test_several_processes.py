@@ -14,6 +14,7 @@ import pytest
 import tiny
 
 from eagle3_jax.data.features import FeatureSource
+from eagle3_jax.runs import command
 
 VERBS = ("prepare", "regenerate", "extract", "train", "export", "evaluate", "report")
 SPLITS = ("train", "held_out")
@@ -167,6 +168,61 @@ def test_one_killed_process_ends_all_and_the_rerun_goes_on(config, alone, verb, 
     assert status != 0 and "run the same command on all hosts again" in output.splitlines()[-1], output[-2000:]
     chain(config, run, "1x1", 1, *DECODES, verbs=VERBS[len(before) :])
     check_same(alone, run)
+
+
+# Nothing but a stop, and the end, saves.
+STEPS = 80
+UNSAVED = ("--train.max-steps", str(STEPS), "--train.eval-every", "1000", "--train.checkpoint-every", "1000")
+SMALL = ("--train.ttt-steps", "1", "--train.row-length", "128")
+
+
+def stopped(config: pathlib.Path, run: pathlib.Path, mesh: str, processes: int, devices: int) -> int:
+    """Begins or resumes a training; SIGTERM goes to its last process. Returns the step that all of them saved."""
+    folder = run / "checkpoints"
+    log = folder / "metrics.jsonl"
+    before = len(log.read_text().splitlines()) if log.exists() else 0
+    command_line = (*arguments("train", run, mesh), *UNSAVED, *SMALL)
+    started = tiny.start_verb(processes, "train", config, *command_line, devices=devices)
+    until = time.monotonic() + 200
+    while time.monotonic() < until and all(process.poll() is None for process in started):
+        if log.exists() and len(log.read_text().splitlines()) > before:
+            break
+        time.sleep(0.005)
+    started[-1].send_signal(signal.SIGTERM)
+    ends = tiny.end_processes(started)
+    assert [status for status, _ in ends] == [command.STOPPED] * processes, [output[-2000:] for _, output in ends]
+    assert all("stopped by SIGTERM" in output and "Traceback" not in output for _, output in ends), ends
+    step = tiny.saved_steps(folder)[-1]
+    assert step == metrics(run)[-1]["step"] < STEPS
+    return step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("counts", "mesh"), [((2, 1), "2x1"), pytest.param((4, 2, 1), "2x2", marks=pytest.mark.long)])
+def test_sigterm_to_one_process_saves_on_all_and_fewer_processes_go_on(config, whole_run, counts, mesh):
+    """In float32, on the same devices, with ever fewer processes: every step is that of a training without a stop.
+
+    The devices of a single process sum in another order where they are more than two.
+    """
+    runs = [config.parent / f"{name}-{mesh}" for name in ("whole", "stopped")]
+    for run in runs:
+        shutil.copytree(whole_run.folder / "features", run / "features")
+    devices, alike = counts[0], counts[0] if counts[0] > 2 else 1
+    chain(config, runs[0], mesh, alike, *UNSAVED, *SMALL, devices=devices // alike, verbs=["train"])
+    steps = [stopped(config, runs[1], mesh, count, devices // count) for count in counts[:-1]]
+    assert steps == sorted(set(steps))
+    chain(config, runs[1], mesh, 1, *UNSAVED, *SMALL, devices=devices, verbs=["train"])
+    lines = [[(x["step"], x["loss"], x["gradient_norm"]) for x in metrics(run) if x["kind"] == "train"] for run in runs]
+    assert [step for step, *_ in lines[1]] == list(range(1, STEPS + 1))
+    if devices == 2:
+        assert lines[0] == lines[1]
+        whole, resumed = (tiny.saved(run / "checkpoints", STEPS) for run in runs)
+        assert [name for name in whole if whole[name] != resumed[name]] == []
+    else:
+        last = steps[-1]  # behind it a single process sums
+        assert lines[0][:last] == lines[1][:last]
+        np.testing.assert_allclose(lines[1][last], lines[0][last], rtol=1e-6)
+        np.testing.assert_allclose(losses(runs[1]), losses(runs[0]), rtol=2e-3)
 
 
 NEAR_TIES = """

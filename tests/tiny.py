@@ -420,6 +420,26 @@ def start_verb(
     return start_processes(count, command, devices, config.parent, **more)
 
 
+def saved_steps(folder: pathlib.Path) -> list[int]:
+    """The steps whose checkpoints are complete in a checkpoints folder, ascending."""
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
+
+
+def saved(folder: pathlib.Path, step: int) -> dict[str, bytes]:
+    """All bytes of a step's checkpoint, weights and moments, by leaf."""
+    from orbax.checkpoint import v1 as ocp  # late: slow to import, and few tests read checkpoints
+
+    def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+        where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+    with ocp.training.Checkpointer(str(folder)) as checkpoints:
+        held = checkpoints.checkpointables_metadata(step).metadata
+        like = {part: jax.tree.map(shape_of, held[part]) for part in ("head", "optimizer")}
+        parts = checkpoints.load_checkpointables(step, like)
+    return {f"{part}/{name}": np.asarray(x).tobytes() for part, leaves in parts.items() for name, x in leaves.items()}
+
+
 def assert_second_token_is_the_targets(target: Any, prompt: np.ndarray, got: np.ndarray, temperature: float) -> None:
     """Second tokens of answers to one prompt against their exact distribution, by chi-square.
 
