@@ -45,6 +45,7 @@ class Counted:
         answers: token ids of the answers with the head.
         counts: rounds and accepted drafts of the answers with the head.
         seconds: time with the head. plain_seconds: time without it; None if that was not run.
+        repaired: what the check set right in the engine; None if nothing.
     """
 
     plain: list[list[int]]
@@ -52,6 +53,7 @@ class Counted:
     counts: AcceptanceCounts
     seconds: float
     plain_seconds: float | None
+    repaired: str | None = None
 
     def column(self) -> dict[str, Any]:
         tokens, plain = sum(map(len, self.answers)), sum(map(len, self.plain))
@@ -62,6 +64,7 @@ class Counted:
             "tau": self.counts.tau,
             "identical": sum(a == b for a, b in zip(self.answers, self.plain, strict=True)),
             "tokens_per_second": {"vanilla": vanilla, "speculative": tokens / self.seconds},
+            "repaired": self.repaired,
         }
 
 
@@ -221,7 +224,8 @@ def in_vllm(python: str | pathlib.Path, request: dict[str, Any]) -> Counted:
     """Runs vLLM with the head and without, in one process each. Raises CheckError if one fails."""
     plain, fast = (vllm_answers(python, request | {"draft": draft}) for draft in (None, request["draft"]))
     counts = AcceptanceCounts(fast["rounds"], fast["accepted"])
-    return Counted(plain["answers"], fast["answers"], counts, fast["seconds"][-1], plain["seconds"][-1])
+    times = (fast["seconds"][-1], plain["seconds"][-1])
+    return Counted(plain["answers"], fast["answers"], counts, *times, fast.get("repaired"))
 
 
 def in_sglang(url: str, request: dict[str, Any], plain: list[list[int]]) -> Counted:
@@ -279,6 +283,7 @@ def table(report: dict[str, Any]) -> str:
         speeds = [x["tokens_per_second"][way] for x in columns]
         rows.append((f"{way}, tokens/s", *("-" if speed is None else f"{speed:.1f}" for speed in speeds)))
     lines = command.aligned(rows)
+    lines += [f"{name}, repaired: {x['repaired']}" for name, x in zip(names, columns, strict=True) if x["repaired"]]
     if report["dtype"] != EXACT:
         found = report["differences"]
         lines.append(f"{report['dtype']}: only {EXACT} is required to be equal; differences: {len(found) or 'none'}")

@@ -6,7 +6,7 @@ Request: `target` and `draft`, folders (null without a draft); `method` and `num
 the reasons why a CPU build cannot run the head; `prompts`, token ids; `max_tokens`, `ignore_eos`, `max_model_len`,
 `batch_size`, `dtype`; `turns`, repetitions after the warm-up.
 Answer: `version`; `answers`, token ids; `seconds` of each turn; for the last turn `rounds`, and `accepted`, the rounds
-that accepted the draft at position 1, 2, ...
+that accepted the draft at position 1, 2, ...; `repaired`, what this process alone sets right in vLLM, or null.
 """
 
 from __future__ import annotations
@@ -29,14 +29,42 @@ def counters(engine: Any) -> tuple[int, list[int]]:
     return rounds, list(accepted)
 
 
+KEYS_BY_LAYER = (
+    "qwen3_dflash.py, DFlashQwen3Model._normalize_context_k: a CPU's rms_norm takes the first layer's k_norm for every "
+    "layer's context keys; here each layer takes its own, as on GPUs"
+)
+
+
+def norm_keys_by_layer() -> str:
+    """Gives a DFlash head's context keys the norm of their own layer. Returns what this repairs.
+
+    vLLM 0.32.0 passes the stacked weights [layers, head_dim] to `rms_norm`, of which a CPU build reads the first row
+    alone: a head of several layers loses drafts there.
+    """
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model  # pyright: ignore[reportMissingImports]
+
+    def normed(model: Any, keys: Any) -> Any:  # [layers, tokens, heads, head_dim]
+        for layer, own in zip(model.layers, keys, strict=True):
+            own[:] = layer.self_attn.k_norm(own)
+        return keys
+
+    DFlashQwen3Model._normalize_context_k = normed
+    return KEYS_BY_LAYER
+
+
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"}
     import vllm  # pyright: ignore[reportMissingImports]
 
-    speculative = None
+    speculative, repaired = None, None
     if request["draft"] is not None:
-        if request["refused_on_cpu"] and vllm.platforms.current_platform.is_cpu():
+        from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
+
+        on_cpu = current_platform.is_cpu()
+        if request["refused_on_cpu"] and on_cpu:
             sys.exit("\n  ".join(["vLLM's CPU build cannot run this head:", *request["refused_on_cpu"]]))
+        if request["method"] == "dflash" and on_cpu:
+            repaired = norm_keys_by_layer()
         drafts = request["num_speculative_tokens"]
         speculative = {"method": request["method"], "model": request["draft"], "num_speculative_tokens": drafts}
     engine = vllm.LLM(
@@ -64,6 +92,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         "seconds": seconds[1:],
         "rounds": after[0] - before[0],
         "accepted": [b - a for a, b in zip(earlier, after[1], strict=True)],
+        "repaired": repaired,
     }
 
 
