@@ -10,6 +10,7 @@ import types
 from typing import Any
 
 import fake_sglang
+import numpy as np
 import pytest
 import tiny
 
@@ -233,6 +234,8 @@ def test_vllm_is_asked_for_what_the_request_says_and_counts_one_turn(monkeypatch
 
     fake = types.SimpleNamespace(LLM=LLM, SamplingParams=lambda **options: options, __version__="0")
     monkeypatch.setitem(sys.modules, "vllm", fake)
+    on_gpu = types.SimpleNamespace(current_platform=types.SimpleNamespace(is_cpu=lambda: False))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", on_gpu)
     sizes = {"max_tokens": 2, "max_model_len": 9, "batch_size": 4, "num_speculative_tokens": 2, "turns": 1}
     request = {"target": "t", "draft": "d", "prompts": [[1], [2]], "ignore_eos": False, "dtype": "float32", **sizes}
     request |= {"method": "dflash", "refused_on_cpu": []}
@@ -240,4 +243,26 @@ def test_vllm_is_asked_for_what_the_request_says_and_counts_one_turn(monkeypatch
     assert made["speculative_config"] == {"method": "dflash", "model": "d", "num_speculative_tokens": 2}
     assert (made["target"], made["max_num_seqs"], made["max_model_len"]) == ("t", 4, 9)
     assert (answer["rounds"], answer["accepted"], answer["answers"]) == (10, [1, 0], [[1, 2], [1, 2]])
+    assert answer["repaired"] is None
     assert vllm_process.answer(request | {"draft": None}) and made["speculative_config"] is None
+    on_gpu.current_platform.is_cpu = lambda: True
+    with pytest.raises(SystemExit, match=r"vLLM's CPU build cannot run this head:\n  a reason"):
+        vllm_process.answer(request | {"refused_on_cpu": ["a reason"]})
+
+
+def test_on_a_cpu_each_layer_norms_its_own_context_keys(monkeypatch):
+    """In vLLM's place a model whose own function takes the first layer's norm for all, as its CPU build does."""
+
+    class DFlashQwen3Model:
+        def __init__(self):
+            norms = [lambda keys, scale=scale: scale * keys for scale in (2.0, 3.0)]
+            self.layers = [types.SimpleNamespace(self_attn=types.SimpleNamespace(k_norm=norm)) for norm in norms]
+
+        def _normalize_context_k(self, keys):
+            return self.layers[0].self_attn.k_norm(keys)
+
+    module = types.SimpleNamespace(DFlashQwen3Model=DFlashQwen3Model)
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.models.qwen3_dflash", module)
+    keys = np.ones((2, 5, 1, 4), np.float32)
+    assert vllm_process.norm_keys_by_layer() == vllm_process.KEYS_BY_LAYER
+    np.testing.assert_array_equal(DFlashQwen3Model()._normalize_context_k(keys)[:, 0, 0, 0], [2.0, 3.0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import shlex
 import shutil
 from typing import Any
 
@@ -14,7 +15,8 @@ import tiny_heads
 
 from eagle3_jax import config as configs
 from eagle3_jax.export import __main__ as export
-from eagle3_jax.export import check
+from eagle3_jax.export import check, vllm_process
+from eagle3_jax.models.drafts.dflash import DFlash
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600), pytest.mark.usefixtures("plain_answers_once")]
 FLAGS = {"EAGLE-3": (), "EAGLE-3.1": ("--draft.fc-norm", "--draft.norm-output")}
@@ -152,3 +154,68 @@ def test_a_head_of_another_architecture(trained, vllm, fields, tmp_path):
         fields = {"rope_parameters": rope, "rope_scaling": scaled, "rope_theta": rope["rope_theta"]}
     tiny_heads.alter(head, **fields)
     counted(trained, head, vllm)
+
+
+BLOCKS = ("--draft.kind", "dflash", "--draft.num-layers", "2", "--draft.mask-token-id", "447", "--train.anchors", "32")
+BLOCKS += ("--export.format", "vllm")
+SLIDE = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 20, "use_sliding_window": True}
+SLIDE |= {"max_window_layers": 2}
+
+
+@pytest.fixture(scope="module")
+def blocks(answers: pathlib.Path) -> configs.RunConfig:
+    return train(answers, "blocks", *BLOCKS, *WHOLE)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"is_causal": True}, SLIDE, SLIDE | {"is_causal": False}, LLAMA3],
+    ids=["full", "causal", "sliding", "sliding both ways", "llama3"],
+)
+def test_a_block_head(blocks, vllm, fields, tmp_path):
+    """Trained with full layers; what the options change must be the same in both."""
+    head = bare(blocks.folder("export"), tmp_path / "head")
+    if "rope_type" in fields:
+        fields = {"rope_parameters": fields | {"rope_theta": 1e4}, "rope_scaling": fields}
+    tiny_heads.alter(head, **fields)
+    assert "k_norm" in counted_blocks(blocks, head, vllm)["repaired"]
+
+
+def test_a_block_of_16_over_a_draft_vocabulary(answers, vllm):
+    config = train(answers, "blocks of 16", *BLOCKS, "--draft.block-size", "16")
+    counted_blocks(config, config.folder("export"), vllm)
+
+
+def counted_blocks(config: configs.RunConfig, head: pathlib.Path, vllm: pathlib.Path) -> dict[str, Any]:
+    """As `counted`; so small a head need not reach the end of its block."""
+    asked = dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, draft=str(head)))
+    column = check.run(asked, config.folder("prepare") / "held_out.jsonl", "vllm", vllm)["engines"]["vllm"]
+    assert min(column["accepted_per_position"][:2]) > 0, "the head is not at work"
+    return column
+
+
+def test_vllm_alone_takes_the_first_layer_s_norm_for_all_context_keys(blocks, vllm, tmp_path, monkeypatch):
+    """The only difference: this engine with the same fault counts the same, and without it other rounds."""
+    code = (
+        f"import json, sys; sys.path.insert(0, {str(pathlib.Path(vllm_process.__file__).parent)!r}); "
+        "import vllm_process as own; own.norm_keys_by_layer = lambda: None; "
+        "print(json.dumps(own.answer(json.load(sys.stdin))))"
+    )
+    as_it_is = tmp_path / "python"
+    as_it_is.write_text(f"#!/bin/sh\nexec {shlex.quote(str(vllm))} -c {shlex.quote(code)}\n")
+    as_it_is.chmod(0o755)
+    head = blocks.folder("export")
+    with pytest.raises(check.CheckError, match="vllm: (rounds|accepted): got"):
+        counted_blocks(blocks, head, as_it_is)
+
+    def with_the_first_norm(self: DFlash, fused: Any, positions: Any) -> Any:
+        rope, first = self._rope(positions), self.layers[0].k_norm[...]
+        found = []
+        for layer in self.layers:
+            own, layer.k_norm[...] = layer.k_norm[...], first
+            found.append(layer.keys_and_values(fused, rope))
+            layer.k_norm[...] = own
+        return tuple(found)
+
+    monkeypatch.setattr(DFlash, "context", with_the_first_norm)
+    counted_blocks(blocks, head, as_it_is)
