@@ -17,7 +17,9 @@ import tiny_heads
 from eagle3_jax import config as configs
 from eagle3_jax.export import __main__ as export
 from eagle3_jax.export import check, vllm_process
+from eagle3_jax.kernels.linear.api import linear
 from eagle3_jax.models.drafts.dflash import DFlash
+from eagle3_jax.models.layers import apply_rope, rms_norm
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600), pytest.mark.usefixtures("plain_answers_once")]
 FLAGS = {"EAGLE-3": (), "EAGLE-3.1": ("--draft.fc-norm", "--draft.norm-output")}
@@ -210,12 +212,10 @@ def test_vllm_alone_takes_the_first_layer_s_norm_for_all_context_keys(blocks, vl
         counted_blocks(blocks, head, as_it_is)
 
     def with_the_first_norm(self: DFlash, fused: Any, positions: Any) -> Any:
-        rope, first = self._rope(positions), self.layers[0].k_norm[...]
-        found = []
+        rope, norm, found = self._rope(positions), self.layers[0].k_norm[...], []
         for layer in self.layers:
-            own, layer.k_norm[...] = layer.k_norm[...], first
-            found.append(layer.keys_and_values(fused, rope))
-            layer.k_norm[...] = own
+            own = linear(fused, layer.kv[...]).reshape(*fused.shape[:2], -1, 2, layer.head_dim)
+            found.append((apply_rope(rms_norm(own[..., 0, :], norm, layer.eps), rope), own[..., 1, :]))
         return tuple(found)
 
     monkeypatch.setattr(DFlash, "context", with_the_first_norm)
