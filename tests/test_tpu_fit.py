@@ -210,11 +210,13 @@ def test_a_wrong_argument_is_refused_by_name(small, arguments, message, monkeypa
         ("mimo_7b", "mimo_7b", "mtp", "MimoMtp"),
         ("mimo_7b", "deepseek_v3", "mtp", "DeepseekMtp"),
         ("mimo_7b", "mimo_7b", None, "DraftHead"),
+        ("qwen3_8b_dflash", "qwen3_8b", None, "DFlash"),
+        ("llama31_8b_dspark", "llama31_8b", None, "DSpark"),
     ],
 )
 def test_the_draft_is_the_one_that_the_config_names(run, target, draft, head, tpu_fit):
     config = tpu_fit.configs.load(f"configs/{run}.yaml", ["--evaluate.draft", draft] if draft else [])
-    shape = tpu_fit.read_config(TARGETS / target)
+    shape = tpu_fit.read_config(TARGETS / target, config.target.aux_layers)
     assert type(tpu_fit.drafting_head(config, shape)).__name__ == head
     unknown = tpu_fit.configs.load(f"configs/{run}.yaml", ["--evaluate.draft", "auto"])
     with pytest.raises(ValueError, match="evaluate.draft: got 'auto', expected none for a head of this config"):
@@ -245,12 +247,14 @@ def test_beside_an_evaluation_s_programs_lie_the_caches_of_vanilla_decoding(smal
         ("mimo_7b", "mimo_7b", "mtp", 2),
         pytest.param("llama2_7b_eagle2", "llama2_7b", "configs/heads/llama2_7b_eagle2", 2, marks=pytest.mark.long),
         pytest.param("mimo_7b", "deepseek_v3", "mtp", 4, marks=pytest.mark.long),  # three dense ones come first
+        ("qwen3_8b_dspark", "qwen3_8b", None, 36),
     ],
 )
 def test_programs_of_other_drafts_are_planned_as_the_engine_runs_them(run, target, draft, layers, tpu_fit):
     """The target gives the draft the states that it reads: one of EAGLE-2's, none of the target's own layer."""
-    config = tpu_fit.configs.load(f"configs/{run}.yaml", ["--evaluate.draft", draft])
-    shape = dataclasses.replace(tpu_fit.read_config(TARGETS / target), num_hidden_layers=layers)
+    config = tpu_fit.configs.load(f"configs/{run}.yaml", ["--evaluate.draft", draft] if draft else [])
+    shape = tpu_fit.read_config(TARGETS / target, config.target.aux_layers)
+    shape = dataclasses.replace(shape, num_hidden_layers=layers)
     for program in tpu_fit.evaluate(config, shape, tpu_fit.topology_devices("v5e:2x2")):
         with jax.sharding.use_abstract_mesh(program.mesh.abstract_mesh):
             program.trace()

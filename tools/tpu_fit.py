@@ -54,7 +54,6 @@ from eagle3_jax.mesh import batch_sharding, make_mesh, replicas, replicated, sha
 from eagle3_jax.models import states
 from eagle3_jax.models.checkpoint.fetch import fetch, read_config
 from eagle3_jax.models.drafts.eagle2 import Eagle2Head
-from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft, Head
 from eagle3_jax.models.families import family_of
 from eagle3_jax.models.inference_layout import tpu_formats
@@ -233,8 +232,11 @@ def drafting_head(config: configs.RunConfig, shape: ModelConfig) -> Head:
     """
     named, dtype = config.evaluate.draft, jnp.dtype(config.target.dtype)
     if named is None:
-        own = DraftHeadConfig.for_target(config.draft, shape)
-        return nnx.eval_shape(lambda: DraftHead(own, dtype=dtype, rngs=nnx.Rngs(0)))
+        kind = kind_of(config, shape)
+        rows = jax.ShapeDtypeStruct((shape.vocab_size, shape.hidden_size), dtype)
+        ids = jax.ShapeDtypeStruct((kind.shape.draft_vocab_size,), jnp.int32)
+        trained = jax.eval_shape(lambda rows, ids: kind.draft(kind.build(nnx.Rngs(0)), rows, ids).head, rows, ids)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), trained)
     if named == MTP:
         return mtp.abstract(shape, dtype, "evaluate.draft")
     file = pathlib.Path(named) / "config.json"

@@ -11,6 +11,7 @@ mkdir -p "$folder"
 while read -r config topology model verbs; do
   file=$folder/$config-${topology/:/-}-$verbs.json
   if [[ -f $file ]] && ! grep -q '"refused"' "$file"; then continue; fi
+  target=${config%_eagle2} target=${target%_dflash} target=${target%_dspark}
   draft=()
   if [[ -d configs/heads/$config ]]; then draft=(--evaluate.draft "configs/heads/$config"); fi
   flags=${LIBTPU_INIT_ARGS:-}
@@ -18,7 +19,7 @@ while read -r config topology model verbs; do
     flags+=" --xla_tpu_enable_sparse_core_collective_offload_all_reduce=false"
   fi
   LIBTPU_INIT_ARGS=$flags "$PYTHON" tools/tpu_fit.py \
-    --config "configs/$config.yaml" --target.name "configs/targets/${config%_eagle2}" \
+    --config "configs/$config.yaml" --target.name "configs/targets/$target" \
     --topology "$topology" --mesh.model "$model" --verbs "$verbs" --json "$file" "${draft[@]}" >&2 ||
     [[ -f $file ]] # also where something does not fit
 done <<'LIST'
@@ -54,6 +55,10 @@ qwen3_8b v5e:2x2 4 evaluate,extract,train
 qwen3_8b v6e:2x4 8 evaluate,extract,train
 qwen3_8b v5p:2x2x1 4 evaluate,extract,train
 qwen3_8b tpu7x:2x2x1 8 evaluate,extract,train
+qwen3_8b_dflash v6e:2x4 8 evaluate,train
+qwen3_8b_dspark v6e:2x4 8 evaluate,train
+llama31_8b_dflash v6e:2x4 8 evaluate,train
+llama31_8b_dspark v6e:2x4 8 evaluate,train
 gpt_oss_20b v5e:2x4 8 evaluate,extract,train
 gpt_oss_20b v6e:2x2 4 evaluate,extract,train
 gpt_oss_20b v5p:2x2x1 4 evaluate,extract,train

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.kernels.contraction import contract
+from eagle3_jax.kernels.ttt_attention.api import KEPT
 
 # Scores held at a time, float32: 512 MiB.
 _SCORES = 2**27
@@ -53,7 +55,7 @@ def block_attention(
         return jnp.moveaxis(x.reshape(b, a // size, size, *x.shape[2:]), 1, 0)
 
     attended = jax.lax.map(attend, tuple(map(cut, (queries, keys, values, first, anchors))))
-    return jnp.moveaxis(attended, 0, 1).reshape(queries.shape)
+    return checkpoint_name(jnp.moveaxis(attended, 0, 1).reshape(queries.shape), KEPT)
 
 
 def _attend(

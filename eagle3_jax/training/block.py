@@ -23,6 +23,7 @@ from eagle3_jax.models.drafts.dflash2 import DFlash2
 from eagle3_jax.models.drafts.dspark import DSpark
 from eagle3_jax.training.batch import Batch, Teacher
 from eagle3_jax.training.replay import replay
+from eagle3_jax.training.ttt import REMAT_POLICY
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,7 @@ class BlockLossConfig:
         soft: DFlash's cross entropy uses the target's distribution, not its best token.
         on_path: drafts after a token that is not the target's best are masked: greedy decoding leaves the text there.
         block: number of blocks whose logits are held at a time; the backward pass recomputes them.
+        remat: keep of each layer only matrix products and attention, and recompute the rest in the backward pass.
     """
 
     weights: Literal["d-pace", "decay"] = "d-pace"
@@ -44,6 +46,7 @@ class BlockLossConfig:
     soft: bool = False
     on_path: bool = True
     block: int = 128
+    remat: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -75,13 +78,14 @@ def draw_anchors(key: Array, batch: Batch, count: int) -> Anchors:
 
 
 def block_states(
-    head: DFlash, embed: Float[Array, "v h"], batch: Batch, anchors: Anchors
+    head: DFlash, embed: Float[Array, "v h"], batch: Batch, anchors: Anchors, remat: bool = False
 ) -> Float[Array, "b a drafts h"]:
-    """Computes the LM head's inputs for every draft of every block."""
+    """Computes the LM head's inputs for every draft of every block; `remat` is `BlockLossConfig`'s."""
     context = head.context(head.fuse(batch.aux.astype(embed.dtype)), batch.positions)
     tokens = jnp.take_along_axis(batch.token_ids, anchors.at, axis=1)
     positions = jnp.take_along_axis(batch.positions, anchors.at, axis=1)
-    return head.states(jax.lax.stop_gradient(embed), tokens, positions, context, anchors.first, anchors.at)
+    policy = REMAT_POLICY if remat else None
+    return head.states(jax.lax.stop_gradient(embed), tokens, positions, context, anchors.first, anchors.at, policy)
 
 
 def d_pace(
@@ -115,7 +119,7 @@ def block_loss(
         The loss, and sums for metrics: `cross_entropy`, `hits` and `compared` [drafts] (trained drafts), `accepted`
         [drafts] (hits after hits only, each given the text's preceding token), `rounds` (blocks) and `tokens`.
     """
-    states = block_states(head, teacher.embed, batch, anchors)
+    states = block_states(head, teacher.embed, batch, anchors, config.remat)
     drafts = _Drafts.of(batch, teacher, anchors, head.drafts, config.on_path)
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (states, drafts))
     count = len(flat[0])

@@ -24,8 +24,8 @@ from eagle3_jax.training.fsdp import on_own_rows
 
 # Inputs shared by all steps: embeddings of the tokens, positions, segment ids.
 _Inputs = tuple[Array, Array, Array]
-# Residuals that `remat` keeps of a step: products with weights, and attention.
-_POLICY = jax.checkpoint_policies.save_from_both_policies(
+# Residuals that `train.remat` keeps: products with weights, and attention.
+REMAT_POLICY = jax.checkpoint_policies.save_from_both_policies(
     jax.checkpoint_policies.dots_with_no_batch_dims_saveable, jax.checkpoint_policies.save_only_these_names(KEPT)
 )
 
@@ -55,7 +55,7 @@ def _steps(
     inputs, state, c = (embeds, positions, segment_ids), head.fuse(aux), head.config
     cache = jnp.zeros((steps, *state.shape[:2], c.num_key_value_heads, c.head_dim), state.dtype)
     # CSE would merge unrolled steps with their recomputation in the backward pass; steps of a loop are safe.
-    step = jax.checkpoint(_step, policy=_POLICY, prevent_cse=_unroll(steps) > 1) if remat else _step
+    step = jax.checkpoint(_step, policy=REMAT_POLICY, prevent_cse=_unroll(steps) > 1) if remat else _step
 
     def body(carry: tuple[Array, Array, Array], i: Array) -> tuple[tuple[Array, Array, Array], Array]:
         state, keys, values = step(head, *carry, inputs, i)

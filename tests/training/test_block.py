@@ -75,6 +75,23 @@ def test_a_block_is_blind_to_what_lies_behind_its_anchor(packed, teacher):
     assert not np.allclose(before[1, -1], after[1, -1])
 
 
+@pytest.mark.slow
+def test_rematerialisation_keeps_fewer_residuals_and_changes_no_gradient(packed, teacher):
+    batch, anchors = packed
+    head = make_block_head(DFlash, **TYPES["sliding"])
+
+    def total(head, remat):
+        return block_loss(head, teacher, batch, anchors, BlockLossConfig(remat=remat))[0]
+
+    with jax.default_matmul_precision("float32"):
+        plain, remat = (
+            jax.jit(jax.value_and_grad(total), static_argnums=1).lower(head, x).compile() for x in (False, True)
+        )
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7), plain(head), remat(head))
+    kept = [len(jax.tree.leaves(jax.vjp(lambda head, x=x: total(head, x), head)[1])) for x in (False, True)]
+    assert kept[1] < kept[0]
+
+
 def test_d_pace_counts_the_drafts_that_are_reached():
     q, mask = np.array([0.5, 0.2, 0.9, 0.4], np.float32), np.array([True, False, True, True])
     s = np.where(mask, 0.5 * q + 0.5, 1)

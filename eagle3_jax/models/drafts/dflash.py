@@ -187,6 +187,7 @@ class DFlash(Head):
         context: tuple[Context, ...],
         first: Int[Array, "b a"],
         anchors: Int[Array, "b a"],
+        policy: Callable[..., Any] | None = None,
     ) -> Float[Array, "b a drafts h"]:
         """Runs one pass over `a` blocks of each sequence.
 
@@ -195,6 +196,7 @@ class DFlash(Head):
             tokens, positions: the anchors, and their RoPE positions.
             context: keys and values of every layer, see `context`.
             first, anchors: each block attends to the context's slots from `first` to before `anchors`.
+            policy: of `jax.checkpoint`: which residuals of a layer are kept for the backward pass; None keeps all.
 
         Returns:
             The LM head's inputs: index i predicts the token at the anchor's position + 1 + i.
@@ -204,14 +206,19 @@ class DFlash(Head):
         masks = jnp.full((b, a, r - 1), c.mask_token_id, tokens.dtype)
         x = embeddings(embed, jnp.concatenate([tokens[..., None], masks], axis=-1).reshape(b, a * r))
         rope = self._rope((positions[..., None] + jnp.arange(r, dtype=positions.dtype)[None, None]).reshape(b, a * r))
-        for number, (layer, seen) in enumerate(zip(self.layers, context, strict=True)):
 
-            def attend(q: Array, k: Array, v: Array, seen: Context = seen, number: int = number) -> Array:
+        def run(layer: BlockLayer, x: Array, seen: Context, number: int) -> Array:
+            def attend(q: Array, k: Array, v: Array) -> Array:
                 own_q, own_k, own_v = (x.reshape(b, a, r, *x.shape[2:]) for x in (q, k, v))
                 options = {"causal": c.causal(number), "window": c.window(number)}
                 return block_attention(own_q, own_k, own_v, *seen, first, anchors, **options).reshape(q.shape)
 
-            x = layer(x, rope, attend, r)
+            return layer(x, rope, attend, r)
+
+        if policy is not None:
+            run = jax.checkpoint(run, policy=policy, static_argnums=3)
+        for number, (layer, seen) in enumerate(zip(self.layers, context, strict=True)):
+            x = run(layer, x, seen, number)
         x = rms_norm(x, self.norm[...], c.rms_norm_eps)
         return x.reshape(b, a, r, -1)[:, :, self.first_row :]
 

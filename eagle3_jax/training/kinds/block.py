@@ -88,7 +88,7 @@ class BlockHead(Kind):
 
     def _loss(self, head: DFlash, teacher: Teacher, batch: Batch, key: Array) -> tuple[Float[Array, ""], Sums]:
         anchors = draw_anchors(key, batch, min(self.train.anchors, batch.token_ids.shape[1]))
-        return block_loss(head, teacher, batch, anchors, BlockLossConfig())
+        return block_loss(head, teacher, batch, anchors, BlockLossConfig(remat=self.train.remat))
 
     def draft(self, head: DFlash, output_rows: Float[Array | np.ndarray, "v h"], token_ids: Int[Array, " dv"]) -> Draft:
         """See `Kind`; the target's LM head is the head's where it has none of its own."""
