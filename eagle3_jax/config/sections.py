@@ -113,6 +113,9 @@ class DraftConfig:
         num_layers: decoder layers of a block head.
         block_size: rows of a block head's block; DFlash and DFlash2 draft one token fewer.
         mask_token_id: the target's token, one without another use, at the positions that a block head drafts.
+        layer_types: attention of each layer of a block head; None is `full_attention` in all.
+        sliding_window: window of its `sliding_attention` layers, in tokens.
+        is_causal: whether all its layers are causal within a block; None: the sliding ones alone.
     """
 
     kind: Literal["eagle3", "mtp", "dflash", "dspark", "dflash2"] = "eagle3"
@@ -128,6 +131,17 @@ class DraftConfig:
     num_layers: Count = 5
     block_size: Annotated[int, Field(ge=2)] = 8
     mask_token_id: Annotated[int, Field(ge=0)] | None = None
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
+    sliding_window: Count | None = None
+    is_causal: bool | None = None
+
+    def __post_init__(self) -> None:
+        types, window = self.layer_types, self.sliding_window
+        fits = types is None or len(types) == self.num_layers
+        require(fits, "layer_types", types, f"draft.num_layers = {self.num_layers} of them")
+        sliding = types is not None and "sliding_attention" in types
+        expected = "the window of the sliding layers" if sliding else "null: draft.layer_types has no sliding_attention"
+        require((window is not None) == sliding, "sliding_window", window, expected)
 
 
 @section("mesh")
@@ -314,6 +328,11 @@ class TrainConfig:
         accumulate: parts of a batch whose gradients are computed in turn and summed.
         row_length: tokens per row.
         anchors: blocks per row, for block heads.
+        block_weights: weights of the drafts in a block: `d-pace` (arXiv 2605.18810; `dpace` of SpecForge and
+            speculators), or `decay`, exp(-(d - 1) / loss_decay_gamma) for draft d (SpecForge's `dflash`, speculators'
+            `fixed-exp-decay`).
+        loss_decay_gamma: see `block_weights`. DFlash's authors take 7, 5 and 4 for blocks of 16, 10 and 8 rows.
+        dpace_alpha: a draft of probability q counts as (1 - dpace_alpha) q + dpace_alpha for those behind it.
         epochs: passes over the features.
         max_steps: last step, where `epochs` has more; None is no limit.
         optimizer: `muon` updates matrices by Muon, the LM head and the norms by AdamW, all at `learning_rate`.
@@ -346,6 +365,9 @@ class TrainConfig:
     accumulate: Count = 1
     row_length: Count = 2048
     anchors: Count = 256
+    block_weights: Literal["d-pace", "decay"] = "d-pace"
+    loss_decay_gamma: Positive = 4.0
+    dpace_alpha: Fraction = 0.5
     epochs: Positive = 1.0
     max_steps: Count | None = None
     optimizer: Literal["adamw", "muon"] = "adamw"

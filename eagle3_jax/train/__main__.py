@@ -60,8 +60,9 @@ _WATCHING = (
 _FIXED = {"weight_decay": 0.0, "clip_norm": 0.5, "b1": 0.9, "b2": 0.95}
 # Options of later versions at the values that earlier ones had: manifests do not name them.
 _LATER = {
-    "draft": {"kind": "eagle3", "num_layers": 5, "block_size": 8, "mask_token_id": None},
-    "train": {"anchors": 256},
+    "draft": {"kind": "eagle3", "num_layers": 5, "block_size": 8, "mask_token_id": None}
+    | dict.fromkeys(("layer_types", "sliding_window", "is_causal")),
+    "train": {"anchors": 256, "block_weights": "d-pace", "loss_decay_gamma": 4.0, "dpace_alpha": 0.5},
 }
 KEPT_CHECKPOINTS = 2  # the newest, beside the best
 # Steps that may be on their way to the device; each holds its batch.

@@ -178,7 +178,8 @@ def test_a_block_head_is_trained_online_exported_and_decodes(tmp_path, target, m
     prompt = {"id": "0", "category": "chat", "messages": [{"role": "user", "content": "abc"}]}
     (config.folder("prepare") / "held_out.jsonl").write_text(json.dumps(prompt) + "\n")
     values: dict[str, Any] = configs.to_dict(config)
-    values["draft"] |= {"kind": "dflash", "num_layers": 1, "block_size": 4, "mask_token_id": 1}
+    values["draft"] |= {"kind": "dflash", "num_layers": 2, "block_size": 4, "mask_token_id": 1}
+    values["draft"] |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "is_causal": False}
     values["export"] |= {"format": "vllm", "dtype": "float32"}  # SGLang reads no draft vocabulary
     config = configs.from_dict(values)
     results = train.train(config, target)
@@ -186,6 +187,8 @@ def test_a_block_head_is_trained_online_exported_and_decodes(tmp_path, target, m
     assert len(results["served"]["alpha"]) == 3 and results["served"]["rounds"] > 0, "the engine drafts whole blocks"
     export.run(config, target)
     draft = load_draft(config.folder("export"), target=target)
+    c = draft.head.config
+    assert (c.layer_types, c.sliding_window, c.is_causal) == (("sliding_attention", "full_attention"), 5, False)
     kind, rows = kind_of(config, target.model.config), jnp.asarray(target.model.output_rows)
     trained = kind.draft(load_head(config.folder("train"), kind.abstract()), rows, draft.token_ids)
     for got, expected in zip(jax.tree.leaves(draft), jax.tree.leaves(trained), strict=True):

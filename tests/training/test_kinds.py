@@ -257,11 +257,29 @@ def test_a_trained_mtp_layer_drafts_with_the_target_s_rows():
         ("dflash", {"mask_token_id": None}, "draft.mask_token_id: got None, expected a token .* below 60"),
         ("dspark", {"mask_token_id": 60}, "draft.mask_token_id: got 60, expected a token .* below 60"),
         ("dflash2", {"vocab_size": 61}, "draft.vocab_size: got 61, expected at most 60"),
+        ("dflash", {"layer_types": ("full_attention",)}, "layer_types: got .*, expected draft.num_layers = 2 of them"),
+        ("dflash", {"layer_types": ("sliding_attention",) * 2}, "sliding_window: got None, expected the window of"),
+        ("dflash", {"sliding_window": 8}, "sliding_window: got 8, expected null: draft.layer_types has no sliding"),
     ],
 )
 def test_a_head_that_does_not_fit_the_target_is_refused(kind, changes, message):
     with pytest.raises(ValueError, match=message):
         kind_of(run_config(kind, **changes), tiny.llama_config(vocab_size=60))
+
+
+def test_weights_of_a_block_s_drafts_are_the_config_s():
+    target = tiny_families.make(family("MiMoForCausalLM"))
+    teacher = Teacher.of(target.embed[...], target.lm_head[...], jnp.arange(24))
+    batch = batch_of(HIDDEN)
+    tokens = batch.token_ids % 24
+    batch = dataclasses.replace(batch, token_ids=tokens, argmax=jnp.roll(tokens, -1, axis=1))
+    decay = {"block_weights": "decay"}
+    losses = set()
+    for options in ({}, {"dpace_alpha": 0.9}, decay, decay | {"loss_decay_gamma": 1.0}):
+        config = dataclasses.replace(run_config("dflash"), train=dataclasses.replace(RUN, **options))
+        kind = kind_of(config, target.config)
+        losses.add(float(kind.loss(kind.new(0, teacher.rows), teacher, batch, jnp.int32(0))[0]))
+    assert len(losses) == 4
 
 
 def test_a_warm_start_that_a_kind_has_not_is_refused():

@@ -45,8 +45,14 @@ class BlockHead(Kind):
             raise ValueError(f"draft.mask_token_id: got {mask}, expected {expected}, for draft.kind {cls.name!r}")
         names = {field.name for field in dataclasses.fields(BlockHeadConfig)}
         shared = {name: x for name, x in dataclasses.asdict(eagle).items() if name in names}
-        layers = (FULL,) * draft.num_layers
-        shape = BlockHeadConfig(**shared, block_size=draft.block_size, mask_token_id=mask, layer_types=layers)
+        shape = BlockHeadConfig(
+            **shared,
+            block_size=draft.block_size,
+            mask_token_id=mask,
+            layer_types=draft.layer_types or (FULL,) * draft.num_layers,
+            sliding_window=draft.sliding_window,
+            is_causal=draft.is_causal,
+        )
         return cls(shape, config.train, seed=config.seed)
 
     def build(self, rngs: nnx.Rngs) -> DFlash:
@@ -88,7 +94,9 @@ class BlockHead(Kind):
 
     def _loss(self, head: DFlash, teacher: Teacher, batch: Batch, key: Array) -> tuple[Float[Array, ""], Sums]:
         anchors = draw_anchors(key, batch, min(self.train.anchors, batch.token_ids.shape[1]))
-        return block_loss(head, teacher, batch, anchors, BlockLossConfig(remat=self.train.remat))
+        run = self.train
+        options = BlockLossConfig(run.block_weights, run.dpace_alpha, run.loss_decay_gamma, remat=run.remat)
+        return block_loss(head, teacher, batch, anchors, options)
 
     def draft(self, head: DFlash, output_rows: Float[Array | np.ndarray, "v h"], token_ids: Int[Array, " dv"]) -> Draft:
         """See `Kind`; the target's LM head is the head's where it has none of its own."""
