@@ -241,6 +241,17 @@ def test_beside_an_evaluation_s_programs_lie_the_caches_of_vanilla_decoding(smal
 
 
 @pytest.mark.long
+def test_a_row_of_32_thousand_tokens_is_split_over_two_chips(small, tmp_path, fit):
+    """The target's forward pass and the step, whose kernel takes the row's keys in two blocks."""
+    mesh = "--train.mesh.data", "2", "--train.mesh.model", "1", "--train.sequence", "2", "--train.features", "online"
+    size = "--train.batch-size", "1", "--train.row-length", "32768", "--train.ttt-steps", "3", "--train.remat", "true"
+    rows = tmp_path / "rows.json"
+    status, said = fit(small, "--topology", "v6e:1x2", "--verbs", "train", *mesh, *size, "--json", rows)
+    assert status == 0, said
+    assert [row["program"] for row in json.loads(rows.read_text())] == ["train: states", "train: step"]
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("run", "target", "draft", "layers"),
     [

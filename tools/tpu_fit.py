@@ -59,6 +59,7 @@ from eagle3_jax.models.families import family_of
 from eagle3_jax.models.inference_layout import tpu_formats
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.target import ModelConfig, TargetModel
+from eagle3_jax.sequence import Split
 from eagle3_jax.train.__main__ import IN_FLIGHT
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Batch, Teacher
 from eagle3_jax.training.fsdp import STATE_SHARDING_RULES as TRAIN_SHARDING_RULES
@@ -273,6 +274,7 @@ def train(config: configs.RunConfig, shape: ModelConfig, devices: list[Any]) -> 
     mesh = make_mesh(run.mesh or config.mesh, devices)
     target = abstract_target(config, shape, mesh)
     kind = kind_of(config, shape)
+    split = Split.of(mesh, run.sequence)
     ids = jax.ShapeDtypeStruct((kind.shape.draft_vocab_size,), jnp.int32)
     drawn = jax.eval_shape(lambda model, ids: Teacher.of(model.embed[...], model.output_rows, ids), target, ids)
     teacher = placed(drawn, mesh, TEACHER_SHARDING_RULES)
@@ -283,11 +285,11 @@ def train(config: configs.RunConfig, shape: ModelConfig, devices: list[Any]) -> 
 
     def rows(*width: int) -> jax.ShapeDtypeStruct:
         dtype = jnp.bfloat16 if width else jnp.int32
-        size = (run.batch_size, run.row_length, *width)
+        size = (run.batch_size * split.pieces, run.row_length // split.pieces, *width)
         return jax.ShapeDtypeStruct(size, dtype, sharding=batch_sharding(mesh))
 
     hidden = shape.hidden_size
-    batch = Batch(rows(), rows(len(shape.aux_layers) * hidden), rows(hidden), rows(), rows(), rows(), rows())
+    batch = Batch(rows(), rows(len(shape.aux_layers) * hidden), rows(hidden), rows(), rows(), rows(), rows(), split)
     parts = {"weights": state.head, "optimizer": state.opt_state, "teacher": teacher}
     beside: dict[str, Any] = {"batches on their way": [batch] * IN_FLIGHT}
     if run.features == "online":
@@ -297,7 +299,7 @@ def train(config: configs.RunConfig, shape: ModelConfig, devices: list[Any]) -> 
             mesh,
             {"target": target, "token ids": rows(), "segment ids": rows()},
             parts | beside,
-            lambda: states.target_states.trace(target, rows(), rows()),
+            lambda: states.target_states.trace(target, rows(), rows(), split=split),
         )
         beside["target"] = target
     yield Program(

@@ -327,6 +327,8 @@ class TrainConfig:
         batch_size: packed rows per step.
         accumulate: parts of a batch whose gradients are computed in turn and summed.
         row_length: tokens per row.
+        sequence: devices over which a row is split along its length, for rows too long for one; a divisor of the mesh's
+            data axis, which is then divided by it for `batch_size`.
         anchors: blocks per row, for block heads.
         block_weights: weights of the drafts in a block: `d-pace` (arXiv 2605.18810; `dpace` of SpecForge and
             speculators), or `decay`, exp(-(d - 1) / loss_decay_gamma) for draft d (SpecForge's `dflash`, speculators'
@@ -364,6 +366,7 @@ class TrainConfig:
     batch_size: Count = 4
     accumulate: Count = 1
     row_length: Count = 2048
+    sequence: Count = 1
     anchors: Count = 256
     block_weights: Literal["d-pace", "decay"] = "d-pace"
     loss_decay_gamma: Positive = 4.0
@@ -387,8 +390,13 @@ class TrainConfig:
     decode_prompts: Count = 32
 
     def __post_init__(self) -> None:
-        divides = self.row_length % min(self.loss_block, self.row_length) == 0
-        require(divides, "loss_block", self.loss_block, f"a divisor of train.row_length = {self.row_length}")
+        row, pieces, steps = self.row_length, self.sequence, self.ttt_steps
+        piece, of = row // pieces, " / train.sequence" * (pieces > 1)
+        fits = pieces == 1 or (row % pieces == 0 and piece > steps)
+        expected = f"a divisor of train.row_length = {row}, with more than train.ttt_steps = {steps} tokens for each"
+        require(fits, "sequence", pieces, expected)
+        divides = piece % min(self.loss_block, piece) == 0
+        require(divides, "loss_block", self.loss_block, f"a divisor of train.row_length{of} = {piece}")
 
 
 @section("export")

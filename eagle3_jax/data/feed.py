@@ -1,4 +1,8 @@
-"""A batch on its way to the devices: each row is read by one process, sent once, and gathered between the chips."""
+"""A batch on its way to the devices: each row is read by one process, sent once, and gathered between the chips.
+
+Rows that are split along their length are cut into pieces on the way. A group of the mesh's rows that shares them (see
+`Split`) stands for a row of the mesh then.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from eagle3_jax.data.loader import Row
 from eagle3_jax.mesh import batch_sharding, put, replicated
+from eagle3_jax.sequence import Split
 
 
 class Feed:
@@ -20,22 +25,25 @@ class Feed:
     has too few, over several batches. Each chip is sent a slice of the tokens; the chips gather the rows.
 
     Args:
-        batch_size: rows of a batch, a multiple of the data axis.
+        batch_size: rows of a batch, a multiple of the data axis, or of the groups of a split.
+        split: cuts the rows into pieces.
     """
 
-    def __init__(self, mesh: Mesh, batch_size: int) -> None:
-        data, model = mesh.devices.shape
-        hosts = list(dict.fromkeys(device.process_index for device in mesh.devices[0]))
+    def __init__(self, mesh: Mesh, batch_size: int, split: Split = Split()) -> None:
+        grid = mesh.devices if split.pieces == 1 else mesh.devices.reshape(split.groups, -1)
+        data, chips = grid.shape
+        hosts = list(dict.fromkeys(device.process_index for device in grid[0]))
+        self._split = split
         self._mesh, self._batch_size, self._each, self._hosts = mesh, batch_size, batch_size // data, len(hosts)
         self._slots = -(-self._each // self._hosts)
         self._even = self._slots * self._hosts == self._each
-        chips = mesh.devices.reshape(data, self._hosts, model // self._hosts)
-        self._chips = Mesh(chips, ("data", "host", "chip"), axis_types=mesh.axis_types[:1] * 3)
+        places = grid.reshape(data, self._hosts, chips // self._hosts)
+        self._chips = Mesh(places, ("data", "host", "chip"), axis_types=mesh.axis_types[:1] * 3)
         # (row of the mesh, place among its processes) of this process.
         self._own = [
             (row, host)
             for row, host in np.ndindex(data, self._hosts)
-            if chips[row, host, 0].process_index == jax.process_index()
+            if places[row, host, 0].process_index == jax.process_index()
         ]
         self._sent: Any = None
 
@@ -55,7 +63,7 @@ class Feed:
         return place if place < self._each else -1
 
     def place(self, part: Row, number: int) -> dict[str, jax.Array]:
-        """Puts a batch on the devices, rows over the data axis.
+        """Puts a batch on the devices, rows over the data axis, or their pieces.
 
         Args:
             part: [rows, T, ...] of each field, the rows of `rows(number)` in order. The arrays may be overwritten once
@@ -64,21 +72,21 @@ class Feed:
         """
         before, self._sent = self._sent, {name: self._send(x) for name, x in part.items()}
         jax.block_until_ready(before)
-        if self._mesh.devices.shape[1] == 1:
+        if self._chips.devices[0].size == 1:
             return self._sent
         order = None
         if not self._even:
             places = [self._place(number, host, slot) for host in range(self._hosts) for slot in range(self._slots)]
             order = np.argsort(np.array(places) % (self._each + 1))[: self._each].astype(np.int32)  # -1 comes last
             order = put(order, replicated(self._mesh))
-        return _gather(self._sent, order, batch_sharding(self._mesh))
+        return _gather(self._sent, order, batch_sharding(self._mesh), self._split)
 
     def _send(self, part: np.ndarray) -> jax.Array:
         """Sends a field in pieces: [data, hosts, slots, T, ...], or [B, T, ...] where a mesh row is a chip."""
         slots = self._slots
         if self._chips.devices.flat[0].platform == "cpu":
             part = part.copy()  # an array on a CPU shares its source's memory
-        if self._mesh.devices.shape[1] == 1:
+        if self._chips.devices[0].size == 1:
             where, shape = batch_sharding(self._mesh), (self._batch_size, *part.shape[1:])
 
             def rows_at(index: Any) -> np.ndarray:
@@ -97,8 +105,10 @@ class Feed:
         return jax.make_array_from_callback(shape, NamedSharding(self._chips, spec), piece_at)
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _gather(pieces: dict[str, jax.Array], order: jax.Array | None, where: NamedSharding) -> dict[str, jax.Array]:
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _gather(
+    pieces: dict[str, jax.Array], order: jax.Array | None, where: NamedSharding, split: Split
+) -> dict[str, jax.Array]:
     """Gathers the rows of a batch from the slots of all processes.
 
     Args:
@@ -109,6 +119,6 @@ def _gather(pieces: dict[str, jax.Array], order: jax.Array | None, where: NamedS
         data, hosts, slots, *rest = x.shape
         x = x.reshape(data, hosts * slots, *rest)
         x = x if order is None else x[:, order]
-        return jax.lax.with_sharding_constraint(x.reshape(-1, *rest), where)
+        return jax.lax.with_sharding_constraint(split.cut(x.reshape(-1, *rest)), where)
 
     return jax.tree.map(whole, pieces)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -12,32 +13,39 @@ from jaxtyping import Array, BFloat16, Bool, Int32
 from eagle3_jax.kernels.ttt_attention.api import document_starts
 from eagle3_jax.kernels.vocabulary.api import argmax
 from eagle3_jax.mesh import constrain
+from eagle3_jax.models.split_rows import SplitRows
 from eagle3_jax.models.target import TargetModel
+from eagle3_jax.sequence import Split
 
 STATES_SHARDING_RULES = ((r"", P("data")),)
 # Positions whose logits over the whole vocabulary are held at a time.
 _LOGITS_BLOCK = 256
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames="split")
 def target_states(
-    model: TargetModel, token_ids: Int32[Array, "b t"], segment_ids: Int32[Array, "b t"] | None = None
+    model: TargetModel,
+    token_ids: Int32[Array, "b t"],
+    segment_ids: Int32[Array, "b t"] | None = None,
+    split: Split = Split(),
 ) -> tuple[BFloat16[Array, "b t aux"], BFloat16[Array, "b t h"], Int32[Array, "b t"], Bool[Array, "b t"]]:
     """Runs the target once over rows of tokens, padded on the right.
 
     Args:
         segment_ids: 1, 2, ... for the documents of a row, 0 for padding; a token attends within its document, and
             positions start at 0 in each. None: each row is one document.
+        split: whether the rows are pieces of longer ones.
 
     Returns:
         Aux hidden states, the last hidden state (after the final norm), the most likely next token (the lowest id of
         equal ones), and whether all values of a position are finite.
     """
     b, t = token_ids.shape
-    index = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
-    starts = None if segment_ids is None else document_starts(segment_ids)
+    rows, length = b // split.pieces, t * split.pieces
+    index = split.cut(jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length)))
+    starts = None if segment_ids is None else split.cut(document_starts(split.joined(segment_ids)))
     positions = index if starts is None else index - starts
-    cache = model.empty_cache(b, t)
+    cache = model.empty_cache(b, t) if split.pieces == 1 else SplitRows((), (), split)
     hidden, aux, _ = model(token_ids, positions, cache, jnp.zeros(b, jnp.int32), starts=starts)
     blocks = hidden.reshape(-1, math.gcd(b * t, _LOGITS_BLOCK), hidden.shape[-1])
     predicted = jax.lax.map(lambda rows: argmax(model.logits(rows)), blocks).reshape(b, t)

@@ -33,6 +33,7 @@ from eagle3_jax.models.inference_layout import for_inference
 from eagle3_jax.models.states import target_states
 from eagle3_jax.models.target import TargetModel
 from eagle3_jax.runs import command, command_line, disk, machine, manifest, processes
+from eagle3_jax.sequence import Split
 from eagle3_jax.train.in_engine import Served, held_out_prompts
 from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Batch, Teacher
 from eagle3_jax.training.checkpoint import Checkpoints
@@ -53,6 +54,7 @@ _WATCHING = (
     "remat",
     "decode_every",
     "mesh",
+    "sequence",
     "accumulate",
     "wandb",
 )
@@ -91,10 +93,11 @@ def train(config: configs.RunConfig, target: Target | None = None) -> dict[str, 
     features, folder = config.folder("extract"), config.folder("train")
     made_from = manifest.read(features, made_by="extract")
     mesh = make_mesh(run.mesh or config.mesh)
-    parts = mesh.shape["data"] * run.accumulate
+    parts = Split.of(mesh, run.sequence).groups * run.accumulate
     if run.batch_size % parts:
+        shared = " by train.sequence" * (run.sequence > 1)
         several = ", train.accumulate times" * (run.accumulate > 1)
-        expected = f"a multiple of {parts} (the mesh's data axis{several})"
+        expected = f"a multiple of {parts} (the mesh's data axis{shared}{several})"
         raise ValueError(f"train.batch_size: got {run.batch_size}, expected {expected}")
     online = run.features == "online"
     if not online and made_from["identity"].get("states") == "none":
@@ -161,15 +164,16 @@ def _train(
     total = len(rows) // run.batch_size
     kind = dataclasses.replace(kind, total_steps=total)
     held_out = _held_out_rows(config)
-    feed = Feed(mesh, run.batch_size)
+    split = Split.of(mesh, run.sequence)
+    feed = Feed(mesh, run.batch_size, split)
 
     def place(part: Row, number: int) -> Batch:
         arrays = feed.place(part, number)
-        return Batch(**fp8.paired(arrays), **observe(arrays))
+        return Batch(**fp8.paired(arrays), **observe(arrays), split=split)
 
     # --------------------------------------------------------------------------------------------------------- state
     model = target.model
-    observe = _Observer(model.observed_at(kind.aux_layers) if run.features == "online" else None, mesh)
+    observe = _Observer(model.observed_at(kind.aux_layers) if run.features == "online" else None, mesh, split)
     draw_teacher = (model.embed[...], model.output_rows, put(token_ids, replicated(mesh)))
     placement = shardings(jax.eval_shape(Teacher.of, *draw_teacher), mesh, TEACHER_SHARDING_RULES)
     teacher = jax.jit(Teacher.of, out_shardings=placement)(*draw_teacher)
@@ -294,16 +298,18 @@ class _Observer:
 
     Args:
         model: the target; None where the rows hold the states already.
+        split: how rows are cut over the mesh.
     """
 
-    def __init__(self, model: TargetModel | None, mesh: jax.sharding.Mesh) -> None:
-        self._model, self._mesh = None if model is None else for_inference(model), mesh
+    def __init__(self, model: TargetModel | None, mesh: jax.sharding.Mesh, split: Split) -> None:
+        self._model, self._mesh, self._split = None if model is None else for_inference(model), mesh, split
 
     def __call__(self, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
         if self._model is None:
             return {}
         with jax.set_mesh(self._mesh):  # kernels are split over it
-            aux, last_hidden, argmax, _ = target_states(self._model, arrays["token_ids"], arrays["segment_ids"])
+            rows = arrays["token_ids"], arrays["segment_ids"]
+            aux, last_hidden, argmax, _ = target_states(self._model, *rows, split=self._split)
         return {"aux": aux, "last_hidden": last_hidden, "argmax": argmax}
 
     def operations(self, batch: Batch) -> int:
@@ -311,7 +317,8 @@ class _Observer:
         if self._model is None:
             return 0
         with jax.set_mesh(self._mesh):
-            return products(target_states.trace(self._model, batch.token_ids, batch.segment_ids).jaxpr.jaxpr)
+            traced = target_states.trace(self._model, batch.token_ids, batch.segment_ids, split=self._split)
+            return products(traced.jaxpr.jaxpr)
 
 
 def _held_out_rows(config: configs.RunConfig) -> PackedRows | None:

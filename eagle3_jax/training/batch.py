@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax import P
 from jaxtyping import Array, Float, Int
 
+from eagle3_jax.sequence import Split
+
 # A leaf of a pytree: an array, or its shape or sharding instead.
 Leaf = Any
 
@@ -19,7 +21,7 @@ TEACHER_SHARDING_RULES = ((r"embed|rows", P(("model", "data"), None)),)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Packed rows of T tokens with several documents each.
+    """Packed rows of T tokens with several documents each; or pieces of such rows, as `split` says.
 
     Attributes:
         token_ids: int [B, T].
@@ -39,6 +41,7 @@ class Batch:
     loss_mask: Leaf
     segment_ids: Leaf
     positions: Leaf
+    split: Split = dataclasses.field(default=Split(), metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass

@@ -55,7 +55,7 @@ def states_loss(
         vocabulary included), and `tokens` (without padding).
     """
     steps = jnp.arange(config.ttt_steps)
-    counted = teacher_mask(batch.loss_mask, batch.segment_ids, config.mask_offset)
+    counted = _counted(batch, config)
     labels = teacher.draft_ids[batch.argmax]
     trained = counted & (labels >= 0) if config.argmax_mask else counted
     # Trained positions come first in each row, so that later blocks are skipped.
@@ -67,7 +67,12 @@ def states_loss(
     # The state at t = u - 1 - i must lie in the same document.
     inside = batch.positions[None] >= 1 + steps[:, None, None]
     compared = jax.vmap(ordered)(trained[None] & inside)
-    source = jnp.maximum(order[None] - 1 - steps[:, None, None], 0)
+    source = order[None] - 1 - steps[:, None, None]
+    if batch.split.pieces > 1:  # the first teachers of a piece judge states of the piece before it
+        beyond = config.ttt_steps
+        ends = jax.vmap(batch.split.before)(states[:, :, -beyond:])
+        states, source = jnp.concatenate([ends, states], axis=2), source + beyond
+    source = jnp.maximum(source, 0)
     hidden = jnp.take_along_axis(states, source[..., None], axis=2)
     tokens, counts = _counts(counted, inside, batch)
     divisor = _divisors(tokens, counts, config) if divisors is None else divisors
@@ -98,9 +103,16 @@ def states_loss(
 
 def loss_divisors(batch: Batch, config: TrainConfig) -> Int[Array, " steps"]:
     """Counts by which the loss of each step is divided, of a whole batch."""
-    counted = teacher_mask(batch.loss_mask, batch.segment_ids, config.mask_offset)
+    counted = _counted(batch, config)
     inside = batch.positions[None] >= 1 + jnp.arange(config.ttt_steps)[:, None, None]
     return _divisors(*_counts(counted, inside, batch), config)
+
+
+def _counted(batch: Batch, config: TrainConfig) -> Array:
+    """Computes `teacher_mask` of whole rows, in the batch's pieces."""
+    split = batch.split
+    mask = teacher_mask(split.joined(batch.loss_mask), split.joined(batch.segment_ids), config.mask_offset)
+    return split.cut(mask)
 
 
 def _counts(counted: Array, inside: Array, batch: Batch) -> tuple[Array, Array]:

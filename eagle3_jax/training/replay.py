@@ -7,6 +7,8 @@ replay walks every answer round by round instead.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -34,11 +36,15 @@ def replay_rounds(
     size = min(block, t)
     blocks = jnp.moveaxis(states.reshape(steps, b, t // size, size, h), 2, 1).reshape(-1, b, size, h)
     best = jax.lax.map(lambda x: argmax(vocabulary_logits(x, rows)), blocks)
-    return replay(jnp.moveaxis(best.reshape(steps, t // size, b, size), 1, 2).reshape(steps, b, t), teacher, batch)
+    drafted = jnp.moveaxis(best.reshape(steps, t // size, b, size), 1, 2).reshape(steps, b, t)
+    split, integers = batch.split, (batch.argmax, batch.loss_mask, batch.segment_ids)
+    argmaxes, mask, segments = (split.joined(x) for x in integers)
+    whole = dataclasses.replace(batch, argmax=argmaxes, loss_mask=mask, segment_ids=segments)
+    return replay(jax.vmap(split.joined)(drafted), teacher, whole)
 
 
 def replay(drafted: Int[Array, "steps b t"], teacher: Teacher, batch: Batch) -> dict[str, Array]:
-    """Counts rounds and accepted drafts, where `drafted` are the drafts after a root at t + 1.
+    """Counts rounds and accepted drafts of whole rows, where `drafted` are the drafts after a root at t + 1.
 
     Args:
         drafted: draft ids: index i is for token t + 2 + i.

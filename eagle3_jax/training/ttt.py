@@ -5,11 +5,15 @@ prefix that ends at t. It attends to the true features (step 0) up to t, then to
 are the document's, so that all positions run in parallel.
 
 On TPUs the steps are one loop, so that the program's size does not depend on their number.
+
+Where rows are split along their length, a device gathers the keys of step 0 of its rows, by KV head. Later steps attend
+to their own position alone, and need of other devices only the tokens that follow a piece.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +24,12 @@ from eagle3_jax.kernels.ttt_attention.api import KEPT, ttt_attention
 from eagle3_jax.models.drafts.head import Head
 from eagle3_jax.models.layers import embeddings
 from eagle3_jax.training.batch import Batch
+from eagle3_jax.sequence import Split
 from eagle3_jax.training.fsdp import on_own_rows
 
-# Inputs shared by all steps: embeddings of the tokens, positions, segment ids.
-_Inputs = tuple[Array, Array, Array]
+# Inputs shared by all steps: embeddings of the tokens, positions, segment ids of whole rows, and where rows are split
+# `ttt_attention`'s `row` and `begin`.
+_Inputs = tuple[Array, Array, Array, dict[str, Any]]
 # Residuals that `train.remat` keeps: products with weights, and attention.
 REMAT_POLICY = jax.checkpoint_policies.save_from_both_policies(
     jax.checkpoint_policies.dots_with_no_batch_dims_saveable, jax.checkpoint_policies.save_only_these_names(KEPT)
@@ -43,16 +49,21 @@ def training_time_test(
         `states[i, :, t]` predicts token t+2+i of the document. It is undefined, and read by no other position, where
         t+1+i is beyond the document's end or padding.
     """
-    embeds = embeddings(jax.lax.stop_gradient(embed), batch.token_ids)
-    rows = jnp.pad(embeds, ((0, 0), (0, steps), (0, 0))), batch.positions, batch.segment_ids
-    run = functools.partial(_steps, steps=steps, remat=remat)
+    split = batch.split
+    tokens = split.cut(split.joined(batch.token_ids), beyond=steps)
+    rows = embeddings(jax.lax.stop_gradient(embed), tokens), batch.positions, batch.segment_ids
+    run = functools.partial(_steps, steps=steps, remat=remat, split=split)
     return on_own_rows(run, head, (*rows, batch.aux.astype(embed.dtype)), embed.dtype)
 
 
 def _steps(
-    head: Head, embeds: Array, positions: Array, segment_ids: Array, aux: Array, steps: int, remat: bool
+    head: Head, embeds: Array, positions: Array, segment_ids: Array, aux: Array, steps: int, remat: bool, split: Split
 ) -> Array:
-    inputs, state, c = (embeds, positions, segment_ids), head.fuse(aux), head.config
+    state, c = head.fuse(aux), head.config
+    inputs: _Inputs = embeds, positions, segment_ids, {}
+    if split.pieces > 1:
+        row = {"row": _first_keys(head, state, embeds, positions, split), "begin": split.begin(state.shape[1])}
+        inputs = embeds, positions, split.gathered(segment_ids), row
     cache = jnp.zeros((steps, *state.shape[:2], c.num_key_value_heads, c.head_dim), state.dtype)
     # CSE would merge unrolled steps with their recomputation in the backward pass; steps of a loop are safe.
     step = jax.checkpoint(_step, policy=REMAT_POLICY, prevent_cse=_unroll(steps) > 1) if remat else _step
@@ -74,12 +85,25 @@ def _step(
     head: Head, state: Array, keys: Array, values: Array, inputs: _Inputs, i: Array
 ) -> tuple[Array, Array, Array]:
     """Runs step i. Returns its state, and the keys and values [steps, b, t, k, d] with those of step i added."""
-    embeds, positions, segment_ids = inputs
+    embeds, positions, segment_ids, row = inputs
 
     def attend(q: Array, k: Array, v: Array) -> Array:
         nonlocal keys, values
         keys, values = keys.at[i].set(k), values.at[i].set(v)
-        return ttt_attention(q, keys, values, segment_ids, i)
+        return ttt_attention(q, keys, values, segment_ids, i, **row)
 
     following = jax.lax.dynamic_slice_in_dim(embeds, 1 + i, state.shape[1], axis=1)
     return head(following, state, positions + i, attend), keys, values
+
+
+def _first_keys(head: Head, state: Array, embeds: Array, positions: Array, split: Split) -> tuple[Array, Array]:
+    """Computes the keys and values of step 0 in whole rows, once for all steps; of a step nothing else is computed."""
+    own = []
+
+    def keep(q: Array, k: Array, v: Array) -> Array:
+        own.extend((k, v))
+        return q
+
+    head(embeds[:, 1 : 1 + state.shape[1]], state, positions, keep)
+    keys, values = own
+    return split.gathered(keys), split.gathered(values)

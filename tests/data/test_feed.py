@@ -1,5 +1,6 @@
 """Rows on the devices of a mesh: each record is read by one process, and the batch is the planned one."""
 
+import jax
 import numpy as np
 import pytest
 import tiny
@@ -12,6 +13,7 @@ from eagle3_jax.data import features
 from eagle3_jax.data.feed import Feed
 from eagle3_jax.data.loader import PackedRows, batches
 from eagle3_jax.mesh import batch_sharding, make_mesh
+from eagle3_jax.sequence import Split
 
 
 @pytest.mark.parametrize(("data", "model"), [(8, 1), (4, 2), (1, 8), (2, 4)])
@@ -25,6 +27,24 @@ def test_a_batch_lies_over_the_data_axis(data, model, length):
         for name, array in feed.place(part, number).items():
             np.testing.assert_array_equal(array, np.stack([rows[8 * number + i][name] for i in range(8)]))
             assert array.sharding.is_equivalent_to(batch_sharding(mesh), array.ndim)
+
+
+@pytest.mark.parametrize(("data", "model", "sequence", "size"), [(4, 2, 4, 2), (4, 1, 2, 4), (8, 1, 2, 8)])
+def test_pieces_of_rows_lie_over_the_data_axis(data, model, sequence, size):
+    """The devices of a group have the pieces of their rows, one each of every row."""
+    rows = PackedRows(source(*range(3, 30)), 32, multiple=size)
+    mesh = make_mesh(MeshConfig(data=data, model=model), jax.devices()[: data * model])
+    split = Split.of(mesh, sequence)
+    feed, each = Feed(mesh, size, split), size // split.groups
+    part = next(iter(batches(rows, size, feed.rows)))
+    for name, array in feed.place(part, 0).items():
+        whole = np.stack([rows[i][name] for i in range(size)])
+        np.testing.assert_array_equal(split.joined(array), whole)
+        assert array.sharding.is_equivalent_to(batch_sharding(mesh), array.ndim)
+        for shard in array.addressable_shards:
+            group, piece = divmod(np.argwhere(mesh.devices == shard.device)[0, 0], sequence)
+            own = np.split(whole[group * each :][:each], sequence, axis=1)[piece]
+            np.testing.assert_array_equal(shard.data, own)
 
 
 def test_each_chip_is_sent_its_slice_of_the_tokens():

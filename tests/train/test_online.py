@@ -113,6 +113,17 @@ def test_losses_are_those_of_stored_features(tmp_path, target, online):
     assert vocabularies[0] == vocabularies[1]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["online", "stored"])
+def test_losses_of_rows_in_pieces_are_those_of_whole_rows(tmp_path, target, online, mode):
+    """Rows of several conversations, in two pieces; the target's forward pass sees the pieces too."""
+    config = run_of(tmp_path, target, mode, sequence=2, loss_block=16)
+    train.train(config, target)
+    for got, expected in zip(metrics(config), metrics(online), strict=True):
+        for name in ("loss", "tau") if got["kind"] == "held_out" else ("loss", "gradient_norm"):
+            assert got[name] == pytest.approx(expected[name], rel=1e-5), (name, got["step"])
+
+
 class Killed(Exception):
     pass
 

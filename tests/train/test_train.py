@@ -470,6 +470,8 @@ def test_the_checkpoint_that_the_engine_accepts_most_of_is_kept_and_exported(tmp
             {"kind": "dflash", "mask_token_id": 1},
             "train.accumulate: got 2, expected 1 for draft.kind 'dflash'",
         ),
+        ("train", {"sequence": 4}, "train.sequence: got 4, expected a divisor of the mesh's data axis, 2"),
+        ("train", {"sequence": 2, "batch_size": 3}, r"a multiple of 2 \(the mesh's data axis by train.sequence, train"),
         ("train", {"wandb": "heads"}, "train.wandb: got 'heads', expected the package: pip install wandb"),
     ],
 )

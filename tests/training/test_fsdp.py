@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import re
 import subprocess
 import sys
@@ -58,6 +59,7 @@ from jax.experimental import topologies
 from eagle3_jax.config import MeshConfig, TrainConfig
 from eagle3_jax.mesh import batch_sharding, make_mesh, shardings
 from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
+from eagle3_jax.sequence import Split
 from eagle3_jax.training.batch import Batch, Teacher, TEACHER_SHARDING_RULES
 from eagle3_jax.training.fsdp import STATE_SHARDING_RULES
 from eagle3_jax.training.kinds.eagle3 import Eagle3
@@ -65,14 +67,16 @@ from eagle3_jax.training.optimizer import make_optimizer
 from eagle3_jax.training.state import TrainState, make_train_step
 
 devices = topologies.get_topology_desc(platform="tpu", topology_name="v6e:8x8").devices
-data, model = map(int, sys.argv[1:])
+data, model, sequence = map(int, sys.argv[1:])
 mesh = make_mesh(MeshConfig(data=data, model=model), devices)
-B, T, H, V, DV = data, 256, 1024, 4096, 2048
+B, T, H, V, DV = data, 256, 1024, 5120, 2560
+split = Split.of(mesh, sequence)
 shape = DraftHeadConfig(
     vocab_size=V, draft_vocab_size=DV, hidden_size=H, target_hidden_size=H, intermediate_size=2048,
     num_attention_heads=8, num_key_value_heads=4, head_dim=128, rms_norm_eps=1e-5, rope_theta=1e4,
     max_position_embeddings=2048, aux_layers=(2, 4, 5))
-config = TrainConfig(ttt_steps=4, batch_size=B, row_length=T, loss_block=256, remat=True)
+config = TrainConfig(
+    ttt_steps=4, batch_size=B // sequence, row_length=T * sequence, sequence=sequence, loss_block=256, remat=True)
 kind, optimizer = Eagle3(shape, config), make_optimizer(config, 100)
 
 def placed(tree, rules):
@@ -89,16 +93,19 @@ teacher = Teacher(array((V, H), jnp.bfloat16), array((DV, H), jnp.bfloat16), arr
 teacher = placed(teacher, TEACHER_SHARDING_RULES)
 integers = array((B, T), jnp.int32, sharding=batch_sharding(mesh))
 hidden = lambda width: array((B, T, width), jnp.bfloat16, sharding=batch_sharding(mesh))
-batch = Batch(integers, hidden(3 * H), hidden(H), *[integers] * 4)
+batch = Batch(integers, hidden(3 * H), hidden(H), *[integers] * 4, split)
 print(make_train_step(kind, optimizer, mesh).lower(state, teacher, batch).compile().as_text())
 """
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("data", "model"), [(64, 1), (16, 4)])
-def test_a_loop_over_steps_gathers_no_weight_on_64_chips(data, model):
-    """Nor sums any gradient: what travels in the loop are activations between the chips of one model axis."""
-    command = [sys.executable, "-c", _PROGRAM, str(data), str(model)]
+@pytest.mark.parametrize(("data", "model", "sequence"), [(64, 1, 1), (16, 4, 1), (64, 1, 32), (16, 4, 16)])
+def test_a_loop_over_steps_gathers_no_weight_on_64_chips(data, model, sequence):
+    """Nor sums any gradient: what travels in the loop are activations between the chips of one model axis.
+
+    Of a row over several chips, a chip holds its keys and values, and no state.
+    """
+    command = [sys.executable, "-c", _PROGRAM, str(data), str(model), str(sequence)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert "HloModule" in result.stdout, result.stderr[-4000:]
     found = re.findall(
@@ -111,3 +118,8 @@ def test_a_loop_over_steps_gathers_no_weight_on_64_chips(data, model):
     assert {groups for _, _, groups, _ in looped} == ({own} if model > 1 else set())
     fc = f"bf16[3072,{1024 // model}]"
     assert sum(shapes.count(fc) for shapes, _, groups, _ in found if groups != own) == 1  # XLA may gather by a sum
+    if sequence > 1:
+        row = 256 * sequence
+        arrays = {tuple(map(int, x.split(","))) for x in re.findall(r"\b(?:bf16|f32)\[([\d,]+)\]", result.stdout)}
+        whole = {math.prod(dims) // row for dims in arrays if row in dims}
+        assert max(whole) == 4 // model * 128, "the keys of the KV heads"

@@ -22,9 +22,11 @@ def ttt_attention(
     queries: Float[Array, "b t n d"],
     keys: Float[Array, "s b t k d"],
     values: Float[Array, "s b t k d"],
-    segment_ids: Int[Array, "b t"],
+    segment_ids: Int[Array, "b row"],
     newest: Int[Array, ""] | int,
     *,
+    row: tuple[Float[Array, "b row k d"], Float[Array, "b row k d"]] | None = None,
+    begin: Int[Array, ""] | int = 0,
     implementation: Implementation | None = None,
     interpret: Any = False,
 ) -> Float[Array, "b t n d"]:
@@ -35,7 +37,10 @@ def ttt_attention(
     Args:
         queries: queries of step `newest`, n = group * k query heads, grouped by KV head.
         keys, values: keys and values of all steps; those beyond `newest` may hold anything and get no gradient.
-        segment_ids: document of each token; a document is one contiguous stretch of its row.
+        segment_ids: document of each token of the rows; a document is one contiguous stretch of its row.
+        row: keys and values of step 0 in whole rows, where the queries are a stretch of these; step 0 of `keys` and
+            `values` is not read then. None: the queries are whole rows.
+        begin: index in their rows of the first queries.
         implementation: the default is "pallas" on a TPU and "xla" elsewhere.
         interpret: runs the Pallas kernels without a TPU; `pltpu.InterpretParams` included.
 
@@ -43,12 +48,15 @@ def ttt_attention(
         In the queries' dtype; scores, softmax and sums are float32.
 
     Raises:
-        ValueError: a row too long for the kernels' VMEM; with the numbers.
+        ValueError: heads too large for the kernels' VMEM; with the numbers.
     """
-    newest, starts = jnp.asarray(newest, jnp.int32), document_starts(segment_ids)
+    newest, begin = jnp.asarray(newest, jnp.int32), jnp.asarray(begin, jnp.int32)
+    starts = jax.lax.dynamic_slice_in_dim(document_starts(segment_ids), begin, queries.shape[1], axis=1)
+    first_keys, first_values = (keys[0], values[0]) if row is None else row
+    operands = queries, first_keys, first_values, keys[1:], values[1:], starts, begin, newest
     if choose(implementation, pallas=True) == "pallas":
-        return attend_tpu(interpret, queries, keys, values, starts, newest)
-    return attend_xla(queries, keys, values, starts, newest)
+        return attend_tpu(interpret, *operands)
+    return attend_xla(*operands)
 
 
 def document_starts(segment_ids: Int[Array, "b t"]) -> Int[Array, "b t"]:

@@ -24,42 +24,42 @@ KEPT = "ttt_attention"
 _ROWS = (1024, 512)
 _CHUNK = 512  # most keys per step of the kernel's loop
 # Specs of [b, t, n, d], [s, b, t, k, d] and [b, k, tiles, rows] over a mesh.
-_TOKENS, _KEYS, _NUMBERS = P("data", None, "model"), P(None, "data", None, "model"), P("data", "model")
-_INPUTS = (_TOKENS, _KEYS, _KEYS, P("data"), P())
+_TOKENS, _LATER, _NUMBERS = P("data", None, "model"), P(None, "data", None, "model"), P("data", "model")
+_INPUTS = (_TOKENS, _TOKENS, _TOKENS, _LATER, _LATER, P("data"), P(), P())
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend_tpu(interpret: Any, queries: Array, keys: Array, values: Array, starts: Array, newest: Array) -> Array:
-    """See `ttt_attention`; `starts` is the first index of each position's document."""
-    return _forward(interpret, queries, keys, values, starts, newest)[0]
+def attend_tpu(
+    interpret: Any,
+    queries: Array,
+    keys: Array,
+    values: Array,
+    later_keys: Array,
+    later_values: Array,
+    starts: Array,
+    begin: Array,
+    newest: Array,
+) -> Array:
+    """See `attend_xla`."""
+    return _forward(interpret, queries, keys, values, later_keys, later_values, starts, begin, newest)[0]
 
 
-def _forward(
-    interpret: Any, queries: Array, keys: Array, values: Array, starts: Array, newest: Array
-) -> tuple[Array, tuple[Array, ...]]:
-    def local(queries: Array, keys: Array, values: Array, starts: Array, newest: Array) -> tuple[Array, Array]:
-        s, operands = _operands(queries, keys, values, starts, newest)
+def _forward(interpret: Any, *inputs: Array) -> tuple[Array, tuple[Array, ...]]:
+    def local(*inputs: Array) -> tuple[Array, Array]:
+        s, operands = _operands(*inputs)
         attended, normaliser = tpu_kernel.forward(s, *operands, interpret=interpret)
-        return _unfolded(attended, s, queries.shape), normaliser
+        return _unfolded(attended, s, inputs[0].shape), normaliser
 
-    inputs = queries, keys, values, starts, newest
-    attended, normaliser = over_mesh(local, inputs, _INPUTS, (_TOKENS, _NUMBERS), _sizes(queries, keys))
+    attended, normaliser = over_mesh(local, inputs, _INPUTS, (_TOKENS, _NUMBERS), _sizes(*inputs[:2]))
     attended, normaliser = checkpoint_name(attended, KEPT), checkpoint_name(normaliser, KEPT)
     return attended, (*inputs, attended, normaliser)
 
 
 def _backward(interpret: Any, saved: Any, cotangents: Array) -> tuple[Array | None, ...]:
-    def local(
-        queries: Array,
-        keys: Array,
-        values: Array,
-        starts: Array,
-        newest: Array,
-        attended: Array,
-        normaliser: Array,
-        cotangents: Array,
-    ) -> tuple[Array, Array, Array]:
-        s, operands = _operands(queries, keys, values, starts, newest)
+    def local(*operands: Array) -> tuple[Array, ...]:
+        *inputs, attended, normaliser, cotangents = operands
+        queries, keys = inputs[:2]
+        s, operands = _operands(*inputs)
         delta = jnp.sum(attended.astype(jnp.float32) * cotangents.astype(jnp.float32), axis=-1, keepdims=True)
         d_queries, *first, d_later_keys, d_later_values = tpu_kernel.backward(
             s,
@@ -69,17 +69,14 @@ def _backward(interpret: Any, saved: Any, cotangents: Array) -> tuple[Array | No
             delta=_folded(delta, s)[..., 0],
             interpret=interpret,
         )
-        d_keys, d_values = (
-            _joined(step0, later, s)[:, :, : keys.shape[2]]
-            for step0, later in zip(first, (d_later_keys, d_later_values), strict=True)
-        )
-        return _unfolded(d_queries, s, queries.shape), d_keys, d_values
+        d_keys, d_values = (x.swapaxes(1, 2)[:, : keys.shape[1]].astype(keys.dtype) for x in first)
+        later = (_later_apart(x, s)[:, :, : queries.shape[1]] for x in (d_later_keys, d_later_values))
+        return _unfolded(d_queries, s, queries.shape), d_keys, d_values, *later
 
     saved = tuple(jnp.asarray(x) for x in saved)  # constants may be NumPy arrays
-    queries, keys = saved[:2]
-    specs, results = (*_INPUTS, _TOKENS, _NUMBERS, _TOKENS), (_TOKENS, _KEYS, _KEYS)
-    gradients = over_mesh(local, (*saved, cotangents), specs, results, _sizes(queries, keys))
-    return (*gradients, None, None)
+    specs, results = (*_INPUTS, _TOKENS, _NUMBERS, _TOKENS), (_TOKENS, _TOKENS, _TOKENS, _LATER, _LATER)
+    gradients = over_mesh(local, (*saved, cotangents), specs, results, _sizes(*saved[:2]))
+    return (*gradients, None, None, None)
 
 
 attend_tpu.defvjp(_forward, _backward)
@@ -87,35 +84,41 @@ attend_tpu.defvjp(_forward, _backward)
 
 def _sizes(queries: Array, keys: Array) -> dict[str, int]:
     """Returns the sizes that a mesh's axes split: rows of the batch, and KV heads."""
-    return {"data": queries.shape[0], "model": keys.shape[3]}
+    return {"data": queries.shape[0], "model": keys.shape[2]}
 
 
 def _operands(
-    queries: Array, keys: Array, values: Array, starts: Array, newest: Array
+    queries: Array,
+    keys: Array,
+    values: Array,
+    later_keys: Array,
+    later_values: Array,
+    starts: Array,
+    begin: Array,
+    newest: Array,
 ) -> tuple[TTTShape, tuple[Array, ...]]:
     """Returns the operands of both kernels in their layouts."""
-    s = plan(queries.shape, keys.shape, queries.dtype)
+    s = plan(queries.shape, (len(later_keys) + 1, *keys.shape), queries.dtype)
     missing = s.length - queries.shape[1]
     # Queries of the padding see only themselves.
-    own = jnp.broadcast_to(jnp.arange(queries.shape[1], s.length, dtype=jnp.int32), (s.batch, missing))
-    padded = [jnp.pad(x, ((0, 0), (0, 0), (0, missing), (0, 0), (0, 0))) for x in (keys, values)]
-    first = [x[0].swapaxes(1, 2) for x in padded]
+    own = begin + jnp.arange(queries.shape[1], s.length, dtype=jnp.int32)
+    starts = jnp.concatenate([starts, jnp.broadcast_to(own, (s.batch, missing))], axis=1)
+    first = [jnp.pad(x, ((0, 0), (0, s.row - x.shape[1]), (0, 0), (0, 0))).swapaxes(1, 2) for x in (keys, values)]
     # [s, b, (tiles, tile), k, d] -> [b, k, tiles, (s, tile), d]
     later = [
-        x[1:]
+        jnp.pad(x, ((0, 0), (0, 0), (0, missing), (0, 0), (0, 0)))
         .reshape(s.later, s.batch, s.tiles, s.tile, s.kv_heads, s.head_dim)
         .transpose(1, 4, 2, 0, 3, 5)
         .reshape(s.batch, s.kv_heads, s.tiles, s.later * s.tile, s.head_dim)
-        for x in padded
+        for x in (later_keys, later_values)
     ]
-    return s, (_folded(queries, s), *first, *later, jnp.concatenate([starts, own], axis=1), newest)
+    return s, (_folded(queries, s), *first, *later, starts, begin, newest)
 
 
-def _joined(first: Array, later: Array, s: TTTShape) -> Array:
-    """Joins gradients of step 0 [b, k, t, d] and of later steps [b, k, tiles, (s, tile), d] to [s, b, t, k, d]."""
-    later = later.reshape(s.batch, s.kv_heads, s.tiles, s.later, s.tile, s.head_dim).transpose(3, 0, 2, 4, 1, 5)
-    later = later.reshape(s.later, s.batch, s.length, s.kv_heads, s.head_dim)
-    return jnp.concatenate([first.swapaxes(1, 2)[None].astype(later.dtype), later])
+def _later_apart(x: Array, s: TTTShape) -> Array:
+    """[b, k, tiles, (s, tile), d] -> [s, b, t, k, d]."""
+    x = x.reshape(s.batch, s.kv_heads, s.tiles, s.later, s.tile, s.head_dim).transpose(3, 0, 2, 4, 1, 5)
+    return x.reshape(s.later, s.batch, s.length, s.kv_heads, s.head_dim)
 
 
 def _folded(x: Array, s: TTTShape) -> Array:
@@ -132,33 +135,42 @@ def _unfolded(x: Array, s: TTTShape, shape: tuple[int, ...]) -> Array:
 
 
 def plan(queries: tuple[int, ...], keys: tuple[int, ...], dtype: Any) -> TTTShape:
-    """Chooses the tiling, for shapes as `ttt_attention` takes them.
+    """Chooses the tiling: the fewest blocks of keys that fit, then the larger tile.
+
+    Args:
+        queries: shape [b, t, n, d]. keys: shape [s, b, row, k, d].
 
     Raises:
         ValueError: the call does not fit; with the numbers.
     """
     b, t, n, d = queries
-    steps, kv_heads = keys[0], keys[3]
+    steps, _, row, kv_heads, _ = keys
     group = n // kv_heads
     length = -(-t // LANES) * LANES
+    row = -(-(row + length - t) // LANES) * LANES  # queries of the padding have keys of their own
+    chunk = math.gcd(row, _CHUNK)
 
-    def shape(rows: int) -> TTTShape:
+    def shape(block: int, rows: int) -> TTTShape:
         tile = LANES
         while tile * 2 * group <= rows and length % (tile * 2) == 0:
             tile *= 2
         return TTTShape(
             batch=b,
             length=length,
+            row=row,
             later=steps - 1,
             group=group,
             kv_heads=kv_heads,
             head_dim=d,
             tile=tile,
-            chunk=math.gcd(length, _CHUNK),
+            block=block,
+            chunk=chunk,
         )
 
     itemsize = jnp.dtype(dtype).itemsize
-    larger, smaller = map(shape, _ROWS)
-    chosen = larger if larger.vmem_bytes(itemsize) <= VMEM_LIMIT else smaller
+    chunks = row // chunk
+    blocks = [row // count for count in range(1, chunks + 1) if chunks % count == 0]
+    shapes = [shape(block, rows) for block in blocks for rows in _ROWS]
+    chosen = next((s for s in shapes if s.vmem_bytes(itemsize) <= VMEM_LIMIT), shapes[-1])
     check_fits("VMEM", chosen.vmem_bytes(itemsize), VMEM_LIMIT, chosen)
     return chosen

@@ -14,16 +14,32 @@ from eagle3_jax.kernels.contraction import contract
 _QUERIES = 256
 
 
-def attend_xla(queries: Array, keys: Array, values: Array, starts: Array, newest: Array) -> Array:
-    """See `ttt_attention`; `starts` is the first index of each position's document."""
+def attend_xla(
+    queries: Array,
+    keys: Array,
+    values: Array,
+    later_keys: Array,
+    later_values: Array,
+    starts: Array,
+    begin: Array,
+    newest: Array,
+) -> Array:
+    """See `ttt_attention`: keys of step 0, and of later steps.
+
+    Args:
+        starts: the first index in its row of each query's document.
+        begin: index in their rows of the first queries.
+    """
     block = jax.checkpoint(_attend_block)  # recomputing scores is cheaper than keeping them
+    length, row = queries.shape[1], keys.shape[1]
+    index, own = jnp.arange(row)[None, None], (begin + jnp.arange(length))[None, :, None]
     outputs = []
-    for start in range(0, queries.shape[1], _QUERIES):
-        rows, seen = slice(start, start + _QUERIES), slice(0, start + _QUERIES)
-        index = jnp.arange(queries.shape[1])[None]
-        visible = (index[:, None, seen] <= index[:, rows, None]) & (index[:, None, seen] >= starts[:, rows, None])
-        later = keys[1:, :, rows], values[1:, :, rows]
-        outputs.append(block(queries[:, rows], keys[0, :, seen], values[0, :, seen], *later, visible, newest))
+    for start in range(0, length, _QUERIES):
+        rows = slice(start, start + _QUERIES)
+        seen = slice(0, start + _QUERIES if row == length else row)
+        visible = (index[..., seen] <= own[:, rows]) & (index[..., seen] >= starts[:, rows, None])
+        later = later_keys[:, :, rows], later_values[:, :, rows]
+        outputs.append(block(queries[:, rows], keys[:, seen], values[:, seen], *later, visible, newest))
     return jnp.concatenate(outputs, axis=1)
 
 

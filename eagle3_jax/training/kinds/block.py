@@ -38,6 +38,8 @@ class BlockHead(Kind):
         """See `Kind`."""
         if (parts := config.train.accumulate) > 1:  # the loss divides by what the head computes
             raise ValueError(f"train.accumulate: got {parts}, expected 1 for draft.kind {cls.name!r}")
+        if (pieces := config.train.sequence) > 1:  # an anchor's block attends to the whole row before it
+            raise ValueError(f"train.sequence: got {pieces}, expected 1 for draft.kind {cls.name!r}")
         draft, eagle = config.draft, DraftHeadConfig.for_target(config.draft, target)
         mask = draft.mask_token_id
         if mask is None or mask >= target.vocab_size:

@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
 from jax.test_util import check_grads
 
-from eagle3_jax.kernels.ttt_attention import xla
+from eagle3_jax.kernels.ttt_attention import tpu, xla
 from eagle3_jax.kernels.ttt_attention.api import document_starts, ttt_attention
 from eagle3_jax.kernels.ttt_attention.tpu import plan
 
@@ -166,8 +166,35 @@ def test_documents_start_where_the_segment_id_changes(lengths):
     np.testing.assert_array_equal(document_starts(jnp.asarray(segments))[0], expected)
 
 
-def test_a_row_too_long_for_vmem_is_refused_with_numbers():
-    fits = functools.partial(plan, keys=(7, 1, 8192, 8, 128), dtype=jnp.bfloat16)
-    assert fits((1, 8192, 32, 128)).length == 8192
+@pytest.mark.parametrize(
+    ("implementation", "documents"),
+    [("xla", 3), ("pallas", 3), pytest.param("pallas", 1, marks=pytest.mark.slow)],
+)
+def test_stretches_of_a_row_attend_as_the_whole_row_does(implementation, documents, monkeypatch):
+    """Its keys pass in two blocks and more: gradients of a key are summed over blocks, stretches, and tiles."""
+    monkeypatch.setattr(tpu, "VMEM_LIMIT", 8 << 20)
+    q, k, v, segments = example(1, 768, 1, 2, 128, 3, documents)
+    assert plan((1, 256, 2, 128), (3, 1, 768, 1, 128), q.dtype).blocks > 1
+    cotangent = np.random.default_rng(1).normal(size=q.shape).astype(np.float32)
+    expected = with_gradients((q, k, v, segments), 2, cotangent, implementation="xla")
+
+    def stretches(q, k, v):
+        options = {"row": (k[0], v[0]), "implementation": implementation, "interpret": True}
+        parts = [
+            ttt_attention(q[:, at], k[:, :, at], v[:, :, at], segments, 2, begin=at.start, **options)
+            for at in (slice(0, 256), slice(256, 456), slice(456, 768))
+        ]
+        attended = jnp.concatenate(parts, axis=1)
+        return jnp.sum(attended * cotangent), attended
+
+    (_, attended), gradients = jax.jit(jax.value_and_grad(stretches, argnums=(0, 1, 2), has_aux=True))(q, k, v)
+    for x, y in zip((attended, *gradients), expected, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5 * max(1, np.abs(y).max()), rtol=0)
+
+
+def test_a_long_row_passes_through_vmem_in_blocks():
+    keys = functools.partial(lambda row, heads=8: (7, 1, row, heads, 128))
+    assert plan((1, 8192, 32, 128), keys(8192), jnp.bfloat16).blocks == 1
+    assert plan((1, 4096, 32, 128), keys(32768), jnp.bfloat16).blocks == 2
     with pytest.raises(ValueError, match=r"VMEM: got \d+\.\d MiB .* expected at most 56 MiB"):
-        fits((1, 32768, 32, 128))
+        plan((1, 8192, 128, 128), keys(8192, 1), jnp.bfloat16)

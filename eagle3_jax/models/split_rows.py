@@ -1,0 +1,68 @@
+"""Attention of a target to rows that are split along their length: each device gathers the keys of its rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import P
+from jaxtyping import Array, Bool, Float, Int, Num
+
+from eagle3_jax.kernels.tree_attention.api import tree_attention
+from eagle3_jax.kernels.tree_attention.packed_heads import SLOTS, cache_rows, pack_heads
+from eagle3_jax.models.cache import KVCache, PageTable
+from eagle3_jax.sequence import Split
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SplitRows(KVCache):
+    """Stands for an empty cache in a pass over pieces of rows; keeps nothing."""
+
+    split: Split = dataclasses.field(default=Split(), metadata={"static": True})
+
+    def with_layer(self, index: int, own: KVCache) -> KVCache:
+        """See `KVCache`."""
+        return self
+
+    def append_and_attend(
+        self,
+        queries: Float[Array, "b t n d"],
+        keys: Float[Array, "b t k d"],
+        values: Float[Array, "b t k d"],
+        lengths: Int[Array, " b"],
+        tail_mask: Bool[Array, "b t m"] | None,
+        page_table: PageTable | None = None,
+        **options: Any,
+    ) -> tuple[Float[Array, "b t n d"], KVCache]:
+        """Attends from each piece to its row up to the query: the tokens before the piece are its committed ones.
+
+        Args:
+            lengths, tail_mask, page_table: of an empty cache and new tokens in order, as `target_states` has them.
+            options: as `KVCache.append_and_attend` takes them.
+        """
+        given = {name: x for name, x in options.items() if x is not None}
+
+        def local(queries: Array, keys: Array, values: Array, given: dict[str, Array]) -> Array:
+            before = jnp.broadcast_to(self.split.begin(queries.shape[1]), queries.shape[:1])
+            row = [_slots(self.split.gathered(x)) for x in (keys, values)]
+            return tree_attention(queries, keys, values, *row, before, **given)[0]
+
+        pieces = P("data")
+        attended = jax.shard_map(
+            local,
+            mesh=jax.sharding.get_abstract_mesh(),
+            axis_names={"data"},
+            in_specs=(pieces, pieces, pieces, {name: P() if name == "sinks" else pieces for name in given}),
+            out_specs=pieces,
+            check_vma=False,
+        )(queries, keys, values, given)
+        return attended, self
+
+
+def _slots(entries: Num[Array, "b t k d"]) -> Num[Array, "b rows slots width"]:
+    """Places the entries of whole rows as a contiguous cache has them."""
+    packed = pack_heads(entries.swapaxes(1, 2), *cache_rows(*entries.shape[2:]))
+    return jnp.pad(packed, ((0, 0), (0, 0), (0, -packed.shape[2] % SLOTS), (0, 0)))
