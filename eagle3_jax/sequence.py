@@ -62,7 +62,7 @@ class Split:
 
     @classmethod
     def of(cls, mesh: Mesh, pieces: int) -> Split:
-        """Makes the split of rows into so many pieces over a mesh. Raises ValueError: they do not divide its data axis."""
+        """Splits rows into so many pieces over a mesh. Raises ValueError: they do not divide its data axis."""
         data = mesh.shape["data"]
         if data % pieces:
             raise ValueError(f"train.sequence: got {pieces}, expected a divisor of the mesh's data axis, {data}")
@@ -77,3 +77,6 @@ class Split:
     def begin(self, size: int) -> Int[Array, ""]:
         """Returns the index in its row of the first token of the device's pieces, of `size` tokens each."""
         return jax.lax.axis_index("data") % self.pieces * size
+
+
+WHOLE = Split()

@@ -9,7 +9,6 @@ import yaml
 
 from eagle3_jax.config import RunConfig, flags, run_file
 from eagle3_jax.models.checkpoint import fetch
-from eagle3_jax.models.drafts.dflash import default_target_layers
 from eagle3_jax.models.families.gemma3 import Gemma3Config
 from eagle3_jax.training.kinds.choice import kind_of
 
@@ -30,12 +29,12 @@ def test_every_run_names_a_target_that_is_here(path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("path", [*CONFIGS.glob("*_dflash.yaml"), *CONFIGS.glob("*_dspark.yaml")], ids=lambda x: x.stem)
 def test_a_block_head_reads_what_published_ones_read_and_all_engines_draft_it(path: pathlib.Path) -> None:
-    config = configs.load(path)
+    config = run_file.load(path)
     target, kind = path.stem.rsplit("_", 1)
     shape = fetch.read_config(CONFIGS / "targets" / target, config.target.aux_layers)
     head = kind_of(config, shape)
     assert head.name == kind
-    assert head.aux_layers == default_target_layers(shape.num_hidden_layers, 5)
+    assert head.aux_layers == {32: (2, 9, 16, 23, 30), 36: (2, 10, 18, 26, 34)}[shape.num_hidden_layers]
     assert head.shape.draft_vocab_size == shape.vocab_size, "SGLang reads no d2t of a block head"
     tree = config.evaluate.tree
     assert tree != "auto" and tree.num_steps == head.num_drafts

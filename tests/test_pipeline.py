@@ -17,6 +17,7 @@ from eagle3_jax.data.features import FeatureSource
 from eagle3_jax.formats.heads import load_draft
 from eagle3_jax.models.checkpoint.fetch import load_target
 from eagle3_jax.models.drafts.eagle3 import DraftHead
+from eagle3_jax.sequence import WHOLE
 from eagle3_jax.train import __main__ as train
 from eagle3_jax.training.batch import Batch, Teacher
 from eagle3_jax.training.replay import replay_rounds
@@ -108,7 +109,7 @@ def test_with_features_in_float32_both_count_the_very_same_rounds(
     def replay(rows: dict[str, jax.Array]) -> dict[str, jax.Array]:
         none = jnp.zeros(1, jnp.int32)
         hidden, aux, _ = target(rows["token_ids"], rows["positions"], target.empty_cache(1, size), none)
-        batch = Batch(**rows, aux=aux, last_hidden=hidden)
+        batch = Batch(**rows, aux=aux, last_hidden=hidden, split=WHOLE)
         states = training_time_test(head, teacher.embed, batch, steps)
         return replay_rounds(head.lm_head[...], states, teacher, batch, size)
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from eagle3_jax.data.loader import Row
 from eagle3_jax.mesh import batch_sharding, put, replicated
-from eagle3_jax.sequence import Split
+from eagle3_jax.sequence import WHOLE, Split
 
 
 class Feed:
@@ -29,7 +29,7 @@ class Feed:
         split: cuts the rows into pieces.
     """
 
-    def __init__(self, mesh: Mesh, batch_size: int, split: Split = Split()) -> None:
+    def __init__(self, mesh: Mesh, batch_size: int, split: Split = WHOLE) -> None:
         grid = mesh.devices if split.pieces == 1 else mesh.devices.reshape(split.groups, -1)
         data, chips = grid.shape
         hosts = list(dict.fromkeys(device.process_index for device in grid[0]))

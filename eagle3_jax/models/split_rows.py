@@ -47,8 +47,8 @@ class SplitRows(KVCache):
 
         def local(queries: Array, keys: Array, values: Array, given: dict[str, Array]) -> Array:
             before = jnp.broadcast_to(self.split.begin(queries.shape[1]), queries.shape[:1])
-            row = [_slots(self.split.gathered(x)) for x in (keys, values)]
-            return tree_attention(queries, keys, values, *row, before, **given)[0]
+            row_keys, row_values = (_slots(self.split.gathered(x)) for x in (keys, values))
+            return tree_attention(queries, keys, values, row_keys, row_values, before, **given)[0]
 
         pieces = P("data")
         attended = jax.shard_map(

@@ -15,7 +15,7 @@ from eagle3_jax.kernels.vocabulary.api import argmax
 from eagle3_jax.mesh import constrain
 from eagle3_jax.models.split_rows import SplitRows
 from eagle3_jax.models.target import TargetModel
-from eagle3_jax.sequence import Split
+from eagle3_jax.sequence import WHOLE, Split
 
 STATES_SHARDING_RULES = ((r"", P("data")),)
 # Positions whose logits over the whole vocabulary are held at a time.
@@ -27,7 +27,7 @@ def target_states(
     model: TargetModel,
     token_ids: Int32[Array, "b t"],
     segment_ids: Int32[Array, "b t"] | None = None,
-    split: Split = Split(),
+    split: Split = WHOLE,
 ) -> tuple[BFloat16[Array, "b t aux"], BFloat16[Array, "b t h"], Int32[Array, "b t"], Bool[Array, "b t"]]:
     """Runs the target once over rows of tokens, padded on the right.
 

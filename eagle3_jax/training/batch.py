@@ -32,6 +32,7 @@ class Batch:
         loss_mask: int [B, T], nonzero where a token was written by the assistant.
         segment_ids: int [B, T], 1, 2, ... for the documents of a row, 0 for padding.
         positions: int [B, T], position in the document.
+        split: how rows are cut into pieces.
     """
 
     token_ids: Leaf
@@ -41,7 +42,7 @@ class Batch:
     loss_mask: Leaf
     segment_ids: Leaf
     positions: Leaf
-    split: Split = dataclasses.field(default=Split(), metadata={"static": True})
+    split: Split = dataclasses.field(default=Split(), metadata={"static": True}, kw_only=True)
 
 
 @jax.tree_util.register_dataclass

@@ -23,8 +23,8 @@ from eagle3_jax.kernels.dispatch import default_implementation
 from eagle3_jax.kernels.ttt_attention.api import KEPT, ttt_attention
 from eagle3_jax.models.drafts.head import Head
 from eagle3_jax.models.layers import embeddings
-from eagle3_jax.training.batch import Batch
 from eagle3_jax.sequence import Split
+from eagle3_jax.training.batch import Batch
 from eagle3_jax.training.fsdp import on_own_rows
 
 # Inputs shared by all steps: embeddings of the tokens, positions, segment ids of whole rows, and where rows are split

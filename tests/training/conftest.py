@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
+from eagle3_jax.sequence import WHOLE
 from eagle3_jax.training.batch import Batch, Teacher
 
 VOCAB, DRAFT_VOCAB, HIDDEN = 60, 24, 16
@@ -89,6 +90,6 @@ def make_batch() -> Callable[..., Batch]:
                 arrays["segment_ids"][at] = segment
                 arrays["positions"][at] = np.arange(length)
                 start += length
-        return Batch(**{name: jnp.asarray(x) for name, x in arrays.items()})
+        return Batch(**{name: jnp.asarray(x) for name, x in arrays.items()}, split=WHOLE)
 
     return build

@@ -93,7 +93,7 @@ teacher = Teacher(array((V, H), jnp.bfloat16), array((DV, H), jnp.bfloat16), arr
 teacher = placed(teacher, TEACHER_SHARDING_RULES)
 integers = array((B, T), jnp.int32, sharding=batch_sharding(mesh))
 hidden = lambda width: array((B, T, width), jnp.bfloat16, sharding=batch_sharding(mesh))
-batch = Batch(integers, hidden(3 * H), hidden(H), *[integers] * 4, split)
+batch = Batch(integers, hidden(3 * H), hidden(H), *[integers] * 4, split=split)
 print(make_train_step(kind, optimizer, mesh).lower(state, teacher, batch).compile().as_text())
 """
 
