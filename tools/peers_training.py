@@ -74,7 +74,8 @@ def ours(arrays: Arrays, settings: argparse.Namespace) -> Callable[[], float]:
     from eagle3_jax.config import MeshConfig, TrainConfig
     from eagle3_jax.mesh import make_mesh
     from eagle3_jax.runs import machine
-    from eagle3_jax.training.batch import Batch, Teacher
+    from eagle3_jax.sequence import WHOLE
+from eagle3_jax.training.batch import Batch, Teacher
     from eagle3_jax.training.kinds.eagle3 import Eagle3
     from eagle3_jax.training.optimizer import make_optimizer
     from eagle3_jax.training.state import init_state, make_train_step
@@ -92,6 +93,7 @@ def ours(arrays: Arrays, settings: argparse.Namespace) -> Callable[[], float]:
     given = {name: jnp.asarray(arrays[name]) for name in ("token_ids", "aux", "last_hidden", "loss_mask")}
     batch = Batch(
         **given,
+        split=WHOLE,
         argmax=jnp.asarray(arrays["token_ids"]),
         segment_ids=jnp.asarray(one),
         positions=jnp.asarray(np.cumsum(one, axis=1) - 1),

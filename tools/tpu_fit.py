@@ -289,7 +289,9 @@ def train(config: configs.RunConfig, shape: ModelConfig, devices: list[Any]) -> 
         return jax.ShapeDtypeStruct(size, dtype, sharding=batch_sharding(mesh))
 
     hidden = shape.hidden_size
-    batch = Batch(rows(), rows(len(shape.aux_layers) * hidden), rows(hidden), rows(), rows(), rows(), rows(), split)
+    batch = Batch(
+        rows(), rows(len(shape.aux_layers) * hidden), rows(hidden), rows(), rows(), rows(), rows(), split=split
+    )
     parts = {"weights": state.head, "optimizer": state.opt_state, "teacher": teacher}
     beside: dict[str, Any] = {"batches on their way": [batch] * IN_FLIGHT}
     if run.features == "online":

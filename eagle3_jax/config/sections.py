@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from eagle3_jax.config.checks import Count, Fraction, Positive, Proper, Temperature, require, section
 from eagle3_jax.runs import disk
@@ -257,10 +257,35 @@ class PrepareConfig:
         require(len(self.sources) > 0, "sources", self.sources, "at least one source")
 
 
+def _by_url(value: object) -> object:
+    return {"url": value} if isinstance(value, str) else value
+
+
 OneOrSeveral = Annotated[
     Annotated[Temperature, Tag("one")] | Annotated[tuple[Temperature, ...], Field(min_length=1), Tag("several")],
     Discriminator(lambda value: "several" if isinstance(value, list | tuple) else "one"),
 ]
+
+
+@section()
+class FleetServer:
+    """A server of OpenAI's API (vLLM, SGLang, this package's `serve`) that holds the target.
+
+    Attributes:
+        url: with the version: "http://10.0.0.1:8000/v1".
+        model: the target's name there; None is `target.name`.
+        concurrency: requests that are on their way to it.
+        api_key_variable: environment variable with its API key, which is written nowhere.
+    """
+
+    url: str
+    model: str | None = None
+    concurrency: Count = 64
+    api_key_variable: str | None = None
+
+    def __post_init__(self) -> None:
+        known = re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#]*)?", self.url)
+        require(known is not None, "url", self.url, "an address with the version, such as http://127.0.0.1:8000/v1")
 
 
 @section("regenerate")
@@ -268,18 +293,27 @@ class RegenerateConfig:
     """prompts -> conversations answered by the target itself. Those of a source `conversations` are passed on.
 
     Attributes:
+        servers: servers that answer, by their URLs or as sections with `url`, `model`, `concurrency`,
+            `api_key_variable`; without any, engines of this process answer.
+        deadline: seconds that a server has for an answer.
+        patience: seconds to wait for servers while none of them is well.
         temperature: the answers' temperature; of several, each prompt gets one, chosen by its id.
         max_tokens: longest answer.
         max_length: longest conversation, in tokens; it ends before a turn that does not fit.
         batch_size: conversations that an engine answers together; each row of the mesh has an engine.
     """
 
+    servers: tuple[Annotated[FleetServer, BeforeValidator(_by_url)], ...] = ()
+    deadline: Positive = 600.0
+    patience: Positive = 600.0
     temperature: OneOrSeveral = 0.7
     max_tokens: Count = 256
     max_length: int = 1024
     batch_size: Count = 32
 
     def __post_init__(self) -> None:
+        urls = [server.url.rstrip("/") for server in self.servers]
+        require(len(set(urls)) == len(urls), "servers", urls, "each server once")
         expected = f"more than regenerate.max_tokens = {self.max_tokens}"
         require(self.max_length > self.max_tokens, "max_length", self.max_length, expected)
 

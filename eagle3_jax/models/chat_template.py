@@ -97,6 +97,11 @@ def prompt_ids(
     return tokenize(tokenizer, text)
 
 
+def dated(tokenizer: Any) -> dict[str, str]:
+    """Returns the variables by which another renderer of the template writes this module's date; empty without one."""
+    return {"date_string": _DATE} if "date_string" in (_template(tokenizer, _DEFAULT) or "") else {}
+
+
 def special_tokens(tokenizer: Any) -> dict[int, str]:
     """Maps the id of each special token to its text, unnamed ones included (<|eom_id|> of Llama 3.1)."""
     named = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))

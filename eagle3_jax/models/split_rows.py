@@ -45,7 +45,7 @@ class SplitRows(KVCache):
         """
         given = {name: x for name, x in options.items() if x is not None}
 
-        def local(queries: Array, keys: Array, values: Array, given: dict[str, Array]) -> Array:
+        def local(queries: Array, keys: Array, values: Array, given: dict[str, Any]) -> Array:
             before = jnp.broadcast_to(self.split.begin(queries.shape[1]), queries.shape[:1])
             row_keys, row_values = (_slots(self.split.gathered(x)) for x in (keys, values))
             return tree_attention(queries, keys, values, row_keys, row_values, before, **given)[0]

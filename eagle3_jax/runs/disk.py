@@ -12,11 +12,13 @@ import glob
 import hashlib
 import io
 import json
+import mmap
 import os
 import pathlib
 import shutil
 import socket
 import sys
+import tempfile
 import uuid
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -310,13 +312,49 @@ def read_log(path: str | Path) -> list[Any]:
     Raises:
         JsonError: a whole line was altered.
     """
-    values = []
-    for number, line in enumerate(log_lines(path_of(path)), start=1):
-        checksum, _, text = line.partition(b" ")
-        if checksum != b"%08x" % zlib.crc32(text):
-            raise JsonError(f"{path}, line {number}: altered since it was written; remove the file")
-        values.append(json.loads(text))
-    return values
+    with open_log(path_of(path)) as stream:
+        return [value for _, value in log_values(stream, path)]
+
+
+@contextlib.contextmanager
+def open_log(path: Path) -> Iterator[io.BufferedIOBase]:
+    """Opens a log to be read in any order, one in a bucket from this machine's disk; empty where there is none.
+
+    A last line that a kill tore is cut off the file.
+    """
+    if is_remote(path):
+        with tempfile.TemporaryFile() as stream:
+            for segment in logs.read_segments(path):
+                stream.write(segment)
+            stream.seek(0)
+            yield stream
+        return
+    cut_torn_line(path)
+    with path.open("rb") if path.exists() else io.BytesIO() as stream:
+        yield stream
+
+
+def log_values(stream: io.BufferedIOBase, path: str | Path) -> Iterator[tuple[int, Any]]:
+    """Yields what `Log.append` wrote, and the byte at which its line begins.
+
+    Args:
+        path: of the log, for errors.
+
+    Raises:
+        JsonError: a whole line was altered.
+    """
+    place = 0
+    for number, line in enumerate(stream, start=1):
+        yield place, log_value(line, f"{path}, line {number}")
+        place += len(line)
+
+
+def log_value(line: bytes, where: str) -> Any:
+    """What `Log.append` wrote into a line. Raises JsonError: it was altered."""
+    checksum, _, text = line.rstrip(b"\n").partition(b" ")
+    if checksum != b"%08x" % zlib.crc32(text):
+        raise JsonError(f"{where}: altered since it was written; remove the file")
+    return json.loads(text)
 
 
 def rewrite_log(path: Path, lines: Sequence[bytes]) -> None:
@@ -336,8 +374,12 @@ def remove_log(path: Path) -> None:
 
 def cut_torn_line(path: pathlib.Path) -> None:
     """Removes the text behind the last newline of a file that is appended to, if the file exists."""
-    raw = path.read_bytes() if path.exists() else b""
-    if (whole := raw.rfind(b"\n") + 1) < len(raw):
+    size = path.stat().st_size if path.exists() else 0
+    if not size:  # which cannot be mapped
+        return
+    with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as raw:
+        whole = raw.rfind(b"\n") + 1
+    if whole < size:
         os.truncate(path, whole)
 
 

@@ -156,7 +156,8 @@ class _Server:
                 gone.cancel()
                 ended.cancel()
             outputs = [answers.output(index) for index in range(len(answers.requests))]
-            return JSONResponse(envelope.whole(outputs, answers.usage()))
+            prompts = [request.ids for request in answers.requests] if body.return_token_ids else None
+            return JSONResponse(envelope.whole(outputs, answers.usage(), prompts))
 
     def _submit(self, body: protocol.RequestBody, params: SamplingParams, deadline: float) -> list[EngineRequest]:
         prompts = [body.encode(self.engine, prompt) for prompt in body.prompts]
@@ -179,17 +180,24 @@ async def _events(
     """Yields the events of a stream; if an answer fails, the last event is the error."""
     more: dict[str, Any] = {"usage": None} if body.wants_usage else {}
     written = 0
+    prompts = {index: request.ids for index, request in enumerate(answers.requests)} if body.return_token_ids else {}
     try:
         for index in range(len(answers.requests)):
             if (opening := shape.opening(index)) is not None:
-                yield envelope.event(opening, **more)
+                prompt = shape.prompt_of_body(prompts[0]) if prompts and index == 0 else {}
+                yield envelope.event(opening, **more, **prompt)
         async for index, piece in answers.pieces():
             written += len(piece.token_ids)
             if body.continuous_usage:
                 more = {"usage": answers.usage(written)}
             if piece.text or piece.token_ids or piece.finish_reason:
-                drafts = {"drafts": shown_drafts(shape.tokens, piece)} if body.shows_drafts else {}
-                yield envelope.event(shape.part(index, piece) | drafts, **more)
+                choice = shape.part(index, piece)
+                if body.shows_drafts:
+                    choice["drafts"] = shown_drafts(shape.tokens, piece)
+                if body.return_token_ids:  # the prompt's in the first event of a choice
+                    choice["token_ids"] = piece.token_ids
+                    choice |= shape.prompt_of_choice(prompts.pop(index)) if index in prompts else {}
+                yield envelope.event(choice, **more)
         if body.wants_usage:
             yield envelope.event(usage=answers.usage())
     except ApiError as error:

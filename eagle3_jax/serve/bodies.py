@@ -94,6 +94,13 @@ class ChatShape:
         logprobs = self._logprobs(piece.logprobs)
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": piece.finish_reason}
 
+    def prompt_of_body(self, ids: list[int]) -> dict[str, Any]:
+        """Where vLLM has the prompt's token ids: beside the choices, as all of them answer the same."""
+        return {"prompt_token_ids": ids}
+
+    def prompt_of_choice(self, ids: list[int]) -> dict[str, Any]:
+        return {}
+
     def _logprobs(self, logprobs: Sequence[Logprob] | None) -> dict[str, Any] | None:
         if logprobs is None:
             return None
@@ -134,6 +141,13 @@ class CompletionShape:
     def part(self, index: int, piece: Piece) -> dict[str, Any]:
         return self._choice(index, piece.reasoning + piece.text, piece.logprobs, piece.finish_reason)
 
+    def prompt_of_body(self, ids: list[int]) -> dict[str, Any]:
+        return {}
+
+    def prompt_of_choice(self, ids: list[int]) -> dict[str, Any]:
+        """Where vLLM has the prompt's token ids: in each choice, as each may answer another prompt."""
+        return {"prompt_token_ids": ids}
+
     def _choice(self, index: int, text: str, logprobs: Sequence[Logprob] | None, reason: str | None) -> dict[str, Any]:
         found = None if logprobs is None else self._logprobs(index, logprobs)
         return {"index": index, "text": text, "logprobs": found, "finish_reason": reason}
@@ -160,9 +174,17 @@ class Envelope:
         self._shape = shape
         self._common = {"id": f"{shape.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
-    def whole(self, outputs: Sequence[Output], usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(
+        self, outputs: Sequence[Output], usage: dict[str, Any], prompts: Sequence[list[int]] | None = None
+    ) -> dict[str, Any]:
+        """Makes a response. With `prompts`, those of the outputs, it has their token ids and the outputs'."""
         choices = [self._shape.whole(index, output) for index, output in enumerate(outputs)]
-        return self._common | {"object": self._shape.object, "choices": choices, "usage": usage}
+        body = self._common | {"object": self._shape.object, "choices": choices, "usage": usage}
+        if prompts is not None:
+            for choice, output, prompt in zip(choices, outputs, prompts, strict=True):
+                choice |= {"token_ids": output.token_ids} | self._shape.prompt_of_choice(prompt)
+            body |= self._shape.prompt_of_body(prompts[0])
+        return body
 
     def event(self, *choices: dict[str, Any], **more: Any) -> bytes:
         """Makes a server-sent event."""

@@ -13,11 +13,11 @@ import tiny
 import transformers
 
 from eagle3_jax import config as configs
-from eagle3_jax import regenerate
 from eagle3_jax.data import chat, features, sources
 from eagle3_jax.extract import __main__ as extract
 from eagle3_jax.models import chat_template
 from eagle3_jax.prepare import __main__ as prepare
+from eagle3_jax.regenerate import __main__ as regenerate
 from eagle3_jax.runs import manifest
 
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden/templates.json").read_text())

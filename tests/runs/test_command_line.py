@@ -6,12 +6,13 @@ import types
 
 import pytest
 
-from eagle3_jax import evaluate, regenerate, report
+from eagle3_jax import evaluate, report
 from eagle3_jax.benchmark import __main__ as benchmark
 from eagle3_jax.config import ConfigError, run_file
 from eagle3_jax.export import __main__ as export
 from eagle3_jax.extract import __main__ as extract
 from eagle3_jax.prepare import __main__ as prepare
+from eagle3_jax.regenerate import __main__ as regenerate
 from eagle3_jax.runs import command, command_line
 from eagle3_jax.serve import __main__ as serve
 from eagle3_jax.train import __main__ as train

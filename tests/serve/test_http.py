@@ -5,6 +5,7 @@ import collections
 import contextlib
 import copy
 import http.client
+import itertools
 import json
 import math
 import pathlib
@@ -76,6 +77,38 @@ def test_a_stream_adds_up_to_the_whole_answer(served):
     assert texts[0] != texts[1]
     assert stream[-1].choices == [] and stream[-1].usage.completion_tokens == whole.usage.completion_tokens
     assert [event.choices[0].delta.role for event in stream[:2]] == ["assistant", "assistant"]
+
+
+def test_token_ids_are_where_vllm_has_them(served):
+    """Whole and in a stream; nobody gets them unasked."""
+    chat: Any = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 24}
+    texts: Any = {"model": MODEL, "prompt": ["apple", "bird"], "temperature": 0, "max_tokens": 8}
+    ids = {"return_token_ids": True}
+    asked, output = served.engine.encode(MESSAGES), expected(served, MESSAGES, max_tokens=24)
+
+    whole = served.http.post("/v1/chat/completions", json=chat | ids).json()
+    assert (whole["prompt_token_ids"], whole["choices"][0]["token_ids"]) == (asked, output.token_ids)
+    bare = served.http.post("/v1/chat/completions", json=chat).json()
+    assert "prompt_token_ids" not in bare and "token_ids" not in bare["choices"][0]
+
+    events = streamed(served, "/v1/chat/completions", chat | ids)
+    assert [event.get("prompt_token_ids") for event in events] == [asked, *[None] * (len(events) - 1)]
+    pieces = [event["choices"][0].get("token_ids", []) for event in events]
+    assert [*itertools.chain(*pieces)] == output.token_ids
+
+    choices = served.http.post("/v1/completions", json=texts | ids).json()["choices"]
+    prompts = [served.engine.tokenizer(text)["input_ids"] for text in ("apple", "bird")]
+    assert [choice["prompt_token_ids"] for choice in choices] == prompts
+    parts: Any = [event["choices"][0] for event in streamed(served, "/v1/completions", texts | ids)]
+    for number, choice in enumerate(choices):
+        of_choice = [part for part in parts if part["index"] == number]
+        assert [*itertools.chain(*(part["token_ids"] for part in of_choice))] == choice["token_ids"]
+        assert [part.get("prompt_token_ids") for part in of_choice[:2]] == [prompts[number], None][: len(of_choice)]
+
+
+def streamed(served, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    lines = served.http.post(path, json=body | {"stream": True}).text.splitlines()
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line and line != "data: [DONE]"]
 
 
 def test_every_event_counts_on_where_that_is_asked_for(served):

@@ -1,17 +1,19 @@
 """Regeneration with an engine that answers by rule: turns, resumption, and what is left out."""
 
+import dataclasses
 import json
 import pathlib
-import types
 from typing import Any
 
 import pytest
 import tiny
 
 from eagle3_jax import config as configs
-from eagle3_jax import regenerate
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.request import Output, Stats
+from eagle3_jax.models import chat_template
+from eagle3_jax.regenerate import __main__ as regenerate
+from eagle3_jax.regenerate import engines
 from eagle3_jax.runs import manifest
 
 IDENTITY = tiny.identity((0, 1, 3))
@@ -82,6 +84,8 @@ PROMPTS = [
 def prepared(tmp_path, monkeypatch):
     """Makes a run folder with prompts, and a function that runs the verb there with a fake engine."""
 
+    nobody = tiny.make_target(tiny.llama_config())
+
     def make(name: str, train=PROMPTS, held_out=PROMPTS[:1], loaded=[], temperature=0.7, **identity):  # noqa: B006
         values = {"max_length": 500, "temperature": temperature}
         config = configs.from_dict({"run_dir": str(tmp_path / name), "mesh": {"data": 1}, "regenerate": values})
@@ -92,10 +96,10 @@ def prepared(tmp_path, monkeypatch):
         manifest.finish(prompts, files=("train.jsonl", "held_out.jsonl"))
 
         def run(engine: FakeEngine | None, **changes) -> None:
-            target = types.SimpleNamespace(identity=IDENTITY | changes)
+            target = dataclasses.replace(nobody, identity=IDENTITY | changes)
             monkeypatch.setattr(regenerate, "load_target", lambda *_, only: loaded.append(only) or target)
             monkeypatch.setattr(regenerate.data_parallel, "targets", lambda target, _: [target])
-            monkeypatch.setattr(regenerate.chat_template, "prompt_ids", letters)
+            monkeypatch.setattr(chat_template, "prompt_ids", letters)
             monkeypatch.setattr(regenerate.Engine, "load", lambda *_, **__: engine)
             regenerate.regenerate(config)
 
@@ -154,7 +158,7 @@ def test_what_failed_is_no_answer_and_what_was_cut_off_in_its_reasoning_is_one(p
 def test_the_rate_is_that_of_all_replicas(prepared, monkeypatch):
     """A process that leads none says nothing."""
     folder, run = prepared("run")
-    monkeypatch.setattr(regenerate.Answerer, "rate", lambda _: 30.0)
+    monkeypatch.setattr(engines.Answerer, "rate", lambda _: 30.0)
     monkeypatch.setattr(regenerate.processes, "gather", lambda own: [own, {}, {"train": 12.5, "held_out": 0.0}])
     run(FakeEngine())
     results = manifest.read(folder, "regenerate")["results"]

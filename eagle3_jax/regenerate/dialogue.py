@@ -1,0 +1,213 @@
+"""A prompt on its way to a conversation, turn by turn: whoever answers, an engine of this process or a server."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from eagle3_jax import config as configs
+from eagle3_jax.models import chat_template
+
+# What `rejects.jsonl` says of a prompt that no conversation begins with; of a failed answer, its own reason.
+_REASONS = {
+    "empty": "the answer has no text",
+    "too_long": "the first turn does not fit: regenerate.max_length",
+    "refused": "the chat template refuses it",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What the target said in one turn; a line of the log.
+
+    Attributes:
+        token_ids: as they were sampled, the end of sequence included. Training reads these: their text, tokenised
+            again, may be other tokens. None: a server kept them to itself.
+        text: without the `reasoning`; the history of later turns has no more of it.
+        failed: nobody gave an answer to train on; `why` says what they gave.
+        tool_calls: as the server has them, in OpenAI's form.
+        server: its URL; empty for an engine of this process.
+    """
+
+    id: str
+    turn: int
+    text: str
+    token_ids: list[int] | None
+    truncated: bool
+    failed: bool = False
+    reasoning: str = ""
+    tool_calls: list[dict[str, Any]] | None = None
+    server: str = ""
+    why: str = ""
+
+
+Known = Mapping[tuple[str, int], Answer]
+
+
+@dataclasses.dataclass
+class Dialogue:
+    """A prompt on its way to a conversation.
+
+    Attributes:
+        end: why no more turns follow: "complete", "truncated" (the last answer reached max_tokens), "empty" (the next
+            answer had no text, and was not cut off in its reasoning), "failed" (in the next answer), "too_long" (the
+            next turn does not fit), "refused" (by the chat template), "called" (the last answer calls tools, and nobody
+            here answers for them), "given" (answered before, by another engine).
+        why: of a failed answer.
+    """
+
+    prompt: dict[str, Any]
+    answers: list[Answer] = dataclasses.field(default_factory=list)
+    end: str | None = None
+    why: str = ""
+
+    @classmethod
+    def begin(cls, prompt: dict[str, Any]) -> Dialogue:
+        roles = {message["role"] for message in prompt["messages"]}
+        return cls(prompt, end="given" if "assistant" in roles else None if "user" in roles else "refused")
+
+    @property
+    def is_conversation(self) -> bool:
+        return bool(self.answers) or self.end == "given"
+
+    @property
+    def turns(self) -> int:
+        return sum(message["role"] == "user" for message in self.prompt["messages"])
+
+    @property
+    def turn(self) -> int:
+        """The turn that is to be answered, from 0."""
+        return len(self.answers)
+
+    def history(self) -> list[dict[str, Any]]:
+        """The messages that the next answer follows."""
+        return self._messages(self.turn + 1)
+
+    def next_prompt(self, known: Known, tokenizer: Any, settings: configs.RegenerateConfig) -> list[int] | None:
+        """Takes the answers that are known; the token ids of the first turn that has none, or None behind the end."""
+        while self.end is None and (answer := known.get((self.prompt["id"], self.turn))) is not None:
+            self.take(answer)
+        return None if self.end is not None else self._ask(tokenizer, settings)
+
+    def take(self, answer: Answer) -> None:
+        """Continues with an answer, or ends."""
+        if answer.failed:
+            self.end, self.why = "failed", answer.why
+            return
+        calls = bool(answer.tool_calls)
+        if not answer.text.strip() and not calls and not (answer.truncated and answer.reasoning.strip()):
+            self.end = "empty"
+            return
+        self.answers.append(answer)
+        if answer.truncated:  # the end of this turn was never said, so nothing can follow it
+            self.end = "truncated"
+        elif calls:
+            self.end = "called"
+        elif len(self.answers) == self.turns:
+            self.end = "complete"
+
+    def conversation(self) -> dict[str, Any]:
+        """A line of the output; `answer_ids`, the token ids of each answer, is None where only text was given."""
+        if self.end == "given":
+            return self.prompt | {"answer_ids": None}
+        messages, answers = self._messages(self.turn), iter(self.answers)
+        ids = [answer.token_ids for answer in self.answers]
+        return {
+            "id": self.prompt["id"],
+            "category": self.prompt["category"],
+            **({"tools": self.prompt["tools"]} if "tools" in self.prompt else {}),
+            "messages": [m | _more(next(answers)) if m["role"] == "assistant" else m for m in messages],
+            "truncated": self.answers[-1].truncated,
+            "answer_ids": None if None in ids else ids,
+        }
+
+    def reject(self) -> dict[str, Any]:
+        """A line of `rejects.jsonl`, of a dialogue that is no conversation."""
+        why = self.why or _REASONS.get(self.end or "", "")
+        return {"id": self.prompt["id"], "category": self.prompt["category"], "end": self.end, "reason": why}
+
+    def _messages(self, turns: int) -> list[dict[str, Any]]:
+        """The prompt's messages up to the user's turn number `turns` (from 1), with the answers that are there."""
+        messages, answers = [], iter(self.answers)
+        for message in self.prompt["messages"]:
+            messages.append(message)
+            if message["role"] == "user":
+                turns -= 1
+                answer = next(answers, None)
+                if answer is not None:
+                    messages.append({"role": "assistant", "content": answer.text})
+                if turns == 0:
+                    break
+        return messages
+
+    def _ask(self, tokenizer: Any, settings: configs.RegenerateConfig) -> list[int] | None:
+        """Token ids of the next turn; None ends the dialogue."""
+        try:
+            ids = chat_template.prompt_ids(tokenizer, self.history(), self.prompt.get("tools"))
+        except chat_template.RefusedError:
+            self.end = "refused"
+            return None
+        if len(ids) > settings.max_length - settings.max_tokens:
+            self.end = "too_long"
+            return None
+        return ids
+
+
+def _more(answer: Answer) -> dict[str, Any]:
+    """What a server says beside an answer's text, under the names of the source `conversations`.
+
+    An engine's answers say the same by their ids.
+    """
+    more = {"reasoning_content": answer.reasoning, "tool_calls": answer.tool_calls} if answer.server else {}
+    return {name: value for name, value in more.items() if value}
+
+
+def sampling(settings: configs.RegenerateConfig, seed: int, name: str, turn: int) -> dict[str, Any]:
+    """How a turn is sampled: `temperature`, `max_tokens`, and a `seed` of 32 bits.
+
+    The temperature is a prompt's: the same in all its turns. The turn's seed comes of the prompt's id and the run's
+    seed: an answer depends neither on who answers nor on where a run was interrupted.
+    """
+    digest = hashlib.sha256(f"{seed}/{name}/{turn}".encode()).digest()
+    temperatures = settings.temperatures
+    chosen = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % len(temperatures)
+    return {
+        "temperature": temperatures[chosen],
+        "max_tokens": settings.max_tokens,
+        "seed": int.from_bytes(digest[:4], "big"),
+    }
+
+
+class Counts:
+    """What the manifest says of the dialogues of a split."""
+
+    def __init__(self) -> None:
+        self._said = {"prompts": 0, "conversations": 0, "answers": 0, "tokens": 0}
+        self._ended: collections.Counter[str | None] = collections.Counter()
+        self._dropped: collections.Counter[str | None] = collections.Counter()
+        self._servers: collections.Counter[str] = collections.Counter()
+        self._without_ids = 0
+
+    def add(self, dialogue: Dialogue) -> None:
+        """Counts one that has ended. Those with no answer at all are not conversations."""
+        kept, answers = dialogue.is_conversation, dialogue.answers
+        (self._ended if kept else self._dropped)[dialogue.end] += 1
+        self._said["prompts"] += 1
+        self._said["conversations"] += kept
+        self._said["answers"] += len(answers)
+        self._said["tokens"] += sum(len(answer.token_ids or ()) for answer in answers)
+        self._servers.update(answer.server for answer in answers if answer.server)
+        self._without_ids += sum(answer.token_ids is None for answer in answers)
+
+    def said(self) -> dict[str, Any]:
+        """The counts; where servers answered, how often each did, and how many answers came without token ids."""
+        given = self._ended["given"]
+        target = self._said["conversations"] - given
+        found: dict[str, Any] = {**self._said, "answered_by": {"target": target, "given": given}}
+        found |= {"ended": {end: n for end, n in self._ended.items() if n}, "dropped": dict(self._dropped)}
+        if self._servers:
+            found |= {"servers": dict(self._servers), "without_ids": self._without_ids}
+        return found

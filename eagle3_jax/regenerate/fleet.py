@@ -1,0 +1,272 @@
+"""Who asks which server: as many requests on their way to each as it takes, others while one rests, none lost.
+
+A server that fails rests, longer each time, until a probe shows that it is well and still holds the target. What it
+was asked is asked of another one. A prompt at which several attempts fail is a reject; so is one that a server refuses
+which is well. A server that holds something else leaves the fleet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import httpx2
+
+from eagle3_jax import config as configs
+from eagle3_jax.models.checkpoint.fetch import Target
+from eagle3_jax.regenerate.dialogue import Answer, Dialogue, Known, sampling
+from eagle3_jax.regenerate.server import Differs, Refused, Said, Server, Trouble
+from eagle3_jax.runs import command, processes
+
+_ATTEMPTS = 4  # at one turn, each of which a server began
+_REST, _LONGEST_REST = 0.5, 60.0  # seconds
+_LOOK = 0.5  # seconds between two looks for signals, and for a fleet that is gone
+_CONNECT = 10.0  # seconds
+
+Store = Callable[[Answer], None]
+
+
+@dataclasses.dataclass
+class _Asked:
+    """A dialogue that is being answered.
+
+    Attributes:
+        ids: of the turn's prompt.
+        failed_at: URLs of servers that failed at this turn. attempts: how often they had begun.
+    """
+
+    dialogue: Dialogue
+    ids: list[int]
+    failed_at: set[str] = dataclasses.field(default_factory=set)
+    attempts: int = 0
+
+
+@dataclasses.dataclass(eq=False)
+class _Member:
+    """A server of the fleet. `well`: it is asked. `why`: it is not. `gone`: it never will be again."""
+
+    server: Server
+    well: bool = False
+    gone: bool = False
+    why: str = ""
+    rests: int = 0  # since its last answer
+
+    async def look(self) -> float:
+        """Compares the server with the target. Returns the seconds that it wants to be left alone."""
+        try:
+            await self.server.check()
+        except Trouble as trouble:
+            self.well, self.why = False, str(trouble)
+            return trouble.retry_after
+        except Differs as difference:
+            self.well, self.gone, self.why = False, True, str(difference)
+        else:
+            self.well = not self.gone
+        return 0.0
+
+
+@contextlib.asynccontextmanager
+async def gathered(settings: configs.RegenerateConfig, target: Target) -> AsyncIterator[Fleet]:
+    """Yields the fleet of `regenerate.servers`, each compared with the target. Those that are ill join later.
+
+    Args:
+        target: without parameters.
+
+    Raises:
+        ValueError: a server holds something else, or none of them answers.
+    """
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+    timeout = httpx2.Timeout(settings.deadline, connect=min(_CONNECT, settings.deadline))
+    async with httpx2.AsyncClient(limits=limits, timeout=timeout) as client:
+        members = [
+            _Member(Server(client, server, target, settings.max_length, settings.deadline))
+            for server in settings.servers
+        ]
+        await asyncio.gather(*(member.look() for member in members))
+        others = [member for member in members if member.gone]
+        if others or not any(member.well for member in members):
+            raise ValueError(_named(others or members))
+        yield Fleet(members, settings, target.tokenizer)
+
+
+def _named(members: Iterable[_Member]) -> str:
+    """One error for several servers."""
+    return "\n  ".join(["regenerate.servers:", *(f"{member.server.url}: {member.why}" for member in members)])
+
+
+class Fleet:
+    """Servers that answer dialogues; see `gathered`."""
+
+    def __init__(self, members: Sequence[_Member], settings: configs.RegenerateConfig, tokenizer: Any) -> None:
+        self._members, self._settings, self._tokenizer = members, settings, tokenizer
+        self._source: Iterator[_Asked] = iter(())
+        self._again: deque[_Asked] = deque()  # what a server failed at: at most one for each request on its way
+        self._exhausted = False  # the source
+        self._on_their_way = 0
+        self._changed = asyncio.Condition()
+        self._last_well = time.monotonic()
+        self._recoveries: dict[_Member, asyncio.Task[None]] = {}
+
+    @property
+    def well(self) -> int:
+        """Number of servers that are asked now."""
+        return sum(member.well for member in self._members)
+
+    async def converse(self, dialogues: Iterable[Dialogue], known: Known, seed: int, store: Store) -> None:
+        """Has every turn answered that is not known, whichever server is free; a dialogue stays with its server.
+
+        Args:
+            seed: of the run. store: takes each new answer, failed ones too, before anything follows it.
+
+        Raises:
+            ValueError: no server has been well for `regenerate.patience`, or all of them left.
+            Stopped: a signal came.
+        """
+        self._source = (
+            _Asked(dialogue, ids)
+            for dialogue in dialogues
+            if (ids := dialogue.next_prompt(known, self._tokenizer, self._settings)) is not None
+        )
+        self._exhausted, self._last_well = False, time.monotonic()
+        workers = {
+            asyncio.create_task(self._work(member, seed, store))
+            for member in self._members
+            for _ in range(member.server.concurrency)
+        }
+        for member in self._members:
+            if not member.well and not member.gone:
+                self._rest(member)
+        try:
+            while workers:
+                done, workers = await asyncio.wait(workers, timeout=_LOOK, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+                command.stop_point()
+                if workers or self._again or not self._exhausted:
+                    self._check_alive()
+        finally:
+            for task in (tasks := [*workers, *self._recoveries.values()]):
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._recoveries.clear()
+
+    def _check_alive(self) -> None:
+        """Raises ValueError: nobody answers, and nobody is expected to."""
+        now = time.monotonic()
+        if self.well:
+            self._last_well = now
+        elif all(member.gone for member in self._members) or now - self._last_well > self._settings.patience:
+            raise ValueError(f"{_named(self._members)}\nstart one of them and run it again: it goes on from here")
+
+    async def _work(self, member: _Member, seed: int, store: Store) -> None:
+        """One of the requests on their way to a server, again and again."""
+        while (asked := await self._next(member)) is not None:
+            try:
+                await self._converse(member, asked, seed, store)
+            finally:
+                async with self._changed:
+                    self._on_their_way -= 1
+                    self._changed.notify_all()
+
+    async def _next(self, member: _Member) -> _Asked | None:
+        """Waits for something that this server may be asked; None when nothing will come."""
+        async with self._changed:
+            while not member.gone:
+                if member.well and (asked := self._chosen(member)) is not None:
+                    self._on_their_way += 1
+                    return asked
+                if self._exhausted and not self._on_their_way and not self._again:
+                    self._changed.notify_all()
+                    return None
+                await self._changed.wait()
+        return None
+
+    def _chosen(self, member: _Member) -> _Asked | None:
+        """What failed comes first, but to a server where it has not failed, if such a one is well."""
+        others = {other.server.url for other in self._members if other.well}
+        for asked in self._again:
+            if member.server.url not in asked.failed_at or others <= asked.failed_at:
+                self._again.remove(asked)
+                return asked
+        asked = next(self._source, None)
+        self._exhausted = asked is None
+        return asked
+
+    async def _converse(self, member: _Member, asked: _Asked, seed: int, store: Store) -> None:
+        """Has the dialogue's turns answered, or gives it back."""
+        dialogue, ids = asked.dialogue, asked.ids
+        while ids is not None:
+            name, turn = dialogue.prompt["id"], dialogue.turn
+            try:
+                sampled = sampling(self._settings, seed, name, turn)
+                said = await member.server.ask(dialogue.history(), ids, dialogue.prompt.get("tools"), **sampled)
+                answer = _to_answer(name, turn, said, member.server.url)
+                member.rests = 0
+            except Trouble as trouble:
+                if member.well:
+                    member.well, member.why = False, str(trouble)
+                    self._rest(member, trouble.retry_after)
+                asked = dataclasses.replace(asked, ids=ids)
+                asked.failed_at.add(member.server.url)
+                asked.attempts += trouble.began
+                if asked.attempts < _ATTEMPTS:
+                    self._again.append(asked)
+                    return
+                answer = _failed(name, turn, f"{_ATTEMPTS} attempts: {trouble}", member.server.url)
+            except (Refused, Differs) as refusal:
+                if not await self._is_itself(member):
+                    self._again.append(dataclasses.replace(asked, ids=ids))
+                    return
+                answer = _failed(name, turn, str(refusal), member.server.url)
+            store(answer)
+            dialogue.take(answer)
+            asked = _Asked(dialogue, ids)
+            ids = dialogue.next_prompt({}, self._tokenizer, self._settings)
+
+    async def _is_itself(self, member: _Member) -> bool:
+        """Whether a server that refused something is well and still holds the target; else it is asked no more now."""
+        wait = await member.look()
+        if not member.well:
+            self._rest(member, wait)
+        return member.well
+
+    def _rest(self, member: _Member, wait: float = 0.0) -> None:
+        """Has a server that is not well looked at again, after a while."""
+        if member not in self._recoveries:
+            self._recoveries[member] = asyncio.create_task(self._recover(member, wait))
+
+    async def _recover(self, member: _Member, wait: float) -> None:
+        """Looks at a resting server until it is well or holds something else."""
+        if not member.gone:
+            processes.say(f"regenerate: {member.server.url} rests: {member.why}")
+        while not member.well and not member.gone:
+            await asyncio.sleep(max(wait, min(_REST * 2**member.rests, _LONGEST_REST)))
+            member.rests = min(member.rests + 1, 20)
+            wait = await member.look()
+        del self._recoveries[member]
+        answers = f"is asked no more: {member.why}" if member.gone else "answers"
+        processes.say(f"regenerate: {member.server.url} {answers}")
+        async with self._changed:
+            self._changed.notify_all()
+
+
+def _to_answer(name: str, turn: int, said: Said, url: str) -> Answer:
+    return Answer(
+        name,
+        turn,
+        said.text,
+        said.token_ids,
+        said.truncated,
+        reasoning=said.reasoning,
+        tool_calls=said.tool_calls,
+        server=url,
+    )
+
+
+def _failed(name: str, turn: int, why: str, url: str) -> Answer:
+    return Answer(name, turn, "", None, truncated=False, failed=True, server=url, why=why)

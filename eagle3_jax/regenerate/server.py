@@ -1,0 +1,282 @@
+"""One server of OpenAI's API that holds the target: what it is compared with, and one turn asked of it.
+
+Token ids come by vLLM's `return_token_ids`, which SGLang and this package's own server know too. vLLM and this package
+put the prompt's ids beside the choices, SGLang into each; a server without the field (OpenAI's) gives none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import reprlib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import httpx2
+import pydantic
+
+from eagle3_jax.config import FleetServer
+from eagle3_jax.models import chat_template
+from eagle3_jax.models.checkpoint.fetch import Target, split_revision
+
+# Letters, numbers and code that tokenizers split in different ways.
+PROBE = [{"role": "user", "content": "Naïve café, 東京 and Москва: def f(x): return x ** 1234567890  # ≠ 0.1"}]
+_PROBE_TOKENS = 8
+# Without these, vLLM and SGLang sample as the checkpoint's generation_config.json says.
+_UNCHANGED = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+_BUSY = (408, 425, 429, 503)  # the server did not begin
+
+
+class Differs(ValueError):
+    """A server that holds another model, template or context than the target's, or shows another key."""
+
+
+class Trouble(Exception):
+    """A server that gives no answer now.
+
+    Attributes:
+        began: it may have been this prompt that it failed at.
+        retry_after: seconds, as the server says.
+    """
+
+    def __init__(self, why: str, *, began: bool, retry_after: float = 0.0) -> None:
+        super().__init__(why)
+        self.began, self.retry_after = began, retry_after
+
+
+class Refused(Exception):
+    """A prompt that the server refuses, or an answer that cannot be trained on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Said:
+    """A server's answer. `token_ids`: end of sequence included; None where the server keeps them to itself."""
+
+    text: str
+    token_ids: list[int] | None
+    truncated: bool
+    reasoning: str
+    tool_calls: list[dict[str, Any]] | None
+    tokens: int
+
+
+class _Part(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(strict=True)
+
+
+class _Message(_Part):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class _Choice(_Part):
+    message: _Message
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class _Usage(_Part):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class _Body(_Part):
+    choices: list[_Choice] = pydantic.Field(min_length=1)
+    prompt_token_ids: list[int] | None = None
+    usage: _Usage | None = None
+
+
+class Server:
+    """A server, asked through one client.
+
+    Args:
+        settings: of the configuration. target: without parameters. max_length: longest conversation, in tokens.
+        deadline: seconds for one answer.
+
+    Raises:
+        ValueError: the environment has no key.
+    """
+
+    def __init__(
+        self,
+        client: httpx2.AsyncClient,
+        settings: FleetServer,
+        target: Target,
+        max_length: int,
+        deadline: float,
+    ) -> None:
+        self.url, self.concurrency = settings.url.rstrip("/"), settings.concurrency
+        self._client, self._max_length, self._deadline = client, max_length, deadline
+        self._model = settings.model or split_revision(target.identity["name"])[0]
+        self._tokenizer, self._shape = target.tokenizer, target.model.config
+        self._headers = {}
+        if (variable := settings.api_key_variable) is not None:
+            if not (key := os.environ.get(variable, "").strip()):
+                expected = "an API key in it"
+                raise ValueError(f"regenerate.servers: got no {variable} in the environment, expected {expected}")
+            self._headers = {"Authorization": f"Bearer {key}"}
+        self._dialect: Mapping[str, Any] = {}  # fields beyond OpenAI's that this server takes
+
+    async def check(self) -> None:
+        """Compares the server with the target: its model's name, its context, and the ids of a rendered prompt.
+
+        Raises:
+            Differs: it is not the target. Trouble: it does not answer now.
+        """
+        try:
+            await self._check_model()
+            await self._probe()
+        except Refused as error:
+            raise Differs(str(error)) from error
+
+    async def ask(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        ids: Sequence[int],
+        tools: Sequence[Any] | None = None,
+        **sampling: Any,
+    ) -> Said:
+        """Has one turn answered.
+
+        Args:
+            messages: what the answer follows. ids: the target's own rendering of them.
+            tools: their definitions. sampling: see `dialogue.sampling`.
+
+        Raises:
+            Trouble: no answer now, or half of one.
+            Refused: an answer to another prompt, of other tokens, or none to this one. Ask `check` whose fault it is.
+        """
+        body = {"messages": messages, **sampling, **self._dialect} | ({"tools": tools} if tools else {})
+        said, choice = await self._chat(body)
+        if difference := self._other_prompt(said, ids):
+            raise Refused(difference)
+        return self._answer(said, choice)
+
+    async def _check_model(self) -> None:
+        listed = await self._request("GET", "/models")
+        try:
+            cards = {card["id"]: card for card in pydantic.TypeAdapter(Any).validate_json(listed)["data"]}
+        except (ValueError, TypeError, KeyError) as error:
+            raise Trouble(f"/models: got {reprlib.repr(listed)}, expected a list of models", began=False) from error
+        if self._model not in cards:
+            expected = f"{self._model!r}, or its name there in regenerate.servers.model"
+            raise Differs(f"/models: got {', '.join(map(repr, cards)) or 'none'}, expected {expected}")
+        longest = cards[self._model].get("max_model_len")
+        if isinstance(longest, int) and longest < self._max_length:
+            expected = f"at least regenerate.max_length = {self._max_length}"
+            raise Differs(f"/models: max_model_len: got {longest}, expected {expected}")
+
+    async def _probe(self) -> None:
+        """Learns which fields the server takes, by the one prompt whose ids it must have as the target has them."""
+        ids = chat_template.prompt_ids(self._tokenizer, PROBE)
+        dialects: list[dict[str, Any]] = [{"return_token_ids": True, **_UNCHANGED}]
+        if date := chat_template.dated(self._tokenizer):  # the day's in other servers
+            dialects.append({**dialects[0], "chat_template_kwargs": date})
+        difference = ""
+        for dialect in dialects:
+            body = {"messages": PROBE, "temperature": 0.0, "max_tokens": _PROBE_TOKENS, **dialect}
+            try:
+                said, choice = await self._chat(body)
+            except Refused:
+                break  # OpenAI's API refuses what it does not know
+            if not (difference := self._other_prompt(said, ids)):
+                self._answer(said, choice)
+                self._dialect = dialect
+                return
+        if difference:
+            raise Differs(difference)
+        said, choice = await self._chat({"messages": PROBE, "temperature": 0.0, "max_tokens": _PROBE_TOKENS})
+        if difference := self._other_prompt(said, ids):
+            raise Differs(difference)
+        self._answer(said, choice)
+        self._dialect = {}
+
+    def _other_prompt(self, said: _Body, ids: Sequence[int]) -> str | None:
+        """Says how the server's prompt differs from the target's, by its ids or else by their number."""
+        got = said.choices[0].prompt_token_ids or said.prompt_token_ids
+        hint = "expected the target's tokenizer and chat template"
+        if got is None:
+            counted = said.usage.prompt_tokens if said.usage else None
+            if counted in (None, len(ids)):
+                return None
+            return f"prompt: got {counted} tokens where the target has {len(ids)}, {hint}"
+        if got == list(ids):
+            return None
+        pairs = enumerate(zip(got, ids, strict=False))
+        place = next((place for place, (a, b) in pairs if a != b), min(len(got), len(ids)))
+        found, wanted = (reprlib.repr(self._tokenizer.decode(list(x[place : place + 8]))) for x in (got, ids))
+        return f"prompt: got {found} at token {place} where the target has {wanted}, {hint}"
+
+    def _answer(self, said: _Body, choice: _Choice) -> Said:
+        """Checks an answer. Raises Trouble: it is cut. Refused: it cannot be trained on."""
+        message, ids, reason = choice.message, choice.token_ids, choice.finish_reason
+        text, reasoning = message.content or "", message.reasoning_content or message.reasoning or ""
+        if reason == "content_filter":
+            raise Refused("answer: the server's filter withheld it")
+        if reason not in ("stop", "length", "tool_calls"):
+            raise Trouble(f"answer: got the end {reason!r}, expected 'stop', 'length' or 'tool_calls'", began=True)
+        if ids is not None:
+            self._check_ids(ids, (text, reasoning), ended=reason != "length")
+        counted = said.usage.completion_tokens if said.usage else None
+        tokens = len(ids) if ids is not None else counted or 0
+        return Said(text, ids, reason == "length", reasoning, message.tool_calls or None, tokens)
+
+    def _check_ids(self, ids: Sequence[int], texts: Collection[str], *, ended: bool) -> None:
+        size, ends = self._shape.vocab_size, self._shape.eos_token_ids
+        if not ids:
+            raise Refused("answer: got no token ids, expected one or more")
+        if not all(0 <= token < size for token in ids):
+            raise Refused(f"answer: got token ids up to {max(ids)}, expected less than the target's {size}")
+        if ended and ends and ids[-1] not in ends:
+            raise Refused(f"answer: got token {ids[-1]} at its end, expected an end of sequence of {list(ends)}")
+        # Servers trim the text, and hold back half a character; parsers take marks out of it.
+        written = _letters(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+        for text in texts:
+            if _letters(text) not in written:
+                raise Refused(f"answer: got ids of {reprlib.repr(written)}, expected those of {reprlib.repr(text)}")
+
+    async def _chat(self, body: Mapping[str, Any]) -> tuple[_Body, _Choice]:
+        content = await self._request("POST", "/chat/completions", {"model": self._model, **body})
+        try:
+            said = _Body.model_validate_json(content)
+        except pydantic.ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"])) or "body"
+            raise Trouble(f"answer: {where}: {first['msg']}: {reprlib.repr(content)}", began=True) from error
+        return said, said.choices[0]
+
+    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+        """The content of an answer with status 200.
+
+        Raises:
+            Trouble: no connection, no answer in time, a broken one, or a status that may pass.
+            Refused: any other status. Differs: 401 or 403.
+        """
+        try:
+            async with asyncio.timeout(self._deadline):
+                answer = await self._client.request(method, self.url + path, json=body, headers=self._headers)
+        except TimeoutError as error:
+            raise Trouble(f"got no whole answer in {self._deadline:g} s", began=True) from error
+        except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
+            raise Trouble(f"got no connection: {error}", began=False) from error
+        except httpx2.HTTPError as error:
+            raise Trouble(f"the answer broke off: {error!r}", began=True) from error
+        if answer.status_code == 200:
+            return answer.content
+        why = f"status {answer.status_code}: {reprlib.repr(answer.text)}"
+        if answer.status_code in (401, 403):
+            raise Differs(f"{why}, expected the key in regenerate.servers.api_key_variable")
+        if answer.status_code in _BUSY or answer.status_code >= 500:
+            after = answer.headers.get("Retry-After", "")
+            wait = float(after) if after.isdigit() else 0.0
+            raise Trouble(why, began=answer.status_code not in _BUSY, retry_after=wait)
+        raise Refused(why)
+
+
+def _letters(text: str) -> str:
+    """A text without white space, and without the mark of half a character."""
+    return "".join(text.split()).replace("\ufffd", "")
