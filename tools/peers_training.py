@@ -75,7 +75,7 @@ def ours(arrays: Arrays, settings: argparse.Namespace) -> Callable[[], float]:
     from eagle3_jax.mesh import make_mesh
     from eagle3_jax.runs import machine
     from eagle3_jax.sequence import WHOLE
-from eagle3_jax.training.batch import Batch, Teacher
+    from eagle3_jax.training.batch import Batch, Teacher
     from eagle3_jax.training.kinds.eagle3 import Eagle3
     from eagle3_jax.training.optimizer import make_optimizer
     from eagle3_jax.training.state import init_state, make_train_step
