@@ -181,6 +181,7 @@ def test_the_extras_of_the_verbs_are_those_of_the_project():
 
 VERBS = {  # a verb and its words -> the extra that it needs
     "prepare": "prepare",
+    "prepare --prepare.runner beam": "beam",
     "regenerate": None,
     "extract": "train",
     "train": "train",

@@ -243,6 +243,9 @@ class PrepareConfig:
             by `regenerate.max_length` and `extract.max_length`.
         batch_size: batch of the engine that lets the target write prompts (source `self`).
         benchmarks: JSONL files of benchmarks; a prompt that shares eight words in a row with one is rejected.
+        runner: `in_process`, or `beam` for millions of prompts: Apache Beam's workers, wherever they run. Both make the
+            same prompts.
+        beam_options: handed to Beam as they are, such as "--runner=FlinkRunner --flink_master=HOST:PORT".
     """
 
     sources: tuple[Source, ...] = (PackagedSource(kind="packaged"),)
@@ -252,9 +255,13 @@ class PrepareConfig:
     max_chars: Count = 1_000_000
     batch_size: Count = 32
     benchmarks: tuple[str, ...] = ()
+    runner: Literal["in_process", "beam"] = "in_process"
+    beam_options: str = ""
 
     def __post_init__(self) -> None:
         require(len(self.sources) > 0, "sources", self.sources, "at least one source")
+        unused = bool(self.beam_options) and self.runner != "beam"
+        require(not unused, "beam_options", self.beam_options, "nothing without runner: beam")
 
 
 def _by_url(value: object) -> object:

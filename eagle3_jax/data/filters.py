@@ -1,4 +1,4 @@
-"""Filters of prompts: normalisation, duplicates, benchmarks, personal data, and a stable held-out split."""
+"""Filters of prompts: normalisation, identity, benchmarks, personal data."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import json
 import pathlib
 import re
 import unicodedata
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from eagle3_jax.data import lines, personal
+from eagle3_jax.runs import disk
 
 Messages = list[dict[str, Any]]
 
@@ -68,7 +69,7 @@ def _said(message: dict[str, Any]) -> list[str]:
     return [message["content"], *(text for text in more if text)]
 
 
-def _questions(messages: Messages) -> tuple[str, str]:
+def questions(messages: Messages) -> tuple[str, str]:
     """Returns (system prompt, all user turns): the part that many prompts share, and the part that differs."""
     system = [message for message in messages if message["role"] == "system"]
     return content(system), content([message for message in messages if message["role"] == "user"])
@@ -123,43 +124,6 @@ def redact_json(value: Any) -> tuple[Any, collections.Counter[str]]:
     return (dict(zip(value, changed, strict=True)) if isinstance(value, dict) else changed), found
 
 
-class Duplicates:
-    """Detects duplicates among messages; the first one stays, and the result depends only on the order.
-
-    Exact duplicates are found by `content_hash`. Near duplicates are found by MinHash over 3-word shingles with banded
-    lookup (datasketch), and confirmed by the Jaccard similarity of the shingles. Shingles come from the users' turns: a
-    long system prompt would make all its prompts alike. Prompts under different system prompts are never duplicates.
-
-    Args:
-        near: Jaccard similarity from which two texts are near duplicates.
-    """
-
-    def __init__(self, near: float, num_perm: int = 128) -> None:
-        import datasketch
-
-        self._near = near
-        self._template = datasketch.MinHash(num_perm=num_perm, seed=1, hashfunc=_hash32)
-        # The weights favour recall: surplus candidates cost little, missed ones leave duplicates. The threshold stays
-        # below 1, where the bands would be too few.
-        self._lsh = datasketch.MinHashLSH(threshold=min(near, 0.9), num_perm=num_perm, weights=(0.1, 0.9))
-        self._shingles: dict[Hashable, frozenset[bytes]] = {}
-
-    def check(self, messages: Messages) -> str | None:
-        """Returns "exact duplicate", "near duplicate", or None; new messages are remembered."""
-        key = content_hash(messages)
-        if key in self._shingles:
-            return "exact duplicate"
-        system, questions = _questions(messages)
-        shingles = _shingles(questions, under=system)
-        sketch = self._template.copy()
-        sketch.update_batch(list(shingles))
-        if any(_jaccard(shingles, self._shingles[other]) >= self._near for other in self._lsh.query(sketch)):
-            return "near duplicate"
-        self._lsh.insert(key, sketch)
-        self._shingles[key] = shingles
-        return None
-
-
 class Benchmarks:
     """Decontamination: keeps benchmark questions out of training, by runs of eight words in any text of their records.
 
@@ -175,18 +139,18 @@ class Benchmarks:
     def __init__(self, paths: Sequence[str]) -> None:
         self._names: dict[bytes, str] = {}
         self.reasons = tuple(self._reason(pathlib.Path(path).name) for path in paths)
-        for path in map(pathlib.Path, paths):
+        for path in map(disk.path_of, paths):
             try:
                 for _, line in lines.read(path):
                     for text in _texts(json.loads(line)):
-                        for run in _shingles(normalise(text), self._WORDS):
+                        for run in shingles(normalise(text), self._WORDS):
                             self._names.setdefault(run, path.name)
             except (OSError, ValueError) as error:
                 raise ValueError(f"prepare.benchmarks: got {str(path)!r} ({error}), expected a JSONL file") from error
 
     def check(self, messages: Messages) -> str | None:
         """Returns the reason to drop these messages, or None. They must not be redacted, as benchmarks are not."""
-        runs = (run for message in messages for run in _shingles(message["content"], self._WORDS))
+        runs = (run for message in messages for run in shingles(message["content"], self._WORDS))
         found = next((self._names[run] for run in runs if run in self._names), None)
         return None if found is None else self._reason(found)
 
@@ -197,31 +161,8 @@ class Benchmarks:
 
 def opening_hash(messages: Messages) -> str:
     """Hashes the user's first words, so that several questions on one passage share a hash; sha256 in hex."""
-    words = _questions(messages)[1].casefold().split()[:_OPENING_WORDS]
+    words = questions(messages)[1].casefold().split()[:_OPENING_WORDS]
     return hashlib.sha256(" ".join(words).encode("utf-8")).hexdigest()
-
-
-def split(hashes: Sequence[str], held_out: float) -> list[bool]:
-    """Chooses the held-out prompts by hash, so that a prompt keeps its side when others are added.
-
-    If hashing puts a small set on one side, its lowest hash is held out, or its highest is for training.
-
-    Args:
-        hashes: hex digests; prompts with equal ones stay together.
-        held_out: average share of held-out prompts.
-
-    Raises:
-        ValueError: fewer than two different hashes.
-    """
-    if (found := len(set(hashes))) < 2:
-        raise ValueError(f"prepare: got {found} usable prompts, expected at least 2 (one to train, one held out)")
-    chosen = [int(digest[:16], 16) / 2**64 < held_out for digest in hashes]
-    lowest, highest = min(hashes), max(hashes)
-    if not any(chosen):
-        chosen = [digest == lowest for digest in hashes]
-    if all(chosen):
-        chosen = [digest != highest for digest in hashes]
-    return chosen
 
 
 def _unescape(match: re.Match[str]) -> str:
@@ -239,17 +180,9 @@ def _texts(record: Any) -> Iterator[str]:
             yield from _texts(part)
 
 
-def _shingles(text: str, size: int = 3, under: str = "") -> frozenset[bytes]:
+def shingles(text: str, size: int = 3, under: str = "") -> frozenset[bytes]:
     """Hashes all runs of `size` words; the hashes depend on the system prompt, `under`."""
     words = _WORD.findall(text.casefold()) or [text]
     runs = (" ".join(words[i : i + size]) for i in range(max(1, len(words) - size + 1)))
     key = hashlib.blake2b(under.encode("utf-8")).digest() if under else b""
     return frozenset(hashlib.blake2b(run.encode("utf-8"), digest_size=8, key=key).digest() for run in runs)
-
-
-def _jaccard(a: frozenset[bytes], b: frozenset[bytes]) -> float:
-    return len(a & b) / len(a | b)
-
-
-def _hash32(shingle: bytes) -> int:
-    return int.from_bytes(shingle[:4], "little")

@@ -1,36 +1,114 @@
-"""Reading of JSONL files of other programs, as numbered lines."""
+"""Reading of JSONL files of other programs, as numbered lines; of a whole file, or of a part of it."""
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
+import io
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from typing import Any, Final
 
 from eagle3_jax.runs import disk
 
+# Bytes. Of a longer line the beginning alone is read, so that none fills the memory.
+LONGEST: Final = 16 << 20
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_PIECE = 1 << 20
 
 
-def read(path: str | disk.Path) -> Iterator[tuple[int, bytes]]:
-    """Yields the file's `numbered` lines; a .gz file is decompressed.
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Whole lines of a file.
+
+    Attributes:
+        start, stop: their bytes.
+        first: number of the first line.
+        checksum: CRC-32 of the bytes, so that a file that changes in the meantime is noticed.
+    """
+
+    start: int
+    stop: int
+    first: int
+    checksum: int
+
+
+def parts(path: str | disk.Path, size: int) -> Iterator[Part]:
+    """Divides a file into parts of at least `size` bytes; the last may be smaller. Raises OSError."""
+    start, first, number, at, checksum = 0, 1, 1, 0, 0
+    with disk.open_binary(path) as stream:
+        while piece := stream.read(min(size, _PIECE)):
+            end = piece.find(b"\n", max(0, start + size - at - 1)) + 1
+            head = piece[:end]
+            if end:
+                yield Part(start, at + end, first, zlib.crc32(head, checksum))
+                number += head.count(b"\n")
+                start, first, checksum = at + end, number, 0
+            checksum = zlib.crc32(piece[end:], checksum)
+            number += piece.count(b"\n", end)
+            at += len(piece)
+    if at > start:
+        yield Part(start, at, first, checksum)
+
+
+def read(path: str | disk.Path, part: Part | None = None) -> Iterator[tuple[int, bytes]]:
+    """Yields the `numbered` lines of a file or of a part of it; a .gz file is decompressed.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: a truncated or damaged .gz file.
+        ValueError: a truncated or damaged .gz file, or a file that is not what it was when it was divided.
     """
     try:
         with disk.open_binary(path) as stream:
-            yield from numbered(gzip.open(stream) if str(path).endswith(".gz") else stream)
+            if part is None:
+                yield from numbered(gzip.open(stream) if str(path).endswith(".gz") else stream)
+            else:
+                within = _Within(stream, part)
+                yield from numbered(io.BufferedReader(within, _PIECE), part.first)
+                if not within.is_same():
+                    raise ValueError(f"{path}: changed while it was read")
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path}: {error}, expected a whole gzip file") from error
 
 
-def numbered(stream: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Yields (number from 1, line) of all lines that are not blank, without a byte order mark.
+def numbered(stream: Any, first: int = 1) -> Iterator[tuple[int, bytes]]:
+    """Yields (number from `first`, line) of all lines that are not blank, without a byte order mark.
 
-    Only a line feed ends a line: JSON strings may hold all other line breaks of Unicode.
+    Only a line feed ends a line: JSON strings may hold all other line breaks of Unicode. A line that is longer than
+    LONGEST is cut behind LONGEST + 1 bytes.
+
+    Args:
+        stream: a binary file.
     """
-    for number, line in enumerate(stream, start=1):
+    number = first
+    while line := stream.readline(LONGEST + 1):
+        if len(line) > LONGEST:
+            more = line
+            while more and not more.endswith(b"\n"):
+                more = stream.readline(_PIECE)
         line = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
         if line.strip():
             yield number, line
+        number += 1
+
+
+class _Within(io.RawIOBase):
+    """A part of an open file, as a file."""
+
+    def __init__(self, stream: io.BufferedReader, part: Part) -> None:
+        self._stream, self._left, self._checksum, self._expected = stream, part.stop - part.start, 0, part.checksum
+        stream.seek(part.start)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        found = self._stream.read(min(len(buffer), self._left))
+        buffer[: len(found)] = found
+        self._left -= len(found)
+        self._checksum = zlib.crc32(found, self._checksum)
+        return len(found)
+
+    def is_same(self) -> bool:
+        """Tells, at the end, whether these are the bytes that the part was made of."""
+        return self._left == 0 and self._checksum == self._expected

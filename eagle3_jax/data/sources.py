@@ -92,7 +92,7 @@ def packaged() -> Iterator[Prompt | Reject]:
         yield from (prompt for prompt in turn if prompt is not None)
 
 
-def jsonl(path: str | disk.Path, category: str = "jsonl") -> Iterator[Prompt | Reject]:
+def jsonl(path: str | disk.Path, category: str = "jsonl", part: lines.Part | None = None) -> Iterator[Prompt | Reject]:
     """Reads a JSONL file; each line has one of these forms.
 
     - OpenAI: {"messages": [{"role": "user", "content": "..."}]}; content may be a list of text parts
@@ -103,11 +103,14 @@ def jsonl(path: str | disk.Path, category: str = "jsonl") -> Iterator[Prompt | R
 
     Args:
         category: category of records without one.
+        part: part of the file; None is the whole.
     """
-    yield from _records(lines.read(path), f"jsonl:{pathlib.Path(path).name}", category)
+    yield from _records(lines.read(path, part), f"jsonl:{pathlib.Path(path).name}", category)
 
 
-def conversations(path: str | disk.Path, category: str = "conversations") -> Iterator[Prompt | Reject]:
+def conversations(
+    path: str | disk.Path, category: str = "conversations", part: lines.Part | None = None
+) -> Iterator[Prompt | Reject]:
     """Reads a JSONL file of the target's conversations from another engine, in the forms of `jsonl`.
 
     Answers stay unchanged, with `reasoning_content` and `tool_calls`, and so do the tools' turns; turns after the last
@@ -117,9 +120,10 @@ def conversations(path: str | disk.Path, category: str = "conversations") -> Ite
 
     Args:
         category: category of records without one.
+        part: part of the file; None is the whole.
     """
     source = f"conversations:{pathlib.Path(path).name}"
-    yield from _records(lines.read(path), source, category, _up_to_the_last_answer)
+    yield from _records(lines.read(path, part), source, category, _up_to_the_last_answer)
 
 
 def tfds(name: str, field: str, split: str = "train", category: str = "tfds") -> Iterator[Prompt | Reject]:
@@ -164,6 +168,10 @@ def _records(
     numbered: Iterable[tuple[int, bytes]], source: str, category: str, take: _Take | None = None
 ) -> Iterator[Prompt | Reject]:
     for number, raw in numbered:
+        if len(raw) > lines.LONGEST:
+            beginning = raw[: lines.LONGEST].decode("utf-8", errors="replace")
+            yield Reject(source, number, f"a line of more than {lines.LONGEST >> 20} MiB", filters.excerpt(beginning))
+            continue
         try:
             record = json.loads(raw.decode("utf-8"))
         except UnicodeDecodeError:

@@ -78,8 +78,9 @@ def _given(prepared: dict[str, Any]) -> dict[str, str]:
 
 def _dialogues(prompts: disk.Path, split: str) -> Iterator[Dialogue]:
     """The dialogues of a split, none of them begun."""
-    for prompt in disk.read_jsonl(prompts / f"{split}.jsonl"):
-        yield Dialogue.begin(prompt)
+    prepared = manifest.load(prompts / manifest.NAME)
+    for path in manifest.shards(prompts, prepared, f"{split}.jsonl"):
+        yield from map(Dialogue.begin, disk.read_jsonl(path))
 
 
 def _ask_engines(config: configs.RunConfig, target: Target, replica: Replica, folder: disk.Path) -> dict[str, float]:

@@ -117,6 +117,7 @@ def _write(line: str) -> None:
 # One module of each package in an extra of pyproject.toml.
 EXTRAS = {
     "prepare": ("datasketch", "presidio_analyzer", "tensorflow_datasets", "tldextract"),
+    "beam": ("apache_beam",),
     "train": ("array_record", "grain", "optax", "orbax", "tensorboardX"),
     "report": ("httpx2", "matplotlib"),
     "serve": ("prometheus_client", "starlette", "uvicorn"),

@@ -372,6 +372,11 @@ def remove_log(path: Path) -> None:
     objects.remove(path) if is_remote(path) else path.unlink()
 
 
+def remove_folder(folder: Path) -> None:
+    """Removes a folder with all below it, where there is one."""
+    objects.remove(folder) if is_remote(folder) else _remove(folder)
+
+
 def cut_torn_line(path: pathlib.Path) -> None:
     """Removes the text behind the last newline of a file that is appended to, if the file exists."""
     size = path.stat().st_size if path.exists() else 0

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
@@ -141,6 +142,13 @@ def read(folder: str | disk.Path, made_by: str, *, verify: bool = True) -> dict[
                 + _again(folder, made_by)
             )
     return manifest
+
+
+def shards(folder: disk.Path, manifest: dict[str, Any], name: str) -> list[disk.Path]:
+    """The files of a finished folder that hold `train.jsonl`: itself, or `train-00000-of-00002.jsonl` and so on."""
+    stem, _, ending = name.rpartition(".")
+    found = re.compile(rf"{re.escape(stem)}(-\d+-of-\d+)?\.{re.escape(ending)}")
+    return [folder / file for file in sorted(manifest["files"]) if found.fullmatch(file)]
 
 
 def _digest(path: disk.Path) -> str | None:

@@ -6,6 +6,8 @@ import pathlib
 import pytest
 
 from eagle3_jax.data import filters, sources
+from eagle3_jax.data.duplicates import Duplicates
+from eagle3_jax.data.split import Split, bounds
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,7 @@ def test_long_context_is_long(prompts):
 
 
 def test_nothing_is_filtered(prompts):
-    duplicates = filters.Duplicates(near=0.8)
+    duplicates = Duplicates(near=0.8)
     for prompt in prompts:
         assert filters.refuse(prompt["messages"], max_chars=8000) is None
         redacted, found = filters.redact(prompt["messages"])
@@ -44,7 +46,9 @@ def test_nothing_is_filtered(prompts):
 
 @pytest.mark.parametrize("held_out", [0.1, 0.2, 0.3])
 def test_every_category_is_held_out_in_part(prompts, held_out):
-    sides = filters.split([filters.content_hash(prompt["messages"]) for prompt in prompts], held_out)
+    hashes = [(digest, digest) for digest in (filters.content_hash(prompt["messages"]) for prompt in prompts)]
+    split = Split(bounds(hashes), held_out)
+    sides = [split.holds_out(*pair) for pair in hashes]
     counts = collections.Counter(prompt["category"] for prompt, held in zip(prompts, sides, strict=True) if held)
     assert len(counts) == 5
     assert abs(sum(counts.values()) / len(prompts) - held_out) < 0.06

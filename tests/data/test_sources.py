@@ -115,6 +115,7 @@ def test_blank_lines_and_byte_order_mark(tmp_path):
     assert [(prompt["line"], prompt["messages"][0]["content"]) for prompt in found] == [(1, "A"), (4, "B\u2028C")]
 
 
+@pytest.mark.filterwarnings("ignore:label\\(\\) is deprecated:DeprecationWarning")  # tfds asks protobuf so
 def test_tfds(tmp_path):
     features = tfds.features.FeaturesDict({"question": tfds.features.Text(), "number": np.int64})
 

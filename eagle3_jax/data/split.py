@@ -1,0 +1,64 @@
+"""Which prompts are held out: a stable choice by hash, from the lowest and the highest hash of all."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+# The lowest and the highest `filters.opening_hash` of some prompts, and the same of `filters.content_hash`.
+Bounds = tuple[str, str, str, str]
+
+
+def bounds(hashes: Iterable[tuple[str, str]]) -> Bounds | None:
+    """Returns the bounds of prompts, each given as its (opening hash, content hash); None where there are none."""
+    return widest((opening, opening, content, content) for opening, content in hashes)
+
+
+def widest(found: Iterable[Bounds]) -> Bounds | None:
+    """Returns the bounds of all prompts from those of their parts."""
+    whole: Bounds | None = None
+    for part in found:
+        if whole is None:
+            whole = part
+        lowest, highest = (tuple(map(choose, whole, part)) for choose in (min, max))
+        whole = (lowest[0], highest[1], lowest[2], highest[3])
+    return whole
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Chooses the held-out prompts by hash, so that a prompt keeps its side when others are added.
+
+    Prompts that begin alike stay together; where all do, they are split by what follows. If hashing puts a small set on
+    one side, its lowest hash is held out, or its highest is for training.
+
+    Attributes:
+        bounds: of all prompts.
+        held_out: average share of held-out prompts.
+
+    Raises:
+        ValueError: fewer than two different prompts.
+    """
+
+    bounds: Bounds | None
+    held_out: float
+
+    def __post_init__(self) -> None:
+        if self.bounds is None or self.bounds[2] == self.bounds[3]:
+            found = 0 if self.bounds is None else 1
+            raise ValueError(f"prepare: got {found} usable prompts, expected at least 2 (one to train, one held out)")
+
+    def holds_out(self, opening: str, content: str) -> bool:
+        """Tells the side of the prompt with these hashes."""
+        assert self.bounds is not None
+        digest, (lowest, highest) = opening, self.bounds[:2]
+        if lowest == highest:  # one instruction begins all prompts
+            digest, (lowest, highest) = content, self.bounds[2:]
+        if not self._is_low(lowest):
+            return digest == lowest
+        if self._is_low(highest):
+            return digest != highest
+        return self._is_low(digest)
+
+    def _is_low(self, digest: str) -> bool:
+        return int(digest[:16], 16) / 2**64 < self.held_out

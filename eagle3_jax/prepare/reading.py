@@ -1,0 +1,56 @@
+"""The records of the sources of a run, in order."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterable, Iterator
+
+from eagle3_jax import config as configs
+from eagle3_jax.data import sources
+from eagle3_jax.data.lines import Part
+from eagle3_jax.prepare.self_prompting import Written
+
+Record = sources.Prompt | sources.Reject
+FileSource = configs.JsonlSource | configs.ConversationsSource
+
+
+def label(source: configs.Source) -> str:
+    """Names a source in counts and among the rejects."""
+    if isinstance(source, FileSource):
+        return f"{source.kind}:{pathlib.Path(source.path).name}"
+    return f"tfds:{source.name}" if isinstance(source, configs.TfdsSource) else source.kind
+
+
+def read(source: configs.Source, written: list[Written] | None = None) -> Iterator[Record]:
+    """Yields the records of a source, up to its limit of prompts.
+
+    Args:
+        written: what the target wrote for a source of kind `self`.
+
+    Raises:
+        ValueError, OSError: an unreadable source.
+    """
+    if isinstance(source, configs.SelfSource):
+        assert written is not None
+        return _limited(sources.self_written(written, source.category, source.system), source.count)
+    if isinstance(source, configs.PackagedSource):
+        return _limited(sources.packaged(), source.limit)
+    if isinstance(source, configs.TfdsSource):
+        return _limited(sources.tfds(source.name, source.field, source.split, source.category), source.limit)
+    return _limited(read_part(source), source.limit)
+
+
+def read_part(source: FileSource, part: Part | None = None) -> Iterator[Record]:
+    """Yields the records of a part of a file, or of the whole."""
+    reader = sources.jsonl if isinstance(source, configs.JsonlSource) else sources.conversations
+    return reader(source.path, source.category, part)
+
+
+def _limited(records: Iterable[Record], limit: int | None) -> Iterator[Record]:
+    prompts = 0
+    for record in records:
+        if isinstance(record, dict):
+            if prompts == limit:
+                break
+            prompts += 1
+        yield record

@@ -1,0 +1,256 @@
+"""prepare on Apache Beam makes what it makes in one process, byte for byte, from any bundles and on broken input."""
+
+import gzip
+import importlib
+import json
+import pathlib
+import random
+import shutil
+import subprocess
+import sys
+import time
+from typing import Any
+
+import emulator
+import many_prompts
+import pytest
+
+from eagle3_jax import config as configs
+from eagle3_jax.prepare import __main__ as prepare
+from eagle3_jax.prepare import blocks
+from eagle3_jax.prepare.result import HELD_OUT, REJECTS, TRAIN, WORK
+from eagle3_jax.runs import command, disk, manifest
+
+beam = pytest.importorskip("apache_beam")
+on_beam_form = importlib.import_module("eagle3_jax.prepare.on_beam")
+MetricsFilter = importlib.import_module("apache_beam.metrics.metric").MetricsFilter
+LOCAL = "--runner=FnApiRunner"  # no other one, which DirectRunner would look for on the network
+WORKERS = f"{LOCAL} --direct_running_mode=multi_processing --direct_num_workers=2"
+
+
+def run(folder: str | pathlib.Path, *sources: dict[str, Any], **section: Any) -> configs.RunConfig:
+    """A finished run."""
+    config = configs.from_dict({"run_dir": str(folder), "prepare": {"sources": list(sources), **section}})
+    prepare.prepare(config)
+    return config
+
+
+def on_beam(folder: str | pathlib.Path, *sources: dict[str, Any], **section: Any) -> configs.RunConfig:
+    return run(folder, *sources, runner="beam", **{"beam_options": LOCAL, **section})
+
+
+def content(config: configs.RunConfig, name: str) -> bytes:
+    """A file, or its shards in order."""
+    stem = name.removesuffix(".jsonl")
+    found = sorted(path for path in config.folder("prepare").iterdir() if path.name.startswith(stem))
+    assert len(found) == 1 or {path.name for path in found} == {
+        f"{stem}-{number:05d}-of-{len(found):05d}.jsonl" for number in range(len(found))
+    }
+    return b"".join(map(disk.read_bytes, found))
+
+
+def assert_same(found: configs.RunConfig, expected: configs.RunConfig) -> None:
+    for name in (TRAIN, HELD_OUT, REJECTS):
+        assert content(found, name) == content(expected, name), name
+    made, wanted = (manifest.read(config.folder("prepare"), "prepare") for config in (found, expected))
+    assert made["results"] == wanted["results"] and made["identity"] == wanted["identity"]
+    assert not (found.folder("prepare") / WORK).exists()
+
+
+@pytest.fixture
+def shuffled(monkeypatch):
+    """Blocks of some kilobytes, given to Beam in random order."""
+    create = beam.Create
+    monkeypatch.setattr(blocks, "_BYTES", 40_000)
+    monkeypatch.setattr(blocks, "_RECORDS", 97)
+    monkeypatch.setattr(beam, "Create", lambda values: create(random.Random(1).sample(values, len(values))))
+
+
+def compare_many(tmp_path: pathlib.Path, count: int) -> None:
+    path, bench = tmp_path / "in.jsonl", tmp_path / "bench.jsonl"
+    many_prompts.write(path, count)
+    asked = json.loads(path.read_text().splitlines()[-1])["messages"][-1]["content"]
+    bench.write_text(json.dumps({"question": asked}) + "\n")
+    given = ({"kind": "packaged", "limit": 200}, {"kind": "jsonl", "path": str(path)})
+    section = {"benchmarks": [str(bench)], "near_duplicate": 0.7}
+    expected = run(tmp_path / "a", *given, **section)
+    found = on_beam(tmp_path / "b", *given, **section)
+    assert_same(found, expected)
+    rejected = manifest.read(found.folder("prepare"), "prepare")["results"]["rejected"]
+    assert min(rejected[reason] for reason in ("near duplicate", "exact duplicate")) > count // 100
+    assert len(list(found.folder("prepare").glob("train-*"))) > 5
+
+
+@pytest.mark.slow
+def test_output_is_byte_equal(tmp_path, shuffled):
+    compare_many(tmp_path, 800)
+
+
+@pytest.mark.long
+def test_output_is_byte_equal_on_20_thousand(tmp_path, shuffled):
+    compare_many(tmp_path, 20_000)
+
+
+SOUND = [{"prompt": f"What is {a} plus {b}?"} for a in range(2, 6) for b in range(10, 15)]
+
+
+def source(path: pathlib.Path, *lines: bytes | dict[str, Any], **more: Any) -> dict[str, Any]:
+    path.write_bytes(b"\n".join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines))
+    return {"kind": "jsonl", "path": str(path), **more}
+
+
+@pytest.mark.slow
+def test_broken_lines_are_rejects(tmp_path, monkeypatch):
+    """A line of 100 MB, other encodings, and a last line that is half written; limits count prompts, not rejects."""
+    monkeypatch.setattr(blocks, "_BYTES", 300)
+    huge = b'{"prompt": "' + b"x" * 100_000_000 + b'"}'
+    utf16 = '{"prompt": "What?"}'.encode("utf-16")
+    broken = [b"\xef\xbb\xbf" + json.dumps(SOUND[0]).encode(), huge, *SOUND[1:], b"\xff\xfe", utf16, b"", b'{"pro']
+    packed = tmp_path / "in.jsonl.gz"
+    packed.write_bytes(gzip.compress(b'{"text": "Who packs?"}\n{"text": "And who unpacks it?"}\n'))
+    given = (
+        source(tmp_path / "in.jsonl", *broken),
+        source(tmp_path / "limited.jsonl", b"[]", *SOUND[:3], b"{", {"prompt": "A fourth?"}, b"{", SOUND[0], limit=4),
+        {"kind": "jsonl", "path": str(packed), "limit": 1},
+    )
+    expected, found = run(tmp_path / "a", *given), on_beam(tmp_path / "b", *given)
+    assert_same(found, expected)
+    results = manifest.read(found.folder("prepare"), "prepare")["results"]
+    assert results["rejected"]["a line of more than 16 MiB"] == 1
+    assert results["sources"] == {"jsonl:in.jsonl": 24, "jsonl:limited.jsonl": 7, "jsonl:in.jsonl.gz": 1}
+    assert sum(results["sources"].values()) == sum(results["prompts"].values())
+
+
+@pytest.mark.parametrize("change", ["vanishes", "shrinks", "changes"])
+def test_a_source_that_changes_in_mid_run_is_one_error(tmp_path, monkeypatch, change):
+    path = tmp_path / "in.jsonl"
+    given = source(path, *SOUND)
+    whole, plan = path.read_bytes(), blocks.plan
+
+    def meddle(*arguments: Any) -> list[blocks.Block]:
+        planned = plan(*arguments)
+        if change == "vanishes":
+            path.unlink()
+        else:
+            path.write_bytes({"shrinks": whole[:-9], "changes": whole[::-1]}[change])
+        return planned
+
+    monkeypatch.setattr(blocks, "plan", meddle)
+    expected = "in.jsonl: " + ("No such file or directory" if change == "vanishes" else "changed while it was read")
+    with pytest.raises(ValueError, match=f"^[^\n]*{expected}$"):
+        on_beam(tmp_path / "run", given)
+    assert not (tmp_path / "run/prompts" / HELD_OUT).exists()
+    path.write_bytes(whole)
+    monkeypatch.setattr(blocks, "plan", plan)
+    assert_same(on_beam(tmp_path / "run", given), run(tmp_path / "a", given))
+
+
+def test_an_interrupted_run_goes_on(tmp_path, monkeypatch, shuffled):
+    many_prompts.write(tmp_path / "in.jsonl", 300)
+    given = {"kind": "jsonl", "path": str(tmp_path / "in.jsonl")}
+    write = on_beam_form._Write._write
+
+    def full(form: Any, block: blocks.Block, *more: Any) -> None:
+        if block.number == 1:
+            raise OSError(28, "No space left on device", "rejects.jsonl")
+        write(form, block, *more)
+
+    monkeypatch.setattr(on_beam_form._Write, "_write", full)
+    with pytest.raises(ValueError, match="^rejects.jsonl: No space left on device$"):
+        on_beam(tmp_path / "run", given)
+    monkeypatch.setattr(on_beam_form._Write, "_write", write)
+    monkeypatch.setattr(on_beam_form._Clean, "_write", None)  # no record is cleaned again
+    found = on_beam(tmp_path / "run", given)
+    assert_same(found, run(tmp_path / "a", given))
+
+
+@pytest.mark.slow
+def test_in_a_bucket(tmp_path, shuffled):
+    many_prompts.write(tmp_path / "in.jsonl", 300)
+    address = emulator.new_bucket()
+    path = f"{address}/in/in.jsonl"
+    with disk.atomic(disk.path_of(path)) as temporary:
+        shutil.copy(tmp_path / "in.jsonl", temporary)
+    given = {"kind": "jsonl", "path": path}
+    assert_same(on_beam(f"{address}/run", given), run(tmp_path / "a", given))
+
+
+def test_counters(tmp_path, monkeypatch):
+    """Beam's metrics say what the manifest says."""
+    counted: dict[str, int] = {}
+    counters = MetricsFilter().with_namespace("prepare")
+    run_pipeline = beam.Pipeline.run
+
+    def noting(pipeline: Any, *arguments: Any) -> Any:
+        result = run_pipeline(pipeline, *arguments)
+        found = result.metrics().query(counters)["counters"]
+        counted.update({metric.key.metric.name: metric.committed for metric in found})
+        return result
+
+    monkeypatch.setattr(beam.Pipeline, "run", noting)
+    given = source(tmp_path / "in.jsonl", *SOUND, SOUND[0], b"{", {"prompt": "Ask bob@example.org"})
+    on_beam(tmp_path / "run", given)
+    expected = {"read: jsonl:in.jsonl": 23, "kept": 21, "rejected: exact duplicate": 1, "rejected: not valid JSON": 1}
+    assert counted == expected | {"personal data: EMAIL_ADDRESS": 1}
+
+
+def test_clear_errors(tmp_path, monkeypatch):
+    given = source(tmp_path / "in.jsonl", SOUND[0])
+    with pytest.raises(ValueError, match="^prepare: got 1 usable prompts, expected at least 2"):
+        on_beam(tmp_path / "a", given)
+    for options, said in (
+        ("--runner=Nope", "pipeline runner: Nope"),
+        ("--direct_num_workers=x", "invalid int"),
+        ("'", "quotation"),
+    ):
+        with pytest.raises(ValueError, match=f"^prepare.beam_options: got .*{said}.*, expected options of Apache Beam"):
+            on_beam(tmp_path / "b", given, beam_options=options)
+    with pytest.raises(configs.ConfigError, match="prepare.beam_options: got '--x', expected nothing without runner"):
+        run(tmp_path / "c", given, beam_options="--x")
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps({"run_dir": str(tmp_path / "run"), "prepare": {"sources": [given]}}))
+    arguments = ["--config", str(path), "--prepare.runner", "beam", "--prepare.beam-options", "--runner=Nope"]
+    with pytest.raises(SystemExit, match="eagle3_jax.prepare: prepare.beam_options: got '--runner=Nope'"):
+        prepare.main(arguments)
+    monkeypatch.setitem(command.EXTRAS, "beam", ("nothing_has_this_name",))
+    with pytest.raises((SystemExit, ImportError), match="got no nothing_has_this_name, expected the extra `beam`"):
+        prepare.main(arguments)
+
+
+def peak_of_workers(config: pathlib.Path, folder: pathlib.Path) -> tuple[int, float]:
+    """Runs prepare with two workers. Returns the highest memory of one in bytes, and seconds."""
+    command = [sys.executable, "-m", "eagle3_jax.prepare", "--config", str(config), "--run-dir", str(folder)]
+    begin, peak = time.monotonic(), 0
+    with (folder.parent / f"{folder.name}.log").open("w") as log:
+        process = subprocess.Popen(
+            [*command, "--prepare.runner", "beam", "--prepare.beam-options", WORKERS], stdout=log, stderr=log
+        )
+        while process.poll() is None:
+            for status in pathlib.Path("/proc").glob("[0-9]*/status"):
+                try:
+                    said = dict(line.split(":\t") for line in status.read_text().splitlines() if ":\t" in line)
+                    words = status.with_name("cmdline").read_bytes()
+                except OSError:  # it has ended
+                    continue
+                if b"sdk_worker_main" in words and "VmHWM" in said:
+                    peak = max(peak, int(said["VmHWM"].split()[0]) << 10)
+            time.sleep(0.5)
+    assert process.returncode == 0, (folder.parent / f"{folder.name}.log").read_text()
+    return peak, time.monotonic() - begin
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_a_workers_memory_is_that_of_its_bundles(tmp_path):
+    """A worker holds lines of a block, or a share of signatures; this runner gives it half of all shares at once."""
+    peaks = []
+    for count in (20_000, 200_000):
+        path = tmp_path / f"{count}.jsonl"
+        many_prompts.write(path, count)
+        config = tmp_path / f"{count}.yaml"
+        sources = [{"kind": "jsonl", "path": str(path)}]
+        config.write_text(json.dumps({"run_dir": "unused", "prepare": {"sources": sources}}))
+        peak, seconds = peak_of_workers(config, tmp_path / str(count))
+        print(f"{count} prompts: {peak >> 20} MiB, {seconds:.0f} s")
+        peaks.append(peak)
+    assert peaks[1] - peaks[0] < 180_000 * 2_000, peaks  # of 12 KB a prompt, as its words in memory took
