@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
 import json
 import os
@@ -32,10 +33,14 @@ def test_every_public_name_is_there():
         _ = eagle3_jax.nothing
 
 
+BEAM = importlib.util.find_spec("apache_beam") is not None  # no part of the tests' environment
+
+
 @pytest.mark.smoke
 def test_every_module_is_imported():
     for module in pkgutil.walk_packages(eagle3_jax.__path__, "eagle3_jax."):
-        importlib.import_module(module.name)
+        if module.name != "eagle3_jax.prepare.on_beam" or BEAM:
+            importlib.import_module(module.name)
 
 
 def test_what_is_public_is_what_is_listed():
@@ -175,8 +180,14 @@ def test_the_extras_of_the_verbs_are_those_of_the_project():
     distributions = importlib.metadata.packages_distributions()
     for extra, modules in EXTRAS.items():
         named = {Requirement(text).name for text in project["optional-dependencies"][extra]}
+        if extra == "beam" and not BEAM:
+            assert named == {"apache-beam"}
+            continue
         assert {canonicalize_name(distributions[module][0]) for module in modules} == set(map(canonicalize_name, named))
-    assert f"eagle3-jax[{','.join(EXTRAS)},gcs]" in project["optional-dependencies"]["test"]
+    assert (
+        f"eagle3-jax[{','.join(extra for extra in EXTRAS if extra != 'beam')},gcs]"
+        in project["optional-dependencies"]["test"]
+    )
 
 
 VERBS = {  # a verb and its words -> the extra that it needs

@@ -55,7 +55,7 @@ class Served:
             [sys.executable, "-m", "eagle3_jax.serve", *words], cwd=self.folder, env=tiny.environment()
         )
 
-    def wait(self) -> None:
+    def ready(self) -> None:
         self.until(lambda: httpx2.get(f"http://127.0.0.1:{self.port}/health").status_code == 200)
 
     def until(self, holds: Callable[[], bool], seconds: float = 300) -> None:
@@ -118,9 +118,9 @@ def test_three_servers_of_which_one_fails_and_one_is_killed(two, tmp_path, count
         path = write_run(tmp_path, count, listed)
         run, words = tmp_path / "run", [sys.executable, "-m", "eagle3_jax.regenerate", "--config", str(path)]
         two[0].start()  # it compiles for both
-        two[0].wait()
+        two[0].ready()
         two[1].start()
-        two[1].wait()
+        two[1].ready()
         first = tiny.Started(words, cwd=tmp_path, env=tiny.environment())
         two[0].until(lambda: len(answered(run)) > count // 8 or first.poll() is not None)
         two[1].kill()
@@ -130,7 +130,7 @@ def test_three_servers_of_which_one_fails_and_one_is_killed(two, tmp_path, count
         assert first.ended()[0] == -signal.SIGKILL
         kept = answered(run)
         two[1].start()
-        two[1].wait()
+        two[1].ready()
         asked = len(broken.asked)
         again = tiny.Started(words, cwd=tmp_path, env=tiny.environment())
         status, said = again.ended(timeout=1500)
