@@ -23,7 +23,8 @@ from eagle3_jax.regenerate.dialogue import Answer, Dialogue, Known, sampling
 from eagle3_jax.regenerate.server import Differs, Refused, Said, Server, Trouble
 from eagle3_jax.runs import command, processes
 
-_ATTEMPTS = 4  # at one turn, each of which a server began
+# Attempts at one turn that servers began: of servers that had answered others since their last rest, and of all.
+_ATTEMPTS, _MOST_ATTEMPTS = 4, 16
 _REST, _LONGEST_REST = 0.5, 60.0  # seconds
 _LOOK = 0.5  # seconds between two looks for signals, and for a fleet that is gone
 _CONNECT = 10.0  # seconds
@@ -38,12 +39,14 @@ class _Asked:
     Attributes:
         ids: of the turn's prompt.
         failed_at: URLs of servers that failed at this turn. attempts: how often they had begun.
+        blamed: those of them that are likely to be the prompt's fault, since the server was well before.
     """
 
     dialogue: Dialogue
     ids: list[int]
     failed_at: set[str] = dataclasses.field(default_factory=set)
     attempts: int = 0
+    blamed: int = 0
 
 
 @dataclasses.dataclass(eq=False)
@@ -55,6 +58,7 @@ class _Member:
     gone: bool = False
     why: str = ""
     rests: int = 0  # since its last answer
+    since: float = 0.0  # when it began to rest
 
     async def look(self) -> float:
         """Compares the server with the target. Returns the seconds that it wants to be left alone."""
@@ -149,6 +153,8 @@ class Fleet:
                 command.stop_point()
                 if workers or self._again or not self._exhausted:
                     self._check_alive()
+                async with self._changed:  # time passes: see `_chosen`
+                    self._changed.notify_all()
         finally:
             for task in (tasks := [*workers, *self._recoveries.values()]):
                 task.cancel()
@@ -187,8 +193,10 @@ class Fleet:
         return None
 
     def _chosen(self, member: _Member) -> _Asked | None:
-        """What failed comes first, but to a server where it has not failed, if such a one is well."""
-        others = {other.server.url for other in self._members if other.well}
+        """What failed comes first, but to a server where it has not failed, if such a one is well or may soon be."""
+        oldest = time.monotonic() - self._settings.patience
+        expected = [other for other in self._members if other.well or (not other.gone and other.since > oldest)]
+        others = {other.server.url for other in expected}
         for asked in self._again:
             if member.server.url not in asked.failed_at or others <= asked.failed_at:
                 self._again.remove(asked)
@@ -214,10 +222,11 @@ class Fleet:
                 asked = dataclasses.replace(asked, ids=ids)
                 asked.failed_at.add(member.server.url)
                 asked.attempts += trouble.began
-                if asked.attempts < _ATTEMPTS:
+                asked.blamed += trouble.began and not member.rests
+                if asked.blamed < _ATTEMPTS and asked.attempts < _MOST_ATTEMPTS:
                     self._again.append(asked)
                     return
-                answer = _failed(name, turn, f"{_ATTEMPTS} attempts: {trouble}", member.server.url)
+                answer = _failed(name, turn, f"{asked.attempts} attempts: {trouble}", member.server.url)
             except (Refused, Differs) as refusal:
                 if not await self._is_itself(member):
                     self._again.append(dataclasses.replace(asked, ids=ids))
@@ -238,6 +247,7 @@ class Fleet:
     def _rest(self, member: _Member, wait: float = 0.0) -> None:
         """Has a server that is not well looked at again, after a while."""
         if member not in self._recoveries:
+            member.since = time.monotonic()
             self._recoveries[member] = asyncio.create_task(self._recover(member, wait))
 
     async def _recover(self, member: _Member, wait: float) -> None:
