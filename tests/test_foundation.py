@@ -262,8 +262,10 @@ class Machine:
         )
 
     def pip_calls(self) -> list[str]:
+        """What pip was called with, without the calls for uv, which this machine cannot have."""
         calls = self.home / "pip-calls"
-        return calls.read_text().splitlines() if calls.exists() else []
+        lines = calls.read_text().splitlines() if calls.exists() else []
+        return [line for line in lines if not line.endswith("/dev/stdin")]
 
 
 @pytest.fixture

@@ -292,7 +292,8 @@ esac
     assert cloud.verbs() == ["describe", "scp", "ssh"]
     assert all("--worker=all" in call for call in cloud.asked()[1:])
     for host in cloud.hosts:
-        locked, package = (host / "eagle3_jax/pip-calls").read_text().splitlines()
+        uv, locked, package = (host / "eagle3_jax/pip-calls").read_text().splitlines()
+        assert uv.endswith("--require-hashes --requirement /dev/stdin")
         assert locked.endswith("--require-hashes --requirement requirements/tpu.txt")
         assert package.endswith("--no-build-isolation --no-deps --editable .")
 
