@@ -101,6 +101,7 @@ def test_the_package_itself_lists_its_verbs():
     assert wrong.stderr.startswith("eagle3_jax: got 'trian', expected one of prepare, regenerate, extract, train, ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["report", "train"])
 def test_the_console_script_runs_a_verb(verb):
     """A verb that is one file, and one that is a folder."""

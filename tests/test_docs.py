@@ -56,6 +56,7 @@ def test_files_that_are_named_are_there(document):
         assert document.name == "CHANGELOG.md" or (ROOT / "eagle3_jax" / path).exists(), path
 
 
+@pytest.mark.slow
 def test_tests_that_are_named_are_there():
     files = [path.name for path in ROOT.glob("tests/**/test_*.py")]
     trees = [ast.parse(path.read_text()) for path in ROOT.glob("tests/**/test_*.py")]

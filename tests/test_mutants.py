@@ -15,6 +15,7 @@ import mutants
 ROOT = mutants.ROOT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", mutants.read(mutants.TABLE), ids=lambda mutant: mutant.name)
 def test_a_mutant_s_code_and_its_test_are_there(mutant, collected):
     mutants.mutate(ROOT, mutant)
@@ -120,6 +121,7 @@ def test_a_table_that_makes_no_sense_is_refused(tmp_path, rows, message):
         mutants.read(tmp_path / "table.toml")
 
 
+@pytest.mark.slow
 def test_shares_are_the_whole_once(monkeypatch, capsys):
     """Every mutant is in one of the shares, and in no other."""
     monkeypatch.setattr(mutants, "check", lambda *_: "")

@@ -141,6 +141,7 @@ def test_another_target_is_refused_by_field(use, run, name, field):
     assert str(error.value) == f"{folder}: made with another target:\n  {expected}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DECODERS)
 @pytest.mark.parametrize(
     ("fields", "said"),

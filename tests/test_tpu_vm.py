@@ -214,6 +214,7 @@ def test_whoever_stops_waiting_hears_what_goes_on(cloud, name):
     assert "'delete' ends it" in ended.stderr and cloud.verbs() == ["describe", "create"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["SUSPENDED", "FAILED"])
 def test_create_replaces_what_was_reclaimed_or_refused(cloud, state):
     ended = cloud.run("create", "--type", "v5p-16", "--spot", states=[state, state, "NONE", "ACTIVE"], spot=True)
@@ -332,6 +333,7 @@ def test_a_job_outlives_the_connection_and_is_followed_again(cloud, config):
     assert [len(cloud.on_host(index)) for index in (0, 1)] == [4, 4]  # the verb ran once on each
 
 
+@pytest.mark.slow
 def test_hosts_that_stay_silent_do_not_end_the_job(cloud, config):
     (cloud.folder / "hold").touch()
     ended = cloud.run("train", "--config", str(config), deaf=["1"], deaf_to="tail -c")  # the looks at the job
@@ -399,6 +401,7 @@ def test_a_bucket_is_asked_as_the_vm(cloud, config):
         assert (host / "eagle3_jax/credentials").read_text() == "machine\n"
 
 
+@pytest.mark.slow
 def test_a_run_dir_that_goes_with_the_host_is_told(cloud, config):
     words = "run_dir runs/head lies on the host's own disk and goes with it; gs://BUCKET/runs/head would stay."
     for run_dir, told in (("runs/head", True), ("gs://my-bucket/head", False)):

@@ -16,6 +16,7 @@ CHAIN = {"num_steps": 2, "num_draft_tokens": 3}
 TREE = {"num_steps": 2, "topk": 2, "num_draft_tokens": 4}
 
 
+@pytest.mark.slow
 def test_times_are_of_the_devices_of_an_engine_the_machine_and_versions(config, target, prompts):
     replica = own_replica(make_mesh(config.mesh))
     for model in (1, 2):

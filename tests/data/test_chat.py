@@ -195,6 +195,7 @@ def test_tokenizer_without_offsets(name):
     assert slow_mask.tolist() == mask.tolist()
 
 
+@pytest.mark.slow
 @examples(40)
 @given(
     st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip), min_size=2, max_size=6),

@@ -16,6 +16,7 @@ from eagle3_jax.mesh import batch_sharding, make_mesh
 from eagle3_jax.sequence import Split
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("data", "model"), [(8, 1), (4, 2), (1, 8), (2, 4)])
 @pytest.mark.parametrize("length", [32, 30])
 def test_a_batch_lies_over_the_data_axis(data, model, length):

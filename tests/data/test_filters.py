@@ -24,6 +24,7 @@ def test_normalise():
     assert filters.normalise("नमस्ते\u200d👩\u200d💻") == "नमस्ते\u200d👩\u200d💻"  # joiners belong to the writing
 
 
+@pytest.mark.slow
 @examples(100)
 @given(st.text())
 def test_normalise_is_idempotent_and_nfc(text):
@@ -64,6 +65,7 @@ def test_redact_counts_over_messages():
     assert messages[1]["content"] == "I am ann@example.org"  # the input is left as it is
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [

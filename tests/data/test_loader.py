@@ -145,6 +145,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_shards_are_opened_once_and_batches_are_the_planned_rows(folder, tmp_path, workers):
     source = CountedSource(folder, tmp_path)
@@ -190,6 +191,7 @@ def test_a_slow_store_keeps_up_with_the_step(workers):
     pytest.fail(f"waited {waited:.3f} of {steps * step} seconds")
 
 
+@pytest.mark.slow
 def test_what_a_worker_cannot_read_is_said_here(folder):
     path = features.shard_path(folder, 3, 20)
     data = bytearray(path.read_bytes())

@@ -14,6 +14,7 @@ def _write(path, records):
     return path.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
     [

@@ -65,6 +65,7 @@ def await_in_closed_loop(request: Request) -> asyncio.Task[Any]:
     return task
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["its last token", "abort", "a failure of the device"])
 def test_a_listener_in_a_closed_loop_is_dropped(by_hand, monkeypatch, end):
     engine, decode, failing = by_hand, programs.decode, [end == "a failure of the device"]
@@ -205,6 +206,7 @@ def test_what_needs_an_idle_engine_is_refused_at_once_under_traffic(toy, engine,
     engine.replace_draft(toy.good)
 
 
+@pytest.mark.slow
 def test_fifty_requests_are_answered_beside_all_that_can_go_wrong(engine, monkeypatch):
     prompts = [LETTERS[i % 23] * (1 + i // 23) + LETTERS[i % 7] for i in range(50)]
     expected = [answer.token_ids for answer in engine.generate(prompts, SHORT)]

@@ -150,6 +150,7 @@ def test_stop_strings_across_tokens_cut_text_and_tokens(engine):
     assert len(engine.generate(["hello"], late)[0].token_ids) > at + len(stop)
 
 
+@pytest.mark.slow
 def test_several_answers_to_one_prompt_differ_and_repeat(engine):
     params = SamplingParams(max_tokens=8, temperature=2.0, n=3, seed=4)
     first = engine.generate(["abc", "d"], params)
@@ -355,6 +356,7 @@ def test_an_engine_at_work_is_not_stalled(toy, monkeypatch):
     assert max(seen) <= 10
 
 
+@pytest.mark.slow
 def test_a_prompt_that_is_read_alone_shows_progress_and_stops_when_it_is_aborted(toy, monkeypatch):
     """Each stretch takes ten seconds of a clock that is ours. What the device was given is bounded by a turn's work."""
     for name, value in (("PACKED", ((4, 4),)), ("ALONE", ((1, 32),)), ("MOST_READ", 32)):
@@ -397,6 +399,7 @@ def test_asynchronous_requests_stream_side_by_side(toy):
             assert not thread.is_alive()
 
 
+@pytest.mark.slow
 def test_threads_share_an_engine(toy):
     engine = make(toy)
     prompts = [letter * 3 for letter in LETTERS[:12]]

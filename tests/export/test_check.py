@@ -115,6 +115,7 @@ def test_a_token_map_cuts_the_drafts_and_is_part_of_what_was_asked(untrained, mo
             check.run(config, "held_out.jsonl", engine, "nowhere")
 
 
+@pytest.mark.slow
 def test_an_engine_that_parts_is_told_where(untrained, tmp_path, predicted):
     plain = {"answers": predicted.plain, "seconds": [1.0], "rounds": 0, "accepted": [], "version": "0"}
     fast = plain | {
@@ -184,6 +185,7 @@ def test_a_running_sglang_server_has_a_column(untrained, predicted, capsys):
         export.main(arguments)
 
 
+@pytest.mark.slow
 def test_an_earlier_report_must_be_of_the_same_work(untrained, predicted, tmp_path):
     reference = tmp_path / "reference.json"
     report = check.run(untrained, "held_out.jsonl", "numbers")

@@ -85,6 +85,7 @@ def test_the_newest_checkpoint_becomes_a_serving_checkpoint(
     assert config_json["max_position_embeddings"] == TARGET.max_position_embeddings  # served without an override
 
 
+@pytest.mark.slow
 def test_the_checkpoint_that_the_engine_accepted_most_of_goes_first(
     config: RunConfig, target: Target, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,6 +99,7 @@ def test_the_checkpoint_that_the_engine_accepted_most_of_goes_first(
         np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.slow
 def test_a_second_run_does_nothing_and_a_later_step_is_not_mixed_in(
     config: RunConfig, target: Target, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,6 +165,7 @@ def test_a_run_can_be_exported_in_another_form(config: RunConfig, target: Target
         run_file.from_dict(values | {"export": {"format": "gguf"}})
 
 
+@pytest.mark.slow
 def test_the_form_that_names_the_target_names_it_as_engines_do(config: RunConfig, target: Target, capsys: Any) -> None:
     """The hub's id, without the commit; of the packaged target, which no engine knows, that is said."""
     for name, said in (("org/model@c0ffee", False), ("smollm2-135m-instruct", True)):

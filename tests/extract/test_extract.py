@@ -107,6 +107,7 @@ def test_records_equal_a_plain_forward_of_each_conversation(tmp_path, target, as
     assert said == "two<|im_end|>four.<|im_end|>"
 
 
+@pytest.mark.slow
 def test_sampled_ids_are_what_is_extracted(tmp_path, target, assert_close_to_plain):
     """Of two turns whose text is tokenised otherwise than it was sampled, each is a record of its own."""
     sampled = conversation("sampled", "One", "two", "Three", "four.")

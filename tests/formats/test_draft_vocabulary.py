@@ -39,6 +39,7 @@ def test_a_vocabulary_mapping_that_is_wrong_is_refused(
     assert message in str(caught.value)
 
 
+@pytest.mark.slow
 @examples(15)
 @given(ids=st.sets(st.integers(0, 49), min_size=1).map(sorted))
 def test_any_vocabulary_comes_back(tmp_path_factory: pytest.TempPathFactory, ids: list[int]) -> None:

@@ -136,7 +136,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "norm_before_fc": {"norm_before_fc": True},
     "yarn": {"rope_scaling": YARN},
 }
-FAST = ("EAGLE-3.1", "norm_before_residual", "llama3")
+FAST = ("EAGLE-3.1",)
 
 
 @pytest.mark.parametrize(
@@ -419,6 +419,7 @@ def test_all_that_is_wrong_is_said_at_once(saved: pathlib.Path) -> None:
         assert part in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", sorted(FORMS))
 @pytest.mark.parametrize("name", [*tiny_heads.SHAPES, "embed_tokens.weight"])
 def test_no_tensor_may_be_missing_misnamed_or_misshapen(tmp_path: pathlib.Path, form: str, name: str) -> None:
@@ -439,6 +440,7 @@ def test_no_tensor_may_be_missing_misnamed_or_misshapen(tmp_path: pathlib.Path, 
             load_draft(tmp_path / "head", target=TARGET)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", sorted(FORMS))
 @pytest.mark.parametrize(
     ("field", "value", "message"),

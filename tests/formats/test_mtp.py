@@ -147,6 +147,7 @@ def target(request) -> Target:
     return request.getfixturevalue(request.param)
 
 
+@pytest.mark.slow
 def test_it_is_transformers_layer_between_its_norms(mimo):
     import torch
 

@@ -94,6 +94,7 @@ def test_its_config_is_mapped_or_refused_by_field(name):
         assert (config.draft_vocab_size, config.rope_theta) == (expected["draft_vocab_size"], expected["rope_theta"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long if i > 1 else ()) for i, name in enumerate(READ)]
 )

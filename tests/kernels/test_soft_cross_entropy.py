@@ -43,8 +43,9 @@ def random_inputs(seed, k=3, b=2, t=11, h=8, v=20):
     return hidden, rows, teacher_hidden, teacher_rows, labels, weights
 
 
+@pytest.mark.slow
 # Positions one by one; a last block that is not full; all at once.
-@pytest.mark.parametrize("block", [*(pytest.param(block, marks=pytest.mark.slow) for block in (1, 8)), 100])
+@pytest.mark.parametrize("block", [1, 8, 100])
 def test_loss_and_gradients_equal_the_reference_for_any_block(block):
     hidden, rows, *rest = random_inputs(block)
 
@@ -174,6 +175,7 @@ def test_an_lk_loss_without_decay_is_cross_entropy():
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_lk_loss_of_bfloat16_operands_keeps_a_float32_softmax():
     hidden, rows, teacher_hidden, teacher_rows, labels, weights = random_inputs(5)
     half: Any = [x.astype(jnp.bfloat16) for x in (hidden, rows, teacher_hidden, teacher_rows)]

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +11,7 @@ from hypothesis.extra import numpy as arrays
 from eagle3_jax.models import fp8
 
 
+@pytest.mark.slow
 @examples(100)
 @given(
     x=arrays.arrays(np.float32, (3, 2, 8), elements=st.floats(-(2.0**100), 2.0**100, width=32)),

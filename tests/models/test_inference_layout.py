@@ -29,6 +29,7 @@ def run(model, tokens):
     return model.logits(hidden), aux
 
 
+@pytest.mark.slow
 def test_it_computes_what_the_model_computes(target):
     packed = for_inference(target.model)
     assert isinstance(packed.lm_head[...], Panels)

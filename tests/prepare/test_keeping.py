@@ -1,6 +1,7 @@
 """Who stays, from relations and block by block, is who a pass over all prompts in order would keep."""
 
 import numpy as np
+import pytest
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,6 +23,7 @@ def in_order(prompts: list[tuple[int, int]], near: set[tuple[int, int]]) -> list
     return fates
 
 
+@pytest.mark.slow
 @examples(200)
 @given(st.data())
 def test_it_equals_the_pass_in_order(data):

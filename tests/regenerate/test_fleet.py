@@ -198,6 +198,7 @@ def test_a_server_without_ids_is_asked_in_openai_s_form_and_its_answers_are_mark
     assert trained.loss_mask.any()
 
 
+@pytest.mark.slow
 def test_no_prompt_is_lost_or_doubled_by_servers_that_fail_die_and_come_back(run, server):
     """One answers 500, one breaks off now and then, one dies in mid-run and returns."""
     flaky: collections.Counter[str] = collections.Counter()
@@ -243,6 +244,7 @@ def test_an_ill_server_joins_later(run, server):
     assert late.asked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
@@ -302,6 +304,7 @@ def test_a_prompt_whose_later_turn_fails_keeps_its_first(run, server):
     assert made.results()["ended"] == {"failed": 1}
 
 
+@pytest.mark.slow
 def test_a_server_that_holds_something_else_is_refused_by_name_before_work_begins(run, server, folder):
     made = run(*many(2))
     other_template = tiny.make_tokenizer()

@@ -200,6 +200,7 @@ def test_prompts_without_a_user_are_dropped(prepared):
     assert manifest.read(folder, "regenerate")["results"]["train"]["dropped"] == {"refused": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", range(10))
 def test_a_killed_run_goes_on_to_the_same_conversations(prepared, limit):
     whole, run = prepared("whole")

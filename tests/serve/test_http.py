@@ -79,6 +79,7 @@ def test_a_stream_adds_up_to_the_whole_answer(served):
     assert [event.choices[0].delta.role for event in stream[:2]] == ["assistant", "assistant"]
 
 
+@pytest.mark.slow
 def test_token_ids_are_where_vllm_has_them(served):
     """Whole and in a stream; nobody gets them unasked."""
     chat: Any = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 24}
@@ -185,6 +186,7 @@ def test_a_request_sets_variables_of_the_chat_template(served, engine, monkeypat
     assert plain == same < longer
 
 
+@pytest.mark.slow
 def test_equal_prompts_of_one_request_are_different_samples(served):
     ask: Any = {"model": MODEL, "prompt": ["apple"] * 3 + ["snow"], "temperature": 2.0, "max_tokens": 12, "seed": 5}
     texts = [choice.text for choice in served.client.completions.create(**ask).choices]
@@ -229,6 +231,7 @@ def test_a_stop_string_ends_the_text_in_front_of_it(served):
     assert "".join(event.choices[0].delta.content or "" for event in events) == whole.message.content
 
 
+@pytest.mark.slow
 def test_without_a_seed_answers_differ_and_with_one_they_do_not(served):
     def ask(**more):
         answer = served.client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=16, **more)

@@ -45,6 +45,7 @@ def test_other_content_types_are_refused(served):
         assert refused(answer, 415)["param"] == "content-type"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "field",
     [

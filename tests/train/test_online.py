@@ -163,6 +163,7 @@ def test_training_has_a_mesh_of_its_own(tmp_path):
     np.testing.assert_allclose(*([loss for _, loss in of_run] for of_run in losses), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_stored_states_that_are_not_there_are_refused(tmp_path, target, online):
     shutil.copytree(online.folder("extract"), tmp_path / "features")
     config = configs.from_dict(configs.to_dict(online) | {"run_dir": str(tmp_path)})

@@ -49,6 +49,7 @@ def alone(head, teacher, token, aux):
     return head.states(teacher.embed, token.reshape(1, 1), length, context, 0 * length, length)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, types", [(DFlash, "full"), (DFlash, "sliding"), (DSpark, "full"), (DFlash2, "full")])
 def test_side_by_side_equals_a_block_behind_its_prefix(packed, teacher, kind, types):
     head = make_block_head(kind, **TYPES[types])
@@ -155,6 +156,7 @@ def reference(head, states, teacher, batch, anchors, config):
     return weighted / max(divisor, 1.0), accepted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, config",
     [
@@ -179,6 +181,7 @@ def test_loss_is_the_definitions(packed, teacher, kind, config):
     assert sums["compared"].sum() >= 10 and sums["compared"][1] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [DFlash, DSpark])
 def test_replay_reads_every_root(packed, teacher, kind):
     """An answer that is what the head drafts is accepted whole, block by block."""

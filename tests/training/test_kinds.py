@@ -267,6 +267,7 @@ def test_a_head_that_does_not_fit_the_target_is_refused(kind, changes, message):
         kind_of(run_config(kind, **changes), tiny.llama_config(vocab_size=60))
 
 
+@pytest.mark.slow
 def test_weights_of_a_block_s_drafts_are_the_config_s():
     target = tiny_families.make(family("MiMoForCausalLM"))
     teacher = Teacher.of(target.embed[...], target.lm_head[...], jnp.arange(24))

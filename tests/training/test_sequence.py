@@ -52,12 +52,13 @@ def same(got, expected):
             np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6 * np.abs(y).max(), err_msg=str(path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "model", "pieces", "changes"),
     [
         (4, 1, 4, {}),
-        pytest.param(4, 2, 2, {}, marks=pytest.mark.slow),  # two rows on a device
-        pytest.param(4, 1, 2, {"accumulate": 2, "remat": True}, marks=pytest.mark.slow),
+        (4, 2, 2, {}),  # two rows on a device
+        (4, 1, 2, {"accumulate": 2, "remat": True}),
     ],
 )
 def test_rows_in_pieces_train_as_whole_rows_do(run, data, model, pieces, changes):

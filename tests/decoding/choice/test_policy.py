@@ -154,6 +154,7 @@ def test_what_is_learned_in_one_width_is_known_in_another():
     assert sum(taken(1)) < 20, "a few tries for what was saved in the wider one"
 
 
+@pytest.mark.slow
 def test_of_two_tiers_the_one_that_was_of_no_use_is_tried_again():
     """Its rate is so near vanilla decoding's that hysteresis keeps it, while the other one is free to try."""
     policy = TierPolicy([VANILLA, Promise(1.0, 3, "head", wakes=True, drafts=1.0)], {1: {0: 1.0, 1: 1.1}}, {1: 0.1})

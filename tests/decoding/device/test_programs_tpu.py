@@ -177,6 +177,7 @@ def test_log_probabilities_sort_no_vocabulary(topology):
     assert "TopK" in text and " sort(" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "tree", "greedy", "topology"),
     [

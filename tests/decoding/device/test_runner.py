@@ -33,6 +33,7 @@ def pretend(monkeypatch, **memory: int) -> None:
     monkeypatch.setattr(type(jax.local_devices()[0]), "memory_stats", lambda _: memory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", [None, jnp.dtype("float8_e4m3fn")])
 @pytest.mark.parametrize("drafts", [False, True])
 def test_a_share_of_the_memory_is_filled_and_not_exceeded(toy, monkeypatch, drafts, kv_dtype):
@@ -52,6 +53,7 @@ def test_a_share_of_the_memory_is_filled_and_not_exceeded(toy, monkeypatch, draf
     assert used + bytes_of(pages) <= 0.8 * limit < used + bytes_of(pages + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", [2, 1])
 def test_on_a_mesh_a_device_is_filled_whether_or_not_the_heads_divide(monkeypatch, kv_heads):
     """One KV head is on both devices whole, so half as many tokens fit."""

@@ -81,6 +81,7 @@ def bytes_of(module):
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(module))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "experts", "chosen", "numbers"),  # numbers: of one expert, in all layers together
     [

@@ -89,6 +89,7 @@ def vanilla(toy) -> np.ndarray:
     return np.asarray(generated(toy.target, None).output[:, :MAX_TOKENS])
 
 
+@pytest.mark.slow
 def test_vanilla_is_the_argmax_of_the_whole_sequence_again_and_again(toy, vanilla):
     @jax.jit
     def following(tokens):

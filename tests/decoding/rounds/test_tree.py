@@ -231,6 +231,7 @@ def test_candidates_of_one_depth_do_not_see_each_other(toy, monkeypatch):
         assert mask[0, :, -3:].tolist() == np.eye(3, dtype=bool).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "good"])
 @pytest.mark.parametrize("size", [SIZES[1], SIZES[3]], ids=["chain", "tree"])
 def test_grow_against_a_reference_without_cache(toy, size, kind):

@@ -211,6 +211,7 @@ def test_greedy_walk_follows_the_argmax_and_stays_where_it_ends():
     assert walk.path.tolist() == [[0, 1, 3, 5], [0, 2, 2, 2], [0, 0, 0, 0], [0, 2, 4, 4]]
 
 
+@pytest.mark.slow
 def test_temperature_zero_is_greedy_among_sampled_neighbours():
     tokens, parents = TREES["branches"]
     tree, key = make_tree(tokens, parents, 3), jax.random.key(0)

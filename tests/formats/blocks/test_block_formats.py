@@ -180,6 +180,7 @@ OPTIONS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_bit_comes_back_from_every_form_by_every_other(tmp_path: pathlib.Path, target, option: str) -> None:
     name, forms, changes = OPTIONS[option]
@@ -316,6 +317,7 @@ REFUSED: list[tuple[BlockKind, dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "tensors", "fields", "message"), REFUSED, ids=[row[3] for row in REFUSED])
 def test_another_network_is_refused_by_field(tmp_path, kind, tensors, fields, message) -> None:
     folder = written(tmp_path / "head", stored(kind))

@@ -88,6 +88,7 @@ def test_races_and_reads_of_what_was_never_written():
     assert not interpret_pallas_call.races.races_found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [None, 128])
 def test_sharded_equals_unsharded(page_size):
     caches, lengths, path, table, expected = example(1, batch=4, kv_heads=4, page_size=page_size)

@@ -19,6 +19,7 @@ MODELS = {"llama31-8b": (32, 8), "qwen3-8b": (36, 8), "llama33-70b over 8": (80,
 BATCH, SLOTS = 4, 4096
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("chip", "model", "page_size"),
     [

@@ -42,6 +42,7 @@ def test_it_is_the_product(m, k, n, dtype):
     close(run(x, pack(matrix)), x, matrix)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_is_the_same_whatever_stands_beside_it(dtype):
     x, matrix = operands(21, 96, 160, dtype)
@@ -51,6 +52,7 @@ def test_a_row_is_the_same_whatever_stands_beside_it(dtype):
         np.testing.assert_array_equal(run(x[5 : 5 + count], panels), together[5 : 5 + count])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("halved", [(True, True), (True, False), (False, True)])
 def test_what_bfloat16_holds_is_stored_so_and_multiplies_the_same(halved):
     """Equal to the bit for any number of rows, alone and in the gated form."""
@@ -73,6 +75,7 @@ def test_one_number_that_bfloat16_does_not_hold_keeps_float32(bit):
     assert pack(jnp.asarray(matrix)).panels.dtype == jnp.float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("features", ["-avx512f", "-avx512f,-avx2,-fma"])
 @pytest.mark.parametrize(("dtype", "stored"), KINDS)
 def test_machines_with_narrower_vectors(dtype, stored, features):
@@ -85,6 +88,7 @@ def test_machines_with_narrower_vectors(dtype, stored, features):
     close(jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((7, 48), jnp.float32))(x, panels), x, matrix)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "stored"), KINDS)
 @pytest.mark.parametrize("count", [1, 2])
 def test_products_compile_for_arm(dtype, stored, count):

@@ -318,6 +318,7 @@ def test_a_sequence_may_continue_the_one_before_it():
     assert not interpret_pallas_call.races.races_found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [5, pytest.param(40, marks=pytest.mark.long)])
 def test_entries_are_appended_without_attention(tokens):
     """Behind different lengths, over a page's end, next to slots that were never written."""
@@ -334,8 +335,8 @@ def test_entries_are_appended_without_attention(tokens):
     np.testing.assert_array_equal(written, np.asarray(new_k)[0].swapaxes(0, 1))
 
 
-# 3 sequences do not divide over the data axis.
-@pytest.mark.parametrize("batch", [pytest.param(4, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [4, 3])  # 3 sequences do not divide over the data axis
 def test_sharded_equals_unsharded(batch):
     arguments = example(batch=batch, kv_heads=4)
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)

@@ -145,6 +145,7 @@ def test_a_page_out_of_range_reads_no_foreign_memory(page):
     assert run(*tensors, lengths + 10_000, mask, table=table)[0].shape == (1, 2, 1, 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("features", ["-avx512f", "-avx512f,-avx2,-fma"])
 def test_machines_with_narrower_vectors(features):
     sizes = {"batch": 2, "nodes": 5, "kv_heads": 2, "group": 2, "d": 64, "page_size": 16, "dtype": "float32"}

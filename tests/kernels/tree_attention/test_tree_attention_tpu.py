@@ -171,6 +171,7 @@ def test_no_cache_is_copied_in_a_loop(chip, head_dim):
     assert not re.search(r"\[4,[12],4096,128\]\S* (?:copy|transpose|fusion)", body)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("batch", "heads", "page_size", "grid", "rows"),
     [

@@ -235,6 +235,7 @@ def test_quantised_weights_are_refused(tmp_path, dtype):
         fetch.load_target(TargetConfig(name=str(folder), aux_layers=(1, 2, 3)))
 
 
+@pytest.mark.slow
 def test_a_target_s_identity_names_what_differs(tmp_path):
     """Weights, tokenizer and chat template, each by its own digest and no other."""
 

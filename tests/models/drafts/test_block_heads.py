@@ -56,6 +56,7 @@ def states_of(head):
     return states(head), tokens
 
 
+@pytest.mark.slow
 def test_dflash2_begins_as_dflash():
     """With convolutions as they are when new, and a predecessor codebook of zeros."""
     plain, other = make_block_head(DFlash), make_block_head(DFlash2)
@@ -95,6 +96,7 @@ def test_a_convolution_sees_the_rows_in_front_of_its_block_alone():
     np.testing.assert_allclose(got[0], convolved(1, np.tanh(convolved(0, x[0]))), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [DSpark, DFlash2])
 def test_drafts_are_chosen_behind_the_drafts_in_front(kind):
     head = make_block_head(kind)

@@ -96,6 +96,7 @@ def test_equals_transformers_on_real_weights():
     compare_with_transformers(torch, folder, reference, (2, 15, 27), tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"tie_word_embeddings": False}, {"rope_scaling": RopeScaling(8.0, 1.0, 4.0, 32)}])
 def test_transformers_reads_a_written_target(tmp_path, changes):
     torch = pytest.importorskip("torch")
@@ -178,6 +179,7 @@ def test_tree_branches_equal_separate_sequences(tiny):
         np.testing.assert_allclose(hidden[b, 0], causal(tiny, jnp.asarray(alone))[0][0, -1], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_bfloat16_stays_close(tiny):
     tokens = jnp.asarray(np.random.default_rng(3).integers(0, 97, (1, 12)))
     half = Llama(TINY, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
