@@ -21,6 +21,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from eagle3_jax.config import MeshConfig
 
 AXES = ("data", "model")
+_INSIDE = re.compile(r"(/value)?(/(values|scale|offset))?$")
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
@@ -292,11 +293,18 @@ def shardings(tree: Any, mesh: Mesh | AbstractMesh, rules: Sequence[tuple[str, P
     return jax.tree_util.tree_map_with_path(lambda path, leaf: _sharding(path, leaf, mesh, rules), tree)
 
 
+def parameter_path(path: tuple[Any, ...]) -> str:
+    """Formats a pytree path inside a module as "blocks/0/attention/qkv".
+
+    An NNX variable is itself a node with the child "value"; the arrays of a quantised matrix have the matrix's path.
+    """
+    return _INSIDE.sub("", jax.tree_util.keystr(path, simple=True, separator="/"))
+
+
 def _sharding(
     path: tuple[Any, ...], leaf: Any, mesh: Mesh | AbstractMesh, rules: Sequence[tuple[str, PartitionSpec]]
 ) -> NamedSharding:
-    # An NNX variable is itself a node with the single child "value".
-    name = jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
+    name = parameter_path(path)
     spec = next((spec for pattern, spec in rules if re.search(pattern, name)), PartitionSpec())
     if len(spec) > len(leaf.shape):
         raise ValueError(f"{name}: got {spec} for shape {tuple(leaf.shape)}, expected at most one entry a dimension")

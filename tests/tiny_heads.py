@@ -12,7 +12,7 @@ import safetensors.numpy
 import tiny
 from flax import nnx
 
-from eagle3_jax.models.checkpoint.load import parameter_path
+from eagle3_jax.mesh import parameter_path
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.drafts.model import DraftModel

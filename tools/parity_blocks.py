@@ -33,7 +33,7 @@ from flax import nnx
 from eagle3_jax.formats.blocks.kinds import kind_of_head
 from eagle3_jax.formats.blocks.tensors import table
 from eagle3_jax.formats.tensors import LM_HEAD, Tensors
-from eagle3_jax.models.checkpoint.load import parameter_path
+from eagle3_jax.mesh import parameter_path
 from eagle3_jax.models.checkpoint.table import plain
 from eagle3_jax.models.drafts.dflash import FULL, SLIDING, BlockHeadConfig, DFlash
 from eagle3_jax.models.drafts.dflash2 import DFlash2

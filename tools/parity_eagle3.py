@@ -22,7 +22,7 @@ from flax import nnx
 
 from eagle3_jax.config import TrainConfig
 from eagle3_jax.formats.tensors import Tensors, canonical, draft_table
-from eagle3_jax.models.checkpoint.load import parameter_path
+from eagle3_jax.mesh import parameter_path
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.training.batch import Batch, Teacher
 from eagle3_jax.training.losses import ttt_loss

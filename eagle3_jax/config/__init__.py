@@ -31,6 +31,7 @@ from eagle3_jax.config.sections import (
     TfdsSource,
     TrafficConfig,
     TrainConfig,
+    Weights,
 )
 
 __all__ = [
@@ -59,6 +60,7 @@ __all__ = [
     "TfdsSource",
     "TrafficConfig",
     "TrainConfig",
+    "Weights",
     "from_dict",
     "load",
     "to_dict",

@@ -12,6 +12,7 @@ from eagle3_jax.runs import disk
 from eagle3_jax.runs.bucket import addresses
 
 Dtype = Literal["float32", "bfloat16"]
+Weights = Literal["int8", "fp8", "int4"]
 
 # verb -> its output folder inside run_dir; one verb's output is the next one's input.
 FOLDERS = {
@@ -80,13 +81,21 @@ class TargetConfig:
         dtype: dtype of weights and activations; float32 is the exact mode.
         aux_layers: boundaries b (the residual stream entering block b) whose states feed the draft head;
             None is (2, n // 2, n - 3).
+        weights: quantises the matrices at load, experts' included; activations keep `dtype`. `int8` and `fp8` (e4m3)
+            have a scale for each output channel, `int4` a scale and an offset for each 32 inputs of one. None keeps
+            `dtype`.
+        quantise_vocabulary: quantises embeddings and LM head too, row by row; in 8 bits where `weights` is `int4`.
     """
 
     name: str = "smollm2-135m-instruct"
     dtype: Dtype = "float32"
     aux_layers: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+    weights: Weights | None = None
+    quantise_vocabulary: bool = False
 
     def __post_init__(self) -> None:
+        named = self.weights is not None or not self.quantise_vocabulary
+        require(named, "weights", self.weights, "a kind of weights, as target.quantise_vocabulary is true")
         layers = self.aux_layers
         ascending = layers is None or (len(layers) > 0 and sorted(set(layers)) == list(layers))
         require(ascending, "aux_layers", layers, "ascending, distinct boundaries")

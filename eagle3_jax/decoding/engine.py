@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import jax
 
-from eagle3_jax.config import DraftTree, MeshConfig, TargetConfig
+from eagle3_jax.config import DraftTree, MeshConfig, TargetConfig, Weights
 from eagle3_jax.decoding import arguments
 from eagle3_jax.decoding.arguments import KVDtype
 from eagle3_jax.decoding.choice import costs
@@ -121,6 +121,7 @@ class Engine:
         max_length: int = 2048,
         *,
         dtype: Literal["float32", "bfloat16"] | None = None,
+        weights: Weights | None = None,
         mesh: MeshConfig | None = None,
         token_map: str | pathlib.Path | None = None,
         **options: Any,
@@ -138,6 +139,7 @@ class Engine:
             batch_size: sequences decoded together.
             max_length: most tokens of a prompt and its answer, at most the target's positions.
             dtype: dtype of weights and activations; None is the TargetConfig's, float32 for a name.
+            weights: quantises the target's matrices at load, see `TargetConfig`; None is the TargetConfig's.
             mesh: shards the models over its model axis; None is one device.
             token_map: draft vocabulary of an EAGLE-2 head given by its folder (FR-Spec), see `load_draft`.
             **options: the keyword arguments of `__init__`.
@@ -149,7 +151,9 @@ class Engine:
             ValueError: arguments that do not go together, or do not fit the target.
             ManifestError, DraftFormatError: see `load_draft`.
         """
-        model, tokenizer, head = load_models(target, draft, dtype=dtype, mesh=mesh, token_map=token_map)
+        model, tokenizer, head = load_models(
+            target, draft, dtype=dtype, weights=weights, mesh=mesh, token_map=token_map
+        )
         return cls(model, tokenizer, head, tree, batch_size=batch_size, max_length=max_length, **options)
 
     @property

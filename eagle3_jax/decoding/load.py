@@ -6,7 +6,7 @@ import dataclasses
 import pathlib
 from typing import Any, Literal
 
-from eagle3_jax.config import MeshConfig, TargetConfig
+from eagle3_jax.config import MeshConfig, TargetConfig, Weights
 from eagle3_jax.formats import mtp
 from eagle3_jax.formats.heads import load_draft
 from eagle3_jax.formats.mtp import MTP
@@ -22,6 +22,7 @@ def load_models(
     draft: str | pathlib.Path | Draft | None,
     *,
     dtype: Literal["float32", "bfloat16"] | None,
+    weights: Weights | None,
     mesh: MeshConfig | None,
     token_map: str | pathlib.Path | None,
 ) -> tuple[TargetModel, Any, Draft | Literal["lookup"] | None]:
@@ -39,12 +40,14 @@ def load_models(
         got = repr(draft) if draft is None or isinstance(draft, str) else type(draft).__name__
         raise ValueError(f"token_map: got {token_map}, expected None beside draft {got}, which it does not cut")
     if isinstance(target, Target):
-        if dtype is not None or mesh is not None:
-            raise ValueError(f"dtype, mesh: got {dtype}, {mesh}, expected None for a target that is loaded already")
+        if dtype is not None or weights is not None or mesh is not None:
+            got = f"{dtype}, {weights}, {mesh}"
+            raise ValueError(f"dtype, weights, mesh: got {got}, expected None for a target that is loaded already")
         loaded = target
     else:
         config = target_config(target)
         config = config if dtype is None else dataclasses.replace(config, dtype=dtype)
+        config = config if weights is None else dataclasses.replace(config, weights=weights)
         loaded = load_target(config, None if mesh is None else decoding_mesh(mesh))
     of_target = loaded.model.embed[...].dtype
     if isinstance(draft, pathlib.Path) or (isinstance(draft, str) and in_folder):

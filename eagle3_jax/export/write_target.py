@@ -11,9 +11,11 @@ import pathlib
 import jax
 import numpy as np
 
+from eagle3_jax.mesh import parameter_path
 from eagle3_jax.models.checkpoint.fetch import Target
-from eagle3_jax.models.checkpoint.load import INDEX, parameter_path, save_tensors
+from eagle3_jax.models.checkpoint.load import INDEX, save_tensors
 from eagle3_jax.models.families import family_of
+from eagle3_jax.models.quantisation import is_quantised
 from eagle3_jax.models.target import TargetModel
 from eagle3_jax.runs import disk
 
@@ -25,11 +27,13 @@ def write_target(target: Target, folder: str | disk.Path, shard_bytes: int = SHA
 
     Raises:
         FileExistsError: `folder` exists.
-        ValueError: several processes hold the target.
+        ValueError: several processes hold the target, or it is quantised.
     """
     folder = disk.path_of(folder)
     if folder.exists():
         raise FileExistsError(f"{folder}: exists already, expected a new folder")
+    if any(map(is_quantised, jax.tree.leaves(target.model, is_leaf=is_quantised))):
+        raise ValueError("target.weights: got quantised matrices, expected None: a target is written as it was read")
     if jax.process_count() > 1:
         raise ValueError(f"a target is written by one process, got {jax.process_count()}")
     config = target.model.config.to_hf() | {"torch_dtype": str(target.model.embed.dtype)}

@@ -17,8 +17,9 @@ from flax import nnx
 from eagle3_jax.formats import fields, files
 from eagle3_jax.formats.stored import DraftFormatError, stale_embeddings
 from eagle3_jax.formats.tensors import EMBEDDINGS, LAYER, number_problems
+from eagle3_jax.kernels.linear.layouts import dense
+from eagle3_jax.mesh import parameter_path
 from eagle3_jax.models.checkpoint.fetch import Target
-from eagle3_jax.models.checkpoint.load import parameter_path
 from eagle3_jax.models.checkpoint.table import Entry, kernel, plain, qkv
 from eagle3_jax.models.drafts.eagle2 import Eagle2Config, Eagle2Head
 from eagle3_jax.models.drafts.head import Draft
@@ -89,7 +90,7 @@ def load(folder: pathlib.Path, target: Target, dtype: Any, token_ids: np.ndarray
         ]
         problems += number_problems(tensors, expected.keys())
     problems += stale_embeddings(tensors, target)
-    rows = target.model.output_rows
+    rows = dense(target.model.output_rows)
     if not isinstance(rows, jax.Array):
         problems.append("the target's LM head: not loaded, expected a target that is loaded whole")
     if problems:

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from eagle3_jax.kernels.linear.layouts import dense
+from eagle3_jax.mesh import parameter_path
 from eagle3_jax.models.checkpoint.fetch import Target
-from eagle3_jax.models.checkpoint.load import WeightsError, locate, misfits, parameter_path, reader
+from eagle3_jax.models.checkpoint.load import WeightsError, locate, misfits, reader
 from eagle3_jax.models.checkpoint.table import Entry
 from eagle3_jax.models.drafts import deepseek_mtp, mimo_mtp
 from eagle3_jax.models.drafts.head import Draft
@@ -47,7 +49,7 @@ def load(target: Target, dtype: Any) -> Draft:
     Raises:
         ValueError: the target's family has none. WeightsError: missing or wrongly shaped tensors.
     """
-    shape, rows = target.model.config, target.model.output_rows
+    shape, rows = target.model.config, dense(target.model.output_rows)
     head = abstract(shape, dtype)
     assert isinstance(rows, jax.Array), "the target is loaded, and not packed yet"
     table = _LAYERS[type(shape)][1](shape)

@@ -14,9 +14,9 @@ from jaxtyping import Array, Float, Int64
 
 from eagle3_jax.formats import draft_vocabulary
 from eagle3_jax.formats.tensors import EMBEDDINGS, LM_HEAD, Tensors, draft_table
-from eagle3_jax.mesh import fetch
+from eagle3_jax.kernels.linear.layouts import dense
+from eagle3_jax.mesh import fetch, parameter_path
 from eagle3_jax.models.checkpoint.fetch import Target
-from eagle3_jax.models.checkpoint.load import parameter_path
 from eagle3_jax.models.checkpoint.table import Entry
 from eagle3_jax.models.drafts.dflash import BlockHeadConfig
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
@@ -189,7 +189,7 @@ def to_draft(stored: StoredHead, target: Target | ModelConfig, dtype: Any) -> Dr
 
 def target_rows(stored: StoredHead, target: Target | ModelConfig) -> Float[Array, "v h"]:
     """Returns the target's LM head, which a head without its own uses. Raises DraftFormatError if it is not loaded."""
-    rows = target.model.output_rows if isinstance(target, Target) else None
+    rows = dense(target.model.output_rows) if isinstance(target, Target) else None
     if not isinstance(rows, jax.Array) or not rows.is_fully_addressable:
         shape = [stored.config.draft_vocab_size, stored.config.hidden_size]
         raise DraftFormatError(

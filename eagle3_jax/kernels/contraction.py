@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Num
 
 
-def contract(spec: str, x: Float[Array, "..."], y: Float[Array, "..."]) -> Float32[Array, "..."]:
+def contract(spec: str, x: Float[Array, "..."], y: Num[Array, "..."]) -> Float32[Array, "..."]:
     """Computes the einsum of two operands in float32. y is cast to x's dtype; y's gradient has y's own dtype.
 
     A CPU with AVX512_BF16 multiplies bfloat16 fast only for a float32 result. JAX's own gradient of such a product

@@ -12,7 +12,6 @@ from typing import Any, Literal
 import jax
 from jax import P
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array
 
 from eagle3_jax.kernels.cpu import handler
 from eagle3_jax.kernels.tpu.registers import VMEM_LIMIT
@@ -80,7 +79,7 @@ def split_axes(sizes: dict[str, int]) -> set[str]:
 
 def over_mesh(
     function: Callable[..., Any],
-    operands: Sequence[Array | None],
+    operands: Sequence[Any],
     specs: Sequence[P],
     results: Any,
     sizes: dict[str, int],
@@ -91,7 +90,8 @@ def over_mesh(
     (`jax.set_mesh`).
 
     Args:
-        specs: partition of each operand, for a mesh whose axes all split.
+        operands: arrays, or pytrees of them that a spec splits alike; None is passed on.
+        specs: partition of each operand, for a mesh whose axes all split. A dimension of size 1 is not split.
         results: partition of the results.
         sizes: see `split_axes`.
     """
@@ -100,10 +100,14 @@ def over_mesh(
         return function(*operands)
     axes = split_axes(sizes)
 
-    def kept(spec: P) -> P:
-        return P(*(axis if axis in axes else None for axis in spec))
+    def kept(spec: P, *, shape: Sequence[int] = ()) -> P:
+        whole = {i for i, size in enumerate(shape) if size == 1}
+        return P(*(axis if axis in axes and i not in whole else None for i, axis in enumerate(spec)))
 
-    def local(*shares: Array) -> Any:
+    def of(spec: P, operand: Any) -> Any:
+        return jax.tree.map(lambda leaf: kept(spec, shape=leaf.shape), operand)
+
+    def local(*shares: Any) -> Any:
         rest = iter(shares)
         return function(*(None if operand is None else next(rest) for operand in operands))
 
@@ -111,7 +115,7 @@ def over_mesh(
         local,
         mesh=mesh,
         axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
-        in_specs=tuple(kept(spec) for spec, operand in zip(specs, operands, strict=True) if operand is not None),
+        in_specs=tuple(of(spec, operand) for spec, operand in zip(specs, operands, strict=True) if operand is not None),
         out_specs=jax.tree.map(kept, results, is_leaf=lambda x: isinstance(x, P)),
         check_vma=False,
     )

@@ -2,7 +2,8 @@
 
 Rows are sorted by expert and multiplied group by group, so only the weights of chosen experts are read. TPUs use
 `jax.lax.ragged_dot`, which XLA supports there. CPUs use a loop over the groups, because JAX lowers `ragged_dot` to one
-dense product over all experts. On a mesh every expert's columns are split over the model axis.
+dense product over all experts. So do quantised experts everywhere: a TPU's `ragged_dot` reads a float copy of all of
+them. On a mesh every expert's columns are split over the model axis.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from jax import P
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.kernels.dispatch import device, over_mesh, split_axes
+from eagle3_jax.kernels.linear.api import multiply
+from eagle3_jax.kernels.linear.layouts import Quantised
 from eagle3_jax.models.layers import normal
 
 _PRECISION = jax.lax.Precision.HIGHEST
 # Rows of a group in one product of the loop: small enough for a group of one, large enough to read a matrix rarely.
 _BLOCK = 32
+_LARGE_BLOCK = 128  # on accelerators, which compute faster than they read
 
 # (rows, matrices [experts, in, out]) -> float32: each row times its expert's matrix.
 Product = Callable[[Array, Array], Array]
@@ -57,7 +61,7 @@ def mixture(
     chosen: Int[Array, "b t k"],
     weights: Float[Array, "b t k"],
     feed: Callable[..., Array],
-    parameters: tuple[Array, ...],
+    parameters: tuple[Any, ...],
     specs: tuple[P, ...],
 ) -> Float[Array, "b t h"]:
     """Sums each token's expert outputs (`feed`) by weight, in float32.
@@ -65,19 +69,19 @@ def mixture(
     Args:
         feed: (rows, product, the expert of each row, *parameters) -> outputs of rows sorted by expert; partial sums
             where the parameters are split.
-        parameters: the first is [experts, in, columns]. specs: how the model axis splits them.
+        parameters: arrays or `Quantised`; the first is [experts, in, columns]. specs: how the model axis splits them.
     """
     sizes = {"data": x.shape[0], "model": parameters[0].shape[2]}
     split = "model" in split_axes(sizes)
 
-    def local(x: Array, chosen: Array, weights: Array, *parameters: Array) -> Array:
+    def local(x: Array, chosen: Array, weights: Array, *parameters: Any) -> Array:
         b, t, k = chosen.shape
         experts = chosen.reshape(-1)
         order = jnp.argsort(experts, stable=True)
         counts = jnp.bincount(experts, length=parameters[0].shape[0]).astype(jnp.int32)
 
-        def product(rows: Array, matrices: Array) -> Array:
-            if device().platform == "cpu":
+        def product(rows: Array, matrices: Any) -> Array:
+            if isinstance(matrices, Quantised) or device().platform == "cpu":
                 return grouped(rows, matrices, counts)
             # bfloat16 products are exact in float32; libtpu's kernel does not compile at a higher precision.
             precision = _PRECISION if rows.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
@@ -97,7 +101,7 @@ def mixture(
 
 @jax.custom_vjp
 def grouped(
-    rows: Float[Array, "r i"], matrices: Float[Array, "e i o"], counts: Int[Array, " e"]
+    rows: Float[Array, "r i"], matrices: Float[Array, "e i o"] | Quantised, counts: Int[Array, " e"]
 ) -> Float[Array, "r o"]:
     """Computes `jax.lax.ragged_dot` by a loop over blocks of each group; matrices without rows are not read.
 
@@ -106,23 +110,25 @@ def grouped(
     """
     size, (_, _, columns) = len(rows), matrices.shape
     ends = jnp.cumsum(counts)
-    padded = jnp.pad(rows, ((0, _BLOCK), (0, 0)))
+    most = _BLOCK if device().platform == "cpu" else min(_LARGE_BLOCK, size)
+    padded = jnp.pad(rows, ((0, most), (0, 0)))
+
+    def dense(x: Array, matrix: Array) -> Array:
+        return jnp.matmul(x, matrix.astype(x.dtype), precision=_PRECISION, preferred_element_type=jnp.float32)
 
     def group(index: Array, sums: Array) -> Array:
         start = ends[index] - counts[index]
 
         def block(number: Array, sums: Array) -> Array:
             # Rows past the group's end are overwritten by the next groups.
-            first = start + number * _BLOCK
-            taken = jax.lax.dynamic_slice_in_dim(padded, first, _BLOCK)
-            product = jnp.matmul(
-                taken, matrices[index].astype(rows.dtype), precision=_PRECISION, preferred_element_type=jnp.float32
-            )
+            first = start + number * most
+            taken = jax.lax.dynamic_slice_in_dim(padded, first, most)
+            product = multiply(taken, jax.tree.map(lambda x: x[index], matrices), dense)
             return jax.lax.dynamic_update_slice_in_dim(sums, product, first, axis=0)
 
-        return jax.lax.fori_loop(0, (counts[index] + _BLOCK - 1) // _BLOCK, block, sums)
+        return jax.lax.fori_loop(0, (counts[index] + most - 1) // most, block, sums)
 
-    zeros = jnp.zeros((size + _BLOCK, columns), jnp.float32)
+    zeros = jnp.zeros((size + most, columns), jnp.float32)
     return jax.lax.fori_loop(0, len(counts), group, zeros)[:size]
 
 

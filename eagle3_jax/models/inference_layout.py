@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,19 +15,17 @@ from jax.sharding import Sharding
 from eagle3_jax.kernels.dispatch import default_implementation
 from eagle3_jax.kernels.linear import few_rows
 from eagle3_jax.kernels.linear.api import linear, pack
-from eagle3_jax.kernels.linear.layouts import Padded, Panels
+from eagle3_jax.kernels.linear.layouts import Padded, Panels, Quantised
 from eagle3_jax.kernels.vocabulary.api import vocabulary_logits
-from eagle3_jax.mesh import mesh_of, replicated
-from eagle3_jax.models.checkpoint.load import parameter_path
+from eagle3_jax.mesh import mesh_of, parameter_path, replicated
 from eagle3_jax.models.drafts.head import Draft, Head
 from eagle3_jax.models.drafts.model import DraftModel
+from eagle3_jax.models.quantisation import EXPERTS, MATRICES, is_quantised
 from eagle3_jax.models.target import TargetModel
 
+Matrix = jax.Array | Quantised
 Model = TypeVar("Model", TargetModel, Draft)
 Module = TypeVar("Module", TargetModel, Head)
-
-_MATRICES = re.compile(r"\b(qkv|q|kv|q_down|q_up|kv_down|selector|o|gate|up|down|fc)$")
-_EXPERTS = re.compile(r"\bexpert_\w+$")
 
 
 class Product(NamedTuple):
@@ -42,7 +39,7 @@ class Product(NamedTuple):
     shape: tuple[int, ...]
     vocabulary: bool
 
-    def times(self, matrices: Sequence[jax.Array], rows: int) -> jax.Array:
+    def times(self, matrices: Sequence[Matrix], rows: int) -> jax.Array:
         """Multiplies `rows` rows with each matrix in turn, to be timed."""
         x = jnp.ones(self.shape[-1 if self.vocabulary else 0], matrices[0].dtype)
         return few_rows.multiply(
@@ -53,19 +50,19 @@ class Product(NamedTuple):
 def for_inference(model: Model) -> Model:
     """Returns a twin in the kernels' layouts. It shares the arrays that stay as they are; the model may be dropped.
 
-    On a single CPU device matrices are packed, and a tied LM head gets a matrix of its own. On TPUs some parameters are
-    stored row-major (`tpu_formats`). Elsewhere the twin is the model itself.
+    On a single CPU device float matrices are packed, and a tied LM head gets a matrix of its own. On TPUs some
+    parameters are stored row-major (`tpu_formats`). Elsewhere the twin is the model itself.
     """
     return _each(model, _twin)
 
 
-def products(*models: TargetModel | Draft | None) -> dict[Product, list[jax.Array]]:
+def products(*models: TargetModel | Draft | None) -> dict[Product, list[Matrix]]:
     """Collects the matrices that `padded` takes, of all models together."""
-    found: dict[Product, list[jax.Array]] = collections.defaultdict(list)
+    found: dict[Product, list[Matrix]] = collections.defaultdict(list)
 
     def collect(module: Any) -> Any:
-        for path, leaf in jax.tree_util.tree_leaves_with_path(module):
-            if _MATRICES.search(parameter_path(path)):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(module, is_leaf=is_quantised):
+            if MATRICES.search(parameter_path(path)):
                 found[Product(leaf.shape, vocabulary=False)].append(leaf)
         found[Product(module.output_rows.shape, vocabulary=True)].append(module.output_rows)
         return module
@@ -83,14 +80,16 @@ def padded(model: Model, rows: Mapping[Product, tuple[int, ...]]) -> Model:
         rows: numbers of rows by product, see `layouts.Padded`; a product without any is not padded.
     """
 
-    def of(leaf: jax.Array, *, vocabulary: bool = False) -> Any:
+    def of(leaf: Matrix, *, vocabulary: bool = False) -> Any:
         known = rows.get(Product(leaf.shape, vocabulary))
         return Padded(leaf, known) if known else leaf
 
     def twin(module: Any) -> Any:
         output_rows = of(module.output_rows, vocabulary=True)
         new = jax.tree_util.tree_map_with_path(
-            lambda path, leaf: of(leaf) if _MATRICES.search(parameter_path(path)) else leaf, module
+            lambda path, leaf: of(leaf) if MATRICES.search(parameter_path(path)) else leaf,
+            module,
+            is_leaf=is_quantised,
         )
         if isinstance(output_rows, Padded):
             new.lm_head = nnx.Param(output_rows)
@@ -125,7 +124,7 @@ def tpu_formats(module: TargetModel | Head) -> Any:
 
     def of(path: Any, leaf: Any) -> Sharding | Format:
         name = parameter_path(path)
-        by_rows = name in rows or (_EXPERTS.search(name) and len(leaf.shape) == 3)
+        by_rows = name in rows or (EXPERTS.search(name) and len(leaf.shape) == 3)
         return Format(Layout(tuple(range(len(leaf.shape)))), leaf.sharding) if by_rows else leaf.sharding
 
     return jax.tree_util.tree_map_with_path(of, module)
@@ -141,12 +140,13 @@ def _twin(module: Module) -> Module:
     return _by_rows(module) if first.platform == "tpu" else module
 
 
-def _packed(module: Module, output_rows: jax.Array) -> Module:
-    def of(path: Any, leaf: jax.Array) -> Any:
-        return _placed(leaf) if _MATRICES.search(parameter_path(path)) else leaf
+def _packed(module: Module, output_rows: Matrix) -> Module:
+    def of(path: Any, leaf: Matrix) -> Any:
+        return _placed(leaf) if isinstance(leaf, jax.Array) and MATRICES.search(parameter_path(path)) else leaf
 
-    twin = jax.tree_util.tree_map_with_path(of, module)
-    twin.lm_head = nnx.Param(_placed(output_rows, transposed=True))
+    twin = jax.tree_util.tree_map_with_path(of, module, is_leaf=is_quantised)
+    if isinstance(output_rows, jax.Array):
+        twin.lm_head = nnx.Param(_placed(output_rows, transposed=True))
     return twin
 
 

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from eagle3_jax.kernels.dispatch import default_implementation
 from eagle3_jax.kernels.linear.api import gated_linear, linear
+from eagle3_jax.kernels.linear.layouts import Quantised
 
 # (regex over a parameter's path, partition), for targets and draft heads: the model axis splits vocabulary rows, KV
 # heads, FFN columns and the aux features' columns.
@@ -163,12 +164,12 @@ def at_row(array: Float[Array, "b t ..."], row: Int[Array, " b"] | None) -> Floa
     return array if row is None else jax.vmap(lambda rows, i: rows[i][None])(array, row)
 
 
-def embeddings(table: Float[Array, "v h"], tokens: Int[Array, "*batch"]) -> Float[Array, "*batch h"]:
+def embeddings(table: Float[Array, "v h"] | Quantised, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch h"]:
     """Looks up table[tokens]."""
     if default_implementation() != "pallas":
         # The barrier keeps XLA for CPUs from converting a whole bfloat16 table before a loop that gathers from it.
         table, tokens = jax.lax.optimization_barrier((table, tokens))
-    return table[tokens]
+    return table.rows(tokens) if isinstance(table, Quantised) else table[tokens]
 
 
 class Attention(nnx.Module):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from eagle3_jax.kernels.linear.layouts import Padded, Panels
+from eagle3_jax.kernels.linear.layouts import Padded, Panels, Quantised
 from eagle3_jax.kernels.vocabulary.api import vocabulary_logits
 from eagle3_jax.models.cache import KVCache, PageTable
 from eagle3_jax.models.layers import (
@@ -242,7 +242,7 @@ class TargetModel(nnx.Module):
         return rms_norm(x, self.norm[...], self.config.rms_norm_eps)
 
     @property
-    def output_rows(self) -> Float[Array, "v h"] | Panels | Padded:
+    def output_rows(self) -> Float[Array, "v h"] | Panels | Padded | Quantised:
         """Rows of the LM head, one per token of the vocabulary."""
         return self.lm_head[...] if hasattr(self, "lm_head") else self.embed[...]
 

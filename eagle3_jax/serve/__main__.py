@@ -34,6 +34,7 @@ _FLAGS = {
     "--model": "target.name",
     "--model-path": "target.name",
     "--dtype": "target.dtype",
+    "--quantization": "target.weights",
     "--tp-size": "mesh.model",
     "--draft": "serve.draft",
     "--speculative-draft-model-path": "serve.draft",

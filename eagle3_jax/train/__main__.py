@@ -24,6 +24,7 @@ from eagle3_jax.data.feed import Feed
 from eagle3_jax.data.loader import PackedRows, Row, batches
 from eagle3_jax.formats import draft_models, files
 from eagle3_jax.formats.mtp import MTP
+from eagle3_jax.kernels.linear.layouts import dense
 from eagle3_jax.mesh import make_mesh, put, replicated, shardings
 from eagle3_jax.models import fp8
 from eagle3_jax.models.checkpoint.fetch import Target, load_target
@@ -174,7 +175,7 @@ def _train(
     # --------------------------------------------------------------------------------------------------------- state
     model = target.model
     observe = _Observer(model.observed_at(kind.aux_layers) if run.features == "online" else None, mesh, split)
-    draw_teacher = (model.embed[...], model.output_rows, put(token_ids, replicated(mesh)))
+    draw_teacher = (dense(model.embed[...]), dense(model.output_rows), put(token_ids, replicated(mesh)))
     placement = shardings(jax.eval_shape(Teacher.of, *draw_teacher), mesh, TEACHER_SHARDING_RULES)
     teacher = jax.jit(Teacher.of, out_shardings=placement)(*draw_teacher)
     optimizer = make_optimizer(run, total)

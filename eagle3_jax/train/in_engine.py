@@ -16,6 +16,7 @@ from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.data import sources
 from eagle3_jax.decoding import data_parallel
 from eagle3_jax.decoding.engine import Engine, SamplingParams
+from eagle3_jax.kernels.linear.layouts import dense
 from eagle3_jax.mesh import fetch, make_mesh, own_replica
 from eagle3_jax.models.checkpoint.fetch import load_target
 from eagle3_jax.models.drafts.head import Draft
@@ -51,7 +52,7 @@ class Served:
         self._replica = own_replica(make_mesh(config.mesh))
         self._kind, self._token_ids = kind, jnp.asarray(token_ids)
         target, *others = data_parallel.targets(load_target(config.target, self._replica.mesh), self._replica)
-        self._output_rows = fetch(target.model.output_rows)
+        self._output_rows = fetch(dense(target.model.output_rows))
         room = min(config.extract.max_length, target.model.config.max_position_embeddings) - _TOKENS
         path = held_out_prompts(config)
         fitting, _ = sources.encode(sources.read_file(path)[0], target.tokenizer, room, f"train.decode_every: {path}")

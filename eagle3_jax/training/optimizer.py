@@ -9,7 +9,7 @@ import optax
 import optax.contrib
 
 from eagle3_jax.config import TrainConfig
-from eagle3_jax.models.checkpoint.load import parameter_path
+from eagle3_jax.mesh import parameter_path
 
 _B1, _B2 = 0.9, 0.95  # decay of AdamW's moments, as in EAGLE's training
 _CLIP_NORM = 0.5  # longer gradients are scaled to it

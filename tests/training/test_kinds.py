@@ -13,8 +13,7 @@ from flax import nnx
 
 from eagle3_jax.config import DraftConfig, MeshConfig, RunConfig, TrainConfig
 from eagle3_jax.formats import mtp
-from eagle3_jax.mesh import make_mesh
-from eagle3_jax.models.checkpoint.load import parameter_path
+from eagle3_jax.mesh import make_mesh, parameter_path
 from eagle3_jax.models.families import FAMILIES
 from eagle3_jax.training.batch import Batch, Teacher
 from eagle3_jax.training.kinds.choice import KINDS, kind_of

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from eagle3_jax.config import TrainConfig
-from eagle3_jax.models.checkpoint.load import parameter_path
+from eagle3_jax.mesh import parameter_path
 from eagle3_jax.training.optimizer import groups, learning_rate, make_optimizer
 
 

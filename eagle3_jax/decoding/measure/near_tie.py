@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from eagle3_jax.kernels.linear.layouts import dense
 from eagle3_jax.mesh import fetch, mesh_of, mesh_set
 from eagle3_jax.models.target import TargetModel
 
@@ -67,5 +68,5 @@ def _in_float32(target: TargetModel) -> TargetModel:
     """Returns the same weights; activations follow the embeddings' dtype, so only the embeddings are copied."""
     graph, parameters = nnx.split(target)
     twin = nnx.merge(graph, parameters)
-    twin.embed = nnx.Param(target.embed[...].astype(jnp.float32))
+    twin.embed = nnx.Param(dense(target.embed[...]).astype(jnp.float32))
     return twin

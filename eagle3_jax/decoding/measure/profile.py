@@ -22,7 +22,7 @@ from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.rounds.round import Verified, draft_tree, extend, verify_tree
 from eagle3_jax.decoding.rounds.state import State
 from eagle3_jax.decoding.rounds.tree import TokenTree
-from eagle3_jax.models.checkpoint.load import parameter_path
+from eagle3_jax.mesh import parameter_path
 from eagle3_jax.models.drafts.dflash import DFlash
 from eagle3_jax.models.drafts.eagle3 import DraftHead
 from eagle3_jax.models.drafts.model import DraftModel

@@ -26,6 +26,7 @@ from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.rounds.lookup import Copied
 from eagle3_jax.decoding.rounds.sampling import DRAFTS, Sampling, draw
 from eagle3_jax.decoding.rounds.tree import Drawn, TokenTree, rerank
+from eagle3_jax.kernels.linear.layouts import Quantised
 from eagle3_jax.kernels.vocabulary.api import top_k_of_logits, vocabulary_logits
 from eagle3_jax.mesh import constrain
 from eagle3_jax.models.cache import KVCache, PageTable
@@ -125,7 +126,7 @@ class Recurrent:
     def __init__(
         self,
         head: Head,
-        embed: Float[Array, "v e"],
+        embed: Float[Array, "v e"] | Quantised,
         draft_state: Float[Array, "b h"],
         cache: KVCache,
         lengths: Int[Array, " b"],
@@ -185,7 +186,7 @@ class Block:
         self,
         head: DFlash,
         tree: DraftTree,
-        embed: Float[Array, "v h"],
+        embed: Float[Array, "v h"] | Quantised,
         anchor: Int[Array, " b"],
         cache: KVCache,
         lengths: Int[Array, " b"],

@@ -28,8 +28,8 @@ from eagle3_jax.formats.stored import (
     to_tensors,
 )
 from eagle3_jax.formats.tensors import EMBEDDINGS, LM_HEAD
+from eagle3_jax.mesh import parameter_path
 from eagle3_jax.models.checkpoint.fetch import Target
-from eagle3_jax.models.checkpoint.load import parameter_path
 from eagle3_jax.models.checkpoint.table import plain
 from eagle3_jax.models.drafts.dflash import BlockHeadConfig, DFlash
 from eagle3_jax.models.target import ModelConfig

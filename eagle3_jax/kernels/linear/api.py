@@ -1,6 +1,7 @@
 """Products of rows with a matrix in any of its layouts.
 
-The layout decides the implementation: the CPU kernel multiplies `Panels`, which `pack` makes; XLA multiplies arrays.
+The layout decides the implementation: the CPU kernel multiplies `Panels`, which `pack` makes; XLA multiplies arrays and
+`Quantised`.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ import jax
 from jaxtyping import Array, Float
 
 from eagle3_jax.kernels.contraction import contract
-from eagle3_jax.kernels.linear import cpu
+from eagle3_jax.kernels.linear import cpu, quantised
 from eagle3_jax.kernels.linear.cpu import pack as pack
-from eagle3_jax.kernels.linear.layouts import Padded, Panels
+from eagle3_jax.kernels.linear.layouts import Padded, Panels, Quantised
+from eagle3_jax.kernels.linear.quantised import quantise as quantise
 
 
-def linear(x: Float[Array, "*batch h"], matrix: Float[Array, "h out"] | Panels | Padded) -> Float[Array, "*batch out"]:
+def linear(
+    x: Float[Array, "*batch h"], matrix: Float[Array, "h out"] | Panels | Padded | Quantised
+) -> Float[Array, "*batch out"]:
     """Computes x @ matrix in x's dtype; the matrix is cast to it."""
 
     def dense(x: Array, matrix: Array) -> Array:
@@ -27,8 +31,8 @@ def linear(x: Float[Array, "*batch h"], matrix: Float[Array, "h out"] | Panels |
 
 def gated_linear(
     x: Float[Array, "*batch h"],
-    gate: Float[Array, "h out"] | Panels | Padded,
-    up: Float[Array, "h out"] | Panels | Padded,
+    gate: Float[Array, "h out"] | Panels | Padded | Quantised,
+    up: Float[Array, "h out"] | Panels | Padded | Quantised,
 ) -> Float[Array, "*batch out"]:
     """Computes silu(x @ gate) * (x @ up) in x's dtype."""
     if isinstance(gate, Panels) and isinstance(up, Panels):
@@ -38,11 +42,15 @@ def gated_linear(
 
 
 def multiply(
-    x: Float[Array, "m k"], matrix: Float[Array, "..."] | Panels | Padded, dense: Callable[[Array, Array], Array]
+    x: Float[Array, "m k"],
+    matrix: Float[Array, "..."] | Panels | Padded | Quantised,
+    dense: Callable[[Array, Array], Array],
 ) -> Float[Array, "m n"]:
     """Computes the product in float32; `dense` multiplies x by an array."""
     if isinstance(matrix, Panels):
         return cpu.product(x, matrix)
     if isinstance(matrix, Padded):
-        return matrix.apply(dense, x)
+        return matrix.apply(lambda x, matrix: multiply(x, matrix, dense), x)
+    if isinstance(matrix, Quantised):
+        return quantised.product(x, matrix, dense)
     return dense(x, matrix)

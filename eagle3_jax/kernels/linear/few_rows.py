@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from eagle3_jax.kernels.dispatch import device
+from eagle3_jax.kernels.linear.layouts import Quantised
 
 # Numbers of rows to measure: decode programs of few requests have no more.
 COUNTS = (1, 2, 4, 8, 16)
@@ -44,7 +46,7 @@ def cheapest(seconds: Mapping[int, float]) -> tuple[int, ...]:
 
 @functools.partial(jax.jit, static_argnames=("rows", "product"))
 def multiply(
-    matrices: Sequence[Array], x: Float[Array, " k"], *, rows: int, product: Callable[[Array, Array], Array]
+    matrices: Sequence[Array | Quantised], x: Float[Array, " k"], *, rows: int, product: Callable[[Array, Any], Array]
 ) -> Float[Array, "m k"]:
     """Multiplies `rows` rows with each matrix in turn, to be timed.
 

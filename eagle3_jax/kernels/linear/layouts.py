@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 
 class _Parameter:
@@ -43,11 +43,69 @@ class Panels(_Parameter):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Quantised(_Parameter):
+    """A matrix in few bits: `values * scale`, plus `offset` if there is one.
+
+    The product's sum runs over the axis k: the last but one of a matrix, the last of a vocabulary's rows. A scale
+    belongs to a group of consecutive values along k, or to all of them.
+
+    Attributes:
+        values: int8, int4 or a narrow float: [k, n], experts [e, k, n], or a vocabulary [v, k].
+        scale: float32 or bfloat16, of the values' shape with groups in place of k.
+        offset: as `scale`, or None.
+        dtype: dtype of the matrix that the values stand for.
+    """
+
+    values: Any  # arrays, or the leaves of another tree of this structure
+    scale: Any
+    offset: Any
+    dtype: Any = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def sharding(self) -> Any:
+        return self.values.sharding
+
+    @property
+    def committed(self) -> bool:
+        return self.values.committed
+
+    def array(self) -> Float[Array, "..."]:
+        """Multiplies the matrix out, in its dtype."""
+        return _multiplied_out(self.values, self.scale, self.offset).astype(self.dtype)
+
+    def rows(self, index: Int[Array, "*batch"]) -> Float[Array, "*batch k"]:
+        """Looks up rows of a vocabulary, in the matrix's dtype."""
+        taken = jax.tree.map(lambda x: x[index], (self.values, self.scale, self.offset))
+        return _multiplied_out(*taken).astype(self.dtype)
+
+
+def dense(matrix: Any) -> Any:
+    """Returns a matrix as an array; a `Quantised` is multiplied out."""
+    return matrix.array() if isinstance(matrix, Quantised) else matrix
+
+
+def _multiplied_out(values: Array, scale: Array, offset: Array | None) -> Array:
+    def spread(x: Array) -> Array:
+        """Repeats each group's number for the values of the group."""
+        for axis in (-2, -1):
+            x = jnp.repeat(x, values.shape[axis] // x.shape[axis], axis=axis)
+        return x.astype(jnp.float32)
+
+    result = values.astype(jnp.float32) * spread(scale)
+    return result if offset is None else result + spread(offset)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Padded(_Parameter):
     """A matrix whose products pad x to the next number of rows in `rows`; x with more rows is not padded.
 
     Attributes:
-        matrix: [k, n], or a vocabulary's [n, k].
+        matrix: [k, n], or a vocabulary's [n, k]; an array or `Quantised`.
         rows: ascending; see `few_rows.cheapest`.
     """
 
@@ -62,7 +120,7 @@ class Padded(_Parameter):
     def dtype(self) -> Any:
         return self.matrix.dtype
 
-    def apply(self, product: Callable[[Array, Array], Array], x: Float[Array, "m k"]) -> Float[Array, "m n"]:
+    def apply(self, product: Callable[[Array, Any], Array], x: Float[Array, "m k"]) -> Float[Array, "m n"]:
         """Applies `product` to the padded x and the matrix, and drops the padding's rows."""
         count = next((rows for rows in self.rows if rows >= len(x)), len(x))
         return product(jnp.pad(x, ((0, count - len(x)), (0, 0))), self.matrix)[: len(x)]

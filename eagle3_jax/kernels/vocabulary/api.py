@@ -10,14 +10,14 @@ from jaxtyping import Array, Float, Int
 
 from eagle3_jax.kernels.dispatch import Implementation, choose
 from eagle3_jax.kernels.linear.api import multiply
-from eagle3_jax.kernels.linear.layouts import Padded, Panels
+from eagle3_jax.kernels.linear.layouts import Padded, Panels, Quantised
 from eagle3_jax.kernels.vocabulary import tpu
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 
 
 def vocabulary_logits(
-    x: Float[Array, "*batch h"], rows: Float[Array, "v h"] | Panels | Padded
+    x: Float[Array, "*batch h"], rows: Float[Array, "v h"] | Panels | Padded | Quantised
 ) -> Float[Array, "*batch v"]:
     """Computes x @ rows.T in float32. Rows are one per token, as embeddings are stored; panels hold their transpose."""
 
@@ -49,7 +49,7 @@ def _argmax_of_blocks(x: Float[Array, "*batch v"]) -> Int[Array, "*batch"]:
 
 def vocabulary_top_k(
     x: Float[Array, "*batch h"],
-    rows: Float[Array, "v h"] | Panels | Padded,
+    rows: Float[Array, "v h"] | Panels | Padded | Quantised,
     k: int,
     *,
     implementation: Implementation | None = None,
@@ -70,7 +70,7 @@ def vocabulary_top_k(
     size = rows.columns if isinstance(rows, Panels) else rows.shape[0]
     if not 1 <= k <= size:
         raise ValueError(f"k: got {k}, expected 1 to the vocabulary's {size}")
-    if isinstance(rows, Panels | Padded) or choose(implementation, pallas=k <= tpu.LONGEST) == "xla":
+    if isinstance(rows, Panels | Padded | Quantised) or choose(implementation, pallas=k <= tpu.LONGEST) == "xla":
         return top_k_of_logits(vocabulary_logits(x, rows), k)
     best, tokens = tpu.top_k(x.reshape(-1, x.shape[-1]), rows, k, interpret=interpret)
     return best.reshape(*x.shape[:-1], k), tokens.reshape(*x.shape[:-1], k)

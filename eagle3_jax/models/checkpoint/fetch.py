@@ -101,8 +101,8 @@ def load_target(
         only: the parameters to load, see `load_model`; None is all of them.
 
     Returns:
-        The model in `TargetConfig.dtype`, its tokenizer, its identity (digests of weights, tokenizer and chat
-        template), and its local folder.
+        The model in `TargetConfig.dtype` and `weights`, its tokenizer, its identity (digests of the checkpoint's
+        weights, of tokenizer and chat template), and its local folder.
 
     Raises:
         TargetError: the name cannot be resolved.
@@ -123,7 +123,15 @@ def load_target(
     tokenizer = load_tokenizer(folder)
     name, _ = split_revision(config.name)
     identity = identify(files, model_config, tokenizer, name=name, commit=commit_of(folder), dtype=config.dtype)
-    model = load_model(folder, model_config, jnp.dtype(config.dtype), mesh, only=only)
+    model = load_model(
+        folder,
+        model_config,
+        jnp.dtype(config.dtype),
+        mesh,
+        only=only,
+        weights=config.weights,
+        quantise_vocabulary=config.quantise_vocabulary,
+    )
     return Target(model, tokenizer, identity, folder)
 
 

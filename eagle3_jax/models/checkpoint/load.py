@@ -21,12 +21,14 @@ from flax import nnx
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from eagle3_jax.mesh import shardings
+from eagle3_jax.config import Weights
+from eagle3_jax.mesh import parameter_path, shardings
 from eagle3_jax.models.checkpoint.ranges import open_tensors
 from eagle3_jax.models.checkpoint.table import Entry
 from eagle3_jax.models.families import family_of
 from eagle3_jax.models.families.vision import TOWER, text_name
 from eagle3_jax.models.layers import SHARDING_RULES
+from eagle3_jax.models.quantisation import quantised
 from eagle3_jax.models.target import ModelConfig, TargetModel
 from eagle3_jax.runs import disk, processes
 from eagle3_jax.runs.disk import digest, read_json
@@ -47,6 +49,8 @@ def load_model(
     mesh: jax.sharding.Mesh | None = None,
     *,
     only: Collection[str] | None = None,
+    weights: Weights | None = None,
+    quantise_vocabulary: bool = False,
 ) -> TargetModel:
     """Loads a checkpoint folder, tensor by tensor, directly into the model's layout and sharding.
 
@@ -54,6 +58,8 @@ def load_model(
 
     Args:
         only: paths of the parameters to load; the others are checked but stay `jax.ShapeDtypeStruct`s.
+        weights, quantise_vocabulary: see `TargetConfig`. Each matrix is quantised on its devices before the next one is
+            read.
 
     Raises:
         WeightsError: every missing, surplus, wrongly shaped and unreadable tensor or file, by name; an LM head that
@@ -89,8 +95,12 @@ def load_model(
             return parts[at]
 
         if sharding is None:
-            return jax.device_put(part((slice(None),) * len(leaf.shape)))
-        return jax.make_array_from_callback(leaf.shape, sharding, part)
+            value = jax.device_put(part((slice(None),) * len(leaf.shape)))
+        else:
+            value = jax.make_array_from_callback(leaf.shape, sharding, part)
+        if weights is None:
+            return value
+        return jax.block_until_ready(quantised(name, value, weights, vocabulary=quantise_vocabulary))
 
     if placement is None:
         return jax.tree_util.tree_map_with_path(read, abstract)
@@ -106,11 +116,6 @@ def save_tensors(tensors: Mapping[str, np.ndarray], path: pathlib.Path) -> None:
     except SafetensorError as error:
         raise OSError(f"{path}: not written ({error})") from error
     path.chmod(mode)  # the library makes files readable by their owner only
-
-
-def parameter_path(path: tuple[Any, ...]) -> str:
-    """Formats a pytree path inside a module as "blocks/0/attention/qkv"."""
-    return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
 
 
 def fingerprint(files: dict[str, str], config: ModelConfig) -> str:

@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.kernels.block_attention import block_attention
 from eagle3_jax.kernels.linear.api import linear
+from eagle3_jax.kernels.linear.layouts import Quantised
 from eagle3_jax.kernels.vocabulary.api import vocabulary_logits, vocabulary_top_k
 from eagle3_jax.models.cache import KVCache, PageTable
 from eagle3_jax.models.drafts.head import Head
@@ -181,7 +182,7 @@ class DFlash(Head):
 
     def states(
         self,
-        embed: Float[Array, "v h"],
+        embed: Float[Array, "v h"] | Quantised,
         tokens: Int[Array, "b a"],
         positions: Int[Array, "b a"],
         context: tuple[Context, ...],
@@ -224,7 +225,7 @@ class DFlash(Head):
 
     def feed(
         self,
-        embed: Float[Array, "v h"],
+        embed: Float[Array, "v h"] | Quantised,
         tokens: Int[Array, "b t"],
         features: Float[Array, "b t h"],
         positions: Int[Array, "b t"],
@@ -244,7 +245,7 @@ class DFlash(Head):
 
     def block(
         self,
-        embed: Float[Array, "v h"],
+        embed: Float[Array, "v h"] | Quantised,
         anchor: Int[Array, " b"],
         cache: KVCache,
         lengths: Int[Array, " b"],

@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from eagle3_jax.kernels.linear.layouts import Padded, Panels
+from eagle3_jax.kernels.linear.layouts import Padded, Panels, Quantised
 from eagle3_jax.kernels.vocabulary.api import vocabulary_logits, vocabulary_top_k
 from eagle3_jax.models.cache import KVCache, PageTable
 from eagle3_jax.models.layers import embeddings
@@ -61,7 +61,7 @@ class Head(nnx.Module):
 
     def feed(
         self,
-        embed: Float[Array, "v h"],
+        embed: Float[Array, "v h"] | Quantised,
         tokens: Int[Array, "b t"],
         features: Float[Array, "b t h"],
         positions: Int[Array, "b t"],
@@ -104,7 +104,7 @@ class Head(nnx.Module):
         raise NotImplementedError
 
     @property
-    def output_rows(self) -> Float[Array, "dv h"] | Panels | Padded:
+    def output_rows(self) -> Float[Array, "dv h"] | Panels | Padded | Quantised:
         """Rows of the LM head, one per draft token."""
         return self.lm_head[...]
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from eagle3_jax.kernels.linear.layouts import Padded, Panels
+from eagle3_jax.kernels.linear.layouts import Padded, Panels, Quantised
 from eagle3_jax.models.cache import KVCache, PageTable
 from eagle3_jax.models.drafts.head import Head, ShapeOfModel
 from eagle3_jax.models.layers import at_row
@@ -35,7 +35,7 @@ class DraftModel(Head):
 
     def feed(
         self,
-        embed: Float[Array, "v target"],
+        embed: Float[Array, "v target"] | Quantised,
         tokens: Int[Array, "b t"],
         features: Float[Array, "b t f"],
         positions: Int[Array, "b t"],
@@ -63,7 +63,7 @@ class DraftModel(Head):
         return state
 
     @property
-    def output_rows(self) -> Float[Array, "v h"] | Panels | Padded:
+    def output_rows(self) -> Float[Array, "v h"] | Panels | Padded | Quantised:
         return self.model.output_rows
 
     @property

@@ -21,8 +21,7 @@ from eagle3_jax.decoding.device.chunk import Chunk
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.device.shapes import ALONE, PACKED, Sizes
 from eagle3_jax.decoding.rounds.state import STATE_SHARDING_RULES, TokenLogprobs, empty_state, put_logprobs
-from eagle3_jax.mesh import shardings
-from eagle3_jax.models.checkpoint.load import parameter_path
+from eagle3_jax.mesh import parameter_path, shardings
 from eagle3_jax.models.drafts.dflash import SLIDING, BlockHeadConfig, DFlash
 from eagle3_jax.models.drafts.dflash2 import DFlash2
 from eagle3_jax.models.drafts.dspark import DSpark

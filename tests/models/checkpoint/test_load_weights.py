@@ -12,9 +12,9 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from eagle3_jax.config import MeshConfig
-from eagle3_jax.mesh import make_mesh
+from eagle3_jax.mesh import make_mesh, parameter_path
 from eagle3_jax.models.checkpoint import load, ranges
-from eagle3_jax.models.checkpoint.load import WeightsError, load_model, parameter_path
+from eagle3_jax.models.checkpoint.load import WeightsError, load_model
 from eagle3_jax.models.families import llama
 from eagle3_jax.models.target import TargetModel
 

@@ -18,9 +18,9 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoConfig
 
 from eagle3_jax.config import MeshConfig
-from eagle3_jax.mesh import make_mesh
+from eagle3_jax.mesh import make_mesh, parameter_path
 from eagle3_jax.models.checkpoint import fetch
-from eagle3_jax.models.checkpoint.load import load_model, parameter_path
+from eagle3_jax.models.checkpoint.load import load_model
 from eagle3_jax.models.drafts import deepseek_mtp
 from eagle3_jax.models.families import FAMILIES, family_of, read_shape
 from eagle3_jax.models.target import TargetModel

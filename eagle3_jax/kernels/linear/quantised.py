@@ -1,0 +1,95 @@
+"""Weights in 8 or 4 bits: made from float matrices, and multiplied without a float copy of the matrix.
+
+Activations stay as they are. XLA converts the values on their way from memory into the product. int8 and float8 have
+one scale for each column of the product, applied to its result. int4 has a scale and an offset for each group.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+from jaxtyping import Array, Float
+
+from eagle3_jax.kernels.contraction import contract
+from eagle3_jax.kernels.linear.layouts import Quantised
+
+Kind = Literal["int8", "fp8", "int4"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+_HIGHEST = jax.lax.Precision.HIGHEST
+_GROUP = 32  # values of int4 that share a scale and an offset
+_LARGEST: dict[str, tuple[Any, float]] = {
+    "int8": (jnp.int8, 127.0),
+    "fp8": (jnp.float8_e4m3fn, float(ml_dtypes.finfo(jnp.float8_e4m3fn).max)),
+}
+_STEPS = 15  # of int4, from its least value to its greatest
+
+
+def group_of(kind: Kind, size: int) -> int:
+    """Returns how many values share a scale, of `size` values that a device holds along k."""
+    return math.gcd(size, _GROUP) if kind == "int4" else size
+
+
+@functools.partial(jax.jit, static_argnames=("kind", "axis", "group"))
+def quantise(matrix: Float[Array, "..."], kind: Kind, *, axis: int = -2, group: int | None = None) -> Quantised:
+    """Rounds a matrix to `kind`.
+
+    Args:
+        axis: the product's k: -2, or -1 for a vocabulary's rows.
+        group: see `group_of`; divides k. None: all values of a column share a scale.
+    """
+    axis %= matrix.ndim
+    size = matrix.shape[axis]
+    group = group or size
+    parts = matrix.astype(jnp.float32).reshape(*matrix.shape[:axis], size // group, group, *matrix.shape[axis + 1 :])
+    if kind == "int4":
+        least, most = parts.min(axis + 1), parts.max(axis + 1)
+        scale = _nonzero((most - least) / _STEPS)
+        steps = jnp.round((parts - jnp.expand_dims(least, axis + 1)) / jnp.expand_dims(scale, axis + 1))
+        middle = (_STEPS + 1) // 2
+        values = (jnp.clip(steps, 0, _STEPS) - middle).astype(jnp.int4)
+        return Quantised(values.reshape(matrix.shape), scale, least + middle * scale, matrix.dtype)
+    dtype, largest = _LARGEST[kind]
+    scale = _nonzero(jnp.abs(parts).max(axis + 1) / largest)
+    scaled = jnp.clip(parts / jnp.expand_dims(scale, axis + 1), -largest, largest)
+    values = (jnp.round(scaled) if kind == "int8" else scaled).astype(dtype)
+    return Quantised(values.reshape(matrix.shape), scale, None, matrix.dtype)
+
+
+def _nonzero(scale: Array) -> Array:
+    """Replaces the scale of zeros by 1, and keeps others from vanishing."""
+    return jnp.where(scale > 0, jnp.maximum(scale, jnp.finfo(jnp.float32).tiny), 1.0)
+
+
+def bytes_of(leaf: Any) -> int:
+    """Counts an array's bytes; numbers of 4 bits are packed, as accelerators hold them."""
+    packed = any(leaf.dtype == kind for kind in (jnp.int4, jnp.uint4, jnp.float4_e2m1fn))
+    return math.prod(leaf.shape) * (4 if packed else 8 * leaf.dtype.itemsize) // 8
+
+
+def product(x: Float[Array, "m k"], matrix: Quantised, dense: Callable[[Array, Array], Array]) -> Float[Array, "m n"]:
+    """Computes the product in float32; `dense` multiplies x by an array, which it casts to x's dtype.
+
+    The sums of each group, in memory, are smaller than a float copy of the matrix if x has fewer rows than a group has
+    values.
+    """
+    values, scale, offset = matrix.values, matrix.scale, matrix.offset
+    if 1 in scale.shape and offset is None:
+        return dense(x, values) * scale.reshape(1, -1).astype(jnp.float32)
+    by_columns = scale.shape[1] == values.shape[1]
+    if not by_columns or len(x) * len(scale) >= len(values):
+        return dense(x, matrix.array())
+    groups = len(scale)
+    x = x.reshape(len(x), groups, -1)
+    sums = contract("mgk,gkn->gmn", x, values.reshape(groups, -1, values.shape[1]))
+    result = jnp.einsum("gmn,gn->mn", sums, scale.astype(jnp.float32), precision=_HIGHEST)
+    if offset is None:
+        return result
+    totals = x.astype(jnp.float32).sum(axis=-1)
+    return result + jnp.matmul(totals, offset.astype(jnp.float32), precision=_HIGHEST)
