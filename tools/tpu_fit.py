@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 import os
 import pathlib
 import re
@@ -50,6 +49,7 @@ from eagle3_jax.extract import hidden_states
 from eagle3_jax.formats import eagle2, mtp
 from eagle3_jax.formats.mtp import MTP
 from eagle3_jax.formats.packaged import LOOKUP
+from eagle3_jax.kernels.linear.quantised import bytes_of
 from eagle3_jax.mesh import batch_sharding, make_mesh, replicas, replicated, shardings
 from eagle3_jax.models import states
 from eagle3_jax.models.checkpoint.fetch import fetch, read_config
@@ -58,6 +58,7 @@ from eagle3_jax.models.drafts.head import Draft, Head
 from eagle3_jax.models.families import family_of
 from eagle3_jax.models.inference_layout import tpu_formats
 from eagle3_jax.models.layers import SHARDING_RULES
+from eagle3_jax.models.quantisation import quantised_model
 from eagle3_jax.models.target import ModelConfig, TargetModel
 from eagle3_jax.sequence import Split
 from eagle3_jax.train.__main__ import IN_FLIGHT
@@ -318,7 +319,9 @@ VERBS = {"evaluate": evaluate, "regenerate": regenerate, "extract": extract, "tr
 
 def abstract_target(config: configs.RunConfig, shape: ModelConfig, mesh: Mesh) -> TargetModel:
     dtype, model = jnp.dtype(config.target.dtype), family_of(shape).model
-    return placed(nnx.eval_shape(lambda: model(shape, dtype=dtype, rngs=nnx.Rngs(0))), mesh, SHARDING_RULES)
+    floats = placed(nnx.eval_shape(lambda: model(shape, dtype=dtype, rngs=nnx.Rngs(0))), mesh, SHARDING_RULES)
+    made = quantised_model(floats, config.target.weights, vocabulary=config.target.quantise_vocabulary)
+    return placed(made, mesh, SHARDING_RULES)
 
 
 def by_rows(module: Any) -> Any:
@@ -376,7 +379,8 @@ def needed_and_available(error: Exception) -> tuple[float, float]:
 
 def share(tree: Any) -> int:
     """Counts a tree's bytes on one device."""
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    parts = [jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype) for x in jax.tree.leaves(tree)]
+    return sum(map(bytes_of, parts))
 
 
 def figures(program: Program, plan: Plan, limit: float) -> dict[str, Any]:

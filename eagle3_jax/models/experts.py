@@ -27,8 +27,8 @@ _PRECISION = jax.lax.Precision.HIGHEST
 _BLOCK = 32
 _LARGE_BLOCK = 128  # on accelerators, which compute faster than they read
 
-# (rows, matrices [experts, in, out]) -> float32: each row times its expert's matrix.
-Product = Callable[[Array, Array], Array]
+# (rows, matrices [experts, in, out]) -> float32: each row times its expert's matrix, of an array or `Quantised`.
+Product = Callable[[Array, Any], Array]
 
 
 class Experts(nnx.Module):
@@ -47,7 +47,7 @@ class Experts(nnx.Module):
     ) -> Float[Array, "b t h"]:
         """Sums the chosen experts' outputs by weight, in float32 until the end."""
 
-        def feed(rows: Array, product: Product, expert: Array, gate: Array, up: Array, down: Array) -> Array:
+        def feed(rows: Array, product: Product, expert: Array, gate: Any, up: Any, down: Any) -> Array:
             hidden = jax.nn.silu(product(rows, gate)) * product(rows, up)
             return product(hidden.astype(x.dtype), down)
 

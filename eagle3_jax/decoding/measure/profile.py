@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import statistics
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.rounds.round import Verified, draft_tree, extend, verify_tree
 from eagle3_jax.decoding.rounds.state import State
 from eagle3_jax.decoding.rounds.tree import TokenTree
+from eagle3_jax.kernels.linear.quantised import bytes_of
 from eagle3_jax.mesh import parameter_path
 from eagle3_jax.models.drafts.dflash import DFlash
 from eagle3_jax.models.drafts.eagle3 import DraftHead
@@ -112,14 +112,14 @@ def bytes_read(models: Models, tier: Tier, batch: int, length: int, kv_dtype: An
             else:
                 total += _weights(head, getattr(head.config, "model", head.config), batch * nodes)
         if isinstance(head, DraftHead):
-            total -= (tree.num_steps - 1) * sum(map(_bytes, jax.tree.leaves(head.fc)))
+            total -= (tree.num_steps - 1) * sum(map(bytes_of, jax.tree.leaves(head.fc)))
     return total
 
 
 def _of_model(model: TargetModel, batch: int, nodes: int, length: int, kv_dtype: Any) -> int:
     """Counts the bytes of one pass over `nodes` nodes of each sequence."""
     config = model.config
-    embedding = _bytes(model.embed) if hasattr(model, "lm_head") else 0
+    embedding = sum(map(bytes_of, jax.tree.leaves(model.embed))) if hasattr(model, "lm_head") else 0
     caches = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * batch * length
     stored = jnp.dtype(kv_dtype or model.embed.dtype)
     return _weights(model, config, batch * nodes) - embedding + caches * stored.itemsize
@@ -129,16 +129,12 @@ def _weights(module: nnx.Module, config: Any, tokens: int) -> int:
     """Counts the bytes of weights that a pass over `tokens` tokens reads; axis 0 of `expert_*` is the expert."""
     total = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(module):
-        read = _bytes(leaf)
+        read = bytes_of(leaf)
         if "/expert_" in parameter_path(path):
             experts = leaf.shape[0]
             read = read // experts * min(experts, tokens * config.num_experts_per_tok)
         total += read
     return total
-
-
-def _bytes(leaf: Any) -> int:
-    return math.prod(leaf.shape) * leaf.dtype.itemsize
 
 
 def bandwidth() -> float:

@@ -120,7 +120,7 @@ class SparseMLP(nnx.Module):
         scores, chosen = jax.lax.top_k(linear(x, self.router[...]) + self.router_bias[...][None, None], self.chosen)
         weights = jax.nn.softmax(scores, axis=-1)
 
-        def feed(rows: Array, product: Product, expert: Array, gate_up: Array, down: Array, bias: Array) -> Array:
+        def feed(rows: Array, product: Product, expert: Array, gate_up: Any, down: Any, bias: Array) -> Array:
             both = product(rows, gate_up) + bias[expert].astype(jnp.float32)
             gate, up = jnp.minimum(both[:, ::2], self.limit), jnp.clip(both[:, 1::2], -self.limit, self.limit)
             return product(((up + 1) * gate * jax.nn.sigmoid(gate * self.alpha)).astype(x.dtype), down)

@@ -120,7 +120,7 @@ class SparseMLP(nnx.Module):
         scales = jax.nn.sigmoid(scores.astype(jnp.float32)).astype(x.dtype)
         scaled = x[:, :, None] * scales[..., None]  # one row per choice of a token
 
-        def feed(rows: Array, product: Product, expert: Array, gate_up: Array, down: Array) -> Array:
+        def feed(rows: Array, product: Product, expert: Array, gate_up: Any, down: Any) -> Array:
             both = product(rows, gate_up)
             return product((jax.nn.silu(both[:, ::2]) * both[:, 1::2]).astype(x.dtype), down)
 
