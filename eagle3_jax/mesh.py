@@ -272,7 +272,7 @@ def constrain(tree: Any, rules: Sequence[tuple[str, PartitionSpec]]) -> Any:
     if not set(AXES) <= set(mesh.axis_names):
         return tree
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: jax.lax.with_sharding_constraint(leaf, _sharding(path, leaf, mesh, rules)), tree
+        lambda path, leaf: jax.lax.with_sharding_constraint(leaf, sharding_of(path, leaf, mesh, rules)), tree
     )
 
 
@@ -290,7 +290,7 @@ def shardings(tree: Any, mesh: Mesh | AbstractMesh, rules: Sequence[tuple[str, P
     Raises:
         ValueError: a spec has more entries than the leaf has dimensions.
     """
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: _sharding(path, leaf, mesh, rules), tree)
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: sharding_of(path, leaf, mesh, rules), tree)
 
 
 def parameter_path(path: tuple[Any, ...]) -> str:
@@ -301,9 +301,10 @@ def parameter_path(path: tuple[Any, ...]) -> str:
     return _INSIDE.sub("", jax.tree_util.keystr(path, simple=True, separator="/"))
 
 
-def _sharding(
+def sharding_of(
     path: tuple[Any, ...], leaf: Any, mesh: Mesh | AbstractMesh, rules: Sequence[tuple[str, PartitionSpec]]
 ) -> NamedSharding:
+    """Chooses the sharding of one leaf, see `shardings`."""
     name = parameter_path(path)
     spec = next((spec for pattern, spec in rules if re.search(pattern, name)), PartitionSpec())
     if len(spec) > len(leaf.shape):

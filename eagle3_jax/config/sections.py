@@ -12,7 +12,7 @@ from eagle3_jax.runs import disk
 from eagle3_jax.runs.bucket import addresses
 
 Dtype = Literal["float32", "bfloat16"]
-Weights = Literal["int8", "fp8", "int4"]
+Weights = Literal["int8", "fp8", "int4", "stored"]
 
 # verb -> its output folder inside run_dir; one verb's output is the next one's input.
 FOLDERS = {
@@ -82,8 +82,8 @@ class TargetConfig:
         aux_layers: boundaries b (the residual stream entering block b) whose states feed the draft head;
             None is (2, n // 2, n - 3).
         weights: quantises the matrices at load, experts' included; activations keep `dtype`. `int8` and `fp8` (e4m3)
-            have a scale for each output channel, `int4` a scale and an offset for each 32 inputs of one. None keeps
-            `dtype`.
+            have a scale for each output channel, `int4` a scale and an offset for each 32 inputs of one. `stored` keeps
+            the few bits of a checkpoint that comes quantised. None is `dtype`.
         quantise_vocabulary: quantises embeddings and LM head too, row by row; in 8 bits where `weights` is `int4`.
     """
 

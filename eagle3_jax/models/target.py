@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from eagle3_jax.kernels.linear.layouts import Padded, Panels, Quantised
 from eagle3_jax.kernels.vocabulary.api import vocabulary_logits
 from eagle3_jax.models.cache import KVCache, PageTable
+from eagle3_jax.models.checkpoint.quantised import Scales, read_scales
 from eagle3_jax.models.layers import (
     Scaling,
     embeddings,
@@ -43,6 +44,7 @@ class ModelConfig:
     Attributes:
         aux_layers: boundaries whose residual stream is returned; ascending, distinct, in [0, num_hidden_layers]. Empty
             if nothing reads them, or if the default rule collides (see `without_aux_layers`).
+        scales: how the checkpoint's quantised matrices are scaled; no part of the architecture.
     """
 
     # Set by each family: the name in `architectures`, `model_type`, fields of config.json that are not read (field ->
@@ -54,6 +56,7 @@ class ModelConfig:
     defaults: ClassVar[dict[str, Any]] = {}
     scalings: ClassVar[Kinds] = KINDS
     latent_cache: ClassVar[bool] = False
+    packings: ClassVar[tuple[str, ...]] = ()  # methods of quantization that the family's own table reads
 
     vocab_size: int
     hidden_size: int
@@ -70,6 +73,7 @@ class ModelConfig:
     aux_layers: tuple[int, ...]
     bos_token_id: int | None = None
     rope_scaling: Scaling | None = None
+    scales: Scales | None = dataclasses.field(default=None, compare=False)
 
     @classmethod
     def from_hf(cls, values: dict[str, Any], aux_layers: tuple[int, ...] | None = None) -> ModelConfig:
@@ -84,6 +88,7 @@ class ModelConfig:
         problems += [f"{field}: missing" for field in required if field not in values]
         theta, scaling = read_rope(said, problems, cls.scalings, cls.defaults.get("rope_theta", THETA))
         own = cls.own(values, problems)
+        scales = read_scales(values, problems, cls.packings)
         if problems:
             raise ValueError("unsupported target config:\n  " + "\n  ".join(problems))
         heads, layers = values["num_attention_heads"], values["num_hidden_layers"]
@@ -104,6 +109,7 @@ class ModelConfig:
             aux_layers=check_aux_layers(aux_layers, layers),
             bos_token_id=values.get("bos_token_id"),
             rope_scaling=scaling,
+            scales=scales,
             **own,
         )
 
@@ -130,7 +136,7 @@ class ModelConfig:
         }
 
 
-_SPELT_OTHERWISE = ("rope_theta", "rope_scaling", "eos_token_ids", "aux_layers")
+_SPELT_OTHERWISE = ("rope_theta", "rope_scaling", "eos_token_ids", "aux_layers", "scales")
 
 
 def default_aux_layers(layers: int) -> tuple[int, int, int]:

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import pathlib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -22,20 +23,23 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from eagle3_jax.config import Weights
-from eagle3_jax.mesh import parameter_path, shardings
+from eagle3_jax.kernels.linear.layouts import Quantised
+from eagle3_jax.mesh import parameter_path, sharding_of, shardings
+from eagle3_jax.models.checkpoint.quantised import scale_problems, with_stored_scales
 from eagle3_jax.models.checkpoint.ranges import open_tensors
-from eagle3_jax.models.checkpoint.table import Entry
+from eagle3_jax.models.checkpoint.table import Entry, Packed
 from eagle3_jax.models.families import family_of
 from eagle3_jax.models.families.vision import TOWER, text_name
-from eagle3_jax.models.layers import SHARDING_RULES
-from eagle3_jax.models.quantisation import quantised
+from eagle3_jax.models.layers import SHARDING_RULES as RULES
+from eagle3_jax.models.quantisation import axis_of, quantised
 from eagle3_jax.models.target import ModelConfig, TargetModel
 from eagle3_jax.runs import disk, processes
 from eagle3_jax.runs.disk import digest, read_json
 
 INDEX = "model.safetensors.index.json"
 _ROWS = 8192  # rows of two tensors compared at a time
-_IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a buffer in old checkpoints
+# A buffer in old checkpoints; scales of activations, which stay floats here.
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq", ".input_scale")
 
 
 class WeightsError(ValueError):
@@ -75,16 +79,41 @@ def load_model(
         processes.say(f"{folder}: {len(unused)} tensors are not read: {', '.join(sorted(unused)[:3])} ...")
     for name in unused:
         del files[name]
+    if config.scales is not None:
+        table = with_stored_scales(table, config.scales, _described(files))
     _check(folder, table, files, tied=config.tie_word_embeddings)
+    if weights == "stored" and not any(entry.packed for entry in table.values()):
+        expected = "a checkpoint with quantised matrices, or another value"
+        raise WeightsError(f"target.weights: got 'stored' for {folder}, which holds floats; expected {expected}")
     abstract = nnx.eval_shape(lambda: family.model(config, dtype=dtype, rngs=nnx.Rngs(0)))
-    placement = None if mesh is None else shardings(abstract, mesh, SHARDING_RULES)
+    placement = None if mesh is None else shardings(abstract, mesh, RULES)
     tensor = reader(files)
+    if only is None and (problems := scale_problems(table, tensor)):
+        raise WeightsError(f"{folder}: {len(problems)} tensors are unusable:\n  " + "\n  ".join(problems))
+
+    def placed(shape: tuple[int, ...], sharding: Any, part: Callable[[Any], np.ndarray]) -> jax.Array:
+        if sharding is None:
+            return jax.device_put(part((slice(None),) * len(shape)))
+        return jax.make_array_from_callback(shape, sharding, part)
+
+    def as_stored(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, sharding: Any, packed: Packed) -> Quantised:
+        tensors = [tensor(name) for name in table[parameter_path(path)].tensors]
+        *lead, size, columns = leaf.shape
+        held = size if sharding is None else sharding.shard_shape(leaf.shape)[-2]
+        group = size if packed.group is None else math.gcd(held, packed.group)
+        shape = *lead, size // group, columns
+        where = None if mesh is None else sharding_of(path, jax.ShapeDtypeStruct(shape, jnp.float32), mesh, RULES)
+        values = placed(leaf.shape, sharding, lambda index: packed.values(index, *tensors))
+        scale = placed(shape, where, lambda index: packed.scale(group, index, *tensors))
+        return Quantised(values, scale, None, leaf.dtype)
 
     def read(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, sharding: Any = None) -> Any:
         name = parameter_path(path)
         if only is not None and name not in only:
             return leaf
         entry = table[name]
+        if weights == "stored" and entry.packed is not None and axis_of(name, vocabulary=False) is not None:
+            return as_stored(path, leaf, sharding, entry.packed)
         tensors = [tensor(name) for name in entry.tensors]
         parts: dict[tuple[tuple[int, int, int], ...], np.ndarray] = {}  # shared by replicas
 
@@ -94,11 +123,8 @@ def load_model(
                 parts[at] = np.ascontiguousarray(entry.part(index, *tensors)).astype(leaf.dtype)
             return parts[at]
 
-        if sharding is None:
-            value = jax.device_put(part((slice(None),) * len(leaf.shape)))
-        else:
-            value = jax.make_array_from_callback(leaf.shape, sharding, part)
-        if weights is None:
+        value = placed(leaf.shape, sharding, part)
+        if weights in (None, "stored"):
             return value
         return jax.block_until_ready(quantised(name, value, weights, vocabulary=quantise_vocabulary))
 
@@ -124,9 +150,10 @@ def fingerprint(files: dict[str, str], config: ModelConfig) -> str:
     Args:
         files: see `file_digests`.
         config: the parsed config.json, whatever its spelling. Aux layers are excluded: they select the hidden states to
-            keep and do not change the model.
+            keep and do not change the model. So are the scales' kind: the files tell it.
     """
     architecture = dataclasses.asdict(dataclasses.replace(config, aux_layers=()))
+    del architecture["scales"]
     return hashlib.sha256(json.dumps([files, architecture], sort_keys=True).encode()).hexdigest()
 
 
@@ -174,6 +201,20 @@ def locate(folder: disk.Path) -> dict[str, disk.Path]:
         raise WeightsError(f"{single}: truncated or not safetensors ({error})") from error
 
 
+def _described(files: dict[str, disk.Path]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Maps each tensor's name to its dtype and shape; a damaged file's are left out, `misfits` reports it."""
+    found = {}
+    for path in set(files.values()):
+        try:
+            with open_tensors(path) as handle:
+                for name in handle.keys() & {name for name, other in files.items() if other == path}:
+                    tensor = handle.get_slice(name)
+                    found[name] = tensor.get_dtype(), tuple(tensor.get_shape())
+        except SafetensorError:
+            continue
+    return found
+
+
 def _renamed(entry: Entry, stored: dict[str, str]) -> Entry:
     """Replaces the table's tensor names by the checkpoint's."""
     return dataclasses.replace(entry, tensors={stored.get(name, name): shape for name, shape in entry.tensors.items()})
@@ -185,7 +226,7 @@ def _check(folder: disk.Path, table: dict[str, Entry], files: dict[str, disk.Pat
     table = table | {name: dataclasses.replace(table["embed"], tensors={name: shape}) for name in copies}
     problems = misfits(table, files)
     for name in sorted(files.keys() - {name for entry in table.values() for name in entry.tensors}):
-        if not name.endswith(_IGNORED_SUFFIX):
+        if not name.endswith(_IGNORED_SUFFIXES):
             problems.append(f"surplus tensor {name}")
     if not problems:  # both can be read
         problems = [

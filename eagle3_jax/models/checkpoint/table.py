@@ -11,6 +11,24 @@ from typing import Any
 
 import numpy as np
 
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """A parameter [..., in, out] as `Quantised` holds it; see there.
+
+    Attributes:
+        group: consecutive inputs that share a scale in the checkpoint; None: all of them.
+        values: (an index of the parameter, the tensors) -> that part of the values.
+        scale: (inputs that share a scale in memory, a divisor of `group`; an index of the scale; the tensors) -> that
+            part of the scale, float32.
+    """
+
+    group: int | None
+    values: Callable[..., np.ndarray]
+    scale: Callable[..., np.ndarray]
+
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
@@ -23,13 +41,15 @@ class Entry:
         split: the inverse of `whole`: the parameter -> its tensors, in order.
         dimensions: number of the parameter's dimensions.
         dtypes: dtypes of the tensors, in safetensors' names.
+        packed: the parameter in the checkpoint's own few bits; None if the checkpoint holds floats.
     """
 
     tensors: dict[str, tuple[int, ...]]
     part: Callable[..., np.ndarray]
     split: Callable[[np.ndarray], tuple[np.ndarray, ...]]
     dimensions: int = 2
-    dtypes: tuple[str, ...] = ("F64", "F32", "F16", "BF16")
+    dtypes: tuple[str, ...] = FLOATS
+    packed: Packed | None = None
 
     def whole(self, *tensors: np.ndarray) -> np.ndarray:
         """Combines the tensors, in order, into the parameter."""

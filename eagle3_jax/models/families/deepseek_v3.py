@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from eagle3_jax.kernels.contraction import contract
 from eagle3_jax.kernels.linear.api import linear
+from eagle3_jax.models.checkpoint.quantised import BLOCK, BLOCK_FP8, with_scales
 from eagle3_jax.models.checkpoint.table import Entry, kernel, plain, stacked
 from eagle3_jax.models.experts import Experts
 from eagle3_jax.models.families import llama
@@ -28,7 +29,6 @@ from eagle3_jax.models.rope import KINDS, Kinds
 from eagle3_jax.models.target import Attend, ModelConfig, Rope, TargetModel
 
 _LATENT_EPS = 1e-6  # epsilon of the norms inside attention, independent of `rms_norm_eps`
-_BLOCK = 128  # rows and columns of FP8 that share a factor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,12 +139,7 @@ class DeepseekV3Config(ModelConfig):
         elif not 1 <= found["num_experts_per_tok"] <= count // groups * best:
             among = f"1 to {count // groups * best}, the experts in {best} groups"
             problems.append(f"num_experts_per_tok: got {found['num_experts_per_tok']}, expected {among}")
-        quantised = values.get("quantization_config") or {}
-        method, block = quantised.get("quant_method"), quantised.get("weight_block_size", [_BLOCK, _BLOCK])
-        if method not in (None, "fp8"):
-            problems.append(f"quantization_config.quant_method: got {method!r}, expected 'fp8'")
-        elif block != [_BLOCK, _BLOCK]:
-            problems.append(f"quantization_config.weight_block_size: got {block!r}, expected {[_BLOCK, _BLOCK]}")
+        method = (values.get("quantization_config") or {}).get("quant_method")
         return found | {
             "routed_scaling_factor": float(found["routed_scaling_factor"]),
             # MTP layers have experts.
@@ -160,7 +155,7 @@ class DeepseekV3Config(ModelConfig):
     def to_hf(self) -> dict[str, Any]:
         values = super().to_hf()
         del values["head_dim"]
-        quantised = {"quant_method": "fp8", "weight_block_size": [_BLOCK, _BLOCK]}
+        quantised = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
         method = {"quantization_config": quantised} if values.pop("fp8") else {}
         return values | {"num_key_value_heads": self.num_attention_heads, "num_nextn_predict_layers": 0} | method
 
@@ -321,7 +316,7 @@ def layer_table(config: DeepseekV3Config, layer: int) -> dict[str, Entry]:
         entries[f"{dense}/{name}"] = kernel(f"{mlp}.{name}_proj.weight", *shape)
     if c.fp8:
         matrices = {path: x for path, x in entries.items() if x.dimensions > 1 and path != "mlp/router"}
-        entries |= {path: _fp8(x) for path, x in matrices.items()}
+        entries |= {path: with_scales(x, BLOCK_FP8, {}) for path, x in matrices.items()}
     return entries
 
 
@@ -339,29 +334,3 @@ def _by_head(name: str, heads: int, rows: int, columns: int) -> Entry:
         return block.reshape(stop - start, rows, block.shape[-1])[:, row]
 
     return Entry({name: (heads * rows, columns)}, part, lambda x: (x.reshape(-1, columns),), 3)
-
-
-def _fp8(entry: Entry) -> Entry:
-    """Turns an entry into that of FP8 matrices, each with a tensor of factors."""
-    tensors = {}
-    for name, shape in entry.tensors.items():
-        tensors |= {name: shape, f"{name}_scale_inv": tuple(-(-size // _BLOCK) for size in shape)}
-
-    def part(index: tuple[slice, ...], *parts: Any) -> np.ndarray:
-        return entry.part(index, *map(_Scaled, parts[::2], parts[1::2]))
-
-    def split(_: np.ndarray) -> tuple[np.ndarray, ...]:
-        raise ValueError("fp8: not written, only read; load an unquantised checkpoint")
-
-    return Entry(tensors, part, split, entry.dimensions, ("F8_E4M3", "F32"))
-
-
-class _Scaled:
-    """A matrix in FP8, dequantised when indexed."""
-
-    def __init__(self, numbers: Any, factors: Any) -> None:
-        self.numbers, self.factors = numbers, factors
-
-    def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
-        blocks = (np.arange(size)[part] // _BLOCK for size, part in zip(self.numbers.shape, index, strict=True))
-        return self.numbers[index].astype(np.float32) * self.factors[:][np.ix_(*blocks)]

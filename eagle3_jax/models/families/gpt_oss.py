@@ -10,13 +10,14 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from flax import nnx
 from jax import P
 from jaxtyping import Array, Float
 
 from eagle3_jax.kernels.linear.api import linear
-from eagle3_jax.models.checkpoint.table import Entry, kernel, plain
+from eagle3_jax.models.checkpoint.table import Entry, Packed, kernel, plain
 from eagle3_jax.models.experts import Product, mixture
 from eagle3_jax.models.families import qwen2
 from eagle3_jax.models.layers import Attention, apply_rope, normal, ones, rms_norm, zeros
@@ -24,6 +25,7 @@ from eagle3_jax.models.target import Attend, ModelConfig, Rope, TargetModel
 
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+_FP4_GROUP = 32
 _YARN = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -48,6 +50,7 @@ class GptOssConfig(ModelConfig):
     architecture: ClassVar[str] = "GptOssForCausalLM"
     model_type: ClassVar[str] = "gpt_oss"
     supported: ClassVar[dict[str, Any]] = {"hidden_act": "silu", "attention_bias": True}
+    packings: ClassVar[tuple[str, ...]] = ("mxfp4",)
     defaults: ClassVar[dict[str, Any]] = {
         "head_dim": 64,
         "max_position_embeddings": 131072,
@@ -79,8 +82,6 @@ class GptOssConfig(ModelConfig):
         if experts is None:
             problems.append("num_local_experts: missing")
         method = (values.get("quantization_config") or {}).get("quant_method")
-        if method not in (None, "mxfp4"):
-            problems.append(f"quantization_config.quant_method: got {method!r}, expected 'mxfp4'")
         return {
             "num_experts": experts,
             "num_experts_per_tok": values.get("num_experts_per_tok", 4),
@@ -187,17 +188,28 @@ def table(config: GptOssConfig) -> dict[str, Entry]:
 
 
 def _mxfp4(name: str, experts: int, rows: int, columns: int) -> Entry:
-    """Dequantises MXFP4 [experts, rows, columns]: 32 rows of a column share a scale; two numbers a byte, low first."""
+    """Reads MXFP4 [experts, rows, columns]: 32 rows of a column share a scale; two numbers a byte, low first."""
 
-    def part(index: tuple[slice, slice, slice], blocks: Any, scales: Any) -> np.ndarray:
+    def numbers(index: tuple[slice, slice, slice], blocks: Any, scales: Any) -> np.ndarray:
         expert, row, column = index
-        packed, exponents = blocks[expert, column], scales[expert, column]  # [e, columns, rows / 32, 16], and no 16
-        numbers = np.stack([_FP4[packed & 15], _FP4[packed >> 4]], axis=-1).reshape(*exponents.shape, 32)
-        values = np.ldexp(numbers, exponents.astype(np.int32)[..., None] - 127)
-        return values.reshape(*exponents.shape[:2], rows).swapaxes(1, 2)[:, row]
+        packed = blocks[expert, column]  # [e, columns, rows / 32, 16]
+        codes = np.stack([packed & 15, packed >> 4], axis=-1)
+        return codes.reshape(*packed.shape[:2], rows)[..., row].swapaxes(1, 2)
+
+    def scale(group: int, index: tuple[slice, slice, slice], blocks: Any, scales: Any) -> np.ndarray:
+        expert, part, column = index
+        exponents = np.repeat(scales[expert, column].astype(np.int32), _FP4_GROUP // group, axis=-1)
+        return np.ldexp(np.float32(1), exponents[..., part].swapaxes(1, 2) - 127)
+
+    def part(index: tuple[slice, slice, slice], *tensors: Any) -> np.ndarray:
+        expert, row, column = index
+        return _FP4[numbers(index, *tensors)] * scale(1, (expert, row, column), *tensors)
+
+    def values(index: tuple[slice, slice, slice], *tensors: Any) -> np.ndarray:
+        return np.ascontiguousarray(numbers(index, *tensors)).view(ml_dtypes.float4_e2m1fn)
 
     def split(_: np.ndarray) -> tuple[np.ndarray, ...]:
         raise ValueError("mxfp4: not written, only read; load an unquantised checkpoint")
 
-    shape = (experts, columns, rows // 32)
-    return Entry({f"{name}_blocks": (*shape, 16), f"{name}_scales": shape}, part, split, 3, ("U8",))
+    shape, packed = (experts, columns, rows // _FP4_GROUP), Packed(_FP4_GROUP, values, scale)
+    return Entry({f"{name}_blocks": (*shape, 16), f"{name}_scales": shape}, part, split, 3, ("U8",), packed)
