@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -9,12 +10,13 @@ import jax
 
 from eagle3_jax.kernels.linear.api import quantise
 from eagle3_jax.kernels.linear.layouts import Quantised
-from eagle3_jax.kernels.linear.quantised import Kind, group_of
+from eagle3_jax.kernels.linear.quantised import Kind
 from eagle3_jax.mesh import parameter_path
 
 # Paths of the parameters that `linear` multiplies, of experts' matrices, and of rows of a vocabulary.
 MATRICES = re.compile(r"\b(qkv|q|kv|q_down|q_up|kv_down|selector|o|gate|up|down|fc)$")
 EXPERTS = re.compile(r"\bexpert_\w+(?<!_bias)$")
+_GROUP = 32  # values that share a scale under `int4`
 VOCABULARY = re.compile(r"^(embed|lm_head)$")
 
 
@@ -37,7 +39,8 @@ def axis_of(name: str, *, vocabulary: bool) -> int | None:
 def quantised(name: str, leaf: Any, weights: Kind, *, vocabulary: bool) -> Any:
     """Quantises a target's parameter, on its devices; returns other parameters as they are.
 
-    Embeddings and LM head keep 8 bits where the other matrices have 4.
+    Under `int4` embeddings and LM head have 8 bits, and all scales are shared by `_GROUP` values, as GGUF's are. No
+    group spans two devices.
 
     Args:
         name: path of the parameter.
@@ -51,7 +54,7 @@ def quantised(name: str, leaf: Any, weights: Kind, *, vocabulary: bool) -> Any:
     shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
 
     def of(matrix: jax.Array) -> Quantised:
-        return quantise(matrix, kind, axis=axis, group=None if kind != "int4" else group_of(kind, shape[axis]))
+        return quantise(matrix, kind, axis=axis, group=math.gcd(shape[axis], _GROUP) if weights == "int4" else None)
 
     return jax.eval_shape(of, leaf) if isinstance(leaf, jax.ShapeDtypeStruct) else of(leaf)
 

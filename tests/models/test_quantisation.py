@@ -68,7 +68,7 @@ def test_a_checkpoint_is_quantised_as_it_is_read(folder, weights):
     jax.tree.map(lambda x, place: np.testing.assert_(x.sharding.is_equivalent_to(place, x.ndim)), two, places)
     assert "model" in two.blocks[0].mlp.down[...].values.sharding.spec
     held = sum(map(bytes_of, jax.tree.leaves(one)))
-    assert held < {"int8": 0.3, "int4": 0.45}[weights] * sum(map(bytes_of, jax.tree.leaves(plain)))
+    assert held < {"int8": 0.3, "int4": 0.35}[weights] * sum(map(bytes_of, jax.tree.leaves(plain)))
     with jax.set_mesh(mesh):
         np.testing.assert_allclose(jax.jit(logits)(two), jax.jit(logits)(one), atol=1e-4, rtol=1e-4)
     assert isinstance(one.blocks[0].mlp.down[...], Quantised)

@@ -23,17 +23,11 @@ Kind = Literal["int8", "fp8", "int4"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 _HIGHEST = jax.lax.Precision.HIGHEST
-_GROUP = 32  # values of int4 that share a scale and an offset
 _LARGEST: dict[str, tuple[Any, float]] = {
     "int8": (jnp.int8, 127.0),
     "fp8": (jnp.float8_e4m3fn, float(ml_dtypes.finfo(jnp.float8_e4m3fn).max)),
 }
 _STEPS = 15  # of int4, from its least value to its greatest
-
-
-def group_of(kind: Kind, size: int) -> int:
-    """Returns how many values share a scale, of `size` values that a device holds along k."""
-    return math.gcd(size, _GROUP) if kind == "int4" else size
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "axis", "group"))
@@ -42,7 +36,7 @@ def quantise(matrix: Float[Array, "..."], kind: Kind, *, axis: int = -2, group: 
 
     Args:
         axis: the product's k: -2, or -1 for a vocabulary's rows.
-        group: see `group_of`; divides k. None: all values of a column share a scale.
+        group: values that share a scale, a divisor of k. None: all of a column.
     """
     axis %= matrix.ndim
     size = matrix.shape[axis]
@@ -82,8 +76,7 @@ def product(x: Float[Array, "m k"], matrix: Quantised, dense: Callable[[Array, A
     values, scale, offset = matrix.values, matrix.scale, matrix.offset
     if 1 in scale.shape and offset is None:
         return dense(x, values) * scale.reshape(1, -1).astype(jnp.float32)
-    by_columns = scale.shape[1] == values.shape[1]
-    if not by_columns or len(x) * len(scale) >= len(values):
+    if scale.shape[1] != values.shape[1] or len(x) * len(scale) >= len(values):
         return dense(x, matrix.array())
     groups = len(scale)
     x = x.reshape(len(x), groups, -1)

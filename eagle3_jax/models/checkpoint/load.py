@@ -30,7 +30,7 @@ from eagle3_jax.models.checkpoint.ranges import open_tensors
 from eagle3_jax.models.checkpoint.table import Entry, Packed
 from eagle3_jax.models.families import family_of
 from eagle3_jax.models.families.vision import TOWER, text_name
-from eagle3_jax.models.layers import SHARDING_RULES as RULES
+from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.quantisation import axis_of, quantised
 from eagle3_jax.models.target import ModelConfig, TargetModel
 from eagle3_jax.runs import disk, processes
@@ -86,7 +86,7 @@ def load_model(
         expected = "a checkpoint with quantised matrices, or another value"
         raise WeightsError(f"target.weights: got 'stored' for {folder}, which holds floats; expected {expected}")
     abstract = nnx.eval_shape(lambda: family.model(config, dtype=dtype, rngs=nnx.Rngs(0)))
-    placement = None if mesh is None else shardings(abstract, mesh, RULES)
+    placement = None if mesh is None else shardings(abstract, mesh, SHARDING_RULES)
     tensor = reader(files)
     if only is None and (problems := scale_problems(table, tensor)):
         raise WeightsError(f"{folder}: {len(problems)} tensors are unusable:\n  " + "\n  ".join(problems))
@@ -102,7 +102,9 @@ def load_model(
         held = size if sharding is None else sharding.shard_shape(leaf.shape)[-2]
         group = size if packed.group is None else math.gcd(held, packed.group)
         shape = *lead, size // group, columns
-        where = None if mesh is None else sharding_of(path, jax.ShapeDtypeStruct(shape, jnp.float32), mesh, RULES)
+        where = (
+            None if mesh is None else sharding_of(path, jax.ShapeDtypeStruct(shape, jnp.float32), mesh, SHARDING_RULES)
+        )
         values = placed(leaf.shape, sharding, lambda index: packed.values(index, *tensors))
         scale = placed(shape, where, lambda index: packed.scale(group, index, *tensors))
         return Quantised(values, scale, None, leaf.dtype)
@@ -207,7 +209,7 @@ def _described(files: dict[str, disk.Path]) -> dict[str, tuple[str, tuple[int, .
     for path in set(files.values()):
         try:
             with open_tensors(path) as handle:
-                for name in handle.keys() & {name for name, other in files.items() if other == path}:
+                for name in {name for name, other in files.items() if other == path} & set(handle.keys()):
                     tensor = handle.get_slice(name)
                     found[name] = tensor.get_dtype(), tuple(tensor.get_shape())
         except SafetensorError:
