@@ -70,13 +70,14 @@ def bytes_of(leaf: Any) -> int:
 def product(x: Float[Array, "m k"], matrix: Quantised, dense: Callable[[Array, Array], Array]) -> Float[Array, "m n"]:
     """Computes the product in float32; `dense` multiplies x by an array, which it casts to x's dtype.
 
-    The sums of each group, in memory, are smaller than a float copy of the matrix if x has fewer rows than a group has
-    values.
+    In bfloat16 each group is summed apart if these sums are smaller than a float copy of the matrix: if x has fewer
+    rows than a group has values. In float32 a row's result had better not depend on the number of rows.
     """
     values, scale, offset = matrix.values, matrix.scale, matrix.offset
     if 1 in scale.shape and offset is None:
         return dense(x, values) * scale.reshape(1, -1).astype(jnp.float32)
-    if scale.shape[1] != values.shape[1] or len(x) * len(scale) >= len(values):
+    apart = x.dtype == jnp.bfloat16 and scale.shape[1] == values.shape[1] and len(x) * len(scale) < len(values)
+    if not apart:
         return dense(x, matrix.array())
     groups = len(scale)
     x = x.reshape(len(x), groups, -1)
