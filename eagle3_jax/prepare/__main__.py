@@ -15,6 +15,8 @@ from eagle3_jax.prepare.result import HELD_OUT, REJECTS, TRAIN, WORK
 from eagle3_jax.prepare.self_prompting import Written
 from eagle3_jax.runs import command, command_line, disk, manifest, processes
 
+_LATER = ("weights", "quantise_vocabulary")  # options of a target of later versions
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the verb from its command line."""
@@ -71,7 +73,9 @@ def _identity(config: configs.RunConfig) -> dict[str, Any]:
             except OSError as error:
                 raise ValueError(f"prepare.{name}: got {path!r} ({error.strerror})") from error
     if any(isinstance(source, configs.SelfSource) for source in section.sources):
-        identity["target"] = configs.to_dict(config.target)
+        target = configs.to_dict(config.target)
+        # Manifests of earlier versions do not name what was not there.
+        identity["target"] = {name: x for name, x in target.items() if x or name not in _LATER}
     return identity
 
 

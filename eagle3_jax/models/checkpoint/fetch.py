@@ -131,7 +131,8 @@ def load_target(
     _check_cached(folder, files)
     tokenizer = load_tokenizer(folder)
     name, _ = split_revision(config.name)
-    identity = identify(files, model_config, tokenizer, name=name, commit=commit_of(folder), dtype=config.dtype)
+    dtype = config.dtype if config.weights is None else f"{config.weights} in {config.dtype}"
+    identity = identify(files, model_config, tokenizer, name=name, commit=commit_of(folder), dtype=dtype)
     model = load_model(
         folder,
         model_config,
