@@ -298,3 +298,32 @@ def test_decoding_takes_little_beside_weights_and_caches(tmp_path, fit):
     prefill, rounds = json.loads((tmp_path / "rows.json").read_text())
     assert prefill["temporaries"] < 2**30 / 4
     assert rounds["temporaries"] < 2**30 / 8
+
+
+def test_quantised_weights_are_counted_in_their_bits(small, tpu_fit):
+    """Of the target's own bytes the matrices are most: 8 bits are half of bfloat16, on each of two devices."""
+    devices = tpu_fit.topology_devices("v5e:1x2")
+    mesh = tpu_fit.replicas(tpu_fit.make_mesh(tpu_fit.configs.load(small).mesh, devices))[0].decoding_mesh
+    shares = {}
+    for weights in (None, "int8", "int4"):
+        options = [] if weights is None else ["--target.weights", weights, "--target.quantise-vocabulary"]
+        config = tpu_fit.configs.load(small, options)
+        target = tpu_fit.read_config(pathlib.Path(config.target.name), config.target.aux_layers)
+        shares[weights] = tpu_fit.share(tpu_fit.abstract_target(config, target, mesh))
+    assert 0.5 < shares["int8"] / shares[None] < 0.52
+    assert shares["int4"] < shares["int8"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("run", "topology", "model"), [("llama31_8b", "v5e:1x1", "1"), ("llama33_70b", "v6e:2x2", "4")]
+)
+def test_a_quantised_target_fits_where_its_floats_do_not(run, topology, model, fit):
+    """With a cache of 8192 tokens, drafts included."""
+    sizes = "--evaluate.batch-size", "1", "--regenerate.max-length", "8192"
+    where = "--target.name", f"configs/targets/{run}", "--topology", topology, "--mesh.model", model
+    command = ROOT / f"configs/{run}.yaml", *where, *sizes, "--verbs", "evaluate"
+    status, said = fit(*command, "--target.weights", "int8")
+    assert status == 0, said
+    status, said = fit(*command)
+    assert status == 1 and "does not fit" in said

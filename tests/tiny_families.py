@@ -13,7 +13,7 @@ from eagle3_jax.config import TargetConfig
 from eagle3_jax.export.write_target import write_target
 from eagle3_jax.models.checkpoint.fetch import Target, load_target
 from eagle3_jax.models.families import Family, read_shape
-from eagle3_jax.models.target import TargetModel
+from eagle3_jax.models.target import ModelConfig, TargetModel
 
 AUX_LAYERS = (1, 2, 3)  # such as engines capture
 # What a family adds to the shape that all have; windows and chunks are shorter than the texts of tests.
@@ -46,7 +46,7 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
-def make(family: Family, **changes: Any) -> TargetModel:
+def config_of(family: Family, **changes: Any) -> ModelConfig:
     values = {
         "architectures": [family.config.architecture],
         "vocab_size": 60,
@@ -60,8 +60,11 @@ def make(family: Family, **changes: Any) -> TargetModel:
         "tie_word_embeddings": False,
     }
     values |= OWN.get(family.config.architecture, {}) | changes
-    config = read_shape(values, AUX_LAYERS)
-    model = family.model(config, rngs=nnx.Rngs(0))
+    return read_shape(values, AUX_LAYERS)
+
+
+def make(family: Family, **changes: Any) -> TargetModel:
+    model = family.model(config_of(family, **changes), rngs=nnx.Rngs(0))
     rng = np.random.default_rng(0)
 
     def noisy(leaf: jax.Array) -> jax.Array:

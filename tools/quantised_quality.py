@@ -62,7 +62,9 @@ def main() -> None:
     print("| weights | tau | perplexity | agreement |\n|---|---|---|---|", flush=True)
     for named in ("", *arguments.weights.split(",")):
         weights: Any = named.rstrip("+") or None
-        target = load_target(TargetConfig(arguments.target, weights=weights, quantise_vocabulary=named.endswith("+")))
+        target = load_target(
+            TargetConfig(name=arguments.target, weights=weights, quantise_vocabulary=named.endswith("+"))
+        )
         engine = Engine.load(target, tree=CHAIN, batch_size=arguments.batch_size, max_length=1024)
         prompts = [engine.encode(line["messages"]) for line in lines]
         outputs = engine.generate(prompts, SamplingParams(max_tokens=arguments.max_tokens))

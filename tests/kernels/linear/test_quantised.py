@@ -10,11 +10,14 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from eagle3_jax.kernels.linear.api import linear, quantise
 from eagle3_jax.kernels.linear.layouts import Padded, dense
 from eagle3_jax.kernels.linear.quantised import KINDS, bytes_of
 from eagle3_jax.kernels.vocabulary.api import vocabulary_logits, vocabulary_top_k
+from eagle3_jax.models.experts import grouped
 
 # Kind -> the largest error, in parts of the largest number that shares its scale: half a step.
 STEPS = {"int8": 0.5 / 127, "fp8": 2.0**-4, "int4": 1 / 15}
@@ -73,3 +76,31 @@ def test_rows_of_a_vocabulary_are_scored_and_looked_up(kind):
 def test_packed_numbers_are_counted_as_half_a_byte():
     assert [bytes_of(make(kind).values) for kind in KINDS] == [64 * 24, 64 * 24, 64 * 12]
     assert bytes_of(jnp.zeros(3, jnp.bfloat16)) == 6 and bytes_of(jnp.zeros(3, bool)) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", pytest.param("fp8", marks=pytest.mark.long)])
+def test_a_tpu_reads_the_8_bits_and_keeps_no_copy(kind):
+    """Of a matrix, of a vocabulary's rows, and of experts, of which it reads one at a time."""
+    pytest.importorskip("libtpu")
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:1x1").devices
+    mesh = Mesh(np.array(devices[:1]), ("model",))
+
+    def shape(*size: int, axis: int = -2) -> Any:
+        made = jax.eval_shape(lambda x: quantise(x, kind, axis=axis), jax.ShapeDtypeStruct(size, jnp.bfloat16))
+        place = NamedSharding(mesh, PartitionSpec())
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), made)
+
+    def run(x, matrix, rows, experts, counts):
+        x = grouped(linear(x, matrix), experts, counts).astype(x.dtype)
+        return vocabulary_logits(x, rows)
+
+    place = NamedSharding(mesh, PartitionSpec())
+    x = jax.ShapeDtypeStruct((16, 2048), jnp.bfloat16, sharding=place)
+    counts = jax.ShapeDtypeStruct((4,), jnp.int32, sharding=place)
+    matrices = shape(2048, 2048), shape(4096, 2048, axis=-1), shape(4, 2048, 2048)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        memory: Any = jax.jit(run).lower(x, *matrices, counts).compile().memory_analysis()
+    held = 2048 * (2048 + 4096 + 4 * 2048)
+    assert held < memory.argument_size_in_bytes < 1.05 * held
+    assert memory.temp_size_in_bytes < 2048 * 2048

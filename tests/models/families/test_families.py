@@ -18,11 +18,13 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoConfig
 
 from eagle3_jax.config import MeshConfig
+from eagle3_jax.kernels.linear.layouts import dense
 from eagle3_jax.mesh import make_mesh, parameter_path
 from eagle3_jax.models.checkpoint import fetch
 from eagle3_jax.models.checkpoint.load import load_model
 from eagle3_jax.models.drafts import deepseek_mtp
 from eagle3_jax.models.families import FAMILIES, family_of, read_shape
+from eagle3_jax.models.quantisation import is_quantised
 from eagle3_jax.models.target import TargetModel
 
 TOKENS = 24
@@ -293,8 +295,18 @@ def test_experts_in_mxfp4(tmp_path):
     tokens = rng.integers(0, VOCABULARY, (2, TOKENS))
     with torch.no_grad():
         expected = reference(torch.tensor(tokens)).logits.numpy()
-    logits, _ = cached(load_model(tmp_path, config, jnp.float32), jnp.asarray(tokens), [TOKENS])
+    model = load_model(tmp_path, config, jnp.float32)
+    logits, _ = cached(model, jnp.asarray(tokens), [TOKENS])
     np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=1e-4)
+    kept = load_model(tmp_path, config, jnp.float32, weights="stored")
+    assert kept.blocks[0].mlp.expert_down[...].values.dtype == jnp.float4_e2m1fn
+    assert_equal(kept, model)
+
+
+def assert_equal(kept: Any, expected: Any) -> None:
+    """Multiplied out, the stored numbers are those that were read as floats."""
+    out = jax.tree.map(dense, kept, is_leaf=is_quantised)
+    jax.tree.map(np.testing.assert_array_equal, out, expected)
 
 
 @pytest.mark.slow
@@ -335,6 +347,9 @@ def test_weights_in_fp8(tmp_path):
     split = load_model(tmp_path, config, jnp.float32, mesh)
     for whole, part in zip(jax.tree.leaves(model), jax.tree.leaves(split), strict=True):
         np.testing.assert_array_equal(whole, part)
+    kept = load_model(tmp_path, config, jnp.float32, mesh, weights="stored")
+    assert kept.blocks[1].mlp.experts.expert_up[...].values.dtype == jnp.float8_e4m3fn
+    assert_equal(kept, model)
 
 
 def test_deepseek_v3_reads_all_of_what_is_published():
