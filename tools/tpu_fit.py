@@ -318,9 +318,11 @@ VERBS = {"evaluate": evaluate, "regenerate": regenerate, "extract": extract, "tr
 
 
 def abstract_target(config: configs.RunConfig, shape: ModelConfig, mesh: Mesh) -> TargetModel:
-    dtype, model = jnp.dtype(config.target.dtype), family_of(shape).model
+    dtype, model, weights = jnp.dtype(config.target.dtype), family_of(shape).model, config.target.weights
+    if weights == "stored":
+        raise ValueError("target.weights: got 'stored', expected 'int8', 'fp8' or 'int4': only shapes are known here")
     floats = placed(nnx.eval_shape(lambda: model(shape, dtype=dtype, rngs=nnx.Rngs(0))), mesh, SHARDING_RULES)
-    made = quantised_model(floats, config.target.weights, vocabulary=config.target.quantise_vocabulary)
+    made = quantised_model(floats, weights, vocabulary=config.target.quantise_vocabulary)
     return placed(made, mesh, SHARDING_RULES)
 
 
