@@ -1,4 +1,7 @@
-"""`python -m eagle3_jax.report`: a run's measurements as a table, as `report.json` and as a picture."""
+"""`python -m eagle3_jax.report`: a run's measurements as a table, as `report.json` and as a picture.
+
+With `--data`: a page about what the run learns from, `data.html`, once `prepare` has finished.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from eagle3_jax.config import FOLDERS, RunConfig
+from eagle3_jax.data import page
 from eagle3_jax.runs import command, command_line, disk, manifest, processes
 
 # Okabe and Ito's palette: distinct with any colour vision, and in grey by lightness.
@@ -41,6 +45,24 @@ def run(config: RunConfig) -> dict[str, Any]:
         with disk.atomic(folder / "report.png") as temporary:
             draw(report, temporary)
     return report
+
+
+def data(config: RunConfig) -> disk.Path:
+    """Writes `data.html` into the run's folder, from the manifests of the stages that have finished. Returns its path.
+
+    Raises:
+        ManifestError: `prepare` has not finished.
+    """
+    found: list[dict[str, Any] | None] = [manifest.read(config.folder("prepare"), "prepare", verify=False)]
+    for verb in ("regenerate", "extract"):
+        try:
+            found.append(manifest.read(config.folder(verb), verb, verify=False))
+        except manifest.ManifestError:  # not run, or still running
+            found.append(None)
+    path = config.run_folder / "data.html"
+    with disk.lock(path), disk.atomic(path) as temporary:
+        temporary.write_text(page.html(config.run_folder.name, *found), encoding="utf-8")
+    return path
 
 
 def assemble(evaluations: dict[str, dict[str, Any]], stages: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -299,10 +321,12 @@ def _identical(part: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    config, _ = command_line.read("report", argv)
-    command.require("report")
+    config, asked = command_line.read("report", argv)
+    command.require(*(["report"] if not asked.data else []))
     with command.run("report"):
-        if processes.index() == 0:  # other processes wait at the barrier
+        if processes.index() == 0 and asked.data:
+            print(data(config))
+        elif processes.index() == 0:  # other processes wait at the barrier
             with processes.among([0]):
                 report = run(config)
             print(table(report))

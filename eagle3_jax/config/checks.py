@@ -18,7 +18,9 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 Proper = Annotated[float, Field(gt=0, lt=1)]
 
 # Members of unions: pydantic puts these tags into an error's place, the YAML has no such level.
-TAGS = frozenset({"packaged", "jsonl", "conversations", "tfds", "self", "DraftTree", "auto", "one", "several"})
+TAGS = frozenset(
+    {"packaged", "jsonl", "conversations", "tfds", "self", "DraftTree", "auto", "one", "several", "shares", "file"}
+)
 
 _Section = TypeVar("_Section")
 _INTEGER, _NUMBER, _TRUTH = "an integer", "a number", "true or false"
@@ -26,6 +28,7 @@ _EXPECTED = {
     "bool_parsing": _TRUTH,
     "bool_type": _TRUTH,
     "dataclass_type": "a mapping of fields",
+    "dict_type": "a mapping",
     "finite_number": "a finite number",
     "float_parsing": _NUMBER,
     "float_type": _NUMBER,

@@ -69,7 +69,8 @@ def _mistaken(given: Any, read: Any, place: tuple[str, ...]) -> Iterator[str]:
     """Yields truth values that pydantic read as numbers (`yes` as 1), and other values read as truth values."""
     if isinstance(given, dict):
         for name, value in given.items():
-            yield from _mistaken(value, getattr(read, name), (*place, name))
+            part = read[name] if isinstance(read, dict) else getattr(read, name)
+            yield from _mistaken(value, part, (*place, name))
     elif isinstance(given, list | tuple):
         for number, (value, part) in enumerate(zip(given, read, strict=True)):
             yield from _mistaken(value, part, (*place, str(number)))

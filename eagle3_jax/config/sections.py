@@ -181,6 +181,7 @@ class JsonlSource:
     kind: Literal["jsonl"]
     path: str
     category: str = "jsonl"
+    license: str | None = None
     limit: Count | None = None
 
 
@@ -198,6 +199,7 @@ class ConversationsSource:
     kind: Literal["conversations"]
     path: str
     category: str = "conversations"
+    license: str | None = None
     limit: Count | None = None
 
 
@@ -210,6 +212,7 @@ class TfdsSource:
     field: str
     split: str = "train"
     category: str = "tfds"
+    license: str | None = None
     limit: Count | None = None
 
 
@@ -232,6 +235,7 @@ class SelfSource:
     turns: Count = 1
     openings: tuple[str, ...] = ()
     system: str | None = None
+    license: str | None = None
 
 
 Source = Annotated[
@@ -239,14 +243,55 @@ Source = Annotated[
 ]
 
 
+@section()
+class CloudDlpConfig:
+    """Google Cloud DLP (Sensitive Data Protection), which is sent every prompt and is paid by the gigabyte.
+
+    Attributes:
+        project: the project that pays.
+        location: where the service works: "global", or a region such as "europe-west1".
+        info_types: kinds of personal data that it looks for, by its own names.
+        min_likelihood: how sure it must be.
+        token_variable: environment variable with an access token; None takes the credentials that
+            EAGLE3_JAX_CREDENTIALS names.
+        url: address of the service, or of a region's endpoint.
+    """
+
+    project: str | None = None
+    location: str = "global"
+    info_types: Annotated[tuple[str, ...], Field(min_length=1)] = (
+        "EMAIL_ADDRESS",
+        "PHONE_NUMBER",
+        "PERSON_NAME",
+        "STREET_ADDRESS",
+        "CREDIT_CARD_NUMBER",
+        "IBAN_CODE",
+        "IP_ADDRESS",
+        "GOVERNMENT_ID",
+        "SECURITY_DATA",
+    )
+    min_likelihood: Literal["POSSIBLE", "LIKELY", "VERY_LIKELY"] = "LIKELY"
+    token_variable: str | None = None
+    url: str = "https://dlp.googleapis.com"
+
+    def __post_init__(self) -> None:
+        for name, value in (("project", self.project), ("location", self.location)):
+            expected = "letters, digits, dots, colons and dashes"
+            require(value is None or bool(re.fullmatch(r"[a-z0-9][a-z0-9.:-]*", value)), name, value, expected)
+        safe = re.fullmatch(r"https://[^\s/?#@]+|http://(127\.0\.0\.1|localhost)(:\d+)?", self.url)
+        require(safe is not None, "url", self.url, "an address that begins with https://")
+
+
 @section("prepare")
 class PrepareConfig:
     """prompts -> clean, de-duplicated, split prompts.
 
     Attributes:
-        sources: where prompts come from, read in this order.
+        sources: where prompts come from, read in this order. `license` is the licence of those that name none.
         near_duplicate: Jaccard similarity of MinHash shingles from which a prompt counts as a duplicate.
         personal_data: replace each finding by its kind ("<EMAIL_ADDRESS>"), or drop the prompt.
+        personal_data_engine: what finds it: `presidio`, patterns of this process, or `cloud_dlp`, Google's service.
+        cloud_dlp: see `personal_data_engine`.
         held_out: share of prompts kept for measurement, chosen by content hash.
         max_chars: longest prompt that is read, a guard against broken lines. What is learned from is limited in tokens,
             by `regenerate.max_length` and `extract.max_length`.
@@ -260,6 +305,8 @@ class PrepareConfig:
     sources: tuple[Source, ...] = (PackagedSource(kind="packaged"),)
     near_duplicate: Annotated[float, Field(gt=0, le=1)] = 0.8
     personal_data: Literal["redact", "drop"] = "redact"
+    personal_data_engine: Literal["presidio", "cloud_dlp"] = "presidio"
+    cloud_dlp: CloudDlpConfig = CloudDlpConfig()
     held_out: Proper = 0.1
     max_chars: Count = 1_000_000
     batch_size: Count = 32
@@ -271,6 +318,9 @@ class PrepareConfig:
         require(len(self.sources) > 0, "sources", self.sources, "at least one source")
         unused = bool(self.beam_options) and self.runner != "beam"
         require(not unused, "beam_options", self.beam_options, "nothing without runner: beam")
+        project, needed = self.cloud_dlp.project, self.personal_data_engine == "cloud_dlp"
+        expected = "the project that pays" if needed else "null without personal_data_engine: cloud_dlp"
+        require((project is not None) == needed, "cloud_dlp.project", project, expected)
 
 
 def _by_url(value: object) -> object:
@@ -338,6 +388,12 @@ class RegenerateConfig:
         return self.temperature if isinstance(self.temperature, tuple) else (self.temperature,)
 
 
+SharesOrFile = Annotated[
+    Annotated[dict[str, Positive], Tag("shares")] | Annotated[str, Tag("file")],
+    Discriminator(lambda value: "file" if isinstance(value, str) else "shares"),
+]
+
+
 @section("extract")
 class ExtractConfig:
     """conversations -> features.
@@ -348,14 +404,21 @@ class ExtractConfig:
         max_length: longer conversations are truncated to this many tokens.
         batch_tokens: tokens per forward pass, padding included.
         shard_records: conversations per ArrayRecord shard; the unit of resumption.
+        mix: share of each category among the answers' tokens; or a JSONL file of requests, each with a `category` and,
+            if it stands for several, a `count`, whose shares the conversations then have. As many are kept as the mix
+            allows. None keeps all.
     """
 
     states: Literal["fp8", "bfloat16", "none"] = "fp8"
     max_length: Annotated[int, Field(ge=8)] = 2048
     batch_tokens: int = 4096
     shard_records: Count = 256
+    mix: SharesOrFile | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.mix, dict):
+            total = sum(self.mix.values())
+            require(abs(total - 1) < 1e-6, "mix", self.mix, f"shares that add up to 1 (they add up to {total:g})")
         expected = f"at least extract.max_length = {self.max_length}"
         require(self.batch_tokens >= self.max_length, "batch_tokens", self.batch_tokens, expected)
 

@@ -14,16 +14,20 @@ from typing import Any
 import numpy as np
 
 from eagle3_jax.data import chat
+from eagle3_jax.data.sources import UNSTATED
 from eagle3_jax.models.chat_template import Tools, prompt_ids
 
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """One tokenised conversation: `token_ids` int32 [L], `loss_mask` uint8 [L]."""
+    """One tokenised conversation: `token_ids` int32 [L], `loss_mask` uint8 [L], and where its prompt comes from."""
 
     name: str
     token_ids: np.ndarray
     loss_mask: np.ndarray
+    category: str = ""
+    source: str = UNSTATED
+    license: str = UNSTATED
 
 
 class Rejected(ValueError):
@@ -36,6 +40,7 @@ def read_conversation(line: str, tokenizer: Any, max_length: int) -> list[Conver
     Args:
         line: JSON with "id", "messages", "truncated" (the last answer was cut off), and "answer_ids": the token ids of
             each answer, or None if only its text is known. "tools": those that the target might call, if any.
+            "category", "source" and "license" where they are known.
         max_length: sequences are cut to this many tokens; those then without an answer are dropped.
 
     Returns:
@@ -57,8 +62,9 @@ def read_conversation(line: str, tokenizer: Any, max_length: int) -> list[Conver
     if not cut:
         raise Rejected(f"no answer within extract.max_length = {max_length} tokens")
     names = [values["id"]] if len(cut) == 1 else [f"{values['id']}/{number}" for number in range(len(cut))]
+    origin = values.get("category", ""), values.get("source", UNSTATED), values.get("license", UNSTATED)
     return [
-        Conversation(name, np.asarray(ids, np.int32), np.asarray(mask, np.uint8))
+        Conversation(name, np.asarray(ids, np.int32), np.asarray(mask, np.uint8), *origin)
         for name, (ids, mask) in zip(names, cut, strict=True)
     ]
 

@@ -91,34 +91,31 @@ def refuse(messages: Messages, max_chars: int, tools: Sequence[dict[str, Any]] =
     return None
 
 
-def redact(messages: Messages) -> tuple[Messages, collections.Counter[str]]:
+def redact(messages: Messages, redact_text: personal.Redact) -> tuple[Messages, collections.Counter[str]]:
     """Removes personal data. Returns the messages, and the count of each kind."""
     redacted: Messages = []
     found: collections.Counter[str] = collections.Counter()
     for message in messages:
         changed = dict(message)
-        for field in ("content", "reasoning_content"):
+        for field in ("content", "reasoning_content", "tool_calls"):
             if field in message:
-                changed[field], kinds = personal.redact(message[field])
+                changed[field], kinds = redact_json(message[field], redact_text)
                 found += kinds
-        if "tool_calls" in message:
-            changed["tool_calls"], kinds = redact_json(message["tool_calls"])
-            found += kinds
         redacted.append(changed)
     return redacted, found
 
 
-def redact_json(value: Any) -> tuple[Any, collections.Counter[str]]:
-    """Applies `personal.redact` to every string in a JSON value; keys stay."""
+def redact_json(value: Any, redact_text: personal.Redact) -> tuple[Any, collections.Counter[str]]:
+    """Redacts every string in a JSON value; keys stay."""
     if isinstance(value, str):
-        return personal.redact(value)
+        return redact_text(value)
     found: collections.Counter[str] = collections.Counter()
     if not isinstance(value, dict | list):
         return value, found
     items = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
     changed = []
     for _, item in items:
-        text, kinds = redact_json(item)
+        text, kinds = redact_json(item, redact_text)
         changed.append(text)
         found += kinds
     return (dict(zip(value, changed, strict=True)) if isinstance(value, dict) else changed), found

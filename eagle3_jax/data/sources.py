@@ -42,6 +42,8 @@ _KEPT = ("reasoning_content", "tool_calls", "tool_call_id", "name")
 _ANSWERING = ("assistant", "tool")
 _PLAIN_FIELDS = ("prompt", "question", "text")
 _CATEGORY = re.compile(r"[A-Za-z][\w-]{0,39}")
+_LICENSE = re.compile(r"[A-Za-z0-9][\w.+ -]{0,59}")
+UNSTATED = "unstated"  # counts prompts without a licence
 
 
 class Prompt(TypedDict):
@@ -49,6 +51,7 @@ class Prompt(TypedDict):
 
     Attributes:
         line: line number in the source.
+        license: its licence, where the record or the source's section names one.
         tools: definitions of the functions that the target may call, in OpenAI's form, where a record has some.
         truncated: only for conversations, whose messages hold the assistant's answers and end with one: whether the
             last answer was cut off, so that its end is not the target's choice.
@@ -58,6 +61,7 @@ class Prompt(TypedDict):
     category: str
     line: int
     messages: list[dict[str, Any]]
+    license: NotRequired[str]
     tools: NotRequired[list[dict[str, Any]]]
     truncated: NotRequired[bool]
 
@@ -99,7 +103,7 @@ def jsonl(path: str | disk.Path, category: str = "jsonl", part: lines.Part | Non
     - ShareGPT: {"conversations": [{"from": "human", "value": "..."}]}
     - plain: {"prompt": "..."}, {"question": "..."} or {"text": "..."}
 
-    Each may have "id", "category", and "tools" in OpenAI's form. A .gz file is decompressed.
+    Each may have "id", "category", "license", and "tools" in OpenAI's form. A .gz file is decompressed.
 
     Args:
         category: category of records without one.
@@ -196,6 +200,8 @@ def _record(record: Any, source: str, number: int, category: str, take: _Take | 
         "line": number,
         "messages": messages,
     }
+    if isinstance(license := record.get("license"), str) and _LICENSE.fullmatch(license):
+        prompt["license"] = license
     if tools:
         prompt["tools"] = tools
     if take is _up_to_the_last_answer:

@@ -1,9 +1,9 @@
-"""Which prompts are held out: a stable choice by hash, from the lowest and the highest hash of all."""
+"""Which prompts are held out: a stable choice by hash, from the lowest and highest hash of all and of each category."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 # The lowest and the highest `filters.opening_hash` of some prompts, and the same of `filters.content_hash`.
 Bounds = tuple[str, str, str, str]
@@ -62,3 +62,36 @@ class Split:
 
     def _is_low(self, digest: str) -> bool:
         return int(digest[:16], 16) / 2**64 < self.held_out
+
+
+def by_category(prompts: Iterable[tuple[str, str, str]]) -> dict[str, Bounds]:
+    """Returns the bounds of each category, of prompts given as (category, opening hash, content hash)."""
+    return joined({category: (opening, opening, content, content)} for category, opening, content in prompts)
+
+
+def joined(found: Iterable[Mapping[str, Bounds]]) -> dict[str, Bounds]:
+    """Returns the bounds of each category of all prompts from those of their parts."""
+    whole: dict[str, Bounds] = {}
+    for part in found:
+        for category, own in part.items():
+            whole[category] = widest((whole[category], own)) or own if category in whole else own
+    return whole
+
+
+class StratifiedSplit:
+    """Splits each category, so that each with two different prompts or more is on both sides.
+
+    Args:
+        bounds: of each category. held_out: average share of held-out prompts.
+
+    Raises:
+        ValueError: fewer than two different prompts.
+    """
+
+    def __init__(self, bounds: Mapping[str, Bounds], held_out: float) -> None:
+        self._whole = Split(widest(bounds.values()), held_out)
+        self._of = {category: Split(own, held_out) for category, own in bounds.items() if own[2] != own[3]}
+
+    def holds_out(self, category: str, opening: str, content: str) -> bool:
+        """Tells the side of the prompt with this category and these hashes."""
+        return self._of.get(category, self._whole).holds_out(opening, content)

@@ -102,6 +102,8 @@ def card(
         "answered": _results(stages, "regenerate")["train"],
         "exported": exported,
         "prepared": _results(stages, "prepare"),
+        # What a report of an earlier version does not have.
+        "provenance": stages.get("extract", {}).get("results", {}).get("train", {}).get("provenance", {}),
         "prompts": _prompts(report.get("prompts_file"), prepared["files"]["held_out.jsonl"]),
         "report": report,
         "trained": trained,

@@ -3,18 +3,20 @@
 `python -m eagle3_jax.extract --config configs/quickstart.yaml` runs the target over its own conversations once. A token
 keeps its aux hidden states, the input of the LM head, and its most likely next token: all that training asks of the
 target (EAGLE-3, arXiv 2503.01840, section 3). With `extract.states: none` token ids and loss mask alone are kept, and
-the target is not run. The draft vocabulary is counted on the way. A shard of conversations is the unit of resumption;
-the replicas of the mesh, and the processes of a replica, share the shards.
+the target is not run. `extract.mix` chooses among the conversations. The draft vocabulary is counted on the way. A
+shard of conversations is the unit of resumption; the replicas of the mesh, and the processes of a replica, share the
+shards.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +25,7 @@ import numpy as np
 from eagle3_jax.config import SPLITS, ExtractConfig, RunConfig
 from eagle3_jax.data import features, vocab
 from eagle3_jax.data.conversation import Rejected, read_conversation
-from eagle3_jax.extract import pipeline
+from eagle3_jax.extract import mixing, pipeline
 from eagle3_jax.extract.hidden_states import choose_lengths
 from eagle3_jax.mesh import Replica, batch_sharding, make_mesh, own_replica, put
 from eagle3_jax.models.checkpoint.fetch import Target, cache_folder, load_target
@@ -35,6 +37,7 @@ from eagle3_jax.training.kinds.choice import kind_of
 REJECTS = "rejects.jsonl"
 # Conversations sampled from a split to estimate the size of the features and to choose padded lengths.
 _SAMPLE = 64
+_Select = Callable[[Iterable[bytes]], Iterator[str]]
 
 
 def extract(config: RunConfig, target: Target | None = None) -> None:
@@ -71,11 +74,14 @@ def extract(config: RunConfig, target: Target | None = None) -> None:
         "draft_vocab_size": config.draft.vocab_size,
         "states": config.extract.states,
     }
+    if config.extract.mix is not None:
+        mix = processes.agree(lambda: mixing.wanted(config.extract.mix or {}))
+        identity["mix"] = mix | {"seed": config.seed}
     with manifest.claim(folder, identity, newer=("states",)) as finished:
         if finished:
             processes.say(f"extract: {folder} is finished already")
         else:
-            _extract(config, target, replica, conversations, folder)
+            _extract(config, target, replica, conversations, folder, identity.get("mix"))
 
 
 def _extract(
@@ -84,16 +90,23 @@ def _extract(
     replica: Replica,
     conversations: disk.Path,
     folder: disk.Path,
+    mix: dict[str, Any] | None,
 ) -> None:
-    sample = processes.agree(lambda: _foretell(config.extract, conversations, folder, target))
+    limits, kept = None, {}
+    if mix is not None:
+        limits, kept = processes.agree(lambda: mixing.choose(mix, conversations / "train.jsonl", target.tokenizer))
+        parts = (f"{name} {x['kept']:,} of {x['of']:,}" for name, x in kept.items())
+        processes.say(f"extract: {mix['by']} of the mix: {', '.join(parts)}")
+    select = functools.partial(mixing.select, limits=limits, seed=config.seed)
+    sample = processes.agree(lambda: _foretell(config.extract, conversations, folder, target, select))
     padded = choose_lengths(sample, config.extract.max_length)
     rates: dict[str, float] = {}
     with jax.set_mesh(replica.mesh):  # kernels are split over it
         for split in SPLITS:
             source = conversations / f"{split}.jsonl"
-            rates[split] = _extract_split(config.extract, source, folder / split, target, replica, padded)
+            rates[split] = _extract_split(config.extract, source, folder / split, target, replica, padded, select)
     rates = processes.total(rates)  # all shards are there
-    processes.agree(lambda: _finish(config, target, conversations, folder, rates))
+    processes.agree(lambda: _finish(config, target, conversations, folder, rates, kept))
 
 
 def _finish(
@@ -102,6 +115,7 @@ def _finish(
     conversations: disk.Path,
     folder: disk.Path,
     rates: dict[str, float],
+    mix: dict[str, Any],
 ) -> None:
     """Writes the draft vocabulary and the manifest, once all shards exist."""
     results = {split: _summarise(folder / split) | {"tokens_per_second": rates[split] or None} for split in SPLITS}
@@ -112,11 +126,18 @@ def _finish(
     vocab.save(folder, token_ids)
     sidecars = [str(path.relative_to(folder)) for split in SPLITS for path in sorted((folder / split).glob("*.json"))]
     manifest.finish(
-        folder, files=[vocab.NAME, *sidecars], draft_vocabulary_coverage=vocab.coverage(counts, token_ids), **results
+        folder,
+        files=[vocab.NAME, *sidecars],
+        draft_vocabulary_coverage=vocab.coverage(counts, token_ids),
+        coverage_by_size=vocab.coverage_by_size(counts, len(token_ids)),
+        **({"mix": mix} if mix else {}),
+        **results,
     )
 
 
-def _foretell(config: ExtractConfig, conversations: disk.Path, folder: disk.Path, target: Target) -> list[int]:
+def _foretell(
+    config: ExtractConfig, conversations: disk.Path, folder: disk.Path, target: Target, select: _Select
+) -> list[int]:
     """Estimates and prints the size of the features from a sample of conversations; returns the sample's lengths.
 
     Raises:
@@ -130,11 +151,11 @@ def _foretell(config: ExtractConfig, conversations: disk.Path, folder: disk.Path
         source = conversations / f"{split}.jsonl"
         whole += disk.size(source)
         with disk.open_binary(source) as stream:
-            for line in itertools.islice(stream, _SAMPLE):
-                text += len(line)
+            for line in itertools.islice(select(stream), _SAMPLE):
                 with contextlib.suppress(Rejected):
-                    sequences = read_conversation(line.decode(), target.tokenizer, config.max_length)
+                    sequences = read_conversation(line, target.tokenizer, config.max_length)
                     lengths += [len(sequence.token_ids) for sequence in sequences]
+            text += stream.tell()
     shards = [path for split in SPLITS for path in (folder / split).glob("*.array_record")]
     there = sum(disk.each(disk.size, shards))
     need = max(0, sum(lengths) * each * whole // max(text, 1) - there)
@@ -155,11 +176,12 @@ def _extract_split(
     target: Target,
     replica: Replica,
     padded: Sequence[int],
+    select: _Select,
 ) -> float:
     """Computes this replica's missing shards of one split. Returns the tokens a second that this process wrote."""
     disk.make_folder(folder)
     with disk.open_binary(source) as stream:
-        total = sum(1 for _ in stream)
+        total = sum(1 for _ in select(stream))
     shards = max(1, -(-total // config.shard_records))
     paths = [features.shard_path(folder, shard, shards) for shard in range(shards)]
     processes.barrier()  # a replica with several processes must see the same shards as complete on all of them
@@ -169,8 +191,9 @@ def _extract_split(
     with disk.open_binary(source) as stream, pipeline.Progress(total, f"extract {folder.name}") as progress:
 
         def missing() -> Iterator[pipeline.Shard]:
+            selected = select(stream)
             for shard, path in enumerate(paths):
-                lines = [line.decode() for line in itertools.islice(stream, config.shard_records)]
+                lines = list(itertools.islice(selected, config.shard_records))
                 if complete[shard] or shard % replica.count != replica.index:
                     progress.skip(len(lines))
                 else:
@@ -186,6 +209,12 @@ def _summarise(folder: disk.Path) -> dict[str, Any]:
     rejects = [reject for notes in all_notes for reject in notes["rejects"]]
     with disk.atomic(folder / REJECTS) as temporary:
         temporary.write_text("".join(json.dumps(reject, ensure_ascii=False) + "\n" for reject in rejects))
+    provenance: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    categories: collections.Counter[str] = collections.Counter()
+    for notes in all_notes:  # those of earlier versions lack both
+        categories.update(notes.get("categories", {}))
+        for source, licenses in notes.get("provenance", {}).items():
+            provenance[source].update(licenses)
     computed = sum(notes["computed_tokens"] for notes in all_notes)
     kept = sum(notes["tokens"] for notes in all_notes)
     return {
@@ -194,6 +223,8 @@ def _summarise(folder: disk.Path) -> dict[str, Any]:
         "tokens": kept,
         "loss_tokens": sum(sum(notes["token_counts"][1]) for notes in all_notes),
         "padding_share": 1 - kept / computed if computed else 0.0,
+        "provenance": provenance,
+        "categories": categories,
     }
 
 

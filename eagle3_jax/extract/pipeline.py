@@ -210,6 +210,8 @@ class _Writing:
 
     def _records(self, notes: dict[str, Any]) -> Iterator[features.Record]:
         counts = np.zeros(self.vocab_size, np.int64)
+        provenance: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+        categories: collections.Counter[str] = collections.Counter()
         conversations = self.shard.conversations
         for batch, outputs in iter(self._next, None):
             for conversation, record in hidden_states.records(conversations, batch, outputs):
@@ -221,9 +223,12 @@ class _Writing:
                 notes["ids"].append(conversation.name)
                 notes["tokens"] += len(conversation.token_ids)
                 counts += vocab.count_tokens(conversation.token_ids, conversation.loss_mask, len(counts))
+                provenance[conversation.source][conversation.license] += 1
+                categories[conversation.category] += int(conversation.loss_mask.sum())
                 yield record
         said = np.flatnonzero(counts)
         notes["token_counts"] = [said.tolist(), counts[said].tolist()]
+        notes |= {"provenance": provenance, "categories": categories}
 
     def _next(self) -> tuple[hidden_states.PaddedBatch, Any] | None:
         while not self.stopped.is_set():

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from eagle3_jax import config as configs
-from eagle3_jax.prepare import self_prompting
-from eagle3_jax.prepare.result import HELD_OUT, REJECTS, TRAIN, WORK
+from eagle3_jax.prepare import reading, self_prompting
+from eagle3_jax.prepare.result import FINDINGS, HELD_OUT, REJECTS, TRAIN, WORK
 from eagle3_jax.prepare.self_prompting import Written
 from eagle3_jax.runs import command, command_line, disk, manifest, processes
 
@@ -21,7 +21,9 @@ _LATER = ("weights", "quantise_vocabulary")  # options of a target of later vers
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the verb from its command line."""
     config, _ = command_line.read("prepare", argv)
-    command.require("prepare", *(["beam"] if config.prepare.runner == "beam" else []))
+    section = config.prepare
+    extras = {"beam": section.runner == "beam", "report": section.personal_data_engine == "cloud_dlp"}
+    command.require("prepare", *(extra for extra, needed in extras.items() if needed))
     with command.run("prepare"):
         prepare(config)
 
@@ -53,16 +55,40 @@ def _prepare(config: configs.RunConfig, folder: disk.Path, written: dict[int, li
         from eagle3_jax.prepare import on_beam as form  # late: the extra `beam`
     else:
         from eagle3_jax.prepare import in_process as form
+    if config.prepare.personal_data_engine == "cloud_dlp":
+        processes.say(f"prepare: {_cost(config.prepare)}")
     result = form.run(config, folder, written)
     manifest.finish(folder, files=result.files, **result.for_manifest())
     train, held_out, rejects = (result.counts[name] for name in (TRAIN, HELD_OUT, REJECTS))
     print(f"prepare: {train} to train, {held_out} held out, {rejects} rejected (why: {REJECTS}) -> {folder}")
 
 
+def _cost(section: configs.PrepareConfig) -> str:
+    """Says, before anything is sent, what Cloud DLP costs at most; a thousand prompts of 1 KB where no file tells."""
+    from eagle3_jax.data import cloud_dlp  # late: the extra `report`
+
+    files = [s.path for s in section.sources if isinstance(s, reading.FileSource)]
+    known = cloud_dlp.cost(sum(disk.size(disk.path_of(path)) for path in files if not path.endswith(".gz")))
+    others = [s for s in section.sources if not isinstance(s, reading.FileSource) or s.path.endswith(".gz")]
+    said = f"Cloud DLP inspects at most {known} (the first GB of a month is free)"
+    if others:
+        said += f"; and for each thousand prompts of 1 KB of {', '.join(map(reading.label, others))} "
+        said += cloud_dlp.cost(1_000_000)
+    return said
+
+
 def _identity(config: configs.RunConfig) -> dict[str, Any]:
     section = config.prepare
     # The forms make the same: one goes on where the other has finished.
     what = {name: value for name, value in configs.to_dict(section).items() if name not in ("runner", "beam_options")}
+    for source in what["sources"]:  # older manifests name neither a licence nor an engine
+        if source.get("license") is None:
+            source.pop("license", None)
+    service = what.pop("cloud_dlp")
+    if section.personal_data_engine == "presidio":
+        del what["personal_data_engine"]
+    else:
+        what["cloud_dlp"] = {name: service[name] for name in ("location", "info_types", "min_likelihood")}
     identity: dict[str, Any] = {"verb": "prepare", "prepare": what, "seed": config.seed}
     identity["inputs"] = {}
     files = [s.path for s in section.sources if isinstance(s, configs.JsonlSource | configs.ConversationsSource)]
@@ -80,8 +106,8 @@ def _identity(config: configs.RunConfig) -> dict[str, Any]:
 
 
 def _remove_work(folder: disk.Path) -> None:
-    """Removes the logs of self-prompting, with the personal data that the target invented, and Beam's files."""
-    for path in folder.glob("self_*.jsonl"):
+    """Removes the logs, with the personal data that the target invented in self-prompting, and Beam's files."""
+    for path in (*folder.glob("self_*.jsonl"), *folder.glob(FINDINGS)):
         disk.remove_log(path)
     disk.remove_folder(folder / WORK)
 

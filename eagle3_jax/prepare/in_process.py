@@ -9,10 +9,10 @@ import tqdm
 
 from eagle3_jax import config as configs
 from eagle3_jax.data.duplicates import Duplicates
-from eagle3_jax.data.split import Split, bounds
+from eagle3_jax.data.split import StratifiedSplit, by_category
 from eagle3_jax.prepare import reading
 from eagle3_jax.prepare.cleaning import Cleaned, Cleaner
-from eagle3_jax.prepare.result import HELD_OUT, REJECTS, TRAIN, Result, line
+from eagle3_jax.prepare.result import FINDINGS, HELD_OUT, REJECTS, TRAIN, Result, line
 from eagle3_jax.prepare.self_prompting import Written
 from eagle3_jax.runs import command, disk
 
@@ -27,7 +27,7 @@ def run(config: configs.RunConfig, folder: disk.Path, written: dict[int, list[Wr
         ValueError: fewer than two usable prompts. OSError: an unreadable source.
     """
     section = config.prepare
-    cleaner, duplicates = Cleaner(section), Duplicates(section.near_duplicate)
+    cleaner, duplicates = Cleaner(section, folder / FINDINGS), Duplicates(section.near_duplicate)
     # A benchmark with no match is counted as 0.
     result, kept, rejects = Result(), list[Cleaned](), list[dict[str, Any]]()
     result.rejected.update(dict.fromkeys(cleaner.benchmarks.reasons, 0))
@@ -36,10 +36,9 @@ def run(config: configs.RunConfig, folder: disk.Path, written: dict[int, list[Wr
         for number, source in enumerate(section.sources)
         for record in reading.read(source, written.get(number))
     )
-    for label, record in tqdm.tqdm(records, desc="prepare", unit=" prompts", mininterval=1.0):
+    for cleaned in tqdm.tqdm(cleaner.clean(records), desc="prepare", unit=" prompts", mininterval=1.0):
         command.stop_point()
-        cleaned = cleaner.clean(label, record)
-        result.read[label] += 1
+        result.read[cleaned.label] += 1
         result.personal.update(cleaned.personal)
         if cleaned.reason is None and (reason := duplicates.check(cleaned.asked)):
             cleaned = cleaned.rejected(reason)
@@ -48,12 +47,12 @@ def run(config: configs.RunConfig, folder: disk.Path, written: dict[int, list[Wr
         else:
             result.rejected[cleaned.reason] += 1
             rejects.append(cleaned.reject())
-    split = Split(bounds((prompt.opening, prompt.identity) for prompt in kept), section.held_out)
+    split = StratifiedSplit(by_category(prompt.place for prompt in kept), section.held_out)
     parts: dict[str, list[dict[str, Any]]] = {TRAIN: [], HELD_OUT: [], REJECTS: rejects}
     for prompt in kept:
-        name = HELD_OUT if split.holds_out(prompt.opening, prompt.identity) else TRAIN
+        name = HELD_OUT if split.holds_out(*prompt.place) else TRAIN
         parts[name].append(prompt.prompt)
-        result.categories[name][prompt.prompt["category"]] += 1
+        result.keep(prompt.prompt, name)
     for name, found in parts.items():
         _write_jsonl(folder / name, found)
     return result

@@ -28,7 +28,7 @@ from apache_beam.pvalue import AsSingleton, TaggedOutput
 
 from eagle3_jax import config as configs
 from eagle3_jax.data import duplicates
-from eagle3_jax.data.split import Bounds, Split, bounds, widest
+from eagle3_jax.data.split import Bounds, StratifiedSplit, by_category, joined
 from eagle3_jax.prepare import blocks as blocks_of
 from eagle3_jax.prepare import keeping, reading
 from eagle3_jax.prepare.blocks import Block
@@ -184,8 +184,8 @@ class _Clean(beam.DoFn):
         self._cleaner = self._cleaner or Cleaner(self._job.section)
         label, count = reading.label(self._job.section.sources[block.source]), 0
         with disk.atomic(_ready(path)) as temporary, temporary.open("w", encoding="utf-8") as stream:
-            for record in blocks_of.read(self._job.section, block):
-                cleaned = self._cleaner.clean(label, record)
+            records = ((label, record) for record in blocks_of.read(self._job.section, block))
+            for cleaned in self._cleaner.clean(records):
                 stream.write(line(dataclasses.asdict(cleaned)))
                 count += 1
                 _count(f"read: {label}")
@@ -317,15 +317,13 @@ def _decide(job: _Job, blocks: list[Block]) -> None:
 # ----------------------------------------------------------------------------------------------------------- what stays
 def _write(job: _Job, blocks: Any) -> None:
     """Writes each block's share of the output."""
-    whole = blocks | beam.FlatMap(_bounds, job) | beam.CombineGlobally(widest).without_defaults()
-    _ = blocks | beam.ParDo(_Write(job), AsSingleton(whole, None))
+    whole = blocks | beam.Map(_bounds, job) | beam.CombineGlobally(joined).without_defaults()
+    _ = blocks | beam.ParDo(_Write(job), AsSingleton(whole, {}))
 
 
-def _bounds(block: Block, job: _Job) -> Iterator[Bounds]:
-    """The bounds of a block's kept prompts; nothing where it has none."""
-    found = bounds((cleaned.opening, cleaned.identity) for cleaned in _fated(job, block) if cleaned.reason is None)
-    if found is not None:
-        yield found
+def _bounds(block: Block, job: _Job) -> dict[str, Bounds]:
+    """The bounds of a block's kept prompts."""
+    return by_category(cleaned.place for cleaned in _fated(job, block) if cleaned.reason is None)
 
 
 class _Write(beam.DoFn):
@@ -334,13 +332,13 @@ class _Write(beam.DoFn):
     def __init__(self, job: _Job) -> None:
         self._job = job
 
-    def process(self, block: Block, whole: Bounds | None) -> None:
+    def process(self, block: Block, whole: dict[str, Bounds]) -> None:
         with self._job.explained(block):
             summary = self._job.work("written", block.number).with_suffix(".json")
             if not summary.exists():
-                self._write(block, Split(whole, self._job.section.held_out), summary)
+                self._write(block, StratifiedSplit(whole, self._job.section.held_out), summary)
 
-    def _write(self, block: Block, split: Split, summary: disk.Path) -> None:
+    def _write(self, block: Block, split: StratifiedSplit, summary: disk.Path) -> None:
         part, job = Result(), self._job
         with contextlib.ExitStack() as stack:
             files = {}
@@ -352,8 +350,8 @@ class _Write(beam.DoFn):
                 part.read[cleaned.label] += 1
                 part.personal.update(cleaned.personal)
                 if cleaned.reason is None:
-                    name = HELD_OUT if split.holds_out(cleaned.opening, cleaned.identity) else TRAIN
-                    part.categories[name][cleaned.prompt["category"]] += 1
+                    name = HELD_OUT if split.holds_out(*cleaned.place) else TRAIN
+                    part.keep(cleaned.prompt, name)
                     files[name].write(line(cleaned.prompt))
                     _count("kept")
                 else:

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Iterator
 from eagle3_jax import config as configs
 from eagle3_jax.data import sources
 from eagle3_jax.data.lines import Part
+from eagle3_jax.prepare.cleaning import Record
 from eagle3_jax.prepare.self_prompting import Written
 
-Record = sources.Prompt | sources.Reject
+_OF_THIS_PACKAGE = "apache-2.0"
 FileSource = configs.JsonlSource | configs.ConversationsSource
 
 
@@ -32,18 +33,28 @@ def read(source: configs.Source, written: list[Written] | None = None) -> Iterat
     """
     if isinstance(source, configs.SelfSource):
         assert written is not None
-        return _limited(sources.self_written(written, source.category, source.system), source.count)
+        found = sources.self_written(written, source.category, source.system)
+        return _licensed(_limited(found, source.count), source.license)
     if isinstance(source, configs.PackagedSource):
-        return _limited(sources.packaged(), source.limit)
+        return _licensed(_limited(sources.packaged(), source.limit), _OF_THIS_PACKAGE)
     if isinstance(source, configs.TfdsSource):
-        return _limited(sources.tfds(source.name, source.field, source.split, source.category), source.limit)
+        found = sources.tfds(source.name, source.field, source.split, source.category)
+        return _licensed(_limited(found, source.limit), source.license)
     return _limited(read_part(source), source.limit)
 
 
 def read_part(source: FileSource, part: Part | None = None) -> Iterator[Record]:
     """Yields the records of a part of a file, or of the whole."""
     reader = sources.jsonl if isinstance(source, configs.JsonlSource) else sources.conversations
-    return reader(source.path, source.category, part)
+    return _licensed(reader(source.path, source.category, part), source.license)
+
+
+def _licensed(records: Iterable[Record], license: str | None) -> Iterator[Record]:
+    """Gives the source's licence to records that name none."""
+    for record in records:
+        if license is not None and isinstance(record, dict):
+            record.setdefault("license", license)
+        yield record
 
 
 def _limited(records: Iterable[Record], limit: int | None) -> Iterator[Record]:

@@ -8,8 +8,15 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from eagle3_jax.data import filters, languages, sources
+
 TRAIN, HELD_OUT, REJECTS = "train.jsonl", "held_out.jsonl", "rejects.jsonl"
 WORK = "beam"  # folder of what the Beam form keeps until it has finished
+FINDINGS = "cloud_dlp.jsonl"  # log of what Cloud DLP found, kept until all is done
+
+
+def _counters() -> dict[str, collections.Counter[str]]:
+    return collections.defaultdict(collections.Counter)
 
 
 @dataclasses.dataclass
@@ -20,16 +27,22 @@ class Result:
         read: records of each source.
         rejected: of each reason.
         personal: findings of each kind of personal data.
+        languages: of the prompts that are kept, by `data.languages`.
         categories: of the prompts of TRAIN and of HELD_OUT.
+        provenance: prompts that are kept of each source, by their licences.
+        lengths: prompts that are kept of each category, by the least power of two not below their characters.
         files: relative to the folder.
     """
 
     read: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     rejected: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     personal: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    languages: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     categories: dict[str, collections.Counter[str]] = dataclasses.field(
         default_factory=lambda: {TRAIN: collections.Counter(), HELD_OUT: collections.Counter()}
     )
+    provenance: dict[str, collections.Counter[str]] = dataclasses.field(default_factory=_counters)
+    lengths: dict[str, collections.Counter[str]] = dataclasses.field(default_factory=_counters)
     files: tuple[str, ...] = (TRAIN, HELD_OUT)
 
     @property
@@ -38,12 +51,21 @@ class Result:
         kept = {name: sum(found.values()) for name, found in self.categories.items()}
         return kept | {REJECTS: sum(self.rejected.values())}
 
+    def keep(self, prompt: Mapping[str, Any], name: str) -> None:
+        """Counts a prompt of the file `name`."""
+        category, text = prompt["category"], filters.content(filters.asked(prompt["messages"]))
+        self.categories[name][category] += 1
+        self.provenance[prompt["source"]][prompt.get("license", sources.UNSTATED)] += 1
+        self.lengths[category][str(1 << max(0, len(text) - 1).bit_length())] += 1
+        self.languages[languages.language(filters.questions(prompt["messages"])[1])] += 1
+
     def add(self, part: Mapping[str, Any]) -> None:
         """Adds the counts of a part: fields of this class, as JSON."""
-        for total, name in ((self.read, "read"), (self.rejected, "rejected"), (self.personal, "personal")):
-            total.update(part[name])
-        for name, found in part["categories"].items():
-            self.categories[name].update(found)
+        for name in ("read", "rejected", "personal", "languages"):
+            getattr(self, name).update(part[name])
+        for name in ("categories", "provenance", "lengths"):
+            for key, found in part[name].items():
+                getattr(self, name)[key].update(found)
 
     def for_manifest(self) -> dict[str, Any]:
         """The counts under the names that the manifest has."""
@@ -53,6 +75,9 @@ class Result:
             "sources": dict(self.read),
             "rejected": dict(self.rejected),
             "personal_data": dict(self.personal),
+            "provenance": {source: dict(found) for source, found in self.provenance.items()},
+            "languages": dict(self.languages),
+            "characters": {category: dict(found) for category, found in self.lengths.items()},
         }
 
 

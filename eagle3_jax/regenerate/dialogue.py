@@ -118,7 +118,7 @@ class Dialogue:
         return {
             "id": self.prompt["id"],
             "category": self.prompt["category"],
-            **({"tools": self.prompt["tools"]} if "tools" in self.prompt else {}),
+            **{name: self.prompt[name] for name in ("source", "license", "tools") if name in self.prompt},
             "messages": [m | _more(next(answers)) if m["role"] == "assistant" else m for m in messages],
             "truncated": self.answers[-1].truncated,
             "answer_ids": None if None in ids else ids,
@@ -190,6 +190,8 @@ class Counts:
         self._dropped: collections.Counter[str | None] = collections.Counter()
         self._servers: collections.Counter[str] = collections.Counter()
         self._without_ids = 0
+        # Answers of each category, by the least power of two that is no less than their tokens.
+        self._lengths: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
 
     def add(self, dialogue: Dialogue) -> None:
         """Counts one that has ended. Those with no answer at all are not conversations."""
@@ -201,12 +203,15 @@ class Counts:
         self._said["tokens"] += sum(len(answer.token_ids or ()) for answer in answers)
         self._servers.update(answer.server for answer in answers if answer.server)
         self._without_ids += sum(answer.token_ids is None for answer in answers)
+        for ids in (answer.token_ids for answer in answers if answer.token_ids):
+            self._lengths[dialogue.prompt["category"]][str(1 << (len(ids) - 1).bit_length())] += 1
 
     def said(self) -> dict[str, Any]:
         """The counts; where servers answered, how often each did, and how many answers came without token ids."""
         given = self._ended["given"]
         target = self._said["conversations"] - given
         found: dict[str, Any] = {**self._said, "answered_by": {"target": target, "given": given}}
+        found |= {"answer_lengths": {category: dict(lengths) for category, lengths in self._lengths.items()}}
         found |= {"ended": {end: n for end, n in self._ended.items() if n}, "dropped": dict(self._dropped)}
         if self._servers:
             found |= {"servers": dict(self._servers), "without_ids": self._without_ids}

@@ -61,6 +61,10 @@ def _evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--replace", action="store_true", help="what another measurement has at --output gives way")
 
 
+def _report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--data", action="store_true", help="writes a page about the run's data instead, data.html")
+
+
 def _decode(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", required=True, metavar="FILE", help=_PROMPTS)
     parser.add_argument("--compare", choices=["transformers"], help="is measured as well")
@@ -106,7 +110,7 @@ _VERBS = {
         (*_MODELS, "evaluate"),
         _evaluate,
     ),
-    "report": _Verb("All that a run measured: report.json, a table, and a picture.", ()),
+    "report": _Verb("All that a run measured: report.json, a table, and a picture.", (), _report),
     "benchmark decode": _Verb("Times every draft size at every batch size.", (*_MODELS, "benchmark"), _decode),
     "benchmark tune": _Verb(
         "Finds the fastest draft size at every batch size, and writes a config with it.",

@@ -7,7 +7,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle3_jax.data import filters
+from eagle3_jax.data import filters, personal
 
 PASSAGE = (
     "The lighthouse on the northern cape was built of grey stone and stood for a hundred years before the sea took the "
@@ -59,7 +59,7 @@ def test_what_html_strikes_through_is_no_marker():
 @pytest.mark.slow
 def test_redact_counts_over_messages():
     messages = [{"role": "system", "content": "You serve bob@example.org."}, *user("I am ann@example.org")]
-    redacted, found = filters.redact(messages)
+    redacted, found = filters.redact(messages, personal.redact)
     assert [message["content"] for message in redacted] == ["You serve <EMAIL_ADDRESS>.", "I am <EMAIL_ADDRESS>"]
     assert dict(found) == {"EMAIL_ADDRESS": 2}
     assert messages[1]["content"] == "I am ann@example.org"  # the input is left as it is

@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from eagle3_jax.data import filters, sources
+from eagle3_jax.data import filters, personal, sources
 from eagle3_jax.data.duplicates import Duplicates
 from eagle3_jax.data.split import Split, bounds
 
@@ -39,7 +39,7 @@ def test_nothing_is_filtered(prompts):
     duplicates = Duplicates(near=0.8)
     for prompt in prompts:
         assert filters.refuse(prompt["messages"], max_chars=8000) is None
-        redacted, found = filters.redact(prompt["messages"])
+        redacted, found = filters.redact(prompt["messages"], personal.redact)
         assert (redacted, dict(found)) == (prompt["messages"], {})
         assert duplicates.check(redacted) is None
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
-from eagle3_jax.data import filters, sources
+from eagle3_jax.data import filters, personal, sources
 
 
 def read(tmp_path, *lines: object) -> list:
@@ -248,7 +248,7 @@ def test_conversations_keep_reasoning_and_tools(tmp_path):
     kept = found["messages"]
     assert kept == [talk[0] | {"content": "Ask Bob"}, talk[1] | {"content": ""}, *talk[2:]]
     assert filters.asked(kept) == kept[:1]
-    redacted, kinds = filters.redact(kept)
+    redacted, kinds = filters.redact(kept, personal.redact)
     assert kinds == {"EMAIL_ADDRESS": 2} and "bob@" not in json.dumps(redacted)
     (prompt,) = sources.jsonl(path)
     assert isinstance(prompt, dict) and prompt["messages"] == kept[:1]

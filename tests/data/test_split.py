@@ -7,7 +7,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle3_jax.data.split import Split, bounds, widest
+from eagle3_jax.data.split import Split, StratifiedSplit, bounds, by_category, joined, widest
 
 
 def sides(hashes: list[str], held_out: float) -> list[bool]:
@@ -39,3 +39,21 @@ def test_share_and_minimum():
     for held_out in (0.001, 0.999):  # prompts that begin alike stay together there too
         first, second, third = sides([hashes[0], hashes[1], hashes[0]], held_out)
         assert first == third != second
+
+
+def test_every_category_is_on_both_sides():
+    """Of two prompts too, where hashing alone would put all on one; parts of the prompts give the same split."""
+    hashes = [hashlib.sha256(str(i).encode()).hexdigest() for i in range(300)]
+    prompts = [("many" if i < 290 else f"few {i // 2}" if i < 299 else "one", x, x) for i, x in enumerate(hashes)]
+    split = StratifiedSplit(by_category(prompts), 0.1)
+    sides: dict[str, list[bool]] = {}
+    for category, *rest in prompts:
+        sides.setdefault(category, []).append(split.holds_out(category, *rest))
+    assert all(set(found) == {True, False} for category, found in sides.items() if len(found) > 1)
+    assert sides["one"] == [Split(bounds([(x, x) for x in hashes]), 0.1).holds_out(hashes[-1], hashes[-1])]
+    assert abs(sum(sides["many"]) / 290 - 0.1) < 0.05
+    assert by_category(prompts) == joined([by_category(prompts[:7]), {}, by_category(prompts[7:])])
+    with pytest.raises(ValueError, match="got 1 usable prompts"):
+        StratifiedSplit(by_category(prompts[:1]), 0.1)
+    alone = [("a", hashes[0], hashes[0]), ("b", hashes[1], hashes[1])]
+    assert sorted(StratifiedSplit(by_category(alone), 0.001).holds_out(*x) for x in alone) == [False, True]

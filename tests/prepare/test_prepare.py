@@ -77,7 +77,7 @@ def test_counts_files_and_reasons(tmp_path):
         prompt["messages"][0]["content"] for prompt in kept
     }
     assert len({prompt["id"] for prompt in kept}) == 22
-    assert {tuple(prompt) for prompt in kept} == {("id", "category", "messages")}
+    assert {tuple(prompt) for prompt in kept} == {("id", "category", "source", "messages")}
     for path in config.folder("prepare").iterdir():
         assert "example.org" not in path.read_text() and "4111" not in path.read_text()
 
@@ -105,7 +105,7 @@ def test_conversations_come_in_with_their_answers(tmp_path):
     assert found["rejected"] == reasons and found["sources"] == {"conversations:in.jsonl": 26}
     kept = {prompt["messages"][0]["content"]: prompt for prompt in prompts(config)}
     assert len(kept) == 23 and min(map(len, (read(config, name) for name in (prepare.TRAIN, prepare.HELD_OUT)))) > 0
-    assert {tuple(prompt) for prompt in kept.values()} == {("id", "category", "messages", "truncated")}
+    assert {tuple(prompt) for prompt in kept.values()} == {("id", "category", "source", "messages", "truncated")}
     assert kept["A long one?"]["messages"][1]["content"] == "word " * 2000
     assert kept["Whose address?"]["messages"][1]["content"] == "<EMAIL_ADDRESS>"
     assert [question for question, prompt in kept.items() if prompt["truncated"]] == ["Cut?"]
@@ -351,6 +351,44 @@ def test_prompts_that_all_begin_alike_are_split_behind_their_beginning(tmp_path)
     config = run_config(tmp_path, source, held_out=0.3, near_duplicate=1.0)
     prepare.prepare(config)
     assert 2 <= results(config)["prompts"]["held_out"] <= 12
+
+
+def test_where_a_prompt_comes_from_goes_with_it(tmp_path):
+    """A record's licence, else its source's; and what the manifest says of sources, languages and lengths."""
+    mine = jsonl(
+        tmp_path, *({"prompt": question} for question in QUESTIONS), {"prompt": "Где?", "license": "cc-by-4.0"}
+    )
+    other = jsonl(tmp_path, {"prompt": "Who sings in the other file?", "license": 7}, name="other.jsonl")
+    config = run_config(tmp_path, mine | {"license": "mit"}, other, {"kind": "packaged", "limit": 3})
+    prepare.prepare(config)
+    found = {(prompt["source"], prompt.get("license")) for prompt in prompts(config)}
+    own = {("jsonl:in.jsonl", "mit"), ("jsonl:in.jsonl", "cc-by-4.0")}
+    assert found == own | {("jsonl:other.jsonl", None), ("packaged", "apache-2.0")}
+    assert results(config)["provenance"] == {
+        "jsonl:in.jsonl": {"mit": 20, "cc-by-4.0": 1},
+        "jsonl:other.jsonl": {"unstated": 1},
+        "packaged": {"apache-2.0": 3},
+    }
+    assert results(config)["languages"]["Cyrillic"] == 1 and results(config)["languages"]["English"] >= 20
+    assert results(config)["characters"]["mine"]["16"] + results(config)["characters"]["mine"]["32"] >= 20
+    for part in ("languages", "characters"):
+        counts = results(config)[part].values()
+        assert sum(x if isinstance(x, int) else sum(x.values()) for x in counts) == 25
+    plain = run_config(tmp_path / "plain", jsonl(tmp_path, {"prompt": "a?"}, {"prompt": "b?"}))
+    prepare.prepare(plain)
+    (source,) = manifest.read(plain.folder("prepare"), "prepare")["identity"]["prepare"]["sources"]
+    assert "license" not in source, "prompts of earlier versions stay finished work"
+
+
+def test_every_category_is_held_out(tmp_path):
+    few = jsonl(
+        tmp_path, *({"prompt": f"{name}?", "category": "few"} for name in ("one", "two", "three")), name="few.jsonl"
+    )
+    many = jsonl(tmp_path, *({"prompt": question} for question in QUESTIONS))
+    config = run_config(tmp_path, many, few, held_out=0.01)
+    prepare.prepare(config)
+    for name in ("train", "held_out"):
+        assert set(results(config)["categories"][name]) == {"mine", "few"}
 
 
 def test_benchmarks_are_compared_as_prompts_are_read(tmp_path):

@@ -49,25 +49,31 @@ def configure() -> None:
         fsspec.config.conf[scheme] = {"token": token, "use_listings_cache": False}
 
 
-@functools.cache
-def client() -> Any:
-    """Makes google-cloud-storage's client. Raises ValueError: the named credentials do not exist."""
+def credentials() -> Any:
+    """Finds google-auth's credentials of the chosen kind. Raises ValueError: they do not exist."""
     configure()
     import google.auth
-    from google.auth import compute_engine, credentials, exceptions
-    from google.cloud import storage
+    from google.auth import compute_engine, exceptions
+    from google.auth import credentials as kinds
 
     kind = credentials_kind()
     if kind == "anonymous":
-        found: Any = credentials.AnonymousCredentials()
-    elif kind == "machine":
-        found = compute_engine.Credentials()
-    else:
-        try:
-            found, _ = google.auth.default()
-        except exceptions.DefaultCredentialsError as error:
-            expected = "`gcloud auth application-default login`, or machine or anonymous"
-            raise ValueError(f"{CREDENTIALS}: got user without a file of credentials, expected {expected}") from error
+        return kinds.AnonymousCredentials()
+    if kind == "machine":
+        return compute_engine.Credentials()
+    try:
+        return google.auth.default()[0]
+    except exceptions.DefaultCredentialsError as error:
+        expected = "`gcloud auth application-default login`, or machine or anonymous"
+        raise ValueError(f"{CREDENTIALS}: got user without a file of credentials, expected {expected}") from error
+
+
+@functools.cache
+def client() -> Any:
+    """Makes google-cloud-storage's client. Raises ValueError: the named credentials do not exist."""
+    found = credentials()
+    from google.cloud import storage
+
     return storage.Client(project="none", credentials=found)  # the client reads STORAGE_EMULATOR_HOST
 
 

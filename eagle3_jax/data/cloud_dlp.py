@@ -1,0 +1,233 @@
+"""Personal data found by Google Cloud DLP (Sensitive Data Protection), in many languages: many texts a request.
+
+`content:inspect` says where personal data is; it is replaced here, so that only inspection is paid for. Texts are the
+cells of a table with one column. A long text is several cells that overlap, since a finding never spans two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import httpx2
+
+from eagle3_jax.config import CloudDlpConfig
+from eagle3_jax.data.personal import Span
+from eagle3_jax.runs import command, disk
+from eagle3_jax.runs.bucket import clients
+
+Inspect = Callable[[Sequence[str]], list[list[Span]]]
+
+# docs.cloud.google.com/sensitive-data-protection/limits: 0.5 MB and 50,000 values a request. It ends with about 3,000
+# findings, and says so; half the request is then asked again.
+_REQUEST_BYTES, _REQUEST_CELLS = 480_000, 50_000
+_CELL_BYTES = 40  # of JSON around a text
+_PIECE, _OVERLAP = 64_000, 1_000  # characters: six bytes each at most, as JSON escapes
+# USD for 10^9 bytes of content inspection, from the second of a month to the thousandth; then 2.00.
+# cloud.google.com/sensitive-data-protection/pricing, as published in 2024.
+USD_PER_GB: Final = 3.00
+_SCOPE = "https://www.googleapis.com/auth/cloud-platform"
+_ATTEMPTS, _REST, _LONGEST_REST = 8, 1.0, 60.0  # seconds
+_LOOK = 0.5  # seconds between two looks for signals
+_BUSY = (408, 429, 500, 502, 503, 504)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """A part of a text. `place`: of the text among all; `start`: of the part in the text, in characters."""
+
+    place: int
+    start: int
+    text: str
+
+
+class _Trouble(Exception):
+    """No answer now. `wait`: seconds, as the service says."""
+
+    def __init__(self, why: str, wait: float = 0.0) -> None:
+        super().__init__(why)
+        self.wait = wait
+
+
+class CloudDlp:
+    """The service, asked in turn. Raises ValueError: no credentials."""
+
+    def __init__(self, settings: CloudDlpConfig) -> None:
+        self._settings = settings
+        self._url = f"{settings.url}/v2/projects/{settings.project}/locations/{settings.location}/content:inspect"
+        self._how = {
+            "infoTypes": [{"name": name} for name in settings.info_types],
+            "minLikelihood": settings.min_likelihood,
+        }
+        self._client = httpx2.Client(timeout=60.0)
+        self._headers = _token(settings.token_variable) if settings.token_variable else _Credentials()
+
+    def inspect(self, texts: Sequence[str]) -> list[list[Span]]:
+        """Finds personal data. Returns the spans in each text, which may overlap.
+
+        Raises:
+            ValueError: the service refuses the request, or gives no answer in several attempts.
+            Stopped: a signal came while it waited.
+        """
+        found: list[list[Span]] = [[] for _ in texts]
+        for pieces in _requests(texts):
+            for piece, start, end, kind in self._found(pieces):
+                found[piece.place].append((piece.start + start, piece.start + end, kind))
+        return found
+
+    def _found(self, pieces: list[_Piece]) -> list[tuple[_Piece, int, int, str]]:
+        findings, truncated = self._ask([piece.text for piece in pieces])
+        if not truncated:
+            return [(pieces[row], start, end, kind) for row, start, end, kind in findings]
+        halves = list(_halves(pieces))
+        return [finding for half in halves for finding in self._found(half)]
+
+    def _ask(self, texts: list[str]) -> tuple[list[tuple[int, int, int, str]], bool]:
+        """Returns the findings of a request as (row, start, end, kind), and whether there are more."""
+        rows = [{"values": [{"stringValue": text}]} for text in texts]
+        body = {"item": {"table": {"headers": [{"name": "text"}], "rows": rows}}, "inspectConfig": self._how}
+        content = json.dumps(body, ensure_ascii=False).encode()
+        for attempt in range(_ATTEMPTS):
+            try:
+                return _read(self._post(content), texts)
+            except _Trouble as trouble:
+                said = trouble
+            if attempt < _ATTEMPTS - 1:
+                _pause(max(said.wait, min(_REST * 2**attempt, _LONGEST_REST)))
+        raise ValueError(f"prepare.cloud_dlp: {self._url}: {_ATTEMPTS} attempts: {said}; run it again")
+
+    def _post(self, content: bytes) -> bytes:
+        headers = {"Content-Type": "application/json", "x-goog-user-project": str(self._settings.project)}
+        try:
+            answer = self._client.post(self._url, content=content, headers=headers | self._headers())
+        except httpx2.HTTPError as error:
+            raise _Trouble(f"got no answer ({error!r})") from error
+        if answer.status_code == 200:
+            return answer.content
+        said = f"status {answer.status_code}: {' '.join(answer.text.split())[:300]}"
+        if answer.status_code in _BUSY:
+            after = answer.headers.get("Retry-After", "")
+            raise _Trouble(said, float(after) if after.isdigit() else 0.0)
+        raise ValueError(f"prepare.cloud_dlp: {self._url}: {said}")
+
+
+def remembered(inspect: Inspect, path: disk.Path) -> Inspect:
+    """Wraps `inspect` so that an interrupted run pays for no text again.
+
+    Args:
+        path: of a log, which holds digests of the texts and places of the findings, and no text.
+    """
+    known: dict[str, list[Span]] = {digest: [(*span,) for span in spans] for digest, spans in disk.read_log(path)}
+
+    def inspected(texts: Sequence[str]) -> list[list[Span]]:
+        digests = [hashlib.sha256(text.encode()).hexdigest() for text in texts]
+        new = {digest: text for digest, text in zip(digests, texts, strict=True) if digest not in known}
+        if new:
+            found = dict(zip(new, inspect(list(new.values())), strict=True))
+            with disk.Log(path) as log:
+                for item in found.items():
+                    log.append(item)
+            known.update(found)
+        return [known[digest] for digest in digests]
+
+    return inspected
+
+
+def cost(count: int) -> str:
+    """Says what it costs at most to inspect `count` bytes."""
+    return f"{count / 1e6:,.1f} MB, {count / 1e9 * USD_PER_GB:,.2f} USD at {USD_PER_GB:.2f} USD a GB"
+
+
+def _requests(texts: Sequence[str]) -> Iterator[list[_Piece]]:
+    """Yields as many pieces at once as a request takes."""
+    batch: list[_Piece] = []
+    size = 0
+    for place, text in enumerate(texts):
+        for start in range(0, max(len(text) - _OVERLAP, 1), _PIECE - _OVERLAP):
+            piece = _Piece(place, start, text[start : start + _PIECE])
+            own = len(json.dumps(piece.text, ensure_ascii=False).encode()) + _CELL_BYTES
+            if batch and (size + own > _REQUEST_BYTES or len(batch) == _REQUEST_CELLS):
+                yield batch
+                batch, size = [], 0
+            batch.append(piece)
+            size += own
+    if batch:
+        yield batch
+
+
+def _halves(pieces: list[_Piece]) -> Iterator[list[_Piece]]:
+    """Yields two requests for one."""
+    if len(pieces) > 1:
+        yield from (pieces[: len(pieces) // 2], pieces[len(pieces) // 2 :])
+        return
+    (piece,) = pieces
+    middle, overlap = len(piece.text) // 2, min(_OVERLAP, len(piece.text) // 4)
+    if not overlap:
+        raise ValueError(f"prepare.cloud_dlp: got too many findings in {len(piece.text)} characters, expected fewer")
+    yield [dataclasses.replace(piece, text=piece.text[: middle + overlap])]
+    yield [dataclasses.replace(piece, start=piece.start + middle, text=piece.text[middle:])]
+
+
+def _read(content: bytes, texts: Sequence[str]) -> tuple[list[tuple[int, int, int, str]], bool]:
+    """Reads an answer, in which numbers are texts, and zeros are missing. Raises _Trouble: not of this form."""
+    try:
+        result = json.loads(content).get("result", {})
+        findings = []
+        for finding in result.get("findings", []):
+            location = finding["location"]
+            (where,) = location["contentLocations"]
+            row = int(where["recordLocation"].get("tableLocation", {}).get("rowIndex", 0))
+            start, end = (int(location["codepointRange"].get(name, 0)) for name in ("start", "end"))
+            if not 0 <= start < end <= len(texts[row]):
+                raise ValueError(f"characters {start} to {end} of {len(texts[row])}")
+            findings.append((row, start, end, str(finding["infoType"]["name"])))
+        return findings, bool(result.get("findingsTruncated"))
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise _Trouble(f"got an answer without findings in the texts ({error!r})") from error
+
+
+class _Credentials:
+    """The headers of the user's own credentials, by EAGLE3_JAX_CREDENTIALS; renewed when they expire."""
+
+    def __init__(self) -> None:
+        try:
+            from google.auth import credentials
+            from google.auth.transport import requests
+        except ImportError as error:
+            expected = "prepare.cloud_dlp.token_variable, or the extra `gcs`: pip install 'eagle3-jax[gcs]'"
+            raise ValueError(f"prepare.cloud_dlp: got no google-auth, expected {expected}") from error
+        self._found: Any = credentials.with_scopes_if_required(clients.credentials(), [_SCOPE])
+        self._request = requests.Request()
+
+    def __call__(self) -> dict[str, str]:
+        from google.auth import exceptions
+
+        try:
+            if not self._found.valid:
+                self._found.refresh(self._request)
+        except exceptions.GoogleAuthError as error:
+            raise ValueError(f"prepare.cloud_dlp: credentials: {clients.reason(error)}") from error
+        headers: dict[str, str] = {}
+        self._found.apply(headers)
+        return headers
+
+
+def _token(variable: str) -> Any:
+    """Returns a function that gives the headers for the token in an environment variable."""
+    if not (token := os.environ.get(variable, "").strip()):
+        raise ValueError(
+            f"prepare.cloud_dlp.token_variable: got no {variable} in the environment, expected a token in it"
+        )
+    return lambda: {"Authorization": f"Bearer {token}"}
+
+
+def _pause(seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        command.stop_point()
+        time.sleep(min(left, _LOOK))

@@ -1,0 +1,137 @@
+"""A mix has the shares that are asked for, by the tokens of answers or by requests, and the seed alone chooses."""
+
+from __future__ import annotations
+
+import collections
+import json
+import pathlib
+from typing import Any
+
+import pytest
+import tiny
+
+from eagle3_jax import config as configs
+from eagle3_jax.data import features
+from eagle3_jax.extract import __main__ as extract
+from eagle3_jax.extract import mixing
+from eagle3_jax.models.checkpoint.fetch import Target
+from eagle3_jax.runs import manifest
+
+LENGTHS = {"code": 60, "chat": 6, "math": 20}  # tokens of an answer
+SHARES = {"code": 0.3, "chat": 0.5, "math": 0.2}
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    tokenizer = tiny.make_byte_tokenizer(
+        tiny.CHAT_TEMPLATE, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"]
+    )
+    return tiny.make_target(tiny.llama_config(vocab_size=len(tokenizer) + 6, max_position_embeddings=512), tokenizer)
+
+
+def conversations(count: int, name: str) -> list[dict[str, Any]]:
+    """Some with token ids, some with text alone, as many of each category."""
+    found = []
+    for number in range(count):
+        category = list(LENGTHS)[number % 3]
+        tokens = LENGTHS[category] + number % 5
+        said = {"role": "assistant", "content": "x" * tokens}
+        messages = [{"role": "user", "content": f"Question {number}?"}, said]
+        ids = None if number % 2 else [[65] * tokens]
+        origin = {"source": "jsonl:in.jsonl", **({"license": "mit"} if number % 4 else {})}
+        found.append({"id": f"{name}-{number}", "category": category, **origin, "messages": messages})
+        found[-1] |= {"truncated": False, "answer_ids": ids}
+    return found
+
+
+def prepared(folder: pathlib.Path, mix: Any, lines: int = 900) -> configs.RunConfig:
+    how = {"states": "none", "max_length": 128, "batch_tokens": 512, "shard_records": 32, "mix": mix}
+    values = {"run_dir": str(folder), "draft": {"vocab_size": 20}, "mesh": {"data": 1}, "extract": how}
+    config = configs.from_dict(values)
+    made = config.folder("regenerate")
+    manifest.begin(made, {"target": {"weights": "w", "tokenizer": "t", "chat_template": "c"}})
+    for split, count in (("train", lines), ("held_out", lines // 3)):
+        text = "".join(json.dumps(line) + "\n" for line in conversations(count, split))
+        (made / f"{split}.jsonl").write_text(text)
+    manifest.finish(made, files=("train.jsonl", "held_out.jsonl"))
+    return config
+
+
+def results(config: configs.RunConfig) -> dict[str, Any]:
+    return manifest.read(config.folder("extract"), "extract")["results"]
+
+
+def test_answers_have_the_shares_that_are_asked_for(tmp_path, target):
+    config = prepared(tmp_path, SHARES)
+    extract.extract(config, target)
+    for split, near in (("train", 0.02), ("held_out", 0.06)):
+        tokens = results(config)[split]["categories"]
+        total = sum(tokens.values())
+        assert {name: found / total for name, found in tokens.items()} == pytest.approx(SHARES, abs=near)
+    kept = results(config)["mix"]
+    assert kept["chat"]["kept"] == kept["chat"]["of"], "the scarcest is kept whole"
+    for name, share in SHARES.items():
+        assert kept[name]["kept"] == pytest.approx(share * kept["chat"]["of"] / SHARES["chat"], abs=LENGTHS[name] + 5)
+    found = results(config)["train"]["provenance"]["jsonl:in.jsonl"]
+    assert set(found) == {"mit", "unstated"} and sum(found.values()) == results(config)["train"]["records"]
+    folder = config.folder("extract") / "train"
+    ids = [name for path in sorted(folder.glob("*.array_record")) for name in features.read_notes(path)["ids"]]
+    assert len(set(ids)) == len(ids) == results(config)["train"]["records"] > 32
+
+
+def test_requests_of_a_log_are_shares_of_conversations(tmp_path, target):
+    log = tmp_path / "traffic.jsonl"
+    log.write_text('{"category": "code", "count": 30}\n{"category": "math"}\n\n{"category": "math", "count": 9}\n')
+    config = prepared(tmp_path, str(log))
+    wanted = mixing.wanted(str(log))
+    assert wanted == {"by": "conversations", "shares": {"code": 0.75, "math": 0.25}}
+    path = config.folder("regenerate") / "train.jsonl"
+    limits, kept = mixing.choose(wanted | {"seed": 3}, path, target.tokenizer)
+    assert kept == {"code": {"share": 0.75, "kept": 300, "of": 300}, "math": {"share": 0.25, "kept": 100, "of": 300}}
+    lines = path.read_bytes().splitlines(keepends=True)
+    chosen = [json.loads(line) for line in mixing.select(lines, limits, 3)]
+    assert collections.Counter(line["category"] for line in chosen) == {"code": 300, "math": 100}
+    assert [line["id"] for line in chosen] == [x["id"] for x in map(json.loads, lines) if x in chosen], "in their order"
+    others = [json.loads(line) for line in mixing.select(lines, mixing.choose(wanted | {"seed": 4}, path, None)[0], 4)]
+    assert {line["id"] for line in others} != {line["id"] for line in chosen}, "the seed chooses"
+
+
+def test_another_mix_is_other_work(tmp_path, target):
+    config = prepared(tmp_path, {"code": 1.0}, lines=30)
+    extract.extract(config, target)
+    values = configs.to_dict(config)
+    for mix in ({"code": 0.5, "chat": 0.5}, None):
+        other = configs.from_dict(values | {"extract": values["extract"] | {"mix": mix}})
+        with pytest.raises(manifest.ManifestError, match="mix"):
+            extract.extract(other, target)
+
+
+def test_clear_errors(tmp_path, target):
+    config = prepared(tmp_path, {"codee": 0.5, "chat": 0.5}, lines=30)
+    with pytest.raises(
+        ValueError, match=r"^extract.mix: got codee, expected categories of the conversations: chat, code"
+    ):
+        extract.extract(config, target)
+    for mix, said in (
+        ({"code": 0.5, "chat": 0.4}, r"expected shares that add up to 1 \(they add up to 0.9\)"),
+        ({"code": 1.5, "chat": -0.5}, "extract.mix.chat: got -0.5, expected more than 0"),
+        ({"code": "much"}, "extract.mix.code: got 'much', expected a number"),
+        ({}, "they add up to 0"),
+        (3, "extract.mix: got 3, expected a mapping"),
+    ):
+        with pytest.raises(configs.ConfigError, match=said):
+            configs.from_dict({"run_dir": "x", "extract": {"mix": mix}})
+    log = tmp_path / "traffic.jsonl"
+    for text, said in (
+        ("", "without a line"),
+        ('{"category": "code"}\n{"category": "code", "count": 0}\n', "with another line 2, expected lines such as"),
+        ('{"category": "code", "count": true}\n', "with another line 1"),
+        ('{"kind": "code"}\n', "with another line 1"),
+        ("[1]\n", "with another line 1"),
+        ('{"category": "co', "with another line 1"),
+    ):
+        log.write_text(text)
+        with pytest.raises(ValueError, match=rf"^extract.mix: got '.*traffic.jsonl' {said}"):
+            mixing.wanted(str(log))
+    with pytest.raises(ValueError, match=r"^extract.mix: got 'none.jsonl' \(No such file"):
+        mixing.wanted("none.jsonl")
