@@ -286,3 +286,19 @@ def test_an_evaluation_that_is_none_is_refused_by_name(tmp_path, content):
     (config.folder("evaluate") / "chain.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"chain\.json"):
         report.run(config)
+
+
+def test_a_page_about_the_data_needs_finished_prompts_alone(tmp_path: pathlib.Path, capsys) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps({"run_dir": str(tmp_path / "run")}))
+    with pytest.raises(SystemExit, match=r"eagle3_jax.report: .*manifest.json: not found, expected the output of"):
+        report.main(["--config", str(path), "--data"])
+    prompts = tmp_path / "run" / FOLDERS["prepare"]
+    begin(prompts, {"verb": "prepare", "prepare": {}})
+    counted = {"prompts": {"train": 3, "held_out": 1, "rejects": 0}, "sources": {"packaged": 4}, "rejected": {}}
+    counted |= {"categories": {"train": {"code": 3}, "held_out": {"code": 1}}, "personal_data": {}}
+    finish(prompts, **counted)
+    report.main(["--config", str(path), "--data"])
+    page = tmp_path / "run/data.html"
+    assert capsys.readouterr().out == f"{page}\n"
+    assert "<h1>Data of run</h1>" in page.read_text() and not (tmp_path / "run/report.json").exists()

@@ -87,6 +87,24 @@ def test_a_head_is_uploaded_in_one_commit_with_its_card(config, hub):
         assert words in text
 
 
+def test_the_card_lists_sources_with_their_licences(config):
+    path = pathlib.Path(config.run_dir, "report.json")
+    found = json.loads(path.read_text())
+    learned = found["stages"]["extract"]["results"]["train"]
+    assert sum(sum(x.values()) for x in learned["provenance"].values()) == learned["records"]
+    learned["provenance"] = {"tfds:b": {"unstated": 7}, "jsonl:a": {"mit": 1234, "cc-by-4.0": 5}}
+    path.write_text(json.dumps(found))
+    lines = [line for line in publish.push(config, "me/head", upload=False).splitlines() if "- Source" in line]
+    assert lines == [
+        "- Source jsonl:a, licence cc-by-4.0: 5 conversations.",
+        "- Source jsonl:a, licence mit: 1,234 conversations.",
+        "- Source tfds:b, licence unstated: 7 conversations.",
+    ]
+    del learned["provenance"]  # a report of an earlier version
+    path.write_text(json.dumps(found))
+    assert "- Source" not in publish.push(config, "me/head", upload=False)
+
+
 def test_a_hub_that_does_not_answer_is_one_sentence(config, monkeypatch):
     class Api:
         def create_repo(self, repository: str, *, exist_ok: bool) -> None:
