@@ -204,7 +204,7 @@ def _bars(rows: Sequence[tuple[str, int]], total: int) -> str:
     )
 
 
-def _track(value: float, total: float, kind: str = "") -> str:
+def _track(value: int, total: int, kind: str = "") -> str:
     width = 100 * value / total if total else 0
     return f'<div class="track {kind}"><div class="fill" style="width:{width:.2f}%"></div></div>'
 
@@ -279,7 +279,7 @@ def _ordered(counts: Mapping[str, int]) -> list[tuple[str, int]]:
     return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
 
 
-def _percent(part: float, whole: float) -> str:
+def _percent(part: int, whole: int) -> str:
     return f"{100 * part / whole:.1f} %" if whole else "-"
 
 
