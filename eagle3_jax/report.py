@@ -53,15 +53,16 @@ def data(config: RunConfig) -> disk.Path:
     Raises:
         ManifestError: `prepare` has not finished.
     """
-    found: list[dict[str, Any] | None] = [manifest.read(config.folder("prepare"), "prepare", verify=False)]
+    prepared = manifest.read(config.folder("prepare"), "prepare", verify=False)
+    later: dict[str, dict[str, Any]] = {}
     for verb in ("regenerate", "extract"):
-        try:
-            found.append(manifest.read(config.folder(verb), verb, verify=False))
-        except manifest.ManifestError:  # not run, or still running
-            found.append(None)
+        with contextlib.suppress(manifest.ManifestError):  # not run, or still running
+            later[verb] = manifest.read(config.folder(verb), verb, verify=False)
     path = config.run_folder / "data.html"
     with disk.lock(path), disk.atomic(path) as temporary:
-        temporary.write_text(page.html(config.run_folder.name, *found), encoding="utf-8")
+        temporary.write_text(
+            page.html(config.run_folder.name, prepared, later.get("regenerate"), later.get("extract")), encoding="utf-8"
+        )
     return path
 
 

@@ -127,7 +127,7 @@ class Cleaner:
         asked = filters.asked(messages, tools)
         identity = filters.content_hash(asked)
         category = record["category"]
-        prompt = {"id": f"{category}-{identity[:16]}", "category": category, "source": label}
+        prompt: dict[str, Any] = {"id": f"{category}-{identity[:16]}", "category": category, "source": label}
         if "license" in record:
             prompt["license"] = record["license"]
         prompt["messages"] = messages

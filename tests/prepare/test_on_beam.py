@@ -14,6 +14,7 @@ from typing import Any
 import emulator
 import many_prompts
 import pytest
+from fake_dlp import FakeDlp
 
 from eagle3_jax import config as configs
 from eagle3_jax.prepare import __main__ as prepare
@@ -173,6 +174,25 @@ def test_in_a_bucket(tmp_path, shuffled):
         shutil.copy(tmp_path / "in.jsonl", temporary)
     given = {"kind": "jsonl", "path": path}
     assert_same(on_beam(f"{address}/run", given), run(tmp_path / "a", given))
+
+
+def test_cloud_dlp_is_asked_by_workers(tmp_path, monkeypatch, shuffled):
+    """With the same result as in one process; many prompts share a request."""
+    monkeypatch.setenv("DLP_TOKEN", "secret")
+    many_prompts.write(tmp_path / "in.jsonl", 300)
+    given = {"kind": "jsonl", "path": str(tmp_path / "in.jsonl")}
+    with FakeDlp() as fake:
+        how = {"project": "my-project", "location": "europe-west1", "token_variable": "DLP_TOKEN", "url": fake.url}
+        section = {"personal_data_engine": "cloud_dlp", "cloud_dlp": how}
+        found = on_beam(tmp_path / "b", given, **section)
+        blocks_written = len(list(found.folder("prepare").glob("train-*")))
+        assert 1 < blocks_written == len(fake.asked) < 300 / 20
+        assert_same(found, run(tmp_path / "a", given, **section))
+        results = manifest.read(found.folder("prepare"), "prepare")["results"]
+        assert results["personal_data"]["EMAIL_ADDRESS"] > 2 and "u1@example" not in content(found, TRAIN).decode()
+        fake.rule = lambda _: (403, {})
+        with pytest.raises(ValueError, match=r"^prepare.cloud_dlp: .*content:inspect: status 403: .*Quota"):
+            on_beam(tmp_path / "c", given, **section)
 
 
 def test_counters(tmp_path, monkeypatch):
