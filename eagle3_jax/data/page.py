@@ -251,7 +251,7 @@ def _curve(points: Sequence[tuple[int, float]], chosen: tuple[int, float]) -> st
         drawn.append(f'<line class="axis" x1="{left}" x2="{width}" y1="{y:.1f}" y2="{y:.1f}"/>')
         drawn.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{100 * share:.0f} %</text>')
     for power in range(math.ceil(first), math.floor(last) + 1, 2):
-        x = at(1 << power, 1)[0]
+        x = at(1 << power, 1.0)[0]
         drawn.append(f'<text x="{x:.1f}" y="{height + 16}" text-anchor="middle">{_power(1 << power)}</text>')
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in points))
     drawn.append(f'<polyline class="line" points="{path}"/>')
