@@ -192,7 +192,7 @@ def test_answers_outlive_a_stop(whole_run, sent):
     status, output = process.ended()
     if sent == signal.SIGTERM and status:
         assert "stopped by SIGTERM" in output, output
-        assert disk.read_log(disk.path_of(f"{run}/conversations/train.0.jsonl.partial"))
+        assert disk.read_log(disk.path_of(f"{run}/conversations/answers.0.jsonl.partial"))
     finish("regenerate", whole_run.config, run)
     assert result(disk.path_of(run), "regenerate") == result(whole_run.folder, "regenerate")
     assert not [name for name in objects.names_below(disk.path_of(run)) if "partial" in name]

@@ -40,8 +40,9 @@ class DraftTree:
         topk: children kept per expanded node; 1 is a chain.
         num_draft_tokens: nodes verified per round, the root included.
         sample_drafts: draws the drafts of requests with a temperature from the head's distribution, and verifies them
-            by multi-candidate rejection sampling. Otherwise these requests get the head's best tokens and SGLang's
-            target-only rule. The answers' distribution is the target's either way.
+            by multi-candidate rejection sampling. Otherwise these requests get the head's best tokens, each accepted
+            with the target's probability of it, and a seed gives vanilla decoding's answer. The answers' distribution
+            is the target's either way.
         lookup_tokens: tokens copied from the text so far that compete with the head's candidates; 0 is none.
     """
 
@@ -367,6 +368,10 @@ class RegenerateConfig:
         max_tokens: longest answer.
         max_length: longest conversation, in tokens; it ends before a turn that does not fit.
         batch_size: conversations that an engine answers together; each row of the mesh has an engine.
+        memory_fraction: as `serve.memory_fraction`; what does not fit waits.
+        draft: with which drafts an engine answers faster: "auto" (the head packaged for this target, if there is one),
+            an exported folder, a smaller model's name or folder, "lookup", "mtp", or "none". The engine chooses how
+            much it drafts; the answers are the same.
     """
 
     servers: tuple[Annotated[FleetServer, BeforeValidator(_by_url)], ...] = ()
@@ -376,6 +381,8 @@ class RegenerateConfig:
     max_tokens: Count = 256
     max_length: int = 1024
     batch_size: Count = 32
+    memory_fraction: Proper | None = None
+    draft: str = "none"
 
     def __post_init__(self) -> None:
         urls = [server.url.rstrip("/") for server in self.servers]

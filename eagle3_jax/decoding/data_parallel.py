@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from eagle3_jax.decoding.engine import Engine, Output, SamplingParams
+from eagle3_jax.decoding.engine import Asked, Engine, Name, Output, SamplingParams
 from eagle3_jax.decoding.prompt import Prompt
 from eagle3_jax.mesh import Replica, on_row
 from eagle3_jax.models.checkpoint.fetch import Target
@@ -28,36 +29,58 @@ def targets(target: Target, replica: Replica) -> list[Target]:
     return [dataclasses.replace(target, model=on_row(target.model, row)) for row in rows]
 
 
+def converse(
+    engines: Sequence[Engine], asked: Iterator[Asked[Name]], on_output: Callable[[Name, Output], Asked[Name] | None]
+) -> None:
+    """Answers a stream of prompts as `Engine.converse` does; the engine that has room takes the next one.
+
+    A conversation stays with its engine, whose caches hold it.
+
+    Args:
+        asked, on_output: called by one thread at a time. An exception ends the other engines at their next answer.
+    """
+    lock, ended = threading.Lock(), threading.Event()
+
+    def dealt() -> Iterator[Asked[Name]]:
+        while True:
+            with lock:
+                item = next(asked, None)
+            if item is None:
+                return
+            yield item
+
+    def report(name: Name, output: Output) -> Asked[Name] | None:
+        with lock:
+            if ended.is_set():
+                raise _Ended
+            return on_output(name, output)
+
+    def work(engine: Engine) -> None:
+        try:
+            engine.converse(dealt(), report)
+        except BaseException:
+            ended.set()
+            raise
+
+    together([functools.partial(work, engine) for engine in engines])
+
+
 def generate(
     engines: Sequence[Engine],
     prompts: Sequence[Prompt],
     params: Sequence[SamplingParams],
     on_output: Callable[[int, Output], object],
 ) -> None:
-    """Answers prompts as `Engine.generate` does, dealt over engines, one answer each.
+    """Answers prompts, one answer each; see `converse`.
 
     Args:
-        on_output: called by one thread at a time. An exception ends the other engines at their next answer.
+        on_output: gets the prompt's index, and its answer.
     """
-    lock, ended = threading.Lock(), threading.Event()
 
-    def answer(number: int) -> None:
-        own = range(number, len(prompts), len(engines))
+    def report(index: int, output: Output) -> None:
+        on_output(index, output)
 
-        def report(index: int, output: Output) -> None:
-            with lock:
-                if ended.is_set():
-                    raise _Ended
-                on_output(own[index], output)
-
-        try:
-            if own:
-                engines[number].generate([prompts[i] for i in own], [params[i] for i in own], report)
-        except BaseException:
-            ended.set()
-            raise
-
-    together([lambda number=number: answer(number) for number in range(len(engines))])
+    converse(engines, zip(range(len(prompts)), prompts, params, strict=True), report)
 
 
 def answers(engines: Sequence[Engine], prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Output]:

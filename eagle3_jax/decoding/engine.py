@@ -6,6 +6,7 @@ device), the scheduler (which requests run when), and the engine loop (which thr
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import pathlib
 import warnings
@@ -26,7 +27,7 @@ from eagle3_jax.decoding.loop import EngineLoop
 from eagle3_jax.decoding.measure.profile import Round
 from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.prompt import Prompt, encode
-from eagle3_jax.decoding.request import Output, Piece, Request, report_ended
+from eagle3_jax.decoding.request import Name, Output, Piece, Request, report_ended
 from eagle3_jax.decoding.scheduler import EngineStats, Scheduler
 from eagle3_jax.decoding.steps import Progress
 from eagle3_jax.decoding.text import end_ids
@@ -38,6 +39,8 @@ from eagle3_jax.runs import processes
 
 PAGE_SIZE = 128
 GREEDY = SamplingParams()
+
+Asked = tuple[Name, Prompt, SamplingParams]
 
 
 class Engine:
@@ -58,6 +61,7 @@ class Engine:
         kv_dtype: KVDtype | None = None,
         prefix_cache: bool = True,
         queue_limit: int | None = None,
+        sample_drafts: bool = True,
         simulated_acceptance: float | None = None,
     ) -> None:
         """Takes loaded models; `load` takes names and folders.
@@ -81,6 +85,8 @@ class Engine:
                 tokens.
             prefix_cache: keeps the pages of ended requests for prompts with the same beginning.
             queue_limit: most requests that wait; one more is refused. None is no limit.
+            sample_drafts: False: no tree draws its drafts (see `DraftTree`), so in float32 a seed gives vanilla
+                decoding's answer, whatever is drafted.
             simulated_acceptance: for benchmarks: accepts each draft with this probability, whatever the target predicts
                 (SGLang's SGLANG_SIMULATE_ACC_LEN). Answers are meaningless; `submit` and `stream` refuse.
 
@@ -90,7 +96,7 @@ class Engine:
         stored = arguments.stored_dtype(kv_dtype)
         longest = target.config.max_position_embeddings
         arguments.check_sizes(batch_size, max_length, page_size, kv_tokens, memory_fraction, queue_limit, longest)
-        self.tiers = choice_for(target.config, draft, tree, simulated_acceptance)
+        self.tiers = choice_for(target.config, draft, tree, simulated_acceptance, sample_drafts=sample_drafts)
         if isinstance(draft, str):
             draft = None
         elif draft is not None and max_length > draft.head.config.max_position_embeddings:
@@ -193,21 +199,66 @@ class Engine:
             for i, prompt in enumerate(prompts)
             for sample in range(each[i].n)
         ]
-        left, ended = dict(enumerate(requests)), self._scheduler.ended
-        self._scheduler.add(requests)
+        waiting = enumerate(requests)
+        self._answer(lambda: next(waiting, None), on_output)
+        return [request.output for request in requests if request.output is not None]
+
+    def converse(self, asked: Iterator[Asked[Name]], on_output: Callable[[Name, Output], Asked[Name] | None]) -> None:
+        """Answers a stream of prompts and what follows their answers; the batch stays full until the stream ends.
+
+        On several processes every process calls this with the same prompts.
+
+        Args:
+            asked: a name, a prompt and the parameters of one answer (`n` 1), read when there is room for it.
+            on_output: called with the name and the answer of each finished request at once. It returns the next prompt
+                of that conversation, which is answered before others, or None. If it raises, see `generate`.
+
+        Raises:
+            ValueError: a prompt that is too long, empty or of another kind.
+            Exception: the failure of the device that ended one of these requests.
+        """
+        following: collections.deque[Asked[Name]] = collections.deque()
+
+        def take() -> tuple[Name, Request] | None:
+            if (item := following.popleft() if following else next(asked, None)) is None:
+                return None
+            name, prompt, params = item
+            arguments.check_submitted(params, None)
+            return name, self._request("prompt", prompt, params, 0)
+
+        def report(name: Name, output: Output) -> None:
+            if (item := on_output(name, output)) is not None:
+                following.append(item)
+
+        self._answer(take, report)
+
+    def _answer(
+        self, take: Callable[[], tuple[Name, Request] | None], on_output: Callable[[Name, Output], object] | None
+    ) -> None:
+        """Answers named requests; one of them waits while the batch is full, so that a launch ends at a free slot.
+
+        Args:
+            take: the next request; None if there is none now. It is asked again after an answer.
+        """
+        left: dict[Request, Name] = {}
         try:
-            while left:
+            while True:
+                while len(left) <= self.batch_size and (item := take()) is not None:
+                    name, request = item
+                    left[request] = name
+                    self._scheduler.add([request])
+                if not left:
+                    return
                 try:
-                    # Requests are scanned only after some request has ended: there may be thousands.
-                    self._loop.drive(lambda ended=ended: self._scheduler.ended > ended)
-                finally:
                     ended = self._scheduler.ended
+                    if not any(request.done for request in left):
+                        self._loop.drive(lambda ended=ended: self._scheduler.ended > ended)
+                finally:
                     failure = report_ended(left, on_output)
                 if failure is not None:
                     raise failure
         finally:
-            self.abort(*left.values())
-        return [request.output for request in requests if request.output is not None]
+            self.abort(*left)
 
     def stream(self, prompt: Prompt, params: SamplingParams = GREEDY) -> Iterator[Piece]:
         """Answers one prompt piece by piece; closing the iterator aborts the request.

@@ -9,7 +9,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -23,6 +23,8 @@ from eagle3_jax.decoding.text import Channels, Detokenizer, StopScanner
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 Ending = tuple[FinishReason, str | None]  # the finish reason, and the message of an "error"
+
+Name = TypeVar("Name")
 
 _log = logging.getLogger(__name__)
 
@@ -361,21 +363,24 @@ def said(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def report_ended(left: dict[int, Request], on_output: Callable[[int, Output], object] | None) -> Exception | None:
+def report_ended(left: dict[Request, Name], on_output: Callable[[Name, Output], object] | None) -> Exception | None:
     """Takes the ended requests out of `left` and reports them all, then raises the first exception of `on_output`.
+
+    Args:
+        left: names by request.
 
     Returns:
         The failure of the device that ended one of them; that request is not reported.
     """
     failures: list[Exception] = []
     raised: list[BaseException] = []
-    for index in [index for index, request in left.items() if request.done]:
-        request = left.pop(index)
+    for request in [request for request in left if request.done]:
+        name = left.pop(request)
         if request.failure is not None:
             failures.append(request.failure)
         elif on_output is not None and request.output is not None:
             try:
-                on_output(index, request.output)
+                on_output(name, request.output)
             except BaseException as error:
                 raised.append(error)
     if raised:

@@ -5,13 +5,16 @@ them: a draft head learns to foretell what the target says, not what is right. A
 `conversations/*.jsonl.partial` as they finish, so that a run that was killed goes on where it was. Conversations that
 the target had in another engine (`prepare`'s source `conversations`) are passed on. Each replica of the mesh
 answers its share with an engine a row, into a log of its own; a rerun may have another number of replicas. With
-`regenerate.servers` process 0 asks those instead. What became no conversation is in `conversations/rejects.jsonl`.
+`regenerate.servers` process 0 asks those instead. Dialogues are a stream: they begin as there is room, in the prompts'
+order, and end in any. What became no conversation is in `conversations/rejects.jsonl`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,13 +23,11 @@ from typing import Any
 import tqdm
 
 from eagle3_jax import config as configs
-from eagle3_jax.decoding import data_parallel
-from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.mesh import Replica, make_mesh, own_replica
 from eagle3_jax.models.checkpoint.fetch import Target, load_target
+from eagle3_jax.regenerate import engines as engines_of
 from eagle3_jax.regenerate.answers import Answers
 from eagle3_jax.regenerate.dialogue import Answer, Counts, Dialogue
-from eagle3_jax.regenerate.engines import Answerer
 from eagle3_jax.runs import command, command_line, disk, manifest, processes
 
 REJECTS = "rejects.jsonl"
@@ -42,8 +43,8 @@ def regenerate(config: configs.RunConfig) -> None:
     """
     prompts, folder, settings = config.folder("prepare"), config.folder("regenerate"), config.regenerate
     made_from = manifest.read(prompts, made_by="prepare")
-    open_ends = any(dialogue.end is None for split in configs.SPLITS for dialogue in _dialogues(prompts, split))
-    decodes = open_ends and not settings.servers
+    turns = sum(dialogue.turns for dialogue in _dialogues(prompts) if dialogue.end is None)
+    decodes = turns > 0 and not settings.servers
     replica = None if settings.servers else own_replica(make_mesh(config.mesh))
     target = load_target(config.target, replica and replica.mesh, only=None if decodes else ())
     identity = {
@@ -61,12 +62,12 @@ def regenerate(config: configs.RunConfig) -> None:
         if finished:
             processes.say(f"regenerate: {folder} is finished already")
         else:
-            rates: dict[str, float] = dict.fromkeys(configs.SPLITS, 0.0)
-            if open_ends and replica is None:
-                rates = processes.agree(lambda: asyncio.run(_ask_servers(config, target, folder)))
-            elif open_ends and replica is not None:
-                rates = _ask_engines(config, target, replica, folder)
-            processes.agree(lambda: _finish(config, target.tokenizer, folder, rates))
+            rate = 0.0
+            if turns and replica is None:
+                rate = processes.agree(lambda: asyncio.run(_ask_servers(config, target, folder, turns)))
+            elif turns and replica is not None:
+                rate = _ask_engines(config, target, replica, folder, turns)
+            processes.agree(lambda: _finish(config, target.tokenizer, folder, rate))
         processes.agree(lambda: _remove_logs(folder))
 
 
@@ -76,77 +77,87 @@ def _given(prepared: dict[str, Any]) -> dict[str, str]:
     return {s["path"]: prepared["inputs"][s["path"]] for s in sources if s["kind"] == "conversations"}
 
 
-def _dialogues(prompts: disk.Path, split: str) -> Iterator[Dialogue]:
-    """The dialogues of a split, none of them begun."""
+def _dialogues(prompts: disk.Path, *splits: str) -> Iterator[Dialogue]:
+    """The dialogues of some splits, all of them without a name; none of them begun."""
     prepared = manifest.load(prompts / manifest.NAME)
-    for path in manifest.shards(prompts, prepared, f"{split}.jsonl"):
-        yield from map(Dialogue.begin, disk.read_jsonl(path))
+    for split in splits or configs.SPLITS:
+        for path in manifest.shards(prompts, prepared, f"{split}.jsonl"):
+            yield from map(Dialogue.begin, disk.read_jsonl(path))
 
 
-def _ask_engines(config: configs.RunConfig, target: Target, replica: Replica, folder: disk.Path) -> dict[str, float]:
-    """Has this process's engines answer the share of its replica. Returns all processes' tokens a second, by split."""
-    sizes = config.regenerate.batch_size, config.regenerate.max_length
-    engines = [Engine.load(row, None, "auto", *sizes) for row in data_parallel.targets(target, replica)]
-    known: dict[str, dict[tuple[str, int], Answer]] = {}
-    for split in configs.SPLITS:
-        with _answers(folder, split) as earlier:
-            known[split] = dict(earlier)
-    processes.barrier()  # from here on logs grow
-    leads = replica.leader == processes.index()
-    rates: dict[str, float] = {}
-    for split in configs.SPLITS:
-        # The other processes of a replica say the same as its leader, which writes it.
-        log = _log(folder, split, replica.index) if leads else None
-        answerer = Answerer(engines, config.regenerate, config.seed, known[split], log)
-        dialogues = list(_dialogues(config.folder("prepare"), split))
-        answerer.converse(dialogues[replica.index :: replica.count], split)
-        rates[split] = answerer.rate()
-    return processes.total(rates if leads else {})  # all is answered
+def _ask_engines(config: configs.RunConfig, target: Target, replica: Replica, folder: disk.Path, turns: int) -> float:
+    """Has this process's engines answer the share of its replica. Returns all processes' tokens a second."""
+    engines = engines_of.load(config.regenerate, target, replica)
+    leads = replica.leader == processes.index()  # the other processes of a replica say the same
+    with _answers(folder) as known:
+        processes.barrier()  # from here on logs grow
+        with _Stored(_log(folder, replica.index) if leads else None, turns / replica.count, len(known)) as stored:
+            share = itertools.islice(_dialogues(config.folder("prepare")), replica.index, None, replica.count)
+            engines_of.converse(engines, config.regenerate, share, known, config.seed, stored.add)
+    rates = {"tokens_per_second": stored.rate()} if leads else {}
+    return processes.total(rates)["tokens_per_second"]  # all is answered
 
 
-async def _ask_servers(config: configs.RunConfig, target: Target, folder: disk.Path) -> dict[str, float]:
-    """Has the servers answer. Returns tokens a second, by split."""
+async def _ask_servers(config: configs.RunConfig, target: Target, folder: disk.Path, turns: int) -> float:
+    """Has the servers answer. Returns tokens a second."""
     from eagle3_jax.regenerate import fleet  # of an extra
 
-    rates: dict[str, float] = {}
     async with fleet.gathered(config.regenerate, target) as servers:
-        for split in configs.SPLITS:
-            with _answers(folder, split) as known, disk.Log(_log(folder, split, "servers")) as log:
-                stored = _Stored(log, split, lambda: servers.well)
-                with stored.progress:
-                    dialogues = _dialogues(config.folder("prepare"), split)
-                    await servers.converse(dialogues, known, config.seed, stored.add)
-            rates[split] = stored.rate()
-    return rates
+        with (
+            _answers(folder) as known,
+            _Stored(_log(folder, "servers"), turns, len(known), lambda: f", {servers.well} servers") as stored,
+        ):
+            await servers.converse(_dialogues(config.folder("prepare")), known, config.seed, stored.add)
+    return stored.rate()
 
 
 class _Stored:
-    """New answers of servers, on their way into a log."""
+    """New answers on their way into a log; a context manager.
 
-    def __init__(self, log: disk.Log, split: str, well: Callable[[], int]) -> None:
-        self._log, self._well = log, well
+    Args:
+        log: None writes none.
+        turns, known: how many are to be answered, and how many answers are there.
+        more: what the progress says beside tokens a second.
+    """
+
+    def __init__(self, log: disk.Path | None, turns: float, known: int, more: Callable[[], str] = lambda: "") -> None:
+        self._path, self._turns, self._known, self._more = log, turns, known, more
         self._tokens, self._start = 0, time.monotonic()
-        self.progress = tqdm.tqdm(desc=split, unit=" answers")
+
+    def __enter__(self) -> _Stored:
+        with contextlib.ExitStack() as stack:
+            self._log = None if self._path is None else stack.enter_context(disk.Log(self._path))
+            bar = tqdm.tqdm(total=self._turns, initial=self._known, unit=" answers", disable=self._path is None)
+            self._progress = stack.enter_context(bar)
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
 
     def add(self, answer: Answer) -> None:
-        self._log.append(dataclasses.asdict(answer))
+        if self._log is not None:
+            self._log.append(dataclasses.asdict(answer))
         self._tokens += len(answer.token_ids or ())
-        self.progress.set_postfix_str(f"{self.rate():.0f} tokens/s, {self._well()} servers", refresh=False)
-        self.progress.update()
+        self._progress.set_postfix_str(f"{self.rate():.0f} tokens/s{self._more()}", refresh=False)
+        self._progress.update()
 
     def rate(self) -> float:
         """Tokens a second, of those whose ids are known."""
         return self._tokens / (time.monotonic() - self._start)
 
 
-def _finish(config: configs.RunConfig, tokenizer: Any, folder: disk.Path, rates: dict[str, float]) -> None:
+def _finish(config: configs.RunConfig, tokenizer: Any, folder: disk.Path, rate: float) -> None:
     """All answers are in the logs: puts the conversations together, in the prompts' order."""
     results: dict[str, Any] = {}
-    with disk.atomic(folder / REJECTS) as rejected, rejected.open("w", encoding="utf-8") as rejects:
+    with (
+        _answers(folder) as known,
+        disk.atomic(folder / REJECTS) as rejected,
+        rejected.open("w", encoding="utf-8") as rejects,
+    ):
         for split in configs.SPLITS:
             counts = Counts()
             with (
-                _answers(folder, split) as known,
                 disk.atomic(folder / f"{split}.jsonl") as temporary,
                 temporary.open("w", encoding="utf-8") as stream,
             ):
@@ -158,25 +169,29 @@ def _finish(config: configs.RunConfig, tokenizer: Any, folder: disk.Path, rates:
                         stream.write(json.dumps(dialogue.conversation(), ensure_ascii=False) + "\n")
                     else:
                         rejects.write(json.dumps({"split": split} | dialogue.reject(), ensure_ascii=False) + "\n")
-            results[split] = counts.said() | {"tokens_per_second": rates[split] or None}
+            results[split] = counts.said()
     if not results["train"]["conversations"]:
         raise ValueError(f"{config.folder('prepare')}: none of the prompts was answered: {results['train']['dropped']}")
-    manifest.finish(folder, files=[*(f"{split}.jsonl" for split in configs.SPLITS), REJECTS], **results)
+    files = [*(f"{split}.jsonl" for split in configs.SPLITS), REJECTS]
+    manifest.finish(folder, files=files, **results, tokens_per_second=rate or None)
 
 
-def _log(folder: disk.Path, split: str, writer: int | str) -> disk.Path:
-    return folder / f"{split}.{writer}.jsonl.partial"
+def _log(folder: disk.Path, writer: int | str) -> disk.Path:
+    return folder / f"answers.{writer}.jsonl.partial"
 
 
-def _answers(folder: disk.Path, split: str) -> Answers:
-    """All answers that are in the logs, of whatever run and writer. None of them is being written."""
-    return Answers(sorted(folder.glob(_log(folder, split, "*").name)))
+def _logs(folder: disk.Path) -> list[disk.Path]:
+    return sorted(folder.glob("*.*.jsonl.partial"))
+
+
+def _answers(folder: disk.Path) -> Answers:
+    """All answers that are in the logs, of whatever run and writer; those that follow are not."""
+    return Answers(_logs(folder))
 
 
 def _remove_logs(folder: disk.Path) -> None:
-    for split in configs.SPLITS:
-        for log in folder.glob(_log(folder, split, "*").name):
-            disk.remove_log(log)
+    for log in _logs(folder):
+        disk.remove_log(log)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -2,85 +2,97 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import time
-from collections.abc import Sequence
-
-import tqdm
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from eagle3_jax import config as configs
 from eagle3_jax.decoding import data_parallel
-from eagle3_jax.decoding.engine import Engine, SamplingParams
+from eagle3_jax.decoding.engine import Asked, Engine, SamplingParams
 from eagle3_jax.decoding.request import Output
-from eagle3_jax.regenerate.dialogue import Answer, Dialogue, sampling
-from eagle3_jax.runs import command, disk
+from eagle3_jax.mesh import Replica
+from eagle3_jax.models.checkpoint.fetch import Target, cache_folder
+from eagle3_jax.regenerate.dialogue import Answer, Dialogue, Known, sampling
+from eagle3_jax.runs import command, processes
 
 
-class Answerer:
-    """Has engines answer, and keeps the answers in a log file.
+def load(settings: configs.RegenerateConfig, target: Target, replica: Replica) -> list[Engine]:
+    """Loads an engine for each row of a replica; engines that choose among draft sizes measure them.
+
+    Drafts change no answer: see `Engine`, `sample_drafts`.
 
     Args:
-        known: answers of an earlier run, by prompt and turn; they are not asked for again.
-        log: where new ones are written; None writes none.
+        target: loaded on the replica's mesh.
+
+    Raises:
+        ValueError, ManifestError, DraftFormatError: see `Engine.load`.
     """
-
-    def __init__(
-        self,
-        engines: Sequence[Engine],
-        settings: configs.RegenerateConfig,
-        seed: int,
-        known: dict[tuple[str, int], Answer],
-        log: disk.Path | None,
-    ) -> None:
-        self.engines, self.settings, self.seed, self.known, self.log = engines, settings, seed, known, log
-        self.tokens, self.seconds = 0, 0.0
-
-    def rate(self) -> float:
-        """Tokens a second of what was generated now; 0 when all was in the log."""
-        return self.tokens / self.seconds if self.tokens else 0.0
-
-    def converse(self, dialogues: Sequence[Dialogue], name: str) -> None:
-        """Answers all first turns, then all second ones, and so on, until every dialogue has ended."""
-        tokenizer = self.engines[0].tokenizer
-        turn = 0
-        while True:
-            asked = [
-                (dialogue, ids)
-                for dialogue in dialogues
-                if (ids := dialogue.next_prompt(self.known, tokenizer, self.settings)) and dialogue.turn == turn
-            ]
-            if all(dialogue.end is not None for dialogue in dialogues):
-                return
-            self._answer(asked, turn, f"{name}, turn {turn + 1}")
-            turn += 1
-
-    def _answer(self, asked: list[tuple[Dialogue, list[int]]], turn: int, name: str) -> None:
-        """Fills `known` for all that is asked."""
-        names = [dialogue.prompt["id"] for dialogue, _ in asked]
-        start, before = time.monotonic(), self.tokens
-        with (
-            contextlib.nullcontext() if self.log is None else disk.Log(self.log) as stream,
-            tqdm.tqdm(desc=name, total=len(asked), unit=" answers", disable=self.log is None) as progress,
-        ):
-
-            def on_output(index: int, output: Output) -> None:
-                answer = _to_answer(names[index], turn, output)
-                self.known[answer.id, turn] = answer
-                if stream is not None:
-                    stream.append(dataclasses.asdict(answer))
-                self.tokens += len(output.token_ids)
-                rate = (self.tokens - before) / (time.monotonic() - start)
-                progress.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
-                progress.update()
-                command.stop_point()
-
-            params = [SamplingParams(**sampling(self.settings, self.seed, name, turn)) for name in names]
-            data_parallel.generate(self.engines, [ids for _, ids in asked], params, on_output)
-        self.seconds += time.monotonic() - start
+    engines = [
+        Engine.load(
+            row,
+            None if settings.draft == "none" else settings.draft,
+            "auto",
+            settings.batch_size,
+            settings.max_length,
+            memory_fraction=settings.memory_fraction,
+            sample_drafts=False,
+        )
+        for row in data_parallel.targets(target, replica)
+    ]
+    with processes.among(replica.processes):
+        for engine in engines:  # one behind the other: times are measured
+            if len(engine.tiers.tiers) > 1:
+                engine.warm_up(cache_folder() / "programs", progress=sys.stderr.isatty() or processes.say)
+    return engines
 
 
-def _to_answer(name: str, turn: int, output: Output) -> Answer:
+def converse(
+    engines: Sequence[Engine],
+    settings: configs.RegenerateConfig,
+    dialogues: Iterable[Dialogue],
+    known: Known,
+    seed: int,
+    store: Callable[[Answer], None],
+) -> None:
+    """Has every turn answered that is not known; a dialogue's next turn follows its last answer at once.
+
+    Args:
+        seed: of the run. store: takes each new answer before anything follows it, one at a time.
+
+    Raises:
+        Stopped: a signal came.
+    """
+    tokenizer = engines[0].tokenizer
+
+    def asked(dialogue: Dialogue, known: Known) -> Asked[Dialogue] | None:
+        """A dialogue's next turn, or None behind its end."""
+        if (ids := dialogue.next_prompt(known, tokenizer, settings)) is None:
+            return None
+        return dialogue, ids, SamplingParams(**sampling(settings, seed, dialogue.prompt["id"], dialogue.turn))
+
+    def first() -> Iterator[Asked[Dialogue]]:
+        for dialogue in dialogues:
+            if (item := asked(dialogue, known)) is not None:
+                yield item
+
+    def take(dialogue: Dialogue, output: Output) -> Asked[Dialogue] | None:
+        answer = _to_answer(dialogue, output)
+        store(answer)
+        command.stop_point()
+        dialogue.take(answer)
+        return asked(dialogue, {})
+
+    data_parallel.converse(engines, first(), take)
+
+
+def _to_answer(dialogue: Dialogue, output: Output) -> Answer:
     truncated, failed = output.finish_reason == "length", output.finish_reason == "error"
-    ids, why = output.token_ids, output.error or ""
-    return Answer(name, turn, output.text, ids, truncated, failed, output.reasoning, why=why)
+    return Answer(
+        dialogue.prompt["id"],
+        dialogue.turn,
+        output.text,
+        output.token_ids,
+        truncated,
+        failed,
+        output.reasoning,
+        why=output.error or "",
+    )

@@ -21,14 +21,16 @@ class FakeEngine(Engine):
     def __init__(self, meeting: threading.Barrier, fail: bool = False) -> None:
         self.meeting, self.fail, self.asked = meeting, fail, []
 
-    def generate(self, prompts: Any, params: Any = (), on_output: Any = None) -> list[Output]:
-        self.meeting.wait(10)
-        if self.fail:
-            raise OSError("the device is gone")
-        for index, prompt in enumerate(prompts):
-            self.asked.append(prompt)
-            on_output(index, Output(prompt, "", "stop", Stats(1, [])))
-        return []
+    def converse(self, asked: Any, on_output: Any) -> None:
+        for name, prompt, _ in asked:
+            if not self.asked:
+                self.meeting.wait(10)
+            if self.fail:
+                raise OSError("the device is gone")
+            while prompt is not None:
+                self.asked.append(prompt)
+                answered = on_output(name, Output(prompt, "", "stop", Stats(1, [])))
+                prompt = answered and answered[1]
 
 
 def test_prompts_are_dealt_over_engines_that_work_at_the_same_time():
@@ -38,7 +40,24 @@ def test_prompts_are_dealt_over_engines_that_work_at_the_same_time():
     prompts = [[number] for number in range(10)]
     data_parallel.generate(engines, prompts, [SamplingParams()] * 10, found.__setitem__)
     assert {index: output.token_ids for index, output in found.items()} == dict(enumerate(prompts))
-    assert [len(engine.asked) for engine in engines] == [4, 3, 3]
+    assert sorted(prompt for engine in engines for prompt in engine.asked) == prompts
+    assert all(engine.asked for engine in engines)
+
+
+def test_a_conversation_stays_with_its_engine():
+    meeting = threading.Barrier(2)
+    engines = [FakeEngine(meeting) for _ in range(2)]
+    asked = [(number, [number], SamplingParams()) for number in range(6)]
+
+    def on_output(number: int, output: Output) -> Any:
+        turns = [*output.token_ids, 0]
+        return (number, turns, SamplingParams()) if len(turns) <= 3 else None
+
+    data_parallel.converse(engines, iter(asked), on_output)
+    for engine in engines:
+        firsts = [prompt for prompt in engine.asked if len(prompt) == 1]
+        assert engine.asked == [[*first, *zeros] for first in firsts for zeros in ([], [0], [0, 0])]
+    assert sum(len(engine.asked) for engine in engines) == 18
 
 
 def test_a_failure_ends_all_engines():

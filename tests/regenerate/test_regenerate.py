@@ -1,6 +1,7 @@
 """Regeneration with an engine that answers by rule: turns, resumption, and what is left out."""
 
 import dataclasses
+import itertools
 import json
 import pathlib
 from typing import Any
@@ -34,27 +35,29 @@ class FakeEngine(Engine):
     """
 
     def __init__(self, limit: int = 10**9) -> None:
-        self.tokenizer = None
+        self.tokenizer, self.batch_size = None, 3
         self.limit = limit
         self.asked: list[str] = []
         self.temperatures: dict[str, set[float]] = {}
 
-    def generate(self, prompts: Any, params: Any = (), on_output: Any = None) -> list[Output]:
-        outputs = {}
-        texts = ["".join(chr(token) for token in prompt) for prompt in prompts]
-        for index in reversed(range(len(texts))):  # whatever is finished first comes first
+    def converse(self, asked: Any, on_output: Any) -> None:
+        running = list(itertools.islice(asked, self.batch_size))
+        while running:
+            name, prompt, params = running.pop()  # whatever is finished first comes first
             if len(self.asked) == self.limit:
                 raise KeyboardInterrupt
-            self.asked.append(texts[index])
-            last = texts[index].splitlines()[-2]
-            self.temperatures.setdefault(texts[index].splitlines()[0], set()).add(params[index].temperature)
-            text = "" if "silence" in last else f"answer {params[index].seed}"
+            text = "".join(chr(token) for token in prompt)
+            self.asked.append(text)
+            last = text.splitlines()[-2]
+            self.temperatures.setdefault(text.splitlines()[0], set()).add(params.temperature)
+            text = "" if "silence" in last else f"answer {params.seed}"
             reason = "error" if "break" in last else "length" if "ramble" in last else "stop"
-            ids = [*range(4), params[index].seed]
+            ids = [*range(4), params.seed]
             thoughts = "Well" if "thinking" in last else ""
-            outputs[index] = Output(ids, text, reason, Stats(5, []), reasoning=thoughts)
-            on_output(index, outputs[index])
-        return [outputs[index] for index in range(len(texts))]
+            following = on_output(name, Output(ids, text, reason, Stats(5, []), reasoning=thoughts)) or next(
+                asked, None
+            )
+            running += [following] if following else []
 
 
 def given(name: str, *turns: str, truncated: bool = False) -> dict:
@@ -80,13 +83,16 @@ PROMPTS = [
 ]
 
 
+HELD_OUT = [prompt("held out", "Hi")]
+
+
 @pytest.fixture
 def prepared(tmp_path, monkeypatch):
     """Makes a run folder with prompts, and a function that runs the verb there with a fake engine."""
 
     nobody = tiny.make_target(tiny.llama_config())
 
-    def make(name: str, train=PROMPTS, held_out=PROMPTS[:1], loaded=[], temperature=0.7, **identity):  # noqa: B006
+    def make(name: str, train=PROMPTS, held_out=HELD_OUT, loaded=[], temperature=0.7, **identity):  # noqa: B006
         values = {"max_length": 500, "temperature": temperature}
         config = configs.from_dict({"run_dir": str(tmp_path / name), "mesh": {"data": 1}, "regenerate": values})
         prompts = config.folder("prepare")
@@ -98,9 +104,8 @@ def prepared(tmp_path, monkeypatch):
         def run(engine: FakeEngine | None, **changes) -> None:
             target = dataclasses.replace(nobody, identity=IDENTITY | changes)
             monkeypatch.setattr(regenerate, "load_target", lambda *_, only: loaded.append(only) or target)
-            monkeypatch.setattr(regenerate.data_parallel, "targets", lambda target, _: [target])
+            monkeypatch.setattr(engines, "load", lambda *_: [engine])
             monkeypatch.setattr(chat_template, "prompt_ids", letters)
-            monkeypatch.setattr(regenerate.Engine, "load", lambda *_, **__: engine)
             regenerate.regenerate(config)
 
         return config.folder("regenerate"), run
@@ -158,11 +163,10 @@ def test_what_failed_is_no_answer_and_what_was_cut_off_in_its_reasoning_is_one(p
 def test_the_rate_is_that_of_all_replicas(prepared, monkeypatch):
     """A process that leads none says nothing."""
     folder, run = prepared("run")
-    monkeypatch.setattr(engines.Answerer, "rate", lambda _: 30.0)
-    monkeypatch.setattr(regenerate.processes, "gather", lambda own: [own, {}, {"train": 12.5, "held_out": 0.0}])
+    monkeypatch.setattr(regenerate._Stored, "rate", lambda _: 30.0)
+    monkeypatch.setattr(regenerate.processes, "gather", lambda own: [own, {}, {"tokens_per_second": 12.5}])
     run(FakeEngine())
-    results = manifest.read(folder, "regenerate")["results"]
-    assert [results[split]["tokens_per_second"] for split in ("train", "held_out")] == [42.5, 30.0]
+    assert manifest.read(folder, "regenerate")["results"]["tokens_per_second"] == 42.5
 
 
 def test_each_prompt_has_one_of_several_temperatures(prepared):
@@ -190,7 +194,7 @@ def test_conversations_end_where_the_target_ends_them(prepared):
     assert results["conversations"] == 5
     assert results["answers"] == 6
     assert results["tokens"] == 30
-    assert results["tokens_per_second"] > 0
+    assert manifest.read(folder, "regenerate")["results"]["tokens_per_second"] > 0
 
 
 def test_prompts_without_a_user_are_dropped(prepared):
@@ -213,7 +217,7 @@ def test_a_killed_run_goes_on_to_the_same_conversations(prepared, limit):
     try:
         run(first)
     except KeyboardInterrupt:
-        with (folder / "train.0.jsonl.partial").open("a") as stream:
+        with (folder / "answers.0.jsonl.partial").open("a") as stream:
             stream.write('{"id": "torn", "tu')
     second = FakeEngine()
     run(second)
@@ -282,4 +286,4 @@ def test_where_all_is_given_no_parameter_is_loaded(prepared, monkeypatch):
     run(None)
     assert loaded == [()]
     assert [line["id"] for line in read(folder / "train.jsonl")] == ["mine"]
-    assert manifest.read(folder, "regenerate")["results"]["train"]["tokens_per_second"] is None
+    assert manifest.read(folder, "regenerate")["results"]["tokens_per_second"] is None

@@ -100,7 +100,7 @@ def two(tmp_path: pathlib.Path) -> Iterator[list[Served]]:
 
 def answered(run: pathlib.Path) -> list[dict[str, Any]]:
     """Of the log that grows: its whole lines."""
-    logs = (run / "conversations").glob("train.*.jsonl.partial")
+    logs = (run / "conversations").glob("answers.*.jsonl.partial")
     lines = [line for log in logs for line in log.read_bytes().split(b"\n")[:-1]]
     return [json.loads(line.partition(b" ")[2]) for line in lines]
 

@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from eagle3_jax.config import DraftTree
@@ -255,8 +256,17 @@ def choice_for(
     draft: Draft | Literal["lookup"] | None,
     tree: DraftTree | Sequence[DraftTree] | Literal["auto"],
     simulated: float | None = None,
+    *,
+    sample_drafts: bool = True,
 ) -> TierChoice:
-    """Makes the tiers of an engine. Raises ValueError: a draft that does not fit the target, or a tree the draft."""
+    """Makes the tiers of an engine.
+
+    Args:
+        sample_drafts: False: no tree draws its drafts.
+
+    Raises:
+        ValueError: a draft that does not fit the target, or a tree the draft.
+    """
     trees: list[Any] = [] if tree == "auto" else list(tree) if isinstance(tree, list | tuple) else [tree]
     if (not trees and tree != "auto") or not all(isinstance(x, DraftTree) for x in trees):
         raise ValueError(f"tree: got {tree!r}, expected a DraftTree, a list of them, or 'auto'")
@@ -273,7 +283,7 @@ def choice_for(
         for x in trees:
             if x.topk > 1 or x.num_draft_tokens != x.num_steps + 1:
                 raise ValueError(f"tree: got {x}, expected a chain (topk=1) for draft='lookup'")
-        own = [Tier(dataclasses.replace(x, lookup_tokens=x.num_steps), head=False) for x in trees]
+        own = [Tier(replace(x, lookup_tokens=x.num_steps), head=False) for x in trees]
     else:
         _check(draft, target, trees)
         every, default = [x for x in WITH_HEAD if x.topk <= draft.head.config.draft_vocab_size], CHAIN
@@ -285,11 +295,12 @@ def choice_for(
         every, default = own if isinstance(tree, DraftTree) else [VANILLA, *own], own[0]
     if len({tier.name for tier in every}) < len(every):
         raise ValueError(f"tree: got {tree}, expected different sizes")
+    if not sample_drafts:
+        every = [replace(x, tree=x.tree and replace(x.tree, sample_drafts=False)) for x in every]
     if simulated is not None:
         _log.warning("acceptance is simulated (%s): answers are not the target's, only times mean something", simulated)
-        every = [x if x.tree is None else dataclasses.replace(x, simulated=simulated) for x in every]
-        default = next(x for x in every if x.name == default.name)
-    return TierChoice(every, default)
+        every = [x if x.tree is None else replace(x, simulated=simulated) for x in every]
+    return TierChoice(every, next(x for x in every if x.name == default.name))
 
 
 def _check(draft: Draft, target: ModelConfig, trees: Sequence[DraftTree]) -> None:

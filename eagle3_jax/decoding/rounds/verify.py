@@ -2,9 +2,9 @@
 
 Greedy: a child is accepted if it is the target's argmax.
 
-Sampled (SGLang's target-only rule with thresholds 1): each node has one coin u. A child is accepted if u falls into its
-interval of the target's distribution; if none is, the bonus comes from the distribution without the children. So each
-token has exactly the target's probability, whatever was drafted.
+Sampled: the token behind a node is drawn from the target's distribution, by the random numbers of its position, as
+vanilla decoding draws it. A child that holds this token is accepted; if none does, the token is the bonus. So drafts
+change no answer of a seed, and each is accepted with the target's probability of it.
 
 Drafts drawn from the head's distribution q: multi-candidate rejection sampling (SpecInfer,
 https://arxiv.org/abs/2305.09781, section 4.3; without replacement: https://arxiv.org/abs/2402.14160). Each child in
@@ -75,10 +75,12 @@ def verify(
             here = sampling.rules.apply(here, token_counts, stop_ids, lengths + 1)
         root = jnp.zeros_like(lengths)
         return Walk(root[:, None], root), sample(here, sampling, sampling.uniform(lengths, BONUS, 2))
-    siblings = 1 if tree.drawn is None else tree.drawn.topk + tree.drawn.copied
-    coins = sampling.uniform(lengths, COINS, steps, siblings)
+    of_position = jax.vmap(lambda depth: sampling.uniform(lengths + depth, BONUS, 2), out_axes=1)
+    coins = bonus = of_position(jnp.arange(steps + 1))
+    if tree.drawn is not None:
+        coins = sampling.uniform(lengths, COINS, steps + 1, tree.drawn.topk + tree.drawn.copied)
     walk, weights = walk_sampled(tree, logits, sampling, lengths, stop_ids, coins, token_counts)
-    return walk, draw(sampling.uniform(lengths, BONUS, 2), weights)
+    return walk, draw(row_of(bonus, walk.accepted), weights)
 
 
 def pretend(
@@ -109,7 +111,7 @@ def walk_sampled(
     sampling: Sampling,
     lengths: Int[Array, " b"],
     stop_ids: Int[Rows, "b stops"],
-    coins: Float[Array, "b s k"],
+    coins: Float[Array, "b p k"],
     token_counts: TokenCounts | None = None,
 ) -> tuple[Walk, Float[Array, "b v"]]:
     """Accepts children so that each token has the target's probability.
@@ -118,13 +120,14 @@ def walk_sampled(
     Other nodes cost nothing. The loop runs on the device and ends with the longest walk.
 
     Args:
-        coins: uniform in [0, 1), for each depth of the tree: one, or one per sibling for drawn drafts.
+        coins: uniform in [0, 1), for each depth from the root's on: the two of `draw`, or one per sibling for drawn
+            drafts. Nodes of the last depth have no children.
 
     Returns:
-        The walk, and the weights of the bonus token: what remains of the distribution at its end.
+        The walk, and the weights of the bonus token: the distribution at its end, or what remains of it behind drawn
+        drafts. The coins of `draw` at that depth choose it.
     """
-    steps = coins.shape[1]
-    coins = jnp.pad(coins, ((0, 0), (0, 1), (0, 0)))  # nodes of the last depth have no children
+    steps = coins.shape[1] - 1
 
     def proceed(carry: _Steps) -> Array:
         depth, _, _, going, _, _ = carry
@@ -140,7 +143,7 @@ def walk_sampled(
             here = sampling.rules.apply(here, counts, stop_ids, lengths + depth + 1)
         probs, children = probabilities(here, sampling), _children_of(tree, node)
         if tree.drawn is None:
-            hits, rest = _target_only(tree.tokens, children, probs, coins[:, depth, 0])
+            hits, rest = children & (tree.tokens == draw(coins[:, depth], probs)[:, None]), probs
         else:
             hits, rest = _multi_candidate(tree.tokens, children, probs, tree.drawn, coins[:, depth])
         goes_on = going & hits.any(axis=-1)
@@ -160,22 +163,6 @@ def walk_sampled(
     )
     _, path, accepted, _, _, weights = jax.lax.while_loop(proceed, step, start)
     return Walk(path, accepted), weights
-
-
-def _target_only(
-    tokens: Int[Array, "b n"], children: Bool[Array, "b n"], probs: Float[Array, "b v"], coin: Float[Array, " b"]
-) -> tuple[Bool[Array, "b n"], Float[Array, "b v"]]:
-    """Marks the children at which the target's cumulative probability exceeds the coin; the first is accepted.
-
-    Returns:
-        The marks, and the distribution without the children.
-    """
-    mass = jnp.where(children, jnp.take_along_axis(probs, tokens, axis=1), 0.0)
-    hits = children & (mass > 0) & (coin[:, None] < jnp.cumsum(mass, axis=-1))
-    keep = jnp.where(children, 0.0, 1.0)
-    rest = jax.vmap(lambda p, token, factor: p.at[token].multiply(factor))(probs, tokens, keep)
-    # If the children have all mass, rounding may let a coin pass them all.
-    return hits, jnp.where(rest.sum(axis=-1, keepdims=True) > 0, rest, probs)
 
 
 def _multi_candidate(

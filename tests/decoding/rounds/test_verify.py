@@ -1,7 +1,6 @@
 """The walk down the tree: greedy, and sampled with the target's exact distribution."""
 
 import dataclasses
-import functools
 import itertools
 
 import jax
@@ -26,6 +25,27 @@ def make_tree(tokens: list[int], parents: list[int], batch: int) -> TokenTree:
     return TokenTree(rows(tokens), rows(parents), rows(depths), _ancestors(rows(parents), 3))
 
 
+def every_draw(probs: np.ndarray, depths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Coins [combinations, depths, 1] that stand for all there are, and the probability of each combination.
+
+    Between two neighbouring thresholds of a depth's nodes nothing depends on where a coin falls, if tokens are drawn by
+    `in_order`.
+    """
+    intervals = []
+    for depth in range(depths.max() + 1):
+        edges = sorted({0.0, 1.0, *np.cumsum(probs[depths == depth], axis=-1)[:, :-1].ravel().tolist()})
+        intervals.append([(a, b) for a, b in itertools.pairwise(edges) if b - a > 1e-9])
+    combinations = list(itertools.product(*intervals))
+    coins = [[[(a + b) / 2] for a, b in combination] for combination in combinations]
+    return np.array(coins, np.float32), np.array([np.prod([b - a for a, b in row]) for row in combinations])
+
+
+def in_order(coins: jax.Array, weights: jax.Array) -> jax.Array:
+    """`draw` by one coin alone: the first token at which the running sum exceeds it."""
+    exceeds = jnp.cumsum(weights, axis=-1) > coins[:, :1] * weights.sum(axis=-1, keepdims=True)
+    return jnp.argmax(exceeds, axis=-1).astype(jnp.int32)
+
+
 def walk(tree: TokenTree, probs: jax.Array, coins: jax.Array) -> tuple[Walk, jax.Array]:
     """Runs the sampled walk on given probabilities."""
     batch = probs.shape[0]
@@ -46,42 +66,34 @@ TREES = {
 
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize("sharp", [1.0, 6.0])
-def test_sampled_walk_has_exactly_the_target_s_distribution(name, sharp):
-    """All coins, by enumeration: between two neighbouring thresholds nothing depends on where a coin falls.
+def test_sampled_walk_has_exactly_the_target_s_distribution(monkeypatch, name, sharp):
+    """All coins, by enumeration.
 
     For every node and token: the walk reaches the node and the next token is that one with the probability that the
     target gives to this continuation.
     """
+    monkeypatch.setattr(verify_lib, "draw", in_order)
     tokens, parents = TREES[name]
-    steps, vocabulary = 3 if name != "root" else 0, 5
+    vocabulary = 5
     rng = np.random.default_rng(3)
     probs = np.exp(sharp * rng.normal(size=(len(tokens), vocabulary)))
     probs /= probs.sum(axis=-1, keepdims=True)
     probs[0, 3] = 0.0  # a drafted token that the target never says
     probs[0] /= probs[0].sum()
-
-    thresholds = {0.0, 1.0}
-    for node in range(len(tokens)):
-        children = [j for j in range(1, len(tokens)) if parents[j] == node]
-        thresholds |= set(np.cumsum([probs[node, tokens[j]] for j in children]).tolist())
-    edges = sorted(thresholds)
-    intervals = [(a, b) for a, b in itertools.pairwise(edges) if b - a > 1e-9]
-    combinations = list(itertools.product(intervals, repeat=steps))
-    coins = jnp.asarray([[(a + b) / 2 for a, b in combination] for combination in combinations], jnp.float32)
-    weights = np.array([np.prod([b - a for a, b in combination]) for combination in combinations])
-
-    batch = len(combinations)
+    coins, weights = every_draw(probs, np.asarray(make_tree(tokens, parents, 1).depths[0]))
+    batch = len(coins)
     way, rest = jax.jit(walk)(
         make_tree(tokens, parents, batch),
         jnp.broadcast_to(jnp.asarray(probs, jnp.float32), (batch, *probs.shape)),
-        coins.reshape(batch, steps, 1),
+        jnp.asarray(coins),
     )
-    path, accepted, rest = np.asarray(way.path), np.asarray(way.accepted), np.asarray(rest, np.float64)
+    path, accepted = np.asarray(way.path), np.asarray(way.accepted)
+    bonus = np.asarray(in_order(jnp.asarray(coins[np.arange(batch), accepted]), rest))
     got = np.zeros_like(probs)
-    for weight, way, taken, bonus in zip(weights, path, accepted, rest, strict=True):
+    for weight, way, taken, last in zip(weights, path, accepted, bonus, strict=True):
         for here, there in itertools.pairwise(way[: taken + 1]):
             got[here, tokens[there]] += weight
-        got[way[taken]] += weight * bonus / bonus.sum()
+        got[way[taken], last] += weight
 
     reached = np.ones(len(tokens))
     for node in range(1, len(tokens)):
@@ -91,36 +103,63 @@ def test_sampled_walk_has_exactly_the_target_s_distribution(name, sharp):
 
 def test_a_coin_beyond_rounding_still_gives_a_token_of_the_target(monkeypatch):
     tree = make_tree([0, 1, 2], [-1, 0, 0], 1)
-    probs = jnp.array([[0.0, 0.5, 0.4999999, 0.0]])
+    probs, highest = jnp.array([[0.0, 0.5, 0.4999999, 0.0]]), jnp.full((1, 2, 2), 1 - 2**-24)
     monkeypatch.setattr(verify_lib, "probabilities", lambda *_: probs)
-    way, weights = walk(tree, jnp.ones((1, 3, 4)), jnp.full((1, 1, 1), 1 - 2**-24))
-    assert int(way.accepted[0]) == 0
-    assert float(weights.sum()) > 0
-    assert np.asarray(weights)[0, [0, 3]].sum() == 0
+    way, weights = walk(tree, jnp.ones((1, 3, 4)), highest)
+    assert (int(way.accepted[0]), int(way.last[0])) == (1, 2)
+    assert int(verify_lib.draw(highest[:, 1], weights)[0]) in (1, 2)
 
 
 @pytest.mark.slow
 def test_a_token_of_probability_zero_is_never_accepted(monkeypatch):
-    """Coins of exactly 0 and exactly at each threshold, over children of probability 0."""
+    """Coins of exactly 0 and close to 1, and others, over children of probability 0."""
     batch, vocabulary = 4096, 12
     rng = np.random.default_rng(5)
     probs = rng.random((batch, vocabulary)).astype(np.float32) * (rng.random((batch, vocabulary)) < 0.5)
     probs[:, 0] += 1e-3
     probs /= probs.sum(axis=-1, keepdims=True)
     children = np.argsort(rng.random((batch, vocabulary - 1)), axis=-1)[:, :8] + 1
-    thresholds = np.cumsum(np.take_along_axis(probs, children, axis=1), axis=-1, dtype=np.float32)
-    coins = np.where(rng.random(batch) < 0.5, 0.0, thresholds[np.arange(batch), rng.integers(0, 8, batch)])
+    coins = np.choose(rng.integers(0, 3, (batch, 2, 2)), [0.0, 1 - 2.0**-24, rng.random((batch, 2, 2))])
     tree = dataclasses.replace(
         make_tree([0] * 9, [-1] + [0] * 8, batch),
         tokens=jnp.asarray(np.pad(children, ((0, 0), (1, 0))), jnp.int32),
     )
     monkeypatch.setattr(verify_lib, "probabilities", lambda *_: jnp.asarray(probs))
-    way, rest = walk(tree, jnp.ones((batch, 9, vocabulary)), jnp.asarray(coins[:, None, None], jnp.float32))
+    given = jnp.asarray(coins, jnp.float32)
+    way, rest = walk(tree, jnp.ones((batch, 9, vocabulary)), given)
     accepted, last = np.asarray(way.accepted), np.asarray(way.last)
     tokens = np.asarray(tree.tokens)[np.arange(batch), last]
     assert 0 < accepted.sum() < batch
     assert (probs[np.arange(batch), tokens][accepted == 1] > 0).all()
-    assert not np.asarray(rest)[np.asarray(rest.sum(axis=-1) > 0)][probs == 0].any()
+    bonus = np.asarray(verify_lib.draw(given[:, 0], rest))
+    assert (probs[np.arange(batch), bonus] > 0).all()
+
+
+@pytest.mark.parametrize("name", ["chain", "branches", "wide"])
+def test_drafts_change_no_token_of_a_seed(name):
+    """The accepted drafts and the bonus are what vanilla decoding draws, one token after the other."""
+    tokens, parents = TREES[name]
+    batch, vocabulary = 64, 5
+    logits = 1.5 * jax.random.normal(jax.random.key(2), (batch, len(tokens), vocabulary))
+    sampling = dataclasses.replace(
+        Sampling.greedy(batch),
+        temperature=jnp.full(batch, 0.8),
+        top_p=jnp.full(batch, 0.9),
+        min_p=jnp.full(batch, 0.01),
+    )
+    lengths, stops = 7 + jnp.arange(batch, dtype=jnp.int32) % 5, jnp.full((batch, 1), -1, jnp.int32)
+    jitted = jax.jit(verify, static_argnums=2, static_argnames="greedy")
+    tree, root = make_tree(tokens, parents, batch), make_tree([0], [-1], batch)
+    way, bonus = jitted(tree, logits, 3, sampling, lengths, stops, greedy=False)
+    assert set(np.asarray(way.accepted).tolist()) >= {0, 1, 2}
+    for depth in range(4):
+        node = verify_lib.row_of(way.path, jnp.minimum(depth, way.accepted))
+        at = jnp.take_along_axis(logits, node[:, None, None], axis=1)
+        _, drawn = jitted(root, at, 0, sampling, lengths + depth, stops, greedy=False)
+        there = way.path[:, min(depth + 1, 3)]
+        said = jnp.where(depth < way.accepted, verify_lib.row_of(tree.tokens, there), bonus)
+        reached = np.asarray(depth <= way.accepted)
+        np.testing.assert_array_equal(np.asarray(said)[reached], np.asarray(drawn)[reached])
 
 
 def drawn_tree(drafts: np.ndarray, q: np.ndarray, token_ids: np.ndarray, copied: int | None) -> TokenTree:
@@ -178,6 +217,10 @@ def test_multi_candidate_rejection_sampling_has_exactly_the_target_s_distributio
     children = np.asarray(tree.tokens)[:, 1:]
     logits = jnp.broadcast_to(jnp.asarray(p, jnp.float32), (*tree.tokens.shape, vocabulary))
     run = jax.jit(walk)
+
+    def padded(coins: np.ndarray) -> jax.Array:
+        return jnp.asarray(np.pad(coins[:, None], ((0, 0), (0, 1), (0, 0))), jnp.float32)
+
     highest = 1 - 2.0**-24
     coins = np.full(children.shape, highest)
     got, reached = np.zeros(vocabulary), orders.copy()
@@ -186,11 +229,11 @@ def test_multi_candidate_rejection_sampling_has_exactly_the_target_s_distributio
         for _ in range(26):
             tried = coins.copy()
             tried[:, child] = np.minimum((low + high) / 2, highest)
-            accepted = np.asarray(run(tree, logits, jnp.asarray(tried[:, None], jnp.float32))[0].last) == child + 1
+            accepted = np.asarray(run(tree, logits, padded(tried))[0].last) == child + 1
             low, high = np.where(accepted, (low + high) / 2, low), np.where(accepted, high, (low + high) / 2)
         np.add.at(got, children[:, child], reached * high)
         reached *= 1 - np.where(high > 1 - 1e-6, 1.0, high)
-    rest = np.asarray(run(tree, logits, jnp.asarray(coins[:, None], jnp.float32))[1], np.float64)
+    rest = np.asarray(run(tree, logits, padded(coins))[1], np.float64)
     got += (reached[:, None] * rest / rest.sum(axis=1, keepdims=True)).sum(axis=0)
     np.testing.assert_allclose(got, p, atol=1e-6)
 
@@ -249,30 +292,17 @@ def test_verify_draws_from_the_filtered_distribution(monkeypatch, temperature, t
         row[np.setdiff1d(np.arange(vocabulary), kept)] = 0.0
         row /= row.sum()
 
-    thresholds = {0.0, 1.0}
-    for node in range(len(tokens)):
-        children = [j for j in range(1, len(tokens)) if parents[j] == node]
-        thresholds |= set(np.cumsum([probs[node, tokens[j]] for j in children]).tolist())
-    intervals = [(a, b) for a, b in itertools.pairwise(sorted(thresholds)) if b - a > 1e-6]
-    combinations = list(itertools.product(intervals, repeat=steps))
-    coins = jnp.asarray([[(a + b) / 2 for a, b in combination] for combination in combinations], jnp.float32)
-    weights = np.array([np.prod([b - a for a, b in combination]) for combination in combinations])
-    batch = len(combinations)
-
-    seen = {}
-    monkeypatch.setattr(
-        verify_lib,
-        "walk_sampled",
-        lambda *given: functools.partial(walk_sampled, *given[:5])(jnp.asarray(coins)[:, :, None]),
-    )
-    monkeypatch.setattr(verify_lib, "draw", lambda _, rest: seen.setdefault("rest", rest).argmax(-1).astype(jnp.int32))
+    coins, weights = every_draw(probs, np.asarray(make_tree(tokens, parents, 1).depths[0]))
+    batch = len(coins)
+    monkeypatch.setattr(verify_lib, "draw", in_order)
+    monkeypatch.setattr(Sampling, "uniform", lambda _, lengths, *__: jnp.asarray(coins)[jnp.arange(batch), lengths - 3])
     sampling = dataclasses.replace(
         Sampling.greedy(batch),
         temperature=jnp.full(batch, temperature),
         top_k=jnp.full(batch, top_k, jnp.int32),
         top_p=jnp.full(batch, top_p),
     )
-    walk, _ = verify(
+    walk, bonus = verify(
         make_tree(tokens, parents, batch),
         jnp.broadcast_to(logits, (batch, *logits.shape)),
         steps,
@@ -282,12 +312,12 @@ def test_verify_draws_from_the_filtered_distribution(monkeypatch, temperature, t
         greedy=False,
     )
     got = np.zeros_like(probs)
-    for weight, way, taken, bonus in zip(
-        weights, np.asarray(walk.path), np.asarray(walk.accepted), np.asarray(seen["rest"], np.float64), strict=True
+    for weight, way, taken, last in zip(
+        weights, np.asarray(walk.path), np.asarray(walk.accepted), np.asarray(bonus), strict=True
     ):
         for here, there in itertools.pairwise(way[: taken + 1]):
             got[here, tokens[there]] += weight
-        got[way[taken]] += weight * bonus / bonus.sum()
+        got[way[taken], last] += weight
     reached = np.ones(len(tokens))
     for node in range(1, len(tokens)):
         reached[node] = reached[parents[node]] * probs[parents[node], tokens[node]]
