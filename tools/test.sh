@@ -40,6 +40,7 @@ finish pyright || failed+=(pyright)
 if [[ $which == long ]]; then
   # One at a time: several of them start processes of their own, which must find each other within gloo's 30 seconds.
   check "${PYTEST[@]}" -n 0 -m long --hypothesis-profile=long
+  check bash tools/test_beam.sh
   check python tools/mutants.py
 fi
 show_times

@@ -399,12 +399,18 @@ class Engine:
         """Returns a copy of the counters since the engine was made, and of its state now."""
         return dataclasses.replace(self._scheduler.stats(), stalled=self._loop.stalled())
 
-    def encode(self, prompt: Prompt, chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
+    def encode(
+        self,
+        prompt: Prompt,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int]:
         """Encodes a prompt as `generate` does.
 
         Args:
             prompt: a string (one user turn), messages (both through the chat template), or token ids.
             chat_template_kwargs: variables of the chat template, such as `enable_thinking` of Qwen 3's; as in vLLM.
+            tools: definitions of tools, in OpenAI's form, for the chat template.
 
         Returns:
             Token ids; for a string or messages with the answer's opening behind them.
@@ -413,7 +419,7 @@ class Engine:
             ValueError: a prompt of another kind, messages that the chat template refuses, or arguments of
                 `apply_chat_template` among its variables.
         """
-        return encode(self.tokenizer, prompt, chat_template_kwargs=chat_template_kwargs)
+        return encode(self.tokenizer, prompt, chat_template_kwargs=chat_template_kwargs, tools=tools)
 
     def _request(self, name: str, prompt: Prompt, params: SamplingParams, sample: int, **options: Any) -> Request:
         ids = encode(self.tokenizer, prompt, name)

@@ -14,7 +14,11 @@ Prompt = str | Sequence[dict[str, Any]] | Sequence[int]
 
 
 def encode(
-    tokenizer: Any, prompt: Any, name: str = "prompt", chat_template_kwargs: Mapping[str, Any] | None = None
+    tokenizer: Any,
+    prompt: Any,
+    name: str = "prompt",
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
     """Encodes a prompt.
 
@@ -25,6 +29,7 @@ def encode(
         prompt: a `Prompt`; any other object is refused.
         name: its name in errors.
         chat_template_kwargs: variables of the chat template, such as `enable_thinking` of Qwen 3's; as in vLLM.
+        tools: definitions of tools, in OpenAI's form, for the chat template.
 
     Raises:
         ValueError: no `Prompt`, messages without text or of an unknown role, messages that the template refuses, or
@@ -54,7 +59,7 @@ def encode(
             raise ValueError(f"{name}[{index}].role: got {message['role']!r}, expected one of {', '.join(_ROLES)}")
         _check_text(message["content"], f"{name}[{index}].content")
     try:
-        return chat_template.prompt_ids(tokenizer, prompt, variables=variables)
+        return chat_template.prompt_ids(tokenizer, prompt, tools, variables)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
 

@@ -151,7 +151,13 @@ class Server:
             Refused: an answer to another prompt, of other tokens, or none to this one. Ask `check` whose fault it is.
         """
         body = {"messages": messages, **sampling, **self._dialect} | ({"tools": tools} if tools else {})
-        said, choice = await self._chat(body)
+        try:
+            said, choice = await self._chat(body)
+        except Refused:
+            if not tools:
+                raise
+            # A server that reads no calls out of a text may render tools all the same.
+            said, choice = await self._chat(body | {"tool_choice": "none"})
         if difference := self._other_prompt(said, ids):
             raise Refused(difference)
         return self._answer(said, choice)

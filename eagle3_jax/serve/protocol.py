@@ -27,7 +27,7 @@ _UNSUPPORTED = "this server does not support it"
 _TEXT_ONLY = "this server reads and writes text only"
 # Field -> values without effect, and the reason to refuse others.
 _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "tools": (([],), "this server calls no tools"),
+    "tools": (([],), "a completion's prompt goes through no template"),  # supported for chats
     "tool_choice": (("none", "auto"), "this server calls no tools"),
     "functions": (([],), "this server calls no functions"),
     "function_call": (("none", "auto"), "this server calls no functions"),
@@ -256,12 +256,15 @@ class Chat(RequestBody):
 
     Attributes:
         chat_template_kwargs: variables of the chat template, as in vLLM and SGLang.
+        tools: definitions that the chat template renders. A call stays in the text, so `tool_choice` must be "none".
     """
 
     field: ClassVar[str] = "messages"
     messages: Annotated[list[Message], Field(min_length=1), pydantic.FailFast()]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
@@ -270,7 +273,7 @@ class Chat(RequestBody):
         return [[{"role": message.role, "content": message.content} for message in self.messages]]
 
     def encode(self, engine: Engine, prompt: Prompt) -> list[int]:
-        return engine.encode(prompt, self.chat_template_kwargs)
+        return engine.encode(prompt, self.chat_template_kwargs, self.tools)
 
     @property
     def requested_logprobs(self) -> int | None:
@@ -282,6 +285,8 @@ class Chat(RequestBody):
             self.max_tokens = self.max_completion_tokens
         if self.top_logprobs and not self.logprobs:
             raise _Wrong("top_logprobs", self.top_logprobs, "logprobs to be true with it")
+        if self.tools and self.tool_choice != "none":
+            raise _Wrong("tools", self.tools, 'tool_choice "none" with them: this server reads no calls out of a text')
         return self
 
 

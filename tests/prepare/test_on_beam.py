@@ -6,6 +6,7 @@ import json
 import pathlib
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -162,6 +163,39 @@ def test_an_interrupted_run_goes_on(tmp_path, monkeypatch, shuffled):
     monkeypatch.setattr(on_beam_form._Write, "_write", write)
     monkeypatch.setattr(on_beam_form._Clean, "_write", None)  # no record is cleaned again
     found = on_beam(tmp_path / "run", given)
+    assert_same(found, run(tmp_path / "a", given))
+
+
+IN_SMALL_BLOCKS = (
+    "import runpy; from eagle3_jax.prepare import blocks; blocks._BYTES = 40_000; "
+    "runpy.run_module('eagle3_jax.prepare', run_name='__main__', alter_sys=True)"
+)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("options", [LOCAL, WORKERS], ids=["one process", "workers"])
+def test_a_run_that_is_killed_goes_on(tmp_path, options):
+    """SIGKILL while records are cleaned, while they are related, and while shards are written."""
+    path, config = tmp_path / "in.jsonl", tmp_path / "run.yaml"
+    many_prompts.write(path, 3000)
+    given = {"kind": "jsonl", "path": str(path)}
+    section = {"sources": [given], "runner": "beam", "beam_options": options}
+    config.write_text(json.dumps({"run_dir": str(tmp_path / "run"), "prepare": section}))
+    work, cleaned = tmp_path / "run/prompts" / WORK, dict[pathlib.Path, int]()
+    for kind, count in (("cleaned", 6), ("relations", 1), ("written", 3)):
+        with (tmp_path / "log").open("w") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-c", IN_SMALL_BLOCKS, "--config", str(config)], stdout=log, stderr=log
+            )
+            while process.poll() is None and len(list((work / kind).glob("[0-9]*"))) < count:
+                time.sleep(0.01)
+            process.kill()
+        assert process.wait() == -signal.SIGKILL, (tmp_path / "log").read_text()
+        times = {done: done.stat().st_mtime_ns for done in (work / "cleaned").glob("*.json")}
+        assert cleaned.items() <= times.items()  # no block is cleaned again
+        cleaned = times
+    found = run(tmp_path / "run", given, runner="beam", beam_options=options)
     assert_same(found, run(tmp_path / "a", given))
 
 

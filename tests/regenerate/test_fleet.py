@@ -9,11 +9,13 @@ import json
 import pathlib
 import re
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import emulator
 import pytest
 import tiny
 from fake_fleet import FakeServer
@@ -23,7 +25,7 @@ from eagle3_jax.data.conversation import read_conversation
 from eagle3_jax.models.checkpoint.fetch import load_tokenizer
 from eagle3_jax.regenerate import __main__ as regenerate
 from eagle3_jax.regenerate import fleet
-from eagle3_jax.runs import manifest
+from eagle3_jax.runs import command, disk, manifest
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +66,7 @@ class Run:
     """Some prompts, and a configuration for each fleet that answers them."""
 
     target: pathlib.Path
-    folder: pathlib.Path
+    folder: disk.Path
     prompts: Sequence[dict[str, Any]]
 
     def ask(self, *servers: FakeServer | dict[str, Any], **settings: Any) -> None:
@@ -74,11 +76,11 @@ class Run:
         regenerate.regenerate(configs.from_dict(values | {"regenerate": common | settings}))
 
     @property
-    def output(self) -> pathlib.Path:
+    def output(self) -> disk.Path:
         return self.folder / "conversations"
 
     def read(self, name: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.output / name).read_text().splitlines()]
+        return list(disk.read_jsonl(self.output / name))
 
     def conversations(self) -> dict[str, dict[str, Any]]:
         found = {line["id"]: line for line in self.read("train.jsonl")}
@@ -99,14 +101,15 @@ class Run:
 
 @pytest.fixture
 def run(folder: pathlib.Path, tmp_path: pathlib.Path) -> Callable[..., Run]:
-    def make(*prompts: dict[str, Any]) -> Run:
-        config = configs.from_dict({"run_dir": str(tmp_path / "run")})
-        made = config.folder("prepare")
+    def make(*prompts: dict[str, Any], at: str | None = None) -> Run:
+        place = disk.path_of(at or tmp_path / "run")
+        made = configs.from_dict({"run_dir": str(place)}).folder("prepare")
         manifest.begin(made, {"verb": "prepare"})
         for split, lines in (("train", prompts), ("held_out", [prompt("held out", "apple")])):
-            (made / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+            with disk.atomic(made / f"{split}.jsonl") as temporary:
+                temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
         manifest.finish(made, files=("train.jsonl", "held_out.jsonl"))
-        return Run(folder, tmp_path / "run", prompts)
+        return Run(folder, place, prompts)
 
     return make
 
@@ -163,6 +166,20 @@ def test_reasoning_and_tool_calls_are_kept_as_the_server_says_them(run, server, 
     assert asked[1] == {"role": "assistant", "content": "river"}
     assert calls["messages"][1:] == [{"role": "assistant", "content": "", "tool_calls": [call]}]
     assert made.results()["ended"] == {"complete": 1, "called": 1}
+
+
+def test_tools_are_rendered_by_a_server_that_reads_no_calls(run, server):
+    """This package's own, or vLLM without a parser: a call stays in the text, and its ids are kept."""
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    made = run(prompt("calls", "call") | {"tools": tools}, prompt("bad", "bad") | {"tools": tools})
+    refused = lambda body: "tools" in body and (last(body) == "bad" or body.get("tool_choice") != "none")  # noqa: E731
+    answering = server(rule=lambda body: 400 if refused(body) else None)
+    made.ask(answering)
+    made.assert_all_there()
+    (found,) = made.conversations().values()
+    assert found["tools"] == tools and found["messages"][1]["content"].startswith("call: ") and found["answer_ids"]
+    assert made.rejects()["bad"].startswith("status 400")
+    assert sum(body.get("tool_choice") == "none" for body in answering.asked) == 2
 
 
 def test_a_template_s_date_is_sent_to_servers_that_would_write_today_s(run, server, tokenizer, folder, tmp_path):
@@ -374,6 +391,26 @@ def test_a_fleet_of_which_nobody_answers_is_one_error(run, server):
     dying = server(rule=lambda _: dying.down() or "drop")
     with pytest.raises(ValueError, match=r"got no connection.*\n.*run it again: it goes on from here"):
         made.ask(dying, patience=0.3)
+
+
+@pytest.mark.parametrize("where", ["local", pytest.param("bucket", marks=pytest.mark.slow)])
+def test_a_run_that_sigterm_stops_asks_for_the_rest_alone(run, server, monkeypatch, where):
+    made = run(*many(60), at=None if where == "local" else f"{emulator.new_bucket()}/run")
+
+    def rule(body: dict[str, Any]) -> None:
+        time.sleep(0.04)
+        if len(answering.asked) == 12:
+            monkeypatch.setattr(command, "_asked", signal.SIGTERM)
+
+    answering = server(rule=rule)
+    with pytest.raises(command.Stopped):
+        made.ask({"url": answering.url, "concurrency": 2})
+    assert 12 <= len(answering.asked) < 60
+    monkeypatch.setattr(command, "_asked", None)
+    made.ask({"url": answering.url, "concurrency": 2})
+    made.assert_all_there()
+    assert made.rejects() == {}
+    assert 61 <= len(answering.asked) <= 63  # those on their way at the stop were asked twice
 
 
 def test_urls_are_checked_with_the_other_fields():

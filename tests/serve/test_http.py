@@ -186,6 +186,26 @@ def test_a_request_sets_variables_of_the_chat_template(served, engine, monkeypat
     assert plain == same < longer
 
 
+def test_tools_are_rendered_where_no_call_is_asked_for(served, engine, monkeypatch):
+    knows = copy.deepcopy(engine.tokenizer)
+    knows.chat_template = (
+        "{% for tool in tools or [] %}{{ tool['function']['name'] }} {% endfor %}" + knows.chat_template
+    )
+    monkeypatch.setattr(engine, "tokenizer", knows)
+    tools = [{"type": "function", "function": {"name": "apple snow"}}]
+    ask: Any = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "apple"}],
+        "max_tokens": 1,
+        "tool_choice": "none",
+    }
+    more = {"return_token_ids": True}
+    plain = served.client.chat.completions.create(**ask, extra_body=more)
+    longer = served.client.chat.completions.create(**ask, tools=tools, extra_body=more)
+    ids = knows("apple snow ", add_special_tokens=False)["input_ids"]
+    assert longer.prompt_token_ids == ids + plain.prompt_token_ids
+
+
 @pytest.mark.slow
 def test_equal_prompts_of_one_request_are_different_samples(served):
     ask: Any = {"model": MODEL, "prompt": ["apple"] * 3 + ["snow"], "temperature": 2.0, "max_tokens": 12, "seed": 5}
