@@ -1,11 +1,12 @@
-"""Estimates the TPU hours and costs of extraction and training, from the programs' operations.
+"""Estimates the TPU hours and costs of answers, extraction and training, from the programs' bytes and operations.
 
     .venv/bin/python tools/tpu_cost.py --config configs/llama31_8b.yaml --topology v5e:4x4 --price 1.20 \
       --target.name configs/targets/llama31_8b
 
 The estimate counts the matrix products of the programs that `tools/tpu_fit.py` plans, loops included, from their
 traces; no TPU is needed. It assumes that `--share` of the chip's published operations a second is used, and that only
-products take time. Not counted: attention kernels, compilation, padding.
+products take time. Not counted: attention kernels, compilation, padding. For `regenerate` it assumes that share of the
+bandwidth: vanilla decoding of a full batch reads the weights and half of the caches for each token of it.
 
 A table then compares stored features ("files"), whose writing and reading overlaps with products, with states computed
 in front of each step ("online"), for the topology's chips.
@@ -16,7 +17,7 @@ from __future__ import annotations
 import math
 import os
 
-from tpu_topology import CHIPS, ENVIRONMENT, topology_devices
+from tpu_topology import CHIPS, ENVIRONMENT, Chip, topology_devices
 
 os.environ.update(ENVIRONMENT)
 
@@ -49,6 +50,7 @@ def main() -> None:
         modes = {mode: _with_features(config, mode) for mode in ("stored", "online")}
         programs = list(tpu_fit.VERBS["extract"](modes["stored"], target, devices))
         programs += tpu_fit.VERBS["train"](modes["online"], target, devices)  # its step is that of stored features
+        answering = [x for x in tpu_fit.VERBS["regenerate"](config, target, devices) if x.name.endswith("rounds")]
     except ValueError as error:
         parser.error(str(error))
     chip = CHIPS[arguments.topology.split(":")[0]]
@@ -56,6 +58,15 @@ def main() -> None:
     tokens = f"{arguments.tokens / 1e6:g} million tokens"
     print(f"{arguments.topology}: {chips} chips, {tokens}, {arguments.share:.0%} of the operations used")
     seconds: dict[str, float] = {}
+
+    def said(hours: float) -> str:
+        cost = "" if arguments.price is None else f", {hours * arguments.price:,.1f} at {arguments.price:g} a chip hour"
+        return f"{hours:,.1f} chip hours, {hours / chips:,.2f} hours{cost}"
+
+    for program in answering:
+        a_second = _answers(program, chip, arguments.share)
+        hours = arguments.tokens / a_second * program.mesh.size / chip.devices / 3600
+        print(f"regenerate: {a_second:,.0f} tokens a second on {program.mesh.size} devices, if all: {said(hours)}")
     for program in programs:
         with jax.sharding.use_abstract_mesh(program.mesh.abstract_mesh):
             operations = products(program.trace().jaxpr.jaxpr)
@@ -65,9 +76,8 @@ def main() -> None:
             a_step, passes = config.train.batch_size * config.train.row_length, config.train.epochs
         hours = operations / a_step * arguments.tokens * passes / rate / 3600
         seconds[program.name] = hours / chips * 3600
-        cost = "" if arguments.price is None else f", {hours * arguments.price:,.1f} at {arguments.price:g} a chip hour"
         a_token = f"{operations / a_step / 1e9:.1f} GFLOP a token, {passes:g} times"
-        print(f"{program.name}: {a_token}: {hours:,.1f} chip hours, {hours / chips:,.2f} hours{cost}")
+        print(f"{program.name}: {a_token}: {said(hours)}")
     if seconds.keys() >= {"extract", "train: states", "train: step"}:
         hosts = len({device.process_index for device in devices})
         size = token_bytes(len(target.aux_layers), target.hidden_size, "fp8") * arguments.tokens
@@ -84,6 +94,17 @@ def main() -> None:
                 f"  {name}: extract {extract / 3600:.2f} hours, train {train / 3600:.2f} hours, {held / 1e12:,.3f} TB, "
                 f"{hours * chips:,.1f} chip hours{cost}"
             )
+
+
+def _answers(program: tpu_fit.Program, chip: Chip, share: float) -> float:
+    """Estimates an engine's tokens a second: by what a round reads, or by its operations if they take longer."""
+    state = program.arguments["state"]
+    weights, caches = (jax.tree.leaves(x) for x in (program.arguments["target"], state.cache))
+    batch = state.root.shape[0]
+    sizes = [sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) for leaves in (weights, caches)]
+    read = (sizes[0] + sizes[1] / 2) / (chip.gigabytes * 1e9)
+    computed = 2 * sum(leaf.size for leaf in weights) * batch / (chip.teraflops * 1e12)
+    return share * batch * program.mesh.size / max(read, computed)
 
 
 _TOKENS_ALONE = token_bytes(0, 0, "none")

@@ -12,7 +12,6 @@ order, and end in any. What became no conversation is in `conversations/rejects.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -43,8 +42,8 @@ def regenerate(config: configs.RunConfig) -> None:
     """
     prompts, folder, settings = config.folder("prepare"), config.folder("regenerate"), config.regenerate
     made_from = manifest.read(prompts, made_by="prepare")
-    turns = sum(dialogue.turns for dialogue in _dialogues(prompts) if dialogue.end is None)
-    decodes = turns > 0 and not settings.servers
+    open_ends = any(dialogue.end is None for dialogue in _dialogues(prompts))
+    decodes = open_ends and not settings.servers
     replica = None if settings.servers else own_replica(make_mesh(config.mesh))
     target = load_target(config.target, replica and replica.mesh, only=None if decodes else ())
     identity = {
@@ -63,10 +62,10 @@ def regenerate(config: configs.RunConfig) -> None:
             processes.say(f"regenerate: {folder} is finished already")
         else:
             rate = 0.0
-            if turns and replica is None:
-                rate = processes.agree(lambda: asyncio.run(_ask_servers(config, target, folder, turns)))
-            elif turns and replica is not None:
-                rate = _ask_engines(config, target, replica, folder, turns)
+            if open_ends and replica is None:
+                rate = processes.agree(lambda: asyncio.run(_ask_servers(config, target, folder)))
+            elif open_ends and replica is not None:
+                rate = _ask_engines(config, target, replica, folder)
             processes.agree(lambda: _finish(config, target.tokenizer, folder, rate))
         processes.agree(lambda: _remove_logs(folder))
 
@@ -85,30 +84,39 @@ def _dialogues(prompts: disk.Path, *splits: str) -> Iterator[Dialogue]:
             yield from map(Dialogue.begin, disk.read_jsonl(path))
 
 
-def _ask_engines(config: configs.RunConfig, target: Target, replica: Replica, folder: disk.Path, turns: int) -> float:
+def _ask_engines(config: configs.RunConfig, target: Target, replica: Replica, folder: disk.Path) -> float:
     """Has this process's engines answer the share of its replica. Returns all processes' tokens a second."""
-    engines = engines_of.load(config.regenerate, target, replica)
+    engines, prompts = engines_of.load(config.regenerate, target, replica), config.folder("prepare")
     leads = replica.leader == processes.index()  # the other processes of a replica say the same
     with _answers(folder) as known:
         processes.barrier()  # from here on logs grow
-        with _Stored(_log(folder, replica.index) if leads else None, turns / replica.count, len(known)) as stored:
-            share = itertools.islice(_dialogues(config.folder("prepare")), replica.index, None, replica.count)
+        share = itertools.islice(_dialogues(prompts), replica.index, None, replica.count)
+        turns = (_turns(prompts) - len(known)) / replica.count
+        with _Stored(_log(folder, replica.index) if leads else None, turns) as stored:
             engines_of.converse(engines, config.regenerate, share, known, config.seed, stored.add)
     rates = {"tokens_per_second": stored.rate()} if leads else {}
     return processes.total(rates)["tokens_per_second"]  # all is answered
 
 
-async def _ask_servers(config: configs.RunConfig, target: Target, folder: disk.Path, turns: int) -> float:
+async def _ask_servers(config: configs.RunConfig, target: Target, folder: disk.Path) -> float:
     """Has the servers answer. Returns tokens a second."""
     from eagle3_jax.regenerate import fleet  # of an extra
 
+    prompts = config.folder("prepare")
     async with fleet.gathered(config.regenerate, target) as servers:
         with (
             _answers(folder) as known,
-            _Stored(_log(folder, "servers"), turns, len(known), lambda: f", {servers.well} servers") as stored,
+            _Stored(
+                _log(folder, "servers"), _turns(prompts) - len(known), lambda: f", {servers.well} servers"
+            ) as stored,
         ):
-            await servers.converse(_dialogues(config.folder("prepare")), known, config.seed, stored.add)
+            await servers.converse(_dialogues(prompts), known, config.seed, stored.add)
     return stored.rate()
+
+
+def _turns(prompts: disk.Path) -> int:
+    """Counts the turns that are to be answered."""
+    return sum(dialogue.turns for dialogue in _dialogues(prompts) if dialogue.end is None)
 
 
 class _Stored:
@@ -116,24 +124,22 @@ class _Stored:
 
     Args:
         log: None writes none.
-        turns, known: how many are to be answered, and how many answers are there.
+        turns: how many are to be answered.
         more: what the progress says beside tokens a second.
     """
 
-    def __init__(self, log: disk.Path | None, turns: float, known: int, more: Callable[[], str] = lambda: "") -> None:
-        self._path, self._turns, self._known, self._more = log, turns, known, more
+    def __init__(self, log: disk.Path | None, turns: float, more: Callable[[], str] = lambda: "") -> None:
+        self._log, self._more = None if log is None else disk.Log(log), more
+        self._progress = tqdm.tqdm(total=turns, unit=" answers", disable=log is None)
         self._tokens, self._start = 0, time.monotonic()
 
     def __enter__(self) -> _Stored:
-        with contextlib.ExitStack() as stack:
-            self._log = None if self._path is None else stack.enter_context(disk.Log(self._path))
-            bar = tqdm.tqdm(total=self._turns, initial=self._known, unit=" answers", disable=self._path is None)
-            self._progress = stack.enter_context(bar)
-            self._open = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._open.close()
+        self._progress.close()
+        if self._log is not None:
+            self._log.close()
 
     def add(self, answer: Answer) -> None:
         if self._log is not None:

@@ -65,7 +65,9 @@ def answered(vanilla: Engine) -> Conversations:
 def test_every_turn_is_answered_as_it_is_alone(vanilla, answered):
     assert sorted(answered.answers) == [(number, turn) for number in range(8) for turn in range(number % 3 + 1)]
     again = Conversations(8)
-    for name, prompt, one in (waiting := collections.deque(again.asked())):
+    waiting = collections.deque(again.asked())
+    while waiting:
+        name, prompt, one = waiting.popleft()
         (output,) = vanilla.generate([prompt], one)
         assert output.token_ids == answered.answers[name].token_ids
         if (following := again.on_output(name, output)) is not None:
