@@ -89,7 +89,7 @@ def test_a_next_turn_reads_the_rest_alone(vanilla, answered):
 @pytest.mark.parametrize("draft", ["head", "lookup"])
 def test_drafts_change_no_answer_of_a_seed(toy, answered, draft):
     """Though the engine takes one tier after the other: their drafts are the head's best, or copies."""
-    sizes = {"batch_size": BATCH, "max_length": 128, "page_size": 16}
+    sizes: Any = {"batch_size": BATCH, "max_length": 128, "page_size": 16}
     trees = [CHAIN, DraftTree(num_steps=3, topk=3, num_draft_tokens=8, lookup_tokens=4)]
     head, tree = (toy.good, trees) if draft == "head" else (draft, "auto")
     engine = Engine(toy.target, Tokenizer(), head, tree, sample_drafts=False, **sizes)

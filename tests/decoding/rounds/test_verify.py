@@ -119,7 +119,8 @@ def test_a_token_of_probability_zero_is_never_accepted(monkeypatch):
     probs[:, 0] += 1e-3
     probs /= probs.sum(axis=-1, keepdims=True)
     children = np.argsort(rng.random((batch, vocabulary - 1)), axis=-1)[:, :8] + 1
-    coins = np.choose(rng.integers(0, 3, (batch, 2, 2)), [0.0, 1 - 2.0**-24, rng.random((batch, 2, 2))])
+    kind, coins = rng.integers(0, 3, (batch, 2, 2)), rng.random((batch, 2, 2))
+    coins = np.where(kind == 0, 0.0, np.where(kind == 1, 1 - 2.0**-24, coins))
     tree = dataclasses.replace(
         make_tree([0] * 9, [-1] + [0] * 8, batch),
         tokens=jnp.asarray(np.pad(children, ((0, 0), (1, 0))), jnp.int32),
