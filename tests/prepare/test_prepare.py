@@ -210,18 +210,16 @@ class FakeEngine(Engine):
         assert (batch_size, max_length) == (2, 3 + 128)
         return cls()
 
-    def generate(self, prompts: Any, params: Any = (), on_output: Any = None) -> list[Output]:
+    def converse(self, asked: Any, on_output: Any) -> None:
         if self.chunks == self.dies_at:
             raise KeyboardInterrupt
         type(self).chunks += 1
-        assert prompts == [[1, 2, 3]] * len(params) and len({one.seed for one in params}) == len(params) <= 8
-        outputs = []
-        for row, one in enumerate(params):
+        names, prompts, params = zip(*asked, strict=True)
+        assert prompts == ([1, 2, 3],) * len(params) and len({one.seed for one in params}) == len(params) <= 8
+        for row, (name, one) in enumerate(zip(names, params, strict=True)):
             reason = "length" if row % 4 == 3 or self.never_ends else "stop"
             text = f"Tell me about the {one.seed} of bob{row}@example.org, at {one.temperature} and {one.max_tokens}."
-            outputs.append(Output([], text, reason, Stats(1, [])))
-            on_output(row, outputs[-1])
-        return outputs
+            on_output(name, Output([], text, reason, Stats(1, [])))
 
 
 @pytest.fixture
