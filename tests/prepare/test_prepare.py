@@ -295,15 +295,12 @@ class Talker(Engine):
         cls.asked = []
         return cls()
 
-    def generate(self, prompts: Any, params: Any = (), on_output: Any = None) -> list[Output]:
-        asked = ["".join(map(chr, row)) for row in prompts]
-        self.asked += asked
-        outputs = []
-        for number, (row, one) in enumerate(zip(asked, params, strict=True)):
+    def converse(self, asked: Any, on_output: Any) -> None:
+        for name, prompt, one in asked:
+            row = "".join(map(chr, prompt))
+            self.asked.append(row)
             reason = "length" if "Cut" in row or row.count("user:") > 2 else "stop"
-            outputs.append(Output([], f" {len(row)}/{one.seed}", reason, Stats(1, [])))
-            on_output(number, outputs[-1])
-        return outputs
+            on_output(name, Output([], f" {len(row)}/{one.seed}", reason, Stats(1, [])))
 
 
 def test_self_prompting_begins_as_it_is_told_and_goes_on_for_several_turns(tmp_path, monkeypatch):
