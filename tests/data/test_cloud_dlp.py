@@ -52,6 +52,7 @@ def test_findings_are_spans_of_characters_in_their_texts(server):
     assert cloud_dlp.CloudDlp(settings(server)).inspect([]) == []
 
 
+@pytest.mark.slow
 def test_a_request_holds_many_texts_and_never_more_than_the_service_takes(server):
     texts = [f"{number}: 山田太郎 " + "字" * (7 * number % 2000) for number in range(300)]
     found = cloud_dlp.CloudDlp(settings(server)).inspect(texts)

@@ -61,6 +61,7 @@ def results(config: configs.RunConfig) -> dict[str, Any]:
     return manifest.read(config.folder("extract"), "extract")["results"]
 
 
+@pytest.mark.slow
 def test_answers_have_the_shares_that_are_asked_for(tmp_path, target):
     config = prepared(tmp_path, SHARES)
     extract.extract(config, target)
