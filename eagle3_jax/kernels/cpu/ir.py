@@ -14,7 +14,7 @@ from llvmlite import ir
 Value = Any  # an IR value; llvmlite has no type annotations
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
-F32, POINTER, VOID = ir.FloatType(), ir.PointerType(), ir.VoidType()
+F16, F32, POINTER, VOID = ir.HalfType(), ir.FloatType(), ir.PointerType(), ir.VoidType()
 ELEMENTS = {"float32": F32, "bfloat16": I16}
 
 

@@ -14,7 +14,7 @@ the instructions of float32. It treats subnormal numbers as zero.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -86,10 +86,9 @@ def write_product(
         group: rows of the matrix per instruction: 1, or 2 for bfloat16.
     """
     # A pair is read as one number.
-    element, *elements = (ELEMENTS[kind] if group == 1 else I32 for kind in (dtype, *stored))
-    chunks, gated = _CHUNKS * compiler.threads(), len(stored) > 1
+    of_rows, *elements = (ELEMENTS[kind] if group == 1 else I32 for kind in (dtype, *stored))
     blocks = {
-        (kind, height): _write_block(module, f"{name}.{kind}.rows{height}", height, width, element, kind)
+        (kind, height): _write_block(module, f"{name}.{kind}.rows{height}", height, width, of_rows, kind)
         for kind in dict.fromkeys(elements)
         for height in range(1, rows + 1)
     }
@@ -98,36 +97,68 @@ def write_product(
         x, *panels = operands
         count = panels[0].size(0)
         values = [*(matrix.data for matrix in panels), x.data, results[0].data, count, x.size(0), panels[0].size(1)]
-        return values, code.least(chunks, count)
+        return values, chunks(code, count)
 
     def body(code: Code, values: Sequence[Value], chunk: Value) -> None:
         *matrices, x, y, count, m, k = values
-        total = code.least(chunks, count)
-        first = code.div(code.mul(chunk, count), total)
-        last = code.div(code.mul(code.add(chunk, 1), count), total)
-        stride = code.mul(count, width)
-        gates = code.variable(F32, count=rows * width)
-        with code.loop(first, last) as number:
-            start, column = code.mul(number, code.mul(k, width)), code.mul(number, width)
-            panels = [code.at(matrix, start, kind) for matrix, kind in zip(matrices, elements, strict=True)]
 
-            def multiply(height: int, row: Value) -> None:
-                of_x = code.at(x, code.mul(row, k), element)
-                of_y = code.at(y, code.add(code.mul(row, stride), column), F32)
-                code.b.call(blocks[elements[-1], height], [panels[-1], of_x, of_y, k, stride])
-                if gated:
-                    code.b.call(blocks[elements[0], height], [panels[0], of_x, gates, k, code.int(width)])
-                    for r in range(height):
-                        _gate(code, code.at(gates, r * width, F32), code.at(of_y, code.mul(stride, r), F32), width)
+        def multiply(index: int, height: int, number: Value, row: Value, out: Value, stride: Value) -> None:
+            element = elements[index]
+            panel = code.at(matrices[index], code.mul(number, code.mul(k, width)), element)
+            of_x = code.at(x, code.mul(row, k), of_rows)
+            code.b.call(blocks[element, height], [panel, of_x, out, k, stride])
 
-            whole = code.mul(code.div(m, rows), rows)
-            with code.loop(0, whole, rows) as row:
-                multiply(rows, row)
-            for left in range(1, rows):
-                with code.when(code.b.icmp_signed("==", code.sub(m, whole), code.int(left))):
-                    multiply(left, whole)
+        write_chunk(code, chunk, count, m, y, (rows, width), multiply, gated=len(stored) > 1)
 
     handler.write_kernel(module, name, 1 + len(stored), 1, plan, body)
+
+
+def chunks(code: Code, count: Value) -> Value:
+    """Returns the number of chunks that share `count` panels."""
+    return code.least(_CHUNKS * compiler.threads(), count)
+
+
+def write_chunk(
+    code: Code,
+    chunk: Value,
+    count: Value,
+    m: Value,
+    y: Value,
+    block: tuple[int, int],
+    multiply: Callable[[int, int, Value, Value, Value, Value], None],
+    *,
+    gated: bool,
+) -> None:
+    """Writes a chunk's part of the result y [m, count * width]: its panels, each times all rows.
+
+    Args:
+        block: rows and columns of a block in registers.
+        multiply: (which matrix, rows, number of the panel, first row, where the block's result begins, its stride)
+            writes one block.
+        gated: whether there are two matrices, `gate` and `up`.
+    """
+    rows, width = block
+    total = chunks(code, count)
+    first = code.div(code.mul(chunk, count), total)
+    last = code.div(code.mul(code.add(chunk, 1), count), total)
+    stride = code.mul(count, width)
+    gates = code.variable(F32, count=rows * width)
+    with code.loop(first, last) as number:
+
+        def write(height: int, row: Value) -> None:
+            of_y = code.at(y, code.add(code.mul(row, stride), code.mul(number, width)), F32)
+            multiply(int(gated), height, number, row, of_y, stride)
+            if gated:
+                multiply(0, height, number, row, gates, code.int(width))
+                for r in range(height):
+                    _gate(code, code.at(gates, r * width, F32), code.at(of_y, code.mul(stride, r), F32), width)
+
+        whole = code.mul(code.div(m, rows), rows)
+        with code.loop(0, whole, rows) as row:
+            write(rows, row)
+        for left in range(1, rows):
+            with code.when(code.b.icmp_signed("==", code.sub(m, whole), code.int(left))):
+                write(left, whole)
 
 
 def _write_block(module: ir.Module, name: str, rows: int, width: int, element: ir.Type, stored: ir.Type) -> ir.Function:

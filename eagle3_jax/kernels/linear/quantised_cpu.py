@@ -1,0 +1,300 @@
+"""Products with quantised matrices on CPUs: rows of x in 8 bits times panels of 8 or 4 bits, summed in integers.
+
+A token waits for the weights' bytes, so panels keep the bits that the matrix has. A row of x is quantised in groups of
+32 numbers, each with the scale absmax / 127. The sum over a group is exact, in integers; the groups are added in order,
+in float32. So a row's result does not depend on the number of rows, to the bit.
+
+A panel holds the groups of a few columns one after the other: scales, offsets, then values, four of a column side by
+side. One instruction of AVX-512 VNNI or of Arm, or a few of AVX2, add the products of these four to the column's sum. A
+byte of 4-bit panels holds the values i and i + 16 of its group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32
+from llvmlite import ir
+
+from eagle3_jax.kernels.cpu import compiler, handler
+from eagle3_jax.kernels.cpu.handler import Buffer
+from eagle3_jax.kernels.cpu.ir import ELEMENTS, F16, F32, I8, I16, I32, I64, POINTER, Code, Value, define, vector
+from eagle3_jax.kernels.linear.cpu import chunks, write_chunk
+from eagle3_jax.kernels.linear.layouts import Form, Quantised, QuantisedPanels
+
+GROUP = 32  # numbers of a row that share a scale
+_STEP = 4  # values of a column side by side
+_STEPS = GROUP // _STEP
+_ROUND = 1.5 * 2**23  # added to a float32 below 2^22, it leaves the nearest integer in the low bits
+
+
+class Dots(NamedTuple):
+    """How four products of bytes are added to a sum.
+
+    Attributes:
+        lanes: columns of a register.
+        rows: rows of a block whose sums fit into the registers.
+        width: columns of the block.
+    """
+
+    kind: str
+    lanes: int
+    rows: int
+    width: int
+
+
+VNNI, AVX2, SDOT, ANY = Dots("vnni", 16, 8, 32), Dots("avx2", 8, 4, 16), Dots("sdot", 4, 4, 16), Dots("any", 4, 4, 16)
+
+
+def dots() -> Dots:
+    """Chooses this machine's instructions."""
+    if compiler.has_wide_vectors() and compiler.has_features("avx512vnni"):
+        return VNNI
+    if compiler.has_features("avx2", "f16c"):
+        return AVX2
+    return SDOT if compiler.has_features("dotprod") else ANY
+
+
+def pack(matrix: Quantised) -> QuantisedPanels:
+    """Packs a matrix [k, n] of 8 or 4 bits, with scales by column or by groups of a multiple of 32 rows."""
+    width = dots().width
+    values, scale = (np.asarray(x) for x in (matrix.values, matrix.scale))
+    k, columns = values.shape
+    bits, zero = {"int8": (8, 0), "int4": (4, 8), "uint4": (4, 0)}[values.dtype.name]
+    by_group = len(scale) > 1 or matrix.offset is not None
+    scales = [scale] if matrix.offset is None else [scale, np.asarray(matrix.offset)]
+    count = -(-k // GROUP)
+    halves = by_group and all((x == x.astype(np.float16)).all() for x in scales)
+    form = Form(bits, zero, "float16" if halves else "float32", len(scales), by_group)
+
+    def padded(x: np.ndarray, rows: int) -> np.ndarray:
+        x = np.pad(x, ((0, rows - len(x)), (0, -columns % width)))
+        return x.reshape(rows, -1, width).swapaxes(0, 1)
+
+    stored = padded(values.astype(np.int8) + np.int8(zero), count * GROUP)
+    panels = len(stored)
+    if bits == 4:
+        stored = stored.reshape(panels, count, 2, GROUP // 2, width)
+        stored = stored[:, :, 0] | stored[:, :, 1] << 4
+    stored = stored.reshape(panels, count, -1, _STEP, width).swapaxes(3, 4).reshape(panels, count, -1).view(np.uint8)
+    repeated = [padded(np.repeat(x, count // len(x), axis=0) if by_group else x, count if by_group else 1) for x in scales]
+    head = np.stack(repeated, 2).astype(form.scale).reshape(panels, len(repeated[0][0]), -1).view(np.uint8)
+    parts = [head, stored] if by_group else [head.reshape(panels, 1, -1), stored.reshape(panels, 1, -1)]
+    return QuantisedPanels(jnp.asarray(np.concatenate(parts, -1).reshape(panels, -1)), columns, form, matrix.dtype)
+
+
+def product(x: Float[Array, "m k"], matrix: QuantisedPanels) -> Float32[Array, "m n"]:
+    """Computes x @ matrix in float32, with x quantised in groups of 32 numbers of a row."""
+    return _call("product", x, (matrix,))
+
+
+def gated_product(x: Float[Array, "m k"], gate: QuantisedPanels, up: QuantisedPanels) -> Float32[Array, "m n"]:
+    """Computes silu(x @ gate) * (x @ up); see `product`."""
+    return _call("gated_product", x, (gate, up))
+
+
+def _call(kind: str, x: Array, matrices: tuple[QuantisedPanels, ...]) -> Array:
+    ways, forms = dots(), tuple(matrix.form for matrix in matrices)
+    named = "_".join("".join(map(str, form)) for form in forms)
+    name = compiler.kernel(f"eagle3_jax_quantised_{kind}_{x.dtype}_{named}", write_product, ways, x.dtype.name, forms)
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % GROUP)))
+    m, groups = x.shape[0], x.shape[1] // GROUP
+    results = (
+        jax.ShapeDtypeStruct((m, matrices[0].panels.shape[0] * ways.width), jnp.float32),
+        jax.ShapeDtypeStruct((m, groups * GROUP), jnp.int8),
+        jax.ShapeDtypeStruct((m, groups), jnp.float32),
+        jax.ShapeDtypeStruct((m, groups), jnp.int32),
+    )
+    return jax.ffi.ffi_call(name, results)(x, *(matrix.panels for matrix in matrices))[0][:, : matrices[0].columns]
+
+
+def write_product(module: ir.Module, name: str, ways: Dots, dtype: str, forms: Sequence[Form]) -> None:
+    """Writes the kernel (x [m, k], panels [p, bytes]) -> float32 [m, p * width], and x quantised.
+
+    x quantised is int8 [m, k], float32 scales [m, k / 32] and int32 sums [m, k / 32] of the int8.
+
+    Args:
+        dtype: dtype of x.
+        forms: forms of the panels (of `gate` and `up` if there are two).
+    """
+    blocks = {
+        (form, height): _write_block(module, f"{name}.{i}.rows{height}", height, form, ways)
+        for i, form in enumerate(dict.fromkeys(forms))
+        for height in range(1, ways.rows + 1)
+    }
+
+    def plan(code: Code, operands: Sequence[Buffer], results: Sequence[Buffer]) -> tuple[list[Value], Value]:
+        x, *panels = operands
+        y, *rounded = (result.data for result in results)
+        count, m, groups = panels[0].size(0), x.size(0), results[2].size(1)
+        _write_rounding(code, x.data, ELEMENTS[dtype], rounded, code.mul(m, groups))
+        return [*(matrix.data for matrix in panels), *rounded, y, count, m, groups], chunks(code, count)
+
+    def body(code: Code, values: Sequence[Value], chunk: Value) -> None:
+        *matrices, q, scales, sums, y, count, m, groups = values
+
+        def multiply(index: int, height: int, number: Value, row: Value, out: Value, stride: Value) -> None:
+            form, at = forms[index], code.mul(row, groups)
+            size = code.add(code.mul(groups, form.bytes_of_group(ways.width)), form.bytes_of_head(ways.width))
+            panel = code.at(matrices[index], code.mul(number, size), I8)
+            of_x = [code.at(q, code.mul(at, GROUP), I8), code.at(scales, at, F32), code.at(sums, at, I32)]
+            code.b.call(blocks[form, height], [panel, *of_x, out, groups, stride])
+
+        write_chunk(code, chunk, count, m, y, (ways.rows, ways.width), multiply, gated=len(forms) > 1)
+
+    handler.write_kernel(module, name, 1 + len(forms), 4, plan, body)
+
+
+def _write_rounding(code: Code, x: Value, element: ir.Type, rounded: Sequence[Value], count: Value) -> None:
+    """Writes x's groups as int8, their scales and their sums; NaN and infinity make the scale so."""
+    q, scales, sums = rounded
+    kind, whole = vector(GROUP), ir.VectorType(I32, GROUP)
+    with code.loop(0, count) as group:
+        at = code.mul(group, GROUP)
+        value = code.load_floats(code.at(x, at, element), GROUP, element)
+        size = code.call(f"llvm.fabs.v{GROUP}f32", kind, value)
+        most = code.call(f"llvm.vector.reduce.fmaximum.v{GROUP}f32", F32, size)
+        code.b.store(code.b.fmul(most, ir.Constant(F32, 1 / 127)), code.at(scales, group, F32))
+        some = code.b.fcmp_ordered(">", most, ir.Constant(F32, 0.0))
+        inverse = code.b.select(some, code.b.fdiv(ir.Constant(F32, 127.0), most), ir.Constant(F32, 0.0))
+        shifted = code.fma(value, code.broadcast(inverse, GROUP), ir.Constant(kind, [_ROUND] * GROUP))
+        bits = code.b.trunc(code.b.bitcast(shifted, whole), ir.VectorType(I8, GROUP))
+        code.b.store(bits, code.at(q, at, I8), align=1)
+        total = code.call(f"llvm.vector.reduce.add.v{GROUP}i32", I32, code.b.sext(bits, whole))
+        code.b.store(total, code.at(sums, group, I32))
+
+
+def _write_block(module: ir.Module, name: str, rows: int, form: Form, ways: Dots) -> ir.Function:
+    """Writes the function y[r, :] = sum over groups of scale of x * (scale * sum of values * x + offset * sum of x)."""
+    code = define(module, name, [POINTER] * 5 + [I64, I64])
+    code.function.linkage = "internal"
+    panel, q, scales, sums, y, groups, stride = code.function.args
+    for argument in code.function.args[:5]:
+        argument.add_attribute("noalias")
+    lanes, width, kind = ways.lanes, ways.width, vector(ways.lanes)
+    starts = range(0, width, lanes)
+    multiplier = _Multiplier(code, form.bits, ways)
+    zero = form.zero + multiplier.zero
+    totals = [[code.variable(kind, ir.Constant(kind, [0.0] * lanes)) for _ in starts] for _ in range(rows)]
+    half = form.scale == "float16"
+
+    def load_scales(place: Value, which: int, start: int) -> Value:
+        at = which * width + start
+        if half:
+            return code.b.fpext(code.load(code.at(place, at, F16), ir.VectorType(F16, lanes), align=2), kind)
+        return code.load(code.at(place, at, F32), kind, align=4)
+
+    with code.loop(0, groups) as group:
+        here = code.add(form.bytes_of_head(width), code.mul(group, form.bytes_of_group(width)))
+        block = code.at(panel, here, I8)
+        values = code.at(block, form.bytes_of_scales(width) if form.by_group else 0, I8)
+        of_row = [code.add(code.mul(groups, r), group) for r in range(rows)]
+        of_x = [code.at(q, code.mul(at, GROUP), I8) for at in of_row]
+        counts = [[None for _ in starts] for _ in range(rows)]
+        for step in range(_STEPS * form.bits // 8):
+            loaded = [
+                code.load(code.at(values, (step * width + start) * _STEP, I8), ir.VectorType(I32, lanes), align=4)
+                for start in starts
+            ]
+            # 4 bits: the lower halves are this step's values, the upper ones those of the step 16 values on.
+            for later, weights in enumerate(multiplier.unpacked(loaded)):
+                place = (step + later * _STEPS // 2) * _STEP
+                for r in range(rows):
+                    x = code.broadcast(code.load(code.at(of_x[r], place, I8), I32, align=4), lanes)
+                    counts[r] = [multiplier.add(c, w, x) for c, w in zip(counts[r], weights, strict=True)]
+        for r, at in enumerate(of_row):
+            scale, total_of_x = code.load(code.at(scales, at, F32), F32), code.load(code.at(sums, at, I32), I32)
+            scale_of_x = code.broadcast(scale, lanes)
+            for start, count, total in zip(starts, counts[r], totals[r], strict=True):
+                count = multiplier.sums(count)
+                if zero:
+                    surplus = code.broadcast(code.b.mul(total_of_x, ir.Constant(I32, zero)), lanes)
+                    count = code.b.sub(count, surplus)
+                factor = code.b.fmul(load_scales(block, 0, start), scale_of_x) if form.by_group else scale_of_x
+                value = code.fma(code.b.sitofp(count, kind), factor, code.load(total, kind))
+                if form.parts > 1:
+                    sum_of_x = code.b.fmul(scale, code.b.sitofp(total_of_x, F32))
+                    value = code.fma(load_scales(block, 1, start), code.broadcast(sum_of_x, lanes), value)
+                code.b.store(value, total)
+    for r in range(rows):
+        for start, total in zip(starts, totals[r], strict=True):
+            value = code.load(total, kind)
+            if not form.by_group:
+                value = code.b.fmul(value, load_scales(panel, 0, start))
+            code.b.store(value, code.at(y, code.add(code.mul(stride, r), start), F32), align=4)
+    code.b.ret_void()
+    code.finish()
+    return code.function
+
+
+class _Multiplier:
+    """Adds products of four bytes to sums, with one machine's instructions. Registers hold i32, four bytes each.
+
+    Attributes:
+        zero: what is added to the values before they are multiplied.
+    """
+
+    def __init__(self, code: Code, bits: int, ways: Dots) -> None:
+        self._code, self._bits, self._kind = code, bits, ways.kind
+        self._lanes = ways.lanes
+        self.zero = 128 if (ways.kind, bits) == ("vnni", 8) else 0
+
+    def unpacked(self, loaded: Sequence[Value]) -> list[list[Value]]:
+        """Returns the operands of one step, or of two for 4 bits."""
+        b, low = self._code.b, self._all(0x0F0F0F0F)
+        if self._bits == 4:
+            return [[b.and_(x, low) for x in loaded], [b.and_(b.lshr(x, self._all(4)), low) for x in loaded]]
+        if self.zero:  # unsigned for the instruction
+            return [[b.xor(x, self._all(-0x7F7F7F80)) for x in loaded]]
+        return [list(loaded)]
+
+    def add(self, total: Value | None, weights: Value, x: Value) -> Value:
+        """Adds the products; `total` None is zero."""
+        code, kind = self._code, self._kind
+        if kind == "avx2":
+            return self._add_avx2(total, weights, x)
+        total = self._all(0) if total is None else total
+        if kind == "vnni":
+            step = ir.InlineAsm(
+                ir.FunctionType(x.type, [x.type] * 3), "vpdpbusd $3, $2, $0", "=v,0,v,v"
+            )  # unsigned * signed
+            return code.b.call(step, [total, weights, x])
+        if kind == "sdot":
+            of = ir.VectorType(I8, 16)
+            name = "llvm.aarch64.neon.sdot.v4i32.v16i8"
+            return code.call(name, total.type, total, code.b.bitcast(weights, of), code.b.bitcast(x, of))
+        for byte in range(_STEP):
+            total = code.b.add(total, code.b.mul(self._byte(weights, byte), self._byte(x, byte)))
+        return total
+
+    def sums(self, total: Value) -> Value:
+        """Returns the sums as i32."""
+        if self._kind == "avx2" and self._bits == 4:
+            return self._pairs(total)
+        return total
+
+    def _add_avx2(self, total: Value | None, weights: Value, x: Value) -> Value:
+        code, bytes_ = self._code, ir.VectorType(I8, 4 * self._lanes)
+        weights, x = (code.b.bitcast(value, bytes_) for value in (weights, x))
+        if self._bits == 8:  # unsigned * signed: the sign goes to x; 2 * 128 * 127 fits into 16 bits
+            x = code.call("llvm.x86.avx2.psign.b", bytes_, x, weights)
+            weights = code.call(f"llvm.abs.v{bytes_.count}i8", bytes_, weights, ir.Constant(ir.IntType(1), 0))
+        halves = ir.VectorType(I16, 2 * self._lanes)
+        pairs = code.call("llvm.x86.avx2.pmadd.ub.sw", halves, weights, x)
+        # 16 products of 15 * 127 fit into 16 bits: a group of 4 bits is summed there.
+        added = pairs if self._bits == 4 else self._pairs(pairs)
+        return added if total is None else code.b.add(total, added)
+
+    def _pairs(self, values: Value) -> Value:
+        one = ir.Constant(values.type, [1] * values.type.count)
+        return self._code.call("llvm.x86.avx2.pmadd.wd", ir.VectorType(I32, self._lanes), values, one)
+
+    def _byte(self, x: Value, byte: int) -> Value:
+        return self._code.b.ashr(self._code.b.shl(x, self._all(24 - 8 * byte)), self._all(24))
+
+    def _all(self, number: int) -> Value:
+        return ir.Constant(ir.VectorType(I32, self._lanes), [number] * self._lanes)
