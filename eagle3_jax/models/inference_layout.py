@@ -142,11 +142,12 @@ def _twin(module: Module) -> Module:
 
 def _packed(module: Module, output_rows: Matrix) -> Module:
     def of(path: Any, leaf: Matrix) -> Any:
-        return _placed(leaf) if isinstance(leaf, jax.Array) and MATRICES.search(parameter_path(path)) else leaf
+        return _placed(leaf) if MATRICES.search(parameter_path(path)) else leaf
 
     twin = jax.tree_util.tree_map_with_path(of, module, is_leaf=is_quantised)
-    if isinstance(output_rows, jax.Array):
-        twin.lm_head = nnx.Param(_placed(output_rows, transposed=True))
+    panels = _placed(jax.tree.map(lambda x: x.T, output_rows))
+    if isinstance(panels, Panels):
+        twin.lm_head = nnx.Param(panels)
     return twin
 
 

@@ -1,21 +1,28 @@
 """Products of rows with a matrix in any of its layouts.
 
-The layout decides the implementation: the CPU kernel multiplies `Panels`, which `pack` makes; XLA multiplies arrays and
+The layout decides the implementation: CPU kernels multiply `Panels`, which `pack` makes; XLA multiplies arrays and
 `Quantised`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jaxtyping import Array, Float
 
 from eagle3_jax.kernels.contraction import contract
-from eagle3_jax.kernels.linear import cpu, quantised
-from eagle3_jax.kernels.linear.cpu import pack as pack
-from eagle3_jax.kernels.linear.layouts import Padded, Panels, Quantised
+from eagle3_jax.kernels.linear import cpu, quantised, quantised_cpu
+from eagle3_jax.kernels.linear.layouts import Padded, Panels, Quantised, QuantisedPanels
 from eagle3_jax.kernels.linear.quantised import quantise as quantise
+
+
+def pack(matrix: Float[Array, "k n"] | Quantised) -> Panels | Quantised:
+    """Packs a matrix into panels of this machine's CPU kernels; one that they cannot multiply is returned as it is."""
+    if not isinstance(matrix, Quantised):
+        return cpu.pack(matrix)
+    return quantised_cpu.pack(matrix) if quantised_cpu.multiplies(matrix) else matrix
 
 
 def linear(
@@ -35,8 +42,8 @@ def gated_linear(
     up: Float[Array, "h out"] | Panels | Padded | Quantised,
 ) -> Float[Array, "*batch out"]:
     """Computes silu(x @ gate) * (x @ up) in x's dtype."""
-    if isinstance(gate, Panels) and isinstance(up, Panels):
-        gated = cpu.gated_product(x.reshape(-1, x.shape[-1]), gate, up)
+    if isinstance(gate, Panels) and type(gate) is type(up):
+        gated = _kernels(gate).gated_product(x.reshape(-1, x.shape[-1]), gate, up)
         return gated.astype(x.dtype).reshape(*x.shape[:-1], -1)
     return jax.nn.silu(linear(x, gate)) * linear(x, up)
 
@@ -48,9 +55,13 @@ def multiply(
 ) -> Float[Array, "m n"]:
     """Computes the product in float32; `dense` multiplies x by an array."""
     if isinstance(matrix, Panels):
-        return cpu.product(x, matrix)
+        return _kernels(matrix).product(x, matrix)
     if isinstance(matrix, Padded):
         return matrix.apply(lambda x, matrix: multiply(x, matrix, dense), x)
     if isinstance(matrix, Quantised):
         return quantised.product(x, matrix, dense)
     return dense(x, matrix)
+
+
+def _kernels(matrix: Panels) -> Any:
+    return quantised_cpu if isinstance(matrix, QuantisedPanels) else cpu

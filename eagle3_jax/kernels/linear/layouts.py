@@ -41,6 +41,47 @@ class Panels(_Parameter):
         return self.panels.swapaxes(2, 3).reshape(count, groups * group, width, 1).astype(x.dtype)
 
 
+class Form(NamedTuple):
+    """What the bytes of `QuantisedPanels` are.
+
+    Attributes:
+        bits: of a value, 8 or 4.
+        zero: the value that stands for 0.
+        scale: dtype of scales and offsets.
+        parts: 1 for scales alone, 2 with offsets.
+        by_group: whether each group has its own; else a column has one scale for all.
+    """
+
+    bits: int
+    zero: int
+    scale: str
+    parts: int
+    by_group: bool
+
+    def bytes_of_scales(self, columns: int) -> int:
+        return columns * self.parts * jnp.dtype(self.scale).itemsize
+
+    def bytes_of_head(self, columns: int) -> int:
+        """Bytes in front of a panel's groups."""
+        return 0 if self.by_group else self.bytes_of_scales(columns)
+
+    def bytes_of_group(self, columns: int) -> int:
+        return columns * 4 * self.bits + (self.bytes_of_scales(columns) if self.by_group else 0)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantisedPanels(Panels):
+    """A matrix [k, n] in few bits as the CPU kernel reads it (`quantised_cpu.pack`).
+
+    Attributes:
+        panels: bytes, uint8 [p, bytes of a panel]; columns and rows are padded with zeros.
+        form: what the bytes are.
+    """
+
+    form: Form = dataclasses.field(metadata={"static": True})
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Quantised(_Parameter):
@@ -124,57 +165,3 @@ class Padded(_Parameter):
         """Applies `product` to the padded x and the matrix, and drops the padding's rows."""
         count = next((rows for rows in self.rows if rows >= len(x)), len(x))
         return product(jnp.pad(x, ((0, count - len(x)), (0, 0))), self.matrix)[: len(x)]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Quantised(_Parameter):
-    values: Any
-    scale: Any
-    offset: Any
-    dtype: Any = dataclasses.field(metadata={"static": True})
-
-
-class Form(NamedTuple):
-    """What the bytes of `QuantisedPanels` are.
-
-    Attributes:
-        bits: of a value, 8 or 4.
-        zero: the value that stands for 0.
-        scale: dtype of scales and offsets.
-        parts: 1 for scales alone, 2 with offsets.
-        by_group: whether each group has its own; else a column has one scale for all.
-    """
-
-    bits: int
-    zero: int
-    scale: str
-    parts: int
-    by_group: bool
-
-    def bytes_of_scales(self, columns: int) -> int:
-        return columns * self.parts * jnp.dtype(self.scale).itemsize
-
-    def bytes_of_head(self, columns: int) -> int:
-        """Bytes in front of a panel's groups."""
-        return 0 if self.by_group else self.bytes_of_scales(columns)
-
-    def bytes_of_group(self, columns: int) -> int:
-        return columns * 4 * self.bits + (self.bytes_of_scales(columns) if self.by_group else 0)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class QuantisedPanels(_Parameter):
-    """A matrix [k, n] in few bits as the CPU kernel reads it (`quantised_cpu.pack`).
-
-    Attributes:
-        panels: the panels' bytes; columns and rows are padded with zeros.
-        columns: n.
-        dtype: the model's dtype.
-    """
-
-    panels: Any  # UInt8[Array, "p bytes"], or the leaf of another tree of this structure
-    columns: int = dataclasses.field(metadata={"static": True})
-    form: Form = dataclasses.field(metadata={"static": True})
-    dtype: Any = dataclasses.field(metadata={"static": True})

@@ -27,6 +27,7 @@ from eagle3_jax.kernels.linear.cpu import chunks, write_chunk
 from eagle3_jax.kernels.linear.layouts import Form, Quantised, QuantisedPanels
 
 GROUP = 32  # numbers of a row that share a scale
+_VALUES = {"int8": (8, 0), "int4": (4, 8), "uint4": (4, 0)}  # bits of values, and the stored value that is 0
 _STEP = 4  # values of a column side by side
 _STEPS = GROUP // _STEP
 _ROUND = 1.5 * 2**23  # added to a float32 below 2^22, it leaves the nearest integer in the low bits
@@ -59,14 +60,21 @@ def dots() -> Dots:
     return SDOT if compiler.has_features("dotprod") else ANY
 
 
+def multiplies(matrix: Quantised) -> bool:
+    """Tells whether the kernel multiplies a matrix: 8 or 4 bits, scales for whole columns or for multiples of 32 rows."""
+    values, groups = matrix.values, matrix.scale.shape[0]
+    whole = groups == 1 and matrix.offset is None
+    return values.ndim == 2 and values.dtype.name in _VALUES and (whole or values.shape[0] % (groups * GROUP) == 0)
+
+
 def pack(matrix: Quantised) -> QuantisedPanels:
     """Packs a matrix [k, n] of 8 or 4 bits, with scales by column or by groups of a multiple of 32 rows."""
     width = dots().width
     values, scale = (np.asarray(x) for x in (matrix.values, matrix.scale))
     k, columns = values.shape
-    bits, zero = {"int8": (8, 0), "int4": (4, 8), "uint4": (4, 0)}[values.dtype.name]
+    bits, zero = _VALUES[values.dtype.name]
     by_group = len(scale) > 1 or matrix.offset is not None
-    scales = [scale] if matrix.offset is None else [scale, np.asarray(matrix.offset)]
+    scales = [scale.astype(np.float32)] + ([] if matrix.offset is None else [np.asarray(matrix.offset, np.float32)])
     count = -(-k // GROUP)
     halves = by_group and all((x == x.astype(np.float16)).all() for x in scales)
     form = Form(bits, zero, "float16" if halves else "float32", len(scales), by_group)
@@ -84,7 +92,7 @@ def pack(matrix: Quantised) -> QuantisedPanels:
     repeated = [padded(np.repeat(x, count // len(x), axis=0) if by_group else x, count if by_group else 1) for x in scales]
     head = np.stack(repeated, 2).astype(form.scale).reshape(panels, len(repeated[0][0]), -1).view(np.uint8)
     parts = [head, stored] if by_group else [head.reshape(panels, 1, -1), stored.reshape(panels, 1, -1)]
-    return QuantisedPanels(jnp.asarray(np.concatenate(parts, -1).reshape(panels, -1)), columns, form, matrix.dtype)
+    return QuantisedPanels(jnp.asarray(np.concatenate(parts, -1).reshape(panels, -1)), columns, matrix.dtype, form)
 
 
 def product(x: Float[Array, "m k"], matrix: QuantisedPanels) -> Float32[Array, "m n"]:
