@@ -160,9 +160,9 @@ def _by_rows(module: Module) -> Module:
     return jax.tree.map(of, module, tpu_formats(module))
 
 
-def _placed(matrix: jax.Array, *, transposed: bool = False) -> Panels:
+def _placed(matrix: Matrix) -> Panels | Quantised:
     """Packs a matrix on its device; committed panels if the matrix is, since compiled programs depend on it."""
-    panels = pack(matrix.T if transposed else matrix)
+    panels = pack(matrix)
     if not matrix.committed:
         return panels
     mesh = mesh_of(matrix)

@@ -61,7 +61,7 @@ def dots() -> Dots:
 
 
 def multiplies(matrix: Quantised) -> bool:
-    """Tells whether the kernel multiplies a matrix: 8 or 4 bits, scales for whole columns or for multiples of 32 rows."""
+    """Tells whether the kernel multiplies a matrix: integers, scales for whole columns or multiples of 32 rows."""
     values, groups = matrix.values, matrix.scale.shape[0]
     whole = groups == 1 and matrix.offset is None
     return values.ndim == 2 and values.dtype.name in _VALUES and (whole or values.shape[0] % (groups * GROUP) == 0)
@@ -70,29 +70,28 @@ def multiplies(matrix: Quantised) -> bool:
 def pack(matrix: Quantised) -> QuantisedPanels:
     """Packs a matrix [k, n] of 8 or 4 bits, with scales by column or by groups of a multiple of 32 rows."""
     width = dots().width
-    values, scale = (np.asarray(x) for x in (matrix.values, matrix.scale))
-    k, columns = values.shape
-    bits, zero = _VALUES[values.dtype.name]
-    by_group = len(scale) > 1 or matrix.offset is not None
-    scales = [scale.astype(np.float32)] + ([] if matrix.offset is None else [np.asarray(matrix.offset, np.float32)])
-    count = -(-k // GROUP)
+    values, scales = np.asarray(matrix.values), [matrix.scale, *([] if matrix.offset is None else [matrix.offset])]
+    scales = [np.asarray(x, np.float32) for x in scales]
+    (k, columns), (bits, zero) = values.shape, _VALUES[values.dtype.name]
+    groups, by_group = -(-k // GROUP), len(scales[0]) > 1 or len(scales) > 1
     halves = by_group and all((x == x.astype(np.float16)).all() for x in scales)
     form = Form(bits, zero, "float16" if halves else "float32", len(scales), by_group)
 
-    def padded(x: np.ndarray, rows: int) -> np.ndarray:
+    def panels(x: np.ndarray, rows: int) -> np.ndarray:
+        """Pads to [rows, p * width] and returns [p, rows, width]."""
         x = np.pad(x, ((0, rows - len(x)), (0, -columns % width)))
         return x.reshape(rows, -1, width).swapaxes(0, 1)
 
-    stored = padded(values.astype(np.int8) + np.int8(zero), count * GROUP)
-    panels = len(stored)
+    stored = panels(values.astype(np.int8) + np.int8(zero), groups * GROUP)
     if bits == 4:
-        stored = stored.reshape(panels, count, 2, GROUP // 2, width)
+        stored = stored.reshape(-1, groups, 2, GROUP // 2, width)
         stored = stored[:, :, 0] | stored[:, :, 1] << 4
-    stored = stored.reshape(panels, count, -1, _STEP, width).swapaxes(3, 4).reshape(panels, count, -1).view(np.uint8)
-    repeated = [padded(np.repeat(x, count // len(x), axis=0) if by_group else x, count if by_group else 1) for x in scales]
-    head = np.stack(repeated, 2).astype(form.scale).reshape(panels, len(repeated[0][0]), -1).view(np.uint8)
-    parts = [head, stored] if by_group else [head.reshape(panels, 1, -1), stored.reshape(panels, 1, -1)]
-    return QuantisedPanels(jnp.asarray(np.concatenate(parts, -1).reshape(panels, -1)), columns, matrix.dtype, form)
+    stored = stored.reshape(-1, groups, GROUP * bits // 8 // _STEP, _STEP, width).swapaxes(3, 4)
+    heads = groups if by_group else 1
+    head = np.stack([panels(np.repeat(x, heads // len(x), axis=0), heads) for x in scales], axis=2).astype(form.scale)
+    parts = [part.reshape(len(part), heads, -1).view(np.uint8) for part in (head, np.ascontiguousarray(stored))]
+    laid = np.concatenate(parts, axis=-1)
+    return QuantisedPanels(jnp.asarray(laid.reshape(len(laid), -1)), columns, matrix.dtype, form)
 
 
 def product(x: Float[Array, "m k"], matrix: QuantisedPanels) -> Float32[Array, "m n"]:

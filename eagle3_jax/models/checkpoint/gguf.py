@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import pathlib
-import shutil
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from gguf import GGUFReader
 from gguf.quants import dequantize
@@ -19,7 +17,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 
 from eagle3_jax.models.checkpoint.load import save_tensors
-from eagle3_jax.runs import disk
 
 _BLOCK_NAMES = {
     "attn_norm": "input_layernorm",
@@ -34,58 +31,6 @@ _BLOCK_NAMES = {
 }
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _CONTROL = 3  # gguf.TokenType.CONTROL
-NAME = "model.gguf"  # the file itself, beside what it was converted to
-_GROUP = 32  # values of a block, of the types below
-_HALVES = {"Q8_0": 1, "Q4_0": 1, "Q4_1": 2}  # float16 numbers in front of a block's values: scale, and offset
-
-
-class Stored(NamedTuple):
-    """A quantised tensor [out, in]: values * scale + offset, by groups of 32 along `in`.
-
-    Attributes:
-        values: int8, int4 or uint4 [out, in].
-        scale: float32 [out, in / 32].
-        offset: as `scale`, or None.
-    """
-
-    values: np.ndarray
-    scale: np.ndarray
-    offset: np.ndarray | None
-
-
-def stored(folder: disk.Path) -> dict[str, Stored]:
-    """Reads the tensors of a converted folder that its GGUF file has in 8 or 4 bits, by Hugging Face's names.
-
-    Raises:
-        ValueError: no such file, or scales that are not finite.
-    """
-    path = folder / NAME
-    if not path.exists():
-        raise ValueError(f"{folder}: target.weights: got 'stored', expected {NAME} in the folder")
-    reader, config = GGUFReader(path), json.loads((folder / "config.json").read_text())
-    found = {}
-    for tensor in reader.tensors:
-        if tensor.tensor_type.name in _HALVES:
-            rows = _unpermuted(tensor.name, np.asarray(tensor.data), config)
-            found[_hf_name(tensor.name)] = _unpacked(f"{path}: {tensor.name}", rows, tensor.tensor_type.name)
-    return found
-
-
-def _unpacked(name: str, rows: np.ndarray, kind: str) -> Stored:
-    """Splits rows of blocks, uint8 [out, bytes], into values and scales."""
-    halves = _HALVES[kind]
-    size = 2 * halves + (_GROUP if kind == "Q8_0" else _GROUP // 2)
-    blocks = np.ascontiguousarray(rows).reshape(len(rows), -1, size)
-    scales = np.ascontiguousarray(blocks[..., : 2 * halves]).view(np.float16).astype(np.float32)
-    if not np.isfinite(scales).all():
-        raise ValueError(f"{name}: got scales that are not finite")
-    values = blocks[..., 2 * halves :]
-    if kind == "Q8_0":
-        values = values.view(np.int8)
-    else:
-        values = np.concatenate([values & 15, values >> 4], axis=-1)
-        values = (values.view(np.int8) - 8).astype(jnp.int4) if kind == "Q4_0" else values.astype(jnp.uint4)
-    return Stored(values.reshape(len(rows), -1), scales[..., 0], scales[..., 1] if halves > 1 else None)
 
 
 def convert(path: pathlib.Path, folder: pathlib.Path) -> None:
@@ -106,22 +51,20 @@ def convert(path: pathlib.Path, folder: pathlib.Path) -> None:
     tensors = {}
     for tensor in tqdm(reader.tensors, desc="dequantising", unit="tensor"):
         values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        tensors[_hf_name(tensor.name)] = np.ascontiguousarray(_unpermuted(tensor.name, values, config))
+        if ".attn_q." in tensor.name:
+            values = unpermute(values, config["num_attention_heads"])
+        if ".attn_k." in tensor.name:
+            values = unpermute(values, config["num_key_value_heads"])
+        tensors[_hf_name(tensor.name)] = np.ascontiguousarray(values)
     save_tensors(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     _save_tokenizer(fields, folder)
-    shutil.copyfile(path, folder / NAME)
 
 
 def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
     """Reorders interleaved RoPE rows (GGUF, llama2.c) into Hugging Face's rotate-half rows; both [heads * d, in]."""
     rows, columns = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
-
-
-def _unpermuted(name: str, rows: np.ndarray, config: dict[str, Any]) -> np.ndarray:
-    heads = {".attn_q.": "num_attention_heads", ".attn_k.": "num_key_value_heads"}
-    return next((unpermute(rows, config[field]) for part, field in heads.items() if part in name), rows)
 
 
 def _hf_name(name: str) -> str:
