@@ -107,7 +107,8 @@ def gated_product(x: Float[Array, "m k"], gate: QuantisedPanels, up: QuantisedPa
 def _call(kind: str, x: Array, matrices: tuple[QuantisedPanels, ...]) -> Array:
     ways, forms = dots(), tuple(matrix.form for matrix in matrices)
     named = "_".join("".join(map(str, form)) for form in forms)
-    name = compiler.kernel(f"eagle3_jax_quantised_{kind}_{x.dtype}_{named}", write_product, ways, x.dtype.name, forms)
+    name = f"eagle3_jax_quantised_{kind}_{ways.kind}_{x.dtype}_{named}"
+    compiler.kernel(name, write_product, ways, x.dtype.name, forms)
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % GROUP)))
     m, groups = x.shape[0], x.shape[1] // GROUP
     results = (

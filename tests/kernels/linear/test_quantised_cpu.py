@@ -1,0 +1,155 @@
+"""Products from quantised panels: right, the same to the bit for any number of rows, on other machines too."""
+
+import re
+
+import arm
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from llvmlite import ir
+
+from eagle3_jax.kernels.linear import api, quantised_cpu
+from eagle3_jax.kernels.linear.layouts import Form, Quantised, QuantisedPanels
+from eagle3_jax.kernels.linear.quantised_cpu import ANY, AVX2, SDOT, VNNI, pack, product
+
+run, run_gated = jax.jit(product), jax.jit(quantised_cpu.gated_product)
+# Values, rows that share a scale (None: all), scales that float16 holds, offsets.
+KINDS = {
+    "Q8_0": ("int8", 32, True, False),
+    "Q4_0": ("int4", 32, True, False),
+    "Q4_1": ("uint4", 32, True, True),
+    "int8": ("int8", None, False, False),
+    "int4": ("int4", 64, False, True),
+}
+LEAST = {"int8": -128, "int4": -8, "uint4": 0}
+
+
+def matrix_of(kind, k, n, seed=0, extreme=False):
+    """Numbers at random, or each value the least or the greatest of its type."""
+    dtype, group, half, offset = KINDS[kind]
+    rng, least = np.random.default_rng(seed), LEAST[dtype]
+    most = least + 2 ** (8 if dtype == "int8" else 4) - 1
+    values = rng.choice([least, most], (k, n)) if extreme else rng.integers(least, most + 1, (k, n))
+    shape = (1 if group is None else k // group, n)
+    scale, moved = (rng.normal(size=shape).astype(np.float16 if half else np.float32) for _ in range(2))
+    made = (jnp.asarray(x, jnp.float32) for x in (scale, moved))
+    scale, moved = made
+    return Quantised(jnp.asarray(values, dtype), scale, moved if offset else None, jnp.float32)
+
+
+def rows_of(m, k, seed=1):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(m, k)), jnp.float32)
+
+
+def rounded(x):
+    """The rows as the kernel sees them, in float64."""
+    groups = np.pad(np.asarray(x, np.float32), ((0, 0), (0, -x.shape[1] % 32))).reshape(len(x), -1, 32)
+    most = np.abs(groups).max(-1, keepdims=True)
+    steps = np.rint(groups * (np.float32(127) / np.where(most > 0, most, 1)))
+    return (steps * (most.astype(np.float64) / 127)).reshape(len(x), -1)[:, : x.shape[1]]
+
+
+def close(got, x, matrix):
+    multiplied_out = np.asarray(matrix.array(), np.float64)
+    x = rounded(x)
+    bound = 1e-6 * (np.abs(x) @ np.abs(multiplied_out)) * np.sqrt(len(multiplied_out)) + 1e-6
+    np.testing.assert_array_less(np.abs(got - x @ multiplied_out), bound)
+
+
+@pytest.mark.slow
+@examples(25)
+@given(st.integers(1, 20), st.integers(1, 5), st.integers(1, 80), st.sampled_from(sorted(KINDS)), st.booleans())
+def test_it_is_the_product_of_the_rounded_rows(m, k, n, kind, extreme):
+    x, matrix = rows_of(m, 64 * k), matrix_of(kind, 64 * k, n, extreme=extreme)
+    close(run(x, pack(matrix)), x, matrix)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_is_the_same_whatever_stands_beside_it(kind):
+    """Alone or among others, plain and gated."""
+    x, matrix = rows_of(21, 192), matrix_of(kind, 192, 80)
+    panels = pack(matrix)
+    assert isinstance(panels, QuantisedPanels)
+    together, gated = run(x, panels), run_gated(x, panels, panels)
+    close(together, x, matrix)
+    for first, count in ((0, 1), (5, 2), (3, 7), (4, 17)):
+        rows = x[first : first + count]
+        np.testing.assert_array_equal(run(rows, panels), together[first : first + count])
+        np.testing.assert_array_equal(run_gated(rows, panels, panels), gated[first : first + count])
+    np.testing.assert_allclose(gated, jax.nn.silu(together) * together, rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_greatest_sums_do_not_overflow(kind):
+    """Each value and each number of x is at its limit, of either sign: sums of 16 bits would wrap beyond these."""
+    matrix, sign = matrix_of(kind, 128, 32, extreme=True), np.random.default_rng(2).choice([-1.0, 1.0], (3, 128))
+    values = np.asarray(matrix.values.astype(jnp.int32))
+    towards = np.where(values[:, :3].T > 0, 1.0, -1.0)  # every product positive in a column
+    x = jnp.asarray(np.concatenate([sign, towards, -towards, np.ones((1, 128))]), jnp.float32)
+    close(run(x, pack(matrix)), x, matrix)
+
+
+def test_rows_of_bfloat16_and_a_length_that_is_no_multiple_of_32():
+    x, matrix = rows_of(5, 50).astype(jnp.bfloat16), matrix_of("int8", 50, 40)
+    close(run(x, pack(matrix)), x.astype(jnp.float32), matrix)
+
+
+@pytest.mark.parametrize("number", [jnp.nan, jnp.inf, -jnp.inf])
+def test_what_is_not_finite_stays_so_in_its_row_alone(number):
+    x, panels = rows_of(4, 64), pack(matrix_of("Q4_1", 64, 16))
+    got = run(x.at[2, 40].set(number), panels)
+    assert not np.isfinite(got[2]).any()
+    np.testing.assert_array_equal(np.delete(got, 2, 0), np.delete(run(x, panels), 2, 0))
+
+
+def test_rows_of_zeros_give_zeros():
+    assert not run(jnp.zeros((2, 64)), pack(matrix_of("Q4_1", 64, 16))).any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_are_those_of_the_values_and_their_scales(kind):
+    """As in a GGUF file: 34 for 32 values of Q8_0, 18 of Q4_0, 20 of Q4_1."""
+    panels = pack(matrix_of(kind, 640, 64)).panels
+    expected = {"Q8_0": 34 * 20, "Q4_0": 18 * 20, "Q4_1": 20 * 20, "int8": 640 + 4, "int4": 24 * 20}[kind]
+    assert panels.size == expected * 64
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_machines_without_these_instructions(kind, monkeypatch):
+    """The same integers, so the same numbers to the bit."""
+    x, matrix = rows_of(7, 128), matrix_of(kind, 128, 48)
+    expected = run(x, pack(matrix))
+    monkeypatch.setattr(quantised_cpu, "dots", lambda: ANY)
+    np.testing.assert_array_equal(jax.jit(lambda x, panels: product(x, panels))(x, pack(matrix)), expected)
+
+
+@pytest.mark.parametrize("form", [Form(4, 0, "float16", 2, True), Form(8, 0, "float32", 1, False)])
+@pytest.mark.parametrize(
+    ("ways", "where", "instruction"),
+    [
+        (VNNI, ("x86_64-unknown-linux-gnu", "icelake-server"), r"vpdpbusd\t%zmm\d+, %zmm\d+, %zmm\d+"),
+        (AVX2, ("x86_64-unknown-linux-gnu", "haswell"), r"vpmaddubsw\t\S+, %ymm\d+, %ymm\d+"),
+        (SDOT, ("aarch64-unknown-linux-gnu", "neoverse-n1"), r"sdot\tv\d+\.4s, v\d+\.16b, v\d+\.16b"),
+        (ANY, ("aarch64-unknown-linux-gnu", "cortex-a72"), r"mla\tv\d+\.4s, v\d+\.4s, v\d+\.4s"),
+    ],
+    ids=lambda x: getattr(x, "kind", ""),
+)
+def test_they_compile_for_other_machines(ways, where, instruction, form):
+    """To the instructions that they are written for, one for each step, row and register of every block at least."""
+    module = ir.Module("other")
+    quantised_cpu.write_product(module, "other", ways, "float32", (form,))
+    registers, rows = ways.width // ways.lanes, ways.rows * (ways.rows + 1) // 2
+    assert len(re.findall(instruction, arm.assembly(module, *where))) >= 8 * registers * rows
+
+
+def test_other_matrices_stay_as_they_are():
+    """Scales of fewer rows than 32, floats in 8 bits, experts."""
+    eight = matrix_of("int8", 64, 16)
+    few = Quantised(eight.values, jnp.ones((4, 16)), None, jnp.float32)
+    floats = Quantised(eight.values.astype(jnp.float8_e4m3fn), eight.scale, None, jnp.float32)
+    experts = Quantised(eight.values[None], eight.scale[None], None, jnp.float32)
+    assert all(api.pack(matrix) is matrix for matrix in (few, floats, experts))
