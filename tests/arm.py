@@ -7,7 +7,6 @@ def assembly(module: ir.Module, triple: str = "aarch64-unknown-linux-gnu", cpu: 
     """The module as Arm's or another machine's instructions, by the passes that `kernels.cpu.compiler` runs."""
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
-    binding.initialize_all_asmparsers()  # for inline assembly
     parsed = binding.parse_assembly(str(module))
     parsed.verify()
     parsed.triple = triple

@@ -10,10 +10,11 @@ from jax.experimental.layout import Format, Layout
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import SamplingParams
-from eagle3_jax.kernels.linear.layouts import Panels
+from eagle3_jax.kernels.linear.layouts import Panels, QuantisedPanels
 from eagle3_jax.models import inference_layout
 from eagle3_jax.models.checkpoint.fetch import load_target
 from eagle3_jax.models.inference_layout import for_inference
+from eagle3_jax.models.quantisation import quantised_model
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +75,24 @@ def test_wherever_it_lies_warm_programs_stay_compiled(target, place):
     engine.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=5))
     engine.generate([[1, 2, 3] * 9] * 3, SamplingParams(max_tokens=5, temperature=1.0, seed=0))
     assert engine.stats().programs == compiled
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_a_quantised_model_is_packed_in_its_bits(target, weights):
+    """Its logits are those of its matrices multiplied out, but for rows rounded to 8 bits; embeddings stay rows."""
+    model = quantised_model(target.model, weights, vocabulary=True)
+    packed = for_inference(model)
+    assert isinstance(packed.lm_head[...], QuantisedPanels)
+    assert isinstance(packed.blocks[0].mlp.down[...], QuantisedPanels)
+    assert packed.embed[...] is model.embed[...]
+    assert for_inference(packed) is packed
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, tiny.CONFIG["vocab_size"], (3, 20)), jnp.int32)
+    got, expected = (np.asarray(jax.jit(run)(of, tokens)[0]) for of in (packed, model))
+    assert 1e-5 < np.abs(got - expected).mean() < 0.03 * np.abs(expected).mean()
+
+
+def test_what_the_kernel_does_not_multiply_stays(target):
+    model = quantised_model(target.model, "fp8", vocabulary=True)
+    packed = for_inference(model)
+    assert packed.blocks[0].mlp.down[...] is model.blocks[0].mlp.down[...]
+    assert packed.output_rows is model.output_rows

@@ -267,10 +267,7 @@ class _Multiplier:
             return self._add_avx2(total, weights, x)
         total = self._all(0) if total is None else total
         if kind == "vnni":
-            step = ir.InlineAsm(
-                ir.FunctionType(x.type, [x.type] * 3), "vpdpbusd $3, $2, $0", "=v,0,v,v"
-            )  # unsigned * signed
-            return code.b.call(step, [total, weights, x])
+            return code.call("llvm.x86.avx512.vpdpbusd.512", total.type, total, weights, x)  # unsigned * signed
         if kind == "sdot":
             of = ir.VectorType(I8, 16)
             name = "llvm.aarch64.neon.sdot.v4i32.v16i8"

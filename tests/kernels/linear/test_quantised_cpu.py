@@ -131,7 +131,7 @@ def test_machines_without_these_instructions(kind, monkeypatch):
 @pytest.mark.parametrize(
     ("ways", "where", "instruction"),
     [
-        (VNNI, ("x86_64-unknown-linux-gnu", "icelake-server"), r"vpdpbusd\t%zmm\d+, %zmm\d+, %zmm\d+"),
+        (VNNI, ("x86_64-unknown-linux-gnu", "icelake-server"), r"vpdpbusd\t\S+, %zmm\d+, %zmm\d+"),
         (AVX2, ("x86_64-unknown-linux-gnu", "haswell"), r"vpmaddubsw\t\S+, %ymm\d+, %ymm\d+"),
         (SDOT, ("aarch64-unknown-linux-gnu", "neoverse-n1"), r"sdot\tv\d+\.4s, v\d+\.16b, v\d+\.16b"),
         (ANY, ("aarch64-unknown-linux-gnu", "cortex-a72"), r"mla\tv\d+\.4s, v\d+\.4s, v\d+\.4s"),
@@ -140,9 +140,9 @@ def test_machines_without_these_instructions(kind, monkeypatch):
 )
 def test_they_compile_for_other_machines(ways, where, instruction, form):
     """To the instructions that they are written for, one for each step, row and register of every block at least."""
-    module = ir.Module("other")
+    ways, module = ways._replace(rows=2), ir.Module("other")
     quantised_cpu.write_product(module, "other", ways, "float32", (form,))
-    registers, rows = ways.width // ways.lanes, ways.rows * (ways.rows + 1) // 2
+    registers, rows = ways.width // ways.lanes, 1 + 2
     assert len(re.findall(instruction, arm.assembly(module, *where))) >= 8 * registers * rows
 
 
