@@ -70,11 +70,14 @@ def multiplies(matrix: Quantised) -> bool:
 def pack(matrix: Quantised) -> QuantisedPanels:
     """Packs a matrix [k, n] of 8 or 4 bits, with scales by column or by groups of a multiple of 32 rows."""
     width = dots().width
-    values, scales = np.asarray(matrix.values), [matrix.scale, *([] if matrix.offset is None else [matrix.offset])]
-    scales = [np.asarray(x, np.float32) for x in scales]
+    values, scale = np.asarray(matrix.values), np.asarray(matrix.scale, np.float32)
     (k, columns), (bits, zero) = values.shape, _VALUES[values.dtype.name]
-    groups, by_group = -(-k // GROUP), len(scales[0]) > 1 or len(scales) > 1
-    halves = by_group and all((x == x.astype(np.float16)).all() for x in scales)
+    values, scales = values.astype(np.int8) + np.int8(zero), [scale]
+    if matrix.offset is not None:  # of the stored value 0, as in GGUF
+        scales.append(np.asarray(matrix.offset, np.float32) - zero * scale)
+        zero = 0
+    groups, by_group = -(-k // GROUP), len(scale) > 1 or len(scales) > 1
+    halves = by_group and all(_halved(x, scale) for x in scales)
     form = Form(bits, zero, "float16" if halves else "float32", len(scales), by_group)
 
     def panels(x: np.ndarray, rows: int) -> np.ndarray:
@@ -82,7 +85,7 @@ def pack(matrix: Quantised) -> QuantisedPanels:
         x = np.pad(x, ((0, rows - len(x)), (0, -columns % width)))
         return x.reshape(rows, -1, width).swapaxes(0, 1)
 
-    stored = panels(values.astype(np.int8) + np.int8(zero), groups * GROUP)
+    stored = panels(values, groups * GROUP)
     if bits == 4:
         stored = stored.reshape(-1, groups, 2, GROUP // 2, width)
         stored = stored[:, :, 0] | stored[:, :, 1] << 4
@@ -92,6 +95,13 @@ def pack(matrix: Quantised) -> QuantisedPanels:
     parts = [part.reshape(len(part), heads, -1).view(np.uint8) for part in (head, np.ascontiguousarray(stored))]
     laid = np.concatenate(parts, axis=-1)
     return QuantisedPanels(jnp.asarray(laid.reshape(len(laid), -1)), columns, matrix.dtype, form)
+
+
+def _halved(x: np.ndarray, scale: np.ndarray) -> bool:
+    """Tells whether float16 keeps scales or offsets to 11 bits, as those of most matrices, and GGUF's to the bit."""
+    with np.errstate(over="ignore"):
+        lost = np.abs(x - x.astype(np.float16))
+    return bool((lost <= 2.0**-11 * np.maximum(np.abs(x), np.abs(scale))).all())
 
 
 def product(x: Float[Array, "m k"], matrix: QuantisedPanels) -> Float32[Array, "m n"]:
