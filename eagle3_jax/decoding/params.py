@@ -43,8 +43,8 @@ class SamplingParams:
         presence_penalty: is subtracted once from the logit of each token in the answer; 0 is off.
         frequency_penalty: is subtracted from a token's logit for each time it stands in the answer; 0 is off.
         logit_bias: token id -> number added to its logit; at most 64 tokens.
-        logprobs: number of best tokens, at most 20, whose log-probabilities come with each token's own, before
-            penalties and filters; None leaves them out.
+        logprobs: number of best tokens, at most 20, whose log-probabilities come with each token's own (see `Logprob`);
+            None leaves them out.
     """
 
     temperature: float = 0.0

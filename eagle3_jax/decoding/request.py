@@ -61,17 +61,20 @@ class Stats:
 
 @dataclasses.dataclass(frozen=True)
 class Logprob:
-    """Log-probability of one output token under the target, before rules, temperature and filters.
+    """Natural log-probabilities of one output token under the target.
 
     Attributes:
         token_id: the token.
-        logprob: its natural log-probability.
-        top: the best tokens with their log-probabilities, best first.
+        logprob: before rules, temperature and filters (vLLM's raw_logprobs).
+        top: the best tokens with theirs, best first.
+        processed: under the distribution that the token was drawn from, behind rules, temperature and filters (vLLM's
+            processed_logprobs); 0 at temperature 0, which has one choice. Reinforcement learning divides by this one.
     """
 
     token_id: int
     logprob: float
     top: list[tuple[int, float]]
+    processed: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,8 +306,8 @@ class Request:
         by_token = by_token and not by_string
         count += by_token
         if (asked := self.params.logprobs) is not None:
-            for token, (value, best) in zip(progress.token_ids[:count], progress.logprobs, strict=False):
-                self._logprobs.append(Logprob(token, value, best[:asked]))
+            for token, (value, processed, best) in zip(progress.token_ids[:count], progress.logprobs, strict=False):
+                self._logprobs.append(Logprob(token, value, best[:asked], processed))
         if progress.tree is not None:
             self._tree = progress.tree
         self._depths += progress.depths[:count]

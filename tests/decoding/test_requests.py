@@ -134,6 +134,32 @@ def test_logprobs_are_those_of_the_target_at_every_token(engine, following):
 
 
 @pytest.mark.slow
+def test_processed_logprobs_are_those_of_the_distribution_that_tokens_are_drawn_from(engine, following):
+    for params in (
+        SamplingParams(max_tokens=11, logprobs=0, temperature=0.7),
+        SamplingParams(max_tokens=11, logprobs=0, temperature=2.0, top_k=5, top_p=0.9, seed=1),
+        SamplingParams(max_tokens=11, logprobs=0, temperature=1.5, presence_penalty=1.0, logit_bias={3: 2.0}),
+        SamplingParams(max_tokens=11, logprobs=0, presence_penalty=1.0),
+    ):
+        (answer,) = engine.generate([[4, 9, 2]], params)
+        assert answer.logprobs is not None
+        for i, entry in enumerate(answer.logprobs):
+            logits = following([4, 9, 2, *answer.token_ids[:i]]).astype(np.float64)
+            for token in set(answer.token_ids[:i]):
+                logits[token] -= params.presence_penalty
+            for token, bias in params.logit_bias.items():
+                logits[token] += bias
+            if params.temperature == 0:
+                assert entry.token_id == np.argmax(logits) and entry.processed == 0
+                continue
+            probs = np.exp(logits / params.temperature)
+            order = np.argsort(-probs)[: params.top_k or None]
+            kept = order[: np.searchsorted(np.cumsum(probs[order]), params.top_p * probs[order].sum()) + 1]
+            assert entry.token_id in kept
+            assert entry.processed == pytest.approx(np.log(probs[entry.token_id] / probs[kept].sum()), abs=1e-5)
+
+
+@pytest.mark.slow
 def test_stop_strings_across_tokens_cut_text_and_tokens(engine):
     whole = engine.generate(["hello"], SamplingParams(max_tokens=30, presence_penalty=0.7))[0]
     stop = whole.text[7:10]

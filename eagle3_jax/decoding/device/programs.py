@@ -70,7 +70,7 @@ def prefill(models: Models, state: State, chunk: Chunk) -> tuple[State, Int[Arra
     none, best = jnp.zeros_like(chunk.slots), state.logprobs.best.shape[-1]
     logprobs = jax.lax.cond(
         (requests.logprobs >= 0).any(),
-        lambda x: put_logprobs(x, found.logits[:, None], found.root[:, None], none),
+        lambda x: put_logprobs(x, found.logits[:, None], found.root[:, None], found.processed[:, None], none),
         lambda x: x,
         TokenLogprobs.empty(len(none), 1, best),
     )
@@ -276,7 +276,12 @@ def note_prompt(state: State, slot: Int[Array, ""], tokens: Int[Array, " s"]) ->
 def _logprob_columns(logprobs: TokenLogprobs | None) -> dict[str, Array]:
     if logprobs is None:
         return {}
-    return {"logprobs": logprobs.chosen, "best_tokens": logprobs.tokens, "best_logprobs": logprobs.best}
+    return {
+        "logprobs": logprobs.chosen,
+        "processed_logprobs": logprobs.processed,
+        "best_tokens": logprobs.tokens,
+        "best_logprobs": logprobs.best,
+    }
 
 
 _PROGRAMS = frozenset(("jit(prefill)", "jit(decode)", "jit(catch_up)", "jit(note_prompt)"))

@@ -105,6 +105,7 @@ def _logprobs(tokens: int, best: int | None) -> tuple[Column, ...]:
         return ()
     return (
         Column("logprobs", (tokens,), np.float32),
+        Column("processed_logprobs", (tokens,), np.float32),
         Column("best_tokens", (tokens, best)),
         Column("best_logprobs", (tokens, best), np.float32),
     )
@@ -146,7 +147,8 @@ class Progress:
         tree: a row of `LastTree` [3, nodes]; None if no round was run.
         drafted: rounds with drafts.
         unread: tokens that the head has missed while it rested.
-        logprobs: (of the token, [(token, its own) of the best]) for each token; empty if not requested.
+        logprobs: (of the token, processed, [(token, its own) of the best]) for each token, see `TokenLogprobs`; empty
+            if not requested.
     """
 
     token_ids: list[int]
@@ -158,7 +160,7 @@ class Progress:
     drafted: int
     unread: int
     accepted: list[int]
-    logprobs: list[tuple[float, list[tuple[int, float]]]]
+    logprobs: list[tuple[float, float, list[tuple[int, float]]]]
 
 
 def first_progress(row: np.ndarray, best: int | None) -> Progress:
@@ -211,9 +213,10 @@ def _depths(ends: list[int], accepted: int) -> list[int]:
     return found + [depth if depth <= accepted - before else 0 for depth in range(1, sum(lengths[-1:]) + 1)]
 
 
-def _logprobs_of(found: dict[str, np.ndarray], count: int) -> list[tuple[float, list[tuple[int, float]]]]:
+def _logprobs_of(found: dict[str, np.ndarray], count: int) -> list[tuple[float, float, list[tuple[int, float]]]]:
     if "logprobs" not in found:
         return []
-    chosen, tokens, values = (found[name][:count].tolist() for name in ("logprobs", "best_tokens", "best_logprobs"))
+    names = ("logprobs", "processed_logprobs", "best_tokens", "best_logprobs")
+    chosen, processed, tokens, values = (found[name][:count].tolist() for name in names)
     best = [list(zip(*pair, strict=True)) for pair in zip(tokens, values, strict=True)]
-    return list(zip(chosen, best, strict=True))
+    return list(zip(chosen, processed, best, strict=True))

@@ -13,14 +13,22 @@ from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.rounds.read import read
 from eagle3_jax.decoding.rounds.round import run_rounds
 from eagle3_jax.decoding.rounds.sampling import Sampling
-from eagle3_jax.decoding.rounds.state import STATE_SHARDING_RULES, RequestRows, State, is_stop, put_at
+from eagle3_jax.decoding.rounds.state import (
+    STATE_SHARDING_RULES,
+    RequestRows,
+    State,
+    TokenLogprobs,
+    is_stop,
+    put_at,
+    put_logprobs,
+)
 from eagle3_jax.decoding.rounds.tree import scratch_tokens, steps_of
 from eagle3_jax.mesh import constrain
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.target import TargetModel
 
 
-@functools.partial(jax.jit, static_argnames=("max_tokens", "tree", "cache_length"))
+@functools.partial(jax.jit, static_argnames=("max_tokens", "tree", "logprobs", "cache_length"))
 def generate(
     target: TargetModel,
     draft: Draft | None,
@@ -35,6 +43,7 @@ def generate(
     top_p: float | Float[Array, "..."] = 1.0,
     min_p: float | Float[Array, "..."] = 0.0,
     ignore_eos: bool | Bool[Array, "..."] = False,
+    logprobs: bool = False,
     cache_length: int | None = None,
 ) -> State:
     """Answers a batch of prompts without the host, inside a jitted program.
@@ -48,11 +57,13 @@ def generate(
         tree: None is vanilla decoding. With `lookup_tokens` the draft may be None: all drafts are then copied.
         temperature: one for all, or one per sequence. None is greedy and leaves sampling out of the program.
         top_k, top_p, min_p, ignore_eos: one for all, or one per sequence.
+        logprobs: adds log-probabilities of the output tokens.
         cache_length: entries of each sequence's caches; None is as many as it needs.
 
     Returns:
         The final state: `output[:, :max_tokens]` has `num_output` tokens per sequence, the end-of-sequence token
-        included, then 0. `rounds` and `accepted` count rounds and accepted drafts.
+        included, then 0. `rounds` and `accepted` count rounds and accepted drafts. With `logprobs`, `logprobs.chosen`
+        and `logprobs.processed` hold those of the same places (see `TokenLogprobs`), undefined behind `num_output`.
 
     Raises:
         ValueError: prompts and answers exceed `cache_length` or the target's positions; a tree without a draft.
@@ -79,7 +90,7 @@ def generate(
         each(min_p, jnp.float32),
         jax.random.split(rng, batch),
     )
-    greedy = temperature is None
+    greedy = temperature is None and not logprobs
     eos = jnp.asarray(target.config.eos_token_ids or (-1,), jnp.int32)
     state = prefill(
         target,
@@ -93,6 +104,7 @@ def generate(
         max_output=max_tokens,
         tree=tree,
         greedy=greedy,
+        logprobs=logprobs,
     )
     return run_rounds(target, draft, state, max_tokens, batch, tree=tree, greedy=greedy)
 
@@ -110,6 +122,7 @@ def prefill(
     max_output: int,
     tree: DraftTree | None,
     greedy: bool,
+    logprobs: bool = False,
 ) -> State:
     """Reads whole prompts into contiguous caches and chooses each answer's first token.
 
@@ -120,11 +133,12 @@ def prefill(
         max_output: the largest `limit`.
         tree: None is vanilla decoding; the draft is then not used.
         greedy: every request is `SamplingParams.greedy`.
+        logprobs: keeps log-probabilities of the output tokens.
     """
     batch = tokens.shape[0]
     none = jnp.zeros(batch, jnp.int32)
     draft = None if tree is None else draft
-    requests = RequestRows(limit, stop_ids, none - 1, sampling)
+    requests = RequestRows(limit, stop_ids, none + (0 if logprobs else -1), sampling)
     draft_cache = None if draft is None else draft.head.empty_cache(batch, cache_length)
     caches = target.empty_cache(batch, cache_length), draft_cache
     found, (cache, draft_cache) = read(
@@ -139,11 +153,15 @@ def prefill(
         requests,
         greedy=greedy,
     )
+    room, of_tokens = max_output + steps_of(tree) + 1, None
+    if logprobs:
+        first = found.logits[:, None], found.root[:, None], found.processed[:, None]
+        of_tokens = put_logprobs(TokenLogprobs.empty(batch, room, 0), *first, none)
     state = State(
         cache=cache,
         lengths=prompt_lengths,
         root=found.root,
-        output=jnp.zeros((batch, max_output + steps_of(tree) + 1), jnp.int32).at[:, 0].set(found.root),
+        output=jnp.zeros((batch, room), jnp.int32).at[:, 0].set(found.root),
         num_output=none + 1,
         done=(limit <= 1) | is_stop(found.root, stop_ids) | found.failed,
         failed=found.failed,
@@ -151,6 +169,7 @@ def prefill(
         rounds=none,
         drafted=none,
         accepted=jnp.zeros((batch, steps_of(tree)), jnp.int32),
+        logprobs=of_tokens,
         draft_cache=draft_cache,
         draft_state=found.draft_state,
         history=put_at(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from eagle3_jax.decoding.rounds.sampling import BONUS, TokenCounts, sample
+from eagle3_jax.decoding.rounds.sampling import BONUS, TokenCounts, draw, probabilities
 from eagle3_jax.decoding.rounds.state import RequestRows
 from eagle3_jax.decoding.rounds.verify import row_of
 from eagle3_jax.kernels.vocabulary.api import argmax
@@ -25,12 +25,14 @@ class Read:
     Attributes:
         logits: at the last position read.
         root: the token chosen from them.
+        processed: its log-probability under the distribution that it was drawn from; 0 in greedy programs.
         failed: whether they are not finite.
         draft_state: the head's state at the last pair; None in vanilla decoding.
     """
 
     logits: Float[Array, "b v"]
     root: Int[Array, " b"]
+    processed: Float[Array, " b"]
     failed: Bool[Array, " b"]
     draft_state: Float[Array, "b h"] | None
 
@@ -65,7 +67,7 @@ def read(
     hidden, aux, cache = target(tokens, positions, cache, starts, page_table=page_table)
     last = jnp.maximum(counts - 1, 0)
     logits = target.logits(row_of(hidden, last))
-    root, failed = _first_token(logits, requests, token_counts, starts + counts, greedy=greedy)
+    root, processed, failed = _first_token(logits, requests, token_counts, starts + counts, greedy=greedy)
     draft_state = None
     if draft is not None and draft_cache is not None:
         at_end = (jnp.arange(tokens.shape[1])[None] == last[:, None]) & ends[:, None]
@@ -83,7 +85,7 @@ def read(
             page_table=page_table,
         )
         draft_state = states[:, 0]
-    return Read(logits, root, failed, draft_state), (cache, draft_cache)
+    return Read(logits, root, processed, failed, draft_state), (cache, draft_cache)
 
 
 def _first_token(
@@ -93,14 +95,16 @@ def _first_token(
     lengths: Int[Array, " b"],
     *,
     greedy: bool,
-) -> tuple[Int[Array, " b"], Bool[Array, " b"]]:
-    """Chooses the token after a prompt from the logits at its last position."""
+) -> tuple[Int[Array, " b"], Float[Array, " b"], Bool[Array, " b"]]:
+    """Chooses the token after a prompt from the logits at its last position. Returns `root`, `processed`, `failed`."""
     predicted = argmax(logits)
     failed = ~jnp.isfinite(jnp.take_along_axis(logits, predicted[:, None], axis=1)[:, 0])
     if greedy:
-        return predicted, failed
+        return predicted, jnp.zeros(predicted.shape), failed
     sampling = requests.sampling
     if sampling.rules is not None and token_counts is not None:
         logits = sampling.rules.apply(logits, token_counts, requests.stop_ids, lengths)
     # Random numbers are keyed by length; the prompt's full length belongs to the first round.
-    return sample(logits, sampling, sampling.uniform(lengths - 1, BONUS, 2)), failed
+    probs = probabilities(logits, sampling)
+    root = draw(sampling.uniform(lengths - 1, BONUS, 2), probs)
+    return root, jnp.log(jnp.take_along_axis(probs, root[:, None], axis=1)[:, 0]), failed

@@ -97,12 +97,14 @@ class Verified:
         chosen: the accepted drafts, then the bonus; the rest is undefined.
         aux: the target's states along the path, for the head.
         logits: at every node, for log-probabilities; None in greedy programs.
+        processed: log-probabilities of `chosen`, see `verify`; None in greedy programs.
     """
 
     walk: Walk
     chosen: Int[Array, "b p"]
     aux: Float[Array, "b p f"]
     logits: Float[Array, "b n v"] | None
+    processed: Float[Array, "b p"] | None
 
 
 def verify_tree(
@@ -129,11 +131,12 @@ def verify_tree(
     )
     logits = target.logits(hidden)
     if simulated is None:
-        walk, bonus = verify(
+        walk, bonus, processed = verify(
             nodes, logits, steps, sampling, lengths, state.requests.stop_ids, state.token_counts, greedy=greedy
         )
     else:
         walk, bonus = pretend(nodes, logits, sampling.uniform(lengths, COINS, steps) < simulated)
+        processed = None if greedy else jnp.zeros(walk.path.shape)
     if branches:
         cache = cache.commit(lengths, walk.path, table)
     failed = ~state.done & ~_finite(logits, walk.path).all(axis=-1)
@@ -142,6 +145,7 @@ def verify_tree(
         _chosen(nodes.tokens, walk, bonus),
         jnp.take_along_axis(aux, walk.path[:, :, None], axis=1),
         None if greedy else logits,
+        processed,
     )
     return verified, dataclasses.replace(
         state,
@@ -170,9 +174,9 @@ def extend(target: TargetModel, draft: Draft | None, state: State, verified: Ver
     token_counts, logprobs = state.token_counts, state.logprobs
     if not greedy and token_counts is not None:
         token_counts = token_counts.add(chosen, width < count[:, None])
-    if verified.logits is not None and logprobs is not None:
+    if logprobs is not None and not greedy:
         asked = (state.requests.logprobs >= 0).any()
-        logprobs = _with_logprobs(logprobs, asked, verified.logits, walk.path, chosen, state.num_output)
+        logprobs = _with_logprobs(logprobs, asked, verified, state.num_output)
     history = state.history
     if history is not None:
         column = jnp.arange(history.shape[1])[None]
@@ -217,17 +221,15 @@ def _finite(logits: Float[Array, "b n v"], path: Int[Array, "b p"]) -> Bool[Arra
 
 
 def _with_logprobs(
-    logprobs: TokenLogprobs,
-    asked: Bool[Array, ""],
-    logits: Float[Array, "b n v"],
-    path: Int[Array, "b p"],
-    chosen: Int[Array, "b p"],
-    at: Int[Array, " b"],
+    logprobs: TokenLogprobs, asked: Bool[Array, ""], verified: Verified, at: Int[Array, " b"]
 ) -> TokenLogprobs:
     """Adds the log-probabilities of a round's tokens, if a request asks for them."""
 
     def measure(logprobs: TokenLogprobs) -> TokenLogprobs:
-        return put_logprobs(logprobs, jnp.take_along_axis(logits, path[:, :, None], axis=1), chosen, at)
+        assert verified.logits is not None
+        assert verified.processed is not None
+        logits = jnp.take_along_axis(verified.logits, verified.walk.path[:, :, None], axis=1)
+        return put_logprobs(logprobs, logits, verified.chosen, verified.processed, at)
 
     return jax.lax.cond(asked, measure, lambda x: x, logprobs)
 

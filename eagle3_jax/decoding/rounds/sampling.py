@@ -188,11 +188,6 @@ def probabilities(logits: Float[Array, "b v"], sampling: Sampling) -> Float[Arra
     return jnp.where(temperature > 0, probs, greedy)
 
 
-def sample(logits: Float[Array, "b v"], sampling: Sampling, coins: Float[Array, "b 2"]) -> Int[Array, " b"]:
-    """Draws one token per row from its `probabilities`."""
-    return draw(coins, probabilities(logits, sampling))
-
-
 def _asks(sampling: Sampling) -> Bool[Array, " b"]:
     """Tells whether each request has filters."""
     return (sampling.temperature > 0) & ((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0))

@@ -87,8 +87,7 @@ class State:
         drafted: number of these rounds that had drafts.
         accepted: number of these rounds in which the draft at each depth was accepted.
         token_counts: occurrences of each token, for penalties; None if no request has any.
-        logprobs: log-probabilities of the output tokens, before rules and filters; None if no request asks (`greedy`
-            programs leave it).
+        logprobs: log-probabilities of the output tokens; None if no request asks (`greedy` programs leave it).
         draft_cache, draft_state: None without a draft head.
         history: the sequence's tokens, root included, if drafts are copied from them (`lookup`); else None.
         unread: pairs that a resting head has missed; None if it never rests.
@@ -124,19 +123,21 @@ class TokenLogprobs:
     """Log-probabilities of the output tokens.
 
     Attributes:
-        chosen: log-probabilities of the output tokens.
+        chosen: log-probabilities of the output tokens before rules, temperature and filters (vLLM's raw_logprobs).
+        processed: theirs under the distributions that they were drawn from (vLLM's processed_logprobs).
         tokens: the k best tokens at each place, best first.
         best: the log-probabilities of `tokens`.
     """
 
     chosen: Float[Array, "b m"]
+    processed: Float[Array, "b m"]
     tokens: Int[Array, "b m k"]
     best: Float[Array, "b m k"]
 
     @classmethod
     def empty(cls, batch: int, room: int, best: int) -> TokenLogprobs:
         shape = batch, room, best
-        return cls(jnp.zeros(shape[:2]), jnp.zeros(shape, jnp.int32), jnp.zeros(shape))
+        return cls(jnp.zeros(shape[:2]), jnp.zeros(shape[:2]), jnp.zeros(shape, jnp.int32), jnp.zeros(shape))
 
 
 # The model axis splits KV heads. The rest is whole on every device, where every process can read it.
@@ -186,7 +187,11 @@ def is_stop(tokens: Int[Array, "b *t"], stop_ids: Int[Rows, "b stops"]) -> Bool[
 
 
 def put_logprobs(
-    logprobs: TokenLogprobs, logits: Float[Array, "b p v"], chosen: Int[Array, "b p"], at: Int[Array, " b"]
+    logprobs: TokenLogprobs,
+    logits: Float[Array, "b p v"],
+    chosen: Int[Array, "b p"],
+    processed: Float[Array, "b p"],
+    at: Int[Array, " b"],
 ) -> TokenLogprobs:
     """Writes the log-probabilities of p tokens and of the best ones from place `at` on."""
     normalizer = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
@@ -197,6 +202,7 @@ def put_logprobs(
     return dataclasses.replace(
         logprobs,
         chosen=put_at(logprobs.chosen, of_chosen[:, :, 0], at),
+        processed=put_at(logprobs.processed, processed, at),
         tokens=put_at(logprobs.tokens, tokens.reshape(shape), at),
         best=put_at(logprobs.best, best.reshape(shape) - normalizer, at),
     )

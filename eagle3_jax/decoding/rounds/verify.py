@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from eagle3_jax.decoding.rounds.sampling import BONUS, COINS, Rows, Sampling, TokenCounts, draw, probabilities, sample
+from eagle3_jax.decoding.rounds.sampling import BONUS, COINS, Rows, Sampling, TokenCounts, draw, probabilities
 from eagle3_jax.decoding.rounds.tree import Drawn, TokenTree
 from eagle3_jax.kernels.vocabulary.api import argmax
 
@@ -54,8 +54,8 @@ def verify(
     token_counts: TokenCounts | None = None,
     *,
     greedy: bool,
-) -> tuple[Walk, Int[Array, " b"]]:
-    """Walks each tree. Returns the walk and the bonus token.
+) -> tuple[Walk, Int[Array, " b"], Float[Array, "b p"] | None]:
+    """Walks each tree.
 
     Args:
         logits: the target's, at every node.
@@ -64,23 +64,30 @@ def verify(
         stop_ids: tokens that end the answer; -1 where there is none.
         token_counts: for the penalties of `sampling.rules`.
         greedy: leaves sampling out of the program; every request must then be `SamplingParams.greedy`.
+
+    Returns:
+        The walk, the bonus token, and the log-probabilities of the accepted drafts and of the bonus behind them under
+        the distributions that they were drawn from, see `probabilities`; the rest is undefined. None where greedy.
     """
     if greedy:
         predicted = argmax(logits)
         walk = walk_greedy(tree, predicted, steps)
-        return walk, jnp.take_along_axis(predicted, walk.last[:, None], axis=1)[:, 0]
+        return walk, jnp.take_along_axis(predicted, walk.last[:, None], axis=1)[:, 0], None
     if steps == 0:  # no drafts
         here = logits[:, 0]
         if sampling.rules is not None and token_counts is not None:
             here = sampling.rules.apply(here, token_counts, stop_ids, lengths + 1)
-        root = jnp.zeros_like(lengths)
-        return Walk(root[:, None], root), sample(here, sampling, sampling.uniform(lengths, BONUS, 2))
+        root, probs = jnp.zeros_like(lengths), probabilities(here, sampling)
+        bonus = draw(sampling.uniform(lengths, BONUS, 2), probs)
+        return Walk(root[:, None], root), bonus, jnp.log(_at(probs, bonus))[:, None]
     of_position = jax.vmap(lambda depth: sampling.uniform(lengths + depth, BONUS, 2), out_axes=1)
-    coins = bonus = of_position(jnp.arange(steps + 1))
+    coins = of_bonus = of_position(jnp.arange(steps + 1))
     if tree.drawn is not None:
         coins = sampling.uniform(lengths, COINS, steps + 1, tree.drawn.topk + tree.drawn.copied)
-    walk, weights = walk_sampled(tree, logits, sampling, lengths, stop_ids, coins, token_counts)
-    return walk, draw(row_of(bonus, walk.accepted), weights)
+    walk, weights, taken, end = walk_sampled(tree, logits, sampling, lengths, stop_ids, coins, token_counts)
+    bonus = draw(row_of(of_bonus, walk.accepted), weights)
+    at_end = jnp.arange(steps + 1)[None] == walk.accepted[:, None]
+    return walk, bonus, jnp.log(jnp.where(at_end, _at(end, bonus)[:, None], taken))
 
 
 def pretend(
@@ -101,8 +108,9 @@ def walk_greedy(tree: TokenTree, predicted: Int[Array, "b n"], steps: int) -> Wa
     return _walk(tree, steps, lambda _, node: _children_of(tree, node) & agreed)
 
 
-# depth, path, accepted, rows that go on, token counts, weights of the bonus
-_Steps = tuple[Array, Array, Array, Array, TokenCounts | None, Array]
+# depth, path, accepted, rows that go on, token counts, weights of the bonus, probabilities of the accepted drafts, the
+# distribution at the end
+_Steps = tuple[Array, Array, Array, Array, TokenCounts | None, Array, Array, Array]
 
 
 def walk_sampled(
@@ -113,7 +121,7 @@ def walk_sampled(
     stop_ids: Int[Rows, "b stops"],
     coins: Float[Array, "b p k"],
     token_counts: TokenCounts | None = None,
-) -> tuple[Walk, Float[Array, "b v"]]:
+) -> tuple[Walk, Float[Array, "b v"], Float[Array, "b p"], Float[Array, "b v"]]:
     """Accepts children so that each token has the target's probability.
 
     The distribution of a node is computed when the walk reaches it, so penalties count the tokens accepted before.
@@ -124,22 +132,23 @@ def walk_sampled(
             drafts. Nodes of the last depth have no children.
 
     Returns:
-        The walk, and the weights of the bonus token: the distribution at its end, or what remains of it behind drawn
-        drafts. The coins of `draw` at that depth choose it.
+        The walk, the weights of the bonus token (the distribution at the walk's end, or what remains of it behind drawn
+        drafts), the probability of each accepted draft, and the whole distribution at the walk's end. The coins of
+        `draw` at that depth choose the bonus.
     """
     steps = coins.shape[1] - 1
 
     def proceed(carry: _Steps) -> Array:
-        depth, _, _, going, _, _ = carry
+        depth, going = carry[0], carry[3]
         return going.any() & (depth <= steps)
 
     def step(carry: _Steps) -> _Steps:
-        depth, path, accepted, going, counts, weights = carry
+        depth, path, accepted, going, counts, weights, taken, end = carry
         node = path[:, depth]
         here = row_of(logits, node)
         if sampling.rules is not None and counts is not None:
-            taken = going & (depth > 0)  # the root was counted when it was chosen
-            counts = counts.add(jnp.take_along_axis(tree.tokens, node[:, None], axis=1), taken[:, None])
+            counted = going & (depth > 0)  # the root was counted when it was chosen
+            counts = counts.add(jnp.take_along_axis(tree.tokens, node[:, None], axis=1), counted[:, None])
             here = sampling.rules.apply(here, counts, stop_ids, lengths + depth + 1)
         probs, children = probabilities(here, sampling), _children_of(tree, node)
         if tree.drawn is None:
@@ -147,10 +156,12 @@ def walk_sampled(
         else:
             hits, rest = _multi_candidate(tree.tokens, children, probs, tree.drawn, coins[:, depth])
         goes_on = going & hits.any(axis=-1)
-        weights = jnp.where((going & ~goes_on)[:, None], rest, weights)
+        ends = (going & ~goes_on)[:, None]
+        weights, end = jnp.where(ends, rest, weights), jnp.where(ends, probs, end)
         node = jnp.where(goes_on, jnp.argmax(hits, axis=-1).astype(jnp.int32), node)
         path = jnp.where(jnp.arange(path.shape[1])[None] > depth, node[:, None], path)
-        return depth + 1, path, accepted + goes_on.astype(jnp.int32), goes_on, counts, weights
+        taken = taken.at[:, depth].set(_at(probs, jnp.take_along_axis(tree.tokens, node[:, None], axis=1)[:, 0]))
+        return depth + 1, path, accepted + goes_on.astype(jnp.int32), goes_on, counts, weights, taken, end
 
     batch, _, vocabulary = logits.shape
     start = (
@@ -160,9 +171,11 @@ def walk_sampled(
         jnp.ones(batch, bool),
         token_counts,
         jnp.zeros((batch, vocabulary)),
+        jnp.ones((batch, steps + 1)),
+        jnp.ones((batch, vocabulary)),
     )
-    _, path, accepted, _, _, weights = jax.lax.while_loop(proceed, step, start)
-    return Walk(path, accepted), weights
+    _, path, accepted, _, _, weights, taken, end = jax.lax.while_loop(proceed, step, start)
+    return Walk(path, accepted), weights, taken, end
 
 
 def _multi_candidate(
@@ -213,6 +226,10 @@ def _multi_candidate(
 def row_of(array: Array, row: Int[Array, " b"]) -> Array:
     """Selects array[b, row[b]]."""
     return jax.vmap(lambda rows, i: rows[i])(array, row)
+
+
+def _at(probs: Float[Array, "b v"], tokens: Int[Array, " b"]) -> Float[Array, " b"]:
+    return jnp.take_along_axis(probs, tokens[:, None], axis=1)[:, 0]
 
 
 def _children_of(tree: TokenTree, nodes: Int[Array, " b"]) -> Bool[Array, "b n"]:

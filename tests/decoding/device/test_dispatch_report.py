@@ -24,14 +24,17 @@ def packed(report: Report, **given: Any) -> np.ndarray:
 
 def test_logprobs_travel_by_their_bits_and_are_left_out_where_nobody_asks():
     values = {"best_tokens": [[[1, 2]] + [[0, 0]] * 3], "best_logprobs": [[[-0.1, -2.5]] + [[0, 0]] * 3]}
-    row = packed(Report.of_decode(0, 1, 2), num_output=1, output=[9, 0, 0, 0], logprobs=[-0.7, 0, 0, 0], **values)
-    ((chosen, best),) = progress(row, 0, 1, 2).logprobs
-    assert (chosen, best) == (np.float32(-0.7), [(1, np.float32(-0.1)), (2, -2.5)])
+    values |= {"logprobs": [-0.7, 0, 0, 0], "processed_logprobs": [-0.3, 0, 0, 0]}
+    row = packed(Report.of_decode(0, 1, 2), num_output=1, output=[9, 0, 0, 0], **values)
+    ((chosen, processed, best),) = progress(row, 0, 1, 2).logprobs
+    assert (chosen, processed) == (np.float32(-0.7), np.float32(-0.3))
+    assert best == [(1, np.float32(-0.1)), (2, -2.5)]
     assert progress(row, 0, 1, None).logprobs == [] and progress(row, 0, 1, None).token_ids == [9]
-    row = packed(Report.of_prefill(1), root=5, done=True, logprobs=[-1.5], best_tokens=[5], best_logprobs=[-1.5])
+    values = {"logprobs": [-1.5], "processed_logprobs": [-0.5], "best_tokens": [5], "best_logprobs": [-1.5]}
+    row = packed(Report.of_prefill(1), root=5, done=True, **values)
     found = first_progress(row, 1)
     assert (found.token_ids, found.done, found.failed) == ([5], True, False)
-    assert found.logprobs == [(-1.5, [(5, -1.5)])]
+    assert found.logprobs == [(-1.5, -0.5, [(5, -1.5)])]
 
 
 @given(st.lists(st.integers(0, 3), max_size=ROUNDS), st.integers(0, 3))

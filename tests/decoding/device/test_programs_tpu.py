@@ -167,12 +167,13 @@ def test_log_probabilities_sort_no_vocabulary(topology):
 
     @jax.jit
     def put(rows, tokens, best, *new):
-        return put_logprobs(TokenLogprobs(rows, tokens, best), *new)
+        return put_logprobs(TokenLogprobs(rows, rows, tokens, best), *new)
 
     at = argument(jnp.int32, 4)
     kept = argument(jnp.float32, 4, 8), argument(jnp.int32, 4, 8, 20), argument(jnp.float32, 4, 8, 20)
     logits, chosen = argument(jnp.float32, 4, 5, CONFIG.vocab_size), argument(jnp.int32, 4, 5)
-    text = put.lower(*kept, logits, chosen, at).compile().as_text() or ""
+    processed = argument(jnp.float32, 4, 5)
+    text = put.lower(*kept, logits, chosen, processed, at).compile().as_text() or ""
     assert "TopK" in text and " sort(" not in text
 
 

@@ -103,6 +103,37 @@ def test_vanilla_is_the_argmax_of_the_whole_sequence_again_and_again(toy, vanill
         assert predicted[length - 1 : length - 1 + MAX_TOKENS].tolist() == answer.tolist()
 
 
+@pytest.mark.parametrize("name", [pytest.param(None, marks=pytest.mark.slow), *BOTH])
+def test_log_probabilities_are_those_of_a_pass_over_the_whole_sequence(toy, name):
+    """For any temperature, before and behind it, of drafts and of tokens of the target's own."""
+
+    @jax.jit
+    def following(tokens):
+        cache, lengths = toy.target.empty_cache(*tokens.shape), jnp.zeros(len(tokens), jnp.int32)
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        return toy.target.logits(toy.target(tokens, positions, cache, lengths)[0])
+
+    temperatures = np.array([0.0, 0.6, 1.0, 3.0], np.float32)
+    tree, draft = (None, None) if name is None else (TREES[name], toy.good)
+    state = generated(toy.target, draft, tree=tree, temperature=jnp.asarray(temperatures), logprobs=True)
+    answers, found = np.asarray(state.output[:, :MAX_TOKENS]), state.logprobs
+    assert found is not None
+    texts = np.zeros((4, 9 + MAX_TOKENS), np.int32)
+    for text, prompt, length, answer in zip(texts, PROMPTS, LENGTHS, answers, strict=True):
+        text[: length + MAX_TOKENS] = [*prompt[:length], *answer]
+    logits = np.asarray(following(jnp.asarray(texts)), np.float64)
+    for row, (length, answer) in enumerate(zip(LENGTHS, answers, strict=True)):
+        own = logits[row, length - 1 : length - 1 + MAX_TOKENS]
+
+        def of_answer(own: np.ndarray, answer: np.ndarray = answer) -> np.ndarray:
+            return own[range(MAX_TOKENS), answer] - np.log(np.exp(own - own.max(1, keepdims=True)).sum(1)) - own.max(1)
+
+        np.testing.assert_allclose(found.chosen[row, :MAX_TOKENS], of_answer(own), atol=1e-5)
+        drawn = of_answer(own / temperatures[row]) if temperatures[row] else np.zeros(MAX_TOKENS)
+        np.testing.assert_allclose(found.processed[row, :MAX_TOKENS], drawn, atol=1e-5)
+    assert name is None or np.asarray(state.accepted).sum(axis=1).min() > 0
+
+
 @pytest.mark.parametrize(
     "name", [name if name in ("chain3", "tree3x3") else pytest.param(name, marks=pytest.mark.slow) for name in TREES]
 )

@@ -50,9 +50,9 @@ def walk(tree: TokenTree, probs: jax.Array, coins: jax.Array) -> tuple[Walk, jax
     """Runs the sampled walk on given probabilities."""
     batch = probs.shape[0]
     sampling = dataclasses.replace(Sampling.greedy(batch), temperature=jnp.ones(batch))
-    return walk_sampled(
-        tree, jnp.log(probs), sampling, jnp.zeros(batch, jnp.int32), jnp.full((batch, 1), -1, jnp.int32), coins
-    )
+    stop_ids = jnp.full((batch, 1), -1, jnp.int32)
+    found, weights, *_ = walk_sampled(tree, jnp.log(probs), sampling, jnp.zeros(batch, jnp.int32), stop_ids, coins)
+    return found, weights
 
 
 TREES = {
@@ -303,7 +303,7 @@ def test_verify_draws_from_the_filtered_distribution(monkeypatch, temperature, t
         top_k=jnp.full(batch, top_k, jnp.int32),
         top_p=jnp.full(batch, top_p),
     )
-    walk, bonus = verify(
+    walk, *_ = verify(
         make_tree(tokens, parents, batch),
         jnp.broadcast_to(logits, (batch, *logits.shape)),
         steps,
