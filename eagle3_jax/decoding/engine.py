@@ -32,6 +32,7 @@ from eagle3_jax.decoding.scheduler import EngineStats, Scheduler
 from eagle3_jax.decoding.steps import Progress
 from eagle3_jax.decoding.text import end_ids
 from eagle3_jax.formats.packaged import AUTO
+from eagle3_jax.models.checkpoint import trees
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.target import TargetModel
@@ -394,6 +395,31 @@ class Engine:
             self._runner.replace_draft(draft)
             self.tiers.renew()
             self._scheduler.forget_device()
+
+    def replace_target(self, weights: Any) -> None:
+        """Goes on with other weights of the target, such as the next step's of a policy, without compiling again.
+
+        Running requests go on between two dispatches (vLLM's pause mode "keep", SGLang's "in_place"): their tokens
+        stay, and the caches keep what the weights before have read of them. No later request reuses that. Each token's
+        log-probabilities are those of the weights that chose it. The engine keeps copies in its own dtype and layout:
+        the caller may donate the arrays.
+
+        On a CPU, matrices that bfloat16 holds are stored so. The first weights that it does not hold widen them, and
+        each program is compiled once more.
+
+        Args:
+            weights: a `TargetModel` of this architecture, or its parameters by Hugging Face's names, or a Tunix or
+                MaxText model's, see `trees.target_of`; floats of any dtype. On a mesh of several processes each calls
+                this, between calls of `generate`.
+
+        Raises:
+            WeightsError: a ValueError with every missing, surplus or misshapen array, and those that are not finite, by
+                name; the engine goes on with the weights before.
+        """
+        dtype, mesh = self.target.embed[...].dtype, self._runner.mesh
+        target = self._runner.packed_target(trees.target_of(weights, self.target.config, dtype, mesh))
+        self._scheduler.replace_target(target)
+        self._loop.drive(lambda: not self._scheduler.target_waits)
 
     def stats(self) -> EngineStats:
         """Returns a copy of the counters since the engine was made, and of its state now."""

@@ -25,6 +25,7 @@ class PageAllocation:
         reused: tokens of the prompt whose entries existed already, in whole pages.
         known: the first pages, as far as the pool knows them by their tokens.
         drafted: whether the draft head has read the reused tokens too.
+        registering: whether its pages may become findable.
     """
 
     pages: list[int]
@@ -110,6 +111,12 @@ class PagePool:
             else:
                 self._free.append(page)
         allocation.pages = []
+
+    def forget(self) -> None:
+        """Makes all entries unfindable. Allocations that are held must no longer register theirs."""
+        self._free += self._idle
+        for known in (self._idle, self._page, self._key, self._undrafted):
+            known.clear()
 
     def check_idle(self) -> None:
         """Checks the pool of an idle engine. Raises RuntimeError: a page is lost, or held without a request."""

@@ -29,6 +29,7 @@ from eagle3_jax.decoding.pages import PagePool
 from eagle3_jax.decoding.params import MAX_LOGPROBS
 from eagle3_jax.decoding.request import FinishReason, Output, QueueFullError, Request, said
 from eagle3_jax.decoding.rounds.state import RequestRows
+from eagle3_jax.models.target import TargetModel
 
 _log = logging.getLogger(__name__)
 
@@ -101,6 +102,7 @@ class Scheduler:
         self._slots: list[Request | None] = [None] * sizes.batch
         # Whether a waiting request was aborted, and the first deadline: `sweep` scans the queue for these alone.
         self._aborted, self._first_deadline = False, math.inf
+        self._target: TargetModel | None = None  # the next turn's, see `replace_target`
         self._cancelled: set[int] = set()  # slots whose request ended on the host while the device still runs it
         # Reports of launches that are not read yet; the request of each row; the tier, None of prompts.
         self._reports: collections.deque[tuple[jax.Array, dict[int, Request], Tier | None]] = collections.deque()
@@ -130,6 +132,19 @@ class Scheduler:
         with self.changes:
             for request in requests:
                 request.aborted = self._aborted = True
+
+    def replace_target(self, target: TargetModel) -> None:
+        """Lets the next turn begin with another target, see `ModelRunner.packed_target`.
+
+        Requests go on. What the one before has read is reused by no later request.
+        """
+        with self.changes:
+            self._target = target
+
+    @property
+    def target_waits(self) -> bool:
+        """True until a turn has begun with the target of `replace_target`."""
+        return self._target is not None
 
     @property
     def has_aborted(self) -> bool:
@@ -165,6 +180,7 @@ class Scheduler:
         Raises an interruption, or a failure before any request began; other failures end in the requests' outputs.
         """
         try:
+            self._change_target()
             self.sweep()
             self._admit()
             unread = len(self._reports)
@@ -204,6 +220,17 @@ class Scheduler:
         self._cancelled.clear()
         self._runner.reset()
         self._pool = PagePool(self._pool.pages, self._pool.page_size, reuse=self._pool.reuse)
+
+    def _change_target(self) -> None:
+        with self.changes:
+            target, self._target = self._target, None
+        if target is None:
+            return
+        self._runner.replace_target(target)
+        self._pool.forget()
+        for request in filter(None, self._slots):
+            assert request.allocation is not None
+            request.allocation.registering = False
 
     def _admit(self) -> None:
         """Gives slots and pages to waiting requests, in the order of arrival."""

@@ -78,6 +78,26 @@ class ModelRunner:
         draft = jax.tree.map(lambda before, leaf: leaf.astype(before.dtype), self.draft, draft)
         self.draft = draft
         self._pad()
+        self.reset()
+
+    def packed_target(self, target: TargetModel) -> TargetModel:
+        """Returns a target of the shapes and dtypes of the runner's own, packed and placed as that one, in new arrays.
+
+        A matrix is stored in bfloat16 only where the one before was, and bfloat16 holds its numbers.
+        """
+        given = set(map(id, jax.tree.leaves(target)))
+
+        def as_before(before: jax.Array, leaf: jax.Array) -> jax.Array:
+            leaf = jnp.copy(leaf) if id(leaf) in given else leaf
+            leaf = leaf.astype(before.dtype) if before.dtype == jnp.float32 else leaf
+            return jax.device_put(leaf, before.sharding) if before.committed else leaf
+
+        return jax.tree.map(as_before, self.target, for_inference(target))
+
+    def replace_target(self, target: TargetModel) -> None:
+        """Verifies with this target, see `packed_target`, from the next call on. The state stays."""
+        self.target = target
+        self._pad()
 
     def pad_products(self) -> None:
         """Measures how many rows products of few rows are best padded to, and pads them. Forgets the state."""
@@ -92,11 +112,11 @@ class ModelRunner:
                 best = few_rows.cheapest(dict(zip(counts, seconds, strict=True)))
                 self.padding[kind] = tuple(processes.agree(lambda best=best: best))
         self._pad()
+        self.reset()
 
     def _pad(self) -> None:
         draft = None if self.draft is None else padded(self.draft, self.padding)
         self._models = Models.of(padded(self.target, self.padding), draft)
-        self.reset()
 
     def prefill(self, chunk: Chunk) -> jax.Array:
         """Reads a stretch of prompts. Returns the report of `programs.prefill`, not yet on the host."""

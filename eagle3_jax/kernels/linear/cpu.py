@@ -14,12 +14,13 @@ the instructions of float32. It treats subnormal numbers as zero.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32
 from llvmlite import ir
 
 from eagle3_jax.kernels.cpu import compiler, handler
@@ -37,12 +38,23 @@ def pack(matrix: Float[Array, "k n"]) -> Panels:
     """Packs a float32 or bfloat16 matrix into panels of this machine's width."""
     width = _BLOCKS[compiler.has_wide_vectors()][1]
     group = 2 if matrix.dtype == jnp.bfloat16 and compiler.has_bfloat16_products() else 1
-    stored = np.ascontiguousarray(matrix)
-    if matrix.dtype == jnp.float32 and not (stored.view(np.uint32) & 0xFFFF).any():
-        stored = stored.astype(jnp.bfloat16)
-    padded = np.pad(stored, ((0, -matrix.shape[0] % group), (0, -matrix.shape[1] % width)))
-    panels = padded.reshape(len(padded) // group, group, -1, width).transpose(2, 0, 3, 1)
-    return Panels(jnp.asarray(panels.copy()), matrix.shape[1], matrix.dtype)
+    # The first row mostly tells.
+    narrow = matrix.dtype == jnp.float32 and bool(_in_bfloat16(matrix[:1])) and bool(_in_bfloat16(matrix))
+    panels = _panels(matrix, width, group, jnp.bfloat16 if narrow else matrix.dtype)
+    return Panels(panels, matrix.shape[1], matrix.dtype)
+
+
+@jax.jit
+def _in_bfloat16(matrix: Float32[Array, "k n"]) -> Bool[Array, ""]:
+    """Tells whether bfloat16 holds all numbers."""
+    return ((jax.lax.bitcast_convert_type(matrix, jnp.uint32) & 0xFFFF) == 0).all()
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _panels(matrix: Float[Array, "k n"], width: int, group: int, dtype: Any) -> Float[Array, "p groups w group"]:
+    rows, columns = matrix.shape
+    padded = jnp.pad(matrix.astype(dtype), ((0, -rows % group), (0, -columns % width)))
+    return padded.reshape(len(padded) // group, group, -1, width).transpose(2, 0, 3, 1)
 
 
 def product(x: Float[Array, "m k"], matrix: Panels) -> Float32[Array, "m n"]:

@@ -37,7 +37,7 @@ class Entry:
     Attributes:
         tensors: name -> expected shape.
         part: (an index of the parameter, one slice per dimension; the tensors, in order) -> that part of the parameter.
-            Tensors are arrays or safetensors slices; only the needed part is read.
+            Tensors are numpy's or JAX's arrays, or safetensors slices; only the needed part is read.
         split: the inverse of `whole`: the parameter -> its tensors, in order.
         dimensions: number of the parameter's dimensions.
         dtypes: dtypes of the tensors, in safetensors' names.
@@ -70,7 +70,8 @@ def stacked(names: Sequence[str], *shape: int) -> Entry:
     """Stacks projections of one shape: [out, in] each on disk, [count, in, out] in memory."""
 
     def part(index: tuple[slice, slice, slice], *tensors: Any) -> np.ndarray:
-        return np.stack([x[index[:0:-1]].T for x in tensors[index[0]]])
+        parts = [x[index[:0:-1]].T for x in tensors[index[0]]]
+        return functions_of(parts[0]).stack(parts)
 
     return Entry(dict.fromkeys(names, shape), part, lambda x: tuple(matrix.T for matrix in x), 3)
 
@@ -98,7 +99,8 @@ def qkv(config: Any, attention: str, columns: int) -> Entry:
             block = x[first * per_head * d : end * per_head * d, rows]
             return block.reshape(end - first, per_head, d, block.shape[-1])
 
-        fused = np.concatenate([heads(q, group), heads(k, 1), heads(v, 1)], axis=1)
+        parts = [heads(q, group), heads(k, 1), heads(v, 1)]
+        fused = functions_of(parts[0]).concatenate(parts, axis=1)
         return fused.reshape(-1, fused.shape[-1])[start - first * width : stop - first * width].T
 
     def split(x: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -115,8 +117,8 @@ def qkv_bias(config: Any, attention: str) -> Entry:
     group = config.num_attention_heads // kv_heads
 
     def part(index: tuple[slice], q: Any, k: Any, v: Any) -> np.ndarray:
-        heads = [np.asarray(x[:]).reshape(kv_heads, -1, d) for x in (q, k, v)]  # small: read whole
-        return np.concatenate(heads, axis=1).reshape(-1)[index]
+        heads = [x[:].reshape(kv_heads, -1, d) for x in (q, k, v)]  # small: read whole
+        return functions_of(heads[0]).concatenate(heads, axis=1).reshape(-1)[index]
 
     def split(x: np.ndarray) -> tuple[np.ndarray, ...]:
         heads = x.reshape(kv_heads, group + 2, d)
@@ -124,3 +126,8 @@ def qkv_bias(config: Any, attention: str) -> Entry:
 
     sizes = {"q": kv_heads * group * d, "k": kv_heads * d, "v": kv_heads * d}
     return Entry({f"{attention}.{name}_proj.bias": (size,) for name, size in sizes.items()}, part, split, 1)
+
+
+def functions_of(array: Any) -> Any:
+    """Returns the functions for an array: numpy, or jax.numpy."""
+    return array.__array_namespace__()

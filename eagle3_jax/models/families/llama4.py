@@ -17,7 +17,7 @@ from jax import P
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.kernels.linear.api import linear
-from eagle3_jax.models.checkpoint.table import Entry, kernel, plain
+from eagle3_jax.models.checkpoint.table import Entry, functions_of, kernel, plain
 from eagle3_jax.models.experts import Product, mixture
 from eagle3_jax.models.families import llama
 from eagle3_jax.models.layers import Attention, SwiGLU, apply_rope, halves, normal, ones, rms_norm
@@ -214,7 +214,7 @@ def _in_turn(name: str, experts: int, rows: int, columns: int) -> Entry:
         start, stop, _ = column.indices(2 * columns)
         first, end = start // 2, -(-stop // 2)
         gate, up = both[expert, row, first:end], both[expert, row, columns + first : columns + end]
-        in_turn = np.stack([gate, up], axis=-1).reshape(*gate.shape[:2], -1)
+        in_turn = functions_of(gate).stack([gate, up], axis=-1).reshape(*gate.shape[:2], -1)
         return in_turn[..., start - 2 * first : stop - 2 * first]
 
     def split(x: np.ndarray) -> tuple[np.ndarray, ...]:
