@@ -45,13 +45,13 @@ class Entry:
     """
 
     tensors: dict[str, tuple[int, ...]]
-    part: Callable[..., np.ndarray]
+    part: Callable[..., Any]
     split: Callable[[np.ndarray], tuple[np.ndarray, ...]]
     dimensions: int = 2
     dtypes: tuple[str, ...] = FLOATS
     packed: Packed | None = None
 
-    def whole(self, *tensors: np.ndarray) -> np.ndarray:
+    def whole(self, *tensors: Any) -> Any:
         """Combines the tensors, in order, into the parameter."""
         return self.part((slice(None),) * self.dimensions, *tensors)
 
@@ -69,7 +69,7 @@ def kernel(name: str, *shape: int) -> Entry:
 def stacked(names: Sequence[str], *shape: int) -> Entry:
     """Stacks projections of one shape: [out, in] each on disk, [count, in, out] in memory."""
 
-    def part(index: tuple[slice, slice, slice], *tensors: Any) -> np.ndarray:
+    def part(index: tuple[slice, slice, slice], *tensors: Any) -> Any:
         parts = [x[index[:0:-1]].T for x in tensors[index[0]]]
         return functions_of(parts[0]).stack(parts)
 
@@ -90,12 +90,12 @@ def qkv(config: Any, attention: str, columns: int) -> Entry:
     group = config.num_attention_heads // kv_heads
     width = (group + 2) * d
 
-    def part(index: tuple[slice, slice], q: Any, k: Any, v: Any) -> np.ndarray:
+    def part(index: tuple[slice, slice], q: Any, k: Any, v: Any) -> Any:
         rows, columns = index
         start, stop, _ = columns.indices(kv_heads * width)
         first, end = start // width, -(-stop // width)  # a part may begin and end inside a head
 
-        def heads(x: Any, per_head: int) -> np.ndarray:
+        def heads(x: Any, per_head: int) -> Any:
             block = x[first * per_head * d : end * per_head * d, rows]
             return block.reshape(end - first, per_head, d, block.shape[-1])
 
@@ -116,7 +116,7 @@ def qkv_bias(config: Any, attention: str) -> Entry:
     kv_heads, d = config.num_key_value_heads, config.head_dim
     group = config.num_attention_heads // kv_heads
 
-    def part(index: tuple[slice], q: Any, k: Any, v: Any) -> np.ndarray:
+    def part(index: tuple[slice], q: Any, k: Any, v: Any) -> Any:
         heads = [x[:].reshape(kv_heads, -1, d) for x in (q, k, v)]  # small: read whole
         return functions_of(heads[0]).concatenate(heads, axis=1).reshape(-1)[index]
 

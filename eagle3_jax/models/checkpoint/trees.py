@@ -107,6 +107,9 @@ def target_of(weights: Any, config: ModelConfig, dtype: Any, mesh: jax.sharding.
         for name, shape in wanted.items()
         if name in found and found[name].shape != shape
     ]
+    if not problems and {"lm_head.weight", "model.embed_tokens.weight"} <= found.keys() and config.tie_word_embeddings:
+        if not (found["lm_head.weight"] == found["model.embed_tokens.weight"]).all():
+            problems = ["lm_head.weight: got other values than model.embed_tokens.weight, expected equal ones or none"]
     if not problems:
         finite = jax.device_get([_finite(x) for x in found.values()])
         problems = [f"{name}: got NaN or infinity" for name, held in zip(found, finite, strict=True) if not held]

@@ -209,7 +209,7 @@ def table(config: Llama4Config) -> dict[str, Entry]:
 def _in_turn(name: str, experts: int, rows: int, columns: int) -> Entry:
     """Interleaves [experts, rows, 2 * columns], gate before up on disk, so that a mesh splits the columns in pairs."""
 
-    def part(index: tuple[slice, slice, slice], both: Any) -> np.ndarray:
+    def part(index: tuple[slice, slice, slice], both: Any) -> Any:
         expert, row, column = index
         start, stop, _ = column.indices(2 * columns)
         first, end = start // 2, -(-stop // 2)
