@@ -1,6 +1,6 @@
 """GRPO on a small model: rollouts with speculative decoding, by a draft head that learns from them.
 
-    python examples/grpo.py --steps 40
+    .venv/bin/python examples/grpo.py --steps 40
 
 Each step asks the policy a few questions, several answers each, rewards them by a rule, and takes one step of GRPO
 (arXiv 2402.03300) by optax. The engine goes on with the new policy, and with a head that has learnt the rollouts from

@@ -50,9 +50,9 @@ def test_links_of_the_site_stay_in_it(document):
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
 def test_files_that_are_named_are_there(document):
     text = document.read_text()
-    for path in re.findall(r"`((?:eagle3_jax|tests|tools|configs|docs)/[\w./*-]+)`", text):
+    for path in re.findall(r"`((?:eagle3_jax|tests|tools|examples|configs|docs)/[\w./*-]+)`", text):
         assert list(ROOT.glob(path.rstrip("/"))), path
-    for path in re.findall(r"`((?!eagle3_jax|tests|tools)\w+/[\w./]+\.py)`", text):  # of the package
+    for path in re.findall(r"`((?!eagle3_jax|tests|tools|examples)\w+/[\w./]+\.py)`", text):  # of the package
         assert document.name == "CHANGELOG.md" or (ROOT / "eagle3_jax" / path).exists(), path
 
 
