@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from test_engine import Tokenizer, make
 
 from eagle3_jax.decoding.engine import Engine
@@ -35,7 +36,7 @@ def expected(toy) -> dict[str, list]:
     for name, target in policies.items():
         (output,) = make(toy, None, target, page_size=16).generate([PROMPT], PARAMS)
         assert output.logprobs is not None
-        found[name] = [output.token_ids, [entry.processed for entry in output.logprobs]]
+        found[name] = [output.token_ids, [entry.logprob for entry in output.logprobs]]
     assert found["old"][0] != found["new"][0]
     return found
 
@@ -44,7 +45,7 @@ def check(engine: Engine, expected: list, cached: int) -> None:
     (output,) = engine.generate([PROMPT], PARAMS)
     assert output.token_ids == expected[0] and output.stats.cached_tokens == cached
     assert output.logprobs is not None
-    np.testing.assert_allclose([entry.processed for entry in output.logprobs], expected[1], atol=1e-5)
+    np.testing.assert_allclose([entry.logprob for entry in output.logprobs], expected[1], atol=1e-5)
 
 
 @pytest.mark.slow
@@ -84,7 +85,7 @@ def test_weights_that_do_not_fit_change_nothing(toy, engine, expected):
     wrong.norm[...] = wrong.norm[...].at[3].set(jnp.nan)
     with pytest.raises(WeightsError, match=r"norm: got NaN or infinity"):
         engine.replace_target(wrong)
-    wrong.norm[...] = jnp.ones(5)
+    wrong.norm = nnx.Param(jnp.ones(5))
     with pytest.raises(WeightsError, match=r"norm: got shape \[5\], expected \[32\]"):
         engine.replace_target(wrong)
     check(engine, expected["old"], cached=0)
