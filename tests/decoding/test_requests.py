@@ -102,6 +102,16 @@ RULES = [
 
 
 @pytest.mark.slow
+def test_a_long_answer_does_not_hold_the_batch(engine):
+    """Of three places one is long taken: eight short answers take turns in the others, and end first."""
+    ended, before = [], engine.stats().rounds
+    params = [SamplingParams(max_tokens=90), *[SamplingParams(max_tokens=8)] * 8]
+    answers = engine.generate([[i + 1, 5] for i in range(9)], params, lambda index, _: ended.append(index))
+    assert ended[-1] == 0 and sorted(ended) == list(range(9))
+    assert engine.stats().rounds - before == sum(answer.stats.rounds for answer in answers)  # none ran for nobody
+
+
+@pytest.mark.slow
 def test_rules_mix_in_one_batch_and_each_is_what_one_token_after_the_other_gives(engine, following):
     """On a tree each node's logits count the drafts in front of it."""
     prompts = [[i + 1, 5, 7, 5] for i in range(len(RULES))]

@@ -11,7 +11,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle3_jax.decoding.rounds.sampling import Sampling, block_width, draw, probabilities, sample
+from eagle3_jax.decoding.rounds.sampling import Sampling, block_width, draw, probabilities
 
 
 def sampling(temperature: list[float], top_k: Any = 0, top_p: Any = 1.0, min_p: Any = 0.0) -> Sampling:
@@ -108,7 +108,7 @@ def test_a_token_is_that_of_the_running_sums(size, temperature):
     rng = np.random.default_rng(size)
     logits, coins = (4 * rng.normal(size=(64, size))).astype(np.float32), rng.random((64, 2)).astype(np.float32)
     sampling = dataclasses.replace(Sampling.greedy(64), temperature=jnp.full(64, temperature))
-    got = jax.jit(sample)(jnp.asarray(logits), sampling, jnp.asarray(coins))
+    got = draw(jnp.asarray(coins), probabilities(jnp.asarray(logits), sampling))
     for row in range(64):
         expected, border = running_sums(logits[row], temperature, coins[row])
         assert got[row] == expected or border < 1e-5
