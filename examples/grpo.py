@@ -139,9 +139,9 @@ def policy_step(
 ) -> tuple[TargetModel, Any, dict[str, jax.Array]]:
     """Takes one step. Returns the policy, the optimizer's moments, and the states before the step."""
     gradients, found = jax.grad(grpo, has_aux=True)(policy, rollouts, aux_layers)
+    weights: Any = policy  # a pytree to optax
     with jax.numpy_dtype_promotion("standard"):
-        updates, moments = optimizer.update(gradients, moments, policy)
-    weights: Any = policy
+        updates, moments = optimizer.update(gradients, moments, weights)
     return optax.apply_updates(weights, updates), moments, found
 
 
@@ -208,9 +208,10 @@ def train(
 ) -> list[dict[str, float]]:
     """Trains the target's model, whose arrays are given up. Prints and returns a row for each step."""
     sizes: Any = {"batch_size": settings.batch_size, "max_length": settings.length}
-    engine, vanilla = (Engine.load(target, draft, tree, **sizes) for draft, tree in ((head, CHAIN), (None, "auto")))
+    engine, vanilla = Engine.load(target, head, CHAIN, **sizes), Engine.load(target, None, **sizes)
     engine.replace_target(target.model)  # its own arrays: those of the policy are donated
-    policy, optimizer = target.model, optax.adam(settings.learning_rate, b2=0.99)
+    policy: Any = target.model
+    optimizer = optax.adam(settings.learning_rate, b2=0.99)
     moments, live, rng, rows = optimizer.init(policy), LiveHead(head, settings), np.random.default_rng(0), []
     for each in (engine, vanilla):
         rolled_out(each, [question(rng)[0]], settings, seed=0)  # compiles

@@ -76,7 +76,7 @@ def tunix(model: TargetModel) -> dict[str, Any]:
         tree["lm_head"] = {"w": named["lm_head.weight"]}
     for i in range(model.config.num_hidden_layers):
         of = f"model.layers.{i}."
-        attention = {f"{x}_proj": {"w": named[f"{of}self_attn.{x}_proj.weight"]} for x in "qkvo"}
+        attention: dict[str, Any] = {f"{x}_proj": {"w": named[f"{of}self_attn.{x}_proj.weight"]} for x in "qkvo"}
         for x in "qk":
             if f"{of}self_attn.{x}_norm.weight" in named:
                 attention[f"{x}_norm"] = {"w": named[f"{of}self_attn.{x}_norm.weight"]}
