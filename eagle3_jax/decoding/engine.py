@@ -421,6 +421,18 @@ class Engine:
         self._scheduler.replace_target(target)
         self._loop.drive(lambda: not self._scheduler.target_waits)
 
+    def left(self, prompt: Sequence[int] = ()) -> int:
+        """Counts the tokens to read and write until all requests are answered.
+
+        Args:
+            prompt: token ids of one more prompt, of which those count that no page of the caches holds.
+        """
+        return self._scheduler.left(prompt)
+
+    def finish(self) -> None:
+        """Answers all requests that were submitted so far, and waits for that."""
+        self._loop.drive(lambda: not self._scheduler.has_work)
+
     def stats(self) -> EngineStats:
         """Returns a copy of the counters since the engine was made, and of its state now."""
         return dataclasses.replace(self._scheduler.stats(), stalled=self._loop.stalled())

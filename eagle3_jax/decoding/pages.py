@@ -58,6 +58,10 @@ class PagePool:
         """Pages that a new request may have."""
         return len(self._free) + len(self._idle)
 
+    def cached(self, ids: Sequence[int]) -> int:
+        """Tokens of a prompt that `allocate` would reuse now. Any thread may ask."""
+        return len(self._match(ids)) * self.page_size
+
     def allocate(self, ids: Sequence[int], tokens: int) -> PageAllocation | None:
         """Allocates the pages of `tokens` tokens, prompt and answer; None where too few are free.
 

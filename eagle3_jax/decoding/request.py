@@ -287,6 +287,11 @@ class Request:
         return 0 if self.allocation is None else self.allocation.reused
 
     @property
+    def left(self) -> int:
+        """Tokens still to read and, at most, to write."""
+        return len(self.ids) - self.read + self.limit - len(self._token_ids)
+
+    @property
     def tokens(self) -> list[int]:
         """Token ids of the prompt and the answer so far."""
         return self.ids + self._token_ids

@@ -157,6 +157,12 @@ class Scheduler:
         with self.changes:
             return bool(self._waiting or self._reports or any(self._slots))
 
+    def left(self, prompt: Sequence[int] = ()) -> int:
+        """Counts the tokens to read and write until all requests, and one more prompt, are answered and read."""
+        with self.changes:
+            requests = [*self._waiting, *filter(None, self._slots)]
+            return len(prompt) - self._pool.cached(prompt) + sum(request.left for request in requests)
+
     def stats(self) -> EngineStats:
         """Copies the counters; `stalled` is the engine loop's to fill in."""
         with self.changes:

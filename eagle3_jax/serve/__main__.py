@@ -17,10 +17,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from eagle3_jax.config import ConfigError, RunConfig, ServeConfig, run_file
+from eagle3_jax.decoding import data_parallel
 from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.decoding.pool import EnginePool
 from eagle3_jax.formats.mtp import MTP
 from eagle3_jax.formats.packaged import AUTO, LOOKUP, chosen_draft
-from eagle3_jax.mesh import decoding_mesh
+from eagle3_jax.mesh import make_mesh, own_replica
 from eagle3_jax.models.checkpoint.fetch import cache_folder, load_target
 from eagle3_jax.runs import command
 from eagle3_jax.runs.command_line import Parser
@@ -36,6 +38,7 @@ _FLAGS = {
     "--dtype": "target.dtype",
     "--quantization": "target.weights",
     "--tp-size": "mesh.model",
+    "--dp-size": "mesh.data",
     "--draft": "serve.draft",
     "--speculative-draft-model-path": "serve.draft",
     "--host": "serve.host",
@@ -64,6 +67,7 @@ _ELSEWHERE = {
     "--max-num-seqs": "--serve.batch-size",
     "--gpu-memory-utilization": "--serve.memory-fraction",
     "--tensor-parallel-size": "--tp-size",
+    "--data-parallel-size": "--dp-size",
     "--api-key": "--serve.api-key-variable, the name of an environment variable, or --serve.api-key-file",
     "--log-level": "--serve.access-log",
     "--allowed-origins": "--serve.allowed-origins",
@@ -149,33 +153,37 @@ def _drafts_by(algorithm: str, draft: str | None) -> str | None:
     return draft
 
 
-def load(config: RunConfig, say: Callable[[str], Any] = lambda _: None) -> Engine:
-    """Loads the engine and warms it up. Raises ValueError as `Engine.load` does.
+def load(config: RunConfig, say: Callable[[str], Any] = lambda _: None) -> EnginePool:
+    """Loads an engine for each row of the mesh and warms them up. Raises ValueError as `Engine.load` does.
 
     Args:
         say: receives one line for each stage.
     """
     start = time.monotonic()
     settings, trees = config.serve, config.serve.trees
-    target = load_target(config.target, decoding_mesh(config.mesh) if config.mesh.model > 1 else None)
+    replica = own_replica(make_mesh(config.mesh))
+    target = load_target(config.target, replica.mesh if replica.mesh.size > 1 else None)
     draft = settings.draft
     if draft is None:
         draft, _ = chosen_draft(None, config.folder("export"), target)
-    engine = Engine.load(
-        target,
-        None if draft == "none" else draft,
-        trees[0] if len(trees) == 1 else trees or "auto",
-        settings.batch_size,
-        settings.max_length,
-        token_map=settings.token_map,
-        memory_fraction=settings.memory_fraction,
-        queue_limit=settings.queue_limit,
-    )
+    engines = [
+        Engine.load(
+            row,
+            None if draft == "none" else draft,
+            trees[0] if len(trees) == 1 else trees or "auto",
+            settings.batch_size,
+            settings.max_length,
+            token_map=settings.token_map,
+            memory_fraction=settings.memory_fraction,
+        )
+        for row in data_parallel.targets(target, replica)
+    ]
+    pool = EnginePool(engines, settings.queue_limit)
     say("compiling and measuring; the first start takes minutes")
     folder = settings.warm_up_folder or cache_folder() / "programs"
-    engine.warm_up(None if folder == "none" else folder, progress=sys.stderr.isatty() or say)
+    pool.warm_up(None if folder == "none" else folder, progress=sys.stderr.isatty() or say)
     say(f"ready after {time.monotonic() - start:.0f} s")
-    return engine
+    return pool
 
 
 def api_keys(settings: ServeConfig) -> list[str]:
@@ -254,7 +262,7 @@ def _serve(config: RunConfig, keys: Sequence[str], place: socket.socket) -> None
     from eagle3_jax.serve.app import make_app
     from eagle3_jax.serve.opening import Opening, Server, address
 
-    settings, url, engines = config.serve, address(place), []
+    settings, url, pools = config.serve, address(place), []
 
     def say(stage: str) -> None:
         opening.stage = stage
@@ -262,8 +270,8 @@ def _serve(config: RunConfig, keys: Sequence[str], place: socket.socket) -> None
 
     def make() -> Any:
         say(f"loading; {url}/health is 200 when it answers")
-        engines.append(load(config, say))
-        return make_app(engines[0], settings.model_name or config.target.name, settings, keys)
+        pools.append(load(config, say))
+        return make_app(pools[0], settings.model_name or config.target.name, settings, keys)
 
     opening = Opening(make, lambda: print(f"{url}/v1 answers", flush=True))
     Server(opening, settings).run(sockets=[place])
@@ -271,11 +279,11 @@ def _serve(config: RunConfig, keys: Sequence[str], place: socket.socket) -> None
         raise opening.failure
     if opening.app is None:
         raise command.Stopped
-    (engine,) = engines
+    (pool,) = pools
     end = time.monotonic() + _ENDING
-    while engine.stats().running and time.monotonic() < end:
+    while pool.running and time.monotonic() < end:
         time.sleep(0.05)
-    if engine.stats().running:  # its thread would keep the process alive for ever
+    if pool.running:  # its thread would keep the process alive for ever
         print("eagle3_jax.serve: the device does not answer; what it was asked is lost", file=sys.stderr, flush=True)
         os._exit(1)
 

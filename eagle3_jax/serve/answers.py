@@ -12,6 +12,7 @@ from typing import Any
 
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import SamplingParams
+from eagle3_jax.decoding.pool import EnginePool
 from eagle3_jax.decoding.request import Output, Piece, QueueFullError, Request
 from eagle3_jax.serve.errors import ApiError
 from eagle3_jax.serve.limits import queue_full
@@ -21,7 +22,13 @@ _log = logging.getLogger(__name__)
 
 
 def submit(
-    engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, count: int, deadline: float, *, drafts: bool
+    engine: Engine | EnginePool,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    count: int,
+    deadline: float,
+    *,
+    drafts: bool,
 ) -> list[Request]:
     """Submits all answers to some prompts, or none. Slow: call it outside the event loop's thread.
 
@@ -48,7 +55,7 @@ def submit(
     return requests
 
 
-async def submitted(engine: Engine, submitting: concurrent.futures.Future[list[Request]]) -> list[Request]:
+async def submitted(engine: Engine | EnginePool, submitting: concurrent.futures.Future[list[Request]]) -> list[Request]:
     """Awaits a `submit` in another thread; a cancelled wait aborts its requests."""
     try:
         return await asyncio.wrap_future(submitting)
@@ -57,7 +64,7 @@ async def submitted(engine: Engine, submitting: concurrent.futures.Future[list[R
         raise
 
 
-def _abort(engine: Engine, done: concurrent.futures.Future[list[Request]]) -> None:
+def _abort(engine: Engine | EnginePool, done: concurrent.futures.Future[list[Request]]) -> None:
     if not done.cancelled() and done.exception() is None:
         engine.abort(*done.result())
 
@@ -71,7 +78,7 @@ class Answers:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine | EnginePool,
         metrics: Metrics,
         tasks: set[asyncio.Task[None]],
         requests: Sequence[Request],

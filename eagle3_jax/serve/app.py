@@ -1,4 +1,4 @@
-"""The ASGI application: OpenAI's routes, /health and /metrics over one engine."""
+"""The ASGI application: OpenAI's routes, /health and /metrics over a pool of engines."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from eagle3_jax.config import ServeConfig
-from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import SamplingParams
+from eagle3_jax.decoding.pool import EnginePool
 from eagle3_jax.decoding.request import Request as EngineRequest
 from eagle3_jax.serve import protocol
 from eagle3_jax.serve.answers import Answers, submit, submitted
@@ -43,22 +43,22 @@ _ENDING = 5.0  # seconds to wait for aborted requests at shutdown
 _log = logging.getLogger(__name__)
 
 
-def make_app(engine: Engine, model: str, settings: ServeConfig, keys: Sequence[str] = ()) -> Starlette:
+def make_app(pool: EnginePool, model: str, settings: ServeConfig, keys: Sequence[str] = ()) -> Starlette:
     """Makes the ASGI application.
 
     Args:
-        engine: used by this application alone; warmed up, so that no request waits for a compilation.
+        pool: used by this application alone; warmed up, so that no request waits for a compilation.
         model: the model's name for clients.
         keys: accepted API keys; empty turns authentication off.
     """
-    server = _Server(engine, model, settings)
+    server = _Server(pool, model, settings)
     api = [
         Route("/chat/completions", server.chat, methods=["POST"]),
         Route("/completions", server.complete, methods=["POST"]),
         Route("/models", server.models),
         Route("/models/{name:path}", server.models),
     ]
-    gate = Middleware(Gate, keys, Rate(settings.requests_per_minute), settings.queue_limit + settings.batch_size)
+    gate = Middleware(Gate, keys, Rate(settings.requests_per_minute), settings.queue_limit + pool.batch_size)
     origins = {"allow_origins": settings.allowed_origins, "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
     cors = [Middleware(CORSMiddleware, **origins)] if settings.allowed_origins else []  # preflights carry no key
     return Starlette(
@@ -77,10 +77,10 @@ def make_app(engine: Engine, model: str, settings: ServeConfig, keys: Sequence[s
 class _Server:
     """The routes' handlers and their shared state."""
 
-    def __init__(self, engine: Engine, model: str, settings: ServeConfig) -> None:
-        self.engine, self.model, self.settings = engine, model, settings
-        self.metrics = Metrics(engine)
-        self._tokens = Tokens(engine.tokenizer)
+    def __init__(self, pool: EnginePool, model: str, settings: ServeConfig) -> None:
+        self.pool, self.model, self.settings = pool, model, settings
+        self.metrics = Metrics(*pool.engines)
+        self._tokens = Tokens(pool.tokenizer)
         self._created = int(time.time())
         self._tasks: set[asyncio.Task[None]] = set()
         # Encoding and submitting long prompts is slow, so it runs outside the event loop's thread.
@@ -107,7 +107,7 @@ class _Server:
 
     async def models(self, request: Request) -> Response:
         entry = {"id": self.model, "object": "model", "created": self._created, "owned_by": "eagle3_jax"}
-        entry["max_model_len"] = self.engine.max_length
+        entry["max_model_len"] = self.pool.max_length
         name = request.path_params.get("name")
         if name is None:
             return JSONResponse({"object": "list", "data": [entry]})
@@ -116,7 +116,7 @@ class _Server:
 
     async def health(self, _: Request) -> Response:
         """Reports healthy while rounds make progress or no request runs."""
-        stalled = self.engine.stats().stalled
+        stalled = self.pool.stalled
         healthy = stalled <= self.settings.stall_timeout
         return JSONResponse({"healthy": healthy, "stalled_seconds": round(stalled, 3)}, 200 if healthy else 503)
 
@@ -129,17 +129,17 @@ class _Server:
         settings, arrived = self.settings, time.monotonic()
         body = protocol.read(kind, await read_body(request, settings.max_body_bytes, settings.client_timeout))
         self._check_model(body.model)
-        params = body.params(self.engine.max_length)
+        params = body.params(self.pool.max_length)
         if (count := body.answers * len(body.prompts)) > settings.queue_limit:
             raise ApiError(
                 400, f"n: got {count} answers, expected at most {settings.queue_limit} (serve.queue_limit)", param="n"
             )
         submitting = self._encoder.submit(self._submit, body, params, arrived + settings.request_timeout)
         try:
-            requests = await submitted(self.engine, submitting)
+            requests = await submitted(self.pool, submitting)
         except ValueError as error:
             raise protocol.refusal(error, body.field) from error
-        answers = Answers(self.engine, self.metrics, self._tasks, requests, body.answers, arrived)
+        answers = Answers(self.pool, self.metrics, self._tasks, requests, body.answers, arrived)
         envelope = Envelope(shape, self.model)
         if body.stream:
             events = _events(answers, shape, envelope, body)
@@ -160,8 +160,8 @@ class _Server:
             return JSONResponse(envelope.whole(outputs, answers.usage(), prompts))
 
     def _submit(self, body: protocol.RequestBody, params: SamplingParams, deadline: float) -> list[EngineRequest]:
-        prompts = [body.encode(self.engine, prompt) for prompt in body.prompts]
-        return submit(self.engine, prompts, params, body.answers, deadline, drafts=body.drafts is not False)
+        prompts = [body.encode(self.pool, prompt) for prompt in body.prompts]
+        return submit(self.pool, prompts, params, body.answers, deadline, drafts=body.drafts is not False)
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self.model):

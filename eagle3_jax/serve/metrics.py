@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -17,39 +18,60 @@ _TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 
 _LENGTHS = (1.0, 1.1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 5, 6, 8)
 
 
-class EngineState(Collector):
-    """Exports `Engine.stats` at each scrape."""
+Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+
+class EngineState(Collector):
+    """Exports each replica's `Engine.stats` at a scrape, with its number as the label `replica`."""
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self._engines = engines
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._engine.stats()
+        stats = [engine.stats() for engine in self._engines]
         gauges = {
-            "requests_running": ("Requests in the batch.", stats.running),
-            "requests_waiting": ("Requests in the queue.", stats.waiting),
-            "batch_size": ("Requests that fit in the batch.", self._engine.batch_size),
-            "pages": ("Pages of the caches.", stats.pages),
-            "free_pages": ("Pages that a new request may have.", stats.free_pages),
-            "stalled_seconds": ("Seconds since work last came back from the device; 0 while idle.", stats.stalled),
+            "requests_running": ("Requests in the batch.", [one.running for one in stats]),
+            "requests_waiting": ("Requests in the queue.", [one.waiting for one in stats]),
+            "batch_size": ("Requests that fit in the batch.", [engine.batch_size for engine in self._engines]),
+            "pages": ("Pages of the caches.", [one.pages for one in stats]),
+            "free_pages": ("Pages that a new request may have.", [one.free_pages for one in stats]),
+            "stalled_seconds": (
+                "Seconds since work last came back from the device; 0 while idle.",
+                [one.stalled for one in stats],
+            ),
         }
-        for name, (text, value) in gauges.items():
-            yield GaugeMetricFamily(f"eagle3_jax_{name}", text, value)
+        for name, (text, values) in gauges.items():
+            yield _filled(GaugeMetricFamily(f"eagle3_jax_{name}", text, labels=["replica"]), values)
         counters = {
-            "dispatches": ("Programs given to the device.", stats.dispatches),
-            "prompt_tokens": ("Tokens of prompts.", stats.prompt_tokens),
-            "cached_tokens": ("Of these, read by an earlier request (prefix reuse).", stats.cached_tokens),
-            "compiled_programs": ("Programs compiled; it stays as it is behind the warm-up.", stats.programs),
+            "dispatches": ("Programs given to the device.", [one.dispatches for one in stats]),
+            "prompt_tokens": ("Tokens of prompts.", [one.prompt_tokens for one in stats]),
+            "cached_tokens": (
+                "Of these, read by an earlier request (prefix reuse).",
+                [one.cached_tokens for one in stats],
+            ),
+            "compiled_programs": (
+                "Programs compiled; it stays as it is behind the warm-up.",
+                [one.programs for one in stats],
+            ),
         }
-        for name, (text, value) in counters.items():
-            yield CounterMetricFamily(f"eagle3_jax_{name}", text, value)
-        tiers = CounterMetricFamily("eagle3_jax_tier_dispatches", "Dispatches of rounds in a tier.", labels=["tier"])
-        in_use = GaugeMetricFamily("eagle3_jax_tier_in_use", "1: the latest rounds ran in it.", labels=["tier"])
-        for tier, count in stats.tiers.items():
-            tiers.add_metric([tier], count)
-            in_use.add_metric([tier], float(tier == stats.tier))
+        for name, (text, values) in counters.items():
+            yield _filled(CounterMetricFamily(f"eagle3_jax_{name}", text, labels=["replica"]), values)
+        labels = ["replica", "tier"]
+        tiers = CounterMetricFamily("eagle3_jax_tier_dispatches", "Dispatches of rounds in a tier.", labels=labels)
+        in_use = GaugeMetricFamily("eagle3_jax_tier_in_use", "1: the latest rounds ran in it.", labels=labels)
+        for number, one in enumerate(stats):
+            for tier, count in one.tiers.items():
+                tiers.add_metric([str(number), tier], count)
+                in_use.add_metric([str(number), tier], float(tier == one.tier))
         yield tiers
         yield in_use
+
+
+def _filled(family: Family, values: Sequence[float]) -> Family:
+    """Adds a value of each replica."""
+    for number, value in enumerate(values):
+        family.add_metric([str(number)], value)
+    return family
 
 
 class Metrics:
@@ -59,9 +81,10 @@ class Metrics:
         registry: the collectors to export.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, *engines: Engine) -> None:
+        """Args: engines: the replicas."""
         self.registry = prometheus_client.CollectorRegistry()
-        self.registry.register(EngineState(engine))
+        self.registry.register(EngineState(engines))
         in_registry = {"registry": self.registry, "namespace": "eagle3_jax"}
         counter, histogram = prometheus_client.Counter, prometheus_client.Histogram
         self._responses = counter("responses", "HTTP responses.", ["endpoint", "status"], **in_registry)

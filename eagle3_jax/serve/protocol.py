@@ -16,8 +16,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import pydantic
 from pydantic import Field, PlainValidator
 
-from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import MAX_BIASED, MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
+from eagle3_jax.decoding.pool import EnginePool
 from eagle3_jax.decoding.prompt import Prompt
 from eagle3_jax.serve.errors import ApiError
 
@@ -198,7 +198,7 @@ class RequestBody(pydantic.BaseModel):
         """The prompts, which are answered independently."""
 
     @abc.abstractmethod
-    def encode(self, engine: Engine, prompt: Prompt) -> list[int]:
+    def encode(self, pool: EnginePool, prompt: Prompt) -> list[int]:
         """Encodes one prompt. Raises ValueError: the chat template refuses it, or a token id is invalid."""
 
     @property
@@ -272,8 +272,8 @@ class Chat(RequestBody):
     def prompts(self) -> list[Prompt]:
         return [[{"role": message.role, "content": message.content} for message in self.messages]]
 
-    def encode(self, engine: Engine, prompt: Prompt) -> list[int]:
-        return engine.encode(prompt, self.chat_template_kwargs, self.tools)
+    def encode(self, pool: EnginePool, prompt: Prompt) -> list[int]:
+        return pool.encode(prompt, self.chat_template_kwargs, self.tools)
 
     @property
     def requested_logprobs(self) -> int | None:
@@ -306,10 +306,10 @@ class Completion(RequestBody):
     def prompts(self) -> list[Prompt]:
         return self.prompt
 
-    def encode(self, engine: Engine, prompt: Prompt) -> list[int]:
+    def encode(self, pool: EnginePool, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):  # no template: the model continues the text
-            return engine.tokenizer(prompt, add_special_tokens=self.add_special_tokens is not False)["input_ids"]
-        return engine.encode(prompt)
+            return pool.tokenizer(prompt, add_special_tokens=self.add_special_tokens is not False)["input_ids"]
+        return pool.encode(prompt)
 
     @property
     def requested_logprobs(self) -> int | None:

@@ -17,6 +17,7 @@ import uvicorn
 
 from eagle3_jax.config import DraftTree, ServeConfig, TargetConfig
 from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.decoding.pool import EnginePool
 from eagle3_jax.models.checkpoint.fetch import load_target
 from eagle3_jax.serve import __main__ as serve
 from eagle3_jax.serve.app import make_app
@@ -52,7 +53,7 @@ def _serving(engine: Engine, keys: tuple[str, ...] = (), **settings: Any) -> Ite
     common = {"port": 0, "batch_size": engine.batch_size, "queue_limit": 64, "draft": "none", "drain_timeout": 5}
     config = ServeConfig(**common | settings)
     place = serve.bind(config)
-    app = make_app(engine, MODEL, config, keys)
+    app = make_app(EnginePool([engine]), MODEL, config, keys)
     server = uvicorn.Server(http_settings(app, config))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [place]})
     thread.start()

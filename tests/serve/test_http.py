@@ -350,10 +350,10 @@ def test_metrics_count_what_happened(served):
     assert grown("responses_total", "/v1/chat/completions", "200") == 1
     assert grown("time_to_first_token_seconds_count") == 1
     assert 0 < grown("inter_token_seconds_count") <= 99  # the first piece may hold several: nothing is between them
-    assert after[("tier_in_use", "lookup 3")] == 1
-    assert after[("batch_size",)] == 4
-    assert after[("free_pages",)] == after[("pages",)] == served.engine.stats().pages
-    assert after[("requests_waiting",)] == after[("requests_running",)] == 0
+    assert after[("tier_in_use", "0", "lookup 3")] == 1
+    assert after[("batch_size", "0")] == 4
+    assert after[("free_pages", "0")] == after[("pages", "0")] == served.engine.stats().pages
+    assert after[("requests_waiting", "0")] == after[("requests_running", "0")] == 0
 
 
 def test_time_between_tokens_is_that_of_a_piece_over_its_tokens(engine):

@@ -198,7 +198,7 @@ def test_the_next_start_is_fast_unless_nothing_may_be_kept(tmp_path, monkeypatch
     monkeypatch.setattr(Engine, "load", lambda *_, **__: Engine.__new__(Engine))
     monkeypatch.setattr(Engine, "warm_up", lambda self, folder, **_: asked.append(folder))
     for more in ([], ["--serve.warm-up-folder", "none"], ["--serve.warm-up-folder", "here"]):
-        serve.load(serve.configure(["--target", "a", *more]))
+        serve.load(serve.configure(["--target", "a", "--dp-size", "1", *more]))
     assert asked == [tmp_path / "programs", None, "here"]
 
 
