@@ -198,12 +198,17 @@ class Replica:
 def replicas(mesh: Mesh) -> list[Replica]:
     """Splits the mesh into replicas, in the order of their first rows."""
     parts: dict[tuple[int, ...], list[int]] = {}
-    for number, row in enumerate(mesh.devices):
-        parts.setdefault(tuple(sorted({device.process_index for device in row})), []).append(number)
+    for number, members in enumerate(row_processes(mesh)):
+        parts.setdefault(members, []).append(number)
     return [
         Replica(Mesh(mesh.devices[rows], AXES, axis_types=mesh.axis_types), index, len(parts), processes)
         for index, (processes, rows) in enumerate(parts.items())
     ]
+
+
+def row_processes(mesh: Mesh) -> list[tuple[int, ...]]:
+    """Returns the processes that hold each row, ascending."""
+    return [tuple(sorted({device.process_index for device in row})) for row in mesh.devices]
 
 
 def own_replica(mesh: Mesh) -> Replica:

@@ -639,8 +639,8 @@ class ServeConfig:
         token_map: as `evaluate.token_map`.
         trees: sizes of the draft. With several the engine chooses for every dispatch among them and vanilla decoding,
             with none among its own.
-        batch_size: requests that are answered together.
-        queue_limit: most requests that wait for a slot.
+        batch_size: requests that each replica answers together.
+        queue_limit: most requests that wait for a slot, of all replicas.
         max_length: longest prompt and answer together, in tokens.
         memory_fraction: share of the device's memory for weights and caches; None makes room for the whole batch at
             `max_length`.

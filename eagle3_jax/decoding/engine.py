@@ -7,7 +7,9 @@ device), the scheduler (which requests run when), and the engine loop (which thr
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
+import functools
 import pathlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +38,6 @@ from eagle3_jax.models.checkpoint import trees
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.target import TargetModel
-from eagle3_jax.runs import processes
 
 PAGE_SIZE = 128
 GREEDY = SamplingParams()
@@ -115,7 +116,10 @@ class Engine:
         self.tokenizer, self.batch_size, self.max_length = tokenizer, batch_size, max_length
         self._end_ids = end_ids(target.config, tokenizer)
         self._runner = ModelRunner(target, draft, every, sizes, stored)
-        self._scheduler = Scheduler(self._runner, self.tiers, self._end_ids, prefix_cache, queue_limit)
+        self._schedule = functools.partial(
+            Scheduler, eos=self._end_ids, prefix_cache=prefix_cache, queue_limit=queue_limit
+        )
+        self._scheduler = self._schedule(self._runner, self.tiers)
         self._loop = EngineLoop(self._scheduler)
 
     @classmethod
@@ -314,7 +318,7 @@ class Engine:
         arguments.check_submitted(params, timeout)
         if self.tiers.simulated is not None:
             raise RuntimeError("submit: got an engine with simulated_acceptance, which is for benchmarks alone")
-        if self._runner.mesh is not None and processes.count() > 1:
+        if self._runner.lockstep:
             raise RuntimeError("submit: got a mesh of several processes, expected one; there use `generate`")
         if not drafts and VANILLA not in self.tiers.tiers:
             raise ValueError("drafts: got False, expected an engine with a choice: this one drafts always")
@@ -420,6 +424,18 @@ class Engine:
         target = self._runner.packed_target(trees.target_of(weights, self.target.config, dtype, mesh))
         self._scheduler.replace_target(target)
         self._loop.drive(lambda: not self._scheduler.target_waits)
+
+    def on(self, runner: ModelRunner) -> Engine:
+        """Makes an engine as this one, with what `warm_up` measured, on another runner of the same models and sizes."""
+        engine = copy.copy(self)
+        engine.tiers, engine._runner = copy.deepcopy(self.tiers), runner
+        engine._scheduler = self._schedule(runner, engine.tiers)
+        engine._loop = EngineLoop(engine._scheduler)
+        return engine
+
+    def fail(self, error: Exception) -> None:
+        """Ends all requests with an error, and refuses further ones: the device is lost. Any thread may call."""
+        self._scheduler.fail(error)
 
     def left(self, prompt: Sequence[int] = ()) -> int:
         """Counts the tokens to read and write until all requests are answered.

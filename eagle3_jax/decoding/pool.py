@@ -14,6 +14,7 @@ from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.prompt import Prompt
 from eagle3_jax.decoding.request import QueueFullError, Request
 from eagle3_jax.decoding.steps import Progress
+from eagle3_jax.runs import processes
 
 
 class EnginePool:
@@ -134,7 +135,7 @@ class EnginePool:
             engine.warm_up(cache, progress=say)
 
         works = [lambda place=place: warm(*place) for place in enumerate(others, 2)]
-        if cache is None:  # each measures, with nothing beside it
+        if cache is None or processes.count() > 1:  # each measures, or all processes do the same
             for work in works:
                 work()
         elif works:

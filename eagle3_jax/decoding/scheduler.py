@@ -17,14 +17,13 @@ import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 
-import jax
 import numpy as np
 
 from eagle3_jax.decoding.choice.tiers import Tier, TierChoice, copies, depth_of, nodes_of, scratch_of
 from eagle3_jax.decoding.device import shapes
 from eagle3_jax.decoding.device.chunk import Chunk
 from eagle3_jax.decoding.device.report import first_progress, progress
-from eagle3_jax.decoding.device.runner import ModelRunner
+from eagle3_jax.decoding.device.runner import ModelRunner, Readable
 from eagle3_jax.decoding.pages import PagePool
 from eagle3_jax.decoding.params import MAX_LOGPROBS
 from eagle3_jax.decoding.request import FinishReason, Output, QueueFullError, Request, said
@@ -103,9 +102,10 @@ class Scheduler:
         # Whether a waiting request was aborted, and the first deadline: `sweep` scans the queue for these alone.
         self._aborted, self._first_deadline = False, math.inf
         self._target: TargetModel | None = None  # the next turn's, see `replace_target`
+        self._failure: Exception | None = None  # see `fail`
         self._cancelled: set[int] = set()  # slots whose request ended on the host while the device still runs it
         # Reports of launches that are not read yet; the request of each row; the tier, None of prompts.
-        self._reports: collections.deque[tuple[jax.Array, dict[int, Request], Tier | None]] = collections.deque()
+        self._reports: collections.deque[tuple[Readable, dict[int, Request], Tier | None]] = collections.deque()
 
     # For any thread.
 
@@ -117,8 +117,11 @@ class Scheduler:
 
         Raises:
             QueueFullError: the queue is full; nothing was added.
+            Exception: the error that ended all (`fail`).
         """
         with self.changes:
+            if self._failure is not None:
+                raise self._failure
             if limited and self.queue_limit is not None and len(self._waiting) >= self.queue_limit:
                 self._stats.refused += 1
                 raise QueueFullError(f"queue: got {len(self._waiting)} waiting requests, expected less than the limit")
@@ -126,6 +129,18 @@ class Scheduler:
                 self._waiting.append(request)
                 if request.deadline is not None:
                     self._first_deadline = min(self._first_deadline, request.deadline)
+
+    def fail(self, error: Exception) -> None:
+        """Ends all requests with an error, now and from now on; the device may never answer the working thread."""
+        with self.changes:
+            self._failure = error
+            requests = [*self._waiting, *filter(None, self._slots)]
+            self._waiting.clear()
+            for request in requests:
+                if not request.done:
+                    request.failure = error
+                    request.publish(request.finish("error", said(error)))
+            self.changes.notify_all()
 
     def mark_aborted(self, requests: Iterable[Request]) -> None:
         """Lets the next `sweep` end these requests."""
@@ -331,7 +346,7 @@ class Scheduler:
         # Kept even where no prompt ends: reports bound the work on the device, and show that it still answers.
         self._reports.append((self._runner.prefill(Chunk.of(stretches, count, length, sizes)), ended, None))
 
-    def _deliver(self, report: jax.Array, requests: dict[int, Request], tier: Tier | None) -> None:
+    def _deliver(self, report: Readable, requests: dict[int, Request], tier: Tier | None) -> None:
         """Reads one report (the only transfer of its launch) and gives each request its tokens."""
         rows, seen, drafted = np.asarray(report), [], 0
         self.delivered = time.monotonic()

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import socket
 import sys
 import time
 import urllib.error
@@ -124,6 +125,30 @@ def gather(value: Any) -> list[Any]:
     key = _run.next_key("gathered")
     _run.client.key_value_set(f"{key}/{_run.index}", json.dumps(value))
     return [json.loads(_get(_run.client, f"{key}/{member}")) for member in _run.members]
+
+
+def check_alike(own: dict[str, Any]) -> None:
+    """Checks that all processes have the values of process 0.
+
+    Args:
+        own: JSON-ready values by name.
+
+    Raises:
+        ValueError: another one has not, on all processes; it names the host, the value and both.
+    """
+    (leader, expected), *others = gather([socket.gethostname(), own])
+    for number, (host, values) in enumerate(others, 1):
+        for name in sorted({*expected, *values}):
+            if (got := values.get(name)) != (wanted := expected.get(name)):
+                where = f"on host {host} (process {number})"
+                raise ValueError(f"{name}: got {got} {where}, expected {wanted} as on host {leader} (process 0)")
+
+
+def coordinator() -> str:
+    """Returns the name or address of process 0's host."""
+    from jax._src import distributed
+
+    return distributed.global_state.coordinator_address.rpartition(":")[0].strip("[]")
 
 
 def total(own: dict[str, float]) -> dict[str, float]:

@@ -8,6 +8,7 @@ requests are answered, and at once while it starts.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import os
 import pathlib
 import socket
@@ -17,15 +18,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from eagle3_jax.config import ConfigError, RunConfig, ServeConfig, run_file
-from eagle3_jax.decoding import data_parallel
+from eagle3_jax.decoding import data_parallel, hosts
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.pool import EnginePool
 from eagle3_jax.formats.mtp import MTP
 from eagle3_jax.formats.packaged import AUTO, LOOKUP, chosen_draft
-from eagle3_jax.mesh import make_mesh, own_replica
+from eagle3_jax.mesh import make_mesh, own_replica, row_processes
 from eagle3_jax.models.checkpoint.fetch import cache_folder, load_target
-from eagle3_jax.runs import command
+from eagle3_jax.runs import command, processes
 from eagle3_jax.runs.command_line import Parser
+from eagle3_jax.serve import alike
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _ENDING = 10.0  # seconds for the engine to end after the stop
@@ -161,6 +163,7 @@ def load(config: RunConfig, say: Callable[[str], Any] = lambda _: None) -> Engin
     """
     start = time.monotonic()
     settings, trees = config.serve, config.serve.trees
+    alike.check(config)
     replica = own_replica(make_mesh(config.mesh))
     target = load_target(config.target, replica.mesh if replica.mesh.size > 1 else None)
     draft = settings.draft
@@ -250,8 +253,12 @@ def _not_there(settings: ServeConfig, error: OSError) -> ValueError:
 
 
 def run(config: RunConfig) -> None:
-    """Serves until SIGTERM or Ctrl-C."""
+    """Serves until SIGTERM or Ctrl-C; of several processes the first one does."""
     settings = config.serve
+    if processes.index() > 0:
+        pool = load(config)
+        hosts.follow(pool.engines, row_processes(make_mesh(config.mesh)))
+        return
     keys = api_keys(settings)
     with bind(settings) as place:
         _serve(config, keys, place)
@@ -268,24 +275,34 @@ def _serve(config: RunConfig, keys: Sequence[str], place: socket.socket) -> None
         opening.stage = stage
         print(f"eagle3_jax.serve: {stage}", file=sys.stderr, flush=True)
 
+    def lose(error: Exception) -> None:
+        opening.failure = error
+
     def make() -> Any:
         say(f"loading; {url}/health is 200 when it answers")
-        pools.append(load(config, say))
-        return make_app(pools[0], settings.model_name or config.target.name, settings, keys)
+        pool = load(config, say)
+        if processes.count() > 1:
+            rows = row_processes(make_mesh(config.mesh))
+            engines = led.enter_context(hosts.lead(pool.engines, rows, lose))
+            pool = EnginePool(engines, settings.queue_limit)
+        pools.append(pool)
+        return make_app(pool, settings.model_name or config.target.name, settings, keys)
 
     opening = Opening(make, lambda: print(f"{url}/v1 answers", flush=True))
-    Server(opening, settings).run(sockets=[place])
-    if opening.failure is not None:
-        raise opening.failure
-    if opening.app is None:
-        raise command.Stopped
-    (pool,) = pools
-    end = time.monotonic() + _ENDING
-    while pool.running and time.monotonic() < end:
-        time.sleep(0.05)
-    if pool.running:  # its thread would keep the process alive for ever
-        print("eagle3_jax.serve: the device does not answer; what it was asked is lost", file=sys.stderr, flush=True)
-        os._exit(1)
+    with contextlib.ExitStack() as led:  # ends the other processes
+        Server(opening, settings).run(sockets=[place])
+        if opening.failure is not None:
+            raise opening.failure
+        if opening.app is None:
+            raise command.Stopped
+        (pool,) = pools
+        end = time.monotonic() + _ENDING
+        while pool.running and time.monotonic() < end:
+            time.sleep(0.05)
+        if pool.running:  # its thread would keep the process alive for ever
+            lost = "eagle3_jax.serve: the device does not answer; what it was asked is lost"
+            print(lost, file=sys.stderr, flush=True)
+            os._exit(1)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

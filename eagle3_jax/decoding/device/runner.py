@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -35,12 +35,20 @@ from eagle3_jax.runs import machine, processes
 MEASURED_LENGTH = 256
 
 
+@runtime_checkable
+class Readable(Protocol):
+    """A program's report, which numpy waits for; see `report`."""
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray: ...
+
+
 class ModelRunner:
     """Runs the programs on the target's devices.
 
     Attributes:
         target: the target, packed on a single CPU device.
         draft: the draft on the target's devices, packed likewise.
+        tiers: ways to run a round.
         mesh: the target's mesh; None is one device.
         padding: numbers of rows for products of few rows, see `few_rows.Padded`; empty until `pad_products` has
             measured.
@@ -61,8 +69,8 @@ class ModelRunner:
         self.padding: dict[Product, tuple[int, ...]] = {}
         self.dispatches = self.compiled = 0
         self._models = Models.of(target, draft)
-        self._tiers, self.kv_dtype = tuple(tiers), kv_dtype
-        make = functools.partial(empty_state, sizes=sizes, tiers=self._tiers, kv_dtype=kv_dtype)
+        self.tiers, self.kv_dtype = tuple(tiers), kv_dtype
+        make = functools.partial(empty_state, sizes=sizes, tiers=self.tiers, kv_dtype=kv_dtype)
         embed = self.target.embed[...]
         # Committed to its device as the models are; else the first program would be compiled twice.
         place = embed.sharding if self.mesh is None and embed.committed else None
@@ -118,7 +126,7 @@ class ModelRunner:
         draft = None if self.draft is None else padded(self.draft, self.padding)
         self._models = Models.of(padded(self.target, self.padding), draft)
 
-    def prefill(self, chunk: Chunk) -> jax.Array:
+    def prefill(self, chunk: Chunk) -> Readable:
         """Reads a stretch of prompts. Returns the report of `programs.prefill`, not yet on the host."""
         chunk = jax.tree.map(self._put, chunk)
         with self._running() as state:
@@ -139,7 +147,7 @@ class ModelRunner:
         width: int,
         tier: Tier,
         greedy: bool,
-    ) -> tuple[jax.Array, Sequence[int]]:
+    ) -> tuple[Readable, Sequence[int]]:
         """Runs rounds of the requests at some slots, in `width` rows.
 
         Returns:
@@ -149,7 +157,11 @@ class ModelRunner:
         counts = self._put(np.int32(max_rounds)), self._put(np.int32(enough))
         with self._running() as state:
             self._state, report = programs.decode(self._models, state, *said, *counts, tier=tier, greedy=greedy)
-        return report, range(len(slots)) if width < self.sizes.batch else slots
+        return report, self.places(slots, width)
+
+    def places(self, slots: Sequence[int], width: int) -> Sequence[int]:
+        """Returns the row of each slot in the report of `decode`."""
+        return range(len(slots)) if width < self.sizes.batch else slots
 
     def catch_up(self, cancelled: Collection[int], slots: Sequence[int], *, width: int) -> None:
         """Lets a head that rested read what it missed of the requests at some slots, in `width` rows."""
@@ -214,7 +226,7 @@ class ModelRunner:
             self.decode((), range(batch), count, batch, width=batch, tier=tier, greedy=True)
             self.wait()
 
-        vanilla, most, batch = self._tiers[0], shapes.ROUNDS, self.sizes.batch
+        vanilla, most, batch = self.tiers[0], shapes.ROUNDS, self.sizes.batch
         kinds = [(tier, 1), (tier, most), (vanilla, 1), (vanilla, most)]
         works = [functools.partial(dispatch, kind, count) for kind, count in kinds]
         one, several, single, plain = timing.in_turns(works, self.rehearse)
@@ -234,9 +246,14 @@ class ModelRunner:
         return min(self.sizes.max_length // 2, MEASURED_LENGTH)
 
     @property
+    def lockstep(self) -> bool:
+        """True if other processes hold devices of the mesh: they must make the same calls."""
+        return self.mesh is not None and len({device.process_index for device in self.mesh.devices.flat}) > 1
+
+    @property
     def rests(self) -> bool:
         """True if the head rests in some tiers."""
-        return self.draft is not None and not all(tier.head for tier in self._tiers)
+        return self.draft is not None and not all(tier.head for tier in self.tiers)
 
     def wait(self) -> None:
         """Waits until the device has finished all calls."""

@@ -1,0 +1,152 @@
+"""One engine on several processes: process 0 answers as one process does, and no process outlives another."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from eagle3_jax.config import DraftTree
+from eagle3_jax.decoding import hosts
+from eagle3_jax.decoding.choice.tiers import CHAIN, LOOKUP
+from eagle3_jax.decoding.device.chunk import Chunk
+from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.decoding.params import SamplingParams
+from eagle3_jax.decoding.rounds.state import RequestRows
+
+# Arguments: target, mesh, seconds of patience, what is asked.
+LED = """
+import asyncio, json, sys, time
+from eagle3_jax.config import DraftTree, MeshConfig
+from eagle3_jax.decoding import data_parallel, hosts
+from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.decoding.params import SamplingParams
+from eagle3_jax.decoding.pool import EnginePool
+from eagle3_jax.decoding.scheduler import Scheduler
+from eagle3_jax.mesh import make_mesh, own_replica, row_processes
+from eagle3_jax.models.checkpoint.fetch import load_target
+from eagle3_jax.runs import command, processes
+
+target, (data, model), asked = sys.argv[1], map(int, sys.argv[2].split("x")), json.loads(sys.argv[4])
+hosts.PATIENCE = float(sys.argv[3])
+chain = DraftTree(num_steps=3, topk=1, num_draft_tokens=4)
+
+async def answers(pool):
+    '''A round of requests, then one that is aborted, one that is late, and the first one again.'''
+    breaks = len(asked) == 1
+    if breaks:  # slow enough to be killed in the middle
+        turn = Scheduler.turn
+        Scheduler.turn = lambda self: (time.sleep(0.5), turn(self))
+    requests = [pool.submit(ids, SamplingParams(**params)) for ids, params in asked]
+    async for piece in requests[0]:
+        print("began", flush=True)
+    found = [await request for request in requests]
+    if breaks:
+        return [[output.error for output in found]]
+    ids, params = asked[0]
+    long = SamplingParams(**params | {"max_tokens": 90})
+    aborted, late = pool.submit(ids, long), pool.submit(ids, long, timeout=0.05)
+    async for piece in aborted:
+        aborted.abort()
+    ends = [(await aborted).finish_reason, (await late).finish_reason]
+    again = await pool.submit(ids, SamplingParams(**params))
+    return [[output.token_ids for output in found], ends, again.token_ids, again.stats.cached_tokens]
+
+def lost(error):
+    failures.append(error)
+
+with command.run("serve", resumes=False):
+    failures = []
+    mesh = make_mesh(MeshConfig(data=data, model=model))
+    replica = own_replica(mesh)
+    rows = data_parallel.targets(load_target(target, replica.mesh), replica)
+    engines = [Engine.load(row, "lookup", chain, batch_size=2, max_length=128, page_size=16) for row in rows]
+    if processes.index():
+        hosts.follow(engines, row_processes(mesh))
+    else:
+        with hosts.lead(engines, row_processes(mesh), lost) as led:
+            print(json.dumps(asyncio.run(answers(EnginePool(led)))), flush=True)
+            if failures:
+                raise failures[0]
+"""
+QUICKLY: Any = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+PARAMS = {"max_tokens": 12, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return str(tiny.write_target(tmp_path_factory.mktemp("target")))
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return [[1, 270 + number, *range(300, 320), 280] for number in range(5)]
+
+
+@pytest.fixture(scope="module")
+def alone(folder, prompts) -> list[list[int]]:
+    """What an engine on one device answers."""
+    chain = DraftTree(num_steps=3, topk=1, num_draft_tokens=4)
+    engine = Engine.load(folder, "lookup", chain, batch_size=2, max_length=128, page_size=16)
+    return [output.token_ids for output in engine.generate(prompts, SamplingParams(**PARAMS))]
+
+
+def test_a_call_is_the_same_on_all_processes(toy):
+    """Chunks with every field of a request, and tiers, in JSON and back."""
+    runner = Engine(toy.target, None, toy.good, batch_size=2, max_length=64, page_size=16)._runner
+    params = SamplingParams(temperature=0.3, top_p=0.9, seed=-5, logit_bias={3: -1.5}, stop_token_ids=(7,), logprobs=2)
+    row = RequestRows.of(params, limit=9, stop_ids=(7,), prompt_length=3, digest=2**32 - 1)
+    of: Any = {"slot": 1, "prompt": [3, 2, 1], "start": 0, "pages": [4, 2], "request": row}
+    chunk = Chunk.of([Chunk.stretch(runner.sizes, 16, **of)], 4, 16, runner.sizes)
+    got = hosts._typed(json.loads(hosts._line_of([chunk, [LOOKUP, CHAIN], {"tier": CHAIN, "greedy": True}])), runner)
+    assert got[1:] == [[LOOKUP, CHAIN], {"tier": CHAIN, "greedy": True}]
+    assert jax.tree.structure(got[0]) == jax.tree.structure(chunk)
+    for mine, other in zip(jax.tree.leaves(got[0]), jax.tree.leaves(chunk), strict=True):
+        assert mine.dtype == other.dtype
+        np.testing.assert_array_equal(mine, other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "mesh"),
+    [(2, "1x2"), *(pytest.param(*many, marks=pytest.mark.long) for many in ((2, "2x1"), (4, "1x4"), (4, "2x2")))],
+)
+def test_process_0_answers_as_one_process_does(folder, prompts, alone, processes, mesh):
+    asked = json.dumps([(ids, PARAMS) for ids in prompts])
+    started = tiny.start_processes(processes, ["-c", LED, folder, mesh, "200", asked], **QUICKLY)
+    ends = tiny.end_processes(started)
+    assert [status for status, _ in ends] == [0] * processes, [output[-2000:] for _, output in ends]
+    tokens, reasons, again, cached = json.loads(ends[0][1].splitlines()[-1])
+    assert tokens == alone and reasons == ["abort", "timeout"]
+    assert (again, cached) == (alone[0], 16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
+def test_a_follower_that_dies_or_hangs_ends_all_and_requests_get_an_error(folder, prompts, sent):
+    asked = json.dumps([(prompts[0], PARAMS | {"max_tokens": 100})])
+    patience = "4" if sent == signal.SIGSTOP else "200"
+    leader, follower = started = tiny.start_processes(2, ["-c", LED, folder, "1x2", patience, asked], **QUICKLY)
+    try:
+        until = time.monotonic() + 200
+        while "began" not in leader.printed():
+            assert leader.poll() is None and time.monotonic() < until, leader.printed()
+            time.sleep(0.01)
+        follower.send_signal(sent)
+        ((status, output),) = tiny.end_processes([leader], timeout=60)
+        assert status == 1 and "Traceback" not in output, output
+        (error,) = json.loads(next(line for line in output.splitlines() if line.startswith("[[")))[0]
+        assert error
+        assert output.splitlines()[-1].startswith("eagle3_jax.serve: process 1 of 2, on host ")
+        why = "fell silent for 4 s" if sent == signal.SIGSTOP else "is gone"
+        assert output.splitlines()[-1].endswith(f"{why}; start all again")
+    finally:
+        for process in started:
+            process.kill()
+            process.wait(timeout=30)
