@@ -50,7 +50,7 @@ def lead(engines: Sequence[Engine], rows: Rows, lost: Callable[[HostLost], objec
     """Yields an engine for each row, for process 0 alone to ask; the other processes `follow`.
 
     Args:
-        engines: of this process's own rows, warmed up on all processes alike.
+        engines: of this process's own rows, warmed up on all processes alike: who compiles is silent.
         rows: the processes of each row of the mesh.
         lost: called once, by any thread, when the requests have ended with an error because a process is lost.
 
@@ -207,7 +207,6 @@ class _Hosts:
         self.failure: HostLost | None = None
         self._lines, self._lost, self._lock = lines, lost, threading.Lock()
         self._heard = dict.fromkeys(lines, time.monotonic())
-        self._inside = 0  # calls that this process makes right now; it may compile
         self._over = threading.Event()
         self._reports: dict[int, queue.SimpleQueue[tuple[int, np.ndarray]]] = {}
 
@@ -225,18 +224,13 @@ class _Hosts:
         if self.failure is not None:
             raise self.failure
         line = _line_of(message)
-        with self._lock:
-            self._inside += 1
+        for member in members:
+            self._send(member, line)
         try:
-            for member in members:
-                self._send(member, line)
             yield
         except Exception:
             self.lose(0, "failed in a dispatch")
             raise
-        finally:
-            with self._lock:
-                self._inside -= 1
 
     def report(self, row: int, number: int) -> np.ndarray:
         """Waits for the report of a call. Raises HostLost."""
@@ -291,9 +285,7 @@ class _Hosts:
         while not self._over.wait(_PING) and self.failure is None:
             for process in self._lines:
                 self._send(process, ping)
-                if self._inside:
-                    self._heard[process] = time.monotonic()
-                elif time.monotonic() - self._heard[process] > PATIENCE:
+                if time.monotonic() - self._heard[process] > PATIENCE:
                     self.lose(process, f"fell silent for {PATIENCE:.0f} s")
 
 

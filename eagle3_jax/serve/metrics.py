@@ -35,6 +35,10 @@ class EngineState(Collector):
             "batch_size": ("Requests that fit in the batch.", [engine.batch_size for engine in self._engines]),
             "pages": ("Pages of the caches.", [one.pages for one in stats]),
             "free_pages": ("Pages that a new request may have.", [one.free_pages for one in stats]),
+            "kv_cache_usage": (
+                "Share of the pages that running requests hold.",
+                [1 - one.free_pages / one.pages for one in stats],
+            ),
             "stalled_seconds": (
                 "Seconds since work last came back from the device; 0 while idle.",
                 [one.stalled for one in stats],

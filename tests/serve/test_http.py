@@ -353,6 +353,7 @@ def test_metrics_count_what_happened(served):
     assert after[("tier_in_use", "0", "lookup 3")] == 1
     assert after[("batch_size", "0")] == 4
     assert after[("free_pages", "0")] == after[("pages", "0")] == served.engine.stats().pages
+    assert after[("kv_cache_usage", "0")] == 0
     assert after[("requests_waiting", "0")] == after[("requests_running", "0")] == 0
 
 
