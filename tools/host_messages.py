@@ -1,6 +1,6 @@
 """What one call of a runner costs as a message to another process: python tools/host_messages.py
 
-Process 0 encodes a call and sends it over TCP on this machine; another process reads and decodes it. Both read one clock.
+Process 0 encodes a call and sends it over TCP on this machine; another process reads and decodes it, by one clock.
 A network adds its own latency, some 0.1 ms between hosts of a slice.
 """
 
@@ -52,9 +52,7 @@ def main() -> None:
             there.append(line.read() - start)
         bytes_sent = len(json.dumps(message, default=hosts._plain))
         own, best, median = (value / 1e6 for value in (min(sent), min(there), statistics.median(there)))
-        print(
-            f"{name}: {bytes_sent} bytes, sent in {own:.3f} ms, there in {best:.3f} ms at best, {median:.3f} ms at the median"
-        )
+        print(f"{name}: {bytes_sent} bytes; ms: sent {own:.3f}, there at best {best:.3f}, at the median {median:.3f}")
     line.send("end")
     child.join()
 
