@@ -33,7 +33,8 @@ def answer(port: int) -> None:
     line = hosts._Line(socket.create_connection(("127.0.0.1", port)))
     runner: Any = types.SimpleNamespace(sizes=SIZES, tiers=WITH_HEAD)
     while (said := line.read()) != "end":
-        hosts._typed(said["args"], runner), hosts._typed(said["options"], runner)
+        for part in ("args", "options"):
+            hosts._typed(said[part], runner)
         line.send(time.monotonic_ns())
 
 

@@ -134,14 +134,16 @@ class _RowRunner(ModelRunner):
         here: whether this process holds devices of the row.
     """
 
-    lockstep = False
-
     def __init__(self, like: ModelRunner, hosts: _Hosts, row: int, members: Sequence[int], *, here: bool) -> None:
         vars(self).update(vars(like))
         self._state = self._state if here else None
         self.dispatches = 0
         self._hosts, self._row, self._here, self._calls = hosts, row, here, 0
         self._others = [member for member in members if member != 0]
+
+    @property
+    def lockstep(self) -> bool:
+        return False
 
     def prefill(self, chunk: Chunk) -> Readable:
         with self._on_all("prefill", chunk) as report:

@@ -148,7 +148,7 @@ def coordinator() -> str:
     """Returns the name or address of process 0's host."""
     from jax._src import distributed
 
-    return distributed.global_state.coordinator_address.rpartition(":")[0].strip("[]")
+    return str(distributed.global_state.coordinator_address).rpartition(":")[0].strip("[]")
 
 
 def total(own: dict[str, float]) -> dict[str, float]:
