@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
+import threading
 import time
 from typing import Any
 
@@ -11,8 +13,9 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from test_engine import CHAIN as TREE
+from test_engine import Tokenizer
 
-from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding import hosts
 from eagle3_jax.decoding.choice.tiers import CHAIN, LOOKUP
 from eagle3_jax.decoding.device.chunk import Chunk
@@ -89,8 +92,7 @@ def prompts() -> list[list[int]]:
 @pytest.fixture(scope="module")
 def alone(folder, prompts) -> list[list[int]]:
     """What an engine on one device answers."""
-    chain = DraftTree(num_steps=3, topk=1, num_draft_tokens=4)
-    engine = Engine.load(folder, "lookup", chain, batch_size=2, max_length=128, page_size=16)
+    engine = Engine.load(folder, "lookup", TREE, batch_size=2, max_length=128, page_size=16)
     return [output.token_ids for output in engine.generate(prompts, SamplingParams(**PARAMS))]
 
 
@@ -109,6 +111,75 @@ def test_a_call_is_the_same_on_all_processes(toy):
         np.testing.assert_array_equal(mine, other)
 
 
+# ------------------------------------------------------------------------------------------- a row on another process
+@pytest.fixture
+def lines(monkeypatch):
+    """The ends of a connection, and who is lost; process 1 is a thread."""
+    with socket.create_server(("127.0.0.1", 0)) as place:
+        there = hosts._Line(socket.create_connection(place.getsockname()))
+        here = hosts._Line(place.accept()[0], "elsewhere")
+    monkeypatch.setattr(hosts, "_accept", lambda: {1: here})
+    monkeypatch.setattr(hosts, "_connect", lambda: there)
+    monkeypatch.setattr(hosts.processes, "index", lambda: 1)
+    monkeypatch.setattr(hosts.processes, "count", lambda: 2)
+    yield there
+    for line in (here, there):
+        line._reader.close()
+        line._place.close()
+
+
+def engine_of(toy) -> Engine:
+    return Engine(toy.target, Tokenizer(), toy.good, TREE, batch_size=2, max_length=128)
+
+
+def test_a_row_on_another_process_answers_alike(toy, lines):
+    asked: Any = (["hello", "abc", [1, 2, 3]], SamplingParams(max_tokens=20, temperature=0.5, seed=3, top_k=8))
+    expected = engine_of(toy).generate(*asked)
+    follower = threading.Thread(target=hosts.follow, args=([engine_of(toy)], [(1,)]))
+    follower.start()
+    lost: list[hosts.HostLost] = []
+    with hosts.lead([engine_of(toy)], [(1,)], lost.append) as (engine,):
+        assert engine.generate(*asked) == expected
+        with pytest.raises(RuntimeError, match="expected `warm_up` and the like before `lead`"):
+            engine.warm_up()
+    follower.join(20)
+    assert not follower.is_alive() and not lost
+
+
+@pytest.mark.parametrize("end", ["is gone", "fell silent for 0 s"])
+def test_a_process_that_is_lost_ends_requests_with_an_error(toy, lines, end, monkeypatch):
+    monkeypatch.setattr(hosts, "_PING", 0.02)
+    monkeypatch.setattr(hosts, "PATIENCE", 0.3)
+    lost: list[hosts.HostLost] = []
+    with hosts.lead([engine_of(toy)], [(1,)], lost.append) as (engine,):
+        request = engine.submit("hello")
+        if end == "is gone":
+            lines.close()
+        failed = threading.Event()
+        threading.Thread(target=lambda: (request.result(), failed.set()), daemon=True).start()
+        assert failed.wait(20)
+        assert request.output is not None and request.output.finish_reason == "error"
+        said = f"process 1 of 2, on host elsewhere, {end}; start all again"
+        assert request.output.error == f"HostLost: {said}" and [str(error) for error in lost] == [said]
+        with pytest.raises(hosts.HostLost, match="on host elsewhere"):
+            engine.submit("hello")
+
+
+def test_a_process_that_answers_is_not_lost(toy, lines, monkeypatch):
+    monkeypatch.setattr(hosts, "_PING", 0.05)
+    monkeypatch.setattr(hosts, "PATIENCE", 2.0)
+    lost: list[hosts.HostLost] = []
+    follower = threading.Thread(target=hosts.follow, args=([engine_of(toy)], [(1,)]))
+    follower.start()
+    with hosts.lead([engine_of(toy)], [(1,)], lost.append):
+        time.sleep(0.5)
+        monkeypatch.setattr(hosts, "PATIENCE", 0.45)  # the last sign of life is younger
+        time.sleep(0.1)
+    follower.join(20)
+    assert not follower.is_alive() and not lost
+
+
+# ---------------------------------------------------------------------------------------------------- several processes
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "mesh", "sent"),
