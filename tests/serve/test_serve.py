@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 
 from eagle3_jax.config import ConfigError, DraftTree, RunConfig, ServeConfig, from_dict
 from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.runs import command
 from eagle3_jax.serve import __main__ as serve
 from eagle3_jax.serve import opening
@@ -23,6 +24,7 @@ TREE = ["--speculative-num-steps", "2", "--speculative-eagle-topk", "1"]
 COLD = """
 from eagle3_jax.serve import __main__ as serve
 from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.serve import opening
 Engine.warm_up = lambda *_, **__: None
 serve.main(["--config", "run.yaml"])
@@ -193,7 +195,7 @@ def test_requests_are_logged_for_who_asks_for_that():
 
 def test_the_next_start_is_fast_unless_nothing_may_be_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("EAGLE3_JAX_CACHE", str(tmp_path))
-    monkeypatch.setattr(serve, "load_target", lambda *_: None)
+    monkeypatch.setattr(serve, "load_target", lambda *_: Target.__new__(Target))
     asked: list[Any] = []
     monkeypatch.setattr(Engine, "load", lambda *_, **__: Engine.__new__(Engine))
     monkeypatch.setattr(Engine, "warm_up", lambda self, folder, **_: asked.append(folder))
