@@ -61,8 +61,9 @@ def test_side_by_side_equals_a_block_behind_its_prefix(packed, teacher, kind, ty
         np.testing.assert_allclose(blocks[row, block], one[0, 0], rtol=2e-4, atol=2e-4)
 
 
-def test_a_block_is_blind_to_what_lies_behind_its_anchor(packed, teacher):
-    head = make_block_head(DFlash2)
+@pytest.mark.parametrize("kind, types", [(DFlash, "full"), (DFlash, "sliding"), (DSpark, "full"), (DFlash2, "full")])
+def test_a_block_is_blind_to_what_lies_behind_its_anchor(packed, teacher, kind, types):
+    head = make_block_head(kind, **TYPES[types])
     batch, anchors = packed
     at = int(anchors.at[1, 3])
     other = dataclasses.replace(

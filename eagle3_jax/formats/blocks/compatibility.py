@@ -2,7 +2,8 @@
 
 Read from SGLang 0.5.23 (models/dflash.py, dspark.py, speculative/dflash_utils.py, dspark_components/dspark_config.py)
 and vLLM 0.32.0 (models/qwen3_{dflash,dflash2,dspark}.py, configs/speculators/algos.py, config/vllm.py). Older versions
-were not read. vLLM's CPU build has the first model runner alone: no DSpark, no selector, one type of attention.
+were not read. vLLM's CPU build has the first model runner alone: no DSpark, no selector, one type of attention. It norms
+the context's keys of every layer by the first layer's weights (see `export.vllm_process`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ SINCE = {
     "DFlash": ("0.5.23", "0.32.0", "0.32.0"),
     "DSpark": ("0.5.23", "0.32.0", FAILS),
     "DFlash2": ("0.5.23", "0.32.0", FAILS),
+    "several layers": ("0.5.23", "0.32.0", SILENT),
     "draft vocabulary": (SILENT, "0.32.0", "0.32.0"),
     "draft vocabulary, no LM head": (SILENT, SILENT, SILENT),
     "draft vocabulary of DFlash2": (FAILS, FAILS, FAILS),
@@ -46,6 +48,8 @@ def used(head: StoredBlockHead, form: str) -> Iterator[tuple[str, str]]:
     c = head.config
     mixed, causal = len(set(c.layer_types)) > 1, [c.causal(i) for i in range(len(c.layer_types))]
     yield head.kind.label, "" if head.kind is DFLASH else f"head: got {head.kind.label}, expected DFlash"
+    if len(c.layer_types) > 1:
+        yield "several layers", ""  # they run, and `export --check vllm` sets their keys right
     if c.draft_vocab_size < c.vocab_size:
         sizes = f"draft_vocab_size: got {c.draft_vocab_size}, expected vocab_size = {c.vocab_size}"
         yield "draft vocabulary", f"{sizes}, as no d2t is read"

@@ -373,11 +373,13 @@ def test_what_the_forms_engine_cannot_run_is_refused(tmp_path, form, kind, chang
 
 
 def test_engines_that_run_a_head_are_named() -> None:
-    said = {kind.name: served_by(FORMS["vllm"], stored(kind)) for kind in KINDS}
+    said = {kind.name: served_by(FORMS["vllm"], stored(kind, layer_types=(FULL,))) for kind in KINDS}
     assert said["dflash"] == "served by SGLang 0.5.23, vLLM 0.32.0, vLLM on a CPU 0.32.0 and later"
     assert said["dspark"] == (
         "served by SGLang 0.5.23, vLLM 0.32.0 and later; not by vLLM on a CPU (to 0.32.0): DSpark fails"
     )
+    several = served_by(FORMS["vllm"], stored(DFLASH))
+    assert several.endswith("and later; not by vLLM on a CPU (to 0.32.0): several layers ignored")
     assert refusals(FORMS["vllm"], stored(DFLASH, **MIXED)) == []
     (said,) = cannot_run("vLLM on a CPU", stored(DFLASH, **MIXED))
     assert said.startswith("layer_types: got ['sliding_attention', 'full_attention'], expected all of one type")
