@@ -15,21 +15,23 @@ import argparse
 import dataclasses
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from eagle3_jax.config import RunConfig, run_file
 from eagle3_jax.data import vocab
 from eagle3_jax.export import check, publish, write_target
-from eagle3_jax.formats import compatibility, heads
+from eagle3_jax.formats import compatibility, heads, mtp
 from eagle3_jax.formats.files import CONFIG, WEIGHTS
 from eagle3_jax.formats.forms import FORMS, SPECULATORS
 from eagle3_jax.formats.stored import StoredHead, verifier
 from eagle3_jax.models.checkpoint.fetch import Target, load_target, packaged_model
 from eagle3_jax.models.checkpoint.identity import check_same_target
 from eagle3_jax.models.drafts.head import Draft
+from eagle3_jax.models.drafts.mtp import MtpHead
 from eagle3_jax.runs import command, command_line, disk, manifest, processes
 from eagle3_jax.training.checkpoint import CheckpointError, Checkpoints, load_head
 from eagle3_jax.training.kinds.choice import kind_of
@@ -45,12 +47,8 @@ def run(config: RunConfig, target: Target | None = None) -> None:
         ManifestError: no checkpoints, checkpoints for another target, or another export in the folder.
         CheckpointError: no checkpoint, or a head whose shape is not the config's.
         DraftFormatError: the form cannot represent the head, or the files read back differ.
+        ValueError: an MTP layer of a target without one.
     """
-    if config.draft.kind == "mtp":
-        raise ValueError(
-            "draft.kind: got 'mtp', expected a head with a format of its own: engines read MTP layers "
-            "from the target's checkpoint"
-        )
     folder = config.folder("export")
     checkpoints = config.folder("train")
     trained, step, checksums = _chosen(checkpoints)
@@ -71,12 +69,15 @@ def run(config: RunConfig, target: Target | None = None) -> None:
         if not processes.agree(lambda: disk.is_whole(folder)):
             architecture = target.model.config
             kind = kind_of(config, architecture)
-            head = load_head(checkpoints, kind.abstract(), step)
-            draft = Draft(head, jnp.asarray(token_ids))
+            head, form, dtype = load_head(checkpoints, kind.abstract(), step), config.export.format, config.export.dtype
 
             def write() -> None:
-                stored, problems = heads.stored_head(draft, architecture, config.export.dtype, target.identity["name"])
-                _write(stored, config.export.format, folder, identity, problems)
+                if isinstance(head, MtpHead):
+                    _place(folder, identity, head, lambda partial: mtp.write(partial, head, architecture, dtype, form))
+                    return
+                draft = Draft(head, jnp.asarray(token_ids))
+                stored, problems = heads.stored_head(draft, architecture, dtype, target.identity["name"])
+                _write(stored, form, folder, identity, problems)
 
             processes.agree(write)
         elif processes.agree(
@@ -113,14 +114,7 @@ def convert(source: str | disk.Path, form: str, folder: str | disk.Path) -> None
 def _write(
     head: StoredHead, form: str, folder: disk.Path, identity: dict[str, Any] | None, problems: Sequence[str] = ()
 ) -> None:
-    parameters = sum(tensor.size for tensor in head.tensors.values())
-    with disk.atomic(folder) as partial:
-        heads.write(partial, head, form, problems)
-        if identity is not None:
-            manifest.begin(partial, identity)
-            manifest.finish(partial, files=(CONFIG, WEIGHTS), parameters=parameters)
-    size = disk.size(folder / WEIGHTS) / 2**20
-    print(f"{folder}: {parameters / 1e6:.1f} M parameters, {size:.0f} MiB, read back bit by bit", file=sys.stderr)
+    _place(folder, identity, head.tensors, lambda partial: heads.write(partial, head, form, problems))
     print(f"{folder}: {compatibility.served_by(FORMS[form], head)}", file=sys.stderr)
     name = (head.verifier or {}).get("name_or_path")
     if form == SPECULATORS.name and name and packaged_model(name):
@@ -130,6 +124,20 @@ def _write(
             "prints it",
             file=sys.stderr,
         )
+
+
+def _place(
+    folder: disk.Path, identity: dict[str, Any] | None, tensors: Any, write: Callable[[pathlib.Path], None]
+) -> None:
+    """Has `write` make a folder of the tensors (a pytree), and adds the manifest; the folder appears at once."""
+    parameters = sum(tensor.size for tensor in jax.tree.leaves(tensors))
+    with disk.atomic(folder) as partial:
+        write(partial)
+        if identity is not None:
+            manifest.begin(partial, identity)
+            manifest.finish(partial, files=(CONFIG, WEIGHTS), parameters=parameters)
+    size = disk.size(folder / WEIGHTS) / 2**20
+    print(f"{folder}: {parameters / 1e6:.1f} M parameters, {size:.0f} MiB, read back bit by bit", file=sys.stderr)
 
 
 def _chosen(folder: disk.Path) -> tuple[dict[str, Any], int, dict[str, int]]:
@@ -218,8 +226,8 @@ def _write_target(config: RunConfig, asked: argparse.Namespace) -> None:
 
 
 def _push(config: RunConfig, asked: argparse.Namespace) -> None:
-    if config.draft.kind != "eagle3":
-        expected = "'eagle3', which the card describes"
+    if config.draft.kind == "mtp":
+        expected = "a head of its own: an MTP layer is a part of its target's checkpoint"
         raise ValueError(f"--push-to-hub: got draft.kind {config.draft.kind!r}, expected {expected}")
     print(publish.push(config, asked.push_to_hub, upload=asked.upload))
 

@@ -1,7 +1,7 @@
 """Uploads an exported head with a model card to the Hugging Face hub: `python -m eagle3_jax.export --push-to-hub`.
 
-The card holds the target and its digests, data, settings, acceptance and speed by category, and the licence, all from
-the run's manifests and `report.json`.
+The card holds the kind of head and the engines that serve it, the target and its digests, data, settings, acceptance
+and speed by category, and the licence, all from the run's manifests, the head's files and `report.json`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ from typing import Any
 import huggingface_hub
 from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
 
-from eagle3_jax.config import CardConfig, RunConfig
-from eagle3_jax.formats import files
+from eagle3_jax.config import CardConfig, RunConfig, TrainConfig
+from eagle3_jax.formats import compatibility, files, heads
+from eagle3_jax.formats.forms import FORMS
+from eagle3_jax.formats.serving import Serving, serving
 from eagle3_jax.models.checkpoint.fetch import split_revision
 from eagle3_jax.runs import disk, manifest
 
 CARD = "README.md"
 _TEMPLATE = pathlib.Path(__file__).with_name("card.md")  # Jinja
-_TRAINING = ("epochs", "learning_rate", "batch_size", "row_length", "ttt_steps", "step_decay")
+_TRAINING = ("epochs", "learning_rate", "batch_size", "row_length")
+_EAGLE, _BLOCK = ("ttt_steps", "step_decay"), ("anchors", "block_weights")
 
 
 def push(config: RunConfig, repository: str, *, upload: bool) -> str:
@@ -52,7 +55,7 @@ def push(config: RunConfig, repository: str, *, upload: bool) -> str:
         found = f"{', '.join(others)} measured another head than" if others else "nothing in it measured"
         raise ValueError(f"{path}: {found} {config.folder('export')}; evaluate this one, and run `report` again")
     prepared = manifest.read(config.folder("prepare"), "prepare", verify=False)
-    text = card(config.card, report, exported, trained["identity"], prepared, repository)
+    text = card(config.card, report, exported, trained["identity"], prepared, folder, repository)
     paths = [folder / name for name in (files.CONFIG, files.WEIGHTS, manifest.NAME)]
     if upload:
         hub = huggingface_hub.HfApi()
@@ -60,7 +63,8 @@ def push(config: RunConfig, repository: str, *, upload: bool) -> str:
         added.append(huggingface_hub.CommitOperationAdd(CARD, text.encode()))
         try:
             hub.create_repo(repository, exist_ok=True)
-            hub.create_commit(repository, added, commit_message=f"EAGLE-3 head, step {exported['identity']['step']}")
+            message = f"{serving(folder).label} head, step {exported['identity']['step']}"
+            hub.create_commit(repository, added, commit_message=message)
         except HTTPError as error:  # the hub's httpx raises no OSError when nobody answers
             raise OSError(f"{repository}: not uploaded: {error}") from error
     sizes = [f"  {path.name}  {path.stat().st_size:,} bytes" for path in paths]
@@ -74,6 +78,7 @@ def card(
     exported: dict[str, Any],
     trained: dict[str, Any],
     prepared: dict[str, Any],
+    folder: pathlib.Path,
     repository: str,
 ) -> str:
     """Renders the model card: `card.md` with the run's values, the hub's YAML in front.
@@ -83,35 +88,59 @@ def card(
         exported: manifest of its export.
         trained: identity of its training.
         prepared: manifest of its prompts.
+        folder: of the exported head.
 
     Raises:
         ManifestError: the report lacks the results of a stage that the card describes.
     """
     name, stages = report["target"]["name"], report["stages"]
     on_hub = "/" in name and not disk.is_remote(name) and not pathlib.Path(name).exists()
+    base, flags, form = split_revision(name)[0] if on_hub else None, serving(folder), FORMS[_form(exported)]
     data = huggingface_hub.ModelCardData(
-        base_model=split_revision(name)[0] if on_hub else None,
+        base_model=base,
         library_name="eagle3_jax",
         license=about.license,
-        tags=["eagle3", "speculative-decoding", "draft-model"],
+        tags=[flags.label.lower().replace("-", ""), "speculative-decoding", "draft-model"],
     )
     trees = [way["tree"] for way in _of_heads(report).values() if isinstance(way["tree"], dict)]
-    steps = max((tree["num_steps"] for tree in trees if tree["topk"] == 1), default=3)  # vLLM drafts chains
+    steps = flags.drafts or max((tree["num_steps"] for tree in trees if tree["topk"] == 1), default=3)  # chains
+    settings = (*_TRAINING, *(_EAGLE if flags.drafts is None else _BLOCK))
     values = {
         "about": about,
         "answered": _results(stages, "regenerate")["train"],
+        "block_size": files.read_config(folder).get("block_size"),
+        "commands": _commands(flags, steps, base or "TARGET", repository, form.name),
+        "engines": compatibility.served_by(form, heads.read(folder)),
         "exported": exported,
+        "label": flags.label,
         "prepared": _results(stages, "prepare"),
         # What a report of an earlier version does not have.
         "provenance": stages.get("extract", {}).get("results", {}).get("train", {}).get("provenance", {}),
         "prompts": _prompts(report.get("prompts_file"), prepared["files"]["held_out.jsonl"]),
         "report": report,
         "trained": trained,
-        "training": {name: trained["train"][name] for name in _TRAINING},
-        "vllm": json.dumps({"method": "eagle3", "model": repository, "num_speculative_tokens": steps}),
+        "training": {name: trained["train"].get(name, getattr(TrainConfig(), name)) for name in settings},
     }
     filters = {"counts": _counts, "json": json.dumps, "number": _number}
     return str(huggingface_hub.ModelCard.from_template(data, str(_TEMPLATE), **values, **filters))
+
+
+def _form(exported: dict[str, Any]) -> str:
+    identity = exported["identity"]
+    return identity.get("converted_to") or identity["export"]["format"]
+
+
+def _commands(flags: Serving, steps: int, target: str, repository: str, form: str) -> list[str]:
+    """Lists the commands that serve the head with chains of `steps` drafts; only SGLang's form is for SGLang."""
+    speculative = json.dumps({"method": flags.method, "model": repository, "num_speculative_tokens": steps})
+    commands = [f"vllm serve {target} --speculative-config '{speculative}'"]
+    if form == "sglang":
+        depth = f"--speculative-num-steps {steps} --speculative-eagle-topk 1 " if flags.drafts is None else ""
+        commands.append(
+            f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {flags.algorithm} "
+            f"--speculative-draft-model-path {repository} {depth}--speculative-num-draft-tokens {steps + 1}"
+        )
+    return commands
 
 
 def _of_heads(report: dict[str, Any]) -> dict[str, Any]:

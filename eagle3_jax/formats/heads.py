@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from eagle3_jax.formats import compatibility, draft_models, draft_vocabulary, eagle2, fields, files, token_maps
+from eagle3_jax.formats import compatibility, draft_models, draft_vocabulary, eagle2, fields, files, mtp, token_maps
 from eagle3_jax.formats.blocks.stored import (
     StoredBlockHead,
     config_values,
@@ -47,7 +47,7 @@ def load_draft(
 ) -> Draft:
     """Loads the draft for `target`: a head in any of `FORMS`, of EAGLE-2 (see `eagle2`), or a smaller model.
 
-    Heads are EAGLE-3's and block heads (DFlash, DSpark, DFlash2; see `blocks`).
+    Heads are EAGLE-3's, block heads (DFlash, DSpark, DFlash2; see `blocks`), and MTP layers by themselves (see `mtp`).
 
     Accepts the engines' variants: `layers.0.` for `midlayer.`, a `model.` prefix, no `t2d`, no `rope_theta` (10000), no
     LM head (the target's rows of the draft vocabulary).
@@ -81,6 +81,10 @@ def load_draft(
         return _load_eagle2(folder, target, dtype, token_map)
     if token_map is not None:
         raise DraftFormatError(f"token_map: got {token_map}, expected none: {folder} has a draft vocabulary of its own")
+    if mtp.is_layer(folder):
+        if not isinstance(target, Target):
+            raise DraftFormatError(f"{folder}: an MTP layer, whose LM head is the target's: expected a loaded target")
+        return mtp.load(target, dtype, folder)
     stored = read(folder, target)
     if isinstance(stored, StoredBlockHead):
         return Draft(to_head(stored, target, dtype), jnp.asarray(stored.token_ids, jnp.int32))

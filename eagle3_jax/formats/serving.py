@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 
-from eagle3_jax.formats import files
+from eagle3_jax.formats import files, mtp
 from eagle3_jax.formats.blocks import config as block_config
 from eagle3_jax.formats.blocks.kinds import kind_of
 from eagle3_jax.formats.stored import DraftFormatError
@@ -13,14 +13,15 @@ from eagle3_jax.formats.stored import DraftFormatError
 
 @dataclasses.dataclass(frozen=True)
 class Serving:
-    """Flags of the engines for a head.
+    """A head's name, and the flags of the engines for it.
 
     Attributes:
-        method: vLLM's `method`. algorithm: SGLang's `--speculative-algorithm`.
+        label: the method's name. method: vLLM's `method`. algorithm: SGLang's `--speculative-algorithm`.
         drafts: tokens that a block drafts: vLLM's `num_speculative_tokens`, one less than SGLang's
-            `--speculative-num-draft-tokens`. None for EAGLE-3, whose drafts are chosen.
+            `--speculative-num-draft-tokens`. None for EAGLE-3 and MTP, whose drafts are chosen.
     """
 
+    label: str = "EAGLE-3"
     method: str = "eagle3"
     algorithm: str = "EAGLE3"
     drafts: int | None = None
@@ -31,8 +32,8 @@ def serving(folder: pathlib.Path) -> Serving:
     values, problems = files.read_config(folder), []
     kind = kind_of(values)
     if kind is None:
-        return Serving()
+        return Serving("MTP", mtp.MTP, "NEXTN") if mtp.is_layer(folder) else Serving()
     config = block_config.read(kind, values, problems)
     if config is None:
         raise DraftFormatError(f"{folder} does not describe a {kind.label} head:\n  " + "\n  ".join(problems))
-    return Serving(kind.method, kind.algorithm, config.block_size - kind.network.first_row)
+    return Serving(kind.label, kind.method, kind.algorithm, config.block_size - kind.network.first_row)

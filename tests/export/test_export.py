@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+import tiny_families
 from flax import nnx
 
 from eagle3_jax.config import ConfigError, DraftConfig, RunConfig, run_file
@@ -21,9 +22,11 @@ from eagle3_jax.formats.heads import load_draft
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
+from eagle3_jax.models.families import FAMILIES
 from eagle3_jax.models.families.llama import Llama
 from eagle3_jax.runs import disk, manifest
 from eagle3_jax.training.checkpoint import Checkpoints
+from eagle3_jax.training.kinds.choice import kind_of
 from eagle3_jax.training.state import TrainState
 
 TARGET = tiny.llama_config(num_hidden_layers=8, eos_token_ids=(1, 2), aux_layers=(2, 4, 5))
@@ -182,6 +185,22 @@ def test_the_form_that_names_the_target_names_it_as_engines_do(config: RunConfig
             "'smollm2-135m-instruct', which vLLM cannot find: `vllm serve` needs" in capsys.readouterr().err
         ) == said
         shutil.rmtree(run.folder("export"))
+
+
+def test_an_mtp_layer_is_exported_as_its_target_s_own(config: RunConfig) -> None:
+    family = next(x for x in FAMILIES if x.config.architecture == "MiMoForCausalLM")
+    target = Target(tiny_families.make(family), None, IDENTITY, pathlib.Path())
+    run = dataclasses.replace(config, draft=DraftConfig(kind="mtp"))
+    layer = kind_of(run, target.model.config).build(nnx.Rngs(5))
+    with Checkpoints(config.folder("train"), keep=2) as checkpoints:
+        checkpoints.save(TrainState(jnp.array(7, jnp.int32), layer, {"count": jnp.zeros(())}), None)
+    export.run(run, target)
+    made = manifest.read(run.folder("export"), made_by="export")
+    assert made["identity"]["step"] == 7 and made["results"]["parameters"] == sum(
+        x.size for x in jax.tree.leaves(layer)
+    )
+    draft = load_draft(run.folder("export"), target=target)
+    np.testing.assert_array_equal(draft.head.fc[...], layer.fc[...])
 
 
 def test_a_flag_and_its_value_may_be_one_word(monkeypatch: pytest.MonkeyPatch) -> None:

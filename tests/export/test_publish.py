@@ -5,19 +5,25 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import shutil
 from typing import Any
 
 import httpx2
 import huggingface_hub
+import numpy as np
 import pytest
 import tiny
 import tiny_heads
 from huggingface_hub import ModelCard
+from tiny_blocks import HIDDEN, VOCAB, make_block_head
 
 from eagle3_jax import report
 from eagle3_jax.config import CardConfig, RunConfig, run_file
 from eagle3_jax.export import __main__ as export
 from eagle3_jax.export import publish
+from eagle3_jax.formats import files
+from eagle3_jax.formats.blocks.stored import from_head
+from eagle3_jax.models.drafts.dflash import DFlash
 from eagle3_jax.runs import manifest
 
 pytestmark = pytest.mark.slow
@@ -103,6 +109,33 @@ def test_the_card_lists_sources_with_their_licences(config):
     del learned["provenance"]  # a report of an earlier version
     path.write_text(json.dumps(found))
     assert "- Source" not in publish.push(config, "me/head", upload=False)
+
+
+def test_a_block_head_s_card_says_its_kind_its_block_and_its_flags(config, chain, hub):
+    folder = config.folder("export")
+    identity = manifest.read(folder, "export")["identity"]
+    shutil.rmtree(folder)
+    shape = tiny.llama_config(vocab_size=VOCAB, hidden_size=HIDDEN, aux_layers=(1, 2, 4), num_hidden_layers=6)
+    head = make_block_head(DFlash, draft_vocab_size=VOCAB, aux_layers=shape.aux_layers)
+    export._write(from_head(head, np.arange(VOCAB), shape, "float32", None)[0], "sglang", folder, identity)
+    own = changed(chain, {"files": files.file_digests(folder)}, tree={"num_steps": 2, "topk": 1, "num_draft_tokens": 3})
+    assert "ttt_steps" not in card(config, own=own)
+    publish.push(config, "me/head", upload=True)
+    _, (_, added) = hub
+    said = ModelCard(added["README.md"].decode())
+    assert said.data.to_dict()["tags"][0] == "dflash"
+    for words in (
+        "# DFlash draft head for ",
+        "`block_size` 4.",
+        "vllm serve TARGET --speculative-config '",
+        '{"method": "dflash", "model": "me/head", "num_speculative_tokens": 3}',
+        "--speculative-algorithm DFLASH --speculative-draft-model-path me/head --speculative-num-draft-tokens 4",
+        "served by SGLang 0.5.23, vLLM 0.32.0 and later",
+        "Blocks behind random anchors, seed 0, ",
+        "anchors 256, block_weights d-pace",
+        "| odd |",
+    ):
+        assert words in said.text, words
 
 
 def test_a_hub_that_does_not_answer_is_one_sentence(config, monkeypatch):

@@ -1,5 +1,6 @@
 """Layers for further tokens: against transformers, and as drafts that change no token."""
 
+import dataclasses
 import json
 import pathlib
 import re
@@ -9,15 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+import tiny_families
 from safetensors.numpy import load_file, save_file
 
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.rounds.generate import generate
-from eagle3_jax.formats import mtp
+from eagle3_jax.formats import heads, mtp
+from eagle3_jax.formats.serving import Serving, serving
+from eagle3_jax.formats.stored import DraftFormatError
 from eagle3_jax.models.checkpoint import fetch
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.checkpoint.load import WeightsError, load_model
+from eagle3_jax.models.families import FAMILIES
 
 VOCABULARY, HIDDEN = 40, 32
 
@@ -256,6 +261,55 @@ def test_a_layer_that_is_not_there_is_named(target):
     save_file(tensors, path)
     with pytest.raises(WeightsError, match=rf"missing tensor {re.escape(name)} \[32, 64\]"):
         mtp.load(target, jnp.float32)
+
+
+@pytest.fixture(params=["MiMoForCausalLM", "DeepseekV3ForCausalLM"])
+def alone(request, tmp_path):
+    """A target without such layers in its folder, a trained layer for it, and the layer's folder."""
+    family = next(x for x in FAMILIES if x.config.architecture == request.param)
+    model = tiny_families.make(family)
+    target = Target(model, Tokenizer(), {"name": "target"}, tmp_path)
+    rng = np.random.default_rng(3)
+    head = mtp.abstract(model.config, jnp.float32)
+    del head.lm_head
+    head = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), head)
+    return target, head, tmp_path / "layer"
+
+
+def test_a_trained_layer_has_the_names_of_the_checkpoint_s_own(alone):
+    target, head, folder = alone
+    shape = target.model.config
+    if shape.architecture == "DeepseekV3ForCausalLM":  # a quantised target's layer is written unquantised
+        target.model.config = shape = dataclasses.replace(shape, fp8=True)
+    mtp.write(folder, head, shape, "float32", "sglang")
+    prefix = "model.mtp_layers.0." if shape.architecture == "MiMoForCausalLM" else "model.layers.4."
+    tensors, values = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    assert {name for name in tensors if not name.startswith(prefix)} == set()
+    assert {f"{prefix}{name}.weight" for name in ("input_layernorm", "self_attn.o_proj")} < tensors.keys()
+    assert (values["architectures"], values["num_nextn_predict_layers"]) == ([shape.architecture], 1)
+    assert "quantization_config" not in values
+    assert serving(folder) == Serving("MTP", "mtp", "NEXTN")
+    draft = heads.load_draft(folder, target=target)
+    np.testing.assert_array_equal(draft.head.output_rows, target.model.output_rows)
+    del draft.head.lm_head
+    jax.tree.map(np.testing.assert_array_equal, head, draft.head)
+
+
+def test_a_layer_that_no_engine_of_the_form_or_another_target_reads_is_refused(alone):
+    target, head, folder = alone
+    shape = target.model.config
+    mimo = shape.architecture == "MiMoForCausalLM"
+    with pytest.raises(DraftFormatError, match=r"export.format: got 'eagle', expected .*: the form has no MTP layers"):
+        mtp.write(folder, head, shape, "float32", "eagle")
+    if mimo:
+        with pytest.raises(DraftFormatError, match=r"got 'vllm', expected 'sglang': vLLM feeds MiMo's layer the state"):
+            mtp.write(folder, head, shape, "float32", "vllm")
+    mtp.write(folder, head, shape, "bfloat16", "sglang" if mimo else "vllm")
+    target.model.config = dataclasses.replace(shape, rope_theta=5.0)
+    with pytest.raises(
+        DraftFormatError, match=r"the MTP layer of another target:\n  rope_theta: got \S+, expected 5.0"
+    ):
+        heads.load_draft(folder, target=target)
 
 
 def test_other_families_have_none(toy_llama):

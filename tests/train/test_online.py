@@ -213,8 +213,11 @@ def test_a_block_head_is_trained_online_exported_and_decodes(tmp_path, target, m
     assert drafted[0].stats.rounds > 0
 
 
-def test_mtp_layers_have_no_format(tmp_path, online):
+def test_a_target_without_mtp_layers_exports_none(tmp_path, target, online):
     values: dict[str, Any] = configs.to_dict(online) | {"run_dir": str(tmp_path)}
     values["draft"]["kind"] = "mtp"
-    with pytest.raises(ValueError, match=r"draft.kind: got 'mtp', expected a head with a format of its own"):
-        export.run(configs.from_dict(values))
+    config = configs.from_dict(values)
+    shutil.copytree(online.folder("train"), config.folder("train"))
+    with pytest.raises(ValueError, match=r"draft.kind: got 'mtp', expected .*: LlamaForCausalLM has no such layer"):
+        export.run(config, target)
+    assert not config.folder("export").exists()

@@ -1,0 +1,105 @@
+"""tools/peers_decoding.py: what it asks of another engine, what it makes of the answers, and what it refuses."""
+
+import importlib
+import json
+import pathlib
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture
+def peers(monkeypatch):
+    """The tool as a module."""
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    return importlib.import_module("peers_decoding")
+
+
+def test_the_fastest_turn_counts_and_equal_answers_are_counted(peers):
+    mine = [{"answers": [[1, 2], [3, 4]], "seconds": seconds} for seconds in ([2.0, 1.0], [4.0, 3.0])]
+    other = [{"answers": [[1, 2], [3, 5]], "seconds": seconds} for seconds in ([8.0, 9.0], [2.0, 6.0])]
+    said = peers.row("none", 8, [list(turn) for turn in zip(mine, other, strict=True)])
+    assert said == "| none | 8 | 4.0 | 2.0 | 2.00 | 1/2 |"
+
+
+def test_llama_cpp_is_asked_for_greedy_answers_of_the_same_prompts(peers, tmp_path):
+    python, gguf = tmp_path / "python", tmp_path / "model.gguf"
+    python.write_text(
+        f"#!{sys.executable}\nimport json, sys\nrequest = json.load(sys.stdin)\nprint('a line of its log')\n"
+        "print(json.dumps({'answers': request['prompts'], 'seconds': [1.0], 'asked': request, 'by': sys.argv[1]}))\n"
+    )
+    python.chmod(0o755)
+    gguf.touch()
+    arguments = peers.parsed(["--llama-cpp", str(python), "--gguf", str(gguf)])
+    found = peers.in_llama_cpp(arguments, "target", "draft", 8)
+    asked = found["asked"]
+    assert found["by"].endswith("llama_cpp_process.py")
+    assert found["answers"] == peers.golden_prompts(8) and len(found["answers"]) == 8
+    assert (asked["gguf"], asked["max_tokens"], asked["batch_size"]) == (str(gguf), 64, 8)
+    python.write_text("#!/bin/sh\necho no such model >&2; exit 3\n")
+    with pytest.raises(SystemExit, match=r"status 3\nno such model"):
+        peers.in_llama_cpp(arguments, "target", None, 1)
+
+
+def test_the_process_asks_llama_cpp_s_own_api_for_token_ids(monkeypatch, tmp_path):
+    """A server in xllamacpp's place, which answers as llama.cpp's /completion does."""
+    import http.server
+    import threading
+    import types
+
+    asked = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked.append((self.path, body))
+            said = json.dumps({"content": "", "tokens": [7] * body["n_predict"]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(said)))
+            self.end_headers()
+            self.wfile.write(said)
+
+        def log_message(self, format, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    made = []
+
+    def start(options):
+        made.append(options)
+        return types.SimpleNamespace(listening_address=f"http://127.0.0.1:{server.server_port}")
+
+    empty = types.SimpleNamespace
+    options = lambda: empty(model=empty(), cpuparams=empty(), cpuparams_batch=empty())  # noqa: E731
+    monkeypatch.setitem(sys.modules, "xllamacpp", empty(CommonParams=options, Server=start, __version__="0"))
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    process = importlib.import_module("llama_cpp_process")
+    sizes = {"max_tokens": 3, "max_model_len": 64, "batch_size": 2, "threads": 1, "turns": 1}
+    try:
+        found = process.answer({"gguf": "a.gguf", "prompts": [[1, 2], [3]], **sizes})
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert found["answers"] == [[7, 7, 7]] * 2 and len(found["seconds"]) == 1
+    assert (made[0].model.path, made[0].n_ctx, made[0].n_parallel) == ("a.gguf", 128, 2)
+    assert sorted(body["prompt"] for _, body in asked) == [[1, 2], [1, 2], [3], [3]]
+    path, body = asked[0]
+    assert path == "/completion" and body["return_tokens"] and body["ignore_eos"] and body["temperature"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gguf", "x"], "--llama-cpp, --gguf: got one of them, expected both"),
+        (["--llama-cpp", "none", "--gguf", "x"], "--llama-cpp: got none, expected the Python of an environment"),
+        (["--llama-cpp", sys.executable, "--gguf", "no.gguf"], "--gguf: got no.gguf, expected a file"),
+        (["--vllm", "none"], "--vllm: got none, expected the Python of an environment with it"),
+    ],
+)
+def test_what_is_not_there_is_named(peers, arguments, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        peers.parsed(arguments)
+    assert message in capsys.readouterr().err
