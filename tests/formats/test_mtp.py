@@ -268,6 +268,8 @@ def alone(request, tmp_path):
     """A target without such layers in its folder, a trained layer for it, and the layer's folder."""
     family = next(x for x in FAMILIES if x.config.architecture == request.param)
     model = tiny_families.make(family)
+    if request.param == "DeepseekV3ForCausalLM":  # the layer of a quantised target is written unquantised
+        model.config = dataclasses.replace(model.config, fp8=True)
     target = Target(model, Tokenizer(), {"name": "target"}, tmp_path)
     rng = np.random.default_rng(3)
     head = mtp.abstract(model.config, jnp.float32)
@@ -279,8 +281,6 @@ def alone(request, tmp_path):
 def test_a_trained_layer_has_the_names_of_the_checkpoint_s_own(alone):
     target, head, folder = alone
     shape = target.model.config
-    if shape.architecture == "DeepseekV3ForCausalLM":  # a quantised target's layer is written unquantised
-        target.model.config = shape = dataclasses.replace(shape, fp8=True)
     mtp.write(folder, head, shape, "float32", "sglang")
     prefix = "model.mtp_layers.0." if shape.architecture == "MiMoForCausalLM" else "model.layers.4."
     tensors, values = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())

@@ -1,0 +1,123 @@
+"""Counts what a round of drafts reads and computes, for every draft size given, and its least time on TPU chips.
+
+    .venv/bin/python tools/tpu_rounds.py --config configs/qwen3_8b_dflash.yaml --target.name configs/targets/qwen3_8b \
+      --trees 7,1,8 7,4,16 7,8,64
+
+Nothing is compiled: the traced round is read. Bytes are those of the operands of its matrix products, each read once a
+product: weights, and a context of `--context` tokens in the caches. Operations are those of the same products. The
+least time of a chip is the larger of bytes over its bandwidth and operations over its peak, of a slice of `--devices`
+among which all is divided evenly. Collectives, other operations and waits take time too: it is a floor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from typing import Any
+
+import tpu_fit  # sets the environment of JAX
+from run_parser import run_parser
+from tpu_topology import CHIPS
+
+os.environ["EAGLE3_CPU_KERNELS"] = "0"  # products are XLA's operations, which can be read
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.extend.core import jaxprs_in_params
+
+from eagle3_jax import config as configs
+from eagle3_jax.config import DraftTree
+from eagle3_jax.decoding.choice.tiers import Tier
+from eagle3_jax.decoding.device.models import Models
+from eagle3_jax.decoding.device.shapes import Sizes
+from eagle3_jax.decoding.engine import PAGE_SIZE
+from eagle3_jax.decoding.rounds.round import advance, draft_tree
+from eagle3_jax.decoding.rounds.state import empty_state
+from eagle3_jax.models.checkpoint.fetch import fetch, read_config
+from eagle3_jax.models.drafts.head import Draft
+from eagle3_jax.models.families import family_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Bytes of the operands of matrix products, and their operations; a multiply-add is two."""
+
+    bytes: int = 0
+    operations: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.bytes + other.bytes, self.operations + other.operations)
+
+
+def work(jaxpr: Any) -> Work:
+    """Sums the products of a program without loops around them; a conditional counts by its largest branch.
+
+    Raises:
+        ValueError: a product in a loop.
+    """
+    total = Work()
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            inner = math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
+            read = sum(x.aval.size * x.aval.dtype.itemsize for x in equation.invars)
+            total += Work(read, 2 * inner * equation.outvars[0].aval.size)
+            continue
+        parts = [work(part) for part in jaxprs_in_params(equation.params)]
+        if equation.primitive.name in ("while", "scan") and any(part.operations for part in parts):
+            raise ValueError(f"{equation.primitive.name}: got a product in a loop, expected none")
+        largest = max(parts, key=lambda part: part.bytes, default=Work())
+        total = total + largest if equation.primitive.name == "cond" else sum(parts, total)
+    return total
+
+
+def counted(config: configs.RunConfig, tree: DraftTree | None, context: int) -> tuple[Work, Work]:
+    """Counts the draft's passes before a verification, and the whole round, of one request.
+
+    Args:
+        tree: None is vanilla decoding.
+    """
+    shape, dtype = read_config(fetch(config.target.name, whole=False), config.target.aux_layers), jnp.bfloat16
+    target, draft = nnx.eval_shape(lambda: family_of(shape).model(shape, dtype=dtype, rngs=nnx.Rngs(0))), None
+    if tree is not None:
+        head = tpu_fit.drafting_head(config, shape)
+        target = target.observed_at(head.config.aux_layers)
+        draft = Draft(head, jax.ShapeDtypeStruct((head.config.draft_vocab_size,), jnp.int32))
+    tier = Tier(tree, head=draft is not None)
+    sizes = Sizes.plan(1, context, PAGE_SIZE, [tier])
+    state = jax.eval_shape(lambda models: empty_state(models, sizes, [tier], None), Models.of(target, draft))
+    how = {"tree": tree, "greedy": True}
+    drafting = jax.make_jaxpr(lambda *given: draft_tree(*given, **how)[1].draft_cache)(target, draft, state)
+    whole = jax.make_jaxpr(lambda *given: advance(*given, **how))(target, draft, state)
+    return work(drafting.jaxpr), work(whole.jaxpr)
+
+
+def sized(text: str) -> DraftTree:
+    """Parses "steps,topk,nodes"."""
+    steps, topk, nodes = map(int, text.split(","))
+    return DraftTree(num_steps=steps, topk=topk, num_draft_tokens=nodes)
+
+
+def main() -> None:
+    parser = run_parser(__doc__)
+    parser.add_argument("--trees", nargs="+", type=sized, required=True, help="num_steps,topk,num_draft_tokens of each")
+    parser.add_argument("--context", type=int, default=2048, help="tokens in the caches: 2048")
+    parser.add_argument("--devices", type=int, default=4, help="devices of the slice: 4")
+    arguments, overrides = parser.parse_known_args()
+    config = configs.load(arguments.config, overrides)
+    print(f"| draft | drafts read, GB | a round, GB | {' | '.join(f'{name}, ms' for name in CHIPS)} |")
+    print("|---" * (3 + len(CHIPS)) + "|")
+    for tree in [None, *arguments.trees]:
+        drafts, whole = counted(config, tree, arguments.context)
+        least = [
+            1e3 * max(whole.bytes / chip.gigabytes / 1e9, whole.operations / chip.teraflops / 1e12) / arguments.devices
+            for chip in CHIPS.values()
+        ]
+        times = " | ".join(f"{time:.2f}" for time in least)
+        print(f"| {Tier(tree, True).name} | {drafts.bytes / 1e9:.2f} | {whole.bytes / 1e9:.2f} | {times} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
