@@ -46,7 +46,7 @@ def test_a_block_is_read_once_and_a_chain_s_layer_once_a_draft(rounds, tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(values))
 
     def drafts(tree: DraftTree, **draft: object) -> int:
-        run = {"run_dir": "unused", "target": {"name": str(tmp_path), "aux_layers": [1, 2, 3]}}
+        run = {"run_dir": "unused", "target": {"name": str(tmp_path), "aux_layers": [1, 2, 3], "dtype": "bfloat16"}}
         config = run_file.from_dict(run | {"draft": {"vocab_size": DRAFT_VOCAB, **draft}})
         read, whole = rounds.counted(config, tree, 128)
         assert whole.bytes > read.bytes
@@ -56,5 +56,5 @@ def test_a_block_is_read_once_and_a_chain_s_layer_once_a_draft(rounds, tmp_path)
     chain, tree = (DraftTree(num_steps=4, topk=k, num_draft_tokens=n) for k, n in ((1, 5), (4, 16)))
     assert drafts(tree, **block) == drafts(chain, **block)
     three, four = (drafts(DraftTree(num_steps=k, num_draft_tokens=k + 1)) for k in (3, 4))
-    matrices = HIDDEN * (2 * 128 + 4 * 64 - 64) + 3 * HIDDEN * 128 + DRAFT_VOCAB * HIDDEN  # attention, MLP, LM head
-    assert 2 * matrices < four - three < 2.3 * matrices  # activations and the cache are small
+    matrices = HIDDEN * (2 * 128 + 64) + 3 * HIDDEN * 128 + DRAFT_VOCAB * HIDDEN  # attention, MLP, LM head
+    assert 2 * matrices < four - three < 4 * matrices  # in bfloat16, and the cache

@@ -79,7 +79,8 @@ def counted(config: configs.RunConfig, tree: DraftTree | None, context: int) -> 
     Args:
         tree: None is vanilla decoding.
     """
-    shape, dtype = read_config(fetch(config.target.name, whole=False), config.target.aux_layers), jnp.bfloat16
+    shape = read_config(fetch(config.target.name, whole=False), config.target.aux_layers)
+    dtype = jnp.dtype(config.target.dtype)
     target, draft = nnx.eval_shape(lambda: family_of(shape).model(shape, dtype=dtype, rngs=nnx.Rngs(0))), None
     if tree is not None:
         head = tpu_fit.drafting_head(config, shape)
