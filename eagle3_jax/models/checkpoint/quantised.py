@@ -70,8 +70,7 @@ def read_scales(values: Mapping[str, Any], problems: list[str], others: Collecti
     if method == "fp8":
         block = section.get("weight_block_size")
         if block != [BLOCK, BLOCK]:
-            expected = f"{[BLOCK, BLOCK]}"
-            problems.append(f"quantization_config.weight_block_size: got {block!r}, expected {expected}")
+            problems.append(f"quantization_config.weight_block_size: got {block!r}, expected {[BLOCK, BLOCK]}")
         return BLOCK_FP8
     if method != "compressed-tensors":
         among = " or ".join(map(repr, ("fp8", "compressed-tensors", *others)))
@@ -111,13 +110,16 @@ def with_scales(entry: Entry, scales: Scales, stored: Mapping[str, tuple[str, tu
     columns = shapes[0][1]
 
     def part(index: tuple[slice, ...], *parts: Any) -> np.ndarray:
-        return entry.part(index, *map(_Scaled, parts[::2], parts[1::2], [scales] * len(shapes)))
+        return entry.part(
+            index, *(_Scaled(x, factors, scales) for x, factors in zip(parts[::2], parts[1::2], strict=True))
+        )
 
     def values(index: tuple[slice, ...], *parts: Any) -> np.ndarray:
         return entry.part(index, *parts[::2])
 
     def scale(group: int, index: tuple[slice, ...], *parts: Any) -> np.ndarray:
-        spread = (scales.by_rows(x, *shape, group) for x, shape in zip(parts[1::2], shapes, strict=True))
+        factors = zip(parts[1::2], shapes, strict=True)
+        spread = (scales.by_rows(x, rows, columns, group) for x, (rows, columns) in factors)
         return entry.part(index, *spread)
 
     def split(_: np.ndarray) -> tuple[np.ndarray, ...]:
