@@ -426,7 +426,11 @@ class Engine:
         self._loop.drive(lambda: not self._scheduler.target_waits)
 
     def on(self, runner: ModelRunner) -> Engine:
-        """Makes an engine as this one, with what `warm_up` measured, on another runner of the same models and sizes."""
+        """Makes an engine as this one, with what `warm_up` measured.
+
+        Args:
+            runner: another one, of the same models and sizes.
+        """
         engine = copy.copy(self)
         engine.tiers, engine._runner = copy.deepcopy(self.tiers), runner
         engine._scheduler = self._schedule(runner, engine.tiers)
@@ -434,7 +438,11 @@ class Engine:
         return engine
 
     def fail(self, error: Exception) -> None:
-        """Ends all requests with an error, and refuses further ones: the device is lost. Any thread may call."""
+        """Ends all requests, and refuses further ones: the device is lost. Any thread may call.
+
+        Args:
+            error: what the requests raise.
+        """
         self._scheduler.fail(error)
 
     def left(self, prompt: Sequence[int] = ()) -> int:

@@ -151,12 +151,12 @@ def test_drafts_change_no_token_of_a_seed(name):
     lengths, stops = 7 + jnp.arange(batch, dtype=jnp.int32) % 5, jnp.full((batch, 1), -1, jnp.int32)
     jitted = jax.jit(verify, static_argnums=2, static_argnames="greedy")
     tree, root = make_tree(tokens, parents, batch), make_tree([0], [-1], batch)
-    way, bonus = jitted(tree, logits, 3, sampling, lengths, stops, greedy=False)
+    way, bonus, _ = jitted(tree, logits, 3, sampling, lengths, stops, greedy=False)
     assert set(np.asarray(way.accepted).tolist()) >= {0, 1, 2}
     for depth in range(4):
         node = verify_lib.row_of(way.path, jnp.minimum(depth, way.accepted))
         at = jnp.take_along_axis(logits, node[:, None, None], axis=1)
-        _, drawn = jitted(root, at, 0, sampling, lengths + depth, stops, greedy=False)
+        _, drawn, _ = jitted(root, at, 0, sampling, lengths + depth, stops, greedy=False)
         there = way.path[:, min(depth + 1, 3)]
         said = jnp.where(depth < way.accepted, verify_lib.row_of(tree.tokens, there), bonus)
         reached = np.asarray(depth <= way.accepted)
@@ -303,7 +303,7 @@ def test_verify_draws_from_the_filtered_distribution(monkeypatch, temperature, t
         top_k=jnp.full(batch, top_k, jnp.int32),
         top_p=jnp.full(batch, top_p),
     )
-    walk, *_ = verify(
+    walk, bonus, _ = verify(
         make_tree(tokens, parents, batch),
         jnp.broadcast_to(logits, (batch, *logits.shape)),
         steps,
