@@ -126,18 +126,19 @@ def test_bytes_are_those_of_the_values_and_their_scales(kind):
 @pytest.mark.parametrize(("kind", "made"), [("Q4_1", "int4"), ("Q8_0", "int8")])
 def test_a_gguf_file_s_numbers_are_packed_as_it_has_them(kind, made):
     """Values, scales and offsets to the bit, from the matrix that they stand for."""
-    kind = GGMLQuantizationType[kind]
-    weights = np.random.default_rng(0).normal(size=(48, 96)).astype(np.float32)
-    blocks = quantize(weights, kind)
-    packed = pack(quantise(jnp.asarray(dequantize(blocks, kind).T), made, group=32))
+    kind, columns, groups = GGMLQuantizationType[kind], 96, 3
+    weights = np.random.default_rng(0).normal(size=(columns, 32 * groups)).astype(np.float32)
+    stored = quantize(weights, kind)
+    packed = pack(quantise(jnp.asarray(dequantize(stored, kind).T), made, group=32))
     width, scales = quantised_cpu.dots().width, 4 if made == "int4" else 2
-    got = np.asarray(packed.panels).reshape(-1, 3, width * blocks.shape[1] // 3)
-    expected = blocks.reshape(48, 3, -1)[..., :scales].reshape(-1, width, 3, scales // 2, 2)
-    np.testing.assert_array_equal(
-        got[..., : width * scales], expected.transpose(0, 2, 3, 1, 4).reshape(len(got), 3, -1)
-    )
-    values = blocks.reshape(48, 3, -1)[..., scales:].reshape(-1, width, 3, -1, 4)
-    np.testing.assert_array_equal(got[..., width * scales :], values.transpose(0, 2, 3, 1, 4).reshape(len(got), 3, -1))
+    blocks = stored.reshape(columns // width, width, groups, -1)
+
+    def side_by_side(part, size):
+        part = part.reshape(*part.shape[:3], -1, size).transpose(0, 2, 3, 1, 4)
+        return part.reshape(len(part), groups, -1)
+
+    expected = [side_by_side(blocks[..., :scales], 2), side_by_side(blocks[..., scales:], 4)]
+    np.testing.assert_array_equal(packed.panels, np.concatenate(expected, -1).reshape(len(blocks), -1))
 
 
 @pytest.mark.parametrize("kind", KINDS)
