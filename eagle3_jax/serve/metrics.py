@@ -71,7 +71,7 @@ class EngineState(Collector):
         yield in_use
 
 
-def _filled(family: Family, values: Sequence[float]) -> Family:
+def _filled(family: Family, values: Sequence[int | float]) -> Family:
     """Adds a value of each replica."""
     for number, value in enumerate(values):
         family.add_metric([str(number)], value)
