@@ -239,8 +239,8 @@ def mesh_set(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
-def mesh_of(array: jax.Array) -> Mesh | None:
-    """Returns the mesh that an array lies on; None if no mesh placed it."""
+def mesh_of(array: Any) -> Mesh | None:
+    """Returns the mesh that an array, or anything with a `sharding`, lies on; None if no mesh placed it."""
     sharding = array.sharding
     return sharding.mesh if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) else None
 

@@ -26,6 +26,7 @@ from eagle3_jax import DraftTree, Engine, MeshConfig, Output, SamplingParams, lo
 from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.config import TrainConfig
 from eagle3_jax.formats.packaged import load_packaged
+from eagle3_jax.kernels.linear.layouts import dense
 from eagle3_jax.mesh import fetch, make_mesh
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.drafts.head import Draft
@@ -136,7 +137,7 @@ def grpo(
 @functools.partial(jax.jit, static_argnames=("optimizer", "aux_layers"), donate_argnames=("policy", "moments"))
 def policy_step(
     policy: TargetModel, moments: Any, rollouts: Rollouts, *, optimizer: Any, aux_layers: tuple[int, ...]
-) -> tuple[TargetModel, Any, dict[str, jax.Array]]:
+) -> tuple[Any, Any, dict[str, jax.Array]]:
     """Takes one step. Returns the policy, the optimizer's moments, and the states before the step."""
     gradients, found = jax.grad(grpo, has_aux=True)(policy, rollouts, aux_layers)
     weights: Any = policy  # a pytree to optax
@@ -157,7 +158,7 @@ class LiveHead:
         self._step = make_train_step(self._kind, optimizer, mesh)
 
     def learn(self, policy: TargetModel, rollouts: Rollouts, found: dict[str, jax.Array]) -> None:
-        teacher = Teacher.of(policy.embed[...], policy.output_rows, self._token_ids)
+        teacher = Teacher.of(policy.embed[...], dense(policy.output_rows), self._token_ids)
         index = jnp.broadcast_to(jnp.arange(rollouts.tokens.shape[1]), rollouts.tokens.shape)
         # A row is a document; the policy is asked for its next token where it drew one.
         batch = Batch(
@@ -166,7 +167,7 @@ class LiveHead:
         self._state, _ = self._step(self._state, teacher, batch)
 
     def draft(self, policy: TargetModel) -> Draft:
-        return self._kind.draft(fetch(self._state.head), policy.output_rows, self._token_ids)
+        return self._kind.draft(fetch(self._state.head), dense(policy.output_rows), self._token_ids)
 
 
 # ------------------------------------------------------------------------------------------------------------- the loop

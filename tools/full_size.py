@@ -44,6 +44,7 @@ from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.decoding.measure import profile
 from eagle3_jax.extract import hidden_states
 from eagle3_jax.kernels.linear import few_rows
+from eagle3_jax.kernels.linear.quantised import bytes_of
 from eagle3_jax.mesh import make_mesh
 from eagle3_jax.models import states
 from eagle3_jax.models.checkpoint.fetch import fetch, read_config
@@ -155,7 +156,7 @@ def products(run: Run) -> Iterator[Row]:
     counts = sorted({*few_rows.COUNTS, *nodes})
     for kind, matrices in products_of(run.target, run.draft).items():
         seconds = {rows: timed(functools.partial(kind.times, matrices, rows)) for rows in counts}
-        size = sum(matrix.nbytes for matrix in matrices[: few_rows.SAMPLE])
+        size = sum(bytes_of(leaf) for leaf in jax.tree.leaves(matrices[: few_rows.SAMPLE]))
         yield {
             "part": f"products, {len(matrices)} of {' x '.join(map(str, kind.shape))}",
             "gigabytes_per_second": {rows: size / taken / 1e9 for rows, taken in seconds.items()},

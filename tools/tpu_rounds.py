@@ -85,7 +85,8 @@ def counted(config: configs.RunConfig, tree: DraftTree | None, context: int) -> 
     if tree is not None:
         head = tpu_fit.drafting_head(config, shape)
         target = target.observed_at(head.config.aux_layers)
-        draft = Draft(head, jax.ShapeDtypeStruct((head.config.draft_vocab_size,), jnp.int32))
+        token_ids: Any = jax.ShapeDtypeStruct((head.config.draft_vocab_size,), jnp.int32)
+        draft = Draft(head, token_ids)
     tier = Tier(tree, head=draft is not None)
     sizes = Sizes.plan(1, context, PAGE_SIZE, [tier])
     state = jax.eval_shape(lambda models: empty_state(models, sizes, [tier], None), Models.of(target, draft))

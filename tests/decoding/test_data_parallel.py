@@ -18,14 +18,14 @@ from eagle3_jax.models.checkpoint.fetch import load_target
 class FakeEngine(Engine):
     """Answers a prompt with itself; waits for the other engines at its first answer."""
 
-    def __init__(self, meeting: threading.Barrier, fail: bool = False) -> None:
-        self.meeting, self.fail, self.asked = meeting, fail, []
+    def __init__(self, meeting: threading.Barrier, broken: bool = False) -> None:
+        self.meeting, self.broken, self.asked = meeting, broken, []
 
     def converse(self, asked: Any, on_output: Any) -> None:
         for name, prompt, _ in asked:
             if not self.asked:
                 self.meeting.wait(10)
-            if self.fail:
+            if self.broken:
                 raise OSError("the device is gone")
             while prompt is not None:
                 self.asked.append(prompt)
@@ -62,7 +62,7 @@ def test_a_conversation_stays_with_its_engine():
 
 def test_a_failure_ends_all_engines():
     meeting = threading.Barrier(2)
-    engines = [FakeEngine(meeting), FakeEngine(meeting, fail=True)]
+    engines = [FakeEngine(meeting), FakeEngine(meeting, broken=True)]
     with pytest.raises(OSError, match="the device is gone"):
         data_parallel.generate(engines, [[0], [1]], [SamplingParams()] * 2, lambda *_: None)
 

@@ -58,7 +58,8 @@ def lowered(kind: type[BlockHead], topology: str, data: int) -> tuple[Any, int, 
 
     def build(matrix: jax.Array) -> TrainState:
         head = made.new(0, matrix)
-        return TrainState(jnp.zeros((), jnp.int32), head, optimizer.init(head))
+        weights: Any = head  # a pytree to optax
+        return TrainState(jnp.zeros((), jnp.int32), head, optimizer.init(weights))
 
     shape = jax.ShapeDtypeStruct
     matrix = shape((VOCAB, HIDDEN), jnp.bfloat16)

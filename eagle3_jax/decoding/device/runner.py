@@ -26,7 +26,7 @@ from eagle3_jax.decoding.steps import Progress, steps
 from eagle3_jax.kernels.linear import few_rows
 from eagle3_jax.mesh import mesh_of, mesh_set, put, replicated, shardings
 from eagle3_jax.models.drafts.head import Draft
-from eagle3_jax.models.inference_layout import Product, for_inference, padded, products
+from eagle3_jax.models.inference_layout import Matrix, Product, for_inference, padded, products
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.target import TargetModel
 from eagle3_jax.runs import machine, processes
@@ -113,7 +113,7 @@ class ModelRunner:
         with mesh_set(self.mesh):
             for kind, matrices in products(self.target, self.draft).items() if counts else ():
 
-                def work(rows: int, kind: Product = kind, matrices: Sequence[jax.Array] = matrices) -> None:
+                def work(rows: int, kind: Product = kind, matrices: Sequence[Matrix] = matrices) -> None:
                     kind.times(matrices, rows).block_until_ready()
 
                 seconds = timing.in_turns([functools.partial(work, rows) for rows in counts], lambda: None)

@@ -275,16 +275,16 @@ class _Multiplier:
         code, kind = self._code, self._kind
         if kind == "avx2":
             return self._add_avx2(total, weights, x)
-        total = self._all(0) if total is None else total
+        before = self._all(0) if total is None else total
         if kind == "vnni":
-            return code.call("llvm.x86.avx512.vpdpbusd.512", total.type, total, weights, x)  # unsigned * signed
+            return code.call("llvm.x86.avx512.vpdpbusd.512", before.type, before, weights, x)  # unsigned * signed
         if kind == "sdot":
             of = ir.VectorType(I8, 16)
             name = "llvm.aarch64.neon.sdot.v4i32.v16i8"
-            return code.call(name, total.type, total, code.b.bitcast(weights, of), code.b.bitcast(x, of))
+            return code.call(name, before.type, before, code.b.bitcast(weights, of), code.b.bitcast(x, of))
         for byte in range(_STEP):
-            total = code.b.add(total, code.b.mul(self._byte(weights, byte), self._byte(x, byte)))
-        return total
+            before = code.b.add(before, code.b.mul(self._byte(weights, byte), self._byte(x, byte)))
+        return before
 
     def sums(self, total: Value) -> Value:
         """Returns the sums as i32."""
