@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tiny
 
-from eagle3_jax.config import DraftTree
+from eagle3_jax.config import DraftTree, TargetConfig
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import SamplingParams
 
@@ -19,8 +19,9 @@ def test_drafts_change_no_token(tmp_path, weights):
     asked = SamplingParams(max_tokens=40, ignore_eos=True)
 
     def answers(draft, tree, weights):
-        options = {"batch_size": 2, "max_length": 96, "weights": weights}
-        engine = Engine.load(folder, draft, tree, **options)
+        options = {"batch_size": 2, "max_length": 96}
+        target = TargetConfig(name=str(folder), weights=weights, quantise_vocabulary=weights == "int4")
+        engine = Engine.load(target, draft, tree, **options)
         found = engine.generate([prompt + prompt for prompt in prompts], asked)
         return [out.token_ids for out in found], sum(out.stats.rounds for out in found)
 

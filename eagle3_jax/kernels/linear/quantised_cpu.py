@@ -212,7 +212,7 @@ def _write_block(module: ir.Module, name: str, rows: int, form: Form, ways: Dots
         values = code.at(block, form.bytes_of_scales(width) if form.by_group else 0, I8)
         of_row = [code.add(code.mul(groups, r), group) for r in range(rows)]
         of_x = [code.at(q, code.mul(at, GROUP), I8) for at in of_row]
-        counts = [[None for _ in starts] for _ in range(rows)]
+        counts: list[list[Value]] = [[None for _ in starts] for _ in range(rows)]
         for step in range(_STEPS * form.bits // 8):
             loaded = [
                 code.load(code.at(values, (step * width + start) * _STEP, I8), ir.VectorType(I32, lanes), align=4)
@@ -270,7 +270,7 @@ class _Multiplier:
             return [[b.xor(x, self._all(-0x7F7F7F80)) for x in loaded]]
         return [list(loaded)]
 
-    def add(self, total: Value | None, weights: Value, x: Value) -> Value:
+    def add(self, total: Value, weights: Value, x: Value) -> Value:
         """Adds the products; `total` None is zero."""
         code, kind = self._code, self._kind
         if kind == "avx2":
@@ -292,7 +292,7 @@ class _Multiplier:
             return self._pairs(total)
         return total
 
-    def _add_avx2(self, total: Value | None, weights: Value, x: Value) -> Value:
+    def _add_avx2(self, total: Value, weights: Value, x: Value) -> Value:
         code, bytes_ = self._code, ir.VectorType(I8, 4 * self._lanes)
         weights, x = (code.b.bitcast(value, bytes_) for value in (weights, x))
         if self._bits == 8:  # unsigned * signed: the sign goes to x; 2 * 128 * 127 fits into 16 bits
