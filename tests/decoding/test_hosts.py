@@ -136,10 +136,10 @@ def test_a_row_on_another_process_answers_alike(toy, lines, monkeypatch):
     monkeypatch.setattr(hosts, "_PING", 0.02)
     asked: Any = (["hello", "abc", [1, 2, 3]], SamplingParams(max_tokens=20, temperature=0.5, seed=3, top_k=8))
     expected = engine_of(toy).generate(*asked)
-    follower = threading.Thread(target=hosts.follow, args=([engine_of(toy)], [(1,)]))
+    follower = threading.Thread(target=hosts.follow, args=([engine_of(toy)], [(0,), (1,)]))
     follower.start()
     lost: list[hosts.HostLost] = []
-    with hosts.lead([engine_of(toy)], [(1,)], lost.append) as (engine,):
+    with hosts.lead([engine_of(toy)], [(0,), (1,)], lost.append) as (_, engine):
         assert engine.generate(*asked) == expected
         with pytest.raises(RuntimeError, match="expected `warm_up` and the like before `lead`"):
             engine.warm_up()
@@ -152,7 +152,7 @@ def test_a_process_that_is_lost_ends_requests_with_an_error(toy, lines, end, mon
     monkeypatch.setattr(hosts, "_PING", 0.02)
     monkeypatch.setattr(hosts, "PATIENCE", 60 if end == "is gone" else 0.3)
     lost: list[hosts.HostLost] = []
-    with hosts.lead([engine_of(toy)], [(1,)], lost.append) as (engine,):
+    with hosts.lead([engine_of(toy)], [(0,), (1,)], lost.append) as (_, engine):
         request = engine.submit("hello")
         if end == "is gone":
             lines.close()

@@ -24,7 +24,6 @@ TREE = ["--speculative-num-steps", "2", "--speculative-eagle-topk", "1"]
 COLD = """
 from eagle3_jax.serve import __main__ as serve
 from eagle3_jax.decoding.engine import Engine
-from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.serve import opening
 Engine.warm_up = lambda *_, **__: None
 serve.main(["--config", "run.yaml"])
