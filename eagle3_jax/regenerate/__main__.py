@@ -91,7 +91,7 @@ def _ask_engines(config: configs.RunConfig, target: Target, replica: Replica, fo
     with _answers(folder) as known:
         processes.barrier()  # from here on logs grow
         share = itertools.islice(_dialogues(prompts), replica.index, None, replica.count)
-        turns = (_turns(prompts) - len(known)) / replica.count
+        turns = (_turns(prompts) - len(known)) // replica.count
         with _Stored(_log(folder, replica.index) if leads else None, turns) as stored:
             engines_of.converse(engines, config.regenerate, share, known, config.seed, stored.add)
     rates = {"tokens_per_second": stored.rate()} if leads else {}
@@ -128,7 +128,7 @@ class _Stored:
         more: what the progress says beside tokens a second.
     """
 
-    def __init__(self, log: disk.Path | None, turns: float, more: Callable[[], str] = lambda: "") -> None:
+    def __init__(self, log: disk.Path | None, turns: int, more: Callable[[], str] = lambda: "") -> None:
         self._log, self._more = None if log is None else disk.Log(log), more
         self._progress = tqdm.tqdm(total=turns, unit=" answers", disable=log is None)
         self._tokens, self._start = 0, time.monotonic()
