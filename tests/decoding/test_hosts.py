@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import socket
@@ -124,6 +125,9 @@ def lines(monkeypatch):
     monkeypatch.setattr(hosts.processes, "count", lambda: 2)
     yield there
     for line in (here, there):
+        with contextlib.suppress(OSError):  # shut already
+            line.close()
+    for line in (here, there):  # now nobody reads, who would hold them
         line._reader.close()
         line._place.close()
 
