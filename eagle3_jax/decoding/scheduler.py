@@ -216,7 +216,8 @@ class Scheduler:
         except BaseException as error:
             if not self._give_up(error) or not isinstance(error, Exception):
                 raise
-            _log.exception("a dispatch failed")
+            if self._failure is None:
+                _log.exception("a dispatch failed")
         with self.changes:
             self.changes.notify_all()
 
