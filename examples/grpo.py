@@ -127,11 +127,12 @@ def grpo(
     """Computes the loss of GRPO with a clipped ratio, and what the head learns from."""
     hidden, aux = states(policy, rollouts.tokens, aux_layers)
     logprobs, best = next_tokens(policy, hidden, rollouts.tokens)
-    ratio = jnp.exp((logprobs - rollouts.logprobs) * rollouts.drawn)
-    gain = rollouts.advantages[:, None] * jnp.stack([ratio, jnp.clip(ratio, 1 - CLIP, 1 + CLIP)])
-    loss = -(gain.min(axis=0) * rollouts.drawn).sum() / rollouts.drawn.sum()
-    mismatch = jnp.abs((logprobs - rollouts.logprobs) * rollouts.drawn).max()
-    return loss, {"mismatch": mismatch, "hidden": hidden, "aux": aux, "argmax": best.astype(jnp.int32)}
+    drawn, advantages = rollouts.drawn.astype(jnp.float32), rollouts.advantages[:, None]
+    change = (logprobs - rollouts.logprobs) * drawn
+    ratio = jnp.exp(change)
+    gain = jnp.minimum(ratio * advantages, jnp.clip(ratio, 1 - CLIP, 1 + CLIP) * advantages)
+    loss = -(gain * drawn).sum() / drawn.sum()
+    return loss, {"mismatch": jnp.abs(change).max(), "hidden": hidden, "aux": aux, "argmax": best.astype(jnp.int32)}
 
 
 @functools.partial(jax.jit, static_argnames=("optimizer", "aux_layers"), donate_argnames=("policy", "moments"))
