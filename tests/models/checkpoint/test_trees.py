@@ -141,7 +141,9 @@ TREES = {
 
 
 @pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "qwen3"))]
+)
 def test_every_name_finds_its_parameter(family, tree):
     model = make(family)
     found = trees.target_of(TREES[tree](model), model.config, jnp.float32)
