@@ -557,7 +557,7 @@ def test_the_jobset_is_one_slice_whose_hosts_agree():
 def test_kubectl_is_asked_for_what_the_jobset_makes(cloud):
     """The commands of the page, as a reader runs them, and those in the file's head."""
     cloud.program("kubectl", '#!/bin/sh\nprintf "%s\\n" "$*" >>"$FAKE/kubectl"\n')
-    page = KUBERNETES.read_text().replace("\\\n", "")
+    page, _ = KUBERNETES.read_text().replace("\\\n", "").split("\n## Servers")
     lines = re.findall(r"^ *((?:kubectl|gcloud storage buckets add-iam-policy-binding) .*)", page, re.MULTILINE)
     assert cloud.bash("-c", f"cd '{ROOT}'; set -e; " + "\n".join(lines)).returncode == 0
     asked = [line.split() for line in (cloud.folder / "kubectl").read_text().splitlines()]

@@ -154,5 +154,5 @@ def test_near_ties_are_judged_on_the_targets_mesh(tmp_path, monkeypatch):
 
 def test_a_loaded_target_is_not_spread_again(tmp_path):
     target = load_target(TargetConfig(name=str(tiny.write_target(tmp_path)), aux_layers=(1, 2, 3)))
-    with pytest.raises(ValueError, match="dtype, mesh: got bfloat16"):
+    with pytest.raises(ValueError, match="dtype, weights, mesh: got bfloat16"):
         Engine.load(target, dtype="bfloat16")

@@ -206,7 +206,7 @@ def test_the_rate_is_that_of_all_replicas(tmp_path, target, monkeypatch):
     monkeypatch.setattr(extract, "_foretell", lambda *_: [])
     monkeypatch.setattr(extract.processes, "gather", lambda own: [own, {}, {"train": 12.5, "held_out": 0.0}])
     finished: list[dict] = []
-    monkeypatch.setattr(extract, "_finish", lambda *arguments: finished.append(arguments[-1]))
+    monkeypatch.setattr(extract, "_finish", lambda *arguments: finished.append(arguments[-2]))
     extract.extract(config, target)
     assert finished == [{"train": 42.5, "held_out": 30.0}]
 

@@ -191,7 +191,7 @@ def test_a_run_that_is_killed_goes_on(tmp_path, options):
             while process.poll() is None and len(list((work / kind).glob("[0-9]*"))) < count:
                 time.sleep(0.01)
             process.kill()
-        assert process.wait() == -signal.SIGKILL, (tmp_path / "log").read_text()
+        assert process.wait(timeout=60) == -signal.SIGKILL, (tmp_path / "log").read_text()
         times = {done: done.stat().st_mtime_ns for done in (work / "cleaned").glob("*.json")}
         assert cleaned.items() <= times.items()  # no block is cleaned again
         cleaned = times

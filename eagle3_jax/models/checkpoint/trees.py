@@ -92,7 +92,8 @@ def target_of(weights: Any, config: ModelConfig, dtype: Any, mesh: jax.sharding.
         WeightsError: every missing, surplus and wrongly shaped array, and those that are no floats or not finite, by
             the pytree's own names.
     """
-    found = {parameter_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(weights)}
+    leaves = jax.tree_util.tree_leaves_with_path(weights)
+    found = {jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value"): x for path, x in leaves}
     sources = _sources(found, config)
     problems = [
         f"{name}: got dtype {x.dtype}, expected floats"
