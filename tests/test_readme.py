@@ -303,5 +303,5 @@ def test_its_python_runs(page, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(eagle3_jax, "SamplingParams", lambda **given: params(**(given | {"max_tokens": 8})))
     for block in blocks:
         exec(compile(block.replace("9690", "190"), str(page), "exec"), {"__name__": "__main__"})
-    assert asked
-    assert capsys.readouterr().out.strip()
+    loads = any("Engine.load" in block for block in blocks)  # others show a function
+    assert bool(asked) == bool(capsys.readouterr().out.strip()) == loads

@@ -263,8 +263,8 @@ def test_temperature_zero_is_greedy_among_sampled_neighbours():
     sampling = dataclasses.replace(Sampling.greedy(3), temperature=jnp.array([0.0, 1.0, 1e-6]))
     lengths, stops = jnp.array([3, 4, 5], jnp.int32), jnp.full((3, 1), -1, jnp.int32)
     jitted = jax.jit(verify, static_argnums=2, static_argnames="greedy")
-    walk, bonus = jitted(tree, logits, 3, sampling, lengths, stops, greedy=False)
-    expected, expected_bonus = jitted(tree, logits, 3, sampling, lengths, stops, greedy=True)
+    walk, bonus, _ = jitted(tree, logits, 3, sampling, lengths, stops, greedy=False)
+    expected, expected_bonus, _ = jitted(tree, logits, 3, sampling, lengths, stops, greedy=True)
     for row in (0, 2):
         assert walk.path[row].tolist() == expected.path[row].tolist()
         assert bonus[row] == expected_bonus[row]
