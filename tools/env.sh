@@ -76,13 +76,13 @@ get_uv() {
 
 # uv ignores pip's settings; these four are passed on.
 uv_install() (
-  PATH="$PATH:$VENV/bin"
-  command -v uv >/dev/null || exit
+  uv=$(command -v uv || echo "$VENV/bin/uv")
+  [[ -x $uv ]] || exit
   [[ -z ${PIP_CERT:-} ]] || export SSL_CERT_FILE=$PIP_CERT
   [[ -z ${PIP_INDEX_URL:-} ]] || export UV_DEFAULT_INDEX=$PIP_INDEX_URL
   [[ -z ${PIP_FIND_LINKS:-} ]] || export UV_FIND_LINKS=$PIP_FIND_LINKS
   [[ -z ${PIP_NO_INDEX:-} ]] || export UV_NO_INDEX=1
-  uv pip install --quiet --python "$VENV/bin/python" "$@" >/dev/null 2>&1
+  "$uv" pip install --quiet --python "$VENV/bin/python" "$@" >/dev/null 2>&1
 )
 
 # Installs with uv; if it is missing or fails, with pip, whose error is explained.

@@ -19,9 +19,8 @@ def test_drafts_change_no_token(tmp_path, weights):
     asked = SamplingParams(max_tokens=40, ignore_eos=True)
 
     def answers(draft, tree, weights):
-        options = {"batch_size": 2, "max_length": 96}
         target = TargetConfig(name=str(folder), weights=weights, quantise_vocabulary=weights == "int4")
-        engine = Engine.load(target, draft, tree, **options)
+        engine = Engine.load(target, draft, tree, batch_size=2, max_length=96)
         found = engine.generate([prompt + prompt for prompt in prompts], asked)
         return [out.token_ids for out in found], sum(out.stats.rounds for out in found)
 
