@@ -215,8 +215,7 @@ def test_sigterm_to_one_process_saves_on_all_and_fewer_processes_go_on(config, w
     lines = [[(x["step"], x["loss"], x["gradient_norm"]) for x in metrics(run) if x["kind"] == "train"] for run in runs]
     assert [step for step, *_ in lines[1]] == list(range(1, STEPS + 1))
     if devices == 2:
-        assert [(step, norm) for step, _, norm in lines[0]] == [(step, norm) for step, _, norm in lines[1]]
-        np.testing.assert_allclose(losses(runs[1]), losses(runs[0]), rtol=2e-7)  # a reported sum: its last bit may vary
+        assert lines[0] == lines[1]
         whole, resumed = (tiny.saved(run / "checkpoints", STEPS) for run in runs)
         assert [name for name in whole if whole[name] != resumed[name]] == []
     else:
