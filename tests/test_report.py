@@ -95,6 +95,7 @@ def test_a_run_ends_in_a_report_and_a_picture(config: RunConfig, tmp_path: pathl
     assert "train" not in made["stages"] and set(made["stages"]) <= {"install", "evaluate-chain", *FOLDERS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["report.json", "report.png"])
 def test_what_a_killed_run_left_half_written_is_removed(config: RunConfig, tmp_path: pathlib.Path, name: str) -> None:
     left_behind = tmp_path / f".{name}.another-host.1.abcdef01.partial"

@@ -158,6 +158,7 @@ def test_who_decodes_takes_a_copy_of_the_target_and_says_so_once(use, caplog, na
     assert all(said in record.getMessage() and "of org/original" in record.getMessage() for record in caplog.records)
 
 
+@pytest.mark.slow
 def test_a_copy_of_another_shape_is_refused_by_field(run):
     config = dataclasses.replace(run.target.model.config, hidden_size=128)
     identity = run.target.identity | {"weights": "0" * 64}

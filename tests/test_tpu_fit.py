@@ -310,6 +310,7 @@ def test_decoding_takes_little_beside_weights_and_caches(tmp_path, fit):
     assert rounds["temporaries"] < 2**30 / 8
 
 
+@pytest.mark.slow
 def test_quantised_weights_are_counted_in_their_bits(small, tpu_fit):
     """Of the target's own bytes the matrices are most: 8 bits are half of bfloat16, on each of two devices."""
     devices = tpu_fit.topology_devices("v5e:1x2")

@@ -364,6 +364,7 @@ def test_a_dead_job_is_not_taken_for_a_silent_host(cloud, config, words):
     assert "a traceback\n" in ended.stdout and words.strip() in ended.stdout
 
 
+@pytest.mark.slow
 def test_a_reclaimed_slice_is_replaced_and_the_run_goes_on(cloud, config):
     (cloud.folder / "hold").touch()
     ended = cloud.run(

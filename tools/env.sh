@@ -6,6 +6,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 VENV=${VENV:-.venv}
 export PIP_DISABLE_PIP_VERSION_CHECK=1
+# Images of containers set it: then each of some hundred processes compiles all modules that it imports.
+unset PYTHONDONTWRITEBYTECODE
 NEEDED_MIB=4096
 # pytest for every script: time limits, reasons of skips, two workers, the twenty slowest tests.
 # shellcheck disable=SC2034

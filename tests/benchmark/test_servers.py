@@ -228,6 +228,7 @@ def test_a_server_with_a_key_that_counts_at_the_end(traffic_config, prompts, par
             benchmark.main(["serve", "--compare-key", key, *words])
 
 
+@pytest.mark.slow
 def test_what_cannot_be_measured_is_refused(traffic_config, prompts, tmp_path, capsys):
     for traffic in ({"concurrency": []}, {"concurrency": [0]}, {"rates": [0.0]}, {"requests": 0}):
         with pytest.raises(ConfigError, match="traffic.(concurrency|rates|requests)(.0)?: got"):
@@ -258,6 +259,7 @@ def test_a_server_that_is_not_there_is_said_before_any_is_measured(traffic_confi
         servers.run(traffic_config, prompts, {"vLLM": "http://127.0.0.1:1/v1"})
 
 
+@pytest.mark.slow
 def test_a_device_that_another_holds_is_an_error(traffic_config, prompts, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "no_such_device")
     with pytest.raises(ValueError, match="hardware: got status 1 from JAX"):

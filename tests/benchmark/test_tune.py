@@ -115,6 +115,7 @@ def measured(monkeypatch, config, target) -> Callable[..., Measured]:
     return measure
 
 
+@pytest.mark.slow
 def test_the_winner_s_lead_is_measured_anew(measured):
     """It won by luck: in the turns that chose it; in those behind them it is as fast as the default."""
     race = measured(lambda name, turn: 0.5 if name == "chain 2" and turn < 3 else 1.0 + turn / 100, trees=(CHAIN_OF_2,))

@@ -62,6 +62,7 @@ def answered(vanilla: Engine) -> Conversations:
     return talks
 
 
+@pytest.mark.slow
 def test_every_turn_is_answered_as_it_is_alone(vanilla, answered):
     assert sorted(answered.answers) == [(number, turn) for number in range(8) for turn in range(number % 3 + 1)]
     again = Conversations(8)

@@ -136,6 +136,7 @@ def engine_of(toy) -> Engine:
     return Engine(toy.target, Tokenizer(), toy.good, TREE, batch_size=2, max_length=128)
 
 
+@pytest.mark.slow
 def test_a_row_on_another_process_answers_alike(toy, lines, monkeypatch):
     monkeypatch.setattr(hosts, "_PING", 0.02)
     asked: Any = (["hello", "abc", [1, 2, 3]], SamplingParams(max_tokens=20, temperature=0.5, seed=3, top_k=8))

@@ -63,7 +63,9 @@ def answers(toy):
 
 
 @pytest.mark.parametrize(
-    "tree", [None, CHAIN, pytest.param(TREE, marks=pytest.mark.slow)], ids=["none", "chain", "tree"]
+    "tree",
+    [None, *(pytest.param(tree, marks=pytest.mark.slow) for tree in (CHAIN, TREE))],
+    ids=["none", "chain", "tree"],
 )
 def test_rounds_give_the_same_tokens(toy, answers, implementation, tree):
     prompts = np.zeros((len(PROMPTS), 20), np.int32)

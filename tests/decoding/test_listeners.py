@@ -88,6 +88,7 @@ def test_a_listener_in_a_closed_loop_is_dropped(by_hand, monkeypatch, end):
     assert not task.done()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wait", [whole, pieces, a_piece])
 def test_a_reader_who_is_cancelled_aborts_unless_another_one_is_left(by_hand, wait):
     engine = by_hand

@@ -79,6 +79,7 @@ def test_a_drained_replica_gets_nothing_until_it_is_back():
     assert (first.taken, second.taken) == ([[2]], [[1]])
 
 
+@pytest.mark.slow
 def test_an_engine_counts_the_tokens_that_it_has_to_read_and_write(toy):
     engine = Engine(toy.target, Tokenizer(), batch_size=1, max_length=128, page_size=16)
     prompt = [number % 20 for number in range(40)]

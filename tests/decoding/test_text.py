@@ -81,6 +81,7 @@ def test_a_special_token_eats_no_space():
         assert "".join(pieces) == WordTokenizer().decode(ids, skip_special_tokens=True), ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", ["", "a", "\xc3"], ids=["", "behind a letter", "behind half a character"])
 @pytest.mark.parametrize("token", [256, 0xC3, 97, 257, 259], ids=["special", "half", "whole", "two halves", "space"])
 @pytest.mark.parametrize("size", [1, 600])

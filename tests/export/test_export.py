@@ -187,6 +187,7 @@ def test_the_form_that_names_the_target_names_it_as_engines_do(config: RunConfig
         shutil.rmtree(run.folder("export"))
 
 
+@pytest.mark.slow
 def test_an_mtp_layer_is_exported_as_its_target_s_own(config: RunConfig) -> None:
     family = next(x for x in FAMILIES if x.config.architecture == "MiMoForCausalLM")
     target = Target(tiny_families.make(family), None, IDENTITY, pathlib.Path())

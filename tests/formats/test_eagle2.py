@@ -49,6 +49,7 @@ def test_it_drafts_and_changes_no_token(target, folder):
     assert drafted[0].token_ids == plain[0].token_ids
 
 
+@pytest.mark.slow
 def test_a_token_map_is_a_vocabulary_cut_beforehand(target, folder, tmp_path):
     (tmp_path / "map.json").write_text(json.dumps([40, 7, 33, 5, 60, 21]))
     mapped, whole = (load_draft(folder, target=target, token_map=x) for x in (tmp_path / "map.json", None))

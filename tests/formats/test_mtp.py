@@ -278,6 +278,7 @@ def alone(request, tmp_path):
     return target, head, tmp_path / "layer"
 
 
+@pytest.mark.slow
 def test_a_trained_layer_has_the_names_of_the_checkpoint_s_own(alone):
     target, head, folder = alone
     shape = target.model.config

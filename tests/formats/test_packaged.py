@@ -111,6 +111,7 @@ class Loaded(Exception):
     """An engine was about to draft."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["evaluate", "benchmark", "check", "serve"])
 def test_the_verbs_of_a_run_without_an_export_draft_with_the_head_of_the_package(
     heads, target, tmp_path, monkeypatch, capsys, verb

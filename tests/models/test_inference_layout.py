@@ -77,6 +77,7 @@ def test_wherever_it_lies_warm_programs_stay_compiled(target, place):
     assert engine.stats().programs == compiled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_a_quantised_model_is_packed_in_its_bits(target, weights):
     """Its logits are those of its matrices multiplied out, but for rows rounded to 8 bits; embeddings stay rows."""

@@ -41,6 +41,7 @@ print(len(modules) > 150, {name: after.get(name) for name in before | after if b
     assert run("-c", code) == "True {}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["-m", "eagle3_jax.report"], ["-m", "eagle3_jax", "report"]])
 def test_a_verb_sets_what_its_user_left_open(words, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(

@@ -186,6 +186,7 @@ def test_a_request_sets_variables_of_the_chat_template(served, engine, monkeypat
     assert plain == same < longer
 
 
+@pytest.mark.slow
 def test_tools_are_rendered_where_no_call_is_asked_for(served, engine, monkeypatch):
     knows = copy.deepcopy(engine.tokenizer)
     knows.chat_template = (

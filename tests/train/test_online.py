@@ -213,6 +213,7 @@ def test_a_block_head_is_trained_online_exported_and_decodes(tmp_path, target, m
     assert drafted[0].stats.rounds > 0
 
 
+@pytest.mark.slow
 def test_a_target_without_mtp_layers_exports_none(tmp_path, target, online):
     values: dict[str, Any] = configs.to_dict(online) | {"run_dir": str(tmp_path)}
     values["draft"]["kind"] = "mtp"

@@ -241,6 +241,7 @@ def test_every_kind_learns_and_its_rounds_are_replayed(name):
     assert trained["gradient_norm"] > 0
 
 
+@pytest.mark.slow
 def test_a_trained_mtp_layer_drafts_with_the_target_s_rows():
     target = tiny_families.make(family("MiMoForCausalLM"))
     kind = kind_of(run_config("mtp"), target.config)

@@ -65,6 +65,7 @@ def test_rows_in_pieces_train_as_whole_rows_do(run, data, model, pieces, changes
     same(run(data, model, pieces, **changes)[0], run(1, 1, 1)[0])
 
 
+@pytest.mark.slow
 def test_of_whole_rows_a_device_gathers_keys_and_values_alone(run):
     text = run(4, 1, 4)[1]
     gathered = [sorted(map(int, x.split(","))) for x in re.findall(r"= f32\[([\d,]+)\]\S* all-gather", text)]

@@ -280,6 +280,7 @@ def test_simulated_acceptance_is_the_rate_and_no_ordinary_use(toy, rate, caplog)
         Engine(toy.target, Tokenizer(), toy.plain, tree, simulated_acceptance=2.0, **SIZES)
 
 
+@pytest.mark.slow
 def test_copies_are_measured_where_there_is_something_to_copy(engine, monkeypatch):
     """Only in the first round of a dispatch: four of them would be three vanilla rounds in disguise."""
     asked = []

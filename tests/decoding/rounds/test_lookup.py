@@ -54,6 +54,7 @@ def test_it_finds_what_a_search_finds(sequences):
             assert got[row].tolist() == expected
 
 
+@pytest.mark.slow
 def test_each_copied_token_that_is_right_makes_the_next_more_probable():
     p, text = PROBABILITIES, [8, 1, 2, 3, 9, 1, 2]
     copied = lookup.copy(jnp.asarray([text, [1, 2, 3, 4, 5, 6, 7]]), jnp.array([6, 6]), 6)

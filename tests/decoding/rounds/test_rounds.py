@@ -103,7 +103,8 @@ def test_vanilla_is_the_argmax_of_the_whole_sequence_again_and_again(toy, vanill
         assert predicted[length - 1 : length - 1 + MAX_TOKENS].tolist() == answer.tolist()
 
 
-@pytest.mark.parametrize("name", [pytest.param(None, marks=pytest.mark.slow), *BOTH])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [None, *BOTH])
 def test_log_probabilities_are_those_of_a_pass_over_the_whole_sequence(toy, name):
     """For any temperature, before and behind it, of drafts and of tokens of the target's own."""
 

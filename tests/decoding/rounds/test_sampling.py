@@ -103,6 +103,7 @@ def running_sums(logits, temperature, coins):
     return block * width + inside, min(near, nearer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "temperature"), [(2, 0.3), (50, 1.0), (700, 0.7)])
 def test_a_token_is_that_of_the_running_sums(size, temperature):
     rng = np.random.default_rng(size)

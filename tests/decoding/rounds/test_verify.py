@@ -64,7 +64,9 @@ TREES = {
 }
 
 
-@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "branches" else pytest.mark.slow) for name in TREES]
+)
 @pytest.mark.parametrize("sharp", [1.0, 6.0])
 def test_sampled_walk_has_exactly_the_target_s_distribution(monkeypatch, name, sharp):
     """All coins, by enumeration.
@@ -136,6 +138,7 @@ def test_a_token_of_probability_zero_is_never_accepted(monkeypatch):
     assert (probs[np.arange(batch), bonus] > 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["chain", "branches", "wide"])
 def test_drafts_change_no_token_of_a_seed(name):
     """The accepted drafts and the bonus are what vanilla decoding draws, one token after the other."""
@@ -194,7 +197,9 @@ def without_replacement(q: np.ndarray, k: int) -> list[tuple[tuple[int, ...], fl
 
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("sharp", [0.5, 3.0])
-@pytest.mark.parametrize("q_of", ["other", "same", "one token", "two tokens"])
+@pytest.mark.parametrize(
+    "q_of", ["other", *(pytest.param(q, marks=pytest.mark.slow) for q in ("same", "one token", "two tokens"))]
+)
 @pytest.mark.parametrize("copied", [None, *(pytest.param(token, marks=pytest.mark.slow) for token in (1, 3))])
 def test_multi_candidate_rejection_sampling_has_exactly_the_target_s_distribution(k, sharp, q_of, copied):
     """Every order of drawing, with the probability of accepting each draft found by bisection of its coin.

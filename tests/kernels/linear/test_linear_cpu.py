@@ -98,6 +98,7 @@ def test_products_compile_for_arm(dtype, stored, count):
     assert len(re.findall(r"fmla\tv\d+\.4s", arm.assembly(module))) >= 4 * (1 + 2 + 3 + 4)
 
 
+@pytest.mark.slow
 def test_many_calls_at_once(monkeypatch):
     """More helpers than threads: a call is done when it returns, and a helper that comes late finds nothing to do."""
     monkeypatch.setattr(compiler, "threads", lambda: 5)

@@ -73,7 +73,9 @@ def test_it_is_the_product_of_the_rounded_rows(m, k, n, kind, extreme):
     close(run(x, pack(matrix)), x, matrix)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind == "Q4_1" else pytest.mark.slow) for kind in KINDS]
+)
 def test_a_row_is_the_same_whatever_stands_beside_it(kind):
     """Alone or among others, plain and gated."""
     x, matrix = rows_of(21, 192), matrix_of(kind, 192, 80)
@@ -141,6 +143,7 @@ def test_a_gguf_file_s_numbers_are_packed_as_it_has_them(kind, made):
     np.testing.assert_array_equal(packed.panels, np.concatenate(expected, -1).reshape(len(blocks), -1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_machines_without_these_instructions(kind, monkeypatch):
     """The same integers, so the same numbers to the bit."""
@@ -150,6 +153,7 @@ def test_machines_without_these_instructions(kind, monkeypatch):
     np.testing.assert_array_equal(jax.jit(lambda x, panels: product(x, panels))(x, pack(matrix)), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [Form(4, 0, "float16", 2, True), Form(8, 0, "float32", 1, False)])
 @pytest.mark.parametrize(
     ("ways", "where", "instruction"),

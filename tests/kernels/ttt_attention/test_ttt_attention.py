@@ -146,7 +146,8 @@ def test_races_and_reads_of_what_was_never_written():
 
 
 # 3 rows do not divide over the data axis.
-@pytest.mark.parametrize("batch", [pytest.param(4, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [4, 3])
 def test_sharded_equals_unsharded(batch):
     arguments = example(batch, length=30, kv_heads=4)
     expected = with_gradients(arguments, 2, 1.0, implementation="xla")
@@ -166,10 +167,8 @@ def test_documents_start_where_the_segment_id_changes(lengths):
     np.testing.assert_array_equal(document_starts(jnp.asarray(segments))[0], expected)
 
 
-@pytest.mark.parametrize(
-    ("implementation", "documents"),
-    [("xla", 3), ("pallas", 3), pytest.param("pallas", 1, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("implementation", "documents"), [("xla", 3), ("pallas", 3), ("pallas", 1)])
 def test_stretches_of_a_row_attend_as_the_whole_row_does(implementation, documents, monkeypatch):
     """Its keys pass in two blocks and more: gradients of a key are summed over blocks, stretches, and tiles."""
     monkeypatch.setattr(tpu, "VMEM_LIMIT", 8 << 20)

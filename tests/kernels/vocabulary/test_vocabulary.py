@@ -124,6 +124,7 @@ def test_races_and_reads_of_what_was_never_written():
     assert not interpret_pallas_call.races.races_found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocabulary", [1000, 1001])  # 1,001 tokens do not divide over the model axis
 @pytest.mark.parametrize("batch", [(4, 3), (5,)])  # nor 5 queries over the data axis
 def test_sharded_equals_unsharded(vocabulary, batch):

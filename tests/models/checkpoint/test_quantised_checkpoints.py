@@ -73,6 +73,7 @@ def leaves(model: Any) -> dict[str, Any]:
     return {parameter_path(path): leaf for path, leaf in found}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_it_is_read_as_the_floats_that_it_stands_for(tmp_path, form):
     """And kept as stored, on one device and on two: the same numbers, multiplied out in the program."""

@@ -71,6 +71,7 @@ def test_one_row_s_state_is_that_of_all(name, begins):
         np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.slow
 def test_a_draft_model_fed_pair_by_pair_has_the_states_of_one_pass():
     model = target("llama")
     text = jnp.asarray(np.random.default_rng(0).integers(0, 60, (1, 9)))

@@ -271,6 +271,7 @@ def test_greedy_tokens_are_those_of_generate(tmp_path, architecture):
     np.testing.assert_array_equal(tokens, expected)
 
 
+@pytest.mark.slow
 def test_experts_in_mxfp4(tmp_path):
     """gpt-oss as it is published: what transformers unpacks of the same bytes says the same logits."""
     values = shapes("GptOssForCausalLM", 0) | {"hidden_size": 64, "intermediate_size": 32}
@@ -352,6 +353,7 @@ def test_weights_in_fp8(tmp_path):
     assert_equal(kept, model)
 
 
+@pytest.mark.slow
 def test_deepseek_v3_reads_all_of_what_is_published():
     """Numbers from https://github.com/simpx/model-inspect, README.md, which lists deepseek-ai/DeepSeek-V3."""
     config: Any = fetch.read_config(tiny.REPOSITORY / "configs/targets/deepseek_v3")
@@ -493,6 +495,7 @@ def test_what_a_family_does_not_have_is_refused_by_field(architecture, field, va
         read_shape(values, (0, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES, ids=ARCHITECTURES)
 @pytest.mark.parametrize("section", ["none", "rope_scaling", "rope_parameters"])
 def test_the_base_of_rope_that_is_left_out_is_transformers(family, section):
