@@ -5,35 +5,31 @@ Unknown keys, wrong types and impossible combinations are refused by field name.
 """
 
 from eagle3_jax.config.checks import ConfigError
-from eagle3_jax.config.run_file import from_dict, load, to_dict, with_overrides
-from eagle3_jax.config.sections import (
-    FOLDERS,
-    SPLITS,
-    BenchmarkConfig,
-    CardConfig,
+from eagle3_jax.config.data import (
     CloudDlpConfig,
     ConversationsSource,
-    DraftConfig,
-    DraftTree,
-    EvaluateConfig,
-    ExportConfig,
     ExtractConfig,
     FleetServer,
     JsonlSource,
-    MeshConfig,
     PackagedSource,
     PrepareConfig,
     RegenerateConfig,
-    RunConfig,
     SelfSource,
-    ServeConfig,
     Source,
-    TargetConfig,
     TfdsSource,
-    TrafficConfig,
-    TrainConfig,
-    Weights,
 )
+from eagle3_jax.config.models import DraftConfig, DraftTree, MeshConfig, TargetConfig, Weights
+from eagle3_jax.config.run import FOLDERS, SPLITS, RunConfig
+from eagle3_jax.config.run_file import from_dict, load, to_dict, with_overrides
+from eagle3_jax.config.serving import (
+    BenchmarkConfig,
+    CardConfig,
+    EvaluateConfig,
+    ExportConfig,
+    ServeConfig,
+    TrafficConfig,
+)
+from eagle3_jax.config.training import TrainConfig
 
 __all__ = [
     "FOLDERS",

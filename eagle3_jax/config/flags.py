@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NoReturn
 
 from eagle3_jax.config.checks import ConfigError
-from eagle3_jax.config.sections import RunConfig
+from eagle3_jax.config.run import RunConfig
 
 _ALIASES = {"train.warm_start": "--warm-start"}
 _NONE = ("None", "null")

@@ -10,7 +10,7 @@ import yaml
 
 from eagle3_jax.config import flags
 from eagle3_jax.config.checks import ConfigError, problems
-from eagle3_jax.config.sections import RunConfig
+from eagle3_jax.config.run import RunConfig
 from eagle3_jax.runs import disk
 
 
