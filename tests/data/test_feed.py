@@ -82,7 +82,14 @@ with command.run("train"):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "devices", "mesh", "size"),
-    [(4, 1, (2, 2), 4), (4, 1, (2, 2), 2), (4, 1, (4, 1), 4), (2, 2, (1, 4), 3), (2, 2, (4, 1), 4)],
+    [
+        (4, 1, (2, 2), 2),
+        (2, 2, (4, 1), 4),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in ((4, 1, (2, 2), 4), (4, 1, (4, 1), 4), (2, 2, (1, 4), 3))
+        ),
+    ],
 )
 def test_processes_read_each_record_once(tmp_path, processes, devices, mesh, size):
     folder = tmp_path / "features"
