@@ -150,7 +150,7 @@ def evaluate(config: configs.RunConfig, target: ModelConfig, devices: list[Any])
     The vanilla engine that it compares with keeps its state on the devices.
     """
     settings = config.evaluate
-    sizes = settings.batch_size, settings.max_tokens, settings.temperature == 0
+    sizes = settings.batch_size, settings.max_tokens
     if settings.draft == LOOKUP:
         tier = tiers.LOOKUP
     else:
@@ -162,7 +162,7 @@ def evaluate(config: configs.RunConfig, target: ModelConfig, devices: list[Any])
 def regenerate(config: configs.RunConfig, target: ModelConfig, devices: list[Any]) -> Iterator[Program]:
     """Sizes `regenerate`: vanilla decoding."""
     settings = config.regenerate
-    sizes = settings.batch_size, settings.max_tokens, settings.temperature == 0
+    sizes = settings.batch_size, settings.max_tokens
     return decoding("regenerate", config, target, devices, tiers.VANILLA, *sizes)
 
 
@@ -174,7 +174,6 @@ def decoding(
     tier: Tier,
     batch: int,
     max_tokens: int,
-    greedy: bool,
     *,
     beside: Tier | None = None,
 ) -> Iterator[Program]:
@@ -215,7 +214,7 @@ def decoding(
         return jax.tree.map(jnp.asarray, Chunk.of((), 1, length, sizes))
 
     read, one = placed(jax.eval_shape(chunk), mesh), placed(jax.ShapeDtypeStruct((), jnp.int32), mesh)
-    cancelled = placed(jax.ShapeDtypeStruct((batch,), jnp.bool_), mesh)
+    cancelled, greedy = (placed(jax.ShapeDtypeStruct(shape, jnp.bool_), mesh) for shape in ((batch,), ()))
     parts = {"target": target, "draft": draft, "state": state}
     yield Program(f"{verb}: prefill", mesh, parts, also, lambda: programs.prefill.trace(models, state, read))
     yield Program(
@@ -223,7 +222,7 @@ def decoding(
         mesh,
         parts,
         also,
-        lambda: programs.decode.trace(models, state, cancelled, None, one, one, tier=tier, greedy=greedy),
+        lambda: programs.decode.trace(models, state, cancelled, None, one, one, greedy, tier=tier),
     )
 
 

@@ -7,6 +7,7 @@ device), the scheduler (which requests run when), and the engine loop (which thr
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -20,7 +21,6 @@ import jax
 from eagle3_jax.config import DraftTree, MeshConfig, TargetConfig, Weights
 from eagle3_jax.decoding import arguments
 from eagle3_jax.decoding.arguments import KVDtype
-from eagle3_jax.decoding.choice import costs
 from eagle3_jax.decoding.choice.tiers import VANILLA, Tier, choice_for
 from eagle3_jax.decoding.device.runner import ModelRunner, tokens_that_fit
 from eagle3_jax.decoding.device.shapes import Sizes
@@ -33,6 +33,7 @@ from eagle3_jax.decoding.request import Name, Output, Piece, Request, report_end
 from eagle3_jax.decoding.scheduler import EngineStats, Scheduler
 from eagle3_jax.decoding.steps import Progress
 from eagle3_jax.decoding.text import end_ids
+from eagle3_jax.decoding.warm_up import WarmUp
 from eagle3_jax.formats.packaged import AUTO
 from eagle3_jax.models.checkpoint import trees
 from eagle3_jax.models.checkpoint.fetch import Target
@@ -121,6 +122,7 @@ class Engine:
         )
         self._scheduler = self._schedule(self._runner, self.tiers)
         self._loop = EngineLoop(self._scheduler)
+        self._warm_up: WarmUp | None = None
 
     @classmethod
     def load(
@@ -335,7 +337,12 @@ class Engine:
         self._loop.abort(*requests)
 
     def warm_up(
-        self, cache: str | pathlib.Path | None = None, *, progress: Progress = True, greedy_alone: bool = False
+        self,
+        cache: str | pathlib.Path | None = None,
+        *,
+        progress: Progress = True,
+        greedy_alone: bool = False,
+        background: bool = False,
     ) -> None:
         """Compiles all programs ahead of requests, and measures the costs of rounds (`tree="auto"`).
 
@@ -347,20 +354,30 @@ class Engine:
                 now on, and the measured costs. None leaves JAX's setting, and measures.
             progress: True shows bars, False nothing; a function gets lines of text, at most one every 15 seconds of a
                 stage.
-            greedy_alone: leaves out the programs of requests with a temperature or other sampling parameters.
+            greedy_alone: leaves out the costs of requests with a temperature or other sampling parameters.
+            background: returns as soon as requests are answered without a compilation, by rounds of the whole batch,
+                without drafts or with the default ones. A thread of low priority compiles the rest. It measures while
+                no request runs, and gives way to one within a dispatch. `stats` tells how many programs are ready.
 
         Raises:
-            RuntimeError: requests run.
+            RuntimeError: requests run, or an earlier warm-up does.
         """
+        if self._warm_up is not None and self._warm_up.running:
+            raise RuntimeError("warm_up: got one that still runs, expected none")
         folder = None if cache is None else pathlib.Path(cache).expanduser()
         with self._loop.exclusive("warm_up"):
             if folder is not None:
                 jax.config.update("jax_compilation_cache_dir", str(folder))
                 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
             self._runner.pad_products()
-            used = costs.price(self._runner, self.tiers, folder, progress=progress, greedy_alone=greedy_alone)
             self._scheduler.forget_device()
-            self._runner.compile(used, progress=progress)
+            self._warm_up = WarmUp(self._runner, self.tiers, folder, greedy_alone=greedy_alone, progress=progress)
+            self._warm_up.first()
+            if not background:
+                self._warm_up.rest(lambda _: contextlib.nullcontext(lambda: None))
+                self._scheduler.forget_device()
+        if background:
+            self._warm_up.rest_in_background(self._loop.lend)
 
     def profile(self, tier: Tier) -> Round:
         """Measures a greedy round with all slots busy, and its stages; empties the caches.

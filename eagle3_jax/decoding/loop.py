@@ -15,6 +15,10 @@ from collections.abc import Callable, Iterator
 from eagle3_jax.decoding.request import Request
 from eagle3_jax.decoding.scheduler import Scheduler
 
+# Seconds without work after which the device counts as idle: a conversation goes on where its pages are.
+_IDLE = 1.0
+_POLL = 0.05
+
 _log = logging.getLogger(__name__)
 
 
@@ -70,6 +74,47 @@ class EngineLoop:
             yield
         finally:
             self._let_go()
+
+    @contextlib.contextmanager
+    def lend(self, stop_point: Callable[[], object]) -> Iterator[Callable[[], None]]:
+        """Lends the device once it has been idle for a moment; its state is forgotten.
+
+        Args:
+            stop_point: called now and then while it waits; may raise.
+
+        Yields:
+            A function that lets requests go first, where there are any, and returns when the device is idle again.
+        """
+
+        def give_back() -> None:
+            self._scheduler.forget_device()
+            self._let_go()
+
+        def borrow() -> None:
+            while not self._borrowed():
+                stop_point()
+                time.sleep(_POLL)
+            held.callback(give_back)
+
+        def give_way() -> None:
+            if self._scheduler.has_work:
+                held.close()
+                borrow()
+
+        with contextlib.ExitStack() as held:
+            borrow()
+            yield give_way
+
+    def _borrowed(self) -> bool:
+        """Keeps turns off the device, where it is idle."""
+        if self._scheduler.has_work or time.monotonic() - self._scheduler.delivered < _IDLE:
+            return False
+        if not self._working.acquire(blocking=False):
+            return False
+        if self._scheduler.has_work:
+            self._let_go()
+            return False
+        return True
 
     def stalled(self) -> float:
         """Seconds since work last came back from the device, or since the working thread began; 0 while none works."""

@@ -115,24 +115,34 @@ class EnginePool:
             with self._lock:
                 self._resting.discard(number)
 
-    def warm_up(self, cache: str | pathlib.Path | None = None, *, progress: Progress = True) -> None:
+    @property
+    def compiling(self) -> str | None:
+        """How far the warm-up is; None where it is complete."""
+        stats = [engine.stats() for engine in self.engines]
+        ready, planned = sum(one.ready_programs for one in stats), sum(one.planned_programs for one in stats)
+        return f"{ready} of {planned} programs are ready" if ready < planned else None
+
+    def warm_up(
+        self, cache: str | pathlib.Path | None = None, *, progress: Progress = True, background: bool = False
+    ) -> None:
         """Warms up all replicas, see `Engine.warm_up`; what the first one measured holds for all, where it is kept.
 
         A program is compiled for the devices it runs on, on TPUs and CPUs: each replica compiles its own.
 
         Args:
             cache: see `Engine.warm_up`. With a folder, all replicas but the first compile at the same time.
+            background: see `Engine.warm_up`.
             progress: see `Engine.warm_up`. Of several replicas the first one alone has bars.
         """
         first, *others = self.engines
-        first.warm_up(cache, progress=progress)
+        first.warm_up(cache, progress=progress, background=background)
 
         def warm(number: int, engine: Engine) -> None:
             def say(line: str) -> None:
                 if callable(progress):
                     progress(f"replica {number} of {len(self.engines)}: {line}")
 
-            engine.warm_up(cache, progress=say)
+            engine.warm_up(cache, progress=say, background=background)
 
         works = [lambda place=place: warm(*place) for place in enumerate(others, 2)]
         if cache is None or processes.count() > 1:  # each measures, or all processes do the same

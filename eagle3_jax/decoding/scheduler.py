@@ -38,7 +38,9 @@ class EngineStats:
     """Counters of an engine since it was made, and its state now.
 
     Attributes:
-        programs: programs compiled by its calls.
+        programs: programs compiled for it.
+        ready_programs, planned_programs: those that the warm-up made for requests, and how many it will have made at
+            most; they are equal once it is complete, and 0 without one.
         dispatches: programs given to the device.
         rounds: rounds of all requests together.
         tiers: dispatches of rounds by tier.
@@ -54,6 +56,8 @@ class EngineStats:
     """
 
     programs: int = 0
+    ready_programs: int = 0
+    planned_programs: int = 0
     dispatches: int = 0
     rounds: int = 0
     tiers: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -184,6 +188,8 @@ class Scheduler:
             return dataclasses.replace(
                 self._stats,
                 programs=self._runner.compiled,
+                ready_programs=self._runner.ready,
+                planned_programs=self._runner.planned,
                 dispatches=self._runner.dispatches,
                 tiers=dict(self._choice.dispatches),
                 tier=self._choice.latest,
@@ -278,7 +284,8 @@ class Scheduler:
         room = shapes.MOST_READ
         while unread := [r for r in self._slots if r is not None and r.read < len(r.ids)]:
             unread.sort(key=lambda request: request.number)
-            count, length = self._runner.sizes.chunk_for([len(request.ids) - request.read for request in unread])
+            left = [len(request.ids) - request.read for request in unread]
+            count, length = self._runner.sizes.chunk_for(left, self._runner.chunks)
             room -= count * length
             if room < 0:
                 break

@@ -9,9 +9,11 @@ import os
 import pathlib
 import platform
 import sys
+import threading
 from typing import Any
 
 _PACKAGES = ("eagle3_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "transformers", "numpy")
+_LOW_PRIORITY = 10  # a "nice" value: about a tenth of a processor that others want too
 
 
 def versions() -> dict[str, str]:
@@ -56,3 +58,14 @@ def release_freed() -> None:
     """Returns memory that LLVM freed to the system (glibc's malloc_trim); the allocator would keep gigabytes."""
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(ctypes.c_size_t(0))
+
+
+def lower_priority() -> None:
+    """Lets this thread, and LLVM's threads that compile for it, run after all others (on Linux alone)."""
+    if sys.platform != "linux":
+        return
+    for task in pathlib.Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # a thread that has ended
+            compiles = (task / "comm").read_text().startswith("llvm-worker")
+            if compiles or int(task.name) == threading.get_native_id():
+                os.setpriority(os.PRIO_PROCESS, int(task.name), _LOW_PRIORITY)

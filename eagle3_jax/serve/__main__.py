@@ -156,7 +156,9 @@ def _drafts_by(algorithm: str, draft: str | None) -> str | None:
 
 
 def load(config: RunConfig, say: Callable[[str], Any] = lambda _: None) -> EnginePool:
-    """Loads an engine for each row of the mesh and warms them up. Raises ValueError as `Engine.load` does.
+    """Loads an engine for each row of the mesh and warms them up, in the background as soon as they can answer.
+
+    Raises ValueError as `Engine.load` does.
 
     Args:
         say: receives one line for each stage.
@@ -182,9 +184,10 @@ def load(config: RunConfig, say: Callable[[str], Any] = lambda _: None) -> Engin
         for row in data_parallel.targets(target, replica)
     ]
     pool = EnginePool(engines, settings.queue_limit)
-    say("compiling and measuring; the first start takes minutes")
+    say(f"loaded after {time.monotonic() - start:.0f} s")
     folder = settings.warm_up_folder or cache_folder() / "programs"
-    pool.warm_up(None if folder == "none" else folder, progress=sys.stderr.isatty() or say)
+    # Processes of one mesh compile and measure alike, so none may answer meanwhile.
+    pool.warm_up(None if folder == "none" else folder, progress=say, background=processes.count() == 1)
     say(f"ready after {time.monotonic() - start:.0f} s")
     return pool
 
@@ -303,6 +306,8 @@ def _serve(config: RunConfig, keys: Sequence[str], place: socket.socket) -> None
             lost = "eagle3_jax.serve: the device does not answer; what it was asked is lost"
             print(lost, file=sys.stderr, flush=True)
             os._exit(1)
+        if pool.compiling is not None:  # nobody waits for a compilation
+            raise command.Stopped
 
 
 def main(argv: Sequence[str] | None = None) -> None:

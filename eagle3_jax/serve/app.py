@@ -47,7 +47,7 @@ def make_app(pool: EnginePool, model: str, settings: ServeConfig, keys: Sequence
     """Makes the ASGI application.
 
     Args:
-        pool: used by this application alone; warmed up, so that no request waits for a compilation.
+        pool: used by this application alone; warmed up, at least so far that no request waits for a compilation.
         model: the model's name for clients.
         keys: accepted API keys; empty turns authentication off.
     """
@@ -115,10 +115,13 @@ class _Server:
         return JSONResponse(entry)
 
     async def health(self, _: Request) -> Response:
-        """Reports healthy while rounds make progress or no request runs."""
-        stalled = self.pool.stalled
+        """Reports healthy while rounds make progress or no request runs; says how far the warm-up is until it ends."""
+        stalled, compiling = self.pool.stalled, self.pool.compiling
         healthy = stalled <= self.settings.stall_timeout
-        return JSONResponse({"healthy": healthy, "stalled_seconds": round(stalled, 3)}, 200 if healthy else 503)
+        state: dict[str, Any] = {"healthy": healthy, "stalled_seconds": round(stalled, 3)}
+        if compiling is not None:
+            state["compiling"] = compiling
+        return JSONResponse(state, 200 if healthy else 503)
 
     async def metrics_text(self, _: Request) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -39,6 +39,11 @@ class EngineState(Collector):
                 "Share of the pages that running requests hold.",
                 [1 - one.free_pages / one.pages for one in stats],
             ),
+            "ready_programs": ("Programs compiled for requests so far.", [one.ready_programs for one in stats]),
+            "planned_programs": (
+                "Programs that the warm-up will have compiled, at most.",
+                [one.planned_programs for one in stats],
+            ),
             "stalled_seconds": (
                 "Seconds since work last came back from the device; 0 while idle.",
                 [one.stalled for one in stats],
@@ -54,7 +59,7 @@ class EngineState(Collector):
                 [one.cached_tokens for one in stats],
             ),
             "compiled_programs": (
-                "Programs compiled; it stays as it is behind the warm-up.",
+                "Programs compiled; it stays as it is once the warm-up is complete.",
                 [one.programs for one in stats],
             ),
         }

@@ -120,6 +120,19 @@ def test_tiers_take_turns_on_a_mesh(toy, monkeypatch):
     assert engine.stats().programs <= compiled + reading, "rounds were compiled again"
 
 
+@pytest.mark.slow
+def test_programs_compiled_ahead_fit_the_state_on_a_mesh(toy):
+    mesh = make_mesh(MeshConfig(data=1, model=2), jax.devices()[:2])
+    split = jax.device_put(toy.target, shardings(toy.target, mesh, SHARDING_RULES))
+    engine = Engine(split, Tokenizer(), max_length=64, page_size=16)
+    engine.warm_up(progress=False)
+    compiled, params = engine.stats().programs, SamplingParams(max_tokens=20)
+    got = [engine.generate([prompt], params)[0].token_ids for prompt in ([1, 2, 3], [4] * 20)]
+    assert engine.stats().programs == compiled == engine.stats().ready_programs == 3
+    plain = Engine(toy.target, Tokenizer(), max_length=64, page_size=16)
+    assert got == [answer.token_ids for answer in plain.generate([[1, 2, 3], [4] * 20], params)]
+
+
 @pytest.mark.long
 def test_load_in_bfloat16_over_two_devices(tmp_path):
     folder = tiny.write_target(tmp_path)

@@ -401,6 +401,16 @@ def test_health_is_false_while_the_device_hangs(serving, engine, monkeypatch):
         wait_until(lambda: served.http.get("/health").json() == {"healthy": True, "stalled_seconds": 0.0})
 
 
+def test_health_says_how_far_the_warm_up_is_until_it_is_complete(served, engine, monkeypatch):
+    monkeypatch.setattr(engine._runner, "planned", 24)
+    monkeypatch.setattr(engine._runner, "ready", 3)
+    state = {"healthy": True, "stalled_seconds": 0.0}
+    answer = served.http.get("/health")
+    assert (answer.status_code, answer.json()) == (200, state | {"compiling": "3 of 24 programs are ready"})
+    monkeypatch.setattr(engine._runner, "ready", 24)
+    assert served.http.get("/health").json() == state
+
+
 @pytest.mark.long
 def test_an_idle_connection_outlives_the_clients_own_limit(served):
     """httpx closes its idle connections after 5 seconds; a server that does so then loses requests under way."""

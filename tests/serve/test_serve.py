@@ -28,6 +28,19 @@ from eagle3_jax.serve import opening
 Engine.warm_up = lambda *_, **__: None
 serve.main(["--config", "run.yaml"])
 """
+# A compilation beside requests takes longer than anyone waits.
+SLOW = """
+import sys, threading, time
+from eagle3_jax.decoding.device.runner import ModelRunner
+from eagle3_jax.serve import __main__ as serve
+compile_one = ModelRunner.compile
+def slowly(runner, call):
+    if threading.current_thread().name == "eagle3_jax warm-up":
+        time.sleep(300)
+    compile_one(runner, call)
+ModelRunner.compile = slowly
+serve.main(sys.argv[1:])
+"""
 
 
 @pytest.fixture
@@ -264,19 +277,48 @@ def test_a_start_in_a_log_says_its_stages_and_ends_at_a_signal(tmp_path, sent):
     command_line = ["-m", "eagle3_jax.serve", *flags.split(), "--serve.warm-up-folder", "none"]
     (process,) = tiny.start_processes(1, command_line, cwd=tmp_path)
     try:
-        while "measure rounds: 0 of 6 widths" not in (said := process.printed()):
+        while "compile: 0 of 4 programs" not in (said := process.printed()):
             assert process.poll() is None and "/v1 answers" not in said, said
             time.sleep(0.05)
         url = said.split("loading; ")[1].split("/health")[0]
         health, models = httpx2.get(f"{url}/health"), httpx2.get(f"{url}/v1/models")
         assert (health.status_code, models.status_code) == (503, 503)
-        assert health.json() == {"healthy": False, "starting": "measure rounds: 0 of 6 widths"}
+        assert health.json() == {"healthy": False, "starting": "compile: 0 of 4 programs"}
         time.sleep(1)  # in the middle of a compilation, by all odds
         process.send_signal(sent)
         ((status, said),) = tiny.end_processes([process], timeout=5)
         name = "SIGTERM" if sent == signal.SIGTERM else "Ctrl-C"
         assert status == 0 and "Traceback" not in said, said
         assert said.endswith(f"eagle3_jax.serve: stopped by {name}; run it again, and it begins anew\n")
+    finally:
+        process.kill()
+        process.wait(timeout=30)
+
+
+@pytest.mark.slow
+def test_a_server_that_compiles_beside_its_answers_says_so_and_ends_at_once(tmp_path):
+    tiny.write_target(tmp_path / "target")
+    flags = "--target target --target.aux-layers 1 2 3 --draft lookup --port 0 --serve.max-length 64"
+    command_line = ["-c", SLOW, *flags.split(), "--serve.batch-size", "2", "--serve.warm-up-folder", "none"]
+    fast: Any = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    (process,) = tiny.start_processes(1, command_line, cwd=tmp_path, **fast)
+    try:
+        while "/v1 answers" not in (said := process.printed()):
+            assert process.poll() is None, said
+            time.sleep(0.05)
+        url = said.split("/v1 answers")[0].split()[-1]
+        state = httpx2.get(f"{url}/health")
+        assert (state.status_code, state.json()["healthy"]) == (200, True)
+        assert state.json()["compiling"] == "4 of 8 programs are ready"
+        asked = {"prompt": "apple", "max_tokens": 4, "temperature": 0.5}
+        assert httpx2.post(f"{url}/v1/completions", json=asked, timeout=60).status_code == 200
+        metrics = httpx2.get(f"{url}/metrics").text
+        assert (
+            'eagle3_jax_ready_programs{replica="0"} 4.0' in metrics and 'planned_programs{replica="0"} 8.0' in metrics
+        )
+        process.send_signal(signal.SIGTERM)
+        ((status, said),) = tiny.end_processes([process], timeout=5)
+        assert status == 0 and "Traceback" not in said, said
     finally:
         process.kill()
         process.wait(timeout=30)

@@ -1,14 +1,10 @@
-"""Costs of rounds on this machine, by tier and width: measured when an engine warms up, and kept in a file.
-
-They also decide which programs are worth compiling.
-"""
+"""Costs of rounds on this machine, by tier and width: measured when an engine warms up, and kept in a file."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import hashlib
-import itertools
 import json
 import pathlib
 import warnings
@@ -17,50 +13,16 @@ from typing import Any
 
 import jax
 
-from eagle3_jax.decoding.choice.tiers import Costs, Tier, TierChoice
+from eagle3_jax.decoding.choice.tiers import Costs, Tier
 from eagle3_jax.decoding.device import shapes
 from eagle3_jax.decoding.device.runner import ModelRunner
 from eagle3_jax.decoding.measure import timing
-from eagle3_jax.decoding.steps import Progress, steps
 from eagle3_jax.runs import disk, machine, processes
 
 
-def price(
-    runner: ModelRunner, tiers: TierChoice, folder: pathlib.Path | None, *, progress: Progress, greedy_alone: bool
-) -> list[tuple[Tier, bool, int]]:
-    """Measures the costs of several tiers' rounds for their choice; the runner's state is forgotten.
-
-    Args:
-        folder: keeps costs on this machine for later starts; None measures.
-        greedy_alone: leaves out the rounds of requests with a temperature or other sampling parameters.
-
-    Returns:
-        The rounds that may pay: tier, whether for greedy requests alone, rows.
-    """
-    widths, passes = runner.sizes.widths, (True,) if greedy_alone else (True, False)
-    useful: dict[int, Sequence[Tier]] = dict.fromkeys(widths, tiers.tiers)
-    if len(tiers.tiers) == 1:
-        return [(tier, greedy, width) for greedy in passes for width in widths for tier in tiers.tiers]
-    kinds: list[tuple[Tier, bool, int]] = []
-    known: dict[int, Costs] = {}
-    narrower: Sequence[Tier] = tiers.tiers
-    for greedy, width in steps(list(itertools.product(passes, widths)), "measure rounds", "width", progress):
-        if width == widths[0]:
-            known, narrower = {}, tiers.tiers
-        # A tier that does not pay in few rows pays less in many, whose drafts cost more. One that does not pay for
-        # greedy requests pays less for others, whose rounds cost more.
-        could_be = [tier for tier in useful[width] if tier in narrower]
-        known[width] = tiers.useful(_costs(runner, could_be, folder, greedy, width))
-        useful[width] = narrower = [tier for tier in tiers.tiers if tier.name in known[width].rounds]
-        if width == widths[-1]:
-            tiers.price(known, greedy=greedy)
-            kinds += [(tier, greedy, width) for width, those in useful.items() for tier in those]
-    return kinds
-
-
-def _costs(runner: ModelRunner, of: Sequence[Tier], folder: pathlib.Path | None, greedy: bool, width: int) -> Costs:
-    """Measures the rounds of some tiers on this machine, or reads their kept costs."""
-    key = {
+def key(runner: ModelRunner, of: Sequence[Tier], greedy: bool, width: int) -> dict[str, Any]:
+    """Describes all that the costs of these tiers' rounds depend on."""
+    return {
         "hardware": machine.hardware(),
         "versions": machine.versions(),
         "target": repr(runner.target.config),
@@ -74,16 +36,27 @@ def _costs(runner: ModelRunner, of: Sequence[Tier], folder: pathlib.Path | None,
         "greedy": greedy,
         "width": width,
     }
-    return kept_or_measured(folder, key, lambda: round_costs(runner, of, greedy=greedy, width=width))
 
 
-def round_costs(runner: ModelRunner, tiers: Sequence[Tier], *, greedy: bool, width: int) -> Costs:
+def round_costs(
+    runner: ModelRunner,
+    tiers: Sequence[Tier],
+    *,
+    greedy: bool,
+    width: int,
+    give_way: Callable[[], object] = lambda: None,
+) -> Costs:
     """Measures the costs of rounds of these tiers, with `width` slots busy. Forgets the state.
 
     Args:
         tiers: vanilla decoding first. A tier that drafts from the text alone is sure of a match only in the first
             round of a dispatch. Its price is the time beyond a single vanilla round.
+        give_way: called before each dispatch; what runs meanwhile may change the state.
     """
+
+    def prepare() -> None:
+        give_way()
+        runner.rehearse()
 
     def work(tier: Tier, rounds: int) -> None:
         runner.decode((), range(width), rounds, width, width=width, tier=tier, greedy=greedy)
@@ -96,7 +69,7 @@ def round_costs(runner: ModelRunner, tiers: Sequence[Tier], *, greedy: bool, wid
     counts = [1 if tier.copies_alone else shapes.ROUNDS for tier in tiers]
     works = [functools.partial(work, tier, count) for tier, count in zip(tiers, counts, strict=True)]
     works += [functools.partial(work, tiers[0], 1)] + [wake] * runner.rests
-    seconds = timing.in_turns(works, runner.rehearse)
+    seconds = timing.in_turns(works, prepare)
     runner.reset()
     vanilla, single = seconds[0] / counts[0], seconds[len(tiers)]
     rounds = {

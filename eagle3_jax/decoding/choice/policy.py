@@ -92,6 +92,11 @@ class TierPolicy:
         self._dispatches = 0
         self._budget: float | None = None  # set at the first dispatch, whose width it depends on
 
+    def price(self, costs: Mapping[int, Mapping[int, float]], waking: Mapping[int, float]) -> None:
+        """Sets the costs of some widths, from any thread; what was learned stays."""
+        self.waking = {**self.waking, **waking}
+        self.costs = {**self.costs, **costs}  # last: a width with costs is taken
+
     def accepted(self, tier: int) -> float:
         """Estimates the drafts a round that an average request accepts.
 

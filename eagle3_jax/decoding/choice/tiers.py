@@ -174,16 +174,22 @@ class TierChoice:
         """Forgets the acceptance of the replaced head, and lets the new one draft."""
         self._drafted_rounds = self._accepted = 0
         self._told = False
-        self._retired: set[str] = set()  # sources of drafts; kept here, since `price` makes the policies anew
+        self._retired: set[str] = set()  # sources of drafts; kept here, since there may be no policies yet
 
     def price(self, costs: Mapping[int, Costs], *, greedy: bool) -> None:
-        """Sets the tiers' costs by width, where all requests are greedy or where not; other tiers are not taken."""
+        """Sets the tiers' costs at some widths, where all requests are greedy or where not; there others are not taken.
+
+        At widths without costs the default is taken.
+        """
         rounds = {
             width: {i: known.rounds[tier.name] for i, tier in enumerate(self.tiers) if tier.name in known.rounds}
             for width, known in costs.items()
         }
         waking = {width: known.waking for width, known in costs.items()}
-        self._policies[greedy] = TierPolicy([tier.promise for tier in self.tiers], rounds, waking)
+        if greedy in self._policies:
+            self._policies[greedy].price(rounds, waking)
+        else:
+            self._policies[greedy] = TierPolicy([tier.promise for tier in self.tiers], rounds, waking)
 
     def useful(self, costs: Costs) -> Costs:
         """Keeps the tiers worth choosing: with most drafts accepted they are faster than vanilla decoding."""
@@ -206,8 +212,8 @@ class TierChoice:
             tier = self.pinned
         elif not drafts:
             tier = VANILLA
-        elif greedy in self._policies:
-            policy, retired = self._policies[greedy], self._retired
+        elif (policy := self._policies.get(greedy)) and width in policy.costs:
+            retired = self._retired
             tier = self.tiers[policy.choose(requests, behind=behind, rounds=rounds, width=width, retired=retired)]
         else:
             tier = VANILLA if self._retired else self.default

@@ -1,14 +1,16 @@
 """The engine's programs: a fixed set, whatever the traffic.
 
 Prefill reads a stretch of a few prompts (one program for each of a few shapes). Decode runs rounds of the current
-requests (one program for each of a few widths, for greedy requests alone and for all). The state is donated, so caches
-are written in place. A dispatch returns what the host needs as one array of int32.
+requests (one program for each of a few widths and each way to draft). The state is donated, so caches are written in
+place. A dispatch returns what the host needs as one array of int32.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+import threading
 from typing import Any
 
 import jax
@@ -109,7 +111,7 @@ def prefill(models: Models, state: State, chunk: Chunk) -> tuple[State, Int[Arra
     return constrain(state, STATE_SHARDING_RULES), constrain(report, ())
 
 
-@functools.partial(jax.jit, static_argnames=("tier", "greedy"), donate_argnames="state")
+@functools.partial(jax.jit, static_argnames="tier", donate_argnames="state")
 def decode(
     models: Models,
     state: State,
@@ -117,9 +119,9 @@ def decode(
     slots: Int[Array, " r"] | None,
     max_rounds: Int[Array, ""],
     enough: Int[Array, ""],
+    greedy: Bool[Array, ""],
     *,
     tier: Tier,
-    greedy: bool,
 ) -> tuple[State, Int[Array, "r report"]]:
     """Runs rounds of some requests, until `enough` more of them have ended.
 
@@ -127,6 +129,7 @@ def decode(
         cancelled: requests that the host ended: their pages may be another's by now.
         slots: those of the requests, the batch's size for no request; None runs the whole batch.
         max_rounds: at most `ROUNDS`.
+        greedy: whether all of the requests are `SamplingParams.greedy`.
 
     Returns:
         The state, and one row for each of `slots`: see `Report.of_decode`.
@@ -156,9 +159,9 @@ def decode(
     )
     assert state.ends is not None
     assert state.last_tree is not None
-    logprobs = None if greedy else state.logprobs
+    assert state.logprobs is not None
     report = Report.of_decode(
-        state.accepted.shape[1], state.last_tree.tokens.shape[1], None if logprobs is None else logprobs.best.shape[-1]
+        state.accepted.shape[1], state.last_tree.tokens.shape[1], state.logprobs.best.shape[-1]
     ).pack(
         done=state.done,
         failed=state.failed,
@@ -170,7 +173,7 @@ def decode(
         ends=state.ends,
         tree=state.last_tree.stacked(),
         output=state.output,
-        **_logprob_columns(logprobs),
+        **_logprob_columns(state.logprobs),
     )
     return _put_back(whole, state, slots), constrain(report, ())
 
@@ -273,9 +276,7 @@ def note_prompt(state: State, slot: Int[Array, ""], tokens: Int[Array, " s"]) ->
     return constrain(state, STATE_SHARDING_RULES)
 
 
-def _logprob_columns(logprobs: TokenLogprobs | None) -> dict[str, Array]:
-    if logprobs is None:
-        return {}
+def _logprob_columns(logprobs: TokenLogprobs) -> dict[str, Array]:
     return {
         "logprobs": logprobs.chosen,
         "processed_logprobs": logprobs.processed,
@@ -285,18 +286,19 @@ def _logprob_columns(logprobs: TokenLogprobs | None) -> dict[str, Array]:
 
 
 _PROGRAMS = frozenset(("jit(prefill)", "jit(decode)", "jit(catch_up)", "jit(note_prompt)"))
-_compiled = 0
+_compiled: collections.Counter[int] = collections.Counter()  # by thread
 
 
 def compiled() -> int:
-    """Counts the programs compiled since the first call, for all engines, or read from a compilation cache."""
+    """Counts the programs that this thread compiled since its first call, or read from a compilation cache."""
     _listen()
-    return _compiled
+    return _compiled[threading.get_ident()]
 
 
 def _count(event: str, duration_secs: float, **kwargs: str | int) -> None:
-    global _compiled
-    _compiled += event == "/jax/core/compile/backend_compile_duration" and kwargs.get("fun_name") in _PROGRAMS
+    _compiled[threading.get_ident()] += (
+        event == "/jax/core/compile/backend_compile_duration" and kwargs.get("fun_name") in _PROGRAMS
+    )
 
 
 @functools.cache

@@ -6,8 +6,8 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,6 @@ from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.measure import profile, timing
 from eagle3_jax.decoding.measure.profile import Round
 from eagle3_jax.decoding.rounds.state import STATE_SHARDING_RULES, State, empty_state
-from eagle3_jax.decoding.steps import Progress, steps
 from eagle3_jax.kernels.linear import few_rows
 from eagle3_jax.mesh import mesh_of, mesh_set, put, replicated, shardings
 from eagle3_jax.models.drafts.head import Draft
@@ -42,6 +41,22 @@ class Readable(Protocol):
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray: ...
 
 
+class Call(NamedTuple):
+    """A call of one of the programs.
+
+    Attributes:
+        name: the program's, in `programs`.
+        form: what makes it a program of its own, beside its name.
+        arguments: makes the arguments around the state.
+        static: the static ones.
+    """
+
+    name: str
+    form: tuple[Any, ...]
+    arguments: Callable[[Any], tuple[Any, ...]]
+    static: Mapping[str, Any] = {}
+
+
 class ModelRunner:
     """Runs the programs on the target's devices.
 
@@ -52,9 +67,12 @@ class ModelRunner:
         mesh: the target's mesh; None is one device.
         padding: numbers of rows for products of few rows, see `few_rows.Padded`; empty until `pad_products` has
             measured.
-        widths: rows of the decode programs in use: the whole batch, until `compile` has made narrower ones.
+        widths: rows of the decode programs in use: the whole batch, until narrower ones are compiled.
+        chunks: (rows, tokens of each) of the prefill programs in use: all, until a warm-up begins.
         dispatches: number of calls given to the device.
-        compiled: number of programs that its calls compiled.
+        compiled: number of programs compiled, by `compile` and by its calls.
+        ready: number of programs that `compile` made for requests.
+        planned: the number that it will have made for them, at most; 0 without a warm-up.
     """
 
     def __init__(
@@ -65,9 +83,9 @@ class ModelRunner:
             draft = _spread(draft, self.mesh)
         target, draft = for_inference(target), None if draft is None else for_inference(draft)
         self.target, self.draft, self.sizes = target, draft, sizes
-        self.widths = [sizes.batch]
+        self.widths, self.chunks = [sizes.batch], sizes.chunks
         self.padding: dict[Product, tuple[int, ...]] = {}
-        self.dispatches = self.compiled = 0
+        self.dispatches = self.compiled = self.ready = self.planned = 0
         self._models = Models.of(target, draft)
         self.tiers, self.kv_dtype = tuple(tiers), kv_dtype
         make = functools.partial(empty_state, sizes=sizes, tiers=self.tiers, kv_dtype=kv_dtype)
@@ -76,6 +94,8 @@ class ModelRunner:
         place = embed.sharding if self.mesh is None and embed.committed else None
         self._empty_state = jax.jit(make, out_shardings=place)
         self._state: State | None = None
+        self._ready: dict[tuple[Any, ...], Callable[..., Any]] = {}  # compiled ahead, by name and form
+        self._example: State | None = None  # a state without its memory, for `compile`
 
     def replace_draft(self, draft: Draft) -> None:
         """Drafts with other weights of the same shapes from now on. Forgets the state.
@@ -109,7 +129,7 @@ class ModelRunner:
 
     def pad_products(self) -> None:
         """Measures how many rows products of few rows are best padded to, and pads them. Forgets the state."""
-        counts = few_rows.counts()
+        counts, before = few_rows.counts(), dict(self.padding)
         with mesh_set(self.mesh):
             for kind, matrices in products(self.target, self.draft).items() if counts else ():
 
@@ -119,6 +139,8 @@ class ModelRunner:
                 seconds = timing.in_turns([functools.partial(work, rows) for rows in counts], lambda: None)
                 best = few_rows.cheapest(dict(zip(counts, seconds, strict=True)))
                 self.padding[kind] = tuple(processes.agree(lambda best=best: best))
+        if self.padding != before:
+            self._ready, self.ready = {}, 0
         self._pad()
         self.reset()
 
@@ -128,10 +150,12 @@ class ModelRunner:
 
     def prefill(self, chunk: Chunk) -> Readable:
         """Reads a stretch of prompts. Returns the report of `programs.prefill`, not yet on the host."""
+        return self._run(self.prefill_call(chunk))
+
+    def prefill_call(self, chunk: Chunk) -> Call:
+        """Returns the call; so do the methods of other programs, whose defaults stand for no request."""
         chunk = jax.tree.map(self._put, chunk)
-        with self._running() as state:
-            self._state, report = programs.prefill(self._models, state, chunk)
-        return report
+        return Call("prefill", chunk.tokens.shape, lambda state: (self._models, state, chunk))
 
     def width_for(self, count: int) -> int:
         """Returns the fewest rows of a decode program for `count` requests."""
@@ -153,21 +177,37 @@ class ModelRunner:
         Returns:
             The report of `programs.decode`, not yet on the host, and the row of each place in it.
         """
-        said = self._said(cancelled, slots, width)
-        counts = self._put(np.int32(max_rounds)), self._put(np.int32(enough))
-        with self._running() as state:
-            self._state, report = programs.decode(self._models, state, *said, *counts, tier=tier, greedy=greedy)
+        report = self._run(
+            self.decode_call(cancelled, slots, max_rounds, enough, greedy=greedy, width=width, tier=tier)
+        )
         return report, self.places(slots, width)
 
     def places(self, slots: Sequence[int], width: int) -> Sequence[int]:
         """Returns the row of each slot in the report of `decode`."""
         return range(len(slots)) if width < self.sizes.batch else slots
 
+    def decode_call(
+        self,
+        cancelled: Collection[int] = (),
+        slots: Sequence[int] = (),
+        max_rounds: int = 0,
+        enough: int = 0,
+        *,
+        greedy: bool = True,
+        width: int,
+        tier: Tier,
+    ) -> Call:
+        said = self._said(cancelled, slots, width)
+        said = *said, *map(self._put, (np.int32(max_rounds), np.int32(enough), np.bool_(greedy)))
+        return Call("decode", (width, tier), lambda state: (self._models, state, *said), {"tier": tier})
+
     def catch_up(self, cancelled: Collection[int], slots: Sequence[int], *, width: int) -> None:
         """Lets a head that rested read what it missed of the requests at some slots, in `width` rows."""
+        self._run(self.catch_up_call(cancelled, slots, width=width))
+
+    def catch_up_call(self, cancelled: Collection[int] = (), slots: Sequence[int] = (), *, width: int) -> Call:
         said = self._said(cancelled, slots, width)
-        with self._running() as state:
-            self._state = programs.catch_up(self._models, state, *said)
+        return Call("catch_up", (width,), lambda state: (self._models, state, *said))
 
     def _said(self, cancelled: Collection[int], slots: Sequence[int], width: int) -> tuple[jax.Array, jax.Array | None]:
         """Puts the cancelled slots, and the slots that take part, on the device."""
@@ -182,39 +222,41 @@ class ModelRunner:
 
     def note_prompt(self, slot: int, ids: list[int]) -> None:
         """Notes a prompt's tokens, for penalties and for lookup."""
+        self._run(self.note_call(slot, ids))
+
+    def note_call(self, slot: int = 0, ids: Sequence[int] = ()) -> Call:
         tokens = np.full(self.sizes.max_length, -1, np.int32)
         tokens[: len(ids)] = ids
         said = self._put(np.int32(slot)), self._put(tokens)
-        with self._running() as state:
-            self._state = programs.note_prompt(state, *said)
-
-    def compile(self, kinds: Sequence[tuple[Tier, bool, int]], *, progress: Progress) -> None:
-        """Compiles all programs, by running each on nothing, and uses narrow ones from now on.
-
-        Args:
-            kinds: the kinds of rounds: tier, whether for greedy requests alone, and rows (of `Sizes.widths`).
-        """
-        self.widths = self.sizes.widths
-        work: list[Callable[[], object]] = [
-            functools.partial(self.prefill, Chunk.of((), *shape, self.sizes)) for shape in self.sizes.chunks
-        ]
-        work += [
-            functools.partial(self.decode, (), (), 0, 0, width=width, tier=tier, greedy=greedy)
-            for tier, greedy, width in kinds
-        ]
-        work.append(functools.partial(self.note_prompt, 0, []))
-        if self.rests:
-            work += [functools.partial(self.catch_up, (), (), width=width) for width in self.widths]
-        for compile_one in steps(work, "compile", "program", progress):
-            compile_one()
-        self.wait()
+        return Call("note_prompt", (), lambda state: (state, *said))
 
     def rehearse(self) -> None:
         """Makes all slots busy, with sequences of `MEASURED_LENGTH` meaningless tokens; for measurements only."""
-        length = self._put(np.int32(self._measured_length))
-        with self._running() as state:
-            self._state = programs.rehearse(state, length)
+        self._run(self.rehearse_call())
         self.wait()
+
+    def rehearse_call(self) -> Call:
+        length = self._put(np.int32(self._measured_length))
+        return Call("rehearse", (), lambda state: (state, length))
+
+    def begin(self) -> None:
+        """Compiles the program that makes the state, and lets `compile` know its shapes. Forgets the state."""
+        self.reset()
+        with mesh_set(self.mesh):
+            self._example = self._empty_state(self._models)
+        for leaf in jax.tree.leaves(self._example):
+            leaf.delete()  # its shape, dtype and sharding stay
+
+    def compile(self, call: Call) -> None:
+        """Compiles the program of a call, unless it is; from any thread, beside calls. Needs `begin`."""
+        if (key := (call.name, *call.form)) in self._ready:
+            return
+        before = programs.compiled()
+        arguments = call.arguments(self._example)
+        with mesh_set(self.mesh):
+            self._ready[key] = _compiled(getattr(programs, call.name), arguments, self._example, call.static)
+        self.ready += call.name != "rehearse"
+        self._count_compiled(before)
 
     def profile(self, tier: Tier) -> Round:
         """Profiles a greedy round of this tier and its stages, with all slots busy. Forgets the state.
@@ -263,6 +305,15 @@ class ModelRunner:
         """Forgets the state; the next call begins with an empty one."""
         self._state = None
 
+    def _run(self, call: Call) -> Any:
+        """Runs a program on the state; returns what else it returns."""
+        program = self._ready.get((call.name, *call.form))
+        program = program or functools.partial(getattr(programs, call.name), **call.static)
+        with self._running() as state:
+            result = program(*call.arguments(state))
+            self._state, report = result if isinstance(result, tuple) else (result, None)
+        return report
+
     @contextlib.contextmanager
     def _running(self) -> Iterator[State]:
         """Yields the state, for a program that donates it, under the target's mesh, over which kernels are split."""
@@ -273,6 +324,9 @@ class ModelRunner:
             before = programs.compiled()
             yield state
         self.dispatches += 1
+        self._count_compiled(before)
+
+    def _count_compiled(self, before: int) -> None:
         if fresh := programs.compiled() - before:
             self.compiled += fresh
             machine.release_freed()
@@ -319,6 +373,29 @@ def tokens_that_fit(
     empty = of_state(0)
     free = memory_fraction * memory["bytes_limit"] - memory["bytes_in_use"] - empty
     return max(0, int(free // (of_state(1) - empty))) * sizes.page_size
+
+
+def _compiled(
+    program: Callable[..., Any], arguments: tuple[Any, ...], donated: State | None, static: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Compiles a program for these arguments, without a call; returns it.
+
+    Args:
+        donated: that of the arguments which is.
+    """
+    leaves, structure = jax.tree.flatten(arguments)
+    given = set(map(id, jax.tree.leaves(donated)))
+    results: Any = None
+
+    def flat(*leaves: Any) -> list[Any]:  # what describes a compiled program has other leaves than arrays
+        nonlocal results
+        found, results = jax.tree.flatten(program.__wrapped__(*jax.tree.unflatten(structure, leaves), **static))
+        return found
+
+    flat.__name__ = program.__name__
+    places = [number for number, leaf in enumerate(leaves) if id(leaf) in given]
+    compiled = jax.jit(flat, donate_argnums=places).lower(*leaves).compile()
+    return lambda *arguments: jax.tree.unflatten(results, compiled(*jax.tree.leaves(arguments)))
 
 
 def _spread(draft: Draft, mesh: Mesh) -> Draft:

@@ -82,8 +82,12 @@ class Sizes:
         """Rows of the decode programs, ascending."""
         return [width for width in WIDTHS if width < self.batch] + [self.batch]
 
-    def chunk_for(self, left: Sequence[int]) -> tuple[int, int]:
-        """Returns the prefill program with the least padding for prompts with `left` tokens, in their order."""
+    def chunk_for(self, left: Sequence[int], among: Sequence[tuple[int, int]] = ()) -> tuple[int, int]:
+        """Returns the prefill program with the least padding for prompts with `left` tokens, in their order.
+
+        Args:
+            among: the programs to choose from; empty is `chunks`.
+        """
 
         def use(shape: tuple[int, int]) -> tuple[float, int]:
             free, length = shape
@@ -93,4 +97,4 @@ class Sizes:
                 read, free = read + min(tokens, rows * length), free - rows
             return read / (math.prod(shape) + _DISPATCH), math.prod(shape)
 
-        return max(self.chunks, key=use)
+        return max(among or self.chunks, key=use)

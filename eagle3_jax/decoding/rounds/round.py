@@ -14,6 +14,7 @@ Vanilla decoding is the same round with a tree of one node and no draft. Caches 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -33,11 +34,11 @@ from eagle3_jax.decoding.rounds.state import (
     put_at,
     put_logprobs,
 )
-from eagle3_jax.decoding.rounds.tree import TokenTree, chain_of_copies, root_only, steps_of
+from eagle3_jax.decoding.rounds.tree import Drawn, TokenTree, chain_of_copies, root_only, steps_of
 from eagle3_jax.decoding.rounds.verify import Walk, pretend, row_of, verify
 from eagle3_jax.kernels.vocabulary.api import argmax
 from eagle3_jax.mesh import constrain
-from eagle3_jax.models.cache import PageTable
+from eagle3_jax.models.cache import KVCache, PageTable
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.target import TargetModel
 
@@ -48,13 +49,14 @@ def advance(
     state: State,
     *,
     tree: DraftTree | None,
-    greedy: bool,
+    greedy: bool | Bool[Array, ""],
     simulated: float | None = None,
 ) -> State:
     """Runs one round: draft, verify and commit, extend the head with true features.
 
     Args:
         draft: with None the state's head, if it has one, rests.
+        greedy: see `verify`.
         simulated: see `verify_tree`.
     """
     nodes, state = draft_tree(target, draft, state, tree=tree, greedy=greedy)
@@ -67,7 +69,12 @@ def advance(
 
 
 def draft_tree(
-    target: TargetModel, draft: Draft | None, state: State, *, tree: DraftTree | None, greedy: bool
+    target: TargetModel,
+    draft: Draft | None,
+    state: State,
+    *,
+    tree: DraftTree | None,
+    greedy: bool | Bool[Array, ""],
 ) -> tuple[TokenTree, State]:
     """Drafts a round's tree; the head's scratch behind the committed pairs is written."""
     lengths, table = _in_use(state)
@@ -80,10 +87,31 @@ def draft_tree(
     if draft is None or state.draft_cache is None or state.draft_state is None:
         assert copied is not None
         return chain_of_copies(state.root, copied), state
-    drawing = state.requests.sampling if tree.sample_drafts and not greedy else None
-    nodes, cache = grow(
-        target, draft, tree, state.root, state.draft_state, state.draft_cache, lengths, drawing, copied, table
+    grown = functools.partial(
+        grow,
+        target,
+        draft,
+        tree,
+        state.root,
+        state.draft_state,
+        state.draft_cache,
+        lengths,
+        copied=copied,
+        page_table=table,
     )
+
+    def best() -> tuple[TokenTree, KVCache]:
+        nodes, cache = grown()
+        drawn = Drawn.nothing(tree, len(state.root), draft.token_ids, copied=copied is not None)
+        return dataclasses.replace(nodes, drawn=drawn), cache
+
+    draws = tree.sample_drafts and greedy is not True
+    if not draws:
+        nodes, cache = grown()
+    elif greedy is False:
+        nodes, cache = grown(sampling=state.requests.sampling)
+    else:  # the head runs in both: it is small, and requests that draw nothing need not pay for it
+        nodes, cache = jax.lax.cond(greedy, best, lambda: grown(sampling=state.requests.sampling))
     return nodes, dataclasses.replace(state, draft_cache=cache)
 
 
@@ -114,7 +142,7 @@ def verify_tree(
     *,
     tree: DraftTree | None,
     head: bool,
-    greedy: bool,
+    greedy: bool | Bool[Array, ""],
     simulated: float | None = None,
 ) -> tuple[Verified, State]:
     """Runs the target over the drafts, and commits the accepted path to its cache. Logits that are not finite fail.
@@ -136,7 +164,7 @@ def verify_tree(
         )
     else:
         walk, bonus = pretend(nodes, logits, sampling.uniform(lengths, COINS, steps) < simulated)
-        processed = None if greedy else jnp.zeros(walk.path.shape)
+        processed = None if greedy is True else jnp.zeros(walk.path.shape)
     if branches:
         cache = cache.commit(lengths, walk.path, table)
     failed = ~state.done & ~_finite(logits, walk.path).all(axis=-1)
@@ -144,7 +172,7 @@ def verify_tree(
         walk,
         _chosen(nodes.tokens, walk, bonus),
         jnp.take_along_axis(aux, walk.path[:, :, None], axis=1),
-        None if greedy else logits,
+        None if greedy is True else logits,
         processed,
     )
     return verified, dataclasses.replace(
@@ -155,7 +183,9 @@ def verify_tree(
     )
 
 
-def extend(target: TargetModel, draft: Draft | None, state: State, verified: Verified, *, greedy: bool) -> State:
+def extend(
+    target: TargetModel, draft: Draft | None, state: State, verified: Verified, *, greedy: bool | Bool[Array, ""]
+) -> State:
     """Adds a round's tokens to the state; the head reads them with the target's features, or rests."""
     lengths, table = _in_use(state)
     walk, chosen = verified.walk, verified.chosen
@@ -172,9 +202,9 @@ def extend(target: TargetModel, draft: Draft | None, state: State, verified: Ver
     elif unread is not None:
         unread = unread.note(chosen, verified.aux, count)
     token_counts, logprobs = state.token_counts, state.logprobs
-    if not greedy and token_counts is not None:
+    if greedy is not True and token_counts is not None:
         token_counts = token_counts.add(chosen, width < count[:, None])
-    if logprobs is not None and not greedy:
+    if logprobs is not None and greedy is not True:
         asked = (state.requests.logprobs >= 0).any()
         logprobs = _with_logprobs(logprobs, asked, verified, state.num_output)
     history = state.history
@@ -260,7 +290,7 @@ def run_rounds(
     stop_at: Int[Array, ""] | int,
     *,
     tree: DraftTree | None,
-    greedy: bool,
+    greedy: bool | Bool[Array, ""],
     simulated: float | None = None,
 ) -> State:
     """Runs rounds until `stop_at` sequences are done, at most `max_rounds` of them, in one loop on the device.

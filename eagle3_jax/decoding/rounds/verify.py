@@ -53,7 +53,7 @@ def verify(
     stop_ids: Int[Rows, "b stops"],
     token_counts: TokenCounts | None = None,
     *,
-    greedy: bool,
+    greedy: bool | Bool[Array, ""],
 ) -> tuple[Walk, Int[Array, " b"], Float[Array, "b p"] | None]:
     """Walks each tree.
 
@@ -63,12 +63,23 @@ def verify(
         lengths: committed tokens, which choose this round's random numbers.
         stop_ids: tokens that end the answer; -1 where there is none.
         token_counts: for the penalties of `sampling.rules`.
-        greedy: leaves sampling out of the program; every request must then be `SamplingParams.greedy`.
+        greedy: leaves sampling out; every request must then be `SamplingParams.greedy`. An array is known on the device
+            alone: one program has both.
 
     Returns:
         The walk, the bonus token, and the log-probabilities of the accepted drafts and of the bonus behind them under
-        the distributions that they were drawn from, see `probabilities`; the rest is undefined. None where greedy.
+        the distributions that they were drawn from, see `probabilities`; the rest is undefined. None where greedy, and
+        undefined where that is an array.
     """
+    if not isinstance(greedy, bool):
+
+        def known(greedy: bool) -> tuple[Walk, Array, Array]:
+            walk, bonus, processed = verify(
+                tree, logits, steps, sampling, lengths, stop_ids, token_counts, greedy=greedy
+            )
+            return walk, bonus, jnp.zeros(walk.path.shape) if processed is None else processed
+
+        return jax.lax.cond(greedy, lambda: known(True), lambda: known(False))
     if greedy:
         predicted = argmax(logits)
         walk = walk_greedy(tree, predicted, steps)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.experimental import topologies
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from eagle3_jax.config import DraftConfig, DraftTree
 from eagle3_jax.decoding.choice.tiers import Tier
@@ -243,7 +243,11 @@ def check(
     limit: int,
     block: type[DFlash] | None = None,
 ) -> None:
-    """Compiles with `limit` MiB beside arguments and results."""
+    """Compiles with `limit` MiB beside arguments and results.
+
+    Args:
+        greedy: rounds of greedy requests alone, a branch of the program; else all of it.
+    """
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     mesh = Mesh(np.array(devices).reshape(1, -1), ("data", "model"))
     name, _, form = program.partition(" ")
@@ -252,18 +256,19 @@ def check(
     rows = jnp.zeros(SIZES.batch, bool), jnp.array([2]) if form == "narrow" else None
     jitted: Any = getattr(programs, name)
 
-    def run(*leaves):
+    def run(*leaves, all_greedy):
         target, draft, state, chunk = (s.unflatten(x) for s, x in zip(structures, leaves, strict=True))
         models = Models.of(target, draft)
         if name == "prefill":
             return jax.tree.leaves(jitted.__wrapped__(models, state, chunk))
         if name == "catch_up":
             return jax.tree.leaves(jitted.__wrapped__(models, state, *rows))
-        few = jnp.int32(4), jnp.int32(1)
-        return jax.tree.leaves(jitted.__wrapped__(models, state, *rows, *few, tier=tiers_of(tree)[0], greedy=greedy))
+        few = jnp.int32(4), jnp.int32(1), jnp.bool_(True) if greedy else all_greedy
+        return jax.tree.leaves(jitted.__wrapped__(models, state, *rows, *few, tier=tiers_of(tree)[0]))
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        lowered = jax.jit(run, donate_argnums=2).lower(*(leaves for _, leaves in parts))
+        either = jax.ShapeDtypeStruct((), bool, sharding=NamedSharding(mesh, PartitionSpec()))
+        lowered = jax.jit(run, donate_argnums=2).lower(*(leaves for _, leaves in parts), all_greedy=either)
     text = lowered.as_text()
     assert "callback" not in text
     if name != "catch_up" or block is None:  # a block head's context is written without attention

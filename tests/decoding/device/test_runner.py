@@ -120,7 +120,7 @@ def test_products_take_the_rows_that_cost_least_and_tokens_stay(toy, monkeypatch
     prompts, params = [[1, 2, 3]], SamplingParams(max_tokens=9)
     before = [output.token_ids for output in engine.generate(prompts, params)]
     assert not works and not engine._runner.padding
-    monkeypatch.setattr(engine._runner, "compile", lambda *_, **__: None)
+    monkeypatch.setattr(engine._runner, "compile", lambda _: None)
     engine.warm_up(progress=False)
     kinds = engine._runner.padding
     assert set(kinds.values()) == {(4, 8)} and len(works) == len(kinds)

@@ -1,0 +1,153 @@
+"""The warm-up: compiles an engine's programs and measures its rounds, in the order in which requests need them.
+
+First come the programs that answer every request: one reads prompts, others run rounds of the whole batch without
+drafts and with the default ones. Then come the other ways to read prompts, the same rounds in fewer rows, and width by
+width the other tiers. A tier is taken once its program is compiled and its costs are known.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import pathlib
+import threading
+from collections.abc import Callable
+
+from eagle3_jax.decoding.choice import costs
+from eagle3_jax.decoding.choice.tiers import Costs, Tier, TierChoice
+from eagle3_jax.decoding.device.chunk import Chunk
+from eagle3_jax.decoding.device.runner import Call, ModelRunner
+from eagle3_jax.decoding.steps import Progress, steps
+from eagle3_jax.runs import command, machine
+
+# `EngineLoop.lend`, or what stands for it where no request can come.
+Lender = Callable[[Callable[[], object]], contextlib.AbstractContextManager[Callable[[], object]]]
+
+_log = logging.getLogger(__name__)
+
+
+class WarmUp:
+    """One warm-up of an engine.
+
+    Args:
+        folder: keeps costs on this machine for later starts; None measures.
+        greedy_alone: leaves out the costs of requests with a temperature or other sampling parameters.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        tiers: TierChoice,
+        folder: pathlib.Path | None,
+        *,
+        greedy_alone: bool,
+        progress: Progress,
+    ) -> None:
+        self._runner, self._tiers, self._folder, self._progress = runner, tiers, folder, progress
+        self._passes = (True,) if greedy_alone else (True, False)
+        self._base = list(dict.fromkeys((tiers.tiers[0], tiers.default)))
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def running(self) -> bool:
+        """True while `rest` runs in its thread."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def first(self) -> None:
+        """Compiles what answers every request. Forgets the runner's state."""
+        runner, sizes = self._runner, self._runner.sizes
+        runner.widths, runner.chunks = sizes.widths[-1:], sizes.chunks[-1:]
+        calls = [runner.note_call(), self._reads(*runner.chunks[0]), *self._rounds(sizes.batch)]
+        others = len(self._tiers.tiers) - len(self._base)
+        rounds = len(sizes.widths) * (len(self._rounds(sizes.batch)) + others)
+        runner.planned = 1 + len(sizes.chunks) + rounds
+        runner.begin()
+        for call in steps(calls, "compile", "program", self._progress):
+            self._compile(call)
+
+    def rest(self, lend: Lender) -> None:
+        """Compiles all others, and measures what rounds cost."""
+        runner, sizes = self._runner, self._runner.sizes
+        for shape in steps(sizes.chunks[:-1], "compile readers of prompts", "program", self._progress):
+            self._compile(self._reads(*shape))
+            runner.chunks = [*runner.chunks, shape]
+        for width in steps(sizes.widths[:-1], "compile narrow rounds", "width", self._progress):
+            for call in self._rounds(width):
+                self._compile(call)
+            runner.widths = sorted({width, *runner.widths})
+        if len(self._tiers.tiers) > 1:
+            self._price(lend)
+        if callable(self._progress):
+            self._progress(f"{runner.ready} programs are compiled")
+
+    def rest_in_background(self, lend: Lender) -> None:
+        """Runs `rest` in a thread of low priority. A failure is logged; requests go on with what is compiled."""
+
+        def run() -> None:
+            machine.lower_priority()
+            try:
+                self.rest(lend)
+            except command.Stopped:
+                pass
+            except Exception:
+                _log.exception("warm-up: it failed; requests go on with %d programs", self._runner.ready)
+            finally:
+                atexit.unregister(end)
+
+        def end() -> None:
+            self._stopped.set()
+            thread.join()
+
+        # A daemon that ends before the interpreter does, behind the program that it compiles.
+        self._thread = thread = threading.Thread(target=run, name="eagle3_jax warm-up", daemon=True)
+        atexit.register(end)
+        thread.start()
+
+    def _price(self, lend: Lender) -> None:
+        """Sets the costs of the tiers that may pay, width by width.
+
+        A tier that does not pay in few rows pays less in many, whose drafts cost more. One that does not pay for greedy
+        requests pays less for others, whose rounds cost more.
+        """
+        runner, tiers, widths = self._runner, self._tiers, self._runner.sizes.widths
+        useful = {greedy: list(tiers.tiers) for greedy in self._passes}
+        for number, width in enumerate(steps(widths, "measure rounds", "width", self._progress), start=1):
+            for greedy in self._passes:
+                could_be = [tier for tier in useful[greedy] if tier in useful[True]]
+                known = tiers.useful(self._costs(could_be, lend, greedy=greedy, width=width))
+                useful[greedy] = [tier for tier in could_be if tier.name in known.rounds]
+                for tier in useful[greedy]:
+                    self._compile(runner.decode_call(width=width, tier=tier))
+                tiers.price({width: known}, greedy=greedy)
+            others = sum(tier not in self._base for tier in useful[True])
+            runner.planned = runner.ready + others * (len(widths) - number)
+
+    def _costs(self, of: list[Tier], lend: Lender, *, greedy: bool, width: int) -> Costs:
+        def measure() -> Costs:
+            for tier in of:
+                self._compile(self._runner.decode_call(width=width, tier=tier))
+            self._compile(self._runner.rehearse_call())
+            with lend(self._stop_point) as give_way:
+                return costs.round_costs(self._runner, of, greedy=greedy, width=width, give_way=give_way)
+
+        return costs.kept_or_measured(self._folder, costs.key(self._runner, of, greedy, width), measure)
+
+    def _reads(self, rows: int, length: int) -> Call:
+        return self._runner.prefill_call(Chunk.of((), rows, length, self._runner.sizes))
+
+    def _rounds(self, width: int) -> list[Call]:
+        """Returns a call of each program that rounds need until costs are known."""
+        runner = self._runner
+        wakes = [runner.catch_up_call(width=width)] if runner.rests else []
+        return [*(runner.decode_call(width=width, tier=tier) for tier in self._base), *wakes]
+
+    def _compile(self, call: Call) -> None:
+        self._stop_point()
+        self._runner.compile(call)
+
+    def _stop_point(self) -> None:
+        if self._stopped.is_set():
+            raise command.Stopped
+        command.stop_point()

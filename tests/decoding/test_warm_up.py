@@ -1,0 +1,110 @@
+"""The warm-up in the background: requests are answered meanwhile, and notice nothing."""
+
+import contextlib
+import threading
+import time
+
+import pytest
+from test_engine import PROMPTS, Tokenizer, make
+
+from eagle3_jax.decoding import loop, warm_up
+from eagle3_jax.decoding.choice import tiers
+from eagle3_jax.decoding.device import programs
+from eagle3_jax.decoding.engine import Engine
+from eagle3_jax.decoding.params import SamplingParams
+from eagle3_jax.runs import command
+
+PARAMS = [SamplingParams(max_tokens=9, temperature=temperature) for temperature in (0.0, 1.0, 0.0)]
+
+
+def wait_until(condition) -> None:
+    end = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_requests_are_answered_while_the_rest_compiles_and_compile_nothing(toy, monkeypatch):
+    monkeypatch.setattr(tiers, "WITH_HEAD", (tiers.VANILLA, tiers.CHAIN))
+    monkeypatch.setattr(loop, "_IDLE", 0.0)
+    engine = Engine(toy.target, Tokenizer(), toy.good, batch_size=2, max_length=128, page_size=16)
+    assert engine.stats().ready_programs == engine.stats().planned_programs == 0
+    runner, goes_on = engine._runner, threading.Event()
+    compile_one = runner.compile
+
+    def slowly(call):
+        if threading.current_thread().name == "eagle3_jax warm-up":
+            assert goes_on.wait(60)
+        compile_one(call)
+
+    monkeypatch.setattr(runner, "compile", slowly)
+    engine.warm_up(progress=False, background=True)
+    before, stats = programs.compiled(), engine.stats()
+    assert stats.ready_programs == 5 < stats.planned_programs == 5 + 3
+    got = engine.generate(PROMPTS[:3], PARAMS)
+    assert engine.stats().tiers["chain 3"] > 0 == engine.stats().tiers["vanilla"], "until costs are known"
+    expected = [engine.submit(PROMPTS[i], PARAMS[i], drafts=False).result().token_ids for i in (0, 2)]
+    assert engine.stats().tiers["vanilla"] > 0 and [got[i].token_ids for i in (0, 2)] == expected
+    assert programs.compiled() == before and engine.stats().ready_programs == 5, "no request compiles"
+    with pytest.raises(RuntimeError, match="warm_up: got one that still runs"):
+        engine.warm_up(progress=False)
+    goes_on.set()
+    wait_until(lambda: not engine._warm_up.running)
+    stats = engine.stats()
+    assert stats.ready_programs == stats.planned_programs == 8
+    assert runner.widths == [1, 2] and sorted(runner.chunks) == sorted(runner.sizes.chunks)
+    assert all(set(policy.costs) == {1, 2} for policy in engine.tiers._policies.values())
+    for count in (1, 2, 3):
+        got = engine.generate(PROMPTS[:count], PARAMS[:count])
+        assert got[0].token_ids == expected[0]
+    assert programs.compiled() == before and engine.stats().programs == stats.programs
+
+
+def test_a_failure_beside_requests_is_told_and_they_go_on(toy, monkeypatch, caplog):
+    engine = make(toy)
+    monkeypatch.setattr(engine._runner, "compile", lambda _: None)
+    monkeypatch.setattr(warm_up.WarmUp, "rest", lambda *_: 1 / 0)
+    engine.warm_up(progress=False, background=True)
+    wait_until(lambda: not engine._warm_up.running)
+    assert "warm-up: it failed; requests go on" in caplog.text and "ZeroDivisionError" in caplog.text
+
+
+def test_the_device_is_lent_while_it_is_idle_and_requests_go_first(toy, monkeypatch):
+    monkeypatch.setattr(loop, "_IDLE", 0.0)
+    engine, lent, answered = make(toy), threading.Event(), []
+    params = SamplingParams(max_tokens=5)
+    (expected,) = engine.generate(PROMPTS[:1], params)
+
+    def ask() -> None:
+        assert lent.wait(30)
+        answered.append(engine.submit(PROMPTS[0], params).result().token_ids)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    with engine._loop.lend(lambda: None) as give_way:
+        engine._runner.rehearse()
+        give_way()
+        lent.set()
+        wait_until(lambda: engine.stats().waiting)
+        time.sleep(0.05)
+        assert not answered and engine.stats().stalled == 0
+        give_way()
+        thread.join(30)
+        assert answered == [expected.token_ids]
+        engine._runner.rehearse()
+    assert engine.generate(PROMPTS[:1], params)[0].token_ids == expected.token_ids
+
+
+def test_who_waits_for_the_device_may_be_stopped(toy):
+    engine = make(toy)
+    engine.submit("abc")  # nobody drives it
+
+    def stop() -> None:
+        raise command.Stopped
+
+    with pytest.raises(command.Stopped), engine._loop.lend(stop):
+        raise AssertionError
+    with contextlib.ExitStack() as held:
+        held.callback(engine._loop._let_go)
+        assert engine._loop._working.acquire(blocking=False), "it holds nothing"
