@@ -24,6 +24,10 @@ def wait_until(condition) -> None:
         time.sleep(0.01)
 
 
+def runs(engine) -> bool:
+    return engine._warm_up is not None and engine._warm_up.running
+
+
 @pytest.mark.slow
 def test_requests_are_answered_while_the_rest_compiles_and_compile_nothing(toy, monkeypatch):
     monkeypatch.setattr(tiers, "WITH_HEAD", (tiers.VANILLA, tiers.CHAIN))
@@ -50,7 +54,7 @@ def test_requests_are_answered_while_the_rest_compiles_and_compile_nothing(toy, 
     with pytest.raises(RuntimeError, match="warm_up: got one that still runs"):
         engine.warm_up(progress=False)
     goes_on.set()
-    wait_until(lambda: not engine._warm_up.running)
+    wait_until(lambda: not runs(engine))
     stats = engine.stats()
     assert stats.ready_programs == stats.planned_programs == 8
     assert runner.widths == [1, 2] and sorted(runner.chunks) == sorted(runner.sizes.chunks)
@@ -66,7 +70,7 @@ def test_a_failure_beside_requests_is_told_and_they_go_on(toy, monkeypatch, capl
     monkeypatch.setattr(engine._runner, "compile", lambda _: None)
     monkeypatch.setattr(warm_up.WarmUp, "rest", lambda *_: 1 / 0)
     engine.warm_up(progress=False, background=True)
-    wait_until(lambda: not engine._warm_up.running)
+    wait_until(lambda: not runs(engine))
     assert "warm-up: it failed; requests go on" in caplog.text and "ZeroDivisionError" in caplog.text
 
 
