@@ -39,6 +39,7 @@ from eagle3_jax.models.checkpoint import trees
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.target import TargetModel
+from eagle3_jax.runs import processes
 
 PAGE_SIZE = 128
 GREEDY = SamplingParams()
@@ -358,6 +359,7 @@ class Engine:
             background: returns as soon as requests are answered without a compilation, by rounds of the whole batch,
                 without drafts or with the default ones. A thread of low priority compiles the rest. It measures while
                 no request runs, and gives way to one within a dispatch. `stats` tells how many programs are ready.
+                Where there are several processes, which must compile and measure alike, it returns when all is done.
 
         Raises:
             RuntimeError: requests run, or an earlier warm-up does.
@@ -365,6 +367,7 @@ class Engine:
         if self._warm_up is not None and self._warm_up.running:
             raise RuntimeError("warm_up: got one that still runs, expected none")
         folder = None if cache is None else pathlib.Path(cache).expanduser()
+        background = background and processes.count() == 1
         with self._loop.exclusive("warm_up"):
             if folder is not None:
                 jax.config.update("jax_compilation_cache_dir", str(folder))

@@ -25,6 +25,7 @@ from eagle3_jax.runs import command, machine
 Lender = Callable[[Callable[[], object]], contextlib.AbstractContextManager[Callable[[], object]]]
 
 _log = logging.getLogger(__name__)
+_ending = threading.Event()  # the interpreter's end
 
 
 class WarmUp:
@@ -47,7 +48,6 @@ class WarmUp:
         self._runner, self._tiers, self._folder, self._progress = runner, tiers, folder, progress
         self._passes = (True,) if greedy_alone else (True, False)
         self._base = list(dict.fromkeys((tiers.tiers[0], tiers.default)))
-        self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
     @property
@@ -93,11 +93,12 @@ class WarmUp:
                 pass
             except Exception:
                 _log.exception("warm-up: it failed; requests go on with %d programs", self._runner.ready)
+                self._runner.planned = self._runner.ready
             finally:
                 atexit.unregister(end)
 
         def end() -> None:
-            self._stopped.set()
+            _ending.set()
             thread.join()
 
         # A daemon that ends before the interpreter does, behind the program that it compiles.
@@ -148,6 +149,6 @@ class WarmUp:
         self._runner.compile(call)
 
     def _stop_point(self) -> None:
-        if self._stopped.is_set():
+        if _ending.is_set():
             raise command.Stopped
         command.stop_point()

@@ -186,8 +186,7 @@ def load(config: RunConfig, say: Callable[[str], Any] = lambda _: None) -> Engin
     pool = EnginePool(engines, settings.queue_limit)
     say(f"loaded after {time.monotonic() - start:.0f} s")
     folder = settings.warm_up_folder or cache_folder() / "programs"
-    # Processes of one mesh compile and measure alike, so none may answer meanwhile.
-    pool.warm_up(None if folder == "none" else folder, progress=say, background=processes.count() == 1)
+    pool.warm_up(None if folder == "none" else folder, progress=say, background=True)
     say(f"ready after {time.monotonic() - start:.0f} s")
     return pool
 

@@ -95,7 +95,7 @@ def test_weights_that_do_not_fit_change_nothing(toy, engine, expected):
 def test_panels_in_bfloat16_widen_once_for_weights_that_it_does_not_hold(toy, expected):
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), toy.target)
     engine = Engine(rounded, Tokenizer(), max_length=128, page_size=16)
-    engine.generate([PROMPT], PARAMS)
+    engine.warm_up(progress=False)
     engine.replace_target(toy.target)
     check(engine, expected["old"], cached=0)
     before = engine.stats().programs

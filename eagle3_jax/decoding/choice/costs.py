@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import pathlib
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from eagle3_jax.decoding.device import shapes
 from eagle3_jax.decoding.device.runner import ModelRunner
 from eagle3_jax.decoding.measure import timing
 from eagle3_jax.runs import disk, machine, processes
+
+_measuring = threading.Lock()
 
 
 def key(runner: ModelRunner, of: Sequence[Tier], greedy: bool, width: int) -> dict[str, Any]:
@@ -82,16 +85,19 @@ def round_costs(
 def kept_or_measured(folder: pathlib.Path | None, key: dict[str, Any], measure: Callable[[], Costs]) -> Costs:
     """Reads the folder's costs for this key, or measures and keeps them; all processes take those of process 0.
 
+    One thread of a process measures at a time: replicas would disturb each other, and find what the first one kept.
+
     Args:
         folder: None keeps nothing; one that cannot be written keeps nothing, with a warning.
         key: JSON-ready: machine, models, sizes, tiers.
     """
-    kept = None if folder is None else processes.agree(lambda: _read(folder, key))
-    if kept is None:
-        measured = dataclasses.asdict(measure())
-        kept = processes.agree(lambda: measured)
-        if folder is not None:
-            processes.agree(lambda: _write(folder, key, kept))
+    with _measuring:
+        kept = None if folder is None else processes.agree(lambda: _read(folder, key))
+        if kept is None:
+            measured = dataclasses.asdict(measure())
+            kept = processes.agree(lambda: measured)
+            if folder is not None:
+                processes.agree(lambda: _write(folder, key, kept))
     return Costs(**kept)
 
 

@@ -124,6 +124,9 @@ class ModelRunner:
 
     def replace_target(self, target: TargetModel) -> None:
         """Verifies with this target, see `packed_target`, from the next call on. The state stays."""
+        dtypes, before = ([leaf.dtype for leaf in jax.tree.leaves(one)] for one in (target, self.target))
+        if dtypes != before:
+            self._ready = {}  # its programs read matrices in bfloat16
         self.target = target
         self._pad()
 
@@ -249,12 +252,13 @@ class ModelRunner:
 
     def compile(self, call: Call) -> None:
         """Compiles the program of a call, unless it is; from any thread, beside calls. Needs `begin`."""
-        if (key := (call.name, *call.form)) in self._ready:
+        ready = self._ready  # `replace_target` may begin another meanwhile
+        if (key := (call.name, *call.form)) in ready:
             return
         before = programs.compiled()
         arguments = call.arguments(self._example)
         with mesh_set(self.mesh):
-            self._ready[key] = _compiled(getattr(programs, call.name), arguments, self._example, call.static)
+            ready[key] = _compiled(getattr(programs, call.name), arguments, self._example, call.static)
         self.ready += call.name != "rehearse"
         self._count_compiled(before)
 

@@ -68,8 +68,8 @@ def verify(
 
     Returns:
         The walk, the bonus token, and the log-probabilities of the accepted drafts and of the bonus behind them under
-        the distributions that they were drawn from, see `probabilities`; the rest is undefined. None where greedy is True,
-        undefined where an array says so.
+        the distributions that they were drawn from, see `probabilities`; the rest is undefined. None where greedy is
+        True, undefined where an array says so.
     """
     if not isinstance(greedy, bool):
 

@@ -1,5 +1,8 @@
 """Costs of rounds: kept by machine and models, measured again where what was kept is of no use."""
 
+import threading
+import time
+
 import pytest
 
 from eagle3_jax.decoding.choice import costs
@@ -22,6 +25,21 @@ def test_they_are_measured_once_for_a_key(tmp_path):
     assert costs.kept_or_measured(folder, other, lambda: SECOND) == SECOND
     assert costs.kept_or_measured(folder, KEY, never) == FIRST
     assert costs.kept_or_measured(None, KEY, lambda: SECOND) == SECOND
+
+
+def test_of_two_replicas_at_once_one_measures_and_the_other_finds_it_kept(tmp_path):
+    begun = threading.Event()
+
+    def slowly() -> Costs:
+        begun.set()
+        time.sleep(0.05)
+        return FIRST
+
+    thread = threading.Thread(target=costs.kept_or_measured, args=(tmp_path, KEY, slowly))
+    thread.start()
+    assert begun.wait(30)
+    assert costs.kept_or_measured(tmp_path, KEY, never) == FIRST
+    thread.join()
 
 
 @pytest.mark.parametrize(
