@@ -80,7 +80,7 @@ class EngineLoop:
         """Lends the device once it has been idle for a moment; its state is forgotten.
 
         Args:
-            stop_point: called now and then while it waits; may raise.
+            stop_point: called now and then while it waits, and by the function; may raise.
 
         Yields:
             A function that lets requests go first, where there are any, and returns when the device is idle again.
@@ -97,7 +97,8 @@ class EngineLoop:
             held.callback(give_back)
 
         def give_way() -> None:
-            if self._scheduler.has_work:
+            stop_point()
+            if self._scheduler.has_requests:
                 held.close()
                 borrow()
 
@@ -106,12 +107,12 @@ class EngineLoop:
             yield give_way
 
     def _borrowed(self) -> bool:
-        """Keeps turns off the device, where it is idle."""
-        if self._scheduler.has_work or time.monotonic() - self._scheduler.delivered < _IDLE:
+        """Keeps turns off the device, where it is idle. A report may be unread: turns run only while a caller waits."""
+        if self._scheduler.has_requests or time.monotonic() - self._scheduler.delivered < _IDLE:
             return False
         if not self._working.acquire(blocking=False):
             return False
-        if self._scheduler.has_work:
+        if self._scheduler.has_requests:
             self._let_go()
             return False
         return True

@@ -171,10 +171,15 @@ class Scheduler:
         return self._aborted
 
     @property
+    def has_requests(self) -> bool:
+        """True if a request waits or runs."""
+        with self.changes:
+            return bool(self._waiting or any(self._slots))
+
+    @property
     def has_work(self) -> bool:
         """True if a request waits or runs, or a report is unread."""
-        with self.changes:
-            return bool(self._waiting or self._reports or any(self._slots))
+        return self.has_requests or bool(self._reports)
 
     def left(self, prompt: Sequence[int] = ()) -> int:
         """Counts the tokens to read and write until all requests, and one more prompt, are answered and read."""

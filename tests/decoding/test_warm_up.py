@@ -100,13 +100,17 @@ def test_the_device_is_lent_while_it_is_idle_and_requests_go_first(toy, monkeypa
     assert engine.generate(PROMPTS[:1], params)[0].token_ids == expected.token_ids
 
 
-def test_who_waits_for_the_device_may_be_stopped(toy):
+def test_who_waits_for_the_device_or_has_it_may_be_stopped(toy, monkeypatch):
+    monkeypatch.setattr(loop, "_IDLE", 0.0)
     engine = make(toy)
-    engine.submit("abc")  # nobody drives it
 
     def stop() -> None:
         raise command.Stopped
 
+    with pytest.raises(command.Stopped), engine._loop.lend(stop) as give_way:
+        give_way()
+        raise AssertionError
+    engine.submit("abc")  # nobody drives it
     with pytest.raises(command.Stopped), engine._loop.lend(stop):
         raise AssertionError
     with contextlib.ExitStack() as held:

@@ -1,13 +1,15 @@
 """The engine's programs, called as the runner calls them."""
 
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eagle3_jax.decoding.choice.tiers import CHAIN, VANILLA
+from eagle3_jax.config import DraftTree
+from eagle3_jax.decoding.choice.tiers import CHAIN, VANILLA, Tier
 from eagle3_jax.decoding.device import catch_up, programs
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.device.shapes import Sizes
@@ -30,6 +32,30 @@ def test_what_was_cancelled_never_runs_again(toy):
     assert [bool((after[page] != before[page]).any()) for page in pages] == [False, True, True]
     assert state.lengths.tolist() == [8, 10, 9] and state.done.tolist() == [True, False, False]
     assert (len(narrow), len(whole)) == (2, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topk", [1, 2])
+def test_rounds_of_greedy_requests_and_others_in_one_program_copy_no_cache(toy, topk):
+    """The branches write the head's cache in place, as everything else does."""
+    tree = DraftTree(num_steps=2, topk=topk, num_draft_tokens=3)
+    tier = Tier(tree, head=True)
+    sizes, models = Sizes.plan(3, 64, 16, [tier]), Models.of(toy.target, toy.good)
+    state = jax.eval_shape(lambda m: empty_state(m, sizes, [tier], None), models)
+    few = jax.ShapeDtypeStruct((), jnp.int32)
+    nobody, greedy = jax.ShapeDtypeStruct((3,), bool), jax.ShapeDtypeStruct((), bool)
+    leaves, structure = jax.tree.flatten((models, state, nobody, None, few, few, greedy))
+    first = len(jax.tree.leaves(models))
+    places = range(first, first + len(jax.tree.leaves(state)))
+
+    def run(*leaves):
+        return jax.tree.leaves(programs.decode.__wrapped__(*jax.tree.unflatten(structure, leaves), tier=tier))
+
+    text = jax.jit(run, donate_argnums=places).lower(*leaves).compile().as_text() or ""
+    caches = [*state.cache.keys, *state.draft_cache.keys]
+    shapes = {f"f32[{','.join(map(str, cache.shape))}]" for cache in caches}
+    copies = re.findall(r"(\w+\[[\d,]*\])\S* copy\(", text)
+    assert "conditional(" in text and copies and not shapes & set(copies)
 
 
 def test_padding_of_any_program_stays_in_the_page_table(toy):
