@@ -16,6 +16,8 @@ of its siblings and always a node of its own.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +48,8 @@ def grow(
     sampling: Sampling | None = None,
     copied: Copied | None = None,
     page_table: PageTable | None = None,
+    *,
+    greedy: bool | Bool[Array, ""] = False,
 ) -> tuple[TokenTree, KVCache]:
     """Drafts the tree of one round.
 
@@ -56,6 +60,7 @@ def grow(
         sampling: draws the drafts of requests with a temperature; None takes the head's best for all.
         copied: `tree.lookup_tokens` tokens for each root; None if that is 0.
         page_table: None where the cache is contiguous.
+        greedy: True where no request has a temperature: nothing is drawn then. An array is known on the device alone.
 
     Returns:
         The tree, and the cache with its scratch written.
@@ -66,9 +71,8 @@ def grow(
     drawn: list[Array] = []
     levels: Recurrent | Block
     if isinstance(draft.head, DFlash):
-        levels = Block(
-            draft.head, tree, target.embed[...], root, cache, lengths, page_table, drawn=sampling is not None
-        )
+        best_alone = greedy if sampling is not None else True
+        levels = Block(draft.head, tree, target.embed[...], root, cache, lengths, page_table, greedy=best_alone)
     else:
         levels = Recurrent(draft.head, target.embed[...], draft_state, cache, lengths, page_table)
 
@@ -76,10 +80,19 @@ def grow(
         """Returns log-probabilities and draft ids."""
         if sampling is None or coins is None:
             return levels.best(tokens, k)
-        # Gathered once; else each draw gathers the shards of the vocabulary several times.
-        logits = constrain(levels.logits(tokens), ((r"", P("data")),))
         first = sum(probs.shape[1] for probs in drawn)
-        gained, candidates, probs = _draw_children(logits, sampling, coins[:, first : first + tokens.shape[1]])
+        own_coins = coins[:, first : first + tokens.shape[1]]
+
+        def draws() -> tuple[Array, Array, Array]:
+            # Gathered once; else each draw gathers the shards of the vocabulary several times.
+            logits = constrain(levels.logits(tokens), ((r"", P("data")),))
+            return _draw_children(logits, sampling, own_coins)
+
+        def best() -> tuple[Array, Array, Array]:
+            return *levels.best(tokens, k), jnp.zeros((*tokens.shape, draft.token_ids.shape[0]))
+
+        # The head runs outside: a branch that wrote its cache would copy all of it.
+        gained, candidates, probs = draws() if greedy is False else jax.lax.cond(greedy, best, draws)
         drawn.append(probs)
         return gained, candidates
 
@@ -192,14 +205,25 @@ class Block:
         lengths: Int[Array, " b"],
         page_table: PageTable | None,
         *,
-        drawn: bool,
+        greedy: bool | Bool[Array, ""],
     ) -> None:
         self._head, self._row = head, 0
         self._states, self.cache = head.block(embed, anchor, cache, lengths, tree.num_steps, page_table)
-        if drawn:
-            self._logits = vocabulary_logits(self._states, head.output_rows)
+
+        def candidates() -> Any:
+            return head.candidates(self._states, tree.topk)
+
+        def logits() -> Array:
+            return vocabulary_logits(self._states, head.output_rows)
+
+        if greedy is True:
+            self._candidates = candidates()
+        elif greedy is False:
+            self._logits = logits()
         else:
-            self._candidates = head.candidates(self._states, tree.topk)
+            self._candidates, self._logits = jax.lax.cond(
+                greedy, lambda: (candidates(), _unread(logits)), lambda: (_unread(candidates), logits())
+            )
 
     def descend(self, tokens: Int[Array, "b k"], parents: Int[Array, "b k"]) -> None:
         """See `Recurrent`."""
@@ -215,6 +239,11 @@ class Block:
         shape = tokens.shape
         states, logits = (jnp.broadcast_to(x, (*shape, x.shape[-1])) for x in (states, logits))
         return self._head.adjusted(logits, states, tokens)
+
+
+def _unread(made: Callable[[], Any]) -> Any:
+    """Returns what has the shapes of another branch's results."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(made))
 
 
 # Parent of a copied token that is no candidate: the head proposes the token itself, or nothing was copied.

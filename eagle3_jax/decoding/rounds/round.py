@@ -14,7 +14,6 @@ Vanilla decoding is the same round with a tree of one node and no draft. Caches 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax
@@ -34,11 +33,11 @@ from eagle3_jax.decoding.rounds.state import (
     put_at,
     put_logprobs,
 )
-from eagle3_jax.decoding.rounds.tree import Drawn, TokenTree, chain_of_copies, root_only, steps_of
+from eagle3_jax.decoding.rounds.tree import TokenTree, chain_of_copies, root_only, steps_of
 from eagle3_jax.decoding.rounds.verify import Walk, pretend, row_of, verify
 from eagle3_jax.kernels.vocabulary.api import argmax
 from eagle3_jax.mesh import constrain
-from eagle3_jax.models.cache import KVCache, PageTable
+from eagle3_jax.models.cache import PageTable
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.target import TargetModel
 
@@ -87,8 +86,8 @@ def draft_tree(
     if draft is None or state.draft_cache is None or state.draft_state is None:
         assert copied is not None
         return chain_of_copies(state.root, copied), state
-    grown = functools.partial(
-        grow,
+    drawing = state.requests.sampling if tree.sample_drafts and greedy is not True else None
+    nodes, cache = grow(
         target,
         draft,
         tree,
@@ -96,22 +95,11 @@ def draft_tree(
         state.draft_state,
         state.draft_cache,
         lengths,
-        copied=copied,
-        page_table=table,
+        drawing,
+        copied,
+        table,
+        greedy=greedy,
     )
-
-    def best() -> tuple[TokenTree, KVCache]:
-        nodes, cache = grown()
-        drawn = Drawn.nothing(tree, len(state.root), draft.token_ids, copied=copied is not None)
-        return dataclasses.replace(nodes, drawn=drawn), cache
-
-    draws = tree.sample_drafts and greedy is not True
-    if not draws:
-        nodes, cache = grown()
-    elif greedy is False:
-        nodes, cache = grown(sampling=state.requests.sampling)
-    else:  # the head runs in both: it is small, and requests that draw nothing need not pay for it
-        nodes, cache = jax.lax.cond(greedy, best, lambda: grown(sampling=state.requests.sampling))
     return nodes, dataclasses.replace(state, draft_cache=cache)
 
 

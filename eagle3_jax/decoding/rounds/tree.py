@@ -51,13 +51,6 @@ class Drawn:
     topk: int = dataclasses.field(metadata={"static": True})
     copied: bool = dataclasses.field(metadata={"static": True})
 
-    @classmethod
-    def nothing(cls, tree: DraftTree, batch: int, token_ids: Int[Array, " dv"], *, copied: bool) -> Drawn:
-        """Makes what stands for the distributions where no request draws; never read."""
-        groups = 1 + (tree.num_steps - 1) * tree.topk
-        probs = jnp.zeros((batch, groups, token_ids.shape[0]))
-        return cls(probs, jnp.full((batch, tree.num_draft_tokens), -1), token_ids, tree.topk, copied)
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

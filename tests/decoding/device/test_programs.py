@@ -35,16 +35,13 @@ def test_what_was_cancelled_never_runs_again(toy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("topk", [1, 2])
-def test_rounds_of_greedy_requests_and_others_in_one_program_copy_no_cache(toy, topk):
-    """The branches write the head's cache in place, as everything else does."""
-    tree = DraftTree(num_steps=2, topk=topk, num_draft_tokens=3)
-    tier = Tier(tree, head=True)
+def test_rounds_of_greedy_requests_and_others_in_one_program_copy_no_cache(toy):
+    tier = Tier(DraftTree(num_steps=2, topk=2, num_draft_tokens=3), head=True)
     sizes, models = Sizes.plan(3, 64, 16, [tier]), Models.of(toy.target, toy.good)
-    state = jax.eval_shape(lambda m: empty_state(m, sizes, [tier], None), models)
-    few = jax.ShapeDtypeStruct((), jnp.int32)
-    nobody, greedy = jax.ShapeDtypeStruct((3,), bool), jax.ShapeDtypeStruct((), bool)
-    leaves, structure = jax.tree.flatten((models, state, nobody, None, few, few, greedy))
+    state = jax.jit(lambda m: empty_state(m, sizes, [tier], None))(models)
+    assert state.draft_cache is not None
+    few, nobody = (jnp.int32(1), jnp.int32(3)), jnp.zeros(3, bool)
+    leaves, structure = jax.tree.flatten((models, state, nobody, None, *few, jnp.bool_(True)))
     first = len(jax.tree.leaves(models))
     places = range(first, first + len(jax.tree.leaves(state)))
 
