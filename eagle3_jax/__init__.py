@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from eagle3_jax.runs import environment
 
 if TYPE_CHECKING:
+    from eagle3_jax.config import AdaptConfig as AdaptConfig
     from eagle3_jax.config import DraftTree as DraftTree
     from eagle3_jax.config import MeshConfig as MeshConfig
     from eagle3_jax.config import TargetConfig as TargetConfig
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 # Loaded on first use, so that a verb's `--help` does not wait for JAX.
 _HOMES = {
+    "AdaptConfig": "eagle3_jax.config",
     "DraftTree": "eagle3_jax.config",
     "Engine": "eagle3_jax.decoding.engine",
     "MeshConfig": "eagle3_jax.config",
@@ -37,6 +39,7 @@ _HOMES = {
     "load_target": "eagle3_jax.models.checkpoint.fetch",
 }
 __all__ = [
+    "AdaptConfig",
     "DraftTree",
     "Engine",
     "MeshConfig",

@@ -22,6 +22,7 @@ from eagle3_jax.config.models import DraftConfig, DraftTree, MeshConfig, TargetC
 from eagle3_jax.config.run import FOLDERS, SPLITS, RunConfig
 from eagle3_jax.config.run_file import from_dict, load, to_dict, with_overrides
 from eagle3_jax.config.serving import (
+    AdaptConfig,
     BenchmarkConfig,
     CardConfig,
     EvaluateConfig,
@@ -34,6 +35,7 @@ from eagle3_jax.config.training import TrainConfig
 __all__ = [
     "FOLDERS",
     "SPLITS",
+    "AdaptConfig",
     "BenchmarkConfig",
     "CardConfig",
     "CloudDlpConfig",

@@ -119,6 +119,36 @@ class TrafficConfig:
         require(len(levels) > 0, "concurrency", self.concurrency, "at least one level, here or in traffic.rates")
 
 
+@section("adapt")
+class AdaptConfig:
+    """Learning while serving: the head takes training steps on what verification computed of ended requests.
+
+    Attributes:
+        folder: folder of the head's checkpoints, from which the next start goes on; None keeps them in memory alone.
+        share: largest share of the engine's time for learning.
+        ring_tokens: tokens to learn from, the newest ones; an eighth is held back.
+        row_length: tokens of a row; of a longer request the last ones are learnt from.
+        batch_size: rows of a training step.
+        ttt_steps: steps of the training-time test.
+        learning_rate: rate of AdamW, without a schedule.
+        judge_every: steps after which held-back requests decide whether the head drafts or is rolled back.
+    """
+
+    folder: str | None = None
+    share: Proper = 0.1
+    ring_tokens: Count = 16384
+    row_length: Count = 256
+    batch_size: Count = 2
+    ttt_steps: Count = 3
+    learning_rate: Positive = 1e-4
+    judge_every: Count = 8
+
+    def __post_init__(self) -> None:
+        rows = self.batch_size + max(1, self.ring_tokens // self.row_length // 8)
+        expected = f"at least {rows * self.row_length}: adapt.batch_size rows of adapt.row_length, and one held back"
+        require(self.ring_tokens >= rows * self.row_length, "ring_tokens", self.ring_tokens, expected)
+
+
 @section("serve")
 class ServeConfig:
     """export -> a server of OpenAI's API.
@@ -134,6 +164,7 @@ class ServeConfig:
         trees: sizes of the draft. With several the engine chooses for every dispatch among them and vanilla decoding,
             with none among its own.
         batch_size: requests that each replica answers together.
+        adapt: learns while it serves (`--adapt`); None serves the head as it is.
         queue_limit: most requests that wait for a slot, of all replicas.
         max_length: longest prompt and answer together, in tokens.
         memory_fraction: share of the device's memory for weights and caches; None makes room for the whole batch at
@@ -160,6 +191,7 @@ class ServeConfig:
     token_map: str | None = None
     trees: tuple[DraftTree, ...] = ()
     batch_size: Count = 8
+    adapt: AdaptConfig | None = None
     queue_limit: Count = 256
     max_length: Annotated[int, Field(ge=2)] = 2048
     memory_fraction: Proper | None = None

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import jax
 
-from eagle3_jax.config import DraftTree, MeshConfig, TargetConfig, Weights
+from eagle3_jax.config import AdaptConfig, DraftTree, MeshConfig, TargetConfig, Weights
 from eagle3_jax.decoding import arguments
 from eagle3_jax.decoding.arguments import KVDtype
 from eagle3_jax.decoding.choice.tiers import VANILLA, Tier, choice_for
@@ -35,6 +35,7 @@ from eagle3_jax.decoding.steps import Progress
 from eagle3_jax.decoding.text import end_ids
 from eagle3_jax.decoding.warm_up import WarmUp
 from eagle3_jax.formats.packaged import AUTO
+from eagle3_jax.mesh import mesh_of
 from eagle3_jax.models.checkpoint import trees
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.drafts.head import Draft
@@ -67,6 +68,8 @@ class Engine:
         queue_limit: int | None = None,
         sample_drafts: bool = True,
         simulated_acceptance: float | None = None,
+        adapt: AdaptConfig | None = None,
+        identity: Mapping[str, Any] | None = None,
     ) -> None:
         """Takes loaded models; `load` takes names and folders.
 
@@ -93,9 +96,13 @@ class Engine:
                 decoding's answer, whatever is drafted.
             simulated_acceptance: for benchmarks: accepts each draft with this probability, whatever the target predicts
                 (SGLang's SGLANG_SIMULATE_ACC_LEN). Answers are meaningless; `submit` and `stream` refuse.
+            adapt: lets the head learn from the requests, beside them; None leaves it as it is.
+            identity: the target's (`Target.identity`), for `adapt.folder`; `load` has it.
 
         Raises:
-            ValueError: a tree without a draft, a draft of another target, or a size out of range.
+            ValueError: a tree without a draft, a draft of another target, a size out of range, or `adapt` with a draft
+                that cannot learn.
+            LockError, ManifestError: `adapt.folder` is in use, or holds other work.
         """
         stored = arguments.stored_dtype(kv_dtype)
         longest = target.config.max_position_embeddings
@@ -110,16 +117,20 @@ class Engine:
                 stacklevel=2,
             )
         every = self.tiers.tiers
-        sizes = Sizes.plan(batch_size, max_length, page_size, every)
+        learner, learned = None, 0
+        if adapt is not None:
+            learner, target = _learner(adapt, target, draft, simulated_acceptance, identity)
+            draft, learned = jax.device_put(learner.draft, target.embed[...].sharding), adapt.row_length
+        sizes = Sizes.plan(batch_size, max_length, page_size, every, learned=learned)
         if memory_fraction is not None:
             kv_tokens = tokens_that_fit(target, draft, memory_fraction, sizes, every, stored)
         if kv_tokens is not None:
-            sizes = Sizes.plan(batch_size, max_length, page_size, every, kv_tokens)
+            sizes = Sizes.plan(batch_size, max_length, page_size, every, kv_tokens, learned)
         self.tokenizer, self.batch_size, self.max_length = tokenizer, batch_size, max_length
         self._end_ids = end_ids(target.config, tokenizer)
-        self._runner = ModelRunner(target, draft, every, sizes, stored)
+        self._learner, self._runner = learner, ModelRunner(target, draft, every, sizes, stored)
         self._schedule = functools.partial(
-            Scheduler, eos=self._end_ids, prefix_cache=prefix_cache, queue_limit=queue_limit
+            Scheduler, eos=self._end_ids, prefix_cache=prefix_cache, queue_limit=queue_limit, learner=learner
         )
         self._scheduler = self._schedule(self._runner, self.tiers)
         self._loop = EngineLoop(self._scheduler)
@@ -165,10 +176,11 @@ class Engine:
             ValueError: arguments that do not go together, or do not fit the target.
             ManifestError, DraftFormatError: see `load_draft`.
         """
-        model, tokenizer, head = load_models(
+        model, tokenizer, head, identity = load_models(
             target, draft, dtype=dtype, weights=weights, mesh=mesh, token_map=token_map
         )
-        return cls(model, tokenizer, head, tree, batch_size=batch_size, max_length=max_length, **options)
+        sizes = {"batch_size": batch_size, "max_length": max_length}
+        return cls(model, tokenizer, head, tree, **sizes, identity=identity, **options)
 
     @property
     def target(self) -> TargetModel:
@@ -298,6 +310,7 @@ class Engine:
         timeout: float | None = None,
         sample: int = 0,
         drafts: bool = True,
+        adapt: bool = True,
     ) -> Request:
         """Queues a request, from any thread.
 
@@ -309,6 +322,7 @@ class Engine:
             sample: index among several answers to one prompt and seed.
             drafts: False, for comparisons, turns drafts off while all running requests ask for that; needs an engine
                 that may choose vanilla decoding (`tree="auto"`, or several trees).
+            adapt: False: no head learns from the request.
 
         Returns:
             The request, to wait for, iterate over or await.
@@ -325,7 +339,7 @@ class Engine:
             raise RuntimeError("submit: got a mesh of several processes, expected one; there use `generate`")
         if not drafts and VANILLA not in self.tiers.tiers:
             raise ValueError("drafts: got False, expected an engine with a choice: this one drafts always")
-        request = self._request("prompt", prompt, params, sample, drafts=drafts, timeout=timeout)
+        request = self._request("prompt", prompt, params, sample, drafts=drafts, adapt=adapt, timeout=timeout)
         self._scheduler.add([request], limited=True)
         return request
 
@@ -376,6 +390,8 @@ class Engine:
             self._scheduler.forget_device()
             self._warm_up = WarmUp(self._runner, self.tiers, folder, greedy_alone=greedy_alone, progress=progress)
             self._warm_up.first()
+            if self._learner is not None:
+                self._learner.compile()
             if not background:
                 self._warm_up.rest(lambda _: contextlib.nullcontext(lambda: None))
                 self._scheduler.forget_device()
@@ -409,12 +425,14 @@ class Engine:
             draft: a head with the config and dtype of the engine's own.
 
         Raises:
-            ValueError: a head of another shape or dtype, or an engine without one.
+            ValueError: a head of another shape or dtype, an engine without one, or one with `adapt`.
             RuntimeError: requests run.
         """
         before = None if self.draft is None else (self.draft.head.config, self.draft.head.dtype)
         if (got := (draft.head.config, draft.head.dtype)) != before:
             raise ValueError(f"draft: got a head of {got}, expected one of {before}")
+        if self._learner is not None:
+            raise ValueError("draft: got another head, expected none: this engine's own head learns")
         with self._loop.exclusive("replace_draft"):
             self._runner.replace_draft(draft)
             self.tiers.renew()
@@ -508,3 +526,23 @@ class Engine:
         arguments.check_request(name, ids, params, self.max_length, self.target.config.vocab_size, self._end_ids)
         limit = min(params.max_tokens, self.max_length - len(ids))
         return Request(self._loop, self.tokenizer, ids, params, limit, sample, **options)
+
+
+def _learner(
+    adapt: AdaptConfig,
+    target: TargetModel,
+    draft: Draft | None,
+    simulated: float | None,
+    identity: Mapping[str, Any] | None,
+) -> tuple[Any, TargetModel]:
+    """Makes the learner of an engine. Returns the target committed to its devices, as the learner's heads are."""
+    if draft is None or simulated is not None:
+        got = "no draft head" if draft is None else "simulated_acceptance"
+        raise ValueError(f"adapt: got it with {got}, expected a draft head that learns")
+    mesh = mesh_of(target.embed[...])
+    if mesh is not None and len({device.process_index for device in mesh.devices.flat}) > 1:
+        raise ValueError("adapt: got a mesh of several processes, expected one")
+    from eagle3_jax.decoding.adapt.learner import HeadLearner  # optimizers and checkpoints: seconds of imports
+
+    target = target if mesh is not None else jax.device_put(target, target.embed[...].sharding)
+    return HeadLearner(adapt, target, draft, identity), target

@@ -25,8 +25,10 @@ def load_models(
     weights: Weights | None,
     mesh: MeshConfig | None,
     token_map: str | pathlib.Path | None,
-) -> tuple[TargetModel, Any, Draft | Literal["lookup"] | None]:
-    """Loads the target, observed at the draft's layers, its tokenizer, and the draft. Arguments: `Engine.load`.
+) -> tuple[TargetModel, Any, Draft | Literal["lookup"] | None, dict[str, Any]]:
+    """Loads the target, observed at the draft's layers, its tokenizer, the draft, and the target's identity.
+
+    Arguments: `Engine.load`.
 
     Raises:
         ValueError: arguments of another kind, or that do not go together; before anything is loaded.
@@ -61,4 +63,4 @@ def load_models(
     model = loaded.model
     if isinstance(head, Draft) and head.head.config.aux_layers != model.config.aux_layers:
         model = model.observed_at(head.head.config.aux_layers)
-    return model, loaded.tokenizer, head
+    return model, loaded.tokenizer, head, loaded.identity

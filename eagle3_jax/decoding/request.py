@@ -156,9 +156,11 @@ class Request:
         sample: int,
         *,
         drafts: bool = True,
+        adapt: bool = True,
         timeout: float | None = None,
     ) -> None:
         self.ids, self.params, self.limit, self.sample, self.drafts = ids, params, limit, sample, drafts
+        self.adapt = adapt
         self._submitted = time.monotonic()
         self.deadline = None if timeout is None else self._submitted + timeout
         self.output: Output | None = None

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from eagle3_jax.decoding.adapt.api import AdaptStats, Learner
 from eagle3_jax.decoding.choice.tiers import Tier, TierChoice, copies, depth_of, nodes_of, scratch_of
 from eagle3_jax.decoding.device import shapes
 from eagle3_jax.decoding.device.chunk import Chunk
@@ -53,6 +54,7 @@ class EngineStats:
         free_pages, pages: pages of the caches.
         stalled: seconds since work last came back from the device, 0 while no thread works. It grows where a device
             hangs, and during a compilation.
+        adapt: what the head has learnt; None where it does not learn.
     """
 
     programs: int = 0
@@ -71,6 +73,7 @@ class EngineStats:
     free_pages: int = 0
     pages: int = 0
     stalled: float = 0.0
+    adapt: AdaptStats | None = None
 
 
 class Scheduler:
@@ -81,6 +84,7 @@ class Scheduler:
         eos: token ids that end an answer.
         prefix_cache: keeps the pages of ended requests for prompts that begin alike.
         queue_limit: requests that may wait; None is no limit.
+        learner: makes the head learn from the requests; None leaves it as it is.
 
     Attributes:
         changes: guards the queue; notified after every turn. Reentrant: a finalizer may abort inside `add`.
@@ -89,12 +93,19 @@ class Scheduler:
     """
 
     def __init__(
-        self, runner: ModelRunner, choice: TierChoice, eos: frozenset[int], prefix_cache: bool, queue_limit: int | None
+        self,
+        runner: ModelRunner,
+        choice: TierChoice,
+        eos: frozenset[int],
+        prefix_cache: bool,
+        queue_limit: int | None,
+        learner: Learner | None = None,
     ) -> None:
         self.changes = threading.Condition()
         self.ended = 0
         self.delivered = -math.inf
         self._runner, self._choice, self._eos, self.queue_limit = runner, choice, eos, queue_limit
+        self._learner = learner
         sizes = runner.sizes
         self._pool = PagePool(sizes.pages, sizes.page_size, reuse=prefix_cache)
         self._stats = EngineStats(pages=sizes.pages)
@@ -202,6 +213,7 @@ class Scheduler:
                 running=sum(request is not None for request in self._slots),
                 waiting=len(self._waiting),
                 free_pages=self._pool.available,
+                adapt=None if self._learner is None else dataclasses.replace(self._learner.stats),
             )
 
     # For the one thread that works.
@@ -211,6 +223,7 @@ class Scheduler:
 
         Raises an interruption, or a failure before any request began; other failures end in the requests' outputs.
         """
+        start = time.monotonic()
         try:
             self._change_target()
             self.sweep()
@@ -224,6 +237,8 @@ class Scheduler:
                 self._reports.popleft()
             if not self._reports and not any(self._slots):
                 self._pool.check_idle()
+            if self._learner is not None:
+                self._learn(self._learner, time.monotonic() - start)
         except BaseException as error:
             if not self._give_up(error) or not isinstance(error, Exception):
                 raise
@@ -261,9 +276,23 @@ class Scheduler:
             return
         self._runner.replace_target(target)
         self._pool.forget()
+        if self._learner is not None:
+            self._learner.teach(target)
         for request in filter(None, self._slots):
             assert request.allocation is not None
             request.allocation.registering = False
+
+    def _learn(self, learner: Learner, busy: float) -> None:
+        """Lets the head learn; the next dispatch drafts with a better one. A failure ends the learning alone."""
+        try:
+            better = learner.learn(busy)
+        except Exception:
+            _log.exception("the head stays as it is: learning failed")
+            self._learner = None
+            return
+        if better is not None:
+            self._runner.replace_draft(better)
+            self._choice.renew()
 
     def _admit(self) -> None:
         """Gives slots and pages to waiting requests, in the order of arrival."""
@@ -404,6 +433,10 @@ class Scheduler:
         failed = output.finish_reason == "error"
         if request.read == len(request.ids) and not failed:  # the last chosen token is not in the caches
             self._pool.register(request.allocation, request.tokens, drafted=not request.debt.tokens)
+            observed = self._runner.observed if request.adapt and self._learner is not None else None
+            if observed is not None and len(request.tokens) > len(request.ids) + 1:
+                assert self._learner is not None
+                self._learner.keep(observed, request.slot, request.tokens[:-1], request.cached, len(request.ids))
         self._pool.release(request.allocation, forget=failed)
         self._slots[request.slot] = None
         if still_runs:

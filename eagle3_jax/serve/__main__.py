@@ -30,6 +30,7 @@ from eagle3_jax.runs.command_line import Parser
 from eagle3_jax.serve import alike
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_ADAPT = "serve.adapt"
 _ENDING = 10.0  # seconds for the engine to end after the stop
 
 # Flag -> field. Flags have SGLang's names, where it has one.
@@ -85,6 +86,7 @@ def configure(argv: Sequence[str] | None = None) -> RunConfig:
     parser.add_argument("--config", help="YAML run file, see configs/; or name a --target")
     for flag, field in _FLAGS.items():
         parser.add_argument(flag, dest=field, metavar="VALUE", help=field)
+    parser.add_argument("--adapt", dest=_ADAPT, action="store_const", const={}, help="the head learns while it serves")
     parser.add_argument(_ALGORITHM, dest=_ALGORITHM, metavar="NAME", help=f"SGLang's: {', '.join(_ALGORITHMS)}")
     arguments, rest = parser.parse_known_args(argv)
     given = {field: value for field, value in vars(arguments).items() if value is not None}
@@ -95,7 +97,7 @@ def configure(argv: Sequence[str] | None = None) -> RunConfig:
         sys.exit(2)
 
 
-def _with_flags(path: str | None, overrides: Sequence[str], given: dict[str, str]) -> RunConfig:
+def _with_flags(path: str | None, overrides: Sequence[str], given: dict[str, Any]) -> RunConfig:
     """Reads the configuration and applies the flags. Raises ConfigError."""
     if overrides and not overrides[0].startswith("-"):
         raise ConfigError(f"got {overrides[0]!r} without a flag, expected --target {overrides[0]}")
@@ -110,6 +112,9 @@ def _with_flags(path: str | None, overrides: Sequence[str], given: dict[str, str
         alone = {"run_dir": ".", "serve": {"draft": AUTO}}
         config = run_file.with_overrides(alone, overrides)
     values = run_file.to_dict(config)
+    adapt = given.pop(_ADAPT, None)
+    if values["serve"]["adapt"] is None:
+        values["serve"]["adapt"] = adapt
     algorithm = given.pop(_ALGORITHM, None)
     if algorithm is not None:
         values["serve"]["draft"] = _drafts_by(algorithm, given.pop("serve.draft", config.serve.draft))
@@ -167,6 +172,8 @@ def load(config: RunConfig, say: Callable[[str], Any] = lambda _: None) -> Engin
     settings, trees = config.serve, config.serve.trees
     alike.check(config)
     replica = own_replica(make_mesh(config.mesh))
+    if settings.adapt is not None and (config.mesh.data != 1 or processes.count() > 1):
+        raise ValueError("serve.adapt: got it for several replicas or processes, expected one of each (mesh.data 1)")
     target = load_target(config.target, replica.mesh if replica.mesh.size > 1 else None)
     draft = settings.draft
     if draft is None:
@@ -180,6 +187,7 @@ def load(config: RunConfig, say: Callable[[str], Any] = lambda _: None) -> Engin
             settings.max_length,
             token_map=settings.token_map,
             memory_fraction=settings.memory_fraction,
+            adapt=settings.adapt,
         )
         for row in data_parallel.targets(target, replica)
     ]

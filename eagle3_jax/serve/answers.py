@@ -27,13 +27,13 @@ def submit(
     params: SamplingParams,
     count: int,
     deadline: float,
-    *,
-    drafts: bool,
+    **options: bool,
 ) -> list[Request]:
     """Submits all answers to some prompts, or none. Slow: call it outside the event loop's thread.
 
     Args:
-        count: answers to each prompt. deadline: on the clock of time.monotonic. drafts: see `Engine.submit`.
+        count: answers to each prompt. deadline: on the clock of time.monotonic.
+        **options: `drafts` and `adapt`, see `Engine.submit`.
 
     Raises:
         ApiError: the queue is full. ValueError: the engine refuses a prompt or the parameters.
@@ -45,7 +45,7 @@ def submit(
             key = tuple(ids)
             for _ in range(count):
                 left = max(deadline - time.monotonic(), 1e-3)
-                requests.append(engine.submit(ids, params, timeout=left, sample=samples[key], drafts=drafts))
+                requests.append(engine.submit(ids, params, timeout=left, sample=samples[key], **options))
                 samples[key] += 1  # equal prompts draw further samples
     except BaseException as error:
         engine.abort(*requests)

@@ -164,7 +164,8 @@ class _Server:
 
     def _submit(self, body: protocol.RequestBody, params: SamplingParams, deadline: float) -> list[EngineRequest]:
         prompts = [body.encode(self.pool, prompt) for prompt in body.prompts]
-        return submit(self.pool, prompts, params, body.answers, deadline, drafts=body.drafts is not False)
+        options = {"drafts": body.drafts is not False, "adapt": body.adapt is not False}
+        return submit(self.pool, prompts, params, body.answers, deadline, **options)
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self.model):

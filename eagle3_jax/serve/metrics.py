@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.request import Output
+from eagle3_jax.decoding.scheduler import EngineStats
 
 ENDPOINTS = ("/", "/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics")
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
@@ -65,6 +66,7 @@ class EngineState(Collector):
         }
         for name, (text, values) in counters.items():
             yield _filled(CounterMetricFamily(f"eagle3_jax_{name}", text, labels=["replica"]), values)
+        yield from _adapted(stats)
         labels = ["replica", "tier"]
         tiers = CounterMetricFamily("eagle3_jax_tier_dispatches", "Dispatches of rounds in a tier.", labels=labels)
         in_use = GaugeMetricFamily("eagle3_jax_tier_in_use", "1: the latest rounds ran in it.", labels=labels)
@@ -74,6 +76,34 @@ class EngineState(Collector):
                 in_use.add_metric([str(number), tier], float(tier == one.tier))
         yield tiers
         yield in_use
+
+
+def _adapted(stats: Sequence[EngineStats]) -> Iterator[Metric]:
+    """Exports what live heads have learnt (`serve.adapt`)."""
+    found = [one.adapt for one in stats if one.adapt is not None]
+    if len(found) < len(stats):
+        return
+    gauges = {
+        "adapt_tokens": ("Tokens that the head learns from.", [one.tokens for one in found]),
+        "adapt_loss": ("Loss of the latest training step.", [one.loss for one in found]),
+        "adapt_tau_before": (
+            "Tokens a round on held-back requests, of the head that drafted before the latest judgement.",
+            [one.tau_before for one in found],
+        ),
+        "adapt_tau_after": ("The same of the head that drafts since.", [one.tau_after for one in found]),
+        "adapt_share": ("Share of the engine's time for learning.", [one.share for one in found]),
+    }
+    for name, (text, values) in gauges.items():
+        yield _filled(GaugeMetricFamily(f"eagle3_jax_{name}", text, labels=["replica"]), values)
+    counters = {
+        "adapt_requests": ("Requests that the head may learn from.", [one.requests for one in found]),
+        "adapt_steps": ("Training steps.", [one.steps for one in found]),
+        "adapt_heads": ("Heads that were judged better, and drafted.", [one.heads for one in found]),
+        "adapt_rollbacks": ("Heads that were not.", [one.rollbacks for one in found]),
+        "adapt_seconds": ("Time of learning.", [one.seconds for one in found]),
+    }
+    for name, (text, values) in counters.items():
+        yield _filled(CounterMetricFamily(f"eagle3_jax_{name}", text, labels=["replica"]), values)
 
 
 def _filled(family: Family, values: Sequence[int | float]) -> Family:

@@ -160,6 +160,7 @@ class RequestBody(pydantic.BaseModel):
         temperature: 1.0 by default, as OpenAI's; the engine's own default is greedy.
         seed: drawn by default, and for -1 (as in vLLM); equal seeds give equal answers.
         drafts: false decodes without drafts, for comparison (`Engine.submit`).
+        adapt: false lets no head learn from the request (`serve.adapt`).
         return_token_ids: the response has the token ids of the prompts and the answers, where vLLM has them.
     """
 
@@ -190,6 +191,7 @@ class RequestBody(pydantic.BaseModel):
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_IDS)] | None = None
     ignore_eos: bool | None = None
     drafts: bool | None = None
+    adapt: bool | None = None
     return_token_ids: bool | None = None
 
     @property

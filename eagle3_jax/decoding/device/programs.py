@@ -86,7 +86,14 @@ def prefill(models: Models, state: State, chunk: Chunk) -> tuple[State, Int[Arra
     def join(rows: Any, new: Any) -> Any:
         return jax.tree.map(lambda all_, x: all_.at[at].set(x, mode="drop"), rows, new)
 
-    history, unread = state.history, state.unread
+    history, unread, observed = state.history, state.unread, state.observed
+    if observed is not None:
+        positions = chunk.starts[:, None] + jnp.arange(found.hidden.shape[1])[None]
+        stop = jnp.zeros(batch, jnp.int32).at[chunk.slots].max(lengths, mode="drop")[chunk.slots]  # of all rows
+        newest = positions >= stop[:, None] - observed.argmax.shape[1]
+        taken = (positions < lengths[:, None]) & newest
+        unknown = jnp.zeros_like(positions)
+        observed = observed.put(chunk.slots, positions, taken, found.aux, found.hidden, unknown)
     if history is not None:
         history = history.at[at, lengths].set(found.root, mode="drop")
     if unread is not None:
@@ -106,6 +113,7 @@ def prefill(models: Models, state: State, chunk: Chunk) -> tuple[State, Int[Arra
         draft_state=join(state.draft_state, found.draft_state),
         history=history,
         unread=unread,
+        observed=observed,
     )
     report = Report.of_prefill(best).pack(root=found.root, done=done, failed=found.failed, **_logprob_columns(logprobs))
     return constrain(state, STATE_SHARDING_RULES), constrain(report, ())

@@ -18,6 +18,7 @@ from eagle3_jax.decoding.choice.tiers import Tier
 from eagle3_jax.decoding.device import programs, shapes
 from eagle3_jax.decoding.device.chunk import Chunk
 from eagle3_jax.decoding.device.models import Models
+from eagle3_jax.decoding.device.observed import Observed
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.measure import profile, timing
 from eagle3_jax.decoding.measure.profile import Round
@@ -98,15 +99,24 @@ class ModelRunner:
         self._example: State | None = None  # a state without its memory, for `compile`
 
     def replace_draft(self, draft: Draft) -> None:
-        """Drafts with other weights of the same shapes from now on. Forgets the state.
+        """Drafts with other weights of the same shapes from now on. The state stays, and the head's caches with it.
 
         The weights are stored as those before, perhaps rounded to bfloat16, so that nothing is compiled again.
         """
-        draft = for_inference(draft if self.mesh is None else _spread(draft, self.mesh))
-        draft = jax.tree.map(lambda before, leaf: leaf.astype(before.dtype), self.draft, draft)
-        self.draft = draft
+        there = self.mesh is None or mesh_of(draft.head.output_rows) == self.mesh
+        draft = for_inference(draft if there else _spread(draft, self.mesh))
+
+        def as_before(before: jax.Array, leaf: jax.Array) -> jax.Array:
+            leaf = leaf.astype(before.dtype)
+            return jax.device_put(leaf, before.sharding) if before.committed else leaf
+
+        self.draft = jax.tree.map(as_before, self.draft, draft)
         self._pad()
-        self.reset()
+
+    @property
+    def observed(self) -> Observed | None:
+        """What verification computed of each slot, with `Sizes.observed`; None before the first call."""
+        return None if self._state is None else self._state.observed
 
     def packed_target(self, target: TargetModel) -> TargetModel:
         """Returns a target of the shapes and dtypes of the runner's own, packed and placed as that one, in new arrays.

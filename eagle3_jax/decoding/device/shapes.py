@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from eagle3_jax.decoding.choice.tiers import Tier, scratch_of
+from eagle3_jax.decoding.choice.tiers import Tier, depth_of, scratch_of
 
 # Most rounds of one decode step: requests join and leave between two steps.
 ROUNDS = 4
@@ -34,6 +34,7 @@ class Sizes:
         pages: pages of the caches, without `TRASH`.
         page_size: in tokens.
         pages_per_sequence: pages of the longest request, the scratch of a round included.
+        observed: newest tokens of each sequence whose states are kept (`Observed`); 0 keeps none.
     """
 
     batch: int
@@ -41,15 +42,24 @@ class Sizes:
     pages: int
     page_size: int
     pages_per_sequence: int
+    observed: int = 0
 
     @classmethod
     def plan(
-        cls, batch: int, max_length: int, page_size: int, tiers: Sequence[Tier], kv_tokens: int | None = None
+        cls,
+        batch: int,
+        max_length: int,
+        page_size: int,
+        tiers: Sequence[Tier],
+        kv_tokens: int | None = None,
+        learned: int = 0,
     ) -> Sizes:
         """Chooses the sizes.
 
         Args:
             kv_tokens: cache tokens of all requests together; None lets each sequence of the batch be `max_length` long.
+
+            learned: tokens of an ended request that a head may learn from; 0 where none learns.
 
         Raises:
             ValueError: no room for one request.
@@ -58,7 +68,9 @@ class Sizes:
         pages = each * batch if kv_tokens is None else kv_tokens // page_size
         if pages < each:
             raise ValueError(f"kv_tokens: got {kv_tokens}, expected at least {each * page_size}, room for one request")
-        return cls(batch, max_length, pages, page_size, each)
+        # The device may be two dispatches ahead of the host that ends a request.
+        observed = learned and learned + 2 * ROUNDS * (depth_of(tiers) + 1)
+        return cls(batch, max_length, pages, page_size, each, observed)
 
     @property
     def cache_length(self) -> int:

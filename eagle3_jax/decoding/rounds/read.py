@@ -28,6 +28,7 @@ class Read:
         processed: its log-probability under the distribution that it was drawn from; 0 in greedy programs.
         failed: whether they are not finite.
         draft_state: the head's state at the last pair; None in vanilla decoding.
+        hidden, aux: the target's states at every position.
     """
 
     logits: Float[Array, "b v"]
@@ -35,6 +36,8 @@ class Read:
     processed: Float[Array, " b"]
     failed: Bool[Array, " b"]
     draft_state: Float[Array, "b h"] | None
+    hidden: Float[Array, "b t h"]
+    aux: Float[Array, "b t f"]
 
 
 def read(
@@ -85,7 +88,7 @@ def read(
             page_table=page_table,
         )
         draft_state = states[:, 0]
-    return Read(logits, root, processed, failed, draft_state), (cache, draft_cache)
+    return Read(logits, root, processed, failed, draft_state, hidden, aux), (cache, draft_cache)
 
 
 def _first_token(

@@ -114,6 +114,7 @@ class Verified:
         aux: the target's states along the path, for the head.
         logits: at every node, for log-probabilities; None in greedy programs.
         processed: log-probabilities of `chosen`, see `verify`; None in greedy programs.
+        hidden, argmax: the last hidden state and the most probable next token along the path; None unless observed.
     """
 
     walk: Walk
@@ -121,6 +122,8 @@ class Verified:
     aux: Float[Array, "b p f"]
     logits: Float[Array, "b n v"] | None
     processed: Float[Array, "b p"] | None
+    hidden: Float[Array, "b p h"] | None = None
+    argmax: Int[Array, "b p"] | None = None
 
 
 def verify_tree(
@@ -163,6 +166,12 @@ def verify_tree(
         None if greedy is True else logits,
         processed,
     )
+    if state.observed is not None:
+        verified = dataclasses.replace(
+            verified,
+            hidden=jnp.take_along_axis(hidden, walk.path[:, :, None], axis=1),
+            argmax=jnp.take_along_axis(argmax(logits), walk.path, axis=1),
+        )
     return verified, dataclasses.replace(
         state,
         cache=cache,
@@ -195,7 +204,12 @@ def extend(
     if logprobs is not None and greedy is not True:
         asked = (state.requests.logprobs >= 0).any()
         logprobs = _with_logprobs(logprobs, asked, verified, state.num_output)
-    history = state.history
+    history, observed = state.history, state.observed
+    if observed is not None:
+        assert verified.hidden is not None
+        assert verified.argmax is not None
+        rows, positions, taken = jnp.arange(len(count)), lengths[:, None] + width, width < count[:, None]
+        observed = observed.put(rows, positions, taken, verified.aux, verified.hidden, verified.argmax)
     if history is not None:
         column = jnp.arange(history.shape[1])[None]
         history = jnp.where(column > (lengths + count)[:, None], history, put_at(history, chosen, lengths + 1))
@@ -216,6 +230,7 @@ def extend(
         draft_state=draft_state,
         history=history,
         unread=unread,
+        observed=observed,
     )
 
 

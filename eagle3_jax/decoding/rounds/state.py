@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from eagle3_jax.decoding.choice.tiers import Tier, copies, depth_of, nodes_of
 from eagle3_jax.decoding.device.catch_up import Unread
 from eagle3_jax.decoding.device.models import Models
+from eagle3_jax.decoding.device.observed import Observed
 from eagle3_jax.decoding.device.shapes import ROUNDS, Sizes
 from eagle3_jax.decoding.params import MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
 from eagle3_jax.decoding.rounds.sampling import Rows, Sampling, TokenCounts, entry
@@ -93,6 +94,7 @@ class State:
         unread: pairs that a resting head has missed; None if it never rests.
         ends: `num_output` after each round of one `decode`, 0 after rounds that did not run; None if unused.
         last_tree: tree of the last round that each sequence took part in; None if unused.
+        observed: what verification computed, for a head that learns from it; else None.
     """
 
     cache: KVCache
@@ -115,6 +117,7 @@ class State:
     unread: Unread | None = None
     ends: Int[Array, "b rounds"] | None = None
     last_tree: LastTree | None = None
+    observed: Observed | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -177,6 +180,10 @@ def empty_state(models: Models, sizes: Sizes, tiers: Sequence[Tier], kv_dtype: A
     if draft is not None and not all(tier.head for tier in tiers):
         width = draft.head.config.num_aux_layers * draft.head.config.target_hidden_size
         state = dataclasses.replace(state, unread=Unread.empty(batch, width, steps + 1, draft.head.dtype))
+    if draft is not None and sizes.observed:
+        width = draft.head.config.num_aux_layers * draft.head.config.target_hidden_size
+        observed = Observed.empty(batch, sizes.observed, width, target.config.hidden_size)
+        state = dataclasses.replace(state, observed=observed)
     return constrain(state, STATE_SHARDING_RULES)
 
 

@@ -1,0 +1,66 @@
+"""A live head as the scheduler sees it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from eagle3_jax.decoding.device.observed import Observed
+from eagle3_jax.models.drafts.head import Draft
+from eagle3_jax.models.target import TargetModel
+
+
+@dataclasses.dataclass
+class AdaptStats:
+    """What a live head has learnt since the engine was made.
+
+    Attributes:
+        requests: ended requests that entered the ring.
+        tokens: tokens in the ring now.
+        steps: training steps, those rolled back included.
+        loss: of the latest step; NaN before the first.
+        heads: heads that were judged better and draft since.
+        rollbacks: heads that were not: worse on the held-back requests, or NaN.
+        tau_before, tau_after: tokens per round, replayed on the held-back requests of the latest judgement: of the head
+            that drafted before it, and of the one since; NaN before the first.
+        seconds: time of steps and judgements.
+        share: their share of the engine's time.
+    """
+
+    requests: int = 0
+    tokens: int = 0
+    steps: int = 0
+    loss: float = float("nan")
+    heads: int = 0
+    rollbacks: int = 0
+    tau_before: float = float("nan")
+    tau_after: float = float("nan")
+    seconds: float = 0.0
+    share: float = 0.0
+
+
+@runtime_checkable
+class Learner(Protocol):
+    """Learns from ended requests, between dispatches."""
+
+    stats: AdaptStats
+
+    def keep(self, observed: Observed, slot: int, token_ids: Sequence[int], first: int, answer: int) -> None:
+        """Takes an ended request's states, see `Ring.keep`; only the last `window` tokens are learnt from."""
+
+    def learn(self, busy: float) -> Draft | None:
+        """Takes a step, if the time allows it.
+
+        Args:
+            busy: seconds of the engine's work since the last call.
+
+        Returns:
+            A better head, to draft from now on.
+        """
+
+    def teach(self, target: TargetModel) -> None:
+        """Learns from another target from now on."""
+
+    def compile(self) -> None:
+        """Compiles its programs ahead of requests."""

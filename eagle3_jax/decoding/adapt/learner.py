@@ -1,0 +1,211 @@
+"""A live head: training steps on what verification computed, judged on held-back requests before they draft."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import logging
+import math
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eagle3_jax.acceptance import AcceptanceCounts
+from eagle3_jax.config import AdaptConfig, MeshConfig, TrainConfig
+from eagle3_jax.data import vocab
+from eagle3_jax.decoding.adapt.api import AdaptStats
+from eagle3_jax.decoding.adapt.ring import Ring
+from eagle3_jax.decoding.device.observed import Observed
+from eagle3_jax.kernels.linear.layouts import dense
+from eagle3_jax.mesh import make_mesh, mesh_of
+from eagle3_jax.models.drafts.eagle3 import DraftHead
+from eagle3_jax.models.drafts.head import Draft
+from eagle3_jax.models.target import TargetModel
+from eagle3_jax.runs import disk, manifest
+from eagle3_jax.training.batch import Teacher
+from eagle3_jax.training.checkpoint import CheckpointError, Checkpoints
+from eagle3_jax.training.kinds.block import DFlash2Kind, DFlashKind, DSparkKind
+from eagle3_jax.training.kinds.eagle3 import Eagle3
+from eagle3_jax.training.kinds.kind import Kind
+from eagle3_jax.training.optimizer import make_optimizer
+from eagle3_jax.training.state import TrainState, init_state, make_eval_step, make_train_step
+
+_log = logging.getLogger(__name__)
+
+_KINDS: dict[type, type[Kind]] = {DraftHead: Eagle3} | {
+    kind.head: kind for kind in (DFlashKind, DSparkKind, DFlash2Kind)
+}
+# One of so many requests, and of the ring's rows, is held back.
+_HELD = 8
+# Steps of the optimizer's schedule, whose rate stays at its peak: a server has no last step.
+_FOREVER = 1 << 40
+
+
+class HeadLearner:
+    """See `Learner`.
+
+    Args:
+        target: the engine's.
+        draft: a head of EAGLE-3, or a block head.
+        identity: `Target.identity`, for the manifest of `config.folder`.
+
+    Raises:
+        ValueError: another kind of draft, or a folder without an identity.
+        LockError, ManifestError: another process has the folder, or it holds other work.
+    """
+
+    def __init__(
+        self, config: AdaptConfig, target: TargetModel, draft: Draft, identity: Mapping[str, Any] | None
+    ) -> None:
+        head = draft.head
+        if (kind := _KINDS.get(type(head))) is None:
+            expected = "a head of EAGLE-3, DFlash, DSpark or DFlash2"
+            raise ValueError(f"adapt: got a draft of {type(head).__name__}, expected {expected}")
+        run = TrainConfig(
+            ttt_steps=config.ttt_steps,
+            batch_size=config.batch_size,
+            row_length=config.row_length,
+            loss_block=math.gcd(config.row_length, 128),
+            loss_reduction="mask",
+            learning_rate=config.learning_rate,
+            warmup_ratio=0.0,
+        )
+        self.stats, self._config = AdaptStats(), config
+        self._kind, self._token_ids, self._dtype = kind(head.config, run), draft.token_ids, head.dtype
+        mesh = mesh_of(target.embed[...])
+        if mesh is None:
+            (device,) = target.embed[...].sharding.device_set
+            mesh = make_mesh(MeshConfig(data=1, model=1), [device])
+        optimizer = make_optimizer(run, _FOREVER)
+        self._state = init_state(lambda x: x, jax.tree.map(_float32, head), optimizer, mesh)
+        self._train_step, self._eval_step = (
+            make_train_step(self._kind, optimizer, mesh),
+            make_eval_step(self._kind, mesh),
+        )
+        self._compiled: tuple[Any, Any] | None = None
+        self.teach(target)
+        rows, c = config.ring_tokens // config.row_length, head.config
+        held = max(1, rows // _HELD)
+        sizes = config.row_length, c.num_aux_layers * c.target_hidden_size, target.config.hidden_size
+        self._ring, self._held = Ring(rows - held, *sizes), Ring(held, *sizes)
+        self._rng, self._busy, self._unjudged = np.random.default_rng(0), 0.0, 0
+        self._checkpoints: Checkpoints | None = None
+        if config.folder is not None:
+            self._open(config.folder, identity)
+        self._served = _copied(self._state)
+
+    def _open(self, folder: str, identity: Mapping[str, Any] | None) -> None:
+        """Goes on where the folder's last process was, and keeps others out until this one ends."""
+        if identity is None:
+            raise ValueError(f"adapt.folder: got {folder} for a target without an identity, expected `Engine.load`")
+        place, ids = disk.path_of(folder), np.asarray(self._token_ids)
+        held = contextlib.ExitStack()
+        held.enter_context(disk.lock(place))
+        self._close = weakref.finalize(self, held.close)
+        shape = dataclasses.asdict(self._kind.shape)
+        vocabulary = hashlib.sha256(ids.tobytes()).hexdigest()
+        made = {"verb": "serve", "target": dict(identity), "head": shape, "vocabulary": vocabulary}
+        manifest.begin(place, made, place="adapt.folder")
+        vocab.save(place, ids)
+        self._checkpoints = held.enter_context(Checkpoints(place, keep=2))
+        if self._checkpoints.latest is not None:
+            self._state = self._checkpoints.restore(self._state)
+
+    @property
+    def draft(self) -> Draft:
+        """The head that drafts now."""
+        head = self._kind.draft(self._served.head, self._output_rows, self._token_ids).head
+        return Draft(jax.tree.map(lambda x: x.astype(self._dtype), head), self._token_ids)
+
+    def teach(self, target: TargetModel) -> None:
+        """See `Learner`."""
+        self._output_rows = dense(target.output_rows)
+        self._teacher = Teacher.of(dense(target.embed[...]), self._output_rows, self._token_ids)
+
+    def compile(self) -> None:
+        """See `Learner`."""
+        if self._compiled is None:
+            batch = self._ring.batch([-1] * self._config.batch_size)
+            train = self._train_step.lower(self._state, self._teacher, batch).compile()
+            evaluate = self._eval_step.lower(self._state.head, self._teacher, batch).compile()
+            self._compiled = train, evaluate
+
+    def keep(self, observed: Observed, slot: int, token_ids: Sequence[int], first: int, answer: int) -> None:
+        """See `Learner`; every eighth request is held back."""
+        ring = self._held if self.stats.requests % _HELD == 0 else self._ring
+        ring.keep(observed, slot, token_ids, max(first, len(token_ids) - self._config.row_length), answer)
+        self.stats.requests += 1
+        self.stats.tokens = self._ring.tokens + self._held.tokens
+
+    def learn(self, busy: float) -> Draft | None:
+        """See `Learner`; steps begin once the ring has rows for one, and requests are held back."""
+        stats, config = self.stats, self._config
+        self._busy += busy
+        stats.share = stats.seconds / (self._busy + stats.seconds)
+        rows = self._ring.filled
+        if stats.share > config.share or len(rows) < config.batch_size or not len(self._held.filled):
+            return None
+        self.compile()
+        start = time.monotonic()
+        better = self._step(self._rng.choice(rows, config.batch_size, replace=False).tolist())
+        stats.seconds += time.monotonic() - start
+        return self.draft if better else None
+
+    def _step(self, rows: Sequence[int]) -> bool:
+        """Takes a step on these rows. Returns whether a better head drafts from now on."""
+        assert self._compiled is not None
+        stats, (train_step, _) = self.stats, self._compiled
+        self._state, sums = train_step(self._state, self._teacher, self._ring.batch(rows))
+        stats.steps, stats.loss, self._unjudged = stats.steps + 1, float(sums["loss"]), self._unjudged + 1
+        finite = np.isfinite([stats.loss, float(sums["gradient_norm"])]).all()
+        if finite and self._unjudged < self._config.judge_every:
+            return False
+        self._unjudged = 0
+        if finite and self._is_better():
+            self._served = _copied(self._state)
+            stats.heads += 1
+            self._save()
+            return True
+        self._state = _copied(self._served)
+        stats.rollbacks += 1
+        return False
+
+    def _is_better(self) -> bool:
+        """Compares the head with the one that drafts, by cross entropy on the held-back requests."""
+        (before, tau_before), (after, tau_after) = (self._judged(state.head) for state in (self._served, self._state))
+        self.stats.tau_before = tau_before
+        self.stats.tau_after = tau_after if after < before else tau_before
+        return after < before
+
+    def _judged(self, head: Any) -> tuple[float, float]:
+        """Computes the mean cross entropy and the replayed tau on all held-back rows."""
+        assert self._compiled is not None
+        size, rows = self._config.batch_size, self._held.filled.tolist()
+        rows += [-1] * (-len(rows) % size)
+        batches = [self._held.batch(rows[at : at + size]) for at in range(0, len(rows), size)]
+        sums = jax.device_get([self._compiled[1](head, self._teacher, batch) for batch in batches])
+        total = {name: sum(one[name] for one in sums) for name in ("cross_entropy", "compared", "rounds", "accepted")}
+        counts = AcceptanceCounts(int(total["rounds"]), total["accepted"].tolist())
+        return float(total["cross_entropy"].sum() / max(total["compared"].sum(), 1)), counts.tau
+
+    def _save(self) -> None:
+        if self._checkpoints is not None:
+            try:
+                self._checkpoints.save(self._served)
+            except CheckpointError as error:  # such as a full disk: the next head may be written
+                _log.warning("%s", error)
+
+
+def _float32(x: Any) -> jax.Array:
+    """Copies an array: the state's are donated."""
+    return jnp.array(x, jnp.float32)
+
+
+def _copied(state: TrainState) -> TrainState:
+    return jax.tree.map(jnp.copy, state)

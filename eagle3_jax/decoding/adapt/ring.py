@@ -1,0 +1,100 @@
+"""Rows of the newest requests with what verification computed of them: the batches of a live head."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from eagle3_jax.decoding.device.observed import Observed
+from eagle3_jax.training.batch import Batch
+
+
+class Ring:
+    """The newest tokens, the oldest overwritten: states on the device, token ids in the host's memory.
+
+    Args:
+        rows, length: rows of so many tokens.
+        aux, hidden: widths of the states.
+    """
+
+    def __init__(self, rows: int, length: int, aux: int, hidden: int) -> None:
+        self.length, self._end, self._at, self._documents = length, rows * length, 0, 0
+        room = self._end + length  # a request's row is copied whole, its padding too
+        self._states = Observed.empty(1, room, aux, hidden)
+        self._token_ids, self._answered, self._document = (np.zeros(room, np.int32) for _ in range(3))
+
+    def keep(self, observed: Observed, slot: int, token_ids: Sequence[int], first: int, answer: int) -> None:
+        """Copies a request's states.
+
+        Args:
+            observed: has the states of all `token_ids` from `first` on, at most `length` of them.
+            answer: position of the answer's first token.
+        """
+        count = len(token_ids) - first
+        if self._at + count > self._end:
+            self._document[self._at :] = 0
+            self._at = 0
+        kept, copied = slice(self._at, self._at + count), slice(self._at, self._at + self.length)
+        self._states = _copy(
+            self._states, observed, jnp.int32(slot), jnp.int32(first), jnp.int32(self._at), self.length
+        )
+        self._documents += 1
+        self._document[copied] = 0
+        self._document[kept] = self._documents
+        self._token_ids[kept] = token_ids[first:]
+        self._answered[kept] = np.arange(first, len(token_ids)) >= answer
+        self._at += count
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the ring."""
+        return int((self._document > 0).sum())
+
+    @property
+    def filled(self) -> Int[np.ndarray, " n"]:
+        """Indices of the rows that hold tokens of answers."""
+        held = (self._document > 0) & (self._answered > 0)
+        return np.flatnonzero(held[: self._end].reshape(-1, self.length).any(axis=1))
+
+    def batch(self, rows: Sequence[int]) -> Batch:
+        """Returns some rows; -1 is an empty one."""
+        index = np.asarray(rows)[:, None]
+        places = np.maximum(index, 0) * self.length + np.arange(self.length)
+        document = np.where(index < 0, 0, self._document[places])
+        begins = np.ones(document.shape, bool)
+        begins[:, 1:] = document[:, 1:] != document[:, :-1]
+        column = np.arange(self.length)
+        starts = np.maximum.accumulate(np.where(begins, column, 0), axis=1)
+        aux, last_hidden, argmax = _rows(self._states, jnp.asarray(places, jnp.int32))
+        return Batch(
+            token_ids=self._token_ids[places],
+            aux=aux,
+            last_hidden=last_hidden,
+            argmax=argmax,
+            loss_mask=self._answered[places],
+            segment_ids=np.where(document > 0, np.cumsum(begins, axis=1), 0).astype(np.int32),
+            positions=(column - starts).astype(np.int32),
+        )
+
+
+@functools.partial(jax.jit, static_argnames="length", donate_argnames="states")
+def _copy(
+    states: Observed, observed: Observed, slot: Int[Array, ""], first: Int[Array, ""], at: Int[Array, ""], length: int
+) -> Observed:
+    """Copies `length` positions of a slot, from `first` on, to place `at`."""
+    source = (first + jnp.arange(length)) % observed.argmax.shape[1]
+
+    def put(held: Array, new: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(held, new[slot, source][None], at, 1)
+
+    return jax.tree.map(put, states, observed)
+
+
+@jax.jit
+def _rows(states: Observed, places: Int[Array, "b t"]) -> tuple[Array, Array, Array]:
+    return states.aux[0, places], states.last_hidden[0, places], states.argmax[0, places]

@@ -1,0 +1,60 @@
+"""What verification computed of each slot's newest tokens: a live head learns from it (`decoding.adapt`)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Observed:
+    """The target's states of the newest l positions of each slot; position t lies at t modulo l.
+
+    Attributes:
+        aux: the hidden states that the head reads, concatenated, bfloat16.
+        last_hidden: the last hidden state after the final norm, bfloat16.
+        argmax: the most probable next token; 0 in the prompt.
+    """
+
+    aux: Float[Array, "b l f"]
+    last_hidden: Float[Array, "b l h"]
+    argmax: Int[Array, "b l"]
+
+    @classmethod
+    def empty(cls, batch: int, length: int, aux: int, hidden: int) -> Observed:
+        """Makes a buffer of `length` positions; `aux` and `hidden` are the widths of the states."""
+        shape = batch, length
+        return cls(
+            jnp.zeros((*shape, aux), jnp.bfloat16),
+            jnp.zeros((*shape, hidden), jnp.bfloat16),
+            jnp.zeros(shape, jnp.int32),
+        )
+
+    def put(
+        self,
+        slots: Int[Array, " r"],
+        positions: Int[Array, "r p"],
+        taken: Bool[Array, "r p"],
+        aux: Float[Array, "r p f"],
+        last_hidden: Float[Array, "r p h"],
+        argmax: Int[Array, "r p"],
+    ) -> Observed:
+        """Writes the states of some positions.
+
+        Args:
+            slots: the slot of each row; the batch's size drops the row.
+            taken: the positions to write. At most l of a slot, which follow each other.
+        """
+        length = self.argmax.shape[1]
+        at = jnp.where(taken, positions % length, length)
+
+        def write(held: Array, new: Array) -> Array:
+            return held.at[slots[:, None], at].set(new.astype(held.dtype), mode="drop")
+
+        return Observed(
+            write(self.aux, aux), write(self.last_hidden, last_hidden), write(self.argmax, argmax.astype(jnp.int32))
+        )
