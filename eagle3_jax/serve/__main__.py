@@ -172,8 +172,9 @@ def load(config: RunConfig, say: Callable[[str], Any] = lambda _: None) -> Engin
     settings, trees = config.serve, config.serve.trees
     alike.check(config)
     replica = own_replica(make_mesh(config.mesh))
-    if settings.adapt is not None and (config.mesh.data != 1 or processes.count() > 1):
-        raise ValueError("serve.adapt: got it for several replicas or processes, expected one of each (mesh.data 1)")
+    if settings.adapt is not None and (len(replica.rows) > 1 or processes.count() > 1):
+        got = f"{len(replica.rows)} replicas in {processes.count()} processes"
+        raise ValueError(f"serve.adapt: got it for {got}, expected one in one, such as --dp-size 1")
     target = load_target(config.target, replica.mesh if replica.mesh.size > 1 else None)
     draft = settings.draft
     if draft is None:

@@ -23,7 +23,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
+from eagle3_jax.decoding.adapt.api import AdaptStats
 from eagle3_jax.decoding.params import SamplingParams
+from eagle3_jax.decoding.scheduler import EngineStats
 from eagle3_jax.serve.bodies import Tokens
 from eagle3_jax.serve.metrics import Metrics
 
@@ -356,6 +358,29 @@ def test_metrics_count_what_happened(served):
     assert after[("free_pages", "0")] == after[("pages", "0")] == served.engine.stats().pages
     assert after[("kv_cache_usage", "0")] == 0
     assert after[("requests_waiting", "0")] == after[("requests_running", "0")] == 0
+
+
+def test_a_request_opts_out_of_what_the_head_learns_from(served, monkeypatch):
+    asked, submit = [], served.engine.submit
+    monkeypatch.setattr(served.engine, "submit", lambda *a, **o: asked.append(o["adapt"]) or submit(*a, **o))
+    for more in ({}, {"adapt": True}, {"adapt": False}):
+        body = {"model": MODEL, "prompt": "apple", "max_tokens": 2, **more}
+        assert served.http.post("/v1/completions", json=body).status_code == 200
+    assert asked == [True, True, False]
+    assert served.http.post("/v1/completions", json=body | {"adapt": "no"}).status_code == 400
+
+
+def test_what_a_head_has_learnt_is_measured(engine, monkeypatch):
+    assert b"adapt" not in Metrics(engine).text(), "this one learns nothing"
+    learnt = AdaptStats(steps=12, loss=1.5, heads=2, rollbacks=1, tau_before=2.0, tau_after=2.5, share=0.1)
+    monkeypatch.setattr(engine, "stats", lambda: EngineStats(pages=1, adapt=learnt))
+    found = {
+        sample.name.removeprefix("eagle3_jax_adapt_"): sample.value
+        for family in text_string_to_metric_families(Metrics(engine).text().decode())
+        for sample in family.samples
+    }
+    assert (found["steps_total"], found["heads_total"], found["rollbacks_total"]) == (12, 2, 1)
+    assert (found["loss"], found["tau_before"], found["tau_after"], found["share"]) == (1.5, 2.0, 2.5, 0.1)
 
 
 def test_time_between_tokens_is_that_of_a_piece_over_its_tokens(engine):

@@ -12,7 +12,7 @@ import tiny
 import yaml
 from starlette.applications import Starlette
 
-from eagle3_jax.config import ConfigError, DraftTree, RunConfig, ServeConfig, from_dict
+from eagle3_jax.config import AdaptConfig, ConfigError, DraftTree, RunConfig, ServeConfig, from_dict
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.runs import command
@@ -55,6 +55,15 @@ def test_a_target_s_name_is_enough():
     assert (config.target.name, config.serve.draft, config.serve.trees) == ("smollm2-135m-instruct", "auto", ())
     assert config.serve.host == "127.0.0.1"
     assert serve.configure(["--target", "a", "--draft", "auto"]).serve.draft == "auto"
+
+
+def test_the_head_learns_where_it_is_asked_to():
+    assert serve.configure(["--target", "a"]).serve.adapt is None
+    assert serve.configure(["--target", "a", "--adapt"]).serve.adapt == AdaptConfig()
+    words = ["--target", "a", "--serve.adapt.share", "0.2"]
+    assert (
+        serve.configure(words).serve.adapt == serve.configure([*words, "--adapt"]).serve.adapt == AdaptConfig(share=0.2)
+    )
 
 
 def test_sglang_s_flags_are_understood(run_file):
