@@ -3,8 +3,8 @@
     python tools/adapt_streams.py code multilingual --requests 90
     python tools/adapt_streams.py path/to/questions.jsonl --field question
 
-A stream is the name of a packaged category, or a JSONL file. Both engines answer the same requests in turns, a few at a time, so
-that both meet the same load of the machine. Prints a Markdown table, one row a third of each stream.
+A stream is the name of a packaged category, or a JSONL file. Both engines answer the same requests in turns, a few at a
+time, so that both meet the same load of the machine. Prints a Markdown table, one row a third of each stream.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 import eagle3_jax
 from eagle3_jax import AdaptConfig, DraftTree, Engine, Output, SamplingParams, load_target
 from eagle3_jax.acceptance import AcceptanceCounts
+from eagle3_jax.decoding.prompt import Prompt
 
 PACKAGED = pathlib.Path(eagle3_jax.__file__).parent / "data" / "prompts"
 TURN = 6  # requests of one engine before the other's turn
@@ -31,7 +32,7 @@ class Answers:
     outputs: list[Output] = dataclasses.field(default_factory=list)
     seconds: list[float] = dataclasses.field(default_factory=list)
 
-    def answer(self, prompts: list[str], params: SamplingParams) -> None:
+    def answer(self, prompts: list[Prompt], params: SamplingParams) -> None:
         start = time.monotonic()
         self.outputs += self.engine.generate(prompts, params)
         self.seconds += [(time.monotonic() - start) / len(prompts)] * len(prompts)
@@ -43,11 +44,11 @@ class Answers:
         return sum(len(output.token_ids) for output in self.outputs[part]) / sum(self.seconds[part])
 
 
-def prompts_of(stream: str, field: str, count: int) -> list[str]:
+def prompts_of(stream: str, field: str, count: int) -> list[Prompt]:
     """Reads the first prompts of a packaged category or of a JSONL file."""
     path = PACKAGED / f"{stream}.jsonl"
     lines = (path if path.exists() else pathlib.Path(stream)).read_text().splitlines()
-    key = "prompt" if path.exists() else field
+    key = "messages" if path.exists() else field
     return [json.loads(line)[key] for line in lines[:count]]
 
 

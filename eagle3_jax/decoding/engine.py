@@ -459,8 +459,11 @@ class Engine:
                 name; the engine goes on with the weights before.
         """
         dtype, mesh = self.target.embed[...].dtype, self._runner.mesh
-        target = self._runner.packed_target(trees.target_of(weights, self.target.config, dtype, mesh))
-        self._scheduler.replace_target(target)
+        target = trees.target_of(weights, self.target.config, dtype, mesh)
+        packed = self._runner.packed_target(target)
+        if self._learner is not None:
+            self._learner.teach(packed.embed[...], target.output_rows)
+        self._scheduler.replace_target(packed)
         self._loop.drive(lambda: not self._scheduler.target_waits)
 
     def on(self, runner: ModelRunner) -> Engine:

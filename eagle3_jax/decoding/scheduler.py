@@ -276,8 +276,6 @@ class Scheduler:
             return
         self._runner.replace_target(target)
         self._pool.forget()
-        if self._learner is not None:
-            self._learner.teach(target)
         for request in filter(None, self._slots):
             assert request.allocation is not None
             request.allocation.registering = False

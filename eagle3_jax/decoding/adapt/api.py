@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from eagle3_jax.decoding.device.observed import Observed
 from eagle3_jax.models.drafts.head import Draft
-from eagle3_jax.models.target import TargetModel
 
 
 @dataclasses.dataclass
@@ -59,8 +58,13 @@ class Learner(Protocol):
             A better head, to draft from now on.
         """
 
-    def teach(self, target: TargetModel) -> None:
-        """Learns from another target from now on."""
+    def teach(self, embed: Any, output_rows: Any) -> None:
+        """Learns from another target from now on.
+
+        Args:
+            embed: its embeddings, which stay.
+            output_rows: its LM head, which may be donated afterwards.
+        """
 
     def compile(self) -> None:
         """Compiles its programs ahead of requests."""

@@ -23,7 +23,7 @@ from eagle3_jax.decoding.adapt.api import AdaptStats
 from eagle3_jax.decoding.adapt.ring import Ring
 from eagle3_jax.decoding.device.observed import Observed
 from eagle3_jax.kernels.linear.layouts import dense
-from eagle3_jax.mesh import make_mesh, mesh_of
+from eagle3_jax.mesh import make_mesh, mesh_of, replicated
 from eagle3_jax.models.drafts.eagle3 import DraftHead
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.target import TargetModel
@@ -63,7 +63,7 @@ class HeadLearner:
     def __init__(
         self, config: AdaptConfig, target: TargetModel, draft: Draft, identity: Mapping[str, Any] | None
     ) -> None:
-        head = draft.head
+        head: Any = draft.head
         if (kind := _KINDS.get(type(head))) is None:
             expected = "a head of EAGLE-3, DFlash, DSpark or DFlash2"
             raise ValueError(f"adapt: got a draft of {type(head).__name__}, expected {expected}")
@@ -83,17 +83,20 @@ class HeadLearner:
             (device,) = target.embed[...].sharding.device_set
             mesh = make_mesh(MeshConfig(data=1, model=1), [device])
         optimizer = make_optimizer(run, _FOREVER)
-        self._state = init_state(lambda x: x, jax.tree.map(_float32, head), optimizer, mesh)
+        head = jax.tree.map(lambda x: jnp.array(x, jnp.float32), head)  # a copy: steps donate it
+        if not hasattr(self._kind.abstract(), "lm_head"):  # the target's, see `Kind.draft`
+            del head.lm_head
+        self._state = init_state(lambda x: x, head, optimizer, mesh)
         self._train_step, self._eval_step = (
             make_train_step(self._kind, optimizer, mesh),
             make_eval_step(self._kind, mesh),
         )
         self._compiled: tuple[Any, Any] | None = None
-        self.teach(target)
-        rows, c = config.ring_tokens // config.row_length, head.config
+        self.teach(target.embed[...], target.output_rows)
+        rows, c = config.ring_tokens // config.row_length, self._kind.shape
         held = max(1, rows // _HELD)
         sizes = config.row_length, c.num_aux_layers * c.target_hidden_size, target.config.hidden_size
-        self._ring, self._held = Ring(rows - held, *sizes), Ring(held, *sizes)
+        self._ring, self._held = (Ring(count, *sizes, replicated(mesh)) for count in (rows - held, held))
         self._rng, self._busy, self._unjudged = np.random.default_rng(0), 0.0, 0
         self._checkpoints: Checkpoints | None = None
         if config.folder is not None:
@@ -123,10 +126,12 @@ class HeadLearner:
         head = self._kind.draft(self._served.head, self._output_rows, self._token_ids).head
         return Draft(jax.tree.map(lambda x: x.astype(self._dtype), head), self._token_ids)
 
-    def teach(self, target: TargetModel) -> None:
+    def teach(self, embed: Any, output_rows: Any) -> None:
         """See `Learner`."""
-        self._output_rows = dense(target.output_rows)
-        self._teacher = Teacher.of(dense(target.embed[...]), self._output_rows, self._token_ids)
+        rows = dense(output_rows)
+        self._teacher = Teacher.of(dense(embed), rows, self._token_ids)
+        # Only a head without an LM head reads the target's whole one.
+        self._output_rows = self._teacher.rows if hasattr(self._kind.abstract(), "lm_head") else jnp.copy(rows)
 
     def compile(self) -> None:
         """See `Learner`."""
@@ -200,11 +205,6 @@ class HeadLearner:
                 self._checkpoints.save(self._served)
             except CheckpointError as error:  # such as a full disk: the next head may be written
                 _log.warning("%s", error)
-
-
-def _float32(x: Any) -> jax.Array:
-    """Copies an array: the state's are donated."""
-    return jnp.array(x, jnp.float32)
 
 
 def _copied(state: TrainState) -> TrainState:

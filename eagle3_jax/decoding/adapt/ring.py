@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 from jaxtyping import Array, Int
 
 from eagle3_jax.decoding.device.observed import Observed
@@ -20,12 +21,13 @@ class Ring:
     Args:
         rows, length: rows of so many tokens.
         aux, hidden: widths of the states.
+        sharding: place of the states.
     """
 
-    def __init__(self, rows: int, length: int, aux: int, hidden: int) -> None:
+    def __init__(self, rows: int, length: int, aux: int, hidden: int, sharding: Sharding) -> None:
         self.length, self._end, self._at, self._documents = length, rows * length, 0, 0
         room = self._end + length  # a request's row is copied whole, its padding too
-        self._states = Observed.empty(1, room, aux, hidden)
+        self._states = jax.device_put(Observed.empty(1, room, aux, hidden), sharding)
         self._token_ids, self._answered, self._document = (np.zeros(room, np.int32) for _ in range(3))
 
     def keep(self, observed: Observed, slot: int, token_ids: Sequence[int], first: int, answer: int) -> None:

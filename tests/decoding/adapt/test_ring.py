@@ -1,5 +1,6 @@
 """The ring's rows: packed documents, the newest ones, with the states that belong to them."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -17,7 +18,7 @@ def observed(start: int, length: int = 12) -> Observed:
 
 
 def test_rows_hold_packed_documents_and_the_oldest_are_overwritten():
-    ring = Ring(2, 8, 1, 1)
+    ring = Ring(2, 8, 1, 1, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     assert not len(ring.filled)
     ring.keep(observed(0), 1, list(range(5)), 0, 2)
     ring.keep(observed(100), 1, list(range(100, 120)), 14, 14)  # the last six of twenty tokens
