@@ -8,15 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-import tiny_heads
 from test_engine import CHAIN, Tokenizer, make
 
 from eagle3_jax.config import AdaptConfig, ConfigError, DraftConfig, ExportConfig, RunConfig
+from eagle3_jax.decoding.adapt.learner import HeadLearner
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.export.__main__ import run as export
 from eagle3_jax.formats.heads import load_draft
 from eagle3_jax.models.checkpoint.fetch import Target
+from eagle3_jax.models.drafts.head import Draft
+from eagle3_jax.models.drafts.model import DraftModel
 from eagle3_jax.models.states import target_states
 from eagle3_jax.runs.disk import LockError
 from eagle3_jax.runs.manifest import ManifestError
@@ -149,11 +151,13 @@ def test_impossible_requests_to_adapt_are_refused_before_work(toy):
     wrong = {
         "no draft head": {"draft": None},
         "simulated_acceptance": {"draft": toy.plain, "tree": CHAIN, "simulated_acceptance": 0.5},
-        "DraftModel": {"draft": tiny_heads.draft_model(toy.target, 1, 16)},
     }
     for said, options in wrong.items():
         with pytest.raises(ValueError, match=f"adapt: got .*{said}"):
             Engine(toy.target, Tokenizer(), **options, max_length=64, adapt=ADAPT)
+    model = Draft(DraftModel(toy.target), jnp.arange(24))
+    with pytest.raises(ValueError, match="adapt: got a draft of DraftModel"):
+        HeadLearner(ADAPT, toy.target, model, None)
     with pytest.raises(ValueError, match=r"adapt.folder: got here .* `Engine.load`"):
         live(toy, dataclasses.replace(ADAPT, folder="here"))
 

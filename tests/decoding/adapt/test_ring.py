@@ -8,10 +8,10 @@ from eagle3_jax.decoding.adapt.ring import Ring
 from eagle3_jax.decoding.device.observed import Observed
 
 
-def observed(start: int, length: int = 12) -> Observed:
-    """The state of position t is start + t, in slot 1 of 2."""
+def observed(start: int, stop: int, length: int = 12) -> Observed:
+    """The state of position t, of the newest up to `stop`, is start + t; in slot 1 of 2."""
     position = np.zeros(length)
-    for t in range(20):
+    for t in range(stop):
         position[t % length] = start + t
     states = np.zeros((2, length, 1)) + position[:, None] * np.array([0, 1])[:, None, None]
     return Observed(*(jnp.asarray(states, jnp.bfloat16),) * 2, jnp.asarray(states[..., 0], jnp.int32))
@@ -20,8 +20,8 @@ def observed(start: int, length: int = 12) -> Observed:
 def test_rows_hold_packed_documents_and_the_oldest_are_overwritten():
     ring = Ring(2, 8, 1, 1, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     assert not len(ring.filled)
-    ring.keep(observed(0), 1, list(range(5)), 0, 2)
-    ring.keep(observed(100), 1, list(range(100, 120)), 14, 14)  # the last six of twenty tokens
+    ring.keep(observed(0, 5), 1, list(range(5)), 0, 2)
+    ring.keep(observed(100, 20), 1, list(range(100, 120)), 14, 14)  # the last six of twenty tokens
     batch = ring.batch([0, 1, -1])
     assert batch.token_ids[0].tolist() == [0, 1, 2, 3, 4, 114, 115, 116]
     assert batch.segment_ids.tolist() == [[1] * 5 + [2] * 3, [1] * 3 + [0] * 5, [0] * 8]
@@ -30,7 +30,7 @@ def test_rows_hold_packed_documents_and_the_oldest_are_overwritten():
     assert batch.argmax[0].tolist() == batch.aux[0, :, 0].tolist() == batch.token_ids[0].tolist()
     assert batch.last_hidden[1, :3, 0].tolist() == batch.token_ids[1, :3].tolist() == [117, 118, 119]
     assert (ring.filled.tolist(), ring.tokens) == ([0, 1], 11)
-    ring.keep(observed(50), 1, list(range(50, 57)), 0, 7)  # five places are left: it begins anew
+    ring.keep(observed(50, 7), 1, list(range(50, 57)), 0, 7)  # five places are left: it begins anew
     batch = ring.batch([0, 1])
     assert batch.token_ids[0, :7].tolist() == list(range(50, 57))
     assert batch.segment_ids[0].tolist() == [1] * 7 + [0]
