@@ -411,20 +411,39 @@ def test_a_run_dir_that_goes_with_the_host_is_told(cloud, config):
 
 
 # ---------------------------------------------------------------------------------------------------------------- serve
-def test_a_server_listens_on_loopback_behind_a_tunnel(cloud, config):
-    ended = cloud.run("serve", "--config", str(config), "--port", "8123", "--", "--target.name", "a b", type="v6e-8")
+@pytest.mark.parametrize("kind", ["v6e-8", "v5p-16"])
+def test_a_server_listens_on_loopback_behind_a_tunnel(cloud, config, kind):
+    """On all hosts of the slice; the tunnel leads to the first one."""
+    if kind == "v6e-8":
+        shutil.rmtree(cloud.hosts[1])
+    ended = cloud.run("serve", "--config", str(config), "--port", "8123", "--", "--target.name", "a b", type=kind)
     assert ended.returncode == 0, ended.stderr
-    assert cloud.verbs() == ["describe", "ssh"]
-    assert {"--worker=0", "--ssh-flag=-L 127.0.0.1:8123:127.0.0.1:8123", "--ssh-flag=-tt"} <= set(cloud.asked()[1])
+    assert cloud.verbs() == ["describe", "ssh", "ssh"] and "--worker=all" in cloud.asked()[1]
+    assert {"--worker=0", "--ssh-flag=-L 127.0.0.1:8123:127.0.0.1:8123", "--ssh-flag=-tt"} <= set(cloud.asked()[2])
     flags = ["--host", "127.0.0.1", "--port", "8123", "--target.name", "a b"]
-    assert cloud.on_host(0) == ["-m", "eagle3_jax.serve", "--config", "jobs/serve/config.yaml", *flags]
-    assert not (cloud.hosts[1] / "eagle3_jax/asked").exists()
+    for index in range(len(cloud.hosts)):
+        assert cloud.on_host(index) == ["-m", "eagle3_jax.serve", "--config", "jobs/serve/config.yaml", *flags]
+    assert "the last words of the verb" in ended.stdout
 
 
-def test_a_slice_of_several_hosts_does_not_serve(cloud, config):
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGHUP])
+def test_the_end_of_a_tunnel_stops_the_server(cloud, config, sent):
+    """As the connection's end does on host 0: the verb there gets SIGTERM, and its end ends the tunnel."""
+    (cloud.folder / "hold").touch()
+    stopping = "trap 'echo it drains; exit 0' TERM\nprintf"
+    python = cloud.hosts[0] / "eagle3_jax/.venv/bin/python"
+    python.write_text(VERB.replace("printf", stopping, 1))
+    cloud.program("tail", f"#!/bin/sh\n(/bin/sleep 0.2; kill -{sent.name[3:]} $PPID) &\nexec /usr/bin/tail \"$@\"\n")
     ended = cloud.run("serve", "--config", str(config))
-    assert ended.returncode == 1 and "head has 2 hosts (v5p-16), expected one" in ended.stderr
-    assert cloud.verbs() == ["describe"]
+    assert ended.returncode == 0 and "it drains" in ended.stdout, ended.stdout + ended.stderr
+    (cloud.folder / "hold").unlink()
+
+
+def test_a_server_that_fails_is_told_with_its_log(cloud, config):
+    (cloud.folder / "exit").write_text("1")
+    ended = cloud.run("serve", "--config", str(config))
+    assert ended.returncode == 1
+    assert "the last words of the verb" in ended.stdout and "serve ended, its log stands above" in ended.stderr
 
 
 # ------------------------------------------------------------------------------------------------------------ bad input

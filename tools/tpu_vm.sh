@@ -216,9 +216,10 @@ start_script() {
 cd jobs/$command
 if flock -n lock true; then
   mv config.partial config.yaml
-  rm -f status
+  rm -f status pid
   if [ -f log ]; then mv log log.before; fi
   cat >run.sh <<'END_OF_THE_RUN'
+echo \$\$ >pid
 cd ../..
 status=0
 $(verb_line ${overrides[@]+"${overrides[@]}"}) || status=\$?
@@ -343,14 +344,25 @@ follow() {
   done
 }
 
+# The tunnel's end stops the server, on all hosts: Ctrl-C and a lost connection send SIGTERM to the verb on host 0.
+tunnel_script() {
+  cat <<EOF
+cd eagle3_jax/jobs/serve
+job=\$(cat pid)
+trap 'pkill -TERM -P \$job' HUP INT TERM
+tail -n +1 -f --pid=\$job log &
+until wait; do :; done
+[ "\$(cat status)" = 0 ]
+EOF
+}
+
 serve() {
   ready
-  ((hosts == 1)) || fail "--name: $name has $hosts hosts ($kind), expected one: requests come to one process. v5litepod-8 and v6e-8 have 8 chips."
+  overrides=(--host 127.0.0.1 --port "$port" ${overrides[@]+"${overrides[@]}"})
+  everywhere started "$(start_script)"
   say "On http://127.0.0.1:$port while this runs; Ctrl-C ends the server and the tunnel."
   ask compute tpus tpu-vm ssh "$name" "${where[@]}" --worker=0 --quiet --ssh-flag=-tt "--ssh-flag=-L 127.0.0.1:$port:127.0.0.1:$port" \
-    "--command=$(enter_script)
-mv jobs/serve/config.partial jobs/serve/config.yaml
-exec $(verb_line --host 127.0.0.1 --port "$port" ${overrides[@]+"${overrides[@]}"})"
+    "--command=$(tunnel_script)" || fail "serve ended, its log stands above. Run the same command again."
 }
 
 delete() {
