@@ -457,6 +457,7 @@ class Engine:
         Raises:
             WeightsError: a ValueError with every missing, surplus or misshapen array, and those that are not finite, by
                 name; the engine goes on with the weights before.
+            RuntimeError: an engine on several hosts, see `hosts.lead`.
         """
         dtype, mesh = self.target.embed[...].dtype, self._runner.mesh
         target = trees.target_of(weights, self.target.config, dtype, mesh)

@@ -49,6 +49,8 @@ class HostLost(OSError):
 def lead(engines: Sequence[Engine], rows: Rows, lost: Callable[[HostLost], object]) -> Iterator[list[Engine]]:
     """Yields an engine for each row, for process 0 alone to ask; the other processes `follow`.
 
+    An engine on several hosts keeps its weights: `replace_draft` and `replace_target` refuse.
+
     Args:
         engines: of this process's own rows, warmed up on all processes alike: who compiles is silent.
         rows: the processes of each row of the mesh.
@@ -172,9 +174,12 @@ class _RowRunner(ModelRunner):
         self._hosts.lose(0, "failed in a dispatch")
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise RuntimeError("got an engine on several hosts, expected `warm_up` and the like before `lead`")
+        raise RuntimeError(
+            "got an engine on several hosts, expected `warm_up` and the like before `lead`; "
+            "for other weights start all processes again"
+        )
 
-    pad_products = compile = profile = replace_draft = _refuse
+    pad_products = compile = profile = replace_draft = packed_target = _refuse
 
     @contextlib.contextmanager
     def _on_all(self, call: str, *args: Any, **options: Any) -> Iterator[_Awaited]:

@@ -148,6 +148,9 @@ def test_a_row_on_another_process_answers_alike(toy, lines, monkeypatch):
         assert engine.generate(*asked) == expected
         with pytest.raises(RuntimeError, match="expected `warm_up` and the like before `lead`"):
             engine.warm_up()
+        for replace, weights in ((engine.replace_draft, toy.good), (engine.replace_target, toy.target)):
+            with pytest.raises(RuntimeError, match="for other weights start all processes again"):
+                replace(weights)
     follower.join(20)
     assert not follower.is_alive() and not lost
 

@@ -8,6 +8,7 @@ import json
 import pathlib
 import re
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -31,7 +32,7 @@ from eagle3_jax.serve import __main__ as serve
 def turn(self, turn=Scheduler.turn):
     slow = pathlib.Path("slow").exists()
     hosts.PATIENCE = 8 if slow else 200
-    time.sleep(0.2 * slow)
+    time.sleep(slow)
     turn(self)
 
 hosts.PATIENCE, Scheduler.turn, Engine.warm_up = 200, turn, lambda *_, **__: None
@@ -159,25 +160,6 @@ def check_drained(servers: Servers, index: int) -> None:
         assert status == 0 and "Traceback" not in said, said
 
 
-def check_lost(servers: Servers, index: int, sent: signal.Signals) -> None:
-    """A process dies or hangs while a stream runs: all end within seconds, by one sentence, for a supervisor to restart."""
-    lost = servers.processes[index]
-    start = time.monotonic()
-    with servers.slow(), contextlib.suppress(httpx2.TransportError), servers.streaming(LONG) as events:
-        next(events)
-        lost.send_signal(sent)
-        *_, last = events
-        assert "HostLost" in last["error"]["message"] or last["error"]["code"] == "internal_error"
-    lost.kill()
-    for process, (status, said) in zip(
-        servers.processes, tiny.end_processes(servers.processes, timeout=40), strict=True
-    ):
-        if process is not lost:
-            assert status == 1, said
-            assert re.search(r"eagle3_jax\.serve: process \d of \d.* (is gone|fell silent)", said), said
-    assert time.monotonic() - start < 40
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "mesh"),
@@ -189,3 +171,69 @@ def test_several_processes_serve_as_one(folder, alone, count, mesh):
         check_abort_and_deadline(servers)
         check_answers(servers, alone)  # what was aborted left nothing behind
         check_drained(servers, 0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("count", "mesh", "lost", "sent"),
+    [
+        (2, "1x2", 1, signal.SIGKILL),
+        (2, "1x2", 1, signal.SIGSTOP),
+        (4, "2x2", 3, signal.SIGKILL),
+        (2, "1x2", 0, signal.SIGKILL),
+    ],
+)
+def test_one_that_dies_or_hangs_ends_all(folder, count, mesh, lost, sent):
+    """Within seconds, by one sentence, with the status that a supervisor restarts; what runs gets an error."""
+    with serving(folder, count, mesh) as servers:
+        with servers.slow(), contextlib.ExitStack() as stream:
+            events = stream.enter_context(servers.streaming(LONG))
+            next(events)
+            servers.processes[lost].send_signal(sent)
+            start = time.monotonic()
+            if lost == 0:
+                with pytest.raises(httpx2.TransportError):
+                    list(events)
+            else:
+                *_, last = events
+                assert last["error"]["type"] == "server_error"
+        others = [process for process in servers.processes if process is not servers.processes[lost]]
+        ended = tiny.end_processes(others, timeout=40)
+        assert time.monotonic() - start < 40
+        for status, said in ended:
+            assert re.search(r"eagle3_jax\.serve: process \d.* of \d,? .*(is gone|fell silent|was killed)", said), said
+            assert status == 1 or (lost == 0 and status), said
+
+
+# Arguments: what is different on process 1, the verb's flags.
+DIFFERENT = """
+import os, sys
+from eagle3_jax.runs import machine
+from eagle3_jax.serve import __main__ as serve
+versions, flags = machine.versions(), sys.argv[2:]
+if os.environ["JAX_PROCESS_ID"] == "1":
+    exec(sys.argv[1])
+serve.main(flags)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("different", "said"),
+    [
+        (
+            "flags += ['--serve.max-length', '128']",
+            r"serve\.max_length: got 128 on host \S+ \(process 1\), expected 256",
+        ),
+        ("machine.versions = lambda: versions | {'jax': '0'}", r"version of jax: got 0 on host \S+ \(process 1\)"),
+        ("os.chdir('other')", r"weights, model\.safetensors: got \w+ on host \S+ \(process 1\), expected \w+ as"),
+        ("", r"serve\.host, serve\.port: got 127\.0\.0\.1:\d+: Address already in use"),
+    ],
+)
+def test_what_cannot_serve_together_is_refused_at_the_start(folder, different, said):
+    tiny.write_target(folder / "other/target", seed=1)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        flags = FLAGS if different else [*FLAGS, "--port", str(taken.getsockname()[1])]
+        processes = tiny.start_processes(2, ["-c", DIFFERENT, different, *flags, "--tp-size", "2"], cwd=folder)
+        for status, printed in tiny.end_processes(processes, timeout=120):
+            assert status == 1 and re.search(said, printed) and "Traceback" not in printed, printed

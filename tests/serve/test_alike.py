@@ -1,0 +1,59 @@
+"""Hosts of one server that differ are refused by name, before they load."""
+
+import pytest
+import tiny
+
+from eagle3_jax.config import RunConfig, ServeConfig, TargetConfig
+from eagle3_jax.runs import machine, processes
+from eagle3_jax.serve import alike
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("targets")
+    for seed, name in enumerate(("mine", "other")):
+        tiny.write_target(folder / name / "target", seed)
+    return folder
+
+
+def check_as(folder, monkeypatch, host: str, said: list, **settings) -> None:
+    """`alike.check` as on a host, which hears what was `said` before and what it says itself."""
+
+    def gather(value):
+        said.append([host, value[1]])
+        return said[-1:] if len(said) <= 3 else [said[len(said) - 4], said[-1]]
+
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    monkeypatch.setattr(processes, "gather", gather)
+    monkeypatch.chdir(folder / host)
+    alike.check(RunConfig(run_dir="x", target=TargetConfig(name="target"), serve=ServeConfig(draft="none", **settings)))
+
+
+@pytest.fixture
+def said(folder, monkeypatch):
+    """What process 0 says: versions, configuration, weights."""
+    said: list = []
+    check_as(folder, monkeypatch, "mine", said)
+    return said
+
+
+def test_hosts_that_are_alike_pass(folder, monkeypatch, said):
+    check_as(folder, monkeypatch, "mine", said)
+    assert len(said) == 6
+
+
+def test_another_setting_is_refused(folder, monkeypatch, said):
+    with pytest.raises(ValueError, match=r"serve\.batch_size: got 3 on host mine \(process 1\), expected 8 as on host"):
+        check_as(folder, monkeypatch, "mine", said, batch_size=3)
+
+
+def test_another_version_is_refused(folder, monkeypatch, said):
+    versions = machine.versions() | {"jax": "0"}
+    monkeypatch.setattr(machine, "versions", lambda: versions)
+    with pytest.raises(ValueError, match="version of jax: got 0 on host mine"):
+        check_as(folder, monkeypatch, "mine", said)
+
+
+def test_other_weights_under_the_same_name_are_refused(folder, monkeypatch, said):
+    with pytest.raises(ValueError, match=r"weights, model\.safetensors: got \w+ on host other \(process 1\)"):
+        check_as(folder, monkeypatch, "other", said)
