@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,11 +17,12 @@ from eagle3_jax.kernels.dispatch import default_implementation
 from eagle3_jax.kernels.linear import few_rows
 from eagle3_jax.kernels.linear.api import linear, pack
 from eagle3_jax.kernels.linear.layouts import Padded, Panels, Quantised
+from eagle3_jax.kernels.linear.quantised import Kind
 from eagle3_jax.kernels.vocabulary.api import vocabulary_logits
 from eagle3_jax.mesh import mesh_of, parameter_path, replicated
 from eagle3_jax.models.drafts.head import Draft, Head
 from eagle3_jax.models.drafts.model import DraftModel
-from eagle3_jax.models.quantisation import EXPERTS, MATRICES, is_quantised
+from eagle3_jax.models.quantisation import EXPERTS, MATRICES, is_quantised, quantised_model
 from eagle3_jax.models.target import TargetModel
 
 Matrix = jax.Array | Quantised
@@ -47,13 +49,16 @@ class Product(NamedTuple):
         )
 
 
-def for_inference(model: Model) -> Model:
+def for_inference(model: Model, weights: Kind | None = None) -> Model:
     """Returns a twin in the kernels' layouts. It shares the arrays that stay as they are; the model may be dropped.
 
     On a single CPU device float matrices are packed, and a tied LM head gets a matrix of its own. On TPUs some
     parameters are stored row-major (`tpu_formats`). Elsewhere the twin is the model itself.
+
+    Args:
+        weights: quantises what is packed first; None packs floats.
     """
-    return _each(model, _twin)
+    return _each(model, functools.partial(_twin, weights=weights))
 
 
 def products(*models: TargetModel | Draft | None) -> dict[Product, list[Matrix]]:
@@ -130,13 +135,14 @@ def tpu_formats(module: TargetModel | Head) -> Any:
     return jax.tree_util.tree_map_with_path(of, module)
 
 
-def _twin(module: Module) -> Module:
+def _twin(module: Module, weights: Kind | None) -> Module:
     output_rows: Any = module.output_rows
     if isinstance(output_rows, Panels):
         return module
     first, *others = output_rows.sharding.device_set
     if not others and default_implementation(first) == "cpu":
-        return _packed(module, output_rows)
+        module = quantised_model(module, weights, vocabulary=True)
+        return _packed(module, module.output_rows)
     return _by_rows(module) if first.platform == "tpu" else module
 
 

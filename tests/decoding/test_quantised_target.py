@@ -1,12 +1,16 @@
 """Drafts on a quantised target: the tokens of vanilla decoding on it."""
 
+import jax
 import numpy as np
 import pytest
 import tiny
+import tiny_heads
 
 from eagle3_jax.config import DraftTree, TargetConfig
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import SamplingParams
+from eagle3_jax.models.checkpoint.fetch import load_target
+from eagle3_jax.models.drafts.head import Draft
 
 CHAIN = DraftTree(num_steps=4, topk=1, num_draft_tokens=5, lookup_tokens=0)
 
@@ -29,3 +33,21 @@ def test_drafts_change_no_token(tmp_path, weights):
     assert tokens == plain
     assert fewer < rounds
     assert answers(None, "auto", None)[0] != plain, "another model"
+
+
+@pytest.mark.slow
+def test_a_head_follows_its_target_into_8_bits(tmp_path):
+    """On a CPU, also where another head takes its place; the tokens stay those of the same target."""
+    target = load_target(TargetConfig(name=str(tiny.write_target(tmp_path)), weights="int4", aux_layers=(1, 2, 3)))
+    first = tiny_heads.make_draft(target=target.model.config)
+    second = Draft(jax.tree.map(lambda x: -x, first.head), first.token_ids)
+    engine = Engine(target.model, target.tokenizer, first, CHAIN, max_length=64)
+    assert engine.draft is not None
+    kept = jax.tree.leaves(engine.draft.head)
+    assert {leaf.dtype for leaf in kept if leaf.ndim > 1} == {np.dtype(np.uint8)}, "panels of bytes"
+    prompt, asked = [*range(3, 23)], SamplingParams(max_tokens=16, ignore_eos=True)
+    plain = Engine(target.model, target.tokenizer, max_length=64).generate([prompt], asked)[0].token_ids
+    assert engine.generate([prompt], asked)[0].token_ids == plain
+    engine.replace_draft(second)
+    assert engine.generate([prompt], asked)[0].token_ids == plain
+    assert any((x != y).any() for x, y in zip(kept, jax.tree.leaves(engine.draft.head), strict=True))
