@@ -146,7 +146,7 @@ def _twin(module: Module, weights: Kind | None) -> Module:
     return _by_rows(module) if first.platform == "tpu" else module
 
 
-def _packed(module: Module, output_rows: Matrix) -> Module:
+def _packed(module: Module, output_rows: Any) -> Module:
     def of(path: Any, leaf: Matrix) -> Any:
         return _placed(leaf) if MATRICES.search(parameter_path(path)) else leaf
 

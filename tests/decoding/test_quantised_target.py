@@ -1,5 +1,7 @@
 """Drafts on a quantised target: the tokens of vanilla decoding on it."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -39,7 +41,8 @@ def test_drafts_change_no_token(tmp_path, weights):
 def test_a_head_follows_its_target_into_8_bits(tmp_path):
     """On a CPU, also where another head takes its place; the tokens stay those of the same target."""
     target = load_target(TargetConfig(name=str(tiny.write_target(tmp_path)), weights="int4", aux_layers=(1, 2, 3)))
-    first = tiny_heads.make_draft(target=target.model.config)
+    config: Any = target.model.config
+    first = tiny_heads.make_draft(target=config)
     second = Draft(jax.tree.map(lambda x: -x, first.head), first.token_ids)
     engine = Engine(target.model, target.tokenizer, first, CHAIN, max_length=64)
     assert engine.draft is not None
