@@ -20,6 +20,7 @@ import jax
 
 from eagle3_jax.config import AdaptConfig, DraftTree, MeshConfig, TargetConfig, Weights
 from eagle3_jax.decoding import arguments
+from eagle3_jax.decoding.adapt.api import Learner
 from eagle3_jax.decoding.arguments import KVDtype
 from eagle3_jax.decoding.choice.tiers import VANILLA, Tier, choice_for
 from eagle3_jax.decoding.device.runner import ModelRunner, tokens_that_fit
@@ -35,7 +36,6 @@ from eagle3_jax.decoding.steps import Progress
 from eagle3_jax.decoding.text import end_ids
 from eagle3_jax.decoding.warm_up import WarmUp
 from eagle3_jax.formats.packaged import AUTO
-from eagle3_jax.mesh import mesh_of
 from eagle3_jax.models.checkpoint import trees
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.drafts.head import Draft
@@ -117,10 +117,10 @@ class Engine:
                 stacklevel=2,
             )
         every = self.tiers.tiers
-        learner, learned = None, 0
+        learner = None
         if adapt is not None:
-            learner, target = _learner(adapt, target, draft, simulated_acceptance, identity)
-            draft, learned = jax.device_put(learner.draft, target.embed[...].sharding), adapt.row_length
+            learner, target, draft = _learner(adapt, target, draft, simulated_acceptance, identity)
+        learned = 0 if adapt is None else adapt.row_length
         sizes = Sizes.plan(batch_size, max_length, page_size, every, learned=learned)
         if memory_fraction is not None:
             kv_tokens = tokens_that_fit(target, draft, memory_fraction, sizes, every, stored)
@@ -538,15 +538,18 @@ def _learner(
     draft: Draft | None,
     simulated: float | None,
     identity: Mapping[str, Any] | None,
-) -> tuple[Any, TargetModel]:
-    """Makes the learner of an engine. Returns the target committed to its devices, as the learner's heads are."""
+) -> tuple[Learner, TargetModel, Draft]:
+    """Makes the learner of an engine. Returns it, the target and the head to begin with, committed to their device.
+
+    A head is committed once it was trained. A program would be compiled once more for it if the first one were not.
+    """
     if draft is None or simulated is not None:
         got = "no draft head" if draft is None else "simulated_acceptance"
         raise ValueError(f"adapt: got it with {got}, expected a draft head that learns")
-    mesh = mesh_of(target.embed[...])
-    if mesh is not None and len({device.process_index for device in mesh.devices.flat}) > 1:
-        raise ValueError("adapt: got a mesh of several processes, expected one")
+    place = target.embed[...].sharding
+    if (count := len(place.device_set)) > 1:
+        raise ValueError(f"adapt: got a target on {count} devices, expected one")
     from eagle3_jax.decoding.adapt.learner import HeadLearner  # optimizers and checkpoints: seconds of imports
 
-    target = target if mesh is not None else jax.device_put(target, target.embed[...].sharding)
-    return HeadLearner(adapt, target, draft, identity), target
+    learner = HeadLearner(adapt, target, draft, identity)
+    return learner, *jax.device_put((target, learner.draft), place)

@@ -23,7 +23,7 @@ from eagle3_jax.decoding.adapt.api import AdaptStats
 from eagle3_jax.decoding.adapt.ring import Ring
 from eagle3_jax.decoding.device.observed import Observed
 from eagle3_jax.kernels.linear.layouts import dense
-from eagle3_jax.mesh import make_mesh, mesh_of, replicated
+from eagle3_jax.mesh import make_mesh, replicated
 from eagle3_jax.models.drafts.eagle3 import DraftHead
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.target import TargetModel
@@ -38,8 +38,9 @@ from eagle3_jax.training.state import TrainState, init_state, make_eval_step, ma
 
 _log = logging.getLogger(__name__)
 
-_KINDS: dict[type, type[Kind]] = {DraftHead: Eagle3} | {
-    kind.head: kind for kind in (DFlashKind, DSparkKind, DFlash2Kind)
+_KINDS: dict[type, type[Kind]] = {
+    DraftHead: Eagle3,
+    **{kind.head: kind for kind in (DFlashKind, DSparkKind, DFlash2Kind)},
 }
 # One of so many requests, and of the ring's rows, is held back.
 _HELD = 8
@@ -51,7 +52,7 @@ class HeadLearner:
     """See `Learner`.
 
     Args:
-        target: the engine's.
+        target: the engine's, on one device.
         draft: a head of EAGLE-3, or a block head.
         identity: `Target.identity`, for the manifest of `config.folder`.
 
@@ -78,10 +79,8 @@ class HeadLearner:
         )
         self.stats, self._config = AdaptStats(), config
         self._kind, self._token_ids, self._dtype = kind(head.config, run), draft.token_ids, head.dtype
-        mesh = mesh_of(target.embed[...])
-        if mesh is None:
-            (device,) = target.embed[...].sharding.device_set
-            mesh = make_mesh(MeshConfig(data=1, model=1), [device])
+        (device,) = target.embed[...].sharding.device_set
+        mesh = make_mesh(MeshConfig(data=1, model=1), [device])
         optimizer = make_optimizer(run, _FOREVER)
         head = jax.tree.map(lambda x: jnp.array(x, jnp.float32), head)  # a copy: steps donate it
         if not hasattr(self._kind.abstract(), "lm_head"):  # the target's, see `Kind.draft`
@@ -195,7 +194,8 @@ class HeadLearner:
         rows += [-1] * (-len(rows) % size)
         batches = [self._held.batch(rows[at : at + size]) for at in range(0, len(rows), size)]
         sums = jax.device_get([self._compiled[1](head, self._teacher, batch) for batch in batches])
-        total = {name: sum(one[name] for one in sums) for name in ("cross_entropy", "compared", "rounds", "accepted")}
+        names = ("cross_entropy", "compared", "rounds", "accepted")
+        total = {name: np.sum([one[name] for one in sums], axis=0) for name in names}
         counts = AcceptanceCounts(int(total["rounds"]), total["accepted"].tolist())
         return float(total["cross_entropy"].sum() / max(total["compared"].sum(), 1)), counts.tau
 

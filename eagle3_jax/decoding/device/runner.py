@@ -108,8 +108,7 @@ class ModelRunner:
 
         The weights are stored as those before, perhaps rounded to bfloat16, so that nothing is compiled again.
         """
-        there = self.mesh is None or mesh_of(draft.head.output_rows) == self.mesh
-        draft = for_inference(draft if there else _spread(draft, self.mesh), self._draft_weights)
+        draft = for_inference(draft if self.mesh is None else _spread(draft, self.mesh), self._draft_weights)
 
         def as_before(before: jax.Array, leaf: jax.Array) -> jax.Array:
             leaf = leaf.astype(before.dtype)

@@ -11,6 +11,7 @@ import tiny
 from test_engine import CHAIN, Tokenizer, make
 
 from eagle3_jax.config import AdaptConfig, ConfigError, DraftConfig, ExportConfig, RunConfig
+from eagle3_jax.decoding.adapt.api import AdaptStats
 from eagle3_jax.decoding.adapt.learner import HeadLearner
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import SamplingParams
@@ -50,7 +51,12 @@ def tau(outputs) -> float:
     return 1 + sum(sum(output.stats.accepted_per_position) for output in outputs) / rounds
 
 
-def learnt(engine: Engine):
+def learner_of(engine: Engine) -> HeadLearner:
+    assert isinstance(engine._learner, HeadLearner)
+    return engine._learner
+
+
+def learnt(engine: Engine) -> AdaptStats:
     stats = engine.stats().adapt
     assert stats is not None
     return stats
@@ -77,7 +83,7 @@ def test_the_head_learns_a_domain_and_the_tokens_stay_the_target_s(toy, engine, 
 @pytest.mark.slow
 def test_the_ring_holds_what_a_pass_over_the_whole_text_computes(toy, engine, monkeypatch):
     """Of a short request, of one longer than a row, and of one whose beginning was reused."""
-    learner, kept = engine._learner, []
+    learner, kept = learner_of(engine), []
     monkeypatch.setattr(learner, "learn", lambda busy: None)
     monkeypatch.setattr(learner, "keep", lambda *asked: kept.append(asked))
     long = [(7 * i) % 19 for i in range(50)]
@@ -107,7 +113,7 @@ def test_a_request_that_opts_out_leaves_nothing_in_the_ring(engine):
 @pytest.mark.slow
 @pytest.mark.parametrize("factor", [float("nan"), -3.0], ids=["nan", "worse"])
 def test_a_head_that_got_worse_is_rolled_back_and_requests_go_on(engine, expected, factor):
-    learner = engine._learner
+    learner = learner_of(engine)
     engine.generate(PROMPTS, PARAMS)
     served, before = learner.draft.head.lm_head[...], learnt(engine)
     learner._state = dataclasses.replace(learner._state, head=jax.tree.map(lambda x: x * factor, learner._state.head))
@@ -128,10 +134,10 @@ def test_the_next_start_goes_on_and_export_exports(toy, tmp_path):
         live(toy, adapt, identity=identity)
     while not learnt(engine).heads:
         engine.generate(PROMPTS, PARAMS)
-    served = engine._learner.draft.head
+    served = learner_of(engine).draft.head
     del engine
     gc.collect()  # as the process's end
-    again = live(toy, adapt, identity=identity)._learner.draft.head
+    again = learner_of(live(toy, adapt, identity=identity)).draft.head
     assert jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), served, again))
     del again
     gc.collect()

@@ -14,7 +14,8 @@ def observed(start: int, stop: int, length: int = 12) -> Observed:
     for t in range(stop):
         position[t % length] = start + t
     states = np.zeros((2, length, 1)) + position[:, None] * np.array([0, 1])[:, None, None]
-    return Observed(*(jnp.asarray(states, jnp.bfloat16),) * 2, jnp.asarray(states[..., 0], jnp.int32))
+    aux = jnp.asarray(states, jnp.bfloat16)
+    return Observed(aux, aux, jnp.asarray(states[..., 0], jnp.int32))
 
 
 def test_rows_hold_packed_documents_and_the_oldest_are_overwritten():
