@@ -146,7 +146,7 @@ def test_the_next_start_goes_on_and_export_exports(toy, tmp_path):
     gc.collect()
     target = Target(toy.target, Tokenizer(), identity, tmp_path)
     draft = DraftConfig(vocab_size=22, intermediate_size=40)
-    export(RunConfig(run_dir=str(tmp_path), draft=draft, export=ExportConfig(dtype="float32")), target)
+    export(RunConfig(run_dir=str(tmp_path), draft=draft, export=ExportConfig(format="vllm", dtype="float32")), target)
     exported = load_draft(tmp_path / "export", target=target, dtype=jnp.float32)
     assert np.array_equal(exported.head.lm_head[...], served.lm_head[...])
 
