@@ -68,6 +68,9 @@ class HeadLearner:
         if (kind := _KINDS.get(type(head))) is None:
             expected = "a head of EAGLE-3, DFlash, DSpark or DFlash2"
             raise ValueError(f"adapt: got a draft of {type(head).__name__}, expected {expected}")
+        if config.folder is not None and identity is None:
+            expected = "`Engine.load`, or the target's identity"
+            raise ValueError(f"adapt.folder: got {config.folder} for an unnamed target, expected {expected}")
         run = TrainConfig(
             ttt_steps=config.ttt_steps,
             batch_size=config.batch_size,
@@ -86,10 +89,8 @@ class HeadLearner:
         if not hasattr(self._kind.abstract(), "lm_head"):  # the target's, see `Kind.draft`
             del head.lm_head
         self._state = init_state(lambda x: x, head, optimizer, mesh)
-        self._train_step, self._eval_step = (
-            make_train_step(self._kind, optimizer, mesh),
-            make_eval_step(self._kind, mesh),
-        )
+        self._train_step = make_train_step(self._kind, optimizer, mesh)
+        self._eval_step = make_eval_step(self._kind, mesh)
         self._compiled: tuple[Any, Any] | None = None
         self.teach(target.embed[...], target.output_rows)
         rows, c = config.ring_tokens // config.row_length, self._kind.shape
@@ -98,14 +99,12 @@ class HeadLearner:
         self._ring, self._held = (Ring(count, *sizes, replicated(mesh)) for count in (rows - held, held))
         self._rng, self._busy, self._unjudged = np.random.default_rng(0), 0.0, 0
         self._checkpoints: Checkpoints | None = None
-        if config.folder is not None:
+        if config.folder is not None and identity is not None:
             self._open(config.folder, identity)
         self._served = _copied(self._state)
 
-    def _open(self, folder: str, identity: Mapping[str, Any] | None) -> None:
+    def _open(self, folder: str, identity: Mapping[str, Any]) -> None:
         """Goes on where the folder's last process was, and keeps others out until this one ends."""
-        if identity is None:
-            raise ValueError(f"adapt.folder: got {folder} for a target without an identity, expected `Engine.load`")
         place, ids = disk.path_of(folder), np.asarray(self._token_ids)
         held = contextlib.ExitStack()
         held.enter_context(disk.lock(place))

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from test_block_rounds import IDS, fitting
 from test_engine import CHAIN, Tokenizer, make
+from tiny_blocks import make_block_head
 
 from eagle3_jax.config import AdaptConfig, ConfigError, DraftConfig, ExportConfig, RunConfig
 from eagle3_jax.decoding.adapt.api import AdaptStats
@@ -18,6 +20,7 @@ from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.export.__main__ import run as export
 from eagle3_jax.formats.heads import load_draft
 from eagle3_jax.models.checkpoint.fetch import Target
+from eagle3_jax.models.drafts.dflash import DFlash
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.drafts.model import DraftModel
 from eagle3_jax.models.states import target_states
@@ -149,6 +152,18 @@ def test_the_next_start_goes_on_and_export_exports(toy, tmp_path):
     export(RunConfig(run_dir=str(tmp_path), draft=draft, export=ExportConfig(format="vllm", dtype="float32")), target)
     exported = load_draft(tmp_path / "export", target=target, dtype=jnp.float32)
     assert np.array_equal(exported.head.lm_head[...], served.lm_head[...])
+
+
+@pytest.mark.slow
+def test_a_block_head_learns_too(toy, expected):
+    draft = Draft(make_block_head(DFlash, **fitting(toy)), jnp.asarray(IDS, jnp.int32))
+    sizes = {"batch_size": 2, "max_length": 128, "page_size": 16}
+    engine = Engine(toy.target, Tokenizer(), draft, **sizes, adapt=ADAPT)
+    losses = []
+    for _ in range(3):
+        assert [output.token_ids for output in engine.generate(PROMPTS, PARAMS)] == expected
+        losses.append(learnt(engine).loss)
+    assert losses[-1] < losses[0] and learnt(engine).heads > 0
 
 
 def test_impossible_requests_to_adapt_are_refused_before_work(toy):
