@@ -155,6 +155,17 @@ def test_the_next_start_goes_on_and_export_exports(toy, tmp_path):
 
 
 @pytest.mark.slow
+def test_the_policy_may_change_while_the_head_learns(toy, engine, expected):
+    policy = jax.tree.map(jnp.copy, toy.target)
+    engine.replace_target(policy)
+    for leaf in jax.tree.leaves(policy):
+        leaf.delete()  # as a step of training does that donates
+    before = learnt(engine).steps
+    assert [output.token_ids for output in engine.generate(PROMPTS, PARAMS)] == expected
+    assert learnt(engine).steps > before, "with the teacher of the new weights"
+
+
+@pytest.mark.slow
 def test_a_block_head_learns_too(toy, expected):
     draft = Draft(make_block_head(DFlash, **fitting(toy)), jnp.asarray(IDS, jnp.int32))
     sizes = {"batch_size": 2, "max_length": 128, "page_size": 16}
