@@ -67,7 +67,7 @@ class Servers:
 
     def ask(self, body: dict[str, Any]) -> list[int]:
         said = self.http.post("/v1/completions", json=body | {"return_token_ids": True})
-        assert said.status_code == 200, said.text
+        assert said.status_code == 200, [said.text, *(process.printed() for process in self.processes)]
         return said.json()["choices"][0]["token_ids"]
 
     @contextlib.contextmanager
@@ -117,8 +117,9 @@ def serving(folder: pathlib.Path, count: int, mesh: str) -> Iterator[Servers]:
             servers = Servers(folder, processes, http)
             until = time.monotonic() + 300
             body = PARAMS | {"prompt": PROMPTS}
-            while http.post("/v1/completions", json=body).status_code == 504:  # compiles for longer than a deadline
-                assert time.monotonic() < until
+            while (said := http.post("/v1/completions", json=body)).status_code == 504:  # it still compiles
+                assert time.monotonic() < until, [process.printed() for process in processes]
+            assert said.status_code == 200, [said.text, *(process.printed() for process in processes)]
             yield servers
     finally:
         for process in processes:
