@@ -113,7 +113,7 @@ def serving(folder: pathlib.Path, count: int, mesh: str) -> Iterator[Servers]:
         while not (said := processes[0].printed()).endswith("/v1 answers\n"):
             assert all(process.poll() is None for process in processes), [one.printed() for one in processes]
             time.sleep(0.05)
-        with httpx2.Client(base_url=said.splitlines()[-1].removesuffix("/v1 answers"), timeout=60) as http:
+        with httpx2.Client(base_url=said.splitlines()[-1].removesuffix("/v1 answers"), timeout=300) as http:
             servers = Servers(folder, processes, http)
             until = time.monotonic() + 300
             body = PARAMS | {"prompt": PROMPTS}
@@ -147,10 +147,11 @@ def check_abort_and_deadline(servers: Servers) -> None:
 
 def check_drained(servers: Servers, index: int) -> None:
     """SIGTERM to any process: what was begun is answered, and all end well."""
-    whole = servers.ask(LONG)
+    body = LONG | {"max_tokens": 40}
+    whole = servers.ask(body)
     with contextlib.ExitStack() as slowly:
         slowly.enter_context(servers.slow())
-        with servers.streaming(LONG) as events:
+        with servers.streaming(body) as events:
             tokens = next(events)["choices"][0]["token_ids"]
             servers.processes[index].send_signal(signal.SIGTERM)
             time.sleep(0.5)
