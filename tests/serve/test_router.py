@@ -54,7 +54,7 @@ def served_by(url: str) -> float:
 
 def ask(url: str, prompt: str, tokens: int = 8) -> httpx2.Response:
     body = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
-    return httpx2.post(f"{url}/v1/completions", json=body, timeout=60)
+    return httpx2.post(f"{url}/v1/completions", json=body, timeout=300)
 
 
 @pytest.mark.long
