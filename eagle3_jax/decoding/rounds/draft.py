@@ -86,6 +86,7 @@ def grow(
         def draws() -> tuple[Array, Array, Array]:
             # Gathered once; else each draw gathers the shards of the vocabulary several times.
             logits = constrain(levels.logits(tokens), ((r"", P("data")),))
+            assert sampling is not None
             return _draw_children(logits, sampling, own_coins)
 
         def best() -> tuple[Array, Array, Array]:

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,9 +45,10 @@ def test_rounds_of_greedy_requests_and_others_in_one_program_copy_no_cache(toy):
     leaves, structure = jax.tree.flatten((models, state, nobody, None, *few, jnp.bool_(True)))
     first = len(jax.tree.leaves(models))
     places = range(first, first + len(jax.tree.leaves(state)))
+    decode: Any = programs.decode
 
     def run(*leaves):
-        return jax.tree.leaves(programs.decode.__wrapped__(*jax.tree.unflatten(structure, leaves), tier=tier))
+        return jax.tree.leaves(decode.__wrapped__(*jax.tree.unflatten(structure, leaves), tier=tier))
 
     text = jax.jit(run, donate_argnums=places).lower(*leaves).compile().as_text() or ""
     caches = [*state.cache.keys, *state.draft_cache.keys]
