@@ -187,11 +187,12 @@ def extend(
     lengths, table = _in_use(state)
     walk, chosen = verified.walk, verified.chosen
     width = jnp.arange(chosen.shape[1])[None]
+    positions = lengths[:, None] + width
     count, accepted, ended = _cut(state, chosen, walk.accepted)
     row = jnp.maximum(count - 1, 0)
     draft_cache, draft_state, unread = state.draft_cache, state.draft_state, state.unread
     if draft is not None and draft_cache is not None and draft_state is not None:
-        features, positions = draft.head.fuse(verified.aux), lengths[:, None] + width
+        features = draft.head.fuse(verified.aux)
         states, draft_cache = draft.head.feed(
             target.embed[...], chosen, features, positions, draft_cache, lengths, row=row, page_table=table
         )
@@ -208,7 +209,7 @@ def extend(
     if observed is not None:
         assert verified.hidden is not None
         assert verified.argmax is not None
-        rows, positions, taken = jnp.arange(len(count)), lengths[:, None] + width, width < count[:, None]
+        rows, taken = jnp.arange(len(count)), width < count[:, None]
         observed = observed.put(rows, positions, taken, verified.aux, verified.hidden, verified.argmax)
     if history is not None:
         column = jnp.arange(history.shape[1])[None]
