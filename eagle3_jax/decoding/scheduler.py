@@ -431,9 +431,8 @@ class Scheduler:
         failed = output.finish_reason == "error"
         if request.read == len(request.ids) and not failed:  # the last chosen token is not in the caches
             self._pool.register(request.allocation, request.tokens, drafted=not request.debt.tokens)
-            observed = self._runner.observed if request.adapt and self._learner is not None else None
-            if observed is not None and len(request.tokens) > len(request.ids) + 1:
-                assert self._learner is not None
+            observed = self._runner.observed if request.adapt else None
+            if self._learner is not None and observed is not None and len(request.tokens) > len(request.ids) + 1:
                 self._learner.keep(observed, request.slot, request.tokens[:-1], request.cached, len(request.ids))
         self._pool.release(request.allocation, forget=failed)
         self._slots[request.slot] = None
