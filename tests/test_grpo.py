@@ -38,7 +38,7 @@ def test_the_beginning_that_is_right_counts():
     assert grpo.shared_beginning("", right) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_reward_rises_and_the_head_follows(tmp_path, capsys):
     target = load_target(TargetConfig(name=str(tiny.write_target(tmp_path)), aux_layers=(1, 2, 3)))
     ids = jnp.asarray(sorted(target.tokenizer.convert_tokens_to_ids([f"Ġ{word}" for word in tiny.WORDS])), jnp.int32)

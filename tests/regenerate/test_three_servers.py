@@ -25,7 +25,6 @@ from eagle3_jax.data.conversation import read_conversation
 from eagle3_jax.models.checkpoint.fetch import load_tokenizer
 from eagle3_jax.runs import disk, manifest
 
-LONG = [pytest.mark.long, pytest.mark.timeout(3600)]
 MODEL = "org/tiny"
 
 
@@ -109,8 +108,9 @@ def lines_of(folder: pathlib.Path) -> list[dict[str, Any]]:
     return [line for split in SPLITS for line in disk.read_jsonl(folder / f"{split}.jsonl")]
 
 
-@pytest.mark.parametrize("count", [pytest.param(120, marks=pytest.mark.slow), pytest.param(2000, marks=LONG)])
-@pytest.mark.timeout(1800)
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("count", [120, 2000])
 def test_three_servers_of_which_one_fails_and_one_is_killed(two, tmp_path, count):
     """SIGKILL of a server, which comes back, and of `regenerate` itself; then every prompt is there, once."""
     with FakeServer(tiny.make_tokenizer(), model=MODEL, rule=lambda _: 500) as broken:
