@@ -39,11 +39,11 @@ from jax.sharding import Mesh
 from eagle3_jax import config as configs
 from eagle3_jax.decoding.choice import tiers
 from eagle3_jax.decoding.choice.tiers import Tier
+from eagle3_jax.decoding.core import PAGE_SIZE
 from eagle3_jax.decoding.device import programs
 from eagle3_jax.decoding.device.chunk import Chunk
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.device.shapes import Sizes
-from eagle3_jax.decoding.engine import PAGE_SIZE
 from eagle3_jax.decoding.rounds.state import STATE_SHARDING_RULES, empty_state
 from eagle3_jax.extract import hidden_states
 from eagle3_jax.formats import eagle2, mtp

@@ -20,7 +20,7 @@ def tree_attention(case: Attention) -> Call:
     """Counts tree attention over pages, with lengths known at run time; trips are for sequences of full length."""
     import jax.numpy as jnp
 
-    from eagle3_jax.decoding.engine import PAGE_SIZE
+    from eagle3_jax.decoding.core import PAGE_SIZE
     from eagle3_jax.kernels import dispatch
     from eagle3_jax.kernels.tree_attention.api import tree_attention
     from eagle3_jax.kernels.tree_attention.plan import plan
@@ -48,7 +48,7 @@ def tree_attention(case: Attention) -> Call:
 
 def _pages(tokens: int, kv_heads: int, head_dim: int) -> tuple[int, ...]:
     """Returns the shape of an engine's cache."""
-    from eagle3_jax.decoding.engine import PAGE_SIZE
+    from eagle3_jax.decoding.core import PAGE_SIZE
 
     return tokens // PAGE_SIZE + 1, kv_heads, PAGE_SIZE, head_dim
 
@@ -103,7 +103,7 @@ def ttt_attention(case: TrainingTimeTest) -> Call:
 
 def commit(case: Commit) -> Call:
     """Counts the commit of a path; work that depends on the path counts for each of its rows."""
-    from eagle3_jax.decoding.engine import PAGE_SIZE
+    from eagle3_jax.decoding.core import PAGE_SIZE
     from eagle3_jax.kernels.cache.api import commit
 
     c = case

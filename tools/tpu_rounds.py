@@ -30,9 +30,9 @@ from jax.extend.core import jaxprs_in_params
 from eagle3_jax import config as configs
 from eagle3_jax.config import DraftTree
 from eagle3_jax.decoding.choice.tiers import Tier
+from eagle3_jax.decoding.core import PAGE_SIZE
 from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.device.shapes import Sizes
-from eagle3_jax.decoding.engine import PAGE_SIZE
 from eagle3_jax.decoding.rounds.round import advance, draft_tree
 from eagle3_jax.decoding.rounds.state import empty_state
 from eagle3_jax.models.checkpoint.fetch import fetch, read_config
