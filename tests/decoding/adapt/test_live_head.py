@@ -165,7 +165,7 @@ def test_the_policy_may_change_while_the_head_learns(toy, engine, expected):
     assert learnt(engine).steps > before, "with the teacher of the new weights"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_block_head_learns_too(toy, expected):
     draft = Draft(make_block_head(DFlash, **fitting(toy)), jnp.asarray(IDS, jnp.int32))
     sizes = {"batch_size": 2, "max_length": 128, "page_size": 16}
