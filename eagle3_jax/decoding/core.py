@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal, TypeVar
 
 import jax
 
@@ -34,6 +34,8 @@ from eagle3_jax.models.target import TargetModel
 
 PAGE_SIZE = 128
 GREEDY = SamplingParams()
+
+_Core = TypeVar("_Core", bound="EngineCore")
 
 
 class EngineCore:
@@ -183,7 +185,7 @@ class EngineCore:
         """
         self._loop.abort(*requests)
 
-    def on(self, runner: ModelRunner) -> Self:
+    def on(self: _Core, runner: ModelRunner) -> _Core:
         """Makes an engine as this one, with what `warm_up` measured.
 
         Args:

@@ -123,14 +123,12 @@ class ModelRunner:
         return None if self._state is None else self._state.observed
 
     def packed_target(self, target: TargetModel) -> TargetModel:
-        """Returns a target of the shapes and dtypes of the runner's own, packed and placed as that one, in new arrays.
+        """Returns a target of the shapes and dtypes of the runner's own, packed and placed as that one.
 
         A matrix is stored in bfloat16 only where the one before was, and bfloat16 holds its numbers.
         """
-        given = set(map(id, jax.tree.leaves(target)))
 
         def as_before(before: jax.Array, leaf: jax.Array) -> jax.Array:
-            leaf = jnp.copy(leaf) if id(leaf) in given else leaf
             leaf = leaf.astype(before.dtype) if before.dtype == jnp.float32 else leaf
             return jax.device_put(leaf, before.sharding) if before.committed else leaf
 

@@ -78,8 +78,7 @@ class _Source:
 def target_of(weights: Any, config: ModelConfig, dtype: Any, mesh: jax.sharding.Mesh | None = None) -> TargetModel:
     """Makes a target of weights in memory; `load_model` makes one of a folder.
 
-    One program does it on the devices: arrays that lie there do not pass through the host. Those that fit as they are
-    may be shared with the target.
+    One program does it on the devices, into new arrays: weights that lie there do not pass through the host.
 
     Args:
         weights: a `TargetModel` of this config, or a pytree of float arrays: a dict from Hugging Face's names to

@@ -35,7 +35,7 @@ PROMPTS = [[1 + i % 20, 2 + i % 3, 5] for i in range(16)]
 
 
 def live(toy, adapt: AdaptConfig = ADAPT, **options) -> Engine:
-    sizes = {"batch_size": 2, "max_length": 128, "page_size": 16}
+    sizes: dict[str, Any] = {"batch_size": 2, "max_length": 128, "page_size": 16}
     return Engine(toy.target, Tokenizer(), toy.plain, CHAIN, **sizes, adapt=adapt, **options)
 
 
@@ -168,7 +168,7 @@ def test_the_policy_may_change_while_the_head_learns(toy, engine, expected):
 @pytest.mark.long
 def test_a_block_head_learns_too(toy, expected):
     draft = Draft(make_block_head(DFlash, **fitting(toy)), jnp.asarray(IDS, jnp.int32))
-    sizes = {"batch_size": 2, "max_length": 128, "page_size": 16}
+    sizes: dict[str, Any] = {"batch_size": 2, "max_length": 128, "page_size": 16}
     engine = Engine(toy.target, Tokenizer(), draft, **sizes, adapt=ADAPT)
     losses = []
     for _ in range(3):
