@@ -126,8 +126,8 @@ def grow(
     if sampling is None:
         return nodes, levels.cache
     group = jnp.pad(jnp.where(chosen < size, chosen // k, -1), ((0, 0), (1, 0)))
-    probs = jnp.concatenate(drawn, axis=1)
-    return dataclasses.replace(nodes, drawn=Drawn(probs, group, draft.token_ids, k, copied is not None)), levels.cache
+    of = Drawn(tuple(drawn), group, draft.token_ids, k, copied is not None)
+    return dataclasses.replace(nodes, drawn=of), levels.cache
 
 
 class Recurrent:

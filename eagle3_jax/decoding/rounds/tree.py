@@ -38,18 +38,23 @@ class Drawn:
     """Distributions of drafts that were drawn without replacement; siblings are in the order of drawing.
 
     Attributes:
-        probs: over the draft vocabulary, for each group of siblings.
+        levels: over the draft vocabulary, for each group of siblings, level by level [b, groups of the level, dv].
         group: group of each node; -1 for a copied node. The root's 0 is unused.
         token_ids: the target's id of each draft token.
         topk: most siblings that are drawn.
         copied: whether there are copied nodes.
     """
 
-    probs: Float[Array, "b g dv"]
+    levels: tuple[Float[Array, "b _ dv"], ...]
     group: Int[Array, "b n"]
     token_ids: Int[Array, " dv"]
     topk: int = dataclasses.field(metadata={"static": True})
     copied: bool = dataclasses.field(metadata={"static": True})
+
+    @property
+    def probs(self) -> Float[Array, "b g dv"]:
+        """All levels in one array, which greedy rounds do not make."""
+        return jnp.concatenate(self.levels, axis=1)
 
 
 @jax.tree_util.register_dataclass

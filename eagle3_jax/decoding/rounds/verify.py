@@ -148,6 +148,7 @@ def walk_sampled(
         `draw` at that depth choose the bonus.
     """
     steps = coins.shape[1] - 1
+    of_drawn = None if tree.drawn is None else tree.drawn.probs
 
     def proceed(carry: _Steps) -> Array:
         depth, going = carry[0], carry[3]
@@ -165,7 +166,8 @@ def walk_sampled(
         if tree.drawn is None:
             hits, rest = children & (tree.tokens == draw(coins[:, depth], probs)[:, None]), probs
         else:
-            hits, rest = _multi_candidate(tree.tokens, children, probs, tree.drawn, coins[:, depth])
+            assert of_drawn is not None
+            hits, rest = _multi_candidate(tree.tokens, children, probs, tree.drawn, of_drawn, coins[:, depth])
         goes_on = going & hits.any(axis=-1)
         ends = (going & ~goes_on)[:, None]
         weights, end = jnp.where(ends, rest, weights), jnp.where(ends, probs, end)
@@ -194,6 +196,7 @@ def _multi_candidate(
     children: Bool[Array, "b n"],
     probs: Float[Array, "b v"],
     drawn: Drawn,
+    of_drawn: Float[Array, "b g dv"],
     coins: Float[Array, "b k"],
 ) -> tuple[Bool[Array, "b n"], Float[Array, "b v"]]:
     """Accepts one child after the other with probability min(1, p / q); a rejection subtracts q from p.
@@ -207,7 +210,7 @@ def _multi_candidate(
     first, count = jnp.argmax(by_chance, axis=-1), by_chance.sum(axis=-1)
     column, vocabulary = jnp.arange(tokens.shape[1])[None], jnp.arange(probs.shape[1])[None]
     hits = jnp.zeros(tokens.shape, bool)
-    of_group = row_of(drawn.probs, row_of(drawn.group, first))
+    of_group = row_of(of_drawn, row_of(drawn.group, first))
     q = jnp.zeros_like(probs).at[:, drawn.token_ids].set(of_group)
     for i in range(drawn.topk):
         asks = (i < count) & ~hits.any(axis=-1)

@@ -175,7 +175,7 @@ def drawn_tree(drafts: np.ndarray, q: np.ndarray, token_ids: np.ndarray, copied:
         group = np.pad(group, ((0, 0), (0, 1)), constant_values=-1)
     children = tokens.shape[1] - 1
     probs = jnp.broadcast_to(jnp.asarray(q, jnp.float32), (batch, 1, len(q)))
-    drawn = Drawn(probs, jnp.asarray(group), jnp.asarray(token_ids), k, copied is not None)
+    drawn = Drawn((probs,), jnp.asarray(group), jnp.asarray(token_ids), k, copied is not None)
     tree = make_tree([0] * (children + 1), [-1] + [0] * children, batch)
     return dataclasses.replace(tree, tokens=jnp.asarray(tokens, jnp.int32), drawn=drawn)
 
