@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+from typing import Any
 
 import jax
 import jax.numpy as jnp
