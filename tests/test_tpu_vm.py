@@ -433,7 +433,8 @@ def test_the_end_of_a_tunnel_stops_the_server(cloud, config, sent):
     stopping = "trap 'echo it drains; exit 0' TERM\nprintf"
     python = cloud.hosts[0] / "eagle3_jax/.venv/bin/python"
     python.write_text(VERB.replace("printf", stopping, 1))
-    cloud.program("tail", f'#!/bin/sh\n(/bin/sleep 0.2; kill -{sent.name[3:]} $PPID) &\nexec /usr/bin/tail "$@"\n')
+    wait = "until grep -q step log; do /bin/sleep 0.05; done"
+    cloud.program("tail", f'#!/bin/sh\n({wait}; kill -{sent.name[3:]} $PPID) &\nexec /usr/bin/tail "$@"\n')
     ended = cloud.run("serve", "--config", str(config))
     assert ended.returncode == 0 and "it drains" in ended.stdout, ended.stdout + ended.stderr
     (cloud.folder / "hold").unlink()

@@ -349,7 +349,7 @@ tunnel_script() {
   cat <<EOF
 cd eagle3_jax/jobs/serve
 job=\$(cat pid)
-trap 'pkill -TERM -P \$job' HUP INT TERM
+trap 'until pkill -TERM -P \$job || ! kill -0 \$job; do sleep 0.1; done' HUP INT TERM
 tail -n +1 -f --pid=\$job log &
 until wait; do :; done
 [ "\$(cat status)" = 0 ]

@@ -49,7 +49,7 @@ def draft(target) -> Draft:
 def drafting(monkeypatch, propose):
     """Replaces what the head drafts: propose(tree, root, lengths) -> tokens [b, n]."""
 
-    def grow(target, draft, tree, root, draft_state, cache, lengths, sampling, copied, page_table):
+    def grow(target, draft, tree, root, draft_state, cache, lengths, sampling, copied, page_table, *, greedy):
         tokens = jnp.concatenate([root[:, None], propose(tree, root, lengths)[:, 1:]], axis=1)
         rows = functools.partial(jnp.broadcast_to, shape=tokens.shape)
         parents, depths = rows(jnp.asarray(PARENTS[tree])), rows(jnp.asarray(DEPTHS[tree]))

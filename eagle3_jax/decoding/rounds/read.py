@@ -35,7 +35,7 @@ class Read:
     root: Int[Array, " b"]
     processed: Float[Array, " b"]
     failed: Bool[Array, " b"]
-    draft_state: Float[Array, "b h"] | None
+    draft_state: Float[Array, "b d"] | None
     hidden: Float[Array, "b t h"]
     aux: Float[Array, "b t f"]
 
