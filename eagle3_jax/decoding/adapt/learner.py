@@ -151,8 +151,10 @@ class HeadLearner:
         stats, config = self.stats, self._config
         self._busy += busy
         stats.share = stats.seconds / (self._busy + stats.seconds)
+        if stats.share > config.share:
+            return None
         rows = self._ring.filled
-        if stats.share > config.share or len(rows) < config.batch_size or not len(self._held.filled):
+        if len(rows) < config.batch_size or not len(self._held.filled):
             return None
         self.compile()
         start = time.monotonic()
