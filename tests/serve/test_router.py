@@ -79,10 +79,19 @@ def test_requests_go_where_their_prefix_is_and_only_those_in_flight_are_lost(rou
             assert ask(own, "apple").status_code == 200  # compiled
         flags = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics)]
         flags += ["--worker-urls", *urls, "--policy", "cache_aware", "--health-check-interval-secs", "1"]
+        flags += ["--balance-abs-threshold", "0", "--balance-rel-threshold", "1.0"]  # new text goes where less runs
+        flags += ["--cb-failure-threshold", "1", "--cb-timeout-duration-secs", "2"]  # one error, and it is left for 2 s
         command = [router, "-m", "sglang_router.launch_router", *flags]
         wait_for(url, ends(tiny.Started(command)))
 
-        # Each beginning has its server.
+        # The second beginning comes while the first one is answered; from then on each has its server.
+        (tmp_path / "slow").touch()
+        opening = threading.Thread(target=ask, args=(url, BEGINNINGS[0], 20))
+        opening.start()
+        time.sleep(1)
+        (tmp_path / "slow").unlink()
+        assert ask(url, BEGINNINGS[1]).status_code == 200
+        opening.join(60)
         homes = []
         for beginning in BEGINNINGS:
             before = [served_by(own) for own in urls]
@@ -115,10 +124,14 @@ def test_requests_go_where_their_prefix_is_and_only_those_in_flight_are_lost(rou
         print("later:", later)
         assert set(later) == {200}
 
-        # It comes back.
+        # It comes back: of two requests at once it answers one.
         wait_for(urls[home], ends(start(home)))
         before = served_by(urls[home])
         until = time.monotonic() + 60
         while served_by(urls[home]) == before:
-            assert time.monotonic() < until and ask(url, BEGINNINGS[0]).status_code == 200
-            time.sleep(0.2)
+            assert time.monotonic() < until
+            pair = [threading.Thread(target=ask, args=(url, BEGINNINGS[0], 60)) for _ in range(2)]
+            for thread in pair:
+                thread.start()
+            for thread in pair:
+                thread.join(60)
