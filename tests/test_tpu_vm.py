@@ -30,7 +30,7 @@ PAGE = ROOT / "docs/batch-jobs-on-tpu-vms.md"
 KUBERNETES = ROOT / "docs/kubernetes.md"
 
 GCLOUD = f"""#!{sys.executable} -IS
-import json, os, pathlib, shutil, subprocess, sys
+import json, os, pathlib, shutil, signal, subprocess, sys
 fake = pathlib.Path(os.environ["FAKE"])
 asked = sys.argv[1:]
 with open(fake / "asked.jsonl", "a") as log:
@@ -61,6 +61,8 @@ elif what == "ssh":
     chosen = hosts if option["worker"] == "all" else [hosts[int(option["worker"])]]
     deaf = [host for host in chosen if host.name in said["deaf"] and said["deaf_to"] in option["command"]]
     del os.environ["VENV"]
+    for ends in (signal.SIGHUP, signal.SIGINT):  # as sshd starts programs, whoever ignores a signal here (nohup)
+        signal.signal(ends, signal.SIG_DFL)
     script = ["bash", "-c", option["command"]]
     status = [subprocess.run(script, cwd=host, timeout=15).returncode for host in chosen if host not in deaf]
     sys.exit(max(status, default=0) or len(deaf))
