@@ -225,10 +225,10 @@ def test_a_wrong_argument_is_refused_by_name(small, arguments, message, monkeypa
     ],
 )
 def test_the_draft_is_the_one_that_the_config_names(run, target, draft, head, tpu_fit):
-    config = tpu_fit.configs.load(f"configs/{run}.yaml", ["--evaluate.draft", draft] if draft else [])
+    config = tpu_fit.run_file.load(f"configs/{run}.yaml", ["--evaluate.draft", draft] if draft else [])
     shape = tpu_fit.read_config(TARGETS / target, config.target.aux_layers)
     assert type(tpu_fit.drafting_head(config, shape)).__name__ == head
-    unknown = tpu_fit.configs.load(f"configs/{run}.yaml", ["--evaluate.draft", "auto"])
+    unknown = tpu_fit.run_file.load(f"configs/{run}.yaml", ["--evaluate.draft", "auto"])
     with pytest.raises(ValueError, match="evaluate.draft: got 'auto', expected none for a head of this config"):
         tpu_fit.drafting_head(unknown, shape)
 
@@ -240,7 +240,7 @@ def test_beside_an_evaluation_s_programs_lie_the_caches_of_vanilla_decoding(smal
     caches = 2 * 2 * (3 * 5 + 1) * 128 * 128 * 2
     devices = tpu_fit.topology_devices("v5e:1x2")
     for draft in [], ["--evaluate.draft", "lookup"]:
-        config = tpu_fit.configs.load(small, ["--evaluate.batch-size", "5", *draft])
+        config = tpu_fit.run_file.load(small, ["--evaluate.batch-size", "5", *draft])
         target = tpu_fit.read_config(pathlib.Path(config.target.name), config.target.aux_layers)
         prefill, rounds = tpu_fit.evaluate(config, target, devices)
         for program in prefill, rounds:
@@ -273,7 +273,7 @@ def test_a_row_of_32_thousand_tokens_is_split_over_two_chips(small, tmp_path, fi
 )
 def test_programs_of_other_drafts_are_planned_as_the_engine_runs_them(run, target, draft, layers, tpu_fit):
     """The target gives the draft the states that it reads: one of EAGLE-2's, none of the target's own layer."""
-    config = tpu_fit.configs.load(f"configs/{run}.yaml", ["--evaluate.draft", draft] if draft else [])
+    config = tpu_fit.run_file.load(f"configs/{run}.yaml", ["--evaluate.draft", draft] if draft else [])
     shape = tpu_fit.read_config(TARGETS / target, config.target.aux_layers)
     shape = dataclasses.replace(shape, num_hidden_layers=layers)
     for program in tpu_fit.evaluate(config, shape, tpu_fit.topology_devices("v5e:2x2")):
@@ -283,7 +283,7 @@ def test_programs_of_other_drafts_are_planned_as_the_engine_runs_them(run, targe
 
 @pytest.mark.long
 def test_rounds_take_the_state_where_prefill_leaves_it(small, tpu_fit):
-    config = tpu_fit.configs.load(small)
+    config = tpu_fit.run_file.load(small)
     target = tpu_fit.read_config(pathlib.Path(config.target.name), config.target.aux_layers)
     prefill, rounds = tpu_fit.evaluate(config, target, tpu_fit.topology_devices("v5e:1x2"))
     with jax.sharding.use_abstract_mesh(prefill.mesh.abstract_mesh):
@@ -314,11 +314,11 @@ def test_decoding_takes_little_beside_weights_and_caches(tmp_path, fit):
 def test_quantised_weights_are_counted_in_their_bits(small, tpu_fit):
     """Of the target's own bytes the matrices are most: 8 bits are half of bfloat16, on each of two devices."""
     devices = tpu_fit.topology_devices("v5e:1x2")
-    mesh = tpu_fit.replicas(tpu_fit.make_mesh(tpu_fit.configs.load(small).mesh, devices))[0].decoding_mesh
+    mesh = tpu_fit.replicas(tpu_fit.make_mesh(tpu_fit.run_file.load(small).mesh, devices))[0].decoding_mesh
     shares = {}
     for weights in (None, "int8", "int4"):
         options = [] if weights is None else ["--target.weights", weights, "--target.quantise-vocabulary"]
-        config = tpu_fit.configs.load(small, options)
+        config = tpu_fit.run_file.load(small, options)
         target = tpu_fit.read_config(pathlib.Path(config.target.name), config.target.aux_layers)
         shares[weights] = tpu_fit.share(tpu_fit.abstract_target(config, target, mesh))
     assert 0.5 < shares["int8"] / shares[None] < 0.52

@@ -36,7 +36,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from eagle3_jax import config as configs
+from eagle3_jax.config import RunConfig, run_file
 from eagle3_jax.decoding.choice import tiers
 from eagle3_jax.decoding.choice.tiers import Tier
 from eagle3_jax.decoding.core import PAGE_SIZE
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--json", type=pathlib.Path, help="file for the rows")
     arguments, overrides = parser.parse_known_args()
     try:
-        config = configs.load(arguments.config, overrides)
+        config = run_file.load(arguments.config, overrides)
         devices = topology_devices(arguments.topology)
         target = read_config(fetch(config.target.name, whole=False), config.target.aux_layers)
         verbs = arguments.verbs.split(",")
@@ -144,7 +144,7 @@ def main() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- programs
-def evaluate(config: configs.RunConfig, target: ModelConfig, devices: list[Any]) -> Iterator[Program]:
+def evaluate(config: RunConfig, target: ModelConfig, devices: list[Any]) -> Iterator[Program]:
     """Sizes `evaluate`: rounds with the draft, for prompts and answers of `regenerate`'s greatest length.
 
     The vanilla engine that it compares with keeps its state on the devices.
@@ -159,7 +159,7 @@ def evaluate(config: configs.RunConfig, target: ModelConfig, devices: list[Any])
     return decoding("evaluate", config, target, devices, tier, *sizes, beside=tiers.VANILLA)
 
 
-def regenerate(config: configs.RunConfig, target: ModelConfig, devices: list[Any]) -> Iterator[Program]:
+def regenerate(config: RunConfig, target: ModelConfig, devices: list[Any]) -> Iterator[Program]:
     """Sizes `regenerate`: vanilla decoding."""
     settings = config.regenerate
     sizes = settings.batch_size, settings.max_tokens
@@ -168,7 +168,7 @@ def regenerate(config: configs.RunConfig, target: ModelConfig, devices: list[Any
 
 def decoding(
     verb: str,
-    config: configs.RunConfig,
+    config: RunConfig,
     shape: ModelConfig,
     devices: list[Any],
     tier: Tier,
@@ -226,7 +226,7 @@ def decoding(
     )
 
 
-def drafting_head(config: configs.RunConfig, shape: ModelConfig) -> Head:
+def drafting_head(config: RunConfig, shape: ModelConfig) -> Head:
     """Makes the abstract head (shapes only) that `evaluate.draft` names.
 
     Raises ValueError: a name without a known shape, or a folder without an EAGLE-2 config.json.
@@ -250,7 +250,7 @@ def drafting_head(config: configs.RunConfig, shape: ModelConfig) -> Head:
     return nnx.eval_shape(lambda: Eagle2Head(published, dtype=dtype, rngs=nnx.Rngs(0)))
 
 
-def extract(config: configs.RunConfig, shape: ModelConfig, devices: list[Any]) -> Iterator[Program]:
+def extract(config: RunConfig, shape: ModelConfig, devices: list[Any]) -> Iterator[Program]:
     """Sizes `extract`: the forward pass of the longest conversations, while the previous batch is being fetched."""
     mesh = replicas(make_mesh(config.mesh, devices))[0].mesh
     target = by_rows(abstract_target(config, shape, mesh))
@@ -268,7 +268,7 @@ def extract(config: configs.RunConfig, shape: ModelConfig, devices: list[Any]) -
     )
 
 
-def train(config: configs.RunConfig, shape: ModelConfig, devices: list[Any]) -> Iterator[Program]:
+def train(config: RunConfig, shape: ModelConfig, devices: list[Any]) -> Iterator[Program]:
     """Sizes `train`: the training step; online the target's forward pass too, each beside the other's arrays."""
     run = config.train
     mesh = make_mesh(run.mesh or config.mesh, devices)
@@ -316,7 +316,7 @@ def train(config: configs.RunConfig, shape: ModelConfig, devices: list[Any]) -> 
 VERBS = {"evaluate": evaluate, "regenerate": regenerate, "extract": extract, "train": train}
 
 
-def abstract_target(config: configs.RunConfig, shape: ModelConfig, mesh: Mesh) -> TargetModel:
+def abstract_target(config: RunConfig, shape: ModelConfig, mesh: Mesh) -> TargetModel:
     dtype, model, weights = jnp.dtype(config.target.dtype), family_of(shape).model, config.target.weights
     if weights == "stored":
         raise ValueError("target.weights: got 'stored', expected 'int8', 'fp8' or 'int4': only shapes are known here")

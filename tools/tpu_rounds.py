@@ -27,8 +27,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
-from eagle3_jax import config as configs
-from eagle3_jax.config import DraftTree
+from eagle3_jax.config import DraftTree, RunConfig, run_file
 from eagle3_jax.decoding.choice.tiers import Tier
 from eagle3_jax.decoding.core import PAGE_SIZE
 from eagle3_jax.decoding.device.models import Models
@@ -73,7 +72,7 @@ def work(jaxpr: Any) -> Work:
     return total
 
 
-def counted(config: configs.RunConfig, tree: DraftTree | None, context: int) -> tuple[Work, Work]:
+def counted(config: RunConfig, tree: DraftTree | None, context: int) -> tuple[Work, Work]:
     """Counts the draft's passes before a verification, and the whole round, of one request.
 
     Args:
@@ -108,7 +107,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=2048, help="tokens in the caches: 2048")
     parser.add_argument("--devices", type=int, default=4, help="devices of the slice: 4")
     arguments, overrides = parser.parse_known_args()
-    config = configs.load(arguments.config, overrides)
+    config = run_file.load(arguments.config, overrides)
     print(f"| draft | drafts read, GB | a round, GB | {' | '.join(f'{name}, ms' for name in CHIPS)} |")
     print("|---" * (3 + len(CHIPS)) + "|")
     for tree in [None, *arguments.trees]:

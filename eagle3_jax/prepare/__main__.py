@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from eagle3_jax import config as configs
+from eagle3_jax.config import ConversationsSource, JsonlSource, PrepareConfig, RunConfig, SelfSource, run_file
 from eagle3_jax.prepare import reading, self_prompting
 from eagle3_jax.prepare.result import FINDINGS, HELD_OUT, REJECTS, TRAIN, WORK
 from eagle3_jax.prepare.self_prompting import Written
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         prepare(config)
 
 
-def prepare(config: configs.RunConfig) -> None:
+def prepare(config: RunConfig) -> None:
     """Prepares the prompts of a run; does nothing when they are finished.
 
     Raises:
@@ -43,13 +43,13 @@ def prepare(config: configs.RunConfig) -> None:
             written = {
                 number: self_prompting.write(config, source, folder / f"self_{number}.jsonl")
                 for number, source in enumerate(config.prepare.sources)
-                if isinstance(source, configs.SelfSource)
+                if isinstance(source, SelfSource)
             }
             processes.agree(lambda: _prepare(config, folder, written))
         processes.agree(lambda: _remove_work(folder))
 
 
-def _prepare(config: configs.RunConfig, folder: disk.Path, written: dict[int, list[Written]]) -> None:
+def _prepare(config: RunConfig, folder: disk.Path, written: dict[int, list[Written]]) -> None:
     """Filters and writes the prompts. `written`: index of a source of kind `self` -> what the target wrote for it."""
     if config.prepare.runner == "beam":
         from eagle3_jax.prepare import on_beam as form  # late: the extra `beam`
@@ -63,7 +63,7 @@ def _prepare(config: configs.RunConfig, folder: disk.Path, written: dict[int, li
     print(f"prepare: {train} to train, {held_out} held out, {rejects} rejected (why: {REJECTS}) -> {folder}")
 
 
-def _cost(section: configs.PrepareConfig) -> str:
+def _cost(section: PrepareConfig) -> str:
     """Says, before anything is sent, what Cloud DLP costs at most; a thousand prompts of 1 KB where no file tells."""
     from eagle3_jax.data import cloud_dlp  # late: the extra `report`
 
@@ -77,10 +77,10 @@ def _cost(section: configs.PrepareConfig) -> str:
     return said
 
 
-def _identity(config: configs.RunConfig) -> dict[str, Any]:
+def _identity(config: RunConfig) -> dict[str, Any]:
     section = config.prepare
     # The forms make the same: one goes on where the other has finished.
-    what = {name: value for name, value in configs.to_dict(section).items() if name not in ("runner", "beam_options")}
+    what = {name: value for name, value in run_file.to_dict(section).items() if name not in ("runner", "beam_options")}
     for source in what["sources"]:  # older manifests name neither a licence nor an engine
         if source.get("license") is None:
             source.pop("license", None)
@@ -91,15 +91,15 @@ def _identity(config: configs.RunConfig) -> dict[str, Any]:
         what["cloud_dlp"] = {name: service[name] for name in ("location", "info_types", "min_likelihood")}
     identity: dict[str, Any] = {"verb": "prepare", "prepare": what, "seed": config.seed}
     identity["inputs"] = {}
-    files = [s.path for s in section.sources if isinstance(s, configs.JsonlSource | configs.ConversationsSource)]
+    files = [s.path for s in section.sources if isinstance(s, JsonlSource | ConversationsSource)]
     for name, paths in (("sources: path", files), ("benchmarks", section.benchmarks)):
         for path in paths:
             try:
                 identity["inputs"][path] = disk.digest(path)
             except OSError as error:
                 raise ValueError(f"prepare.{name}: got {path!r} ({error.strerror})") from error
-    if any(isinstance(source, configs.SelfSource) for source in section.sources):
-        target = configs.to_dict(config.target)
+    if any(isinstance(source, SelfSource) for source in section.sources):
+        target = run_file.to_dict(config.target)
         # Manifests of earlier versions do not name what was not there.
         identity["target"] = {name: x for name, x in target.items() if x or name not in _LATER}
     return identity

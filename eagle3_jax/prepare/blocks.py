@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from eagle3_jax import config as configs
+from eagle3_jax.config import PrepareConfig, RunConfig
 from eagle3_jax.data import lines, sources
 from eagle3_jax.prepare import reading
 from eagle3_jax.prepare.result import line
@@ -38,7 +38,7 @@ class Block:
     copy: str | None = None
 
 
-def plan(config: configs.RunConfig, written: dict[int, list[Written]], work: disk.Path) -> list[Block]:
+def plan(config: RunConfig, written: dict[int, list[Written]], work: disk.Path) -> list[Block]:
     """Divides the sources, once: an interrupted run goes on with the same blocks.
 
     Args:
@@ -73,7 +73,7 @@ def plan(config: configs.RunConfig, written: dict[int, list[Written]], work: dis
     return blocks
 
 
-def read(section: configs.PrepareConfig, block: Block) -> Iterator[reading.Record]:
+def read(section: PrepareConfig, block: Block) -> Iterator[reading.Record]:
     """Yields the records of a block. Raises ValueError, OSError: an unreadable source, or one that has changed."""
     source = section.sources[block.source]
     if block.copy is not None:

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from eagle3_jax import config as configs
+from eagle3_jax.config import PrepareConfig
 from eagle3_jax.data import filters, personal, sources
 from eagle3_jax.runs import disk
 
@@ -72,7 +72,7 @@ class Cleaner:
         ValueError: an unreadable benchmark, or no credentials for the service.
     """
 
-    def __init__(self, section: configs.PrepareConfig, log: disk.Path | None = None) -> None:
+    def __init__(self, section: PrepareConfig, log: disk.Path | None = None) -> None:
         self._section = section
         self.benchmarks = filters.Benchmarks(section.benchmarks)
         self._inspect: Callable[[Sequence[str]], list[list[personal.Span]]] | None = None

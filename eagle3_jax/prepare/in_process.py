@@ -7,7 +7,7 @@ from typing import Any
 
 import tqdm
 
-from eagle3_jax import config as configs
+from eagle3_jax.config import RunConfig
 from eagle3_jax.data.duplicates import Duplicates
 from eagle3_jax.data.split import StratifiedSplit, by_category
 from eagle3_jax.prepare import reading
@@ -17,7 +17,7 @@ from eagle3_jax.prepare.self_prompting import Written
 from eagle3_jax.runs import command, disk
 
 
-def run(config: configs.RunConfig, folder: disk.Path, written: dict[int, list[Written]]) -> Result:
+def run(config: RunConfig, folder: disk.Path, written: dict[int, list[Written]]) -> Result:
     """Writes the prompts.
 
     Args:

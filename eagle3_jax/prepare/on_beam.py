@@ -26,7 +26,7 @@ from apache_beam.metrics.metric import Metrics
 from apache_beam.options.pipeline_options import PipelineOptions
 from apache_beam.pvalue import AsSingleton, TaggedOutput
 
-from eagle3_jax import config as configs
+from eagle3_jax.config import PrepareConfig, RunConfig
 from eagle3_jax.data import duplicates
 from eagle3_jax.data.split import Bounds, StratifiedSplit, by_category, joined
 from eagle3_jax.prepare import blocks as blocks_of
@@ -54,7 +54,7 @@ class _Job:
         blocks: how many there are.
     """
 
-    section: configs.PrepareConfig
+    section: PrepareConfig
     folder: str
     blocks: int
 
@@ -82,7 +82,7 @@ class _Job:
             raise
 
 
-def run(config: configs.RunConfig, folder: disk.Path, written: dict[int, list[Written]]) -> Result:
+def run(config: RunConfig, folder: disk.Path, written: dict[int, list[Written]]) -> Result:
     """Writes the prompts; TRAIN and REJECTS in shards.
 
     Args:
@@ -105,7 +105,7 @@ def run(config: configs.RunConfig, folder: disk.Path, written: dict[int, list[Wr
     return _finish(job, blocks, reasons)
 
 
-def _options(section: configs.PrepareConfig) -> PipelineOptions:
+def _options(section: PrepareConfig) -> PipelineOptions:
     """Raises ValueError: Beam refuses them."""
     said = io.StringIO()  # argparse says there what is wrong, and exits
     try:

@@ -5,24 +5,24 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Iterable, Iterator
 
-from eagle3_jax import config as configs
+from eagle3_jax.config import ConversationsSource, JsonlSource, PackagedSource, SelfSource, Source, TfdsSource
 from eagle3_jax.data import sources
 from eagle3_jax.data.lines import Part
 from eagle3_jax.prepare.cleaning import Record
 from eagle3_jax.prepare.self_prompting import Written
 
 _OF_THIS_PACKAGE = "apache-2.0"
-FileSource = configs.JsonlSource | configs.ConversationsSource
+FileSource = JsonlSource | ConversationsSource
 
 
-def label(source: configs.Source) -> str:
+def label(source: Source) -> str:
     """Names a source in counts and among the rejects."""
     if isinstance(source, FileSource):
         return f"{source.kind}:{pathlib.Path(source.path).name}"
-    return f"tfds:{source.name}" if isinstance(source, configs.TfdsSource) else source.kind
+    return f"tfds:{source.name}" if isinstance(source, TfdsSource) else source.kind
 
 
-def read(source: configs.Source, written: list[Written] | None = None) -> Iterator[Record]:
+def read(source: Source, written: list[Written] | None = None) -> Iterator[Record]:
     """Yields the records of a source, up to its limit of prompts.
 
     Args:
@@ -31,13 +31,13 @@ def read(source: configs.Source, written: list[Written] | None = None) -> Iterat
     Raises:
         ValueError, OSError: an unreadable source.
     """
-    if isinstance(source, configs.SelfSource):
+    if isinstance(source, SelfSource):
         assert written is not None
         found = sources.self_written(written, source.category, source.system)
         return _licensed(_limited(found, source.count), source.license)
-    if isinstance(source, configs.PackagedSource):
+    if isinstance(source, PackagedSource):
         return _licensed(_limited(sources.packaged(), source.limit), _OF_THIS_PACKAGE)
-    if isinstance(source, configs.TfdsSource):
+    if isinstance(source, TfdsSource):
         found = sources.tfds(source.name, source.field, source.split, source.category)
         return _licensed(_limited(found, source.limit), source.license)
     return _limited(read_part(source), source.limit)
@@ -45,7 +45,7 @@ def read(source: configs.Source, written: list[Written] | None = None) -> Iterat
 
 def read_part(source: FileSource, part: Part | None = None) -> Iterator[Record]:
     """Yields the records of a part of a file, or of the whole."""
-    reader = sources.jsonl if isinstance(source, configs.JsonlSource) else sources.conversations
+    reader = sources.jsonl if isinstance(source, JsonlSource) else sources.conversations
     return _licensed(reader(source.path, source.category, part), source.license)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import tqdm
 
-from eagle3_jax import config as configs
+from eagle3_jax.config import RunConfig, SelfSource
 from eagle3_jax.data import chat
 from eagle3_jax.models import chat_template
 from eagle3_jax.runs import command, disk, processes
@@ -31,7 +31,7 @@ _CHUNK = 16
 _TEMPLATE_TOKENS = 32
 
 
-def write(config: configs.RunConfig, source: configs.SelfSource, log: disk.Path) -> list[Written]:
+def write(config: RunConfig, source: SelfSource, log: disk.Path) -> list[Written]:
     """Generates conversations until enough of them ended.
 
     Args:
@@ -97,7 +97,7 @@ def write(config: configs.RunConfig, source: configs.SelfSource, log: disk.Path)
 def _converse(
     generate: Callable[..., None],
     tokenizer: Any,
-    source: configs.SelfSource,
+    source: SelfSource,
     openings: Sequence[str],
     params: Sequence[Any],
     length: int,
@@ -140,7 +140,7 @@ def _converse(
     return [(said, first[row].finish_reason) for row, said in enumerate(users)]
 
 
-def _system(source: configs.SelfSource) -> list[dict[str, str]]:
+def _system(source: SelfSource) -> list[dict[str, str]]:
     return [] if source.system is None else [{"role": "system", "content": source.system}]
 
 

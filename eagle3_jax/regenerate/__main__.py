@@ -21,7 +21,7 @@ from typing import Any
 
 import tqdm
 
-from eagle3_jax import config as configs
+from eagle3_jax.config import SPLITS, RunConfig, run_file
 from eagle3_jax.mesh import Replica, make_mesh, own_replica
 from eagle3_jax.models.checkpoint.fetch import Target, load_target
 from eagle3_jax.regenerate import engines as engines_of
@@ -32,7 +32,7 @@ from eagle3_jax.runs import command, command_line, disk, manifest, processes
 REJECTS = "rejects.jsonl"
 
 
-def regenerate(config: configs.RunConfig) -> None:
+def regenerate(config: RunConfig) -> None:
     """Runs the verb; does nothing when its output is there already.
 
     Raises:
@@ -53,7 +53,7 @@ def regenerate(config: configs.RunConfig) -> None:
         # What is said does not depend on which hidden states are kept later.
         "target": {field: value for field, value in target.identity.items() if field != "aux_layers"},
         "seed": config.seed,
-        "temperature": configs.to_dict(settings)["temperature"],
+        "temperature": run_file.to_dict(settings)["temperature"],
         "max_tokens": settings.max_tokens,
         "max_length": settings.max_length,
     }
@@ -79,12 +79,12 @@ def _given(prepared: dict[str, Any]) -> dict[str, str]:
 def _dialogues(prompts: disk.Path, *splits: str) -> Iterator[Dialogue]:
     """The dialogues of some splits, all of them without a name; none of them begun."""
     prepared = manifest.load(prompts / manifest.NAME)
-    for split in splits or configs.SPLITS:
+    for split in splits or SPLITS:
         for path in manifest.shards(prompts, prepared, f"{split}.jsonl"):
             yield from map(Dialogue.begin, disk.read_jsonl(path))
 
 
-def _ask_engines(config: configs.RunConfig, target: Target, replica: Replica, folder: disk.Path) -> float:
+def _ask_engines(config: RunConfig, target: Target, replica: Replica, folder: disk.Path) -> float:
     """Has this process's engines answer the share of its replica. Returns all processes' tokens a second."""
     engines, prompts = engines_of.load(config.regenerate, target, replica), config.folder("prepare")
     leads = replica.leader == processes.index()  # the other processes of a replica say the same
@@ -98,7 +98,7 @@ def _ask_engines(config: configs.RunConfig, target: Target, replica: Replica, fo
     return processes.total(rates)["tokens_per_second"]  # all is answered
 
 
-async def _ask_servers(config: configs.RunConfig, target: Target, folder: disk.Path) -> float:
+async def _ask_servers(config: RunConfig, target: Target, folder: disk.Path) -> float:
     """Has the servers answer. Returns tokens a second."""
     from eagle3_jax.regenerate import fleet  # of an extra
 
@@ -153,7 +153,7 @@ class _Stored:
         return self._tokens / (time.monotonic() - self._start)
 
 
-def _finish(config: configs.RunConfig, tokenizer: Any, folder: disk.Path, rate: float) -> None:
+def _finish(config: RunConfig, tokenizer: Any, folder: disk.Path, rate: float) -> None:
     """All answers are in the logs: puts the conversations together, in the prompts' order."""
     results: dict[str, Any] = {}
     with (
@@ -161,7 +161,7 @@ def _finish(config: configs.RunConfig, tokenizer: Any, folder: disk.Path, rate: 
         disk.atomic(folder / REJECTS) as rejected,
         rejected.open("w", encoding="utf-8") as rejects,
     ):
-        for split in configs.SPLITS:
+        for split in SPLITS:
             counts = Counts()
             with (
                 disk.atomic(folder / f"{split}.jsonl") as temporary,
@@ -178,7 +178,7 @@ def _finish(config: configs.RunConfig, tokenizer: Any, folder: disk.Path, rate: 
             results[split] = counts.said()
     if not results["train"]["conversations"]:
         raise ValueError(f"{config.folder('prepare')}: none of the prompts was answered: {results['train']['dropped']}")
-    files = [*(f"{split}.jsonl" for split in configs.SPLITS), REJECTS]
+    files = [*(f"{split}.jsonl" for split in SPLITS), REJECTS]
     manifest.finish(folder, files=files, **results, tokens_per_second=rate or None)
 
 

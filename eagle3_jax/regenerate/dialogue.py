@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from eagle3_jax import config as configs
+from eagle3_jax.config import RegenerateConfig
 from eagle3_jax.models import chat_template
 
 # What `rejects.jsonl` says of a prompt that no conversation begins with; of a failed answer, its own reason.
@@ -86,7 +86,7 @@ class Dialogue:
         """The messages that the next answer follows."""
         return self._messages(self.turn + 1)
 
-    def next_prompt(self, known: Known, tokenizer: Any, settings: configs.RegenerateConfig) -> list[int] | None:
+    def next_prompt(self, known: Known, tokenizer: Any, settings: RegenerateConfig) -> list[int] | None:
         """Takes the answers that are known; the token ids of the first turn that has none, or None behind the end."""
         while self.end is None and (answer := known.get((self.prompt["id"], self.turn))) is not None:
             self.take(answer)
@@ -143,7 +143,7 @@ class Dialogue:
                     break
         return messages
 
-    def _ask(self, tokenizer: Any, settings: configs.RegenerateConfig) -> list[int] | None:
+    def _ask(self, tokenizer: Any, settings: RegenerateConfig) -> list[int] | None:
         """Token ids of the next turn; None ends the dialogue."""
         try:
             ids = chat_template.prompt_ids(tokenizer, self.history(), self.prompt.get("tools"))
@@ -165,7 +165,7 @@ def _more(answer: Answer) -> dict[str, Any]:
     return {name: value for name, value in more.items() if value}
 
 
-def sampling(settings: configs.RegenerateConfig, seed: int, name: str, turn: int) -> dict[str, Any]:
+def sampling(settings: RegenerateConfig, seed: int, name: str, turn: int) -> dict[str, Any]:
     """How a turn is sampled: `temperature`, `max_tokens`, and a `seed` of 32 bits.
 
     The temperature is a prompt's: the same in all its turns. The turn's seed comes of the prompt's id and the run's

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from eagle3_jax import config as configs
+from eagle3_jax.config import RegenerateConfig
 from eagle3_jax.decoding import data_parallel
 from eagle3_jax.decoding.engine import Asked, Engine, SamplingParams
 from eagle3_jax.decoding.request import Output
@@ -15,7 +15,7 @@ from eagle3_jax.regenerate.dialogue import Answer, Dialogue, Known, sampling
 from eagle3_jax.runs import command, processes
 
 
-def load(settings: configs.RegenerateConfig, target: Target, replica: Replica) -> list[Engine]:
+def load(settings: RegenerateConfig, target: Target, replica: Replica) -> list[Engine]:
     """Loads an engine for each row of a replica; engines that choose among draft sizes measure them.
 
     Drafts change no answer: see `Engine`, `sample_drafts`.
@@ -47,7 +47,7 @@ def load(settings: configs.RegenerateConfig, target: Target, replica: Replica) -
 
 def converse(
     engines: Sequence[Engine],
-    settings: configs.RegenerateConfig,
+    settings: RegenerateConfig,
     dialogues: Iterable[Dialogue],
     known: Known,
     seed: int,

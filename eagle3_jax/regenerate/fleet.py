@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx2
 
-from eagle3_jax import config as configs
+from eagle3_jax.config import RegenerateConfig
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.regenerate.dialogue import Answer, Dialogue, Known, sampling
 from eagle3_jax.regenerate.server import Differs, Refused, Said, Server, Trouble
@@ -75,7 +75,7 @@ class _Member:
 
 
 @contextlib.asynccontextmanager
-async def gathered(settings: configs.RegenerateConfig, target: Target) -> AsyncIterator[Fleet]:
+async def gathered(settings: RegenerateConfig, target: Target) -> AsyncIterator[Fleet]:
     """Yields the fleet of `regenerate.servers`, each compared with the target. Those that are ill join later.
 
     Args:
@@ -106,7 +106,7 @@ def _named(members: Iterable[_Member]) -> str:
 class Fleet:
     """Servers that answer dialogues; see `gathered`."""
 
-    def __init__(self, members: Sequence[_Member], settings: configs.RegenerateConfig, tokenizer: Any) -> None:
+    def __init__(self, members: Sequence[_Member], settings: RegenerateConfig, tokenizer: Any) -> None:
         self._members, self._settings, self._tokenizer = members, settings, tokenizer
         self._source: Iterator[_Asked] = iter(())
         self._again: deque[_Asked] = deque()  # what a server failed at: at most one for each request on its way

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from eagle3_jax import config as configs
+from eagle3_jax.config import RunConfig, run_file
 from eagle3_jax.data import vocab
 from eagle3_jax.data.features import FeatureSource
 from eagle3_jax.data.feed import Feed
@@ -72,7 +72,7 @@ KEPT_CHECKPOINTS = 2  # the newest, beside the best
 IN_FLIGHT = 2
 
 
-def train(config: configs.RunConfig, target: Target | None = None) -> dict[str, Any]:
+def train(config: RunConfig, target: Target | None = None) -> dict[str, Any]:
     """Trains `config`'s draft head into its checkpoints folder.
 
     Args:
@@ -110,8 +110,8 @@ def train(config: configs.RunConfig, target: Target | None = None) -> dict[str, 
         "verb": "train",
         "features": manifest.fingerprint(made_from),
         "target": target.identity,
-        "draft": _named("draft", configs.to_dict(config.draft)),
-        "train": _FIXED | _named("train", configs.to_dict(run), but=(*_WATCHING, "features")),
+        "draft": _named("draft", run_file.to_dict(config.draft)),
+        "train": _FIXED | _named("train", run_file.to_dict(run), but=(*_WATCHING, "features")),
         "online": online,
         "seed": config.seed,
     }
@@ -142,7 +142,7 @@ def _named(section: str, values: dict[str, Any], but: Sequence[str] = ()) -> dic
 
 
 def _train(
-    config: configs.RunConfig,
+    config: RunConfig,
     target: Target,
     kind: Kind,
     mesh: jax.sharding.Mesh,
@@ -322,7 +322,7 @@ class _Observer:
             return products(traced.jaxpr.jaxpr)
 
 
-def _held_out_rows(config: configs.RunConfig) -> PackedRows | None:
+def _held_out_rows(config: RunConfig) -> PackedRows | None:
     """Loads the held-out rows that every evaluation reads; None where there are no held-out records."""
     source = FeatureSource(config.folder("extract") / "held_out")
     if not len(source):
@@ -344,7 +344,7 @@ def _stop_asked(step: int) -> bool:
     return processes.agree_to_stop(step, IN_FLIGHT + 1, command.stop_asked())
 
 
-def _nothing_to_train_on(config: configs.RunConfig, batches: int) -> str:
+def _nothing_to_train_on(config: RunConfig, batches: int) -> str:
     reason = "no answer has a token that the loss mask counts"
     if config.train.argmax_mask:
         reason += f", or the target's best token is never among the {config.draft.vocab_size} of the draft vocabulary"

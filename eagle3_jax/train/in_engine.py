@@ -11,8 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from eagle3_jax import config as configs
 from eagle3_jax.acceptance import AcceptanceCounts
+from eagle3_jax.config import DraftTree, RunConfig
 from eagle3_jax.data import sources
 from eagle3_jax.decoding import data_parallel
 from eagle3_jax.decoding.engine import Engine, SamplingParams
@@ -27,7 +27,7 @@ _BATCH = 16
 _TOKENS = 96  # an answer's length; fixed, since acceptance lengths of one training are compared
 
 
-def held_out_prompts(config: configs.RunConfig) -> disk.Path:
+def held_out_prompts(config: RunConfig) -> disk.Path:
     """Returns the file of held-out prompts. Raises ManifestError: it does not exist."""
     path = config.folder("prepare") / "held_out.jsonl"
     if not path.is_file():
@@ -48,7 +48,7 @@ class Served:
         ValueError: no held-out prompt is short enough.
     """
 
-    def __init__(self, config: configs.RunConfig, kind: Kind, head: Any, token_ids: np.ndarray) -> None:
+    def __init__(self, config: RunConfig, kind: Kind, head: Any, token_ids: np.ndarray) -> None:
         self._replica = own_replica(make_mesh(config.mesh))
         self._kind, self._token_ids = kind, jnp.asarray(token_ids)
         target, *others = data_parallel.targets(load_target(config.target, self._replica.mesh), self._replica)
@@ -60,7 +60,7 @@ class Served:
         self._prompts = [prompt["prompt"] for prompt in chosen][self._replica.index :: self._replica.count]
         self._params = SamplingParams(max_tokens=_TOKENS)
         steps = kind.num_drafts
-        chain = configs.DraftTree(num_steps=steps, topk=1, num_draft_tokens=steps + 1)
+        chain = DraftTree(num_steps=steps, topk=1, num_draft_tokens=steps + 1)
         longest = max(map(len, self._prompts), default=1) + _TOKENS
         draft = self._draft(head)
         self._engines = [

@@ -12,7 +12,7 @@ import pytest
 import tiny
 import transformers
 
-from eagle3_jax import config as configs
+from eagle3_jax.config import run_file
 from eagle3_jax.data import chat, features, sources
 from eagle3_jax.extract import __main__ as extract
 from eagle3_jax.models import chat_template
@@ -145,7 +145,7 @@ def test_tools_go_the_whole_way(tmp_path, monkeypatch):
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     source = {"kind": "conversations", "path": str(tmp_path / "in.jsonl")}
     longest = len(golden["text"])  # special tokens are fewer than their letters
-    config = configs.from_dict(
+    config = run_file.from_dict(
         {
             "run_dir": str(tmp_path / "run"),
             "target": {"aux_layers": [0, 1, 3]},

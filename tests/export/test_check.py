@@ -15,8 +15,8 @@ import pytest
 import tiny
 
 from eagle3_jax import Engine, SamplingParams
-from eagle3_jax import config as configs
 from eagle3_jax.acceptance import AcceptanceCounts
+from eagle3_jax.config import RunConfig, run_file
 from eagle3_jax.export import __main__ as export
 from eagle3_jax.export import check, vllm_process
 from eagle3_jax.models import chat_template
@@ -25,13 +25,13 @@ from eagle3_jax.runs import disk
 
 
 @pytest.fixture
-def config(whole_run: tiny.Run, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> configs.RunConfig:
+def config(whole_run: tiny.Run, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     copy = whole_run.copy(tmp_path / "copy")
     monkeypatch.chdir(copy.config.parent)
-    return configs.load(copy.config)
+    return run_file.load(copy.config)
 
 
-def held_out(config: configs.RunConfig) -> pathlib.Path:
+def held_out(config: RunConfig) -> pathlib.Path:
     return config.folder("prepare") / "held_out.jsonl"
 
 
@@ -66,14 +66,14 @@ def test_the_prediction_is_what_rounds_of_one_request_count(config):
 
 
 @pytest.fixture
-def untrained(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> configs.RunConfig:
+def untrained(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     """A run in which no verb has been: what an engine counts is made up."""
     path = tiny.write_run(tmp_path)
     tiny.write_prompts(tmp_path / "held_out.jsonl", 6)
     (tmp_path / "head").mkdir()
     (tmp_path / "head/config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
-    return configs.load(path, ["--evaluate.draft", "head"])
+    return run_file.load(path, ["--evaluate.draft", "head"])
 
 
 @pytest.fixture

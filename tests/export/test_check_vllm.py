@@ -14,7 +14,7 @@ import pytest
 import tiny
 import tiny_heads
 
-from eagle3_jax import config as configs
+from eagle3_jax.config import RunConfig, run_file
 from eagle3_jax.export import __main__ as export
 from eagle3_jax.export import check, vllm_process
 from eagle3_jax.kernels.linear.api import linear
@@ -56,27 +56,27 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return write_answers(tmp_path_factory.mktemp("vllm") / "run", tiny.CONFIG["num_hidden_layers"])
 
 
-def train(answers: pathlib.Path, name: str, *flags: str) -> configs.RunConfig:
+def train(answers: pathlib.Path, name: str, *flags: str) -> RunConfig:
     """A trained and exported head; the configuration's paths are absolute."""
     folder = answers.with_name(name)
     shutil.copytree(answers, folder)
     for verb in ("extract", "train", "export"):
         tiny.verb_in(folder / "run.yaml", verb, *flags)
     paths = ["--run-dir", str(folder / "run"), "--target.name", str(folder / "target")]
-    return configs.load(folder / "run.yaml", [*paths, *flags, "--evaluate.max-tokens", "96"])
+    return run_file.load(folder / "run.yaml", [*paths, *flags, "--evaluate.max-tokens", "96"])
 
 
 @pytest.fixture(scope="module", params=FLAGS)
-def trained(request: pytest.FixtureRequest, answers: pathlib.Path) -> configs.RunConfig:
+def trained(request: pytest.FixtureRequest, answers: pathlib.Path) -> RunConfig:
     return train(answers, request.param, *FLAGS[request.param])
 
 
 @pytest.fixture(scope="module")
-def whole(answers: pathlib.Path) -> configs.RunConfig:
+def whole(answers: pathlib.Path) -> RunConfig:
     return train(answers, "whole vocabulary", *WHOLE)
 
 
-def counted(config: configs.RunConfig, head: pathlib.Path, vllm: pathlib.Path) -> dict[str, Any]:
+def counted(config: RunConfig, head: pathlib.Path, vllm: pathlib.Path) -> dict[str, Any]:
     """vLLM's column, which is also the prediction's; see `check.run`."""
     prompts = config.folder("prepare") / "held_out.jsonl"
     asked = dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, draft=str(head)))
@@ -166,7 +166,7 @@ SLIDE |= {"max_window_layers": 2}
 
 
 @pytest.fixture(scope="module")
-def blocks(answers: pathlib.Path) -> configs.RunConfig:
+def blocks(answers: pathlib.Path) -> RunConfig:
     return train(answers, "blocks", *BLOCKS, *WHOLE)
 
 
@@ -189,7 +189,7 @@ def test_a_block_of_16_over_a_draft_vocabulary(answers, vllm):
     counted_blocks(config, config.folder("export"), vllm)
 
 
-def counted_blocks(config: configs.RunConfig, head: pathlib.Path, vllm: pathlib.Path) -> dict[str, Any]:
+def counted_blocks(config: RunConfig, head: pathlib.Path, vllm: pathlib.Path) -> dict[str, Any]:
     """As `counted`; so small a head need not reach the end of its block."""
     asked = dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, draft=str(head)))
     column = check.run(asked, config.folder("prepare") / "held_out.jsonl", "vllm", vllm)["engines"]["vllm"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tiny
 
-from eagle3_jax import config as configs
+from eagle3_jax.config import ConfigError, RunConfig, run_file
 from eagle3_jax.data import features
 from eagle3_jax.extract import __main__ as extract
 from eagle3_jax.extract import mixing
@@ -44,10 +44,10 @@ def conversations(count: int, name: str) -> list[dict[str, Any]]:
     return found
 
 
-def prepared(folder: pathlib.Path, mix: Any, lines: int = 900) -> configs.RunConfig:
+def prepared(folder: pathlib.Path, mix: Any, lines: int = 900) -> RunConfig:
     how = {"states": "none", "max_length": 128, "batch_tokens": 512, "shard_records": 32, "mix": mix}
     values = {"run_dir": str(folder), "draft": {"vocab_size": 20}, "mesh": {"data": 1}, "extract": how}
-    config = configs.from_dict(values)
+    config = run_file.from_dict(values)
     made = config.folder("regenerate")
     manifest.begin(made, {"target": {"weights": "w", "tokenizer": "t", "chat_template": "c"}})
     for split, count in (("train", lines), ("held_out", lines // 3)):
@@ -57,7 +57,7 @@ def prepared(folder: pathlib.Path, mix: Any, lines: int = 900) -> configs.RunCon
     return config
 
 
-def results(config: configs.RunConfig) -> dict[str, Any]:
+def results(config: RunConfig) -> dict[str, Any]:
     return manifest.read(config.folder("extract"), "extract")["results"]
 
 
@@ -100,9 +100,9 @@ def test_requests_of_a_log_are_shares_of_conversations(tmp_path, target):
 def test_another_mix_is_other_work(tmp_path, target):
     config = prepared(tmp_path, {"code": 1.0}, lines=30)
     extract.extract(config, target)
-    values = configs.to_dict(config)
+    values = run_file.to_dict(config)
     for mix in ({"code": 0.5, "chat": 0.5}, None):
-        other = configs.from_dict(values | {"extract": values["extract"] | {"mix": mix}})
+        other = run_file.from_dict(values | {"extract": values["extract"] | {"mix": mix}})
         with pytest.raises(manifest.ManifestError, match="mix"):
             extract.extract(other, target)
 
@@ -120,8 +120,8 @@ def test_clear_errors(tmp_path, target):
         ({}, "they add up to 0"),
         (3, "extract.mix: got 3, expected a mapping"),
     ):
-        with pytest.raises(configs.ConfigError, match=said):
-            configs.from_dict({"run_dir": "x", "extract": {"mix": mix}})
+        with pytest.raises(ConfigError, match=said):
+            run_file.from_dict({"run_dir": "x", "extract": {"mix": mix}})
     log = tmp_path / "traffic.jsonl"
     for text, said in (
         ("", "without a line"),

@@ -17,7 +17,7 @@ import many_prompts
 import pytest
 from fake_dlp import FakeDlp
 
-from eagle3_jax import config as configs
+from eagle3_jax.config import ConfigError, RunConfig, run_file
 from eagle3_jax.prepare import __main__ as prepare
 from eagle3_jax.prepare import blocks
 from eagle3_jax.prepare.result import HELD_OUT, REJECTS, TRAIN, WORK
@@ -30,18 +30,18 @@ LOCAL = "--runner=FnApiRunner"  # no other one, which DirectRunner would look fo
 WORKERS = f"{LOCAL} --direct_running_mode=multi_processing --direct_num_workers=2"
 
 
-def run(folder: str | pathlib.Path, *sources: dict[str, Any], **section: Any) -> configs.RunConfig:
+def run(folder: str | pathlib.Path, *sources: dict[str, Any], **section: Any) -> RunConfig:
     """A finished run."""
-    config = configs.from_dict({"run_dir": str(folder), "prepare": {"sources": list(sources), **section}})
+    config = run_file.from_dict({"run_dir": str(folder), "prepare": {"sources": list(sources), **section}})
     prepare.prepare(config)
     return config
 
 
-def on_beam(folder: str | pathlib.Path, *sources: dict[str, Any], **section: Any) -> configs.RunConfig:
+def on_beam(folder: str | pathlib.Path, *sources: dict[str, Any], **section: Any) -> RunConfig:
     return run(folder, *sources, runner="beam", **{"beam_options": LOCAL, **section})
 
 
-def content(config: configs.RunConfig, name: str) -> bytes:
+def content(config: RunConfig, name: str) -> bytes:
     """A file, or its shards in order."""
     stem = name.removesuffix(".jsonl")
     found = sorted(path for path in config.folder("prepare").iterdir() if path.name.startswith(stem))
@@ -51,7 +51,7 @@ def content(config: configs.RunConfig, name: str) -> bytes:
     return b"".join(map(disk.read_bytes, found))
 
 
-def assert_same(found: configs.RunConfig, expected: configs.RunConfig) -> None:
+def assert_same(found: RunConfig, expected: RunConfig) -> None:
     for name in (TRAIN, HELD_OUT, REJECTS):
         assert content(found, name) == content(expected, name), name
     made, wanted = (manifest.read(config.folder("prepare"), "prepare") for config in (found, expected))
@@ -259,7 +259,7 @@ def test_clear_errors(tmp_path, monkeypatch):
     ):
         with pytest.raises(ValueError, match=f"^prepare.beam_options: got .*{said}.*, expected options of Apache Beam"):
             on_beam(tmp_path / "b", given, beam_options=options)
-    with pytest.raises(configs.ConfigError, match="prepare.beam_options: got '--x', expected nothing without runner"):
+    with pytest.raises(ConfigError, match="prepare.beam_options: got '--x', expected nothing without runner"):
         run(tmp_path / "c", given, beam_options="--x")
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps({"run_dir": str(tmp_path / "run"), "prepare": {"sources": [given]}}))

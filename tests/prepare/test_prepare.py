@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from eagle3_jax import config as configs
+from eagle3_jax.config import RunConfig, run_file
 from eagle3_jax.data import chat
 from eagle3_jax.decoding import data_parallel
 from eagle3_jax.decoding.engine import Engine
@@ -22,9 +22,9 @@ from eagle3_jax.runs import disk, manifest
 QUESTIONS = [f"What is {a} plus {b}?" for a in range(2, 6) for b in range(10, 15)]
 
 
-def run_config(tmp_path: pathlib.Path, *given: dict[str, Any], **section: Any) -> configs.RunConfig:
+def run_config(tmp_path: pathlib.Path, *given: dict[str, Any], **section: Any) -> RunConfig:
     values = {"run_dir": str(tmp_path / "run"), "mesh": {"data": 1}, "prepare": {"sources": list(given), **section}}
-    return configs.from_dict(values)
+    return run_file.from_dict(values)
 
 
 def jsonl(tmp_path: pathlib.Path, *lines: Any, name: str = "in.jsonl") -> dict[str, Any]:
@@ -33,15 +33,15 @@ def jsonl(tmp_path: pathlib.Path, *lines: Any, name: str = "in.jsonl") -> dict[s
     return {"kind": "jsonl", "path": str(path), "category": "mine"}
 
 
-def read(config: configs.RunConfig, name: str) -> list[dict[str, Any]]:
+def read(config: RunConfig, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (config.folder("prepare") / name).read_text().splitlines()]
 
 
-def prompts(config: configs.RunConfig) -> list[dict[str, Any]]:
+def prompts(config: RunConfig) -> list[dict[str, Any]]:
     return read(config, prepare.TRAIN) + read(config, prepare.HELD_OUT)
 
 
-def results(config: configs.RunConfig) -> dict[str, Any]:
+def results(config: RunConfig) -> dict[str, Any]:
     return manifest.read(config.folder("prepare"), "prepare")["results"]
 
 
@@ -335,10 +335,10 @@ def test_self_prompting_begins_as_it_is_told_and_goes_on_for_several_turns(tmp_p
         assert question + "assistant:" in Talker.asked
         assert any(row.startswith(f"{question}assistant: ") and row.endswith(";user:") for row in Talker.asked)
         assert second["content"].endswith("/" + first["content"].rpartition("/")[2]), "one seed, one conversation"
-    values = configs.to_dict(config) | {"run_dir": str(tmp_path / "rows"), "mesh": {"data": 3}}
-    prepare.prepare(configs.from_dict(values))  # an engine for each row of the mesh
+    values = run_file.to_dict(config) | {"run_dir": str(tmp_path / "rows"), "mesh": {"data": 3}}
+    prepare.prepare(run_file.from_dict(values))  # an engine for each row of the mesh
     assert loaded == [1, 3]
-    assert prompts(configs.from_dict(values)) == kept
+    assert prompts(run_file.from_dict(values)) == kept
 
 
 def test_prompts_that_all_begin_alike_are_split_behind_their_beginning(tmp_path):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fake_dlp import FakeDlp
 
-from eagle3_jax import config as configs
+from eagle3_jax.config import ConfigError, RunConfig, run_file
 from eagle3_jax.data import cloud_dlp
 from eagle3_jax.prepare import __main__ as prepare
 from eagle3_jax.prepare import cleaning
@@ -38,17 +38,17 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDlp]:
         yield fake
 
 
-def run_config(tmp_path: pathlib.Path, server: FakeDlp, **section: Any) -> configs.RunConfig:
+def run_config(tmp_path: pathlib.Path, server: FakeDlp, **section: Any) -> RunConfig:
     path = tmp_path / "in.jsonl"
     lines = (line if isinstance(line, str) else json.dumps(line, ensure_ascii=False) for line in LINES)
     path.write_text("\n".join(lines))
     how = {"project": "my-project", "location": "europe-west1", "token_variable": "DLP_TOKEN", "url": server.url}
     source = {"kind": "conversations" if section.pop("answered", False) else "jsonl", "path": str(path)}
     values = {"sources": [source], "personal_data_engine": "cloud_dlp", "cloud_dlp": how, "max_chars": 2000, **section}
-    return configs.from_dict({"run_dir": str(tmp_path / "run"), "prepare": values})
+    return run_file.from_dict({"run_dir": str(tmp_path / "run"), "prepare": values})
 
 
-def content(config: configs.RunConfig) -> str:
+def content(config: RunConfig) -> str:
     names = (TRAIN, HELD_OUT, REJECTS)
     return "".join((config.folder("prepare") / name).read_text(encoding="utf-8") for name in names)
 
@@ -100,7 +100,7 @@ def test_a_service_that_dies_leaves_a_run_that_pays_for_no_text_twice(tmp_path, 
     prepare.prepare(config)
     assert len(server.cells) == len(set(server.cells)), "each text once"
     expected = run_config(tmp_path, server)
-    expected = configs.from_dict(configs.to_dict(expected) | {"run_dir": str(tmp_path / "other")})
+    expected = run_file.from_dict(run_file.to_dict(expected) | {"run_dir": str(tmp_path / "other")})
     prepare.prepare(expected)
     assert content(config) == content(expected)
 
@@ -108,8 +108,8 @@ def test_a_service_that_dies_leaves_a_run_that_pays_for_no_text_twice(tmp_path, 
 def test_other_sources_cost_by_the_prompt(tmp_path, server, capsys):
     config = run_config(tmp_path, server)
     sources = [{"kind": "packaged", "limit": 20}, {"kind": "tfds", "name": "x", "field": "y"}]
-    config = configs.from_dict(
-        configs.to_dict(config) | {"prepare": configs.to_dict(config.prepare) | {"sources": sources}}
+    config = run_file.from_dict(
+        run_file.to_dict(config) | {"prepare": run_file.to_dict(config.prepare) | {"sources": sources}}
     )
     assert prepare._cost(config.prepare).endswith(
         "; and for each thousand prompts of 1 KB of packaged, tfds:x 1.0 MB, 0.00 USD at 3.00 USD a GB"
@@ -132,5 +132,5 @@ def test_other_sources_cost_by_the_prompt(tmp_path, server, capsys):
     ],
 )
 def test_wrong_values(tmp_path, server, values, said):
-    with pytest.raises(configs.ConfigError, match=f"prepare.{said}"):
+    with pytest.raises(ConfigError, match=f"prepare.{said}"):
         run_config(tmp_path, server, **values)

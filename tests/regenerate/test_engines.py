@@ -6,7 +6,7 @@ import pathlib
 import pytest
 import tiny
 
-from eagle3_jax import config as configs
+from eagle3_jax.config import run_file
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.regenerate import __main__ as regenerate
 from eagle3_jax.runs import manifest
@@ -27,7 +27,7 @@ def test_drafts_on_two_rows_change_no_conversation(tmp_path, monkeypatch):
 
     def run(name: str, data: int, **settings: str) -> pathlib.Path:
         values = {"temperature": [0.0, 0.9], "max_tokens": 20, "max_length": 128, "batch_size": 2}
-        config = configs.from_dict(
+        config = run_file.from_dict(
             {
                 "run_dir": str(tmp_path / name),
                 "mesh": {"data": data},

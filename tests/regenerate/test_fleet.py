@@ -20,7 +20,7 @@ import pytest
 import tiny
 from fake_fleet import FakeServer
 
-from eagle3_jax import config as configs
+from eagle3_jax.config import ConfigError, run_file
 from eagle3_jax.data.conversation import read_conversation
 from eagle3_jax.models.checkpoint.fetch import load_tokenizer
 from eagle3_jax.regenerate import __main__ as regenerate
@@ -73,7 +73,7 @@ class Run:
         listed = [server.url if isinstance(server, FakeServer) else server for server in servers]
         common = {"max_tokens": 64, "max_length": 512, "deadline": 20.0, "patience": 5.0, "servers": listed}
         values = {"run_dir": str(self.folder), "target": {"name": str(self.target), "aux_layers": [1, 2, 3]}}
-        regenerate.regenerate(configs.from_dict(values | {"regenerate": common | settings}))
+        regenerate.regenerate(run_file.from_dict(values | {"regenerate": common | settings}))
 
     @property
     def output(self) -> disk.Path:
@@ -103,7 +103,7 @@ class Run:
 def run(folder: pathlib.Path, tmp_path: pathlib.Path) -> Callable[..., Run]:
     def make(*prompts: dict[str, Any], at: str | None = None) -> Run:
         place = disk.path_of(at or tmp_path / "run")
-        made = configs.from_dict({"run_dir": str(place)}).folder("prepare")
+        made = run_file.from_dict({"run_dir": str(place)}).folder("prepare")
         manifest.begin(made, {"verb": "prepare"})
         for split, lines in (("train", prompts), ("held_out", [prompt("held out", "apple")])):
             with disk.atomic(made / f"{split}.jsonl") as temporary:
@@ -415,8 +415,8 @@ def test_a_run_that_sigterm_stops_asks_for_the_rest_alone(run, server, monkeypat
 
 def test_urls_are_checked_with_the_other_fields():
     for url in ("127.0.0.1:8000", "http://", "http://user:word@host/v1", "http://host/v1?key=1", "ftp://host/v1"):
-        with pytest.raises(configs.ConfigError, match=r"regenerate\.servers\.0.*url: got .*, expected an address"):
-            configs.from_dict({"run_dir": "run", "regenerate": {"servers": [url]}})
-    with pytest.raises(configs.ConfigError, match="each server once"):
+        with pytest.raises(ConfigError, match=r"regenerate\.servers\.0.*url: got .*, expected an address"):
+            run_file.from_dict({"run_dir": "run", "regenerate": {"servers": [url]}})
+    with pytest.raises(ConfigError, match="each server once"):
         twice = ["http://host/v1", {"url": "http://host/v1/", "concurrency": 2}]
-        configs.from_dict({"run_dir": "run", "regenerate": {"servers": twice}})
+        run_file.from_dict({"run_dir": "run", "regenerate": {"servers": twice}})

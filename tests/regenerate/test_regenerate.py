@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tiny
 
-from eagle3_jax import config as configs
+from eagle3_jax.config import run_file
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.request import Output, Stats
 from eagle3_jax.models import chat_template
@@ -94,7 +94,7 @@ def prepared(tmp_path, monkeypatch):
 
     def make(name: str, train=PROMPTS, held_out=HELD_OUT, loaded=[], temperature=0.7, **identity):  # noqa: B006
         values = {"max_length": 500, "temperature": temperature}
-        config = configs.from_dict({"run_dir": str(tmp_path / name), "mesh": {"data": 1}, "regenerate": values})
+        config = run_file.from_dict({"run_dir": str(tmp_path / name), "mesh": {"data": 1}, "regenerate": values})
         prompts = config.folder("prepare")
         manifest.begin(prompts, {"verb": "prepare"} | identity)
         for split, lines in (("train", train), ("held_out", held_out)):
@@ -245,7 +245,7 @@ def test_no_answer_at_all_is_an_error(prepared):
 
 
 def test_unfinished_prompts_are_refused(tmp_path):
-    config = configs.from_dict({"run_dir": str(tmp_path)})
+    config = run_file.from_dict({"run_dir": str(tmp_path)})
     with pytest.raises(manifest.ManifestError, match=r"eagle3_jax\.prepare"):
         regenerate.regenerate(config)
 

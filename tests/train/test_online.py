@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tiny
 
-from eagle3_jax import config as configs
+from eagle3_jax.config import DraftTree, MeshConfig, RunConfig, TargetConfig, run_file
 from eagle3_jax.data import features
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import SamplingParams
@@ -39,9 +39,9 @@ def target() -> Target:
 
 def run_of(
     folder: pathlib.Path, target: Target, mode: str, data: int = 2, model: int = 2, **values: object
-) -> configs.RunConfig:
+) -> RunConfig:
     """A run whose conversations are extracted for `train.features: mode`, on a mesh of data x model devices."""
-    config = configs.from_dict(
+    config = run_file.from_dict(
         {
             "run_dir": str(folder),
             "target": {"aux_layers": list(target.model.config.aux_layers)},
@@ -80,17 +80,17 @@ def run_of(
     return config
 
 
-def metrics(config: configs.RunConfig) -> list[dict]:
+def metrics(config: RunConfig) -> list[dict]:
     return [json.loads(line) for line in (config.folder("train") / "metrics.jsonl").read_text().splitlines()]
 
 
-def leaves(config: configs.RunConfig, target: Target) -> list[np.ndarray]:
+def leaves(config: RunConfig, target: Target) -> list[np.ndarray]:
     head = load_head(config.folder("train"), kind_of(config, target.model.config).abstract())
     return [np.asarray(x) for x in jax.tree.leaves(head)]
 
 
 @pytest.fixture(scope="module")
-def online(tmp_path_factory: pytest.TempPathFactory, target: Target) -> configs.RunConfig:
+def online(tmp_path_factory: pytest.TempPathFactory, target: Target) -> RunConfig:
     config = run_of(tmp_path_factory.mktemp("online"), target, "online")
     train.train(config, target)
     return config
@@ -150,9 +150,9 @@ def test_a_resumed_run_is_bit_equal(tmp_path, target, online, monkeypatch):
 def test_training_has_a_mesh_of_its_own(tmp_path):
     """Extracted on 2 x 2 devices, trained on 4 x 1, where the target is loaded anew: the losses of one device."""
     folder, losses = tiny.write_target(tmp_path / "target"), []
-    named = configs.TargetConfig(name=str(folder), aux_layers=(1, 2, 3))
+    named = TargetConfig(name=str(folder), aux_layers=(1, 2, 3))
     for data, model, own in ((1, 1, None), (2, 2, {"data": 4, "model": 1})):
-        target = load_target(named, make_mesh(configs.MeshConfig(data=data, model=model)))
+        target = load_target(named, make_mesh(MeshConfig(data=data, model=model)))
         run = tmp_path / f"{data}x{model}"
         # AdamW turns a gradient's last bits into steps of the learning rate where the gradient is nearly 0.
         steps = {"max_steps": 3, "eval_every": 3, "learning_rate": 1e-4, "argmax_mask": False}
@@ -166,11 +166,11 @@ def test_training_has_a_mesh_of_its_own(tmp_path):
 @pytest.mark.slow
 def test_stored_states_that_are_not_there_are_refused(tmp_path, target, online):
     shutil.copytree(online.folder("extract"), tmp_path / "features")
-    config = configs.from_dict(configs.to_dict(online) | {"run_dir": str(tmp_path)})
-    values = configs.to_dict(config)
+    config = run_file.from_dict(run_file.to_dict(online) | {"run_dir": str(tmp_path)})
+    values = run_file.to_dict(config)
     values["train"]["features"] = "stored"
     with pytest.raises(ValueError, match="train.features: got stored, expected online: .* holds no hidden states"):
-        train.train(configs.from_dict(values), target)
+        train.train(run_file.from_dict(values), target)
 
 
 @pytest.mark.slow
@@ -189,11 +189,11 @@ def test_a_block_head_is_trained_online_exported_and_decodes(tmp_path, target, m
     config.folder("prepare").mkdir()
     prompt = {"id": "0", "category": "chat", "messages": [{"role": "user", "content": "abc"}]}
     (config.folder("prepare") / "held_out.jsonl").write_text(json.dumps(prompt) + "\n")
-    values: dict[str, Any] = configs.to_dict(config)
+    values: dict[str, Any] = run_file.to_dict(config)
     values["draft"] |= {"kind": "dflash", "num_layers": 2, "block_size": 4, "mask_token_id": 1}
     values["draft"] |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "is_causal": False}
     values["export"] |= {"format": "vllm", "dtype": "float32"}  # SGLang reads no draft vocabulary
-    config = configs.from_dict(values)
+    config = run_file.from_dict(values)
     results = train.train(config, target)
     assert len(results["held_out"]["alpha"]) == 3 and results["train"]["positions"] > 0
     assert len(results["served"]["alpha"]) == 3 and results["served"]["rounds"] > 0, "the engine drafts whole blocks"
@@ -206,7 +206,7 @@ def test_a_block_head_is_trained_online_exported_and_decodes(tmp_path, target, m
     for got, expected in zip(jax.tree.leaves(draft), jax.tree.leaves(trained), strict=True):
         np.testing.assert_array_equal(got, expected)
     prompts, params = [[5, 6, 7], [9]], SamplingParams(max_tokens=8, ignore_eos=True)
-    chain = configs.DraftTree(num_steps=3, num_draft_tokens=4)
+    chain = DraftTree(num_steps=3, num_draft_tokens=4)
     drafted = Engine.load(target, config.folder("export"), chain, max_length=32).generate(prompts, params)
     plain = Engine.load(target, None, max_length=32).generate(prompts, params)
     assert [answer.token_ids for answer in drafted] == [answer.token_ids for answer in plain]
@@ -215,9 +215,9 @@ def test_a_block_head_is_trained_online_exported_and_decodes(tmp_path, target, m
 
 @pytest.mark.slow
 def test_a_target_without_mtp_layers_exports_none(tmp_path, target, online):
-    values: dict[str, Any] = configs.to_dict(online) | {"run_dir": str(tmp_path)}
+    values: dict[str, Any] = run_file.to_dict(online) | {"run_dir": str(tmp_path)}
     values["draft"]["kind"] = "mtp"
-    config = configs.from_dict(values)
+    config = run_file.from_dict(values)
     shutil.copytree(online.folder("train"), config.folder("train"))
     with pytest.raises(ValueError, match=r"draft.kind: got 'mtp', expected .*: LlamaForCausalLM has no such layer"):
         export.run(config, target)

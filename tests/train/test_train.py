@@ -15,7 +15,7 @@ import pytest
 import tiny
 from flax import nnx
 
-from eagle3_jax import config as configs
+from eagle3_jax.config import DraftConfig, RunConfig, TrainConfig, run_file
 from eagle3_jax.data import features, vocab
 from eagle3_jax.formats.heads import save_draft
 from eagle3_jax.models.checkpoint.fetch import Target, TargetError
@@ -52,9 +52,9 @@ def record(target: Target, length: int, rng: np.random.Generator) -> features.Re
     }
 
 
-def prepared(folder: pathlib.Path, target: Target, **values) -> configs.RunConfig:
+def prepared(folder: pathlib.Path, target: Target, **values) -> RunConfig:
     """A config whose features exist, as `extract` leaves them."""
-    config = configs.from_dict(
+    config = run_file.from_dict(
         {
             "run_dir": str(folder),
             "target": {"aux_layers": [0, 1, 3]},
@@ -87,13 +87,13 @@ def prepared(folder: pathlib.Path, target: Target, **values) -> configs.RunConfi
     return config
 
 
-def with_held_out_prompts(config: configs.RunConfig) -> pathlib.Path:
+def with_held_out_prompts(config: RunConfig) -> pathlib.Path:
     """The file that the engine reads in a training with `decode_every`."""
     config.folder("prepare").mkdir()
     return tiny.write_prompts(config.folder("prepare") / "held_out.jsonl", 2)
 
 
-def leaves(config: configs.RunConfig, target: Target) -> list[np.ndarray]:
+def leaves(config: RunConfig, target: Target) -> list[np.ndarray]:
     head = load_head(config.folder("train"), kind_of(config, target.model.config).abstract())
     return [np.asarray(x) for x in jax.tree.leaves(head)]
 
@@ -166,7 +166,7 @@ def test_a_block_head_trains_replays_its_rounds_and_goes_on_bit_equally(target, 
     for name in ("whole", "killed"):
         config = prepared(tmp_path / name, target, max_steps=4, checkpoint_every=2, anchors=6)
         head = {"kind": "dspark", "vocab_size": DRAFT_VOCAB, "num_layers": 1, "block_size": 3, "mask_token_id": 59}
-        runs.append(configs.from_dict(configs.to_dict(config) | {"draft": head}))
+        runs.append(run_file.from_dict(run_file.to_dict(config) | {"draft": head}))
     results = train.train(runs[0], target)
     assert len(results["held_out"]["alpha"]) == len(results["train"]["accuracy"]) == 3
     assert 1 <= results["held_out"]["tau"] <= 4
@@ -345,10 +345,12 @@ def test_the_lk_loss_begins_at_its_step_and_is_still_there_after_a_stop(finished
 
 def test_sizes_that_do_not_fit_are_refused_by_name(tmp_path, target):
     config = prepared(tmp_path, target)
-    odd = configs.from_dict(configs.to_dict(config) | {"train": {"batch_size": 3, "row_length": 32, "loss_block": 16}})
+    odd = run_file.from_dict(
+        run_file.to_dict(config) | {"train": {"batch_size": 3, "row_length": 32, "loss_block": 16}}
+    )
     with pytest.raises(ValueError, match=r"train.batch_size: got 3, expected a multiple of 2"):
         train.train(odd, target)
-    larger = configs.from_dict(configs.to_dict(config) | {"draft": {"vocab_size": 50}})
+    larger = run_file.from_dict(run_file.to_dict(config) | {"draft": {"vocab_size": 50}})
     with pytest.raises(ValueError, match=r"draft.vocab_size: got 50, expected 40"):
         train.train(larger, target)
 
@@ -356,7 +358,7 @@ def test_sizes_that_do_not_fit_are_refused_by_name(tmp_path, target):
 @pytest.mark.slow
 def test_a_warm_start_begins_with_the_head_and_its_vocabulary(tmp_path):
     target = tiny.make_target(tiny.llama_config(vocab_size=VOCAB, num_hidden_layers=8, aux_layers=(2, 4, 5)))
-    head_config = DraftHeadConfig.for_target(configs.DraftConfig(vocab_size=DRAFT_VOCAB), target.model.config)
+    head_config = DraftHeadConfig.for_target(DraftConfig(vocab_size=DRAFT_VOCAB), target.model.config)
     head = DraftHead(head_config, rngs=nnx.Rngs(7))
     token_ids = np.arange(20, 20 + DRAFT_VOCAB, dtype=np.int32)  # not the features'
     draft = Draft(head, jnp.asarray(token_ids))
@@ -370,7 +372,7 @@ def test_a_warm_start_begins_with_the_head_and_its_vocabulary(tmp_path):
     begun_with = manifest.load(config.folder("train") / manifest.NAME)["identity"]["warm_start"]
     assert begun_with.keys() == {"config.json", "model.safetensors"}
     other = prepared(tmp_path / "other", target, **still)
-    other = configs.from_dict(configs.to_dict(other) | {"draft": {"vocab_size": DRAFT_VOCAB, "norm_output": True}})
+    other = run_file.from_dict(run_file.to_dict(other) | {"draft": {"vocab_size": DRAFT_VOCAB, "norm_output": True}})
     with pytest.raises(ValueError, match=r"train.warm_start .*another shape:\n  norm_output: got False, expected True"):
         train.train(other, target)
     missing = prepared(tmp_path / "missing", target, **still | {"warm_start": str(tmp_path / "none")})
@@ -431,9 +433,9 @@ def test_another_training_on_the_same_features_takes_them_by_a_link(tmp_path, ta
 
 def test_a_warm_start_is_a_head_of_eagle3(target, monkeypatch):
     monkeypatch.setattr(eagle3.heads, "load_draft", lambda *_, **__: types.SimpleNamespace(head=target.model))
-    head_config = DraftHeadConfig.for_target(configs.DraftConfig(vocab_size=DRAFT_VOCAB), target.model.config)
+    head_config = DraftHeadConfig.for_target(DraftConfig(vocab_size=DRAFT_VOCAB), target.model.config)
     with pytest.raises(ValueError, match=r"train.warm_start org/head: got Llama, expected a head of EAGLE-3"):
-        eagle3.Eagle3(head_config, configs.TrainConfig()).warm("org/head", target)
+        eagle3.Eagle3(head_config, TrainConfig()).warm("org/head", target)
 
 
 @pytest.mark.slow
@@ -479,9 +481,9 @@ def test_what_cannot_be_trained_is_refused_before_the_folder_is_claimed(
     tmp_path, target, monkeypatch, section, values, message
 ):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    config = configs.to_dict(prepared(tmp_path, target, batch_size=4, accumulate=2))
+    config = run_file.to_dict(prepared(tmp_path, target, batch_size=4, accumulate=2))
     config[section] |= values
-    config = configs.from_dict(config)
+    config = run_file.from_dict(config)
     with pytest.raises(ValueError, match=message):
         train.train(config, target)
     assert not config.folder("train").exists()
@@ -491,7 +493,7 @@ def test_a_warm_start_can_be_asked_for_on_the_command_line(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("run_dir: run\n")
     for flag in ("--warm-start", "--train.warm-start"):
-        assert configs.load(path, [flag, "heads/mine"]).train.warm_start == "heads/mine"
+        assert run_file.load(path, [flag, "heads/mine"]).train.warm_start == "heads/mine"
 
 
 def test_no_checkpoint_is_an_error_with_the_verb_in_it(tmp_path, target):
