@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -25,7 +25,7 @@ from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.loop import EngineLoop
 from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.prompt import Prompt, encode
-from eagle3_jax.decoding.request import Request
+from eagle3_jax.decoding.request import Name, Output, Request, report_ended
 from eagle3_jax.decoding.scheduler import EngineStats, Scheduler
 from eagle3_jax.decoding.text import end_ids
 from eagle3_jax.decoding.warm_up import WarmUp
@@ -248,6 +248,34 @@ class EngineCore:
         arguments.check_request(name, ids, params, self.max_length, self.target.config.vocab_size, self._end_ids)
         limit = min(params.max_tokens, self.max_length - len(ids))
         return Request(self._loop, self.tokenizer, ids, params, limit, sample, **options)
+
+    def _answer(
+        self, take: Callable[[], tuple[Name, Request] | None], on_output: Callable[[Name, Output], object] | None
+    ) -> None:
+        """Answers named requests; one of them waits while the batch is full, so that a launch ends at a free slot.
+
+        Args:
+            take: the next request; None if there is none now. It is asked again after an answer.
+        """
+        left: dict[Request, Name] = {}
+        try:
+            while True:
+                while len(left) <= self.batch_size and (item := take()) is not None:
+                    name, request = item
+                    left[request] = name
+                    self._scheduler.add([request])
+                if not left:
+                    return
+                try:
+                    ended = self._scheduler.ended
+                    if not any(request.done for request in left):
+                        self._loop.drive(lambda ended=ended: self._scheduler.ended > ended)
+                finally:
+                    failure = report_ended(left, on_output)
+                if failure is not None:
+                    raise failure
+        finally:
+            self.abort(*left)
 
 
 def _learner(

@@ -18,7 +18,7 @@ from eagle3_jax.decoding.load import load_models
 from eagle3_jax.decoding.measure.profile import Round
 from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.prompt import Prompt
-from eagle3_jax.decoding.request import Name, Output, Piece, Request, report_ended
+from eagle3_jax.decoding.request import Name, Output, Piece, Request
 from eagle3_jax.decoding.steps import Progress
 from eagle3_jax.decoding.warm_up import WarmUp
 from eagle3_jax.formats.packaged import AUTO
@@ -138,34 +138,6 @@ class Engine(EngineCore):
                 following.append(item)
 
         self._answer(take, report)
-
-    def _answer(
-        self, take: Callable[[], tuple[Name, Request] | None], on_output: Callable[[Name, Output], object] | None
-    ) -> None:
-        """Answers named requests; one of them waits while the batch is full, so that a launch ends at a free slot.
-
-        Args:
-            take: the next request; None if there is none now. It is asked again after an answer.
-        """
-        left: dict[Request, Name] = {}
-        try:
-            while True:
-                while len(left) <= self.batch_size and (item := take()) is not None:
-                    name, request = item
-                    left[request] = name
-                    self._scheduler.add([request])
-                if not left:
-                    return
-                try:
-                    ended = self._scheduler.ended
-                    if not any(request.done for request in left):
-                        self._loop.drive(lambda ended=ended: self._scheduler.ended > ended)
-                finally:
-                    failure = report_ended(left, on_output)
-                if failure is not None:
-                    raise failure
-        finally:
-            self.abort(*left)
 
     def stream(self, prompt: Prompt, params: SamplingParams = GREEDY) -> Iterator[Piece]:
         """Answers one prompt piece by piece; closing the iterator aborts the request.
