@@ -208,7 +208,7 @@ VERBS = {  # a verb and its words -> the extra that it needs
 }
 
 
-SHORT = ("prepare", "evaluate --prompts x --output y", "benchmark serve --prompts x")  # the others are long
+SHORT = ("prepare", "benchmark serve --prompts x")  # the others are long
 
 
 @pytest.mark.slow

@@ -57,6 +57,7 @@ def lowered(times: float) -> Any:
     return jax.jit(lambda x: times * (x @ x)).lower(argument)
 
 
+@pytest.mark.slow
 def test_a_program_for_a_tpu_is_compiled_once(empty, monkeypatch):
     first = lowered(2.0).compile()
     assert isinstance(first, compilation_cache.KeptProgram)

@@ -169,7 +169,12 @@ FILES: dict[str, tuple[Callable[[RunConfig], Any], str]] = {
     "sharded/model.safetensors.index.json": (read_sharded, "index.json|sharded"),
     "sharded/model-00001-of-00002.safetensors": (read_sharded, "model-00001|target.weights"),
 }
-CASES = [(file, damage) for file in FILES for damage in DAMAGES]
+OFTEN = ("removed", "truncated", "foreign bytes", "flip at 0.4")  # the others are long
+CASES = [
+    pytest.param(file, damage, marks=() if damage in OFTEN else pytest.mark.long)
+    for file in FILES
+    for damage in DAMAGES
+]
 
 
 _EXPECTED: dict[Callable[[RunConfig], Any], Any] = {}

@@ -324,6 +324,7 @@ def test_a_verb_runs_on_all_hosts_with_its_config_and_arguments(cloud, config, v
         assert (host / f"eagle3_jax/jobs/{verb}/config.yaml").read_text() == config.read_text()
 
 
+@pytest.mark.slow
 def test_a_job_outlives_the_connection_and_is_followed_again(cloud, config):
     (cloud.folder / "hold").touch()
     started = cloud.run("train", "--config", str(config), states=["ACTIVE"], deaf=["1"])
@@ -499,6 +500,7 @@ def test_a_slice_that_is_not_there_runs_nothing(cloud, config, state):
     assert ended.stderr.startswith("tpu_vm.sh: ") and "create" in ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["create --type v6e-8 --spot", "train", "serve", "delete"])
 def test_a_dry_run_shows_all_and_asks_nothing(cloud, config, command):
     (cloud.folder / "hosts/1").rename(cloud.folder / "another")

@@ -57,6 +57,7 @@ class _Page(html.parser.HTMLParser):
         self.text += f"{data} "
 
 
+@pytest.mark.slow
 def test_the_page_holds_every_chart_and_figure_and_asks_nobody(report):
     read = _Page()
     read.feed(page.html(report))

@@ -243,6 +243,7 @@ def test_what_cannot_be_measured_is_refused(traffic_config, prompts, tmp_path, c
         benchmark.main(["serve", "--compare", "vllm", "--config", str(path), "--prompts", str(prompts)])
 
 
+@pytest.mark.slow
 def test_a_server_that_is_not_there_is_said_before_any_is_measured(traffic_config, prompts, monkeypatch):
     class Begun(Exception): ...
 

@@ -146,7 +146,7 @@ def folder(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_shards_are_opened_once_and_batches_are_the_planned_rows(folder, tmp_path, workers):
     source = CountedSource(folder, tmp_path)
     rows = PackedRows(source, 32, multiple=4, seed=3, epochs=2.0)

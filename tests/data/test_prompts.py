@@ -35,6 +35,7 @@ def test_long_context_is_long(prompts):
     assert min(lengths) >= 150 and max(lengths) <= 600
 
 
+@pytest.mark.slow
 def test_nothing_is_filtered(prompts):
     duplicates = Duplicates(near=0.8)
     for prompt in prompts:

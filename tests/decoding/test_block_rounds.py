@@ -134,7 +134,9 @@ def trees(kind: type[DFlash]) -> dict[str, DraftTree]:
     }
 
 
-@pytest.mark.parametrize("shape", ["chain", "tree", "tree and text"])
+@pytest.mark.parametrize(
+    "shape", [*(pytest.param(x, marks=pytest.mark.long) for x in ("chain", "tree")), "tree and text"]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_drafts_change_no_token(toy, trained, kind, shape):
     vanilla, drafted = answered(toy.target), answered(toy.target, trained.draft(kind), trees(kind)[shape])
@@ -154,7 +156,7 @@ def test_rounds_are_those_that_training_expects(toy, trained, kind):
     assert (beyond >= 0).all() and (beyond <= 8).all(), "each answer's last round may draft beyond the limit"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*(pytest.param(x, marks=pytest.mark.long) for x in (DFlash, DSpark)), DFlash2])
 def test_the_engine_drafts_blocks(toy, trained, kind, monkeypatch):
     """Paged, in batches, with reused prefixes, with tiers that rest; drawn answers are the same with any neighbours."""
     tokenizer = types.SimpleNamespace(

@@ -87,7 +87,7 @@ def test_a_next_turn_reads_the_rest_alone(vanilla, answered):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft", ["head", "lookup"])
+@pytest.mark.parametrize("draft", ["head", pytest.param("lookup", marks=pytest.mark.long)])
 def test_drafts_change_no_answer_of_a_seed(toy, answered, draft):
     """Though the engine takes one tier after the other: their drafts are the head's best, or copies."""
     sizes: Any = {"batch_size": BATCH, "max_length": 128, "page_size": 16}

@@ -49,7 +49,11 @@ def generated(target, draft, tree, **options: Any) -> State:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tree", TREES, ids=["chain", "tree", "tree and text"])
+@pytest.mark.parametrize(
+    "tree",
+    [*(pytest.param(tree, marks=pytest.mark.long) for tree in TREES[:2]), TREES[2]],
+    ids=["chain", "tree", "tree and text"],
+)
 def test_greedy_drafts_change_no_token(toy, model, small, tree):
     vanilla, drafted = generated(toy.target, None, None), generated(model, small, tree)
     np.testing.assert_array_equal(drafted.output[:, :MAX_TOKENS], vanilla.output[:, :MAX_TOKENS])

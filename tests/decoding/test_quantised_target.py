@@ -18,7 +18,7 @@ CHAIN = DraftTree(num_steps=4, topk=1, num_draft_tokens=5, lookup_tokens=0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("weights", ["int8", pytest.param("int4", marks=pytest.mark.long)])
 def test_drafts_change_no_token(tmp_path, weights):
     folder = tiny.write_target(tmp_path)
     prompts = np.random.default_rng(0).integers(3, tiny.CONFIG["vocab_size"], (3, 20)).tolist()

@@ -42,6 +42,7 @@ def in_pieces(tokenizer: Any, ids: list[int], sizes: list[int]) -> list[str]:
     return [*pieces, detokenizer.add(ids, last=True)]
 
 
+@pytest.mark.slow
 @examples(50)
 @given(st.text(max_size=12), st.lists(st.integers(1, 4), max_size=20))
 def test_pieces_join_to_the_text(text, sizes):

@@ -167,6 +167,7 @@ def test_vllm_is_asked_one_request_at_a_time(untrained, tmp_path):
         check.run(several, "held_out.jsonl", "vllm", tmp_path / "python")
 
 
+@pytest.mark.slow
 def test_a_running_sglang_server_has_a_column(untrained, predicted, capsys):
     asked = check._request(untrained, "held_out.jsonl", load_target(untrained.target), pathlib.Path("head"))
     prompts = asked["prompts"]

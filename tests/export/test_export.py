@@ -119,6 +119,7 @@ def test_a_second_run_does_nothing_and_a_later_step_is_not_mixed_in(
         export.run(config, target)
 
 
+@pytest.mark.slow
 def test_the_head_of_another_training_is_not_taken_for_this_one(config: RunConfig, target: Target) -> None:
     """Trained again in the same folder from the same identity: nothing but the weights would tell."""
     export.run(config, target)
@@ -212,6 +213,7 @@ def test_a_flag_and_its_value_may_be_one_word(monkeypatch: pytest.MonkeyPatch) -
     assert asked == [("x", "vllm", "y")] * 2
 
 
+@pytest.mark.slow
 def test_a_head_is_converted_without_its_target_and_keeps_to_it(
     config: RunConfig, target: Target, tmp_path: pathlib.Path, capsys: Any
 ) -> None:

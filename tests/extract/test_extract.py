@@ -236,6 +236,7 @@ def test_a_mesh_gives_the_same_records(tmp_path, target, assert_close_to_plain, 
         assert_close_to_plain(source[i])
 
 
+@pytest.mark.slow
 def test_states_in_8_bits_are_close_to_those_in_16(tmp_path, target):
     wide, narrow = prepared(tmp_path / "wide"), prepared(tmp_path / "narrow", states="fp8")
     for config in (wide, narrow):

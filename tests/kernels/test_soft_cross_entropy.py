@@ -93,6 +93,7 @@ def test_a_label_outside_the_vocabulary_is_never_a_hit():
     assert not np.any(comparison.hits)
 
 
+@pytest.mark.slow
 def test_no_logits_of_all_positions_exist():
     """Neither forward nor backward holds an array of positions x vocabulary beyond one block."""
     b, t, h, v, block = 2, 64, 8, 512, 8
@@ -139,6 +140,7 @@ def test_no_label_is_never_a_hit():
         assert np.asarray(comparison.hits == expected).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [8, 100])
 def test_the_lk_loss_and_its_gradients_equal_the_reference(block):
     hidden, rows, *rest = random_inputs(3)

@@ -61,6 +61,7 @@ def folder(tmp_path_factory):
     return tiny.write_target(tmp_path_factory.mktemp("target"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_a_checkpoint_is_quantised_as_it_is_read(folder, weights):
     """On one device and on a mesh; each lies where the rules put the matrix."""

@@ -246,6 +246,7 @@ def test_no_prompt_is_lost_or_doubled_by_servers_that_fail_die_and_come_back(run
     assert broken.url not in made.results()["servers"] and set(made.results()["servers"]) == {shaky.url, dying.url}
 
 
+@pytest.mark.slow
 def test_an_ill_server_joins_later(run, server):
     made = run(*many(40))
     late = server()
@@ -356,6 +357,7 @@ def test_keys_are_shown_to_their_server_alone(run, server, monkeypatch):
     assert "secret" not in (made.output / "manifest.json").read_text()
 
 
+@pytest.mark.slow
 def test_a_server_that_comes_back_as_another_model_leaves_and_a_rerun_goes_on(run, server):
     """Its first answer shows it: the prompt is nobody's reject. Only what is missing is asked again."""
     made = run(*many(8))
@@ -393,7 +395,8 @@ def test_a_fleet_of_which_nobody_answers_is_one_error(run, server):
         made.ask(dying, patience=0.3)
 
 
-@pytest.mark.parametrize("where", ["local", pytest.param("bucket", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["local", "bucket"])
 def test_a_run_that_sigterm_stops_asks_for_the_rest_alone(run, server, monkeypatch, where):
     made = run(*many(60), at=None if where == "local" else f"{emulator.new_bucket()}/run")
 

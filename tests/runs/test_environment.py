@@ -70,6 +70,7 @@ def test_libtpu_starts_only_where_a_tpu_could_be(change, platforms):
     assert run("-c", code + "import jax; print(jax.config.jax_platforms)") == f"{platforms}\n"
 
 
+@pytest.mark.slow
 def test_a_verb_prints_no_warnings_of_tpus_on_a_machine_without_one():
     code = (
         "from eagle3_jax.runs import environment; environment.prepare(); import jax; print(jax.devices()[0].platform)"

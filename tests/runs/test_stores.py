@@ -110,6 +110,7 @@ def _hold(folder):
     return process
 
 
+@pytest.mark.slow
 def test_a_lock_keeps_others_out_until_its_holder_dies(folder):
     process = _hold(folder)
     try:

@@ -123,6 +123,7 @@ def test_every_event_counts_on_where_that_is_asked_for(served):
     assert len(set(counts)) > 2 and events[1].usage.prompt_tokens == events[-1].usage.prompt_tokens > 0
 
 
+@pytest.mark.slow
 def test_drafts_are_shown_to_who_asks_for_them(served):
     body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 40, "stream": True, "ignore_eos": True}
     assert "drafts" not in served.http.post("/v1/chat/completions", json=body).text
@@ -151,6 +152,7 @@ def test_the_page_asks_nobody_else(served):
     assert hosts == {"http://www.w3.org/2000/svg"} and "innerHTML" not in answer.text
 
 
+@pytest.mark.slow
 def test_completions_of_several_prompts(served):
     prompts: Any = ["apple bird", "river snow"]
     answer = served.client.completions.create(model=MODEL, prompt=prompts, temperature=0, n=2, max_tokens=8)
@@ -324,6 +326,7 @@ def test_other_paths_and_methods_are_errors_of_the_api(served):
         assert answer.status_code == status and answer.json()["error"]["message"].startswith(method)
 
 
+@pytest.mark.slow
 def test_metrics_count_what_happened(served):
     def read():
         found: dict[Any, float] = {
@@ -547,6 +550,7 @@ def test_what_nobody_waits_for_is_aborted(served, engine, stream):
     assert engine.stats().finished["abort"] > before
 
 
+@pytest.mark.slow
 def test_a_client_that_takes_nothing_is_left(serving, engine):
     """Events of log-probabilities are large: more than what the kernel holds for a client."""
     with serving(client_timeout=0.5) as served:

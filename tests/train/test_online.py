@@ -114,7 +114,7 @@ def test_losses_are_those_of_stored_features(tmp_path, target, online):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["online", "stored"])
+@pytest.mark.parametrize("mode", [pytest.param("online", marks=pytest.mark.long), "stored"])
 def test_losses_of_rows_in_pieces_are_those_of_whole_rows(tmp_path, target, online, mode):
     """Rows of several conversations, in two pieces; the target's forward pass sees the pieces too."""
     config = run_of(tmp_path, target, mode, sequence=2, loss_block=16)
@@ -173,7 +173,7 @@ def test_stored_states_that_are_not_there_are_refused(tmp_path, target, online):
         train.train(run_file.from_dict(values), target)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_block_head_is_trained_online_exported_and_decodes(tmp_path, target, monkeypatch):
     """On the same token ids and loss mask. The exported head is what the trainer's engine would draft with."""
     shape = dataclasses.replace(target.model.config, aux_layers=(1, 2, 3))  # engines number boundaries from 1 on

@@ -38,6 +38,7 @@ def save(folder, *steps: int, keep: int = 2) -> None:
             checkpoints.save(state)
 
 
+@pytest.mark.slow
 def test_only_the_newest_stay_and_a_second_save_of_a_step_is_left_out(tmp_path):
     save(tmp_path, 1, 2, 3, 3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]

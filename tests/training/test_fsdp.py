@@ -40,7 +40,7 @@ def gradients(head_config, teacher, make_batch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reduction", ["all", "mask"])
+@pytest.mark.parametrize("reduction", [pytest.param("all", marks=pytest.mark.long), "mask"])
 def test_four_parts_are_the_batch(gradients, reduction):
     """In float32; on a mesh too, where the weights of each part are gathered once."""
     sums, whole = gradients(1, 1, loss_reduction=reduction)

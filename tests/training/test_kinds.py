@@ -215,7 +215,9 @@ def test_loss_and_gradients_of_an_mtp_layer_are_plain_torch_s(name, plain):
 
 # ------------------------------------------------------------------------------------------------------ every kind
 @pytest.mark.slow
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in ("dflash", "dspark") else ()) for name in KINDS]
+)
 def test_every_kind_learns_and_its_rounds_are_replayed(name):
     """Twelve steps on one batch, whose teacher says what the text says: the loss falls, more drafts are accepted."""
     target = tiny_families.make(family("MiMoForCausalLM"))

@@ -40,7 +40,7 @@ def peers(tmp_path):
     return kept if kept.exists() else folder
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_training_is_specforge_s_and_speculators_(peers):
     ended = subprocess.run(
         [sys.executable, str(ROOT / "tools/parity.py"), str(peers), "--seeds", "1"],

@@ -56,8 +56,8 @@ def same(got, expected):
 @pytest.mark.parametrize(
     ("data", "model", "pieces", "changes"),
     [
-        (4, 1, 4, {}),
-        (4, 2, 2, {}),  # two rows on a device
+        pytest.param(4, 1, 4, {}, marks=pytest.mark.long),
+        pytest.param(4, 2, 2, {}, marks=pytest.mark.long),  # two rows on a device
         (4, 1, 2, {"accumulate": 2, "remat": True}),
     ],
 )

@@ -57,10 +57,11 @@ def draft_sequentially(target, head, tokens, aux, steps):
     return jnp.stack([head.output_hidden(x)[:, 0] for x in outputs])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param({}, id="eagle-3", marks=pytest.mark.slow),
+        pytest.param({}, id="eagle-3"),
         pytest.param({"fc_norm": True, "norm_output": True}, id="eagle-3.1"),
     ],
 )

@@ -106,13 +106,13 @@ def rates(batch, head, seed=0):
 @pytest.mark.parametrize(
     ("head", "batch"),
     [
-        pytest.param(head, batch, marks=() if head == "useless" and batch in (4, 512) else pytest.mark.long)
+        pytest.param(head, batch, marks=() if head == "useless" and batch == 4 else pytest.mark.long)
         for head in HEADS
         for batch in (1, 4, 64, 512)
     ],
 )
 def test_never_slower_than_vanilla_nor_much_than_the_best_tier(head, batch):
-    """A35, A49, A52: whatever the head is worth, and however wide the batch."""
+    """Whatever the head is worth, and however wide the batch."""
     ours, vanilla, best = rates(batch, head)
     assert ours >= 0.98 * vanilla
     assert ours >= 0.95 * best
@@ -139,6 +139,7 @@ def test_a_long_rest_saves_no_credit_for_many_tries():
     assert 1 <= sum(policy.choose(new, behind=True, rounds=ROUNDS, width=1) for _ in range(200)) <= 3
 
 
+@pytest.mark.slow
 def test_what_is_learned_in_one_width_is_known_in_another():
     """A head that fits the text drafts where it pays, and not in the width where it costs too much or has no price."""
     head = Promise(1.0, 3, "head", wakes=True, drafts=1.0)

@@ -50,7 +50,7 @@ def requests(count, seed=0):
 
 @pytest.mark.long
 def test_a_tier_for_every_dispatch_and_the_tokens_are_vanilla_s(engine, vanilla, monkeypatch):
-    """A35, A52: drafts accepted after each rest, requests that join while the head rests, prefixes reused."""
+    """Drafts accepted after each rest, requests that join while the head rests, prefixes reused."""
     take_turns(engine, monkeypatch)
     prompts, params = requests(14)
     got, expected = engine.generate(prompts, params), vanilla.generate(prompts, params)
@@ -123,9 +123,9 @@ def test_requests_that_the_head_cannot_draft_for_say_nothing_of_it(caplog):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", ["priced", "reported"])
+@pytest.mark.parametrize("first", [pytest.param("priced", marks=pytest.mark.long), "reported"])
 def test_a_useless_head_is_reported_once_and_rests(toy, vanilla, caplog, monkeypatch, first):
-    """A31, A49: answers are right, so nobody would notice. Costs that come behind the report wake it no more."""
+    """Answers are right, so nobody would notice. Costs that come behind the report wake it no more."""
     monkeypatch.setattr(tiers, "WITH_HEAD", FEW)
     engine = Engine(toy.target, Tokenizer(), toy.plain, **SIZES)
     prompts, params = requests(24, seed=5)

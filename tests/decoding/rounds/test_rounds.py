@@ -327,10 +327,15 @@ def test_the_end_of_sequence_ends_each_sequence_where_vanilla_ends(toy, vanilla,
     ("name", "sample_drafts"),
     [
         ("tree3x3", True),
-        ("chain3+5", False),
         *(
             pytest.param(*case, marks=pytest.mark.long)
-            for case in (("chain3", False), ("chain3", True), ("tree3x3", False), ("chain3+5", True))
+            for case in (
+                ("chain3", False),
+                ("chain3", True),
+                ("tree3x3", False),
+                ("chain3+5", True),
+                ("chain3+5", False),
+            )
         ),
     ],
 )

@@ -71,6 +71,7 @@ def test_temperatures_down_to_zero_in_one_batch():
     assert 0.4 < probs[3, 2] < 0.5
 
 
+@pytest.mark.slow
 def test_filters_do_not_touch_their_neighbours():
     logits = jax.random.normal(jax.random.key(1), (3, 9))
     mixed = probabilities(logits, sampling([1.0, 0.0, 1.0], [2, 0, 0], [1.0, 1.0, 0.5]))
@@ -80,6 +81,7 @@ def test_filters_do_not_touch_their_neighbours():
     assert float(alone[2].max()) == pytest.approx(float(mixed[2].max() * alone[2][mixed[2] > 0].sum()), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_row_with_top_p_of_one_keeps_everything_beside_a_row_with_less():
     """Without it a running sum that rounds to the whole mass would cut a tail of about 1e-6."""
     logits = jnp.broadcast_to(-jnp.linspace(0, 24, 4096), (2, 4096))

@@ -103,6 +103,7 @@ def test_sampled_walk_has_exactly_the_target_s_distribution(monkeypatch, name, s
     np.testing.assert_allclose(got, reached[:, None] * probs, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_coin_beyond_rounding_still_gives_a_token_of_the_target(monkeypatch):
     tree = make_tree([0, 1, 2], [-1, 0, 0], 1)
     probs, highest = jnp.array([[0.0, 0.5, 0.4999999, 0.0]]), jnp.full((1, 2, 2), 1 - 2**-24)
@@ -275,12 +276,15 @@ def test_temperature_zero_is_greedy_among_sampled_neighbours():
         assert bonus[row] == expected_bonus[row]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"),
     [
         (1.5, 4, 0.8),
         (1.0, 1, 1.0),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(0.7, 0, 1.0), (1.3, 3, 1.0), (1.0, 0, 0.6)]),
+        (0.7, 0, 1.0),
+        (1.3, 3, 1.0),
+        (1.0, 0, 0.6),
     ],
 )
 def test_verify_draws_from_the_filtered_distribution(monkeypatch, temperature, top_k, top_p):

@@ -40,6 +40,7 @@ def test_a_product_has_the_next_rows_and_returns_those_that_were_given(given, ta
     np.testing.assert_array_equal(returned, x.astype(np.float32))
 
 
+@pytest.mark.slow
 def test_its_results_are_the_matrix_s_own():
     rng = np.random.default_rng(0)
     x, matrix = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((3, 1, 16), (16, 24)))

@@ -23,6 +23,7 @@ from eagle3_jax.models.experts import grouped
 STEPS = {"int8": 0.5 / 127, "fp8": 2.0**-4, "int4": 1 / 15}
 
 
+@pytest.mark.slow
 @examples(60)
 @given(
     matrix=arrays.arrays(np.float32, (12, 5), elements=st.floats(-(2.0**60), 2.0**60, width=32)),
@@ -62,6 +63,7 @@ def test_a_product_is_that_of_the_matrix_multiplied_out(kind, dtype):
     np.testing.assert_allclose(np.asarray(padded, np.float64), np.asarray(got, np.float64), rtol=tolerance, atol=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_a_vocabulary_are_scored_and_looked_up(kind):
     rows = make(kind, (40, 64), axis=-1)

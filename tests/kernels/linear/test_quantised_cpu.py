@@ -90,6 +90,7 @@ def test_a_row_is_the_same_whatever_stands_beside_it(kind):
     np.testing.assert_allclose(gated, jax.nn.silu(together) * together, rtol=2e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_greatest_sums_do_not_overflow(kind):
     """Each value and each number of x is at its limit, of either sign: sums of 16 bits would wrap beyond these."""
@@ -100,6 +101,7 @@ def test_the_greatest_sums_do_not_overflow(kind):
     close(run(x, pack(matrix)), x, matrix)
 
 
+@pytest.mark.slow
 def test_rows_of_bfloat16_and_a_length_that_is_no_multiple_of_32():
     x, matrix = rows_of(5, 50).astype(jnp.bfloat16), matrix_of("int8", 50, 40)
     close(run(x, pack(matrix)), x.astype(jnp.float32), matrix)

@@ -78,7 +78,7 @@ def example(kv_heads, head_dim, dtype, seed=0):
 @pytest.mark.parametrize(
     ("kv_heads", "head_dim", "dtype", "beside", "width"),
     [
-        (4, 64, "float32", 2, 128),
+        pytest.param(4, 64, "float32", 2, 128, marks=pytest.mark.long),
         pytest.param(2, 64, "bfloat16", 2, 128, marks=pytest.mark.long),
         pytest.param(3, 64, "float32", 1, 128, marks=pytest.mark.long),
         (6, 32, "int8", 3, 128),

@@ -336,7 +336,9 @@ def test_entries_are_appended_without_attention(tokens):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", [4, 3])  # 3 sequences do not divide over the data axis
+@pytest.mark.parametrize(
+    "batch", [pytest.param(4, marks=pytest.mark.long), 3]
+)  # 3 sequences do not divide over the data axis
 def test_sharded_equals_unsharded(batch):
     arguments = example(batch=batch, kv_heads=4)
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -358,6 +360,7 @@ def test_prompts_of_targets_with_many_kv_heads_fit(heads, kv_heads, head_dim, dt
     assert shape.tile * shape.tiles == shape.nodes >= tokens
 
 
+@pytest.mark.slow
 def test_scales_are_not_rounded():
     """int8 entries with queries in bfloat16, which holds this scale badly: what is attended is not biased."""
     arguments = [jnp.asarray(x, jnp.bfloat16) for x in np.random.default_rng(0).normal(size=(3, 1, 16, 2, 128))]

@@ -168,7 +168,9 @@ def test_documents_start_where_the_segment_id_changes(lengths):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("implementation", "documents"), [("xla", 3), ("pallas", 3), ("pallas", 1)])
+@pytest.mark.parametrize(
+    ("implementation", "documents"), [("xla", 3), ("pallas", 3), pytest.param("pallas", 1, marks=pytest.mark.long)]
+)
 def test_stretches_of_a_row_attend_as_the_whole_row_does(implementation, documents, monkeypatch):
     """Its keys pass in two blocks and more: gradients of a key are summed over blocks, stretches, and tiles."""
     monkeypatch.setattr(tpu, "VMEM_LIMIT", 8 << 20)

@@ -97,6 +97,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch, tmp_path):
     assert asked[0] == 10.0 and asked[1]["local_files_only"] is True
 
 
+@pytest.mark.slow
 def test_a_long_prompt_is_the_engine_s_to_refuse(tmp_path, monkeypatch):
     """The library would warn of indexing errors, without the numbers that count here."""
     folder = tiny.write_target(tmp_path / "target")
@@ -158,6 +159,7 @@ def test_a_hub_is_asked_for_one_commit(monkeypatch, tmp_path, name, hub, revisio
     assert (asked["hub"], asked["revision"]) == (hub, revision)
 
 
+@pytest.mark.slow
 def test_the_commit_that_a_hub_answered_with_is_said_and_kept(monkeypatch, tmp_path, capsys):
     """The target is the same whether its commit was found or named."""
     commit = "0123456789" * 4

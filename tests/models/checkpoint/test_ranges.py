@@ -82,6 +82,7 @@ def test_another_file_is_refused(content):
         ranges.open_tensors(path)
 
 
+@pytest.mark.slow
 def test_a_target_in_a_bucket_is_the_local_one(tmp_path):
     local = tiny.write_target(tmp_path / "target")
     address = f"{emulator.new_bucket()}/models/target"

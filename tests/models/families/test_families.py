@@ -207,7 +207,10 @@ def test_it_equals_transformers(tmp_path, architecture, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", long_for("Qwen2ForCausalLM", "Qwen3ForCausalLM", "MiMoForCausalLM"))
+@pytest.mark.parametrize(
+    "architecture",
+    long_for("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MiMoForCausalLM"),
+)
 def test_documents_of_a_packed_row_do_not_see_each_other(tmp_path, architecture):
     """Windows, chunks and latent attention included: each document's states are those of its own row."""
     write_reference(tmp_path, architecture, 0)

@@ -70,6 +70,7 @@ def test_a_bucket_that_may_not_be_written():
     assert "storage.objects.create denied" in found.stderr
 
 
+@pytest.mark.slow
 def test_credentials_are_the_users_own_and_no_network_is_asked(tmp_path):
     """Without an emulator and without a file of credentials: refused at once, by name."""
     code = "from eagle3_jax.runs import disk; disk.check_address('run_dir', 'gs://bucket/run')"
