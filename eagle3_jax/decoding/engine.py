@@ -8,8 +8,6 @@ import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
-import jax
-
 from eagle3_jax.config import DraftTree, MeshConfig, TargetConfig, Weights
 from eagle3_jax.decoding import arguments
 from eagle3_jax.decoding.choice.tiers import Tier
@@ -25,7 +23,7 @@ from eagle3_jax.formats.packaged import AUTO
 from eagle3_jax.models.checkpoint import trees
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.drafts.head import Draft
-from eagle3_jax.runs import processes
+from eagle3_jax.runs import machine, processes
 
 Asked = tuple[Name, Prompt, SamplingParams]
 
@@ -194,8 +192,7 @@ class Engine(EngineCore):
         background = background and processes.count() == 1
         with self._loop.exclusive("warm_up"):
             if folder is not None:
-                jax.config.update("jax_compilation_cache_dir", str(folder))
-                jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+                machine.keep_programs(folder)
             self._runner.pad_products()
             self._scheduler.forget_device()
             self._warm_up = WarmUp(self._runner, self.tiers, folder, greedy_alone=greedy_alone, progress=progress)

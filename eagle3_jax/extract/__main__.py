@@ -31,7 +31,7 @@ from eagle3_jax.mesh import Replica, batch_sharding, make_mesh, own_replica, put
 from eagle3_jax.models.checkpoint.fetch import Target, cache_folder, load_target
 from eagle3_jax.models.checkpoint.identity import check_same_target
 from eagle3_jax.models.inference_layout import for_inference
-from eagle3_jax.runs import command, command_line, disk, manifest, processes
+from eagle3_jax.runs import command, command_line, disk, machine, manifest, processes
 from eagle3_jax.training.kinds.choice import kind_of
 
 REJECTS = "rejects.jsonl"
@@ -249,8 +249,7 @@ def _keep_programs() -> None:
     """Keeps compiled programs in the server's compilation cache, unless the user chose another."""
     settings: Any = jax.config
     if not settings.jax_compilation_cache_dir:
-        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "programs"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        machine.keep_programs(cache_folder() / "programs")
 
 
 if __name__ == "__main__":

@@ -54,6 +54,14 @@ def has_tpu() -> bool:
     )
 
 
+def keep_programs(folder: str | pathlib.Path) -> None:
+    """Keeps what this process compiles from now on in a folder: JAX's persistent compilation cache."""
+    import jax
+
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
 def release_freed() -> None:
     """Returns memory that LLVM freed to the system (glibc's malloc_trim); the allocator would keep gigabytes."""
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):

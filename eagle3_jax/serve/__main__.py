@@ -25,7 +25,7 @@ from eagle3_jax.formats.mtp import MTP
 from eagle3_jax.formats.packaged import AUTO, LOOKUP, chosen_draft
 from eagle3_jax.mesh import make_mesh, own_replica, row_processes
 from eagle3_jax.models.checkpoint.fetch import cache_folder, load_target
-from eagle3_jax.runs import command, processes
+from eagle3_jax.runs import command, machine, processes
 from eagle3_jax.runs.command_line import Parser
 from eagle3_jax.serve import alike
 
@@ -171,6 +171,10 @@ def load(config: RunConfig, say: Callable[[str], Any] = lambda _: None) -> Engin
     start = time.monotonic()
     settings, trees = config.serve, config.serve.trees
     alike.check(config)
+    folder = pathlib.Path(settings.warm_up_folder or cache_folder() / "programs").expanduser()
+    keeps = settings.warm_up_folder != "none"
+    if keeps:
+        machine.keep_programs(folder)  # those that load and pack weights too
     replica = own_replica(make_mesh(config.mesh))
     if settings.adapt is not None and (len(replica.rows) > 1 or processes.count() > 1):
         got = f"{len(replica.rows)} replicas in {processes.count()} processes"
@@ -194,8 +198,7 @@ def load(config: RunConfig, say: Callable[[str], Any] = lambda _: None) -> Engin
     ]
     pool = EnginePool(engines, settings.queue_limit)
     say(f"loaded after {time.monotonic() - start:.0f} s")
-    folder = settings.warm_up_folder or cache_folder() / "programs"
-    pool.warm_up(None if folder == "none" else folder, progress=say, background=True)
+    pool.warm_up(folder if keeps else None, progress=say, background=True)
     say(f"ready after {time.monotonic() - start:.0f} s")
     return pool
 

@@ -1,5 +1,6 @@
 """The verb: flags and refusals, and a process that starts, answers, and ends at SIGTERM with what it began."""
 
+import pathlib
 import signal
 import socket
 import time
@@ -15,7 +16,7 @@ from starlette.applications import Starlette
 from eagle3_jax.config import AdaptConfig, ConfigError, DraftTree, RunConfig, ServeConfig, from_dict
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.models.checkpoint.fetch import Target
-from eagle3_jax.runs import command
+from eagle3_jax.runs import command, machine
 from eagle3_jax.serve import __main__ as serve
 from eagle3_jax.serve import opening
 
@@ -216,13 +217,17 @@ def test_requests_are_logged_for_who_asks_for_that():
 
 def test_the_next_start_is_fast_unless_nothing_may_be_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("EAGLE3_JAX_CACHE", str(tmp_path))
-    monkeypatch.setattr(serve, "load_target", lambda *_: Target.__new__(Target))
     asked: list[Any] = []
+    monkeypatch.setattr(machine, "keep_programs", lambda folder: asked.append(("keep", folder)))
+    monkeypatch.setattr(serve, "load_target", lambda *_: asked.append("load") or Target.__new__(Target))
     monkeypatch.setattr(Engine, "load", lambda *_, **__: Engine.__new__(Engine))
-    monkeypatch.setattr(Engine, "warm_up", lambda self, folder, **_: asked.append(folder))
-    for more in ([], ["--serve.warm-up-folder", "none"], ["--serve.warm-up-folder", "here"]):
+    monkeypatch.setattr(Engine, "warm_up", lambda self, folder, **_: asked.append(("warm up", folder)))
+    for more, folder in (([], tmp_path / "programs"), (["--serve.warm-up-folder", "here"], pathlib.Path("here"))):
         serve.load(serve.configure(["--target", "a", "--dp-size", "1", *more]))
-    assert asked == [tmp_path / "programs", None, "here"]
+        assert asked == [("keep", folder), "load", ("warm up", folder)]
+        asked.clear()
+    serve.load(serve.configure(["--target", "a", "--dp-size", "1", "--serve.warm-up-folder", "none"]))
+    assert asked == ["load", ("warm up", None)]
 
 
 def test_the_longest_client_timeout_is_one_of_the_socket():

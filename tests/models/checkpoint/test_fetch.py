@@ -25,11 +25,13 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.numpy import save_file
-from transformers import tokenization_utils_base
+from transformers import AutoTokenizer, tokenization_utils_base
 
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.models.checkpoint import fetch
+from eagle3_jax.models.checkpoint.identity import tokenizer_digest
 from eagle3_jax.models.checkpoint.load import WeightsError, file_digests
+from eagle3_jax.models.families import FAMILIES
 from eagle3_jax.runs import disk, manifest
 
 NAME = "smollm2-135m-instruct"
@@ -108,6 +110,20 @@ def test_a_long_prompt_is_the_engine_s_to_refuse(tmp_path, monkeypatch):
     tokenizer = fetch.load_tokenizer(folder)
     assert tokenizer.model_max_length == 3 and len(tokenizer("apple bird cloud door egg")["input_ids"]) > 3
     assert said == []
+
+
+@pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "TokenizersBackend", None])
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.config.model_type)
+def test_a_tokenizer_s_class_is_the_one_that_transformers_chooses(tmp_path, family, name):
+    """Where it is chosen without AutoTokenizer, whose import takes seconds of every start."""
+    folder = tmp_path / "target"
+    tiny.make_tokenizer().save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": family.config.model_type}))
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": name}))
+    tokenizer, chosen = fetch.load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    assert type(tokenizer) is type(chosen)
+    assert tokenizer_digest(tokenizer) == tokenizer_digest(chosen)
 
 
 def test_a_path_is_a_folder(tmp_path):
@@ -317,6 +333,7 @@ UNPACK = """
 import os, pathlib, subprocess, sys, time, zipfile
 from eagle3_jax.runs import disk, manifest
 from eagle3_jax.models.checkpoint import fetch
+from eagle3_jax.models.checkpoint.identity import tokenizer_digest
 
 def download(command, **kwargs):
     with open(sys.argv[1], "a") as stream:
