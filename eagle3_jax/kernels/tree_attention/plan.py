@@ -15,7 +15,7 @@ from eagle3_jax.kernels.dispatch import device
 from eagle3_jax.kernels.tpu.packed_rows import tile_rows
 from eagle3_jax.kernels.tpu.registers import LANES, SMEM_LIMIT, VMEM_LIMIT, check_fits
 
-# Limits of the tiling by kind of chip, else "default"; chosen by libtpu's simulation (docs/benchmarks.md): keys of a
+# Limits of the tiling by kind of chip, else "default"; chosen by libtpu's simulation (docs/tpu-plans.md): keys of a
 # block over all KV heads, keys of one head in a block, scores of an item, and rows of a tile, which has all query heads
 # of a KV head.
 BLOCKS: dict[str, dict[str, int]] = json.loads(

@@ -279,7 +279,7 @@ def check(
     # Beside the logits there is nothing large: no copy of a cache (512 MiB each), no weights in another layout, none
     # gathered from other devices.
     if topology.startswith("tpu7x") and name == "decode":
-        # There the loop wants matrices in tiles of 16 rows: the LM head (docs/benchmarks.md), and of a drawn block the
+        # There the loop wants matrices in tiles of 16 rows: the LM head (docs/tpu-plans.md), and of a drawn block the
         # head's LM head and MLPs, some of them at a time (the compiler's dump).
         limit += 1024 + (256 if block is not None and not greedy else 0)
     assert memory.temp_size_in_bytes < limit << 20
