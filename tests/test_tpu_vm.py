@@ -1,7 +1,7 @@
 """tools/tpu_vm.sh asks the right things of gcloud, in the right order; what it sends to hosts runs there.
 
-`gcloud` is a program that writes down what it was asked, answers with the states that a test tells it, and runs what is
-meant for a host in a folder that stands for it.
+`gcloud` is a program that writes down what it was asked and answers with the states that a test tells it. What is meant
+for a host runs in a folder that stands for it.
 """
 
 from __future__ import annotations

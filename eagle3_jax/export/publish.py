@@ -1,7 +1,8 @@
 """Uploads an exported head with a model card to the Hugging Face hub: `python -m eagle3_jax.export --push-to-hub`.
 
-The card holds the kind of head and the engines that serve it, the target and its digests, data, settings, acceptance
-and speed by category, and the licence, all from the run's manifests, the head's files and `report.json`.
+The card holds the kind of head and the engines that serve it, the target and its digests, data and settings. Acceptance
+and speed by category follow, and the licence. All of it comes from the run's manifests, the head's files and
+`report.json`.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ def target_states(
         split: whether the rows are pieces of longer ones.
 
     Returns:
-        Aux hidden states, the last hidden state (after the final norm), the most likely next token (the lowest id of
-        equal ones), and whether all values of a position are finite.
+        Aux hidden states, the last hidden state after the final norm, the most likely next token, and whether all
+        values of a position are finite. Of equally likely tokens it is the lowest id.
     """
     b, t = token_ids.shape
     rows, length = b // split.pieces, t * split.pieces

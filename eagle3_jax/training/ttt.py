@@ -1,8 +1,8 @@
 """The training-time test: K drafting steps from every position at once (EAGLE-3, arXiv 2503.01840, section 3.2).
 
-At step i the pair at index t is (token t+1+i, the head's own output of step i-1 at the same t), as in drafting from a
-prefix that ends at t. It attends to the true features (step 0) up to t, then to one key of each later step at t. Tokens
-are the document's, so that all positions run in parallel.
+At step i the pair at index t is token t+1+i and the head's own output of step i-1 at the same t. So it is in drafting
+from a prefix that ends at t. It attends to the true features (step 0) up to t, then to one key of each later step at t.
+Tokens are the document's, so that all positions run in parallel.
 
 On TPUs the steps are one loop, so that the program's size does not depend on their number.
 

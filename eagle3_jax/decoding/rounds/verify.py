@@ -143,9 +143,9 @@ def walk_sampled(
             drafts. Nodes of the last depth have no children.
 
     Returns:
-        The walk, the weights of the bonus token (the distribution at the walk's end, or what remains of it behind drawn
-        drafts), the probability of each accepted draft, and the whole distribution at the walk's end. The coins of
-        `draw` at that depth choose the bonus.
+        The walk, the weights of the bonus token, the probability of each accepted draft, and the distribution at the
+        walk's end. The weights are that distribution, or what remains of it behind drawn drafts. The coins of `draw` at
+        that depth choose the bonus.
     """
     steps = coins.shape[1] - 1
     of_drawn = None if tree.drawn is None else tree.drawn.probs
