@@ -26,7 +26,7 @@ from eagle3_jax.decoding.rounds.state import RequestRows
 
 # Arguments: target, mesh, seconds of patience, what is asked.
 LED = """
-import asyncio, json, sys, time
+import asyncio, json, queue, sys, time
 from eagle3_jax.config import DraftTree, MeshConfig
 from eagle3_jax.decoding import data_parallel, hosts
 from eagle3_jax.decoding.engine import Engine
@@ -60,11 +60,8 @@ async def answers(pool):
         print("a piece", flush=True)
     print(json.dumps(request.output.error), flush=True)
 
-def lost(error):
-    failures.append(error)
-
 with command.run("serve", resumes=False):
-    failures = []
+    failures = queue.SimpleQueue()
     mesh = make_mesh(MeshConfig(data=data, model=model))
     replica = own_replica(mesh)
     rows = data_parallel.targets(load_target(target, replica.mesh), replica)
@@ -72,9 +69,9 @@ with command.run("serve", resumes=False):
     if processes.index():
         hosts.follow(engines, row_processes(mesh))
     else:
-        with hosts.lead(engines, row_processes(mesh), lost) as led:
+        with hosts.lead(engines, row_processes(mesh), failures.put) as led:
             asyncio.run(answers(EnginePool(led)))
-            raise failures[0]
+            raise failures.get(timeout=30)  # told behind the requests' end
 """
 QUICKLY: Any = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 PARAMS = {"max_tokens": 12, "ignore_eos": True}
