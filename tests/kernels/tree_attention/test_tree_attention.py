@@ -336,9 +336,8 @@ def test_entries_are_appended_without_attention(tokens):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "batch", [pytest.param(4, marks=pytest.mark.long), 3]
-)  # 3 sequences do not divide over the data axis
+# 3 sequences do not divide over the data axis.
+@pytest.mark.parametrize("batch", [pytest.param(4, marks=pytest.mark.long), 3])
 def test_sharded_equals_unsharded(batch):
     arguments = example(batch=batch, kv_heads=4)
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
