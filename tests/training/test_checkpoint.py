@@ -111,8 +111,11 @@ def test_an_altered_value_is_refused_by_name(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_training_waits_for_a_tenth_of_a_slow_save_at_most(tmp_path, monkeypatch):
-    """To a store that takes 20 MB/s. The state is overwritten meanwhile; what is written is not."""
-    write, size, rate = serialization.async_serialize_from_host, 24 * 2**20, float("inf")
+    """To a store that takes 20 MB/s. The state is overwritten meanwhile; what is written is not.
+
+    The state has 192 MiB, as a small model's head and moments have; Orbax's own 0.3 seconds count in smaller ones.
+    """
+    write, size, rate = serialization.async_serialize_from_host, 48 * 2**20, float("inf")
 
     async def throttled(slices, *arguments, **named):
         await asyncio.sleep(sum(x.data().nbytes for x in slices.replica_slices) / rate)
