@@ -297,13 +297,15 @@ def test_rounds_take_the_state_where_prefill_leaves_it(small, tpu_fit):
 
 
 @pytest.mark.long
-def test_decoding_takes_little_beside_weights_and_caches(tmp_path, fit):
-    """No weights in another layout, nothing kept of each layer: Llama-3.1-8B with 4 of its layers."""
+@pytest.mark.parametrize("weights", [(), ("--target.weights", "int8", "--target.quantise-vocabulary")])
+def test_decoding_takes_little_beside_weights_and_caches(tmp_path, fit, weights):
+    """No weights in another layout or in more bits, nothing kept of each layer: Llama-3.1-8B with 4 of its layers."""
     values = json.loads((TARGETS / "llama31_8b/config.json").read_text()) | {"num_hidden_layers": 4}
     (tmp_path / "config.json").write_text(json.dumps(values))
     layers = "--target.aux-layers", "1", "2", "3"
     run = ROOT / "configs/llama31_8b.yaml", "--target.name", tmp_path, *layers, "--mesh.model", "4"
-    status, said = fit(*run, "--topology", "v5e:2x2", "--verbs", "evaluate", "--json", tmp_path / "rows.json")
+    command = *run, *weights, "--topology", "v5e:2x2", "--verbs", "evaluate"
+    status, said = fit(*command, "--json", tmp_path / "rows.json")
     assert status == 0, said
     prefill, rounds = json.loads((tmp_path / "rows.json").read_text())
     assert prefill["temporaries"] < 2**30 / 4

@@ -38,6 +38,12 @@ def test_products_are_counted_with_their_operands(rounds):
         rounds.work(loop.jaxpr)
 
 
+def test_an_operand_counts_in_the_bits_that_memory_holds(rounds):
+    x, w = jnp.zeros((2, 8), jnp.bfloat16), jnp.zeros((8, 4), jnp.int8)
+    program = jax.make_jaxpr(lambda x, w: jax.jit(lambda w: x @ w.astype(jnp.float32).astype(x.dtype))(w))(x, w)
+    assert rounds.work(program.jaxpr) == rounds.Work(2 * 16 + 32, 2 * 2 * 8 * 4)
+
+
 @pytest.mark.slow
 def test_a_block_is_read_once_and_a_chain_s_layer_once_a_draft(rounds, tmp_path):
     values = json.loads((ROOT / "configs/targets/llama31_8b/config.json").read_text())

@@ -56,7 +56,7 @@ from eagle3_jax.models.checkpoint.fetch import fetch, read_config
 from eagle3_jax.models.drafts.eagle2 import Eagle2Head
 from eagle3_jax.models.drafts.head import Draft, Head
 from eagle3_jax.models.families import family_of
-from eagle3_jax.models.inference_layout import tpu_formats
+from eagle3_jax.models.inference_layout import draft_weights, tpu_formats
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.quantisation import quantised_model
 from eagle3_jax.models.target import ModelConfig, TargetModel
@@ -186,13 +186,15 @@ def decoding(
         beside: tier of another engine of the same target and sizes, whose state is on the devices too.
     """
     mesh = replicas(make_mesh(config.mesh, devices))[0].decoding_mesh
+    head = drafting_head(config, shape) if tier.head else None
     draft = None
-    if tier.head:
-        head = drafting_head(config, shape)
+    if head is not None:
         shape = dataclasses.replace(shape, aux_layers=head.config.aux_layers)  # as in the engine
+    target = by_rows(abstract_target(config, shape, mesh))
+    if head is not None:
+        head = quantised_model(head, draft_weights(target), vocabulary=True)
         ids = jax.ShapeDtypeStruct((head.config.draft_vocab_size,), jnp.int32)
         draft = Draft(by_rows(placed(head, mesh, SHARDING_RULES)), placed(ids, mesh))
-    target = by_rows(abstract_target(config, shape, mesh))
     prompt = config.regenerate.max_length - max_tokens
     if prompt < 1:
         raise ValueError(f"{verb}.max_tokens: got {max_tokens}, expected less than regenerate.max_length")

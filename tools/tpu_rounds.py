@@ -4,9 +4,10 @@
       --trees 7,1,8 7,4,16 7,8,64
 
 Nothing is compiled: the traced round is read. Bytes are those of the operands of its matrix products, each read once a
-product: weights, and a context of `--context` tokens in the caches. Operations are those of the same products. The
-least time of a chip is the larger of bytes over its bandwidth and operations over its peak, of a slice of `--devices`
-among which all is divided evenly. Collectives, other operations and waits take time too: it is a floor.
+product, in the bits that memory holds (`--target.weights int8`): weights, and a context of `--context` tokens in the
+caches. Operations are those of the same products. Phi is a vanilla step's bytes over the round's. The least time of a
+chip is the larger of bytes over its bandwidth and operations over its peak, of a slice of `--devices` among which all
+is divided evenly. Collectives, other operations and waits take time too: it is a floor.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ os.environ["EAGLE3_CPU_KERNELS"] = "0"  # products are XLA's operations, which c
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.extend.core import jaxprs_in_params
+from jax.extend.core import Var, jaxprs_in_params
 
 from eagle3_jax.config import DraftTree, RunConfig, run_file
 from eagle3_jax.decoding.choice.tiers import Tier
@@ -34,9 +35,12 @@ from eagle3_jax.decoding.device.models import Models
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.rounds.round import advance, draft_tree
 from eagle3_jax.decoding.rounds.state import empty_state
+from eagle3_jax.kernels.linear.quantised import bytes_of
 from eagle3_jax.models.checkpoint.fetch import fetch, read_config
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.families import family_of
+from eagle3_jax.models.inference_layout import draft_weights
+from eagle3_jax.models.quantisation import quantised_model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,15 +57,21 @@ class Work:
 def work(jaxpr: Any) -> Work:
     """Sums the products of a program without loops around them; a conditional counts by its largest branch.
 
+    An operand that is converted first counts as it lies in memory: the product converts it on its way.
+
     Raises:
         ValueError: a product in a loop.
     """
     total = Work()
+    held: dict[Any, Any] = {}  # a converted variable -> the one that memory holds
     for equation in jaxpr.eqns:
+        if equation.primitive.name == "convert_element_type":
+            (source,), (converted,) = equation.invars, equation.outvars
+            held[converted] = held.get(source, source) if isinstance(source, Var) else source
         if equation.primitive.name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
             inner = math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
-            read = sum(x.aval.size * x.aval.dtype.itemsize for x in equation.invars)
+            read = sum(bytes_of(held.get(x, x).aval) for x in equation.invars if isinstance(x, Var))
             total += Work(read, 2 * inner * equation.outvars[0].aval.size)
             continue
         parts = [work(part) for part in jaxprs_in_params(equation.params)]
@@ -80,10 +90,18 @@ def counted(config: RunConfig, tree: DraftTree | None, context: int) -> tuple[Wo
     """
     shape = read_config(fetch(config.target.name, whole=False), config.target.aux_layers)
     dtype = jnp.dtype(config.target.dtype)
-    target, draft = nnx.eval_shape(lambda: family_of(shape).model(shape, dtype=dtype, rngs=nnx.Rngs(0))), None
+    target = nnx.eval_shape(lambda: family_of(shape).model(shape, dtype=dtype, rngs=nnx.Rngs(0)))
+    head = draft = None
     if tree is not None:
         head = tpu_fit.drafting_head(config, shape)
         target = target.observed_at(head.config.aux_layers)
+    weights = config.target.weights
+    if weights not in (None, "int8", "fp8"):
+        expected = "null, 'int8' or 'fp8', whose products convert values alone"
+        raise ValueError(f"target.weights: got {weights!r}, expected {expected}")
+    target = quantised_model(target, weights, vocabulary=config.target.quantise_vocabulary)
+    if head is not None:
+        head = quantised_model(head, draft_weights(target), vocabulary=True)
         token_ids: Any = jax.ShapeDtypeStruct((head.config.draft_vocab_size,), jnp.int32)
         draft = Draft(head, token_ids)
     tier = Tier(tree, head=draft is not None)
@@ -108,16 +126,19 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=4, help="devices of the slice: 4")
     arguments, overrides = parser.parse_known_args()
     config = run_file.load(arguments.config, overrides)
-    print(f"| draft | drafts read, GB | a round, GB | {' | '.join(f'{name}, ms' for name in CHIPS)} |")
-    print("|---" * (3 + len(CHIPS)) + "|")
+    print(f"| draft | drafts read, GB | a round, GB | phi | {' | '.join(f'{name}, ms' for name in CHIPS)} |")
+    print("|---" * (4 + len(CHIPS)) + "|")
+    vanilla = 0
     for tree in [None, *arguments.trees]:
         drafts, whole = counted(config, tree, arguments.context)
+        vanilla = vanilla or whole.bytes
         least = [
             1e3 * max(whole.bytes / chip.gigabytes / 1e9, whole.operations / chip.teraflops / 1e12) / arguments.devices
             for chip in CHIPS.values()
         ]
         times = " | ".join(f"{time:.2f}" for time in least)
-        print(f"| {Tier(tree, True).name} | {drafts.bytes / 1e9:.2f} | {whole.bytes / 1e9:.2f} | {times} |", flush=True)
+        read = f"{drafts.bytes / 1e9:.2f} | {whole.bytes / 1e9:.2f} | {vanilla / whole.bytes:.2f}"
+        print(f"| {Tier(tree, True).name} | {read} | {times} |", flush=True)
 
 
 if __name__ == "__main__":

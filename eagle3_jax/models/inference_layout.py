@@ -49,14 +49,23 @@ class Product(NamedTuple):
         )
 
 
+def draft_weights(target: TargetModel) -> Kind | None:
+    """Returns the kind of weights that a head has beside this target: few bits beside few bits, else floats (None).
+
+    Every pass of the head reads its weights. Its floats beside a target in 8 bits would take twice as large a share of
+    a round. Drafts that few bits make worse are refused; the tokens stay the target's.
+    """
+    return "int8" if any(map(is_quantised, jax.tree.leaves(target, is_leaf=is_quantised))) else None
+
+
 def for_inference(model: Model, weights: Kind | None = None) -> Model:
     """Returns a twin in the kernels' layouts. It shares the arrays that stay as they are; the model may be dropped.
 
-    On a single CPU device float matrices are packed, and a tied LM head gets a matrix of its own. On TPUs some
-    parameters are stored row-major (`tpu_formats`). Elsewhere the twin is the model itself.
+    On a single CPU device matrices are packed, and a tied LM head gets a matrix of its own. On TPUs some parameters are
+    stored row-major (`tpu_formats`). Elsewhere the twin is the model itself.
 
     Args:
-        weights: quantises what is packed first; None packs floats.
+        weights: quantises float matrices and vocabulary first; None leaves them.
     """
     return _each(model, functools.partial(_twin, weights=weights))
 
@@ -140,8 +149,8 @@ def _twin(module: Module, weights: Kind | None) -> Module:
     if isinstance(output_rows, Panels):
         return module
     first, *others = output_rows.sharding.device_set
+    module = quantised_model(module, weights, vocabulary=True)
     if not others and default_implementation(first) == "cpu":
-        module = quantised_model(module, weights, vocabulary=True)
         return _packed(module, module.output_rows)
     return _by_rows(module) if first.platform == "tpu" else module
 
