@@ -24,6 +24,7 @@ from eagle3_jax.decoding.measure import profile, timing
 from eagle3_jax.decoding.measure.profile import Round
 from eagle3_jax.decoding.rounds.state import STATE_SHARDING_RULES, State, empty_state
 from eagle3_jax.kernels.linear import few_rows
+from eagle3_jax.kernels.linear.quantised import Kind
 from eagle3_jax.mesh import mesh_of, mesh_set, put, replicated, shardings
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.inference_layout import Matrix, Product, draft_weights, for_inference, padded, products
@@ -82,7 +83,7 @@ class ModelRunner:
         self.mesh = mesh_of(target.embed[...])
         if draft is not None and self.mesh is not None:
             draft = _spread(draft, self.mesh)
-        self._draft_weights = draft_weights(target)
+        self._draft_weights: Kind | None = draft_weights(target)
         target, draft = for_inference(target), None if draft is None else for_inference(draft, self._draft_weights)
         self.target, self.draft, self.sizes = target, draft, sizes
         self.widths, self.chunks = [sizes.batch], sizes.chunks
