@@ -19,8 +19,8 @@ class AdaptStats:
         tokens: tokens in the ring now.
         steps: training steps, those rolled back included.
         loss: of the latest step; NaN before the first.
-        heads: heads that were judged better and draft since.
-        rollbacks: heads that were not: worse on the held-back requests, or NaN.
+        heads: heads that were judged better (cross entropy, and drafts accepted) and draft since.
+        rollbacks: heads that were not: of higher cross entropy on the held-back requests, or NaN.
         tau_before, tau_after: tokens per round, replayed on the held-back requests of the latest judgement: of the head
             that drafted before it, and of the one since; NaN before the first.
         seconds: time of steps and judgements.

@@ -172,7 +172,10 @@ class HeadLearner:
         if finite and self._unjudged < self._config.judge_every:
             return False
         self._unjudged = 0
-        if finite and self._is_better():
+        better = self._is_better() if finite else False
+        if better is None:
+            return False
+        if better:
             self._served = _copied(self._state)
             stats.heads += 1
             self._save()
@@ -181,12 +184,19 @@ class HeadLearner:
         stats.rollbacks += 1
         return False
 
-    def _is_better(self) -> bool:
-        """Compares the head with the one that drafts, by cross entropy on the held-back requests."""
+    def _is_better(self) -> bool | None:
+        """Compares the head with the one that drafts, on the held-back requests.
+
+        Returns:
+            True: its cross entropy is lower, and as many of its drafts are accepted. None: its cross entropy is lower,
+            but fewer drafts are accepted yet, so it goes on learning. False: it is worse.
+        """
         (before, tau_before), (after, tau_after) = (self._judged(state.head) for state in (self._served, self._state))
-        self.stats.tau_before = tau_before
-        self.stats.tau_after = tau_after if after < before else tau_before
-        return after < before
+        better: bool | None = False
+        if after < before:
+            better = None if tau_after < tau_before else True
+        self.stats.tau_before, self.stats.tau_after = tau_before, tau_after if better else tau_before
+        return better
 
     def _judged(self, head: Any) -> tuple[float, float]:
         """Computes the mean cross entropy and the replayed tau on all held-back rows."""

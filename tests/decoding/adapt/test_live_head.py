@@ -130,6 +130,31 @@ def test_a_head_that_got_worse_is_rolled_back_and_requests_go_on(engine, expecte
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("judged", "heads", "rollbacks", "kept"),
+    [
+        pytest.param((0.5, 2.0), 1, 0, True, id="better"),
+        pytest.param((0.5, 1.5), 0, 0, True, id="fewer"),
+        pytest.param((1.5, 2.5), 0, 1, False, id="worse"),
+    ],
+)
+def test_a_head_drafts_once_as_many_of_its_drafts_are_accepted(engine, monkeypatch, judged, heads, rollbacks, kept):
+    """Cross entropy and tau of the head that drafts, (1, 2), and of the one that learnt."""
+    learner = learner_of(engine)
+    engine.generate(PROMPTS[:4], PARAMS)
+    served, verdicts = learner._served, iter([(1.0, 2.0), judged])
+    monkeypatch.setattr(learner, "_judged", lambda head: next(verdicts))
+    monkeypatch.setattr(learner, "_unjudged", ADAPT.judge_every - 1)
+    before = dataclasses.replace(learner.stats)
+    assert learner._step(learner._ring.filled[:2].tolist()) == bool(heads)
+    assert (learner.stats.heads - before.heads, learner.stats.rollbacks - before.rollbacks) == (heads, rollbacks)
+    assert learner.stats.tau_after == (judged[1] if heads else 2.0)
+    learnt = learner._state.head.lm_head[...]
+    assert np.array_equal(learnt, served.head.lm_head[...]) != kept, "its steps stay"
+    assert np.array_equal(learner._served.head.lm_head[...], learnt) == (heads == 1 or not kept)
+
+
+@pytest.mark.slow
 def test_the_next_start_goes_on_and_export_exports(toy, tmp_path):
     folder, identity = tmp_path / "checkpoints", tiny.identity(toy.target.config.aux_layers)
     adapt = dataclasses.replace(ADAPT, folder=str(folder))
