@@ -181,20 +181,25 @@ async def _whole(answers: Answers) -> None:
 async def _events(
     answers: Answers, shape: ChatShape | CompletionShape, envelope: Envelope, body: protocol.RequestBody
 ) -> AsyncIterator[bytes]:
-    """Yields the events of a stream; if an answer fails, the last event is the error."""
+    """Yields the events of a stream; if an answer fails, the last event is the error.
+
+    The events that open answers wait for the first token, as vLLM's do: clients take the first event's time for its.
+    """
     more: dict[str, Any] = {"usage": None} if body.wants_usage else {}
     written = 0
     prompts = {index: request.ids for index, request in enumerate(answers.requests)} if body.return_token_ids else {}
+    openings = [shape.opening(index) for index in range(len(answers.requests))]
     try:
-        for index in range(len(answers.requests)):
-            if (opening := shape.opening(index)) is not None:
-                prompt = shape.prompt_of_body(prompts[0]) if prompts and index == 0 else {}
-                yield envelope.event(opening, **more, **prompt)
         async for index, piece in answers.pieces():
             written += len(piece.token_ids)
-            if body.continuous_usage:
-                more = {"usage": answers.usage(written)}
             if piece.text or piece.token_ids or piece.finish_reason:
+                for number, opening in enumerate(openings):
+                    if opening is not None:
+                        prompt = shape.prompt_of_body(prompts[0]) if prompts and number == 0 else {}
+                        yield envelope.event(opening, **more, **prompt)
+                openings = []
+                if body.continuous_usage:
+                    more = {"usage": answers.usage(written)}
                 choice = shape.part(index, piece)
                 if body.shows_drafts:
                     choice["drafts"] = shown_drafts(shape.tokens, piece)

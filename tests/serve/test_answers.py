@@ -8,11 +8,15 @@ from typing import Any
 
 import openai
 import pytest
+import tiny
 
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.request import Output, Piece, Request, Stats
+from eagle3_jax.serve import protocol
 from eagle3_jax.serve.answers import Answers, submit, submitted
+from eagle3_jax.serve.app import _events
+from eagle3_jax.serve.bodies import DONE, ChatShape, Envelope, Tokens
 from eagle3_jax.serve.errors import ApiError
 from eagle3_jax.serve.metrics import Metrics
 
@@ -112,6 +116,36 @@ def test_the_time_to_the_first_token_is_counted_when_it_comes_and_from_the_arriv
             assert said("count") == 1
 
     asyncio.run(asyncio.wait_for(answer(), 30))
+
+
+class Waiting(Answers):
+    """One answer, whose first token comes when it is told to; a piece without tokens comes before."""
+
+    def __init__(self) -> None:
+        self.requests, self.goes_on = [Told()], asyncio.Event()
+
+    async def pieces(self):
+        yield 0, Piece("", [], None, [], None)
+        await self.goes_on.wait()
+        yield 0, Piece("a", [5], "stop", [0], None)
+
+
+def test_a_stream_opens_with_its_first_token():
+    """Clients take the first event's time for the first token's."""
+
+    async def stream() -> list[bytes]:
+        shape = ChatShape(Tokens(tiny.make_byte_tokenizer(None)))
+        body = protocol.read(protocol.Chat, b'{"messages": [{"role": "user", "content": "a"}]}')
+        answers = Waiting()
+        events = _events(answers, shape, Envelope(shape, "a"), body)
+        first = asyncio.ensure_future(anext(events))
+        await asyncio.sleep(0.05)
+        assert not first.done()
+        answers.goes_on.set()
+        return [await first, *[event async for event in events]]
+
+    opening, part, done = asyncio.run(asyncio.wait_for(stream(), 30))
+    assert b'"role":"assistant"' in opening and b'"content":"a"' in part and done == DONE
 
 
 class Broken(Told):
