@@ -122,11 +122,11 @@ class Waiting(Answers):
     """One answer, whose first token comes when it is told to; a piece without tokens comes before."""
 
     def __init__(self) -> None:
-        self.requests, self.goes_on = [Told()], asyncio.Event()
+        self.requests, self.goes_on = [Told()], asyncio.get_running_loop().create_future()
 
     async def pieces(self):
         yield 0, Piece("", [], None, [], None)
-        await self.goes_on.wait()
+        await self.goes_on
         yield 0, Piece("a", [5], "stop", [0], None)
 
 
@@ -141,7 +141,7 @@ def test_a_stream_opens_with_its_first_token():
         first = asyncio.ensure_future(anext(events))
         await asyncio.sleep(0.05)
         assert not first.done()
-        answers.goes_on.set()
+        answers.goes_on.set_result(None)
         return [await first, *[event async for event in events]]
 
     opening, part, done = asyncio.run(asyncio.wait_for(stream(), 30))
