@@ -56,7 +56,7 @@ from eagle3_jax.models.checkpoint.fetch import fetch, read_config
 from eagle3_jax.models.drafts.eagle2 import Eagle2Head
 from eagle3_jax.models.drafts.head import Draft, Head
 from eagle3_jax.models.families import family_of
-from eagle3_jax.models.inference_layout import draft_weights, tpu_formats
+from eagle3_jax.models.inference_layout import tpu_formats, weights_beside
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.quantisation import quantised_model
 from eagle3_jax.models.target import ModelConfig, TargetModel
@@ -192,7 +192,7 @@ def decoding(
         shape = dataclasses.replace(shape, aux_layers=head.config.aux_layers)  # as in the engine
     target = by_rows(abstract_target(config, shape, mesh))
     if head is not None:
-        head = quantised_model(head, draft_weights(target), vocabulary=True)
+        head = quantised_model(head, config.serve.draft_weights or weights_beside(target), vocabulary=True)
         ids = jax.ShapeDtypeStruct((head.config.draft_vocab_size,), jnp.int32)
         draft = Draft(by_rows(placed(head, mesh, SHARDING_RULES)), placed(ids, mesh))
     prompt = config.regenerate.max_length - max_tokens

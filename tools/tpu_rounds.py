@@ -39,7 +39,7 @@ from eagle3_jax.kernels.linear.quantised import bytes_of
 from eagle3_jax.models.checkpoint.fetch import fetch, read_config
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.families import family_of
-from eagle3_jax.models.inference_layout import draft_weights
+from eagle3_jax.models.inference_layout import weights_beside
 from eagle3_jax.models.quantisation import quantised_model
 
 
@@ -101,7 +101,7 @@ def counted(config: RunConfig, tree: DraftTree | None, context: int) -> tuple[Wo
         raise ValueError(f"target.weights: got {weights!r}, expected {expected}")
     target = quantised_model(target, weights, vocabulary=config.target.quantise_vocabulary)
     if head is not None:
-        head = quantised_model(head, draft_weights(target), vocabulary=True)
+        head = quantised_model(head, config.serve.draft_weights or weights_beside(target), vocabulary=True)
         token_ids: Any = jax.ShapeDtypeStruct((head.config.draft_vocab_size,), jnp.int32)
         draft = Draft(head, token_ids)
     tier = Tier(tree, head=draft is not None)

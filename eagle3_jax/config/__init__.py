@@ -18,7 +18,7 @@ from eagle3_jax.config.data import (
     Source,
     TfdsSource,
 )
-from eagle3_jax.config.models import DraftConfig, DraftTree, MeshConfig, TargetConfig, Weights
+from eagle3_jax.config.models import DraftConfig, DraftTree, FewBits, MeshConfig, TargetConfig, Weights
 from eagle3_jax.config.run import FOLDERS, SPLITS, RunConfig
 from eagle3_jax.config.run_file import from_dict, load, to_dict, with_overrides
 from eagle3_jax.config.serving import (
@@ -46,6 +46,7 @@ __all__ = [
     "EvaluateConfig",
     "ExportConfig",
     "ExtractConfig",
+    "FewBits",
     "FleetServer",
     "JsonlSource",
     "MeshConfig",

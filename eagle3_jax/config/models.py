@@ -9,7 +9,8 @@ from pydantic import Discriminator, Field, Tag
 from eagle3_jax.config.checks import Count, Positive, require, section
 
 Dtype = Literal["float32", "bfloat16"]
-Weights = Literal["int8", "fp8", "int4", "stored"]
+FewBits = Literal["int8", "fp8", "int4"]
+Weights = FewBits | Literal["stored"]
 
 
 @section()

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from eagle3_jax.config.checks import Count, Positive, Proper, Temperature, require, section
-from eagle3_jax.config.models import DraftTree, Dtype, TreeOrAuto
+from eagle3_jax.config.models import DraftTree, Dtype, FewBits, TreeOrAuto
 
 _MAX_CLIENT_TIMEOUT = (2**31 - 1) // 1000  # seconds: the socket takes milliseconds as a C int
 
@@ -160,6 +160,8 @@ class ServeConfig:
         draft: exported folder, a smaller model's name or folder, "lookup", "auto" (the head packaged for this target,
             if there is one), "mtp" (the target's own layer), or "none" for vanilla decoding. None is the run's `export`
             folder, and "auto" where it has none.
+        draft_weights: quantises the draft at load; None leaves it as it is, but for 8 bits beside a quantised target.
+            Fewer drafts may be accepted, the tokens stay the target's.
         token_map: as `evaluate.token_map`.
         trees: sizes of the draft. With several the engine chooses for every dispatch among them and vanilla decoding,
             with none among its own.
@@ -188,6 +190,7 @@ class ServeConfig:
     port: Annotated[int, Field(ge=0, lt=65536)] = 8000
     model_name: str | None = None
     draft: str | None = None
+    draft_weights: FewBits | None = None
     token_map: str | None = None
     trees: tuple[DraftTree, ...] = ()
     batch_size: Count = 8

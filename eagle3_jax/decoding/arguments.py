@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 import jax.numpy as jnp
 import numpy as np
 
+from eagle3_jax.config import FewBits
 from eagle3_jax.decoding.params import MAX_STOP_IDS, SamplingParams
 
 KVDtype = Literal["float32", "bfloat16", "float8_e4m3fn"]
@@ -46,6 +47,19 @@ def check_sizes(
         raise ValueError(f"kv_tokens, memory_fraction: got {kv_tokens} and {memory_fraction}, expected one of them")
     if queue_limit is not None and queue_limit < 1:
         raise ValueError(f"queue_limit: got {queue_limit}, expected at least 1, or None")
+
+
+def check_draft_weights(draft_weights: Any, *, drafts: bool) -> None:
+    """Checks `draft_weights` of an engine. Raises ValueError: another kind, or a kind without a draft model.
+
+    Args:
+        drafts: whether a head or model drafts.
+    """
+    if draft_weights is not None and draft_weights not in get_args(FewBits):
+        kinds = ", ".join(map(repr, get_args(FewBits)))
+        raise ValueError(f"draft_weights: got {draft_weights!r}, expected {kinds}, or None")
+    if draft_weights is not None and not drafts:
+        raise ValueError(f"draft_weights: got {draft_weights!r}, expected None where no head or model drafts")
 
 
 def check_request(

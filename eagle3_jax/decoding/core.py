@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 
 import jax
 
-from eagle3_jax.config import AdaptConfig, DraftTree
+from eagle3_jax.config import AdaptConfig, DraftTree, FewBits
 from eagle3_jax.decoding import arguments
 from eagle3_jax.decoding.adapt.api import Learner
 from eagle3_jax.decoding.arguments import KVDtype
@@ -54,6 +54,7 @@ class EngineCore:
         kv_tokens: int | None = None,
         memory_fraction: float | None = None,
         kv_dtype: KVDtype | None = None,
+        draft_weights: FewBits | None = None,
         prefix_cache: bool = True,
         queue_limit: int | None = None,
         sample_drafts: bool = True,
@@ -80,6 +81,8 @@ class EngineCore:
                 mem_fraction_static).
             kv_dtype: dtype of the target's keys and values; None is the weights' dtype. A narrower one may change
                 tokens.
+            draft_weights: quantises the draft's matrices and vocabulary; None leaves them as they are, but for 8 bits
+                beside a quantised target. Fewer drafts may be accepted, the tokens stay the target's.
             prefix_cache: keeps the pages of ended requests for prompts with the same beginning.
             queue_limit: most requests that wait; one more is refused. None is no limit.
             sample_drafts: False: no tree draws its drafts (see `DraftTree`), so in float32 a seed gives vanilla
@@ -90,13 +93,14 @@ class EngineCore:
             identity: the target's (`Target.identity`), for `adapt.folder`; `load` has it.
 
         Raises:
-            ValueError: a tree without a draft, a draft of another target, a size out of range, or `adapt` with a draft
-                that cannot learn.
+            ValueError: a tree or `draft_weights` without a draft, a draft of another target, a size out of range, or
+                `adapt` with a draft that cannot learn.
             LockError, ManifestError: `adapt.folder` is in use, or holds other work.
         """
         stored = arguments.stored_dtype(kv_dtype)
         longest = target.config.max_position_embeddings
         arguments.check_sizes(batch_size, max_length, page_size, kv_tokens, memory_fraction, queue_limit, longest)
+        arguments.check_draft_weights(draft_weights, drafts=isinstance(draft, Draft))
         self.tiers = choice_for(target.config, draft, tree, simulated_acceptance, sample_drafts=sample_drafts)
         if isinstance(draft, str):
             draft = None
@@ -118,7 +122,7 @@ class EngineCore:
             sizes = Sizes.plan(batch_size, max_length, page_size, every, kv_tokens, learned)
         self.tokenizer, self.batch_size, self.max_length = tokenizer, batch_size, max_length
         self._end_ids = end_ids(target.config, tokenizer)
-        self._learner, self._runner = learner, ModelRunner(target, draft, every, sizes, stored)
+        self._learner, self._runner = learner, ModelRunner(target, draft, every, sizes, stored, draft_weights)
         self._schedule = functools.partial(
             Scheduler, eos=self._end_ids, prefix_cache=prefix_cache, queue_limit=queue_limit, learner=learner
         )

@@ -49,7 +49,7 @@ class Product(NamedTuple):
         )
 
 
-def draft_weights(target: TargetModel) -> Kind | None:
+def weights_beside(target: TargetModel) -> Kind | None:
     """Returns the kind of weights that a head has beside this target: few bits beside few bits, else floats (None).
 
     Every pass of the head reads its weights. Its floats beside a target in 8 bits would take twice as large a share of

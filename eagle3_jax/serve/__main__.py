@@ -44,6 +44,7 @@ _FLAGS = {
     "--dp-size": "mesh.data",
     "--draft": "serve.draft",
     "--speculative-draft-model-path": "serve.draft",
+    "--speculative-draft-model-quantization": "serve.draft_weights",
     "--host": "serve.host",
     "--port": "serve.port",
     "--mem-fraction": "serve.memory_fraction",
@@ -192,6 +193,7 @@ def load(config: RunConfig, say: Callable[[str], Any] = lambda _: None) -> Engin
             settings.max_length,
             token_map=settings.token_map,
             memory_fraction=settings.memory_fraction,
+            draft_weights=settings.draft_weights,
             adapt=settings.adapt,
         )
         for row in data_parallel.targets(target, replica)

@@ -237,6 +237,8 @@ def test_engines_that_cannot_work_are_refused(toy):
         make(toy, max_length=1000)
     with pytest.raises(ValueError, match="draft: got None"):
         Engine(toy.target, Tokenizer(), None, CHAIN, max_length=128)
+    with pytest.raises(ValueError, match="draft_weights: got 'int8', expected None where no head or model drafts"):
+        Engine(toy.target, Tokenizer(), None, max_length=128, draft_weights="int8")
     with pytest.raises(ValueError, match=r"tree.topk: got 23, expected at most the draft vocabulary, 22"):
         make(toy, DraftTree(num_steps=1, topk=23, num_draft_tokens=3))
 
@@ -250,6 +252,7 @@ def test_engines_that_cannot_work_are_refused(toy):
         ({"kv_dtype": "int8"}, r"kv_dtype: got 'int8', expected 'float32', 'bfloat16', 'float8_e4m3fn', or None"),
         ({"kv_dtype": "bf16"}, r"kv_dtype: got 'bf16', expected"),
         ({"kv_dtype": "float64"}, r"kv_dtype: got 'float64', expected"),
+        ({"draft_weights": "stored"}, r"draft_weights: got 'stored', expected 'int8', 'fp8', 'int4', or None"),
     ],
 )
 def test_what_an_engine_cannot_be_made_with_is_refused_by_name(toy, options, message):

@@ -38,15 +38,17 @@ def test_drafts_change_no_token(tmp_path, weights):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernels", ["0", "1"])
-def test_a_head_follows_its_target_into_8_bits(tmp_path, monkeypatch, kernels):
+@pytest.mark.parametrize(
+    ("kernels", "weights", "asked_for"), [("0", "int4", None), ("1", "int4", None), ("1", None, "int8")]
+)
+def test_a_head_has_8_bits_beside_a_quantised_target_or_where_asked(tmp_path, monkeypatch, kernels, weights, asked_for):
     """Also where another head takes its place; the tokens stay those of the same target."""
     monkeypatch.setenv("EAGLE3_CPU_KERNELS", kernels)
-    target = load_target(TargetConfig(name=str(tiny.write_target(tmp_path)), weights="int4", aux_layers=(1, 2, 3)))
+    target = load_target(TargetConfig(name=str(tiny.write_target(tmp_path)), weights=weights, aux_layers=(1, 2, 3)))
     config: Any = target.model.config
     first = tiny_heads.make_draft(target=config)
     second = Draft(jax.tree.map(lambda x: -x, first.head), first.token_ids)
-    engine = Engine(target.model, target.tokenizer, first, CHAIN, max_length=64)
+    engine = Engine(target.model, target.tokenizer, first, CHAIN, max_length=64, draft_weights=asked_for)
     assert engine.draft is not None
     kept = jax.tree.leaves(engine.draft.head)
     held = {leaf.dtype for leaf in kept if leaf.ndim > 1 and leaf.shape[0] > 1 < leaf.shape[1]}

@@ -88,9 +88,10 @@ def test_sglang_s_flags_are_understood(run_file):
 def test_the_commands_of_sglang_s_pages_are_understood():
     words = "--speculative-draft-model-path some/head --speculative-num-steps 5 --speculative-eagle-topk 8"
     words += " --speculative-num-draft-tokens 32 --mem-fraction 0.6 --dtype bfloat16"
+    words += " --speculative-draft-model-quantization int8"
     config = serve.configure(["--model", "org/model", "--speculative-algorithm", "EAGLE3", *words.split()])
     assert (config.target.name, config.target.dtype) == ("org/model", "bfloat16")
-    assert (config.serve.draft, config.serve.memory_fraction) == ("some/head", 0.6)
+    assert (config.serve.draft, config.serve.draft_weights, config.serve.memory_fraction) == ("some/head", "int8", 0.6)
     assert config.serve.trees == (DraftTree(num_steps=5, topk=8, num_draft_tokens=32),)
 
 

@@ -27,7 +27,7 @@ from eagle3_jax.kernels.linear import few_rows
 from eagle3_jax.kernels.linear.quantised import Kind
 from eagle3_jax.mesh import mesh_of, mesh_set, put, replicated, shardings
 from eagle3_jax.models.drafts.head import Draft
-from eagle3_jax.models.inference_layout import Matrix, Product, draft_weights, for_inference, padded, products
+from eagle3_jax.models.inference_layout import Matrix, Product, for_inference, padded, products, weights_beside
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.target import TargetModel
 from eagle3_jax.runs import machine, processes
@@ -78,12 +78,18 @@ class ModelRunner:
     """
 
     def __init__(
-        self, target: TargetModel, draft: Draft | None, tiers: Sequence[Tier], sizes: Sizes, kv_dtype: Any
+        self,
+        target: TargetModel,
+        draft: Draft | None,
+        tiers: Sequence[Tier],
+        sizes: Sizes,
+        kv_dtype: Any,
+        draft_weights: Kind | None = None,
     ) -> None:
         self.mesh = mesh_of(target.embed[...])
         if draft is not None and self.mesh is not None:
             draft = _spread(draft, self.mesh)
-        self._draft_weights: Kind | None = draft_weights(target)
+        self._draft_weights: Kind | None = draft_weights or weights_beside(target)
         target, draft = for_inference(target), None if draft is None else for_inference(draft, self._draft_weights)
         self.target, self.draft, self.sizes = target, draft, sizes
         self.widths, self.chunks = [sizes.batch], sizes.chunks
