@@ -133,7 +133,7 @@ class KeptProgram:
 
 def prune() -> None:
     """Deletes what was used longest ago, where all of it takes too much of the disk."""
-    entries = [*folder().glob("*/*-cache"), *folder().glob("tpu/*.json.gz")]
+    entries = [path for glob in ("*/*-cache", "*/cpu_kernel-*", "tpu/*.json.gz") for path in folder().glob(glob)]
     files = [(status.st_mtime, status.st_size, path) for path in entries if (status := path.stat())]
     excess = sum(size for _, size, _ in files) - _MOST_BYTES
     for _, size, path in sorted(files):

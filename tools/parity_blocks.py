@@ -28,7 +28,6 @@ import jax.numpy as jnp
 import numpy as np
 import peers
 import torch
-from flax import nnx
 
 from eagle3_jax.formats.blocks.kinds import kind_of_head
 from eagle3_jax.formats.blocks.tensors import table
@@ -38,6 +37,7 @@ from eagle3_jax.models.checkpoint.table import plain
 from eagle3_jax.models.drafts.dflash import FULL, SLIDING, BlockHeadConfig, DFlash
 from eagle3_jax.models.drafts.dflash2 import DFlash2
 from eagle3_jax.models.drafts.dspark import DSpark
+from eagle3_jax.models.shapes import shapes_of
 from eagle3_jax.training.batch import Batch, Teacher
 from eagle3_jax.training.block import Anchors, BlockLossConfig, block_loss, draw_anchors
 
@@ -147,7 +147,7 @@ class Data:
 
 def random_head(case: Case, seed: int) -> DFlash:
     """Draws matrices of N(0, 0.1), and norms and kernels around their initial values."""
-    head, rng = nnx.eval_shape(lambda: case.kind(case.config, rngs=nnx.Rngs(0))), np.random.default_rng(seed)
+    head, rng = shapes_of(lambda rngs: case.kind(case.config, rngs=rngs)), np.random.default_rng(seed)
 
     def draw(x: jax.ShapeDtypeStruct) -> jax.Array:
         return jnp.asarray(rng.normal((1 if x.ndim == 1 else 0), (0.3 if x.ndim == 1 else 0.1), x.shape), jnp.float32)

@@ -59,6 +59,7 @@ from eagle3_jax.models.families import family_of
 from eagle3_jax.models.inference_layout import tpu_formats, weights_beside
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.quantisation import quantised_model
+from eagle3_jax.models.shapes import shapes_of
 from eagle3_jax.models.target import ModelConfig, TargetModel
 from eagle3_jax.sequence import Split
 from eagle3_jax.train.__main__ import IN_FLIGHT
@@ -249,7 +250,7 @@ def drafting_head(config: RunConfig, shape: ModelConfig) -> Head:
         )
         raise ValueError(f"evaluate.draft: got {named!r}, expected {expected}")
     published = eagle2.read_shape(file.parent, shape)
-    return nnx.eval_shape(lambda: Eagle2Head(published, dtype=dtype, rngs=nnx.Rngs(0)))
+    return shapes_of(lambda rngs: Eagle2Head(published, dtype=dtype, rngs=rngs))
 
 
 def extract(config: RunConfig, shape: ModelConfig, devices: list[Any]) -> Iterator[Program]:
@@ -322,7 +323,7 @@ def abstract_target(config: RunConfig, shape: ModelConfig, mesh: Mesh) -> Target
     dtype, model, weights = jnp.dtype(config.target.dtype), family_of(shape).model, config.target.weights
     if weights == "stored":
         raise ValueError("target.weights: got 'stored', expected 'int8', 'fp8' or 'int4': only shapes are known here")
-    floats = placed(nnx.eval_shape(lambda: model(shape, dtype=dtype, rngs=nnx.Rngs(0))), mesh, SHARDING_RULES)
+    floats = placed(shapes_of(lambda rngs: model(shape, dtype=dtype, rngs=rngs)), mesh, SHARDING_RULES)
     made = quantised_model(floats, weights, vocabulary=config.target.quantise_vocabulary)
     return placed(made, mesh, SHARDING_RULES)
 

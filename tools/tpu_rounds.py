@@ -25,7 +25,6 @@ os.environ["EAGLE3_CPU_KERNELS"] = "0"  # products are XLA's operations, which c
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.extend.core import Var, jaxprs_in_params
 
 from eagle3_jax.config import DraftTree, RunConfig, run_file
@@ -41,6 +40,7 @@ from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.families import family_of
 from eagle3_jax.models.inference_layout import weights_beside
 from eagle3_jax.models.quantisation import quantised_model
+from eagle3_jax.models.shapes import shapes_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,7 @@ def counted(config: RunConfig, tree: DraftTree | None, context: int) -> tuple[Wo
     """
     shape = read_config(fetch(config.target.name, whole=False), config.target.aux_layers)
     dtype = jnp.dtype(config.target.dtype)
-    target = nnx.eval_shape(lambda: family_of(shape).model(shape, dtype=dtype, rngs=nnx.Rngs(0)))
+    target = shapes_of(lambda rngs: family_of(shape).model(shape, dtype=dtype, rngs=rngs))
     head = draft = None
     if tree is not None:
         head = tpu_fit.drafting_head(config, shape)

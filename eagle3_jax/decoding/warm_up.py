@@ -1,8 +1,8 @@
 """The warm-up: compiles an engine's programs and measures its rounds, in the order in which requests need them.
 
-First come the programs that answer every request: one reads prompts, others run rounds of the whole batch without
-drafts and with the default ones. Then come the other ways to read prompts, the same rounds in fewer rows, and width by
-width the other tiers. A tier is taken once its program is compiled and its costs are known.
+First come the programs that answer every request: one reads prompts, one runs rounds of the whole batch without drafts.
+Then come rounds with the default drafts, the other ways to read prompts, the same rounds in fewer rows, and width by
+width the other tiers. The default tier is taken once its program is compiled, another one once its costs are known too.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class WarmUp:
         """Compiles what answers every request. Forgets the runner's state."""
         runner, sizes = self._runner, self._runner.sizes
         runner.widths, runner.chunks = sizes.widths[-1:], sizes.chunks[-1:]
-        calls = [runner.note_call(), self._reads(*runner.chunks[0]), *self._rounds(sizes.batch)]
+        self._tiers.default = self._base[0]
+        plain = runner.decode_call(width=sizes.batch, tier=self._base[0])
+        calls = [runner.note_call(), self._reads(*runner.chunks[0]), plain]
         others = len(self._tiers.tiers) - len(self._base)
         rounds = len(sizes.widths) * (len(self._rounds(sizes.batch)) + others)
         runner.planned = 1 + len(sizes.chunks) + rounds
@@ -70,6 +72,9 @@ class WarmUp:
     def rest(self, lend: Lender) -> None:
         """Compiles all others, and measures what rounds cost."""
         runner, sizes = self._runner, self._runner.sizes
+        for call in self._rounds(sizes.batch):
+            self._compile(call)
+        self._tiers.default = self._base[-1]
         for shape in steps(sizes.chunks[:-1], "compile readers of prompts", "program", self._progress):
             self._compile(self._reads(*shape))
             runner.chunks = [*runner.chunks, shape]

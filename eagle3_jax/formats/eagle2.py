@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from eagle3_jax.formats import fields, files
 from eagle3_jax.formats.stored import DraftFormatError, stale_embeddings
@@ -24,6 +23,7 @@ from eagle3_jax.models.checkpoint.table import Entry, kernel, plain, qkv
 from eagle3_jax.models.drafts.eagle2 import Eagle2Config, Eagle2Head
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.rope import read_rope
+from eagle3_jax.models.shapes import shapes_of
 from eagle3_jax.models.target import ModelConfig
 
 # The architecture's names in SafeAILab's code, SGLang and vLLM.
@@ -106,9 +106,7 @@ def load(folder: pathlib.Path, target: Target, dtype: Any, token_ids: np.ndarray
         value = entry.whole(*(tensors[tensor] for tensor in entry.tensors))
         return jnp.asarray(np.ascontiguousarray(value).astype(leaf.dtype))
 
-    head = jax.tree_util.tree_map_with_path(
-        read, nnx.eval_shape(lambda: Eagle2Head(config, dtype=dtype, rngs=nnx.Rngs(0)))
-    )
+    head = jax.tree_util.tree_map_with_path(read, shapes_of(lambda rngs: Eagle2Head(config, dtype=dtype, rngs=rngs)))
     ids = np.arange(shape.vocab_size) if token_ids is None else token_ids
     return Draft(head, jnp.asarray(ids, jnp.int32))
 

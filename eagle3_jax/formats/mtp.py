@@ -30,6 +30,7 @@ from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.drafts.mtp import MtpHead
 from eagle3_jax.models.families.deepseek_v3 import DeepseekV3Config
 from eagle3_jax.models.families.mimo import MimoConfig
+from eagle3_jax.models.shapes import shapes_of
 from eagle3_jax.models.target import ModelConfig
 from eagle3_jax.runs import disk
 
@@ -56,7 +57,7 @@ def head_of(shape: ModelConfig, field: str = "draft") -> type[MtpHead]:
 def abstract(shape: ModelConfig, dtype: Any, field: str = "draft") -> MtpHead:
     """Makes the abstract head (shapes only) of a target. Raises ValueError, by `field`, for a family without one."""
     head = head_of(shape, field)
-    return nnx.eval_shape(lambda: head(shape, dtype=dtype, rngs=nnx.Rngs(0)))
+    return shapes_of(lambda rngs: head(shape, dtype=dtype, rngs=rngs))
 
 
 def load(target: Target, dtype: Any, folder: disk.Path | None = None) -> Draft:

@@ -21,6 +21,7 @@ from eagle3_jax.models.checkpoint.table import Entry
 from eagle3_jax.models.drafts.dflash import BlockHeadConfig
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
+from eagle3_jax.models.shapes import shapes_of
 from eagle3_jax.models.target import ModelConfig, default_aux_layers, without_aux_layers
 
 _ROWS = 8192  # rows of embeddings compared at a time: the whole table may fill most of a device
@@ -182,7 +183,7 @@ def to_draft(stored: StoredHead, target: Target | ModelConfig, dtype: Any) -> Dr
         value = entry.whole(*(tensors[name] for name in entry.tensors))
         return jnp.asarray(np.ascontiguousarray(value).astype(leaf.dtype))
 
-    abstract = nnx.eval_shape(lambda: DraftHead(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    abstract = shapes_of(lambda rngs: DraftHead(config, dtype=dtype, rngs=rngs))
     head = jax.tree_util.tree_map_with_path(read, abstract)
     return Draft(head, jnp.asarray(stored.token_ids.astype(np.int32)))
 

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.kernels.contraction import contract
-from eagle3_jax.kernels.ttt_attention.api import KEPT
+from eagle3_jax.kernels.remat import KEPT
 
 # Scores held at a time, float32: 512 MiB.
 _SCORES = 2**27

@@ -1,7 +1,8 @@
 """Chooses the implementation of a kernel, and splits a kernel's work over a mesh.
 
 An operation's `api` calls `choose` with the implementations that it has. "xla" is XLA's own operations, "pallas" a
-Pallas kernel for TPU, "cpu" LLVM IR for the processor at hand (`kernels/cpu/`).
+Pallas kernel for TPU, "cpu" LLVM IR for the processor at hand (`kernels/cpu/`). Pallas is imported where a kernel of it
+is chosen: elsewhere its import would be a third of a start's imports.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from typing import Any, Literal
 
 import jax
 from jax import P
-from jax.experimental.pallas import tpu as pltpu
 
 from eagle3_jax.kernels.cpu import handler
 from eagle3_jax.kernels.tpu.registers import VMEM_LIMIT
@@ -41,8 +41,10 @@ def default_implementation(of: Any = None) -> Implementation:
     of = of or device()
     if of.platform == "cpu" and handler.enabled():
         return "cpu"
-    if of.platform == "tpu" and pltpu.get_tpu_info().vmem_capacity_bytes > VMEM_LIMIT:
-        return "pallas"
+    if of.platform == "tpu":
+        from jax.experimental.pallas import tpu as pltpu
+
+        return "pallas" if pltpu.get_tpu_info().vmem_capacity_bytes > VMEM_LIMIT else "xla"
     return "xla"
 
 

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from eagle3_jax.kernels.dispatch import default_implementation
-from eagle3_jax.kernels.ttt_attention.api import KEPT, ttt_attention
+from eagle3_jax.kernels.remat import KEPT
+from eagle3_jax.kernels.ttt_attention.api import ttt_attention
 from eagle3_jax.models.drafts.head import Head
 from eagle3_jax.models.layers import embeddings
 from eagle3_jax.sequence import Split

@@ -34,22 +34,28 @@ def test_requests_are_answered_while_the_rest_compiles_and_compile_nothing(toy, 
     monkeypatch.setattr(loop, "_IDLE", 0.0)
     engine = Engine(toy.target, Tokenizer(), toy.good, batch_size=2, max_length=128, page_size=16)
     assert engine.stats().ready_programs == engine.stats().planned_programs == 0
-    runner, goes_on = engine._runner, threading.Event()
+    runner, drafts_go_on, goes_on = engine._runner, threading.Event(), threading.Event()
     compile_one = runner.compile
 
     def slowly(call):
         if threading.current_thread().name == "eagle3_jax warm-up":
-            assert goes_on.wait(60)
+            assert (drafts_go_on if runner.ready < 5 else goes_on).wait(60)
         compile_one(call)
 
     monkeypatch.setattr(runner, "compile", slowly)
     engine.warm_up(progress=False, background=True)
     before, stats = programs.compiled(), engine.stats()
-    assert stats.ready_programs == 5 < stats.planned_programs == 5 + 3
+    assert stats.ready_programs == 3 < stats.planned_programs == 5 + 3
+    plain = engine.generate(PROMPTS[:3], PARAMS)
+    assert engine.stats().tiers["chain 3"] == 0 < engine.stats().tiers["vanilla"], "until the chain is compiled"
+    drafts_go_on.set()
+    wait_until(lambda: engine.tiers.default != tiers.VANILLA)
+    before, vanilla = programs.compiled(), engine.stats().tiers["vanilla"]
     got = engine.generate(PROMPTS[:3], PARAMS)
-    assert engine.stats().tiers["chain 3"] > 0 == engine.stats().tiers["vanilla"], "until costs are known"
+    assert engine.stats().tiers["chain 3"] > 0 and engine.stats().tiers["vanilla"] == vanilla, "until costs are known"
+    assert [plain[i].token_ids for i in (0, 2)] == [got[i].token_ids for i in (0, 2)]
     expected = [engine.submit(PROMPTS[i], PARAMS[i], drafts=False).result().token_ids for i in (0, 2)]
-    assert engine.stats().tiers["vanilla"] > 0 and [got[i].token_ids for i in (0, 2)] == expected
+    assert engine.stats().tiers["vanilla"] > vanilla and [got[i].token_ids for i in (0, 2)] == expected
     assert programs.compiled() == before and engine.stats().ready_programs == 5, "no request compiles"
     with pytest.raises(RuntimeError, match="warm_up: got one that still runs"):
         engine.warm_up(progress=False)

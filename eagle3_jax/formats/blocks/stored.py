@@ -32,6 +32,7 @@ from eagle3_jax.mesh import parameter_path
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.checkpoint.table import plain
 from eagle3_jax.models.drafts.dflash import BlockHeadConfig, DFlash
+from eagle3_jax.models.shapes import shapes_of
 from eagle3_jax.models.target import ModelConfig
 
 MASK_EMBEDDING = "mask_embedding.pt"
@@ -143,7 +144,7 @@ def to_head(stored: StoredBlockHead, target: Target | ModelConfig, dtype: Any) -
         parameter = entries[name].whole(*(stored.tensors[tensor] for tensor in entries[name].tensors))
         return jnp.asarray(np.ascontiguousarray(parameter).astype(leaf.dtype))
 
-    abstract = nnx.eval_shape(lambda: stored.kind.network(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    abstract = shapes_of(lambda rngs: stored.kind.network(config, dtype=dtype, rngs=rngs))
     head = jax.tree_util.tree_map_with_path(value, abstract)
     head.lm_head = nnx.Param(rows)
     return head

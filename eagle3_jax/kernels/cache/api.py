@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxtyping import Array, Int
 
-from eagle3_jax.kernels.cache import tpu, xla
+from eagle3_jax.kernels.cache import xla
 from eagle3_jax.kernels.dispatch import Implementation, choose
 
 
@@ -39,5 +39,7 @@ def commit(
     if len(forms) != 1:
         raise ValueError(f"caches: got {forms}, expected one shape and dtype")
     if choose(implementation, pallas=True) == "pallas":
+        from eagle3_jax.kernels.cache import tpu
+
         return tpu.commit(caches, lengths, path, page_table, interpret=interpret)
     return tuple(xla.commit(cache, lengths, path, page_table) for cache in caches)

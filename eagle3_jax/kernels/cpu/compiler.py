@@ -13,9 +13,11 @@ import jax
 import llvmlite.binding as llvm
 from llvmlite import ir
 
+from eagle3_jax.kernels.cpu.kept_code import KeptCode
+
 
 def compile_module(module: ir.Module, features: str = "") -> Any:
-    """Compiles a module for this machine. Returns the engine that owns the code.
+    """Compiles a module for this machine, or takes its kept code. Returns the engine that owns the code.
 
     Args:
         features: processor features that the code must not use, such as "-avx512f".
@@ -23,15 +25,17 @@ def compile_module(module: ir.Module, features: str = "") -> Any:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     llvm.initialize_native_asmparser()  # for the inline assembly of `Code.dot_pairs`
-    parsed = llvm.parse_assembly(str(module))
-    parsed.verify()
-    host = llvm.get_host_cpu_features().flatten()
-    machine = llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=",".join(filter(None, [host, "-prefer-256-bit", features])), opt=3
-    )
-    passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
-    passes.getModulePassManager().run(parsed, passes)
+    text, processor = str(module), llvm.get_host_cpu_name()
+    features = ",".join(filter(None, [llvm.get_host_cpu_features().flatten(), "-prefer-256-bit", features]))
+    kept = KeptCode(text, str(llvm.llvm_version_info), processor, features)
+    machine = llvm.Target.from_default_triple().create_target_machine(cpu=processor, features=features, opt=3)
+    parsed, code = llvm.parse_assembly(text), kept.read()
+    if code is None:
+        parsed.verify()
+        passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
+        passes.getModulePassManager().run(parsed, passes)
     engine = llvm.create_mcjit_compiler(parsed, machine)
+    engine.set_object_cache(lambda _, compiled: kept.write(compiled), lambda _: code)
     engine.finalize_object()
     return engine
 

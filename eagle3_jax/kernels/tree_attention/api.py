@@ -15,7 +15,6 @@ from eagle3_jax.kernels.cache.xla import write
 from eagle3_jax.kernels.dispatch import Implementation, choose
 from eagle3_jax.kernels.tree_attention import cpu
 from eagle3_jax.kernels.tree_attention.cpu import attend_cpu
-from eagle3_jax.kernels.tree_attention.tpu import attend_tpu
 from eagle3_jax.kernels.tree_attention.xla import attend_xla
 
 
@@ -81,6 +80,8 @@ def tree_attention(
     on_cpu = first is None and sinks is None and cpu.supports(queries.dtype, keys.dtype, queries.shape[3])
     chosen = choose(implementation, pallas=True, cpu=on_cpu)
     if chosen == "pallas":
+        from eagle3_jax.kernels.tree_attention.tpu import attend_tpu
+
         attended, keys, values = attend_tpu(*operands, first, sinks, continued=continued, interpret=interpret)
     elif chosen == "cpu":
         attended, keys, values = attend_cpu(*operands)
@@ -108,6 +109,8 @@ def append(
     """
     new_keys, new_values = _stored(new_keys, None, keys.dtype), _stored(new_values, None, values.dtype)
     if choose(implementation, pallas=True) == "pallas":
+        from eagle3_jax.kernels.tree_attention.tpu import attend_tpu
+
         b, kv_heads, t, d = new_keys.shape
         first = lengths[:, None] + jnp.arange(t, dtype=lengths.dtype)[None]
         operands = jnp.zeros((b, t, kv_heads, d), keys.dtype), new_keys, new_values, keys, values, lengths, None

@@ -13,8 +13,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.kernels.dispatch import Implementation, choose
-from eagle3_jax.kernels.ttt_attention.tpu import KEPT as KEPT
-from eagle3_jax.kernels.ttt_attention.tpu import attend_tpu
 from eagle3_jax.kernels.ttt_attention.xla import attend_xla
 
 
@@ -55,6 +53,8 @@ def ttt_attention(
     first_keys, first_values = (keys[0], values[0]) if row is None else row
     operands = queries, first_keys, first_values, keys[1:], values[1:], starts, begin, newest
     if choose(implementation, pallas=True) == "pallas":
+        from eagle3_jax.kernels.ttt_attention.tpu import attend_tpu
+
         return attend_tpu(interpret, *operands)
     return attend_xla(*operands)
 

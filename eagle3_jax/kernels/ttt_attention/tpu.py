@@ -13,12 +13,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from eagle3_jax.kernels.dispatch import over_mesh
+from eagle3_jax.kernels.remat import KEPT
 from eagle3_jax.kernels.tpu.registers import LANES, VMEM_LIMIT, check_fits
 from eagle3_jax.kernels.ttt_attention import tpu_kernel
 from eagle3_jax.kernels.ttt_attention.tpu_kernel import TTTShape
-
-# The name under which `jax.checkpoint` keeps the results that the backward pass needs from the forward kernel.
-KEPT = "ttt_attention"
 
 # Rows of a tile, over all query heads of a KV head; the second if the first does not fit into VMEM.
 _ROWS = (1024, 512)

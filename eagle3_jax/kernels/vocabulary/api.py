@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Int
 from eagle3_jax.kernels.dispatch import Implementation, choose
 from eagle3_jax.kernels.linear.api import multiply
 from eagle3_jax.kernels.linear.layouts import Padded, Panels, Quantised
-from eagle3_jax.kernels.vocabulary import tpu
 
+LONGEST = 32  # tokens of the longest list that the TPU's kernel keeps in registers
 _HIGHEST = jax.lax.Precision.HIGHEST
 
 
@@ -58,7 +58,7 @@ def vocabulary_top_k(
     """Returns the k most probable tokens of softmax(x @ rows.T), best first; ties go to the lower id.
 
     Args:
-        implementation: the default is "pallas" on a TPU for k up to `tpu.LONGEST`, and "xla" elsewhere.
+        implementation: the default is "pallas" on a TPU for k up to `LONGEST`, and "xla" elsewhere.
         interpret: runs the Pallas kernel without a TPU; `pltpu.InterpretParams` included.
 
     Returns:
@@ -70,8 +70,10 @@ def vocabulary_top_k(
     size = rows.columns if isinstance(rows, Panels) else rows.shape[0]
     if not 1 <= k <= size:
         raise ValueError(f"k: got {k}, expected 1 to the vocabulary's {size}")
-    if isinstance(rows, Panels | Padded | Quantised) or choose(implementation, pallas=k <= tpu.LONGEST) == "xla":
+    if isinstance(rows, Panels | Padded | Quantised) or choose(implementation, pallas=k <= LONGEST) == "xla":
         return top_k_of_logits(vocabulary_logits(x, rows), k)
+    from eagle3_jax.kernels.vocabulary import tpu
+
     best, tokens = tpu.top_k(x.reshape(-1, x.shape[-1]), rows, k, interpret=interpret)
     return best.reshape(*x.shape[:-1], k), tokens.reshape(*x.shape[:-1], k)
 

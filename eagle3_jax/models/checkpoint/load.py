@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
@@ -32,6 +31,7 @@ from eagle3_jax.models.families import family_of
 from eagle3_jax.models.families.vision import TOWER, text_name
 from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.quantisation import axis_of, quantised
+from eagle3_jax.models.shapes import shapes_of
 from eagle3_jax.models.target import ModelConfig, TargetModel
 from eagle3_jax.runs import disk, processes
 from eagle3_jax.runs.disk import digest, read_json
@@ -85,7 +85,7 @@ def load_model(
     if weights == "stored" and not any(entry.packed for entry in table.values()):
         expected = "a checkpoint with quantised matrices, or another value"
         raise WeightsError(f"target.weights: got 'stored' for {folder}, which holds floats; expected {expected}")
-    abstract = nnx.eval_shape(lambda: family.model(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    abstract = shapes_of(lambda rngs: family.model(config, dtype=dtype, rngs=rngs))
     placement = None if mesh is None else shardings(abstract, mesh, SHARDING_RULES)
     tensor = reader(files)
     if only is None and (problems := scale_problems(table, tensor)):

@@ -15,12 +15,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from eagle3_jax.mesh import shardings
 from eagle3_jax.models.checkpoint.load import WeightsError, parameter_path
 from eagle3_jax.models.families import family_of
 from eagle3_jax.models.layers import SHARDING_RULES
+from eagle3_jax.models.shapes import shapes_of
 from eagle3_jax.models.target import ModelConfig, TargetModel
 
 # (Hugging Face, Tunix, MaxText): each name with its axes. V vocabulary, D hidden size, N heads, K KV heads, H head
@@ -141,7 +141,7 @@ def _program(config: ModelConfig, dtype: Any, mesh: jax.sharding.Mesh | None) ->
 
 @functools.lru_cache(maxsize=8)
 def _abstract(config: ModelConfig, dtype: Any) -> Any:
-    return nnx.eval_shape(lambda: family_of(config).model(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    return shapes_of(lambda rngs: family_of(config).model(config, dtype=dtype, rngs=rngs))
 
 
 @jax.jit

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from eagle3_jax.config import RunConfig, TrainConfig
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.drafts.head import Draft
+from eagle3_jax.models.shapes import shapes_of
 from eagle3_jax.models.target import ModelConfig
 from eagle3_jax.training.batch import Batch, Teacher
 
@@ -61,7 +62,7 @@ class Kind(abc.ABC):
 
     def abstract(self) -> Any:
         """Returns the head's shapes."""
-        return jax.eval_shape(lambda: self.build(nnx.Rngs(0)))
+        return shapes_of(self.build)
 
     def vocabulary(self, chosen: Int[np.ndarray, " dv"]) -> Int[np.ndarray, " ids"]:
         """Returns the draft vocabulary in target ids.

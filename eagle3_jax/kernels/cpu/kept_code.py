@@ -1,0 +1,44 @@
+"""Machine code of CPU kernels, kept in the folder of JAX's compilation cache: a later start need not compile it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import pathlib
+
+import jax
+
+from eagle3_jax.runs import disk
+
+_DIGEST = hashlib.sha256().digest_size
+
+
+class KeptCode:
+    """The machine code of one module.
+
+    Args:
+        of: all that the code depends on: the module's text, LLVM's version, the processor.
+    """
+
+    def __init__(self, *of: str) -> None:
+        folder = jax.config.jax_compilation_cache_dir
+        local = folder and not disk.is_remote(folder)
+        digest = hashlib.sha256("\0".join(of).encode()).hexdigest()
+        self._file = pathlib.Path(folder) / f"cpu_kernel-{digest}" if local else None
+
+    def read(self) -> bytes | None:
+        """Returns the code; None where there is none, or a damaged one."""
+        with contextlib.suppress(OSError):
+            kept = self._file.read_bytes() if self._file else b""
+            if hashlib.sha256(kept[_DIGEST:]).digest() == kept[:_DIGEST]:
+                return kept[_DIGEST:]
+        return None
+
+    def write(self, code: bytes) -> None:
+        """Keeps the code; nothing where there is no folder that can be written."""
+        if self._file is None:
+            return
+        with contextlib.suppress(OSError):
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with disk.atomic(self._file) as temporary:
+                temporary.write_bytes(hashlib.sha256(code).digest() + code)
