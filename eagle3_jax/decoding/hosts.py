@@ -20,7 +20,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -158,10 +158,11 @@ class _RowRunner(ModelRunner):
         with self._on_all("decode", *said, **options) as report:
             return super().decode(*said, **options) if self._here else (report, self.places(slots, options["width"]))
 
-    def catch_up(self, cancelled: Collection[int], slots: Sequence[int], *, width: int) -> None:
-        with self._on_all("catch_up", sorted(cancelled), list(slots), width=width):
+    def catch_up(self, cancelled: Collection[int], slots: Iterable[int]) -> None:
+        said = (sorted(cancelled), list(slots))
+        with self._on_all("catch_up", *said):
             if self._here:
-                super().catch_up(cancelled, slots, width=width)
+                super().catch_up(*said)
 
     def note_prompt(self, slot: int, ids: list[int]) -> None:
         with self._on_all("note_prompt", slot, ids):

@@ -346,12 +346,12 @@ class Scheduler:
     def _next_tier(self, running: Mapping[int, Request], rounds: int, *, greedy: bool, width: int) -> Tier:
         """Chooses the tier of the next rounds; lets a head that rested catch up first where the tier needs it."""
         requests = running.values()
-        behind = any(request.debt.resting for request in requests)
+        behind = [slot for slot, request in running.items() if request.debt.resting]
         seen = [request.acceptance for request in requests]
         drafts = any(request.drafts for request in requests)
-        tier = self._choice.choose(seen, greedy=greedy, behind=behind, rounds=rounds, width=width, drafts=drafts)
+        tier = self._choice.choose(seen, greedy=greedy, behind=bool(behind), rounds=rounds, width=width, drafts=drafts)
         if tier.head and behind:
-            self._runner.catch_up(self._cancelled, list(running), width=width)
+            self._runner.catch_up(self._cancelled, behind)
         for request in requests:
             request.debt.resting = self._runner.draft is not None and not tier.head
         return tier

@@ -62,9 +62,7 @@ class WarmUp:
         self._tiers.default = self._base[0]
         plain = runner.decode_call(width=sizes.batch, tier=self._base[0])
         calls = [runner.note_call(), self._reads(*runner.chunks[0]), plain]
-        others = len(self._tiers.tiers) - len(self._base)
-        rounds = len(sizes.widths) * (len(self._rounds(sizes.batch)) + others)
-        runner.planned = 1 + len(sizes.chunks) + rounds
+        runner.planned = 1 + len(sizes.chunks) + len(sizes.widths) * len(self._tiers.tiers) + runner.rests
         runner.begin()
         for call in steps(calls, "compile", "program", self._progress):
             self._compile(call)
@@ -72,7 +70,8 @@ class WarmUp:
     def rest(self, lend: Lender) -> None:
         """Compiles all others, and measures what rounds cost."""
         runner, sizes = self._runner, self._runner.sizes
-        for call in self._rounds(sizes.batch):
+        wakes = [runner.catch_up_call()] if runner.rests else []
+        for call in [*self._rounds(sizes.batch), *wakes]:
             self._compile(call)
         self._tiers.default = self._base[-1]
         for shape in steps(sizes.chunks[:-1], "compile readers of prompts", "program", self._progress):
@@ -145,9 +144,7 @@ class WarmUp:
 
     def _rounds(self, width: int) -> list[Call]:
         """Returns a call of each program that rounds need until costs are known."""
-        runner = self._runner
-        wakes = [runner.catch_up_call(width=width)] if runner.rests else []
-        return [*(runner.decode_call(width=width, tier=tier) for tier in self._base), *wakes]
+        return [self._runner.decode_call(width=width, tier=tier) for tier in self._base]
 
     def _compile(self, call: Call) -> None:
         self._stop_point()

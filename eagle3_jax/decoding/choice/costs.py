@@ -66,7 +66,7 @@ def round_costs(
         runner.wait()
 
     def wake() -> None:
-        runner.catch_up((), range(width), width=width)
+        runner.catch_up((), range(width))
         runner.wait()
 
     counts = [1 if tier.copies_alone else shapes.ROUNDS for tier in tiers]

@@ -88,7 +88,6 @@ WITH_HEAD = (
     LOOKUP,
     Tier(DraftTree(num_steps=1, num_draft_tokens=2), head=True),
     CHAIN,
-    Tier(DraftTree(num_steps=5, num_draft_tokens=6), head=True),
     Tier(DraftTree(num_steps=3, topk=3, num_draft_tokens=8, lookup_tokens=7), head=True),
     Tier(DraftTree(num_steps=5, topk=4, num_draft_tokens=16, lookup_tokens=8), head=True),
 )

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -219,13 +219,17 @@ class ModelRunner:
         said = *said, *map(self._put, (np.int32(max_rounds), np.int32(enough), np.bool_(greedy)))
         return Call("decode", (width, tier), lambda state: (self._models, state, *said), {"tier": tier})
 
-    def catch_up(self, cancelled: Collection[int], slots: Sequence[int], *, width: int) -> None:
-        """Lets a head that rested read what it missed of the requests at some slots, in `width` rows."""
-        self._run(self.catch_up_call(cancelled, slots, width=width))
+    def catch_up(self, cancelled: Collection[int], slots: Iterable[int]) -> None:
+        """Lets a head that rested read what it missed of the requests at some slots, one after the other.
 
-    def catch_up_call(self, cancelled: Collection[int] = (), slots: Sequence[int] = (), *, width: int) -> Call:
-        said = self._said(cancelled, slots, width)
-        return Call("catch_up", (width,), lambda state: (self._models, state, *said))
+        One program serves any number of them. The tokens missed of one request are many rows already.
+        """
+        for slot in slots:
+            self._run(self.catch_up_call(cancelled, slot))
+
+    def catch_up_call(self, cancelled: Collection[int] = (), slot: int = 0) -> Call:
+        said = self._said(cancelled, [slot], 1)
+        return Call("catch_up", (), lambda state: (self._models, state, *said))
 
     def _said(self, cancelled: Collection[int], slots: Sequence[int], width: int) -> tuple[jax.Array, jax.Array | None]:
         """Puts the cancelled slots, and the slots that take part, on the device."""

@@ -194,9 +194,10 @@ def test_a_head_that_helps_goes_on(toy, caplog, monkeypatch):
     assert engine.stats().tiers["chain 3"] > 0.8 * sum(engine.stats().tiers.values())
 
 
-def test_there_are_at_most_24_programs_of_one_width():
-    """Six of prompts at most, one of notes, one that wakes the head; rounds of each tier."""
-    assert 6 + 2 + len(tiers.WITH_HEAD) <= 24
+def test_a_server_of_eight_places_has_at_most_24_programs():
+    """Those that read prompts, one of notes, one that wakes the head; rounds of each tier in each width."""
+    sizes = Sizes.plan(8, 2048, 128, tiers.WITH_HEAD)
+    assert len(sizes.chunks) + 2 + len(sizes.widths) * len(tiers.WITH_HEAD) <= 24
     for batch, widths in ((1, [1]), (4, [1, 4]), (8, [1, 4, 8]), (48, [1, 4, 8, 16, 32, 48])):
         assert Sizes.plan(batch, 64, 16, [tiers.VANILLA]).widths == widths
 

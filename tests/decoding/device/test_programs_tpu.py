@@ -196,7 +196,7 @@ def test_log_probabilities_sort_no_vocabulary(topology):
         pytest.param("decode", GRAFTED, True, "v5p:1x1x1", marks=pytest.mark.long),
         pytest.param("decode", GRAFTED, False, "v5e:1x1", marks=pytest.mark.long),
         pytest.param("decode", RESTING, True, "v5e:1x1", marks=pytest.mark.long),
-        pytest.param("catch_up", RESTING, True, "v5e:2x2", marks=pytest.mark.long),
+        pytest.param("catch_up narrow", RESTING, True, "v5e:2x2", marks=pytest.mark.long),
         pytest.param("catch_up narrow", RESTING, True, "tpu7x:1x1x1", marks=pytest.mark.long),
         pytest.param("prefill", VANILLA, False, "v6e:1x1", marks=pytest.mark.long),
         pytest.param("prefill", CHAIN, False, "v5p:1x1x1", marks=pytest.mark.long),
@@ -227,7 +227,7 @@ def test_latent_attention_and_grouped_experts_compile_for_a_tpu():
         pytest.param(DFlash2, "decode", TREE, True, "v6e:1x1", marks=pytest.mark.long),
         pytest.param(DFlash2, "decode", GRAFTED, False, "tpu7x:1x1x1", marks=pytest.mark.long),
         pytest.param(DSpark, "decode", TREE, False, "v5p:1x1x1", marks=pytest.mark.long),
-        pytest.param(DSpark, "catch_up", RESTING, True, "v5e:2x2", marks=pytest.mark.long),
+        pytest.param(DSpark, "catch_up narrow", RESTING, True, "v5e:2x2", marks=pytest.mark.long),
     ],
 )
 def test_rounds_of_block_heads_compile_for_a_tpu(kind, program, tree, greedy, topology):
