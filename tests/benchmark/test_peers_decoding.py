@@ -33,14 +33,27 @@ def test_llama_cpp_is_asked_for_greedy_answers_of_the_same_prompts(peers, tmp_pa
     python.chmod(0o755)
     gguf.touch()
     arguments = peers.parsed(["--llama-cpp", str(python), "--gguf", str(gguf)])
-    found = peers.in_llama_cpp(arguments, "target", "draft", 8)
+    found = peers.in_llama_cpp(arguments, "target", peers.CHAIN, 8)
     asked = found["asked"]
     assert found["by"].endswith("llama_cpp_process.py")
     assert found["answers"] == peers.golden_prompts(8) and len(found["answers"]) == 8
     assert (asked["gguf"], asked["max_tokens"], asked["batch_size"]) == (str(gguf), 64, 8)
     python.write_text("#!/bin/sh\necho no such model >&2; exit 3\n")
     with pytest.raises(SystemExit, match=r"status 3\nno such model"):
-        peers.in_llama_cpp(arguments, "target", None, 1)
+        peers.in_llama_cpp(arguments, "target", peers.NONE, 1)
+
+
+def test_this_engine_runs_the_target_and_drafts_that_were_asked_for(peers, monkeypatch):
+    monkeypatch.setattr(peers, "_answer", lambda command: command)
+    arguments = peers.parsed(["--vllm", sys.executable, "--draft", "auto", "--weights", "stored"])
+    chain, choice, none = (
+        peers.ours(arguments, "folder", drafts, 1) for drafts in (peers.CHAIN, peers.CHOICE, peers.NONE)
+    )
+    assert chain == [*choice, "--chain"] and choice == [*none, "--draft", "auto"]
+    child = peers.parsed(chain[2:])
+    assert (child.child, child.batch, child.weights, child.target) == (True, 1, "stored", "smollm2-135m-instruct")
+    floats = peers.parsed(["--vllm", sys.executable])
+    assert peers.parsed(peers.ours(floats, "folder", peers.NONE, 8)[2:]).target == "folder"
 
 
 def test_the_process_asks_llama_cpp_s_own_api_for_token_ids(monkeypatch, tmp_path):
