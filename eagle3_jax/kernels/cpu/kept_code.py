@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import pathlib
+from typing import Any
 
 import jax
 
@@ -21,7 +22,8 @@ class KeptCode:
     """
 
     def __init__(self, *of: str) -> None:
-        folder = jax.config.jax_compilation_cache_dir
+        config: Any = jax.config
+        folder = config.jax_compilation_cache_dir
         local = folder and not disk.is_remote(folder)
         digest = hashlib.sha256("\0".join(of).encode()).hexdigest()
         self._file = pathlib.Path(folder) / f"cpu_kernel-{digest}" if local else None

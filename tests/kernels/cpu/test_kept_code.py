@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import jax
 import pytest
@@ -15,7 +16,8 @@ from eagle3_jax.kernels.cpu.kept_code import KeptCode
 @pytest.fixture
 def folder(tmp_path):
     """JAX's compilation cache, moved for one test."""
-    before = jax.config.jax_compilation_cache_dir
+    config: Any = jax.config
+    before = config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "programs"))
     yield tmp_path / "programs"
     jax.config.update("jax_compilation_cache_dir", before)
