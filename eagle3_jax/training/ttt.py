@@ -17,9 +17,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import P
 from jaxtyping import Array, Float
 
-from eagle3_jax.kernels.dispatch import default_implementation
+from eagle3_jax.kernels.dispatch import default_implementation, over_mesh
 from eagle3_jax.kernels.remat import KEPT
 from eagle3_jax.kernels.ttt_attention.api import ttt_attention
 from eagle3_jax.models.drafts.head import Head
@@ -106,5 +107,10 @@ def _first_keys(head: Head, state: Array, embeds: Array, positions: Array, split
         return q
 
     head(embeds[:, 1 : 1 + state.shape[1]], state, positions, keep)
-    keys, values = own
-    return split.gathered(keys), split.gathered(values)
+
+    def gather(*own: Array) -> tuple[Array, ...]:
+        return tuple(map(split.gathered, own))
+
+    # By KV head: the partitioner would not split what explicit collectives read.
+    heads = (P(None, None, "model"),) * 2
+    return over_mesh(gather, own, heads, heads, {"model": head.config.num_key_value_heads})
