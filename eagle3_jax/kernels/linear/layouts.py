@@ -49,24 +49,26 @@ class Form(NamedTuple):
         zero: the value that stands for 0.
         scale: dtype of scales and offsets.
         parts: 1 for scales alone, 2 with offsets.
-        by_group: whether each group has its own; else a column has one scale for all.
+        group: rows that share a scale, 32 or 16 of the 32 of a group; 0: all rows of a column.
     """
 
     bits: int
     zero: int
     scale: str
     parts: int
-    by_group: bool
+    group: int
 
     def bytes_of_scales(self, columns: int) -> int:
-        return columns * self.parts * jnp.dtype(self.scale).itemsize
+        """Bytes of the scales and offsets of a group, or of all rows."""
+        count = 32 // self.group if self.group else 1
+        return columns * count * self.parts * jnp.dtype(self.scale).itemsize
 
     def bytes_of_head(self, columns: int) -> int:
         """Bytes in front of a panel's groups."""
-        return 0 if self.by_group else self.bytes_of_scales(columns)
+        return 0 if self.group else self.bytes_of_scales(columns)
 
     def bytes_of_group(self, columns: int) -> int:
-        return columns * 4 * self.bits + (self.bytes_of_scales(columns) if self.by_group else 0)
+        return columns * 4 * self.bits + (self.bytes_of_scales(columns) if self.group else 0)
 
 
 @jax.tree_util.register_dataclass

@@ -6,11 +6,13 @@ in float32. So a row's result does not depend on the number of rows, to the bit.
 
 A panel holds the groups of a few columns one after the other: scales, offsets, then values, four of a column side by
 side. One instruction of AVX-512 VNNI or of Arm, or a few of AVX2, add the products of these four to the column's sum. A
-byte of 4-bit panels holds the values i and i + 16 of its group.
+byte of 4-bit panels holds the values i and i + 16 of its group. The halves of a group of 8-bit values may have scales
+of their own, as in GGUF's Q6_K.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -27,6 +29,7 @@ from eagle3_jax.kernels.linear.cpu import chunks, write_chunk
 from eagle3_jax.kernels.linear.layouts import Form, Quantised, QuantisedPanels
 
 GROUP = 32  # numbers of a row that share a scale
+_HALF = GROUP // 2
 _VALUES = {"int8": (8, 0), "int4": (4, 8), "uint4": (4, 0)}  # bits of values, and the stored value that is 0
 _STEP = 4  # values of a column side by side
 _STEPS = GROUP // _STEP
@@ -61,14 +64,20 @@ def dots() -> Dots:
 
 
 def multiplies(matrix: Quantised) -> bool:
-    """Tells whether the kernel multiplies a matrix: integers, scales for whole columns or multiples of 32 rows."""
+    """Tells whether the kernel multiplies a matrix.
+
+    It has integers, and scales for whole columns, for multiples of 32 rows or, of 8 bits, for 16 rows.
+    """
     values, groups = matrix.values, matrix.scale.shape[0]
-    whole = groups == 1 and matrix.offset is None
-    return values.ndim == 2 and values.dtype.name in _VALUES and (whole or values.shape[0] % (groups * GROUP) == 0)
+    if values.ndim != 2 or values.dtype.name not in _VALUES:
+        return False
+    rows, whole = values.shape[0], groups == 1 and matrix.offset is None
+    halves = values.dtype == jnp.int8 and rows == groups * _HALF and groups % 2 == 0
+    return whole or halves or rows % (groups * GROUP) == 0
 
 
 def pack(matrix: Quantised) -> QuantisedPanels:
-    """Packs a matrix [k, n] of 8 or 4 bits, with scales by column or by groups of a multiple of 32 rows."""
+    """Packs a matrix [k, n] of 8 or 4 bits, see `multiplies`."""
     width = dots().width
     values, scale = np.asarray(matrix.values), np.asarray(matrix.scale, np.float32)
     (k, columns), (bits, zero) = values.shape, _VALUES[values.dtype.name]
@@ -77,8 +86,9 @@ def pack(matrix: Quantised) -> QuantisedPanels:
         scales.append(np.asarray(matrix.offset, np.float32) - zero * scale)
         zero = 0
     groups, by_group = -(-k // GROUP), len(scale) > 1 or len(scales) > 1
-    halves = by_group and all(_halved(x, scale) for x in scales)
-    form = Form(bits, zero, "float16" if halves else "float32", len(scales), by_group)
+    group = (_HALF if len(scale) > groups else GROUP) if by_group else 0
+    in_float16 = by_group and all(_halved(x, scale) for x in scales)
+    form = Form(bits, zero, "float16" if in_float16 else "float32", len(scales), group)
 
     def panels(x: np.ndarray, rows: int) -> np.ndarray:
         """Pads to [rows, p * width] and returns [p, rows, width]."""
@@ -90,8 +100,9 @@ def pack(matrix: Quantised) -> QuantisedPanels:
         stored = stored.reshape(-1, groups, 2, GROUP // 2, width)
         stored = stored[:, :, 0] | stored[:, :, 1] << 4
     stored = stored.reshape(-1, groups, GROUP * bits // 8 // _STEP, _STEP, width).swapaxes(3, 4)
+    rows = groups * GROUP // group if group else 1
+    head = np.stack([panels(np.repeat(x, rows // len(x), axis=0), rows) for x in scales], axis=2).astype(form.scale)
     heads = groups if by_group else 1
-    head = np.stack([panels(np.repeat(x, heads // len(x), axis=0), heads) for x in scales], axis=2).astype(form.scale)
     parts = [part.reshape(len(part), heads, -1).view(np.uint8) for part in (head, np.ascontiguousarray(stored))]
     laid = np.concatenate(parts, axis=-1)
     return QuantisedPanels(jnp.asarray(laid.reshape(len(laid), -1)), columns, matrix.dtype, form)
@@ -125,22 +136,28 @@ def _call(kind: str, x: Array, matrices: tuple[QuantisedPanels, ...]) -> Array:
         jax.ShapeDtypeStruct((m, matrices[0].panels.shape[0] * ways.width), jnp.float32),
         jax.ShapeDtypeStruct((m, groups * GROUP), jnp.int8),
         jax.ShapeDtypeStruct((m, groups), jnp.float32),
-        jax.ShapeDtypeStruct((m, groups), jnp.int32),
+        jax.ShapeDtypeStruct((m, groups, _sums_of_group(forms)), jnp.int32),
     )
     return jax.ffi.ffi_call(name, results)(x, *(matrix.panels for matrix in matrices))[0][:, : matrices[0].columns]
+
+
+def _sums_of_group(forms: Sequence[Form]) -> int:
+    """Counts the sums of x that are kept of a group: of its halves where these have scales of their own."""
+    return max(GROUP // (form.group or GROUP) for form in forms)
 
 
 def write_product(module: ir.Module, name: str, ways: Dots, dtype: str, forms: Sequence[Form]) -> None:
     """Writes the kernel (x [m, k], panels [p, bytes]) -> float32 [m, p * width], and x quantised.
 
-    x quantised is int8 [m, k], float32 scales [m, k / 32] and int32 sums [m, k / 32] of the int8.
+    x quantised is int8 [m, k], float32 scales [m, k / 32] and int32 sums [m, k / 32, `_sums_of_group`] of the int8.
 
     Args:
         dtype: dtype of x.
         forms: forms of the panels (of `gate` and `up` if there are two).
     """
+    kept = _sums_of_group(forms)
     blocks = {
-        (form, height): _write_block(module, f"{name}.{i}.rows{height}", height, form, ways)
+        (form, height): _write_block(module, f"{name}.{i}.rows{height}", height, form, ways, kept)
         for i, form in enumerate(dict.fromkeys(forms))
         for height in range(1, ways.rows + 1)
     }
@@ -149,7 +166,7 @@ def write_product(module: ir.Module, name: str, ways: Dots, dtype: str, forms: S
         x, *panels = operands
         y, *rounded = (result.data for result in results)
         count, m, groups = panels[0].size(0), x.size(0), results[2].size(1)
-        _write_rounding(code, x.data, ELEMENTS[dtype], rounded, code.mul(m, groups))
+        _write_rounding(code, x.data, ELEMENTS[dtype], rounded, code.mul(m, groups), kept)
         return [*(matrix.data for matrix in panels), *rounded, y, count, m, groups], chunks(code, count)
 
     def body(code: Code, values: Sequence[Value], chunk: Value) -> None:
@@ -159,7 +176,11 @@ def write_product(module: ir.Module, name: str, ways: Dots, dtype: str, forms: S
             form, at = forms[index], code.mul(row, groups)
             size = code.add(code.mul(groups, form.bytes_of_group(ways.width)), form.bytes_of_head(ways.width))
             panel = code.at(matrices[index], code.mul(number, size), I8)
-            of_x = [code.at(q, code.mul(at, GROUP), I8), code.at(scales, at, F32), code.at(sums, at, I32)]
+            of_x = [
+                code.at(q, code.mul(at, GROUP), I8),
+                code.at(scales, at, F32),
+                code.at(sums, code.mul(at, kept), I32),
+            ]
             code.b.call(blocks[form, height], [panel, *of_x, out, groups, stride])
 
         write_chunk(code, chunk, count, m, y, (ways.rows, ways.width), multiply, gated=len(forms) > 1)
@@ -167,7 +188,7 @@ def write_product(module: ir.Module, name: str, ways: Dots, dtype: str, forms: S
     handler.write_kernel(module, name, 1 + len(forms), 4, plan, body)
 
 
-def _write_rounding(code: Code, x: Value, element: ir.Type, rounded: Sequence[Value], count: Value) -> None:
+def _write_rounding(code: Code, x: Value, element: ir.Type, rounded: Sequence[Value], count: Value, kept: int) -> None:
     """Writes x's groups as int8, their scales and their sums; NaN and infinity make the scale so."""
     q, scales, sums = rounded
     kind, whole = vector(GROUP), ir.VectorType(I32, GROUP)
@@ -182,11 +203,15 @@ def _write_rounding(code: Code, x: Value, element: ir.Type, rounded: Sequence[Va
         shifted = code.fma(value, code.broadcast(inverse, GROUP), ir.Constant(kind, [_ROUND] * GROUP))
         bits = code.b.trunc(code.b.bitcast(shifted, whole), ir.VectorType(I8, GROUP))
         code.b.store(bits, code.at(q, at, I8), align=1)
-        total = code.call(f"llvm.vector.reduce.add.v{GROUP}i32", I32, code.b.sext(bits, whole))
-        code.b.store(total, code.at(sums, group, I32))
+        wide = code.b.sext(bits, whole)
+        size = GROUP // kept
+        for i in range(kept):
+            part = ir.Constant(ir.VectorType(I32, size), list(range(i * size, (i + 1) * size)))
+            total = code.call(f"llvm.vector.reduce.add.v{size}i32", I32, code.b.shuffle_vector(wide, wide, part))
+            code.b.store(total, code.at(sums, code.add(code.mul(group, kept), i), I32))
 
 
-def _write_block(module: ir.Module, name: str, rows: int, form: Form, ways: Dots) -> ir.Function:
+def _write_block(module: ir.Module, name: str, rows: int, form: Form, ways: Dots, kept: int) -> ir.Function:
     """Writes the function y[r, :] = sum over groups of scale of x * (scale * sum of values * x + offset * sum of x)."""
     code = define(module, name, [POINTER] * 5 + [I64, I64])
     code.function.linkage = "internal"
@@ -206,14 +231,10 @@ def _write_block(module: ir.Module, name: str, rows: int, form: Form, ways: Dots
             return code.b.fpext(code.load(code.at(place, at, F16), ir.VectorType(F16, lanes), align=2), kind)
         return code.load(code.at(place, at, F32), kind, align=4)
 
-    with code.loop(0, groups) as group:
-        here = code.add(form.bytes_of_head(width), code.mul(group, form.bytes_of_group(width)))
-        block = code.at(panel, here, I8)
-        values = code.at(block, form.bytes_of_scales(width) if form.by_group else 0, I8)
-        of_row = [code.add(code.mul(groups, r), group) for r in range(rows)]
-        of_x = [code.at(q, code.mul(at, GROUP), I8) for at in of_row]
+    def multiply(values: Value, of_x: list[Value], steps: range) -> list[list[Value]]:
+        """Sums the products of some steps of a group, for each row and register of columns."""
         counts: list[list[Value]] = [[None for _ in starts] for _ in range(rows)]
-        for step in range(_STEPS * form.bits // 8):
+        for step in steps:
             loaded = [
                 code.load(code.at(values, (step * width + start) * _STEP, I8), ir.VectorType(I32, lanes), align=4)
                 for start in starts
@@ -224,24 +245,38 @@ def _write_block(module: ir.Module, name: str, rows: int, form: Form, ways: Dots
                 for r in range(rows):
                     x = code.broadcast(code.load(code.at(of_x[r], place, I8), I32, align=4), lanes)
                     counts[r] = [multiplier.add(c, w, x) for c, w in zip(counts[r], weights, strict=True)]
-        for r, at in enumerate(of_row):
-            scale, total_of_x = code.load(code.at(scales, at, F32), F32), code.load(code.at(sums, at, I32), I32)
-            scale_of_x = code.broadcast(scale, lanes)
-            for start, count, total in zip(starts, counts[r], totals[r], strict=True):
-                count = multiplier.sums(count)
-                if zero:
-                    surplus = code.broadcast(code.b.mul(total_of_x, ir.Constant(I32, zero)), lanes)
-                    count = code.b.sub(count, surplus)
-                factor = code.b.fmul(load_scales(block, 0, start), scale_of_x) if form.by_group else scale_of_x
-                value = code.fma(code.b.sitofp(count, kind), factor, code.load(total, kind))
-                if form.parts > 1:
-                    sum_of_x = code.b.fmul(scale, code.b.sitofp(total_of_x, F32))
-                    value = code.fma(load_scales(block, 1, start), code.broadcast(sum_of_x, lanes), value)
-                code.b.store(value, total)
+        return [[multiplier.sums(count) for count in row] for row in counts]
+
+    with code.loop(0, groups) as group:
+        here = code.add(form.bytes_of_head(width), code.mul(group, form.bytes_of_group(width)))
+        block = code.at(panel, here, I8)
+        values = code.at(block, form.bytes_of_scales(width) if form.group else 0, I8)
+        of_row = [code.add(code.mul(groups, r), group) for r in range(rows)]
+        of_x = [code.at(q, code.mul(at, GROUP), I8) for at in of_row]
+        steps, shares = _STEPS * form.bits // 8, GROUP // form.group if form.group else 1
+        for share in range(shares):
+            counts = multiply(values, of_x, range(share * steps // shares, (share + 1) * steps // shares))
+            for r, at in enumerate(of_row):
+                scale = code.load(code.at(scales, at, F32), F32)
+                parts_of_x = range(share * kept // shares, (share + 1) * kept // shares)
+                sums_of_x = [code.load(code.at(sums, code.add(code.mul(at, kept), i), I32), I32) for i in parts_of_x]
+                total_of_x = functools.reduce(code.b.add, sums_of_x)
+                scale_of_x = code.broadcast(scale, lanes)
+                for start, count, total in zip(starts, counts[r], totals[r], strict=True):
+                    if zero:
+                        surplus = code.broadcast(code.b.mul(total_of_x, ir.Constant(I32, zero)), lanes)
+                        count = code.b.sub(count, surplus)
+                    first = share * form.parts
+                    factor = code.b.fmul(load_scales(block, first, start), scale_of_x) if form.group else scale_of_x
+                    value = code.fma(code.b.sitofp(count, kind), factor, code.load(total, kind))
+                    if form.parts > 1:
+                        sum_of_x = code.b.fmul(scale, code.b.sitofp(total_of_x, F32))
+                        value = code.fma(load_scales(block, first + 1, start), code.broadcast(sum_of_x, lanes), value)
+                    code.b.store(value, total)
     for r in range(rows):
         for start, total in zip(starts, totals[r], strict=True):
             value = code.load(total, kind)
-            if not form.by_group:
+            if not form.group:
                 value = code.b.fmul(value, load_scales(panel, 0, start))
             code.b.store(value, code.at(y, code.add(code.mul(stride, r), start), F32), align=4)
     code.b.ret_void()

@@ -34,6 +34,7 @@ from huggingface_hub.errors import (
 
 from eagle3_jax.config import TargetConfig, Weights
 from eagle3_jax.models.checkpoint import gguf
+from eagle3_jax.models.checkpoint.gguf_file import GGUF
 from eagle3_jax.models.checkpoint.identity import identify
 from eagle3_jax.models.checkpoint.load import file_digests, load_model, weight_files
 from eagle3_jax.models.families import read_shape
@@ -226,6 +227,9 @@ def fetch(
     """
     if (given := disk.path_of(name)).is_dir():
         return given
+    if given.suffix == GGUF and given.is_file():
+        beside = "a folder that holds it beside config.json and the tokenizer of its model"
+        raise TargetError(f"{field}: {name}: got a file, expected {beside}")
     if disk.is_remote(name):
         raise TargetError(f"{field}: got {name!r}, no such folder in the bucket; expected {expected}")
     cached = cache_folder() / name.lower()

@@ -16,20 +16,9 @@ from gguf.quants import dequantize
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 
+from eagle3_jax.models.checkpoint.gguf_file import hf_name
 from eagle3_jax.models.checkpoint.load import save_tensors
 
-_BLOCK_NAMES = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _CONTROL = 3  # gguf.TokenType.CONTROL
 
 
@@ -55,7 +44,7 @@ def convert(path: pathlib.Path, folder: pathlib.Path) -> None:
             values = unpermute(values, config["num_attention_heads"])
         if ".attn_k." in tensor.name:
             values = unpermute(values, config["num_key_value_heads"])
-        tensors[_hf_name(tensor.name)] = np.ascontiguousarray(values)
+        tensors[hf_name(tensor.name)] = np.ascontiguousarray(values)
     save_tensors(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     _save_tokenizer(fields, folder)
@@ -65,16 +54,6 @@ def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
     """Reorders interleaved RoPE rows (GGUF, llama2.c) into Hugging Face's rotate-half rows; both [heads * d, in]."""
     rows, columns = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
-
-
-def _hf_name(name: str) -> str:
-    stem = name.removesuffix(".weight")
-    if stem in _TOP_NAMES:
-        return f"{_TOP_NAMES[stem]}.weight"
-    _, layer, part = stem.split(".", 2) if stem.startswith("blk.") else ("", "", stem)
-    if part not in _BLOCK_NAMES:
-        raise ValueError(f"tensor {name}: unknown, expected one of {sorted([*_TOP_NAMES, *_BLOCK_NAMES])}")
-    return f"model.layers.{layer}.{_BLOCK_NAMES[part]}.weight"
 
 
 def _config(fields: dict[str, Any], *, tied: bool) -> dict[str, Any]:

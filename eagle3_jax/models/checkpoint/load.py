@@ -24,6 +24,7 @@ from safetensors.numpy import save_file
 from eagle3_jax.config import Weights
 from eagle3_jax.kernels.linear.layouts import Quantised
 from eagle3_jax.mesh import parameter_path, sharding_of, shardings
+from eagle3_jax.models.checkpoint.gguf_file import GGUF, with_blocks
 from eagle3_jax.models.checkpoint.quantised import scale_problems, with_stored_scales
 from eagle3_jax.models.checkpoint.ranges import open_tensors
 from eagle3_jax.models.checkpoint.table import Entry, Packed
@@ -81,6 +82,8 @@ def load_model(
         del files[name]
     if config.scales is not None:
         table = with_stored_scales(table, config.scales, _described(files))
+    if any(path.suffix == GGUF for path in files.values()):
+        table = with_blocks(table, _described(files))
     _check(folder, table, files, tied=config.tie_word_embeddings)
     if weights == "stored" and not any(entry.packed for entry in table.values()):
         expected = "a checkpoint with quantised matrices, or another value"
@@ -106,15 +109,19 @@ def load_model(
             None if mesh is None else sharding_of(path, jax.ShapeDtypeStruct(shape, jnp.float32), mesh, SHARDING_RULES)
         )
         values = placed(leaf.shape, sharding, lambda index: packed.values(index, *tensors))
-        scale = placed(shape, where, lambda index: packed.scale(group, index, *tensors))
-        return Quantised(values, scale, None, leaf.dtype)
+
+        def numbers(of: Callable[..., np.ndarray]) -> jax.Array:
+            return placed(shape, where, lambda index: of(group, index, *tensors))
+
+        return Quantised(values, numbers(packed.scale), packed.offset and numbers(packed.offset), leaf.dtype)
 
     def read(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, sharding: Any = None) -> Any:
         name = parameter_path(path)
         if only is not None and name not in only:
             return leaf
         entry = table[name]
-        if weights == "stored" and entry.packed is not None and axis_of(name, vocabulary=False) is not None:
+        axis = axis_of(name, vocabulary=True) if weights == "stored" and entry.packed is not None else None
+        if axis == -2 and entry.packed is not None:
             return as_stored(path, leaf, sharding, entry.packed)
         tensors = [tensor(name) for name in entry.tensors]
         parts: dict[tuple[tuple[int, int, int], ...], np.ndarray] = {}  # shared by replicas
@@ -126,6 +133,8 @@ def load_model(
             return parts[at]
 
         value = placed(leaf.shape, sharding, part)
+        if axis == -1:  # GGUF's embeddings and LM head
+            return jax.block_until_ready(quantised(name, value, "int4", vocabulary=True))
         if weights in (None, "stored"):
             return value
         return jax.block_until_ready(quantised(name, value, weights, vocabulary=quantise_vocabulary))
@@ -163,7 +172,8 @@ def weight_files(folder: str | disk.Path) -> list[disk.Path]:
     """Lists a checkpoint's files of weights and its index, sorted by name."""
     folder = disk.path_of(folder)
     index = folder / INDEX
-    return sorted([*folder.glob("*.safetensors"), *([index] if index.exists() else [])])
+    found = [*folder.glob("*.safetensors"), *([index] if index.exists() else [])]
+    return sorted(found or folder.glob(f"*{GGUF}"))
 
 
 def file_digests(folder: str | disk.Path) -> dict[str, str]:
@@ -192,10 +202,16 @@ def locate(folder: disk.Path) -> dict[str, disk.Path]:
     if (folder / INDEX).exists():
         return read_index(folder)
     single = folder / "model.safetensors"
+    blocks = [] if single.exists() else sorted(folder.glob(f"*{GGUF}"))
+    if len(blocks) > 1:
+        expected = "one; `llama-gguf-split --merge` joins the parts of a file"
+        raise WeightsError(f"{folder}: got {len(blocks)} GGUF files, expected {expected}")
+    if blocks:
+        (single,) = blocks
     if not single.exists():
         others = sorted(path.name for path in folder.glob("*.bin")) if folder.is_dir() else []
         hint = f" (found {', '.join(others)}: pickle files are never read, convert to safetensors)" if others else ""
-        raise WeightsError(f"{folder}: expected model.safetensors or {INDEX}{hint}")
+        raise WeightsError(f"{folder}: expected model.safetensors, {INDEX} or a GGUF file{hint}")
     try:
         with open_tensors(single) as handle:
             return dict.fromkeys(handle.keys(), single)

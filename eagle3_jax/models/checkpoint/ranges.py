@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from eagle3_jax.models.checkpoint.gguf_file import GGUF, open_gguf
 from eagle3_jax.runs import disk
 
 _DTYPES: dict[str, Any] = {
@@ -38,7 +39,9 @@ _LARGEST_HEADER = 100 << 20  # safetensors' own limit
 
 
 def open_tensors(path: disk.Path) -> Any:
-    """Opens a safetensors file, a local one or in a bucket, for `keys` and `get_slice`. Raises SafetensorError."""
+    """Opens a safetensors or GGUF file for `keys` and `get_slice`. Raises SafetensorError."""
+    if path.suffix == GGUF:
+        return open_gguf(path)
     return _Tensors(path) if disk.is_remote(path) else safe_open(path, framework="numpy")
 
 

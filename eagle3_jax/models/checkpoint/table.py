@@ -23,11 +23,13 @@ class Packed:
         values: (an index of the parameter, the tensors) -> that part of the values.
         scale: (inputs that share a scale in memory, a divisor of `group`; an index of the scale; the tensors) -> that
             part of the scale, float32.
+        offset: as `scale`; None: there are none.
     """
 
     group: int | None
     values: Callable[..., np.ndarray]
     scale: Callable[..., np.ndarray]
+    offset: Callable[..., np.ndarray] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

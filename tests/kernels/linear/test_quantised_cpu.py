@@ -25,6 +25,8 @@ KINDS = {
     "Q8_0": ("int8", 32, True, False),
     "Q4_0": ("int4", 32, True, False),
     "Q4_1": ("uint4", 32, True, True),
+    "Q6_K": ("int8", 16, True, False),
+    "Q2_K": ("int8", 16, False, True),
     "int8": ("int8", None, False, False),
     "int4": ("int4", 64, False, True),
 }
@@ -91,6 +93,14 @@ def test_a_row_is_the_same_whatever_stands_beside_it(kind):
 
 
 @pytest.mark.slow
+def test_gate_and_up_of_different_kinds():
+    """As in GGUF's mixtures."""
+    x, gate, up = rows_of(5, 192), pack(matrix_of("Q4_1", 192, 80)), pack(matrix_of("Q6_K", 192, 80, seed=3))
+    expected = jax.nn.silu(run(x, gate)) * run(x, up)
+    np.testing.assert_allclose(run_gated(x, gate, up), expected, rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_greatest_sums_do_not_overflow(kind):
     """Each value and each number of x is at its limit, of either sign: sums of 16 bits would wrap beyond these."""
@@ -121,10 +131,13 @@ def test_rows_of_zeros_give_zeros():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bytes_are_those_of_the_values_and_their_scales(kind):
-    """As in a GGUF file: 34 for 32 values of Q8_0, 18 of Q4_0, 20 of Q4_1."""
+    """As in a GGUF file: 34 for 32 values of Q8_0, 18 of Q4_0, 20 of Q4_1; Q6_K's have 8 bits here."""
     panels = pack(matrix_of(kind, 640, 64)).panels
-    expected = {"Q8_0": 34 * 20, "Q4_0": 18 * 20, "Q4_1": 20 * 20, "int8": 640 + 4, "int4": 24 * 20}[kind]
-    assert panels.size == expected * 64
+    expected = {"Q8_0": 34 * 20, "Q4_0": 18 * 20, "Q4_1": 20 * 20, "int8": 640 + 4, "int4": 24 * 20} | {
+        "Q6_K": 36 * 20,
+        "Q2_K": 48 * 20,
+    }
+    assert panels.size == expected[kind] * 64
 
 
 @pytest.mark.parametrize(("kind", "made"), [("Q4_1", "int4"), ("Q8_0", "int8")])
@@ -156,7 +169,9 @@ def test_machines_without_these_instructions(kind, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", [Form(4, 0, "float16", 2, True), Form(8, 0, "float32", 1, False)])
+@pytest.mark.parametrize(
+    "form", [Form(4, 0, "float16", 2, 32), Form(8, 0, "float16", 1, 16), Form(8, 0, "float32", 1, 0)]
+)
 @pytest.mark.parametrize(
     ("ways", "where", "instruction"),
     [
@@ -176,9 +191,9 @@ def test_they_compile_for_other_machines(ways, where, instruction, form):
 
 
 def test_other_matrices_stay_as_they_are():
-    """Scales of fewer rows than 32, floats in 8 bits, experts."""
+    """Scales of fewer rows than 16, floats in 8 bits, experts."""
     eight = matrix_of("int8", 64, 16)
-    few = Quantised(eight.values, jnp.ones((4, 16)), None, jnp.float32)
+    few = Quantised(eight.values, jnp.ones((8, 16)), None, jnp.float32)
     floats = Quantised(eight.values.astype(jnp.float8_e4m3fn), eight.scale, None, jnp.float32)
     experts = Quantised(eight.values[None], eight.scale[None], None, jnp.float32)
     assert all(api.pack(matrix) is matrix for matrix in (few, floats, experts))

@@ -1,0 +1,196 @@
+"""Targets whose weights are a GGUF file: read as the package gguf reads them, kept in their bits, refused by name."""
+
+import json
+import pathlib
+import re
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import tiny_families
+from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFReader, GGUFWriter, get_tensor_name_map
+from gguf.quants import dequantize, quantize
+from safetensors.numpy import load_file, save_file
+from test_gguf_blocks import blocks_of
+
+from eagle3_jax import DraftTree, Engine, SamplingParams
+from eagle3_jax.config import TargetConfig
+from eagle3_jax.models.checkpoint.fetch import TargetError, load_target, read_config
+from eagle3_jax.models.checkpoint.gguf_file import hf_name
+from eagle3_jax.models.checkpoint.load import WeightsError
+from eagle3_jax.models.families import FAMILIES, family_of
+from eagle3_jax.models.quantisation import is_quantised
+
+ROOT = pathlib.Path(__file__).parents[3]
+ARCHITECTURES = {"llama": MODEL_ARCH.LLAMA, "qwen2": MODEL_ARCH.QWEN2, "qwen3": MODEL_ARCH.QWEN3}
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 64,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 256,
+}
+# llama.cpp's mixtures: `Q4_K_M` has more bits for values and `down` of some layers.
+MIXTURES = {
+    "Q8_0": {r"": "Q8_0"},
+    "Q4_1": {r"embed|lm_head": "Q8_0", r"": "Q4_1"},
+    "Q4_K_M": {r"v_proj|down_proj|embed|lm_head": "Q6_K", r"": "Q4_K"},
+    "Q2_K": {r"v_proj|o_proj": "Q3_K", r"embed|lm_head": "Q6_K", r"": "Q2_K"},
+}
+
+
+def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Hugging Face's rows as llama.cpp's converter permutes them."""
+    return rows.reshape(heads, 2, len(rows) // heads // 2, -1).swapaxes(1, 2).reshape(rows.shape)
+
+
+def write(folder: pathlib.Path, name: str, mixture: str) -> pathlib.Path:
+    """Writes a target as floats into `floats` and as a GGUF file into `blocks`, which have equal numbers."""
+    family = next(family for family in FAMILIES if family.config.model_type == name)
+    floats, blocks = folder / "floats", folder / "blocks"
+    tiny_families.write(floats, family, **SIZES)
+    shutil.copytree(floats, blocks, ignore=shutil.ignore_patterns("*.safetensors"))
+    config, tensors = read_config(floats), load_file(floats / "model.safetensors")
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    writer = GGUFWriter(blocks / "model.gguf", name)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    names = get_tensor_name_map(ARCHITECTURES[name], config.num_hidden_layers)
+    for place, (tensor, x) in enumerate(sorted(tensors.items())):
+        x, kind = x.astype(np.float32), None
+        permuted = [count for part, count in heads.items() if name == "llama" and part in tensor]
+        if x.ndim == 2:
+            kind = GGMLQuantizationType[
+                next(kind for part, kind in MIXTURES[mixture].items() if re.search(part, tensor))
+            ]
+            rows = interleaved(x, permuted[0]) if permuted else x
+            if kind.name.endswith("_K"):  # gguf only reads these
+                size = dequantize(blocks_of(kind.name, 1, 1), kind).size
+                stored = np.roll(blocks_of(kind.name, len(rows), rows.shape[1] // size), place, axis=0)
+                stored = _smaller(stored.reshape(-1, stored.shape[1] * size // rows.shape[1]), kind.name, 0.002)
+                stored = stored.reshape(len(rows), -1)
+            else:
+                stored = quantize(rows, kind)
+            x = dequantize(stored, kind)
+            if permuted:
+                x = x.reshape(permuted[0], -1, 2, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
+            tensors[tensor] = x
+        else:
+            stored = tensors[tensor] = interleaved(x[:, None], permuted[0])[:, 0] if permuted else x
+            tensors[tensor] = x
+        found = names.get_name(tensor, try_suffixes=(".weight", ".bias"))
+        assert found is not None
+        writer.add_tensor(found, stored, raw_dtype=kind)
+    writer.add_tensor("rope_freqs.weight", np.ones(32, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    save_file(
+        {tensor: np.ascontiguousarray(x, np.float32) for tensor, x in tensors.items()}, floats / "model.safetensors"
+    )
+    return folder
+
+
+def _smaller(blocks: np.ndarray, name: str, factor: float) -> np.ndarray:
+    """Makes the float16 scales of blocks smaller, so that a model of them computes."""
+    places = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q6_K": (208,)}[name]
+    for place in places:
+        scale = np.ascontiguousarray(blocks[:, place : place + 2]).view(np.float16)
+        blocks[:, place : place + 2] = (scale * np.float16(factor)).view(np.uint8)
+    return blocks
+
+
+def target_of(folder: pathlib.Path, **options):
+    return load_target(TargetConfig(name=str(folder), aux_layers=(1, 2, 3), **options))
+
+
+@pytest.mark.parametrize(
+    ("name", "mixture"), [("llama", "Q4_K_M"), ("llama", "Q2_K"), ("qwen2", "Q4_1"), ("qwen3", "Q8_0")]
+)
+def test_it_is_the_target_of_its_numbers_and_keeps_their_bits(tmp_path, name, mixture):
+    write(tmp_path, name, mixture)
+    expected, found = target_of(tmp_path / "floats"), target_of(tmp_path / "blocks")
+    for one, other in zip(jax.tree.leaves(expected.model), jax.tree.leaves(found.model), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
+    stored = target_of(tmp_path / "blocks", weights="stored")
+    kept = jax.tree_util.tree_leaves_with_path(stored.model, is_leaf=is_quantised)
+    floats = dict(jax.tree_util.tree_leaves_with_path(found.model))
+    bits = {}
+    for path, leaf in kept:
+        if is_quantised(leaf):
+            exact = not re.search(r"embed|lm_head", jax.tree_util.keystr(path)) or mixture in ("Q8_0", "Q4_1")
+            (one,) = [x for other, x in floats.items() if other == path]
+            bound = 1e-6 if exact else 0.005 * np.abs(one).max()
+            np.testing.assert_allclose(leaf.array(), one, rtol=1e-6, atol=bound)
+            bits[jax.tree_util.keystr(path)] = leaf.values.dtype.name, leaf.shape[-2] // leaf.scale.shape[-2]
+    of = {part: {x for key, x in bits.items() if f".{part}." in key} for part in ("up", "down", "qkv")}
+    assert (
+        of
+        == {
+            "Q4_K_M": {"up": {("int4", 32)}, "down": {("int8", 16)}, "qkv": {("int8", 16)}},
+            "Q2_K": {"up": {("int8", 16)}, "down": {("int8", 16)}, "qkv": {("int8", 16)}},
+            "Q4_1": {"up": {("int4", 32)}, "down": {("int4", 32)}, "qkv": {("int4", 32)}},
+            "Q8_0": {"up": {("int8", 32)}, "down": {("int8", 32)}, "qkv": {("int8", 32)}},
+        }[mixture]
+    )
+
+
+@pytest.mark.slow
+def test_drafts_change_no_token_of_it(tmp_path):
+    write(tmp_path, "llama", "Q4_K_M")
+    target = target_of(tmp_path / "blocks", weights="stored")
+    tree, params = DraftTree(num_steps=3, topk=1, num_draft_tokens=4), SamplingParams(max_tokens=48, ignore_eos=True)
+    prompts = ["river bank river bank river", "one two three one two three one"]
+    plain = Engine.load(target, None, max_length=128).generate(prompts, params)
+    drafted = Engine.load(target, "lookup", tree, batch_size=2, max_length=128).generate(prompts, params)
+    assert [x.token_ids for x in drafted] == [x.token_ids for x in plain]
+    assert sum(sum(x.stats.accepted_per_position) for x in drafted) > 0
+
+
+@pytest.mark.parametrize(("config", "name"), [("llama31_8b", "llama"), ("qwen25_7b", "qwen2"), ("qwen3_8b", "qwen3")])
+def test_every_tensor_of_a_published_config_has_its_name(config, name):
+    shape = read_config(ROOT / "configs/targets" / config)
+    names = get_tensor_name_map(ARCHITECTURES[name], shape.num_hidden_layers)
+    for entry in family_of(shape).table(shape).values():
+        for tensor in entry.tensors:
+            known = names.get_name(tensor, try_suffixes=(".weight", ".bias"))
+            assert known is not None and hf_name(known) == tensor
+
+
+def test_what_is_not_read_is_refused_by_its_name(tmp_path):
+    write(tmp_path, "qwen3", "Q8_0")
+    blocks = tmp_path / "blocks"
+    with pytest.raises(
+        TargetError, match=r"model.gguf.*: got a file, expected a folder that holds it beside config.json"
+    ):
+        load_target(str(blocks / "model.gguf"))
+    content = (blocks / "model.gguf").read_bytes()
+    for damaged, said in {
+        content[:4000]: "not a GGUF file",
+        content.replace(b"qwen3", b"bert3", 1): "general.architecture: got 'bert3', expected 'llama' or",
+        content.replace(b"attn_k_norm", b"attn_k_morn", 1): "attn_k_morn.weight: unknown",
+    }.items():
+        (blocks / "model.gguf").write_bytes(damaged)
+        with pytest.raises(WeightsError, match=said):
+            target_of(blocks)
+    (blocks / "model.gguf").write_bytes(content)
+    shutil.copy(blocks / "model.gguf", blocks / "other.gguf")
+    with pytest.raises(WeightsError, match="got 2 GGUF files, expected one"):
+        target_of(blocks)
+    (blocks / "other.gguf").unlink()
+    config = json.loads((blocks / "config.json").read_text())
+    (blocks / "config.json").write_text(json.dumps(config | {"intermediate_size": 500}))
+    with pytest.raises(WeightsError, match=r"mlp.up_proj.weight: got shape \[512, 256\], expected \[500, 256\]"):
+        target_of(blocks)
+
+
+@pytest.mark.parametrize("weights", [None, "stored"])
+def test_scales_that_are_not_finite_are_refused_by_tensor(tmp_path, weights):
+    write(tmp_path, "qwen3", "Q8_0")
+    path = tmp_path / "blocks/model.gguf"
+    (tensor,) = [x for x in GGUFReader(path, "r+").tensors if x.name == "blk.2.ffn_up.weight"]
+    tensor.data[3, :2] = np.array([np.inf], np.float16).view(np.uint8)  # in the file
+    with pytest.raises(ValueError, match=r"layers.2.mlp.up_proj.weight: got NaN or infinity, expected finite scales"):
+        target_of(tmp_path / "blocks", weights=weights)
