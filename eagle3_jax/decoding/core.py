@@ -289,7 +289,7 @@ def _learner(
     simulated: float | None,
     identity: Mapping[str, Any] | None,
 ) -> tuple[Learner, TargetModel, Draft]:
-    """Makes the learner of an engine. Returns it, the target and the head to begin with, committed to their device.
+    """Makes the learner of an engine. Returns it, the target and the head to begin with, committed to their devices.
 
     A head is committed once it was trained. A program would be compiled once more for it if the first one were not.
     """
@@ -297,9 +297,11 @@ def _learner(
         got = "no draft head" if draft is None else "simulated_acceptance"
         raise ValueError(f"adapt: got it with {got}, expected a draft head that learns")
     place = target.embed[...].sharding
-    if (count := len(place.device_set)) > 1:
-        raise ValueError(f"adapt: got a target on {count} devices, expected one")
+    if not place.is_fully_addressable:
+        raise ValueError("adapt: got a target on devices of several processes, expected one process")
     from eagle3_jax.decoding.adapt.learner import HeadLearner  # optimizers and checkpoints: seconds of imports
 
     learner = HeadLearner(adapt, target, draft, identity)
+    if len(place.device_set) > 1:
+        return learner, target, learner.draft  # the runner places the head
     return learner, *jax.device_put((target, learner.draft), place)

@@ -23,7 +23,7 @@ from eagle3_jax.decoding.adapt.api import AdaptStats
 from eagle3_jax.decoding.adapt.ring import Ring
 from eagle3_jax.decoding.device.observed import Observed
 from eagle3_jax.kernels.linear.layouts import dense
-from eagle3_jax.mesh import make_mesh, replicated
+from eagle3_jax.mesh import make_mesh, mesh_of, replicated
 from eagle3_jax.models.drafts.eagle3 import DraftHead
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.target import TargetModel
@@ -52,7 +52,7 @@ class HeadLearner:
     """See `Learner`.
 
     Args:
-        target: the engine's, on one device.
+        target: the engine's, on devices of this process; the head is trained on the same ones.
         draft: a head of EAGLE-3, or a block head.
         identity: `Target.identity`, for the manifest of `config.folder`.
 
@@ -81,9 +81,10 @@ class HeadLearner:
             warmup_ratio=0.0,
         )
         self.stats, self._config = AdaptStats(), config
-        self._kind, self._token_ids, self._dtype = kind(head.config, run), draft.token_ids, head.dtype
-        (device,) = target.embed[...].sharding.device_set
-        mesh = make_mesh(MeshConfig(data=1, model=1), [device])
+        self._kind, self._dtype = kind(head.config, run), head.dtype
+        embed = target.embed[...]
+        mesh = mesh_of(embed) or make_mesh(MeshConfig(data=1, model=1), list(embed.sharding.device_set))
+        head, self._token_ids = jax.device_put((head, draft.token_ids), replicated(mesh))
         optimizer = make_optimizer(run, _FOREVER)
         head = jax.tree.map(lambda x: jnp.array(x, jnp.float32), head)  # a copy: steps donate it
         if not hasattr(self._kind.abstract(), "lm_head"):  # the target's, see `Kind.draft`

@@ -423,7 +423,11 @@ def _compiled(
 
 def _spread(draft: Draft, mesh: Mesh) -> Draft:
     """Puts the draft on the target's devices; else each call would send it there."""
-    head = jax.tree.map(
-        lambda x, where: put(np.asarray(x), where), draft.head, shardings(draft.head, mesh, SHARDING_RULES)
-    )
-    return Draft(head, put(np.asarray(draft.token_ids), replicated(mesh)))
+
+    def place(x: jax.Array, where: Any) -> jax.Array:
+        if x.sharding.device_set == where.device_set:  # a live head's: nothing goes to the host
+            return jax.device_put(x, where)
+        return put(np.asarray(x), where)
+
+    head = jax.tree.map(place, draft.head, shardings(draft.head, mesh, SHARDING_RULES))
+    return Draft(head, place(draft.token_ids, replicated(mesh)))

@@ -13,17 +13,19 @@ from test_block_rounds import IDS, fitting
 from test_engine import CHAIN, Tokenizer, make
 from tiny_blocks import make_block_head
 
-from eagle3_jax.config import AdaptConfig, ConfigError, DraftConfig, ExportConfig, RunConfig
+from eagle3_jax.config import AdaptConfig, ConfigError, DraftConfig, ExportConfig, MeshConfig, RunConfig
 from eagle3_jax.decoding.adapt.api import AdaptStats
 from eagle3_jax.decoding.adapt.learner import HeadLearner
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.export.__main__ import run as export
 from eagle3_jax.formats.heads import load_draft
+from eagle3_jax.mesh import make_mesh, shardings
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.drafts.dflash import DFlash
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.drafts.model import DraftModel
+from eagle3_jax.models.layers import SHARDING_RULES
 from eagle3_jax.models.states import target_states
 from eagle3_jax.runs.disk import LockError
 from eagle3_jax.runs.manifest import ManifestError
@@ -82,6 +84,24 @@ def test_the_head_learns_a_domain_and_the_tokens_stay_the_target_s(toy, engine, 
     assert stats.steps >= 4 * (stats.heads + stats.rollbacks)
     assert 0 < stats.share < 1 and stats.seconds > 0
     assert engine.stats().programs == programs, "no head is compiled for"
+
+
+@pytest.mark.slow
+def test_it_learns_where_the_target_is_split_over_a_mesh(toy, expected):
+    mesh = make_mesh(MeshConfig(data=1, model=2), jax.devices()[:2])
+    split = jax.device_put(toy.target, shardings(toy.target, mesh, SHARDING_RULES))
+    engine = Engine(split, Tokenizer(), toy.plain, CHAIN, batch_size=2, max_length=128, page_size=16, adapt=ADAPT)
+    first = engine.generate(PROMPTS[:2], PARAMS)
+    engine.generate(PROMPTS[:6], PARAMS)
+    programs = engine.stats().programs
+    for _ in range(3):
+        outputs = engine.generate(PROMPTS, PARAMS)
+        assert [output.token_ids for output in outputs] == expected
+    assert tau(outputs) > tau(first) + 0.5
+    assert learnt(engine).heads > 0 and engine.stats().programs == programs, "no head is compiled for"
+    state = learner_of(engine)._state.head
+    assert all(leaf.sharding.device_set == set(mesh.devices.flat) for leaf in jax.tree.leaves((state, engine.draft)))
+    assert any(leaf.sharding.shard_shape(leaf.shape) != leaf.shape for leaf in jax.tree.leaves(state))
 
 
 @pytest.mark.slow
