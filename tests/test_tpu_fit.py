@@ -97,6 +97,20 @@ def test_a_small_run_fits(small, tmp_path, fit):
 
 
 @pytest.mark.slow
+def test_a_server_whose_head_learns_on_two_chips(small, tmp_path, fit):
+    ring = ("--serve.adapt.ring-tokens", "512", "--serve.adapt.row-length", "128")
+    sizes = ("--serve.batch-size", "2", "--serve.max-length", "256", *ring)
+    status, said = fit(small, "--topology", "v5e:1x2", "--verbs", "adapt", "--json", tmp_path / "rows.json", *sizes)
+    assert status == 0, said
+    rows = {row["program"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
+    assert list(rows) == [f"adapt: {name}" for name in ("prefill", "rounds", "step", "swap")]
+    step, swap, rounds = (rows[f"adapt: {name}"] for name in ("step", "swap", "rounds"))
+    assert step["results"] < 0.1 * step["arguments"], "weights and moments in place"
+    assert swap["results"] <= 1.1 * rounds["parts"]["draft"], "the new head alone"
+    assert rounds["parts"]["ring"] >= (512 + 2 * 128) * 4 * 256 * 2
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1024, 65536])  # temporaries are too many; the arguments alone are
 def test_what_does_not_fit_is_said_with_the_amount(small, rows, fit):
     status, said = fit(small, "--topology", "v5e:1x2", "--verbs", "train", "--train.batch-size", str(rows), *LONG_ROWS)

@@ -36,13 +36,15 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from eagle3_jax.config import RunConfig, run_file
+from eagle3_jax.config import AdaptConfig, RunConfig, run_file
+from eagle3_jax.decoding.adapt import learner
 from eagle3_jax.decoding.choice import tiers
 from eagle3_jax.decoding.choice.tiers import Tier
 from eagle3_jax.decoding.core import PAGE_SIZE
 from eagle3_jax.decoding.device import programs
 from eagle3_jax.decoding.device.chunk import Chunk
 from eagle3_jax.decoding.device.models import Models
+from eagle3_jax.decoding.device.observed import Observed
 from eagle3_jax.decoding.device.shapes import Sizes
 from eagle3_jax.decoding.rounds.state import STATE_SHARDING_RULES, empty_state
 from eagle3_jax.extract import hidden_states
@@ -67,7 +69,7 @@ from eagle3_jax.training.batch import TEACHER_SHARDING_RULES, Batch, Teacher
 from eagle3_jax.training.fsdp import STATE_SHARDING_RULES as TRAIN_SHARDING_RULES
 from eagle3_jax.training.kinds.choice import kind_of
 from eagle3_jax.training.optimizer import make_optimizer
-from eagle3_jax.training.state import init_state, make_train_step
+from eagle3_jax.training.state import TrainState, init_state, make_train_step
 
 GIB = 2**30
 
@@ -110,7 +112,7 @@ class Plan:
 def main() -> None:
     parser = run_parser(__doc__)
     parser.add_argument("--topology", required=True, help="v5e:2x2, v6e:4x4, v5p:2x2x1, tpu7x:2x2x1, ...")
-    parser.add_argument("--verbs", default=",".join(VERBS), help="some of " + ",".join(VERBS))
+    parser.add_argument("--verbs", default=",".join(USUAL), help="some of " + ",".join(VERBS))
     parser.add_argument("--json", type=pathlib.Path, help="file for the rows")
     arguments, overrides = parser.parse_known_args()
     try:
@@ -176,6 +178,8 @@ def decoding(
     batch: int,
     max_tokens: int,
     *,
+    length: int | None = None,
+    learned: int = 0,
     beside: Tier | None = None,
 ) -> Iterator[Program]:
     """Plans the engine's two programs: prefill of the longest chunk of a prompt, and rounds of a full batch.
@@ -184,6 +188,8 @@ def decoding(
     against the same limit).
 
     Args:
+        length: most tokens of a prompt and its answer; None is `regenerate`'s.
+        learned: newest tokens of a request that a live head learns from.
         beside: tier of another engine of the same target and sizes, whose state is on the devices too.
     """
     mesh = replicas(make_mesh(config.mesh, devices))[0].decoding_mesh
@@ -196,12 +202,12 @@ def decoding(
         head = quantised_model(head, config.serve.draft_weights or weights_beside(target), vocabulary=True)
         ids = jax.ShapeDtypeStruct((head.config.draft_vocab_size,), jnp.int32)
         draft = Draft(by_rows(placed(head, mesh, SHARDING_RULES)), placed(ids, mesh))
-    prompt = config.regenerate.max_length - max_tokens
-    if prompt < 1:
+    length = length or config.regenerate.max_length
+    if length <= max_tokens:
         raise ValueError(f"{verb}.max_tokens: got {max_tokens}, expected less than regenerate.max_length")
 
     def planned(tier: Tier) -> Sizes:
-        return Sizes.plan(batch, config.regenerate.max_length, PAGE_SIZE, [tier])
+        return Sizes.plan(batch, length, PAGE_SIZE, [tier], learned=learned)
 
     def empty(models: Models, tier: Tier) -> Any:
         make = functools.partial(empty_state, sizes=planned(tier), tiers=[tier], kv_dtype=None)
@@ -211,10 +217,10 @@ def decoding(
     models, sizes = Models.of(target, draft), planned(tier)
     state = empty(models, tier)
     also = {} if beside is None else {f"{beside.name} state": empty(Models.of(target, None), beside)}
-    length = max(length for _, length in sizes.chunks)
+    longest = max(length for _, length in sizes.chunks)
 
     def chunk() -> Chunk:
-        return jax.tree.map(jnp.asarray, Chunk.of((), 1, length, sizes))
+        return jax.tree.map(jnp.asarray, Chunk.of((), 1, longest, sizes))
 
     read, one = placed(jax.eval_shape(chunk), mesh), placed(jax.ShapeDtypeStruct((), jnp.int32), mesh)
     cancelled, greedy = (placed(jax.ShapeDtypeStruct(shape, jnp.bool_), mesh) for shape in ((batch,), ()))
@@ -276,25 +282,10 @@ def train(config: RunConfig, shape: ModelConfig, devices: list[Any]) -> Iterator
     run = config.train
     mesh = make_mesh(run.mesh or config.mesh, devices)
     target = abstract_target(config, shape, mesh)
-    kind = kind_of(config, shape)
     split = Split.of(mesh, run.sequence)
-    ids = jax.ShapeDtypeStruct((kind.shape.draft_vocab_size,), jnp.int32)
-    drawn = jax.eval_shape(lambda model, ids: Teacher.of(model.embed[...], model.output_rows, ids), target, ids)
-    teacher = placed(drawn, mesh, TEACHER_SHARDING_RULES)
-    optimizer = make_optimizer(run, 1)
-    new_head = functools.partial(kind.new, config.seed)
-    state = jax.eval_shape(lambda rows: init_state(new_head, rows, optimizer, mesh), teacher.rows)
-    state = placed(state, mesh, TRAIN_SHARDING_RULES)
-
-    def rows(*width: int) -> jax.ShapeDtypeStruct:
-        dtype = jnp.bfloat16 if width else jnp.int32
-        size = (run.batch_size * split.pieces, run.row_length // split.pieces, *width)
-        return jax.ShapeDtypeStruct(size, dtype, sharding=batch_sharding(mesh))
-
-    hidden = shape.hidden_size
-    batch = Batch(
-        rows(), rows(len(shape.aux_layers) * hidden), rows(hidden), rows(), rows(), rows(), rows(), split=split
-    )
+    state, teacher, step = training_step(config, shape, mesh, target)
+    rows = functools.partial(rows_of_batch, config, mesh)
+    batch = training_batch(config, shape, mesh)
     parts = {"weights": state.head, "optimizer": state.opt_state, "teacher": teacher}
     beside: dict[str, Any] = {"batches on their way": [batch] * IN_FLIGHT}
     if run.features == "online":
@@ -312,11 +303,86 @@ def train(config: RunConfig, shape: ModelConfig, devices: list[Any]) -> Iterator
         mesh,
         parts | {"batch": batch},
         beside,
-        lambda: make_train_step(kind, optimizer, mesh).trace(state, teacher, batch),
+        lambda: step.trace(state, teacher, batch),
     )
 
 
-VERBS = {"evaluate": evaluate, "regenerate": regenerate, "extract": extract, "train": train}
+def adapt(config: RunConfig, shape: ModelConfig, devices: list[Any]) -> Iterator[Program]:
+    """Sizes a server whose head learns: its programs, the training step, and the new head's way to where it drafts."""
+    settings = config.serve
+    learns = settings.adapt or AdaptConfig()
+    config = dataclasses.replace(config, train=learner.training(learns))
+    tier = Tier(tiers.WITH_HEAD[-1].tree, head=True)
+    sizes = settings.batch_size, 1
+    serving = list(
+        decoding("adapt", config, shape, devices, tier, *sizes, length=settings.max_length, learned=learns.row_length)
+    )
+    mesh, parts = serving[-1].mesh, serving[-1].arguments
+    state, teacher, step = training_step(config, shape, mesh, abstract_target(config, shape, mesh))
+    batch, training = training_batch(config, shape, mesh), {"weights": state.head, "optimizer": state.opt_state}
+
+    def ring() -> Observed:  # the held-back requests' too; a row of each is room to copy into
+        c, tokens = state.head.config, learns.ring_tokens + 2 * learns.row_length
+        return Observed.empty(1, tokens, c.num_aux_layers * c.target_hidden_size, shape.hidden_size)
+
+    held = {"ring": placed(jax.eval_shape(ring), mesh), "rows of the LM head": teacher.rows}
+    kept = {"copy of the head that drafts": [state.head, state.opt_state]}
+    for program in serving:
+        yield dataclasses.replace(program, beside=program.beside | training | held | kept)
+    yield Program(
+        "adapt: step",
+        mesh,
+        training | {"teacher": teacher, "batch": batch},
+        {"target": parts["target"], "draft": parts["draft"], "state": parts["state"], "ring": held["ring"]} | kept,
+        lambda: step.trace(state, teacher, batch),
+    )
+    kind, draft = kind_of(config, shape), parts["draft"]
+    where = jax.tree.map(lambda x: x.sharding, draft.head)
+
+    @functools.partial(jax.jit, out_shardings=where)
+    def swap(head: Any, rows: Any, token_ids: Any) -> Any:
+        made = kind.draft(head, rows, token_ids).head
+        return jax.tree.map(lambda x, like: x.astype(like.dtype), made, draft.head)
+
+    ids = placed(jax.ShapeDtypeStruct((kind.shape.draft_vocab_size,), jnp.int32), mesh)
+    yield Program(
+        "adapt: swap",
+        mesh,
+        {"weights": state.head, "rows of the LM head": teacher.rows},
+        {"target": parts["target"], "state": parts["state"], "ring": held["ring"], "optimizer": state.opt_state} | kept,
+        lambda: swap.trace(state.head, teacher.rows, ids),
+    )
+
+
+def training_step(
+    config: RunConfig, shape: ModelConfig, mesh: Mesh, target: TargetModel
+) -> tuple[TrainState, Teacher, jax.stages.Wrapped]:
+    """Returns the abstract state and teacher of a training step, and the step."""
+    kind, optimizer = kind_of(config, shape), make_optimizer(config.train, 1)
+    ids = jax.ShapeDtypeStruct((kind.shape.draft_vocab_size,), jnp.int32)
+    drawn = jax.eval_shape(lambda model, ids: Teacher.of(model.embed[...], model.output_rows, ids), target, ids)
+    teacher = placed(drawn, mesh, TEACHER_SHARDING_RULES)
+    new_head = functools.partial(kind.new, config.seed)
+    state = jax.eval_shape(lambda rows: init_state(new_head, rows, optimizer, mesh), teacher.rows)
+    return placed(state, mesh, TRAIN_SHARDING_RULES), teacher, make_train_step(kind, optimizer, mesh)
+
+
+def rows_of_batch(config: RunConfig, mesh: Mesh, *width: int) -> jax.ShapeDtypeStruct:
+    """Shapes of a batch's integers, or of its states of some width."""
+    run, split = config.train, Split.of(mesh, config.train.sequence)
+    size = (run.batch_size * split.pieces, run.row_length // split.pieces, *width)
+    return jax.ShapeDtypeStruct(size, jnp.bfloat16 if width else jnp.int32, sharding=batch_sharding(mesh))
+
+
+def training_batch(config: RunConfig, shape: ModelConfig, mesh: Mesh) -> Batch:
+    rows, hidden = functools.partial(rows_of_batch, config, mesh), shape.hidden_size
+    aux = rows(len(shape.aux_layers) * hidden)
+    return Batch(rows(), aux, rows(hidden), *[rows()] * 4, split=Split.of(mesh, config.train.sequence))
+
+
+VERBS = {"evaluate": evaluate, "regenerate": regenerate, "extract": extract, "train": train, "adapt": adapt}
+# What a run needs; `adapt` is of a server.
+USUAL = ("evaluate", "regenerate", "extract", "train")
 
 
 def abstract_target(config: RunConfig, shape: ModelConfig, mesh: Mesh) -> TargetModel:

@@ -71,15 +71,7 @@ class HeadLearner:
         if config.folder is not None and identity is None:
             expected = "`Engine.load`, or the target's identity"
             raise ValueError(f"adapt.folder: got {config.folder} for an unnamed target, expected {expected}")
-        run = TrainConfig(
-            ttt_steps=config.ttt_steps,
-            batch_size=config.batch_size,
-            row_length=config.row_length,
-            loss_block=math.gcd(config.row_length, 128),
-            loss_reduction="mask",
-            learning_rate=config.learning_rate,
-            warmup_ratio=0.0,
-        )
+        run = training(config)
         self.stats, self._config = AdaptStats(), config
         self._kind, self._dtype = kind(head.config, run), head.dtype
         embed = target.embed[...]
@@ -217,6 +209,19 @@ class HeadLearner:
                 self._checkpoints.save(self._served)
             except CheckpointError as error:  # such as a full disk: the next head may be written
                 _log.warning("%s", error)
+
+
+def training(config: AdaptConfig) -> TrainConfig:
+    """Returns the settings of its training step."""
+    return TrainConfig(
+        ttt_steps=config.ttt_steps,
+        batch_size=config.batch_size,
+        row_length=config.row_length,
+        loss_block=math.gcd(config.row_length, 128),
+        loss_reduction="mask",
+        learning_rate=config.learning_rate,
+        warmup_ratio=0.0,
+    )
 
 
 def _copied(state: TrainState) -> TrainState:
