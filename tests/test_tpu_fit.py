@@ -239,7 +239,8 @@ def test_a_wrong_argument_is_refused_by_name(small, arguments, message, monkeypa
     ],
 )
 def test_the_draft_is_the_one_that_the_config_names(run, target, draft, head, tpu_fit):
-    config = tpu_fit.run_file.load(f"configs/{run}.yaml", ["--evaluate.draft", draft] if draft else [])
+    flags = ["--mesh.model", "4", *(["--evaluate.draft", draft] if draft else [])]
+    config = tpu_fit.run_file.load(f"configs/{run}.yaml", flags)
     shape = tpu_fit.read_config(TARGETS / target, config.target.aux_layers)
     assert type(tpu_fit.drafting_head(config, shape)).__name__ == head
     unknown = tpu_fit.run_file.load(f"configs/{run}.yaml", ["--evaluate.draft", "auto"])
@@ -268,7 +269,7 @@ def test_beside_an_evaluation_s_programs_lie_the_caches_of_vanilla_decoding(smal
 def test_a_row_of_32_thousand_tokens_is_split_over_two_chips(small, tmp_path, fit):
     """The target's forward pass and the step, whose kernel takes the row's keys in two blocks."""
     mesh = "--train.mesh.data", "2", "--train.mesh.model", "1", "--train.sequence", "2", "--train.features", "online"
-    size = "--train.batch-size", "1", "--train.row-length", "32768", "--train.ttt-steps", "3", "--train.remat", "true"
+    size = "--train.batch-size", "1", "--train.row-length", "32768", "--train.ttt-steps", "3", "--train.remat"
     rows = tmp_path / "rows.json"
     status, said = fit(small, "--topology", "v6e:1x2", "--verbs", "train", *mesh, *size, "--json", rows)
     assert status == 0, said
@@ -287,7 +288,8 @@ def test_a_row_of_32_thousand_tokens_is_split_over_two_chips(small, tmp_path, fi
 )
 def test_programs_of_other_drafts_are_planned_as_the_engine_runs_them(run, target, draft, layers, tpu_fit):
     """The target gives the draft the states that it reads: one of EAGLE-2's, none of the target's own layer."""
-    config = tpu_fit.run_file.load(f"configs/{run}.yaml", ["--evaluate.draft", draft] if draft else [])
+    flags = ["--mesh.model", "4", *(["--evaluate.draft", draft] if draft else [])]
+    config = tpu_fit.run_file.load(f"configs/{run}.yaml", flags)
     shape = tpu_fit.read_config(TARGETS / target, config.target.aux_layers)
     shape = dataclasses.replace(shape, num_hidden_layers=layers)
     for program in tpu_fit.evaluate(config, shape, tpu_fit.topology_devices("v5e:2x2")):
