@@ -66,36 +66,47 @@ def _steps(
     if split.pieces > 1:
         row = {"row": _first_keys(head, state, embeds, positions, split), "begin": split.begin(state.shape[1])}
         inputs = embeds, positions, split.gathered(segment_ids), row
-    cache = jnp.zeros((steps, *state.shape[:2], c.num_key_value_heads, c.head_dim), state.dtype)
+    unrolled = default_implementation() != "pallas"
     # CSE would merge unrolled steps with their recomputation in the backward pass; steps of a loop are safe.
-    step = jax.checkpoint(_step, policy=REMAT_POLICY, prevent_cse=_unroll(steps) > 1) if remat else _step
+    static = (5,) if unrolled else ()  # i
+    step = jax.checkpoint(_step, policy=REMAT_POLICY, prevent_cse=unrolled, static_argnums=static) if remat else _step
+    cache = jnp.zeros((0 if unrolled else steps, *state.shape[:2], c.num_key_value_heads, c.head_dim), state.dtype)
+    carry = state, cache, cache
 
-    def body(carry: tuple[Array, Array, Array], i: Array) -> tuple[tuple[Array, Array, Array], Array]:
-        state, keys, values = step(head, *carry, inputs, i)
-        return (state, keys, values), state
+    def body(carry: tuple[Array, Array, Array], i: Array | int) -> tuple[tuple[Array, Array, Array], Array]:
+        carry = step(head, *carry, inputs, i)
+        return carry, carry[0]
 
-    _, states = jax.lax.scan(body, (state, cache, cache), jnp.arange(steps), unroll=_unroll(steps))
-    return head.output_hidden(states)
-
-
-def _unroll(steps: int) -> int:
-    """Unrolls on CPUs, where programs compile fast and static steps skip masked keys."""
-    return steps if default_implementation() != "pallas" else 1
+    if unrolled:  # programs compile fast on CPUs, and a step holds the keys of those before it alone
+        states = []
+        for i in range(steps):
+            carry, state = body(carry, i)
+            states.append(state)
+        return head.output_hidden(jnp.stack(states))
+    return head.output_hidden(jax.lax.scan(body, carry, jnp.arange(steps))[1])
 
 
 def _step(
-    head: Head, state: Array, keys: Array, values: Array, inputs: _Inputs, i: Array
+    head: Head, state: Array, keys: Array, values: Array, inputs: _Inputs, i: Array | int
 ) -> tuple[Array, Array, Array]:
-    """Runs step i. Returns its state, and the keys and values [steps, b, t, k, d] with those of step i added."""
+    """Runs step i. Returns its state, and the keys and values [steps, b, t, k, d] with those of step i added.
+
+    Args:
+        keys, values: of all steps, or of no more than those before i, which then grow.
+    """
     embeds, positions, segment_ids, row = inputs
 
     def attend(q: Array, k: Array, v: Array) -> Array:
         nonlocal keys, values
-        keys, values = keys.at[i].set(k), values.at[i].set(v)
+        keys, values = _added(keys, k, i), _added(values, v, i)
         return ttt_attention(q, keys, values, segment_ids, i, **row)
 
     following = jax.lax.dynamic_slice_in_dim(embeds, 1 + i, state.shape[1], axis=1)
     return head(following, state, positions + i, attend), keys, values
+
+
+def _added(held: Array, new: Array, i: Array | int) -> Array:
+    return jnp.concatenate([held, new[None]]) if isinstance(i, int) else held.at[i].set(new)
 
 
 def _first_keys(head: Head, state: Array, embeds: Array, positions: Array, split: Split) -> tuple[Array, Array]:
