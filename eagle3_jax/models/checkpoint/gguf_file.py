@@ -83,6 +83,8 @@ class GgufTensors:
             raise SafetensorError(f"general.architecture: got {name!r}, expected {among}")
         heads = {"q": field(f"{name}.attention.head_count")}
         heads["k"] = field(f"{name}.attention.head_count_kv") or heads["q"]
+        if not all(isinstance(count, int) for count in heads.values()):
+            raise SafetensorError(f"{name}.attention.head_count: got {heads['q']!r}, expected a number")
         self._tensors: dict[str, GgufTensor] = {}
         for tensor in reader.tensors:
             if tensor.name in _NOT_WEIGHTS:
@@ -126,7 +128,6 @@ class GgufTensor:
     ) -> None:
         self.name, self.kind = name, KINDS.get(dtype)
         self._dtype, self._shape, self._data, self._rows = dtype, shape, data, rows
-        self._held: tuple[tuple[int, int, int], Parts] | None = None  # of the last read
 
     def get_shape(self) -> list[int]:
         return list(self._shape)
@@ -145,15 +146,21 @@ class GgufTensor:
 
     def parts(self, rows: slice) -> Parts:
         """Reads values, scales and offsets of some rows. Raises ValueError: scales that are not finite."""
+        return _parts(self, *rows.indices(self._shape[0]))
+
+    def read(self, rows: slice) -> Parts:
+        """See `parts`, which reads no rows twice in turn."""
         assert self.kind is not None
-        at = rows.indices(self._shape[0])
-        if self._held is None or self._held[0] != at:
-            data = self._data.reshape(self._shape[0], -1)
-            found = self.kind.read(data[rows] if self._rows is None else data[self._rows[rows]])
-            if not all(np.isfinite(x).all() for x in found[1:] if x is not None):
-                raise ValueError(f"{self.name}: got NaN or infinity, expected finite scales of its blocks")
-            self._held = at, found
-        return self._held[1]
+        data = self._data.reshape(self._shape[0], -1)
+        found = self.kind.read(data[rows] if self._rows is None else data[self._rows[rows]])
+        if not all(np.isfinite(x).all() for x in found[1:] if x is not None):
+            raise ValueError(f"{self.name}: got NaN or infinity, expected finite scales of its blocks")
+        return found
+
+
+@functools.lru_cache(3)  # queries, keys and values are one parameter; all tensors would be the model once more
+def _parts(tensor: GgufTensor, start: int, stop: int, step: int) -> Parts:
+    return tensor.read(slice(start, stop, step))
 
 
 class _Part:

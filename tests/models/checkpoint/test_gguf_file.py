@@ -1,9 +1,11 @@
 """Targets whose weights are a GGUF file: read as the package gguf reads them, kept in their bits, refused by name."""
 
+import gc
 import json
 import pathlib
 import re
 import shutil
+import weakref
 
 import jax
 import numpy as np
@@ -17,7 +19,7 @@ from test_gguf_blocks import blocks_of
 from eagle3_jax import DraftTree, Engine, SamplingParams
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.models.checkpoint.fetch import TargetError, load_target, read_config
-from eagle3_jax.models.checkpoint.gguf_file import hf_name
+from eagle3_jax.models.checkpoint.gguf_file import hf_name, open_gguf
 from eagle3_jax.models.checkpoint.load import WeightsError
 from eagle3_jax.models.families import FAMILIES, family_of
 from eagle3_jax.models.quantisation import is_quantised
@@ -137,6 +139,15 @@ def test_it_is_the_target_of_its_numbers_and_keeps_their_bits(tmp_path, name, mi
     )
 
 
+def test_what_was_read_is_not_kept_beside_the_model(tmp_path):
+    write(tmp_path, "qwen3", "Q8_0")
+    with open_gguf(tmp_path / "blocks/model.gguf") as file:
+        tensors = [x for x in map(file.get_slice, file.keys()) if x.kind is not None]
+        read = [weakref.ref(x.parts(slice(None))[1]) for x in tensors]
+    gc.collect()
+    assert len(read) > 8 and sum(x() is not None for x in read) <= 3
+
+
 @pytest.mark.slow
 def test_drafts_change_no_token_of_it(tmp_path):
     write(tmp_path, "llama", "Q4_K_M")
@@ -170,6 +181,7 @@ def test_what_is_not_read_is_refused_by_its_name(tmp_path):
     for damaged, said in {
         content[:4000]: "not a GGUF file",
         content.replace(b"qwen3", b"bert3", 1): "general.architecture: got 'bert3', expected 'llama' or",
+        content.replace(b"attention.head_count", b"attention.head_lount", 1): "attention.head_count: got None",
         content.replace(b"attn_k_norm", b"attn_k_morn", 1): "attn_k_morn.weight: unknown",
     }.items():
         (blocks / "model.gguf").write_bytes(damaged)
