@@ -82,7 +82,8 @@ def load_model(
         del files[name]
     if config.scales is not None:
         table = with_stored_scales(table, config.scales, _described(files))
-    if any(path.suffix == GGUF for path in files.values()):
+    in_blocks = any(path.suffix == GGUF for path in files.values())
+    if in_blocks:
         table = with_blocks(table, _described(files))
     _check(folder, table, files, tied=config.tie_word_embeddings)
     if weights == "stored" and not any(entry.packed for entry in table.values()):
@@ -133,7 +134,7 @@ def load_model(
             return parts[at]
 
         value = placed(leaf.shape, sharding, part)
-        if axis == -1:  # GGUF's embeddings and LM head
+        if axis == -1 and in_blocks:  # embeddings and LM head
             return jax.block_until_ready(quantised(name, value, "int4", vocabulary=True))
         if weights in (None, "stored"):
             return value
