@@ -132,6 +132,14 @@ def pytest_configure(config):
     compilation_cache.use(" ".join(_FLAGS))
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish():
+    """Collects garbage seldom: a traced program is some 100,000 objects, and few of them are garbage."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+
+
 def pytest_unconfigure(config):
     shutil.rmtree(config.stash.get(_COLD, ""), ignore_errors=True)
 

@@ -23,21 +23,26 @@ def start() -> str:
     found = importlib.util.find_spec(PACKAGE)
     assert found is not None and found.submodule_search_locations, f"expected the package {PACKAGE}"
     (binary,) = pathlib.Path(found.submodule_search_locations[0]).glob("vendor/fake-gcs-server/bin/fake-gcs-server-*")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    options = ["-scheme", "http", "-backend", "memory", "-host", "127.0.0.1", "-port", str(port), "-external-url", url]
-    server = subprocess.Popen([binary, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    atexit.register(server.kill)
-    os.environ["STORAGE_EMULATOR_HOST"] = url
-    for _ in range(200):
-        try:
-            with urllib.request.urlopen(f"{url}/storage/v1/b?project=none"):
-                return url
-        except OSError:
-            time.sleep(0.05)
-    raise TimeoutError(f"{url}: no answer")
+    for _ in range(10):  # another process may take the port first
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        url = f"http://127.0.0.1:{port}"
+        place = ["-host", "127.0.0.1", "-port", str(port), "-external-url", url]
+        server = subprocess.Popen(
+            [binary, "-scheme", "http", "-backend", "memory", *place],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        while server.poll() is None:
+            try:
+                with urllib.request.urlopen(f"{url}/storage/v1/b?project=none", timeout=10):
+                    atexit.register(server.kill)
+                    os.environ["STORAGE_EMULATOR_HOST"] = url
+                    return url
+            except OSError:
+                time.sleep(0.05)
+    raise RuntimeError(f"{binary}: ended at every start")
 
 
 def new_bucket() -> str:
@@ -48,5 +53,5 @@ def new_bucket() -> str:
         json.dumps({"name": name}).encode(),
         {"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request):
+    with urllib.request.urlopen(request, timeout=60):
         return f"gs://{name}"

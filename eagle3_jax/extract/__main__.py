@@ -30,7 +30,7 @@ from eagle3_jax.extract.hidden_states import choose_lengths
 from eagle3_jax.mesh import Replica, batch_sharding, make_mesh, own_replica, put
 from eagle3_jax.models.checkpoint.fetch import Target, cache_folder, load_target
 from eagle3_jax.models.checkpoint.identity import check_same_target
-from eagle3_jax.models.inference_layout import for_inference
+from eagle3_jax.models.inference_layout import for_many_rows
 from eagle3_jax.runs import command, command_line, disk, machine, manifest, processes
 from eagle3_jax.training.kinds.choice import kind_of
 
@@ -56,7 +56,7 @@ def extract(config: RunConfig, target: Target | None = None) -> None:
     reads = config.extract.states != "none"
     target = target or load_target(config.target, replica.mesh, only=None if reads else ())
     if reads:
-        target = dataclasses.replace(target, model=for_inference(target.model))
+        target = dataclasses.replace(target, model=for_many_rows(target.model))
     # The conversations do not depend on which hidden states are kept now.
     check_same_target(conversations, made_from["identity"]["target"], target.identity, but=("aux_layers",))
     kind_of(config, target.model.config)  # refuses a head that does not fit the target now

@@ -15,7 +15,7 @@ from jax.sharding import Sharding
 
 from eagle3_jax.kernels.dispatch import default_implementation
 from eagle3_jax.kernels.linear import few_rows
-from eagle3_jax.kernels.linear.api import linear, pack
+from eagle3_jax.kernels.linear.api import linear, pack, xla_is_faster
 from eagle3_jax.kernels.linear.layouts import Padded, Panels, Quantised
 from eagle3_jax.kernels.linear.quantised import Kind
 from eagle3_jax.kernels.vocabulary.api import vocabulary_logits
@@ -68,6 +68,14 @@ def for_inference(model: Model, weights: Kind | None = None) -> Model:
         weights: quantises float matrices and vocabulary first; None leaves them.
     """
     return _each(model, functools.partial(_twin, weights=weights))
+
+
+def for_many_rows(model: TargetModel) -> TargetModel:
+    """Returns a twin for passes over thousands of rows: `for_inference`'s, or the model where XLA is faster."""
+    leaves = jax.tree.leaves(model, is_leaf=is_quantised)
+    arrays = all(isinstance(leaf, jax.Array) and xla_is_faster(leaf.dtype) for leaf in leaves)
+    on_cpu = arrays and all(device.platform == "cpu" for device in leaves[0].sharding.device_set)
+    return model if on_cpu else for_inference(model)
 
 
 def products(*models: TargetModel | Draft | None) -> dict[Product, list[Matrix]]:

@@ -30,7 +30,7 @@ from eagle3_jax.models import fp8
 from eagle3_jax.models.checkpoint.fetch import Target, load_target
 from eagle3_jax.models.checkpoint.identity import check_same_target
 from eagle3_jax.models.drafts.head import Draft
-from eagle3_jax.models.inference_layout import for_inference
+from eagle3_jax.models.inference_layout import for_many_rows
 from eagle3_jax.models.states import target_states
 from eagle3_jax.models.target import TargetModel
 from eagle3_jax.runs import command, command_line, disk, machine, manifest, processes
@@ -303,7 +303,7 @@ class _Observer:
     """
 
     def __init__(self, model: TargetModel | None, mesh: jax.sharding.Mesh, split: Split) -> None:
-        self._model, self._mesh, self._split = None if model is None else for_inference(model), mesh, split
+        self._model, self._mesh, self._split = None if model is None else for_many_rows(model), mesh, split
 
     def __call__(self, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
         if self._model is None:

@@ -10,10 +10,11 @@ from jax.experimental.layout import Format, Layout
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import SamplingParams
+from eagle3_jax.kernels.cpu import compiler
 from eagle3_jax.kernels.linear.layouts import Panels, QuantisedPanels
 from eagle3_jax.models import inference_layout
 from eagle3_jax.models.checkpoint.fetch import load_target
-from eagle3_jax.models.inference_layout import for_inference
+from eagle3_jax.models.inference_layout import for_inference, for_many_rows
 from eagle3_jax.models.quantisation import quantised_model
 
 
@@ -45,6 +46,13 @@ def test_a_model_on_several_devices_is_left_as_it_is(target):
     mesh = jax.make_mesh((2,), ("model",))
     spread = jax.device_put(target.model, jax.NamedSharding(mesh, jax.P()))
     assert for_inference(spread) is spread
+
+
+@pytest.mark.parametrize(("tiles", "dtype", "packed"), [(1, "bfloat16", 0), (1, "float32", 1), (0, "bfloat16", 1)])
+def test_many_rows_of_bfloat16_are_left_to_amx(target, monkeypatch, tiles, dtype, packed):
+    monkeypatch.setattr(compiler, "has_tiles", lambda: bool(tiles))
+    model = jax.tree.map(lambda leaf: leaf.astype(dtype), target.model)
+    assert (for_many_rows(model) is not model) == bool(packed)
 
 
 def test_by_rows_though_the_default_has_columns(target):

@@ -85,6 +85,11 @@ def has_bfloat16_products() -> bool:
     return has_features("avx512bf16")
 
 
+def has_tiles() -> bool:
+    """Tells whether this machine multiplies tiles of bfloat16 (Intel's AMX)."""
+    return has_features("amx-bf16")
+
+
 def has_wide_vectors() -> bool:
     """Tells whether this machine has 32 vector registers of 512 bits (AVX-512)."""
     return has_features("avx512f")
