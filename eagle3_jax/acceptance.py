@@ -30,10 +30,10 @@ class AcceptanceCounts:
         accepted = itertools.zip_longest(self.accepted, other.accepted, fillvalue=0)
         return AcceptanceCounts(self.rounds + other.rounds, [a + b for a, b in accepted])
 
-    @classmethod
-    def total(cls, counts: Iterable[AcceptanceCounts]) -> AcceptanceCounts:
+    @staticmethod
+    def total(counts: Iterable[AcceptanceCounts]) -> AcceptanceCounts:
         """Sums counts."""
-        return functools.reduce(operator.add, counts, cls())
+        return functools.reduce(operator.add, counts, AcceptanceCounts())
 
     @property
     def tau(self) -> float:

@@ -12,7 +12,7 @@ TPU VMs give it the chips of its host, and as many replicas as there are hosts, 
 
 from __future__ import annotations
 
-from ray import serve  # pyright: ignore[reportMissingImports]
+from ray import serve
 from starlette.applications import Starlette
 
 from eagle3_jax.serve.__main__ import configure, load

@@ -107,7 +107,7 @@ class KeptProgram:
         key = json.dumps([backend.platform_version, devices, flags, lowered.as_text()])
         path = folder() / "tpu" / f"{hashlib.sha256(key.encode()).hexdigest()}.json.gz"
         if path.exists():
-            self._kept = json.loads(gzip.decompress(path.read_bytes()))
+            self._kept: Any = json.loads(gzip.decompress(path.read_bytes()))
             os.utime(path)
             return
         compiled = self._compile()

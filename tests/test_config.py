@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import pathlib
+from typing import Any
 
 import pytest
 import yaml
@@ -139,7 +140,8 @@ def test_all_errors_come_in_one_message():
 @pytest.mark.parametrize("field", ["max_steps", "checkpoint_every", "eval_batches", "batch_size"])
 def test_counts_start_at_one(field):
     with pytest.raises(ValueError, match=f"train.{field}: got 0, expected at least 1"):
-        dataclasses.replace(TrainConfig(), **{field: 0})
+        wrong: Any = {field: 0}
+        dataclasses.replace(TrainConfig(), **wrong)
 
 
 @pytest.mark.parametrize("layers", [(), (8, 2, 20), (2, 2, 20), (-1, 2, 3)])

@@ -138,7 +138,7 @@ def read_sharded(config: RunConfig) -> Any:
 
 def read_whole_checkpoint(config: RunConfig) -> Any:
     head = DraftHead(head_config(config), rngs=nnx.Rngs(0))
-    parts = {"head": head, "optimizer": make_optimizer(config.train, 10).init(head)}  # pyright: ignore
+    parts = {"head": head, "optimizer": make_optimizer(config.train, 10).init(head)}  # pyrefly: ignore
     with Checkpoints(config.folder("train")) as checkpoints:
         step, found = checkpoints._load({name: checkpoint._abstract(part) for name, part in parts.items()})
     leaves = jax.tree.leaves({name: found[name] for name in parts})

@@ -1,5 +1,7 @@
 """Small block heads with weights large enough for attention to matter, drawn without a compilation."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ VOCAB, DRAFT_VOCAB, HIDDEN = 60, 24, 16
 
 
 def block_config(**changes) -> BlockHeadConfig:
-    values = {
+    values: dict[str, Any] = {
         "vocab_size": VOCAB,
         "draft_vocab_size": DRAFT_VOCAB,
         "hidden_size": HIDDEN,

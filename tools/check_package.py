@@ -11,7 +11,7 @@ import tempfile
 
 import jax
 import numpy as np
-import tiny  # pyright: ignore[reportMissingImports]
+import tiny
 from flax import nnx
 
 import eagle3_jax

@@ -19,7 +19,7 @@ import urllib.request
 from typing import Any
 
 import gguf
-import xllamacpp  # pyright: ignore[reportMissingImports]: needed to make the file, not to read it
+import xllamacpp  # needed to make the file, not to read it
 from gguf.quants import dequantize
 
 ANSWER, TOP = 32, 8

@@ -163,7 +163,11 @@ def golden(family: str, text: str) -> dict[str, Any]:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    environment.globals |= {"strftime_now": datetime.datetime(2024, 7, 26).strftime, "raise_exception": raise_exception}
+    known: dict[str, Any] = {
+        "strftime_now": datetime.datetime(2024, 7, 26).strftime,
+        "raise_exception": raise_exception,
+    }
+    environment.globals.update(known)
     environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)  # jinja2's escapes HTML
     template = environment.from_string(text)
     special = SPECIAL[family]

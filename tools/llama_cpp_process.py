@@ -21,7 +21,7 @@ _JSON = {"Content-Type": "application/json"}
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    import xllamacpp  # pyright: ignore[reportMissingImports]
+    import xllamacpp
 
     options = xllamacpp.CommonParams()
     options.model.path = request["gguf"]

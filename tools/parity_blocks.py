@@ -192,8 +192,8 @@ def _scale(case: Case, compared: np.ndarray) -> float:
 
 def specforge(case: Case, weights: dict[str, torch.Tensor], data: Data, anchors: Anchors) -> peers.Found:
     """Computes loss and gradients of SpecForge's `OnlineDFlashModel` or `OnlineDSparkModel`."""
-    from specforge.algorithms.common import dflash_family_model as family  # pyright: ignore[reportMissingImports]
-    from specforge.modeling import draft as drafts  # pyright: ignore[reportMissingImports]
+    from specforge.algorithms.common import dflash_family_model as family
+    from specforge.modeling import draft as drafts
 
     c, spark = case.config, case.kind is DSpark
     config = layer_config(case)
@@ -233,12 +233,12 @@ def specforge(case: Case, weights: dict[str, torch.Tensor], data: Data, anchors:
 
 def speculators(case: Case, weights: dict[str, torch.Tensor], data: Data, anchors: Anchors) -> peers.Found:
     """Computes loss and gradients of speculators' draft model, its losses in plain torch."""
-    from speculators.losses import eager  # pyright: ignore[reportMissingImports]
-    from speculators.models.dflash import core  # pyright: ignore[reportMissingImports]
+    from speculators.losses import eager
+    from speculators.models.dflash import core
 
     c, name = case.config, case.kind.__name__
     package = importlib.import_module(f"speculators.models.{name.lower()}")
-    extra = {
+    extra: dict[type, dict[str, Any]] = {
         DSpark: {"markov_rank": c.markov_rank},
         DFlash2: {"selector_rank": c.selector_rank, "selector_top_k": c.selector_top_k},
     }
@@ -374,7 +374,7 @@ def no_product(draft: Any, stack: contextlib.ExitStack) -> None:
 
 
 def selector_label_of_another_row(draft: Any, stack: contextlib.ExitStack) -> None:
-    from speculators.models.dflash2 import core  # pyright: ignore[reportMissingImports]
+    from speculators.models.dflash2 import core
 
     chosen = core.selector_training_candidates
     moved = functools.partial(mock.patch.object, core, "selector_training_candidates")
@@ -382,7 +382,7 @@ def selector_label_of_another_row(draft: Any, stack: contextlib.ExitStack) -> No
 
 
 def convolve_all_blocks(draft: Any, stack: contextlib.ExitStack) -> None:
-    from speculators.models.dflash2 import model_definitions  # pyright: ignore[reportMissingImports]
+    from speculators.models.dflash2 import model_definitions
 
     convolve = model_definitions.grouped_dynamic_conv
 

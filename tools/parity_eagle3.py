@@ -124,9 +124,9 @@ def from_zero(positions: torch.Tensor) -> torch.Tensor:
 
 def specforge_model(c: DraftHeadConfig, weights: dict[str, torch.Tensor]) -> Any:
     """Makes SpecForge's draft model with its loss in plain torch and frozen embeddings."""
-    from specforge.algorithms.eagle3 import model as eagle3  # pyright: ignore[reportMissingImports]
-    from specforge.core import loss as losses  # pyright: ignore[reportMissingImports]
-    from specforge.modeling.draft import LlamaForCausalLMEagle3  # pyright: ignore[reportMissingImports]
+    from specforge.algorithms.eagle3 import model as eagle3
+    from specforge.core import loss as losses
+    from specforge.modeling.draft import LlamaForCausalLMEagle3
     from transformers import LlamaConfig
 
     eagle3.LogSoftmaxLoss = types.SimpleNamespace(apply=losses._compute_loss)
@@ -151,8 +151,8 @@ def specforge_loss(
 
     Arguments are as in `Batch`; rows: the target's LM head [v, h].
     """
-    from specforge.algorithms.eagle3.model import OnlineEagle3Model  # pyright: ignore[reportMissingImports]
-    from specforge.utils import padding  # pyright: ignore[reportMissingImports]
+    from specforge.algorithms.eagle3.model import OnlineEagle3Model
+    from specforge.utils import padding
 
     step_losses, *_ = OnlineEagle3Model(model, length=steps)(
         input_ids=padding(token_ids.long(), left=False),
@@ -169,7 +169,7 @@ def specforge_loss(
 
 def specforge(weights: dict[str, torch.Tensor], data: Data, mistake: str) -> peers.Found:
     """Computes SpecForge's loss, step losses and gradients."""
-    from specforge.modeling.draft import llama3_eagle  # pyright: ignore[reportMissingImports]
+    from specforge.modeling.draft import llama3_eagle
 
     model = specforge_model(CONFIG, weights)
     mask = torch.from_numpy(data.loss_mask)[None]
@@ -191,8 +191,8 @@ def specforge(weights: dict[str, torch.Tensor], data: Data, mistake: str) -> pee
 
 def speculators(weights: dict[str, torch.Tensor], data: Data, mistake: str) -> peers.Found:
     """Computes loss, step losses and gradients of speculators' `Eagle3DraftModel`, its losses in plain torch."""
-    from speculators.losses.eager import kl_div_loss  # pyright: ignore[reportMissingImports]
-    from speculators.models.eagle3 import (  # pyright: ignore[reportMissingImports]
+    from speculators.losses.eager import kl_div_loss
+    from speculators.models.eagle3 import (
         Eagle3DraftModel,
         Eagle3SpeculatorConfig,
     )

@@ -44,7 +44,8 @@ def read(model: Any, texts: Sequence[tuple[list[int], list[int]]]) -> tuple[np.n
         padded = np.zeros((1, -(-size // 64) * 64), np.int32)
         padded[0, :size] = prompt + answer
         found.append([np.asarray(x)[0, len(prompt) - 1 : size - 1] for x in scores(model, jnp.asarray(padded))])
-    return tuple(np.concatenate(part) for part in zip(*found, strict=True))  # pyright: ignore
+    scored, best = (np.concatenate(part) for part in zip(*found, strict=True))
+    return scored, best
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ def measure(config: RunConfig, made: pathlib.Path, folder: pathlib.Path, form: s
         folder: folder of the trainings, a run folder for each form and seed.
     """
     features, run = folder / form, folder / f"{form}-{seed}"
-    extracting = dataclasses.replace(config.extract, states=form)
+    extracting = dataclasses.replace(config.extract, states=form)  # pyrefly: ignore
     training = dataclasses.replace(config.train, features="stored", decode_every=2**30)  # behind the last step
     for name in ("prompts", "conversations"):
         _link(made / name, features / name)

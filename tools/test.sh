@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Checks everything: style, types, layers, tests.
-#   tools/test.sh fast   everyday work: without types and the slow tests
+#   tools/test.sh fast   everyday work: without the slow tests
 #   tools/test.sh        without the long tests
 #   tools/test.sh long   all of it: the long tests, new examples of every property, every mutant
 # What follows these words goes to pytest; `--cold` uses nothing that earlier runs compiled.
@@ -32,11 +32,10 @@ check() {
 }
 check ruff check .
 check ruff format --check .
-[[ $which == fast ]] || begin pyright pyright --pythonpath "$(command -v python)"
+check pyrefly check --min-severity error --summary=none --python-interpreter-path "$(command -v python)"
 check lint-imports
 check shellcheck --external-sources --source-path SCRIPTDIR tools/*.sh .ci/run
 check "${PYTEST[@]}" "${select[@]}" "$@"
-[[ $which == fast ]] || finish pyright || failed+=(pyright)
 if [[ $which == long ]]; then
   # One at a time: several of them start processes of their own, which must find each other within gloo's 30 seconds.
   check "${PYTEST[@]}" -n 0 -m long --hypothesis-profile=long

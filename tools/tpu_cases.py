@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 STATIC_PROFILE = "static profile"
@@ -27,7 +28,7 @@ class Call:
     """
 
     function: Any
-    arguments: list[tuple[tuple[int, ...], Any]]
+    arguments: Sequence[tuple[tuple[int, ...], Any]]
     trips: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     donated: tuple[int, ...] = ()
 

@@ -149,10 +149,10 @@ def _tpu_inference(device_kind: str) -> Any:
         package = types.ModuleType(".".join(names[:end]))
         package.__path__ = ["/".join([str(wheels[0]), *names[:end]])]
         sys.modules[package.__name__] = package
-    from tpu_inference.kernels.ragged_paged_attention.v3 import util  # pyright: ignore[reportMissingImports]
+    from tpu_inference.kernels.ragged_paged_attention.v3 import util
 
     # The original reads the process's first device, which is not a TPU here.
     util.get_tpu_version = lambda: {"TPU v5 lite": 5, "TPU v5": 5, "TPU v6 lite": 6, "TPU7x": 7}[device_kind]
-    from tpu_inference.kernels.ragged_paged_attention.v3 import kernel  # pyright: ignore[reportMissingImports]
+    from tpu_inference.kernels.ragged_paged_attention.v3 import kernel
 
     return kernel.ragged_paged_attention

@@ -197,7 +197,7 @@ def measure_batch(
                 bar.update()
     ceiling = profile.bandwidth()
     same = answers[VANILLA].texts if params.greedy and settings.simulated_acceptance is None else None
-    records = {}
+    records: dict[str, dict[str, Any]] = {}
     for name in ways:
         found = answers[name]
         tokens = sum(map(len, found.texts))

@@ -144,7 +144,7 @@ def race(config: RunConfig, what: Material, batch: int) -> dict[str, Any]:
         for turn in range(raced, raced + FRESH_TURNS):
             take(turn, [best, decode.AUTO], lead)
             bar.update()
-    sizes = []
+    sizes: list[dict[str, Any]] = []
     for name, tier in tiers.items():
         counts = AcceptanceCounts.total(x.counts for x in answers[name])
         speed = found.ratio(name, decode.VANILLA)

@@ -52,12 +52,14 @@ def from_dict(values: dict[str, Any]) -> RunConfig:
     try:
         config = pydantic.TypeAdapter(RunConfig).validate_python(values)
     except pydantic.ValidationError as error:
-        lines = problems(error, meant=flags.meant)
-    else:
-        lines = list(_mistaken(values, config, ()))
-    if lines:
-        raise ConfigError("\n  ".join(["invalid configuration:", *lines]))
+        raise _invalid(problems(error, meant=flags.meant)) from None
+    if mistaken := list(_mistaken(values, config, ())):
+        raise _invalid(mistaken)
     return config
+
+
+def _invalid(lines: list[str]) -> ConfigError:
+    return ConfigError("\n  ".join(["invalid configuration:", *lines]))
 
 
 def to_dict(config: Any) -> dict[str, Any]:

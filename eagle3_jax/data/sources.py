@@ -138,7 +138,7 @@ def tfds(name: str, field: str, split: str = "train", category: str = "tfds") ->
     """
     import tensorflow_datasets  # slow to import, and used by this source only
 
-    source = tensorflow_datasets.data_source(name, split=split)
+    source: Any = tensorflow_datasets.data_source(name, split=split)
     for number, example in enumerate(source, start=1):
         if field not in example:
             raise ValueError(f"prepare.sources: tfds {name}: field: got {field!r}, expected one of {sorted(example)}")

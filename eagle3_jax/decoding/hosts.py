@@ -344,6 +344,7 @@ def _accept() -> dict[int, _Line]:
                 raise HostLost(f"process {missing[0]} of {processes.count()} did not connect") from error
             connection.settimeout(PATIENCE)
             line = _Line(connection)
+            hello: Any = None
             try:
                 hello = line.read()
                 known = hmac.compare_digest(hello["secret"], secret)

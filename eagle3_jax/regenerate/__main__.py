@@ -45,7 +45,7 @@ def regenerate(config: RunConfig) -> None:
     open_ends = any(dialogue.end is None for dialogue in _dialogues(prompts))
     decodes = open_ends and not settings.servers
     replica = None if settings.servers else own_replica(make_mesh(config.mesh))
-    target = load_target(config.target, replica and replica.mesh, only=None if decodes else ())
+    target = load_target(config.target, None if replica is None else replica.mesh, only=None if decodes else ())
     identity = {
         "verb": "regenerate",
         "prompts": manifest.fingerprint(made_from),

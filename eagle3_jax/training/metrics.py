@@ -163,7 +163,7 @@ class MetricWriter:
 def import_wandb(project: str) -> Any:
     """Imports Weights & Biases, to which `train.wandb: project` sends. Raises ValueError if it is not installed."""
     try:
-        import wandb  # pyright: ignore[reportMissingImports]
+        import wandb
     except ImportError as error:
         raise ValueError(f"train.wandb: got {project!r}, expected the package: pip install wandb") from error
     return wandb

@@ -53,7 +53,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, *_: Any) -> None: ...
+    def log_message(self, *_: Any) -> None: ...  # pyrefly: ignore
 
 
 class _Strict(_Handler):
@@ -81,7 +81,7 @@ class _Strict(_Handler):
 
 @contextlib.contextmanager
 def _answering(kind: type[_Handler]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    handler = type("Handler", (kind,), {"asked": []})
+    handler: Any = type("Handler", (kind,), {"asked": []})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()

@@ -132,10 +132,10 @@ class Slow:
         return self._fast.get_chat_template()
 
     def apply_chat_template(self, *args: object, **kwargs: object) -> object:
-        return self._fast.apply_chat_template(*args, **kwargs)  # pyright: ignore[reportArgumentType]
+        return self._fast.apply_chat_template(*args, **kwargs)  # pyrefly: ignore
 
     def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
-        return {"input_ids": self._fast(text, add_special_tokens=False)["input_ids"]}  # pyright: ignore[reportReturnType]
+        return {"input_ids": self._fast(text, add_special_tokens=False)["input_ids"]}
 
 
 TOKENIZERS = {"byte_level": byte_level(), "metaspace": metaspace()}

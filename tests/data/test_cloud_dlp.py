@@ -24,8 +24,8 @@ SPANS = [
 
 
 def settings(server: FakeDlp, **more: Any) -> CloudDlpConfig:
-    how = {"project": "my-project", "location": "europe-west1", "token_variable": "DLP_TOKEN", "url": server.url}
-    return CloudDlpConfig(**{**how, **more})
+    how: dict[str, Any] = {"project": "my-project", "location": "europe-west1", "token_variable": "DLP_TOKEN"}
+    return CloudDlpConfig(**how | {"url": server.url} | more)
 
 
 @pytest.fixture(autouse=True)

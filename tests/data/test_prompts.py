@@ -14,7 +14,7 @@ from eagle3_jax.data.split import Split, bounds
 def prompts() -> list[sources.Prompt]:
     found = list(sources.packaged())
     assert all(isinstance(record, dict) for record in found)
-    return found  # pyright: ignore[reportReturnType]
+    return found  # pyrefly: ignore
 
 
 def test_at_least_fifty_of_each_category(prompts):

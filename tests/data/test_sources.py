@@ -128,7 +128,7 @@ def test_tfds(tmp_path):
         def _split_generators(self, dl_manager: object) -> dict:
             return {"test": self._generate_examples()}
 
-        def _generate_examples(self):  # pyright: ignore[reportIncompatibleMethodOverride]
+        def _generate_examples(self):
             yield from enumerate({"question": text, "number": 1} for text in ("One?", "Zwei – ja?", ""))
 
     TinyQuestions(data_dir=str(tmp_path), file_format="array_record").download_and_prepare()

@@ -44,7 +44,7 @@ class Tokenizer:
 
 
 def make(toy, tree: DraftTree | list[DraftTree] | None = CHAIN, target=None, **kwargs) -> Engine:
-    kwargs = {"batch_size": 2, "max_length": 128, **kwargs}
+    kwargs: dict[str, Any] = {"batch_size": 2, "max_length": 128, **kwargs}
     return Engine(target or toy.target, Tokenizer(), None if tree is None else toy.good, tree or "auto", **kwargs)
 
 
@@ -273,7 +273,7 @@ def test_what_cannot_be_loaded_is_refused_before_anything_is(monkeypatch, tmp_pa
         ({"target": tmp_path / "none"}, r"target: got .*none, no such folder"),
     ):
         with pytest.raises(ValueError, match=message), tiny.no_type_checks():
-            Engine.load(**{"target": "smollm2-135m-instruct"} | options)
+            Engine.load(**{"target": "smollm2-135m-instruct"} | options)  # pyrefly: ignore
     for call in (speculative.submit, speculative.stream):
         with pytest.raises(ValueError, match="params: got dict, expected SamplingParams"), tiny.no_type_checks():
             list(call("a", {"max_tokens": 3}))

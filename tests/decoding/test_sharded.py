@@ -91,7 +91,8 @@ def test_an_engine_splits_its_draft_as_its_target(toy):
     engine = Engine(split, None, toy.good, DraftTree(num_steps=3, topk=2, num_draft_tokens=6), max_length=64)
     assert engine.draft is not None and isinstance(engine.draft.head, DraftHead)
     assert all(leaf.sharding.mesh == mesh for leaf in jax.tree.leaves(engine.draft))
-    assert engine.draft.head.mlp.gate[...].sharding.spec[1] == "model"
+    place: Any = engine.draft.head.mlp.gate[...].sharding
+    assert place.spec[1] == "model"
 
 
 @pytest.mark.long

@@ -117,8 +117,8 @@ def test_a_token_map_cuts_the_drafts_and_is_part_of_what_was_asked(untrained, mo
 
 @pytest.mark.slow
 def test_an_engine_that_parts_is_told_where(untrained, tmp_path, predicted):
-    plain = {"answers": predicted.plain, "seconds": [1.0], "rounds": 0, "accepted": [], "version": "0"}
-    fast = plain | {
+    plain: dict[str, Any] = {"answers": predicted.plain, "seconds": [1.0], "rounds": 0, "accepted": [], "version": "0"}
+    fast: dict[str, Any] = plain | {
         "answers": predicted.answers,
         "rounds": predicted.counts.rounds,
         "accepted": predicted.counts.accepted,
@@ -151,7 +151,7 @@ def test_in_bfloat16_differences_are_said_and_are_no_error(untrained, tmp_path, 
     }
     report = check.run(config, "held_out.jsonl", "vllm", fake_vllm(tmp_path, plain, fast))
     assert "bfloat16: only float32 is required to be equal; differences: none" in check.table(report)
-    fast["rounds"] += 1
+    fast |= {"rounds": predicted.counts.rounds + 1}
     report = check.run(config, "held_out.jsonl", "vllm", fake_vllm(tmp_path, plain, fast))
     said = f"vllm: rounds: got {predicted.counts.rounds + 1}, expected {predicted.counts.rounds}"
     assert report["differences"] == [said]

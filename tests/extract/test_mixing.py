@@ -39,8 +39,8 @@ def conversations(count: int, name: str) -> list[dict[str, Any]]:
         messages = [{"role": "user", "content": f"Question {number}?"}, said]
         ids = None if number % 2 else [[65] * tokens]
         origin = {"source": "jsonl:in.jsonl", **({"license": "mit"} if number % 4 else {})}
-        found.append({"id": f"{name}-{number}", "category": category, **origin, "messages": messages})
-        found[-1] |= {"truncated": False, "answer_ids": ids}
+        told = {"messages": messages, "truncated": False, "answer_ids": ids}
+        found.append({"id": f"{name}-{number}", "category": category, **origin, **told})
     return found
 
 

@@ -269,7 +269,7 @@ def alone(request, tmp_path):
     family = next(x for x in FAMILIES if x.config.architecture == request.param)
     model = tiny_families.make(family)
     if request.param == "DeepseekV3ForCausalLM":  # the layer of a quantised target is written unquantised
-        model.config = dataclasses.replace(model.config, fp8=True)
+        model.config = dataclasses.replace(model.config, fp8=True)  # pyrefly: ignore
     target = Target(model, Tokenizer(), {"name": "target"}, tmp_path)
     rng = np.random.default_rng(3)
     head = mtp.abstract(model.config, jnp.float32)

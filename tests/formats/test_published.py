@@ -1,5 +1,6 @@
 """Heads that others published (published.json): each is read and mapped, or refused with the reason."""
 
+import dataclasses
 import json
 import math
 import pathlib
@@ -159,5 +160,5 @@ def test_mimo_s_layer_has_the_names_of_its_checkpoint():
 def test_a_head_of_another_width_does_not_draft_here():
     """As SafeAILab's for Llama 3.3 70B, and SGLang's copy of it."""
     config = tiny_heads.make_draft().head.config
-    narrow = DraftHeadConfig(**{**vars(config), "hidden_size": 8})
+    narrow = dataclasses.replace(config, hidden_size=8)
     assert misfits(narrow, tiny_heads.TARGET) == ["hidden_size: got 8, expected 16, the target's"]

@@ -197,11 +197,12 @@ def foreign(config: RunConfig, folder: pathlib.Path, tensors: Any = None, **fiel
     "trap", [pytest.param(trap, marks=[pytest.mark.long] if number else []) for number, trap in enumerate(UNSEEN)]
 )
 def test_what_no_reader_sees_the_counters_tell(trained: RunConfig, tmp_path: pathlib.Path, trap: str) -> None:
-    spoiled = UNSEEN[trap]
+    spoiled: Any = UNSEEN[trap]
     config = foreign(trained, tmp_path / "head", spoiled.get("tensors"), **spoiled.get("fields", {}))
     if layers := spoiled.get("aux_layers"):
         outputs = {AUX_KEY: [layer - 1 for layer in layers], "use_aux_hidden_state": True}
-        alter(tmp_path / "head", **{AUX_KEY: list(layers), "eagle_config": outputs})
+        own: dict[str, Any] = {AUX_KEY: list(layers), "eagle_config": outputs}
+        alter(tmp_path / "head", **own)
         config = dataclasses.replace(config, target=dataclasses.replace(config.target, aux_layers=layers))
     reference = pathlib.Path(config.run_dir, "check/numbers.json")
     with pytest.raises(check.CheckError, match=r"numbers\.json: rounds: got \d+, expected \d+\n.*accepted: got"):

@@ -77,7 +77,7 @@ def test_wherever_it_lies_warm_programs_stay_compiled(target, place):
         mesh = jax.make_mesh((1, 1), ("data", "model"), devices=[device], axis_types=(jax.sharding.AxisType.Auto,) * 2)
         device = jax.NamedSharding(mesh, jax.P())
     engine = Engine(jax.device_put(target.model, device), target.tokenizer, batch_size=2, max_length=64)
-    assert engine.target.lm_head[...].panels.devices() == {jax.devices()[1]}
+    assert engine.target.lm_head[...].panels.devices() == {jax.devices()[1]}  # pyrefly: ignore
     engine.warm_up(progress=False)
     compiled = engine.stats().programs
     engine.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=5))

@@ -25,7 +25,7 @@ def write(path: pathlib.Path, count: int, seed: int = 0) -> None:
             if recent and 0.15 < kind < 0.2:
                 said = [word.upper() for word in draw.choice(recent)]
             else:
-                recent = [*recent[-400:], said]
+                recent = [*recent[-400:], [*said]]
             text = " ".join(said)
             if kind > 0.98:
                 text += f" write to u{number}@example.org"

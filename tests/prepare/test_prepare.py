@@ -206,7 +206,7 @@ class FakeEngine(Engine):
     never_ends = False
 
     @classmethod
-    def load(cls, *_: Any, batch_size: int, max_length: int) -> "FakeEngine":
+    def load(cls, *_: Any, batch_size: int, max_length: int) -> "FakeEngine":  # pyrefly: ignore
         assert (batch_size, max_length) == (2, 3 + 128)
         return cls()
 
@@ -291,7 +291,7 @@ class Talker(Engine):
         pass
 
     @classmethod
-    def load(cls, *_: Any, batch_size: int, max_length: int) -> "Talker":
+    def load(cls, *_: Any, batch_size: int, max_length: int) -> "Talker":  # pyrefly: ignore
         cls.asked = []
         return cls()
 

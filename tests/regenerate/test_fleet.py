@@ -51,7 +51,7 @@ def server(folder: pathlib.Path, tokenizer: Any) -> Any:
     with contextlib.ExitStack() as stack:
 
         def make(**settings: Any) -> FakeServer:
-            common = {"tokenizer": tokenizer, "model": str(folder)}
+            common: dict[str, Any] = {"tokenizer": tokenizer, "model": str(folder)}
             return stack.enter_context(FakeServer(**common | settings))
 
         yield make

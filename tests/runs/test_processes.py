@@ -217,9 +217,10 @@ def test_a_killed_process_is_missed(victim, where):
 
 def test_what_another_host_has_otherwise_is_said_by_name(monkeypatch):
     """On all of them: the first field, in order, of the first process that has another value."""
-    first = ["alpha", {"jax": "1", "serve.port": 8000}]
+    alike = {"jax": "1", "serve.port": 8000}
+    first = ["alpha", alike]
     monkeypatch.setattr(processes, "gather", lambda own: [first, first, ["beta", {"jax": "2", "serve.port": None}]])
     with pytest.raises(ValueError, match=r"jax: got 2 on host beta \(process 2\), expected 1 as on host alpha"):
         processes.check_alike({})
-    monkeypatch.setattr(processes, "gather", lambda own: [first, ["beta", dict(first[1])]])
+    monkeypatch.setattr(processes, "gather", lambda own: [first, ["beta", dict(alike)]])
     processes.check_alike({})

@@ -50,7 +50,8 @@ def engine(tmp_path_factory) -> Engine:
 
 @contextlib.contextmanager
 def _serving(engine: Engine, keys: tuple[str, ...] = (), **settings: Any) -> Iterator[Served]:
-    common = {"port": 0, "batch_size": engine.batch_size, "queue_limit": 64, "draft": "none", "drain_timeout": 5}
+    common: dict[str, Any] = {"port": 0, "queue_limit": 64, "draft": "none", "drain_timeout": 5}
+    common |= {"batch_size": engine.batch_size}
     config = ServeConfig(**common | settings)
     place = serve.bind(config)
     app = make_app(EnginePool([engine]), MODEL, config, keys)

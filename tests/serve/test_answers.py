@@ -122,7 +122,7 @@ class Waiting(Answers):
     """One answer, whose first token comes when it is told to; a piece without tokens comes before."""
 
     def __init__(self) -> None:
-        self.requests, self.goes_on = [Told()], asyncio.get_running_loop().create_future()
+        self.requests, self.goes_on = [Told()], asyncio.get_running_loop().create_future()  # pyrefly: ignore
 
     async def pieces(self):
         yield 0, Piece("", [], None, [], None)

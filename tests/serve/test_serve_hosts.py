@@ -117,9 +117,9 @@ def serving(folder: pathlib.Path, count: int, mesh: str) -> Iterator[Servers]:
             servers = Servers(folder, processes, http)
             until = time.monotonic() + 300
             body = PARAMS | {"prompt": PROMPTS}
-            while (said := http.post("/v1/completions", json=body)).status_code == 504:  # it still compiles
+            while (answer := http.post("/v1/completions", json=body)).status_code == 504:  # it still compiles
                 assert time.monotonic() < until, [process.printed() for process in processes]
-            assert said.status_code == 200, [said.text, *(process.printed() for process in processes)]
+            assert answer.status_code == 200, [answer.text, *(process.printed() for process in processes)]
             yield servers
     finally:
         for process in processes:

@@ -52,7 +52,13 @@ def batch_of(hidden: int, lengths=((7, 8), (12,)), row_length: int = 16) -> Batc
 
 
 def run_config(kind: str, **changes: Any) -> RunConfig:
-    draft = {"kind": kind, "vocab_size": 24, "num_layers": 2, "block_size": 4, "mask_token_id": 59} | changes
+    draft: dict[str, Any] = {
+        "kind": kind,
+        "vocab_size": 24,
+        "num_layers": 2,
+        "block_size": 4,
+        "mask_token_id": 59,
+    } | changes
     return RunConfig(run_dir="run", draft=DraftConfig(**draft), train=RUN)
 
 
@@ -276,8 +282,9 @@ def test_weights_of_a_block_s_drafts_are_the_config_s():
     batch = batch_of(HIDDEN)
     tokens = batch.token_ids % 24
     batch = dataclasses.replace(batch, token_ids=tokens, argmax=jnp.roll(tokens, -1, axis=1))
-    decay = {"block_weights": "decay"}
+    decay: dict[str, Any] = {"block_weights": "decay"}
     losses = set()
+    options: dict[str, Any]
     for options in ({}, {"dpace_alpha": 0.9}, decay, decay | {"loss_decay_gamma": 1.0}):
         config = dataclasses.replace(run_config("dflash"), train=dataclasses.replace(RUN, **options))
         kind = kind_of(config, target.config)

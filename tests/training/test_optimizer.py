@@ -38,7 +38,7 @@ def test_updates_are_those_of_adamw_on_clipped_gradients():
             move = first[name] / (1 - b1 ** (step + 1)) / scaled
             weights[name] = weight - rate * move
     for name, weight in weights.items():
-        np.testing.assert_allclose(ours[name], weight, rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(ours[name], weight, rtol=1e-5, err_msg=name)  # pyrefly: ignore
 
 
 def test_muon_takes_the_matrices_and_all_parameters_move_at_the_rate(head):

@@ -412,7 +412,8 @@ def _compiled(
 
     def flat(*leaves: Any) -> list[Any]:  # what describes a compiled program has other leaves than arrays
         nonlocal results
-        found, results = jax.tree.flatten(program.__wrapped__(*jax.tree.unflatten(structure, leaves), **static))
+        function: Any = program
+        found, results = jax.tree.flatten(function.__wrapped__(*jax.tree.unflatten(structure, leaves), **static))
         return found
 
     flat.__name__ = program.__name__

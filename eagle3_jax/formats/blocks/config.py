@@ -78,7 +78,7 @@ def read(kind: BlockKind, values: dict[str, Any], problems: list[str]) -> BlockH
     theta, scaling = read_rope(flat, problems)
     if not any("rope_theta" in section for section in (flat, *(flat.get(name) or {} for name in _ROPE[1:]))):
         problems.append("rope_theta: missing; engines differ in its default")
-    found = {
+    found: dict[str, Any] = {
         "rope_theta": theta,
         "rope_scaling": scaling,
         "aux_layers": _aux_layers(flat, problems),
@@ -157,7 +157,7 @@ def canonical(kind: BlockKind, config: BlockHeadConfig) -> BlockHeadConfig:
     if [plain.causal(i) for i in layers] != [config.causal(i) for i in layers]:
         plain = dataclasses.replace(plain, is_causal=config.is_causal)
     own = {DSPARK.name: {"markov_rank", "confidence"}, DFLASH2.name: set(_SELECTOR.values())}
-    defaults = {field.name: field.default for field in dataclasses.fields(BlockHeadConfig)}
+    defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(BlockHeadConfig)}
     foreign = set().union(*(names for name, names in own.items() if name != kind.name))
     return dataclasses.replace(plain, **{name: defaults[name] for name in foreign})
 

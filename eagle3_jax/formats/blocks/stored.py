@@ -47,7 +47,7 @@ class StoredBlockHead(StoredHead):
         tensors: those of `tensors.table`, and `lm_head.weight` unless the LM head is the target's.
     """
 
-    config: BlockHeadConfig
+    config: BlockHeadConfig  # pyrefly: ignore
     kind: BlockKind = DFLASH
 
     def same(self, other: StoredHead) -> bool:

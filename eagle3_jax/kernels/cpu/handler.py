@@ -135,11 +135,11 @@ def write_kernel(module: ir.Module, name: str, operands: int, results: int, plan
     head, do, end = (work.function.append_basic_block(part) for part in ("head", "do", "end"))
     work.b.branch(head)
     work.b.position_at_end(head)
-    chunk = work.b.atomic_rmw("add", work.at(job, _NEXT, I8), work.int(1), "acquire")
+    chunk = work.b.atomic_rmw("add", work.at(job, _NEXT, I8), work.integer(1), "acquire")
     work.b.cbranch(work.less(chunk, work.field(job, _TOTAL, I64)), do, end)
     work.b.position_at_end(do)
     work.b.call(run.function, [work.field(job, _VALUES), chunk])
-    work.b.atomic_rmw("add", work.at(job, _DONE, I8), work.int(1), "release")
+    work.b.atomic_rmw("add", work.at(job, _DONE, I8), work.integer(1), "release")
     work.b.branch(head)
     work.b.position_at_end(end)
     work.b.ret_void()
@@ -148,8 +148,8 @@ def write_kernel(module: ir.Module, name: str, operands: int, results: int, plan
     release = define(module, f"{name}.release", [POINTER])
     release.function.linkage = "internal"
     job = release.function.args[0]
-    holders = release.b.atomic_rmw("sub", release.at(job, _HOLDERS, I8), release.int(1), "acq_rel")
-    with release.when(release.b.icmp_signed("==", holders, release.int(1))):
+    holders = release.b.atomic_rmw("sub", release.at(job, _HOLDERS, I8), release.integer(1), "acq_rel")
+    with release.when(release.b.icmp_signed("==", holders, release.integer(1))):
         release.call("free", VOID, job)
     release.b.ret_void()
     release.finish()
@@ -161,15 +161,15 @@ def write_kernel(module: ir.Module, name: str, operands: int, results: int, plan
     helper.b.ret_void()
     helper.finish()
 
-    job = code.call("malloc", POINTER, code.int(_JOB_SIZE))
+    job = code.call("malloc", POINTER, code.integer(_JOB_SIZE))
     for field, value in ((_NEXT, 0), (_DONE, 0), (_HOLDERS, 1)):
-        code.b.store(code.int(value), code.at(job, field, I8))
+        code.b.store(code.integer(value), code.at(job, field, I8))
     code.b.store(total, code.at(job, _TOTAL, I8))
     code.b.store(known, code.at(job, _VALUES, I8))
     api, task = OFFSETS["XLA_FFI_Api"], OFFSETS["XLA_FFI_ThreadPool_Schedule_Args"]
     asked = code.variable(I64, count=SCHEDULE_ARGS_SIZE // 8)
     for field, value in (
-        ("struct_size", code.int(SCHEDULE_ARGS_SIZE)),
+        ("struct_size", code.integer(SCHEDULE_ARGS_SIZE)),
         ("extension_start", POINTER(None)),
         ("ctx", code.field(frame, call_frame["ctx"])),
         ("task", helper.function),
@@ -179,7 +179,7 @@ def write_kernel(module: ir.Module, name: str, operands: int, results: int, plan
     function = ir.FunctionType(POINTER, [POINTER]).as_pointer()
     schedule = code.field(code.field(frame, call_frame["api"]), api["XLA_FFI_ThreadPool_Schedule"], function)
     with code.loop(1, code.least(compiler.threads(), total)):
-        code.b.atomic_rmw("add", code.at(job, _HOLDERS, I8), code.int(1), "acq_rel")
+        code.b.atomic_rmw("add", code.at(job, _HOLDERS, I8), code.integer(1), "acq_rel")
         error = code.b.call(schedule, [asked])
         with code.when(code.b.icmp_unsigned("!=", error, POINTER(None))):
             code.b.call(release.function, [job])

@@ -41,33 +41,33 @@ class Code:
         self.entry.branch(self._start)
 
     @staticmethod
-    def int(value: int | Value) -> Value:
+    def integer(value: int | Value) -> Value:
         return ir.Constant(I64, value) if isinstance(value, int) else value
 
     def add(self, a: Any, b: Any) -> Value:
-        return self.b.add(self.int(a), self.int(b))
+        return self.b.add(self.integer(a), self.integer(b))
 
     def sub(self, a: Any, b: Any) -> Value:
-        return self.b.sub(self.int(a), self.int(b))
+        return self.b.sub(self.integer(a), self.integer(b))
 
     def mul(self, a: Any, b: Any) -> Value:
-        return self.b.mul(self.int(a), self.int(b))
+        return self.b.mul(self.integer(a), self.integer(b))
 
     def div(self, a: Any, b: Any) -> Value:
-        return self.b.udiv(self.int(a), self.int(b))
+        return self.b.udiv(self.integer(a), self.integer(b))
 
     def rem(self, a: Any, b: Any) -> Value:
-        return self.b.urem(self.int(a), self.int(b))
+        return self.b.urem(self.integer(a), self.integer(b))
 
     def less(self, a: Any, b: Any) -> Value:
-        return self.b.icmp_signed("<", self.int(a), self.int(b))
+        return self.b.icmp_signed("<", self.integer(a), self.integer(b))
 
     def most(self, a: Any, b: Any) -> Value:
-        a, b = self.int(a), self.int(b)
+        a, b = self.integer(a), self.integer(b)
         return self.b.select(self.b.icmp_signed(">", a, b), a, b)
 
     def least(self, a: Any, b: Any) -> Value:
-        a, b = self.int(a), self.int(b)
+        a, b = self.integer(a), self.integer(b)
         return self.b.select(self.b.icmp_signed("<", a, b), a, b)
 
     def variable(self, kind: ir.Type, value: Value | None = None, count: int = 1) -> Value:
@@ -80,7 +80,7 @@ class Code:
 
     def at(self, base: Value, index: Any, kind: ir.Type) -> Value:
         """Returns a pointer to base[index]."""
-        return self.b.gep(base, [self.int(index)], source_etype=kind)
+        return self.b.gep(base, [self.integer(index)], source_etype=kind)
 
     def load(self, place: Value, kind: ir.Type, align: int | None = None) -> Value:
         return self.b.load(place, typ=kind, align=align)
@@ -185,7 +185,7 @@ class Code:
     @contextlib.contextmanager
     def loop(self, start: Any, stop: Any, step: int = 1) -> Iterator[Value]:
         """Writes `for i in range(start, stop, step)`."""
-        place = self.variable(I64, self.int(start))
+        place = self.variable(I64, self.integer(start))
         head, body, end = (self.function.append_basic_block(name) for name in ("head", "body", "end"))
         self.b.branch(head)
         self.b.position_at_end(head)

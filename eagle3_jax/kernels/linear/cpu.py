@@ -161,7 +161,7 @@ def write_chunk(
             of_y = code.at(y, code.add(code.mul(row, stride), code.mul(number, width)), F32)
             multiply(int(gated), height, number, row, of_y, stride)
             if gated:
-                multiply(0, height, number, row, gates, code.int(width))
+                multiply(0, height, number, row, gates, code.integer(width))
                 for r in range(height):
                     _gate(code, code.at(gates, r * width, F32), code.at(of_y, code.mul(stride, r), F32), width)
 
@@ -169,7 +169,7 @@ def write_chunk(
         with code.loop(0, whole, rows) as row:
             write(rows, row)
         for left in range(1, rows):
-            with code.when(code.b.icmp_signed("==", code.sub(m, whole), code.int(left))):
+            with code.when(code.b.icmp_signed("==", code.sub(m, whole), code.integer(left))):
                 write(left, whole)
 
 

@@ -86,7 +86,7 @@ def write_attention(module: ir.Module, name: str, dtype: str, d: int, masked: bo
                         VOID,
                         code.at(page_of(code, values, cache, b, head, number), inside, element),
                         code.at(entries, new, element),
-                        code.int(d * size_of),
+                        code.integer(d * size_of),
                         ir.Constant(I1, 0),
                     )
         return values, code.mul(queries.size(0), heads)

@@ -41,7 +41,7 @@ class Scales:
         rows, columns = shape
         if self.block is not None:
             return -(-rows // self.block), -(-columns // self.block)
-        return stored if stored in ((), (1,), (rows,)) else (rows, 1)
+        return stored if stored is not None and stored in ((), (1,), (rows,)) else (rows, 1)
 
     def by_rows(self, factors: Any, rows: int, columns: int, group: int) -> np.ndarray:
         """Spreads stored factors to float32 [rows, columns / group]."""

@@ -76,7 +76,7 @@ class Block(qwen3.Block):
     def __init__(self, config: Qwen3MoeConfig, layer: int, *, dtype: Any, rngs: nnx.Rngs) -> None:
         super().__init__(config, layer, dtype=dtype, rngs=rngs)
         if layer in config.expert_layers:
-            self.mlp = SparseMLP(config, dtype=dtype, rngs=rngs)
+            self.mlp = SparseMLP(config, dtype=dtype, rngs=rngs)  # pyrefly: ignore
 
 
 class Qwen3Moe(TargetModel):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ class BlockHead(Kind):
             expected = f"a token of the target without another use, below {target.vocab_size}"
             raise ValueError(f"draft.mask_token_id: got {mask}, expected {expected}, for draft.kind {cls.name!r}")
         names = {field.name for field in dataclasses.fields(BlockHeadConfig)}
-        shared = {name: x for name, x in dataclasses.asdict(eagle).items() if name in names}
+        shared: dict[str, Any] = {name: x for name, x in dataclasses.asdict(eagle).items() if name in names}
         shape = BlockHeadConfig(
             **shared,
             block_size=draft.block_size,

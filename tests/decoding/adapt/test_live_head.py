@@ -226,7 +226,7 @@ def test_a_block_head_learns_too(toy, expected):
 def test_impossible_requests_to_adapt_are_refused_before_work(toy):
     with pytest.raises(ConfigError, match=r"adapt.*ring_tokens: got 512, expected at least 768"):
         AdaptConfig(ring_tokens=512)
-    wrong = {
+    wrong: dict[str, dict[str, Any]] = {
         "no draft head": {"draft": None},
         "simulated_acceptance": {"draft": toy.plain, "tree": CHAIN, "simulated_acceptance": 0.5},
     }

@@ -206,7 +206,7 @@ def test_a_server_of_eight_places_has_at_most_24_programs():
 def test_warm_up_measures_once_a_machine_and_compiles_everything(toy, vanilla, tmp_path, monkeypatch):
     monkeypatch.setattr(tiers, "WITH_HEAD", FEW)
     before: Any = getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009
-    sizes = {**SIZES, "batch_size": 4}
+    sizes: dict[str, Any] = {**SIZES, "batch_size": 4}
     engine = Engine(toy.target, Tokenizer(), toy.good, **sizes)
     early = [1, 2, 3, *engine.generate([[1, 2, 3]], SamplingParams(max_tokens=40))[0].token_ids]
     engine.warm_up(tmp_path, progress=False)
@@ -230,7 +230,7 @@ def test_warm_up_measures_once_a_machine_and_compiles_everything(toy, vanilla, t
     monkeypatch.setattr(costs, "round_costs", never)
     again.warm_up(tmp_path, progress=False)
     assert again.tiers._policies[True].costs == priced
-    other = Engine(toy.target, Tokenizer(), toy.good, **{**SIZES, "batch_size": 3})
+    other = Engine(toy.target, Tokenizer(), toy.good, **(SIZES | {"batch_size": 3}))
     with pytest.raises(AssertionError, match="measured again"):  # other sizes cost something else
         other.warm_up(tmp_path, progress=False)
     jax.config.update("jax_compilation_cache_dir", before)

@@ -147,7 +147,7 @@ def shapes(
     )
     places |= formats("0", make_target) | formats("1/head", make_head)
     rest = iter(names)
-    return tuple(
+    return tuple(  # pyrefly: ignore
         (
             structure,
             [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=places[next(rest)]) for x in part],

@@ -128,7 +128,7 @@ def test_products_take_the_rows_that_cost_least_and_tokens_stay(toy, monkeypatch
     target, draft = engine._runner._models.modules()
     assert draft is not None
     for matrix in (target.lm_head, target.blocks[0].mlp.down, draft.head.fc, draft.head.lm_head):
-        assert matrix[...].rows == (4, 8)
+        assert matrix[...].rows == (4, 8)  # pyrefly: ignore
     assert target.embed[...] is tied.embed[...]
     assert [output.token_ids for output in engine.generate(prompts, params)] == before
     engine.replace_draft(toy.good)

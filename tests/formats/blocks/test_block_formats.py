@@ -39,7 +39,7 @@ KIND = {kind.name: kind for kind in KINDS}
 
 def stored(kind: BlockKind, dtype: str = "float32", **changes: Any) -> StoredBlockHead:
     """A head of this kind, over the whole vocabulary unless told otherwise."""
-    options = WHOLE | {"aux_layers": TARGET.aux_layers} | changes
+    options: dict[str, Any] = WHOLE | {"aux_layers": TARGET.aux_layers} | changes
     ids = np.arange(VOCAB) if options["draft_vocab_size"] == VOCAB else IDS
     shape = dataclasses.replace(TARGET, aux_layers=options["aux_layers"])
     head, problems = from_head(make_block_head(kind.network, **options), ids, shape, dtype, "org/target")

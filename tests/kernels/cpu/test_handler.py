@@ -33,7 +33,7 @@ def write_chain(module, name, patience=0):
         value, before, out, begun, total = values
         number = code.load(value, F32)
         found = code.variable(F32, code.b.fadd(number, number))
-        waited = code.variable(I64, code.int(0))
+        waited = code.variable(I64, code.integer(0))
         from_last = code.sub(code.sub(total, 1), chunk)
         with code.when(code.less(from_last, 2)):
             code.b.atomic_rmw("xchg", code.at(begun, from_last, I32), ir.Constant(I32, 1), "release")

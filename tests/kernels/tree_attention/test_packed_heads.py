@@ -55,7 +55,7 @@ def known(cache):
     return np.where(np.isnan(cache.astype(np.float32)), np.zeros((), cache.dtype), cache)
 
 
-def example(kv_heads, head_dim, dtype, seed=0):
+def example(kv_heads, head_dim, dtype, seed=0) -> tuple[Any, Any, Any, dict[str, Any]]:
     """Two sequences with a tree of 5 nodes: arguments of a call, with NaN behind the tails; int8 holds halves."""
     rng = np.random.default_rng(seed)
     b, t, slots, group = 2, 5, 256, 2

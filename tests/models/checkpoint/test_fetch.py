@@ -135,7 +135,7 @@ def test_a_path_is_a_folder(tmp_path):
         (3, "target: got int, expected a na"),
     ):
         with pytest.raises(fetch.TargetError, match=said), tiny.no_type_checks():
-            fetch.target_config(wrong)
+            fetch.target_config(wrong)  # pyrefly: ignore
 
 
 def test_a_config_is_fetched_without_the_weights(monkeypatch, tmp_path):

@@ -55,7 +55,7 @@ def shapes(architecture: str, seed: int) -> dict[str, Any]:
     kv_heads, group = draw.choice([1, 2, 3]), draw.choice([1, 2, 4])
     heads, head_dim = kv_heads * group, draw.choice([4, 8, 16])
     width = heads * draw.choice([4, 8])
-    values = {
+    values: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": width if SAME_AS.get(architecture, architecture) != "Qwen2ForCausalLM" else heads * head_dim,
         "intermediate_size": draw.choice([24, 40, 56]),

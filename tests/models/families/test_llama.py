@@ -213,7 +213,7 @@ def test_both_spellings_of_rope(tmp_path):
         "num_hidden_layers": 8,
         "num_attention_heads": 2,
     }
-    scaling = {k: v for k, v in LLAMA31["rope_scaling"].items()}
+    scaling = {k: v for k, v in LLAMA31["rope_scaling"].items()}  # pyrefly: ignore
     old = LlamaConfig.from_hf(base | {"rope_theta": 5e5, "rope_scaling": scaling})
     new = LlamaConfig.from_hf(base | {"rope_parameters": scaling | {"rope_theta": 5e5}})
     assert old == new

@@ -48,7 +48,7 @@ class _Forbids(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, *_):
+    def log_message(self, *_):  # pyrefly: ignore
         pass
 
 
