@@ -2,7 +2,7 @@
 
 import pytest
 
-from eagle3_jax.config import DraftTree
+from eagle3_jax.config import DraftTree, TargetConfig
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.formats import draft_models, heads
 from eagle3_jax.models.checkpoint.fetch import load_target
@@ -32,6 +32,21 @@ def test_its_card_names_what_the_hub_asks_for():
     assert card.startswith("---\nlicense: apache-2.0\n")
     for part in ("## Measured", "## Data", "## Training", "tau"):
         assert part in card
+
+
+@pytest.mark.slow
+def test_a_tree_changes_no_bit():
+    """Each token's log-probability is vanilla decoding's, from few bits too: there a rounding error moves a token."""
+    target = load_target(TargetConfig(name="smollm2-135m-instruct", weights="stored"))
+    params, sizes = SamplingParams(max_tokens=48, logprobs=0), {"max_length": 256, "prefix_cache": False}
+    prompts = ["Why is the sky blue? Answer in three sentences.", "Write a Python function that sorts three numbers."]
+    tree = DraftTree(num_steps=3, topk=3, num_draft_tokens=8)
+    drafted = Engine.load(target, tree=tree, **sizes, batch_size=2).generate(prompts, params)
+    plain = Engine.load(target, None, **sizes).generate(prompts, params)
+    for one, other in zip(drafted, plain, strict=True):
+        assert one.token_ids == other.token_ids
+        assert [x.logprob for x in one.logprobs or ()] == [x.logprob for x in other.logprobs or ()]
+    assert sum(sum(x.stats.accepted_per_position) for x in drafted) > 30
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """Streams the same answers without drafts and with them, marks the accepted drafts, and prints the speed-up.
 
+The target that comes with the package answers from its 4 bits first; the same in float32 stands beside it as figures.
+
     .venv/bin/python tools/hello.py                                  # drafts of this package's head
     .venv/bin/python tools/hello.py --draft lookup                   # drafts copied from the text, without a head
     .venv/bin/python tools/hello.py --draft runs/quickstart/export   # drafts of your own head
@@ -23,10 +25,11 @@ environment.prepare()
 
 from eagle3_jax import Engine, SamplingParams, load_target
 from eagle3_jax.acceptance import AcceptanceCounts
+from eagle3_jax.config import TargetConfig
 from eagle3_jax.decoding.measure.compare import first_difference
 from eagle3_jax.decoding.text import Detokenizer
 from eagle3_jax.formats.packaged import AUTO, LOOKUP, packaged_head
-from eagle3_jax.models.checkpoint.fetch import Target
+from eagle3_jax.models.checkpoint.fetch import Target, packaged_model
 from eagle3_jax.runs import command
 
 # Two edits, of text and of code, whose answers quote the prompt, and one question.
@@ -131,11 +134,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     with command.run("hello", resumes=False):
         print(f"Loading {arguments.target} ...", flush=True)
         target = load_target(arguments.target)
-        run(target, arguments.draft or (AUTO if packaged_head(target) else LOOKUP), colours=colours)
+        draft = arguments.draft or (AUTO if packaged_head(target) else LOOKUP)
+        if packaged_model(arguments.target):
+            run(load_target(TargetConfig(name=arguments.target, weights="stored")), draft, colours=colours)
+            print("\nThe same in float32:\n", flush=True)
+        run(target, draft, colours=colours, quiet=bool(packaged_model(arguments.target)))
 
 
-def run(target: Target, draft: str, *, colours: bool) -> None:
-    """Answers each prompt twice and compares. Raises ValueError: a head of another target, or different answers."""
+def run(target: Target, draft: str, *, colours: bool, quiet: bool = False) -> None:
+    """Answers each prompt twice and compares; `quiet` shows the table alone.
+
+    Raises ValueError: a head of another target, or different answers.
+    """
     start = time.monotonic()
     print("Compiling, and measuring what drafts cost here ...", flush=True)
     vanilla = Engine.load(target, None, max_length=MAX_LENGTH, prefix_cache=False)
@@ -147,7 +157,8 @@ def run(target: Target, draft: str, *, colours: bool) -> None:
     print(f"Ready after {time.monotonic() - start:.0f} s.")
 
     def show(text: str) -> None:
-        print(text, end="", flush=True)
+        if not quiet:
+            print(text, end="", flush=True)
 
     marked = "coloured, a colour for each depth" if colours else "in [brackets]"
     source = {LOOKUP: "copied from the text", AUTO: "of the head that comes with the package"}.get(
@@ -155,12 +166,11 @@ def run(target: Target, draft: str, *, colours: bool) -> None:
     )
     answers = []
     for name, prompt in PROMPTS.items():
-        print(f"\n== {name}: {prompt}")
-        print("\n-- without drafts")
+        show(f"\n== {name}: {prompt}\n\n-- without drafts\n")
         plain = stream(vanilla, prompt, params, show, colours=colours)
-        print(f"\n\n-- with drafts {source}; the accepted ones are {marked}")
+        show(f"\n\n-- with drafts {source}; the accepted ones are {marked}\n")
         fast = stream(drafting, prompt, params, show, colours=colours)
-        print()
+        show("\n")
         answers.append((name, plain, fast))
     print(f"\n{table(answers)}")
     print("tau: tokens a round. drafted: share of the answer's tokens that were accepted drafts.")

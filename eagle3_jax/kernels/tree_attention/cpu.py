@@ -2,11 +2,15 @@
 
 The new entries of all sequences are written first. A chunk of the work is then one KV head of one sequence: all its
 queries attend with an online softmax (FlashAttention's). Scores and sums are float32.
+
+What a query sees decides its result, to the bit: a node of a tree has that of the same tokens in a row. Slots that it
+does not see lie between those that it does, so the block where the tail begins, and the tail, are first gathered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +20,7 @@ from llvmlite import ir
 
 from eagle3_jax.kernels.cpu import compiler, handler
 from eagle3_jax.kernels.cpu.handler import Buffer
-from eagle3_jax.kernels.cpu.ir import ELEMENTS, F32, I1, I8, I32, I64, VOID, Code, Value, constant, vector
+from eagle3_jax.kernels.cpu.ir import ELEMENTS, F32, I1, I8, I32, I64, POINTER, VOID, Code, Value, constant, vector
 
 _WIDTH = 16  # floats of a vector
 _ROWS = 4  # rows attended together
@@ -37,9 +41,10 @@ def attend_cpu(
     """See `tree_attention`; caches have the queries' dtype."""
     if page_table is None:
         page_table = jnp.arange(len(queries), dtype=jnp.int32)[:, None]
-    dtype, d, masked = queries.dtype.name, queries.shape[3], tail_mask is not None
-    name = f"eagle3_jax_tree_attention_{dtype}_{d}_{'tree' if masked else 'causal'}"
-    compiler.kernel(name, write_attention, dtype, d, masked)
+    dtype, d = queries.dtype.name, queries.shape[3]
+    room = 0 if tail_mask is None else -(-tail_mask.shape[2] // _BLOCK) * _BLOCK
+    name = f"eagle3_jax_tree_attention_{dtype}_{d}_{room}"
+    compiler.kernel(name, write_attention, dtype, d, room)
     mask = jnp.zeros((1, 1, 1), bool) if tail_mask is None else tail_mask
     results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (queries, keys, values))
     call = jax.ffi.ffi_call(name, results, input_output_aliases={3: 1, 4: 2})
@@ -51,8 +56,13 @@ def supports(dtype: Any, cache_dtype: Any, head_dim: int) -> bool:
     return dtype == cache_dtype and jnp.dtype(dtype).name in ELEMENTS and head_dim % _WIDTH == 0
 
 
-def write_attention(module: ir.Module, name: str, dtype: str, d: int, masked: bool) -> None:
-    """Writes the kernel; its results are the attended values, keys and values."""
+def write_attention(module: ir.Module, name: str, dtype: str, d: int, room: int) -> None:
+    """Writes the kernel; its results are the attended values, keys and values.
+
+    Args:
+        room: the most slots of a tail under a mask; 0 is a causal tail.
+    """
+    masked, held = room > 0, _BLOCK + room  # slots of the block where the tail begins, and the tail's
     element, vectors, size_of = ELEMENTS[dtype], d // _WIDTH, 4 if dtype == "float32" else 2
     kind = vector(_WIDTH)
 
@@ -103,6 +113,11 @@ def write_attention(module: ir.Module, name: str, dtype: str, d: int, masked: bo
         sums = [[code.variable(kind) for _ in range(vectors)] for _ in range(_ROWS)]
         best = [code.variable(F32) for _ in range(_ROWS)]
         total = [code.variable(F32) for _ in range(_ROWS)]
+        if masked:
+            kept, places = code.variable(F32, count=_ROWS * held), code.variable(POINTER, count=_ROWS * held)
+            filled = [code.variable(I64) for _ in range(_ROWS)]
+            inside_page = code.mul(code.div(code.rem(length, size), _BLOCK), _BLOCK)
+            own = code.add(code.mul(code.div(length, size), size), inside_page)
         scale = constant(d**-0.5)
         with code.loop(0, rows, _ROWS) as first:
             # Rows beyond the last repeat it; its result is then written more than once.
@@ -124,20 +139,20 @@ def write_attention(module: ir.Module, name: str, dtype: str, d: int, masked: bo
                 code.b.store(constant(0.0), total[r])
                 for v in range(vectors):
                     code.b.store(constant(0.0, _WIDTH), sums[r][v])
-            # In a causal tail the last of these rows sees the most.
-            seen = end if masked else code.add(length, code.add(token[-1], 1))
-            with (
-                code.loop(0, code.div(code.add(seen, code.sub(size, 1)), size)) as page,
-                code.loop(0, code.least(size, code.sub(seen, code.mul(page, size))), _BLOCK) as inside,
-            ):
-                start = code.add(code.mul(page, size), inside)
-                count = code.least(code.least(code.sub(seen, start), code.sub(size, inside)), _BLOCK)
-                block = [
+
+            def block_of(page: Value, inside: Value) -> list[Value]:
+                return [
                     code.at(page_of(code, values, x, b, head, page), code.mul(inside, d), element)
                     for x in (keys, cache_values)
                 ]
+
+            # In a causal tail the last of these rows sees the most.
+            seen = own if masked else code.add(length, code.add(token[-1], 1))
+            with _blocks(code, 0, seen, size) as (page, inside, start, count):
+                block = block_of(page, inside)
                 _scores(code, count, block[0], query, scores, scale, element)
-                _mask(code, count, start, length, token, scores, mask, b, t, tail, masked)
+                if not masked:
+                    _mask(code, count, start, length, token, scores)
                 for r in range(_ROWS):
                     _softmax(code, count, code.at(scores, r * _BLOCK, F32), best[r], total[r], sums[r])
                 with code.loop(0, count) as j:
@@ -147,6 +162,39 @@ def write_attention(module: ir.Module, name: str, dtype: str, d: int, masked: bo
                         weight = code.broadcast(weight, _WIDTH)
                         for v in range(vectors):
                             code.b.store(code.fma(weight, value[v], code.load(sums[r][v], kind)), sums[r][v])
+            if masked:
+                for r in range(_ROWS):
+                    code.b.store(code.integer(0), filled[r])
+                with _blocks(code, own, end, size) as (page, inside, start, count):
+                    block = block_of(page, inside)
+                    _scores(code, count, block[0], query, scores, scale, element)
+                    with code.loop(0, count) as j:
+                        place, index = code.at(block[1], code.mul(j, d), element), code.sub(code.add(start, j), length)
+                        for r in range(_ROWS):
+                            at = code.add(code.mul(code.add(code.mul(b, t), token[r]), tail), code.most(index, 0))
+                            visible = code.b.icmp_unsigned(
+                                "!=", code.load(code.at(mask, at, I8), I8), ir.Constant(I8, 0)
+                            )
+                            visible = code.b.or_(visible, code.less(index, 0))
+                            last = code.load(filled[r], I64)
+                            score = code.load(code.at(scores, code.add(j, r * _BLOCK), F32), F32)
+                            code.b.store(score, code.at(kept, code.add(last, r * held), F32))
+                            code.b.store(place, code.at(places, code.add(last, r * held), POINTER))
+                            code.b.store(code.add(last, code.b.zext(visible, I64)), filled[r])
+                for r in range(_ROWS):
+                    rank = code.add(own, code.load(filled[r], I64))
+                    with _blocks(code, own, rank, size) as (_, _, start, count):
+                        base, of_block = code.add(code.sub(start, own), r * held), code.at(scores, r * _BLOCK, F32)
+                        with code.loop(0, count) as j:
+                            score = code.load(code.at(kept, code.add(base, j), F32), F32)
+                            code.b.store(score, code.at(of_block, j, F32))
+                        _fill(code, count, of_block)
+                        _softmax(code, count, of_block, best[r], total[r], sums[r])
+                        with code.loop(0, count) as j:
+                            place = code.load(code.at(places, code.add(base, j), POINTER), POINTER)
+                            weight = code.broadcast(code.load(code.at(of_block, j, F32), F32), _WIDTH)
+                            for v, value in enumerate(_vectors(code, place, vectors, element)):
+                                code.b.store(code.fma(weight, value, code.load(sums[r][v], kind)), sums[r][v])
             for r in range(_ROWS):
                 share = code.broadcast(code.b.fdiv(constant(1.0), code.load(total[r], F32)), _WIDTH)
                 for v in range(vectors):
@@ -154,6 +202,21 @@ def write_attention(module: ir.Module, name: str, dtype: str, d: int, masked: bo
                     code.store_floats(result, code.at(attended, code.add(offset[r], v * _WIDTH), element), element)
 
     handler.write_kernel(module, name, 8, 3, plan, body)
+
+
+@contextlib.contextmanager
+def _blocks(code: Code, first: Any, last: Value, size: Value) -> Iterator[tuple[Value, Value, Value, Value]]:
+    """Writes a loop over the blocks of slots `first`, where one begins, to `last`; none crosses a page.
+
+    Yields:
+        The page, the block's place inside, its first slot, and the number of its slots.
+    """
+    pages = code.div(code.add(last, code.sub(size, 1)), size)
+    with code.loop(code.div(code.integer(first), size), pages) as page:
+        begins = code.mul(page, size)
+        least, most = code.most(code.sub(first, begins), 0), code.least(size, code.sub(last, begins))
+        with code.loop(least, most, _BLOCK) as inside:
+            yield page, inside, code.add(begins, inside), code.least(code.sub(most, inside), _BLOCK)
 
 
 def _vectors(code: Code, place: Value, count: int, element: ir.Type) -> list[Value]:
@@ -172,23 +235,23 @@ def _scores(code, count, keys, query, scores, scale, element) -> None:
                 product = code.fma(one, other, product)
             score = code.b.fmul(code.total(product), scale)
             code.b.store(score, code.at(scores, code.add(j, r * _BLOCK), F32))
+    for r in range(len(query)):
+        _fill(code, count, code.at(scores, r * _BLOCK, F32))
+
+
+def _fill(code, count, scores) -> None:
+    """Writes _LEAST behind the scores of a row, up to the end of a vector."""
     padded = code.mul(code.div(code.add(count, _WIDTH - 1), _WIDTH), _WIDTH)
     with code.loop(count, padded) as j:
-        for r in range(len(query)):
-            code.b.store(constant(_LEAST), code.at(scores, code.add(j, r * _BLOCK), F32))
+        code.b.store(constant(_LEAST), code.at(scores, j, F32))
 
 
-def _mask(code, count, start, length, token, scores, mask, b, t, tail, masked) -> None:
-    """Writes _LEAST where a row does not see a slot of the tail."""
+def _mask(code, count, start, length, token, scores) -> None:
+    """Writes _LEAST where a row does not see a slot of the causal tail."""
     with code.loop(code.most(code.sub(length, start), 0), count) as j:
         index = code.sub(code.add(start, j), length)
         for r, of_row in enumerate(token):
-            if masked:
-                at = code.add(code.mul(code.add(code.mul(b, t), of_row), tail), index)
-                hidden = code.b.icmp_unsigned("==", code.load(code.at(mask, at, I8), I8), ir.Constant(I8, 0))
-            else:
-                hidden = code.less(of_row, index)
-            with code.when(hidden):
+            with code.when(code.less(of_row, index)):
                 code.b.store(constant(_LEAST), code.at(scores, code.add(j, r * _BLOCK), F32))
 
 

@@ -112,6 +112,32 @@ def test_neighbours_change_no_bit():
         np.testing.assert_array_equal(alone[0], together[i, :count])
 
 
+@examples(25)
+@given(
+    st.integers(0, 300),
+    st.sampled_from([1, 5, 16, 60, 130]),
+    st.sampled_from([0, 3]),
+    st.sampled_from([4, 16, 64, 192, 512]),
+    st.sampled_from(sorted(TOLERANCE)),
+    st.integers(0, 99),
+)
+def test_what_a_node_sees_decides_its_bits(length, nodes, extra, page_size, dtype, seed):
+    """A node of a tree has the result of the same tokens in a row, wherever hidden slots lie between them."""
+    sizes = {"batch": 1, "nodes": nodes, "kv_heads": 2, "group": 3, "d": 32, "page_size": page_size, "dtype": dtype}
+    rng = np.random.default_rng(seed)
+    queries, *new, keys, values, lengths, mask, table = operands(rng, **sizes, lengths=[length], extra=extra)
+    got, *caches = run(queries, *new, keys, values, lengths, mask, table=table)
+    node = int(rng.integers(nodes))
+    slots = [*range(length), *(length + np.flatnonzero(mask[0, node]))]
+    rows = [rows_of[0] for rows_of in (list(rows_in_use([x], [length], nodes + extra, table)) for x in caches)]
+    path = [jnp.asarray(x[:, slots], dtype)[None] for x in rows]  # [1, k, seen, d]
+    empty = [jnp.zeros_like(x) for x in caches]
+    before = jnp.asarray([0], jnp.int32)
+    whole = jnp.repeat(queries[:, node : node + 1], len(slots), axis=1)
+    expected, *_ = run(whole, *path, *empty, before, None, table=table)
+    np.testing.assert_array_equal(got[0, node], expected[0, -1])
+
+
 def test_a_sequence_may_continue_the_one_before_it():
     """Three rows of 16 tokens of one prompt, on its pages, are one of 48."""
     sizes = {"batch": 1, "nodes": 48, "kv_heads": 2, "group": 3, "d": 32, "page_size": 32, "dtype": "float32"}
@@ -152,7 +178,7 @@ def test_machines_with_narrower_vectors(features):
     *tensors, mask, table = operands(np.random.default_rng(0), **sizes, lengths=[70, 9], extra=2)
     name = f"test_attention_{features}"
     module = ir.Module(name)
-    write_attention(module, name, "float32", 64, True)
+    write_attention(module, name, "float32", 64, 128)
     compiler.register(module, name, features)
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (tensors[0], tensors[3], tensors[4])]
     got = jax.ffi.ffi_call(name, results, input_output_aliases={3: 1, 4: 2})(*tensors, mask, table)[0]
@@ -163,5 +189,5 @@ def test_machines_with_narrower_vectors(features):
 def test_it_compiles_for_arm():
     """The kernel compiles to vector instructions."""
     module = ir.Module("arm")
-    write_attention(module, "arm", "float32", 64, True)
+    write_attention(module, "arm", "float32", 64, 128)
     assert ".4s" in arm.assembly(module)
