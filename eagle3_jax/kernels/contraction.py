@@ -35,8 +35,9 @@ def _backward(spec: str, operands: tuple[Array, Array], cotangent: Array) -> tup
     cotangent = cotangent.astype(x.dtype)
     of_x, of_y, of_result = spec.replace("->", ",").split(",")
     by_x = _einsum(f"{of_result},{of_y}->{of_x}", cotangent, y.astype(x.dtype))
-    if spec == "mk,kn->mn" and x.dtype == jnp.bfloat16:
-        by_y = jax.lax.platform_dependent(x, cotangent, cpu=_by_rows_of_transpose, default=_by_columns)
+    if spec in ("mk,kn->mn", "mk,nk->mn") and x.dtype == jnp.bfloat16:
+        rows = (x, cotangent) if spec == "mk,kn->mn" else (cotangent, x)
+        by_y = jax.lax.platform_dependent(*rows, cpu=_by_rows_of_transpose, default=_by_columns)
     else:
         by_y = _einsum(f"{of_x},{of_result}->{of_y}", x, cotangent)
     return by_x.astype(x.dtype), by_y.astype(y.dtype)
@@ -45,12 +46,12 @@ def _backward(spec: str, operands: tuple[Array, Array], cotangent: Array) -> tup
 _contract.defvjp(_forward, _backward)
 
 
-def _by_columns(x: Array, cotangent: Array) -> Array:
-    return _einsum("mk,mn->kn", x, cotangent)
+def _by_columns(x: Array, y: Array) -> Array:
+    return _einsum("mk,mn->kn", x, y)
 
 
-def _by_rows_of_transpose(x: Array, cotangent: Array) -> Array:
-    """Computes x.T @ cotangent from a transpose in memory.
+def _by_rows_of_transpose(x: Array, y: Array) -> Array:
+    """Computes x.T @ y from a transpose in memory.
 
     XLA's fast product of bfloat16 on a CPU does not sum over the rows of its first operand, and XLA folds a plain
     transpose back into the product. It does not see through a reshape. With AMX 2,000 rows take a quarter of the time.
@@ -58,7 +59,7 @@ def _by_rows_of_transpose(x: Array, cotangent: Array) -> Array:
     m, k = x.shape
     piece = math.gcd(m, 8)
     transposed = x.reshape(m // piece, piece, k).transpose(2, 0, 1).reshape(k, m)
-    return _einsum("km,mn->kn", transposed, cotangent)
+    return _einsum("km,mn->kn", transposed, y)
 
 
 def _einsum(spec: str, x: Array, y: Array) -> Array:

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from eagle3_jax.kernels.contraction import contract
 from eagle3_jax.kernels.ttt_attention.api import document_starts
-from eagle3_jax.kernels.vocabulary.api import vocabulary_logits
 from eagle3_jax.models.drafts.dflash import DFlash
 from eagle3_jax.models.drafts.dflash2 import DFlash2
 from eagle3_jax.models.drafts.dspark import DSpark
@@ -189,7 +189,7 @@ def _sums(
     config: BlockLossConfig,
 ) -> dict[str, Array]:
     """Sums over n blocks, states [n, drafts, H]; the loss is `weighted` / `divisor`."""
-    raw = vocabulary_logits(states, rows)
+    raw = _logits(states, rows)
     labels, mask = jnp.maximum(drafts.labels, 0), drafts.mask
     logits = head.adjusted(raw, states, drafts.before) if isinstance(head, DSpark) else raw
     hard = _cross_entropy(logits, labels)
@@ -213,16 +213,18 @@ def _sums(
     else:
         weighted = weighed(_soft_cross_entropy(logits, drafts, teacher, states.dtype) if config.soft else hard)
     if isinstance(head, DFlash2):
-        best, candidates = jax.lax.top_k(jax.lax.stop_gradient(raw), head.config.selector_top_k)
+        best, candidates = head.best_of(jax.lax.stop_gradient(raw))
+        order = jnp.argmax(head.candidate_scores(best, candidates, states, drafts.before), axis=-1)
+        best_ids = jnp.take_along_axis(candidates, order[..., None], axis=-1)[..., 0]
         there = candidates == labels[..., None]
         place = jnp.where(jnp.any(there, axis=-1), jnp.argmax(there, axis=-1), best.shape[-1] - 1)
         chosen = jnp.arange(best.shape[-1])[None, None] == place[..., None]
         candidates = jnp.where(chosen, labels[..., None], candidates)
         scores = jnp.take_along_axis(raw, candidates, axis=-1)
         weighted += weighed(_cross_entropy(head.candidate_scores(scores, candidates, states, drafts.before), place))
-    if isinstance(head, DFlash2):
-        logits = head.adjusted(raw, states, drafts.before)
-    hits = (jnp.argmax(jax.lax.stop_gradient(logits), axis=-1) == drafts.labels) & mask
+    else:
+        best_ids = jnp.argmax(jax.lax.stop_gradient(logits), axis=-1)
+    hits = (best_ids == drafts.labels) & mask
     return {
         "weighted": weighted,
         "divisor": divisor,
@@ -234,6 +236,11 @@ def _sums(
     }
 
 
+def _logits(states: Array, rows: Array) -> Array:
+    flat = contract("mk,nk->mn", states.reshape(-1, states.shape[-1]), rows)
+    return flat.reshape(*states.shape[:-1], -1)
+
+
 def _cross_entropy(logits: Array, labels: Array) -> Array:
     own = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits, axis=-1) - own
@@ -241,7 +248,7 @@ def _cross_entropy(logits: Array, labels: Array) -> Array:
 
 def _teacher(drafts: _Drafts, teacher: Teacher, dtype: Any) -> Array:
     """Computes the target's distribution over the draft vocabulary."""
-    return jax.nn.softmax(vocabulary_logits(drafts.hidden.astype(dtype), jax.lax.stop_gradient(teacher.rows)))
+    return jax.nn.softmax(_logits(drafts.hidden.astype(dtype), jax.lax.stop_gradient(teacher.rows)))
 
 
 def _soft_cross_entropy(logits: Array, drafts: _Drafts, teacher: Teacher, dtype: Any) -> Array:

@@ -10,7 +10,11 @@ import pytest
 
 from eagle3_jax.kernels.contraction import contract
 
-SPECS = {"mk,kn->mn": ((600, 24), (24, 15)), "bkrd,bskd->bkrs": ((2, 3, 40, 16), (2, 50, 3, 16))}
+SPECS = {
+    "mk,kn->mn": ((600, 24), (24, 15)),
+    "mk,nk->mn": ((600, 24), (15, 24)),
+    "bkrd,bskd->bkrs": ((2, 3, 40, 16), (2, 50, 3, 16)),
+}
 
 
 @pytest.mark.parametrize("of_y", [jnp.float32, jnp.bfloat16])

@@ -92,6 +92,12 @@ class DFlash2(DFlash):
         successors = embeddings(self.successors[...], candidates).astype(states.dtype)
         return logits + jnp.sum((read[..., None, :] * successors).astype(jnp.float32), axis=-1)
 
+    def best_of(self, logits: Float[Array, "*batch dv"]) -> tuple[Float[Array, "*batch c"], Int[Array, "*batch c"]]:
+        """Returns the logits and draft ids of the selector's candidates, best first."""
+        # Of a matrix: XLA sorts the whole vocabulary of an array of three dimensions on TPUs.
+        best, ids = jax.lax.top_k(logits.reshape(-1, logits.shape[-1]), self.config.selector_top_k)
+        return best.reshape(*logits.shape[:-1], -1), ids.reshape(*logits.shape[:-1], -1)
+
     def candidates(self, states: Float[Array, "b s h"], k: int) -> Any:
         """See `DFlash`."""
         return (states, *vocabulary_top_k(states, self.output_rows, self.config.selector_top_k))
@@ -108,11 +114,7 @@ class DFlash2(DFlash):
         self, logits: Float[Array, "*batch dv"], states: Float[Array, "*batch h"], before: Int[Array, "*batch"]
     ) -> Float[Array, "*batch dv"]:
         """See `DFlash`: the selector's scores of the best candidates, -inf for the others."""
-        # Of a matrix: XLA sorts the whole vocabulary of an array of three dimensions on TPUs.
-        best, candidates = (
-            x.reshape(*states.shape[:-1], -1)
-            for x in jax.lax.top_k(logits.reshape(-1, logits.shape[-1]), self.config.selector_top_k)
-        )
+        best, candidates = self.best_of(logits)
         scores = self.candidate_scores(best, candidates, states, before)
         none = jnp.full_like(logits, -jnp.inf)
         return jnp.put_along_axis(none, candidates, scores, axis=-1, inplace=False)

@@ -128,6 +128,7 @@ def test_what_a_node_sees_decides_its_bits(length, nodes, extra, page_size, dtyp
     queries, *new, keys, values, lengths, mask, table = operands(rng, **sizes, lengths=[length], extra=extra)
     got, *caches = run(queries, *new, keys, values, lengths, mask, table=table)
     node = int(rng.integers(nodes))
+    assert mask is not None
     slots = [*range(length), *(length + np.flatnonzero(mask[0, node]))]
     rows = [rows_of[0] for rows_of in (list(rows_in_use([x], [length], nodes + extra, table)) for x in caches)]
     path = [jnp.asarray(x[:, slots], dtype)[None] for x in rows]  # [1, k, seen, d]
