@@ -135,10 +135,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"Loading {arguments.target} ...", flush=True)
         target = load_target(arguments.target)
         draft = arguments.draft or (AUTO if packaged_head(target) else LOOKUP)
-        if packaged_model(arguments.target):
+        beside = packaged_model(arguments.target) is not None
+        if beside:
             run(load_target(TargetConfig(name=arguments.target, weights="stored")), draft, colours=colours)
             print("\nThe same in float32:\n", flush=True)
-        run(target, draft, colours=colours, quiet=bool(packaged_model(arguments.target)))
+        run(target, draft, colours=colours, quiet=beside)
 
 
 def run(target: Target, draft: str, *, colours: bool, quiet: bool = False) -> None:
