@@ -4,11 +4,11 @@ import pytest
 
 from eagle3_jax.config import DraftTree, TargetConfig
 from eagle3_jax.decoding.engine import Engine, SamplingParams
-from eagle3_jax.formats import heads, packaged
+from eagle3_jax.formats import draft_models, heads
 from eagle3_jax.models.checkpoint.fetch import load_target
 from eagle3_jax.runs import manifest
 
-HEAD = packaged.HEADS / "smollm2-135m-instruct"
+HEAD = draft_models.HEADS / "smollm2-135m-instruct"
 
 
 def test_its_files_are_whole_small_and_silent_about_where_they_were_made():

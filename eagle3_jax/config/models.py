@@ -108,6 +108,7 @@ class DraftConfig:
         layer_types: attention of each layer of a block head; None is `full_attention` in all.
         sliding_window: window of its `sliding_attention` layers, in tokens.
         is_causal: whether all its layers are causal within a block; None: the sliding ones alone.
+        selector_rank: rank of DFlash2's selector, whose two codebooks are most of a small target's head.
     """
 
     kind: Literal["eagle3", "mtp", "dflash", "dspark", "dflash2"] = "eagle3"
@@ -126,6 +127,7 @@ class DraftConfig:
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
     sliding_window: Count | None = None
     is_causal: bool | None = None
+    selector_rank: Count = 256
 
     def __post_init__(self) -> None:
         types, window = self.layer_types, self.sliding_window

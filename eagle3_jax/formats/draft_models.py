@@ -10,29 +10,46 @@ import jax.numpy as jnp
 from eagle3_jax.formats import fields, files
 from eagle3_jax.formats.stored import DraftFormatError
 from eagle3_jax.formats.tensors import canonical
-from eagle3_jax.models.checkpoint.fetch import Target, TargetError, fetch, load_tokenizer, read_config
+from eagle3_jax.models.checkpoint.fetch import (
+    Target,
+    TargetError,
+    fetch,
+    load_tokenizer,
+    packaged_model,
+    read_config,
+)
 from eagle3_jax.models.checkpoint.identity import tokenizer_digest
 from eagle3_jax.models.checkpoint.load import WeightsError, load_model, locate
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.drafts.model import DraftModel
 from eagle3_jax.models.families import FAMILIES
 from eagle3_jax.models.families.vision import TEXT_OF, text_name
-from eagle3_jax.runs import disk
+from eagle3_jax.runs import disk, manifest
 from eagle3_jax.runs.disk import JsonError
 
 _EXPECTED = (
     "the folder of a head, the name or folder of a smaller model, 'lookup', 'mtp', 'auto', or None for no drafts"
 )
+HEADS = pathlib.Path(__file__).parents[1] / "heads"
 _ARCHITECTURES = {family.config.architecture for family in FAMILIES} | TEXT_OF.keys()
 
 
+def packaged_heads() -> list[str]:
+    """Lists the names of the heads in this package."""
+    return sorted(path.parent.name for path in HEADS.glob(f"*/{manifest.NAME}"))
+
+
 def resolve(draft: str | pathlib.Path, field: str = "draft", expected: str = _EXPECTED) -> pathlib.Path:
-    """Returns the folder of a draft: the given one, or that of the model with this name. Raises TargetError.
+    """Returns the folder of a draft: the given one, or that of the packaged head or the model with this name.
+
+    Raises TargetError.
 
     Args:
         field: the field to name in errors. expected: the values allowed in this field, for errors.
     """
     if isinstance(draft, str):
+        if draft in packaged_heads() and packaged_model(draft) is None:
+            return HEADS / draft
         return disk.local(fetch(draft, field=field, expected=expected))
     if not draft.is_dir():
         raise TargetError(f"{field}: got {str(draft)!r}, no such folder; expected {expected}")

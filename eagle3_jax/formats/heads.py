@@ -55,9 +55,9 @@ def load_draft(
     Args:
         folder: the folder of a head; or of a model of any family of targets, or its name (see `load_target`).
         target: the model to draft for. The manifest beside a head of `export` names the target of its training. Another
-            tokenizer or other aux layers are refused; other weights or another chat template (`identity.COPY`) are
-            logged as a warning. Only shapes are compared for a head without a manifest, or for an architecture alone
-            (`ModelConfig`).
+            tokenizer is refused, and other aux layers are, but for a block head, whose own the target is observed at;
+            other weights or another chat template (`identity.COPY`) are logged as a warning. Only shapes are compared
+            for a head without a manifest, or for an architecture alone (`ModelConfig`).
         dtype: dtype of the loaded weights.
         exact: refuses other weights and another chat template too.
         token_map: the tokens that a head of EAGLE-2 drafts (FR-Spec), see `token_maps.read`; None is all.
@@ -75,7 +75,8 @@ def load_draft(
         return _load_model(folder, target, dtype, token_map)
     if isinstance(target, Target) and (folder / manifest.NAME).exists():
         trained_with = manifest.read(folder, "export")["identity"].get("target")
-        check_same_target(folder, trained_with, target.identity, but=() if exact else COPY)
+        free = {*COPY, "aux_layers"} if is_block_head(folder) else COPY
+        check_same_target(folder, trained_with, target.identity, but=() if exact else free)
         _warn_of_a_copy(folder, trained_with, target)
     if eagle2.is_eagle2(folder):
         return _load_eagle2(folder, target, dtype, token_map)

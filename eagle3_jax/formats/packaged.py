@@ -14,18 +14,17 @@ from eagle3_jax.runs import disk, manifest, processes
 
 AUTO: Final = "auto"
 LOOKUP: Final = "lookup"
-HEADS = pathlib.Path(__file__).parents[1] / "heads"
 # Weights are not compared, shapes are: they may be another copy of the model, such as the hub's of a quantised one.
 _SAME = ("tokenizer", "chat_template", "aux_layers")
 
 
 def packaged_head(target: Target) -> pathlib.Path | None:
     """Finds the folder of this package's head for a target; None if it has none."""
-    for path in sorted(HEADS.glob(f"*/{manifest.NAME}")):
-        trained_with = manifest.read(path.parent, made_by="export", verify=False)["identity"]["target"]
+    for folder in map(draft_models.HEADS.joinpath, draft_models.packaged_heads()):
+        trained_with = manifest.read(folder, made_by="export", verify=False)["identity"]["target"]
         if all(trained_with[field] == target.identity[field] for field in _SAME):
-            if not misfits(heads.read(path.parent).config, target.model.config):
-                return path.parent
+            if not misfits(heads.read(folder).config, target.model.config):
+                return folder
     return None
 
 

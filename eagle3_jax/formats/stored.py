@@ -67,20 +67,27 @@ class StoredHead:
 
 
 def misfits(head: DraftHeadConfig | BlockHeadConfig, target: ModelConfig) -> list[str]:
-    """Lists why a head cannot draft for a target, a line for each field; empty when it can."""
-    if not target.aux_layers:
+    """Lists why a head cannot draft for a target, a line for each field; empty when it can.
+
+    A block head's file names its aux layers, and the target is observed there; so must an EAGLE-3 head's be already.
+    """
+    block = isinstance(head, BlockHeadConfig)
+    if not block and not target.aux_layers:
         return [without_aux_layers(target)]
     aux_layers = head.aux_layers or default_aux_layers(target.num_hidden_layers)
-    pairs = (
+    pairs = [
         ("vocab_size", head.vocab_size, target.vocab_size),
         ("target_hidden_size", head.target_hidden_size, target.hidden_size),
         ("hidden_size", head.hidden_size, target.hidden_size),  # the head reads the target's embeddings
-        ("aux layers (boundaries)", aux_layers, target.aux_layers),
-    )
+    ]
+    pairs += [] if block else [("aux layers (boundaries)", aux_layers, target.aux_layers)]
     problems = [f"{field}: got {got}, expected {wanted}, the target's" for field, got, wanted in pairs if got != wanted]
     for shift, hint in ((1, "less, as SGLang counts: layers, by their outputs"), (-1, "more, as if counted twice")):
-        if tuple(boundary + shift for boundary in aux_layers) == target.aux_layers:
+        if not block and tuple(boundary + shift for boundary in aux_layers) == target.aux_layers:
             problems[-1] += f"; each is one {hint}"
+    if block and aux_layers[-1] > target.num_hidden_layers:
+        expected = f"boundaries up to {target.num_hidden_layers}, the target's last"
+        problems.append(f"aux layers (boundaries): got {aux_layers}, expected {expected}")
     if head.draft_vocab_size > target.vocab_size:
         problems.append(f"draft_vocab_size: got {head.draft_vocab_size}, expected at most {target.vocab_size}")
     return problems

@@ -23,9 +23,9 @@ from eagle3_jax.config import (
 )
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.export import check
-from eagle3_jax.formats import packaged
+from eagle3_jax.formats import draft_models, packaged
 from eagle3_jax.formats.heads import save_draft
-from eagle3_jax.models.checkpoint.fetch import Target, load_target
+from eagle3_jax.models.checkpoint.fetch import Target, TargetError, load_target
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.runs import manifest
@@ -49,7 +49,7 @@ def heads(target, tmp_path, monkeypatch) -> pathlib.Path:
     save_draft(tmp_path / "heads" / "tiny", draft, target=target.model.config, dtype="bfloat16")
     manifest.begin(tmp_path / "heads" / "tiny", {"verb": "export", "target": target.identity})
     manifest.finish(tmp_path / "heads" / "tiny")
-    monkeypatch.setattr(packaged, "HEADS", tmp_path / "heads")
+    monkeypatch.setattr(draft_models, "HEADS", tmp_path / "heads")
     return tmp_path / "heads"
 
 
@@ -107,6 +107,15 @@ def test_what_a_verb_names(heads, target, tmp_path, capsys):
     assert packaged.chosen_draft(None, own, target) == (str(own), own)
 
 
+def test_a_packaged_head_has_a_name(heads, target):
+    """Which no packaged model takes from it, and which a folder's name is not."""
+    assert packaged.chosen_draft("tiny", heads / "none", target) == ("tiny", heads / "tiny")
+    engine = Engine.load(target, "tiny", tree=CHAIN, max_length=64)
+    assert engine.draft is not None and engine.draft.head.config.draft_vocab_size == 64
+    with pytest.raises(TargetError, match="draft: got 'smollm2-135m'"):
+        draft_models.resolve("smollm2-135m")
+
+
 class Loaded(Exception):
     """An engine was about to draft."""
 
@@ -142,7 +151,7 @@ def test_the_verbs_of_a_run_without_an_export_draft_with_the_head_of_the_package
         run(target)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "no head there" in line]
     assert line.startswith(str(config.folder("export")))
-    monkeypatch.setattr(packaged, "HEADS", tmp_path / "none")
+    monkeypatch.setattr(draft_models, "HEADS", tmp_path / "none")
     with pytest.raises(ManifestError, match="export"):
         run(target)
 

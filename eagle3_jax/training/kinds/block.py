@@ -54,6 +54,7 @@ class BlockHead(Kind):
             layer_types=draft.layer_types or (FULL,) * draft.num_layers,
             sliding_window=draft.sliding_window,
             is_causal=draft.is_causal,
+            selector_rank=draft.selector_rank,
         )
         return cls(shape, config.train, seed=config.seed)
 

@@ -15,6 +15,7 @@ import tiny_heads
 from flax import nnx
 from tiny_blocks import DRAFT_VOCAB, HIDDEN, VOCAB, make_block_head
 
+from eagle3_jax.decoding.load import load_models
 from eagle3_jax.formats import heads
 from eagle3_jax.formats.blocks.kinds import DFLASH, DFLASH2, DSPARK, KINDS, BlockKind
 from eagle3_jax.formats.blocks.stored import StoredBlockHead, from_head, to_head
@@ -25,6 +26,7 @@ from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.drafts.dflash import FULL, SLIDING
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.models.layers import RopeScaling, YarnScaling
+from eagle3_jax.runs import manifest
 
 TARGET = tiny.llama_config(
     vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=6, aux_layers=(1, 2, 4), eos_token_ids=(2,), bos_token_id=1
@@ -223,6 +225,24 @@ def test_a_draft_is_saved_and_loaded(tmp_path: pathlib.Path, target, name: str) 
     np.testing.assert_array_equal(loaded.head.layers[1].kv[...], head.layers[1].kv[...])
     with pytest.raises(DraftFormatError, match="token_map: got x.json, expected none: .* vocabulary of its own"):
         heads.load_draft(tmp_path / "head", target=target, token_map="x.json")
+
+
+def test_a_target_is_observed_where_the_head_says(tmp_path: pathlib.Path) -> None:
+    """Whatever it was loaded for; a layer that it has not is refused."""
+    target = tiny.make_target(dataclasses.replace(TARGET, aux_layers=(1, 3, 5)))
+    head = make_block_head(DFLASH2.network, **WHOLE, aux_layers=(2, 6))
+    trained_with = dataclasses.replace(TARGET, aux_layers=(2, 6))
+    draft = Draft(head, jnp.arange(VOCAB, dtype=jnp.int32))
+    heads.save_draft(tmp_path / "head", draft, target=trained_with, dtype="float32")
+    manifest.begin(tmp_path / "head", {"verb": "export", "target": target.identity | {"aux_layers": [2, 6]}})
+    manifest.finish(tmp_path / "head")
+    options: dict[str, Any] = dict.fromkeys(("dtype", "weights", "mesh", "token_map"))
+    model, _, loaded, _ = load_models(target, tmp_path / "head", **options)
+    assert isinstance(loaded, Draft)
+    assert model.config.aux_layers == loaded.head.config.aux_layers == (2, 6)
+    shallow = dataclasses.replace(TARGET, num_hidden_layers=5, aux_layers=(1, 2, 4))
+    with pytest.raises(DraftFormatError, match=r"aux layers .*: got \(2, 6\), expected boundaries up to 5"):
+        heads.load_draft(tmp_path / "head", target=shallow)
 
 
 def renamed(folder: pathlib.Path, *pairs: tuple[str, str]) -> None:
