@@ -114,6 +114,12 @@ def test_the_console_script_runs_a_verb(verb):
     assert answer.stderr == f"eagle3_jax.{verb}: --config none.yaml: No such file or directory\n"
 
 
+def test_a_training_starts_without_pytorch():
+    """Nor does it hinder who imports PyTorch before or behind it."""
+    code = "import sys, eagle3_jax.train.__main__; assert not {'torch', 'scipy.stats'} & set(sys.modules); import torch"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
 def test_importing_the_package_does_not_load_jax():
     code = "import sys, eagle3_jax, eagle3_jax.config; sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import yaml
-from scipy import stats
+from scipy import special
 from tqdm import tqdm
 
 from eagle3_jax.acceptance import AcceptanceCounts
@@ -61,7 +61,7 @@ class Race:
         mean = float(np.mean(logs))
         if turns < 2:
             return float(np.exp(mean)), 0.0, float("inf")
-        half = stats.t.ppf((1 + CONFIDENCE) / 2, turns - 1) * float(np.std(logs, ddof=1)) / turns**0.5
+        half = float(special.stdtrit(turns - 1, (1 + CONFIDENCE) / 2)) * float(np.std(logs, ddof=1)) / turns**0.5
         return float(np.exp(mean)), float(np.exp(mean - half)), float(np.exp(mean + half))
 
     def leader(self, among: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import pathlib
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -13,12 +14,25 @@ from typing import Any
 
 import jax
 import numpy as np
-from tensorboardX import SummaryWriter
 
 from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.runs import disk, processes
 
 _SEAL_SECONDS = 60
+
+
+def _summary_writer() -> type[Any]:
+    """Imports tensorboardX without PyTorch, which it loads where that is installed: half of a training's start."""
+    absent = sys.modules.setdefault("torch", None) is None  # pyrefly: ignore
+    try:
+        from tensorboardX import SummaryWriter
+    finally:
+        if absent:
+            del sys.modules["torch"]
+    return SummaryWriter
+
+
+SummaryWriter = _summary_writer()
 
 
 class NotFinite(ValueError):

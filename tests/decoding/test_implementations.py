@@ -64,7 +64,7 @@ def answers(toy):
 
 @pytest.mark.parametrize(
     "tree",
-    [None, *(pytest.param(tree, marks=pytest.mark.slow) for tree in (CHAIN, TREE))],
+    [None, pytest.param(CHAIN, marks=pytest.mark.long), pytest.param(TREE, marks=pytest.mark.slow)],
     ids=["none", "chain", "tree"],
 )
 def test_rounds_give_the_same_tokens(toy, answers, implementation, tree):

@@ -39,7 +39,12 @@ def test_drafts_change_no_token(tmp_path, weights):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kernels", "weights", "asked_for"), [("0", "int4", None), ("1", "int4", None), ("1", None, "int8")]
+    ("kernels", "weights", "asked_for"),
+    [
+        ("1", "int4", None),
+        pytest.param("0", "int4", None, marks=pytest.mark.long),
+        pytest.param("1", None, "int8", marks=pytest.mark.long),
+    ],
 )
 def test_a_head_has_8_bits_beside_a_quantised_target_or_where_asked(tmp_path, monkeypatch, kernels, weights, asked_for):
     """Also where another head takes its place; the tokens stay those of the same target."""

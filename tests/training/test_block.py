@@ -183,7 +183,7 @@ def test_loss_is_the_definitions(packed, teacher, kind, config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [DFlash, DSpark, DFlash2])
+@pytest.mark.parametrize("kind", [DFlash2, *(pytest.param(kind, marks=pytest.mark.long) for kind in (DFlash, DSpark))])
 def test_gradients_in_bfloat16_are_those_of_float32_nearly(packed, teacher, kind):
     """Weights stay float32; XLA multiplies pairs of bfloat16 by other code than floats."""
     batch, anchors = packed

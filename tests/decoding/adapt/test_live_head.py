@@ -86,7 +86,7 @@ def test_the_head_learns_a_domain_and_the_tokens_stay_the_target_s(toy, engine, 
     assert engine.stats().programs == programs, "no head is compiled for"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_it_learns_where_the_target_is_split_over_a_mesh(toy, expected):
     mesh = make_mesh(MeshConfig(data=1, model=2), jax.devices()[:2])
     split = jax.device_put(toy.target, shardings(toy.target, mesh, SHARDING_RULES))
