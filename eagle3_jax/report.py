@@ -197,7 +197,7 @@ def draw(report: dict[str, Any], path: pathlib.Path) -> None:
             f"identical {_identical(draft)}"
             for name, draft in drafts.items()
         )
-        title = ": ".join(filter(None, [f"{report['target']['name']} with EAGLE-3", headline(report)]))
+        title = ": ".join(filter(None, [f"{report['target']['name']} with drafts", headline(report)]))
         figure.suptitle(f"{title}\n", x=0.012, ha="left", weight="bold", fontsize=13)
         figure.text(0.012, 0.925, numbers, ha="left", va="top", fontsize=min(10.5, 26 / len(drafts)))
         where = hardware["accelerator"] or f"{hardware['cpu']}, {hardware['cores']} cores"
@@ -222,8 +222,8 @@ def _draw_rates(axes: Any, report: dict[str, Any], colours: dict[str, str]) -> N
     for i, (name, rates) in enumerate(bars.items()):
         offset = (i - (len(bars) - 1) / 2) * width
         drawn = axes.bar([place + offset for place in places], rates, width * 0.94, color=colours[name], label=name)
-        room = 8 if len(categories) <= _UPRIGHT else 5.5
-        axes.bar_label(drawn, fmt="%.0f", padding=2, fontsize=room, color="#424A53")
+        room = {"fontsize": 8} if len(categories) <= _UPRIGHT else {"fontsize": 6, "rotation": 90}
+        axes.bar_label(drawn, fmt="%.0f", padding=2, color="#424A53", **room)
     axes.set_xticks(places, [label.replace("_", "\n") for label in ("all prompts", *categories)])
     if len(categories) > _UPRIGHT:
         axes.tick_params("x", rotation=35)

@@ -150,7 +150,7 @@ def test_the_engine_s_own_choice_is_the_headline(config: RunConfig, tmp_path: pa
     assert list(made["drafts"]) == ["chain", "tree", "auto"]
     said = f"{chosen['speedup']:.2f} times as fast as vanilla decoding"
     assert report.table(made).splitlines()[-1] == f"{said}, with what the engine chose"
-    assert figures[0].get_suptitle().strip() == f"smollm2-135m-instruct with EAGLE-3: {said}"
+    assert figures[0].get_suptitle().strip() == f"smollm2-135m-instruct with drafts: {said}"
     rates, shares = figures[0].axes
     assert "auto" in [bars.get_label() for bars in rates.containers]
     assert [line.get_label() for line in shares.lines] == ["chain", "tree"], "of mixed shapes no position is drawn"
