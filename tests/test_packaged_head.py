@@ -2,6 +2,7 @@
 
 import pytest
 
+from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.config import DraftTree, TargetConfig
 from eagle3_jax.decoding.engine import Engine, SamplingParams
 from eagle3_jax.formats import draft_models, heads
@@ -46,10 +47,10 @@ def test_a_tree_changes_no_bit():
     for one, other in zip(drafted, plain, strict=True):
         assert one.token_ids == other.token_ids
         assert [x.logprob for x in one.logprobs or ()] == [x.logprob for x in other.logprobs or ()]
-    assert sum(sum(x.stats.accepted_per_position) for x in drafted) > 30
+    assert AcceptanceCounts.total(x.stats.counts for x in drafted).tau > 2.4  # 2.68
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_it_drafts_by_default_and_changes_no_token():
     """Unseen prompts of a sort that it was trained on; the acceptance is what was measured, less a margin."""
     target = load_target("smollm2-135m-instruct")
@@ -66,6 +67,4 @@ def test_it_drafts_by_default_and_changes_no_token():
     drafted = drafting.generate(prompts, params)
     plain = Engine.load(target, None, batch_size=4, max_length=256).generate(prompts, params)
     assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
-    rounds = sum(output.stats.rounds for output in drafted)
-    accepted = sum(sum(output.stats.accepted_per_position) for output in drafted)
-    assert 1 + accepted / rounds > 2.4  # 2.75
+    assert AcceptanceCounts.total(output.stats.counts for output in drafted).tau > 2.4  # 2.75
