@@ -1,14 +1,18 @@
 """The README: its Python runs, its commands are understood."""
 
 import argparse
+import contextlib
 import functools
+import io
 import os
 import pathlib
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
+import unittest.mock
 from typing import Any
 
 import jax.numpy as jnp
@@ -139,10 +143,16 @@ def test_every_command_is_understood(command, monkeypatch):
 
 @functools.cache
 def help_of(tool: str) -> str:
-    command = [sys.executable, ROOT / tool, "--help"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
-    assert shown.returncode == 0, shown.stderr
-    return shown.stdout
+    """What it prints, in this process: it has imported most of what a tool does."""
+    there = unittest.mock.patch.multiple(sys, argv=[tool, "--help"], path=[str((ROOT / tool).parent), *sys.path])
+    shown, loaded = io.StringIO(), set(sys.modules)
+    with there, unittest.mock.patch.dict(os.environ), contextlib.redirect_stdout(shown):
+        with pytest.raises(SystemExit, match="0"):
+            runpy.run_path(str(ROOT / tool), run_name="__main__")
+    for name in set(sys.modules) - loaded:
+        if "." not in name and (ROOT / "tools" / f"{name}.py").exists():
+            del sys.modules[name]  # a test that reads it anew may have another environment
+    return shown.getvalue()
 
 
 # Walks of a newcomer from the top of a page in a clone, each with the pages that go on where it ends. LEFT_OUT has the
