@@ -102,7 +102,7 @@ def test_the_package_itself_lists_its_verbs():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("verb", ["report", "train"])
+@pytest.mark.parametrize("verb", ["report", "prepare"])
 def test_the_console_script_runs_a_verb(verb):
     """A verb that is one file, and one that is a folder."""
     project = tomllib.loads((pathlib.Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
@@ -115,8 +115,8 @@ def test_the_console_script_runs_a_verb(verb):
 
 
 def test_a_training_starts_without_pytorch():
-    """Nor does it hinder who imports PyTorch before or behind it."""
-    code = "import sys, eagle3_jax.train.__main__; assert not {'torch', 'scipy.stats'} & set(sys.modules); import torch"
+    """And leaves no trace in the place of PyTorch, for who imports that later."""
+    code = "import sys, eagle3_jax.train.__main__; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
