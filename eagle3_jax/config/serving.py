@@ -19,11 +19,12 @@ class ExportConfig:
 
     Attributes:
         format: `sglang` is for SGLang, SpecForge and vLLM; `vllm` is vLLM's own, `speculators` names the target too,
-            `eagle` is SafeAILab's. `export` prints the versions that read it.
+            `eagle` is SafeAILab's. `export` prints the versions that read it. `eagle3_jax` takes a head that no other
+            engine runs.
         dtype: dtype of the weights in the file.
     """
 
-    format: Literal["sglang", "vllm", "speculators", "eagle"] = "sglang"
+    format: Literal["sglang", "vllm", "speculators", "eagle", "eagle3_jax"] = "sglang"
     dtype: Dtype = "bfloat16"
 
 

@@ -16,7 +16,7 @@ from huggingface_hub.errors import HTTPError
 
 from eagle3_jax.config import CardConfig, RunConfig, TrainConfig
 from eagle3_jax.formats import compatibility, files, heads
-from eagle3_jax.formats.forms import FORMS
+from eagle3_jax.formats.forms import EAGLE3_JAX, FORMS
 from eagle3_jax.formats.serving import Serving, serving
 from eagle3_jax.models.checkpoint.fetch import split_revision
 from eagle3_jax.runs import disk, manifest
@@ -133,6 +133,8 @@ def _form(exported: dict[str, Any]) -> str:
 
 def _commands(flags: Serving, steps: int, target: str, repository: str, form: str) -> list[str]:
     """Lists the commands that serve the head with chains of `steps` drafts; only SGLang's form is for SGLang."""
+    if form == EAGLE3_JAX.name:
+        return [f"python -m eagle3_jax.serve --target {target} --draft {repository}"]
     speculative = json.dumps({"method": flags.method, "model": repository, "num_speculative_tokens": steps})
     commands = [f"vllm serve {target} --speculative-config '{speculative}'"]
     if form == "sglang":

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from eagle3_jax.formats.blocks import compatibility as blocks
 from eagle3_jax.formats.blocks.stored import StoredBlockHead
 from eagle3_jax.formats.fields import Form
+from eagle3_jax.formats.forms import EAGLE3_JAX
 from eagle3_jax.formats.stored import StoredHead
 from eagle3_jax.models.families.vision import TEXT_OF
 from eagle3_jax.models.layers import LinearScaling, RopeScaling, YarnScaling
@@ -160,6 +161,8 @@ def refusals(form: Form, head: StoredHead) -> list[str]:
 
     A target that the engine cannot draft for is no refusal: the head still drafts in this package.
     """
+    if form is EAGLE3_JAX:
+        return []
     table = _applied(form, head)
     if not table.readers:
         return [f"head: got a block head, expected an EAGLE-3 head; {form.engines[0]} has no block heads"]
@@ -173,6 +176,8 @@ def cannot_run(engine: str, head: StoredBlockHead) -> list[str]:
 
 def served_by(form: Form, head: StoredHead) -> str:
     """Names the engines that run this head as trained, with their first version, then those that read the form only."""
+    if form is EAGLE3_JAX:
+        return f"served by {form.name}"
     table = _applied(form, head)
     able, others = [], []
     for engine in filter(table.readers.__contains__, table.engines):

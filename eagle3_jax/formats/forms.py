@@ -1,10 +1,11 @@
-"""The four forms of an EAGLE-3 head on disk, named after their readers: config.json written and read.
+"""The five forms of an EAGLE-3 head on disk, named after their readers: config.json written and read.
 
 `FORMS` is the table. Aux layers are boundaries in memory; each form's comment says how its engines count them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from eagle3_jax.formats import fields
@@ -192,9 +193,14 @@ EAGLE = Form(
     write=_write_eagle,
 )
 
+# --------------------------------------------------------------------------------------------------------- eagle3_jax
+# This package, for heads that no other engine runs yet: vLLM's keys without vLLM's limits. Read as vLLM's form.
+
+EAGLE3_JAX = dataclasses.replace(VLLM, name="eagle3_jax", engines=("eagle3_jax",))
+
 # --------------------------------------------------------------------------------------------------------------- table
 
-FORMS = {form.name: form for form in (SGLANG, VLLM, SPECULATORS, EAGLE)}
+FORMS = {form.name: form for form in (SGLANG, VLLM, SPECULATORS, EAGLE, EAGLE3_JAX)}
 
 
 def form_of(values: dict[str, Any]) -> Form:

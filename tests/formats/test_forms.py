@@ -60,7 +60,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "draft_vocab_size": 6,
     },
 }
-LAYERS = {"sglang": "midlayer.", "vllm": "midlayer.", "speculators": "layers.0.", "eagle": "midlayer."}
+CONFIGS["eagle3_jax"] = CONFIGS["vllm"]
+LAYERS = {name: "layers.0." if name == "speculators" else "midlayer." for name in CONFIGS}
 
 
 def save(folder: pathlib.Path, form: str, target: Any = TARGET, **changes: Any) -> tuple[Any, dict[str, Any]]:

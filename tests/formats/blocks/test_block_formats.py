@@ -177,6 +177,7 @@ OPTIONS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "full and sliding, bidirectional": ("dflash", ("vllm", "speculators"), MIXED | {"is_causal": False}),
     "draft vocabulary": ("dflash", ("vllm", "speculators"), {"draft_vocab_size": DRAFT_VOCAB}),
     "draft vocabulary of DSpark": ("dspark", ("vllm", "speculators"), {"draft_vocab_size": DRAFT_VOCAB}),
+    "draft vocabulary of DFlash2": ("dflash2", ("eagle3_jax",), {"draft_vocab_size": DRAFT_VOCAB}),
     "no confidence": ("dspark", ("sglang", "speculators"), {"confidence": False}),
     "llama3": ("dflash", ("sglang", "speculators"), {"rope_scaling": LLAMA3}),
 }
@@ -393,6 +394,7 @@ def test_what_the_forms_engine_cannot_run_is_refused(tmp_path, form, kind, chang
 
 
 def test_engines_that_run_a_head_are_named() -> None:
+    assert served_by(FORMS["eagle3_jax"], stored(DFLASH2, draft_vocab_size=DRAFT_VOCAB)) == "served by eagle3_jax"
     said = {kind.name: served_by(FORMS["vllm"], stored(kind, layer_types=(FULL,))) for kind in KINDS}
     assert said["dflash"] == "served by SGLang 0.5.23, vLLM 0.32.0, vLLM on a CPU 0.32.0 and later"
     assert said["dspark"] == (
