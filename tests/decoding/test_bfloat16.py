@@ -17,7 +17,7 @@ from eagle3_jax.models.drafts.eagle3 import DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
 from eagle3_jax.training.kinds.eagle3 import Eagle3
 
-PROMPTS, MAX_TOKENS = 32, 32
+PROMPTS, MAX_TOKENS = 16, 24
 # What is compared with vanilla decoding. Whether drafting rounds differently is up to the machine; activations in
 # float32 always do.
 OTHERS = {
