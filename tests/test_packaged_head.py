@@ -1,4 +1,4 @@
-"""The packaged head: its files, and its acceptance on its target."""
+"""The packaged heads: their files, and their acceptance on their target."""
 
 import pytest
 
@@ -9,27 +9,35 @@ from eagle3_jax.formats import draft_models, heads
 from eagle3_jax.models.checkpoint.fetch import load_target
 from eagle3_jax.runs import manifest
 
-HEAD = draft_models.HEADS / "smollm2-135m-instruct"
+BLOCK = "smollm2-135m-instruct-dflash2"
+HEADS = ["smollm2-135m-instruct", BLOCK]
 
 
-def test_its_files_are_whole_small_and_silent_about_where_they_were_made():
-    assert sorted(path.name for path in HEAD.iterdir()) == [
+def test_they_are_all():
+    assert draft_models.packaged_heads() == HEADS
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_its_files_are_whole_small_and_silent_about_where_they_were_made(name):
+    folder = draft_models.HEADS / name
+    assert sorted(path.name for path in folder.iterdir()) == [
         "README.md",
         "config.json",
         "manifest.json",
         "model.safetensors",
     ]
-    manifest.read(HEAD, made_by="export")  # compares digests
-    assert sum(path.stat().st_size for path in HEAD.iterdir()) < 25e6
-    stored = heads.read(HEAD)
+    manifest.read(folder, made_by="export")  # compares digests
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 32e6
+    stored = heads.read(folder)
     assert {str(tensor.dtype) for tensor in stored.tensors.values()} == {"bfloat16"}
-    for path in HEAD.glob("*.*"):
+    for path in folder.glob("*.*"):
         if path.suffix != ".safetensors":
             assert not any(place in path.read_text() for place in ("/home/", "/root/", "/tmp/", "/work/"))
 
 
-def test_its_card_names_what_the_hub_asks_for():
-    card = (HEAD / "README.md").read_text()
+@pytest.mark.parametrize("name", HEADS)
+def test_its_card_names_what_the_hub_asks_for(name):
+    card = (draft_models.HEADS / name / "README.md").read_text()
     assert card.startswith("---\nlicense: apache-2.0\n")
     for part in ("## Measured", "## Data", "## Training", "tau"):
         assert part in card
@@ -68,3 +76,18 @@ def test_it_drafts_by_default_and_changes_no_token():
     plain = Engine.load(target, None, batch_size=4, max_length=256).generate(prompts, params)
     assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
     assert AcceptanceCounts.total(output.stats.counts for output in drafted).tau > 2.4  # 2.75
+
+
+@pytest.mark.long
+def test_the_block_head_drafts_by_its_name_and_changes_no_token():
+    target = load_target(TargetConfig(name="smollm2-135m-instruct", weights="stored"))
+    params, sizes = SamplingParams(max_tokens=64), {"batch_size": 2, "max_length": 256}
+    prompts = [
+        "What makes bread rise? Answer in three sentences.",
+        "Write a function that returns the median of a list.",
+    ]
+    tree = DraftTree(num_steps=7, topk=4, num_draft_tokens=16)
+    drafted = Engine.load(target, BLOCK, tree, **sizes).generate(prompts, params)
+    plain = Engine.load(target, None, **sizes).generate(prompts, params)
+    assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
+    assert AcceptanceCounts.total(output.stats.counts for output in drafted).tau > 1.5

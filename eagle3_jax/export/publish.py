@@ -111,7 +111,7 @@ def card(
         "answered": _results(stages, "regenerate")["train"],
         "block_size": files.read_config(folder).get("block_size"),
         "commands": _commands(flags, steps, base or "TARGET", repository, form.name),
-        "engines": compatibility.served_by(form, heads.read(folder)),
+        "engines": "" if form is EAGLE3_JAX else compatibility.served_by(form, heads.read(folder)),
         "exported": exported,
         "label": flags.label,
         "prepared": _results(stages, "prepare"),
