@@ -83,7 +83,7 @@ def test_a_skip_that_is_not_listed_fails_the_run(tmp_path, listed, workers, unex
     (tmp_path / "test_some.py").write_text(_SKIPS)
     (tmp_path / "test_module.py").write_text("import pytest\npytest.importorskip('not_installed')")
     (tmp_path / "allowed_skips.toml").write_text(listed)
-    for name in ("conftest.py", "compilation_cache.py"):
+    for name in ("conftest.py", "array_annotations.py", "compilation_cache.py"):
         shutil.copy(ROOT / "tests" / name, tmp_path)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not long", *workers]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
