@@ -1,14 +1,18 @@
 """Checks at run time the annotations that have an array's shape and dtype, by jaxtyping and beartype.
 
-Other annotations are pyrefly's: to check them at every call took a tenth of the tests' time.
+To check all others at every call too takes a tenth of the tests' time. The smoke tests and `tools/test.sh long` do:
+`--jaxtyping-packages=eagle3_jax,beartype.beartype`.
 """
 
 import ast
+import hashlib
 
 import beartype
 from jaxtyping import _import_hook
 
-checked = beartype.beartype  # by its own name, the compiled modules are other files than jaxtyping's own hook leaves
+checked = beartype.beartype  # under another name: the compiled modules are other files, and the hook's hash is another
+_OWN = hashlib.md5(f"{__name__}.checked".encode()).hexdigest()
+ALL = _OWN not in _import_hook.Typechecker.lookup  # whether every annotation is checked
 
 
 def _has_shape(annotation: ast.expr | None) -> bool:
@@ -40,4 +44,5 @@ class _Transformer(_import_hook.JaxtypingTransformer):
         return node
 
 
-_import_hook.JaxtypingTransformer = _Transformer
+if not ALL:
+    _import_hook.JaxtypingTransformer = _Transformer

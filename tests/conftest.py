@@ -60,7 +60,7 @@ if _OF_CPUS:
     jax.devices("cpu")
     os.environ["XLA_FLAGS"] = " ".join(flag for flag in _FLAGS if flag not in _OF_CPUS)
 
-import array_annotations  # noqa: F401  # before the package
+import array_annotations  # noqa: F401  # before the package is imported
 import compilation_cache
 import hypothesis
 import pytest

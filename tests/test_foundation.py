@@ -14,13 +14,16 @@ import warnings
 import zipfile
 from typing import Any
 
+import array_annotations
 import jax
+import jax.numpy as jnp
 import jaxtyping
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from eagle3_jax import mesh
+from eagle3_jax.models import layers
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -47,9 +50,16 @@ def test_there_are_eight_virtual_devices():
     assert jax.device_count() == 8
 
 
-def test_public_functions_are_type_checked():
-    not_a_config: Any = "four by two"
+def test_shapes_are_checked():
     with pytest.raises(jaxtyping.TypeCheckError):
+        layers.rms_norm(jnp.ones((1, 2, 3)), jnp.ones((1, 2)), 1e-6)
+
+
+@pytest.mark.smoke
+def test_public_functions_are_type_checked():
+    """All of them in the smoke tests, and in long runs."""
+    not_a_config: Any = "four by two"
+    with pytest.raises(jaxtyping.TypeCheckError if array_annotations.ALL else AttributeError):
         mesh.make_mesh(not_a_config)
 
 

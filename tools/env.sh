@@ -9,6 +9,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1
 # Images of containers set it: then each of some hundred processes compiles all modules that it imports.
 unset PYTHONDONTWRITEBYTECODE
 NEEDED_MIB=4096
+# Checks every annotation at run time, see tests/array_annotations.py.
+# shellcheck disable=SC2034
+EVERY_ANNOTATION=--jaxtyping-packages=eagle3_jax,beartype.beartype
 # pytest for every script: time limits, reasons of skips, two workers, the twenty slowest tests.
 # shellcheck disable=SC2034
 PYTEST=(python -m pytest -p timeout --timeout-method thread -n 2 --dist worksteal -q -rs --durations 20)

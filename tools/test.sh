@@ -15,7 +15,7 @@ case "$which" in
   fast) select=(-m "not slow and not long") ;;
   "") select=(-m "not long") ;;
   long)
-    select=(-m "not long" --hypothesis-profile=long)
+    select=(-m "not long" --hypothesis-profile=long "$EVERY_ANNOTATION")
     export XLA_FLAGS=${XLA_FLAGS:-} # as users have them; `tests/conftest.py` takes the optimizer away
     ;;
   *) fail "got '$which', expected nothing, 'fast' or 'long'." ;;
@@ -38,7 +38,7 @@ check shellcheck --external-sources --source-path SCRIPTDIR tools/*.sh .ci/run
 check "${PYTEST[@]}" "${select[@]}" "$@"
 if [[ $which == long ]]; then
   # One at a time: several of them start processes of their own, which must find each other within gloo's 30 seconds.
-  check "${PYTEST[@]}" -n 0 -m long --hypothesis-profile=long
+  check "${PYTEST[@]}" -n 0 -m long --hypothesis-profile=long "$EVERY_ANNOTATION"
   check bash tools/test_beam.sh
   check python tools/mutants.py
 fi
