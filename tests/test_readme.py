@@ -147,7 +147,7 @@ def help_of(tool: str) -> str:
     there = unittest.mock.patch.multiple(sys, argv=[tool, "--help"], path=[str((ROOT / tool).parent), *sys.path])
     shown, loaded = io.StringIO(), set(sys.modules)
     with there, unittest.mock.patch.dict(os.environ), contextlib.redirect_stdout(shown):
-        with pytest.raises(SystemExit, match="0"):
+        with pytest.raises(SystemExit, match="^0$"):
             runpy.run_path(str(ROOT / tool), run_name="__main__")
     for name in set(sys.modules) - loaded:
         if "." not in name and (ROOT / "tools" / f"{name}.py").exists():
