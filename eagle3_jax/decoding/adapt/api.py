@@ -24,7 +24,7 @@ class AdaptStats:
         tau_before, tau_after: tokens per round, replayed on the held-back requests of the latest judgement: of the head
             that drafted before it, and of the one since; NaN before the first.
         seconds: time of steps and judgements.
-        share: their share of the engine's time.
+        share: their share of the engine's time in the last minutes.
     """
 
     requests: int = 0

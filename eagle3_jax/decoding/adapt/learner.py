@@ -44,6 +44,10 @@ _KINDS: dict[type, type[Kind]] = {
 }
 # One of so many requests, and of the ring's rows, is held back.
 _HELD = 8
+# Seconds of work after which time counts half: the share is one of the last minutes.
+_HALF_LIFE = 300.0
+# A rollback halves the share, at most so often; a better head restores it.
+_HALVINGS = 3
 # Steps of the optimizer's schedule, whose rate stays at its peak: a server has no last step.
 _FOREVER = 1 << 40
 
@@ -90,7 +94,8 @@ class HeadLearner:
         held = max(1, rows // _HELD)
         sizes = config.row_length, c.num_aux_layers * c.target_hidden_size, target.config.hidden_size
         self._ring, self._held = (Ring(count, *sizes, replicated(mesh)) for count in (rows - held, held))
-        self._rng, self._busy, self._unjudged = np.random.default_rng(0), 0.0, 0
+        self._rng, self._unjudged, self._in_vain = np.random.default_rng(0), 0, 0
+        self._busy = self._spent = 0.0
         self._checkpoints: Checkpoints | None = None
         if config.folder is not None and identity is not None:
             self._open(config.folder, identity)
@@ -142,9 +147,10 @@ class HeadLearner:
     def learn(self, busy: float) -> Draft | None:
         """See `Learner`; steps begin once the ring has rows for one, and requests are held back."""
         stats, config = self.stats, self._config
-        self._busy += busy
-        stats.share = stats.seconds / (self._busy + stats.seconds)
-        if stats.share > config.share:
+        faded = 0.5 ** (busy / _HALF_LIFE)
+        self._busy, self._spent = self._busy * faded + busy, self._spent * faded
+        stats.share = self._spent / max(self._busy + self._spent, 1e-9)
+        if stats.share > config.share / 2**self._in_vain:
             return None
         rows = self._ring.filled
         if len(rows) < config.batch_size or not len(self._held.filled):
@@ -152,7 +158,8 @@ class HeadLearner:
         self.compile()
         start = time.monotonic()
         better = self._step(self._rng.choice(rows, config.batch_size, replace=False).tolist())
-        stats.seconds += time.monotonic() - start
+        seconds = time.monotonic() - start
+        stats.seconds, self._spent = stats.seconds + seconds, self._spent + seconds
         return self.draft if better else None
 
     def _step(self, rows: Sequence[int]) -> bool:
@@ -168,6 +175,7 @@ class HeadLearner:
         better = self._is_better() if finite else False
         if better is None:
             return False
+        self._in_vain = 0 if better else min(self._in_vain + 1, _HALVINGS)
         if better:
             self._served = _copied(self._state)
             stats.heads += 1

@@ -43,8 +43,14 @@ def live(toy, adapt: AdaptConfig = ADAPT, **options) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def engine(toy) -> Engine:
+def one_engine(toy) -> Engine:
     return live(toy)
+
+
+@pytest.fixture
+def engine(one_engine) -> Engine:
+    learner_of(one_engine)._in_vain = 0  # or the tests before could make it rest
+    return one_engine
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +147,7 @@ def test_a_head_that_got_worse_is_rolled_back_and_requests_go_on(engine, expecte
     engine.generate(PROMPTS, PARAMS)
     served, before = learner.draft.head.lm_head[...], learnt(engine)
     learner._state = dataclasses.replace(learner._state, head=jax.tree.map(lambda x: x * factor, learner._state.head))
-    learner._unjudged = ADAPT.judge_every - 1
+    learner._unjudged, learner._in_vain = ADAPT.judge_every - 1, 0
     assert [output.token_ids for output in engine.generate(PROMPTS, PARAMS)] == expected
     stats = learnt(engine)
     assert stats.rollbacks > before.rollbacks
@@ -166,12 +172,35 @@ def test_a_head_drafts_once_as_many_of_its_drafts_are_accepted(engine, monkeypat
     monkeypatch.setattr(learner, "_judged", lambda head: next(verdicts))
     monkeypatch.setattr(learner, "_unjudged", ADAPT.judge_every - 1)
     before = dataclasses.replace(learner.stats)
+    monkeypatch.setattr(learner, "_in_vain", 2)
     assert learner._step(learner._ring.filled[:2].tolist()) == bool(heads)
+    assert learner._in_vain == (0 if heads else 2 + rollbacks)
     assert (learner.stats.heads - before.heads, learner.stats.rollbacks - before.rollbacks) == (heads, rollbacks)
     assert learner.stats.tau_after == (judged[1] if heads else 2.0)
     learnt = learner._state.head.lm_head[...]
     assert np.array_equal(learnt, served.head.lm_head[...]) != kept, "its steps stay"
     assert np.array_equal(learner._served.head.lm_head[...], learnt) == (heads == 1 or not kept)
+
+
+@pytest.mark.slow
+def test_learning_rests_the_longer_the_less_it_brings(engine, monkeypatch):
+    learner, steps = learner_of(engine), []
+    engine.generate(PROMPTS[:4], PARAMS)
+    monkeypatch.setattr(learner, "_step", lambda rows: bool(steps.append(rows)))
+
+    def steps_at(share: float, in_vain: int, busy: float = 0.0) -> bool:
+        steps.clear()
+        monkeypatch.setattr(learner, "_busy", 100 * (1 - share))
+        monkeypatch.setattr(learner, "_spent", 100 * share)
+        monkeypatch.setattr(learner, "_in_vain", in_vain)
+        learner.learn(busy)
+        return bool(steps)
+
+    assert ADAPT.share == 0.95
+    assert steps_at(0.94, 0) and not steps_at(0.96, 0)
+    assert steps_at(0.11, 3) and not steps_at(0.12, 3)
+    # After two half-lives of work: 95 / 4 of 95 / 4 + 5 / 4 + 600 seconds.
+    assert steps_at(0.95, 3, busy=600) and learnt(engine).share == pytest.approx(0.038, abs=1e-3)
 
 
 @pytest.mark.slow
