@@ -226,6 +226,7 @@ def train(
         if step % settings.every == 0 or step == settings.steps - 1:
             newest = live.draft(policy)
             engine.replace_draft(head)
+            engine.replace_target(policy)  # or its prompts were read already
             same, row["frozen"] = rolled_out(engine, prompts, settings, step)
             row["frozen_tau"] = tau_of(same)
             engine.replace_draft(newest)
