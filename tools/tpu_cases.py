@@ -120,6 +120,31 @@ class TopK(Case):
 
 
 @dataclasses.dataclass(frozen=True)
+class GroupedProduct(Case):
+    """`rows` rows times a matrix whose columns have a scale, and 4 bits an offset too, for each `group` values."""
+
+    rows: int = 16
+    inputs: int = 4096
+    outputs: int = 14336
+    group: int = 32
+    bits: int = 4
+    dtype: str = "bfloat16"
+
+    @property
+    def floor_bytes(self) -> int:
+        scales = 4 * (2 if self.bits == 4 else 1) * self.inputs // self.group
+        return self.outputs * (self.inputs * self.bits // 8 + scales + 4 * self.rows) + 2 * self.rows * self.inputs
+
+    @property
+    def operations(self) -> int:
+        return 2 * self.rows * self.inputs * self.outputs
+
+    @property
+    def sizes(self) -> str:
+        return f"{self.rows} x {self.inputs} x {self.outputs}, {self.bits} bits"
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainingTimeTest(Case):
     """Attention of step 7 of the training-time test over one row with one document."""
 

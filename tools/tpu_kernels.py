@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import tpu_peers
-from tpu_cases import LOOPS, PRODUCTS, Attention, Call, Case, Commit, TopK, TrainingTimeTest
+from tpu_cases import LOOPS, PRODUCTS, Attention, Call, Case, Commit, GroupedProduct, TopK, TrainingTimeTest
 
 
 def program(case: Case) -> Call:
@@ -76,6 +76,21 @@ def _top_k(case: TopK, function: Any) -> Call:
     return Call(function, [((case.queries, case.hidden), case.dtype), ((case.vocabulary, case.hidden), case.dtype)])
 
 
+def grouped_product(case: GroupedProduct) -> Call:
+    import jax.numpy as jnp
+
+    from eagle3_jax.kernels.linear.api import linear
+    from eagle3_jax.kernels.linear.layouts import Quantised
+
+    c, scales = case, ((case.inputs // case.group, case.outputs), "float32")
+    parts = [((c.inputs, c.outputs), f"int{c.bits}"), scales, *([scales] if c.bits == 4 else [])]
+
+    def multiply(x: Any, values: Any, scale: Any, offset: Any = None) -> Any:
+        return linear(x, Quantised(values, scale, offset, jnp.dtype(c.dtype)))
+
+    return Call(multiply, [((c.rows, c.inputs), c.dtype), *parts])
+
+
 def ttt_attention(case: TrainingTimeTest) -> Call:
     import jax
     import jax.numpy as jnp
@@ -132,6 +147,7 @@ PROGRAMS: dict[str, Callable[[Any], Call]] = {
     "vocabulary_top_k": vocabulary_top_k,
     "xla, logits and k argmax": functools.partial(vocabulary_top_k, implementation="xla"),
     "xla, logits and top_k": lax_top_k,
+    "grouped_product": grouped_product,
     "ttt_attention": ttt_attention,
     "ttt_attention backward": ttt_attention,
     "commit": commit,
@@ -147,6 +163,9 @@ CASES: list[Case] = [
     Attention("tree_attention", PRODUCTS, query_heads=8, kv_heads=1),  # 70B over 8 chips
     *(TopK("vocabulary_top_k", queries=queries, k=k) for queries, k in _TOP_K),
     TopK("vocabulary_top_k", hidden=8192, vocabulary=4000),  # 70B over 8 chips
+    *(GroupedProduct("grouped_product", rows=rows) for rows in (4, 16, 64, 512)),
+    GroupedProduct("grouped_product", inputs=14336, outputs=4096),
+    GroupedProduct("grouped_product", bits=8),
     TrainingTimeTest("ttt_attention", LOOPS),
     TrainingTimeTest("ttt_attention backward", LOOPS),
     Commit("commit", LOOPS),

@@ -79,6 +79,12 @@ def split_axes(sizes: dict[str, int]) -> set[str]:
     return {name for name, size in sizes.items() if shape.get(name, 1) > 1 and size % shape[name] == 0}
 
 
+def is_whole() -> bool:
+    """Tells whether the current mesh leaves operands whole on each device: it has one, or splits by hand."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return all(size == 1 for name, size in mesh.shape.items() if name not in mesh.manual_axes)
+
+
 def over_mesh(
     function: Callable[..., Any],
     operands: Sequence[Any],

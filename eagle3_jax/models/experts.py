@@ -123,7 +123,7 @@ def grouped(
             # Rows past the group's end are overwritten by the next groups.
             first = start + number * most
             taken = jax.lax.dynamic_slice_in_dim(padded, first, most)
-            product = multiply(taken, jax.tree.map(lambda x: x[index], matrices), dense)
+            product = multiply(taken, matrices, dense, index)
             return jax.lax.dynamic_update_slice_in_dim(sums, product, first, axis=0)
 
         return jax.lax.fori_loop(0, (counts[index] + most - 1) // most, block, sums)

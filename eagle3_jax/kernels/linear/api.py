@@ -1,7 +1,7 @@
 """Products of rows with a matrix in any of its layouts.
 
 The layout decides the implementation: CPU kernels multiply `Panels`, which `pack` makes; XLA multiplies arrays and
-`Quantised`.
+`Quantised`, and a Pallas kernel groups of few bits on a TPU.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from eagle3_jax.kernels.contraction import contract
 from eagle3_jax.kernels.cpu import compiler
@@ -63,15 +63,20 @@ def multiply(
     x: Float[Array, "m k"],
     matrix: Float[Array, "..."] | Panels | Padded | Quantised,
     dense: Callable[[Array, Array], Array],
+    index: Int[Array, ""] | None = None,
 ) -> Float[Array, "m n"]:
-    """Computes the product in float32; `dense` multiplies x by an array."""
+    """Computes the product in float32; `dense` multiplies x by an array.
+
+    Args:
+        index: the matrix's place in a stack of matrices, of arrays or `Quantised`.
+    """
     if isinstance(matrix, Panels):
         return _kernels(matrix).product(x, matrix)
     if isinstance(matrix, Padded):
         return matrix.apply(lambda x, matrix: multiply(x, matrix, dense), x)
     if isinstance(matrix, Quantised):
-        return quantised.product(x, matrix, dense)
-    return dense(x, matrix)
+        return quantised.product(x, matrix, dense, index=index)
+    return dense(x, matrix if index is None else matrix[index])
 
 
 def _kernels(matrix: Panels) -> Any:

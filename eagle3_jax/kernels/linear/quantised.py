@@ -1,7 +1,8 @@
 """Weights in 8 or 4 bits: made from float matrices, and multiplied without a float copy of the matrix.
 
 Activations stay as they are. XLA converts the values on their way from memory into the product. int8 and float8 have
-one scale for each column of the product, applied to its result. int4 has a scale and an offset for each group.
+one scale for each column of the product, applied to its result. int4 has a scale and an offset for each group, and
+groups have a kernel of their own on a TPU.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 import ml_dtypes
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from eagle3_jax.kernels.contraction import contract
+from eagle3_jax.kernels.dispatch import Implementation, choose, is_whole
 from eagle3_jax.kernels.linear.layouts import Quantised
+from eagle3_jax.kernels.tpu.registers import SUBLANES
 
 Kind = Literal["int8", "fp8", "int4"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -28,6 +31,11 @@ _LARGEST: dict[str, tuple[Any, float]] = {
     "fp8": (jnp.float8_e4m3fn, float(ml_dtypes.finfo(jnp.float8_e4m3fn).max)),
 }
 _STEPS = 15  # of int4, from its least value to its greatest
+# Of the TPU's kernel: numbers of a row in a product, rows of values at a time, and rows of x, for more of which a float
+# copy of the matrix costs less.
+WIDE = 128
+_CHUNK = 2048
+_MOST_ROWS = 512
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "axis", "group"))
@@ -67,12 +75,31 @@ def bytes_of(leaf: Any) -> int:
     return math.prod(leaf.shape) * (4 if packed else 8 * leaf.dtype.itemsize) // 8
 
 
-def product(x: Float[Array, "m k"], matrix: Quantised, dense: Callable[[Array, Array], Array]) -> Float[Array, "m n"]:
+def product(
+    x: Float[Array, "m k"],
+    matrix: Quantised,
+    dense: Callable[[Array, Array], Array],
+    *,
+    index: Int[Array, ""] | None = None,
+    implementation: Implementation | None = None,
+    interpret: Any = False,
+) -> Float[Array, "m n"]:
     """Computes the product in float32; `dense` multiplies x by an array, which it casts to x's dtype.
 
     In bfloat16 each group is summed apart if these sums are smaller than a float copy of the matrix: if x has fewer
     rows than a group has values. In float32 a row's result had better not depend on the number of rows.
+
+    Args:
+        index: the matrix's place in a stack of matrices.
+        implementation: the default is "pallas" on a TPU if `has_tpu_kernel`, and "xla" elsewhere.
+        interpret: runs the Pallas kernel without a TPU; `pltpu.InterpretParams` included.
     """
+    if choose(implementation, pallas=has_tpu_kernel(x, matrix)) == "pallas":
+        from eagle3_jax.kernels.linear import tpu
+
+        return tpu.product(x, matrix, index, interpret=interpret)
+    if index is not None:
+        matrix = jax.tree.map(lambda part: part[index], matrix)
     values, scale, offset = matrix.values, matrix.scale, matrix.offset
     if 1 in scale.shape and offset is None:
         return dense(x, values) * scale.reshape(1, -1).astype(jnp.float32)
@@ -87,3 +114,28 @@ def product(x: Float[Array, "m k"], matrix: Quantised, dense: Callable[[Array, A
         return result
     totals = x.astype(jnp.float32).sum(axis=-1)
     return result + jnp.matmul(totals, offset.astype(jnp.float32), precision=_HIGHEST)
+
+
+def has_tpu_kernel(x: Float[Array, "m k"], matrix: Quantised) -> bool:
+    """Tells whether the TPU's kernel takes a product of [k, n], or of one of a stack [e, k, n].
+
+    It takes up to 512 rows of bfloat16 and groups of 16 to 128 values, on one device: XLA does not split its call.
+    """
+    *_, k, n = matrix.shape
+    groups, columns = matrix.scale.shape[-2:]
+    return (
+        x.dtype == jnp.bfloat16
+        and len(x) <= _MOST_ROWS
+        and matrix.values.dtype in (jnp.int4, jnp.int8, jnp.float8_e4m3fn)
+        and groups > 1
+        and x.shape[1] == k
+        and (k % WIDE, WIDE % (k // groups), n % WIDE, n % columns) == (0, 0, 0, 0)
+        and chunk_of(k, k // groups) is not None
+        and is_whole()
+    )
+
+
+def chunk_of(k: int, group: int) -> int | None:
+    """Returns how many rows of values the TPU's kernel takes at a time: whole registers of values and of scales."""
+    fitting = (size for size in range(min(k, _CHUNK) // WIDE * WIDE, 0, -WIDE) if k % size == 0)
+    return next((size for size in fitting if size == k or size // group % SUBLANES == 0), None)
