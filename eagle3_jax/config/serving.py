@@ -126,7 +126,7 @@ class AdaptConfig:
 
     Attributes:
         folder: folder of the head's checkpoints, from which the next start goes on; None keeps them in memory alone.
-        share: largest share of the engine's time for learning.
+        share: largest share of the engine's time for learning, beside a quarter of the time without requests.
         ring_tokens: tokens to learn from, the newest ones; an eighth is held back.
         row_length: tokens of a row; of a longer request the last ones are learnt from.
         batch_size: rows of a training step.
@@ -136,7 +136,7 @@ class AdaptConfig:
     """
 
     folder: str | None = None
-    share: Proper = 0.1
+    share: Proper = 0.03
     ring_tokens: Count = 16384
     row_length: Count = 256
     batch_size: Count = 2

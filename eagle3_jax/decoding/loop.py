@@ -1,7 +1,7 @@
 """The engine loop: the threads that wait for answers run the scheduler's turns themselves, one thread at a time.
 
 Turns run only while a caller waits. Asynchronous callers cannot work while they wait: a thread of the loop runs turns
-for them, and ends when no work is left.
+for them, lets a live head learn in the time between requests, and ends when neither is left.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class EngineLoop:
     def drive_in_background(self) -> None:
         """Leaves the turns to a thread, until there is no work."""
         with self._changes:
+            self._changes.notify_all()  # it may wait in idle time
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._work, name="eagle3_jax engine")
                 self._thread.start()
@@ -125,13 +126,33 @@ class EngineLoop:
     def _work(self) -> None:
         while not self._is_idle():
             try:
-                self.drive(self._is_idle)
+                self.drive(lambda: not self._scheduler.has_work)
+                self._learn_while_idle()
             except Exception:  # the next turn may succeed
                 _log.exception("a turn failed")
 
+    def _learn_while_idle(self) -> None:
+        """Lets the head learn until a request comes; then as long as a step takes, which the request waits for."""
+        then = time.monotonic()
+        while self._learns_on():
+            with self._changes:
+                if self._changes.wait_for(lambda: self._scheduler.has_work, timeout=_POLL):
+                    return
+            if self._borrowed():
+                try:
+                    now = time.monotonic()
+                    self._scheduler.learn_while_idle(now - then)
+                    then = time.monotonic()
+                finally:
+                    self._let_go()
+
+    def _learns_on(self) -> bool:
+        """Tells whether idle time is of use, which keeps no process from its end."""
+        return self._scheduler.learns_on and threading.main_thread().is_alive()
+
     def _is_idle(self) -> bool:
         with self._changes:
-            if self._scheduler.has_work:
+            if self._scheduler.has_work or self._learns_on():
                 return False
             if self._thread is threading.current_thread():
                 self._thread = None  # decided under the lock: a later caller starts another thread

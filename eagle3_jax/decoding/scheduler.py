@@ -192,6 +192,11 @@ class Scheduler:
         """True if a request waits or runs, or a report is unread."""
         return self.has_requests or bool(self._reports)
 
+    @property
+    def learns_on(self) -> bool:
+        """True while a live head has something to learn."""
+        return self._learner is not None and self._learner.learns_on
+
     def left(self, prompt: Sequence[int] = ()) -> int:
         """Counts the tokens to read and write until all requests, and one more prompt, are answered and read."""
         with self.changes:
@@ -237,8 +242,7 @@ class Scheduler:
                 self._reports.popleft()
             if not self._reports and not any(self._slots):
                 self._pool.check_idle()
-            if self._learner is not None:
-                self._learn(self._learner, time.monotonic() - start)
+            self._learn(time.monotonic() - start)
         except BaseException as error:
             if not self._give_up(error) or not isinstance(error, Exception):
                 raise
@@ -280,10 +284,16 @@ class Scheduler:
             assert request.allocation is not None
             request.allocation.registering = False
 
-    def _learn(self, learner: Learner, busy: float) -> None:
+    def learn_while_idle(self, seconds: float) -> None:
+        """Lets the head learn in time that no request needs."""
+        self._learn(0.0, seconds)
+
+    def _learn(self, busy: float, idle: float = 0.0) -> None:
         """Lets the head learn; the next dispatch drafts with a better one. A failure ends the learning alone."""
+        if self._learner is None:
+            return
         try:
-            better = learner.learn(busy)
+            better = self._learner.learn(busy, idle)
         except Exception:
             _log.exception("the head stays as it is: learning failed")
             self._learner = None

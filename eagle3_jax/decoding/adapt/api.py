@@ -48,11 +48,16 @@ class Learner(Protocol):
     def keep(self, observed: Observed, slot: int, token_ids: Sequence[int], first: int, answer: int) -> None:
         """Takes an ended request's states, see `Ring.keep`; only the last `window` tokens are learnt from."""
 
-    def learn(self, busy: float) -> Draft | None:
+    @property
+    def learns_on(self) -> bool:
+        """True while its requests are worth further steps."""
+
+    def learn(self, busy: float, idle: float = 0.0) -> Draft | None:
         """Takes a step, if the time allows it.
 
         Args:
             busy: seconds of the engine's work since the last call.
+            idle: seconds without any.
 
         Returns:
             A better head, to draft from now on.

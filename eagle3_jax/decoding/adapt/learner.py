@@ -44,8 +44,12 @@ _KINDS: dict[type, type[Kind]] = {
 }
 # One of so many requests, and of the ring's rows, is held back.
 _HELD = 8
-# Seconds of work after which time counts half: the share is one of the last minutes.
+# Seconds after which time counts half: the share is one of the last minutes.
 _HALF_LIFE = 300.0
+# Share of the time without requests. A request that comes meanwhile waits for the end of a step.
+_IDLE_SHARE = 0.25
+# Steps for each request that entered the ring: more would learn it by heart.
+_STEPS = 4
 # A rollback halves the share, at most so often; a better head restores it.
 _HALVINGS = 3
 # Steps of the optimizer's schedule, whose rate stays at its peak: a server has no last step.
@@ -95,7 +99,7 @@ class HeadLearner:
         sizes = config.row_length, c.num_aux_layers * c.target_hidden_size, target.config.hidden_size
         self._ring, self._held = (Ring(count, *sizes, replicated(mesh)) for count in (rows - held, held))
         self._rng, self._unjudged, self._in_vain = np.random.default_rng(0), 0, 0
-        self._busy = self._spent = 0.0
+        self._busy = self._idle = self._spent = 0.0
         self._checkpoints: Checkpoints | None = None
         if config.folder is not None and identity is not None:
             self._open(config.folder, identity)
@@ -144,17 +148,24 @@ class HeadLearner:
         self.stats.requests += 1
         self.stats.tokens = self._ring.tokens + self._held.tokens
 
-    def learn(self, busy: float) -> Draft | None:
+    @property
+    def learns_on(self) -> bool:
         """See `Learner`; steps begin once the ring has rows for one, and requests are held back."""
+        enough = len(self._ring.filled) >= self._config.batch_size and len(self._held.filled) > 0
+        return enough and self.stats.steps < _STEPS * self.stats.requests
+
+    def learn(self, busy: float, idle: float = 0.0) -> Draft | None:
+        """See `Learner`."""
         stats, config = self.stats, self._config
-        faded = 0.5 ** (busy / _HALF_LIFE)
-        self._busy, self._spent = self._busy * faded + busy, self._spent * faded
-        stats.share = self._spent / max(self._busy + self._spent, 1e-9)
-        if stats.share > config.share / 2**self._in_vain:
+        faded = 0.5 ** ((busy + idle) / _HALF_LIFE)
+        self._busy, self._idle = self._busy * faded + busy, self._idle * faded + idle
+        self._spent *= faded
+        worked = self._busy + self._spent
+        stats.share = self._spent / max(worked + self._idle, 1e-9)
+        allowed = (config.share * worked + _IDLE_SHARE * self._idle) / 2**self._in_vain
+        if self._spent > allowed or not self.learns_on:
             return None
         rows = self._ring.filled
-        if len(rows) < config.batch_size or not len(self._held.filled):
-            return None
         self.compile()
         start = time.monotonic()
         better = self._step(self._rng.choice(rows, config.batch_size, replace=False).tolist())

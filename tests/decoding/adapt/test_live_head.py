@@ -1,7 +1,10 @@
 """A head that learns while it serves: tokens stay, acceptance grows, and what goes wrong is rolled back."""
 
+import asyncio
 import dataclasses
 import gc
+import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -114,7 +117,7 @@ def test_it_learns_where_the_target_is_split_over_a_mesh(toy, expected):
 def test_the_ring_holds_what_a_pass_over_the_whole_text_computes(toy, engine, monkeypatch):
     """Of a short request, of one longer than a row, and of one whose beginning was reused."""
     learner, kept = learner_of(engine), []
-    monkeypatch.setattr(learner, "learn", lambda busy: None)
+    monkeypatch.setattr(learner, "learn", lambda *seconds: None)
     monkeypatch.setattr(learner, "keep", lambda *asked: kept.append(asked))
     long = [(7 * i) % 19 for i in range(50)]
     for prompt, reused in (([3, 9, 4], 0), (long, 0), ([*long[:40], 1], 32)):
@@ -191,12 +194,13 @@ def test_learning_rests_the_longer_the_less_it_brings(engine, monkeypatch):
     engine.generate(PROMPTS[:4], PARAMS)
     monkeypatch.setattr(learner, "_step", lambda rows: bool(steps.append(rows)))
 
-    def steps_at(share: float, in_vain: int, busy: float = 0.0) -> bool:
+    def steps_at(share: float, in_vain: int, busy: float = 0.0, idle: float = 0.0) -> bool:
         steps.clear()
         monkeypatch.setattr(learner, "_busy", 100 * (1 - share))
+        monkeypatch.setattr(learner, "_idle", 0.0)
         monkeypatch.setattr(learner, "_spent", 100 * share)
         monkeypatch.setattr(learner, "_in_vain", in_vain)
-        learner.learn(busy)
+        learner.learn(busy, idle)
         return bool(steps)
 
     assert ADAPT.share == 0.95
@@ -204,6 +208,38 @@ def test_learning_rests_the_longer_the_less_it_brings(engine, monkeypatch):
     assert steps_at(0.11, 3) and not steps_at(0.12, 3)
     # After two half-lives of work: 95 / 4 of 95 / 4 + 5 / 4 + 600 seconds.
     assert steps_at(0.95, 3, busy=600) and learnt(engine).share == pytest.approx(0.038, abs=1e-3)
+    # A quarter of idle time comes on top, of which an eighth is left: 24 spent of 0.12 * 25 + 600 / 32 seconds.
+    assert steps_at(0.94, 3, idle=700) and not steps_at(0.94, 3, idle=300)
+    monkeypatch.setattr(learner.stats, "steps", 4 * learner.stats.requests)
+    assert not steps_at(0.1, 0) and not learner.learns_on, "what was learnt often enough is left"
+
+
+@pytest.mark.slow
+def test_it_learns_between_requests_until_it_knows_them(engine, expected, monkeypatch):
+    monkeypatch.setattr("eagle3_jax.decoding.loop._IDLE", 0.01)
+    learner = learner_of(engine)
+    monkeypatch.setattr(learner, "_config", dataclasses.replace(ADAPT, share=1e-9))
+
+    async def answers(prompts: list[list[int]]) -> list[list[int]]:
+        outputs = await asyncio.gather(*(engine.submit(prompt, PARAMS) for prompt in prompts))
+        return [output.token_ids for output in outputs]
+
+    def wait(until: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while not until():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    engine.generate(PROMPTS, PARAMS)
+    steps = learner.stats.steps
+    monkeypatch.setattr("eagle3_jax.decoding.adapt.learner._STEPS", steps // learner.stats.requests + 1)
+    engine.generate(PROMPTS[:1], PARAMS)
+    assert learner.stats.steps == steps, "nothing is left of the share"
+    assert asyncio.run(answers(PROMPTS[:2])) == expected[:2]
+    wait(lambda: learner.stats.steps > steps)
+    assert asyncio.run(answers(PROMPTS)) == expected
+    wait(lambda: not learner.learns_on)
+    wait(lambda: engine._loop._thread is None)  # or the process would not end
 
 
 @pytest.mark.slow
