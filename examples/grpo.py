@@ -215,8 +215,9 @@ def train(
     policy: Any = target.model
     optimizer = optax.adam(settings.learning_rate, b2=0.99)
     moments, live, rng, rows = optimizer.init(policy), LiveHead(head, settings), np.random.default_rng(0), []
+    first = [question(rng)[0] for _ in range(settings.questions)]
     for each in (engine, vanilla):
-        rolled_out(each, [question(rng)[0]], settings, seed=0)  # compiles
+        rolled_out(each, first, settings, seed=0)  # compiles
     for step in range(settings.steps):
         asked = [question(rng) for _ in range(settings.questions)]
         prompts, right = [x for x, _ in asked], [x for _, x in asked for _ in range(settings.answers)]

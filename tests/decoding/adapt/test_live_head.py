@@ -114,6 +114,24 @@ def test_it_learns_where_the_target_is_split_over_a_mesh(toy, expected):
 
 
 @pytest.mark.slow
+def test_a_head_of_bfloat16_learns_in_float32(toy):
+    """Steps smaller than bfloat16's are not lost, and the head that drafts has the dtype that it had."""
+    target, draft = jax.tree.map(
+        lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, (toy.target, toy.plain)
+    )
+    sizes: dict[str, Any] = {"batch_size": 2, "max_length": 128, "page_size": 16}
+    without = Engine(target, Tokenizer(), draft, CHAIN, **sizes).generate(PROMPTS, PARAMS)
+    engine = Engine(target, Tokenizer(), draft, CHAIN, **sizes, adapt=ADAPT)
+    for _ in range(3):
+        outputs = engine.generate(PROMPTS, PARAMS)
+        assert [output.token_ids for output in outputs] == [output.token_ids for output in without]
+    learner = learner_of(engine)
+    assert tau(outputs) > tau(without) + 0.3 and learnt(engine).heads > 0
+    assert {leaf.dtype for leaf in jax.tree.leaves(learner._state.head)} == {jnp.dtype(jnp.float32)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(learner.draft.head)} == {jnp.dtype(jnp.bfloat16)}
+
+
+@pytest.mark.slow
 def test_the_ring_holds_what_a_pass_over_the_whole_text_computes(toy, engine, monkeypatch):
     """Of a short request, of one longer than a row, and of one whose beginning was reused."""
     learner, kept = learner_of(engine), []
