@@ -50,7 +50,7 @@ class Settings:
     max_tokens: int = 64
     learning_rate: float = 1e-5
     head_rate: float = 1e-4
-    batch_size: int = 8
+    batch_size: int = 4
     length: int = 128  # tokens of a question with its answer
     every: int = 10  # steps between two rows of the table
 

@@ -10,6 +10,7 @@ import jaxtyping
 import pytest
 
 from eagle3_jax.config import DraftTree, run_file
+from eagle3_jax.kernels.linear.quantised import product, quantise
 
 ROOT = pathlib.Path(__file__).parents[1]
 HIDDEN, VOCAB, DRAFT_VOCAB = 64, 512, 128
@@ -42,6 +43,15 @@ def test_an_operand_counts_in_the_bits_that_memory_holds(rounds):
     x, w = jnp.zeros((2, 8), jnp.bfloat16), jnp.zeros((8, 4), jnp.int8)
     program = jax.make_jaxpr(lambda x, w: jax.jit(lambda w: x @ w.astype(jnp.float32).astype(x.dtype))(w))(x, w)
     assert rounds.work(program.jaxpr) == rounds.Work(2 * 16 + 32, 2 * 2 * 8 * 4)
+
+
+def test_a_matrix_in_groups_counts_as_its_kernel_reads_it(rounds):
+    matrix = quantise(jnp.zeros((256, 128), jnp.bfloat16), "int4", group=32)
+    x = jnp.zeros((8, 256), jnp.bfloat16)
+    program = jax.make_jaxpr(lambda x, w: product(x, w, jnp.matmul, implementation="pallas"))(x, matrix)
+    sums, scales, index = 4 * 8 * 8, 2 * 4 * 8 * 128, 4  # of each group's x, and scales with offsets
+    held = 2 * x.size + sums + 256 * 128 // 2 + scales + index
+    assert rounds.work(program.jaxpr) == rounds.Work(held, 2 * 8 * 256 * 128)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
+import itertools
 import pathlib
 import time
 
@@ -19,6 +19,7 @@ import eagle3_jax
 from eagle3_jax import AdaptConfig, DraftTree, Engine, Output, SamplingParams, load_target
 from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.decoding.prompt import Prompt
+from eagle3_jax.runs import disk
 
 PACKAGED = pathlib.Path(eagle3_jax.__file__).parent / "data" / "prompts"
 TURN = 6  # requests of one engine before the other's turn
@@ -47,9 +48,9 @@ class Answers:
 def prompts_of(stream: str, field: str, count: int) -> list[Prompt]:
     """Reads the first prompts of a packaged category or of a JSONL file."""
     path = PACKAGED / f"{stream}.jsonl"
-    lines = (path if path.exists() else pathlib.Path(stream)).read_text().splitlines()
-    key = "messages" if path.exists() else field
-    return [json.loads(line)[key] for line in lines[:count]]
+    packaged = path.exists()
+    rows = disk.read_jsonl(path if packaged else pathlib.Path(stream))
+    return [row["messages" if packaged else field] for row in itertools.islice(rows, count)]
 
 
 def run(stream: str, asked: argparse.Namespace) -> None:

@@ -39,8 +39,8 @@ def axis_of(name: str, *, vocabulary: bool) -> int | None:
 def quantised(name: str, leaf: Any, weights: Kind, *, vocabulary: bool) -> Any:
     """Quantises a target's parameter, on its devices; returns other parameters as they are.
 
-    Under `int4` embeddings and LM head have 8 bits, and all scales are shared by `_GROUP` values, as GGUF's are. No
-    group spans two devices.
+    Under `int4` embeddings and LM head have 8 bits and a scale for each row, and matrices one for `_GROUP` values, as
+    GGUF's have. No group spans two devices.
 
     Args:
         name: path of the parameter.
@@ -54,7 +54,7 @@ def quantised(name: str, leaf: Any, weights: Kind, *, vocabulary: bool) -> Any:
     shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
 
     def of(matrix: jax.Array) -> Quantised:
-        return quantise(matrix, kind, axis=axis, group=math.gcd(shape[axis], _GROUP) if weights == "int4" else None)
+        return quantise(matrix, kind, axis=axis, group=math.gcd(shape[axis], _GROUP) if kind == "int4" else None)
 
     return jax.eval_shape(of, leaf) if isinstance(leaf, jax.ShapeDtypeStruct) else of(leaf)
 

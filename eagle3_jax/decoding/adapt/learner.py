@@ -47,7 +47,7 @@ _HELD = 8
 # Seconds after which time counts half: the share is one of the last minutes.
 _HALF_LIFE = 300.0
 # Share of the time without requests. A request that comes meanwhile waits for the end of a step.
-_IDLE_SHARE = 0.25
+_IDLE_SHARE = 0.1
 # Steps for each request that entered the ring: more would learn it by heart.
 _STEPS = 4
 # A rollback halves the share, at most so often; a better head restores it.

@@ -226,8 +226,9 @@ def test_learning_rests_the_longer_the_less_it_brings(engine, monkeypatch):
     assert steps_at(0.11, 3) and not steps_at(0.12, 3)
     # After two half-lives of work: 95 / 4 of 95 / 4 + 5 / 4 + 600 seconds.
     assert steps_at(0.95, 3, busy=600) and learnt(engine).share == pytest.approx(0.038, abs=1e-3)
-    # A quarter of idle time comes on top, of which an eighth is left: 24 spent of 0.12 * 25 + 600 / 32 seconds.
-    assert steps_at(0.94, 3, idle=700) and not steps_at(0.94, 3, idle=300)
+    # A tenth of idle time comes on top, of which an eighth is left: 94 / 2 spent of 95 / 2 + 300 / 10 seconds, by 8.
+    assert steps_at(0.94, 0, idle=300) and not steps_at(0.94, 3, idle=300)
+    assert steps_at(0.12, 3, idle=300) and not steps_at(0.2, 3, idle=300)
     monkeypatch.setattr(learner.stats, "steps", 4 * learner.stats.requests)
     assert not steps_at(0.1, 0) and not learner.learns_on, "what was learnt often enough is left"
 
