@@ -215,7 +215,7 @@ def train(
     policy: Any = target.model
     optimizer = optax.adam(settings.learning_rate, b2=0.99)
     moments, live, rng, rows = optimizer.init(policy), LiveHead(head, settings), np.random.default_rng(0), []
-    first = [question(rng)[0] for _ in range(settings.questions)]
+    first = [question(rng)[0]] * settings.questions
     for each in (engine, vanilla):
         rolled_out(each, first, settings, seed=0)  # compiles
     for step in range(settings.steps):
