@@ -71,8 +71,9 @@ def work(jaxpr: Any) -> Work:
             (source,), (converted,) = equation.invars, equation.outvars
             held[converted] = held.get(source, source) if isinstance(source, Var) else source
         if equation.primitive.name == "pallas_call":  # of a matrix in groups
-            operands = [x.aval for x in equation.invars if isinstance(x, Var)]
-            values, result = next(x for x in operands if x.ndim == 3), equation.outvars[0].aval
+            operands: list[Any] = [x.aval for x in equation.invars if isinstance(x, Var)]
+            result: Any = equation.outvars[0].aval
+            values = next(x for x in operands if x.ndim == 3)
             total += Work(sum(map(bytes_of, operands)), 2 * values.shape[1] * result.size)
             continue
         if equation.primitive.name == "dot_general":
