@@ -16,7 +16,7 @@ from eagle3_jax.mesh import parameter_path
 # Paths of the parameters that `linear` multiplies, of experts' matrices, and of rows of a vocabulary.
 MATRICES = re.compile(r"\b(qkv|q|kv|q_down|q_up|kv_down|selector|o|gate|up|down|fc)$")
 EXPERTS = re.compile(r"\bexpert_\w+(?<!_bias)$")
-_GROUP = 32  # values that share a scale under `int4`
+GROUP = 32  # values that share a scale under `int4`, as in GGUF's blocks
 VOCABULARY = re.compile(r"^(embed|lm_head)$")
 
 
@@ -39,7 +39,7 @@ def axis_of(name: str, *, vocabulary: bool) -> int | None:
 def quantised(name: str, leaf: Any, weights: Kind, *, vocabulary: bool) -> Any:
     """Quantises a target's parameter, on its devices; returns other parameters as they are.
 
-    Under `int4` embeddings and LM head have 8 bits and a scale for each row, and matrices one for `_GROUP` values, as
+    Under `int4` embeddings and LM head have 8 bits and a scale for each row, and matrices one for `GROUP` values, as
     GGUF's have. No group spans two devices.
 
     Args:
@@ -54,7 +54,7 @@ def quantised(name: str, leaf: Any, weights: Kind, *, vocabulary: bool) -> Any:
     shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
 
     def of(matrix: jax.Array) -> Quantised:
-        return quantise(matrix, kind, axis=axis, group=math.gcd(shape[axis], _GROUP) if kind == "int4" else None)
+        return quantise(matrix, kind, axis=axis, group=math.gcd(shape[axis], GROUP) if kind == "int4" else None)
 
     return jax.eval_shape(of, leaf) if isinstance(leaf, jax.ShapeDtypeStruct) else of(leaf)
 

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from eagle3_jax.config import Weights
+from eagle3_jax.kernels.linear.api import quantise
 from eagle3_jax.kernels.linear.layouts import Quantised
 from eagle3_jax.mesh import parameter_path, sharding_of, shardings
 from eagle3_jax.models.checkpoint.gguf_file import GGUF, with_blocks
@@ -31,7 +32,7 @@ from eagle3_jax.models.checkpoint.table import Entry, Packed
 from eagle3_jax.models.families import family_of
 from eagle3_jax.models.families.vision import TOWER, text_name
 from eagle3_jax.models.layers import SHARDING_RULES
-from eagle3_jax.models.quantisation import axis_of, quantised
+from eagle3_jax.models.quantisation import GROUP, axis_of, quantised
 from eagle3_jax.models.shapes import shapes_of
 from eagle3_jax.models.target import ModelConfig, TargetModel
 from eagle3_jax.runs import disk, processes
@@ -134,8 +135,8 @@ def load_model(
             return parts[at]
 
         value = placed(leaf.shape, sharding, part)
-        if axis == -1 and in_blocks:  # embeddings and LM head
-            return jax.block_until_ready(quantised(name, value, "int4", vocabulary=True))
+        if axis == -1 and in_blocks:  # embeddings and LM head: without loss from Q8_0
+            return jax.block_until_ready(quantise(value, "int8", axis=axis, group=math.gcd(leaf.shape[axis], GROUP)))
         if weights in (None, "stored"):
             return value
         return jax.block_until_ready(quantised(name, value, weights, vocabulary=quantise_vocabulary))

@@ -236,6 +236,7 @@ def test_learning_rests_the_longer_the_less_it_brings(engine, monkeypatch):
 @pytest.mark.slow
 def test_it_learns_between_requests_until_it_knows_them(engine, expected, monkeypatch):
     monkeypatch.setattr("eagle3_jax.decoding.loop._IDLE", 0.01)
+    monkeypatch.setattr("eagle3_jax.decoding.adapt.learner._IDLE_SHARE", 100.0)
     learner = learner_of(engine)
     monkeypatch.setattr(learner, "_config", dataclasses.replace(ADAPT, share=1e-9))
 
@@ -251,7 +252,7 @@ def test_it_learns_between_requests_until_it_knows_them(engine, expected, monkey
 
     engine.generate(PROMPTS, PARAMS)
     steps = learner.stats.steps
-    monkeypatch.setattr("eagle3_jax.decoding.adapt.learner._STEPS", steps // learner.stats.requests + 1)
+    monkeypatch.setattr("eagle3_jax.decoding.adapt.learner._STEPS", (steps + 4) / learner.stats.requests)
     engine.generate(PROMPTS[:1], PARAMS)
     assert learner.stats.steps == steps, "nothing is left of the share"
     assert asyncio.run(answers(PROMPTS[:2])) == expected[:2]
