@@ -4,8 +4,8 @@
       --trees 7,1,8 7,4,16 7,8,64
 
 Nothing is compiled: the traced round is read. Bytes are those of the operands of its matrix products, each read once a
-product, in the bits that memory holds (`--target.weights int8`): weights, and a context of `--context` tokens in the
-caches. Operations are those of the same products. Phi is a vanilla step's bytes over the round's. The least time of a
+product, in the bits that memory holds (`--target.weights int8`, or int4 as its Pallas kernel reads it): weights, and a
+context of `--context` tokens in the caches. Operations are those of the same products. Phi is a vanilla step's bytes over the round's. The least time of a
 chip is the larger of bytes over its bandwidth and operations over its peak, of a slice of `--devices` among which all
 is divided evenly. Collectives, other operations and waits take time too: it is a floor.
 """
@@ -70,7 +70,7 @@ def work(jaxpr: Any) -> Work:
         if equation.primitive.name == "convert_element_type":
             (source,), (converted,) = equation.invars, equation.outvars
             held[converted] = held.get(source, source) if isinstance(source, Var) else source
-        if equation.primitive.name == "pallas_call":  # of a matrix in groups
+        if equation.primitive.name == "pallas_call":  # a grouped product, see `counted`
             operands: list[Any] = [x.aval for x in equation.invars if isinstance(x, Var)]
             result: Any = equation.outvars[0].aval
             values = next(x for x in operands if x.ndim == 3)
@@ -115,9 +115,8 @@ def counted(config: RunConfig, tree: DraftTree | None, context: int) -> tuple[Wo
     sizes = Sizes.plan(1, context, PAGE_SIZE, [tier])
     state = jax.eval_shape(lambda models: empty_state(models, sizes, [tier], None), Models.of(target, draft))
     how = {"tree": tree, "greedy": True}
-    # Matrices in groups have a kernel of their own on a TPU, of which XLA's operations would tell another story.
-    grouped = mock.patch.object(quantised, "choose", lambda _, *, pallas: "pallas" if pallas else "xla")
-    with grouped:
+    # A TPU multiplies groups by a Pallas kernel; XLA's operations for them read more.
+    with mock.patch.object(quantised, "choose", lambda _, *, pallas: "pallas" if pallas else "xla"):
         drafting = jax.make_jaxpr(lambda *given: draft_tree(*given, **how)[1].draft_cache)(target, draft, state)
         whole = jax.make_jaxpr(lambda *given: advance(*given, **how))(target, draft, state)
     return work(drafting.jaxpr), work(whole.jaxpr)

@@ -132,7 +132,7 @@ class EngineLoop:
                 _log.exception("a turn failed")
 
     def _learn_while_idle(self) -> None:
-        """Lets the head learn until a request comes; then as long as a step takes, which the request waits for."""
+        """Lets a live head learn until a request comes, which waits for the end of the step."""
         then = time.monotonic()
         while self._learns_on():
             with self._changes:
@@ -141,13 +141,13 @@ class EngineLoop:
             if self._borrowed():
                 try:
                     now = time.monotonic()
-                    self._scheduler.learn_while_idle(now - then)
+                    self._scheduler.learn(idle=now - then)
                     then = time.monotonic()
                 finally:
                     self._let_go()
 
     def _learns_on(self) -> bool:
-        """Tells whether idle time is of use, which keeps no process from its end."""
+        """Tells whether a live head has use for idle time. A process ends all the same."""
         return self._scheduler.learns_on and threading.main_thread().is_alive()
 
     def _is_idle(self) -> bool:

@@ -242,7 +242,7 @@ class Scheduler:
                 self._reports.popleft()
             if not self._reports and not any(self._slots):
                 self._pool.check_idle()
-            self._learn(time.monotonic() - start)
+            self.learn(busy=time.monotonic() - start)
         except BaseException as error:
             if not self._give_up(error) or not isinstance(error, Exception):
                 raise
@@ -267,6 +267,24 @@ class Scheduler:
             if request.aborted or request.is_late(now):
                 self._end(request, "abort" if request.aborted else "timeout")
 
+    def learn(self, *, busy: float = 0.0, idle: float = 0.0) -> None:
+        """Lets a live head learn; the next dispatch drafts with a better one. A failure ends the learning alone.
+
+        Args:
+            busy: seconds of turns since the last call. idle: seconds without any.
+        """
+        if self._learner is None:
+            return
+        try:
+            better = self._learner.learn(busy, idle)
+        except Exception:
+            _log.exception("the head stays as it is: learning failed")
+            self._learner = None
+            return
+        if better is not None:
+            self._runner.replace_draft(better)
+            self._choice.renew()
+
     def forget_device(self) -> None:
         """Resets the state on the device, and begins with empty caches."""
         self._cancelled.clear()
@@ -283,24 +301,6 @@ class Scheduler:
         for request in filter(None, self._slots):
             assert request.allocation is not None
             request.allocation.registering = False
-
-    def learn_while_idle(self, seconds: float) -> None:
-        """Lets the head learn in time that no request needs."""
-        self._learn(0.0, seconds)
-
-    def _learn(self, busy: float, idle: float = 0.0) -> None:
-        """Lets the head learn; the next dispatch drafts with a better one. A failure ends the learning alone."""
-        if self._learner is None:
-            return
-        try:
-            better = self._learner.learn(busy, idle)
-        except Exception:
-            _log.exception("the head stays as it is: learning failed")
-            self._learner = None
-            return
-        if better is not None:
-            self._runner.replace_draft(better)
-            self._choice.renew()
 
     def _admit(self) -> None:
         """Gives slots and pages to waiting requests, in the order of arrival."""

@@ -80,7 +80,7 @@ def split_axes(sizes: dict[str, int]) -> set[str]:
 
 
 def is_whole() -> bool:
-    """Tells whether the current mesh leaves operands whole on each device: it has one, or splits by hand."""
+    """Tells whether operands lie whole on a device: the mesh has one, or the code runs inside a `shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     return all(size == 1 for name, size in mesh.shape.items() if name not in mesh.manual_axes)
 

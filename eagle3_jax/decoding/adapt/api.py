@@ -52,7 +52,7 @@ class Learner(Protocol):
     def learns_on(self) -> bool:
         """True while its requests are worth further steps."""
 
-    def learn(self, busy: float, idle: float = 0.0) -> Draft | None:
+    def learn(self, busy: float, idle: float) -> Draft | None:
         """Takes a step, if the time allows it.
 
         Args:

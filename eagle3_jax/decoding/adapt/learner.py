@@ -154,7 +154,7 @@ class HeadLearner:
         enough = len(self._ring.filled) >= self._config.batch_size and len(self._held.filled) > 0
         return enough and self.stats.steps < _STEPS * self.stats.requests
 
-    def learn(self, busy: float, idle: float = 0.0) -> Draft | None:
+    def learn(self, busy: float, idle: float) -> Draft | None:
         """See `Learner`."""
         stats, config = self.stats, self._config
         faded = 0.5 ** ((busy + idle) / _HALF_LIFE)

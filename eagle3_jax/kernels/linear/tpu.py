@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int
 
 from eagle3_jax.kernels.linear.layouts import Quantised
-from eagle3_jax.kernels.linear.quantised import WIDE, chunk_of
+from eagle3_jax.kernels.linear.quantised import WIDE, bytes_of, chunk_of
 from eagle3_jax.kernels.tpu.registers import SUBLANES, dot
 
 # The tiling, chosen by static profiles (tools/tpu_profile.py).
@@ -48,20 +48,26 @@ def product(
     if scaled_sums and matrix.offset is not None:
         totals = x.astype(jnp.float32).reshape(m, -1, group).sum(axis=-1)
         operands.append(chunks(totals, chunk // group))
-    parts = [_by_columns(part, n) for part in (matrix.values, matrix.scale, matrix.offset) if part is not None]
-    parts = [part if index is not None else part[None] for part in parts]
-    fitting = _BLOCK_BYTES * 8 // (k * jax.dtypes.itemsize_bits(matrix.values.dtype)) // WIDE * WIDE
-    block = min(max(fitting, WIDE), _BLOCK_COLUMNS, n)
+    column = bytes_of(jax.ShapeDtypeStruct((k,), matrix.values.dtype))
+    block = min(max(_BLOCK_BYTES // column // WIDE * WIDE, WIDE), _BLOCK_COLUMNS, n)
+
+    def part(stored: Array) -> tuple[Array, pl.BlockSpec]:
+        """Lays values or scales out as a stack, of which the kernel reads blocks of one matrix's columns."""
+        if index is not None and stored.shape[-1] < n:
+            stored = stored[index]
+        own = stored.ndim == 3
+        stored = jnp.repeat(stored, n // stored.shape[-1], axis=-1)  # scales that columns share
+        spec = pl.BlockSpec((None, stored.shape[-2], block), lambda i, index: (index[0] if own else 0, 0, i))
+        return stored if own else stored[None], spec
+
+    parts, specs = zip(*(part(x) for x in (matrix.values, matrix.scale, matrix.offset) if x is not None), strict=True)
     kernel = _scaled_sums if scaled_sums else _scaled_values
     result = pl.pallas_call(
         functools.partial(kernel, chunk, group),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(pl.cdiv(n, block),),
-            in_specs=[
-                *(pl.BlockSpec(x.shape, lambda i, index: (0, 0, 0, 0)) for x in operands),
-                *(pl.BlockSpec((None, part.shape[1], block), lambda i, index: (index[0], 0, i)) for part in parts),
-            ],
+            in_specs=[*(pl.BlockSpec(x.shape, lambda i, index: (0, 0, 0, 0)) for x in operands), *specs],
             out_specs=pl.BlockSpec((m, block), lambda i, index: (0, i)),
         ),
         out_shape=jax.ShapeDtypeStruct((m, n), jnp.float32),
@@ -70,11 +76,6 @@ def product(
         name="grouped_product",
     )(jnp.asarray(0 if index is None else index, jnp.int32)[None], *operands, *parts)
     return result[:rows]
-
-
-def _by_columns(part: Array, n: int) -> Array:
-    """Repeats scales that several columns share."""
-    return jnp.repeat(part, n // part.shape[-1], axis=-1)
 
 
 def _scaled_sums(chunk: int, group: int, _: Any, x: Any, *refs: Any) -> None:

@@ -73,8 +73,15 @@ def test_blocks_of_columns_share_a_scale(count, expected):
     np.testing.assert_allclose(kernel(x, given), expected(x, given), rtol=1e-5, atol=1e-3)
 
 
-def test_one_of_a_stack_is_multiplied():
-    stack = matrix("int4", (3, 256, 128), 32)
+def in_blocks(experts: int, size: int, block: int) -> Quantised:
+    """As block FP8: a scale for `block` x `block` values."""
+    values = matrix("fp8", (experts, size, size), size).values
+    scale = np.random.default_rng(2).uniform(0.001, 0.01, (experts, size // block, size // block))
+    return Quantised(values, jnp.asarray(scale, jnp.float32), None, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("stack", [matrix("int4", (3, 256, 128), 32), in_blocks(3, 256, 128)], ids=["int4", "blocks"])
+def test_one_of_a_stack_is_multiplied(stack):
     x = rows(4, 256)
     for index in range(3):
         one = jax.tree.map(lambda part, index=index: part[index], stack)
@@ -86,6 +93,8 @@ def test_what_the_kernel_does_not_take_is_left_to_xla():
     assert has_tpu_kernel(x, given)
     assert not has_tpu_kernel(x.astype(jnp.float32), given)  # a row's result had better not depend on the others
     assert not has_tpu_kernel(rows(513, 256), given)
+    assert has_tpu_kernel(rows(512, 8192), matrix("int4", (8192, 128), 32))
+    assert not has_tpu_kernel(rows(257, 16384), matrix("int4", (16384, 128), 32))  # its rows fill VMEM
     assert not has_tpu_kernel(x, matrix("int4", (256, 120), 32))
     assert not has_tpu_kernel(x, matrix("int8", (256, 128), 256))  # one scale for each column: XLA's own
     assert not has_tpu_kernel(rows(4, 192), matrix("int4", (192, 128), 32))
@@ -141,3 +150,26 @@ def test_a_tpu_reads_the_few_bits_alone(chip, kind, group, count):
     # Activations alone: no expert's 2 MiB of 4 bits, of which there are eight.
     activations = 3 * 4 * 2048 * (count + 128)
     assert made.memory_analysis().temp_size_in_bytes < activations + (1 << 20)
+
+
+@pytest.mark.slow
+def test_scales_of_one_expert_alone_are_spread_over_columns():
+    pytest.importorskip("libtpu")
+    values = jax.ShapeDtypeStruct((64, 1024, 1024), jnp.float8_e4m3fn)
+    stack = Quantised(values, jax.ShapeDtypeStruct((64, 8, 8), jnp.float32), None, jnp.bfloat16)
+    x, counts = jax.ShapeDtypeStruct((16, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((64,), jnp.int32)
+    made = compiled("v6e", grouped, x, stack, counts)
+    assert made.memory_analysis().temp_size_in_bytes < 64 * 8 * 1024 * 4, "less than the scales of all"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize(("kind", "group"), [("int4", 32), ("int8", 16), ("fp8", 128)])
+@pytest.mark.parametrize(("count", "k", "n"), [(512, 8192, 1024), (292, 14336, 4096), (146, 28672, 1024)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_largest_products_fit_vmem(chip, kind, group, count, k, n, dtype):
+    pytest.importorskip("libtpu")
+    given, x = shaped(kind, (k, n), group), jax.ShapeDtypeStruct((count, k), jnp.bfloat16)
+    scale, offset = (part and jax.ShapeDtypeStruct(part.shape, dtype) for part in (given.scale, given.offset))
+    made = compiled(chip, linear, x, Quantised(given.values, scale, offset, jnp.bfloat16))
+    assert "tpu_custom_call" in made.as_text()
