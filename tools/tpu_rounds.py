@@ -5,9 +5,10 @@
 
 Nothing is compiled: the traced round is read. Bytes are those of the operands of its matrix products, each read once a
 product, in the bits that memory holds (`--target.weights int8`, or int4 as its Pallas kernel reads it): weights, and a
-context of `--context` tokens in the caches. Operations are those of the same products. Phi is a vanilla step's bytes over the round's. The least time of a
-chip is the larger of bytes over its bandwidth and operations over its peak, of a slice of `--devices` among which all
-is divided evenly. Collectives, other operations and waits take time too: it is a floor.
+context of `--context` tokens in the caches. Operations are those of the same products. Phi is a vanilla step's bytes
+over the round's. The least time of a chip is the larger of bytes over its bandwidth and operations over its peak, of a
+slice of `--devices` among which all is divided evenly. Collectives, other operations and waits take time too: it is a
+floor.
 """
 
 from __future__ import annotations

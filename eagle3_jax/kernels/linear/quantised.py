@@ -31,12 +31,11 @@ _LARGEST: dict[str, tuple[Any, float]] = {
     "fp8": (jnp.float8_e4m3fn, float(ml_dtypes.finfo(jnp.float8_e4m3fn).max)),
 }
 _STEPS = 15  # of int4, from its least value to its greatest
-# Of the TPU's kernel: numbers of a row in a product, and rows of values at a time. Of x it takes so many rows, for more
-# of which a float copy of the matrix costs less, and so many numbers, which lie in VMEM.
+# Of the TPU's kernel: numbers of a row in a product, rows of values at a time, and rows of x, for more of which a float
+# copy of the matrix costs less.
 WIDE = 128
 _CHUNK = 2048
 _MOST_ROWS = 512
-_MOST_NUMBERS = 4 << 20
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "axis", "group"))
@@ -120,15 +119,13 @@ def product(
 def has_tpu_kernel(x: Float[Array, "m k"], matrix: Quantised) -> bool:
     """Tells whether the TPU's kernel takes a product of [k, n], or of one of a stack [e, k, n].
 
-    It takes rows of bfloat16, up to 512 of 8,192 numbers, and groups whose size divides 128, on one device: XLA does
-    not split its call.
+    It takes up to 512 rows of bfloat16, and groups whose size divides 128, on one device: XLA does not split its call.
     """
     *_, k, n = matrix.shape
     groups, columns = matrix.scale.shape[-2:]
     return (
         x.dtype == jnp.bfloat16
         and len(x) <= _MOST_ROWS
-        and x.size <= _MOST_NUMBERS
         and matrix.values.dtype in (jnp.int4, jnp.int8, jnp.float8_e4m3fn)
         and groups > 1
         and x.shape[1] == k

@@ -93,8 +93,6 @@ def test_what_the_kernel_does_not_take_is_left_to_xla():
     assert has_tpu_kernel(x, given)
     assert not has_tpu_kernel(x.astype(jnp.float32), given)  # a row's result had better not depend on the others
     assert not has_tpu_kernel(rows(513, 256), given)
-    assert has_tpu_kernel(rows(512, 8192), matrix("int4", (8192, 128), 32))
-    assert not has_tpu_kernel(rows(257, 16384), matrix("int4", (16384, 128), 32))  # its rows fill VMEM
     assert not has_tpu_kernel(x, matrix("int4", (256, 120), 32))
     assert not has_tpu_kernel(x, matrix("int8", (256, 128), 256))  # one scale for each column: XLA's own
     assert not has_tpu_kernel(rows(4, 192), matrix("int4", (192, 128), 32))
@@ -165,7 +163,7 @@ def test_scales_of_one_expert_alone_are_spread_over_columns():
 @pytest.mark.long
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize(("kind", "group"), [("int4", 32), ("int8", 16), ("fp8", 128)])
-@pytest.mark.parametrize(("count", "k", "n"), [(512, 8192, 1024), (292, 14336, 4096), (146, 28672, 1024)])
+@pytest.mark.parametrize(("count", "k", "n"), [(512, 14336, 4096), (24, 28672, 1024), (512, 28672, 1024)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_largest_products_fit_vmem(chip, kind, group, count, k, n, dtype):
     pytest.importorskip("libtpu")
