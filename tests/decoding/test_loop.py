@@ -34,16 +34,16 @@ def started(scheduler: Any) -> loop.EngineLoop:
 
 
 def test_a_request_wakes_the_thread_that_waits_in_idle_time(monkeypatch):
-    monkeypatch.setattr(loop, "_POLL", 600)
+    monkeypatch.setattr(loop, "_POLL", 60)
     scheduler = Learning()
     engine = started(scheduler)
     assert not scheduler.answered.wait(0.2)
     scheduler.has_work = True
     engine.drive_in_background()
-    assert scheduler.answered.wait(60)
+    assert scheduler.answered.wait(30)
 
 
 def test_a_process_ends_while_its_head_could_learn_on():
     code = "import test_loop; test_loop.started(test_loop.Learning())"
-    done = subprocess.run([sys.executable, "-c", code], cwd=pathlib.Path(__file__).parent, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], cwd=pathlib.Path(__file__).parent, timeout=60, check=False)
     assert done.returncode == 0
