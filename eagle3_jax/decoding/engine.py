@@ -270,6 +270,6 @@ class Engine(EngineCore):
         target = trees.target_of(weights, self.target.config, dtype, mesh)
         packed = self._runner.packed_target(target)
         if self._learner is not None:
-            self._learner.teach(packed.embed[...], target.output_rows)
+            self._learner.teach(packed.embed[...], target.lm_head[...] if hasattr(target, "lm_head") else None)
         self._scheduler.replace_target(packed)
         self._loop.drive(lambda: not self._scheduler.target_waits)

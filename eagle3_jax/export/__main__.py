@@ -20,6 +20,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int32
 
 from eagle3_jax.config import RunConfig, run_file
 from eagle3_jax.data import vocab
@@ -51,8 +53,7 @@ def run(config: RunConfig, target: Target | None = None) -> None:
     """
     folder = config.folder("export")
     checkpoints = config.folder("train")
-    trained, step, checksums = _chosen(checkpoints)
-    token_ids = vocab.load(checkpoints)
+    trained, step, checksums, token_ids = _chosen(checkpoints)
     target = target or load_target(config.target, only=())
     check_same_target(checkpoints, trained["identity"].get("target"), target.identity)
     identity = {
@@ -140,13 +141,13 @@ def _place(
     print(f"{folder}: {parameters / 1e6:.1f} M parameters, {size:.0f} MiB, read back bit by bit", file=sys.stderr)
 
 
-def _chosen(folder: disk.Path) -> tuple[dict[str, Any], int, dict[str, int]]:
+def _chosen(folder: disk.Path) -> tuple[dict[str, Any], int, dict[str, int], Int32[np.ndarray, " dv"]]:
     """Chooses the checkpoint with the largest acceptance length in the engine, else the newest.
 
     The training may have been stopped early.
 
     Returns:
-        The training's manifest, the step, and the checksums of the head.
+        The training's manifest, the step, the checksums of the head, and its draft vocabulary.
 
     Raises:
         ManifestError, CheckpointError: no training, or no checkpoint.
@@ -166,7 +167,8 @@ def _chosen(folder: disk.Path) -> tuple[dict[str, Any], int, dict[str, int]]:
         if best is not None:
             step, tau = best
             processes.say(f"{folder}: exporting step {step}, acceptance length {tau:.2f} in the engine")
-        return trained, step, checkpoints.head_checksums(step)
+        own = checkpoints.token_ids(step)
+        return trained, step, checkpoints.head_checksums(step), vocab.load(folder) if own is None else own
 
 
 def arguments_to_convert(argv: Sequence[str]) -> tuple[str, str, str]:

@@ -100,6 +100,7 @@ def _adapted(stats: Sequence[EngineStats]) -> Iterator[Metric]:
         "adapt_steps": ("Training steps.", [one.steps for one in found]),
         "adapt_heads": ("Heads that were judged better, and drafted.", [one.heads for one in found]),
         "adapt_rollbacks": ("Heads that were not.", [one.rollbacks for one in found]),
+        "adapt_new_tokens": ("Tokens that took a place in the draft vocabulary.", [one.new_tokens for one in found]),
         "adapt_seconds": ("Time of learning.", [one.seconds for one in found]),
     }
     for name, (text, values) in counters.items():

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, UInt32
+from jaxtyping import Array, Int32, UInt32
 from orbax.checkpoint import v1 as ocp
 
 from eagle3_jax.mesh import put, replicated
@@ -65,7 +65,9 @@ class Checkpoints:
         tau, step = max(measured)
         return step, tau
 
-    def save(self, state: TrainState, tau: float | None = None) -> None:
+    def save(
+        self, state: TrainState, tau: float | None = None, token_ids: Int32[np.ndarray, " dv"] | None = None
+    ) -> None:
         """Begins to write a checkpoint of the state's step, atomically; a second one of the same step is skipped.
 
         It waits for the checkpoint before it, and returns once the arrays are in host memory; threads write them while
@@ -73,6 +75,7 @@ class Checkpoints:
 
         Args:
             tau: its acceptance length in the engine.
+            token_ids: its draft vocabulary, where that changes as the head learns.
 
         Raises:
             CheckpointError: NaN or infinity in the state; the checkpoint before it could not be written, such as on a
@@ -88,6 +91,8 @@ class Checkpoints:
                 )
             for name in ("head", "optimizer"):
                 parts[f"{name}_checksums"] = _checksums(parts[name])
+            if token_ids is not None:
+                parts["vocabulary"] = {"token_ids": np.asarray(token_ids, np.int32)}
             if jax.default_backend() == "cpu":
                 parts = _copied(parts)  # on CPUs host memory is the arrays' own, which the next step overwrites
             with self._writes(step):
@@ -137,13 +142,26 @@ class Checkpoints:
         Raises:
             CheckpointError: a damaged checkpoint.
         """
+        return {leaf: int(x) for leaf, x in self._read(step, "head_checksums").items()}
+
+    def token_ids(self, step: int) -> Int32[np.ndarray, " dv"] | None:
+        """Reads the draft vocabulary of a step; None where the whole run has one.
+
+        Raises:
+            CheckpointError: a damaged checkpoint.
+        """
+        return self._read(step, "vocabulary").get("token_ids")
+
+    def _read(self, step: int, part: str) -> dict[str, np.ndarray]:
+        """Reads a small part of a step; nothing where the step has no such part."""
         everywhere = replicated(jax.sharding.Mesh(jax.devices(), "all"))  # processes can only read together
-        name = "head_checksums"
         with self._orderly(self.folder / str(step)):
-            held = self._checkpointer.checkpointables_metadata(step).metadata
-            like = {leaf: jax.ShapeDtypeStruct((), np.uint32, sharding=everywhere) for leaf in held[name]}
-            found = self._checkpointer.load_checkpointables(step, {name: like})[name]
-        return {leaf: int(jax.device_get(x)) for leaf, x in found.items()}
+            held = self._checkpointer.checkpointables_metadata(step).metadata.get(part)
+            if held is None:
+                return {}
+            like = {leaf: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere) for leaf, x in held.items()}
+            found = self._checkpointer.load_checkpointables(step, {part: like})[part]
+        return {leaf: np.asarray(jax.device_get(x)) for leaf, x in found.items()}
 
     def _load(self, abstract: dict[str, Any], step: int | None = None) -> tuple[int, dict[str, Any]]:
         self.wait_until_finished()

@@ -21,6 +21,7 @@ class AdaptStats:
         loss: of the latest step; NaN before the first.
         heads: heads that were judged better (cross entropy, and drafts accepted) and draft since.
         rollbacks: heads that were not: of higher cross entropy on the held-back requests, or NaN.
+        new_tokens: tokens that took a place in the draft vocabulary.
         tau_before, tau_after: tokens per round, replayed on the held-back requests of the latest judgement: of the head
             that drafted before it, and of the one since; NaN before the first.
         seconds: time of steps and judgements.
@@ -33,6 +34,7 @@ class AdaptStats:
     loss: float = float("nan")
     heads: int = 0
     rollbacks: int = 0
+    new_tokens: int = 0
     tau_before: float = float("nan")
     tau_after: float = float("nan")
     seconds: float = 0.0
@@ -63,12 +65,12 @@ class Learner(Protocol):
             A better head, to draft from now on.
         """
 
-    def teach(self, embed: Any, output_rows: Any) -> None:
+    def teach(self, embed: Any, lm_head: Any) -> None:
         """Learns from another target from now on.
 
         Args:
             embed: its embeddings, which stay.
-            output_rows: its LM head, which may be donated afterwards.
+            lm_head: its LM head, which may be donated afterwards; None where the embeddings are.
         """
 
     def compile(self) -> None:

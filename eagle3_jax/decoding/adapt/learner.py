@@ -15,10 +15,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int32
 
 from eagle3_jax.acceptance import AcceptanceCounts
 from eagle3_jax.config import AdaptConfig, MeshConfig, TrainConfig
 from eagle3_jax.data import vocab
+from eagle3_jax.decoding.adapt import vocabulary
 from eagle3_jax.decoding.adapt.api import AdaptStats
 from eagle3_jax.decoding.adapt.ring import Ring
 from eagle3_jax.decoding.device.observed import Observed
@@ -52,6 +54,8 @@ _IDLE_SHARE = 0.1
 _STEPS = 4
 # A rollback halves the share, at most so often; a better head restores it.
 _HALVINGS = 3
+# Share of the answers' tokens that have no place in the draft vocabulary, from which on it is renewed.
+_MISSING = 0.01
 # Steps of the optimizer's schedule, whose rate stays at its peak: a server has no last step.
 _FOREVER = 1 << 40
 
@@ -92,17 +96,19 @@ class HeadLearner:
         self._state = init_state(lambda x: x, head, optimizer, mesh)
         self._train_step = make_train_step(self._kind, optimizer, mesh)
         self._eval_step = make_eval_step(self._kind, mesh)
-        self._compiled: tuple[Any, Any] | None = None
-        self.teach(target.embed[...], target.output_rows)
+        self._move = vocabulary.make_move(head.vocabulary_rows, mesh)
+        self._compiled: tuple[Any, Any, Any] | None = None
         rows, c = config.ring_tokens // config.row_length, self._kind.shape
         held = max(1, rows // _HELD)
         sizes = config.row_length, c.num_aux_layers * c.target_hidden_size, target.config.hidden_size
         self._ring, self._held = (Ring(count, *sizes, replicated(mesh)) for count in (rows - held, held))
         self._rng, self._unjudged, self._in_vain = np.random.default_rng(0), 0, 0
+        self._ends, self._renews_at = target.config.eos_token_ids, 0
         self._busy = self._idle = self._spent = 0.0
         self._checkpoints: Checkpoints | None = None
         if config.folder is not None and identity is not None:
             self._open(config.folder, identity)
+        self.teach(target.embed[...], target.lm_head[...] if hasattr(target, "lm_head") else None)
         self._served = _copied(self._state)
 
     def _open(self, folder: str, identity: Mapping[str, Any]) -> None:
@@ -117,8 +123,10 @@ class HeadLearner:
         manifest.begin(place, made, place="adapt.folder")
         vocab.save(place, ids)
         self._checkpoints = held.enter_context(Checkpoints(place, keep=2))
-        if self._checkpoints.latest is not None:
+        if (step := self._checkpoints.latest) is not None:
             self._state = self._checkpoints.restore(self._state)
+            if (ids := self._checkpoints.token_ids(step)) is not None:
+                self._token_ids = jax.device_put(ids, self._token_ids.sharding)
 
     @property
     def draft(self) -> Draft:
@@ -126,12 +134,11 @@ class HeadLearner:
         head = self._kind.draft(self._served.head, self._output_rows, self._token_ids).head
         return Draft(jax.tree.map(lambda x: x.astype(self._dtype), head), self._token_ids)
 
-    def teach(self, embed: Any, output_rows: Any) -> None:
+    def teach(self, embed: Any, lm_head: Any) -> None:
         """See `Learner`."""
-        rows = dense(output_rows)
-        self._teacher = Teacher.of(dense(embed), rows, self._token_ids)
-        # Only a head without an LM head reads the target's whole one.
-        self._output_rows = self._teacher.rows if hasattr(self._kind.abstract(), "lm_head") else jnp.copy(rows)
+        embed = dense(embed)
+        self._output_rows = embed if lm_head is None else jnp.copy(dense(lm_head))
+        self._teacher = Teacher.of(embed, self._output_rows, self._token_ids)
 
     def compile(self) -> None:
         """See `Learner`."""
@@ -139,7 +146,9 @@ class HeadLearner:
             batch = self._ring.batch([-1] * self._config.batch_size)
             train = self._train_step.lower(self._state, self._teacher, batch).compile()
             evaluate = self._eval_step.lower(self._state.head, self._teacher, batch).compile()
-            self._compiled = train, evaluate
+            places = jnp.zeros(len(self._token_ids), jnp.int32)
+            move = self._move.lower(self._state, places, self._teacher.rows, self._teacher.rows).compile()
+            self._compiled = train, evaluate, move
 
     def keep(self, observed: Observed, slot: int, token_ids: Sequence[int], first: int, answer: int) -> None:
         """See `Learner`; every eighth request is held back."""
@@ -165,18 +174,57 @@ class HeadLearner:
         allowed = (config.share * worked + _IDLE_SHARE * self._idle) / 2**self._in_vain
         if self._spent > allowed or not self.learns_on:
             return None
-        rows = self._ring.filled
         self.compile()
         start = time.monotonic()
-        better = self._step(self._rng.choice(rows, config.batch_size, replace=False).tolist())
+        if (renewed := self._wanted()) is not None:
+            better = self._renew(renewed)
+        else:
+            rows = self._ring.filled
+            better = self._step(self._rng.choice(rows, config.batch_size, replace=False).tolist())
         seconds = time.monotonic() - start
         stats.seconds, self._spent = stats.seconds + seconds, self._spent + seconds
         return self.draft if better else None
 
+    def _wanted(self) -> Int32[np.ndarray, " dv"] | None:
+        """Returns the draft vocabulary that the ring asks for; None where it lacks little, or was asked lately."""
+        if self._ring.written < self._renews_at:
+            return None
+        ids, counts = np.asarray(self._token_ids), self._ring.counts(self._kind.shape.vocab_size)
+        if vocab.coverage(counts, ids) > 1 - _MISSING:
+            return None
+        new = vocabulary.renewed(ids, counts, self._ends)
+        return None if np.array_equal(new, ids) else new
+
+    def _renew(self, token_ids: Int32[np.ndarray, " dv"]) -> bool:
+        """Moves the head to another draft vocabulary, unless fewer of the held-back requests' tokens are then accepted.
+
+        Cross entropies over two vocabularies do not compare.
+        """
+        assert self._compiled is not None
+        move, old, stats = self._compiled[2], self._token_ids, self.stats
+        places = vocabulary.places(np.asarray(old), token_ids)
+        ids = jax.device_put(token_ids, old.sharding)
+        teacher = Teacher.of(self._teacher.embed, self._output_rows, ids)
+
+        def moved(state: TrainState) -> TrainState:
+            return move(state, jnp.asarray(places), self._teacher.rows, teacher.rows)
+
+        served, self._renews_at = moved(self._served), self._ring.written + self._config.ring_tokens // 2
+        _, before = self._judged(self._served.head, self._teacher)
+        _, after = self._judged(served.head, teacher)
+        stats.tau_before, stats.tau_after = before, max(before, after)
+        if after < before:
+            return False
+        self._state = moved(self._state)
+        self._served, self._teacher, self._token_ids = served, teacher, ids
+        stats.new_tokens += int((places < 0).sum())
+        self._save()
+        return True
+
     def _step(self, rows: Sequence[int]) -> bool:
         """Takes a step on these rows. Returns whether a better head drafts from now on."""
         assert self._compiled is not None
-        stats, (train_step, _) = self.stats, self._compiled
+        stats, (train_step, *_) = self.stats, self._compiled
         self._state, sums = train_step(self._state, self._teacher, self._ring.batch(rows))
         stats.steps, stats.loss, self._unjudged = stats.steps + 1, float(sums["loss"]), self._unjudged + 1
         finite = np.isfinite([stats.loss, float(sums["gradient_norm"])]).all()
@@ -203,20 +251,22 @@ class HeadLearner:
             True: its cross entropy is lower, and as many of its drafts are accepted. None: its cross entropy is lower,
             but fewer drafts are accepted yet, so it goes on learning. False: it is worse.
         """
-        (before, tau_before), (after, tau_after) = (self._judged(state.head) for state in (self._served, self._state))
+        (before, tau_before), (after, tau_after) = (
+            self._judged(state.head, self._teacher) for state in (self._served, self._state)
+        )
         better: bool | None = False
         if after < before:
             better = None if tau_after < tau_before else True
         self.stats.tau_before, self.stats.tau_after = tau_before, tau_after if better else tau_before
         return better
 
-    def _judged(self, head: Any) -> tuple[float, float]:
+    def _judged(self, head: Any, teacher: Teacher) -> tuple[float, float]:
         """Computes the mean cross entropy and the replayed tau on all held-back rows."""
         assert self._compiled is not None
         size, rows = self._config.batch_size, self._held.filled.tolist()
         rows += [-1] * (-len(rows) % size)
         batches = [self._held.batch(rows[at : at + size]) for at in range(0, len(rows), size)]
-        sums = jax.device_get([self._compiled[1](head, self._teacher, batch) for batch in batches])
+        sums = jax.device_get([self._compiled[1](head, teacher, batch) for batch in batches])
         names = ("cross_entropy", "compared", "rounds", "accepted")
         total = {name: np.sum([one[name] for one in sums], axis=0) for name in names}
         counts = AcceptanceCounts(int(total["rounds"]), total["accepted"].tolist())
@@ -225,7 +275,7 @@ class HeadLearner:
     def _save(self) -> None:
         if self._checkpoints is not None:
             try:
-                self._checkpoints.save(self._served)
+                self._checkpoints.save(self._served, token_ids=np.asarray(self._token_ids))
             except CheckpointError as error:  # such as a full disk: the next head may be written
                 _log.warning("%s", error)
 

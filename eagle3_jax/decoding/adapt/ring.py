@@ -26,6 +26,7 @@ class Ring:
 
     def __init__(self, rows: int, length: int, aux: int, hidden: int, sharding: Sharding) -> None:
         self.length, self._end, self._at, self._documents = length, rows * length, 0, 0
+        self.written = 0  # tokens since it was made, those overwritten included
         room = self._end + length  # a request's row is copied whole, its padding too
         self._states = jax.device_put(Observed.empty(1, room, aux, hidden), sharding)
         self._token_ids, self._answered, self._document = (np.zeros(room, np.int32) for _ in range(3))
@@ -51,6 +52,7 @@ class Ring:
         self._token_ids[kept] = token_ids[first:]
         self._answered[kept] = np.arange(first, len(token_ids)) >= answer
         self._at += count
+        self.written += count
 
     @property
     def tokens(self) -> int:
@@ -62,6 +64,11 @@ class Ring:
         """Indices of the rows that hold tokens of answers."""
         held = (self._document > 0) & (self._answered > 0)
         return np.flatnonzero(held[: self._end].reshape(-1, self.length).any(axis=1))
+
+    def counts(self, vocab_size: int) -> Int[np.ndarray, " v"]:
+        """Counts each of the target's tokens in the answers."""
+        held = (self._document > 0) & (self._answered > 0)
+        return np.bincount(self._token_ids[held], minlength=vocab_size)
 
     def batch(self, rows: Sequence[int]) -> Batch:
         """Returns some rows; -1 is an empty one."""

@@ -67,6 +67,7 @@ class DFlash2(DFlash):
     """The DFlash2 head; `predecessors` [V, rank] by target id, `successors` [draft vocabulary, rank] by draft id."""
 
     layer = ConvolvedLayer
+    vocabulary_rows = ("lm_head", "successors")
 
     def __init__(self, config: BlockHeadConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs) -> None:
         super().__init__(config, dtype=dtype, rngs=rngs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from flax import nnx
@@ -27,8 +27,10 @@ class Head(nnx.Module):
             `max_position_embeddings`; for the target's states `aux_layers`, `num_aux_layers` and `target_hidden_size`.
         fc: input projection of the features, or of embeddings and features; its dtype is the head's.
         lm_head: [draft vocabulary, H], one row per draft token.
+        vocabulary_rows: names of the parameters that have a row for each draft token.
     """
 
+    vocabulary_rows: ClassVar[tuple[str, ...]] = ("lm_head",)
     config: Any
     fc: nnx.Param
     lm_head: nnx.Param

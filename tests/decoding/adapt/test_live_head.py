@@ -152,6 +152,53 @@ def test_the_ring_holds_what_a_pass_over_the_whole_text_computes(toy, engine, mo
         assert said.tolist() == best[0, answer:].tolist()
 
 
+@pytest.fixture(scope="module")
+def lacking(toy) -> tuple[Any, list[list[int]]]:
+    """A toy whose head lacks the two tokens that its target says most, though it knows them; and the target's answers.
+
+    The target's LM head has fewer dimensions than there are tokens, so that rows of some tokens tell those of others.
+    """
+    target, head = (jax.tree.map(jnp.copy, model) for model in (toy.target, toy.good.head))
+    left, scales, right = np.linalg.svd(target.lm_head[...], full_matrices=False)
+    target.lm_head[...] = jnp.asarray(left[:, :12] * scales[:12] @ right[:12])
+    answers = [output.token_ids for output in make(toy, None, target, page_size=16).generate(PROMPTS, PARAMS)]
+    ids = jnp.asarray(np.sort(np.argsort(np.bincount(np.concatenate(answers), minlength=24))[:-2]), jnp.int32)
+    head.lm_head[...] = target.lm_head[...][ids]
+    return dataclasses.replace(toy, target=target, plain=Draft(head, ids)), answers
+
+
+@pytest.mark.slow
+def test_tokens_of_the_answers_get_a_place_in_the_draft_vocabulary(lacking, monkeypatch):
+    toy, answers = lacking
+    static = Engine(toy.target, Tokenizer(), toy.plain, CHAIN, batch_size=2, max_length=128, page_size=16)
+    engine = live(toy)
+    learner = learner_of(engine)
+    monkeypatch.setattr(learner, "_step", lambda rows: False)
+    engine.generate(PROMPTS[:8], PARAMS)
+    programs, outputs = engine.stats().programs, engine.generate(PROMPTS, PARAMS)
+    assert [output.token_ids for output in outputs] == answers
+    assert tau(outputs) > tau(static.generate(PROMPTS, PARAMS)) + 0.1, "without a step of training"
+    assert engine.stats().programs == programs
+    assert learnt(engine).new_tokens >= 2 and learnt(engine).tau_after > learnt(engine).tau_before
+    assert set(np.concatenate(answers)) <= set(engine.draft.token_ids.tolist())
+    assert np.array_equal(learner.draft.token_ids, learner._teacher.token_ids)
+    assert learner._wanted() is None, "nothing is missing"
+
+
+@pytest.mark.slow
+def test_a_vocabulary_that_fewer_drafts_are_accepted_with_is_not_moved_to(lacking, monkeypatch):
+    engine = live(lacking[0])
+    learner, verdicts, written = learner_of(engine), iter([(1.0, 2.0), (0.5, 1.9)] * 9), []
+    monkeypatch.setattr(learner, "_step", lambda rows: False)
+    monkeypatch.setattr(learner, "_judged", lambda *asked: next(verdicts))
+    state, renew = learner._state, learner._renew
+    monkeypatch.setattr(learner, "_renew", lambda ids: written.append(learner._ring.written) or renew(ids))
+    engine.generate(PROMPTS, PARAMS)
+    assert learner._state is state and learner._token_ids.tolist() == lacking[0].plain.token_ids.tolist()
+    assert learnt(engine).new_tokens == 0 and len(written) > 1
+    assert min(np.diff(written)) >= ADAPT.ring_tokens // 2, "and is tried again once half of the ring is new"
+
+
 @pytest.mark.slow
 def test_a_request_that_opts_out_leaves_nothing_in_the_ring(engine):
     before = learnt(engine)
@@ -193,7 +240,7 @@ def test_a_head_drafts_once_as_many_of_its_drafts_are_accepted(
     learner = learner_of(engine)
     engine.generate(PROMPTS[:4], PARAMS)
     served, verdicts = learner._served, iter([(1.0, 2.0), judged])
-    monkeypatch.setattr(learner, "_judged", lambda head: next(verdicts))
+    monkeypatch.setattr(learner, "_judged", lambda *asked: next(verdicts))
     monkeypatch.setattr(learner, "_unjudged", ADAPT.judge_every - 1)
     before = dataclasses.replace(learner.stats)
     monkeypatch.setattr(learner, "_in_vain", in_vain[0])
@@ -263,29 +310,39 @@ def test_it_learns_between_requests_until_it_knows_them(engine, expected, monkey
 
 
 @pytest.mark.slow
-def test_the_next_start_goes_on_and_export_exports(toy, tmp_path):
-    folder, identity = tmp_path / "checkpoints", tiny.identity(toy.target.config.aux_layers)
+def test_the_next_start_goes_on_and_export_exports(lacking, tmp_path):
+    """A head that has moved to another vocabulary, and learnt since."""
+    toy, folder, identity = lacking[0], tmp_path / "checkpoints", tiny.identity(lacking[0].target.config.aux_layers)
     adapt = dataclasses.replace(ADAPT, folder=str(folder))
     engine = live(toy, adapt, identity=identity)
     with pytest.raises(LockError, match="in use"):
         live(toy, adapt, identity=identity)
-    while not learnt(engine).heads:
+    while not (learnt(engine).heads and learnt(engine).new_tokens):
         engine.generate(PROMPTS, PARAMS)
-    served = learner_of(engine).draft.head
+    served = learner_of(engine).draft
+    assert served.token_ids.tolist() != toy.plain.token_ids.tolist()
     del engine
     gc.collect()  # as the process's end
-    again = learner_of(live(toy, adapt, identity=identity)).draft.head
-    assert jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), served, again))
+    again = learner_of(live(toy, adapt, identity=identity)).draft
+    assert all(map(np.array_equal, jax.tree.leaves(served), jax.tree.leaves(again)))
     del again
     gc.collect()
     with pytest.raises(ManifestError, match="target.name"):
         live(toy, adapt, identity=identity | {"name": "another"})
     gc.collect()
     target = Target(toy.target, Tokenizer(), identity, tmp_path)
-    draft = DraftConfig(vocab_size=22, intermediate_size=40)
+    c = toy.plain.head.config
+    draft = DraftConfig(
+        vocab_size=22,
+        intermediate_size=40,
+        norm_output=True,
+        num_attention_heads=c.num_attention_heads,
+        num_key_value_heads=c.num_key_value_heads,
+    )
     export(RunConfig(run_dir=str(tmp_path), draft=draft, export=ExportConfig(format="vllm", dtype="float32")), target)
     exported = load_draft(tmp_path / "export", target=target, dtype=jnp.float32)
-    assert np.array_equal(exported.head.lm_head[...], served.lm_head[...])
+    assert np.array_equal(exported.head.lm_head[...], served.head.lm_head[...])
+    assert np.array_equal(exported.token_ids, served.token_ids)
 
 
 @pytest.mark.slow

@@ -1,0 +1,94 @@
+"""A live draft vocabulary: tokens of the traffic take the places of tokens that it does not have.
+
+A head cannot draft what its draft vocabulary lacks, however long it learns. A new token's rows are computed from the
+target's row, by the linear map that fits the other tokens best. They draft at once, and learn on from there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int, Int32, Integer
+
+from eagle3_jax.mesh import parameter_path, shardings
+from eagle3_jax.training.fsdp import STATE_SHARDING_RULES
+from eagle3_jax.training.state import TrainState
+
+# Ridge of the fit, as a share of the mean square of the target's rows.
+_RIDGE = 1e-3
+
+
+def renewed(
+    token_ids: Int32[np.ndarray, " dv"], counts: Integer[np.ndarray, " v"], ends: Iterable[int]
+) -> Int32[np.ndarray, " dv"]:
+    """Gives every counted token a place in the draft vocabulary, the most frequent ones first.
+
+    Tokens without a count leave, those of the highest ids first: the tokenizer learnt them last.
+
+    Args:
+        token_ids: the vocabulary, ascending.
+        counts: how often each of the target's tokens was said.
+        ends: tokens that stay, the ends of answers.
+
+    Returns:
+        The new vocabulary, ascending.
+    """
+    said = np.flatnonzero(counts)
+    missing = np.setdiff1d(said, token_ids)
+    missing = missing[np.argsort(-counts[missing], kind="stable")]
+    free = np.setdiff1d(token_ids, [*said, *ends])[::-1]
+    count = min(len(missing), len(free))
+    return np.union1d(np.setdiff1d(token_ids, free[:count]), missing[:count]).astype(np.int32)
+
+
+def places(old: Int32[np.ndarray, " dv"], new: Int32[np.ndarray, " dv"]) -> Int32[np.ndarray, " dv"]:
+    """Returns each new draft token's place in the old vocabulary, -1 where it has none."""
+    at = np.searchsorted(old, new).clip(max=len(old) - 1)
+    return np.where(old[at] == new, at, -1).astype(np.int32)
+
+
+def make_move(names: Sequence[str], mesh: Mesh) -> jax.stages.Wrapped:
+    """Makes the jitted step that moves a head to another draft vocabulary.
+
+    It takes the state; `places`; and the target's LM head, [draft vocabulary, H], at the old vocabulary and at the new
+    one. It returns the state: tokens keep their rows and moments, and a new token's moments are zero. A move counts as
+    a step, so that a checkpoint can follow.
+
+    Args:
+        names: the head's parameters with a row for each draft token.
+    """
+
+    @jax.jit
+    def move(
+        state: TrainState, places: Int[Array, " dv"], old: Float[Array, "dv h"], new: Float[Array, "dv h"]
+    ) -> TrainState:
+        inputs, stays = _with_one(old), (places >= 0)[:, None]
+        gram = inputs.T @ inputs
+        gram += _RIDGE * jnp.trace(gram) / len(gram) * jnp.eye(len(gram))
+
+        def rows(path: tuple[Any, ...], leaf: Array) -> Array:
+            *_, name = (found := parameter_path(path)).split("/")
+            if name not in names:
+                return leaf
+            fresh: Array | float = 0.0
+            if found.startswith("head/"):
+                fresh = _with_one(new) @ jax.scipy.linalg.solve(gram, inputs.T @ leaf, assume_a="pos")
+            return jnp.where(stays, leaf[jnp.maximum(places, 0)], fresh)
+
+        with jax.default_matmul_precision("highest"):
+            moved = jax.tree_util.tree_map_with_path(rows, state)
+        moved = dataclasses.replace(moved, step=state.step + 1)
+        return jax.lax.with_sharding_constraint(moved, shardings(moved, mesh, STATE_SHARDING_RULES))
+
+    return move
+
+
+def _with_one(rows: Float[Array, "dv h"]) -> Float[Array, "dv h1"]:
+    """Appends the fit's constant."""
+    return jnp.concatenate([rows.astype(jnp.float32), jnp.ones((len(rows), 1))], axis=1)
