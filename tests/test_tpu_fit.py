@@ -103,7 +103,7 @@ def test_a_server_whose_head_learns_on_two_chips(small, tmp_path, fit):
     status, said = fit(small, "--topology", "v5e:1x2", "--verbs", "adapt", "--json", tmp_path / "rows.json", *sizes)
     assert status == 0, said
     rows = {row["program"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
-    assert list(rows) == [f"adapt: {name}" for name in ("prefill", "rounds", "step", "swap")]
+    assert list(rows) == [f"adapt: {name}" for name in ("prefill", "rounds", "step", "vocabulary", "swap")]
     step, swap, rounds = (rows[f"adapt: {name}"] for name in ("step", "swap", "rounds"))
     assert step["results"] < 0.1 * step["arguments"], "weights and moments in place"
     assert swap["results"] <= 1.1 * rounds["parts"]["draft"], "the new head alone"

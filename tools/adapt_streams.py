@@ -4,7 +4,8 @@
     python tools/adapt_streams.py path/to/questions.jsonl --field question
 
 A stream is the name of a packaged category, or a JSONL file. Both engines answer the same requests in turns, a few at a
-time, so that both meet the same load of the machine. Prints a Markdown table, one row a third of each stream.
+time, so that both meet the same load of the machine. Prints a Markdown table, one row a third of each stream, and what
+the live head has learnt by then.
 """
 
 from __future__ import annotations
@@ -62,15 +63,16 @@ def run(stream: str, asked: argparse.Namespace) -> None:
     prompts, params = prompts_of(stream, asked.field, asked.requests), SamplingParams(max_tokens=asked.max_tokens)
     live.engine.warm_up(progress=False, greedy_alone=True)
     static.engine.warm_up(progress=False, greedy_alone=True)
-    for at in range(0, len(prompts), TURN):
-        for each in (static, live):
-            each.answer(prompts[at : at + TURN], params)
-    same = sum(x.token_ids == y.token_ids for x, y in zip(static.outputs, live.outputs, strict=True))
     third = -(-len(prompts) // 3)
     for at in range(0, len(prompts), third):
-        part = slice(at, at + third)
+        part = slice(at, min(at + third, len(prompts)))
+        for turn in range(part.start, part.stop, TURN):
+            for each in (static, live):
+                each.answer(prompts[turn : min(turn + TURN, part.stop)], params)
         taus, ratio = (static.tau(part), live.tau(part)), live.rate(part) / static.rate(part)
-        print(f"| {stream} | {at + 1}-{min(at + third, len(prompts))} | {taus[0]:.2f} | {taus[1]:.2f} | {ratio:.2f} |")
+        row = f"| {stream} | {part.start + 1}-{part.stop} | {taus[0]:.2f} | {taus[1]:.2f} | {ratio:.2f} |"
+        print(row, live.engine.stats().adapt, flush=True)
+    same = sum(x.token_ids == y.token_ids for x, y in zip(static.outputs, live.outputs, strict=True))
     whole = live.rate(slice(None)) / static.rate(slice(None))
     print(f"| {stream} | all | | | {whole:.2f} |", flush=True)
     print(f"{same}/{len(prompts)} identical; {live.engine.stats().adapt}", flush=True)

@@ -38,6 +38,7 @@ from jax.sharding import Mesh
 
 from eagle3_jax.config import AdaptConfig, RunConfig, run_file
 from eagle3_jax.decoding.adapt import learner
+from eagle3_jax.decoding.adapt.vocabulary import make_move
 from eagle3_jax.decoding.choice import tiers
 from eagle3_jax.decoding.choice.tiers import Tier
 from eagle3_jax.decoding.core import PAGE_SIZE
@@ -308,7 +309,9 @@ def train(config: RunConfig, shape: ModelConfig, devices: list[Any]) -> Iterator
 
 
 def adapt(config: RunConfig, shape: ModelConfig, devices: list[Any]) -> Iterator[Program]:
-    """Sizes a server whose head learns: its programs, the training step, and the new head's way to where it drafts."""
+    """Sizes a server whose head learns: its programs, the training step, and the new head's ways: to another vocabulary,
+    and to where it drafts.
+    """
     settings = config.serve
     learns = settings.adapt or AdaptConfig()
     config = dataclasses.replace(config, train=learner.training(learns))
@@ -318,25 +321,37 @@ def adapt(config: RunConfig, shape: ModelConfig, devices: list[Any]) -> Iterator
         decoding("adapt", config, shape, devices, tier, *sizes, length=settings.max_length, learned=learns.row_length)
     )
     mesh, parts = serving[-1].mesh, serving[-1].arguments
-    state, teacher, step = training_step(config, shape, mesh, abstract_target(config, shape, mesh))
+    target = abstract_target(config, shape, mesh)
+    state, teacher, step = training_step(config, shape, mesh, target)
     batch, training = training_batch(config, shape, mesh), {"weights": state.head, "optimizer": state.opt_state}
 
     def ring() -> Observed:  # the held-back requests' too; a row of each is room to copy into
         c, tokens = state.head.config, learns.ring_tokens + 2 * learns.row_length
         return Observed.empty(1, tokens, c.num_aux_layers * c.target_hidden_size, shape.hidden_size)
 
-    held = {"ring": placed(jax.eval_shape(ring), mesh), "rows of the LM head": teacher.rows}
-    kept = {"copy of the head that drafts": [state.head, state.opt_state]}
+    held = {"ring": placed(jax.eval_shape(ring), mesh)}
+    kept: dict[str, Any] = {"copy of the head that drafts": [state.head, state.opt_state]}
+    if hasattr(target, "lm_head"):  # else the embeddings are the rows of new tokens
+        kept["copy of the LM head"] = target.lm_head[...]
     for program in serving:
         yield dataclasses.replace(program, beside=program.beside | training | held | kept)
     yield Program(
         "adapt: step",
         mesh,
         training | {"teacher": teacher, "batch": batch},
-        {"target": parts["target"], "draft": parts["draft"], "state": parts["state"], "ring": held["ring"]} | kept,
+        {"target": parts["target"], "draft": parts["draft"], "state": parts["state"]} | held | kept,
         lambda: step.trace(state, teacher, batch),
     )
     kind, draft = kind_of(config, shape), parts["draft"]
+    ids = placed(jax.ShapeDtypeStruct((kind.shape.draft_vocab_size,), jnp.int32), mesh)
+    move = make_move(state.head.vocabulary_rows, mesh)
+    yield Program(
+        "adapt: vocabulary",
+        mesh,
+        training | {"rows of the old and the new vocabulary": [teacher.rows] * 2},
+        {"target": parts["target"], "draft": parts["draft"], "state": parts["state"]} | held | kept,
+        lambda: move.trace(state, ids, teacher.rows, teacher.rows),
+    )
     where = jax.tree.map(lambda x: x.sharding, draft.head)
 
     @functools.partial(jax.jit, out_shardings=where)
@@ -344,7 +359,6 @@ def adapt(config: RunConfig, shape: ModelConfig, devices: list[Any]) -> Iterator
         made = kind.draft(head, rows, token_ids).head
         return jax.tree.map(lambda x, like: x.astype(like.dtype), made, draft.head)
 
-    ids = placed(jax.ShapeDtypeStruct((kind.shape.draft_vocab_size,), jnp.int32), mesh)
     yield Program(
         "adapt: swap",
         mesh,

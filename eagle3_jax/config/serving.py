@@ -136,12 +136,12 @@ class AdaptConfig:
     """
 
     folder: str | None = None
-    share: Proper = 0.02
+    share: Proper = 0.05
     ring_tokens: Count = 16384
     row_length: Count = 256
     batch_size: Count = 2
     ttt_steps: Count = 3
-    learning_rate: Positive = 1e-4
+    learning_rate: Positive = 5e-4
     judge_every: Count = 8
 
     def __post_init__(self) -> None:

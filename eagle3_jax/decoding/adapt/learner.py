@@ -24,6 +24,7 @@ from eagle3_jax.decoding.adapt import vocabulary
 from eagle3_jax.decoding.adapt.api import AdaptStats
 from eagle3_jax.decoding.adapt.ring import Ring
 from eagle3_jax.decoding.device.observed import Observed
+from eagle3_jax.kernels.linear.api import xla_is_faster
 from eagle3_jax.kernels.linear.layouts import dense
 from eagle3_jax.mesh import make_mesh, mesh_of, replicated
 from eagle3_jax.models.drafts.eagle3 import DraftHead
@@ -54,7 +55,7 @@ _IDLE_SHARE = 0.1
 _STEPS = 4
 # A rollback halves the share, at most so often; a better head restores it.
 _HALVINGS = 3
-# Share of the answers' tokens that have no place in the draft vocabulary, from which on it is renewed.
+# Share of the answers' tokens that must get a place in the draft vocabulary by another one.
 _MISSING = 0.01
 # Steps of the optimizer's schedule, whose rate stays at its peak: a server has no last step.
 _FOREVER = 1 << 40
@@ -136,8 +137,8 @@ class HeadLearner:
 
     def teach(self, embed: Any, lm_head: Any) -> None:
         """See `Learner`."""
-        embed = dense(embed)
-        self._output_rows = embed if lm_head is None else jnp.copy(dense(lm_head))
+        embed = dense(embed).astype(_dtype(embed.dtype))
+        self._output_rows = embed if lm_head is None else jnp.array(dense(lm_head), embed.dtype)
         self._teacher = Teacher.of(embed, self._output_rows, self._token_ids)
 
     def compile(self) -> None:
@@ -186,14 +187,12 @@ class HeadLearner:
         return self.draft if better else None
 
     def _wanted(self) -> Int32[np.ndarray, " dv"] | None:
-        """Returns the draft vocabulary that the ring asks for; None where it lacks little, or was asked lately."""
+        """Returns the draft vocabulary that the ring asks for; None where that is little better, or was asked lately."""
         if self._ring.written < self._renews_at:
             return None
         ids, counts = np.asarray(self._token_ids), self._ring.counts(self._kind.shape.vocab_size)
-        if vocab.coverage(counts, ids) > 1 - _MISSING:
-            return None
         new = vocabulary.renewed(ids, counts, self._ends)
-        return None if np.array_equal(new, ids) else new
+        return new if vocab.coverage(counts, new) > vocab.coverage(counts, ids) + _MISSING else None
 
     def _renew(self, token_ids: Int32[np.ndarray, " dv"]) -> bool:
         """Moves the head to another draft vocabulary, unless fewer of the held-back requests' tokens are then accepted.
@@ -291,6 +290,11 @@ def training(config: AdaptConfig) -> TrainConfig:
         learning_rate=config.learning_rate,
         warmup_ratio=0.0,
     )
+
+
+def _dtype(of_target: Any) -> Any:
+    """Returns the dtype to compute steps in: bfloat16, as the ring's states are, but where a CPU is slower at it."""
+    return of_target if jax.default_backend() == "cpu" and not xla_is_faster(jnp.bfloat16) else jnp.bfloat16
 
 
 def _copied(state: TrainState) -> TrainState:

@@ -180,7 +180,8 @@ def test_tokens_of_the_answers_get_a_place_in_the_draft_vocabulary(lacking, monk
     assert tau(outputs) > tau(static.generate(PROMPTS, PARAMS)) + 0.1, "without a step of training"
     assert engine.stats().programs == programs
     assert learnt(engine).new_tokens >= 2 and learnt(engine).tau_after > learnt(engine).tau_before
-    assert set(np.concatenate(answers)) <= set(engine.draft.token_ids.tolist())
+    often = np.bincount(np.concatenate(answers), minlength=24) > 40
+    assert set(np.flatnonzero(often)) <= set(engine.draft.token_ids.tolist())
     assert np.array_equal(learner.draft.token_ids, learner._teacher.token_ids)
     assert learner._wanted() is None, "nothing is missing"
 
