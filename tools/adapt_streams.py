@@ -4,8 +4,7 @@
     python tools/adapt_streams.py path/to/questions.jsonl --field question
 
 A stream is the name of a packaged category, or a JSONL file. Both engines answer the same requests in turns, a few at a
-time, so that both meet the same load of the machine. Prints a Markdown table, one row a third of each stream, and what
-the live head has learnt by then.
+time, so that both meet the same load of the machine. Prints a Markdown table, one row a third of each stream.
 """
 
 from __future__ import annotations
@@ -70,11 +69,13 @@ def run(stream: str, asked: argparse.Namespace) -> None:
             for each in (static, live):
                 each.answer(prompts[turn : min(turn + TURN, part.stop)], params)
         taus, ratio = (static.tau(part), live.tau(part)), live.rate(part) / static.rate(part)
-        row = f"| {stream} | {part.start + 1}-{part.stop} | {taus[0]:.2f} | {taus[1]:.2f} | {ratio:.2f} |"
-        print(row, live.engine.stats().adapt, flush=True)
+        learnt = live.engine.stats().adapt
+        assert learnt is not None
+        row = f"| {stream} | {part.start + 1}-{part.stop} | {taus[0]:.2f} | {taus[1]:.2f} | {ratio:.2f} "
+        print(f"{row}| {learnt.steps} | {learnt.new_tokens} |", flush=True)
     same = sum(x.token_ids == y.token_ids for x, y in zip(static.outputs, live.outputs, strict=True))
     whole = live.rate(slice(None)) / static.rate(slice(None))
-    print(f"| {stream} | all | | | {whole:.2f} |", flush=True)
+    print(f"| {stream} | all | | | {whole:.2f} | | |", flush=True)
     print(f"{same}/{len(prompts)} identical; {live.engine.stats().adapt}", flush=True)
 
 
@@ -91,7 +92,8 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=AdaptConfig().learning_rate)
     asked = parser.parse_args()
     print(
-        "| stream | requests | tau, static | tau, live | tokens/s, live over static |\n|---|---|---|---|---|",
+        "| stream | requests | tau, static | tau, live | tokens/s, live over static | steps | new tokens |\n"
+        "|---|---|---|---|---|---|---|",
         flush=True,
     )
     for stream in asked.streams:

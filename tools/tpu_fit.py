@@ -309,9 +309,7 @@ def train(config: RunConfig, shape: ModelConfig, devices: list[Any]) -> Iterator
 
 
 def adapt(config: RunConfig, shape: ModelConfig, devices: list[Any]) -> Iterator[Program]:
-    """Sizes a server whose head learns: its programs, the training step, and the new head's ways: to another vocabulary,
-    and to where it drafts.
-    """
+    """Sizes a server whose head learns: its programs, a step, and the ways to another vocabulary and to the engine."""
     settings = config.serve
     learns = settings.adapt or AdaptConfig()
     config = dataclasses.replace(config, train=learner.training(learns))

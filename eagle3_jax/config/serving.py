@@ -136,7 +136,7 @@ class AdaptConfig:
     """
 
     folder: str | None = None
-    share: Proper = 0.05
+    share: Proper = 0.03
     ring_tokens: Count = 16384
     row_length: Count = 256
     batch_size: Count = 2

@@ -53,8 +53,10 @@ _HALF_LIFE = 300.0
 _IDLE_SHARE = 0.1
 # Steps for each request that entered the ring: more would learn it by heart.
 _STEPS = 4
-# A rollback halves the share, at most so often; a better head restores it.
+# A judgement without a better head halves the share, at most so often; a better head restores it.
 _HALVINGS = 3
+# Doublings of the share at the beginning, one fewer with each better head: what is learnt early serves longest.
+_DOUBLINGS = 2
 # Share of the answers' tokens that must get a place in the draft vocabulary by another one.
 _MISSING = 0.01
 # Steps of the optimizer's schedule, whose rate stays at its peak: a server has no last step.
@@ -103,7 +105,7 @@ class HeadLearner:
         held = max(1, rows // _HELD)
         sizes = config.row_length, c.num_aux_layers * c.target_hidden_size, target.config.hidden_size
         self._ring, self._held = (Ring(count, *sizes, replicated(mesh)) for count in (rows - held, held))
-        self._rng, self._unjudged, self._in_vain = np.random.default_rng(0), 0, 0
+        self._rng, self._unjudged, self._in_vain = np.random.default_rng(0), 0, -_DOUBLINGS
         self._ends, self._renews_at = target.config.eos_token_ids, 0
         self._busy = self._idle = self._spent = 0.0
         self._checkpoints: Checkpoints | None = None
@@ -187,7 +189,7 @@ class HeadLearner:
         return self.draft if better else None
 
     def _wanted(self) -> Int32[np.ndarray, " dv"] | None:
-        """Returns the draft vocabulary that the ring asks for; None where that is little better, or was asked lately."""
+        """Returns the draft vocabulary that the ring asks for; None if that is little better."""
         if self._ring.written < self._renews_at:
             return None
         ids, counts = np.asarray(self._token_ids), self._ring.counts(self._kind.shape.vocab_size)
@@ -231,9 +233,9 @@ class HeadLearner:
             return False
         self._unjudged = 0
         better = self._is_better() if finite else False
+        self._in_vain = min(self._in_vain + 1, 0) if better else min(max(self._in_vain, 0) + 1, _HALVINGS)
         if better is None:
             return False
-        self._in_vain = 0 if better else min(self._in_vain + 1, _HALVINGS)
         if better:
             self._served = _copied(self._state)
             stats.heads += 1

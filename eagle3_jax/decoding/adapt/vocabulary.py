@@ -20,8 +20,6 @@ from eagle3_jax.mesh import parameter_path, shardings
 from eagle3_jax.training.fsdp import STATE_SHARDING_RULES
 from eagle3_jax.training.state import TrainState
 
-# A token that was said once may never be again.
-_LEAST = 2
 # Ridge of the fit, as a share of the mean square of the target's rows.
 _RIDGE = 1e-3
 
@@ -29,7 +27,7 @@ _RIDGE = 1e-3
 def renewed(
     token_ids: Int32[np.ndarray, " dv"], counts: Integer[np.ndarray, " v"], ends: Iterable[int]
 ) -> Int32[np.ndarray, " dv"]:
-    """Gives every token that was said twice a place in the draft vocabulary, the most frequent ones first.
+    """Gives every token that was said a place in the draft vocabulary, the most frequent ones first.
 
     Tokens that were not said leave, those of the highest ids first: the tokenizer learnt them last.
 
@@ -41,9 +39,10 @@ def renewed(
     Returns:
         The new vocabulary, ascending.
     """
-    missing = np.setdiff1d(np.flatnonzero(counts >= _LEAST), token_ids)
+    said = np.flatnonzero(counts)
+    missing = np.setdiff1d(said, token_ids)
     missing = missing[np.argsort(-counts[missing], kind="stable")]
-    free = np.setdiff1d(token_ids, [*np.flatnonzero(counts), *ends])[::-1]
+    free = np.setdiff1d(token_ids, [*said, *ends])[::-1]
     count = min(len(missing), len(free))
     return np.union1d(np.setdiff1d(token_ids, free[:count]), missing[:count]).astype(np.int32)
 
