@@ -51,8 +51,8 @@ _HELD = 8
 _HALF_LIFE = 300.0
 # Share of the time without requests. A request that comes meanwhile waits for the end of a step.
 _IDLE_SHARE = 0.1
-# Steps for each request that entered the ring: more would learn it by heart.
-_STEPS = 4
+# Times that a token is learnt from: more would learn it by heart.
+_EPOCHS = 2
 # A judgement without a better head halves the share, at most so often; a better head restores it.
 _HALVINGS = 3
 # Doublings of the share at the beginning, one fewer with each better head: what is learnt early serves longest.
@@ -162,9 +162,11 @@ class HeadLearner:
 
     @property
     def learns_on(self) -> bool:
-        """See `Learner`; steps begin once the ring has rows for one, and requests are held back."""
-        enough = len(self._ring.filled) >= self._config.batch_size and len(self._held.filled) > 0
-        return enough and self.stats.steps < _STEPS * self.stats.requests
+        """See `Learner`; a head that knew a few requests by heart would be judged by fewer yet."""
+        config, filled = self._config, len(self._ring.filled)
+        enough = min(config.batch_size * config.judge_every, config.ring_tokens // config.row_length // 2)
+        drawn = self.stats.steps * config.batch_size * config.row_length
+        return filled >= enough and len(self._held.filled) > 0 and drawn < _EPOCHS * self._ring.written
 
     def learn(self, busy: float, idle: float) -> Draft | None:
         """See `Learner`."""

@@ -174,7 +174,7 @@ def test_tokens_of_the_answers_get_a_place_in_the_draft_vocabulary(lacking, monk
     engine = live(toy)
     learner = learner_of(engine)
     monkeypatch.setattr(learner, "_step", lambda rows: False)
-    engine.generate(PROMPTS[:8], PARAMS)
+    engine.generate(PROMPTS, PARAMS)
     programs, outputs = engine.stats().programs, engine.generate(PROMPTS, PARAMS)
     assert [output.token_ids for output in outputs] == answers
     assert tau(outputs) > tau(static.generate(PROMPTS, PARAMS)) + 0.1, "without a step of training"
@@ -259,7 +259,8 @@ def test_a_head_drafts_once_as_many_of_its_drafts_are_accepted(
 @pytest.mark.slow
 def test_learning_rests_the_longer_the_less_it_brings(engine, monkeypatch):
     learner, steps = learner_of(engine), []
-    engine.generate(PROMPTS[:4], PARAMS)
+    engine.generate(PROMPTS, PARAMS)
+    monkeypatch.setattr(learner.stats, "steps", 0)
     monkeypatch.setattr(learner, "_step", lambda rows: bool(steps.append(rows)))
 
     def steps_at(share: float, in_vain: int, busy: float = 0.0, idle: float = 0.0) -> bool:
@@ -279,7 +280,7 @@ def test_learning_rests_the_longer_the_less_it_brings(engine, monkeypatch):
     # A tenth of idle time comes on top, of which an eighth is left: 94 / 2 spent of 95 / 2 + 300 / 10 seconds, by 8.
     assert steps_at(0.94, 0, idle=300) and not steps_at(0.94, 3, idle=300)
     assert steps_at(0.12, 3, idle=300) and not steps_at(0.2, 3, idle=300)
-    monkeypatch.setattr(learner.stats, "steps", 4 * learner.stats.requests)
+    monkeypatch.setattr(learner.stats, "steps", 2 * learner._ring.written // (2 * 64) + 1)
     assert not steps_at(0.1, 0) and not learner.learns_on, "what was learnt often enough is left"
 
 
@@ -302,7 +303,8 @@ def test_it_learns_between_requests_until_it_knows_them(engine, expected, monkey
 
     engine.generate(PROMPTS, PARAMS)
     steps = learner.stats.steps
-    monkeypatch.setattr("eagle3_jax.decoding.adapt.learner._STEPS", (steps + 4) / learner.stats.requests)
+    epochs = (steps + 4) * ADAPT.batch_size * ADAPT.row_length / learner._ring.written
+    monkeypatch.setattr("eagle3_jax.decoding.adapt.learner._EPOCHS", epochs)
     engine.generate(PROMPTS[:1], PARAMS)
     assert learner.stats.steps == steps, "nothing is left of the share"
     assert asyncio.run(answers(PROMPTS[:2])) == expected[:2]
