@@ -63,6 +63,22 @@ _MISSING = 0.01
 _FOREVER = 1 << 40
 
 
+@dataclasses.dataclass(frozen=True)
+class _Judged:
+    """A head on the held-back requests.
+
+    Attributes:
+        cross_entropy: mean over positions and steps.
+        tau: replayed, tokens a round.
+        accepted: drafts of a chain that are accepted at temperature 1, over all positions. Chance moves it far less
+            than tau, which counts the few rounds. Block heads have no such figure, and tau's drafts instead.
+    """
+
+    cross_entropy: float
+    tau: float
+    accepted: float
+
+
 class HeadLearner:
     """See `Learner`.
 
@@ -213,8 +229,8 @@ class HeadLearner:
             return move(state, jnp.asarray(places), self._teacher.rows, teacher.rows)
 
         served, self._renews_at = moved(self._served), self._ring.written + self._config.ring_tokens // 2
-        _, before = self._judged(self._served.head, self._teacher)
-        _, after = self._judged(served.head, teacher)
+        before = self._judged(self._served.head, self._teacher).tau
+        after = self._judged(served.head, teacher).tau
         stats.tau_before, stats.tau_after = before, max(before, after)
         if after < before:
             return False
@@ -254,26 +270,26 @@ class HeadLearner:
             True: its cross entropy is lower, and as many of its drafts are accepted. None: its cross entropy is lower,
             but fewer drafts are accepted yet, so it goes on learning. False: it is worse.
         """
-        (before, tau_before), (after, tau_after) = (
-            self._judged(state.head, self._teacher) for state in (self._served, self._state)
-        )
+        before, after = (self._judged(state.head, self._teacher) for state in (self._served, self._state))
         better: bool | None = False
-        if after < before:
-            better = None if tau_after < tau_before else True
-        self.stats.tau_before, self.stats.tau_after = tau_before, tau_after if better else tau_before
+        if after.cross_entropy < before.cross_entropy:
+            better = None if after.accepted < before.accepted else True
+        self.stats.tau_before, self.stats.tau_after = before.tau, after.tau if better else before.tau
         return better
 
-    def _judged(self, head: Any, teacher: Teacher) -> tuple[float, float]:
-        """Computes the mean cross entropy and the replayed tau on all held-back rows."""
+    def _judged(self, head: Any, teacher: Teacher) -> _Judged:
+        """Judges a head on all held-back rows."""
         assert self._compiled is not None
         size, rows = self._config.batch_size, self._held.filled.tolist()
         rows += [-1] * (-len(rows) % size)
         batches = [self._held.batch(rows[at : at + size]) for at in range(0, len(rows), size)]
         sums = jax.device_get([self._compiled[1](head, teacher, batch) for batch in batches])
-        names = ("cross_entropy", "compared", "rounds", "accepted")
-        total = {name: np.sum([one[name] for one in sums], axis=0) for name in names}
-        counts = AcceptanceCounts(int(total["rounds"]), total["accepted"].tolist())
-        return float(total["cross_entropy"].sum() / max(total["compared"].sum(), 1)), counts.tau
+        total = {name: np.sum([one[name] for one in sums], axis=0) for name in sums[0]}
+        tau = AcceptanceCounts(int(total["rounds"]), total["accepted"].tolist()).tau
+        compared, accepted = np.maximum(total["compared"], 1), tau - 1
+        if "acceptance" in total:
+            accepted = float(np.cumprod(total["acceptance"] / compared).sum())
+        return _Judged(float(total["cross_entropy"].sum() / compared.sum()), tau, accepted)
 
     def _save(self) -> None:
         if self._checkpoints is not None:

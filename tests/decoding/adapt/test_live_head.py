@@ -18,7 +18,7 @@ from tiny_blocks import make_block_head
 
 from eagle3_jax.config import AdaptConfig, ConfigError, DraftConfig, ExportConfig, MeshConfig, RunConfig
 from eagle3_jax.decoding.adapt.api import AdaptStats
-from eagle3_jax.decoding.adapt.learner import HeadLearner
+from eagle3_jax.decoding.adapt.learner import HeadLearner, _Judged
 from eagle3_jax.decoding.engine import Engine
 from eagle3_jax.decoding.params import SamplingParams
 from eagle3_jax.export.__main__ import run as export
@@ -189,7 +189,7 @@ def test_tokens_of_the_answers_get_a_place_in_the_draft_vocabulary(lacking, monk
 @pytest.mark.slow
 def test_a_vocabulary_that_fewer_drafts_are_accepted_with_is_not_moved_to(lacking, monkeypatch):
     engine = live(lacking[0])
-    learner, verdicts, written = learner_of(engine), iter([(1.0, 2.0), (0.5, 1.9)] * 9), []
+    learner, verdicts, written = learner_of(engine), iter([_Judged(1.0, 2.0, 1.0), _Judged(0.5, 1.9, 1.1)] * 9), []
     monkeypatch.setattr(learner, "_step", lambda rows: False)
     monkeypatch.setattr(learner, "_judged", lambda *asked: next(verdicts))
     state, renew = learner._state, learner._renew
@@ -239,10 +239,10 @@ def test_a_head_that_got_worse_is_rolled_back_and_requests_go_on(engine, expecte
 def test_a_head_drafts_once_as_many_of_its_drafts_are_accepted(
     engine, monkeypatch, judged, heads, rollbacks, kept, in_vain
 ):
-    """Cross entropy and tau of the head that drafts, (1, 2), and of the one that learnt."""
+    """Cross entropy and accepted drafts of the head that drafts, (1, 2), and of the one that learnt."""
     learner = learner_of(engine)
     engine.generate(PROMPTS[:4], PARAMS)
-    served, verdicts = learner._served, iter([(1.0, 2.0), judged])
+    served, verdicts = learner._served, iter([_Judged(1.0, 2.2, 2.0), _Judged(judged[0], 2.1, judged[1])])
     monkeypatch.setattr(learner, "_judged", lambda *asked: next(verdicts))
     monkeypatch.setattr(learner, "_unjudged", ADAPT.judge_every - 1)
     before = dataclasses.replace(learner.stats)
@@ -250,7 +250,7 @@ def test_a_head_drafts_once_as_many_of_its_drafts_are_accepted(
     assert learner._step(learner._ring.filled[:2].tolist()) == bool(heads)
     assert learner._in_vain == in_vain[1]
     assert (learner.stats.heads - before.heads, learner.stats.rollbacks - before.rollbacks) == (heads, rollbacks)
-    assert learner.stats.tau_after == (judged[1] if heads else 2.0)
+    assert learner.stats.tau_after == (2.1 if heads else 2.2)
     learnt = learner._state.head.lm_head[...]
     assert np.array_equal(learnt, served.head.lm_head[...]) != kept, "its steps stay"
     assert np.array_equal(learner._served.head.lm_head[...], learnt) == (heads == 1 or not kept)
