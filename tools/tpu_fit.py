@@ -330,7 +330,7 @@ def adapt(config: RunConfig, shape: ModelConfig, devices: list[Any]) -> Iterator
     held = {"ring": placed(jax.eval_shape(ring), mesh)}
     kept: dict[str, Any] = {"copy of the head that drafts": [state.head, state.opt_state]}
     if hasattr(target, "lm_head"):  # else the embeddings are the rows of new tokens
-        kept["copy of the LM head"] = target.lm_head[...]
+        kept["copy of the LM head"] = target.lm_head
     for program in serving:
         yield dataclasses.replace(program, beside=program.beside | training | held | kept)
     yield Program(
