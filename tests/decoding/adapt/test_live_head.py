@@ -241,7 +241,7 @@ def test_a_head_drafts_once_as_many_of_its_drafts_are_accepted(
 ):
     """Cross entropy and accepted drafts of the head that drafts, (1, 2), and of the one that learnt."""
     learner = learner_of(engine)
-    engine.generate(PROMPTS[:4], PARAMS)
+    engine.generate(PROMPTS, PARAMS)
     served, verdicts = learner._served, iter([_Judged(1.0, 2.2, 2.0), _Judged(judged[0], 2.1, judged[1])])
     monkeypatch.setattr(learner, "_judged", lambda *asked: next(verdicts))
     monkeypatch.setattr(learner, "_unjudged", ADAPT.judge_every - 1)
