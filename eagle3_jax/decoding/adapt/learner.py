@@ -155,9 +155,13 @@ class HeadLearner:
 
     def teach(self, embed: Any, lm_head: Any) -> None:
         """See `Learner`."""
-        embed = dense(embed).astype(_dtype(embed.dtype))
-        self._output_rows = embed if lm_head is None else jnp.array(dense(lm_head), embed.dtype)
-        self._teacher = Teacher.of(embed, self._output_rows, self._token_ids)
+        embed = dense(embed)
+        self._output_rows = embed if lm_head is None else jnp.copy(dense(lm_head))
+        self._teacher = self._teacher_of(embed.astype(_dtype(embed.dtype)), self._token_ids)
+
+    def _teacher_of(self, embed: Any, token_ids: Any) -> Teacher:
+        teacher = Teacher.of(embed, self._output_rows, token_ids)
+        return dataclasses.replace(teacher, rows=teacher.rows.astype(embed.dtype))
 
     def compile(self) -> None:
         """See `Learner`."""
@@ -223,7 +227,7 @@ class HeadLearner:
         move, old, stats = self._compiled[2], self._token_ids, self.stats
         places = vocabulary.places(np.asarray(old), token_ids)
         ids = jax.device_put(token_ids, old.sharding)
-        teacher = Teacher.of(self._teacher.embed, self._output_rows, ids)
+        teacher = self._teacher_of(self._teacher.embed, ids)
 
         def moved(state: TrainState) -> TrainState:
             return move(state, jnp.asarray(places), self._teacher.rows, teacher.rows)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from flax import nnx
 from test_block_rounds import IDS, fitting
 from test_engine import CHAIN, Tokenizer, make
 from tiny_blocks import make_block_head
@@ -372,6 +373,14 @@ def test_a_block_head_learns_too(toy, expected):
         losses.append(learnt(engine).loss)
         learner_of(engine)._in_vain = 0  # or rollbacks could make it rest
     assert losses[-1] < losses[0] and learnt(engine).heads > 0
+
+
+def test_a_block_head_drafts_with_the_target_s_own_rows(toy):
+    """Whatever the dtype of its steps."""
+    head = make_block_head(DFlash, **fitting(toy, draft_vocab_size=24))
+    head.lm_head = nnx.Param(toy.target.lm_head[...])
+    learner = HeadLearner(ADAPT, toy.target, Draft(head, jnp.arange(24, dtype=jnp.int32)), None)
+    assert np.array_equal(learner.draft.head.lm_head[...], toy.target.lm_head[...])
 
 
 def test_impossible_requests_to_adapt_are_refused_before_work(toy):
