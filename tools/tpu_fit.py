@@ -342,14 +342,15 @@ def adapt(config: RunConfig, shape: ModelConfig, devices: list[Any]) -> Iterator
     )
     kind, draft = kind_of(config, shape), parts["draft"]
     ids = placed(jax.ShapeDtypeStruct((kind.shape.draft_vocab_size,), jnp.int32), mesh)
-    move = make_move(state.head.vocabulary_rows, mesh)
-    yield Program(
-        "adapt: vocabulary",
-        mesh,
-        training | {"rows of the old and the new vocabulary": [teacher.rows] * 2},
-        {"target": parts["target"], "draft": parts["draft"], "state": parts["state"]} | held | kept,
-        lambda: move.trace(state, ids, teacher.rows, teacher.rows),
-    )
+    if kind.shape.draft_vocab_size < shape.vocab_size:
+        move = make_move(state.head.vocabulary_rows, mesh)
+        yield Program(
+            "adapt: vocabulary",
+            mesh,
+            training | {"rows of the old and the new vocabulary": [teacher.rows] * 2},
+            {"target": parts["target"], "draft": parts["draft"], "state": parts["state"]} | held | kept,
+            lambda: move.trace(state, ids, teacher.rows, teacher.rows),
+        )
     where = jax.tree.map(lambda x: x.sharding, draft.head)
 
     @functools.partial(jax.jit, out_shardings=where)

@@ -276,7 +276,7 @@ class Scheduler:
         if self._learner is None:
             return
         try:
-            better = self._learner.learn(busy, idle)
+            better = self._learner.learn(busy, idle, self._wait)
         except Exception:
             _log.exception("the head stays as it is: learning failed")
             self._learner = None
@@ -284,6 +284,11 @@ class Scheduler:
         if better is not None:
             self._runner.replace_draft(better)
             self._choice.renew()
+
+    def _wait(self) -> None:
+        """Waits for the end of the newest launch."""
+        if self._reports:
+            np.asarray(self._reports[-1][0])
 
     def forget_device(self) -> None:
         """Resets the state on the device, and begins with empty caches."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from eagle3_jax.decoding.device.observed import Observed
@@ -54,12 +54,13 @@ class Learner(Protocol):
     def learns_on(self) -> bool:
         """True while its requests are worth further steps."""
 
-    def learn(self, busy: float, idle: float) -> Draft | None:
+    def learn(self, busy: float, idle: float, wait: Callable[[], None]) -> Draft | None:
         """Takes a step, if the time allows it.
 
         Args:
             busy: seconds of the engine's work since the last call.
             idle: seconds without any.
+            wait: waits for what the device works at, so that its time does not count as learning's.
 
         Returns:
             A better head, to draft from now on.

@@ -9,7 +9,7 @@ import logging
 import math
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -117,6 +117,7 @@ class HeadLearner:
         self._eval_step = make_eval_step(self._kind, mesh)
         self._move = vocabulary.make_move(head.vocabulary_rows, mesh)
         self._compiled: tuple[Any, Any, Any] | None = None
+        self._known: dict[bytes, Any] = {}  # see `_judged`, of the head that drafts
         rows, c = config.ring_tokens // config.row_length, self._kind.shape
         held = max(1, rows // _HELD)
         sizes = config.row_length, c.num_aux_layers * c.target_hidden_size, target.config.hidden_size
@@ -156,7 +157,7 @@ class HeadLearner:
     def teach(self, embed: Any, lm_head: Any) -> None:
         """See `Learner`."""
         embed = dense(embed)
-        self._output_rows = embed if lm_head is None else jnp.copy(dense(lm_head))
+        self._known, self._output_rows = {}, embed if lm_head is None else jnp.copy(dense(lm_head))
         self._teacher = self._teacher_of(embed.astype(_dtype(embed.dtype)), self._token_ids)
 
     def _teacher_of(self, embed: Any, token_ids: Any) -> Teacher:
@@ -169,8 +170,9 @@ class HeadLearner:
             batch = self._ring.batch([-1] * self._config.batch_size)
             train = self._train_step.lower(self._state, self._teacher, batch).compile()
             evaluate = self._eval_step.lower(self._state.head, self._teacher, batch).compile()
-            places = jnp.zeros(len(self._token_ids), jnp.int32)
-            move = self._move.lower(self._state, places, self._teacher.rows, self._teacher.rows).compile()
+            move, places = None, jnp.zeros(len(self._token_ids), jnp.int32)
+            if len(places) < self._kind.shape.vocab_size:
+                move = self._move.lower(self._state, places, self._teacher.rows, self._teacher.rows).compile()
             self._compiled = train, evaluate, move
 
     def keep(self, observed: Observed, slot: int, token_ids: Sequence[int], first: int, answer: int) -> None:
@@ -188,7 +190,7 @@ class HeadLearner:
         drawn = self.stats.steps * config.batch_size * config.row_length
         return filled >= enough and len(self._held.filled) > 0 and drawn < _EPOCHS * self._ring.written
 
-    def learn(self, busy: float, idle: float) -> Draft | None:
+    def learn(self, busy: float, idle: float, wait: Callable[[], None]) -> Draft | None:
         """See `Learner`."""
         stats, config = self.stats, self._config
         faded = 0.5 ** ((busy + idle) / _HALF_LIFE)
@@ -200,7 +202,10 @@ class HeadLearner:
         if self._spent > allowed or not self.learns_on:
             return None
         self.compile()
+        asked = time.monotonic()
+        wait()
         start = time.monotonic()
+        self._busy += start - asked
         if (renewed := self._wanted()) is not None:
             better = self._renew(renewed)
         else:
@@ -233,13 +238,13 @@ class HeadLearner:
             return move(state, jnp.asarray(places), self._teacher.rows, teacher.rows)
 
         served, self._renews_at = moved(self._served), self._ring.written + self._config.ring_tokens // 2
-        before = self._judged(self._served.head, self._teacher).tau
-        after = self._judged(served.head, teacher).tau
+        before = self._judged(self._served.head, self._teacher, self._known).tau
+        after = self._judged(served.head, teacher, known := {}).tau
         stats.tau_before, stats.tau_after = before, max(before, after)
         if after < before:
             return False
         self._state = moved(self._state)
-        self._served, self._teacher, self._token_ids = served, teacher, ids
+        self._served, self._known, self._teacher, self._token_ids = served, known, teacher, ids
         stats.new_tokens += int((places < 0).sum())
         self._save()
         return True
@@ -274,21 +279,33 @@ class HeadLearner:
             True: its cross entropy is lower, and as many of its drafts are accepted. None: its cross entropy is lower,
             but fewer drafts are accepted yet, so it goes on learning. False: it is worse.
         """
-        before, after = (self._judged(state.head, self._teacher) for state in (self._served, self._state))
+        before = self._judged(self._served.head, self._teacher, self._known)
+        after = self._judged(self._state.head, self._teacher, known := {})
         better: bool | None = False
         if after.cross_entropy < before.cross_entropy:
             better = None if after.accepted < before.accepted else True
+        if better:
+            self._known = known
         self.stats.tau_before, self.stats.tau_after = before.tau, after.tau if better else before.tau
         return better
 
-    def _judged(self, head: Any, teacher: Teacher) -> _Judged:
-        """Judges a head on all held-back rows."""
+    def _judged(self, head: Any, teacher: Teacher, known: dict[bytes, Any]) -> _Judged:
+        """Judges a head on all held-back rows.
+
+        Args:
+            known: the head's sums of the rows that it was judged on before; those of the rows now, afterwards.
+        """
         assert self._compiled is not None
         size, rows = self._config.batch_size, self._held.filled.tolist()
         rows += [-1] * (-len(rows) % size)
-        batches = [self._held.batch(rows[at : at + size]) for at in range(0, len(rows), size)]
-        sums = jax.device_get([self._compiled[1](head, teacher, batch) for batch in batches])
-        total = {name: np.sum([one[name] for one in sums], axis=0) for name in sums[0]}
+        sums = {}
+        for some in (rows[at : at + size] for at in range(0, len(rows), size)):
+            key = self._held.documents(some).tobytes()
+            sums[key] = known.get(key) or self._compiled[1](head, teacher, self._held.batch(some))
+        known.clear()
+        known.update(jax.device_get(sums))
+        each = list(known.values())
+        total = {name: np.sum([one[name] for one in each], axis=0) for name in each[0]}
         tau = AcceptanceCounts(int(total["rounds"]), total["accepted"].tolist()).tau
         compared, accepted = np.maximum(total["compared"], 1), tau - 1
         if "acceptance" in total:

@@ -70,11 +70,13 @@ class Ring:
         held = (self._document > 0) & (self._answered > 0)
         return np.bincount(self._token_ids[held], minlength=vocab_size)
 
+    def documents(self, rows: Sequence[int]) -> Int[np.ndarray, "b t"]:
+        """Returns which request each token of some rows is of, by number; 0 is none."""
+        return np.where(np.asarray(rows)[:, None] < 0, 0, self._document[self._places(rows)])
+
     def batch(self, rows: Sequence[int]) -> Batch:
         """Returns some rows; -1 is an empty one."""
-        index = np.asarray(rows)[:, None]
-        places = np.maximum(index, 0) * self.length + np.arange(self.length)
-        document = np.where(index < 0, 0, self._document[places])
+        places, document = self._places(rows), self.documents(rows)
         begins = np.ones(document.shape, bool)
         begins[:, 1:] = document[:, 1:] != document[:, :-1]
         column = np.arange(self.length)
@@ -89,6 +91,9 @@ class Ring:
             segment_ids=np.where(document > 0, np.cumsum(begins, axis=1), 0).astype(np.int32),
             positions=(column - starts).astype(np.int32),
         )
+
+    def _places(self, rows: Sequence[int]) -> Int[np.ndarray, "b t"]:
+        return np.maximum(np.asarray(rows), 0)[:, None] * self.length + np.arange(self.length)
 
 
 @functools.partial(jax.jit, static_argnames="length", donate_argnames="states")

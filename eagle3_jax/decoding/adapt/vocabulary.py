@@ -22,6 +22,8 @@ from eagle3_jax.training.state import TrainState
 
 # Ridge of the fit, as a share of the mean square of the target's rows.
 _RIDGE = 1e-3
+# Steps of conjugate gradients at most: products alone, that compile in seconds at any size.
+_ITERATIONS = 100
 
 
 def renewed(
@@ -69,8 +71,6 @@ def make_move(names: Sequence[str], mesh: Mesh) -> jax.stages.Wrapped:
         state: TrainState, places: Int[Array, " dv"], old: Float[Array, "dv h"], new: Float[Array, "dv h"]
     ) -> TrainState:
         inputs, stays = _with_one(old), (places >= 0)[:, None]
-        gram = inputs.T @ inputs
-        gram += _RIDGE * jnp.trace(gram) / len(gram) * jnp.eye(len(gram))
 
         def rows(path: tuple[Any, ...], leaf: Array) -> Array:
             *_, name = (found := parameter_path(path)).split("/")
@@ -78,7 +78,7 @@ def make_move(names: Sequence[str], mesh: Mesh) -> jax.stages.Wrapped:
                 return leaf
             fresh: Array | float = 0.0
             if found.startswith("head/"):
-                fresh = _with_one(new) @ jax.scipy.linalg.solve(gram, inputs.T @ leaf, assume_a="pos")
+                fresh = _with_one(new) @ _fitted(inputs, leaf)
             return jnp.where(stays, leaf[jnp.maximum(places, 0)], fresh)
 
         with jax.default_matmul_precision("highest"):
@@ -87,6 +87,18 @@ def make_move(names: Sequence[str], mesh: Mesh) -> jax.stages.Wrapped:
         return jax.lax.with_sharding_constraint(moved, shardings(moved, mesh, STATE_SHARDING_RULES))
 
     return move
+
+
+def _fitted(inputs: Float[Array, "dv h1"], outputs: Float[Array, "dv f"]) -> Float[Array, "h1 f"]:
+    """Returns the linear map from inputs to outputs, by ridge regression."""
+    gram = inputs.T @ inputs
+    gram += _RIDGE * jnp.trace(gram) / len(gram) * jnp.eye(len(gram))
+
+    def column(moments: Float[Array, " h1"]) -> Float[Array, " h1"]:
+        solved, _ = jax.scipy.sparse.linalg.cg(lambda x: gram @ x, moments, maxiter=_ITERATIONS)
+        return solved
+
+    return jax.vmap(column, in_axes=1, out_axes=1)(inputs.T @ outputs)
 
 
 def _with_one(rows: Float[Array, "dv h"]) -> Float[Array, "dv h1"]:

@@ -270,7 +270,7 @@ def test_learning_rests_the_longer_the_less_it_brings(engine, monkeypatch):
         monkeypatch.setattr(learner, "_idle", 0.0)
         monkeypatch.setattr(learner, "_spent", 100 * share)
         monkeypatch.setattr(learner, "_in_vain", in_vain)
-        learner.learn(busy, idle)
+        learner.learn(busy, idle, lambda: None)
         return bool(steps)
 
     assert ADAPT.share == 0.95
@@ -283,6 +283,51 @@ def test_learning_rests_the_longer_the_less_it_brings(engine, monkeypatch):
     assert steps_at(0.12, 3, idle=300) and not steps_at(0.2, 3, idle=300)
     monkeypatch.setattr(learner.stats, "steps", 2 * learner._ring.written // (2 * 64) + 1)
     assert not steps_at(0.1, 0) and not learner.learns_on, "what was learnt often enough is left"
+
+
+@pytest.mark.slow
+def test_the_time_of_a_dispatch_is_not_learning_s(engine, monkeypatch):
+    learner, reports, ready = learner_of(engine), engine._scheduler._reports, []
+    step = learner._step
+    monkeypatch.setattr(
+        learner, "_step", lambda rows: ready.extend(each[0].is_ready() for each in reports) or step(rows)
+    )
+    while not ready:
+        engine.generate(PROMPTS, PARAMS)
+    assert all(ready), "a step begins when nothing else runs"
+    monkeypatch.setattr(learner, "_step", lambda rows: False)
+    monkeypatch.setattr(learner, "_spent", 0.0)
+    monkeypatch.setattr(learner.stats, "steps", 0)  # not learnt often enough
+    busy, seconds = learner._busy, learnt(engine).seconds
+    learner.learn(0.0, 0.0, lambda: time.sleep(0.2))
+    assert learner._busy >= busy + 0.2 and learnt(engine).seconds < seconds + 0.1
+
+
+@pytest.mark.slow
+def test_a_head_is_judged_once_on_what_is_held_back(toy):
+    engine, evaluated = live(toy, dataclasses.replace(ADAPT, ring_tokens=2048)), []
+    learner, held = learner_of(engine), learner_of(engine)._held
+    learner.compile()
+    assert learner._compiled is not None
+    train, evaluate, move = learner._compiled
+    learner._compiled = train, lambda *asked: evaluated.append(1) or evaluate(*asked), move
+    while learnt(engine).heads == 0 or len(held.filled) < 4:  # all rows: two batches
+        engine.generate(PROMPTS, PARAMS)
+
+    def judged(known: dict[bytes, Any]) -> tuple[_Judged, int]:
+        evaluated.clear()
+        return learner._judged(learner._served.head, learner._teacher, known), len(evaluated)
+
+    whole, batches = judged({})
+    assert batches == len(held.filled) // 2
+    judged(learner._known)
+    assert judged(learner._known) == (whole, 0)
+    observed = learner._ring._states  # any states
+    held.keep(observed, 0, [1, 2, 3, 4], 0, 1)
+    again, batches = judged(learner._known)
+    assert batches == 1 and (again, 2) == judged({}), "one row of four is new"
+    learner.teach(learner._teacher.embed, toy.target.lm_head[...] * 2)
+    assert judged(learner._known) == judged({}) and judged({})[0] != again, "another target judges anew"
 
 
 @pytest.mark.slow
