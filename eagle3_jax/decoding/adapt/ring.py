@@ -111,4 +111,5 @@ def _copy(
 
 @jax.jit
 def _rows(states: Observed, places: Int[Array, "b t"]) -> tuple[Array, Array, Array]:
-    return states.aux[0, places], states.last_hidden[0, places], states.argmax[0, places]
+    aux, last_hidden = (bits[0, places].view(jnp.bfloat16) for bits in (states.aux, states.last_hidden))
+    return aux, last_hidden, states.argmax[0, places]

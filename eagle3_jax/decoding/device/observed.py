@@ -6,7 +6,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt16
 
 
 @jax.tree_util.register_dataclass
@@ -15,13 +15,14 @@ class Observed:
     """The target's states of the newest l positions of each slot; position t lies at t modulo l.
 
     Attributes:
-        aux: the hidden states that the head reads, concatenated, bfloat16.
-        last_hidden: the last hidden state after the final norm, bfloat16.
+        aux: the hidden states that the head reads, concatenated: the bits of bfloat16, which a CPU scatters in place.
+            Of bfloat16 itself XLA converts the whole buffer to float32 and back.
+        last_hidden: the last hidden state after the final norm, bits of bfloat16.
         argmax: the most probable next token; 0 in the prompt.
     """
 
-    aux: Float[Array, "b l f"]
-    last_hidden: Float[Array, "b l h"]
+    aux: UInt16[Array, "b l f"]
+    last_hidden: UInt16[Array, "b l h"]
     argmax: Int[Array, "b l"]
 
     @classmethod
@@ -29,8 +30,8 @@ class Observed:
         """Makes a buffer of `length` positions; `aux` and `hidden` are the widths of the states."""
         shape = batch, length
         return cls(
-            jnp.zeros((*shape, aux), jnp.bfloat16),
-            jnp.zeros((*shape, hidden), jnp.bfloat16),
+            jnp.zeros((*shape, aux), jnp.uint16),
+            jnp.zeros((*shape, hidden), jnp.uint16),
             jnp.zeros(shape, jnp.int32),
         )
 
@@ -53,8 +54,15 @@ class Observed:
         at = jnp.where(taken, positions % length, length)
 
         def write(held: Array, new: Array) -> Array:
-            return held.at[slots[:, None], at].set(new.astype(held.dtype), mode="drop")
+            return held.at[slots[:, None], at].set(new, mode="drop")
 
         return Observed(
-            write(self.aux, aux), write(self.last_hidden, last_hidden), write(self.argmax, argmax.astype(jnp.int32))
+            write(self.aux, bits(aux)),
+            write(self.last_hidden, bits(last_hidden)),
+            write(self.argmax, argmax.astype(jnp.int32)),
         )
+
+
+def bits(states: Float[Array, "*shape"]) -> UInt16[Array, "*shape"]:
+    """Returns the bits of the states in bfloat16."""
+    return states.astype(jnp.bfloat16).view(jnp.uint16)

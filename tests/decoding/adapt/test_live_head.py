@@ -147,7 +147,7 @@ def test_the_ring_holds_what_a_pass_over_the_whole_text_computes(toy, engine, mo
         places = np.arange(first, len(token_ids)) % observed.argmax.shape[1]
         aux, last, best, _ = target_states(toy.target, jnp.asarray(token_ids)[None])
         for name, whole in (("aux", aux), ("last_hidden", last)):
-            found = getattr(observed, name)[slot, places].astype(jnp.float32)
+            found = getattr(observed, name)[slot, places].view(jnp.bfloat16).astype(jnp.float32)
             np.testing.assert_allclose(found, whole[0, first:].astype(jnp.float32), atol=2e-2)
         said = np.asarray(observed.argmax)[slot, places][answer - len(token_ids) :]
         assert said.tolist() == best[0, answer:].tolist()

@@ -1,11 +1,13 @@
 """The ring's rows: packed documents, the newest ones, with the states that belong to them."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax.decoding.adapt.ring import Ring
-from eagle3_jax.decoding.device.observed import Observed
+from eagle3_jax.decoding.device.observed import Observed, bits
 
 
 def observed(start: int, stop: int, length: int = 12) -> Observed:
@@ -14,7 +16,7 @@ def observed(start: int, stop: int, length: int = 12) -> Observed:
     for t in range(stop):
         position[t % length] = start + t
     states = np.zeros((2, length, 1)) + position[:, None] * np.array([0, 1])[:, None, None]
-    aux = jnp.asarray(states, jnp.bfloat16)
+    aux = bits(jnp.asarray(states))
     return Observed(aux, aux, jnp.asarray(states[..., 0], jnp.int32))
 
 
@@ -43,5 +45,8 @@ def test_only_what_is_taken_is_written():
     states = jnp.arange(6, dtype=jnp.float32).reshape(2, 3, 1) + 1
     taken = jnp.asarray([[True, True, False], [True, True, True]])
     positions = jnp.asarray([[3, 4, 5], [0, 1, 2]])
-    found = held.put(jnp.asarray([2, 3]), positions, taken, states, states, jnp.zeros((2, 3), jnp.int32))
-    assert found.aux[..., 0].tolist() == [[0] * 4, [0] * 4, [2, 0, 0, 1]], "position 4 wraps; slot 3 is none"
+    asked = jnp.asarray([2, 3]), positions, taken, states, states, jnp.zeros((2, 3), jnp.int32)
+    found = held.put(*asked).aux[..., 0].view(jnp.bfloat16)
+    assert found.tolist() == [[0] * 4, [0] * 4, [2, 0, 0, 1]], "position 4 wraps; slot 3 is none"
+    put = jax.jit(lambda aux: dataclasses.replace(held, aux=aux).put(*asked).aux, donate_argnums=0)
+    assert "f32[3,4,1]" not in str(put.lower(held.aux).compile().as_text()), "a buffer is written in place"
