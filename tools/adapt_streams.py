@@ -33,7 +33,7 @@ class Answers:
     outputs: list[Output] = dataclasses.field(default_factory=list)
     seconds: list[float] = dataclasses.field(default_factory=list)
 
-    def answer(self, prompts: list[Prompt], params: SamplingParams) -> None:
+    def answer(self, prompts: list[Prompt], params: list[SamplingParams]) -> None:
         start = time.monotonic()
         self.outputs += self.engine.generate(prompts, params)
         self.seconds += [(time.monotonic() - start) / len(prompts)] * len(prompts)
@@ -56,18 +56,22 @@ def prompts_of(stream: str, field: str, count: int) -> list[Prompt]:
 def run(stream: str, asked: argparse.Namespace) -> None:
     target = load_target(asked.target)
     tree = DraftTree(num_steps=3, topk=1, num_draft_tokens=4)
-    sizes = {"batch_size": asked.batch_size, "max_length": asked.max_length}
+    options = {"batch_size": asked.batch_size, "max_length": asked.max_length, "sample_drafts": False}
     adapt = AdaptConfig(share=asked.share, learning_rate=asked.learning_rate)
-    static, live = (Answers(Engine.load(target, tree=tree, **sizes, adapt=each)) for each in (None, adapt))
-    prompts, params = prompts_of(stream, asked.field, asked.requests), SamplingParams(max_tokens=asked.max_tokens)
-    live.engine.warm_up(progress=False, greedy_alone=True)
-    static.engine.warm_up(progress=False, greedy_alone=True)
+    static, live = (Answers(Engine.load(target, tree=tree, **options, adapt=each)) for each in (None, adapt))
+    prompts = prompts_of(stream, asked.field, asked.requests)
+    params = [
+        SamplingParams(max_tokens=asked.max_tokens, temperature=asked.temperature, seed=i) for i in range(len(prompts))
+    ]
+    for each in (live, static):
+        each.engine.warm_up(progress=False, greedy_alone=not asked.temperature)
     third = -(-len(prompts) // 3)
     for at in range(0, len(prompts), third):
         part = slice(at, min(at + third, len(prompts)))
         for turn in range(part.start, part.stop, TURN):
+            some = slice(turn, min(turn + TURN, part.stop))
             for each in (static, live):
-                each.answer(prompts[turn : min(turn + TURN, part.stop)], params)
+                each.answer(prompts[some], params[some])
         taus, ratio = (static.tau(part), live.tau(part)), live.rate(part) / static.rate(part)
         learnt = live.engine.stats().adapt
         assert learnt is not None
@@ -86,6 +90,7 @@ def main() -> None:
     parser.add_argument("--target", default="smollm2-135m-instruct")
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--max-length", type=int, default=512)
     parser.add_argument("--batch-size", type=int, default=2)
     parser.add_argument("--share", type=float, default=AdaptConfig().share)

@@ -53,10 +53,10 @@ _HALF_LIFE = 300.0
 _IDLE_SHARE = 0.1
 # Times that a token is learnt from: more would learn it by heart.
 _EPOCHS = 2
-# A judgement without a better head halves the share, at most so often; a better head restores it.
-_HALVINGS = 3
-# Doublings of the share at the beginning, one fewer with each better head: what is learnt early serves longest.
-_DOUBLINGS = 2
+# A judgement without a better head quarters the share, at most so often; a better head restores it.
+_QUARTERS = 2
+# Gain of a judgement, as a share of tau, that is worth four times the share: what is learnt early serves longest.
+_WORTH = 0.01
 # Share of the answers' tokens that must get a place in the draft vocabulary by another one.
 _MISSING = 0.01
 # Steps of the optimizer's schedule, whose rate stays at its peak: a server has no last step.
@@ -122,7 +122,7 @@ class HeadLearner:
         held = max(1, rows // _HELD)
         sizes = config.row_length, c.num_aux_layers * c.target_hidden_size, target.config.hidden_size
         self._ring, self._held = (Ring(count, *sizes, replicated(mesh)) for count in (rows - held, held))
-        self._rng, self._unjudged, self._in_vain = np.random.default_rng(0), 0, -_DOUBLINGS
+        self._rng, self._unjudged, self._in_vain = np.random.default_rng(0), 0, -1
         self._ends, self._renews_at = target.config.eos_token_ids, 0
         self._busy = self._idle = self._spent = 0.0
         self._checkpoints: Checkpoints | None = None
@@ -198,7 +198,7 @@ class HeadLearner:
         self._spent *= faded
         worked = self._busy + self._spent
         stats.share = self._spent / max(worked + self._idle, 1e-9)
-        allowed = (config.share * worked + _IDLE_SHARE * self._idle) / 2**self._in_vain
+        allowed = (config.share * worked + _IDLE_SHARE * self._idle) / 4**self._in_vain
         if self._spent > allowed or not self.learns_on:
             return None
         self.compile()
@@ -259,8 +259,11 @@ class HeadLearner:
         if finite and self._unjudged < self._config.judge_every:
             return False
         self._unjudged = 0
-        better = self._is_better() if finite else False
-        self._in_vain = min(self._in_vain + 1, 0) if better else min(max(self._in_vain, 0) + 1, _HALVINGS)
+        better, gain = self._is_better() if finite else (False, 0.0)
+        if better:
+            self._in_vain = -1 if gain >= _WORTH else 0
+        else:
+            self._in_vain = min(max(self._in_vain, 0) + 1, _QUARTERS)
         if better is None:
             return False
         if better:
@@ -272,12 +275,13 @@ class HeadLearner:
         stats.rollbacks += 1
         return False
 
-    def _is_better(self) -> bool | None:
+    def _is_better(self) -> tuple[bool | None, float]:
         """Compares the head with the one that drafts, on the held-back requests.
 
         Returns:
             True: its cross entropy is lower, and as many of its drafts are accepted. None: its cross entropy is lower,
-            but fewer drafts are accepted yet, so it goes on learning. False: it is worse.
+            but fewer drafts are accepted yet, so it goes on learning. False: it is worse. And the gain, as a share of
+            the tokens of a round at temperature 1.
         """
         before = self._judged(self._served.head, self._teacher, self._known)
         after = self._judged(self._state.head, self._teacher, known := {})
@@ -287,7 +291,7 @@ class HeadLearner:
         if better:
             self._known = known
         self.stats.tau_before, self.stats.tau_after = before.tau, after.tau if better else before.tau
-        return better
+        return better, (after.accepted - before.accepted) / (1 + before.accepted)
 
     def _judged(self, head: Any, teacher: Teacher, known: dict[bytes, Any]) -> _Judged:
         """Judges a head on all held-back rows.
