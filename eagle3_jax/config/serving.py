@@ -126,8 +126,8 @@ class AdaptConfig:
 
     Attributes:
         folder: folder of the head's checkpoints, from which the next start goes on; None keeps them in memory alone.
-        share: share of the engine's time for learning, beside a tenth of the time without requests; both are four
-            times as large as long as judgements gain a hundredth of tau, and shrink with judgements in vain.
+        share: share of the engine's time for learning, beside a tenth of the time without requests; four times as
+            large as long as judgements gain a hundredth of tau. Both shrink with judgements in vain.
         ring_tokens: tokens to learn from, the newest ones; an eighth is held back.
         row_length: tokens of a row; of a longer request the last ones are learnt from.
         batch_size: rows of a training step.

@@ -53,9 +53,10 @@ _HALF_LIFE = 300.0
 _IDLE_SHARE = 0.1
 # Times that a token is learnt from: more would learn it by heart.
 _EPOCHS = 2
-# A judgement without a better head quarters the share, at most so often; a better head restores it.
+# A judgement without a better head quarters both shares, at most so often; a better head restores them.
 _QUARTERS = 2
-# Gain of a judgement, as a share of tau, that is worth four times the share: what is learnt early serves longest.
+# Gain of a judgement, as a share of tau, that is worth four times the share between dispatches: what is learnt early
+# serves longest.
 _WORTH = 0.01
 # Share of the answers' tokens that must get a place in the draft vocabulary by another one.
 _MISSING = 0.01
@@ -198,7 +199,7 @@ class HeadLearner:
         self._spent *= faded
         worked = self._busy + self._spent
         stats.share = self._spent / max(worked + self._idle, 1e-9)
-        allowed = (config.share * worked + _IDLE_SHARE * self._idle) / 4**self._in_vain
+        allowed = config.share * worked / 4**self._in_vain + _IDLE_SHARE * self._idle / 4 ** max(self._in_vain, 0)
         if self._spent > allowed or not self.learns_on:
             return None
         self.compile()

@@ -282,6 +282,10 @@ def test_learning_rests_the_longer_the_less_it_brings(engine, monkeypatch):
     # A tenth of idle time comes on top, of which a sixteenth is left: 94 / 2 spent of 95 / 2 + 300 / 10 seconds, by 16.
     assert steps_at(0.94, 0, idle=300) and not steps_at(0.94, 2, idle=300)
     assert steps_at(0.09, 2, idle=300) and not steps_at(0.1, 2, idle=300)
+    # What pays is worth four times the share between dispatches, not in idle time: 0.2 + 30 seconds.
+    monkeypatch.setattr(learner, "_config", dataclasses.replace(ADAPT, share=0.001))
+    assert steps_at(0.003, -1) and not steps_at(0.003, 0)
+    assert steps_at(0.6, -1, idle=300) and not steps_at(0.61, -1, idle=300)
     monkeypatch.setattr(learner.stats, "steps", 2 * learner._ring.written // (2 * 64) + 1)
     assert not steps_at(0.1, 0) and not learner.learns_on, "what was learnt often enough is left"
 
