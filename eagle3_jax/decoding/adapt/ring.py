@@ -36,7 +36,8 @@ class Ring:
 
         Args:
             observed: has the states of all `token_ids` from `first` on, at most `length` of them.
-            answer: position of the answer's first token.
+            answer: position of the answer's first token. Where that is not copied, the first token copied is taken for
+                the prompt, so that `replay` finds where the answer opens.
         """
         count = len(token_ids) - first
         if self._at + count > self._end:
@@ -50,7 +51,7 @@ class Ring:
         self._document[copied] = 0
         self._document[kept] = self._documents
         self._token_ids[kept] = token_ids[first:]
-        self._answered[kept] = np.arange(first, len(token_ids)) >= answer
+        self._answered[kept] = np.arange(first, len(token_ids)) >= max(answer, first + 1)
         self._at += count
         self.written += count
 

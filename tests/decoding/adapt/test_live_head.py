@@ -336,6 +336,16 @@ def test_a_head_is_judged_once_on_what_is_held_back(toy):
 
 
 @pytest.mark.slow
+def test_a_head_is_judged_on_answers_longer_than_a_row(toy, monkeypatch):
+    engine = live(toy)
+    learner = learner_of(engine)
+    monkeypatch.setattr(learner, "learn", lambda *asked: None)
+    output = engine.generate([PROMPTS[0]], SamplingParams(max_tokens=100))[0]  # the first request is held back
+    learner.compile()
+    assert learner._judged(learner._served.head, learner._teacher, {}).tau == pytest.approx(tau([output]), abs=0.3)
+
+
+@pytest.mark.slow
 def test_it_learns_between_requests_until_it_knows_them(engine, expected, monkeypatch):
     monkeypatch.setattr("eagle3_jax.decoding.loop._IDLE", 0.01)
     monkeypatch.setattr("eagle3_jax.decoding.adapt.learner._IDLE_SHARE", 100.0)

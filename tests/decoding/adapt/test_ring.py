@@ -29,7 +29,7 @@ def test_rows_hold_packed_documents_and_the_oldest_are_overwritten():
     assert batch.token_ids[0].tolist() == [0, 1, 2, 3, 4, 114, 115, 116]
     assert batch.segment_ids.tolist() == [[1] * 5 + [2] * 3, [1] * 3 + [0] * 5, [0] * 8]
     assert batch.positions[0].tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
-    assert batch.loss_mask[0].tolist() == [0, 0, 1, 1, 1, 1, 1, 1]
+    assert batch.loss_mask[0].tolist() == [0, 0, 1, 1, 1, 0, 1, 1], "an answer opens in its row, though it was cut"
     assert batch.argmax[0].tolist() == batch.aux[0, :, 0].tolist() == batch.token_ids[0].tolist()
     assert batch.last_hidden[1, :3, 0].tolist() == batch.token_ids[1, :3].tolist() == [117, 118, 119]
     assert (ring.filled.tolist(), ring.tokens) == ([0, 1], 11)
