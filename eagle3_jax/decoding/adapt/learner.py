@@ -51,9 +51,6 @@ _HELD = 8
 _HALF_LIFE = 300.0
 # Share of the time without requests. A request that comes meanwhile waits for the end of a step.
 _IDLE_SHARE = 0.1
-# Where so much of the last minutes was without requests, steps wait for more of it: between dispatches each running
-# request waits for a step.
-_PAUSES = 0.25
 # Times that a token is learnt from: more would learn it by heart.
 _EPOCHS = 2
 # A judgement without a better head quarters both shares, at most so often; a better head restores them.
@@ -203,8 +200,7 @@ class HeadLearner:
         worked = self._busy + self._spent
         stats.share = self._spent / max(worked + self._idle, 1e-9)
         allowed = config.share * worked / 4**self._in_vain + _IDLE_SHARE * self._idle / 4 ** max(self._in_vain, 0)
-        interrupts = idle == 0 and self._idle > _PAUSES * (worked + self._idle)
-        if interrupts or self._spent > allowed or not self.learns_on:
+        if self._spent > allowed or not self.learns_on:
             return None
         self.compile()
         asked = time.monotonic()

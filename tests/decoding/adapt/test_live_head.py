@@ -265,10 +265,10 @@ def test_learning_rests_the_longer_the_less_it_brings(engine, monkeypatch):
     monkeypatch.setattr(learner.stats, "steps", 0)
     monkeypatch.setattr(learner, "_step", lambda rows: bool(steps.append(rows)))
 
-    def steps_at(share: float, in_vain: int, busy: float = 0.0, idle: float = 0.0, idle_before: float = 0.0) -> bool:
+    def steps_at(share: float, in_vain: int, busy: float = 0.0, idle: float = 0.0) -> bool:
         steps.clear()
         monkeypatch.setattr(learner, "_busy", 100 * (1 - share))
-        monkeypatch.setattr(learner, "_idle", idle_before)
+        monkeypatch.setattr(learner, "_idle", 0.0)
         monkeypatch.setattr(learner, "_spent", 100 * share)
         monkeypatch.setattr(learner, "_in_vain", in_vain)
         learner.learn(busy, idle, lambda: None)
@@ -286,9 +286,6 @@ def test_learning_rests_the_longer_the_less_it_brings(engine, monkeypatch):
     monkeypatch.setattr(learner, "_config", dataclasses.replace(ADAPT, share=0.001))
     assert steps_at(0.003, -1) and not steps_at(0.003, 0)
     assert steps_at(0.6, -1, idle=300) and not steps_at(0.61, -1, idle=300)
-    # Of an engine that was idle a quarter of the time, no request waits for a step.
-    assert steps_at(0.0, 0, busy=1e-3, idle_before=33) and not steps_at(0.0, 0, busy=1e-3, idle_before=34)
-    assert steps_at(0.0, 0, idle=1e-3, idle_before=34)
     monkeypatch.setattr(learner.stats, "steps", 2 * learner._ring.written // (2 * 64) + 1)
     assert not steps_at(0.1, 0) and not learner.learns_on, "what was learnt often enough is left"
 
@@ -305,7 +302,6 @@ def test_the_time_of_a_dispatch_is_not_learning_s(engine, monkeypatch):
     assert all(ready), "a step begins when nothing else runs"
     monkeypatch.setattr(learner, "_step", lambda rows: False)
     monkeypatch.setattr(learner, "_spent", 0.0)
-    monkeypatch.setattr(learner, "_idle", 0.0)
     monkeypatch.setattr(learner.stats, "steps", 0)  # not learnt often enough
     busy, seconds = learner._busy, learnt(engine).seconds
     learner.learn(0.0, 0.0, lambda: time.sleep(0.2))
