@@ -8,7 +8,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import P
-from jaxtyping import Array, BFloat16, Bool, Int32
+from jaxtyping import Array, BFloat16, Bool, Float, Int32
 
 from eagle3_jax.kernels.ttt_attention.api import document_starts
 from eagle3_jax.kernels.vocabulary.api import argmax
@@ -18,7 +18,7 @@ from eagle3_jax.models.target import TargetModel
 from eagle3_jax.sequence import WHOLE, Split
 
 STATES_SHARDING_RULES = ((r"", P("data")),)
-# Positions whose logits over the whole vocabulary are held at a time.
+# Positions whose logits over the whole vocabulary a device holds at a time.
 _LOGITS_BLOCK = 256
 
 
@@ -47,8 +47,17 @@ def target_states(
     positions = index if starts is None else index - starts
     cache = model.empty_cache(b, t) if split.pieces == 1 else SplitRows((), (), split)
     hidden, aux, _ = model(token_ids, positions, cache, jnp.zeros(b, jnp.int32), starts=starts)
-    blocks = hidden.reshape(-1, math.gcd(b * t, _LOGITS_BLOCK), hidden.shape[-1])
-    predicted = jax.lax.map(lambda rows: argmax(model.logits(rows)), blocks).reshape(b, t)
+    predicted = _best_tokens(model, hidden)
     aux, hidden = aux.astype(jnp.bfloat16), hidden.astype(jnp.bfloat16)
     finite = jnp.isfinite(aux).all(-1) & jnp.isfinite(hidden).all(-1)
     return constrain((aux, hidden, predicted, finite), STATES_SHARDING_RULES)
+
+
+def _best_tokens(model: TargetModel, hidden: Float[Array, "b t h"]) -> Int32[Array, "b t"]:
+    """Returns the most likely next tokens. The loop is over positions: rows are split over the data axis."""
+    b, t, h = hidden.shape
+    shards = jax.sharding.get_abstract_mesh().shape.get("data", 1)
+    length = math.gcd(t, max(1, _LOGITS_BLOCK * shards // b))
+    blocks = jnp.swapaxes(hidden.reshape(b, t // length, length, h), 0, 1)
+    best = jax.lax.map(lambda positions: argmax(model.logits(positions)), blocks)
+    return jnp.swapaxes(best, 0, 1).reshape(b, t)
