@@ -321,7 +321,9 @@ def sharding_of(
 
 
 def _ways(mesh: Mesh | AbstractMesh, axes: Any) -> int:
-    """Counts the parts into which the named axes (None, a name or a tuple of names) split a dimension."""
+    """Counts the parts into which the named axes (None, a name or a tuple of names) split a dimension, 1 if open."""
+    if axes is PartitionSpec.UNCONSTRAINED:
+        return 1
     names = (axes,) if isinstance(axes, str) else axes or ()
     ways = 1
     for name in names:
