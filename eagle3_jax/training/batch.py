@@ -15,7 +15,8 @@ from eagle3_jax.sequence import Split
 # A leaf of a pytree: an array, or its shape or sharding instead.
 Leaf = Any
 
-TEACHER_SHARDING_RULES = ((r"embed|rows", P(("model", "data"), None)),)
+# Whole on each data shard: looking tokens up in a table that is split over it, or gathering it, costs more.
+TEACHER_SHARDING_RULES = ((r"embed|rows", P("model", None)),)
 
 
 @jax.tree_util.register_dataclass

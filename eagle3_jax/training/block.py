@@ -22,6 +22,7 @@ from eagle3_jax.models.drafts.dflash import DFlash
 from eagle3_jax.models.drafts.dflash2 import DFlash2
 from eagle3_jax.models.drafts.dspark import DSpark
 from eagle3_jax.training.batch import Batch, Teacher
+from eagle3_jax.training.fsdp import on_own_rows
 from eagle3_jax.training.replay import replay
 from eagle3_jax.training.ttt import REMAT_POLICY
 
@@ -36,7 +37,7 @@ class BlockLossConfig:
         alpha: for D-PACE: a draft of probability q counts as (1 - alpha) q + alpha.
         soft: DFlash's cross entropy uses the target's distribution, not its best token.
         on_path: drafts after a token that is not the target's best are masked: greedy decoding leaves the text there.
-        block: number of blocks whose logits are held at a time; the backward pass recomputes them.
+        block: number of blocks whose logits a data shard holds at a time; the backward pass recomputes them.
         remat: keep of each layer only matrix products and attention, and recompute the rest in the backward pass.
     """
 
@@ -119,27 +120,37 @@ def block_loss(
         The loss, and sums for metrics: `cross_entropy`, `hits` and `compared` [drafts] (trained drafts), `accepted`
         [drafts] (hits after hits only, each given the text's preceding token), `rounds` (blocks) and `tokens`.
     """
+    own = functools.partial(_own_sums, config=config)
+    frozen = jax.lax.stop_gradient(teacher)
+    parts = on_own_rows(own, head, (batch, anchors), teacher.embed.dtype, frozen=frozen)
+    total = jax.tree.map(lambda x: jnp.sum(x, axis=(0, 1)), parts)
+    loss = total.pop("weighted") / jnp.maximum(total.pop("divisor"), 1.0)
+    total["tokens"] = jnp.sum(batch.segment_ids > 0)
+    return loss, jax.tree.map(jax.lax.stop_gradient, total)
+
+
+def _own_sums(head: DFlash, rows: tuple[Batch, Anchors], teacher: Teacher, config: BlockLossConfig) -> dict[str, Array]:
+    """Computes `_sums` of a data shard's blocks, each [1, 1, ...]."""
+    batch, anchors = rows
     states = block_states(head, teacher.embed, batch, anchors, config.remat)
     drafts = _Drafts.of(batch, teacher, anchors, head.drafts, config.on_path)
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (states, drafts))
     count = len(flat[0])
     size = math.gcd(count, config.block) if count > config.block else count
-    rows = head.rows_of(teacher.rows)
+    lm_head = head.rows_of(teacher.rows)
 
     @jax.checkpoint
-    def chunk(head: DFlash, rows: Array, part: tuple[Array, _Drafts]) -> dict[str, Array]:
-        return _sums(head, rows, teacher, *part, config)
+    def chunk(head: DFlash, lm_head: Array, part: tuple[Array, _Drafts]) -> dict[str, Array]:
+        return _sums(head, lm_head, teacher, *part, config)
 
     def body(total: dict[str, Array], part: tuple[Array, _Drafts]) -> tuple[dict[str, Array], None]:
-        return jax.tree.map(jnp.add, total, chunk(head, rows, part)), None
+        return jax.tree.map(jnp.add, total, chunk(head, lm_head, part)), None
 
     parts = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), flat)
-    shapes = jax.eval_shape(chunk, head, rows, jax.tree.map(lambda x: x[0], parts))
+    shapes = jax.eval_shape(chunk, head, lm_head, jax.tree.map(lambda x: x[0], parts))
     zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     total, _ = jax.lax.scan(body, zero, parts)
-    loss = total.pop("weighted") / jnp.maximum(total.pop("divisor"), 1.0)
-    total["tokens"] = jnp.sum(batch.segment_ids > 0)
-    return loss, jax.tree.map(jax.lax.stop_gradient, total)
+    return jax.tree.map(lambda x: x[None, None], total)
 
 
 @jax.tree_util.register_dataclass
@@ -263,7 +274,14 @@ def replay_blocks(
     Args:
         block: number of anchors of a row whose blocks are computed at a time; a divisor of t, or more than t.
     """
-    t = batch.token_ids.shape[1]
+    own = functools.partial(_own_drafts, block=block)
+    drafts = on_own_rows(own, head, batch, teacher.embed.dtype, frozen=(teacher, token_ids))
+    return replay(jnp.pad(drafts[:, :, 1:], ((0, 0), (0, 0), (0, 1))), teacher, batch)  # root t + 1 is the anchor
+
+
+def _own_drafts(head: DFlash, batch: Batch, frozen: tuple[Teacher, Array], block: int) -> Int[Array, "drafts b t"]:
+    """Drafts greedily behind every position of a data shard's rows."""
+    (teacher, token_ids), t = frozen, batch.token_ids.shape[1]
     size = min(block, t)
     first = document_starts(batch.segment_ids)
     context = head.context(head.fuse(batch.aux.astype(teacher.embed.dtype)), batch.positions)
@@ -277,5 +295,4 @@ def replay_blocks(
         return head.walk(states, rows, token_ids, tokens)
 
     drafts = jax.lax.map(drafted, jnp.arange(0, t, size, dtype=jnp.int32))  # [t / size, b, size, drafts]
-    drafts = drafts.transpose(3, 1, 0, 2).reshape(head.drafts, *batch.token_ids.shape)
-    return replay(jnp.pad(drafts[:, :, 1:], ((0, 0), (0, 0), (0, 1))), teacher, batch)  # root t + 1 is the anchor
+    return drafts.transpose(3, 1, 0, 2).reshape(head.drafts, *batch.token_ids.shape)

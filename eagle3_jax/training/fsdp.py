@@ -1,13 +1,14 @@
 """Sharding of the training state (FSDP), and loops whose weights are gathered once, before them.
 
 Weights and moments are split over the data axis too (FSDP). Left to the partitioner, a loop gathers each weight in
-every iteration, and sums each gradient over the data axis in every iteration of the backward pass.
+every iteration, and sums each gradient over the data axis in every iteration of the backward pass. The loss's loop over
+blocks of positions would talk to all chips of a pod five times in each iteration.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,36 +29,52 @@ STATE_SHARDING_RULES = (
 )
 
 
-def on_own_rows(function: Callable[..., Array], head: Any, rows: Sequence[Array], dtype: Any) -> Array:
-    """Calls `function(head, *rows)` with the rows of each data shard, and the whole head gathered once.
+def on_own_rows(
+    function: Callable[..., Any],
+    weights: Any,
+    rows: Any,
+    dtype: Any,
+    *,
+    frozen: Any = (),
+    tables: bool = True,
+    axis: int = 0,
+) -> Any:
+    """Calls `function(weights, rows, frozen)` with the rows of each data shard, and whole weights gathered once.
 
-    The backward pass sums gradients over the data axis once, in float32. Tables of a row per token are not gathered,
-    and `function` must not read them.
+    The backward pass sums the weights' gradients over the data axis once, in float32.
 
     Args:
-        rows: split over the data axis by their first dimension.
+        weights: arrays in a pytree, split over the data axis by `STATE_SHARDING_RULES`.
+        rows: arrays split over the data axis by dimension `axis`; None stays None.
         dtype: dtype in which weights are gathered and read.
+        frozen: arrays without a gradient, whole on each data shard.
+        tables: whether `function` reads tables of a row per token; if not, they are not gathered.
 
     Returns:
-        The result [steps, rows, ...], split as the rows.
+        The results: arrays [x, rows, ...], split as the rows by their second dimension. A shard's sums are [1, 1, ...].
     """
     mesh = jax.sharding.get_abstract_mesh()
     ways = mesh.shape.get("data", 1)
-    if ways == 1 or rows[0].shape[0] % ways:
-        return function(head, *rows)
-    leaves, structure = jax.tree.flatten(head)
-    specs = [where.spec for where in jax.tree.leaves(shardings(head, mesh, STATE_SHARDING_RULES))]
-    read = [i for i, spec in enumerate(specs) if ("model", "data") not in spec]
+    if ways == 1 or any(x.shape[axis] % ways for x in jax.tree.leaves(rows)):
+        return function(weights, rows, frozen)
+    leaves, structure = jax.tree.flatten(weights)
+    specs = [where.spec for where in jax.tree.leaves(shardings(weights, mesh, STATE_SHARDING_RULES))]
+    read = [i for i, spec in enumerate(specs) if tables or ("model", "data") not in spec]
 
-    def local(copies: list[Array], *own: Array) -> Array:
+    def local(copies: list[Array], own: Any, frozen: Any) -> Any:
         whole: list[Any] = [jnp.zeros(())] * len(leaves)
         for i, copy in zip(read, copies, strict=True):
             whole[i] = copy[0]
-        return function(jax.tree.unflatten(structure, whole), *own)
+        return function(jax.tree.unflatten(structure, whole), own, frozen)
 
     return jax.shard_map(
-        local, mesh=mesh, axis_names={"data"}, in_specs=P("data"), out_specs=P(None, "data"), check_vma=False
-    )([_copies(specs[i], jnp.dtype(dtype), leaves[i]) for i in read], *rows)
+        local,
+        mesh=mesh,
+        axis_names={"data"},
+        in_specs=(P("data"), P(*[None] * axis, "data"), P()),
+        out_specs=P(None, "data"),
+        check_vma=False,
+    )([_copies(specs[i], jnp.dtype(dtype), leaves[i]) for i in read], rows, frozen)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -71,9 +88,9 @@ def _copies(spec: P, dtype: Any, weight: Array) -> Array:
     """
 
     def gather(share: Array) -> Array:
-        if "data" not in spec:
+        if (axis := _over_data(spec)) is None:
             return share[None]
-        whole = jax.lax.all_gather(share.astype(dtype), "data", axis=spec.index("data"), tiled=True)
+        whole = jax.lax.all_gather(share.astype(dtype), "data", axis=axis, tiled=True)
         return whole.astype(share.dtype)[None]
 
     return _on_shares(gather, spec, _of_copies(spec))(weight)
@@ -85,9 +102,9 @@ def _forward(spec: P, dtype: Any, weight: Array) -> tuple[Array, None]:
 
 def _backward(spec: P, dtype: Any, saved: None, cotangents: Array) -> tuple[Array]:
     def add(cotangent: Array) -> Array:
-        if "data" not in spec:
+        if (axis := _over_data(spec)) is None:
             return jax.lax.psum(cotangent[0], "data")
-        return jax.lax.psum_scatter(cotangent[0], "data", scatter_dimension=spec.index("data"), tiled=True)
+        return jax.lax.psum_scatter(cotangent[0], "data", scatter_dimension=axis, tiled=True)
 
     return (_on_shares(add, _of_copies(spec), spec)(cotangents),)
 
@@ -95,8 +112,17 @@ def _backward(spec: P, dtype: Any, saved: None, cotangents: Array) -> tuple[Arra
 _copies.defvjp(_forward, _backward)
 
 
+def _over_data(spec: P) -> int | None:
+    """Returns the dimension that the data axis splits."""
+    return next((i for i, entry in enumerate(spec) if "data" in _axes(entry)), None)
+
+
 def _of_copies(spec: P) -> P:
-    return P("data", *("model" if entry == "model" else None for entry in spec))
+    return P("data", *("model" if "model" in _axes(entry) else None for entry in spec))
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    return entry if isinstance(entry, tuple) else (entry,)
 
 
 def _on_shares(function: Callable[[Array], Array], given: P, result: P) -> Callable[[Array], Array]:

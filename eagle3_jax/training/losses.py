@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.config import TrainConfig
-from eagle3_jax.kernels.soft_cross_entropy import soft_cross_entropy
+from eagle3_jax.kernels.soft_cross_entropy import Comparison, soft_cross_entropy
 from eagle3_jax.models.drafts.eagle3 import DraftHead
 from eagle3_jax.training.batch import Batch, Teacher
+from eagle3_jax.training.fsdp import on_own_rows
 from eagle3_jax.training.ttt import training_time_test
 
 
@@ -33,7 +34,7 @@ def ttt_loss(
 
 
 def states_loss(
-    rows: Float[Array, "dv h"],
+    rows: Float[Array, "dv h"] | None,
     states: Float[Array, "steps b t h"],
     teacher: Teacher,
     batch: Batch,
@@ -44,7 +45,7 @@ def states_loss(
     """Sums over steps step_decay ** i times the soft cross entropy on the draft vocabulary, or the LK loss.
 
     Args:
-        rows: the LM head.
+        rows: the LM head; None is the target's, `teacher.rows`.
         states: the LM head's inputs, from `training_time_test`.
         lk_decay: see `soft_cross_entropy`; None is cross entropy.
         divisors: `loss_divisors` of the batch of which this is a part; None: this is the whole.
@@ -78,15 +79,11 @@ def states_loss(
     divisor = _divisors(tokens, counts, config) if divisors is None else divisors
     decay = jnp.float32(config.step_decay) ** steps.astype(jnp.float32)
     weights = (decay / jnp.maximum(divisor, 1).astype(jnp.float32))[:, None, None] * compared.astype(jnp.float32)
-    loss, comparison = soft_cross_entropy(
-        hidden,
+    loss, comparison = _compared(
         rows,
-        ordered(batch.last_hidden.astype(hidden.dtype)),
-        teacher.rows,
-        ordered(labels),
-        weights,
+        (hidden, ordered(batch.last_hidden.astype(hidden.dtype))[None], ordered(labels)[None], weights),
+        (jax.lax.stop_gradient(teacher.rows), lk_decay),
         config.loss_block,
-        lk_decay,
     )
     positions = (1, 2)
     divergence = comparison.cross_entropy - comparison.entropy[None]
@@ -99,6 +96,26 @@ def states_loss(
         "counted": counts,
         "tokens": tokens,
     }
+
+
+def _compared(
+    rows: Array | None, given: tuple[Array, ...], frozen: tuple[Array, Array | None], block: int
+) -> tuple[Array, Comparison]:
+    """Computes `soft_cross_entropy` on each data shard's rows. Arrays given are [..., b, t] or [..., b, t, h]."""
+
+    def local(
+        table: dict[str, Array], given: tuple[Array, ...], frozen: tuple[Array, Array | None]
+    ) -> tuple[Array, ...]:
+        (hidden, (last_hidden,), (labels,), weights), (teacher_rows, decay) = given, frozen
+        student = table.get("lm_head", teacher_rows)
+        loss, made = soft_cross_entropy(hidden, student, last_hidden, teacher_rows, labels, weights, block, decay)
+        return loss[None, None], made.cross_entropy, made.entropy[None], made.hits, made.acceptance
+
+    table = {} if rows is None else {"lm_head": rows}
+    losses, cross_entropy, entropy, hits, acceptance = on_own_rows(
+        local, table, given, given[0].dtype, frozen=frozen, axis=1
+    )
+    return jnp.sum(losses), Comparison(cross_entropy, entropy[0], hits, acceptance)
 
 
 def loss_divisors(batch: Batch, config: TrainConfig) -> Int[Array, " steps"]:

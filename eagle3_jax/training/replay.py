@@ -15,28 +15,34 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.kernels.vocabulary.api import argmax, vocabulary_logits
 from eagle3_jax.training.batch import Batch, Teacher
+from eagle3_jax.training.fsdp import on_own_rows
 
 
 def replay_rounds(
-    rows: Float[Array, "dv h"], states: Float[Array, "steps b t h"], teacher: Teacher, batch: Batch, block: int
+    rows: Float[Array, "dv h"] | None, states: Float[Array, "steps b t h"], teacher: Teacher, batch: Batch, block: int
 ) -> dict[str, Array]:
     """Counts rounds and accepted drafts of a chain with one draft per step; equal to the decoder's on greedy answers.
 
     A draft is accepted if it is the teacher's argmax. Rounds of a sampled answer continue with the answer's own tokens.
 
     Args:
-        rows: the LM head.
+        rows: the LM head; None is the target's, `teacher.rows`.
         states: the LM head's inputs, from `training_time_test`.
-        block: number of positions whose logits are held at a time; a divisor of t, or more than t.
+        block: number of positions of a row whose logits are held at a time; a divisor of t, or more than t.
 
     Returns:
         See `replay`.
     """
-    steps, b, t, h = states.shape
-    size = min(block, t)
-    blocks = jnp.moveaxis(states.reshape(steps, b, t // size, size, h), 2, 1).reshape(-1, b, size, h)
-    best = jax.lax.map(lambda x: argmax(vocabulary_logits(x, rows)), blocks)
-    drafted = jnp.moveaxis(best.reshape(steps, t // size, b, size), 1, 2).reshape(steps, b, t)
+
+    def best(table: dict[str, Array], states: Array, teacher_rows: Array) -> Array:
+        steps, b, t, h = states.shape
+        size, head = min(block, t), table.get("lm_head", teacher_rows)
+        blocks = jnp.moveaxis(states.reshape(steps, b, t // size, size, h), 2, 1).reshape(-1, b, size, h)
+        drafts = jax.lax.map(lambda x: argmax(vocabulary_logits(x, head)), blocks)
+        return jnp.moveaxis(drafts.reshape(steps, t // size, b, size), 1, 2).reshape(steps, b, t)
+
+    table = {} if rows is None else {"lm_head": rows}
+    drafted = on_own_rows(best, table, states, states.dtype, frozen=teacher.rows, axis=1)
     split, integers = batch.split, (batch.argmax, batch.loss_mask, batch.segment_ids)
     argmaxes, mask, segments = (split.joined(x) for x in integers)
     whole = dataclasses.replace(batch, argmax=argmaxes, loss_mask=mask, segment_ids=segments)

@@ -55,12 +55,13 @@ def training_time_test(
     tokens = split.cut(split.joined(batch.token_ids), beyond=steps)
     rows = embeddings(jax.lax.stop_gradient(embed), tokens), batch.positions, batch.segment_ids
     run = functools.partial(_steps, steps=steps, remat=remat, split=split)
-    return on_own_rows(run, head, (*rows, batch.aux.astype(embed.dtype)), embed.dtype)
+    return on_own_rows(run, head, (*rows, batch.aux.astype(embed.dtype)), embed.dtype, tables=False)
 
 
 def _steps(
-    head: Head, embeds: Array, positions: Array, segment_ids: Array, aux: Array, steps: int, remat: bool, split: Split
+    head: Head, rows: tuple[Array, Array, Array, Array], frozen: tuple[()], steps: int, remat: bool, split: Split
 ) -> Array:
+    embeds, positions, segment_ids, aux = rows
     state, c = head.fuse(aux), head.config
     inputs: _Inputs = embeds, positions, segment_ids, {}
     if split.pieces > 1:

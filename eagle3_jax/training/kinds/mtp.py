@@ -76,8 +76,7 @@ class Mtp(Kind):
     ) -> tuple[Float[Array, ""], Sums]:
         """See `Kind`."""
         states = self._states(head, teacher, batch, self.train.remat)
-        rows = jax.lax.stop_gradient(teacher.rows)
-        return states_loss(rows, states, teacher, batch, self.train, None, divisors)
+        return states_loss(None, states, teacher, batch, self.train, None, divisors)
 
     def divisors(self, teacher: Teacher, batch: Batch) -> Int[Array, " steps"]:
         """See `Kind`."""
@@ -86,8 +85,8 @@ class Mtp(Kind):
     def evaluate(self, head: MtpHead, teacher: Teacher, batch: Batch) -> Sums:
         """See `Kind`."""
         states = self._states(head, teacher, batch, False)
-        loss, sums = states_loss(teacher.rows, states, teacher, batch, self.train)
-        return sums | {"loss": loss} | replay_rounds(teacher.rows, states, teacher, batch, self.train.loss_block)
+        loss, sums = states_loss(None, states, teacher, batch, self.train)
+        return sums | {"loss": loss} | replay_rounds(None, states, teacher, batch, self.train.loss_block)
 
     def _states(self, head: MtpHead, teacher: Teacher, batch: Batch, remat: bool) -> Float[Array, "steps b t h"]:
         fed = dataclasses.replace(batch, aux=batch.last_hidden)
