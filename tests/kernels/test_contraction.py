@@ -44,3 +44,24 @@ def test_gradients_of_bfloat16_are_summed_in_float32_of_bfloat16_products(spec, 
     np.testing.assert_allclose(by_x.astype(jnp.float32), expected, rtol=1e-2, atol=1e-2)
     products = re.findall(r"dot_general .*: \((.*)\) ->", jax.jit(gradients).lower(x, y).as_text())
     assert len(products) == 2 and all(operands.count("xbf16>") == 2 for operands in products)
+
+
+def test_other_devices_than_cpus_round_a_sum_at_once():
+    """A cast behind the product would leave float32 for a model axis to add up, and for a checkpoint to keep."""
+    topologies = pytest.importorskip("jax.experimental.topologies")
+    pytest.importorskip("libtpu")
+    mesh = jax.sharding.Mesh(np.array(topologies.get_topology_desc("v6e:2x2", "tpu").devices), ("model",))
+    x, y = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (((64, 32), jnp.bfloat16), ((32, 16), jnp.float32)))
+
+    def run(x, y, cotangent):
+        product, gradients = jax.vjp(lambda x, y: contract("mk,kn->mn", x, y, x.dtype), x, y)
+        return product, gradients(cotangent)
+
+    def dots(*operands):
+        text = str(jax.make_jaxpr(run)(*operands))
+        return re.findall(r"(\w+)\[[\d,]+\] = dot_general", text)
+
+    operands = x, y, jax.ShapeDtypeStruct((64, 16), jnp.bfloat16)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        assert dots(*operands)[:2] == ["bf16", "bf16"]
+    assert dots(*operands)[:2] == ["f32", "f32"]

@@ -40,9 +40,10 @@ def linear(
     x: Float[Array, "*batch h"], matrix: Float[Array, "h out"] | Panels | Padded | Quantised
 ) -> Float[Array, "*batch out"]:
     """Computes x @ matrix in x's dtype; the matrix is cast to it."""
+    dtype = jnp.float32 if isinstance(matrix, Quantised) else x.dtype  # scales multiply sums that are not rounded
 
     def dense(x: Array, matrix: Array) -> Array:
-        return contract("mk,kn->mn", x, matrix)
+        return contract("mk,kn->mn", x, matrix, dtype)
 
     return multiply(x.reshape(-1, x.shape[-1]), matrix, dense).astype(x.dtype).reshape(*x.shape[:-1], -1)
 
@@ -65,7 +66,7 @@ def multiply(
     dense: Callable[[Array, Array], Array],
     index: Int[Array, ""] | None = None,
 ) -> Float[Array, "m n"]:
-    """Computes the product in float32; `dense` multiplies x by an array.
+    """Computes the product in float32, or in the dtype of `dense`, which multiplies x by an array.
 
     Args:
         index: the matrix's place in a stack of matrices, of arrays or `Quantised`.
