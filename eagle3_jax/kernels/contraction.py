@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -71,6 +72,10 @@ def _by_rows_of_transpose(x: Array, y: Array) -> Array:
 
 
 def _einsum(spec: str, x: Array, y: Array, dtype: Any = jnp.float32) -> Array:
-    summed = jnp.float32 if device().platform == "cpu" else dtype
-    result = jnp.einsum(spec, x, y, precision=jax.lax.Precision.HIGHEST, preferred_element_type=summed)
-    return result.astype(dtype)
+    return summed(functools.partial(jnp.einsum, spec, x, y), dtype)
+
+
+def summed(product: Callable[..., Array], dtype: Any) -> Array:
+    """Calls a product that sums in float32 and rounds to `dtype`: at once but on CPUs, which are slow at it."""
+    own = jnp.float32 if device().platform == "cpu" else dtype
+    return product(precision=jax.lax.Precision.HIGHEST, preferred_element_type=own).astype(dtype)

@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from eagle3_jax.kernels.contraction import summed
+
 Compared = tuple[Array, Array, Array, Array]  # the fields of `Comparison`
 
 _HIGHEST = jax.lax.Precision.HIGHEST
@@ -195,7 +197,7 @@ def _block(
             d_acceptance = under - q * jnp.sum(under, axis=-1, keepdims=True)
             d_logits = share[..., None] * d_logits - (1 - share)[..., None] * d_acceptance
         d_logits = (d_logits * w[..., None]).astype(x.dtype)
-        d_hidden = _product(d_logits, rows, 0).astype(x.dtype)
+        d_hidden = _product(d_logits, rows, 0, x.dtype)
         # Accumulated as [H, V]: the contraction that is faster on a CPU.
         d_rows += jax.lax.dot_general(
             x, d_logits, (((0, 1), (0, 1)), ((), ())), precision=_HIGHEST, preferred_element_type=jnp.float32
@@ -206,8 +208,6 @@ def _block(
     return carry, ((ce, entropy, hits, acceptance), d_hidden)
 
 
-def _product(x: Array, rows: Array, axis: int) -> Array:
-    """Contracts x's last axis with axis `axis` of the rows; a CPU multiplies bfloat16 fast only into float32."""
-    return jax.lax.dot_general(
-        x, rows, (((x.ndim - 1,), (axis,)), ((), ())), precision=_HIGHEST, preferred_element_type=jnp.float32
-    )
+def _product(x: Array, rows: Array, axis: int, dtype: Any = jnp.float32) -> Array:
+    """Contracts x's last axis with axis `axis` of the rows, see `kernels.contraction`."""
+    return summed(functools.partial(jax.lax.dot_general, x, rows, (((x.ndim - 1,), (axis,)), ((), ()))), dtype)

@@ -53,16 +53,17 @@ def training_time_test(
     """
     split = batch.split
     tokens = split.cut(split.joined(batch.token_ids), beyond=steps)
-    rows = embeddings(jax.lax.stop_gradient(embed), tokens), batch.positions, batch.segment_ids
+    rows = tokens, batch.positions, batch.segment_ids, batch.aux.astype(embed.dtype)
     run = functools.partial(_steps, steps=steps, remat=remat, split=split)
-    return on_own_rows(run, head, (*rows, batch.aux.astype(embed.dtype)), embed.dtype, tables=False)
+    frozen = jax.lax.stop_gradient(embed)
+    return on_own_rows(run, head, rows, embed.dtype, frozen=frozen, tables=False)
 
 
 def _steps(
-    head: Head, rows: tuple[Array, Array, Array, Array], frozen: tuple[()], steps: int, remat: bool, split: Split
+    head: Head, rows: tuple[Array, Array, Array, Array], embed: Array, steps: int, remat: bool, split: Split
 ) -> Array:
-    embeds, positions, segment_ids, aux = rows
-    state, c = head.fuse(aux), head.config
+    tokens, positions, segment_ids, aux = rows
+    embeds, state, c = embeddings(embed, tokens), head.fuse(aux), head.config
     inputs: _Inputs = embeds, positions, segment_ids, {}
     if split.pieces > 1:
         row = {"row": _first_keys(head, state, embeds, positions, split), "begin": split.begin(state.shape[1])}
