@@ -100,7 +100,7 @@ class KeptProgram:
     """A program for a TPU, compiled when nobody did that before; what is not kept of it is compiled for."""
 
     def __init__(self, lowered: Any, compile_: Any) -> None:
-        self._compile = functools.cache(compile_)
+        self._compile = functools.cache(functools.partial(_compiled, compile_))
         backend = lowered._lowering.compile_args["backend"]
         devices = [str(device) for device in backend.devices()]
         flags = [os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
@@ -109,26 +109,31 @@ class KeptProgram:
         if path.exists():
             self._kept: Any = json.loads(gzip.decompress(path.read_bytes()))
             os.utime(path)
-            return
-        compiled = self._compile()
+            if self._kept["text"] is not None:
+                return
+        compiled, text = self._compile()
         memory = compiled.memory_analysis()
         numbers = {name: getattr(memory, name) for name in dir(memory) if name.endswith("_in_bytes")}
-        try:
-            text = compiled.as_text()
-        except jax.errors.JaxRuntimeError:  # libtpu has none of some programs
-            text = None
         self._kept = {"text": text, "memory": numbers}
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, gzip.compress(json.dumps(self._kept).encode()))
 
     def as_text(self) -> str:
-        return self._kept["text"] or self._compile().as_text()
+        return self._kept["text"]
 
     def memory_analysis(self) -> Any:
         return types.SimpleNamespace(**self._kept["memory"])
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._compile(), name)
+        return getattr(self._compile()[0], name)
+
+
+def _compiled(compile_: Any) -> tuple[Any, str]:
+    """Compiles a program, with the compiler's own text: JAX cannot read all operations that a newer libtpu writes."""
+    with tempfile.TemporaryDirectory() as written:
+        compiled = compile_(compiler_options={"xla_dump_to": written, "xla_dump_hlo_as_text": True})
+        (text,) = pathlib.Path(written).glob("*.after_codegen.txt")
+        return compiled, text.read_text()
 
 
 def prune() -> None:
