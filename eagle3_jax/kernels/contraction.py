@@ -14,9 +14,7 @@ from jaxtyping import Array, Float, Num
 from eagle3_jax.kernels.dispatch import device
 
 
-def contract(
-    spec: str, x: Float[Array, "..."], y: Num[Array, "..."], dtype: Any = jnp.float32
-) -> Float[Array, "..."]:
+def contract(spec: str, x: Float[Array, "..."], y: Num[Array, "..."], dtype: Any = jnp.float32) -> Float[Array, "..."]:
     """Computes the einsum of two operands, summed in float32. y is cast to x's dtype; y's gradient has y's own dtype.
 
     A CPU with AVX512_BF16 multiplies bfloat16 fast only for a float32 result. JAX's own gradient of such a product

@@ -38,6 +38,7 @@ from eagle3_jax.models.checkpoint.gguf_file import GGUF
 from eagle3_jax.models.checkpoint.identity import identify
 from eagle3_jax.models.checkpoint.load import file_digests, load_model, weight_files
 from eagle3_jax.models.families import read_shape
+from eagle3_jax.models.mesh_advice import uneven_heads
 from eagle3_jax.models.target import ModelConfig, TargetModel
 from eagle3_jax.runs import disk, environment, manifest, processes
 
@@ -122,6 +123,8 @@ def load_target(
         config = dataclasses.replace(config, weights=packaged.weights, quantise_vocabulary=True)
     folder = fetch(config.name)
     model_config = read_config(folder, config.aux_layers)
+    if mesh is not None and (note := uneven_heads(model_config, mesh.shape["model"])):
+        processes.say(note)
     paths = weight_files(folder)
     sizes = {path.name: disk.size(path) for path in paths}
     expected = processes.agree(lambda: sizes)
