@@ -14,6 +14,6 @@ TERAFLOPS = {
     "NVIDIA H200": 989,
 }
 
-# `device_kind` -> 1e9 bytes a second around a ring of chips, both directions together. Source: "How to Scale Your Model"
-# (Google DeepMind, 2025), part 2, which has no TPU v7x: its links are taken to be v5p's.
+# `device_kind` -> 1e9 bytes a second around a ring of chips, both directions together. Source: "How to Scale Your
+# Model" (Google DeepMind, 2025), part 2, which has no TPU v7x: its links are taken to be v5p's.
 RING_GIGABYTES = {"TPU v5 lite": 90, "TPU v5": 180, "TPU v6 lite": 180, "TPU7x": 180}
