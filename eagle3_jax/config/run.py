@@ -41,7 +41,8 @@ class RunConfig:
     """One run: its models, and one section per verb.
 
     Attributes:
-        run_dir: folder of the run, with one folder for each verb's output; or gs://BUCKET/FOLDER.
+        run_dir: folder of the run, with one folder for each verb's output; or gs://BUCKET/FOLDER. Its path has none of
+            `*`, `?`, `[` and a backslash.
         seed: seed of all random draws.
     """
 

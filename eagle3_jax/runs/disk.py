@@ -63,13 +63,26 @@ def check_address(field: str, address: str, *, writable: bool = True) -> None:
     """Refuses the address of a bucket that does not exist or, with `writable`, may not be written; asks the bucket.
 
     Raises:
-        AddressError: field, got, expected.
+        AddressError: field, got, expected. See `check_name` too.
     """
+    if writable or is_remote(address):
+        check_name(field, path_of(address))
     if is_remote(address):
         try:
             access.check(address, writable=writable)
         except ValueError as error:
             raise AddressError(f"{field}: {error}") from error
+
+
+def check_name(field: str, path: Path) -> None:
+    """Refuses a path that Orbax, TensorStore or `etils` would take for another one or for a pattern.
+
+    Raises:
+        AddressError: field, got, expected.
+    """
+    place = str(absolute(path))
+    if strange := [character for character in "*?[\\" if character in place]:
+        raise AddressError(f"{field}: got {place}, expected a path without {' '.join(strange)}")
 
 
 def absolute(path: str | Path) -> Path:

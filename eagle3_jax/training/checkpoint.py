@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,8 @@ from orbax.checkpoint import v1 as ocp
 from eagle3_jax.mesh import put, replicated
 from eagle3_jax.runs import disk
 from eagle3_jax.training.state import TrainState
+
+_PARTS: Final = ("head", "optimizer")
 
 
 class CheckpointError(ValueError):
@@ -29,6 +31,10 @@ class Checkpoints:
     Args:
         keep: number of newest checkpoints that stay, beside the best one; files of a killed save are removed. None
             reads only, beside a training that may be saving.
+
+    Raises:
+        AddressError: a folder to write that Orbax could not read back, see `disk.check_name`.
+        CheckpointError: what is there is unreadable.
     """
 
     def __init__(self, folder: str | disk.Path, keep: int | None = None) -> None:
@@ -36,6 +42,7 @@ class Checkpoints:
         policies = ocp.training.preservation_policies
         policy: Any = None
         if keep is not None:
+            disk.check_name("folder of checkpoints", self.folder)
             best = policies.BestN(
                 get_metric_fn=lambda metrics: metrics["tau"], n=1, keep_checkpoints_without_metrics=False
             )
@@ -89,7 +96,7 @@ class Checkpoints:
                 raise CheckpointError(
                     f"{self.folder / str(step)}: not written: NaN or infinity in {', '.join(strange)}"
                 )
-            for name in ("head", "optimizer"):
+            for name in _PARTS:
                 parts[f"{name}_checksums"] = _checksums(parts[name])
             if token_ids is not None:
                 parts["vocabulary"] = {"token_ids": np.asarray(token_ids, np.int32)}
@@ -101,7 +108,7 @@ class Checkpoints:
             self._writing = step
 
     def wait_until_finished(self) -> None:
-        """Waits until the checkpoint that was begun last is complete.
+        """Waits until the checkpoint that was begun last is complete, and looks whether all of it is there.
 
         Raises:
             CheckpointError: it could not be written, such as on a full disk.
@@ -110,6 +117,9 @@ class Checkpoints:
             step, self._writing = self._writing, None
             with self._writes(step):
                 self._checkpointer.wait()
+                held = self._checkpointer.checkpointables_metadata(step).metadata
+                if missing := [name for name in _PARTS if held.get(name) is None]:
+                    raise CheckpointError(f"{', '.join(missing)}: not found when read back")
 
     @contextlib.contextmanager
     def _writes(self, step: int) -> Iterator[None]:
@@ -169,7 +179,7 @@ class Checkpoints:
         if step is None:
             raise CheckpointError(f"{self.folder}: no checkpoint, expected the output of `python -m eagle3_jax.train`")
         folder = self.folder / str(step)
-        checked = [name for name in abstract if name in ("head", "optimizer")]
+        checked = [name for name in abstract if name in _PARTS]
         for name in checked:
             abstract = abstract | {f"{name}_checksums": {leaf: _scalar(x) for leaf, x in abstract[name].items()}}
         with self._orderly(folder):

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import tiny
 from flax import nnx
-from orbax.checkpoint._src.serialization import serialization
+from orbax.checkpoint._src.serialization import ocdbt_utils, serialization
 
 from eagle3_jax.config import DraftConfig
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
+from eagle3_jax.runs.disk import AddressError
 from eagle3_jax.training import checkpoint
 from eagle3_jax.training.checkpoint import CheckpointError, Checkpoints, load_head
 from eagle3_jax.training.state import TrainState
@@ -165,3 +166,24 @@ def test_a_save_that_failed_is_told_by_the_next_wait(tmp_path, monkeypatch):
         with pytest.raises(CheckpointError, match=r"1: not written \(.*No space left"):
             checkpoints.save(TrainState(jnp.array(1, jnp.int32), head, {"moment": jnp.ones(3)}))
             checkpoints.wait_until_finished()
+
+
+def test_a_save_that_cannot_be_read_back_is_none(tmp_path, monkeypatch):
+    async def merges_nothing(*_, **__):
+        pass
+
+    monkeypatch.setattr(ocdbt_utils, "merge_ocdbt_per_process_files", merges_nothing)
+    with pytest.raises(CheckpointError, match=r"3: not written \(head, optimizer: not found when read back\)"):
+        save(tmp_path, 3)
+
+
+@pytest.mark.parametrize("name", ["run [x]", "run\\1", "run*", "run?"])
+def test_a_folder_whose_checkpoints_could_not_be_read_is_refused(tmp_path, name):
+    with pytest.raises(AddressError, match=r"folder of checkpoints: got .*, expected a path without"):
+        save(tmp_path / name, 3)
+
+
+def test_odd_names_of_folders_hold_checkpoints(tmp_path):
+    folder = tmp_path / "a #%20{b}]'\"\u00fc\u6771&;:=+~!"
+    save(folder, 3)
+    load_head(folder, shapes())
