@@ -18,6 +18,8 @@ Messages = list[dict[str, Any]]
 
 # Placeholder to locate a content in the rendered text: one word that no template and no text contains.
 _SENTINEL = "qzxsentinelxzq"
+# The end of thoughts inside a content (DeepSeek R1, QwQ, Qwen 3); their templates drop what stands before it.
+THOUGHTS_END = "</think>"
 
 
 def user_opening_ids(tokenizer: Any, messages: Sequence[dict[str, Any]] = (), opening: str = "") -> list[int]:
@@ -51,24 +53,26 @@ def encode(
         template's own text (headers, the line break after the end of a turn) is 0.
 
     Raises:
-        ValueError: the template refuses the messages, or rewrites a turn so that it cannot be found; or no token, or
-            every token, is the assistant's.
+        ValueError: the template refuses the messages, or rewrites a turn so that it cannot be found; or a turn has no
+            token, or every token is the assistant's.
     """
     # Templates name it either way (gpt-oss: "thinking").
     messages = [m | {"thinking": m["reasoning_content"]} if "reasoning_content" in m else m for m in messages]
     full = render(tokenizer, messages, generation_prompt=False, tools=tools)
-    spans = [
-        _assistant_span(tokenizer, messages, tools, index, full)
+    spans = {
+        index: _assistant_span(tokenizer, messages, tools, index, full)
         for index, message in enumerate(messages)
         if message["role"] == "assistant"
-    ]
+    }
+    if silent := [index for index, (start, end) in spans.items() if start >= end]:
+        raise ValueError(f"loss mask: got no text of assistant turn {silent[0]}, expected some")
     if tokenizer.is_fast:
         encoded = tokenizer(full, add_special_tokens=False, return_offsets_mapping=True)
-        ids, mask = encoded["input_ids"], _mask_by_offsets(encoded["offset_mapping"], spans)
+        ids, mask = encoded["input_ids"], _mask_by_offsets(encoded["offset_mapping"], list(spans.values()))
     else:
         ids = tokenize(tokenizer, full)
         mask = np.zeros(len(ids), np.uint8)
-        for start, end in spans:
+        for start, end in spans.values():
             mask[len(tokenize(tokenizer, full[:start])) : len(tokenize(tokenizer, full[:end]))] = 1
     if not mask.any() or mask.all():
         share = "all" if len(mask) and mask.all() else "none"
@@ -99,8 +103,11 @@ def _assistant_span(tokenizer: Any, messages: Messages, tools: Tools | None, ind
         return len(opening), content_end + _end_of_turn(tokenizer, after)
     # Without a generation prompt, or with a history that renders differently now, the turn begins with its content, or
     # with the white space before it ("[/INST] content").
-    head = with_content(_SENTINEL + text).partition(_SENTINEL)[0]
-    if not full.startswith(head):
+    head, found, _ = with_content(_SENTINEL + text).partition(_SENTINEL)
+    if not found:  # dropped with the thoughts behind it
+        thoughts, end, said = text.rpartition(THOUGHTS_END)
+        head, found, _ = with_content(thoughts + end + _SENTINEL + said).partition(_SENTINEL)
+    if not found or not full.startswith(head):
         raise ValueError(f"chat template: rewrites the text before assistant turn {index}, expected it unchanged")
     start = len(opening) if head.startswith(opening) and not head[len(opening) :].strip() else len(head)
     return start, content_end + _end_of_turn(tokenizer, after)

@@ -97,15 +97,17 @@ def _tokenised(
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Yields (token ids, loss mask) of text.
 
-    Templates drop the reasoning of earlier turns. Where that happens a sequence ends with its turn, reasoning included,
-    and the next begins with the history as the template has it then, outside the mask.
+    Templates drop the reasoning of earlier turns, whether `reasoning_content` holds it or the content does. Where that
+    happens a sequence ends with its turn, reasoning included, and the next begins with the history as the template has
+    it then, outside the mask.
 
     A truncated answer loses the end-of-turn token that the chat template appends: the target did not choose it, so it
     must not be learned.
     """
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    if not any(messages[index].get("reasoning_content") for index in turns):
-        turns = [len(messages) - 1]  # no template drops anything: one rendering holds all
+    answers = [messages[index] for index in turns]
+    if not any(answer.get("reasoning_content") or chat.THOUGHTS_END in answer["content"] for answer in answers):
+        turns = [len(messages) - 1]  # one rendering holds all
     ids: list[int] = []
     mask: list[int] = []
     for index in turns:

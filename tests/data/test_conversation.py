@@ -169,3 +169,87 @@ def test_reasoning_and_tool_calls_of_every_turn_are_in_the_mask():
         ["<think>\nchecked\n</think>\n\nyes<|im_end|>"],
     ]
     assert [sequence.name for sequence in sequences] == ["a/0", "a/1"]
+
+
+def _history(answer: str, opening: str) -> str:
+    """A template of two roles: `answer` renders an assistant turn `m`, `opening` follows a prompt."""
+    one = f"{{% if m.role == 'user' %}}<U>{{{{ m.content }}}}{{% else %}}{answer}{{% endif %}}"
+    return f"{{% for m in messages %}}{one}{{% endfor %}}{{% if add_generation_prompt %}}{opening}{{% endif %}}"
+
+
+SAID = "m.content.split('</think>')[-1]"
+MOVED = (  # as Qwen 3's: the thoughts of a content are those of the field
+    "{% set thoughts = m.reasoning_content or (m.content.split('</think>')[0].split('<think>')[-1].strip('\n')"
+    " if '</think>' in m.content else '') %}"
+    "<A>{% if loop.last %}<think>\n{{ thoughts }}\n</think>\n\n{% endif %}{{ SAID.lstrip('\n') }}<E>"
+).replace("SAID", SAID)
+# What the templates of these models do with thoughts, and what is learned of two answers that have some in their
+# content, with and without "<think>", and as `reasoning_content`.
+THINKERS = {
+    "deepseek-r1": (  # no thoughts at all
+        _history(f"<A>{{{{ {SAID} }}}}<E>", "<A><think>\n"),
+        [["\n\nfive<E>", "yes<E>"]],
+        [["five<E>", "yes<E>"]],
+    ),
+    "deepseek-v3.1": (
+        _history(f"<A></think>{{{{ {SAID} }}}}<E>", "<A></think>"),
+        [["\n\nfive<E>", "yes<E>"]],
+        [["five<E>", "yes<E>"]],
+    ),
+    "qwq": (  # the last answer as it stands
+        _history(f"<A>{{{{ m.content if loop.last else {SAID}.lstrip('\n') }}}}<E>", "<A><think>\n"),
+        [["a sum\n</think>\n\nfive<E>"], ["checked</think>yes<E>"]],
+        [["five<E>", "yes<E>"]],
+    ),
+    "qwen3": (
+        _history(MOVED, "<A>"),
+        [["<think>\na sum\n</think>\n\nfive<E>"], ["<think>\nchecked\n</think>\n\nyes<E>"]],
+        [["<think>\na sum\n</think>\n\nfive<E>"], ["<think>\nchecked\n</think>\n\nyes<E>"]],
+    ),
+    "qwen3-thinking": (
+        _history(MOVED, "<A><think>\n"),
+        [["a sum\n</think>\n\nfive<E>"], ["checked\n</think>\n\nyes<E>"]],
+        [["a sum\n</think>\n\nfive<E>"], ["checked\n</think>\n\nyes<E>"]],
+    ),
+    "plain": (  # knows no thoughts, keeps the text
+        _history("<A>{{ m.content }}<E>", "<A>"),
+        [["<think>\na sum\n</think>\n\nfive<E>", "checked</think>yes<E>"]],
+        [["five<E>", "yes<E>"]],
+    ),
+}
+
+
+@pytest.mark.parametrize("model", THINKERS)
+def test_thoughts_in_a_content_are_learned_as_the_template_has_them(model):
+    template, inside, apart = THINKERS[model]
+    tokenizer = tiny.make_byte_tokenizer(template, eos_token="<E>", additional_special_tokens=["<U>", "<A>"])
+
+    def learned(*answers: dict[str, str]) -> list[list[str]]:
+        messages = [
+            turn
+            for question, answer in zip(["2 + 3?", "Sure?"], answers, strict=True)
+            for turn in ({"role": "user", "content": question}, {"role": "assistant"} | answer)
+        ]
+        line = json.dumps({"id": "a", "messages": messages, "truncated": False, "answer_ids": None})
+        found = []
+        for sequence in read_conversation(line, tokenizer, 1000):
+            edges = np.flatnonzero(np.diff(np.concatenate([[0], sequence.loss_mask, [0]]))).reshape(-1, 2)
+            found.append([str(tokenizer.decode(sequence.token_ids[start:end])) for start, end in edges])
+        return found
+
+    contents = "<think>\na sum\n</think>\n\nfive", "checked</think>yes"
+    assert learned(*({"content": content} for content in contents)) == inside
+    fields = {"reasoning_content": "a sum", "content": "five"}, {"reasoning_content": "checked", "content": "yes"}
+    assert learned(*fields) == apart
+
+
+def test_a_turn_without_a_token_in_the_mask_is_a_reject():
+    """One whose place in the text cannot be told, and one of which nothing is rendered."""
+    unknown = _history("<A>{{ m.content.split('[end]')[-1] }}<E>", "<A><think>\n")
+    for template, answer, reason in (
+        (unknown, "a sum[end]five", "rewrites the text before assistant turn 1"),
+        ("{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}", "", "no text of assistant turn 1"),
+    ):
+        tokenizer = tiny.make_byte_tokenizer(template, eos_token="<E>", additional_special_tokens=["<U>", "<A>"])
+        with pytest.raises(Rejected, match=reason):
+            read(line(["2 + 3?", answer, "Sure?", "yes"], None), tokenizer=tokenizer)
