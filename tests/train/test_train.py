@@ -32,7 +32,7 @@ VOCAB, DRAFT_VOCAB = 60, 40
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    return tiny.make_target(tiny.llama_config(vocab_size=VOCAB))
+    return tiny.make_target(tiny.llama_config(vocab_size=VOCAB, aux_layers=(1, 2, 3)))
 
 
 def record(target: Target, length: int, rng: np.random.Generator) -> features.Record:
@@ -57,7 +57,7 @@ def prepared(folder: pathlib.Path, target: Target, **values) -> RunConfig:
     config = run_file.from_dict(
         {
             "run_dir": str(folder),
-            "target": {"aux_layers": [0, 1, 3]},
+            "target": {"aux_layers": [1, 2, 3]},
             "draft": {"vocab_size": DRAFT_VOCAB},
             "mesh": {"data": 2, "model": 2},
             "train": {

@@ -275,6 +275,14 @@ def test_a_head_that_does_not_fit_the_target_is_refused(kind, changes, message):
         kind_of(run_config(kind, **changes), tiny.llama_config(vocab_size=60))
 
 
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash2"])
+def test_a_head_that_no_export_could_hold_is_refused(kind):
+    target = tiny.llama_config(vocab_size=60, aux_layers=(0, 1, 3))
+    with pytest.raises(ValueError, match=rf"draft.kind '{kind}' for this target: aux layers .*: got \[0, 1, 3\]"):
+        kind_of(run_config(kind), target)
+    kind_of(run_config("eagle3"), target)
+
+
 @pytest.mark.slow
 def test_weights_of_a_block_s_drafts_are_the_config_s():
     target = tiny_families.make(family("MiMoForCausalLM"))
@@ -293,7 +301,7 @@ def test_weights_of_a_block_s_drafts_are_the_config_s():
 
 
 def test_a_warm_start_that_a_kind_has_not_is_refused():
-    target: Any = tiny.make_target(tiny.llama_config(vocab_size=60))
+    target: Any = tiny.make_target(tiny.llama_config(vocab_size=60, aux_layers=(1, 2, 3)))
     block = kind_of(run_config("dflash"), target.model.config)
     with pytest.raises(ValueError, match="train.warm_start: got 'mtp', expected null for draft.kind 'dflash'"):
         block.warm("mtp", target)

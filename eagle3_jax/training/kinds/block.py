@@ -12,6 +12,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.config import RunConfig
+from eagle3_jax.formats.blocks.config import contradictions
+from eagle3_jax.formats.blocks.kinds import KINDS
 from eagle3_jax.models.drafts.dflash import FULL, BlockHeadConfig, DFlash
 from eagle3_jax.models.drafts.dflash2 import DFlash2
 from eagle3_jax.models.drafts.dspark import DSpark
@@ -56,6 +58,9 @@ class BlockHead(Kind):
             is_causal=draft.is_causal,
             selector_rank=draft.selector_rank,
         )
+        form = next(kind for kind in KINDS if kind.network is cls.head)
+        if problems := contradictions(form, shape):  # no form of an export could hold the head
+            raise ValueError(f"draft.kind {cls.name!r} for this target: {'; '.join(problems)}")
         return cls(shape, config.train, seed=config.seed)
 
     def build(self, rngs: nnx.Rngs) -> DFlash:
