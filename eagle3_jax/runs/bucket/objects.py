@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import collections
 import contextlib
+import functools
+import hashlib
 import io
 import pathlib
 from collections.abc import Iterator
@@ -81,13 +84,21 @@ def put(path: Path, content: bytes | pathlib.Path, expected: int, timeout: float
             blob.upload_from_filename(str(content), **options)
     except exceptions.PreconditionFailed as error:
         # A retried request may meet the object that it wrote itself.
-        if not isinstance(content, bytes) or (found := look(path)) is None or found[0] != content:
+        found = _blob(path)
+        if found is None or found.md5_hash != _md5(content):
             raise Conflict(f"{path}: another writer was first") from error
-        return found[1]
+        return found.generation
     except (exceptions.GoogleAPICallError, exceptions.RetryError, OSError) as error:
         raise BucketError(f"{path}: not written ({clients.reason(error)})") from error
     assert blob.generation is not None
     return blob.generation
+
+
+def _md5(content: bytes | pathlib.Path) -> str:
+    """Hashes content as Cloud Storage names an object's, in base64."""
+    made = functools.partial(hashlib.md5, usedforsecurity=False)
+    with io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as stream:
+        return base64.b64encode(hashlib.file_digest(stream, made).digest()).decode()
 
 
 def look(path: Path) -> tuple[bytes, int] | None:

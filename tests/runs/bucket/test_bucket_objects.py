@@ -31,3 +31,17 @@ def test_two_writers_of_one_object(folder):
         temporary.write_text("slow")
         disk.write_json(folder / "x", {"fast": 1})
     assert disk.read_json(folder / "x") == {"fast": 1}
+
+
+@pytest.mark.parametrize("kind", ["bytes", "file"])
+def test_an_upload_whose_answer_was_lost_knows_its_own_object(folder, tmp_path, kind):
+    """Asked again, it meets the generation that it wrote itself; other content is another writer's."""
+
+    def put(content: bytes) -> int:
+        (tmp_path / "x").write_bytes(content)
+        return objects.put(folder / "x", content if kind == "bytes" else tmp_path / "x", objects.ABSENT)
+
+    assert put(b"one shard") == put(b"one shard") == objects.generation(folder / "x")
+    with pytest.raises(objects.Conflict, match=r"run/x: another writer was first"):
+        put(b"two shard")
+    assert objects.read(folder / "x") == b"one shard"
