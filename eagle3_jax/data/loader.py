@@ -89,6 +89,8 @@ class PackedRows:
         self.source, self.row_length = source, row_length
         self.plan: list[list[int]] = []
         for epoch in range(math.ceil(epochs)):
+            if max_rows is not None and len(self.plan) >= max_rows:
+                break
             rows = plan_rows(source.lengths, row_length, seed, epoch)
             self.plan += rows[: math.ceil(len(rows) * min(1.0, epochs - epoch))]
         self.plan = self.plan[:max_rows]

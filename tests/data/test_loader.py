@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from slow_source import CountedSource, SlowSource, read_log
 from test_features import make_fp8_record, make_record
 
-from eagle3_jax.data import features
+from eagle3_jax.data import features, loader
 from eagle3_jax.data.loader import PackedRows, batches, plan_rows
 from eagle3_jax.data.readers import Layout, Read, Readers
 
@@ -108,6 +108,19 @@ def test_epochs_may_end_within_a_pass_and_batches_are_filled():
     filled = PackedRows(source(*[10] * 8), 10, multiple=3)
     assert len(filled) == 9
     assert not filled[8]["segment_ids"].any()
+
+
+def test_epochs_behind_the_last_row_are_not_packed(monkeypatch):
+    packed = []
+
+    def plan(lengths, row_length, seed, epoch):
+        packed.append(epoch)
+        return plan_rows(lengths, row_length, seed, epoch)
+
+    whole = PackedRows(source(8, 8, 8), 8, multiple=2, epochs=30)
+    monkeypatch.setattr(loader, "plan_rows", plan)
+    rows = PackedRows(source(8, 8, 8), 8, multiple=2, epochs=30, max_rows=4)
+    assert rows.plan == whole.plan[:4] and packed == [0, 1]
 
 
 def test_batches_depend_on_their_number_alone():
