@@ -305,6 +305,8 @@ def test_a_warm_start_that_a_kind_has_not_is_refused():
     block = kind_of(run_config("dflash"), target.model.config)
     with pytest.raises(ValueError, match="train.warm_start: got 'mtp', expected null for draft.kind 'dflash'"):
         block.warm("mtp", target)
+    with pytest.raises(ValueError, match="train.warm_start: got 'mtp', expected the folder of a head, or null"):
+        kind_of(run_config("eagle3"), target.model.config).warm("mtp", target)
     layer = kind_of(run_config("mtp"), tiny_families.make(family("MiMoForCausalLM")).config)
     with pytest.raises(ValueError, match="train.warm_start: got 'a/head', expected 'mtp', the target's own layer"):
         layer.warm("a/head", target)

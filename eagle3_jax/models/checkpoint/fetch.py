@@ -228,6 +228,8 @@ def fetch(
         field: the field to name in errors.
         expected: the values allowed in this field, for errors.
     """
+    if not name:  # pathlib's empty path is the working directory
+        raise TargetError(f"{field}: got {name!r}, expected {expected}")
     if (given := disk.path_of(name)).is_dir():
         return given
     if given.suffix == GGUF and given.is_file():

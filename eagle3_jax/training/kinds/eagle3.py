@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from eagle3_jax.config import RunConfig
 from eagle3_jax.formats import heads
+from eagle3_jax.formats.mtp import MTP
 from eagle3_jax.models.checkpoint.fetch import Target
 from eagle3_jax.models.drafts.eagle3 import DraftHead, DraftHeadConfig
 from eagle3_jax.models.drafts.head import Draft
@@ -61,6 +62,9 @@ class Eagle3(Kind):
 
     def warm(self, source: str | pathlib.Path, target: Target) -> Draft:
         """See `Kind`; an exported head of EAGLE-3."""
+        if source == MTP:
+            expected = f"the folder of a head, or null, for draft.kind {self.name!r}"
+            raise ValueError(f"train.warm_start: got {source!r}, expected {expected}")
         draft = heads.load_draft(source, target=target, dtype=jnp.float32, exact=True)
         if not isinstance(draft.head, DraftHead):
             raise ValueError(f"train.warm_start {source}: got {type(draft.head).__name__}, expected a head of EAGLE-3")

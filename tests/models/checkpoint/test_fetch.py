@@ -126,6 +126,13 @@ def test_a_tokenizer_s_class_is_the_one_that_transformers_chooses(tmp_path, fami
     assert tokenizer_digest(tokenizer) == tokenizer_digest(chosen)
 
 
+def test_an_empty_name_is_not_the_working_directory(tmp_path, monkeypatch):
+    tiny.write_target(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(fetch.TargetError, match="target.name: got '', expected 'smollm2"):
+        fetch.fetch("")
+
+
 def test_a_path_is_a_folder(tmp_path):
     folder = tiny.write_target(tmp_path / "other")
     assert fetch.target_config(folder) == TargetConfig(name=str(folder))
